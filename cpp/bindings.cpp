@@ -1,0 +1,241 @@
+// Python bindings of the planning core: the only file that knows Python. It checks shapes, dtypes
+// and ranges (orchmllm/plan/balance.py gives the friendlier messages) and releases the GIL, so that
+// a plan made in the prefetch thread does not hold up the training thread.
+#include <pybind11/numpy.h>
+#include <pybind11/pybind11.h>
+
+#include <string>
+
+#include "common.hpp"
+#include "greedy.hpp"
+#include "local.hpp"
+#include "maps.hpp"
+#include "microsteps.hpp"
+#include "nodewise.hpp"
+#include "padded.hpp"
+#include "token_cap.hpp"
+
+namespace py = pybind11;
+using orchmllm::i64;
+using orchmllm::View;
+
+namespace {
+
+// No forcecast: a float or int32 array is an error, not a silent copy.
+using Array = py::array_t<i64, py::array::c_style>;
+
+View<i64> view(const Array& array, const char* name) {
+  if (array.ndim() != 1) throw std::invalid_argument(std::string(name) + " must be 1-D");
+  return {array.data(), static_cast<std::size_t>(array.size())};
+}
+
+View<i64> weights(const Array& array, const char* name) {
+  const View<i64> values = view(array, name);
+  if (values.size > static_cast<std::size_t>(std::numeric_limits<orchmllm::i32>::max())) {
+    throw std::invalid_argument(std::string(name) + " has too many items");
+  }
+  i64 room = std::numeric_limits<i64>::max() / 2;
+  for (std::size_t i = 0; i < values.size; ++i) {
+    if (values[i] < 0 || values[i] > room) {
+      throw std::invalid_argument(std::string(name) + "[" + std::to_string(i) + "] = " +
+                                  std::to_string(values[i]) +
+                                  (values[i] < 0 ? " is negative" : ": the sum overflows int64"));
+    }
+    room -= values[i];
+  }
+  return values;
+}
+
+void check_num_ranks(i64 num_ranks) {
+  if (num_ranks < 1 || num_ranks > std::numeric_limits<orchmllm::i32>::max()) {
+    throw std::invalid_argument("num_ranks = " + std::to_string(num_ranks) + " must be >= 1");
+  }
+}
+
+View<i64> homes(const Array& array, std::size_t size, i64 num_ranks) {
+  const View<i64> values = view(array, "home");
+  if (values.size != size) {
+    throw std::invalid_argument("home has " + std::to_string(values.size) + " entries, expected " +
+                                std::to_string(size));
+  }
+  for (std::size_t i = 0; i < size; ++i) {
+    if (values[i] < 0 || values[i] >= num_ranks) {
+      throw std::invalid_argument("home[" + std::to_string(i) + "] = " +
+                                  std::to_string(values[i]) + " is not a rank of " +
+                                  std::to_string(num_ranks));
+    }
+  }
+  return values;
+}
+
+// (n,) zeros or values of an optional per-item argument.
+View<i64> optional(const Array& array, const char* name, std::size_t size) {
+  if (array.size() == 0) return {};
+  const View<i64> values = weights(array, name);
+  if (values.size != size) {
+    throw std::invalid_argument(std::string(name) + " has " + std::to_string(values.size) +
+                                " entries, expected " + std::to_string(size));
+  }
+  return values;
+}
+
+// Checks what all policies share, runs `fill(weight, home, rank_of)` without the GIL.
+template <class Fill>
+Array assign(const Array& weight, const Array& home, i64 num_ranks, const Fill& fill) {
+  check_num_ranks(num_ranks);
+  const View<i64> w = weights(weight, "weight");
+  const View<i64> h = homes(home, w.size, num_ranks);
+  Array rank_of(static_cast<py::ssize_t>(w.size));
+  i64* out = rank_of.mutable_data();
+  py::gil_scoped_release release;
+  fill(w, h, out);
+  return rank_of;
+}
+
+Array greedy(const Array& weight, const Array& home, i64 num_ranks) {
+  return assign(weight, home, num_ranks, [&](View<i64> w, View<i64> h, i64* out) {
+    orchmllm::greedy(w, h, num_ranks, out);
+  });
+}
+
+Array padded(const Array& weight, const Array& home, i64 num_ranks) {
+  return assign(weight, home, num_ranks, [&](View<i64> w, View<i64> h, i64* out) {
+    orchmllm::padded(w, h, num_ranks, out);
+  });
+}
+
+Array conv(const Array& weight, const Array& pad, const Array& home, i64 num_ranks) {
+  const View<i64> p = weights(pad, "pad");
+  if (pad.size() != weight.size()) throw std::invalid_argument("pad and weight differ in size");
+  return assign(weight, home, num_ranks, [&](View<i64> w, View<i64> h, i64* out) {
+    orchmllm::Conv(w, p, num_ranks).run(h, out);
+  });
+}
+
+Array local(const Array& weight, const Array& home, const Array& move_cost, i64 num_ranks,
+            i64 ranks_per_node, i64 cap) {
+  if (ranks_per_node < 1) throw std::invalid_argument("ranks_per_node must be >= 1");
+  if (cap < 0) throw std::invalid_argument("cap must be >= 0");
+  orchmllm::LocalProblem problem;
+  problem.move_cost =
+      optional(move_cost, "move_cost", static_cast<std::size_t>(weight.size()));
+  problem.num_ranks = num_ranks;
+  problem.ranks_per_node = std::min(ranks_per_node, num_ranks);
+  problem.cap = cap;
+  return assign(weight, home, num_ranks, [&](View<i64> w, View<i64> h, i64* out) {
+    problem.weight = w;
+    problem.home = h;
+    orchmllm::LocalSearch(problem, out).run();
+  });
+}
+
+// A corrected copy of rank_of, or an empty array if some rank stays above the cap.
+Array enforce_token_cap(const Array& weight, const Array& tokens, const Array& rank_of,
+                        i64 num_ranks, i64 cap) {
+  const View<i64> t = weights(tokens, "tokens");
+  if (tokens.size() != weight.size()) throw std::invalid_argument("tokens and weight differ in size");
+  bool done = false;
+  Array result = assign(weight, rank_of, num_ranks, [&](View<i64> w, View<i64> now, i64* out) {
+    std::copy(now.begin(), now.end(), out);
+    done = orchmllm::TokenCap(w, t, num_ranks, cap, out).enforce();
+  });
+  return done ? result : Array(0);
+}
+
+Array assign_microsteps(const Array& share, i64 num_microsteps) {
+  if (share.ndim() != 2) throw std::invalid_argument("share must be 2-D");
+  if (num_microsteps < 1) throw std::invalid_argument("num_microsteps must be >= 1");
+  const auto phases = static_cast<std::size_t>(share.shape(1));
+  const View<i64> s{share.data(), static_cast<std::size_t>(share.size())};
+  Array step_of(share.shape(0));
+  i64* out = step_of.mutable_data();
+  py::gil_scoped_release release;
+  orchmllm::assign_microsteps(s, phases, static_cast<std::size_t>(num_microsteps), out);
+  return step_of;
+}
+
+// (order (n,), sizes (num_ranks,)): items grouped by rank, in ascending order inside each.
+py::tuple group_by_rank(const Array& rank_of, i64 num_ranks) {
+  check_num_ranks(num_ranks);
+  const View<i64> ranks = homes(rank_of, static_cast<std::size_t>(rank_of.size()), num_ranks);
+  Array order(rank_of.size()), sizes(num_ranks);
+  i64 *order_out = order.mutable_data(), *sizes_out = sizes.mutable_data();
+  {
+    py::gil_scoped_release release;
+    orchmllm::group_by_rank(ranks, num_ranks, order_out, sizes_out);
+  }
+  return py::make_tuple(order, sizes);
+}
+
+Array expand_order(const Array& order, const Array& counts) {
+  const View<i64> c = weights(counts, "counts");
+  const View<i64> o = homes(order, c.size, static_cast<i64>(c.size));
+  Array result(std::accumulate(c.begin(), c.end(), i64{0}));
+  i64* out = result.mutable_data();
+  py::gil_scoped_release release;
+  orchmllm::expand_order(o, c, out);
+  return result;
+}
+
+Array heaviest_holder(const Array& example, const Array& rank, const Array& bytes,
+                      const Array& home) {
+  const View<i64> held = weights(bytes, "bytes");
+  const View<i64> e = homes(example, held.size, static_cast<i64>(home.size()));
+  const View<i64> r = view(rank, "rank"), own = view(home, "home");
+  if (r.size != held.size) throw std::invalid_argument("rank and bytes differ in size");
+  Array result(home.size());
+  i64* out = result.mutable_data();
+  py::gil_scoped_release release;
+  std::copy(own.begin(), own.end(), out);
+  orchmllm::heaviest_holder(e, r, held, own.size, out);
+  return result;
+}
+
+Array nodewise(const Array& source, const Array& batch, const Array& volume, i64 num_ranks,
+               i64 ranks_per_node, bool count_receives, i64 steps) {
+  check_num_ranks(num_ranks);
+  if (ranks_per_node < 1) throw std::invalid_argument("ranks_per_node must be >= 1");
+  const View<i64> v = weights(volume, "volume");
+  const orchmllm::Transfers transfers{homes(source, v.size, num_ranks),
+                                      homes(batch, v.size, num_ranks), v, num_ranks,
+                                      std::min(ranks_per_node, num_ranks), count_receives};
+  Array rank_of_batch(num_ranks);
+  i64* out = rank_of_batch.mutable_data();
+  py::gil_scoped_release release;
+  const std::vector<i64> best = orchmllm::NodewiseSearch(transfers).run(steps);
+  std::copy(best.begin(), best.end(), out);
+  return rank_of_batch;
+}
+
+i64 lower_bound(const Array& weight, i64 num_ranks) {
+  check_num_ranks(num_ranks);
+  const View<i64> w = weights(weight, "weight");
+  py::gil_scoped_release release;
+  return orchmllm::lower_bound_load(w, num_ranks);
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_core, m) {
+  m.doc() = "Balancing core of orchmllm; see orchmllm/plan/balance.py.";
+  const auto weight = py::arg("weight").noconvert();
+  const auto home = py::arg("home").noconvert();
+  m.def("greedy", &greedy, weight, home, py::arg("num_ranks"));
+  m.def("padded", &padded, weight, home, py::arg("num_ranks"));
+  m.def("conv", &conv, weight, py::arg("pad").noconvert(), home, py::arg("num_ranks"));
+  m.def("local", &local, weight, home, py::arg("move_cost").noconvert(), py::arg("num_ranks"),
+        py::arg("ranks_per_node"), py::arg("cap"));
+  m.def("enforce_token_cap", &enforce_token_cap, weight, py::arg("tokens").noconvert(),
+        py::arg("rank_of").noconvert(), py::arg("num_ranks"), py::arg("cap"));
+  m.def("assign_microsteps", &assign_microsteps, py::arg("share").noconvert(),
+        py::arg("num_microsteps"));
+  m.def("group_by_rank", &group_by_rank, py::arg("rank_of").noconvert(), py::arg("num_ranks"));
+  m.def("expand_order", &expand_order, py::arg("order").noconvert(),
+        py::arg("counts").noconvert());
+  m.def("heaviest_holder", &heaviest_holder, py::arg("example").noconvert(),
+        py::arg("rank").noconvert(), py::arg("bytes").noconvert(), home);
+  m.def("nodewise", &nodewise, py::arg("source").noconvert(), py::arg("batch").noconvert(),
+        py::arg("volume").noconvert(), py::arg("num_ranks"), py::arg("ranks_per_node"),
+        py::arg("count_receives"), py::arg("steps"));
+  m.def("lower_bound", &lower_bound, weight, py::arg("num_ranks"));
+}

@@ -1,0 +1,59 @@
+// Dealing the items of two ranks anew, by an exact subset sum: dearer than a trade of a few items,
+// but with tens of items nearly every sum can be reached.
+#pragma once
+
+#include "pick.hpp"
+
+namespace orchmllm {
+
+class Deal {
+ public:
+  explicit Deal(i64 unit) : unit_(unit) {}
+
+  // Marks the items of `pool` that make the least sum inside the window, those at its end only
+  // where they are needed. All weights are multiples of the unit. False if no sum is inside, or if
+  // sums are too many to list.
+  bool find(const List& pool, Window window, Budget& budget, std::vector<char>& chosen) {
+    constexpr i64 kSums = i64{1} << 16;
+    if (window.low < 0 || window.high / unit_ >= kSums) return false;
+    const std::size_t high = static_cast<std::size_t>(window.high / unit_);
+    const std::size_t words = high / 64 + 1;
+    if (!budget.spend(pool.size() * words / 4)) return false;  // four words at a time
+    sums_.assign((pool.size() + 1) * words, 0);
+    sums_[0] = 1;
+    for (std::size_t k = 0; k < pool.size(); ++k) add(k, words, pool[k].weight / unit_);
+    std::size_t sum = static_cast<std::size_t>((window.low + unit_ - 1) / unit_);
+    while (sum <= high && !reached(pool.size(), words, sum)) ++sum;
+    if (sum > high) return false;
+    chosen.assign(pool.size(), 0);
+    for (std::size_t k = pool.size(); k-- > 0;) {
+      if (reached(k, words, sum)) continue;
+      chosen[k] = 1;
+      sum -= static_cast<std::size_t>(pool[k].weight / unit_);
+    }
+    return true;
+  }
+
+ private:
+  bool reached(std::size_t row, std::size_t words, std::size_t sum) const {
+    return sums_[row * words + sum / 64] >> (sum % 64) & 1;
+  }
+
+  // Row k + 1: the sums of row k, with and without an item of this weight.
+  void add(std::size_t k, std::size_t words, i64 weight) {
+    const u64* from = sums_.data() + k * words;
+    u64* to = sums_.data() + (k + 1) * words;
+    std::copy(from, from + words, to);
+    const std::size_t skip = static_cast<std::size_t>(weight) / 64;
+    const unsigned shift = static_cast<unsigned>(weight % 64);
+    for (std::size_t i = skip; i < words; ++i) {
+      to[i] |= from[i - skip] << shift;
+      if (shift > 0 && i > skip) to[i] |= from[i - skip - 1] >> (64 - shift);
+    }
+  }
+
+  i64 unit_;
+  std::vector<u64> sums_;  // a bit for each sum up to the window's end, after each item
+};
+
+}  // namespace orchmllm

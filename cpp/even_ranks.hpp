@@ -1,0 +1,214 @@
+// Stages 2 and 3 of `local`: ranks above the cap hand their surplus to ranks below it, first inside
+// each node, then (what is left) to ranks of any node.
+#pragma once
+
+#include "deal.hpp"
+#include "placement.hpp"
+#include "trade.hpp"
+
+namespace orchmllm {
+
+class EvenRanks {
+ public:
+  EvenRanks(Placement& placement, const std::vector<i32>& ascending)
+      : s_(placement), p_(placement.problem), deal_(p_.unit), lists_(at(p_.num_ranks)) {
+    std::vector<std::size_t> count(lists_.size(), 8);  // a few more than there are: some arrive
+    for (std::size_t i = 0; i < p_.weight.size; ++i) ++count[at(s_.rank_of[i])];
+    for (std::size_t r = 0; r < lists_.size(); ++r) lists_[r].reserve(count[r]);
+    for (const i32 id : ascending) {
+      const i64 weight = p_.weight[at(id)];
+      if (weight == 0) continue;
+      if (lightest_ == 0) lightest_ = weight;
+      lists_[at(s_.rank_of[id])].push_back({weight, id});
+    }
+    bool done = true;
+    for (i64 node = 0; node < s_.num_nodes; ++node) {
+      done = even(s_.first_rank(node), s_.end_rank(node)) && done;
+    }
+    s_.receive_limit = std::numeric_limits<i64>::max();  // a fuller rank costs more than a receive
+    walks_ = p_.walks;
+    if (!done) even(0, p_.num_ranks);
+  }
+
+ private:
+  using Load = std::pair<i64, i64>;  // (load, rank)
+
+  // The searches of a higher level are dearer and only used when the lower ones find nothing.
+  enum Level { kGive, kUneven, kDeal, kDouble, kHalf, kAnything, kFar, kLevels };
+
+  // Ranks [begin, end) trade until none is above the cap: the fullest with one of the emptiest.
+  // Returns false when nothing helps any more. Every step lowers the sum of what is above the cap.
+  bool even(i64 begin, i64 end) {
+    i128 slack = 0;
+    ranked_.clear();
+    for (i64 r = begin; r < end; ++r) {
+      ranked_.emplace_back(s_.load[at(r)], r);
+      slack += p_.cap - s_.load[at(r)];
+    }
+    std::sort(ranked_.begin(), ranked_.end());
+    // What a rank that is filled up may stay short of the cap.
+    waste_ = static_cast<i64>(std::max<i128>(0, slack / (2 * (end - begin))));
+    while (ranked_.back().first > p_.cap) {
+      bool progress = false;
+      const int levels = s_.budget.left >= 0 ? kLevels : kGive + 1;
+      for (int level = kGive; level < levels && !progress; ++level) {
+        progress = step(static_cast<Level>(level));
+      }
+      if (!progress && !(walks_-- > 0 && walk())) return false;
+    }
+    return true;
+  }
+
+  // The fullest rank swaps some of what it has above the cap with a rank of its node that is at the
+  // cap: that one's items may suit the ranks with room. The ranks of the node take turns.
+  bool walk() {
+    const auto [load_a, a] = ranked_.back();
+    const i64 first = a - a % p_.ranks_per_node;
+    const i64 width = std::min(p_.ranks_per_node, p_.num_ranks - first);
+    const Window window{1, load_a - p_.cap};
+    const auto any = [](const Item&, const Item&) { return true; };
+    for (i64 k = 0; k < width; ++k) {
+      const i64 b = first + turn_++ % width;
+      Trade trade;
+      if (b == a || s_.load[at(b)] > p_.cap ||
+          !find_swap(lists_[at(a)], lists_[at(b)], window, any, s_.budget, trade)) {
+        continue;
+      }
+      const Load was_a{s_.load[at(a)], a}, was_b{s_.load[at(b)], b};
+      apply(trade, a, b);
+      replace(was_a);
+      replace(was_b);
+      return true;
+    }
+    // Nothing to swap: beside a heavy item there may be no room for any other. One with many can
+    // pass it on.
+    const std::size_t light = first_at_least(lists_[at(a)], window.high);
+    for (i64 k = 0; k < width && light < lists_[at(a)].size(); ++k) {
+      const i64 b = first + turn_++ % width;
+      if (lists_[at(b)].size() <= 2 * lists_[at(a)].size()) continue;
+      const Load was_a{s_.load[at(a)], a}, was_b{s_.load[at(b)], b};
+      put(remove_at(lists_[at(a)], light), b);
+      replace(was_a);
+      replace(was_b);
+      return true;
+    }
+    return false;
+  }
+
+  void replace(const Load& was) {
+    ranked_.erase(std::lower_bound(ranked_.begin(), ranked_.end(), was));
+    const Load entry{s_.load[at(was.second)], was.second};
+    ranked_.insert(std::upper_bound(ranked_.begin(), ranked_.end(), entry), entry);
+  }
+
+  // A rank with one item and no room for the lightest is no partner.
+  bool step(Level level) {
+    std::size_t partners = level == kUneven ? 8 : level == kDeal || level == kDouble || level == kFar
+                               ? 3 : 16;
+    const auto [load_a, a] = ranked_.back();
+    for (std::size_t k = 0; partners > 0 && k + 1 < ranked_.size() && ranked_[k].first < p_.cap;
+         ++k) {
+      const i64 b = ranked_[k].second;
+      if (lists_[at(b)].size() == 1 && p_.cap - ranked_[k].first < lightest_) continue;
+      --partners;
+      if (!relieve(a, b, level)) continue;
+      ranked_.pop_back();
+      ranked_.erase(ranked_.begin() + static_cast<std::ptrdiff_t>(k));
+      for (const i64 rank : {a, b}) {
+        const Load entry{s_.load[at(rank)], rank};
+        ranked_.insert(std::upper_bound(ranked_.begin(), ranked_.end(), entry), entry);
+      }
+      return true;
+    }
+    return false;
+  }
+
+  // Moves load from rank a (above the cap) to rank b (below it). True if anything moved.
+  bool relieve(i64 a, i64 b, Level level) {
+    List &from = lists_[at(a)], &to = lists_[at(b)];
+    const i64 need = s_.load[at(a)] - p_.cap, room = p_.cap - s_.load[at(b)];
+    Window window{need <= room ? need : std::max<i64>(1, room - waste_), room};
+    bool progress = false;
+    if (level == kGive) {
+      moved_.clear();
+      ReceiveRule rule{s_, b};
+      Picker picker{from, window, s_.budget, moved_};
+      picker.take_sum(s_.typical, rule);
+      window = picker.window;
+      progress = !moved_.empty();
+      for (const Item& item : moved_) put(item, b);
+      if (window.low <= 0) return true;
+    } else if (level == kDeal || level == kFar) {
+      return s_.apart(a, b) == (level == kFar) && (level == kDeal || p_.exact) &&
+             deal(a, b, window);
+    } else if (level >= kHalf) {
+      window.low = level == kHalf ? (std::min(need, room) + 1) / 2 : 1;
+    }
+    const auto admit = [&](const Item& out, const Item&) { return ReceiveRule{s_, b}.admits(out); };
+    Trade trade;
+    if ((level == kGive && find_swap(from, to, window, admit, s_.budget, trade)) ||
+        (level == kUneven && find_uneven_swap(from, to, window, admit, s_.budget, trade)) ||
+        (level == kDouble && find_double_swap(from, to, window, admit, s_.budget, trade)) ||
+        (level >= kHalf && (find_swap(from, to, window, admit, s_.budget, trade) ||
+                            find_uneven_swap(from, to, window, admit, s_.budget, trade)))) {
+      apply(trade, a, b);
+      return true;
+    }
+    return level >= kHalf ? bulk_swap(a, b, window) : progress;
+  }
+
+  // Rank a keeps what it has less a sum inside the window. Between nodes that would be a lot of
+  // traffic, inside a node it costs little.
+  bool deal(i64 a, i64 b, Window window) {
+    List &from = lists_[at(a)], &to = lists_[at(b)];
+    moved_.assign(from.begin(), from.end());
+    moved_.insert(moved_.end(), to.begin(), to.end());
+    const i64 held = s_.load[at(a)];
+    if (!deal_.find(moved_, {held - window.high, held - window.low}, s_.budget, chosen_)) {
+      return false;
+    }
+    from.clear();
+    to.clear();
+    for (std::size_t k = 0; k < moved_.size(); ++k) put(moved_[k], chosen_[k] ? a : b);
+    return true;
+  }
+
+  bool bulk_swap(i64 a, i64 b, Window window) {
+    moved_.clear();
+    ReceiveRule rule{s_, a};
+    const std::size_t heavy = find_bulk_swap(lists_[at(a)], lists_[at(b)], window, s_.typical, rule,
+                                             s_.budget, moved_);
+    if (heavy == kNone) return false;
+    const Item item = remove_at(lists_[at(a)], heavy);
+    for (const Item& back : moved_) put(back, a);
+    put(item, b);
+    return true;
+  }
+
+  void apply(const Trade& trade, i64 a, i64 b) {
+    List &from = lists_[at(a)], &to = lists_[at(b)];
+    List out, back;
+    for (int k = 1; k >= 0; --k) {  // the higher index first: the lower one stays valid
+      if (trade.out[k] != kNone) out.push_back(remove_at(from, trade.out[k]));
+      if (trade.back[k] != kNone) back.push_back(remove_at(to, trade.back[k]));
+    }
+    for (const Item& item : out) put(item, b);
+    for (const Item& item : back) put(item, a);
+  }
+
+  void put(const Item& item, i64 rank) {
+    s_.move(item, rank);
+    insert_sorted(lists_[at(rank)], item);
+  }
+
+  Placement& s_;
+  const LocalProblem& p_;
+  i64 lightest_ = 0, waste_ = 0, walks_ = 0, turn_ = 0;
+  Deal deal_;
+  std::vector<char> chosen_;
+  std::vector<List> lists_;
+  std::vector<Load> ranked_;  // ascending
+  List moved_;
+};
+
+}  // namespace orchmllm

@@ -1,0 +1,88 @@
+// Which rank processes which batch, when the batches are given: next to where its items are.
+#pragma once
+
+#include "common.hpp"
+
+namespace orchmllm {
+
+// Volume of batch `batch` that lies on `place` (a rank or a node).
+struct Share {
+  i64 volume, batch, place;
+};
+
+// The shares of all (batch, place) pairs that have any, the largest first.
+inline std::vector<Share> largest_shares(View<i64> place, View<i64> batch, View<i64> volume) {
+  std::vector<Share> shares;
+  shares.reserve(place.size);
+  for (std::size_t i = 0; i < place.size; ++i) shares.push_back({volume[i], batch[i], place[i]});
+  std::sort(shares.begin(), shares.end(), [](const Share& a, const Share& b) {
+    return a.batch != b.batch ? a.batch < b.batch : a.place < b.place;
+  });
+  std::size_t kept = 0;
+  for (const Share& share : shares) {
+    if (kept > 0 && shares[kept - 1].batch == share.batch && shares[kept - 1].place == share.place) {
+      shares[kept - 1].volume += share.volume;
+    } else {
+      shares[kept++] = share;
+    }
+  }
+  shares.resize(kept);
+  std::stable_sort(shares.begin(), shares.end(),
+                   [](const Share& a, const Share& b) { return a.volume > b.volume; });
+  return shares;
+}
+
+// rank_of_batch (num_ranks) for given nodes: each batch, the largest share first, next to the rank of
+// its node that holds most of it.
+inline std::vector<i64> ranks_inside(View<i64> source, View<i64> batch, View<i64> volume,
+                                     i64 num_ranks, i64 ranks_per_node,
+                                     const std::vector<i64>& node_of) {
+  const auto index = [](i64 i) { return static_cast<std::size_t>(i); };
+  const i64 num_nodes = (num_ranks + ranks_per_node - 1) / ranks_per_node;
+  std::vector<i64> rank_of(index(num_ranks), -1);
+  std::vector<char> taken(index(num_ranks));
+  for (const Share& s : largest_shares(source, batch, volume)) {
+    if (s.place / ranks_per_node == node_of[index(s.batch)] && rank_of[index(s.batch)] < 0 &&
+        !taken[index(s.place)]) {
+      rank_of[index(s.batch)] = s.place;
+      taken[index(s.place)] = 1;
+    }
+  }
+  std::vector<i64> first(index(num_nodes));
+  for (i64 k = 0; k < num_nodes; ++k) first[index(k)] = k * ranks_per_node;
+  for (i64 b = 0; b < num_ranks; ++b) {
+    if (rank_of[index(b)] >= 0) continue;
+    i64& rank = first[index(node_of[index(b)])];
+    while (taken[index(rank)]) ++rank;
+    taken[index(rank)] = 1;
+    rank_of[index(b)] = rank;
+  }
+  return rank_of;
+}
+
+// rank_of_batch (num_ranks): a permutation. Batches go, the largest share first, to the node that
+// holds most of them while it has free ranks, and inside the node to the rank that does.
+inline std::vector<i64> near_home(View<i64> source, View<i64> batch, View<i64> volume,
+                                  i64 num_ranks, i64 ranks_per_node) {
+  const auto index = [](i64 i) { return static_cast<std::size_t>(i); };
+  const i64 num_nodes = (num_ranks + ranks_per_node - 1) / ranks_per_node;
+  std::vector<i64> node(source.size), free(index(num_nodes)), node_of(index(num_ranks), -1);
+  for (std::size_t i = 0; i < source.size; ++i) node[i] = source[i] / ranks_per_node;
+  for (i64 r = 0; r < num_ranks; ++r) ++free[index(r / ranks_per_node)];
+  for (const Share& s : largest_shares({node.data(), node.size()}, batch, volume)) {
+    if (node_of[index(s.batch)] < 0 && free[index(s.place)] > 0) {
+      node_of[index(s.batch)] = s.place;
+      --free[index(s.place)];
+    }
+  }
+  i64 next = 0;
+  for (i64& k : node_of) {
+    if (k >= 0) continue;
+    while (free[index(next)] == 0) ++next;
+    k = next;
+    --free[index(next)];
+  }
+  return ranks_inside(source, batch, volume, num_ranks, ranks_per_node, node_of);
+}
+
+}  // namespace orchmllm

@@ -1,0 +1,238 @@
+"""Batch post-balancing: which rank processes which item (OrchMLLM section 5.1, Appendix A).
+
+`balance` is the one entry point. It checks its input, gives every option a meaning or an error
+(table OPTIONS: which policy honours what) and calls the C++ core; plan/reference.py has the slow
+twins. Deterministic: exact integers, ties to the lowest index, no clock.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import numpy as np
+
+# policy -> options it honours; anything else that is given raises. `home` and `ranks_per_node` are
+# accepted by all: items of weight zero stay at home, and only `local` looks at nodes.
+_ADDITIVE = frozenset({"tolerance", "cost", "move_cost", "max_rank_tokens"})
+OPTIONS: dict[str, frozenset[str]] = {
+    "none": frozenset(),
+    "greedy": frozenset({"cost", "max_rank_tokens"}),
+    "padded": frozenset({"cost"}),
+    "quadratic": _ADDITIVE,  # must be given a cost
+    "conv": frozenset({"cost", "padded_cost"}),  # must be given a padded_cost
+    "local": _ADDITIVE,
+}
+POLICIES = tuple(OPTIONS)
+MAX_SUM = 2**62  # room for the sum of two loads in int64
+
+
+def core() -> ModuleType:
+    """The compiled module `orchmllm._core`; ImportError with the cure when it was not built."""
+    try:
+        from orchmllm import _core
+    except ImportError as error:
+        raise ImportError(
+            "orchmllm._core is not built: run `python setup.py build_ext --inplace` in the "
+            f"checkout (or `pip install -e .`): {error}"
+        ) from error
+    return _core
+
+
+def as_int64(name: str, values: object, size: int | None = None) -> np.ndarray:
+    """(n,) int64 C-contiguous array of non-negative integers whose sum fits; raises ValueError
+    naming the argument and, where one entry is at fault, its index."""
+    array = np.asarray(values)
+    if array.ndim != 1:
+        raise ValueError(f"{name} must be 1-D, got shape {array.shape}")
+    if size is not None and len(array) != size:
+        raise ValueError(f"{name} has {len(array)} entries, expected {size}")
+    if len(array) == 0:
+        return np.zeros(0, np.int64)
+    if array.dtype.kind not in "iu":
+        raise ValueError(f"{name} must be integers, got {array.dtype}{_first_bad(array)}")
+    if array.dtype == np.uint64 and int(array.max()) > MAX_SUM:
+        raise ValueError(f"{name}[{int(array.argmax())}] = {array.max()} overflows int64")
+    array = np.ascontiguousarray(array, np.int64)
+    if int(array.min()) < 0:
+        index = int(np.argmax(array < 0))
+        raise ValueError(f"{name}[{index}] = {array[index]} is negative")
+    # The float sum only decides near 2**62, where its relative error of 1e-16 is irrelevant.
+    if float(array.sum(dtype=np.float64)) >= MAX_SUM:
+        raise ValueError(
+            f"the sum of {name} overflows; the largest entry is {name}[{int(array.argmax())}] = "
+            f"{array.max()}"
+        )
+    return array
+
+
+def _first_bad(array: np.ndarray) -> str:
+    """Where a non-integer array goes wrong first, for the message."""
+    if array.dtype.kind == "f":
+        bad = ~np.isfinite(array) | (array != np.floor(array))
+        index = int(np.argmax(bad)) if bad.any() else 0
+        return f": {array[index]} at index {index}"
+    return f": {array.flat[0]!r} at index 0"
+
+
+def default_home(n: int, num_ranks: int) -> np.ndarray:
+    """(n,) int64: equal contiguous shares, as a global batch is sampled."""
+    return np.arange(n, dtype=np.int64) * num_ranks // max(n, 1)
+
+
+def check_ranks(name: str, values: object, size: int, num_ranks: int) -> np.ndarray:
+    """(size,) int64 array of ranks in [0, num_ranks); ValueError naming the first one outside."""
+    array = as_int64(name, values, size)
+    if len(array) and int(array.max()) >= num_ranks:
+        index = int(np.argmax(array >= num_ranks))
+        raise ValueError(f"{name}[{index}] = {array[index]} is not a rank of {num_ranks}")
+    return array
+
+
+def _count(name: str, value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
+        raise ValueError(f"{name} must be an integer >= 1, got {value!r}")
+    return int(value)
+
+
+def balance(
+    lengths: np.ndarray,
+    *,
+    num_ranks: int,
+    policy: str,
+    home: np.ndarray | None = None,
+    ranks_per_node: int = 8,
+    tolerance: float = 0.0,
+    cost: np.ndarray | None = None,
+    move_cost: np.ndarray | None = None,
+    max_rank_tokens: int | None = None,
+    padded_cost: np.ndarray | None = None,
+) -> np.ndarray:
+    """rank_of (n,) int64: the rank that processes each of n items.
+
+    lengths: (n,) integers, tokens (or patches, positions) of each item.
+    policy: what the cost of a rank is and how it is kept low (l: lengths, or `cost` if given):
+        none       nothing moves.
+        greedy     sum(l), longest first (Algorithm 1).
+        padded     count * max(l), optimal (Algorithm 2).
+        quadratic  sum(cost) with cost = l + lambda * l^2 (Algorithm 4's objective), as `local`.
+        conv       sum(l) + count * max(padded_cost) (Algorithm 5's objective).
+        local      sum(l) within `tolerance` of its lower bound, moving as little as possible.
+    home: (n,) rank where each item is now; default: equal contiguous shares.
+    ranks_per_node: ranks [k * ranks_per_node, ...) are node k; the last node may be smaller.
+    tolerance: accepted excess of the largest load over its lower bound (0.005: half a percent).
+    cost: (n,) integers to balance instead of lengths, e.g. CostModel(lengths).
+    move_cost: (n,) bytes of moving an item to another node; default lengths.
+    max_rank_tokens: hard cap of the sum of lengths on a rank (activation memory).
+    padded_cost: (n,) what an item costs more when it is the longest of its batch, per item of the
+        batch; grows with l.
+
+    Raises ValueError for malformed input, for an option the policy does not honour (OPTIONS) and
+    when no plan below max_rank_tokens is found.
+    """
+    given = {"tolerance": tolerance != 0.0, "cost": cost is not None,
+             "move_cost": move_cost is not None, "max_rank_tokens": max_rank_tokens is not None,
+             "padded_cost": padded_cost is not None}
+    _check_options(policy, {option for option, is_given in given.items() if is_given})
+    num_ranks, ranks_per_node = _count("num_ranks", num_ranks), _count(
+        "ranks_per_node", ranks_per_node)
+    lengths = as_int64("lengths", lengths)
+    n = len(lengths)
+    weight = lengths if cost is None else as_int64("cost", cost, n)
+    home = (default_home(n, num_ranks) if home is None
+            else check_ranks("home", home, n, num_ranks))
+    if max_rank_tokens is not None:
+        _check_cap(lengths, num_ranks, max_rank_tokens)
+    if policy == "none":
+        return home.copy()
+    if policy == "greedy":
+        rank_of = core().greedy(weight, home, num_ranks)
+    elif policy == "padded":
+        rank_of = core().padded(weight, home, num_ranks)
+    elif policy == "conv":
+        rank_of = core().conv(weight, _padded_cost(weight, padded_cost), home, num_ranks)
+    else:
+        move = (np.zeros(0, np.int64) if move_cost is None
+                else as_int64("move_cost", move_cost, n))
+        cap = load_cap(weight, num_ranks, tolerance)
+        rank_of = core().local(weight, home, move, num_ranks, ranks_per_node, cap)
+    if max_rank_tokens is None:
+        return rank_of
+    return _enforce_cap(weight, lengths, rank_of, num_ranks, int(max_rank_tokens))
+
+
+def load_cap(weight: np.ndarray, num_ranks: int, tolerance: float) -> int:
+    """The largest load that `local` accepts: (1 + tolerance) times the lower bound."""
+    if not 0.0 <= tolerance <= 1.0:
+        raise ValueError(f"tolerance must be in [0, 1], got {tolerance!r}")
+    bound = core().lower_bound(weight, num_ranks)
+    return bound + int(bound * tolerance)
+
+
+def _check_options(policy: str, given: set[str]) -> None:
+    if policy not in OPTIONS:
+        raise ValueError(f"unknown policy {policy!r}; choose one of {', '.join(POLICIES)}")
+    for option in sorted(given - OPTIONS[policy]):
+        raise ValueError(f"policy {policy!r} does not honour {option}")
+    for option in {"quadratic": {"cost"}, "conv": {"padded_cost"}}.get(policy, set()) - given:
+        raise ValueError(f"policy {policy!r} needs {option}")
+
+
+def _check_cap(lengths: np.ndarray, num_ranks: int, cap: int) -> None:
+    cap = _count("max_rank_tokens", cap)
+    if len(lengths) and int(lengths.max()) > cap:
+        index = int(lengths.argmax())
+        raise ValueError(f"max_rank_tokens = {cap} is below lengths[{index}] = {lengths[index]}")
+    if int(lengths.sum()) > cap * num_ranks:
+        raise ValueError(
+            f"max_rank_tokens = {cap} on {num_ranks} ranks holds less than the sum of lengths, "
+            f"{int(lengths.sum())}"
+        )
+
+
+def _enforce_cap(
+    weight: np.ndarray, lengths: np.ndarray, rank_of: np.ndarray, num_ranks: int, cap: int
+) -> np.ndarray:
+    """`rank_of`, changed where a rank holds more than `cap` tokens."""
+    capped = core().enforce_token_cap(weight, lengths, rank_of, num_ranks, cap)
+    if len(capped) < len(lengths):  # packing tokens alone is the best chance to fit
+        packed = core().greedy(lengths, rank_of, num_ranks)
+        capped = core().enforce_token_cap(weight, lengths, packed, num_ranks, cap)
+    if len(capped) < len(lengths):
+        raise ValueError(
+            f"max_rank_tokens = {cap}: no plan found; the mean is "
+            f"{-(-int(lengths.sum()) // num_ranks)} tokens per rank"
+        )
+    return capped
+
+
+def _padded_cost(weight: np.ndarray, values: object) -> np.ndarray:
+    pad = as_int64("padded_cost", values, len(weight))
+    order = np.lexsort((pad, weight))
+    if np.any(np.diff(pad[order]) < 0):
+        at = order[int(np.argmax(np.diff(pad[order]) < 0)) + 1]
+        raise ValueError(f"padded_cost[{at}] = {pad[at]} is less than that of a lighter item")
+    return pad
+
+
+def assign_microsteps(costs: np.ndarray, num_microsteps: int) -> np.ndarray:
+    """(n,) int64 micro-step of each example, by vector LPT: examples with the largest share of any
+    phase first, each to the micro-step whose fullest phase stays lowest.
+
+    costs: (n, phases) int64, non-negative, any unit per phase. Raises ValueError.
+    """
+    num_microsteps = _count("num_microsteps", num_microsteps)
+    costs = np.asarray(costs)
+    if costs.ndim != 2:
+        raise ValueError(f"costs must be 2-D, got shape {costs.shape}")
+    columns = [as_int64(f"costs[:, {p}]", costs[:, p]) for p in range(costs.shape[1])]
+    table = (np.stack([_share(column) for column in columns], axis=1) if columns
+             else np.zeros((len(costs), 0), np.int64))
+    return core().assign_microsteps(np.ascontiguousarray(table), num_microsteps)
+
+
+def _share(column: np.ndarray) -> np.ndarray:
+    """(n,) int64 parts per billion of the column's sum, so that all phases count alike. Integers,
+    so that all ranks break ties alike; large sums first lose the bits that would overflow."""
+    total = int(column.sum())
+    shift = max(0, total.bit_length() - 33)
+    return (column >> shift) * 10**9 // max(1, total >> shift)

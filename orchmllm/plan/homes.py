@@ -1,0 +1,61 @@
+"""Where items of a phase are, and where that makes moving them cheapest: their home.
+
+Encoder phase: the sampling rank. LLM phase: the rank that holds most of the example's features
+after encoding; OrchMLLM plans every phase from the sampling rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from orchmllm.plan.balance import core
+from orchmllm.plan.layout import ENCODERS, TEXT, BatchLayout
+
+TEXT_BYTES = 8  # an int32 token id and an int32 label
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """Where the bytes of a phase's items are: m pieces, each bytes[k] of item[k] on rank[k]."""
+
+    rank: np.ndarray
+    item: np.ndarray
+    bytes: np.ndarray
+
+
+def example_pieces(
+    layout: BatchLayout, encode: Mapping[str, np.ndarray] | None, feature_bytes: int
+) -> Pieces:
+    """Where each example's LLM input is: features on encoder ranks (without `encode`: all on the
+    sampling rank), text on the sampling rank."""
+    rank = layout.rank_of_example[layout.example_of_segment]
+    volume = layout.num_tokens * np.where(layout.modality == TEXT, TEXT_BYTES, feature_bytes)
+    for phase, rank_of in (encode or {}).items():
+        rank[layout.segments_of(ENCODERS[phase])] = rank_of
+    return Pieces(rank, layout.example_of_segment, volume)
+
+
+def example_bytes(layout: BatchLayout, feature_bytes: int) -> np.ndarray:
+    """(n,) bytes of an example's LLM input: text-only examples are by far the cheapest to move."""
+    return layout.sum_segments(
+        layout.num_tokens * np.where(layout.modality == TEXT, TEXT_BYTES, feature_bytes))
+
+
+def feature_home(
+    layout: BatchLayout, encode: Mapping[str, np.ndarray], feature_bytes: int
+) -> np.ndarray:
+    """(n,) rank from which each example's LLM input is cheapest: the one that holds most of its
+    feature bytes; ties go to the sampling rank, then to the lowest. Text-only: the sampling rank.
+    """
+    example, rank, tokens = [], [], []
+    for phase, rank_of in encode.items():
+        seg = layout.segments_of(ENCODERS[phase])
+        example.append(layout.example_of_segment[seg])
+        rank.append(rank_of)
+        tokens.append(layout.num_tokens[seg])
+    held = np.concatenate(tokens) * feature_bytes
+    return core().heaviest_holder(
+        np.concatenate(example), np.concatenate(rank), held, layout.rank_of_example)

@@ -1,0 +1,326 @@
+"""What crosses the wire before any data does: the lengths of a global batch.
+
+`segment_lengths` is the one function per modality that turns a media header into lengths; decoding
+asserts that it produces exactly `rows`, the encoder that it produces exactly `num_tokens`.
+`BatchLayout` holds the lengths of all examples of a global batch and is identical on all ranks
+after the gather (OrchMLLM section 6, "a structure to record some details").
+
+Flow: media header -> SegmentLengths -> ExampleLayout -> BatchLayout (gathered) -> plan_step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+
+TEXT, VISION, AUDIO = 0, 1, 2
+ENCODERS: dict[str, int] = {"vision": VISION, "audio": AUDIO}  # fixed order of the encoder phases
+
+
+class ImageHeader(NamedTuple):
+    """Size in pixels as displayed, i.e. after the EXIF orientation."""
+
+    width: int
+    height: int
+
+
+class AudioHeader(NamedTuple):
+    """Samples per channel and their rate in Hz."""
+
+    num_samples: int
+    sample_rate: int
+
+
+class SegmentLengths(NamedTuple):
+    """Lengths of one segment.
+
+    rows: rows that travel to the encoder (image patches; mel frames; 0 for text).
+    cost_len: positions the encoder's attention sees (patches; frames after the convolutions).
+    num_tokens: LLM positions it becomes after the connector.
+    grid: (t, h, w); (1, h, w) patches for an image, (1, 1, rows) for audio, (0, 0, 0) for text.
+    """
+
+    rows: int
+    cost_len: int
+    num_tokens: int
+    grid: tuple[int, int, int]
+
+
+@dataclass(frozen=True)
+class VisionGeometry:
+    """How an image becomes patches and tokens (OrchMLLM section 8, "Input preprocessing").
+
+    patch_size: pixels per patch side. merge_size: the connector merges merge_size x merge_size
+    patches into one token (1: no downsampling). max_side: pixels; only larger images are resized.
+    """
+
+    patch_size: int = 14
+    merge_size: int = 2
+    max_side: int = 448
+
+    @property
+    def row_size(self) -> int:
+        """Values per patch: RGB pixels."""
+        return 3 * self.patch_size**2
+
+    @property
+    def row_bytes(self) -> int:
+        """Pixels travel as uint8 and are normalised by the encoder."""
+        return self.row_size
+
+    def resized(self, header: ImageHeader) -> tuple[int, int]:
+        """(width, height) in pixels to which the image is resized: multiples of
+        patch_size * merge_size, at least one unit a side, the long side at most max_side."""
+        unit = self.patch_size * self.merge_size
+        scale = min(1.0, self.max_side / max(header.width, header.height))
+        limit = max(1, self.max_side // unit)
+        width, height = (
+            min(limit, max(1, int(side * scale / unit + 0.5))) * unit
+            for side in (header.width, header.height)
+        )
+        return width, height
+
+    def segment_lengths(self, header: ImageHeader) -> SegmentLengths:
+        if header.width < 1 or header.height < 1:
+            raise ValueError(f"image size {header.width}x{header.height}: both must be >= 1 pixel")
+        width, height = self.resized(header)
+        h, w = height // self.patch_size, width // self.patch_size
+        return SegmentLengths(h * w, h * w, h * w // self.merge_size**2, (1, h, w))
+
+
+@dataclass(frozen=True)
+class AudioGeometry:
+    """How a clip becomes log-mel frames, encoder positions and tokens (Whisper's front end).
+
+    sample_rate: Hz after resampling. hop_length: samples per frame. num_mels: values per frame.
+    stack: the connector joins `stack` encoder positions into one token (the last group of a clip
+    is filled with zeros). window_frames: every clip is filled with silence to so many frames, and
+    a longer one is an error; 0: a clip keeps its length.
+    """
+
+    sample_rate: int = 16000
+    hop_length: int = 160
+    num_mels: int = 80
+    stack: int = 2
+    window_frames: int = 0
+
+    @property
+    def row_size(self) -> int:
+        return self.num_mels
+
+    @property
+    def row_bytes(self) -> int:
+        """Frames travel as float32."""
+        return 4 * self.num_mels
+
+    def resampled(self, header: AudioHeader) -> int:
+        """Samples after resampling to `sample_rate`, rounded up."""
+        return -(-header.num_samples * self.sample_rate // header.sample_rate)
+
+    def conv_frames(self, frames: int) -> int:
+        """Positions after Whisper's stride-2 convolution (kernel 3, padding 1)."""
+        return (frames + 1) // 2
+
+    def segment_lengths(self, header: AudioHeader) -> SegmentLengths:
+        if header.num_samples < 1 or header.sample_rate < 1:
+            raise ValueError(
+                f"audio of {header.num_samples} samples at {header.sample_rate} Hz: both must be "
+                ">= 1"
+            )
+        frames = -(-self.resampled(header) // self.hop_length)
+        if self.window_frames:
+            if frames > self.window_frames:
+                window_s = self.window_frames * self.hop_length / self.sample_rate
+                raise ValueError(
+                    f"audio of {header.num_samples / header.sample_rate:.6g} s is longer than the "
+                    f"window of {window_s:g} s: cut the clip, or use model.audio.mode=packed")
+            frames = self.window_frames
+        positions = self.conv_frames(frames)
+        return SegmentLengths(frames, positions, -(-positions // self.stack), (1, 1, frames))
+
+
+def segment_lengths(
+    geometry: VisionGeometry | AudioGeometry | None, header: ImageHeader | AudioHeader | int
+) -> SegmentLengths:
+    """Lengths of one segment from its header alone; text has no geometry and its header is its
+    number of tokens. Raises ValueError for an empty image or clip."""
+    if geometry is None:
+        return SegmentLengths(0, 0, int(header), (0, 0, 0))
+    return geometry.segment_lengths(header)
+
+
+@dataclass(frozen=True)
+class ExampleLayout:
+    """Lengths of one example's s segments in reading order, text pieces included.
+
+    example_id: global dataset index. num_targets: labels left after shift and truncation.
+    modality, rows, cost_len, num_tokens: (s,) int64; grid: (s, 3) int64 (see SegmentLengths).
+    """
+
+    example_id: int
+    num_targets: int
+    modality: np.ndarray
+    rows: np.ndarray
+    cost_len: np.ndarray
+    num_tokens: np.ndarray
+    grid: np.ndarray
+
+    @classmethod
+    def from_segments(
+        cls, example_id: int, num_targets: int, segments: Sequence[tuple[int, SegmentLengths]]
+    ) -> ExampleLayout:
+        """segments: (modality, lengths) in reading order."""
+        table = np.array(
+            [(m, s.rows, s.cost_len, s.num_tokens, *s.grid) for m, s in segments], dtype=np.int64
+        ).reshape(len(segments), 7)
+        return cls(
+            example_id, num_targets, table[:, 0], table[:, 1], table[:, 2], table[:, 3],
+            table[:, 4:],
+        )
+
+
+@dataclass(frozen=True)
+class BatchLayout:
+    """Lengths of a global batch of n examples and s segments on d ranks, in source order
+    (sampling rank, example, segment). All arrays are int64.
+
+    example_id (n,), examples_per_rank (d,), num_targets (n,), segments_per_example (n,);
+    per segment modality (s,), rows (s,), cost_len (s,), num_tokens (s,), grid (s, 3).
+    """
+
+    example_id: np.ndarray
+    examples_per_rank: np.ndarray
+    num_targets: np.ndarray
+    segments_per_example: np.ndarray
+    modality: np.ndarray
+    rows: np.ndarray
+    cost_len: np.ndarray
+    num_tokens: np.ndarray
+    grid: np.ndarray
+
+    def __post_init__(self) -> None:
+        n, s = len(self.example_id), len(self.modality)
+        if int(self.examples_per_rank.sum()) != n:
+            raise ValueError(f"examples_per_rank sums to {self.examples_per_rank.sum()}, not {n}")
+        if len(self.num_targets) != n or len(self.segments_per_example) != n:
+            raise ValueError("num_targets and segments_per_example need one entry per example")
+        if int(self.segments_per_example.sum()) != s:
+            raise ValueError(f"segments_per_example sums to {self.segments_per_example.sum()}, "
+                             f"but there are {s} segments")
+        if not len(self.rows) == len(self.cost_len) == len(self.num_tokens) == len(self.grid) == s:
+            raise ValueError("rows, cost_len, num_tokens and grid need one entry per segment")
+
+    @classmethod
+    def from_examples(
+        cls, examples: Sequence[ExampleLayout], examples_per_rank: Sequence[int] | None = None
+    ) -> BatchLayout:
+        """Joins example layouts; without `examples_per_rank` they all sit on one rank."""
+
+        def join(name: str, *shape: int) -> np.ndarray:
+            parts = [getattr(e, name) for e in examples]
+            return np.concatenate([np.zeros((0, *shape), np.int64), *parts])
+
+        counts = [len(examples)] if examples_per_rank is None else examples_per_rank
+        return cls(
+            example_id=np.array([e.example_id for e in examples], np.int64),
+            examples_per_rank=np.asarray(counts, np.int64),
+            num_targets=np.array([e.num_targets for e in examples], np.int64),
+            segments_per_example=np.array([len(e.modality) for e in examples], np.int64),
+            modality=join("modality"), rows=join("rows"), cost_len=join("cost_len"),
+            num_tokens=join("num_tokens"), grid=join("grid", 3),
+        )
+
+    @classmethod
+    def concat(cls, parts: Sequence[BatchLayout]) -> BatchLayout:
+        """The ranks of `parts` one after the other."""
+        return cls(*(np.concatenate([getattr(p, f.name) for p in parts]) for f in fields(cls)))
+
+    @property
+    def num_examples(self) -> int:
+        return len(self.example_id)
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.examples_per_rank)
+
+    @cached_property
+    def rank_of_example(self) -> np.ndarray:
+        """(n,) sampling rank of each example."""
+        return np.repeat(np.arange(self.num_ranks), self.examples_per_rank)
+
+    @cached_property
+    def example_of_segment(self) -> np.ndarray:
+        """(s,) position in the batch (not the dataset index) of each segment's example."""
+        return np.repeat(np.arange(self.num_examples), self.segments_per_example)
+
+    @cached_property
+    def segment_start(self) -> np.ndarray:
+        """(n + 1,) first segment of each example."""
+        return np.concatenate([[0], np.cumsum(self.segments_per_example)])
+
+    @cached_property
+    def tokens_per_example(self) -> np.ndarray:
+        """(n,) length of the whole interleaved sequence, media tokens included."""
+        return self.sum_segments(self.num_tokens)
+
+    def sum_segments(self, values: np.ndarray) -> np.ndarray:
+        """(n,) int64 sums of values (s,) over each example's segments."""
+        total = np.concatenate([[0], np.cumsum(values)])[self.segment_start]
+        return np.diff(total)
+
+    @cached_property
+    def _segments(self) -> list[np.ndarray]:
+        return [np.flatnonzero(self.modality == m) for m in (TEXT, *ENCODERS.values())]
+
+    def segments_of(self, modality: int) -> np.ndarray:
+        """Indices of one modality's segments, in source order."""
+        return self._segments[modality]
+
+    def select(self, keep: np.ndarray) -> BatchLayout:
+        """The examples where `keep` (n,) bool is true, on the same ranks."""
+        seg = np.repeat(keep, self.segments_per_example)
+        return BatchLayout(
+            example_id=self.example_id[keep],
+            examples_per_rank=np.bincount(
+                self.rank_of_example[keep], minlength=self.num_ranks).astype(np.int64),
+            num_targets=self.num_targets[keep],
+            segments_per_example=self.segments_per_example[keep],
+            modality=self.modality[seg], rows=self.rows[seg], cost_len=self.cost_len[seg],
+            num_tokens=self.num_tokens[seg], grid=self.grid[seg],
+        )
+
+    def split_ranks(self, size: int) -> Iterator[BatchLayout]:
+        """Consecutive groups of `size` ranks, each as a batch of its own."""
+        ends = np.concatenate([[0], np.cumsum(self.examples_per_rank)])
+        for first in range(0, self.num_ranks, size):
+            e0, e1 = ends[first], ends[min(first + size, self.num_ranks)]
+            s = slice(self.segment_start[e0], self.segment_start[e1])
+            yield BatchLayout(
+                self.example_id[e0:e1], self.examples_per_rank[first: first + size],
+                self.num_targets[e0:e1], self.segments_per_example[e0:e1], self.modality[s],
+                self.rows[s], self.cost_len[s], self.num_tokens[s], self.grid[s])
+
+    def to_payload(self) -> np.ndarray:
+        """(3n + 7s,) int64: this layout as it travels (sizes travel in the gather's header)."""
+        return np.concatenate([
+            self.example_id, self.num_targets, self.segments_per_example, self.modality,
+            self.rows, self.cost_len, self.num_tokens, self.grid.ravel(),
+        ])
+
+    @classmethod
+    def from_payload(cls, payload: np.ndarray, num_examples: int, num_segments: int) -> BatchLayout:
+        """Inverse of `to_payload` for one rank's part."""
+        n, s = num_examples, num_segments
+        sizes = [n, n, n, s, s, s, s, 3 * s]
+        if len(payload) != sum(sizes):
+            raise ValueError(f"layout payload has {len(payload)} values, expected {sum(sizes)}")
+        a = np.split(payload, np.cumsum(sizes)[:-1])
+        return cls(
+            example_id=a[0], examples_per_rank=np.array([n], np.int64), num_targets=a[1],
+            segments_per_example=a[2], modality=a[3], rows=a[4], cost_len=a[5], num_tokens=a[6],
+            grid=a[7].reshape(s, 3),
+        )

@@ -1,0 +1,124 @@
+"""Node-wise rearrangement: which rank processes which given batch (OrchMLLM section 5.2.2, Alg. 3).
+
+Balanced batches may be permuted over the ranks at no cost in balance. `assign_nodes` picks the
+permutation whose busiest rank sends least to other nodes. `search` (C++, default) is deterministic;
+`cbc` and `highs` solve the paper's integer program by CVXPY. A solver under a time limit may answer
+differently on two ranks: a run solves on one rank for all (orchmllm.programs).
+
+The program, with the paper's slips corrected (the objective is inter-node, x has shape (d, nodes)):
+x[b, k] in {0, 1}, rows sum to 1, column k to the ranks of node k, and for every source rank i of
+node k: sum_b V[i, b] * (1 - x[b, k]) <= t; minimise t.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from orchmllm.plan.balance import _count, as_int64, check_ranks, core
+
+SOLVERS = ("search", "cbc", "highs")
+OBJECTIVES = ("send", "send_receive")
+
+
+def assign_nodes(
+    source_rank: np.ndarray,
+    batch: np.ndarray,
+    volume: np.ndarray,
+    *,
+    num_ranks: int,
+    ranks_per_node: int,
+    solver: str = "search",
+    objective: str = "send",
+    limit: float | None = None,
+) -> np.ndarray:
+    """rank_of_batch (num_ranks,) int64, a permutation.
+
+    source_rank, batch, volume: (m,) triplets: volume bytes of batch are on source_rank. Triplets of
+    the same pair add up.
+    objective: `send`, or `send_receive` for the larger of what a rank sends and receives.
+    limit: for `search` the number of swaps (default 10000), for a solver its seconds
+    (default 60).
+    Raises ValueError for malformed input, an unknown solver or objective, and RuntimeError if a
+    solver finds nothing within its limit.
+    """
+    num_ranks = _count("num_ranks", num_ranks)
+    ranks_per_node = _count("ranks_per_node", ranks_per_node)
+    volume = as_int64("volume", volume)
+    source_rank = check_ranks("source_rank", source_rank, len(volume), num_ranks)
+    batch = check_ranks("batch", batch, len(volume), num_ranks)
+    if solver not in SOLVERS:
+        raise ValueError(f"unknown solver {solver!r}; choose one of {', '.join(SOLVERS)}")
+    if objective not in OBJECTIVES:
+        raise ValueError(f"unknown objective {objective!r}; choose one of {', '.join(OBJECTIVES)}")
+    receives = objective == "send_receive"
+    if solver == "search":
+        steps = 10000 if limit is None else int(limit)
+        return core().nodewise(source_rank, batch, volume, num_ranks, ranks_per_node, receives,
+                               steps)
+    node_of = _solve(source_rank, batch, volume, num_ranks, ranks_per_node, receives,
+                     solver, 60.0 if limit is None else float(limit))
+    return _ranks_of_nodes(node_of, ranks_per_node)
+
+
+def node_traffic(
+    source_rank: np.ndarray, batch: np.ndarray, volume: np.ndarray, rank_of_batch: np.ndarray,
+    ranks_per_node: int,
+) -> tuple[np.ndarray, np.ndarray]:
+    """(d,) volume that each rank sends to, and receives from, other nodes."""
+    target = rank_of_batch[batch]
+    between = source_rank // ranks_per_node != target // ranks_per_node
+    send, receive = (np.zeros(len(rank_of_batch), np.int64) for _ in range(2))
+    np.add.at(send, source_rank[between], volume[between])
+    np.add.at(receive, target[between], volume[between])
+    return send, receive
+
+
+def _ranks_of_nodes(node_of: np.ndarray, ranks_per_node: int) -> np.ndarray:
+    """(d,) ranks for given nodes of batches: inside a node in ascending order of batch."""
+    rank_of = np.empty(len(node_of), np.int64)
+    order = np.argsort(node_of, kind="stable")
+    rank_of[order] = np.arange(len(node_of))  # node k owns the ranks [k * c, (k + 1) * c)
+    return rank_of
+
+
+def _solve(
+    source_rank: np.ndarray, batch: np.ndarray, volume: np.ndarray, num_ranks: int,
+    ranks_per_node: int, receives: bool, solver: str, seconds: float,
+) -> np.ndarray:
+    """(d,) node of each batch, best found by the solver."""
+    try:
+        import cvxpy
+        import scipy.sparse
+    except ImportError as error:
+        raise ImportError(
+            f"solver {solver!r} needs cvxpy: pip install 'orchmllm[ilp]' ({error})") from error
+    node = source_rank // ranks_per_node
+    num_nodes = -(-num_ranks // ranks_per_node)
+    sizes = np.bincount(np.arange(num_ranks) // ranks_per_node, minlength=num_nodes)
+    # Scaled to about 1: solvers stop at an absolute gap.
+    scale = max(1.0, float(np.bincount(source_rank, volume, num_ranks).max()))
+    x = cvxpy.Variable((num_ranks * num_nodes,), boolean=True)  # x[b * num_nodes + k]
+    bound = cvxpy.Variable()
+
+    def kept(row: np.ndarray) -> object:
+        """(d, d * nodes) volume that stays inside the node, by source rank or by batch."""
+        return scipy.sparse.csr_matrix(
+            (volume / scale, (row, batch * num_nodes + node)),
+            shape=(num_ranks, num_ranks * num_nodes))
+
+    total = np.bincount(source_rank, volume / scale, num_ranks)
+    grid = cvxpy.reshape(x, (num_ranks, num_nodes), order="C")
+    constraints = [cvxpy.sum(grid, axis=1) == 1, cvxpy.sum(grid, axis=0) == sizes,
+                   total - kept(source_rank) @ x <= bound]
+    if receives:
+        constraints.append(np.bincount(batch, volume / scale, num_ranks) - kept(batch) @ x <= bound)
+    problem = cvxpy.Problem(cvxpy.Minimize(bound), constraints)
+    options = ({"solver": cvxpy.CBC, "maximumSeconds": seconds} if solver == "cbc"
+               else {"solver": cvxpy.HIGHS, "time_limit": seconds})
+    try:
+        problem.solve(**options)
+    except cvxpy.error.SolverError as error:
+        raise RuntimeError(f"{solver} failed within {seconds} s: {error}") from error
+    if x.value is None:
+        raise RuntimeError(f"{solver} found no assignment within {seconds} s: {problem.status}")
+    return np.argmax(np.round(x.value).reshape(num_ranks, num_nodes), axis=1)

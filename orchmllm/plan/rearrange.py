@@ -1,0 +1,166 @@
+"""Permutations of a global batch's items over (rank, slot), and one rank's view of them.
+
+`Rearrangement` is Pi of OrchMLLM section 5.1 in gather convention, y = x[order]; composition
+(section 6, "Rearrangement composition") is `inverse` and `then`. `Exchange` is what one rank needs
+to carry it out: which rows it sends where, and where the rows it receives belong.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+import numpy as np
+
+from orchmllm.plan.balance import core
+
+
+def starts_of(counts: np.ndarray) -> np.ndarray:
+    """(n + 1,) exclusive prefix sum."""
+    return np.concatenate([np.zeros(1, np.int64), np.cumsum(counts, dtype=np.int64)])
+
+
+def ranges(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """Concatenation of [starts[i], starts[i] + counts[i]) for all i, without a loop."""
+    first = np.cumsum(counts) - counts
+    return np.repeat(starts - first, counts) + np.arange(int(counts.sum()))
+
+
+@dataclass(frozen=True)
+class Rearrangement:
+    """order (n,): source item at each target slot; slots are grouped by rank, ascending.
+    source_sizes (d,), target_sizes (d,): items per rank before and after."""
+
+    order: np.ndarray
+    source_sizes: np.ndarray
+    target_sizes: np.ndarray
+
+    @classmethod
+    def from_rank_of(cls, rank_of: np.ndarray, source_sizes: np.ndarray) -> Rearrangement:
+        """Item i goes to rank_of[i]; inside a target rank ascending source order, whatever the
+        policy, so that the result depends on the assignment alone."""
+        order, sizes = core().group_by_rank(np.asarray(rank_of, np.int64), len(source_sizes))
+        return cls(order, np.asarray(source_sizes, np.int64), sizes)
+
+    @cached_property
+    def source_rank(self) -> np.ndarray:
+        """(n,) rank of each source item."""
+        return np.repeat(np.arange(len(self.source_sizes)), self.source_sizes)
+
+    @cached_property
+    def target_rank(self) -> np.ndarray:
+        """(n,) rank of each target slot."""
+        return np.repeat(np.arange(len(self.target_sizes)), self.target_sizes)
+
+    def inverse(self) -> Rearrangement:
+        slot_of = np.empty_like(self.order)
+        slot_of[self.order] = np.arange(len(self.order))
+        return Rearrangement(slot_of, self.target_sizes, self.source_sizes)
+
+    def then(self, after: Rearrangement) -> Rearrangement:
+        """First self, then `after`: x[self.order][after.order]. Raises ValueError if `after` does
+        not start where self ends."""
+        if not np.array_equal(self.target_sizes, after.source_sizes):
+            raise ValueError(
+                f"cannot compose: the first ends with {self.target_sizes.tolist()} items per rank, "
+                f"the second starts with {after.source_sizes.tolist()}"
+            )
+        return Rearrangement(self.order[after.order], self.source_sizes, after.target_sizes)
+
+    def expand(self, counts: np.ndarray) -> Rearrangement:
+        """The same move for items made of counts[i] >= 0 sub-items each (in source order)."""
+        counts = np.asarray(counts, np.int64)
+        starts = starts_of(counts)
+        source = starts[starts_of(self.source_sizes)]
+        target = starts_of(counts[self.order])[starts_of(self.target_sizes)]
+        order = core().expand_order(self.order, counts)
+        return Rearrangement(order, np.diff(source), np.diff(target))
+
+    def volume(self, weight: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """(source rank, target rank, weight) of every item that changes rank; weight (n,) in source
+        order, e.g. bytes. Sparse: never a (d, d) matrix."""
+        source, target = self.source_rank[self.order], self.target_rank
+        moved = (source != target) & (weight[self.order] > 0)
+        return source[moved], target[moved], weight[self.order][moved]
+
+    def exchange(self, rows: np.ndarray, rank: int) -> Exchange:
+        """`rank`'s view when source item i consists of rows[i] rows."""
+        d = len(self.source_sizes)
+        if not len(self.order):
+            return no_exchange(d)
+        source_rank, target_rank = self.source_rank, self.target_rank
+        moves = bool(np.any((source_rank[self.order] != target_rank) & (rows[self.order] > 0)))
+
+        s0, s1 = starts_of(self.source_sizes)[[rank, rank + 1]]
+        slot_of = self.inverse().order[s0:s1]
+        send = np.argsort(slot_of, kind="stable")  # by target slot: grouped by target rank
+        mine = rows[s0:s1]
+        send_index = ranges(starts_of(mine)[:-1][send], mine[send])
+
+        t0, t1 = starts_of(self.target_sizes)[[rank, rank + 1]]
+        items = self.order[t0:t1]
+        recv_rows = rows[items]
+        arrival = np.argsort(source_rank[items], kind="stable")  # (source rank, slot) order
+        buffer_start = np.empty_like(arrival)
+        buffer_start[arrival] = starts_of(recv_rows[arrival])[:-1]
+        return Exchange(
+            send_index=send_index,
+            input_splits=_rows_per_rank(target_rank[slot_of], mine, d),
+            output_splits=_rows_per_rank(source_rank[items], recv_rows, d),
+            recv_index=ranges(buffer_start, recv_rows),
+            cu_seqlens=starts_of(recv_rows),
+            moves=moves,
+        )
+
+
+def _rows_per_rank(rank: np.ndarray, rows: np.ndarray, num_ranks: int) -> np.ndarray:
+    total = np.zeros(num_ranks, np.int64)
+    np.add.at(total, rank, rows)
+    return total
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """One rank's view of a rearrangement of rows, known on the CPU before any data moves.
+
+    send_index (R_in,): local row at each position of the send buffer. input_splits (d,),
+    output_splits (d,): rows to and from each rank. recv_index (R_out,): position in the receive
+    buffer of each target row. cu_seqlens (n_out + 1,): row boundaries of the target items.
+    moves: whether ANY rank sends a row to another; if not, all ranks skip the collective.
+    """
+
+    send_index: np.ndarray
+    input_splits: np.ndarray
+    output_splits: np.ndarray
+    recv_index: np.ndarray
+    cu_seqlens: np.ndarray
+    moves: bool
+
+    @property
+    def num_rows_in(self) -> int:
+        return int(self.input_splits.sum())
+
+    @property
+    def num_rows_out(self) -> int:
+        return int(self.output_splits.sum())
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """(n_out,) rows per target item."""
+        return np.diff(self.cu_seqlens)
+
+    @property
+    def is_identity(self) -> bool:
+        """True where the rows stay in place on this rank and no rank moves any."""
+        n = self.num_rows_in
+        return (not self.moves and n == self.num_rows_out
+                and bool(np.array_equal(self.send_index[self.recv_index], np.arange(n))))
+
+
+@lru_cache(maxsize=8)
+def no_exchange(num_ranks: int) -> Exchange:
+    """That of a rearrangement without items; its arrays cannot be written to."""
+    nothing, splits, starts = (np.zeros(n, np.int64) for n in (0, num_ranks, 1))
+    for array in (nothing, splits, starts):
+        array.flags.writeable = False
+    return Exchange(nothing, splits, splits, nothing, starts, moves=False)

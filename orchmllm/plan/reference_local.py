@@ -1,0 +1,186 @@
+"""Slow twin of `orchmllm._core.local`: minimal movement, in the order in which one would explain
+it. See cpp/local.hpp for the idea of each stage, and plan/reference.py for the other twins."""
+
+from __future__ import annotations
+
+import heapq
+from math import gcd
+
+import numpy as np
+
+from orchmllm.plan.reference import greedy, near_home
+from orchmllm.plan.reference_bound import common_step, lower_bound
+from orchmllm.plan.reference_pick import INFINITE, Budget, Item, Picker, Placement
+from orchmllm.plan.reference_ranks import EvenRanks
+
+
+def even_nodes(s: Placement) -> None:
+    """Stage 1: nodes above their target give their surplus to nodes below it."""
+    slack = s.cap * s.num_ranks - s.total
+    if slack < 0:
+        return
+    reserve = min(slack // (1 if s.tight else 2) // s.num_ranks, s.typical // 8)
+    surplus = {k: sum(s.load[r] for r in s.ranks(k)) - (s.cap - reserve) * len(s.ranks(k))
+               for k in s.nodes}
+    surplus = {k: 0 if v > 0 and max(s.load[r] for r in s.ranks(k)) <= s.cap else v
+               for k, v in surplus.items()}
+    over = sorted([-min(s.total, v), k] for k, v in surplus.items() if v > 0)
+    under = sorted([-min(s.total, -v), k] for k, v in surplus.items() if v < 0)
+    spare = max(0, -sum(surplus.values()))
+    most_under = max((-(a // len(s.ranks(k))) for a, k in under), default=0)
+    if over and under and spare:
+        spare -= _level_rooms(under, -over[0][0], spare // 2)
+        most_under = min(most_under, -(under[0][0] // len(s.ranks(under[0][1]))))
+    most_over = max((-(a // len(s.ranks(k))) for a, k in over), default=0)
+    s.send_limit = most_over + most_over // 16
+    most = max(most_over, min(most_under, 2 * most_over))
+    s.receive_limit = most + most // 16
+    if not over or not under:
+        return
+    waste = min(s.total, spare // 2 // len(under))
+    lists = [_cheap_and_rest(s, -amount, node) for amount, node in over]
+    to = 0
+    for source, (cheap, rest) in zip(over, lists, strict=True):
+        while source[0] < 0 and to < len(under):
+            if not _transfer(s, source, under[to], cheap, rest, reserve, waste):
+                to += 1
+
+
+def _level_rooms(under: list[list[int]], lowest: int, most: int) -> int:
+    """Lowers the largest rooms (kept negative) to one level >= lowest, by at most `most` in all."""
+    left, level = most, -under[0][0]
+    while level > lowest and left > 0:
+        same = sum(-room >= level for room, _ in under)
+        following = max([lowest] + [-room for room, _ in under[same:]])
+        drop = min(level - following, left // same)
+        if drop == 0:
+            break
+        level, left = level - drop, left - drop * same
+    for side in under:
+        side[0] = max(side[0], -level)
+    return most - left
+
+
+def _cheap_and_rest(s: Placement, surplus: int, node: int) -> tuple[list[Item], list[Item]]:
+    items = [(s.weight[i], i) for i in s.ascending
+             if s.home[i] // s.width == node and s.weight[i] > 0]
+    if not s.move_cost:
+        return items, []
+    heap = [(s.move_cost[i] / w, k) for k, (w, i) in enumerate(items)]
+    heapq.heapify(heap)
+    keep, held = set(), -(surplus // 4)
+    while heap and held < surplus:
+        k = heapq.heappop(heap)[1]
+        keep.add(k)
+        held += items[k][0]
+    return ([item for k, item in enumerate(items) if k in keep],
+            [item for k, item in enumerate(items) if k not in keep])
+
+
+def _transfer(s, source, target, cheap, rest, reserve, waste) -> bool:
+    """Moves items between two nodes, whose amounts are kept negative; False when the target takes
+    no more."""
+    give, extra = (len(s.ranks(k)) * reserve // 4 for k in (source[1], target[1]))
+    finishes = -source[0] <= -target[0]
+    low = -source[0] - give if finishes else -target[0] - waste
+    moved: list[Item] = []
+    left = _pick(s, low, -target[0] + extra, cheap, rest, moved)
+    _receive(s, target[1], moved)
+    source[0] = 0 if finishes and left <= 0 else source[0] + (low - left)
+    target[0] += low - left
+    return finishes and target[0] < 0 and left <= 0
+
+
+def _pick(s, low, high, cheap, rest, moved) -> int:
+    def rule(limit, only_full=False):
+        def admits(item):
+            rank = s.home[item[1]]
+            return (s.sent[rank] + item[0] <= limit
+                    and (not only_full or s.load[rank] - item[0] >= s.cap - s.typical))
+        return admits
+
+    def took(item):
+        s.sent[s.home[item[1]]] += item[0]
+        s.load[s.home[item[1]]] -= item[0]
+
+    full, even, any_ = rule(s.send_limit, True), rule(s.send_limit), rule(INFINITE)
+    relaxed = rule(s.send_limit + s.send_limit // 16)
+    picker = Picker(cheap, low, high, s.budget, moved)
+    picker.take_bulk(s.typical, full, took)
+    if picker.done or picker.take_exact(full, took):
+        return picker.low
+    picker.take_bulk(s.typical, even, took)
+    if picker.done or picker.take_exact(even, took) or picker.take_exact(relaxed, took):
+        return picker.low
+    wider = rule(s.send_limit + s.send_limit // 8)
+    for items, admits in ((cheap, even), (rest, even), (cheap, wider), (cheap, any_),
+                          (rest, any_)):
+        picker = Picker(items, picker.low, picker.high, s.budget, moved)
+        picker.take_sum(s.typical, admits, took)
+        if picker.done:
+            break
+    return picker.low
+
+
+def _receive(s: Placement, node: int, moved: list[Item]) -> None:
+    for item in sorted(moved, reverse=True):
+        def key(rank, item=item):
+            full = s.received[rank] + item[0] > s.receive_limit
+            return full, s.received[rank] if full else s.load[rank]
+        best = min(s.ranks(node), key=key)
+        s.load[s.home[item[1]]] += item[0]
+        s.move(item, best)
+
+
+def local(
+    weight: np.ndarray, home: np.ndarray, move_cost: np.ndarray, num_ranks: int,
+    ranks_per_node: int, cap: int,
+) -> np.ndarray:
+    """rank_of (n,) with loads at or near the cap and little movement; move_cost may be empty."""
+    weights, homes = [int(w) for w in weight], [int(h) for h in home]
+    costs = [int(c) for c in move_cost]
+    width = num_ranks if ranks_per_node == 1 else min(ranks_per_node, num_ranks)
+    step, n = common_step(weights), len(weights)
+    mean = -(-sum(weights) // num_ranks)
+    best: list = [INFINITE, homes]
+    budget = max(20000000, 450 * n)
+
+    def tight(cap):
+        return cap // step * step < mean
+
+    def attempt(target, start, between_nodes=True):
+        nonlocal budget
+        share = budget // 6 if tight(target) else budget // 3 * 2
+        s = Placement(weights, start, costs, num_ranks, width, target, tight(target), Budget(share),
+                      exact, max(1, gcd(*weights)))
+        if between_nodes:
+            even_nodes(s)
+        EvenRanks(s)
+        budget -= share - s.budget.left
+        if max(s.load) < best[0]:
+            best[:] = [max(s.load), s.rank_of]
+
+    exact = cap <= lower_bound(weight, num_ranks)
+    target = cap // step * step
+    if tight(cap):
+        target = target + step if exact else cap
+    low = min(target, cap) - 1
+    for _ in range(8):
+        if not low < target < best[0]:
+            break
+        attempt(target, homes)
+        if best[0] <= cap or (exact and best[0] - low <= cap // 4000):
+            break
+        if not exact and tight(cap) and best[0] <= cap // step * step + step:
+            break
+        if best[0] > target:
+            low = max(low, target)
+        above = (low + low // 4000 // 2) // step * step + step
+        target = above if not tight(low) and above < best[0] else low + (best[0] - low) // 2
+    if best[0] > cap and n < 16 * num_ranks:
+        batch = greedy(weight, home, num_ranks)
+        rank_of_batch = near_home(home, batch, weight, num_ranks, width)
+        budget = max(budget, 100 * n)
+        attempt(cap, [int(rank_of_batch[b]) if w else h
+                      for b, w, h in zip(batch, weights, homes, strict=True)], False)
+    return np.array(best[1], np.int64)

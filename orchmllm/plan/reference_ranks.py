@@ -1,0 +1,201 @@
+"""Stages 2 and 3 of the slow twin of `local`: ranks trade until none is above the cap. See
+cpp/even_ranks.hpp, cpp/trade.hpp and cpp/deal.hpp."""
+
+from __future__ import annotations
+
+from bisect import insort
+
+from orchmllm.plan.reference_pick import INFINITE, Item, Picker, Placement, at_least, find_pair
+
+WALKS = 400
+
+
+def nothing(_item) -> None:
+    """`took` of a rule without memory."""
+
+
+class EvenRanks:
+    """Stages 2 and 3: ranks above the cap trade with ranks below it, in their node, then anywhere.
+    """
+
+    def __init__(self, s: Placement):
+        self.s = s
+        self.lists: list[list[Item]] = [[] for _ in range(s.num_ranks)]
+        for i in s.ascending:
+            if s.weight[i] > 0:
+                self.lists[s.rank_of[i]].append((s.weight[i], i))
+        self.lightest = min((w for w in s.weight if w > 0), default=0)
+        self.walks = self.turn = 0
+        done = [self.even(s.ranks(node)) for node in s.nodes]
+        s.receive_limit = INFINITE
+        self.walks = WALKS
+        if not all(done):
+            self.even(range(s.num_ranks))
+
+    def even(self, ranks: range) -> bool:
+        s = self.s
+        slack = sum(s.cap - s.load[r] for r in ranks)
+        self.waste = max(0, slack // (2 * len(ranks)))
+        while True:
+            ranked = sorted((s.load[r], r) for r in ranks)
+            if ranked[-1][0] <= s.cap:
+                return True
+            levels = range(7 if s.budget.left >= 0 else 1)
+            if not any(self.step(ranked, level) for level in levels):
+                self.walks -= 1
+                if self.walks < 0 or not self.walk(ranked[-1][1]):
+                    return False
+
+    def walk(self, a: int) -> bool:
+        """A swap with a rank of the node that lowers no load but may suit others."""
+        s, node = self.s, self.s.ranks(a // self.s.width)
+        need = s.load[a] - s.cap
+        for _ in node:
+            b = self.next_of(node)
+            if b == a or s.load[b] > s.cap:
+                continue
+            trade = self.swap(self.lists[a], self.lists[b], 1, need, lambda item: True)
+            if trade:
+                self.apply(trade, a, b)
+                return True
+        light = at_least(self.lists[a], need)
+        for _ in node if light < len(self.lists[a]) else ():
+            b = self.next_of(node)
+            if len(self.lists[b]) > 2 * len(self.lists[a]):
+                self.put(self.lists[a].pop(light), b)
+                return True
+        return False
+
+    def next_of(self, node: range) -> int:
+        self.turn += 1
+        return node[(self.turn - 1) % len(node)]
+
+    def step(self, ranked: list[tuple[int, int]], level: int) -> bool:
+        s, limit = self.s, (16, 8, 3, 3, 16, 16, 3)[level]
+        partners = [b for load, b in ranked[:-1] if load < s.cap
+                    and (len(self.lists[b]) != 1 or s.cap - load >= self.lightest)]
+        return any(self.relieve(ranked[-1][1], b, level) for b in partners[:limit])
+
+    def put(self, item: Item, rank: int) -> None:
+        self.s.move(item, rank)
+        insort(self.lists[rank], item)
+
+    def relieve(self, a: int, b: int, level: int) -> bool:
+        s = self.s
+        need, room = s.load[a] - s.cap, s.cap - s.load[b]
+        low, high = need if need <= room else max(1, room - self.waste), room
+        progress = False
+        if level == 0:
+            moved: list[Item] = []
+            picker = Picker(self.lists[a], low, high, s.budget, moved)
+            picker.take_sum(s.typical, lambda item: s.may_receive(item, b), nothing)
+            low, high, progress = picker.low, picker.high, bool(moved)
+            for item in moved:
+                self.put(item, b)
+            if low <= 0:
+                return True
+        elif level in (2, 6):
+            apart = a // s.width != b // s.width
+            return apart == (level == 6) and (s.exact or not apart) and self.deal(
+                a, b, s.load[a] - high, s.load[a] - low)
+        elif level >= 4:
+            low = (min(need, room) + 1) // 2 if level == 4 else 1
+        for search in ((self.swap,), (self.uneven,), (), (self.double,), (self.swap, self.uneven),
+                       (self.swap, self.uneven))[level]:
+            trade = search(self.lists[a], self.lists[b], low, high,
+                           lambda item: s.may_receive(item, b))
+            if trade:
+                self.apply(trade, a, b)
+                return True
+        return self.bulk(a, b, low, high) if level >= 4 else progress
+
+    def apply(self, trade: tuple[list[int], list[int]], a: int, b: int) -> None:
+        out = [self.lists[a].pop(i) for i in sorted(trade[0], reverse=True)]
+        back = [self.lists[b].pop(j) for j in sorted(trade[1], reverse=True)]
+        for item in out:
+            self.put(item, b)
+        for item in back:
+            self.put(item, a)
+
+    def deal(self, a: int, b: int, low: int, high: int) -> bool:
+        """Deals the items of both ranks anew, so that a gets the least sum inside the window."""
+        pool = self.lists[a] + self.lists[b]
+        if low < 0 or high // self.s.unit >= 2**16:
+            return False
+        if not self.s.budget.spend(len(pool) * (high // self.s.unit // 64 + 1) // 4):
+            return False
+        sums = [1]  # bit k: k units can be reached with the items so far
+        for weight, _ in pool:
+            sums.append(sums[-1] | sums[-1] << weight // self.s.unit)
+        reached = (k for k in range(-(-low // self.s.unit), high // self.s.unit + 1)
+                   if sums[-1] >> k & 1)
+        target = next(reached, None)
+        if target is None:
+            return False
+        self.lists[a], self.lists[b] = [], []
+        for before, item in reversed(list(zip(sums, pool, strict=False))):
+            stays = not before >> target & 1
+            target -= item[0] // self.s.unit if stays else 0
+            self.put(item, a if stays else b)
+        return True
+
+    def swap(self, x, y, low, high, admits):
+        if not self.s.budget.spend(len(x) + len(y)):
+            return None
+        for j, back in enumerate(y):
+            i = at_least(x, back[0] + low)
+            if i == len(x):
+                return None
+            if x[i][0] <= back[0] + high and admits(x[i]):
+                return [i], [j]
+        return None
+
+    def uneven(self, x, y, low, high, admits):
+        for j, back in enumerate(y):
+            if not self.s.budget.spend(len(x)):
+                break
+            pair = find_pair(x, low + back[0], high + back[0], admits)
+            if pair:
+                return list(pair), [j]
+        for i, out in enumerate(x):
+            if not self.s.budget.spend(len(y)):
+                break
+            if out[0] - low < 0:
+                continue
+            pair = find_pair(y, out[0] - high, out[0] - low, lambda _, out=out: admits(out))
+            if pair:
+                return [i], list(pair)
+        return None
+
+    def double(self, x, y, low, high, admits):
+        sweeps = 0
+        for j in range(1, len(y)):
+            for k in range(j):
+                sweeps += 1
+                if sweeps > 200 or not self.s.budget.spend(len(x)):
+                    return None
+                both = y[j][0] + y[k][0]
+                pair = find_pair(x, low + both, high + both, admits)
+                if pair:
+                    return list(pair), [k, j]
+        return None
+
+    def bulk(self, a: int, b: int, low: int, high: int) -> bool:
+        s, x, y = self.s, self.lists[a], self.lists[b]
+        for i in range(at_least(x, high + 1), len(x)):
+            if not s.budget.spend(len(y)):
+                return False
+            if i > 0 and x[i][0] == x[i - 1][0]:
+                continue
+            back: list[Item] = []
+            picker = Picker(y, x[i][0] - high, x[i][0] - low, s.budget, back)
+            picker.take_sum(s.typical, lambda item: s.may_receive(item, a), nothing)
+            if picker.done:
+                heavy = x.pop(i)
+                for item in back:
+                    self.put(item, a)
+                self.put(heavy, b)
+                return True
+            for item in back:
+                insort(y, item)
+        return False

@@ -1,0 +1,221 @@
+"""Plan of one (micro-)step: from the lengths of a global batch to what every rank does.
+
+`plan_step` balances each phase (OrchMLLM section 5.1) and composes the rearrangements so that
+encoded features travel once, from the encoder rank to the LLM rank (section 6). Everything here is
+a pure function of its arguments and so the same on all ranks; `StepPlan.digest` lets them check it.
+
+Flow: BatchLayout + PlanSpec -> rank of every item per phase -> StepPlan -> for_rank(r) -> RankPlan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+
+from orchmllm.plan.homes import TEXT_BYTES, feature_home
+from orchmllm.plan.layout import ENCODERS, BatchLayout
+from orchmllm.plan.nodewise import assign_nodes
+from orchmllm.plan.phases import (
+    PHASES,
+    BalanceConfig,
+    NodeSolver,
+    PhasePolicy,
+    PlanSpec,
+    assign_microsteps,
+    assign_phases,
+    digest64,
+)
+from orchmllm.plan.rearrange import Exchange, Rearrangement, no_exchange, ranges, starts_of
+
+__all__ = [
+    "PHASES", "BalanceConfig", "PhasePolicy", "PlanSpec", "RankPlan", "StepPlan",
+    "assign_microsteps", "build_plan", "feature_home", "plan_step",
+]
+
+
+def plan_step(
+    layout: BatchLayout, spec: PlanSpec, solve: NodeSolver = assign_nodes
+) -> StepPlan:
+    """Balances every phase of one (micro-)step, or leaves it as sampled where that gains less than
+    balance.min_gain. solve: permutes finished batches over the ranks, in place of assign_nodes.
+    Raises ValueError for a policy or option that cannot be honoured."""
+    plan = build_plan(layout, *assign_phases(layout, spec, solve), spec)
+    if spec.balance.min_gain and plan.predicted_gain < spec.balance.min_gain:
+        off = replace(spec, balance=replace(spec.balance, enabled=False))
+        return build_plan(layout, *assign_phases(layout, off), off)
+    return plan
+
+
+def build_plan(
+    layout: BatchLayout, encode: Mapping[str, np.ndarray], llm: np.ndarray, spec: PlanSpec
+) -> StepPlan:
+    """The plan for given ranks: encode[m] (s_m,) per segment, llm (n,) per example."""
+    llm_move = Rearrangement.from_rank_of(llm, layout.examples_per_rank)
+    encode_moves, feature_moves = {}, {}
+    for phase, modality in ENCODERS.items():
+        seg = layout.segments_of(modality)
+        counts = np.bincount(layout.example_of_segment[seg], minlength=layout.num_examples)
+        sizes = np.bincount(layout.rank_of_example[layout.example_of_segment[seg]],
+                            minlength=layout.num_ranks).astype(np.int64)
+        encode_moves[phase] = Rearrangement.from_rank_of(encode[phase], sizes)
+        feature_moves[phase] = encode_moves[phase].inverse().then(llm_move.expand(counts))
+    return StepPlan(layout, spec, encode_moves, feature_moves, llm_move)
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """The same on all ranks. encode[m] and feature[m] move the phase's segments (the first from
+    the sampling rank to the encoder rank, the second from there to the LLM rank), llm moves
+    examples from the sampling rank."""
+
+    layout: BatchLayout
+    spec: PlanSpec
+    encode: Mapping[str, Rearrangement]
+    feature: Mapping[str, Rearrangement]
+    llm: Rearrangement
+
+    @cached_property
+    def digest(self) -> int:
+        """64 bits over lengths, plan and configuration (compared by all ranks in COMMIT)."""
+        parts = [self.layout.to_payload(), self.layout.examples_per_rank, self.llm.order,
+                 self.llm.target_sizes]
+        for phase in ENCODERS:
+            parts += [self.encode[phase].order, self.encode[phase].target_sizes]
+        return digest64(*(p.astype(np.int64).tobytes() for p in parts),
+                         self.spec.digest.to_bytes(8, "little", signed=True))
+
+    @cached_property
+    def stats(self) -> dict[str, dict[str, int]]:
+        """Per phase: bytes of inputs and features that change rank, and that change node."""
+        return {phase: self._phase_stats(phase) for phase in PHASES}
+
+    def item_lengths(self, phase: str) -> np.ndarray:
+        """Length of each of a phase's items in source order, as its cost model takes it."""
+        if phase == "llm":
+            return self.layout.tokens_per_example
+        return self.layout.cost_len[self.layout.segments_of(ENCODERS[phase])]
+
+    def phase_cost(self, phase: str) -> tuple[np.ndarray, np.ndarray]:
+        """(d,) predicted cost per rank, as sampled and as planned, in kFLOP."""
+        move = self.llm if phase == "llm" else self.encode[phase]
+        lengths, cost = self.item_lengths(phase), self.spec.costs[phase]
+        return (cost.of_ranks(lengths, move.source_rank, self.layout.num_ranks),
+                cost.of_ranks(lengths[move.order], move.target_rank, self.layout.num_ranks))
+
+    @property
+    def rearranges(self) -> bool:
+        """Whether any phase processes an item on another rank than the one that sampled it."""
+        return any(
+            np.any(m.source_rank[m.order] != m.target_rank)
+            for m in (self.llm, *self.encode.values())
+        )
+
+    @property
+    def predicted_gain(self) -> float:
+        """Share of the step's time that balancing is predicted to spare: phases run one after the
+        other, each as long as its slowest rank, by the cost models; moving is not counted."""
+        before, after = (sum(int(cost[i].max(initial=0)) for cost in map(self.phase_cost, PHASES))
+                         for i in range(2))
+        return 1.0 - after / before if before else 0.0
+
+    @property
+    def can_improve(self) -> bool:
+        """Whether some phase with a policy was sampled worse than its lower bound by over 5%, in
+        some group of ranks."""
+        d = self.layout.num_ranks
+        for phase in PHASES:
+            before, _ = self.phase_cost(phase)
+            largest = self.spec.costs[phase](self.item_lengths(phase)).max(initial=0)
+            policy = getattr(self.spec.balance, phase).policy
+            groups = before.reshape(-1, self.spec.group_size or d)
+            bound = np.maximum(groups.mean(axis=1), largest)
+            if policy != "none" and (groups.max(axis=1) > 1.05 * bound).any():
+                return True
+        return False
+
+    def _phase_stats(self, phase: str) -> dict[str, int]:
+        moved = internode = 0
+        for move, weight in self.transfers(phase):
+            source, target, volume = move.volume(weight)
+            node = self.spec.ranks_per_node
+            moved += int(volume.sum())
+            internode += int(volume[source // node != target // node].sum())
+        return {"moved_bytes": moved, "internode_bytes": internode}
+
+    def transfers(self, phase: str):
+        """(rearrangement, bytes per source item) of everything that moves for a phase."""
+        layout, inputs_move = self.layout, self.spec.balance.dispatch != "load"
+        if phase == "llm":
+            text = np.zeros(layout.num_examples, np.int64)
+            np.add.at(text, layout.example_of_segment, layout.num_tokens * TEXT_BYTES)
+            return [(self.llm, text)] if inputs_move else []
+        seg = layout.segments_of(ENCODERS[phase])
+        features = layout.num_tokens[seg] * self.spec.feature_bytes
+        out = [(self.feature[phase], features[self.encode[phase].order])]
+        if inputs_move:
+            out.append((self.encode[phase], layout.rows[seg] * self.spec.row_bytes[phase]))
+        return out
+
+    def for_rank(self, rank: int) -> RankPlan:
+        """`rank`'s part, as index arrays."""
+        layout = self.layout
+        encode, feature, media, grid, scatter = {}, {}, {}, {}, {}
+        t0, t1 = starts_of(self.llm.target_sizes)[[rank, rank + 1]]
+        examples = self.llm.order[t0:t1]
+        tokens = layout.tokens_per_example[examples]
+        for phase, modality in ENCODERS.items():
+            seg = layout.segments_of(modality)
+            if not len(seg):
+                encode[phase] = feature[phase] = no_exchange(layout.num_ranks)
+                grid[phase], media[phase] = np.zeros((0, 3), np.int64), np.zeros((0, 2), np.int64)
+                scatter[phase] = np.zeros(0, np.int64)
+                continue
+            move = self.encode[phase]
+            encode[phase] = move.exchange(layout.rows[seg], rank)
+            feature[phase] = self.feature[phase].exchange(layout.num_tokens[seg][move.order], rank)
+            e0, e1 = starts_of(move.target_sizes)[[rank, rank + 1]]
+            mine = seg[move.order[e0:e1]]
+            grid[phase] = layout.grid[mine]
+            owner = layout.example_of_segment[mine]
+            media[phase] = np.stack([owner, mine - layout.segment_start[owner]], axis=1)
+            scatter[phase] = _media_positions(layout, examples, modality)
+        return RankPlan(
+            rank=rank, encode=encode, feature=feature,
+            llm=self.llm.exchange(layout.tokens_per_example, rank), media=media, grid=grid,
+            examples=examples, example_ids=layout.example_id[examples], scatter=scatter,
+            position_ids=ranges(np.zeros(len(tokens), np.int64), tokens),
+        )
+
+
+def _media_positions(layout: BatchLayout, examples: np.ndarray, modality: int) -> np.ndarray:
+    """(R_f,) positions of one modality's tokens in the packed sequence of `examples`."""
+    seg = ranges(layout.segment_start[examples], layout.segments_per_example[examples])
+    start = starts_of(layout.num_tokens[seg])[:-1]
+    chosen = layout.modality[seg] == modality
+    return ranges(start[chosen], layout.num_tokens[seg][chosen])
+
+
+@dataclass(frozen=True)
+class RankPlan:
+    """One rank's part of a StepPlan.
+
+    encode[m], feature[m], llm: Exchange of input rows, feature rows, text positions.
+    media[m] (n_m, 2): (example position in the global batch, segment within the example) of what
+    this rank encodes, in slot order; grid[m] (n_m, 3). examples (n_r,): positions in the global
+    batch of what its LLM processes; example_ids (n_r,) their dataset indices.
+    scatter[m] (R_f,): where feature rows go in the packed LLM input. position_ids (R_llm,).
+    """
+
+    rank: int
+    encode: Mapping[str, Exchange]
+    feature: Mapping[str, Exchange]
+    llm: Exchange
+    media: Mapping[str, np.ndarray]
+    grid: Mapping[str, np.ndarray]
+    examples: np.ndarray
+    example_ids: np.ndarray
+    scatter: Mapping[str, np.ndarray]
+    position_ids: np.ndarray

@@ -1,0 +1,252 @@
+"""Properties of every policy: C++ equals its Python twin, both against brute force, caps and
+bounds hold. Sizes are small; the bars at 2560 ranks are measured by scripts/bench_overhead.py."""
+
+from functools import cache
+from itertools import product
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from orchmllm.plan import reference
+from orchmllm.plan.balance import OPTIONS, assign_microsteps, balance, core, load_cap
+from orchmllm.plan.layout import VISION
+from orchmllm.plan.reference_bound import lower_bound
+from orchmllm.plan.reference_local import local
+from orchmllm.workload import SYNTHETIC, sample_layout, synthetic_lengths
+
+NOTHING = np.zeros(0, np.int64)
+thorough = settings(max_examples=150, deadline=None,
+                    suppress_health_check=[HealthCheck.too_slow])
+
+
+@st.composite
+def problems(draw, max_items: int = 120, max_ranks: int = 20):
+    """(weight, home, num_ranks, ranks_per_node): zeros, giants, steps of 32, few or many items."""
+    d = draw(st.integers(1, max_ranks))
+    n = draw(st.integers(0, max_items))
+    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
+    kind = draw(st.sampled_from(["small", "lognormal", "steps", "huge", "two", "giant"]))
+    weight = {
+        "small": lambda: rng.integers(0, 12, n), "lognormal": lambda: rng.lognormal(5, 1, n),
+        "steps": lambda: rng.integers(1, 30, n) * 32 + (rng.random(n) < .05),
+        "huge": lambda: rng.integers(0, 2**50, n), "two": lambda: rng.choice([100, 1500], n),
+        "giant": lambda: np.where(np.arange(n) == n // 2, 10**6, rng.integers(0, 100, n)),
+    }[kind]().astype(np.int64)
+    return weight, rng.integers(0, d, n), d, draw(st.sampled_from([1, 2, 3, 8, 64]))
+
+
+def loads(weight: np.ndarray, rank_of: np.ndarray, num_ranks: int) -> np.ndarray:
+    out = np.zeros(num_ranks, np.int64)
+    np.add.at(out, rank_of, weight)
+    return out
+
+
+@thorough
+@given(problems(), st.sampled_from([0, .001, .02, .5]), st.booleans())
+def test_local_equals_twin_and_moves_little(problem, tolerance, priced) -> None:
+    weight, home, d, c = problem
+    price = np.arange(len(weight)) * 7919 % 1000 if priced else NOTHING
+    cap = load_cap(weight, d, tolerance)
+    got = core().local(weight, home, price, d, c, cap)
+    assert np.array_equal(got, local(weight, home, price, d, c, cap))
+    assert np.array_equal(got[weight == 0], home[weight == 0])
+    before = loads(weight, home, d).max(initial=0)
+    assert loads(weight, got, d).max(initial=0) <= max(before, cap)
+    if before <= cap:
+        assert np.array_equal(got, home)
+
+
+@pytest.mark.parametrize("tolerance", [0.0, .001])
+@pytest.mark.parametrize(("name", "d", "seed"), [
+    ("10b", 24, 0), ("18b", 24, 0), ("pareto", 48, 14), ("pareto", 48, 22), ("pareto", 64, 39)])
+def test_local_equals_its_twin_where_the_bound_is_hard(name, d, seed, tolerance) -> None:
+    """Images and heavy items, a few per rank: subset sums and walks are needed."""
+    share = 30
+    weight, home = synthetic_lengths("pareto", d * share, seed), np.arange(d * share) // share
+    if name != "pareto":
+        layout = sample_layout(name, num_ranks=d, batch_size=share, seed=seed)
+        segments = layout.segments_of(VISION)
+        weight = layout.cost_len[segments]
+        home = layout.rank_of_example[layout.example_of_segment[segments]]
+    cap = load_cap(weight, d, tolerance)
+    got = core().local(weight, home, NOTHING, d, 8, cap)
+    assert np.array_equal(got, local(weight, home, NOTHING, d, 8, cap))
+    if tolerance:
+        assert loads(weight, got, d).max() <= cap
+
+
+@thorough
+@given(problems())
+def test_other_policies_equal_their_twins(problem) -> None:
+    weight, home, d, c = problem
+    assert np.array_equal(core().greedy(weight, home, d), reference.greedy(weight, home, d))
+    assert core().lower_bound(weight, d) == lower_bound(weight, d)
+    assert np.array_equal(core().padded(weight, home, d), reference.padded(weight, home, d))
+    pad = weight // 3
+    assert np.array_equal(core().conv(weight, pad, home, d),
+                          reference.conv(weight, pad, home, d))
+
+
+@thorough
+@given(problems(max_items=60))
+def test_maps_equal_their_twins(problem) -> None:
+    weight, home, d, c = problem
+    batch = (home * 5 + weight) % d
+    order, sizes = core().group_by_rank(batch, d)
+    assert np.array_equal(order, np.argsort(batch, kind="stable"))
+    assert np.array_equal(sizes, np.bincount(batch, minlength=d))
+    counts = weight % 4
+    starts = np.cumsum(counts) - counts
+    expanded = [k for i in order for k in range(starts[i], starts[i] + counts[i])]
+    assert core().expand_order(order, counts).tolist() == expanded
+    example = np.arange(len(weight)) // 3
+    own = (np.arange(len(weight) // 3 + 1) * 3) % d
+    assert np.array_equal(core().heaviest_holder(example, home, weight % 5, own),
+                          reference.heaviest_holder(example, home, weight % 5, own))
+
+
+@thorough
+@given(problems(max_items=60), st.floats(1, 2))
+def test_token_cap_holds_or_says_so(problem, room) -> None:
+    weight, home, d, c = problem
+    tokens = np.arange(len(weight)) % 50 + 1
+    cap = int(tokens.sum() / d * room) + 1
+    got = core().enforce_token_cap(weight, tokens, home, d, cap)
+    assert np.array_equal(got, reference.enforce_token_cap(weight, tokens, home, d, cap))
+    for policy in ("greedy", "local"):
+        try:
+            rank_of = balance(tokens, num_ranks=d, policy=policy, home=home, cost=weight,
+                              max_rank_tokens=max(cap, 50))
+        except ValueError as error:
+            assert "max_rank_tokens" in str(error)
+        else:
+            assert loads(tokens, rank_of, d).max(initial=0) <= max(cap, 50)
+
+
+@cache
+def assignments(n: int, d: int) -> np.ndarray:
+    """All (d ** n, n) assignments."""
+    return np.array(list(product(range(d), repeat=n)), np.int64).reshape(-1, n)
+
+
+def brute_force(weight: np.ndarray, d: int, cost) -> int:
+    """Least maximum over ranks of cost((m, n) mask of a rank's items in each assignment)."""
+    ranks = assignments(len(weight), d)
+    return int(np.max([cost(ranks == r) for r in range(d)], axis=0).min())
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_brute_force(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    d, n = (4, 9) if seed == 0 else (int(rng.integers(2, 5)), int(rng.integers(1, 8)))
+    weight = rng.integers(1, 30, n)
+    home = rng.integers(0, d, n)
+    pad = weight * weight // 9
+
+    def total(own):
+        return own @ weight
+
+    def padded(own):
+        return own.sum(axis=1) * (own * weight).max(axis=1)
+
+    def conv(own):
+        return total(own) + own.sum(axis=1) * (own * pad).max(axis=1)
+
+    def worst(rank_of, cost) -> int:
+        return max(int(cost((rank_of == r)[None])[0]) for r in range(d))
+
+    got = core().padded(weight, home, d)
+    assert worst(got, padded) == brute_force(weight, d, padded)
+    assert worst(core().conv(weight, pad, home, d), conv) <= 1.5 * brute_force(weight, d, conv)
+    optimum = brute_force(weight, d, total)
+    assert core().lower_bound(weight, d) <= optimum
+    for policy in ("greedy", "local"):
+        rank_of = balance(weight, num_ranks=d, policy=policy, home=home)
+        assert 3 * loads(weight, rank_of, d).max() <= 4 * optimum
+
+
+def contiguous_optimum(weight: np.ndarray, d: int) -> int:
+    """Least max of count * longest over cuts of the sorted list into at most d runs, by dynamic
+    programming."""
+    w = np.sort(weight)[::-1]
+    best = [0] + [2**62] * len(w)
+    for _ in range(d):
+        best = [min([best[j]] + [max(best[i], (j - i) * int(w[i])) for i in range(j)])
+                for j in range(len(w) + 1)]
+    return best[-1]
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_padded_is_the_contiguous_optimum(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    d, n = int(rng.integers(1, 8)), int(rng.integers(1, 40))
+    weight = rng.lognormal(5, 1, n).astype(np.int64) + 1
+    got = core().padded(weight, np.zeros(n, np.int64), d)
+    worst = max(int((got == r).sum()) * int(weight[got == r].max(initial=0)) for r in range(d))
+    assert worst == contiguous_optimum(weight, d)
+
+
+@pytest.mark.parametrize("name", SYNTHETIC)
+def test_local_reaches_the_bound(name: str) -> None:
+    d, share = 32, 60
+    for seed in range(10):
+        weight = synthetic_lengths(name, d * share, seed)
+        bound = core().lower_bound(weight, d)
+        rank_of = balance(weight, num_ranks=d, policy="local")
+        assert loads(weight, rank_of, d).max() <= bound * 1.0005
+        rank_of = balance(weight, num_ranks=d, policy="local", tolerance=.001)
+        assert loads(weight, rank_of, d).max() <= load_cap(weight, d, .001)
+
+
+def test_local_moves_little_between_nodes() -> None:
+    layout = sample_layout("84b", num_ranks=128, batch_size=60, seed=0)
+    weight, home = layout.tokens_per_example, layout.rank_of_example
+    rank_of = balance(weight, num_ranks=128, policy="local", tolerance=.001)
+    moved = int(weight[rank_of // 8 != home // 8].sum())
+    least = np.maximum(0, loads(weight, home // 8, 16) - 8 * load_cap(weight, 128, .001)).sum()
+    assert moved <= 1.1 * least
+
+
+@thorough
+@given(st.integers(1, 5), st.integers(0, 2**32))
+def test_microsteps(num_microsteps: int, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    costs = rng.integers(0, 10**12, (40, 3)) * (rng.random((40, 3)) < .7)
+    step_of = assign_microsteps(costs, num_microsteps)
+    share = costs * 10 // max(1, costs.max())  # small integers: exact in the twin too
+    got = core().assign_microsteps(np.ascontiguousarray(share), num_microsteps)
+    assert np.array_equal(got, reference.assign_microsteps(share, num_microsteps))
+    load = np.stack([costs[step_of == k].sum(axis=0) for k in range(num_microsteps)])
+    assert (load.max(axis=0) <= costs.sum(axis=0) / num_microsteps + 2 * costs.max()).all()
+
+
+@pytest.mark.parametrize("policy", OPTIONS)
+def test_every_option_is_honoured_or_raises(policy: str) -> None:
+    options = {"tolerance": .1, "cost": [1, 2, 3], "move_cost": [1, 1, 1], "max_rank_tokens": 100,
+               "padded_cost": [1, 1, 1]}
+    needed = {"quadratic": {"cost": [1, 2, 3]}, "conv": {"padded_cost": [1, 1, 1]}}.get(policy, {})
+    for option, value in options.items():
+        arguments = needed | {option: value}
+        if option in OPTIONS[policy]:
+            assert len(balance([5, 6, 7], num_ranks=2, policy=policy, **arguments)) == 3
+        else:
+            with pytest.raises(ValueError, match=f"'{policy}' does not honour {option}"):
+                balance([5, 6, 7], num_ranks=2, policy=policy, **arguments)
+
+
+@pytest.mark.parametrize(("change", "message"), [
+    ({"max_rank_tokens": 4}, r"max_rank_tokens = 4 is below lengths\[2\] = 5"),
+    ({"max_rank_tokens": 5, "num_ranks": 1}, "holds less than the sum"),
+    ({"tolerance": -.1}, "tolerance must be in"),
+    ({"tolerance": float("nan")}, "tolerance must be in"),
+    ({"move_cost": [1, 2]}, "move_cost has 2 entries"),
+    ({"policy": "quadratic"}, "'quadratic' needs cost"),
+    ({"policy": "conv"}, "'conv' needs padded_cost"),
+    ({"policy": "conv", "padded_cost": [3, 2, 1]}, r"padded_cost\[1\] = 2 is less"),
+])
+def test_bad_options(change: dict, message: str) -> None:
+    arguments = {"num_ranks": 2, "policy": "local"} | change
+    with pytest.raises(ValueError, match=message):
+        balance([3, 4, 5], **arguments)
