@@ -1,0 +1,201 @@
+"""Attention within packed sequences: the rows of several sequences follow each other, no padding.
+
+All three submodules use `packed_attention`. `attention_backend` makes the choice between the
+implementations once per (device type, dtype, head size) and describes it for the log.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import inspect
+from collections.abc import Callable
+from itertools import groupby
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from orchmllm.batch import SequenceLengths
+from orchmllm.models.config import ModelConfig
+
+
+class AttentionBackend(NamedTuple):
+    """description: one line for the log. run: (q, k, v, seqlens, causal) -> (T, Hq, Dh), T >= 1."""
+
+    description: str
+    run: Callable[[Tensor, Tensor, Tensor, SequenceLengths, bool], Tensor]
+
+
+@torch.compiler.disable  # the lengths of a batch would be compiled in, anew for every step
+def packed_attention(
+    q: Tensor, k: Tensor, v: Tensor, seqlens: SequenceLengths, *, causal: bool
+) -> Tensor:
+    """Scaled dot-product attention of each sequence to itself alone.
+
+    q: (T, Hq, Dh); k, v: (T, Hkv, Dh), Hq a multiple of Hkv. Returns (T, Hq, Dh) in q's dtype,
+    never a view of an input. With T = 0 the result is still attached to q, k and v: FSDP2 reduces
+    only parameters that have a gradient, so a rank without rows must give all of them one.
+    Raises ValueError if seqlens does not cover the T rows.
+    """
+    if not seqlens.total == len(q) == len(k) == len(v):
+        raise ValueError(
+            f"seqlens covers {seqlens.total} rows, but q, k, v have {len(q)}, {len(k)}, {len(v)}"
+        )
+    if len(q) == 0:
+        return q + (k.sum() + v.sum())
+    return attention_backend(q.device.type, q.dtype, q.shape[-1]).run(q, k, v, seqlens, causal)
+
+
+def padded_attention(q: Tensor, k: Tensor, v: Tensor, real: Tensor) -> Tensor:
+    """Attention within each of n sequences padded to L positions; nothing attends to padding.
+
+    q, k, v: (n * L, H, Dh), real: (n, L) bool, at least one in each row. Returns (n * L, H, Dh);
+    rows of padding hold values without a meaning. n = 0: attached, as in `packed_attention`."""
+    if len(q) == 0:
+        return q + (k.sum() + v.sum())
+    q, k, v = (x.unflatten(0, real.shape).transpose(1, 2) for x in (q, k, v))  # (n, H, L, Dh)
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=real[:, None, None])
+    return out.transpose(1, 2).flatten(0, 1)
+
+
+@functools.cache
+def attention_backend(device_type: str, dtype: torch.dtype, head_dim: int) -> AttentionBackend:
+    """The implementation used for these tensors: torch's varlen_attn or the flash-attn package on
+    CUDA in half precision, else one F.scaled_dot_product_attention per run of equal lengths."""
+    half = dtype in (torch.bfloat16, torch.float16)
+    if device_type == "cuda" and half and head_dim % 8 == 0 and head_dim <= 256:
+        backend, reason = _flash_backend(dtype, head_dim)
+        if backend is not None:
+            return backend
+    elif device_type == "cuda":
+        reason = f"flash kernels take half precision and head sizes 8..256, not {dtype}, {head_dim}"
+    else:
+        reason = f"device is {device_type}"
+    return AttentionBackend(f"scaled_dot_product_attention per sequence ({reason})",
+                            sdpa_per_sequence)
+
+
+def describe_attention(model: ModelConfig, device_type: str, dtype: torch.dtype) -> str:
+    """One line for the log: what computes attention in which phases, and why."""
+    phases: dict[str, list[str]] = {}
+    for phase in ("vision", "audio", "llm"):
+        config = getattr(model, phase)
+        if phase == "audio" and config.mode == "padded":
+            how = "scaled_dot_product_attention with a mask (model.audio.mode is padded)"
+        else:
+            head_dim = config.hidden_size // config.num_heads
+            how = attention_backend(device_type, dtype, head_dim).description
+        phases.setdefault(how, []).append(phase)
+    return "attention: " + "; ".join(f"{', '.join(p)}: {how}" for how, p in phases.items())
+
+
+def _flash_backend(dtype: torch.dtype, head_dim: int) -> tuple[AttentionBackend | None, str]:
+    """The first flash kernel that is there and works on this GPU, or why there is none."""
+    capability = torch.cuda.get_device_capability()
+    if capability < (8, 0):
+        return None, f"flash kernels need sm_80, this GPU is sm_{capability[0]}{capability[1]}"
+    reasons = []
+    for name, make in (("torch.nn.attention.varlen", _varlen_backend),
+                       ("flash_attn", _flash_attn_backend)):
+        if not importlib.util.find_spec(name):
+            reasons.append(f"no {name}")
+            continue
+        try:  # a build of torch may have the function and not the kernel
+            backend = make()
+            _try_out(backend, dtype, head_dim)
+            return backend, ""
+        except (RuntimeError, ImportError, TypeError) as error:
+            reasons.append(f"{name} fails: {str(error).splitlines()[0][:100]}")
+    return None, ", ".join(reasons)
+
+
+def _try_out(backend: AttentionBackend, dtype: torch.dtype, head_dim: int) -> None:
+    """Forward and backward of 3 rows, so that what cannot run is found before training."""
+    with torch.enable_grad():
+        q, k, v = (torch.zeros(3, heads, head_dim, dtype=dtype, device="cuda", requires_grad=True)
+                   for heads in (2, 1, 1))
+        seqlens = SequenceLengths.from_lengths([1, 2], "cuda")
+        for causal in (True, False):
+            backend.run(q, k, v, seqlens, causal).sum().backward()
+
+
+def sdpa_per_sequence(
+    q: Tensor, k: Tensor, v: Tensor, seqlens: SequenceLengths, causal: bool
+) -> Tensor:
+    """The implementation that runs anywhere; see AttentionBackend."""
+    # Neighbours of equal length share a call: images of one size are common, and forward and
+    # backward of short sequences cost mostly calls (4x at 16 rows each, 1.4x at 64).
+    runs = [(n, len(list(same))) for n, same in groupby(n for n in seqlens.lengths if n > 0)]
+    rows = [n * count for n, count in runs]
+    outputs = []
+    # split, not slices: its backward is one concatenation instead of a zero-filled (T, H, Dh)
+    # gradient per sequence.
+    for (n, count), *qkv in zip(runs, q.split(rows), k.split(rows), v.split(rows), strict=True):
+        qr, kr, vr = (x.unflatten(0, (count, n)).transpose(1, 2) for x in qkv)
+        out = F.scaled_dot_product_attention(
+            qr, kr, vr, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1]
+        )
+        outputs.append(out.transpose(1, 2).flatten(0, 1))
+    return torch.cat(outputs)
+
+
+def _varlen_backend() -> AttentionBackend:
+    from torch.nn.attention.varlen import varlen_attn
+
+    options = inspect.signature(varlen_attn).parameters
+    # torch 2.10 takes is_causal; later releases a window, of which (-1, 0) is causal, and GQA.
+    by_window = "window_size" in options
+    has_gqa = "enable_gqa" in options
+
+    def run(q: Tensor, k: Tensor, v: Tensor, seqlens: SequenceLengths, causal: bool) -> Tensor:
+        kwargs = {"window_size": (-1, 0 if causal else -1)} if by_window else {"is_causal": causal}
+        if has_gqa:
+            kwargs["enable_gqa"] = q.shape[1] != k.shape[1]
+        elif q.shape[1] != k.shape[1]:
+            k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
+        cu, longest = seqlens.cu_seqlens, seqlens.max_seqlen
+        return varlen_attn(q, k, v, cu, cu, longest, longest, **kwargs)
+
+    return AttentionBackend("torch.nn.attention.varlen.varlen_attn", run)
+
+
+def _flash_attn_backend() -> AttentionBackend:
+    from flash_attn import flash_attn_varlen_func
+
+    def run(q: Tensor, k: Tensor, v: Tensor, seqlens: SequenceLengths, causal: bool) -> Tensor:
+        cu, longest = seqlens.cu_seqlens, seqlens.max_seqlen
+        return flash_attn_varlen_func(q, k, v, cu, cu, longest, longest, causal=causal)
+
+    return AttentionBackend("flash_attn.flash_attn_varlen_func", run)
+
+
+HF_ATTENTION = "orchmllm_packed"  # no "flash" in it: transformers treats such names specially
+
+
+def register_hf_attention() -> str:
+    """Makes `attn_implementation=HF_ATTENTION` known to transformers and returns the name.
+
+    A model called with `packed_seqlens=SequenceLengths` and (1, R, D) embeddings then attends
+    within the packed sequences. Idempotent."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    AttentionInterface.register(HF_ATTENTION, _hf_packed_attention)
+    AttentionMaskInterface.register(HF_ATTENTION, lambda *args, **kwargs: None)
+    return HF_ATTENTION
+
+
+def _hf_packed_attention(
+    module, query: Tensor, key: Tensor, value: Tensor, attention_mask: object = None, *,
+    packed_seqlens: SequenceLengths, scaling: float | None = None, dropout: float = 0.0,
+    **_: object,
+) -> tuple[Tensor, None]:
+    """query (1, Hq, R, Dh), key and value (1, Hkv, R, Dh) -> ((1, R, Hq, Dh), None)."""
+    head_dim = query.shape[-1]
+    if dropout or (scaling is not None and abs(scaling * head_dim**0.5 - 1) > 1e-6):
+        raise ValueError(f"{HF_ATTENTION} has no dropout ({dropout}) and scales by "
+                         f"1/sqrt({head_dim}), not {scaling}")
+    q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
+    out = packed_attention(q, k, v, packed_seqlens, causal=bool(module.is_causal))
+    return out.unsqueeze(0), None

@@ -1,0 +1,249 @@
+"""Qwen2 on packed sequences, built from a configuration alone (no download).
+
+The model is transformers' own, with its parameter names; replaced are the attention's forward
+(packed, 0 rows), RMSNorm (exact in float64), the rotary table (no buffer, so nothing to restore
+after a meta build and nothing that `.to(bfloat16)` can round) and the loss (labels arrive already
+shifted, and the trainer divides the sum by the number of targets of the whole step).
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention, apply_rotary_pos_emb
+
+from orchmllm.batch import IGNORE_INDEX, SequenceLengths
+from orchmllm.models.attention import register_hf_attention
+from orchmllm.models.config import LLMConfig
+from orchmllm.models.init import init_parameters
+
+
+class RMSNorm(nn.Module):
+    """Qwen2RMSNorm that computes in max(float32, input dtype) where the original always casts to
+    float32; bit-equal to it for float32, bfloat16 and float16 inputs."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: (..., size) -> (..., size)."""
+        h = x.to(torch.promote_types(torch.float32, x.dtype))
+        h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + self.eps)
+        return self.weight * h.to(x.dtype)
+
+
+class RotaryEmbedding(nn.Module):
+    """Qwen2's rotary table, computed from the positions in max(float32, input dtype)."""
+
+    def __init__(self, head_dim: int, theta: float) -> None:
+        super().__init__()
+        self.head_dim = head_dim
+        self.theta = theta
+
+    @torch.no_grad()
+    def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """x: gives dtype and device. position_ids: (1, R) -> cosine and sine, (1, R, head_dim)."""
+        dtype = torch.promote_types(torch.float32, x.dtype)
+        exponent = torch.arange(0, self.head_dim, 2, dtype=dtype, device=x.device) / self.head_dim
+        angle = position_ids.unsqueeze(-1).to(dtype) * (1.0 / self.theta**exponent)
+        angle = torch.cat([angle, angle], dim=-1)
+        return angle.cos().to(x.dtype), angle.sin().to(x.dtype)
+
+
+class PackedQwen2Attention(Qwen2Attention):
+    """Qwen2Attention that also takes 0 rows: the stock forward reshapes with a -1, which 0 rows
+    make ambiguous (an error), so sizes are explicit here. Attention itself goes through its
+    registry, as in the stock class."""
+
+    def forward(
+        self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor],
+        attention_mask: None = None, **kwargs: object,
+    ) -> tuple[Tensor, None]:
+        """hidden_states: (1, R, D), position_embeddings: (1, R, Dh) each -> ((1, R, D), None).
+        kwargs: what the model was called with, `packed_seqlens` among it."""
+        q, k, v = (
+            proj(hidden_states)
+            .unflatten(-1, (proj.out_features // self.head_dim, self.head_dim))
+            .transpose(1, 2)
+            for proj in (self.q_proj, self.k_proj, self.v_proj)
+        )  # (1, H, R, Dh)
+        q, k = apply_rotary_pos_emb(q, k, *position_embeddings)
+        attend = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]
+        out, _ = attend(self, q, k, v, attention_mask, scaling=self.scaling, **kwargs)
+        return self.o_proj(out.flatten(2)), None
+
+
+class _ChunkedLoss(torch.autograd.Function):
+    """Summed cross entropy of hidden (R, D) through weight (V, D), a chunk of rows at a time.
+
+    The gradients are made in the forward pass, while a chunk's logits exist: no logits are kept
+    and none are computed twice. The weight's gradient is summed over chunks in at least float32.
+    """
+
+    @staticmethod
+    def forward(ctx, hidden, weight, labels, rows, with_grad):
+        dtype = torch.promote_types(torch.float32, hidden.dtype)
+        need_hidden, need_weight = (with_grad and need for need in ctx.needs_input_grad[:2])
+        grad_hidden = torch.empty_like(hidden) if need_hidden else None
+        grad_weight = torch.zeros_like(weight, dtype=dtype) if need_weight else None
+        total = torch.zeros((), dtype=dtype, device=hidden.device)
+        for at in range(0, len(hidden), rows):
+            h, target = hidden[at: at + rows], labels[at: at + rows].unsqueeze(1)
+            learnt = target != IGNORE_INDEX  # (r, 1)
+            target = target.clamp(min=0)
+            logits = F.linear(h, weight).to(dtype)  # (r, V)
+            log_z = logits.logsumexp(1, keepdim=True)
+            total += torch.where(learnt, log_z - logits.gather(1, target), 0.0).sum()
+            if not (need_hidden or need_weight):
+                continue
+            # d loss / d logits: softmax - one-hot, nothing where nothing is learnt
+            grad = logits.sub_(log_z).exp_()
+            grad.scatter_add_(1, target, torch.full_like(log_z, -1.0))
+            grad = grad.masked_fill_(~learnt, 0.0).to(hidden.dtype)
+            if need_hidden:
+                torch.mm(grad, weight, out=grad_hidden[at: at + rows])
+            if need_weight:
+                grad_weight += grad.T @ h
+        ctx.save_for_backward(grad_hidden, None if grad_weight is None
+                              else grad_weight.to(weight.dtype))
+        return total
+
+    @staticmethod
+    def backward(ctx, grad):
+        scaled = (g if g is None else g * grad.to(g.dtype) for g in ctx.saved_tensors)
+        return (*scaled, None, None, None)
+
+
+class LossHead(nn.Linear):
+    """lm_head: logits, or with labels the summed loss, which FSDP2 has to see as this module's
+    forward (it gathers the weight for that)."""
+
+    def __init__(self, hidden_size: int, vocab_size: int) -> None:
+        super().__init__(hidden_size, vocab_size, bias=False)
+
+    def forward(self, x: Tensor, labels: Tensor | None = None, chunk_rows: int = 0) -> Tensor:
+        """x: (R, D) -> (R, V); with labels (R,) a scalar in max(float32, x's dtype).
+        chunk_rows: rows whose logits exist at a time; 0 or at least R: all at once."""
+        if labels is not None and 0 < chunk_rows < len(x):
+            return _ChunkedLoss.apply(x, self.weight, labels, chunk_rows, torch.is_grad_enabled())
+        logits = super().forward(x)
+        if labels is None:
+            return logits
+        logits = logits.to(torch.promote_types(torch.float32, logits.dtype))
+        return F.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, reduction="sum")
+
+
+class PackedQwen2(nn.Module):
+    """The LLM phase: embeddings of packed examples -> summed cross entropy.
+
+    `embed_tokens`, `layers` and `lm_head` are the units that are sharded; `layers` are those that
+    are checkpointed. loss_chunk_rows: see LossHead.
+    """
+
+    loss_chunk_rows = 0
+
+    def __init__(self, config: LLMConfig) -> None:
+        super().__init__()
+        if config.hidden_size % (2 * config.num_heads) or config.num_heads % config.num_kv_heads:
+            raise ValueError(
+                f"llm hidden_size {config.hidden_size} must be a multiple of 2 * num_heads "
+                f"({2 * config.num_heads}), and num_heads of num_kv_heads ({config.num_kv_heads})"
+            )
+        self.config = config
+        self.hf = Qwen2ForCausalLM(hf_config(config, register_hf_attention()))
+        self.hf.lm_head = LossHead(config.hidden_size, config.vocab_size)
+        model = self.hf.model
+        model.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        for index, layer in enumerate(model.layers):
+            layer.self_attn = PackedQwen2Attention(self.hf.config, index)
+            layer.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+            layer.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        model.rotary_emb = RotaryEmbedding(
+            config.hidden_size // config.num_heads, config.rope_theta
+        )
+        self.init_weights()
+
+    def init_weights(self, generator: torch.Generator | None = None) -> None:
+        """See `init_parameters`. The head's scale keeps the logits' standard deviation at or below
+        0.5 in wide models, so that the untrained loss is within 5% of ln(vocab_size)."""
+        init_parameters(self, generator)
+        init_parameters(self.lm_head, generator, self.head_std)
+
+    @property
+    def head_std(self) -> float:
+        """Of the head's initial weights."""
+        return min(0.02, 0.5 * self.config.hidden_size**-0.5)
+
+    @property
+    def embed_tokens(self) -> nn.Embedding:
+        return self.hf.model.embed_tokens
+
+    @property
+    def layers(self) -> nn.ModuleList:
+        return self.hf.model.layers
+
+    @property
+    def lm_head(self) -> nn.Linear:
+        return self.hf.lm_head
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """token_ids: (R,) int32 or int64 -> (R, D). Media positions hold token 0 and are
+        overwritten by `compose`."""
+        return self.embed_tokens(token_ids)
+
+    def logits(self, x: Tensor, position_ids: Tensor, seqlens: SequenceLengths) -> Tensor:
+        """x: (R, D) embeddings, position_ids: (R,) int64 restarting in each example, seqlens:
+        positions per example. Returns (R, vocab_size) in x's dtype. R = 0 runs and stays
+        attached."""
+        return self.lm_head(self.hidden(x, position_ids, seqlens))
+
+    def hidden(self, x: Tensor, position_ids: Tensor, seqlens: SequenceLengths) -> Tensor:
+        """The same before the head: (R, D)."""
+        hidden = self.hf.model(
+            inputs_embeds=x.unsqueeze(0),
+            position_ids=position_ids.unsqueeze(0),
+            # A ready mapping: otherwise transformers looks for packed sequences in position_ids,
+            # which waits for the device and fails with 0 rows.
+            attention_mask={"full_attention": None},
+            use_cache=False,
+            packed_seqlens=seqlens,
+        ).last_hidden_state  # (1, R, D)
+        return hidden.squeeze(0)
+
+    def forward(
+        self, x: Tensor, position_ids: Tensor, seqlens: SequenceLengths, labels: Tensor
+    ) -> Tensor:
+        """Cross entropy summed over the labels that are not IGNORE_INDEX.
+
+        x, position_ids, seqlens: as in `logits`. labels: (R,) integers, already shifted
+        (labels[t] is the token after t). Returns a scalar in max(float32, x's dtype): 0, attached
+        to every parameter, if there is no row or no target.
+        """
+        return self.lm_head(self.hidden(x, position_ids, seqlens), labels.long(),
+                            self.loss_chunk_rows)
+
+
+def hf_config(config: LLMConfig, attention: str = "sdpa") -> Qwen2Config:
+    """transformers' configuration of the same shape. attention: its attn_implementation."""
+    return Qwen2Config(
+        attn_implementation=attention,
+        vocab_size=config.vocab_size,
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        num_hidden_layers=config.num_layers,
+        num_attention_heads=config.num_heads,
+        num_key_value_heads=config.num_kv_heads,
+        rope_theta=config.rope_theta,
+        rms_norm_eps=config.rms_norm_eps,
+        attention_dropout=0.0,
+        tie_word_embeddings=False,
+        use_cache=False,
+    )

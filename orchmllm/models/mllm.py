@@ -1,0 +1,66 @@
+"""The whole model: encoders with their connectors, the feature exchange, and the LLM.
+
+Forward, on every rank and with any number of rows (0 included, so that FSDP's collectives line up):
+encode -> exchange features, encoder rank to LLM rank, once (OrchMLLM section 6) -> place them in
+the text embeddings -> LLM -> sum of the loss.
+"""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from orchmllm.batch import Batch
+from orchmllm.comm import exchange_rows
+from orchmllm.metrics import PhaseClock
+from orchmllm.models.audio import AudioEncoder
+from orchmllm.models.config import ModelConfig
+from orchmllm.models.llm import PackedQwen2
+from orchmllm.models.vision import VisionEncoder
+
+
+class MultimodalModel(nn.Module):
+    """group: ranks among which features are exchanged (default: all). The phases' times are in
+    `clock`."""
+
+    def __init__(self, config: ModelConfig, group: dist.ProcessGroup | None = None) -> None:
+        super().__init__()
+        self.vision = VisionEncoder(config.vision, config.llm.hidden_size)
+        self.audio = AudioEncoder(config.audio, config.llm.hidden_size)
+        self.llm = PackedQwen2(config.llm)
+        self.clock = PhaseClock()
+        self._group = group
+        for name, part in (("vision", self.vision), ("audio", self.audio), ("llm", self.llm)):
+            if getattr(config, name).frozen:
+                _freeze(part)
+
+    def forward(self, batch: Batch) -> Tensor:
+        """Sum of the cross entropy over this rank's labels, a scalar. The caller divides by
+        batch.num_global_targets: a mean per rank would depend on the rearrangement."""
+        clock = self.clock
+        features = {}
+        for phase in ("vision", "audio"):  # one order on all ranks: each step is a collective
+            clock.switch(phase)
+            encoded = self._encode(phase, batch)
+            encoded = clock.mark(encoded, before=phase, after="exchange")
+            received = exchange_rows(encoded, batch.plan.feature[phase], self._group)
+            features[phase] = clock.mark(received, before="exchange", after="llm")
+        x = self.llm.embed(batch.token_ids)
+        for phase, rows in features.items():
+            x = x.index_copy(0, batch.scatter[phase], rows)
+        loss_sum = self.llm(x, batch.position_ids, batch.text_lengths, batch.labels)
+        clock.switch(None)
+        return loss_sum
+
+    def _encode(self, phase: str, batch: Batch) -> Tensor:
+        if phase == "vision":
+            return self.vision(batch.inputs[phase], batch.plan.grid[phase],
+                               batch.input_lengths[phase])
+        return self.audio(batch.inputs[phase], batch.input_lengths[phase])
+
+
+def _freeze(part: nn.Module) -> None:
+    """Fixes a submodule except its connector, which has to learn the way into the LLM."""
+    for name, parameter in part.named_parameters():
+        if not name.startswith("connector."):
+            parameter.requires_grad_(False)

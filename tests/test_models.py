@@ -1,0 +1,299 @@
+"""Properties of the submodules: packed equals alone, nothing leaks between sequences, 0 rows keep
+every parameter attached, and the parts that mirror a stock module equal it."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from orchmllm.batch import SequenceLengths
+from orchmllm.models.audio import AudioEncoder, packed_conv1d
+from orchmllm.models.config import AudioConfig, LLMConfig, VisionConfig
+from orchmllm.models.llm import PackedQwen2
+from orchmllm.models.vision import VisionEncoder, patch_positions
+
+VISION = VisionConfig(num_layers=2, hidden_size=32, intermediate_size=64, num_heads=2, patch_size=4)
+TOWER = replace(VISION, family="qwen2_vl")
+AUDIO = AudioConfig(
+    num_layers=2, hidden_size=32, intermediate_size=64, num_heads=2, num_mels=8, stack=3
+)
+LLM = LLMConfig(vocab_size=97, num_layers=2, hidden_size=32, intermediate_size=48)
+OUT = 24
+RELATIVE = {torch.float64: 1e-10, torch.float32: 1e-5}
+MODULES = ("vision", "tower", "audio", "llm")
+
+# Three sequences per module: (grid t, h, w), mel frames (odd and shorter than a stack), tokens.
+GRIDS = np.array([[1, 4, 6], [1, 2, 2], [1, 2, 8]])
+FRAMES = np.array([13, 1, 6])
+TOKENS = np.array([7, 1, 5])
+
+
+def build(name: str, dtype: torch.dtype = torch.float32) -> nn.Module:
+    torch.manual_seed(0)
+    if name == "llm":
+        return PackedQwen2(LLM).to(dtype)
+    if name == "audio":
+        return AudioEncoder(AUDIO, OUT).to(dtype)
+    return VisionEncoder(TOWER if name == "tower" else VISION, OUT).to(dtype)
+
+
+def rows_of(name: str, sequences: list[int]) -> np.ndarray:
+    return {"audio": FRAMES, "llm": TOKENS}.get(name, GRIDS.prod(axis=1))[sequences]
+
+
+def inputs(name: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Rows of the three sequences, floating point for all modules."""
+    width = {"audio": AUDIO.num_mels, "llm": LLM.hidden_size}.get(name, VISION.geometry.row_size)
+    generator = torch.Generator().manual_seed(1)
+    rows = int(rows_of(name, [0, 1, 2]).sum())
+    return torch.randn(rows, width, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def positions(lengths: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy(np.concatenate([np.zeros(0, np.int64), *map(np.arange, lengths)]))
+
+
+def run(name: str, module: nn.Module, x: torch.Tensor, sequences: list[int]) -> torch.Tensor:
+    """Features of the encoders, logits of the LLM, for rows x of these sequences."""
+    lengths = rows_of(name, sequences)
+    seqlens = SequenceLengths.from_lengths(lengths)
+    if name in ("vision", "tower"):
+        return module(x, GRIDS[sequences], seqlens)
+    if name == "audio":
+        return module(x, seqlens)
+    return module.logits(x, positions(lengths), seqlens)
+
+
+def loss_of(name: str, module: nn.Module, x: torch.Tensor, sequences: list[int]) -> torch.Tensor:
+    """A scalar through everything; 0 for no rows."""
+    if name != "llm":
+        return run(name, module, x, sequences).float().square().sum()
+    lengths = rows_of(name, sequences)
+    labels = torch.arange(lengths.sum()) % LLM.vocab_size
+    seqlens = SequenceLengths.from_lengths(lengths)
+    return module(x, positions(lengths), seqlens, labels.int())
+
+
+def out_rows(name: str) -> list[int]:
+    if name in ("vision", "tower"):
+        return [int(n) // VISION.merge_size**2 for n in GRIDS.prod(axis=1)]
+    if name == "audio":
+        return [-(-((n + 1) // 2) // AUDIO.stack) for n in FRAMES.tolist()]
+    return TOKENS.tolist()
+
+
+def relative(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float(((a - b).abs().max() / b.abs().max()).detach())
+
+
+@pytest.mark.parametrize("dtype", RELATIVE)
+@pytest.mark.parametrize("name", MODULES)
+def test_packed_equals_alone(name, dtype):
+    module, x = build(name, dtype), inputs(name, dtype)
+    packed = run(name, module, x, [0, 1, 2]).split(out_rows(name))
+    for i, rows in enumerate(x.split(rows_of(name, [0, 1, 2]).tolist())):
+        assert relative(packed[i], run(name, module, rows, [i])) < RELATIVE[dtype]
+
+
+@pytest.mark.parametrize("dtype", RELATIVE)
+@pytest.mark.parametrize("name", MODULES)
+def test_parameter_gradients_of_packed_equal_the_sum_over_sequences(name, dtype):
+    x, together, alone = inputs(name, dtype), build(name, dtype), build(name, dtype)
+    run(name, together, x, [0, 1, 2]).square().sum().backward()
+    for i, rows in enumerate(x.split(rows_of(name, [0, 1, 2]).tolist())):
+        run(name, alone, rows, [i]).square().sum().backward()
+    for p, q in zip(together.parameters(), alone.parameters(), strict=True):
+        if q.grad is not None:  # the LLM's embedding has none here
+            assert float((p.grad - q.grad).abs().max()) < RELATIVE[dtype] * (
+                float(q.grad.abs().max()) + 1e-3
+            )
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_no_gradient_leaks_between_sequences(name):
+    module, x = build(name), inputs(name).requires_grad_()
+    output = run(name, module, x, [0, 1, 2]).split(out_rows(name))
+    for i in range(3):
+        (grad,) = torch.autograd.grad(output[i].square().sum(), x, retain_graph=True)
+        for j, part in enumerate(grad.split(rows_of(name, [0, 1, 2]).tolist())):
+            assert bool(part.any()) == (i == j)
+
+
+@pytest.mark.parametrize("name", MODULES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_no_rows_give_zero_gradients_to_every_parameter(name, dtype):
+    module, x = build(name, dtype), inputs(name, dtype)[:0]
+    if name == "llm":
+        x = module.embed(torch.zeros(0, dtype=torch.int32))
+    output = loss_of(name, module, x, [])
+    assert output.item() == 0.0 and output.requires_grad
+    output.backward()
+    for key, parameter in module.named_parameters():
+        assert parameter.grad is not None, key
+        assert not parameter.grad.any(), key
+
+
+@pytest.mark.parametrize("name", ["vision", "tower", "audio"])
+def test_no_rows_have_the_output_width(name):
+    assert run(name, build(name), inputs(name)[:0], []).shape == (0, OUT)
+
+
+@pytest.mark.parametrize("name", MODULES)
+@pytest.mark.parametrize("sequences", [[], [0, 1, 2]])
+def test_checkpointed_blocks_give_the_same_gradients(name, sequences):
+    plain, wrapped = build(name), build(name)
+    for block in wrapped.layers if name == "llm" else wrapped.blocks:
+        def again(*args, forward=block.forward, **kwargs):
+            return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+        block.forward = again
+    for module in (plain, wrapped):
+        x = inputs(name)[: rows_of(name, sequences).sum()]
+        if name == "llm":
+            x = module.embed(torch.arange(len(x)))
+        loss_of(name, module, x, sequences).backward()
+    for p, q in zip(plain.parameters(), wrapped.parameters(), strict=True):
+        assert torch.equal(p.grad, q.grad)
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_bfloat16_is_close_to_float32(name):
+    x = inputs(name)
+    exact = run(name, build(name), x, [0, 1, 2])
+    half = run(name, build(name, torch.bfloat16), x.bfloat16(), [0, 1, 2])
+    assert half.dtype == torch.bfloat16
+    assert relative(half.float(), exact) < 0.1
+    loss_of(name, module := build(name, torch.bfloat16), x.bfloat16(), [0, 1, 2]).backward()
+    assert all(p.grad is None or p.grad.isfinite().all() for p in module.parameters())
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_meta_build_then_init_equals_a_direct_build(name):
+    with torch.device("meta"):
+        module = build(name)
+    assert not list(module.buffers())  # nothing that to_empty could lose
+    module = module.to_empty(device="cpu")
+    for parameter in module.parameters():
+        parameter.data.fill_(math.nan)
+    module.init_weights(torch.Generator().manual_seed(5))
+    direct = build(name)
+    direct.init_weights(torch.Generator().manual_seed(5))
+    for p, q in zip(module.parameters(), direct.parameters(), strict=True):
+        assert torch.equal(p, q)
+    x = inputs(name)
+    assert torch.equal(run(name, module, x, [0, 1, 2]), run(name, direct, x, [0, 1, 2]))
+
+
+# vision
+
+
+@pytest.mark.parametrize("merge", [1, 2, 3])
+def test_patch_positions_follow_the_merge_group_order(merge):
+    grid = np.array([[1, 2, 3], [2, 4, 1], [1, 1, 1]]) * [1, merge, merge]
+    expected = [
+        (gr * merge + r, gc * merge + c)
+        for t, h, w in grid.tolist()
+        for _ in range(t)
+        for gr in range(h // merge)
+        for gc in range(w // merge)
+        for r in range(merge)
+        for c in range(merge)
+    ]
+    result = patch_positions(grid, merge)
+    assert result.dtype == np.int64 and result.tolist() == [list(p) for p in expected]
+    assert patch_positions(np.zeros((0, 3)), merge).shape == (0, 2)
+
+
+def test_patch_positions_refuse_a_grid_that_does_not_merge():
+    with pytest.raises(ValueError, match="multiples of 2"):
+        patch_positions(np.array([[1, 3, 4]]), 2)
+
+
+def test_vision_depends_on_the_shape_of_the_grid():
+    module = build("vision")
+    x, seqlens = inputs("vision")[:16], SequenceLengths.from_lengths([16])
+    wide, tall = (module(x, np.array([g]), seqlens) for g in ([1, 2, 8], [1, 8, 2]))
+    assert relative(wide, tall) > 1e-4
+
+
+def test_uint8_pixels_are_scaled_to_one():
+    module, seqlens = build("vision"), SequenceLengths.from_lengths([4])
+    pixels = torch.randint(0, 256, (4, VISION.geometry.row_size), dtype=torch.uint8)
+    grid = np.array([[1, 2, 2]])
+    scaled = module(pixels.float() / 127.5 - 1, grid, seqlens)
+    assert torch.equal(module(pixels, grid, seqlens), scaled)
+
+
+# audio
+
+
+@pytest.mark.parametrize("stride", [1, 2])
+@pytest.mark.parametrize("lengths", [[1], [2, 1, 7, 1, 4], [5, 5]])
+def test_packed_convolution_equals_conv1d_per_clip(lengths, stride):
+    torch.manual_seed(0)
+    conv = nn.Conv1d(3, 5, 3, stride=stride, padding=1).double()
+    x = torch.randn(sum(lengths), 3, dtype=torch.float64, requires_grad=True)
+    out, out_lengths = packed_conv1d(x, conv, np.array(lengths))
+    clips = [conv(clip.T[None])[0].T for clip in x.split(lengths)]
+    assert out_lengths.tolist() == [len(clip) for clip in clips]
+    expected = torch.cat(clips)
+    assert torch.allclose(out, expected, atol=1e-12)
+    weight = torch.randn_like(out)
+    given = torch.autograd.grad((out * weight).sum(), [x, *conv.parameters()])
+    wanted = torch.autograd.grad((expected * weight).sum(), [x, *conv.parameters()])
+    for g, w in zip(given, wanted, strict=True):
+        assert torch.allclose(g, w, atol=1e-12)
+
+
+def test_audio_equals_the_stock_whisper_encoder():
+    from transformers import WhisperConfig
+    from transformers.models.whisper.modeling_whisper import WhisperEncoder
+
+    torch.manual_seed(0)
+    stock = WhisperEncoder(
+        WhisperConfig(
+            d_model=32, encoder_layers=2, encoder_attention_heads=2, encoder_ffn_dim=64,
+            num_mel_bins=8, max_source_positions=10,
+        )
+    ).eval()
+    with torch.no_grad():
+        for parameter in stock.parameters():  # biases and norms too, positions left alone
+            if parameter is not stock.embed_positions.weight:
+                parameter.normal_(std=0.2)
+    weights = {
+        key.replace("self_attn.", "").replace("layers.", "blocks."): value
+        for key, value in stock.state_dict().items()
+        if key != "embed_positions.weight"
+    }
+    module = build("audio")
+    missing, unexpected = module.load_state_dict(weights, strict=False)
+    assert not unexpected and all(key.startswith("connector.") for key in missing)
+    mel = torch.randn(2, 8, 20)
+    features, lengths = module.encode(mel.transpose(1, 2).flatten(0, 1), np.array([20, 20]))
+    assert lengths.tolist() == [10, 10]
+    assert relative(features, stock(mel).last_hidden_state.flatten(0, 1)) < 1e-5
+
+
+def test_wrong_shapes_are_refused():
+    with pytest.raises(ValueError, match="4 \\* num_heads"):
+        VisionEncoder(VisionConfig(hidden_size=30, num_heads=3), OUT)
+    with pytest.raises(ValueError, match="multiple of num_heads"):
+        AudioEncoder(AudioConfig(hidden_size=32, num_heads=5), OUT)
+    with pytest.raises(ValueError, match="num_kv_heads"):
+        PackedQwen2(LLMConfig(num_heads=4, num_kv_heads=3))
+    with pytest.raises(ValueError, match="seqlens"):
+        build("audio")(torch.zeros(3, AUDIO.num_mels), SequenceLengths.from_lengths([2]))
+    with pytest.raises(ValueError, match="seqlens"):
+        build("vision")(inputs("vision"), GRIDS[:1], SequenceLengths.from_lengths([24]))
+
+
+def test_package_import_is_light():
+    code = "import orchmllm.models, sys; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
