@@ -1,0 +1,211 @@
+"""A length index: the lengths of every row of a source, built once, read by memory map.
+
+    <index_dir>/<source>-<key>/  table.npy start.npy targets.npy stamps.npy problems.jsonl
+
+The key is the size and time of the source's files, the tokenizer, the geometry of the media and
+what the recipe says of the source: whatever changes lengths, changes the key. stamps.npy holds the
+size and time of every media file, by which a later build finds those that changed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict
+from functools import partial
+from multiprocessing import get_context
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from orchmllm.data.lengths import Planned, Planner
+from orchmllm.data.media import MediaError
+from orchmllm.data.opening import Source, digest, open_source
+from orchmllm.data.rows import sizes
+from orchmllm.plan.layout import ExampleLayout
+
+VERSION = 1
+CHUNK = 256  # rows a worker is given at a time
+ALONE_BELOW = 2000  # rows that are indexed faster than worker processes start
+
+
+class Part(NamedTuple):
+    """Rows of a chunk. table: (s, 7) int64 [modality, rows, cost_len, num_tokens, t, h, w];
+    counts, targets: (n,) segments and labels of each row; stamps: (n, 2) int64 bytes of the row's
+    media files and their latest time in ns; problems: (row, file, reason, segment)."""
+
+    table: np.ndarray
+    counts: np.ndarray
+    targets: np.ndarray
+    stamps: np.ndarray
+    problems: list[tuple[int, str, str, int | None]]
+
+
+class LengthIndex:
+    """The lengths of a source's rows (memory-mapped) and its unusable rows."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.table, self.start, self.targets, self.stamps = (
+            np.load(folder / f"{name}.npy", mmap_mode="r", allow_pickle=False)
+            for name in ("table", "start", "targets", "stamps"))
+        with (folder / "problems.jsonl").open(encoding="utf-8") as f:
+            self.problems = {p["row"]: MediaError(p["file"], p["reason"], p["segment"])
+                             for p in map(json.loads, f)}
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+    def layout(self, row: int, example_id: int) -> ExampleLayout:
+        """Lengths of a row of the source."""
+        t = np.asarray(self.table[self.start[row]: self.start[row + 1]], np.int64)
+        return ExampleLayout(example_id, int(self.targets[row]), t[:, 0], t[:, 1], t[:, 2],
+                             t[:, 3], t[:, 4:])
+
+
+def index_folder(source: Source, planner: Planner, index_dir: Path) -> Path:
+    """Where the source's index is or would be."""
+    said = [source.layout, source.root.path, source.config.prompt, source.config.max_row_bytes]
+    key = digest([VERSION, list(sizes(source.store.files)), len(source), *said,
+                  planner.tokenizer.digest, asdict(planner.vision), asdict(planner.audio),
+                  planner.max_example_tokens])
+    safe = "".join(c if c.isalnum() or c in "-_." else "_" for c in source.name)
+    return index_dir / f"{safe}-{key}"
+
+
+def open_index(source: Source, planner: Planner, index_dir: Path) -> LengthIndex | None:
+    """The source's index if there is one that fits it. Raises ValueError if it is damaged."""
+    folder = index_folder(source, planner, index_dir)
+    if not folder.is_dir():
+        return None
+    try:
+        index = LengthIndex(folder)
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(f"{folder}: damaged index ({error}); delete it") from error
+    if len(index) != len(source):
+        raise ValueError(f"{folder}: {len(index)} rows for a source of {len(source)}; delete it")
+    return index
+
+
+def build_index(
+    source: Source, planner: Planner, index_dir: Path, *, num_workers: int,
+    progress: Callable[[int], object] = lambda count: None,
+) -> tuple[LengthIndex, int]:
+    """(the index, rows that had to be read): all of them the first time; later those whose media
+    changed, or that were unusable. progress: called with the number of rows done."""
+    folder = index_folder(source, planner, index_dir)
+    old = open_index(source, planner, index_dir)
+    parts, num_read = [], 0
+    for part, count in _parts(source, planner, index_dir, old, num_workers):
+        parts.append(part)
+        num_read += count
+        progress(len(part.counts))
+    if old is None or num_read:
+        _write(folder, parts)
+        return LengthIndex(folder), num_read
+    return old, 0
+
+
+def _parts(
+    source: Source, planner: Planner, index_dir: Path, old: LengthIndex | None, num_workers: int
+) -> Iterator[tuple[Part, int]]:
+    chunks = [range(k, min(k + CHUNK, len(source))) for k in range(0, len(source), CHUNK)]
+    if num_workers < 2 or len(source) < ALONE_BELOW:
+        for chunk in chunks:
+            yield _index_chunk(source, planner, old, chunk)
+        return
+    state = (source.config, index_dir, planner, old.folder if old else None)
+    # spawn: threads of tokenizers and pyarrow do not survive a fork
+    with ProcessPoolExecutor(num_workers, get_context("spawn"), _start_worker, state) as pool:
+        yield from pool.map(_work, chunks)
+
+
+_worker: dict[str, object] = {}  # a worker process's own source, opened once
+
+
+def _start_worker(config, index_dir: Path, planner: Planner, old: Path | None) -> None:
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one core a worker
+    _worker["run"] = partial(_index_chunk, open_source(config, index_dir), planner,
+                             LengthIndex(old) if old else None)
+
+
+def _work(chunk: range) -> tuple[Part, int]:
+    return _worker["run"](chunk)
+
+
+def _index_chunk(
+    source: Source, planner: Planner, old: LengthIndex | None, chunk: range
+) -> tuple[Part, int]:
+    rows = list(chunk)
+    if old is None:
+        planned = dict(zip(rows, planner.plan(source.conversation, rows, rows), strict=True))
+        stamps = {row: stamp(p) for row, p in planned.items()}
+    else:
+        stamps, stale = {}, []
+        for row in rows:
+            stamps[row] = tuple(old.stamps[row].tolist())
+            if row in old.problems or _stamp_now(source, row) != stamps[row]:
+                stale.append(row)
+        planned = dict(zip(stale, planner.plan(source.conversation, stale, stale), strict=True))
+        stamps |= {row: stamp(p) for row, p in planned.items()}
+    tables, targets, problems = [], [], []
+    for row in rows:
+        layout = planned[row].layout if row in planned else old.layout(row, row)
+        tables.append(np.column_stack(
+            [layout.modality, layout.rows, layout.cost_len, layout.num_tokens, layout.grid]))
+        targets.append(layout.num_targets)
+        problem = planned[row].problem if row in planned else None
+        if problem is not None:
+            problems.append((row, problem.path, problem.reason, problem.segment))
+    part = Part(np.concatenate(tables), np.array([len(t) for t in tables], np.int64),
+                np.array(targets, np.int64), np.array([stamps[r] for r in rows], np.int64),
+                problems)
+    return part, len(planned)
+
+
+def stamp(planned: Planned) -> tuple[int, int]:
+    return _stamp(planned.conversation.media)
+
+
+def _stamp_now(source: Source, row: int) -> tuple[int, int]:
+    try:
+        return _stamp(source.conversation(row).media)
+    except ValueError:
+        return -1, -1
+
+
+def _stamp(media) -> tuple[int, int]:
+    """(bytes, latest time in ns) of an example's media files."""
+    total, latest = 0, 0
+    for medium in media:
+        if medium.path and medium.size < 0:
+            try:
+                info = os.stat(medium.path)
+            except OSError:
+                return -1, -1
+            total, latest = total + info.st_size, max(latest, info.st_mtime_ns)
+    return total, latest
+
+
+def _write(folder: Path, parts: list[Part]) -> None:
+    """Written aside and renamed: a reader sees a whole index or none."""
+    new = folder.with_name(f"{folder.name}.{os.getpid()}.part")
+    new.mkdir(parents=True)
+    join = {name: np.concatenate([getattr(p, name) for p in parts])
+            for name in ("table", "counts", "targets", "stamps")}
+    start = np.concatenate([[0], np.cumsum(join.pop("counts"))])
+    for name, array in {**join, "start": start}.items():
+        np.save(new / f"{name}.npy", array, allow_pickle=False)
+    with (new / "problems.jsonl").open("w", encoding="utf-8") as f:
+        for part in parts:
+            for row, file, reason, segment in part.problems:
+                f.write(json.dumps({"row": row, "file": file, "reason": reason,
+                                    "segment": segment}) + "\n")
+    if folder.is_dir():
+        shutil.rmtree(folder)
+    new.replace(folder)
+

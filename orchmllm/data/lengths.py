@@ -1,0 +1,130 @@
+"""Rows -> lengths, before anything is decoded: tokens in batches, media from their headers.
+
+Every way to an example goes through `Planner.plan`: the index, a run without one, lint and stats.
+A row that cannot be used (its JSON, its turns, a header) keeps its place in the order of examples
+as a stand-in of one token that nothing is learnt from: what is sampled when is then the same on
+every rank, with or without an index, and after somebody mends a file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from orchmllm.data.conversation import Conversation
+from orchmllm.data.headers import audio_header, audio_lengths, image_header
+from orchmllm.data.media import MediaError, RowError
+from orchmllm.data.tokenize import ChatTokenizer, Piece
+from orchmllm.plan.layout import (
+    TEXT,
+    VISION,
+    AudioGeometry,
+    ExampleLayout,
+    SegmentLengths,
+    VisionGeometry,
+    segment_lengths,
+)
+
+
+class Planned(NamedTuple):
+    """One example as planned. pieces: one per segment. problem: why it is a stand-in, or None."""
+
+    layout: ExampleLayout
+    pieces: list[Piece]
+    conversation: Conversation
+    problem: MediaError | None
+
+
+class Planner:
+    """tokenizer, vision, audio: as the model has them. max_example_tokens: LLM positions after
+    which an example ends (0: no limit); a medium that would cross it is left out whole."""
+
+    def __init__(self, tokenizer: ChatTokenizer, vision: VisionGeometry, audio: AudioGeometry,
+                 max_example_tokens: int = 0) -> None:
+        self.tokenizer, self.vision, self.audio = tokenizer, vision, audio
+        self.max_example_tokens = max_example_tokens
+        self.stand_in = [Piece(TEXT, np.array([tokenizer.end_id], np.int32), np.zeros(1, bool))]
+
+    def plan(
+        self, read_row: Callable[[int], Conversation], rows: Sequence[int], ids: Sequence[int]
+    ) -> list[Planned]:
+        """Lengths of `rows`, as `read_row` (Source.conversation) gives them; ids: their example
+        ids. Never raises for bad data."""
+        read = [self._read(read_row, row) for row in rows]
+        fine = [c for c in read if isinstance(c, Conversation)]
+        pieces = iter(self.tokenizer.pieces_batch([c.turns for c in fine]))
+        out = []
+        for found, example_id in zip(read, ids, strict=True):
+            if isinstance(found, Conversation):
+                cut = next(pieces)
+                out.append(self._measure(found, cut, example_id))
+            else:
+                out.append(self._unusable(found, example_id))
+        return out
+
+    def truncate(self, pieces: list[Piece], num_tokens: Sequence[int]) -> list[Piece]:
+        """The pieces that fit into max_example_tokens; text is cut, a medium never."""
+        left = self.max_example_tokens
+        if not left or sum(num_tokens) <= left:
+            return pieces
+        kept = []
+        for piece, count in zip(pieces, num_tokens, strict=True):
+            if count > left:
+                if piece.modality == TEXT and left:
+                    kept.append(Piece(TEXT, piece.token_ids[:left], piece.supervised[:left]))
+                break
+            kept.append(piece)
+            left -= count
+        return kept
+
+    def _read(
+        self, read_row: Callable[[int], Conversation], row: int
+    ) -> Conversation | MediaError:
+        try:
+            return read_row(row)
+        except RowError as error:
+            return MediaError(error.file, error.reason)
+        except OSError as error:
+            return MediaError(str(error.filename or ""), f"cannot be read: {error}")
+
+    def _unusable(self, problem: MediaError, example_id: int) -> Planned:
+        layout = ExampleLayout.from_segments(example_id, 0, [(TEXT, segment_lengths(None, 1))])
+        return Planned(layout, self.stand_in, Conversation(()), problem)
+
+    def _measure(
+        self, conversation: Conversation, pieces: list[Piece] | RowError, example_id: int
+    ) -> Planned:
+        if isinstance(pieces, RowError):
+            return self._unusable(MediaError("", pieces.reason), example_id)
+        lengths: list[SegmentLengths] = []
+        media = iter(conversation.media)
+        try:
+            for piece in pieces:
+                lengths.append(segment_lengths(None, len(piece.token_ids)) if piece.modality == TEXT
+                               else self.medium_lengths(next(media)))
+        except MediaError as error:
+            error.segment = len(lengths)
+            return self._unusable(error, example_id)
+        kept = self.truncate(pieces, [n.num_tokens for n in lengths])
+        lengths = lengths[: len(kept)]
+        if kept and kept[-1].modality == TEXT:
+            lengths[-1] = segment_lengths(None, len(kept[-1].token_ids))
+        targets = sum(int(piece.supervised.sum()) for piece in kept)
+        if kept and kept[0].modality == TEXT and kept[0].supervised[0]:
+            targets -= 1  # no position comes before the first token that could predict it
+        if targets == 0:
+            limit = (f" in the first max_example_tokens={self.max_example_tokens} tokens"
+                     if kept is not pieces else "")
+            return self._unusable(
+                MediaError("", f"nothing to learn: no text of an assistant{limit}"), example_id)
+        layout = ExampleLayout.from_segments(
+            example_id, targets, [(p.modality, n) for p, n in zip(kept, lengths, strict=True)])
+        return Planned(layout, kept, conversation, None)
+
+    def medium_lengths(self, medium) -> SegmentLengths:
+        """From the header alone. Raises MediaError."""
+        if medium.modality == VISION:
+            return segment_lengths(self.vision, image_header(medium))
+        return audio_lengths(medium, audio_header(medium), self.audio)

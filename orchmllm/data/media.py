@@ -1,0 +1,240 @@
+"""Where a medium's bytes are, and which places a data file may name.
+
+A row can only point below the declared root (or carry the bytes itself); what it points at is read
+in place: a file, a slice of a tar, or bytes. Nothing here unpacks, downloads or unpickles.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import io
+import os
+import stat
+import unicodedata
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path, PurePosixPath
+from typing import NamedTuple
+from urllib.parse import unquote
+
+from orchmllm.plan.layout import VISION
+
+MAX_MEMBER_BYTES = 512 << 20  # a medium's encoded bytes
+VIDEO_SUFFIXES = (".mp4", ".mkv", ".avi", ".mov", ".webm", ".m4v", ".mpg", ".mpeg", ".flv")
+
+
+class RowError(ValueError):
+    """A row that cannot be used. reason: what is wrong and the cure. file: the medium it is about,
+    or empty."""
+
+    def __init__(self, reason: str, file: str = ""):
+        super().__init__(reason)
+        self.reason, self.file = reason, file
+
+
+class MediaError(Exception):
+    """A medium that cannot be used. path: the file; reason: what is wrong with it; segment: its
+    position in the example's segment list, where a dataset raised it."""
+
+    def __init__(self, path: str | os.PathLike, reason: str, segment: int | None = None):
+        super().__init__(str(path), reason, segment)
+        self.path = str(path)
+        self.reason = reason
+        self.segment = segment
+
+    def __str__(self) -> str:
+        where = "" if self.segment is None else f" (segment {self.segment})"
+        return f"{self.path}{where}: {self.reason}" if self.path else self.reason
+
+
+class Medium(NamedTuple):
+    """modality: VISION or AUDIO. name: for people. The bytes are `data`, or `size` bytes at
+    `offset` of the file `path` (size -1: the whole file)."""
+
+    modality: int
+    name: str
+    path: str = ""
+    offset: int = 0
+    size: int = -1
+    data: bytes | None = None
+
+    def __fspath__(self) -> str:
+        return self.path or self.name
+
+
+class _Slice(io.RawIOBase):
+    """Read-only view of `size` bytes at `offset` of a file."""
+
+    def __init__(self, path: str, offset: int, size: int) -> None:
+        super().__init__()
+        self._file = open(path, "rb", buffering=0)
+        self._offset, self._size, self._at = offset, size, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._size}[whence]
+        if base + offset < 0:
+            raise OSError(f"seek to {base + offset}")
+        self._at = base + offset
+        return self._at
+
+    def readinto(self, buffer) -> int:
+        count = max(0, min(len(buffer), self._size - self._at))
+        data = os.pread(self._file.fileno(), count, self._offset + self._at)
+        buffer[: len(data)] = data
+        self._at += len(data)
+        return len(data)
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
+
+
+@contextmanager
+def reading(medium: Medium | str | os.PathLike) -> Iterator[object]:
+    """What a decoder reads: the path of a whole file, else a binary file object. Names the medium
+    in whatever the decoder raises. Raises MediaError."""
+    if not isinstance(medium, Medium):
+        medium = Medium(0, os.fspath(medium), os.fspath(medium))
+    path = medium.name
+    file: object = medium.path
+    if medium.data is not None:
+        size, file = len(medium.data), io.BytesIO(medium.data)
+    elif medium.size >= 0:
+        size = medium.size
+    else:
+        try:
+            info = os.stat(medium.path)
+        except (OSError, ValueError) as error:
+            missing = isinstance(error, FileNotFoundError | NotADirectoryError)
+            reason = (f"the file is missing{_twin(medium.path)}" if missing
+                      else f"cannot be read: {error}")
+            raise MediaError(path, reason) from error
+        if not stat.S_ISREG(info.st_mode):
+            raise MediaError(path, "not a regular file")
+        size = info.st_size
+    if size == 0:
+        raise MediaError(path, "the file is empty")
+    if size > MAX_MEMBER_BYTES:
+        raise MediaError(path, f"{size} bytes: more than the limit of {MAX_MEMBER_BYTES}")
+    try:
+        if medium.data is None and medium.size >= 0:
+            with io.BufferedReader(_Slice(medium.path, medium.offset, size), 16384) as file:
+                yield file
+        else:
+            yield file
+    except (MediaError, MemoryError):
+        raise
+    except Exception as error:  # decoders raise a dozen different types on bad bytes
+        raise MediaError(path, f"{type(error).__name__}: {error}") from error
+
+
+def _twin(path: str) -> str:
+    """A file that is there under a name that looks the same, in words: file systems and archives
+    differ in how they store accents."""
+    for form in ("NFC", "NFD"):
+        other = unicodedata.normalize(form, path)
+        if other != path and os.path.exists(other):
+            return (f", but one whose name differs only in Unicode normalisation is there: write "
+                    f"the name in the row as {form}, or rename the file")
+    return ""
+
+
+@lru_cache(maxsize=65536)
+def _real_folder(folder: str) -> str:
+    return os.path.realpath(folder)
+
+
+def resolve(name: str, root: str, *, absolute: bool) -> str:
+    """Path of the medium `name` below `root` (a real path). absolute: whether absolute paths and
+    file: URLs that lead there are allowed, i.e. the root was declared. Raises RowError."""
+    if not name or "\0" in name:
+        raise RowError(f"media path {name!r} must be a non-empty string without NUL", name[:100])
+    scheme = name.split(":", 1)[0].lower() if ":" in name else ""
+    if scheme == "file" and name.startswith("file:///"):
+        path = unquote(name[len("file://"):])
+    elif "://" in name or scheme in ("file", "pipe", "data"):
+        raise RowError(f"media path {name[:200]!r} is a URL, which is never fetched; download the "
+                       "file below the media root and write its relative path", name[:200])
+    else:
+        path = name
+    pure = PurePosixPath(path)
+    if pure.is_absolute() and not absolute:
+        raise RowError(f"media path {name!r} is absolute and no media_root is declared; write it "
+                       "relative to the data file, or declare media_root", name)
+    if ".." in pure.parts:
+        raise RowError(f"media path {name!r} leaves the folder {root}; write a path below it "
+                       "without ..", name)
+    full = os.path.join(root, path)
+    try:
+        real = os.path.realpath(full) if os.path.islink(full) else os.path.join(
+            _real_folder(os.path.dirname(full)), os.path.basename(full))
+    except (OSError, ValueError) as error:
+        raise RowError(f"media path {name!r}: {error}", name) from error
+    if not (real + os.sep).startswith(root.rstrip(os.sep) + os.sep):
+        how = "a symbolic link leads" if full.startswith(root) else "leads"
+        raise RowError(f"media path {name!r}: {how} out of {root}; declare a media_root that holds "
+                       "both, or copy the file", name)
+    return full
+
+
+def from_data_url(url: str, modality: int, name: str) -> Medium:
+    """The bytes of a data: URL (base64). Raises RowError."""
+    head, _, body = url.partition(",")
+    if not head.endswith(";base64"):
+        raise RowError(f"{name}: a data: URL must be base64 (data:image/png;base64,...)", name)
+    return from_base64(body, modality, name)
+
+
+def from_base64(body: str, modality: int, name: str) -> Medium:
+    """Raises RowError if `body` is not base64."""
+    try:
+        return Medium(modality, name, data=base64.b64decode(body, validate=True))
+    except (binascii.Error, ValueError) as error:
+        raise RowError(f"{name}: not base64: {error}", name) from error
+
+
+def refuse_video(name: str) -> None:
+    """Raises RowError if `name` is a video container."""
+    if Path(name).suffix.lower() in VIDEO_SUFFIXES:
+        raise RowError(f"{name!r} is a video container, which is not read; extract its frames "
+                       "(ffmpeg -i clip.mp4 -r 1 frame%04d.jpg) and give the list of images", name)
+
+
+@dataclass(frozen=True)
+class MediaRoot:
+    """Where a source's media may be. path: a real path. declared: the recipe named it, so absolute
+    paths that lead there are allowed. prefix: put before relative names."""
+
+    path: str
+    declared: bool = False
+    prefix: str = ""
+
+    def medium(self, modality: int, value: object) -> Medium:
+        """What a row holds for one medium: a path, a data: URL, bytes, or Hugging Face's
+        {"bytes", "path"}. Raises RowError."""
+        kind = "image" if modality == VISION else "audio"
+        if isinstance(value, Medium):
+            return value._replace(modality=modality)
+        if isinstance(value, Mapping):
+            data, value = value.get("bytes"), value.get("path", value.get("url"))
+            if data is not None:
+                return Medium(modality, str(value or f"embedded {kind}"), data=bytes(data))
+        if isinstance(value, bytes):
+            return Medium(modality, f"embedded {kind}", data=value)
+        if not isinstance(value, str) or not value:
+            raise RowError(f"a medium is {value!r}: must be a non-empty string (a path below the "
+                           "media root), or bytes")
+        if value.startswith("data:"):
+            return from_data_url(value, modality, f"{kind} in a data: URL")
+        refuse_video(value)
+        name = value if value.startswith("/") or ":" in value else os.path.join(self.prefix, value)
+        return Medium(modality, name, resolve(name, self.path, absolute=self.declared))

@@ -1,0 +1,223 @@
+"""Streaming: the shards of a source read in order, the same on any number of ranks and workers.
+
+A source's files are dealt to S logical shards; draw k of the source is example k // S of shard
+k % S. Inside a shard, files come in a seeded order per epoch and rows are shuffled in windows, so
+an example is a pure function of its number: a rank reads the shards it needs and skips the rest,
+and to resume is to ask for a later number. Nothing is random access but the position in a file.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from orchmllm.data.arrow import clean
+from orchmllm.data.lengths import Planned
+from orchmllm.data.opening import Source, beside, open_source, stream_of
+from orchmllm.data.rows import RowStore
+from orchmllm.data.sampler import Mixture
+from orchmllm.data.sources import ConversationDataset
+from orchmllm.data.spec import SourceConfig
+from orchmllm.data.tokenize import ChatTokenizer
+from orchmllm.plan.layout import AudioGeometry, VisionGeometry
+
+WINDOW = 256  # rows that are shuffled together
+CACHED_EXAMPLES = 1024  # planned and not yet evicted; with embedded media they hold their bytes
+
+
+class Found(NamedTuple):
+    """A row before it is read. number: from 1. read: its dict."""
+
+    file: Path
+    number: int
+    read: Callable[[], dict]
+
+
+class Unit(Protocol):
+    """A piece of a source that is read in order. num_rows: None until somebody reached its end."""
+
+    num_rows: int | None
+
+    def rows(self, start: int) -> Iterator[Found]: ...
+
+
+@dataclass
+class StoreUnit:
+    """Rows part, part + parts, ... of a store."""
+
+    store: RowStore
+    part: int = 0
+    parts: int = 1
+
+    @property
+    def num_rows(self) -> int:
+        return len(range(self.part, len(self.store), self.parts))
+
+    def rows(self, start: int) -> Iterator[Found]:
+        store = self.store
+        for i in range(self.part + start * self.parts, len(store), self.parts):
+            yield Found(store.file(i), store.number(i), lambda i=i: store.row(i))
+
+
+@dataclass
+class IterableUnit:
+    """A shard of a `datasets.IterableDataset`, read as raw Arrow."""
+
+    dataset: object
+    label: Path
+    num_rows: int | None = None
+
+    def rows(self, start: int) -> Iterator[Found]:
+        number = start
+        for table in self.dataset.skip(start).with_format("arrow"):
+            for k in range(len(table)):
+                number, row = number + 1, table.slice(k, 1)
+                yield Found(self.label, number, lambda row=row: clean(row.to_pylist()[0]))
+
+
+class LogicalShard:
+    """Endless: epochs of its units in seeded order. key: what its randomness is derived from."""
+
+    def __init__(self, units: Sequence[Unit], key: Sequence[int]) -> None:
+        self.units, self.key = list(units), list(key)
+        self._window: tuple[tuple[int, int, int], list[Found]] | None = None
+        self._rest: tuple[tuple[int, int], Iterator[Found]] | None = None
+
+    def get(self, position: int) -> Found:
+        """The example at `position` of this shard. Raises ValueError for a shard without rows."""
+        epoch = 0
+        while True:
+            counts = [u.num_rows for u in self.units]
+            if None not in counts:
+                total = sum(counts)
+                if total == 0:
+                    raise ValueError("a shard of the stream has no rows; lower data.num_shards")
+                epoch, position = epoch + position // total, position % total
+            order = np.random.default_rng([*self.key, 0, epoch]).permutation(len(self.units))
+            for k in order.tolist():
+                found = self._in_unit(epoch, k, position)
+                if found is not None:
+                    return found
+                position -= self.units[k].num_rows
+            epoch += 1
+
+    def _in_unit(self, epoch: int, unit: int, position: int) -> Found | None:
+        """None if the unit has no row `position`; its num_rows is known then."""
+        count = self.units[unit].num_rows
+        if count is not None and position >= count:
+            return None
+        block = position // WINDOW
+        window = self._read(epoch, unit, block)
+        if position % WINDOW < len(window):
+            order = np.random.default_rng([*self.key, 1, epoch, unit, block])
+            return window[order.permutation(len(window))[position % WINDOW]]
+        if self.units[unit].num_rows is None:
+            self.units[unit].num_rows = sum(1 for _ in self.units[unit].rows(0))
+        return None
+
+    def _read(self, epoch: int, unit: int, block: int) -> list[Found]:
+        key = (epoch, unit, block)
+        if self._window is None or self._window[0] != key:
+            rest = self._rest[1] if self._rest and self._rest[0] == (unit, block) else (
+                self.units[unit].rows(block * WINDOW))
+            window = list(islice(rest, WINDOW))
+            if 0 < len(window) < WINDOW and self.units[unit].num_rows is None:
+                self.units[unit].num_rows = block * WINDOW + len(window)
+            self._window, self._rest = (key, window), ((unit, block + 1), rest)
+        return self._window[1]
+
+
+class StreamDataset(ConversationDataset):
+    """Example n is draw n of an endless stream; no length, no index, nothing held out.
+
+    sources: with weights where there are several. num_shards: S, logical shards of each source (at
+    most as many as it has pieces). seed: of the order. The rest as in ConversationDataset.
+    """
+
+    streaming = True
+
+    def __init__(self, sources: Sequence[SourceConfig], *, num_shards: int, seed: int, **keys):
+        super().__init__(sources, **keys)
+        weights = [s.config.weight for s in self.sources]
+        if len(sources) > 1 and not all(weights):
+            raise ValueError("data.streaming with several sources needs a weight for each: how "
+                             "many rows a stream has is not known")
+        self._mixture = Mixture(weights if all(weights) else [1.0], seed)
+        self._shards = [
+            [LogicalShard(units[s::min(num_shards, len(units))], [seed, 3, k, s])
+             for s in range(min(num_shards, len(units)))]
+            for k, units in enumerate(units_of(s, num_shards) for s in self.sources)]
+        self._found: OrderedDict[int, tuple[int, Found]] = OrderedDict()
+
+    def _open(self, config: SourceConfig, folder: Path) -> Source:
+        return stream_of(config) or open_source(config, folder)
+
+    def split(self, num_validation: int) -> tuple[Sequence[int], Sequence[int]]:
+        """Nothing: a stream has no end to hold rows out of. Raises ValueError if asked to."""
+        if num_validation:
+            raise ValueError(f"data.num_validation is {num_validation}, but a stream holds nothing "
+                             "out; set it to 0")
+        return range(0), range(0)
+
+    def fingerprint(self) -> dict:
+        return {**super().fingerprint(), "num_shards": [len(s) for s in self._shards]}
+
+    def where(self, i: int) -> tuple[int, int]:
+        """(source, row from 0 in its file) of example i."""
+        source, found = self._locate(i)
+        return source, found.number - 1
+
+    def conversation(self, i: int):
+        source, found = self._locate(i)
+        return self.sources[source].parse(found.read(), found.file)
+
+    def _locate(self, i: int) -> tuple[int, Found]:
+        if i not in self._found:
+            (source,), (draw,) = self._mixture(np.array([i]))
+            shards = self._shards[source]
+            found = shards[draw % len(shards)].get(int(draw // len(shards)))
+            while len(self._found) >= CACHED_EXAMPLES:
+                self._cache.pop(self._found.popitem(last=False)[0], None)
+            self._found[i] = int(source), found
+        return self._found[i]
+
+    def _planned(self, i: int) -> Planned:
+        self._locate(i)
+        if i not in self._cache:
+            [self._cache[i]] = self.planner.plan(self.conversation, [i], [i])
+        return self._cache[i]
+
+    def _file(self, i: int) -> tuple[str, int]:
+        found = self._locate(i)[1]
+        return str(found.file), found.number
+
+
+def open_dataset(
+    data, vision: VisionGeometry, audio: AudioGeometry, *, seed: int
+) -> ConversationDataset:
+    """The dataset of a recipe's data section (read by attribute: data does not import config):
+    map-style or, with data.streaming, a stream whose order `seed` decides. Raises ValueError."""
+    configs = data.sources or (SourceConfig(path=data.path),)
+    keys = dict(tokenizer=ChatTokenizer(data.tokenizer or beside(configs[0].path)), vision=vision,
+                audio=audio, max_example_tokens=data.max_example_tokens,
+                index_dir=data.index_dir or None)
+    if data.streaming:
+        return StreamDataset(configs, num_shards=data.num_shards, seed=seed, **keys)
+    return ConversationDataset(configs, **keys)
+
+
+def units_of(source: Source, num_shards: int) -> list[Unit]:
+    """At least num_shards pieces of a source, where its rows can be divided that far."""
+    store = source.store
+    if hasattr(store, "shards"):
+        return [IterableUnit(shard, label) for shard, label in store.shards()]
+    stores = getattr(store, "stores", [store])
+    parts = -(-num_shards // len(stores))
+    return [StoreUnit(one, part, parts) for one in stores for part in range(parts)
+            if len(one) > part]

@@ -1,0 +1,212 @@
+"""What is drawn for each step of a pass: global indices, a sampler's own, or a stream's examples.
+
+An index source's draw() -> (indices, sizes, ids): with sizes (d,), the whole global batch, which
+every rank knows; without, this rank's share. A stream's draw() -> (measured, first_id, ids): the
+(lengths, example) pairs of this rank. Both return None after the last step. `num_dropped`: examples
+left out by this rank (drop_last).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
+from typing import Any
+
+import numpy as np
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
+
+from orchmllm.data.sampler import GlobalSampler
+
+
+def next_batch(batches: Iterator) -> Any:
+    """The next batch of torch's loader, None after the last one. RuntimeError where a worker
+    process died while its batch was fetched from it, of which torch only says `connection reset`.
+    """
+    try:
+        return next(batches, None)
+    except (ConnectionError, EOFError) as error:
+        if isinstance(batches, _MultiProcessingDataLoaderIter):
+            raise RuntimeError("a DataLoader worker exited unexpectedly (killed, or out of "
+                               f"memory): {error!r}") from error
+        raise
+
+
+def shut_down(batches: Iterator | None, persistent: bool) -> None:
+    """Ends the worker processes of torch's iterator now. Dropping it would not: an exception that
+    came from a worker keeps it alive until the next garbage collection."""
+    if isinstance(batches, _MultiProcessingDataLoaderIter) and not persistent:
+        batches._shutdown_workers()
+
+
+class GlobalIndices:
+    """A seeded order of the whole dataset, cut into global batches: no state but the step.
+
+    num_examples: of the dataset. batch_size: examples per step on all ranks. epoch: with shuffle,
+    each has an order of its own. shard: the ranks that are planned together; draw() gives
+    theirs."""
+
+    def __init__(
+        self, num_examples: int, batch_size: int, rank: int, num_ranks: int, *, shuffle: bool,
+        seed: int, epoch: int, drop_last: bool, first_step: int, shard: range,
+    ) -> None:
+        self.order = (np.random.default_rng([seed, epoch]).permutation(num_examples)
+                      if shuffle else np.arange(num_examples))
+        self.rank, self.num_ranks, self.batch_size = rank, num_ranks, batch_size
+        self.shard = shard
+        left = num_examples % batch_size if drop_last else 0
+        self.num_dropped = left if rank == shard[0] else 0  # summed over the shard
+        self.num_examples, self._step = num_examples - left, first_step
+
+    def draw(self) -> tuple[np.ndarray, list[int], None] | None:
+        first = self._step * self.batch_size
+        if first >= self.num_examples:
+            return None
+        sampled = self.order[first: min(first + self.batch_size, self.num_examples)]
+        self._step += 1
+        shares = [GlobalSampler.share(len(sampled), r, self.num_ranks) for r in self.shard]
+        return (sampled[shares[0].start: shares[-1].stop], [s.stop - s.start for s in shares], None)
+
+    def own(self) -> list[int] | None:
+        """This rank's share of the next draw."""
+        drawn = self.draw()
+        if drawn is None:
+            return None
+        sampled, sizes, _ = drawn
+        first = sum(sizes[: self.rank - self.shard[0]])
+        return sampled[first: first + sizes[self.rank - self.shard[0]]].tolist()
+
+
+class SampledIndices:
+    """Index lists of the user's batch_sampler on this rank, `accumulation_steps` of them a step."""
+
+    def __init__(self, batch_sampler: Iterable, accumulation_steps: int, first_step: int) -> None:
+        self._lists = islice(iter(batch_sampler), first_step * accumulation_steps, None)
+        self.accumulation_steps, self.num_dropped = accumulation_steps, 0
+
+    def draw(self) -> tuple[np.ndarray, None, None] | None:
+        own = self.own()
+        return None if own is None else (np.asarray(own, np.int64), None, None)
+
+    def own(self) -> list[int] | None:
+        lists = list(islice(self._lists, self.accumulation_steps))
+        return [int(i) for indices in lists for i in indices] if lists else None
+
+
+class SharedIndices:
+    """torch's batch_sampler for examples that are loaded where they are sampled."""
+
+    def __init__(self) -> None:
+        self.source: GlobalIndices | SampledIndices | None = None
+        self.drawn: deque[list[int]] = deque()
+
+    def __iter__(self) -> Iterator[list[int]]:
+        self.drawn.clear()
+        while (own := self.source.own()) is not None:
+            self.drawn.append(own)
+            yield own
+
+
+class IndexedStream:
+    """Examples of this rank's indices, loaded before anything is planned.
+
+    loader: torch's, over `indices`, yielding lists of (lengths, example), or of examples where
+    `lengths` tells them by index."""
+
+    def __init__(
+        self, loader: Iterable, indices: SharedIndices, lengths: Callable[[int], Any] | None
+    ) -> None:
+        self._loader, self._indices, self._lengths = loader, indices, lengths
+        self._batches: Iterator | None = None
+
+    @property
+    def num_dropped(self) -> int:
+        return self._indices.source.num_dropped
+
+    def stop(self) -> None:
+        """Ends worker processes."""
+        shut_down(self._batches, self._loader.persistent_workers)
+        self._batches = None
+
+    def draw(self) -> tuple[list, int, list[int]] | None:
+        if self._batches is None:
+            self._batches = iter(self._loader)  # starts worker processes
+        measured = next_batch(self._batches)
+        if measured is None:
+            if self._indices.drawn:
+                raise RuntimeError("the dataset raised StopIteration")
+            return None
+        ids = self._indices.drawn.popleft()
+        if self._lengths is not None:
+            measured = [(self._lengths(i), e) for i, e in zip(ids, measured, strict=True)]
+        return measured, 0, ids
+
+    def snapshot(self) -> None:
+        return None
+
+
+class ForeignStream:
+    """Batches of a loader that is not ours, on this rank; `accumulation_steps` of them a step.
+
+    loader: yields lists of (lengths, example). batch_size: with drop_last, shorter batches are left
+    out and counted. skip: steps to draw and throw away first, where the loader cannot
+    load a state."""
+
+    def __init__(
+        self, loader: Iterable, accumulation_steps: int, *, batch_size: int | None, drop_last: bool,
+        rank: int, skip: int = 0,
+    ) -> None:
+        self._loader, self._per_step = loader, accumulation_steps
+        self._batch_size = batch_size if drop_last else None
+        self._rank, self._skip = rank, skip
+        self._count, self.num_dropped, self._ended = 0, 0, False
+        self._batches: Iterator | None = None
+
+    def stop(self) -> None:
+        """Ends worker processes."""
+        shut_down(self._batches, getattr(self._loader, "persistent_workers", False))
+        self._batches, self._ended = None, True
+
+    def draw(self) -> tuple[list, int, None] | None:
+        if self._batches is None:
+            self._batches = iter(self._loader)  # starts worker processes
+            for _ in range(self._skip * self._per_step):
+                next_batch(self._batches)
+        measured, drawn = [], 0
+        while drawn < self._per_step and not self._ended:
+            batch = next_batch(self._batches)
+            if batch is None:
+                self._ended = True
+            elif self._batch_size is not None and len(batch) < self._batch_size:
+                self.num_dropped += len(batch)
+            else:
+                measured += batch
+                drawn += 1
+        if not drawn:
+            return None
+        first_id = (self._rank << 40) + self._count  # unlike any other rank's
+        self._count += len(measured)
+        return measured, first_id, None
+
+    def snapshot(self) -> Any:
+        state = getattr(self._loader, "state_dict", None)
+        return state() if state is not None else None
+
+
+class MeasuredLists:
+    """An iterable of lists of examples, measured."""
+
+    def __init__(self, lists: Any, measured: Callable[[list], list]) -> None:
+        self._lists, self._measured = lists, measured
+        if hasattr(lists, "state_dict"):
+            self.state_dict, self.load_state_dict = lists.state_dict, lists.load_state_dict
+
+    def __len__(self) -> int:
+        return len(self._lists)
+
+    def __iter__(self) -> Iterator[list]:
+        for examples in self._lists:
+            if not isinstance(examples, list):
+                raise TypeError(f"the wrapped loader yielded a {type(examples).__name__}: wrap one "
+                                "that yields lists of examples, or a torch DataLoader")
+            yield self._measured(examples)

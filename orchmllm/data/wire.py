@@ -1,0 +1,110 @@
+"""Examples as bytes, for their way to another rank: a JSON skeleton and the arrays behind it.
+
+Not pickle: what a rank receives is never executed, and a type that cannot travel is an error that
+names the place in the example. Layout: 8 bytes little-endian length of the skeleton, the skeleton
+(UTF-8 JSON), then the bytes of strings of bytes, arrays and tensors in the order of the skeleton.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+_TORCH_DTYPES = {
+    str(d).removeprefix("torch."): d
+    for d in (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
+              torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64,
+              torch.complex128)
+}
+
+
+def encode(example: Any) -> np.ndarray:
+    """(num_bytes,) uint8. Takes None, bool, int, float, str, bytes, dense CPU tensors, arrays and
+    numpy scalars, and dicts (keys str or int), lists and tuples of them; tuples of a class of their
+    own become tuples. Raises TypeError naming the path of anything else."""
+    buffers: list[np.ndarray] = []
+    skeleton = json.dumps(_pack(example, "example", buffers), separators=(",", ":")).encode()
+    head = np.array([len(skeleton)], "<i8").view(np.uint8)
+    return np.concatenate([head, np.frombuffer(skeleton, np.uint8), *buffers])
+
+
+def decode(data: np.ndarray) -> Any:
+    """Inverse of `encode`; arrays and tensors own their memory and are writable."""
+    end = 8 + int(data[:8].view("<i8")[0])
+    skeleton = json.loads(data[8:end].tobytes())
+    value, used = _unpack(skeleton, data, end)
+    if used != len(data):
+        raise ValueError(f"an example of {len(data)} bytes was read to byte {used}")
+    return value
+
+
+def _pack(value: Any, path: str, buffers: list[np.ndarray]) -> list:
+    kind = type(value)
+    if value is None or kind in (bool, int, float, str):
+        return ["v", value]
+    if kind is dict:
+        for key in value:
+            if type(key) not in (str, int):
+                raise TypeError(f"{path} has the key {key!r}: keys must be str or int")
+        return ["d", [[k, _pack(v, f"{path}[{k!r}]", buffers)] for k, v in value.items()]]
+    if kind is list or isinstance(value, tuple):
+        packed = [_pack(v, f"{path}[{i}]", buffers) for i, v in enumerate(value)]
+        return ["l" if kind is list else "u", packed]
+    if kind in (bytes, bytearray):
+        buffers.append(np.frombuffer(value, np.uint8))
+        return ["b", len(value)]
+    if isinstance(value, Tensor):
+        return _pack_tensor(value, path, buffers)
+    if isinstance(value, np.ndarray | np.generic) and value.dtype.kind in "biufcSU":
+        raw = np.ascontiguousarray(value)
+        buffers.append(raw.reshape(-1).view(np.uint8))
+        return ["s" if isinstance(value, np.generic) else "a", raw.dtype.str, list(value.shape)]
+    raise TypeError(
+        f"{path} is a {kind.__module__}.{kind.__qualname__}, which cannot be sent to another rank: "
+        "use tensors, arrays, numbers, strings, bytes, and dicts, lists or tuples of them; or "
+        "dispatch='load', which sends nothing")
+
+
+def _pack_tensor(value: Tensor, path: str, buffers: list[np.ndarray]) -> list:
+    name = str(value.dtype).removeprefix("torch.")
+    if value.device.type != "cpu" or value.layout != torch.strided or name not in _TORCH_DTYPES:
+        raise TypeError(f"{path} is a {value.layout} tensor of {value.dtype} on {value.device}: "
+                        "only dense CPU tensors of plain types can be sent to another rank")
+    raw = value.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    buffers.append(raw.view(torch.uint8).numpy())
+    return ["t", name, list(value.shape)]
+
+
+def _unpack(node: list, data: np.ndarray, at: int) -> tuple[Any, int]:
+    """(value, position after its bytes)."""
+    kind, content = node[0], node[1]
+    if kind == "v":
+        return content, at
+    if kind == "d":
+        out = {}
+        for key, child in content:
+            out[key], at = _unpack(child, data, at)
+        return out, at
+    if kind in "lu":
+        items = []
+        for child in content:
+            item, at = _unpack(child, data, at)
+            items.append(item)
+        return (items if kind == "l" else tuple(items)), at
+    if kind == "b":
+        return data[at: at + content].tobytes(), at + content
+    count = int(np.prod(node[2], dtype=np.int64))
+    if kind == "t":
+        dtype = _TORCH_DTYPES[content]
+        end = at + count * dtype.itemsize
+        flat = torch.empty(count, dtype=dtype)
+        flat.view(torch.uint8).numpy()[:] = data[at:end]
+        return flat.reshape(node[2]), end
+    dtype = np.dtype(content)
+    end = at + count * dtype.itemsize
+    array = data[at:end].copy().view(dtype).reshape(node[2])
+    return (array[()] if kind == "s" else array), end

@@ -1,0 +1,281 @@
+"""The global orchestrator (OrchMLLM section 6): from sampled examples to each phase's batches.
+
+Planning runs in the loader's prefetch thread on CPU groups of its own; it makes two agreements a
+step. LAYOUT gathers the lengths (or the error of a rank that has none). COMMIT, after decoding,
+compares the plan's digest and shares the outcome, so that a disagreement or an error on one rank
+raises on all of them before any collective of the model. `dispatch` moves the data and runs in the
+training thread, on the device's group.
+
+Flow: layout (of this rank) -> gather_layout -> plan -> load_inputs -> commit -> dispatch -> Batch.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from orchmllm.agreement import combined_digest, raise_first, require_agreement
+from orchmllm.batch import IGNORE_INDEX, Batch, SequenceLengths, on_device
+from orchmllm.comm import RoutedExchange, RowGather, exchange_rows, gather_texts
+from orchmllm.hops import two_hops
+from orchmllm.plan.cost import CostModel
+from orchmllm.plan.layout import ENCODERS, BatchLayout
+from orchmllm.plan.phases import DISPATCHES
+from orchmllm.plan.rearrange import Exchange, Rearrangement
+from orchmllm.plan.step import PlanSpec, RankPlan, StepPlan, assign_microsteps, plan_step
+from orchmllm.programs import SharedPrograms
+
+PROTOCOL_VERSION = 1
+_LAYOUT_FIELDS = ("version", "step", "num_examples", "num_segments", "payload_len", "exhausted",
+                  "error_bytes", "spec_digest")
+_COMMIT_FIELDS = ("step", "digest", "detail_bytes", "num_targets")
+UNKNOWN = -1  # number of targets that a rank cannot count
+
+
+@dataclass(frozen=True)
+class FailedSegment:
+    """A segment whose medium could not be decoded; its rows are zeros, its example's labels are
+    ignored. example: position in the global batch of the step."""
+
+    example: int
+    segment: int
+    reason: str
+
+
+class Gathered(NamedTuple):
+    """layout: of the global batch, None when all ranks are exhausted. num_dropped: examples that
+    all ranks together left out; counted at the end."""
+
+    layout: BatchLayout | None
+    num_dropped: int
+
+
+class Committed(NamedTuple):
+    """failed: segments of all ranks that could not be decoded. num_targets: labels of all ranks,
+    None if some rank could not count its own."""
+
+    failed: list[FailedSegment]
+    num_targets: int | None
+
+
+@dataclass(frozen=True)
+class MicroStep:
+    """One micro-step as planned and loaded, before dispatch. inputs[m] (R_in, row_size) and text
+    (T, 2) int32 [token id, label] on the CPU, in source order for dispatch `tensors`, in slot order
+    for `load` and `bytes`. ignored: positions (in the micro-step's layout) of examples without
+    labels."""
+
+    plan: StepPlan
+    rank_plan: RankPlan
+    inputs: dict[str, Tensor]
+    text: Tensor
+    ignored: frozenset[int]
+
+
+class Orchestrator:
+    """Plans and dispatches for one rank.
+
+    spec: what the planner knows; the same on all ranks. gather: CPU groups owned by the thread that
+    calls gather_layout and commit. planner: replaces plan_step (tests compare arbitrary
+    rearrangements; where the spec has integer programs it is given their solver as `solve`).
+    group: CPU group of the ranks, owned by the same thread as `gather`; dispatch `bytes` needs it.
+    hop_groups: rows travel in two hops over these groups (see orchmllm.comm.hop_groups), not in
+    one. commit_gather: where the ranks of `gather` are one shard of those that share a step, all of
+    these: they fail together and count targets together, but each shard has its own plans.
+    """
+
+    def __init__(
+        self,
+        spec: PlanSpec,
+        gather: RowGather,
+        *,
+        device: torch.device | str = "cpu",
+        planner: Callable[[BatchLayout, PlanSpec], StepPlan] = plan_step,
+        group: dist.ProcessGroup | None = None,
+        hop_groups: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None,
+        commit_gather: RowGather | None = None,
+    ) -> None:
+        if spec.balance.dispatch not in DISPATCHES:
+            raise ValueError(f"balance.dispatch is {spec.balance.dispatch!r}: "
+                             f"use one of {', '.join(DISPATCHES)}")
+        self.spec, self.device, self.planner = spec, torch.device(device), planner
+        self.group, self._hop_groups = group, hop_groups
+        if spec.balance.dispatch == "bytes" and group is None:
+            raise ValueError("balance.dispatch is 'bytes': needs a CPU group to move them on")
+        self.rank, self.world_size = gather.rank, gather.world_size
+        self._gather = gather
+        self._commit_gather = commit_gather or gather
+        self._capacity = 256
+        self._derived: PlanSpec | None = None  # while other costs are in use
+        self._change: tuple[int, PlanSpec] | None = None
+        self._last_step = -1
+        self.programs = SharedPrograms(gather) if spec.balance.num_programs else None
+
+    @property
+    def loads_directly(self) -> bool:
+        """Whether each rank reads what it will process (dispatch `load`)."""
+        return self.spec.balance.dispatch == "load"
+
+    def change_costs(self, costs: Mapping[str, CostModel], from_step: int) -> None:
+        """Plans of step `from_step` and later use these costs. All ranks have to say so, before any
+        of them planned it. Raises RuntimeError if this rank did."""
+        if self._last_step >= from_step:
+            raise RuntimeError(f"costs for step {from_step}, but step {self._last_step} is planned")
+        self._derived = self._derived or self.spec
+        self._change = from_step, replace(self._derived, costs=dict(costs))
+
+    def reset_costs(self) -> None:
+        """As before any change_costs: steps will be planned again."""
+        self.spec, self._derived = self._derived or self.spec, None
+        self._change, self._last_step = None, -1
+
+    def gather_layout(
+        self, step: int, layout: BatchLayout | None, *, error: str | None = None,
+        exhausted: bool = False, num_dropped: int = 0, salt: int = 0,
+    ) -> Gathered:
+        """LAYOUT: this rank's lengths (one rank's part) -> the global batch's. Where every rank
+        knows all lengths pass None: only headers travel. exhausted: this rank has no more examples;
+        num_dropped: how many it left out. salt: further configuration that has to be equal.
+
+        Raises RemoteError if any rank passed an `error`, PlanMismatchError if steps, versions or
+        configurations differ."""
+        self._last_step = step
+        if self._change is not None and step >= self._change[0]:
+            self.spec, self._change = self._change[1], None
+        part = layout if layout is not None else BatchLayout.from_examples([])
+        payload, error = part.to_payload(), error or ""
+        header = [PROTOCOL_VERSION, step, part.num_examples, len(part.modality), len(payload),
+                  int(exhausted) and 1 + num_dropped, len(error.encode()),
+                  combined_digest([self.spec.digest, salt])]
+        while True:  # again only if some rank's payload did not fit; all ranks see that alike
+            row = np.zeros(len(header) + self._capacity, np.int64)
+            row[: len(header)] = header
+            if len(payload) <= self._capacity:
+                row[len(header): len(header) + len(payload)] = payload
+            rows = self._gather(row)
+            longest = int(rows[:, _LAYOUT_FIELDS.index("payload_len")].max())
+            if longest <= self._capacity:
+                break
+            self._capacity = 1 << (longest - 1).bit_length()
+        head = {name: rows[:, i] for i, name in enumerate(_LAYOUT_FIELDS)}
+        raise_first(step, gather_texts(self._gather, error, head["error_bytes"]))
+        for name in ("version", "spec_digest", "step"):
+            require_agreement(step, name, head[name])
+        if head["exhausted"].all():
+            return Gathered(None, int(head["exhausted"].sum()) - self.world_size)
+        body = rows[:, len(header):]
+        return Gathered(BatchLayout.concat([
+            BatchLayout.from_payload(body[r, : head["payload_len"][r]],
+                                     int(head["num_examples"][r]), int(head["num_segments"][r]))
+            for r in range(self.world_size)
+        ]), 0)
+
+    def plan(
+        self, layout: BatchLayout, num_microsteps: int = 1
+    ) -> list[tuple[np.ndarray, StepPlan]]:
+        """The step's micro-steps, each planned as a global batch of its own: (positions of its
+        examples in the step's batch, ascending; its plan). Collective only where the spec has
+        integer programs."""
+        if self.programs is None:
+            return self._plan_all(layout, num_microsteps, self.planner)
+        return self.programs.plan(lambda solve: self._plan_all(
+            layout, num_microsteps, partial(self.planner, solve=solve)))
+
+    def _plan_all(
+        self, layout: BatchLayout, num_microsteps: int, planner: Callable[..., StepPlan]
+    ) -> list[tuple[np.ndarray, StepPlan]]:
+        if num_microsteps == 1:
+            return [(np.arange(layout.num_examples), planner(layout, self.spec))]
+        micro = assign_microsteps(layout, self.spec, num_microsteps)
+        return [(np.flatnonzero(micro == k), planner(layout.select(micro == k), self.spec))
+                for k in range(num_microsteps)]
+
+    def rank_plan(self, plan: StepPlan) -> RankPlan:
+        """This rank's part, its exchanges routed as configured."""
+        mine = plan.for_rank(self.rank)
+        if self._hop_groups is None:
+            return mine
+        layout = plan.layout
+        segments = {m: layout.segments_of(code) for m, code in ENCODERS.items()}
+        return replace(
+            mine,
+            encode={m: self._routed(e, plan.encode[m], layout.rows[segments[m]])
+                    for m, e in mine.encode.items()},
+            feature={m: self._routed(e, plan.feature[m],
+                                     layout.num_tokens[segments[m]][plan.encode[m].order])
+                     for m, e in mine.feature.items()},
+            llm=self._routed(mine.llm, plan.llm, layout.tokens_per_example))
+
+    def _routed(self, exchange: Exchange, move: Rearrangement, rows: np.ndarray) -> RoutedExchange:
+        hops = two_hops(move, rows, self.rank, self.spec.ranks_per_node)
+        return RoutedExchange(**vars(exchange), hops=hops, cross=self._hop_groups[0],
+                              node=self._hop_groups[1])
+
+    def commit(
+        self, step: int, plans: Sequence[StepPlan], *, error: str | None = None,
+        failed: Sequence[FailedSegment] = (), num_targets: int = UNKNOWN,
+    ) -> Committed:
+        """COMMIT: agrees that this step is sound; returns what all ranks found in it. num_targets:
+        labels of this rank's batches.
+
+        Raises RemoteError if any rank passed an `error`, PlanMismatchError if plans differ."""
+        digest = combined_digest([p.digest for p in plans])
+        detail = ""
+        if error or failed:
+            detail = json.dumps([error, [(f.example, f.segment, f.reason) for f in failed]])
+        everyone = self._commit_gather
+        rows = everyone(np.array([step, digest, len(detail.encode()), num_targets], np.int64))
+        head = {name: rows[:, i] for i, name in enumerate(_COMMIT_FIELDS)}
+        details = [json.loads(t) if t else [None, []]
+                   for t in gather_texts(everyone, detail, head["detail_bytes"])]
+        raise_first(step, [d[0] for d in details])
+        first = everyone.rank - self.rank  # of this shard
+        require_agreement(step, "plan", head["digest"][first: first + self.world_size], first)
+        counted = head["num_targets"]
+        return Committed(
+            failed=[FailedSegment(*f) for _, items in details for f in items],
+            num_targets=None if (counted == UNKNOWN).any() else int(counted.sum()))
+
+    def pinned(self, inputs: dict[str, Tensor], text: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        """The same in pinned memory where the device is a GPU: the copy into it is paid here, in
+        the prefetch thread, and `dispatch` does not wait for the one to the device."""
+        if self.device.type != "cuda":
+            return inputs, text
+        with torch.cuda.device(self.device):
+            return {m: x.pin_memory() for m, x in inputs.items()}, text.pin_memory()
+
+    def dispatch(self, micro: MicroStep, num_global_targets: int) -> Batch:
+        """Moves one micro-step's inputs to the ranks that process them (training thread)."""
+        plan = micro.rank_plan
+        inputs = {m: on_device(micro.inputs[m], self.device) for m in ENCODERS}
+        text = on_device(micro.text, self.device)
+        if self.spec.balance.dispatch == "tensors":
+            inputs = {m: exchange_rows(inputs[m], plan.encode[m]) for m in ENCODERS}
+            text = exchange_rows(text, plan.llm)
+        token_ids, labels = text.long().unbind(1)
+        labels = self._ignore(labels, micro)
+        return Batch(
+            plan=plan, inputs=inputs,
+            input_lengths={m: SequenceLengths.from_lengths(plan.encode[m].lengths, self.device)
+                           for m in ENCODERS},
+            token_ids=token_ids, labels=labels,
+            text_lengths=SequenceLengths.from_lengths(plan.llm.lengths, self.device),
+            position_ids=on_device(plan.position_ids, self.device),
+            scatter={m: on_device(plan.scatter[m], self.device) for m in ENCODERS},
+            num_global_targets=num_global_targets,
+        )
+
+    def _ignore(self, labels: Tensor, micro: MicroStep) -> Tensor:
+        dropped = np.isin(micro.rank_plan.examples, list(micro.ignored))
+        if not dropped.any():
+            return labels
+        rows = on_device(np.repeat(dropped, micro.rank_plan.llm.lengths), labels.device)
+        return labels.masked_fill(rows, IGNORE_INDEX)
