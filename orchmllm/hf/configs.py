@@ -1,0 +1,107 @@
+"""A part's config.json against the recipe: one table of keys, and what this code cannot compute."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from orchmllm.hf.folder import Folder, read_json
+from orchmllm.models.config import CLIP_MEAN, CLIP_STD, ModelConfig
+
+OURS = "orchmllm_vit"  # model_type of an exported encoder of family vit
+MODEL_TYPES = {
+    "vit": (OURS,),
+    "qwen2_vl": ("qwen2_vl", "qwen2_vl_vision"),
+    "audio": ("whisper",),
+    "llm": ("qwen2",),
+}
+# recipe key -> key of config.json
+KEYS = {
+    "vit": {key: key for key in ("num_layers", "hidden_size", "intermediate_size", "num_heads",
+                                 "patch_size", "merge_size")},
+    "qwen2_vl": {"num_layers": "depth", "hidden_size": "embed_dim", "num_heads": "num_heads",
+                 "intermediate_size": "embed_dim * mlp_ratio", "patch_size": "patch_size",
+                 "merge_size": "spatial_merge_size"},
+    "audio": {"num_layers": "encoder_layers", "hidden_size": "d_model",
+              "intermediate_size": "encoder_ffn_dim", "num_heads": "encoder_attention_heads",
+              "num_mels": "num_mel_bins"},
+    "llm": {"vocab_size": "vocab_size", "num_layers": "num_hidden_layers",
+            "hidden_size": "hidden_size", "intermediate_size": "intermediate_size",
+            "num_heads": "num_attention_heads", "num_kv_heads": "num_key_value_heads",
+            "rope_theta": "rope_theta", "rms_norm_eps": "rms_norm_eps"},
+}
+# key of config.json -> (the value that can be computed, transformers' default)
+FIXED: dict[str, dict[str, tuple[Any, Any]]] = {
+    "vit": {},
+    "qwen2_vl": {"hidden_act": ("quick_gelu", "quick_gelu"), "in_channels": (3, 3),
+                 "temporal_patch_size": (2, 2), "rope_theta": (10_000.0, 10_000.0)},
+    "audio": {"activation_function": ("gelu", "gelu"), "scale_embedding": (False, False)},
+    "llm": {"hidden_act": ("silu", "silu"), "use_sliding_window": (False, False),
+            "rope_type": ("default", "default")},
+}
+
+
+def kind_of(part: str, model: ModelConfig) -> str:
+    """Which row of the tables a part is."""
+    return model.vision.family if part == "vision" else part
+
+
+def mismatches(part: str, model: ModelConfig, folder: Folder) -> Iterator[str]:
+    """Every way in which a folder's configuration is not the recipe's."""
+    kind, where = kind_of(part, model), f"model.{part}"
+    given = f"{where}.pretrained = {str(folder.path)!r}"
+    model_type = folder.config.get("model_type")
+    if model_type not in MODEL_TYPES[kind]:
+        yield (f"{given}: config.json has model_type {model_type!r}, expected "
+               f"{' or '.join(map(repr, MODEL_TYPES[kind]))}{_other_family(model_type)}")
+        return
+    config = part_config(kind, folder.config)
+    section = getattr(model, part)
+    for ours, theirs in KEYS[kind].items():
+        want, value = getattr(section, ours), config.get(theirs)
+        if value is None:
+            yield f"{given}: config.json lacks {theirs}"
+        elif value != want:
+            yield f"{where}.{ours}: recipe {want}, checkpoint {value}"
+    for key, (needed, default) in FIXED[kind].items():
+        value = config.get(key, default)
+        if value != needed:
+            yield f"{given}: config.json has {key} {value!r}; only {needed!r} can be computed"
+    if kind == "qwen2_vl":
+        yield from _normalisation(given, folder)
+
+
+def part_config(kind: str, config: dict) -> dict:
+    """The part's own keys of a config.json, as a flat dictionary; spellings of older versions of
+    transformers are those of newer ones."""
+    flat = dict(config.get("vision_config", config) if kind == "qwen2_vl" else config)
+    if "in_chans" in flat:
+        flat.setdefault("in_channels", flat["in_chans"])
+    rope = {**(flat.get("rope_scaling") or {}), **(flat.get("rope_parameters") or {})}
+    if "rope_theta" in rope:
+        flat["rope_theta"] = rope["rope_theta"]
+    flat["rope_type"] = rope.get("rope_type", rope.get("type", "default"))
+    if kind == "qwen2_vl" and "embed_dim" in flat:
+        flat["embed_dim * mlp_ratio"] = int(flat["embed_dim"] * flat.get("mlp_ratio", 4))
+    return flat
+
+
+def _normalisation(given: str, folder: Folder) -> Iterator[str]:
+    """Pixels have to be normalised as in training: CLIP's mean and deviation."""
+    if not (folder.path / "preprocessor_config.json").is_file():
+        return
+    said = read_json(folder.path / "preprocessor_config.json")
+    for key, known in (("image_mean", CLIP_MEAN), ("image_std", CLIP_STD)):
+        values = said.get(key)
+        if values is not None and any(abs(a - b) > 1e-4 for a, b in
+                                      zip(values, known, strict=True)):
+            yield (f"{given}: preprocessor_config.json has {key} {values}; only CLIP's "
+                   f"{list(known)} can be computed")
+
+
+def _other_family(model_type: object) -> str:
+    """A hint where the folder belongs to the other family of vision encoders."""
+    for family in ("vit", "qwen2_vl"):
+        if model_type in MODEL_TYPES[family]:
+            return f": set model.vision.family={family}"
+    return ""

@@ -1,0 +1,108 @@
+"""The JSON files of an exported part: what transformers' classes need beside the weights."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from orchmllm.hf.configs import KEYS, OURS
+from orchmllm.hf.folder import read_json
+from orchmllm.models.config import CLIP_MEAN, CLIP_STD, AudioConfig, ModelConfig, VisionConfig
+
+CLASSES = {"llm": "Qwen2ForCausalLM", "audio": "WhisperEncoder",
+           "qwen2_vl": "Qwen2VisionTransformerPretrainedModel", "vit": ""}
+WHISPER_POSITIONS = 1500  # 30 s
+# Not computed here, so kept from the folder that training started from.
+KEPT = {"llm": ("bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings"),
+        "audio": ("max_source_positions",)}
+
+
+def part_json(part: str, model: ModelConfig, dtype: str) -> dict[str, dict]:
+    """File name -> contents of a part. dtype: of its weights, as torch calls it."""
+    if part == "vision" and model.vision.family == "vit":
+        keys = {key: getattr(model.vision, key) for key in KEYS["vit"]}
+        return {"config.json": {"model_type": OURS, "dtype": dtype, **keys}}
+    if part == "vision":
+        return {"config.json": _written(_tower(model.vision, model.llm.hidden_size),
+                                        CLASSES["qwen2_vl"], dtype),
+                "preprocessor_config.json": _image_processor(model.vision)}
+    kept = _kept(part, getattr(model, part).pretrained)
+    if part == "audio":
+        return {"config.json": _written(_whisper(model.audio, kept), CLASSES["audio"], dtype),
+                "preprocessor_config.json": _mel_extractor(model.audio)}
+    from orchmllm.models.llm import hf_config
+
+    config = hf_config(model.llm)
+    config.use_cache = True
+    for key, value in kept.items():
+        setattr(config, key, value)
+    files = {"config.json": _written(config, CLASSES["llm"], dtype)
+             | {"rope_theta": model.llm.rope_theta}}  # where transformers 4 looks for it
+    start = Path(model.llm.pretrained).expanduser() / "generation_config.json"
+    if model.llm.pretrained and start.is_file():
+        files[start.name] = read_json(start)
+    return files
+
+
+def positions_of(audio: AudioConfig) -> int:
+    """Rows of Whisper's position table."""
+    return _kept("audio", audio.pretrained).get("max_source_positions", WHISPER_POSITIONS)
+
+
+def _kept(part: str, pretrained: str) -> dict[str, Any]:
+    if not pretrained:
+        return {}
+    try:
+        config = read_json(Path(pretrained).expanduser() / "config.json")
+    except ValueError:  # the folder is gone
+        return {}
+    return {key: config[key] for key in KEPT[part] if config.get(key) is not None}
+
+
+def _written(config: Any, name: str, dtype: str) -> dict:
+    """What save_pretrained would write of a configuration."""
+    return json.loads(config.to_json_string()) | {"architectures": [name], "dtype": dtype}
+
+
+def _tower(vision: VisionConfig, width: int) -> Any:
+    from transformers.models.qwen2_vl.configuration_qwen2_vl import Qwen2VLVisionConfig
+
+    return Qwen2VLVisionConfig(
+        depth=vision.num_layers, embed_dim=vision.hidden_size, hidden_size=width,
+        mlp_ratio=vision.intermediate_size // vision.hidden_size, num_heads=vision.num_heads,
+        hidden_act="quick_gelu", in_channels=3, patch_size=vision.patch_size,
+        spatial_merge_size=vision.merge_size, temporal_patch_size=vision.temporal_patch_size)
+
+
+def _whisper(audio: AudioConfig, kept: dict[str, Any]) -> Any:
+    from transformers import WhisperConfig
+
+    return WhisperConfig(
+        num_mel_bins=audio.num_mels, d_model=audio.hidden_size, encoder_layers=audio.num_layers,
+        encoder_ffn_dim=audio.intermediate_size, encoder_attention_heads=audio.num_heads,
+        **{"max_source_positions": WHISPER_POSITIONS, **kept})
+
+
+def _mel_extractor(audio: AudioConfig) -> dict:
+    from transformers import WhisperFeatureExtractor
+
+    geometry = audio.geometry
+    return json.loads(WhisperFeatureExtractor(
+        feature_size=geometry.num_mels, sampling_rate=geometry.sample_rate,
+        hop_length=geometry.hop_length).to_json_string())
+
+
+def _image_processor(vision: VisionConfig) -> dict:
+    """Qwen2-VL's, with an area limit that allows the largest square that training used."""
+    unit = vision.patch_size * vision.merge_size
+    largest = max(vision.max_side // unit, 1) * unit
+    return {
+        "image_processor_type": "Qwen2VLImageProcessor", "do_convert_rgb": True,
+        "do_resize": True, "do_rescale": True, "do_normalize": True, "resample": 3,
+        "rescale_factor": 1 / 255, "image_mean": list(CLIP_MEAN), "image_std": list(CLIP_STD),
+        "patch_size": vision.patch_size, "merge_size": vision.merge_size,
+        "temporal_patch_size": vision.temporal_patch_size,
+        "min_pixels": unit**2, "max_pixels": largest**2,
+        "size": {"shortest_edge": unit**2, "longest_edge": largest**2},
+    }

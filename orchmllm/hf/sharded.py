@@ -1,0 +1,68 @@
+"""A checkpoint's shard files as whole tensors, read block by block: a tensor's rows lie in several
+files, one behind the other."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from orchmllm.hf.folder import Stored, read_header
+
+BLOCK_BYTES = 1 << 24
+
+
+@dataclass(frozen=True)
+class Sharded:
+    """A tensor of rows. chunks: (first row, where the rows are), ascending."""
+
+    key: str
+    dtype: str
+    shape: tuple[int, ...]
+    chunks: tuple[tuple[int, Stored], ...]
+
+    def blocks(self) -> Iterator[bytes]:
+        """All its bytes in order, whole values at a time."""
+        for _, chunk in self.chunks:
+            with chunk.file.open("rb") as f:
+                f.seek(chunk.begin)
+                left = chunk.num_bytes
+                while left:
+                    block = f.read(min(BLOCK_BYTES, left))
+                    if not block:
+                        raise ValueError(f"{chunk.file}: ends within {self.key}")
+                    left -= len(block)
+                    yield block
+
+
+def read_sharded(folder: Path) -> dict[str, Sharded]:
+    """key -> tensor of a checkpoint's safetensors files, as torch's Hugging Face storage writes
+    them. Raises ValueError naming the file or tensor that is not sound."""
+    chunks: dict[str, list[tuple[int, Stored]]] = {}
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise ValueError(f"{folder}: no safetensors in it: give a checkpoint of a run "
+                         "(run.dir/checkpoints/step_...)")
+    for file in files:
+        metadata, tensors = read_header(file)
+        places = json.loads(metadata.get("DCP_SHARDING_INFO", "{}"))
+        for key, stored in tensors.items():
+            offsets = places.get(key, {}).get("saved_offsets") or [0] * len(stored.shape)
+            if any(offsets[1:]):
+                raise ValueError(f"{file}: {key} is sharded by more than rows ({offsets})")
+            chunks.setdefault(key, []).append((offsets[0] if offsets else 0, stored))
+    return {key: _joined(key, found) for key, found in chunks.items()}
+
+
+def _joined(key: str, chunks: list[tuple[int, Stored]]) -> Sharded:
+    chunks = sorted((c for c in chunks if c[1].num_bytes), key=lambda c: c[0]) or chunks[:1]
+    row = 0
+    for first, stored in chunks:
+        if first != row or stored.shape[1:] != chunks[0][1].shape[1:] or (
+                stored.dtype != chunks[0][1].dtype):
+            raise ValueError(f"{stored.file}: {key} has rows from {first} on where row {row} is "
+                             "next: the checkpoint is not complete")
+        row += stored.shape[0] if stored.shape else 1
+    first = chunks[0][1]
+    return Sharded(key, first.dtype, (row, *first.shape[1:]) if first.shape else (), tuple(chunks))

@@ -1,0 +1,171 @@
+"""What a recipe's `pretrained` folders give: for each parameter the tensor it starts from. All
+checks are made here, on headers alone: before ranks are started and before any collective."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from orchmllm.hf.configs import mismatches
+from orchmllm.hf.folder import (
+    ELEMENT_BYTES,
+    Folder,
+    Stored,
+    open_folder,
+    read_float64,
+    read_headers,
+)
+from orchmllm.hf.names import PARTS, Named, named
+from orchmllm.models.config import ModelConfig
+
+# Where a larger model's folder keeps an encoder; the first that has it counts.
+PREFIXES = {"vision": ("", "visual.", "model.visual."), "audio": ("", "encoder.", "model.encoder.")}
+POSITIONS = "embed_positions.weight"  # Whisper's, computed here instead of stored
+MAX_POSITION_ERROR = 0.01  # sinusoids rounded to bfloat16 are within 0.004
+
+
+class PretrainedError(ValueError):
+    """Weights that cannot be used; the message lists every problem."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """One folder (or connectors.safetensors). tensors: name of the parameter -> where its values
+    are. notes: what else the log should say."""
+
+    part: str
+    path: Path
+    tensors: Mapping[str, Stored]
+    notes: tuple[str, ...] = ()
+
+    def describe(self) -> str:
+        count = len({t.file for t in self.tensors.values()})
+        files = "1 file" if count == 1 else f"{count} files"
+        key = "model.connectors" if self.part == "connectors" else f"model.{self.part}.pretrained"
+        head = f"{key}: {len(self.tensors)} tensors from {self.path} ({files})"
+        return "; ".join((head, *self.notes))
+
+
+def find_sources(model: ModelConfig) -> list[Source]:
+    """All that the recipe names. Raises PretrainedError listing every problem: a folder that is
+    missing or holds pickles, a configuration that is not the recipe's, tensors that are missing or
+    have another shape."""
+    sources, problems = [], []
+    for part in PARTS:
+        path = getattr(model, part).pretrained
+        if path:
+            found = _part(part, model, Path(path).expanduser(), problems)
+            sources += [found] if found else []
+    if model.connectors:
+        found = _connectors(model, Path(model.connectors).expanduser(), problems)
+        sources += [found] if found else []
+    if problems:
+        raise PretrainedError(
+            f"pretrained weights cannot be used: {len(problems)} problem"
+            f"{'s' if len(problems) > 1 else ''}\n  " + "\n  ".join(problems)
+            + "\n  (set the recipe's values to the checkpoint's, or give another folder)")
+    return sources
+
+
+def _part(part: str, model: ModelConfig, path: Path, problems: list[str]) -> Source | None:
+    given = f"model.{part}.pretrained = {str(path)!r}"
+    try:
+        folder = open_folder(path)
+    except (OSError, ValueError) as e:
+        problems.append(f"{given}: {e}")
+        return None
+    try:
+        wrong = list(mismatches(part, model, folder))
+    except (TypeError, ValueError, AttributeError) as e:
+        wrong = [f"{given}: config.json or preprocessor_config.json is malformed: {e}"]
+    if not wrong:
+        key_of = _layout(part, model, folder)
+        wanted, notes = _wanted(part, model, folder, key_of)
+        wrong = list(_tensor_problems(given, wanted, folder.tensors,
+                                      "the folder of a whole model of this class"))
+        wrong += _position_problems(given, folder, key_of) if part == "audio" else []
+    problems += wrong
+    if wrong:
+        return None
+    return Source(part, path, {n.name: folder.tensors[n.hf] for n in wanted}, notes)
+
+
+def _layout(part: str, model: ModelConfig, folder: Folder) -> Callable[[str], str]:
+    """The folder's key of a tensor of the part's own class."""
+    if part == "llm":  # saved by Qwen2Model instead of Qwen2ForCausalLM
+        bare = "embed_tokens.weight" in folder.tensors
+        return lambda key: key.removeprefix("model.") if bare else key
+    first = named(part, model)[0].hf
+    prefix = next((p for p in PREFIXES[part] if p + first in folder.tensors), "")
+    return lambda key: prefix + key
+
+
+def _wanted(part: str, model: ModelConfig, folder: Folder,
+            key_of: Callable[[str], str]) -> tuple[list[Named], tuple[str, ...]]:
+    """(our name, key in the folder, shape) of what is read, and notes on what is not."""
+    wanted = [n._replace(hf=key_of(n.hf)) for n in named(part, model)]
+    notes: tuple[str, ...] = ()
+    if part == "llm" and folder.config.get("tie_word_embeddings"):
+        table = key_of("model.embed_tokens.weight")
+        wanted = [n._replace(hf=table) if n.name == "llm.hf.lm_head.weight" else n for n in wanted]
+        notes = ("tied embeddings: lm_head starts as a copy of embed_tokens and learns apart",)
+    if part == "vision" and model.vision.family == "qwen2_vl":
+        last = folder.tensors.get(key_of("merger.mlp.2.weight"))
+        width = model.llm.hidden_size
+        if last is not None and len(last.shape) == 2 and last.shape[0] != width:
+            wanted = [n for n in wanted if not n.name.startswith("vision.connector.fc2.")]
+            notes = (f"merger.mlp.2 is for an LLM of width {last.shape[0]}, not "
+                     f"model.llm.hidden_size {width}: that layer starts from run.seed",)
+    unused = len(set(folder.tensors) - {n.hf for n in wanted})
+    return wanted, (*notes, *([f"{unused} of its tensors belong to other parts"] if unused else []))
+
+
+def _tensor_problems(given: str, wanted: list[Named], tensors: Mapping[str, Stored],
+                     cure: str) -> Iterator[str]:
+    missing = [n.hf for n in wanted if n.hf not in tensors]
+    if missing:
+        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+        yield f"{given}: lacks {', '.join(missing[:3])}{more}: give {cure}"
+    for n in wanted:
+        if n.hf not in tensors:
+            continue
+        found = tensors[n.hf]
+        if found.shape != n.shape:
+            yield f"{given}: {n.hf} has shape {found.shape}, expected {n.shape}"
+        if found.dtype not in ELEMENT_BYTES:
+            yield (f"{given}: {n.hf} is {found.dtype}, but only {', '.join(ELEMENT_BYTES)} can be "
+                   "used: give weights that are not quantised")
+
+
+def _position_problems(given: str, folder: Folder, key_of: Callable[[str], str]) -> Iterator[str]:
+    """Positions are computed, so a folder's own have to be Whisper's sinusoids."""
+    table = folder.tensors.get(key_of(POSITIONS))
+    if table is None or len(table.shape) != 2 or table.dtype not in ELEMENT_BYTES:
+        return
+    count, size = table.shape
+    step = np.log(10_000) / (size // 2 - 1)
+    angle = np.arange(count)[:, None] * np.exp(-step * np.arange(size // 2))
+    error = np.abs(read_float64(table) - np.concatenate([np.sin(angle), np.cos(angle)], 1)).max()
+    if not error <= MAX_POSITION_ERROR:
+        yield (f"{given}: {POSITIONS} differs from Whisper's sinusoids by {error:.2g}: learnt "
+               "positions cannot be used")
+
+
+def _connectors(model: ModelConfig, path: Path, problems: list[str]) -> Source | None:
+    given = f"model.connectors = {str(path)!r}"
+    if not path.is_file():
+        problems.append(f"{given}: no such file: give connectors.safetensors of an export")
+        return None
+    try:
+        tensors = read_headers([path])
+    except ValueError as e:
+        problems.append(f"model.connectors: {e}")
+        return None
+    wanted = named("connectors", model)
+    wrong = list(_tensor_problems(given, wanted, tensors,
+                                  "that of an export with the same model.vision.family"))
+    problems += wrong
+    return None if wrong else Source("connectors", path, {n.name: tensors[n.hf] for n in wanted})

@@ -1,0 +1,95 @@
+"""Safetensors files written as a stream: the header first, then one tensor after the other, so that
+no more than a block of a tensor is in memory."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from orchmllm.hf.folder import ELEMENT_BYTES, INDEX, SINGLE
+from orchmllm.hf.sharded import Sharded
+
+DTYPES = {"float64": "F64", "float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+
+
+@dataclass(frozen=True)
+class FileTensor:
+    """key, dtype and shape in the file; blocks: its bytes in order."""
+
+    key: str
+    dtype: str
+    shape: tuple[int, ...]
+    blocks: Callable[[], Iterator[bytes]]
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * ELEMENT_BYTES[self.dtype]
+
+
+def renamed(tensor: Sharded, key: str, shape: tuple[int, ...], dtype: str = "") -> FileTensor:
+    """`tensor` under another name, in another shape of as many values, and converted to `dtype`
+    unless empty."""
+    if math.prod(shape) != math.prod(tensor.shape):
+        raise ValueError(f"{tensor.key} has shape {tensor.shape}, {key} needs {shape}: the "
+                         "checkpoint is of another model")
+    if dtype in ("", tensor.dtype):
+        return FileTensor(key, tensor.dtype, shape, tensor.blocks)
+    return FileTensor(key, dtype, shape, lambda: _converted(tensor, dtype))
+
+
+def _converted(tensor: Sharded, dtype: str) -> Iterator[bytes]:
+    import torch
+
+    names = {short: getattr(torch, name) for name, short in DTYPES.items()}
+    for block in tensor.blocks():
+        values = torch.frombuffer(bytearray(block), dtype=names[tensor.dtype])
+        yield values.to(names[dtype]).view(torch.uint8).numpy().tobytes()
+
+
+def write_file(path: Path, tensors: Sequence[FileTensor],
+               progress: Callable[[int], object] = lambda n: None) -> None:
+    """One safetensors file. progress: told the bytes of each block written. Raises ValueError if a
+    tensor gives other bytes than its shape says."""
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}  # transformers asks for it
+    at = 0
+    for tensor in tensors:
+        end = at + tensor.num_bytes
+        header[tensor.key] = {"dtype": tensor.dtype, "shape": list(tensor.shape),
+                              "data_offsets": [at, end]}
+        at = end
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)  # data starts aligned
+    with path.open("wb") as f:
+        f.write(len(text).to_bytes(8, "little") + text)
+        for tensor in tensors:
+            written = 0
+            for block in tensor.blocks():
+                written += f.write(block)
+                progress(len(block))
+            if written != tensor.num_bytes:
+                raise ValueError(f"{tensor.key}: {written} bytes instead of {tensor.num_bytes}")
+
+
+def write_folder(folder: Path, tensors: Sequence[FileTensor], max_file_bytes: int,
+                 progress: Callable[[int], object] = lambda n: None) -> int:
+    """model.safetensors, or several files and their index where it would be larger than
+    max_file_bytes; returns the number of files."""
+    files: list[list[FileTensor]] = [[]]
+    for tensor in tensors:
+        if files[-1] and sum(t.num_bytes for t in files[-1]) + tensor.num_bytes > max_file_bytes:
+            files.append([])
+        files[-1].append(tensor)
+    if len(files) == 1:
+        write_file(folder / SINGLE, files[0], progress)
+        return 1
+    names = [f"model-{k:05d}-of-{len(files):05d}.safetensors" for k in range(1, len(files) + 1)]
+    for name, part in zip(names, files, strict=True):
+        write_file(folder / name, part, progress)
+    weights = {t.key: name for name, part in zip(names, files, strict=True) for t in part}
+    total = sum(t.num_bytes for t in tensors)
+    (folder / INDEX).write_text(json.dumps(
+        {"metadata": {"total_size": total}, "weight_map": weights}, indent=1), encoding="utf-8")
+    return len(files)

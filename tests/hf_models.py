@@ -1,0 +1,88 @@
+"""Tiny random Hugging Face models on disk, and the recipe's model of the same shape. Every weight
+is random, biases and norms included, so that no two can be mixed up unnoticed."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from orchmllm.models.config import AudioConfig, LLMConfig, ModelConfig, VisionConfig
+
+FRAMES = 100  # mel frames of the tiny Whisper's window
+
+HF_MODEL = ModelConfig(
+    vision=VisionConfig(num_layers=2, hidden_size=24, intermediate_size=72, num_heads=2,
+                        max_side=112, family="qwen2_vl"),
+    # Heads of 16: Whisper scales queries before attention, and 1/4 is exact.
+    audio=AudioConfig(num_layers=2, hidden_size=32, intermediate_size=40, num_heads=2, num_mels=8),
+    llm=LLMConfig(vocab_size=64, num_layers=2, hidden_size=40, intermediate_size=56, num_heads=4,
+                  num_kv_heads=2, rope_theta=20_000.0),
+)
+
+
+def write_models(root: Path, model: ModelConfig = HF_MODEL, *, dtype=torch.float32, tied=False,
+                 max_shard_size: str = "1GB") -> ModelConfig:
+    """Writes root/{vision,audio,llm} with transformers; returns the model that starts from them.
+    The audio folder is a whole WhisperForConditionalGeneration."""
+    torch.manual_seed(0)
+    for name, hf in (("vision", tower(model)), ("audio", whisper(model.audio)),
+                     ("llm", qwen2(model.llm, tied))):
+        hf.to(dtype).save_pretrained(root / name, max_shard_size=max_shard_size)
+    return from_folders(model, root)
+
+
+def from_folders(model: ModelConfig, root: Path, *parts: str) -> ModelConfig:
+    return replace(model, **{part: replace(getattr(model, part), pretrained=str(root / part))
+                             for part in parts or ("vision", "audio", "llm")})
+
+
+def tower(model: ModelConfig) -> nn.Module:
+    from transformers.models.qwen2_vl.configuration_qwen2_vl import Qwen2VLVisionConfig
+    from transformers.models.qwen2_vl.modeling_qwen2_vl import (
+        Qwen2VisionTransformerPretrainedModel,
+    )
+
+    v = model.vision
+    return _random(Qwen2VisionTransformerPretrainedModel(Qwen2VLVisionConfig(
+        depth=v.num_layers, embed_dim=v.hidden_size, hidden_size=model.llm.hidden_size,
+        mlp_ratio=v.intermediate_size // v.hidden_size, num_heads=v.num_heads)))
+
+
+def whisper(a: AudioConfig) -> nn.Module:
+    from transformers import WhisperConfig, WhisperForConditionalGeneration
+
+    small = {f"decoder_{k}": v for k, v in (("layers", 1), ("attention_heads", 1), ("ffn_dim", 8),
+                                            ("start_token_id", 1))}
+    return _random(WhisperForConditionalGeneration(WhisperConfig(
+        vocab_size=16, num_mel_bins=a.num_mels, d_model=a.hidden_size,
+        encoder_layers=a.num_layers, encoder_attention_heads=a.num_heads,
+        encoder_ffn_dim=a.intermediate_size, max_source_positions=FRAMES // 2,
+        max_target_positions=8, pad_token_id=0, bos_token_id=1, eos_token_id=2, **small)))
+
+
+def qwen2(c: LLMConfig, tied: bool = False) -> nn.Module:
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    return _random(Qwen2ForCausalLM(Qwen2Config(
+        vocab_size=c.vocab_size, num_hidden_layers=c.num_layers, hidden_size=c.hidden_size,
+        intermediate_size=c.intermediate_size, num_attention_heads=c.num_heads,
+        num_key_value_heads=c.num_kv_heads, rms_norm_eps=c.rms_norm_eps,
+        rope_parameters={"rope_type": "default", "rope_theta": c.rope_theta},
+        tie_word_embeddings=tied, bos_token_id=3, eos_token_id=5)))
+
+
+@torch.no_grad()
+def _random(hf: nn.Module) -> nn.Module:
+    for name, p in hf.named_parameters():
+        if "embed_positions" not in name:
+            p.add_(torch.randn(p.shape) * 0.05)
+    return hf
+
+
+def edit_config(folder: Path, **values: object) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
