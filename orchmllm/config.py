@@ -1,0 +1,296 @@
+"""The sections of a recipe: defaults < YAML file < `a.b=c` on the command line, checked before
+torch is imported. orchmllm.schema says how a key is written, orchmllm.recipe how a file becomes
+these classes; docs/recipe.md is made from them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from orchmllm import strict_yaml
+from orchmllm.data.spec import SourceConfig
+from orchmllm.models.config import ModelConfig
+from orchmllm.plan.step import BalanceConfig
+from orchmllm.recipe import DEFAULT, Loaded, RecipeError, read
+from orchmllm.schema import Conflict, key, leaves, section
+
+__all__ = ["Recipe", "RecipeError", "explain", "load_recipe", "read_recipe", "to_yaml"]
+
+PADDED = ("padded", "conv")  # policies that know of padding
+DTYPES = ("float32", "float64", "bfloat16")
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """What a run is called, starts from and writes."""
+
+    dir: str = key("runs/default", "Folder of metrics, checkpoints and the merged recipe.",
+                   aka=("output_dir", "out_dir", "save_dir"))
+    seed: int = key(0, "Of the weights and of the sampling.", at_least=0)
+    resume: str = key("auto", "`auto` (the newest sound checkpoint of run.dir, else from scratch), "
+                      "`never`, or the path of a checkpoint.", aka=("resume_from_checkpoint",))
+    allow_data_change: bool = key(
+        False, "Resume although the data is not what the checkpoint saw.")
+    tensorboard: bool = key(False, "Also write scalars for TensorBoard to run.dir/tensorboard.")
+
+    def conflicts(self) -> Iterator[Conflict]:
+        """run.resume: a path has to exist; run.dir cannot be empty."""
+        if not self.dir.strip():
+            yield Conflict(("dir",), "give a folder")
+        if self.resume not in ("auto", "never") and not Path(self.resume).exists():
+            yield Conflict(("resume",), "no such folder: choose auto, never or the path of a "
+                           "checkpoint")
+
+
+@dataclass(frozen=True)
+class LaunchConfig:
+    """How ranks are started and watched."""
+
+    nproc_per_node: int = key(0, "Ranks to start when not already under torchrun or SLURM; 0: one "
+                              "per GPU.", at_least=0)
+    timeout_s: int = key(600, "Seconds after which a collective that a rank never joined fails.",
+                         at_least=1)
+    stall_timeout_s: int = key(
+        300, "Seconds without progress after which the late rank is named and the run ends; below "
+        "launch.timeout_s, so that the report comes first.", at_least=1)
+
+    def conflicts(self) -> Iterator[Conflict]:
+        """launch.stall_timeout_s has to be below launch.timeout_s."""
+        if self.stall_timeout_s >= self.timeout_s:
+            yield Conflict(
+                ("stall_timeout_s", "timeout_s"),
+                f"must be below launch.timeout_s ({self.timeout_s}), so that the late rank is "
+                "named before its collective fails")
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """What is read, and what happens when it cannot be."""
+
+    path: str = key("", "One source of examples; the same as `sources: [{path: ...}]`.",
+                    required="give a JSONL file or a folder with data.jsonl", unless="sources",
+                    aka=("dataset", "data_path", "train_file"))
+    sources: tuple[SourceConfig, ...] = key((), "Sources of examples, instead of data.path.",
+                                            aka=("datasets", "mixture"))
+    tokenizer: str = key("", "A tokenizer.json, or a folder with one and its chat template; empty: "
+                         "the one beside the (first) data.")
+    num_validation: int = key(0, "Rows held out at the end of the sources.", at_least=0)
+    streaming: bool = key(False, "Read the shards of the sources in order instead of sampling "
+                          "rows.")
+    num_shards: int = key(64, "Logical shards of a stream. The order of examples depends on it, "
+                          "and not on ranks or workers.", at_least=1)
+    max_example_tokens: int = key(0, "An example ends there; text is cut, a medium never; 0: no "
+                                  "limit.", at_least=0, aka=("max_seq_length", "max_length"))
+    index_dir: str = key("", "Folder of length indexes (`python -m orchmllm.data index`); empty: "
+                         "~/.cache/orchmllm/index.")
+    prefetch: int = key(2, "Steps prepared ahead.", at_least=0, aka=("prefetch_factor",))
+    num_workers: int = key(0, "Processes of each rank that read and decode; 0: its prefetch thread "
+                           "does.", at_least=0, at_most=64, aka=("workers", "dataloader_workers"))
+    strict: bool = key(False, "A medium that cannot be decoded is an error. Otherwise its example "
+                       "is not learnt from and gets a line in quarantine.jsonl.")
+    max_failed_in_a_row: int = key(20, "Consecutive media that cannot be decoded which are an "
+                                   "error all the same; 0: no limit.", at_least=0)
+    max_failed_percent: float = key(5.0, "Share of such media that is an error, once 100 were "
+                                    "read.", at_least=0, at_most=100)
+
+    def conflicts(self) -> Iterator[Conflict]:
+        """data.path or data.sources, not both; every source has a weight, or none."""
+        if not self.path and not self.sources:
+            yield Conflict(("sources", "path"), "give a JSONL file or a folder in data.path, or "
+                           "list sources")
+        if self.path and self.sources:
+            yield Conflict(("path", "sources"), "give data.path or data.sources, not both")
+        weights = [source.weight for source in self.sources]
+        if any(weights) and not all(weights):
+            yield Conflict(("sources",), "give every source a weight, or none")
+        if self.streaming and len(weights) > 1 and not any(weights):
+            yield Conflict(("streaming", "sources"), "needs a weight for every source: how many "
+                           "rows a stream has is not known")
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """Steps, batches and the optimizer (AdamW)."""
+
+    num_steps: int = key(100, "Optimizer steps.", at_least=1, aka=("max_steps", "steps"))
+    batch_size: int = key(4, "Examples per rank and micro-step.", at_least=1,
+                          aka=("micro_batch_size", "per_device_train_batch_size"))
+    accumulation_steps: int = key(1, "Micro-steps per step.", at_least=1,
+                                  aka=("gradient_accumulation_steps", "grad_accum"))
+    lr: float = key(1e-3, "Peak learning rate: after warmup_steps of linear warm-up; then cosine "
+                    "to lr * min_lr_ratio at num_steps.", above=0, aka=("learning_rate",))
+    warmup_steps: int = key(10, "Steps until lr is reached.", at_least=0)
+    min_lr_ratio: float = key(0.1, "Learning rate of the last step / lr.", at_least=0, at_most=1)
+    weight_decay: float = key(0.01, "AdamW's decoupled weight decay.", at_least=0)
+    beta1: float = key(0.9, "Decay of the mean of the gradients.", at_least=0, below=1,
+                       aka=("adam_beta1", "betas"))
+    beta2: float = key(0.95, "Decay of the mean of their squares.", at_least=0, below=1,
+                       aka=("adam_beta2",))
+    max_grad_norm: float = key(1.0, "Gradients are scaled down to this norm; 0: no clipping.",
+                               at_least=0, aka=("grad_clip", "clip_grad_norm"))
+    global_batch_size: int = key(
+        0, "Examples per step over all ranks and micro-steps, kept when a run resumes on another "
+        "number of ranks; 0: batch_size * accumulation_steps * ranks.", at_least=0)
+    nonfinite: str = key(
+        "raise", "What a loss or gradient that is not finite does: `raise`, `skip` the step, or "
+        "`rollback` to the last checkpoint and skip the step when it comes again.",
+        choices=("raise", "skip", "rollback"))
+
+    def conflicts(self) -> Iterator[Conflict]:
+        """A train.warmup_steps above 10 is at most train.num_steps; train.global_batch_size has at
+        least one example per micro-step."""
+        if self.warmup_steps > max(self.num_steps, 10):  # a trial run of 5 steps keeps the default
+            yield Conflict(("warmup_steps", "num_steps"),
+                           f"must be at most train.num_steps ({self.num_steps})")
+        if 0 < self.global_batch_size < self.accumulation_steps:
+            yield Conflict(("global_batch_size", "accumulation_steps"),
+                           f"must be at least train.accumulation_steps "
+                           f"({self.accumulation_steps}): one example per micro-step")
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """When the run is saved."""
+
+    every_steps: int = key(0, "Steps between checkpoints; 0: only at the end and when stopped, "
+                           "-1: never.", at_least=-1, aka=("save_steps", "interval"))
+    keep_last: int = key(2, "How many sound checkpoints stay.", at_least=1,
+                         aka=("save_total_limit",))
+    asynchronous: bool = key(True, "Write in a thread while training goes on.")
+
+
+CHECKPOINTING = ("none", "selective", "full", "auto")
+
+
+@dataclass(frozen=True)
+class FsdpConfig:
+    """How the model is sharded and computed."""
+
+    shard_size: int = key(0, "Ranks a parameter is sharded over, dividing their number; 0: all; "
+                          "else hybrid sharding, replicated over the rest.", at_least=0)
+    reshard_after_forward: bool = key(
+        True, "Free gathered parameters between forward and backward.")
+    activation_checkpointing: str = key(
+        "none", "What the blocks of all phases recompute in the backward pass: `selective`: what "
+        "is no matrix product and no attention; `full`: the whole block; `auto`: per phase, the "
+        "cheapest that fits fsdp.memory_gb.", choices=CHECKPOINTING)
+    vision_checkpointing: str = key("", "The same for the vision encoder; empty: as all phases.",
+                                    choices=("", *CHECKPOINTING))
+    audio_checkpointing: str = key("", "The same for the audio encoder; empty: as all phases.",
+                                   choices=("", *CHECKPOINTING))
+    llm_checkpointing: str = key("", "The same for the LLM; empty: as all phases.",
+                                 choices=("", *CHECKPOINTING))
+    memory_gb: float = key(0.0, "Memory of a rank, in 1e9 bytes, that tensors may take: for "
+                           "`auto` and the dry run; 0: 92% of the GPU's.", at_least=0)
+    loss_chunk_rows: int = key(
+        0, "Rows whose logits exist at the same time (with their gradient, 12 bytes times the "
+        "vocabulary each); 0: all.", at_least=0)
+    prefetch: int = key(0, "Units whose parameters are gathered ahead, in forward and backward; "
+                        "0: FSDP2's own choice.", at_least=0, at_most=8)
+    meta_init: bool = key(
+        False, "Build without memory, then draw each rank's part of the weights from a seed per "
+        "row: the same on any number of ranks, and nowhere a full copy.")
+    compile: bool = key(False, "torch.compile every block.")
+    param_dtype: str = key("float32", "Of parameters, gradients and optimizer.", choices=DTYPES)
+    compute_dtype: str = key("", "Of forward and backward; empty: param_dtype.",
+                             choices=("", *DTYPES), aka=("dtype", "bf16", "mixed_precision"))
+
+    def checkpointing(self, phase: str) -> str:
+        """The choice for `vision`, `audio` or `llm`."""
+        return getattr(self, f"{phase}_checkpointing") or self.activation_checkpointing
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Everything a run is defined by."""
+
+    run: RunConfig = section(RunConfig)
+    launch: LaunchConfig = section(LaunchConfig)
+    data: DataConfig = section(DataConfig)
+    model: ModelConfig = section(ModelConfig)
+    balance: BalanceConfig = section(BalanceConfig)
+    train: TrainConfig = section(TrainConfig)
+    fsdp: FsdpConfig = section(FsdpConfig)
+    checkpoint: CheckpointConfig = section(CheckpointConfig)
+
+    def conflicts(self) -> Iterator[Conflict]:
+        if self.train.nonfinite == "rollback" and self.checkpoint.every_steps < 1:
+            yield Conflict(("train.nonfinite", "checkpoint.every_steps"),
+                           "rollback needs checkpoints: set checkpoint.every_steps to 1 or more")
+        longest = (self.balance.num_programs * self.train.accumulation_steps
+                   * self.balance.nodewise_limit_s)
+        if longest >= self.launch.stall_timeout_s:
+            yield Conflict(
+                ("balance.nodewise_limit_s", "launch.stall_timeout_s"),
+                f"the integer programs of a step may take {longest:g} s, which has to be below "
+                f"launch.stall_timeout_s ({self.launch.stall_timeout_s}): lower it, or raise that")
+        if self.balance.group == "shard" and not self.fsdp.shard_size:
+            yield Conflict(("balance.group", "fsdp.shard_size"),
+                           "one shard holds all ranks: set balance.group to world, or "
+                           "fsdp.shard_size to the ranks of a shard")
+        policy = self.balance.audio.policy
+        balances = self.balance.enabled and not self.balance.whole_examples
+        if balances and self.model.audio.mode == "padded" and policy not in ("none", *PADDED):
+            yield Conflict(
+                ("balance.audio.policy", "model.audio.mode"),
+                "evens out sums of lengths, but with model.audio.mode=padded a rank takes as long "
+                "as its clips times the longest: set balance.audio.policy=padded")
+
+    def warnings(self) -> list[str]:
+        """Values that work together, but hardly as meant."""
+        policy, mode = self.balance.audio.policy, self.model.audio.mode
+        if self.balance.enabled and policy in PADDED and mode != "padded":
+            return [f"balance.audio.policy={policy} shares out clips as if they were padded, but "
+                    f"model.audio.mode={mode} pads to no other clip: local or greedy is faster"]
+        return []
+
+
+def read_recipe(path: str | Path, overrides: Sequence[str] | None = None) -> Loaded[Recipe]:
+    """Reads, merges and checks a recipe; keeps where each value was written. Raises RecipeError
+    listing every problem."""
+    try:
+        data = Path(path).read_bytes()
+    except OSError as e:
+        raise RecipeError(f"recipe {path}: {e.strerror or e}{_other_files(Path(path))}") from e
+    return read(Recipe, str(path), data, overrides or ())
+
+
+def load_recipe(path: str | Path, overrides: Sequence[str] | None = None) -> Recipe:
+    """Reads, merges and checks a recipe. Raises RecipeError listing every problem."""
+    return read_recipe(path, overrides).recipe
+
+
+def _other_files(path: Path) -> str:
+    """What may have been meant instead of a file that cannot be read."""
+    folder = path if path.is_dir() else path.parent
+    names = sorted(p.name for p in folder.glob("*.y*ml")) if folder.is_dir() else []
+    if path.is_file() or not names:
+        return ""
+    names = difflib.get_close_matches(path.name, names, n=1) or names[:5]
+    return f"; did you mean {' or '.join(str(folder / n) for n in names)}?"
+
+
+def to_yaml(recipe: Recipe) -> str:
+    """The merged recipe, in the form `load_recipe` reads."""
+    return strict_yaml.dump(dataclasses.asdict(recipe))
+
+
+def explain(loaded: Loaded[Recipe]) -> str:
+    """The merged recipe, with where each value comes from as a comment: still a recipe."""
+    # Both list the keys in the same order, one a line.
+    paths = iter(leaf.path for leaf in leaves(Recipe))
+    lists = {f"  {leaf.path.rpartition('.')[2]}:" for leaf in leaves(Recipe) if leaf.item}
+    lines = []
+    in_list = False
+    for text in to_yaml(loaded.recipe).splitlines():
+        in_list = text.startswith("  - ") or (in_list and text.startswith("    "))
+        if not in_list and (not text.endswith(":") or text in lists):
+            place = loaded.places.get(next(paths), DEFAULT)
+            recipe_line = "recipe " if place.text.startswith("line") else ""
+            text = f"{text:<44}  # {recipe_line}{place.text}"
+        lines.append(text)
+    return "\n".join(lines) + "\n"

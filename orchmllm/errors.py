@@ -1,0 +1,5 @@
+"""Errors that all ranks raise together."""
+
+
+class AgreedError(RuntimeError):
+    """Raised with the same text on all ranks; the text is meant for the user."""

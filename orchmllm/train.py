@@ -1,0 +1,152 @@
+"""Trains from a recipe: `python -m orchmllm.train --recipe R.yaml [section.key=value ...]`.
+
+Started plainly it launches local ranks (launch.nproc_per_node; all GPUs by default); under torchrun
+or srun it joins the ranks that are there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from orchmllm import launch
+from orchmllm.config import Recipe, RecipeError, explain, read_recipe
+from orchmllm.errors import AgreedError
+
+if TYPE_CHECKING:
+    from orchmllm.health import Watch
+
+EPILOG = """\
+examples:
+  python -m orchmllm.train --recipe recipes/demo.yaml
+  python -m orchmllm.train --recipe recipes/demo.yaml train.num_steps=50 balance.enabled=false
+  python -m orchmllm.train --recipe recipes/demo.yaml --print-config
+
+exit codes: 0 done; 1 an error, told once; 2 a recipe or command line that cannot be used, before
+anything is started; 128 + n stopped by signal n, after saving.
+"""
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m orchmllm.train", description=__doc__,
+                                     epilog=EPILOG,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--recipe", required=True, metavar="R.yaml",
+                        help="every key of it is in docs/recipe.md")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value",
+                        help="replaces a value of the recipe, e.g. train.lr=1e-4")
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--validate", action="store_true",
+                      help="check the recipe, list every problem, start nothing")
+    what.add_argument("--print-config", action="store_true",
+                      help="print every key, its value and where it comes from, start nothing")
+    what.add_argument("--dry-run", action="store_true",
+                      help="shard the model without memory, plan a drawn workload, print what to "
+                      "expect; needs no GPU and no data")
+    what.add_argument("--ablations", action="store_true",
+                      help="compare balancing schemes on a drawn workload, by prediction")
+    parser.add_argument("--world-size", type=int, default=0, metavar="N",
+                        help="ranks of a dry run or the ablations; otherwise the number of ranks "
+                        "that has to be there")
+    parser.add_argument("--json", type=Path, metavar="FILE",
+                        help="also write what --dry-run or --ablations found")
+    return parser.parse_intermixed_args(argv)
+
+
+def run_rank(recipe: Recipe, world: launch.World, work: Callable[[Watch], None]) -> int:
+    """Runs `work` in the default process group of all ranks; returns this rank's exit code. A
+    rank's error is reported by all ranks with the same text."""
+    from orchmllm.health import CURABLE, Watch
+    from orchmllm.stop import Stopped
+
+    # At once: a rank that waits in a collective would not get to see a KeyboardInterrupt.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    with launch.process_group(world, recipe.launch.timeout_s) as store:
+        watch = Watch(store, world.rank, world.world_size, folder=Path(recipe.run.dir) / "hang",
+                      stall_timeout_s=recipe.launch.stall_timeout_s, exit_now=launch.exit_now)
+        try:
+            work(watch)
+        except Stopped as e:
+            return e.exit_code
+        except Exception as e:
+            text = f"error: {watch.settle(e)}"
+            if not isinstance(e, (*CURABLE, AgreedError)) and "failed at step" in text:
+                text += "\n" + traceback.format_exc()
+            launch.exit_now(1, text)  # threads may hang in collectives of the dead
+        finally:
+            watch.close()
+    return 0
+
+
+def _start_problem(recipe: Recipe, world: launch.World | None, expected: int) -> str:
+    """Why the recipe cannot run on the ranks that are there, or on `expected` if none are yet, or
+    from its pretrained weights; empty if it can."""
+    from orchmllm.hf.sources import find_sources
+    from orchmllm.topology import check_world
+
+    try:
+        find_sources(recipe.model)
+    except ValueError as e:
+        return str(e)
+    ranks = world.world_size if world else recipe.launch.nproc_per_node or expected
+    if not ranks:
+        return ""
+    if expected and expected != ranks:
+        return (f"--world-size {expected}, but there are {ranks} ranks: start {expected} or drop "
+                "the flag")
+    try:
+        check_world(recipe, ranks, world.local_world_size if world else 1)
+    except ValueError as e:
+        return str(e)
+    return ""
+
+
+def main(argv: list[str]) -> int:
+    args = parse(argv)
+    try:
+        loaded = read_recipe(args.recipe, args.overrides)
+        world = launch.current_world()
+    except (RecipeError, ValueError) as e:
+        print(f"error: {e}", file=sys.stderr)
+        return 2
+    recipe = loaded.recipe
+    planned = args.dry_run or args.ablations
+    if not planned and (message := _start_problem(recipe, world, args.world_size)):
+        print(f"error: {message}", file=sys.stderr)
+        return 2
+    if args.validate or args.print_config:
+        print(explain(loaded) if args.print_config else f"recipe {args.recipe}: no problems\n",
+              end="")
+        for warning in recipe.warnings():  # a run says them itself
+            print(f"warning: recipe {args.recipe}: {warning}", file=sys.stderr)
+        return 0
+    if planned:
+        from orchmllm.scale_report import run
+
+        return run(recipe, args.world_size, ablations=args.ablations, json_path=args.json)
+    if world is None:
+        return launch.run_local("orchmllm.train", argv, recipe.launch.nproc_per_node)
+
+    def work(watch: Watch) -> None:
+        from orchmllm.trainer import Trainer
+
+        trainer = Trainer(recipe, world, watch=watch)
+        try:
+            trainer.run()
+        finally:
+            trainer.close()
+
+    return run_rank(recipe, world, work)
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except KeyboardInterrupt:  # before the ranks were started
+        print("interrupted", file=sys.stderr)
+        sys.exit(130)

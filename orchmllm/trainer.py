@@ -1,0 +1,356 @@
+"""The one place where the parts meet: build, then fetch, forward, backward, clip, step, log."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from orchmllm.build import build_dataset, build_orchestrators, build_spec, learning_rate
+from orchmllm.calibrate import Calibration, coefficients
+from orchmllm.canary import Canary, combined_stats
+from orchmllm.checkpoint import Checkpointer, pack_rng, state_tensors, unpack_rng
+from orchmllm.comm import RowGather, gather_scalars
+from orchmllm.config import Recipe, to_yaml
+from orchmllm.data.sampler import GlobalSampler, make_sampler
+from orchmllm.data.sources import ConversationDataset
+from orchmllm.data.steps import Step, StepLoader
+from orchmllm.fit import for_run
+from orchmllm.flops import mfu, peak_flops, step_flops
+from orchmllm.fsdp import build_model, compute_dtype
+from orchmllm.health import Watch
+from orchmllm.hf.sources import find_sources
+from orchmllm.launch import World
+from orchmllm.metrics import MetricsLog
+from orchmllm.models.attention import describe_attention
+from orchmllm.plan.step import PHASES, StepPlan, plan_step
+from orchmllm.pretrained import check_same, fingerprint
+from orchmllm.progress import RunDisplay
+from orchmllm.progress_state import (
+    NonFiniteError,
+    Progress,
+    check_resumable,
+    quarantine,
+    record_nonfinite,
+)
+from orchmllm.stop import Stopped, StopSignal
+
+CLOCK_PHASES = (*PHASES, "exchange")
+
+
+class Trainer:
+    """One rank of a run; constructing it is collective. planner: see Orchestrator. dataset: used
+    instead of building the recipe's. watch: is told where this rank is."""
+
+    def __init__(
+        self, recipe: Recipe, world: World, *,
+        planner: Callable[..., StepPlan] = plan_step, dataset: ConversationDataset | None = None,
+        watch: Watch | None = None,
+    ) -> None:
+        self.recipe, self.world, self.watch = recipe, world, watch
+        self.display = RunDisplay(recipe.run, shows=world.rank == 0)
+        self.device = torch.device(
+            f"cuda:{world.local_rank}" if torch.cuda.is_available() else "cpu")
+        sources = find_sources(recipe.model)  # its errors come before any collective
+        self.dataset = dataset if dataset is not None else build_dataset(recipe)
+        self.train_rows, self.validation_rows = self.dataset.split(recipe.data.num_validation)
+        spec = build_spec(recipe, world.local_world_size)
+        self.calibration = Calibration(recipe.balance, spec.costs, self.device)
+        self.orchestrator, self._validation = build_orchestrators(
+            recipe, spec, world.world_size, self.device, planner, count=2)
+        gpu = (torch.cuda.get_device_properties(self.device)
+               if self.device.type == "cuda" else None)
+        self._peak_flops = peak_flops(gpu.name) if gpu else None
+        checkpointing = for_run(recipe, self.dataset, self.train_rows, spec, world.world_size,
+                                gpu.total_memory if gpu else 0)
+        self.attention = describe_attention(recipe.model, self.device.type, compute_dtype(
+            recipe.fsdp))  # chosen before the first step; a kernel that fails is found here
+        for source in sources:
+            self._say(source.describe())
+        if sources:
+            check_same(self._gather([fingerprint(sources)])[:, 0])
+        self.model = build_model(recipe.model, recipe.fsdp, self.device, recipe.run.seed,
+                                 checkpointing, sources)
+        train = recipe.train
+        self.parameters = [p for p in self.model.parameters() if p.requires_grad]
+        if not self.parameters:
+            raise ValueError("model.*.frozen: every submodule is frozen, nothing would be trained")
+        self.optimizer = torch.optim.AdamW(
+            self.parameters, lr=train.lr, betas=(train.beta1, train.beta2),
+            weight_decay=train.weight_decay, foreach=True)
+        self.progress = Progress(global_batch_size=train.global_batch_size or (
+            train.batch_size * train.accumulation_steps * world.world_size))
+        self.checkpointer = Checkpointer(
+            Path(recipe.run.dir) / "checkpoints", recipe.checkpoint,
+            RowGather(spec.ranks_per_node, recipe.launch.timeout_s),
+            timeout_s=recipe.launch.timeout_s,
+            writers=list(range(recipe.fsdp.shard_size or world.world_size)))
+        self.stop = StopSignal()
+        self.canary = Canary(recipe.balance.enabled, world.rank, world.world_size)
+        self._log: MetricsLog | None = None
+        self._ahead = 0  # steps that may be planned beyond the current one
+
+    def loader(self) -> StepLoader:
+        """The recipe's training steps that are still to come."""
+        train = self.recipe.train
+        sampler = make_sampler(self.dataset, self.train_rows, self.progress.global_batch_size,
+                               seed=self.recipe.run.seed)
+        self.orchestrator.reset_costs()
+        fitted = self.progress.fitted if self.recipe.balance.fit_steps else None
+        self.calibration.restart(done=fitted is not None)
+        if fitted is not None:
+            self.orchestrator.change_costs(
+                fitted.models(self.calibration.derived), fitted.first_step)
+        loader = StepLoader(
+            self.dataset, sampler, self.orchestrator, num_steps=train.num_steps,
+            first_step=self.progress.step, accumulation_steps=train.accumulation_steps,
+            prefetch=self.recipe.data.prefetch, num_workers=self.recipe.data.num_workers)
+        self._ahead = loader.ahead
+        return loader
+
+    def run(self) -> list[dict]:
+        """Trains to the last step; returns the rows of metrics.jsonl that it wrote.
+
+        Raises Stopped after a signal, when all ranks have saved; NonFiniteError and MediaLimitError
+        as the recipe says."""
+        run_dir, rank = Path(self.recipe.run.dir), self.world.rank
+        self._resume()
+        if rank == 0:
+            self._log = MetricsLog(run_dir / "metrics.jsonl")
+            (run_dir / "recipe.yaml").write_text(to_yaml(self.recipe), encoding="utf-8")
+        if self.watch is not None:
+            self.watch.clock = self.model.clock
+        self._say(self.attention)
+        for warning in self.recipe.warnings():
+            self._say(f"warning: recipe: {warning}")
+        rows = []
+        if self.validation_rows and self.progress.step == 0:
+            rows.append(self._emit({"step": 0, "validation_loss": self.validate()}))
+        self.display.start(self.recipe.train.num_steps, first_step=self.progress.step)
+        with self.stop:
+            while self.progress.step < self.recipe.train.num_steps:
+                for step in self.loader():
+                    row = self._emit(self.train_step(step))
+                    rows.append(row)
+                    self.display.step(row)
+                    if (row["nonfinite"] and self.recipe.train.nonfinite == "rollback"
+                            and step.index not in self.progress.skip):
+                        self._roll_back(step.index)
+                        break
+                    self._after_step(stop=row["stop_signal"])
+        self.canary.finish()
+        if self.validation_rows:
+            rows.append(self._emit({"step": self.recipe.train.num_steps,
+                                    "validation_loss": self.validate()}))
+        if self.recipe.checkpoint.every_steps >= 0:
+            self.save()
+        self.checkpointer.wait()
+        self.display.finish()
+        return rows
+
+    def _after_step(self, stop: int) -> None:
+        """Saves where it is due; leaves if any rank was told to stop."""
+        every, done = self.recipe.checkpoint.every_steps, self.progress.step
+        due = every > 0 and done % every == 0 and done < self.recipe.train.num_steps
+        if due or (stop and every >= 0):
+            self.save()
+        if stop:
+            self.checkpointer.wait()
+            stopped = Stopped(stop, done)
+            self.display.finish(str(stopped))
+            raise stopped
+
+    def train_step(self, step: Step) -> dict:
+        """One optimizer step (all ranks) -> its row of metrics."""
+        started = time.perf_counter()
+        clock, train = self.model.clock, self.recipe.train
+        if self.watch is not None:
+            self.watch.enter_step(step.index, step.example_ids_of_rank)
+        self._count_media(step)
+        clock.reset()
+        lr = learning_rate(step.index, train)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        loss_sum, processed = self._accumulate(step)
+        self.canary.check(step, processed)
+        clock.switch("update")
+        grad_norm = torch.nn.utils.clip_grad_norm_(
+            self.parameters, train.max_grad_norm or math.inf, foreach=True)
+        grad_norm = grad_norm.full_tensor() if hasattr(grad_norm, "full_tensor") else grad_norm
+        ranks = self._gather([
+            loss_sum, clock.wall_s["exchange"], step.wait_s, self.stop.signal,
+            *(clock.cpu_s[p] for p in CLOCK_PHASES), grad_norm])
+        loss = float(ranks[:, 0].sum()) / max(step.num_global_targets, 1)
+        grad_norm = float(ranks[0, -1])  # the same on all
+        nonfinite = not (math.isfinite(loss) and math.isfinite(grad_norm))
+        if nonfinite:
+            self._report_nonfinite(step, loss, grad_norm)
+        # From here on every rank decides alike: loss, norm and targets are global.
+        if nonfinite or not step.num_global_targets or step.index in self.progress.skip:
+            self.progress.skipped_steps += 1
+        else:
+            self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.progress.step = step.index + 1
+        self._fit_costs(step, ranks[:, 4: 4 + len(PHASES)])
+        clock.switch("data")
+        step_s = time.perf_counter() - started + step.wait_s
+        return {
+            "step": step.index, "loss": loss, "grad_norm": grad_norm, "lr": lr,
+            "tokens_per_s": sum(int(p.layout.num_tokens.sum()) for p in step.plans) / step_s,
+            "mfu": self._mfu(step, step_s),
+            "step_s": step_s, "data_wait_s": float(ranks[:, 2].max()),
+            "plan_ms": 1e3 * step.plan_s, "exchange_ms": 1e3 * float(ranks[:, 1].max()),
+            "num_global_targets": step.num_global_targets,
+            "skipped_steps": self.progress.skipped_steps,
+            "phases": combined_stats(step.plans), "costs": coefficients(step.plans[0].spec.costs),
+            "cpu_s": {p: ranks[:, 4 + i].tolist() for i, p in enumerate(CLOCK_PHASES)},
+            "num_failed_media": len(step.failed), "nonfinite": nonfinite,
+            "stop_signal": int(ranks[:, 3].max()),
+        }
+
+    def _fit_costs(self, step: Step, seconds: np.ndarray) -> None:
+        """Measures the step (seconds (d, phases)); the step that completes balance.fit_steps
+        changes the costs of all that are not planned yet."""
+        fitted = self.calibration.add(step.plans, seconds, step.index + self._ahead + 1)
+        if fitted is not None:
+            derived = self.calibration.derived
+            self.orchestrator.change_costs(fitted.models(derived), fitted.first_step)
+            self.progress.fitted = fitted
+            self._say(fitted.describe(derived))
+
+    def _mfu(self, step: Step, step_s: float) -> float | None:
+        """Share of the GPUs' bf16 peak that was useful; None on a device without a known peak."""
+        if self._peak_flops is None:
+            return None
+        useful = sum(sum(step_flops(self.recipe.model, p.layout).values()) for p in step.plans)
+        return mfu(useful, step_s, self.world.world_size, self._peak_flops)
+
+    def _accumulate(self, step: Step) -> tuple[torch.Tensor, dict[str, list[int]]]:
+        """Forward and backward of all micro-steps -> (this rank's loss sum, the item lengths its
+        phases really processed)."""
+        clock = self.model.clock
+        loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
+        processed: dict[str, list[int]] = {phase: [] for phase in PHASES}
+        clock.switch("exchange")
+        for batch in step.batches():
+            clock.switch(None)
+            out = self.model(batch)
+            clock.switch("llm")
+            (out / max(step.num_global_targets, 1)).backward()
+            clock.switch("exchange")
+            loss_sum += out.detach()
+            for phase, lengths in batch.input_lengths.items():
+                processed[phase] += lengths.lengths
+            processed["llm"] += batch.text_lengths.lengths
+        return loss_sum, processed
+
+    @torch.no_grad()
+    def validate(self, swap: Callable | None = None) -> float:
+        """Mean loss per target over the held-out rows. swap: replaces the sampler's dataset (tests
+        exchange media between examples)."""
+        train = self.recipe.train
+        sampler = GlobalSampler(self.validation_rows, train.batch_size * self.world.world_size,
+                                shuffle=False)
+        loader = StepLoader(
+            swap or self.dataset, sampler, self._validation, num_steps=len(sampler),
+            prefetch=self.recipe.data.prefetch, num_workers=self.recipe.data.num_workers)
+        total = torch.zeros(2, dtype=torch.float64, device=self.device)
+        self.model.eval()
+        for step in loader:
+            for batch in step.batches():
+                total[0] += self.model(batch)
+            total[1] += step.num_global_targets / self.world.world_size
+        self.model.train()
+        dist.all_reduce(total)
+        return float(total[0] / total[1].clamp(min=1))
+
+    def _gather(self, values: Sequence[float | torch.Tensor]) -> np.ndarray:
+        """(d, len(values)) of all ranks: the step's one synchronisation."""
+        return gather_scalars(values, self.device)
+
+    def _emit(self, row: dict) -> dict:
+        if self._log is not None:
+            self._log.write(row)
+        if "validation_loss" in row:
+            self.display.validation(row)
+        return row
+
+    def save(self) -> None:
+        """A checkpoint of the steps done so far."""
+        self.checkpointer.save(
+            self.progress.step, state_tensors(self.model, self.optimizer),
+            {**self.progress.to_json(), "world_size": self.world.world_size,
+             "seed": self.recipe.run.seed, "model": dataclasses.asdict(self.recipe.model),
+             "accumulation_steps": self.recipe.train.accumulation_steps,
+             "data": self.dataset.fingerprint(), "rng": pack_rng()})
+
+    def _resume(self) -> None:
+        """Starts where the recipe says. Raises CheckpointError or ValueError on all ranks."""
+        if self.recipe.run.resume == "never":
+            return
+        path, state, rejected = self.checkpointer.find(self.recipe.run.resume)
+        for line in rejected:
+            self._say(f"warning: {line}; using the one before")
+        if path is None:
+            return
+        check_resumable(state, self.recipe, self.dataset.fingerprint())
+        self._load(path, state)
+        was = state["world_size"]
+        ranks = "" if was == self.world.world_size else (
+            f" (saved on {was} ranks, now {self.world.world_size}; still "
+            f"{self.progress.global_batch_size} examples a step)")
+        self._say(f"resuming at step {self.progress.step} from {path}{ranks}")
+
+    def _load(self, path: Path, state: dict) -> None:
+        self.checkpointer.load(path, state_tensors(self.model, self.optimizer))
+        self.progress = Progress.from_json(state)
+        for p in self.parameters:
+            self.optimizer.state[p]["step"].fill_(self.progress.optimizer_steps)
+        unpack_rng(state["rng"])
+
+    def _roll_back(self, bad_step: int) -> None:
+        """Back to the last checkpoint; `bad_step` will be skipped when it comes again."""
+        self.checkpointer.wait()
+        path, state, _ = self.checkpointer.find("auto")
+        if path is None:
+            raise NonFiniteError(f"step {bad_step}: loss or gradient is not finite, and there is "
+                                 "no checkpoint yet to roll back to")
+        skip = {*self.progress.skip, bad_step}
+        self._load(path, state)
+        self.progress.skip = sorted({*self.progress.skip, *skip})
+        self._say(f"rolled back to step {self.progress.step}; step {bad_step} will be skipped")
+
+    def _report_nonfinite(self, step: Step, loss: float, grad_norm: float) -> None:
+        """Writes which examples were in it; raises where the recipe says so, on all ranks."""
+        where = Path(self.recipe.run.dir) / "nonfinite.jsonl"
+        if self.world.rank == 0:
+            record_nonfinite(where, step, loss, grad_norm)
+        message = (f"step {step.index}: loss {loss}, gradient norm {grad_norm}; the step's "
+                   f"examples are in {where}")
+        if self.recipe.train.nonfinite == "raise":
+            raise NonFiniteError(f"{message}; parameters are those before the step "
+                                 "(train.nonfinite=skip or rollback goes on)")
+        self._say(f"warning: {message}")
+
+    def _count_media(self, step: Step) -> None:
+        """Quarantines what could not be decoded; the same decision on all ranks."""
+        lines = self.progress.media.count(step, self.dataset.describe)
+        if lines and self.world.rank == 0:
+            quarantine(Path(self.recipe.run.dir) / "quarantine.jsonl", lines)
+        self.progress.media.check(self.recipe.data, lines)
+
+    def _say(self, text: str) -> None:
+        self.display.note(text)
+
+    def close(self) -> None:
+        self.display.close()
+        if self._log is not None:
+            self._log.close()
+            self._log = None
