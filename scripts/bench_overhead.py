@@ -1,0 +1,166 @@
+"""What planning a step costs and what the plan moves, by number of ranks and scheme.
+
+    python scripts/bench_overhead.py [--ranks 64,...] [--batch-size 60] [--policies local,paper,...]
+        [--model 84b] [--mix natural] [--tolerance 0.005] [--repeats 20] [--json FILE]
+
+Times are those of one thread of this machine. They are planning only and run in the prefetch
+thread; the paper's row (section 8.4, per iteration) includes its all-to-alls on the critical
+path, so the bytes of our plan are also shown as milliseconds at a stated link speed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from orchmllm.plan.balance import core
+from orchmllm.plan.cost import cost_model
+from orchmllm.plan.layout import BatchLayout
+from orchmllm.plan.phases import (
+    PHASES,
+    BalanceConfig,
+    PhasePolicy,
+    PlanSpec,
+    assign_phases,
+)
+from orchmllm.plan.step import StepPlan, build_plan
+from orchmllm.workload import MIXES, MODELS, sample_layout
+
+PAPER_MS = {64: 16.7, 128: 18.5, 256: 21.3, 512: 24.6, 1024: 31.4, 2560: 53.9}
+SCHEMES = ("none", "llm-only", "whole", "greedy", "padded", "paper", "local")
+
+
+def scheme(name: str, tolerance: float) -> BalanceConfig:
+    """The balance section of a recipe: `paper` is greedy with node-wise rearrangement and padded
+    audio; `greedy` (all packed, no node-wise), `padded` (all padded), `llm-only`, `whole` and
+    `none` are its ablations; `local` is minimal movement."""
+    def of(policy: str, **options) -> PhasePolicy:
+        return PhasePolicy(policy, **options)
+
+    none, greedy, nodewise = of("none"), of("greedy"), of("greedy", nodewise=True)
+    local = of("local", tolerance=tolerance)
+    vision, audio, llm = {
+        "none": (none, none, none), "llm-only": (none, none, greedy),
+        "whole": (none, none, greedy), "greedy": (greedy, greedy, greedy),
+        "padded": (of("padded"),) * 3, "paper": (nodewise, of("padded", nodewise=True), nodewise),
+        "local": (local, local, local),
+    }[name]
+    return BalanceConfig(whole_examples=name == "whole", vision=vision, audio=audio, llm=llm)
+
+
+def plan_spec(model: str, balance: BalanceConfig) -> PlanSpec:
+    """bf16 features, uint8 patches and fp32 mel frames; 8 ranks per node."""
+    config = MODELS[model]
+    return PlanSpec(
+        costs={phase: cost_model(phase, config) for phase in PHASES},
+        row_bytes={"vision": config.vision.geometry.row_size,
+                   "audio": 4 * config.audio.geometry.row_size},
+        feature_bytes=2 * config.llm.hidden_size, ranks_per_node=8, balance=balance)
+
+
+def timed(times: list[float], call: Callable):
+    start = time.perf_counter()
+    result = call()
+    times.append(1e3 * (time.perf_counter() - start))
+    return result
+
+
+def measure_time(layout: BatchLayout, spec: PlanSpec, repeats: int) -> tuple[dict, StepPlan]:
+    """Median and p99 in ms of each part; every repeat starts from a layout without caches."""
+    without = replace(spec, balance=replace(spec.balance, **{
+        phase: replace(getattr(spec.balance, phase), nodewise=False) for phase in PHASES}))
+    has_nodewise = without != spec
+    parts: dict[str, list[float]] = {
+        name: [] for name in ("balance", "nodewise", "composition", "index_maps", "total")}
+    for _ in range(repeats):
+        fresh = replace(layout)
+        encode, llm = timed(parts["balance"], lambda: assign_phases(fresh, without))  # noqa: B023
+        with_nodewise = [parts["balance"][-1]]
+        if has_nodewise:
+            again = replace(layout)
+            encode, llm = timed(with_nodewise, lambda: assign_phases(again, spec))  # noqa: B023
+        parts["nodewise"].append(with_nodewise[-1] - parts["balance"][-1])
+        plan = timed(parts["composition"], lambda: build_plan(fresh, encode, llm, spec))  # noqa: B023
+        timed(parts["index_maps"], lambda: plan.for_rank(0))  # noqa: B023
+        parts["total"].append(sum(parts[p][-1] for p in parts if p != "total"))
+    return {name: {"median_ms": float(np.median(t)), "p99_ms": float(np.percentile(t, 99))}
+            for name, t in parts.items()}, plan
+
+
+def measure_plan(plan: StepPlan) -> dict:
+    """Largest load over its lower bound per phase; bytes that change rank and node."""
+    d, node = plan.layout.num_ranks, plan.spec.ranks_per_node
+    excess, send, receive, moved = {}, np.zeros(d), np.zeros(d), 0
+    for phase in PHASES:
+        _, after = plan.phase_cost(phase)
+        cost = plan.spec.costs[phase](plan.item_lengths(phase))
+        excess[phase] = float(after.max() / max(1, core().lower_bound(cost, d)))
+        for move, volume in plan.transfers(phase):
+            source, target, held = move.volume(volume)
+            moved += int(held.sum())
+            between = source // node != target // node
+            send += np.bincount(source[between], held[between], d)
+            receive += np.bincount(target[between], held[between], d)
+    return {"max_over_bound": excess, "moved_bytes": moved, "internode_bytes": int(send.sum()),
+            "busiest_send_bytes": int(send.max()), "busiest_receive_bytes": int(receive.max())}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--ranks", default="64,128,256,512,1024,2560")
+    parser.add_argument("--batch-size", type=int, default=60, help="examples per rank")
+    parser.add_argument("--policies", default="greedy,paper,local", help=", ".join(SCHEMES))
+    parser.add_argument("--model", default="84b", choices=MODELS)
+    parser.add_argument("--mix", default="natural", choices=MIXES)
+    parser.add_argument("--tolerance", type=float, default=.005, help="of `local`")
+    parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--link-gbps", type=float, default=400, help="network per rank, Gbit/s")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    if unknown := set(args.policies.split(",")) - set(SCHEMES):
+        parser.error(f"unknown policies {sorted(unknown)}; choose from {', '.join(SCHEMES)}")
+
+    print(f"{args.model}, {args.mix} mix, {args.batch_size} examples per rank, one thread, median "
+          f"of {args.repeats} (p99); bytes between nodes also as ms at {args.link_gbps:g} Gbit/s")
+    results = []
+    for ranks in map(int, args.ranks.split(",")):
+        layout = sample_layout(args.model, num_ranks=ranks, batch_size=args.batch_size, seed=0,
+                               mix=args.mix)
+        gather_mb = layout.to_payload().nbytes / 1e6
+        print(f"\n{ranks} ranks, gathered lengths {gather_mb:.2f} MB, paper "
+              f"{PAPER_MS.get(ranks, '-')} ms per iteration")
+        for name in args.policies.split(","):
+            spec = plan_spec(args.model, scheme(name, args.tolerance))
+            times, plan = measure_time(layout, spec, args.repeats)
+            row = {"ranks": ranks, "scheme": name, "gather_bytes": int(gather_mb * 1e6),
+                   "paper_ms": PAPER_MS.get(ranks), "times": times, **measure_plan(plan),
+                   "peak_rss_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024}
+            results.append(row)
+            print_row(row, args.link_gbps)
+    if args.json:
+        args.json.write_text(json.dumps({"arguments": vars(args) | {"json": str(args.json)},
+                                         "results": results}, indent=1))
+
+
+def print_row(row: dict, link_gbps: float) -> None:
+    parts = " ".join(f"{name} {t['median_ms']:.1f} ({t['p99_ms']:.1f})"
+                     for name, t in row["times"].items())
+    excess = " ".join(f"{phase} {value:.4f}" for phase, value in row["max_over_bound"].items())
+    busiest = max(row["busiest_send_bytes"], row["busiest_receive_bytes"])
+    print(f"  {row['scheme']:8s} ms: {parts}\n"
+          f"           max/bound: {excess}; moved {row['moved_bytes'] / row['ranks'] / 1e6:.2f} "
+          f"MB/rank, between nodes {row['internode_bytes'] / row['ranks'] / 1e6:.2f} MB/rank, "
+          f"busiest sends {row['busiest_send_bytes'] / 1e6:.1f} and receives "
+          f"{row['busiest_receive_bytes'] / 1e6:.1f} MB = {busiest * 8e-6 / link_gbps:.1f} ms; "
+          f"peak memory {row['peak_rss_mb']:.0f} MB")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,31 @@
+# Sourced by the launch scripts: what they have in common. Nothing here assumes a topology.
+# shellcheck shell=bash
+
+# GPUs of this machine; 1 rank on a machine without.
+gpus_here() {
+  local n
+  n=$( (nvidia-smi --list-gpus 2>/dev/null || true) | grep -c '^GPU' || true)
+  echo "$((n > 0 ? n : 1))"
+}
+
+# Network interface towards a host: the one gloo and NCCL's bootstrap should use.
+interface_to() {
+  local address
+  address=$(getent ahostsv4 "$1" | awk 'NR == 1 {print $1}')
+  [ -n "$address" ] || { echo "cannot resolve $1" >&2; return 1; }
+  ip -o route get "$address" | sed -n 's/.* dev \([^ ]*\).*/\1/p' | head -n 1
+}
+
+# NCCL and gloo, only where the caller did not say otherwise (see docs/scale.md for each).
+export_network_defaults() {
+  local interface
+  if [ -z "${NCCL_SOCKET_IFNAME:-}" ] && interface=$(interface_to "$1") && [ "$interface" != lo ]
+  then
+    export NCCL_SOCKET_IFNAME="$interface"
+    export GLOO_SOCKET_IFNAME="${GLOO_SOCKET_IFNAME:-$interface}"
+  fi
+  export NCCL_DEBUG="${NCCL_DEBUG:-WARN}"
+  export TORCH_NCCL_ASYNC_ERROR_HANDLING="${TORCH_NCCL_ASYNC_ERROR_HANDLING:-1}"
+  export PYTORCH_CUDA_ALLOC_CONF="${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True}"
+  export OMP_NUM_THREADS="${OMP_NUM_THREADS:-4}"
+}

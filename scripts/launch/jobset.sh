@@ -1,0 +1,70 @@
+#!/usr/bin/env bash
+# Prints a Kubernetes JobSet (jobset.x-k8s.io/v1alpha2) for a run:
+#
+#   IMAGE=registry/orchmllm NODES=320 scripts/launch/jobset.sh recipes/mllm84b.yaml \
+#     | kubectl apply -f -
+#
+# One pod per node. NAME (default orchmllm), GPUS per node (8), CLAIM: PersistentVolumeClaim with
+# data and runs, mounted at /workspace/data and /workspace/runs (orchmllm). Pods learn their place
+# from the JobSet: node rank from the completion index, node 0 from its stable host name.
+set -euo pipefail
+
+if [ $# -lt 1 ] || [ -z "${IMAGE:-}" ] || [ -z "${NODES:-}" ]; then
+  sed -n '2,9s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" >&2
+  exit 2
+fi
+recipe=$1
+shift
+name=${NAME:-orchmllm}
+gpus=${GPUS:-8}
+overrides=""
+for item in "$@"; do
+  overrides+=", \"${item//\"/\\\"}\""
+done
+cat <<YAML
+apiVersion: jobset.x-k8s.io/v1alpha2
+kind: JobSet
+metadata:
+  name: ${name}
+spec:
+  failurePolicy: {maxRestarts: 20}  # every start resumes from the newest sound checkpoint
+  network: {enableDNSHostnames: true}
+  replicatedJobs:
+    - name: node
+      replicas: 1
+      template:
+        spec:
+          parallelism: ${NODES}
+          completions: ${NODES}
+          completionMode: Indexed
+          backoffLimit: 0
+          template:
+            spec:
+              restartPolicy: Never
+              terminationGracePeriodSeconds: 300  # SIGTERM: the ranks save and leave
+              containers:
+                - name: ranks
+                  image: "${IMAGE}"
+                  workingDir: /workspace
+                  command: ["scripts/launch/torchrun.sh", "${recipe}"${overrides}]
+                  env:
+                    - {name: NNODES, value: "${NODES}"}
+                    - {name: NPROC, value: "${gpus}"}
+                    - {name: MASTER_ADDR, value: "${name}-node-0-0.${name}"}
+                    - {name: MASTER_PORT, value: "29500"}
+                    - name: NODE_RANK
+                      valueFrom:
+                        fieldRef:
+                          fieldPath: "metadata.annotations['batch.kubernetes.io/job-completion-index']"
+                  resources:
+                    limits: {nvidia.com/gpu: ${gpus}}
+                  volumeMounts:
+                    - {name: shared, mountPath: /workspace/data, subPath: data}
+                    - {name: shared, mountPath: /workspace/runs, subPath: runs}
+                    - {name: shm, mountPath: /dev/shm}
+              volumes:
+                - name: shared
+                  persistentVolumeClaim: {claimName: "${CLAIM:-orchmllm}"}
+                - name: shm
+                  emptyDir: {medium: Memory}
+YAML

@@ -1,0 +1,27 @@
+#!/usr/bin/env bash
+# One node of a run by torchrun; start it on every node.
+#
+#   scripts/launch/torchrun.sh recipes/mllm_1gpu.yaml                       # this machine alone
+#   MASTER_ADDR=node0 NNODES=4 NODE_RANK=$k scripts/launch/torchrun.sh recipes/mllm10b.yaml
+#
+# MASTER_ADDR, MASTER_PORT: where node 0 is reached. NPROC: ranks per node (default: its GPUs).
+# Further arguments are overrides of the recipe.
+set -euo pipefail
+here=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd)
+# shellcheck source=scripts/launch/common.sh
+. "$here/common.sh"
+
+[ $# -ge 1 ] || { sed -n '2,9s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" >&2; exit 2; }
+recipe=$1
+shift
+nodes=${NNODES:-1}
+ranks=${NPROC:-$(gpus_here)}
+address=${MASTER_ADDR:-localhost}
+export_network_defaults "$address"
+# A wrong number of ranks is answered here, once, before anything starts.
+python -m orchmllm.train --recipe "$recipe" --validate --world-size "$((nodes * ranks))" "$@"
+# After SIGTERM the ranks finish their step and save; torchrun would kill them after 30 s.
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT="${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-600}"
+exec torchrun --nnodes "$nodes" --node-rank "${NODE_RANK:-0}" --nproc-per-node "$ranks" \
+  --master-addr "$address" --master-port "${MASTER_PORT:-29500}" \
+  -m orchmllm.train --recipe "$recipe" --world-size "$((nodes * ranks))" "$@"

@@ -1,0 +1,140 @@
+"""Writes the reference pages that are made from the code: docs/recipe.md (every key of a recipe)
+and docs/metrics.md (every key of a row of metrics.jsonl), with its JSON Schema beside it.
+
+    python scripts/make_recipe_reference.py [--check]
+
+--check: writes nothing; exit code 1 if a page is not what would be written.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from orchmllm import strict_yaml
+from orchmllm.config import Recipe
+from orchmllm.log_schema import ROW_SCHEMA, SCHEMA_VERSION
+from orchmllm.schema import Key, Leaf, leaves, sections
+
+DOCS = Path(__file__).resolve().parent.parent / "docs"
+MADE = "<!-- Made by scripts/make_recipe_reference.py from the code: change that. -->\n"
+RECIPE_HEAD = """# Recipe
+
+A recipe is a YAML file of sections. Every key has a default except `data.path`; a value on the
+command line (`train.lr=1e-4`) replaces one of the file. Unknown keys are errors, and so are
+duplicate ones. All problems of a recipe are listed at once, each with its line, key, value and
+cure; the exit code is then 2.
+
+    python -m orchmllm.train --recipe R.yaml --validate       # check it, start nothing
+    python -m orchmllm.train --recipe R.yaml --print-config   # every key and where it comes from
+
+Numbers are those of YAML 1.2: `1e-4` is a number, while `010`, `1:30` and `2024-01-01` are text.
+The merged recipe of a run is saved as `recipe.yaml` in `run.dir` and can be used as a recipe.
+"""
+METRICS_HEAD = f"""# metrics.jsonl
+
+One JSON object a line, in `run.dir`, written by rank 0 as the run goes. `schema` is the version of
+the format, now {SCHEMA_VERSION}: it grows when a key changes its meaning or goes away. A number
+that is not finite is `null`. A run that resumes appends: where a step comes twice, the later row
+counts. The same as JSON Schema: [metrics.schema.json](metrics.schema.json).
+"""
+
+
+def recipe_page() -> str:
+    parts = [MADE, RECIPE_HEAD]
+    for where, cls in sections(Recipe):
+        keys = [leaf for leaf in leaves(cls, where) if leaf.path.rpartition(".")[0] == where]
+        if not where or not keys:
+            continue
+        parts += [f"## {where}\n", " ".join((cls.__doc__ or "").split()) + "\n",
+                  "| key | type | default | allowed | meaning |", "|---|---|---|---|---|"]
+        parts += [_row(leaf) for leaf in keys] + [""]
+        parts += _rules(cls)
+        for leaf in keys:
+            if leaf.item:
+                parts += [f"### {leaf.path}, each\n", " ".join(leaf.item.__doc__.split()) + "\n",
+                          "| key | type | default | allowed | meaning |", "|---|---|---|---|---|"]
+                parts += [_row(inner) for inner in leaves(leaf.item)] + [""]
+    return "\n".join(parts).rstrip() + "\n"
+
+
+def _row(leaf: Leaf) -> str:
+    kind = "list" if leaf.item else leaf.kind.__name__
+    shown = "required" if leaf.key.required else f"`{_yaml(leaf.default)}`"
+    return f"| `{leaf.path}` | {kind} | {shown} | {_allowed(leaf.key)} | {leaf.key.doc} |"
+
+
+def _yaml(value: object) -> str:
+    return strict_yaml.dump({"x": value})[3:].rstrip("\n")
+
+
+def _allowed(limits: Key) -> str:
+    if limits.choices:
+        return ", ".join(f"`{c}`" if c else "empty" for c in limits.choices)
+    return limits.bounds()
+
+
+def _rules(cls: type) -> list[str]:
+    """The docstring of a section's rules between keys, where it has one."""
+    doc = getattr(getattr(cls, "conflicts", None), "__doc__", None)
+    return [" ".join(doc.split()) + "\n"] if doc else []
+
+
+def metrics_page() -> str:
+    parts = [MADE, METRICS_HEAD]
+    for kind in ROW_SCHEMA["oneOf"]:
+        parts += [f"## {kind['title']}\n", kind["description"] + "\n",
+                  "| key | type | meaning |", "|---|---|---|"]
+        parts += _rows(kind, "")
+        parts.append("")
+    return "\n".join(parts).rstrip() + "\n"
+
+
+def _rows(schema: dict, where: str) -> list[str]:
+    lines = []
+    for name, value in schema["properties"].items():
+        optional = "" if name in schema["required"] else " (optional)"
+        lines.append(f"| `{where}{name}` | {_type(value)}{optional} | {value['description']} |")
+        if value.get("properties"):
+            first = next(iter(value["properties"]))
+            inner = value["properties"][first]
+            if inner.get("properties"):  # the same keys for every phase
+                lines += _rows(inner, f"{where}{name}.PHASE.")
+    return lines
+
+
+def _type(value: dict) -> str:
+    kind = value.get("type", "")
+    text = " or ".join(kind) if isinstance(kind, list) else kind
+    return f"{text} of {_type(value['items'])}" if "items" in value else text
+
+
+def pages() -> dict[str, str]:
+    """File name in docs/ -> text."""
+    return {"recipe.md": recipe_page(), "metrics.md": metrics_page(),
+            "metrics.schema.json": json.dumps(ROW_SCHEMA, indent=1) + "\n"}
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="only compare")
+    check = parser.parse_args(argv).check
+    stale = [name for name, text in pages().items()
+             if not (DOCS / name).is_file()
+             or (DOCS / name).read_text(encoding="utf-8") != text]
+    for name in stale:
+        if check:
+            print(f"docs/{name} is not what the code says: run "
+                  "python scripts/make_recipe_reference.py", file=sys.stderr)
+        else:
+            DOCS.mkdir(exist_ok=True)
+            (DOCS / name).write_text(pages()[name], encoding="utf-8")
+            print(f"written: docs/{name}")
+    return int(check and bool(stale))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
