@@ -15,7 +15,7 @@ demo: setup demo_data/data.jsonl
 	$(RUN) -m orchmllm.compare --recipe recipes/demo.yaml $(ARGS)
 
 test: setup-test
-	$(RUN) -m pytest -q $(ARGS)
+	$(RUN) -m pytest -q --session-timeout 3600 $(ARGS)
 
 bench: setup
 	@for script in scripts/bench_*.py; do \

@@ -68,6 +68,9 @@ def run_ranks(fn, num_ranks: int, *args, timeout_s: float = 60.0, **kwargs) -> l
                 if process.is_alive():
                     process.kill()
                     process.join()
+                process.close()
+            for pipe in pipes:
+                pipe.close()
 
 
 def _collect(ranks, pipes, deadline: float) -> list:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import os
 from collections import Counter
 
 import numpy as np
@@ -64,9 +66,25 @@ def test_every_row_once_an_epoch_in_another_order(name, folder):
         mine = said[s::4]
         size = len(set(mine))
         assert sorted(mine[:size]) == sorted(set(mine)) and mine[:size] != mine[size: 2 * size]
-    assert said != [answer(stream(folder, name, seed=1), i) for i in range(4 * ROWS)]
+    other = stream(folder, name, seed=1)
+    assert said != [answer(other, i) for i in range(4 * ROWS)]
     with pytest.raises(ValueError, match="a stream holds nothing out"):
         dataset.split(3)
+
+
+@pytest.mark.parametrize("name", PATHS)
+def test_a_dataset_that_is_dropped_closes_its_files(name, folder):
+    def open_files() -> int:
+        gc.collect()
+        return len(os.listdir("/proc/self/fd"))
+
+    answer(stream(folder, name), 0)
+    before = open_files()
+    for _ in range(5):
+        dataset = stream(folder, name)
+        answer(dataset, 0)
+        del dataset
+    assert open_files() <= before
 
 
 @pytest.mark.parametrize("name", PATHS)

@@ -68,18 +68,22 @@ def parse_json(data: bytes) -> dict:
 
 
 class _FileBytes:
-    """pread on a file that each process opens for itself: survives fork and spawn."""
+    """pread on a file: forks share it, a process that gets a pickle opens its own."""
 
     def __init__(self, path: Path) -> None:
-        self.path, self._fd, self._pid = path, -1, -1
+        self.path, self._fd = path, -1
 
     def read(self, offset: int, size: int) -> bytes:
-        if self._pid != os.getpid():
-            self._fd, self._pid = os.open(self.path, os.O_RDONLY), os.getpid()
+        if self._fd < 0:
+            self._fd = os.open(self.path, os.O_RDONLY)
         return os.pread(self._fd, size, offset)
 
     def __getstate__(self) -> dict:
-        return {"path": self.path, "_fd": -1, "_pid": -1}
+        return {"path": self.path, "_fd": -1}
+
+    def __del__(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
 
 
 class JsonRows:
