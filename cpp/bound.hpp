@@ -11,7 +11,7 @@ __extension__ typedef __int128 i128;  // T * num_ranks passes 2^63 when one item
 // The largest step up to 64 that at least 15 of 16 sampled weights are multiples of: areas of
 // images are multiples of a row of patches. Most loads can only be multiples of it.
 inline i64 common_step(View<i64> weight) {
-  constexpr std::size_t kSamples = 256;
+  constexpr std::size_t kSamples = 1024;
   const std::size_t stride = std::max<std::size_t>(1, weight.size / kSamples);
   const std::size_t seen = (weight.size + stride - 1) / stride;
   for (i64 step = 64; step > 1; --step) {

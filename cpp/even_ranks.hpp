@@ -163,7 +163,8 @@ class EvenRanks {
     List &from = lists_[at(a)], &to = lists_[at(b)];
     moved_.assign(from.begin(), from.end());
     moved_.insert(moved_.end(), to.begin(), to.end());
-    const i64 held = s_.load[at(a)];
+    i64 held = 0;  // not the load: a rank may have one beside its items
+    for (const Item& item : from) held += item.weight;
     if (!deal_.find(moved_, {held - window.high, held - window.low}, s_.budget, chosen_)) {
       return false;
     }

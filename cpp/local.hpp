@@ -6,7 +6,8 @@
 //    exact sums of items where possible and by swaps where not.
 // 3. even_ranks.hpp: ranks that are still above the cap trade with ranks of any node.
 //
-// If that misses the cap, nearby caps are tried, and a `greedy` assignment near the homes is used
+// Where the cap is no multiple of the step of most weights, lift.hpp comes first. If the cap is
+// missed, nearby caps are tried, and a `greedy` assignment near the homes is used
 // as another start: with a few items per rank it is sometimes the better one.
 #pragma once
 
@@ -14,6 +15,7 @@
 #include "even_nodes.hpp"
 #include "even_ranks.hpp"
 #include "greedy.hpp"
+#include "lift.hpp"
 #include "near_home.hpp"
 
 namespace orchmllm {
@@ -37,13 +39,17 @@ class LocalSearch {
   }
 
   void run() {
+    std::copy(p_.home.begin(), p_.home.end(), rank_of_);
+    high_ = max_load(rank_of_);
+    if (high_ <= p_.cap) return;
     exact_ = p_.cap <= lower_bound_load(p_.weight, p_.num_ranks);
+    if (tight(p_.cap)) start_lifted();
     i64 cap = tight(p_.cap) && exact_ ? above(p_.cap) : tight(p_.cap) ? p_.cap : below(p_.cap);
     i64 low = std::min(cap, p_.cap) - 1;  // not reached
     constexpr i64 kFine = 4000;  // nearer to the bound than this part of it is not worth a try
-    for (int attempt = 0; attempt < 8 && low < cap && cap < high_; ++attempt) {
+    for (int attempt = 0; attempt < 8 && high_ > p_.cap && low < cap && cap < high_; ++attempt) {
       try_cap(cap, p_.home, true);
-      if (high_ <= p_.cap || (exact_ && high_ - low <= p_.cap / kFine)) break;
+      if (exact_ && high_ - low <= p_.cap / kFine) break;
       if (!exact_ && tight(p_.cap) && high_ <= above(p_.cap)) break;  // the next load there is
       if (high_ > cap) low = std::max(low, cap);
       // A hair above what failed, if loads can be there; else halfway to what is reached.
@@ -61,23 +67,51 @@ class LocalSearch {
 
   bool few() const { return static_cast<i64>(p_.weight.size) < 16 * p_.num_ranks; }
 
+  i64 max_load(const i64* rank_of) const {
+    std::vector<i64> load(at(p_.num_ranks));
+    for (std::size_t i = 0; i < p_.weight.size; ++i) load[at(rank_of[i])] += p_.weight[i];
+    return *std::max_element(load.begin(), load.end());
+  }
+
   void try_cap(i64 cap, View<i64> home, bool between_nodes) {
     LocalProblem attempt = p_;
     attempt.cap = cap;
     attempt.home = home;
     attempt.tight = tight(cap);
-    attempt.walks = kWalks;
     attempt.exact = exact_;
     // Hopeless cases are frequent only when both the steps of the loads and the bound are in the way.
     attempt.budget = tight(cap) ? p_.budget / 6 : p_.budget / 3 * 2;
+    solve(attempt, order_, between_nodes);
+  }
+
+  void solve(LocalProblem& attempt, const std::vector<i32>& ascending, bool between_nodes) {
+    attempt.walks = kWalks;
     Placement placement(attempt, trial_.data());
-    if (between_nodes) EvenNodes(placement, order_);
-    EvenRanks(placement, order_);
+    if (between_nodes) EvenNodes(placement, ascending);
+    EvenRanks(placement, ascending);
     p_.budget -= attempt.budget - placement.budget.left;
-    const i64 reached = placement.max_load();
+    const i64 reached = max_load(trial_.data());
     if (reached < high_) {
       high_ = reached;
       std::copy(trial_.begin(), trial_.end(), rank_of_);
+    }
+  }
+
+  // Loads between multiples of the step (lift.hpp). At tolerance 0 the least cap for which that
+  // may be possible, then larger ones.
+  void start_lifted() {
+    const Remainders remainders(p_.weight, step_);
+    LocalProblem attempt = p_;
+    for (; attempt.cap < std::min(above(p_.cap), high_); ++attempt.cap) {
+      if (remainders.allow(attempt.cap, p_.num_ranks)) {
+        const Lift lift(attempt, step_);
+        if (lift.possible()) {
+          LocalProblem lifted = lift.problem();
+          lifted.budget = p_.budget / 3;
+          solve(lifted, order_ascending(lifted.weight), true);
+        }
+      }
+      if (!exact_) return;
     }
   }
 

@@ -12,6 +12,7 @@ struct LocalProblem {
   View<i64> weight;
   View<i64> home;       // rank from which moving an item costs nothing
   View<i64> move_cost;  // of moving an item between nodes; empty: its weight
+  View<i64> base;       // load of each rank beside the items; empty: none
   i64 num_ranks = 1;
   i64 ranks_per_node = 1;
   i64 cap = 0;         // no load may exceed it, if that is possible
@@ -42,6 +43,10 @@ struct Placement {
       rank_of[i] = p.home[i];
       load[at(p.home[i])] += p.weight[i];
       total += p.weight[i];
+    }
+    for (std::size_t r = 0; r < p.base.size; ++r) {
+      load[r] += p.base[r];
+      total += p.base[r];
     }
     typical = std::max<i64>(1, total / std::max<i64>(1, static_cast<i64>(p.weight.size)));
   }

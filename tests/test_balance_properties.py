@@ -27,10 +27,13 @@ def problems(draw, max_items: int = 120, max_ranks: int = 20):
     d = draw(st.integers(1, max_ranks))
     n = draw(st.integers(0, max_items))
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
-    kind = draw(st.sampled_from(["small", "lognormal", "steps", "huge", "two", "giant"]))
+    kind = draw(st.sampled_from(
+        ["small", "lognormal", "steps", "odd steps", "huge", "two", "giant"]))
     weight = {
         "small": lambda: rng.integers(0, 12, n), "lognormal": lambda: rng.lognormal(5, 1, n),
         "steps": lambda: rng.integers(1, 30, n) * 32 + (rng.random(n) < .05),
+        "odd steps": lambda: rng.integers(0, 30, n) * 32 + rng.integers(0, 32, n) * (
+            rng.random(n) < .05),
         "huge": lambda: rng.integers(0, 2**50, n), "two": lambda: rng.choice([100, 1500], n),
         "giant": lambda: np.where(np.arange(n) == n // 2, 10**6, rng.integers(0, 100, n)),
     }[kind]().astype(np.int64)
@@ -58,18 +61,32 @@ def test_local_equals_twin_and_moves_little(problem, tolerance, priced) -> None:
         assert np.array_equal(got, home)
 
 
+def images(model: str, d: int, batch_size: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    layout = sample_layout(model, num_ranks=d, batch_size=batch_size, seed=seed)
+    segments = layout.segments_of(VISION)
+    return layout.cost_len[segments], layout.rank_of_example[layout.example_of_segment[segments]]
+
+
+@pytest.mark.parametrize(("batch_size", "seed"), [(60, 8), (60, 14), (30, 7), (30, 11), (30, 12)])
+def test_loads_between_multiples_of_32_patches(batch_size, seed) -> None:
+    """Bound 448, where the mean is just above a multiple and the cap below the next one."""
+    d, (weight, home) = 512, images("10b", 512, batch_size, seed)
+    bound = core().lower_bound(weight, d)
+    for tolerance, excess in ((.001, .001), (0, .0006)):
+        got = core().local(weight, home, NOTHING, d, 8, load_cap(weight, d, tolerance))
+        assert bound <= loads(weight, got, d).max() <= load_cap(weight, d, excess)
+
+
 @pytest.mark.parametrize("tolerance", [0.0, .001])
 @pytest.mark.parametrize(("name", "d", "seed"), [
-    ("10b", 24, 0), ("18b", 24, 0), ("pareto", 48, 14), ("pareto", 48, 22), ("pareto", 64, 39)])
+    ("10b", 24, 0), ("10b", 24, 3), ("10b", 24, 9), ("10b", 32, 4), ("18b", 24, 0),
+    ("pareto", 48, 14), ("pareto", 48, 22), ("pareto", 64, 39)])
 def test_local_equals_its_twin_where_the_bound_is_hard(name, d, seed, tolerance) -> None:
-    """Images and heavy items, a few per rank: subset sums and walks are needed."""
-    share = 30
-    weight, home = synthetic_lengths("pareto", d * share, seed), np.arange(d * share) // share
-    if name != "pareto":
-        layout = sample_layout(name, num_ranks=d, batch_size=share, seed=seed)
-        segments = layout.segments_of(VISION)
-        weight = layout.cost_len[segments]
-        home = layout.rank_of_example[layout.example_of_segment[segments]]
+    """Images and heavy items, a few per rank: subset sums, walks and lifts are needed."""
+    if name == "pareto":
+        weight, home = synthetic_lengths("pareto", d * 30, seed), np.arange(d * 30) // 30
+    else:
+        weight, home = images(name, d, 30, seed)
     cap = load_cap(weight, d, tolerance)
     got = core().local(weight, home, NOTHING, d, 8, cap)
     assert np.array_equal(got, local(weight, home, NOTHING, d, 8, cap))

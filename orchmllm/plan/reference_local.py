@@ -10,6 +10,7 @@ import numpy as np
 
 from orchmllm.plan.reference import greedy, near_home
 from orchmllm.plan.reference_bound import common_step, lower_bound
+from orchmllm.plan.reference_lift import Lift, may_fit
 from orchmllm.plan.reference_pick import INFINITE, Budget, Item, Picker, Placement
 from orchmllm.plan.reference_ranks import EvenRanks
 
@@ -142,34 +143,47 @@ def local(
     width = num_ranks if ranks_per_node == 1 else min(ranks_per_node, num_ranks)
     step, n = common_step(weights), len(weights)
     mean = -(-sum(weights) // num_ranks)
-    best: list = [INFINITE, homes]
+    best: list = [max(_loads(weights, homes, num_ranks)), homes]
+    if best[0] <= cap:
+        return np.array(homes, np.int64)
     budget = max(20000000, 450 * n)
+    exact = cap <= lower_bound(weight, num_ranks)
 
     def tight(cap):
         return cap // step * step < mean
 
-    def attempt(target, start, between_nodes=True):
+    def solve(s, between_nodes=True):
         nonlocal budget
-        share = budget // 6 if tight(target) else budget // 3 * 2
-        s = Placement(weights, start, costs, num_ranks, width, target, tight(target), Budget(share),
-                      exact, max(1, gcd(*weights)))
+        budget -= s.budget.left
         if between_nodes:
             even_nodes(s)
         EvenRanks(s)
-        budget -= share - s.budget.left
-        if max(s.load) < best[0]:
-            best[:] = [max(s.load), s.rank_of]
+        budget += s.budget.left
+        reached = max(_loads(weights, s.rank_of, num_ranks))
+        if reached < best[0]:
+            best[:] = [reached, s.rank_of]
 
-    exact = cap <= lower_bound(weight, num_ranks)
+    def attempt(target, start, between_nodes=True):
+        share = budget // 6 if tight(target) else budget // 3 * 2
+        solve(Placement(weights, start, costs, num_ranks, width, target, tight(target),
+                        Budget(share), exact, max(1, gcd(*weights))), between_nodes)
+
+    if tight(cap):
+        for target in range(cap, cap // step * step + step if exact else cap + 1):
+            if target < best[0] and may_fit(weights, step, target, num_ranks):
+                lift = Lift(weights, homes, num_ranks, width, target, step)
+                if lift.possible:
+                    solve(Placement(lift.weight, lift.home, costs, num_ranks, width, lift.cap,
+                                    False, Budget(budget // 3), True, 1, lift.base))
     target = cap // step * step
     if tight(cap):
         target = target + step if exact else cap
     low = min(target, cap) - 1
     for _ in range(8):
-        if not low < target < best[0]:
+        if best[0] <= cap or not low < target < best[0]:
             break
         attempt(target, homes)
-        if best[0] <= cap or (exact and best[0] - low <= cap // 4000):
+        if exact and best[0] - low <= cap // 4000:
             break
         if not exact and tight(cap) and best[0] <= cap // step * step + step:
             break
@@ -184,3 +198,10 @@ def local(
         attempt(cap, [int(rank_of_batch[b]) if w else h
                       for b, w, h in zip(batch, weights, homes, strict=True)], False)
     return np.array(best[1], np.int64)
+
+
+def _loads(weights: list[int], rank_of: list[int], num_ranks: int) -> list[int]:
+    load = [0] * num_ranks
+    for weight, rank in zip(weights, rank_of, strict=True):
+        load[rank] += weight
+    return load

@@ -42,17 +42,18 @@ class Placement:
     budget: Budget
     exact: bool = False  # the cap is the lower bound
     unit: int = 1  # all weights are multiples of it
+    base: list[int] | None = None  # load of each rank beside the items
     rank_of: list[int] = field(init=False)
     send_limit: int = 0
     receive_limit: int = INFINITE
 
     def __post_init__(self) -> None:
         self.rank_of = list(self.home)
-        self.load = [0] * self.num_ranks
+        self.load = list(self.base or [0] * self.num_ranks)
         self.sent, self.received = [0] * self.num_ranks, [0] * self.num_ranks
         for weight, rank in zip(self.weight, self.home, strict=True):
             self.load[rank] += weight
-        self.total = sum(self.weight)
+        self.total = sum(self.load)
         self.typical = max(1, self.total // max(1, len(self.weight)))
         self.ascending = sorted(range(len(self.weight)), key=lambda i: (self.weight[i], i))
 

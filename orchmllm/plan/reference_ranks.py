@@ -96,8 +96,9 @@ class EvenRanks:
                 return True
         elif level in (2, 6):
             apart = a // s.width != b // s.width
+            held = sum(weight for weight, _ in self.lists[a])
             return apart == (level == 6) and (s.exact or not apart) and self.deal(
-                a, b, s.load[a] - high, s.load[a] - low)
+                a, b, held - high, held - low)
         elif level >= 4:
             low = (min(need, room) + 1) // 2 if level == 4 else 1
         for search in ((self.swap,), (self.uneven,), (), (self.double,), (self.swap, self.uneven),
