@@ -1,12 +1,12 @@
 // `local` where nearly all weights are multiples of a step and the cap is not.
 //
-// Most loads can then only be multiples of the step, and if the mean is above the last multiple B
-// under the cap, some ranks must end between B and the cap: those with items whose weights are not
-// multiples. Such an item with a remainder up to cap - B is left where it is, or moved inside its
-// node, so that the remainders on a rank sum to cap - B at most, and counts without its remainder.
-// Two with larger remainders that make one so small are put together; others count as the next
-// multiple. Every assignment with loads <= B of these multiples has loads <= cap of the real
-// weights. Counted in steps, exact sums of multiples are easy to find.
+// Most loads can then only be multiples of the step, up to the last one B under the cap. What is
+// between B and the cap is of use to ranks with items whose weights are not multiples, and if the
+// mean is above B some ranks must end there. Such an item with a remainder up to cap - B is left
+// where it is, or moved inside its node, so that the remainders on a rank sum to cap - B at most,
+// and counts without its remainder. Two with larger remainders that make one so small are put
+// together; others count as the next multiple. Every assignment with loads <= B of these multiples
+// has loads <= cap of the real weights. Counted in steps, exact sums of multiples are easy to find.
 #pragma once
 
 #include <array>

@@ -7,8 +7,8 @@
 // 3. even_ranks.hpp: ranks that are still above the cap trade with ranks of any node.
 //
 // Where the cap is no multiple of the step of most weights, lift.hpp comes first. If the cap is
-// missed, nearby caps are tried, and a `greedy` assignment near the homes is used
-// as another start: with a few items per rank it is sometimes the better one.
+// missed, nearby caps are tried, and a `greedy` assignment near the homes is used as another start:
+// with a few items per rank it is sometimes the better one.
 #pragma once
 
 #include "bound.hpp"
@@ -25,7 +25,6 @@ class LocalSearch {
   LocalSearch(const LocalProblem& problem, i64* rank_of)
       : p_(problem),
         rank_of_(rank_of),
-        order_(order_ascending(problem.weight)),
         trial_(problem.weight.size),
         step_(common_step(problem.weight)) {
     if (p_.ranks_per_node == 1) p_.ranks_per_node = p_.num_ranks;  // every move is between nodes
@@ -43,7 +42,7 @@ class LocalSearch {
     high_ = max_load(rank_of_);
     if (high_ <= p_.cap) return;
     exact_ = p_.cap <= lower_bound_load(p_.weight, p_.num_ranks);
-    if (tight(p_.cap)) start_lifted();
+    if (step_ > 1 && (!exact_ || tight(p_.cap))) start_lifted();
     i64 cap = tight(p_.cap) && exact_ ? above(p_.cap) : tight(p_.cap) ? p_.cap : below(p_.cap);
     i64 low = std::min(cap, p_.cap) - 1;  // not reached
     constexpr i64 kFine = 4000;  // nearer to the bound than this part of it is not worth a try
@@ -81,6 +80,7 @@ class LocalSearch {
     attempt.exact = exact_;
     // Hopeless cases are frequent only when both the steps of the loads and the bound are in the way.
     attempt.budget = tight(cap) ? p_.budget / 6 : p_.budget / 3 * 2;
+    if (order_.empty()) order_ = order_ascending(p_.weight);
     solve(attempt, order_, between_nodes);
   }
 
@@ -130,7 +130,7 @@ class LocalSearch {
 
   LocalProblem p_;
   i64* rank_of_;
-  std::vector<i32> order_;
+  std::vector<i32> order_;  // made when it is needed: a lift has its own
   std::vector<i64> trial_;
   i64 step_, unit_ = 0, mean_ = 0;
   bool exact_ = false;  // tolerance 0: as near to the bound as possible

@@ -168,7 +168,7 @@ def local(
         solve(Placement(weights, start, costs, num_ranks, width, target, tight(target),
                         Budget(share), exact, max(1, gcd(*weights))), between_nodes)
 
-    if tight(cap):
+    if step > 1 and (not exact or tight(cap)):
         for target in range(cap, cap // step * step + step if exact else cap + 1):
             if target < best[0] and may_fit(weights, step, target, num_ranks):
                 lift = Lift(weights, homes, num_ranks, width, target, step)
