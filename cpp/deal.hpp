@@ -19,7 +19,8 @@ class Deal {
     const std::size_t high = static_cast<std::size_t>(window.high / unit_);
     const std::size_t words = high / 64 + 1;
     if (!budget.spend(pool.size() * words / 4)) return false;  // four words at a time
-    sums_.assign((pool.size() + 1) * words, 0);
+    if (sums_.size() < (pool.size() + 1) * words) sums_.resize((pool.size() + 1) * words);
+    std::fill_n(sums_.begin(), words, 0);  // every later row is written as a whole
     sums_[0] = 1;
     for (std::size_t k = 0; k < pool.size(); ++k) add(k, words, pool[k].weight / unit_);
     std::size_t sum = static_cast<std::size_t>((window.low + unit_ - 1) / unit_);
@@ -43,13 +44,12 @@ class Deal {
   void add(std::size_t k, std::size_t words, i64 weight) {
     const u64* from = sums_.data() + k * words;
     u64* to = sums_.data() + (k + 1) * words;
-    std::copy(from, from + words, to);
-    const std::size_t skip = static_cast<std::size_t>(weight) / 64;
+    const std::size_t skip = std::min(words, static_cast<std::size_t>(weight) / 64);
     const unsigned shift = static_cast<unsigned>(weight % 64);
-    for (std::size_t i = skip; i < words; ++i) {
-      to[i] |= from[i - skip] << shift;
-      if (shift > 0 && i > skip) to[i] |= from[i - skip - 1] >> (64 - shift);
-    }
+    std::copy(from, from + words, to);
+    for (std::size_t i = skip; i < words; ++i) to[i] |= from[i - skip] << shift;
+    if (shift == 0) return;
+    for (std::size_t i = skip + 1; i < words; ++i) to[i] |= from[i - skip - 1] >> (64 - shift);
   }
 
   i64 unit_;

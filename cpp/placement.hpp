@@ -80,8 +80,8 @@ struct ReceiveRule {
   const Placement& placement;
   i64 rank;
   bool admits(const Item& item) const {
-    return !placement.foreign(item, rank) ||
-           item.weight <= placement.receive_limit - placement.received[at(rank)];
+    return item.weight <= placement.receive_limit - placement.received[at(rank)] ||
+           !placement.foreign(item, rank);  // last: it divides
   }
   void take(const Item&) {}
 };
