@@ -66,12 +66,12 @@ class EvenRanks {
     const i64 first = a - a % p_.ranks_per_node;
     const i64 width = std::min(p_.ranks_per_node, p_.num_ranks - first);
     const Window window{1, load_a - p_.cap};
-    const auto any = [](const Item&, const Item&) { return true; };
+    const AnyItem any;
     for (i64 k = 0; k < width; ++k) {
       const i64 b = first + turn_++ % width;
       Trade trade;
       if (b == a || s_.load[at(b)] > p_.cap ||
-          !find_swap(lists_[at(a)], lists_[at(b)], window, any, s_.budget, trade)) {
+          !find_swap(lists_[at(a)], lists_[at(b)], window, any, any, s_.budget, trade)) {
         continue;
       }
       const Load was_a{s_.load[at(a)], a}, was_b{s_.load[at(b)], b};
@@ -144,13 +144,13 @@ class EvenRanks {
     } else if (level >= kHalf) {
       window.low = level == kHalf ? (std::min(need, room) + 1) / 2 : 1;
     }
-    const auto admit = [&](const Item& out, const Item&) { return ReceiveRule{s_, b}.admits(out); };
+    const ReceiveRule out{s_, b}, back{s_, a};
     Trade trade;
-    if ((level == kGive && find_swap(from, to, window, admit, s_.budget, trade)) ||
-        (level == kUneven && find_uneven_swap(from, to, window, admit, s_.budget, trade)) ||
-        (level == kDouble && find_double_swap(from, to, window, admit, s_.budget, trade)) ||
-        (level >= kHalf && (find_swap(from, to, window, admit, s_.budget, trade) ||
-                            find_uneven_swap(from, to, window, admit, s_.budget, trade)))) {
+    if ((level == kGive && find_swap(from, to, window, out, back, s_.budget, trade)) ||
+        (level == kUneven && find_uneven_swap(from, to, window, out, back, s_.budget, trade)) ||
+        (level == kDouble && find_double_swap(from, to, window, out, back, s_.budget, trade)) ||
+        (level >= kHalf && (find_swap(from, to, window, out, back, s_.budget, trade) ||
+                            find_uneven_swap(from, to, window, out, back, s_.budget, trade)))) {
       apply(trade, a, b);
       return true;
     }
@@ -175,7 +175,7 @@ class EvenRanks {
 
   bool bulk_swap(i64 a, i64 b, Window window) {
     moved_.clear();
-    ReceiveRule rule{s_, a};
+    const ReceiveRule rule{s_, a};
     const std::size_t heavy = find_bulk_swap(lists_[at(a)], lists_[at(b)], window, s_.typical, rule,
                                              s_.budget, moved_);
     if (heavy == kNone) return false;

@@ -74,11 +74,14 @@ struct Placement {
 struct ReceiveRule {
   const Placement& placement;
   i64 rank;
-  bool admits(const Item& item) const {
-    return !placement.foreign(item, rank) ||
-           item.weight <= placement.receive_limit - placement.received[at(rank)];
+  i64 taken = 0;  // of other nodes, not moved yet
+  i64 counted(const Item& item) const { return placement.foreign(item, rank) ? item.weight : 0; }
+  i64 room() const {
+    return std::max<i64>(0, placement.receive_limit - placement.received[at(rank)] - taken);
   }
-  void take(const Item&) {}
+  bool admits(const Item& item) const { return counted(item) <= room(); }
+  bool admits_both(const Item& a, const Item& b) const { return counted(a) + counted(b) <= room(); }
+  void take(const Item& item) { taken += counted(item); }
 };
 
 }  // namespace orchmllm

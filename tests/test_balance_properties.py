@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from orchmllm.plan import reference
 from orchmllm.plan.balance import OPTIONS, assign_microsteps, balance, core, load_cap
-from orchmllm.plan.layout import VISION
+from orchmllm.plan.layout import AUDIO, VISION
 from orchmllm.plan.reference_bound import lower_bound
 from orchmllm.plan.reference_local import local
 from orchmllm.workload import SYNTHETIC, sample_layout, synthetic_lengths
@@ -207,6 +207,26 @@ def test_local_moves_little_between_nodes() -> None:
     moved = int(weight[rank_of // 8 != home // 8].sum())
     least = np.maximum(0, loads(weight, home // 8, 16) - 8 * load_cap(weight, 128, .001)).sum()
     assert moved <= 1.1 * least
+
+
+@pytest.mark.parametrize(("ranks", "seed", "audio"),
+                         [(256, 4, True), (512, 1, True), (512, 5, False)])
+def test_local_shares_what_nodes_send_and_receive(ranks: int, seed: int, audio: bool) -> None:
+    """Two items for or from one rank are within its limit together, not only each alone: the
+    busiest rank was at 1.18 to 1.76 of an even share of the largest surplus."""
+    layout = sample_layout("10b", num_ranks=ranks, batch_size=60, seed=seed)
+    weight, home = layout.tokens_per_example, layout.rank_of_example
+    if audio:
+        segments = layout.segments_of(AUDIO)
+        weight = layout.cost_len[segments]
+        home = home[layout.example_of_segment[segments]]
+    cap = load_cap(weight, ranks, .001)
+    rank_of = balance(weight, num_ranks=ranks, policy="local", tolerance=.001, home=home)
+    moved = rank_of // 8 != home // 8
+    busiest = max(loads(weight[moved], side[moved], ranks).max() for side in (home, rank_of))
+    surplus = loads(weight, home // 8, ranks // 8).max() - 8 * cap
+    assert loads(weight, rank_of, ranks).max() <= cap
+    assert busiest <= 1.15 * surplus / 8
 
 
 @thorough

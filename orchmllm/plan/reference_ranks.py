@@ -5,13 +5,18 @@ from __future__ import annotations
 
 from bisect import insort
 
-from orchmllm.plan.reference_pick import INFINITE, Item, Picker, Placement, at_least, find_pair
+from orchmllm.plan.reference_pick import (
+    INFINITE,
+    AnyItem,
+    Item,
+    Picker,
+    Placement,
+    ReceiveRule,
+    at_least,
+    find_pair,
+)
 
 WALKS = 400
-
-
-def nothing(_item) -> None:
-    """`took` of a rule without memory."""
 
 
 class EvenRanks:
@@ -54,7 +59,7 @@ class EvenRanks:
             b = self.next_of(node)
             if b == a or s.load[b] > s.cap:
                 continue
-            trade = self.swap(self.lists[a], self.lists[b], 1, need, lambda item: True)
+            trade = self.swap(self.lists[a], self.lists[b], 1, need, AnyItem(), AnyItem())
             if trade:
                 self.apply(trade, a, b)
                 return True
@@ -88,7 +93,7 @@ class EvenRanks:
         if level == 0:
             moved: list[Item] = []
             picker = Picker(self.lists[a], low, high, s.budget, moved)
-            picker.take_sum(s.typical, lambda item: s.may_receive(item, b), nothing)
+            picker.take_sum(s.typical, ReceiveRule(s, b))
             low, high, progress = picker.low, picker.high, bool(moved)
             for item in moved:
                 self.put(item, b)
@@ -103,7 +108,7 @@ class EvenRanks:
         for search in ((self.swap,), (self.uneven,), (), (self.double,), (self.swap, self.uneven),
                        (self.swap, self.uneven))[level]:
             trade = search(self.lists[a], self.lists[b], low, high,
-                           lambda item: s.may_receive(item, b))
+                           ReceiveRule(s, b), ReceiveRule(s, a))
             if trade:
                 self.apply(trade, a, b)
                 return True
@@ -139,43 +144,47 @@ class EvenRanks:
             self.put(item, a if stays else b)
         return True
 
-    def swap(self, x, y, low, high, admits):
+    # Of x and y may go what the rules `out` and `back` admit.
+
+    def swap(self, x, y, low, high, out, back):
         if not self.s.budget.spend(len(x) + len(y)):
             return None
-        for j, back in enumerate(y):
-            i = at_least(x, back[0] + low)
+        for j, item in enumerate(y):
+            i = at_least(x, item[0] + low)
             if i == len(x):
                 return None
-            if x[i][0] <= back[0] + high and admits(x[i]):
+            if x[i][0] <= item[0] + high and out.admits(x[i]) and back.admits(item):
                 return [i], [j]
         return None
 
-    def uneven(self, x, y, low, high, admits):
-        for j, back in enumerate(y):
+    def uneven(self, x, y, low, high, out, back):
+        for j, item in enumerate(y):
             if not self.s.budget.spend(len(x)):
                 break
-            pair = find_pair(x, low + back[0], high + back[0], admits)
+            pair = back.admits(item) and find_pair(x, low + item[0], high + item[0], out)
             if pair:
                 return list(pair), [j]
-        for i, out in enumerate(x):
+        for i, item in enumerate(x):
             if not self.s.budget.spend(len(y)):
                 break
-            if out[0] - low < 0:
+            if item[0] - low < 0 or not out.admits(item):
                 continue
-            pair = find_pair(y, out[0] - high, out[0] - low, lambda _, out=out: admits(out))
+            pair = find_pair(y, item[0] - high, item[0] - low, back)
             if pair:
                 return [i], list(pair)
         return None
 
-    def double(self, x, y, low, high, admits):
+    def double(self, x, y, low, high, out, back):
         sweeps = 0
         for j in range(1, len(y)):
             for k in range(j):
                 sweeps += 1
                 if sweeps > 200 or not self.s.budget.spend(len(x)):
                     return None
+                if not back.admits_both(y[k], y[j]):
+                    continue
                 both = y[j][0] + y[k][0]
-                pair = find_pair(x, low + both, high + both, admits)
+                pair = find_pair(x, low + both, high + both, out)
                 if pair:
                     return list(pair), [k, j]
         return None
@@ -189,7 +198,7 @@ class EvenRanks:
                 continue
             back: list[Item] = []
             picker = Picker(y, x[i][0] - high, x[i][0] - low, s.budget, back)
-            picker.take_sum(s.typical, lambda item: s.may_receive(item, a), nothing)
+            picker.take_sum(s.typical, ReceiveRule(s, a))
             if picker.done:
                 heavy = x.pop(i)
                 for item in back:
