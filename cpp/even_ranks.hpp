@@ -23,6 +23,7 @@ class EvenRanks {
     }
     bool done = true;
     for (i64 node = 0; node < s_.num_nodes; ++node) {
+      if (p_.exact) settle_heavy(s_.first_rank(node), s_.end_rank(node));
       done = even(s_.first_rank(node), s_.end_rank(node)) && done;
     }
     s_.receive_limit = std::numeric_limits<i64>::max();  // a fuller rank costs more than a receive
@@ -35,6 +36,56 @@ class EvenRanks {
 
   // The searches of a higher level are dearer and only used when the lower ones find nothing.
   enum Level { kGive, kUneven, kDeal, kDouble, kHalf, kAnything, kFar, kLevels };
+
+  // With a heavy item a rank has room for at most one other, and wastes what is left beside that. At
+  // tolerance 0 such ranks are settled first, as the lower bound assumes: in ascending order of the
+  // room beside the heavy item, each gets the heaviest that fits and passes the rest on.
+  void settle_heavy(i64 begin, i64 end) {
+    std::vector<Load> heavy;  // (room beside the heaviest item, rank)
+    std::vector<i64> others;
+    bool full = false;
+    for (i64 r = begin; r < end; ++r) {
+      const List& list = lists_[at(r)];
+      full = full || s_.load[at(r)] > p_.cap;
+      const i64 room = list.empty() ? p_.cap : p_.cap - list.back().weight;
+      if (!list.empty() && room < 2 * lightest_) {
+        heavy.emplace_back(room, r);
+      } else {
+        others.push_back(r);
+      }
+    }
+    if (!full || others.empty()) return;
+    std::sort(heavy.begin(), heavy.end());
+    for (const auto& [room, rank] : heavy) {
+      if (s_.budget.spend(others.size())) settle(rank, room, others);
+    }
+  }
+
+  void settle(i64 rank, i64 room, const std::vector<i64>& others) {
+    const Item heaviest = remove_at(lists_[at(rank)], lists_[at(rank)].size() - 1);
+    i64 owner = rank, target = others.front();
+    i64 beside = heaviest_fitting(rank, room);
+    for (const i64 r : others) {
+      if (s_.load[at(r)] < s_.load[at(target)]) target = r;
+      const i64 weight = heaviest_fitting(r, room);
+      if (weight > beside) beside = weight, owner = r;
+    }
+    const i64 rest = s_.load[at(rank)] - heaviest.weight - (owner == rank ? beside : 0);
+    if (s_.load[at(target)] + rest <= std::max(p_.cap, s_.load[at(rank)])) {  // the largest load
+      moved_.clear();                                                         // does not grow
+      if (beside > 0) moved_.push_back(remove_at(lists_[at(owner)], fitting(owner, room) - 1));
+      for (const Item& item : lists_[at(rank)]) put(item, target);
+      lists_[at(rank)].clear();
+      for (const Item& item : moved_) put(item, rank);
+    }
+    put(heaviest, rank);
+  }
+
+  std::size_t fitting(i64 rank, i64 room) const { return first_at_least(lists_[at(rank)], room + 1); }
+  i64 heaviest_fitting(i64 rank, i64 room) const {
+    const std::size_t count = fitting(rank, room);
+    return count > 0 ? lists_[at(rank)][count - 1].weight : 0;
+  }
 
   // Ranks [begin, end) trade until none is above the cap: the fullest with one of the emptiest.
   // Returns false when nothing helps any more. Every step lowers the sum of what is above the cap.
@@ -101,15 +152,16 @@ class EvenRanks {
     ranked_.insert(std::upper_bound(ranked_.begin(), ranked_.end(), entry), entry);
   }
 
-  // A rank with one item and no room for the lightest is no partner.
+  // A rank with one item and no room for the lightest is no partner; with two, only for a swap.
   bool step(Level level) {
+    const std::size_t few = level == kDeal || level == kDouble || level == kFar ? 2 : 1;
     std::size_t partners = level == kUneven ? 8 : level == kDeal || level == kDouble || level == kFar
                                ? 3 : 16;
     const auto [load_a, a] = ranked_.back();
     for (std::size_t k = 0; partners > 0 && k + 1 < ranked_.size() && ranked_[k].first < p_.cap;
          ++k) {
       const i64 b = ranked_[k].second;
-      if (lists_[at(b)].size() == 1 && p_.cap - ranked_[k].first < lightest_) continue;
+      if (lists_[at(b)].size() <= few && p_.cap - ranked_[k].first < lightest_) continue;
       --partners;
       if (!relieve(a, b, level)) continue;
       ranked_.pop_back();

@@ -31,11 +31,47 @@ class EvenRanks:
                 self.lists[s.rank_of[i]].append((s.weight[i], i))
         self.lightest = min((w for w in s.weight if w > 0), default=0)
         self.walks = self.turn = 0
-        done = [self.even(s.ranks(node)) for node in s.nodes]
+        done = []
+        for node in s.nodes:
+            if s.exact:
+                self.settle_heavy(s.ranks(node))
+            done.append(self.even(s.ranks(node)))
         s.receive_limit = INFINITE
         self.walks = WALKS
         if not all(done):
             self.even(range(s.num_ranks))
+
+    def settle_heavy(self, ranks: range) -> None:
+        """Ranks with room for one item at most beside their heaviest get the best one first."""
+        s = self.s
+        heavy = sorted((s.cap - self.lists[r][-1][0], r) for r in ranks
+                       if self.lists[r] and s.cap - self.lists[r][-1][0] < 2 * self.lightest)
+        others = sorted(set(ranks) - {r for _, r in heavy})
+        if not others or all(s.load[r] <= s.cap for r in ranks):
+            return
+        for room, r in heavy:
+            if s.budget.spend(len(others)):
+                self.settle(r, room, others)
+
+    def settle(self, rank: int, room: int, others: list[int]) -> None:
+        s = self.s
+
+        def beside(r):
+            return max((item for item in self.lists[r] if item[0] <= room), default=(0, -1))
+
+        heaviest = self.lists[rank].pop()
+        owner = max([rank, *others], key=lambda r: beside(r)[0])
+        item, target = beside(owner), min(others, key=lambda r: s.load[r])
+        rest = s.load[rank] - heaviest[0] - (item[0] if owner == rank else 0)
+        if s.load[target] + rest <= max(s.cap, s.load[rank]):
+            if item[0]:
+                self.lists[owner].remove(item)
+            passed_on, self.lists[rank] = self.lists[rank], []
+            for other in passed_on:
+                self.put(other, target)
+            if item[0]:
+                self.put(item, rank)
+        self.put(heaviest, rank)
 
     def even(self, ranks: range) -> bool:
         s = self.s
@@ -77,8 +113,9 @@ class EvenRanks:
 
     def step(self, ranked: list[tuple[int, int]], level: int) -> bool:
         s, limit = self.s, (16, 8, 3, 3, 16, 16, 3)[level]
+        few = (1, 1, 2, 2, 1, 1, 2)[level]
         partners = [b for load, b in ranked[:-1] if load < s.cap
-                    and (len(self.lists[b]) != 1 or s.cap - load >= self.lightest)]
+                    and (len(self.lists[b]) > few or s.cap - load >= self.lightest)]
         return any(self.relieve(ranked[-1][1], b, level) for b in partners[:limit])
 
     def put(self, item: Item, rank: int) -> None:
