@@ -11,7 +11,8 @@ namespace orchmllm {
 class EvenRanks {
  public:
   EvenRanks(Placement& placement, const std::vector<i32>& ascending)
-      : s_(placement), p_(placement.problem), deal_(p_.unit), lists_(at(p_.num_ranks)) {
+      : s_(placement), p_(placement.problem), half_(s_.budget.left / 2), deal_(p_.unit),
+        lists_(at(p_.num_ranks)) {
     std::vector<std::size_t> count(lists_.size(), 8);  // a few more than there are: some arrive
     for (std::size_t i = 0; i < p_.weight.size; ++i) ++count[at(s_.rank_of[i])];
     for (std::size_t r = 0; r < lists_.size(); ++r) lists_[r].reserve(count[r]);
@@ -34,8 +35,11 @@ class EvenRanks {
  private:
   using Load = std::pair<i64, i64>;  // (load, rank)
 
-  // The searches of a higher level are dearer and only used when the lower ones find nothing.
+  // The searches of a higher level are dearer and only used when the lower ones find nothing. kFar
+  // is quick, but moves most between nodes: last while there is time, early once half is spent.
   enum Level { kGive, kUneven, kDeal, kDouble, kHalf, kAnything, kFar, kLevels };
+  static constexpr Level kThorough[] = {kGive, kUneven, kDeal, kDouble, kHalf, kAnything, kFar};
+  static constexpr Level kHurried[] = {kGive, kUneven, kDeal, kFar, kDouble, kHalf, kAnything};
 
   // With a heavy item a rank has room for at most one other, and wastes what is left beside that. At
   // tolerance 0 such ranks are settled first, as the lower bound assumes: in ascending order of the
@@ -48,7 +52,7 @@ class EvenRanks {
       const List& list = lists_[at(r)];
       full = full || s_.load[at(r)] > p_.cap;
       const i64 room = list.empty() ? p_.cap : p_.cap - list.back().weight;
-      if (!list.empty() && room < 2 * lightest_) {
+      if (!list.empty() && room - lightest_ < lightest_) {
         heavy.emplace_back(room, r);
       } else {
         others.push_back(r);
@@ -61,6 +65,7 @@ class EvenRanks {
     }
   }
 
+  // Skipped where the emptiest rank cannot take what is passed on without becoming the fullest.
   void settle(i64 rank, i64 room, const std::vector<i64>& others) {
     const Item heaviest = remove_at(lists_[at(rank)], lists_[at(rank)].size() - 1);
     i64 owner = rank, target = others.front();
@@ -71,8 +76,8 @@ class EvenRanks {
       if (weight > beside) beside = weight, owner = r;
     }
     const i64 rest = s_.load[at(rank)] - heaviest.weight - (owner == rank ? beside : 0);
-    if (s_.load[at(target)] + rest <= std::max(p_.cap, s_.load[at(rank)])) {  // the largest load
-      moved_.clear();                                                         // does not grow
+    if (s_.load[at(target)] + rest <= std::max(p_.cap, s_.load[at(rank)])) {
+      moved_.clear();
       if (beside > 0) moved_.push_back(remove_at(lists_[at(owner)], fitting(owner, room) - 1));
       for (const Item& item : lists_[at(rank)]) put(item, target);
       lists_[at(rank)].clear();
@@ -81,7 +86,11 @@ class EvenRanks {
     put(heaviest, rank);
   }
 
-  std::size_t fitting(i64 rank, i64 room) const { return first_at_least(lists_[at(rank)], room + 1); }
+  // Number of items of a rank, the lightest first, that fit alone.
+  std::size_t fitting(i64 rank, i64 room) const {
+    return first_at_least(lists_[at(rank)], room + 1);
+  }
+
   i64 heaviest_fitting(i64 rank, i64 room) const {
     const std::size_t count = fitting(rank, room);
     return count > 0 ? lists_[at(rank)][count - 1].weight : 0;
@@ -102,9 +111,8 @@ class EvenRanks {
     while (ranked_.back().first > p_.cap) {
       bool progress = false;
       const int levels = s_.budget.left >= 0 ? kLevels : kGive + 1;
-      for (int level = kGive; level < levels && !progress; ++level) {
-        progress = step(static_cast<Level>(level));
-      }
+      const Level* order = s_.budget.left < half_ ? kHurried : kThorough;
+      for (int k = 0; k < levels && !progress; ++k) progress = step(order[k]);
       if (!progress && !(walks_-- > 0 && walk())) return false;
     }
     return true;
@@ -255,7 +263,7 @@ class EvenRanks {
 
   Placement& s_;
   const LocalProblem& p_;
-  i64 lightest_ = 0, waste_ = 0, walks_ = 0, turn_ = 0;
+  i64 half_, lightest_ = 0, waste_ = 0, walks_ = 0, turn_ = 0;
   Deal deal_;
   std::vector<char> chosen_;
   std::vector<List> lists_;

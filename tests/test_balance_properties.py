@@ -58,18 +58,34 @@ def test_local_equals_twin_and_moves_little(problem, tolerance, priced) -> None:
         assert np.array_equal(got, home)
 
 
+def hard_problem(name: str, d: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Weights and homes: heavy items, or the images of a model, at 30 examples per rank."""
+    share = 30
+    if name == "pareto":
+        return synthetic_lengths("pareto", d * share, seed), np.arange(d * share) // share
+    layout = sample_layout(name, num_ranks=d, batch_size=share, seed=seed)
+    segments = layout.segments_of(VISION)
+    return (layout.cost_len[segments],
+            layout.rank_of_example[layout.example_of_segment[segments]])
+
+
+@pytest.mark.parametrize(("name", "d", "seed"), [
+    ("pareto", 2560, 0), ("pareto", 2560, 2), ("84b", 1536, 7)])
+def test_local_reaches_the_bound_where_it_is_hard(name, d, seed) -> None:
+    """Heavy items need the right companions; many ranks with images, more than half the budget."""
+    weight, home = hard_problem(name, d, seed)
+    bound = core().lower_bound(weight, d)
+    got = core().local(weight, home, NOTHING, d, 8, bound)
+    assert loads(weight, got, d).max() == bound
+    assert np.array_equal(got, local(weight, home, NOTHING, d, 8, bound))
+
+
 @pytest.mark.parametrize("tolerance", [0.0, .001])
 @pytest.mark.parametrize(("name", "d", "seed"), [
     ("10b", 24, 0), ("18b", 24, 0), ("pareto", 48, 14), ("pareto", 48, 22), ("pareto", 64, 39)])
 def test_local_equals_its_twin_where_the_bound_is_hard(name, d, seed, tolerance) -> None:
     """Images and heavy items, a few per rank: subset sums and walks are needed."""
-    share = 30
-    weight, home = synthetic_lengths("pareto", d * share, seed), np.arange(d * share) // share
-    if name != "pareto":
-        layout = sample_layout(name, num_ranks=d, batch_size=share, seed=seed)
-        segments = layout.segments_of(VISION)
-        weight = layout.cost_len[segments]
-        home = layout.rank_of_example[layout.example_of_segment[segments]]
+    weight, home = hard_problem(name, d, seed)
     cap = load_cap(weight, d, tolerance)
     got = core().local(weight, home, NOTHING, d, 8, cap)
     assert np.array_equal(got, local(weight, home, NOTHING, d, 8, cap))

@@ -31,6 +31,7 @@ class EvenRanks:
                 self.lists[s.rank_of[i]].append((s.weight[i], i))
         self.lightest = min((w for w in s.weight if w > 0), default=0)
         self.walks = self.turn = 0
+        self.half = s.budget.left // 2
         done = []
         for node in s.nodes:
             if s.exact:
@@ -81,7 +82,8 @@ class EvenRanks:
             ranked = sorted((s.load[r], r) for r in ranks)
             if ranked[-1][0] <= s.cap:
                 return True
-            levels = range(7 if s.budget.left >= 0 else 1)
+            levels = (0, 1, 2, 6, 3, 4, 5) if s.budget.left < self.half else range(7)
+            levels = levels if s.budget.left >= 0 else (0,)
             if not any(self.step(ranked, level) for level in levels):
                 self.walks -= 1
                 if self.walks < 0 or not self.walk(ranked[-1][1]):
