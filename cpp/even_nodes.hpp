@@ -43,6 +43,10 @@ class EvenNodes {
       return item.weight <= limit - s.sent[at(rank)] &&
              (!only_full || s.load[at(rank)] - item.weight >= s.problem.cap - s.typical);
     }
+    bool admits_both(const Item& a, const Item& b) const {
+      const i64 rank = s.home_of(a);
+      return rank != s.home_of(b) || a.weight + b.weight <= limit - s.sent[at(rank)];
+    }
     void take(const Item& item) {
       s.sent[at(s.home_of(item))] += item.weight;
       s.load[at(s.home_of(item))] -= item.weight;

@@ -11,7 +11,8 @@ namespace orchmllm {
 class EvenRanks {
  public:
   EvenRanks(Placement& placement, const std::vector<i32>& ascending)
-      : s_(placement), p_(placement.problem), deal_(p_.unit), lists_(at(p_.num_ranks)) {
+      : s_(placement), p_(placement.problem), half_(s_.budget.left / 2), deal_(p_.unit),
+        lists_(at(p_.num_ranks)) {
     std::vector<std::size_t> count(lists_.size(), 8);  // a few more than there are: some arrive
     for (std::size_t i = 0; i < p_.weight.size; ++i) ++count[at(s_.rank_of[i])];
     for (std::size_t r = 0; r < lists_.size(); ++r) lists_[r].reserve(count[r]);
@@ -23,6 +24,7 @@ class EvenRanks {
     }
     bool done = true;
     for (i64 node = 0; node < s_.num_nodes; ++node) {
+      if (p_.exact) settle_heavy(s_.first_rank(node), s_.end_rank(node));
       done = even(s_.first_rank(node), s_.end_rank(node)) && done;
     }
     s_.receive_limit = std::numeric_limits<i64>::max();  // a fuller rank costs more than a receive
@@ -33,8 +35,67 @@ class EvenRanks {
  private:
   using Load = std::pair<i64, i64>;  // (load, rank)
 
-  // The searches of a higher level are dearer and only used when the lower ones find nothing.
+  // The searches of a higher level are dearer and only used when the lower ones find nothing. kFar
+  // is quick, but moves most between nodes: last while there is time, early once half is spent.
   enum Level { kGive, kUneven, kDeal, kDouble, kHalf, kAnything, kFar, kLevels };
+  static constexpr Level kThorough[] = {kGive, kUneven, kDeal, kDouble, kHalf, kAnything, kFar};
+  static constexpr Level kHurried[] = {kGive, kUneven, kDeal, kFar, kDouble, kHalf, kAnything};
+
+  // With a heavy item a rank has room for at most one other, and wastes what is left beside that. At
+  // tolerance 0 such ranks are settled first, as the lower bound assumes: in ascending order of the
+  // room beside the heavy item, each gets the heaviest that fits and passes the rest on.
+  void settle_heavy(i64 begin, i64 end) {
+    std::vector<Load> heavy;  // (room beside the heaviest item, rank)
+    std::vector<i64> others;
+    bool full = false;
+    for (i64 r = begin; r < end; ++r) {
+      const List& list = lists_[at(r)];
+      full = full || s_.load[at(r)] > p_.cap;
+      const i64 room = p_.cap - s_.base(r) - (list.empty() ? 0 : list.back().weight);
+      if (!list.empty() && room - lightest_ < lightest_) {
+        heavy.emplace_back(room, r);
+      } else {
+        others.push_back(r);
+      }
+    }
+    if (!full || others.empty()) return;
+    std::sort(heavy.begin(), heavy.end());
+    for (const auto& [room, rank] : heavy) {
+      if (s_.budget.spend(others.size())) settle(rank, room, others);
+    }
+  }
+
+  // Skipped where the emptiest rank cannot take what is passed on without becoming the fullest.
+  void settle(i64 rank, i64 room, const std::vector<i64>& others) {
+    const Item heaviest = remove_at(lists_[at(rank)], lists_[at(rank)].size() - 1);
+    i64 owner = rank, target = others.front();
+    i64 beside = heaviest_fitting(rank, room);
+    for (const i64 r : others) {
+      if (s_.load[at(r)] < s_.load[at(target)]) target = r;
+      const i64 weight = heaviest_fitting(r, room);
+      if (weight > beside) beside = weight, owner = r;
+    }
+    const i64 rest =
+        s_.load[at(rank)] - s_.base(rank) - heaviest.weight - (owner == rank ? beside : 0);
+    if (s_.load[at(target)] + rest <= std::max(p_.cap, s_.load[at(rank)])) {
+      moved_.clear();
+      if (beside > 0) moved_.push_back(remove_at(lists_[at(owner)], fitting(owner, room) - 1));
+      for (const Item& item : lists_[at(rank)]) put(item, target);
+      lists_[at(rank)].clear();
+      for (const Item& item : moved_) put(item, rank);
+    }
+    put(heaviest, rank);
+  }
+
+  // Number of items of a rank, the lightest first, that fit alone.
+  std::size_t fitting(i64 rank, i64 room) const {
+    return first_at_least(lists_[at(rank)], room + 1);
+  }
+
+  i64 heaviest_fitting(i64 rank, i64 room) const {
+    const std::size_t count = fitting(rank, room);
+    return count > 0 ? lists_[at(rank)][count - 1].weight : 0;
+  }
 
   // Ranks [begin, end) trade until none is above the cap: the fullest with one of the emptiest.
   // Returns false when nothing helps any more. Every step lowers the sum of what is above the cap.
@@ -51,9 +112,8 @@ class EvenRanks {
     while (ranked_.back().first > p_.cap) {
       bool progress = false;
       const int levels = s_.budget.left >= 0 ? kLevels : kGive + 1;
-      for (int level = kGive; level < levels && !progress; ++level) {
-        progress = step(static_cast<Level>(level));
-      }
+      const Level* order = s_.budget.left < half_ ? kHurried : kThorough;
+      for (int k = 0; k < levels && !progress; ++k) progress = step(order[k]);
       if (!progress && !(walks_-- > 0 && walk())) return false;
     }
     return true;
@@ -66,12 +126,12 @@ class EvenRanks {
     const i64 first = a - a % p_.ranks_per_node;
     const i64 width = std::min(p_.ranks_per_node, p_.num_ranks - first);
     const Window window{1, load_a - p_.cap};
-    const auto any = [](const Item&, const Item&) { return true; };
+    const AnyItem any;
     for (i64 k = 0; k < width; ++k) {
       const i64 b = first + turn_++ % width;
       Trade trade;
       if (b == a || s_.load[at(b)] > p_.cap ||
-          !find_swap(lists_[at(a)], lists_[at(b)], window, any, s_.budget, trade)) {
+          !find_swap(lists_[at(a)], lists_[at(b)], window, any, any, s_.budget, trade)) {
         continue;
       }
       const Load was_a{s_.load[at(a)], a}, was_b{s_.load[at(b)], b};
@@ -101,15 +161,16 @@ class EvenRanks {
     ranked_.insert(std::upper_bound(ranked_.begin(), ranked_.end(), entry), entry);
   }
 
-  // A rank with one item and no room for the lightest is no partner.
+  // A rank with one item and no room for the lightest is no partner; with two, only for a swap.
   bool step(Level level) {
+    const std::size_t few = level == kDeal || level == kDouble || level == kFar ? 2 : 1;
     std::size_t partners = level == kUneven ? 8 : level == kDeal || level == kDouble || level == kFar
                                ? 3 : 16;
     const auto [load_a, a] = ranked_.back();
     for (std::size_t k = 0; partners > 0 && k + 1 < ranked_.size() && ranked_[k].first < p_.cap;
          ++k) {
       const i64 b = ranked_[k].second;
-      if (lists_[at(b)].size() == 1 && p_.cap - ranked_[k].first < lightest_) continue;
+      if (lists_[at(b)].size() <= few && p_.cap - ranked_[k].first < lightest_) continue;
       --partners;
       if (!relieve(a, b, level)) continue;
       ranked_.pop_back();
@@ -144,13 +205,13 @@ class EvenRanks {
     } else if (level >= kHalf) {
       window.low = level == kHalf ? (std::min(need, room) + 1) / 2 : 1;
     }
-    const auto admit = [&](const Item& out, const Item&) { return ReceiveRule{s_, b}.admits(out); };
+    const ReceiveRule out{s_, b}, back{s_, a};
     Trade trade;
-    if ((level == kGive && find_swap(from, to, window, admit, s_.budget, trade)) ||
-        (level == kUneven && find_uneven_swap(from, to, window, admit, s_.budget, trade)) ||
-        (level == kDouble && find_double_swap(from, to, window, admit, s_.budget, trade)) ||
-        (level >= kHalf && (find_swap(from, to, window, admit, s_.budget, trade) ||
-                            find_uneven_swap(from, to, window, admit, s_.budget, trade)))) {
+    if ((level == kGive && find_swap(from, to, window, out, back, s_.budget, trade)) ||
+        (level == kUneven && find_uneven_swap(from, to, window, out, back, s_.budget, trade)) ||
+        (level == kDouble && find_double_swap(from, to, window, out, back, s_.budget, trade)) ||
+        (level >= kHalf && (find_swap(from, to, window, out, back, s_.budget, trade) ||
+                            find_uneven_swap(from, to, window, out, back, s_.budget, trade)))) {
       apply(trade, a, b);
       return true;
     }
@@ -163,8 +224,7 @@ class EvenRanks {
     List &from = lists_[at(a)], &to = lists_[at(b)];
     moved_.assign(from.begin(), from.end());
     moved_.insert(moved_.end(), to.begin(), to.end());
-    i64 held = 0;  // not the load: a rank may have one beside its items
-    for (const Item& item : from) held += item.weight;
+    const i64 held = s_.load[at(a)] - s_.base(a);
     if (!deal_.find(moved_, {held - window.high, held - window.low}, s_.budget, chosen_)) {
       return false;
     }
@@ -176,7 +236,7 @@ class EvenRanks {
 
   bool bulk_swap(i64 a, i64 b, Window window) {
     moved_.clear();
-    ReceiveRule rule{s_, a};
+    const ReceiveRule rule{s_, a};
     const std::size_t heavy = find_bulk_swap(lists_[at(a)], lists_[at(b)], window, s_.typical, rule,
                                              s_.budget, moved_);
     if (heavy == kNone) return false;
@@ -204,7 +264,7 @@ class EvenRanks {
 
   Placement& s_;
   const LocalProblem& p_;
-  i64 lightest_ = 0, waste_ = 0, walks_ = 0, turn_ = 0;
+  i64 half_, lightest_ = 0, waste_ = 0, walks_ = 0, turn_ = 0;
   Deal deal_;
   std::vector<char> chosen_;
   std::vector<List> lists_;

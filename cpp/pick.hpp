@@ -49,29 +49,37 @@ struct Budget {
 
 constexpr std::size_t kNone = static_cast<std::size_t>(-1);
 
+// A rule says which items may go: `admits(item)`, and of two such items `admits_both(a, b)`.
+struct AnyItem {
+  bool admits(const Item&) const { return true; }
+  bool admits_both(const Item&, const Item&) const { return true; }
+};
+
 // The lightest admitted item inside the window, or kNone.
-template <class Admit>
-std::size_t find_single(const List& list, Window window, const Admit& admit) {
+template <class Rule>
+std::size_t find_single(const List& list, Window window, const Rule& rule) {
   for (std::size_t i = first_at_least(list, window.low);
        i < list.size() && list[i].weight <= window.high; ++i) {
-    if (admit(list[i])) return i;
+    if (rule.admits(list[i])) return i;
   }
   return kNone;
 }
 
-// Two admitted items first < second whose sum is inside the window; one sweep of both ends.
+// Two items first < second, admitted together, with a sum inside the window; one sweep of both ends.
 // Only indices >= from take part.
-template <class Admit>
-bool find_pair(const List& list, Window window, std::size_t from, const Admit& admit,
+template <class Rule>
+bool find_pair(const List& list, Window window, std::size_t from, const Rule& rule,
                std::size_t& first, std::size_t& second) {
   if (list.size() < from + 2) return false;
   first = from, second = list.size() - 1;
   while (first < second) {
     const i64 sum = list[first].weight + list[second].weight;
-    if (sum > window.high || !admit(list[second])) {
+    if (sum > window.high || !rule.admits(list[second])) {
       --second;
-    } else if (sum < window.low || !admit(list[first])) {
+    } else if (sum < window.low || !rule.admits(list[first])) {
       ++first;
+    } else if (!rule.admits_both(list[first], list[second])) {
+      --second;
     } else {
       return true;
     }
@@ -79,8 +87,8 @@ bool find_pair(const List& list, Window window, std::size_t from, const Admit& a
   return false;
 }
 
-// A list of items that is emptied into `out` until the sum is inside the window. `rule.admits(item)`
-// says which items may go, `rule.take(item)` hears of each that went.
+// A list of items that is emptied into `out` until the sum is inside the window. `rule.take(item)`
+// hears of each item that went.
 struct Picker {
   List& list;
   Window window;
@@ -113,21 +121,20 @@ struct Picker {
   bool take_exact(Rule& rule) {
     constexpr std::size_t kTripleItems = 128;
     constexpr int kSweeps = 64;
-    const auto admit = [&](const Item& item) { return rule.admits(item); };
-    const std::size_t single = find_single(list, window, admit);
+    const std::size_t single = find_single(list, window, rule);
     if (single != kNone) {
       take(single, rule);
       return true;
     }
     std::size_t first = 0, second = 0, third = kNone;
-    bool found = find_pair(list, window, 0, admit, first, second);
+    bool found = find_pair(list, window, 0, rule, first, second);
     if (!found && list.size() <= kTripleItems) {
       third = first_at_least(list, window.high);
       for (int sweep = 0; !found && third > 0 && sweep < kSweeps; ++sweep) {
         if (!budget.spend(list.size())) return false;
         --third;
         found = rule.admits(list[third]) && find_pair(list, window.less(list[third].weight),
-                                                      third + 1, admit, first, second);
+                                                      third + 1, rule, first, second);
       }
     }
     if (!found) return false;

@@ -63,7 +63,8 @@ struct Placement {
   bool apart(i64 a, i64 b) const {
     return a / problem.ranks_per_node != b / problem.ranks_per_node;
   }
-  i64 max_load() const { return *std::max_element(load.begin(), load.end()); }
+  // What is on a rank beside the items.
+  i64 base(i64 rank) const { return problem.base.size > 0 ? problem.base[at(rank)] : 0; }
 
   void move(const Item& item, i64 to) {
     const i64 from = rank_of[item.id];
@@ -79,11 +80,17 @@ struct Placement {
 struct ReceiveRule {
   const Placement& placement;
   i64 rank;
-  bool admits(const Item& item) const {
-    return item.weight <= placement.receive_limit - placement.received[at(rank)] ||
-           !placement.foreign(item, rank);  // last: it divides
+  i64 taken = 0;  // of other nodes, not moved yet
+  i64 counted(const Item& item) const { return placement.foreign(item, rank) ? item.weight : 0; }
+  i64 room() const {
+    return std::max<i64>(0, placement.receive_limit - placement.received[at(rank)] - taken);
   }
-  void take(const Item&) {}
+  // What is counted divides: it comes last.
+  bool admits(const Item& item) const { return item.weight <= room() || counted(item) <= room(); }
+  bool admits_both(const Item& a, const Item& b) const {
+    return a.weight + b.weight <= room() || counted(a) + counted(b) <= room();
+  }
+  void take(const Item& item) { taken += counted(item); }
 };
 
 }  // namespace orchmllm

@@ -11,18 +11,20 @@ struct Trade {
   std::size_t back[2] = {kNone, kNone};
 };
 
+// What goes to rank b has to be admitted by `out`, what goes to rank a by `back`.
+
 // One item of `a` against one of `b` whose difference is inside the window: the lightest of `b`
 // that has a partner.
-template <class Admit>
-bool find_swap(const List& a, const List& b, Window window, const Admit& admit, Budget& budget,
-               Trade& trade) {
+template <class Rule>
+bool find_swap(const List& a, const List& b, Window window, const Rule& out, const Rule& back,
+               Budget& budget, Trade& trade) {
   if (!budget.spend(a.size() + b.size())) return false;
   std::size_t i = 0;
   for (std::size_t j = 0; j < b.size(); ++j) {
     const Window shifted = window.plus(b[j].weight);
     while (i < a.size() && a[i].weight < shifted.low) ++i;
     if (i == a.size()) return false;
-    if (a[i].weight <= shifted.high && admit(a[i], b[j])) {
+    if (a[i].weight <= shifted.high && out.admits(a[i]) && back.admits(b[j])) {
       trade.out[0] = i, trade.back[0] = j;
       return true;
     }
@@ -31,21 +33,20 @@ bool find_swap(const List& a, const List& b, Window window, const Admit& admit, 
 }
 
 // Two items of `a` against one of `b`, or one against two.
-template <class Admit>
-bool find_uneven_swap(const List& a, const List& b, Window window, const Admit& admit,
-                      Budget& budget, Trade& trade) {
+template <class Rule>
+bool find_uneven_swap(const List& a, const List& b, Window window, const Rule& out,
+                      const Rule& back, Budget& budget, Trade& trade) {
   for (std::size_t j = 0; j < b.size() && budget.spend(a.size()); ++j) {
-    const auto from_a = [&](const Item& item) { return admit(item, b[j]); };
-    if (find_pair(a, window.plus(b[j].weight), 0, from_a, trade.out[0], trade.out[1])) {
+    if (!back.admits(b[j])) continue;
+    if (find_pair(a, window.plus(b[j].weight), 0, out, trade.out[0], trade.out[1])) {
       trade.back[0] = j;
       return true;
     }
   }
   for (std::size_t i = 0; i < a.size() && budget.spend(b.size()); ++i) {
     const Window needed{a[i].weight - window.high, a[i].weight - window.low};
-    if (needed.high < 0) continue;
-    const auto from_b = [&](const Item& item) { return admit(a[i], item); };
-    if (find_pair(b, needed, 0, from_b, trade.back[0], trade.back[1])) {
+    if (needed.high < 0 || !out.admits(a[i])) continue;
+    if (find_pair(b, needed, 0, back, trade.back[0], trade.back[1])) {
       trade.out[0] = i, trade.out[1] = kNone;
       return true;
     }
@@ -55,17 +56,17 @@ bool find_uneven_swap(const List& a, const List& b, Window window, const Admit& 
 }
 
 // Two items against two; gives up after kSweeps sweeps of `a`.
-template <class Admit>
-bool find_double_swap(const List& a, const List& b, Window window, const Admit& admit,
-                      Budget& budget, Trade& trade) {
+template <class Rule>
+bool find_double_swap(const List& a, const List& b, Window window, const Rule& out,
+                      const Rule& back, Budget& budget, Trade& trade) {
   constexpr int kSweeps = 200;
   int sweeps = 0;
   for (std::size_t j = 1; j < b.size(); ++j) {
     for (std::size_t k = 0; k < j; ++k) {
       if (++sweeps > kSweeps || !budget.spend(a.size())) return trade = {}, false;
-      const auto from_a = [&](const Item& item) { return admit(item, b[j]) && admit(item, b[k]); };
+      if (!back.admits_both(b[k], b[j])) continue;
       const Window needed = window.plus(b[j].weight + b[k].weight);
-      if (find_pair(a, needed, 0, from_a, trade.out[0], trade.out[1])) {
+      if (find_pair(a, needed, 0, out, trade.out[0], trade.out[1])) {
         trade.back[0] = k, trade.back[1] = j;
         return true;
       }
@@ -78,13 +79,14 @@ bool find_double_swap(const List& a, const List& b, Window window, const Admit& 
 // One heavy item of `a` against several of `b`: for a rank that has nothing light to give. The
 // items of `b` are moved to `back`; returns the index in `a`, or kNone and leaves `b` as it was.
 template <class Rule>
-std::size_t find_bulk_swap(const List& a, List& b, Window window, i64 typical, Rule& rule,
+std::size_t find_bulk_swap(const List& a, List& b, Window window, i64 typical, const Rule& rule,
                            Budget& budget, List& back) {
   for (std::size_t i = first_at_least(a, window.high + 1); i < a.size(); ++i) {
     if (!budget.spend(b.size())) break;
     if (i > 0 && a[i].weight == a[i - 1].weight) continue;
     Picker picker{b, {a[i].weight - window.high, a[i].weight - window.low}, budget, back};
-    picker.take_sum(typical, rule);
+    Rule taking = rule;
+    picker.take_sum(typical, taking);
     if (picker.done()) return i;
     for (const Item& item : back) insert_sorted(b, item);
     back.clear();

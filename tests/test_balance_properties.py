@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from orchmllm.plan import reference
 from orchmllm.plan.balance import OPTIONS, assign_microsteps, balance, core, load_cap
-from orchmllm.plan.layout import VISION
+from orchmllm.plan.layout import AUDIO, VISION
 from orchmllm.plan.reference_bound import lower_bound
 from orchmllm.plan.reference_local import local
 from orchmllm.workload import SYNTHETIC, sample_layout, synthetic_lengths
@@ -67,6 +67,13 @@ def images(model: str, d: int, batch_size: int, seed: int) -> tuple[np.ndarray, 
     return layout.cost_len[segments], layout.rank_of_example[layout.example_of_segment[segments]]
 
 
+def hard_problem(name: str, d: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Weights and homes: heavy items, or the images of a model, at 30 examples per rank."""
+    if name == "pareto":
+        return synthetic_lengths("pareto", d * 30, seed), np.arange(d * 30) // 30
+    return images(name, d, 30, seed)
+
+
 @pytest.mark.parametrize(("batch_size", "seed"), [(60, 8), (60, 14), (30, 7), (30, 11), (30, 12)])
 def test_loads_between_multiples_of_32_patches(batch_size, seed) -> None:
     """Bound 448, where the mean is just above a multiple and the cap below the next one."""
@@ -77,16 +84,24 @@ def test_loads_between_multiples_of_32_patches(batch_size, seed) -> None:
         assert bound <= loads(weight, got, d).max() <= load_cap(weight, d, excess)
 
 
+@pytest.mark.parametrize(("name", "d", "seed"), [
+    ("pareto", 2560, 0), ("pareto", 2560, 2), ("84b", 1536, 7)])
+def test_local_reaches_the_bound_where_it_is_hard(name, d, seed) -> None:
+    """Heavy items need the right companions; many ranks with images, more than half the budget."""
+    weight, home = hard_problem(name, d, seed)
+    bound = core().lower_bound(weight, d)
+    got = core().local(weight, home, NOTHING, d, 8, bound)
+    assert loads(weight, got, d).max() == bound
+    assert np.array_equal(got, local(weight, home, NOTHING, d, 8, bound))
+
+
 @pytest.mark.parametrize("tolerance", [0.0, .001])
 @pytest.mark.parametrize(("name", "d", "seed"), [
     ("10b", 24, 0), ("10b", 24, 3), ("10b", 24, 9), ("10b", 32, 4), ("18b", 24, 0),
     ("pareto", 48, 14), ("pareto", 48, 22), ("pareto", 64, 39)])
 def test_local_equals_its_twin_where_the_bound_is_hard(name, d, seed, tolerance) -> None:
     """Images and heavy items, a few per rank: subset sums, walks and lifts are needed."""
-    if name == "pareto":
-        weight, home = synthetic_lengths("pareto", d * 30, seed), np.arange(d * 30) // 30
-    else:
-        weight, home = images(name, d, 30, seed)
+    weight, home = hard_problem(name, d, seed)
     cap = load_cap(weight, d, tolerance)
     got = core().local(weight, home, NOTHING, d, 8, cap)
     assert np.array_equal(got, local(weight, home, NOTHING, d, 8, cap))
@@ -224,6 +239,26 @@ def test_local_moves_little_between_nodes() -> None:
     moved = int(weight[rank_of // 8 != home // 8].sum())
     least = np.maximum(0, loads(weight, home // 8, 16) - 8 * load_cap(weight, 128, .001)).sum()
     assert moved <= 1.1 * least
+
+
+@pytest.mark.parametrize(("ranks", "seed", "audio"),
+                         [(256, 4, True), (512, 1, True), (512, 5, False)])
+def test_local_shares_what_nodes_send_and_receive(ranks: int, seed: int, audio: bool) -> None:
+    """Two items for or from one rank are within its limit together, not only each alone: the
+    busiest rank was at 1.18 to 1.76 of an even share of the largest surplus."""
+    layout = sample_layout("10b", num_ranks=ranks, batch_size=60, seed=seed)
+    weight, home = layout.tokens_per_example, layout.rank_of_example
+    if audio:
+        segments = layout.segments_of(AUDIO)
+        weight = layout.cost_len[segments]
+        home = home[layout.example_of_segment[segments]]
+    cap = load_cap(weight, ranks, .001)
+    rank_of = balance(weight, num_ranks=ranks, policy="local", tolerance=.001, home=home)
+    moved = rank_of // 8 != home // 8
+    busiest = max(loads(weight[moved], side[moved], ranks).max() for side in (home, rank_of))
+    surplus = loads(weight, home // 8, ranks // 8).max() - 8 * cap
+    assert loads(weight, rank_of, ranks).max() <= cap
+    assert busiest <= 1.15 * surplus / 8
 
 
 @thorough

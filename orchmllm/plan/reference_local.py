@@ -92,32 +92,41 @@ def _transfer(s, source, target, cheap, rest, reserve, waste) -> bool:
     return finishes and target[0] < 0 and left <= 0
 
 
+class SendRule:
+    """Items of ranks that send no more than the limit and, if wanted, stay about full."""
+
+    def __init__(self, s: Placement, limit: int, only_full: bool = False):
+        self.s, self.limit, self.only_full = s, limit, only_full
+
+    def admits(self, item: Item) -> bool:
+        s, rank = self.s, self.s.home[item[1]]
+        return (s.sent[rank] + item[0] <= self.limit
+                and (not self.only_full or s.load[rank] - item[0] >= s.cap - s.typical))
+
+    def admits_both(self, a: Item, b: Item) -> bool:
+        s, rank = self.s, self.s.home[a[1]]
+        return rank != s.home[b[1]] or s.sent[rank] + a[0] + b[0] <= self.limit
+
+    def take(self, item: Item) -> None:
+        self.s.sent[self.s.home[item[1]]] += item[0]
+        self.s.load[self.s.home[item[1]]] -= item[0]
+
+
 def _pick(s, low, high, cheap, rest, moved) -> int:
-    def rule(limit, only_full=False):
-        def admits(item):
-            rank = s.home[item[1]]
-            return (s.sent[rank] + item[0] <= limit
-                    and (not only_full or s.load[rank] - item[0] >= s.cap - s.typical))
-        return admits
-
-    def took(item):
-        s.sent[s.home[item[1]]] += item[0]
-        s.load[s.home[item[1]]] -= item[0]
-
-    full, even, any_ = rule(s.send_limit, True), rule(s.send_limit), rule(INFINITE)
-    relaxed = rule(s.send_limit + s.send_limit // 16)
+    full, even = SendRule(s, s.send_limit, True), SendRule(s, s.send_limit)
+    relaxed = SendRule(s, s.send_limit + s.send_limit // 16)
+    any_ = SendRule(s, INFINITE)
     picker = Picker(cheap, low, high, s.budget, moved)
-    picker.take_bulk(s.typical, full, took)
-    if picker.done or picker.take_exact(full, took):
+    picker.take_bulk(s.typical, full)
+    if picker.done or picker.take_exact(full):
         return picker.low
-    picker.take_bulk(s.typical, even, took)
-    if picker.done or picker.take_exact(even, took) or picker.take_exact(relaxed, took):
+    picker.take_bulk(s.typical, even)
+    if picker.done or picker.take_exact(even) or picker.take_exact(relaxed):
         return picker.low
-    wider = rule(s.send_limit + s.send_limit // 8)
-    for items, admits in ((cheap, even), (rest, even), (cheap, wider), (cheap, any_),
-                          (rest, any_)):
+    wider = SendRule(s, s.send_limit + s.send_limit // 8)
+    for items, rule in ((cheap, even), (rest, even), (cheap, wider), (cheap, any_), (rest, any_)):
         picker = Picker(items, picker.low, picker.high, s.budget, moved)
-        picker.take_sum(s.typical, admits, took)
+        picker.take_sum(s.typical, rule)
         if picker.done:
             break
     return picker.low

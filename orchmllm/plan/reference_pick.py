@@ -42,14 +42,15 @@ class Placement:
     budget: Budget
     exact: bool = False  # the cap is the lower bound
     unit: int = 1  # all weights are multiples of it
-    base: list[int] | None = None  # load of each rank beside the items
+    base: list[int] = field(default_factory=list)  # of each rank beside the items; empty: none
     rank_of: list[int] = field(init=False)
     send_limit: int = 0
     receive_limit: int = INFINITE
 
     def __post_init__(self) -> None:
         self.rank_of = list(self.home)
-        self.load = list(self.base or [0] * self.num_ranks)
+        self.base = self.base or [0] * self.num_ranks
+        self.load = list(self.base)
         self.sent, self.received = [0] * self.num_ranks, [0] * self.num_ranks
         for weight, rank in zip(self.weight, self.home, strict=True):
             self.load[rank] += weight
@@ -67,10 +68,6 @@ class Placement:
     def foreign(self, item: Item, rank: int) -> bool:
         return self.home[item[1]] // self.width != rank // self.width
 
-    def may_receive(self, item: Item, rank: int) -> bool:
-        return (not self.foreign(item, rank)
-                or self.received[rank] + item[0] <= self.receive_limit)
-
     def move(self, item: Item, to: int) -> None:
         source = self.rank_of[item[1]]
         for rank, sign in ((source, -1), (to, 1)):
@@ -80,15 +77,54 @@ class Placement:
         self.rank_of[item[1]] = to
 
 
-def find_pair(items, low, high, admits, start=0):
+class AnyItem:
+    """A rule says which items may go, and of two such items whether both may; `take` hears of each
+    that went."""
+
+    def admits(self, item: Item) -> bool:
+        return True
+
+    def admits_both(self, a: Item, b: Item) -> bool:
+        return True
+
+    def take(self, item: Item) -> None:
+        pass
+
+
+class ReceiveRule:
+    """Which items a rank may get: its own node's always, others while it has received little."""
+
+    def __init__(self, s: Placement, rank: int):
+        self.s, self.rank, self.taken = s, rank, 0
+
+    def counted(self, item: Item) -> int:
+        return item[0] if self.s.foreign(item, self.rank) else 0
+
+    def fits(self, weight: int) -> bool:
+        s = self.s
+        return weight == 0 or s.received[self.rank] + self.taken + weight <= s.receive_limit
+
+    def admits(self, item: Item) -> bool:
+        return self.fits(self.counted(item))
+
+    def admits_both(self, a: Item, b: Item) -> bool:
+        return self.fits(self.counted(a) + self.counted(b))
+
+    def take(self, item: Item) -> None:
+        self.taken += self.counted(item)
+
+
+def find_pair(items, low, high, rule, start=0):
     """(i, j), i < j, admitted and low <= sum <= high; one sweep of both ends. None if none."""
     i, j = start, len(items) - 1
     while i < j:
         total = items[i][0] + items[j][0]
-        if total > high or not admits(items[j]):
+        if total > high or not rule.admits(items[j]):
             j -= 1
-        elif total < low or not admits(items[i]):
+        elif total < low or not rule.admits(items[i]):
             i += 1
+        elif not rule.admits_both(items[i], items[j]):
+            j -= 1
         else:
             return i, j
     return None
@@ -105,31 +141,31 @@ class Picker:
     def done(self) -> bool:
         return self.low <= 0
 
-    def take(self, index, took) -> None:
+    def take(self, index, rule) -> None:
         item = self.items.pop(index)
-        took(item)
+        rule.take(item)
         self.out.append(item)
         self.low -= item[0]
         self.high -= item[0]
 
-    def take_bulk(self, typical, admits, took) -> None:
+    def take_bulk(self, typical, rule) -> None:
         top = len(self.items)
         while top > 0 and self.low > 2 * typical:
             top = min(top, at_least(self.items, self.low - typical + 1))
             if top > 0:
                 top -= 1
-                if admits(self.items[top]):
-                    self.take(top, took)
+                if rule.admits(self.items[top]):
+                    self.take(top, rule)
 
-    def take_exact(self, admits, took) -> bool:
+    def take_exact(self, rule) -> bool:
         items = self.items
         for i in range(at_least(items, self.low), len(items)):
             if items[i][0] > self.high:
                 break
-            if admits(items[i]):
-                self.take(i, took)
+            if rule.admits(items[i]):
+                self.take(i, rule)
                 return True
-        pair, third = find_pair(items, self.low, self.high, admits), None
+        pair, third = find_pair(items, self.low, self.high, rule), None
         if pair is None and len(items) <= 128:
             third = at_least(items, self.high)
             for _ in range(64):
@@ -138,23 +174,23 @@ class Picker:
                 if not self.budget.spend(len(items)):
                     return False
                 third -= 1
-                if admits(items[third]):
+                if rule.admits(items[third]):
                     pair = find_pair(items, self.low - items[third][0],
-                                     self.high - items[third][0], admits, third + 1)
+                                     self.high - items[third][0], rule, third + 1)
         if pair is None:
             return False
-        self.take(pair[1], took)
-        self.take(pair[0], took)
+        self.take(pair[1], rule)
+        self.take(pair[0], rule)
         if third is not None:
-            self.take(third, took)
+            self.take(third, rule)
         return True
 
-    def take_sum(self, typical, admits, took) -> None:
-        self.take_bulk(typical, admits, took)
-        while not self.done and not self.take_exact(admits, took):
+    def take_sum(self, typical, rule) -> None:
+        self.take_bulk(typical, rule)
+        while not self.done and not self.take_exact(rule):
             fits = at_least(self.items, self.high + 1)
-            while fits > 0 and not admits(self.items[fits - 1]):
+            while fits > 0 and not rule.admits(self.items[fits - 1]):
                 fits -= 1
             if fits == 0:
                 return
-            self.take(fits - 1, took)
+            self.take(fits - 1, rule)

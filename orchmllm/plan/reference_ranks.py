@@ -5,13 +5,18 @@ from __future__ import annotations
 
 from bisect import insort
 
-from orchmllm.plan.reference_pick import INFINITE, Item, Picker, Placement, at_least, find_pair
+from orchmllm.plan.reference_pick import (
+    INFINITE,
+    AnyItem,
+    Item,
+    Picker,
+    Placement,
+    ReceiveRule,
+    at_least,
+    find_pair,
+)
 
 WALKS = 400
-
-
-def nothing(_item) -> None:
-    """`took` of a rule without memory."""
 
 
 class EvenRanks:
@@ -26,11 +31,48 @@ class EvenRanks:
                 self.lists[s.rank_of[i]].append((s.weight[i], i))
         self.lightest = min((w for w in s.weight if w > 0), default=0)
         self.walks = self.turn = 0
-        done = [self.even(s.ranks(node)) for node in s.nodes]
+        self.half = s.budget.left // 2
+        done = []
+        for node in s.nodes:
+            if s.exact:
+                self.settle_heavy(s.ranks(node))
+            done.append(self.even(s.ranks(node)))
         s.receive_limit = INFINITE
         self.walks = WALKS
         if not all(done):
             self.even(range(s.num_ranks))
+
+    def settle_heavy(self, ranks: range) -> None:
+        """Ranks with room for one item at most beside their heaviest get the best one first."""
+        s = self.s
+        rooms = ((s.cap - s.base[r] - self.lists[r][-1][0], r) for r in ranks if self.lists[r])
+        heavy = sorted((room, r) for room, r in rooms if room < 2 * self.lightest)
+        others = sorted(set(ranks) - {r for _, r in heavy})
+        if not others or all(s.load[r] <= s.cap for r in ranks):
+            return
+        for room, r in heavy:
+            if s.budget.spend(len(others)):
+                self.settle(r, room, others)
+
+    def settle(self, rank: int, room: int, others: list[int]) -> None:
+        s = self.s
+
+        def beside(r):
+            return max((item for item in self.lists[r] if item[0] <= room), default=(0, -1))
+
+        heaviest = self.lists[rank].pop()
+        owner = max([rank, *others], key=lambda r: beside(r)[0])
+        item, target = beside(owner), min(others, key=lambda r: s.load[r])
+        rest = s.load[rank] - s.base[rank] - heaviest[0] - (item[0] if owner == rank else 0)
+        if s.load[target] + rest <= max(s.cap, s.load[rank]):
+            if item[0]:
+                self.lists[owner].remove(item)
+            passed_on, self.lists[rank] = self.lists[rank], []
+            for other in passed_on:
+                self.put(other, target)
+            if item[0]:
+                self.put(item, rank)
+        self.put(heaviest, rank)
 
     def even(self, ranks: range) -> bool:
         s = self.s
@@ -40,7 +82,8 @@ class EvenRanks:
             ranked = sorted((s.load[r], r) for r in ranks)
             if ranked[-1][0] <= s.cap:
                 return True
-            levels = range(7 if s.budget.left >= 0 else 1)
+            levels = (0, 1, 2, 6, 3, 4, 5) if s.budget.left < self.half else range(7)
+            levels = levels if s.budget.left >= 0 else (0,)
             if not any(self.step(ranked, level) for level in levels):
                 self.walks -= 1
                 if self.walks < 0 or not self.walk(ranked[-1][1]):
@@ -54,7 +97,7 @@ class EvenRanks:
             b = self.next_of(node)
             if b == a or s.load[b] > s.cap:
                 continue
-            trade = self.swap(self.lists[a], self.lists[b], 1, need, lambda item: True)
+            trade = self.swap(self.lists[a], self.lists[b], 1, need, AnyItem(), AnyItem())
             if trade:
                 self.apply(trade, a, b)
                 return True
@@ -72,8 +115,9 @@ class EvenRanks:
 
     def step(self, ranked: list[tuple[int, int]], level: int) -> bool:
         s, limit = self.s, (16, 8, 3, 3, 16, 16, 3)[level]
+        few = (1, 1, 2, 2, 1, 1, 2)[level]
         partners = [b for load, b in ranked[:-1] if load < s.cap
-                    and (len(self.lists[b]) != 1 or s.cap - load >= self.lightest)]
+                    and (len(self.lists[b]) > few or s.cap - load >= self.lightest)]
         return any(self.relieve(ranked[-1][1], b, level) for b in partners[:limit])
 
     def put(self, item: Item, rank: int) -> None:
@@ -88,7 +132,7 @@ class EvenRanks:
         if level == 0:
             moved: list[Item] = []
             picker = Picker(self.lists[a], low, high, s.budget, moved)
-            picker.take_sum(s.typical, lambda item: s.may_receive(item, b), nothing)
+            picker.take_sum(s.typical, ReceiveRule(s, b))
             low, high, progress = picker.low, picker.high, bool(moved)
             for item in moved:
                 self.put(item, b)
@@ -96,7 +140,7 @@ class EvenRanks:
                 return True
         elif level in (2, 6):
             apart = a // s.width != b // s.width
-            held = sum(weight for weight, _ in self.lists[a])
+            held = s.load[a] - s.base[a]
             return apart == (level == 6) and (s.exact or not apart) and self.deal(
                 a, b, held - high, held - low)
         elif level >= 4:
@@ -104,7 +148,7 @@ class EvenRanks:
         for search in ((self.swap,), (self.uneven,), (), (self.double,), (self.swap, self.uneven),
                        (self.swap, self.uneven))[level]:
             trade = search(self.lists[a], self.lists[b], low, high,
-                           lambda item: s.may_receive(item, b))
+                           ReceiveRule(s, b), ReceiveRule(s, a))
             if trade:
                 self.apply(trade, a, b)
                 return True
@@ -140,43 +184,47 @@ class EvenRanks:
             self.put(item, a if stays else b)
         return True
 
-    def swap(self, x, y, low, high, admits):
+    # Of x and y may go what the rules `out` and `back` admit.
+
+    def swap(self, x, y, low, high, out, back):
         if not self.s.budget.spend(len(x) + len(y)):
             return None
-        for j, back in enumerate(y):
-            i = at_least(x, back[0] + low)
+        for j, item in enumerate(y):
+            i = at_least(x, item[0] + low)
             if i == len(x):
                 return None
-            if x[i][0] <= back[0] + high and admits(x[i]):
+            if x[i][0] <= item[0] + high and out.admits(x[i]) and back.admits(item):
                 return [i], [j]
         return None
 
-    def uneven(self, x, y, low, high, admits):
-        for j, back in enumerate(y):
+    def uneven(self, x, y, low, high, out, back):
+        for j, item in enumerate(y):
             if not self.s.budget.spend(len(x)):
                 break
-            pair = find_pair(x, low + back[0], high + back[0], admits)
+            pair = back.admits(item) and find_pair(x, low + item[0], high + item[0], out)
             if pair:
                 return list(pair), [j]
-        for i, out in enumerate(x):
+        for i, item in enumerate(x):
             if not self.s.budget.spend(len(y)):
                 break
-            if out[0] - low < 0:
+            if item[0] - low < 0 or not out.admits(item):
                 continue
-            pair = find_pair(y, out[0] - high, out[0] - low, lambda _, out=out: admits(out))
+            pair = find_pair(y, item[0] - high, item[0] - low, back)
             if pair:
                 return [i], list(pair)
         return None
 
-    def double(self, x, y, low, high, admits):
+    def double(self, x, y, low, high, out, back):
         sweeps = 0
         for j in range(1, len(y)):
             for k in range(j):
                 sweeps += 1
                 if sweeps > 200 or not self.s.budget.spend(len(x)):
                     return None
+                if not back.admits_both(y[k], y[j]):
+                    continue
                 both = y[j][0] + y[k][0]
-                pair = find_pair(x, low + both, high + both, admits)
+                pair = find_pair(x, low + both, high + both, out)
                 if pair:
                     return list(pair), [k, j]
         return None
@@ -190,7 +238,7 @@ class EvenRanks:
                 continue
             back: list[Item] = []
             picker = Picker(y, x[i][0] - high, x[i][0] - low, s.budget, back)
-            picker.take_sum(s.typical, lambda item: s.may_receive(item, a), nothing)
+            picker.take_sum(s.typical, ReceiveRule(s, a))
             if picker.done:
                 heavy = x.pop(i)
                 for item in back:
