@@ -10,27 +10,30 @@ class Deal {
  public:
   explicit Deal(i64 unit) : unit_(unit) {}
 
-  // Marks the items of `pool` that make the least sum inside the window, those at its end only
-  // where they are needed. All weights are multiples of the unit. False if no sum is inside, or if
-  // sums are too many to list.
+  // Marks items of `pool` with a sum inside the window: of the first items that have one, the least
+  // such sum, and those at their end only where they are needed. All weights are multiples of the
+  // unit. False if no sum is inside, or if sums are too many to list.
   bool find(const List& pool, Window window, Budget& budget, std::vector<char>& chosen) {
     constexpr i64 kSums = i64{1} << 16;
     if (window.low < 0 || window.high / unit_ >= kSums) return false;
+    const std::size_t low = static_cast<std::size_t>((window.low + unit_ - 1) / unit_);
     const std::size_t high = static_cast<std::size_t>(window.high / unit_);
     const std::size_t words = high / 64 + 1;
     if (!budget.spend(pool.size() * words / 4)) return false;  // four words at a time
     if (sums_.size() < (pool.size() + 1) * words) sums_.resize((pool.size() + 1) * words);
     std::fill_n(sums_.begin(), words, 0);  // every later row is written as a whole
     sums_[0] = 1;
-    for (std::size_t k = 0; k < pool.size(); ++k) add(k, words, pool[k].weight / unit_);
-    std::size_t sum = static_cast<std::size_t>((window.low + unit_ - 1) / unit_);
-    while (sum <= high && !reached(pool.size(), words, sum)) ++sum;
+    std::size_t count = 0, sum = least(0, words, low, high);
+    while (sum > high && count < pool.size()) {
+      add(count, words, pool[count].weight / unit_);
+      sum = least(++count, words, low, high);
+    }
     if (sum > high) return false;
     chosen.assign(pool.size(), 0);
-    for (std::size_t k = pool.size(); k-- > 0;) {
-      if (reached(k, words, sum)) continue;
-      chosen[k] = 1;
-      sum -= static_cast<std::size_t>(pool[k].weight / unit_);
+    while (count-- > 0) {
+      if (reached(count, words, sum)) continue;
+      chosen[count] = 1;
+      sum -= static_cast<std::size_t>(pool[count].weight / unit_);
     }
     return true;
   }
@@ -38,6 +41,12 @@ class Deal {
  private:
   bool reached(std::size_t row, std::size_t words, std::size_t sum) const {
     return sums_[row * words + sum / 64] >> (sum % 64) & 1;
+  }
+
+  // The least sum in [low, high] that a row reaches; high + 1 if none.
+  std::size_t least(std::size_t row, std::size_t words, std::size_t low, std::size_t high) const {
+    while (low <= high && !reached(row, words, low)) ++low;
+    return low;
   }
 
   // Row k + 1: the sums of row k, with and without an item of this weight.

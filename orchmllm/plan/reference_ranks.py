@@ -163,28 +163,31 @@ class EvenRanks:
             self.put(item, a)
 
     def deal(self, a: int, b: int, low: int, high: int) -> bool:
-        """Deals the items of both ranks anew, so that a gets the least sum inside the window."""
+        """Deals the items of both ranks anew: of the first items that have a sum inside the window,
+        a gets the least such sum."""
         pool = self.lists[a] + self.lists[b]
-        if low < 0 or high // self.s.unit >= 2**16:
+        unit = self.s.unit
+        if low < 0 or high // unit >= 2**16:
             return False
-        if not self.s.budget.spend(len(pool) * (high // self.s.unit // 64 + 1) // 4):
+        if not self.s.budget.spend(len(pool) * (high // unit // 64 + 1) // 4):
             return False
         sums = [1]  # bit k: k units can be reached with the items so far
-        for weight, _ in pool:
-            sums.append(sums[-1] | sums[-1] << weight // self.s.unit)
-        reached = (k for k in range(-(-low // self.s.unit), high // self.s.unit + 1)
-                   if sums[-1] >> k & 1)
-        target = next(reached, None)
-        if target is None:
+        inside = [k for k in range(-(-low // unit), high // unit + 1)]
+        for weight, _ in [*pool, (0, -1)]:
+            target = next((k for k in inside if sums[-1] >> k & 1), None)
+            if target is not None:
+                break
+            sums.append(sums[-1] | sums[-1] << weight // unit)
+        else:
             return False
         self.lists[a], self.lists[b] = [], []
         for before, item in reversed(list(zip(sums, pool, strict=False))):
             stays = not before >> target & 1
-            target -= item[0] // self.s.unit if stays else 0
+            target -= item[0] // unit if stays else 0
             self.put(item, a if stays else b)
+        for item in pool[len(sums):]:
+            self.put(item, b)
         return True
-
-    # Of x and y may go what the rules `out` and `back` admit.
 
     def swap(self, x, y, low, high, out, back):
         if not self.s.budget.spend(len(x) + len(y)):
