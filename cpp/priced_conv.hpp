@@ -28,7 +28,7 @@ class PricedConv {
   // Searches bounds in [low, high), low at least the cost of the longest item alone; true if batches
   // below `high` were found (see `batches`).
   bool run(i64 low, i64 high) {
-    if (high >= kLargest || low >= high) return false;
+    if (high >= kLargest || low >= high || n() > kMostValues) return false;
     i64 bound = std::max(low, high - 1 - high / kFirstStep);
     start(high);
     bool found = false;
@@ -53,11 +53,12 @@ class PricedConv {
   const std::vector<i32>& batches() const { return best_; }
 
  private:
-  static constexpr i64 kUnit = 64;               // price of one unit of weight
-  static constexpr i64 kLargest = i64{1} << 44;  // of costs: keeps sums of prices in 64 bits
+  static constexpr i64 kUnit = 64;                     // price of one unit of weight
+  static constexpr i64 kLargest = i64{1} << 44;        // of costs: keeps sums of prices in 64 bits
   static constexpr i64 kPasses = 48, kWork = 580'000;
   static constexpr i64 kFirstStep = 1024, kLastStep = 16384, kBuckets = 4096;
-  static constexpr std::size_t kTried = 3;       // patterns that are built
+  static constexpr std::size_t kMostValues = 1 << 13;  // with more, one pass is over the budget
+  static constexpr std::size_t kTried = 3;             // patterns that are built
 
   struct Pattern {
     i64 loss, count, lead;
@@ -136,7 +137,7 @@ class PricedConv {
         std::swap(batch_, built_);
       } else {
         pattern = choose(bound, k);
-        accepted = batch_.loss + kUnit * bound / 4096;
+        accepted = batch_.loss + kUnit * bound / 16384;
       }
       last = k;
       free += batch_.free;

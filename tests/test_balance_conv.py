@@ -68,9 +68,9 @@ def test_conv_equals_its_twin_on_audio(batch_size: int, seed: int) -> None:
 
 
 @pytest.mark.parametrize(("num_ranks", "batch_size", "most"), [
-    (512, 30, 1.0067), (2560, 30, 1.0062), (2560, 60, 1.0030), (2560, 80, 1.0024)])
+    (512, 30, 1.0065), (2560, 30, 1.0061), (2560, 60, 1.0030), (2560, 80, 1.0024)])
 def test_conv_nears_what_is_possible(num_ranks: int, batch_size: int, most: float) -> None:
-    """Longest first alone is at 1.0078, 1.0074, 1.0037 and 1.0028 times the bound."""
+    """Longest first alone is at 1.0075, 1.0073, 1.0036 and 1.0027 times the bound or more."""
     for seed in range(2):
         weight, pad, home = audio(num_ranks, batch_size, seed)
         got = core().conv(weight, pad, home, num_ranks)

@@ -7,6 +7,7 @@ import numpy as np
 UNIT = 64  # price of one unit of weight
 LARGEST = 2**44  # of costs: above it the core would overflow
 PASSES, WORK = 48, 580_000
+MOST_VALUES = 2**13
 FIRST_STEP, LAST_STEP = 1024, 16384
 TRIED = 3  # patterns that are built
 REACH = 2  # values to each side that share a price's change
@@ -86,7 +87,7 @@ class PricedConv:
 
     def run(self, low: int, high: int) -> list[list[int]] | None:
         """Batches that cost less than `high`, if any are found."""
-        if high >= LARGEST or low >= high:
+        if high >= LARGEST or low >= high or len(self.value) > MOST_VALUES:
             return None
         bound, best = max(low, high - 1 - high // FIRST_STEP), None
         self.start(high)
@@ -133,7 +134,7 @@ class PricedConv:
             built = self.build(bound, *pattern) if first == last else None
             if built is None or built[1] > accepted:
                 built, pattern = self.choose(bound, first)
-                accepted = built[1] + UNIT * bound // 4096
+                accepted = built[1] + UNIT * bound // 16384
             batches.append(built)
             last = first
             for k in built[0]:
