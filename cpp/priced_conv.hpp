@@ -267,7 +267,9 @@ class PricedConv {
     }
   }
 
-  const std::vector<i64>&value_, &pad_, &items_;
+  const std::vector<i64>& value_;
+  const std::vector<i64>& pad_;
+  const std::vector<i64>& items_;
   i64 num_ranks_, shift_ = 0, lowest_ = 0, work_ = 0;
   std::vector<i64> left_, price_, highest_, loss_;
   std::vector<std::size_t> next_, bucket_;  // bucket_: first value of each or a lower one
