@@ -7,6 +7,7 @@
 #include <string>
 
 #include "common.hpp"
+#include "conv.hpp"
 #include "greedy.hpp"
 #include "local.hpp"
 #include "maps.hpp"

@@ -116,9 +116,6 @@ def test_other_policies_equal_their_twins(problem) -> None:
     assert np.array_equal(core().greedy(weight, home, d), reference.greedy(weight, home, d))
     assert core().lower_bound(weight, d) == lower_bound(weight, d)
     assert np.array_equal(core().padded(weight, home, d), reference.padded(weight, home, d))
-    pad = weight // 3
-    assert np.array_equal(core().conv(weight, pad, home, d),
-                          reference.conv(weight, pad, home, d))
 
 
 @thorough

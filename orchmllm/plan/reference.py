@@ -1,7 +1,7 @@
 """Slow, obvious twins of the functions of the C++ core, for tests and for reading.
 
 Each takes and returns what its namesake in orchmllm._core does, and must agree with it exactly.
-The twins of `local` and `lower_bound` are in files of their own.
+The twins of `local`, `conv` and `lower_bound` are in files of their own.
 """
 
 from __future__ import annotations
@@ -53,44 +53,6 @@ def padded(weight: np.ndarray, home: np.ndarray, num_ranks: int) -> np.ndarray:
         else:
             low = middle + 1
     for rank, batch in enumerate(cut(high)):
-        rank_of[batch] = rank
-    return rank_of
-
-
-def conv(weight: np.ndarray, pad: np.ndarray, home: np.ndarray, num_ranks: int) -> np.ndarray:
-    """OrchMLLM Algorithm 5, repaired: small max of sum(weight) + count * longest pad."""
-    items = _heaviest_first(weight)
-
-    def fill(bound: int) -> list[list[int]] | None:
-        left, batches = list(items), []
-        while left and len(batches) < num_ranks:
-            extra, room, batch = int(pad[left[0]]), bound, []
-            for i in left:
-                if int(weight[i]) + extra <= room:
-                    batch.append(i)
-                    room -= int(weight[i]) + extra
-            chosen = set(batch)
-            left = [i for i in left if i not in chosen]
-            batches.append(batch)
-        return None if left else batches
-
-    rank_of = np.array(home, np.int64)
-    if not items:
-        return rank_of
-    mean = -(-sum(int(weight[i]) + int(pad[i]) for i in items) // num_ranks)
-    low = max(mean, int(weight[items[0]]) + int(pad[items[0]]))
-    step = max(1, low // 64)
-    high = low + step
-    while fill(high) is None:
-        low, step = high + 1, 2 * step
-        high = low + step
-    while low < high and high - low > high >> 20:
-        middle = low + (high - low) // 2
-        if fill(middle) is not None:
-            high = middle
-        else:
-            low = middle + 1
-    for rank, batch in enumerate(fill(high)):
         rank_of[batch] = rank
     return rank_of
 
