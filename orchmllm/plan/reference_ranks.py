@@ -140,9 +140,8 @@ class EvenRanks:
                 return True
         elif level in (2, 6):
             apart = a // s.width != b // s.width
-            held = s.load[a] - s.base[a]
-            return apart == (level == 6) and (s.exact or not apart) and self.deal(
-                a, b, held - high, held - low)
+            return apart == (level == 6) and (s.exact or not apart) and (
+                self.deal(a, b, low, high, 16) or self.deal(a, b, low, high, INFINITE))
         elif level >= 4:
             low = (min(need, room) + 1) // 2 if level == 4 else 1
         for search in ((self.swap,), (self.uneven,), (), (self.double,), (self.swap, self.uneven),
@@ -162,17 +161,22 @@ class EvenRanks:
         for item in back:
             self.put(item, a)
 
-    def deal(self, a: int, b: int, low: int, high: int) -> bool:
-        """Deals the items of both ranks anew: of the first items that have a sum inside the window,
-        a gets the least such sum."""
-        pool = self.lists[a] + self.lists[b]
-        unit = self.s.unit
+    def deal(self, a: int, b: int, low: int, high: int, most: int) -> bool:
+        """Deals at most `most` items of each rank anew: a gives a sum inside the window, and of the
+        first items that have one, keeps the least such."""
+        x, y = self.lists[a], self.lists[b]
+        if most != INFINITE and max(len(x), len(y)) <= most:
+            return False  # all are dealt next
+        mine, theirs = ([items[k * len(items) // count] for k in range(count)]
+                        for items in (x, y) for count in [min(most, len(items))])
+        pool, held, unit = mine + theirs, sum(w for w, _ in mine), self.s.unit
+        low, high = held - high, held - low
         if low < 0 or high // unit >= 2**16:
             return False
         if not self.s.budget.spend(len(pool) * (high // unit // 64 + 1) // 4):
             return False
         sums = [1]  # bit k: k units can be reached with the items so far
-        inside = [k for k in range(-(-low // unit), high // unit + 1)]
+        inside = range(-(-low // unit), high // unit + 1)
         for weight, _ in [*pool, (0, -1)]:
             target = next((k for k in inside if sums[-1] >> k & 1), None)
             if target is not None:
@@ -180,7 +184,10 @@ class EvenRanks:
             sums.append(sums[-1] | sums[-1] << weight // unit)
         else:
             return False
-        self.lists[a], self.lists[b] = [], []
+        for item in mine:
+            x.remove(item)
+        for item in theirs:
+            y.remove(item)
         for before, item in reversed(list(zip(sums, pool, strict=False))):
             stays = not before >> target & 1
             target -= item[0] // unit if stays else 0
