@@ -9,17 +9,26 @@ namespace orchmllm {
 __extension__ typedef __int128 i128;  // T * num_ranks passes 2^63 when one item is a giant
 
 // The largest step up to 64 that at least 15 of 16 sampled weights are multiples of: areas of
-// images are multiples of a row of patches. Most loads can only be multiples of it.
+// images are multiples of a row of patches. Most loads can only be multiples of it. Items of weight
+// zero say nothing.
 inline i64 common_step(View<i64> weight) {
-  constexpr std::size_t kSamples = 1024;
-  const std::size_t stride = std::max<std::size_t>(1, weight.size / kSamples);
-  const std::size_t seen = (weight.size + stride - 1) / stride;
+  constexpr i64 kSamples = 1024;
+  const i64 positive =
+      std::count_if(weight.begin(), weight.end(), [](i64 w) { return w > 0; });
+  const i64 stride = std::max<i64>(1, positive / kSamples);
+  std::vector<i64> sample;
+  i64 skip = 0;
+  for (const i64 w : weight) {
+    if (w == 0 || skip-- > 0) continue;
+    sample.push_back(w);
+    skip = stride - 1;
+  }
   for (i64 step = 64; step > 1; --step) {
     std::size_t others = 0;
-    for (std::size_t i = 0; i < weight.size && 16 * others <= seen; i += stride) {
-      others += weight[i] % step != 0;
+    for (std::size_t i = 0; i < sample.size() && 16 * others <= sample.size(); ++i) {
+      others += sample[i] % step != 0;
     }
-    if (16 * others <= seen) return step;
+    if (16 * others <= sample.size()) return step;
   }
   return 1;
 }

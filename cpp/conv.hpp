@@ -33,10 +33,14 @@ class Conv {
     i64 low = least;
     // Optima lie a few tenths of a percent above the bound, so search near it first.
     i64 step = std::max<i64>(1, low / 64), high = low + step;
+    constexpr i64 kLargest = i64{1} << 61;
     while (!fill(high, nullptr)) {
+      if (high >= kLargest) {
+        throw std::invalid_argument("padded_cost: a batch would cost 2^61 or more; use a larger unit");
+      }
       low = high + 1;
       step *= 2;
-      high = low + step;
+      high = std::min(low + step, kLargest);
     }
     while (low < high && high - low > high / kFine) {
       const i64 middle = low + (high - low) / 2;
@@ -80,6 +84,7 @@ class Conv {
         pad[k] = std::max(pad[k], pad_[static_cast<std::size_t>(order_[i])]);
       }
     }
+    if (!std::is_sorted(pad.begin(), pad.end(), std::greater<i64>())) return;  // see the top
     PricedConv priced(value_, pad, items, num_ranks_);
     if (!priced.run(std::max(least, value_[0] + pad[0]), high)) return;
     used_ = first_;

@@ -45,8 +45,16 @@ class Deal {
 
   // The least sum in [low, high] that a row reaches; high + 1 if none.
   std::size_t least(std::size_t row, std::size_t words, std::size_t low, std::size_t high) const {
-    while (low <= high && !reached(row, words, low)) ++low;
-    return low;
+    const u64* sums = sums_.data() + row * words;
+    for (std::size_t i = low / 64; i < words; ++i) {
+      u64 bits = sums[i];
+      if (i == low / 64) bits &= ~u64{0} << (low % 64);
+      if (bits == 0) continue;
+      std::size_t sum = 64 * i;
+      while ((bits & 1) == 0) bits >>= 1, ++sum;
+      return std::min(sum, high + 1);
+    }
+    return high + 1;
   }
 
   // Row k + 1: the sums of row k, with and without an item of this weight.

@@ -77,7 +77,6 @@ class Lift {
     lifted.base = {base_.data(), base_.size()};
     lifted.cap = p_.cap / step_;
     lifted.unit = 1;
-    lifted.exact = true;
     return lifted;
   }
 

@@ -55,7 +55,8 @@ class LocalSearch {
       const i64 next = above(low + low / kFine / 2);
       cap = !tight(low) && next < high_ ? next : low + (high_ - low) / 2;
     }
-    if (high_ > p_.cap && few()) start_from_greedy();
+    constexpr i64 kFar = 100;  // a miss by more than this part of the cap: nearly nothing fits
+    if (high_ > p_.cap && (few() || high_ - p_.cap > p_.cap / kFar)) start_from_greedy();
   }
 
  private:
@@ -64,7 +65,10 @@ class LocalSearch {
   i64 below(i64 cap) const { return cap / step_ * step_; }
   i64 above(i64 cap) const { return below(cap) + step_; }
 
-  bool few() const { return static_cast<i64>(p_.weight.size) < 16 * p_.num_ranks; }
+  bool few() const {
+    return std::count_if(p_.weight.begin(), p_.weight.end(), [](i64 w) { return w > 0; }) <
+           16 * p_.num_ranks;
+  }
 
   i64 max_load(const i64* rank_of) const {
     std::vector<i64> load(at(p_.num_ranks));
@@ -108,6 +112,7 @@ class LocalSearch {
         if (lift.possible()) {
           LocalProblem lifted = lift.problem();
           lifted.budget = p_.budget / 3;
+          lifted.exact = exact_;
           solve(lifted, order_ascending(lifted.weight), true);
         }
       }

@@ -26,7 +26,7 @@ struct LocalProblem {
 struct Placement {
   LocalProblem problem;
   i64* rank_of;
-  i64 num_nodes, total = 0, typical = 1;
+  i64 num_nodes, total = 0, typical = 1;  // typical: mean weight of those that are not zero
   i64 send_limit = 0, receive_limit = std::numeric_limits<i64>::max();
   std::vector<i64> load, sent, received;  // per rank; sent and received between nodes only
   Budget budget;
@@ -39,16 +39,18 @@ struct Placement {
         sent(at(p.num_ranks)),
         received(at(p.num_ranks)),
         budget{p.budget} {
+    i64 positive = 0;
     for (std::size_t i = 0; i < p.weight.size; ++i) {
       rank_of[i] = p.home[i];
       load[at(p.home[i])] += p.weight[i];
       total += p.weight[i];
+      positive += p.weight[i] > 0;
     }
+    typical = std::max<i64>(1, total / std::max<i64>(1, positive));
     for (std::size_t r = 0; r < p.base.size; ++r) {
       load[r] += p.base[r];
       total += p.base[r];
     }
-    typical = std::max<i64>(1, total / std::max<i64>(1, static_cast<i64>(p.weight.size)));
   }
 
   i64 first_rank(i64 node) const { return node * problem.ranks_per_node; }

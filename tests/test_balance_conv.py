@@ -51,6 +51,19 @@ def test_conv_equals_its_twin(problem, share, squared) -> None:
         assert cost <= longest_first(weight, pad, d)
 
 
+def test_pads_that_do_not_grow_and_costs_without_end() -> None:
+    rng = np.random.default_rng(0)
+    for _ in range(100):
+        n, d = int(rng.integers(1, 40)), int(rng.integers(1, 6))
+        weight, pad = rng.integers(1, 60, n), rng.integers(0, 60, n)
+        home = rng.integers(0, d, n)
+        assert np.array_equal(core().conv(weight, pad, home, d),
+                              reference_conv.conv(weight, pad, home, d))
+    with pytest.raises(ValueError, match="padded_cost.* 2\\^61"):
+        core().conv(np.array([1000] + [1] * 100), np.array([2**57] + [0] * 100),
+                    np.zeros(101, np.int64), 1)
+
+
 def audio(num_ranks: int, batch_size: int, seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """(weight, pad, home): the natural mix's clips, lambda 1.3e-4."""
     layout = sample_layout("10b", num_ranks=num_ranks, batch_size=batch_size, seed=seed)

@@ -74,6 +74,29 @@ def hard_problem(name: str, d: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
     return images(name, d, 30, seed)
 
 
+def test_local_is_not_far_above_greedy_where_nearly_nothing_fits() -> None:
+    """A few items of 1000 among light ones: no surplus has a partner, though n/d is 16."""
+    rng = np.random.default_rng(4)
+    weight = rng.choice([7, 11, 1000], 1024)
+    home = rng.integers(0, 64, 1024)
+    got = core().local(weight, home, NOTHING, 64, 8, load_cap(weight, 64, .005))
+    assert loads(weight, got, 64).max() <= loads(weight, core().greedy(weight, home, 64), 64).max()
+    assert np.array_equal(got, local(weight, home, NOTHING, 64, 8, load_cap(weight, 64, .005)))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_items_of_weight_zero_change_nothing(seed) -> None:
+    rng = np.random.default_rng(seed)
+    weight = rng.integers(10, 40, 192) * 32 + rng.integers(0, 32, 192) * (rng.random(192) < .03)
+    home, zeros = rng.integers(0, 64, 192), np.zeros(3648, np.int64)
+    cap = load_cap(weight, 64, .005)
+    alone = core().local(weight, home, NOTHING, 64, 8, cap)
+    more = core().local(np.concatenate([weight, zeros]), np.concatenate([home, zeros]), NOTHING, 64,
+                        8, cap)
+    assert core().lower_bound(np.concatenate([weight, zeros]), 64) == core().lower_bound(weight, 64)
+    assert np.array_equal(more, np.concatenate([alone, zeros]))
+
+
 @pytest.mark.parametrize(("batch_size", "seed"), [(60, 8), (60, 14), (30, 7), (30, 11), (30, 12)])
 def test_loads_between_multiples_of_32_patches(batch_size, seed) -> None:
     """Bound 448, where the mean is just above a multiple and the cap below the next one."""

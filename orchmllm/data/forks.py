@@ -8,7 +8,7 @@ stuck for ever before its first line of Python. Such a child is killed and anoth
 from __future__ import annotations
 
 import multiprocessing
-import os
+import socket
 from multiprocessing.connection import wait
 from multiprocessing.context import BaseContext, ForkContext, ForkProcess
 
@@ -28,17 +28,22 @@ class SureFork(ForkProcess):
                            f"{START_TIMEOUT_S:g} s; num_workers=0 loads in the rank itself")
 
     def _starts(self) -> bool:
-        """Forks, and kills what it forked unless that says in time that it runs."""
-        self._pipe = reader, writer = os.pipe()
+        """Forks, and kills what it forked unless that says in time that it runs. It waits for an
+        answer before it takes any lock, with which it must not be killed."""
+        self._ends = ours, theirs = socket.socketpair()
         runs = False
         try:
             try:
                 super().start()
             finally:
-                os.close(writer)  # a child that dies is then read as an end of file
-            runs = bool(wait([reader], START_TIMEOUT_S)) and os.read(reader, 1) == b"1"
+                theirs.close()  # a child that dies is then read as an end of file
+            if wait([ours], START_TIMEOUT_S) and ours.recv(1) == b"1":
+                ours.send(b"1")
+                runs = True
+        except ConnectionError:
+            pass  # it died; another one is forked
         finally:
-            os.close(reader)
+            ours.close()
             if not runs and self._popen is not None:
                 self.kill()
                 self.join()
@@ -46,10 +51,13 @@ class SureFork(ForkProcess):
         return runs
 
     def run(self) -> None:
-        os.write(self._pipe[1], b"1")
-        for descriptor in self._pipe:
-            os.close(descriptor)
-        super().run()
+        ours, theirs = self._ends
+        ours.close()
+        with theirs:
+            theirs.send(b"1")
+            told = theirs.recv(1)
+        if told:
+            super().run()
 
 
 class SureForkContext(ForkContext):

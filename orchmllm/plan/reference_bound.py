@@ -29,7 +29,8 @@ def lower_bound(weight: np.ndarray, num_ranks: int) -> int:
 
 def common_step(weight: list[int]) -> int:
     """Largest step up to 64 that 15 of 16 sampled weights are multiples of."""
-    sample = weight[::max(1, len(weight) // 1024)]
+    positive = [w for w in weight if w > 0]
+    sample = positive[::max(1, len(positive) // 1024)]
     return next((step for step in range(64, 1, -1)
                  if 16 * sum(w % step != 0 for w in sample) <= len(sample)), 1)
 

@@ -29,8 +29,10 @@ def conv(weight: np.ndarray, pad: np.ndarray, home: np.ndarray, num_ranks: int) 
     pads = [max(int(pad[i]) for i in own) for own in of_value.values()]
     high = max(sum(int(weight[i]) for i in batch) + len(batch) * max(int(pad[i]) for i in batch)
                for batch in batches if batch)
-    found = PricedConv(list(of_value), pads, [len(own) for own in of_value.values()],
-                       num_ranks).run(max(least, next(iter(of_value)) + pads[0]), high)
+    found = None
+    if pads == sorted(pads, reverse=True):
+        found = PricedConv(list(of_value), pads, [len(own) for own in of_value.values()],
+                           num_ranks).run(max(least, next(iter(of_value)) + pads[0]), high)
     if found is not None:
         left = [iter(own) for own in of_value.values()]
         batches = [[next(left[k]) for k in batch] for batch in found]

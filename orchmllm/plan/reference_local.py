@@ -183,7 +183,7 @@ def local(
                 lift = Lift(weights, homes, num_ranks, width, target, step)
                 if lift.possible:
                     solve(Placement(lift.weight, lift.home, costs, num_ranks, width, lift.cap,
-                                    False, Budget(budget // 3), True, 1, lift.base))
+                                    False, Budget(budget // 3), exact, 1, lift.base))
     target = cap // step * step
     if tight(cap):
         target = target + step if exact else cap
@@ -200,7 +200,8 @@ def local(
             low = max(low, target)
         above = (low + low // 4000 // 2) // step * step + step
         target = above if not tight(low) and above < best[0] else low + (best[0] - low) // 2
-    if best[0] > cap and n < 16 * num_ranks:
+    few = sum(w > 0 for w in weights) < 16 * num_ranks
+    if best[0] > cap and (few or best[0] - cap > cap // 100):
         batch = greedy(weight, home, num_ranks)
         rank_of_batch = near_home(home, batch, weight, num_ranks, width)
         budget = max(budget, 100 * n)

@@ -55,7 +55,8 @@ class Placement:
         for weight, rank in zip(self.weight, self.home, strict=True):
             self.load[rank] += weight
         self.total = sum(self.load)
-        self.typical = max(1, self.total // max(1, len(self.weight)))
+        positive = sum(weight > 0 for weight in self.weight)
+        self.typical = max(1, sum(self.weight) // max(1, positive))
         self.ascending = sorted(range(len(self.weight)), key=lambda i: (self.weight[i], i))
 
     def ranks(self, node: int) -> range:
