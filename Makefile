@@ -26,6 +26,7 @@ lint: setup-test
 	$(RUN) -m ruff check .
 
 # The native core under AddressSanitizer and UndefinedBehaviorSanitizer, in a copy of the package.
+# libstdc++ is loaded first too: Python does not link it, and the sanitizer has to find its throw.
 SANITIZE := -fsanitize=address,undefined -fno-sanitize-recover=all -O1 -g
 sanitize: setup-test
 	rm -rf build/sanitize
@@ -35,7 +36,8 @@ sanitize: setup-test
 	    { echo "the core was built without the sanitizers"; exit 1; }
 	cp -r tests pyproject.toml build/sanitize/lib
 	cd build/sanitize/lib && ASAN_OPTIONS=detect_leaks=0 \
-	    LD_PRELOAD="$$($${CXX:-c++} -print-file-name=libasan.so)" \
+	    LD_PRELOAD="$$($${CXX:-c++} -print-file-name=libasan.so) \
+	    $$($${CXX:-c++} -print-file-name=libstdc++.so)" \
 	    $(CURDIR)/$(RUN) -m pytest -q -p no:cacheprovider --timeout 900 \
 	    tests/test_balance*.py tests/test_nodewise.py tests/test_plan_schemes.py
 
