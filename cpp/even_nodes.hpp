@@ -186,20 +186,18 @@ class EvenNodes {
     if (picker.done() || picker.take_exact(even) || picker.take_exact(relaxed)) {
       return picker.window;
     }
-    picker.take_sum(s_.typical, even);
-    if (picker.done()) return picker.window;
-    Picker dearer{rest, picker.window, s_.budget, moved_};
-    dearer.take_sum(s_.typical, even);
-    if (dearer.done()) return dearer.window;
-    Picker wider{cheap, dearer.window, s_.budget, moved_};
-    wider.take_sum(s_.typical, stretched);
-    if (wider.done()) return wider.window;
-    Picker last{cheap, wider.window, s_.budget, moved_};
-    last.take_sum(s_.typical, any);
-    if (last.done()) return last.window;
-    Picker desperate{rest, last.window, s_.budget, moved_};
-    desperate.take_sum(s_.typical, any);
-    return desperate.window;
+    const struct {
+      List& items;
+      SendRule& rule;
+    } tries[] = {{cheap, even}, {rest, even}, {cheap, stretched}, {cheap, any}, {rest, any}};
+    window = picker.window;
+    for (const auto& next : tries) {
+      Picker summed{next.items, window, s_.budget, moved_};
+      summed.take_sum(s_.typical, next.rule);
+      window = summed.window;
+      if (summed.done()) break;
+    }
+    return window;
   }
 
   // Puts the moved items, heaviest first, on the least-loaded ranks of a node that may still

@@ -55,8 +55,8 @@ class LocalSearch {
       const i64 next = above(low + low / kFine / 2);
       cap = !tight(low) && next < high_ ? next : low + (high_ - low) / 2;
     }
-    constexpr i64 kFar = 100;  // a miss by more than this part of the cap: nearly nothing fits
-    if (high_ > p_.cap && (few() || high_ - p_.cap > p_.cap / kFar)) start_from_greedy();
+    constexpr i64 kPoor = 100;  // a miss by more than this part of the cap: nearly nothing fits
+    if (high_ > p_.cap && (few() || high_ - p_.cap > p_.cap / kPoor)) start_from_greedy();
   }
 
  private:
