@@ -174,8 +174,4 @@ def run_all(args: argparse.Namespace, recipe: Recipe, argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main(sys.argv[1:]))
-    except KeyboardInterrupt:  # before the ranks were started
-        print("interrupted", file=sys.stderr)
-        sys.exit(130)
+    launch.exit_with(main)

@@ -29,6 +29,7 @@ from orchmllm.hf.names import PARTS, named
 from orchmllm.hf.sharded import Sharded, read_sharded
 from orchmllm.hf.sources import POSITIONS
 from orchmllm.hf.writer import DTYPES, FileTensor, renamed, write_file, write_folder
+from orchmllm.launch import exit_with
 from orchmllm.models.config import ModelConfig
 
 VERSION = 1  # of orchmllm.json
@@ -264,4 +265,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    exit_with(main)

@@ -10,18 +10,28 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 if TYPE_CHECKING:
     import torch.distributed as dist
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 STOP_TIMEOUT_S = 600  # that ranks get to finish their step and save, before they are killed
+
+
+def exit_with(main: Callable[[Sequence[str]], int]) -> NoReturn:
+    """Ends this process with what a command returns. Ctrl-C where no rank runs (ranks stop at the
+    end of their step) is one line and code 130."""
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        sys.exit(130)
 
 
 @dataclass(frozen=True)

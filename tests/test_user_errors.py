@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from orchmllm.launch import exit_with
+
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(120)]
 ROOT = Path(__file__).parent.parent
 TINY = [
@@ -114,3 +116,15 @@ def test_disk_full_during_a_save(tmp_path, data):
     assert "checkpoint 2: rank" in out.stderr and "File too large" in out.stderr, out.stderr
     assert "Traceback" not in out.stderr
     assert not list((tmp_path / "run" / "checkpoints").glob("step_*"))
+
+
+def test_ctrl_c_of_a_command_is_one_line(capsys):
+    def interrupted(arguments):
+        raise KeyboardInterrupt
+
+    with pytest.raises(SystemExit) as ended:
+        exit_with(interrupted)
+    assert ended.value.code == 130 and capsys.readouterr().err == "interrupted\n"
+    with pytest.raises(SystemExit) as ended:
+        exit_with(lambda arguments: 3)
+    assert ended.value.code == 3

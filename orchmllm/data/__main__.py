@@ -24,6 +24,7 @@ from orchmllm.data.lengths import Planner
 from orchmllm.data.opening import Source, beside, index_path, open_source
 from orchmllm.data.spec import SourceConfig
 from orchmllm.data.tokenize import ChatTokenizer
+from orchmllm.launch import exit_with
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -146,4 +147,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    exit_with(main)
