@@ -12,7 +12,7 @@ ARGS ?=
 .PHONY: demo test bench lint sanitize clean setup setup-test
 
 demo: setup demo_data/data.jsonl
-	$(RUN) -m orchmllm.compare --recipe recipes/demo.yaml $(ARGS)
+	$(RUN) -m orchmllm.cli.compare --recipe recipes/demo.yaml $(ARGS)
 
 test: setup-test
 	$(RUN) -m pytest -q --session-timeout 3600 $(ARGS)
@@ -39,7 +39,7 @@ sanitize: setup-test
 	    LD_PRELOAD="$$($${CXX:-c++} -print-file-name=libasan.so) \
 	    $$($${CXX:-c++} -print-file-name=libstdc++.so)" \
 	    $(CURDIR)/$(RUN) -m pytest -q -p no:cacheprovider --timeout 900 \
-	    tests/test_balance*.py tests/test_nodewise.py tests/test_plan_schemes.py
+	    tests/test_balance*.py tests/plan/test_nodewise.py tests/plan/test_plan_schemes.py
 
 setup: $(READY)
 	@$(RUN) setup.py -q build_ext --inplace

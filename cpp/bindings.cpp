@@ -7,11 +7,11 @@
 #include <string>
 
 #include "common.hpp"
-#include "conv.hpp"
+#include "conv_transformer.hpp"
 #include "greedy.hpp"
-#include "local.hpp"
+#include "least_move.hpp"
 #include "maps.hpp"
-#include "microsteps.hpp"
+#include "microbatches.hpp"
 #include "nodewise.hpp"
 #include "padded.hpp"
 #include "token_cap.hpp"
@@ -105,7 +105,7 @@ Array padded(const Array& weight, const Array& home, i64 num_ranks) {
   });
 }
 
-Array conv(const Array& weight, const Array& pad, const Array& home, i64 num_ranks) {
+Array conv_transformer(const Array& weight, const Array& pad, const Array& home, i64 num_ranks) {
   const View<i64> p = weights(pad, "pad");
   if (pad.size() != weight.size()) throw std::invalid_argument("pad and weight differ in size");
   return assign(weight, home, num_ranks, [&](View<i64> w, View<i64> h, i64* out) {
@@ -113,7 +113,7 @@ Array conv(const Array& weight, const Array& pad, const Array& home, i64 num_ran
   });
 }
 
-Array local(const Array& weight, const Array& home, const Array& move_cost, i64 num_ranks,
+Array least_move(const Array& weight, const Array& home, const Array& move_cost, i64 num_ranks,
             i64 ranks_per_node, i64 cap) {
   if (ranks_per_node < 1) throw std::invalid_argument("ranks_per_node must be >= 1");
   if (cap < 0) throw std::invalid_argument("cap must be >= 0");
@@ -143,15 +143,15 @@ Array enforce_token_cap(const Array& weight, const Array& tokens, const Array& r
   return done ? result : Array(0);
 }
 
-Array assign_microsteps(const Array& share, i64 num_microsteps) {
+Array assign_microbatches(const Array& share, i64 num_microbatches) {
   if (share.ndim() != 2) throw std::invalid_argument("share must be 2-D");
-  if (num_microsteps < 1) throw std::invalid_argument("num_microsteps must be >= 1");
+  if (num_microbatches < 1) throw std::invalid_argument("num_microbatches must be >= 1");
   const auto phases = static_cast<std::size_t>(share.shape(1));
   const View<i64> s{share.data(), static_cast<std::size_t>(share.size())};
   Array step_of(share.shape(0));
   i64* out = step_of.mutable_data();
   py::gil_scoped_release release;
-  orchmllm::assign_microsteps(s, phases, static_cast<std::size_t>(num_microsteps), out);
+  orchmllm::assign_microbatches(s, phases, static_cast<std::size_t>(num_microbatches), out);
   return step_of;
 }
 
@@ -223,13 +223,13 @@ PYBIND11_MODULE(_core, m) {
   const auto home = py::arg("home").noconvert();
   m.def("greedy", &greedy, weight, home, py::arg("num_ranks"));
   m.def("padded", &padded, weight, home, py::arg("num_ranks"));
-  m.def("conv", &conv, weight, py::arg("pad").noconvert(), home, py::arg("num_ranks"));
-  m.def("local", &local, weight, home, py::arg("move_cost").noconvert(), py::arg("num_ranks"),
+  m.def("conv_transformer", &conv_transformer, weight, py::arg("pad").noconvert(), home, py::arg("num_ranks"));
+  m.def("least_move", &least_move, weight, home, py::arg("move_cost").noconvert(), py::arg("num_ranks"),
         py::arg("ranks_per_node"), py::arg("cap"));
   m.def("enforce_token_cap", &enforce_token_cap, weight, py::arg("tokens").noconvert(),
         py::arg("rank_of").noconvert(), py::arg("num_ranks"), py::arg("cap"));
-  m.def("assign_microsteps", &assign_microsteps, py::arg("share").noconvert(),
-        py::arg("num_microsteps"));
+  m.def("assign_microbatches", &assign_microbatches, py::arg("share").noconvert(),
+        py::arg("num_microbatches"));
   m.def("group_by_rank", &group_by_rank, py::arg("rank_of").noconvert(), py::arg("num_ranks"));
   m.def("expand_order", &expand_order, py::arg("order").noconvert(),
         py::arg("counts").noconvert());

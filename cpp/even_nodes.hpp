@@ -1,4 +1,4 @@
-// Stage 1 of `local`: nodes above their target give away just their surplus.
+// Stage 1 of `least_move`: nodes above their target give away just their surplus.
 //
 // Surpluses and rooms are matched in descending order (at most num_nodes - 1 transfers), each
 // transfer is a set of items of the giving node, taken from its fullest ranks, with a sum as near

@@ -1,4 +1,4 @@
-// Stages 2 and 3 of `local`: ranks above the cap hand their surplus to ranks below it, first inside
+// Stages 2 and 3 of `least_move`: ranks above the cap hand their surplus to ranks below it, first inside
 // each node, then (what is left) to ranks of any node.
 #pragma once
 

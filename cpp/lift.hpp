@@ -1,4 +1,4 @@
-// `local` where nearly all weights are multiples of a step and the cap is not.
+// `least_move` where nearly all weights are multiples of a step and the cap is not.
 //
 // Most loads can then only be multiples of the step, up to the last one B under the cap. What is
 // between B and the cap is of use to ranks with items whose weights are not multiples, and if the

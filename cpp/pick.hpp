@@ -1,4 +1,4 @@
-// Taking items whose weights add up to a window: the search that `local` is made of.
+// Taking items whose weights add up to a window: the search that `least_move` is made of.
 #pragma once
 
 #include "common.hpp"

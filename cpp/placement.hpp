@@ -1,4 +1,4 @@
-// The state `local` works on: where every item is, and what that makes of each rank.
+// The state `least_move` works on: where every item is, and what that makes of each rank.
 #pragma once
 
 #include "bound.hpp"

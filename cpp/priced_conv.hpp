@@ -1,4 +1,4 @@
-// Batches for `conv` by prices: a length is worth what it costs alone plus what others lose by it.
+// Batches for `conv_transformer` by prices: a length is worth what it costs alone plus what others lose by it.
 #pragma once
 
 #include "common.hpp"

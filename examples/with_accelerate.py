@@ -25,11 +25,11 @@ def main(balance: bool = True, num_steps: int = 20) -> list[float]:
         accumulation_steps=ACCUMULATION, enabled=balance)
     losses, total = [], torch.zeros((), dtype=torch.float64)
     for batch in loader:
-        with nullcontext() if batch.is_last_microstep else accelerator.no_sync(model):
-            loss = scale_loss(sum_loss(model, batch), batch)  # over all micro-steps already
+        with nullcontext() if batch.is_last_microbatch else accelerator.no_sync(model):
+            loss = scale_loss(sum_loss(model, batch), batch)  # over all microbatches already
             accelerator.backward(loss)
         total += loss.detach()
-        if batch.is_last_microstep:
+        if batch.is_last_microbatch:
             optimizer.step()
             optimizer.zero_grad()
             losses.append(accelerator.reduce(total, "mean").item())

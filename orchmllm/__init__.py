@@ -10,22 +10,22 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from orchmllm.adapt import at_least_one, check_equivalence, rebalance_encoder, scale_loss
-    from orchmllm.comm import exchange_rows
-    from orchmllm.data.batches import Phase, Segment
-    from orchmllm.data.loader import BalancedDataLoader
+    from orchmllm.comm.exchange import exchange_rows
+    from orchmllm.dropin.adapt import at_least_one, check_equivalence, rebalance_encoder, scale_loss
+    from orchmllm.dropin.examples import Phase, Segment
+    from orchmllm.dropin.loader import BalancedDataLoader
     from orchmllm.plan.cost import CostModel
 
 _HOME = {
-    "BalancedDataLoader": "orchmllm.data.loader",
+    "BalancedDataLoader": "orchmllm.dropin.loader",
     "CostModel": "orchmllm.plan.cost",
-    "Phase": "orchmllm.data.batches",
-    "Segment": "orchmllm.data.batches",
-    "at_least_one": "orchmllm.adapt",
-    "check_equivalence": "orchmllm.adapt",
-    "exchange_rows": "orchmllm.comm",
-    "rebalance_encoder": "orchmllm.adapt",
-    "scale_loss": "orchmllm.adapt",
+    "Phase": "orchmllm.dropin.examples",
+    "Segment": "orchmllm.dropin.examples",
+    "at_least_one": "orchmllm.dropin.adapt",
+    "check_equivalence": "orchmllm.dropin.adapt",
+    "exchange_rows": "orchmllm.comm.exchange",
+    "rebalance_encoder": "orchmllm.dropin.adapt",
+    "scale_loss": "orchmllm.dropin.adapt",
 }
 __all__ = [
     "BalancedDataLoader", "CostModel", "Phase", "Segment", "at_least_one", "check_equivalence",

@@ -67,13 +67,13 @@ class SequenceLengths:
 
 @dataclass(frozen=True)
 class Batch:
-    """One rank's tensors for one micro-step, on the training device, and its part of the plan.
+    """One rank's tensors for one microbatch, on the training device, and its part of the plan.
 
     inputs[m] (R_m, row_size): rows of the segments this rank encodes, in slot order; images uint8,
     audio float32. input_lengths[m]: their packing in rows. token_ids, labels (R_llm,) int64: the
     packed sequences of its LLM phase; text_lengths: their packing. position_ids (R_llm,) restart
     per example. scatter[m] (R_f,): where feature rows go.
-    num_global_targets: labels of all ranks and micro-steps of the step, the loss's denominator.
+    num_global_targets: labels of all ranks and microbatches of the step, the loss's denominator.
     """
 
     plan: RankPlan

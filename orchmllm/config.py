@@ -1,5 +1,5 @@
 """The sections of a recipe: defaults < YAML file < `a.b=c` on the command line, checked before
-torch is imported. orchmllm.schema says how a key is written, orchmllm.recipe how a file becomes
+torch is imported. orchmllm.recipe.schema says how a key is written, orchmllm.recipe.parse how a file becomes
 these classes; docs/recipe.md is made from them.
 """
 
@@ -11,16 +11,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from orchmllm import strict_yaml
-from orchmllm.data.spec import SourceConfig
+from orchmllm.data.config import SourceConfig
 from orchmllm.models.config import ModelConfig
 from orchmllm.plan.step import BalanceConfig
-from orchmllm.recipe import DEFAULT, Loaded, RecipeError, read
-from orchmllm.schema import Conflict, key, leaves, section
+from orchmllm.recipe import strict_yaml
+from orchmllm.recipe.parse import DEFAULT, Loaded, RecipeError, read
+from orchmllm.recipe.schema import Conflict, key, leaves, section
 
 __all__ = ["Recipe", "RecipeError", "explain", "load_recipe", "read_recipe", "to_yaml"]
 
-PADDED = ("padded", "conv")  # policies that know of padding
+PADDED = ("padded", "conv_transformer")  # policies that know of padding
 DTYPES = ("float32", "float64", "bfloat16")
 
 
@@ -29,10 +29,10 @@ class RunConfig:
     """What a run is called, starts from and writes."""
 
     dir: str = key("runs/default", "Folder of metrics, checkpoints and the merged recipe.",
-                   aka=("output_dir", "out_dir", "save_dir"))
+                   aliases=("output_dir", "out_dir", "save_dir"))
     seed: int = key(0, "Of the weights and of the sampling.", at_least=0)
     resume: str = key("auto", "`auto` (the newest sound checkpoint of run.dir, else from scratch), "
-                      "`never`, or the path of a checkpoint.", aka=("resume_from_checkpoint",))
+                      "`never`, or the path of a checkpoint.", aliases=("resume_from_checkpoint",))
     allow_data_change: bool = key(
         False, "Resume although the data is not what the checkpoint saw.")
     tensorboard: bool = key(False, "Also write scalars for TensorBoard to run.dir/tensorboard.")
@@ -73,9 +73,9 @@ class DataConfig:
 
     path: str = key("", "One source of examples; the same as `sources: [{path: ...}]`.",
                     required="give a JSONL file or a folder with data.jsonl", unless="sources",
-                    aka=("dataset", "data_path", "train_file"))
+                    aliases=("dataset", "data_path", "train_file"))
     sources: tuple[SourceConfig, ...] = key((), "Sources of examples, instead of data.path.",
-                                            aka=("datasets", "mixture"))
+                                            aliases=("datasets", "mixture"))
     tokenizer: str = key("", "A tokenizer.json, or a folder with one and its chat template; empty: "
                          "the one beside the (first) data.")
     num_validation: int = key(0, "Rows held out at the end of the sources.", at_least=0)
@@ -84,12 +84,12 @@ class DataConfig:
     num_shards: int = key(64, "Logical shards of a stream. The order of examples depends on it, "
                           "and not on ranks or workers.", at_least=1)
     max_example_tokens: int = key(0, "An example ends there; text is cut, a medium never; 0: no "
-                                  "limit.", at_least=0, aka=("max_seq_length", "max_length"))
+                                  "limit.", at_least=0, aliases=("max_seq_length", "max_length"))
     index_dir: str = key("", "Folder of length indexes (`python -m orchmllm.data index`); empty: "
                          "~/.cache/orchmllm/index.")
-    prefetch: int = key(2, "Steps prepared ahead.", at_least=0, aka=("prefetch_factor",))
+    prefetch: int = key(2, "Steps prepared ahead.", at_least=0, aliases=("prefetch_factor",))
     num_workers: int = key(0, "Processes of each rank that read and decode; 0: its prefetch thread "
-                           "does.", at_least=0, at_most=64, aka=("workers", "dataloader_workers"))
+                           "does.", at_least=0, at_most=64, aliases=("workers", "dataloader_workers"))
     strict: bool = key(False, "A medium that cannot be decoded is an error. Otherwise its example "
                        "is not learnt from and gets a line in quarantine.jsonl.")
     max_failed_in_a_row: int = key(20, "Consecutive media that cannot be decoded which are an "
@@ -116,24 +116,24 @@ class DataConfig:
 class TrainConfig:
     """Steps, batches and the optimizer (AdamW)."""
 
-    num_steps: int = key(100, "Optimizer steps.", at_least=1, aka=("max_steps", "steps"))
-    batch_size: int = key(4, "Examples per rank and micro-step.", at_least=1,
-                          aka=("micro_batch_size", "per_device_train_batch_size"))
-    accumulation_steps: int = key(1, "Micro-steps per step.", at_least=1,
-                                  aka=("gradient_accumulation_steps", "grad_accum"))
+    num_steps: int = key(100, "Optimizer steps.", at_least=1, aliases=("max_steps", "steps"))
+    batch_size: int = key(4, "Examples per rank and microbatch.", at_least=1,
+                          aliases=("micro_batch_size", "per_device_train_batch_size"))
+    accumulation_steps: int = key(1, "Microbatches per step.", at_least=1,
+                                  aliases=("gradient_accumulation_steps", "grad_accum"))
     lr: float = key(1e-3, "Peak learning rate: after warmup_steps of linear warm-up; then cosine "
-                    "to lr * min_lr_ratio at num_steps.", above=0, aka=("learning_rate",))
+                    "to lr * min_lr_ratio at num_steps.", above=0, aliases=("learning_rate",))
     warmup_steps: int = key(10, "Steps until lr is reached.", at_least=0)
     min_lr_ratio: float = key(0.1, "Learning rate of the last step / lr.", at_least=0, at_most=1)
     weight_decay: float = key(0.01, "AdamW's decoupled weight decay.", at_least=0)
     beta1: float = key(0.9, "Decay of the mean of the gradients.", at_least=0, below=1,
-                       aka=("adam_beta1", "betas"))
+                       aliases=("adam_beta1", "betas"))
     beta2: float = key(0.95, "Decay of the mean of their squares.", at_least=0, below=1,
-                       aka=("adam_beta2",))
+                       aliases=("adam_beta2",))
     max_grad_norm: float = key(1.0, "Gradients are scaled down to this norm; 0: no clipping.",
-                               at_least=0, aka=("grad_clip", "clip_grad_norm"))
+                               at_least=0, aliases=("grad_clip", "clip_grad_norm"))
     global_batch_size: int = key(
-        0, "Examples per step over all ranks and micro-steps, kept when a run resumes on another "
+        0, "Examples per step over all ranks and microbatches, kept when a run resumes on another "
         "number of ranks; 0: batch_size * accumulation_steps * ranks.", at_least=0)
     nonfinite: str = key(
         "raise", "What a loss or gradient that is not finite does: `raise`, `skip` the step, or "
@@ -142,14 +142,14 @@ class TrainConfig:
 
     def conflicts(self) -> Iterator[Conflict]:
         """A train.warmup_steps above 10 is at most train.num_steps; train.global_batch_size has at
-        least one example per micro-step."""
+        least one example per microbatch."""
         if self.warmup_steps > max(self.num_steps, 10):  # a trial run of 5 steps keeps the default
             yield Conflict(("warmup_steps", "num_steps"),
                            f"must be at most train.num_steps ({self.num_steps})")
         if 0 < self.global_batch_size < self.accumulation_steps:
             yield Conflict(("global_batch_size", "accumulation_steps"),
                            f"must be at least train.accumulation_steps "
-                           f"({self.accumulation_steps}): one example per micro-step")
+                           f"({self.accumulation_steps}): one example per microbatch")
 
 
 @dataclass(frozen=True)
@@ -157,9 +157,9 @@ class CheckpointConfig:
     """When the run is saved."""
 
     every_steps: int = key(0, "Steps between checkpoints; 0: only at the end and when stopped, "
-                           "-1: never.", at_least=-1, aka=("save_steps", "interval"))
+                           "-1: never.", at_least=-1, aliases=("save_steps", "interval"))
     keep_last: int = key(2, "How many sound checkpoints stay.", at_least=1,
-                         aka=("save_total_limit",))
+                         aliases=("save_total_limit",))
     asynchronous: bool = key(True, "Write in a thread while training goes on.")
 
 
@@ -197,7 +197,7 @@ class FsdpConfig:
     compile: bool = key(False, "torch.compile every block.")
     param_dtype: str = key("float32", "Of parameters, gradients and optimizer.", choices=DTYPES)
     compute_dtype: str = key("", "Of forward and backward; empty: param_dtype.",
-                             choices=("", *DTYPES), aka=("dtype", "bf16", "mixed_precision"))
+                             choices=("", *DTYPES), aliases=("dtype", "bf16", "mixed_precision"))
 
     def checkpointing(self, phase: str) -> str:
         """The choice for `vision`, `audio` or `llm`."""

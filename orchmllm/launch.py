@@ -91,7 +91,7 @@ def current_world() -> World | None:
 def process_group(world: World, timeout_s: float) -> Iterator[dist.Store]:
     """The default process group: NCCL with GPUs, gloo without; always destroyed at the end, since
     gloo otherwise aborts at exit and hides the real exception. Yields a second connection to the
-    store, for a thread of its own (orchmllm.health)."""
+    store, for a thread of its own (orchmllm.runtime.health)."""
     import torch
     import torch.distributed as dist
 

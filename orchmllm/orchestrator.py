@@ -22,16 +22,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from orchmllm.agreement import combined_digest, raise_first, require_agreement
 from orchmllm.batch import IGNORE_INDEX, Batch, SequenceLengths, on_device
-from orchmllm.comm import RoutedExchange, RowGather, exchange_rows, gather_texts
-from orchmllm.hops import two_hops
+from orchmllm.comm.agree import combined_digest, raise_first, require_agreement
+from orchmllm.comm.exchange import RoutedExchange, RowGather, exchange_rows, gather_texts
+from orchmllm.comm.ilp import SharedPrograms
+from orchmllm.plan.assign import DISPATCHES
 from orchmllm.plan.cost import CostModel
 from orchmllm.plan.layout import ENCODERS, BatchLayout
-from orchmllm.plan.phases import DISPATCHES
 from orchmllm.plan.rearrange import Exchange, Rearrangement
-from orchmllm.plan.step import PlanSpec, RankPlan, StepPlan, assign_microsteps, plan_step
-from orchmllm.programs import SharedPrograms
+from orchmllm.plan.step import PlanSpec, RankPlan, StepPlan, assign_microbatches, plan_step
+from orchmllm.plan.two_hop import two_hops
 
 PROTOCOL_VERSION = 1
 _LAYOUT_FIELDS = ("version", "step", "num_examples", "num_segments", "payload_len", "exhausted",
@@ -67,10 +67,10 @@ class Committed(NamedTuple):
 
 
 @dataclass(frozen=True)
-class MicroStep:
-    """One micro-step as planned and loaded, before dispatch. inputs[m] (R_in, row_size) and text
+class Microbatch:
+    """One microbatch as planned and loaded, before dispatch. inputs[m] (R_in, row_size) and text
     (T, 2) int32 [token id, label] on the CPU, in source order for dispatch `tensors`, in slot order
-    for `load` and `bytes`. ignored: positions (in the micro-step's layout) of examples without
+    for `load` and `bytes`. ignored: positions (in the microbatch's layout) of examples without
     labels."""
 
     plan: StepPlan
@@ -87,7 +87,7 @@ class Orchestrator:
     calls gather_layout and commit. planner: replaces plan_step (tests compare arbitrary
     rearrangements; where the spec has integer programs it is given their solver as `solve`).
     group: CPU group of the ranks, owned by the same thread as `gather`; dispatch `bytes` needs it.
-    hop_groups: rows travel in two hops over these groups (see orchmllm.comm.hop_groups), not in
+    hop_groups: rows travel in two hops over these groups (see orchmllm.comm.exchange.hop_groups), not in
     one. commit_gather: where the ranks of `gather` are one shard of those that share a step, all of
     these: they fail together and count targets together, but each shard has its own plans.
     """
@@ -139,11 +139,11 @@ class Orchestrator:
 
     def gather_layout(
         self, step: int, layout: BatchLayout | None, *, error: str | None = None,
-        exhausted: bool = False, num_dropped: int = 0, salt: int = 0,
+        exhausted: bool = False, num_dropped: int = 0, config_digest: int = 0,
     ) -> Gathered:
         """LAYOUT: this rank's lengths (one rank's part) -> the global batch's. Where every rank
         knows all lengths pass None: only headers travel. exhausted: this rank has no more examples;
-        num_dropped: how many it left out. salt: further configuration that has to be equal.
+        num_dropped: how many it left out. config_digest: further configuration that has to be equal.
 
         Raises RemoteError if any rank passed an `error`, PlanMismatchError if steps, versions or
         configurations differ."""
@@ -154,7 +154,7 @@ class Orchestrator:
         payload, error = part.to_payload(), error or ""
         header = [PROTOCOL_VERSION, step, part.num_examples, len(part.modality), len(payload),
                   int(exhausted) and 1 + num_dropped, len(error.encode()),
-                  combined_digest([self.spec.digest, salt])]
+                  combined_digest([self.spec.digest, config_digest])]
         while True:  # again only if some rank's payload did not fit; all ranks see that alike
             row = np.zeros(len(header) + self._capacity, np.int64)
             row[: len(header)] = header
@@ -179,24 +179,24 @@ class Orchestrator:
         ]), 0)
 
     def plan(
-        self, layout: BatchLayout, num_microsteps: int = 1
+        self, layout: BatchLayout, num_microbatches: int = 1
     ) -> list[tuple[np.ndarray, StepPlan]]:
-        """The step's micro-steps, each planned as a global batch of its own: (positions of its
+        """The step's microbatches, each planned as a global batch of its own: (positions of its
         examples in the step's batch, ascending; its plan). Collective only where the spec has
         integer programs."""
         if self.programs is None:
-            return self._plan_all(layout, num_microsteps, self.planner)
+            return self._plan_all(layout, num_microbatches, self.planner)
         return self.programs.plan(lambda solve: self._plan_all(
-            layout, num_microsteps, partial(self.planner, solve=solve)))
+            layout, num_microbatches, partial(self.planner, solve=solve)))
 
     def _plan_all(
-        self, layout: BatchLayout, num_microsteps: int, planner: Callable[..., StepPlan]
+        self, layout: BatchLayout, num_microbatches: int, planner: Callable[..., StepPlan]
     ) -> list[tuple[np.ndarray, StepPlan]]:
-        if num_microsteps == 1:
+        if num_microbatches == 1:
             return [(np.arange(layout.num_examples), planner(layout, self.spec))]
-        micro = assign_microsteps(layout, self.spec, num_microsteps)
+        micro = assign_microbatches(layout, self.spec, num_microbatches)
         return [(np.flatnonzero(micro == k), planner(layout.select(micro == k), self.spec))
-                for k in range(num_microsteps)]
+                for k in range(num_microbatches)]
 
     def rank_plan(self, plan: StepPlan) -> RankPlan:
         """This rank's part, its exchanges routed as configured."""
@@ -252,8 +252,8 @@ class Orchestrator:
         with torch.cuda.device(self.device):
             return {m: x.pin_memory() for m, x in inputs.items()}, text.pin_memory()
 
-    def dispatch(self, micro: MicroStep, num_global_targets: int) -> Batch:
-        """Moves one micro-step's inputs to the ranks that process them (training thread)."""
+    def dispatch(self, micro: Microbatch, num_global_targets: int) -> Batch:
+        """Moves one microbatch's inputs to the ranks that process them (training thread)."""
         plan = micro.rank_plan
         inputs = {m: on_device(micro.inputs[m], self.device) for m in ENCODERS}
         text = on_device(micro.text, self.device)
@@ -273,7 +273,7 @@ class Orchestrator:
             num_global_targets=num_global_targets,
         )
 
-    def _ignore(self, labels: Tensor, micro: MicroStep) -> Tensor:
+    def _ignore(self, labels: Tensor, micro: Microbatch) -> Tensor:
         dropped = np.isin(micro.rank_plan.examples, list(micro.ignored))
         if not dropped.any():
             return labels

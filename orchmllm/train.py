@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from orchmllm import launch
+from orchmllm.comm.errors import AgreedError
 from orchmllm.config import Recipe, RecipeError, explain, read_recipe
-from orchmllm.errors import AgreedError
 
 if TYPE_CHECKING:
-    from orchmllm.health import Watch
+    from orchmllm.runtime.health import HangWatchdog
 
 EPILOG = """\
 examples:
@@ -58,16 +58,16 @@ def parse(argv: list[str]) -> argparse.Namespace:
     return parser.parse_intermixed_args(argv)
 
 
-def run_rank(recipe: Recipe, world: launch.World, work: Callable[[Watch], None]) -> int:
+def run_rank(recipe: Recipe, world: launch.World, work: Callable[[HangWatchdog], None]) -> int:
     """Runs `work` in the default process group of all ranks; returns this rank's exit code. A
     rank's error is reported by all ranks with the same text."""
-    from orchmllm.health import CURABLE, Watch
-    from orchmllm.stop import Stopped
+    from orchmllm.runtime.health import CURABLE, HangWatchdog
+    from orchmllm.runtime.stop import Stopped
 
     # At once: a rank that waits in a collective would not get to see a KeyboardInterrupt.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     with launch.process_group(world, recipe.launch.timeout_s) as store:
-        watch = Watch(store, world.rank, world.world_size, folder=Path(recipe.run.dir) / "hang",
+        watch = HangWatchdog(store, world.rank, world.world_size, folder=Path(recipe.run.dir) / "hang",
                       stall_timeout_s=recipe.launch.stall_timeout_s, exit_now=launch.exit_now)
         try:
             work(watch)
@@ -87,7 +87,7 @@ def _start_problem(recipe: Recipe, world: launch.World | None, expected: int) ->
     """Why the recipe cannot run on the ranks that are there, or on `expected` if none are yet, or
     from its pretrained weights; empty if it can."""
     from orchmllm.hf.sources import find_sources
-    from orchmllm.topology import check_world
+    from orchmllm.sharding.check import check_world
 
     try:
         find_sources(recipe.model)
@@ -126,13 +126,13 @@ def main(argv: list[str]) -> int:
             print(f"warning: recipe {args.recipe}: {warning}", file=sys.stderr)
         return 0
     if planned:
-        from orchmllm.scale_report import run
+        from orchmllm.estimate.text import run
 
         return run(recipe, args.world_size, ablations=args.ablations, json_path=args.json)
     if world is None:
         return launch.run_local("orchmllm.train", argv, recipe.launch.nproc_per_node)
 
-    def work(watch: Watch) -> None:
+    def work(watch: HangWatchdog) -> None:
         from orchmllm.trainer import Trainer
 
         trainer = Trainer(recipe, world, watch=watch)

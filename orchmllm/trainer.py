@@ -12,34 +12,34 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from orchmllm.build import build_dataset, build_orchestrators, build_spec, learning_rate
-from orchmllm.calibrate import Calibration, coefficients
-from orchmllm.canary import Canary, combined_stats
-from orchmllm.checkpoint import Checkpointer, pack_rng, state_tensors, unpack_rng
-from orchmllm.comm import RowGather, gather_scalars
+from orchmllm.comm.exchange import RowGather, gather_scalars
 from orchmllm.config import Recipe, to_yaml
+from orchmllm.data.dataset import ConversationDataset
+from orchmllm.data.loading.step_loader import Step, StepLoader
 from orchmllm.data.sampler import GlobalSampler, make_sampler
-from orchmllm.data.sources import ConversationDataset
-from orchmllm.data.steps import Step, StepLoader
-from orchmllm.fit import for_run
-from orchmllm.flops import mfu, peak_flops, step_flops
-from orchmllm.fsdp import build_model, compute_dtype
-from orchmllm.health import Watch
+from orchmllm.estimate.fits import for_run
 from orchmllm.hf.sources import find_sources
 from orchmllm.launch import World
-from orchmllm.metrics import MetricsLog
 from orchmllm.models.attention import describe_attention
+from orchmllm.models.flops import mfu, peak_flops, step_flops
 from orchmllm.plan.step import PHASES, StepPlan, plan_step
-from orchmllm.pretrained import check_same, fingerprint
-from orchmllm.progress import RunDisplay
-from orchmllm.progress_state import (
+from orchmllm.runtime.build import build_dataset, build_orchestrators, build_spec, learning_rate
+from orchmllm.runtime.calibrate import Calibration, coefficients
+from orchmllm.runtime.checkpoint import Checkpointer, pack_rng, state_tensors, unpack_rng
+from orchmllm.runtime.display import RunDisplay
+from orchmllm.runtime.health import HangWatchdog
+from orchmllm.runtime.metrics import MetricsLog
+from orchmllm.runtime.plan_check import Canary, combined_stats
+from orchmllm.runtime.run_state import (
     NonFiniteError,
     Progress,
     check_resumable,
     quarantine,
     record_nonfinite,
 )
-from orchmllm.stop import Stopped, StopSignal
+from orchmllm.runtime.stop import Stopped, StopSignal
+from orchmllm.sharding.fsdp import build_model, compute_dtype
+from orchmllm.sharding.pretrained import check_same, fingerprint
 
 CLOCK_PHASES = (*PHASES, "exchange")
 
@@ -51,7 +51,7 @@ class Trainer:
     def __init__(
         self, recipe: Recipe, world: World, *,
         planner: Callable[..., StepPlan] = plan_step, dataset: ConversationDataset | None = None,
-        watch: Watch | None = None,
+        watch: HangWatchdog | None = None,
     ) -> None:
         self.recipe, self.world, self.watch = recipe, world, watch
         self.display = RunDisplay(recipe.run, shows=world.rank == 0)
@@ -102,7 +102,7 @@ class Trainer:
         sampler = make_sampler(self.dataset, self.train_rows, self.progress.global_batch_size,
                                seed=self.recipe.run.seed)
         self.orchestrator.reset_costs()
-        fitted = self.progress.fitted if self.recipe.balance.fit_steps else None
+        fitted = self.progress.fitted if self.recipe.balance.calibrate_steps else None
         self.calibration.restart(done=fitted is not None)
         if fitted is not None:
             self.orchestrator.change_costs(
@@ -216,7 +216,7 @@ class Trainer:
         }
 
     def _fit_costs(self, step: Step, seconds: np.ndarray) -> None:
-        """Measures the step (seconds (d, phases)); the step that completes balance.fit_steps
+        """Measures the step (seconds (d, phases)); the step that completes balance.calibrate_steps
         changes the costs of all that are not planned yet."""
         fitted = self.calibration.add(step.plans, seconds, step.index + self._ahead + 1)
         if fitted is not None:
@@ -233,7 +233,7 @@ class Trainer:
         return mfu(useful, step_s, self.world.world_size, self._peak_flops)
 
     def _accumulate(self, step: Step) -> tuple[torch.Tensor, dict[str, list[int]]]:
-        """Forward and backward of all micro-steps -> (this rank's loss sum, the item lengths its
+        """Forward and backward of all microbatches -> (this rank's loss sum, the item lengths its
         phases really processed)."""
         clock = self.model.clock
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)

@@ -3,7 +3,7 @@
     python scripts/bench_balance.py [--ranks 8,16,64,128,512] [--batch-size 60] [--limit 10]
         [--json FILE] [--plot FILE.png]
 
-Compared: `local` and `greedy` of this package, a heapq LPT in Python (what training frameworks do),
+Compared: `least_move` and `greedy` of this package, a heapq LPT in Python (what training frameworks do),
 prtpy's greedy and Karmarkar-Karp, and the assignment program by CVXPY with CBC and HiGHS. Solvers
 that a size makes hopeless (over --limit seconds at the size before) are left out from there on.
 prtpy, cvxpy, cylp and highspy are optional.
@@ -20,8 +20,8 @@ from pathlib import Path
 
 import numpy as np
 
+from orchmllm.estimate.workload import sample_layout
 from orchmllm.plan.balance import balance, core
-from orchmllm.workload import sample_layout
 
 
 def python_lpt(weight: np.ndarray, home: np.ndarray, num_ranks: int, limit: float) -> np.ndarray:
@@ -63,7 +63,7 @@ def by_cvxpy(solver: str) -> Callable:
 
 
 METHODS: dict[str, Callable] = {
-    "local": lambda w, h, d, _: balance(w, num_ranks=d, policy="local", home=h),
+    "least_move": lambda w, h, d, _: balance(w, num_ranks=d, policy="least_move", home=h),
     "greedy": lambda w, h, d, _: balance(w, num_ranks=d, policy="greedy", home=h),
     "python heapq LPT": python_lpt,
     "prtpy greedy": by_prtpy("greedy"),

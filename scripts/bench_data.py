@@ -20,12 +20,12 @@ import soundfile
 from PIL import Image
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
-from orchmllm.data.headers import audio_header, image_header
+from orchmllm.data.config import SourceConfig
+from orchmllm.data.formats.open import open_source
 from orchmllm.data.index import build_index
-from orchmllm.data.lengths import Planner
-from orchmllm.data.opening import open_source
-from orchmllm.data.spec import SourceConfig
-from orchmllm.data.tokenize import ChatTokenizer
+from orchmllm.data.lengths import LengthReader
+from orchmllm.data.media.headers import audio_header, image_header
+from orchmllm.data.tokenizer import ChatTokenizer
 from orchmllm.plan.layout import AudioGeometry, VisionGeometry
 
 WORDS = ("what is the colour of this small round thing on a table near two people who walk along "
@@ -118,7 +118,7 @@ def main() -> None:
         if not args.rows:
             return
         write_rows(folder / "data.jsonl", files, args.rows, rng)
-        planner = Planner(write_tokenizer(folder / "tokenizer.json"), VisionGeometry(),
+        planner = LengthReader(write_tokenizer(folder / "tokenizer.json"), VisionGeometry(),
                           AudioGeometry())
         config = SourceConfig(path=str(folder / "data.jsonl"))
         for what in ("built", "refreshed"):

@@ -4,15 +4,15 @@ phase by phase on one GPU, as sampled and balanced.
     python scripts/bench_gpu.py [--device cuda] [--model 84b] [--ranks 8] [--batch-size 30]
         [--mix natural,omni] [--layers 2] [--batches 4] [--repeat 3] [--seed 0] [--json FILE]
 
-Real: lengths (orchmllm/workload.py), plans, modules at full width with --layers layers each, their
+Real: lengths (orchmllm/estimate/workload.py), plans, modules at full width with --layers layers each, their
 forward and backward passes. A rank's time of a phase is scaled by the FLOPs of all layers over
 those of the layers that ran; a step is the sum over phases of the slowest rank. Not there: other
-ranks, and so FSDP's and the exchanges' traffic. MFU: useful FLOPs (orchmllm/flops.py), nothing
+ranks, and so FSDP's and the exchanges' traffic. MFU: useful FLOPs (orchmllm/models/flops.py), nothing
 recomputed, over rank batches of at least 8192 packed positions.
 
 Also: alpha and beta fitted to half of the batches and their error on the other half; encoders
 without rows; the attention kernel beside one call per sequence; audio by mode, on the clips of the
-rank that has most; the loss plain and in chunks; peak memory beside orchmllm.memory. Without a GPU
+rank that has most; the loss plain and in chunks; peak memory beside orchmllm.estimate.memory. Without a GPU
 it runs at small shapes on a CPU and says so.
 """
 
@@ -32,8 +32,7 @@ import torch
 import transformers
 
 from orchmllm.config import FsdpConfig
-from orchmllm.flops import balance_cost, peak_flops
-from orchmllm.measure import (
+from orchmllm.estimate.measure import (
     Clock,
     PhaseRunner,
     Work,
@@ -42,17 +41,18 @@ from orchmllm.measure import (
     rank_work,
     shortened,
 )
-from orchmllm.measure_parts import (
+from orchmllm.estimate.measure_parts import (
     compare_attention,
     compare_audio_modes,
     compare_loss,
     step_memory,
 )
+from orchmllm.estimate.workload import MIXES, MODELS, batch_layout, sample_headers
 from orchmllm.models.config import AudioConfig, LLMConfig, ModelConfig, VisionConfig
+from orchmllm.models.flops import balance_cost, peak_flops
+from orchmllm.plan.assign import PHASES, BalanceConfig, PhasePolicy, PlanSpec
 from orchmllm.plan.layout import ENCODERS
-from orchmllm.plan.phases import PHASES, BalanceConfig, PhasePolicy, PlanSpec
 from orchmllm.plan.step import StepPlan, plan_step
-from orchmllm.workload import MIXES, MODELS, batch_layout, sample_headers
 
 SMALL = ModelConfig(
     VisionConfig(45, 64, 256, 4, merge_size=2, max_side=448),
@@ -103,7 +103,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 
 def make_spec(model: ModelConfig, balanced: bool) -> PlanSpec:
-    phase = PhasePolicy("local", tolerance=0.005)
+    phase = PhasePolicy("least_move", tolerance=0.005)
     balance = BalanceConfig(balanced, "load", **dict.fromkeys(PHASES, phase))
     return PlanSpec(costs={p: balance_cost(p, model) for p in PHASES},
                     row_bytes={p: getattr(model, p).geometry.row_bytes for p in ENCODERS},

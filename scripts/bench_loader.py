@@ -32,14 +32,15 @@ import torch.distributed as dist
 from torch import multiprocessing
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
-from orchmllm import BalancedDataLoader, CostModel, comm
-from orchmllm.build import build_dataset, build_spec
-from orchmllm.comm import RowGather, bytes_group
+from orchmllm import BalancedDataLoader, CostModel
+from orchmllm.comm import exchange as comm
+from orchmllm.comm.exchange import RowGather, bytes_group
 from orchmllm.config import load_recipe
-from orchmllm.data import wire
+from orchmllm.data.loading.step_loader import StepLoader
 from orchmllm.data.sampler import GlobalSampler
-from orchmllm.data.steps import StepLoader
+from orchmllm.dropin import wire
 from orchmllm.orchestrator import Orchestrator
+from orchmllm.runtime.build import build_dataset, build_spec
 
 ROOT = Path(__file__).parents[1]
 COST = CostModel(linear=100_000, quadratic=100)

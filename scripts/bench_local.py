@@ -1,4 +1,4 @@
-"""How near to its lower bounds `local` gets: load, time, volume between nodes, busiest rank.
+"""How near to its lower bounds `least_move` gets: load, time, volume between nodes, busiest rank.
 
     python scripts/bench_local.py [--ranks 128] [--batch-size 60] [--seeds 20]
         [--tolerances 0,0.001,0.005] [--only vision,audio,...] [--json FILE]
@@ -25,10 +25,10 @@ from pathlib import Path
 
 import numpy as np
 
+from orchmllm.estimate.workload import MODELS, SYNTHETIC, sample_layout, synthetic_lengths
 from orchmllm.plan.balance import core, load_cap
 from orchmllm.plan.layout import AUDIO, VISION
 from orchmllm.plan.nodewise import SOLVERS, assign_nodes, node_traffic
-from orchmllm.workload import MODELS, SYNTHETIC, sample_layout, synthetic_lengths
 
 NODE = 8
 LAMBDA = 1.3e-4  # quadratic over linear part of the conv policy's cost
@@ -43,7 +43,7 @@ def inputs(ranks: int, batch_size: int, seed: int) -> dict[str, tuple[np.ndarray
         side = MODELS[model].vision.max_side
         for name, modality in ((f"vision {side}", VISION), ("audio", AUDIO)):
             seg = layout.segments_of(modality)
-            out[name] = (layout.cost_len[seg],
+            out[name] = (layout.attn_len[seg],
                          layout.rank_of_example[layout.example_of_segment[seg]])
         out[f"llm {model}"] = (layout.tokens_per_example, layout.rank_of_example)
     n = ranks * batch_size
@@ -61,7 +61,7 @@ def cpu_ms(call) -> tuple[float, np.ndarray]:
 def measure(weight, home, ranks: int, tolerance: float, nodewise: bool) -> dict[str, float]:
     bound, cap = core().lower_bound(weight, ranks), load_cap(weight, ranks, tolerance)
     greedy_ms, batch = cpu_ms(lambda: core().greedy(weight, home, ranks))
-    ms, rank_of = cpu_ms(lambda: core().local(weight, home, NOTHING, ranks, NODE, cap))
+    ms, rank_of = cpu_ms(lambda: core().least_move(weight, home, NOTHING, ranks, NODE, cap))
     loads = np.bincount(rank_of, weight, ranks)
     surplus = np.bincount(home // NODE, weight, -(-ranks // NODE)) - NODE * cap
     least, share = np.maximum(0, surplus).sum(), max(1.0, surplus.max() / NODE)
@@ -94,7 +94,7 @@ def other_policies(args: argparse.Namespace, seed: int) -> None:
         text = f"{name:10s} seed {seed}: greedy {greedy_ms:.1f} ms, padded {padded_ms:.1f} ms"
         if name == "audio":
             pad = (LAMBDA * weight * weight).astype(np.int64)
-            ms, rank_of = cpu_ms(lambda: core().conv(weight, pad, home, d))  # noqa: B023
+            ms, rank_of = cpu_ms(lambda: core().conv_transformer(weight, pad, home, d))  # noqa: B023
             longest = np.zeros(d, np.int64)
             np.maximum.at(longest, rank_of, pad)
             cost = np.bincount(rank_of, weight, d) + np.bincount(rank_of, minlength=d) * longest

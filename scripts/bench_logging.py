@@ -55,8 +55,8 @@ def seconds(do: Callable[[], object]) -> float:
 def measure(trainer, folder: Path, num_steps: int, num_ranks: int) -> dict[str, list[float]]:
     """Way of logging -> seconds of each step; `step`: those of training."""
     from orchmllm.config import RunConfig
-    from orchmllm.metrics import MetricsLog
-    from orchmllm.progress import RunDisplay
+    from orchmllm.runtime.display import RunDisplay
+    from orchmllm.runtime.metrics import MetricsLog
     from orchmllm.trainer import combined_stats
 
     run, log = RunConfig(dir=str(folder)), MetricsLog(folder / "metrics.jsonl")

@@ -3,7 +3,7 @@
     python scripts/bench_nodes.py [--items 30] [--mbit 200]
 
 Every node is a network namespace with a shaped link (tc tbf, both directions) to a common bridge;
-its ranks are real gloo processes that carry out the plans of realistic batches (orchmllm.workload):
+its ranks are real gloo processes that carry out the plans of realistic batches (orchmllm.estimate.workload):
 inputs, text and features forward, feature gradients back. Rows are --scale times narrower than the
 model's, so that a step takes a fraction of a second; the plans see the real widths. Bytes are what
 the nodes' interfaces counted (headers included).
@@ -24,20 +24,20 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from orchmllm.comm import RowGather, exchange_rows, hop_groups
+from orchmllm.comm.exchange import RowGather, exchange_rows, hop_groups
+from orchmllm.estimate.workload import MODELS, sample_layout
 from orchmllm.orchestrator import Orchestrator
+from orchmllm.plan.assign import PHASES, BalanceConfig, PhasePolicy, PlanSpec
 from orchmllm.plan.cost import cost_model
 from orchmllm.plan.layout import ENCODERS
-from orchmllm.plan.phases import PHASES, BalanceConfig, PhasePolicy, PlanSpec
 from orchmllm.plan.step import plan_step
-from orchmllm.workload import MODELS, sample_layout
 
 MODEL, NODES, PER_NODE = "10b", 4, 2
 WORLD = NODES * PER_NODE
 SCHEMES = {
     "none": PhasePolicy("none"), "greedy": PhasePolicy("greedy"),
     "greedy+nodewise": PhasePolicy("greedy", nodewise=True),
-    "local": PhasePolicy("local", tolerance=0.005),
+    "least_move": PhasePolicy("least_move", tolerance=0.005),
 }
 PREFIX, SUBNET = "orchmllm", "10.77.0"
 
@@ -176,7 +176,7 @@ def main() -> None:
     for name, row in result.items():
         print(f"  {name:24s} {row['internode_mb']:7.2f} MB between nodes, {row['step_s']:.3f} s, "
               f"worst phase imbalance {row['worst_imbalance']:.3f}")
-    ratio = np.divide(*(result[f"{s} flat"]["internode_mb"] for s in ("greedy+nodewise", "local")))
+    ratio = np.divide(*(result[f"{s} flat"]["internode_mb"] for s in ("greedy+nodewise", "least_move")))
     print(f"  greedy+nodewise / local: {ratio:.2f}")
 
 

@@ -20,37 +20,37 @@ from pathlib import Path
 
 import numpy as np
 
-from orchmllm.plan.balance import core
-from orchmllm.plan.cost import cost_model
-from orchmllm.plan.layout import BatchLayout
-from orchmllm.plan.phases import (
+from orchmllm.estimate.workload import MIXES, MODELS, sample_layout
+from orchmllm.plan.assign import (
     PHASES,
     BalanceConfig,
     PhasePolicy,
     PlanSpec,
     assign_phases,
 )
+from orchmllm.plan.balance import core
+from orchmllm.plan.cost import cost_model
+from orchmllm.plan.layout import BatchLayout
 from orchmllm.plan.step import StepPlan, build_plan
-from orchmllm.workload import MIXES, MODELS, sample_layout
 
 PAPER_MS = {64: 16.7, 128: 18.5, 256: 21.3, 512: 24.6, 1024: 31.4, 2560: 53.9}
-SCHEMES = ("none", "llm-only", "whole", "greedy", "padded", "paper", "local")
+SCHEMES = ("none", "llm-only", "whole", "greedy", "padded", "paper", "least_move")
 
 
 def scheme(name: str, tolerance: float) -> BalanceConfig:
     """The balance section of a recipe: `paper` is greedy with node-wise rearrangement and padded
     audio; `greedy` (all packed, no node-wise), `padded` (all padded), `llm-only`, `whole` and
-    `none` are its ablations; `local` is minimal movement."""
+    `none` are its ablations; `least_move` is minimal movement."""
     def of(policy: str, **options) -> PhasePolicy:
         return PhasePolicy(policy, **options)
 
     none, greedy, nodewise = of("none"), of("greedy"), of("greedy", nodewise=True)
-    local = of("local", tolerance=tolerance)
+    local = of("least_move", tolerance=tolerance)
     vision, audio, llm = {
         "none": (none, none, none), "llm-only": (none, none, greedy),
         "whole": (none, none, greedy), "greedy": (greedy, greedy, greedy),
         "padded": (of("padded"),) * 3, "paper": (nodewise, of("padded", nodewise=True), nodewise),
-        "local": (local, local, local),
+        "least_move": (local, local, local),
     }[name]
     return BalanceConfig(whole_examples=name == "whole", vision=vision, audio=audio, llm=llm)
 
@@ -119,7 +119,7 @@ def main() -> None:
     parser.add_argument("--policies", default="greedy,paper,local", help=", ".join(SCHEMES))
     parser.add_argument("--model", default="84b", choices=MODELS)
     parser.add_argument("--mix", default="natural", choices=MIXES)
-    parser.add_argument("--tolerance", type=float, default=.005, help="of `local`")
+    parser.add_argument("--tolerance", type=float, default=.005, help="of `least_move`")
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--link-gbps", type=float, default=400, help="network per rank, Gbit/s")
     parser.add_argument("--json", type=Path)

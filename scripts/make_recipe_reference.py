@@ -13,10 +13,10 @@ import json
 import sys
 from pathlib import Path
 
-from orchmllm import strict_yaml
 from orchmllm.config import Recipe
-from orchmllm.log_schema import ROW_SCHEMA, SCHEMA_VERSION
-from orchmllm.schema import Key, Leaf, leaves, sections
+from orchmllm.recipe import strict_yaml
+from orchmllm.recipe.schema import Key, Leaf, leaves, sections
+from orchmllm.runtime.log_schema import ROW_SCHEMA, SCHEMA_VERSION
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 MADE = "<!-- Made by scripts/make_recipe_reference.py from the code: change that. -->\n"

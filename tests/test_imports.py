@@ -93,8 +93,8 @@ def test_edges(name, path):
 
 @pytest.mark.parametrize("module", ["orchmllm", "orchmllm.plan.step", "orchmllm.plan.balance",
                                     "orchmllm.config", "orchmllm.launch", "orchmllm.train",
-                                    "orchmllm.data.__main__", "orchmllm.data.index",
-                                    "orchmllm.log_schema", "orchmllm.progress",
+                                    "orchmllm.cli.data", "orchmllm.data.index",
+                                    "orchmllm.runtime.log_schema", "orchmllm.runtime.display",
                                     "orchmllm.hf.sources"])
 def test_no_torch(module):
     code = f"import sys, {module}; sys.exit(bool({{'torch', 'transformers'}} & set(sys.modules)))"

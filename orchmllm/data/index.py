@@ -22,10 +22,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from orchmllm.data.lengths import Planned, Planner
-from orchmllm.data.media import MediaError
-from orchmllm.data.opening import Source, digest, open_source
-from orchmllm.data.rows import sizes
+from orchmllm.data.formats.open import DataSource, digest, open_source
+from orchmllm.data.formats.rows import sizes
+from orchmllm.data.lengths import LengthReader, MeasuredExample
+from orchmllm.data.media.medium import MediaError
 from orchmllm.plan.layout import ExampleLayout
 
 VERSION = 1
@@ -34,7 +34,7 @@ ALONE_BELOW = 2000  # rows that are indexed faster than worker processes start
 
 
 class Part(NamedTuple):
-    """Rows of a chunk. table: (s, 7) int64 [modality, rows, cost_len, num_tokens, t, h, w];
+    """Rows of a chunk. table: (s, 7) int64 [modality, rows, attn_len, num_tokens, t, h, w];
     counts, targets: (n,) segments and labels of each row; stamps: (n, 2) int64 bytes of the row's
     media files and their latest time in ns; problems: (row, file, reason, segment)."""
 
@@ -67,7 +67,7 @@ class LengthIndex:
                              t[:, 3], t[:, 4:])
 
 
-def index_folder(source: Source, planner: Planner, index_dir: Path) -> Path:
+def index_folder(source: DataSource, planner: LengthReader, index_dir: Path) -> Path:
     """Where the source's index is or would be."""
     said = [source.layout, source.root.path, source.config.prompt, source.config.max_row_bytes]
     key = digest([VERSION, list(sizes(source.store.files)), len(source), *said,
@@ -77,7 +77,7 @@ def index_folder(source: Source, planner: Planner, index_dir: Path) -> Path:
     return index_dir / f"{safe}-{key}"
 
 
-def open_index(source: Source, planner: Planner, index_dir: Path) -> LengthIndex | None:
+def open_index(source: DataSource, planner: LengthReader, index_dir: Path) -> LengthIndex | None:
     """The source's index if there is one that fits it. Raises ValueError if it is damaged."""
     folder = index_folder(source, planner, index_dir)
     if not folder.is_dir():
@@ -92,7 +92,7 @@ def open_index(source: Source, planner: Planner, index_dir: Path) -> LengthIndex
 
 
 def build_index(
-    source: Source, planner: Planner, index_dir: Path, *, num_workers: int,
+    source: DataSource, planner: LengthReader, index_dir: Path, *, num_workers: int,
     progress: Callable[[int], object] = lambda count: None,
 ) -> tuple[LengthIndex, int]:
     """(the index, rows that had to be read): all of them the first time; later those whose media
@@ -111,7 +111,7 @@ def build_index(
 
 
 def _parts(
-    source: Source, planner: Planner, index_dir: Path, old: LengthIndex | None, num_workers: int
+    source: DataSource, planner: LengthReader, index_dir: Path, old: LengthIndex | None, num_workers: int
 ) -> Iterator[tuple[Part, int]]:
     chunks = [range(k, min(k + CHUNK, len(source))) for k in range(0, len(source), CHUNK)]
     if num_workers < 2 or len(source) < ALONE_BELOW:
@@ -127,7 +127,7 @@ def _parts(
 _worker: dict[str, object] = {}  # a worker process's own source, opened once
 
 
-def _start_worker(config, index_dir: Path, planner: Planner, old: Path | None) -> None:
+def _start_worker(config, index_dir: Path, planner: LengthReader, old: Path | None) -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one core a worker
     _worker["run"] = partial(_index_chunk, open_source(config, index_dir), planner,
                              LengthIndex(old) if old else None)
@@ -138,7 +138,7 @@ def _work(chunk: range) -> tuple[Part, int]:
 
 
 def _index_chunk(
-    source: Source, planner: Planner, old: LengthIndex | None, chunk: range
+    source: DataSource, planner: LengthReader, old: LengthIndex | None, chunk: range
 ) -> tuple[Part, int]:
     rows = list(chunk)
     if old is None:
@@ -156,7 +156,7 @@ def _index_chunk(
     for row in rows:
         layout = planned[row].layout if row in planned else old.layout(row, row)
         tables.append(np.column_stack(
-            [layout.modality, layout.rows, layout.cost_len, layout.num_tokens, layout.grid]))
+            [layout.modality, layout.rows, layout.attn_len, layout.num_tokens, layout.grid]))
         targets.append(layout.num_targets)
         problem = planned[row].problem if row in planned else None
         if problem is not None:
@@ -167,11 +167,11 @@ def _index_chunk(
     return part, len(planned)
 
 
-def stamp(planned: Planned) -> tuple[int, int]:
+def stamp(planned: MeasuredExample) -> tuple[int, int]:
     return _stamp(planned.conversation.media)
 
 
-def _stamp_now(source: Source, row: int) -> tuple[int, int]:
+def _stamp_now(source: DataSource, row: int) -> tuple[int, int]:
     try:
         return _stamp(source.conversation(row).media)
     except ValueError:

@@ -1,6 +1,6 @@
 """Rows -> lengths, before anything is decoded: tokens in batches, media from their headers.
 
-Every way to an example goes through `Planner.plan`: the index, a run without one, lint and stats.
+Every way to an example goes through `LengthReader.plan`: the index, a run without one, lint and stats.
 A row that cannot be used (its JSON, its turns, a header) keeps its place in the order of examples
 as a stand-in of one token that nothing is learnt from: what is sampled when is then the same on
 every rank, with or without an index, and after somebody mends a file.
@@ -13,10 +13,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from orchmllm.data.conversation import Conversation
-from orchmllm.data.headers import audio_header, audio_lengths, image_header
-from orchmllm.data.media import MediaError, RowError
-from orchmllm.data.tokenize import ChatTokenizer, Piece
+from orchmllm.data.formats.conversation import Conversation
+from orchmllm.data.media.headers import audio_header, audio_lengths, image_header
+from orchmllm.data.media.medium import MediaError, RowError
+from orchmllm.data.tokenizer import ChatTokenizer, Piece
 from orchmllm.plan.layout import (
     TEXT,
     VISION,
@@ -28,7 +28,7 @@ from orchmllm.plan.layout import (
 )
 
 
-class Planned(NamedTuple):
+class MeasuredExample(NamedTuple):
     """One example as planned. pieces: one per segment. problem: why it is a stand-in, or None."""
 
     layout: ExampleLayout
@@ -37,7 +37,7 @@ class Planned(NamedTuple):
     problem: MediaError | None
 
 
-class Planner:
+class LengthReader:
     """tokenizer, vision, audio: as the model has them. max_example_tokens: LLM positions after
     which an example ends (0: no limit); a medium that would cross it is left out whole."""
 
@@ -49,8 +49,8 @@ class Planner:
 
     def plan(
         self, read_row: Callable[[int], Conversation], rows: Sequence[int], ids: Sequence[int]
-    ) -> list[Planned]:
-        """Lengths of `rows`, as `read_row` (Source.conversation) gives them; ids: their example
+    ) -> list[MeasuredExample]:
+        """Lengths of `rows`, as `read_row` (DataSource.conversation) gives them; ids: their example
         ids. Never raises for bad data."""
         read = [self._read(read_row, row) for row in rows]
         fine = [c for c in read if isinstance(c, Conversation)]
@@ -89,13 +89,13 @@ class Planner:
         except OSError as error:
             return MediaError(str(error.filename or ""), f"cannot be read: {error}")
 
-    def _unusable(self, problem: MediaError, example_id: int) -> Planned:
+    def _unusable(self, problem: MediaError, example_id: int) -> MeasuredExample:
         layout = ExampleLayout.from_segments(example_id, 0, [(TEXT, segment_lengths(None, 1))])
-        return Planned(layout, self.stand_in, Conversation(()), problem)
+        return MeasuredExample(layout, self.stand_in, Conversation(()), problem)
 
     def _measure(
         self, conversation: Conversation, pieces: list[Piece] | RowError, example_id: int
-    ) -> Planned:
+    ) -> MeasuredExample:
         if isinstance(pieces, RowError):
             return self._unusable(MediaError("", pieces.reason), example_id)
         lengths: list[SegmentLengths] = []
@@ -121,7 +121,7 @@ class Planner:
                 MediaError("", f"nothing to learn: no text of an assistant{limit}"), example_id)
         layout = ExampleLayout.from_segments(
             example_id, targets, [(p.modality, n) for p, n in zip(kept, lengths, strict=True)])
-        return Planned(layout, kept, conversation, None)
+        return MeasuredExample(layout, kept, conversation, None)
 
     def medium_lengths(self, medium) -> SegmentLengths:
         """From the header alone. Raises MediaError."""

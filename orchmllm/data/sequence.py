@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from orchmllm.batch import IGNORE_INDEX
-from orchmllm.data.tokenize import Piece
+from orchmllm.data.tokenizer import Piece
 from orchmllm.plan.layout import TEXT, ExampleLayout
 
 

@@ -17,21 +17,21 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from orchmllm.data.arrow import clean
-from orchmllm.data.lengths import Planned
-from orchmllm.data.opening import Source, beside, open_source, stream_of
-from orchmllm.data.rows import RowStore
+from orchmllm.data.config import SourceConfig
+from orchmllm.data.dataset import ConversationDataset
+from orchmllm.data.formats.arrow import clean
+from orchmllm.data.formats.open import DataSource, beside, open_source, stream_of
+from orchmllm.data.formats.rows import RowStore
+from orchmllm.data.lengths import MeasuredExample
 from orchmllm.data.sampler import Mixture
-from orchmllm.data.sources import ConversationDataset
-from orchmllm.data.spec import SourceConfig
-from orchmllm.data.tokenize import ChatTokenizer
+from orchmllm.data.tokenizer import ChatTokenizer
 from orchmllm.plan.layout import AudioGeometry, VisionGeometry
 
 WINDOW = 256  # rows that are shuffled together
 CACHED_EXAMPLES = 1024  # planned and not yet evicted; with embedded media they hold their bytes
 
 
-class Found(NamedTuple):
+class StreamRow(NamedTuple):
     """A row before it is read. number: from 1. read: its dict."""
 
     file: Path
@@ -44,7 +44,7 @@ class Unit(Protocol):
 
     num_rows: int | None
 
-    def rows(self, start: int) -> Iterator[Found]: ...
+    def rows(self, start: int) -> Iterator[StreamRow]: ...
 
 
 @dataclass
@@ -59,10 +59,10 @@ class StoreUnit:
     def num_rows(self) -> int:
         return len(range(self.part, len(self.store), self.parts))
 
-    def rows(self, start: int) -> Iterator[Found]:
+    def rows(self, start: int) -> Iterator[StreamRow]:
         store = self.store
         for i in range(self.part + start * self.parts, len(store), self.parts):
-            yield Found(store.file(i), store.number(i), lambda i=i: store.row(i))
+            yield StreamRow(store.file(i), store.number(i), lambda i=i: store.row(i))
 
 
 @dataclass
@@ -73,12 +73,12 @@ class IterableUnit:
     label: Path
     num_rows: int | None = None
 
-    def rows(self, start: int) -> Iterator[Found]:
+    def rows(self, start: int) -> Iterator[StreamRow]:
         number = start
         for table in self.dataset.skip(start).with_format("arrow"):
             for k in range(len(table)):
                 number, row = number + 1, table.slice(k, 1)
-                yield Found(self.label, number, lambda row=row: clean(row.to_pylist()[0]))
+                yield StreamRow(self.label, number, lambda row=row: clean(row.to_pylist()[0]))
 
 
 class LogicalShard:
@@ -86,10 +86,10 @@ class LogicalShard:
 
     def __init__(self, units: Sequence[Unit], key: Sequence[int]) -> None:
         self.units, self.key = list(units), list(key)
-        self._window: tuple[tuple[int, int, int], list[Found]] | None = None
-        self._rest: tuple[tuple[int, int], Iterator[Found]] | None = None
+        self._window: tuple[tuple[int, int, int], list[StreamRow]] | None = None
+        self._rest: tuple[tuple[int, int], Iterator[StreamRow]] | None = None
 
-    def get(self, position: int) -> Found:
+    def get(self, position: int) -> StreamRow:
         """The example at `position` of this shard. Raises ValueError for a shard without rows."""
         epoch = 0
         while True:
@@ -107,7 +107,7 @@ class LogicalShard:
                 position -= self.units[k].num_rows
             epoch += 1
 
-    def _in_unit(self, epoch: int, unit: int, position: int) -> Found | None:
+    def _in_unit(self, epoch: int, unit: int, position: int) -> StreamRow | None:
         """None if the unit has no row `position`; its num_rows is known then."""
         count = self.units[unit].num_rows
         if count is not None and position >= count:
@@ -121,7 +121,7 @@ class LogicalShard:
             self.units[unit].num_rows = sum(1 for _ in self.units[unit].rows(0))
         return None
 
-    def _read(self, epoch: int, unit: int, block: int) -> list[Found]:
+    def _read(self, epoch: int, unit: int, block: int) -> list[StreamRow]:
         key = (epoch, unit, block)
         if self._window is None or self._window[0] != key:
             rest = self._rest[1] if self._rest and self._rest[0] == (unit, block) else (
@@ -153,9 +153,9 @@ class StreamDataset(ConversationDataset):
             [LogicalShard(units[s::min(num_shards, len(units))], [seed, 3, k, s])
              for s in range(min(num_shards, len(units)))]
             for k, units in enumerate(units_of(s, num_shards) for s in self.sources)]
-        self._found: OrderedDict[int, tuple[int, Found]] = OrderedDict()
+        self._found: OrderedDict[int, tuple[int, StreamRow]] = OrderedDict()
 
-    def _open(self, config: SourceConfig, folder: Path) -> Source:
+    def _open(self, config: SourceConfig, folder: Path) -> DataSource:
         return stream_of(config) or open_source(config, folder)
 
     def split(self, num_validation: int) -> tuple[Sequence[int], Sequence[int]]:
@@ -177,7 +177,7 @@ class StreamDataset(ConversationDataset):
         source, found = self._locate(i)
         return self.sources[source].parse(found.read(), found.file)
 
-    def _locate(self, i: int) -> tuple[int, Found]:
+    def _locate(self, i: int) -> tuple[int, StreamRow]:
         if i not in self._found:
             (source,), (draw,) = self._mixture(np.array([i]))
             shards = self._shards[source]
@@ -187,7 +187,7 @@ class StreamDataset(ConversationDataset):
             self._found[i] = int(source), found
         return self._found[i]
 
-    def _planned(self, i: int) -> Planned:
+    def _planned(self, i: int) -> MeasuredExample:
         self._locate(i)
         if i not in self._cache:
             [self._cache[i]] = self.planner.plan(self.conversation, [i], [i])
@@ -212,7 +212,7 @@ def open_dataset(
     return ConversationDataset(configs, **keys)
 
 
-def units_of(source: Source, num_shards: int) -> list[Unit]:
+def units_of(source: DataSource, num_shards: int) -> list[Unit]:
     """At least num_shards pieces of a source, where its rows can be divided that far."""
     store = source.store
     if hasattr(store, "shards"):

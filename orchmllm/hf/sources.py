@@ -32,7 +32,7 @@ class PretrainedError(ValueError):
 
 
 @dataclass(frozen=True)
-class Source:
+class WeightSource:
     """One folder (or connectors.safetensors). tensors: name of the parameter -> where its values
     are. notes: what else the log should say."""
 
@@ -49,7 +49,7 @@ class Source:
         return "; ".join((head, *self.notes))
 
 
-def find_sources(model: ModelConfig) -> list[Source]:
+def find_sources(model: ModelConfig) -> list[WeightSource]:
     """All that the recipe names. Raises PretrainedError listing every problem: a folder that is
     missing or holds pickles, a configuration that is not the recipe's, tensors that are missing or
     have another shape."""
@@ -70,7 +70,7 @@ def find_sources(model: ModelConfig) -> list[Source]:
     return sources
 
 
-def _part(part: str, model: ModelConfig, path: Path, problems: list[str]) -> Source | None:
+def _part(part: str, model: ModelConfig, path: Path, problems: list[str]) -> WeightSource | None:
     given = f"model.{part}.pretrained = {str(path)!r}"
     try:
         folder = open_folder(path)
@@ -90,7 +90,7 @@ def _part(part: str, model: ModelConfig, path: Path, problems: list[str]) -> Sou
     problems += wrong
     if wrong:
         return None
-    return Source(part, path, {n.name: folder.tensors[n.hf] for n in wanted}, notes)
+    return WeightSource(part, path, {n.name: folder.tensors[n.hf] for n in wanted}, notes)
 
 
 def _layout(part: str, model: ModelConfig, folder: Folder) -> Callable[[str], str]:
@@ -154,7 +154,7 @@ def _position_problems(given: str, folder: Folder, key_of: Callable[[str], str])
                "positions cannot be used")
 
 
-def _connectors(model: ModelConfig, path: Path, problems: list[str]) -> Source | None:
+def _connectors(model: ModelConfig, path: Path, problems: list[str]) -> WeightSource | None:
     given = f"model.connectors = {str(path)!r}"
     if not path.is_file():
         problems.append(f"{given}: no such file: give connectors.safetensors of an export")
@@ -168,4 +168,4 @@ def _connectors(model: ModelConfig, path: Path, problems: list[str]) -> Source |
     wrong = list(_tensor_problems(given, wanted, tensors,
                                   "that of an export with the same model.vision.family"))
     problems += wrong
-    return None if wrong else Source("connectors", path, {n.name: tensors[n.hf] for n in wanted})
+    return None if wrong else WeightSource("connectors", path, {n.name: tensors[n.hf] for n in wanted})

@@ -6,7 +6,7 @@ import json
 import shutil
 from pathlib import Path
 
-# ChatML as orchmllm.data.tokenize writes it where a tokenizer brings no template of its own.
+# ChatML as orchmllm.data.tokenizer writes it where a tokenizer brings no template of its own.
 CHATML = (
     "{% if messages[0]['role'] != 'system' %}<|im_start|>system\n"
     "You are a helpful assistant.<|im_end|>\n{% endif %}"

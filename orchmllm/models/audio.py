@@ -59,7 +59,7 @@ def gather_rows(x: Tensor, index: np.ndarray) -> Tensor:
 
 
 def packed_conv1d(x: Tensor, conv: nn.Conv1d, lengths: np.ndarray) -> tuple[Tensor, np.ndarray]:
-    """`conv` (kernel 3, padding 1) on each clip alone.
+    """`conv_transformer` (kernel 3, padding 1) on each clip alone.
 
     x: (R, C_in), lengths: (n,) rows per clip. Returns (R', C_out) and the n new lengths,
     ceil(length / stride).

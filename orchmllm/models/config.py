@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from orchmllm.plan.layout import AudioGeometry, VisionGeometry
-from orchmllm.schema import Conflict, key, section
+from orchmllm.recipe.schema import Conflict, key, section
 
 # Of CLIP: mean and standard deviation of red, green and blue, of pixels scaled to [0, 1].
 CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
@@ -17,19 +17,19 @@ WHISPER_FRAMES = 3000  # 30 s
 
 
 def _layers(default: int) -> int:
-    return key(default, "Transformer blocks.", at_least=1, aka=("num_hidden_layers", "depth"))
+    return key(default, "Transformer blocks.", at_least=1, aliases=("num_hidden_layers", "depth"))
 
 
 def _width(default: int) -> int:
-    return key(default, "Width of a position.", at_least=1, aka=("d_model", "hidden_dim", "dim"))
+    return key(default, "Width of a position.", at_least=1, aliases=("d_model", "hidden_dim", "dim"))
 
 
 def _mlp(default: int) -> int:
-    return key(default, "Width of a block's MLP.", at_least=1, aka=("ffn_dim", "ffn_hidden_size"))
+    return key(default, "Width of a block's MLP.", at_least=1, aliases=("ffn_dim", "ffn_hidden_size"))
 
 
 def _heads(default: int) -> int:
-    return key(default, "Attention heads.", at_least=1, aka=("num_attention_heads", "n_heads"))
+    return key(default, "Attention heads.", at_least=1, aliases=("num_attention_heads", "n_heads"))
 
 
 def _frozen(doc: str) -> bool:
@@ -39,7 +39,7 @@ def _frozen(doc: str) -> bool:
 def _pretrained(model: str) -> str:
     return key("", f"Folder with {model}: config.json and safetensors, read shard by shard; empty: "
                    "start from run.seed. Implies fsdp.meta_init.",
-               aka=("model_name_or_path", "pretrained_model_name_or_path"))
+               aliases=("model_name_or_path", "pretrained_model_name_or_path"))
 
 
 @dataclass(frozen=True)
@@ -53,9 +53,9 @@ class VisionConfig:
     num_heads: int = _heads(4)
     patch_size: int = key(14, "Side of a patch in pixels.", at_least=1)
     merge_size: int = key(2, "merge_size x merge_size patches become one LLM token.", at_least=1,
-                          aka=("spatial_merge_size",))
+                          aliases=("spatial_merge_size",))
     max_side: int = key(448, "Longest side of an image in pixels; only larger images are resized.",
-                        at_least=1, aka=("image_size",))
+                        at_least=1, aliases=("image_size",))
     family: str = key("vit", "`vit`: ours; `qwen2_vl`: exactly the vision tower of Qwen2-VL, its "
                       "merger being the connector (docs/weights.md).", choices=("vit", "qwen2_vl"))
     frozen: bool = _frozen("The encoder does not learn; its connector still does.")
@@ -104,7 +104,7 @@ class AudioConfig:
     hidden_size: int = _width(192)
     intermediate_size: int = _mlp(768)
     num_heads: int = _heads(4)
-    num_mels: int = key(80, "Mel bands of a frame.", at_least=1, aka=("num_mel_bins",))
+    num_mels: int = key(80, "Mel bands of a frame.", at_least=1, aliases=("num_mel_bins",))
     stack: int = key(2, "Encoder positions that become one LLM token.", at_least=1)
     frozen: bool = _frozen("The encoder does not learn; its connector still does.")
     pretrained: str = _pretrained("a Whisper model or its encoder")
@@ -140,7 +140,7 @@ class LLMConfig:
     intermediate_size: int = _mlp(704)
     num_heads: int = _heads(4)
     num_kv_heads: int = key(2, "Heads of keys and values (grouped-query attention).", at_least=1,
-                            aka=("num_key_value_heads",))
+                            aliases=("num_key_value_heads",))
     rope_theta: float = key(1_000_000.0, "Base of the rotary positions.", above=0)
     rms_norm_eps: float = key(1e-6, "Epsilon of RMSNorm.", above=0)
     frozen: bool = _frozen("The backbone does not learn, its head and embeddings included.")

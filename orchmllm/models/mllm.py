@@ -11,12 +11,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from orchmllm.batch import Batch
-from orchmllm.comm import exchange_rows
-from orchmllm.metrics import PhaseClock
+from orchmllm.comm.exchange import exchange_rows
 from orchmllm.models.audio import AudioEncoder
 from orchmllm.models.config import ModelConfig
 from orchmllm.models.llm import PackedQwen2
 from orchmllm.models.vision import VisionEncoder
+from orchmllm.runtime.metrics import PhaseClock
 
 
 class MultimodalModel(nn.Module):

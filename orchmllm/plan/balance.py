@@ -12,15 +12,15 @@ from types import ModuleType
 import numpy as np
 
 # policy -> options it honours; anything else that is given raises. `home` and `ranks_per_node` are
-# accepted by all: items of weight zero stay at home, and only `local` looks at nodes.
+# accepted by all: items of weight zero stay at home, and only `least_move` looks at nodes.
 _ADDITIVE = frozenset({"tolerance", "cost", "move_cost", "max_rank_tokens"})
 OPTIONS: dict[str, frozenset[str]] = {
     "none": frozenset(),
     "greedy": frozenset({"cost", "max_rank_tokens"}),
     "padded": frozenset({"cost"}),
     "quadratic": _ADDITIVE,  # must be given a cost
-    "conv": frozenset({"cost", "padded_cost"}),  # must be given a padded_cost
-    "local": _ADDITIVE,
+    "conv_transformer": frozenset({"cost", "padded_cost"}),  # must be given a padded_cost
+    "least_move": _ADDITIVE,
 }
 POLICIES = tuple(OPTIONS)
 MAX_SUM = 2**62  # room for the sum of two loads in int64
@@ -114,7 +114,7 @@ def balance(
         none       nothing moves.
         greedy     sum(l), longest first (Algorithm 1).
         padded     count * max(l), optimal (Algorithm 2).
-        quadratic  sum(cost) with cost = l + lambda * l^2 (Algorithm 4's objective), as `local`.
+        quadratic  sum(cost) with cost = l + lambda * l^2 (Algorithm 4's objective), as `least_move`.
         conv       sum(l) + count * max(padded_cost) (Algorithm 5's objective).
         local      sum(l) within `tolerance` of its lower bound, moving as little as possible.
     home: (n,) rank where each item is now; default: equal contiguous shares.
@@ -148,20 +148,20 @@ def balance(
         rank_of = core().greedy(weight, home, num_ranks)
     elif policy == "padded":
         rank_of = core().padded(weight, home, num_ranks)
-    elif policy == "conv":
-        rank_of = core().conv(weight, _padded_cost(weight, padded_cost), home, num_ranks)
+    elif policy == "conv_transformer":
+        rank_of = core().conv_transformer(weight, _padded_cost(weight, padded_cost), home, num_ranks)
     else:
         move = (np.zeros(0, np.int64) if move_cost is None
                 else as_int64("move_cost", move_cost, n))
         cap = load_cap(weight, num_ranks, tolerance)
-        rank_of = core().local(weight, home, move, num_ranks, ranks_per_node, cap)
+        rank_of = core().least_move(weight, home, move, num_ranks, ranks_per_node, cap)
     if max_rank_tokens is None:
         return rank_of
     return _enforce_cap(weight, lengths, rank_of, num_ranks, int(max_rank_tokens))
 
 
 def load_cap(weight: np.ndarray, num_ranks: int, tolerance: float) -> int:
-    """The largest load that `local` accepts: (1 + tolerance) times the lower bound."""
+    """The largest load that `least_move` accepts: (1 + tolerance) times the lower bound."""
     if not 0.0 <= tolerance <= 1.0:
         raise ValueError(f"tolerance must be in [0, 1], got {tolerance!r}")
     bound = core().lower_bound(weight, num_ranks)
@@ -173,7 +173,7 @@ def _check_options(policy: str, given: set[str]) -> None:
         raise ValueError(f"unknown policy {policy!r}; choose one of {', '.join(POLICIES)}")
     for option in sorted(given - OPTIONS[policy]):
         raise ValueError(f"policy {policy!r} does not honour {option}")
-    for option in {"quadratic": {"cost"}, "conv": {"padded_cost"}}.get(policy, set()) - given:
+    for option in {"quadratic": {"cost"}, "conv_transformer": {"padded_cost"}}.get(policy, set()) - given:
         raise ValueError(f"policy {policy!r} needs {option}")
 
 
@@ -214,20 +214,20 @@ def _padded_cost(weight: np.ndarray, values: object) -> np.ndarray:
     return pad
 
 
-def assign_microsteps(costs: np.ndarray, num_microsteps: int) -> np.ndarray:
-    """(n,) int64 micro-step of each example, by vector LPT: examples with the largest share of any
-    phase first, each to the micro-step whose fullest phase stays lowest.
+def assign_microbatches(costs: np.ndarray, num_microbatches: int) -> np.ndarray:
+    """(n,) int64 microbatch of each example, by vector LPT: examples with the largest share of any
+    phase first, each to the microbatch whose fullest phase stays lowest.
 
     costs: (n, phases) int64, non-negative, any unit per phase. Raises ValueError.
     """
-    num_microsteps = _count("num_microsteps", num_microsteps)
+    num_microbatches = _count("num_microbatches", num_microbatches)
     costs = np.asarray(costs)
     if costs.ndim != 2:
         raise ValueError(f"costs must be 2-D, got shape {costs.shape}")
     columns = [as_int64(f"costs[:, {p}]", costs[:, p]) for p in range(costs.shape[1])]
     table = (np.stack([_share(column) for column in columns], axis=1) if columns
              else np.zeros((len(costs), 0), np.int64))
-    return core().assign_microsteps(np.ascontiguousarray(table), num_microsteps)
+    return core().assign_microbatches(np.ascontiguousarray(table), num_microbatches)
 
 
 def _share(column: np.ndarray) -> np.ndarray:

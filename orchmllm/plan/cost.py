@@ -22,7 +22,7 @@ class CostModel:
     is how many positions each position attends to: l, or less with frames or a window.
 
     linear, quadratic, constant: FLOP (forward + backward) per position, attended pair, item; of a
-    fitted model (orchmllm.plan.fit) what counts as so many. window: positions of an attention
+    fitted model (orchmllm.plan.fit_cost) what counts as so many. window: positions of an attention
     window; 0: none. padded: a rank pads its items to the longest, so that its cost is their number
     times that one's.
     unit: FLOP per unit of the result. The default gives kFLOP: the sum over a global batch of an

@@ -39,13 +39,13 @@ class SegmentLengths(NamedTuple):
     """Lengths of one segment.
 
     rows: rows that travel to the encoder (image patches; mel frames; 0 for text).
-    cost_len: positions the encoder's attention sees (patches; frames after the convolutions).
+    attn_len: positions the encoder's attention sees (patches; frames after the convolutions).
     num_tokens: LLM positions it becomes after the connector.
     grid: (t, h, w); (1, h, w) patches for an image, (1, 1, rows) for audio, (0, 0, 0) for text.
     """
 
     rows: int
-    cost_len: int
+    attn_len: int
     num_tokens: int
     grid: tuple[int, int, int]
 
@@ -158,14 +158,14 @@ class ExampleLayout:
     """Lengths of one example's s segments in reading order, text pieces included.
 
     example_id: global dataset index. num_targets: labels left after shift and truncation.
-    modality, rows, cost_len, num_tokens: (s,) int64; grid: (s, 3) int64 (see SegmentLengths).
+    modality, rows, attn_len, num_tokens: (s,) int64; grid: (s, 3) int64 (see SegmentLengths).
     """
 
     example_id: int
     num_targets: int
     modality: np.ndarray
     rows: np.ndarray
-    cost_len: np.ndarray
+    attn_len: np.ndarray
     num_tokens: np.ndarray
     grid: np.ndarray
 
@@ -175,7 +175,7 @@ class ExampleLayout:
     ) -> ExampleLayout:
         """segments: (modality, lengths) in reading order."""
         table = np.array(
-            [(m, s.rows, s.cost_len, s.num_tokens, *s.grid) for m, s in segments], dtype=np.int64
+            [(m, s.rows, s.attn_len, s.num_tokens, *s.grid) for m, s in segments], dtype=np.int64
         ).reshape(len(segments), 7)
         return cls(
             example_id, num_targets, table[:, 0], table[:, 1], table[:, 2], table[:, 3],
@@ -189,7 +189,7 @@ class BatchLayout:
     (sampling rank, example, segment). All arrays are int64.
 
     example_id (n,), examples_per_rank (d,), num_targets (n,), segments_per_example (n,);
-    per segment modality (s,), rows (s,), cost_len (s,), num_tokens (s,), grid (s, 3).
+    per segment modality (s,), rows (s,), attn_len (s,), num_tokens (s,), grid (s, 3).
     """
 
     example_id: np.ndarray
@@ -198,7 +198,7 @@ class BatchLayout:
     segments_per_example: np.ndarray
     modality: np.ndarray
     rows: np.ndarray
-    cost_len: np.ndarray
+    attn_len: np.ndarray
     num_tokens: np.ndarray
     grid: np.ndarray
 
@@ -211,8 +211,8 @@ class BatchLayout:
         if int(self.segments_per_example.sum()) != s:
             raise ValueError(f"segments_per_example sums to {self.segments_per_example.sum()}, "
                              f"but there are {s} segments")
-        if not len(self.rows) == len(self.cost_len) == len(self.num_tokens) == len(self.grid) == s:
-            raise ValueError("rows, cost_len, num_tokens and grid need one entry per segment")
+        if not len(self.rows) == len(self.attn_len) == len(self.num_tokens) == len(self.grid) == s:
+            raise ValueError("rows, attn_len, num_tokens and grid need one entry per segment")
 
     @classmethod
     def from_examples(
@@ -230,7 +230,7 @@ class BatchLayout:
             examples_per_rank=np.asarray(counts, np.int64),
             num_targets=np.array([e.num_targets for e in examples], np.int64),
             segments_per_example=np.array([len(e.modality) for e in examples], np.int64),
-            modality=join("modality"), rows=join("rows"), cost_len=join("cost_len"),
+            modality=join("modality"), rows=join("rows"), attn_len=join("attn_len"),
             num_tokens=join("num_tokens"), grid=join("grid", 3),
         )
 
@@ -289,7 +289,7 @@ class BatchLayout:
                 self.rank_of_example[keep], minlength=self.num_ranks).astype(np.int64),
             num_targets=self.num_targets[keep],
             segments_per_example=self.segments_per_example[keep],
-            modality=self.modality[seg], rows=self.rows[seg], cost_len=self.cost_len[seg],
+            modality=self.modality[seg], rows=self.rows[seg], attn_len=self.attn_len[seg],
             num_tokens=self.num_tokens[seg], grid=self.grid[seg],
         )
 
@@ -302,13 +302,13 @@ class BatchLayout:
             yield BatchLayout(
                 self.example_id[e0:e1], self.examples_per_rank[first: first + size],
                 self.num_targets[e0:e1], self.segments_per_example[e0:e1], self.modality[s],
-                self.rows[s], self.cost_len[s], self.num_tokens[s], self.grid[s])
+                self.rows[s], self.attn_len[s], self.num_tokens[s], self.grid[s])
 
     def to_payload(self) -> np.ndarray:
         """(3n + 7s,) int64: this layout as it travels (sizes travel in the gather's header)."""
         return np.concatenate([
             self.example_id, self.num_targets, self.segments_per_example, self.modality,
-            self.rows, self.cost_len, self.num_tokens, self.grid.ravel(),
+            self.rows, self.attn_len, self.num_tokens, self.grid.ravel(),
         ])
 
     @classmethod
@@ -321,6 +321,6 @@ class BatchLayout:
         a = np.split(payload, np.cumsum(sizes)[:-1])
         return cls(
             example_id=a[0], examples_per_rank=np.array([n], np.int64), num_targets=a[1],
-            segments_per_example=a[2], modality=a[3], rows=a[4], cost_len=a[5], num_tokens=a[6],
+            segments_per_example=a[2], modality=a[3], rows=a[4], attn_len=a[5], num_tokens=a[6],
             grid=a[7].reshape(s, 3),
         )

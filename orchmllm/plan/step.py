@@ -1,4 +1,4 @@
-"""Plan of one (micro-)step: from the lengths of a global batch to what every rank does.
+"""Plan of one step or microbatch: from the lengths of a global batch to what every rank does.
 
 `plan_step` balances each phase (OrchMLLM section 5.1) and composes the rearrangements so that
 encoded features travel once, from the encoder rank to the LLM rank (section 6). Everything here is
@@ -15,31 +15,31 @@ from functools import cached_property
 
 import numpy as np
 
-from orchmllm.plan.homes import TEXT_BYTES, feature_home
-from orchmllm.plan.layout import ENCODERS, BatchLayout
-from orchmllm.plan.nodewise import assign_nodes
-from orchmllm.plan.phases import (
+from orchmllm.plan.assign import (
     PHASES,
     BalanceConfig,
     NodeSolver,
     PhasePolicy,
     PlanSpec,
-    assign_microsteps,
+    assign_microbatches,
     assign_phases,
     digest64,
 )
+from orchmllm.plan.homes import TEXT_BYTES, feature_home
+from orchmllm.plan.layout import ENCODERS, BatchLayout
+from orchmllm.plan.nodewise import assign_nodes
 from orchmllm.plan.rearrange import Exchange, Rearrangement, no_exchange, ranges, starts_of
 
 __all__ = [
     "PHASES", "BalanceConfig", "PhasePolicy", "PlanSpec", "RankPlan", "StepPlan",
-    "assign_microsteps", "build_plan", "feature_home", "plan_step",
+    "assign_microbatches", "build_plan", "feature_home", "plan_step",
 ]
 
 
 def plan_step(
     layout: BatchLayout, spec: PlanSpec, solve: NodeSolver = assign_nodes
 ) -> StepPlan:
-    """Balances every phase of one (micro-)step, or leaves it as sampled where that gains less than
+    """Balances every phase of one step or microbatch, or leaves it as sampled where that gains less than
     balance.min_gain. solve: permutes finished batches over the ranks, in place of assign_nodes.
     Raises ValueError for a policy or option that cannot be honoured."""
     plan = build_plan(layout, *assign_phases(layout, spec, solve), spec)
@@ -96,7 +96,7 @@ class StepPlan:
         """Length of each of a phase's items in source order, as its cost model takes it."""
         if phase == "llm":
             return self.layout.tokens_per_example
-        return self.layout.cost_len[self.layout.segments_of(ENCODERS[phase])]
+        return self.layout.attn_len[self.layout.segments_of(ENCODERS[phase])]
 
     def phase_cost(self, phase: str) -> tuple[np.ndarray, np.ndarray]:
         """(d,) predicted cost per rank, as sampled and as planned, in kFLOP."""

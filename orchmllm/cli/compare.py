@@ -1,0 +1,177 @@
+"""Trains with balancing off and on, from the same seed, and shows that the losses are the same
+while the waiting is gone.
+
+    python -m orchmllm.cli.compare --recipe recipes/demo.yaml [section.key=value ...]
+
+Two models train in the same processes, one without and one with balancing, on the same batches and
+step by step in turn, so that whatever else the machine does meets both alike. Ranks run on the CPU
+with one thread each:
+- curves: the recipe's run on launch.nproc_per_node ranks. Where several ranks share a core, wall
+  time does not show what a rank waits for, so the CPU time of each rank's thread in each phase is
+  compared.
+- pairs: some steps on 2 ranks, for their wall time.
+
+Writes comparison.json and comparison.png into run.dir. Exit code 1 if the losses differ.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+
+from orchmllm import launch
+from orchmllm.config import Recipe, RecipeError, load_recipe
+from orchmllm.train import run_rank
+
+PAIR_RANKS = 2
+WARM_UP_STEPS = 2  # first calls allocate and choose kernels; they would be charged to one side
+MAX_LOSS_DIFFERENCE = 1e-5  # relative, at any step: float32 sums in another order
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m orchmllm.cli.compare", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--recipe", required=True, help="YAML file; every key has a default")
+    parser.add_argument("--pairs", type=int, default=20, help="timed pairs of steps on 2 ranks")
+    parser.add_argument("--part", choices=("curves", "pairs"), help=argparse.SUPPRESS)
+    parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value",
+                        help="replaces a value of the recipe, e.g. train.num_steps=10")
+    args = parser.parse_intermixed_args(argv)  # overrides before and after options
+    if args.pairs < 1:
+        parser.error(f"--pairs {args.pairs}: must be at least 1")
+    return args
+
+
+def variant(recipe: Recipe, enabled: bool) -> Recipe:
+    """The recipe with balancing on or off, from scratch and without checkpoints."""
+    return replace(
+        recipe, run=replace(recipe.run, resume="never"),
+        checkpoint=replace(recipe.checkpoint, every_steps=-1),
+        balance=replace(recipe.balance, enabled=enabled))
+
+
+def train_in_turn(
+    recipe: Recipe, world: launch.World, *, validates: bool
+) -> dict[str, list[dict]]:
+    """Rows of metrics ("off", "on") of two runs whose steps alternate, the first of a pair too;
+    wall_s in a row: seconds of the step, waiting for its data included. validates: a row with
+    validation_loss before and after."""
+    import torch.distributed as dist
+
+    from orchmllm.trainer import Trainer
+
+    warm_up = Trainer(variant(recipe, True), world)
+    for _, step in zip(range(WARM_UP_STEPS), warm_up.loader(), strict=False):
+        warm_up.train_step(step)
+    trainers = {name: Trainer(variant(recipe, name == "on"), world) for name in ("off", "on")}
+
+    def validation() -> dict[str, list[dict]]:
+        return {name: [{"validation_loss": t.validate()}] if validates else []
+                for name, t in trainers.items()}
+
+    rows = validation()
+    steps = {name: iter(trainer.loader()) for name, trainer in trainers.items()}
+    for i in range(recipe.train.num_steps):
+        for name in ("off", "on") if i % 2 else ("on", "off"):
+            dist.barrier()
+            started = time.perf_counter()
+            row = trainers[name].train_step(next(steps[name]))
+            dist.barrier()
+            rows[name].append({**row, "wall_s": time.perf_counter() - started})
+        if world.rank == 0:
+            print(describe(rows["off"][-1], rows["on"][-1], recipe.train.num_steps), flush=True)
+    last = validation()
+    return {name: rows[name] + last[name] for name in rows}
+
+
+def describe(off: dict, on: dict, num_steps: int) -> str:
+    """One line on a step, each figure without and with balancing."""
+    phases = " | ".join(f"{p} {off['phases'][p]['imbalance_after']:.2f} "
+                        f"{on['phases'][p]['imbalance_after']:.2f}" for p in on["phases"])
+    return (f"step {on['step'] + 1:>2}/{num_steps} | loss {off['loss']:.4f} {on['loss']:.4f} | "
+            f"{phases} | {off['wall_s']:.2f} s {on['wall_s']:.2f} s")
+
+
+def run_part(args: argparse.Namespace, recipe: Recipe, world: launch.World) -> int:
+    """What a rank does; rank 0 writes the part's result to args.out."""
+    def work(watch: object) -> None:
+        part = recipe if args.part == "curves" else replace(
+            recipe, train=replace(recipe.train, num_steps=args.pairs))
+        if world.rank == 0:
+            print(f"\n{world.world_size} ranks, balancing off and on in turn. Off, on: loss, "
+                  "slowest rank / mean rank (predicted), wall time", flush=True)
+        validates = args.part == "curves" and recipe.data.num_validation > 0
+        result = train_in_turn(part, world, validates=validates)
+        if world.rank == 0:
+            args.out.write_text(json.dumps(result), encoding="utf-8")
+
+    return run_rank(recipe, world, work)
+
+
+def largest_difference(a: list[float], b: list[float]) -> float:
+    """Largest relative difference of two lists of losses, nan if one is not finite."""
+    if not all(math.isfinite(x) for x in (*a, *b)):
+        return math.nan
+    return max((abs(x - y) / max(abs(x), abs(y), 1e-12) for x, y in zip(a, b, strict=True)),
+               default=0.0)
+
+
+def main(argv: list[str]) -> int:
+    args = parse(argv)
+    try:
+        recipe = load_recipe(args.recipe, args.overrides)
+        world = launch.current_world()
+        if world is not None and args.part is None:
+            raise ValueError("the comparison starts its ranks itself: run it without torchrun/srun")
+    except (RecipeError, ValueError) as e:
+        print(f"error: {e}", file=sys.stderr)
+        return 2
+    if world is not None:
+        return run_part(args, recipe, world)
+    return run_all(args, recipe, argv)
+
+
+def run_all(args: argparse.Namespace, recipe: Recipe, argv: list[str]) -> int:
+    """Launches both parts, then reports."""
+    run_dir, started = Path(recipe.run.dir), time.perf_counter()
+    run_dir.mkdir(parents=True, exist_ok=True)
+    parts = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for part, num_ranks in (("curves", recipe.launch.nproc_per_node or 4),
+                                ("pairs", PAIR_RANKS)):
+            out = Path(folder) / f"{part}.json"
+            code = launch.run_local(
+                "orchmllm.cli.compare", [*argv, "--part", part, "--out", str(out)], num_ranks,
+                cpu_only=True, num_threads=1)
+            if code:
+                return code
+            parts[part] = json.loads(out.read_text(encoding="utf-8"))
+    from orchmllm.report import comparison as report
+
+    result = report.summarize(parts["curves"], parts["pairs"])
+    result["training_s"] = time.perf_counter() - started
+    result["vocab_size"] = recipe.model.llm.vocab_size
+    result["loss_difference"] = largest_difference(result["loss_off"], result["loss_on"])
+    result["loss_difference_2ranks"] = largest_difference(
+        result["loss_off_2ranks"], result["loss_on_2ranks"])
+    (run_dir / "comparison.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    report.plot(result, run_dir / "comparison.png")
+    print(report.table(result, recipe))
+    print(f"\nwritten: {run_dir / 'comparison.json'} and {run_dir / 'comparison.png'}")
+    worst = max(result["loss_difference"], result["loss_difference_2ranks"])
+    if not worst <= MAX_LOSS_DIFFERENCE:  # nan fails too
+        print(f"error: losses with and without balancing differ by {worst:.1e} relative, more than "
+              f"{MAX_LOSS_DIFFERENCE:.0e}; balancing must not change the result", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    launch.exit_with(main)

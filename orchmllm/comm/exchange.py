@@ -1,0 +1,290 @@
+"""The only file that calls collectives for data.
+
+`RowGather` gathers small integer rows over CPU groups of its own, in two levels (inside the node,
+between node leaders, and back), so that no gloo group spans the world: such a group is a full mesh
+of TCP connections. `exchange_rows` is the batch communicator of OrchMLLM section 5.2.1: an
+all-to-all of rows that is differentiable.
+"""
+
+from __future__ import annotations
+
+import atexit
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from orchmllm.batch import on_device
+from orchmllm.plan.rearrange import Exchange, Rearrangement
+from orchmllm.plan.two_hop import TwoHops
+
+_groups_made = itertools.count()
+_groups: list[dist.ProcessGroupGloo] = []
+atexit.register(_groups.clear)
+
+
+class RowGather:
+    """Gathers one int64 row per rank to all ranks, on CPU groups that one thread must own.
+
+    Every rank has to construct it at the same place of its program. ranks_per_node: consecutive
+    ranks that share a node; the last node may hold fewer. ranks: global ranks that take part, in
+    the order that counts as their rank here (default: all); every rank of the job constructs it,
+    with the `ranks` that it is part of.
+    """
+
+    def __init__(
+        self, ranks_per_node: int, timeout_s: float = 600.0, ranks: Sequence[int] | None = None
+    ) -> None:
+        ranks = list(range(dist.get_world_size()) if ranks is None else ranks)
+        self.rank, self.world_size = ranks.index(dist.get_rank()), len(ranks)
+        if ranks_per_node < 1:
+            raise ValueError(f"ranks_per_node is {ranks_per_node}: must be >= 1")
+        self.per_node = min(ranks_per_node, self.world_size)
+        first = self.rank // self.per_node * self.per_node
+        self.node = range(first, min(first + self.per_node, self.world_size))
+        leaders = range(0, self.world_size, self.per_node)
+        self.num_nodes = len(leaders)
+        self._is_leader = self.rank == first
+        name = f"gather{next(_groups_made)}"
+        self._node_group = gloo_group([ranks[r] for r in self.node],
+                                      f"{name}/node{ranks[first]}", timeout_s)
+        if self._is_leader and self.num_nodes > 1:
+            self._leader_group = gloo_group([ranks[r] for r in leaders],
+                                            f"{name}/leaders{ranks[0]}", timeout_s)
+
+    def __call__(self, row: np.ndarray) -> np.ndarray:
+        """row (L,) int64, the same L on all ranks -> (world_size, L)."""
+        mine = torch.from_numpy(np.ascontiguousarray(row, np.int64))
+        rows = [torch.empty_like(mine) for _ in self.node]
+        self._node_group.allgather([rows], [mine]).wait()
+        if self.num_nodes == 1:
+            return torch.stack(rows).numpy()
+        world = torch.zeros(self.num_nodes * self.per_node, len(row), dtype=torch.int64)
+        if self._is_leader:
+            block = torch.zeros(self.per_node, len(row), dtype=torch.int64)
+            block[: len(rows)] = torch.stack(rows)
+            self._leader_group.allgather([list(world.chunk(self.num_nodes))], [block]).wait()
+        self._node_group.broadcast(world, 0).wait()
+        return world[: self.world_size].numpy()
+
+    def from_first(self, data: bytes = b"") -> bytes:
+        """The first rank's `data`, on all ranks; what the others pass does not matter."""
+        size = torch.tensor([len(data)])
+        self._broadcast(size)
+        out = torch.zeros(int(size), dtype=torch.uint8)
+        if self.rank == 0:
+            out = torch.from_numpy(np.frombuffer(data, np.uint8).copy())
+        if len(out):
+            self._broadcast(out)
+        return out.numpy().tobytes()
+
+    def _broadcast(self, row: Tensor) -> None:
+        if self._is_leader and self.num_nodes > 1:
+            self._leader_group.broadcast(row, 0).wait()
+        self._node_group.broadcast(row, 0).wait()
+
+
+def gather_scalars(values: Sequence[float | Tensor], device: torch.device) -> np.ndarray:
+    """(d, len(values)) float64 of all ranks, on the default group. Tensors (0-d, on `device`) stay
+    there until everything is copied to the host at once."""
+    host = [0.0 if isinstance(v, Tensor) else v for v in values]
+    mine = on_device(torch.tensor(host, dtype=torch.float64), device)
+    for i, value in enumerate(values):
+        if isinstance(value, Tensor):
+            mine[i].copy_(value)
+    rows = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(rows, mine)
+    return torch.stack(rows).cpu().numpy()
+
+
+def gather_texts(
+    gather: RowGather, text: str, num_bytes: np.ndarray | None = None
+) -> list[str]:
+    """A text of every rank, on every rank. num_bytes (d,): their sizes in UTF-8, if those were
+    gathered before; where all are 0 nothing is sent."""
+    data = text.encode()
+    if num_bytes is None:
+        num_bytes = gather(np.array([len(data)], np.int64))[:, 0]
+    longest = int(num_bytes.max())
+    if longest == 0:
+        return [""] * gather.world_size
+    row = np.zeros(-(-longest // 8) * 8, np.uint8)
+    row[: len(data)] = np.frombuffer(data, np.uint8)
+    rows = gather(row.view(np.int64)).view(np.uint8)
+    return [rows[r, : num_bytes[r]].tobytes().decode() for r in range(gather.world_size)]
+
+
+def gloo_group(ranks: Sequence[int], name: str, timeout_s: float) -> dist.ProcessGroupGloo:
+    """A CPU group of `ranks` (global), made by them alone. name: the same on its ranks, used once.
+
+    Not dist.new_group: called by all ranks for all groups it takes long in a large world, and with
+    local synchronisation torch names a group after the number of groups that the process has, so
+    ranks on which the user's program made unequally many wait for each other for ever."""
+    store = dist.PrefixStore(f"orchmllm/{name}", dist.distributed_c10d._get_default_store())
+    group = dist.ProcessGroupGloo(store, list(ranks).index(dist.get_rank()), len(ranks),
+                                  timedelta(seconds=timeout_s))
+    # Kept to the end of the process: a forked worker that collected its copy would crash on the
+    # group's threads, which a fork does not copy.
+    _groups.append(group)
+    return group
+
+
+def bytes_group(ranks: Sequence[int], timeout_s: float) -> dist.ProcessGroupGloo:
+    """The CPU group for exchange_bytes among `ranks`; every rank of the job makes as many."""
+    return gloo_group(ranks, f"bytes{next(_groups_made)}/{ranks[0]}", timeout_s)
+
+
+@dataclass(frozen=True)
+class RoutedExchange(Exchange):
+    """An Exchange in two hops. cross: group of the ranks with this rank's place in their nodes;
+    node: group of this rank's node (see `hop_groups`)."""
+
+    hops: TwoHops
+    cross: dist.ProcessGroup
+    node: dist.ProcessGroup
+
+
+def hop_groups(
+    ranks: Sequence[int], ranks_per_node: int, timeout_s: float
+) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+    """(cross, node) groups of this process among `ranks`, on the default backend; every rank of
+    the job calls it at the same place. Raises ValueError if nodes are of different sizes."""
+    if len(ranks) % ranks_per_node:
+        raise ValueError(f"balance.exchange is two_hop: {ranks_per_node} ranks per node do not "
+                         f"divide {len(ranks)} ranks; use flat")
+    mine = list(ranks).index(dist.get_rank())
+    node, place = divmod(mine, ranks_per_node)
+    members = (list(ranks[place::ranks_per_node]),
+               list(ranks[node * ranks_per_node: (node + 1) * ranks_per_node]))
+    cross, inside = (dist.new_group(m, timeout=timedelta(seconds=timeout_s),
+                                    use_local_synchronization=True) for m in members)
+    return cross, inside
+
+
+class _AllToAllRows(torch.autograd.Function):
+    """Rows to their ranks; the backward pass sends gradients the same way back."""
+
+    @staticmethod
+    def forward(ctx, x, send_index, recv_index, exchange, group):
+        ctx.save_for_backward(send_index, recv_index)
+        ctx.exchange, ctx.group = exchange, group
+        received = _there(x.index_select(0, send_index), exchange, group)
+        return received.index_select(0, recv_index)
+
+    @staticmethod
+    def backward(ctx, grad):
+        send_index, recv_index = ctx.saved_tensors
+        returned = _back(_placed(grad, recv_index), ctx.exchange, ctx.group)
+        return _placed(returned, send_index), *(None,) * 4
+
+
+def _placed(rows: Tensor, index: Tensor) -> Tensor:
+    """Inverse of index_select by a permutation."""
+    return torch.empty_like(rows).index_copy_(0, index, rows)
+
+
+def _there(rows: Tensor, exchange: Exchange, group: dist.ProcessGroup | None) -> Tensor:
+    """The send buffer -> the receive buffer, in order of the source rank."""
+    if not isinstance(exchange, RoutedExchange):
+        return _all_to_all(rows, exchange.output_splits.tolist(), exchange.input_splits.tolist(),
+                           group)
+    hops = exchange.hops
+    passing = _all_to_all(rows, hops.cross_out.tolist(), hops.cross_in.tolist(), exchange.cross)
+    passing = passing.index_select(0, on_device(hops.middle, rows.device))
+    arrived = _all_to_all(passing, hops.node_out.tolist(), hops.node_in.tolist(), exchange.node)
+    return arrived.index_select(0, on_device(hops.last, rows.device))
+
+
+def _back(rows: Tensor, exchange: Exchange, group: dist.ProcessGroup | None) -> Tensor:
+    """Inverse of `_there`."""
+    if not isinstance(exchange, RoutedExchange):
+        return _all_to_all(rows, exchange.input_splits.tolist(), exchange.output_splits.tolist(),
+                           group)
+    hops = exchange.hops
+    arrived = _placed(rows, on_device(hops.last, rows.device))
+    passing = _all_to_all(arrived, hops.node_in.tolist(), hops.node_out.tolist(), exchange.node)
+    passing = _placed(passing, on_device(hops.middle, rows.device))
+    return _all_to_all(passing, hops.cross_in.tolist(), hops.cross_out.tolist(), exchange.cross)
+
+
+def _all_to_all(
+    rows: Tensor, output_splits: list[int], input_splits: list[int], group: dist.ProcessGroup | None
+) -> Tensor:
+    out = rows.new_empty((sum(output_splits), *rows.shape[1:]))
+    if isinstance(group, dist.ProcessGroupGloo):  # made by gloo_group
+        group.alltoall_base(out, rows.contiguous(), output_splits, input_splits).wait()
+    else:
+        dist.all_to_all_single(out, rows.contiguous(), output_splits, input_splits, group=group)
+    return out
+
+
+def exchange_rows(
+    x: Tensor, exchange: Exchange, group: dist.ProcessGroup | None = None
+) -> Tensor:
+    """Moves rows to the ranks and slots of `exchange` (differentiable in x).
+
+    x (R_in, ...) any dtype -> (R_out, ...), on x's device; group: the process group whose ranks the
+    exchange was planned for (default: all; a RoutedExchange has its own). An exchange that moves
+    nothing on any rank issues no collective on any rank. Raises ValueError if x does not have the
+    planned number of rows. OrchMLLM sections 5.2.1 and 6.
+    """
+    if len(x) != exchange.num_rows_in:
+        raise ValueError(f"exchange_rows got {len(x)} rows, the plan says {exchange.num_rows_in}: "
+                         "rows and lengths of a segment disagree")
+    if exchange.is_identity:
+        return x
+    send, recv = (on_device(i, x.device) for i in (exchange.send_index, exchange.recv_index))
+    if not exchange.moves:
+        return x.index_select(0, send.index_select(0, recv))
+    return _AllToAllRows.apply(x, send, recv, exchange, group)
+
+
+def exchange_bytes(
+    items: Sequence[Callable[[], np.ndarray] | None], move: Rearrangement, rank: int,
+    group: dist.ProcessGroupGloo,
+) -> list[int | np.ndarray]:
+    """Moves byte strings of any sizes between the ranks of a bytes_group.
+
+    items: this rank's part of `move`'s source items; each is called for its bytes, (n,) uint8, only
+    if it leaves the rank. Returns this rank's target items in slot order: the position in `items`
+    of one that stayed, the bytes of one that came. A `move` that keeps all items where they are
+    issues no collective; else there are two, sizes and bytes.
+    """
+    d = len(move.source_sizes)
+    exchange = move.exchange(np.ones(len(move.order), np.int64), rank)
+    local_of = exchange.send_index  # local item at each place of the send buffer
+    sent_to = np.repeat(np.arange(d), exchange.input_splits)
+    came_from = np.repeat(np.arange(d), exchange.output_splits)
+    out: list[int | np.ndarray] = [0] * len(came_from)
+    slots = np.empty(len(came_from), np.int64)  # target slot of each place of the receive buffer
+    slots[exchange.recv_index] = np.arange(len(slots))
+    for slot, item in zip(slots[came_from == rank], local_of[sent_to == rank], strict=True):
+        out[slot] = int(item)
+    if not exchange.moves:
+        return out
+    leaving = [items[i]() for i in local_of[sent_to != rank]]
+    sizes = torch.tensor([len(b) for b in leaving], dtype=torch.int64)
+    to, came = (_without(splits, rank) for splits in
+                (exchange.input_splits, exchange.output_splits))
+    incoming = _all_to_all(sizes, came, to, group)
+    blob = torch.from_numpy(np.concatenate([np.empty(0, np.uint8), *leaving]))
+    received = _all_to_all(blob, _sums(incoming, came), _sums(sizes, to), group).numpy()
+    ends = np.cumsum(incoming.numpy())
+    for slot, size, end in zip(slots[came_from != rank], incoming.tolist(), ends, strict=True):
+        out[slot] = received[end - size: end]
+    return out
+
+
+def _without(splits: np.ndarray, rank: int) -> list[int]:
+    """`splits` with nothing for `rank`: what stays is not copied through the collective."""
+    return [0 if r == rank else int(n) for r, n in enumerate(splits)]
+
+
+def _sums(sizes: Tensor, splits: list[int]) -> list[int]:
+    """Bytes per rank of consecutive items."""
+    return [int(part.sum()) for part in sizes.split(splits)]

@@ -1,0 +1,160 @@
+"""Hugging Face datasets, parquet and arrow files, by the `datasets` library: read as raw Arrow, so
+that images and audio stay encoded. No code of a dataset is run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+
+from orchmllm.data.config import SourceConfig
+
+
+class ArrowRows:
+    """A map-style dataset. parts: (file, rows in it) one after the other, for error messages."""
+
+    def __init__(
+        self, dataset, kind: str, files: Sequence[Path], root: Path, parts: Sequence[tuple]
+    ) -> None:
+        self.dataset, self.kind = dataset.with_format("arrow"), kind
+        self.files, self.root, self._parts = list(files), root, [path for path, _ in parts]
+        self._start = np.concatenate([[0], np.cumsum([count for _, count in parts])])
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def row(self, i: int) -> dict:
+        return clean(self.dataset[int(i)].slice(0, 1).to_pylist()[0])
+
+    def _part(self, i: int) -> int:
+        return int(np.searchsorted(self._start, i, side="right")) - 1
+
+    def number(self, i: int) -> int:
+        return int(i - self._start[self._part(i)]) + 1
+
+    def file(self, i: int) -> Path:
+        return self._parts[self._part(i)]
+
+
+class StreamRows:
+    """A `datasets.IterableDataset`; only its first rows can be asked for, to tell the layout."""
+
+    kind = "stream of `datasets`"
+
+    def __init__(self, dataset, files: Sequence[Path], label: Path) -> None:
+        self.dataset, self.files, self.label = dataset, list(files), label
+        self.root = files[0].parent if files else Path()
+        tables = self.dataset.with_format("arrow")
+        self._first = [clean(t.slice(0, 1).to_pylist()[0]) for t in islice(tables, 3)]
+
+    def __len__(self) -> int:
+        return len(self._first)
+
+    def row(self, i: int) -> dict:
+        return self._first[i]
+
+    def number(self, i: int) -> int:
+        return i + 1
+
+    def file(self, i: int) -> Path:
+        return self.label
+
+    def shards(self) -> list[tuple[object, Path]]:
+        """Its shards (files), each with what to call it."""
+        count = self.dataset.num_shards
+        return [(self.dataset.shard(num_shards=count, index=k),
+                 self.files[k] if len(self.files) == count else self.label) for k in range(count)]
+
+
+def clean(value):
+    """Without the nulls that Arrow adds to make rows alike (a struct has all keys of all rows)."""
+    if isinstance(value, dict):
+        return {k: clean(v) for k, v in value.items() if v is not None}
+    if isinstance(value, list):
+        return [clean(v) for v in value]
+    return value
+
+
+def library():
+    """The `datasets` package, which only these formats need. Raises ValueError if it is missing."""
+    try:
+        import datasets
+    except ImportError as error:
+        raise ValueError("parquet, arrow and Hugging Face datasets need the `datasets` package: "
+                         "pip install 'orchmllm[data]'") from error
+    return datasets
+
+
+def open_files(files: Sequence[Path], root: Path, cache_dir: Path) -> ArrowRows:
+    """Parquet or arrow files. Raises ValueError."""
+    datasets = library()
+    import pyarrow.parquet
+
+    kind = "parquet" if files[0].suffix == ".parquet" else "arrow"
+    names = [str(f) for f in files]
+    try:
+        if kind == "arrow":
+            each = [datasets.Dataset.from_file(name) for name in names]
+            dataset, counts = datasets.concatenate_datasets(each), [len(d) for d in each]
+        else:  # parquet has no random access: `datasets` keeps a memory-mapped copy
+            counts = [pyarrow.parquet.read_metadata(name).num_rows for name in names]
+            dataset = datasets.load_dataset(
+                "parquet", data_files={"train": names}, split="train",
+                cache_dir=str(cache_dir / "parquet"))
+    except Exception as error:  # pyarrow and datasets raise many types on bad bytes
+        raise ValueError(f"{names[0]}: not {kind} that can be read: {error}") from error
+    return ArrowRows(dataset, f"{kind} file" if len(files) == 1 else f"{kind} files", files, root,
+                     list(zip(files, counts, strict=True)))
+
+
+def open_saved(path: Path, config: SourceConfig) -> ArrowRows:
+    """A folder written by save_to_disk. Raises ValueError."""
+    datasets = library()
+
+    try:
+        dataset = datasets.load_from_disk(str(path))
+    except Exception as error:
+        raise ValueError(f"{path}: not a saved dataset that can be read: {error}") from error
+    folder = path
+    if isinstance(dataset, datasets.DatasetDict):
+        if config.split not in dataset:
+            raise ValueError(f"{path}: split {config.split!r} is not there; name one of "
+                             f"{', '.join(dataset)}")
+        dataset, folder = dataset[config.split], path / config.split
+    return ArrowRows(dataset, "saved datasets folder", sorted(folder.glob("*.arrow")), path,
+                     [(folder, len(dataset))])
+
+
+def open_hub(config: SourceConfig, cache_dir: Path) -> ArrowRows:
+    """Downloaded by `datasets` into cache_dir. Raises ValueError."""
+    dataset = _load_hub(config, cache_dir=str(cache_dir / "hub"))
+    files = [Path(f["filename"]) for f in dataset.cache_files]
+    return ArrowRows(dataset, "Hugging Face hub dataset", files, cache_dir,
+                     [(Path(config.path), len(dataset))])
+
+
+def open_stream(config: SourceConfig, files: Sequence[Path]) -> StreamRows:
+    """The hub's dataset (no files), or parquet files, without a copy on disk. Raises ValueError."""
+    datasets = library()
+
+    if not files:
+        return StreamRows(_load_hub(config, streaming=True), files, Path(config.path))
+    try:
+        stream = datasets.load_dataset("parquet", data_files={"train": [str(f) for f in files]},
+                                       split="train", streaming=True)
+        return StreamRows(stream, files, Path(config.path))
+    except Exception as error:  # pyarrow and datasets raise many types on bad bytes
+        raise ValueError(f"{config.path}: not parquet that can be streamed: {error}") from error
+
+
+def _load_hub(config: SourceConfig, **how):
+    datasets = library()
+
+    try:
+        return datasets.load_dataset(config.path.removeprefix("hf:"), config.subset or None,
+                                     split=config.split or "train", **how)
+    except Exception as error:  # connection, authentication, layout: each its own type
+        raise ValueError(f"{config.path}: `datasets` cannot load it (subset {config.subset!r}, "
+                         f"split {config.split or 'train'!r}): {error}") from error

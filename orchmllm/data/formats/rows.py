@@ -1,0 +1,242 @@
+"""Row stores: random access to the rows of a file or folder, whatever it is kept in.
+
+A store knows nothing of conversations: row(i) is a dict as the file holds it, media in it are
+paths, bytes, or slices of a tar. Rows are read when asked for; opening costs one scan at most.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import re
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from orchmllm.data.media.medium import RowError
+
+_BLOCK = 8 << 20  # characters of a JSON array scanned at a time
+
+
+class RowStore(Protocol):
+    """kind: what it is, for people. files: those whose change changes the rows. root: folder that
+    media paths are relative to unless the recipe says otherwise."""
+
+    kind: str
+    files: list[Path]
+    root: Path
+
+    def __len__(self) -> int: ...
+
+    def row(self, i: int) -> dict:
+        """Raises RowError if it cannot be read."""
+
+    def number(self, i: int) -> int:
+        """The row's line or position in its file, from 1."""
+
+    def file(self, i: int) -> Path: ...
+
+
+def _unique(pairs: list[tuple[str, object]]) -> dict:
+    out = dict(pairs)
+    if len(out) != len(pairs):
+        keys = [k for k, _ in pairs]
+        twice = next(k for k in keys if keys.count(k) > 1)
+        raise RowError(f"key {twice!r} is there twice; keep one of them")
+    return out
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_unique)
+
+
+def parse_json(data: bytes) -> dict:
+    """One row. Raises RowError."""
+    try:
+        row = _DECODER.decode(data.decode("utf-8-sig").strip())
+    except RowError:
+        raise
+    except RecursionError as error:
+        raise RowError("not usable: JSON nested too deeply") from error
+    except ValueError as error:  # UnicodeDecodeError is one
+        raise RowError(f"not JSON: {error}") from error
+    if not isinstance(row, dict):
+        raise RowError(f"a row must be a JSON object, got {type(row).__name__}")
+    return row
+
+
+class _FileBytes:
+    """pread on a file: forks share it, a process that gets a pickle opens its own."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self._fd = path, -1
+
+    def read(self, offset: int, size: int) -> bytes:
+        if self._fd < 0:
+            self._fd = os.open(self.path, os.O_RDONLY)
+        return os.pread(self._fd, size, offset)
+
+    def __getstate__(self) -> dict:
+        return {"path": self.path, "_fd": -1}
+
+    def __del__(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+
+
+class JsonRows:
+    """JSONL, or a JSON array of objects. spans: (n, 2) int64 first and last byte of each row."""
+
+    def __init__(self, path: Path, max_row_bytes: int, cached: Callable) -> None:
+        self.path, self.max_row_bytes = path, max_row_bytes
+        self.files, self.root = [path], path.parent
+        first = _first_byte(path)
+        self.kind = "JSON array" if first == b"[" else "JSONL"
+        scan = scan_array if first == b"[" else scan_lines
+        self.spans, self.numbers = cached("spans", [path], lambda: scan(path))
+        self._bytes = _FileBytes(path)
+
+    def __len__(self) -> int:
+        return len(self.spans)
+
+    def row(self, i: int) -> dict:
+        start, end = self.spans[i].tolist()
+        if end - start > self.max_row_bytes:
+            raise RowError(f"{end - start} bytes: more than max_row_bytes={self.max_row_bytes}; "
+                           "raise it in the recipe's source if such rows are meant")
+        return parse_json(self._bytes.read(start, end - start))
+
+    def number(self, i: int) -> int:
+        return int(self.numbers[i])
+
+    def file(self, i: int) -> Path:
+        return self.path
+
+
+def _first_byte(path: Path) -> bytes:
+    with path.open("rb") as f:
+        head = f.read(4096)
+    return head.removeprefix(b"\xef\xbb\xbf").lstrip()[:1]
+
+
+def scan_lines(path: Path) -> tuple[np.ndarray, np.ndarray]:
+    """(n, 2) byte spans and (n,) line numbers of the lines that are not blank."""
+    spans, numbers = [], []
+    if os.path.getsize(path) == 0:
+        return np.zeros((0, 2), np.int64), np.zeros(0, np.int64)
+    with path.open("rb") as f, mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        start, number, size = 0, 1, len(data)
+        while start < size:
+            end = data.find(b"\n", start)
+            end = size if end < 0 else end
+            if end - start > 64 or data[start:end].strip():
+                spans.append((start, end))
+                numbers.append(number)
+            start, number = end + 1, number + 1
+    return np.array(spans, np.int64).reshape(-1, 2), np.array(numbers, np.int64)
+
+
+def scan_array(path: Path) -> tuple[np.ndarray, np.ndarray]:
+    """(n, 2) byte spans and (n,) positions, from 1, of the elements of a JSON array, read in
+    blocks: the file may be larger than memory. Raises ValueError where it is not one."""
+    decoder, spans = json.JSONDecoder(), []
+    space = re.compile(r"[\s,]*")
+    with path.open("r", encoding="utf-8-sig", newline="") as f:
+        text, at = f.read(_BLOCK), 0
+        skipped = len(b"\xef\xbb\xbf") if path.open("rb").read(3) == b"\xef\xbb\xbf" else 0
+        at = text.index("[") + 1
+        offset = skipped + len(text[:at].encode())
+        while True:
+            after = space.match(text, at).end()
+            offset, at = offset + len(text[at:after].encode()), after
+            if at < len(text) and text[at] == "]":
+                break
+            try:
+                _, end = decoder.raw_decode(text, at)
+            except (ValueError, RecursionError) as error:
+                more = f.read(max(_BLOCK, len(text) - at))
+                if not more:
+                    raise ValueError(
+                        f"{path}: element {len(spans) + 1} (byte {offset}) of the JSON array is "
+                        f"not JSON ({error}); mend it, or write one object a line (.jsonl), where "
+                        "a bad line costs only itself") from error
+                text, at = text[at:] + more, 0
+                continue
+            length = len(text[at:end].encode())
+            spans.append((offset, offset + length))
+            offset, at = offset + length, end
+            if at > _BLOCK:
+                text, at = text[at:], 0
+    return np.array(spans, np.int64).reshape(-1, 2), np.arange(1, len(spans) + 1)
+
+
+class TranscriptRows:
+    """LibriSpeech's folders: <speaker>/<chapter>/<speaker>-<chapter>.trans.txt, a line per clip,
+    beside <id>.flac."""
+
+    kind = "LibriSpeech folder"
+
+    def __init__(self, folder: Path, split: str) -> None:
+        self.root = folder
+        base = folder / split if split else folder
+        if split and not base.is_dir():
+            found = sorted(p.name for p in folder.iterdir() if p.is_dir())
+            raise ValueError(f"{folder}: no folder {split!r} (split); there are: "
+                             f"{', '.join(found)}")
+        self.files = sorted(base.rglob("*.trans.txt"))
+        self._rows: list[tuple[int, int, str]] = []  # file, line, text
+        for k, path in enumerate(self.files):
+            for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+                if line.strip():
+                    self._rows.append((k, number, line))
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def row(self, i: int) -> dict:
+        name, _, text = self._rows[i][2].partition(" ")
+        return {"audio": str((self.file(i).parent / f"{name}.flac").relative_to(self.root)),
+                "text": text}
+
+    def number(self, i: int) -> int:
+        return self._rows[i][1]
+
+    def file(self, i: int) -> Path:
+        return self.files[self._rows[i][0]]
+
+
+class JoinedRows:
+    """Several stores of one kind, one after the other."""
+
+    def __init__(self, stores: Sequence[RowStore], root: Path) -> None:
+        self.stores, self.kind, self.root = list(stores), stores[0].kind, root
+        self.files = [f for s in stores for f in s.files]
+        self._start = np.concatenate([[0], np.cumsum([len(s) for s in stores])])
+
+    def __len__(self) -> int:
+        return int(self._start[-1])
+
+    def _at(self, i: int) -> tuple[RowStore, int]:
+        k = int(np.searchsorted(self._start, i, side="right")) - 1
+        return self.stores[k], int(i - self._start[k])
+
+    def row(self, i: int) -> dict:
+        store, k = self._at(i)
+        return store.row(k)
+
+    def number(self, i: int) -> int:
+        store, k = self._at(i)
+        return store.number(k)
+
+    def file(self, i: int) -> Path:
+        store, k = self._at(i)
+        return store.file(k)
+
+
+def sizes(files: Sequence[Path]) -> Iterator[tuple[str, int, int]]:
+    """(real path, bytes, mtime in ns) of each file: what a cache is keyed by."""
+    for path in files:
+        info = os.stat(path)
+        yield os.path.realpath(path), info.st_size, info.st_mtime_ns

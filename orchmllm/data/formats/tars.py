@@ -1,0 +1,112 @@
+"""Webdataset tars: the members that share a key are one row. Nothing is unpacked: the headers are
+scanned once, media are slices of the tar, and members that would be unpickled are refused."""
+
+from __future__ import annotations
+
+import json
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from orchmllm.data.formats.rows import _FileBytes, parse_json
+from orchmllm.data.media.medium import MAX_MEMBER_BYTES, Medium, RowError
+from orchmllm.plan.layout import AUDIO, VISION
+
+IMAGES = ("jpg", "jpeg", "png", "webp", "gif", "bmp")
+CLIPS = ("wav", "flac", "mp3", "ogg", "opus")
+TEXTS = ("txt", "text", "caption", "transcript")
+PICKLED = ("pyd", "pkl", "pickle", "pth", "pt", "npy", "npz", "ten", "joblib")
+
+
+class TarRows:
+    """Rows of one uncompressed tar. members: (n, 3) int64 [row, offset, size]; names: (n,)."""
+
+    kind = "webdataset tar"
+
+    def __init__(self, path: Path, max_row_bytes: int, cached: Callable) -> None:
+        self.path, self.max_row_bytes = path, max_row_bytes
+        self.files, self.root = [path], path.parent
+        self.members, names = cached("members", [path], lambda: scan_tar(path))
+        self.names: list[str] = json.loads(names.tobytes().decode())
+        rows = self.members[:, 0]
+        self._start = np.searchsorted(rows, np.arange(rows[-1] + 2 if len(rows) else 1))
+        self._bytes = _FileBytes(path)
+
+    def __len__(self) -> int:
+        return len(self._start) - 1
+
+    def number(self, i: int) -> int:
+        return i + 1
+
+    def file(self, i: int) -> Path:
+        return self.path
+
+    def row(self, i: int) -> dict:
+        """The JSON member's keys, with "images" and "audios" replaced by the row's members."""
+        row: dict = {}
+        media: dict[int, list[Medium]] = {VISION: [], AUDIO: []}
+        for k in range(self._start[i], self._start[i + 1]):
+            name, offset, size = self.names[k], int(self.members[k, 1]), int(self.members[k, 2])
+            where = f"{name} in {self.path}"
+            kind = name.rsplit(".", 1)[-1].lower()
+            if offset < 0 or name.startswith("/") or ".." in name.split("/"):
+                raise RowError(f"member {name!r} is a link, sparse, or named outside the archive; "
+                               "write plain files only", where)
+            if kind in PICKLED:
+                raise RowError(f"member {name!r} would have to be unpickled, which could run code; "
+                               "write its content as json, txt or media", where)
+            if size > (self.max_row_bytes if kind in ("json", *TEXTS) else MAX_MEMBER_BYTES):
+                raise RowError(f"member {name!r} has {size} bytes: more than the limit", where)
+            if kind == "json":
+                row.update(parse_json(self._bytes.read(offset, size)))
+            elif kind in TEXTS:
+                text = self._bytes.read(offset, size).decode("utf-8", "replace").strip()
+                row[kind if kind in ("caption", "transcript") else "text"] = text
+            elif kind in IMAGES + CLIPS:
+                modality = VISION if kind in IMAGES else AUDIO
+                media[modality].append(Medium(modality, where, str(self.path), offset, size))
+        return _with_members(row, media)
+
+
+def _with_members(row: dict, media: dict[int, list[Medium]]) -> dict:
+    """Members take the place of the names that the row lists, in their order."""
+    for modality, keys in ((VISION, ("images", "image")), (AUDIO, ("audios", "audio", "sound"))):
+        if media[modality]:
+            kept = next((k for k in keys if k in row), keys[0] if "conversations" in row
+                        or "messages" in row else keys[1])
+            for key in keys:
+                row.pop(key, None)
+            row[kept] = media[modality] if kept == keys[0] or len(media[modality]) > 1 else (
+                media[modality][0])
+    return row
+
+
+def scan_tar(path: Path) -> tuple[np.ndarray, np.ndarray]:
+    """(n, 3) int64 [row, offset, size] of the members in their order (offset -1: not a plain file)
+    and their names as JSON bytes. Raises ValueError for a file that is not an uncompressed tar."""
+    members, names, row, last = [], [], -1, None
+    try:
+        with tarfile.open(path, "r:") as tar:
+            for info in tar:
+                if info.isdir():
+                    continue
+                key = _key(info.name)
+                if key != last:
+                    row, last = row + 1, key
+                plain = info.isreg() and not info.issparse()
+                members.append((row, info.offset_data if plain else -1, info.size))
+                names.append(info.name)
+                tar.members.clear()  # tarfile keeps every header it has seen
+    except tarfile.TarError as error:
+        raise ValueError(f"{path}: not an uncompressed tar ({error}); decompress it (gunzip): "
+                         "media are compressed already") from error
+    return (np.array(members, np.int64).reshape(-1, 3),
+            np.frombuffer(json.dumps(names).encode(), np.uint8))
+
+
+def _key(name: str) -> str:
+    """Webdataset's: everything up to the first dot of the last part."""
+    folder, _, base = name.rpartition("/")
+    return f"{folder}/{base.split('.', 1)[0]}"

@@ -1,0 +1,132 @@
+"""Media -> rows (what the encoders read): patches of images, log-mel frames of clips.
+
+Decoding produces exactly the rows that `segment_lengths` promised from the header. Everything that
+can be wrong with a medium is raised as MediaError, so that one bad file can be quarantined by its
+caller.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from orchmllm.data.media.headers import (
+    MediumSource,
+    audio_header,
+    audio_lengths,
+    name_of,
+    open_image,
+    orientation,
+)
+from orchmllm.data.media.medium import MediaError, reading
+from orchmllm.plan.layout import AudioGeometry, ImageHeader, VisionGeometry
+
+
+def _to_rgb(image):
+    """First frame as 8-bit RGB; transparency over white."""
+    from PIL import Image
+
+    if image.mode == "I" or image.mode.startswith("I;16"):
+        values = np.clip(np.asarray(image).astype(np.int64), 0, 65535) >> 8
+        return Image.fromarray(values.astype(np.uint8)).convert("RGB")
+    if "A" in image.getbands() or "transparency" in image.info:
+        rgba = image.convert("RGBA")
+        white = Image.new("RGBA", rgba.size, (255, 255, 255, 255))
+        return Image.alpha_composite(white, rgba).convert("RGB")
+    return image.convert("RGB")
+
+
+def _upright(image, orientation: int):
+    from PIL.Image import Transpose as T
+
+    method = {
+        2: T.FLIP_LEFT_RIGHT, 3: T.ROTATE_180, 4: T.FLIP_TOP_BOTTOM, 5: T.TRANSPOSE,
+        6: T.ROTATE_270, 7: T.TRANSVERSE, 8: T.ROTATE_90,
+    }.get(orientation)
+    return image if method is None else image.transpose(method)
+
+
+def patchify(pixels: np.ndarray, patch_size: int, merge_size: int) -> np.ndarray:
+    """(H, W, 3) -> (h * w, 3 * patch_size^2), h = H / patch_size, w = W / patch_size.
+
+    Order: the merge_size x merge_size neighbourhoods in raster order, and inside each its patches
+    in raster order, so that the connector merges consecutive rows. A row is (channel, y, x).
+    """
+    p, m = patch_size, merge_size
+    height, width, _ = pixels.shape
+    blocks = pixels.reshape(height // (p * m), m, p, width // (p * m), m, p, 3)
+    # (h/m, m, p, w/m, m, p, 3) -> (h/m, w/m, m, m, 3, p, p)
+    return blocks.transpose(0, 3, 1, 4, 6, 2, 5).reshape(-1, 3 * p * p)
+
+
+def decode_image(source: MediumSource, geometry: VisionGeometry) -> Tensor:
+    """(rows, 3 * patch_size^2) uint8 patches in the order of `patchify`, upright, RGB, resized
+    (bicubic) to `geometry.resized`. Raises MediaError."""
+    from PIL import Image
+
+    with reading(source) as file, open_image(name_of(source), file) as image:
+        turned = orientation(image)
+        image.load()
+        upright = _upright(_to_rgb(image), turned)
+        header = ImageHeader(*upright.size)
+        size = geometry.resized(header)
+        if size != upright.size:
+            upright = upright.resize(size, Image.Resampling.BICUBIC)
+        pixels = np.asarray(upright)
+    rows = patchify(pixels, geometry.patch_size, geometry.merge_size)
+    assert len(rows) == geometry.segment_lengths(header).rows
+    return torch.from_numpy(np.ascontiguousarray(rows))
+
+
+@lru_cache(maxsize=8)
+def _mel_extractor(geometry: AudioGeometry):
+    from transformers import WhisperFeatureExtractor
+
+    return WhisperFeatureExtractor(
+        feature_size=geometry.num_mels, sampling_rate=geometry.sample_rate,
+        hop_length=geometry.hop_length,
+    )
+
+
+def log_mel(samples: np.ndarray, geometry: AudioGeometry) -> np.ndarray:
+    """(n,) float32 mono samples at geometry.sample_rate -> (ceil(n / hop), num_mels) float32:
+    the first frames of what Whisper's front end gives for the clip padded with zeros to any
+    length. Three hops of zeros are enough: no window (400 samples) that reaches into the clip
+    meets the reflection at the end, so neither those frames nor the maximum depend on it.
+    With geometry.window_frames (all of them): just what it gives for the padded clip."""
+    hop = geometry.hop_length
+    frames = geometry.window_frames or -(-len(samples) // hop)
+    total = frames if geometry.window_frames else frames + 3
+    padded = np.pad(samples, (0, total * hop - len(samples)))
+    features = _mel_extractor(geometry)(
+        padded, sampling_rate=geometry.sample_rate, padding=False, truncation=False,
+        return_tensors="np",
+    )["input_features"][0]  # (num_mels, total)
+    return np.ascontiguousarray(features[:, :frames].T, dtype=np.float32)
+
+
+def decode_audio(source: MediumSource, geometry: AudioGeometry) -> Tensor:
+    """(rows, num_mels) float32 log-mel frames of the mean over channels, resampled to
+    geometry.sample_rate. Raises MediaError, also for NaN or infinite samples."""
+    import soundfile
+    import soxr
+
+    path, header = name_of(source), audio_header(source)
+    lengths = audio_lengths(source, header, geometry)
+    with reading(source) as file:
+        samples, rate = soundfile.read(file, dtype="float32", always_2d=True)  # (n, channels)
+    if len(samples) != header.num_samples:
+        raise MediaError(path, f"truncated: {len(samples)} of {header.num_samples} samples")
+    if not np.isfinite(samples).all():
+        raise MediaError(path, "NaN or infinite samples")
+    mono = samples.mean(axis=1)
+    if rate != geometry.sample_rate:
+        mono = soxr.resample(mono, rate, geometry.sample_rate)
+    length = geometry.resampled(header)  # the resampler may be a sample off
+    mono = np.pad(mono[:length], (0, max(0, length - len(mono))))
+    rows = log_mel(mono, geometry)
+    assert len(rows) == lengths.rows
+    return torch.from_numpy(rows)

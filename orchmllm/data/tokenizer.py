@@ -1,0 +1,280 @@
+"""Conversations -> token ids, with media between the text.
+
+The tokenizer's chat template when it has one (rendered in jinja's sandbox), else ChatML as in
+Qwen2. Only what the assistant says is supervised, and the special token that ends its turn.
+Text of the data is encoded apart from the template: a conversation that spells out "<|im_end|>"
+cannot end its turn.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from orchmllm.data.formats.conversation import Turn
+from orchmllm.data.media.medium import Medium, RowError
+from orchmllm.plan.layout import TEXT
+
+IM_START, IM_END, END_OF_TEXT = "<|im_start|>", "<|im_end|>", "<|endoftext|>"
+DEFAULT_SYSTEM = "You are a helpful assistant."  # Qwen2's, when a conversation brings none
+_MARK = re.compile("\ue000(\\d+)\ue001")  # private use: stands for a turn's text in the template
+
+
+class Piece(NamedTuple):
+    """One segment in reading order: a stretch of text, or the place of one medium.
+
+    token_ids: (n,) int32. supervised: (n,) bool, true where the token is to be learnt.
+    Both are empty for a medium.
+    """
+
+    modality: int
+    token_ids: np.ndarray
+    supervised: np.ndarray
+
+
+class _Frame(NamedTuple):
+    """Text of the template: ids, of which the first num_learnt are supervised."""
+
+    ids: tuple[int, ...]
+    num_learnt: int
+
+
+class _Said(NamedTuple):
+    """Text of the data."""
+
+    text: str
+    supervised: bool
+
+
+def _piece(modality: int, token_ids: Sequence[int], supervised: Sequence[bool]) -> Piece:
+    return Piece(modality, np.array(token_ids, np.int32), np.array(supervised, bool))
+
+
+class ChatTokenizer:
+    """A `tokenizers` file, with the chat template beside it if there is one.
+
+    path: tokenizer.json, or a folder that holds it (with chat_template.jinja or a
+    tokenizer_config.json with "chat_template"). Raises ValueError if it cannot be read, or lacks
+    ChatML's special tokens and has no template.
+    """
+
+    def __init__(self, path: str | os.PathLike):
+        from tokenizers import Tokenizer
+
+        path = Path(path)
+        path = path / "tokenizer.json" if path.is_dir() else path
+        if not path.is_file():
+            raise ValueError(f"{path}: no such tokenizer file; give the path of a tokenizer.json")
+        try:
+            self.tokenizer = Tokenizer.from_file(str(path))
+        except Exception as error:  # the bindings raise bare Exception
+            raise ValueError(f"{path}: not a tokenizer.json of `tokenizers`: {error}") from error
+        self.path, self.template = path, _read_template(path.parent)
+        for token in () if self.template else (IM_START, IM_END, END_OF_TEXT):
+            if self.tokenizer.token_to_id(token) is None:
+                raise ValueError(
+                    f"{path}: the special token {token} is missing; use the tokenizer.json of a "
+                    "ChatML model (Qwen2), put the chat template of the model beside it, or add "
+                    "the token with tokenizers.Tokenizer.add_special_tokens and save it again"
+                )
+        self.tokenizer.no_padding()
+        self.tokenizer.no_truncation()
+        self.tokenizer.encode_special_tokens = True  # special tokens in data are read as text
+        special = [t.content for t in self.tokenizer.get_added_tokens_decoder().values()]
+        either = "|".join(map(re.escape, sorted(special, key=len, reverse=True)))
+        self._special = re.compile(f"({either or '(?!)'})")
+        self._frame = lru_cache(maxsize=4096)(self._encode_frame)
+        self._trims = self.template is not None and self._find_trims()
+
+    def __reduce__(self):
+        return ChatTokenizer, (self.path,)  # worker processes open the file themselves
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows that an embedding needs: the largest token id plus one."""
+        return max(self.tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+
+    @property
+    def end_id(self) -> int:
+        """Id of the token that ends an assistant's turn (0 if the template has none)."""
+        frames = self._frames([Turn("user", ("a",), False), Turn("assistant", ("b",), True)])
+        last = [f for f in frames if isinstance(f, _Frame) and f.num_learnt]
+        return last[-1].ids[last[-1].num_learnt - 1] if last else 0
+
+    @property
+    def digest(self) -> str:
+        """Changes with anything that changes token ids."""
+        content = self.path.read_bytes() + json.dumps(self.template).encode()
+        return hashlib.sha256(content).hexdigest()[:16]
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of plain text; special tokens in it are read as text."""
+        return self.tokenizer.encode(text, add_special_tokens=False).ids
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Text of ids, special tokens included."""
+        return self.tokenizer.decode([int(t) for t in token_ids], skip_special_tokens=False)
+
+    def pieces(self, turns: Sequence[Turn]) -> list[Piece]:
+        """The conversation's segments in reading order: text merged into one piece between media,
+        empty text dropped. Raises RowError for text or turns that cannot be tokenized."""
+        pieces = self.pieces_batch([turns])[0]
+        if isinstance(pieces, RowError):
+            raise pieces
+        return pieces
+
+    def pieces_batch(
+        self, conversations: Sequence[Sequence[Turn]]
+    ) -> list[list[Piece] | RowError]:
+        """`pieces` of many conversations, tokenized together; a RowError in place of those that
+        cannot be."""
+        rendered: list[list | RowError] = []
+        for turns in conversations:
+            try:
+                rendered.append(self._frames(turns))
+            except RowError as error:
+                rendered.append(error)
+        texts = [item.text for frames in rendered if isinstance(frames, list)
+                 for item in frames if isinstance(item, _Said)]
+        ids = (e.ids for e in self.tokenizer.encode_batch_fast(texts, add_special_tokens=False))
+        return [frames if isinstance(frames, RowError) else _merge(frames, ids)
+                for frames in rendered]
+
+    def _frames(self, turns: Sequence[Turn]) -> list[_Frame | _Said | Medium]:
+        for turn in turns:
+            for part in turn.parts:
+                if isinstance(part, str):
+                    try:
+                        part.encode()
+                    except UnicodeEncodeError as error:
+                        raise RowError(f"text cannot be written as UTF-8 ({error}); remove the "
+                                       "lone surrogate") from error
+        if self.template is None:
+            return self._chatml(turns)
+        frames: list[_Frame | _Said | Medium] = []
+        supervised = False
+        for k, text in enumerate(_MARK.split(self._render(turns, marks=True))):
+            if k % 2:
+                turn = turns[int(text)]
+                frames += _said(turn, self._trims)
+                supervised = turn.supervised
+            elif text:
+                frames.append(self._frame(text, supervised))
+        return frames
+
+    def _chatml(self, turns: Sequence[Turn]) -> list[_Frame | _Said | Medium]:
+        if not turns or turns[0].role != "system":
+            turns = [Turn("system", (DEFAULT_SYSTEM,), False), *turns]
+        frames: list[_Frame | _Said | Medium] = []
+        for turn in turns:
+            frames.append(self._frame(f"{IM_START}{turn.role}\n", False))
+            frames += _said(turn, False)
+            frames.append(self._frame(f"{IM_END}\n", turn.supervised))
+        return frames
+
+    def _encode_frame(self, text: str, after_answer: bool) -> _Frame:
+        """Template text; special tokens in it are meant. The one that ends an answer is learnt."""
+        ids: list[int] = []
+        learnt = 0
+        for part in self._special.split(text):
+            special = self.tokenizer.token_to_id(part) if self._special.fullmatch(part) else None
+            if special is not None:
+                if after_answer and not learnt:
+                    learnt = len(ids) + 1
+                ids.append(special)
+            elif part:
+                ids += self.encode(part)
+        first = self._special.search(text)
+        ends = first is not None and not text[: first.start()].strip()
+        return _Frame(tuple(ids), learnt if ends else 0)
+
+    def _render(self, turns: Sequence[Turn], marks: bool) -> str:
+        messages = [{"role": t.role, "content": f"\ue000{k}\ue001" if marks else t.parts[0]}
+                    for k, t in enumerate(turns)]
+        try:
+            text = _compiled(self.template[0]).render(
+                messages=messages, add_generation_prompt=False, tools=None, documents=None,
+                **self.template[1])
+        except Exception as error:  # templates raise on roles that they do not know
+            raise RowError(f"the chat template refuses these turns: {error}") from error
+        if marks and [int(k) for k in _MARK.findall(text)] != list(range(len(turns))):
+            raise RowError("the chat template leaves out or repeats turns "
+                           f"({[t.role for t in turns]})")
+        return text
+
+    def _find_trims(self) -> bool:
+        """Whether the template strips the texts of turns."""
+        turns = [Turn("user", ("  x  ",), False), Turn("assistant", ("y",), True)]
+        return "  x  " not in self._render(turns, marks=False)
+
+
+def _said(turn: Turn, trim: bool) -> list[_Said | Medium]:
+    parts = list(turn.parts)
+    if trim and parts and isinstance(parts[0], str):
+        parts[0] = parts[0].lstrip()
+    if trim and parts and isinstance(parts[-1], str):
+        parts[-1] = parts[-1].rstrip()
+    return [p if isinstance(p, Medium) else _Said(p, turn.supervised) for p in parts if p]
+
+
+def _merge(frames: list[_Frame | _Said | Medium], encoded) -> list[Piece]:
+    """encoded: ids of the _Said in their order."""
+    out: list[Piece] = []
+    ids: list[int] = []
+    learnt: list[bool] = []
+    for item in frames:
+        if isinstance(item, Medium):
+            if ids:
+                out.append(_piece(TEXT, ids, learnt))
+                ids, learnt = [], []
+            out.append(_piece(item.modality, [], []))
+        elif isinstance(item, _Said):
+            tokens = next(encoded)
+            ids += tokens
+            learnt += [item.supervised] * len(tokens)
+        else:
+            ids += item.ids
+            learnt += [k < item.num_learnt for k in range(len(item.ids))]
+    if ids:
+        out.append(_piece(TEXT, ids, learnt))
+    return out
+
+
+def _read_template(folder: Path) -> tuple[str, dict[str, str]] | None:
+    """(template, special tokens by name) of the model beside tokenizer.json."""
+    config = {}
+    if (folder / "tokenizer_config.json").is_file():
+        config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+    template = config.get("chat_template")
+    if (folder / "chat_template.jinja").is_file():
+        template = (folder / "chat_template.jinja").read_text(encoding="utf-8")
+    if isinstance(template, list):  # several by name
+        template = next((t["template"] for t in template if t.get("name") == "default"), None)
+    if not template:
+        return None
+    tokens = {k: v["content"] if isinstance(v, dict) else v for k, v in config.items()
+              if k.endswith("_token") and isinstance(v, str | dict)}
+    return template, tokens
+
+
+@lru_cache(maxsize=4)
+def _compiled(template: str):
+    from jinja2.ext import loopcontrols
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    def refuse(message: str):
+        raise ValueError(message)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+    environment.filters["tojson"] = lambda value, **kw: json.dumps(value, ensure_ascii=False, **kw)
+    environment.globals["raise_exception"] = refuse
+    return environment.from_string(template)

@@ -1,0 +1,206 @@
+"""Feeds of the drop-in loader: where a user's examples come from and how a plan reaches them.
+
+- `IndexFeed` (dispatch `load`): lengths are known by index, so a plan is a list of indices that
+  torch's DataLoader loads and collates like any other batch, in worker processes if there are any.
+- `ExampleFeed` (dispatch `bytes`): examples are loaded first, then move between ranks.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch.distributed as dist
+from torch.utils.data import DataLoader
+
+from orchmllm.comm.exchange import exchange_bytes
+from orchmllm.data.loading.pipeline import Drawn, Loaded, PlannedStep
+from orchmllm.dropin import wire
+from orchmllm.dropin.draws import next_batch, shut_down
+from orchmllm.dropin.examples import Phase, batch_layout, count_labels, ignore_labels
+from orchmllm.orchestrator import UNKNOWN
+from orchmllm.plan.layout import BatchLayout
+from orchmllm.plan.rearrange import starts_of
+from orchmllm.plan.step import StepPlan
+
+
+class Micro(NamedTuple):
+    """One microbatch on this rank: the collated batch and the encoders' inputs."""
+
+    batch: Any
+    inputs: dict[str, Any]
+
+
+class Collator:
+    """The user's functions, and what counts as a target."""
+
+    def __init__(
+        self, collate: Callable, phases: dict[str, Phase], rank: int,
+        num_targets: Callable[[Any], int] | None, pin: Callable[[Any], Any] | None,
+    ) -> None:
+        self.collate, self.phases, self.rank = collate, phases, rank
+        self._count, self._pin = num_targets or count_labels, pin
+
+    def finish(self, batch: Any, inputs: dict[str, Any], is_filler: bool) -> tuple[Micro, int]:
+        """(microbatch, its targets or UNKNOWN). A filler's labels are ignored."""
+        if is_filler:
+            ignore_labels(batch, self.rank)
+        count = 0 if is_filler else self._count(batch)
+        if self._pin is not None:
+            batch, inputs = self._pin(batch), self._pin(inputs)
+        return Micro(batch, inputs), UNKNOWN if count is None else int(count)
+
+
+def total(counts: Sequence[int]) -> int:
+    return UNKNOWN if UNKNOWN in counts else sum(counts)
+
+
+class PlannedIndices:
+    """torch's batch_sampler: one list of indices per microbatch, as the plans come."""
+
+    def __init__(self) -> None:
+        self.lists: deque[list[int]] = deque()
+
+    def __iter__(self) -> PlannedIndices:
+        return self
+
+    def __next__(self) -> list[int]:
+        if not self.lists:
+            raise StopIteration  # after the last step: lookahead covers what torch asks for
+        return self.lists.popleft()
+
+
+class IndexFeed:
+    """Each rank loads the examples that it processes.
+
+    source: draws index lists. lengths: index -> length or Segments. loader: torch's, with
+    `indices` as its batch_sampler. lookahead: see Feed; enough for what its workers prefetch.
+    """
+
+    def __init__(self, source, lengths: Callable[[int], Any], loader: DataLoader,
+                 indices: PlannedIndices, collator: Collator, config_digest: int, lookahead: int) -> None:
+        self.source, self.lengths, self.loader, self.indices = source, lengths, loader, indices
+        self.collator, self.config_digest, self.lookahead = collator, config_digest, lookahead
+        self._batches: Iterator | None = None
+
+    def draw(self, index: int) -> Drawn:
+        drawn = self.source.draw()
+        if drawn is None:
+            return Drawn(exhausted=True, num_dropped=self.source.num_dropped)
+        sampled, sizes, _ = drawn
+        layout = batch_layout(sampled, [self.lengths(int(i)) for i in sampled], sizes)
+        return Drawn(part=layout) if sizes is None else Drawn(everything=layout)
+
+    def announce(self, planned: PlannedStep) -> None:
+        for mine, (_, plan) in zip(planned.rank_plans, planned.plans, strict=True):
+            self.indices.lists.append(
+                mine.example_ids.tolist() or [filler_of(plan, planned.layout)])
+
+    def load(self, planned: PlannedStep) -> Loaded:
+        if self._batches is None:
+            self._batches = iter(self.loader)  # starts worker processes
+        done = []
+        for mine in planned.rank_plans:
+            batch = next_batch(self._batches)
+            if batch is None:
+                raise RuntimeError("the dataset raised StopIteration")
+            done.append(self.collator.finish(batch, {}, not len(mine.examples)))
+        return Loaded([m for m, _ in done], num_targets=total([n for _, n in done]))
+
+    def close(self) -> None:
+        shut_down(self._batches, self.loader.persistent_workers)
+        self._batches = None
+        self.indices.lists.clear()
+
+
+def filler_of(plan: StepPlan, layout: BatchLayout) -> int:
+    """The shortest example of the microbatch (of the step, if that is empty)."""
+    layout = plan.layout if plan.layout.num_examples else layout
+    return int(layout.example_id[layout.tokens_per_example.argmin()])
+
+
+class Measured:
+    """collate_fn of worker processes: examples with their lengths."""
+
+    def __init__(self, length_fn: Callable[[Any], Any]) -> None:
+        self.length_fn = length_fn
+
+    def __call__(self, examples: list[Any]) -> list[tuple[Any, Any]]:
+        return [(self.length_fn(e), e) for e in examples]
+
+
+class Content(NamedTuple):
+    """A rank's examples of a step; state: of its stream after them."""
+
+    examples: list[Any]
+    state: Any
+
+
+class ExampleFeed:
+    """Each rank loads what it sampled; what another rank processes is sent there, encoded by
+    `wire`, on a CPU group. source: draws lists of (lengths, example)."""
+
+    def __init__(self, source, collator: Collator, rank: int, group: dist.ProcessGroup,
+                 config_digest: int) -> None:
+        self.source, self.collator, self.config_digest = source, collator, config_digest
+        self.rank, self.group, self.lookahead = rank, group, 0
+        self._spare: Any = None
+
+    def draw(self, index: int) -> Drawn:
+        drawn = self.source.draw()
+        if drawn is None:
+            return Drawn(exhausted=True, num_dropped=self.source.num_dropped)
+        measured, first_id, ids = drawn
+        numbers = range(first_id, first_id + len(measured)) if ids is None else ids
+        layout = batch_layout(numbers, [lengths for lengths, _ in measured], None)
+        examples = [example for _, example in measured]
+        if examples:
+            self._spare = examples[0]
+        return Drawn(part=layout,
+                     content=Content(examples, self.source.snapshot()))
+
+    def announce(self, planned: PlannedStep) -> None:
+        pass
+
+    def load(self, planned: PlannedStep) -> Loaded:
+        done = [self._micro(planned, positions, plan) for positions, plan in planned.plans]
+        return Loaded([m for m, _ in done], num_targets=total([n for _, n in done]))
+
+    def close(self) -> None:
+        self.source.stop()
+
+    def _micro(self, planned: PlannedStep, positions: np.ndarray, plan: StepPlan) -> tuple[Micro, int]:
+        first = int(starts_of(planned.layout.examples_per_rank)[self.rank])
+        own = positions[planned.layout.rank_of_example[positions] == self.rank] - first
+        examples = [planned.content.examples[i] for i in own]
+        phases = self.collator.phases
+        media = {m: [x for e in examples for x in e[phase.media]] for m, phase in phases.items()}
+        if phases:
+            keys = {phase.media for phase in phases.values()}
+            examples = [{k: v for k, v in e.items() if k not in keys} for e in examples]
+        inputs = {m: phase.collate(self._move(media[m], plan.encode[m], m))
+                  for m, phase in phases.items()}
+        here = self._move(examples, plan.llm, "llm")
+        filler = not here
+        if filler:
+            here = [self._filler(phases)]
+        return self.collator.finish(self.collator.collate(here), inputs, filler)
+
+    def _move(self, items: list[Any], move, phase: str) -> list[Any]:
+        if len(items) != int(move.source_sizes[self.rank]):
+            raise ValueError(f"phase {phase}: the examples hold {len(items)} media, their Segments "
+                             f"say {int(move.source_sizes[self.rank])}")
+        came = exchange_bytes([lambda x=x: wire.encode(x) for x in items], move, self.rank,
+                              self.group)
+        return [items[c] if isinstance(c, int) else wire.decode(c) for c in came]
+
+    def _filler(self, phases: dict[str, Phase]) -> Any:
+        if phases:
+            raise ValueError(f"rank {self.rank} has no example in this step: use drop_last=True or "
+                             "more examples per step")
+        if self._spare is None:
+            raise ValueError(f"rank {self.rank} never had an example and gets none in this step: "
+                             "give its stream data, or use larger batches")
+        return self._spare

@@ -1,0 +1,182 @@
+"""From a loader's arguments to process groups and what the planner takes; what the log says."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+
+from orchmllm.comm.exchange import RowGather, bytes_group, hop_groups
+from orchmllm.data.loading.pipeline import Ready
+from orchmllm.dropin.examples import Phase
+from orchmllm.launch import current_world
+from orchmllm.plan.assign import PHASES, BalanceConfig, PhasePolicy, PlanSpec
+from orchmllm.plan.balance import OPTIONS
+from orchmllm.plan.cost import CostModel
+from orchmllm.plan.step import StepPlan
+
+log = logging.getLogger("orchmllm.loader")
+TOLERANCE = 0.005  # of policies that trade balance for movement
+BY_LENGTH = CostModel(linear=1000, quadratic=0)
+LITTLE = 0.01  # predicted gain under which the log says so
+_NOMINAL_BYTES = 1024  # per row of a user's media and features, where only proportions matter
+
+
+def rank_list(group: dist.ProcessGroup | None) -> list[int]:
+    """Global ranks of a group (default: all). Raises ValueError if this process is not in it, or
+    if there is no process group."""
+    if not dist.is_initialized():
+        raise ValueError("torch.distributed is not initialised: start under torchrun and call "
+                         "init_process_group first (one process is a group of one)")
+    ranks = list(range(dist.get_world_size())) if group is None else (
+        dist.get_process_group_ranks(group))
+    if dist.get_rank() not in ranks:
+        raise ValueError(f"rank {dist.get_rank()} is not in the group {ranks}")
+    return ranks
+
+
+def node_size(ranks: Sequence[int], given: int) -> int:
+    """Consecutive ranks of the group that share a node: as given, else from the launcher."""
+    if given < 0:
+        raise ValueError(f"ranks_per_node is {given}: must be >= 0")
+    world = current_world()
+    if given or world is None:
+        return given or len(ranks)
+    return sum(r // world.local_world_size == ranks[0] // world.local_world_size for r in ranks)
+
+
+def check_arguments(loader: Any, kind: str, lengths: Any, length_fn: Any) -> None:
+    """What a BalancedDataLoader's arguments have to be for its kind of data (see its _kind_of).
+    Raises ValueError naming the argument and the cure."""
+    def need(ok: bool, text: str) -> None:
+        if not ok:
+            raise ValueError(text)
+
+    need(loader.dispatch in ("load", "bytes"),
+         f"dispatch is {loader.dispatch!r}: use 'load' or 'bytes' ('tensors' is for datasets that "
+         "decode single segments, with the Trainer)")
+    need((lengths is None) != (length_fn is None), "give either lengths or length_fn")
+    need(loader.dispatch == "bytes" or (lengths is not None and kind != "stream"),
+         "dispatch is 'load': it needs a map-style dataset and lengths by index")
+    need(lengths is None or kind != "stream",
+         "a stream has no indices: give length_fn instead of lengths")
+    need(kind == "indices" or not loader.shuffle,
+         "shuffle=True: the dataset, the sampler or the wrapped loader decides the order")
+    if kind == "indices":
+        need(isinstance(loader.batch_size, int) and loader.batch_size >= 1,
+             f"batch_size is {loader.batch_size!r}: must be an integer >= 1")
+        need(len(loader.dataset) > 0, "the dataset is empty")
+    if lengths is not None and hasattr(lengths, "__len__"):
+        need(len(lengths) == len(loader.dataset), f"lengths has {len(lengths)} entries, the "
+             f"dataset {len(loader.dataset)} examples")
+
+
+class Links(NamedTuple):
+    """Groups of one loader. rank: in the group. shard: ranks of the group that are planned
+    together, this one among them; per_node: of them on a node. gather: among the shard; everyone:
+    among all, if that is more. cpu: group for bytes. device: the shard's group on the default
+    backend, None if it is the whole job. hops: see comm.hop_groups."""
+
+    rank: int
+    shard: range
+    per_node: int
+    gather: RowGather
+    everyone: RowGather | None
+    cpu: dist.ProcessGroup | None
+    device: dist.ProcessGroup | None
+    hops: tuple[dist.ProcessGroup, dist.ProcessGroup] | None
+
+
+def connect(
+    ranks: list[int], shard_size: int, ranks_per_node: int, exchange: str, timeout_s: float, *,
+    cpu: bool,
+) -> Links:
+    """The groups of a loader, made by all ranks in one order. Raises ValueError."""
+    size, mine = shard_size or len(ranks), ranks.index(dist.get_rank())
+    if size < 1 or len(ranks) % size:
+        raise ValueError(f"shard_size is {shard_size}: must divide the {len(ranks)} ranks")
+    if exchange not in ("flat", "two_hop"):
+        raise ValueError(f"exchange is {exchange!r}: use 'flat' or 'two_hop'")
+    shard = range(mine // size * size, mine // size * size + size)
+    members = [ranks[r] for r in shard]
+    per_node = min(node_size(members, ranks_per_node), size)
+    return Links(
+        rank=mine, shard=shard, per_node=per_node,
+        gather=RowGather(per_node, timeout_s, members),
+        everyone=(RowGather(node_size(ranks, ranks_per_node), timeout_s, ranks)
+                  if size < len(ranks) else None),
+        cpu=bytes_group(members, timeout_s) if cpu else None,
+        device=(dist.new_group(members, use_local_synchronization=True)
+                if size < dist.get_world_size() else None),
+        hops=hop_groups(members, per_node, timeout_s) if exchange == "two_hop" else None)
+
+
+def make_spec(
+    phases: CostModel | Mapping[str, CostModel | Phase] | None, policy: str | Mapping[str, str],
+    tolerance: float | Mapping[str, float] | None, max_rank_tokens: int, ranks_per_node: int,
+    dispatch: str, enabled: bool, min_gain: float, exchange: str,
+) -> tuple[PlanSpec, dict[str, Phase]]:
+    """(what the planner knows, the phases whose media the loader hands out). Raises ValueError for
+    an unknown phase or a policy or tolerance that cannot be honoured."""
+    phases = phases if isinstance(phases, Mapping) else {"llm": phases or BY_LENGTH}
+    _known("phases", phases)
+    costs = {p: BY_LENGTH for p in PHASES}
+    costs |= {p: v.cost if isinstance(v, Phase) else v for p, v in phases.items()}
+    if not 0.0 <= min_gain < 1.0:
+        raise ValueError(f"min_gain is {min_gain}: must be in [0, 1) (0.02: 2%)")
+    balance = BalanceConfig(enabled=enabled, dispatch=dispatch, min_gain=min_gain,
+                            exchange=exchange, **{
+        p: _policy(p, policy, tolerance, max_rank_tokens if p == "llm" else 0) for p in PHASES})
+    media = {p: v for p, v in phases.items() if isinstance(v, Phase)}
+    if "llm" in media:
+        raise ValueError("phases['llm'] is a Phase: the LLM's cost is a CostModel; its inputs are "
+                         "what collate_fn returns")
+    spec = PlanSpec(costs=costs, row_bytes={"vision": _NOMINAL_BYTES, "audio": _NOMINAL_BYTES},
+                    feature_bytes=_NOMINAL_BYTES, ranks_per_node=ranks_per_node, balance=balance)
+    return spec, media
+
+
+def _known(what: str, given: Any) -> None:
+    if isinstance(given, Mapping) and set(given) - set(PHASES):
+        raise ValueError(f"{what}: {sorted(set(given) - set(PHASES))} are none of "
+                         f"{', '.join(PHASES)}")
+
+
+def _policy(phase: str, policy: Any, tolerance: Any, max_rank_tokens: int) -> PhasePolicy:
+    _known("policy", policy)
+    _known("tolerance", tolerance)
+    name = policy.get(phase, "least_move") if isinstance(policy, Mapping) else policy
+    if name not in OPTIONS:
+        raise ValueError(f"policy: {name!r}: choose one of {', '.join(OPTIONS)}")
+    value = tolerance.get(phase) if isinstance(tolerance, Mapping) else tolerance
+    honoured = "tolerance" in OPTIONS[name]
+    if value and not honoured:
+        raise ValueError(f"tolerance is {value}, but policy {name!r} has no tolerance")
+    if max_rank_tokens and "max_rank_tokens" not in OPTIONS[name]:
+        raise ValueError(f"max_rank_tokens: policy {name!r} has no such cap")
+    return PhasePolicy(name, (TOLERANCE if value is None else value) if honoured else 0.0,
+                       max_rank_tokens)
+
+
+def imbalance(plan: StepPlan) -> dict[str, tuple[float, float]]:
+    """Phase -> (slowest rank's cost / mean as sampled, as planned), of phases that have items."""
+    out = {}
+    for phase in PHASES:
+        before, after = plan.phase_cost(phase)
+        if before.sum():
+            out[phase] = (float(before.max() / before.mean()), float(after.max() / after.mean()))
+    return out
+
+
+def log_step(ready: Ready, epoch: int) -> None:
+    """One line: imbalance per phase as sampled and as planned, wait, and whether it pays."""
+    plans = [plan for _, plan in ready.planned.plans]
+    phases = ", ".join(f"{p} {a:.2f}->{b:.2f}" for p, (a, b) in imbalance(plans[0]).items())
+    gain = sum(plan.predicted_gain for plan in plans) / len(plans)
+    note = "" if gain >= LITTLE or not plans[0].spec.balance.enabled else (
+        f"; balancing gains little here (under {LITTLE:.0%}: few ranks or uniform data), min_gain "
+        "skips such steps")
+    log.info("epoch %d step %d: imbalance %s; predicted gain %.1f%%; waited %.1f ms%s", epoch,
+             ready.planned.index, phases or "none", 100 * gain, 1e3 * ready.wait_s, note)

@@ -1,0 +1,224 @@
+"""A recipe tried without its GPUs: the real model, sharded on meta under a fake process group of
+any number of ranks, and real plans of a drawn workload.
+
+    python -m orchmllm.train --recipe recipes/mllm84b.yaml --dry-run --world-size 2560
+
+Real: parameters and their shards, plans and their times, loads, bytes. Predicted: memory
+(orchmllm.estimate.memory) and time (orchmllm.estimate.step_time, a roofline with stated efficiencies).
+Nothing is read: lengths come from orchmllm.estimate.workload.
+"""
+
+from __future__ import annotations
+
+import functools
+import resource
+import time
+from dataclasses import replace
+
+import numpy as np
+
+from orchmllm.config import Recipe
+from orchmllm.estimate.fits import DEVICE_SHARE, decide, joined, largest_fitting
+from orchmllm.estimate.memory import Loads, MemoryModel, loads_of
+from orchmllm.estimate.step_time import Hardware, StepTime, predict, rank_seconds
+from orchmllm.estimate.workload import batch_layout, sample_headers
+from orchmllm.models.flops import padded_phases, step_flops
+from orchmllm.plan.assign import PHASES, BalanceConfig, PhasePolicy, PlanSpec
+from orchmllm.plan.layout import BatchLayout
+from orchmllm.plan.step import StepPlan, plan_step
+from orchmllm.runtime.build import build_spec
+from orchmllm.sharding.check import check_world
+
+NONE = BalanceConfig(enabled=False)
+# The 84B recipe at 2,560 ranks, mini-batch 30, by an independent simulation of the same mix.
+REFERENCE = {"none / balanced": 1.58, "LLM only / balanced": 1.17}
+
+
+def llm_only(balance: BalanceConfig) -> BalanceConfig:
+    """What balancing before sampling can do: the LLM phase alone."""
+    return replace(balance, vision=PhasePolicy("none"), audio=PhasePolicy("none"))
+
+
+def draw(recipe: Recipe, num_ranks: int, batch_size: int, seed: int) -> BatchLayout:
+    """A global batch of the paper's mix in its natural proportions."""
+    return batch_layout(sample_headers("natural", num_ranks * batch_size, seed), recipe.model,
+                        num_ranks)
+
+
+def dry_run(recipe: Recipe, num_ranks: int, hardware: Hardware, steps: int = 20) -> dict:
+    """The report as plain data. Raises ValueError, before anything is built, for a world or a
+    memory that the recipe does not fit."""
+    started = time.perf_counter()
+    check_world(recipe, num_ranks, hardware.ranks_per_node)
+    spec = build_spec(recipe, hardware.ranks_per_node)
+    memory = MemoryModel(recipe.model, recipe.fsdp, recipe.fsdp.shard_size or num_ranks)
+    budget = 1e9 * recipe.fsdp.memory_gb or DEVICE_SHARE * hardware.memory_bytes
+    batch = recipe.train.batch_size
+    first = plan_step(draw(recipe, num_ranks, batch, recipe.run.seed), spec)
+    choice = decide(recipe, memory, loads_of(first, padded_phases(recipe.model)), budget)
+    report = {
+        "world_size": num_ranks, "batch_size": batch, "steps": steps, "hardware": vars(hardware),
+        "audio_mode": recipe.model.audio.mode,
+        "checkpointing": choice, "memory_budget_bytes": budget,
+        "model": sharded_on_meta(recipe, num_ranks, choice),
+        "state_bytes_predicted": memory.state_bytes(),
+    }
+    report |= _workload(recipe, num_ranks, spec, memory, choice, hardware, steps)
+    report["exchange"] = exchange_report(first, recipe.fsdp.shard_size)
+    report["largest_batch"] = _largest(recipe, num_ranks, spec, memory, choice, budget,
+                                       report["memory"]["balanced"]["peak_bytes"])
+    report["elapsed_s"] = time.perf_counter() - started
+    report["peak_rss_bytes"] = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return report
+
+
+def sharded_on_meta(recipe: Recipe, num_ranks: int, choice: dict[str, str]) -> dict:
+    """Parameters per module and bytes of rank 0's shards, of the real model under FSDP2."""
+    import torch
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    from orchmllm.models.mllm import MultimodalModel
+    from orchmllm.sharding.fsdp import shard
+
+    started = time.perf_counter()
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=num_ranks)
+    try:
+        with torch.device("meta"):
+            model = MultimodalModel(recipe.model)
+        model = shard(model, recipe.fsdp, torch.device("cpu"), choice)
+        modules: dict[str, int] = {}
+        held = trained = 0
+        for name, p in model.named_parameters():
+            module = _module_of(name)
+            modules[module] = modules.get(module, 0) + p.numel()
+            local = p.to_local()
+            held += local.numel() * local.element_size()
+            trained += local.numel() * local.element_size() * p.requires_grad
+        return {"parameters": modules, "total": sum(modules.values()), "shard_bytes": held,
+                "state_bytes": held + 3 * trained, "build_s": time.perf_counter() - started}
+    finally:
+        dist.destroy_process_group()
+
+
+def _module_of(name: str) -> str:
+    phase = name.split(".")[0]
+    for part, label in (("connector", "connector"), ("embed_tokens", "embedding"),
+                        ("lm_head", "lm_head")):
+        if part in name:
+            return f"{phase} {label}"
+    return f"{phase} {'layers' if 'layers' in name or 'blocks' in name else 'front and norms'}"
+
+
+def _workload(recipe: Recipe, num_ranks: int, spec: PlanSpec, memory: MemoryModel,
+              choice: dict[str, str], hardware: Hardware, steps: int) -> dict:
+    """Imbalance, time, memory and plan cost over `steps` drawn steps."""
+    schemes = {"none": replace(spec, balance=NONE),
+               "LLM only": replace(spec, balance=llm_only(spec.balance)), "balanced": spec}
+    rows: dict[str, list[dict]] = {name: [] for name in schemes}
+    loads: dict[str, list[Loads]] = {name: [] for name in schemes}
+    for step in range(steps):
+        layout = draw(recipe, num_ranks, recipe.train.batch_size, recipe.run.seed + step)
+        for name, scheme in schemes.items():
+            started = time.perf_counter()
+            plan = plan_step(replace(layout), scheme)
+            plan_s = time.perf_counter() - started
+            loads[name].append(loads_of(plan, padded_phases(recipe.model)))
+            rows[name].append({"plan_s": plan_s} | measure(plan, memory, choice, hardware))
+    names = ["none", "LLM only"]
+    ratios = {}
+    for kind in ("slowest_s", "slowest_padded_s"):
+        best = _mean(rows["balanced"], "slowest_s")
+        ratios[kind] = {f"{n} / balanced": _mean(rows[n], kind) / best for n in names}
+    return {
+        "phases": {p: {n: _mean([r["imbalance"] for r in rows[n]], p) for n in schemes}
+                   | {"padded none": _mean([r["imbalance_padded"] for r in rows["none"]], p)}
+                   for p in PHASES},
+        "flops": {p: _mean([r["flops"] for r in rows["none"]], p) for p in PHASES},
+        "predicted": {n: {k: _mean(rows[n], k) for k in (
+            "step_s", "mfu", "tokens_per_gpu", "exchange_s", "internode_bytes")} for n in schemes},
+        "ratio": ratios, "reference": REFERENCE,
+        "plan_ms": {n: 1e3 * float(np.median([r["plan_s"] for r in rows[n]])) for n in schemes},
+        "memory": {n: memory_report(memory, joined(loads[n]), choice) for n in schemes},
+    }
+
+
+def measure(plan: StepPlan, memory: MemoryModel, choice: dict[str, str],
+            hardware: Hardware) -> dict:
+    """One plan: imbalance (max / mean of computing), predicted step, bytes between nodes."""
+    slowest, padded_s, imbalance, uneven = 0.0, 0.0, {}, {}
+    padded = padded_phases(memory.model)
+    for phase in PHASES:
+        seconds, pad = (sum(rank_seconds(plan, phase, memory.model, hardware, "none", p))
+                        for p in (phase in padded, phase == "audio"))
+        slowest, padded_s = slowest + float(seconds.max()), padded_s + float(pad.max())
+        imbalance[phase] = float(seconds.max() / seconds.mean())
+        uneven[phase] = float(pad.max() / pad.mean())
+    time_: StepTime = predict(plan, memory, choice, hardware, padded)
+    return {"imbalance": imbalance, "imbalance_padded": uneven, "slowest_s": slowest,
+            "slowest_padded_s": padded_s, "flops": step_flops(memory.model, plan.layout),
+            "step_s": time_.seconds, "mfu": time_.mfu(hardware), "exchange_s": time_.exchange,
+            "tokens_per_gpu": time_.tokens_per_gpu,
+            "internode_bytes": sum(s["internode_bytes"] for s in plan.stats.values())}
+
+
+def memory_report(memory: MemoryModel, loads: Loads, choice: dict[str, str]) -> dict:
+    peaks = {k: float(np.max(v)) for k, v in memory.peaks(loads, choice).items()}
+    return {"moments": peaks, "peak_bytes": max(peaks.values())}
+
+
+def _largest(recipe: Recipe, num_ranks: int, spec: PlanSpec, memory: MemoryModel,
+             choice: dict[str, str], budget: float, same: float) -> dict:
+    """Examples per rank that fit, over three drawn steps: within the budget, and within what the
+    recipe's balanced mini-batch takes."""
+    @functools.cache
+    def peak(batch: int, balanced: bool, pad: frozenset[str]) -> float:
+        scheme = spec if balanced else replace(spec, balance=NONE)
+        loads = [loads_of(plan_step(draw(recipe, num_ranks, batch, recipe.run.seed + s), scheme),
+                          pad) for s in range(3)]
+        return memory.peak(joined(loads), choice)
+
+    high = 4 * recipe.train.batch_size
+    padded = padded_phases(recipe.model)
+    runs = {"balanced": (True, padded), "none": (False, padded),
+            "none, audio padded": (False, frozenset({"audio"}))}
+    return {where: {name: largest_fitting(lambda b, how=how: peak(b, *how), limit, high)
+                    for name, how in runs.items()}
+            for where, limit in (("budget", budget), ("same_memory", same))}
+
+
+def exchange_report(plan: StepPlan, shard_size: int) -> dict:
+    """Volume and peers of a plan; and what balancing inside shard groups costs."""
+    d, node = plan.layout.num_ranks, plan.spec.ranks_per_node
+    pairs: list[np.ndarray] = []
+    send = np.zeros(d)
+    for phase in PHASES:
+        for move, volume in plan.transfers(phase):
+            source, target, held = move.volume(volume)
+            between = source // node != target // node
+            send += np.bincount(source[between], held[between], d)
+            pairs.append(source[(source != target) & (held > 0)] * d
+                         + target[(source != target) & (held > 0)])
+    met = np.unique(np.concatenate(pairs))
+    source, target = met // d, met % d
+    flat = np.bincount(source, minlength=d)
+    nodes = np.unique(source * (d // node + 1) + target // node)
+    hop = np.bincount(nodes // (d // node + 1), minlength=d)
+    out = {"internode_bytes_per_rank": float(send.mean()), "busiest_send_bytes": float(send.max()),
+           "peers_flat": [float(flat.mean()), int(flat.max()), d - 1],
+           "peers_two_hop": [float(hop.mean()) + node - 1, int(hop.max()) + node - 1,
+                             -(-d // node) + node - 2]}
+    if shard_size and shard_size < d:
+        out["imbalance_world"] = _imbalance(plan)
+        out["imbalance_shard_groups"] = _imbalance(
+            plan_step(plan.layout, replace(plan.spec, group_size=shard_size)))
+    return out
+
+
+def _imbalance(plan: StepPlan) -> dict[str, float]:
+    costs = {p: plan.phase_cost(p)[1] for p in PHASES}
+    return {p: float(c.max() / c.mean()) for p, c in costs.items()}
+
+
+def _mean(rows: list[dict], key: str) -> float:
+    return float(np.mean([r[key] for r in rows]))

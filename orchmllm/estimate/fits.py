@@ -1,0 +1,102 @@
+"""What fits: the checkpointing that `auto` stands for, and the largest mini-batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import numpy as np
+
+from orchmllm.config import Recipe
+from orchmllm.estimate.memory import Loads, MemoryModel, choose_checkpointing, loads_of
+from orchmllm.models.flops import Lengths, padded_phases
+from orchmllm.plan.assign import PHASES, PlanSpec
+from orchmllm.plan.layout import ENCODERS, BatchLayout, ExampleLayout
+from orchmllm.plan.step import plan_step
+
+DEVICE_SHARE = 0.92  # of a GPU's memory; the rest is CUDA's context, NCCL and fragments
+
+
+class Dataset(Protocol):
+    """What has the lengths of its examples without decoding them."""
+
+    def layout(self, i: int) -> ExampleLayout: ...
+
+
+def joined(loads: Sequence[Loads]) -> Loads:
+    """The ranks of several steps, as if of one."""
+    def join(parts) -> np.ndarray:
+        return np.concatenate([np.asarray(p, float) for p in parts])
+
+    return Loads(
+        {p: Lengths(*(join(getattr(x.phases[p], name) for x in loads)
+                      for name in ("rows", "positions", "tokens"))) for p in PHASES},
+        {p: join(x.received[p] for x in loads) for p in ENCODERS})
+
+
+def decide(
+    recipe: Recipe, memory: MemoryModel, loads: Loads, budget_bytes: float
+) -> dict[str, str]:
+    """phase -> checkpointing. Raises ValueError if the recipe cannot fit the budget, naming what
+    would; without a budget (0) `auto` cannot be decided and everything else is taken as it is."""
+    asked = {p: recipe.fsdp.checkpointing(p) for p in PHASES}
+    if not budget_bytes:
+        if "auto" in asked.values():
+            raise ValueError("fsdp.activation_checkpointing=auto has to know the memory of a rank: "
+                             "set fsdp.memory_gb")
+        return asked
+    fixed = {p: c for p, c in asked.items() if c != "auto"}
+    try:
+        return choose_checkpointing(memory, loads, budget_bytes, fixed)
+    except ValueError as e:
+        full = {p: fixed.get(p, "full") for p in PHASES}
+        batch = recipe.train.batch_size
+        smaller = largest_fitting(
+            lambda b: memory.peak(scaled(loads, b / batch), full), budget_bytes, batch)
+        cure = f"train.batch_size={smaller}" if smaller else (
+            f"fsdp.shard_size above {memory.shards}, or fewer parameters")
+        raise ValueError(f"recipe: train.batch_size {batch} on shard groups of {memory.shards} {e};"
+                         f" {cure} would fit") from e
+
+
+def scaled(loads: Loads, factor: float) -> Loads:
+    """The loads of a mini-batch `factor` times as large, to first order."""
+    return Loads({p: Lengths(x.rows * factor, x.positions * factor, x.tokens * factor)
+                  for p, x in loads.phases.items()},
+                 {p: x * factor for p, x in loads.received.items()})
+
+
+def largest_fitting(peak: Callable[[int], float], budget_bytes: float, high: int) -> int:
+    """Largest b in 1 .. high with peak(b) <= budget_bytes, by bisection; 0 if there is none."""
+    low = 0
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if peak(middle) <= budget_bytes else (low, middle - 1)
+    return low
+
+
+def sampled_layout(layouts: Callable[[int], ExampleLayout], rows: Sequence[int], num_ranks: int,
+                   batch_size: int, seed: int) -> BatchLayout:
+    """A seeded global batch of a dataset: the same on all ranks."""
+    chosen = np.random.default_rng(seed).choice(len(rows), num_ranks * batch_size)
+    return BatchLayout.from_examples([layouts(rows[i]) for i in chosen.tolist()],
+                                     [batch_size] * num_ranks)
+
+
+def for_run(recipe: Recipe, dataset: Dataset, rows: Sequence[int], spec: PlanSpec, num_ranks: int,
+            device_bytes: float) -> dict[str, str]:
+    """phase -> checkpointing of a run, from planned batches of its own data: the same on all
+    ranks. device_bytes: of the GPU, 0 on a CPU. Raises ValueError if the recipe cannot fit.
+
+    Two global batches of at most 32 ranks are drawn: enough for the load of the fullest rank."""
+    budget = 1e9 * recipe.fsdp.memory_gb or DEVICE_SHARE * device_bytes
+    asked = {p: recipe.fsdp.checkpointing(p) for p in PHASES}
+    if "auto" not in asked.values() and not recipe.fsdp.memory_gb:
+        return asked
+    memory = MemoryModel(recipe.model, recipe.fsdp, recipe.fsdp.shard_size or num_ranks,
+                         on_cpu=not device_bytes)
+    drawn = [sampled_layout(dataset.layout, rows, min(num_ranks, 32), recipe.train.batch_size,
+                            recipe.run.seed + k) for k in range(2)]
+    pad = padded_phases(recipe.model)
+    return decide(recipe, memory, joined([loads_of(plan_step(x, spec), pad) for x in drawn]),
+                  budget)

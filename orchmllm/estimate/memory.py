@@ -1,0 +1,232 @@
+"""Peak memory of a rank, predicted from shapes and lengths: no allocation, no torch.
+
+    peak = parameters, gradients and optimizer of the rank's shards + gathered units
+           + activations by checkpointing choice + batch + buffers of the exchange and of the loss
+
+taken at the moments of a step that can be the highest: the end of each phase's forward pass, the
+loss, the start of each phase's backward pass, and the optimizer step. Excluded are the CUDA
+context, NCCL's buffers and the allocator's fragments: fsdp.memory_gb has to leave room for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from itertools import product
+
+import numpy as np
+
+from orchmllm.config import FsdpConfig
+from orchmllm.estimate import activations
+from orchmllm.models.config import ModelConfig
+from orchmllm.models.flops import Lengths, padded_lengths, phase_lengths, phase_work
+from orchmllm.models.shapes import Unit, units
+from orchmllm.plan.assign import PHASES
+from orchmllm.plan.layout import ENCODERS
+from orchmllm.plan.step import StepPlan
+
+CHOICES = ("none", "selective", "full")  # cheapest to most expensive in time
+_BYTES = {"float32": 4, "float64": 8, "bfloat16": 2}
+Choice = Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Loads:
+    """What each of d ranks processes in one microbatch: phase -> Lengths of (d,) sums.
+    received: encoder phase -> (d,) features that arrive for the rank's LLM sequences."""
+
+    phases: Mapping[str, Lengths]
+    received: Mapping[str, np.ndarray]
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.phases["llm"].tokens)
+
+
+def loads_of(plan: StepPlan, pad: frozenset[str] = frozenset()) -> Loads:
+    """The loads of a planned microbatch. pad: phases whose batches are padded."""
+    d = plan.layout.num_ranks
+    phases, received = {}, {}
+    for phase in PHASES:
+        move = plan.llm if phase == "llm" else plan.encode[phase]
+        lengths = (padded_lengths if phase in pad else _own_lengths)(plan, phase)
+        phases[phase] = Lengths(*(
+            np.bincount(move.target_rank, weights=values[move.order], minlength=d)
+            for values in (lengths.rows, lengths.positions, lengths.tokens)))
+        if phase in ENCODERS:
+            owner = plan.feature[phase]
+            tokens = lengths.tokens[move.order][owner.order]
+            received[phase] = np.bincount(owner.target_rank, weights=tokens, minlength=d)
+    return Loads(phases, received)
+
+
+def _own_lengths(plan: StepPlan, phase: str) -> Lengths:
+    return phase_lengths(plan.layout, phase)
+
+
+@dataclass(frozen=True)
+class MemoryModel:
+    """shards: ranks a parameter is cut over. on_cpu: attention on CPU keeps a copy of its output.
+    all_gather: ranks whose rows everybody receives, if rows travel by all-gather instead of
+    all-to-all (OrchMLLM section 8.3), else 0; what a rank keeps of the gathered rows is a view, so
+    all of them stay: inputs for the step, features for the forward pass."""
+
+    model: ModelConfig
+    fsdp: FsdpConfig
+    shards: int
+    on_cpu: bool = False
+    all_gather: int = 0
+
+    @property
+    def element(self) -> int:
+        return _BYTES[self.fsdp.compute_dtype or self.fsdp.param_dtype]
+
+    def state_bytes(self) -> dict[str, int]:
+        """Parameters, gradients and AdamW's two moments on the fullest rank."""
+        size = _BYTES[self.fsdp.param_dtype]
+        held, trained = (sum(u.copies * u.shard_size(self.shards, only) for u in units(self.model))
+                         for only in (False, True))
+        return {"parameters": size * held, "gradients": size * trained,
+                "optimizer": 2 * size * trained}
+
+    def peaks(self, loads: Loads, choice: Choice) -> dict[str, np.ndarray]:
+        """moment -> (d,) bytes. choice: phase -> none, selective or full."""
+        state, grads = self.state_bytes(), self._gradients()
+        static = state["parameters"] + state["optimizer"] + self._batch(loads)
+        kept = {p: self._kept(p, loads, choice[p]) for p in PHASES}
+        features = sum(self._features(p, loads) for p in ENCODERS)
+        done = static + 0.0
+        out = {}
+        for phase in ENCODERS:
+            done = done + kept[phase]
+            out[f"{phase} forward"] = done + self._gather(phase, False) + np.maximum(
+                self._forward_work(phase, loads, choice[phase]), self._exchange(phase, loads))
+        done = done + features + kept["llm"]
+        out["llm forward"] = done + self._gather("llm", False) + self._forward_work(
+            "llm", loads, choice["llm"])
+        head = 2.0 * self._units("llm")[-1].size * self.element
+        out["loss"] = done + self.loss_bytes(loads) + head
+        done = done - features
+        made = 0.0
+        for phase in reversed(PHASES):
+            out[f"{phase} backward"] = done + made + self._gather(
+                phase, True) + self._backward_work(phase, loads, choice[phase])
+            made += grads[phase]
+            done = done - kept[phase]
+        temporary = state["gradients"]  # the square root of the second moments
+        out["optimizer"] = static + state["gradients"] + temporary
+        return out
+
+    def peak(self, loads: Loads, choice: Choice) -> float:
+        """Bytes on the fullest rank at the highest moment."""
+        return max(float(np.max(v)) for v in self.peaks(loads, choice).values())
+
+    def _gradients(self) -> dict[str, int]:
+        size = _BYTES[self.fsdp.param_dtype]
+        return {p: size * sum(u.copies * u.shard_size(self.shards, True)
+                              for u in units(self.model) if u.phase == p) for p in PHASES}
+
+    def _batch(self, loads: Loads) -> np.ndarray:
+        rows = sum((self.all_gather * float(loads.phases[p].rows.max()) if self.all_gather
+                    else loads.phases[p].rows) * getattr(self.model, p).geometry.row_bytes
+                   for p in ENCODERS)
+        return rows + loads.phases["llm"].tokens * 32.0
+
+    def _features(self, phase: str, loads: Loads) -> np.ndarray | float:
+        """Encoded rows as the LLM phase receives them."""
+        rows = (self.all_gather * float(loads.phases[phase].tokens.max()) if self.all_gather
+                else loads.received[phase])
+        return rows * float(self.element * self.model.llm.hidden_size)
+
+    def _block(self, phase: str) -> activations.BlockBytes:
+        make = getattr(activations, f"{phase}_block")
+        return make(getattr(self.model, phase), self.element, int(self.on_cpu))
+
+    def _kept(self, phase: str, loads: Loads, choice: str) -> np.ndarray:
+        lengths, e = loads.phases[phase], self.element
+        config = getattr(self.model, phase)
+        blocks = config.num_layers * self._block(phase).kept[choice] * lengths.positions
+        if phase == "llm":
+            last = (max(4, e) + 2 * e * (not config.frozen)) * config.hidden_size
+            rotary = 2 * e * config.hidden_size // config.num_heads
+            return blocks + (last + rotary) * lengths.tokens
+        make = getattr(activations, f"{phase}_root")
+        row, position, token = make(config, self.model.llm.hidden_size, e)
+        return (blocks + row * lengths.rows + position * lengths.positions
+                + token * lengths.tokens)
+
+    def _forward_work(self, phase: str, loads: Loads, choice: str) -> np.ndarray:
+        return self._block(phase).forward_work(choice) * loads.phases[phase].positions
+
+    def _backward_work(self, phase: str, loads: Loads, choice: str) -> np.ndarray:
+        return self._block(phase).backward_work(choice) * loads.phases[phase].positions
+
+    def _exchange(self, phase: str, loads: Loads) -> np.ndarray:
+        """Features as encoded, in sending order, as received, and in their own order."""
+        sent = loads.phases[phase].tokens * float(self.element * self.model.llm.hidden_size)
+        return (1 if self.all_gather else 2) * (sent + self._features(phase, loads))
+
+    def loss_bytes(self, loads: Loads) -> np.ndarray:
+        """(d,) bytes of the loss at its worst: logits, their log-softmax and gradient, or a chunk's
+        logits with the gradients that are made at once."""
+        config, e = self.model.llm, self.element
+        f, tokens, chunk = max(4, e), loads.phases["llm"].tokens, self.fsdp.loss_chunk_rows
+        if not chunk:
+            return 3.0 * f * config.vocab_size * tokens
+        weight = config.vocab_size * config.hidden_size * (not config.frozen)
+        rows = np.minimum(tokens, chunk)
+        return (e * config.hidden_size * tokens + rows * (f + e) * config.vocab_size
+                + (f + e) * weight)
+
+    def _units(self, phase: str) -> list[Unit]:
+        return [u for u in units(self.model) if u.phase == phase]
+
+    def _gather(self, phase: str, backward: bool) -> float:
+        """Gathered parameters, at their worst: the encoder's root unit for the whole phase, the
+        current unit and the buffer of the next one; in the backward pass also the current unit's
+        gradients, and the last one's on their way to their owners."""
+        e = self.element
+        reduce = _BYTES[self.fsdp.param_dtype] if self.fsdp.compute_dtype else e
+        roots = sum(u.size for u in self._units(phase) if u.role == "root") * e
+        block = next(u for u in self._units(phase) if u.role == "block")
+        ahead = max(self.fsdp.prefetch, 1)
+        gathered = block.size * e * (1 + ahead)
+        if not backward:
+            return float(roots + gathered)
+        return float(roots + gathered + block.trained_size * (e + reduce))
+
+    def extra_time(self, loads: Loads, choice: Choice) -> float:
+        """FLOP that the slowest rank of each phase repeats: what `auto` keeps low."""
+        return sum(float(phase_work(p, self.model, loads.phases[p], choice[p]).recompute.sum(
+            axis=0).max()) + _SELECTIVE_SHARE * (choice[p] == "selective") * float(
+            phase_work(p, self.model, loads.phases[p]).forward.sum(axis=0).max())
+            for p in PHASES)
+
+
+# Norms, activations and rotations of a block take about this share of its forward time.
+_SELECTIVE_SHARE = 0.1
+
+
+def all_choices() -> Iterable[dict[str, str]]:
+    """Every checkpointing choice per phase."""
+    return (dict(zip(PHASES, c, strict=True)) for c in product(CHOICES, repeat=len(PHASES)))
+
+
+def choose_checkpointing(memory: MemoryModel, loads: Loads, budget_bytes: float,
+                         fixed: Choice | None = None) -> dict[str, str]:
+    """phase -> the cheapest choice whose predicted peak is within the budget; `fixed` phases stay.
+
+    Raises ValueError if not even full checkpointing fits, with what it would need."""
+    best, least = None, None
+    for choice in all_choices():
+        if any(choice[p] != c for p, c in (fixed or {}).items()):
+            continue
+        peak = memory.peak(loads, choice)
+        least = peak if least is None else min(least, peak)
+        if peak <= budget_bytes:
+            key = (memory.extra_time(loads, choice), peak)
+            best = min(best, (key, choice), key=lambda x: x[0]) if best else (key, choice)
+    if best is None:
+        raise ValueError(f"needs {least / 1e9:.1f} GB a rank at least, and {budget_bytes / 1e9:.1f}"
+                         " GB are allowed (fsdp.memory_gb)")
+    return best[1]

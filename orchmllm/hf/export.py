@@ -1,0 +1,268 @@
+"""Writes a checkpoint as Hugging Face folders:
+
+    python -m orchmllm.hf.export --checkpoint runs/x/checkpoints/step_00001000 --out exported
+
+exported/llm is a Qwen2 model with its tokenizer, exported/audio a Whisper encoder, exported/vision
+the vision tower of Qwen2-VL (or our own encoder, which has no class in transformers);
+connectors.safetensors has the layers between, orchmllm.json says what is what. A run starts from
+them with model.llm.pretrained=exported/llm and so on: docs/weights.md.
+
+Tensors are streamed from the checkpoint's shard files, block by block: neither ranks nor memory for
+the model are needed, and nothing is pickled.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from orchmllm.config import RecipeError, load_recipe
+from orchmllm.data.formats.open import beside
+from orchmllm.hf.folder import read_json
+from orchmllm.hf.names import PARTS, named
+from orchmllm.hf.sharded import Sharded, read_sharded
+from orchmllm.hf.sources import POSITIONS
+from orchmllm.hf.writer import DTYPES, FileTensor, renamed, write_file, write_folder
+from orchmllm.launch import exit_with
+from orchmllm.models.config import ModelConfig
+
+VERSION = 1  # of orchmllm.json
+NOTE = "orchmllm.json"
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is exported. dtype: safetensors' name, empty: as saved."""
+
+    model: ModelConfig
+    tensors: dict[str, Sharded]
+    dtype: str
+    max_file_bytes: int
+
+    def of(self, part: str) -> list[FileTensor]:
+        """The tensors of a part. Raises ValueError naming one that the checkpoint lacks."""
+        out = []
+        for n in named(part, self.model):
+            if f"model.{n.name}" not in self.tensors:
+                raise ValueError(f"the checkpoint lacks model.{n.name}: it is of another model "
+                                 "than its state.json says")
+            out.append(renamed(self.tensors[f"model.{n.name}"], n.hf, n.shape, self.dtype))
+        return [*out, _positions(self.model, out[0].dtype)] if part == "audio" else out
+
+    def torch_dtype(self, part: str) -> str:
+        first = self.of(part)[0].dtype
+        return next(name for name, short in DTYPES.items() if short == first)
+
+
+def export(checkpoint: Path, out: Path, *, dtype: str = "", max_file_bytes: int = 5 * 10**9,
+           tokenizer: Path | None = None, verify: bool = True,
+           say: Callable[[str], None] = print) -> dict:
+    """Writes the folders and returns the contents of orchmllm.json. dtype: float32, bfloat16, ...;
+    empty: as saved. tokenizer: instead of the run's. Raises ValueError or OSError; `out` is then
+    what it was."""
+    if not (checkpoint / "state.json").is_file():
+        raise ValueError(f"--checkpoint {checkpoint} is no checkpoint: give one of the folders "
+                         f"run.dir/checkpoints/step_...{_steps_near(checkpoint)}")
+    state = read_json(checkpoint / "state.json")
+    if verify:
+        say(_sound(checkpoint))
+    job = Job(_model_of(state), read_sharded(checkpoint), DTYPES[dtype] if dtype else "",
+              max_file_bytes)
+    staged = out.parent / f".staged_{out.name}"
+    shutil.rmtree(staged, ignore_errors=True)  # left by an export that was cut off
+    staged.mkdir(parents=True)
+    try:
+        note = _write(job, state, staged, say)
+        note["tokenizer"] = _write_tokenizer(checkpoint, tokenizer, staged / "llm", say)
+        (staged / NOTE).write_text(json.dumps(note, indent=1), encoding="utf-8")
+        _replace(out, staged)
+    finally:
+        shutil.rmtree(staged, ignore_errors=True)
+    say(f"written: {out}")
+    return note
+
+
+def _write(job: Job, state: dict, folder: Path, say: Callable[[str], None]) -> dict:
+    from tqdm import tqdm
+
+    from orchmllm.hf.describe import CLASSES, part_json
+
+    connectors = job.of("connectors")
+    parts = {part: job.of(part) for part in PARTS}
+    total = sum(t.num_bytes for ts in (*parts.values(), connectors) for t in ts)
+    note: dict = {"version": VERSION, "step": state["step"], "versions": _versions(),
+                  "model": state["model"], "parts": {}}
+    # On a terminal only.
+    with tqdm(total=total, unit="B", unit_scale=True, disable=None, leave=False) as bar:
+        for part, tensors in parts.items():
+            (folder / part).mkdir()
+            for name, contents in part_json(part, job.model, job.torch_dtype(part)).items():
+                (folder / part / name).write_text(json.dumps(contents, indent=1),
+                                                  encoding="utf-8")
+            files = write_folder(folder / part, tensors, job.max_file_bytes, bar.update)
+            name = CLASSES[job.model.vision.family if part == "vision" else part]
+            note["parts"][part] = {"class": f"transformers.{name}" if name else None,
+                                   "tensors": len(tensors), "files": files}
+            what = name or ("orchmllm.models.vision.VisionEncoder (model.vision.family vit has no "
+                            "class in transformers)")
+            say(_line(f"{part}/", tensors, files, what))
+        write_file(folder / "connectors.safetensors", connectors, bar.update)
+    say(_line("connectors.safetensors", connectors, 1, "names of orchmllm"))
+    return note
+
+
+def _replace(out: Path, staged: Path) -> None:
+    """`staged` becomes `out`; what was there goes when its successor is in place."""
+    old = out.parent / f".old_{out.name}"
+    shutil.rmtree(old, ignore_errors=True)
+    if out.exists():
+        out.rename(old)
+    try:
+        staged.rename(out)
+    except OSError:
+        if old.exists():
+            old.rename(out)
+        raise
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _steps_near(path: Path) -> str:
+    """Checkpoints in or beside a folder, for a message."""
+    for folder in (path, path / "checkpoints", path.parent):
+        found = sorted(p.parent for p in folder.glob("step_*/state.json"))
+        if found:
+            return f", e.g. {found[-1]}"
+    return ""
+
+
+def _line(name: str, tensors: list[FileTensor], files: int, what: str) -> str:
+    size = sum(t.num_bytes for t in tensors) / 1e6
+    return (f"{name:<24}{len(tensors):>5} tensors {size:>10.1f} MB in {files} "
+            f"file{'s' if files > 1 else ' '}  {what}")
+
+
+def _positions(model: ModelConfig, dtype: str) -> FileTensor:
+    """Whisper's position table, which is computed here and stored there."""
+    import torch
+
+    from orchmllm.hf.describe import positions_of
+    from orchmllm.models.audio import sinusoids
+
+    kind = next(getattr(torch, name) for name, short in DTYPES.items() if short == dtype)
+    table = sinusoids(torch.arange(positions_of(model.audio)), model.audio.hidden_size, kind)
+    data = table.view(torch.uint8).numpy().tobytes()
+    return FileTensor(POSITIONS, dtype, tuple(table.shape), lambda: iter((data,)))
+
+
+def _model_of(state: dict) -> ModelConfig:
+    """The shapes that a checkpoint was saved with; keys that came later have their defaults."""
+    kinds = {part: type(getattr(ModelConfig(), part)) for part in PARTS}
+    try:
+        model = state["model"]
+        unknown = [f"model.{p}.{k}" for p, kind in kinds.items()
+                   for k in set(model[p]) - {f.name for f in fields(kind)}]
+        if unknown:
+            raise ValueError(f"state.json: unknown {', '.join(sorted(unknown))}: the checkpoint is "
+                             "of a newer version of orchmllm")
+        return ModelConfig(**{part: kind(**model[part]) for part, kind in kinds.items()})
+    except (KeyError, TypeError):
+        raise ValueError("state.json is not that of a checkpoint of a run") from None
+
+
+def _sound(checkpoint: Path) -> str:
+    from orchmllm.runtime.checkpoint import problem_of
+
+    problem = problem_of(checkpoint)
+    if problem:
+        raise ValueError(f"checkpoint {checkpoint}: {problem}: export an earlier one, or see what "
+                         "is left with --no-verify")
+    return f"checkpoint {checkpoint}: every file is what was saved (SHA-256)"
+
+
+def _write_tokenizer(checkpoint: Path, given: Path | None, folder: Path,
+                     say: Callable[[str], None]) -> str | None:
+    """Copies the tokenizer; returns where it is from, None if it is not known."""
+    from orchmllm.hf.tokenizer import copy_tokenizer
+
+    path = given
+    try:
+        if path is None:
+            data = load_recipe(checkpoint.parent.parent / "recipe.yaml").data
+            path = Path(data.tokenizer or beside(
+                data.sources[0].path if data.sources else data.path))
+        names = copy_tokenizer(path, folder)
+    except (RecipeError, ValueError) as e:
+        if given is not None:
+            raise
+        say(f"warning: llm/ has no tokenizer: {str(e).splitlines()[-1].strip()}; name it with "
+            "--tokenizer")
+        return None
+    say(f"llm/ tokenizer from {path}: {', '.join(names)}")
+    return str(path)
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for name in ("orchmllm", "torch", "transformers"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:  # run from its sources
+            found[name] = "unknown"
+    return found
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m orchmllm.hf.export", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--checkpoint", required=True, type=Path, metavar="FOLDER",
+                        help="run.dir/checkpoints/step_...")
+    parser.add_argument("--out", required=True, type=Path, metavar="FOLDER",
+                        help="folder to write; it appears when it is complete")
+    parser.add_argument("--overwrite", action="store_true", help="replace an earlier export")
+    parser.add_argument("--dtype", choices=list(DTYPES), default="",
+                        help="convert the weights (default: as saved)")
+    parser.add_argument("--max-file-gb", type=float, default=5.0, metavar="GB",
+                        help="larger models are split into files of at most so many 1e9 bytes "
+                        "(default 5)")
+    parser.add_argument("--tokenizer", type=Path, metavar="PATH",
+                        help="tokenizer.json or its folder (default: that of the run)")
+    parser.add_argument("--no-verify", action="store_true",
+                        help="do not compare the checkpoint's files with its manifest")
+    args = parser.parse_args(argv)
+    if args.max_file_gb <= 0:
+        parser.error(f"--max-file-gb {args.max_file_gb}: must be above 0")
+    return args
+
+
+def _refusal(out: Path, overwrite: bool) -> str:
+    """Why nothing may be written to `out`; empty if it may."""
+    if not out.exists() or (out.is_dir() and not any(out.iterdir())):
+        return ""
+    if not (out / NOTE).is_file():
+        return f"--out {out} exists and is no export: give another folder"
+    return "" if overwrite else f"--out {out} is an export already: add --overwrite to replace it"
+
+
+def main(argv: list[str]) -> int:
+    args = parse(argv)
+    refusal = _refusal(args.out, args.overwrite)
+    if refusal:
+        print(f"error: {refusal}", file=sys.stderr)
+        return 2
+    try:
+        export(args.checkpoint, args.out, dtype=args.dtype, tokenizer=args.tokenizer,
+               max_file_bytes=int(args.max_file_gb * 1e9), verify=not args.no_verify)
+    except (ValueError, OSError) as e:
+        print(f"error: {e}", file=sys.stderr)
+        return 2 if isinstance(e, ValueError) else 1
+    return 0
+
+
+if __name__ == "__main__":
+    exit_with(main)

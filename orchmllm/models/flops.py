@@ -1,0 +1,194 @@
+"""FLOPs of every phase without padding, and what follows: MFU, tokens per second and GPU.
+
+OrchMLLM section 8: "we universally calculate effective GPU FLOPs without paddings". Counted are
+matrix products and attention (causal: half of the square, what a kernel that skips masked blocks
+computes), forward and backward; recomputation is work but never counts as useful. A frozen
+submodule has no gradients of weights; an encoder that is frozen has no backward pass at all, a
+frozen LLM still passes gradients on to the connectors.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from orchmllm.models.config import AudioConfig, LLMConfig, ModelConfig, VisionConfig
+from orchmllm.plan.assign import PHASES
+from orchmllm.plan.cost import CostModel, cost_model
+from orchmllm.plan.layout import ENCODERS, BatchLayout
+from orchmllm.plan.step import StepPlan
+
+# Dense bf16 FLOP/s without sparsity, by a part of torch's device name (vendors' data sheets).
+PEAK_FLOPS = {"B200": 2250e12, "H200": 989e12, "H100": 989e12, "H800": 989e12, "H20": 148e12,
+              "A100": 312e12, "A800": 312e12, "L40S": 362e12, "A6000": 155e12, "4090": 165e12}
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """A phase's items, (n,) int64 each: rows that arrive (patches, mel frames), positions that
+    attention sees (patches, frames after the convolutions, tokens), LLM tokens they become."""
+
+    rows: np.ndarray
+    positions: np.ndarray
+    tokens: np.ndarray
+
+
+@dataclass(frozen=True)
+class Work:
+    """FLOP per item, (2, n) float64 each: matrix products and attention. recompute: what
+    activation checkpointing repeats."""
+
+    forward: np.ndarray
+    backward: np.ndarray
+    recompute: np.ndarray
+
+    @property
+    def useful(self) -> np.ndarray:
+        """(n,) forward and backward."""
+        return (self.forward + self.backward).sum(axis=0)
+
+    @property
+    def total(self) -> np.ndarray:
+        """(n,) with what is recomputed."""
+        return self.useful + self.recompute.sum(axis=0)
+
+
+def phase_lengths(layout: BatchLayout, phase: str) -> Lengths:
+    """The items of a phase in source order."""
+    if phase == "llm":
+        tokens = layout.tokens_per_example
+        return Lengths(tokens, tokens, tokens)
+    seg = layout.segments_of(ENCODERS[phase])
+    return Lengths(layout.rows[seg], layout.attn_len[seg], layout.num_tokens[seg])
+
+
+def padded_lengths(plan: StepPlan, phase: str) -> Lengths:
+    """A phase's items in source order as they are computed if every rank pads its batch to its
+    longest item (the paper's audio)."""
+    lengths = phase_lengths(plan.layout, phase)
+    rank = item_rank(plan, phase)
+    longest = np.zeros(plan.layout.num_ranks, np.int64)
+    rows = longest.copy()
+    np.maximum.at(longest, rank, lengths.positions)
+    np.maximum.at(rows, rank, lengths.rows)
+    return Lengths(rows[rank], longest[rank], lengths.tokens)
+
+
+def padded_phases(model: ModelConfig) -> frozenset[str]:
+    """Phases that the model pads to a rank's longest item."""
+    return frozenset({"audio"} if model.audio.mode == "padded" else ())
+
+
+def item_rank(plan: StepPlan, phase: str) -> np.ndarray:
+    """(n,) rank that processes each item, items in source order."""
+    move = plan.llm if phase == "llm" else plan.encode[phase]
+    rank = np.empty(len(move.order), np.int64)
+    rank[move.order] = move.target_rank
+    return rank
+
+
+def phase_work(phase: str, model: ModelConfig, lengths: Lengths,
+               checkpointing: str = "none") -> Work:
+    """Work of each item. checkpointing: none, selective (no product is repeated) or full."""
+    if phase == "llm":
+        return _llm_work(model.llm, lengths.tokens, checkpointing)
+    config = getattr(model, phase)
+    if phase == "vision":
+        front = _patch_flops(config) * lengths.rows
+        group, hidden = config.merge_size**2, config.connector_hidden(model.llm.hidden_size)
+    else:
+        size = config.hidden_size
+        front = 6.0 * size * (config.num_mels * lengths.rows + size * lengths.positions)
+        group, hidden = config.stack, model.llm.hidden_size
+    layers = 2.0 * hidden * np.array([group * config.hidden_size, model.llm.hidden_size])
+    passes = [2, 2]  # towards weights and input; a frozen tower's last norm needs no gradient
+    if config.frozen and getattr(config, "family", "") == "qwen2_vl":
+        passes = [1, 2]
+    return _encoder_work(config, lengths, front, _front_backward(phase, config, lengths),
+                         layers.sum() * lengths.tokens, layers @ passes * lengths.tokens,
+                         checkpointing)
+
+
+def _patch_flops(config: VisionConfig) -> float:
+    """Forward FLOP of one patch's embedding."""
+    return 2.0 * config.geometry.row_size * config.temporal_patch_size * config.hidden_size
+
+
+def _front_backward(phase: str, config: VisionConfig | AudioConfig, lengths: Lengths):
+    """What precedes the blocks needs no gradient of its input, which is data."""
+    if config.frozen:
+        return 0.0
+    if phase == "vision":
+        return _patch_flops(config) * lengths.rows
+    size = config.hidden_size
+    return 6.0 * size * (config.num_mels * lengths.rows + 2 * size * lengths.positions)
+
+
+def _encoder_work(config, lengths: Lengths, front, front_backward, connector,
+                  connector_backward, checkpointing: str) -> Work:
+    size = config.hidden_size
+    blocks = config.num_layers * 4.0 * size * (2 * size + config.intermediate_size)
+    blocks = blocks * lengths.positions
+    attention = config.num_layers * 4.0 * size * lengths.positions.astype(float)**2
+    learns = 0.0 if config.frozen else 1.0
+    again = learns if checkpointing == "full" else 0.0
+    return Work(
+        forward=np.stack([front + blocks + connector, attention]),
+        backward=np.stack([front_backward + 2 * learns * blocks + connector_backward,
+                           2 * learns * attention]),
+        recompute=again * np.stack([blocks, attention]))
+
+
+def _llm_work(config: LLMConfig, tokens: np.ndarray, checkpointing: str) -> Work:
+    size = config.hidden_size
+    kv = size // config.num_heads * config.num_kv_heads
+    layer = 2.0 * (2 * size * size + 2 * size * kv + 3 * size * config.intermediate_size)
+    blocks = config.num_layers * layer * tokens
+    head = 2.0 * size * config.vocab_size * tokens
+    attention = config.num_layers * 2.0 * size * tokens.astype(float) * (tokens + 1)
+    passes = 1 if config.frozen else 2  # towards the input; towards the weights
+    again = 1.0 if checkpointing == "full" else 0.0
+    return Work(
+        forward=np.stack([blocks + head, attention]),
+        backward=np.stack([passes * (blocks + head), 2 * attention]),
+        recompute=again * np.stack([blocks, attention]))
+
+
+def step_flops(model: ModelConfig, layout: BatchLayout) -> dict[str, float]:
+    """phase -> useful FLOP of a global batch."""
+    return {phase: float(phase_work(phase, model, phase_lengths(layout, phase)).useful.sum())
+            for phase in PHASES}
+
+
+def balance_cost(phase: str, model: ModelConfig) -> CostModel:
+    """The cost by which a phase is balanced: plan.cost's, with the passes that a frozen submodule
+    really makes."""
+    cost = cost_model(phase, model)
+    config = getattr(model, phase)
+    if not config.frozen:
+        return cost
+    if phase == "llm":  # forward and towards the input; attention's backward stays whole
+        return replace(cost, linear=cost.linear * 2 // 3)
+    # Forward alone, but for the connector: three passes over all tokens of one position's share.
+    width = model.llm.hidden_size
+    group, hidden = ((config.merge_size**2, config.connector_hidden(width)) if phase == "vision"
+                     else (config.stack, width))
+    connector = 2 * hidden * (group * config.hidden_size + width) // group
+    return replace(cost, linear=(cost.linear - 3 * connector) // 3 + 3 * connector,
+                   quadratic=cost.quadratic // 3)
+
+
+def peak_flops(device_name: str) -> float | None:
+    """Dense bf16 FLOP/s of a GPU by its name; None if unknown (a CPU)."""
+    return next((peak for part, peak in PEAK_FLOPS.items() if part in device_name), None)
+
+
+def mfu(flops: float, seconds: float, num_ranks: int, peak: float) -> float:
+    """Share of the ranks' peak that was useful. flops: of all ranks (step_flops, summed)."""
+    return flops / (seconds * num_ranks * peak)
+
+
+def tokens_per_gpu(layout: BatchLayout, seconds: float) -> float:
+    """LLM tokens per second and GPU (the paper's TPT)."""
+    return float(layout.num_tokens.sum()) / seconds / layout.num_ranks

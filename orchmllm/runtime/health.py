@@ -1,0 +1,193 @@
+"""One rank's failure or stall, told by all ranks with the same text.
+
+Each rank has a `HangWatchdog`: a thread that publishes where the rank is, on a store connection of its
+own, and looks for two things. An error that a rank has posted: this rank then ends too, even if its
+main thread hangs in a collective. A stall: when nothing has moved for too long the rank that the
+others wait for is the one that got least far and is not itself in a collective; it is named with
+step, phase and examples, and every rank leaves its stacks and the flight recorder's records.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import json
+import os
+import sys
+import sysconfig
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from orchmllm.comm.errors import AgreedError
+from orchmllm.runtime.metrics import PhaseClock
+
+_LIBRARIES = (sysconfig.get_path("stdlib"), "<frozen")
+GRACE_S = 4.0  # for a rank to end by itself after another one failed
+CURABLE = (OSError, ValueError)  # the message says what to do; other errors need a traceback
+_ERROR = "error"
+_STALL = "no progress"
+_CONNECTION_SIGNS = ("gloo", "connection", "socket", "peer", "nccl", "timed out", "broken pipe")
+
+
+class HangWatchdog:
+    """store: shared by all ranks of this attempt and used by this object only. exit_now: ends the
+    process with an exit code and a message, called if the main thread does not end by itself."""
+
+    def __init__(
+        self, store: dist.Store, rank: int, world_size: int, *, folder: Path,
+        stall_timeout_s: float, exit_now: Callable[[int, str], None], poll_s: float = 0.5,
+    ) -> None:
+        self._store, self.rank, self.world_size = store, rank, world_size
+        self._folder, self._stall_timeout_s, self._poll_s = folder, stall_timeout_s, poll_s
+        self._exit_now = exit_now
+        self._main = threading.get_ident()
+        self._done = threading.Event()
+        self._lock = threading.Lock()  # the store's client is not reentrant
+        self.clock: PhaseClock | None = None
+        self.step, self.example_ids = 0, []
+        self._thread = threading.Thread(target=self._run, name="orchmllm-watch", daemon=True)
+        self._thread.start()
+
+    def enter_step(self, step: int, example_ids: list[int]) -> None:
+        """What this rank works on from now (for the report)."""
+        self.step, self.example_ids = step, example_ids
+
+    def close(self) -> None:
+        self._done.set()
+        self._thread.join(5.0)
+
+    def settle(self, error: BaseException) -> str:
+        """The text under which all ranks end: the first error posted by any rank, else this one's.
+        A lost connection is a consequence, so then another rank's error is waited for. What all
+        ranks raise (AgreedError, a bad recipe or file before the first step) is told as it is."""
+        lost = is_connection_error(error)
+        early = isinstance(error, CURABLE) and self.clock is None and not lost
+        if isinstance(error, AgreedError) or early:
+            return self.post(str(error))
+        text = f"{type(error).__name__}: {error}"
+        if lost:
+            other = self._posted(wait_s=GRACE_S)
+            return other or (
+                f"rank {self.rank} lost its connection to another rank at step {self.step}, phase "
+                f"{self._phase()}; that rank died without a message ({text.splitlines()[0]})")
+        text = self.post(f"rank {self.rank} failed at step {self.step}, phase {self._phase()}: "
+                         f"{text}")
+        self._await_readers()  # the store may live in this process
+        return text
+
+    def _await_readers(self) -> None:
+        deadline = time.monotonic() + GRACE_S
+        others = [f"read{r}" for r in range(self.world_size) if r != self.rank]
+        while time.monotonic() < deadline:
+            with self._lock:
+                if self._store.check(others):
+                    return
+            time.sleep(0.1)
+
+    def post(self, text: str) -> str:
+        """Makes `text` the error of all ranks unless there is one already; returns that one."""
+        with self._lock:
+            return self._store.compare_set(_ERROR, "", text).decode()
+
+    def _posted(self, wait_s: float = 0.0) -> str:
+        deadline = time.monotonic() + wait_s
+        while True:
+            with self._lock:
+                if self._store.check([_ERROR]):
+                    return self._store.get(_ERROR).decode()
+            if time.monotonic() >= deadline:
+                return ""
+            time.sleep(0.1)
+
+    def _phase(self) -> str:
+        return (self.clock.phase if self.clock is not None else None) or "data"
+
+    def _run(self) -> None:
+        seen, since = None, time.monotonic()
+        while not self._done.wait(self._poll_s):
+            try:
+                now = (self.step, self.clock.switches if self.clock is not None else -1)
+                # A save has time limits of its own; training waits for it at most.
+                if now != seen or "orchmllm-checkpoint" in {t.name for t in threading.enumerate()}:
+                    seen, since = now, time.monotonic()
+                still_s = time.monotonic() - since
+                with self._lock:
+                    self._store.set(f"beat{self.rank}", json.dumps(self._beat(still_s)))
+                if still_s > self._stall_timeout_s and self.clock is not None:
+                    self.post(self._blame(still_s))
+                error = self._posted()
+            except RuntimeError as e:  # the store is gone, and with it the rank that hosted it
+                error = f"rank {self.rank}: the store of the run was lost: {e}"
+            if error:
+                with contextlib.suppress(RuntimeError):  # the store may be what was lost
+                    self._store.set(f"read{self.rank}", "")
+                if error.startswith(_STALL):  # at once: a lost connection may soon end this rank
+                    self._leave_stacks()
+                if not self._done.wait(GRACE_S):
+                    self._exit_now(1, f"error: {error}")
+                return
+
+    def _beat(self, still_s: float) -> dict:
+        phase, thread = self._phase(), self._main
+        if phase == "data":
+            thread = next((t.ident for t in threading.enumerate()
+                           if t.name == "orchmllm-prefetch"), self._main)
+        where, waits = locate(thread)
+        return {"step": self.step, "switches": self.clock.switches if self.clock else 0,
+                "phase": phase, "where": where, "waits": waits, "still_s": round(still_s, 1),
+                "example_ids": self.example_ids[:32]}
+
+    def _blame(self, still_s: float) -> str:
+        beats = {}
+        with self._lock:
+            for rank in range(self.world_size):
+                if self._store.check([f"beat{rank}"]):
+                    beats[rank] = json.loads(self._store.get(f"beat{rank}"))
+        least = min((b["step"], b["switches"]) for b in beats.values())
+        behind = {r: b for r, b in beats.items() if (b["step"], b["switches"]) == least}
+        late = {r: b for r, b in behind.items() if not b["waits"]} or behind
+        named = "; ".join(
+            f"rank {r} is late: step {b['step']}, phase {b['phase']}, at {b['where']}, examples "
+            f"{b['example_ids']}" for r, b in sorted(late.items())[:4])
+        return (f"{_STALL} for {still_s:.0f} s: {named}; stacks and flight recorder of all "
+                f"ranks are in {self._folder}")
+
+    def _leave_stacks(self) -> None:
+        try:
+            self._write_stacks()
+        except OSError as e:  # must not keep this rank from ending
+            print(f"warning: no stacks in {self._folder}: {e}", file=sys.stderr)
+
+    def _write_stacks(self) -> None:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        with (self._folder / f"stacks_rank{self.rank}.txt").open("w", encoding="utf-8") as f:
+            faulthandler.dump_traceback(file=f, all_threads=True)
+        dump = getattr(torch._C._distributed_c10d, "_dump_fr_trace_json", None)
+        if dump is not None and os.environ.get("TORCH_FR_BUFFER_SIZE"):
+            (self._folder / f"flight_recorder_rank{self.rank}.json").write_bytes(dump())
+
+
+def locate(thread: int) -> tuple[str, bool]:
+    """('file:line function' of the innermost frame of a thread that is not library code, whether
+    it waits in a collective, ours or torch's)."""
+    frame = sys._current_frames().get(thread)
+    waits = False
+    while frame is not None:
+        name = frame.f_code.co_filename
+        waits = waits or "torch/distributed/" in name or name.endswith("orchmllm/comm/exchange.py")
+        if not name.startswith(_LIBRARIES) and "site-packages" not in name:
+            return f"{Path(name).name}:{frame.f_lineno} {frame.f_code.co_name}", waits
+        frame = frame.f_back
+    return "unknown", waits
+
+
+def is_connection_error(error: BaseException) -> bool:
+    """Whether an exception is what a rank sees when another one is gone."""
+    text = str(error).lower()
+    return isinstance(error, ConnectionError | dist.DistError) or (
+        isinstance(error, RuntimeError) and any(s in text for s in _CONNECTION_SIGNS))

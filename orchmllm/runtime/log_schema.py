@@ -1,0 +1,112 @@
+"""What a row of metrics.jsonl holds, as JSON Schema (draft 2020-12): the source of
+docs/metrics.md and of docs/metrics.schema.json, and what the tests hold real rows to.
+
+A key that is added needs a line here. A key that goes away or changes its meaning raises
+SCHEMA_VERSION.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+SCHEMA_VERSION = 1
+PHASES = ("vision", "audio", "llm")
+
+
+def _number(doc: str, least: float | None = None) -> dict:
+    return {"type": "number", "description": doc, **({} if least is None else {"minimum": least})}
+
+
+def _count(doc: str) -> dict:
+    return {"type": "integer", "minimum": 0, "description": doc}
+
+
+def _measured(doc: str) -> dict:
+    return {"type": ["number", "null"], "description": doc}
+
+
+def _object(doc: str, properties: dict, optional: tuple[str, ...] = ()) -> dict:
+    return {"type": "object", "description": doc, "properties": properties,
+            "required": [k for k in properties if k not in optional],
+            "additionalProperties": False}
+
+
+_PHASE = _object("One phase of the step, by the cost model.", {
+    "imbalance_before": _number("slowest rank / mean rank, as sampled (1: nobody waits)", 0),
+    "imbalance_after": _number("the same, as processed", 0),
+    "mean_cost_kflop": _number("cost of the mean rank in kFLOP", 0),
+    "moved_bytes": _count("bytes of inputs and features that changed rank, all ranks"),
+    "internode_bytes": _count("those of them that changed node"),
+})
+_COSTS = _object("The phase's cost model.", {
+    "linear": _count("of a position, in FLOP"),
+    "quadratic": _count("of a position that attends to another, in FLOP"),
+})
+_CPU = {"type": "array", "items": {"type": "number"}}
+_VERSION = {"schema": {"type": "integer", "const": SCHEMA_VERSION,
+                       "description": "version of this format"}}
+STEP_ROW = {"title": "A step", **_object("One optimizer step of all ranks.", {
+    **_VERSION,
+    "step": _count("index of the step, from 0"),
+    "loss": _measured("cross entropy per target, over the whole step"),
+    "grad_norm": _measured("norm of the gradient before clipping"),
+    "lr": _number("learning rate", 0),
+    "tokens_per_s": _number("LLM tokens of all ranks per second", 0),
+    "mfu": _measured("share of the GPUs' dense bf16 peak spent on useful FLOPs (no padding, "
+                     "nothing recomputed); null where the peak is unknown, as on a CPU"),
+    "step_s": _number("seconds of the step on rank 0, waiting for data included", 0),
+    "data_wait_s": _number("seconds the slowest rank waited for its data", 0),
+    "plan_ms": _number("milliseconds to plan the step; hidden behind the step before when "
+                       "data.prefetch > 0", 0),
+    "exchange_ms": _number("milliseconds of moving rows and features, slowest rank", 0),
+    "num_global_targets": _count("labels the loss is a mean of"),
+    "skipped_steps": _count("steps so far that did not update the parameters"),
+    "phases": _object("per phase", dict.fromkeys(PHASES, _PHASE)),
+    "costs": _object("per phase, what the step was planned by: derived from the model, or fitted "
+                     "(balance.calibrate_steps)", dict.fromkeys(PHASES, _COSTS)),
+    "cpu_s": _object("per phase, CPU seconds of each rank's thread, forward and backward", {
+        p: {**_CPU, "description": "one number a rank"} for p in (*PHASES, "exchange")}),
+    "num_failed_media": _count("media of the step that could not be decoded"),
+    "nonfinite": {"type": "boolean", "description": "loss or gradient was not finite"},
+    "stop_signal": _count("signal that asked a rank to stop after this step, 0: none"),
+})}
+VALIDATION_ROW = {"title": "A validation", **_object(
+    "The held-out rows (data.num_validation), before the first and after the last step.", {
+        **_VERSION,
+        "step": _count("steps done"),
+        "validation_loss": _measured("mean cross entropy per target"),
+    })}
+ROW_SCHEMA: dict[str, Any] = {
+    "$schema": "https://json-schema.org/draft/2020-12/schema",
+    "title": "A line of metrics.jsonl", "oneOf": [STEP_ROW, VALIDATION_ROW],
+}
+_TYPES = {"object": dict, "array": list, "number": (int, float), "integer": int, "boolean": bool,
+          "null": type(None)}
+
+
+def row_problems(row: dict) -> list[str]:
+    """Where a row departs from the schema; empty for a good one."""
+    return problems(row, VALIDATION_ROW if "validation_loss" in row else STEP_ROW, "row")
+
+
+def problems(value: Any, schema: dict, where: str) -> list[str]:
+    """Departures of a value from the part of JSON Schema that is used here."""
+    types = schema.get("type", [])
+    types = types if isinstance(types, list) else [types]
+    if not any(isinstance(value, _TYPES[t]) and (t == "boolean") == isinstance(value, bool)
+               for t in types):
+        return [f"{where}: {value!r} is not {' or '.join(types)}"]
+    found = []
+    if "const" in schema and value != schema["const"]:
+        found.append(f"{where}: {value!r} is not {schema['const']!r}")
+    if "minimum" in schema and value < schema["minimum"]:
+        found.append(f"{where}: {value!r} is below {schema['minimum']}")
+    for i, item in enumerate(value if isinstance(value, list) else ()):
+        found += problems(item, schema["items"], f"{where}[{i}]")
+    if isinstance(value, dict):
+        known = schema["properties"]
+        found += [f"{where}: {k!r} is missing" for k in schema["required"] if k not in value]
+        found += [f"{where}: {k!r} is not in the schema" for k in value if k not in known]
+        for k in known.keys() & value.keys():
+            found += problems(value[k], known[k], f"{where}.{k}")
+    return found

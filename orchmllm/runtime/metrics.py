@@ -1,0 +1,127 @@
+"""Where a step's time goes, and the log of it.
+
+`PhaseClock` attributes time to phases in forward and backward: `mark` is an identity in the graph
+that switches the clock both ways. It counts wall time and the thread's CPU time; the second is what
+a rank computes even where several ranks share a core (on CPU the backward pass runs in the calling
+thread). It does not see work queued on an accelerator.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+import sys
+import time
+from collections import defaultdict
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from orchmllm.runtime.log_schema import SCHEMA_VERSION
+
+MAX_ROW_BYTES = 2**24  # of one row; rows grow with the number of ranks
+
+
+class PhaseClock:
+    """Seconds per phase since the last `reset`: wall_s and cpu_s, by phase name. phase: the current
+    one. switches: how often it changed, ever (another thread sees progress by it)."""
+
+    def __init__(self) -> None:
+        self.wall_s: dict[str, float] = defaultdict(float)
+        self.cpu_s: dict[str, float] = defaultdict(float)
+        self.phase: str | None = None
+        self.switches = 0
+        self._since = (0.0, 0.0)
+
+    def reset(self) -> None:
+        self.wall_s.clear()
+        self.cpu_s.clear()
+        self.phase = None
+
+    def switch(self, phase: str | None) -> None:
+        """From now on time belongs to `phase` (None: to nobody)."""
+        now = (time.perf_counter(), time.thread_time())
+        if self.phase is not None:
+            self.wall_s[self.phase] += now[0] - self._since[0]
+            self.cpu_s[self.phase] += now[1] - self._since[1]
+        self.phase, self._since = phase, now
+        self.switches += 1
+
+    def mark(self, x: Tensor, *, before: str, after: str) -> Tensor:
+        """x, with the clock switched to `after` now and back to `before` when x's gradient
+        arrives."""
+        self.switch(after)
+        return _Mark.apply(x, self, before) if x.requires_grad else x
+
+
+class _Mark(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, clock, before):
+        ctx.clock, ctx.before = clock, before
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        ctx.clock.switch(ctx.before)
+        return grad, None, None
+
+
+class MetricsLog:
+    """One JSON object a line (orchmllm.runtime.log_schema); written by one rank, appended to what is there.
+
+    Raises ValueError at construction if the file cannot be written. Later on a write that fails
+    (the disk is full) costs the row and not the run: `lost` counts them."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.lost = path, 0
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            _drop_torn_line(path)
+            self._file = path.open("ab", buffering=0)
+        except OSError as e:
+            raise ValueError(f"run.dir: {path.parent} cannot be written ({e}); choose another "
+                             "folder") from e
+
+    def write(self, row: dict) -> None:
+        text = json.dumps(_finite({"schema": SCHEMA_VERSION, **row}), allow_nan=False)
+        data, start = f"{text}\n".encode(), self._file.seek(0, os.SEEK_END)
+        try:
+            if self._file.write(data) != len(data):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError as e:
+            self._file.truncate(start)
+            if not self.lost:
+                print(f"warning: {self.path}: {e.strerror}: rows are lost, the run goes on",
+                      file=sys.stderr, flush=True)
+            self.lost += 1
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def read_metrics(path: Path) -> list[dict]:
+    """Rows of a metrics.jsonl."""
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def _finite(value: object) -> object:
+    """value with None for numbers that JSON does not have."""
+    if isinstance(value, dict):
+        return {k: _finite(v) for k, v in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _drop_torn_line(path: Path) -> None:
+    """Cuts off a last line without its end: what a killed run was writing."""
+    if not path.is_file():
+        return
+    with path.open("rb+") as f:
+        end = f.seek(0, os.SEEK_END)
+        f.seek(max(0, end - MAX_ROW_BYTES))
+        tail = f.read()
+        torn = len(tail) - tail.rfind(b"\n") - 1
+        if torn:
+            f.truncate(end - torn)

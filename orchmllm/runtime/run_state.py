@@ -1,0 +1,150 @@
+"""What a run has done so far, as JSON: enough to go on anywhere, on any number of ranks."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from orchmllm.comm.errors import AgreedError
+from orchmllm.config import DataConfig, Recipe
+from orchmllm.data.loading.step_loader import Step
+from orchmllm.models.config import ModelConfig
+from orchmllm.runtime.calibrate import FittedCosts
+
+VERSION = 1
+MIN_MEDIA_FOR_PERCENT = 100
+
+
+class NonFiniteError(AgreedError):
+    """Loss or gradient is not finite; raised on all ranks before the optimizer step."""
+
+
+class MediaLimitError(AgreedError):
+    """Too many media could not be decoded; raised on all ranks."""
+
+
+@dataclass
+class MediaCount:
+    """Media read and failed, and failures in a row at the end of what was read."""
+
+    read: int = 0
+    failed: int = 0
+    in_a_row: int = 0
+
+    def count(self, step: Step, describe: Callable[[int, int], dict]) -> list[dict]:
+        """Adds a step's media and unusable rows, in source order; returns the quarantine's lines of
+        the failed. describe: (example id, segment) -> source, row and file."""
+        reasons = {(f.example, f.segment): f.reason for f in step.failed}
+        lines = []
+        for example, segment in sorted({*step.media, *reasons}):
+            self.read += 1
+            reason = reasons.get((example, segment))
+            if reason is None:
+                self.in_a_row = 0
+                continue
+            self.failed += 1
+            self.in_a_row += 1
+            index = int(step.example_ids[example])
+            lines.append({"step": step.index, "example_id": index, "segment": segment,
+                          **describe(index, segment), "reason": reason})
+        return lines
+
+    def check(self, limits: DataConfig, lines: list[dict]) -> None:
+        """Raises MediaLimitError where the recipe's limits are passed; `lines`: the newest."""
+        if not lines:
+            return
+        if limits.strict:
+            raise MediaLimitError(f"data.strict: {_name(lines[0])}")
+        what = _name(lines[-1])
+        if limits.max_failed_in_a_row and self.in_a_row >= limits.max_failed_in_a_row:
+            raise MediaLimitError(f"{self.in_a_row} media in a row could not be decoded "
+                                  f"(data.max_failed_in_a_row); the last: {what}")
+        percent = 100.0 * self.failed / self.read
+        if self.read >= MIN_MEDIA_FOR_PERCENT and percent > limits.max_failed_percent:
+            raise MediaLimitError(
+                f"{self.failed} of {self.read} media ({percent:.1f}%) could not be decoded, over "
+                f"data.max_failed_percent={limits.max_failed_percent}; the last: {what}")
+
+
+def quarantine(path: Path, lines: list[dict]) -> None:
+    """Appends the lines of rows and media that are not there yet: an example comes again in the
+    next epoch, and after a resume."""
+    def key(line: dict) -> tuple:
+        return line["data_file"], line["row"], line["segment"]
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a+", encoding="utf-8") as f:
+        f.seek(0)
+        known = {key(json.loads(line)) for line in f}
+        f.writelines(json.dumps(line) + "\n" for line in lines if key(line) not in known)
+
+
+def record_nonfinite(path: Path, step: Step, loss: float, grad_norm: float) -> None:
+    """Appends which examples a step had whose loss or gradient is not finite."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", encoding="utf-8") as f:
+        f.write(json.dumps({"step": step.index, "loss": loss, "grad_norm": grad_norm,
+                            "example_ids": step.example_ids.tolist()}) + "\n")
+
+
+def _name(line: dict) -> str:
+    return (f"{line['data_file']}, row {line['row']} (example {line['example_id']}, segment "
+            f"{line['segment']}): {line['file']}: {line['reason']}")
+
+
+@dataclass
+class Progress:
+    """step: the next one. skipped_steps: steps without an optimizer step. skip: steps whose update
+    is left out (after a rollback). global_batch_size: examples per step over all ranks; it stays
+    what it was when the number of ranks changes, and with it every global batch. fitted: costs that
+    replace the derived ones."""
+
+    global_batch_size: int
+    step: int = 0
+    skipped_steps: int = 0
+    skip: list[int] = field(default_factory=list)
+    media: MediaCount = field(default_factory=MediaCount)
+    fitted: FittedCosts | None = None
+
+    @property
+    def optimizer_steps(self) -> int:
+        return self.step - self.skipped_steps
+
+    def to_json(self) -> dict:
+        return {"version": VERSION, **asdict(self)}
+
+    @classmethod
+    def from_json(cls, state: dict) -> Progress:
+        return cls(
+            global_batch_size=state["global_batch_size"], step=state["step"],
+            skipped_steps=state["skipped_steps"], skip=list(state["skip"]),
+            media=MediaCount(**state["media"]),
+            fitted=FittedCosts(*state["fitted"]) if state.get("fitted") else None)
+
+
+def check_resumable(state: dict, recipe: Recipe, data: dict) -> None:
+    """Raises ValueError naming what differs between a checkpoint and the recipe."""
+    if state.get("version") != VERSION:
+        raise ValueError(f"the checkpoint's state has version {state.get('version')}, this code "
+                         f"reads {VERSION}")
+    saved, default = state["model"], asdict(ModelConfig())
+    for part in ("vision", "audio", "llm"):
+        for key, value in asdict(getattr(recipe.model, part)).items():
+            was = saved[part].get(key, default[part][key])  # a key that came later
+            if was != value and key != "pretrained":  # where it started does not matter any more
+                raise ValueError(
+                    f"model.{part}.{key} is {value}, the checkpoint has {was}: "
+                    "use the same model, or another run.dir, or run.resume=never")
+    if state["seed"] != recipe.run.seed:
+        raise ValueError(f"run.seed is {recipe.run.seed}, the checkpoint was sampled with "
+                         f"{state['seed']}: the data would repeat; use that seed")
+    wanted = recipe.train.global_batch_size
+    if wanted and wanted != state["global_batch_size"]:
+        raise ValueError(f"train.global_batch_size is {wanted}, the checkpoint has "
+                         f"{state['global_batch_size']}: examples would repeat or be left out")
+    if state["data"] != data and not recipe.run.allow_data_change:
+        raise ValueError(
+            f"the data changed since the checkpoint: was {state['data']}, is {data}; restore it, "
+            "or set run.allow_data_change=true to go on at the same step of the new data")

@@ -1,0 +1,49 @@
+"""Whether a number of ranks suits a recipe: asked before anything is allocated or started."""
+
+from __future__ import annotations
+
+from orchmllm.config import Recipe
+
+
+def divisors(n: int) -> list[int]:
+    return [k for k in range(1, n + 1) if n % k == 0]
+
+
+def check_shards(shard_size: int, world_size: int) -> None:
+    """Raises ValueError if a shard group of `shard_size` (0: all ranks) does not divide the world,
+    naming the groups that do and the nearest worlds that would."""
+    if shard_size == 0 or world_size % shard_size == 0:
+        return
+    below, above = (k * shard_size for k in divmod_ceil(world_size, shard_size))
+    worlds = " or ".join(str(w) for w in (below, above) if w)
+    nearest = sorted(divisors(world_size), key=lambda k: (abs(k - shard_size), k))[:4]
+    raise ValueError(
+        f"fsdp.shard_size is {shard_size}, which does not divide the {world_size} ranks: start "
+        f"{worlds} ranks, or set it to 0 (all ranks) or one of {sorted(nearest)}")
+
+
+def divmod_ceil(a: int, b: int) -> tuple[int, int]:
+    """(a / b rounded down, the same rounded up)."""
+    return a // b, -(-a // b)
+
+
+def check_world(recipe: Recipe, world_size: int, ranks_per_node: int) -> None:
+    """Raises ValueError if the recipe cannot run on this many ranks, with what would fit."""
+    if world_size < 1:
+        raise ValueError(f"world size {world_size}: at least one rank is needed")
+    check_shards(recipe.fsdp.shard_size, world_size)
+    per_node = recipe.balance.ranks_per_node or ranks_per_node
+    if world_size > per_node and world_size % per_node:
+        below, above = (k * per_node for k in divmod_ceil(world_size, per_node))
+        raise ValueError(f"{world_size} ranks do not fill nodes of {per_node} ranks "
+                         f"(balance.ranks_per_node): start {below} or {above}")
+    size = recipe.fsdp.shard_size
+    if recipe.balance.group == "shard" and size % per_node and per_node % size:
+        raise ValueError(f"balance.group is shard, but fsdp.shard_size {size} and nodes of "
+                         f"{per_node} ranks overlap: make one a multiple of the other")
+    batch, steps = recipe.train.global_batch_size, recipe.train.accumulation_steps
+    if 0 < batch < world_size * steps:
+        raise ValueError(
+            f"train.global_batch_size is {batch}, less than one example for each of {world_size} "
+            f"ranks and {steps} microbatches: raise it to {world_size * steps} or start at most "
+            f"{batch // steps} ranks")

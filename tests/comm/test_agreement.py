@@ -1,0 +1,131 @@
+"""One rank disagrees or fails: every rank raises, with the same text, before the model runs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch.distributed as dist
+
+from orchmllm.comm.exchange import RowGather
+from orchmllm.plan.cost import CostModel
+from orchmllm.plan.step import BalanceConfig, PhasePolicy, build_plan, plan_step
+from orchmllm.trainer import Trainer
+from tests.lib.ranks import run_ranks
+from tests.lib.synthetic import SyntheticDataset, recipe
+
+pytestmark = pytest.mark.dist
+ODD = 1
+RECIPE = recipe(balance=BalanceConfig(ranks_per_node=2))
+
+
+def other_plan(layout, spec):
+    ranks = np.zeros(layout.num_examples, np.int64)
+    return replace(plan_step(layout, spec), llm=build_plan(
+        layout, {m: np.zeros(len(layout.segments_of(c)), np.int64)
+                 for m, c in (("vision", 1), ("audio", 2))}, ranks, spec).llm)
+
+
+def other_lengths(layout, spec):
+    return plan_step(replace(layout, attn_len=layout.attn_len + (layout.attn_len > 0)), spec)
+
+
+def failing_planner(layout, spec):
+    raise ZeroDivisionError("planner broke")
+
+
+class BrokenLengths(SyntheticDataset):
+    def layout(self, i):
+        raise KeyError(f"no lengths for example {i}")
+
+
+class BrokenDecode(SyntheticDataset):
+    def load(self, i, *, text=True, segments=None, on_error=None):
+        if segments is None:
+            raise MemoryError("decoder ran out of memory")
+        return super().load(i, text=text, segments=segments, on_error=on_error)
+
+
+def one_step(world, fault: str, prefetch: int) -> tuple[str, str, int]:
+    """(exception, its text, calls of the model) of a run with `fault` on rank ODD."""
+    odd = world.rank == ODD
+    run = replace(RECIPE, data=replace(RECIPE.data, prefetch=prefetch))
+    dataset, planner = SyntheticDataset(), plan_step
+    if odd and fault == "config":
+        run = replace(run, balance=replace(run.balance, llm=PhasePolicy("none")))
+    if odd:
+        planner = {"plan": other_plan, "lengths": other_lengths,
+                   "planner raises": failing_planner}.get(fault, plan_step)
+        dataset = {"layout raises": BrokenLengths(), "decode raises": BrokenDecode()}.get(
+            fault, dataset)
+    trainer = Trainer(run, world, dataset=dataset, planner=planner)
+    if odd and fault == "cost":
+        trainer.orchestrator.spec = replace(
+            trainer.orchestrator.spec, costs={**trainer.orchestrator.spec.costs,
+                                              "llm": CostModel(1, 1)})
+    calls = []
+    trainer.model.register_forward_pre_hook(lambda *_: calls.append(1))
+    try:
+        for step in trainer.loader():
+            trainer.train_step(step)
+    except Exception as e:
+        return type(e).__name__, str(e), len(calls)
+    return "", "", len(calls)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("fault, error, text", [
+    ("plan", "PlanMismatchError", "disagree on plan"),
+    ("lengths", "PlanMismatchError", "disagree on plan"),
+    ("config", "PlanMismatchError", "disagree on spec_digest"),
+    ("cost", "PlanMismatchError", "disagree on spec_digest"),
+    ("planner raises", "RemoteError", "rank 1 failed: ZeroDivisionError: planner broke"),
+    ("layout raises", "RemoteError", "rank 1 failed: KeyError: 'no lengths for example"),
+    ("decode raises", "RemoteError", "rank 1 failed: MemoryError: decoder ran out of memory"),
+])
+def test_all_ranks_raise_in_the_same_step(fault, error, text, num_ranks):
+    results = run_ranks(one_step, num_ranks, fault, 2, timeout_s=30)
+    assert len(set(results)) == 1, results
+    assert results[0][0] == error and text in results[0][1] and results[0][2] == 0
+    assert "step 0" in results[0][1]
+    if error == "PlanMismatchError":
+        both = "no majority" if num_ranks == 2 else "rank 1 differs"
+        assert both in results[0][1]
+
+
+def gathers(world, per_node: int) -> list[np.ndarray]:
+    gather = RowGather(per_node)
+    again = RowGather(per_node)  # a second set, as the validation loader has
+    return [g(np.arange(3) + 10 * world.rank) for g in (gather, again, gather)]
+
+
+@pytest.mark.parametrize("num_ranks, per_node", [(1, 1), (4, 4), (4, 2), (5, 2), (3, 1), (4, 8)])
+def test_two_level_gather(num_ranks, per_node):
+    want = np.arange(3) + 10 * np.arange(num_ranks)[:, None]
+    for rows in run_ranks(gathers, num_ranks, per_node):
+        assert all(np.array_equal(r, want) for r in rows)
+
+
+def grown_payload(world) -> int:
+    """Layouts larger than the gather's first capacity."""
+    run = replace(RECIPE, train=replace(RECIPE.train, batch_size=20))
+    trainer = Trainer(run, world, dataset=SyntheticDataset(size=200))
+    (step,) = trainer.loader()
+    return step.plans[0].layout.num_examples
+
+
+def test_capacity_grows_on_all_ranks_alike():
+    assert run_ranks(grown_payload, 2) == [40, 40]
+
+
+def gathers_beside_uneven_groups(world) -> list[np.ndarray]:
+    """The user's program may have made more groups on some ranks than on others."""
+    dist.new_group([0, 1])
+    return gathers(world, 2)
+
+
+def test_groups_of_the_user_do_not_matter():
+    want = np.arange(3) + 10 * np.arange(4)[:, None]
+    for rows in run_ranks(gathers_beside_uneven_groups, 4, timeout_s=30):
+        assert all(np.array_equal(r, want) for r in rows)

@@ -1,0 +1,125 @@
+"""The integer program from a recipe: solved on one rank, the same plan on all; a solver that fails
+does so on all of them, before the model runs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+import orchmllm.plan.assign as phases
+from orchmllm.comm.ilp import ProgramSolver
+from orchmllm.config import RecipeError, load_recipe
+from orchmllm.plan.nodewise import assign_nodes
+from orchmllm.plan.step import BalanceConfig, PhasePolicy
+from orchmllm.trainer import Trainer
+from tests.lib.ranks import run_ranks
+from tests.lib.synthetic import SyntheticDataset, recipe
+
+needs_solvers = pytest.mark.skipif(
+    any(phases.importlib.util.find_spec(p) is None for p in ("cvxpy", "highspy", "cylp")),
+    reason="the extra ilp is not installed")
+
+
+def permuted(solver: str, objective: str = "send", **options) -> BalanceConfig:
+    phase = PhasePolicy("greedy", nodewise=True)
+    return BalanceConfig(ranks_per_node=2, vision=phase, audio=phase, llm=phase,
+                         nodewise_solver=solver, nodewise_objective=objective, **options)
+
+
+def run_of(balance: BalanceConfig, accumulation_steps: int = 1):
+    base = recipe(balance=balance)
+    return replace(base, data=replace(base.data, prefetch=1),
+                   train=replace(base.train, num_steps=1, batch_size=3,
+                                 accumulation_steps=accumulation_steps))
+
+
+class Killed(ProgramSolver):
+    """A solver whose process is gone at once, as if the kernel had wanted its memory."""
+
+    def _start(self) -> None:
+        super()._start()
+        self.process.kill()
+        self.process.wait()
+
+
+def broken(*problem, **options):
+    raise RuntimeError("no licence")
+
+
+SOLVERS = {"raises": broken, "killed": Killed(), "late": ProgramSolver(grace_s=0.0)}
+
+
+def train(world, run, solver: str = "") -> tuple[list, str]:
+    """([(plan digests, loss) of each step], the error); solver: of SOLVERS, on rank 0."""
+    trainer = Trainer(run, world, dataset=SyntheticDataset())
+    if solver and world.rank == 0:
+        trainer.orchestrator.programs.solve = SOLVERS[solver]
+    calls = []
+    trainer.model.register_forward_pre_hook(lambda *_: calls.append(1))
+    try:
+        return [([p.digest for p in step.plans], trainer.train_step(step)["loss"])
+                for step in trainer.loader()], ""
+    except Exception as e:
+        assert not calls
+        return [], f"{type(e).__name__}: {e}"
+
+
+@pytest.mark.dist
+@needs_solvers
+@pytest.mark.parametrize("solver, num_ranks, accumulation_steps", [
+    ("highs", 4, 1), pytest.param("cbc", 3, 2, marks=pytest.mark.slow)])
+def test_one_rank_solves_for_all(solver, num_ranks, accumulation_steps):
+    results = run_ranks(train, num_ranks, run_of(
+        permuted(solver, "send_receive", nodewise_limit_s=20.0), accumulation_steps))
+    assert all(r == results[0] for r in results) and len(results[0][0]) == 1
+    want = run_ranks(train, num_ranks, run_of(permuted("search"), accumulation_steps))[0]
+    assert [x for _, x in results[0][0]] == pytest.approx([x for _, x in want[0]], rel=1e-12)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("solver, text", [
+    ("raises", "rank 0 (also ranks [1, 2]) failed: RuntimeError: no licence"),
+    ("killed", "the process of solver 'highs' died (exit code -9"),
+    ("late", "did not stop 0 s after its limit of 0.01 s and was killed"),
+])
+def test_a_solver_that_fails_fails_on_all_ranks(solver, text):
+    results = run_ranks(train, 3, run_of(permuted("highs", nodewise_limit_s=0.01)), solver)
+    assert all(r == results[0] for r in results)
+    assert results[0][1].startswith("RemoteError: step 0: ") and text in results[0][1]
+
+
+@needs_solvers
+def test_a_child_process_answers_like_the_library():
+    rng, solver = np.random.default_rng(0), ProgramSolver()
+    options = {"num_ranks": 6, "ranks_per_node": 2, "solver": "highs", "limit": 20.0}
+    for _ in range(2):
+        problem = rng.integers(0, 6, 30), rng.integers(0, 6, 30), rng.integers(0, 9, 30)
+        assert np.array_equal(solver(*problem, **options), assign_nodes(*problem, **options))
+    with pytest.raises(RuntimeError, match=r"ValueError: batch\[0\] = 7 is not a rank of 6"):
+        solver(np.array([0]), np.array([7]), np.array([1]), **options)
+    process = solver.process
+    del solver
+    assert process.poll() is not None  # ended and waited for
+
+
+def test_a_recipe_names_what_is_missing(tmp_path, monkeypatch):
+    path = tmp_path / "r.yaml"
+    path.write_text("data: {path: x}\nbalance: {nodewise_solver: highs, "
+                    "llm: {policy: greedy, nodewise: true}}\n")
+    assert load_recipe(path).balance.num_programs == 1
+    monkeypatch.setattr(phases.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(RecipeError, match="needs cvxpy and highspy: pip install 'orchmllm.ilp.'"):
+        load_recipe(path)
+
+
+@needs_solvers
+def test_a_recipe_bounds_the_time(tmp_path):
+    path = tmp_path / "r.yaml"
+    path.write_text("data: {path: x}\nbalance: {nodewise_solver: cbc, "
+                    "llm: {policy: greedy, nodewise: true}}\n")
+    with pytest.raises(RecipeError, match="may take 300 s.*below launch.stall_timeout_s"):
+        load_recipe(path, ["train.accumulation_steps=5"])
+    with pytest.raises(RecipeError, match="nothing would be solved"):
+        load_recipe(path, ["balance.llm.nodewise=false"])

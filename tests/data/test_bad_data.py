@@ -1,0 +1,170 @@
+"""60 broken files and rows: training finishes, says each once, skips the same everywhere."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from orchmllm.cli.data import main
+from orchmllm.config import DataConfig, RunConfig
+from orchmllm.data.dataset import ConversationDataset
+from orchmllm.data.media.medium import MediaError
+from orchmllm.data.tokenizer import ChatTokenizer
+from orchmllm.plan.layout import TEXT
+from orchmllm.plan.step import BalanceConfig
+from orchmllm.trainer import Trainer
+from tests.lib.broken import write_broken_corpus
+from tests.lib.ranks import RankFailure, run_ranks
+from tests.lib.synthetic import MODEL, recipe
+
+TINY = replace(MODEL, llm=replace(MODEL.llm, vocab_size=512))
+NO_LIMIT = dict(max_failed_in_a_row=0, max_failed_percent=100.0)
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("broken")
+    return folder, write_broken_corpus(folder)
+
+
+def opened(folder: Path, index_dir: Path | None = None) -> ConversationDataset:
+    return ConversationDataset(
+        folder, tokenizer=ChatTokenizer(folder / "tokenizer.json"), vision=TINY.vision.geometry,
+        audio=TINY.audio.geometry, index_dir=index_dir or folder / "none")
+
+
+def failures(dataset) -> dict[int, list]:
+    """Line number -> errors of loading the row."""
+    out: dict[int, list] = {}
+    for i in range(len(dataset)):
+        dataset.load(i, on_error=lambda s, e, i=i: out.setdefault(
+            dataset.describe(i, s)["row"], []).append(e))
+    return out
+
+
+def test_every_broken_row_is_reported_once_with_its_reason(corpus):
+    folder, expected = corpus
+    assert len(expected) >= 60
+    found = failures(opened(folder))
+    assert found.keys() == expected.keys()
+    for number, errors in found.items():
+        assert len(errors) == 1 and isinstance(errors[0], MediaError)
+        assert expected[number] in errors[0].reason, (number, errors[0].reason)
+    assert not (folder / "SENTINEL").exists() and not Path("SENTINEL").exists()
+
+
+def test_lint_lists_them_all(corpus, tmp_path, capsys, monkeypatch):
+    folder, expected = corpus
+    (tmp_path / "r.yaml").write_text(f"data: {{path: {folder}, index_dir: {tmp_path}/index}}\n"
+                                     "model: {vision: {max_side: 112}}\n")
+    assert main(["lint", str(tmp_path / "r.yaml"), "--workers", "1", "--decode"]) == 1
+    said = capsys.readouterr().out
+    for number, reason in expected.items():
+        start = f"{folder}/data.jsonl, row {number}:"
+        [line] = [x for x in said.splitlines() if x.startswith(start)]
+        assert reason in line
+    assert f"{len(expected)} problem(s) in" in said
+    dataset = ConversationDataset(folder, tokenizer=ChatTokenizer(folder), index_dir=tmp_path,
+                                  vision=TINY.vision.geometry, audio=TINY.audio.geometry)
+    assert failures(dataset).keys() == expected.keys()
+
+
+def run_recipe(folder: Path, run_dir: Path, dispatch: str, **data):
+    base = recipe(model=TINY, balance=BalanceConfig(ranks_per_node=2, dispatch=dispatch),
+                  data=DataConfig(path=str(folder), index_dir=str(folder / "none"), prefetch=2,
+                                  **{**NO_LIMIT, **data}),
+                  run=RunConfig(dir=str(run_dir)))
+    return replace(base, train=replace(base.train, num_steps=11, batch_size=5),
+                   checkpoint=replace(base.checkpoint, every_steps=4, asynchronous=False))
+
+
+def train(world, run, stop_after: int = 0) -> list:
+    """(example, failed) of every step that this rank saw."""
+    seen = []
+    trainer = Trainer(run, world)
+    step_once = trainer.train_step
+
+    def recording(step):
+        seen.append((step.index, step.example_ids.tolist(),
+                     sorted((f.example, f.segment, f.reason) for f in step.failed)))
+        if stop_after and step.index == stop_after:
+            raise ValueError("stopped for the test")
+        return step_once(step)
+
+    trainer.train_step = recording
+    try:
+        trainer.run()
+    except ValueError:
+        if not stop_after:
+            raise
+    finally:
+        trainer.close()
+    return seen
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("dispatch, num_workers", [
+    ("tensors", 0), ("load", 2), pytest.param("bytes", 2, marks=pytest.mark.slow)])
+def test_training_finishes_and_skips_alike(corpus, tmp_path, dispatch, num_workers):
+    folder, expected = corpus
+    run = run_recipe(folder, tmp_path / "a", dispatch, num_workers=num_workers)
+    ranks = run_ranks(train, 2, run)
+    assert ranks[0] == ranks[1] and len(ranks[0]) == 11  # 110 draws: all rows at least once
+    lines = [json.loads(line) for line in (tmp_path / "a" / "quarantine.jsonl").open()]
+    assert sorted(line["row"] for line in lines) == sorted(expected)
+    for line in lines:
+        assert line["source"] and line["file"] and expected[line["row"]] in line["reason"]
+    rows = [json.loads(line) for line in (tmp_path / "a" / "metrics.jsonl").open()]
+    assert sum(r.get("num_failed_media", 0) for r in rows) >= len(expected)
+    # stopped in the middle and resumed on one rank: the same examples, the same skips, no new line
+    again = run_recipe(folder, tmp_path / "b", dispatch)
+    first = run_ranks(train, 2, again, 6)[0]
+    assert first == ranks[0][:7]
+    rest, = run_ranks(train, 1, again)
+    assert rest == ranks[0][4:]
+    resumed = [json.loads(line) for line in (tmp_path / "b" / "quarantine.jsonl").open()]
+    assert sorted(line["row"] for line in resumed) == sorted(expected)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("limits, text", [
+    (dict(strict=True), "data.strict: "),
+    (dict(max_failed_in_a_row=3), "3 media in a row could not be decoded"),
+    (dict(max_failed_percent=10.0), "%) could not be decoded, over data.max_failed_percent=10.0"),
+])
+def test_limits(corpus, tmp_path, limits, text):
+    folder, expected = corpus
+    with pytest.raises(RankFailure) as failure:
+        run_ranks(train, 2, run_recipe(folder, tmp_path, "load", **limits))
+    said = {e[1] for e in failure.value.errors.values()}
+    assert len(said) == 1 and len(failure.value.errors) == 2
+    [message] = said
+    assert text in message
+    number = int(message.split("data.jsonl, row ")[1].split(" ")[0])
+    assert expected[number] in message
+
+
+def test_cut_never_crosses_a_medium(corpus):
+    folder, expected = corpus
+    whole = opened(folder)
+    good = [i for i in range(len(whole)) if whole.problem(i) is None]
+    lengths = {i: whole.layout(i) for i in good}
+    for limit in (20, 40, 60, 61, 62, 70, 80):
+        dataset = ConversationDataset(
+            folder, tokenizer=whole.tokenizer, vision=whole.vision, audio=whole.audio,
+            max_example_tokens=limit, index_dir=folder / "none")
+        for i in good:
+            layout, full = dataset.layout(i), lengths[i]
+            assert layout.num_tokens.sum() <= limit
+            if dataset.problem(i) is not None:
+                assert "nothing to learn" in str(dataset.problem(i))
+                continue
+            n = len(layout.modality)
+            media = layout.modality != TEXT
+            assert (layout.num_tokens[media] == full.num_tokens[:n][media]).all()
+            assert (layout.modality == full.modality[:n]).all()
+            labels = dataset.load(i, segments=[]).labels
+            assert int((labels >= 0).sum()) == layout.num_targets > 0

@@ -1,0 +1,201 @@
+"""The ready recipes on small corpora in exactly the layouts that they name; the commands."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from orchmllm.cli.data import main, open_recipe
+from orchmllm.config import load_recipe
+from orchmllm.data.config import SourceConfig
+from orchmllm.data.dataset import ConversationDataset
+from orchmllm.data.sampler import MixtureSampler, make_sampler
+from orchmllm.data.tokenizer import ChatTokenizer
+from orchmllm.plan.layout import AUDIO, TEXT, VISION, AudioGeometry, VisionGeometry
+from tests.lib.corpora import write_librispeech_hf, write_paper_mix
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    root = tmp_path_factory.mktemp("mix")
+    write_paper_mix(root)
+    return root
+
+
+@pytest.fixture
+def recipe(root, monkeypatch):
+    monkeypatch.chdir(root)
+
+    def load(name: str, *overrides: str):
+        return load_recipe(RECIPES / f"{name}.yaml",
+                           [f"data.index_dir={root / 'index'}", *overrides])
+
+    return load
+
+
+def open_dataset(recipe) -> ConversationDataset:
+    _, planner = open_recipe(recipe)
+    return ConversationDataset(
+        recipe.data.sources, tokenizer=planner.tokenizer, vision=planner.vision,
+        audio=planner.audio, max_example_tokens=recipe.data.max_example_tokens,
+        index_dir=recipe.data.index_dir)
+
+
+def check_whole(dataset) -> None:
+    """Every example can be used, and decodes to its planned lengths."""
+    for i in range(len(dataset)):
+        assert dataset.problem(i) is None
+        layout, example = dataset.layout(i), dataset.load(i)
+        assert {s: len(rows) for s, rows in example.media.items()} == {
+            s: int(layout.rows[s]) for s in np.flatnonzero(layout.modality != TEXT)}
+
+
+def test_llava_mix(recipe):
+    dataset = open_dataset(recipe("llava_v1_5_mix665k"))
+    assert str(dataset.sources[0]).startswith("llava: 24 rows of llava in JSON array")
+    check_whole(dataset)
+    assert [VISION in dataset.layout(i).modality for i in range(24)] == [
+        bool(i % 6) for i in range(24)]
+
+
+def test_librispeech_folders(recipe):
+    dataset = open_dataset(recipe("librispeech"))
+    assert str(dataset.sources[0]).startswith("librispeech: 16 rows of asr in LibriSpeech folder")
+    check_whole(dataset)
+    question, answer = dataset.conversation(5).turns
+    assert question.parts[0].name == "train-clean-100/100/1001/100-1001-0001.flac"
+    assert question.parts[1] == "\nTranscribe the speech."
+    assert answer.parts[0].isupper() and answer.supervised
+    assert dataset.describe(5, 1) == {
+        "source": "librispeech", "row": 2, "file": question.parts[0].name,
+        "data_file": "data/LibriSpeech/train-clean-100/100/1001/100-1001.trans.txt"}
+    with pytest.raises(ValueError, match="there are: dev-clean, train-clean-100"):
+        open_dataset(recipe("librispeech",
+                            "data.sources=[{path: data/LibriSpeech, split: test}]"))
+
+
+def test_librispeech_of_the_hub(recipe, tmp_path):
+    path = write_librispeech_hf(tmp_path)
+    dataset = open_dataset(recipe("librispeech",
+                                  f"data.sources=[{{path: {path}, split: train.100}}]"))
+    assert "rows of asr in saved datasets folder" in str(dataset.sources[0])
+    check_whole(dataset)
+    assert len(dataset) == 5
+    with pytest.raises(ValueError, match="name one of train.100"):
+        open_dataset(recipe("librispeech", f"data.sources=[{{path: {path}}}]"))
+
+
+def test_air_bench(recipe):
+    dataset = open_dataset(recipe("air_bench"))
+    assert "16 rows of air_bench in JSON array" in str(dataset.sources[0])
+    check_whole(dataset)
+    found = [dataset.conversation(i).turns for i in range(16)]
+    chat = next(t for t in found if "Chat/" in t[0].parts[0].name)
+    assert chat[0].parts[0].name.startswith("Chat/sound_QA_clotho/")
+    foundation = [t for t in found if "Foundation/" in t[0].parts[0].name]
+    assert {t[1].parts[0] for t in foundation} == {"A. red", "B. blue", "C. one", "D. two"}
+    assert foundation[0][0].parts[1].endswith("\nWhich?\nA. red\nB. blue\nC. one\nD. two")
+    assert any(t[0].parts[0].name.endswith("Audio_Grounding_AudioGrounding/1.flac")
+               for t in foundation)
+
+
+def test_mix_without_weights_is_every_example_once(recipe):
+    mixed = recipe("paper_mix")
+    dataset = open_dataset(mixed)
+    assert len(dataset) == 24 + 17 + 16
+    train, held = dataset.split(6)
+    assert len(held) == 6 and len(np.unique([*train, *held])) == 57
+    assert {dataset.where(i)[0] for i in held} == {0, 1, 2}
+    sampler = make_sampler(dataset, train, 17, seed=3)
+    assert sorted(np.concatenate([sampler.batch(s) for s in range(3)])) == sorted(train)
+
+
+def test_weights(recipe, root):
+    sources = [SourceConfig(path=s.path, weight=w) for s, w in
+               zip(recipe("paper_mix").data.sources, (6, 3, 1), strict=True)]
+    dataset = ConversationDataset(
+        sources, tokenizer=ChatTokenizer(root / "data" / "tokenizer"), vision=VisionGeometry(),
+        audio=AudioGeometry(), index_dir=root / "index")
+    sampler = make_sampler(dataset, dataset.split(0)[0], 8, seed=1)
+    assert isinstance(sampler, MixtureSampler)
+    drawn = np.concatenate([sampler.batch(s) for s in range(250)])  # 2 blocks of 1000
+    source = [dataset.where(i)[0] for i in drawn]
+    assert Counter(source[:1000]) == Counter(source[1000:]) == {0: 600, 1: 300, 2: 100}
+    counts = Counter(drawn.tolist())
+    for k, (a, b) in enumerate(zip(dataset.bounds, dataset.bounds[1:], strict=False)):
+        seen = [counts[i] for i in range(a, b)]
+        assert max(seen) - min(seen) <= 1, k  # each source in epochs of its own
+    other = make_sampler(dataset, dataset.split(0)[0], 40, seed=1)  # another number of ranks
+    assert np.array_equal(np.concatenate([other.batch(s) for s in range(50)]), drawn)
+    assert not np.array_equal(make_sampler(dataset, range(57), 8, seed=2).batch(0), drawn[:8])
+
+
+def test_commands(recipe, root, tmp_path, capsys):
+    arguments = [str(RECIPES / "paper_mix.yaml"), f"data.index_dir={tmp_path}", "--workers", "1"]
+    assert main(["index", *arguments]) == 0
+    said = capsys.readouterr().out
+    assert "llava: 24 rows of llava in JSON array" in said and "24 rows read" in said
+    assert main(["index", *arguments]) == 0
+    assert "0 rows read" in capsys.readouterr().out
+    assert main(["lint", *arguments, "--decode"]) == 0
+    assert "0 problem(s) in 57 rows" in capsys.readouterr().out
+    plot = tmp_path / "a" / "plot.png"
+    assert main(["stats", *arguments, "--out", str(plot), "--ranks", "4"]) == 0
+    said = capsys.readouterr().out
+    assert "all" in said and "vision" in said and "x faster" in said
+    assert plot.read_bytes()[:4] == b"\x89PNG"
+    assert main(["lint", str(RECIPES / "paper_mix.yaml"), "data.sources=[{path: no}]"]) == 2
+
+
+def test_index_is_used_and_knows_what_changed(recipe, root, tmp_path, capsys, monkeypatch):
+    write_paper_mix(tmp_path, seed=1)
+    monkeypatch.chdir(tmp_path)
+    arguments = [str(RECIPES / "paper_mix.yaml"), "data.index_dir=index", "--workers", "1"]
+    assert main(["index", *arguments]) == 0
+    mixed = load_recipe(RECIPES / "paper_mix.yaml", ["data.index_dir=index"])
+    indexed, plain = open_dataset(mixed), open_dataset(recipe("paper_mix"))
+    monkeypatch.chdir(tmp_path)
+    plain = ConversationDataset(mixed.data.sources, tokenizer=indexed.tokenizer,
+                                vision=indexed.vision, audio=indexed.audio, index_dir="none",
+                                max_example_tokens=4096)
+    assert all(indexed.indexes) and not any(plain.indexes)
+    for i in range(len(plain)):
+        a, b = indexed.layout(i), plain.layout(i)
+        assert a.num_targets == b.num_targets and np.array_equal(a.grid, b.grid)
+        assert np.array_equal(a.num_tokens, b.num_tokens) and np.array_equal(a.rows, b.rows)
+        x, y = indexed.load(i), plain.load(i)
+        assert x.token_ids.equal(y.token_ids) and x.labels.equal(y.labels)
+        assert all(x.media[s].equal(y.media[s]) for s in y.media)
+    capsys.readouterr()
+    broken = next((tmp_path / "data" / "LibriSpeech" / "train-clean-100").rglob("*.flac"))
+    broken.write_bytes(b"junk")
+    assert main(["lint", *arguments]) == 1
+    said = capsys.readouterr().out
+    assert said.count("1 rows read") == 1 and f"{broken.name}: LibsndfileError" in said
+    assert "1 problem(s) in 57 rows" in said
+    rows = json.loads((tmp_path / "data/llava/llava_v1_5_mix665k.json").read_text())
+    (tmp_path / "data/llava/llava_v1_5_mix665k.json").write_text(json.dumps(rows[:20]))
+    assert main(["index", *arguments]) == 0
+    assert "llava: 20 rows" in capsys.readouterr().out
+
+
+def test_two_workers_build_the_same_index(recipe, monkeypatch, tmp_path):
+    from orchmllm.data import index
+
+    sources, planner = open_recipe(recipe("paper_mix"))
+    monkeypatch.setattr(index, "ALONE_BELOW", 1)
+    monkeypatch.setattr(index, "CHUNK", 5)
+    done: list[int] = []
+    one, _ = index.build_index(sources[0], planner, tmp_path / "1", num_workers=1)
+    two, count = index.build_index(sources[0], planner, tmp_path / "2", num_workers=2,
+                                   progress=done.append)
+    assert count == 24 == sum(done)
+    for name in ("table", "start", "targets", "stamps"):
+        np.testing.assert_array_equal(getattr(one, name), getattr(two, name))
+    assert AUDIO not in one.table[:, 0]

@@ -1,0 +1,265 @@
+"""Tokenization, the conversation dataset and the demo corpus that they read."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import soundfile
+import torch
+from PIL import Image
+
+from orchmllm.batch import IGNORE_INDEX
+from orchmllm.data.dataset import ConversationDataset
+from orchmllm.data.formats.conversation import Turn
+from orchmllm.data.media.headers import audio_header, image_header
+from orchmllm.data.media.medium import MediaError, Medium
+from orchmllm.data.tokenizer import ChatTokenizer
+from orchmllm.plan.layout import (
+    AUDIO,
+    TEXT,
+    VISION,
+    AudioGeometry,
+    VisionGeometry,
+    segment_lengths,
+)
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "make_demo_data.py"
+VISION_GEOMETRY, AUDIO_GEOMETRY = VisionGeometry(max_side=224), AudioGeometry()
+
+
+def make_corpus(out: Path, seed: int = 0) -> Path:
+    command = [sys.executable, SCRIPT, "--out", out, "--num-examples", "40", "--seed", str(seed)]
+    subprocess.run(command, check=True, capture_output=True)
+    return out
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    return make_corpus(tmp_path_factory.mktemp("demo"))
+
+
+@pytest.fixture(scope="module")
+def tokenizer(corpus):
+    return ChatTokenizer(corpus / "tokenizer.json")
+
+
+def open_dataset(path, tokenizer):
+    return ConversationDataset(path, tokenizer=tokenizer, vision=VISION_GEOMETRY,
+                               audio=AUDIO_GEOMETRY, index_dir=path / "index")
+
+
+@pytest.fixture(scope="module")
+def dataset(corpus, tokenizer):
+    return open_dataset(corpus, tokenizer)
+
+
+@pytest.fixture
+def write_rows(tmp_path, tokenizer):
+    """Writes a JSONL file of rows with one image, one clip and the given changes; opens it."""
+    Image.new("RGB", (60, 40), "red").save(tmp_path / "a.png")
+    soundfile.write(tmp_path / "a.wav", np.sin(np.arange(4000) / 9), 8000)
+
+    def write(**changes):
+        row = {"id": "0", "images": ["a.png"], "audios": ["a.wav"], "conversations": [
+            {"from": "human", "value": "<image>\nred? <audio>"}, {"from": "gpt", "value": "yes."}]}
+        (tmp_path / "data.jsonl").write_text("\n" + json.dumps(row | changes) + "\n")
+        return open_dataset(tmp_path, tokenizer)
+
+    return write
+
+
+# Demo corpus
+
+
+def test_same_seed_gives_same_bytes(corpus, tmp_path):
+    def content(folder):
+        return {p.relative_to(folder): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+    first = content(corpus)
+    assert content(make_corpus(tmp_path / "again")) == first
+    assert content(make_corpus(tmp_path / "other", seed=1)) != first
+
+
+def test_corpus_holds_every_kind(corpus, dataset, tokenizer):
+    kinds = {tuple(sorted({m for _, m, _ in dataset.media_of(i)})) for i in range(len(dataset))}
+    assert kinds == {(), (VISION,), (AUDIO,), (VISION, AUDIO)}
+    media = [dataset.media_of(i) for i in range(len(dataset))]
+    assert any(sum(m == VISION for _, m, _ in found) > 1 for found in media)
+    suffixes = {Path(m.path).suffix for found in media for _, _, m in found}
+    assert suffixes == {".jpg", ".png", ".wav", ".flac"}
+    assert tokenizer.vocab_size <= 512
+    rates = {soundfile.info(p).samplerate for p in (corpus / "audio").iterdir()}
+    assert 16000 in rates and len(rates) > 1
+
+
+def test_decoded_lengths_are_the_planned_ones(dataset):
+    for i in range(len(dataset)):
+        layout, example = dataset.layout(i), dataset.load(i)
+        assert layout.example_id == example.example_id == i
+        for segment, modality, path in dataset.media_of(i):
+            rows = example.media[segment]
+            geometry, header, dtype = (
+                (VISION_GEOMETRY, image_header(path), torch.uint8) if modality == VISION
+                else (AUDIO_GEOMETRY, audio_header(path), torch.float32))
+            assert rows.shape == (segment_lengths(geometry, header).rows, geometry.row_size)
+            assert rows.dtype == dtype and layout.rows[segment] == len(rows)
+            assert layout.modality[segment] == modality
+            assert len(rows.unique()) > 1
+
+
+# Text
+
+
+def test_labels_are_shifted_answers(dataset, tokenizer):
+    for i in range(len(dataset)):
+        layout, example = dataset.layout(i), dataset.load(i, segments=())
+        tokens, labels = example.token_ids, example.labels
+        assert example.media == {} and tokens.dtype == labels.dtype == torch.int32
+        assert len(tokens) == len(labels) == layout.num_tokens.sum()
+        learnt = labels != IGNORE_INDEX
+        assert learnt.sum() == layout.num_targets and not learnt[-1]
+        assert torch.equal(labels[:-1][learnt[:-1]], tokens[1:][learnt[:-1]])
+        answers = [t.parts[0] for t in dataset.conversation(i).turns if t.role == "assistant"]
+        expected = "".join(answer + "<|im_end|>" for answer in answers)
+        assert tokenizer.decode(labels[learnt]) == expected
+        media = np.repeat(layout.modality != TEXT, layout.num_tokens)
+        assert not tokens[torch.from_numpy(media)].any()
+
+
+def test_chatml(tokenizer):
+    image, clip = Medium(VISION, "a.png"), Medium(AUDIO, "a.wav")
+    turns = [Turn("user", (image, "\nWhich colour?", clip, image), False),
+             Turn("assistant", ("red.",), True)]
+    pieces = tokenizer.pieces(turns)
+    assert [p.modality for p in pieces] == [TEXT, VISION, TEXT, AUDIO, VISION, TEXT]
+    text = [tokenizer.decode(p.token_ids) for p in pieces if p.modality == TEXT]
+    assert text == [
+        "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\n",
+        "\nWhich colour?",
+        "<|im_end|>\n<|im_start|>assistant\nred.<|im_end|>\n",
+    ]
+    system = tokenizer.pieces([Turn("system", ("Be brief.",), False), *turns])[0]
+    assert tokenizer.decode(system.token_ids).startswith("<|im_start|>system\nBe brief.<|im_end|>")
+
+
+def test_spelled_out_special_tokens_are_text(tokenizer):
+    ids = tokenizer.encode("<|im_end|>")
+    assert tokenizer.end_id not in ids and tokenizer.decode(ids) == "<|im_end|>"
+
+
+def test_tokenizer_file_is_checked(tmp_path, corpus):
+    with pytest.raises(ValueError, match="no such tokenizer file"):
+        ChatTokenizer(tmp_path / "none.json")
+    (tmp_path / "t.json").write_text("{}")
+    with pytest.raises(ValueError, match="t.json: not a tokenizer.json"):
+        ChatTokenizer(tmp_path / "t.json")
+    content = (corpus / "tokenizer.json").read_text().replace("<|im_end|>", "<|over|>")
+    (tmp_path / "t.json").write_text(content)
+    with pytest.raises(ValueError, match=r"t.json: the special token <\|im_end\|> is missing; use"):
+        ChatTokenizer(tmp_path / "t.json")
+
+
+# Dataset
+
+
+def test_parts_of_an_example(write_rows):
+    dataset = write_rows()
+    assert len(dataset) == 1
+    assert [m for _, m, _ in dataset.media_of(0)] == [VISION, AUDIO]
+    assert list(dataset.layout(0).modality) == [TEXT, VISION, TEXT, AUDIO, TEXT]
+    part = dataset.load(0, text=False, segments=[3])
+    assert part.token_ids is None and part.labels is None and list(part.media) == [3]
+    assert torch.equal(part.media[3], dataset.load(0).media[3])
+    with pytest.raises(ValueError, match=r"its media are \[1, 3\]"):
+        dataset.load(0, segments=[2])
+
+
+def test_layout_decodes_nothing(write_rows, monkeypatch):
+    dataset = write_rows()
+    monkeypatch.setattr(Image.Image, "convert", None)
+    monkeypatch.setattr(soundfile, "read", None)
+    assert dataset.layout(0) is dataset.layout(0)
+
+
+@pytest.mark.parametrize("changes, message", [
+    ({"images": []}, '1 <image> placeholders but 0 paths in "images"; write'),
+    ({"audios": ["a.wav"] * 2}, '1 <audio> placeholders but 2 paths in "audios"; write'),
+    ({"images": ["../a.png"]}, "leaves the folder"),
+    ({"images": ["b/../../a.png"]}, "leaves the folder"),
+    ({"images": ["/etc/hostname"]}, "is absolute"),
+    ({"images": ["https://example.org/a.png"]}, "is a URL"),
+    ({"images": ["pipe:cat a.png"]}, "is a URL"),
+    ({"images": ["file:///etc/hostname"]}, "is absolute"),
+    ({"images": ["a.mp4"]}, "video container"),
+    ({"images": [7]}, "must be a non-empty string"),
+    ({"conversations": [{"from": "robot", "value": ""}] * 2}, 'needs "from"'),
+])
+def test_malformed_rows_are_stand_ins(write_rows, changes, message):
+    """They are planned as one token that is not learnt, and reported once, with the text."""
+    dataset = write_rows(**changes)
+    layout = dataset.layout(0)
+    assert layout.num_tokens.tolist() == [1] and layout.num_targets == 0
+    with pytest.raises(MediaError, match=message):
+        dataset.load(0)
+    errors = []
+    example = dataset.load(0, on_error=lambda *args: errors.append(args))
+    assert [k for k, _ in errors] == [0] and message in str(errors[0][1])
+    assert example.labels.tolist() == [IGNORE_INDEX]
+    assert dataset.load(0, text=False).media == {}
+    line = dataset.describe(0, 0)
+    assert line["row"] == 2 and line["source"] and line["file"]
+
+
+def test_malformed_files(tmp_path, tokenizer):
+    with pytest.raises(ValueError, match="nothing to read; looked for"):
+        open_dataset(tmp_path, tokenizer)
+    (tmp_path / "data.jsonl").write_text("{}\n")
+    with pytest.raises(ValueError, match="of unknown layout.*looked for\n  llava"):
+        open_dataset(tmp_path, tokenizer)
+    (tmp_path / "data.jsonl").write_text("{")
+    with pytest.raises(ValueError, match="no row that can be read"):
+        open_dataset(tmp_path, tokenizer)
+
+
+def test_symbolic_links_stay_in_the_folder(write_rows, tmp_path, tmp_path_factory):
+    outside = tmp_path_factory.mktemp("outside") / "secret.png"
+    Image.new("RGB", (60, 40)).save(outside)
+    (tmp_path / "link.png").symlink_to(outside)
+    (tmp_path / "near.png").symlink_to(tmp_path / "a.png")
+    with pytest.raises(MediaError, match="a symbolic link leads out of"):
+        write_rows(images=["link.png"]).load(0)
+    write_rows(images=["near.png"]).load(0)
+
+
+def test_failed_medium(write_rows, tmp_path):
+    dataset = write_rows()
+    layout = dataset.layout(0)
+    whole = dataset.load(0)
+    (tmp_path / "a.png").write_bytes(b"junk")
+    with pytest.raises(MediaError) as caught:
+        dataset.load(0)
+    assert caught.value.segment == 1 and "a.png (segment 1)" in str(caught.value)
+    errors = []
+    example = dataset.load(0, on_error=lambda *args: errors.append(args))
+    assert [segment for segment, _ in errors] == [1]
+    assert dataset.describe(0, 1)["file"] == "a.png"
+    assert example.media[1].shape == (layout.rows[1], 588) and not example.media[1].any()
+    assert example.media[1].dtype == torch.uint8
+    assert torch.equal(example.media[3], whole.media[3])
+    Image.new("RGB", (200, 40)).save(tmp_path / "a.png")
+    with pytest.raises(MediaError, match="the file has changed"):
+        dataset.load(0)
+    (tmp_path / "a.png").unlink()
+    with pytest.raises(MediaError, match="missing"):
+        write_rows(images=["gone.png"]).load(0)
+
+
+def test_split(dataset):
+    assert dataset.split(8) == (range(32), range(32, 40))
+    assert dataset.split(0) == (range(40), range(40, 40))
+    for count in (-1, 40):
+        with pytest.raises(ValueError, match=f"{count} rows to hold out of 40"):
+            dataset.split(count)

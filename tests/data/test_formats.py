@@ -1,0 +1,178 @@
+"""Every format gives the same examples; the detector says what it chose."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from orchmllm.data.config import SourceConfig
+from orchmllm.data.dataset import ConversationDataset
+from orchmllm.data.formats.open import open_source
+from orchmllm.data.media.medium import RowError
+from orchmllm.data.tokenizer import ChatTokenizer
+from orchmllm.plan.layout import AUDIO, TEXT, VISION, AudioGeometry, VisionGeometry
+from tests.lib.formats import FORMATS, QUESTIONS, llava_row, write_jsonl, write_media
+from tests.lib.tokenizers import write_tokenizer
+
+GEOMETRY = dict(vision=VisionGeometry(max_side=224), audio=AudioGeometry())
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    return ChatTokenizer(write_tokenizer(tmp_path_factory.mktemp("tokenizer")))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("formats")
+    write_media(folder)
+    return folder
+
+
+def opened(path, tokenizer, folder, **keys):
+    return ConversationDataset([SourceConfig(path=str(path), **keys)], tokenizer=tokenizer,
+                               index_dir=folder / "index", **GEOMETRY)
+
+
+def content(medium) -> bytes:
+    if medium.data is not None:
+        return medium.data
+    with open(medium.path, "rb") as f:
+        f.seek(medium.offset)
+        return f.read(medium.size)
+
+
+def canonical(dataset, i):
+    return [(t.role, t.supervised,
+             [p if isinstance(p, str) else (p.modality, content(p)) for p in t.parts if p])
+            for t in dataset.conversation(i).turns]
+
+
+@pytest.fixture(scope="module")
+def reference(folder, tokenizer):
+    path = write_jsonl(folder / "reference.jsonl", [llava_row(*q) for q in QUESTIONS])
+    return opened(path, tokenizer, folder)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_all_formats_give_the_same_examples(name, folder, tokenizer, reference):
+    write, said = FORMATS[name]
+    dataset = opened(write(folder), tokenizer, folder)
+    assert said in str(dataset.sources[0])
+    assert len(dataset) == len(QUESTIONS) == 12
+    # a webdataset row has its media after the text: same order per modality
+    for i in range(12):
+        assert canonical(dataset, i) == canonical(reference, i)
+        a, b = dataset.layout(i), reference.layout(i)
+        for field in ("modality", "rows", "attn_len", "num_tokens", "grid"):
+            np.testing.assert_array_equal(getattr(a, field), getattr(b, field))
+        assert a.num_targets == b.num_targets > 0
+        x, y = dataset.load(i), reference.load(i)
+        assert torch.equal(x.token_ids, y.token_ids) and torch.equal(x.labels, y.labels)
+        assert x.media.keys() == y.media.keys()
+        for segment, rows in x.media.items():
+            assert torch.equal(rows, y.media[segment]) and len(rows) == a.rows[segment]
+
+
+def test_the_reference_is_what_was_written(reference):
+    for i, (parts, answer) in enumerate(QUESTIONS):
+        user, assistant = reference.conversation(i).turns
+        kinds = [{VISION: "image", AUDIO: "audio"}[p.modality] if not isinstance(p, str) else "text"
+                 for p in user.parts]
+        assert kinds == [kind for kind, value in parts if value]
+        assert assistant.parts == (answer,) and assistant.supervised and not user.supervised
+        assert [m for m in reference.layout(i).modality if m != TEXT] == [
+            {"image": VISION, "audio": AUDIO}[k] for k in kinds if k != "text"]
+
+
+def test_unknown_layout_lists_what_was_looked_for(tmp_path, tokenizer):
+    write_jsonl(tmp_path / "a.jsonl", [{"picture": "a.png", "words": "x"}])
+    with pytest.raises(ValueError) as error:
+        opened(tmp_path / "a.jsonl", tokenizer, tmp_path)
+    text = str(error.value)
+    assert "keys picture, words" in text
+    for word in ("llava", "sharegpt", "openai", "llama_factory", "asr", "caption", "air_bench"):
+        assert f"\n  {word}: " in text
+
+
+@pytest.mark.parametrize("name, text", [
+    ("none.jsonl", "no such file or folder"), ("a.csv", "convert .csv"), ("a.tar.gz", "decompress"),
+    ("clip.mp4", "extract its frames"), ("bad.parquet", "not parquet that can be read"),
+    ("bad.arrow", "not arrow that can be read"), ("bad.tar", "not an uncompressed tar"),
+    ("cut.json", "element 2 .*not JSON"), ("empty", "nothing to read; looked for"),
+    ("two", "2 JSON files"), ("s-{0..2}.tar", "s-0.tar is missing")])
+def test_places_that_cannot_be_read(name, text, tmp_path, tokenizer):
+    for file in ("a.csv", "a.tar.gz", "clip.mp4", "bad.parquet", "bad.arrow", "bad.tar"):
+        (tmp_path / file).write_bytes(b"junk" * 200)
+    (tmp_path / "cut.json").write_text('[{"conversations": []}, {"conv')
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "two").mkdir()
+    for file in ("a.json", "b.json"):
+        (tmp_path / "two" / file).write_text("[]")
+    with pytest.raises(ValueError, match=text):
+        opened(tmp_path / name, tokenizer, tmp_path)
+
+
+def test_json_array_spans_blocks(tmp_path, monkeypatch):
+    from orchmllm.data.formats import rows
+
+    monkeypatch.setattr(rows, "_BLOCK", 50)
+    items = [{"k": "ü" * n, "n": [n, {"x": "]},{"}]} for n in range(40)]
+    for indent, bom in ((None, ""), (2, "\ufeff")):
+        path = tmp_path / "a.json"
+        path.write_text(bom + json.dumps(items, ensure_ascii=False, indent=indent),
+                        encoding="utf-8")
+        store = rows.JsonRows(path, 1 << 20, lambda kind, files, build: build())
+        assert [store.row(i) for i in range(len(store))] == items
+
+
+def test_videos_are_lists_of_frames(folder, tokenizer):
+    rows = [
+        {"messages": [{"role": "user", "content": "<video>What moves?"},
+                      {"role": "assistant", "content": "x"}], "videos": [["0.png", "3.png"]]},
+        {"messages": [{"role": "user", "content": [
+            {"type": "video", "video": ["0.png", "3.png"]}, {"type": "text", "text": "What?"}]},
+            {"role": "assistant", "content": "x"}]},
+        {"messages": [{"role": "user", "content": "<video>What moves?"},
+                      {"role": "assistant", "content": "x"}], "videos": ["clip.mp4"]},
+    ]
+    dataset = opened(write_jsonl(folder / "video.jsonl", rows), tokenizer, folder)
+    assert [int((dataset.layout(i).modality == VISION).sum()) for i in range(3)] == [2, 2, 0]
+    assert "extract its frames" in str(dataset.problem(2))
+
+
+def test_named_format_is_taken(folder, tokenizer):
+    rows = [{"image": "0.png", "audio": "0.wav", "text": "words"}]
+    path = write_jsonl(folder / "both.jsonl", rows)
+    assert opened(path, tokenizer, folder).sources[0].layout == "asr"
+    dataset = opened(path, tokenizer, folder, format="caption", prompt="Say it.")
+    assert dataset.sources[0].layout == "caption"
+    question, answer = dataset.conversation(0).turns
+    assert question.parts[1] == "\nSay it." and answer.parts == ("words",)
+
+
+def test_unsupervised_assistant_turn(folder, tokenizer):
+    row = {"messages": [
+        {"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "weight": 0},
+        {"role": "user", "content": "c"}, {"role": "assistant", "content": "d"}]}
+    dataset = opened(write_jsonl(folder / "weight.jsonl", [row]), tokenizer, folder)
+    labels = dataset.load(0).labels
+    assert tokenizer.decode(labels[labels >= 0]) == "d<|im_end|>"
+
+
+def test_media_root(folder, tokenizer, tmp_path):
+    (tmp_path / "lists").mkdir()
+    rows = [llava_row([("image", name), ("text", "?")], "x")
+            for name in ("0.png", str(folder / "0.png"), f"file://{folder}/0.png", "/etc/hosts")]
+    path = write_jsonl(tmp_path / "lists" / "a.jsonl", rows)
+    dataset = opened(path, tokenizer, tmp_path, media_root=str(folder))
+    assert [dataset.problem(i) is None for i in range(4)] == [True, True, True, False]
+    undeclared = opened(path, tokenizer, tmp_path)
+    assert all(undeclared.problem(i) is not None for i in range(4))
+    with pytest.raises(RowError, match="is absolute and no media_root is declared"):
+        undeclared.conversation(1)
+    with pytest.raises(ValueError, match="is not a folder"):
+        open_source(SourceConfig(path=str(path), media_root=str(tmp_path / "no")), tmp_path)

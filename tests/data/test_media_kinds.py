@@ -1,0 +1,116 @@
+"""Header-only lengths equal decoded lengths for every kind of file, as file, bytes and tar member;
+chat templates against transformers' own rendering."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import soundfile
+from PIL import Image
+
+from orchmllm.data.formats.conversation import Turn
+from orchmllm.data.media.decode import decode_audio, decode_image
+from orchmllm.data.media.headers import audio_header, image_header
+from orchmllm.data.media.medium import Medium
+from orchmllm.data.tokenizer import ChatTokenizer
+from orchmllm.plan.layout import AUDIO, VISION, AudioGeometry, VisionGeometry, segment_lengths
+from tests.lib.tokenizers import SPECIAL, write_tokenizer
+
+VISION_GEOMETRY, AUDIO_GEOMETRY = VisionGeometry(max_side=224), AudioGeometry()
+MODES = [("jpg", "RGB"), ("jpg", "L"), ("jpg", "CMYK"), ("png", "RGB"), ("png", "RGBA"),
+         ("png", "P"), ("png", "L"), ("png", "LA"), ("png", "1"), ("png", "I;16"), ("webp", "RGB"),
+         ("webp", "RGBA"), ("gif", "P"), ("bmp", "RGB")]
+CLIPS = [("wav", "PCM_16"), ("wav", "PCM_24"), ("wav", "FLOAT"), ("wav", "PCM_U8"),
+         ("wav", "ULAW"), ("flac", "PCM_16"), ("flac", "PCM_24"), ("ogg", "VORBIS"),
+         ("ogg", "OPUS"), ("mp3", "MPEG_LAYER_III")]
+
+
+def variants(path, modality: int) -> list:
+    """The file itself, its bytes, and a slice of a bigger file."""
+    data = path.read_bytes()
+    whole = path.with_suffix(".pack")
+    whole.write_bytes(b"before" + data + b"after")
+    return [path, Medium(modality, "bytes", data=data),
+            Medium(modality, "slice", str(whole), 6, len(data))]
+
+
+@pytest.mark.parametrize("orientation", [1, 3, 6, 8])
+@pytest.mark.parametrize("suffix, mode", MODES)
+def test_images(tmp_path, suffix, mode, orientation):
+    rng = np.random.default_rng(orientation)
+    path = tmp_path / f"a.{suffix}"
+    image = Image.fromarray(rng.integers(0, 255, (90, 310, 3), dtype=np.uint8))
+    if mode == "I;16":
+        image = Image.fromarray(rng.integers(0, 65535, (90, 310), dtype=np.uint16))
+    else:
+        image = image.convert(mode)
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    more = {"save_all": True, "append_images": [image.rotate(9)]} if suffix == "gif" else {}
+    image.save(path, **more, **({"exif": exif} if suffix in ("jpg", "png", "webp") else {}))
+    turned = orientation >= 5 and suffix in ("jpg", "png", "webp")
+    for source in variants(path, VISION):
+        header = image_header(source)
+        assert header == ((90, 310) if turned else (310, 90))
+        assert len(decode_image(source, VISION_GEOMETRY)) == segment_lengths(
+            VISION_GEOMETRY, header).rows
+
+
+@pytest.mark.parametrize("channels", [1, 2, 6])
+@pytest.mark.parametrize("rate", [8000, 16000, 22050, 44100, 48000])
+@pytest.mark.parametrize("suffix, subtype", CLIPS)
+def test_clips(tmp_path, suffix, subtype, rate, channels):
+    if (subtype == "OPUS" and rate in (22050, 44100)) or (suffix == "mp3" and channels > 2):
+        pytest.skip("the codec has no such rate or channels")
+    path = tmp_path / f"a.{suffix}"
+    samples = np.random.default_rng(0).normal(0, 0.1, (rate * 3 // 7, channels))
+    soundfile.write(path, samples, rate, subtype=subtype)
+    for source in variants(path, AUDIO):
+        rows = decode_audio(source, AUDIO_GEOMETRY)
+        assert len(rows) == segment_lengths(AUDIO_GEOMETRY, audio_header(source)).rows
+
+
+QWEN = ("{% for m in messages %}{% if loop.first and m.role != 'system' %}<|im_start|>system\n"
+        "You are a helpful assistant.<|im_end|>\n{% endif %}<|im_start|>{{ m.role }}\n"
+        "{{ m.content }}<|im_end|>\n{% endfor %}")
+LLAMA = ("{{ bos_token }}{% for m in messages %}<|head|>{{ m.role }}<|/head|>\n\n"
+         "{{ m.content | trim }}<|eot|>{% endfor %}")
+VICUNA = ("{% for m in messages %}{% if m.role == 'user' %}USER: {{ m.content }} {% else %}"
+          "ASSISTANT: {{ m.content }}</s>{% endif %}{% endfor %}")
+TURNS = [Turn("user", ("  What is drawn?\n",), False), Turn("assistant", ("red ",), True),
+         Turn("user", ("one two",), False), Turn("assistant", (" blue",), True)]
+
+
+@pytest.mark.parametrize("template, special, learnt", [
+    (QWEN, SPECIAL, "red <|im_end|> blue<|im_end|>"),
+    (LLAMA, ("<s>", "<|head|>", "<|/head|>", "<|eot|>"), "red<|eot|>blue<|eot|>"),
+    (VICUNA, ("<s>", "</s>"), "red </s> blue</s>"),
+])
+def test_chat_templates(tmp_path, template, special, learnt):
+    """The same text as transformers renders; the answers and the token that ends them learnt."""
+    from transformers import PreTrainedTokenizerFast
+
+    write_tokenizer(tmp_path, special)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(
+        {"chat_template": template, "bos_token": special[0]}))
+    tokenizer = ChatTokenizer(tmp_path)
+    [piece] = tokenizer.pieces(TURNS)
+    theirs = PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "tokenizer.json"),
+                                     bos_token=special[0], chat_template=template)
+    expected = theirs.apply_chat_template(
+        [{"role": t.role, "content": t.parts[0]} for t in TURNS], tokenize=False)
+    assert tokenizer.decode(piece.token_ids) == expected
+    assert tokenizer.decode(piece.token_ids[piece.supervised]) == learnt
+    assert tokenizer.end_id == tokenizer.tokenizer.token_to_id(
+        {QWEN: "<|im_end|>", LLAMA: "<|eot|>", VICUNA: "</s>"}[template])
+
+
+def test_built_in_chatml_is_qwens_template(tmp_path):
+    write_tokenizer(tmp_path)
+    built_in = ChatTokenizer(tmp_path).pieces(TURNS)
+    (tmp_path / "chat_template.jinja").write_text(QWEN)
+    [a], [b] = built_in, ChatTokenizer(tmp_path).pieces(TURNS)
+    assert a.token_ids.tolist() == b.token_ids.tolist()
+    assert a.supervised.tolist() == b.supervised.tolist()

@@ -1,0 +1,85 @@
+"""Sampling by global index and the prefetch thread."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from orchmllm.data.loading.step_loader import StepLoader
+from orchmllm.data.sampler import GlobalSampler
+from orchmllm.trainer import Trainer
+from tests.lib.ranks import run_ranks
+from tests.lib.synthetic import SyntheticDataset, recipe
+
+
+def test_every_example_once_an_epoch_and_state_is_the_step():
+    sampler = GlobalSampler(range(100, 110), 4, seed=3)
+    drawn = np.concatenate([sampler.batch(s) for s in range(10)])
+    for epoch in range(4):
+        assert sorted(drawn[10 * epoch: 10 * epoch + 10]) == list(range(100, 110))
+    again = GlobalSampler(range(100, 110), 4, seed=3)
+    assert np.array_equal(again.batch(7), sampler.batch(7))
+    assert not np.array_equal(drawn[:10], drawn[10:20])
+    wide = GlobalSampler(range(3), 8, seed=0).batch(1)  # a batch larger than the dataset
+    assert len(wide) == 8 and set(wide) == {0, 1, 2}
+
+
+def test_shares_cover_the_batch_on_any_number_of_ranks():
+    for d in range(1, 9):
+        shares = [GlobalSampler.share(7, r, d) for r in range(d)]
+        assert np.array_equal(np.concatenate([np.arange(7)[s] for s in shares]), np.arange(7))
+        sizes = [s.stop - s.start for s in shares]
+        assert max(sizes) - min(sizes) <= 1
+
+
+def test_in_order_without_shuffle():
+    sampler = GlobalSampler(range(5), 2, shuffle=False)
+    assert [sampler.batch(s).tolist() for s in range(len(sampler))] == [[0, 1], [2, 3], [4]]
+
+
+@pytest.mark.parametrize("bad, text", [
+    (dict(indices=[], batch_size=1), "empty"), (dict(indices=[1], batch_size=0), "batch_size")])
+def test_bad_arguments(bad, text):
+    with pytest.raises(ValueError, match=text):
+        GlobalSampler(**bad)
+
+
+def batches(world, prefetch: int, accumulation: int, dispatch: str) -> list:
+    base = recipe()
+    run = replace(base, balance=replace(base.balance, ranks_per_node=2, dispatch=dispatch))
+    data = SyntheticDataset()
+    trainer = Trainer(run, world, dataset=data)
+    loader = StepLoader(data, GlobalSampler(range(24), 6, seed=1), trainer.orchestrator,
+                                num_steps=5, prefetch=prefetch, accumulation_steps=accumulation)
+    out = []
+    for step in loader:
+        for b in step.batches():
+            out.append([b.token_ids.tolist(), b.labels.tolist(), b.num_global_targets,
+                        *(b.inputs[m].sum().item() for m in b.inputs)])
+    return out, [t.name for t in threading.enumerate() if t.name == "orchmllm-prefetch"]
+
+
+@pytest.mark.dist
+def test_prefetching_changes_nothing_and_threads_end():
+    results = [run_ranks(batches, 2, prefetch, 2, "tensors") for prefetch in (0, 1, 3)]
+    assert results[0] == results[1] == results[2]
+    assert all(threads == [] for r in results for _, threads in r)
+
+
+@pytest.mark.dist
+def test_ranks_may_stop_early_together():
+    assert run_ranks(stop_after_two, 3) == [[]] * 3
+
+
+def stop_after_two(world) -> list:
+    data = SyntheticDataset()
+    trainer = Trainer(recipe(), world, dataset=data)
+    loader = StepLoader(data, GlobalSampler(range(24), 6), trainer.orchestrator,
+                                num_steps=50, prefetch=3)
+    for k, _ in enumerate(loader):
+        if k == 1:
+            break
+    return [t.name for t in threading.enumerate() if t.name == "orchmllm-prefetch"]

@@ -1,0 +1,153 @@
+"""Streams: an example is a function of its number, whoever asks for it and in which order."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from orchmllm.data.config import SourceConfig
+from orchmllm.data.dataset import ConversationDataset
+from orchmllm.data.stream import LogicalShard, StoreUnit, StreamDataset
+from orchmllm.data.tokenizer import ChatTokenizer
+from orchmllm.plan.layout import AudioGeometry, VisionGeometry
+from tests.lib.formats import QUESTIONS, llava_row, write_jsonl, write_media, write_tar
+from tests.lib.tokenizers import write_tokenizer
+
+ROWS = 60
+GEOMETRY = dict(vision=VisionGeometry(max_side=112), audio=AudioGeometry())
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """The same 60 rows in 5 tars, 5 parquet files and one JSONL file."""
+    import datasets
+
+    folder = tmp_path_factory.mktemp("stream")
+    write_media(folder)
+    write_tokenizer(folder)
+    rows = [{**llava_row(*QUESTIONS[k % 12]), "id": str(k)} for k in range(ROWS)]
+    for row in rows:
+        row["conversations"][1]["value"] += f" {row['id']}"
+    write_jsonl(folder / "rows.jsonl", rows)
+    for k in range(5):
+        part = rows[12 * k: 12 * k + 12]
+        write_tar(folder / f"s-{k}.tar", part, folder)
+        datasets.Dataset.from_list(part).to_parquet(str(folder / f"s-{k}.parquet"))
+    return folder
+
+
+PATHS = {"tar": "s-{0..4}.tar", "parquet": "s-*.parquet", "jsonl": "rows.jsonl"}
+
+
+def stream(folder, *names, num_shards=4, seed=0, weights=(1.0, 2.0)) -> StreamDataset:
+    sources = [SourceConfig(path=str(folder / PATHS[name]), weight=w)
+               for name, w in zip(names, weights, strict=False)]
+    return StreamDataset(sources, num_shards=num_shards, seed=seed,
+                         tokenizer=ChatTokenizer(folder), index_dir=folder / "index", **GEOMETRY)
+
+
+def answer(dataset, i) -> str:
+    return dataset.conversation(i).turns[1].parts[0]
+
+
+@pytest.mark.parametrize("name", PATHS)
+def test_every_row_once_an_epoch_in_another_order(name, folder):
+    dataset = stream(folder, name)
+    shards = dataset._shards[0]
+    assert len(shards) == 4
+    said = [answer(dataset, i) for i in range(4 * ROWS)]
+    assert set(said) == {f"{QUESTIONS[k % 12][1]} {k}" for k in range(ROWS)}
+    # A shard's epoch ends where its own rows do; shards of unequal length drift apart.
+    for s in range(4):
+        mine = said[s::4]
+        size = len(set(mine))
+        assert sorted(mine[:size]) == sorted(set(mine)) and mine[:size] != mine[size: 2 * size]
+    other = stream(folder, name, seed=1)
+    assert said != [answer(other, i) for i in range(4 * ROWS)]
+    with pytest.raises(ValueError, match="a stream holds nothing out"):
+        dataset.split(3)
+
+
+@pytest.mark.parametrize("name", PATHS)
+def test_a_dataset_that_is_dropped_closes_its_files(name, folder):
+    def open_files() -> int:
+        gc.collect()
+        return len(os.listdir("/proc/self/fd"))
+
+    answer(stream(folder, name), 0)
+    before = open_files()
+    for _ in range(5):
+        dataset = stream(folder, name)
+        answer(dataset, 0)
+        del dataset
+    assert open_files() <= before
+
+
+@pytest.mark.parametrize("name", PATHS)
+def test_order_does_not_depend_on_who_reads(name, folder):
+    """Ranks that read every third example, one that resumes in the middle, one that goes back."""
+    whole = [answer(d, i) for d in [stream(folder, name)] for i in range(150)]
+    for world in (2, 3):
+        for rank in range(world):
+            mine = range(rank, 150, world)
+            dataset = stream(folder, name)
+            assert [answer(dataset, i) for i in mine] == [whole[i] for i in mine]
+    resumed = stream(folder, name)
+    assert [answer(resumed, i) for i in range(101, 150)] == whole[101:]
+    assert [answer(resumed, i) for i in (3, 140, 7)] == [whole[i] for i in (3, 140, 7)]
+
+
+def test_stream_and_map_style_agree_on_an_example(folder):
+    dataset = stream(folder, "parquet")
+    plain = ConversationDataset(folder / "rows.jsonl", tokenizer=dataset.tokenizer,
+                                index_dir=folder / "index", **GEOMETRY)
+    for i in range(20):
+        k = int(answer(dataset, i).rsplit(" ", 1)[1])
+        x, y = dataset.load(i), plain.load(k)
+        assert x.token_ids.equal(y.token_ids) and x.labels.equal(y.labels) and x.example_id == i
+        assert all(x.media[s].equal(y.media[s]) for s in y.media)
+        assert dataset.describe(i, 0)["row"] == k % 12 + 1
+        assert dataset.describe(i, 0)["data_file"].endswith(f"s-{k // 12}.parquet")
+
+
+def test_weights_and_their_absence(folder):
+    dataset = stream(folder, "tar", "jsonl")
+    source = Counter(dataset.where(i)[0] for i in range(1000))
+    assert source == {0: 333, 1: 667}
+    with pytest.raises(ValueError, match="needs a weight for each"):
+        stream(folder, "tar", "jsonl", weights=(0.0, 0.0))
+
+
+class Numbers:
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def row(self, i: int) -> dict:
+        return {"i": i}
+
+    def number(self, i: int) -> int:
+        return i + 1
+
+    def file(self, i: int) -> str:
+        return "x"
+
+
+def test_windows_shuffle_within_themselves():
+    shard = LogicalShard([StoreUnit(Numbers(1000))], [5])
+    drawn = [shard.get(k).number - 1 for k in range(2000)]
+    for start in (0, 256, 512):
+        window = drawn[start: start + 256]
+        assert sorted(window) == list(range(start, start + 256)) and window != sorted(window)
+    assert sorted(drawn[:1000]) == sorted(drawn[1000:]) == list(range(1000))
+    parts = [StoreUnit(Numbers(10), k, 3) for k in range(3)]
+    assert sorted(f.number for p in parts for f in p.rows(0)) == list(range(1, 11))
+    with pytest.raises(ValueError, match="no rows"):
+        LogicalShard([StoreUnit(Numbers(0))], [5]).get(0)
+    assert np.array_equal([p.num_rows for p in parts], [4, 3, 3])

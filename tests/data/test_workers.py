@@ -1,0 +1,298 @@
+"""Worker processes of the trainer's loader: the same batches as without, and no worse an end."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+from torch.utils.data import DataLoader
+
+from orchmllm.config import CheckpointConfig
+from orchmllm.data.loading import forks
+from orchmllm.data.loading.workers import Call, Workers
+from orchmllm.data.media.medium import MediaError
+from orchmllm.plan.step import BalanceConfig
+from orchmllm.runtime.stop import Stopped
+from orchmllm.trainer import Trainer
+from tests.lib.ranks import RankFailure, run_ranks
+from tests.lib.synthetic import SyntheticDataset, recipe
+
+
+class Failing(SyntheticDataset):
+    """Some media cannot be decoded."""
+
+    def load(self, i, *, on_error=None, **how):
+        out = super().load(i, **how)
+        for segment in out.media:
+            if (i + segment) % 7 == 0:
+                on_error(segment, MediaError("x.jpg", f"example {i} is broken"))
+                out.media[segment].zero_()
+        return out
+
+
+def run_recipe(num_workers: int, **changes):
+    base = recipe(balance=BalanceConfig(dispatch=changes.pop("dispatch", "load"),
+                                        ranks_per_node=2))
+    return replace(
+        base, data=replace(base.data, prefetch=2, num_workers=num_workers),
+        train=replace(base.train, num_steps=4, batch_size=6, accumulation_steps=2),
+        **changes)
+
+
+def drawn(world, num_workers: int, dispatch: str) -> tuple[list, list, int]:
+    """(arrays of all batches, failures of all steps, child processes afterwards)."""
+    data = SyntheticDataset() if dispatch == "bytes" else Failing()
+    trainer = Trainer(run_recipe(num_workers, dispatch=dispatch), world, dataset=data)
+    arrays, failed = [], []
+    for step in trainer.loader():
+        failed.append(sorted((f.example, f.segment, f.reason) for f in step.failed))
+        for b in step.batches():
+            arrays += [b.num_global_targets, *(x.numpy() for x in (
+                b.token_ids, b.labels, *b.inputs.values()))]
+    return arrays, failed, len(psutil.Process().children())
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("dispatch", ["load", "bytes", "tensors"])
+def test_same_batches_with_any_number_of_workers(dispatch):
+    alone, *others = (run_ranks(drawn, 2, n, dispatch) for n in (0, 1, 3))
+    assert dispatch == "bytes" or all(failed for _, failed, _ in alone)
+    for other in others:
+        for (want, failed, _), (got, also_failed, left) in zip(alone, other, strict=True):
+            assert failed == also_failed and left == 0 and len(want) == len(got)
+            for a, b in zip(want, got, strict=True):
+                np.testing.assert_array_equal(a, b, strict=True)
+
+
+class Unlucky(SyntheticDataset):
+    """Rank 1's worker raises, or is killed, at example 5."""
+
+    def __init__(self, how: str, rank: int) -> None:
+        super().__init__()
+        self.how, self.rank, self.main = how, rank, os.getpid()
+
+    def load(self, i, **how):
+        if i == 5 and self.rank == 1 and os.getpid() != self.main:
+            if self.how == "killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if self.how == "raises":
+                raise KeyError("no such thing")
+        return super().load(i, **how)
+
+
+def unlucky(world, how: str) -> None:
+    run = run_recipe(2, dispatch="tensors")
+    run = replace(run, train=replace(run.train, num_steps=12))
+    trainer = Trainer(run, world, dataset=Unlucky(how, world.rank))
+    children = psutil.Process().children
+    try:
+        for step in trainer.loader():
+            if how == "killed while idle" and world.rank == 1 and step.index == 1:
+                children()[0].kill()
+                time.sleep(0.2)
+            trainer.train_step(step)
+    finally:
+        assert not [c for c in children() if c.status() != psutil.STATUS_ZOMBIE]
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("how, text", [
+    ("killed", "a data worker exited unexpectedly"), ("raises", "KeyError: 'no such thing'"),
+    ("killed while idle", "a data worker exited unexpectedly")])
+def test_what_happens_in_a_worker_is_raised_on_all_ranks(how, text):
+    started = time.monotonic()
+    with pytest.raises(RankFailure) as failure:
+        run_ranks(unlucky, 2, how, timeout_s=30)
+    kinds, texts = zip(*(e[:2] for e in failure.value.errors.values()), strict=True)
+    assert kinds == ("RemoteError",) * 2 and len(set(texts)) == 1 and text in texts[0]
+    assert time.monotonic() - started < 20  # the ranks' start included
+
+
+def killed(world, folder: str) -> None:
+    trainer = Trainer(run_recipe(2), world, dataset=SyntheticDataset())
+    for step in trainer.loader():
+        trainer.train_step(step)
+        pids = [c.pid for c in psutil.Process().children()]
+        (open(f"{folder}/{world.rank}", "w").write(" ".join(map(str, pids))))
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.dist
+def test_no_worker_outlives_its_rank(tmp_path):
+    with pytest.raises(RankFailure):
+        run_ranks(killed, 2, str(tmp_path))
+    pids = [int(p) for f in tmp_path.iterdir() for p in f.read_text().split()]
+    deadline = time.monotonic() + 5
+    while any(map(_alive, pids)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert len(pids) == 4 and not [p for p in pids if _alive(p)]
+
+
+def _alive(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def signalled(world, run) -> int:
+    """SIGTERM to every process of a rank, as a launcher sends it to a process group."""
+    trainer = Trainer(run, world, dataset=SyntheticDataset())
+    original = trainer.train_step
+
+    def step(step):
+        if step.index == 1:
+            for child in psutil.Process().children():
+                child.send_signal(signal.SIGTERM)
+            os.kill(os.getpid(), signal.SIGTERM)
+        return original(step)
+
+    trainer.train_step = step
+    try:
+        trainer.run()
+    except Stopped:
+        return trainer.progress.step
+    finally:
+        trainer.close()
+
+
+@pytest.mark.dist
+def test_a_signal_to_the_process_group_stops_at_the_step(tmp_path):
+    run = run_recipe(2, checkpoint=CheckpointConfig(every_steps=100))
+    run = replace(run, run=replace(run.run, dir=str(tmp_path)))
+    assert run_ranks(signalled, 2, run) == [2, 2]
+    assert (tmp_path / "checkpoints" / "latest").read_text().startswith("step_00000002")
+
+
+def test_results_keep_their_order_and_errors_their_type():
+    pool = Workers(Failing(), 2)
+    try:
+        calls = [Call("load", (i,), {}) for i in range(24)]
+        results = pool.request(calls)()
+        assert [r.value.example_id for r in results] == list(range(24))
+        with pytest.raises(AttributeError):
+            pool.request([Call("nothing", (0,), {})])()
+        assert pool.request([])() == []
+    finally:
+        pool.close()
+    with pytest.raises(ValueError, match="num_workers is -1"):
+        Workers(Failing(), -1)
+
+
+@pytest.fixture
+def stuck_once(monkeypatch, tmp_path):
+    """The first process that is forked hangs before it does anything."""
+    run = forks.SureFork.run
+
+    def stuck(self):
+        try:
+            (tmp_path / "stuck").touch(exist_ok=False)
+        except FileExistsError:
+            return run(self)
+        time.sleep(60)
+
+    monkeypatch.setattr(forks.SureFork, "run", stuck)
+    monkeypatch.setattr(forks, "START_TIMEOUT_S", 0.5)
+    return tmp_path / "stuck"
+
+
+def test_a_fork_that_is_stuck_is_forked_anew(stuck_once, monkeypatch):
+    pool = Workers(Failing(), 2)
+    try:
+        results = pool.request([Call("load", (i,), {}) for i in range(8)])()
+        assert [r.value.example_id for r in results] == list(range(8))
+        assert stuck_once.exists()
+        assert [w.is_alive() for w in pool._context.workers] == [True, True]
+    finally:
+        pool.close()
+    stuck_once.unlink()
+    monkeypatch.setattr(forks, "START_ATTEMPTS", 1)
+    with pytest.raises(RuntimeError, match="did not start"):
+        Workers(Failing(), 1).request([Call("load", (0,), {})])
+
+
+def test_a_worker_that_is_killed_for_being_late_holds_no_lock(monkeypatch):
+    """It says that it runs just after the time is over, and is killed a while later."""
+    patience = forks.wait
+
+    def late(waiting, timeout):
+        monkeypatch.setattr(forks, "wait", patience)
+        time.sleep(0.5)
+        return []
+
+    monkeypatch.setattr(forks, "wait", late)
+    pool = Workers(Failing(), 2)
+    try:
+        results = pool.request([Call("load", (i,), {}) for i in range(8)])()
+        assert [r.value.example_id for r in results] == list(range(8))
+    finally:
+        pool.close()
+
+
+def test_workers_start_beside_a_thousand_open_files():
+    """Descriptors above 1023, as a rank of many data shards has; select() cannot wait for those."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = 1200 + len(os.listdir("/proc/self/fd"))
+    if hard != resource.RLIM_INFINITY:
+        wanted = min(wanted, hard)
+    if wanted < 1100:
+        pytest.skip(f"at most {hard} open files here")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, wanted), hard))
+    opened, pool = [], Workers(Failing(), 1)
+    try:
+        opened += (os.open(os.devnull, os.O_RDONLY) for _ in range(1050))
+        assert max(opened) > 1023
+        assert pool.request([Call("load", (0,), {})])()[0].value.example_id == 0
+    finally:
+        pool.close()
+        for descriptor in opened:
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+HALF_STARTED = """
+import time
+from orchmllm.data.loading import forks
+from orchmllm.data.loading.workers import Call, Workers
+from tests.data.test_workers import Failing
+
+forked, start = [], forks.SureFork.start
+
+def starts_once(self):
+    forked.append(self)
+    if len(forked) == 2:
+        self.run = lambda: time.sleep(60)
+        forks.START_TIMEOUT_S, forks.START_ATTEMPTS = 0.3, 2
+    start(self)
+
+forks.SureFork.start = starts_once
+try:
+    Workers(Failing(), 2).request([Call("load", (0,), {}), Call("load", (1,), {})])
+except RuntimeError as error:
+    print(error, len(forked), [p.is_alive() for p in forked])
+"""
+
+
+def test_a_pool_of_which_one_worker_does_not_start_leaves_none_and_the_rank_can_exit():
+    done = subprocess.run([sys.executable, "-c", HALF_STARTED], timeout=120, text=True,
+                          stdout=subprocess.PIPE, check=True, cwd=Path(__file__).parents[2])
+    assert "did not start in 2 attempts" in done.stdout
+    assert done.stdout.strip().endswith("2 [False, False]")
+
+
+def test_also_those_of_torch_s_loader(stuck_once):
+    loader = DataLoader(range(8), 2, num_workers=2,
+                        multiprocessing_context=forks.loader_context(None, 2))
+    assert [b.tolist() for b in loader] == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert stuck_once.exists()
+    assert forks.loader_context("forkserver", 2) == "forkserver"
+    assert forks.loader_context(None, 0) is None

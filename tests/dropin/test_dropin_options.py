@@ -1,0 +1,157 @@
+"""Options of BalancedDataLoader: each does what it says or raises."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from orchmllm import (
+    BalancedDataLoader,
+    CostModel,
+    Phase,
+    check_equivalence,
+    exchange_rows,
+    scale_loss,
+)
+from tests.lib.dropin import Stream, Texts, collate, length_of, token_count
+from tests.lib.ranks import run_ranks
+
+pytestmark = pytest.mark.dist
+LENGTHS = [length_of(i) for i in range(48)]
+
+
+def yielded(world, how: dict) -> list[list[int]]:
+    loader = BalancedDataLoader(Texts(), 4, shuffle=True, collate_fn=collate, lengths=LENGTHS,
+                                **how)
+    return [[b.num_global_targets, *b.example_ids] for b in loader]
+
+
+@pytest.mark.parametrize("dispatch", ["load", "bytes"])
+def test_shards_keep_their_examples_and_share_targets(dispatch):
+    shards = run_ranks(yielded, 4, dict(shard_size=2, dispatch=dispatch))
+    plain = run_ranks(yielded, 4, dict(enabled=False))
+    for rank in range(0, 4, 2):
+        for got, want in zip(zip(*shards[rank: rank + 2], strict=True),
+                             zip(*plain[rank: rank + 2], strict=True), strict=True):
+            assert sorted(got[0][1:] + got[1][1:]) == sorted(want[0][1:] + want[1][1:])
+            assert got[0][0] == got[1][0] == want[0][0]
+    assert shards != plain
+
+
+def test_min_gain_runs_steps_as_sampled():
+    off = run_ranks(yielded, 2, dict(enabled=False))
+    assert run_ranks(yielded, 2, dict(min_gain=0.9)) == off
+    assert run_ranks(yielded, 2, dict(min_gain=0.001)) != off
+
+
+def logged(world) -> list[str]:
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logger = logging.getLogger("orchmllm.loader")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    for lengths in (LENGTHS, [7] * 48):
+        for _ in BalancedDataLoader(Texts(), 4, collate_fn=collate, lengths=lengths,
+                                    log_every=3):
+            pass
+    return lines
+
+
+def test_the_log_says_when_it_does_not_pay():
+    first, second = run_ranks(logged, 2)
+    assert second == [] and len(first) == 4  # 6 steps, every third, twice
+    assert "imbalance llm" in first[0] and "gains little" not in first[0]
+    assert "gains little" in first[-1]
+
+
+def refused(world, cases: list[dict]) -> list[str]:
+    out = []
+    for how in cases:
+        data = Stream(0, 8) if how.pop("stream", False) else Texts()
+        try:
+            BalancedDataLoader(data, 2, **{"lengths": LENGTHS, **how})
+            out.append("")
+        except (ValueError, TypeError) as e:
+            out.append(str(e))
+    return out
+
+
+def test_what_cannot_be_honoured_raises():
+    cases = [
+        (dict(dispatch="tensors"), "use 'load' or 'bytes'"), (dict(lengths=None), "give either"),
+        (dict(length_fn=len), "give either"), (dict(lengths=[1]), "lengths has 1 entries"),
+        (dict(stream=True), "needs a map-style"), (dict(policy="fast"), "choose one of"),
+        (dict(policy="greedy", tolerance=0.1), "no tolerance"),
+        (dict(policy="padded", max_rank_tokens=9), "no such cap"), (dict(shard_size=3), "divide"),
+        (dict(exchange="quick"), "two_hop"), (dict(min_gain=2.0), "min_gain"),
+        (dict(phases={"video": CostModel(1, 0)}), "none of"),
+        (dict(stream=True, lengths=None, length_fn=len, shard_size=1), "shard_size"),
+        (dict(stream=True, lengths=None, length_fn=len, shuffle=True), "shuffle"),
+    ]
+    for text, (_, want) in zip(run_ranks(refused, 2, [c for c, _ in cases])[0], cases,
+                               strict=True):
+        assert want in text, (text, want)
+
+
+def equivalence(world, wrong: bool) -> tuple[float, str]:
+    torch.manual_seed(0)
+    model = DistributedDataParallel(nn.Sequential(nn.Embedding(32, 8), nn.Linear(8, 32)).double())
+
+    def step(batch) -> None:
+        logits = model(batch["input_ids"]).flatten(0, 1)
+        reduction = "mean" if wrong else "sum"
+        loss = nn.functional.cross_entropy(logits, batch["labels"].flatten(), reduction=reduction)
+        (loss if wrong else scale_loss(loss, batch)).backward()
+
+    loaders = [BalancedDataLoader(Texts(), 4, collate_fn=collate, length_fn=token_count,
+                                  enabled=enabled) for enabled in (True, False)]
+    try:
+        return check_equivalence(step, model.named_parameters, *loaders), ""
+    except AssertionError as e:
+        return 1.0, str(e)
+
+
+def test_check_equivalence_passes_a_sum_and_finds_a_mean_per_rank():
+    assert all(worst < 1e-12 for worst, _ in run_ranks(equivalence, 2, False))
+    assert all("num_global_targets" in text for _, text in run_ranks(equivalence, 2, True))
+
+
+def features(world, **how) -> list[list[float]]:
+    """What arrives at the LLM of each step: the sum of each merged patch's pixels."""
+    import importlib
+
+    example = importlib.import_module("examples.qwen2_vl")
+    loader = BalancedDataLoader(
+        example.Pictures(64), 4, shuffle=True, collate_fn=example.collate, policy="greedy",
+        length_fn=example.segments, ranks_per_node=2, **how,
+        phases={"vision": Phase(CostModel(linear=60_000, quadratic=800), "images",
+                                example.collate_images),
+                "llm": CostModel(linear=100_000, quadratic=400)})
+    out = []
+    for batch in loader:
+        rows, _ = batch.inputs["vision"]
+        sums = rows.reshape(-1, example.MERGE**2 * example.ROW).sum(1, keepdim=True)
+        arrived = exchange_rows(sums, batch.plan.feature["vision"], loader.exchange_group)
+        assert len(arrived) == int((batch["input_ids"] == example.IMAGE).sum())
+        out.append(arrived.flatten().tolist())
+    return out
+
+
+def test_two_hops_bring_the_same_features():
+    flat, hops = (run_ranks(features, 4, exchange=way) for way in ("flat", "two_hop"))
+    assert flat == hops and sum(map(len, flat[0])) > 0
+
+
+def test_shards_exchange_features_among_themselves():
+    world, shards, sampled = (run_ranks(features, 4, **how) for how in (
+        {}, {"shard_size": 2}, {"enabled": False}))
+    assert len(world[0]) == len(shards[0]) and shards not in (world, sampled)
+    for step in range(len(world[0])):
+        for first in (0, 2):  # what a shard sampled is what it processes
+            assert sorted(shards[first][step] + shards[first + 1][step]) == sorted(
+                sampled[first][step] + sampled[first + 1][step])

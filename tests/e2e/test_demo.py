@@ -1,0 +1,79 @@
+"""The comparison that `make demo` ends with: what it writes and, slow, what it must show."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from orchmllm.cli.compare import largest_difference
+
+ROOT = Path(__file__).resolve().parents[2]
+TINY = [
+    "launch.nproc_per_node=2", "model.vision.num_layers=1", "model.vision.hidden_size=32",
+    "model.vision.intermediate_size=32", "model.audio.num_layers=1", "model.audio.hidden_size=32",
+    "model.audio.intermediate_size=32", "model.llm.num_layers=1", "model.llm.hidden_size=48",
+    "model.llm.intermediate_size=32", "model.llm.num_heads=6", "data.num_validation=4",
+    "train.batch_size=2", "train.num_steps=3", "train.warmup_steps=1",
+]
+KEYS = {"loss_off", "loss_on", "critical_path_ratio", "predicted_ratio", "on_over_mean",
+        "wall_ratio_2ranks", "validation_loss_first", "validation_loss_last"}
+
+
+def compare(folder: Path, num_examples: int, *args: str) -> tuple[dict, str]:
+    """(comparison.json, standard output) on a corpus written into `folder`."""
+    subprocess.run([sys.executable, "scripts/make_demo_data.py", "--out", folder / "data",
+                    "--num-examples", str(num_examples), "--seed", "0"],
+                   cwd=ROOT, check=True, capture_output=True)
+    out = subprocess.run(
+        [sys.executable, "-m", "orchmllm.cli.compare", "--recipe", "recipes/demo.yaml",
+         f"data.path={folder / 'data'}", f"run.dir={folder / 'run'}", *args],
+        cwd=ROOT, capture_output=True, text=True)
+    print(out.stdout, out.stderr)
+    assert out.returncode == 0, out.stderr
+    return json.loads((folder / "run" / "comparison.json").read_text()), out.stdout
+
+
+@pytest.mark.dist
+@pytest.mark.timeout(120)
+def test_comparison_of_a_tiny_run(tmp_path):
+    result, stdout = compare(tmp_path, 20, "--pairs", "2", *TINY)
+    assert result.keys() >= KEYS
+    assert len(result["loss_off"]) == len(result["loss_on"]) == 3
+    assert result["loss_on"] == pytest.approx(result["loss_off"], rel=1e-5)
+    assert result["loss_on_2ranks"] == pytest.approx(result["loss_off_2ranks"], rel=1e-5)
+    assert all(result[key] > 0 for key in KEYS - {"loss_off", "loss_on"})
+    assert result["predicted_ratio"] > 1
+    assert len(result["wall_s_on_2ranks"]) == 2
+    assert (tmp_path / "run" / "comparison.png").read_bytes().startswith(b"\x89PNG")
+    assert "critical path, off / on" in stdout
+
+
+def test_a_difference_of_losses_is_found():
+    assert largest_difference([2.0, 1.0], [2.0, 1.0]) == 0
+    assert largest_difference([2.0, 1.0], [2.0, 1.1]) == pytest.approx(0.1 / 1.1)
+    assert math.isnan(largest_difference([2.0, 1.0], [2.0, math.nan]))
+    with pytest.raises(ValueError):
+        largest_difference([2.0], [2.0, 1.0])
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+@pytest.mark.timeout(600)
+def test_the_demo_shows_what_it_promises(tmp_path):
+    result, _ = compare(tmp_path, 400)
+    assert result["training_s"] < 180
+    assert result["validation_loss_first"] == pytest.approx(
+        math.log(result["vocab_size"]), rel=0.05)
+    assert result["validation_loss_last"] <= 0.8 * result["validation_loss_first"]
+    assert len(result["loss_on"]) == result["num_steps"] == 20
+    assert largest_difference(result["loss_off"], result["loss_on"]) <= 1e-5
+    assert result["num_ranks"] == 4
+    assert result["critical_path_ratio"] >= 1.2
+    assert result["critical_path_ratio"] >= 0.9 * result["predicted_ratio"]
+    assert result["on_over_mean"] <= 1.15
+    assert result["wall_ratio_2ranks"] <= 1.05

@@ -1,0 +1,154 @@
+"""Consequence invariance (OrchMLLM section 5.1): whatever rank an item is processed on, loss and
+gradients are those of the plain loop over examples. float64, so that nothing hides in rounding."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from orchmllm.config import FsdpConfig
+from orchmllm.plan.balance import POLICIES
+from orchmllm.plan.rearrange import Rearrangement
+from orchmllm.plan.step import BalanceConfig, PhasePolicy, plan_step
+from tests.lib.gradients import (
+    Case,
+    RandomPlanner,
+    all_gradients,
+    reference_gradients,
+    worst_difference,
+)
+from tests.lib.ranks import run_ranks
+from tests.lib.synthetic import MODEL, SyntheticDataset, recipe
+
+pytestmark = pytest.mark.dist
+OFF = BalanceConfig(enabled=False)
+
+
+def balanced(policy: str = "greedy", dispatch: str = "tensors") -> BalanceConfig:
+    phase = PhasePolicy(policy)
+    return BalanceConfig(dispatch=dispatch, ranks_per_node=2, vision=phase, audio=phase, llm=phase)
+
+
+PLAIN = {
+    "off": Case(recipe(balance=OFF)),
+    **{f"{policy}/{dispatch}": Case(recipe(balance=balanced(policy, dispatch)))
+       for policy in POLICIES for dispatch in ("tensors", "load")},
+    "random": Case(recipe(balance=balanced()), planner=RandomPlanner(1)),
+    "random/accumulate3": Case(recipe(balance=balanced()), planner=RandomPlanner(2),
+                               accumulation_steps=3),
+    "accumulate3": Case(recipe(balance=balanced()), accumulation_steps=3),
+    "off/accumulate3": Case(recipe(balance=OFF), accumulation_steps=3),
+    "checkpointed": Case(recipe(balance=balanced(), fsdp=FsdpConfig(
+        param_dtype="float64", activation_checkpointing="full"))),
+}
+ROUTED = {  # four ranks, two nodes
+    "bytes": Case(recipe(balance=replace(balanced(), dispatch="bytes"))),
+    "two hops": Case(recipe(balance=replace(balanced(), exchange="two_hop"))),
+    "two hops, accumulated, local": Case(recipe(balance=replace(
+        balanced("least_move"), exchange="two_hop")), accumulation_steps=2),
+    "within shards": Case(recipe(balance=replace(balanced(), group="shard"))),
+    "within shards, accumulated, load": Case(recipe(balance=replace(
+        balanced("least_move", "load"), group="shard")), accumulation_steps=3),
+    "gains too little": Case(recipe(balance=replace(balanced(), min_gain=0.9))),
+}
+# Examples 0-3 are the first rank's with three ranks, 0-2 with four.
+UNSUPERVISED = SyntheticDataset(unlabelled=frozenset(range(6)))
+NO_TARGETS = SyntheticDataset(unlabelled=frozenset(range(24)))
+FROZEN = replace(MODEL, vision=replace(MODEL.vision, frozen=True),
+                 audio=replace(MODEL.audio, frozen=True))
+SPECIAL = {
+    "a rank without targets": Case(recipe(balance=OFF), dataset=UNSUPERVISED),
+    "a rank without targets, balanced": Case(recipe(balance=balanced()), dataset=UNSUPERVISED),
+    "no targets at all": Case(recipe(balance=balanced()), dataset=NO_TARGETS),
+    "frozen encoders": Case(recipe(balance=balanced(), model=FROZEN)),
+    "frozen LLM": Case(recipe(balance=balanced(), model=replace(
+        MODEL, llm=replace(MODEL.llm, frozen=True)))),
+}
+
+
+@pytest.fixture(scope="module")
+def references():
+    cache = {}
+
+    def reference(case: Case):
+        key = (case.recipe.model, case.dataset.unlabelled)
+        if key not in cache:
+            cache[key] = reference_gradients(case)
+        return cache[key]
+
+    return reference
+
+
+def check(cases: dict[str, Case], num_ranks: int, references, bar: float = 1e-9) -> None:
+    results = run_ranks(all_gradients, num_ranks, cases, timeout_s=120)
+    for name, case in cases.items():
+        loss, grads = references(case)
+        for rank in range(num_ranks):
+            assert results[rank][name][0] == pytest.approx(loss, rel=1e-12), (name, rank)
+        error, where = worst_difference(results[0][name][1], grads)
+        assert error <= bar, f"{name} on {num_ranks} ranks: {where} differs by {error:.1e}"
+
+
+@pytest.mark.parametrize("num_ranks", [
+    1, 2, pytest.param(3, marks=pytest.mark.slow), 4])
+def test_gradients_equal_the_plain_loop(num_ranks, references):
+    check({**PLAIN, **SPECIAL}, num_ranks, references)
+
+
+def test_gradients_under_hybrid_sharding(references):
+    hsdp = {name: replace(case, recipe=replace(case.recipe, fsdp=replace(
+        case.recipe.fsdp, shard_size=2))) for name, case in {**PLAIN, **SPECIAL, **ROUTED}.items()
+        if not name.startswith(("padded", "quadratic", "conv_transformer"))}  # it sees plans only
+    check(hsdp, 4, references)
+
+
+# The same test has to fail when something is wrong.
+
+
+def mean_per_rank(trainer) -> None:
+    forward = trainer.model.forward
+
+    def mean(batch):
+        own = max(int((batch.labels != -100).sum()), 1)
+        return forward(batch) / own * batch.num_global_targets / trainer.world.world_size
+
+    trainer.model.forward = mean
+
+
+def lose_a_feature_row(trainer) -> None:
+    encode = trainer.model.vision.forward
+
+    def forward(*args):
+        out = encode(*args)
+        keep = out.new_ones(len(out), 1)
+        keep[:1] = 0.0
+        return out * keep
+
+    trainer.model.vision.forward = forward
+
+
+def swapping_planner(layout, spec):
+    """plan_step with two images of equal size swapped on the way to the LLM."""
+    plan = plan_step(layout, spec)
+    move = plan.feature["vision"]
+    tokens = layout.num_tokens[layout.segments_of(1)][plan.encode["vision"].order][move.order]
+    for i in range(len(tokens)):
+        for j in range(i + 1, len(tokens)):
+            if tokens[i] == tokens[j]:
+                order = move.order.copy()
+                order[[i, j]] = order[[j, i]]
+                swapped = Rearrangement(order, move.source_sizes, move.target_sizes)
+                return replace(plan, feature={**plan.feature, "vision": swapped})
+    raise AssertionError("no two images of equal size in the batch")
+
+
+@pytest.mark.parametrize("broken", [
+    Case(recipe(balance=balanced()), mutate=mean_per_rank),
+    Case(recipe(balance=balanced()), mutate=lose_a_feature_row),
+    Case(recipe(balance=balanced()), planner=swapping_planner),
+], ids=["mean per rank", "lost feature row", "swapped segment"])
+def test_the_comparison_notices(broken, references):
+    results = run_ranks(all_gradients, 2, {"broken": broken})
+    error, _ = worst_difference(results[0]["broken"][1], references(broken)[1])
+    assert error > 1e-4

@@ -1,0 +1,80 @@
+"""Ranks without images, without audio, without either: no hang, and the gradients of one process.
+
+The most reported failure of multimodal FSDP training. With balancing off the first ranks really
+hold none; on, plans may still leave a rank without."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from orchmllm.config import FsdpConfig
+from orchmllm.plan.step import BalanceConfig
+from tests.lib.gradients import BATCH, Case, all_gradients, reference_gradients, worst_difference
+from tests.lib.ranks import run_ranks
+from tests.lib.synthetic import SyntheticDataset, recipe
+
+pytestmark = pytest.mark.dist
+NUM_RANKS = 3
+SHARE = BATCH // NUM_RANKS
+HAS = {"images": "V", "audio": "A"}
+
+
+def kinds(missing: str, ranks_without: int) -> list[str]:
+    """Kinds of the BATCH examples; those of the first `ranks_without` ranks lack `missing`."""
+    full = ["TVT", "TAT", "TVAT", "TAVT"]
+    without = {"images": ["TAT", "T", "AT", "T"], "audio": ["TVT", "T", "VT", "T"],
+               "both": ["T", "TT", "T", "T"]}[missing]
+    return [(without if i // SHARE < ranks_without else full)[i % SHARE] for i in range(BATCH)]
+
+
+PATTERNS = {"none": 0, "one": 1, "all but one": NUM_RANKS - 1, "all": NUM_RANKS}
+
+
+@pytest.mark.parametrize("missing", ["images", "audio", "both"])
+def test_no_hang_and_right_gradients(missing):
+    cases = {}
+    for pattern, ranks_without in PATTERNS.items():
+        dataset = SyntheticDataset(kinds=kinds(missing, ranks_without), size=BATCH)
+        for enabled in (False, True):
+            for checkpointing in ("none", "full"):
+                cases[f"{pattern}/balance={enabled}/checkpointing={checkpointing}"] = Case(
+                    recipe(balance=BalanceConfig(enabled=enabled, ranks_per_node=2),
+                           fsdp=FsdpConfig(param_dtype="float64",
+                                           activation_checkpointing=checkpointing)),
+                    dataset=dataset)
+    results = run_ranks(all_gradients, NUM_RANKS, cases, timeout_s=60)
+    references = {}
+    for name, case in cases.items():
+        pattern = name.split("/")[0]
+        if pattern not in references:
+            references[pattern] = reference_gradients(case)
+        loss, grads = references[pattern]
+        assert results[0][name][0] == pytest.approx(loss, rel=1e-12), name
+        error, where = worst_difference(results[0][name][1], grads)
+        assert error <= 1e-9, f"{name}: {where} differs by {error:.1e}"
+
+
+def test_fewer_examples_than_ranks():
+    """Shares and whole phases are empty on some ranks."""
+    case = Case(recipe(balance=BalanceConfig(ranks_per_node=2)),
+                dataset=SyntheticDataset(kinds=["TVAT"], size=BATCH))
+    off = replace(case, recipe=replace(case.recipe, balance=BalanceConfig(enabled=False)))
+    results = run_ranks(two_examples_on_four_ranks, 4, [case, off], timeout_s=60)
+    for r in results:
+        assert r == pytest.approx([results[0][0]] * 2, rel=1e-12)
+
+
+def two_examples_on_four_ranks(world, cases) -> list[float]:
+    from orchmllm.data.loading.step_loader import StepLoader
+    from orchmllm.data.sampler import GlobalSampler
+    from orchmllm.trainer import Trainer
+
+    losses = []
+    for case in cases:
+        trainer = Trainer(case.recipe, world, dataset=case.dataset)
+        loader = StepLoader(case.dataset, GlobalSampler(range(2), 2, shuffle=False),
+                                    trainer.orchestrator, num_steps=1)
+        losses += [trainer.train_step(step)["loss"] for step in loader]
+    return losses

@@ -1,0 +1,128 @@
+"""LLaVA's mix, LibriSpeech and AIR-Bench trained together: map-style and streaming, three phases
+balanced, resumed in the middle of an epoch on other numbers of ranks."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from orchmllm.cli.data import main
+from orchmllm.config import DataConfig, RunConfig, load_recipe
+from orchmllm.data.stream import open_dataset
+from orchmllm.plan.layout import AUDIO, VISION
+from orchmllm.plan.step import PHASES, BalanceConfig
+from orchmllm.trainer import Trainer
+from tests.lib.corpora import write_paper_mix
+from tests.lib.ranks import run_ranks
+from tests.lib.synthetic import MODEL, recipe
+
+RECIPE = Path(__file__).parents[2] / "recipes" / "paper_mix.yaml"
+TINY = replace(MODEL, llm=replace(MODEL.llm, vocab_size=512))
+BATCH, STEPS = 12, 8  # 96 draws of 57 examples: into the second epoch
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    root = tmp_path_factory.mktemp("mix")
+    write_paper_mix(root)
+    return root
+
+
+def absolute(root: Path, streaming: bool, indexed: bool) -> DataConfig:
+    """The data section of the shipped recipe, below `root`."""
+    data = load_recipe(RECIPE).data
+    sources = tuple(replace(s, path=str(root / s.path), weight=w * streaming)
+                    for s, w in zip(data.sources, (2.0, 1.0, 1.0), strict=True))
+    return replace(data, sources=sources, tokenizer=str(root / data.tokenizer), prefetch=2,
+                   streaming=streaming, num_shards=4,
+                   index_dir=str(root / ("index" if indexed else "none")))
+
+
+def run_recipe(data: DataConfig, run_dir: Path, dispatch: str):
+    base = recipe(model=TINY, balance=BalanceConfig(ranks_per_node=2, dispatch=dispatch), data=data,
+                  run=RunConfig(dir=str(run_dir)))
+    return replace(base, train=replace(base.train, num_steps=STEPS, global_batch_size=BATCH),
+                   checkpoint=replace(base.checkpoint, every_steps=3, asynchronous=False))
+
+
+def train(world, run, stop_at: int = 0) -> tuple[list, list]:
+    """(what each step's examples are, metrics); `stop_at`: the step that an error ends."""
+    trainer, seen = Trainer(run, world), []
+    step_once = trainer.train_step
+
+    def recording(step):
+        if stop_at and step.index == stop_at:
+            raise ValueError("stopped for the test")
+        seen.append([tuple(trainer.dataset.describe(i, 0).values())[:3]
+                     for i in step.example_ids.tolist()])
+        return step_once(step)
+
+    trainer.train_step = recording
+    rows = []
+    try:
+        rows = trainer.run()
+    except ValueError:
+        if not stop_at:
+            raise
+    finally:
+        trainer.close()
+    return seen, rows
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("streaming, dispatch, num_workers", [
+    (False, "load", 2),
+    *(pytest.param(*case, marks=pytest.mark.slow) for case in (
+        (True, "load", 2), (False, "bytes", 0), (False, "tensors", 2), (True, "tensors", 0),
+        (True, "bytes", 2)))])
+def test_trained_together_and_resumed_on_other_ranks(root, tmp_path, streaming, dispatch,
+                                                     num_workers, monkeypatch):
+    if dispatch == "load":  # with an index on every rank
+        monkeypatch.chdir(root)
+        assert main(["index", str(RECIPE), "data.index_dir=index", "--workers", "1",
+                     "model.vision.max_side=112", "model.audio.num_mels=8"]) == 0
+    data = absolute(root, streaming, indexed=dispatch == "load")
+    data = replace(data, num_workers=num_workers)
+    (seen, rows), (also, _) = run_ranks(train, 2, run_recipe(data, tmp_path / "two", dispatch))
+    assert seen == also and len(seen) == STEPS
+    drawn = {source for step in seen for source, *_ in step}
+    assert drawn == {"llava", "librispeech", "air_bench"}
+    steps = [r for r in rows if "loss" in r]
+    for phase in PHASES:
+        before, after = (sum(r["phases"][phase][f"imbalance_{k}"] for r in steps)
+                         for k in ("before", "after"))
+        assert after < before, phase
+        moved = sum(r["phases"][phase]["moved_bytes"] for r in steps)
+        assert moved > 0 or dispatch == "load"  # which reads a medium where it is needed
+    assert not (tmp_path / "two" / "quarantine.jsonl").exists()
+    run_ranks(train, 2, run_recipe(data, tmp_path / "stopped", dispatch), 5)
+    for ranks in (1, 2, 3):
+        shutil.copytree(tmp_path / "stopped", tmp_path / f"resumed{ranks}")
+        run = run_recipe(data, tmp_path / f"resumed{ranks}", dispatch)
+        resumed, continued = run_ranks(train, ranks, run)[0]
+        assert resumed == seen[3:]  # the checkpoint of step 3
+        losses = [r["loss"] for r in continued if "loss" in r]
+        assert losses == pytest.approx([r["loss"] for r in steps[3:]], rel=1e-9)
+
+
+def test_worker_processes_can_take_the_dataset(root):
+    """What travels to a worker is where things are, not what is open."""
+    data = absolute(root, False, indexed=False)
+    dataset = open_dataset(data, TINY.vision.geometry, TINY.audio.geometry, seed=0)
+    copy = pickle.loads(pickle.dumps(dataset))
+    for i in range(len(dataset)):
+        a, b = dataset.load(i), copy.load(i)
+        assert a.token_ids.equal(b.token_ids)
+        assert all(a.media[s].equal(b.media[s]) for s in a.media)
+    assert {int(m) for i in range(len(copy)) for m in copy.layout(i).modality} >= {VISION, AUDIO}
+
+
+def test_recipes_data_section_round_trips(root):
+    said = load_recipe(RECIPE)
+    assert [s.name for s in said.data.sources] == ["llava", "librispeech", "air_bench"]
+    assert json.dumps([s.__dict__ for s in said.data.sources])

@@ -1,0 +1,176 @@
+"""The training loop on real ranks: off and on agree step by step, the canary sings, bad media cost
+their example and nothing else."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from orchmllm.plan.step import BalanceConfig, PhasePolicy, build_plan, plan_step
+from orchmllm.runtime.build import learning_rate
+from orchmllm.trainer import Trainer
+from tests.lib.ranks import RankFailure, run_ranks
+from tests.lib.synthetic import SyntheticDataset, recipe
+
+pytestmark = pytest.mark.dist
+ON = BalanceConfig(ranks_per_node=2)
+KEYS = {"step", "loss", "grad_norm", "lr", "tokens_per_s", "step_s", "data_wait_s", "plan_ms",
+        "exchange_ms", "phases"}
+
+
+def longer(folder: Path, **changes):
+    base = recipe(**changes)
+    return replace(base, run=replace(base.run, dir=str(folder)),
+                   train=replace(base.train, num_steps=6, lr=1e-2),
+                   data=replace(base.data, prefetch=2))
+
+
+def train(world, recipes, dataset=None) -> list[list[dict]]:
+    out = []
+    for r in recipes:
+        trainer = Trainer(r, world, dataset=dataset or SyntheticDataset())
+        try:
+            out.append(trainer.run())
+        finally:
+            trainer.close()
+    return out
+
+
+def notes(world, r) -> list[str]:
+    """What a run says beside its progress (shown by one rank)."""
+    trainer, said = Trainer(r, world, dataset=SyntheticDataset()), []
+    trainer.display.note = said.append
+    trainer.run()
+    trainer.close()
+    return said
+
+
+def test_the_choice_of_attention_is_said_once(tmp_path):
+    padded = PhasePolicy("padded")
+    r = longer(tmp_path, balance=replace(ON, audio=padded))
+    [said] = run_ranks(notes, 1, replace(r, train=replace(r.train, num_steps=1)))
+    assert [x.split(":")[0] for x in said] == ["attention", "warning"]
+    assert "device is cpu" in said[0]
+    assert "balance.audio.policy=padded" in said[1]
+
+
+def test_off_and_on_agree_at_every_step(tmp_path):
+    recipes = [longer(tmp_path / name, balance=b) for name, b in
+               (("off", BalanceConfig(enabled=False)), ("on", ON),
+                ("load", replace(ON, dispatch="load")))]
+    off, on, load = run_ranks(train, 3, recipes)[0]
+    assert [r["loss"] for r in on] == pytest.approx([r["loss"] for r in off], rel=1e-9)
+    assert [r["loss"] for r in load] == pytest.approx([r["loss"] for r in off], rel=1e-9)
+    assert off[-1]["loss"] < off[0]["loss"]
+    rows = [json.loads(line) for line in (tmp_path / "on" / "metrics.jsonl").open()]
+    assert [r["loss"] for r in rows] == [r["loss"] for r in on]
+    for row in rows:
+        assert KEYS <= row.keys()
+        for phase in row["phases"].values():
+            assert 1.0 <= phase["imbalance_after"]
+    before, after = (np.mean([r["phases"]["llm"][k] for r in rows])
+                     for k in ("imbalance_before", "imbalance_after"))
+    assert after < before
+    assert any(r["phases"]["llm"]["internode_bytes"] for r in rows)
+    moved = {p: sum(r["phases"][p]["moved_bytes"] for r in on) for p in ("vision", "audio", "llm")}
+    assert all(moved.values())
+    assert not any(r["phases"]["llm"]["moved_bytes"] for r in off)
+    assert (tmp_path / "on" / "recipe.yaml").exists()
+
+
+def test_one_rank_runs_the_same_path(tmp_path):
+    one, = run_ranks(train, 1, [longer(tmp_path / "one", balance=ON)])
+    assert [r["phases"]["llm"]["imbalance_after"] for r in one[0]] == [1.0] * 6
+
+
+def balances_nothing(layout, spec):
+    """What a refactor that loses the call to `balance` would do."""
+    return plan_step(layout, replace(spec, balance=replace(spec.balance, enabled=False)))
+
+
+def keeps_everything_home(layout, spec):
+    home = layout.rank_of_example
+    return build_plan(layout, {m: home[layout.example_of_segment[layout.segments_of(c)]]
+                               for m, c in (("vision", 1), ("audio", 2))}, home, spec)
+
+
+def train_with(world, planner, run, dataset) -> str:
+    Trainer(run, world, planner=planner, dataset=dataset).run()
+    return "finished"
+
+
+@pytest.mark.parametrize("planner, text", [
+    (balances_nothing, "made without balancing"),
+    (keeps_everything_home, "no plan rearranged anything"),
+])
+def test_canary(planner, text, tmp_path):
+    run = longer(tmp_path, balance=ON)
+    with pytest.raises(RankFailure) as failure:
+        run_ranks(train_with, 2, planner, run, SyntheticDataset())
+    assert all(text in e[1] for e in failure.value.errors.values())
+    assert len(failure.value.errors) == 2
+
+
+def test_canary_is_silent_where_nothing_can_be_balanced(tmp_path):
+    equal = SyntheticDataset(kinds=["T"])
+    equal_lengths = UniformDataset(kinds=["T"], size=equal.size)
+    assert run_ranks(train_with, 2, plan_step, longer(tmp_path, balance=ON),
+                     equal_lengths) == ["finished"] * 2
+
+
+class UniformDataset(SyntheticDataset):
+    def _segments(self, i):
+        return super()._segments(0)
+
+
+BROKEN = frozenset(range(1, 24, 4))  # examples of kinds TAT and AT
+
+
+class BrokenMedia(SyntheticDataset):
+    """The first medium of each example in BROKEN cannot be decoded."""
+
+    def load(self, i, *, text=True, segments=None, on_error=None):
+        example = super().load(i, text=text, segments=segments)
+        if i in BROKEN and example.media:
+            first = min(example.media)
+            on_error(first, ValueError("clip is corrupt"))
+            example.media[first].zero_()
+        return example
+
+
+def three_steps(world, folder, dispatch: str, dataset) -> list[tuple]:
+    run = longer(folder, balance=replace(ON, dispatch=dispatch))
+    trainer = Trainer(replace(run, train=replace(run.train, num_steps=3)), world, dataset=dataset)
+    return [(trainer.train_step(s)["loss"], s.num_global_targets,
+             [(f.example, f.segment, f.reason) for f in s.failed], s.example_ids.tolist())
+            for s in trainer.loader()]
+
+
+@pytest.mark.parametrize("dispatch", ["tensors", "load"])
+def test_media_that_cannot_be_decoded_cost_their_example_only(dispatch, tmp_path):
+    """The same losses as if the example had no labels; all ranks know which one failed."""
+    broken = run_ranks(three_steps, 3, tmp_path, dispatch, BrokenMedia())
+    clean = run_ranks(three_steps, 3, tmp_path / "clean", dispatch,
+                      SyntheticDataset(unlabelled=BROKEN))
+    assert [s[:2] for s in broken[0]] == [
+        (pytest.approx(loss, rel=1e-12), n) for loss, n, _, _ in clean[0]]
+    for step in broken[0]:
+        where = [k for k, i in enumerate(step[3]) if i in BROKEN]
+        assert sorted(f[0] for f in step[2]) == where
+        assert all(f[2] == "clip is corrupt" for f in step[2])
+    assert any(s[2] for s in broken[0])
+    assert broken[0] == broken[1] == broken[2]
+    lines = [json.loads(x) for x in (tmp_path / "quarantine.jsonl").open()]
+    assert len(lines) == sum(len(s[2]) for s in broken[0])
+    assert {x["example_id"] for x in lines} <= BROKEN
+
+
+def test_learning_rate():
+    config = replace(recipe().train, num_steps=100, warmup_steps=10, lr=1.0, min_lr_ratio=0.1)
+    rates = [learning_rate(s, config) for s in range(101)]
+    assert rates[:11] == pytest.approx([(s + 1) / 10 for s in range(10)] + [1.0])
+    assert rates[100] == pytest.approx(0.1) and np.all(np.diff(rates[10:]) < 0)

@@ -1,0 +1,195 @@
+"""The memory model against measured peaks of scaled-down runs, and `auto` against brute force."""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import replace
+from itertools import product
+
+import numpy as np
+import pytest
+from torch.profiler import ProfilerActivity, profile
+
+from orchmllm.config import FsdpConfig
+from orchmllm.data.loading.step_loader import StepLoader
+from orchmllm.data.sampler import GlobalSampler
+from orchmllm.estimate.fits import decide, for_run, largest_fitting, scaled
+from orchmllm.estimate.memory import CHOICES, MemoryModel, choose_checkpointing, loads_of
+from orchmllm.estimate.workload import sample_layout
+from orchmllm.models.config import AudioConfig, LLMConfig, ModelConfig, VisionConfig
+from orchmllm.models.flops import padded_phases, phase_work
+from orchmllm.models.mllm import MultimodalModel
+from orchmllm.models.shapes import num_parameters, units
+from orchmllm.plan.assign import PHASES
+from orchmllm.plan.step import BalanceConfig, plan_step
+from orchmllm.trainer import Trainer
+from tests.lib.ranks import run_ranks
+from tests.lib.synthetic import MODEL, SyntheticDataset, recipe
+from tests.sharding.test_scale_fsdp import frozen
+
+BATCH = 24
+WIDE = ModelConfig(  # activations, not weights, take the memory
+    VisionConfig(4, 96, 384, 4, merge_size=2, max_side=224),
+    AudioConfig(4, 96, 384, 4, num_mels=80, stack=2), LLMConfig(512, 4, 128, 352, 4, 4))
+
+TOWER = replace(WIDE, vision=replace(WIDE.vision, family="qwen2_vl"))
+
+
+def measured(world, fsdp: FsdpConfig, kinds: tuple[str, ...],
+             model: ModelConfig = WIDE) -> tuple[float, float]:
+    """(measured, predicted) peak bytes of one forward and backward pass above what is resident
+    before it (parameters and optimizer state), from the allocator's own events."""
+    data = SyntheticDataset(kinds=kinds, size=1000, vision=model.vision.geometry,
+                            audio=model.audio.geometry)
+    trainer = Trainer(recipe(model=model, fsdp=fsdp, balance=BalanceConfig(enabled=False)), world,
+                      dataset=data)
+    n = BATCH * world.world_size
+    loader = iter(StepLoader(data, GlobalSampler(range(2 * n), n, shuffle=False),
+                                     trainer.orchestrator, num_steps=2, prefetch=0))
+    trainer._accumulate(next(loader))
+    trainer.optimizer.step()
+    trainer.optimizer.zero_grad()
+    step = next(loader)
+    gc.collect()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
+        trainer._accumulate(step)
+    events = sorted((e.start_ns(), e.nbytes()) for e in prof.profiler.kineto_results.events()
+                    if e.name() == "[memory]")
+    peak = float(np.cumsum([b for _, b in events]).max())
+    memory = MemoryModel(model, fsdp, world.world_size, on_cpu=True)
+    state = memory.state_bytes()
+    moments = memory.peaks(loads_of(step.plans[0], padded_phases(model)),
+                           {p: fsdp.checkpointing(p) for p in PHASES})
+    predicted = max(float(v[world.rank]) for k, v in moments.items() if k != "optimizer")
+    return peak, predicted - state["parameters"] - state["optimizer"]
+
+
+KINDS = (("TVT",), ("TAT",), ("TVT", "TAT", "T"))
+
+
+def measured_all(world, fsdp: FsdpConfig) -> list[tuple[float, float]]:
+    return [measured(world, fsdp, kinds) for kinds in KINDS]
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("choice", [
+    pytest.param(c, marks=() if c == "selective" else pytest.mark.slow) for c in CHOICES])
+def test_predicted_peak_is_the_measured_one(choice):
+    fsdp = FsdpConfig(activation_checkpointing=choice, compute_dtype="bfloat16")
+    for rank in run_ranks(measured_all, 2, fsdp, timeout_s=150):
+        for (peak, predicted), kinds in zip(rank, KINDS, strict=True):
+            assert predicted == pytest.approx(peak, rel=0.10), kinds
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+@pytest.mark.parametrize("choice", CHOICES)
+@pytest.mark.parametrize("compute", ["", "bfloat16"])
+def test_predicted_peak_of_the_tower_of_qwen2_vl(choice, compute):
+    fsdp = FsdpConfig(activation_checkpointing=choice, compute_dtype=compute)
+    for peak, predicted in run_ranks(measured, 2, fsdp, ("TVT",), TOWER, timeout_s=150):
+        assert predicted == pytest.approx(peak, rel=0.10)
+
+
+@pytest.mark.parametrize("model", [MODEL, WIDE, TOWER, frozen("vision", "audio"), frozen("llm")])
+def test_shapes_are_those_of_the_built_model(model):
+    built = MultimodalModel(model)
+    want = {True: [], False: []}
+    for p in built.parameters():
+        want[p.requires_grad].append(tuple(p.shape))
+    for trained in (True, False):
+        got = [s for u in units(model) for _ in range(u.copies)
+               for s in (u.trained if trained else u.frozen)]
+        assert sorted(got) == sorted(want[trained])
+    total = sum(sum(roles.values()) for roles in num_parameters(model).values())
+    assert total == sum(p.numel() for p in built.parameters())
+
+
+def test_frozen_parts_have_no_gradients_or_optimizer():
+    whole, part = (MemoryModel(m, FsdpConfig(), 2).state_bytes()
+                   for m in (MODEL, frozen("vision", "audio", "llm")))
+    assert part["parameters"] == whole["parameters"]
+    assert part["gradients"] < 0.3 * whole["gradients"]
+    assert part["optimizer"] == 2 * part["gradients"]
+
+
+def small_cases():
+    """(memory, loads) of the paper's 84B shape and a tiny one, few ranks."""
+    for name, shards in (("10b", 64), ("84b", 256)):
+        from orchmllm.estimate.workload import MODELS
+
+        layout = sample_layout(name, num_ranks=8, batch_size=6, seed=1)
+        plan = plan_step(layout, small_spec(MODELS[name]))
+        yield MemoryModel(MODELS[name], FsdpConfig(compute_dtype="bfloat16", loss_chunk_rows=1024),
+                          shards), loads_of(plan)
+
+
+def small_spec(model):
+    from orchmllm.runtime.build import build_spec
+
+    return build_spec(recipe(model=model), 8)
+
+
+def test_auto_picks_what_brute_force_picks():
+    """Over budgets from nothing fits to everything fits: the cheapest of the 27 that fits, with
+    costs and peaks computed here from one phase at a time."""
+    for memory, loads in small_cases():
+        table = {}
+        for combination in product(CHOICES, repeat=3):
+            choice = dict(zip(PHASES, combination, strict=True))
+            cost = 0.0
+            for phase in PHASES:
+                work = phase_work(phase, memory.model, loads.phases[phase], choice[phase])
+                cost += work.recompute.sum(0).max()
+                if choice[phase] == "selective":
+                    cost += 0.1 * work.forward.sum(0).max()
+            peak = max(v.max() for v in memory.peaks(loads, choice).values())
+            table[combination] = (cost, peak)
+        peaks = sorted(p for _, p in table.values())
+        for budget in [*np.linspace(peaks[0], peaks[-1], 23), peaks[-1] * 2]:
+            fitting = {c: v for c, v in table.items() if v[1] <= budget}
+            want = min(fitting, key=fitting.get)
+            got = choose_checkpointing(memory, loads, budget)
+            assert tuple(got.values()) == want
+        with pytest.raises(ValueError, match=r"needs \d+\.\d GB a rank at least"):
+            choose_checkpointing(memory, loads, peaks[0] * 0.99)
+
+
+def test_what_is_fixed_stays():
+    memory, loads = next(iter(small_cases()))
+    got = choose_checkpointing(memory, loads, 1e15, {"llm": "full"})
+    assert got == {"vision": "none", "audio": "none", "llm": "full"}
+
+
+def test_a_recipe_that_cannot_fit_names_what_would():
+    memory, loads = next(iter(small_cases()))
+    tight = recipe(fsdp=FsdpConfig(activation_checkpointing="auto"))
+    tight = replace(tight, train=replace(tight.train, batch_size=6))
+    full = dict.fromkeys(PHASES, "full")
+    least = memory.peak(loads, full)
+    with pytest.raises(ValueError, match=r"train.batch_size=[1-5] would fit"):
+        decide(tight, memory, loads, 0.9 * least)
+    fitting = largest_fitting(lambda b: memory.peak(scaled(loads, b / 6), full), 0.9 * least, 6)
+    assert memory.peak(scaled(loads, fitting / 6), full) <= 0.9 * least
+    with pytest.raises(ValueError, match="shard_size above 64"):
+        decide(tight, memory, loads, 1e6)
+    with pytest.raises(ValueError, match="set fsdp.memory_gb"):
+        decide(tight, memory, loads, 0)
+
+
+def test_auto_in_a_run_uses_its_own_data():
+    data = SyntheticDataset()
+    asked = recipe(fsdp=FsdpConfig(activation_checkpointing="auto", memory_gb=1.0))
+    spec = small_spec(MODEL)
+    assert for_run(asked, data, range(24), spec, 2, 0) == dict.fromkeys(PHASES, "none")
+    with pytest.raises(ValueError, match="would fit"):
+        for_run(replace(asked, fsdp=replace(asked.fsdp, memory_gb=1e-4)), data, range(24), spec, 2,
+                0)
+
+
+def test_more_memory_for_more_of_everything():
+    memory, loads = next(iter(small_cases()))
+    choice = dict.fromkeys(PHASES, "full")
+    assert memory.peak(scaled(loads, 2), choice) > memory.peak(loads, choice)
+    assert replace(memory, all_gather=8).peak(loads, choice) > memory.peak(loads, choice)
+    assert replace(memory, shards=1).peak(loads, choice) > memory.peak(loads, choice)

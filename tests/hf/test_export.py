@@ -1,0 +1,390 @@
+"""From Hugging Face folders over two sharded steps back to Hugging Face folders: every tensor is
+the trained one, and transformers' own models compute what ours do."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from orchmllm.batch import SequenceLengths
+from orchmllm.config import CheckpointConfig, DataConfig, FsdpConfig, Recipe, RunConfig, TrainConfig
+from orchmllm.data.tokenizer import ChatTokenizer
+from orchmllm.hf import export
+from orchmllm.hf.names import named
+from orchmllm.hf.sources import PretrainedError, find_sources
+from orchmllm.models.attention import packed_attention, register_hf_attention
+from orchmllm.models.audio import packed_conv1d
+from orchmllm.models.config import LLMConfig, ModelConfig
+from orchmllm.models.mllm import MultimodalModel
+from orchmllm.sharding.init import plain_name
+from orchmllm.sharding.pretrained import load_pretrained
+from orchmllm.trainer import Trainer
+from tests.lib.hf_models import FRAMES, HF_MODEL, from_folders, write_models
+from tests.lib.ranks import run_ranks
+from tests.lib.synthetic import SyntheticDataset
+from tests.lib.tokenizers import write_tokenizer
+
+pytestmark = pytest.mark.dist
+
+
+def recipe_of(model: ModelConfig, run_dir: Path, **changes) -> Recipe:
+    base = Recipe(
+        run=RunConfig(dir=str(run_dir)), data=DataConfig(path="unused", prefetch=0), model=model,
+        train=TrainConfig(num_steps=2, batch_size=2, warmup_steps=0, lr=1e-2),
+        fsdp=FsdpConfig(activation_checkpointing="selective"), checkpoint=CheckpointConfig())
+    return replace(base, **changes)
+
+
+def train(world, recipe: Recipe) -> dict[str, np.ndarray] | None:
+    """Runs the recipe on synthetic examples; returns the gathered parameters on rank 0."""
+    data = SyntheticDataset(vision=recipe.model.vision.geometry, audio=recipe.model.audio.geometry)
+    trainer = Trainer(recipe, world, dataset=data)
+    try:
+        trainer.run()
+        full = {plain_name(n): p.detach().full_tensor().numpy()
+                for n, p in trainer.model.named_parameters()}
+    finally:
+        trainer.close()
+    return full if world.rank == 0 else None
+
+
+class Trip:
+    """root/start: the folders that training on 4 ranks starts from; parameters: gathered after
+    it; out: the export."""
+
+    def __init__(self, root: Path, start: ModelConfig, ranks: int = 4,
+                 fsdp: FsdpConfig | None = None, **options) -> None:
+        recipe = recipe_of(start, root / "run", **({"fsdp": fsdp} if fsdp else {}))
+        self.model, self.out = start, root / "exported"
+        self.parameters = run_ranks(train, ranks, recipe, timeout_s=120)[0]
+        self.checkpoint = root / "run" / "checkpoints" / "step_00000002"
+        self.lines: list[str] = []
+        self.note = export.export(self.checkpoint, self.out, say=self.lines.append, **options)
+
+    def exported(self, part: str) -> dict[str, Tensor]:
+        folder = self.out if part == "connectors" else self.out / part
+        return {k: v for f in folder.glob("*.safetensors") for k, v in load_file(f).items()}
+
+    def ours(self) -> MultimodalModel:
+        model = MultimodalModel(replace(self.model))
+        model.load_state_dict({k: torch.from_numpy(v) for k, v in self.parameters.items()})
+        return model.eval()
+
+
+@pytest.fixture(scope="module")
+def trip(tmp_path_factory) -> Trip:
+    root = tmp_path_factory.mktemp("trip")
+    return Trip(root, write_models(root / "start"), max_file_bytes=40_000)
+
+
+def check_tensors(trip: Trip) -> None:
+    parts = {part: trip.exported(part) for part in ("vision", "audio", "llm", "connectors")}
+    for part, tensors in parts.items():
+        for n in named(part, trip.model):
+            want = torch.from_numpy(trip.parameters[n.name]).reshape(n.shape)
+            assert torch.equal(tensors.pop(n.hf), want), n
+    assert set(parts["audio"]) == {"embed_positions.weight"}
+    assert not (parts["vision"] or parts["llm"] or parts["connectors"])
+
+
+def test_every_tensor_is_the_trained_one(trip):
+    start = {k: v for f in (trip.out.parent / "start").glob("*/*.safetensors")
+             for k, v in load_file(f).items()}
+    check_tensors(trip)
+    trained = trip.parameters["llm.hf.model.layers.0.mlp.up_proj.weight"]
+    moved = np.abs(trained - start["model.layers.0.mlp.up_proj.weight"].numpy()).max()
+    assert 0 < moved < 0.1  # it started there, and learnt
+    assert len(list((trip.out / "llm").glob("model-*-of-*.safetensors"))) > 1
+    assert not [p for p in trip.out.rglob("*") if p.suffix in (".bin", ".pt", ".pkl")]
+
+
+@torch.no_grad()
+def test_the_llm_computes_the_same_in_transformers(trip):
+    from transformers import AutoModelForCausalLM
+
+    n = 23
+    ids = torch.randint(0, 64, (1, n), generator=torch.Generator().manual_seed(1))
+    seqlens = SequenceLengths.from_lengths(np.array([n]))
+    ours = trip.ours().llm
+    want = ours.logits(ours.embed(ids[0]), torch.arange(n), seqlens)
+    hf = AutoModelForCausalLM.from_pretrained(trip.out / "llm",
+                                              attn_implementation=register_hf_attention())
+    assert (hf.config.bos_token_id, hf.config.eos_token_id) == (3, 5)  # of the start's folder
+    assert torch.equal(hf(ids, packed_seqlens=seqlens).logits[0], want)
+    stock = AutoModelForCausalLM.from_pretrained(trip.out / "llm", attn_implementation="sdpa")
+    torch.testing.assert_close(stock(ids).logits[0], want, rtol=0, atol=1e-5)
+
+
+class Linear(nn.Module):
+    """Qwen2-VL's patch embedding as one matrix product instead of Conv3d: other last bits."""
+
+    def __init__(self, conv: nn.Conv3d) -> None:
+        super().__init__()
+        self.weight = conv.weight
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return nn.functional.linear(rows, self.weight.flatten(1))
+
+
+@torch.no_grad()
+def test_the_vision_tower_computes_the_same_in_transformers(trip):
+    from transformers.models.qwen2_vl.modeling_qwen2_vl import (
+        Qwen2VisionTransformerPretrainedModel,
+    )
+
+    grid = np.array([[1, 4, 6], [1, 2, 8], [1, 6, 6]])
+    rows = grid.prod(1)
+    generator = torch.Generator().manual_seed(1)
+    pixels = torch.randn(int(rows.sum()), 588, generator=generator)
+    frames = pixels.unflatten(1, (3, 1, -1)).expand(-1, -1, 2, -1).flatten(1)
+    want = trip.ours().vision(pixels, grid, SequenceLengths.from_lengths(rows))
+    hf = Qwen2VisionTransformerPretrainedModel.from_pretrained(trip.out / "vision")
+    thw = torch.from_numpy(grid)
+    torch.testing.assert_close(hf(frames, thw).pooler_output, want, rtol=0, atol=1e-5)
+    hf.patch_embed = Linear(hf.patch_embed.proj)
+    assert torch.equal(hf(frames, thw).pooler_output, want)  # its sdpa, image by image
+    hf.set_attn_implementation(register_hf_attention())
+    one = SequenceLengths.from_lengths(rows[:1])
+    for dtype in (torch.float32, torch.bfloat16):  # it rotates in float32, whatever the dtype
+        ours = trip.ours().vision.to(dtype)
+        alone = ours(pixels[: rows[0]], grid[:1], one)
+        theirs = hf.to(dtype)(frames[: rows[0]].to(dtype), thw[:1], packed_seqlens=one)
+        assert torch.equal(theirs.pooler_output, alone)
+
+
+class Convolution(nn.Module):
+    """A convolution of Whisper as ours computes it. x: (1, channels, frames)."""
+
+    def __init__(self, conv: nn.Conv1d) -> None:
+        super().__init__()
+        self.conv, self.weight, self.stride = conv, conv.weight, conv.stride
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows, _ = packed_conv1d(x[0].T, self.conv, np.array([x.shape[2]]))
+        return rows.T.contiguous().unsqueeze(0)  # GELU of a transposed view has other last bits
+
+
+def _unscaled(module, query, key, value, mask, *, packed_seqlens, scaling, **_):
+    """packed_attention for Whisper, which scales its queries before (by 1/4 here: exact)."""
+    assert scaling == 1.0
+    q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query * query.shape[-1] ** 0.5, key, value))
+    return packed_attention(q, k, v, packed_seqlens, causal=False).unsqueeze(0), None
+
+
+@torch.no_grad()
+def test_the_audio_encoder_computes_the_same_in_transformers(trip):
+    from transformers import AttentionInterface
+    from transformers.models.whisper.modeling_whisper import WhisperEncoder
+
+    AttentionInterface.register("test_unscaled", _unscaled)
+    mel = torch.randn(FRAMES, 8, generator=torch.Generator().manual_seed(1))
+    want, lengths = trip.ours().audio.encode(mel, np.array([FRAMES]))
+    hf = WhisperEncoder.from_pretrained(trip.out / "audio").eval()
+    stock = hf(mel.T.unsqueeze(0)).last_hidden_state[0]
+    torch.testing.assert_close(stock, want, rtol=0, atol=1e-5)
+    hf.conv1, hf.conv2 = Convolution(hf.conv1), Convolution(hf.conv2)
+    hf.set_attn_implementation("test_unscaled")
+    same = hf(mel.T.unsqueeze(0), packed_seqlens=SequenceLengths.from_lengths(lengths))
+    assert torch.equal(same.last_hidden_state[0], want)
+
+
+def test_uint8_images_are_normalised_as_by_the_image_processor(trip):
+    from PIL import Image
+    from transformers import AutoImageProcessor
+
+    from orchmllm.data.media.decode import patchify
+    from orchmllm.models.vision import normalise
+
+    pixels = np.random.default_rng(0).integers(0, 256, (56, 84, 3), dtype=np.uint8)
+    processor = AutoImageProcessor.from_pretrained(trip.out / "vision")
+    want = processor(Image.fromarray(pixels), return_tensors="pt")
+    assert want["image_grid_thw"].tolist() == [[1, 4, 6]]
+    rows = normalise(torch.from_numpy(patchify(pixels, 14, 2)).float(), "qwen2_vl")
+    frames = rows.unflatten(1, (3, 1, -1)).expand(-1, -1, 2, -1).flatten(1)
+    torch.testing.assert_close(frames, want["pixel_values"], rtol=0, atol=1e-6)
+
+
+def test_the_mel_extractor_is_that_of_training(trip):
+    from transformers import WhisperFeatureExtractor
+
+    from orchmllm.data.media.decode import log_mel
+
+    extractor = WhisperFeatureExtractor.from_pretrained(trip.out / "audio")
+    clip = np.random.default_rng(0).standard_normal(16_000).astype(np.float32)
+    want = extractor(clip, sampling_rate=16_000, return_tensors="np")["input_features"][0]
+    got = log_mel(clip, HF_MODEL.audio.geometry)
+    np.testing.assert_allclose(got, want[:, :100].T, atol=1e-6)
+
+
+def loaded(model: ModelConfig) -> dict[str, Tensor]:
+    built = MultimodalModel(model)
+    load_pretrained(built, find_sources(model))
+    return {k: v.detach() for k, v in built.named_parameters()}
+
+
+def test_a_run_starts_from_an_export_with_its_connectors(trip):
+    model = from_folders(replace(HF_MODEL, connectors=str(trip.out / "connectors.safetensors")),
+                         trip.out)
+    for name, value in loaded(model).items():
+        assert torch.equal(value, torch.from_numpy(trip.parameters[name])), name
+
+
+def test_connectors_of_another_family_are_refused(trip):
+    other = replace(HF_MODEL, vision=replace(HF_MODEL.vision, family="vit"),
+                    connectors=str(trip.out / "connectors.safetensors"))
+    with pytest.raises(PretrainedError) as error:
+        find_sources(other)
+    assert ("lacks vision.connector.norm.weight, vision.connector.norm.bias, "
+            "vision.connector.fc1.weight and 3 more: give that of an export with the same "
+            "model.vision.family") in str(error.value)
+
+
+def test_our_own_encoder_has_no_class_and_comes_back_all_the_same(tmp_path):
+    """Family vit from scratch, replicated on two ranks (hybrid sharding): plain safetensors that
+    orchmllm.json describes."""
+    own = replace(HF_MODEL, vision=replace(HF_MODEL.vision, family="vit"))
+    trip = Trip(tmp_path, own, ranks=2, fsdp=FsdpConfig(shard_size=1))
+    check_tensors(trip)
+    assert trip.note["parts"]["vision"]["class"] is None
+    assert any("model.vision.family vit has no class in transformers" in x for x in trip.lines)
+    model = from_folders(replace(own, connectors=str(trip.out / "connectors.safetensors")),
+                         trip.out)
+    for name, value in loaded(model).items():
+        assert torch.equal(value, torch.from_numpy(trip.parameters[name])), name
+
+
+def test_the_note_and_the_lines(trip):
+    note = json.loads((trip.out / "orchmllm.json").read_text())
+    assert note["step"] == 2 and note["model"]["llm"]["num_layers"] == 2
+    assert note["parts"]["llm"]["class"] == "transformers.Qwen2ForCausalLM"
+    assert trip.lines[0].endswith("every file is what was saved (SHA-256)")
+    assert trip.lines[-1] == f"written: {trip.out}"
+    assert any(x.startswith("warning: llm/ has no tokenizer") for x in trip.lines)
+
+
+def run(capsys, *argv: object) -> tuple[int, str, str]:
+    code = export.main([str(a) for a in argv])
+    return code, *capsys.readouterr()
+
+
+def test_the_command_line(trip, tmp_path, capsys):
+    """bfloat16, a tokenizer; an export is replaced only on demand, anything else never."""
+    (tmp_path / "tok").mkdir()
+    tokenizer = write_tokenizer(tmp_path / "tok")
+    argv = ["--checkpoint", trip.checkpoint, "--out", tmp_path / "a", "--dtype", "bfloat16",
+            "--tokenizer", tokenizer]
+    code, out, _ = run(capsys, *argv)
+    assert code == 0 and "llm/ tokenizer from" in out
+    got = load_file(tmp_path / "a" / "llm" / "model.safetensors")["lm_head.weight"]
+    want = torch.from_numpy(trip.parameters["llm.hf.lm_head.weight"])
+    assert got.dtype == torch.bfloat16 and torch.equal(got, want.bfloat16())
+    code, _, error = run(capsys, *argv)
+    assert code == 2 and error == (f"error: --out {tmp_path / 'a'} is an export already: add "
+                                   "--overwrite to replace it\n")
+    assert run(capsys, *argv, "--overwrite")[0] == 0
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.txt").write_text("x")
+    argv[3] = tmp_path / "mine"
+    code, _, error = run(capsys, *argv, "--overwrite")
+    assert code == 2 and "exists and is no export: give another folder" in error
+    assert [p.name for p in tmp_path.iterdir() if p.name.startswith(".")] == []
+
+
+def test_the_tokenizer_speaks_the_template_of_training(trip, tmp_path, capsys):
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    from orchmllm.data.formats.conversation import Turn
+
+    (tmp_path / "tok").mkdir()
+    tokenizer = write_tokenizer(tmp_path / "tok")
+    run(capsys, "--checkpoint", trip.checkpoint, "--out", tmp_path / "a", "--tokenizer", tokenizer)
+    hf = AutoTokenizer.from_pretrained(tmp_path / "a" / "llm")
+    exact = PreTrainedTokenizerFast.from_pretrained(tmp_path / "a" / "llm")
+    turns = [Turn("user", ("What is it?",), False), Turn("assistant", ("A circle.",), True)]
+    (piece,) = ChatTokenizer(tokenizer).pieces(turns)
+    messages = [{"role": t.role, "content": t.parts[0]} for t in turns]
+    for found in (hf, exact):
+        assert found.apply_chat_template(messages, return_dict=False) == piece.token_ids.tolist()
+    text = "don't, 12345 \n\n caf\u00e9 e\u0301  \u4e2d"  # not normalised as Qwen2's would be
+    assert exact.encode(text, add_special_tokens=False) == ChatTokenizer(tokenizer).encode(text)
+
+
+def test_what_is_said_about_checkpoints_that_cannot_be_exported(trip, tmp_path, capsys):
+    out = tmp_path / "out"
+
+    def said(checkpoint: Path, *argv: str) -> str:
+        code, _, error = run(capsys, "--checkpoint", checkpoint, "--out", out, *argv)
+        assert code == 2 and not out.exists() and not (tmp_path / ".staged_out").exists()
+        return error
+
+    assert "run.dir/checkpoints/step_..., e.g. " in said(trip.checkpoint.parent)
+    broken = tmp_path / "step_00000002"
+    shutil.copytree(trip.checkpoint, broken)
+    shard = next(broken.glob("shard-00002*"))
+    data = bytearray(shard.read_bytes())
+    data[-1] ^= 1
+    shard.write_bytes(data)
+    assert f"{shard.name} is not what was saved (size or SHA-256 differs): export" in said(broken)
+    shard.unlink()
+    assert "the checkpoint is not complete" in said(broken, "--no-verify")
+    state = json.loads((broken / "state.json").read_text())
+    state["model"]["llm"]["num_experts"] = 8
+    (broken / "state.json").write_text(json.dumps(state))
+    assert "unknown model.llm.num_experts: the checkpoint is of a newer version" in said(
+        broken, "--no-verify")
+
+
+def write_checkpoint(folder: Path, model: ModelConfig, shards: int) -> float:
+    """A checkpoint of random weights without optimizer, as `shards` ranks save it; returns MB."""
+    folder.mkdir(parents=True)
+    files: list[tuple[dict, dict]] = [({}, {}) for _ in range(shards)]
+    for part in ("vision", "audio", "llm", "connectors"):
+        for n in named(part, model):
+            row = 0
+            for (tensors, places), rows in zip(files, torch.rand(n.shape).chunk(shards),
+                                               strict=False):
+                tensors[f"model.{n.name}"] = rows.flatten(1).contiguous() if rows.dim() > 3 else (
+                    rows.contiguous())
+                places[f"model.{n.name}"] = {
+                    "saved_offsets": [row] + [0] * (tensors[f"model.{n.name}"].dim() - 1)}
+                row += len(rows)
+    for k, (tensors, places) in enumerate(files, 1):
+        save_file(tensors, folder / f"shard-{k:05d}-model-00001-of-00001.safetensors",
+                  metadata={"DCP_SHARDING_INFO": json.dumps(places)})
+    (folder / "state.json").write_text(json.dumps({"step": 1, "model": asdict(model)}))
+    return sum(f.stat().st_size for f in folder.glob("*.safetensors")) / 1e6
+
+
+def peak_mb(checkpoint: Path, out: Path) -> float:
+    """Peak resident memory of an export in a process of its own."""
+    argv = ["--checkpoint", checkpoint, "--out", out, "--no-verify", "--dtype", "bfloat16",
+            "--max-file-gb", "0.3"]
+    code = ("import sys; from orchmllm.hf.export import main; from tests.sharding.test_pretrained import "
+            "memory_kb; code = main(sys.argv[1:]); print(memory_kb('VmHWM')); sys.exit(code)")
+    done = subprocess.run([sys.executable, "-c", code, *map(str, argv)], check=True,
+                          capture_output=True, text=True, cwd=Path(__file__).parents[2])
+    return int(done.stdout.splitlines()[-1]) / 1e3
+
+
+@pytest.mark.slow
+def test_export_streams(tmp_path):
+    """A model of more than a gigabyte takes hardly more memory than a tiny one."""
+    write_checkpoint(tmp_path / "tiny", HF_MODEL, 4)
+    large = replace(HF_MODEL, llm=LLMConfig(
+        vocab_size=32_000, num_layers=18, hidden_size=1024, intermediate_size=3072, num_heads=16,
+        num_kv_heads=8))
+    size = write_checkpoint(tmp_path / "large", large, 4)
+    base, peak = (peak_mb(tmp_path / name, tmp_path / f"out_{name}") for name in ("tiny", "large"))
+    print(f"checkpoint {size:.0f} MB: export takes {peak:.0f} MB, of a tiny one {base:.0f} MB")
+    assert size > 1000 and peak - base < 150
+    assert len(list((tmp_path / "out_large" / "llm").glob("model-*"))) > 1

@@ -1,0 +1,122 @@
+"""A training run on synthetic data with one fault, on real launched ranks; run by test_errors.py:
+python -m tests.lib.faulty_train FOLDER FAULT [NUM_RANKS] [MAX_RESTARTS]."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+from orchmllm import launch
+from orchmllm.config import CheckpointConfig, LaunchConfig
+from orchmllm.plan.step import BalanceConfig
+from orchmllm.train import run_rank
+from tests.lib.synthetic import SyntheticDataset, recipe
+
+ODD, AT = 1, 3  # the rank and the step of the fault
+
+
+class Broken(SyntheticDataset):
+    """fault(i) is called when example data is loaded, from the prefetch thread."""
+
+    fault = None
+
+    def load(self, i, **how):
+        if self.fault is not None and how.get("segments") is None:
+            self.fault()
+        return super().load(i, **how)
+
+
+def run_recipe(folder: str, stall_timeout_s: int = 60):
+    base = recipe(balance=BalanceConfig(ranks_per_node=2))
+    return replace(
+        base, run=replace(base.run, dir=folder), data=replace(base.data, prefetch=1),
+        launch=LaunchConfig(timeout_s=60, stall_timeout_s=stall_timeout_s),
+        checkpoint=CheckpointConfig(every_steps=-1),
+        train=replace(base.train, num_steps=8))
+
+
+class UserError(BaseException):
+    """Not even an Exception."""
+
+
+def install(trainer, fault: str) -> None:
+    """Makes this rank fail at step AT."""
+    original = trainer._accumulate
+
+    def accumulate(step):
+        if step.index == AT:
+            strike()
+        return original(step)
+
+    def strike() -> None:
+        if fault == "raise":
+            raise KeyError("user hook broke")
+        if fault == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    trainer._accumulate = accumulate
+    if fault in ("raise in backward", "stall in vision"):
+        encode = trainer.model.vision.forward
+
+        def forward(*args):
+            out = encode(*args)
+            if trainer.progress.step == AT:
+                if fault == "stall in vision":
+                    time.sleep(120)
+                out.register_hook(fail)
+            return out
+
+        trainer.model.vision.forward = forward
+
+
+def fail(_grad):
+    raise ArithmeticError("hook broke in backward")
+
+
+def main(folder: str, fault: str, num_ranks: int = 3) -> int:
+    world = launch.current_world()
+    if world is None:
+        return launch.run_local("tests.lib.faulty_train", [folder, fault], num_ranks, cpu_only=True,
+                                num_threads=1)
+    dataset = Broken()
+    if world.rank == ODD and fault in ("raise in data", "stall in data"):
+        started = time.monotonic()
+
+        def strike() -> None:
+            if fault == "stall in data" and time.monotonic() - started > 3.0:
+                time.sleep(120)
+            elif fault == "raise in data":
+                raise LookupError("no such thing")
+
+        dataset.fault = strike
+
+    def work(watch) -> None:
+        from orchmllm.trainer import Trainer
+
+        trainer = Trainer(run_recipe(folder, 4 if "stall" in fault else 60), world,
+                          dataset=dataset, watch=watch)
+        if world.rank == ODD:
+            install(trainer, fault)
+        original = trainer.train_step
+
+        def announced(step):
+            if "stall" in fault:
+                time.sleep(0.3)  # so that the run lasts until the fault
+            return original(step)
+
+        trainer.train_step = announced
+        try:
+            trainer.run()
+        finally:
+            Path(folder, f"ended_rank{world.rank}").write_text(str(time.time()))
+            trainer.close()
+
+    return run_rank(run_recipe(folder, 4 if "stall" in fault else 60), world, work)
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:3], *map(int, sys.argv[3:])))

@@ -1,0 +1,6 @@
+"""Imported once by the tests' fork server (see tests/lib/ranks.py)."""
+
+import torch.distributed.fsdp  # noqa: F401
+import transformers.models.qwen2.modeling_qwen2  # noqa: F401
+
+import orchmllm.trainer  # noqa: F401

@@ -1,0 +1,117 @@
+"""Attention: packed sequences apart from each other, and which kernel computes it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from transformers import Qwen2ForCausalLM
+
+from orchmllm.batch import SequenceLengths
+from orchmllm.models import attention
+from orchmllm.models.attention import (
+    attention_backend,
+    describe_attention,
+    packed_attention,
+    register_hf_attention,
+)
+from orchmllm.models.config import ModelConfig
+from orchmllm.models.llm import hf_config
+from tests.models.test_models import AUDIO, LLM, VISION, relative
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_packed_attention_equals_masked_softmax(causal):
+    torch.manual_seed(0)
+    lengths = [3, 3, 0, 1, 1, 5]
+    q, k, v = (torch.randn(13, h, 8, dtype=torch.float64) for h in (4, 2, 2))
+    out = packed_attention(q, k, v, SequenceLengths.from_lengths(lengths), causal=causal)
+    owner = np.repeat(np.arange(len(lengths)), lengths)
+    allowed = torch.from_numpy(owner[:, None] == owner[None])
+    if causal:
+        allowed = allowed.tril()
+    for head in range(4):
+        score = (q[:, head] @ k[:, head // 2].T / 8**0.5).masked_fill(~allowed, -math.inf)
+        assert torch.allclose(out[:, head], score.softmax(-1) @ v[:, head // 2], atol=1e-12)
+
+
+def test_packed_attention_refuses_wrong_lengths_and_describes_itself():
+    x = torch.zeros(4, 2, 8)
+    with pytest.raises(ValueError, match="covers 3 rows"):
+        packed_attention(x, x, x, SequenceLengths.from_lengths([1, 2]), causal=False)
+    assert "per sequence" in attention_backend("cpu", torch.float32, 8).description
+
+
+def test_the_log_says_what_attends_and_why():
+    model = ModelConfig(VISION, AUDIO, LLM)
+    for mode, audio in (("packed", "vision, audio, llm: scaled"), ("padded", "audio: scaled_dot_")):
+        line = describe_attention(replace(model, audio=replace(AUDIO, mode=mode)), "cpu",
+                                  torch.float32)
+        assert line.startswith("attention: vision") and audio in line and "\n" not in line
+        assert "device is cpu" in line and ("with a mask" in line) == (mode == "padded")
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    """attention_backend as on a GPU; kernel name -> the error of trying it out (None: it runs)."""
+    fails: dict[str, Exception | None] = {}
+
+    def try_out(backend, dtype, head_dim):
+        name = "varlen" if "varlen_attn" in backend.description else "flash_attn"
+        if fails.get(name):
+            raise fails[name]
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(attention, "_try_out", try_out)
+    yield fails
+    attention_backend.cache_clear()
+
+
+def test_the_first_kernel_that_runs_is_chosen(hopper, monkeypatch):
+    def chosen(dtype=torch.bfloat16, head_dim=64) -> str:
+        attention_backend.cache_clear()
+        return attention_backend("cuda", dtype, head_dim).description
+
+    assert chosen() == "torch.nn.attention.varlen.varlen_attn"
+    assert "not torch.float32, 64" in chosen(torch.float32) and "not" in chosen(head_dim=20)
+    hopper["varlen"] = RuntimeError("no kernel image\nis available")
+    said = chosen()
+    assert said.startswith("scaled_dot_product_attention per sequence (torch.nn.attention.varlen "
+                           "fails: no kernel image, no flash_attn)")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
+    assert "flash kernels need sm_80, this GPU is sm_75" in chosen()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("causal", [True, False])
+def test_cuda_attention_is_close_to_the_cpu(causal):
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(40, h, 64) for h in (4, 2, 2))
+    lengths = [17, 1, 0, 22]
+    exact = packed_attention(q, k, v, SequenceLengths.from_lengths(lengths), causal=causal)
+    on_gpu = [x.to("cuda", torch.bfloat16).requires_grad_() for x in (q, k, v)]
+    seqlens = SequenceLengths.from_lengths(lengths, "cuda")
+    out = packed_attention(*on_gpu, seqlens, causal=causal)
+    assert relative(out.float().cpu(), exact) < 0.02
+    out.sum().backward()
+    assert all(x.grad.isfinite().all() for x in on_gpu)
+
+
+def test_stock_qwen2_attends_within_packed_sequences_through_the_registry():
+    """The registered attention serves transformers' own classes, not only ours."""
+    torch.manual_seed(0)
+    model = Qwen2ForCausalLM(hf_config(LLM, register_hf_attention())).eval()
+    ids = torch.randint(0, LLM.vocab_size, (11,))
+    seqlens = SequenceLengths.from_lengths(np.array([4, 7]))
+    positions = torch.tensor([*range(4), *range(7)])
+    packed = model(input_ids=ids[None], position_ids=positions[None], packed_seqlens=seqlens,
+                   attention_mask={"full_attention": None}).logits[0]
+    alone = torch.cat([
+        model(input_ids=part[None], packed_seqlens=SequenceLengths.from_lengths([len(part)]),
+              attention_mask={"full_attention": None}).logits[0]
+        for part in ids.split([4, 7])
+    ])
+    torch.testing.assert_close(packed, alone, rtol=1e-5, atol=1e-6)

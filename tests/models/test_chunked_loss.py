@@ -1,0 +1,86 @@
+"""fsdp.loss_chunk_rows: the loss and its gradients are those of whole logits, in a fraction of the
+memory."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from orchmllm.batch import IGNORE_INDEX
+from orchmllm.models.llm import LossHead
+
+CHUNK = 128
+
+
+def loss_and_gradients(rows: int, vocab: int, chunk: int, hidden_size: int = 64) -> list:
+    """[loss, gradient of hidden (rows, D), gradient of the head's weight (vocab, D)], float32."""
+    generator = torch.Generator().manual_seed(0)
+    head = LossHead(hidden_size, vocab)
+    with torch.no_grad():
+        head.weight.normal_(std=0.2, generator=generator)
+    hidden = torch.randn(rows, hidden_size, generator=generator, requires_grad=True)
+    labels = torch.randint(0, vocab, (rows,), generator=generator)
+    labels[::3] = IGNORE_INDEX
+    loss = head(hidden, labels, chunk)
+    (loss / rows).backward()
+    return [loss.detach(), hidden.grad, head.weight.grad]
+
+
+@pytest.mark.parametrize("chunk", [1, 100, 128, 511])
+def test_chunked_equals_plain(chunk):
+    want, got = (loss_and_gradients(512, 3000, c) for c in (0, chunk))
+    for a, b in zip(got, want, strict=True):
+        assert float((a - b).norm()) <= 1e-6 * float(b.norm())
+
+
+def allocated(chunk: int, rows: int, vocab: int) -> float:
+    """Peak bytes of tensors during loss and backward, from the allocator's own events."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
+        loss_and_gradients(rows, vocab, chunk)
+    events = sorted((e.start_ns(), e.nbytes()) for e in prof.profiler.kineto_results.events()
+                    if e.name() == "[memory]")
+    return float(np.cumsum([size for _, size in events]).max())
+
+
+def test_a_chunk_takes_a_fraction_of_the_memory():
+    rows, vocab = 1024, 16384
+    plain, chunked = (allocated(c, rows, vocab) for c in (0, CHUNK))
+    assert plain >= 3 * 4 * rows * vocab  # logits, their log-softmax, its gradient
+    assert plain >= 4 * chunked
+
+
+RSS = """
+import re
+from pathlib import Path
+from tests.models.test_chunked_loss import loss_and_gradients
+
+def kilobytes(name):
+    return int(re.search(name + r":\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1])
+
+loss_and_gradients(256, 1024, min({chunk}, 100))  # threads and buffers of the libraries
+before = kilobytes("VmRSS")
+Path("/proc/self/clear_refs").write_text("5")  # the largest resident set counts from here
+loss_and_gradients(4096, 65536, {chunk})
+print(1024 * (kilobytes("VmHWM") - before))
+"""
+
+
+def resident(chunk: int) -> float:
+    """Bytes by which a fresh process grows at most over the loss of 4k tokens x 64k vocabulary."""
+    return float(subprocess.run([sys.executable, "-c", RSS.format(chunk=chunk)], check=True,
+                                capture_output=True, text=True).stdout)
+
+
+@pytest.mark.slow
+def test_the_process_takes_a_fraction_of_the_memory_at_4k_tokens_and_64k_vocabulary():
+    plain, chunked = resident(0), resident(CHUNK)
+    print(f"plain {plain / 1e6:.0f} MB, chunked {chunked / 1e6:.0f} MB")
+    assert plain >= 4 * chunked
+    want, got = (loss_and_gradients(4096, 65536, c) for c in (0, CHUNK))
+    for a, b in zip(got, want, strict=True):
+        assert float((a - b).norm()) <= 1e-6 * float(b.norm())

@@ -1,0 +1,95 @@
+"""The LLM: equal to transformers' where that is the reference, causal, and its loss a sum."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from transformers import Qwen2ForCausalLM
+
+from orchmllm.batch import IGNORE_INDEX, SequenceLengths
+from orchmllm.models.config import LLMConfig
+from orchmllm.models.llm import PackedQwen2, RMSNorm
+from tests.models.test_models import LLM, TOKENS, build, inputs, positions, relative, run
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rms_norm_is_bit_equal_to_hf(dtype):
+    from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
+
+    torch.manual_seed(0)
+    ours, stock = RMSNorm(64, 1e-6).to(dtype), Qwen2RMSNorm(64, 1e-6).to(dtype)
+    with torch.no_grad():
+        ours.weight.copy_(stock.weight.normal_())
+    x = torch.randn(50, 64, dtype=dtype)
+    assert torch.equal(ours(x), stock(x))
+
+
+def test_llm_equals_stock_transformers_on_one_sequence():
+    from transformers import Qwen2Config
+
+    module = build("llm")
+    config = {**module.hf.config.to_dict(), "rope_theta": LLM.rope_theta}
+    stock = Qwen2ForCausalLM(Qwen2Config(**config, attn_implementation="sdpa")).eval()
+    stock.load_state_dict(module.hf.state_dict())
+    assert stock.config._attn_implementation == "sdpa"
+    ids = torch.randint(0, LLM.vocab_size, (40,))
+    lengths = np.array([40])
+    ours = module.logits(module.embed(ids), positions(lengths), SequenceLengths.from_lengths([40]))
+    assert relative(ours, stock(ids[None]).logits[0]) < 1e-5
+    angle = torch.arange(3000)[None]
+    for a, b in zip(
+        module.hf.model.rotary_emb(ours, angle), stock.model.rotary_emb(ours, angle), strict=True
+    ):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("sequences", [[0], [0, 1, 2]])
+def test_llm_is_causal(sequences):
+    module = build("llm", torch.float64)
+    x = inputs("llm", torch.float64)[: TOKENS[sequences].sum()]
+    before = run("llm", module, x, sequences)
+    x = x.clone()
+    x[4] += 1.0
+    change = (run("llm", module, x, sequences) - before).abs().amax(dim=1)
+    assert not change[:4].any() and not change[TOKENS[0] :].any()
+    assert (change[4 : TOKENS[0]] > 0).all()
+
+
+def test_llm_loss_is_the_sum_over_targets():
+    module, x = build("llm"), inputs("llm")
+    labels = torch.randint(0, LLM.vocab_size, (len(x),))
+    labels[::3] = IGNORE_INDEX
+    seqlens = SequenceLengths.from_lengths(TOKENS)
+    loss = module(x, positions(TOKENS), seqlens, labels)
+    logits = module.logits(x, positions(TOKENS), seqlens)
+    keep = labels != IGNORE_INDEX
+    expected = -logits.log_softmax(-1)[keep].gather(1, labels[keep][:, None]).sum()
+    assert loss.shape == () and torch.allclose(loss, expected, rtol=1e-6)
+
+
+def test_one_token_examples_have_no_loss():
+    module = build("llm")
+    x = module.embed(torch.tensor([3, 4]))
+    labels = torch.full((2,), IGNORE_INDEX)
+    lengths = np.array([1, 1])
+    loss = module(x, positions(lengths), SequenceLengths.from_lengths(lengths), labels)
+    assert loss.item() == 0.0
+    loss.backward()
+    for key, parameter in module.named_parameters():
+        assert parameter.grad is not None and not parameter.grad.any(), key
+
+
+@pytest.mark.parametrize(
+    "config", [LLMConfig(), LLMConfig(num_layers=1, hidden_size=2048, intermediate_size=64)]
+)
+def test_untrained_loss_is_ln_vocab_size(config):
+    torch.manual_seed(0)
+    module = PackedQwen2(config)
+    ids = torch.randint(0, config.vocab_size, (400,))
+    seqlens = SequenceLengths.from_lengths([100] * 4)
+    with torch.no_grad():
+        loss = module(module.embed(ids), positions(seqlens.lengths), seqlens, ids.roll(-1)) / 400
+    assert abs(loss.item() / math.log(config.vocab_size) - 1) < 0.05

@@ -1,0 +1,70 @@
+"""balance(): input checks, the policy x option table, C++ == Python twin."""
+
+import numpy as np
+import pytest
+
+from orchmllm.models.config import ModelConfig
+from orchmllm.plan.balance import balance, core
+from orchmllm.plan.cost import CostModel, cost_model
+from tests.twins import core as reference
+from tests.twins.bound import lower_bound
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 7, 64])
+@pytest.mark.parametrize("high", [1, 3, 5000, 2**40])
+def test_greedy_equals_twin(num_ranks: int, high: int) -> None:
+    rng = np.random.default_rng(num_ranks)
+    for n in (0, 1, 2, 5, 300):
+        weight = rng.integers(0, high, n)
+        home = rng.integers(0, num_ranks, n)
+        got = balance(weight, num_ranks=num_ranks, policy="greedy", home=home)
+        assert np.array_equal(got, reference.greedy(weight, home, num_ranks))
+        assert np.array_equal(got[weight == 0], home[weight == 0])
+        bound = core().lower_bound(weight, num_ranks)
+        assert bound == lower_bound(weight, num_ranks)
+        load = np.zeros(num_ranks, np.int64)
+        np.add.at(load, got, weight)
+        assert load.max() <= (4 * bound + 2) // 3 or bound == 0
+
+
+def test_none_returns_home() -> None:
+    home = np.array([2, 0, 1])
+    assert np.array_equal(balance([5, 6, 7], num_ranks=3, policy="none", home=home), home)
+
+
+def test_greedy_balances_cost() -> None:
+    rank_of = balance([1, 1, 1], num_ranks=2, policy="greedy", cost=[1, 9, 8])
+    assert rank_of.tolist() == [1, 0, 1]
+
+
+@pytest.mark.parametrize(("change", "message"), [
+    ({"policy": "lpt"}, "unknown policy 'lpt'"),
+    ({"policy": "none", "cost": [1, 2, 3]}, "'none' does not honour cost"),
+    ({"tolerance": 0.1}, "'greedy' does not honour tolerance"),
+    ({"num_ranks": 0}, "num_ranks must be"),
+    ({"ranks_per_node": 0}, "ranks_per_node must be"),
+    ({"lengths": [1, -2, 3]}, r"lengths\[1\] = -2 is negative"),
+    ({"lengths": [1.0, float("nan"), 3.0]}, "lengths must be integers.*nan at index 1"),
+    ({"lengths": [[1, 2, 3]]}, "lengths must be 1-D"),
+    ({"lengths": np.array([1, 2**63, 3], np.uint64)}, r"lengths\[1\] = .* overflows"),
+    ({"lengths": [2**62, 2**62, 1]}, "sum of lengths overflows"),
+    ({"cost": [1, 2]}, "cost has 2 entries, expected 3"),
+    ({"home": [0, 1, 2]}, r"home\[2\] = 2 is not a rank of 2"),
+    ({"home": [0, -1, 0]}, r"home\[1\] = -1 is negative"),
+])
+def test_bad_input_names_argument_and_index(change: dict, message: str) -> None:
+    arguments = {"lengths": [1, 2, 3], "num_ranks": 2, "policy": "greedy"} | change
+    with pytest.raises(ValueError, match=message):
+        balance(arguments.pop("lengths"), **arguments)
+
+
+def test_cost_models() -> None:
+    for phase in ("vision", "audio", "llm"):
+        model = cost_model(phase, ModelConfig())
+        cost = model(np.array([1, 2, 1000]))
+        exact = [model.linear * n + model.quadratic * n * n for n in (1, 2, 1000)]
+        np.testing.assert_allclose(cost * 1000, exact, rtol=1e-3)
+    with pytest.raises(ValueError, match=r"lengths\[0\].*overflows"):
+        CostModel(1, 1)([2**32])
+    with pytest.raises(ValueError, match="unknown phase"):
+        cost_model("video", ModelConfig())

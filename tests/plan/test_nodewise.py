@@ -1,0 +1,74 @@
+"""assign_nodes(): a permutation, equal to its twin, near the optimum; the ILP solvers agree."""
+
+from itertools import permutations
+
+import numpy as np
+import pytest
+
+from orchmllm.estimate.workload import sample_layout
+from orchmllm.plan.balance import balance, core
+from orchmllm.plan.nodewise import assign_nodes, node_traffic
+from tests.twins.nodewise import nodewise
+
+
+def triplets(seed: int, d: int, m: int):
+    rng = np.random.default_rng(seed)
+    return rng.integers(0, d, m), rng.integers(0, d, m), rng.integers(0, 1000, m)
+
+
+def busiest(problem, rank_of: np.ndarray, c: int, objective: str) -> int:
+    send, receive = node_traffic(*problem, rank_of, c)
+    return int(max(send.max(), receive.max()) if objective == "send_receive" else send.max())
+
+
+@pytest.mark.parametrize("objective", ["send", "send_receive"])
+@pytest.mark.parametrize(("d", "c", "m"), [(1, 8, 3), (6, 2, 40), (7, 3, 30), (12, 4, 200),
+                                           (10, 1, 50), (8, 8, 20), (9, 4, 0)])
+def test_search_is_a_permutation_and_equals_its_twin(d, c, m, objective) -> None:
+    for seed in range(3):
+        problem = triplets(seed, d, m)
+        got = assign_nodes(*problem, num_ranks=d, ranks_per_node=c, objective=objective, limit=40)
+        assert sorted(got.tolist()) == list(range(d))
+        assert np.array_equal(got, nodewise(*problem, d, c, objective == "send_receive", 40))
+
+
+@pytest.mark.parametrize("objective", ["send", "send_receive"])
+def test_search_is_near_the_optimum(objective: str) -> None:
+    for seed in range(4):
+        problem = triplets(seed, 6, 50)
+        got = assign_nodes(*problem, num_ranks=6, ranks_per_node=2, objective=objective)
+        least = min(busiest(problem, np.array(p), 2, objective) for p in permutations(range(6)))
+        assert busiest(problem, got, 2, objective) <= 1.1 * least
+
+
+@pytest.mark.parametrize("solver", ["highs", "cbc"])
+@pytest.mark.parametrize("objective", ["send", "send_receive"])
+def test_solvers_find_the_optimum(solver: str, objective: str) -> None:
+    cvxpy = pytest.importorskip("cvxpy")
+    if {"highs": "HIGHS", "cbc": "CBC"}[solver] not in cvxpy.installed_solvers():
+        pytest.skip(f"{solver} is not installed")
+    problem = triplets(0, 7, 60)
+    got = assign_nodes(*problem, num_ranks=7, ranks_per_node=3, solver=solver, objective=objective)
+    assert sorted(got.tolist()) == list(range(7))
+    search = assign_nodes(*problem, num_ranks=7, ranks_per_node=3, objective=objective)
+    assert busiest(problem, got, 3, objective) <= busiest(problem, search, 3, objective)
+
+
+def test_search_beats_the_identity() -> None:
+    layout = sample_layout("84b", num_ranks=64, batch_size=30, seed=0)
+    weight, home = layout.tokens_per_example, layout.rank_of_example
+    batch = balance(weight, num_ranks=64, policy="greedy")
+    got = core().nodewise(home, batch, weight, 64, 8, False, 2000)
+    problem = (home, batch, weight)
+    assert busiest(problem, got, 8, "send") < .85 * busiest(problem, np.arange(64), 8, "send")
+
+
+@pytest.mark.parametrize(("change", "message"), [
+    ({"solver": "gurobi"}, "unknown solver"), ({"objective": "receive"}, "unknown objective"),
+    ({"num_ranks": 2}, r"source_rank\[2\] = 2 is not a rank of 2"),
+    ({"ranks_per_node": 0}, "ranks_per_node must be"),
+])
+def test_bad_input(change: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        assign_nodes(np.arange(3), np.arange(3), np.ones(3, np.int64),
+                     **({"num_ranks": 3, "ranks_per_node": 2} | change))

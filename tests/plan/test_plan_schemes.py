@@ -1,0 +1,123 @@
+"""plan_step with every policy and scheme: permutations, balance, bytes, honest errors."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from orchmllm.estimate.workload import MODELS, sample_layout
+from orchmllm.plan.assign import PHASES, BalanceConfig, PhasePolicy, PlanSpec
+from orchmllm.plan.balance import core
+from orchmllm.plan.cost import cost_model
+from orchmllm.plan.homes import example_bytes
+from orchmllm.plan.step import StepPlan, assign_microbatches, plan_step
+
+LAYOUT = sample_layout("84b", num_ranks=32, batch_size=30, seed=0)
+
+
+def spec(**balance) -> PlanSpec:
+    config = MODELS["84b"]
+    return PlanSpec(
+        costs={phase: cost_model(phase, config) for phase in PHASES},
+        row_bytes={"vision": 588, "audio": 320}, feature_bytes=16384, ranks_per_node=8,
+        balance=BalanceConfig(**balance))
+
+
+def every_phase(policy: str, **options) -> dict[str, PhasePolicy]:
+    return {phase: PhasePolicy(policy, **options) for phase in PHASES}
+
+
+def excess(plan: StepPlan, phase: str) -> float:
+    """Largest load over its lower bound."""
+    cost = plan.spec.costs[phase](plan.item_lengths(phase))
+    return plan.phase_cost(phase)[1].max() / core().lower_bound(cost, plan.layout.num_ranks)
+
+
+def internode_bytes(plan: StepPlan) -> int:
+    return sum(phase["internode_bytes"] for phase in plan.stats.values())
+
+
+@pytest.mark.parametrize("policy", ["none", "greedy", "padded", "quadratic", "conv_transformer", "least_move"])
+@pytest.mark.parametrize("dispatch", ["tensors", "load"])
+def test_every_policy_plans_every_phase(policy: str, dispatch: str) -> None:
+    plan = plan_step(LAYOUT, spec(dispatch=dispatch, **every_phase(policy)))
+    for move in (plan.llm, *plan.encode.values(), *plan.feature.values()):
+        assert sorted(move.order.tolist()) == list(range(len(move.order)))
+    if policy in ("greedy", "quadratic", "least_move"):
+        assert all(excess(plan, phase) < 1.02 for phase in PHASES)
+
+
+@pytest.mark.parametrize("dispatch", ["tensors", "load"])
+@pytest.mark.parametrize("size, per_node", [(8, 8), (16, 8), (4, 8)])
+def test_nothing_leaves_its_group(dispatch: str, size: int, per_node: int) -> None:
+    """And each group is planned as if it were alone."""
+    inside = replace(spec(dispatch=dispatch, **every_phase("least_move")), ranks_per_node=per_node)
+    whole = plan_step(LAYOUT, replace(inside, group_size=size))
+    alone = replace(inside, ranks_per_node=min(size, per_node))
+    for phase in PHASES:
+        move = whole.llm if phase == "llm" else whole.encode[phase]
+        assert (move.source_rank[move.order] // size == move.target_rank // size).all()
+        costs = [plan_step(part, alone).phase_cost(phase)[1] for part in LAYOUT.split_ranks(size)]
+        np.testing.assert_array_equal(whole.phase_cost(phase)[1], np.concatenate(costs))
+    assert whole.digest != plan_step(LAYOUT, inside).digest
+    micro = assign_microbatches(LAYOUT, replace(inside, group_size=size), 3)
+    for first, part in zip(range(0, 32, size), LAYOUT.split_ranks(size), strict=True):
+        here = (LAYOUT.rank_of_example >= first) & (LAYOUT.rank_of_example < first + size)
+        np.testing.assert_array_equal(micro[here], assign_microbatches(part, alone, 3))
+
+
+def test_min_gain_leaves_a_step_as_sampled() -> None:
+    gain = plan_step(LAYOUT, spec(**every_phase("least_move"))).predicted_gain
+    for least, rearranges in ((gain - 1e-6, True), (gain + 1e-6, False)):
+        plan = plan_step(LAYOUT, spec(min_gain=least, **every_phase("least_move")))
+        assert plan.rearranges == plan.spec.balance.enabled == rearranges
+
+
+def test_local_moves_far_less_than_the_papers_scheme() -> None:
+    paper = plan_step(LAYOUT, spec(**every_phase("greedy", nodewise=True)))
+    local = plan_step(LAYOUT, spec(**every_phase("least_move", tolerance=.005)))
+    assert all(excess(local, phase) <= 1.005 + 1e-9 for phase in PHASES)
+    assert internode_bytes(local) < internode_bytes(paper) / 10
+    blind = plan_step(LAYOUT, spec(**every_phase("greedy")))
+    assert internode_bytes(paper) < internode_bytes(blind)
+
+
+def test_text_only_examples_move_first() -> None:
+    plan = plan_step(LAYOUT, spec(**every_phase("least_move", tolerance=.005)))
+    nodes = plan.llm.source_rank[plan.llm.order] // 8 != plan.llm.target_rank // 8
+    moved = plan.llm.order[nodes]
+    per_token = example_bytes(LAYOUT, 16384) / LAYOUT.tokens_per_example
+    assert np.median(per_token[moved]) <= np.median(per_token)
+
+
+def test_whole_examples_keep_media_with_their_example() -> None:
+    plan = plan_step(LAYOUT, spec(whole_examples=True, **every_phase("greedy")))
+    assert all(move.source_rank[move.order].tolist() == move.target_rank.tolist()
+               for move in plan.feature.values())
+
+
+def test_token_cap_holds() -> None:
+    cap = int(LAYOUT.tokens_per_example.sum() / 32 * 1.05)
+    policies = every_phase("least_move") | {"llm": PhasePolicy("least_move", max_rank_tokens=cap)}
+    plan = plan_step(LAYOUT, spec(**policies))
+    held = np.bincount(plan.llm.target_rank, LAYOUT.tokens_per_example[plan.llm.order])
+    assert held.max() <= cap
+
+
+@pytest.mark.parametrize(("options", "message"), [
+    ({"policy": "least_move", "nodewise": True}, "'least_move' does not honour nodewise"),
+    ({"policy": "greedy", "tolerance": .1}, "'greedy' does not honour tolerance"),
+    ({"policy": "padded", "max_rank_tokens": 10**6}, "'padded' does not honour max_rank_tokens"),
+])
+def test_what_cannot_be_honoured_raises(options: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        plan_step(LAYOUT, spec(vision=PhasePolicy(**options)))
+
+
+def test_microbatches_share_every_phase() -> None:
+    balanced = spec(**every_phase("least_move"))
+    step = assign_microbatches(LAYOUT, balanced, 4)
+    tokens = np.bincount(step, LAYOUT.tokens_per_example)
+    assert tokens.max() <= 1.05 * tokens.mean()
+    off = replace(balanced, balance=BalanceConfig(enabled=False))
+    assert np.bincount(assign_microbatches(LAYOUT, off, 3)).tolist() == [320, 320, 320]

@@ -1,0 +1,84 @@
+"""A loss or gradient that is not finite: one decision on all ranks, before the optimizer step."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+from orchmllm.config import CheckpointConfig
+from orchmllm.plan.step import BalanceConfig
+from orchmllm.trainer import Trainer
+from tests.lib.ranks import RankFailure, run_ranks
+from tests.lib.synthetic import SyntheticDataset, recipe
+
+pytestmark = pytest.mark.dist
+BAD = 3
+
+
+def run_recipe(folder, policy: str):
+    base = recipe(balance=BalanceConfig(ranks_per_node=2))
+    return replace(
+        base, run=replace(base.run, dir=str(folder)),
+        fsdp=replace(base.fsdp, param_dtype="float32"),
+        checkpoint=CheckpointConfig(every_steps=2, asynchronous=False),
+        train=replace(base.train, num_steps=6, nonfinite=policy))
+
+
+def train(world, run, where: str) -> tuple[list, list[float]]:
+    """([(step, nonfinite)], sum of |parameters| before and after step BAD)."""
+    trainer = Trainer(run, world, dataset=SyntheticDataset())
+    forward, original, sums = trainer.model.forward, trainer.train_step, []
+
+    def poisoned(batch):
+        out = forward(batch)
+        bad = trainer.progress.step == BAD and world.rank == 1
+        if where == "loss":  # on every rank: FSDP gathers in the order of the graph
+            out = out * (float("nan") if bad else 1.0)
+        elif bad:
+            out.register_hook(lambda g: g * float("inf"))
+        return out
+
+    def total() -> float:
+        return sum(float(p.detach().full_tensor().abs().sum()) for p in trainer.parameters)
+
+    def recorded(step):
+        if step.index == BAD:
+            sums.append(total())
+        try:
+            return original(step)
+        finally:
+            if step.index == BAD:
+                sums.append(total())
+
+    trainer.model.forward, trainer.train_step = poisoned, recorded
+    rows = trainer.run()
+    assert torch.isfinite(torch.tensor(total()))
+    return [(r["step"], r["nonfinite"]) for r in rows], sums
+
+
+@pytest.mark.parametrize("where", ["loss", "gradient"])
+def test_raise(tmp_path, where):
+    with pytest.raises(RankFailure) as failure:
+        run_ranks(train, 2, run_recipe(tmp_path, "raise"), where)
+    texts = {e[1] for e in failure.value.errors.values()}
+    assert len(failure.value.errors) == 2 and len(texts) == 1
+    assert f"step {BAD}: loss" in texts.pop()
+    (line,) = (tmp_path / "nonfinite.jsonl").read_text().splitlines()
+    assert len(json.loads(line)["example_ids"]) == 4 and json.loads(line)["step"] == BAD
+
+
+@pytest.mark.parametrize("where", ["loss", "gradient"])
+def test_skip(tmp_path, where):
+    steps, sums = run_ranks(train, 2, run_recipe(tmp_path, "skip"), where)[0]
+    assert steps == [(s, s == BAD) for s in range(6)]
+    assert sums[0] == sums[1]
+
+
+def test_rollback_skips_the_step_when_it_comes_again(tmp_path):
+    results = run_ranks(train, 2, run_recipe(tmp_path, "rollback"), "loss")
+    assert results[0][0] == [(0, False), (1, False), (2, False), (3, True),
+                             (2, False), (3, True), (4, False), (5, False)]
+    assert results[0][0] == results[1][0]

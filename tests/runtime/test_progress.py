@@ -1,0 +1,240 @@
+"""What is shown and logged of a run: lines, bar, summary, TensorBoard, and rows that keep to their
+schema."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import io
+import json
+import resource
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from orchmllm.config import RunConfig
+from orchmllm.plan import step as plan_step
+from orchmllm.plan.step import BalanceConfig
+from orchmllm.runtime import display as progress
+from orchmllm.runtime.display import RunDisplay
+from orchmllm.runtime.log_schema import PHASES, row_problems
+from orchmllm.runtime.metrics import MetricsLog, read_metrics
+from orchmllm.trainer import Trainer
+from tests.lib.ranks import run_ranks
+from tests.lib.synthetic import SyntheticDataset, recipe
+
+
+def a_row(step: int, loss: float = 2.0) -> dict:
+    phases = {p: {"imbalance_before": 1.5 + i, "imbalance_after": 1.0 + i / 8,
+                  "mean_cost_kflop": 100.0, "moved_bytes": 1500, "internode_bytes": 500}
+              for i, p in enumerate(PHASES)}
+    return {"step": step, "loss": loss, "grad_norm": 1.0, "lr": 0.1, "tokens_per_s": 1234.5,
+            "mfu": None, "step_s": 0.5, "data_wait_s": 0.005, "plan_ms": 1.0, "exchange_ms": 2.0,
+            "num_global_targets": 7, "skipped_steps": 0, "phases": phases,
+            "costs": {p: {"linear": 6, "quadratic": 1} for p in PHASES},
+            "cpu_s": {p: [0.1, 0.2] for p in (*PHASES, "exchange")}, "num_failed_media": 0,
+            "nonfinite": False, "stop_signal": 0}
+
+
+@pytest.fixture
+def display(tmp_path):
+    made = RunDisplay(RunConfig(dir=str(tmp_path)))
+    yield made
+    made.close()
+
+
+def test_plain_lines(display, capsys):
+    display.start(4, first_step=1)
+    for step in (1, 2, 3):
+        display.step(a_row(step))
+    out = capsys.readouterr()
+    assert out.err == ""
+    lines = out.out.splitlines()
+    assert lines[0] == ("step 2/4 loss 2.0000 | 1234 tok/s | vision 1.50->1.00 audio 2.50->1.12 "
+                        "llm 3.50->1.25 | wait 5.0 ms | 0:00 left")
+    assert [x.split()[1] for x in lines] == ["2/4", "3/4", "4/4"]
+
+
+def test_long_runs_are_not_a_line_a_step(display, capsys):
+    display.start(10_000)
+    for step in range(10_000):
+        display.step(a_row(step))
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == progress.MAX_LINES + 1  # and the first step
+    assert lines[-1].startswith("step 10000/10000 ")
+
+
+def test_slow_steps_are_not_silent(display, capsys, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(progress.time, "perf_counter", lambda: now[0])
+    display.start(10_000)
+    for step in range(20):
+        now[0] += 20.0
+        display.step(a_row(step))
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 1 + 20 // 2 - 1
+    assert lines[-1].endswith("| 55:27:00 left")  # 9981 steps of 20 s
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_bar(display, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    display.start(50)
+    bar = display._bar
+    bar.mininterval, bar.miniters, bar.ncols, bar.dynamic_ncols = 0.0, 1, 200, None
+    for step in (0, 1, 2, 1, 2):  # a rollback
+        display.step(a_row(step))
+    assert bar.n == 3
+    display.note("rolled back")
+    display.close()
+    drawn = sys.stderr.getvalue()
+    assert "3/50" in drawn and "vision 1.50->1.00" in drawn and "wait 5.0 ms" in drawn
+    assert "rolled back" in capsys.readouterr().out
+
+
+def test_other_ranks_are_silent(tmp_path, capsys):
+    display = RunDisplay(RunConfig(dir=str(tmp_path / "no")), shows=False)
+    display.start(2)
+    display.step(a_row(0))
+    display.note("x")
+    display.validation({"step": 0, "validation_loss": 1.0})
+    display.finish()
+    display.close()
+    assert capsys.readouterr() == ("", "") and not (tmp_path / "no").exists()
+
+
+def test_summary(display, capsys, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(progress.time, "perf_counter", lambda: now[0])
+    display.start(2)
+    light = a_row(1, loss=1.5)
+    for stats in light["phases"].values():  # a step of little work counts little
+        stats.update(mean_cost_kflop=0.0, imbalance_before=1.0, imbalance_after=1.0)
+    display.step(a_row(0))
+    display.step({**light, "skipped_steps": 1, "num_failed_media": 3})
+    now[0] = 65.0
+    capsys.readouterr()
+    display.finish("stopped by SIGTERM")
+    assert capsys.readouterr().out == f"""\
+stopped by SIGTERM: 2 steps in 1:05 (0.5 s a step)
+  loss        2.0000 -> 1.5000
+  imbalance   vision 1.50 -> 1.00 | audio 2.50 -> 1.12 | llm 3.50 -> 1.25 (slowest rank / mean, \
+as sampled -> as processed)
+  moved       4.5 kB a step, 1.5 kB of it between nodes
+  data wait   1.0% of the time
+  skipped     1 steps; 3 media could not be decoded
+  logs        {Path(display._run.dir) / 'metrics.jsonl'}
+"""
+
+
+def test_summary_of_nothing(display, capsys):
+    display.start(5, first_step=5)
+    display.finish()
+    assert capsys.readouterr().out.startswith("finished: no step was left to do\n")
+
+
+def test_tensorboard_that_is_not_installed(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    for shows in (True, False):  # all ranks say the same
+        with pytest.raises(ValueError, match="pip install tensorboard, or set run.tensorboard=fal"):
+            RunDisplay(RunConfig(tensorboard=True), shows=shows)
+    RunDisplay(RunConfig())
+
+
+def test_tensorboard(tmp_path):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    display = RunDisplay(RunConfig(dir=str(tmp_path), tensorboard=True))
+    display.start(3)
+    for step in range(3):
+        display.step(a_row(step, loss=3.0 - step))
+    display.validation({"step": 3, "validation_loss": 1.0})
+    display.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [(e.step, e.value) for e in events.Scalars("loss")] == [(0, 3.0), (1, 2.0), (2, 1.0)]
+    assert {"llm/imbalance_after", "vision/moved_bytes", "validation_loss", "data_wait_s"} <= set(
+        events.Tags()["scalars"])
+
+
+def train(world, run) -> None:
+    trainer = Trainer(run, world, dataset=SyntheticDataset())
+    try:
+        trainer.run()
+    finally:
+        trainer.close()
+
+
+@pytest.mark.dist
+def test_real_rows_keep_to_the_schema(tmp_path):
+    base = recipe(balance=BalanceConfig(ranks_per_node=1))
+    run = replace(base, run=RunConfig(dir=str(tmp_path)),
+                  data=replace(base.data, num_validation=4),
+                  train=replace(base.train, num_steps=3))
+    run_ranks(train, 2, run)
+    rows = read_metrics(tmp_path / "metrics.jsonl")
+    assert [sum(k in r for r in rows) for k in ("loss", "validation_loss")] == [3, 2]
+    assert [row_problems(r) for r in rows] == [[]] * 5
+
+
+def test_rows_that_do_not_keep_to_the_schema():
+    good = {"schema": 1, **a_row(0)}
+    assert row_problems(good) == []
+    for change, text in (
+        (lambda r: r.pop("loss"), "row: 'loss' is missing"),
+        (lambda r: r.update(extra=1), "row: 'extra' is not in the schema"),
+        (lambda r: r.update(step=True), "row.step: True is not integer"),
+        (lambda r: r.update(step=-1), "row.step: -1 is below 0"),
+        (lambda r: r.update(schema=9), "row.schema: 9 is not 1"),
+        (lambda r: r.update(lr=None), "row.lr: None is not number"),
+        (lambda r: r["phases"].pop("llm"), "row.phases: 'llm' is missing"),
+        (lambda r: r["phases"]["llm"].update(moved_bytes=0.5),
+         "row.phases.llm.moved_bytes: 0.5 is not integer"),
+        (lambda r: r["cpu_s"].update(llm=[0.1, "x"]), "row.cpu_s.llm[1]: 'x' is not number"),
+    ):
+        bad = copy.deepcopy(good)
+        change(bad)
+        assert row_problems(bad) == [text]
+
+
+def test_phases_are_the_planner_s():
+    assert PHASES == plan_step.PHASES
+
+
+def test_log_is_json_and_goes_on_after_a_kill(tmp_path):
+    path = tmp_path / "run" / "metrics.jsonl"
+    log = MetricsLog(path)
+    log.write(a_row(0, loss=float("nan")))
+    log.close()
+    whole = path.read_bytes()
+    path.write_bytes(whole + whole[:50])  # what kill -9 leaves
+    log = MetricsLog(path)
+    log.write(a_row(1))
+    log.close()
+    rows = read_metrics(path)
+    assert [(r["step"], r["loss"]) for r in rows] == [(0, None), (1, 2.0)]
+    assert [row_problems(r) for r in rows] == [[], []]
+    assert "NaN" not in path.read_text()
+
+
+def test_a_full_disk_costs_rows_and_not_the_run(tmp_path, capsys):
+    log = MetricsLog(tmp_path / "metrics.jsonl")
+    log.write(a_row(0))
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    size = (tmp_path / "metrics.jsonl").stat().st_size
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size + 100, hard))
+        log.write(a_row(1))
+        log.write(a_row(2))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    log.write(a_row(3))
+    log.close()
+    assert [json.loads(x)["step"] for x in (tmp_path / "metrics.jsonl").open()] == [0, 3]
+    assert log.lost == 2 and capsys.readouterr().err.count("rows are lost") == 1

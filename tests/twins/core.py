@@ -1,0 +1,176 @@
+"""Slow, obvious twins of the functions of the C++ core, for tests and for reading.
+
+Each takes and returns what its namesake in orchmllm._core does, and must agree with it exactly.
+The twins of `least_move`, `conv_transformer` and `lower_bound` are in files of their own.
+"""
+
+from __future__ import annotations
+
+import heapq
+
+import numpy as np
+
+
+def _heaviest_first(weight: np.ndarray) -> list[int]:
+    """Items of positive weight by (-weight, index)."""
+    items = [i for i in range(len(weight)) if weight[i] > 0]
+    return sorted(items, key=lambda i: (-weight[i], i))
+
+
+def greedy(weight: np.ndarray, home: np.ndarray, num_ranks: int) -> np.ndarray:
+    """OrchMLLM Algorithm 1: longest first onto the least-loaded rank; weight zero stays home."""
+    rank_of = np.array(home, np.int64)
+    heap = [(0, rank) for rank in range(num_ranks)]
+    for item in _heaviest_first(weight):
+        load, rank = heap[0]
+        heapq.heapreplace(heap, (load + int(weight[item]), rank))
+        rank_of[item] = rank
+    return rank_of
+
+
+def padded(weight: np.ndarray, home: np.ndarray, num_ranks: int) -> np.ndarray:
+    """OrchMLLM Algorithm 2, repaired: least max of count * longest, over contiguous cuts of the
+    sorted list."""
+    rank_of = np.array(home, np.int64)
+    items = _heaviest_first(weight)
+
+    def cut(bound: int) -> list[list[int]]:
+        batches, first = [], 0
+        while first < len(items):
+            size = bound // int(weight[items[first]])
+            batches.append(items[first:first + size])
+            first += size
+        return batches
+
+    if not items:
+        return rank_of
+    low = max(int(weight[items[0]]), -(-int(sum(weight)) // num_ranks))
+    high = max(low, int(weight[items[0]]) * -(-len(items) // num_ranks))
+    while low < high:
+        middle = (low + high) // 2
+        if len(cut(middle)) <= num_ranks:
+            high = middle
+        else:
+            low = middle + 1
+    for rank, batch in enumerate(cut(high)):
+        rank_of[batch] = rank
+    return rank_of
+
+
+def enforce_token_cap(
+    weight: np.ndarray, tokens: np.ndarray, rank_of: np.ndarray, num_ranks: int, cap: int
+) -> np.ndarray:
+    """rank_of with items moved off ranks above `cap` tokens; empty if a rank stays above."""
+    out, t = np.array(rank_of, np.int64), [int(v) for v in tokens]
+    longest_first = sorted(range(len(t)), key=lambda i: (-t[i], i))
+    items = [[i for i in longest_first if out[i] == r] for r in range(num_ranks)]
+    load = [sum(int(weight[i]) for i in own) for own in items]
+    held = [sum(t[i] for i in own) for own in items]
+
+    def move(i: int, to: int) -> None:
+        a = int(out[i])
+        items[a].remove(i)
+        after = next((k for k, j in enumerate(items[to]) if t[j] < t[i]), len(items[to]))
+        items[to].insert(after, i)
+        for rank, sign in ((a, -1), (to, 1)):
+            load[rank] += sign * int(weight[i])
+            held[rank] += sign * t[i]
+        out[i] = to
+
+    def give(a: int) -> bool:
+        for i in items[a]:
+            room = [b for b in range(num_ranks) if b != a and held[b] + t[i] <= cap and t[i] > 0]
+            if room:
+                move(i, min(room, key=lambda b: (load[b], b)))
+                return True
+        return False
+
+    def swap(a: int) -> bool:
+        for i in items[a]:
+            for b in range(num_ranks):
+                for j in items[b] if b != a and held[b] < cap else []:
+                    if t[j] < t[i] and held[b] + t[i] - t[j] <= cap:
+                        move(j, a)
+                        move(i, b)
+                        return True
+        return False
+
+    for a in range(num_ranks):
+        while held[a] > cap:
+            if not give(a) and not swap(a):
+                return np.zeros(0, np.int64)
+    return out
+
+
+def assign_microbatches(share: np.ndarray, num_microbatches: int) -> np.ndarray:
+    """Vector LPT: largest share first, to the step whose fullest phase, then sum, stays lowest."""
+    load = np.zeros((num_microbatches, share.shape[1]), np.int64)
+    out = np.zeros(len(share), np.int64)
+    for i in np.argsort(-share.max(axis=1, initial=0), kind="stable"):
+        after = load + share[i]
+        out[i] = min(range(num_microbatches),
+                     key=lambda k: (after[k].max(initial=0), after[k].sum(), k))
+        load[out[i]] += share[i]
+    return out
+
+
+def largest_shares(
+    place: np.ndarray, batch: np.ndarray, volume: np.ndarray
+) -> list[tuple[int, int, int]]:
+    """(volume, batch, place) of every pair that occurs, the largest first, then ascending."""
+    total: dict[tuple[int, int], int] = {}
+    for p, b, v in zip(place, batch, volume, strict=True):
+        total[int(b), int(p)] = total.get((int(b), int(p)), 0) + int(v)
+    return sorted(((v, b, p) for (b, p), v in total.items()), key=lambda s: (-s[0], s[1], s[2]))
+
+
+def near_home(
+    source: np.ndarray, batch: np.ndarray, volume: np.ndarray, num_ranks: int, ranks_per_node: int
+) -> np.ndarray:
+    """Permutation: batches to the node, then the rank, that holds most of them while it is free."""
+    node = np.asarray(source) // ranks_per_node
+    free = [len(range(k, min(num_ranks, k + ranks_per_node)))
+            for k in range(0, num_ranks, ranks_per_node)]
+    node_of: dict[int, int] = {}
+    for _, b, k in largest_shares(node, batch, volume):
+        if b not in node_of and free[k]:
+            node_of[b] = k
+            free[k] -= 1
+    for b in range(num_ranks):
+        if b not in node_of:
+            node_of[b] = next(k for k, count in enumerate(free) if count)
+            free[node_of[b]] -= 1
+    nodes = [node_of[b] for b in range(num_ranks)]
+    return ranks_inside(source, batch, volume, num_ranks, ranks_per_node, nodes)
+
+
+def ranks_inside(
+    source: np.ndarray, batch: np.ndarray, volume: np.ndarray, num_ranks: int,
+    ranks_per_node: int, node_of: list[int],
+) -> np.ndarray:
+    """Permutation for given nodes: each batch next to the rank of its node that holds most."""
+    rank_of, taken = {}, set()
+    for _, b, r in largest_shares(source, batch, volume):
+        if r // ranks_per_node == node_of[b] and b not in rank_of and r not in taken:
+            rank_of[b] = r
+            taken.add(r)
+    for b in range(num_ranks):
+        if b not in rank_of:
+            rank_of[b] = next(r for r in range(node_of[b] * ranks_per_node, num_ranks)
+                              if r not in taken)
+            taken.add(rank_of[b])
+    return np.array([rank_of[b] for b in range(num_ranks)], np.int64)
+
+
+def heaviest_holder(
+    example: np.ndarray, rank: np.ndarray, held: np.ndarray, home: np.ndarray
+) -> np.ndarray:
+    """Rank that holds most bytes of each example; ties to its `home`, then to the lowest."""
+    out = np.array(home, np.int64)
+    for e in range(len(out)):
+        total: dict[int, int] = {}
+        for r, v in zip(rank[example == e], held[example == e], strict=True):
+            total[int(r)] = total.get(int(r), 0) + int(v)
+        if total and max(total.values()) > 0:
+            out[e] = min(total, key=lambda r: (-total[r], r != home[e], r))
+    return out
