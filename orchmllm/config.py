@@ -1,6 +1,6 @@
 """The sections of a recipe: defaults < YAML file < `a.b=c` on the command line, checked before
-torch is imported. orchmllm.recipe.schema says how a key is written, orchmllm.recipe.parse how a file becomes
-these classes; docs/recipe.md is made from them.
+torch is imported. orchmllm.recipe.schema says how a key is written, orchmllm.recipe.parse how a
+file becomes these classes; docs/recipe.md is made from them.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from orchmllm.data.config import SourceConfig
 from orchmllm.models.config import ModelConfig
 from orchmllm.plan.step import BalanceConfig
 from orchmllm.recipe import strict_yaml
@@ -20,6 +19,8 @@ from orchmllm.recipe.schema import Conflict, key, leaves, section
 
 __all__ = ["Recipe", "RecipeError", "explain", "load_recipe", "read_recipe", "to_yaml"]
 
+ROW_FORMATS = ("auto", "llava", "sharegpt", "openai", "llama_factory", "asr", "caption",
+               "librispeech", "air_bench")
 PADDED = ("padded", "conv_transformer")  # policies that know of padding
 DTYPES = ("float32", "float64", "bfloat16")
 
@@ -68,6 +69,26 @@ class LaunchConfig:
 
 
 @dataclass(frozen=True)
+class SourceConfig:
+    """One source of examples: a file, several shards, a folder, or a dataset of the hub."""
+
+    path: str = key("", "A JSON, JSONL, parquet, arrow or tar file, a pattern of them "
+                    "(`shards/*.tar`, `shard-{000..099}.tar`), a folder, or `hf:org/name`.",
+                    required="give a file, a folder, a pattern or hf:org/name")
+    row_format: str = key("auto", "How its rows are written; `auto` tells it from the first ones.",
+                          choices=ROW_FORMATS, aliases=("format",))
+    weight: float = key(0.0, "Share of what is drawn, in proportion to the other weights; 0 for "
+                        "all sources: every example once per epoch.", at_least=0)
+    media_root: str = key("", "Folder that media paths are relative to and must stay in; empty: "
+                          "where the data file is.")
+    split: str = key("", "Split of a Hugging Face dataset, or a folder of LibriSpeech.")
+    subset: str = key("", "Configuration of a Hugging Face dataset.")
+    prompt: str = key("", "Question put before a transcript or caption; empty: a default.")
+    name: str = key("", "In errors and statistics; empty: the last part of path.")
+    max_row_bytes: int = key(8 << 20, "A longer row of text is refused unread.", at_least=1)
+
+
+@dataclass(frozen=True)
 class DataConfig:
     """What is read, and what happens when it cannot be."""
 
@@ -89,7 +110,8 @@ class DataConfig:
                          "~/.cache/orchmllm/index.")
     prefetch: int = key(2, "Steps prepared ahead.", at_least=0, aliases=("prefetch_factor",))
     num_workers: int = key(0, "Processes of each rank that read and decode; 0: its prefetch thread "
-                           "does.", at_least=0, at_most=64, aliases=("workers", "dataloader_workers"))
+                           "does.", at_least=0, at_most=64,
+                           aliases=("workers", "dataloader_workers"))
     strict: bool = key(False, "A medium that cannot be decoded is an error. Otherwise its example "
                        "is not learnt from and gets a line in quarantine.jsonl.")
     max_failed_in_a_row: int = key(20, "Consecutive media that cannot be decoded which are an "

@@ -87,8 +87,9 @@ class Orchestrator:
     calls gather_layout and commit. planner: replaces plan_step (tests compare arbitrary
     rearrangements; where the spec has integer programs it is given their solver as `solve`).
     group: CPU group of the ranks, owned by the same thread as `gather`; dispatch `bytes` needs it.
-    hop_groups: rows travel in two hops over these groups (see orchmllm.comm.exchange.hop_groups), not in
-    one. commit_gather: where the ranks of `gather` are one shard of those that share a step, all of
+    hop_groups: rows travel in two hops over these groups (see orchmllm.comm.exchange.hop_groups),
+    not in one. commit_gather: where the ranks of `gather` are one shard of those that share a step,
+    all of
     these: they fail together and count targets together, but each shard has its own plans.
     """
 
@@ -143,7 +144,8 @@ class Orchestrator:
     ) -> Gathered:
         """LAYOUT: this rank's lengths (one rank's part) -> the global batch's. Where every rank
         knows all lengths pass None: only headers travel. exhausted: this rank has no more examples;
-        num_dropped: how many it left out. config_digest: further configuration that has to be equal.
+        num_dropped: how many it left out. config_digest: further configuration that has to be
+        equal.
 
         Raises RemoteError if any rank passed an `error`, PlanMismatchError if steps, versions or
         configurations differ."""

@@ -67,8 +67,9 @@ def run_rank(recipe: Recipe, world: launch.World, work: Callable[[HangWatchdog],
     # At once: a rank that waits in a collective would not get to see a KeyboardInterrupt.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     with launch.process_group(world, recipe.launch.timeout_s) as store:
-        watch = HangWatchdog(store, world.rank, world.world_size, folder=Path(recipe.run.dir) / "hang",
-                      stall_timeout_s=recipe.launch.stall_timeout_s, exit_now=launch.exit_now)
+        watch = HangWatchdog(
+            store, world.rank, world.world_size, folder=Path(recipe.run.dir) / "hang",
+            stall_timeout_s=recipe.launch.stall_timeout_s, exit_now=launch.exit_now)
         try:
             work(watch)
         except Stopped as e:

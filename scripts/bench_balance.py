@@ -3,10 +3,10 @@
     python scripts/bench_balance.py [--ranks 8,16,64,128,512] [--batch-size 60] [--limit 10]
         [--json FILE] [--plot FILE.png]
 
-Compared: `least_move` and `greedy` of this package, a heapq LPT in Python (what training frameworks do),
-prtpy's greedy and Karmarkar-Karp, and the assignment program by CVXPY with CBC and HiGHS. Solvers
-that a size makes hopeless (over --limit seconds at the size before) are left out from there on.
-prtpy, cvxpy, cylp and highspy are optional.
+Compared: `least_move` and `greedy` of this package, a heapq LPT in Python (what training frameworks
+do), prtpy's greedy and Karmarkar-Karp, and the assignment program by CVXPY with CBC and HiGHS.
+Solvers that a size makes hopeless (over --limit seconds at the size before) are left out from there
+on. prtpy, cvxpy, cylp and highspy are optional.
 """
 
 from __future__ import annotations

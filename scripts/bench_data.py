@@ -20,7 +20,7 @@ import soundfile
 from PIL import Image
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
-from orchmllm.data.config import SourceConfig
+from orchmllm.config import SourceConfig
 from orchmllm.data.formats.open import open_source
 from orchmllm.data.index import build_index
 from orchmllm.data.lengths import LengthReader

@@ -4,16 +4,16 @@ phase by phase on one GPU, as sampled and balanced.
     python scripts/bench_gpu.py [--device cuda] [--model 84b] [--ranks 8] [--batch-size 30]
         [--mix natural,omni] [--layers 2] [--batches 4] [--repeat 3] [--seed 0] [--json FILE]
 
-Real: lengths (orchmllm/estimate/workload.py), plans, modules at full width with --layers layers each, their
-forward and backward passes. A rank's time of a phase is scaled by the FLOPs of all layers over
-those of the layers that ran; a step is the sum over phases of the slowest rank. Not there: other
-ranks, and so FSDP's and the exchanges' traffic. MFU: useful FLOPs (orchmllm/models/flops.py), nothing
-recomputed, over rank batches of at least 8192 packed positions.
+Real: lengths (orchmllm/estimate/workload.py), plans, modules at full width with --layers layers
+each, their forward and backward passes. A rank's time of a phase is scaled by the FLOPs of all
+layers over those of the layers that ran; a step is the sum over phases of the slowest rank. Not
+there: other ranks, and so FSDP's and the exchanges' traffic. MFU: useful FLOPs
+(orchmllm/models/flops.py), nothing recomputed, over rank batches of at least 8192 packed positions.
 
 Also: alpha and beta fitted to half of the batches and their error on the other half; encoders
 without rows; the attention kernel beside one call per sequence; audio by mode, on the clips of the
-rank that has most; the loss plain and in chunks; peak memory beside orchmllm.estimate.memory. Without a GPU
-it runs at small shapes on a CPU and says so.
+rank that has most; the loss plain and in chunks; peak memory beside orchmllm.estimate.memory.
+Without a GPU it runs at small shapes on a CPU and says so.
 """
 
 from __future__ import annotations

@@ -3,10 +3,10 @@
     python scripts/bench_nodes.py [--items 30] [--mbit 200]
 
 Every node is a network namespace with a shaped link (tc tbf, both directions) to a common bridge;
-its ranks are real gloo processes that carry out the plans of realistic batches (orchmllm.estimate.workload):
-inputs, text and features forward, feature gradients back. Rows are --scale times narrower than the
-model's, so that a step takes a fraction of a second; the plans see the real widths. Bytes are what
-the nodes' interfaces counted (headers included).
+its ranks are real gloo processes that carry out the plans of realistic batches
+(orchmllm.estimate.workload): inputs, text and features forward, feature gradients back. Rows are
+--scale times narrower than the model's, so that a step takes a fraction of a second; the plans see
+the real widths. Bytes are what the nodes' interfaces counted (headers included).
 """
 
 from __future__ import annotations
@@ -176,8 +176,9 @@ def main() -> None:
     for name, row in result.items():
         print(f"  {name:24s} {row['internode_mb']:7.2f} MB between nodes, {row['step_s']:.3f} s, "
               f"worst phase imbalance {row['worst_imbalance']:.3f}")
-    ratio = np.divide(*(result[f"{s} flat"]["internode_mb"] for s in ("greedy+nodewise", "least_move")))
-    print(f"  greedy+nodewise / local: {ratio:.2f}")
+    ratio = np.divide(*(result[f"{s} flat"]["internode_mb"]
+                        for s in ("greedy+nodewise", "least_move")))
+    print(f"  greedy+nodewise / least_move: {ratio:.2f}")
 
 
 if __name__ == "__main__":

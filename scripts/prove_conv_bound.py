@@ -1,4 +1,5 @@
-"""Lower bound on the `conv_transformer` policy's largest batch cost that counts padding and the cap of a batch.
+"""Lower bound on the `conv_transformer` policy's largest batch cost that counts padding and the cap
+of a batch.
 
     python scripts/prove_conv_bound.py [--ranks 512] [--batch-size 30] [--seed 0] [--minutes 10]
 
@@ -117,8 +118,9 @@ class Search:
         self.mean = float(items @ (length + pad) / ranks)
         self.low = max(int(np.ceil(self.mean)), int(length[-1] + pad[-1]))
         self.master = Master(items)
-        # One of each alone, so that there is an answer at every cap, and what `conv_transformer` finds on more
-        # ranks, whose batches cost less, so that the first prices at a cap are sensible.
+        # One of each alone, so that there is an answer at every cap, and what `conv_transformer`
+        # finds on more ranks, whose batches cost less, so that the first prices at a cap are
+        # sensible.
         self.add(np.eye(len(length), dtype=np.int64))
         for extra in range(max(1, ranks // 100) + 1):
             batches = self.conv(ranks + extra)
@@ -129,7 +131,8 @@ class Search:
 
     def conv(self, ranks: int) -> list[np.ndarray]:
         kind = np.repeat(np.arange(len(self.items)), self.items)
-        rank_of = core().conv_transformer(self.length[kind], self.pad[kind], np.zeros_like(kind), ranks)
+        rank_of = core().conv_transformer(
+            self.length[kind], self.pad[kind], np.zeros_like(kind), ranks)
         return [np.bincount(kind[rank_of == r], minlength=len(self.items))
                 for r in range(ranks) if (rank_of == r).any()]
 
@@ -182,7 +185,8 @@ def main() -> None:
     search = Search(length, (LAMBDA * length * length).astype(np.int64), items, args.ranks)
     print(f"{args.ranks} ranks, {args.batch_size} examples per rank, seed {args.seed}: "
           f"{items.sum() / args.ranks:.1f} clips per rank, {len(length)} lengths, "
-          f"LB {search.mean:.1f}, `conv_transformer` {search.first / search.mean:.5f} x LB", flush=True)
+          f"LB {search.mean:.1f}, `conv_transformer` {search.first / search.mean:.5f} x LB",
+          flush=True)
     search.run(60 * args.minutes)
     print(search.describe())
 

@@ -18,8 +18,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from orchmllm.config import Recipe, RecipeError, load_recipe
-from orchmllm.data.config import SourceConfig
+from orchmllm.config import Recipe, RecipeError, SourceConfig, load_recipe
 from orchmllm.data.formats.open import DataSource, beside, index_path, open_source
 from orchmllm.data.index import LengthIndex, build_index
 from orchmllm.data.lengths import LengthReader
@@ -54,8 +53,8 @@ def open_recipe(recipe: Recipe) -> tuple[list[DataSource], LengthReader]:
     configs = data.sources or (SourceConfig(path=data.path),)
     sources = [open_source(config, folder) for config in configs]
     tokenizer = ChatTokenizer(data.tokenizer or beside(configs[0].path))
-    return sources, LengthReader(tokenizer, recipe.model.vision.geometry, recipe.model.audio.geometry,
-                            data.max_example_tokens)
+    return sources, LengthReader(tokenizer, recipe.model.vision.geometry,
+                                 recipe.model.audio.geometry, data.max_example_tokens)
 
 
 def index_all(

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from orchmllm.batch import Example
-from orchmllm.data.config import SourceConfig
+from orchmllm.config import SourceConfig
 from orchmllm.data.formats.conversation import Conversation
 from orchmllm.data.formats.open import DataSource, index_path, open_source
 from orchmllm.data.index import LengthIndex, open_index
@@ -35,10 +35,10 @@ CACHED_EXAMPLES = 4096
 class ConversationDataset:
     """Examples of `sources` one after the other; example i of a single source is its i-th row.
 
-    sources: a path, or the sources of a recipe. max_example_tokens: see LengthReader. index_dir: where
-    length indexes and scans of large files are kept (None: ~/.cache/orchmllm/index); an index that
-    fits is used. Raises ValueError if a source cannot be opened; bad rows and media are reported
-    when they are loaded.
+    sources: a path, or the sources of a recipe. max_example_tokens: see LengthReader. index_dir:
+    where length indexes and scans of large files are kept (None: ~/.cache/orchmllm/index); an index
+    that fits is used. Raises ValueError if a source cannot be opened; bad rows and media are
+    reported when they are loaded.
     """
 
     streaming = False

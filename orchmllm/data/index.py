@@ -111,7 +111,8 @@ def build_index(
 
 
 def _parts(
-    source: DataSource, planner: LengthReader, index_dir: Path, old: LengthIndex | None, num_workers: int
+    source: DataSource, planner: LengthReader, index_dir: Path, old: LengthIndex | None,
+    num_workers: int,
 ) -> Iterator[tuple[Part, int]]:
     chunks = [range(k, min(k + CHUNK, len(source))) for k in range(0, len(source), CHUNK)]
     if num_workers < 2 or len(source) < ALONE_BELOW:

@@ -1,9 +1,9 @@
 """Rows -> lengths, before anything is decoded: tokens in batches, media from their headers.
 
-Every way to an example goes through `LengthReader.plan`: the index, a run without one, lint and stats.
-A row that cannot be used (its JSON, its turns, a header) keeps its place in the order of examples
-as a stand-in of one token that nothing is learnt from: what is sampled when is then the same on
-every rank, with or without an index, and after somebody mends a file.
+Every way to an example goes through `LengthReader.plan`: the index, a run without one, lint and
+stats. A row that cannot be used (its JSON, its turns, a header) keeps its place in the order of
+examples as a stand-in of one token that nothing is learnt from: what is sampled when is then the
+same on every rank, with or without an index, and after somebody mends a file.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from orchmllm.data.config import SourceConfig
+from orchmllm.config import SourceConfig
 from orchmllm.data.dataset import ConversationDataset
 from orchmllm.data.formats.arrow import clean
 from orchmllm.data.formats.open import DataSource, beside, open_source, stream_of

@@ -80,7 +80,8 @@ class IndexFeed:
     """
 
     def __init__(self, source, lengths: Callable[[int], Any], loader: DataLoader,
-                 indices: PlannedIndices, collator: Collator, config_digest: int, lookahead: int) -> None:
+                 indices: PlannedIndices, collator: Collator, config_digest: int,
+                 lookahead: int) -> None:
         self.source, self.lengths, self.loader, self.indices = source, lengths, loader, indices
         self.collator, self.config_digest, self.lookahead = collator, config_digest, lookahead
         self._batches: Iterator | None = None
@@ -171,7 +172,9 @@ class ExampleFeed:
     def close(self) -> None:
         self.source.stop()
 
-    def _micro(self, planned: PlannedStep, positions: np.ndarray, plan: StepPlan) -> tuple[Micro, int]:
+    def _micro(
+        self, planned: PlannedStep, positions: np.ndarray, plan: StepPlan
+    ) -> tuple[Micro, int]:
         first = int(starts_of(planned.layout.examples_per_rank)[self.rank])
         own = positions[planned.layout.rank_of_example[positions] == self.rank] - first
         examples = [planned.content.examples[i] for i in own]

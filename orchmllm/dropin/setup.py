@@ -13,7 +13,7 @@ from orchmllm.data.loading.pipeline import Ready
 from orchmllm.dropin.examples import Phase
 from orchmllm.launch import current_world
 from orchmllm.plan.assign import PHASES, BalanceConfig, PhasePolicy, PlanSpec
-from orchmllm.plan.balance import OPTIONS
+from orchmllm.plan.balance import OPTIONS, check_policy
 from orchmllm.plan.cost import CostModel
 from orchmllm.plan.step import StepPlan
 
@@ -148,8 +148,7 @@ def _policy(phase: str, policy: Any, tolerance: Any, max_rank_tokens: int) -> Ph
     _known("policy", policy)
     _known("tolerance", tolerance)
     name = policy.get(phase, "least_move") if isinstance(policy, Mapping) else policy
-    if name not in OPTIONS:
-        raise ValueError(f"policy: {name!r}: choose one of {', '.join(OPTIONS)}")
+    check_policy(name)
     value = tolerance.get(phase) if isinstance(tolerance, Mapping) else tolerance
     honoured = "tolerance" in OPTIONS[name]
     if value and not honoured:

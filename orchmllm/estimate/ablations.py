@@ -1,8 +1,8 @@
 """The paper's ablations, predicted: MFU, tokens per GPU, peak memory and bytes between nodes of
 every scheme on the same drawn steps (OrchMLLM section 8.3, Figures 8-13; section 8.2, Table 2).
 
-The paper pads audio, so its schemes are predicted with padded audio; `least_move` is ours, with packed
-audio. Predictions keep what the schemes differ in: loads, traffic and memory.
+The paper pads audio, so its schemes are predicted with padded audio; `least_move` is ours, with
+packed audio. Predictions keep what the schemes differ in: loads, traffic and memory.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class Variant:
 
 
 def variants(tolerance: float) -> dict[str, Variant]:
-    """The paper's schemes and ours. Rows travel by all-to-all, as in the paper, except that `least_move`
-    also loads every item where it is processed."""
+    """The paper's schemes and ours. Rows travel by all-to-all, as in the paper, except that
+    `least_move` also loads every item where it is processed."""
     def scheme(vision: str, audio: str, llm: str, nodewise: bool = True, **options):
         return BalanceConfig(dispatch="tensors", **options, **{
             p: PhasePolicy(policy, nodewise=nodewise and policy != "none")

@@ -4,7 +4,8 @@ any number of ranks, and real plans of a drawn workload.
     python -m orchmllm.train --recipe recipes/mllm84b.yaml --dry-run --world-size 2560
 
 Real: parameters and their shards, plans and their times, loads, bytes. Predicted: memory
-(orchmllm.estimate.memory) and time (orchmllm.estimate.step_time, a roofline with stated efficiencies).
+(orchmllm.estimate.memory) and time (orchmllm.estimate.step_time, a roofline with stated
+efficiencies).
 Nothing is read: lengths come from orchmllm.estimate.workload.
 """
 

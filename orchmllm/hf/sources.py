@@ -168,4 +168,5 @@ def _connectors(model: ModelConfig, path: Path, problems: list[str]) -> WeightSo
     wrong = list(_tensor_problems(given, wanted, tensors,
                                   "that of an export with the same model.vision.family"))
     problems += wrong
-    return None if wrong else WeightSource("connectors", path, {n.name: tensors[n.hf] for n in wanted})
+    return None if wrong else WeightSource(
+        "connectors", path, {n.name: tensors[n.hf] for n in wanted})

@@ -21,11 +21,13 @@ def _layers(default: int) -> int:
 
 
 def _width(default: int) -> int:
-    return key(default, "Width of a position.", at_least=1, aliases=("d_model", "hidden_dim", "dim"))
+    return key(default, "Width of a position.", at_least=1,
+               aliases=("d_model", "hidden_dim", "dim"))
 
 
 def _mlp(default: int) -> int:
-    return key(default, "Width of a block's MLP.", at_least=1, aliases=("ffn_dim", "ffn_hidden_size"))
+    return key(default, "Width of a block's MLP.", at_least=1,
+               aliases=("ffn_dim", "ffn_hidden_size"))
 
 
 def _heads(default: int) -> int:

@@ -15,8 +15,8 @@ from orchmllm.comm.exchange import exchange_rows
 from orchmllm.models.audio import AudioEncoder
 from orchmllm.models.config import ModelConfig
 from orchmllm.models.llm import PackedQwen2
+from orchmllm.models.phase_clock import PhaseClock
 from orchmllm.models.vision import VisionEncoder
-from orchmllm.runtime.metrics import PhaseClock
 
 
 class MultimodalModel(nn.Module):

@@ -6,7 +6,8 @@ they are, and text-only examples (bytes per token, not a feature row per token) 
 `load` dispatch nothing is held anywhere: the LLM phase is planned first and encoders follow it.
 
 Schemes: the paper's is `greedy` with nodewise (audio `padded`); its ablations are `none`, LLM only
-(encoders `none`), whole_examples, all `greedy`, all `padded`, and nodewise off. Ours is `least_move`.
+(encoders `none`), whole_examples, all `greedy`, all `padded`, and nodewise off. Ours is
+`least_move`.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from functools import cached_property
 import numpy as np
 
 from orchmllm.plan import balance as balancing
-from orchmllm.plan.balance import OPTIONS, POLICIES, balance
+from orchmllm.plan.balance import OPTIONS, POLICIES, RENAMED, balance
 from orchmllm.plan.cost import CostModel
 from orchmllm.plan.homes import Pieces, example_bytes, example_pieces, feature_home
 from orchmllm.plan.layout import ENCODERS, BatchLayout
@@ -38,7 +39,7 @@ class PhasePolicy:
     """How one phase is balanced."""
 
     policy: str = key("least_move", "Which algorithm chooses the ranks; see orchmllm.plan.balance.",
-                      choices=POLICIES)
+                      choices=POLICIES, renamed=RENAMED)
     tolerance: float = key(
         0.0, "Allowed excess of the largest load over its lower bound (0.005: half a percent), "
         "for policies that trade balance for movement.", at_least=0)
@@ -89,7 +90,7 @@ class BalanceConfig:
     calibrate_steps: int = key(
         0, "Fit the cost of a position and of a pair of positions to the phase times of so many "
         "steps (after a first one), from then on and in checkpoints; 0: as derived from the model. "
-        "Only on CPUs.", at_least=0)
+        "Only on CPUs.", at_least=0, aliases=("fit_steps",))
     nodewise_solver: str = key(
         "search", "How the permutation of `nodewise` is found: `search`, or the paper's integer "
         "program by `cbc` or `highs` (pip install 'orchmllm[ilp]'), solved on one rank and sent to "

@@ -1,7 +1,7 @@
 """Batch post-balancing: which rank processes which item (OrchMLLM section 5.1, Appendix A).
 
 `balance` is the one entry point. It checks its input, gives every option a meaning or an error
-(table OPTIONS: which policy honours what) and calls the C++ core; plan/reference.py has the slow
+(table OPTIONS: which policy honours what) and calls the C++ core; tests/twins/ has the slow
 twins. Deterministic: exact integers, ties to the lowest index, no clock.
 """
 
@@ -23,6 +23,7 @@ OPTIONS: dict[str, frozenset[str]] = {
     "least_move": _ADDITIVE,
 }
 POLICIES = tuple(OPTIONS)
+RENAMED = (("local", "least_move"), ("conv", "conv_transformer"))  # what version 0.1 called them
 MAX_SUM = 2**62  # room for the sum of two loads in int64
 
 
@@ -114,9 +115,11 @@ def balance(
         none       nothing moves.
         greedy     sum(l), longest first (Algorithm 1).
         padded     count * max(l), optimal (Algorithm 2).
-        quadratic  sum(cost) with cost = l + lambda * l^2 (Algorithm 4's objective), as `least_move`.
-        conv       sum(l) + count * max(padded_cost) (Algorithm 5's objective).
-        local      sum(l) within `tolerance` of its lower bound, moving as little as possible.
+        quadratic         sum(cost) with cost = l + lambda * l^2 (Algorithm 4's objective), as
+                          `least_move`.
+        conv_transformer  sum(l) + count * max(padded_cost) (Algorithm 5's objective).
+        least_move        sum(l) within `tolerance` of its lower bound, moving as little as
+                          possible.
     home: (n,) rank where each item is now; default: equal contiguous shares.
     ranks_per_node: ranks [k * ranks_per_node, ...) are node k; the last node may be smaller.
     tolerance: accepted excess of the largest load over its lower bound (0.005: half a percent).
@@ -149,7 +152,8 @@ def balance(
     elif policy == "padded":
         rank_of = core().padded(weight, home, num_ranks)
     elif policy == "conv_transformer":
-        rank_of = core().conv_transformer(weight, _padded_cost(weight, padded_cost), home, num_ranks)
+        padded = _padded_cost(weight, padded_cost)
+        rank_of = core().conv_transformer(weight, padded, home, num_ranks)
     else:
         move = (np.zeros(0, np.int64) if move_cost is None
                 else as_int64("move_cost", move_cost, n))
@@ -168,12 +172,20 @@ def load_cap(weight: np.ndarray, num_ranks: int, tolerance: float) -> int:
     return bound + int(bound * tolerance)
 
 
-def _check_options(policy: str, given: set[str]) -> None:
+def check_policy(policy: str) -> None:
+    """Raises ValueError for a policy that does not exist, naming those that do."""
+    if policy in dict(RENAMED):
+        raise ValueError(f"policy {policy!r} is now called {dict(RENAMED)[policy]!r}")
     if policy not in OPTIONS:
         raise ValueError(f"unknown policy {policy!r}; choose one of {', '.join(POLICIES)}")
+
+
+def _check_options(policy: str, given: set[str]) -> None:
+    check_policy(policy)
     for option in sorted(given - OPTIONS[policy]):
         raise ValueError(f"policy {policy!r} does not honour {option}")
-    for option in {"quadratic": {"cost"}, "conv_transformer": {"padded_cost"}}.get(policy, set()) - given:
+    needed = {"quadratic": {"cost"}, "conv_transformer": {"padded_cost"}}.get(policy, set())
+    for option in needed - given:
         raise ValueError(f"policy {policy!r} needs {option}")
 
 

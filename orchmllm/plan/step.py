@@ -39,9 +39,9 @@ __all__ = [
 def plan_step(
     layout: BatchLayout, spec: PlanSpec, solve: NodeSolver = assign_nodes
 ) -> StepPlan:
-    """Balances every phase of one step or microbatch, or leaves it as sampled where that gains less than
-    balance.min_gain. solve: permutes finished batches over the ranks, in place of assign_nodes.
-    Raises ValueError for a policy or option that cannot be honoured."""
+    """Balances every phase of one step or microbatch, or leaves it as sampled where that gains less
+    than balance.min_gain. solve: permutes finished batches over the ranks, in place of
+    assign_nodes. Raises ValueError for a policy or option that cannot be honoured."""
     plan = build_plan(layout, *assign_phases(layout, spec, solve), spec)
     if spec.balance.min_gain and plan.predicted_gain < spec.balance.min_gain:
         off = replace(spec, balance=replace(spec.balance, enabled=False))

@@ -28,8 +28,8 @@ MAX_INT = 2**63 - 1  # what numpy, torch and the core take
 class Key:
     """doc: one or more sentences. at_least, at_most: inclusive, above, below: exclusive bounds.
     choices: the only values. required: what to give, for a key without a usable default; unless:
-    the key beside it that can be given instead. aliases: names other programs use for it, for "did you
-    mean"."""
+    the key beside it that can be given instead. aliases: names other programs use for it, for "did
+    you mean". renamed: (earlier name, name now) of choices."""
 
     doc: str = ""
     at_least: float | None = None
@@ -40,6 +40,7 @@ class Key:
     required: str = ""
     unless: str = ""
     aliases: tuple[str, ...] = ()
+    renamed: tuple[tuple[str, str], ...] = ()
 
     def bounds(self) -> str:
         """`>= 1`, `> 0 and < 1` or nothing."""
@@ -53,6 +54,8 @@ class Key:
 
     def problem(self, value: Any) -> str:
         """The cure for a value of the right type outside bounds or choices; empty if it is fine."""
+        if value in dict(self.renamed):
+            return f"is now called {dict(self.renamed)[value]!r}"
         if self.choices and value not in self.choices:
             return f"{did_you_mean(value, self.choices)}choose one of {self.allowed()}"
         if isinstance(value, str) and not value.isprintable():

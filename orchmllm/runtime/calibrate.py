@@ -1,8 +1,8 @@
 """balance.calibrate_steps: the planner's costs, fitted to the phase times of a run's own steps.
 
 After a first step, which is slower, so many steps are measured. One rank fits, all get its integers
-(orchmllm.plan.fit_cost) and plan by them from the first step on that no rank can have planned yet. They
-are part of the checkpoint, so a run that resumes plans as the one before.
+(orchmllm.plan.fit_cost) and plan by them from the first step on that no rank can have planned yet.
+They are part of the checkpoint, so a run that resumes plans as the one before.
 
 Times are CPU seconds of a rank's thread: waiting for other ranks does not count.
 """
@@ -22,7 +22,8 @@ from orchmllm.plan.fit_cost import Measured, fit_costs
 from orchmllm.plan.step import PHASES, BalanceConfig, StepPlan
 
 FIELDS = ("linear", "quadratic", "constant")
-ADDITIVE = ("none", "greedy", "quadratic", "least_move")  # policies for which a cost is a sum over items
+# Policies for which a cost is a sum over items.
+ADDITIVE = ("none", "greedy", "quadratic", "least_move")
 
 
 class FittedCosts(NamedTuple):
@@ -45,15 +46,17 @@ class FittedCosts(NamedTuple):
 
 
 class Calibration:
-    """Measures steps until there are `balance.calibrate_steps` of them (0: never). derived: the models
-    that all measured steps are planned by. Raises ValueError on a device without phase times."""
+    """Measures steps until there are `balance.calibrate_steps` of them (0: never). derived: the
+    models that all measured steps are planned by. Raises ValueError on a device without phase
+    times."""
 
     def __init__(self, balance: BalanceConfig, derived: Mapping[str, CostModel],
                  device: torch.device) -> None:
         self.derived, self.device, self._num_steps = derived, device, balance.calibrate_steps
         if balance.calibrate_steps and device.type != "cpu":
-            raise ValueError(f"balance.calibrate_steps is {balance.calibrate_steps}, but the device is "
-                             f"{device.type}: phase times are those of a CPU; set it to 0")
+            raise ValueError(f"balance.calibrate_steps is {balance.calibrate_steps}, but the "
+                             f"device is {device.type}: phase times are those of a CPU; set it "
+                             "to 0")
         self._scaled_only = [p for p in PHASES if derived[p].padded
                              or getattr(balance, p).policy not in ADDITIVE]
         self.restart(done=True)
@@ -65,8 +68,8 @@ class Calibration:
 
     def add(self, plans: Sequence[StepPlan], seconds: np.ndarray, next_step: int
             ) -> FittedCosts | None:
-        """A measured step: its microbatches' plans, seconds (d, phases) of all ranks (the first ones
-        are those of this rank's plans) -> the fit, once, when this was the last step it needs.
+        """A measured step: its microbatches' plans, seconds (d, phases) of all ranks (the first
+        ones are those of this rank's plans) -> the fit, once, when this was the last step it needs.
         Collective then. next_step: the first that no rank has planned."""
         if self._done:
             return None

@@ -1,10 +1,10 @@
 """One rank's failure or stall, told by all ranks with the same text.
 
-Each rank has a `HangWatchdog`: a thread that publishes where the rank is, on a store connection of its
-own, and looks for two things. An error that a rank has posted: this rank then ends too, even if its
-main thread hangs in a collective. A stall: when nothing has moved for too long the rank that the
-others wait for is the one that got least far and is not itself in a collective; it is named with
-step, phase and examples, and every rank leaves its stacks and the flight recorder's records.
+Each rank has a `HangWatchdog`: a thread that publishes where the rank is, on a store connection of
+its own, and looks for two things. An error that a rank has posted: this rank then ends too, even if
+its main thread hangs in a collective. A stall: when nothing has moved for too long the rank that
+the others wait for is the one that got least far and is not itself in a collective; it is named
+with step, phase and examples, and every rank leaves its stacks and the flight recorder's records.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from orchmllm.comm.errors import AgreedError
-from orchmllm.runtime.metrics import PhaseClock
+from orchmllm.models.phase_clock import PhaseClock
 
 _LIBRARIES = (sysconfig.get_path("stdlib"), "<frozen")
 GRACE_S = 4.0  # for a rank to end by itself after another one failed

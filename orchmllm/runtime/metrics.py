@@ -1,10 +1,4 @@
-"""Where a step's time goes, and the log of it.
-
-`PhaseClock` attributes time to phases in forward and backward: `mark` is an identity in the graph
-that switches the clock both ways. It counts wall time and the thread's CPU time; the second is what
-a rank computes even where several ranks share a core (on CPU the backward pass runs in the calling
-thread). It does not see work queued on an accelerator.
-"""
+"""The log of a run: one JSON object a line."""
 
 from __future__ import annotations
 
@@ -13,64 +7,16 @@ import json
 import math
 import os
 import sys
-import time
-from collections import defaultdict
 from pathlib import Path
-
-import torch
-from torch import Tensor
 
 from orchmllm.runtime.log_schema import SCHEMA_VERSION
 
 MAX_ROW_BYTES = 2**24  # of one row; rows grow with the number of ranks
 
 
-class PhaseClock:
-    """Seconds per phase since the last `reset`: wall_s and cpu_s, by phase name. phase: the current
-    one. switches: how often it changed, ever (another thread sees progress by it)."""
-
-    def __init__(self) -> None:
-        self.wall_s: dict[str, float] = defaultdict(float)
-        self.cpu_s: dict[str, float] = defaultdict(float)
-        self.phase: str | None = None
-        self.switches = 0
-        self._since = (0.0, 0.0)
-
-    def reset(self) -> None:
-        self.wall_s.clear()
-        self.cpu_s.clear()
-        self.phase = None
-
-    def switch(self, phase: str | None) -> None:
-        """From now on time belongs to `phase` (None: to nobody)."""
-        now = (time.perf_counter(), time.thread_time())
-        if self.phase is not None:
-            self.wall_s[self.phase] += now[0] - self._since[0]
-            self.cpu_s[self.phase] += now[1] - self._since[1]
-        self.phase, self._since = phase, now
-        self.switches += 1
-
-    def mark(self, x: Tensor, *, before: str, after: str) -> Tensor:
-        """x, with the clock switched to `after` now and back to `before` when x's gradient
-        arrives."""
-        self.switch(after)
-        return _Mark.apply(x, self, before) if x.requires_grad else x
-
-
-class _Mark(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, clock, before):
-        ctx.clock, ctx.before = clock, before
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, grad):
-        ctx.clock.switch(ctx.before)
-        return grad, None, None
-
-
 class MetricsLog:
-    """One JSON object a line (orchmllm.runtime.log_schema); written by one rank, appended to what is there.
+    """One JSON object a line (orchmllm.runtime.log_schema); written by one rank, appended to what
+    is there.
 
     Raises ValueError at construction if the file cannot be written. Later on a write that fails
     (the disk is full) costs the row and not the run: `lost` counts them."""

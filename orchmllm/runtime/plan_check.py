@@ -22,8 +22,8 @@ class Canary:
         self._unmoved = 0
 
     def check(self, step: Step, processed: Mapping[str, Sequence[int]]) -> None:
-        """What this rank processed (phase -> item lengths of all microbatches) is what the plan gave
-        it, and plans do rearrange."""
+        """What this rank processed (phase -> item lengths of all microbatches) is what the plan
+        gave it, and plans do rearrange."""
         planned: dict[str, list[int]] = {p: [] for p in PHASES}
         for micro in step.micro:
             for phase in PHASES:

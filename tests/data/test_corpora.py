@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from orchmllm.cli.data import main, open_recipe
-from orchmllm.config import load_recipe
-from orchmllm.data.config import SourceConfig
+from orchmllm.config import SourceConfig, load_recipe
 from orchmllm.data.dataset import ConversationDataset
 from orchmllm.data.sampler import MixtureSampler, make_sampler
 from orchmllm.data.tokenizer import ChatTokenizer

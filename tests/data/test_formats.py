@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from orchmllm.data.config import SourceConfig
+from orchmllm.config import SourceConfig
 from orchmllm.data.dataset import ConversationDataset
 from orchmllm.data.formats.open import open_source
 from orchmllm.data.media.medium import RowError
@@ -148,7 +148,7 @@ def test_named_format_is_taken(folder, tokenizer):
     rows = [{"image": "0.png", "audio": "0.wav", "text": "words"}]
     path = write_jsonl(folder / "both.jsonl", rows)
     assert opened(path, tokenizer, folder).sources[0].layout == "asr"
-    dataset = opened(path, tokenizer, folder, format="caption", prompt="Say it.")
+    dataset = opened(path, tokenizer, folder, row_format="caption", prompt="Say it.")
     assert dataset.sources[0].layout == "caption"
     question, answer = dataset.conversation(0).turns
     assert question.parts[1] == "\nSay it." and answer.parts == ("words",)

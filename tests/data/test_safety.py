@@ -14,7 +14,7 @@ import pytest
 import soundfile
 from PIL import Image
 
-from orchmllm.data.config import SourceConfig
+from orchmllm.config import SourceConfig
 from orchmllm.data.dataset import ConversationDataset
 from orchmllm.data.formats.open import open_source
 from orchmllm.data.media.decode import decode_audio, decode_image
@@ -143,7 +143,7 @@ def test_huge_tar_members_cost_no_memory(folder):
             f.seek(-(-size // 512) * 512 - (len(row) if size == len(row) else 0), 1)
         f.truncate(f.tell() + 1024)  # sparse: takes no disk
     before = peak_mb()
-    source = open_source(SourceConfig(path=str(path), format="llava"), folder / "index")
+    source = open_source(SourceConfig(path=str(path), row_format="llava"), folder / "index")
     for i, name in ((0, "000.png"), (1, "001.json")):
         with pytest.raises(RowError, match=f"{name}.*more than the limit"):
             source.conversation(i)

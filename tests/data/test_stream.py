@@ -9,7 +9,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from orchmllm.data.config import SourceConfig
+from orchmllm.config import SourceConfig
 from orchmllm.data.dataset import ConversationDataset
 from orchmllm.data.stream import LogicalShard, StoreUnit, StreamDataset
 from orchmllm.data.tokenizer import ChatTokenizer

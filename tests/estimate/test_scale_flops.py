@@ -1,5 +1,5 @@
-"""orchmllm.models.flops against counted matrix products: torch's FlopCounterMode on the real model, which
-leaves CPU attention out; attention is added from the definition, pair by pair."""
+"""orchmllm.models.flops against counted matrix products: torch's FlopCounterMode on the real model,
+which leaves CPU attention out; attention is added from the definition, pair by pair."""
 
 from __future__ import annotations
 

@@ -369,8 +369,9 @@ def peak_mb(checkpoint: Path, out: Path) -> float:
     """Peak resident memory of an export in a process of its own."""
     argv = ["--checkpoint", checkpoint, "--out", out, "--no-verify", "--dtype", "bfloat16",
             "--max-file-gb", "0.3"]
-    code = ("import sys; from orchmllm.hf.export import main; from tests.sharding.test_pretrained import "
-            "memory_kb; code = main(sys.argv[1:]); print(memory_kb('VmHWM')); sys.exit(code)")
+    code = ("import sys; from orchmllm.hf.export import main; "
+            "from tests.sharding.test_pretrained import memory_kb; "
+            "code = main(sys.argv[1:]); print(memory_kb('VmHWM')); sys.exit(code)")
     done = subprocess.run([sys.executable, "-c", code, *map(str, argv)], check=True,
                           capture_output=True, text=True, cwd=Path(__file__).parents[2])
     return int(done.stdout.splitlines()[-1]) / 1e3

@@ -15,8 +15,7 @@ from transformers import WhisperConfig, WhisperFeatureExtractor
 from transformers.models.whisper.modeling_whisper import WhisperEncoder
 
 from orchmllm.batch import SequenceLengths
-from orchmllm.config import FsdpConfig, load_recipe
-from orchmllm.data.config import SourceConfig
+from orchmllm.config import FsdpConfig, SourceConfig, load_recipe
 from orchmllm.data.formats.conversation import Conversation
 from orchmllm.data.formats.open import open_source
 from orchmllm.data.index import index_folder
@@ -317,7 +316,8 @@ def case(mode: str, policy: str | None) -> Case:
 
 
 CASES = {f"{mode}/{policy}": case(mode, policy)
-         for mode, policy in (("padded", None), ("padded", "padded"), ("padded", "conv_transformer"),
+         for mode, policy in (("padded", None), ("padded", "padded"),
+                              ("padded", "conv_transformer"),
                               ("fixed", None), ("fixed", "least_move"))}
 
 

@@ -1,5 +1,5 @@
-"""Policy `conv_transformer`: equal to its twin, never worse than longest first, near what the configuration LP
-allows; and the LP's bound is one."""
+"""Policy `conv_transformer`: equal to its twin, never worse than longest first, near what the
+configuration LP allows; and the LP's bound is one."""
 
 from pathlib import Path
 

@@ -91,8 +91,8 @@ def test_items_of_weight_zero_change_nothing(seed) -> None:
     home, zeros = rng.integers(0, 64, 192), np.zeros(3648, np.int64)
     cap = load_cap(weight, 64, .005)
     alone = core().least_move(weight, home, NOTHING, 64, 8, cap)
-    more = core().least_move(np.concatenate([weight, zeros]), np.concatenate([home, zeros]), NOTHING, 64,
-                        8, cap)
+    more = core().least_move(
+        np.concatenate([weight, zeros]), np.concatenate([home, zeros]), NOTHING, 64, 8, cap)
     assert core().lower_bound(np.concatenate([weight, zeros]), 64) == core().lower_bound(weight, 64)
     assert np.array_equal(more, np.concatenate([alone, zeros]))
 
@@ -211,7 +211,8 @@ def test_brute_force(seed: int) -> None:
 
     got = core().padded(weight, home, d)
     assert worst(got, padded) == brute_force(weight, d, padded)
-    assert worst(core().conv_transformer(weight, pad, home, d), conv) <= 1.5 * brute_force(weight, d, conv)
+    got = core().conv_transformer(weight, pad, home, d)
+    assert worst(got, conv) <= 1.5 * brute_force(weight, d, conv)
     optimum = brute_force(weight, d, total)
     assert core().lower_bound(weight, d) <= optimum
     for policy in ("greedy", "least_move"):
@@ -298,7 +299,8 @@ def test_microbatches(num_microbatches: int, seed: int) -> None:
 def test_every_option_is_honoured_or_raises(policy: str) -> None:
     options = {"tolerance": .1, "cost": [1, 2, 3], "move_cost": [1, 1, 1], "max_rank_tokens": 100,
                "padded_cost": [1, 1, 1]}
-    needed = {"quadratic": {"cost": [1, 2, 3]}, "conv_transformer": {"padded_cost": [1, 1, 1]}}.get(policy, {})
+    needed = {"quadratic": {"cost": [1, 2, 3]},
+              "conv_transformer": {"padded_cost": [1, 1, 1]}}.get(policy, {})
     for option, value in options.items():
         arguments = needed | {option: value}
         if option in OPTIONS[policy]:

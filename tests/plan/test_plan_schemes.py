@@ -37,7 +37,8 @@ def internode_bytes(plan: StepPlan) -> int:
     return sum(phase["internode_bytes"] for phase in plan.stats.values())
 
 
-@pytest.mark.parametrize("policy", ["none", "greedy", "padded", "quadratic", "conv_transformer", "least_move"])
+@pytest.mark.parametrize(
+    "policy", ["none", "greedy", "padded", "quadratic", "conv_transformer", "least_move"])
 @pytest.mark.parametrize("dispatch", ["tensors", "load"])
 def test_every_policy_plans_every_phase(policy: str, dispatch: str) -> None:
     plan = plan_step(LAYOUT, spec(dispatch=dispatch, **every_phase(policy)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -22,6 +23,7 @@ from orchmllm.config import (
 )
 from orchmllm.launch import World, world_from
 from orchmllm.models.config import AudioConfig, LLMConfig, VisionConfig
+from orchmllm.plan.balance import balance
 from orchmllm.recipe.schema import leaves, sections
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -180,7 +182,7 @@ SOURCES = """data:
   sources:
     - {path: a.json, weight: 2}
     - path: b
-      format: asr
+      row_format: asr
       weight: 1.5
   prefetch: 1
 """
@@ -189,8 +191,8 @@ SOURCES = """data:
 def test_a_list_of_sources(tmp_path):
     loaded = read_recipe(write(tmp_path, SOURCES))
     first, second = loaded.recipe.data.sources
-    assert (first.path, first.weight, first.format) == ("a.json", 2.0, "auto")
-    assert (second.path, second.weight, second.format) == ("b", 1.5, "asr")
+    assert (first.path, first.weight, first.row_format) == ("a.json", 2.0, "auto")
+    assert (second.path, second.weight, second.row_format) == ("b", 1.5, "asr")
     text = explain(loaded)
     assert "prefetch: 1" in text and text.split("prefetch: 1")[1].split("\n")[0].endswith("line 7")
     assert load_recipe(write(tmp_path, text)) == loaded.recipe
@@ -204,7 +206,8 @@ def test_a_list_of_sources(tmp_path):
     ("sources: [{path: a, wieght: 1}]", "line 2: data.sources[0].wieght: unknown key; did you mean "
      "'weight'?"),
     ("sources: [{path: a}, {weight: 1}]", "data.sources[1].path is missing: give a file"),
-    ("sources: [{path: a, format: llva}]", "data.sources[0].format = 'llva': did you mean 'llava'"),
+    ("sources: [{path: a, row_format: llva}]",
+     "data.sources[0].row_format = 'llva': did you mean 'llava'"),
     ("sources: [{path: a, weight: 1}, {path: b}]", "give every source a weight, or none"),
     ("{path: a, sources: [{path: b}]}", "give data.path or data.sources, not both"),
     ("{streaming: true, sources: [{path: a}, {path: b}]}", "needs a weight for every source"),
@@ -214,3 +217,19 @@ def test_broken_sources(tmp_path, data, said):
     with pytest.raises(RecipeError) as error:
         load_recipe(write(tmp_path, f"data:\n  {data}\n"))
     assert said in str(error.value), str(error.value)
+
+
+@pytest.mark.parametrize("override, said", [
+    ("balance.llm.policy=local", "is now called 'least_move'"),
+    ("balance.audio.policy=conv", "is now called 'conv_transformer'"),
+    ("balance.fit_steps=3", "did you mean 'balance.calibrate_steps'?"),
+    ("data.sources=[{path: a, format: llava}]", "did you mean 'row_format'?"),
+])
+def test_names_of_version_0_1_are_refused_with_the_new_ones(tmp_path, override, said):
+    with pytest.raises(RecipeError, match=re.escape(said)):
+        load_recipe(write(tmp_path, GOOD), [override])
+
+
+def test_policies_of_version_0_1_are_refused_by_the_planner_too():
+    with pytest.raises(ValueError, match="'local' is now called 'least_move'"):
+        balance([1, 2], num_ranks=1, policy="local")

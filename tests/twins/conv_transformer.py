@@ -1,4 +1,5 @@
-"""Slow, obvious twin of policy `conv_transformer` of the C++ core (cpp/conv_transformer.hpp, cpp/priced_conv.hpp)."""
+"""Slow, obvious twin of policy `conv_transformer` of the C++ core (cpp/conv_transformer.hpp,
+cpp/priced_conv.hpp)."""
 
 from __future__ import annotations
 
@@ -13,7 +14,9 @@ TRIED = 3  # patterns that are built
 REACH = 2  # values to each side that share a price's change
 
 
-def conv_transformer(weight: np.ndarray, pad: np.ndarray, home: np.ndarray, num_ranks: int) -> np.ndarray:
+def conv_transformer(
+    weight: np.ndarray, pad: np.ndarray, home: np.ndarray, num_ranks: int
+) -> np.ndarray:
     """OrchMLLM Algorithm 5, repaired: small max of sum(weight) + count * longest pad."""
     rank_of = np.array(home, np.int64)
     items = sorted((i for i in range(len(weight)) if weight[i] > 0),

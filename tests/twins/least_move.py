@@ -1,5 +1,6 @@
-"""Slow twin of `orchmllm._core.least_move`: minimal movement, in the order in which one would explain
-it. See cpp/least_move.hpp for the idea of each stage, and plan/reference.py for the other twins."""
+"""Slow twin of `orchmllm._core.least_move`: minimal movement, in the order in which one would
+explain it. See cpp/least_move.hpp for the idea of each stage, and tests/twins/core.py for the other
+twins."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Part of the twin of `least_move`: loads between multiples of the step that most weights share. See
-cpp/lift.hpp."""
+"""Part of the twin of `least_move`: loads between multiples of the step that most weights share.
+See cpp/lift.hpp."""
 
 from __future__ import annotations
 

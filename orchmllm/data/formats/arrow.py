@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from orchmllm.data.config import SourceConfig
+from orchmllm.config import SourceConfig
 
 
 class ArrowRows:

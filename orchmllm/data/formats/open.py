@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from orchmllm.data.config import SourceConfig
+from orchmllm.config import SourceConfig
 from orchmllm.data.formats import arrow
 from orchmllm.data.formats.conversation import (
     ADAPTERS,
@@ -122,8 +122,8 @@ def _as_source(config: SourceConfig, store: RowStore, layout: str | None) -> Dat
     if config.media_root and not os.path.isdir(root):
         raise ValueError(f"{config.path}: media_root {config.media_root!r} is not a folder")
     name = config.name or _short_name(config.path)
-    if config.format not in ("auto", "librispeech"):
-        layout = _chosen(config.format, store)
+    if config.row_format not in ("auto", "librispeech"):
+        layout = _chosen(config.row_format, store)
     return DataSource(config, name, store, layout or _detected(store, config.path),
                   MediaRoot(root, bool(config.media_root)))
 
@@ -201,7 +201,7 @@ def _open_folder(
     if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
         return arrow.open_saved(path, config), None
     metas = sorted(p for p in (*path.glob("*_meta.json"), *path.glob("*/*_meta.json")))
-    if metas and config.format in ("auto", "air_bench"):
+    if metas and config.row_format in ("auto", "air_bench"):
         return _open_files(metas, path, config, cache_dir), "air_bench"
     if next(path.rglob("*.trans.txt"), None) is not None:
         return TranscriptRows(path, config.split), "asr"

@@ -28,9 +28,9 @@ _ROW_DTYPE = {"vision": torch.uint8, "audio": torch.float32}
 
 
 class SegmentFeed:
-    """Examples of a dataset (orchmllm.data.loading.step_loader.Dataset) that knows lengths before it decodes,
-    and decodes single segments. With worker processes the next step is planned before one is
-    taken, so that they have work meanwhile."""
+    """Examples of a dataset (orchmllm.data.loading.step_loader.Dataset) that knows lengths before
+    it decodes, and decodes single segments. With worker processes the next step is planned before
+    one is taken, so that they have work meanwhile."""
 
     def __init__(self, dataset: Any, sampler: GlobalSampler, orchestrator: Orchestrator,
                  num_steps: int, num_workers: int = 0) -> None:

@@ -75,8 +75,9 @@ class Ready(Generic[T]):
 class Feed(Protocol):
     """Where examples come from; all methods are called by one thread.
 
-    config_digest: configuration that all ranks have to share, as 64 bits. lookahead: steps that are planned
-    beyond the one that is loaded, for worker processes that want work early; equal on all ranks.
+    config_digest: configuration that all ranks have to share, as 64 bits. lookahead: steps that are
+    planned beyond the one that is loaded, for worker processes that want work early; equal on all
+    ranks.
     """
 
     config_digest: int

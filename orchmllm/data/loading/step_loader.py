@@ -1,5 +1,6 @@
 """The trainer's front end: steps of a dataset that knows lengths before it decodes, and decodes
-single segments. orchmllm.data.loading.pipeline has the mechanism, orchmllm.data.loading.feed what is loaded.
+single segments. orchmllm.data.loading.pipeline has the mechanism, orchmllm.data.loading.feed what
+is loaded.
 """
 
 from __future__ import annotations
@@ -40,9 +41,9 @@ class Dataset(Protocol):
 
 @dataclass(frozen=True)
 class Step:
-    """One optimizer step of k microbatches. num_global_targets: labels of all ranks and microbatches
-    (failed examples excluded). failed: media that could not be decoded, on any rank. plan_s:
-    seconds spent in agreements and planning. wait_s: seconds the caller waited."""
+    """One optimizer step of k microbatches. num_global_targets: labels of all ranks and
+    microbatches (failed examples excluded). failed: media that could not be decoded, on any rank.
+    plan_s: seconds spent in agreements and planning. wait_s: seconds the caller waited."""
 
     index: int
     layout: BatchLayout
