@@ -12,7 +12,7 @@ ARGS ?=
 .PHONY: demo test bench lint sanitize clean setup setup-test
 
 demo: setup demo_data/data.jsonl
-	$(RUN) -m orchmllm.cli.compare --recipe recipes/demo.yaml $(ARGS)
+	$(RUN) -m orchmllm compare --recipe recipes/demo.yaml $(ARGS)
 
 test: setup-test
 	$(RUN) -m pytest -q --session-timeout 3600 $(ARGS)

@@ -106,7 +106,7 @@ class DataConfig:
                           "and not on ranks or workers.", at_least=1)
     max_example_tokens: int = key(0, "An example ends there; text is cut, a medium never; 0: no "
                                   "limit.", at_least=0, aliases=("max_seq_length", "max_length"))
-    index_dir: str = key("", "Folder of length indexes (`python -m orchmllm.data index`); empty: "
+    index_dir: str = key("", "Folder of length indexes (`orchmllm data index`); empty: "
                          "~/.cache/orchmllm/index.")
     prefetch: int = key(2, "Steps prepared ahead.", at_least=0, aliases=("prefetch_factor",))
     num_workers: int = key(0, "Processes of each rank that read and decode; 0: its prefetch thread "

@@ -27,7 +27,7 @@ ALLOWED = {
     "data": ("recipe", "plan", "batch", "comm", "config", "orchestrator"),
     "dropin": ("launch", "plan", "batch", "comm", "orchestrator", "data"),
     "runtime": ("launch", "plan", "batch", "comm", "models", "config", "orchestrator", "data"),
-    "hf": ("launch", "models", "config", "data", "runtime"),
+    "hf": ("models", "config", "data", "runtime"),
     "sharding": ("comm", "models", "config", "hf"),
     "estimate": ("plan", "batch", "models", "config", "orchestrator", "runtime", "sharding"),
     "report": ("plan", "config"),
@@ -35,6 +35,7 @@ ALLOWED = {
                 "estimate"),
     "train": ("launch", "comm", "config", "runtime", "hf", "sharding", "estimate", "trainer"),
     "cli": ("launch", "config", "data", "runtime", "hf", "estimate", "report", "trainer", "train"),
+    "__main__": ("cli",),
     "__init__": ("plan", "comm", "dropin"),
 }
 # Exceptions within a row: files that import less than their subpackage may.

@@ -1,0 +1,42 @@
+"""`orchmllm COMMAND ...`, also as `python -m orchmllm COMMAND ...`: everything that is started from
+a shell. A command is a module with `main(argv) -> exit code`, imported when it is asked for."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+from orchmllm.launch import exit_with
+
+# Name -> (module, what it does).
+COMMANDS = {
+    "train": ("orchmllm.train", "train from a recipe"),
+    "data": ("orchmllm.cli.data", "index, check or describe the data of a recipe"),
+    "dry-run": ("orchmllm.cli.dry_run", "predict memory, time and balance without GPUs"),
+    "compare": ("orchmllm.cli.compare", "train with balancing off and on, and compare"),
+    "export": ("orchmllm.cli.export", "write a checkpoint as Hugging Face folders"),
+}
+
+
+def usage() -> str:
+    """The help text of `orchmllm`."""
+    lines = [f"  {name:<10} {text}" for name, (_, text) in COMMANDS.items()]
+    return "\n".join(["usage: orchmllm COMMAND ...", "", "commands:", *lines, "",
+                      "`orchmllm COMMAND --help` says what a command takes."])
+
+
+def dispatch(argv: Sequence[str]) -> int:
+    """Runs the command that `argv` names; 2 for one that does not exist."""
+    if not argv or argv[0] in ("-h", "--help", "help"):
+        print(usage())
+        return 0 if argv else 2
+    if argv[0] not in COMMANDS:
+        print(f"error: {argv[0]!r} is no command of orchmllm\n{usage()}", file=sys.stderr)
+        return 2
+    return import_module(COMMANDS[argv[0]][0]).main(list(argv[1:]))
+
+
+def main() -> None:
+    """The console script."""
+    exit_with(dispatch)

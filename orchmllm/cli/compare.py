@@ -1,7 +1,7 @@
 """Trains with balancing off and on, from the same seed, and shows that the losses are the same
 while the waiting is gone.
 
-    python -m orchmllm.cli.compare --recipe recipes/demo.yaml [section.key=value ...]
+    orchmllm compare --recipe recipes/demo.yaml [section.key=value ...]
 
 Two models train in the same processes, one without and one with balancing, on the same batches and
 step by step in turn, so that whatever else the machine does meets both alike. Ranks run on the CPU
@@ -35,7 +35,7 @@ MAX_LOSS_DIFFERENCE = 1e-5  # relative, at any step: float32 sums in another ord
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m orchmllm.cli.compare", description=__doc__,
+    parser = argparse.ArgumentParser(prog="orchmllm compare", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--recipe", required=True, help="YAML file; every key has a default")
     parser.add_argument("--pairs", type=int, default=20, help="timed pairs of steps on 2 ranks")
@@ -148,7 +148,7 @@ def run_all(args: argparse.Namespace, recipe: Recipe, argv: list[str]) -> int:
                                 ("pairs", PAIR_RANKS)):
             out = Path(folder) / f"{part}.json"
             code = launch.run_local(
-                "orchmllm.cli.compare", [*argv, "--part", part, "--out", str(out)], num_ranks,
+                "orchmllm", ["compare", *argv, "--part", part, "--out", str(out)], num_ranks,
                 cpu_only=True, num_threads=1)
             if code:
                 return code
@@ -171,7 +171,3 @@ def run_all(args: argparse.Namespace, recipe: Recipe, argv: list[str]) -> int:
               f"{MAX_LOSS_DIFFERENCE:.0e}; balancing must not change the result", file=sys.stderr)
         return 1
     return 0
-
-
-if __name__ == "__main__":
-    launch.exit_with(main)

@@ -1,8 +1,8 @@
 """Looks at a recipe's data before training on it.
 
-    python -m orchmllm.data index RECIPE   lengths of every row, for fast starts (dispatch: load)
-    python -m orchmllm.data lint RECIPE    every row and medium that cannot be used, and why
-    python -m orchmllm.data stats RECIPE   lengths, what balancing gives, a plot of the composition
+    orchmllm data index RECIPE   lengths of every row, for fast starts (dispatch: load)
+    orchmllm data lint RECIPE    every row and medium that cannot be used, and why
+    orchmllm data stats RECIPE   lengths, what balancing gives, a plot of the composition
 
 Every command builds or refreshes the length index first. Exit code: 0 fine, 1 problems found,
 2 the recipe or a source cannot be read.
@@ -23,11 +23,10 @@ from orchmllm.data.formats.open import DataSource, beside, index_path, open_sour
 from orchmllm.data.index import LengthIndex, build_index
 from orchmllm.data.lengths import LengthReader
 from orchmllm.data.tokenizer import ChatTokenizer
-from orchmllm.launch import exit_with
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m orchmllm.data", description=__doc__,
+    parser = argparse.ArgumentParser(prog="orchmllm data", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("command", choices=("index", "lint", "stats"))
     parser.add_argument("recipe", help="YAML file; only data, model, balance and train are used")
@@ -143,7 +142,3 @@ def main(argv: list[str]) -> int:
     num_problems = lint(sources, indexes) + (lint_decoding(recipe) if args.decode else 0)
     print(f"{num_problems} problem(s) in {sum(map(len, sources))} rows")
     return int(num_problems > 0)
-
-
-if __name__ == "__main__":
-    exit_with(main)

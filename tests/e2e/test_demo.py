@@ -30,7 +30,7 @@ def compare(folder: Path, num_examples: int, *args: str) -> tuple[dict, str]:
                     "--num-examples", str(num_examples), "--seed", "0"],
                    cwd=ROOT, check=True, capture_output=True)
     out = subprocess.run(
-        [sys.executable, "-m", "orchmllm.cli.compare", "--recipe", "recipes/demo.yaml",
+        [sys.executable, "-m", "orchmllm", "compare", "--recipe", "recipes/demo.yaml",
          f"data.path={folder / 'data'}", f"run.dir={folder / 'run'}", *args],
         cwd=ROOT, capture_output=True, text=True)
     print(out.stdout, out.stderr)

@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from orchmllm.batch import SequenceLengths
+from orchmllm.cli.export import main
 from orchmllm.config import CheckpointConfig, DataConfig, FsdpConfig, Recipe, RunConfig, TrainConfig
 from orchmllm.data.tokenizer import ChatTokenizer
 from orchmllm.hf import export
@@ -273,7 +274,7 @@ def test_the_note_and_the_lines(trip):
 
 
 def run(capsys, *argv: object) -> tuple[int, str, str]:
-    code = export.main([str(a) for a in argv])
+    code = main([str(a) for a in argv])
     return code, *capsys.readouterr()
 
 
@@ -369,7 +370,7 @@ def peak_mb(checkpoint: Path, out: Path) -> float:
     """Peak resident memory of an export in a process of its own."""
     argv = ["--checkpoint", checkpoint, "--out", out, "--no-verify", "--dtype", "bfloat16",
             "--max-file-gb", "0.3"]
-    code = ("import sys; from orchmllm.hf.export import main; "
+    code = ("import sys; from orchmllm.cli.export import main; "
             "from tests.sharding.test_pretrained import memory_kb; "
             "code = main(sys.argv[1:]); print(memory_kb('VmHWM')); sys.exit(code)")
     done = subprocess.run([sys.executable, "-c", code, *map(str, argv)], check=True,

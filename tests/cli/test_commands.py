@@ -1,0 +1,42 @@
+"""`orchmllm COMMAND`: the console script, `python -m orchmllm`, and each command's help."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib.metadata import entry_points
+
+import pytest
+
+from orchmllm.cli import COMMANDS
+
+
+def orchmllm(*argv: str) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, "-m", "orchmllm", *argv], capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_explains_itself(command):
+    done = orchmllm(command, "--help")
+    assert done.returncode == 0 and done.stdout.startswith("usage: "), done.stderr
+    assert command in done.stdout.splitlines()[0]
+
+
+def test_without_a_command_or_with_a_wrong_one_the_commands_are_listed():
+    asked, none, wrong = orchmllm("--help"), orchmllm(), orchmllm("trian")
+    assert (asked.returncode, none.returncode, wrong.returncode) == (0, 2, 2)
+    assert wrong.stderr.startswith("error: 'trian' is no command of orchmllm\n")
+    for text in (asked.stdout, none.stdout, wrong.stderr):
+        assert all(f"  {name} " in text for name in COMMANDS)
+
+
+def test_the_console_script_is_this_command():
+    [script] = [e for e in entry_points(group="console_scripts") if e.name == "orchmllm"]
+    assert script.value == "orchmllm.cli:main"
+
+
+def test_a_dry_run_is_that_of_train(tmp_path):
+    wrong = tmp_path / "r.yaml"
+    wrong.write_text("train: {lr: -1}\n", encoding="utf-8")
+    done = orchmllm("dry-run", str(wrong), "--world-size", "4")
+    assert done.returncode == 2 and "train.lr = -1: must be > 0" in done.stderr
