@@ -12,7 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from orchmllm.models.config import ModelConfig
-from orchmllm.plan.step import BalanceConfig
+from orchmllm.models.flops import cost_model
+from orchmllm.plan.assign import PHASES, BalanceConfig, PlanSpec
+from orchmllm.plan.layout import ENCODERS
 from orchmllm.recipe import strict_yaml
 from orchmllm.recipe.parse import DEFAULT, Loaded, RecipeError, read
 from orchmllm.recipe.schema import Conflict, key, leaves, section
@@ -22,7 +24,7 @@ __all__ = ["Recipe", "RecipeError", "explain", "load_recipe", "read_recipe", "to
 ROW_FORMATS = ("auto", "llava", "sharegpt", "openai", "llama_factory", "asr", "caption",
                "librispeech", "air_bench")
 PADDED = ("padded", "conv_transformer")  # policies that know of padding
-DTYPES = ("float32", "float64", "bfloat16")
+DTYPE_BYTES = {"float32": 4, "float64": 8, "bfloat16": 2}
 
 
 @dataclass(frozen=True)
@@ -217,9 +219,11 @@ class FsdpConfig:
         False, "Build without memory, then draw each rank's part of the weights from a seed per "
         "row: the same on any number of ranks, and nowhere a full copy.")
     compile: bool = key(False, "torch.compile every block.")
-    param_dtype: str = key("float32", "Of parameters, gradients and optimizer.", choices=DTYPES)
+    param_dtype: str = key("float32", "Of parameters, gradients and optimizer.",
+                           choices=tuple(DTYPE_BYTES))
     compute_dtype: str = key("", "Of forward and backward; empty: param_dtype.",
-                             choices=("", *DTYPES), aliases=("dtype", "bf16", "mixed_precision"))
+                             choices=("", *DTYPE_BYTES),
+                             aliases=("dtype", "bf16", "mixed_precision"))
 
     def checkpointing(self, phase: str) -> str:
         """The choice for `vision`, `audio` or `llm`."""
@@ -269,6 +273,19 @@ class Recipe:
             return [f"balance.audio.policy={policy} shares out clips as if they were padded, but "
                     f"model.audio.mode={mode} pads to no other clip: local or greedy is faster"]
         return []
+
+
+def plan_spec(recipe: Recipe, ranks_per_node: int) -> PlanSpec:
+    """What the planner has to know of the recipe and the cluster. ranks_per_node: of the launcher,
+    where the recipe does not say it."""
+    model, compute = recipe.model, recipe.fsdp.compute_dtype or recipe.fsdp.param_dtype
+    return PlanSpec(
+        costs={phase: cost_model(phase, model) for phase in PHASES},
+        row_bytes={phase: getattr(model, phase).geometry.row_bytes for phase in ENCODERS},
+        feature_bytes=model.llm.hidden_size * DTYPE_BYTES[compute],
+        ranks_per_node=recipe.balance.ranks_per_node or ranks_per_node,
+        balance=recipe.balance,
+        group_size=recipe.fsdp.shard_size if recipe.balance.group == "shard" else 0)
 
 
 def read_recipe(path: str | Path, overrides: Sequence[str] | None = None) -> Loaded[Recipe]:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from orchmllm.comm.exchange import RowGather, gather_scalars
-from orchmllm.config import Recipe, to_yaml
+from orchmllm.config import Recipe, plan_spec, to_yaml
 from orchmllm.data.dataset import ConversationDataset
 from orchmllm.data.loading.step_loader import Step, StepLoader
 from orchmllm.data.sampler import GlobalSampler, make_sampler
@@ -23,7 +23,7 @@ from orchmllm.launch import World
 from orchmllm.models.attention import describe_attention
 from orchmllm.models.flops import mfu, peak_flops, step_flops
 from orchmllm.plan.step import PHASES, StepPlan, plan_step
-from orchmllm.runtime.build import build_dataset, build_orchestrators, build_spec, learning_rate
+from orchmllm.runtime.build import build_dataset, build_orchestrators, learning_rate
 from orchmllm.runtime.calibrate import Calibration, coefficients
 from orchmllm.runtime.checkpoint import Checkpointer, pack_rng, state_tensors, unpack_rng
 from orchmllm.runtime.display import RunDisplay
@@ -60,7 +60,7 @@ class Trainer:
         sources = find_sources(recipe.model)  # its errors come before any collective
         self.dataset = dataset if dataset is not None else build_dataset(recipe)
         self.train_rows, self.validation_rows = self.dataset.split(recipe.data.num_validation)
-        spec = build_spec(recipe, world.local_world_size)
+        spec = plan_spec(recipe, world.local_world_size)
         self.calibration = Calibration(recipe.balance, spec.costs, self.device)
         self.orchestrator, self._validation = build_orchestrators(
             recipe, spec, world.world_size, self.device, planner, count=2)

@@ -49,7 +49,7 @@ from orchmllm.estimate.measure_parts import (
 )
 from orchmllm.estimate.workload import MIXES, MODELS, batch_layout, sample_headers
 from orchmllm.models.config import AudioConfig, LLMConfig, ModelConfig, VisionConfig
-from orchmllm.models.flops import balance_cost, peak_flops
+from orchmllm.models.flops import cost_model, peak_flops
 from orchmllm.plan.assign import PHASES, BalanceConfig, PhasePolicy, PlanSpec
 from orchmllm.plan.layout import ENCODERS
 from orchmllm.plan.step import StepPlan, plan_step
@@ -105,7 +105,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
 def make_spec(model: ModelConfig, balanced: bool) -> PlanSpec:
     phase = PhasePolicy("least_move", tolerance=0.005)
     balance = BalanceConfig(balanced, "load", **dict.fromkeys(PHASES, phase))
-    return PlanSpec(costs={p: balance_cost(p, model) for p in PHASES},
+    return PlanSpec(costs={p: cost_model(p, model) for p in PHASES},
                     row_bytes={p: getattr(model, p).geometry.row_bytes for p in ENCODERS},
                     feature_bytes=2 * model.llm.hidden_size, ranks_per_node=8, balance=balance)
 

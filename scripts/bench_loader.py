@@ -35,12 +35,12 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 from orchmllm import BalancedDataLoader, CostModel
 from orchmllm.comm import exchange as comm
 from orchmllm.comm.exchange import RowGather, bytes_group
-from orchmllm.config import load_recipe
+from orchmllm.config import load_recipe, plan_spec
 from orchmllm.data.loading.step_loader import StepLoader
 from orchmllm.data.sampler import GlobalSampler
 from orchmllm.dropin import wire
 from orchmllm.orchestrator import Orchestrator
-from orchmllm.runtime.build import build_dataset, build_spec
+from orchmllm.runtime.build import build_dataset
 
 ROOT = Path(__file__).parents[1]
 COST = CostModel(linear=100_000, quadratic=100)
@@ -169,7 +169,7 @@ def media(rank: int, args: argparse.Namespace) -> dict:
     for name in ("load", "bytes", "tensors"):
         balance = replace(recipe.balance, dispatch=name)
         orchestrator = Orchestrator(
-            build_spec(replace(recipe, balance=balance), 1), RowGather(1, 120.0),
+            plan_spec(replace(recipe, balance=balance), 1), RowGather(1, 120.0),
             group=bytes_group(ranks, 120.0) if name == "bytes" else None)
         for workers in (0, 2):
             loader = StepLoader(dataset, sampler, orchestrator, num_steps=args.steps // 2,

@@ -26,9 +26,9 @@ import torch.distributed as dist
 
 from orchmllm.comm.exchange import RowGather, exchange_rows, hop_groups
 from orchmllm.estimate.workload import MODELS, sample_layout
+from orchmllm.models.flops import cost_model
 from orchmllm.orchestrator import Orchestrator
 from orchmllm.plan.assign import PHASES, BalanceConfig, PhasePolicy, PlanSpec
-from orchmllm.plan.cost import cost_model
 from orchmllm.plan.layout import ENCODERS
 from orchmllm.plan.step import plan_step
 

@@ -21,6 +21,7 @@ from pathlib import Path
 import numpy as np
 
 from orchmllm.estimate.workload import MIXES, MODELS, sample_layout
+from orchmllm.models.flops import cost_model
 from orchmllm.plan.assign import (
     PHASES,
     BalanceConfig,
@@ -29,7 +30,6 @@ from orchmllm.plan.assign import (
     assign_phases,
 )
 from orchmllm.plan.balance import core
-from orchmllm.plan.cost import cost_model
 from orchmllm.plan.layout import BatchLayout
 from orchmllm.plan.step import StepPlan, build_plan
 

@@ -112,8 +112,7 @@ def stats(recipe: Recipe, args: argparse.Namespace, sources: list[DataSource],
     print("\nLLM tokens per example that has the modality (share: of all tokens of the source)")
     print(table(lengths))
     ranks = args.ranks or recipe.launch.nproc_per_node or 8
-    predicted = predict(indexes, recipe.model, recipe.balance, num_ranks=ranks,
-                        batch_size=recipe.train.batch_size, seed=recipe.run.seed)
+    predicted = predict(indexes, recipe, ranks)
     print(f"\nslowest rank / mean, {ranks} ranks x {recipe.train.batch_size} examples, predicted "
           "from FLOPs")
     print(f"{'phase':<8} {'sampled':>8} {'balanced':>9}")

@@ -6,17 +6,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
+from orchmllm.config import Recipe, plan_spec
 from orchmllm.data.index import LengthIndex
 from orchmllm.data.sampler import GlobalSampler
-from orchmllm.plan.cost import cost_model
-from orchmllm.plan.layout import AUDIO, TEXT, VISION, BatchLayout
-from orchmllm.plan.step import PHASES, BalanceConfig, PlanSpec, plan_step
+from orchmllm.plan.layout import MODALITIES, BatchLayout
+from orchmllm.plan.step import PHASES, imbalance, plan_step
 
-MODALITIES = {"text": TEXT, "vision": VISION, "audio": AUDIO}
 NUM_BATCHES = 20  # global batches that the prediction averages over
 MAX_SAMPLED = 200_000  # examples that a prediction plans at most: minutes on a large world
 COLOURS = {"text": "#4c72b0", "vision": "#dd8452", "audio": "#55a868"}
@@ -86,22 +84,17 @@ def table(lengths: Lengths) -> str:
 
 
 def predict(
-    indexes: Sequence[LengthIndex], model: Any, balance: BalanceConfig, *, num_ranks: int,
-    batch_size: int, seed: int,
+    indexes: Sequence[LengthIndex], recipe: Recipe, num_ranks: int,
 ) -> dict[str, tuple[float, float]]:
     """phase -> (imbalance as sampled, imbalance as planned), averaged over global batches of the
     recipe's size; "step": (1, predicted time of a balanced step over that of an unbalanced one),
     where every phase waits for its slowest rank. Communication is not in it."""
+    batch_size = recipe.train.batch_size
     per_step = num_ranks * batch_size
     bounds = np.concatenate([[0], np.cumsum([len(i) for i in indexes])])
-    sampler = GlobalSampler(range(int(bounds[-1])), per_step, seed=seed)
-    spec = PlanSpec(
-        costs={phase: cost_model(phase, model) for phase in PHASES},
-        row_bytes={"vision": model.vision.geometry.row_bytes,
-                   "audio": model.audio.geometry.row_bytes},
-        feature_bytes=2 * model.llm.hidden_size, ranks_per_node=balance.ranks_per_node or 8,
-        balance=replace(balance, enabled=True))
-    slowest = {phase: np.zeros(3) for phase in PHASES}  # as sampled, as planned, mean
+    sampler = GlobalSampler(range(int(bounds[-1])), per_step, seed=recipe.run.seed)
+    spec = plan_spec(replace(recipe, balance=replace(recipe.balance, enabled=True)), 8)
+    costs = {phase: [] for phase in PHASES}  # (2, d) of each batch: as sampled, as planned
     for step in range(max(1, min(NUM_BATCHES, MAX_SAMPLED // per_step))):
         examples = []
         for i in sampler.batch(step):
@@ -109,11 +102,11 @@ def predict(
             examples.append(indexes[k].layout(int(i - bounds[k]), int(i)))
         plan = plan_step(BatchLayout.from_examples(examples, [batch_size] * num_ranks), spec)
         for phase in PHASES:
-            before, after = plan.phase_cost(phase)
-            slowest[phase] += before.max(), after.max(), before.mean()
-    out = {phase: (s[0] / max(s[2], 1), s[1] / max(s[2], 1)) for phase, s in slowest.items()}
-    total = sum(slowest.values())
-    return {**out, "step": (1.0, total[1] / max(total[0], 1))}
+            costs[phase].append(plan.phase_cost(phase))
+    sides = {phase: np.stack(c, axis=1) for phase, c in costs.items()}
+    sampled, planned = sum(side.max(axis=2).sum(axis=1) for side in sides.values())
+    return {**{phase: (imbalance(a), imbalance(b)) for phase, (a, b) in sides.items()},
+            "step": (1.0, planned / max(sampled, 1))}
 
 
 def plot(lengths: Lengths, path: Path, title: str) -> None:

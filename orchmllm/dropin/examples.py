@@ -17,16 +17,13 @@ from torch import Tensor
 from orchmllm.batch import IGNORE_INDEX
 from orchmllm.plan.cost import CostModel
 from orchmllm.plan.layout import (
-    AUDIO,
+    MODALITIES,
     TEXT,
-    VISION,
     BatchLayout,
     ExampleLayout,
     SegmentLengths,
 )
 from orchmllm.plan.step import RankPlan
-
-MODALITIES = {"text": TEXT, "vision": VISION, "audio": AUDIO}
 
 
 class Segment(NamedTuple):

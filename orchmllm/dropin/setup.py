@@ -15,7 +15,7 @@ from orchmllm.launch import current_world
 from orchmllm.plan.assign import PHASES, BalanceConfig, PhasePolicy, PlanSpec
 from orchmllm.plan.balance import OPTIONS, check_policy
 from orchmllm.plan.cost import CostModel
-from orchmllm.plan.step import StepPlan
+from orchmllm.plan.step import StepPlan, imbalance
 
 log = logging.getLogger("orchmllm.loader")
 TOLERANCE = 0.005  # of policies that trade balance for movement
@@ -159,20 +159,20 @@ def _policy(phase: str, policy: Any, tolerance: Any, max_rank_tokens: int) -> Ph
                        max_rank_tokens)
 
 
-def imbalance(plan: StepPlan) -> dict[str, tuple[float, float]]:
+def imbalances(plan: StepPlan) -> dict[str, tuple[float, float]]:
     """Phase -> (slowest rank's cost / mean as sampled, as planned), of phases that have items."""
     out = {}
     for phase in PHASES:
         before, after = plan.phase_cost(phase)
         if before.sum():
-            out[phase] = (float(before.max() / before.mean()), float(after.max() / after.mean()))
+            out[phase] = imbalance(before), imbalance(after)
     return out
 
 
 def log_step(ready: Ready, epoch: int) -> None:
     """One line: imbalance per phase as sampled and as planned, wait, and whether it pays."""
     plans = [plan for _, plan in ready.planned.plans]
-    phases = ", ".join(f"{p} {a:.2f}->{b:.2f}" for p, (a, b) in imbalance(plans[0]).items())
+    phases = ", ".join(f"{p} {a:.2f}->{b:.2f}" for p, (a, b) in imbalances(plans[0]).items())
     gain = sum(plan.predicted_gain for plan in plans) / len(plans)
     note = "" if gain >= LITTLE or not plans[0].spec.balance.enabled else (
         f"; balancing gains little here (under {LITTLE:.0%}: few ranks or uniform data), min_gain "

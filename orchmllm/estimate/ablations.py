@@ -13,14 +13,13 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from orchmllm.config import Recipe
+from orchmllm.config import Recipe, plan_spec
 from orchmllm.estimate.dry_run import NONE, draw
 from orchmllm.estimate.fits import DEVICE_SHARE, decide, joined, largest_fitting, scaled
 from orchmllm.estimate.memory import MemoryModel, loads_of
 from orchmllm.estimate.step_time import Hardware, exchange_seconds, predict
 from orchmllm.plan.assign import PHASES, BalanceConfig, PhasePolicy
 from orchmllm.plan.step import plan_step
-from orchmllm.runtime.build import build_spec
 
 PAD = frozenset({"audio"})
 PAPER_OVERHEAD_MS = {64: 16.66, 128: 18.49, 256: 21.32, 512: 24.64, 1024: 31.37, 2560: 53.88}
@@ -68,7 +67,7 @@ def ablate(recipe: Recipe, num_ranks: int, batch_size: int, hardware: Hardware,
     shards = min(recipe.fsdp.shard_size or num_ranks, num_ranks)
     memory = MemoryModel(recipe.model, recipe.fsdp, shards)
     budget = 1e9 * recipe.fsdp.memory_gb or DEVICE_SHARE * hardware.memory_bytes
-    spec = build_spec(recipe, hardware.ranks_per_node)
+    spec = plan_spec(recipe, hardware.ranks_per_node)
     layouts = [draw(recipe, num_ranks, batch_size, recipe.run.seed + s) for s in range(steps)]
     schemes = variants(0.005)
     # One choice for all schemes, made for the paper's: what differs is the schemes alone.
@@ -120,7 +119,7 @@ def paper_order(rows: Mapping[str, Mapping]) -> dict[str, bool]:
 def overhead(recipe: Recipe, hardware: Hardware, ranks: list[int]) -> list[dict]:
     """Table 2: the paper's overhead per iteration beside our planning time (hidden in prefetch) and
     predicted exchange, at mini-batch 60."""
-    spec = build_spec(recipe, hardware.ranks_per_node)
+    spec = plan_spec(recipe, hardware.ranks_per_node)
     out = []
     for d in ranks:
         layout = draw(recipe, d, 60, recipe.run.seed)

@@ -18,7 +18,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from orchmllm.config import Recipe
+from orchmllm.config import Recipe, plan_spec
 from orchmllm.estimate.fits import DEVICE_SHARE, decide, joined, largest_fitting
 from orchmllm.estimate.memory import Loads, MemoryModel, loads_of
 from orchmllm.estimate.step_time import Hardware, StepTime, predict, rank_seconds
@@ -27,7 +27,6 @@ from orchmllm.models.flops import padded_phases, step_flops
 from orchmllm.plan.assign import PHASES, BalanceConfig, PhasePolicy, PlanSpec
 from orchmllm.plan.layout import BatchLayout
 from orchmllm.plan.step import StepPlan, plan_step
-from orchmllm.runtime.build import build_spec
 from orchmllm.sharding.check import check_world
 
 NONE = BalanceConfig(enabled=False)
@@ -51,7 +50,7 @@ def dry_run(recipe: Recipe, num_ranks: int, hardware: Hardware, steps: int = 20)
     memory that the recipe does not fit."""
     started = time.perf_counter()
     check_world(recipe, num_ranks, hardware.ranks_per_node)
-    spec = build_spec(recipe, hardware.ranks_per_node)
+    spec = plan_spec(recipe, hardware.ranks_per_node)
     memory = MemoryModel(recipe.model, recipe.fsdp, recipe.fsdp.shard_size or num_ranks)
     budget = 1e9 * recipe.fsdp.memory_gb or DEVICE_SHARE * hardware.memory_bytes
     batch = recipe.train.batch_size

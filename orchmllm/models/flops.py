@@ -9,16 +9,17 @@ frozen LLM still passes gradients on to the connectors.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
 from orchmllm.models.config import AudioConfig, LLMConfig, ModelConfig, VisionConfig
 from orchmllm.plan.assign import PHASES
-from orchmllm.plan.cost import CostModel, cost_model
+from orchmllm.plan.cost import CostModel
 from orchmllm.plan.layout import ENCODERS, BatchLayout
 from orchmllm.plan.step import StepPlan
 
+FORWARD_BACKWARD = 3  # the backward pass of a product is two products of the same size
 # Dense bf16 FLOP/s without sparsity, by a part of torch's device name (vendors' data sheets).
 PEAK_FLOPS = {"B200": 2250e12, "H200": 989e12, "H100": 989e12, "H800": 989e12, "H20": 148e12,
               "A100": 312e12, "A800": 312e12, "L40S": 362e12, "A6000": 155e12, "4090": 165e12}
@@ -82,7 +83,7 @@ def padded_phases(model: ModelConfig) -> frozenset[str]:
 
 def item_rank(plan: StepPlan, phase: str) -> np.ndarray:
     """(n,) rank that processes each item, items in source order."""
-    move = plan.llm if phase == "llm" else plan.encode[phase]
+    move = plan.rearrangement(phase)
     rank = np.empty(len(move.order), np.int64)
     rank[move.order] = move.target_rank
     return rank
@@ -96,18 +97,28 @@ def phase_work(phase: str, model: ModelConfig, lengths: Lengths,
     config = getattr(model, phase)
     if phase == "vision":
         front = _patch_flops(config) * lengths.rows
-        group, hidden = config.merge_size**2, config.connector_hidden(model.llm.hidden_size)
     else:
         size = config.hidden_size
         front = 6.0 * size * (config.num_mels * lengths.rows + size * lengths.positions)
-        group, hidden = config.stack, model.llm.hidden_size
-    layers = 2.0 * hidden * np.array([group * config.hidden_size, model.llm.hidden_size])
+    layers = _connector_flops(phase, model)
     passes = [2, 2]  # towards weights and input; a frozen tower's last norm needs no gradient
     if config.frozen and getattr(config, "family", "") == "qwen2_vl":
         passes = [1, 2]
     return _encoder_work(config, lengths, front, _front_backward(phase, config, lengths),
                          layers.sum() * lengths.tokens, layers @ passes * lengths.tokens,
                          checkpointing)
+
+
+def _group(phase: str, config: VisionConfig | AudioConfig) -> int:
+    """Encoder positions that the connector joins to one LLM token."""
+    return config.merge_size**2 if phase == "vision" else config.stack
+
+
+def _connector_flops(phase: str, model: ModelConfig) -> np.ndarray:
+    """(2,) forward FLOP of the connector's two layers for one LLM token."""
+    config, width = getattr(model, phase), model.llm.hidden_size
+    hidden = config.connector_hidden(width) if phase == "vision" else width
+    return 2.0 * hidden * np.array([_group(phase, config) * config.hidden_size, width])
 
 
 def _patch_flops(config: VisionConfig) -> float:
@@ -161,22 +172,30 @@ def step_flops(model: ModelConfig, layout: BatchLayout) -> dict[str, float]:
             for phase in PHASES}
 
 
-def balance_cost(phase: str, model: ModelConfig) -> CostModel:
-    """The cost by which a phase is balanced: plan.cost's, with the passes that a frozen submodule
-    really makes."""
-    cost = cost_model(phase, model)
-    config = getattr(model, phase)
-    if not config.frozen:
-        return cost
-    if phase == "llm":  # forward and towards the input; attention's backward stays whole
-        return replace(cost, linear=cost.linear * 2 // 3)
-    # Forward alone, but for the connector: three passes over all tokens of one position's share.
-    width = model.llm.hidden_size
-    group, hidden = ((config.merge_size**2, config.connector_hidden(width)) if phase == "vision"
-                     else (config.stack, width))
-    connector = 2 * hidden * (group * config.hidden_size + width) // group
-    return replace(cost, linear=(cost.linear - 3 * connector) // 3 + 3 * connector,
-                   quadratic=cost.quadratic // 3)
+def cost_model(phase: str, model: ModelConfig) -> CostModel:
+    """The cost by which a phase is balanced, of an item by its positions (tokens in the LLM),
+    derived from the forward FLOPs of items of one and two positions. Every product counts three
+    times, for forward and backward, so that activation checkpointing scales all terms alike; a
+    frozen submodule counts the passes that it really makes. Raises ValueError for an unknown
+    phase."""
+    if phase not in PHASES:
+        raise ValueError(f"unknown phase {phase!r}; choose one of {', '.join(PHASES)}")
+    config, positions = getattr(model, phase), np.array([1, 2])
+    rows, tokens = positions, positions.astype(float)
+    if phase == "vision":
+        tokens = positions / config.merge_size**2
+    elif phase == "audio":  # two mel frames make a position
+        rows, tokens = 2 * positions, positions / config.stack
+    (first, _), (one, two) = phase_work(phase, model, Lengths(rows, positions, tokens)).forward
+    linear, quadratic = round(FORWARD_BACKWARD * first), round(FORWARD_BACKWARD * (two / 2 - one))
+    if config.frozen and phase == "llm":  # forward and towards the input; attention stays whole
+        linear = linear * 2 // 3
+    elif config.frozen:  # forward alone, but for the connector
+        one = int(_connector_flops(phase, model).sum()) // _group(phase, config)
+        linear = (linear - FORWARD_BACKWARD * one) // FORWARD_BACKWARD + FORWARD_BACKWARD * one
+        quadratic //= FORWARD_BACKWARD
+    return CostModel(linear, quadratic,
+                     padded=phase == "audio" and config.mode == "padded")
 
 
 def peak_flops(device_name: str) -> float | None:

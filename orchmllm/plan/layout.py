@@ -18,6 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 TEXT, VISION, AUDIO = 0, 1, 2
+MODALITIES = {"text": TEXT, "vision": VISION, "audio": AUDIO}
 ENCODERS: dict[str, int] = {"vision": VISION, "audio": AUDIO}  # fixed order of the encoder phases
 
 

@@ -65,6 +65,15 @@ def build_plan(
     return StepPlan(layout, spec, encode_moves, feature_moves, llm_move)
 
 
+def imbalance(costs: np.ndarray) -> float:
+    """How much longer the slowest rank takes than the mean rank: 1 if nobody waits, or has nothing.
+
+    costs: (d,) of the ranks, or (k, d) of k microbatches, each of which waits for its slowest."""
+    costs = np.atleast_2d(np.asarray(costs, float))
+    mean = costs.mean(axis=1).sum()
+    return float(costs.max(axis=1).sum() / mean) if mean else 1.0
+
+
 @dataclass(frozen=True)
 class StepPlan:
     """The same on all ranks. encode[m] and feature[m] move the phase's segments (the first from
@@ -92,6 +101,10 @@ class StepPlan:
         """Per phase: bytes of inputs and features that change rank, and that change node."""
         return {phase: self._phase_stats(phase) for phase in PHASES}
 
+    def rearrangement(self, phase: str) -> Rearrangement:
+        """How the items of a phase move: segments of an encoder, examples of the LLM."""
+        return self.llm if phase == "llm" else self.encode[phase]
+
     def item_lengths(self, phase: str) -> np.ndarray:
         """Length of each of a phase's items in source order, as its cost model takes it."""
         if phase == "llm":
@@ -100,7 +113,7 @@ class StepPlan:
 
     def phase_cost(self, phase: str) -> tuple[np.ndarray, np.ndarray]:
         """(d,) predicted cost per rank, as sampled and as planned, in kFLOP."""
-        move = self.llm if phase == "llm" else self.encode[phase]
+        move = self.rearrangement(phase)
         lengths, cost = self.item_lengths(phase), self.spec.costs[phase]
         return (cost.of_ranks(lengths, move.source_rank, self.layout.num_ranks),
                 cost.of_ranks(lengths[move.order], move.target_rank, self.layout.num_ranks))
@@ -219,3 +232,7 @@ class RankPlan:
     example_ids: np.ndarray
     scatter: Mapping[str, np.ndarray]
     position_ids: np.ndarray
+
+    def exchange(self, phase: str) -> Exchange:
+        """How this rank's inputs of a phase travel."""
+        return self.llm if phase == "llm" else self.encode[phase]

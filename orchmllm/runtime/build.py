@@ -11,9 +11,8 @@ from orchmllm.comm.exchange import RowGather, bytes_group, hop_groups
 from orchmllm.config import Recipe, TrainConfig
 from orchmllm.data.dataset import ConversationDataset
 from orchmllm.data.stream import open_dataset
-from orchmllm.models.flops import balance_cost
 from orchmllm.orchestrator import Orchestrator
-from orchmllm.plan.step import PHASES, PlanSpec, StepPlan
+from orchmllm.plan.step import PlanSpec, StepPlan
 
 
 def build_dataset(recipe: Recipe) -> ConversationDataset:
@@ -25,23 +24,6 @@ def build_dataset(recipe: Recipe) -> ConversationDataset:
             f"model.llm.vocab_size is {recipe.model.llm.vocab_size}, but the tokenizer has "
             f"{dataset.tokenizer.vocab_size} tokens: raise it")
     return dataset
-
-
-def build_spec(recipe: Recipe, ranks_per_node: int) -> PlanSpec:
-    """What the planner has to know of recipe and cluster."""
-    model = recipe.model
-    element = 8 if recipe.fsdp.param_dtype == "float64" else 4
-    if recipe.fsdp.compute_dtype == "bfloat16":
-        element = 2
-    return PlanSpec(
-        costs={phase: balance_cost(phase, model) for phase in PHASES},
-        row_bytes={"vision": model.vision.geometry.row_bytes,
-                   "audio": model.audio.geometry.row_bytes},
-        feature_bytes=model.llm.hidden_size * element,
-        ranks_per_node=recipe.balance.ranks_per_node or ranks_per_node,
-        balance=recipe.balance,
-        group_size=recipe.fsdp.shard_size if recipe.balance.group == "shard" else 0,
-    )
 
 
 def build_orchestrators(

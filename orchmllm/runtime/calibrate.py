@@ -104,7 +104,7 @@ def coefficients(costs: Mapping[str, CostModel]) -> dict[str, dict[str, int]]:
 
 def _sums(plan: StepPlan, phase: str, model: CostModel) -> np.ndarray:
     """(d, 2) linear and quadratic part of the phase's items on each rank."""
-    move = plan.llm if phase == "llm" else plan.encode[phase]
+    move = plan.rearrangement(phase)
     lengths = plan.item_lengths(phase)[move.order]
     out = np.zeros((plan.layout.num_ranks, 2))
     if model.padded:  # one number: it is fitted by a factor

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from orchmllm.data.loading.step_loader import Step
-from orchmllm.plan.step import PHASES, StepPlan
+from orchmllm.plan.step import PHASES, StepPlan, imbalance
 
 CANARY_STEPS = 10  # unbalanced steps without any rearrangement after which a run is stopped
 
@@ -27,8 +27,7 @@ class Canary:
         planned: dict[str, list[int]] = {p: [] for p in PHASES}
         for micro in step.micro:
             for phase in PHASES:
-                move = micro.rank_plan.llm if phase == "llm" else micro.rank_plan.encode[phase]
-                planned[phase] += move.lengths.tolist()
+                planned[phase] += micro.rank_plan.exchange(phase).lengths.tolist()
         if planned != processed:
             raise RuntimeError(f"step {step.index}: rank {self.rank} processed other items than "
                                "its plan says; this is a bug in orchmllm")
@@ -59,11 +58,10 @@ def combined_stats(plans: Sequence[StepPlan]) -> dict[str, dict[str, float]]:
     for phase in PHASES:
         costs = [plan.phase_cost(phase) for plan in plans]
         before, after = (np.array([c[i] for c in costs], float) for i in range(2))
-        mean = before.mean(axis=1).sum()
         out[phase] = {
-            "imbalance_before": before.max(axis=1).sum() / mean if mean else 1.0,
-            "imbalance_after": after.max(axis=1).sum() / mean if mean else 1.0,
-            "mean_cost_kflop": float(mean),
+            "imbalance_before": imbalance(before),
+            "imbalance_after": imbalance(after),
+            "mean_cost_kflop": float(before.mean(axis=1).sum()),
             "moved_bytes": sum(p.stats[phase]["moved_bytes"] for p in plans),
             "internode_bytes": sum(p.stats[phase]["internode_bytes"] for p in plans),
         }

@@ -14,7 +14,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from orchmllm.batch import on_device
-from orchmllm.config import FsdpConfig
+from orchmllm.config import FsdpConfig, plan_spec
 from orchmllm.data.loading.step_loader import StepLoader
 from orchmllm.data.sampler import GlobalSampler
 from orchmllm.launch import World
@@ -22,7 +22,6 @@ from orchmllm.models.mllm import MultimodalModel
 from orchmllm.orchestrator import Microbatch, Orchestrator
 from orchmllm.plan.layout import ENCODERS, BatchLayout
 from orchmllm.plan.step import BalanceConfig
-from orchmllm.runtime.build import build_spec
 from orchmllm.trainer import Trainer
 from tests.lib.gradients import RandomPlanner
 from tests.lib.ranks import run_ranks
@@ -105,7 +104,7 @@ def microbatch(num_ranks: int, rank: int, audio_mode: str, dispatch: str):
     """(spec, a rank's microbatch with inputs on the CPU) of a random rearrangement."""
     model = replace(MODEL, audio=replace(MODEL.audio, mode=audio_mode))
     chosen = recipe(model=model, balance=BalanceConfig(dispatch=dispatch))
-    spec, data = build_spec(chosen, num_ranks), SyntheticDataset(audio=model.audio.geometry)
+    spec, data = plan_spec(chosen, num_ranks), SyntheticDataset(audio=model.audio.geometry)
     layout = BatchLayout.from_examples([data.layout(i) for i in range(4 * num_ranks)],
                                        [4] * num_ranks)
     plan = RandomPlanner(0)(layout, spec)

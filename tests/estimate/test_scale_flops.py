@@ -15,7 +15,7 @@ from orchmllm.estimate.workload import sample_layout
 from orchmllm.models.config import AudioConfig, LLMConfig, ModelConfig, VisionConfig
 from orchmllm.models.flops import (
     Lengths,
-    balance_cost,
+    cost_model,
     mfu,
     peak_flops,
     phase_lengths,
@@ -24,7 +24,6 @@ from orchmllm.models.flops import (
     tokens_per_gpu,
 )
 from orchmllm.models.mllm import MultimodalModel
-from orchmllm.plan.cost import cost_model
 
 MODEL = ModelConfig(
     VisionConfig(2, 32, 96, 2, merge_size=2), AudioConfig(2, 48, 128, 3, num_mels=20, stack=4),
@@ -133,11 +132,9 @@ def test_the_balancing_cost_follows_the_flops(case):
             lengths = replace(lengths, tokens=lengths.rows / 4)
         if phase == "audio":
             lengths = replace(lengths, tokens=lengths.positions / 4)
-        ratio = balance_cost(phase, config)(lengths.positions) * 1e3 / phase_work(
+        ratio = cost_model(phase, config)(lengths.positions) * 1e3 / phase_work(
             phase, config, lengths).useful
         assert ratio.max() / ratio.min() < 1.02
-        if not case.startswith("frozen") and case != "connectors":
-            assert balance_cost(phase, config) == cost_model(phase, config)
 
 
 def test_checkpointing_adds_the_blocks_forward_once():

@@ -125,9 +125,9 @@ def small_cases():
 
 
 def small_spec(model):
-    from orchmllm.runtime.build import build_spec
+    from orchmllm.config import plan_spec
 
-    return build_spec(recipe(model=model), 8)
+    return plan_spec(recipe(model=model), 8)
 
 
 def test_auto_picks_what_brute_force_picks():

@@ -15,7 +15,7 @@ from transformers import WhisperConfig, WhisperFeatureExtractor
 from transformers.models.whisper.modeling_whisper import WhisperEncoder
 
 from orchmllm.batch import SequenceLengths
-from orchmllm.config import FsdpConfig, SourceConfig, load_recipe
+from orchmllm.config import FsdpConfig, SourceConfig, load_recipe, plan_spec
 from orchmllm.data.formats.conversation import Conversation
 from orchmllm.data.formats.open import open_source
 from orchmllm.data.index import index_folder
@@ -29,16 +29,15 @@ from orchmllm.models.audio import AudioEncoder
 from orchmllm.models.config import WHISPER_FRAMES, AudioConfig, LLMConfig, ModelConfig
 from orchmllm.models.flops import (
     Lengths,
-    balance_cost,
+    cost_model,
     item_rank,
     padded_lengths,
     padded_phases,
     phase_work,
 )
-from orchmllm.plan.cost import CostModel, cost_model
+from orchmllm.plan.cost import CostModel
 from orchmllm.plan.layout import AUDIO, AudioGeometry, AudioHeader, segment_lengths
 from orchmllm.plan.step import BalanceConfig, PhasePolicy, plan_step
-from orchmllm.runtime.build import build_spec
 from orchmllm.train import main
 from tests.lib.gradients import Case, all_gradients, reference_gradients, worst_difference
 from tests.lib.ranks import run_ranks
@@ -226,7 +225,7 @@ def test_cost_of_a_padded_rank():
     assert [cost_model("audio", model(m)).padded for m in ("packed", "padded", "fixed")] == [
         False, True, False]
     frozen = replace(model("padded"), audio=replace(model("padded").audio, frozen=True))
-    assert balance_cost("audio", frozen).padded
+    assert cost_model("audio", frozen).padded
     assert [sorted(padded_phases(model(m))) for m in ("packed", "padded", "fixed")] == [
         [], ["audio"], []]
 
@@ -249,7 +248,7 @@ def test_flops_of_a_rank_are_counted(mode):
 
 
 def spec(mode: str, policy: str):
-    return build_spec(recipe(model=replace(MODEL, audio=replace(MODEL.audio, mode=mode)),
+    return plan_spec(recipe(model=replace(MODEL, audio=replace(MODEL.audio, mode=mode)),
                              balance=BalanceConfig(audio=PhasePolicy(policy))), 4)
 
 

@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 
 from orchmllm.models.config import ModelConfig
+from orchmllm.models.flops import cost_model
 from orchmllm.plan.balance import balance, core
-from orchmllm.plan.cost import CostModel, cost_model
+from orchmllm.plan.cost import CostModel
 from tests.twins import core as reference
 from tests.twins.bound import lower_bound
 

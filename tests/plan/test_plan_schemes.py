@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from orchmllm.estimate.workload import MODELS, sample_layout
+from orchmllm.models.flops import cost_model
 from orchmllm.plan.assign import PHASES, BalanceConfig, PhasePolicy, PlanSpec
 from orchmllm.plan.balance import core
-from orchmllm.plan.cost import cost_model
 from orchmllm.plan.homes import example_bytes
 from orchmllm.plan.step import StepPlan, assign_microbatches, plan_step
 
