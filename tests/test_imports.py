@@ -42,12 +42,12 @@ ALLOWED = {
 NARROWER = {
     "models.config": ("recipe", "plan"),
     "models.flops": ("plan", "models"),
-    "models.shapes": ("models",),
+    "sharding.units": ("hf", "models"),
 }
 NO_TORCH = [
     "orchmllm", "orchmllm.config", "orchmllm.launch", "orchmllm.train", "orchmllm.recipe.parse",
     "orchmllm.plan.balance", "orchmllm.plan.step", "orchmllm.models.config",
-    "orchmllm.models.flops", "orchmllm.models.shapes", "orchmllm.data.index", "orchmllm.data.stats",
+    "orchmllm.models.flops", "orchmllm.sharding.units", "orchmllm.data.index", "orchmllm.data.stats",
     "orchmllm.estimate.memory", "orchmllm.estimate.step_time", "orchmllm.estimate.workload",
     "orchmllm.hf.sources", "orchmllm.runtime.display", "orchmllm.runtime.log_schema",
     "orchmllm.cli.data"]

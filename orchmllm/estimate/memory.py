@@ -20,10 +20,10 @@ from orchmllm.config import FsdpConfig
 from orchmllm.estimate import activations
 from orchmllm.models.config import ModelConfig
 from orchmllm.models.flops import Lengths, padded_lengths, phase_lengths, phase_work
-from orchmllm.models.shapes import Unit, units
 from orchmllm.plan.assign import PHASES
 from orchmllm.plan.layout import ENCODERS
 from orchmllm.plan.step import StepPlan
+from orchmllm.sharding.units import Unit, units
 
 CHOICES = ("none", "selective", "full")  # cheapest to most expensive in time
 _BYTES = {"float32": 4, "float64": 8, "bfloat16": 2}

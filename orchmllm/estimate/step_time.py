@@ -15,10 +15,10 @@ import numpy as np
 from orchmllm.estimate.memory import MemoryModel
 from orchmllm.models.config import ModelConfig
 from orchmllm.models.flops import item_rank, padded_lengths, phase_lengths, phase_work
-from orchmllm.models.shapes import units
 from orchmllm.plan.assign import PHASES
 from orchmllm.plan.layout import ENCODERS
 from orchmllm.plan.step import StepPlan
+from orchmllm.sharding.units import units
 
 
 @dataclass(frozen=True)

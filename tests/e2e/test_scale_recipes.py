@@ -14,7 +14,7 @@ from orchmllm.data.loading.step_loader import StepLoader
 from orchmllm.data.sampler import GlobalSampler
 from orchmllm.estimate.workload import MODELS
 from orchmllm.models.mllm import MultimodalModel
-from orchmllm.models.shapes import num_parameters
+from orchmllm.sharding.units import num_parameters
 from orchmllm.trainer import Trainer
 from tests.lib.ranks import run_ranks
 from tests.lib.synthetic import VOCAB, SyntheticDataset

@@ -19,9 +19,9 @@ from orchmllm.estimate.workload import sample_layout
 from orchmllm.models.config import AudioConfig, LLMConfig, ModelConfig, VisionConfig
 from orchmllm.models.flops import padded_phases, phase_work
 from orchmllm.models.mllm import MultimodalModel
-from orchmllm.models.shapes import num_parameters, units
 from orchmllm.plan.assign import PHASES
 from orchmllm.plan.step import BalanceConfig, plan_step
+from orchmllm.sharding.units import num_parameters, units
 from orchmllm.trainer import Trainer
 from tests.lib.ranks import run_ranks
 from tests.lib.synthetic import MODEL, SyntheticDataset, recipe

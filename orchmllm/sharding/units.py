@@ -1,0 +1,99 @@
+"""Every parameter of a model by its shape, grouped as FSDP2 shards it: pure arithmetic on the
+configuration, so that a model of any size is counted in no time and without torch.
+
+Shapes come from the table of names (orchmllm.hf.names). The order of units is that of the forward
+pass; tests compare them with the built model.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+
+from orchmllm.hf.names import PARTS, Named, named
+from orchmllm.models.config import ModelConfig
+
+Shape = tuple[int, ...]
+ROLES = ("root", "embed", "head")  # of units that are no block
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Parameters that are gathered together; `copies` units are alike (a stack of blocks).
+
+    phase: vision, audio or llm. role: `block`, `root` (gathered for the whole phase), `embed` or
+    `head`. trained, frozen: shapes of the parameters with and without a gradient."""
+
+    phase: str
+    role: str
+    copies: int
+    trained: tuple[Shape, ...]
+    frozen: tuple[Shape, ...] = ()
+
+    @property
+    def size(self) -> int:
+        """Parameters of one copy."""
+        return sum(map(math.prod, self.trained + self.frozen))
+
+    @property
+    def trained_size(self) -> int:
+        return sum(map(math.prod, self.trained))
+
+    def shard_size(self, shards: int, trained_only: bool = False) -> int:
+        """Parameters that the fullest rank holds of one copy: FSDP2 cuts dimension 0, rounded up
+        for each parameter."""
+        shapes = self.trained if trained_only else self.trained + self.frozen
+        return sum(-(-s[0] // shards) * math.prod(s[1:]) for s in shapes)
+
+
+@lru_cache(maxsize=8)
+def units(model: ModelConfig) -> list[Unit]:
+    """All units in the order of the forward pass."""
+    out = []
+    for phase in PARTS:
+        frozen = getattr(model, phase).frozen
+        found: dict[str, list[Named]] = {}
+        for n in _parameters(phase, model):
+            found.setdefault(_unit_name(n.name), []).append(n)
+        copies = sum(name.isdigit() for name in found)
+        for name, members in found.items():
+            if name in ("0", *ROLES):
+                learnt = [_shape(n) for n in members if not frozen or ".connector." in n.name]
+                kept = [_shape(n) for n in members if frozen and ".connector." not in n.name]
+                out.append(Unit(phase, "block" if name == "0" else name,
+                                copies if name == "0" else 1, tuple(learnt), tuple(kept)))
+    return out
+
+
+def _parameters(phase: str, model: ModelConfig) -> Iterator[Named]:
+    yield from named(phase, model)
+    yield from (n for n in named("connectors", model) if n.name.startswith(f"{phase}."))
+
+
+def _shape(n: Named) -> Shape:
+    """Of the parameter here; Qwen2-VL's patch embedding has more dimensions there."""
+    return (n.shape[0], math.prod(n.shape[1:])) if len(n.shape) > 3 else n.shape
+
+
+def _unit_name(parameter: str) -> str:
+    """The number of its block, or the role of its unit."""
+    for part in parameter.split("."):
+        if part.isdigit():
+            return part
+    return {"embed_tokens": "embed", "lm_head": "head"}.get(parameter.split(".")[-2], "root")
+
+
+def num_parameters(model: ModelConfig) -> dict[str, dict[str, int]]:
+    """phase -> role -> parameters, connectors apart from the rest of their encoder's root."""
+    counts: dict[str, dict[str, int]] = {}
+    for unit in units(model):
+        roles = counts.setdefault(unit.phase, {})
+        roles[unit.role] = roles.get(unit.role, 0) + unit.copies * unit.size
+    for phase in ("vision", "audio"):
+        connector = sum(math.prod(n.shape) for n in _parameters(phase, model)
+                        if ".connector." in n.name)
+        counts[phase]["connector"] = connector
+        counts[phase]["root"] -= connector
+    return counts
