@@ -47,7 +47,8 @@ NARROWER = {
 NO_TORCH = [
     "orchmllm", "orchmllm.config", "orchmllm.launch", "orchmllm.train", "orchmllm.recipe.parse",
     "orchmllm.plan.balance", "orchmllm.plan.step", "orchmllm.models.config",
-    "orchmllm.models.flops", "orchmllm.sharding.units", "orchmllm.data.index", "orchmllm.data.stats",
+    "orchmllm.models.flops", "orchmllm.sharding.units", "orchmllm.data.index",
+    "orchmllm.data.stats",
     "orchmllm.estimate.memory", "orchmllm.estimate.step_time", "orchmllm.estimate.workload",
     "orchmllm.hf.sources", "orchmllm.runtime.display", "orchmllm.runtime.log_schema",
     "orchmllm.cli.data"]
