@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from orchmllm.adapt import at_least_one, check_equivalence, rebalance_encoder, scale_loss
     from orchmllm.comm import exchange_rows
-    from orchmllm.data.batches import Phase, Segment
+    from orchmllm.data.batches import Phase, Segment, StepInfo
     from orchmllm.data.loader import BalancedDataLoader
     from orchmllm.plan.cost import CostModel
 
@@ -21,6 +21,7 @@ _HOME = {
     "CostModel": "orchmllm.plan.cost",
     "Phase": "orchmllm.data.batches",
     "Segment": "orchmllm.data.batches",
+    "StepInfo": "orchmllm.data.batches",
     "at_least_one": "orchmllm.adapt",
     "check_equivalence": "orchmllm.adapt",
     "exchange_rows": "orchmllm.comm",
@@ -28,8 +29,8 @@ _HOME = {
     "scale_loss": "orchmllm.adapt",
 }
 __all__ = [
-    "BalancedDataLoader", "CostModel", "Phase", "Segment", "at_least_one", "check_equivalence",
-    "exchange_rows", "rebalance_encoder", "scale_loss",
+    "BalancedDataLoader", "CostModel", "Phase", "Segment", "StepInfo", "at_least_one",
+    "check_equivalence", "exchange_rows", "rebalance_encoder", "scale_loss",
 ]
 
 

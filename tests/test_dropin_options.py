@@ -19,6 +19,7 @@ from orchmllm import (
 )
 from tests.dropin import Stream, Texts, collate, length_of, token_count
 from tests.ranks import run_ranks
+from tests.test_examples import load
 
 pytestmark = pytest.mark.dist
 LENGTHS = [length_of(i) for i in range(48)]
@@ -123,9 +124,7 @@ def test_check_equivalence_passes_a_sum_and_finds_a_mean_per_rank():
 
 def features(world, **how) -> list[list[float]]:
     """What arrives at the LLM of each step: the sum of each merged patch's pixels."""
-    import importlib
-
-    example = importlib.import_module("examples.qwen2_vl")
+    example = load("qwen2_vl")
     loader = BalancedDataLoader(
         example.Pictures(64), 4, shuffle=True, collate_fn=example.collate, policy="greedy",
         length_fn=example.segments, ranks_per_node=2, **how,
