@@ -84,7 +84,9 @@ def rebalance_encoder(
         if output is None:
             return features
         for name in _UNREAD:
-            if hasattr(result, name):
+            if isinstance(result, dict) and name in result:  # sets the attribute, too
+                result[name] = None
+            elif hasattr(result, name):
                 setattr(result, name, None)
         setattr(result, output, features)
         return result
