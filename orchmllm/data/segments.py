@@ -62,6 +62,8 @@ class SegmentFeed:
 
     def announce(self, planned: Planned) -> None:
         """Starts what needs nobody else."""
+        for mine in planned.rank_plans:
+            mine.pack()
         if self.dispatch == "load":
             self._requested.append([
                 self._planned(positions, plan.layout.example_id, mine)
