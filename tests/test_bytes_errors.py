@@ -59,10 +59,25 @@ def failing_collate(world) -> tuple:
         policy="greedy", timeout_s=TIMEOUT_S))
 
 
-def with_pictures(world, collate_images, segments) -> tuple:
+class Listed:
+    """An example with keys that is no dict."""
+
+    def __init__(self, example: dict) -> None:
+        self.example = example
+
+    def __getitem__(self, key: str):
+        return self.example[key]
+
+
+def with_pictures(world, collate_images, segments, wrap=lambda example: example) -> tuple:
     e = load("qwen2_vl")
+
+    class Pictures(e.Pictures):
+        def __getitem__(self, i: int):
+            return wrap(super().__getitem__(i))
+
     return outcome(BalancedDataLoader(
-        e.Pictures(24), 4, collate_fn=e.collate, length_fn=segments, policy="greedy",
+        Pictures(24), 4, collate_fn=e.collate, length_fn=segments, policy="greedy",
         phases={"vision": Phase(CostModel(1000, 0), "images", collate_images)},
         timeout_s=TIMEOUT_S))
 
@@ -88,11 +103,17 @@ def wrong_segments(world) -> tuple:
     return with_pictures(world, e.collate_images, wrong)
 
 
+def no_dict(world) -> tuple:
+    e = load("qwen2_vl")
+    return with_pictures(world, e.collate_images, e.segments,
+                         wrap=Listed if world.rank == BAD else dict)
+
+
 @pytest.mark.parametrize("case, cause", [
     (unsendable, "TypeError: example['extra'] is a builtins.set, which cannot be sent"),
     (failing_collate, "KeyError: 'of collate_fn'"),
     (failing_phase, "KeyError: 'of Phase.collate'"),
-    (wrong_segments, "give one Segment for each"),
+    (wrong_segments, "give one Segment for each"), (no_dict, "is a Listed: with the media"),
 ], ids=lambda value: getattr(value, "__name__", ""))
 def test_the_drop_in_tells_all_ranks(case, cause):
     ranks = run_ranks(case, 3)

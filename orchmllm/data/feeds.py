@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -177,7 +177,12 @@ class ExampleFeed:
         self.source.stop()
 
     def _check_media(self, layout: BatchLayout, examples: list[Any]) -> None:
-        """Raises ValueError if an example's Segments do not say how many media it holds."""
+        """Raises TypeError if an example is no dict, ValueError if its Segments do not say how many
+        media it holds: here, where no other rank waits for it yet."""
+        for i, e in zip(layout.example_id, examples, strict=True):
+            if self.collator.phases and not isinstance(e, Mapping):
+                raise TypeError(f"example {i} is a {type(e).__name__}: with the media of a Phase "
+                                "it must be a dict")
         for name, phase in self.collator.phases.items():
             example = layout.example_of_segment[layout.segments_of(ENCODERS[name])]
             said = np.bincount(example, minlength=len(examples)).tolist()
