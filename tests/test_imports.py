@@ -30,7 +30,7 @@ ALLOWED = {
     "orchestrator": ("plan", "agreement", "batch", "comm", "hops", "programs"),
     "data.spec": ("schema",),
     "data.__main__": ("config", "data", "launch", "plan"),
-    "data": ("plan", "batch", "comm", "orchestrator", "errors", "launch", "data"),
+    "data": ("plan", "batch", "comm", "orchestrator", "errors", "launch", "data", "adapt"),
     "adapt": ("comm",),
     "models": ("plan", "batch", "comm", "metrics", "models"),
     "config": ("plan", "models.config", "data.spec", "schema", "strict_yaml", "recipe"),
