@@ -1,11 +1,21 @@
 """What the examples share: a data set of random sentences of uneven length and a tiny model."""
 
+import os
+
 import torch
 import torch.nn.functional as F
 from torch.utils.data import Dataset
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 VOCAB = 64
+
+
+def local_device() -> torch.device:
+    """This rank's GPU, or the CPU where there is none."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 class TextDataset(Dataset):

@@ -5,16 +5,17 @@
 
 import torch
 import torch.distributed as dist
-from common import TextDataset, collate, sum_loss, tiny_llm
+from common import TextDataset, collate, local_device, sum_loss, tiny_llm
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DistributedSampler
 
-from orchmllm import BalancedDataLoader, scale_loss
+from orchmllm import BalancedDataLoader
 
 
 def main(num_steps: int = 20) -> list[float]:
     torch.manual_seed(0)
-    data, model = TextDataset(), tiny_llm()
+    device = local_device()
+    data, model = TextDataset(), tiny_llm().to(device)
     for layer in model.model.layers:
         fully_shard(layer)
     fully_shard(model)
@@ -24,7 +25,8 @@ def main(num_steps: int = 20) -> list[float]:
                                 lengths=data.lengths)
     losses = []
     for _, batch in zip(range(num_steps), loader, strict=False):
-        loss = scale_loss(sum_loss(model, batch), batch)
+        batch = {k: v.to(device) for k, v in batch.items()}
+        loss = loader.scale_sum(sum_loss(model, batch))
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -7,14 +7,15 @@ fsdp_balanced.py is the same loop with the ranks' work balanced.
 
 import torch
 import torch.distributed as dist
-from common import TextDataset, collate, sum_loss, tiny_llm
+from common import TextDataset, collate, local_device, sum_loss, tiny_llm
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, DistributedSampler
 
 
 def main(num_steps: int = 20) -> list[float]:
     torch.manual_seed(0)
-    data, model = TextDataset(), tiny_llm()
+    device = local_device()
+    data, model = TextDataset(), tiny_llm().to(device)
     for layer in model.model.layers:
         fully_shard(layer)
     fully_shard(model)
@@ -23,6 +24,7 @@ def main(num_steps: int = 20) -> list[float]:
     loader = DataLoader(data, batch_size=4, sampler=sampler, collate_fn=collate)
     losses = []
     for _, batch in zip(range(num_steps), loader, strict=False):
+        batch = {k: v.to(device) for k, v in batch.items()}
         loss_sum, num_targets = sum_loss(model, batch), (batch["labels"] != -100).sum()
         dist.all_reduce(num_targets)
         loss = loss_sum * (dist.get_world_size() / num_targets)

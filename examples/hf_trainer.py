@@ -1,4 +1,5 @@
-"""Hugging Face Trainer: hand it the loader; its own loss is a sum over the targets of all ranks.
+"""Hugging Face Trainer: hand it the loader. The Trainer moves the batches to its device itself, and
+its own loss is a sum over the targets of all ranks.
 
     torchrun --nproc_per_node 2 examples/hf_trainer.py
 """

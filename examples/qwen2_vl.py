@@ -8,6 +8,7 @@ gave this rank and returns the features of this rank's examples.
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from common import local_device
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import Dataset
 from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration
@@ -17,8 +18,8 @@ from orchmllm import (
     CostModel,
     Phase,
     Segment,
+    StepInfo,
     rebalance_encoder,
-    scale_loss,
 )
 
 PATCH, MERGE, TEMPORAL = 4, 2, 2
@@ -89,13 +90,13 @@ def collate(examples: list[dict]) -> dict[str, torch.Tensor]:
             "mask": (ids != 0).long()}
 
 
-def loss_of(model, batch) -> torch.Tensor:
-    """Cross entropy summed over this rank's labels."""
+def loss_of(model, batch: dict[str, torch.Tensor], step: StepInfo) -> torch.Tensor:
+    """Cross entropy summed over this rank's labels. step: the loader's, for this batch."""
     ids = batch["input_ids"]
-    with rebalance_encoder(model.model.visual, batch, "vision", placeholder=NO_IMAGE,
+    with rebalance_encoder(model.model.visual, step, "vision", placeholder=NO_IMAGE,
                            output="pooler_output"):
         logits = model(input_ids=ids, attention_mask=batch["mask"], use_cache=False,
-                       pixel_values=NO_IMAGE[0], image_grid_thw=batch["grid"],
+                       pixel_values=NO_IMAGE[0].to(ids.device), image_grid_thw=batch["grid"],
                        mm_token_type_ids=(ids == IMAGE).int()).logits
     return F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), ignore_index=-100,
                            reduction="sum")
@@ -103,7 +104,8 @@ def loss_of(model, batch) -> torch.Tensor:
 
 def main(balance: bool = True, num_steps: int = 20) -> dict:
     torch.manual_seed(0)
-    model = tiny_model()
+    device = local_device()
+    model = tiny_model().to(device)
     for unit in (*model.model.visual.blocks, *model.model.language_model.layers,
                  model.model.visual):
         fully_shard(unit)
@@ -117,13 +119,14 @@ def main(balance: bool = True, num_steps: int = 20) -> dict:
     losses, seen = [], []
     while len(losses) < num_steps:
         for batch in loader:
-            loss = scale_loss(loss_of(model, batch), batch)
+            batch = {k: v.to(device) for k, v in batch.items()}
+            loss = loader.scale_sum(loss_of(model, batch, loader.step))
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
             dist.all_reduce(loss)
             losses.append(loss.item() / dist.get_world_size())
-            seen.append(batch.imbalance)
+            seen.append(loader.step.imbalance)
             if len(losses) == num_steps:
                 break
     mean = {phase: tuple(sum(s[phase][i] for s in seen) / len(seen) for i in range(2))

@@ -5,7 +5,7 @@
 
 import torch
 import torch.distributed as dist
-from common import TextDataset, collate
+from common import TextDataset, collate, local_device
 from torch.utils.data import DistributedSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -21,15 +21,16 @@ def make_loader(balance: bool) -> BalancedDataLoader:
 
 def main(balance: bool = True) -> list[float]:
     """Sums of the global batches, with a stop and a resume after the tenth."""
-    loader, sums = make_loader(balance), []
+    loader, sums, device = make_loader(balance), [], local_device()
     for batch in loader:
+        batch = {k: v.to(device) for k, v in batch.items()}
         sums.append(batch["input_ids"].sum())
         if len(sums) == 10:
             break
     state = loader.state_dict()  # e.g. torch.save of one file per rank
     loader = make_loader(balance)
     loader.load_state_dict(state)
-    sums += [batch["input_ids"].sum() for batch in loader]
+    sums += [batch["input_ids"].to(device).sum() for batch in loader]
     total = torch.stack(sums)
     dist.all_reduce(total)
     return total.tolist()

@@ -9,7 +9,7 @@ import torch
 from accelerate import Accelerator
 from common import TextDataset, collate, sum_loss, tiny_llm
 
-from orchmllm import BalancedDataLoader, scale_loss
+from orchmllm import BalancedDataLoader
 
 ACCUMULATION = 2
 
@@ -23,13 +23,14 @@ def main(balance: bool = True, num_steps: int = 20) -> list[float]:
     loader = BalancedDataLoader(
         data, batch_size=4, shuffle=True, collate_fn=collate, lengths=data.lengths,
         accumulation_steps=ACCUMULATION, enabled=balance)
-    losses, total = [], torch.zeros((), dtype=torch.float64)
+    losses, total = [], torch.zeros((), dtype=torch.float64, device=accelerator.device)
     for batch in loader:
-        with nullcontext() if batch.is_last_microbatch else accelerator.no_sync(model):
-            loss = scale_loss(sum_loss(model, batch), batch)  # over all microbatches already
+        batch = {k: v.to(accelerator.device) for k, v in batch.items()}
+        with nullcontext() if loader.step.is_last_microbatch else accelerator.no_sync(model):
+            loss = loader.scale_sum(sum_loss(model, batch))  # over all microbatches already
             accelerator.backward(loss)
         total += loss.detach()
-        if batch.is_last_microbatch:
+        if loader.step.is_last_microbatch:
             optimizer.step()
             optimizer.zero_grad()
             losses.append(accelerator.reduce(total, "mean").item())

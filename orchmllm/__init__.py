@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from orchmllm.comm.exchange import exchange_rows
     from orchmllm.dropin.adapt import at_least_one, check_equivalence, rebalance_encoder, scale_loss
-    from orchmllm.dropin.examples import Phase, Segment
+    from orchmllm.dropin.examples import Phase, Segment, StepInfo
     from orchmllm.dropin.loader import BalancedDataLoader
     from orchmllm.plan.cost import CostModel
 
@@ -21,6 +21,7 @@ _HOME = {
     "CostModel": "orchmllm.plan.cost",
     "Phase": "orchmllm.dropin.examples",
     "Segment": "orchmllm.dropin.examples",
+    "StepInfo": "orchmllm.dropin.examples",
     "at_least_one": "orchmllm.dropin.adapt",
     "check_equivalence": "orchmllm.dropin.adapt",
     "exchange_rows": "orchmllm.comm.exchange",
@@ -28,8 +29,8 @@ _HOME = {
     "scale_loss": "orchmllm.dropin.adapt",
 }
 __all__ = [
-    "BalancedDataLoader", "CostModel", "Phase", "Segment", "at_least_one", "check_equivalence",
-    "exchange_rows", "rebalance_encoder", "scale_loss",
+    "BalancedDataLoader", "CostModel", "Phase", "Segment", "StepInfo", "at_least_one",
+    "check_equivalence", "exchange_rows", "rebalance_encoder", "scale_loss",
 ]
 
 

@@ -214,7 +214,7 @@ class Orchestrator:
             feature={m: self._routed(e, plan.feature[m],
                                      layout.num_tokens[segments[m]][plan.encode[m].order])
                      for m, e in mine.feature.items()},
-            llm=self._routed(mine.llm, plan.llm, layout.tokens_per_example))
+            make_llm=lambda: self._routed(mine.llm, plan.llm, layout.tokens_per_example))
 
     def _routed(self, exchange: Exchange, move: Rearrangement, rows: np.ndarray) -> RoutedExchange:
         hops = two_hops(move, rows, self.rank, self.spec.ranks_per_node)

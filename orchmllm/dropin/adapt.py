@@ -19,11 +19,16 @@ def scale_loss(
     loss_sum: Tensor, batch: Any, *, gradients: str = "mean", num_ranks: int | None = None
 ) -> Tensor:
     """The loss to call backward on: loss_sum / batch.num_global_targets, times the number of ranks
-    where gradients are averaged over them (FSDP's and DDP's default).
+    where gradients are averaged over them (FSDP's and DDP's default). BalancedDataLoader.scale_sum
+    does the same and also works for a batch that was moved to a device.
 
-    loss_sum: sum of the loss over this rank's targets. gradients: what the reduction does, mean or
-    sum. num_ranks: over which it averages (default: all). A mean per rank instead would weigh the
-    targets of a rank with few of them more than others. Raises ValueError."""
+    loss_sum: sum of the loss over this rank's targets. batch: as the loader yielded it, or
+    loader.step. gradients: what the reduction does, mean or sum. num_ranks: over which it averages
+    (default: all). A mean per rank instead would weigh the targets of a rank with few of them more
+    than others. Raises ValueError, TypeError for a batch that was moved or rebuilt."""
+    if not hasattr(batch, "num_global_targets"):
+        raise TypeError(f"this {type(batch).__name__} has no num_global_targets: it was moved or "
+                        "rebuilt after the loader yielded it; use loader.scale_sum(loss_sum)")
     if gradients not in ("mean", "sum"):
         raise ValueError(f"gradients is {gradients!r}: use 'mean' or 'sum'")
     factor = (num_ranks or dist.get_world_size()) if gradients == "mean" else 1
@@ -49,28 +54,40 @@ def rebalance_encoder(
     output: str | None = None, group: dist.ProcessGroup | None = None,
 ) -> Iterator[None]:
     """Within the block, `encoder` ignores its positional arguments and `grid_thw`, encodes the
-    media that the plan gave this rank (batch.inputs[phase], a tuple (rows, grid)) and returns the
-    features of this rank's examples: the model around it needs no change.
+    media that the plan gave this rank (batch.inputs[phase], a tuple (rows, grid)) on the device of
+    the argument that it replaces, and returns the features of this rank's examples: the model
+    around it needs no change.
 
-    placeholder: (rows, grid) for an encoder that cannot take 0 rows. output: attribute of its
-    result that holds the features (a Hugging Face model output), None if the result is a tensor.
-    group: ranks of the plan (default: all)."""
+    batch: loader.step, or the batch as the loader yielded it. placeholder: (rows, grid) for an
+    encoder that cannot take 0 rows. output: attribute of its result that holds the features (a
+    Hugging Face model output), None if the result is a tensor. group: ranks of the plan (default:
+    all).
+
+    Only these features are exchanged. last_hidden_state and pooler_output, where they are not
+    `output`, would be those of other media: they become None. Raises ValueError, on all ranks and
+    before the exchange, if another attribute holds tensors (Qwen3-VL's deepstack_features)."""
     rows, grid = batch.inputs[phase]
     empty = not len(grid)
     if empty and placeholder:
         rows, grid = placeholder
 
     def before(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        return (rows,), {**kwargs, "grid_thw": grid}
+        device = args[0].device if args else rows.device
+        return (rows.to(device),), {**kwargs, "grid_thw": grid.to(device)}
 
     def after(module: nn.Module, args: tuple, result: Any) -> Any:
-        features = result if output is None else getattr(result, output)
+        features = _features(module, result, output)
         if empty:
             features = features.index_select(
                 0, torch.empty(0, dtype=torch.int64, device=features.device))
         features = exchange_rows(features, batch.plan.feature[phase], group)
         if output is None:
             return features
+        for name in _UNREAD:
+            if isinstance(result, dict) and name in result:  # sets the attribute, too
+                result[name] = None
+            elif hasattr(result, name):
+                setattr(result, name, None)
         setattr(result, output, features)
         return result
 
@@ -81,6 +98,36 @@ def rebalance_encoder(
     finally:
         for handle in handles:
             handle.remove()
+
+
+_UNREAD = ("last_hidden_state", "pooler_output")  # every tower of transformers returns both
+
+
+def _features(encoder: nn.Module, result: Any, output: str | None) -> Tensor:
+    """The tensor to exchange. Raises ValueError if that is not all the encoder returns; decided by
+    the attributes alone, because the ranks hold different numbers of rows."""
+    kind, cure = type(encoder).__name__, (
+        "rebalance_encoder exchanges one tensor, so the rest would belong to the media of other "
+        "examples. Balance the LLM phase alone (leave this phase out of `phases` and do not use "
+        "rebalance_encoder), or return everything as one tensor, joined on the last dimension")
+    if output is None:
+        if not isinstance(result, Tensor):
+            raise ValueError(f"rebalance_encoder: {kind} returns a {type(result).__name__}, not a "
+                             f"tensor: name the attribute that holds the features in `output`; "
+                             f"{cure}")
+        return result
+    for name, value in vars(result).items():
+        if name not in (output, *_UNREAD) and _holds_tensors(value):
+            raise ValueError(f"rebalance_encoder: {kind} also returns tensors in {name!r}, beside "
+                             f"output={output!r}: {cure}")
+    return getattr(result, output)
+
+
+def _holds_tensors(value: Any) -> bool:
+    if isinstance(value, dict):
+        value = list(value.values())
+    return isinstance(value, Tensor) or (
+        isinstance(value, list | tuple) and any(map(_holds_tensors, value)))
 
 
 def check_equivalence(

@@ -1,7 +1,7 @@
 """What a user's loop sees: how examples are described to the loader, and the batch it gets back.
 
 A batch is what the user's collate_fn returned, with what balancing knows of it as attributes:
-see `BatchInfo`.
+see `StepInfo`.
 """
 
 from __future__ import annotations
@@ -56,17 +56,17 @@ class Phase:
 
 
 @dataclass(frozen=True)
-class BatchInfo:
-    """Attributes of a batch.
+class StepInfo:
+    """What balancing knows of a batch: `BalancedDataLoader.step`, and attributes of the batch.
 
     plan: this rank's part of the plan; plan.feature[phase] is for exchange_rows,
     plan.scatter[phase] where feature rows go in the packed sequence. inputs: encoder phase -> what
     its Phase.collate made of the media this rank encodes. num_examples: in this batch; 0 for a
     filler, whose labels are all ignored. example_ids: their dataset indices (of a stream: numbers
-    within it). step, epoch: of the loader. is_last_microbatch: whether the optimizer steps next.
-    imbalance: phase -> (slowest rank's cost / mean as sampled, as planned). wait_s: seconds the
-    loop waited for this step. num_ranks: ranks that share the step. num_targets: labels of the
-    step on all ranks and microbatches, None if unknown.
+    within it). step, epoch: of the loader. microbatch: place of this batch in its step, from 0;
+    num_microbatches: batches of a step. imbalance: phase -> (slowest rank's cost / mean as
+    sampled, as planned). wait_s: seconds the loop waited for this step. num_ranks: ranks that
+    share the step. num_targets: labels of the step on all ranks and microbatches, None if unknown.
     """
 
     plan: RankPlan
@@ -75,15 +75,24 @@ class BatchInfo:
     example_ids: list[int]
     step: int
     epoch: int
-    is_last_microbatch: bool
+    microbatch: int
+    num_microbatches: int
     imbalance: Mapping[str, tuple[float, float]]
     wait_s: float
     num_ranks: int
     num_targets: int | None
 
     @property
+    def is_last_microbatch(self) -> bool:
+        """Whether the optimizer steps after this batch."""
+        return self.microbatch == self.num_microbatches - 1
+
+    is_last_microbatch = is_last_microbatch  # its name as an attribute of a batch
+
+    @property
     def num_global_targets(self) -> int:
-        """Labels of the step on all ranks and microbatches: the loss's denominator."""
+        """Labels of the step on all ranks and microbatches: the loss's denominator. Raises
+        ValueError if they are not known."""
         if self.num_targets is None:
             raise ValueError(
                 "the number of targets is not known: the batch has no \"labels\"; give "
@@ -91,13 +100,14 @@ class BatchInfo:
         return self.num_targets
 
 
-_NAMES = (*(f.name for f in fields(BatchInfo)), "num_global_targets")
+_NAMES = (*(f.name for f in fields(StepInfo)), "is_last_microbatch", "is_last_microbatch",
+          "num_global_targets")
 
 
 class _Informed:
-    """Reads BatchInfo's attributes from `balance_info`."""
+    """Reads StepInfo's attributes from `balance_info`."""
 
-    balance_info: BatchInfo
+    balance_info: StepInfo
 
     def __getattr__(self, name: str) -> Any:
         if name in _NAMES and "balance_info" in self.__dict__:
@@ -107,14 +117,16 @@ class _Informed:
 
 
 def _missing(owner: object, name: str) -> Any:
-    raise AttributeError(f"{type(owner).__name__!r} object has no attribute {name!r}")
+    why = (": it was moved or rebuilt after the loader yielded it; use loader.step, and "
+           "loader.scale_sum(loss_sum) for the loss" if name in _NAMES else "")
+    raise AttributeError(f"{type(owner).__name__!r} object has no attribute {name!r}{why}")
 
 
 _informed_types: dict[type, type] = {}
 
 
-def attach(batch: Any, info: BatchInfo) -> Any:
-    """`batch` as an object of a subclass of its class that has BatchInfo's attributes; a dict stays
+def attach(batch: Any, info: StepInfo) -> Any:
+    """`batch` as an object of a subclass of its class that has StepInfo's attributes; a dict stays
     a dict and a tuple a tuple. A tensor is changed in place. Raises TypeError for objects that
     cannot carry attributes (numbers, strings, None)."""
     kind = type(batch)

@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,13 +16,13 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from orchmllm.comm.exchange import exchange_bytes
-from orchmllm.data.loading.pipeline import Drawn, Loaded, PlannedStep
+from orchmllm.data.loading.pipeline import Drawn, Loaded, PlannedStep, Postponed
 from orchmllm.dropin import wire
 from orchmllm.dropin.draws import next_batch, shut_down
 from orchmllm.dropin.examples import Phase, batch_layout, count_labels, ignore_labels
 from orchmllm.orchestrator import UNKNOWN
-from orchmllm.plan.layout import BatchLayout
-from orchmllm.plan.rearrange import starts_of
+from orchmllm.plan.layout import ENCODERS, BatchLayout
+from orchmllm.plan.rearrange import Rearrangement, starts_of
 from orchmllm.plan.step import StepPlan
 
 
@@ -157,6 +157,7 @@ class ExampleFeed:
         numbers = range(first_id, first_id + len(measured)) if ids is None else ids
         layout = batch_layout(numbers, [lengths for lengths, _ in measured], None)
         examples = [example for _, example in measured]
+        self._check_media(layout, examples)
         if examples:
             self._spare = examples[0]
         return Drawn(part=layout,
@@ -166,15 +167,37 @@ class ExampleFeed:
         pass
 
     def load(self, planned: PlannedStep) -> Loaded:
-        done = [self._micro(planned, positions, plan) for positions, plan in planned.plans]
+        postponed = Postponed()
+        moved = [self._moved(planned, *plan, postponed) for plan in planned.plans]
+        if not postponed.everything_came():
+            return Loaded([])
+        done = [self._micro(*content) for content in moved]
         return Loaded([m for m, _ in done], num_targets=total([n for _, n in done]))
 
     def close(self) -> None:
         self.source.stop()
 
-    def _micro(
-        self, planned: PlannedStep, positions: np.ndarray, plan: StepPlan
-    ) -> tuple[Micro, int]:
+    def _check_media(self, layout: BatchLayout, examples: list[Any]) -> None:
+        """Raises TypeError if an example is no dict, ValueError if its Segments do not say how many
+        media it holds: here, where no other rank waits for it yet."""
+        for i, e in zip(layout.example_id, examples, strict=True):
+            if self.collator.phases and not isinstance(e, Mapping):
+                raise TypeError(f"example {i} is a {type(e).__name__}: with the media of a Phase "
+                                "it must be a dict")
+        for name, phase in self.collator.phases.items():
+            example = layout.example_of_segment[layout.segments_of(ENCODERS[name])]
+            said = np.bincount(example, minlength=len(examples)).tolist()
+            for i, held in enumerate(len(e[phase.media]) for e in examples):
+                if held != said[i]:
+                    raise ValueError(
+                        f"phase {name}: example {layout.example_id[i]} holds {held} media under "
+                        f"{phase.media!r}, its lengths have {said[i]} Segments of {name}: give one "
+                        "Segment for each")
+
+    def _moved(
+        self, planned: PlannedStep, positions: np.ndarray, plan: StepPlan, postponed: Postponed
+    ) -> tuple[dict[str, list], list]:
+        """(media that this rank encodes, by phase; examples that its LLM processes)."""
         first = int(starts_of(planned.layout.examples_per_rank)[self.rank])
         own = positions[planned.layout.rank_of_example[positions] == self.rank] - first
         examples = [planned.content.examples[i] for i in own]
@@ -183,21 +206,23 @@ class ExampleFeed:
         if phases:
             keys = {phase.media for phase in phases.values()}
             examples = [{k: v for k, v in e.items() if k not in keys} for e in examples]
-        inputs = {m: phase.collate(self._move(media[m], plan.encode[m], m))
-                  for m, phase in phases.items()}
-        here = self._move(examples, plan.llm, "llm")
+        return ({m: self._move(media[m], plan.encode[m], postponed) for m in phases},
+                self._move(examples, plan.llm, postponed))
+
+    def _micro(self, media: dict[str, list], here: list[Any]) -> tuple[Micro, int]:
+        phases = self.collator.phases
+        inputs = {m: phase.collate(media[m]) for m, phase in phases.items()}
         filler = not here
         if filler:
             here = [self._filler(phases)]
         return self.collator.finish(self.collator.collate(here), inputs, filler)
 
-    def _move(self, items: list[Any], move, phase: str) -> list[Any]:
-        if len(items) != int(move.source_sizes[self.rank]):
-            raise ValueError(f"phase {phase}: the examples hold {len(items)} media, their Segments "
-                             f"say {int(move.source_sizes[self.rank])}")
-        came = exchange_bytes([lambda x=x: wire.encode(x) for x in items], move, self.rank,
-                              self.group)
-        return [items[c] if isinstance(c, int) else wire.decode(c) for c in came]
+    def _move(self, items: list[Any], move: Rearrangement, postponed: Postponed) -> list[Any]:
+        came = exchange_bytes([lambda x=x: postponed.call(wire.encode, x) for x in items], move,
+                              self.rank, self.group)
+        postponed.incomplete |= any(c is None for c in came)
+        return [items[c] if isinstance(c, int) else c if c is None
+                else postponed.call(wire.decode, c) for c in came]
 
     def _filler(self, phases: dict[str, Phase]) -> Any:
         if phases:

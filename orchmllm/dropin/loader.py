@@ -15,6 +15,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler,
 
 from orchmllm.data.loading.forks import loader_context
 from orchmllm.data.loading.pipeline import Pipeline, Ready
+from orchmllm.dropin.adapt import scale_loss
 from orchmllm.dropin.draws import (
     ForeignStream,
     GlobalIndices,
@@ -23,7 +24,7 @@ from orchmllm.dropin.draws import (
     SampledIndices,
     SharedIndices,
 )
-from orchmllm.dropin.examples import BatchInfo, Phase, attach
+from orchmllm.dropin.examples import Phase, StepInfo, attach
 from orchmllm.dropin.feeds import Collator, ExampleFeed, IndexFeed, Measured, PlannedIndices
 from orchmllm.dropin.setup import (
     check_arguments,
@@ -65,8 +66,11 @@ class BalancedDataLoader:
     timeout_s: of an agreement that a rank never joins. log_every: steps between lines of the logger
     orchmllm.loader on rank 0 (0: none).
 
-    A batch has the attributes of orchmllm.dropin.examples.BatchInfo. Errors of any rank's dataset,
-    length_fn, collate_fn or worker are raised on all ranks as RemoteError with the same text.
+    What a loop needs to know of the batch last yielded is `loader.step`, and `loader.scale_sum`
+    scales its loss; both work whatever the loop did to the batch. As long as nobody moves or
+    rebuilds it the batch has the same facts as attributes. Errors of any rank's dataset, length_fn,
+    collate_fn or worker are raised on all ranks as RemoteError with the same text; on the rank
+    that failed its __cause__ is the exception itself.
     Raises ValueError for options that cannot be honoured.
     """
 
@@ -133,6 +137,7 @@ class BalancedDataLoader:
         self.num_dropped = 0
         self._next_epoch, self._start = 0, (0, None)  # (step, state of a foreign loader)
         self._done = (0, 0, None)  # (epoch, steps yielded in it, state of a foreign loader)
+        self._step: StepInfo | None = None  # of the batch last yielded
 
     # What the arguments mean.
 
@@ -239,7 +244,8 @@ class BalancedDataLoader:
                     if k == self.accumulation_steps - 1:
                         self._done = (epoch, ready.planned.index + 1,
                                       None if content is None else content.state)
-                    yield attach(ready.micro[k].batch, self._info(ready, k, epoch))
+                    self._step = self._info(ready, k, epoch)
+                    yield attach(ready.micro[k].batch, self._step)
         finally:
             steps.close()
         self.num_dropped += pipeline.num_dropped
@@ -275,14 +281,40 @@ class BalancedDataLoader:
         return ExampleFeed(stream, self._collator, self._orchestrator.rank, self._links.cpu,
                            config_digest)
 
-    def _info(self, ready: Ready, k: int, epoch: int) -> BatchInfo:
+    def _info(self, ready: Ready, k: int, epoch: int) -> StepInfo:
         mine = ready.planned.rank_plans[k]
-        return BatchInfo(
+        return StepInfo(
             plan=mine, inputs=ready.micro[k].inputs, num_examples=len(mine.examples),
             example_ids=mine.example_ids.tolist(), step=ready.planned.index, epoch=epoch,
-            is_last_microbatch=k == self.accumulation_steps - 1,
+            microbatch=k, num_microbatches=self.accumulation_steps,
             imbalance=imbalance(ready.planned.plans[k][1]), wait_s=ready.wait_s if k == 0 else 0.0,
             num_ranks=self.num_ranks, num_targets=ready.num_targets)
+
+    @property
+    def step(self) -> StepInfo:
+        """Facts of the batch last yielded (of the microbatch, with accumulation_steps), whatever
+        was prefetched since. A loop that fetches several batches before it trains on the first
+        reads it after each fetch. Raises RuntimeError before the first batch."""
+        if self._step is None:
+            raise RuntimeError("loader.step: no batch was yielded yet; read it inside the loop")
+        return self._step
+
+    def scale_sum(
+        self, loss_sum: torch.Tensor, *, gradients: str = "mean", num_ranks: int | None = None
+    ) -> torch.Tensor:
+        """The loss to call backward on, for the batch last yielded: loss_sum * num_ranks /
+        loader.step.num_global_targets.
+
+        loss_sum: (), the sum of the loss over this rank's targets in the batch. FSDP and DDP
+        average gradients over their ranks: the factor num_ranks undoes that, so the gradient is
+        that of the mean over the targets of all ranks. gradients="sum" leaves the factor out, for
+        a reduction that sums (FSDP2's set_gradient_divide_factor(1.0)). num_ranks: over which
+        gradients are averaged (default: the ranks of the loader's group). With accumulation_steps
+        the denominator is that of all microbatches of the step: do not divide by their number.
+        Raises RuntimeError before the first batch, ValueError if the number of targets is not
+        known or `gradients` is neither."""
+        return scale_loss(loss_sum, self.step, gradients=gradients,
+                          num_ranks=num_ranks or self.num_ranks)
 
     # State.
 

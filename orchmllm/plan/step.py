@@ -9,9 +9,9 @@ Flow: BatchLayout + PlanSpec -> rank of every item per phase -> StepPlan -> for_
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 import numpy as np
 
@@ -178,7 +178,6 @@ class StepPlan:
         encode, feature, media, grid, scatter = {}, {}, {}, {}, {}
         t0, t1 = starts_of(self.llm.target_sizes)[[rank, rank + 1]]
         examples = self.llm.order[t0:t1]
-        tokens = layout.tokens_per_example[examples]
         for phase, modality in ENCODERS.items():
             seg = layout.segments_of(modality)
             if not len(seg):
@@ -196,10 +195,9 @@ class StepPlan:
             media[phase] = np.stack([owner, mine - layout.segment_start[owner]], axis=1)
             scatter[phase] = _media_positions(layout, examples, modality)
         return RankPlan(
-            rank=rank, encode=encode, feature=feature,
-            llm=self.llm.exchange(layout.tokens_per_example, rank), media=media, grid=grid,
-            examples=examples, example_ids=layout.example_id[examples], scatter=scatter,
-            position_ids=ranges(np.zeros(len(tokens), np.int64), tokens),
+            rank=rank, encode=encode, feature=feature, media=media, grid=grid, examples=examples,
+            example_ids=layout.example_id[examples], scatter=scatter,
+            make_llm=partial(self.llm.exchange, layout.tokens_per_example, rank),
         )
 
 
@@ -213,25 +211,39 @@ def _media_positions(layout: BatchLayout, examples: np.ndarray, modality: int) -
 
 @dataclass(frozen=True)
 class RankPlan:
-    """One rank's part of a StepPlan.
+    """One rank's part of a StepPlan. What has an entry per position of the text, llm and
+    position_ids, is computed when it is first read: a loader of whole examples never does.
 
     encode[m], feature[m], llm: Exchange of input rows, feature rows, text positions.
     media[m] (n_m, 2): (example position in the global batch, segment within the example) of what
     this rank encodes, in slot order; grid[m] (n_m, 3). examples (n_r,): positions in the global
     batch of what its LLM processes; example_ids (n_r,) their dataset indices.
-    scatter[m] (R_f,): where feature rows go in the packed LLM input. position_ids (R_llm,).
+    scatter[m] (R_f,): where feature rows go in the packed LLM input. position_ids (R_llm,) restart
+    per example. make_llm: computes llm.
     """
 
     rank: int
     encode: Mapping[str, Exchange]
     feature: Mapping[str, Exchange]
-    llm: Exchange
     media: Mapping[str, np.ndarray]
     grid: Mapping[str, np.ndarray]
     examples: np.ndarray
     example_ids: np.ndarray
     scatter: Mapping[str, np.ndarray]
-    position_ids: np.ndarray
+    make_llm: Callable[[], Exchange]
+
+    @cached_property
+    def llm(self) -> Exchange:
+        return self.make_llm()
+
+    @cached_property
+    def position_ids(self) -> np.ndarray:
+        tokens = self.llm.lengths
+        return ranges(np.zeros(len(tokens), np.int64), tokens)
+
+    def pack(self) -> None:
+        """Computes them now, in the thread that calls it."""
+        _ = self.position_ids
 
     def exchange(self, phase: str) -> Exchange:
         """How this rank's inputs of a phase travel."""

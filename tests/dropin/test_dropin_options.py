@@ -17,6 +17,7 @@ from orchmllm import (
     exchange_rows,
     scale_loss,
 )
+from tests.dropin.test_examples import load
 from tests.lib.dropin import Stream, Texts, collate, length_of, token_count
 from tests.lib.ranks import run_ranks
 
@@ -123,9 +124,7 @@ def test_check_equivalence_passes_a_sum_and_finds_a_mean_per_rank():
 
 def features(world, **how) -> list[list[float]]:
     """What arrives at the LLM of each step: the sum of each merged patch's pixels."""
-    import importlib
-
-    example = importlib.import_module("examples.qwen2_vl")
+    example = load("qwen2_vl")
     loader = BalancedDataLoader(
         example.Pictures(64), 4, shuffle=True, collate_fn=example.collate, policy="greedy",
         length_fn=example.segments, ranks_per_node=2, **how,

@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from orchmllm.batch import Example
 from orchmllm.comm.exchange import exchange_bytes
-from orchmllm.data.loading.pipeline import Drawn, Loaded, PlannedStep
+from orchmllm.data.loading.pipeline import Drawn, Loaded, PlannedStep, Postponed
 from orchmllm.data.loading.workers import Call, Result, Workers
 from orchmllm.data.sampler import GlobalSampler
 from orchmllm.orchestrator import FailedSegment, Orchestrator
@@ -62,6 +62,8 @@ class SegmentFeed:
 
     def announce(self, planned: PlannedStep) -> None:
         """Starts what needs nobody else."""
+        for mine in planned.rank_plans:
+            mine.pack()
         if self.dispatch == "load":
             self._requested.append([
                 self._planned(positions, plan.layout.example_id, mine)
@@ -72,9 +74,12 @@ class SegmentFeed:
     def load(self, planned: PlannedStep) -> Loaded:
         failed: list[FailedSegment] = []
         if self.dispatch == "bytes":
-            requests: Iterator[_Request] = (self._moved(*p, failed) for p in planned.plans)
+            postponed = Postponed()
+            requests = [self._moved(*p, failed, postponed) for p in planned.plans]
+            if not postponed.everything_came():
+                return Loaded([], failed)
         else:
-            requests = iter(self._requested.popleft())
+            requests = self._requested.popleft()
         joined = [self._join(*request.results(failed)) for request in requests]
         return Loaded([self.orchestrator.pinned(*content) for content in joined], failed)
 
@@ -104,8 +109,8 @@ class SegmentFeed:
             request.whole(positions[example], _load(layout.example_id[example]), segments)
         return request.start(self._workers)
 
-    def _moved(self, positions: np.ndarray, plan: StepPlan,
-               failed: list[FailedSegment]) -> _Request:
+    def _moved(self, positions: np.ndarray, plan: StepPlan, failed: list[FailedSegment],
+               postponed: Postponed) -> _Request:
         """Encoded media and text to the ranks that process them, to be decoded there."""
         orch, layout = self.orchestrator, plan.layout
         request, ids = _Request(), layout.example_id
@@ -115,37 +120,47 @@ class SegmentFeed:
             at = list(zip(example.tolist(), (seg - layout.segment_start[example]).tolist(),
                           strict=True))  # (example, segment) of each source item
             own = np.flatnonzero(layout.rank_of_example[example] == orch.rank)
-            came = exchange_bytes(
-                [self._reader(ids[at[i][0]], at[i][1], positions[at[i][0]], failed) for i in own],
-                move, orch.rank, orch.group)
+            readers = [self._reader(ids[at[i][0]], at[i][1], positions[at[i][0]], failed)
+                       for i in own]
+            came = exchange_bytes([lambda r=r: postponed.call(r) for r in readers], move,
+                                  orch.rank, orch.group)
+            postponed.incomplete |= any(c is None for c in came)
             for item, data in zip(move.order[move.target_rank == orch.rank].tolist(), came,
                                   strict=True):
                 example, segment = at[item]
                 rows = int(layout.rows[seg[item]])
                 if isinstance(data, int):
                     call = _load_medium(ids[example], segment)
-                elif len(data):
+                elif data is not None and len(data):
                     call = Call("decode", (ENCODERS[phase], data.tobytes(), rows),
                                 {"segment": segment})
                 else:  # its sender reported it
                     request.ready(phase, self._zeros(phase, rows))
                     continue
                 request.medium(phase, positions[example], call, segment)
-        request.texts = self._moved_text(plan, positions, failed)
-        return request.start(self._workers)
+        request.texts = self._moved_text(plan, positions, failed, postponed)
+        postponed.call(request.start, self._workers)
+        return request
 
-    def _moved_text(self, plan: StepPlan, positions: np.ndarray,
-                    failed: list[FailedSegment]) -> list[Tensor]:
-        layout = plan.layout
-        own = np.flatnonzero(layout.rank_of_example == self.orchestrator.rank).tolist()
-        results = self._workers.request([_load_text(layout.example_id[i]) for i in own])()
+    def _moved_text(self, plan: StepPlan, positions: np.ndarray, failed: list[FailedSegment],
+                    postponed: Postponed) -> list[Tensor]:
+        own = np.flatnonzero(plan.layout.rank_of_example == self.orchestrator.rank).tolist()
+        text = postponed.call(self._own_text, plan, positions, own, failed) or [None] * len(own)
+        came = exchange_bytes(
+            [lambda t=t: None if t is None else t.numpy().reshape(-1).view(np.uint8) for t in text],
+            plan.llm, self.orchestrator.rank, self.orchestrator.group)
+        postponed.incomplete |= any(c is None for c in came)
+        return [text[c] if isinstance(c, int)
+                else torch.from_numpy(c.copy().view(np.int32)).reshape(-1, 2)
+                for c in came if c is not None]
+
+    def _own_text(self, plan: StepPlan, positions: np.ndarray, own: list[int],
+                  failed: list[FailedSegment]) -> list[Tensor]:
+        """(L, 2) int32 of each example that this rank sampled."""
+        results = self._workers.request([_load_text(plan.layout.example_id[i]) for i in own])()
         for i, result in zip(own, results, strict=True):
             failed += _failures(positions[i], result)
-        text = [_text(r.value) for r in results]
-        came = exchange_bytes([lambda t=t: t.numpy().reshape(-1).view(np.uint8) for t in text],
-                              plan.llm, self.orchestrator.rank, self.orchestrator.group)
-        return [text[c] if isinstance(c, int)
-                else torch.from_numpy(c.copy().view(np.int32)).reshape(-1, 2) for c in came]
+        return [_text(r.value) for r in results]
 
     def _reader(self, index: int, segment: int, position: int, failed: list[FailedSegment]
                 ) -> Callable[[], np.ndarray]:

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
@@ -48,7 +49,7 @@ class PlannedStep:
     plans: list[tuple[np.ndarray, StepPlan]]
     rank_plans: list[RankPlan]
     plan_s: float
-    error: str | None = None
+    error: Exception | None = None
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,9 @@ class Feed(Protocol):
         ...
 
     def load(self, planned: PlannedStep) -> Loaded:
-        """What this rank processes of a step; called once for each announced one, in order."""
+        """What this rank processes of a step; called once for each announced one, in order. If it
+        exchanges data with other ranks it takes part in all exchanges whatever fails on this rank
+        (see Postponed)."""
         ...
 
     def close(self) -> None:
@@ -100,12 +103,39 @@ class Feed(Protocol):
         ...
 
 
+class Postponed:
+    """What failed on this rank between exchanges of one step, until all of them are done: the other
+    ranks are waiting in them, and learn of it in COMMIT.
+
+    incomplete: whether another rank had nothing to send in place of an item."""
+
+    def __init__(self) -> None:
+        self._error: Exception | None = None
+        self.incomplete = False
+
+    def call(self, function: Callable[..., T], *args: Any) -> T | None:
+        """function(*args); None if it raises."""
+        try:
+            return function(*args)
+        except Exception as e:
+            self._error = self._error or e
+            return None
+
+    def everything_came(self) -> bool:
+        """After the last exchange: raises this rank's first error; False if that of another rank
+        leaves nothing to do but to go to COMMIT, where it is raised."""
+        if self._error is not None:
+            raise self._error
+        return not self.incomplete
+
+
 class Pipeline:
     """Iterates `Ready` steps from first_step until the feed ends. prefetch: steps prepared ahead
     (0: in the caller's thread). accumulation_steps: microbatches.
 
     An exception of any rank while drawing, planning or loading is raised on all ranks as
-    RemoteError with the same text, after the steps that were complete before it.
+    RemoteError with the same text, after the steps that were complete before it. On the rank that
+    failed its __cause__ is the exception, with its traceback.
     num_dropped: examples that all ranks together left out; known at the end.
     """
 
@@ -181,7 +211,7 @@ class Pipeline:
             try:
                 loaded = self.feed.load(planned)
             except Exception as e:  # shared in COMMIT, so that every rank raises it
-                error = describe(e)
+                error = e
         return self._commit(planned, loaded, error)
 
     def _plan(self, index: int) -> PlannedStep | None:
@@ -190,11 +220,12 @@ class Pipeline:
         try:
             drawn = self.feed.draw(index)
         except Exception as e:  # shared in LAYOUT, so that every rank raises it
-            error = describe(e)
+            error = e
         started = time.perf_counter()
-        gathered = orch.gather_layout(
-            index, drawn.part, error=error, exhausted=drawn.exhausted,
-            num_dropped=drawn.num_dropped, config_digest=self.feed.config_digest)
+        with caused_by(error):
+            gathered = orch.gather_layout(
+                index, drawn.part, error=describe(error), exhausted=drawn.exhausted,
+                num_dropped=drawn.num_dropped, config_digest=self.feed.config_digest)
         if gathered.layout is None:
             self.num_dropped = gathered.num_dropped
             return None
@@ -204,25 +235,36 @@ class Pipeline:
             plans = orch.plan(layout, self.accumulation_steps)
             rank_plans = [orch.rank_plan(plan) for _, plan in plans]
         except Exception as e:  # shared in COMMIT
-            error = describe(e)
+            error = e
         planned = PlannedStep(index, layout, drawn.content, plans, rank_plans,
                           time.perf_counter() - started, error)
         if error is None:
             try:
                 self.feed.announce(planned)
             except Exception as e:  # shared in COMMIT
-                return replace(planned, error=describe(e))
+                return replace(planned, error=e)
         return planned
 
-    def _commit(self, planned: PlannedStep, loaded: Loaded, error: str | None) -> Ready:
+    def _commit(self, planned: PlannedStep, loaded: Loaded, error: Exception | None) -> Ready:
         started = time.perf_counter()
-        committed = self.orchestrator.commit(
-            planned.index, [p for _, p in planned.plans], error=error, failed=loaded.failed,
-            num_targets=loaded.num_targets)
+        with caused_by(error):
+            committed = self.orchestrator.commit(
+                planned.index, [p for _, p in planned.plans], error=describe(error),
+                failed=loaded.failed, num_targets=loaded.num_targets)
         return Ready(planned, loaded.micro, committed.failed, committed.num_targets,
                      planned.plan_s + time.perf_counter() - started)
 
 
-def describe(error: BaseException) -> str:
+def describe(error: BaseException | None) -> str | None:
     """The text under which an exception is raised on all ranks."""
-    return f"{type(error).__name__}: {error}"
+    return None if error is None else f"{type(error).__name__}: {error}"
+
+
+@contextmanager
+def caused_by(error: BaseException | None) -> Iterator[None]:
+    """In the block, what all ranks raise together has this rank's own exception as its cause, so
+    that its traceback is shown."""
+    try:
+        yield
+    except AgreedError as agreed:
+        raise agreed from error
