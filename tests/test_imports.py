@@ -57,7 +57,8 @@ ALLOWED = {
     "health": ("metrics", "errors"),
     "checkpoint": ("comm", "config", "errors"),
     "calibrate": ("plan",),
-    "progress_state": ("calibrate", "config", "data", "errors", "models.config"),
+    "progress_state": ("calibrate", "config", "data", "errors", "models.config",
+                       "plan"),
     "canary": ("plan", "data"),
     "build": ("plan", "config", "data", "flops", "orchestrator", "comm"),
 }
