@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
@@ -28,7 +28,7 @@ from orchmllm.comm.exchange import RoutedExchange, RowGather, exchange_rows, gat
 from orchmllm.comm.ilp import SharedPrograms
 from orchmllm.plan.assign import DISPATCHES
 from orchmllm.plan.cost import CostModel
-from orchmllm.plan.layout import ENCODERS, BatchLayout
+from orchmllm.plan.layout import ENCODERS, TEXT, BatchLayout
 from orchmllm.plan.rearrange import Exchange, Rearrangement
 from orchmllm.plan.step import PlanSpec, RankPlan, StepPlan, assign_microbatches, plan_step
 from orchmllm.plan.two_hop import two_hops
@@ -43,11 +43,13 @@ UNKNOWN = -1  # number of targets that a rank cannot count
 @dataclass(frozen=True)
 class FailedSegment:
     """A segment whose medium could not be decoded; its rows are zeros, its example's labels are
-    ignored. example: position in the global batch of the step."""
+    ignored. example: position in the global batch of the step. modality: the medium's; TEXT
+    where the row failed as a whole."""
 
     example: int
     segment: int
     reason: str
+    modality: int = TEXT
 
 
 class Gathered(NamedTuple):
@@ -232,7 +234,7 @@ class Orchestrator:
         digest = combined_digest([p.digest for p in plans])
         detail = ""
         if error or failed:
-            detail = json.dumps([error, [(f.example, f.segment, f.reason) for f in failed]])
+            detail = json.dumps([error, [astuple(f) for f in failed]])
         everyone = self._commit_gather
         rows = everyone(np.array([step, digest, len(detail.encode()), num_targets], np.int64))
         head = {name: rows[:, i] for i, name in enumerate(_COMMIT_FIELDS)}

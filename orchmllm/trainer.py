@@ -34,6 +34,7 @@ from orchmllm.runtime.run_state import (
     NonFiniteError,
     Progress,
     check_resumable,
+    name_of,
     quarantine,
     record_nonfinite,
 )
@@ -94,6 +95,7 @@ class Trainer:
         self.stop = StopSignal()
         self.canary = Canary(recipe.balance.enabled, world.rank, world.world_size)
         self._log: MetricsLog | None = None
+        self._warned = False  # of a medium that cannot be decoded
         self._ahead = 0  # steps that may be planned beyond the current one
 
     def loader(self) -> StepLoader:
@@ -152,6 +154,7 @@ class Trainer:
             self.save()
         self.checkpointer.wait()
         self.display.finish()
+        self.progress.media.check_modalities()
         return rows
 
     def _after_step(self, stop: int) -> None:
@@ -202,7 +205,8 @@ class Trainer:
         clock.switch("data")
         step_s = time.perf_counter() - started + step.wait_s
         return {
-            "step": step.index, "loss": loss, "grad_norm": grad_norm, "lr": lr,
+            "step": step.index, "loss": loss if step.num_global_targets else math.nan,
+            "grad_norm": grad_norm, "lr": lr,
             "tokens_per_s": sum(int(p.layout.num_tokens.sum()) for p in step.plans) / step_s,
             "mfu": self._mfu(step, step_s),
             "step_s": step_s, "data_wait_s": float(ranks[:, 2].max()),
@@ -269,7 +273,7 @@ class Trainer:
             total[1] += step.num_global_targets / self.world.world_size
         self.model.train()
         dist.all_reduce(total)
-        return float(total[0] / total[1].clamp(min=1))
+        return float(total[0] / total[1])  # nan without targets
 
     def _gather(self, values: Sequence[float | torch.Tensor]) -> np.ndarray:
         """(d, len(values)) of all ranks: the step's one synchronisation."""
@@ -342,8 +346,13 @@ class Trainer:
     def _count_media(self, step: Step) -> None:
         """Quarantines what could not be decoded; the same decision on all ranks."""
         lines = self.progress.media.count(step, self.dataset.describe)
+        where = Path(self.recipe.run.dir) / "quarantine.jsonl"
         if lines and self.world.rank == 0:
-            quarantine(Path(self.recipe.run.dir) / "quarantine.jsonl", lines)
+            quarantine(where, lines)
+        if lines and not self._warned:
+            self._warned = True
+            self._say(f"warning: not usable, so its example is not learnt: {name_of(lines[0])}; "
+                      f"this and further ones are listed in {where}")
         self.progress.media.check(self.recipe.data, lines)
 
     def _say(self, text: str) -> None:

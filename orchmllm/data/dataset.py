@@ -23,7 +23,7 @@ from orchmllm.data.formats.open import DataSource, index_path, open_source
 from orchmllm.data.index import LengthIndex, open_index
 from orchmllm.data.lengths import LengthReader, MeasuredExample
 from orchmllm.data.media.decode import decode_audio, decode_image
-from orchmllm.data.media.medium import MediaError, Medium, reading
+from orchmllm.data.media.medium import MediaError, Medium, printable, reading
 from orchmllm.data.sequence import padded_counts, shifted_labels, text_sequence
 from orchmllm.data.tokenizer import ChatTokenizer, Piece
 from orchmllm.plan.layout import AUDIO, TEXT, VISION, AudioGeometry, ExampleLayout, VisionGeometry
@@ -121,7 +121,7 @@ class ConversationDataset:
             file = media[segment].name if segment in media else ""
         data_file, number = self._file(i)
         return {"source": source.name, "row": number, "data_file": data_file,
-                "file": file or data_file}
+                "file": printable(file or data_file)}
 
     def conversation(self, i: int) -> Conversation:
         """Example i in canonical form. Raises RowError."""
@@ -206,6 +206,7 @@ class ConversationDataset:
         try:
             return self._decode(self._medium(i, segment), modality, rows)
         except MediaError as error:
+            error.modality = modality
             self._fail(segment, error, on_error)
             return self._zeros(modality, rows)
 
@@ -215,6 +216,7 @@ class ConversationDataset:
             with reading(self._medium(i, segment)) as file:
                 return Path(file).read_bytes() if isinstance(file, str) else file.read()
         except MediaError as error:
+            error.modality = int(self.layout(i).modality[segment])
             self._fail(segment, error, on_error)
             return b""
 
@@ -224,6 +226,7 @@ class ConversationDataset:
         try:
             return self._decode(Medium(modality, "", data=data), modality, rows)
         except MediaError as error:
+            error.modality = modality
             self._fail(segment, error, on_error)
             return self._zeros(modality, rows)
 

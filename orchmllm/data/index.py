@@ -28,7 +28,7 @@ from orchmllm.data.lengths import LengthReader, MeasuredExample
 from orchmllm.data.media.medium import MediaError
 from orchmllm.plan.layout import ExampleLayout
 
-VERSION = 1
+VERSION = 2
 CHUNK = 256  # rows a worker is given at a time
 ALONE_BELOW = 2000  # rows that are indexed faster than worker processes start
 
@@ -36,13 +36,13 @@ ALONE_BELOW = 2000  # rows that are indexed faster than worker processes start
 class Part(NamedTuple):
     """Rows of a chunk. table: (s, 7) int64 [modality, rows, attn_len, num_tokens, t, h, w];
     counts, targets: (n,) segments and labels of each row; stamps: (n, 2) int64 bytes of the row's
-    media files and their latest time in ns; problems: (row, file, reason, segment)."""
+    media files and their latest time in ns; problems: (row, file, reason, segment, modality)."""
 
     table: np.ndarray
     counts: np.ndarray
     targets: np.ndarray
     stamps: np.ndarray
-    problems: list[tuple[int, str, str, int | None]]
+    problems: list[tuple[int, str, str, int | None, int]]
 
 
 class LengthIndex:
@@ -54,8 +54,7 @@ class LengthIndex:
             np.load(folder / f"{name}.npy", mmap_mode="r", allow_pickle=False)
             for name in ("table", "start", "targets", "stamps"))
         with (folder / "problems.jsonl").open(encoding="utf-8") as f:
-            self.problems = {p["row"]: MediaError(p["file"], p["reason"], p["segment"])
-                             for p in map(json.loads, f)}
+            self.problems = {p.pop("row"): _problem(**p) for p in map(json.loads, f)}
 
     def __len__(self) -> int:
         return len(self.targets)
@@ -65,6 +64,12 @@ class LengthIndex:
         t = np.asarray(self.table[self.start[row]: self.start[row + 1]], np.int64)
         return ExampleLayout(example_id, int(self.targets[row]), t[:, 0], t[:, 1], t[:, 2],
                              t[:, 3], t[:, 4:])
+
+
+def _problem(file: str, reason: str, segment: int | None, modality: int) -> MediaError:
+    problem = MediaError(file, reason, segment)
+    problem.modality = modality
+    return problem
 
 
 def index_folder(source: DataSource, planner: LengthReader, index_dir: Path) -> Path:
@@ -161,7 +166,8 @@ def _index_chunk(
         targets.append(layout.num_targets)
         problem = planned[row].problem if row in planned else None
         if problem is not None:
-            problems.append((row, problem.path, problem.reason, problem.segment))
+            problems.append((row, problem.path, problem.reason, problem.segment,
+                             problem.modality))
     part = Part(np.concatenate(tables), np.array([len(t) for t in tables], np.int64),
                 np.array(targets, np.int64), np.array([stamps[r] for r in rows], np.int64),
                 problems)
@@ -203,9 +209,9 @@ def _write(folder: Path, parts: list[Part]) -> None:
         np.save(new / f"{name}.npy", array, allow_pickle=False)
     with (new / "problems.jsonl").open("w", encoding="utf-8") as f:
         for part in parts:
-            for row, file, reason, segment in part.problems:
-                f.write(json.dumps({"row": row, "file": file, "reason": reason,
-                                    "segment": segment}) + "\n")
+            for problem in part.problems:
+                keys = ("row", "file", "reason", "segment", "modality")
+                f.write(json.dumps(dict(zip(keys, problem, strict=True))) + "\n")
     if folder.is_dir():
         shutil.rmtree(folder)
     new.replace(folder)

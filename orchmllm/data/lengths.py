@@ -85,7 +85,9 @@ class LengthReader:
         try:
             return read_row(row)
         except RowError as error:
-            return MediaError(error.file, error.reason)
+            problem = MediaError(error.file, error.reason)
+            problem.modality = error.modality
+            return problem
         except OSError as error:
             return MediaError(str(error.filename or ""), f"cannot be read: {error}")
 
@@ -105,7 +107,7 @@ class LengthReader:
                 lengths.append(segment_lengths(None, len(piece.token_ids)) if piece.modality == TEXT
                                else self.medium_lengths(next(media)))
         except MediaError as error:
-            error.segment = len(lengths)
+            error.segment, error.modality = len(lengths), pieces[len(lengths)].modality
             return self._unusable(error, example_id)
         kept = self.truncate(pieces, [n.num_tokens for n in lengths])
         lengths = lengths[: len(kept)]

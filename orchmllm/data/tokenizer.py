@@ -21,11 +21,11 @@ import numpy as np
 
 from orchmllm.data.formats.conversation import Turn
 from orchmllm.data.media.medium import Medium, RowError
+from orchmllm.data.templates import ALL, END, NONE, ChatTemplate, Frame, Said, said
 from orchmllm.plan.layout import TEXT
 
 IM_START, IM_END, END_OF_TEXT = "<|im_start|>", "<|im_end|>", "<|endoftext|>"
 DEFAULT_SYSTEM = "You are a helpful assistant."  # Qwen2's, when a conversation brings none
-_MARK = re.compile("\ue000(\\d+)\ue001")  # private use: stands for a turn's text in the template
 
 
 class Piece(NamedTuple):
@@ -40,18 +40,11 @@ class Piece(NamedTuple):
     supervised: np.ndarray
 
 
-class _Frame(NamedTuple):
+class _Encoded(NamedTuple):
     """Text of the template: ids, of which the first num_learnt are supervised."""
 
     ids: tuple[int, ...]
     num_learnt: int
-
-
-class _Said(NamedTuple):
-    """Text of the data."""
-
-    text: str
-    supervised: bool
 
 
 def _piece(modality: int, token_ids: Sequence[int], supervised: Sequence[bool]) -> Piece:
@@ -88,11 +81,13 @@ class ChatTokenizer:
         self.tokenizer.no_padding()
         self.tokenizer.no_truncation()
         self.tokenizer.encode_special_tokens = True  # special tokens in data are read as text
-        special = [t.content for t in self.tokenizer.get_added_tokens_decoder().values()]
-        either = "|".join(map(re.escape, sorted(special, key=len, reverse=True)))
+        added = self.tokenizer.get_added_tokens_decoder().values()
+        either = "|".join(map(re.escape, sorted((t.content for t in added), key=len,
+                                                reverse=True)))
         self._special = re.compile(f"({either or '(?!)'})")
         self._frame = lru_cache(maxsize=4096)(self._encode_frame)
-        self._trims = self.template is not None and self._find_trims()
+        self._chat = self.template and ChatTemplate(
+            *self.template, [t.content for t in added if t.special], str(path))
 
     def __reduce__(self):
         return ChatTokenizer, (self.path,)  # worker processes open the file themselves
@@ -105,9 +100,12 @@ class ChatTokenizer:
     @property
     def end_id(self) -> int:
         """Id of the token that ends an assistant's turn (0 if the template has none)."""
-        frames = self._frames([Turn("user", ("a",), False), Turn("assistant", ("b",), True)])
-        last = [f for f in frames if isinstance(f, _Frame) and f.num_learnt]
-        return last[-1].ids[last[-1].num_learnt - 1] if last else 0
+        learnt = [f for f in self._frames([Turn("user", ("a",), False),
+                                           Turn("assistant", ("b",), True)])
+                  if isinstance(f, _Encoded) and f.num_learnt]
+        ids = learnt[-1].ids[: learnt[-1].num_learnt] if learnt else (0,)
+        added = self.tokenizer.get_added_tokens_decoder()
+        return next((i for i in reversed(ids) if i in added), ids[-1])
 
     @property
     def digest(self) -> str:
@@ -143,12 +141,12 @@ class ChatTokenizer:
             except RowError as error:
                 rendered.append(error)
         texts = [item.text for frames in rendered if isinstance(frames, list)
-                 for item in frames if isinstance(item, _Said)]
+                 for item in frames if isinstance(item, Said)]
         ids = (e.ids for e in self.tokenizer.encode_batch_fast(texts, add_special_tokens=False))
         return [frames if isinstance(frames, RowError) else _merge(frames, ids)
                 for frames in rendered]
 
-    def _frames(self, turns: Sequence[Turn]) -> list[_Frame | _Said | Medium]:
+    def _frames(self, turns: Sequence[Turn]) -> list[_Encoded | Said | Medium]:
         for turn in turns:
             for part in turn.parts:
                 if isinstance(part, str):
@@ -157,76 +155,41 @@ class ChatTokenizer:
                     except UnicodeEncodeError as error:
                         raise RowError(f"text cannot be written as UTF-8 ({error}); remove the "
                                        "lone surrogate") from error
-        if self.template is None:
-            return self._chatml(turns)
-        frames: list[_Frame | _Said | Medium] = []
-        supervised = False
-        for k, text in enumerate(_MARK.split(self._render(turns, marks=True))):
-            if k % 2:
-                turn = turns[int(text)]
-                frames += _said(turn, self._trims)
-                supervised = turn.supervised
-            elif text:
-                frames.append(self._frame(text, supervised))
-        return frames
+        spans = _chatml(turns) if self._chat is None else self._chat.spans(turns)
+        return [self._frame(*s) if isinstance(s, Frame) else s for s in spans]
 
-    def _chatml(self, turns: Sequence[Turn]) -> list[_Frame | _Said | Medium]:
-        if not turns or turns[0].role != "system":
-            turns = [Turn("system", (DEFAULT_SYSTEM,), False), *turns]
-        frames: list[_Frame | _Said | Medium] = []
-        for turn in turns:
-            frames.append(self._frame(f"{IM_START}{turn.role}\n", False))
-            frames += _said(turn, False)
-            frames.append(self._frame(f"{IM_END}\n", turn.supervised))
-        return frames
-
-    def _encode_frame(self, text: str, after_answer: bool) -> _Frame:
-        """Template text; special tokens in it are meant. The one that ends an answer is learnt."""
+    def _encode_frame(self, text: str, supervised: str) -> _Encoded:
+        """Template text; special tokens in it are meant."""
         ids: list[int] = []
         learnt = 0
         for part in self._special.split(text):
             special = self.tokenizer.token_to_id(part) if self._special.fullmatch(part) else None
             if special is not None:
-                if after_answer and not learnt:
+                if supervised == END and not learnt:
                     learnt = len(ids) + 1
                 ids.append(special)
             elif part:
                 ids += self.encode(part)
+        if supervised == ALL:
+            return _Encoded(tuple(ids), len(ids))
         first = self._special.search(text)
         ends = first is not None and not text[: first.start()].strip()
-        return _Frame(tuple(ids), learnt if ends else 0)
-
-    def _render(self, turns: Sequence[Turn], marks: bool) -> str:
-        messages = [{"role": t.role, "content": f"\ue000{k}\ue001" if marks else t.parts[0]}
-                    for k, t in enumerate(turns)]
-        try:
-            text = _compiled(self.template[0]).render(
-                messages=messages, add_generation_prompt=False, tools=None, documents=None,
-                **self.template[1])
-        except Exception as error:  # templates raise on roles that they do not know
-            raise RowError(f"the chat template refuses these turns: {error}") from error
-        if marks and [int(k) for k in _MARK.findall(text)] != list(range(len(turns))):
-            raise RowError("the chat template leaves out or repeats turns "
-                           f"({[t.role for t in turns]})")
-        return text
-
-    def _find_trims(self) -> bool:
-        """Whether the template strips the texts of turns."""
-        turns = [Turn("user", ("  x  ",), False), Turn("assistant", ("y",), True)]
-        return "  x  " not in self._render(turns, marks=False)
+        return _Encoded(tuple(ids), learnt if ends else 0)
 
 
-def _said(turn: Turn, trim: bool) -> list[_Said | Medium]:
-    parts = list(turn.parts)
-    if trim and parts and isinstance(parts[0], str):
-        parts[0] = parts[0].lstrip()
-    if trim and parts and isinstance(parts[-1], str):
-        parts[-1] = parts[-1].rstrip()
-    return [p if isinstance(p, Medium) else _Said(p, turn.supervised) for p in parts if p]
+def _chatml(turns: Sequence[Turn]) -> list[Frame | Said | Medium]:
+    if not turns or turns[0].role != "system":
+        turns = [Turn("system", (DEFAULT_SYSTEM,), False), *turns]
+    spans: list[Frame | Said | Medium] = []
+    for turn in turns:
+        spans.append(Frame(f"{IM_START}{turn.role}\n", NONE))
+        spans += said(turn.parts, turn.supervised)
+        spans.append(Frame(f"{IM_END}\n", END if turn.supervised else NONE))
+    return spans
 
 
-def _merge(frames: list[_Frame | _Said | Medium], encoded) -> list[Piece]:
-    """encoded: ids of the _Said in their order."""
+def _merge(frames: list[_Encoded | Said | Medium], encoded) -> list[Piece]:
+    """encoded: ids of the Said in their order."""
     out: list[Piece] = []
     ids: list[int] = []
     learnt: list[bool] = []
@@ -236,7 +199,7 @@ def _merge(frames: list[_Frame | _Said | Medium], encoded) -> list[Piece]:
                 out.append(_piece(TEXT, ids, learnt))
                 ids, learnt = [], []
             out.append(_piece(item.modality, [], []))
-        elif isinstance(item, _Said):
+        elif isinstance(item, Said):
             tokens = next(encoded)
             ids += tokens
             learnt += [item.supervised] * len(tokens)
@@ -263,18 +226,3 @@ def _read_template(folder: Path) -> tuple[str, dict[str, str]] | None:
     tokens = {k: v["content"] if isinstance(v, dict) else v for k, v in config.items()
               if k.endswith("_token") and isinstance(v, str | dict)}
     return template, tokens
-
-
-@lru_cache(maxsize=4)
-def _compiled(template: str):
-    from jinja2.ext import loopcontrols
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    def refuse(message: str):
-        raise ValueError(message)
-
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
-    environment.filters["tojson"] = lambda value, **kw: json.dumps(value, ensure_ascii=False, **kw)
-    environment.globals["raise_exception"] = refuse
-    return environment.from_string(template)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import importlib.util
 import io
+import math
 import os
 import sys
 import time
@@ -82,7 +83,9 @@ class RunDisplay:
         """row: of a validation."""
         if self._writer is not None:
             self._writer.add_scalar("validation_loss", row["validation_loss"], row["step"])
-        self.note(f"validation loss {row['validation_loss']:.4f} after {row['step']} steps")
+        loss = row["validation_loss"]
+        shown = f"{loss:.4f}" if math.isfinite(loss) else f"{loss} (no targets, or not finite)"
+        self.note(f"validation loss {shown} after {row['step']} steps")
 
     def note(self, text: str) -> None:
         """A line of its own, above the bar if there is one."""
@@ -129,16 +132,17 @@ class Totals:
     def __init__(self) -> None:
         self.num_steps = self.num_failed_media = self.skipped_steps = 0
         self.step_s = self.data_wait_s = 0.0
-        self.first_loss = self.last_loss = float("nan")
+        self.first_loss: float | None = None  # of the first step with targets
+        self.last_loss: float | None = None
         self.bytes = {"moved_bytes": 0, "internode_bytes": 0}
         # phase -> cost of the slowest rank before, after, and of the mean rank
         self.cost: dict[str, list[float]] = {}
 
     def add(self, row: dict) -> None:
-        if not self.num_steps:
-            self.first_loss = row["loss"]
+        if row["num_global_targets"]:
+            self.first_loss = row["loss"] if self.first_loss is None else self.first_loss
+            self.last_loss = row["loss"]
         self.num_steps += 1
-        self.last_loss = row["loss"]
         self.step_s += row["step_s"]
         self.data_wait_s += row["data_wait_s"]
         self.skipped_steps = row["skipped_steps"]
@@ -160,6 +164,7 @@ class Totals:
             for phase, (before, after, mean) in self.cost.items())
         lines = [
             f"{n} step{'s' if n > 1 else ''} in {clock(seconds)} ({self.step_s / n:.3g} s a step)",
+            "loss        no targets in any step" if self.first_loss is None else
             f"loss        {self.first_loss:.4f} -> {self.last_loss:.4f}",
             f"imbalance   {imbalance} (slowest rank / mean, as sampled -> as processed)",
             f"moved       {size(self.bytes['moved_bytes'] / n)} a step, "
@@ -176,14 +181,16 @@ def short(row: dict) -> str:
     """A step in one line."""
     imbalance = " ".join(f"{p} {s['imbalance_before']:.2f}->{s['imbalance_after']:.2f}"
                          for p, s in row["phases"].items())
-    return (f"loss {row['loss']:.4f} | {row['tokens_per_s']:.0f} tok/s | {imbalance} | "
+    loss = f"loss {row['loss']:.4f}" if row["num_global_targets"] else "no targets"
+    return (f"{loss} | {row['tokens_per_s']:.0f} tok/s | {imbalance} | "
             f"wait {1e3 * row['data_wait_s']:.1f} ms")
 
 
 def scalars(row: dict) -> Iterator[tuple[str, float]]:
     """(TensorBoard tag, value) of a step."""
     for name in ("loss", "lr", "grad_norm", "tokens_per_s", "step_s", "data_wait_s"):
-        yield name, row[name]
+        if name != "loss" or row["num_global_targets"]:
+            yield name, row[name]
     for phase, stats in row["phases"].items():
         for name in ("imbalance_before", "imbalance_after", "moved_bytes", "internode_bytes"):
             yield f"{phase}/{name}", stats[name]

@@ -48,7 +48,8 @@ _VERSION = {"schema": {"type": "integer", "const": SCHEMA_VERSION,
 STEP_ROW = {"title": "A step", **_object("One optimizer step of all ranks.", {
     **_VERSION,
     "step": _count("index of the step, from 0"),
-    "loss": _measured("cross entropy per target, over the whole step"),
+    "loss": _measured("cross entropy per target, over the whole step; null where the step has no "
+                      "target (num_global_targets is 0) or the loss is not finite"),
     "grad_norm": _measured("norm of the gradient before clipping"),
     "lr": _number("learning rate", 0),
     "tokens_per_s": _number("LLM tokens of all ranks per second", 0),
@@ -74,7 +75,7 @@ VALIDATION_ROW = {"title": "A validation", **_object(
     "The held-out rows (data.num_validation), before the first and after the last step.", {
         **_VERSION,
         "step": _count("steps done"),
-        "validation_loss": _measured("mean cross entropy per target"),
+        "validation_loss": _measured("mean cross entropy per target; null without targets"),
     })}
 ROW_SCHEMA: dict[str, Any] = {
     "$schema": "https://json-schema.org/draft/2020-12/schema",

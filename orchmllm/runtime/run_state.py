@@ -11,10 +11,13 @@ from orchmllm.comm.errors import AgreedError
 from orchmllm.config import DataConfig, Recipe
 from orchmllm.data.loading.step_loader import Step
 from orchmllm.models.config import ModelConfig
+from orchmllm.plan.layout import ENCODERS
 from orchmllm.runtime.calibrate import FittedCosts
 
 VERSION = 1
 MIN_MEDIA_FOR_PERCENT = 100
+MIN_UNREADABLE = 16  # media of one modality, when none of that modality was ever decoded
+_NAMES = {code: name for name, code in ENCODERS.items()}
 
 
 class NonFiniteError(AgreedError):
@@ -27,28 +30,38 @@ class MediaLimitError(AgreedError):
 
 @dataclass
 class MediaCount:
-    """Media read and failed, and failures in a row at the end of what was read."""
+    """Media read and failed, and failures in a row at the end of what was read. By modality, those
+    that were decoded, and those that were not with what is said of the first."""
 
     read: int = 0
     failed: int = 0
     in_a_row: int = 0
+    decoded: dict[str, int] = field(default_factory=dict)
+    unreadable: dict[str, int] = field(default_factory=dict)
+    first: dict[str, str] = field(default_factory=dict)
 
     def count(self, step: Step, describe: Callable[[int, int], dict]) -> list[dict]:
         """Adds a step's media and unusable rows, in source order; returns the quarantine's lines of
         the failed. describe: (example id, segment) -> source, row and file."""
-        reasons = {(f.example, f.segment): f.reason for f in step.failed}
-        lines = []
-        for example, segment in sorted({*step.media, *reasons}):
+        failures = {(f.example, f.segment): f for f in step.failed}
+        start, lines = step.layout.segment_start, []
+        for example, segment in sorted({*step.media, *failures}):
             self.read += 1
-            reason = reasons.get((example, segment))
-            if reason is None:
+            failure = failures.get((example, segment))
+            if failure is None:
                 self.in_a_row = 0
+                name = _NAMES[int(step.layout.modality[start[example] + segment])]
+                self.decoded[name] = self.decoded.get(name, 0) + 1
                 continue
             self.failed += 1
             self.in_a_row += 1
             index = int(step.example_ids[example])
             lines.append({"step": step.index, "example_id": index, "segment": segment,
-                          **describe(index, segment), "reason": reason})
+                          **describe(index, segment), "reason": failure.reason})
+            if failure.modality in _NAMES:
+                name = _NAMES[failure.modality]
+                self.unreadable[name] = self.unreadable.get(name, 0) + 1
+                self.first.setdefault(name, name_of(lines[-1]))
         return lines
 
     def check(self, limits: DataConfig, lines: list[dict]) -> None:
@@ -56,16 +69,29 @@ class MediaCount:
         if not lines:
             return
         if limits.strict:
-            raise MediaLimitError(f"data.strict: {_name(lines[0])}")
-        what = _name(lines[-1])
+            raise MediaLimitError(f"data.strict: {name_of(lines[0])}")
+        what = name_of(lines[-1])
         if limits.max_failed_in_a_row and self.in_a_row >= limits.max_failed_in_a_row:
             raise MediaLimitError(f"{self.in_a_row} media in a row could not be decoded "
                                   f"(data.max_failed_in_a_row); the last: {what}")
+        self.check_modalities(MIN_UNREADABLE)
         percent = 100.0 * self.failed / self.read
         if self.read >= MIN_MEDIA_FOR_PERCENT and percent > limits.max_failed_percent:
             raise MediaLimitError(
                 f"{self.failed} of {self.read} media ({percent:.1f}%) could not be decoded, over "
                 f"data.max_failed_percent={limits.max_failed_percent}; the last: {what}")
+
+
+    def check_modalities(self, at_least: int = 1) -> None:
+        """Raises MediaLimitError where no medium of a modality could be decoded, of `at_least` so
+        many. At the end of a run one is enough."""
+        for name, count in self.unreadable.items():
+            if count >= at_least and not self.decoded.get(name):
+                raise MediaLimitError(
+                    f"{name}: none of the {count} media so far could be decoded, so nothing of "
+                    f"this modality is learnt; the first: {self.first[name]}. Check the paths in "
+                    "the data file and where they start: the media_root of the source (data."
+                    "sources), or else the folder of the data file")
 
 
 def quarantine(path: Path, lines: list[dict]) -> None:
@@ -89,7 +115,8 @@ def record_nonfinite(path: Path, step: Step, loss: float, grad_norm: float) -> N
                             "example_ids": step.example_ids.tolist()}) + "\n")
 
 
-def _name(line: dict) -> str:
+def name_of(line: dict) -> str:
+    """A line of the quarantine in words."""
     return (f"{line['data_file']}, row {line['row']} (example {line['example_id']}, segment "
             f"{line['segment']}): {line['file']}: {line['reason']}")
 

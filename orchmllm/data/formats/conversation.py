@@ -58,7 +58,8 @@ def _listed(row: Mapping, keys: tuple[str, ...]) -> list:
         value = row.get(key)
         if value is None or value == "":
             continue
-        return list(value) if isinstance(value, list | tuple) else [value]
+        many = isinstance(value, list | tuple) and not isinstance(value, Medium)
+        return list(value) if many else [value]
     return []
 
 

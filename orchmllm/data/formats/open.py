@@ -64,7 +64,10 @@ class DataSource:
             root = MediaRoot(root.path, root.declared, "" if folder[0] == "." else folder)
         try:
             conversation = ADAPTERS[self.layout](row, root, self.config.prompt)
-        except (TypeError, AttributeError, KeyError) as error:
+        except RowError:
+            raise
+        except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError,
+                ValueError) as error:  # adapters read a row as if it had the right types
             raise RowError(f"not a row of {self.layout} ({LOOKED_FOR.get(self.layout, '')}): "
                            f"{type(error).__name__}: {error}") from error
         if conversation.num_chars > MAX_ROW_CHARS:

@@ -43,8 +43,8 @@ class RowStore(Protocol):
 def _unique(pairs: list[tuple[str, object]]) -> dict:
     out = dict(pairs)
     if len(out) != len(pairs):
-        keys = [k for k, _ in pairs]
-        twice = next(k for k in keys if keys.count(k) > 1)
+        seen: set[str] = set()
+        twice = next(k for k, _ in pairs if k in seen or seen.add(k))
         raise RowError(f"key {twice!r} is there twice; keep one of them")
     return out
 

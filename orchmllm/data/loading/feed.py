@@ -18,7 +18,7 @@ from torch import Tensor
 from orchmllm.batch import Example
 from orchmllm.comm.exchange import exchange_bytes
 from orchmllm.data.loading.pipeline import Drawn, Loaded, PlannedStep, Postponed
-from orchmllm.data.loading.workers import Call, Result, Workers
+from orchmllm.data.loading.workers import Call, Result, Workers, told
 from orchmllm.data.sampler import GlobalSampler
 from orchmllm.orchestrator import FailedSegment, Orchestrator
 from orchmllm.plan.layout import ENCODERS, BatchLayout
@@ -166,8 +166,7 @@ class SegmentFeed:
                 ) -> Callable[[], np.ndarray]:
         """() -> the medium's encoded bytes; none of them where it cannot be read."""
         def on_error(segment: int, error: Exception) -> None:
-            failed.append(FailedSegment(int(position), segment,
-                                        getattr(error, "reason", str(error))))
+            failed.append(FailedSegment(int(position), segment, *told(error)))
 
         def read() -> np.ndarray:
             return np.frombuffer(self.dataset.read(int(index), segment, on_error=on_error),
@@ -250,7 +249,7 @@ def _load_text(index: int) -> Call:
 
 
 def _failures(position: int, result: Result) -> list[FailedSegment]:
-    return [FailedSegment(int(position), segment, reason) for segment, reason in result.failed]
+    return [FailedSegment(int(position), *failure) for failure in result.failed]
 
 
 def _text(example: Example) -> Tensor:

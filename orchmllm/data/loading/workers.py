@@ -23,6 +23,7 @@ from torch import Tensor
 
 from orchmllm.batch import Example
 from orchmllm.data.loading.forks import SureFork
+from orchmllm.plan.layout import TEXT
 
 CHUNKS_PER_WORKER = 4  # of a request: small enough to even out, large enough to be worth sending
 ORPHAN_CHECK_S = 0.5
@@ -37,10 +38,11 @@ class Call(NamedTuple):
 
 
 class Result(NamedTuple):
-    """value: what the call returned. failed: (segment, reason) of each medium that failed."""
+    """value: what the call returned. failed: (segment, reason, modality) of each medium that
+    failed; the modality is TEXT where a row failed as a whole."""
 
     value: Any
-    failed: list[tuple[int, str]]
+    failed: list[tuple[int, str, int]]
 
 
 class _Worker(SureFork):
@@ -149,13 +151,18 @@ def _run_all(calls: Sequence[Call]) -> list[Result]:
 
 
 def _run(dataset: Any, call: Call) -> Result:
-    failed: list[tuple[int, str]] = []
+    failed: list[tuple[int, str, int]] = []
 
     def on_error(segment: int, error: Exception) -> None:
-        failed.append((segment, getattr(error, "reason", str(error))))
+        failed.append((segment, *told(error)))
 
     value = getattr(dataset, call.method)(*call.args, **call.keys, on_error=on_error)
     return Result(value, failed)
+
+
+def told(error: Exception) -> tuple[str, int]:
+    """(reason, modality) of a dataset's error."""
+    return getattr(error, "reason", str(error)), getattr(error, "modality", TEXT)
 
 
 def _sent(result: Result) -> Result:

@@ -7,6 +7,7 @@ caller.
 
 from __future__ import annotations
 
+import io
 from functools import lru_cache
 
 import numpy as np
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from orchmllm.data.media.headers import (
     MediumSource,
-    audio_header,
+    audio_clip,
     audio_lengths,
     name_of,
     open_image,
@@ -114,9 +115,10 @@ def decode_audio(source: MediumSource, geometry: AudioGeometry) -> Tensor:
     import soundfile
     import soxr
 
-    path, header = name_of(source), audio_header(source)
+    path, (header, data) = name_of(source), audio_clip(source)
     lengths = audio_lengths(source, header, geometry)
     with reading(source) as file:
+        file = file if data is None else io.BytesIO(data)
         samples, rate = soundfile.read(file, dtype="float32", always_2d=True)  # (n, channels)
     if len(samples) != header.num_samples:
         raise MediaError(path, f"truncated: {len(samples)} of {header.num_samples} samples")

@@ -6,10 +6,15 @@ Limits on pixels, samples and expansion are checked here, so that nothing large 
 
 from __future__ import annotations
 
+import io
 import os
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import lru_cache
+from typing import BinaryIO
 
+from orchmllm.data.media.framing import check_ogg, mpeg_samples
 from orchmllm.data.media.medium import MediaError, Medium, reading
 from orchmllm.plan.layout import (
     AudioGeometry,
@@ -77,21 +82,34 @@ def image_header(source: MediumSource) -> ImageHeader:
 
 
 def audio_header(source: MediumSource) -> AudioHeader:
-    """Samples per channel and rate in Hz, read from the file's header. Raises MediaError."""
+    """Samples per channel and rate in Hz, read from the file's header, or counted where the format
+    has none. Raises MediaError."""
+    return audio_clip(source)[0]
+
+
+def audio_clip(source: MediumSource) -> tuple[AudioHeader, bytes | None]:
+    """(audio_header, what has to be decoded in place of the file, or None: the file itself). Raises
+    MediaError."""
     import soundfile
 
-    name = name_of(source)
+    name, data = name_of(source), None
     with reading(source) as file:
         num_bytes = _num_bytes(source)
         info = soundfile.info(file, verbose=True)
-    if info.frames < 1 or info.samplerate < 1:
-        raise MediaError(name, f"{info.frames} samples at {info.samplerate} Hz: the clip is empty")
-    size = f"{info.frames} samples of {info.channels} channels at {info.samplerate} Hz: "
-    if (info.frames > MAX_AUDIO_S * info.samplerate
-            or info.frames * info.channels > MAX_AUDIO_VALUES):
+        frames = info.frames
+        if info.format in ("MP3", "OGG"):
+            with _binary(file) as opened:
+                if info.format == "MP3":
+                    frames, data = mpeg_samples(opened, num_bytes, frames, name)
+                else:
+                    check_ogg(opened, num_bytes, name)
+    if frames < 1 or info.samplerate < 1:
+        raise MediaError(name, f"{frames} samples at {info.samplerate} Hz: the clip is empty")
+    size = f"{frames} samples of {info.channels} channels at {info.samplerate} Hz: "
+    if frames > MAX_AUDIO_S * info.samplerate or frames * info.channels > MAX_AUDIO_VALUES:
         raise MediaError(
             name, size + f"more than the limit of {MAX_AUDIO_S} s or {MAX_AUDIO_VALUES} values")
-    decoded = 2 * info.frames * info.channels
+    decoded = 2 * frames * info.channels
     if decoded > EXPANSION_FROM_BYTES and decoded > MAX_EXPANSION * num_bytes:
         raise MediaError(name, size + f"a file of {num_bytes} bytes expands more than "
                                f"{MAX_EXPANSION} times")
@@ -99,7 +117,17 @@ def audio_header(source: MediumSource) -> AudioHeader:
     sizes = _DATA_CHUNK.search(info.extra_info)
     if sizes and int(sizes[2]) < int(sizes[1]) < WAV_STREAM_BYTES:
         raise MediaError(name, f"truncated: {sizes[2]} of {sizes[1]} bytes of samples")
-    return AudioHeader(info.frames, info.samplerate)
+    return AudioHeader(frames, info.samplerate), data
+
+
+@contextmanager
+def _binary(file: BinaryIO | str | os.PathLike) -> Iterator[BinaryIO]:
+    """What `reading` gives, as a file object."""
+    if isinstance(file, io.IOBase):
+        yield file
+    else:
+        with open(file, "rb") as opened:
+            yield opened
 
 
 def audio_lengths(

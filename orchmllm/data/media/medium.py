@@ -20,29 +20,39 @@ from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 from urllib.parse import unquote
 
-from orchmllm.plan.layout import VISION
+from orchmllm.plan.layout import TEXT, VISION
 
 MAX_MEMBER_BYTES = 512 << 20  # a medium's encoded bytes
 VIDEO_SUFFIXES = (".mp4", ".mkv", ".avi", ".mov", ".webm", ".m4v", ".mpg", ".mpeg", ".flv")
 
 
+def printable(text: str) -> str:
+    """text, with lone surrogates escaped: they can be neither printed nor sent."""
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
 class RowError(ValueError):
     """A row that cannot be used. reason: what is wrong and the cure. file: the medium it is about,
-    or empty."""
+    or empty. modality: that medium's, or TEXT."""
+
+    modality = TEXT
 
     def __init__(self, reason: str, file: str = ""):
         super().__init__(reason)
-        self.reason, self.file = reason, file
+        self.reason, self.file = printable(reason), printable(file)
 
 
 class MediaError(Exception):
     """A medium that cannot be used. path: the file; reason: what is wrong with it; segment: its
-    position in the example's segment list, where a dataset raised it."""
+    position in the example's segment list, where a dataset raised it; modality: the medium's, or
+    TEXT where the row itself cannot be used."""
+
+    modality = TEXT
 
     def __init__(self, path: str | os.PathLike, reason: str, segment: int | None = None):
         super().__init__(str(path), reason, segment)
-        self.path = str(path)
-        self.reason = reason
+        self.path = printable(str(path))
+        self.reason = printable(reason)
         self.segment = segment
 
     def __str__(self) -> str:
@@ -156,8 +166,9 @@ def _real_folder(folder: str) -> str:
 def resolve(name: str, root: str, *, absolute: bool) -> str:
     """Path of the medium `name` below `root` (a real path). absolute: whether absolute paths and
     file: URLs that lead there are allowed, i.e. the root was declared. Raises RowError."""
-    if not name or "\0" in name:
-        raise RowError(f"media path {name!r} must be a non-empty string without NUL", name[:100])
+    if not name or "\0" in name or printable(name) != name:
+        raise RowError(f"media path {name!r:.200} must be a non-empty string without NUL or lone "
+                       "surrogates", name[:100])
     scheme = name.split(":", 1)[0].lower() if ":" in name else ""
     if scheme == "file" and name.startswith("file:///"):
         path = unquote(name[len("file://"):])
@@ -202,6 +213,18 @@ def from_base64(body: str, modality: int, name: str) -> Medium:
         raise RowError(f"{name}: not base64: {error}", name) from error
 
 
+def _as_bytes(value: object, kind: str) -> bytes:
+    """The "bytes" of a row's {"bytes", "path"}: bytes, or the list of their values that JSON has.
+    Raises RowError: `bytes` itself takes a number for a size to allocate."""
+    if isinstance(value, bytes | bytearray | memoryview):
+        return bytes(value)
+    if isinstance(value, list) and all(type(v) is int and 0 <= v <= 255 for v in value):
+        return bytes(value)
+    what = f"{value}" if type(value) in (int, float, bool) else f"a {type(value).__name__}"
+    raise RowError(f'{kind}: "bytes" is {what:.80}: must be bytes, or a list of integers from 0 to '
+                   "255; in JSON write a path, or a data: URL (base64)")
+
+
 def refuse_video(name: str) -> None:
     """Raises RowError if `name` is a video container."""
     if Path(name).suffix.lower() in VIDEO_SUFFIXES:
@@ -221,18 +244,26 @@ class MediaRoot:
     def medium(self, modality: int, value: object) -> Medium:
         """What a row holds for one medium: a path, a data: URL, bytes, or Hugging Face's
         {"bytes", "path"}. Raises RowError."""
+        try:
+            return self._medium(modality, value)
+        except RowError as error:
+            error.modality = modality
+            raise
+
+    def _medium(self, modality: int, value: object) -> Medium:
         kind = "image" if modality == VISION else "audio"
         if isinstance(value, Medium):
             return value._replace(modality=modality)
         if isinstance(value, Mapping):
             data, value = value.get("bytes"), value.get("path", value.get("url"))
             if data is not None:
-                return Medium(modality, str(value or f"embedded {kind}"), data=bytes(data))
+                name = value if isinstance(value, str) and value else f"embedded {kind}"
+                return Medium(modality, printable(name), data=_as_bytes(data, kind))
         if isinstance(value, bytes):
             return Medium(modality, f"embedded {kind}", data=value)
         if not isinstance(value, str) or not value:
-            raise RowError(f"a medium is {value!r}: must be a non-empty string (a path below the "
-                           "media root), or bytes")
+            raise RowError(f"a medium is {value!r:.200}: must be a non-empty string (a path below "
+                           f"the media root), or bytes (in {kind!r})")
         if value.startswith("data:"):
             return from_data_url(value, modality, f"{kind} in a data: URL")
         refuse_video(value)

@@ -1,0 +1,351 @@
+"""Chat templates: what one writes around the texts of a conversation, and which of it is learnt.
+
+A template is rendered with a mark in place of each text, which shows where the texts go. It is
+rendered again with the texts themselves, and both have to agree: a template may read what it is
+given (a Qwen3 template splits an answer at "</think>"). Where they do not agree, the texts are cut
+at the strings that the template looks for, and each part gets its own mark. What then still differs
+is refused: what is trained on is what transformers' apply_chat_template renders, or nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Sequence
+from datetime import datetime
+from functools import cached_property
+from itertools import groupby
+from typing import NamedTuple
+
+from orchmllm.data.formats.conversation import Turn
+from orchmllm.data.media.medium import Medium, RowError
+
+# What strftime_now writes: lengths and resumed runs must not depend on the day, so it is one day,
+# which is also the date that Llama's template writes where there is no strftime_now.
+TODAY = datetime(2024, 7, 26)
+NONE, END, ALL = "none", "end", "all"
+_MARK = re.compile("\ue000(\\d+)\ue001|(\ue002)|(\ue003)")  # private use; 2, 3: generation
+_LOOKS = {"split", "rsplit", "startswith", "endswith", "find", "rfind", "index", "count",
+          "partition", "rpartition", "strip", "lstrip", "rstrip", "removeprefix", "removesuffix"}
+
+
+class Frame(NamedTuple):
+    """Text of the template. learnt: NONE, ALL, or END: the special token that ends an answer, if
+    nothing but space comes before it."""
+
+    text: str
+    learnt: str
+
+
+class Said(NamedTuple):
+    """Text of the data."""
+
+    text: str
+    supervised: bool
+
+
+Span = Frame | Said | Medium
+
+
+class _Chunk(NamedTuple):
+    """What one mark stands for. literals: the strings that come before it in its turn, back to the
+    chunk before; lead: the space right before it; after: strings behind the last chunk of a turn.
+    """
+
+    turn: int
+    parts: tuple[str | Medium, ...]
+    literals: tuple[str, ...] = ()
+    lead: str = ""
+    after: tuple[str, ...] = ()
+
+
+class ChatTemplate:
+    """source: in Jinja. variables: its special tokens by name. special: tokens that data must not
+    be able to write. Raises RowError, naming `path`, for a template that cannot be used."""
+
+    def __init__(self, source: str, variables: dict[str, str], special: Sequence[str], path: str):
+        self.source, self.variables = source, variables
+        try:
+            self._marked = _environment(marks=True).from_string(source)
+            self._plain = _environment(marks=False).from_string(source)
+            self._literals = _looked_for(source, special)
+        except Exception as error:  # of jinja's parser
+            raise RowError(f"{path}: the chat template cannot be read: {error}") from error
+        self._trims = False
+        self._probe(path)
+
+    @cached_property
+    def generates(self) -> bool:
+        """Whether the template says what is learnt, by {% generation %}."""
+        return re.search(r"\{%-?\s*generation\s*-?%\}", self.source) is not None
+
+    def spans(self, turns: Sequence[Turn]) -> list[Span]:
+        """The conversation as rendered. Raises RowError for turns that the template refuses, and
+        where it is not known which of the text is the template's."""
+        truth = self._render(self._plain, turns, [_filled(_mark(0), [c]) for c in _whole(turns)])
+        problem = ""
+        for cut in (self._uncut, self._cut):
+            contents, chunks = cut(turns)
+            try:
+                rendered = self._render(self._marked, turns, contents)
+            except RowError as error:  # it takes the text, and not a mark in its place
+                problem = error.reason
+                continue
+            problem = _wrong(_marks(rendered), chunks)
+            if not problem and _filled(rendered, chunks) == truth:
+                return self._read(rendered, chunks, turns)
+        raise RowError(problem or "the chat template changes the texts of turns, so what is learnt "
+                       "cannot be told from the rest; write one that puts them in as they are")
+
+    def _probe(self, path: str) -> None:
+        """Whether the template strips texts; that it can write a question and an answer."""
+        short, talk = (
+            [Turn("user", (question,), False), Turn("assistant", (answer,), True)]
+            for question, answer in (("  x  ", "y"), ("Who is it?", "It is I, Anna.")))
+        try:
+            self._trims = "  x  " not in self._render(self._plain, short, ["  x  ", "y"])
+            self.spans(talk)
+        except RowError as error:
+            raise RowError(f"{path}: its chat template cannot write a question and an answer: "
+                           f"{error.reason}") from error
+
+    def _render(self, template, turns: Sequence[Turn], content: Sequence[str]) -> str:
+        messages = [{"role": t.role, "content": c} for t, c in zip(turns, content, strict=True)]
+        try:
+            return template.render(messages=messages, add_generation_prompt=False, tools=None,
+                                   documents=None, **self.variables)
+        except Exception as error:  # templates raise on roles that they do not know
+            raise RowError(f"the chat template refuses these turns: {error}") from error
+
+    @cached_property
+    def _opening(self) -> str:
+        """What comes before every answer."""
+        messages = [{"role": "user", "content": "x"}]
+        keys = dict(messages=messages, tools=None, documents=None, **self.variables)
+        try:
+            without = self._plain.render(add_generation_prompt=False, **keys)
+            prompt = self._plain.render(add_generation_prompt=True, **keys)
+        except Exception:  # a template that wants a system turn
+            return ""
+        return prompt[len(without):] if prompt.startswith(without) else ""
+
+    def _uncut(self, turns: Sequence[Turn]) -> tuple[list[str], list[_Chunk]]:
+        """Each turn's content as one mark, and what the marks stand for."""
+        chunks = _whole(turns)
+        if self._trims:
+            chunks = [c._replace(parts=_trimmed(c.parts)) for c in chunks]
+        return [_mark(k) for k in range(len(turns))], chunks
+
+    def _cut(self, turns: Sequence[Turn]) -> tuple[list[str], list[_Chunk]]:
+        """Each turn's content with marks, and what they stand for: everything but the strings
+        that the template looks for and the space around them."""
+        contents, chunks = [], []
+        for k, turn in enumerate(turns):
+            content, first = "", len(chunks)
+            literals: list[str] = []
+            for bare, group in groupby(_pieces(turn, self._literals),
+                                       lambda piece: isinstance(piece, Frame)):
+                pieces = list(group)
+                if bare:
+                    content += "".join(p.text for p in pieces)
+                    literals = [p.text for p in pieces if p.text.strip()]
+                    continue
+                lead = content[len(content.rstrip()):]
+                content += _mark(len(chunks))
+                chunks.append(_Chunk(k, tuple(pieces), tuple(literals), lead))
+                literals = []
+            if len(chunks) > first and literals:
+                chunks[-1] = chunks[-1]._replace(after=tuple(literals))
+            contents.append(content)
+        return contents, chunks
+
+    def _read(self, rendered: str, chunks: list[_Chunk], turns: Sequence[Turn]) -> list[Span]:
+        """What was rendered with marks, as spans."""
+        if self.generates:
+            return _in_blocks(rendered, chunks, turns)
+        out: list[Span] = []
+        last: _Chunk | None = None
+        texts = _MARK.split(rendered)[::4]
+        marks = [*_marks(rendered), None]
+        for text, number in zip(texts, marks, strict=True):
+            after = chunks[number] if number is not None else None
+            supervised = last is not None and turns[last.turn].supervised
+            if last and after and last.turn == after.turn:
+                out.append(Frame(text, ALL if supervised else NONE))
+            else:
+                out += self._between(text, last, after, turns)
+            if after:
+                learnt = turns[after.turn].supervised
+                out += said(after.parts, learnt)
+                last = after
+        return [s for s in out if not isinstance(s, Frame) or s.text]
+
+    def _between(self, text: str, last: _Chunk | None, after: _Chunk | None,
+                 turns: Sequence[Turn]) -> Iterator[Frame]:
+        """Text from one turn's last mark to another turn's first. Strings of an answer that the
+        template put back there are learnt with it."""
+        end = NONE
+        if last and turns[last.turn].supervised:
+            end, at = END, 0
+            for literal in last.after:
+                found = text.find(literal, at)
+                if found < 0 or text[at:found].strip():
+                    break
+                at = found + len(literal)
+            if at:
+                yield Frame(text[:at], ALL)
+                text = text[at:]
+        start, opened = len(text), text.rfind(self._opening)
+        if after and turns[after.turn].supervised and self._opening and opened >= 0:
+            opened += len(self._opening)
+            if after.literals and after.literals[0] in text[opened:]:
+                start = text.index(after.literals[0], opened)
+            elif after.lead.endswith(text[opened:]):  # the answer's own space
+                start = opened
+        yield Frame(text[:start], end)
+        if text[start:]:
+            yield Frame(text[start:], ALL)
+
+
+def _in_blocks(rendered: str, chunks: list[_Chunk], turns: Sequence[Turn]) -> list[Span]:
+    """Learnt is what stands in {% generation %}, unless its turn is not to be learnt."""
+    out: list[Span] = []
+    items = [m for m in _MARK.finditer(rendered)]
+    inside, learnt, at = False, False, 0
+    for k, item in enumerate([*items, None]):
+        text = rendered[at: item.start() if item else len(rendered)]
+        if text:
+            out.append(Frame(text, ALL if inside and learnt else NONE))
+        if item is None:
+            break
+        at = item.end()
+        if item[1] is None:
+            inside = item[2] is not None
+            numbers = (m[1] for m in items[k + 1:] if m[1] or m[3])
+            first = next(numbers, None) if inside else None
+            learnt = first is not None and turns[chunks[int(first)].turn].supervised
+        else:
+            chunk = chunks[int(item[1])]
+            out += said(chunk.parts, inside and turns[chunk.turn].supervised)
+    return out
+
+
+def said(parts: Sequence[str | Medium], supervised: bool) -> list[Said | Medium]:
+    """A turn's parts as spans."""
+    return [p if isinstance(p, Medium) else Said(p, supervised) for p in parts if p]
+
+
+def _mark(number: int) -> str:
+    return f"\ue000{number}\ue001"
+
+
+def _marks(rendered: str) -> list[int]:
+    return [int(m[1]) for m in _MARK.finditer(rendered) if m[1]]
+
+
+def _part(part: str | Medium) -> str:
+    """A text, or what stands for a medium where texts are compared."""
+    return part if isinstance(part, str) else "\ue004"
+
+
+def _whole(turns: Sequence[Turn]) -> list[_Chunk]:
+    return [_Chunk(k, turn.parts) for k, turn in enumerate(turns)]
+
+
+def _filled(rendered: str, chunks: list[_Chunk]) -> str:
+    return _MARK.sub(lambda m: "".join(map(_part, chunks[int(m[1])].parts)) if m[1] else "",
+                     rendered)
+
+
+def _trimmed(parts: Sequence[str | Medium]) -> tuple[str | Medium, ...]:
+    parts = list(parts)
+    if parts and isinstance(parts[0], str):
+        parts[0] = parts[0].lstrip()
+    if parts and isinstance(parts[-1], str):
+        parts[-1] = parts[-1].rstrip()
+    return tuple(parts)
+
+
+def _pieces(turn: Turn, literals: re.Pattern | None) -> Iterator[str | Medium | Frame]:
+    """A turn's parts, cut: Frames are the strings that the template sees as they are."""
+    pieces: list[str | Medium | Frame] = []
+    for part in turn.parts:
+        if isinstance(part, Medium) or literals is None:
+            pieces.append(part)
+        else:
+            pieces += [Frame(p, NONE) if k % 2 else p
+                       for k, p in enumerate(literals.split(part)) if p]
+    for k, piece in enumerate(pieces):
+        if not isinstance(piece, str):
+            yield piece
+            continue
+        opens = k == 0 or isinstance(pieces[k - 1], Frame)
+        closes = k + 1 == len(pieces) or isinstance(pieces[k + 1], Frame)
+        lead = piece[: len(piece) - len(piece.lstrip())] if opens else ""
+        rest = piece[len(lead):]
+        trail = rest[len(rest.rstrip()):] if closes else ""
+        core = rest[: len(rest) - len(trail)]
+        yield from (Frame(lead, NONE),) * bool(lead)
+        yield from (core,) * bool(core)
+        yield from (Frame(trail, NONE),) * bool(trail)
+
+
+def _wrong(marks: list[int], chunks: list[_Chunk]) -> str:
+    """What is wrong with the order in which marks were rendered, or nothing. A template may leave
+    out a part of a turn (the reasoning of earlier answers)."""
+    if marks != sorted(set(marks)):
+        return "the chat template repeats or reorders turns"
+    lost = [chunks[k] for k in set(range(len(chunks))) - set(marks)]
+    if any(isinstance(p, Medium) for chunk in lost for p in chunk.parts):
+        return "the chat template leaves out an image or a clip"
+    if {chunk.turn for chunk in lost} - {chunks[k].turn for k in marks}:
+        return "the chat template leaves out turns"
+    return ""
+
+
+def _environment(*, marks: bool):
+    from jinja2 import nodes
+    from jinja2.ext import Extension, loopcontrols
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Generation(Extension):
+        """{% generation %}: transformers' tag around what the assistant says."""
+
+        tags = {"generation"}
+
+        def parse(self, parser):
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return nodes.CallBlock(self.call_method("_around"), [], [], body).set_lineno(line)
+
+        def _around(self, caller: Callable[[], str]) -> str:
+            return f"\ue002{caller()}\ue003" if marks else caller()
+
+    def refuse(message: str):
+        raise ValueError(message)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols])
+    environment.filters["tojson"] = lambda value, **kw: json.dumps(value, ensure_ascii=False, **kw)
+    environment.globals["raise_exception"] = refuse
+    environment.globals["strftime_now"] = TODAY.strftime
+    return environment
+
+
+def _looked_for(source: str, special: Sequence[str]) -> re.Pattern | None:
+    """The strings that the template looks for in texts; none that data must not write."""
+    from jinja2 import nodes
+
+    found: set[str] = set()
+    tree = _environment(marks=False).parse(source)
+    for node in tree.find_all((nodes.Compare, nodes.Call)):
+        asked, word = [], False
+        if isinstance(node, nodes.Compare) and any(o.op in ("in", "notin") for o in node.ops):
+            asked, word = [node.expr], True  # a word: the key of a message, as in 'tool' in m
+        elif isinstance(node, nodes.Call) and getattr(node.node, "attr", None) in _LOOKS:
+            asked = node.args
+        found |= {c.value.strip() for c in asked if isinstance(c, nodes.Const)
+                  and isinstance(c.value, str) and not (word and c.value.isidentifier())}
+    found = {text for text in found if text and not any(token in text for token in special)}
+    either = "|".join(map(re.escape, sorted(found, key=len, reverse=True)))
+    return re.compile(f"({either})") if found else None

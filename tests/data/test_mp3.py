@@ -1,0 +1,149 @@
+"""MP3 files whose header does not tell their length, and files that hold several streams."""
+
+from __future__ import annotations
+
+import io
+
+import numpy as np
+import pytest
+import soundfile
+
+from orchmllm.cli.data import main
+from orchmllm.data.media.decode import decode_audio
+from orchmllm.data.media.headers import audio_header
+from orchmllm.data.media.medium import MediaError, Medium
+from orchmllm.plan.layout import AUDIO, AudioGeometry, segment_lengths
+from tests.lib.formats import write_jsonl
+from tests.lib.tokenizers import write_tokenizer
+
+RATE, SECONDS = 16000, 3
+ID3V2, ID3V1 = b"ID3\x03\0\0\0\0\x01\0" + bytes(128), b"TAG" + bytes(125)
+GEOMETRY = AudioGeometry()
+
+
+def tone(seconds: float = SECONDS, rate: int = RATE, channels: int = 1) -> np.ndarray:
+    """(n, channels) noise that ends in a tone: a clip that is cut loses the tone."""
+    n = int(seconds * rate)
+    samples = np.random.default_rng(0).normal(0, 0.05, (n, channels))
+    samples[n - rate // 2:] += 0.5 * np.sin(880 * 2 * np.pi * np.arange(rate // 2) / rate)[:, None]
+    return samples
+
+
+def encoded(samples: np.ndarray, rate: int = RATE, mode: str = "VARIABLE", kind: str = "MP3",
+            **keys) -> bytes:
+    out = io.BytesIO()
+    if kind == "MP3":
+        keys |= dict(bitrate_mode=mode, compression_level=0.5)
+    soundfile.write(out, samples, rate, format=kind, **keys)
+    return out.getvalue()
+
+
+def untagged(mp3: bytes) -> bytes:
+    """Without its first frame, which holds the Xing or Info tag."""
+    tag = max(mp3[:200].find(b"Xing"), mp3[:200].find(b"Info"))
+    assert tag > 0
+    return mp3[mp3.index(mp3[:2], tag):]
+
+
+def with_vbri(mp3: bytes) -> bytes:
+    """With a VBRI tag, as another encoder writes it, in the place of the Xing tag."""
+    frames = untagged(mp3)
+    size = len(mp3) - len(frames)
+    tag = b"VBRI" + (1).to_bytes(2, "big") + bytes(4)
+    return (mp3[:4] + bytes(32) + tag).ljust(size, b"\0") + frames
+
+
+def clip(data: bytes) -> Medium:
+    return Medium(AUDIO, "a.mp3", data=data)
+
+
+def is_whole(data: bytes, num_samples: int, rate: int = RATE) -> bool:
+    """Whether header and decoder agree on a length that holds all samples, and the end is there."""
+    header = audio_header(clip(data))
+    rows = decode_audio(clip(data), GEOMETRY)
+    assert len(rows) == segment_lengths(GEOMETRY, header).rows
+    assert header.sample_rate == rate
+    # An encoder adds up to three frames of silence around what it is given.
+    assert num_samples <= header.num_samples <= num_samples + 3 * 1152
+    loud = rows[-60:-25].max(1).values.mean() - rows[60:150].max(1).values.mean()
+    return bool(loud > 0.2)
+
+
+@pytest.mark.parametrize("mode", ["CONSTANT", "VARIABLE", "AVERAGE"])
+@pytest.mark.parametrize("change", [
+    lambda mp3: mp3, untagged, with_vbri, lambda mp3: ID3V2 + untagged(mp3),
+    lambda mp3: untagged(mp3) + ID3V1, lambda mp3: ID3V2 + mp3 + ID3V1,
+    lambda mp3: mp3 + b"APETAGEX" + bytes(500), lambda mp3: untagged(mp3) + bytes(3000),
+], ids=["tagged", "untagged", "vbri", "id3v2", "id3v1", "tagged id3", "ape", "zeros"])
+def test_an_mp3_is_read_whole(mode, change):
+    samples = tone()
+    assert is_whole(change(encoded(samples, mode=mode)), len(samples))
+
+
+@pytest.mark.parametrize("rate", [8000, 11025, 12000, 22050, 24000, 32000, 44100, 48000])
+@pytest.mark.parametrize("channels", [1, 2])
+def test_every_rate_of_mpeg(rate, channels):
+    samples = tone(2.5, rate, channels)
+    data = untagged(encoded(samples, rate))
+    header = audio_header(clip(data))
+    assert header.sample_rate == rate
+    assert len(samples) <= header.num_samples <= len(samples) + 3 * 1152
+    assert len(decode_audio(clip(data), GEOMETRY)) == segment_lengths(GEOMETRY, header).rows
+
+
+def test_a_tagged_file_keeps_its_length():
+    samples = tone()
+    assert audio_header(clip(encoded(samples))).num_samples == len(samples)
+
+
+def test_untagged_streams_that_follow_each_other_are_all_read():
+    samples = tone()
+    assert is_whole(untagged(encoded(samples)) * 2, 2 * len(samples) + 1152)
+
+
+MP3 = encoded(tone())
+OGG = {kind: encoded(tone(rate=48000), 48000, kind="OGG", subtype=kind)
+       for kind in ("VORBIS", "OPUS")}
+REFUSED = {
+    "joined": (MP3 + MP3, "several MPEG streams in one file"),
+    "joined after id3": (MP3 + ID3V2 + MP3, "several MPEG streams in one file"),
+    "joined after id3v1": (untagged(MP3) + ID3V1 + untagged(MP3), "several MPEG streams"),
+    "joined with untagged": (MP3 + untagged(MP3), "joined, or its tag is wrong"),
+    "another rate": (untagged(MP3) + untagged(encoded(tone(rate=8000), 8000)), "several MPEG"),
+    "cut in a frame": (MP3[:-5000], "truncated: "),
+    "cut in a frame, untagged": (untagged(MP3)[:-5000], "truncated: the last MPEG frame has"),
+    "chained vorbis": (OGG["VORBIS"] * 2, "several Ogg streams one after the other"),
+    "chained opus": (OGG["OPUS"] * 2, "several Ogg streams one after the other"),
+    "chained kinds": (OGG["OPUS"] + OGG["VORBIS"], "several Ogg streams one after the other"),
+    "cut opus": (OGG["OPUS"][:-300], "truncated: the last Ogg page ends 300 bytes behind"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_would_be_cut_is_refused_by_name(name):
+    data, reason = REFUSED[name]
+    with pytest.raises(MediaError, match=reason) as error:
+        audio_header(clip(data))
+    assert error.value.path == "a.mp3"
+
+
+def test_a_frame_that_is_missing_is_seen_by_the_tag():
+    first = len(MP3) - len(untagged(MP3))
+    second = MP3.index(MP3[first: first + 2], first + 4)
+    with pytest.raises(MediaError, match="truncated: [0-9]+ MPEG frames where its Xing tag says"):
+        audio_header(clip(MP3[:first] + MP3[second:]))
+
+
+def test_lint_says_what_training_would_do(tmp_path, capsys):
+    write_tokenizer(tmp_path)
+    files = {"good.mp3": MP3, "untagged.mp3": untagged(MP3), "joined.mp3": MP3 * 2,
+             "chained.ogg": OGG["OPUS"] * 2}
+    for name, data in files.items():
+        (tmp_path / name).write_bytes(data)
+    write_jsonl(tmp_path / "data.jsonl", [{"audio": name, "text": "one two"} for name in files])
+    (tmp_path / "r.yaml").write_text(f"data: {{path: {tmp_path}, index_dir: {tmp_path}/index}}\n")
+    assert main(["lint", str(tmp_path / "r.yaml"), "--workers", "1", "--decode"]) == 1
+    said = [s for s in capsys.readouterr().out.splitlines() if "data.jsonl, row" in s]
+    assert len(said) == 2
+    assert "row 3: joined.mp3: several MPEG streams" in said[0]
+    assert "row 4: chained.ogg: several Ogg streams" in said[1]

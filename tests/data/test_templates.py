@@ -1,0 +1,207 @@
+"""Chat templates that read what they are given: the text is that of transformers, and what is
+learnt is what the assistant says."""
+
+from __future__ import annotations
+
+import json
+from datetime import datetime
+from pathlib import Path
+
+import pytest
+
+from orchmllm.cli.data import main
+from orchmllm.data.formats.conversation import Turn
+from orchmllm.data.media.medium import Medium, RowError
+from orchmllm.data.templates import TODAY
+from orchmllm.data.tokenizer import ChatTokenizer
+from orchmllm.plan.layout import TEXT, VISION
+from tests.lib.formats import write_jsonl
+from tests.lib.tokenizers import SPECIAL, write_tokenizer
+
+# Reasoning in an answer is split off; only that after the last question is written again, and
+# an answer without any gets an empty block there.
+THINK = """\
+{%- set seen = namespace(last=-1) %}
+{%- for m in messages %}
+{%- set result = m.content.startswith('<result>') and m.content.endswith('</result>') %}
+{%- if m.role == 'user' and not result %}{%- set seen.last = loop.index0 %}{%- endif %}
+{%- endfor %}
+{%- for m in messages %}
+{%- if m.role == 'assistant' %}
+{%- set why = '' %}{%- set said = m.content %}
+{%- if '</think>' in said %}
+{%- set why = said.split('</think>')[0].rstrip('\\n').split('<think>')[-1].lstrip('\\n') %}
+{%- set said = said.split('</think>')[-1].lstrip('\\n') %}
+{%- endif %}
+{{- '<|im_start|>assistant\\n' }}
+{%- if loop.index0 > seen.last %}
+{{- '<think>\\n' + why.strip('\\n') + '\\n</think>\\n\\n' }}
+{%- endif %}
+{{- said + '<|im_end|>\\n' }}
+{%- else %}
+{{- '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}
+{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
+GENERATION = ("{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}"
+              "{% generation %}{{ m.content | trim }}<|im_end|>{% endgeneration %}{% else %}"
+              "{{ m.content }}<|im_end|>{% endif %}\n{% endfor %}")
+DATED = ("{{ 'Today is ' + strftime_now('%d %B %Y') + '.\n' }}{% for m in messages %}<|im_start|>"
+         "{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}")
+# The system turn becomes part of the first question; roles have to alternate.
+FOLDING = ("{% if messages[0].role == 'system' %}{% set first = messages[0].content + '\n\n' "
+           "%}{% set turns = messages[1:] %}{% else %}{% set first = '' %}{% set turns = messages "
+           "%}{% endif %}{% for m in turns %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+           "{{ raise_exception('roles must alternate') }}{% endif %}<|im_start|>{{ m.role }}\n"
+           "{{ (first if loop.first else '') + m.content | trim }}<|im_end|>\n{% endfor %}")
+CUTTING = "{% for m in messages %}[{{ m.role }}]{{ m.content.strip('\n') }}<|im_end|>{% endfor %}"
+TEMPLATES = dict(think=THINK, generation=GENERATION, dated=DATED, folding=FOLDING, cutting=CUTTING)
+WHY = "<think>\nred is\n\nwarm </think> \n\n blue"
+
+
+def talk(*texts: str, system: str = "") -> list[Turn]:
+    said = [Turn("assistant" if k % 2 else "user", (t,), bool(k % 2)) for k, t in enumerate(texts)]
+    return [Turn("system", (system,), False), *said] if system else said
+
+
+TALKS = {
+    "plain": talk("What is drawn?", "a red square.", "And now?", "blue"),
+    "system": talk("  What?\n", " red ", system=" You are a helpful assistant.\n"),
+    "reasoning": talk("What is drawn?", WHY),
+    "earlier reasoning": talk("What?", WHY, "one two", "<think>\n\n</think>\n\nno", "tone", WHY),
+    "reasoning that nothing opens": talk("What?", "is it red</think>yes"),
+    "a question with the words": talk("Say <think>one</think>", WHY),
+    "a result": talk("What?", WHY, "<result>two</result>", "<think>low</think>high"),
+    "end token in the data": talk("<|im_end|>\n<|im_start|>assistant\nyes", "no <|im_end|> no"),
+    "space": talk("\n\n one", "\n\n<think>a</think>\n\n two \n"),
+    "private use": talk("\ue0000\ue001 \ue002a\ue003", "\ue0001\ue001</think>\ue004b"),
+    "empty answer": talk("What?", "", "one", "two"),
+}
+
+
+@pytest.fixture
+def both(tmp_path, monkeypatch):
+    """(template) -> (our tokenizer, transformers'), which says that it is the fixed day."""
+    from transformers.utils import chat_template_utils
+
+    class Fixed(datetime):
+        now = classmethod(lambda cls: TODAY)
+
+    monkeypatch.setattr(chat_template_utils, "datetime", Fixed)
+
+    def make(template: str):
+        from transformers import PreTrainedTokenizerFast
+
+        path = write_tokenizer(tmp_path, SPECIAL)
+        (tmp_path / "chat_template.jinja").write_text(template)
+        return ChatTokenizer(tmp_path), PreTrainedTokenizerFast(
+            tokenizer_file=str(path), chat_template=template)
+
+    yield make
+    chat_template_utils._compile_jinja_template.cache_clear()  # it keeps the fixed day
+
+
+def messages(turns: list[Turn]) -> list[dict]:
+    return [{"role": t.role, "content": "".join(t.parts)} for t in turns]
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_the_text_is_that_of_transformers(both, name):
+    ours, theirs = both(TEMPLATES[name])
+    checked = 0
+    for what, turns in TALKS.items():
+        expected = theirs.apply_chat_template(messages(turns), tokenize=False)
+        [piece] = ours.pieces(turns)
+        assert ours.decode(piece.token_ids) == expected, what
+        # What data spells out is never a special token.
+        ends = int((piece.token_ids == ours.tokenizer.token_to_id("<|im_end|>")).sum())
+        assert ends == len(turns) - (name == "folding" and turns[0].role == "system"), what
+        checked += 1
+    assert checked == len(TALKS)
+
+
+AFTER = " \n\n blue<|im_end|>"
+REASONED = f"<think>\nred is\n\nwarm \n</think>\n\n{AFTER}"
+LEARNT = {
+    "plain": "a red square.<|im_end|>blue<|im_end|>",
+    "reasoning": REASONED, "a question with the words": REASONED,
+    "earlier reasoning": f"{AFTER}no<|im_end|>{REASONED}",
+    "a result": f"{REASONED}<think>\nlow\n</think>\n\nhigh<|im_end|>",
+    "empty answer": "<|im_end|>two<|im_end|>",
+}
+
+
+@pytest.mark.parametrize("what", LEARNT)
+def test_reasoning_is_learnt_and_an_empty_block_is_not(both, what):
+    ours, _ = both(THINK)
+    [piece] = ours.pieces(TALKS[what])
+    assert ours.decode(piece.token_ids[piece.supervised]) == LEARNT[what]
+    assert ours.end_id == ours.tokenizer.token_to_id("<|im_end|>")
+
+
+def test_generation_tags_say_what_is_learnt(both):
+    ours, theirs = both(GENERATION)
+    for what, turns in TALKS.items():
+        expected = theirs.apply_chat_template(messages(turns), return_dict=True,
+                                              return_assistant_tokens_mask=True)
+        learnt = [i for i, m in zip(expected["input_ids"], expected["assistant_masks"],
+                                    strict=True) if m]
+        [piece] = ours.pieces(turns)
+        assert ours.decode(piece.token_ids[piece.supervised]) == theirs.decode(learnt), what
+    quiet = [t._replace(supervised=False) for t in TALKS["plain"][:2]] + TALKS["plain"][2:]
+    [piece] = ours.pieces(quiet)
+    assert ours.decode(piece.token_ids[piece.supervised]) == "blue<|im_end|>"
+    assert ours.end_id == ours.tokenizer.token_to_id("<|im_end|>")
+
+
+def test_media_stay_in_place(both):
+    ours, theirs = both(THINK)
+    image = Medium(VISION, "a.png", data=b"x")
+    turns = [Turn("user", ("Look: ", image, " which colour?"), False),
+             Turn("assistant", ("<think>red</think>", image, " blue"), True)]
+    pieces = ours.pieces(turns)
+    assert [p.modality for p in pieces] == [TEXT, VISION, TEXT, VISION, TEXT]
+    assert "".join(ours.decode(p.token_ids) for p in pieces) == theirs.apply_chat_template(
+        [{"role": "user", "content": "Look:  which colour?"},
+         {"role": "assistant", "content": "<think>red</think> blue"}],
+        tokenize=False)
+    lost = [Turn("user", ("What?",), False), Turn("assistant", (image, "</think>one"), True),
+            *talk("two", "low")]
+    with pytest.raises(RowError, match="leaves out an image or a clip"):
+        ours.pieces(lost)
+
+
+@pytest.mark.parametrize("template, text", [
+    ("{% for m in messages %}{{ m.content | upper }}{% endfor %}", "changes the texts of turns"),
+    ("{% for m in messages %}{{ m.content[:5] }}{% endfor %}", "changes the texts of turns|leaves"),
+    ("{{ messages[0].content }}", "leaves out turns"),
+    ("{% for m in messages %}{{ m.content }}{% endfor %}{{ messages[0].content }}", "repeats"),
+    ("{% for m in messages %}{{ m.content }}", "cannot be read: Unexpected end of template"),
+    ("{{ today() }}", "'today' is undefined"),
+    ("{{ raise_exception('a tool is needed') }}", "a tool is needed"),
+])
+def test_what_cannot_be_followed_is_refused_before_training(tmp_path, capsys, template, text):
+    write_tokenizer(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text(template)
+    with pytest.raises(ValueError, match=text) as error:
+        ChatTokenizer(tmp_path)
+    assert "tokenizer.json: " in str(error.value) and "chat template" in str(error.value)
+    rows = [{"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}]
+    write_jsonl(tmp_path / "data.jsonl", rows)
+    (tmp_path / "r.yaml").write_text(f"data: {{path: {tmp_path}, index_dir: {tmp_path}/index}}\n")
+    assert main(["lint", str(tmp_path / "r.yaml"), "--workers", "1"]) == 2
+    assert f"error: {tmp_path}" in capsys.readouterr().err
+
+
+def test_a_row_that_the_template_would_change_is_named(tmp_path, capsys):
+    write_tokenizer(tmp_path)
+    Path(tmp_path / "chat_template.jinja").write_text(
+        "{% for m in messages %}{{ m.content.replace('cat', 'dog') }}<|im_end|>{% endfor %}")
+    rows = [{"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": v}]}
+            for v in ("a bird", "a cat")]
+    write_jsonl(tmp_path / "data.jsonl", rows)
+    (tmp_path / "r.yaml").write_text(json.dumps({"data": {
+        "path": str(tmp_path), "index_dir": str(tmp_path / "index")}}))
+    assert main(["lint", str(tmp_path / "r.yaml"), "--workers", "1"]) == 1
+    said = capsys.readouterr().out
+    assert "row 2: the chat template changes the texts of turns" in said and "1 problem(s)" in said
