@@ -15,7 +15,7 @@ import torch.distributed as dist
 from orchmllm.build import build_dataset, build_orchestrators, build_spec, learning_rate
 from orchmllm.calibrate import Calibration, coefficients
 from orchmllm.canary import Canary, combined_stats
-from orchmllm.checkpoint import Checkpointer, pack_rng, state_tensors, unpack_rng
+from orchmllm.checkpoint import Checkpointer, pack_rng, unpack_rng
 from orchmllm.comm import RowGather, gather_scalars
 from orchmllm.config import Recipe, to_yaml
 from orchmllm.data.sampler import GlobalSampler, make_sampler
@@ -23,7 +23,7 @@ from orchmllm.data.sources import ConversationDataset
 from orchmllm.data.steps import Step, StepLoader
 from orchmllm.fit import for_run
 from orchmllm.flops import mfu, peak_flops, step_flops
-from orchmllm.fsdp import build_model, compute_dtype
+from orchmllm.fsdp import build_model, compute_dtype, reshard, state_tensors
 from orchmllm.health import Watch
 from orchmllm.hf.sources import find_sources
 from orchmllm.launch import World
@@ -35,6 +35,7 @@ from orchmllm.progress import RunDisplay
 from orchmllm.progress_state import (
     NonFiniteError,
     Progress,
+    batch_keys,
     check_resumable,
     quarantine,
     record_nonfinite,
@@ -90,7 +91,7 @@ class Trainer:
             Path(recipe.run.dir) / "checkpoints", recipe.checkpoint,
             RowGather(spec.ranks_per_node, recipe.launch.timeout_s),
             timeout_s=recipe.launch.timeout_s,
-            writers=list(range(recipe.fsdp.shard_size or world.world_size)))
+            writers=list(range(recipe.fsdp.shard_size or world.world_size)), say=self._say)
         self.stop = StopSignal()
         self.canary = Canary(recipe.balance.enabled, world.rank, world.world_size)
         self._log: MetricsLog | None = None
@@ -115,12 +116,16 @@ class Trainer:
         return loader
 
     def run(self) -> list[dict]:
-        """Trains to the last step; returns the rows of metrics.jsonl that it wrote.
+        """Trains to the last step; returns the rows of metrics.jsonl that it wrote. A run that was
+        finished before writes nothing.
 
         Raises Stopped after a signal, when all ranks have saved; NonFiniteError and MediaLimitError
         as the recipe says."""
         run_dir, rank = Path(self.recipe.run.dir), self.world.rank
         self._resume()
+        if self.progress.step >= self.recipe.train.num_steps:
+            self.display.finish()
+            return []
         if rank == 0:
             self._log = MetricsLog(run_dir / "metrics.jsonl")
             (run_dir / "recipe.yaml").write_text(to_yaml(self.recipe), encoding="utf-8")
@@ -146,7 +151,7 @@ class Trainer:
                     self._after_step(stop=row["stop_signal"])
         self.canary.finish()
         if self.validation_rows:
-            rows.append(self._emit({"step": self.recipe.train.num_steps,
+            rows.append(self._emit({"step": self.progress.step,
                                     "validation_loss": self.validate()}))
         if self.recipe.checkpoint.every_steps >= 0:
             self.save()
@@ -267,6 +272,7 @@ class Trainer:
             for batch in step.batches():
                 total[0] += self.model(batch)
             total[1] += step.num_global_targets / self.world.world_size
+        reshard(self.model)
         self.model.train()
         dist.all_reduce(total)
         return float(total[0] / total[1].clamp(min=1))
@@ -288,7 +294,7 @@ class Trainer:
             self.progress.step, state_tensors(self.model, self.optimizer),
             {**self.progress.to_json(), "world_size": self.world.world_size,
              "seed": self.recipe.run.seed, "model": dataclasses.asdict(self.recipe.model),
-             "accumulation_steps": self.recipe.train.accumulation_steps,
+             **batch_keys(self.recipe), "num_validation": self.recipe.data.num_validation,
              "data": self.dataset.fingerprint(), "rng": pack_rng()})
 
     def _resume(self) -> None:
