@@ -313,6 +313,9 @@ class Trainer:
             f" (saved on {was} ranks, now {self.world.world_size}; still "
             f"{self.progress.global_batch_size} examples a step)")
         self._say(f"resuming at step {self.progress.step} from {path}{ranks}")
+        if self.recipe.run.resume != "auto":
+            self._say("run.resume is a path: every start begins there; set run.resume=auto to go "
+                      "on with what this run saves")
 
     def _load(self, path: Path, state: dict) -> None:
         self.checkpointer.load(path, state_tensors(self.model, self.optimizer))
