@@ -33,8 +33,8 @@ class RunConfig:
                    aka=("output_dir", "out_dir", "save_dir"))
     seed: int = key(0, "Of the weights and of the sampling.", at_least=0)
     resume: str = key("auto", "`auto` (the sound checkpoint of run.dir that was saved last, else "
-                      "from scratch), `never`, or the path of a checkpoint. The last two hold for "
-                      "every start, restarts included: what they lead to is gone on with by `auto`.",
+                      "from scratch), `never`, or the path of a checkpoint. The last two count at "
+                      "every start, also after a failure; `auto` then goes on with what was saved.",
                       aka=("resume_from_checkpoint",))
     allow_data_change: bool = key(
         False, "Resume although the data is not what the checkpoint saw.")
