@@ -31,11 +31,14 @@ DTYPE_BYTES = {"float32": 4, "float64": 8, "bfloat16": 2}
 class RunConfig:
     """What a run is called, starts from and writes."""
 
-    dir: str = key("runs/default", "Folder of metrics, checkpoints and the merged recipe.",
+    dir: str = key("runs/default", "Folder of metrics, checkpoints and the merged recipe; one run "
+                   "at a time writes it.",
                    aliases=("output_dir", "out_dir", "save_dir"))
     seed: int = key(0, "Of the weights and of the sampling.", at_least=0)
-    resume: str = key("auto", "`auto` (the newest sound checkpoint of run.dir, else from scratch), "
-                      "`never`, or the path of a checkpoint.", aliases=("resume_from_checkpoint",))
+    resume: str = key("auto", "`auto` (the sound checkpoint of run.dir that was saved last, else "
+                      "from scratch), `never`, or the path of a checkpoint. The last two count at "
+                      "every start, also after a failure; `auto` then goes on with what was saved.",
+                      aliases=("resume_from_checkpoint",))
     allow_data_change: bool = key(
         False, "Resume although the data is not what the checkpoint saw.")
     tensorboard: bool = key(False, "Also write scalars for TensorBoard to run.dir/tensorboard.")
@@ -182,7 +185,8 @@ class CheckpointConfig:
 
     every_steps: int = key(0, "Steps between checkpoints; 0: only at the end and when stopped, "
                            "-1: never.", at_least=-1, aliases=("save_steps", "interval"))
-    keep_last: int = key(2, "How many sound checkpoints stay.", at_least=1,
+    keep_last: int = key(2, "How many sound checkpoints of the run stay; those of other runs in "
+                         "the same folder are renamed to aside_... and stay too.", at_least=1,
                          aliases=("save_total_limit",))
     asynchronous: bool = key(True, "Write in a thread while training goes on.")
 

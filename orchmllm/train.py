@@ -7,6 +7,7 @@ or srun it joins the ranks that are there.
 from __future__ import annotations
 
 import argparse
+import json
 import signal
 import sys
 import traceback
@@ -17,9 +18,14 @@ from typing import TYPE_CHECKING
 from orchmllm import launch
 from orchmllm.comm.errors import AgreedError
 from orchmllm.config import Recipe, RecipeError, explain, read_recipe
+from orchmllm.runtime.run_lock import FolderInUse, check_folder, lock_folder
 
 if TYPE_CHECKING:
+    import torch.distributed as dist
+
     from orchmllm.runtime.health import HangWatchdog
+
+PREVIOUS_S = 30.0  # that the ranks of the attempt before get to end, after an elastic restart
 
 EPILOG = """\
 examples:
@@ -27,8 +33,8 @@ examples:
   python -m orchmllm.train --recipe recipes/demo.yaml train.num_steps=50 balance.enabled=false
   python -m orchmllm.train --recipe recipes/demo.yaml --print-config
 
-exit codes: 0 done; 1 an error, told once; 2 a recipe or command line that cannot be used, before
-anything is started; 128 + n stopped by signal n, after saving.
+exit codes: 0 done; 1 an error, told once; 2 a recipe or command line that cannot be used, or a run
+folder that another run writes; 128 + n stopped by signal n, after saving.
 """
 
 
@@ -58,15 +64,21 @@ def parse(argv: list[str]) -> argparse.Namespace:
     return parser.parse_intermixed_args(argv)
 
 
-def run_rank(recipe: Recipe, world: launch.World, work: Callable[[HangWatchdog], None]) -> int:
+def run_rank(recipe: Recipe, world: launch.World, work: Callable[[HangWatchdog], None],
+             folder: Path | None = None) -> int:
     """Runs `work` in the default process group of all ranks; returns this rank's exit code. A
-    rank's error is reported by all ranks with the same text."""
+    rank's error is reported by all ranks with the same text. folder: is written by these ranks
+    alone, or nothing is run."""
     from orchmllm.runtime.health import CURABLE, HangWatchdog
     from orchmllm.runtime.stop import Stopped
 
     # At once: a rank that waits in a collective would not get to see a KeyboardInterrupt.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     with launch.process_group(world, recipe.launch.timeout_s) as store:
+        unlock, problem = _take_folder(store, world, folder)
+        if problem:
+            launch.report_failure(f"error: {problem}")
+            return 2
         watch = HangWatchdog(
             store, world.rank, world.world_size, folder=Path(recipe.run.dir) / "hang",
             stall_timeout_s=recipe.launch.stall_timeout_s, exit_now=launch.exit_now)
@@ -81,7 +93,28 @@ def run_rank(recipe: Recipe, world: launch.World, work: Callable[[HangWatchdog],
             launch.exit_now(1, text)  # threads may hang in collectives of the dead
         finally:
             watch.close()
+            unlock()
     return 0
+
+
+def _take_folder(store: dist.Store, world: launch.World,
+                 folder: Path | None) -> tuple[Callable[[], object], str]:
+    """(what unlocks the run folder, why it cannot be written), the second on all ranks."""
+    import torch.distributed as dist
+
+    unlock, problem = (lambda: None), ""
+    if folder is None:
+        return unlock, problem
+    if world.rank == 0:
+        try:
+            unlock = lock_folder(folder, PREVIOUS_S if world.attempt else 0.0)
+        except FolderInUse as e:
+            problem = str(e)
+        store.set("folder", json.dumps(problem))
+    problem = json.loads(store.get("folder"))
+    if problem:
+        dist.barrier()  # the store may live in a rank that would leave
+    return unlock, problem
 
 
 def _start_problem(recipe: Recipe, world: launch.World | None, expected: int) -> str:
@@ -131,6 +164,11 @@ def main(argv: list[str]) -> int:
 
         return run(recipe, args.world_size, ablations=args.ablations, json_path=args.json)
     if world is None:
+        try:
+            check_folder(Path(recipe.run.dir))  # before ranks are started; one of them locks it
+        except FolderInUse as e:
+            print(f"error: {e}", file=sys.stderr)
+            return 2
         return launch.run_local("orchmllm.train", argv, recipe.launch.nproc_per_node)
 
     def work(watch: HangWatchdog) -> None:
@@ -142,7 +180,7 @@ def main(argv: list[str]) -> int:
         finally:
             trainer.close()
 
-    return run_rank(recipe, world, work)
+    return run_rank(recipe, world, work, Path(recipe.run.dir))
 
 
 if __name__ == "__main__":

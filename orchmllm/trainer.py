@@ -25,7 +25,7 @@ from orchmllm.models.flops import mfu, peak_flops, step_flops
 from orchmllm.plan.step import PHASES, StepPlan, plan_step
 from orchmllm.runtime.build import build_dataset, build_orchestrators, learning_rate
 from orchmllm.runtime.calibrate import Calibration, coefficients
-from orchmllm.runtime.checkpoint import Checkpointer, pack_rng, state_tensors, unpack_rng
+from orchmllm.runtime.checkpoint import Checkpointer, pack_rng, unpack_rng
 from orchmllm.runtime.display import RunDisplay
 from orchmllm.runtime.health import HangWatchdog
 from orchmllm.runtime.metrics import MetricsLog
@@ -33,13 +33,14 @@ from orchmllm.runtime.plan_check import Canary, combined_stats
 from orchmllm.runtime.run_state import (
     NonFiniteError,
     Progress,
+    batch_keys,
     check_resumable,
     name_of,
     quarantine,
     record_nonfinite,
 )
 from orchmllm.runtime.stop import Stopped, StopSignal
-from orchmllm.sharding.fsdp import build_model, compute_dtype
+from orchmllm.sharding.fsdp import build_model, compute_dtype, reshard, state_tensors
 from orchmllm.sharding.pretrained import check_same, fingerprint
 
 CLOCK_PHASES = (*PHASES, "exchange")
@@ -91,7 +92,7 @@ class Trainer:
             Path(recipe.run.dir) / "checkpoints", recipe.checkpoint,
             RowGather(spec.ranks_per_node, recipe.launch.timeout_s),
             timeout_s=recipe.launch.timeout_s,
-            writers=list(range(recipe.fsdp.shard_size or world.world_size)))
+            writers=list(range(recipe.fsdp.shard_size or world.world_size)), say=self._say)
         self.stop = StopSignal()
         self.canary = Canary(recipe.balance.enabled, world.rank, world.world_size)
         self._log: MetricsLog | None = None
@@ -117,12 +118,16 @@ class Trainer:
         return loader
 
     def run(self) -> list[dict]:
-        """Trains to the last step; returns the rows of metrics.jsonl that it wrote.
+        """Trains to the last step; returns the rows of metrics.jsonl that it wrote. A run that was
+        finished before writes nothing.
 
         Raises Stopped after a signal, when all ranks have saved; NonFiniteError and MediaLimitError
         as the recipe says."""
         run_dir, rank = Path(self.recipe.run.dir), self.world.rank
         self._resume()
+        if self.progress.step >= self.recipe.train.num_steps:
+            self.display.finish()
+            return []
         if rank == 0:
             self._log = MetricsLog(run_dir / "metrics.jsonl")
             (run_dir / "recipe.yaml").write_text(to_yaml(self.recipe), encoding="utf-8")
@@ -148,7 +153,7 @@ class Trainer:
                     self._after_step(stop=row["stop_signal"])
         self.canary.finish()
         if self.validation_rows:
-            rows.append(self._emit({"step": self.recipe.train.num_steps,
+            rows.append(self._emit({"step": self.progress.step,
                                     "validation_loss": self.validate()}))
         if self.recipe.checkpoint.every_steps >= 0:
             self.save()
@@ -271,6 +276,7 @@ class Trainer:
             for batch in step.batches():
                 total[0] += self.model(batch)
             total[1] += step.num_global_targets / self.world.world_size
+        reshard(self.model)
         self.model.train()
         dist.all_reduce(total)
         return float(total[0] / total[1])  # nan without targets
@@ -292,7 +298,7 @@ class Trainer:
             self.progress.step, state_tensors(self.model, self.optimizer),
             {**self.progress.to_json(), "world_size": self.world.world_size,
              "seed": self.recipe.run.seed, "model": dataclasses.asdict(self.recipe.model),
-             "accumulation_steps": self.recipe.train.accumulation_steps,
+             **batch_keys(self.recipe), "num_validation": self.recipe.data.num_validation,
              "data": self.dataset.fingerprint(), "rng": pack_rng()})
 
     def _resume(self) -> None:
@@ -311,6 +317,9 @@ class Trainer:
             f" (saved on {was} ranks, now {self.world.world_size}; still "
             f"{self.progress.global_batch_size} examples a step)")
         self._say(f"resuming at step {self.progress.step} from {path}{ranks}")
+        if self.recipe.run.resume != "auto":
+            self._say("run.resume is a path: every start begins there; set run.resume=auto to go "
+                      "on with what this run saves")
 
     def _load(self, path: Path, state: dict) -> None:
         self.checkpointer.load(path, state_tensors(self.model, self.optimizer))

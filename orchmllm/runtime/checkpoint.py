@@ -1,13 +1,14 @@
 """Checkpoints that are either complete or not there, and can be read on any number of ranks.
 
 A checkpoint is a folder `step_00000042` with sharded safetensors (torch's Hugging Face storage),
-state.json and manifest.json (size and SHA-256 of every file). It is staged under another name and
-renamed when all ranks' files are on disk; `latest` names the newest. Nothing is pickled, and
-nothing but safetensors and JSON is read.
+state.json and manifest.json (size and SHA-256 of every file, and which save of which run it is: see
+orchmllm.runtime.lineage). It is staged under another name and renamed when all ranks' files are on
+disk; `latest` names the one saved last. Nothing is pickled, and nothing but safetensors and JSON is
+read.
 
-Save: copy to CPU -> (thread) write shards -> fsync -> hash -> agree -> manifest -> rename ->
-pointer -> retention. Restore: newest first, verify against the manifest, fall back to the one
-before.
+Save: copy to CPU -> (thread) write shards -> fsync -> hash -> agree -> manifest -> rename a folder
+of that name out of the way -> rename -> pointer -> set other runs' checkpoints aside -> retention.
+Restore: newest first, verify against the manifest, fall back to the one before in the same run.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import shutil
 import threading
 from collections.abc import Callable, Mapping
 from datetime import timedelta
@@ -34,9 +34,22 @@ from torch.distributed.checkpoint.hf_storage import (
 from orchmllm.comm.errors import AgreedError
 from orchmllm.comm.exchange import RowGather, gather_texts
 from orchmllm.config import CheckpointConfig
+from orchmllm.runtime.lineage import (
+    candidates,
+    clear_leftovers,
+    delete,
+    line_after,
+    list_saved,
+    new_line,
+    next_sequence,
+    read_saved,
+    set_aside,
+    surplus,
+)
 
 VERSION = 1
-STAGES = ("staged", "written", "synced", "manifest", "renamed", "pointer", "retention")
+STAGES = ("staged", "written", "synced", "manifest", "replaced", "renamed", "pointer", "aside",
+          "retention")
 
 
 class CheckpointError(AgreedError):
@@ -48,17 +61,24 @@ class Checkpointer:
 
     root: folder of the checkpoints, on storage that all ranks see. gather: CPU groups used by
     nobody else (the saving thread owns them while it runs). writers: ranks that hold all shards
-    (with hybrid sharding one replica; default all). on_stage: called with each of STAGES and
-    the step as this rank passes it, for fault injection.
+    (with hybrid sharding one replica; default all). say: told what is renamed out of the way.
+    on_stage: called with each of STAGES and the step as this rank passes it, for fault injection.
+
+    What is saved belongs to a run of its own, and to that of a checkpoint once it was loaded.
     """
 
     def __init__(
         self, root: Path, config: CheckpointConfig, gather: RowGather, *,
         writers: list[int] | None = None, timeout_s: float = 600.0,
+        say: Callable[[str], None] = print,
         on_stage: Callable[[str, int], None] = lambda stage, step: None,
     ) -> None:
         self.root, self.config, self._gather, self._on_stage = root, config, gather, on_stage
+        self._line = new_line()  # rank 0's counts: only that rank looks at it
+        self._named: Path | None = None  # the checkpoint that the user asked for: stays
+        self._problems: dict[Path, str] = {}  # of what was verified; the same on all ranks
         self.rank = gather.rank
+        self._say = say if self.rank == 0 else lambda text: None
         self._writers = writers or list(range(gather.world_size))
         # One group on every rank, for the reason given in RowGather.
         self._group = dist.new_group(
@@ -97,15 +117,20 @@ class Checkpointer:
 
     def _save(self, step: int, tensors: dict[str, Tensor], state: str) -> None:
         final, staged = self.root / name_of(step), self.root / f".staged_{name_of(step)}"
+        if self._from_first(step, lambda: self._line.holds(read_saved(final))) and (
+                not self._verify(final)):
+            return self._say(f"checkpoint {final} is there already and sound: not saved again")
         self._together(step, lambda: self._stage(step, staged))
         files = self._together(step, lambda: self._write(step, staged, tensors))
         hashes = [json.loads(f) for f in self._share_text(json.dumps(files))]
         self._together(step, lambda: self._publish(
             step, staged, final, {k: v for h in hashes for k, v in h.items()}, state))
+        self._problems[final] = ""
+        self._retain(step)
 
     def _stage(self, step: int, staged: Path) -> None:
         if self.rank == 0:
-            shutil.rmtree(staged, ignore_errors=True)  # left by a save that was cut off
+            clear_leftovers(self.root)
             staged.mkdir(parents=True)
         self._on_stage("staged", step)
 
@@ -129,30 +154,52 @@ class Checkpointer:
     ) -> None:
         if self.rank != 0:
             return
+        saved = list_saved(self.root)
         _write_text(staged / "state.json", state)
         files["state.json"] = _identify(staged / "state.json")
         _write_text(staged / "manifest.json", json.dumps(
             {"version": VERSION, "step": step, "world_size": self._gather.world_size,
-             "files": files}, indent=1, sort_keys=True))
+             "run": self._line.run, "sequence": next_sequence(saved),
+             "ancestors": self._line.ancestors, "files": files}, indent=1, sort_keys=True))
         _fsync(staged)
         self._on_stage("manifest", step)
-        if final.exists():  # the same step again, after a rollback or a corrupted copy
-            shutil.rmtree(final)
-        staged.rename(final)
+        if final.exists():  # of another run, or not sound
+            self._set_aside(final)
+        self._on_stage("replaced", step)
+        os.rename(staged, final)
         _fsync(self.root)
         self._on_stage("renamed", step)
         _write_text(self.root / ".latest", final.name)
-        (self.root / ".latest").rename(self.root / "latest")
+        os.rename(self.root / ".latest", self.root / "latest")
         _fsync(self.root)
         self._on_stage("pointer", step)
-        for old in self.steps()[: -self.config.keep_last]:
-            shutil.rmtree(self.root / name_of(old))
-        self._on_stage("retention", step)
+        for other in saved:
+            if not (other.is_aside or self._line.holds(other)) and other.path != final:
+                self._set_aside(other.path)
+        _fsync(self.root)
+        self._on_stage("aside", step)
 
-    def steps(self) -> list[int]:
-        """Steps that have a complete checkpoint, ascending (soundness is checked by restore)."""
-        return sorted(int(p.parent.name.removeprefix("step_"))
-                      for p in self.root.glob("step_*/manifest.json"))
+    def _set_aside(self, path: Path) -> None:
+        aside = set_aside(read_saved(path))
+        self._say(f"warning: checkpoint {path} is of another run or branch, or damaged: it is now "
+                  f"{aside}; delete it when nobody needs it")
+
+    def _retain(self, step: int) -> None:
+        """Deletes what is older than the keep_last newest sound checkpoints of the run."""
+        names = self._from_first(step, lambda: [
+            s.path.name for s in list_saved(self.root) if self._line.holds(s)])
+        too_many = surplus(
+            [self.root / name for name in names], self.config.keep_last,
+            lambda path: not (
+                self._problems[path] if path in self._problems else self._verify(path)))
+
+        def drop() -> None:
+            for path in too_many if self.rank == 0 else ():
+                if path.resolve() != self._named:
+                    delete(path)
+            self._on_stage("retention", step)
+
+        self._together(step, drop)
 
     def find(self, where: str) -> tuple[Path | None, dict, list[str]]:
         """(folder, its state, why newer ones were rejected) of the newest sound checkpoint of the
@@ -160,24 +207,33 @@ class Checkpointer:
 
         Raises CheckpointError on all ranks if `where` is not sound, or if the run has checkpoints
         but none of them is."""
+        others: list[str] = []
         if where == "auto":
             # Rank 0 looks: another node may not yet see what was just renamed.
-            listing = json.loads(self._share_text(json.dumps(self.steps()))[0])
-            candidates = [self.root / name_of(s) for s in reversed(listing)]
+            saved, paths = self._from_first("auto", self._list)
+            paths = [Path(p) for p in paths]
+            others = [p for p in saved if Path(p) not in paths]
         else:
-            candidates = [Path(where)]
+            paths = [Path(where)]
+            self._named = paths[0].resolve()
         rejected = []
-        for path in candidates:
-            problems = [p for p in self._share_text(
-                problem_of(path, self.rank, self._gather.world_size)) if p]
-            if not problems:
+        for path in paths:
+            problem = self._verify(path)
+            if not problem:
                 state = json.loads((path / "state.json").read_text(encoding="utf-8"))
                 return path, state, rejected
-            rejected.append(f"checkpoint {path}: {problems[0]}")
+            rejected.append(f"checkpoint {path}: {problem}")
         if rejected:
-            raise CheckpointError("no sound checkpoint to resume from: " + "; ".join(rejected)
-                                  + "; set run.resume=never to start from scratch")
+            raise CheckpointError(
+                "no sound checkpoint to resume from: " + "; ".join(rejected)
+                + ("; of other runs there are " + ", ".join(others) + ": give one as run.resume, or"
+                   if others else ";") + " set run.resume=never to start from scratch")
         return None, {}, []
+
+    def _list(self) -> list[list[str]]:
+        """[folders of all checkpoints, those that `auto` tries]."""
+        saved = list_saved(self.root)
+        return [[str(s.path) for s in group] for group in (saved, candidates(saved))]
 
     def load(self, path: Path, tensors: Mapping[str, Tensor]) -> None:
         """Fills `tensors` in place from a folder that `find` returned, whatever the number of ranks
@@ -185,8 +241,21 @@ class Checkpointer:
 
         def read() -> None:
             dcp.load(dict(tensors), storage_reader=HuggingFaceStorageReader(str(path)))
+            if self.rank == 0:
+                self._line = line_after(read_saved(path), list_saved(self.root))
 
         self._together(path.name, read)
+
+    def _verify(self, path: Path) -> str:
+        """What is wrong with a checkpoint, '' for a sound one; every rank reads its share of it."""
+        problems = self._share_text(problem_of(path, self.rank, self._gather.world_size))
+        self._problems[path] = next((p for p in problems if p), "")
+        return self._problems[path]
+
+    def _from_first(self, step: int | str, work: Callable):
+        """What work() returns on rank 0 (JSON), on all ranks; raises as `_together`."""
+        mine = self._together(step, lambda: work() if self.rank == 0 else None)
+        return json.loads(self._gather.from_first(json.dumps(mine).encode()))
 
     def _share_text(self, text: str) -> list[str]:
         return gather_texts(self._gather, text)
@@ -224,26 +293,6 @@ def problem_of(path: Path, part: int = 0, parts: int = 1) -> str:
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
         return f"{type(e).__name__}: {e}"
     return ""
-
-
-def state_tensors(
-    model: torch.nn.Module, optimizer: torch.optim.Optimizer
-) -> dict[str, Tensor]:
-    """What has to be saved: parameters as model.NAME, Adam's moments as exp_avg.NAME and
-    exp_avg_sq.NAME (created where the optimizer has not run yet). The tensors are the live ones."""
-    out = {}
-    for name, p in model.named_parameters():
-        name = name.replace("_checkpoint_wrapped_module.", "")
-        out[f"model.{name}"] = p.detach()
-        if not p.requires_grad:
-            continue
-        state = optimizer.state[p]
-        if not state:
-            state["step"] = torch.zeros((), dtype=torch.float32)
-            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(p), torch.zeros_like(p)
-        for key in ("exp_avg", "exp_avg_sq"):
-            out[f"{key}.{name}"] = state[key].detach()
-    return out
 
 
 def _root_cause(error: BaseException) -> BaseException:

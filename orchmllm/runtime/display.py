@@ -158,7 +158,8 @@ class Totals:
         """Lines about the run; `seconds` it took, validation and checkpoints included."""
         n = self.num_steps
         if not n:
-            return "no step was left to do"
+            return ("no step was left to do: raise train.num_steps to go on, or choose another "
+                    "run.dir to start anew")
         imbalance = " | ".join(
             f"{phase} {before / mean:.2f} -> {after / mean:.2f}" if mean else f"{phase} -"
             for phase, (before, after, mean) in self.cost.items())

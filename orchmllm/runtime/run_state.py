@@ -167,11 +167,43 @@ def check_resumable(state: dict, recipe: Recipe, data: dict) -> None:
     if state["seed"] != recipe.run.seed:
         raise ValueError(f"run.seed is {recipe.run.seed}, the checkpoint was sampled with "
                          f"{state['seed']}: the data would repeat; use that seed")
-    wanted = recipe.train.global_batch_size
-    if wanted and wanted != state["global_batch_size"]:
-        raise ValueError(f"train.global_batch_size is {wanted}, the checkpoint has "
-                         f"{state['global_batch_size']}: examples would repeat or be left out")
+    _check_batch(state, recipe)
+    was, held_out = state.get("num_validation"), recipe.data.num_validation
+    if was not in (None, held_out) and not recipe.run.allow_data_change:
+        raise ValueError(
+            f"data.num_validation is {held_out}, the checkpoint was trained with {was} rows held "
+            "out: the order of all examples would change; use that number, or set "
+            "run.allow_data_change=true to go on at the same step of the new order")
     if state["data"] != data and not recipe.run.allow_data_change:
         raise ValueError(
             f"the data changed since the checkpoint: was {state['data']}, is {data}; restore it, "
             "or set run.allow_data_change=true to go on at the same step of the new data")
+
+
+def batch_keys(recipe: Recipe) -> dict[str, int]:
+    """What the recipe asks for as the batch of a rank, to be compared when the run is resumed."""
+    train = recipe.train
+    return {"batch_size": train.batch_size, "accumulation_steps": train.accumulation_steps,
+            "chosen_global_batch_size": train.global_batch_size}
+
+
+def _check_batch(state: dict, recipe: Recipe) -> None:
+    """Raises ValueError if the recipe asks for another number of examples a step than the
+    checkpoint's, which a resumed run keeps on any number of ranks."""
+    train, kept = recipe.train, state["global_batch_size"]
+    wanted = train.global_batch_size
+    if wanted and wanted != kept:
+        raise ValueError(f"train.global_batch_size is {wanted}, the checkpoint has {kept}: "
+                         "examples would repeat or be left out")
+    if wanted or "batch_size" not in state:  # saved before it was recorded
+        return
+    cure = (f"a resumed run keeps its {kept} examples a step, or examples would repeat or be left "
+            f"out: restore it, set train.global_batch_size={kept}, or choose another run.dir")
+    if state["chosen_global_batch_size"]:
+        raise ValueError(f"train.global_batch_size is not set, the checkpoint has {kept}; {cure}")
+    keys = [k for k in ("batch_size", "accumulation_steps") if getattr(train, k) != state[k]]
+    per_rank = state["batch_size"] * state["accumulation_steps"]
+    if keys and train.batch_size * train.accumulation_steps != per_rank:
+        named = " and ".join(f"train.{k} is {getattr(train, k)}, the checkpoint has {state[k]}"
+                             for k in keys)
+        raise ValueError(f"{named}; {cure}")

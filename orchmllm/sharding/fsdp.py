@@ -13,13 +13,14 @@ from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     CheckpointImpl,
     checkpoint_wrapper,
 )
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from orchmllm.config import FsdpConfig
@@ -129,6 +130,44 @@ def _set_prefetch(model: MultimodalModel, ahead: int) -> None:
                *reversed(model.vision.blocks)]
     for index, unit in enumerate(reverse):
         unit.set_modules_to_backward_prefetch(reverse[index + 1: index + 1 + ahead])
+
+
+def reshard(model: nn.Module) -> None:
+    """Frees gathered parameters. After a forward pass without gradients with
+    fsdp.reshard_after_forward=false every unit is still gathered: what `model.parameters()` gives
+    then are full copies in the compute dtype, which no optimizer knows."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def state_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """What has to be saved: parameters as model.NAME, Adam's moments as exp_avg.NAME and
+    exp_avg_sq.NAME (zeros where the optimizer has not run yet). The tensors are the live ones.
+
+    Raises ValueError for a parameter that is gathered, or that learns and is not the optimizer's.
+    """
+    owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    parameters = dict(model.named_parameters())
+    sharded = any(isinstance(p, DTensor) for p in parameters.values())
+    out = {}
+    for name, p in parameters.items():
+        name = name.replace("_checkpoint_wrapped_module.", "")
+        if (p.requires_grad and id(p) not in owned) or isinstance(p, DTensor) != sharded:
+            raise ValueError(
+                f"parameter {name} ({p.dtype}, {tuple(p.shape)}) is not the one that the optimizer "
+                "updates: its unit is still gathered after a forward pass; call "
+                "orchmllm.sharding.fsdp.reshard(model) before saving")
+        out[f"model.{name}"] = p.detach()
+        if not p.requires_grad:
+            continue
+        if not optimizer.state.get(p):
+            optimizer.state[p] = {
+                "step": torch.zeros((), dtype=torch.float32),
+                "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
+        for key in ("exp_avg", "exp_avg_sq"):
+            out[f"{key}.{name}"] = optimizer.state[p][key].detach()
+    return out
 
 
 def _checkpointed(block: nn.Module, choice: str) -> nn.Module:

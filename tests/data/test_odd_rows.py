@@ -8,9 +8,9 @@ import tracemalloc
 
 import numpy as np
 import pytest
-from orchmllm.data.config import SourceConfig
 
 from orchmllm.cli.data import main
+from orchmllm.config import SourceConfig
 from orchmllm.data.dataset import ConversationDataset
 from orchmllm.data.formats.rows import parse_json
 from orchmllm.data.tokenizer import ChatTokenizer

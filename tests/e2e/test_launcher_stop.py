@@ -62,6 +62,7 @@ def test_sigterm_to_the_launcher_then_resume_is_bit_equal(tmp_path, corpus):  # 
         cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert resumed.returncode == 0, resumed.stderr
     assert losses(cut) == losses(whole)
+    assert not list(cut.glob("*.lock"))
 
 
 @pytest.mark.slow

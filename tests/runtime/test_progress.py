@@ -136,7 +136,8 @@ as sampled -> as processed)
 def test_summary_of_nothing(display, capsys):
     display.start(5, first_step=5)
     display.finish()
-    assert capsys.readouterr().out.startswith("finished: no step was left to do\n")
+    assert capsys.readouterr().out.startswith(
+        "finished: no step was left to do: raise train.num_steps to go on, or ")
 
 
 def test_tensorboard_that_is_not_installed(monkeypatch):

@@ -1,0 +1,136 @@
+"""Which checkpoints of a folder belong to which run, in which order they were saved, and which of
+them may go.
+
+Every save has a `sequence` number, one above the highest of the folder, so a later save has a
+higher one whatever its step is. It also names its `run`; `ancestors` are the runs that this one
+branched from, each with the sequence number of the checkpoint that it branched at. A run that is
+resumed from its newest checkpoint stays the same run. Resumed from another one it is a new run, a
+branch, and what was saved after the branch point no longer belongs to it.
+
+A folder of another run is renamed to `aside_step_...` and never deleted.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+PREFIXES = ("step_", "aside_step_")
+LEFTOVERS = (".staged_*", ".old_*")
+
+
+class Saved(NamedTuple):
+    """A checkpoint folder. sequence: -1 if its manifest cannot be read; of a checkpoint from before
+    sequence numbers it is the step, and its run is ''."""
+
+    path: Path
+    run: str
+    sequence: int
+    ancestors: tuple[tuple[str, int], ...]
+
+    @property
+    def is_aside(self) -> bool:
+        return self.path.name.startswith("aside_")
+
+
+class Line(NamedTuple):
+    """A run and what it branched from."""
+
+    run: str
+    ancestors: tuple[tuple[str, int], ...] = ()
+
+    def holds(self, saved: Saved) -> bool:
+        """Whether a checkpoint is one of this run's, or led to it."""
+        return saved.sequence >= 0 and (saved.run == self.run or any(
+            saved.run == run and saved.sequence <= last for run, last in self.ancestors))
+
+
+def new_line(ancestors: tuple[tuple[str, int], ...] = ()) -> Line:
+    """A run of its own."""
+    return Line(secrets.token_hex(6), ancestors)
+
+
+def read_saved(path: Path) -> Saved:
+    """What the manifest in folder `path` says of itself; its files are not looked at."""
+    try:
+        manifest = json.loads((path / "manifest.json").read_text(encoding="utf-8"))
+        return Saved(path, str(manifest.get("run", "")),
+                     int(manifest.get("sequence", manifest["step"])),
+                     tuple((str(run), int(last)) for run, last in manifest.get("ancestors", ())))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return Saved(path, "", -1, ())
+
+
+def list_saved(root: Path) -> list[Saved]:
+    """The complete checkpoints in a folder, the newest first; whether they are sound is not
+    checked."""
+    return sorted((read_saved(p.parent) for p in root.glob("*step_*/manifest.json")
+                   if p.parent.name.startswith(PREFIXES)),
+                  key=lambda s: (s.sequence, s.path.name), reverse=True)
+
+
+def candidates(saved: Sequence[Saved]) -> list[Saved]:
+    """What `run.resume=auto` tries, in this order: folders whose manifest cannot be read, so that
+    they are told, then the newest checkpoint and those that led to it. saved: as `list_saved` gives
+    them."""
+    unreadable = [s for s in saved if s.sequence < 0 and not s.is_aside]
+    if not saved or saved[0].sequence < 0:
+        return unreadable
+    newest = Line(saved[0].run, saved[0].ancestors)
+    return unreadable + [s for s in saved if newest.holds(s)]
+
+
+def line_after(start: Saved, saved: Sequence[Saved]) -> Line:
+    """The run that goes on from checkpoint `start` in the folder whose checkpoints are `saved`: the
+    run that wrote it if that is the newest of the folder, else a branch."""
+    if start.run and saved and saved[0].path.resolve() == start.path.resolve():
+        return Line(start.run, start.ancestors)
+    return new_line((*start.ancestors, (start.run, start.sequence)))
+
+
+def next_sequence(saved: Sequence[Saved]) -> int:
+    return 1 + max((s.sequence for s in saved), default=0)
+
+
+def surplus(members: Sequence[Path], keep_last: int,
+            is_sound: Callable[[Path], bool]) -> list[Path]:
+    """Those of a run's checkpoints (the newest first) that come after the keep_last newest sound
+    ones. is_sound is asked only where something would be deleted."""
+    if len(members) <= keep_last:
+        return []
+    kept = 0
+    for index, path in enumerate(members):
+        if kept == keep_last:
+            return list(members[index:])
+        kept += is_sound(path)
+    return []
+
+
+def set_aside(saved: Saved) -> Path:
+    """Renames a checkpoint of another run so that it is out of the way; returns its new folder."""
+    name = aside = f"aside_{saved.path.name}_save_{saved.sequence}"
+    number = 1
+    while saved.path.with_name(aside).exists():
+        number += 1
+        aside = f"{name}_{number}"
+    os.rename(saved.path, saved.path.with_name(aside))
+    return saved.path.with_name(aside)
+
+
+def delete(path: Path) -> None:
+    """Deletes a checkpoint, under another name: half of one is not taken for one."""
+    old = path.with_name(f".old_{path.name}")
+    os.rename(path, old)
+    shutil.rmtree(old)
+
+
+def clear_leftovers(root: Path) -> None:
+    """Deletes what a save that was cut off left behind; none of it is needed."""
+    for pattern in LEFTOVERS:
+        for path in root.glob(pattern):
+            shutil.rmtree(path, ignore_errors=True)

@@ -1,0 +1,102 @@
+"""One run at a time writes a run folder: rank 0 holds a lock on `run.lock` in it.
+
+The lock is the operating system's, so it ends with the process that holds it, however that ends;
+also on storage that several hosts share, if its file system has locks. The file says who holds it.
+It is a POSIX record lock, which a forked process does not hold too: a data worker that outlives its
+rank does not keep the folder.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+NAME = "run.lock"
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+
+
+class FolderInUse(ValueError):
+    """Another run writes the folder, or nobody can; the message is for the user."""
+
+
+def lock_folder(folder: Path, patience_s: float = 0.0) -> Callable[[], None]:
+    """Locks a run folder, made if need be, for this process; returns what unlocks it. patience_s:
+    how long to wait for a holder that is about to end.
+
+    Raises FolderInUse naming the process that holds it."""
+    deadline = time.monotonic() + patience_s
+    path = folder / NAME
+    while True:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        except OSError as e:
+            raise FolderInUse(f"run.dir: {folder} cannot be written ({e}); choose another folder"
+                              ) from e
+        locked = _lock(descriptor, path)
+        if locked and _is_at(path, descriptor):
+            break
+        message = _told(descriptor, folder)
+        os.close(descriptor)
+        if not locked:
+            if time.monotonic() >= deadline:
+                raise FolderInUse(message)
+            time.sleep(0.2)
+    os.ftruncate(descriptor, 0)
+    os.write(descriptor, json.dumps({"host": socket.gethostname(), "pid": os.getpid()}).encode())
+
+    def unlock() -> None:
+        path.unlink(missing_ok=True)
+        os.close(descriptor)
+
+    return unlock
+
+
+def check_folder(folder: Path) -> None:
+    """Raises FolderInUse if another process holds the lock; changes nothing."""
+    try:
+        descriptor = os.open(folder / NAME, os.O_RDWR)
+    except OSError:  # there is none, or the run will tell why it cannot be written
+        return
+    try:
+        if not _lock(descriptor, folder / NAME):
+            raise FolderInUse(_told(descriptor, folder))
+    finally:
+        os.close(descriptor)  # and with it the lock
+
+
+def _lock(descriptor: int, path: Path) -> bool:
+    """Whether this process now holds the lock."""
+    try:
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as e:
+        if e.errno not in _NO_LOCKS:
+            return False
+        print(f"warning: {path}: the file system has no locks ({e.strerror}): nothing keeps two "
+              "runs from writing this folder", file=sys.stderr, flush=True)
+    return True
+
+
+def _is_at(path: Path, descriptor: int) -> bool:
+    """Whether an open file is still the one at `path`: its last holder may have removed it."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), os.stat(path))
+    except FileNotFoundError:
+        return False
+
+
+def _told(descriptor: int, folder: Path) -> str:
+    try:
+        holder = json.loads(os.pread(descriptor, 4096, 0))
+        who = f"process {holder['pid']} on host {holder['host']}"
+    except (OSError, ValueError, KeyError, TypeError):
+        who = "another process"
+    return (f"run.dir: {folder} is being written by another run ({who}): wait for it, stop it, or "
+            "choose another run.dir")

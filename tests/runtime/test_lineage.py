@@ -1,0 +1,361 @@
+"""Checkpoints of several runs and branches in one folder: which one `auto` takes, which ones go,
+and what a kill between any two file operations leaves. Checked against the files themselves."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from orchmllm.comm.exchange import RowGather
+from orchmllm.config import CheckpointConfig
+from orchmllm.runtime.checkpoint import Checkpointer, CheckpointError
+from orchmllm.trainer import Trainer
+from tests.lib.ranks import run_ranks
+from tests.lib.synthetic import SyntheticDataset
+from tests.runtime.test_resume import flip, run_recipe, train
+
+pytestmark = pytest.mark.dist
+
+
+class Run:
+    """What a process that trains does with its checkpoints, without the training. A checkpoint
+    holds its tag. resume: as run.resume."""
+
+    def __init__(self, root: Path, resume: str, keep_last: int) -> None:
+        self.said: list[str] = []
+        self.keeper = Checkpointer(
+            root, CheckpointConfig(keep_last=keep_last, asynchronous=False), RowGather(8),
+            say=self.said.append)
+        self.start = ""
+        if resume == "never":
+            return
+        path, state, self.rejected = self.keeper.find(resume)
+        if path is not None:
+            tensors = {"tag": torch.zeros(64, dtype=torch.uint8)}
+            self.keeper.load(path, tensors)
+            self.start = bytes(tensors["tag"].tolist()).rstrip(b"\0").decode()
+            assert state["tag"] == self.start
+
+    def save(self, step: int, tag: str) -> Run:
+        data = torch.tensor(list(tag.encode().ljust(64, b"\0")), dtype=torch.uint8)
+        self.keeper.save(step, {"tag": data}, {"tag": tag})
+        return self
+
+
+def sound_tags(root: Path) -> dict[str, str]:
+    """folder name -> tag of what is a complete checkpoint by its files; hidden ones are not."""
+    found = {}
+    for folder in sorted(root.iterdir()):
+        if folder.name.startswith(".") or not (folder / "manifest.json").is_file():
+            continue
+        files = json.loads((folder / "manifest.json").read_text())["files"]
+        if all((folder / name).is_file() and hashlib.sha256(
+                (folder / name).read_bytes()).hexdigest() == f["sha256"]
+                for name, f in files.items()):
+            found[folder.name] = json.loads((folder / "state.json").read_text())["tag"]
+    return found
+
+
+def live(root: Path) -> list[str]:
+    return sorted(p.name for p in root.glob("step_*"))
+
+
+def spoil(folder: Path) -> None:
+    for path in folder.glob("*.safetensors"):
+        flip(path)
+
+
+def forget_runs(root: Path) -> None:
+    """Manifests as they were before runs had names."""
+    for path in root.glob("step_*/manifest.json"):
+        manifest = json.loads(path.read_text())
+        for key in ("run", "sequence", "ancestors"):
+            manifest.pop(key, None)
+        path.write_text(json.dumps(manifest))
+
+
+def stories(world, folder: Path) -> None:
+    """What single processes see one after another, told by the tags that they find."""
+    root = folder / "branch"
+    Run(root, "never", 2).save(100, "a100").save(200, "a200")
+    run = Run(root, str(root / "step_00000100"), 2)
+    assert run.start == "a100"
+    for step in (110, 120, 130):
+        run.save(step, f"b{step}")
+    # the branch stays, what it left is aside, and what run.resume names is not deleted
+    assert live(root) == ["step_00000100", "step_00000120", "step_00000130"]
+    assert sorted(sound_tags(root).values()) == ["a100", "a200", "b120", "b130"]
+    assert len(run.said) == 1 and "step_00000200" in run.said[0] and "aside_" in run.said[0]
+    assert Run(root, "auto", 2).start == "b130"
+    spoil(root / "step_00000130")
+    assert Run(root, "auto", 2).start == "b120"
+    spoil(root / "step_00000120")
+    assert Run(root, "auto", 2).start == "a100"  # which led to them, and not a200
+    spoil(root / "step_00000100")
+    with pytest.raises(Exception, match="of other runs there are .*aside_step_00000200_save_2"):
+        Run(root, "auto", 2)
+
+    root = folder / "damaged"
+    Run(root, "never", 2).save(100, "a100").save(200, "a200")
+    spoil(root / "step_00000200")
+    run = Run(root, "auto", 2).save(150, "b150")
+    assert run.start == "a100" and sorted(sound_tags(root).values()) == ["a100", "b150"]
+    assert Run(root, "auto", 2).start == "b150"
+
+    root = folder / "old"  # kept ones are counted after they were looked at
+    Run(root, "never", 9).save(1, "a1").save(2, "a2").save(3, "a3")
+    spoil(root / "step_00000002")
+    Run(root, "auto", 3).save(4, "a4")
+    assert sorted(sound_tags(root).values()) == ["a1", "a3", "a4"]
+
+    root = folder / "again"
+    run = Run(root, "never", 1).save(1, "a1").save(1, "never written")
+    assert sound_tags(root) == {"step_00000001": "a1"}
+    spoil(root / "step_00000001")
+    run.save(1, "b1")
+    assert sound_tags(root) == {"step_00000001": "b1"}
+
+    root = folder / "unnamed"
+    Run(root, "never", 2).save(7, "a7").save(8, "a8")
+    forget_runs(root)
+    run = Run(root, "auto", 2)
+    assert run.start == "a8"
+    run.save(9, "a9")
+    assert sound_tags(root) == {"step_00000008": "a8", "step_00000009": "a9"}
+    forget_runs(root)
+    (root / "step_00000009" / "manifest.json").write_text("{")
+    assert Run(root, "auto", 2).start == "a8"
+
+
+def test_branches_damage_and_old_manifests(tmp_path):
+    run_ranks(stories, 1, tmp_path)
+
+
+# name -> (how the folder came about, resume, step to save, tag that was newest before)
+def of_another_run(root: Path, keep_last: int) -> tuple:
+    Run(root, "never", keep_last).save(5, "a5").save(6, "a6")
+    return "never", 6, "a6"
+
+
+def of_a_branch(root: Path, keep_last: int) -> tuple:
+    Run(root, "never", 2).save(4, "a4").save(6, "a6")
+    return str(root / "step_00000004"), 6, "a6"
+
+
+def of_the_same_run(root: Path, keep_last: int) -> tuple:
+    Run(root, "never", keep_last).save(4, "a4").save(5, "a5").save(6, "a6")
+    return "auto", 7, "a6"
+
+
+def over_a_damaged_one(root: Path, keep_last: int) -> tuple:
+    Run(root, "never", 2).save(5, "a5").save(6, "a6")
+    spoil(root / "step_00000006")
+    return "auto", 6, "a5"
+
+
+def before_runs_had_names(root: Path, keep_last: int) -> tuple:
+    Run(root, "never", keep_last).save(5, "a5").save(6, "a6")
+    forget_runs(root)
+    return "auto", 7, "a6"
+
+
+class Killed(BaseException):
+    """What stands for SIGKILL: nobody catches it."""
+
+
+class Killer:
+    """Counts this process's changes of file names and raises before the one with number `at`."""
+
+    NAMES = ("rename", "replace", "unlink", "rmdir", "mkdir")
+
+    def __init__(self, at: int) -> None:
+        self.at, self.count, self.original = at, 0, {n: getattr(os, n) for n in self.NAMES}
+
+    def __enter__(self) -> Killer:
+        for name in self.NAMES:
+            setattr(os, name, self._counted(self.original[name]))
+        return self
+
+    def __exit__(self, *_) -> None:
+        for name, original in self.original.items():
+            setattr(os, name, original)
+
+    def _counted(self, original):
+        def counted(*args, **kwargs):
+            self.count += 1
+            if self.count >= self.at:  # nothing happens after it either
+                raise Killed
+            return original(*args, **kwargs)
+
+        return counted
+
+
+def killed_everywhere(world, folder: Path, keep_last: int) -> dict[str, int]:
+    """story -> number of places at which a save was cut off."""
+    places = {}
+    for story in (of_another_run, of_a_branch, of_the_same_run, over_a_damaged_one,
+                  before_runs_had_names):
+        before = folder / story.__name__
+        resume, step, previous = story(before, keep_last)
+        at = 0
+        while True:
+            at += 1
+            root = before.with_name(f"{story.__name__}_{at}")
+            shutil.copytree(before, root)
+            run = Run(root, resume.replace(str(before), str(root)), keep_last)
+            with Killer(at) as killer:
+                try:
+                    run.save(step, "new")
+                except (Killed, CheckpointError) as e:  # torch wraps what happens in its writer
+                    assert isinstance(e, Killed) or "Killed" in str(e)
+            found = sound_tags(root)
+            want = "new" if "new" in found.values() else previous
+            where = f"{story.__name__}, cut off at {at}: {found}"
+            assert want in found.values(), where
+            again = Run(root, "auto", keep_last)
+            assert again.start == want, f"{where}: resumed {again.start}"
+            again.save(step + 1, "next")  # over whatever is lying around
+            assert Run(root, "auto", keep_last).start == "next", where
+            after = sound_tags(root)
+            assert sum(not n.startswith("aside") for n in after) <= keep_last + (
+                resume not in ("auto", "never")), f"{where}: {after}"
+            assert {*live(root)} <= {*after}, f"{where}: {after}"
+            assert not [p for p in root.iterdir() if p.name.startswith(".")], where
+            shutil.rmtree(root)
+            if killer.count < at:
+                break
+        assert want == "new"
+        places[story.__name__] = at - 1
+    return places
+
+
+@pytest.mark.parametrize("keep_last", [1, 2])
+def test_a_kill_between_any_two_file_operations(tmp_path, keep_last):
+    (places,) = run_ranks(killed_everywhere, 1, tmp_path, keep_last)
+    # make the folder, take the place, point, and what the story needs: set aside or delete
+    assert min(places.values()) >= 4 and places["of_another_run"] >= 5, places
+
+
+def contents(folder: Path) -> dict[str, tuple]:
+    return {str(p.relative_to(folder)): (
+        p.stat().st_mtime_ns, p.read_bytes() if p.is_file() else b"")
+        for p in sorted(folder.rglob("*"))}
+
+
+def metrics(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").open()]
+
+
+def steps_of(world, run) -> list[int]:
+    return [s for s, _, _ in train(world, run)]
+
+
+def runs_in_one_folder(world, folder: Path) -> None:
+    run = run_recipe(folder, keep_last=2, train={"num_steps": 6})
+    train(world, run)
+    root = folder / "checkpoints"
+    assert live(root) == ["step_00000005", "step_00000006"]
+    new = replace(run, run=replace(run.run, resume="never"),
+                  checkpoint=replace(run.checkpoint, keep_last=1),
+                  data=replace(run.data, num_validation=2),
+                  train=replace(run.train, num_steps=3))
+    assert steps_of(world, new) == [0, 1, 2]
+    assert live(root) == ["step_00000003"] and (root / "latest").read_text() == "step_00000003"
+    assert len(list(root.glob("aside_step_*"))) == 2
+    last = metrics(folder)[-1]
+    assert last["step"] == 3 and "validation_loss" in last
+    before = contents(folder)
+    again = replace(new, run=replace(new.run, resume="auto"))
+    assert steps_of(world, again) == []  # that of step 3 and not that of step 6
+    assert steps_of(world, replace(again, train=replace(again.train, num_steps=2))) == []
+    assert contents(folder) == before
+    longer = replace(again, train=replace(again.train, num_steps=4))
+    assert steps_of(world, longer) == [3]
+    assert live(root) == ["step_00000004"] and metrics(folder)[-1]["step"] == 4
+
+
+def test_a_run_in_another_runs_folder_and_a_finished_run(tmp_path):
+    run_ranks(runs_in_one_folder, 1, tmp_path)
+
+
+def validated(world, runs: dict) -> tuple[dict[str, list], str]:
+    """(what each run trained, stopped after two steps and resumed; the error of a save while
+    parameters are gathered, which gives the optimizer no state)."""
+    import orchmllm.trainer as module
+
+    done = {}
+    for name, run in runs.items():
+        train(world, replace(run, train=replace(run.train, num_steps=2)))
+        done[name] = train(world, run)
+    kept = Trainer(runs["kept"], world, dataset=SyntheticDataset())
+    module.reshard = lambda model: None
+    kept.validate()
+    try:
+        kept.save()
+    except ValueError as e:
+        assert not kept.optimizer.state
+        return done, str(e)
+    return done, ""
+
+
+def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
+    newest = folder / "checkpoints" / (folder / "checkpoints" / "latest").read_text()
+    return {f"{p.name}/{k}": t for p in newest.glob("*.safetensors")
+            for k, t in load_file(p).items()}
+
+
+def test_validation_leaves_nothing_gathered(tmp_path):
+    """Parameters and moments of a run that validates before it saves are those of FSDP's default,
+    which frees what validation gathered; with a frozen encoder too. The run is resumed from it."""
+    runs = {}
+    for name in ("kept", "freed"):
+        base = run_recipe(tmp_path / name, train={"num_steps": 3}, every_steps=0)
+        runs[name] = replace(
+            base, data=replace(base.data, num_validation=3),
+            model=replace(base.model, vision=replace(base.model.vision, frozen=True)),
+            fsdp=replace(base.fsdp, compute_dtype="bfloat16",
+                         reshard_after_forward=name == "freed"))
+    done, refusal = run_ranks(validated, 2, runs)[0]
+    assert done["kept"] == done["freed"] and [s for s, _, _ in done["kept"]] == [2]
+    kept, freed = tensors_of(tmp_path / "kept"), tensors_of(tmp_path / "freed")
+    assert kept.keys() == freed.keys()
+    assert all(t.dtype == torch.float32 and torch.equal(t, freed[k]) for k, t in kept.items())
+    assert sum(t.any() for k, t in kept.items() if "exp_avg." in k) > 20
+    assert "is not the one that the optimizer updates" in refusal
+
+
+def other_batches(world, run) -> None:
+    first = train(world, replace(run, train=replace(run.train, num_steps=2)))
+
+    def changed(num_validation: int = 0, **keys):
+        return replace(run, train=replace(run.train, **keys),
+                       data=replace(run.data, num_validation=num_validation))
+
+    for other, text in [
+        (changed(batch_size=3), "train.batch_size is 3, the checkpoint has 4; a resumed run keeps "
+                                "its 4 examples a step"),
+        (changed(accumulation_steps=2), "train.accumulation_steps is 2, the checkpoint has 1"),
+        (changed(num_validation=2), "data.num_validation is 2, the checkpoint was trained with 0"),
+    ]:
+        with pytest.raises(ValueError, match=text):
+            train(world, other)
+    ((step, _, examples),) = train(world, changed(batch_size=2, accumulation_steps=2))
+    assert step == 2 and len(examples) == 4
+    assert not {*examples} & {i for _, _, ids in first for i in ids}
+    with pytest.raises(ValueError, match="batch_size is 4, the checkpoint has 2; .*batch_size=4, "):
+        train(world, changed(batch_size=4, accumulation_steps=2, num_steps=4))
+    ((step, _, examples),) = train(world, changed(batch_size=3, global_batch_size=4, num_steps=4))
+    assert step == 3 and len(examples) == 4
+
+
+def test_another_batch_is_refused_or_honoured(tmp_path):
+    run_ranks(other_batches, 1, run_recipe(
+        tmp_path, train={"num_steps": 3, "global_batch_size": 0, "batch_size": 4}))

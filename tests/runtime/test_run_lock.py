@@ -1,0 +1,89 @@
+"""One run at a time in a run folder: the second one fails at once and names the first."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from orchmllm.runtime.run_lock import FolderInUse, check_folder, lock_folder
+from orchmllm.train import main
+from tests.e2e.test_user_errors import ROOT, TINY, corpus  # noqa: F401 (a fixture)
+
+HOLD = ("import sys, time; from pathlib import Path; "
+        "from orchmllm.runtime.run_lock import lock_folder; "
+        "unlock = lock_folder(Path(sys.argv[1])); print('locked', flush=True); sys.stdin.read()")
+
+
+@pytest.fixture
+def holder(tmp_path):
+    """A process that holds the lock of tmp_path / run."""
+    process = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path / "run")], cwd=ROOT,
+                               stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "locked\n"
+    yield process
+    process.kill()
+    process.wait()
+
+
+def named(text: str, process: subprocess.Popen) -> bool:
+    return f"(process {process.pid} on host {socket.gethostname()})" in text
+
+
+def test_the_second_run_fails_before_anything_starts(tmp_path, holder, capsys):
+    run = tmp_path / "run"
+    arguments = ["--recipe", str(ROOT / "recipes" / "demo.yaml"), "data.path=nowhere",
+                 f"run.dir={run}"]
+    assert main(arguments) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: run.dir: ") and named(error, holder), error
+    with pytest.raises(FolderInUse):
+        lock_folder(run, patience_s=0.3)
+    assert sorted(p.name for p in run.iterdir()) == ["run.lock"]
+
+
+def test_a_dead_holder_does_not_block(tmp_path, holder):
+    run = tmp_path / "run"
+    holder.kill()
+    holder.wait()
+    check_folder(run)
+    unlock = lock_folder(run)
+    assert json.loads((run / "run.lock").read_text()) == {
+        "host": socket.gethostname(), "pid": os.getpid()}
+    unlock()
+    assert not list(run.iterdir())
+    lock_folder(run)()  # and once more
+
+
+def test_a_worker_that_outlives_its_rank_does_not_block(tmp_path):
+    """A forked process has a copy of everything that is open."""
+    reader, writer = os.pipe()
+    rank = os.fork()
+    if not rank:
+        lock_folder(tmp_path)
+        if not os.fork():
+            os.close(writer)
+            os.read(reader, 1)  # until the test ends
+        os._exit(0)
+    os.waitpid(rank, 0)
+    lock_folder(tmp_path)()
+    os.close(writer)
+    os.close(reader)
+
+
+@pytest.mark.dist
+@pytest.mark.timeout(120)
+def test_ranks_of_another_launcher_end_alike(tmp_path, corpus, holder):  # noqa: F811
+    """torchrun's ranks meet first, then all hear what rank 0 found."""
+    out = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
+         "-m", "orchmllm.train", "--recipe", "recipes/demo.yaml", f"data.path={corpus}",
+         f"run.dir={tmp_path / 'run'}", *TINY[1:]],
+        cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert out.returncode != 0 and named(out.stderr, holder), out.stderr
+    assert out.stderr.count("exitcode  : 2 ") == 2, out.stderr
+    assert sorted(p.name for p in (tmp_path / "run").iterdir()) == ["run.lock"]
