@@ -140,12 +140,15 @@ class EvenRanks {
       replace(was_b);
       return true;
     }
-    // Nothing to swap: beside a heavy item there may be no room for any other. One with many can
-    // pass it on.
+    // Nothing to swap: beside a heavy item there may be no room for any other. It can be passed on
+    // to a rank with many that does not become the fullest.
     const std::size_t light = first_at_least(lists_[at(a)], window.high);
     for (i64 k = 0; k < width && light < lists_[at(a)].size(); ++k) {
       const i64 b = first + turn_++ % width;
-      if (lists_[at(b)].size() <= 2 * lists_[at(a)].size()) continue;
+      if (lists_[at(b)].size() <= 2 * lists_[at(a)].size() ||
+          s_.load[at(b)] + lists_[at(a)][light].weight >= load_a) {
+        continue;
+      }
       const Load was_a{s_.load[at(a)], a}, was_b{s_.load[at(b)], b};
       put(remove_at(lists_[at(a)], light), b);
       replace(was_a);

@@ -7,8 +7,8 @@
 // 3. even_ranks.hpp: ranks that are still above the cap trade with ranks of any node.
 //
 // Where the cap is no multiple of the step of most weights, lift.hpp comes first. If the cap is
-// missed, nearby caps are tried, and a `greedy` assignment near the homes is used as another start:
-// with a few items per rank it is sometimes the better one.
+// missed, nearby caps are tried, and then a `greedy` assignment near the homes is used as another
+// start. The best assignment of all is the result, so that `least_move` is never worse than `greedy`.
 #pragma once
 
 #include "bound.hpp"
@@ -55,8 +55,7 @@ class LocalSearch {
       const i64 next = above(low + low / kFine / 2);
       cap = !tight(low) && next < high_ ? next : low + (high_ - low) / 2;
     }
-    constexpr i64 kPoor = 100;  // a miss by more than this part of the cap: nearly nothing fits
-    if (high_ > p_.cap && (few() || high_ - p_.cap > p_.cap / kPoor)) start_from_greedy();
+    if (high_ > p_.cap) start_from_greedy();
   }
 
  private:
@@ -64,11 +63,6 @@ class LocalSearch {
   bool tight(i64 cap) const { return below(cap) < mean_; }
   i64 below(i64 cap) const { return cap / step_ * step_; }
   i64 above(i64 cap) const { return below(cap) + step_; }
-
-  bool few() const {
-    return std::count_if(p_.weight.begin(), p_.weight.end(), [](i64 w) { return w > 0; }) <
-           16 * p_.num_ranks;
-  }
 
   i64 max_load(const i64* rank_of) const {
     std::vector<i64> load(at(p_.num_ranks));
@@ -94,10 +88,14 @@ class LocalSearch {
     if (between_nodes) EvenNodes(placement, ascending);
     EvenRanks(placement, ascending);
     p_.budget -= attempt.budget - placement.budget.left;
-    const i64 reached = max_load(trial_.data());
+    keep_if_lower(trial_);
+  }
+
+  void keep_if_lower(const std::vector<i64>& rank_of) {
+    const i64 reached = max_load(rank_of.data());
     if (reached < high_) {
       high_ = reached;
-      std::copy(trial_.begin(), trial_.end(), rank_of_);
+      std::copy(rank_of.begin(), rank_of.end(), rank_of_);
     }
   }
 
@@ -129,8 +127,9 @@ class LocalSearch {
     for (std::size_t i = 0; i < start.size(); ++i) {
       if (p_.weight[i] > 0) start[i] = rank_of_batch[at(start[i])];
     }
+    keep_if_lower(start);  // `least_move` is never worse than `greedy`
     p_.budget = std::max<i64>(p_.budget, 100 * static_cast<i64>(start.size()));
-    try_cap(p_.cap, {start.data(), start.size()}, false);  // only ever lowers the largest load
+    try_cap(p_.cap, {start.data(), start.size()}, false);
   }
 
   LocalProblem p_;

@@ -24,6 +24,7 @@ OPTIONS: dict[str, frozenset[str]] = {
 }
 POLICIES = tuple(OPTIONS)
 RENAMED = (("local", "least_move"), ("conv", "conv_transformer"))  # what version 0.1 called them
+DEFAULT_TOLERANCE = 0.005  # smaller ones cost far more movement and planning time than they gain
 MAX_SUM = 2**62  # room for the sum of two loads in int64
 
 
@@ -102,7 +103,7 @@ def balance(
     policy: str,
     home: np.ndarray | None = None,
     ranks_per_node: int = 8,
-    tolerance: float = 0.0,
+    tolerance: float | None = None,
     cost: np.ndarray | None = None,
     move_cost: np.ndarray | None = None,
     max_rank_tokens: int | None = None,
@@ -122,7 +123,8 @@ def balance(
                           possible.
     home: (n,) rank where each item is now; default: equal contiguous shares.
     ranks_per_node: ranks [k * ranks_per_node, ...) are node k; the last node may be smaller.
-    tolerance: accepted excess of the largest load over its lower bound (0.005: half a percent).
+    tolerance: accepted excess of the largest load over its lower bound; default 0.005, half a
+        percent, for policies that have one.
     cost: (n,) integers to balance instead of lengths, e.g. CostModel(lengths).
     move_cost: (n,) bytes of moving an item to another node; default lengths.
     max_rank_tokens: hard cap of the sum of lengths on a rank (activation memory).
@@ -132,7 +134,7 @@ def balance(
     Raises ValueError for malformed input, for an option the policy does not honour (OPTIONS) and
     when no plan below max_rank_tokens is found.
     """
-    given = {"tolerance": tolerance != 0.0, "cost": cost is not None,
+    given = {"tolerance": tolerance is not None, "cost": cost is not None,
              "move_cost": move_cost is not None, "max_rank_tokens": max_rank_tokens is not None,
              "padded_cost": padded_cost is not None}
     _check_options(policy, {option for option, is_given in given.items() if is_given})
@@ -157,7 +159,7 @@ def balance(
     else:
         move = (np.zeros(0, np.int64) if move_cost is None
                 else as_int64("move_cost", move_cost, n))
-        cap = load_cap(weight, num_ranks, tolerance)
+        cap = load_cap(weight, num_ranks, DEFAULT_TOLERANCE if tolerance is None else tolerance)
         rank_of = core().least_move(weight, home, move, num_ranks, ranks_per_node, cap)
     if max_rank_tokens is None:
         return rank_of

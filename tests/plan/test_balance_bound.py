@@ -85,7 +85,7 @@ def test_images_of_32_patches_reach_the_bound() -> None:
         segments = layout.segments_of(VISION)
         weight = layout.attn_len[segments]
         home = layout.rank_of_example[layout.example_of_segment[segments]]
-        rank_of = balance(weight, num_ranks=128, policy="least_move", home=home)
+        rank_of = balance(weight, num_ranks=128, policy="least_move", home=home, tolerance=0)
         bound = core().lower_bound(weight, 128)
         assert bound > -(-int(weight.sum()) // 128)
         exact += np.bincount(rank_of, weight).max() == bound

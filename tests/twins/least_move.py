@@ -169,9 +169,12 @@ def least_move(
             even_nodes(s)
         EvenRanks(s)
         budget += s.budget.left
-        reached = max(_loads(weights, s.rank_of, num_ranks))
+        keep_if_lower(s.rank_of)
+
+    def keep_if_lower(rank_of):
+        reached = max(_loads(weights, rank_of, num_ranks))
         if reached < best[0]:
-            best[:] = [reached, s.rank_of]
+            best[:] = [reached, rank_of]
 
     def attempt(target, start, between_nodes=True):
         share = budget // 6 if tight(target) else budget // 3 * 2
@@ -201,13 +204,14 @@ def least_move(
             low = max(low, target)
         above = (low + low // 4000 // 2) // step * step + step
         target = above if not tight(low) and above < best[0] else low + (best[0] - low) // 2
-    few = sum(w > 0 for w in weights) < 16 * num_ranks
-    if best[0] > cap and (few or best[0] - cap > cap // 100):
+    if best[0] > cap:
         batch = greedy(weight, home, num_ranks)
         rank_of_batch = near_home(home, batch, weight, num_ranks, width)
+        start = [int(rank_of_batch[b]) if w else h
+                 for b, w, h in zip(batch, weights, homes, strict=True)]
+        keep_if_lower(start)
         budget = max(budget, 100 * n)
-        attempt(cap, [int(rank_of_batch[b]) if w else h
-                      for b, w, h in zip(batch, weights, homes, strict=True)], False)
+        attempt(cap, start, False)
     return np.array(best[1], np.int64)
 
 

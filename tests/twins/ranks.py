@@ -104,7 +104,8 @@ class EvenRanks:
         light = at_least(self.lists[a], need)
         for _ in node if light < len(self.lists[a]) else ():
             b = self.next_of(node)
-            if len(self.lists[b]) > 2 * len(self.lists[a]):
+            if (len(self.lists[b]) > 2 * len(self.lists[a])
+                    and s.load[b] + self.lists[a][light][0] < s.load[a]):
                 self.put(self.lists[a].pop(light), b)
                 return True
         return False
