@@ -173,10 +173,11 @@ class MemoryModel:
         f, tokens, chunk = max(4, e), loads.phases["llm"].tokens, self.fsdp.loss_chunk_rows
         if not chunk:
             return 3.0 * f * config.vocab_size * tokens
-        weight = config.vocab_size * config.hidden_size * (not config.frozen)
+        learnt = config.hidden_size * (not config.frozen)  # columns of the weight's gradient
         rows = np.minimum(tokens, chunk)
-        return (e * config.hidden_size * tokens + rows * (f + e) * config.vocab_size
-                + (f + e) * weight)
+        # A chunk's logits and their exponentials, or their gradient and the product made of it.
+        moment = np.maximum(2 * f * rows, e * (rows + learnt))
+        return e * config.hidden_size * tokens + (moment + f * learnt) * config.vocab_size
 
     def _units(self, phase: str) -> list[Unit]:
         return [u for u in units(self.model) if u.phase == phase]
