@@ -100,12 +100,14 @@ class _ChunkedLoss(torch.autograd.Function):
             learnt = target != IGNORE_INDEX  # (r, 1)
             target = target.clamp(min=0)
             logits = F.linear(h, weight).to(dtype)  # (r, V)
-            log_z = logits.logsumexp(1, keepdim=True)
-            total += torch.where(learnt, log_z - logits.gather(1, target), 0.0).sum()
+            top, picked = logits.amax(1, keepdim=True), logits.gather(1, target)
+            z = logits.sub_(top).exp_().sum(1, keepdim=True)  # in place: one such tensor exists
+            total += torch.where(learnt, z.log() + top - picked, 0.0).sum()
             if not (need_hidden or need_weight):
+                del logits
                 continue
             # d loss / d logits: softmax - one-hot, nothing where nothing is learnt
-            logits.sub_(log_z).exp_().scatter_add_(1, target, torch.full_like(log_z, -1.0))
+            logits.div_(z).scatter_add_(1, target, torch.full_like(z, -1.0))
             grad = logits.masked_fill_(~learnt, 0.0).to(hidden.dtype)
             del logits
             if need_hidden:
