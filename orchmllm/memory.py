@@ -242,6 +242,7 @@ def choose_checkpointing(memory: MemoryModel, loads: Loads, budget_bytes: float,
             key = (memory.extra_time(loads, choice), peak)
             best = min(best, (key, choice), key=lambda x: x[0]) if best else (key, choice)
     if best is None:
-        raise ValueError(f"needs {least / 1e9:.1f} GB a rank at least, and {budget_bytes / 1e9:.1f}"
-                         " GB are allowed (fsdp.memory_gb)")
+        raise ValueError(
+            f"needs {least / 1e9:.1f} GB a rank at least, {(least - budget_bytes) / 1e9:.1f} GB "
+            f"more than the {budget_bytes / 1e9:.1f} GB that are allowed")
     return best[1]
