@@ -76,7 +76,7 @@ def dry_run_text(r: dict) -> str:
              f"{_many(r['batch_size'], 'example')} a rank and micro-step; "
              f"{_many(r['steps'], 'step')} planned",
              f"GPU assumed: {r['hardware']['name']}, {r['hardware']['memory_bytes'] / 1e9:.0f} GB",
-             f"No data are read: lengths are drawn from the paper's mix of {mix}.",
+             f"No data are read: lengths are drawn from the paper's {mix}.",
              "LLM only: the LLM phase alone is balanced."]
     lines += [f"The recipe has no model.{p}: a small encoder is built that has nothing to do."
               for p in r["without"]]
@@ -154,7 +154,7 @@ def _predicted_lines(r: dict) -> list[str]:
         _table("  planning, ms (in the background)", *(f"{r['plan_ms'][n]:.1f}" for n in SCHEMES)),
         f"  Assumed shares of the bf16 peak: products {h['product_efficiency']:g}, attention "
         f"{h['attention_efficiency']:g}; network {h['network_efficiency']:g}.",
-        "  Not counted: the optimizer's time, waiting for data, stragglers.", "",
+        "  Not counted: the optimizer, waiting for data, all-reduces of hybrid sharding.", "",
         _table("Computing alone, relative to balanced", "unbalanced", "LLM only")]
     keys = [f"{n} / balanced" for n in ("none", "LLM only")]
     kinds = {"slowest_s": "as the recipe computes it"}
@@ -195,13 +195,16 @@ def _batch_lines(r: dict) -> list[str]:
     b, tried = r["largest_batch"], r["largest_batch"]["tried"]
     columns = {"balanced": "balanced", "none": "unbalanced"}
     if "audio" in r["phases"] and r["audio_mode"] == "packed":
-        columns["none, audio padded"] = "+ padded"
+        columns["none, audio padded"] = "padded"
     peak = r["memory"]["balanced"]["peak_bytes"]
     rows = ((f"  the {r['memory_budget_bytes'] / 1e9:.1f} GB that are allowed", b["budget"]),
             (f"  the {peak / 1e9:.1f} GB that this recipe needs", b["same_memory"]))
-    return [_table("Examples a rank that fit in", *columns.values()), *(
+    lines = [_table("Examples a rank that fit in", *columns.values()), *(
         _table(label, *(f"{fitting[n]}{' or more' * (fitting[n] == tried)}" for n in columns))
         for label, fitting in rows)]
+    if "padded" in columns.values():
+        lines.append("  padded: unbalanced, and audio padded to the longest clip of a rank")
+    return lines
 
 
 def ablation_text(found: dict) -> str:

@@ -55,7 +55,7 @@ def test_one_example_draws_steps_without_audio(tmp_path):
 
 def test_an_encoder_that_the_recipe_does_not_have(tmp_path):
     text = dry_run(tmp_path, "\n".join(x for x in TINY.splitlines() if "audio:" not in x))
-    assert "The recipe has no model.audio" in text and "mix of images and text" in text
+    assert "The recipe has no model.audio" in text and "the paper's images and text" in text
     rows = {x.strip().split("  ")[0] for x in text.splitlines() if x.startswith("  ")}
     assert "vision forward" in rows and not rows & {
         "audio", "audio forward", "audio backward", "audio packed everywhere"}
