@@ -52,13 +52,14 @@ def parse(argv: list[str]) -> argparse.Namespace:
     what.add_argument("--print-config", action="store_true",
                       help="print every key, its value and where it comes from, start nothing")
     what.add_argument("--dry-run", action="store_true",
-                      help="shard the model without memory, plan a drawn workload, print what to "
-                      "expect; needs no GPU and no data")
+                      help="shard the model without memory, plan a drawn workload, print whether "
+                      "it fits and what to expect; needs no GPU and no data")
     what.add_argument("--ablations", action="store_true",
                       help="compare balancing schemes on a drawn workload, by prediction")
     parser.add_argument("--world-size", type=int, default=0, metavar="N",
-                        help="ranks of a dry run or the ablations; otherwise the number of ranks "
-                        "that has to be there")
+                        help="ranks of a dry run (otherwise those that the recipe starts, or one "
+                        "shard group, or one node of 8) or of the ablations; in a run the number "
+                        "of ranks that has to be there")
     parser.add_argument("--json", type=Path, metavar="FILE",
                         help="also write what --dry-run or --ablations found")
     return parser.parse_intermixed_args(argv)
@@ -162,7 +163,7 @@ def main(argv: list[str]) -> int:
     if planned:
         from orchmllm.estimate.text import run
 
-        return run(recipe, args.world_size, ablations=args.ablations, json_path=args.json)
+        return run(loaded, args.world_size, ablations=args.ablations, json_path=args.json)
     if world is None:
         try:
             check_folder(Path(recipe.run.dir))  # before ranks are started; one of them locks it

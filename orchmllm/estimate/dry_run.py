@@ -14,15 +14,16 @@ from __future__ import annotations
 import functools
 import resource
 import time
+from collections.abc import Callable, Collection
 from dataclasses import replace
 
 import numpy as np
 
 from orchmllm.config import Recipe, plan_spec
-from orchmllm.estimate.fits import DEVICE_SHARE, decide, joined, largest_fitting
+from orchmllm.estimate.fits import DEVICE_SHARE, allowed_by, decide, joined, largest_fitting
 from orchmllm.estimate.memory import Loads, MemoryModel, loads_of
 from orchmllm.estimate.step_time import Hardware, StepTime, predict, rank_seconds
-from orchmllm.estimate.workload import batch_layout, sample_headers
+from orchmllm.estimate.workload import MODELS, batch_layout, sample_headers
 from orchmllm.models.flops import padded_phases, step_flops
 from orchmllm.plan.assign import PHASES, BalanceConfig, PhasePolicy, PlanSpec
 from orchmllm.plan.layout import BatchLayout
@@ -34,39 +35,59 @@ NONE = BalanceConfig(enabled=False)
 REFERENCE = {"none / balanced": 1.58, "LLM only / balanced": 1.17}
 
 
+def reference(recipe: Recipe, num_ranks: int, without: Collection[str] = ()) -> dict[str, float]:
+    """REFERENCE if this is what it was simulated for, else nothing."""
+    balance = recipe.balance
+    same = (recipe.model == MODELS["84b"] and num_ranks == 2560 and recipe.train.batch_size == 30
+            and not without and balance.enabled and not balance.whole_examples
+            and balance.group == "world"
+            and all(getattr(balance, p).policy != "none" for p in PHASES))
+    return REFERENCE if same else {}
+
+
 def llm_only(balance: BalanceConfig) -> BalanceConfig:
     """What balancing before sampling can do: the LLM phase alone."""
     return replace(balance, vision=PhasePolicy("none"), audio=PhasePolicy("none"))
 
 
-def draw(recipe: Recipe, num_ranks: int, batch_size: int, seed: int) -> BatchLayout:
-    """A global batch of the paper's mix in its natural proportions."""
-    return batch_layout(sample_headers("natural", num_ranks * batch_size, seed), recipe.model,
-                        num_ranks)
+def draw(recipe: Recipe, num_ranks: int, batch_size: int, seed: int,
+         without: Collection[str] = ()) -> BatchLayout:
+    """A global batch of the paper's mix in its natural proportions. without: encoder phases that
+    get nothing to do."""
+    headers = sample_headers("natural", num_ranks * batch_size, seed, without)
+    return batch_layout(headers, recipe.model, num_ranks)
 
 
-def dry_run(recipe: Recipe, num_ranks: int, hardware: Hardware, steps: int = 20) -> dict:
-    """The report as plain data. Raises ValueError, before anything is built, for a world or a
-    memory that the recipe does not fit."""
+def dry_run(recipe: Recipe, num_ranks: int, hardware: Hardware, steps: int = 20,
+            without: Collection[str] = ()) -> dict:
+    """The report as plain data. without: encoder phases for which the recipe has no data. Raises
+    ValueError, before anything is built, for a world or a memory that the recipe does not fit."""
     started = time.perf_counter()
     check_world(recipe, num_ranks, hardware.ranks_per_node)
     spec = plan_spec(recipe, hardware.ranks_per_node)
     memory = MemoryModel(recipe.model, recipe.fsdp, recipe.fsdp.shard_size or num_ranks)
     budget = 1e9 * recipe.fsdp.memory_gb or DEVICE_SHARE * hardware.memory_bytes
     batch = recipe.train.batch_size
-    first = plan_step(draw(recipe, num_ranks, batch, recipe.run.seed), spec)
-    choice = decide(recipe, memory, loads_of(first, padded_phases(recipe.model)), budget)
+    drawn = functools.partial(draw, recipe, num_ranks, without=without)
+    first = plan_step(drawn(batch, recipe.run.seed), spec)
+    try:
+        choice = decide(recipe, memory, loads_of(first, padded_phases(recipe.model)), budget)
+    except ValueError as e:
+        raise ValueError(f"{e} (a GPU of {hardware.memory_bytes / 1e9:.0f} GB is assumed: "
+                         f"{hardware.name})") from e
     report = {
         "world_size": num_ranks, "batch_size": batch, "steps": steps, "hardware": vars(hardware),
-        "audio_mode": recipe.model.audio.mode,
-        "checkpointing": choice, "memory_budget_bytes": budget,
+        "audio_mode": recipe.model.audio.mode, "without": sorted(without),
+        "balanced": recipe.balance.enabled, "reference": reference(recipe, num_ranks, without),
+        "checkpointing": choice, "memory_budget_bytes": budget, "allowed_by": allowed_by(recipe),
         "model": sharded_on_meta(recipe, num_ranks, choice),
         "state_bytes_predicted": memory.state_bytes(),
     }
-    report |= _workload(recipe, num_ranks, spec, memory, choice, hardware, steps)
+    report |= _workload(recipe, drawn, spec, memory, choice, hardware, steps)
     report["exchange"] = exchange_report(first, recipe.fsdp.shard_size)
-    report["largest_batch"] = _largest(recipe, num_ranks, spec, memory, choice, budget,
-                                       report["memory"]["balanced"]["peak_bytes"])
+    peak = report["memory"]["balanced"]["peak_bytes"]
+    report["fits"] = peak <= budget
+    report["largest_batch"] = _largest(recipe, drawn, spec, memory, choice, budget, peak)
     report["elapsed_s"] = time.perf_counter() - started
     report["peak_rss_bytes"] = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return report
@@ -110,15 +131,15 @@ def _module_of(name: str) -> str:
     return f"{phase} {'layers' if 'layers' in name or 'blocks' in name else 'front and norms'}"
 
 
-def _workload(recipe: Recipe, num_ranks: int, spec: PlanSpec, memory: MemoryModel,
-              choice: dict[str, str], hardware: Hardware, steps: int) -> dict:
+def _workload(recipe: Recipe, drawn: Callable[..., BatchLayout], spec: PlanSpec,
+              memory: MemoryModel, choice: dict[str, str], hardware: Hardware, steps: int) -> dict:
     """Imbalance, time, memory and plan cost over `steps` drawn steps."""
     schemes = {"none": replace(spec, balance=NONE),
                "LLM only": replace(spec, balance=llm_only(spec.balance)), "balanced": spec}
     rows: dict[str, list[dict]] = {name: [] for name in schemes}
     loads: dict[str, list[Loads]] = {name: [] for name in schemes}
     for step in range(steps):
-        layout = draw(recipe, num_ranks, recipe.train.batch_size, recipe.run.seed + step)
+        layout = drawn(recipe.train.batch_size, recipe.run.seed + step)
         for name, scheme in schemes.items():
             started = time.perf_counter()
             plan = plan_step(replace(layout), scheme)
@@ -130,14 +151,16 @@ def _workload(recipe: Recipe, num_ranks: int, spec: PlanSpec, memory: MemoryMode
     for kind in ("slowest_s", "slowest_padded_s"):
         best = _mean(rows["balanced"], "slowest_s")
         ratios[kind] = {f"{n} / balanced": _mean(rows[n], kind) / best for n in names}
+    uneven = {n: [r["imbalance"] for r in rows[n]] for n in schemes} | {
+        "padded none": [r["imbalance_padded"] for r in rows["none"]]}
     return {
-        "phases": {p: {n: _mean([r["imbalance"] for r in rows[n]], p) for n in schemes}
-                   | {"padded none": _mean([r["imbalance_padded"] for r in rows["none"]], p)}
-                   for p in PHASES},
+        # A step that has nothing for a phase says nothing about its imbalance.
+        "phases": {p: {n: _mean([r for r in x if p in r], p) for n, x in uneven.items()}
+                   for p in PHASES if any(p in r for r in uneven["none"])},
         "flops": {p: _mean([r["flops"] for r in rows["none"]], p) for p in PHASES},
         "predicted": {n: {k: _mean(rows[n], k) for k in (
             "step_s", "mfu", "tokens_per_gpu", "exchange_s", "internode_bytes")} for n in schemes},
-        "ratio": ratios, "reference": REFERENCE,
+        "ratio": ratios,
         "plan_ms": {n: 1e3 * float(np.median([r["plan_s"] for r in rows[n]])) for n in schemes},
         "memory": {n: memory_report(memory, joined(loads[n]), choice) for n in schemes},
     }
@@ -145,15 +168,17 @@ def _workload(recipe: Recipe, num_ranks: int, spec: PlanSpec, memory: MemoryMode
 
 def measure(plan: StepPlan, memory: MemoryModel, choice: dict[str, str],
             hardware: Hardware) -> dict:
-    """One plan: imbalance (max / mean of computing), predicted step, bytes between nodes."""
+    """One plan: imbalance (max / mean of computing) of the phases that have something to do,
+    predicted step, bytes between nodes."""
     slowest, padded_s, imbalance, uneven = 0.0, 0.0, {}, {}
     padded = padded_phases(memory.model)
     for phase in PHASES:
         seconds, pad = (sum(rank_seconds(plan, phase, memory.model, hardware, "none", p))
                         for p in (phase in padded, phase == "audio"))
         slowest, padded_s = slowest + float(seconds.max()), padded_s + float(pad.max())
-        imbalance[phase] = float(seconds.max() / seconds.mean())
-        uneven[phase] = float(pad.max() / pad.mean())
+        if seconds.any():
+            imbalance[phase] = float(seconds.max() / seconds.mean())
+            uneven[phase] = float(pad.max() / pad.mean())
     time_: StepTime = predict(plan, memory, choice, hardware, padded)
     return {"imbalance": imbalance, "imbalance_padded": uneven, "slowest_s": slowest,
             "slowest_padded_s": padded_s, "flops": step_flops(memory.model, plan.layout),
@@ -167,15 +192,15 @@ def memory_report(memory: MemoryModel, loads: Loads, choice: dict[str, str]) -> 
     return {"moments": peaks, "peak_bytes": max(peaks.values())}
 
 
-def _largest(recipe: Recipe, num_ranks: int, spec: PlanSpec, memory: MemoryModel,
-             choice: dict[str, str], budget: float, same: float) -> dict:
+def _largest(recipe: Recipe, drawn: Callable[..., BatchLayout], spec: PlanSpec,
+             memory: MemoryModel, choice: dict[str, str], budget: float, same: float) -> dict:
     """Examples per rank that fit, over three drawn steps: within the budget, and within what the
-    recipe's balanced mini-batch takes."""
+    recipe's balanced mini-batch takes. Nothing above `tried` was tried."""
     @functools.cache
     def peak(batch: int, balanced: bool, pad: frozenset[str]) -> float:
         scheme = spec if balanced else replace(spec, balance=NONE)
-        loads = [loads_of(plan_step(draw(recipe, num_ranks, batch, recipe.run.seed + s), scheme),
-                          pad) for s in range(3)]
+        loads = [loads_of(plan_step(drawn(batch, recipe.run.seed + s), scheme), pad)
+                 for s in range(3)]
         return memory.peak(joined(loads), choice)
 
     high = 4 * recipe.train.batch_size
@@ -184,12 +209,13 @@ def _largest(recipe: Recipe, num_ranks: int, spec: PlanSpec, memory: MemoryModel
             "none, audio padded": (False, frozenset({"audio"}))}
     return {where: {name: largest_fitting(lambda b, how=how: peak(b, *how), limit, high)
                     for name, how in runs.items()}
-            for where, limit in (("budget", budget), ("same_memory", same))}
+            for where, limit in (("budget", budget), ("same_memory", same))} | {"tried": high}
 
 
 def exchange_report(plan: StepPlan, shard_size: int) -> dict:
     """Volume and peers of a plan; and what balancing inside shard groups costs."""
-    d, node = plan.layout.num_ranks, plan.spec.ranks_per_node
+    d = plan.layout.num_ranks
+    node = min(plan.spec.ranks_per_node, d)
     pairs: list[np.ndarray] = []
     send = np.zeros(d)
     for phase in PHASES:
@@ -202,13 +228,16 @@ def exchange_report(plan: StepPlan, shard_size: int) -> dict:
     met = np.unique(np.concatenate(pairs))
     source, target = met // d, met % d
     flat = np.bincount(source, minlength=d)
-    nodes = np.unique(source * (d // node + 1) + target // node)
+    outside = source // node != target // node  # the own node is in the second hop
+    nodes = np.unique((source * (d // node + 1) + target // node)[outside])
     hop = np.bincount(nodes // (d // node + 1), minlength=d)
-    out = {"internode_bytes_per_rank": float(send.mean()), "busiest_send_bytes": float(send.max()),
+    out = {"ranks_per_node": node, "internode_bytes_per_rank": float(send.mean()),
+           "busiest_send_bytes": float(send.max()),
            "peers_flat": [float(flat.mean()), int(flat.max()), d - 1],
            "peers_two_hop": [float(hop.mean()) + node - 1, int(hop.max()) + node - 1,
                              -(-d // node) + node - 2]}
     if shard_size and shard_size < d:
+        out["shard_size"] = shard_size
         out["imbalance_world"] = _imbalance(plan)
         out["imbalance_shard_groups"] = _imbalance(
             plan_step(plan.layout, replace(plan.spec, group_size=shard_size)))
@@ -217,7 +246,7 @@ def exchange_report(plan: StepPlan, shard_size: int) -> dict:
 
 def _imbalance(plan: StepPlan) -> dict[str, float]:
     costs = {p: plan.phase_cost(p)[1] for p in PHASES}
-    return {p: float(c.max() / c.mean()) for p, c in costs.items()}
+    return {p: float(c.max() / c.mean()) for p, c in costs.items() if c.any()}
 
 
 def _mean(rows: list[dict], key: str) -> float:

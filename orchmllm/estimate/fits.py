@@ -53,10 +53,18 @@ def decide(
         batch = recipe.train.batch_size
         smaller = largest_fitting(
             lambda b: memory.peak(scaled(loads, b / batch), full), budget_bytes, batch)
+        more = "fsdp.shard_size above" if recipe.fsdp.shard_size else "more ranks than"
         cure = f"train.batch_size={smaller}" if smaller else (
-            f"fsdp.shard_size above {memory.shards}, or fewer parameters")
-        raise ValueError(f"recipe: train.batch_size {batch} on shard groups of {memory.shards} {e};"
-                         f" {cure} would fit") from e
+            f"{more} {memory.shards}, or fewer parameters,")
+        raise ValueError(
+            f"the recipe does not fit: train.batch_size={batch} on shard groups of {memory.shards} "
+            f"{e} ({allowed_by(recipe)}); {cure} would fit") from e
+
+
+def allowed_by(recipe: Recipe) -> str:
+    """Where the memory that tensors may take comes from, in words."""
+    return ("fsdp.memory_gb" if recipe.fsdp.memory_gb
+            else f"{DEVICE_SHARE:.0%} of the GPU's; fsdp.memory_gb is not set")
 
 
 def scaled(loads: Loads, factor: float) -> Loads:

@@ -105,6 +105,8 @@ class MemoryModel:
         out["llm forward"] = done + self._gather("llm", False) + self._forward_work(
             "llm", loads, choice["llm"])
         head = 2.0 * self._units("llm")[-1].size * self.element
+        if not self.fsdp.reshard_after_forward:
+            head += self._stays("llm", False)
         out["loss"] = done + self.loss_bytes(loads) + head
         done = done - features
         made = 0.0
@@ -173,10 +175,11 @@ class MemoryModel:
         f, tokens, chunk = max(4, e), loads.phases["llm"].tokens, self.fsdp.loss_chunk_rows
         if not chunk:
             return 3.0 * f * config.vocab_size * tokens
-        weight = config.vocab_size * config.hidden_size * (not config.frozen)
+        learnt = config.hidden_size * (not config.frozen)  # columns of the weight's gradient
         rows = np.minimum(tokens, chunk)
-        return (e * config.hidden_size * tokens + rows * (f + e) * config.vocab_size
-                + (f + e) * weight)
+        # A chunk's logits as computed and in float32, or their gradient and the product made of it.
+        moment = np.maximum((f + e * (e < f)) * rows, e * (rows + learnt))
+        return e * config.hidden_size * tokens + (moment + f * learnt) * config.vocab_size
 
     def _units(self, phase: str) -> list[Unit]:
         return [u for u in units(self.model) if u.phase == phase]
@@ -184,16 +187,28 @@ class MemoryModel:
     def _gather(self, phase: str, backward: bool) -> float:
         """Gathered parameters, at their worst: the encoder's root unit for the whole phase, the
         current unit and the buffer of the next one; in the backward pass also the current unit's
-        gradients, and the last one's on their way to their owners."""
+        gradients, and the last one's on their way to their owners. Without
+        fsdp.reshard_after_forward every unit stays until its backward pass, which gathers none."""
         e = self.element
         reduce = _BYTES[self.fsdp.param_dtype] if self.fsdp.compute_dtype else e
-        roots = sum(u.size for u in self._units(phase) if u.role == "root") * e
         block = next(u for u in self._units(phase) if u.role == "block")
         ahead = max(self.fsdp.prefetch, 1)
-        gathered = block.size * e * (1 + ahead)
-        if not backward:
-            return float(roots + gathered)
-        return float(roots + gathered + block.trained_size * (e + reduce))
+        gradients = block.trained_size * (e + reduce) if backward else 0
+        if not self.fsdp.reshard_after_forward:
+            buffers = 0 if backward else block.size * e * ahead
+            return float(self._stays(phase, backward) + buffers + gradients)
+        roots = sum(u.size for u in self._units(phase) if u.role == "root") * e
+        return float(roots + block.size * e * (1 + ahead) + gradients)
+
+    def _stays(self, phase: str, backward: bool) -> int:
+        """Bytes of the units, but for the head, that stay gathered at the end of a phase's forward
+        pass, or at the start of its backward pass. The blocks of a frozen encoder have no backward
+        pass: they stay until the end of the step's."""
+        before = PHASES[:PHASES.index(phase) + 1]
+        return self.element * sum(
+            u.copies * u.size for u in units(self.model) if u.role != "head" and (
+                u.phase in before or (backward and u.phase in ENCODERS and u.role == "block"
+                                      and not u.trained)))
 
     def extra_time(self, loads: Loads, choice: Choice) -> float:
         """FLOP that the slowest rank of each phase repeats: what `auto` keeps low."""
@@ -227,6 +242,7 @@ def choose_checkpointing(memory: MemoryModel, loads: Loads, budget_bytes: float,
             key = (memory.extra_time(loads, choice), peak)
             best = min(best, (key, choice), key=lambda x: x[0]) if best else (key, choice)
     if best is None:
-        raise ValueError(f"needs {least / 1e9:.1f} GB a rank at least, and {budget_bytes / 1e9:.1f}"
-                         " GB are allowed (fsdp.memory_gb)")
+        raise ValueError(
+            f"needs {least / 1e9:.1f} GB a rank at least, {(least - budget_bytes) / 1e9:.1f} GB "
+            f"more than the {budget_bytes / 1e9:.1f} GB that are allowed")
     return best[1]

@@ -76,7 +76,8 @@ def rank_seconds(plan: StepPlan, phase: str, model: ModelConfig, hardware: Hardw
 
 
 def traffic_seconds(phase: str, memory: MemoryModel, hardware: Hardware) -> tuple[float, float]:
-    """(forward, backward) seconds to gather the phase's parameters, and to reduce its gradients.
+    """(forward, backward) seconds to gather the phase's parameters (in the backward pass again, if
+    they are freed between), and to reduce its gradients.
 
     A node receives every parameter once, through all its links; inside it they are spread by
     NVLink. Hybrid sharding adds an all-reduce of the shards between the groups, which is small.
@@ -92,7 +93,8 @@ def traffic_seconds(phase: str, memory: MemoryModel, hardware: Hardware) -> tupl
         bandwidth = hardware.node_bandwidth * hardware.network_efficiency
     if memory.shards == 1:
         return 0.0, 0.0
-    return size / bandwidth, (size + reduce) / bandwidth
+    again = size if memory.fsdp.reshard_after_forward else 0
+    return size / bandwidth, (again + reduce) / bandwidth
 
 
 def exchange_seconds(plan: StepPlan, hardware: Hardware, all_gather: bool = False) -> float:

@@ -9,17 +9,22 @@ from pathlib import Path
 from orchmllm.config import Recipe
 from orchmllm.estimate.step_time import Hardware
 from orchmllm.plan.assign import PHASES
+from orchmllm.plan.layout import ENCODERS
+from orchmllm.recipe.parse import Loaded
+from orchmllm.sharding.check import default_world
 
 # Hidden size of the LLM -> (name, mini-batches at 128 ranks and at 2,560): the paper's own.
 PAPER_BATCHES = {3584: ("10B", 75, 80), 5120: ("18B", 50, 60), 8192: ("84B", 25, 30)}
 
 
-def run(recipe: Recipe, world_size: int, *, ablations: bool, json_path: Path | None) -> int:
-    """Exit code: 2 if the recipe cannot run on this world, as `train` itself answers."""
+def run(loaded: Loaded[Recipe], world_size: int, *, ablations: bool,
+        json_path: Path | None) -> int:
+    """Exit code: 2 if the recipe does not fit, or cannot run on this world, as `train` itself
+    answers. world_size: 0 if nobody said how many ranks."""
     from orchmllm.estimate.ablations import ablate, overhead
     from orchmllm.estimate.dry_run import dry_run
 
-    hardware = Hardware()
+    recipe, hardware = loaded.recipe, Hardware()
     try:
         if ablations:
             found = {"tables": [ablate(recipe, d, b, hardware, steps)
@@ -27,15 +32,26 @@ def run(recipe: Recipe, world_size: int, *, ablations: bool, json_path: Path | N
                      "overhead": overhead(recipe, hardware, [64, 128, 256, 512, 1024, 2560])}
             text = ablation_text(found)
         else:
-            found = dry_run(recipe, world_size or 1, hardware)
-            text = dry_run_text(found)
+            ranks, why = world_size, "--world-size"
+            if not ranks:
+                ranks, why = default_world(recipe, hardware.ranks_per_node)
+                why += "; --world-size N for others"
+            found = dry_run(recipe, ranks, hardware, without=unnamed_encoders(loaded))
+            text = dry_run_text(found | {"world_size_from": why})
     except ValueError as e:
         print(f"error: {e}", file=sys.stderr)
         return 2
     print(text)
     if json_path:
         json_path.write_text(json.dumps(found, indent=1), encoding="utf-8")
-    return 0
+    return 0 if found.get("fits", True) else 2
+
+
+def unnamed_encoders(loaded: Loaded[Recipe]) -> frozenset[str]:
+    """Encoders without a single key in a recipe that describes other parts of its model: it has no
+    data for them, and they stay as small as the defaults are."""
+    named = {path.split(".")[1] for path in loaded.places if path.startswith("model.")}
+    return frozenset(p for p in ENCODERS if named and p not in named)
 
 
 def _sizes(recipe: Recipe, world_size: int) -> list[tuple[int, int, int]]:
@@ -47,69 +63,148 @@ def _sizes(recipe: Recipe, world_size: int) -> list[tuple[int, int, int]]:
     return [(128, small or batch, 5), (2560, large or batch, 1)]
 
 
+SCHEMES = {"none": "unbalanced", "LLM only": "LLM only", "balanced": "balanced"}
+
+
 def dry_run_text(r: dict) -> str:
-    """The report as text."""
-    model, memory, names = r["model"], r["memory"], ("none", "LLM only", "balanced")
-    lines = [f"{r['world_size']} ranks, mini-batch {r['batch_size']}, {r['steps']} steps planned; "
-             f"{r['hardware']['name']}", "", "parameters"]
-    lines += [f"  {name:24s} {n / 1e9:9.3f} B" for name, n in model["parameters"].items()]
-    lines += [f"  {'total':24s} {model['total'] / 1e9:9.3f} B",
-              f"  rank 0's shards: {model['state_bytes'] / 1e9:.2f} GB with gradients and AdamW "
-              f"(predicted {sum(r['state_bytes_predicted'].values()) / 1e9:.2f}); built on meta in "
-              f"{model['build_s']:.1f} s", "",
-              "activation checkpointing: " + ", ".join(
-                  f"{p} {c}" for p, c in r["checkpointing"].items()),
-              f"predicted peak memory, GB (budget {r['memory_budget_bytes'] / 1e9:.0f})",
-              f"  {'':16s}" + "".join(f"{n:>12s}" for n in names)]
-    lines += [f"  {moment:16s}" + "".join(
-        f"{memory[n]['moments'][moment] / 1e9:12.1f}" for n in names)
-        for moment in memory["balanced"]["moments"]]
-    lines += ["", "FLOP per step, without padding: " + ", ".join(
-        f"{p} {r['flops'][p]:.3g}" for p in PHASES), "",
-        "imbalance, slowest rank / mean rank", f"  {'':8s}" + "".join(
-            f"{n:>12s}" for n in (*names, "padded none"))]
-    lines += [f"  {p:8s}" + "".join(f"{r['phases'][p][n]:12.3f}" for n in (*names, "padded none"))
-              for p in PHASES]
-    return "\n".join([*lines, "", *_predicted_lines(r), "", *_exchange_lines(r["exchange"]), "",
-                      *_batch_lines(r["largest_batch"]), "",
-                      f"{r['elapsed_s']:.1f} s, peak RSS {r['peak_rss_bytes'] / 1e9:.2f} GB"])
+    """The report as text, for a terminal of 80 columns."""
+    why = f" ({r['world_size_from']})" if "world_size_from" in r else ""
+    media = [name for p, name in (("vision", "images"), ("audio", "audio"))
+             if p not in r["without"]]
+    mix = f"{', '.join(media)} and text" if media else "text"
+    lines = [f"{_many(r['world_size'], 'rank')}{why}",
+             f"{_many(r['batch_size'], 'example')} a rank and microbatch; "
+             f"{_many(r['steps'], 'step')} planned",
+             f"GPU assumed: {r['hardware']['name']}, {r['hardware']['memory_bytes'] / 1e9:.0f} GB",
+             f"No data are read: lengths are drawn from the paper's {mix}.",
+             "LLM only: the LLM phase alone is balanced."]
+    lines += [f"The recipe has no model.{p}: a small encoder is built that has nothing to do."
+              for p in r["without"]]
+    if not r["balanced"]:
+        lines.append("balance.enabled is false: the recipe runs unbalanced, in all columns below.")
+    return "\n".join([
+        *lines, "", *_memory_lines(r), "", *_model_lines(r["model"]), "",
+        *_imbalance_lines(r), "", *_predicted_lines(r), "",
+        *_exchange_lines(r["exchange"], r["world_size"]), "",
+        *_batch_lines(r), "",
+        f"This took {r['elapsed_s']:.1f} s and {r['peak_rss_bytes'] / 1e9:.2f} GB of memory."])
+
+
+def _many(count: int, noun: str) -> str:
+    return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
+def _table(label: str, *cells: str, width: int = 12) -> str:
+    return f"{label:42s}" + "".join(f"{c:>{width}s}" for c in cells)
+
+
+def _present(r: dict) -> list[str]:
+    """Phases that something was drawn for."""
+    return [p for p in PHASES if p in r["phases"]]
+
+
+def _memory_lines(r: dict) -> list[str]:
+    memory, budget = r["memory"], r["memory_budget_bytes"]
+    peak = memory["balanced"]["peak_bytes"]
+    verdict, rest = (("It fits", "are left") if r["fits"] else ("It does not fit", "are missing"))
+    held, predicted = r["model"]["state_bytes"], sum(r["state_bytes_predicted"].values())
+    scale, unit = (1e9, "GB") if peak >= 1e10 else (1e6, "MB")
+    return [
+        f"{verdict}: the fullest rank needs {peak / 1e9:.1f} GB; tensors may take "
+        f"{budget / 1e9:.1f} GB",
+        f"({r['allowed_by']}). {abs(budget - peak) / 1e9:.1f} GB {rest} on its GPU.",
+        f"Parameters, gradients and AdamW's moments of rank 0: {held / scale:.2f} {unit} "
+        f"(predicted: {predicted / scale:.2f})",
+        "Activation checkpointing: " + ", ".join(
+            f"{p} {c}" for p, c in r["checkpointing"].items()),
+        "", _table(f"Predicted peak memory of a rank, {unit}", *SCHEMES.values()),
+        *(_table(f"  {moment}", *(f"{memory[n]['moments'][moment] / scale:.1f}" for n in SCHEMES))
+          for moment in memory["balanced"]["moments"] if moment.split()[0] not in r["without"])]
+
+
+def _model_lines(model: dict) -> list[str]:
+    scale, unit = (1e9, "B") if model["total"] >= 1e9 else (1e6, "M")
+    rows = model["parameters"] | {"total": model["total"]}
+    return [f"Parameters (sharded on meta in {model['build_s']:.1f} s)",
+            *(f"  {name:24s} {n / scale:9.3f} {unit}" for name, n in rows.items())]
+
+
+def _imbalance_lines(r: dict) -> list[str]:
+    lines = [_table("Imbalance: slowest rank / mean rank", *SCHEMES.values())]
+    for p in _present(r):
+        lines.append(_table(f"  {p}", *(f"{r['phases'][p][n]:.3f}" for n in SCHEMES)))
+        if p == "audio" and r["audio_mode"] == "packed":
+            padded = r["phases"][p]["padded none"]
+            lines.append(_table("  audio if it were padded", f"{padded:.3f}"))
+    return [*lines, "", "FLOP of a step, without padding: " + ", ".join(
+        f"{p} {r['flops'][p]:.3g}" for p in _present(r))]
 
 
 def _predicted_lines(r: dict) -> list[str]:
-    h, lines = r["hardware"], []
-    lines.append(f"predicted step (efficiency: products {h['product_efficiency']:g}, attention "
-                 f"{h['attention_efficiency']:g}, network {h['network_efficiency']:g})")
-    for name, p in r["predicted"].items():
-        lines.append(f"  {name:10s} {p['step_s']:7.2f} s  MFU {100 * p['mfu']:5.1f}%  "
-                     f"{p['tokens_per_gpu']:7.0f} tokens/s/GPU  exchange "
-                     f"{1e3 * p['exchange_s']:6.2f} ms  plan {r['plan_ms'][name]:6.1f} ms")
-    for kind, label in (("slowest_padded_s", "audio padded where it is not balanced"),
-                        ("slowest_s", f"audio {r['audio_mode']} everywhere")):
-        lines.append(f"  {label}: " + ", ".join(
-            f"{name} {value:.3f} (reference {r['reference'][name]}, "
-            f"{100 * (value / r['reference'][name] - 1):+.1f}%)"
-            for name, value in r["ratio"][kind].items()))
+    h, ratio = r["hardware"], r["ratio"]
+    predicted = [r["predicted"][n] for n in SCHEMES]
+    short = max(p["step_s"] for p in predicted) < 1
+    lines = [
+        _table("Predicted microbatch", *SCHEMES.values()),
+        _table("  milliseconds" if short else "  seconds", *(
+            f"{(1e3 if short else 1) * p['step_s']:.2f}" for p in predicted)),
+        _table("  MFU", *(f"{100 * p['mfu']:.1f}%" for p in predicted)),
+        _table("  tokens a second and GPU", *(f"{p['tokens_per_gpu']:.0f}" for p in predicted)),
+        _table("  exchange of rows, ms", *(f"{1e3 * p['exchange_s']:.2f}" for p in predicted)),
+        _table("  planning, ms (in the background)", *(f"{r['plan_ms'][n]:.1f}" for n in SCHEMES)),
+        f"  Assumed shares of the bf16 peak: products {h['product_efficiency']:g}, attention "
+        f"{h['attention_efficiency']:g}; network {h['network_efficiency']:g}.",
+        "  Not counted: the optimizer, waiting for data, all-reduces of hybrid sharding.", "",
+        _table("Computing alone, relative to balanced", "unbalanced", "LLM only")]
+    keys = [f"{n} / balanced" for n in ("none", "LLM only")]
+    kinds = {"slowest_s": "as the recipe computes it"}
+    if "audio" in r["phases"] and r["audio_mode"] == "packed":
+        kinds = {"slowest_padded_s": "audio padded where it is not balanced",
+                 "slowest_s": "audio packed everywhere"}
+    lines += [_table(f"  {label}", *(f"{ratio[kind][k]:.3f}" for k in keys))
+              for kind, label in kinds.items()]
+    if r["reference"]:
+        lines.append(_table("  an independent simulation, padded", *(
+            f"{r['reference'][k]:.2f}" for k in keys)))
     return lines
 
 
-def _exchange_lines(x: dict) -> list[str]:
-    lines = [f"between nodes: {x['internode_bytes_per_rank'] / 1e6:.2f} MB a rank, busiest sender "
-             f"{x['busiest_send_bytes'] / 1e6:.1f} MB"]
-    for kind in ("flat", "two_hop"):
-        mean, most, bound = x[f"peers_{kind}"]
-        lines.append(f"peers a rank sends to, {kind}: mean {mean:.1f}, most {most}, at most "
-                     f"{bound} possible")
+def _exchange_lines(x: dict, world_size: int) -> list[str]:
+    """What balancing moves."""
+    mean, most, bound = x["peers_flat"]
+    lines = ["Exchange of the balanced step",
+             f"  A rank sends to {mean:.1f} other ranks on average, to {most} at most, of {bound}."]
+    if x["ranks_per_node"] < world_size:
+        mean, most, bound = x["peers_two_hop"]
+        lines += [f"  With balance.exchange=two_hop: {mean:.1f} on average, {most} at most, of "
+                  f"{bound}.",
+                  f"  Between nodes: {x['internode_bytes_per_rank'] / 1e6:.2f} MB a rank on "
+                  f"average, {x['busiest_send_bytes'] / 1e6:.1f} MB from the busiest."]
+    else:
+        lines.append("  All ranks are on one node: nothing moves between nodes.")
     if "imbalance_shard_groups" in x:
-        lines.append("balancing among all ranks / inside shard groups, max / mean cost: "
-                     + ", ".join(f"{p} {x['imbalance_world'][p]:.4f} / "
-                                 f"{x['imbalance_shard_groups'][p]:.4f}" for p in PHASES))
+        phases = list(x["imbalance_world"])
+        lines += ["", _table("Slowest rank / mean rank, by planned cost", *phases),
+                  *(_table(label, *(f"{x[key][p]:.4f}" for p in phases)) for label, key in (
+                      (f"  balanced among all {world_size} ranks", "imbalance_world"),
+                      (f"  inside shard groups of {x['shard_size']}", "imbalance_shard_groups")))]
     return lines
 
 
-def _batch_lines(b: dict) -> list[str]:
-    return [f"largest mini-batch in {label}: " + ", ".join(
-        f"{name} {batch}" for name, batch in b[key].items())
-        for key, label in (("budget", "the budget"), ("same_memory", "what this one takes"))]
+def _batch_lines(r: dict) -> list[str]:
+    b, tried = r["largest_batch"], r["largest_batch"]["tried"]
+    columns = {"balanced": "balanced", "none": "unbalanced"}
+    if "audio" in r["phases"] and r["audio_mode"] == "packed":
+        columns["none, audio padded"] = "padded"
+    peak = r["memory"]["balanced"]["peak_bytes"]
+    rows = ((f"  the {r['memory_budget_bytes'] / 1e9:.1f} GB that are allowed", b["budget"]),
+            (f"  the {peak / 1e9:.1f} GB that this recipe needs", b["same_memory"]))
+    lines = [_table("Examples a rank that fit in", *columns.values()), *(
+        _table(label, *(f"{fitting[n]}{' or more' * (fitting[n] == tried)}" for n in columns))
+        for label, fitting in rows)]
+    if "padded" in columns.values():
+        lines.append("  padded: unbalanced, and audio padded to the longest clip of a rank")
+    return lines
 
 
 def ablation_text(found: dict) -> str:

@@ -9,7 +9,7 @@ batch_layout(model) -> BatchLayout. sample_layout() does both.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 import numpy as np
@@ -171,8 +171,9 @@ _IMAGES = {"coco": coco_sizes, "genome": genome_sizes, "cover": cover_sizes,
 MIXES = ("natural", "half", "omni")
 
 
-def _mix_probabilities(mix: str) -> np.ndarray:
-    """(sets,) sampling probability of each set of _TEXT, in its order."""
+def _mix_probabilities(mix: str, without: Collection[str] = ()) -> np.ndarray:
+    """(sets,) sampling probability of each set of _TEXT, in its order; 0 for those with media of an
+    encoder phase of `without`."""
     counts = np.array([count for count, _, _ in _TEXT.values()], float)
     kinds = np.array([kind for _, kind, _ in _TEXT.values()])
     if mix == "half":  # half of the examples have an image, half have audio
@@ -180,15 +181,21 @@ def _mix_probabilities(mix: str) -> np.ndarray:
         counts = counts * (image / counts[image].sum() + audio / counts[audio].sum())
     elif mix not in MIXES:
         raise ValueError(f"unknown mix {mix!r}; choose one of {', '.join(MIXES)}")
+    if "vision" in without:
+        counts[np.isin(kinds, list(_IMAGES))] = 0
+    if "audio" in without:
+        counts[np.isin(kinds, ["speech", "sound"])] = 0
     return counts / counts.sum()
 
 
-def sample_headers(mix: str, num_examples: int, seed: int) -> Headers:
+def sample_headers(mix: str, num_examples: int, seed: int,
+                   without: Collection[str] = ()) -> Headers:
     """Examples of a mix, seeded: `natural` (proportions of the paper's data), `half` (half vision,
-    half audio) or `omni` (natural, but 20% hold an image and speech, 15% hold 2-8 images)."""
+    half audio) or `omni` (natural, but 20% hold an image and speech, 15% hold 2-8 images).
+    without: encoder phases whose sets are left out of the mix."""
     rng = np.random.default_rng(seed)
     n = num_examples
-    kind_of = rng.choice(len(_TEXT), n, p=_mix_probabilities(mix))
+    kind_of = rng.choice(len(_TEXT), n, p=_mix_probabilities(mix, without))
     text, media = np.zeros(n), []  # media: (example, is_image, (m, 2) size)
     for index, (_, kind, text_tokens) in enumerate(_TEXT.values()):
         at = np.flatnonzero(kind_of == index)

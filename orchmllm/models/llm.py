@@ -100,26 +100,41 @@ class _ChunkedLoss(torch.autograd.Function):
             learnt = target != IGNORE_INDEX  # (r, 1)
             target = target.clamp(min=0)
             logits = F.linear(h, weight).to(dtype)  # (r, V)
-            log_z = logits.logsumexp(1, keepdim=True)
-            total += torch.where(learnt, log_z - logits.gather(1, target), 0.0).sum()
+            top, picked = logits.amax(1, keepdim=True), logits.gather(1, target)
+            z = logits.sub_(top).exp_().sum(1, keepdim=True)  # in place: one such tensor exists
+            total += torch.where(learnt, z.log() + top - picked, 0.0).sum()
             if not (need_hidden or need_weight):
+                del logits
                 continue
             # d loss / d logits: softmax - one-hot, nothing where nothing is learnt
-            grad = logits.sub_(log_z).exp_()
-            grad.scatter_add_(1, target, torch.full_like(log_z, -1.0))
-            grad = grad.masked_fill_(~learnt, 0.0).to(hidden.dtype)
+            logits.div_(z).scatter_add_(1, target, torch.full_like(z, -1.0))
+            grad = logits.masked_fill_(~learnt, 0.0).to(hidden.dtype)
+            del logits
             if need_hidden:
                 torch.mm(grad, weight, out=grad_hidden[at: at + rows])
             if need_weight:
                 grad_weight += grad.T @ h
+            del grad  # or it would stay beside the logits of the next chunk
         ctx.save_for_backward(grad_hidden, None if grad_weight is None
                               else grad_weight.to(weight.dtype))
         return total
 
     @staticmethod
     def backward(ctx, grad):
-        scaled = (g if g is None else g * grad.to(g.dtype) for g in ctx.saved_tensors)
-        return (*scaled, None, None, None)
+        return (*(g if g is None else _scaled(g, grad) for g in ctx.saved_tensors),
+                None, None, None)
+
+
+def _scaled(x: Tensor, factor: Tensor, rows: int = 4096) -> Tensor:
+    """x (n, D) times a scalar in the factor's precision, rounded once to x's dtype. A factor
+    rounded first, such as 1 / number of targets in bfloat16, would scale all gradients alike.
+    rows: those that exist in the factor's dtype at the same time."""
+    if x.dtype == factor.dtype:
+        return x * factor
+    out = torch.empty_like(x)
+    for part, to in zip(x.split(rows), out.split(rows), strict=True):
+        to.copy_(part.to(factor.dtype).mul_(factor))
+    return out
 
 
 class LossHead(nn.Linear):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from orchmllm.config import Recipe
 
 
@@ -25,6 +27,17 @@ def check_shards(shard_size: int, world_size: int) -> None:
 def divmod_ceil(a: int, b: int) -> tuple[int, int]:
     """(a / b rounded down, the same rounded up)."""
     return a // b, -(-a // b)
+
+
+def default_world(recipe: Recipe, ranks_per_node: int) -> tuple[int, str]:
+    """(ranks that a recipe is tried on if nobody says how many, why as many): those that it starts;
+    else one shard group, in whole nodes; else one node."""
+    if recipe.launch.nproc_per_node:
+        return recipe.launch.nproc_per_node, "launch.nproc_per_node"
+    node, size = recipe.balance.ranks_per_node or ranks_per_node, recipe.fsdp.shard_size
+    if size > node:
+        return math.lcm(size, node), "one shard group of fsdp.shard_size, for want of a number"
+    return math.lcm(size or 1, node), "one node, for want of a number"
 
 
 def check_world(recipe: Recipe, world_size: int, ranks_per_node: int) -> None:

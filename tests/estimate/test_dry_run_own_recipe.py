@@ -1,0 +1,102 @@
+"""`--dry-run` of one's own recipe: what it prints is about this recipe, and readable."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+
+from orchmllm.estimate.dry_run import REFERENCE, exchange_report, reference
+from orchmllm.estimate.workload import MODELS, sample_layout
+from orchmllm.plan.step import plan_step
+from orchmllm.sharding.check import default_world
+from tests.e2e.test_scale_recipes import read
+from tests.estimate.test_scale_dryrun import command
+from tests.estimate.test_scale_memory import small_spec
+
+TINY = """
+data: {path: nowhere}
+model:
+  vision: {num_layers: 1, hidden_size: 16, intermediate_size: 32, num_heads: 2}
+  audio: {num_layers: 1, hidden_size: 16, intermediate_size: 32, num_heads: 2}
+  llm: {num_layers: 1, hidden_size: 32, intermediate_size: 48, num_heads: 4}
+train: {batch_size: 2}
+"""
+
+
+def dry_run(tmp_path, text: str, *args: str, code: int = 0) -> str:
+    path = tmp_path / "own.yaml"
+    path.write_text(text, encoding="utf-8")
+    run = command(str(path), "--dry-run", *args, timeout=300)
+    assert run.returncode == code, run.stderr
+    assert run.stderr == ""  # no warnings
+    assert "nan" not in run.stdout
+    assert [x for x in run.stdout.splitlines() if len(x) > 80] == []
+    return run.stdout
+
+
+def test_a_recipe_without_a_number_of_ranks(tmp_path):
+    """One node, and said so; a verdict with the GB that are left; no figures of the paper."""
+    text = dry_run(tmp_path, TINY)
+    assert text.startswith("8 ranks (one node")
+    assert re.search(r"It fits: the fullest rank needs \d+\.\d GB; tensors may take 78\.2 GB", text)
+    assert re.search(r"fsdp.memory_gb is not set\)\. \d+\.\d GB are left", text)
+    assert "H100" in text and "simulation" not in text
+    assert "of 7." in text and "two_hop" not in text
+    assert "8 or more" in text  # the search ends at four times the mini-batch
+
+
+def test_one_example_draws_steps_without_audio(tmp_path):
+    text = dry_run(tmp_path, TINY, "--world-size", "1", "train.batch_size=1")
+    assert text.startswith("1 rank (--world-size)\n1 example a rank")
+    assert re.search(r"^  audio +1\.000 +1\.000 +1\.000$", text, re.MULTILINE)
+
+
+def test_an_encoder_that_the_recipe_does_not_have(tmp_path):
+    text = dry_run(tmp_path, "\n".join(x for x in TINY.splitlines() if "audio:" not in x))
+    assert "The recipe has no model.audio" in text and "the paper's images and text" in text
+    rows = {x.strip().split("  ")[0] for x in text.splitlines() if x.startswith("  ")}
+    assert "vision forward" in rows and not rows & {
+        "audio", "audio forward", "audio backward", "audio packed everywhere"}
+
+
+def test_it_does_not_fit_by_so_much(tmp_path):
+    path = tmp_path / "own.yaml"
+    path.write_text(TINY, encoding="utf-8")
+    run = command(str(path), "--dry-run", "fsdp.memory_gb=0.01", timeout=300)
+    assert run.returncode == 2 and run.stdout == "" and run.stderr.count("\n") == 1
+    assert re.match(r"error: the recipe does not fit: .* needs \d\.\d GB a rank at least, \d\.\d "
+                    r"GB more than the 0\.0 GB that are allowed \(fsdp.memory_gb\); .* would fit "
+                    r"\(a GPU of 85 GB is assumed: H100", run.stderr)
+
+
+@pytest.mark.parametrize("name, ranks", [
+    ("demo", 4), ("mllm84b", 256), ("pretrained_7b", 8), ("librispeech", 8)])
+def test_ranks_of_a_recipe(name, ranks):
+    assert default_world(read(name), 8)[0] == ranks
+
+
+def test_ranks_fill_nodes_and_shard_groups():
+    recipe = read("mllm84b")
+    for size, ranks in ((12, 24), (4, 8), (6, 24), (16, 16)):
+        assert default_world(replace(recipe, fsdp=replace(
+            recipe.fsdp, shard_size=size)), 8)[0] == ranks
+
+
+def test_the_reference_is_that_of_one_recipe_at_one_size():
+    recipe = read("mllm84b")
+    assert reference(recipe, 2560) == REFERENCE
+    for other, ranks in (
+            (recipe, 256), (read("mllm18b"), 2560),
+            (replace(recipe, train=replace(recipe.train, batch_size=29)), 2560),
+            (replace(recipe, balance=replace(recipe.balance, enabled=False)), 2560)):
+        assert reference(other, ranks) == {}
+    assert reference(recipe, 2560, {"audio"}) == {}
+
+
+def test_peers_of_one_node_are_at_most_those_that_exist():
+    layout = sample_layout("84b", num_ranks=8, batch_size=8, seed=0)
+    report = exchange_report(plan_step(layout, small_spec(MODELS["84b"])), 0)
+    for mean, most, bound in (report["peers_flat"], report["peers_two_hop"]):
+        assert mean <= most <= bound == 7

@@ -1,0 +1,63 @@
+"""The chunked loss in bfloat16: no factor common to all gradients, and the memory of one chunk."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+from orchmllm.batch import IGNORE_INDEX
+from orchmllm.config import FsdpConfig
+from orchmllm.estimate.memory import Loads, MemoryModel
+from orchmllm.models.config import LLMConfig, ModelConfig
+from orchmllm.models.flops import Lengths
+from orchmllm.models.llm import LossHead
+
+
+def gradients(dtype: torch.dtype, num_targets: int) -> list[Tensor]:
+    """Gradients of hidden (512, 32) and weight (16384, 32) from values that bfloat16 holds exactly,
+    of the summed loss / num_targets."""
+    generator = torch.Generator().manual_seed(0)
+    head = LossHead(32, 16384).to(dtype)
+    values = torch.randn(16896, 32, generator=generator).mul(0.2).bfloat16()
+    with torch.no_grad():
+        head.weight.copy_(values[512:])
+    hidden = values[:512].to(dtype).requires_grad_()
+    labels = torch.randint(0, 16384, (512,), generator=generator)
+    labels[::3] = IGNORE_INDEX
+    (head(hidden, labels, 128) / num_targets).backward()
+    return [hidden.grad, head.weight.grad]
+
+
+@pytest.mark.parametrize("num_targets", [10_007, 1_003, 64])
+def test_no_factor_is_common_to_the_gradients_in_bfloat16(num_targets):
+    """The gain is the slope of the regression of the gradients on exact ones."""
+    for got, want in zip(gradients(torch.bfloat16, num_targets),
+                         gradients(torch.float64, num_targets), strict=True):
+        gain = float((got.double() * want).sum() / (want * want).sum())
+        assert abs(gain - 1) < 2e-4
+        assert got.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("dtype, frozen", [("float32", False), ("bfloat16", True)])
+def test_the_loss_takes_the_memory_of_one_chunk(dtype, frozen):
+    """By the allocator's own events, and as the memory model predicts it. A chunk that outlives its
+    turn would add its logits to those of the next. A weight that learns is float32 here, because
+    the matrix product of a CPU copies operands in bfloat16."""
+    rows, chunk, vocab, size = 512, 128, 4096, 128
+    head = LossHead(size, vocab).to(getattr(torch, dtype)).requires_grad_(not frozen)
+    hidden = torch.randn(rows, size, dtype=head.weight.dtype, requires_grad=True)
+    labels = torch.randint(0, vocab, (rows,))
+    head(hidden, labels, chunk)  # whatever the libraries keep is there from now on
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
+        assert torch.isfinite(head(hidden, labels, chunk))
+    events = sorted((e.start_ns(), e.nbytes()) for e in prof.profiler.kineto_results.events()
+                    if e.name() == "[memory]")
+    peak = float(np.cumsum([size for _, size in events]).max())
+    model = ModelConfig(llm=LLMConfig(vocab, 1, size, 512, 4, 4, frozen=frozen))
+    lengths = Lengths(*[np.array([rows])] * 3)
+    memory = MemoryModel(model, FsdpConfig(compute_dtype=dtype, loss_chunk_rows=chunk), 1)
+    predicted = float(memory.loss_bytes(Loads({"llm": lengths}, {}))[0])
+    assert peak == pytest.approx(predicted, rel=0.03)

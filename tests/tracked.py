@@ -1,0 +1,71 @@
+"""Peak memory of the real model's forward and backward pass without memory: fake tensors, a fake
+process group of any size, and torch's tracker of what FSDP2 holds."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from orchmllm.batch import Batch, SequenceLengths
+from orchmllm.config import Recipe, plan_spec
+from orchmllm.estimate.dry_run import NONE, draw
+from orchmllm.estimate.memory import MemoryModel, loads_of
+from orchmllm.models.flops import padded_phases
+from orchmllm.models.mllm import MultimodalModel
+from orchmllm.plan.assign import PHASES
+from orchmllm.plan.layout import ENCODERS
+from orchmllm.plan.step import plan_step
+from orchmllm.sharding.fsdp import shard
+
+
+def tracked(recipe: Recipe, num_ranks: int) -> tuple[float, dict[str, float]]:
+    """(tracked peak, predicted bytes by moment) of rank 0 in a drawn step without balancing:
+    parameters, gradients, activations and exchanges, without the optimizer's moments."""
+    plan = plan_step(draw(recipe, num_ranks, recipe.train.batch_size, 0),
+                     replace(plan_spec(recipe, 8), balance=NONE))
+    memory = MemoryModel(recipe.model, recipe.fsdp, recipe.fsdp.shard_size or num_ranks,
+                         on_cpu=True)
+    choice = {p: recipe.fsdp.checkpointing(p) for p in PHASES}
+    moments = memory.peaks(loads_of(plan, padded_phases(recipe.model)), choice)
+    moments.pop("optimizer")
+    moves = memory.state_bytes()["optimizer"]
+    return (_peak(recipe, plan.for_rank(0), num_ranks),
+            {name: float(values[0]) - moves for name, values in moments.items()})
+
+
+def _peak(recipe: Recipe, plan, num_ranks: int) -> float:
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=num_ranks)
+    try:
+        with torch.device("meta"):
+            model = MultimodalModel(recipe.model)
+        model = shard(model, recipe.fsdp, torch.device("cpu"))
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            model.to_empty(device="cpu")
+            batch = _batch(recipe, plan)
+            tracker = FSDPMemTracker(model)
+            tracker.track_inputs((vars(batch),))
+            with tracker:
+                (model(batch) / batch.num_global_targets).backward()
+        return float(tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"])
+    finally:
+        dist.destroy_process_group()
+
+
+def _batch(recipe: Recipe, plan) -> Batch:
+    rows = {m: plan.encode[m].lengths for m in ENCODERS}
+    sizes = {m: getattr(recipe.model, m).geometry.row_size for m in ENCODERS}
+    kinds = {"vision": torch.uint8, "audio": torch.float32}
+    tokens = torch.zeros(int(plan.llm.lengths.sum()), dtype=torch.long)
+    return Batch(
+        plan=plan, inputs={m: torch.zeros((int(rows[m].sum()), sizes[m]), dtype=kinds[m])
+                           for m in ENCODERS},
+        input_lengths={m: SequenceLengths.from_lengths(rows[m]) for m in ENCODERS},
+        token_ids=tokens, labels=tokens.clone(),
+        text_lengths=SequenceLengths.from_lengths(plan.llm.lengths),
+        position_ids=torch.from_numpy(plan.position_ids),
+        scatter={m: torch.from_numpy(plan.scatter[m]) for m in ENCODERS}, num_global_targets=1000)
