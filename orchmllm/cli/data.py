@@ -3,6 +3,7 @@
     orchmllm data index RECIPE   lengths of every row, for fast starts (dispatch: load)
     orchmllm data lint RECIPE    every row and medium that cannot be used, and why
     orchmllm data stats RECIPE   lengths, what balancing gives, a plot of the composition
+    orchmllm data stats DATA --ranks 64    the same of a data file or folder, without a recipe
 
 Every command builds or refreshes the length index first. Exit code: 0 fine, 1 problems found,
 2 the recipe or a source cannot be read.
@@ -18,18 +19,23 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from orchmllm.cli.data_stats import drawn, of_data, show
 from orchmllm.config import Recipe, RecipeError, SourceConfig, load_recipe
 from orchmllm.data.formats.open import DataSource, beside, index_path, open_source
 from orchmllm.data.index import LengthIndex, build_index
 from orchmllm.data.lengths import LengthReader
 from orchmllm.data.tokenizer import ChatTokenizer
+from orchmllm.estimate.workload import MODELS
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="orchmllm data", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("command", choices=("index", "lint", "stats"))
-    parser.add_argument("recipe", help="YAML file; only data, model, balance and train are used")
+    parser.add_argument("recipe", nargs="?", default="", metavar="RECIPE",
+                        help="YAML file; only data, model, balance and train are used. stats also "
+                        "takes a data file or folder instead, or nothing: a mix drawn from "
+                        "published length statistics")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value",
                         help="replaces a value of the recipe")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1,
@@ -38,12 +44,24 @@ def parse(argv: list[str]) -> argparse.Namespace:
                         help="lint: also decode every medium, as training would (much slower)")
     parser.add_argument("--ranks", type=int, default=0,
                         help="stats: ranks to predict for (0: launch.nproc_per_node, or 8)")
+    parser.add_argument("--model", choices=tuple(MODELS), default="10b",
+                        help="stats without a recipe: a model of OrchMLLM Table 1 (default 10b)")
+    parser.add_argument("--batch-size", type=int, default=30, metavar="N",
+                        help="stats without a recipe: examples a rank (default 30)")
     parser.add_argument("--out", type=Path, default=Path("composition.png"),
                         help="stats: where the plot goes")
     args = parser.parse_intermixed_args(argv)
-    if args.workers < 1 or args.ranks < 0:
-        parser.error("--workers must be >= 1 and --ranks >= 0")
+    if args.workers < 1 or args.ranks < 0 or args.batch_size < 1:
+        parser.error("--workers and --batch-size must be >= 1, --ranks >= 0")
+    if not is_recipe(args.recipe) and (args.command != "stats" or args.overrides):
+        parser.error(f"{args.recipe or 'nothing'} is no recipe: index, lint and overrides need a "
+                     "YAML file")
     return args
+
+
+def is_recipe(path: str) -> bool:
+    """Whether `path` is a recipe and not a data file or folder."""
+    return path.endswith((".yaml", ".yml"))
 
 
 def open_recipe(recipe: Recipe) -> tuple[list[DataSource], LengthReader]:
@@ -104,38 +122,20 @@ def lint_decoding(recipe: Recipe) -> int:
     return count
 
 
-def stats(recipe: Recipe, args: argparse.Namespace, sources: list[DataSource],
-          indexes: list[LengthIndex]) -> None:
-    from orchmllm.data.stats import plot, predict, read_lengths, table
-
-    lengths = read_lengths([s.name for s in sources], indexes)
-    print("\nLLM tokens per example that has the modality (share: of all tokens of the source)")
-    print(table(lengths))
-    ranks = args.ranks or recipe.launch.nproc_per_node or 8
-    predicted = predict(indexes, recipe, ranks)
-    print(f"\nslowest rank / mean, {ranks} ranks x {recipe.train.batch_size} examples, predicted "
-          "from FLOPs")
-    print(f"{'phase':<8} {'sampled':>8} {'balanced':>9}")
-    for phase, (before, after) in predicted.items():
-        if phase != "step":
-            print(f"{phase:<8} {before:>8.2f} {after:>9.2f}")
-    print(f"a balanced step takes {predicted['step'][1]:.2f} of an unbalanced one's time "
-          f"({1 / predicted['step'][1]:.2f}x faster; communication not counted)")
-    plot(lengths, args.out, f"{', '.join(lengths.names)}: {len(lengths.source)} examples")
-    print(f"plot: {args.out}")
-
-
 def main(argv: list[str]) -> int:
     args = parse(argv)
     try:
-        recipe = load_recipe(args.recipe, args.overrides)
+        recipe = (load_recipe(args.recipe, args.overrides) if is_recipe(args.recipe)
+                  else of_data(args.recipe, args.model, args.batch_size))
+        if not args.recipe:
+            return drawn(recipe, args)
         sources, planner = open_recipe(recipe)
         indexes = index_all(sources, planner, index_path(recipe.data.index_dir), args.workers)
     except (RecipeError, ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     if args.command == "stats":
-        stats(recipe, args, sources, indexes)
+        show(recipe, args, [s.name for s in sources], indexes)
     if args.command != "lint":
         return 0
     num_problems = lint(sources, indexes) + (lint_decoding(recipe) if args.decode else 0)

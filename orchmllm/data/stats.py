@@ -3,7 +3,7 @@ would give, and the composition-incoherence plot of OrchMLLM's Figure 3. Reads i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -83,24 +83,30 @@ def table(lengths: Lengths) -> str:
     return "\n".join(out)
 
 
-def predict(
-    indexes: Sequence[LengthIndex], recipe: Recipe, num_ranks: int,
-) -> dict[str, tuple[float, float]]:
-    """phase -> (imbalance as sampled, imbalance as planned), averaged over global batches of the
-    recipe's size; "step": (1, predicted time of a balanced step over that of an unbalanced one),
-    where every phase waits for its slowest rank. Communication is not in it."""
+def global_batches(
+    indexes: Sequence[LengthIndex], recipe: Recipe, num_ranks: int
+) -> Iterator[BatchLayout]:
+    """Global batches as training would sample them: 20, fewer where they are large."""
     batch_size = recipe.train.batch_size
     per_step = num_ranks * batch_size
     bounds = np.concatenate([[0], np.cumsum([len(i) for i in indexes])])
     sampler = GlobalSampler(range(int(bounds[-1])), per_step, seed=recipe.run.seed)
-    spec = plan_spec(replace(recipe, balance=replace(recipe.balance, enabled=True)), 8)
-    costs = {phase: [] for phase in PHASES}  # (2, d) of each batch: as sampled, as planned
     for step in range(max(1, min(NUM_BATCHES, MAX_SAMPLED // per_step))):
         examples = []
         for i in sampler.batch(step):
             k = int(np.searchsorted(bounds, i, side="right")) - 1
             examples.append(indexes[k].layout(int(i - bounds[k]), int(i)))
-        plan = plan_step(BatchLayout.from_examples(examples, [batch_size] * num_ranks), spec)
+        yield BatchLayout.from_examples(examples, [batch_size] * num_ranks)
+
+
+def predict(batches: Iterable[BatchLayout], recipe: Recipe) -> dict[str, tuple[float, float]]:
+    """phase -> (imbalance as sampled, imbalance as planned), averaged over global batches; "step":
+    (1, predicted time of a balanced step over that of an unbalanced one), where every phase waits
+    for its slowest rank. Communication is not in it."""
+    spec = plan_spec(replace(recipe, balance=replace(recipe.balance, enabled=True)), 8)
+    costs = {phase: [] for phase in PHASES}  # (2, d) of each batch: as sampled, as planned
+    for layout in batches:
+        plan = plan_step(layout, spec)
         for phase in PHASES:
             costs[phase].append(plan.phase_cost(phase))
     sides = {phase: np.stack(c, axis=1) for phase, c in costs.items()}

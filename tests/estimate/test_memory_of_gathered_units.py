@@ -9,7 +9,7 @@ import pytest
 
 from orchmllm.plan.assign import PHASES
 from tests.e2e.test_scale_recipes import read
-from tests.tracked import tracked
+from tests.lib.tracked import tracked
 
 
 def thin(frozen: str = "", batch_size: int = 2, **fsdp):
