@@ -29,7 +29,7 @@ from orchmllm.dropin.feeds import Collator, ExampleFeed, IndexFeed, Measured, Pl
 from orchmllm.dropin.setup import (
     check_arguments,
     connect,
-    imbalance,
+    imbalances,
     log_step,
     make_spec,
     rank_list,
@@ -287,7 +287,8 @@ class BalancedDataLoader:
             plan=mine, inputs=ready.micro[k].inputs, num_examples=len(mine.examples),
             example_ids=mine.example_ids.tolist(), step=ready.planned.index, epoch=epoch,
             microbatch=k, num_microbatches=self.accumulation_steps,
-            imbalance=imbalance(ready.planned.plans[k][1]), wait_s=ready.wait_s if k == 0 else 0.0,
+            imbalance=imbalances(ready.planned.plans[k][1]),
+            wait_s=ready.wait_s if k == 0 else 0.0,
             num_ranks=self.num_ranks, num_targets=ready.num_targets)
 
     @property
