@@ -85,7 +85,7 @@ def one_step(world, fault: str, prefetch: int) -> tuple[str, str, int]:
     ("decode raises", "RemoteError", "rank 1 failed: MemoryError: decoder ran out of memory"),
 ])
 def test_all_ranks_raise_in_the_same_step(fault, error, text, num_ranks):
-    results = run_ranks(one_step, num_ranks, fault, 2, timeout_s=30)
+    results = run_ranks(one_step, num_ranks, fault, 2)
     assert len(set(results)) == 1, results
     assert results[0][0] == error and text in results[0][1] and results[0][2] == 0
     assert "step 0" in results[0][1]
@@ -127,5 +127,5 @@ def gathers_beside_uneven_groups(world) -> list[np.ndarray]:
 
 def test_groups_of_the_user_do_not_matter():
     want = np.arange(3) + 10 * np.arange(4)[:, None]
-    for rows in run_ranks(gathers_beside_uneven_groups, 4, timeout_s=30):
+    for rows in run_ranks(gathers_beside_uneven_groups, 4):
         assert all(np.array_equal(r, want) for r in rows)

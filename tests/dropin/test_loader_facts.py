@@ -6,7 +6,6 @@ import copy
 import pickle
 import re
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,11 +13,11 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from orchmllm import BalancedDataLoader, StepInfo, scale_loss
+from tests.lib.commands import ROOT
 from tests.lib.dropin import VOCAB, Texts, collate, length_of
 from tests.lib.ranks import run_ranks
 
 pytestmark = pytest.mark.dist
-ROOT = Path(__file__).parents[2]
 LENGTHS = [length_of(i) for i in range(48)]
 
 

@@ -81,7 +81,7 @@ def references():
 
 
 def check(cases: dict[str, Case], num_ranks: int, references, bar: float = 1e-9) -> None:
-    results = run_ranks(all_gradients, num_ranks, cases, timeout_s=120)
+    results = run_ranks(all_gradients, num_ranks, cases)
     for name, case in cases.items():
         loss, grads = references(case)
         for rank in range(num_ranks):

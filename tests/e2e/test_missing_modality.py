@@ -44,7 +44,7 @@ def test_no_hang_and_right_gradients(missing):
                            fsdp=FsdpConfig(param_dtype="float64",
                                            activation_checkpointing=checkpointing)),
                     dataset=dataset)
-    results = run_ranks(all_gradients, NUM_RANKS, cases, timeout_s=60)
+    results = run_ranks(all_gradients, NUM_RANKS, cases)
     references = {}
     for name, case in cases.items():
         pattern = name.split("/")[0]
@@ -61,7 +61,7 @@ def test_fewer_examples_than_ranks():
     case = Case(recipe(balance=BalanceConfig(ranks_per_node=2)),
                 dataset=SyntheticDataset(kinds=["TVAT"], size=BATCH))
     off = replace(case, recipe=replace(case.recipe, balance=BalanceConfig(enabled=False)))
-    results = run_ranks(two_examples_on_four_ranks, 4, [case, off], timeout_s=60)
+    results = run_ranks(two_examples_on_four_ranks, 4, [case, off])
     for r in results:
         assert r == pytest.approx([results[0][0]] * 2, rel=1e-12)
 

@@ -27,10 +27,14 @@ def run_recipe(folder, policy: str):
         train=replace(base.train, num_steps=6, nonfinite=policy))
 
 
-def train(world, run, where: str) -> tuple[list, list[float]]:
+def poisoned_run(world, run, where: str) -> tuple[list, list[float]]:
     """([(step, nonfinite)], sum of |parameters| before and after step BAD)."""
-    trainer = Trainer(run, world, dataset=SyntheticDataset())
-    forward, original, sums = trainer.model.forward, trainer.train_step, []
+    def add_up(step, row: dict) -> None:
+        if step.index in (BAD - 1, BAD):
+            sums.append(total())
+
+    trainer = Trainer(run, world, dataset=SyntheticDataset(), on_step=add_up)
+    forward, sums = trainer.model.forward, []
 
     def poisoned(batch):
         out = forward(batch)
@@ -44,16 +48,7 @@ def train(world, run, where: str) -> tuple[list, list[float]]:
     def total() -> float:
         return sum(float(p.detach().full_tensor().abs().sum()) for p in trainer.parameters)
 
-    def recorded(step):
-        if step.index == BAD:
-            sums.append(total())
-        try:
-            return original(step)
-        finally:
-            if step.index == BAD:
-                sums.append(total())
-
-    trainer.model.forward, trainer.train_step = poisoned, recorded
+    trainer.model.forward = poisoned
     rows = trainer.run()
     assert torch.isfinite(torch.tensor(total()))
     return [(r["step"], r["nonfinite"]) for r in rows], sums
@@ -62,7 +57,7 @@ def train(world, run, where: str) -> tuple[list, list[float]]:
 @pytest.mark.parametrize("where", ["loss", "gradient"])
 def test_raise(tmp_path, where):
     with pytest.raises(RankFailure) as failure:
-        run_ranks(train, 2, run_recipe(tmp_path, "raise"), where)
+        run_ranks(poisoned_run, 2, run_recipe(tmp_path, "raise"), where)
     texts = {e[1] for e in failure.value.errors.values()}
     assert len(failure.value.errors) == 2 and len(texts) == 1
     assert f"step {BAD}: loss" in texts.pop()
@@ -72,13 +67,13 @@ def test_raise(tmp_path, where):
 
 @pytest.mark.parametrize("where", ["loss", "gradient"])
 def test_skip(tmp_path, where):
-    steps, sums = run_ranks(train, 2, run_recipe(tmp_path, "skip"), where)[0]
+    steps, sums = run_ranks(poisoned_run, 2, run_recipe(tmp_path, "skip"), where)[0]
     assert steps == [(s, s == BAD) for s in range(6)]
     assert sums[0] == sums[1]
 
 
 def test_rollback_skips_the_step_when_it_comes_again(tmp_path):
-    results = run_ranks(train, 2, run_recipe(tmp_path, "rollback"), "loss")
+    results = run_ranks(poisoned_run, 2, run_recipe(tmp_path, "rollback"), "loss")
     assert results[0][0] == [(0, False), (1, False), (2, False), (3, True),
                              (2, False), (3, True), (4, False), (5, False)]
     assert results[0][0] == results[1][0]
