@@ -18,10 +18,10 @@ from orchmllm.plan.layout import TEXT
 from orchmllm.plan.step import BalanceConfig
 from tests.lib.broken import write_broken_corpus
 from tests.lib.ranks import RankFailure, run_ranks
-from tests.lib.synthetic import MODEL, recipe
+from tests.lib.synthetic import SHALLOW, recipe
 from tests.lib.training import train
 
-TINY = replace(MODEL, llm=replace(MODEL.llm, vocab_size=512))
+TINY = replace(SHALLOW, llm=replace(SHALLOW.llm, vocab_size=512))
 NO_LIMIT = dict(max_failed_in_a_row=0, max_failed_percent=100.0)
 
 

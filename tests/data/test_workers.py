@@ -24,7 +24,7 @@ from orchmllm.runtime.stop import Stopped
 from orchmllm.trainer import Trainer
 from tests.lib.commands import ROOT
 from tests.lib.ranks import RankFailure, run_ranks
-from tests.lib.synthetic import SyntheticDataset, recipe
+from tests.lib.synthetic import SHALLOW, SyntheticDataset, recipe
 
 
 class Failing(SyntheticDataset):
@@ -40,7 +40,7 @@ class Failing(SyntheticDataset):
 
 
 def run_recipe(num_workers: int, **changes):
-    base = recipe(balance=BalanceConfig(dispatch=changes.pop("dispatch", "load"),
+    base = recipe(model=SHALLOW, balance=BalanceConfig(dispatch=changes.pop("dispatch", "load"),
                                         ranks_per_node=2))
     return replace(
         base, data=replace(base.data, prefetch=2, num_workers=num_workers),

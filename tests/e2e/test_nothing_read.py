@@ -21,12 +21,12 @@ from orchmllm.runtime.log_schema import row_problems
 from orchmllm.runtime.run_state import MIN_UNREADABLE
 from tests.lib.formats import write_jsonl
 from tests.lib.ranks import run_ranks
-from tests.lib.synthetic import MODEL, SyntheticDataset, recipe
+from tests.lib.synthetic import SHALLOW, SyntheticDataset, recipe
 from tests.lib.tokenizers import write_tokenizer
 from tests.lib.training import train
 
 pytestmark = pytest.mark.dist
-TINY = replace(MODEL, llm=replace(MODEL.llm, vocab_size=512))
+TINY = replace(SHALLOW, llm=replace(SHALLOW.llm, vocab_size=512))
 
 
 def row(mark: str = "", name: str = "") -> dict:
@@ -129,7 +129,7 @@ def test_few_media_are_judged_at_the_end(tmp_path):
 
 def test_the_failure_of_another_rank_reaches_the_terminal(tmp_path):
     run = run_of(tmp_path, 3)
-    run = replace(run, model=MODEL)
+    run = replace(run, model=SHALLOW)
     (first, kind, text), (second, *_) = run_ranks(output_of, 2, run, True)
     assert not kind and not second, text
     [warning] = [s for s in first.splitlines() if s.startswith("warning: ")]

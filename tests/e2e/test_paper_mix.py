@@ -21,11 +21,11 @@ from orchmllm.runtime.build import build_dataset
 from tests.lib.commands import ROOT
 from tests.lib.corpora import write_paper_mix
 from tests.lib.ranks import run_ranks
-from tests.lib.synthetic import MODEL, recipe
+from tests.lib.synthetic import SHALLOW, recipe
 from tests.lib.training import train
 
 RECIPE = ROOT / "recipes" / "paper_mix.yaml"
-TINY = replace(MODEL, llm=replace(MODEL.llm, vocab_size=512))
+TINY = replace(SHALLOW, llm=replace(SHALLOW.llm, vocab_size=512))
 BATCH, STEPS = 12, 8  # 96 draws of 57 examples: into the second epoch
 
 

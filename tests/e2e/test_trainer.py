@@ -14,7 +14,7 @@ from orchmllm.plan.step import BalanceConfig, PhasePolicy, build_plan, plan_step
 from orchmllm.runtime.build import learning_rate
 from orchmllm.trainer import Trainer
 from tests.lib.ranks import RankFailure, run_ranks
-from tests.lib.synthetic import SyntheticDataset, recipe
+from tests.lib.synthetic import SHALLOW, SyntheticDataset, recipe
 from tests.lib.training import train
 
 pytestmark = pytest.mark.dist
@@ -24,7 +24,7 @@ KEYS = {"step", "loss", "grad_norm", "lr", "tokens_per_s", "step_s", "data_wait_
 
 
 def longer(folder: Path, **changes):
-    base = recipe(**changes)
+    base = recipe(model=SHALLOW, **changes)
     return replace(base, run=replace(base.run, dir=str(folder)),
                    train=replace(base.train, num_steps=6, lr=1e-2),
                    data=replace(base.data, prefetch=2))

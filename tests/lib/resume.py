@@ -10,7 +10,7 @@ from pathlib import Path
 from orchmllm.config import CheckpointConfig, Recipe
 from orchmllm.plan.step import BalanceConfig
 from orchmllm.trainer import Trainer
-from tests.lib.synthetic import SyntheticDataset, recipe
+from tests.lib.synthetic import SHALLOW, SyntheticDataset, recipe
 
 STEPS, BATCH = 8, 6  # the dataset's 24 examples are an epoch of 4 steps
 
@@ -18,7 +18,7 @@ STEPS, BATCH = 8, 6  # the dataset's 24 examples are an epoch of 4 steps
 def run_recipe(folder: Path, **changes) -> Recipe:
     """A checkpoint after every step. changes: keys of the checkpoint section, or train (a dict),
     num_workers and dtype."""
-    base = recipe(balance=BalanceConfig(ranks_per_node=2))
+    base = recipe(model=SHALLOW, balance=BalanceConfig(ranks_per_node=2))
     train = {"num_steps": STEPS, "lr": 1e-2, "global_batch_size": BATCH,
              **changes.pop("train", {})}
     data = {"prefetch": 2, "num_workers": changes.pop("num_workers", 0)}
