@@ -52,6 +52,10 @@ ALLOWED = {
     "measure": ("plan", "batch", "flops", "models"),
     "measure_parts": ("plan", "batch", "config", "flops", "fsdp", "measure", "memory", "models",
                       "orchestrator"),
+    "simulate": ("plan", "simulate", "_core", "config", "models.config", "flops", "workload",
+                 "predict", "memory"),
+    "planner": ("plan", "simulate", "planner", "models.config", "flops", "activations", "predict",
+                "shapes"),
     "launch": (),
     "stop": (),
     "health": ("metrics", "errors"),
@@ -95,7 +99,11 @@ def test_edges(name, path):
                                     "orchmllm.config", "orchmllm.launch", "orchmllm.train",
                                     "orchmllm.data.__main__", "orchmllm.data.index",
                                     "orchmllm.log_schema", "orchmllm.progress",
-                                    "orchmllm.hf.sources"])
+                                    "orchmllm.hf.sources", *(
+                                        name for name, _ in (
+                                            (f"orchmllm.{m}", p) for m, p in modules())
+                                        if name.split(".")[1] in ("simulate", "planner")
+                                        and not name.endswith("__init__"))])
 def test_no_torch(module):
     code = f"import sys, {module}; sys.exit(bool({{'torch', 'transformers'}} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
