@@ -3,9 +3,6 @@ open is an argument or stands in ASSUMED."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
-
 from orchmllm.models.config import LLMConfig, ModelConfig, VisionConfig
 from orchmllm.planner.profile import (
     GRADIENT,
@@ -13,7 +10,6 @@ from orchmllm.planner.profile import (
     WEIGHT,
     ModuleProfile,
     analytic_profiles,
-    with_frozen,
 )
 from orchmllm.predict import Hardware
 
@@ -47,12 +43,6 @@ def disttrain_profiles(name: str, *, images: float = 5,
     return made
 
 
-def recomputed(profiles: Mapping[str, ModuleProfile]) -> dict[str, ModuleProfile]:
-    """The same modules with every layer's activations made again in the backward pass."""
-    return {n: replace(p, recompute=True) for n, p in profiles.items()}
-
-
-FROZEN = {"nothing": (), "all modules": ("vision", "llm", "generator"),
+FROZEN = {"all modules": ("vision", "llm", "generator"),
           "all but the encoder": ("llm", "generator"), "all but the LLM": ("vision", "generator"),
           "all but the generator": ("vision", "llm")}
-__all__ = ["A800", "ASSUMED", "FROZEN", "LLMS", "disttrain_profiles", "recomputed", "with_frozen"]
