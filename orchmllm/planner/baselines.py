@@ -1,4 +1,4 @@
-"""What DistTrain and MMScale compare with, and their own relaxation: for comparison, not for use."""
+"""What DistTrain and MMScale compare with, and their own relaxation: not meant for use."""
 
 from __future__ import annotations
 

@@ -14,8 +14,8 @@ METHODS = ("even", "parameters", "profile", "exact", "search")
 
 @dataclass(frozen=True)
 class Split:
-    """cuts (N - 1,): first layer of every stage but the first. layers, stage_ms (N,): of each stage,
-    forward and backward of a microbatch. simulated_ms: of an iteration."""
+    """cuts (N - 1,): first layer of every stage but the first. layers, stage_ms (N,): of each
+    stage, forward and backward of a microbatch. simulated_ms: of an iteration."""
 
     cuts: tuple[int, ...]
     layers: tuple[int, ...]
@@ -28,12 +28,12 @@ def split_layers(forward_ms: np.ndarray, backward_ms: np.ndarray,
                  num_microbatches: int, method: str = "search", schedule: str = "1f1b",
                  parameters: np.ndarray | None = None, bytes_per_s: float = np.inf,
                  radius: int = 2) -> Split:
-    """Stages of consecutive layers. forward_ms, backward_ms (L,): of a microbatch; embedding and head
-    belong to the first and the last layer. boundary_bytes (L - 1,): that layer k hands on.
+    """Stages of consecutive layers. forward_ms, backward_ms (L,): of a microbatch; embedding and
+    head belong to the first and the last layer. boundary_bytes (L - 1,): that layer k hands on.
 
-    method: `even` in layers, `parameters` (L,) in parameters, `profile` in time, each by the nearest
-    cuts; `exact`: the least longest stage, then the least sum of squares, by dynamic programming;
-    `search`: from there by simulated time, two cuts at a time moved by up to `radius`.
+    method: `even` in layers, `parameters` (L,) in parameters, `profile` in time, each by the
+    nearest cuts; `exact`: the least longest stage, then the least sum of squares, by dynamic
+    programming; `search`: from there by simulated time, two cuts at a time moved by up to `radius`.
 
     Raises ValueError for shapes that do not fit and for fewer layers than stages."""
     time = np.asarray(forward_ms, float) + np.asarray(backward_ms, float)

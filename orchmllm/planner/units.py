@@ -134,7 +134,9 @@ class Problem:
     gpu_bytes: float
     tp_sizes: tuple[int, ...]
     made: dict[tuple[str, int], Options] = field(default_factory=dict)
+
     def divisors(self, n: int) -> list[int]:
+        """DP sizes of a unit beside an LLM of n groups."""
         return [k for k in self.dps if k <= n and n % k == 0]
 
     @cached_property
@@ -164,9 +166,9 @@ class Problem:
         return {dp: float(total[o.dp == dp].min()) for dp in self.dps}
 
     def exact(self, budgets: Mapping[str, int] | None = None) -> tuple[int, dict[str, tuple]]:
-        """(DP, name -> (tp, dp, pp)) of the fastest plan, fewest GPUs among equals: DPs in the order
-        of their bound, until it exceeds the best. A first pass looks at few combinations of few
-        DPs, so that the second can leave out most."""
+        """(DP, name -> (tp, dp, pp)) of the fastest plan, fewest GPUs among equals: DPs by their
+        bound, until it exceeds the best. A first pass looks at few combinations of few DPs, so
+        that the second can leave out most."""
         best = (np.inf, 0, None)
         bounds = self.bounds()
         ordered = sorted(bounds, key=bounds.__getitem__)
@@ -199,20 +201,26 @@ class Problem:
         # A state: GPUs, warm, longest stage, stages so far; and the option of each module in it.
         state, chosen = np.zeros((1, 4)), np.zeros((1, 0), np.int64)
         for k in reversed(range(len(names))):
-            o = options[k]
-            made = np.stack([state[:, None, 0] + o.gpus, state[:, None, 1] + o.warm,
-                             np.maximum(state[:, None, 2], o.stage), state[:, None, 3] + o.pp], -1)
-            left = self.num_gpus - made[..., 0]
-            bound = made[..., 1] + warm[:k].sum() + steps * np.maximum(
-                made[..., 2], work[:k].sum() / np.maximum(left, 1))
-            held = o.static + np.minimum(made[..., 3], steps + 1) * o.live
-            i, j = np.nonzero((held <= self.gpu_bytes) & (left >= gpus[:k].sum())
-                              & (bound <= most * SAME))
-            if not len(i):
+            o, parts = options[k], []
+            for at in np.array_split(np.arange(len(state)), 1 + len(state) * len(o.gpus) // 10**6):
+                gpus_so, warm_so, stage, behind = (x[at, None] for x in state.T)
+                left, behind = self.num_gpus - gpus_so - o.gpus, behind + o.pp
+                stage = np.maximum(stage, o.stage)
+                bound = warm_so + o.warm + warm[:k].sum() + steps * np.maximum(
+                    stage, work[:k].sum() / np.maximum(left, 1))
+                held = o.static + np.minimum(behind, steps + 1) * o.live
+                i, j = np.nonzero((held <= self.gpu_bytes) & (left >= gpus[:k].sum())
+                                  & (bound <= most * SAME))
+                parts.append(np.column_stack([
+                    bound[i, j], (gpus_so + o.gpus)[i, j], (warm_so + o.warm)[i, j], stage[i, j],
+                    behind[i, j], j, chosen[at[i]]]))
+                if k == 0:
+                    most = min(most, bound[i, j].min(initial=np.inf))
+            found = np.concatenate(parts)
+            found = found[np.lexsort((found[:, 1], found[:, 0]))[:beam]]
+            state, chosen = found[:, 1:5], found[:, 5:].astype(np.int64)
+            if not len(found):
                 return none
-            order = np.lexsort((made[i, j, 0], bound[i, j]))[:beam]
-            i, j = i[order], j[order]
-            state, chosen = made[i, j], np.column_stack([j, chosen[i]])
         total = state[:, 1] + steps * state[:, 2]
         near = np.flatnonzero(total <= total.min() * SAME)
         pick = near[np.lexsort((total[near], state[near, 0]))[0]]

@@ -80,8 +80,8 @@ def taken(layout: BatchLayout, index: np.ndarray, examples_per_rank: np.ndarray)
 
 
 def grouped(kind: str, pool: BatchLayout, num_ranks: int, batch: int, seed: int) -> Groups:
-    """Mini-batches of the pool's examples. Caps of `isf` and `capped`: the mean load of a mini-batch
-    or the largest example, whichever is more, in patches and in tokens."""
+    """Mini-batches of the pool's examples. Caps of `isf` and `capped`, in patches and in tokens:
+    the mean load of a mini-batch or the largest example, whichever is more."""
     tokens = pool.tokens_per_example
     images = pool.sum_segments(np.where(pool.modality == ENCODERS["vision"], pool.rows, 0))
     caps = {f"max_{n}": max(1, int(x.max()), int(batch * x.mean()))

@@ -1,5 +1,5 @@
-"""Mini-batches formed before sampling (OmniBal 4.1 and the baselines of its Table 3) and DistTrain's
-reordering of a global batch (6.1). Each is a pure function of lengths and a seed."""
+"""Mini-batches formed before sampling (OmniBal 4.1 and the baselines of its Table 3), and the
+reordering of a global batch (DistTrain 6.1). Each is a pure function of lengths and a seed."""
 
 from __future__ import annotations
 
@@ -118,10 +118,10 @@ def capped(images: np.ndarray, tokens: np.ndarray, *, max_images: int, max_token
 def isf(images: np.ndarray, tokens: np.ndarray, *, max_images: int, max_tokens: int,
         min_images: int | None = None, min_tokens: int | None = None, rounds: int = 10,
         leftovers: str = "pack", seed: int = 0) -> Groups:
-    """OmniBal's Algorithm 1, iterative sampling and filtering: per round, items in random order fill
-    a group until one more would exceed a cap; groups with min_images or min_tokens are kept (by
-    default max_images and max_tokens - 128), the others' items try again, as do those of the last,
-    never completed group. An item above a cap is a group of its own.
+    """OmniBal's Algorithm 1, iterative sampling and filtering: per round, items in random order
+    fill a group until one more would exceed a cap; groups with min_images or min_tokens are kept
+    (by default max_images and max_tokens - 128), the others' items try again, as do those of the
+    last group, which was never completed. An item above a cap is a group of its own.
 
     leftovers: what no round placed: `pack` into groups below the caps, or `drop` as the paper
     does, which is a bias (`bias` reports it). Raises ValueError for malformed input."""

@@ -1,4 +1,4 @@
-"""Small and paper-sized modules for tests of the planner, and an independent count of their plans."""
+"""Small modules for tests of the planner, and an independent count of their plans."""
 
 from __future__ import annotations
 

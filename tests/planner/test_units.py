@@ -98,7 +98,8 @@ def test_frozen_work():
     ({"frozen": ["x"]}, "no module 'x'")])
 def test_bad_input(change, message):
     with pytest.raises(ValueError, match=message):
-        plan_units(random_modules(0), **{"num_gpus": 8, "global_batch": 4, "gpu_bytes": 50} | change)
+        plan_units(random_modules(0), **{
+            "num_gpus": 8, "global_batch": 4, "gpu_bytes": 50} | change)
 
 
 def test_interpolated():

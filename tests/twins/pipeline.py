@@ -1,4 +1,4 @@
-"""Slow, obvious twins of cpp/pipeline.hpp and of the schedules: lists of tuples, run until stuck."""
+"""Slow, obvious twins of cpp/pipeline.hpp and of the schedules: lists, run until stuck."""
 
 from __future__ import annotations
 
