@@ -9,10 +9,8 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
-
 from orchmllm import activations
-from orchmllm.cli.simulate import lengths
+from orchmllm.cli.simulate import lengths, recipe_parser
 from orchmllm.config import Recipe, load_recipe
 from orchmllm.flops import PEAK_FLOPS
 from orchmllm.planner.advice import ratio, recipe_profiles, rows
@@ -20,30 +18,20 @@ from orchmllm.planner.profile import ModuleProfile, interpolated
 from orchmllm.planner.recompute import LayerKind, choose_recompute
 from orchmllm.planner.split import METHODS, split_layers
 from orchmllm.predict import Hardware
-from orchmllm.workload import MIXES
 
 GBITS, IMAGES, EXAMPLES = (25, 100, 400), (0.5, 1, 2, 4), 2000
 
 
-def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(prog="orchmllm plan", description=__doc__)
-    made.add_argument("what", choices=("units", "split", "recompute"))
-    made.add_argument("--recipe", required=True, help="YAML file: model, data and train are used")
-    made.add_argument("--mix", choices=MIXES, help="drawn lengths instead of the recipe's data")
-    made.add_argument("--profile", type=Path, help="JSON of `orchmllm profile`: measured times")
-    made.add_argument("--gpu", choices=tuple(PEAK_FLOPS), default="H100")
-    made.add_argument("--gpu-gb", type=float, default=74.0, help="memory to use of a GPU")
-    made.add_argument("--gbit", type=float, default=400.0, help="network per GPU and direction")
-    made.add_argument("--num-gpus", type=int, default=64, help="units: GPUs")
-    made.add_argument("--global-batch", type=int, default=0,
-                      help="units: samples of an iteration (0: train.batch_size a GPU)")
-    made.add_argument("--stages", type=int, default=4, help="split: pipeline stages")
-    made.add_argument("--microbatches", type=int, default=16, help="split: of an iteration")
-    made.add_argument("--free-gb", type=float, default=20.0,
-                      help="recompute: memory that activations may take beyond full recomputation")
-    made.add_argument("overrides", nargs="*", metavar="section.key=value",
-                      help="replaces a value of the recipe")
-    return made
+OPTIONS = (
+    ("--profile", "", "JSON of `orchmllm profile`: measured times"),
+    ("--gpu", "H100", f"one of {', '.join(PEAK_FLOPS)}"),
+    ("--gpu-gb", 74.0, "memory to use of a GPU"),
+    ("--gbit", 400.0, "network per GPU and direction"),
+    ("--num-gpus", 64, "units: GPUs"),
+    ("--global-batch", 0, "units: samples of an iteration; 0: train.batch_size a GPU"),
+    ("--stages", 4, "split: pipeline stages"),
+    ("--microbatches", 16, "split: of an iteration"),
+    ("--free-gb", 20.0, "recompute: memory for activations beyond full recomputation"))
 
 
 def units(recipe: Recipe, profiles_of, args: argparse.Namespace, hardware: Hardware) -> None:
@@ -105,26 +93,28 @@ def recompute(recipe: Recipe, profiles: dict[str, ModuleProfile], args) -> None:
 
 
 def main(argv: list[str]) -> int:
-    args = parser().parse_intermixed_args(argv)
+    args = recipe_parser("plan", __doc__, OPTIONS, ("units", "split", "recompute")
+                         ).parse_intermixed_args(argv)
     try:
+        if args.gpu not in PEAK_FLOPS:
+            raise ValueError(f"--gpu {args.gpu}: choose one of {', '.join(PEAK_FLOPS)}")
         recipe = load_recipe(args.recipe, args.overrides)
         hardware = Hardware(args.gpu, peak_flops=PEAK_FLOPS[args.gpu],
                             network_bandwidth=args.gbit * 1e9 / 8)
         drawn = lengths(recipe, EXAMPLES, args.mix)
-        table = json.loads(args.profile.read_text(encoding="utf-8")) if args.profile else {}
+        table = json.loads(Path(args.profile).read_text(encoding="utf-8")) if args.profile else {}
 
         def profiles_of(scale: float) -> dict[str, ModuleProfile]:
             made = recipe_profiles(recipe.model, drawn, hardware, scale)
             return {n: replace(p, forward_ms=interpolated(**table[n])) if n in table else p
                     for n, p in made.items()}
 
-        with np.errstate(invalid="ignore"):
-            if args.what == "units":
-                units(recipe, profiles_of, args, hardware)
-            elif args.what == "split":
-                split(profiles_of(1), args)
-            else:
-                recompute(recipe, profiles_of(1), args)
+        if args.what == "units":
+            units(recipe, profiles_of, args, hardware)
+        elif args.what == "split":
+            split(profiles_of(1), args)
+        else:
+            recompute(recipe, profiles_of(1), args)
     except (ValueError, OSError, KeyError, TypeError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

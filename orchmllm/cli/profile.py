@@ -5,31 +5,25 @@ would not as a whole. Forward is taken as a third of forward and backward."""
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
+from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
 
+from orchmllm.cli.simulate import recipe_parser
 from orchmllm.config import load_recipe
 
 SIZES = (1, 2, 4, 8)  # items of a measurement, each of --rows positions
 
 
-def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(prog="orchmllm profile", description=__doc__,
-                                   formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("--recipe", required=True, help="YAML file; only model is used")
-    made.add_argument("--out", type=Path, default=Path("profile.json"))
-    made.add_argument("--device", default="", help="default: cuda if there is a GPU, else cpu")
-    made.add_argument("--rows", type=int, default=256, help="positions of an item")
-    made.add_argument("--repeat", type=int, default=3, help="runs of which the quickest counts")
-    made.add_argument("overrides", nargs="*", metavar="section.key=value",
-                      help="replaces a value of the recipe")
-    return made
+OPTIONS = (("--out", "profile.json", "where the times go"),
+           ("--device", "", "cuda or cpu; empty: cuda if there is a GPU"),
+           ("--rows", 256, "positions of an item"),
+           ("--repeat", 3, "runs of which the quickest counts"))
 
 
-def measure(recipe, phase: str, args: argparse.Namespace) -> dict[str, list[float]]:
+def measure(recipe, phase: str, args: Namespace) -> dict[str, list[float]]:
     """{rows, ms}: forward milliseconds of all the phase's layers at each size."""
     import numpy as np
     import torch
@@ -61,7 +55,7 @@ def measure(recipe, phase: str, args: argparse.Namespace) -> dict[str, list[floa
 
 
 def main(argv: list[str]) -> int:
-    args = parser().parse_intermixed_args(argv)
+    args = recipe_parser("profile", __doc__, OPTIONS, ()).parse_intermixed_args(argv)
     try:
         if args.rows < 1 or args.repeat < 1:
             raise ValueError(f"--rows {args.rows} and --repeat {args.repeat} must be at least 1")
@@ -71,7 +65,7 @@ def main(argv: list[str]) -> int:
             out[phase] = measure(recipe, phase, args)
             print(f"{phase:<7} " + ", ".join(f"{r} rows {m:.2f} ms" for r, m in zip(
                 out[phase]["rows"], out[phase]["ms"], strict=True)), flush=True)
-        args.out.write_text(json.dumps(out) + "\n", encoding="utf-8")
+        Path(args.out).write_text(json.dumps(out) + "\n", encoding="utf-8")
     except (ValueError, OSError, RuntimeError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from collections.abc import Sequence
 
 from orchmllm.config import Recipe, load_recipe
 from orchmllm.plan.layout import BatchLayout
@@ -12,17 +13,16 @@ from orchmllm.simulate.compare import SCHEMES, run, table
 from orchmllm.workload import MIXES, batch_layout, sample_headers
 
 
-def parser() -> argparse.ArgumentParser:
-    text = "schemes:\n" + "\n".join(f"  {n:<18} {s.paper}" for n, s in SCHEMES.items())
-    made = argparse.ArgumentParser(
-        prog="orchmllm simulate", description=__doc__, epilog=text,
-        formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("scheme", choices=("all", *SCHEMES), metavar="SCHEME",
-                      help="a scheme below, or all")
+def recipe_parser(name: str, text: str, options: Sequence[tuple], what: Sequence[str]):
+    """A parser of `orchmllm NAME WHAT`: --recipe, --mix, overrides and (flag, default, help)."""
+    made = argparse.ArgumentParser(prog=f"orchmllm {name}", description=text,
+                                   formatter_class=argparse.RawDescriptionHelpFormatter)
+    if what:
+        made.add_argument("what", choices=what, metavar="WHAT", help=", ".join(what))
     made.add_argument("--recipe", required=True, help="YAML file; data, model and train are used")
     made.add_argument("--mix", choices=MIXES, help="drawn lengths instead of the recipe's data")
-    made.add_argument("--ranks", type=int, default=64, help="data-parallel ranks")
-    made.add_argument("--steps", type=int, default=5, help="global batches of the recipe's size")
+    for flag, default, told in options:
+        made.add_argument(flag, type=type(default), default=default, help=f"{told} ({default})")
     made.add_argument("overrides", nargs="*", metavar="section.key=value",
                       help="replaces a value of the recipe")
     return made
@@ -50,14 +50,17 @@ def lengths(recipe: Recipe, count: int, mix: str | None) -> BatchLayout:
 
 
 def main(argv: list[str]) -> int:
-    args = parser().parse_intermixed_args(argv)
+    schemes = "\n".join(f"  {n:<18} {s.paper}" for n, s in SCHEMES.items())
+    args = recipe_parser("simulate", f"{__doc__}\n\n{schemes}", (
+        ("--ranks", 64, "data-parallel ranks"), ("--steps", 5, "global batches that are drawn")),
+        ("all", *SCHEMES)).parse_intermixed_args(argv)
     try:
         if args.ranks < 1 or args.steps < 1:
             raise ValueError(f"--ranks {args.ranks} and --steps {args.steps} must be at least 1")
         recipe = load_recipe(args.recipe, args.overrides)
         batch = recipe.train.batch_size
         pool = lengths(recipe, args.ranks * batch * args.steps, args.mix)
-        names = SCHEMES if args.scheme == "all" else [args.scheme]
+        names = SCHEMES if args.what == "all" else [args.what]
         found = {name: run(SCHEMES[name], pool, recipe.model, num_ranks=args.ranks, batch=batch,
                            seed=recipe.run.seed) for name in names}
     except (ValueError, OSError) as error:

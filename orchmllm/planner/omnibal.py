@@ -10,16 +10,8 @@ from orchmllm.flops import Lengths, phase_work
 from orchmllm.models.config import LLMConfig, ModelConfig, VisionConfig
 from orchmllm.planner.disttrain import Line, seconds
 from orchmllm.planner.split import Split, split_layers
-from orchmllm.simulate.grouping import (
-    Groups,
-    bias,
-    device_group,
-    dist_ratio,
-    isf,
-    length_group,
-    pad_ratio,
-    random_groups,
-)
+from orchmllm.simulate import grouping
+from orchmllm.simulate.grouping import Groups, bias, isf
 from orchmllm.workload import sample_headers
 
 RANKS, TILE, LLM_TILE, TEXT = 16, 1025, 256, 3500  # ranks; ViT and LLM tokens of a tile; Qt used
@@ -51,56 +43,52 @@ def mix(n: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
     return tiles, np.minimum(LLM_TILE * tiles + text, 4096).astype(np.int64)
 
 
-def ratios(tiles: np.ndarray, tokens: np.ndarray, groups: Groups, padded: bool,
-           ranks: int = RANKS, seed: int | None = 1) -> tuple[float, float, float]:
-    """(pad ratio, dist ratio of the ViT, of the LLM). seed: of the groups' order; None: as made."""
-    order = np.arange(len(groups))
-    if seed is not None:
-        order = np.random.default_rng(seed).permutation(order)
+def ratios(tiles: np.ndarray, tokens: np.ndarray, groups: Groups, padded: bool = False,
+           ranks: int = RANKS, as_made: bool = False) -> tuple[float, float, float]:
+    """(pad ratio, dist ratio of the ViT, of the LLM) of the groups in random order, or as made."""
+    order = np.arange(len(groups)) if as_made else np.random.default_rng(1).permutation(len(groups))
     load = groups.largest(tokens) * groups.sizes if padded else groups.sums(tokens)
-    return (pad_ratio(tokens, groups) if padded else 0.0,
-            dist_ratio(groups.sums(tiles)[order], ranks), dist_ratio(load[order], ranks))
+    return (grouping.pad_ratio(tokens, groups) * padded,
+            grouping.dist_ratio(groups.sums(tiles)[order], ranks),
+            grouping.dist_ratio(load[order], ranks))
 
 
-def _three(values: tuple[float, float, float]) -> str:
+def _shown(*values: float) -> str:
     return ", ".join(f"{v:.3f}" for v in values)
 
 
 def grouping_lines(n: int) -> Iterator[Line]:
     """Tables 3 and 6, Figure 4 and what ISF drops, on n synthetic samples."""
     tiles, tokens = mix(n, 0)
-    kept = isf(tiles, tokens, **CAPS, leftovers="drop")
-    made = {"baseline": (random_groups(n, 4, 0), True, 1, "4, .31, .34, .30"),
-            "length-group": (length_group(tokens, 4, window=400, seed=0), True, 1,
-                             "4, .20, .26, .13"),
-            "device-group": (device_group(tokens, 4, num_ranks=RANKS, window=6400, seed=0), True,
-                             None, "4, .378, .125, .15"),
-            "ISF": (kept, False, 1, "4.6, 0, .02, .14")}
-    for name, (groups, padded, seed, paper) in made.items():
+    dropping = {**CAPS, "leftovers": "drop"}
+    kept = isf(tiles, tokens, **dropping)
+    for name, paper, groups, options in (
+            ("baseline", "4, .31, .34, .30", grouping.random_groups(n, 4, 0), {"padded": True}),
+            ("length-group", "4, .20, .26, .13", grouping.length_group(
+                tokens, 4, window=400, seed=0), {"padded": True}),
+            ("device-group", "4, .378, .125, .15", grouping.device_group(
+                tokens, 4, num_ranks=RANKS, window=6400, seed=0),
+             {"padded": True, "as_made": True}),
+            ("ISF", "4.6, 0, .02, .14", kept, {}),
+            ("ISF with its leftovers packed", "-", isf(tiles, tokens, **CAPS), {})):
         yield Line("Table 3", f"{name}: batch, pad, dist ViT, dist LLM", paper,
-                   f"{groups.sizes.mean():.1f}, "
-                   + _three(ratios(tiles, tokens, groups, padded, seed=seed)))
-    packed = isf(tiles, tokens, **CAPS)
-    yield Line("Table 3", "ISF with its leftovers packed", "-", f"{packed.sizes.mean():.1f}, "
-               + _three(ratios(tiles, tokens, packed, False)))
+                   _shown(groups.sizes.mean(), *ratios(tiles, tokens, groups, **options)))
     share, lost, everything = bias(kept, tiles)
     yield Line("Algorithm 1", "what ISF drops", "not told", f"{share:.2%} of the samples, with "
                f"{lost:.2f} tiles instead of {everything:.2f} and {bias(kept, tokens)[1]:.0f} "
                f"tokens instead of {tokens.mean():.0f}")
     yield Line("section 5.4", f"ten rounds on {n:,} samples", "less than a minute",
-               f"{seconds(lambda: isf(tiles, tokens, **CAPS, leftovers='drop'), 1):.2f} s, with "
-               f"leftovers packed {seconds(lambda: isf(tiles, tokens, **CAPS), 1):.2f} s",
-               "measured here")
+               f"{seconds(lambda: isf(tiles, tokens, **dropping), 1):.2f} s, with leftovers packed "
+               f"{seconds(lambda: isf(tiles, tokens, **CAPS), 1):.2f} s", "measured here")
     for images, words, paper in ((9, 64, ".0156, .145"), (9, 128, ".0159, .144"),
                                  (9, 256, ".018, .141"), (8, 128, ".0417, .20")):
-        groups = isf(tiles, tokens, **CAPS, min_images=images, min_tokens=4096 - words,
-                     leftovers="drop")
+        made = isf(tiles, tokens, **dropping, min_images=images, min_tokens=4096 - words)
         yield Line("Table 6", f"Qv' {images}, Qt' Qt - {words}: dist ViT, LLM", paper,
-                   _three(ratios(tiles, tokens, groups, False)).partition(", ")[2])
+                   _shown(*ratios(tiles, tokens, made)[1:]))
     for rounds in (1, 2, 5, 10):
-        groups = isf(tiles, tokens, **CAPS, rounds=rounds, leftovers="drop")
+        made = isf(tiles, tokens, **dropping, rounds=rounds)
         yield Line("Figure 4", f"{rounds} rounds: dist ViT, LLM, samples left", "steady from 5",
-                   _three((*ratios(tiles, tokens, groups, False)[1:], bias(groups, tiles)[0])))
+                   _shown(*ratios(tiles, tokens, made)[1:], bias(made, tiles)[0]))
 
 
 def layer_ms(tower: str, backbone: str, ratio: float = 1.0, tp: int = 2) -> dict[str, np.ndarray]:
@@ -138,17 +126,16 @@ def deviation(tower: str, backbone: str, paper: list[int], ratio: float) -> tupl
 def partition_lines() -> Iterator[Line]:
     """Tables 4 and 8: partitions, at 100 Gbit/s between stages."""
     layers = layer_ms("InternVL-6B", "InternLM2-20B")
-    at = {"parameters": (".03, 13.4, 93.6", "(1) parameters"), "even": (".64, 1.2, 20.1",
-          "(2) layers"), "profile": (".85, 2.1, 6.5", "(3) profile"), "search": (
-              ".83, 1.5, 12.2", "(4) BMP; ours: search"), "exact": ("-", "exact min-max")}
-    for method, (paper, what) in at.items():
+    for method, paper, what in (
+            ("parameters", ".03, 13.4, 93.6", "(1) parameters"),
+            ("even", ".64, 1.2, 20.1", "(2) layers"), ("profile", ".85, 2.1, 6.5", "(3) profile"),
+            ("search", ".83, 1.5, 12.2", "(4) BMP; ours: search"), ("exact", "-", "exact min-max")):
         made = split(layers, 4, method)
         size = np.add.reduceat(layers["parameters"], [0, *made.cuts]) / 1e9
-        forward = made.stage_ms / 3
         comm = layers["bytes"][np.array(made.cuts) - 1].sum() / 1e6
         yield Line("Table 4", f"{what}: VAR(parameters, layers, forward)", paper,
-                   f"{size.var():.2f}, {np.var(made.layers):.1f}, {forward.var():.1f} ms^2; "
-                   f"{comm:.0f} MB, layers {list(made.layers)}, iteration "
+                   f"{size.var():.2f}, {np.var(made.layers):.1f}, {np.var(made.stage_ms / 3):.1f} "
+                   f"ms^2; {comm:.0f} MB, layers {list(made.layers)}, iteration "
                    f"{made.simulated_ms:.0f} ms")
     for tower, backbone, paper in TABLE_8:
         plain = [deviation(tower, backbone, paper, r) for r in (1.0, 1.4)]
@@ -157,36 +144,29 @@ def partition_lines() -> Iterator[Line]:
                    f"unfitted {list(plain[0][1].layers)}, off by {plain[0][0]} (ViT 1.4 times "
                    f"slower a FLOP: {plain[1][0]}); fitted to this row, ratio {fitted[1]:.2f}: off "
                    f"by {fitted[0]}")
-    yield Line("Table 8", "EVA-CLIP-4B + InternLM2-20B", "[39, 22, 21, 20]", "-",
-               "not reproduced: the row has 102 layers, the public tower and LLM fewer")
-    yield Line("Table 8", "recomputed layers, GPU days", "-", "-",
-               "not reproduced: the GPUs' free memory and time are not told")
 
 
 def setting_lines(n: int) -> Iterator[Line]:
     """Tables 11, 14, 15 and 16, as far as lengths and links decide them."""
     headers = sample_headers("natural", 2 * n, 0)  # images are those of LLaVA-665K
-    speech = np.zeros(2 * n, bool)
     owner = np.repeat(np.arange(2 * n), headers.media_per_example)
-    speech[owner[~headers.is_image]] = True
-    keep = np.flatnonzero(~speech)[:n]
-    images, text = headers.media_per_example[keep], headers.text[keep] + headers.prefix[keep]
-    tokens = np.minimum(LLM_TILE * images + text, 4096)
-    most = max(1, int(4096 * images.sum() / tokens.sum()))  # the paper's rule for Qv
-    groups = isf(images, tokens, max_images=most, max_tokens=4096, leftovers="drop")
-    yield Line("Table 11", f"LLaVA-665K, one tile an image, Qv {most}: dist ViT, LLM", ".02, .145",
-               _three(ratios(images, tokens, groups, False)).partition(", ")[2]
-               + "; without balance " + _three(ratios(
-                   images, tokens, random_groups(len(keep), 4, 0), True)))
-    side = headers.size[headers.is_image] // 28
-    patches = np.zeros(2 * n, np.int64)
-    np.add.at(patches, owner[headers.is_image], 4 * side.prod(axis=1))
-    patches, tokens = patches[keep], np.minimum(patches[keep] // 4 + text, 4096)
-    caps = {"max_images": int(4096 * patches.sum() / tokens.sum()), "max_tokens": 4096}
-    groups = isf(patches, tokens, **caps, min_images=int(.97 * caps["max_images"]),
-                 leftovers="drop")
-    yield Line("Table 14", "images at their own resolution (LLaVA's): dist ViT, LLM", ".12, .06",
-               _three(ratios(patches, tokens, groups, False)).partition(", ")[2])
+    spoken, patches = np.zeros(2 * n, bool), np.zeros(2 * n, np.int64)
+    spoken[owner[~headers.is_image]] = True
+    np.add.at(patches, owner[headers.is_image], 4 * (headers.size[headers.is_image] // 28).prod(1))
+    keep = np.flatnonzero(~spoken)[:n]
+    text = headers.text[keep] + headers.prefix[keep]
+    for where, what, paper, images, each, share in (
+            ("Table 11", "LLaVA-665K, one tile an image", ".02, .145",
+             headers.media_per_example[keep], LLM_TILE, 1.0),
+            ("Table 14", "images at their own resolution (LLaVA's)", ".12, .06", patches[keep],
+             0.25, 0.97)):
+        tokens = np.minimum(each * images + text, 4096).astype(np.int64)
+        most = max(1, int(4096 * images.sum() / tokens.sum()))  # the paper's rule for Qv
+        made = isf(images, tokens, max_images=most, max_tokens=4096, min_images=int(share * most),
+                   leftovers="drop")
+        plain = ratios(images, tokens, grouping.random_groups(len(keep), 4, 0), padded=True)
+        yield Line(where, f"{what}, Qv {most}: dist ViT, LLM", paper, _shown(
+            *ratios(images, tokens, made)[1:]) + "; without balance " + _shown(*plain[1:]))
     layers = layer_ms("InternVL-6B", "InternLM2-20B")
     for name, gbit, paper in (("A100, 4x200G", 100, "21.3 days"), ("A100, 2x200G", 50, "24.8 days"),
                               ("H100, 8x400G", 400, "12.2 days, other GPUs")):
@@ -194,26 +174,33 @@ def setting_lines(n: int) -> Iterator[Line]:
         yield Line("Table 15", f"{name} a node: iteration", paper,
                    f"search {best:.0f} ms, even {even:.0f} ms, on the same GPUs")
     tiles, tokens = mix(n, 1)
-    groups = isf(tiles, tokens, **CAPS, leftovers="drop")
-    plain = random_groups(n, 4, 0)
+    made = {"isf": isf(tiles, tokens, **CAPS, leftovers="drop"),
+            "plain": grouping.random_groups(n, 4, 0)}
     for gpus in (64, 128, 256, 512):
-        dp = gpus // 32
-        a, b = (ratios(tiles, tokens, g, p, ranks=dp) for g, p in ((groups, False), (plain, True)))
-        work = [tokens.sum() / (1 - x[2]) / (1 - x[0]) for x in (a, b)]
-        yield Line("Table 16", f"{gpus} GPUs, DP {dp}: dist LLM; time of the LLM over ISF's",
-                   ".139; 2.48-2.76x in GPU days", f"{a[2]:.3f}; {work[1] / work[0]:.2f}x")
+        found = {k: ratios(tiles, tokens, g, k == "plain", ranks=gpus // 32)
+                 for k, g in made.items()}
+        time = {k: 1 / (1 - x[2]) / (1 - x[0]) for k, x in found.items()}
+        yield Line("Table 16", f"{gpus} GPUs, DP {gpus // 32}: dist LLM; LLM time over ISF's",
+                   ".139; 2.48-2.76x in GPU days",
+                   f"{found['isf'][2]:.3f}; {time['plain'] / time['isf']:.2f}x")
+
+
+GPU = "GPU measurements, which are not claimed"
+LEFT_OUT = (("Tables 1 5", "time and memory by stage", "-", GPU),
+            ("Table 2", "accuracy and GPU days", "-", GPU),
+            ("Table 7", "components", "61.8, 51.9, 21.3 days", GPU + "; rows are shifted there"),
+            ("Table 8", "EVA-CLIP-4B + InternLM2-20B", "[39, 22, 21, 20]",
+             "the row has 102 layers, the public tower and LLM fewer"),
+            ("Table 8", "recomputed layers, GPU days", "-", "free memory is not told; " + GPU),
+            ("Tables 9 10 12 13", "other resolutions, pretraining, LLaVA-1.6", "-",
+             "lengths of these data are not here"),
+            ("Figures 1 2 3", "method", "-", "drawings, without figures"))
 
 
 def lines(n: int = 1_200_000) -> Iterator[Line]:
     """All rows. n: samples of the synthetic mix of Tables 3 and 6."""
-    gpu = "not reproduced: GPU measurements, which are not claimed"
-    yield Line("Tables 1 5", "time and memory by stage", "-", "-", gpu)
-    yield Line("Table 2", "accuracy and GPU days", "-", "-", gpu)
     yield from grouping_lines(n)
     yield from partition_lines()
-    yield Line("Table 7", "components", "61.8, 51.9, 21.3 days", "-",
-               "not reproduced: GPU days; rows are shifted, 29.0 is missing")
-    yield Line("Tables 9 10 12 13", "other resolutions, pretraining, LLaVA-1.6", "-", "-",
-               "not reproduced: lengths of these data are not here, GPU days are not claimed")
     yield from setting_lines(min(n, 200_000))
-    yield Line("Figures 1 2 3", "method", "-", "-", "not reproduced: drawings, without figures")
+    for where, what, paper, why in LEFT_OUT:
+        yield Line(where, what, paper, "-", f"not reproduced: {why}")

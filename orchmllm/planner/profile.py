@@ -14,8 +14,10 @@ from orchmllm.models.config import ModelConfig
 from orchmllm.predict import Hardware
 from orchmllm.shapes import units
 
-# Bytes a parameter: bf16 weight; float32 gradient; float32 copy and AdamW's two moments.
-WEIGHT, GRADIENT, OPTIMIZER = 2, 4, 12
+
+def state_of(parameters: float) -> tuple[float, float, float]:
+    """Bytes of weights (bfloat16), gradients (float32), float32 copy and AdamW's two moments."""
+    return 2 * parameters, 4 * parameters, 12 * parameters
 
 
 @dataclass(frozen=True)
@@ -107,30 +109,26 @@ def analytic_ms(flops: Callable[[float], float], hidden: int, layers: int, hardw
 
 
 def analytic_profiles(model: ModelConfig, lengths: Mapping[str, float], hardware: Hardware,
-                      items: Mapping[str, float] | None = None, efficiency: float | Mapping[
-                          str, float] | None = None) -> dict[str, ModuleProfile]:
+                      items: Mapping[str, float], efficiency: Mapping[str, float] | None = None
+                      ) -> dict[str, ModuleProfile]:
     """Profiles of the phases named in lengths, in pipeline order. lengths: phase -> mean positions
     of an item (patches, positions after the convolutions, tokens); items: phase -> items a sample
-    (default 1). efficiency: share of the peak that forward reaches, default the hardware's.
-    Kept are what the checkpointing choice `selective` keeps."""
+    (default 1). efficiency: phase -> share of the peak, default the hardware's. Kept is what the
+    checkpointing choice `selective` keeps."""
     out = {}
     for phase in (p for p in ("vision", "audio", "llm") if lengths.get(p)):
-        config, length = getattr(model, phase), float(lengths[phase])
-        count = (items or {}).get(phase, 1.0)
-        group = {"vision": getattr(config, "merge_size", 1)**2,
-                 "audio": getattr(config, "stack", 1), "llm": 1}[phase]
-        item = Lengths(*(np.array([length * k]) for k in (2 if phase == "audio" else 1, 1,
-                                                          1 / group)))
+        config, length, count = getattr(model, phase), lengths[phase], items.get(phase, 1.0)
+        group = getattr(config, "stack", getattr(config, "merge_size", 1)**2)
+        frames = 2 if phase == "audio" else 1
+        item = Lengths(*(np.array([length * k]) for k in (frames, 1, 1 / group)))
         flops = float(phase_work(phase, model, item).forward.sum())
-        share = (efficiency.get(phase) if isinstance(efficiency, Mapping) else efficiency
-                 ) or hardware.product_efficiency
+        share = (efficiency or {}).get(phase, hardware.product_efficiency)
         size = sum(u.copies * u.size for u in units(model) if u.phase == phase)
         block = getattr(activations, f"{phase}_block")(config, 2)
         out[phase] = ModuleProfile(
             phase, config.num_layers, length * count,
             analytic_ms(lambda rows, f=flops, n=length: f * rows / n, config.hidden_size,
                         config.num_layers, hardware, share),
-            WEIGHT * size, GRADIENT * size, OPTIMIZER * size,
-            config.num_layers * block.kept["selective"], 2.0 * config.hidden_size,
-            forward_flops=flops * count)
+            *state_of(size), config.num_layers * block.kept["selective"],
+            2.0 * config.hidden_size, forward_flops=flops * count)
     return with_frozen(out, [p for p in out if getattr(model, p).frozen])
