@@ -18,6 +18,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import product
 
 import numpy as np
 
@@ -193,11 +194,6 @@ class Problem:
             return none
         warm, work, gpus = (np.array([x.min() for x in column]) for column in zip(
             *((o.warm, o.stage * o.gpus, o.gpus) for o in options), strict=True))
-        for k, o in enumerate(options):
-            left = self.num_gpus - o.gpus - gpus.sum() + gpus[k]
-            rest = (work.sum() - work[k]) / np.maximum(self.num_gpus - o.gpus, 1)
-            bound = o.warm + warm.sum() - warm[k] + steps * np.maximum(o.stage, rest)
-            options[k] = o.keep((left >= 0) & (bound <= most * SAME))
         # A state: GPUs, warm, longest stage, stages so far; and the option of each module in it.
         state, chosen = np.zeros((1, 4)), np.zeros((1, 0), np.int64)
         for k in reversed(range(len(names))):
@@ -263,19 +259,16 @@ class Problem:
 
     def why_not(self) -> str:
         """The module that misses most memory with all GPUs to itself, else that GPUs are few."""
-        short, fewest = {}, 0
-        for name in self.profiles:
-            options = [self.options(name, dp) for dp in self.dps]
-            held = np.concatenate([o.static + np.minimum(o.pp, self.global_batch // dp) * o.live
-                                   for o, dp in zip(options, self.dps, strict=True)])
-            gpus = np.concatenate([o.gpus for o in options])
-            room = gpus <= self.num_gpus - len(self.profiles) + 1
-            short[name] = float(held[room].min()) - self.gpu_bytes if room.any() else np.inf
-            fewest += int(gpus[held <= self.gpu_bytes].min(initial=10**9))
-        worst = max(short, key=lambda n: short[n])
-        if short[worst] > 0:
-            return (f"no plan: module {worst!r} needs {short[worst] / 1e9:.2f} GB more on a GPU "
-                    f"than the {self.gpu_bytes / 1e9:.2f} GB there are, on up to {self.num_gpus} "
-                    "GPUs: give more GPUs, recompute activations, or a smaller module")
-        return (f"no plan on {self.num_gpus} GPUs: every module fits alone, together they need "
-                f"{fewest} at least, and more where stages hold microbatches in flight")
+        least = dict.fromkeys(self.profiles, np.inf)
+        for name, dp in product(self.profiles, self.dps):
+            o = self.options(name, dp)
+            held = o.static + np.minimum(o.pp, self.global_batch // dp) * o.live
+            alone = held[o.gpus <= self.num_gpus - len(self.profiles) + 1]
+            least[name] = min(least[name], alone.min(initial=np.inf))
+        worst = max(least, key=least.__getitem__)
+        if least[worst] <= self.gpu_bytes:
+            return (f"no plan on {self.num_gpus} GPUs: every module fits alone, but not all "
+                    "together: give more GPUs, or recompute activations")
+        return (f"no plan: module {worst!r} needs {(least[worst] - self.gpu_bytes) / 1e9:.2f} GB "
+                f"more on a GPU than the {self.gpu_bytes / 1e9:.2f} GB there are, on up to "
+                f"{self.num_gpus} GPUs: give more GPUs, or recompute activations")

@@ -190,18 +190,20 @@ def table(results: Mapping[str, Result]) -> str:
 
 def plot(ranks: Sequence[int], results: Sequence[Mapping[str, Result]], title: str,
          path: str) -> None:
-    """Step time over that of perfect balance against the number of ranks, a line per scheme."""
+    """Time lost to imbalance against the number of ranks, a line per scheme."""
     from matplotlib.figure import Figure
+    from matplotlib.ticker import ScalarFormatter
 
     figure = Figure(figsize=(8.5, 4.8), layout="constrained")
     axes = figure.subplots()
-    for k, name in enumerate(results[0]):
-        axes.plot(ranks, [r[name].over_perfect for r in results], marker="os^v"[k % 4],
-                  linewidth=2.4 if "per-phase" in name else 1.2, label=name,
-                  color=f"C{k % 10}", linestyle="--" if k >= 10 else "-")
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(list(ranks), [str(d) for d in ranks])
-    axes.set(xlabel="data-parallel ranks", ylabel="step over perfect balance", title=title)
-    axes.spines[["top", "right"]].set_visible(False)
+    for k, name in enumerate(sorted(results[-1], key=lambda n: -results[-1][n].over_perfect)):
+        axes.plot(ranks, [100 * (r[name].over_perfect - 1) for r in results], label=name,
+                  marker="os^v"[k % 4], color=f"C{k % 10}",
+                  linewidth=2.4 if "per-phase" in name else 1.2)
+    axes.set(xlabel="data-parallel ranks", title=title, xscale="log", yscale="log",
+             ylabel="step beyond perfect balance, %", xticks=list(ranks))
+    axes.xaxis.set_major_formatter(ScalarFormatter())
+    axes.yaxis.set_major_formatter(ScalarFormatter())
+    axes.minorticks_off()
     axes.legend(frameon=False, bbox_to_anchor=(1.0, 1.0), loc="upper left")
     figure.savefig(path, dpi=130)

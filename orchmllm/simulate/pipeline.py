@@ -85,8 +85,6 @@ def inter_reorder(forward_ms: np.ndarray, backward_ms: np.ndarray, *, num_chunks
     if as_printed and p != 2:
         raise ValueError(f"Algorithm 3 as printed takes {slots + p - 2} of {slots} microbatches in "
                          f"a pipeline of {p} stages: it is right for 2 stages only")
-    if as_printed and slots < 3:
-        raise ValueError(f"Algorithm 3 as printed needs 3 microbatches, not {slots}")
     comm = np.broadcast_to(np.asarray(comm_ms, float), (p * num_chunks - 1,))[:p - 1]
     ops, duration, comm = _tables(*merged, "1f1b", 1, comm)
     return core().inter_reorder(ops, duration, comm, np.ascontiguousarray(merged[0].sum(axis=0)))

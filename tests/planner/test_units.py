@@ -79,7 +79,7 @@ def test_too_little_names_module_and_bytes():
     with pytest.raises(ValueError, match=r"module 'generator' needs \d+\.\d\d GB more on a GPU"):
         plan_units(profiles, num_gpus=4, global_batch=4, gpu_bytes=16e9, tp_sizes=(1,))
     tight = {n: replace(p, weight_bytes=30.0, layers=4) for n, p in random_modules(1).items()}
-    with pytest.raises(ValueError, match="every module fits alone, together they need"):
+    with pytest.raises(ValueError, match="every module fits alone, but not all"):
         plan_units(tight, num_gpus=6, global_batch=4, gpu_bytes=24.0, tp_sizes=(1,))
 
 
