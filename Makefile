@@ -23,7 +23,7 @@ test: setup-test
 SLOW_checkpoints := tests/runtime
 SLOW_dropin := tests/dropin
 SLOW_data := tests/data tests/e2e/test_paper_mix.py tests/e2e/test_nothing_read.py
-SLOW_plan := tests/plan tests/comm
+SLOW_plan := tests/plan tests/comm tests/simulate
 SLOW_models := tests/models tests/sharding tests/hf
 SLOW_estimate := tests/estimate
 SLOW_soak := tests/e2e/test_soak.py
@@ -65,7 +65,8 @@ sanitize: setup-test
 	    LD_PRELOAD="$$($${CXX:-c++} -print-file-name=libasan.so) \
 	    $$($${CXX:-c++} -print-file-name=libstdc++.so)" \
 	    $(CURDIR)/$(RUN) -m pytest -q -p no:cacheprovider --timeout 900 \
-	    tests/plan/test_balance*.py tests/plan/test_nodewise.py tests/plan/test_plan_schemes.py
+	    tests/plan/test_balance*.py tests/plan/test_nodewise.py tests/plan/test_plan_schemes.py \
+	    tests/simulate/test_pipeline.py
 
 setup: $(READY)
 	@$(RUN) setup.py -q build_ext --inplace

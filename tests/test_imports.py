@@ -31,11 +31,14 @@ ALLOWED = {
     "sharding": ("comm", "models", "config", "hf"),
     "estimate": ("recipe", "plan", "batch", "models", "config", "orchestrator", "runtime",
                  "sharding"),
+    "simulate": ("_core", "plan", "models"),
+    "planner": ("_core", "plan", "models", "sharding", "estimate", "simulate"),
     "report": ("plan", "config"),
     "trainer": ("launch", "plan", "comm", "models", "config", "data", "runtime", "hf", "sharding",
                 "estimate"),
     "train": ("launch", "comm", "config", "runtime", "hf", "sharding", "estimate", "trainer"),
-    "cli": ("launch", "config", "data", "runtime", "hf", "estimate", "report", "trainer", "train"),
+    "cli": ("launch", "plan", "models", "config", "data", "runtime", "hf", "estimate", "simulate",
+            "planner", "report", "trainer", "train"),
     "__main__": ("cli",),
     "__init__": ("plan", "comm", "dropin"),
 }
@@ -52,7 +55,7 @@ NO_TORCH = [
     "orchmllm.data.stats",
     "orchmllm.estimate.memory", "orchmllm.estimate.step_time", "orchmllm.estimate.workload",
     "orchmllm.hf.sources", "orchmllm.runtime.display", "orchmllm.runtime.log_schema",
-    "orchmllm.cli.data"]
+    "orchmllm.cli.data", "orchmllm.simulate.compare", "orchmllm.planner.omnibal"]
 
 
 def modules() -> list[tuple[str, Path]]:
@@ -96,3 +99,15 @@ def test_every_module_is_in_a_row_and_the_root_is_small():
 def test_no_torch(module):
     code = f"import sys, {module}; sys.exit(bool({{'torch', 'transformers'}} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+@pytest.mark.parametrize("part", ["simulate", "planner"])
+def test_no_torch_even_later(part):
+    """Not inside a function either: what decides runs where torch is not installed."""
+    files = [path for name, path in modules() if name.startswith(part + ".")]
+    assert len(files) > 3
+    for path in files:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            names = [a.name for a in node.names] if isinstance(node, ast.Import) else (
+                [node.module or ""] if isinstance(node, ast.ImportFrom) else [])
+            assert not any(n.split(".")[0] == "torch" for n in names), path

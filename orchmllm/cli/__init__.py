@@ -15,6 +15,10 @@ COMMANDS = {
     "data": ("orchmllm.cli.data", "index, check or describe the data of a recipe"),
     "dry-run": ("orchmllm.cli.dry_run", "predict memory, time and balance without GPUs"),
     "compare": ("orchmllm.cli.compare", "train with balancing off and on, and compare"),
+    "simulate": ("orchmllm.cli.simulate", "try a scheme of the papers on a recipe's lengths"),
+    "plan": ("orchmllm.cli.plan", "decide on units, splits or recomputation before a run"),
+    "profile": ("orchmllm.cli.profile", "measure a recipe's phases on the device at hand"),
+    "reproduce": ("orchmllm.cli.reproduce", "print the papers' tables beside ours"),
     "export": ("orchmllm.cli.export", "write a checkpoint as Hugging Face folders"),
 }
 

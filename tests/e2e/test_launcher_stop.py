@@ -16,7 +16,7 @@ import pytest
 from tests.lib.commands import ROOT, python, train_args, train_demo
 
 pytestmark = pytest.mark.dist
-LONG = ["train.num_steps=24", "data.prefetch=2", "data.num_workers=2", "train.batch_size=1"]
+LONG = ["train.num_steps=16", "data.prefetch=2", "data.num_workers=2", "train.batch_size=1"]
 
 
 def losses(folder: Path) -> list[tuple[int, float]]:
@@ -51,7 +51,7 @@ def test_sigterm_to_the_launcher_then_resume_is_bit_equal(tmp_path, demo_corpus)
     assert process.returncode == 143, stderr
     assert not left(cut)
     done = losses(cut)
-    assert 3 <= len(done) < 24 and done == losses(whole)[: len(done)]
+    assert 3 <= len(done) < 16 and done == losses(whole)[: len(done)]
     assert (cut / "checkpoints" / "latest").read_text() == f"step_{len(done):08d}"
     resumed = python(*train_args(demo_corpus, cut, *LONG))
     assert resumed.returncode == 0, resumed.stderr
@@ -71,6 +71,6 @@ def test_a_second_signal_ends_it_at_once(tmp_path, demo_corpus):
     for rank in ranks:
         os.kill(rank.pid, signal.SIGCONT)
     process.communicate()
-    assert process.returncode == 130 and len(losses(tmp_path / "cut")) < 24
+    assert process.returncode == 130 and len(losses(tmp_path / "cut")) < 16
     while left(tmp_path / "cut"):  # until the test's time is up
         time.sleep(0.1)

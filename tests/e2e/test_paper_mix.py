@@ -98,7 +98,7 @@ def test_trained_together_and_resumed_on_other_ranks(root, tmp_path, streaming, 
         assert moved > 0 or dispatch == "load"  # which reads a medium where it is needed
     assert not (tmp_path / "two" / "quarantine.jsonl").exists()
     run_ranks(sources_seen, 2, run_recipe(data, tmp_path / "stopped", dispatch), 5)
-    for ranks in (1, 2, 3):
+    for ranks in (1, 3):
         shutil.copytree(tmp_path / "stopped", tmp_path / f"resumed{ranks}")
         run = run_recipe(data, tmp_path / f"resumed{ranks}", dispatch)
         resumed, continued = run_ranks(sources_seen, ranks, run)[0]
