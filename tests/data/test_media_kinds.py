@@ -68,7 +68,7 @@ def kinds_of_clips():
             yield suffix, subtype, 48000, channels
 
 
-@pytest.mark.parametrize("suffix, subtype, rate, channels", kinds_of_clips())
+@pytest.mark.parametrize("suffix, subtype, rate, channels", [*kinds_of_clips()])
 def test_clips(tmp_path, suffix, subtype, rate, channels):
     path = tmp_path / f"a.{suffix}"
     samples = np.random.default_rng(0).normal(0, 0.1, (rate * 3 // 7, channels))

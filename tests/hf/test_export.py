@@ -372,7 +372,7 @@ def peak_mb(checkpoint: Path, out: Path) -> float:
     argv = ["--checkpoint", checkpoint, "--out", out, "--no-verify", "--dtype", "bfloat16",
             "--max-file-gb", "0.3"]
     code = ("import sys; from orchmllm.cli.export import main; "
-            "from tests.sharding.test_pretrained import memory_kb; "
+            "from tests.lib.process import memory_kb; "
             "code = main(sys.argv[1:]); print(memory_kb('VmHWM')); sys.exit(code)")
     done = subprocess.run([sys.executable, "-c", code, *map(str, argv)], check=True,
                           capture_output=True, text=True, cwd=ROOT)

@@ -29,6 +29,7 @@ from orchmllm.sharding.init import plain_name, seed_weights
 from orchmllm.trainer import Trainer
 from tests.lib.commands import ROOT
 from tests.lib.hf_models import HF_MODEL, edit_config, from_folders, write_models
+from tests.lib.process import memory_kb
 from tests.lib.ranks import RankFailure, run_ranks
 from tests.lib.synthetic import MODEL, SyntheticDataset, recipe
 
@@ -340,11 +341,6 @@ def test_nodes_with_different_copies_are_told(folders, tmp_path):
         ("AgreedError", "pretrained weights: rank 2 reads other weights than the rest: give every "
          "node the same copy of the folders")}
     assert len(error.value.errors) == 3
-
-
-def memory_kb(field: str) -> int:
-    status = Path("/proc/self/status").read_text()
-    return int(next(x for x in status.splitlines() if x.startswith(field + ":")).split()[1])
 
 
 def _rise_mb(world, warm_up: ModelConfig, model: ModelConfig) -> tuple[float, float]:
