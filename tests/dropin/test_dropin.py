@@ -121,11 +121,16 @@ def global_batches(ranks: list) -> list[list[int]]:
                                                                     strict=True)]
 
 
+@pytest.fixture(scope="module")
+def whole_and_first() -> list[list]:
+    """An epoch on two ranks, and its first 3 steps."""
+    return [run_ranks(stopped, 2, steps, None, dict(batch_size=3)) for steps in (8, 3)]
+
+
 @pytest.mark.dist
 @pytest.mark.parametrize("num_ranks, workers", [(1, 0), (2, 2), (3, 0), (4, 1), (6, 0)])
-def test_resume_on_other_ranks_and_workers(num_ranks, workers):
-    whole = run_ranks(stopped, 2, 8, None, dict(batch_size=3))
-    first = run_ranks(stopped, 2, 3, None, dict(batch_size=3))
+def test_resume_on_other_ranks_and_workers(whole_and_first, num_ranks, workers):
+    whole, first = whole_and_first
     states = [state for _, state in first]
     assert states[0] == states[1] and len(json.dumps(states[0])) < 4096
     rest = run_ranks(stopped, num_ranks, 5, states[0],
