@@ -97,7 +97,7 @@ def policies_with(dispatch: str) -> set[str]:
 @pytest.mark.parametrize("num_ranks, left_out", [  # each policy with either dispatch, fast
     (1, policies_with("tensors") | policies_with("load") - {"greedy/load"}),
     (2, policies_with("load")), pytest.param(3, set(), marks=pytest.mark.slow),
-    (4, policies_with("tensors"))])
+    (4, policies_with("tensors"))], ids=["1", "2", "3", "4"])
 def test_gradients_equal_the_plain_loop(num_ranks, left_out, references):
     cases = {**PLAIN, **SPECIAL}
     assert cases.keys() >= left_out
