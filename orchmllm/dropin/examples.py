@@ -87,8 +87,6 @@ class StepInfo:
         """Whether the optimizer steps after this batch."""
         return self.microbatch == self.num_microbatches - 1
 
-    is_last_microbatch = is_last_microbatch  # its name as an attribute of a batch
-
     @property
     def num_global_targets(self) -> int:
         """Labels of the step on all ranks and microbatches: the loss's denominator. Raises
@@ -100,8 +98,7 @@ class StepInfo:
         return self.num_targets
 
 
-_NAMES = (*(f.name for f in fields(StepInfo)), "is_last_microbatch", "is_last_microbatch",
-          "num_global_targets")
+_NAMES = (*(f.name for f in fields(StepInfo)), "is_last_microbatch", "num_global_targets")
 
 
 class _Informed:
