@@ -127,6 +127,7 @@ class Trainer:
         self._resume()
         if self.progress.step >= self.recipe.train.num_steps:
             self.display.finish()
+            self.progress.media.check_modalities()  # a launcher may have started it again
             return []
         if rank == 0:
             self._log = MetricsLog(run_dir / "metrics.jsonl")
