@@ -4,6 +4,7 @@ torch, data and models apart."""
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -96,3 +97,9 @@ def test_every_module_is_in_a_row_and_the_root_is_small():
 def test_no_torch(module):
     code = f"import sys, {module}; sys.exit(bool({{'torch', 'transformers'}} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_the_makefile_names_tests_that_exist():
+    root = ROOT.parent
+    named = re.findall(r"tests/\S+\.py", (root / "Makefile").read_text(encoding="utf-8"))
+    assert named and all(list(root.glob(name)) for name in named), named
