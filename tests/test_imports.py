@@ -52,6 +52,9 @@ ALLOWED = {
     "measure": ("plan", "batch", "flops", "models"),
     "measure_parts": ("plan", "batch", "config", "flops", "fsdp", "measure", "memory", "models",
                       "orchestrator"),
+    "simulate": ("plan", "simulate", "models.config", "flops"),
+    "planner": ("plan", "simulate", "planner", "models.config", "flops", "activations", "predict",
+                "shapes", "workload"),
     "launch": (),
     "stop": (),
     "health": ("metrics", "errors"),
@@ -95,7 +98,22 @@ def test_edges(name, path):
                                     "orchmllm.config", "orchmllm.launch", "orchmllm.train",
                                     "orchmllm.cli.data", "orchmllm.data.index",
                                     "orchmllm.runtime.log_schema", "orchmllm.runtime.display",
-                                    "orchmllm.hf.sources"])
+                                    "orchmllm.hf.sources",
+                                    "orchmllm.simulate.compare, orchmllm.simulate.pipeline",
+                                    "orchmllm.planner.omnibal, orchmllm.planner.baselines, "
+                                    "orchmllm.planner.recompute"])
 def test_no_torch(module):
     code = f"import sys, {module}; sys.exit(bool({{'torch', 'transformers'}} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+@pytest.mark.parametrize("part", ["simulate", "planner"])
+def test_no_torch_even_later(part):
+    """Not inside a function either: what decides runs where torch is not installed."""
+    files = [path for name, path in modules() if name.startswith(part + ".")]
+    assert len(files) > 3
+    for path in files:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            names = [a.name for a in node.names] if isinstance(node, ast.Import) else (
+                [node.module or ""] if isinstance(node, ast.ImportFrom) else [])
+            assert not any(n.split(".")[0] == "torch" for n in names), path

@@ -77,22 +77,24 @@ def rank_seconds(plan: StepPlan, phase: str, model: ModelConfig, hardware: Hardw
 
 def traffic_seconds(phase: str, memory: MemoryModel, hardware: Hardware) -> tuple[float, float]:
     """(forward, backward) seconds to gather the phase's parameters, and to reduce its gradients.
-
-    A node receives every parameter once, through all its links; inside it they are spread by
-    NVLink. Hybrid sharding adds an all-reduce of the shards between the groups, which is small.
-    """
+    Hybrid sharding adds an all-reduce of the shards between the groups, which is small."""
     own = [u for u in units(memory.model) if u.phase == phase]
     size = memory.element * sum(u.copies * u.size for u in own)
     reduce = 4 * sum(u.copies * u.trained_size for u in own)
-    per_node = min(hardware.ranks_per_node, memory.shards)
-    if memory.shards > per_node:
-        bandwidth = hardware.network_bandwidth * per_node * hardware.network_efficiency
-        bandwidth = min(bandwidth, hardware.node_bandwidth)
-    else:
-        bandwidth = hardware.node_bandwidth * hardware.network_efficiency
-    if memory.shards == 1:
-        return 0.0, 0.0
+    bandwidth = gather_bandwidth(memory.shards, hardware)
     return size / bandwidth, (size + reduce) / bandwidth
+
+
+def gather_bandwidth(shards: int, hardware: Hardware) -> float:
+    """Bytes of parameters that every rank of a shard group receives per second: a node receives
+    each once, through all its links; inside it they are spread by NVLink. One shard: inf."""
+    per_node = min(hardware.ranks_per_node, shards)
+    if shards == 1:
+        return float("inf")
+    if shards == per_node:
+        return hardware.node_bandwidth * hardware.network_efficiency
+    return min(hardware.network_bandwidth * per_node * hardware.network_efficiency,
+               hardware.node_bandwidth)
 
 
 def exchange_seconds(plan: StepPlan, hardware: Hardware, all_gather: bool = False) -> float:

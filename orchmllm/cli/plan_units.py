@@ -1,0 +1,121 @@
+"""orchmllm plan units|split|recompute: decisions before a run, modelled from a recipe's model, its
+lengths and a device's data sheet, or from measured times (orchmllm profile)."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+from orchmllm.cli.simulate import lengths, recipe_parser
+from orchmllm.config import Recipe, load_recipe
+from orchmllm.estimate import activations
+from orchmllm.estimate.step_time import Hardware
+from orchmllm.models.flops import PEAK_FLOPS
+from orchmllm.planner.advice import ratio, recipe_profiles, rows
+from orchmllm.planner.profile import ModuleProfile, interpolated
+from orchmllm.planner.recompute import LayerKind, choose_recompute
+from orchmllm.planner.split import METHODS, split_layers
+
+GBITS, IMAGES, EXAMPLES = (25, 100, 400), (0.5, 1, 2, 4), 2000
+
+
+OPTIONS = (
+    ("--profile", "", "JSON of `orchmllm profile`: measured times"),
+    ("--gpu", "H100", f"one of {', '.join(PEAK_FLOPS)}"),
+    ("--gpu-gb", 74.0, "memory to use of a GPU"),
+    ("--gbit", 400.0, "network per GPU and direction"),
+    ("--num-gpus", 64, "units: GPUs"),
+    ("--global-batch", 0, "units: samples of an iteration; 0: train.batch_size a GPU"),
+    ("--stages", 4, "split: pipeline stages"),
+    ("--microbatches", 16, "split: of an iteration"),
+    ("--free-gb", 20.0, "recompute: memory for activations beyond full recomputation"))
+
+
+def units(recipe: Recipe, profiles_of, args: argparse.Namespace, hardware: Hardware) -> None:
+    """Both placements, and how the verdict depends on the link and on images per sample."""
+    batch = args.global_batch or args.num_gpus * recipe.train.batch_size
+    common = {"num_gpus": args.num_gpus, "global_batch": batch, "gpu_bytes": 1e9 * args.gpu_gb}
+    found = rows(profiles_of(1), **common, hardware=hardware)
+    if not found:
+        raise ValueError(f"neither placement fits {args.num_gpus} GPUs of {args.gpu_gb} GB: give "
+                         "more GPUs or a smaller model")
+    print(f"{args.num_gpus} GPUs, {batch} samples an iteration; modelled, fastest first. Units are "
+          "taken to run\nmicrobatches of one mean sample each: what varies makes them slower")
+    for r in found:
+        print(f"{r.kind:<10} {r.ms:>10.1f} ms  {r.bytes / 1e9:>6.1f} GB  "
+              f"{'all activations recomputed' if r.recompute else 'no recomputation'}")
+        for name, u in (r.plan.units if r.plan else {}).items():
+            print(f"    {name:<8} {u.gpus:>5} GPUs: tp {u.tp}, dp {u.dp}, pp {u.pp}; stage "
+                  f"{u.stage_ms:.2f} ms, {u.bytes / 1e9:.1f} GB")
+    print(f"advice: {found[0].kind}\n\nunits over colocated, above 1 colocated wins\nmedia a sample"
+          + "".join(f"{g:>9} Gbit/s" for g in GBITS))
+    for scale in IMAGES:
+        links = (replace(hardware, network_bandwidth=g * 1e9 / 8) for g in GBITS)
+        print(f"{scale:>13}x" + "".join(
+            f"{ratio(rows(profiles_of(scale), **common, hardware=h)):>16.2f}" for h in links))
+
+
+def split(profiles: dict[str, ModuleProfile], args: argparse.Namespace) -> None:
+    """Every method's stages."""
+    forward, backward, moved, size = ([], [], [], [])
+    for p in profiles.values():
+        each = p.forward_ms(1, p.rows) / p.layers
+        forward += [each] * p.layers
+        backward += [each * p.backward_units] * p.layers
+        moved += [p.rows * p.boundary_bytes_per_row] * p.layers
+        size += [p.weight_bytes / p.layers] * p.layers
+    for method in METHODS:
+        made = split_layers(forward, backward, moved[:-1], num_stages=args.stages, method=method,
+                            num_microbatches=args.microbatches, parameters=size,
+                            bytes_per_s=args.gbit * 1e9 / 8)
+        print(f"{method:<11} layers {list(made.layers)}, longest stage {made.stage_ms.max():.2f} "
+              f"ms, iteration {made.simulated_ms:.1f} ms")
+
+
+def recompute(recipe: Recipe, profiles: dict[str, ModuleProfile], args) -> None:
+    """Layers that keep their activations, for a rank's mini-batch."""
+    kinds, batch = [], recipe.train.batch_size
+    for name, p in profiles.items():
+        block = getattr(activations, f"{name}_block")(getattr(recipe.model, name), 2)
+        kept = (block.kept["none"] - block.kept["full"]) * p.rows * batch
+        kinds.append(LayerKind(name, p.layers, kept, p.forward_ms(1, p.rows) * batch / p.layers))
+    chosen = choose_recompute(kinds, free_bytes=1e9 * args.free_gb)
+    saved = sum(chosen[k.name] * k.recompute_ms for k in kinds)
+    for k in kinds:
+        print(f"{k.name:<8} {chosen[k.name]:>3} of {k.count} layers keep their activations "
+              f"({k.kept_bytes / 1e9:.2f} GB and {k.recompute_ms:.2f} ms each)")
+    print(f"saves {saved:.1f} of {sum(k.count * k.recompute_ms for k in kinds):.1f} ms a step in "
+          f"{sum(chosen[k.name] * k.kept_bytes for k in kinds) / 1e9:.1f} of {args.free_gb} GB; a "
+          "recipe chooses by phase: fsdp.activation_checkpointing")
+
+
+def main(argv: list[str]) -> int:
+    args = recipe_parser("plan", __doc__, OPTIONS, ("units", "split", "recompute")
+                         ).parse_intermixed_args(argv)
+    try:
+        if args.gpu not in PEAK_FLOPS:
+            raise ValueError(f"--gpu {args.gpu}: choose one of {', '.join(PEAK_FLOPS)}")
+        recipe = load_recipe(args.recipe, args.overrides)
+        hardware = Hardware(args.gpu, peak_flops=PEAK_FLOPS[args.gpu],
+                            network_bandwidth=args.gbit * 1e9 / 8)
+        drawn = lengths(recipe, EXAMPLES, args.mix)
+        table = json.loads(Path(args.profile).read_text(encoding="utf-8")) if args.profile else {}
+
+        def profiles_of(scale: float) -> dict[str, ModuleProfile]:
+            made = recipe_profiles(recipe.model, drawn, hardware, scale)
+            return {n: replace(p, forward_ms=interpolated(**table[n])) if n in table else p
+                    for n, p in made.items()}
+
+        if args.what == "units":
+            units(recipe, profiles_of, args, hardware)
+        elif args.what == "split":
+            split(profiles_of(1), args)
+        else:
+            recompute(recipe, profiles_of(1), args)
+    except (ValueError, OSError, KeyError, TypeError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0

@@ -1,0 +1,98 @@
+"""orchmllm reproduce: every table and figure of DistTrain, MMScale and OmniBal beside ours, or all
+schemes at equal data (compare)."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+from orchmllm.estimate.workload import MODELS, batch_layout, sample_headers
+from orchmllm.planner.disttrain import Line
+from orchmllm.simulate.compare import SCHEMES, plot, run, table
+
+RANKS = (32, 64, 128, 512, 2560)
+BEST, HELD_OUT = 1.06, "omni"  # what a plan per phase must reach at 64 ranks; the second mix
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(prog="orchmllm reproduce", description=__doc__)
+    made.add_argument("what", choices=("disttrain", "mmscale", "omnibal", "compare"))
+    made.add_argument("--table", help="only this table")
+    made.add_argument("--figure", help="only this figure")
+    made.add_argument("--samples", type=int, default=1_200_000,
+                      help="omnibal: samples of the synthetic mix")
+    made.add_argument("--ranks", type=int, nargs="+", default=list(RANKS), help="compare: ranks")
+    made.add_argument("--model", choices=tuple(MODELS), default="84b", help="compare: whose costs")
+    made.add_argument("--batch-size", type=int, default=30, help="compare: examples a rank")
+    made.add_argument("--seed", type=int, default=0, help="compare: of the draws")
+    made.add_argument("--out", type=Path, help="compare: where the picture goes (PNG)")
+    return made
+
+
+def wanted(line: Line, args: argparse.Namespace) -> bool:
+    """Whether --table and --figure ask for a row."""
+    if args.table is None and args.figure is None:
+        return True
+    kind, number = ("Table", args.table) if args.table else ("Figure", args.figure)
+    return line.where.startswith(kind) and number in line.where.split()
+
+
+def show(lines: Iterable[Line], args: argparse.Namespace) -> int:
+    """Prints the rows; how many there were."""
+    count = 0
+    for line in lines:
+        if wanted(line, args):
+            print(f"{line.where} | {line.what}\n    paper: {line.paper}\n    ours:  {line.ours} "
+                  f"[{line.kind}]", flush=True)
+            count += 1
+    return count
+
+
+def compare(args: argparse.Namespace) -> int:
+    """All schemes on two mixes; 1 if a plan per phase misses its bound at 64 ranks."""
+    missed, model = False, MODELS[args.model]
+    for mix in ("natural", HELD_OUT):
+        results = []
+        for d in args.ranks:
+            steps = max(2, min(10, 640 // d))
+            pool = batch_layout(sample_headers(mix, d * args.batch_size * steps, args.seed), model,
+                                1)
+            results.append({name: run(s, pool, model, num_ranks=d, batch=args.batch_size,
+                                      seed=args.seed) for name, s in SCHEMES.items()})
+            print(f"\n{mix} mix, {args.model} costs, {d} ranks x {args.batch_size} examples, "
+                  f"{steps} steps [modelled; communication not counted]\n{table(results[-1])}",
+                  flush=True)
+            missed |= d == 64 and not results[-1]["per-phase"].over_perfect <= BEST
+        if args.out:
+            path = args.out.with_stem(args.out.stem + ("_" + mix) * (mix == HELD_OUT))
+            plot(args.ranks, results, f"{args.model}, {args.batch_size} examples a rank, {mix} mix "
+                 "(modelled)", str(path))
+            print(f"picture: {path}")
+    if missed:
+        print(f"error: a plan per phase takes more than {BEST} of perfect balance at 64 ranks",
+              file=sys.stderr)
+    return int(missed)
+
+
+def main(argv: list[str]) -> int:
+    args = parser().parse_args(argv)
+    print(f"orchmllm reproduce {' '.join(argv)}\n{platform.processor() or platform.machine()}, "
+          f"{os.cpu_count()} cores, Python {platform.python_version()}; times are CPU seconds of "
+          "one thread; seeds are fixed\n")
+    try:
+        if args.what == "compare":
+            return compare(args)
+        from orchmllm.planner import disttrain, omnibal
+
+        lines = omnibal.lines(args.samples) if args.what == "omnibal" else disttrain.lines(
+            args.what)
+        if show(lines, args):
+            return 0
+        raise ValueError(f"{args.what} has no such table or figure")
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2

@@ -1,0 +1,74 @@
+"""orchmllm simulate SCHEME: what a scheme of the papers would give on a recipe's own lengths."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+from orchmllm.config import Recipe, load_recipe
+from orchmllm.estimate.workload import MIXES, batch_layout, sample_headers
+from orchmllm.plan.layout import BatchLayout
+from orchmllm.simulate.compare import SCHEMES, run, table
+
+
+def recipe_parser(name: str, text: str, options: Sequence[tuple], what: Sequence[str]):
+    """A parser of `orchmllm NAME WHAT`: --recipe, --mix, overrides and (flag, default, help)."""
+    made = argparse.ArgumentParser(prog=f"orchmllm {name}", description=text,
+                                   formatter_class=argparse.RawDescriptionHelpFormatter)
+    if what:
+        made.add_argument("what", choices=what, metavar="WHAT", help=", ".join(what))
+    made.add_argument("--recipe", required=True, help="YAML file; data, model and train are used")
+    made.add_argument("--mix", choices=MIXES, help="drawn lengths instead of the recipe's data")
+    for flag, default, told in options:
+        made.add_argument(flag, type=type(default), default=default, help=f"{told} ({default})")
+    made.add_argument("overrides", nargs="*", metavar="section.key=value",
+                      help="replaces a value of the recipe")
+    return made
+
+
+def lengths(recipe: Recipe, count: int, mix: str | None) -> BatchLayout:
+    """`count` examples on one rank: drawn from a mix, or of the recipe's data by its length index,
+    which is made first if it is not there. Raises ValueError for data that cannot be read."""
+    if mix:
+        return batch_layout(sample_headers(mix, count, recipe.run.seed), recipe.model, 1)
+    import numpy as np
+
+    from orchmllm.cli.data import index_all, open_recipe
+    from orchmllm.data.formats.open import index_path
+    from orchmllm.data.sampler import GlobalSampler
+
+    sources, planner = open_recipe(recipe)
+    indexes = index_all(sources, planner, index_path(recipe.data.index_dir), os.cpu_count() or 1)
+    bounds = np.concatenate([[0], np.cumsum([len(i) for i in indexes])])
+    examples = []
+    for i in GlobalSampler(range(int(bounds[-1])), count, seed=recipe.run.seed).batch(0):
+        k = int(np.searchsorted(bounds, i, side="right")) - 1
+        examples.append(indexes[k].layout(int(i - bounds[k]), int(i)))
+    return BatchLayout.from_examples(examples)
+
+
+def main(argv: list[str]) -> int:
+    schemes = "\n".join(f"  {n:<18} {s.paper}" for n, s in SCHEMES.items())
+    args = recipe_parser("simulate", f"{__doc__}\n\n{schemes}", (
+        ("--ranks", 64, "data-parallel ranks"), ("--steps", 5, "global batches that are drawn")),
+        ("all", *SCHEMES)).parse_intermixed_args(argv)
+    try:
+        if args.ranks < 1 or args.steps < 1:
+            raise ValueError(f"--ranks {args.ranks} and --steps {args.steps} must be at least 1")
+        recipe = load_recipe(args.recipe, args.overrides)
+        batch = recipe.train.batch_size
+        pool = lengths(recipe, args.ranks * batch * args.steps, args.mix)
+        names = SCHEMES if args.what == "all" else [args.what]
+        found = {name: run(SCHEMES[name], pool, recipe.model, num_ranks=args.ranks, batch=batch,
+                           seed=recipe.run.seed) for name in names}
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(f"{args.ranks} ranks x {batch} examples, {pool.num_examples} examples of "
+          f"{args.mix or 'the recipe'}, seed {recipe.run.seed}; modelled from FLOPs, communication "
+          "not counted")
+    print("slowest rank over mean by phase; step: over perfect balance; MB a rank and step\n")
+    print(table(found))
+    return 0

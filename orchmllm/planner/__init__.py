@@ -1,0 +1,1 @@
+"""Decisions before a run: units, splits and recomputation of modules; no torch."""

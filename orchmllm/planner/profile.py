@@ -1,0 +1,134 @@
+"""What the planner knows of a module: its time, its memory, what it hands on. Analytic, from a
+configuration and a device; or measured (`orchmllm profile`) and interpolated in rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from orchmllm.estimate import activations
+from orchmllm.estimate.step_time import Hardware
+from orchmllm.models.config import ModelConfig
+from orchmllm.models.flops import Lengths, phase_work
+from orchmllm.models.shapes import units
+
+
+def state_of(parameters: float) -> tuple[float, float, float]:
+    """Bytes of weights (bfloat16), gradients (float32), float32 copy and AdamW's two moments."""
+    return 2 * parameters, 4 * parameters, 12 * parameters
+
+
+@dataclass(frozen=True)
+class ModuleProfile:
+    """A module of a multimodal model, for one training sample.
+
+    layers: that pipeline stages can divide. rows: positions of a sample. forward_ms(tp, rows):
+    milliseconds of all layers on tp GPUs. backward_ratio: backward over forward time when
+    everything learns; half of it is towards the input, half towards the weights.
+    activation_bytes_per_row: that all layers keep for the backward pass. boundary_bytes_per_row:
+    that one layer hands to the next. forward_flops: of a sample. trains: its weights learn.
+    input_gradient: something learns in it or before it. recompute: activations are made again."""
+
+    name: str
+    layers: int
+    rows: float
+    forward_ms: Callable[[int, float], float]
+    weight_bytes: float
+    gradient_bytes: float
+    optimizer_bytes: float
+    activation_bytes_per_row: float
+    boundary_bytes_per_row: float
+    backward_ratio: float = 2.0
+    forward_flops: float = 0.0
+    trains: bool = True
+    input_gradient: bool = True
+    recompute: bool = False
+
+    @property
+    def backward_units(self) -> float:
+        """Backward time, recomputation included, over forward time."""
+        half = self.backward_ratio / 2
+        return half * self.input_gradient + half * self.trains + (
+            self.recompute and self.input_gradient)
+
+    @property
+    def state_bytes(self) -> tuple[float, float]:
+        """(weights and gradients, optimizer), of the whole module."""
+        return (self.weight_bytes + self.trains * self.gradient_bytes,
+                self.trains * self.optimizer_bytes)
+
+    @property
+    def kept_bytes(self) -> float:
+        """Activations of a sample in all layers, from its forward to its backward pass."""
+        kept = self.layers * self.boundary_bytes_per_row if self.recompute else (
+            self.activation_bytes_per_row)
+        return self.rows * (kept if self.input_gradient else self.boundary_bytes_per_row)
+
+    def total_ms(self, tp: int) -> float:
+        """Forward and backward of a sample on tp GPUs."""
+        return self.forward_ms(tp, self.rows) * (1 + self.backward_units)
+
+
+def with_frozen(profiles: Mapping[str, ModuleProfile],
+                frozen: Sequence[str]) -> dict[str, ModuleProfile]:
+    """The profiles in pipeline order with some modules frozen. Projectors always learn, so the LLM
+    and what follows it still pass gradients on; a frozen encoder has no backward pass. Raises
+    ValueError for an unknown name."""
+    for name in frozen:
+        if name not in profiles:
+            raise ValueError(f"frozen: no module {name!r}; there are {', '.join(profiles)}")
+    names = list(profiles)
+    behind = names.index("llm") if "llm" in names else len(names)
+    return {name: replace(p, trains=name not in frozen,
+                          input_gradient=name not in frozen or names.index(name) >= behind)
+            for name, p in profiles.items()}
+
+
+def interpolated(rows: Sequence[float], ms: Sequence[float]) -> Callable[[int, float], float]:
+    """forward_ms from measurements on one GPU, linear between them, in proportion beyond the last;
+    tp GPUs are assumed to divide it. Raises ValueError for fewer than two sizes, or sizes that do
+    not grow."""
+    x, y = np.asarray(rows, float), np.asarray(ms, float)
+    if len(x) < 2 or len(x) != len(y) or not (np.diff(x) > 0).all() or not (y > 0).all():
+        raise ValueError(f"needs two or more growing sizes with positive times, got rows {rows} "
+                         f"and ms {ms}")
+    return lambda tp, r: float(np.interp(r, x, y) if r <= x[-1] else y[-1] * r / x[-1]) / tp
+
+
+def analytic_ms(flops: Callable[[float], float], hidden: int, layers: int, hardware: Hardware,
+                efficiency: float) -> Callable[[int, float], float]:
+    """forward_ms from FLOPs: flops(rows) at a share of the peak, and two all-reduces of the rows in
+    each layer when tp > 1."""
+    def forward_ms(tp: int, rows: float) -> float:
+        moved = 2 * layers * 2 * (tp - 1) / tp * rows * hidden * 2
+        return 1e3 * (flops(rows) / (hardware.peak_flops * efficiency * tp)
+                      + moved / hardware.node_bandwidth)
+    return forward_ms
+
+
+def analytic_profiles(model: ModelConfig, lengths: Mapping[str, float], hardware: Hardware,
+                      items: Mapping[str, float], efficiency: Mapping[str, float] | None = None
+                      ) -> dict[str, ModuleProfile]:
+    """Profiles of the phases named in lengths, in pipeline order. lengths: phase -> mean positions
+    of an item (patches, positions after the convolutions, tokens); items: phase -> items a sample
+    (default 1). efficiency: phase -> share of the peak, default the hardware's. Kept is what the
+    checkpointing choice `selective` keeps."""
+    out = {}
+    for phase in (p for p in ("vision", "audio", "llm") if lengths.get(p)):
+        config, length, count = getattr(model, phase), lengths[phase], items.get(phase, 1.0)
+        group = getattr(config, "stack", getattr(config, "merge_size", 1)**2)
+        frames = 2 if phase == "audio" else 1
+        item = Lengths(*(np.array([length * k]) for k in (frames, 1, 1 / group)))
+        flops = float(phase_work(phase, model, item).forward.sum())
+        share = (efficiency or {}).get(phase, hardware.product_efficiency)
+        size = sum(u.copies * u.size for u in units(model) if u.phase == phase)
+        block = getattr(activations, f"{phase}_block")(config, 2)
+        out[phase] = ModuleProfile(
+            phase, config.num_layers, length * count,
+            analytic_ms(lambda rows, f=flops, n=length: f * rows / n, config.hidden_size,
+                        config.num_layers, hardware, share),
+            *state_of(size), config.num_layers * block.kept["selective"],
+            2.0 * config.hidden_size, forward_flops=flops * count)
+    return with_frozen(out, [p for p in out if getattr(model, p).frozen])

@@ -1,0 +1,1 @@
+"""Schemes of other systems on the same lengths: pipelines, groupings, comparisons; no torch."""
