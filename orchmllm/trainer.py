@@ -129,6 +129,7 @@ class Trainer:
         self._resume()
         if self.progress.step >= self.recipe.train.num_steps:
             self.display.finish()
+            self.progress.media.check_modalities()  # a launcher may have started it again
             return []
         if rank == 0:
             self._log = MetricsLog(run_dir / "metrics.jsonl")
@@ -335,7 +336,7 @@ class Trainer:
     def _roll_back(self, bad_step: int) -> None:
         """Back to the last checkpoint; `bad_step` will be skipped when it comes again."""
         self.checkpointer.wait()
-        path, state, _ = self.checkpointer.find("auto")
+        path, state, _ = self.checkpointer.find("auto", own=True)
         if path is None:
             raise NonFiniteError(f"step {bad_step}: loss or gradient is not finite, and there is "
                                  "no checkpoint yet to roll back to")

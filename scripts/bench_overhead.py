@@ -1,6 +1,6 @@
 """What planning a step costs and what the plan moves, by number of ranks and scheme.
 
-    python scripts/bench_overhead.py [--ranks 64,...] [--batch-size 60] [--policies local,paper,...]
+    python scripts/bench_overhead.py [--ranks 64,...] [--batch-size 60] [--policies paper,...]
         [--model 84b] [--mix natural] [--tolerance 0.005] [--repeats 20] [--json FILE]
 
 Times are those of one thread of this machine. They are planning only and run in the prefetch
@@ -116,7 +116,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", default="64,128,256,512,1024,2560")
     parser.add_argument("--batch-size", type=int, default=60, help="examples per rank")
-    parser.add_argument("--policies", default="greedy,paper,local", help=", ".join(SCHEMES))
+    parser.add_argument("--policies", default="greedy,paper,least_move", help=", ".join(SCHEMES))
     parser.add_argument("--model", default="84b", choices=MODELS)
     parser.add_argument("--mix", default="natural", choices=MIXES)
     parser.add_argument("--tolerance", type=float, default=.005, help="of `least_move`")

@@ -4,6 +4,7 @@ torch, data and models apart."""
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -111,3 +112,9 @@ def test_no_torch_even_later(part):
             names = [a.name for a in node.names] if isinstance(node, ast.Import) else (
                 [node.module or ""] if isinstance(node, ast.ImportFrom) else [])
             assert not any(n.split(".")[0] == "torch" for n in names), path
+
+
+def test_the_makefile_names_tests_that_exist():
+    root = ROOT.parent
+    named = re.findall(r"tests/\S+\.py", (root / "Makefile").read_text(encoding="utf-8"))
+    assert named and all(list(root.glob(name)) for name in named), named

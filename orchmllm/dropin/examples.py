@@ -87,8 +87,6 @@ class StepInfo:
         """Whether the optimizer steps after this batch."""
         return self.microbatch == self.num_microbatches - 1
 
-    is_last_microbatch = is_last_microbatch  # its name as an attribute of a batch
-
     @property
     def num_global_targets(self) -> int:
         """Labels of the step on all ranks and microbatches: the loss's denominator. Raises
@@ -100,8 +98,7 @@ class StepInfo:
         return self.num_targets
 
 
-_NAMES = (*(f.name for f in fields(StepInfo)), "is_last_microbatch", "is_last_microbatch",
-          "num_global_targets")
+_NAMES = (*(f.name for f in fields(StepInfo)), "is_last_microbatch", "num_global_targets")
 
 
 class _Informed:
@@ -127,8 +124,9 @@ _informed_types: dict[type, type] = {}
 
 def attach(batch: Any, info: StepInfo) -> Any:
     """`batch` as an object of a subclass of its class that has StepInfo's attributes; a dict stays
-    a dict and a tuple a tuple. A tensor is changed in place. Raises TypeError for objects that
-    cannot carry attributes (numbers, strings, None)."""
+    a dict and a tuple a tuple. A tensor is changed in place, and an object whose class cannot be
+    exchanged (transformers' BatchEncoding, an OrderedDict, slots, frozen) is returned as it is:
+    loader.step has the facts. Raises TypeError for numbers, strings and None."""
     kind = type(batch)
     if isinstance(batch, Tensor):
         for name in _NAMES[:-1]:
@@ -138,15 +136,19 @@ def attach(batch: Any, info: StepInfo) -> Any:
     if batch is None or kind in (bool, int, float, str, bytes):
         raise TypeError(f"collate_fn returned a {kind.__name__}: return a dict, a tuple, a list, a "
                         "tensor or an object, which can carry num_global_targets and the plan")
-    if kind not in _informed_types:
-        _informed_types[kind] = type(kind.__name__, (_Informed, kind), {"__module__": __name__})
-    informed = _informed_types[kind]
-    if kind is dict or kind is list:
-        batch = informed(batch)
-    elif isinstance(batch, tuple):
-        batch = informed(*batch) if hasattr(batch, "_fields") else informed(batch)
-    else:
-        batch.__class__ = informed
+    try:
+        if kind not in _informed_types:
+            _informed_types[kind] = type(kind.__name__, (_Informed, kind),
+                                         {"__module__": __name__})
+        informed = _informed_types[kind]
+        if kind is dict or kind is list:
+            batch = informed(batch)
+        elif isinstance(batch, tuple):
+            batch = informed(*batch) if hasattr(batch, "_fields") else informed(batch)
+        else:
+            batch.__class__ = informed
+    except (TypeError, AttributeError):
+        return batch
     batch.__dict__["balance_info"] = info
     return batch
 

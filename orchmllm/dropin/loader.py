@@ -68,9 +68,9 @@ class BalancedDataLoader:
 
     What a loop needs to know of the batch last yielded is `loader.step`, and `loader.scale_sum`
     scales its loss; both work whatever the loop did to the batch. As long as nobody moves or
-    rebuilds it the batch has the same facts as attributes. Errors of any rank's dataset, length_fn,
-    collate_fn or worker are raised on all ranks as RemoteError with the same text; on the rank
-    that failed its __cause__ is the exception itself.
+    rebuilds it the batch has the same facts as attributes, if its class allows it. Errors of any
+    rank's dataset, length_fn, collate_fn or worker are raised on all ranks as RemoteError with the
+    same text; on the rank that failed its __cause__ is the exception itself.
     Raises ValueError for options that cannot be honoured.
     """
 

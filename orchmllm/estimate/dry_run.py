@@ -20,7 +20,14 @@ from dataclasses import replace
 import numpy as np
 
 from orchmllm.config import Recipe, plan_spec
-from orchmllm.estimate.fits import DEVICE_SHARE, allowed_by, decide, joined, largest_fitting
+from orchmllm.estimate.fits import (
+    DEVICE_SHARE,
+    allowed_by,
+    decide,
+    joined,
+    largest_fitting,
+    with_real_batch,
+)
 from orchmllm.estimate.memory import Loads, MemoryModel, loads_of
 from orchmllm.estimate.step_time import Hardware, StepTime, predict, rank_seconds
 from orchmllm.estimate.workload import MODELS, batch_layout, sample_headers
@@ -64,6 +71,7 @@ def dry_run(recipe: Recipe, num_ranks: int, hardware: Hardware, steps: int = 20,
     ValueError, before anything is built, for a world or a memory that the recipe does not fit."""
     started = time.perf_counter()
     check_world(recipe, num_ranks, hardware.ranks_per_node)
+    recipe = with_real_batch(recipe, num_ranks)
     spec = plan_spec(recipe, hardware.ranks_per_node)
     memory = MemoryModel(recipe.model, recipe.fsdp, recipe.fsdp.shard_size or num_ranks)
     budget = 1e9 * recipe.fsdp.memory_gb or DEVICE_SHARE * hardware.memory_bytes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 import numpy as np
@@ -21,6 +22,16 @@ class Dataset(Protocol):
     """What has the lengths of its examples without decoding them."""
 
     def layout(self, i: int) -> ExampleLayout: ...
+
+
+def with_real_batch(recipe: Recipe, num_ranks: int) -> Recipe:
+    """The recipe with what a rank and microbatch gets at most as train.batch_size, where
+    train.global_batch_size decides it."""
+    train = recipe.train
+    if not train.global_batch_size:
+        return recipe
+    share = -(-train.global_batch_size // (num_ranks * train.accumulation_steps))
+    return replace(recipe, train=replace(train, batch_size=share))
 
 
 def joined(loads: Sequence[Loads]) -> Loads:
@@ -97,6 +108,7 @@ def for_run(recipe: Recipe, dataset: Dataset, rows: Sequence[int], spec: PlanSpe
     ranks. device_bytes: of the GPU, 0 on a CPU. Raises ValueError if the recipe cannot fit.
 
     Two global batches of at most 32 ranks are drawn: enough for the load of the fullest rank."""
+    recipe = with_real_batch(recipe, num_ranks)
     budget = 1e9 * recipe.fsdp.memory_gb or DEVICE_SHARE * device_bytes
     asked = {p: recipe.fsdp.checkpointing(p) for p in PHASES}
     if "auto" not in asked.values() and not recipe.fsdp.memory_gb:

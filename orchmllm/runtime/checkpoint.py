@@ -201,16 +201,17 @@ class Checkpointer:
 
         self._together(step, drop)
 
-    def find(self, where: str) -> tuple[Path | None, dict, list[str]]:
+    def find(self, where: str, *, own: bool = False) -> tuple[Path | None, dict, list[str]]:
         """(folder, its state, why newer ones were rejected) of the newest sound checkpoint of the
-        run (`auto`), or of the one at path `where`; (None, {}, ...) if `auto` finds none.
+        run (`auto`), or of the one at path `where`; (None, {}, ...) if `auto` finds none. own:
+        `auto` looks at what this process saved or started from, not at the newest of the folder.
 
         Raises CheckpointError on all ranks if `where` is not sound, or if the run has checkpoints
         but none of them is."""
         others: list[str] = []
         if where == "auto":
             # Rank 0 looks: another node may not yet see what was just renamed.
-            saved, paths = self._from_first("auto", self._list)
+            saved, paths = self._from_first("auto", lambda: self._list(own))
             paths = [Path(p) for p in paths]
             others = [p for p in saved if Path(p) not in paths]
         else:
@@ -230,10 +231,11 @@ class Checkpointer:
                    if others else ";") + " set run.resume=never to start from scratch")
         return None, {}, []
 
-    def _list(self) -> list[list[str]]:
+    def _list(self, own: bool) -> list[list[str]]:
         """[folders of all checkpoints, those that `auto` tries]."""
         saved = list_saved(self.root)
-        return [[str(s.path) for s in group] for group in (saved, candidates(saved))]
+        tried = [s for s in saved if self._line.holds(s)] if own else candidates(saved)
+        return [[str(s.path) for s in group] for group in (saved, tried)]
 
     def load(self, path: Path, tensors: Mapping[str, Tensor]) -> None:
         """Fills `tensors` in place from a folder that `find` returned, whatever the number of ranks

@@ -205,6 +205,16 @@ def test_a_tar_member_never_reads_past_itself(folder):
         audio_header(cut)
 
 
+@pytest.mark.parametrize("kind", ["WAV", "WAVEX", "RF64", "W64", "AIFF", "AU"])
+def test_a_clip_that_is_cut_is_refused_whatever_holds_it(kind):
+    out = io.BytesIO()
+    soundfile.write(out, np.full(9000, .1), 16000, format=kind, subtype="PCM_16")
+    whole = Medium(AUDIO, "a", data=out.getvalue())
+    assert audio_header(whole).num_samples == 9000
+    with pytest.raises(MediaError, match="truncated"):
+        audio_header(whole._replace(data=whole.data[:9000]))
+
+
 def test_package_never_unpickles():
     """A gate on the text of the package."""
     for path in (ROOT / "orchmllm" / "data").rglob("*.py"):

@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import pickle
 import re
+from collections import OrderedDict, UserDict
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -85,6 +87,46 @@ def test_facts_are_there_for_a_moved_batch():
         first, *others = texts
         assert "no batch was yielded yet" in first
         assert others and all("loader.scale_sum" in text for text in others)
+
+
+@dataclass(frozen=True)
+class Frozen:
+    labels: torch.Tensor
+
+
+@dataclass(slots=True)
+class Slotted:
+    labels: torch.Tensor
+
+
+def transformers_batch(examples: list):
+    from transformers import BatchEncoding
+
+    return BatchEncoding(collate(examples))
+
+
+CLASSES: list[Callable] = [
+    transformers_batch, lambda e: OrderedDict(collate(e)), lambda e: UserDict(collate(e)),
+    lambda e: Frozen(collate(e)["labels"]), lambda e: Slotted(collate(e)["labels"])]
+
+
+def classes_as_they_are(world) -> list[str]:
+    names = []
+    for make in CLASSES:
+        loader = BalancedDataLoader(Texts(), 24, collate_fn=make, lengths=LENGTHS)
+        for batch in loader:
+            labels = batch["labels"] if hasattr(batch, "keys") else batch.labels
+            assert loader.step.num_global_targets == int((labels != -100).sum())
+        names.append(f"{type(batch).__module__}.{type(batch).__name__}")
+    return names
+
+
+def test_facts_are_there_for_a_batch_whose_class_cannot_carry_them():
+    """transformers' collators return a BatchEncoding."""
+    (names,) = run_ranks(classes_as_they_are, 1)
+    assert names == ["transformers.tokenization_utils_base.BatchEncoding",
+                     "collections.OrderedDict", "collections.UserDict",
+                     f"{__name__}.Frozen", f"{__name__}.Slotted"]
 
 
 def tensors(world) -> list[bool]:

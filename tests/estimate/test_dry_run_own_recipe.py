@@ -52,6 +52,12 @@ def test_one_example_draws_steps_without_audio(tmp_path):
     assert re.search(r"^  audio +1\.000 +1\.000 +1\.000$", text, re.MULTILINE)
 
 
+def test_the_global_batch_decides_what_a_rank_holds(tmp_path):
+    text = dry_run(tmp_path, TINY, "--world-size", "2", "train.global_batch_size=34",
+                   "train.accumulation_steps=3")
+    assert "6 examples a rank and microbatch" in text  # 34 / (2 * 3), rounded up
+
+
 def test_an_encoder_that_the_recipe_does_not_have(tmp_path):
     text = dry_run(tmp_path, "\n".join(x for x in TINY.splitlines() if "audio:" not in x))
     assert "The recipe has no model.audio" in text and "the paper's images and text" in text

@@ -1,6 +1,9 @@
 """plan_step with every policy and scheme: permutations, balance, bytes, honest errors."""
 
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -122,3 +125,10 @@ def test_microbatches_share_every_phase() -> None:
     assert tokens.max() <= 1.05 * tokens.mean()
     off = replace(balanced, balance=BalanceConfig(enabled=False))
     assert np.bincount(assign_microbatches(LAYOUT, off, 3)).tolist() == [320, 320, 320]
+
+
+def test_the_benchmark_knows_its_default_schemes():
+    script = Path(__file__).parents[2] / "scripts" / "bench_overhead.py"
+    done = subprocess.run([sys.executable, script, "--ranks", "8", "--batch-size", "2",
+                           "--repeats", "1"], capture_output=True, text=True)
+    assert done.returncode == 0 and "least_move" in done.stdout, done.stderr

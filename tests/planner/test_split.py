@@ -37,6 +37,18 @@ def test_exact_and_search_equal_brute_force(seed):
     assert split_layers(forward, forward, method="even", **common).layers == (3, 3, 3)
 
 
+def test_exact_keeps_the_longest_stage_short_first():
+    rng, differs = np.random.default_rng(0), 0
+    for _ in range(60):
+        time = rng.integers(1, 20, 8).astype(float)
+        stages = [np.add.reduceat(time, [0, *cuts]) for cuts in combinations(range(1, 8), 2)]
+        longest = min(s.max() for s in stages)
+        made = split_layers(time, 0 * time, num_stages=3, num_microbatches=2, method="exact")
+        assert made.stage_ms.max() == longest
+        differs += min(stages, key=lambda s: (s**2).sum()).max() > longest
+    assert differs > 0  # the least sum of squares alone would not do
+
+
 def test_exact_of_a_large_model_evens_out():
     # 45 ViT layers of 3 ms and 80 LLM layers of 4 ms, with a head of 6 ms on the last.
     time = np.array([3.0] * 45 + [4.0] * 79 + [10.0])

@@ -77,3 +77,22 @@ def test_rollback_skips_the_step_when_it_comes_again(tmp_path):
     assert results[0][0] == [(0, False), (1, False), (2, False), (3, True),
                              (2, False), (3, True), (4, False)]
     assert results[0][0] == results[1][0]
+
+
+def test_no_rollback_to_a_checkpoint_of_another_run(tmp_path):
+    """The folder holds step 6 of an older run, with which the new one would be finished."""
+    run = run_recipe(tmp_path, "skip")
+    run_ranks(poisoned_run, 1, run, "loss")
+    new = replace(run, run=replace(run.run, resume="never"),
+                  checkpoint=replace(run.checkpoint, every_steps=100),
+                  train=replace(run.train, nonfinite="rollback"))
+    with pytest.raises(RankFailure, match="no checkpoint yet to roll back to"):
+        run_ranks(poisoned_on_one_rank, 1, new)
+
+
+def poisoned_on_one_rank(world, run) -> list:
+    trainer = Trainer(run, world, dataset=SyntheticDataset())
+    forward = trainer.model.forward
+    trainer.model.forward = lambda batch: forward(batch) * (
+        float("nan") if trainer.progress.step == BAD else 1.0)
+    return trainer.run()

@@ -54,11 +54,14 @@ def test_isf(leftovers, seed):
 
 
 def test_isf_keeps_what_the_paper_says():
-    # One round over one order: [4 4 | 9 | 1] with cap 9; 8 is not full, the last group stays open.
-    images, tokens = np.array([4, 4, 9, 1]), np.ones(4, np.int64)
+    # One round over one order, cap 9: 8 is not full, and the last group is never completed.
     orders = {tuple(np.random.default_rng(s).permutation(4)): s for s in range(200)}
-    made = isf(images, tokens, **CAPS, rounds=1, leftovers="drop", seed=orders[0, 1, 2, 3])
-    assert made.index.tolist() == [2] and made.dropped.tolist() == [0, 1, 3]
+    for images, kept in (([4, 4, 9, 1], [2]), ([4, 4, 1, 9], [0, 1, 2])):
+        made = isf(np.array(images), np.ones(4, np.int64), **CAPS, rounds=1, leftovers="drop",
+                   seed=orders[0, 1, 2, 3])
+        assert made.index.tolist() == kept
+        assert made.dropped.tolist() == sorted({0, 1, 2, 3} - set(kept))
+    images, tokens = np.array(images), np.ones(4, np.int64)
     assert len(isf(images[:0], tokens[:0], **CAPS)) == 0
 
 

@@ -48,12 +48,13 @@ def test_equals_twin(schedule, p, l, v, seed):  # noqa: E741
     assert made.total_ms >= lower_bound(forward, backward, num_chunks=v, comm_ms=comm) - 1e-9
 
 
-@pytest.mark.parametrize("p, l", [(2, 5), (3, 5), (4, 12), (3, 4), (5, 6), (2, 3)])
+@pytest.mark.parametrize("p, l", [(2, 5), (3, 5), (4, 12), (3, 4), (5, 8), (3, 16), (2, 3)])
 @pytest.mark.parametrize("seed", range(4))
 def test_algorithm_3_equals_twin(p, l, seed):  # noqa: E741
-    forward, backward = times(p, l, seed)
-    order = inter_reorder(forward, backward, comm_ms=0.1)
-    assert order.tolist() == twin.inter_reorder(forward, backward, [0.1] * (p - 1))
+    forward, backward = times(p, l, seed, cv=1.0)
+    comm = 0.4 * (1 + seed)
+    order = inter_reorder(forward, backward, comm_ms=comm)
+    assert order.tolist() == twin.inter_reorder(forward, backward, [comm] * (p - 1))
     assert sorted(order) == list(range(l))
 
 

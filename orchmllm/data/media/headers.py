@@ -35,7 +35,9 @@ EXPANSION_FROM_BYTES = 8 << 20  # decoded; below it a silent clip may compress a
 EXIF_ORIENTATION = 0x0112
 # Sizes from here on mean "unknown" in WAV files written to a pipe.
 WAV_STREAM_BYTES = 0x7FFF0000
-_DATA_CHUNK = re.compile(r"^data *: (\d+) \(should be (\d+)\)", re.MULTILINE)
+# In libsndfile's report: the samples' chunk of WAV, AIFF and AU, the whole file of RF64 and W64.
+_DATA_CHUNK = re.compile(r"^ *(?:data|SSND|Data Size|Riff size|riff) *: (\d+) \(should be (\d+)\)",
+                         re.MULTILINE)
 
 MediumSource = Medium | str | os.PathLike
 
@@ -113,7 +115,7 @@ def audio_clip(source: MediumSource) -> tuple[AudioHeader, bytes | None]:
     if decoded > EXPANSION_FROM_BYTES and decoded > MAX_EXPANSION * num_bytes:
         raise MediaError(name, size + f"a file of {num_bytes} bytes expands more than "
                                f"{MAX_EXPANSION} times")
-    # libsndfile silently shortens a WAV whose data chunk runs past the end of the file.
+    # libsndfile silently shortens a clip whose data chunk runs past the end of the file.
     sizes = _DATA_CHUNK.search(info.extra_info)
     if sizes and int(sizes[2]) < int(sizes[1]) < WAV_STREAM_BYTES:
         raise MediaError(name, f"truncated: {sizes[2]} of {sizes[1]} bytes of samples")
