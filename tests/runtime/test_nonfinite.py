@@ -80,7 +80,7 @@ def test_rollback_skips_the_step_when_it_comes_again(tmp_path):
 
 
 def test_no_rollback_to_a_checkpoint_of_another_run(tmp_path):
-    """The folder holds step 6 of an older run, with which the new one would be finished."""
+    """The folder holds the last step of an older run, with which the new one would be finished."""
     run = run_recipe(tmp_path, "skip")
     run_ranks(poisoned_run, 1, run, "loss")
     new = replace(run, run=replace(run.run, resume="never"),
