@@ -1,6 +1,8 @@
 # make demo: install, build, write the demo corpus, train with balancing off and on, compare.
-# make test: the same set-up and the test tools, then the suite. Installs into .venv, only once.
-# PYTHON=python3.12 picks the interpreter; ARGS=... is passed on, e.g. ARGS=train.num_steps=40
+# make test: the same set-up and the test tools, then the fast tests. Installs into .venv, only once.
+# make test-slow: lists the groups of slow tests; make test-slow GROUP=data runs one.
+# PYTHON=python3.12 picks the interpreter; ARGS=... is passed on, e.g. ARGS=train.num_steps=40 to the
+# demo and ARGS=--durations=20 to the tests.
 
 PYTHON ?= python3
 VENV := .venv
@@ -9,13 +11,37 @@ READY := $(VENV)/ready
 ARGS ?=
 
 .NOTPARALLEL:
-.PHONY: demo test bench lint sanitize clean setup setup-test
+.PHONY: demo test test-slow bench lint sanitize clean setup setup-test
 
 demo: setup demo_data/data.jsonl
 	$(RUN) -m orchmllm compare --recipe recipes/demo.yaml $(ARGS)
 
 test: setup-test
 	$(RUN) -m pytest -q --session-timeout 3600 $(ARGS)
+
+# Each takes a few minutes on 2 quiet cores.
+SLOW_checkpoints := tests/runtime
+SLOW_dropin := tests/dropin
+SLOW_data := tests/data tests/e2e/test_paper_mix.py tests/e2e/test_nothing_read.py
+SLOW_plan := tests/plan tests/comm tests/simulate
+SLOW_models := tests/models tests/sharding tests/hf
+SLOW_estimate := tests/estimate
+SLOW_soak := tests/e2e/test_soak.py
+SLOW_learning := tests/e2e/test_demo.py tests/e2e/test_media_swap.py
+SLOW_GROUPS := checkpoints dropin data plan models estimate e2e soak learning
+SLOW_e2e := tests/cli tests/recipe $(filter-out $(SLOW_data) $(SLOW_soak) $(SLOW_learning), \
+    $(wildcard tests/e2e/test_*.py))
+
+ifeq ($(GROUP),)
+test-slow:
+	@echo "make test-slow GROUP=... runs the slow tests of a group:"
+	@$(foreach g,$(SLOW_GROUPS),echo "$(g): $(SLOW_$(g))";)
+else ifeq ($(filter $(GROUP),$(SLOW_GROUPS)),)
+$(error GROUP=$(GROUP) is no group of slow tests; there are $(SLOW_GROUPS))
+else
+test-slow: setup-test
+	$(RUN) -m pytest -q -m slow --session-timeout 3600 $(SLOW_$(GROUP)) $(ARGS)
+endif
 
 bench: setup
 	@for script in scripts/bench_*.py; do \

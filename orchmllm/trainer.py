@@ -48,14 +48,16 @@ CLOCK_PHASES = (*PHASES, "exchange")
 
 class Trainer:
     """One rank of a run; constructing it is collective. planner: see Orchestrator. dataset: used
-    instead of building the recipe's. watch: is told where this rank is."""
+    instead of building the recipe's. watch: is told where this rank is. on_step: is called by `run`
+    on every rank with each step and its row of metrics, before a checkpoint of that step is saved;
+    what it raises ends the run."""
 
     def __init__(
         self, recipe: Recipe, world: World, *,
         planner: Callable[..., StepPlan] = plan_step, dataset: ConversationDataset | None = None,
-        watch: HangWatchdog | None = None,
+        watch: HangWatchdog | None = None, on_step: Callable[[Step, dict], None] | None = None,
     ) -> None:
-        self.recipe, self.world, self.watch = recipe, world, watch
+        self.recipe, self.world, self.watch, self.on_step = recipe, world, watch, on_step
         self.display = RunDisplay(recipe.run, shows=world.rank == 0)
         self.device = torch.device(
             f"cuda:{world.local_rank}" if torch.cuda.is_available() else "cpu")
@@ -147,6 +149,8 @@ class Trainer:
                     row = self._emit(self.train_step(step))
                     rows.append(row)
                     self.display.step(row)
+                    if self.on_step is not None:
+                        self.on_step(step, row)
                     if (row["nonfinite"] and self.recipe.train.nonfinite == "rollback"
                             and step.index not in self.progress.skip):
                         self._roll_back(step.index)

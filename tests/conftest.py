@@ -3,6 +3,9 @@ results must not depend on how many it has."""
 
 import faulthandler
 import os
+from pathlib import Path
+
+import pytest
 
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -11,3 +14,11 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 def pytest_unconfigure() -> None:
     """A thread or a process that keeps the interpreter from exiting is told, not waited for."""
     faulthandler.dump_traceback_later(60, exit=True)
+
+
+@pytest.fixture(scope="session")
+def demo_corpus(tmp_path_factory) -> Path:
+    """A folder with 16 examples of the demo's corpus, which no test changes."""
+    from tests.lib.commands import make_demo_data
+
+    return make_demo_data(tmp_path_factory.mktemp("demo"), 16)

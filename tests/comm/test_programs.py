@@ -51,7 +51,7 @@ def broken(*problem, **options):
 SOLVERS = {"raises": broken, "killed": Killed(), "late": ProgramSolver(grace_s=0.0)}
 
 
-def train(world, run, solver: str = "") -> tuple[list, str]:
+def digests_and_losses(world, run, solver: str = "") -> tuple[list, str]:
     """([(plan digests, loss) of each step], the error); solver: of SOLVERS, on rank 0."""
     trainer = Trainer(run, world, dataset=SyntheticDataset())
     if solver and world.rank == 0:
@@ -71,10 +71,11 @@ def train(world, run, solver: str = "") -> tuple[list, str]:
 @pytest.mark.parametrize("solver, num_ranks, accumulation_steps", [
     ("highs", 4, 1), pytest.param("cbc", 3, 2, marks=pytest.mark.slow)])
 def test_one_rank_solves_for_all(solver, num_ranks, accumulation_steps):
-    results = run_ranks(train, num_ranks, run_of(
+    results = run_ranks(digests_and_losses, num_ranks, run_of(
         permuted(solver, "send_receive", nodewise_limit_s=20.0), accumulation_steps))
     assert all(r == results[0] for r in results) and len(results[0][0]) == 1
-    want = run_ranks(train, num_ranks, run_of(permuted("search"), accumulation_steps))[0]
+    want = run_ranks(digests_and_losses, num_ranks,
+                     run_of(permuted("search"), accumulation_steps))[0]
     assert [x for _, x in results[0][0]] == pytest.approx([x for _, x in want[0]], rel=1e-12)
 
 
@@ -85,7 +86,8 @@ def test_one_rank_solves_for_all(solver, num_ranks, accumulation_steps):
     ("late", "did not stop 0 s after its limit of 0.01 s and was killed"),
 ])
 def test_a_solver_that_fails_fails_on_all_ranks(solver, text):
-    results = run_ranks(train, 3, run_of(permuted("highs", nodewise_limit_s=0.01)), solver)
+    results = run_ranks(digests_and_losses, 3,
+                        run_of(permuted("highs", nodewise_limit_s=0.01)), solver)
     assert all(r == results[0] for r in results)
     assert results[0][1].startswith("RemoteError: step 0: ") and text in results[0][1]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -15,12 +16,12 @@ from orchmllm.data.media.medium import MediaError
 from orchmllm.data.tokenizer import ChatTokenizer
 from orchmllm.plan.layout import TEXT
 from orchmllm.plan.step import BalanceConfig
-from orchmllm.trainer import Trainer
 from tests.lib.broken import write_broken_corpus
 from tests.lib.ranks import RankFailure, run_ranks
-from tests.lib.synthetic import MODEL, recipe
+from tests.lib.synthetic import SHALLOW, recipe
+from tests.lib.training import train
 
-TINY = replace(MODEL, llm=replace(MODEL.llm, vocab_size=512))
+TINY = replace(SHALLOW, llm=replace(SHALLOW.llm, vocab_size=512))
 NO_LIMIT = dict(max_failed_in_a_row=0, max_failed_percent=100.0)
 
 
@@ -81,27 +82,19 @@ def run_recipe(folder: Path, run_dir: Path, dispatch: str, **data):
                    checkpoint=replace(base.checkpoint, every_steps=4, asynchronous=False))
 
 
-def train(world, run, stop_after: int = 0) -> list:
-    """(example, failed) of every step that this rank saw."""
+def failures_seen(world, run, stop_after: int = 0) -> list:
+    """(step, examples, failures) of every step that this rank trained. stop_after: the step after
+    which an error ends the run."""
     seen = []
-    trainer = Trainer(run, world)
-    step_once = trainer.train_step
 
-    def recording(step):
+    def record(step, row: dict) -> None:
         seen.append((step.index, step.example_ids.tolist(),
                      sorted((f.example, f.segment, f.reason) for f in step.failed)))
         if stop_after and step.index == stop_after:
-            raise ValueError("stopped for the test")
-        return step_once(step)
+            raise KeyboardInterrupt
 
-    trainer.train_step = recording
-    try:
-        trainer.run()
-    except ValueError:
-        if not stop_after:
-            raise
-    finally:
-        trainer.close()
+    with contextlib.suppress(KeyboardInterrupt):
+        train(world, run, on_step=record)
     return seen
 
 
@@ -111,7 +104,7 @@ def train(world, run, stop_after: int = 0) -> list:
 def test_training_finishes_and_skips_alike(corpus, tmp_path, dispatch, num_workers):
     folder, expected = corpus
     run = run_recipe(folder, tmp_path / "a", dispatch, num_workers=num_workers)
-    ranks = run_ranks(train, 2, run)
+    ranks = run_ranks(failures_seen, 2, run)
     assert ranks[0] == ranks[1] and len(ranks[0]) == 11  # 110 draws: all rows at least once
     lines = [json.loads(line) for line in (tmp_path / "a" / "quarantine.jsonl").open()]
     assert sorted(line["row"] for line in lines) == sorted(expected)
@@ -121,9 +114,9 @@ def test_training_finishes_and_skips_alike(corpus, tmp_path, dispatch, num_worke
     assert sum(r.get("num_failed_media", 0) for r in rows) >= len(expected)
     # stopped in the middle and resumed on one rank: the same examples, the same skips, no new line
     again = run_recipe(folder, tmp_path / "b", dispatch)
-    first = run_ranks(train, 2, again, 6)[0]
+    first = run_ranks(failures_seen, 2, again, 6)[0]
     assert first == ranks[0][:7]
-    rest, = run_ranks(train, 1, again)
+    rest, = run_ranks(failures_seen, 1, again)
     assert rest == ranks[0][4:]
     resumed = [json.loads(line) for line in (tmp_path / "b" / "quarantine.jsonl").open()]
     assert sorted(line["row"] for line in resumed) == sorted(expected)
@@ -138,7 +131,7 @@ def test_training_finishes_and_skips_alike(corpus, tmp_path, dispatch, num_worke
 def test_limits(corpus, tmp_path, limits, text):
     folder, expected = corpus
     with pytest.raises(RankFailure) as failure:
-        run_ranks(train, 2, run_recipe(folder, tmp_path, "load", **limits))
+        run_ranks(failures_seen, 2, run_recipe(folder, tmp_path, "load", **limits))
     said = {e[1] for e in failure.value.errors.values()}
     assert len(said) == 1 and len(failure.value.errors) == 2
     [message] = said

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,8 +15,7 @@ from orchmllm.data.sampler import MixtureSampler, make_sampler
 from orchmllm.data.tokenizer import ChatTokenizer
 from orchmllm.plan.layout import AUDIO, TEXT, VISION, AudioGeometry, VisionGeometry
 from tests.lib.corpora import write_librispeech_hf, write_paper_mix
-
-RECIPES = Path(__file__).parents[2] / "recipes"
+from tests.lib.recipes import RECIPES
 
 
 @pytest.fixture(scope="module")

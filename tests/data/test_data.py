@@ -1,8 +1,6 @@
 """Tokenization, the conversation dataset and the demo corpus that they read."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -25,20 +23,14 @@ from orchmllm.plan.layout import (
     VisionGeometry,
     segment_lengths,
 )
+from tests.lib.commands import make_demo_data
 
-SCRIPT = Path(__file__).parents[2] / "scripts" / "make_demo_data.py"
 VISION_GEOMETRY, AUDIO_GEOMETRY = VisionGeometry(max_side=224), AudioGeometry()
-
-
-def make_corpus(out: Path, seed: int = 0) -> Path:
-    command = [sys.executable, SCRIPT, "--out", out, "--num-examples", "40", "--seed", str(seed)]
-    subprocess.run(command, check=True, capture_output=True)
-    return out
 
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory):
-    return make_corpus(tmp_path_factory.mktemp("demo"))
+    return make_demo_data(tmp_path_factory.mktemp("demo"), 40)
 
 
 @pytest.fixture(scope="module")
@@ -79,8 +71,8 @@ def test_same_seed_gives_same_bytes(corpus, tmp_path):
         return {p.relative_to(folder): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
 
     first = content(corpus)
-    assert content(make_corpus(tmp_path / "again")) == first
-    assert content(make_corpus(tmp_path / "other", seed=1)) != first
+    assert content(make_demo_data(tmp_path / "again", 40)) == first
+    assert content(make_demo_data(tmp_path / "other", 40, seed=1)) != first
 
 
 def test_corpus_holds_every_kind(corpus, dataset, tokenizer):

@@ -25,6 +25,7 @@ MODES = [("jpg", "RGB"), ("jpg", "L"), ("jpg", "CMYK"), ("png", "RGB"), ("png", 
 CLIPS = [("wav", "PCM_16"), ("wav", "PCM_24"), ("wav", "FLOAT"), ("wav", "PCM_U8"),
          ("wav", "ULAW"), ("flac", "PCM_16"), ("flac", "PCM_24"), ("ogg", "VORBIS"),
          ("ogg", "OPUS"), ("mp3", "MPEG_LAYER_III")]
+RATES = (8000, 16000, 22050, 44100, 48000)
 
 
 def variants(path, modality: int) -> list:
@@ -58,12 +59,17 @@ def test_images(tmp_path, suffix, mode, orientation):
             VISION_GEOMETRY, header).rows
 
 
-@pytest.mark.parametrize("channels", [1, 2, 6])
-@pytest.mark.parametrize("rate", [8000, 16000, 22050, 44100, 48000])
-@pytest.mark.parametrize("suffix, subtype", CLIPS)
+def kinds_of_clips():
+    """(suffix, subtype, rate, channels): every rate alone, and more channels at 48 kHz."""
+    for suffix, subtype in CLIPS:
+        for rate in (8000, 16000, 48000) if subtype == "OPUS" else RATES:
+            yield suffix, subtype, rate, 1
+        for channels in (2,) if suffix == "mp3" else (2, 6):
+            yield suffix, subtype, 48000, channels
+
+
+@pytest.mark.parametrize("suffix, subtype, rate, channels", [*kinds_of_clips()])
 def test_clips(tmp_path, suffix, subtype, rate, channels):
-    if (subtype == "OPUS" and rate in (22050, 44100)) or (suffix == "mp3" and channels > 2):
-        pytest.skip("the codec has no such rate or channels")
     path = tmp_path / f"a.{suffix}"
     samples = np.random.default_rng(0).normal(0, 0.1, (rate * 3 // 7, channels))
     soundfile.write(path, samples, rate, subtype=subtype)

@@ -23,6 +23,7 @@ from orchmllm.data.media.medium import MediaError, Medium, RowError
 from orchmllm.data.tokenizer import ChatTokenizer, Turn
 from orchmllm.plan.layout import AUDIO, VISION, AudioGeometry, VisionGeometry
 from tests.lib.broken import Sentinel, flac_expanding, png_claiming, wav_claiming
+from tests.lib.commands import ROOT
 from tests.lib.formats import QUESTIONS, as_dataset, llava_row, write_media
 from tests.lib.tokenizers import write_tokenizer
 
@@ -216,7 +217,7 @@ def test_a_clip_that_is_cut_is_refused_whatever_holds_it(kind):
 
 def test_package_never_unpickles():
     """A gate on the text of the package."""
-    for path in (Path(__file__).parents[2] / "orchmllm" / "data").rglob("*.py"):
+    for path in (ROOT / "orchmllm" / "data").rglob("*.py"):
         text = path.read_text(encoding="utf-8")
         for word in ("pickle.load", "import pickle", "allow_pickle=True", "eval(", "exec(",
                      "trust_remote_code", "os.system", "extractall", "weights_only=False"):

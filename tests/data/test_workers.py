@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import psutil
@@ -23,8 +22,9 @@ from orchmllm.data.media.medium import MediaError
 from orchmllm.plan.step import BalanceConfig
 from orchmllm.runtime.stop import Stopped
 from orchmllm.trainer import Trainer
+from tests.lib.commands import ROOT
 from tests.lib.ranks import RankFailure, run_ranks
-from tests.lib.synthetic import SyntheticDataset, recipe
+from tests.lib.synthetic import SHALLOW, SyntheticDataset, recipe
 
 
 class Failing(SyntheticDataset):
@@ -40,7 +40,7 @@ class Failing(SyntheticDataset):
 
 
 def run_recipe(num_workers: int, **changes):
-    base = recipe(balance=BalanceConfig(dispatch=changes.pop("dispatch", "load"),
+    base = recipe(model=SHALLOW, balance=BalanceConfig(dispatch=changes.pop("dispatch", "load"),
                                         ranks_per_node=2))
     return replace(
         base, data=replace(base.data, prefetch=2, num_workers=num_workers),
@@ -109,12 +109,10 @@ def unlucky(world, how: str) -> None:
     ("killed", "a data worker exited unexpectedly"), ("raises", "KeyError: 'no such thing'"),
     ("killed while idle", "a data worker exited unexpectedly")])
 def test_what_happens_in_a_worker_is_raised_on_all_ranks(how, text):
-    started = time.monotonic()
     with pytest.raises(RankFailure) as failure:
-        run_ranks(unlucky, 2, how, timeout_s=30)
+        run_ranks(unlucky, 2, how)
     kinds, texts = zip(*(e[:2] for e in failure.value.errors.values()), strict=True)
     assert kinds == ("RemoteError",) * 2 and len(set(texts)) == 1 and text in texts[0]
-    assert time.monotonic() - started < 20  # the ranks' start included
 
 
 def killed(world, folder: str) -> None:
@@ -131,10 +129,9 @@ def test_no_worker_outlives_its_rank(tmp_path):
     with pytest.raises(RankFailure):
         run_ranks(killed, 2, str(tmp_path))
     pids = [int(p) for f in tmp_path.iterdir() for p in f.read_text().split()]
-    deadline = time.monotonic() + 5
-    while any(map(_alive, pids)) and time.monotonic() < deadline:
+    assert len(pids) == 4
+    while any(map(_alive, pids)):  # until the test's time is up
         time.sleep(0.1)
-    assert len(pids) == 4 and not [p for p in pids if _alive(p)]
 
 
 def _alive(pid: int) -> bool:
@@ -146,17 +143,13 @@ def _alive(pid: int) -> bool:
 
 def signalled(world, run) -> int:
     """SIGTERM to every process of a rank, as a launcher sends it to a process group."""
-    trainer = Trainer(run, world, dataset=SyntheticDataset())
-    original = trainer.train_step
-
-    def step(step):
-        if step.index == 1:
+    def signal_all(step, row: dict) -> None:
+        if step.index == 0:
             for child in psutil.Process().children():
                 child.send_signal(signal.SIGTERM)
             os.kill(os.getpid(), signal.SIGTERM)
-        return original(step)
 
-    trainer.train_step = step
+    trainer = Trainer(run, world, dataset=SyntheticDataset(), on_step=signal_all)
     try:
         trainer.run()
     except Stopped:
@@ -283,8 +276,8 @@ except RuntimeError as error:
 
 
 def test_a_pool_of_which_one_worker_does_not_start_leaves_none_and_the_rank_can_exit():
-    done = subprocess.run([sys.executable, "-c", HALF_STARTED], timeout=120, text=True,
-                          stdout=subprocess.PIPE, check=True, cwd=Path(__file__).parents[2])
+    done = subprocess.run([sys.executable, "-c", HALF_STARTED], text=True,
+                          stdout=subprocess.PIPE, check=True, cwd=ROOT)
     assert "did not start in 2 attempts" in done.stdout
     assert done.stdout.strip().endswith("2 [False, False]")
 

@@ -8,12 +8,12 @@ import traceback
 import pytest
 
 from orchmllm import BalancedDataLoader, CostModel, Phase, Segment
+from orchmllm.plan.step import BalanceConfig
 from orchmllm.trainer import Trainer
-from tests.data.test_workers import run_recipe
-from tests.dropin.test_examples import load
 from tests.lib.dropin import Texts, collate, length_of, token_count
+from tests.lib.examples import load
 from tests.lib.ranks import run_ranks
-from tests.lib.synthetic import SyntheticDataset
+from tests.lib.synthetic import SyntheticDataset, recipe
 
 pytestmark = pytest.mark.dist
 BAD = 1  # the rank that fails
@@ -148,7 +148,8 @@ class Broken(SyntheticDataset):
 
 
 def broken(world, method: str) -> tuple:
-    trainer = Trainer(run_recipe(0, dispatch="bytes"), world, dataset=Broken(method, world.rank))
+    run = recipe(balance=BalanceConfig(dispatch="bytes", ranks_per_node=2))
+    trainer = Trainer(run, world, dataset=Broken(method, world.rank))
     return outcome(trainer.loader())
 
 

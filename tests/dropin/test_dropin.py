@@ -121,11 +121,16 @@ def global_batches(ranks: list) -> list[list[int]]:
                                                                     strict=True)]
 
 
+@pytest.fixture(scope="module")
+def whole_and_first() -> list[list]:
+    """An epoch on two ranks, and its first 3 steps."""
+    return [run_ranks(stopped, 2, steps, None, dict(batch_size=3)) for steps in (8, 3)]
+
+
 @pytest.mark.dist
 @pytest.mark.parametrize("num_ranks, workers", [(1, 0), (2, 2), (3, 0), (4, 1), (6, 0)])
-def test_resume_on_other_ranks_and_workers(num_ranks, workers):
-    whole = run_ranks(stopped, 2, 8, None, dict(batch_size=3))
-    first = run_ranks(stopped, 2, 3, None, dict(batch_size=3))
+def test_resume_on_other_ranks_and_workers(whole_and_first, num_ranks, workers):
+    whole, first = whole_and_first
     states = [state for _, state in first]
     assert states[0] == states[1] and len(json.dumps(states[0])) < 4096
     rest = run_ranks(stopped, num_ranks, 5, states[0],
@@ -155,12 +160,12 @@ class Odd(Exception):
         super().__init__(f"{a}{b}")
 
 
-def failing(world, where: str, how: dict) -> list[tuple[str, str, float, int]]:
+def failing(world, where: str, how: dict) -> list[tuple[str, str, int]]:
     return [fails_with(world, where, kind, dict(how))
             for kind in (KeyError, Odd, StopIteration, OSError, MemoryError)]
 
 
-def fails_with(world, where: str, kind: type, how: dict) -> tuple[str, str, float, int]:
+def fails_with(world, where: str, kind: type, how: dict) -> tuple[str, str, int]:
     calls = {"n": 0}
 
     def maybe(value, there: str):
@@ -179,14 +184,12 @@ def fails_with(world, where: str, kind: type, how: dict) -> tuple[str, str, floa
             **({"length_fn": lambda e: maybe(token_count(e), "length_fn")}
                if where == "length_fn" or how.pop("bytes", False) else {"lengths": LENGTHS}),
             **how})
-    started = time.perf_counter()
     try:
         for _ in loader:
             pass
     except Exception as e:
-        return (type(e).__name__, str(e), time.perf_counter() - started,
-                len(psutil.Process().children()))
-    return "", "", 0.0, 0
+        return type(e).__name__, str(e), len(psutil.Process().children())
+    return "", "", 0
 
 
 @pytest.mark.dist
@@ -196,35 +199,32 @@ def fails_with(world, where: str, kind: type, how: dict) -> tuple[str, str, floa
     ("length_fn", {"num_workers": 1, "prefetch": 0}),
 ], ids=str)
 def test_an_error_is_raised_on_all_ranks_with_the_same_text(where, how):
-    for ranks in zip(*run_ranks(failing, 2, where, how, timeout_s=60), strict=True):
+    for ranks in zip(*run_ranks(failing, 2, where, how), strict=True):
         assert {r[0] for r in ranks} == {"RemoteError"}, ranks
         assert ranks[0][1] == ranks[1][1] and "rank 1 failed" in ranks[0][1]
-        assert all(r[2] < 10 and r[3] == 0 for r in ranks)
+        assert all(r[2] == 0 for r in ranks)
 
 
-def killed_worker(world, how: dict) -> tuple[str, float, int, list[str]]:
+def killed_worker(world, how: dict) -> tuple[str, int, list[str]]:
     loader = BalancedDataLoader(Texts(4800), 2, collate_fn=collate, num_workers=1,
                                 multiprocessing_context="fork", **how)
-    started = time.perf_counter()
     try:
         for k, _ in enumerate(loader):
             if k == 3 and world.rank == 1:
                 os.kill(psutil.Process().children()[0].pid, signal.SIGKILL)
-                started = time.perf_counter()
             time.sleep(0.01)
     except Exception as e:
-        took = time.perf_counter() - started
-        return (str(e), took, len(psutil.Process().children()),
+        return (str(e), len(psutil.Process().children()),
                 [t.name for t in threading.enumerate() if t.name.startswith("orchmllm")])
-    return "", 0.0, 0, []
+    return "", 0, []
 
 
 @pytest.mark.dist
 @pytest.mark.parametrize("how", [dict(lengths=length_of), dict(length_fn=token_count)], ids=str)
 def test_a_killed_worker_is_told_by_all_ranks(how):
-    ranks = run_ranks(killed_worker, 2, how, timeout_s=40)
+    ranks = run_ranks(killed_worker, 2, how)
     assert ranks[0][0] == ranks[1][0] and "worker" in ranks[0][0], ranks
-    assert ranks[1][1] < 10 and all(r[2] == 0 and r[3] == [] for r in ranks), ranks
+    assert all(r[1:] == (0, []) for r in ranks), ranks
 
 
 def early(world) -> list[str]:

@@ -17,8 +17,8 @@ from orchmllm import (
     exchange_rows,
     scale_loss,
 )
-from tests.dropin.test_examples import load
 from tests.lib.dropin import Stream, Texts, collate, length_of, token_count
+from tests.lib.examples import load
 from tests.lib.ranks import run_ranks
 
 pytestmark = pytest.mark.dist

@@ -3,23 +3,12 @@
 from __future__ import annotations
 
 import difflib
-import importlib
 import os
-import sys
-from pathlib import Path
 
 import pytest
 
+from tests.lib.examples import EXAMPLES, load
 from tests.lib.ranks import run_ranks
-
-EXAMPLES = Path(__file__).parents[2] / "examples"
-
-
-def load(name: str):
-    """An example as a module; examples import each other by file name."""
-    if str(EXAMPLES) not in sys.path:
-        sys.path.insert(0, str(EXAMPLES))
-    return importlib.import_module(name)
 
 
 def run(world, name: str, *args):

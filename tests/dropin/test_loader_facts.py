@@ -8,7 +8,6 @@ import re
 from collections import OrderedDict, UserDict
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,11 +15,11 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from orchmllm import BalancedDataLoader, StepInfo, scale_loss
+from tests.lib.commands import ROOT
 from tests.lib.dropin import VOCAB, Texts, collate, length_of
 from tests.lib.ranks import run_ranks
 
 pytestmark = pytest.mark.dist
-ROOT = Path(__file__).parents[2]
 LENGTHS = [length_of(i) for i in range(48)]
 
 

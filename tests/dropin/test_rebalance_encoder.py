@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from orchmllm import BalancedDataLoader, CostModel, Phase, rebalance_encoder
-from tests.dropin.test_examples import load
+from tests.lib.examples import load
 from tests.lib.ranks import run_ranks
 
 pytestmark = pytest.mark.dist

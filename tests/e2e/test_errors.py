@@ -3,43 +3,40 @@ running. Real processes under the real launcher."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import psutil
 import pytest
 
-pytestmark = [pytest.mark.dist, pytest.mark.timeout(120)]
-ROOT = Path(__file__).parents[2]
+from tests.lib.commands import python
+
+pytestmark = pytest.mark.dist
 
 
-def run(tmp_path: Path, fault: str) -> tuple[str, int, float]:
-    """(stderr, exit code, seconds) of the run."""
-    started = time.monotonic()
-    out = subprocess.run([sys.executable, "-m", "tests.lib.faulty_train", str(tmp_path), fault],
-                         cwd=ROOT, capture_output=True, text=True, timeout=100)
+def run(tmp_path: Path, fault: str, num_ranks: int) -> tuple[str, int]:
+    """(stderr, exit code) of the run."""
+    out = python("-m", "tests.lib.faulty_train", tmp_path, fault, num_ranks)
     left = [p for p in psutil.process_iter(["cmdline"])
             if str(tmp_path) in " ".join(p.info["cmdline"] or [])]
     assert not left, f"still running: {left}"
-    return out.stderr, out.returncode, time.monotonic() - started
+    return out.stderr, out.returncode
 
 
 @pytest.mark.parametrize("fault, text", [
-    ("raise", "rank 1 failed at step 3, phase data: KeyError: 'user hook broke'"),
+    pytest.param("raise", "rank 1 failed at step 3, phase data: KeyError: 'user hook broke'",
+                 marks=pytest.mark.slow),
     ("raise in backward", "rank 1 failed at step 3, phase vision: ArithmeticError: hook broke in "
                           "backward"),
     ("raise in data", "error: step 0: rank 1 failed: LookupError: no such thing"),
 ])
 def test_an_exception_on_one_rank_ends_all(tmp_path, fault, text):
-    stderr, code, _ = run(tmp_path, fault)
+    stderr, code = run(tmp_path, fault, 2)
     assert code == 1 and text in stderr, stderr
     assert stderr.count("error: ") == 1, stderr
 
 
 def test_a_killed_rank_ends_all(tmp_path):
-    stderr, code, _ = run(tmp_path, "kill")
+    stderr, code = run(tmp_path, "kill", 2)
     assert code != 0 and "rank 1 was killed by SIGKILL" in stderr, stderr
 
 
@@ -47,7 +44,7 @@ def test_a_killed_rank_ends_all(tmp_path):
     ("stall in vision", "phase vision"),
     pytest.param("stall in data", "phase data", marks=pytest.mark.slow)])
 def test_a_late_rank_is_named(tmp_path, fault, phase):
-    stderr, code, _ = run(tmp_path, fault)
+    stderr, code = run(tmp_path, fault, 3)
     assert code == 1, stderr
     assert "no progress for" in stderr and "rank 1 is late: step" in stderr, stderr
     assert phase in stderr and "faulty_train.py" in stderr, stderr

@@ -14,10 +14,11 @@ from safetensors.torch import save_file
 
 from orchmllm.config import RecipeError, load_recipe
 from orchmllm.runtime.checkpoint import CheckpointError
+from tests.lib.commands import ROOT
 from tests.lib.ranks import RankFailure, run_ranks
-from tests.runtime.test_resume import find, run_recipe, train
+from tests.lib.resume import find, run_recipe, train_recorded
 
-PACKAGE = Path(__file__).parents[2] / "orchmllm"
+PACKAGE = ROOT / "orchmllm"
 FORBIDDEN = re.compile(r"pickle\.loads?\(|torch\.load\(|weights_only=False|all_gather_object|"
                        r"yaml\.(unsafe_load|full_load)|trust_remote_code|(?<![.\w])(eval|exec)\(")
 
@@ -50,13 +51,13 @@ def test_yaml_tags(tmp_path):
 def test_pickles_in_a_checkpoint(tmp_path):
     """In place of every file, and beside them under the names torch would read."""
     run = run_recipe(tmp_path / "run", train={"num_steps": 2})
-    run_ranks(train, 2, run)
+    run_ranks(train_recorded, 2, run)
     newest = tmp_path / "run" / "checkpoints" / "step_00000002"
     sentinel, names = tmp_path / "sentinel", sorted(p.name for p in newest.iterdir())
     evil = pickle.dumps(Evil(sentinel))
     for extra in (".metadata", "__0_0.distcp", "model.pt", "optimizer.bin"):
         (newest / extra).write_bytes(evil)
-    assert run_ranks(train, 2, run)[0] == []  # resumes; the extra files are not read
+    assert run_ranks(train_recorded, 2, run)[0] == []  # resumes; the extra files are not read
     for name in names:
         saved = (newest / name).read_bytes()
         (newest / name).write_bytes(evil)
@@ -70,10 +71,10 @@ def test_pickles_in_a_checkpoint(tmp_path):
 @pytest.mark.dist
 def test_a_safetensors_file_of_other_shapes_is_an_error(tmp_path):
     run = run_recipe(tmp_path / "run", keep_last=1, train={"num_steps": 1})
-    run_ranks(train, 1, run)
+    run_ranks(train_recorded, 1, run)
     newest = tmp_path / "run" / "checkpoints" / "step_00000001"
     (shard,) = newest.glob("*.safetensors")
     save_file({"x": torch.zeros(1)}, shard)
     with pytest.raises(RankFailure) as failure:
-        run_ranks(train, 1, replace(run, train=replace(run.train, num_steps=2)))
+        run_ranks(train_recorded, 1, replace(run, train=replace(run.train, num_steps=2)))
     assert failure.value.errors[0][0] == CheckpointError.__name__

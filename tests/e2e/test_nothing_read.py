@@ -19,14 +19,14 @@ from orchmllm.data.media.medium import MediaError
 from orchmllm.plan.step import BalanceConfig
 from orchmllm.runtime.log_schema import row_problems
 from orchmllm.runtime.run_state import MIN_UNREADABLE
-from orchmllm.trainer import Trainer
 from tests.lib.formats import write_jsonl
 from tests.lib.ranks import run_ranks
-from tests.lib.synthetic import MODEL, SyntheticDataset, recipe
+from tests.lib.synthetic import SHALLOW, SyntheticDataset, recipe
 from tests.lib.tokenizers import write_tokenizer
+from tests.lib.training import train
 
 pytestmark = pytest.mark.dist
-TINY = replace(MODEL, llm=replace(MODEL.llm, vocab_size=512))
+TINY = replace(SHALLOW, llm=replace(SHALLOW.llm, vocab_size=512))
 
 
 def row(mark: str = "", name: str = "") -> dict:
@@ -68,20 +68,17 @@ class FailsOnRank1(SyntheticDataset):
         return out
 
 
-def train(world, run, on_rank_1: bool = False) -> tuple[str, str, str]:
+def output_of(world, run, on_rank_1: bool = False) -> tuple[str, str, str]:
     """(stdout, class of the error, its text) of this rank."""
     dataset = FailsOnRank1() if on_rank_1 else None
     if dataset is not None:
         dataset.rank = world.rank
     out, error = io.StringIO(), None
     with contextlib.redirect_stdout(out):
-        trainer = Trainer(run, world, dataset=dataset)
         try:
-            trainer.run()
+            train(world, run, dataset)
         except Exception as e:
             error = e
-        finally:
-            trainer.close()
     return out.getvalue(), type(error).__name__ if error else "", str(error or "")
 
 
@@ -101,7 +98,7 @@ def test_a_modality_that_cannot_be_read_stops_the_run(tmp_path, name, reason, di
                                                       num_workers):
     folder = corpus(tmp_path, [row("<image>", name), row("<audio>", "good.wav")] * 20)
     run = run_of(folder, 20, dispatch, num_workers=num_workers)
-    (first, kind, text), (second, *other) = run_ranks(train, 2, run)
+    (first, kind, text), (second, *other) = run_ranks(output_of, 2, run)
     assert [kind, text] == other and kind == "MediaLimitError"
     count = int(text.split("none of the ")[1].split()[0])
     assert text.startswith("vision: ") and MIN_UNREADABLE <= count < MIN_UNREADABLE + 4
@@ -115,7 +112,7 @@ def test_a_modality_that_cannot_be_read_stops_the_run(tmp_path, name, reason, di
 def test_a_healthy_corpus_with_broken_files_goes_on(tmp_path):
     names = [f"{k}.png" if k % 2 else "good.png" for k in range(4 * MIN_UNREADABLE)]
     folder = corpus(tmp_path, [row("<image>", name) for name in names])
-    (first, kind, text), _ = run_ranks(train, 2, run_of(folder, MIN_UNREADABLE))
+    (first, kind, text), _ = run_ranks(output_of, 2, run_of(folder, MIN_UNREADABLE))
     assert not kind, text
     assert first.count("warning: not usable") == 1 and f"finished: {MIN_UNREADABLE} steps" in first
     failed = [json.loads(line) for line in (folder / "run" / "quarantine.jsonl").open()]
@@ -124,7 +121,7 @@ def test_a_healthy_corpus_with_broken_files_goes_on(tmp_path):
 
 def test_few_media_are_judged_at_the_end(tmp_path):
     folder = corpus(tmp_path, [row()] * 9 + [row("<image>", f"{k}.png") for k in range(3)])
-    (first, kind, text), (_, *other) = run_ranks(train, 2, run_of(folder, 3))
+    (first, kind, text), (_, *other) = run_ranks(output_of, 2, run_of(folder, 3))
     assert [kind, text] == other and kind == "MediaLimitError"
     assert "vision: none of the 3 media" in text and "finished: 3 steps" in first
     assert (folder / "run" / "checkpoints").is_dir() and len(metrics(folder)) == 3
@@ -134,8 +131,8 @@ def test_few_media_are_judged_at_the_end(tmp_path):
 
 def test_the_failure_of_another_rank_reaches_the_terminal(tmp_path):
     run = run_of(tmp_path, 3)
-    run = replace(run, model=MODEL)
-    (first, kind, text), (second, *_) = run_ranks(train, 2, run, True)
+    run = replace(run, model=SHALLOW)
+    (first, kind, text), (second, *_) = run_ranks(output_of, 2, run, True)
     assert not kind and not second, text
     [warning] = [s for s in first.splitlines() if s.startswith("warning: ")]
     assert "the disk of rank 1 is broken" in warning and "quarantine.jsonl" in warning
@@ -144,7 +141,7 @@ def test_the_failure_of_another_rank_reaches_the_terminal(tmp_path):
 def test_a_step_without_targets_has_no_loss(tmp_path):
     folder = corpus(tmp_path, [row()] * 4)
     (folder / "data.jsonl").write_text(json.dumps(row()) + "\n" + "no JSON\n" * 3)
-    (first, kind, text), _ = run_ranks(train, 2, run_of(folder, 1))
+    (first, kind, text), _ = run_ranks(output_of, 2, run_of(folder, 1))
     assert not kind and metrics(folder)[0]["loss"] > 0, text
     assert "step 1/1 loss " in first
     bad = tmp_path / "bad"
@@ -152,7 +149,7 @@ def test_a_step_without_targets_has_no_loss(tmp_path):
     corpus(bad, [row()])
     with (bad / "data.jsonl").open("w") as f:
         f.write(json.dumps(row()) + "\n" + '{"conversations": []}\n' * 60)
-    (first, kind, text), _ = run_ranks(train, 2, run_of(bad, 3))
+    (first, kind, text), _ = run_ranks(output_of, 2, run_of(bad, 3))
     assert not kind, text
     empty = [r for r in metrics(bad) if not r["num_global_targets"]]
     assert len(empty) >= 2 and all(r["loss"] is None and not r["nonfinite"] for r in empty)

@@ -3,6 +3,7 @@ balanced, resumed in the middle of an epoch on other numbers of ranks."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import pickle
 import shutil
@@ -16,13 +17,15 @@ from orchmllm.config import DataConfig, RunConfig, load_recipe
 from orchmllm.data.stream import open_dataset
 from orchmllm.plan.layout import AUDIO, VISION
 from orchmllm.plan.step import PHASES, BalanceConfig
-from orchmllm.trainer import Trainer
+from orchmllm.runtime.build import build_dataset
+from tests.lib.commands import ROOT
 from tests.lib.corpora import write_paper_mix
 from tests.lib.ranks import run_ranks
-from tests.lib.synthetic import MODEL, recipe
+from tests.lib.synthetic import SHALLOW, recipe
+from tests.lib.training import train
 
-RECIPE = Path(__file__).parents[2] / "recipes" / "paper_mix.yaml"
-TINY = replace(MODEL, llm=replace(MODEL.llm, vocab_size=512))
+RECIPE = ROOT / "recipes" / "paper_mix.yaml"
+TINY = replace(SHALLOW, llm=replace(SHALLOW.llm, vocab_size=512))
 BATCH, STEPS = 12, 8  # 96 draws of 57 examples: into the second epoch
 
 
@@ -50,28 +53,21 @@ def run_recipe(data: DataConfig, run_dir: Path, dispatch: str):
                    checkpoint=replace(base.checkpoint, every_steps=3, asynchronous=False))
 
 
-def train(world, run, stop_at: int = 0) -> tuple[list, list]:
-    """(what each step's examples are, metrics); `stop_at`: the step that an error ends."""
-    trainer, seen = Trainer(run, world), []
-    step_once = trainer.train_step
+def sources_seen(world, run, stop_after: int = 0) -> tuple[list, list]:
+    """(what each step's examples are, metrics). stop_after: the step after which an error ends the
+    run."""
+    seen = []
+    dataset = build_dataset(run)
 
-    def recording(step):
-        if stop_at and step.index == stop_at:
-            raise ValueError("stopped for the test")
-        seen.append([tuple(trainer.dataset.describe(i, 0).values())[:3]
+    def record(step, row: dict) -> None:
+        seen.append([tuple(dataset.describe(i, 0).values())[:3]
                      for i in step.example_ids.tolist()])
-        return step_once(step)
+        if stop_after and step.index == stop_after:
+            raise KeyboardInterrupt
 
-    trainer.train_step = recording
-    rows = []
-    try:
-        rows = trainer.run()
-    except ValueError:
-        if not stop_at:
-            raise
-    finally:
-        trainer.close()
-    return seen, rows
+    with contextlib.suppress(KeyboardInterrupt):
+        return seen, train(world, run, dataset, on_step=record)
+    return seen, []
 
 
 @pytest.mark.dist
@@ -88,7 +84,8 @@ def test_trained_together_and_resumed_on_other_ranks(root, tmp_path, streaming, 
                      "model.vision.max_side=112", "model.audio.num_mels=8"]) == 0
     data = absolute(root, streaming, indexed=dispatch == "load")
     data = replace(data, num_workers=num_workers)
-    (seen, rows), (also, _) = run_ranks(train, 2, run_recipe(data, tmp_path / "two", dispatch))
+    run = run_recipe(data, tmp_path / "two", dispatch)
+    (seen, rows), (also, _) = run_ranks(sources_seen, 2, run)
     assert seen == also and len(seen) == STEPS
     drawn = {source for step in seen for source, *_ in step}
     assert drawn == {"llava", "librispeech", "air_bench"}
@@ -100,11 +97,11 @@ def test_trained_together_and_resumed_on_other_ranks(root, tmp_path, streaming, 
         moved = sum(r["phases"][phase]["moved_bytes"] for r in steps)
         assert moved > 0 or dispatch == "load"  # which reads a medium where it is needed
     assert not (tmp_path / "two" / "quarantine.jsonl").exists()
-    run_ranks(train, 2, run_recipe(data, tmp_path / "stopped", dispatch), 5)
-    for ranks in (1, 2, 3):
+    run_ranks(sources_seen, 2, run_recipe(data, tmp_path / "stopped", dispatch), 5)
+    for ranks in (1, 3):
         shutil.copytree(tmp_path / "stopped", tmp_path / f"resumed{ranks}")
         run = run_recipe(data, tmp_path / f"resumed{ranks}", dispatch)
-        resumed, continued = run_ranks(train, ranks, run)[0]
+        resumed, continued = run_ranks(sources_seen, ranks, run)[0]
         assert resumed == seen[3:]  # the checkpoint of step 3
         losses = [r["loss"] for r in continued if "loss" in r]
         assert losses == pytest.approx([r["loss"] for r in steps[3:]], rel=1e-9)

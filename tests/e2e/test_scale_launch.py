@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-from pathlib import Path
 
 import pytest
 import yaml
 
 from orchmllm.launch import world_from
+from tests.lib.commands import ROOT
 
-FOLDER = Path(__file__).parents[2] / "scripts" / "launch"
+FOLDER = ROOT / "scripts" / "launch"
 SCRIPTS = sorted(FOLDER.glob("*.sh"))
 
 

@@ -4,12 +4,11 @@ step of each at a fraction of its size on two ranks."""
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 
-from orchmllm.config import Recipe, load_recipe
+from orchmllm.config import Recipe
 from orchmllm.data.loading.step_loader import StepLoader
 from orchmllm.data.sampler import GlobalSampler
 from orchmllm.estimate.workload import MODELS
@@ -17,9 +16,9 @@ from orchmllm.models.mllm import MultimodalModel
 from orchmllm.sharding.units import num_parameters
 from orchmllm.trainer import Trainer
 from tests.lib.ranks import run_ranks
+from tests.lib.recipes import read
 from tests.lib.synthetic import VOCAB, SyntheticDataset
 
-FOLDER = Path(__file__).parents[2] / "recipes"
 NAMES = ("mllm10b", "mllm18b", "mllm84b", "mllm_1gpu")
 # Table 1: layers, hidden, ffn of LLM, vision, audio; then downsampling, image bound, mini-batch.
 TABLE = {
@@ -28,10 +27,6 @@ TABLE = {
     "mllm84b": ((80, 8192, 29568), (45, 3200, 12800), (48, 3072, 12288), 4, 4, 896, 30),
 }
 BILLIONS = {"mllm10b": (7, 2, 0.6), "mllm18b": (14, 3, 0.6), "mllm84b": (72, 6, 6)}
-
-
-def read(name: str) -> Recipe:
-    return load_recipe(FOLDER / f"{name}.yaml")
 
 
 def shape(part) -> tuple[int, int, int]:
@@ -128,7 +123,7 @@ def one_step(world, names):
 
 @pytest.mark.dist
 def test_a_step_of_each_at_a_fraction_of_its_size():
-    first, second = run_ranks(one_step, 2, NAMES, timeout_s=150)
+    first, second = run_ranks(one_step, 2, NAMES)
     for name in NAMES:
         assert 4.0 < first[name]["loss"] < 4.4  # ln 64 = 4.16
         assert first[name]["loss"] == second[name]["loss"] and not first[name]["nonfinite"]

@@ -14,7 +14,8 @@ from orchmllm.plan.step import BalanceConfig, PhasePolicy, build_plan, plan_step
 from orchmllm.runtime.build import learning_rate
 from orchmllm.trainer import Trainer
 from tests.lib.ranks import RankFailure, run_ranks
-from tests.lib.synthetic import SyntheticDataset, recipe
+from tests.lib.synthetic import SHALLOW, SyntheticDataset, recipe
+from tests.lib.training import train
 
 pytestmark = pytest.mark.dist
 ON = BalanceConfig(ranks_per_node=2)
@@ -23,21 +24,14 @@ KEYS = {"step", "loss", "grad_norm", "lr", "tokens_per_s", "step_s", "data_wait_
 
 
 def longer(folder: Path, **changes):
-    base = recipe(**changes)
+    base = recipe(model=SHALLOW, **changes)
     return replace(base, run=replace(base.run, dir=str(folder)),
                    train=replace(base.train, num_steps=6, lr=1e-2),
                    data=replace(base.data, prefetch=2))
 
 
-def train(world, recipes, dataset=None) -> list[list[dict]]:
-    out = []
-    for r in recipes:
-        trainer = Trainer(r, world, dataset=dataset or SyntheticDataset())
-        try:
-            out.append(trainer.run())
-        finally:
-            trainer.close()
-    return out
+def train_each(world, recipes) -> list[list[dict]]:
+    return [train(world, r, SyntheticDataset()) for r in recipes]
 
 
 def notes(world, r) -> list[str]:
@@ -62,7 +56,7 @@ def test_off_and_on_agree_at_every_step(tmp_path):
     recipes = [longer(tmp_path / name, balance=b) for name, b in
                (("off", BalanceConfig(enabled=False)), ("on", ON),
                 ("load", replace(ON, dispatch="load")))]
-    off, on, load = run_ranks(train, 3, recipes)[0]
+    off, on, load = run_ranks(train_each, 3, recipes)[0]
     assert [r["loss"] for r in on] == pytest.approx([r["loss"] for r in off], rel=1e-9)
     assert [r["loss"] for r in load] == pytest.approx([r["loss"] for r in off], rel=1e-9)
     assert off[-1]["loss"] < off[0]["loss"]
@@ -83,7 +77,7 @@ def test_off_and_on_agree_at_every_step(tmp_path):
 
 
 def test_one_rank_runs_the_same_path(tmp_path):
-    one, = run_ranks(train, 1, [longer(tmp_path / "one", balance=ON)])
+    one, = run_ranks(train_each, 1, [longer(tmp_path / "one", balance=ON)])
     assert [r["phases"]["llm"]["imbalance_after"] for r in one[0]] == [1.0] * 6
 
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 import importlib.util
 import json
 import platform
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from orchmllm.estimate.measure import fit_times
+from tests.lib.commands import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 PHASES = ("vision", "audio", "llm")
 
 

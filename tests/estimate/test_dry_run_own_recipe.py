@@ -11,9 +11,8 @@ from orchmllm.estimate.dry_run import REFERENCE, exchange_report, reference
 from orchmllm.estimate.workload import MODELS, sample_layout
 from orchmllm.plan.step import plan_step
 from orchmllm.sharding.check import default_world
-from tests.e2e.test_scale_recipes import read
-from tests.estimate.test_scale_dryrun import command
-from tests.estimate.test_scale_memory import small_spec
+from tests.lib.commands import python
+from tests.lib.recipes import read, small_spec
 
 TINY = """
 data: {path: nowhere}
@@ -28,7 +27,7 @@ train: {batch_size: 2}
 def dry_run(tmp_path, text: str, *args: str, code: int = 0) -> str:
     path = tmp_path / "own.yaml"
     path.write_text(text, encoding="utf-8")
-    run = command(str(path), "--dry-run", *args, timeout=300)
+    run = python("-m", "orchmllm.train", "--recipe", path, "--dry-run", *args)
     assert run.returncode == code, run.stderr
     assert run.stderr == ""  # no warnings
     assert "nan" not in run.stdout
@@ -70,7 +69,7 @@ def test_an_encoder_that_the_recipe_does_not_have(tmp_path):
 def test_it_does_not_fit_by_so_much(tmp_path):
     path = tmp_path / "own.yaml"
     path.write_text(TINY, encoding="utf-8")
-    run = command(str(path), "--dry-run", "fsdp.memory_gb=0.01", timeout=300)
+    run = python("-m", "orchmllm.train", "--recipe", path, "--dry-run", "fsdp.memory_gb=0.01")
     assert run.returncode == 2 and run.stdout == "" and run.stderr.count("\n") == 1
     assert re.match(r"error: the recipe does not fit: .* needs \d\.\d GB a rank at least, \d\.\d "
                     r"GB more than the 0\.0 GB that are allowed \(fsdp.memory_gb\); .* would fit "

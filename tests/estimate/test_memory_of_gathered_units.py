@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from orchmllm.plan.assign import PHASES
-from tests.e2e.test_scale_recipes import read
+from tests.lib.recipes import read
 from tests.lib.tracked import tracked
 
 

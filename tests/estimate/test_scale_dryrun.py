@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -22,17 +18,11 @@ from orchmllm.plan.assign import PHASES
 from orchmllm.plan.layout import BatchLayout
 from orchmllm.plan.step import plan_step
 from orchmllm.sharding.check import check_world
-from tests.e2e.test_scale_recipes import read
-from tests.estimate.test_scale_memory import small_spec
+from tests.lib.commands import python
+from tests.lib.recipes import read, small_spec
 from tests.lib.synthetic import recipe as tiny
 
-ROOT = Path(__file__).parents[2]
-ENV = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-
-
-def command(*args: str, **options):
-    return subprocess.run([sys.executable, "-m", "orchmllm.train", "--recipe", *args], cwd=ROOT,
-                          env=ENV, capture_output=True, text=True, **options)
+TRAIN = ("-m", "orchmllm.train", "--recipe")
 
 
 @pytest.mark.slow
@@ -40,7 +30,8 @@ def test_dry_run_of_84b_on_2560_ranks(tmp_path):
     """The figures of issue and documentation, in under 60 s (of CPU: the machine may be busy) and
     4 GB."""
     out = tmp_path / "r.json"
-    run = command("recipes/mllm84b.yaml", "--dry-run", "--world-size", "2560", "--json", str(out))
+    run = python(*TRAIN, "recipes/mllm84b.yaml", "--dry-run", "--world-size", "2560",
+                 "--json", out)
     assert run.returncode == 0, run.stderr
     r = json.loads(out.read_text())
     assert r["peak_rss_bytes"] < 4e9 and r["steps"] == 20
@@ -74,19 +65,17 @@ def test_small_dry_run_is_consistent():
     (("--world-size", "256", "train.global_batch_size=100"), "start at most 100 ranks"),
 ])
 def test_one_message_for_what_cannot_run(changes, says):
-    run = command("recipes/mllm84b.yaml", "--dry-run", *changes, timeout=120)
+    run = python(*TRAIN, "recipes/mllm84b.yaml", "--dry-run", *changes)
     assert run.returncode == 2 and run.stdout == ""
     assert run.stderr.count("\n") == 1 and run.stderr.startswith("error: ") and says in run.stderr
 
 
 def test_a_run_on_the_wrong_world_ends_before_it_starts():
-    run = command("recipes/mllm84b.yaml", "--validate", "--world-size", "100")
+    run = python(*TRAIN, "recipes/mllm84b.yaml", "--validate", "--world-size", "100")
     assert run.returncode == 2 and "start 256 ranks" in run.stderr
     world = {"RANK": "0", "WORLD_SIZE": "512", "LOCAL_WORLD_SIZE": "8", "MASTER_ADDR": "localhost",
              "MASTER_PORT": "1"}
-    run = subprocess.run(
-        [sys.executable, "-m", "orchmllm.train", "--recipe", "recipes/mllm84b.yaml",
-         "--world-size", "2560"], cwd=ROOT, env=ENV | world, capture_output=True, text=True)
+    run = python(*TRAIN, "recipes/mllm84b.yaml", "--world-size", "2560", env=world)
     assert run.returncode == 2 and "there are 512 ranks: start 2560" in run.stderr
 
 

@@ -2,67 +2,25 @@
 
 from __future__ import annotations
 
-import gc
 from dataclasses import replace
 from itertools import product
 
 import numpy as np
 import pytest
-from torch.profiler import ProfilerActivity, profile
 
 from orchmllm.config import FsdpConfig
-from orchmllm.data.loading.step_loader import StepLoader
-from orchmllm.data.sampler import GlobalSampler
 from orchmllm.estimate.fits import decide, for_run, largest_fitting, scaled
 from orchmllm.estimate.memory import CHOICES, MemoryModel, choose_checkpointing, loads_of
 from orchmllm.estimate.workload import sample_layout
-from orchmllm.models.config import AudioConfig, LLMConfig, ModelConfig, VisionConfig
-from orchmllm.models.flops import padded_phases, phase_work
+from orchmllm.models.flops import phase_work
 from orchmllm.models.mllm import MultimodalModel
 from orchmllm.plan.assign import PHASES
-from orchmllm.plan.step import BalanceConfig, plan_step
+from orchmllm.plan.step import plan_step
 from orchmllm.sharding.units import num_parameters, units
-from orchmllm.trainer import Trainer
+from tests.lib.memory import TOWER, WIDE, measured
 from tests.lib.ranks import run_ranks
+from tests.lib.recipes import frozen, small_spec
 from tests.lib.synthetic import MODEL, SyntheticDataset, recipe
-from tests.sharding.test_scale_fsdp import frozen
-
-BATCH = 24
-WIDE = ModelConfig(  # activations, not weights, take the memory
-    VisionConfig(4, 96, 384, 4, merge_size=2, max_side=224),
-    AudioConfig(4, 96, 384, 4, num_mels=80, stack=2), LLMConfig(512, 4, 128, 352, 4, 4))
-
-TOWER = replace(WIDE, vision=replace(WIDE.vision, family="qwen2_vl"))
-
-
-def measured(world, fsdp: FsdpConfig, kinds: tuple[str, ...],
-             model: ModelConfig = WIDE) -> tuple[float, float]:
-    """(measured, predicted) peak bytes of one forward and backward pass above what is resident
-    before it (parameters and optimizer state), from the allocator's own events."""
-    data = SyntheticDataset(kinds=kinds, size=1000, vision=model.vision.geometry,
-                            audio=model.audio.geometry)
-    trainer = Trainer(recipe(model=model, fsdp=fsdp, balance=BalanceConfig(enabled=False)), world,
-                      dataset=data)
-    n = BATCH * world.world_size
-    loader = iter(StepLoader(data, GlobalSampler(range(2 * n), n, shuffle=False),
-                                     trainer.orchestrator, num_steps=2, prefetch=0))
-    trainer._accumulate(next(loader))
-    trainer.optimizer.step()
-    trainer.optimizer.zero_grad()
-    step = next(loader)
-    gc.collect()
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
-        trainer._accumulate(step)
-    events = sorted((e.start_ns(), e.nbytes()) for e in prof.profiler.kineto_results.events()
-                    if e.name() == "[memory]")
-    peak = float(np.cumsum([b for _, b in events]).max())
-    memory = MemoryModel(model, fsdp, world.world_size, on_cpu=True)
-    state = memory.state_bytes()
-    moments = memory.peaks(loads_of(step.plans[0], padded_phases(model)),
-                           {p: fsdp.checkpointing(p) for p in PHASES})
-    predicted = max(float(v[world.rank]) for k, v in moments.items() if k != "optimizer")
-    return peak, predicted - state["parameters"] - state["optimizer"]
-
 
 KINDS = (("TVT",), ("TAT",), ("TVT", "TAT", "T"))
 
@@ -76,7 +34,7 @@ def measured_all(world, fsdp: FsdpConfig) -> list[tuple[float, float]]:
     pytest.param(c, marks=() if c == "selective" else pytest.mark.slow) for c in CHOICES])
 def test_predicted_peak_is_the_measured_one(choice):
     fsdp = FsdpConfig(activation_checkpointing=choice, compute_dtype="bfloat16")
-    for rank in run_ranks(measured_all, 2, fsdp, timeout_s=150):
+    for rank in run_ranks(measured_all, 2, fsdp):
         for (peak, predicted), kinds in zip(rank, KINDS, strict=True):
             assert predicted == pytest.approx(peak, rel=0.10), kinds
 
@@ -87,7 +45,7 @@ def test_predicted_peak_is_the_measured_one(choice):
 @pytest.mark.parametrize("compute", ["", "bfloat16"])
 def test_predicted_peak_of_the_tower_of_qwen2_vl(choice, compute):
     fsdp = FsdpConfig(activation_checkpointing=choice, compute_dtype=compute)
-    for peak, predicted in run_ranks(measured, 2, fsdp, ("TVT",), TOWER, timeout_s=150):
+    for peak, predicted in run_ranks(measured, 2, fsdp, ("TVT",), TOWER):
         assert predicted == pytest.approx(peak, rel=0.10)
 
 
@@ -122,12 +80,6 @@ def small_cases():
         plan = plan_step(layout, small_spec(MODELS[name]))
         yield MemoryModel(MODELS[name], FsdpConfig(compute_dtype="bfloat16", loss_chunk_rows=1024),
                           shards), loads_of(plan)
-
-
-def small_spec(model):
-    from orchmllm.config import plan_spec
-
-    return plan_spec(recipe(model=model), 8)
 
 
 def test_auto_picks_what_brute_force_picks():

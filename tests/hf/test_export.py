@@ -30,6 +30,7 @@ from orchmllm.models.mllm import MultimodalModel
 from orchmllm.sharding.init import plain_name
 from orchmllm.sharding.pretrained import load_pretrained
 from orchmllm.trainer import Trainer
+from tests.lib.commands import ROOT
 from tests.lib.hf_models import FRAMES, HF_MODEL, from_folders, write_models
 from tests.lib.ranks import run_ranks
 from tests.lib.synthetic import SyntheticDataset
@@ -46,7 +47,7 @@ def recipe_of(model: ModelConfig, run_dir: Path, **changes) -> Recipe:
     return replace(base, **changes)
 
 
-def train(world, recipe: Recipe) -> dict[str, np.ndarray] | None:
+def trained_parameters(world, recipe: Recipe) -> dict[str, np.ndarray] | None:
     """Runs the recipe on synthetic examples; returns the gathered parameters on rank 0."""
     data = SyntheticDataset(vision=recipe.model.vision.geometry, audio=recipe.model.audio.geometry)
     trainer = Trainer(recipe, world, dataset=data)
@@ -67,7 +68,7 @@ class Trip:
                  fsdp: FsdpConfig | None = None, **options) -> None:
         recipe = recipe_of(start, root / "run", **({"fsdp": fsdp} if fsdp else {}))
         self.model, self.out = start, root / "exported"
-        self.parameters = run_ranks(train, ranks, recipe, timeout_s=120)[0]
+        self.parameters = run_ranks(trained_parameters, ranks, recipe)[0]
         self.checkpoint = root / "run" / "checkpoints" / "step_00000002"
         self.lines: list[str] = []
         self.note = export.export(self.checkpoint, self.out, say=self.lines.append, **options)
@@ -371,10 +372,10 @@ def peak_mb(checkpoint: Path, out: Path) -> float:
     argv = ["--checkpoint", checkpoint, "--out", out, "--no-verify", "--dtype", "bfloat16",
             "--max-file-gb", "0.3"]
     code = ("import sys; from orchmllm.cli.export import main; "
-            "from tests.sharding.test_pretrained import memory_kb; "
+            "from tests.lib.process import memory_kb; "
             "code = main(sys.argv[1:]); print(memory_kb('VmHWM')); sys.exit(code)")
     done = subprocess.run([sys.executable, "-c", code, *map(str, argv)], check=True,
-                          capture_output=True, text=True, cwd=Path(__file__).parents[2])
+                          capture_output=True, text=True, cwd=ROOT)
     return int(done.stdout.splitlines()[-1]) / 1e3
 
 

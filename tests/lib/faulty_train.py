@@ -16,7 +16,7 @@ from orchmllm.plan.step import BalanceConfig
 from orchmllm.train import run_rank
 from tests.lib.synthetic import SyntheticDataset, recipe
 
-ODD, AT = 1, 3  # the rank and the step of the fault
+ODD, AT, BATCH = 1, 3, 2  # the rank and the step of the fault; examples a rank
 
 
 class Broken(SyntheticDataset):
@@ -30,35 +30,31 @@ class Broken(SyntheticDataset):
         return super().load(i, **how)
 
 
-def run_recipe(folder: str, stall_timeout_s: int = 60):
+def run_recipe(folder: str, stall_timeout_s: int):
     base = recipe(balance=BalanceConfig(ranks_per_node=2))
     return replace(
         base, run=replace(base.run, dir=folder), data=replace(base.data, prefetch=1),
-        launch=LaunchConfig(timeout_s=60, stall_timeout_s=stall_timeout_s),
+        launch=LaunchConfig(timeout_s=600, stall_timeout_s=stall_timeout_s),
         checkpoint=CheckpointConfig(every_steps=-1),
-        train=replace(base.train, num_steps=8))
+        train=replace(base.train, num_steps=8, batch_size=BATCH))
 
 
 class UserError(BaseException):
     """Not even an Exception."""
 
 
+def after_step(fault: str, odd: bool, step) -> None:
+    """Makes the odd rank fail after step AT."""
+    if "stall" in fault:
+        time.sleep(0.3)  # so that the run lasts until the fault
+    if odd and step.index == AT and fault == "raise":
+        raise KeyError("user hook broke")
+    if odd and step.index == AT and fault == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
 def install(trainer, fault: str) -> None:
-    """Makes this rank fail at step AT."""
-    original = trainer._accumulate
-
-    def accumulate(step):
-        if step.index == AT:
-            strike()
-        return original(step)
-
-    def strike() -> None:
-        if fault == "raise":
-            raise KeyError("user hook broke")
-        if fault == "kill":
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    trainer._accumulate = accumulate
+    """Makes this rank fail in the model at step AT."""
     if fault in ("raise in backward", "stall in vision"):
         encode = trainer.model.vision.forward
 
@@ -66,7 +62,7 @@ def install(trainer, fault: str) -> None:
             out = encode(*args)
             if trainer.progress.step == AT:
                 if fault == "stall in vision":
-                    time.sleep(120)
+                    time.sleep(600)
                 out.register_hook(fail)
             return out
 
@@ -84,11 +80,12 @@ def main(folder: str, fault: str, num_ranks: int = 3) -> int:
                                 num_threads=1)
     dataset = Broken()
     if world.rank == ODD and fault in ("raise in data", "stall in data"):
-        started = time.monotonic()
+        calls = []
 
         def strike() -> None:
-            if fault == "stall in data" and time.monotonic() - started > 3.0:
-                time.sleep(120)
+            calls.append(1)
+            if fault == "stall in data" and len(calls) > AT * BATCH:
+                time.sleep(600)
             elif fault == "raise in data":
                 raise LookupError("no such thing")
 
@@ -97,25 +94,19 @@ def main(folder: str, fault: str, num_ranks: int = 3) -> int:
     def work(watch) -> None:
         from orchmllm.trainer import Trainer
 
-        trainer = Trainer(run_recipe(folder, 4 if "stall" in fault else 60), world,
-                          dataset=dataset, watch=watch)
-        if world.rank == ODD:
+        odd = world.rank == ODD
+        trainer = Trainer(run_recipe(folder, 10 if "stall" in fault else 500), world,
+                          dataset=dataset, watch=watch,
+                          on_step=lambda step, row: after_step(fault, odd, step))
+        if odd:
             install(trainer, fault)
-        original = trainer.train_step
-
-        def announced(step):
-            if "stall" in fault:
-                time.sleep(0.3)  # so that the run lasts until the fault
-            return original(step)
-
-        trainer.train_step = announced
         try:
             trainer.run()
         finally:
             Path(folder, f"ended_rank{world.rank}").write_text(str(time.time()))
             trainer.close()
 
-    return run_rank(run_recipe(folder, 4 if "stall" in fault else 60), world, work)
+    return run_rank(run_recipe(folder, 10 if "stall" in fault else 500), world, work)
 
 
 if __name__ == "__main__":

@@ -30,6 +30,8 @@ def _rank_main(fn, world: World, store: str, timeout_s: float, pipe, args, kwarg
     import torch
     import torch.distributed as dist
 
+    # As in a user's process; this one would start a fork server of its own for its workers.
+    multiprocessing.set_start_method("fork", force=True)
     torch.set_num_threads(1)
     try:
         dist.init_process_group(
@@ -43,11 +45,11 @@ def _rank_main(fn, world: World, store: str, timeout_s: float, pipe, args, kwarg
         pipe.send((False, (type(e).__name__, str(e), traceback.format_exc())))
 
 
-def run_ranks(fn, num_ranks: int, *args, timeout_s: float = 60.0, **kwargs) -> list:
+def run_ranks(fn, num_ranks: int, *args, timeout_s: float = 500.0, **kwargs) -> list:
     """Results of fn(world, *args, **kwargs) by rank; fn must be importable (module level).
 
     Raises RankFailure if ranks raised, AssertionError naming the ranks that were still running
-    after timeout_s."""
+    after timeout_s (it is generous, as the machine may be busy; pytest's limit is above it)."""
     with tempfile.TemporaryDirectory() as folder:
         ranks, pipes = [], []
         for rank in range(num_ranks):

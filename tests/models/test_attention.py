@@ -20,7 +20,7 @@ from orchmllm.models.attention import (
 )
 from orchmllm.models.config import ModelConfig
 from orchmllm.models.llm import hf_config
-from tests.models.test_models import AUDIO, LLM, VISION, relative
+from tests.lib.submodules import AUDIO, LLM, VISION, relative
 
 
 @pytest.mark.parametrize("causal", [True, False])

@@ -40,6 +40,7 @@ from orchmllm.plan.layout import AUDIO, AudioGeometry, AudioHeader, segment_leng
 from orchmllm.plan.step import BalanceConfig, PhasePolicy, plan_step
 from orchmllm.train import main
 from tests.lib.gradients import Case, all_gradients, reference_gradients, worst_difference
+from tests.lib.memory import WIDE, measured
 from tests.lib.ranks import run_ranks
 from tests.lib.synthetic import MODEL, SyntheticDataset, recipe
 from tests.lib.tokenizers import write_tokenizer
@@ -266,18 +267,13 @@ def test_the_padded_policy_is_the_one_for_padded_audio():
 
 
 def memory_of(world, fsdp: FsdpConfig) -> list[tuple[float, float]]:
-    from tests.estimate import test_scale_memory as scale
-
-    out = []
-    for mode, scale.BATCH in (("padded", 24), ("fixed", 2)):
-        wide = replace(scale.WIDE, audio=replace(scale.WIDE.audio, mode=mode))
-        out.append(scale.measured(world, fsdp, ("TAT",), wide))
-    return out
+    return [measured(world, fsdp, ("TAT",), replace(WIDE, audio=replace(WIDE.audio, mode=mode)), n)
+            for mode, n in (("padded", 24), ("fixed", 2))]
 
 
 @pytest.mark.dist
 def test_predicted_memory_is_the_measured_one():
-    [results] = run_ranks(memory_of, 1, FsdpConfig(compute_dtype="bfloat16"), timeout_s=120)
+    [results] = run_ranks(memory_of, 1, FsdpConfig(compute_dtype="bfloat16"))
     for peak, predicted in results:
         assert predicted == pytest.approx(peak, rel=0.10)
 
@@ -323,7 +319,7 @@ CASES = {f"{mode}/{policy}": case(mode, policy)
 @pytest.mark.dist
 def test_balancing_does_not_change_gradients_in_any_mode():
     """float64, three ranks, against one example at a time: losses to 1e-12, gradients to 1e-9."""
-    results = run_ranks(all_gradients, 3, CASES, timeout_s=120)
+    results = run_ranks(all_gradients, 3, CASES)
     references = {mode: reference_gradients(case(mode, None)) for mode in ("padded", "fixed")}
     packed = reference_gradients(replace(CASES["padded/None"], recipe=case(
         "packed", None).recipe))

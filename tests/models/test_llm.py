@@ -12,7 +12,7 @@ from transformers import Qwen2ForCausalLM
 from orchmllm.batch import IGNORE_INDEX, SequenceLengths
 from orchmllm.models.config import LLMConfig
 from orchmllm.models.llm import PackedQwen2, RMSNorm
-from tests.models.test_models import LLM, TOKENS, build, inputs, positions, relative, run
+from tests.lib.submodules import LLM, TOKENS, build, inputs, positions, relative, run
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

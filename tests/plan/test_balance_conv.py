@@ -1,7 +1,6 @@
 """Policy `conv_transformer`: equal to its twin, never worse than longest first, near what the
 configuration LP allows; and the LP's bound is one."""
 
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,10 +10,11 @@ from hypothesis import strategies as st
 from orchmllm.estimate.workload import sample_layout
 from orchmllm.plan.balance import core
 from orchmllm.plan.layout import AUDIO
-from tests.plan.test_balance_properties import brute_force, loads, problems, thorough
+from tests.lib.balancing import brute_force, loads, problems, thorough
+from tests.lib.commands import ROOT
 from tests.twins import conv_transformer as reference_conv
 
-SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
+SCRIPTS = ROOT / "scripts"
 
 
 def conv_cost(weight: np.ndarray, pad: np.ndarray, rank_of: np.ndarray, num_ranks: int) -> int:

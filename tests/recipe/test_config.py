@@ -25,8 +25,8 @@ from orchmllm.launch import World, world_from
 from orchmllm.models.config import AudioConfig, LLMConfig, VisionConfig
 from orchmllm.plan.balance import balance
 from orchmllm.recipe.schema import leaves, sections
+from tests.lib.commands import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 GOOD = "data: {path: x}\n"
 
 

@@ -18,8 +18,8 @@ import yaml
 
 from orchmllm.config import RecipeError, load_recipe
 from orchmllm.plan.balance import POLICIES
+from tests.lib.commands import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 GOLDEN = ROOT / "tests" / "golden" / "recipes.yaml"
 CASES = yaml.safe_load(GOLDEN.read_text(encoding="utf-8"))
 POLICY_LIST = ", ".join(POLICIES)  # not repeated in the file: there will be more

@@ -20,8 +20,8 @@ from orchmllm.runtime.log_schema import row_problems
 from orchmllm.trainer import Trainer
 from tests.lib.gradients import Case, all_gradients, reference_gradients, worst_difference
 from tests.lib.ranks import run_ranks
+from tests.lib.resume import run_recipe
 from tests.lib.synthetic import SyntheticDataset, recipe
-from tests.runtime.test_resume import run_recipe
 
 DERIVED = {"vision": CostModel(6000, 40), "audio": CostModel(9000, 10), "llm": CostModel(20000, 30)}
 FIT_STEPS, PREFETCH, FITTED_FROM = 2, 2, 5  # step 0 warms up, 1 and 2 are measured, 3 and 4 planned
@@ -87,17 +87,12 @@ def fitting(folder, **changes):
                    data=replace(base.data, prefetch=PREFETCH))
 
 
-def train(world, run) -> tuple[list, tuple | None, list[str]]:
+def fitted(world, run) -> tuple[list, tuple | None, list[str]]:
     """([(step, loss, plan digest, costs)], the fit, lines of output)."""
-    trainer = Trainer(run, world, dataset=SyntheticDataset())
-    digests, original, said = [], trainer.train_step, []
+    digests, said = [], []
+    trainer = Trainer(run, world, dataset=SyntheticDataset(),
+                      on_step=lambda step, row: digests.append(step.plans[0].digest))
     trainer.display.note = said.append
-
-    def recorded(step):
-        digests.append(step.plans[0].digest)
-        return original(step)
-
-    trainer.train_step = recorded
     rows = trainer.run()
     trainer.close()
     assert not any(row_problems({"schema": 1, **row}) for row in rows)
@@ -111,19 +106,19 @@ def train(world, run) -> tuple[list, tuple | None, list[str]]:
     pytest.param(3, 6, marks=pytest.mark.slow)])
 def test_fitted_costs_are_agreed_and_resumed(tmp_path, num_ranks, saved) -> None:
     run = fitting(tmp_path / "whole")
-    results = run_ranks(train, num_ranks, run)
+    results = run_ranks(fitted, num_ranks, run)
     assert all(r == results[0] for r in results)
-    whole, fitted, said = results[0]
+    whole, fit, said = results[0]
     costs = [c for *_, c in whole]
-    assert fitted.first_step == FITTED_FROM
+    assert fit.first_step == FITTED_FROM
     assert costs[:FITTED_FROM] == [costs[0]] * FITTED_FROM and costs[0] != costs[FITTED_FROM]
     assert costs[FITTED_FROM:] == [costs[FITTED_FROM]] * (len(costs) - FITTED_FROM)
     assert sum(text.startswith("costs fitted, used from step 5; ") for text in said) == 1
     name = f"step_{saved:08d}"
     shutil.copytree(tmp_path / "whole" / "checkpoints" / name,
                     tmp_path / "resumed" / "checkpoints" / name)
-    resumed = run_ranks(train, num_ranks, fitting(tmp_path / "resumed"))
-    assert all(r[:2] == (whole[saved:], fitted) for r in resumed)
+    resumed = run_ranks(fitted, num_ranks, fitting(tmp_path / "resumed"))
+    assert all(r[:2] == (whole[saved:], fit) for r in resumed)
 
 
 def odd_costs(trainer) -> None:

@@ -19,8 +19,8 @@ from orchmllm.config import CheckpointConfig
 from orchmllm.runtime.checkpoint import Checkpointer, CheckpointError
 from orchmllm.trainer import Trainer
 from tests.lib.ranks import run_ranks
+from tests.lib.resume import flip, run_recipe, train_recorded
 from tests.lib.synthetic import SyntheticDataset
-from tests.runtime.test_resume import flip, run_recipe, train
 
 pytestmark = pytest.mark.dist
 
@@ -255,12 +255,12 @@ def metrics(folder: Path) -> list[dict]:
 
 
 def steps_of(world, run) -> list[int]:
-    return [s for s, _, _ in train(world, run)]
+    return [s for s, _, _ in train_recorded(world, run)]
 
 
 def runs_in_one_folder(world, folder: Path) -> None:
     run = run_recipe(folder, keep_last=2, train={"num_steps": 6})
-    train(world, run)
+    train_recorded(world, run)
     root = folder / "checkpoints"
     assert live(root) == ["step_00000005", "step_00000006"]
     new = replace(run, run=replace(run.run, resume="never"),
@@ -293,8 +293,8 @@ def validated(world, runs: dict) -> tuple[dict[str, list], str]:
 
     done = {}
     for name, run in runs.items():
-        train(world, replace(run, train=replace(run.train, num_steps=2)))
-        done[name] = train(world, run)
+        train_recorded(world, replace(run, train=replace(run.train, num_steps=2)))
+        done[name] = train_recorded(world, run)
     kept = Trainer(runs["kept"], world, dataset=SyntheticDataset())
     module.reshard = lambda model: None
     kept.validate()
@@ -333,7 +333,7 @@ def test_validation_leaves_nothing_gathered(tmp_path):
 
 
 def other_batches(world, run) -> None:
-    first = train(world, replace(run, train=replace(run.train, num_steps=2)))
+    first = train_recorded(world, replace(run, train=replace(run.train, num_steps=2)))
 
     def changed(num_validation: int = 0, **keys):
         return replace(run, train=replace(run.train, **keys),
@@ -346,13 +346,14 @@ def other_batches(world, run) -> None:
         (changed(num_validation=2), "data.num_validation is 2, the checkpoint was trained with 0"),
     ]:
         with pytest.raises(ValueError, match=text):
-            train(world, other)
-    ((step, _, examples),) = train(world, changed(batch_size=2, accumulation_steps=2))
+            train_recorded(world, other)
+    ((step, _, examples),) = train_recorded(world, changed(batch_size=2, accumulation_steps=2))
     assert step == 2 and len(examples) == 4
     assert not {*examples} & {i for _, _, ids in first for i in ids}
     with pytest.raises(ValueError, match="batch_size is 4, the checkpoint has 2; .*batch_size=4, "):
-        train(world, changed(batch_size=4, accumulation_steps=2, num_steps=4))
-    ((step, _, examples),) = train(world, changed(batch_size=3, global_batch_size=4, num_steps=4))
+        train_recorded(world, changed(batch_size=4, accumulation_steps=2, num_steps=4))
+    ((step, _, examples),) = train_recorded(
+        world, changed(batch_size=3, global_batch_size=4, num_steps=4))
     assert step == 3 and len(examples) == 4
 
 

@@ -12,25 +12,29 @@ from orchmllm.config import CheckpointConfig
 from orchmllm.plan.step import BalanceConfig
 from orchmllm.trainer import Trainer
 from tests.lib.ranks import RankFailure, run_ranks
-from tests.lib.synthetic import SyntheticDataset, recipe
+from tests.lib.synthetic import SHALLOW, SyntheticDataset, recipe
 
 pytestmark = pytest.mark.dist
 BAD = 3
 
 
 def run_recipe(folder, policy: str):
-    base = recipe(balance=BalanceConfig(ranks_per_node=2))
+    base = recipe(model=SHALLOW, balance=BalanceConfig(ranks_per_node=2))
     return replace(
         base, run=replace(base.run, dir=str(folder)),
         fsdp=replace(base.fsdp, param_dtype="float32"),
         checkpoint=CheckpointConfig(every_steps=2, asynchronous=False),
-        train=replace(base.train, num_steps=6, nonfinite=policy))
+        train=replace(base.train, num_steps=5, nonfinite=policy))
 
 
-def train(world, run, where: str) -> tuple[list, list[float]]:
+def poisoned_run(world, run, where: str) -> tuple[list, list[float]]:
     """([(step, nonfinite)], sum of |parameters| before and after step BAD)."""
-    trainer = Trainer(run, world, dataset=SyntheticDataset())
-    forward, original, sums = trainer.model.forward, trainer.train_step, []
+    def add_up(step, row: dict) -> None:
+        if step.index in (BAD - 1, BAD):
+            sums.append(total())
+
+    trainer = Trainer(run, world, dataset=SyntheticDataset(), on_step=add_up)
+    forward, sums = trainer.model.forward, []
 
     def poisoned(batch):
         out = forward(batch)
@@ -44,16 +48,7 @@ def train(world, run, where: str) -> tuple[list, list[float]]:
     def total() -> float:
         return sum(float(p.detach().full_tensor().abs().sum()) for p in trainer.parameters)
 
-    def recorded(step):
-        if step.index == BAD:
-            sums.append(total())
-        try:
-            return original(step)
-        finally:
-            if step.index == BAD:
-                sums.append(total())
-
-    trainer.model.forward, trainer.train_step = poisoned, recorded
+    trainer.model.forward = poisoned
     rows = trainer.run()
     assert torch.isfinite(torch.tensor(total()))
     return [(r["step"], r["nonfinite"]) for r in rows], sums
@@ -62,7 +57,7 @@ def train(world, run, where: str) -> tuple[list, list[float]]:
 @pytest.mark.parametrize("where", ["loss", "gradient"])
 def test_raise(tmp_path, where):
     with pytest.raises(RankFailure) as failure:
-        run_ranks(train, 2, run_recipe(tmp_path, "raise"), where)
+        run_ranks(poisoned_run, 2, run_recipe(tmp_path, "raise"), where)
     texts = {e[1] for e in failure.value.errors.values()}
     assert len(failure.value.errors) == 2 and len(texts) == 1
     assert f"step {BAD}: loss" in texts.pop()
@@ -72,22 +67,22 @@ def test_raise(tmp_path, where):
 
 @pytest.mark.parametrize("where", ["loss", "gradient"])
 def test_skip(tmp_path, where):
-    steps, sums = run_ranks(train, 2, run_recipe(tmp_path, "skip"), where)[0]
-    assert steps == [(s, s == BAD) for s in range(6)]
+    steps, sums = run_ranks(poisoned_run, 2, run_recipe(tmp_path, "skip"), where)[0]
+    assert steps == [(s, s == BAD) for s in range(5)]
     assert sums[0] == sums[1]
 
 
 def test_rollback_skips_the_step_when_it_comes_again(tmp_path):
-    results = run_ranks(train, 2, run_recipe(tmp_path, "rollback"), "loss")
+    results = run_ranks(poisoned_run, 2, run_recipe(tmp_path, "rollback"), "loss")
     assert results[0][0] == [(0, False), (1, False), (2, False), (3, True),
-                             (2, False), (3, True), (4, False), (5, False)]
+                             (2, False), (3, True), (4, False)]
     assert results[0][0] == results[1][0]
 
 
 def test_no_rollback_to_a_checkpoint_of_another_run(tmp_path):
-    """The folder holds step 6 of an older run, with which the new one would be finished."""
+    """The folder holds the last step of an older run, with which the new one would be finished."""
     run = run_recipe(tmp_path, "skip")
-    run_ranks(train, 1, run, "loss")
+    run_ranks(poisoned_run, 1, run, "loss")
     new = replace(run, run=replace(run.run, resume="never"),
                   checkpoint=replace(run.checkpoint, every_steps=100),
                   train=replace(run.train, nonfinite="rollback"))

@@ -21,9 +21,9 @@ from orchmllm.runtime import display as progress
 from orchmllm.runtime.display import RunDisplay
 from orchmllm.runtime.log_schema import PHASES, row_problems
 from orchmllm.runtime.metrics import MetricsLog, read_metrics
-from orchmllm.trainer import Trainer
 from tests.lib.ranks import run_ranks
 from tests.lib.synthetic import SyntheticDataset, recipe
+from tests.lib.training import train
 
 
 def a_row(step: int, loss: float = 2.0) -> dict:
@@ -164,21 +164,13 @@ def test_tensorboard(tmp_path):
         events.Tags()["scalars"])
 
 
-def train(world, run) -> None:
-    trainer = Trainer(run, world, dataset=SyntheticDataset())
-    try:
-        trainer.run()
-    finally:
-        trainer.close()
-
-
 @pytest.mark.dist
 def test_real_rows_keep_to_the_schema(tmp_path):
     base = recipe(balance=BalanceConfig(ranks_per_node=1))
     run = replace(base, run=RunConfig(dir=str(tmp_path)),
                   data=replace(base.data, num_validation=4),
                   train=replace(base.train, num_steps=3))
-    run_ranks(train, 2, run)
+    run_ranks(train, 2, run, SyntheticDataset())
     rows = read_metrics(tmp_path / "metrics.jsonl")
     assert [sum(k in r for r in rows) for k in ("loss", "validation_loss")] == [3, 2]
     assert [row_problems(r) for r in rows] == [[]] * 5

@@ -12,7 +12,7 @@ import pytest
 
 from orchmllm.runtime.run_lock import FolderInUse, check_folder, lock_folder
 from orchmllm.train import main
-from tests.e2e.test_user_errors import ROOT, TINY, corpus  # noqa: F401 (a fixture)
+from tests.lib.commands import ROOT, TINY, python
 
 HOLD = ("import sys, time; from pathlib import Path; "
         "from orchmllm.runtime.run_lock import lock_folder; "
@@ -76,14 +76,11 @@ def test_a_worker_that_outlives_its_rank_does_not_block(tmp_path):
 
 
 @pytest.mark.dist
-@pytest.mark.timeout(120)
-def test_ranks_of_another_launcher_end_alike(tmp_path, corpus, holder):  # noqa: F811
+def test_ranks_of_another_launcher_end_alike(tmp_path, demo_corpus, holder):
     """torchrun's ranks meet first, then all hear what rank 0 found."""
-    out = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
-         "-m", "orchmllm.train", "--recipe", "recipes/demo.yaml", f"data.path={corpus}",
-         f"run.dir={tmp_path / 'run'}", *TINY[1:]],
-        cwd=ROOT, capture_output=True, text=True, timeout=60)
+    out = python("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
+                 "-m", "orchmllm.train", "--recipe", "recipes/demo.yaml",
+                 f"data.path={demo_corpus}", f"run.dir={tmp_path / 'run'}", *TINY[1:])
     assert out.returncode != 0 and named(out.stderr, holder), out.stderr
     assert out.stderr.count("exitcode  : 2 ") == 2, out.stderr
     assert sorted(p.name for p in (tmp_path / "run").iterdir()) == ["run.lock"]

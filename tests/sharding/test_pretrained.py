@@ -27,11 +27,12 @@ from orchmllm.runtime.run_state import check_resumable
 from orchmllm.sharding.fsdp import build_model
 from orchmllm.sharding.init import plain_name, seed_weights
 from orchmllm.trainer import Trainer
+from tests.lib.commands import ROOT
 from tests.lib.hf_models import HF_MODEL, edit_config, from_folders, write_models
+from tests.lib.process import memory_kb
 from tests.lib.ranks import RankFailure, run_ranks
 from tests.lib.synthetic import MODEL, SyntheticDataset, recipe
 
-ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
 PREFIX = {"vision": "", "audio": "model.encoder.", "llm": ""}
 
@@ -342,11 +343,6 @@ def test_nodes_with_different_copies_are_told(folders, tmp_path):
     assert len(error.value.errors) == 3
 
 
-def memory_kb(field: str) -> int:
-    status = Path("/proc/self/status").read_text()
-    return int(next(x for x in status.splitlines() if x.startswith(field + ":")).split()[1])
-
-
 def _rise_mb(world, warm_up: ModelConfig, model: ModelConfig) -> tuple[float, float]:
     """(peak, final) rise of this process's resident memory in building and loading, in MB."""
     build_model(warm_up, FsdpConfig(), CPU, 0, sources=find_sources(warm_up))  # lazy imports
@@ -364,7 +360,7 @@ def check_rise(folders: Path, root: Path, llm: LLMConfig, slack_mb: float) -> No
     model = replace(HF_MODEL, llm=replace(llm, pretrained=str(root)))
     write_large(root, model)
     sizes = [f.stat().st_size / 1e6 for f in root.glob("*.safetensors")]
-    ranks = run_ranks(_rise_mb, 4, from_folders(HF_MODEL, folders), model, timeout_s=400)
+    ranks = run_ranks(_rise_mb, 4, from_folders(HF_MODEL, folders), model)
     limit = 1.2 * sum(sizes) / 4 + max(sizes) + slack_mb
     print(f"checkpoint {sum(sizes):.0f} MB in {len(sizes)} files of at most {max(sizes):.0f} MB; "
           f"rise at its peak {max(p for p, _ in ranks):.0f} MB, after loading "
@@ -402,7 +398,6 @@ def test_memory_of_loading(folders, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.dist
-@pytest.mark.timeout(600)
 def test_memory_of_loading_a_gigabyte(folders, tmp_path):
     check_rise(folders, tmp_path / "llm", LLMConfig(
         vocab_size=32_000, num_layers=18, hidden_size=1024, intermediate_size=3072, num_heads=16,

@@ -17,15 +17,12 @@ from orchmllm.sharding.fsdp import build_model
 from orchmllm.sharding.init import plain_name, seed_weights
 from tests.lib.gradients import Case, all_gradients, reference_gradients, worst_difference
 from tests.lib.ranks import run_ranks
+from tests.lib.recipes import frozen
 from tests.lib.synthetic import MODEL, recipe
 
 LOCAL = BalanceConfig(ranks_per_node=2, **dict.fromkeys(
     ("vision", "audio", "llm"), PhasePolicy("least_move", tolerance=0.005)))
 HSDP = FsdpConfig(param_dtype="float64", shard_size=2, prefetch=1, meta_init=True)
-
-
-def frozen(*phases: str):
-    return replace(MODEL, **{p: replace(getattr(MODEL, p), frozen=True) for p in phases})
 
 
 def case(model=MODEL, **fsdp) -> Case:
@@ -49,7 +46,7 @@ CASES = {
 
 @pytest.mark.dist
 def test_hybrid_2x2_gradients_equal_one_process():
-    results = run_ranks(all_gradients, 4, CASES, timeout_s=300)
+    results = run_ranks(all_gradients, 4, CASES)
     references = {}
     for name, one in CASES.items():
         model = one.recipe.model

@@ -7,8 +7,8 @@ import pytest
 
 from orchmllm.simulate.pipeline import inter_reorder, search_order, simulate
 from tests.lib.ranks import run_ranks
+from tests.lib.schedules import times
 from tests.simulate.pipelining import timed
-from tests.simulate.test_pipeline import times
 
 
 @pytest.mark.slow

@@ -15,22 +15,12 @@ from orchmllm.simulate.pipeline import (
 )
 from orchmllm.simulate.schedule import operations
 from tests.lib.ranks import run_ranks
+from tests.lib.schedules import times
 from tests.twins import pipeline as twin
 
 SHAPES = [("gpipe", 3, 5, 1), ("1f1b", 4, 6, 1), ("1f1b", 4, 2, 1), ("1f1b", 1, 3, 1),
           ("interleaved", 4, 8, 2), ("interleaved", 3, 3, 2), ("interleaved", 4, 10, 3),
           ("interleaved", 2, 4, 1), ("interleaved", 1, 3, 2)]
-
-
-def times(stages: int, slots: int, seed: int, cv: float = 0.6) -> tuple[np.ndarray, np.ndarray]:
-    """Encoder (stage 0) and generator (the last) vary, correlated by 0.7; backward is twice."""
-    rng = np.random.default_rng(seed)
-    s = np.sqrt(np.log(1 + cv * cv))
-    z = rng.normal(size=(2, slots))
-    z[1] = 0.7 * z[0] + np.sqrt(0.51) * z[1]
-    forward = np.ones((stages, slots))
-    forward[0], forward[-1] = np.exp(s * z - s * s / 2)
-    return forward, 2 * forward
 
 
 def test_hand_worked_table():

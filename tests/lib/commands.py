@@ -1,0 +1,42 @@
+"""The package's commands in processes of their own, from the repository's folder."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+TINY = [  # overrides that make recipes/demo.yaml small
+    "launch.nproc_per_node=2", "model.vision.num_layers=1", "model.vision.hidden_size=32",
+    "model.vision.intermediate_size=32", "model.audio.num_layers=1", "model.audio.hidden_size=32",
+    "model.audio.intermediate_size=32", "model.llm.num_layers=1", "model.llm.hidden_size=48",
+    "model.llm.intermediate_size=32", "data.num_validation=0", "train.batch_size=2",
+    "train.num_steps=4", "data.prefetch=0",
+]
+
+
+def python(*args, env: dict | None = None, cwd: Path = ROOT) -> subprocess.CompletedProcess:
+    """`python ARGS` with this package on its path; its output is text."""
+    return subprocess.run([sys.executable, *map(str, args)], cwd=cwd, capture_output=True,
+                          text=True, env=os.environ | {"PYTHONPATH": str(ROOT)} | (env or {}))
+
+
+def train_args(data: Path, run_dir: Path, *overrides: str) -> list[str]:
+    """Arguments of Python for a small run of recipes/demo.yaml."""
+    return ["-m", "orchmllm.train", "--recipe", "recipes/demo.yaml", f"data.path={data}",
+            f"run.dir={run_dir}", *TINY, *overrides]
+
+
+def train_demo(tmp_path: Path, data: Path, *overrides: str) -> tuple[int, str, str]:
+    """(exit code, stderr, stdout) of a small run of recipes/demo.yaml in tmp_path/run."""
+    out = python(*train_args(data, tmp_path / "run", *overrides))
+    print(out.stderr)
+    return out.returncode, out.stderr, out.stdout
+
+
+def make_demo_data(folder: Path, num_examples: int, seed: int = 0) -> Path:
+    python("scripts/make_demo_data.py", "--out", folder, "--num-examples", num_examples,
+           "--seed", seed).check_returncode()
+    return folder

@@ -1,0 +1,55 @@
+"""The peak memory of a real forward and backward pass beside the memory model's."""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import replace
+
+import numpy as np
+from torch.profiler import ProfilerActivity, profile
+
+from orchmllm.config import FsdpConfig
+from orchmllm.data.loading.step_loader import StepLoader
+from orchmllm.data.sampler import GlobalSampler
+from orchmllm.estimate.memory import MemoryModel, loads_of
+from orchmllm.models.config import AudioConfig, LLMConfig, ModelConfig, VisionConfig
+from orchmllm.models.flops import padded_phases
+from orchmllm.plan.assign import PHASES
+from orchmllm.plan.step import BalanceConfig
+from orchmllm.trainer import Trainer
+from tests.lib.synthetic import SyntheticDataset, recipe
+
+WIDE = ModelConfig(  # activations, not weights, take the memory
+    VisionConfig(4, 96, 384, 4, merge_size=2, max_side=224),
+    AudioConfig(4, 96, 384, 4, num_mels=80, stack=2), LLMConfig(512, 4, 128, 352, 4, 4))
+
+TOWER = replace(WIDE, vision=replace(WIDE.vision, family="qwen2_vl"))
+
+
+def measured(world, fsdp: FsdpConfig, kinds: tuple[str, ...],
+             model: ModelConfig = WIDE, batch_size: int = 24) -> tuple[float, float]:
+    """(measured, predicted) peak bytes of one forward and backward pass above what is resident
+    before it (parameters and optimizer state), from the allocator's own events."""
+    data = SyntheticDataset(kinds=kinds, size=1000, vision=model.vision.geometry,
+                            audio=model.audio.geometry)
+    trainer = Trainer(recipe(model=model, fsdp=fsdp, balance=BalanceConfig(enabled=False)), world,
+                      dataset=data)
+    n = batch_size * world.world_size
+    loader = iter(StepLoader(data, GlobalSampler(range(2 * n), n, shuffle=False),
+                             trainer.orchestrator, num_steps=2, prefetch=0))
+    trainer._accumulate(next(loader))
+    trainer.optimizer.step()
+    trainer.optimizer.zero_grad()
+    step = next(loader)
+    gc.collect()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
+        trainer._accumulate(step)
+    events = sorted((e.start_ns(), e.nbytes()) for e in prof.profiler.kineto_results.events()
+                    if e.name() == "[memory]")
+    peak = float(np.cumsum([b for _, b in events]).max())
+    memory = MemoryModel(model, fsdp, world.world_size, on_cpu=True)
+    state = memory.state_bytes()
+    moments = memory.peaks(loads_of(step.plans[0], padded_phases(model)),
+                           {p: fsdp.checkpointing(p) for p in PHASES})
+    predicted = max(float(v[world.rank]) for k, v in moments.items() if k != "optimizer")
+    return peak, predicted - state["parameters"] - state["optimizer"]
