@@ -30,9 +30,13 @@ from pathlib import Path
 import numpy as np
 import torch
 import transformers
-
-from orchmllm.config import FsdpConfig
-from orchmllm.estimate.measure import (
+from gpu_parts import (
+    compare_attention,
+    compare_audio_modes,
+    compare_loss,
+    step_memory,
+)
+from gpu_phases import (
     Clock,
     PhaseRunner,
     Work,
@@ -41,12 +45,8 @@ from orchmllm.estimate.measure import (
     rank_work,
     shortened,
 )
-from orchmllm.estimate.measure_parts import (
-    compare_attention,
-    compare_audio_modes,
-    compare_loss,
-    step_memory,
-)
+
+from orchmllm.config import FsdpConfig
 from orchmllm.estimate.workload import MIXES, MODELS, batch_layout, sample_headers
 from orchmllm.models.config import AudioConfig, LLMConfig, ModelConfig, VisionConfig
 from orchmllm.models.flops import cost_model, peak_flops

@@ -17,13 +17,13 @@ from PIL import Image
 from orchmllm.config import CheckpointConfig, DataConfig, RunConfig
 from orchmllm.data.media.medium import MediaError
 from orchmllm.plan.step import BalanceConfig
-from orchmllm.runtime.log_schema import row_problems
 from orchmllm.runtime.run_state import MIN_UNREADABLE
 from orchmllm.trainer import Trainer
 from tests.lib.formats import write_jsonl
 from tests.lib.ranks import run_ranks
 from tests.lib.synthetic import MODEL, SyntheticDataset, recipe
 from tests.lib.tokenizers import write_tokenizer
+from tests.runtime.rows import row_problems
 
 pytestmark = pytest.mark.dist
 TINY = replace(MODEL, llm=replace(MODEL.llm, vocab_size=512))

@@ -12,10 +12,10 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 import torch.distributed as dist
+from gpu_phases import Clock, PhaseRunner, Work, peak_memory
 
 from orchmllm.batch import SequenceLengths
 from orchmllm.config import FsdpConfig
-from orchmllm.estimate.measure import Clock, PhaseRunner, Work, peak_memory
 from orchmllm.estimate.memory import Loads, MemoryModel, loads_of
 from orchmllm.models.attention import attention_backend, sdpa_per_sequence
 from orchmllm.models.config import AUDIO_MODES, ModelConfig
