@@ -5,7 +5,6 @@ file becomes these classes; docs/recipe.md is made from them.
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
 from collections.abc import Iterator, Sequence
 from dataclasses import MISSING, dataclass
@@ -15,8 +14,7 @@ from orchmllm.models.config import ModelConfig
 from orchmllm.models.flops import cost_model
 from orchmllm.plan.assign import PHASES, BalanceConfig, PlanSpec
 from orchmllm.plan.layout import ENCODERS
-from orchmllm.recipe import strict_yaml
-from orchmllm.recipe.parse import Loaded, RecipeError, read
+from orchmllm.recipe.parse import Loaded, RecipeError, explain, read, to_yaml
 from orchmllm.recipe.schema import Conflict, key, section
 
 __all__ = ["Recipe", "RecipeError", "explain", "load_recipe", "read_recipe", "to_yaml"]
@@ -314,19 +312,3 @@ def _other_files(path: Path) -> str:
         return ""
     names = difflib.get_close_matches(path.name, names, n=1) or names[:5]
     return f"; did you mean {' or '.join(str(folder / n) for n in names)}?"
-
-
-def to_yaml(recipe: Recipe) -> str:
-    """The merged recipe, in the form `load_recipe` reads."""
-    return strict_yaml.dump(dataclasses.asdict(recipe))
-
-
-def explain(loaded: Loaded[Recipe]) -> str:
-    """The merged recipe, with where each value comes from as a comment: still a recipe."""
-    text = to_yaml(loaded.recipe)
-    lines, written = text.splitlines(), read(Recipe, "", text).places
-    for path, at in written.items():
-        k = int(at.removeprefix("line ")) - 1
-        origin = loaded.places.get(path, "default")
-        lines[k] = f"{lines[k]:<44}  # {'recipe ' * origin.startswith('line')}{origin}"
-    return "\n".join(lines) + "\n"

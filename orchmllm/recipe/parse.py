@@ -17,7 +17,7 @@ from typing import Any, Generic, TypeVar
 from pydantic import TypeAdapter, ValidationError
 
 from orchmllm.recipe.schema import MAX_INT, Leaf, did_you_mean, leaves, members, sections
-from orchmllm.recipe.strict_yaml import AGAIN, Section, Tagged, YamlProblem, parse
+from orchmllm.recipe.strict_yaml import AGAIN, Section, Tagged, YamlProblem, dump, parse
 
 T = TypeVar("T")
 Path = tuple  # of a key: names, and numbers for the items of a list
@@ -74,6 +74,22 @@ def read(cls: type[T], name: str, data: bytes | str, overrides: Sequence[str] = 
 def place(line: int) -> str:
     """`line 3`, `command line` or nothing."""
     return {COMMAND_LINE: "command line", NOWHERE: "", 0: ""}.get(line, f"line {line}")
+
+
+def to_yaml(recipe: object) -> str:
+    """The merged recipe, in the form that `read` takes."""
+    return dump(dataclasses.asdict(recipe))
+
+
+def explain(loaded: Loaded) -> str:
+    """The merged recipe, with where each value comes from as a comment: still a recipe."""
+    text = to_yaml(loaded.recipe)
+    lines, written = text.splitlines(), read(type(loaded.recipe), "", text).places
+    for path, at in written.items():
+        k = int(at.removeprefix("line ")) - 1
+        origin = loaded.places.get(path, "default")
+        lines[k] = f"{lines[k]:<44}  # {'recipe ' * origin.startswith('line')}{origin}"
+    return "\n".join(lines) + "\n"
 
 
 def _error(name: str, problems: list[tuple[int, str]]) -> RecipeError:

@@ -54,7 +54,7 @@ def test_plain_lines(display, capsys):
     assert out.err == ""
     lines = out.out.splitlines()
     assert lines[0] == ("step 2/4 loss 2.0000 | 1234 tok/s | vision 1.50->1.00 audio 2.50->1.12 "
-                        "llm 3.50->1.25 | wait 5.0 ms | 0:00 left")
+                        "llm 3.50->1.25 | wait 5.0 ms | 00:00 left")
     assert [x.split()[1] for x in lines] == ["2/4", "3/4", "4/4"]
 
 
@@ -123,11 +123,11 @@ def test_summary(display, capsys, monkeypatch):
     capsys.readouterr()
     display.finish("stopped by SIGTERM")
     assert capsys.readouterr().out == f"""\
-stopped by SIGTERM: 2 steps in 1:05 (0.5 s a step)
+stopped by SIGTERM: 2 steps in 01:05 (0.5 s a step)
   loss        2.0000 -> 1.5000
   imbalance   vision 1.50 -> 1.00 | audio 2.50 -> 1.12 | llm 3.50 -> 1.25 (slowest rank / mean, \
 as sampled -> as processed)
-  moved       4.5 kB a step, 1.5 kB of it between nodes
+  moved       4.50kB a step, 1.50kB of it between nodes
   data wait   1.0% of the time
   skipped     1 steps; 3 media could not be decoded
   logs        {Path(display._run.dir) / 'metrics.jsonl'}
