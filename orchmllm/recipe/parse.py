@@ -11,6 +11,7 @@ import dataclasses
 import difflib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from operator import attrgetter
 from typing import Any, Generic, TypeVar
 
@@ -62,7 +63,7 @@ def read(cls: type[T], name: str, data: bytes | str, overrides: Sequence[str] = 
             sound = _without(sound, path)
             if error["input"] is not None or _dotted(path) not in schema.sections:
                 problems.append((_find(tree, path)[0], schema.said(error, tree)))
-                bad.add(path)
+                bad.add(tuple(takewhile(lambda part: isinstance(part, str), path)))
         recipe = schema.adapter.validate_python(sound)
     problems += _broken_rules(recipe, (), tree, bad)
     if problems:

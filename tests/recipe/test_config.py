@@ -217,7 +217,7 @@ def test_a_list_of_sources(tmp_path):
 def test_broken_sources(tmp_path, data, said):
     with pytest.raises(RecipeError) as error:
         load_recipe(write(tmp_path, f"data:\n  {data}\n"))
-    assert said in str(error.value), str(error.value)
+    assert said in str(error.value) and ": 1 problem\n" in str(error.value), str(error.value)
 
 
 @pytest.mark.parametrize("override, said", [
