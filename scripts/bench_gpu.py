@@ -34,19 +34,14 @@ from gpu_parts import (
     compare_attention,
     compare_audio_modes,
     compare_loss,
-    step_memory,
-)
-from gpu_phases import (
-    Clock,
-    PhaseRunner,
-    Work,
     fit_times,
     no_work,
     rank_work,
-    shortened,
+    step_memory,
 )
 
 from orchmllm.config import FsdpConfig
+from orchmllm.estimate.measure import Clock, PhaseRunner, Work, shortened
 from orchmllm.estimate.workload import MIXES, MODELS, batch_layout, sample_headers
 from orchmllm.models.config import AudioConfig, LLMConfig, ModelConfig, VisionConfig
 from orchmllm.models.flops import cost_model, peak_flops

@@ -29,7 +29,7 @@ ALLOWED = {
     "runtime": ("launch", "plan", "batch", "comm", "models", "config", "orchestrator", "data"),
     "hf": ("plan", "models", "config", "data", "runtime"),
     "sharding": ("comm", "models", "config", "hf"),
-    "estimate": ("recipe", "plan", "models", "config", "sharding"),
+    "estimate": ("recipe", "plan", "batch", "models", "config", "sharding"),
     "report": ("plan", "config"),
     "trainer": ("launch", "plan", "comm", "models", "config", "data", "runtime", "hf", "sharding",
                 "estimate"),

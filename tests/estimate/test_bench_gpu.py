@@ -79,7 +79,7 @@ def test_fitted_times():
     rng = np.random.default_rng(0)
     batches = [rng.integers(10, 3000, rng.integers(5, 40)) for _ in range(40)]
     true = np.array([2e-6 * x.sum() + 3e-10 * (x.astype(float) ** 2).sum() + 4e-3 for x in batches])
-    fit_times = importlib.import_module("gpu_phases").fit_times
+    fit_times = importlib.import_module("gpu_parts").fit_times
     fitted = fit_times(batches, true)
     assert [fitted.constant, fitted.alpha, fitted.beta] == pytest.approx([4e-3, 2e-6, 3e-10])
     assert fitted.seconds(batches) == pytest.approx(true)
