@@ -5,19 +5,17 @@ file becomes these classes; docs/recipe.md is made from them.
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass
 from pathlib import Path
 
 from orchmllm.models.config import ModelConfig
 from orchmllm.models.flops import cost_model
 from orchmllm.plan.assign import PHASES, BalanceConfig, PlanSpec
 from orchmllm.plan.layout import ENCODERS
-from orchmllm.recipe import strict_yaml
-from orchmllm.recipe.parse import DEFAULT, Loaded, RecipeError, read
-from orchmllm.recipe.schema import Conflict, key, leaves, section
+from orchmllm.recipe.parse import Loaded, RecipeError, explain, read, to_yaml
+from orchmllm.recipe.schema import Conflict, key, section
 
 __all__ = ["Recipe", "RecipeError", "explain", "load_recipe", "read_recipe", "to_yaml"]
 
@@ -77,9 +75,8 @@ class LaunchConfig:
 class SourceConfig:
     """One source of examples: a file, several shards, a folder, or a dataset of the hub."""
 
-    path: str = key("", "A JSON, JSONL, parquet, arrow or tar file, a pattern of them "
-                    "(`shards/*.tar`, `shard-{000..099}.tar`), a folder, or `hf:org/name`.",
-                    required="give a file, a folder, a pattern or hf:org/name")
+    path: str = key(MISSING, "A JSON, JSONL, parquet, arrow or tar file, a pattern of them "
+                    "(`shards/*.tar`, `shard-{000..099}.tar`), a folder, or `hf:org/name`.")
     row_format: str = key("auto", "How its rows are written; `auto` tells it from the first ones.",
                           choices=ROW_FORMATS, aliases=("format",))
     weight: float = key(0.0, "Share of what is drawn, in proportion to the other weights; 0 for "
@@ -97,8 +94,8 @@ class SourceConfig:
 class DataConfig:
     """What is read, and what happens when it cannot be."""
 
-    path: str = key("", "One source of examples; the same as `sources: [{path: ...}]`.",
-                    required="give a JSONL file or a folder with data.jsonl", unless="sources",
+    path: str = key("", "One source of examples; the same as `sources: [{path: ...}]`. It is "
+                    "required where data.sources is empty.",
                     aliases=("dataset", "data_path", "train_file"))
     sources: tuple[SourceConfig, ...] = key((), "Sources of examples, instead of data.path.",
                                             aliases=("datasets", "mixture"))
@@ -127,8 +124,8 @@ class DataConfig:
     def conflicts(self) -> Iterator[Conflict]:
         """data.path or data.sources, not both; every source has a weight, or none."""
         if not self.path and not self.sources:
-            yield Conflict(("sources", "path"), "give a JSONL file or a folder in data.path, or "
-                           "list sources")
+            yield Conflict(("path", "sources"), "give a JSONL file or a folder with data.jsonl, "
+                           "or list data.sources")
         if self.path and self.sources:
             yield Conflict(("path", "sources"), "give data.path or data.sources, not both")
         weights = [source.weight for source in self.sources]
@@ -315,25 +312,3 @@ def _other_files(path: Path) -> str:
         return ""
     names = difflib.get_close_matches(path.name, names, n=1) or names[:5]
     return f"; did you mean {' or '.join(str(folder / n) for n in names)}?"
-
-
-def to_yaml(recipe: Recipe) -> str:
-    """The merged recipe, in the form `load_recipe` reads."""
-    return strict_yaml.dump(dataclasses.asdict(recipe))
-
-
-def explain(loaded: Loaded[Recipe]) -> str:
-    """The merged recipe, with where each value comes from as a comment: still a recipe."""
-    # Both list the keys in the same order, one a line.
-    paths = iter(leaf.path for leaf in leaves(Recipe))
-    lists = {f"  {leaf.path.rpartition('.')[2]}:" for leaf in leaves(Recipe) if leaf.item}
-    lines = []
-    in_list = False
-    for text in to_yaml(loaded.recipe).splitlines():
-        in_list = text.startswith("  - ") or (in_list and text.startswith("    "))
-        if not in_list and (not text.endswith(":") or text in lists):
-            place = loaded.places.get(next(paths), DEFAULT)
-            recipe_line = "recipe " if place.text.startswith("line") else ""
-            text = f"{text:<44}  # {recipe_line}{place.text}"
-        lines.append(text)
-    return "\n".join(lines) + "\n"

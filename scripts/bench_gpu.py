@@ -30,23 +30,18 @@ from pathlib import Path
 import numpy as np
 import torch
 import transformers
-
-from orchmllm.config import FsdpConfig
-from orchmllm.estimate.measure import (
-    Clock,
-    PhaseRunner,
-    Work,
-    fit_times,
-    no_work,
-    rank_work,
-    shortened,
-)
-from orchmllm.estimate.measure_parts import (
+from gpu_parts import (
     compare_attention,
     compare_audio_modes,
     compare_loss,
+    fit_times,
+    no_work,
+    rank_work,
     step_memory,
 )
+
+from orchmllm.config import FsdpConfig
+from orchmllm.estimate.measure import Clock, PhaseRunner, Work, shortened
 from orchmllm.estimate.workload import MIXES, MODELS, batch_layout, sample_headers
 from orchmllm.models.config import AudioConfig, LLMConfig, ModelConfig, VisionConfig
 from orchmllm.models.flops import cost_model, peak_flops

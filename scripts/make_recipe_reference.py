@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from dataclasses import MISSING
 from pathlib import Path
 
 from orchmllm.config import Recipe
@@ -52,17 +53,12 @@ def recipe_page() -> str:
                   "| key | type | default | allowed | meaning |", "|---|---|---|---|---|"]
         parts += [_row(leaf) for leaf in keys] + [""]
         parts += _rules(cls)
-        for leaf in keys:
-            if leaf.item:
-                parts += [f"### {leaf.path}, each\n", " ".join(leaf.item.__doc__.split()) + "\n",
-                          "| key | type | default | allowed | meaning |", "|---|---|---|---|---|"]
-                parts += [_row(inner) for inner in leaves(leaf.item)] + [""]
     return "\n".join(parts).rstrip() + "\n"
 
 
 def _row(leaf: Leaf) -> str:
-    kind = "list" if leaf.item else leaf.kind.__name__
-    shown = "required" if leaf.key.required else f"`{_yaml(leaf.default)}`"
+    kind = "list" if leaf.kind is tuple else leaf.kind.__name__
+    shown = "required" if leaf.default is MISSING else f"`{_yaml(leaf.default)}`"
     return f"| `{leaf.path}` | {kind} | {shown} | {_allowed(leaf.key)} | {leaf.key.doc} |"
 
 
@@ -73,7 +69,7 @@ def _yaml(value: object) -> str:
 def _allowed(limits: Key) -> str:
     if limits.choices:
         return ", ".join(f"`{c}`" if c else "empty" for c in limits.choices)
-    return limits.bounds()
+    return limits.bounds
 
 
 def _rules(cls: type) -> list[str]:

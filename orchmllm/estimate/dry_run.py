@@ -34,7 +34,7 @@ from orchmllm.estimate.workload import MODELS, batch_layout, sample_headers
 from orchmllm.models.flops import padded_phases, step_flops
 from orchmllm.plan.assign import PHASES, BalanceConfig, PhasePolicy, PlanSpec
 from orchmllm.plan.layout import BatchLayout
-from orchmllm.plan.step import StepPlan, plan_step
+from orchmllm.plan.step import StepPlan, imbalance, plan_step
 from orchmllm.sharding.check import check_world
 
 NONE = BalanceConfig(enabled=False)
@@ -178,17 +178,17 @@ def measure(plan: StepPlan, memory: MemoryModel, choice: dict[str, str],
             hardware: Hardware) -> dict:
     """One plan: imbalance (max / mean of computing) of the phases that have something to do,
     predicted step, bytes between nodes."""
-    slowest, padded_s, imbalance, uneven = 0.0, 0.0, {}, {}
+    slowest, padded_s, even, uneven = 0.0, 0.0, {}, {}
     padded = padded_phases(memory.model)
     for phase in PHASES:
         seconds, pad = (sum(rank_seconds(plan, phase, memory.model, hardware, "none", p))
                         for p in (phase in padded, phase == "audio"))
         slowest, padded_s = slowest + float(seconds.max()), padded_s + float(pad.max())
         if seconds.any():
-            imbalance[phase] = float(seconds.max() / seconds.mean())
-            uneven[phase] = float(pad.max() / pad.mean())
+            even[phase] = imbalance(seconds)
+            uneven[phase] = imbalance(pad)
     time_: StepTime = predict(plan, memory, choice, hardware, padded)
-    return {"imbalance": imbalance, "imbalance_padded": uneven, "slowest_s": slowest,
+    return {"imbalance": even, "imbalance_padded": uneven, "slowest_s": slowest,
             "slowest_padded_s": padded_s, "flops": step_flops(memory.model, plan.layout),
             "step_s": time_.seconds, "mfu": time_.mfu(hardware), "exchange_s": time_.exchange,
             "tokens_per_gpu": time_.tokens_per_gpu,
@@ -254,7 +254,7 @@ def exchange_report(plan: StepPlan, shard_size: int) -> dict:
 
 def _imbalance(plan: StepPlan) -> dict[str, float]:
     costs = {p: plan.phase_cost(p)[1] for p in PHASES}
-    return {p: float(c.max() / c.mean()) for p, c in costs.items() if c.any()}
+    return {p: imbalance(c) for p, c in costs.items() if c.any()}
 
 
 def _mean(rows: list[dict], key: str) -> float:

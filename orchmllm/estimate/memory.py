@@ -16,7 +16,7 @@ from itertools import product
 
 import numpy as np
 
-from orchmllm.config import FsdpConfig
+from orchmllm.config import DTYPE_BYTES, FsdpConfig
 from orchmllm.estimate import activations
 from orchmllm.models.config import ModelConfig
 from orchmllm.models.flops import Lengths, padded_lengths, phase_lengths, phase_work
@@ -26,7 +26,6 @@ from orchmllm.plan.step import StepPlan
 from orchmllm.sharding.units import Unit, units
 
 CHOICES = ("none", "selective", "full")  # cheapest to most expensive in time
-_BYTES = {"float32": 4, "float64": 8, "bfloat16": 2}
 Choice = Mapping[str, str]
 
 
@@ -79,11 +78,11 @@ class MemoryModel:
 
     @property
     def element(self) -> int:
-        return _BYTES[self.fsdp.compute_dtype or self.fsdp.param_dtype]
+        return DTYPE_BYTES[self.fsdp.compute_dtype or self.fsdp.param_dtype]
 
     def state_bytes(self) -> dict[str, int]:
         """Parameters, gradients and AdamW's two moments on the fullest rank."""
-        size = _BYTES[self.fsdp.param_dtype]
+        size = DTYPE_BYTES[self.fsdp.param_dtype]
         held, trained = (sum(u.copies * u.shard_size(self.shards, only) for u in units(self.model))
                          for only in (False, True))
         return {"parameters": size * held, "gradients": size * trained,
@@ -124,7 +123,7 @@ class MemoryModel:
         return max(float(np.max(v)) for v in self.peaks(loads, choice).values())
 
     def _gradients(self) -> dict[str, int]:
-        size = _BYTES[self.fsdp.param_dtype]
+        size = DTYPE_BYTES[self.fsdp.param_dtype]
         return {p: size * sum(u.copies * u.shard_size(self.shards, True)
                               for u in units(self.model) if u.phase == p) for p in PHASES}
 
@@ -190,7 +189,7 @@ class MemoryModel:
         gradients, and the last one's on their way to their owners. Without
         fsdp.reshard_after_forward every unit stays until its backward pass, which gathers none."""
         e = self.element
-        reduce = _BYTES[self.fsdp.param_dtype] if self.fsdp.compute_dtype else e
+        reduce = DTYPE_BYTES[self.fsdp.param_dtype] if self.fsdp.compute_dtype else e
         block = next(u for u in self._units(phase) if u.role == "block")
         ahead = max(self.fsdp.prefetch, 1)
         gradients = block.trained_size * (e + reduce) if backward else 0

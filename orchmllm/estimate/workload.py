@@ -81,6 +81,11 @@ def _rounds(rng: np.random.Generator, n: int, mean: float, tokens: Callable) -> 
     return text + SYSTEM_TOKENS
 
 
+def _questions(mean: float, answer: int) -> Callable:
+    """(generator, n) -> text tokens of rounds of a question and an answer."""
+    return lambda g, n: _rounds(g, n, mean, lambda m: quantile("question", g, m) + answer)
+
+
 @dataclass(frozen=True)
 class Headers:
     """Examples before any model is chosen. n examples, m media items (images and clips).
@@ -148,21 +153,15 @@ _TEXT: dict[str, tuple[int, str, Callable]] = {
     "detail": (23240, "coco", lambda g, n: quantile("detail", g, n) + 21),
     "complex": (77791, "coco", lambda g, n: quantile("complex", g, n) + 21),
     "sharegpt": (40688, "text", lambda g, n: np.minimum(quantile("sharegpt", g, n), 2048)),
-    "vqav2": (82783, "coco", lambda g, n: _rounds(
-        g, n, 5.4, lambda m: quantile("question", g, m) + 2)),
-    "gqa": (72140, "genome", lambda g, n: _rounds(
-        g, n, 13, lambda m: quantile("question", g, m) + 2)),
-    "okvqa": (8998, "coco", lambda g, n: _rounds(
-        g, n, 1, lambda m: quantile("question", g, m) + 2)),
-    "ocrvqa": (80000, "cover", lambda g, n: quantile("book_title", g, n) + _rounds(
-        g, n, 5, lambda m: quantile("question", g, m) + 5)),
-    "aokvqa": (66160, "coco", lambda g, n: _rounds(
-        g, n, 1, lambda m: quantile("question", g, m) + 28)),
+    "vqav2": (82783, "coco", _questions(5.4, 2)),
+    "gqa": (72140, "genome", _questions(13, 2)),
+    "okvqa": (8998, "coco", _questions(1, 2)),
+    "ocrvqa": (80000, "cover", lambda g, n: quantile("book_title", g, n)
+               + _questions(5, 5)(g, n)),
+    "aokvqa": (66160, "coco", _questions(1, 28)),
     "textcaps": (21953, "textcaps", lambda g, n: quantile("ocr_line", g, n) + 50),
-    "refcoco": (48447, "coco", lambda g, n: _rounds(
-        g, n, 6.6, lambda m: quantile("question", g, m) + 22)),
-    "vg": (86417, "genome", lambda g, n: _rounds(
-        g, n, 10, lambda m: quantile("question", g, m) + 22)),
+    "refcoco": (48447, "coco", _questions(6.6, 22)),
+    "vg": (86417, "genome", _questions(10, 22)),
     "librispeech": (281241, "speech", lambda g, n: np.full(n, 31.)),  # + transcript, below
     "air_bench": (23626, "sound", lambda g, n: quantile("question", g, n) + 60),
 }

@@ -10,8 +10,9 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from orchmllm.models.config import AudioConfig, LLMConfig, ModelConfig, VisionConfig
+from orchmllm.plan.assign import PHASES
 
-PARTS = ("vision", "audio", "llm")
+PARTS = PHASES  # each has a folder
 
 
 class Named(NamedTuple):

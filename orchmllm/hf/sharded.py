@@ -7,8 +7,14 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+from safetensors import safe_open
 
 from orchmllm.hf.folder import Stored, read_header
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 BLOCK_BYTES = 1 << 24
 
@@ -22,18 +28,14 @@ class Sharded:
     shape: tuple[int, ...]
     chunks: tuple[tuple[int, Stored], ...]
 
-    def blocks(self) -> Iterator[bytes]:
-        """All its bytes in order, whole values at a time."""
+    def blocks(self) -> Iterator[Tensor]:
+        """All its rows in order. A file is opened for each block: its pages, mapped while they are
+        read, count as memory."""
         for _, chunk in self.chunks:
-            with chunk.file.open("rb") as f:
-                f.seek(chunk.begin)
-                left = chunk.num_bytes
-                while left:
-                    block = f.read(min(BLOCK_BYTES, left))
-                    if not block:
-                        raise ValueError(f"{chunk.file}: ends within {self.key}")
-                    left -= len(block)
-                    yield block
+            rows = max(1, BLOCK_BYTES * chunk.shape[0] // max(chunk.num_bytes, 1))
+            for at in range(0, chunk.shape[0], rows):
+                with safe_open(chunk.file, framework="pt") as f:
+                    yield f.get_slice(chunk.key)[at: at + rows]
 
 
 def read_sharded(folder: Path) -> dict[str, Sharded]:

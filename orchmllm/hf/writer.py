@@ -35,18 +35,12 @@ def renamed(tensor: Sharded, key: str, shape: tuple[int, ...], dtype: str = "") 
     if math.prod(shape) != math.prod(tensor.shape):
         raise ValueError(f"{tensor.key} has shape {tensor.shape}, {key} needs {shape}: the "
                          "checkpoint is of another model")
-    if dtype in ("", tensor.dtype):
-        return FileTensor(key, tensor.dtype, shape, tensor.blocks)
-    return FileTensor(key, dtype, shape, lambda: _converted(tensor, dtype))
-
-
-def _converted(tensor: Sharded, dtype: str) -> Iterator[bytes]:
     import torch
 
-    names = {short: getattr(torch, name) for name, short in DTYPES.items()}
-    for block in tensor.blocks():
-        values = torch.frombuffer(bytearray(block), dtype=names[tensor.dtype])
-        yield values.to(names[dtype]).view(torch.uint8).numpy().tobytes()
+    kind = {short: getattr(torch, name) for name, short in DTYPES.items()}[dtype or tensor.dtype]
+    return FileTensor(key, dtype or tensor.dtype, shape, lambda: (
+        block.to(kind).reshape(-1).view(torch.uint8).numpy().tobytes()
+        for block in tensor.blocks()))
 
 
 def write_file(path: Path, tensors: Sequence[FileTensor],

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from orchmllm.batch import SequenceLengths
 from orchmllm.models.config import ModelConfig
+from orchmllm.plan.assign import PHASES
 
 
 class AttentionBackend(NamedTuple):
@@ -80,7 +81,7 @@ def attention_backend(device_type: str, dtype: torch.dtype, head_dim: int) -> At
 def describe_attention(model: ModelConfig, device_type: str, dtype: torch.dtype) -> str:
     """One line for the log: what computes attention in which phases, and why."""
     phases: dict[str, list[str]] = {}
-    for phase in ("vision", "audio", "llm"):
+    for phase in PHASES:
         config = getattr(model, phase)
         if phase == "audio" and config.mode == "padded":
             how = "scaled_dot_product_attention with a mask (model.audio.mode is padded)"

@@ -17,6 +17,7 @@ from orchmllm.models.config import ModelConfig
 from orchmllm.models.llm import PackedQwen2
 from orchmllm.models.phase_clock import PhaseClock
 from orchmllm.models.vision import VisionEncoder
+from orchmllm.plan.layout import ENCODERS
 
 
 class MultimodalModel(nn.Module):
@@ -39,7 +40,7 @@ class MultimodalModel(nn.Module):
         batch.num_global_targets: a mean per rank would depend on the rearrangement."""
         clock = self.clock
         features = {}
-        for phase in ("vision", "audio"):  # one order on all ranks: each step is a collective
+        for phase in ENCODERS:  # one order on all ranks: each step is a collective
             clock.switch(phase)
             encoded = self._encode(phase, batch)
             encoded = clock.mark(encoded, before=phase, after="exchange")

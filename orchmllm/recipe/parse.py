@@ -1,8 +1,8 @@
 """From the text of a recipe and the overrides of a command line to checked dataclasses.
 
-Flow: YAML nodes (with their lines) -> one node per dotted path, overrides last -> values of the
-right type within their bounds -> instances -> rules between keys. Every step adds to one list of
-problems, so that a recipe is corrected in one go.
+Flow: YAML -> a tree of sections that know their lines, overrides last -> types, bounds and choices
+by pydantic -> rules between keys. Every step adds to one list of problems, so that a recipe is
+corrected in one go.
 """
 
 from __future__ import annotations
@@ -10,273 +10,261 @@ from __future__ import annotations
 import dataclasses
 import difflib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Generic, NamedTuple, TypeVar
+from dataclasses import dataclass
+from itertools import takewhile
+from operator import attrgetter
+from typing import Any, Generic, TypeVar
 
-import yaml
+from pydantic import TypeAdapter, ValidationError
 
-from orchmllm.recipe import strict_yaml
-from orchmllm.recipe.schema import Leaf, leaves, members, sections
-from orchmllm.recipe.values import convert, describe, show
+from orchmllm.recipe.schema import MAX_INT, Leaf, did_you_mean, leaves, members, sections
+from orchmllm.recipe.strict_yaml import AGAIN, Section, Tagged, YamlProblem, dump, parse
 
 T = TypeVar("T")
+Path = tuple  # of a key: names, and numbers for the items of a list
+COMMAND_LINE, NOWHERE = 2**31, 2**31 + 1  # as line numbers, so that problems are sorted by them
+NAMES = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
 
 
 class RecipeError(ValueError):
     """A recipe that cannot be used; the message lists every problem."""
 
 
-class Place(NamedTuple):
-    """Where a value comes from; sorts as problems are listed."""
-
-    order: int
-    text: str
-
-
-COMMAND_LINE = Place(2**31, "command line")
-DEFAULT = Place(2**31 + 1, "default")
-MISSING = Place(2**31 + 2, "")
-
-
-def line(number: int) -> Place:
-    return Place(number, f"line {number}" if number else "")
-
-
-class Problem(NamedTuple):
-    place: Place
-    text: str
-
-
 @dataclass(frozen=True)
 class Loaded(Generic[T]):
-    """A checked recipe. places: dotted path -> where its value was written, for what is not a
-    default."""
+    """A checked recipe. places: dotted path -> where its value was written (`line 3`, `command
+    line`), for what is not a default."""
 
     recipe: T
-    places: dict[str, Place]
+    places: dict[str, str]
 
 
 def read(cls: type[T], name: str, data: bytes | str, overrides: Sequence[str] = ()) -> Loaded[T]:
     """`data`, a YAML document, merged with `section.key=value` overrides into an instance of the
     dataclass `cls`. Raises RecipeError listing every problem with `name`."""
-    reader = _Reader(cls)
     try:
-        root = strict_yaml.parse(data)
-    except strict_yaml.YamlProblem as e:
-        reader.problems.append(Problem(line(e.line), f"not valid YAML: {e}"))
-        raise _error(name, reader.problems) from None
-    if root is not None:
-        reader.section(root, cls, "", None)
+        tree = parse(data)
+    except YamlProblem as e:
+        raise _error(name, [(e.line, f"not valid YAML: {e}")]) from None
+    problems, bad = [], set()  # (line, text); paths
     for item in overrides:
-        reader.override(item)
-    recipe = reader.build()
-    if reader.problems:
-        raise _error(name, reader.problems)
-    return Loaded(recipe, {path: place for path, (_, place) in reader.nodes.items()})
-
-
-def _error(name: str, problems: list[Problem]) -> RecipeError:
-    count = f"{len(problems)} problem{'s' if len(problems) > 1 else ''}"
-    listed = sorted(problems, key=lambda p: p.place.order)  # stable
-    return RecipeError(f"recipe {name}: {count}\n" + "\n".join(
-        f"  {p.place.text}: {p.text}" if p.place.text else f"  {p.text}" for p in listed))
-
-
-@dataclass
-class _Reader:
-    """nodes: dotted path -> (YAML node, place); bad: paths that already have a problem."""
-
-    cls: type
-    nodes: dict[str, tuple[yaml.Node, Place]] = field(default_factory=dict)
-    bad: set[str] = field(default_factory=set)
-    problems: list[Problem] = field(default_factory=list)
-    _merged: set[int] = field(default_factory=set)
-
-    def __post_init__(self) -> None:
-        self.leaves = {leaf.path: leaf for leaf in leaves(self.cls)}
-        self.sections = dict(sections(self.cls))
-
-    def report(self, place: Place, path: str, text: str) -> None:
-        self.problems.append(Problem(place, text))
-        self.bad.add(path)
-
-    def section(self, node: yaml.Node, cls: type, where: str, place: Place | None) -> None:
-        """Files the keys of a section under their dotted paths. place: of all keys, None for the
-        line of each."""
-        if isinstance(node, yaml.ScalarNode) and node.tag == strict_yaml.TAG + "null":
-            return
-        at = place or line(node.start_mark.line + 1)
-        if not isinstance(node, yaml.MappingNode):
-            what = "the top level" if not where else where
-            self.report(at, where, f"{what} is {describe(node)}, expected a section with keys: "
-                                   f"{', '.join(members(cls))}")
-            return
-        for key_node, value in self._pairs(node, where, place):
-            at = place or line(key_node.start_mark.line + 1)
-            name = key_node.value
-            path = f"{where}.{name}" if where else name
-            if name not in members(cls):  # a dotted path as one key is not one
-                self.report(at, path, f"{path}: {self.unknown(name, cls, where)}")
-            elif path in self.leaves:
-                self.nodes[path] = (value, at)
-            else:
-                self.section(value, self.sections[path], path, place)
-
-    def _pairs(self, node: yaml.MappingNode, where: str,
-               place: Place | None) -> Iterator[tuple[yaml.ScalarNode, yaml.Node]]:
-        """Keys and values, merge keys (<<) resolved; reports duplicates."""
-        seen: dict[str, int] = {}
-        if id(node) not in self._merged:
-            self._merged.add(id(node))
-            for key_node, _ in node.value:
-                if not isinstance(key_node, yaml.ScalarNode):
-                    continue
-                at, name = key_node.start_mark.line + 1, key_node.value
-                if name in seen and name != "<<":
-                    path = f"{where}.{name}" if where else name
-                    self.report(place or line(at), path,
-                                f"{path}: duplicate key, also on line {seen[name]}: keep one of "
-                                "them")
-                seen.setdefault(name, at)
-            try:
-                strict_yaml.Loader("").flatten_mapping(node)
-            except yaml.constructor.ConstructorError as e:
-                mark = e.problem_mark or node.start_mark
-                self.report(place or line(mark.line + 1), where,
-                            f"{where or 'the top level'}: <<: {e.problem}")
-        for key_node, value in node.value:
-            if isinstance(key_node, yaml.ScalarNode):
-                if key_node.tag != strict_yaml.TAG + "merge":
-                    yield key_node, value
-            else:
-                self.report(place or line(key_node.start_mark.line + 1), where,
-                            f"{where or 'the top level'}: {describe(key_node)} as a key: "
-                            "keys are words")
-
-    def unknown(self, name: str, cls: type, where: str) -> str:
-        """What is wrong with a key that does not exist, and where it might belong."""
-        if name in self.leaves or name in self.sections:  # a dotted path as one key
-            *path, last = name.split(".")
-            return f"write it nested: {': {'.join((*path, last))}: ...{'}' * len(path)}"
-        everywhere = [*self.leaves, *(s for s in self.sections if s)]
-        elsewhere = [p for p in everywhere if p.rpartition(".")[2] == name]
-        alias = [leaf.path for leaf in self.leaves.values() if name in leaf.key.aliases]
-        here = [p for p in alias if p.rpartition(".")[0] == where]
-        if here or elsewhere or alias:
-            return f"unknown key; did you mean {_either(here or elsewhere or alias)}?"
-        close = difflib.get_close_matches(name, members(cls), n=1)
-        if close:
-            return f"unknown key; did you mean {f'{where}.{close[0]}'.lstrip('.')!r}?"
-        return f"unknown key; {where or 'a recipe'} has {', '.join(members(cls))}"
-
-    def override(self, item: str) -> None:
-        """One `section.key=value`; the value is read as YAML."""
-        path, sep, text = item.partition("=")
-        if not sep or not path:
-            self.problems.append(Problem(
-                COMMAND_LINE, f"{item!r}: an override has the form section.key=value"))
-            return
         try:
-            node = strict_yaml.parse(text)
-        except strict_yaml.YamlProblem as e:
-            self.report(COMMAND_LINE, path, f"{path}: {show(text)} is not a YAML value: {e}")
-            return
-        if node is None and text.strip():
-            self.report(COMMAND_LINE, path, f"{path}: {show(text)} is a comment in YAML: quote it")
-            return
-        if node is None:
-            node = yaml.ScalarNode(strict_yaml.TAG + "str", "")
-        if path in self.leaves:
-            self.nodes[path] = (node, COMMAND_LINE)
-            self.bad.discard(path)
-        elif path in self.sections and path:
-            self.section(node, self.sections[path], path, COMMAND_LINE)
+            tree = _merged(tree, _override(item))
+        except ValueError as e:
+            problems.append((COMMAND_LINE, str(e)))
+            bad.add(tuple(item.partition("=")[0].split(".")))
+    schema = _Schema(cls)
+    try:
+        recipe = schema.adapter.validate_python(tree)
+    except ValidationError as e:
+        sound = tree
+        for error in e.errors(include_url=False):
+            path = error["loc"]
+            sound = _without(sound, path)
+            if error["input"] is not None or _dotted(path) not in schema.sections:
+                problems.append((_find(tree, path)[0], schema.said(error, tree)))
+                bad.add(tuple(takewhile(lambda part: isinstance(part, str), path)))
+        recipe = schema.adapter.validate_python(sound)
+    problems += _broken_rules(recipe, (), tree, bad)
+    if problems:
+        raise _error(name, problems)
+    lines = {path: _find(tree, path.split(".")) for path in schema.leaves}
+    return Loaded(recipe, {path: place(line) for path, (line, given) in lines.items() if given})
+
+
+def place(line: int) -> str:
+    """`line 3`, `command line` or nothing."""
+    return {COMMAND_LINE: "command line", NOWHERE: "", 0: ""}.get(line, f"line {line}")
+
+
+def to_yaml(recipe: object) -> str:
+    """The merged recipe, in the form that `read` takes."""
+    return dump(dataclasses.asdict(recipe))
+
+
+def explain(loaded: Loaded) -> str:
+    """The merged recipe, with where each value comes from as a comment: still a recipe."""
+    text = to_yaml(loaded.recipe)
+    lines, written = text.splitlines(), read(type(loaded.recipe), "", text).places
+    for path, at in written.items():
+        k = int(at.removeprefix("line ")) - 1
+        origin = loaded.places.get(path, "default")
+        lines[k] = f"{lines[k]:<44}  # {'recipe ' * origin.startswith('line')}{origin}"
+    return "\n".join(lines) + "\n"
+
+
+def _error(name: str, problems: list[tuple[int, str]]) -> RecipeError:
+    count = f"{len(problems)} problem{'s' if len(problems) > 1 else ''}"
+    listed = sorted(problems, key=lambda p: p[0])  # stable
+    return RecipeError(f"recipe {name}: {count}\n" + "\n".join(
+        f"  {place(line)}: {text}" if place(line) else f"  {text}" for line, text in listed))
+
+
+def _dotted(path: Path) -> str:
+    """`data.sources[0].path`."""
+    return "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in path).lstrip(".")
+
+
+def show(value: object) -> str:
+    """A value as it is written in a recipe, shortened."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:60]}... ({len(text)} characters)"
+
+
+def _override(item: str) -> Section:
+    """The sections around the value of one `section.key=value`; it is read as YAML."""
+    path, sep, text = item.partition("=")
+    if not sep or not path:
+        raise ValueError(f"{item!r}: an override has the form section.key=value")
+    try:
+        value = parse(text, COMMAND_LINE)
+    except YamlProblem as e:
+        raise ValueError(f"{path}: {show(text)} is not a YAML value: {e}") from None
+    if text.lstrip().startswith("#"):
+        raise ValueError(f"{path}: {show(text)} is a comment in YAML: quote it")
+    value = value if text else ""
+    for name in reversed(path.split(".")):
+        value = Section({name: value}, {name: COMMAND_LINE})
+    return value
+
+
+def _merged(old: Any, new: Any) -> Any:
+    """`old` with the keys of `new`. Copies: a section may stand in several places (aliases)."""
+    if not (isinstance(old, Section) and isinstance(new, Section)):
+        return new
+    return Section({**old, **{k: _merged(old.get(k), v) for k, v in new.items()}},
+                   {**old.lines, **new.lines})
+
+
+def _without(tree: Any, path: Path) -> Any:
+    """`tree` without the key at `path`; a list goes with any of its items."""
+    if not path or not isinstance(tree, Section):
+        return {}
+    kept = Section({k: v for k, v in tree.items() if k != path[0]}, tree.lines)
+    if path[1:] and isinstance(tree.get(path[0]), Section):
+        kept[path[0]] = _without(tree[path[0]], path[1:])
+    return kept
+
+
+def _find(tree: Any, path: Path) -> tuple[int, bool]:
+    """The line of the key at `path`, and whether it is there; else the line of what is around."""
+    line = 1
+    for name in path:
+        if isinstance(tree, Section) and name in tree:
+            line, tree = tree.lines[name], tree[name]
+        elif isinstance(name, int) and isinstance(tree, list):
+            tree = tree[name]
+            line = min(tree.lines.values(), default=line) if isinstance(tree, Section) else line
         else:
-            self.report(COMMAND_LINE, path, f"{path}: {self._unknown_path(path)}")
-
-    def _unknown_path(self, path: str) -> str:
-        where = ""
-        for name in path.split("."):
-            if where in self.leaves:
-                return f"{where} is a value and has no keys"
-            below = f"{where}.{name}" if where else name
-            if below not in self.leaves and below not in self.sections:
-                return self.unknown(name, self.sections[where], where)
-            where = below
-        return "unknown key"
-
-    def build(self) -> Any:
-        """The instance; values that have a problem are their defaults in it."""
-        values = {path: leaf.default for path, leaf in self.leaves.items()}
-        for path, leaf in self.leaves.items():
-            if path not in self.nodes:
-                instead = f"{path.rpartition('.')[0]}.{leaf.key.unless}"
-                if leaf.key.required and not self._is_bad(path) and instead not in self.nodes:
-                    self.report(MISSING, path, f"{path} is missing: {leaf.key.required}")
-                continue
-            node, place = self.nodes[path]
-            try:
-                values[path] = self._items(leaf, node, place) if leaf.item else convert(leaf, node)
-            except ValueError as e:
-                self.report(place, path, f"{path}{e}")
-        recipe = self._instance(self.cls, "", values)
-        self._conflicts(recipe, "")
-        return recipe
-
-    def _items(self, leaf: Leaf, node: yaml.Node, place: Place) -> tuple:
-        """A list of sections, each read like a recipe of its own."""
-        keys = f"sections with keys: {', '.join(members(leaf.item))}"
-        if not isinstance(node, yaml.SequenceNode):
-            raise ValueError(f" is {describe(node)}, expected a list of {keys}")
-        items = []
-        for k, part in enumerate(node.value):
-            at = place if place == COMMAND_LINE else line(part.start_mark.line + 1)
-            if not isinstance(part, yaml.MappingNode):
-                self.report(at, leaf.path, f"{leaf.path}[{k}] is {describe(part)}, expected "
-                                           f"{keys}")
-                continue
-            reader = _Reader(leaf.item)
-            reader.section(part, leaf.item, "", place if place == COMMAND_LINE else None)
-            items.append(reader.build())
-            for problem in reader.problems:
-                self.report(at if problem.place == MISSING else problem.place, leaf.path,
-                            f"{leaf.path}[{k}].{problem.text}")
-        return tuple(items)
-
-    def _is_bad(self, path: str) -> bool:
-        """Whether the key or a section it is in already has a problem."""
-        return any(not b or path == b or path.startswith(f"{b}.") for b in self.bad)
-
-    def _instance(self, cls: type, where: str, values: dict[str, Any]) -> Any:
-        parts = {}
-        for name, (kind, _) in members(cls).items():
-            path = f"{where}.{name}" if where else name
-            parts[name] = (self._instance(kind, path, values) if dataclasses.is_dataclass(kind)
-                           else values[path])
-        return cls(**parts)
-
-    def _conflicts(self, section: Any, where: str) -> None:
-        """Asks every section for rules between keys that are broken; not where a key involved is
-        wrong by itself."""
-        for name, (kind, _) in members(type(section)).items():
-            if dataclasses.is_dataclass(kind):
-                self._conflicts(getattr(section, name), f"{where}.{name}" if where else name)
-        if not hasattr(section, "conflicts"):
-            return
-        for conflict in section.conflicts():
-            paths = [f"{where}.{k}" if where else k for k in conflict.keys]
-            given = [p for p in paths if p in self.nodes]
-            if any(map(self._is_bad, paths)):
-                continue
-            value = section
-            for name in conflict.keys[0].split("."):
-                value = getattr(value, name)
-            # The line to go to: of the key blamed, or of the one that made its default wrong.
-            place = self.nodes[given[0]][1] if given else DEFAULT
-            default = "" if paths[0] in self.nodes else " (default)"
-            self.problems.append(Problem(
-                place, f"{paths[0]} = {show(value)}{default}: {conflict.cure}"))
+            return line, False
+    return line, True
 
 
-def _either(paths: list[str]) -> str:
-    return " or ".join(repr(p) for p in paths[:4])
+def _broken_rules(section: Any, path: Path, tree: Any,
+                  bad: set[Path]) -> Iterator[tuple[int, str]]:
+    """Asks every section for rules between keys that are broken; not where a key involved, or a
+    section that it is in, is wrong by itself."""
+    if isinstance(section, tuple):
+        inner = list(enumerate(section))
+    else:
+        inner = [(f.name, getattr(section, f.name)) for f in dataclasses.fields(section)]
+    for name, value in inner:
+        if dataclasses.is_dataclass(value) or isinstance(value, tuple):
+            yield from _broken_rules(value, (*path, name), tree, bad)
+    for conflict in section.conflicts() if hasattr(section, "conflicts") else ():
+        keys = [(*path, *k.split(".")) for k in conflict.keys]
+        if any(key[:n] in bad for key in keys for n in range(len(key) + 1)):
+            continue
+        given = [_find(tree, key)[0] for key in keys if _find(tree, key)[1]]
+        value = attrgetter(conflict.keys[0])(section)
+        text = f" = {show(value)}{'' if _find(tree, keys[0])[1] else ' (default)'}"
+        if not given and not value:
+            text = " is missing"
+        # The line to go to: of the key blamed, or of the one that made its default wrong.
+        yield (given or [NOWHERE])[0], f"{_dotted(keys[0])}{text}: {conflict.cure}"
+
+
+class _Schema:
+    """A class of sections with all below it, and what is said about values it does not take."""
+
+    def __init__(self, cls: type) -> None:
+        self.leaves = {leaf.path: leaf for leaf in leaves(cls)}
+        self.sections = dict(sections(cls))
+        for part in self.sections.values():
+            part.__pydantic_config__ = {"extra": "forbid", "allow_inf_nan": False}
+        self.adapter = TypeAdapter(cls)
+
+    def said(self, error: dict, tree: Any) -> str:
+        """What is wrong with the value of one of pydantic's errors, and the cure."""
+        path, value, kind = error["loc"], error["input"], error["type"]
+        place, name = _dotted(path), ".".join(p for p in path if isinstance(p, str))
+        if kind == "unexpected_keyword_argument":
+            return f"{place}: {self._unknown(path, tree)}"
+        if name in self.sections and kind != "missing":
+            expected = (f"a {'list of sections' if kind == 'tuple_type' else 'section'} with keys: "
+                        f"{', '.join(members(self.sections[name]))}")
+            return f"{place or 'the top level'} is {_describe(value)}, expected {expected}"
+        leaf = self.leaves[name]
+        if kind == "missing":
+            return f"{place} is missing: {leaf.key.doc}"
+        if isinstance(value, dict | list):
+            return f"{place} is {_describe(value)}, expected {NAMES[leaf.kind]}"
+        if isinstance(value, Tagged):
+            return f"{place}: the YAML tag {value.tag} is not allowed here: write a plain value"
+        cure = _type_cure(leaf.kind, value) if kind.endswith("_type") else _cure(leaf, kind, value)
+        return f"{place} = {show(value)}: {cure}"
+
+    def _unknown(self, path: Path, tree: Any) -> str:
+        """What is wrong with a key that does not exist, and where it might belong."""
+        *above, name = path
+        where = ".".join(p for p in above if isinstance(p, str))
+        if name.endswith(AGAIN):
+            first = (*above, name.removesuffix(AGAIN))
+            return f"duplicate key, also on line {_find(tree, first)[0]}: keep one of them"
+        everywhere = (*self.leaves, *self.sections)
+        if name in everywhere:  # a dotted path as one key
+            *outer, last = name.split(".")
+            return f"write it nested: {': {'.join((*outer, last))}: ...{'}' * len(outer)}"
+        names = members(self.sections[where])
+        alias = [leaf.path for leaf in self.leaves.values() if name in leaf.key.aliases]
+        likely = ([p for p in alias if p.rpartition(".")[0] == where]
+                  or [p for p in everywhere if p.rpartition(".")[2] == name] or alias
+                  or [f"{where}.{m}".lstrip(".")
+                      for m in difflib.get_close_matches(name, names, n=1)])
+        if likely:
+            return f"unknown key; did you mean {' or '.join(map(repr, likely[:4]))}?"
+        return f"unknown key; {where or 'a recipe'} has {', '.join(names)}"
+
+
+def _describe(value: Any) -> str:
+    """What kind of value it is, for a message that expected another."""
+    return {Section: "a section", list: "a list"}.get(type(value), f"the value {show(value)}")
+
+
+def _type_cure(wanted: type, value: Any) -> str:
+    expected = f"expected {NAMES[wanted]}"
+    if value is None:
+        return f"no value, {expected}: give one or remove the key"
+    if wanted is str:
+        return f"YAML reads this as {NAMES[type(value)]}, {expected}: quote it"
+    try:  # what may be meant
+        return f"{expected}: write {show(TypeAdapter(wanted).validate_python(value))}"
+    except ValidationError:
+        return expected
+
+
+def _cure(leaf: Leaf, kind: str, value: Any) -> str:
+    if kind == "finite_number":
+        return "must be a finite number"
+    if isinstance(value, int) and value > MAX_INT:
+        return "does not fit 64 bits"
+    if not isinstance(value, str):
+        return f"must be {leaf.key.bounds}"
+    if value in dict(leaf.key.renamed):
+        return f"is now called {dict(leaf.key.renamed)[value]!r}"
+    if not leaf.key.choices:
+        return "must be one line of printable characters"
+    allowed = ", ".join(c or "'' (empty)" for c in leaf.key.choices)
+    return f"{did_you_mean(value, leaf.key.choices)}choose one of {allowed}"

@@ -8,71 +8,38 @@ reads them. Defaults, types, ranges, choices, error messages and docs/recipe.md 
         def conflicts(self) -> Iterator[Conflict]: ...  # optional: rules between keys
 
 Sections are dataclasses, keys are fields of type bool, int, float or str, or tuple[S, ...] for a
-list of sections S.
+list of sections S. pydantic checks types, bounds and choices: it reads the metadata of the fields.
+This module does not import it, so that the drop-in does not need it.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
-import math
+import re
 import typing
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass
 from typing import Any, NamedTuple
 
 MAX_INT = 2**63 - 1  # what numpy, torch and the core take
+PRINTABLE = r"^[^\p{C}\p{Zl}\p{Zp}]*$"
+# Names of bounds: ours, pydantic's, sign.
+BOUNDS = (("at_least", "ge", ">="), ("above", "gt", ">"), ("at_most", "le", "<="),
+          ("below", "lt", "<"))
 
 
 @dataclass(frozen=True)
 class Key:
-    """doc: one or more sentences. at_least, at_most: inclusive, above, below: exclusive bounds.
-    choices: the only values. required: what to give, for a key without a usable default; unless:
-    the key beside it that can be given instead. aliases: names other programs use for it, for "did
-    you mean". renamed: (earlier name, name now) of choices."""
+    """doc: one or more sentences. bounds: as text, `>= 1`, `> 0 and < 1` or nothing. choices: the
+    only values. aliases: names other programs use for it, for "did you mean". renamed: (earlier
+    name, name now) of choices."""
 
-    doc: str = ""
-    at_least: float | None = None
-    at_most: float | None = None
-    above: float | None = None
-    below: float | None = None
+    doc: str
+    bounds: str = ""
     choices: tuple[str, ...] = ()
-    required: str = ""
-    unless: str = ""
     aliases: tuple[str, ...] = ()
     renamed: tuple[tuple[str, str], ...] = ()
-
-    def bounds(self) -> str:
-        """`>= 1`, `> 0 and < 1` or nothing."""
-        limits = (("at_least", ">="), ("above", ">"), ("at_most", "<="), ("below", "<"))
-        return " and ".join(f"{sign} {getattr(self, name):g}" for name, sign in limits
-                            if getattr(self, name) is not None)
-
-    def allowed(self) -> str:
-        """The choices as text; an empty one is spelled out."""
-        return ", ".join(c or "'' (empty)" for c in self.choices)
-
-    def problem(self, value: Any) -> str:
-        """The cure for a value of the right type outside bounds or choices; empty if it is fine."""
-        if value in dict(self.renamed):
-            return f"is now called {dict(self.renamed)[value]!r}"
-        if self.choices and value not in self.choices:
-            return f"{did_you_mean(value, self.choices)}choose one of {self.allowed()}"
-        if isinstance(value, str) and not value.isprintable():
-            return "must be one line of printable characters"
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            return ""
-        if not math.isfinite(value):
-            return "must be a finite number"
-        inside = ((self.at_least is None or value >= self.at_least)
-                  and (self.at_most is None or value <= self.at_most)
-                  and (self.above is None or value > self.above)
-                  and (self.below is None or value < self.below))
-        if not inside:
-            return f"must be {self.bounds()}"
-        if isinstance(value, int) and abs(value) > MAX_INT:
-            return "does not fit 64 bits"
-        return ""
 
 
 class Conflict(NamedTuple):
@@ -85,18 +52,29 @@ class Conflict(NamedTuple):
 
 class Leaf(NamedTuple):
     """A key at its place. path: dotted, from the top. kind: bool, int, float, str, or tuple for a
-    list of sections `item`."""
+    list of sections. default: MISSING for a key that has to be given."""
 
     path: str
     kind: type
     default: Any
     key: Key
-    item: type | None = None
 
 
 def key(default: Any, doc: str, **limits: Any) -> Any:
-    """A field of a section; limits: see Key."""
-    return dataclasses.field(default=default, metadata={"key": Key(doc, **limits)})
+    """A field of a section. default: MISSING for a key that has to be given. limits: at_least,
+    at_most (inclusive), above, below (exclusive), and see Key."""
+    bounds = {name: limits.pop(name) for name, _, _ in BOUNDS if name in limits}
+    about = Key(doc, " and ".join(f"{sign} {bounds[name]:g}" for name, _, sign in BOUNDS
+                                  if name in bounds), **limits)
+    checks = {theirs: bounds[name] for name, theirs, _ in BOUNDS if name in bounds}
+    if type(default) is int:
+        checks.setdefault("le", MAX_INT)
+    elif about.choices:
+        checks["pattern"] = f"^({'|'.join(map(re.escape, about.choices))})$"
+    elif default is MISSING or isinstance(default, str):
+        checks["pattern"] = PRINTABLE
+    checks["strict"] = not isinstance(default, tuple)
+    return dataclasses.field(default=default, metadata={"key": about, **checks})
 
 
 def section(cls: type) -> Any:
@@ -110,23 +88,22 @@ def members(cls: type) -> dict[str, tuple[type, dataclasses.Field]]:
     return {f.name: (hints[f.name], f) for f in dataclasses.fields(cls)}
 
 
-def leaves(cls: type, where: str = "") -> Iterator[Leaf]:
-    """All keys below a section, in order."""
-    for name, (kind, f) in members(cls).items():
-        path = f"{where}.{name}" if where else name
-        if dataclasses.is_dataclass(kind):
-            yield from leaves(kind, path)
-        else:
-            item = typing.get_args(kind)[0] if typing.get_origin(kind) is tuple else None
-            yield Leaf(path, tuple if item else kind, f.default, f.metadata.get("key", Key()), item)
-
-
 def sections(cls: type, where: str = "") -> Iterator[tuple[str, type]]:
-    """(dotted path, dataclass) of `cls` and every section below it."""
+    """(dotted path, dataclass) of `cls` and every section below it, those in lists too."""
     yield where, cls
     for name, (kind, _) in members(cls).items():
-        if dataclasses.is_dataclass(kind):
-            yield from sections(kind, f"{where}.{name}" if where else name)
+        inner = (typing.get_args(kind) or (kind,))[0]
+        if dataclasses.is_dataclass(inner):
+            yield from sections(inner, f"{where}.{name}" if where else name)
+
+
+def leaves(cls: type, where: str = "") -> Iterator[Leaf]:
+    """All keys below a section, section by section."""
+    for path, part in sections(cls, where):
+        for name, (kind, f) in members(part).items():
+            if not dataclasses.is_dataclass(kind):
+                yield Leaf(f"{path}.{name}" if path else name, typing.get_origin(kind) or kind,
+                           f.default, f.metadata["key"])
 
 
 def did_you_mean(word: object, known: Iterable[str]) -> str:

@@ -1,26 +1,22 @@
 """YAML without surprises. Reads what YAML 1.2 calls the core schema, so 1e-4 is a number and 010,
-1:30 and 2024-01-01 are text; no tags, so no objects. Aliases and merge keys work.
+1:30 and 2024-01-01 are text; no tags, so no objects. Aliases and merge keys work. Sections know
+the lines of their keys.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import yaml
 
 TAG = "tag:yaml.org,2002:"
-_PLAIN = {
-    "null": (r"~|null|Null|NULL|", ["~", "n", "N", ""]),
-    "bool": (r"true|True|TRUE|false|False|FALSE|yes|Yes|YES|no|No|NO|on|On|ON|off|Off|OFF",
-             list("tTfFyYnNoO")),
-    "int": (r"[-+]?(0|[1-9][0-9_]*)|0x[0-9a-fA-F]+", list("-+0123456789")),
-    "float": (r"[-+]?([0-9][0-9_]*\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?"
-              r"|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)", list("-+0123456789.")),
-    "merge": (r"<<", ["<"]),
-}
-_LEADING_ZERO = re.compile(r"[-+]?0[0-9_]+$")
-SCALARS = tuple(TAG + kind for kind in ("null", "bool", "int", "float", "str"))
+_INT = re.compile(r"(?:[-+]?(?:0|[1-9][0-9_]*)|0x[0-9a-fA-F]+)$")  # 010 is text: eight or ten?
+_FLOAT = re.compile(r"(?:[-+]?(?=[0-9_]*[.eE])([0-9][0-9_]*\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?"
+                    r"|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$")
+AGAIN = " (again)"  # ends a key that its section has already
 
 
 class YamlProblem(ValueError):
@@ -31,26 +27,66 @@ class YamlProblem(ValueError):
         self.line = line
 
 
+class Section(dict):
+    """A mapping. lines: key -> where that is written."""
+
+    def __init__(self, values: Mapping[str, Any], lines: Mapping[str, int]) -> None:
+        super().__init__(values)
+        self.lines = dict(lines)
+
+
+@dataclass(frozen=True)
+class Tagged:
+    """A value with a tag other than the plain ones."""
+
+    tag: str
+
+
 class Loader(yaml.SafeLoader):
-    """SafeLoader with the core schema's plain scalars."""
+    """SafeLoader with the core schema's plain scalars. at_line: of every key; 0: as written."""
 
-    yaml_implicit_resolvers: dict = {}
+    yaml_implicit_resolvers = {
+        first: [(tag, pattern) for tag, pattern in pairs
+                if tag.removeprefix(TAG) in ("null", "bool", "merge")]
+        for first, pairs in yaml.SafeLoader.yaml_implicit_resolvers.items()}
+    at_line = 0
 
-    def resolve(self, kind, value, implicit):
-        tag = super().resolve(kind, value, implicit)
-        # 010 is eight to YAML 1.1 and ten to most readers: neither, it stays text.
-        plain = kind is yaml.ScalarNode and implicit[0]
-        return TAG + "str" if plain and _LEADING_ZERO.match(value or "") else tag
+    def section(self, node):
+        section = Section({}, {})
+        yield section  # before what is below, where an alias may stand for it
+        own = set()
+        for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                raise yaml.constructor.ConstructorError(
+                    None, None, "a list or a section as a key: keys are words", key.start_mark)
+            if key.value in own and key.value != "<<":
+                key.value += AGAIN
+            own.add(key.value)
+        self.flatten_mapping(node)
+        for key, value in node.value:
+            section[key.value] = self.construct_object(value)
+            section.lines[key.value] = self.at_line or key.start_mark.line + 1
+
+    def scalar(self, node):
+        try:
+            return yaml.SafeLoader.yaml_constructors[node.tag](self, node)
+        except (ValueError, KeyError):  # `!!int x`, or more digits than Python reads
+            return self.tagged(node)
+
+    def tagged(self, node):
+        return Tagged(node.tag.replace(TAG, "!!"))
 
 
 class Dumper(yaml.SafeDumper):
     """SafeDumper that quotes text which `Loader` would read as a number."""
 
 
-for _kind, (_pattern, _first) in _PLAIN.items():
-    Loader.add_implicit_resolver(TAG + _kind, re.compile(f"(?:{_pattern})$"), _first)
-Dumper.add_implicit_resolver(TAG + "float", re.compile(f"(?:{_PLAIN['float'][0]})$"),
-                             _PLAIN["float"][1])
+Loader.add_implicit_resolver(TAG + "int", _INT, list("-+0123456789"))
+for _each in (Loader, Dumper):
+    _each.add_implicit_resolver(TAG + "float", _FLOAT, list("-+0123456789."))
+Loader.yaml_constructors = {
+    **{TAG + kind: Loader.scalar for kind in ("null", "bool", "int", "float", "str")},
+    TAG + "seq": Loader.construct_yaml_seq, TAG + "map": Loader.section, None: Loader.tagged}
 
 
 def dump(tree: Any) -> str:
@@ -58,19 +94,9 @@ def dump(tree: Any) -> str:
     return yaml.dump(tree, Dumper=Dumper, sort_keys=False, width=10**9, allow_unicode=True)
 
 
-def scalar(node: yaml.Node) -> Any:
-    """Value of a scalar node. Raises ValueError for a tag other than the plain ones."""
-    if node.tag not in SCALARS:
-        raise ValueError(f"the YAML tag {node.tag.replace(TAG, '!!')} is not allowed here: "
-                         "write a plain value")
-    try:
-        return Loader("").construct_object(node)
-    except (yaml.YAMLError, ValueError) as e:
-        raise ValueError(f"not a value of the tag {node.tag.replace(TAG, '!!')}") from e
-
-
-def parse(data: bytes | str) -> yaml.Node | None:
-    """The document's root node, None if it is empty. Raises YamlProblem."""
+def parse(data: bytes | str, at_line: int = 0) -> Any:
+    """The document's value, with Section for its mappings; None if it is empty. at_line: of every
+    key, 0: as it is written. Raises YamlProblem."""
     if isinstance(data, bytes):
         try:
             data = data.decode("utf-8-sig")
@@ -79,7 +105,9 @@ def parse(data: bytes | str) -> yaml.Node | None:
                               f"byte 0x{data[e.start]:02x} is not UTF-8: save the file as UTF-8"
                               ) from None
     try:
-        return Loader(data).get_single_node()
+        loader = Loader(data)
+        loader.at_line = at_line
+        return loader.get_single_data()
     except yaml.reader.ReaderError as e:
         code = e.character if isinstance(e.character, int) else ord(e.character)
         raise YamlProblem(data[:e.position].count("\n") + 1,
@@ -115,6 +143,7 @@ def _explain(error: yaml.MarkedYAMLError, text: str, line: int) -> str:
         "duplicate anchor": "rename one of them",
         "found unexpected end of stream": "close the quote",
         "expected <block end>": "indent keys of one section alike",
+        "for merging": "<< takes the alias of a section",
         "cannot start any token": "quote the value",
     }
     cure = next((c for k, c in cures.items() if k in cause), "")

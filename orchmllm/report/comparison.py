@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from orchmllm.config import Recipe
-from orchmllm.plan.step import PHASES
+from orchmllm.plan.step import PHASES, imbalance
 
 # The exchange is what balancing costs, so it counts in the critical path.
 PATH_PHASES = (*PHASES, "exchange")
@@ -49,8 +49,8 @@ def summarize(curves: dict[str, list[dict]], pairs: dict[str, list[dict]]) -> di
         "imbalance": {p: {"off": _phase_ratio(steps["off"], p, "imbalance_before"),
                           "on": _phase_ratio(steps["on"], p, "imbalance_after")} for p in PHASES},
         "measured_imbalance": {
-            p: {name: float(x[:, i].max(axis=1).sum() / max(x[:, i].mean(axis=1).sum(), 1e-9))
-                for name, x in cpu_s.items()} for i, p in enumerate(PHASES)},
+            p: {name: imbalance(x[:, i]) for name, x in cpu_s.items()}
+            for i, p in enumerate(PHASES)},
         "moved_bytes_per_step": {p: _mean(steps["on"], p, "moved_bytes") for p in PHASES},
         "internode_bytes_per_step": {p: _mean(steps["on"], p, "internode_bytes") for p in PHASES},
         # (phase, rank): what each rank waits for the slowest, over all steps

@@ -13,7 +13,6 @@ Restore: newest first, verify against the manifest, fall back to the one before 
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import threading
@@ -34,6 +33,7 @@ from torch.distributed.checkpoint.hf_storage import (
 from orchmllm.comm.errors import AgreedError
 from orchmllm.comm.exchange import RowGather, gather_texts
 from orchmllm.config import CheckpointConfig
+from orchmllm.runtime.files import fsync, identify, write_text
 from orchmllm.runtime.lineage import (
     candidates,
     clear_leftovers,
@@ -145,9 +145,9 @@ class Checkpointer:
         self._on_stage("written", step)
         mine = sorted(staged.glob(f"shard-{self._writers.index(self.rank) + 1:05d}-*"))
         for path in mine:
-            _fsync(path)
+            fsync(path)
         self._on_stage("synced", step)
-        return {path.name: _identify(path) for path in mine}
+        return {path.name: identify(path) for path in mine}
 
     def _publish(
         self, step: int, staged: Path, final: Path, files: dict[str, dict], state: str
@@ -155,28 +155,28 @@ class Checkpointer:
         if self.rank != 0:
             return
         saved = list_saved(self.root)
-        _write_text(staged / "state.json", state)
-        files["state.json"] = _identify(staged / "state.json")
-        _write_text(staged / "manifest.json", json.dumps(
+        write_text(staged / "state.json", state)
+        files["state.json"] = identify(staged / "state.json")
+        write_text(staged / "manifest.json", json.dumps(
             {"version": VERSION, "step": step, "world_size": self._gather.world_size,
              "run": self._line.run, "sequence": next_sequence(saved),
              "ancestors": self._line.ancestors, "files": files}, indent=1, sort_keys=True))
-        _fsync(staged)
+        fsync(staged)
         self._on_stage("manifest", step)
         if final.exists():  # of another run, or not sound
             self._set_aside(final)
         self._on_stage("replaced", step)
         os.rename(staged, final)
-        _fsync(self.root)
+        fsync(self.root)
         self._on_stage("renamed", step)
-        _write_text(self.root / ".latest", final.name)
+        write_text(self.root / ".latest", final.name)
         os.rename(self.root / ".latest", self.root / "latest")
-        _fsync(self.root)
+        fsync(self.root)
         self._on_stage("pointer", step)
         for other in saved:
             if not (other.is_aside or self._line.holds(other)) and other.path != final:
                 self._set_aside(other.path)
-        _fsync(self.root)
+        fsync(self.root)
         self._on_stage("aside", step)
 
     def _set_aside(self, path: Path) -> None:
@@ -290,7 +290,7 @@ def problem_of(path: Path, part: int = 0, parts: int = 1) -> str:
         for name, recorded in sorted(manifest["files"].items())[part::parts]:
             if Path(name).name != name:
                 return f"manifest.json: {name!r} is not a file name"
-            if _identify(path / name) != recorded:
+            if identify(path / name) != recorded:
                 return f"{name} is not what was saved (size or SHA-256 differs)"
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
         return f"{type(e).__name__}: {e}"
@@ -304,29 +304,6 @@ def _root_cause(error: BaseException) -> BaseException:
         error = next(iter(failures.values()))
         error = error[0] if isinstance(error, tuple) else error
     return error
-
-
-def _identify(path: Path) -> dict:
-    digest = hashlib.sha256()
-    with path.open("rb") as f:
-        while block := f.read(1 << 20):
-            digest.update(block)
-    return {"bytes": path.stat().st_size, "sha256": digest.hexdigest()}
-
-
-def _write_text(path: Path, text: str) -> None:
-    with path.open("w", encoding="utf-8") as f:
-        f.write(text)
-        f.flush()
-        os.fsync(f.fileno())
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def pack_rng() -> list[int]:

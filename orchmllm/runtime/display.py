@@ -71,7 +71,7 @@ class RunDisplay:
             self._bar.update(moved)
         elif self._line_is_due(now):
             self._shown_at = now
-            left = clock(self._step_s * (self._total - self._done))
+            left = tqdm.format_interval(self._step_s * (self._total - self._done))
             print(f"step {self._done}/{self._total} {short(row)} | {left} left", flush=True)
 
     def _line_is_due(self, now: float) -> bool:
@@ -163,13 +163,14 @@ class Totals:
         imbalance = " | ".join(
             f"{phase} {before / mean:.2f} -> {after / mean:.2f}" if mean else f"{phase} -"
             for phase, (before, after, mean) in self.cost.items())
+        moved, between = (tqdm.format_sizeof(x / n, "B") for x in self.bytes.values())
         lines = [
-            f"{n} step{'s' if n > 1 else ''} in {clock(seconds)} ({self.step_s / n:.3g} s a step)",
+            f"{n} step{'s' if n > 1 else ''} in {tqdm.format_interval(seconds)} "
+            f"({self.step_s / n:.3g} s a step)",
             "loss        no targets in any step" if self.first_loss is None else
             f"loss        {self.first_loss:.4f} -> {self.last_loss:.4f}",
             f"imbalance   {imbalance} (slowest rank / mean, as sampled -> as processed)",
-            f"moved       {size(self.bytes['moved_bytes'] / n)} a step, "
-            f"{size(self.bytes['internode_bytes'] / n)} of it between nodes",
+            f"moved       {moved} a step, {between} of it between nodes",
             f"data wait   {100 * self.data_wait_s / max(self.step_s, 1e-9):.1f}% of the time",
         ]
         if self.skipped_steps or self.num_failed_media:
@@ -195,19 +196,3 @@ def scalars(row: dict) -> Iterator[tuple[str, float]]:
     for phase, stats in row["phases"].items():
         for name in ("imbalance_before", "imbalance_after", "moved_bytes", "internode_bytes"):
             yield f"{phase}/{name}", stats[name]
-
-
-def clock(seconds: float) -> str:
-    """m:ss or h:mm:ss."""
-    minutes, s = divmod(round(max(seconds, 0.0)), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{s:02d}" if hours else f"{minutes}:{s:02d}"
-
-
-def size(num_bytes: float) -> str:
-    """Bytes with a unit."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if num_bytes < 1000:
-            return f"{num_bytes:.0f} B" if unit == "B" else f"{num_bytes:.1f} {unit}"
-        num_bytes /= 1000
-    return f"{num_bytes:.1f} TB"

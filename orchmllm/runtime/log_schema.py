@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from orchmllm.plan.assign import PHASES
+
 SCHEMA_VERSION = 1
-PHASES = ("vision", "audio", "llm")
 
 
 def _number(doc: str, least: float | None = None) -> dict:
@@ -81,33 +82,3 @@ ROW_SCHEMA: dict[str, Any] = {
     "$schema": "https://json-schema.org/draft/2020-12/schema",
     "title": "A line of metrics.jsonl", "oneOf": [STEP_ROW, VALIDATION_ROW],
 }
-_TYPES = {"object": dict, "array": list, "number": (int, float), "integer": int, "boolean": bool,
-          "null": type(None)}
-
-
-def row_problems(row: dict) -> list[str]:
-    """Where a row departs from the schema; empty for a good one."""
-    return problems(row, VALIDATION_ROW if "validation_loss" in row else STEP_ROW, "row")
-
-
-def problems(value: Any, schema: dict, where: str) -> list[str]:
-    """Departures of a value from the part of JSON Schema that is used here."""
-    types = schema.get("type", [])
-    types = types if isinstance(types, list) else [types]
-    if not any(isinstance(value, _TYPES[t]) and (t == "boolean") == isinstance(value, bool)
-               for t in types):
-        return [f"{where}: {value!r} is not {' or '.join(types)}"]
-    found = []
-    if "const" in schema and value != schema["const"]:
-        found.append(f"{where}: {value!r} is not {schema['const']!r}")
-    if "minimum" in schema and value < schema["minimum"]:
-        found.append(f"{where}: {value!r} is below {schema['minimum']}")
-    for i, item in enumerate(value if isinstance(value, list) else ()):
-        found += problems(item, schema["items"], f"{where}[{i}]")
-    if isinstance(value, dict):
-        known = schema["properties"]
-        found += [f"{where}: {k!r} is missing" for k in schema["required"] if k not in value]
-        found += [f"{where}: {k!r} is not in the schema" for k in value if k not in known]
-        for k in known.keys() & value.keys():
-            found += problems(value[k], known[k], f"{where}.{k}")
-    return found

@@ -11,6 +11,7 @@ from orchmllm.comm.errors import AgreedError
 from orchmllm.config import DataConfig, Recipe
 from orchmllm.data.loading.step_loader import Step
 from orchmllm.models.config import ModelConfig
+from orchmllm.plan.assign import PHASES
 from orchmllm.plan.layout import ENCODERS
 from orchmllm.runtime.calibrate import FittedCosts
 
@@ -157,7 +158,7 @@ def check_resumable(state: dict, recipe: Recipe, data: dict) -> None:
         raise ValueError(f"the checkpoint's state has version {state.get('version')}, this code "
                          f"reads {VERSION}")
     saved, default = state["model"], asdict(ModelConfig())
-    for part in ("vision", "audio", "llm"):
+    for part in PHASES:
         for key, value in asdict(getattr(recipe.model, part)).items():
             was = saved[part].get(key, default[part][key])  # a key that came later
             if was != value and key != "pretrained":  # where it started does not matter any more

@@ -31,12 +31,10 @@ from orchmllm.sharding.check import check_shards
 from orchmllm.sharding.init import seed_weights
 from orchmllm.sharding.pretrained import load_pretrained
 
-_DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
-
 
 def compute_dtype(config: FsdpConfig) -> torch.dtype:
     """Of forward and backward."""
-    return _DTYPES[config.compute_dtype or config.param_dtype]
+    return getattr(torch, config.compute_dtype or config.param_dtype)
 
 
 def make_mesh(shard_size: int, device_type: str) -> DeviceMesh:
@@ -88,7 +86,7 @@ def shard(model: MultimodalModel, config: FsdpConfig, device: torch.device,
     checkpointing: phase -> none, selective or full, instead of the recipe's. Raises ValueError for
     `auto`, which orchmllm.estimate.memory.choose_checkpointing has to decide before."""
     on_meta = next(model.parameters()).is_meta
-    model.to(device=None if on_meta else device, dtype=_DTYPES[config.param_dtype])
+    model.to(device=None if on_meta else device, dtype=getattr(torch, config.param_dtype))
     model.llm.loss_chunk_rows = config.loss_chunk_rows
     for phase, stack in stacks(model).items():
         choice = (checkpointing or {}).get(phase) or config.checkpointing(phase)
@@ -99,8 +97,8 @@ def shard(model: MultimodalModel, config: FsdpConfig, device: torch.device,
     options = {
         "mesh": make_mesh(config.shard_size, device.type),
         "mp_policy": MixedPrecisionPolicy(
-            param_dtype=_DTYPES[config.compute_dtype] if config.compute_dtype else None,
-            reduce_dtype=_DTYPES[config.param_dtype] if config.compute_dtype else None,
+            param_dtype=getattr(torch, config.compute_dtype) if config.compute_dtype else None,
+            reduce_dtype=getattr(torch, config.param_dtype) if config.compute_dtype else None,
             # The default would cast fp32 positions and mel frames to bf16 on the way in.
             cast_forward_inputs=False,
         ),

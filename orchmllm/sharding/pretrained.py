@@ -39,7 +39,8 @@ def load_pretrained(model: MultimodalModel, sources: Sequence[WeightSource]) -> 
     for file, wanted in by_file.items():
         # Closed after each file: its pages, mapped while they are read, count as memory.
         with safe_open(file, framework="pt") as f:
-            for parameter, stored in sorted(wanted, key=lambda w: w[1].begin):
+            order = {key: k for k, key in enumerate(f.offset_keys())}
+            for parameter, stored in sorted(wanted, key=lambda w: order[w[1].key]):
                 _fill(parameter, f, stored)
 
 
@@ -60,9 +61,11 @@ def fingerprint(sources: Sequence[WeightSource]) -> int:
     for source in sources:
         for name, stored in sorted(source.tensors.items()):
             digest.update(f"{name} {stored.dtype} {stored.shape}".encode())
-            with stored.file.open("rb") as f:
-                f.seek(stored.begin + max(0, stored.num_bytes - SAMPLE_BYTES) // 2)
-                digest.update(f.read(min(SAMPLE_BYTES, stored.num_bytes)))
+            rows = stored.shape[0]
+            count = max(1, SAMPLE_BYTES * rows // max(stored.num_bytes, 1))
+            with safe_open(stored.file, framework="pt") as f:
+                sample = f.get_slice(stored.key)[max(0, rows - count) // 2: (rows + count + 1) // 2]
+            digest.update(sample.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
     return int.from_bytes(digest.digest(), "little")
 
 

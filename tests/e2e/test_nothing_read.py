@@ -17,10 +17,10 @@ from PIL import Image
 from orchmllm.config import CheckpointConfig, DataConfig, RunConfig
 from orchmllm.data.media.medium import MediaError
 from orchmllm.plan.step import BalanceConfig
-from orchmllm.runtime.log_schema import row_problems
 from orchmllm.runtime.run_state import MIN_UNREADABLE
 from tests.lib.formats import write_jsonl
 from tests.lib.ranks import run_ranks
+from tests.lib.rows import row_problems
 from tests.lib.synthetic import SHALLOW, SyntheticDataset, recipe
 from tests.lib.tokenizers import write_tokenizer
 from tests.lib.training import train

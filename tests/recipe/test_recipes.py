@@ -64,7 +64,8 @@ def test_cli_reports_before_torch_is_imported(tmp_path):
         "  line 1: trian: unknown key; did you mean 'train'?",
         "  line 3: train.batch_size = 0: must be >= 1",
         "  command line: train.lr = 0: must be > 0",
-        "  data.path is missing: give a JSONL file or a folder with data.jsonl",
+        "  data.path is missing: give a JSONL file or a folder with data.jsonl, or list "
+        "data.sources",
     ]
     assert "yaml" in imported and not {"torch", "transformers", "PIL"} & imported
     # CPU time, so that a busy machine does not fail the test.

@@ -16,11 +16,11 @@ from orchmllm.plan.cost import CostModel
 from orchmllm.plan.fit_cost import Measured, fit_costs
 from orchmllm.plan.step import BalanceConfig
 from orchmllm.runtime.calibrate import Calibration
-from orchmllm.runtime.log_schema import row_problems
 from orchmllm.trainer import Trainer
 from tests.lib.gradients import Case, all_gradients, reference_gradients, worst_difference
 from tests.lib.ranks import run_ranks
 from tests.lib.resume import run_recipe
+from tests.lib.rows import row_problems
 from tests.lib.synthetic import SyntheticDataset, recipe
 
 DERIVED = {"vision": CostModel(6000, 40), "audio": CostModel(9000, 10), "llm": CostModel(20000, 30)}

@@ -13,15 +13,16 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from jsonschema import Draft202012Validator
 
 from orchmllm.config import RunConfig
-from orchmllm.plan import step as plan_step
-from orchmllm.plan.step import BalanceConfig
+from orchmllm.plan.step import PHASES, BalanceConfig
 from orchmllm.runtime import display as progress
 from orchmllm.runtime.display import RunDisplay
-from orchmllm.runtime.log_schema import PHASES, row_problems
+from orchmllm.runtime.log_schema import ROW_SCHEMA
 from orchmllm.runtime.metrics import MetricsLog, read_metrics
 from tests.lib.ranks import run_ranks
+from tests.lib.rows import row_problems
 from tests.lib.synthetic import SyntheticDataset, recipe
 from tests.lib.training import train
 
@@ -53,7 +54,7 @@ def test_plain_lines(display, capsys):
     assert out.err == ""
     lines = out.out.splitlines()
     assert lines[0] == ("step 2/4 loss 2.0000 | 1234 tok/s | vision 1.50->1.00 audio 2.50->1.12 "
-                        "llm 3.50->1.25 | wait 5.0 ms | 0:00 left")
+                        "llm 3.50->1.25 | wait 5.0 ms | 00:00 left")
     assert [x.split()[1] for x in lines] == ["2/4", "3/4", "4/4"]
 
 
@@ -122,11 +123,11 @@ def test_summary(display, capsys, monkeypatch):
     capsys.readouterr()
     display.finish("stopped by SIGTERM")
     assert capsys.readouterr().out == f"""\
-stopped by SIGTERM: 2 steps in 1:05 (0.5 s a step)
+stopped by SIGTERM: 2 steps in 01:05 (0.5 s a step)
   loss        2.0000 -> 1.5000
   imbalance   vision 1.50 -> 1.00 | audio 2.50 -> 1.12 | llm 3.50 -> 1.25 (slowest rank / mean, \
 as sampled -> as processed)
-  moved       4.5 kB a step, 1.5 kB of it between nodes
+  moved       4.50kB a step, 1.50kB of it between nodes
   data wait   1.0% of the time
   skipped     1 steps; 3 media could not be decoded
   logs        {Path(display._run.dir) / 'metrics.jsonl'}
@@ -180,24 +181,26 @@ def test_rows_that_do_not_keep_to_the_schema():
     good = {"schema": 1, **a_row(0)}
     assert row_problems(good) == []
     for change, text in (
-        (lambda r: r.pop("loss"), "row: 'loss' is missing"),
-        (lambda r: r.update(extra=1), "row: 'extra' is not in the schema"),
-        (lambda r: r.update(step=True), "row.step: True is not integer"),
-        (lambda r: r.update(step=-1), "row.step: -1 is below 0"),
-        (lambda r: r.update(schema=9), "row.schema: 9 is not 1"),
-        (lambda r: r.update(lr=None), "row.lr: None is not number"),
-        (lambda r: r["phases"].pop("llm"), "row.phases: 'llm' is missing"),
+        (lambda r: r.pop("loss"), "$: 'loss' is a required property"),
+        (lambda r: r.update(extra=1),
+         "$: Additional properties are not allowed ('extra' was unexpected)"),
+        (lambda r: r.update(step=True), "$.step: True is not of type 'integer'"),
+        (lambda r: r.update(step=-1), "$.step: -1 is less than the minimum of 0"),
+        (lambda r: r.update(schema=9), "$.schema: 1 was expected"),
+        (lambda r: r.update(lr=None), "$.lr: None is not of type 'number'"),
+        (lambda r: r["phases"].pop("llm"), "$.phases: 'llm' is a required property"),
         (lambda r: r["phases"]["llm"].update(moved_bytes=0.5),
-         "row.phases.llm.moved_bytes: 0.5 is not integer"),
-        (lambda r: r["cpu_s"].update(llm=[0.1, "x"]), "row.cpu_s.llm[1]: 'x' is not number"),
+         "$.phases.llm.moved_bytes: 0.5 is not of type 'integer'"),
+        (lambda r: r["cpu_s"].update(llm=[0.1, "x"]),
+         "$.cpu_s.llm[1]: 'x' is not of type 'number'"),
     ):
         bad = copy.deepcopy(good)
         change(bad)
         assert row_problems(bad) == [text]
 
 
-def test_phases_are_the_planner_s():
-    assert PHASES == plan_step.PHASES
+def test_the_schema_is_one():
+    Draft202012Validator.check_schema(ROW_SCHEMA)
 
 
 def test_log_is_json_and_goes_on_after_a_kill(tmp_path):

@@ -222,7 +222,7 @@ BROKEN = {
                    "never read: convert to safetensors"],
     break_tensors: ["lacks model.norm.weight: give the folder of a whole model",
                     "lm_head.weight has shape (64, 8), expected (64, 40)"],
-    break_truncated: ["llm/model.safetensors: truncated: ", "copy it again"],
+    break_truncated: ["llm/model.safetensors: truncated, or not a safetensors file: copy it again"],
     break_index: ["model.safetensors.index.json: '../audio/model.safetensors' is not a file name"],
     break_quantised: ["model.norm.weight is I8, but only F64, F32, F16, BF16 can be used: give "
                       "weights that are not quantised"],

@@ -1,12 +1,14 @@
 """Measures single parts on one device, each beside what it replaces: attention, the loss, audio
-modes, and a whole step's peak memory beside orchmllm.estimate.memory. Used by scripts/bench_gpu.py.
+modes, and a whole step's peak memory beside orchmllm.estimate.memory; also the work of a simulated
+rank and a fit of its times. Used by scripts/bench_gpu.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from itertools import combinations
 from types import SimpleNamespace
 
 import numpy as np
@@ -15,7 +17,7 @@ import torch.distributed as dist
 
 from orchmllm.batch import SequenceLengths
 from orchmllm.config import FsdpConfig
-from orchmllm.estimate.measure import Clock, PhaseRunner, Work, peak_memory
+from orchmllm.estimate.measure import Clock, PhaseRunner, Work
 from orchmllm.estimate.memory import Loads, MemoryModel, loads_of
 from orchmllm.models.attention import attention_backend, sdpa_per_sequence
 from orchmllm.models.config import AUDIO_MODES, ModelConfig
@@ -24,8 +26,88 @@ from orchmllm.models.llm import LossHead
 from orchmllm.orchestrator import Microbatch, Orchestrator
 from orchmllm.plan.assign import PHASES, PlanSpec
 from orchmllm.plan.layout import ENCODERS, BatchLayout
-from orchmllm.plan.step import plan_step
+from orchmllm.plan.step import StepPlan, plan_step
 from orchmllm.sharding.fsdp import build_model
+
+
+def rank_work(plan: StepPlan, phase: str, rank: int) -> Work:
+    """A rank's items of a phase."""
+    layout, mine = plan.layout, plan.for_rank(rank)
+    if phase == "llm":
+        tokens = layout.tokens_per_example[mine.examples]
+        return Work(phase, Lengths(tokens, tokens, tokens), np.zeros((len(tokens), 3), np.int64))
+    example, segment = mine.media[phase].reshape(-1, 2).T
+    at = layout.segment_start[example] + segment
+    return Work(phase, Lengths(layout.rows[at], layout.attn_len[at], layout.num_tokens[at]),
+                mine.grid[phase])
+
+
+def no_work(phase: str) -> Work:
+    """A rank without items of a phase."""
+    none = np.zeros(0, np.int64)
+    return Work(phase, Lengths(none, none, none), np.zeros((0, 3), np.int64))
+
+
+@dataclass(frozen=True)
+class TimeModel:
+    """Seconds of a rank's phase: constant + alpha * sum(l) + beta * sum(l^2) over its items."""
+
+    constant: float
+    alpha: float
+    beta: float
+
+    def seconds(self, lengths: Sequence[np.ndarray]) -> np.ndarray:
+        """(k,) of k batches of items."""
+        return _sums(lengths) @ [self.constant, self.alpha, self.beta]
+
+
+def _sums(lengths: Sequence[np.ndarray]) -> np.ndarray:
+    """(k, 3): 1, sum and sum of squares of each batch's lengths."""
+    return np.array([[1.0, x.sum(), np.square(x.astype(float)).sum()] for x in lengths])
+
+
+def fit_times(lengths: Sequence[np.ndarray], seconds: np.ndarray) -> TimeModel:
+    """The non-negative coefficients with the least squared relative error. lengths: (k,) arrays,
+    seconds (k,), k >= 3; ValueError for fewer or a time that is not positive."""
+    if len(seconds) < 3 or not (seconds > 0).all():
+        raise ValueError(f"needs 3 or more positive times, got {seconds.tolist()}")
+    design = _sums(lengths) / seconds[:, None]
+    scale = np.maximum(design.max(axis=0), 1e-300)
+    best, least = np.zeros(3), np.inf
+    for active in (list(c) for k in (3, 2, 1) for c in combinations(range(3), k)):
+        x = np.zeros(3)
+        x[active] = np.linalg.lstsq(design[:, active] / scale[active], np.ones(len(seconds)),
+                                    rcond=None)[0] / scale[active]
+        error = float(np.sum((design @ x - 1.0) ** 2))
+        if (x >= 0).all() and error < least:
+            best, least = x, error
+    return TimeModel(*best.tolist())
+
+
+class Peak:
+    """bytes: how far tensors grew above what was there at the start; set at the end."""
+
+    bytes: float = 0.0
+
+
+@contextmanager
+def peak_memory(device: torch.device) -> Iterator[Peak]:
+    """Measures the block: on CUDA the caching allocator's peak, on a CPU the allocator's events."""
+    peak = Peak()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        yield peak
+        peak.bytes = float(torch.cuda.max_memory_allocated(device) - before)
+        return
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
+        yield peak
+    events = sorted((e.start_ns(), e.nbytes()) for e in prof.profiler.kineto_results.events()
+                    if e.name() == "[memory]")
+    peak.bytes = float(np.cumsum([0, *(size for _, size in events)]).max())
 
 
 def compare_attention(model: ModelConfig, phase: str, lengths: np.ndarray, device: torch.device,
