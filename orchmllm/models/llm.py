@@ -121,20 +121,19 @@ class _ChunkedLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        return (*(g if g is None else _scaled(g, grad) for g in ctx.saved_tensors),
+        return (*(g if g is None else _scale(g, grad) for g in ctx.saved_tensors),
                 None, None, None)
 
 
-def _scaled(x: Tensor, factor: Tensor, rows: int = 4096) -> Tensor:
-    """x (n, D) times a scalar in the factor's precision, rounded once to x's dtype. A factor
-    rounded first, such as 1 / number of targets in bfloat16, would scale all gradients alike.
-    rows: those that exist in the factor's dtype at the same time."""
-    if x.dtype == factor.dtype:
-        return x * factor
-    out = torch.empty_like(x)
-    for part, to in zip(x.split(rows), out.split(rows), strict=True):
-        to.copy_(part.to(factor.dtype).mul_(factor))
-    return out
+def _scale(x: Tensor, factor: Tensor, rows: int = 4096) -> Tensor:
+    """x (n, D) times a scalar, in place: a copy of the weight's gradient takes 2.5 GB at 84B.
+    (autograd sees the change and refuses a second backward pass.) It is computed in the factor's
+    precision and rounded once to x's dtype: a factor rounded first, such as 1 / number of targets
+    in bfloat16, would scale all gradients alike. rows: those that exist in that precision at the
+    same time."""
+    for part in x.split(rows):
+        part.copy_(part.to(factor.dtype).mul_(factor))
+    return x
 
 
 class LossHead(nn.Linear):

@@ -100,7 +100,7 @@ def test_the_kept_result_is_of_this_script(report):
     path = "benchmarks/gpu_cpu_fallback.json"
     kept = json.loads((ROOT / path).read_text())
     assert kept["command"] == f"python scripts/bench_gpu.py --json {path}"
-    assert kept["command"] in (ROOT / "README.md").read_text()
+    assert kept["command"] in (ROOT / "docs" / "gpu.md").read_text()
     assert kept.keys() == report.keys()
     for part in PHASES:  # a key that came later has its default in both
         assert kept["shapes"][part].items() <= report["shapes"][part].items()
