@@ -8,12 +8,13 @@ import traceback
 import pytest
 
 from orchmllm import BalancedDataLoader, CostModel, Phase, Segment
+from orchmllm.config import TrainConfig
 from orchmllm.plan.step import BalanceConfig
 from orchmllm.trainer import Trainer
 from tests.lib.dropin import Texts, collate, length_of, token_count
 from tests.lib.examples import load
 from tests.lib.ranks import run_ranks
-from tests.lib.synthetic import SyntheticDataset, recipe
+from tests.lib.synthetic import SHALLOW, SyntheticDataset, recipe
 
 pytestmark = pytest.mark.dist
 BAD = 1  # the rank that fails
@@ -148,7 +149,8 @@ class Broken(SyntheticDataset):
 
 
 def broken(world, method: str) -> tuple:
-    run = recipe(balance=BalanceConfig(dispatch="bytes", ranks_per_node=2))
+    run = recipe(model=SHALLOW, balance=BalanceConfig(dispatch="bytes", ranks_per_node=2),
+                 train=TrainConfig(num_steps=4, batch_size=6, accumulation_steps=2))
     trainer = Trainer(run, world, dataset=Broken(method, world.rank))
     return outcome(trainer.loader())
 
