@@ -123,7 +123,7 @@ def test_a_recipe_that_cannot_fit_names_what_would():
         decide(tight, memory, loads, 0.9 * least)
     fitting = largest_fitting(lambda b: memory.peak(scaled(loads, b / 6), full), 0.9 * least, 6)
     assert memory.peak(scaled(loads, fitting / 6), full) <= 0.9 * least
-    with pytest.raises(ValueError, match="shard_size above 64"):
+    with pytest.raises(ValueError, match="more ranks than 64"):
         decide(tight, memory, loads, 1e6)
     with pytest.raises(ValueError, match="set fsdp.memory_gb"):
         decide(tight, memory, loads, 0)
