@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler, default_collate
 
 from orchmllm.data.loading.forks import loader_context
-from orchmllm.data.loading.pipeline import Pipeline, Ready
+from orchmllm.data.loading.pipeline import Pipeline
 from orchmllm.dropin.adapt import scale_loss
 from orchmllm.dropin.draws import (
     ForeignStream,
@@ -34,7 +34,7 @@ from orchmllm.dropin.setup import (
     make_spec,
     rank_list,
 )
-from orchmllm.orchestrator import Orchestrator
+from orchmllm.orchestrator import Orchestrator, Step
 from orchmllm.plan.assign import digest64
 from orchmllm.plan.cost import CostModel
 
@@ -236,16 +236,14 @@ class BalancedDataLoader:
             accumulation_steps=self.accumulation_steps, prefetch=self.prefetch)
         steps = iter(pipeline)
         try:
-            for ready in steps:
-                content = ready.planned.content
-                if self._log_every and self.rank == 0 and not ready.planned.index % self._log_every:
-                    log_step(ready, epoch)
-                for k in range(self.accumulation_steps):
+            for step in steps:
+                if self._log_every and self.rank == 0 and not step.index % self._log_every:
+                    log_step(step, epoch)
+                for k, micro in enumerate(step.micro):
                     if k == self.accumulation_steps - 1:
-                        self._done = (epoch, ready.planned.index + 1,
-                                      None if content is None else content.state)
-                    self._step = self._info(ready, k, epoch)
-                    yield attach(ready.micro[k].batch, self._step)
+                        self._done = (epoch, step.index + 1, step.state)
+                    self._step = self._info(step, k, epoch)
+                    yield attach(micro.content, self._step)
         finally:
             steps.close()
         self.num_dropped += pipeline.num_dropped
@@ -281,15 +279,14 @@ class BalancedDataLoader:
         return ExampleFeed(stream, self._collator, self._orchestrator.rank, self._links.cpu,
                            config_digest)
 
-    def _info(self, ready: Ready, k: int, epoch: int) -> StepInfo:
-        mine = ready.planned.rank_plans[k]
+    def _info(self, step: Step, k: int, epoch: int) -> StepInfo:
+        micro, mine = step.micro[k], step.micro[k].rank_plan
         return StepInfo(
-            plan=mine, inputs=ready.micro[k].inputs, num_examples=len(mine.examples),
-            example_ids=mine.example_ids.tolist(), step=ready.planned.index, epoch=epoch,
-            microbatch=k, num_microbatches=self.accumulation_steps,
-            imbalance=imbalances(ready.planned.plans[k][1]),
-            wait_s=ready.wait_s if k == 0 else 0.0,
-            num_ranks=self.num_ranks, num_targets=ready.num_targets)
+            plan=mine, inputs=micro.inputs, num_examples=len(mine.examples),
+            example_ids=mine.example_ids.tolist(), step=step.index, epoch=epoch, microbatch=k,
+            num_microbatches=self.accumulation_steps, imbalance=imbalances(micro.plan),
+            wait_s=step.wait_s if k == 0 else 0.0, num_ranks=self.num_ranks,
+            num_targets=step.num_global_targets)
 
     @property
     def step(self) -> StepInfo:

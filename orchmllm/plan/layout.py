@@ -281,6 +281,11 @@ class BatchLayout:
         """Indices of one modality's segments, in source order."""
         return self._segments[modality]
 
+    def places(self, segments: np.ndarray) -> np.ndarray:
+        """(k, 2) [position of the example in the batch, segment within it] of k segments."""
+        example = self.example_of_segment[segments]
+        return np.stack([example, segments - self.segment_start[example]], axis=1)
+
     def select(self, keep: np.ndarray) -> BatchLayout:
         """The examples where `keep` (n,) bool is true, on the same ranks."""
         seg = np.repeat(keep, self.segments_per_example)

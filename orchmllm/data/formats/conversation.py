@@ -37,19 +37,12 @@ class Turn(NamedTuple):
     supervised: bool
 
 
-class Conversation(NamedTuple):
-    """The canonical example."""
+Conversation = tuple[Turn, ...]  # the canonical example
 
-    turns: tuple[Turn, ...]
 
-    @property
-    def media(self) -> list[Medium]:
-        """In reading order, which is that of the example's media segments."""
-        return [p for turn in self.turns for p in turn.parts if isinstance(p, Medium)]
-
-    @property
-    def num_chars(self) -> int:
-        return sum(len(p) for turn in self.turns for p in turn.parts if isinstance(p, str))
+def media_of(turns: Conversation) -> list[Medium]:
+    """In reading order, which is that of the example's media segments."""
+    return [p for turn in turns for p in turn.parts if isinstance(p, Medium)]
 
 
 def _listed(row: Mapping, keys: tuple[str, ...]) -> list:
@@ -164,7 +157,7 @@ def chat(row: Mapping, root: MediaRoot, prompt: str = "") -> Conversation:
         learnt = role == "assistant" and turn.get("weight", 1) != 0
         out.append(Turn(role, parts, learnt))
     media.check()
-    return Conversation(tuple(out))
+    return tuple(out)
 
 
 def instruction(row: Mapping, root: MediaRoot, prompt: str = "") -> Conversation:
@@ -183,7 +176,7 @@ def instruction(row: Mapping, root: MediaRoot, prompt: str = "") -> Conversation
 
 
 def _pair(question: tuple, answer: str) -> Conversation:
-    return Conversation((Turn("user", question, False), Turn("assistant", (answer,), True)))
+    return Turn("user", question, False), Turn("assistant", (answer,), True)
 
 
 def _text_of(row: Mapping, keys: tuple[str, ...]) -> str:
