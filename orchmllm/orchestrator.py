@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import astuple, dataclass, field, replace
+from dataclasses import astuple, dataclass, field, fields, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -246,7 +246,8 @@ class Orchestrator:
 
     def _routed(self, exchange: Exchange, move: Rearrangement, rows: np.ndarray) -> RoutedExchange:
         hops = two_hops(move, rows, self.rank, self.spec.ranks_per_node)
-        return RoutedExchange(**vars(exchange), hops=hops, cross=self._hop_groups[0],
+        known = {f.name: getattr(exchange, f.name) for f in fields(Exchange)}
+        return RoutedExchange(**known, hops=hops, cross=self._hop_groups[0],
                               node=self._hop_groups[1])
 
     def commit(

@@ -21,7 +21,7 @@ import numpy as np
 
 from orchmllm.data.formats.conversation import Turn
 from orchmllm.data.media.medium import Medium, RowError
-from orchmllm.data.templates import ALL, END, NONE, ChatTemplate, Frame, Said, said
+from orchmllm.data.templates import ALL, END, NONE, ChatTemplate, Span, Text, said
 from orchmllm.plan.layout import TEXT
 
 IM_START, IM_END, END_OF_TEXT = "<|im_start|>", "<|im_end|>", "<|endoftext|>"
@@ -141,12 +141,12 @@ class ChatTokenizer:
             except RowError as error:
                 rendered.append(error)
         texts = [item.text for frames in rendered if isinstance(frames, list)
-                 for item in frames if isinstance(item, Said)]
+                 for item in frames if isinstance(item, Text)]
         ids = (e.ids for e in self.tokenizer.encode_batch_fast(texts, add_special_tokens=False))
         return [frames if isinstance(frames, RowError) else _merge(frames, ids)
                 for frames in rendered]
 
-    def _frames(self, turns: Sequence[Turn]) -> list[_Encoded | Said | Medium]:
+    def _frames(self, turns: Sequence[Turn]) -> list[_Encoded | Span]:
         for turn in turns:
             for part in turn.parts:
                 if isinstance(part, str):
@@ -156,7 +156,8 @@ class ChatTokenizer:
                         raise RowError(f"text cannot be written as UTF-8 ({error}); remove the "
                                        "lone surrogate") from error
         spans = _chatml(turns) if self._chat is None else self._chat.spans(turns)
-        return [self._frame(*s) if isinstance(s, Frame) else s for s in spans]
+        return [self._frame(s.text, s.learnt) if isinstance(s, Text) and not s.of_data else s
+                for s in spans]
 
     def _encode_frame(self, text: str, supervised: str) -> _Encoded:
         """Template text; special tokens in it are meant."""
@@ -177,19 +178,19 @@ class ChatTokenizer:
         return _Encoded(tuple(ids), learnt if ends else 0)
 
 
-def _chatml(turns: Sequence[Turn]) -> list[Frame | Said | Medium]:
+def _chatml(turns: Sequence[Turn]) -> list[Span]:
     if not turns or turns[0].role != "system":
         turns = [Turn("system", (DEFAULT_SYSTEM,), False), *turns]
-    spans: list[Frame | Said | Medium] = []
+    spans: list[Span] = []
     for turn in turns:
-        spans.append(Frame(f"{IM_START}{turn.role}\n", NONE))
+        spans.append(Text(f"{IM_START}{turn.role}\n", NONE))
         spans += said(turn.parts, turn.supervised)
-        spans.append(Frame(f"{IM_END}\n", END if turn.supervised else NONE))
+        spans.append(Text(f"{IM_END}\n", END if turn.supervised else NONE))
     return spans
 
 
-def _merge(frames: list[_Encoded | Said | Medium], encoded) -> list[Piece]:
-    """encoded: ids of the Said in their order."""
+def _merge(frames: list[_Encoded | Span], encoded) -> list[Piece]:
+    """encoded: ids of the data's texts in their order."""
     out: list[Piece] = []
     ids: list[int] = []
     learnt: list[bool] = []
@@ -199,10 +200,10 @@ def _merge(frames: list[_Encoded | Said | Medium], encoded) -> list[Piece]:
                 out.append(_piece(TEXT, ids, learnt))
                 ids, learnt = [], []
             out.append(_piece(item.modality, [], []))
-        elif isinstance(item, Said):
+        elif isinstance(item, Text):
             tokens = next(encoded)
             ids += tokens
-            learnt += [item.supervised] * len(tokens)
+            learnt += [item.learnt == ALL] * len(tokens)
         else:
             ids += item.ids
             learnt += [k < item.num_learnt for k in range(len(item.ids))]

@@ -88,12 +88,11 @@ class _RowMedia:
                     f'{self.asked[mark]} {mark} placeholders but {given} paths in "{key}"; write '
                     f"one {mark} in the text for each path, in the same order")
 
-    def parts(self, text: str) -> Iterator[str | Medium]:
+    def parts(self, text: str) -> list[str | Medium]:
+        out: list[str | Medium] = []
         for part in _PLACEHOLDER.split(text):
-            if part in self.left:
-                yield from self.take(part)
-            elif part:
-                yield part
+            out += self.take(part) if part in self.left else [part] if part else []
+        return out
 
 
 def _content_parts(content: list, media: _RowMedia) -> Iterator[str | Medium]:
