@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from orchmllm.batch import IGNORE_INDEX, Batch, SequenceLengths, on_device
-from orchmllm.comm.agree import combined_digest, raise_first, require_agreement
+from orchmllm.comm.agree import combined_digest, describe, raise_first, require_agreement
 from orchmllm.comm.exchange import RoutedExchange, RowGather, exchange_rows, gather_texts
 from orchmllm.comm.ilp import SharedPrograms
 from orchmllm.plan.assign import DISPATCHES
@@ -167,7 +167,7 @@ class Orchestrator:
         self._change, self._last_step = None, -1
 
     def gather_layout(
-        self, step: int, layout: BatchLayout | None, *, error: str | None = None,
+        self, step: int, layout: BatchLayout | None, *, error: Exception | None = None,
         exhausted: bool = False, num_dropped: int = 0, config_digest: int = 0,
     ) -> tuple[BatchLayout | None, int]:
         """LAYOUT: this rank's lengths (one rank's part) -> (those of the global batch, 0); after
@@ -176,15 +176,15 @@ class Orchestrator:
         num_dropped: how many it left out. config_digest: further configuration that has to be
         equal.
 
-        Raises RemoteError if any rank passed an `error`, PlanMismatchError if steps, versions or
-        configurations differ."""
+        Raises RemoteError if any rank passed an `error`, its cause on that rank, and
+        PlanMismatchError if steps, versions or configurations differ."""
         self._last_step = step
         if self._change is not None and step >= self._change[0]:
             self.spec, self._change = self._change[1], None
         part = layout if layout is not None else BatchLayout.from_examples([])
-        payload, error = part.to_payload(), error or ""
+        payload, text = part.to_payload(), describe(error)
         header = [PROTOCOL_VERSION, step, part.num_examples, len(part.modality), len(payload),
-                  int(exhausted) and 1 + num_dropped, len(error.encode()),
+                  int(exhausted) and 1 + num_dropped, len(text.encode()),
                   combined_digest([self.spec.digest, config_digest])]
         while True:  # again only if some rank's payload did not fit; all ranks see that alike
             row = np.zeros(len(header) + self._capacity, np.int64)
@@ -197,7 +197,7 @@ class Orchestrator:
                 break
             self._capacity = 1 << (longest - 1).bit_length()
         head = {name: rows[:, i] for i, name in enumerate(_LAYOUT_FIELDS)}
-        raise_first(step, gather_texts(self._gather, error, head["error_bytes"]))
+        raise_first(step, gather_texts(self._gather, text, head["error_bytes"]), error)
         for name in ("version", "spec_digest", "step"):
             require_agreement(step, name, head[name])
         if head["exhausted"].all():
@@ -251,24 +251,25 @@ class Orchestrator:
                               node=self._hop_groups[1])
 
     def commit(
-        self, step: int, plans: Sequence[StepPlan], *, error: str | None = None,
+        self, step: int, plans: Sequence[StepPlan], *, error: Exception | None = None,
         failed: Sequence[FailedSegment] = (), num_targets: int = UNKNOWN,
     ) -> tuple[list[FailedSegment], int | None]:
         """COMMIT: agrees that this step is sound. num_targets: labels of this rank's batches.
         Returns (what all ranks could not decode; labels of all ranks, None if some rank could not
         count its own).
 
-        Raises RemoteError if any rank passed an `error`, PlanMismatchError if plans differ."""
+        Raises RemoteError if any rank passed an `error`, its cause on that rank, and
+        PlanMismatchError if plans differ."""
         digest = combined_digest([p.digest for p in plans])
         detail = ""
         if error or failed:
-            detail = json.dumps([error, [astuple(f) for f in failed]])
+            detail = json.dumps([describe(error), [astuple(f) for f in failed]])
         everyone = self._commit_gather
         rows = everyone(np.array([step, digest, len(detail.encode()), num_targets], np.int64))
         head = {name: rows[:, i] for i, name in enumerate(_COMMIT_FIELDS)}
         details = [json.loads(t) if t else [None, []]
                    for t in gather_texts(everyone, detail, head["detail_bytes"])]
-        raise_first(step, [d[0] for d in details])
+        raise_first(step, [d[0] for d in details], error)
         first = everyone.rank - self.rank  # of this shard
         require_agreement(step, "plan", head["digest"][first: first + self.world_size], first)
         counted = head["num_targets"]
@@ -292,23 +293,22 @@ class Orchestrator:
     def dispatch(self, micro: Microbatch, num_global_targets: int) -> Batch:
         """Moves one microbatch's inputs to the ranks that process them (training thread)."""
         plan = micro.rank_plan
-        inputs = {m: on_device(micro.inputs[m], self.device) for m in ENCODERS}
+        moves = self.spec.balance.dispatch == "tensors"
+        inputs, input_lengths, scatter = {}, {}, {}
+        for m in ENCODERS:
+            rows = on_device(micro.inputs[m], self.device)
+            inputs[m] = exchange_rows(rows, plan.encode[m]) if moves else rows
+            input_lengths[m] = SequenceLengths.from_lengths(plan.encode[m].lengths, self.device)
+            scatter[m] = on_device(plan.scatter[m], self.device)
         text = on_device(micro.content, self.device)
-        if self.spec.balance.dispatch == "tensors":
-            inputs = {m: exchange_rows(inputs[m], plan.encode[m]) for m in ENCODERS}
-            text = exchange_rows(text, plan.llm)
+        text = exchange_rows(text, plan.llm) if moves else text
         token_ids, labels = text.long().unbind(1)
-        labels = self._ignore(labels, micro)
         return Batch(
-            plan=plan, inputs=inputs,
-            input_lengths={m: SequenceLengths.from_lengths(plan.encode[m].lengths, self.device)
-                           for m in ENCODERS},
-            token_ids=token_ids, labels=labels,
+            plan=plan, inputs=inputs, input_lengths=input_lengths, token_ids=token_ids,
+            labels=self._ignore(labels, micro),
             text_lengths=SequenceLengths.from_lengths(plan.llm.lengths, self.device),
-            position_ids=on_device(plan.position_ids, self.device),
-            scatter={m: on_device(plan.scatter[m], self.device) for m in ENCODERS},
-            num_global_targets=num_global_targets,
-        )
+            position_ids=on_device(plan.position_ids, self.device), scatter=scatter,
+            num_global_targets=num_global_targets)
 
     def _ignore(self, labels: Tensor, micro: Microbatch) -> Tensor:
         if not len(micro.ignored):

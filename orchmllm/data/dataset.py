@@ -80,7 +80,7 @@ class ConversationDataset:
 
     def where(self, i: int) -> tuple[int, int]:
         """(source, row in it) of example i."""
-        if not 0 <= i < len(self):
+        if not 0 <= i < self.bounds[-1]:
             raise IndexError(f"example {i} of {len(self)}")
         source = int(np.searchsorted(self.bounds, i, side="right")) - 1
         return source, int(i - self.bounds[source])

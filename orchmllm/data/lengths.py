@@ -120,16 +120,16 @@ class LengthReader:
         left = iter(media)
         try:
             for piece in pieces:
-                lengths.append(segment_lengths(None, len(piece.token_ids)) if piece.modality == TEXT
-                               else self.medium_lengths(next(left)))
+                lengths.append(SegmentLengths(0, 0, len(piece.token_ids), (0, 0, 0))
+                               if piece.modality == TEXT else self.medium_lengths(next(left)))
         except MediaError as error:
             error.segment, error.modality = len(lengths), pieces[len(lengths)].modality
             return self._unusable(error, example_id)
         kept = self.truncate(pieces, [n.num_tokens for n in lengths])
         lengths = lengths[: len(kept)]
-        if kept and kept[-1].modality == TEXT:
-            lengths[-1] = segment_lengths(None, len(kept[-1].token_ids))
-        targets = sum(int(piece.supervised.sum()) for piece in kept)
+        if kept and kept[-1].modality == TEXT:  # it may have been cut
+            lengths[-1] = lengths[-1]._replace(num_tokens=len(kept[-1].token_ids))
+        targets = sum(map(int, [piece.supervised.sum() for piece in kept]))
         if kept and kept[0].modality == TEXT and kept[0].supervised[0]:
             targets -= 1  # no position comes before the first token that could predict it
         if targets == 0:
@@ -138,7 +138,7 @@ class LengthReader:
             return self._unusable(
                 MediaError("", f"nothing to learn: no text of an assistant{limit}"), example_id)
         layout = ExampleLayout.from_segments(
-            example_id, targets, [(p.modality, n) for p, n in zip(kept, lengths, strict=True)])
+            example_id, targets, list(zip([p.modality for p in kept], lengths, strict=True)))
         return MeasuredExample(layout, kept, media, None)
 
     def medium_lengths(self, medium) -> SegmentLengths:

@@ -47,10 +47,6 @@ class _Encoded(NamedTuple):
     num_learnt: int
 
 
-def _piece(modality: int, token_ids: Sequence[int], supervised: Sequence[bool]) -> Piece:
-    return Piece(modality, np.array(token_ids, np.int32), np.array(supervised, bool))
-
-
 class ChatTokenizer:
     """A `tokenizers` file, with the chat template beside it if there is one.
 
@@ -142,7 +138,7 @@ class ChatTokenizer:
                 rendered.append(error)
         texts = [item.text for frames in rendered if isinstance(frames, list)
                  for item in frames if isinstance(item, Text)]
-        ids = (e.ids for e in self.tokenizer.encode_batch_fast(texts, add_special_tokens=False))
+        ids = iter(self.tokenizer.encode_batch_fast(texts, add_special_tokens=False))
         return [frames if isinstance(frames, RowError) else _merge(frames, ids)
                 for frames in rendered]
 
@@ -190,25 +186,25 @@ def _chatml(turns: Sequence[Turn]) -> list[Span]:
 
 
 def _merge(frames: list[_Encoded | Span], encoded) -> list[Piece]:
-    """encoded: ids of the data's texts in their order."""
+    """encoded: encodings of the data's texts in their order."""
     out: list[Piece] = []
     ids: list[int] = []
     learnt: list[bool] = []
-    for item in frames:
+    for item in [*frames, None]:
+        if ids and (item is None or isinstance(item, Medium)):
+            out.append(Piece(TEXT, np.array(ids, np.int32), np.array(learnt, bool)))
+            ids, learnt = [], []
+        if item is None:
+            break
         if isinstance(item, Medium):
-            if ids:
-                out.append(_piece(TEXT, ids, learnt))
-                ids, learnt = [], []
-            out.append(_piece(item.modality, [], []))
+            out.append(Piece(item.modality, np.zeros(0, np.int32), np.zeros(0, bool)))
         elif isinstance(item, Text):
-            tokens = next(encoded)
+            tokens = next(encoded).ids
             ids += tokens
             learnt += [item.learnt == ALL] * len(tokens)
         else:
             ids += item.ids
-            learnt += [k < item.num_learnt for k in range(len(item.ids))]
-    if ids:
-        out.append(_piece(TEXT, ids, learnt))
+            learnt += [True] * item.num_learnt + [False] * (len(item.ids) - item.num_learnt)
     return out
 
 

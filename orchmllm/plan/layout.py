@@ -80,8 +80,9 @@ class VisionGeometry:
         unit = self.patch_size * self.merge_size
         scale = min(1.0, self.max_side / max(header.width, header.height))
         limit = max(1, self.max_side // unit)
-        width, height = (int(side * scale / unit + 0.5) for side in header)
-        return min(limit, max(1, width)) * unit, min(limit, max(1, height)) * unit
+        width = min(limit, max(1, int(header.width * scale / unit + 0.5)))
+        height = min(limit, max(1, int(header.height * scale / unit + 0.5)))
+        return width * unit, height * unit
 
     def segment_lengths(self, header: ImageHeader) -> SegmentLengths:
         if header.width < 1 or header.height < 1:

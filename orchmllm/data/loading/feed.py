@@ -144,27 +144,29 @@ class _Request:
     def __init__(self, micro: Microbatch, rank: int, dispatch: str, dataset: Any, workers: Workers
                  ) -> None:
         layout, mine = micro.plan.layout, micro.rank_plan
-        media, self.texts = mine.media, mine.examples.tolist()
-        if dispatch != "load":
-            sampled = layout.rank_of_example == rank
-            places = {p: layout.places(layout.segments_of(code)) for p, code in ENCODERS.items()}
-            media = {p: at[sampled[at[:, 0]]] for p, at in places.items()}
-            self.texts = np.flatnonzero(sampled).tolist()
-        self.micro, self.media = micro, {p: at.tolist() for p, at in media.items()}
+        sampled = layout.rank_of_example == rank
+        self.micro, self.media = micro, {}
+        self.texts = (mine.examples if dispatch == "load" else np.flatnonzero(sampled)).tolist()
         wanted: dict[int, dict] = {e: {"text": True, "segments": []} for e in self.texts}
-        for example, segment in (at for p in ENCODERS for at in self.media[p]):
-            wanted.setdefault(example, {"text": False, "segments": []})["segments"].append(segment)
-        if dispatch == "bytes":
-            stay = {tuple(at) for p in ENCODERS for at in mine.media[p].tolist()}
-            for example, keys in wanted.items():
-                keys["encoded"] = [s for s in keys["segments"] if (example, s) not in stay]
-        ids = {e: int(layout.example_id[e]) for e in wanted}
+        for phase, code in ENCODERS.items():
+            self.media[phase] = here = list(map(tuple, mine.media[phase].tolist()))
+            if dispatch != "load":
+                at = layout.places(layout.segments_of(code))
+                self.media[phase] = list(map(tuple, at[sampled[at[:, 0]]].tolist()))
+            leaving = set(self.media[phase]).difference(here) if dispatch == "bytes" else ()
+            for example, segment in self.media[phase]:
+                keys = wanted.setdefault(example, {"text": False, "segments": []})
+                keys["segments"].append(segment)
+                if (example, segment) in leaving:
+                    keys.setdefault("encoded", []).append(segment)
         kept = getattr(dataset, "kept", None) if workers.num_workers else None
-        if kept is not None:  # a worker would have to read the row again
-            for example, keys in wanted.items():
-                keys["row"] = kept(ids[example])
-        self._examples = list(wanted)
-        self._results = workers.request("load", [((ids[e],), wanted[e]) for e in wanted])
+        calls = []
+        for example, keys in wanted.items():
+            index = int(layout.example_id[example])
+            if kept is not None:  # a worker would have to read the row again
+                keys["row"] = kept(index)
+            calls.append(((index,), keys))
+        self._examples, self._results = list(wanted), workers.request("load", calls)
 
     def content(self, step: Step) -> tuple[dict[str, list[Tensor]], list[Tensor]]:
         """Waits. (Rows of the media by phase, texts (L, 2) int32 [token id, label]); what could not
@@ -174,6 +176,5 @@ class _Request:
             loaded[example] = value
             position = int(self.micro.positions[example])
             step.failed += [FailedSegment(position, *failure) for failure in failures]
-        texts = (loaded[e] for e in self.texts)
         return ({p: [loaded[e].media[s] for e, s in at] for p, at in self.media.items()},
-                [torch.stack([e.token_ids, e.labels], dim=1) for e in texts])
+                [torch.stack([loaded[e].token_ids, loaded[e].labels], dim=1) for e in self.texts])

@@ -11,7 +11,6 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
-from contextlib import contextmanager
 from typing import Any, Protocol, TypeVar
 
 from orchmllm.comm.errors import AgreedError
@@ -156,11 +155,10 @@ class Pipeline:
         except Exception as e:  # shared in LAYOUT, so that every rank raises it
             error = e
         started = time.perf_counter()
-        with caused_by(error):
-            layout, num_dropped = orch.gather_layout(
-                index, None if self.feed.knows_all else drawn, error=describe(error),
-                exhausted=drawn is None and error is None, num_dropped=self.feed.num_dropped,
-                config_digest=self.feed.config_digest)
+        layout, num_dropped = orch.gather_layout(
+            index, None if self.feed.knows_all else drawn, error=error,
+            exhausted=drawn is None and error is None, num_dropped=self.feed.num_dropped,
+            config_digest=self.feed.config_digest)
         if layout is None:
             self.num_dropped = num_dropped
             return None
@@ -175,34 +173,14 @@ class Pipeline:
 
     def _load(self, step: Step) -> Step:
         """Load and COMMIT."""
-        num_targets, error = UNKNOWN, step.error
-        if error is None:
+        num_targets = UNKNOWN
+        if step.error is None:
             try:
                 num_targets = self.feed.load(step)
             except Exception as e:  # shared in COMMIT, so that every rank raises it
-                error = e
-        return self._commit(step, num_targets, error)
-
-    def _commit(self, step: Step, num_targets: int, error: Exception | None) -> Step:
+                step.error = e
         started = time.perf_counter()
-        with caused_by(error):
-            step.failed, step.num_global_targets = self.orchestrator.commit(
-                step.index, step.plans, error=describe(error), failed=step.failed,
-                num_targets=num_targets)
+        step.failed, step.num_global_targets = self.orchestrator.commit(
+            step.index, step.plans, error=step.error, failed=step.failed, num_targets=num_targets)
         step.plan_s += time.perf_counter() - started
         return step
-
-
-def describe(error: BaseException | None) -> str | None:
-    """The text under which an exception is raised on all ranks."""
-    return None if error is None else f"{type(error).__name__}: {error}"
-
-
-@contextmanager
-def caused_by(error: BaseException | None) -> Iterator[None]:
-    """In the block, what all ranks raise together has this rank's own exception as its cause, so
-    that its traceback is shown."""
-    try:
-        yield
-    except AgreedError as agreed:
-        raise agreed from error

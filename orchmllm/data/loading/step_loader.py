@@ -63,9 +63,9 @@ class StepLoader(Pipeline):
     def __len__(self) -> int:
         return self.num_steps - self.first_step
 
-    def _commit(self, step: Step, num_targets: int, error: Exception | None) -> Step:
-        """Labels as the lengths tell them, without those of examples that failed."""
-        super()._commit(step, num_targets, error)
+    def _load(self, step: Step) -> Step:
+        """With labels as the lengths tell them, without those of examples that failed."""
+        super()._load(step)
         lost = np.zeros(step.layout.num_examples, bool)
         lost[[f.example for f in step.failed]] = True
         step.num_global_targets = int(step.layout.num_targets[~lost].sum())
