@@ -196,7 +196,7 @@ class Orchestrator:
             if longest <= self._capacity:
                 break
             self._capacity = 1 << (longest - 1).bit_length()
-        head = {name: rows[:, i] for i, name in enumerate(_LAYOUT_FIELDS)}
+        head = dict(zip(_LAYOUT_FIELDS, rows.T, strict=False))  # the payload comes after them
         raise_first(step, gather_texts(self._gather, text, head["error_bytes"]), error)
         for name in ("version", "spec_digest", "step"):
             require_agreement(step, name, head[name])
@@ -266,7 +266,7 @@ class Orchestrator:
             detail = json.dumps([describe(error), [astuple(f) for f in failed]])
         everyone = self._commit_gather
         rows = everyone(np.array([step, digest, len(detail.encode()), num_targets], np.int64))
-        head = {name: rows[:, i] for i, name in enumerate(_COMMIT_FIELDS)}
+        head = dict(zip(_COMMIT_FIELDS, rows.T, strict=True))
         details = [json.loads(t) if t else [None, []]
                    for t in gather_texts(everyone, detail, head["detail_bytes"])]
         raise_first(step, [d[0] for d in details], error)

@@ -141,8 +141,10 @@ def chat(row: Mapping, root: MediaRoot, prompt: str = "") -> Conversation:
             raise RowError(f"a turn is {str(turn)[:200]!r}, not an object")
         said = turn.get("role", turn.get("from"))
         role = ROLES.get(said) if isinstance(said, str) else None
-        content = next((turn[k] for k in ("content", "value", "text") if turn.get(k) is not None),
-                       None)
+        for key in ("content", "value", "text"):
+            content = turn.get(key)
+            if content is not None:
+                break
         if role is None:
             raise RowError(f'a turn needs "from" or "role" (one of {", ".join(ROLES)}), got '
                            f"{said!r}")
