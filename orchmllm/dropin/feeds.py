@@ -118,14 +118,9 @@ def filler_of(plan: StepPlan, layout: BatchLayout) -> int:
     return int(layout.example_id[layout.tokens_per_example.argmin()])
 
 
-class Measured:
+def measured(length_fn: Callable[[Any], Any], examples: list[Any]) -> list[tuple[Any, Any]]:
     """collate_fn of worker processes: examples with their lengths."""
-
-    def __init__(self, length_fn: Callable[[Any], Any]) -> None:
-        self.length_fn = length_fn
-
-    def __call__(self, examples: list[Any]) -> list[tuple[Any, Any]]:
-        return [(self.length_fn(e), e) for e in examples]
+    return [(length_fn(e), e) for e in examples]
 
 
 class ExampleFeed:

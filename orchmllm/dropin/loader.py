@@ -7,6 +7,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from orchmllm.dropin.draws import (
     SharedIndices,
 )
 from orchmllm.dropin.examples import Phase, StepInfo, attach
-from orchmllm.dropin.feeds import Collator, ExampleFeed, IndexFeed, Measured, PlannedIndices
+from orchmllm.dropin.feeds import Collator, ExampleFeed, IndexFeed, PlannedIndices, measured
 from orchmllm.dropin.setup import (
     check_arguments,
     connect,
@@ -187,21 +188,21 @@ class BalancedDataLoader:
         if self.dispatch == "load":
             return DataLoader(self.dataset, batch_sampler=self._indices, collate_fn=collate,
                               pin_memory=self.pin_memory, **self._torch)
-        measured = Measured(length_fn) if length_fn is not None else None
+        with_lengths = list if length_fn is None else partial(measured, length_fn)
         if self._kind != "stream":
-            return DataLoader(self.dataset, batch_sampler=self._indices,
-                              collate_fn=measured or list, **self._torch)
+            return DataLoader(self.dataset, batch_sampler=self._indices, collate_fn=with_lengths,
+                              **self._torch)
         if isinstance(self.dataset, DataLoader):
             inner = copy.copy(self.dataset)  # the user's keeps its collate_fn
-            inner.collate_fn = measured
+            inner.collate_fn = with_lengths
             if inner.num_workers:
                 inner.multiprocessing_context = loader_context(
                     inner.multiprocessing_context, inner.num_workers)
             return inner
         if isinstance(self.dataset, IterableDataset):
-            return DataLoader(self.dataset, batch_size=self.batch_size, collate_fn=measured,
+            return DataLoader(self.dataset, batch_size=self.batch_size, collate_fn=with_lengths,
                               **self._torch)
-        return MeasuredLists(self.dataset, measured)
+        return MeasuredLists(self.dataset, with_lengths)
 
     # Iterating.
 

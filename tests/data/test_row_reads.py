@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from orchmllm.config import SourceConfig, plan_spec
+from orchmllm.data import dataset
 from orchmllm.data.dataset import ConversationDataset
 from orchmllm.data.index import build_index
 from orchmllm.data.loading.step_loader import StepLoader
@@ -75,8 +76,22 @@ def data(tmp_path_factory):
 def test_each_row_is_read_once(data, indexed, tmp_path):
     paths, tokenizer = data
     for path in paths if indexed else ():
-        dataset = opened(path, tokenizer, tmp_path)
-        build_index(dataset.sources[0], dataset.planner, tmp_path, num_workers=1)
+        plain = opened(path, tokenizer, tmp_path)
+        build_index(plain.sources[0], plain.planner, tmp_path, num_workers=1)
     [counts] = run_ranks(reads, 1, paths, tokenizer, str(tmp_path))
     assert counts == {(Path(path).name, *way): [1] * len(QUESTIONS)
                       for path in paths for way in WAYS}
+
+
+def test_what_planning_keeps_is_bounded_in_bytes(data, tmp_path, monkeypatch):
+    paths, tokenizer = data
+    whole, bounded = (opened(paths[1], tokenizer, tmp_path) for _ in range(2))
+    monkeypatch.setattr(dataset, "CACHED_BYTES", 1)
+    for i in range(len(QUESTIONS)):
+        bounded.layout(i)
+        assert bounded.kept(i) is not None and (i == 0 or bounded.kept(i - 1) is None)
+    monkeypatch.undo()
+    for i in range(len(QUESTIONS)):
+        a, b = whole.load(i), bounded.load(i)
+        assert a.labels.equal(b.labels) and all(a.media[s].equal(b.media[s]) for s in a.media)
+        assert whole.kept(i) is not None
