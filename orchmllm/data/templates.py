@@ -9,24 +9,18 @@ is refused: what is trained on is what transformers' apply_chat_template renders
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Callable, Iterator, Sequence
-from datetime import datetime
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from itertools import groupby
 from typing import NamedTuple
 
 from orchmllm.data.formats.conversation import Turn
 from orchmllm.data.media.medium import Medium, RowError
+from orchmllm.data.template_engine import environment, looked_for
 
-# What strftime_now writes: lengths and resumed runs must not depend on the day, so it is one day,
-# which is also the date that Llama's template writes where there is no strftime_now.
-TODAY = datetime(2024, 7, 26)
 NONE, END, ALL = "none", "end", "all"
 _MARK = re.compile("\ue000(\\d+)\ue001|(\ue002)|(\ue003)")  # private use; 2, 3: generation
-_LOOKS = {"split", "rsplit", "startswith", "endswith", "find", "rfind", "index", "count",
-          "partition", "rpartition", "strip", "lstrip", "rstrip", "removeprefix", "removesuffix"}
 
 
 class Text(NamedTuple):
@@ -61,9 +55,9 @@ class ChatTemplate:
     def __init__(self, source: str, variables: dict[str, str], special: Sequence[str], path: str):
         self.source, self.variables = source, variables
         try:
-            self._marked = _environment(marks=True).from_string(source)
-            self._plain = _environment(marks=False).from_string(source)
-            self._literals = _looked_for(source, special)
+            self._marked = environment(marks=True).from_string(source)
+            self._plain = environment(marks=False).from_string(source)
+            self._literals = looked_for(source, special)
         except Exception as error:  # of jinja's parser
             raise RowError(f"{path}: the chat template cannot be read: {error}") from error
         self._trims = False
@@ -297,51 +291,3 @@ def _wrong(marks: list[int], chunks: list[_Chunk]) -> str:
     if {chunk.turn for chunk in lost} - {chunks[k].turn for k in marks}:
         return "the chat template leaves out turns"
     return ""
-
-
-def _environment(*, marks: bool):
-    from jinja2 import nodes
-    from jinja2.ext import Extension, loopcontrols
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    class Generation(Extension):
-        """{% generation %}: transformers' tag around what the assistant says."""
-
-        tags = {"generation"}
-
-        def parse(self, parser):
-            line = next(parser.stream).lineno
-            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-            return nodes.CallBlock(self.call_method("_around"), [], [], body).set_lineno(line)
-
-        def _around(self, caller: Callable[[], str]) -> str:
-            return f"\ue002{caller()}\ue003" if marks else caller()
-
-    def refuse(message: str):
-        raise ValueError(message)
-
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols])
-    environment.filters["tojson"] = lambda value, **kw: json.dumps(value, ensure_ascii=False, **kw)
-    environment.globals["raise_exception"] = refuse
-    environment.globals["strftime_now"] = TODAY.strftime
-    return environment
-
-
-def _looked_for(source: str, special: Sequence[str]) -> re.Pattern | None:
-    """The strings that the template looks for in texts; none that data must not write."""
-    from jinja2 import nodes
-
-    found: set[str] = set()
-    tree = _environment(marks=False).parse(source)
-    for node in tree.find_all((nodes.Compare, nodes.Call)):
-        asked, word = [], False
-        if isinstance(node, nodes.Compare) and any(o.op in ("in", "notin") for o in node.ops):
-            asked, word = [node.expr], True  # a word: the key of a message, as in 'tool' in m
-        elif isinstance(node, nodes.Call) and getattr(node.node, "attr", None) in _LOOKS:
-            asked = node.args
-        found |= {c.value.strip() for c in asked if isinstance(c, nodes.Const)
-                  and isinstance(c.value, str) and not (word and c.value.isidentifier())}
-    found = {text for text in found if text and not any(token in text for token in special)}
-    either = "|".join(map(re.escape, sorted(found, key=len, reverse=True)))
-    return re.compile(f"({either})") if found else None
