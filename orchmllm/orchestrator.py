@@ -12,10 +12,10 @@ Flow: layout (of this rank) -> gather_layout -> plan -> load_inputs -> commit ->
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import astuple, dataclass, replace
-from functools import partial
-from typing import NamedTuple
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import astuple, dataclass, field, fields, replace
+from functools import cached_property, partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from orchmllm.batch import IGNORE_INDEX, Batch, SequenceLengths, on_device
-from orchmllm.comm.agree import combined_digest, raise_first, require_agreement
+from orchmllm.comm.agree import combined_digest, describe, raise_first, require_agreement
 from orchmllm.comm.exchange import RoutedExchange, RowGather, exchange_rows, gather_texts
 from orchmllm.comm.ilp import SharedPrograms
 from orchmllm.plan.assign import DISPATCHES
@@ -52,34 +52,65 @@ class FailedSegment:
     modality: int = TEXT
 
 
-class Gathered(NamedTuple):
-    """layout: of the global batch, None when all ranks are exhausted. num_dropped: examples that
-    all ranks together left out; counted at the end."""
-
-    layout: BatchLayout | None
-    num_dropped: int
-
-
-class Committed(NamedTuple):
-    """failed: segments of all ranks that could not be decoded. num_targets: labels of all ranks,
-    None if some rank could not count its own."""
-
-    failed: list[FailedSegment]
-    num_targets: int | None
-
-
-@dataclass(frozen=True)
+@dataclass
 class Microbatch:
-    """One microbatch as planned and loaded, before dispatch. inputs[m] (R_in, row_size) and text
-    (T, 2) int32 [token id, label] on the CPU, in source order for dispatch `tensors`, in slot order
-    for `load` and `bytes`. ignored: positions (in the microbatch's layout) of examples without
-    labels."""
+    """One microbatch: as planned, then with what was loaded. plan, and rank_plan, this rank's part;
+    positions (n,): of its examples in the step's batch.
+
+    inputs[m] (R_in, row_size) and content (T, 2) int32 [token id, label] on the CPU, in source
+    order for dispatch `tensors`, in slot order for `load` and `bytes`; ignored: positions (in the
+    microbatch's layout) of examples without labels. Of a loader of whole examples: inputs[m] is
+    what Phase.collate returned, content what collate_fn did.
+    """
 
     plan: StepPlan
     rank_plan: RankPlan
-    inputs: dict[str, Tensor]
-    text: Tensor
-    ignored: frozenset[int]
+    inputs: dict[str, Any] = field(default_factory=dict)
+    content: Any = None
+    ignored: Collection[int] = ()
+    positions: np.ndarray | None = None
+
+
+@dataclass
+class Step:
+    """One optimizer step of k microbatches: as planned, then loaded, then agreed on.
+
+    layout: of its global batch. num_global_targets: labels of all ranks and microbatches (failed
+    examples excluded), None if some rank could not count its own. failed: media that could not be
+    decoded, of this rank until COMMIT, then of all. plan_s: seconds spent in agreements and
+    planning. wait_s: seconds the caller waited. state: of a stream of examples after the step.
+    error: why it cannot be loaded.
+    """
+
+    index: int
+    layout: BatchLayout
+    micro: list[Microbatch] = field(default_factory=list)
+    num_global_targets: int | None = None
+    failed: list[FailedSegment] = field(default_factory=list)
+    plan_s: float = 0.0
+    wait_s: float = 0.0
+    state: Any = None
+    error: Exception | None = None
+
+    @cached_property
+    def plans(self) -> list[StepPlan]:
+        return [m.plan for m in self.micro]
+
+    @property
+    def media(self) -> list[tuple[int, int]]:
+        """(example position, segment) of every medium of the global batch, in source order."""
+        at = self.layout.places(np.flatnonzero(self.layout.modality != TEXT))
+        return list(map(tuple, at.tolist()))
+
+    @property
+    def example_ids(self) -> np.ndarray:
+        """(n,) dataset indices of the global batch."""
+        return self.layout.example_id
+
+    @property
+    def example_ids_of_rank(self) -> list[int]:
+        """Dataset indices of what this rank's LLM processes."""
+        return [i for m in self.micro for i in m.rank_plan.example_ids.tolist()]
 
 
 class Orchestrator:
@@ -122,11 +153,6 @@ class Orchestrator:
         self._last_step = -1
         self.programs = SharedPrograms(gather) if spec.balance.num_programs else None
 
-    @property
-    def loads_directly(self) -> bool:
-        """Whether each rank reads what it will process (dispatch `load`)."""
-        return self.spec.balance.dispatch == "load"
-
     def change_costs(self, costs: Mapping[str, CostModel], from_step: int) -> None:
         """Plans of step `from_step` and later use these costs. All ranks have to say so, before any
         of them planned it. Raises RuntimeError if this rank did."""
@@ -141,23 +167,24 @@ class Orchestrator:
         self._change, self._last_step = None, -1
 
     def gather_layout(
-        self, step: int, layout: BatchLayout | None, *, error: str | None = None,
+        self, step: int, layout: BatchLayout | None, *, error: Exception | None = None,
         exhausted: bool = False, num_dropped: int = 0, config_digest: int = 0,
-    ) -> Gathered:
-        """LAYOUT: this rank's lengths (one rank's part) -> the global batch's. Where every rank
-        knows all lengths pass None: only headers travel. exhausted: this rank has no more examples;
+    ) -> tuple[BatchLayout | None, int]:
+        """LAYOUT: this rank's lengths (one rank's part) -> (those of the global batch, 0); after
+        the last step of all ranks (None, examples that they left out). Where every rank knows all
+        lengths pass None: only headers travel. exhausted: this rank has no more examples;
         num_dropped: how many it left out. config_digest: further configuration that has to be
         equal.
 
-        Raises RemoteError if any rank passed an `error`, PlanMismatchError if steps, versions or
-        configurations differ."""
+        Raises RemoteError if any rank passed an `error`, its cause on that rank, and
+        PlanMismatchError if steps, versions or configurations differ."""
         self._last_step = step
         if self._change is not None and step >= self._change[0]:
             self.spec, self._change = self._change[1], None
         part = layout if layout is not None else BatchLayout.from_examples([])
-        payload, error = part.to_payload(), error or ""
+        payload, text = part.to_payload(), describe(error)
         header = [PROTOCOL_VERSION, step, part.num_examples, len(part.modality), len(payload),
-                  int(exhausted) and 1 + num_dropped, len(error.encode()),
+                  int(exhausted) and 1 + num_dropped, len(text.encode()),
                   combined_digest([self.spec.digest, config_digest])]
         while True:  # again only if some rank's payload did not fit; all ranks see that alike
             row = np.zeros(len(header) + self._capacity, np.int64)
@@ -169,29 +196,28 @@ class Orchestrator:
             if longest <= self._capacity:
                 break
             self._capacity = 1 << (longest - 1).bit_length()
-        head = {name: rows[:, i] for i, name in enumerate(_LAYOUT_FIELDS)}
-        raise_first(step, gather_texts(self._gather, error, head["error_bytes"]))
+        head = dict(zip(_LAYOUT_FIELDS, rows.T, strict=False))  # the payload comes after them
+        raise_first(step, gather_texts(self._gather, text, head["error_bytes"]), error)
         for name in ("version", "spec_digest", "step"):
             require_agreement(step, name, head[name])
         if head["exhausted"].all():
-            return Gathered(None, int(head["exhausted"].sum()) - self.world_size)
+            return None, int(head["exhausted"].sum()) - self.world_size
         body = rows[:, len(header):]
-        return Gathered(BatchLayout.concat([
+        return BatchLayout.concat([
             BatchLayout.from_payload(body[r, : head["payload_len"][r]],
                                      int(head["num_examples"][r]), int(head["num_segments"][r]))
             for r in range(self.world_size)
-        ]), 0)
+        ]), 0
 
-    def plan(
-        self, layout: BatchLayout, num_microbatches: int = 1
-    ) -> list[tuple[np.ndarray, StepPlan]]:
-        """The step's microbatches, each planned as a global batch of its own: (positions of its
-        examples in the step's batch, ascending; its plan). Collective only where the spec has
-        integer programs."""
+    def plan(self, layout: BatchLayout, num_microbatches: int = 1) -> list[Microbatch]:
+        """The step's microbatches, each planned as a global batch of its own; positions ascend.
+        Collective only where the spec has integer programs."""
         if self.programs is None:
-            return self._plan_all(layout, num_microbatches, self.planner)
-        return self.programs.plan(lambda solve: self._plan_all(
-            layout, num_microbatches, partial(self.planner, solve=solve)))
+            planned = self._plan_all(layout, num_microbatches, self.planner)
+        else:
+            planned = self.programs.plan(lambda solve: self._plan_all(
+                layout, num_microbatches, partial(self.planner, solve=solve)))
+        return [Microbatch(plan, self.rank_plan(plan), positions=at) for at, plan in planned]
 
     def _plan_all(
         self, layout: BatchLayout, num_microbatches: int, planner: Callable[..., StepPlan]
@@ -220,64 +246,73 @@ class Orchestrator:
 
     def _routed(self, exchange: Exchange, move: Rearrangement, rows: np.ndarray) -> RoutedExchange:
         hops = two_hops(move, rows, self.rank, self.spec.ranks_per_node)
-        return RoutedExchange(**vars(exchange), hops=hops, cross=self._hop_groups[0],
+        known = {f.name: getattr(exchange, f.name) for f in fields(Exchange)}
+        return RoutedExchange(**known, hops=hops, cross=self._hop_groups[0],
                               node=self._hop_groups[1])
 
     def commit(
-        self, step: int, plans: Sequence[StepPlan], *, error: str | None = None,
+        self, step: int, plans: Sequence[StepPlan], *, error: Exception | None = None,
         failed: Sequence[FailedSegment] = (), num_targets: int = UNKNOWN,
-    ) -> Committed:
-        """COMMIT: agrees that this step is sound; returns what all ranks found in it. num_targets:
-        labels of this rank's batches.
+    ) -> tuple[list[FailedSegment], int | None]:
+        """COMMIT: agrees that this step is sound. num_targets: labels of this rank's batches.
+        Returns (what all ranks could not decode; labels of all ranks, None if some rank could not
+        count its own).
 
-        Raises RemoteError if any rank passed an `error`, PlanMismatchError if plans differ."""
+        Raises RemoteError if any rank passed an `error`, its cause on that rank, and
+        PlanMismatchError if plans differ."""
         digest = combined_digest([p.digest for p in plans])
         detail = ""
         if error or failed:
-            detail = json.dumps([error, [astuple(f) for f in failed]])
+            detail = json.dumps([describe(error), [astuple(f) for f in failed]])
         everyone = self._commit_gather
         rows = everyone(np.array([step, digest, len(detail.encode()), num_targets], np.int64))
-        head = {name: rows[:, i] for i, name in enumerate(_COMMIT_FIELDS)}
+        head = dict(zip(_COMMIT_FIELDS, rows.T, strict=True))
         details = [json.loads(t) if t else [None, []]
                    for t in gather_texts(everyone, detail, head["detail_bytes"])]
-        raise_first(step, [d[0] for d in details])
+        raise_first(step, [d[0] for d in details], error)
         first = everyone.rank - self.rank  # of this shard
         require_agreement(step, "plan", head["digest"][first: first + self.world_size], first)
         counted = head["num_targets"]
-        return Committed(
-            failed=[FailedSegment(*f) for _, items in details for f in items],
-            num_targets=None if (counted == UNKNOWN).any() else int(counted.sum()))
+        return ([FailedSegment(*f) for _, items in details for f in items],
+                None if (counted == UNKNOWN).any() else int(counted.sum()))
 
-    def pinned(self, inputs: dict[str, Tensor], text: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-        """The same in pinned memory where the device is a GPU: the copy into it is paid here, in
-        the prefetch thread, and `dispatch` does not wait for the one to the device."""
-        if self.device.type != "cuda":
-            return inputs, text
-        with torch.cuda.device(self.device):
-            return {m: x.pin_memory() for m, x in inputs.items()}, text.pin_memory()
+    def pin(self, micro: Microbatch) -> None:
+        """Moves what was loaded to pinned memory where the device is a GPU: the copy into it is
+        paid here, in the prefetch thread, and `dispatch` does not wait for the one to the device.
+        """
+        if self.device.type == "cuda":
+            with torch.cuda.device(self.device):
+                micro.inputs = {m: x.pin_memory() for m, x in micro.inputs.items()}
+                micro.content = micro.content.pin_memory()
+
+    def batches(self, step: Step) -> Iterator[Batch]:
+        """Dispatches one microbatch of the trainer's at a time; every rank has to draw all."""
+        for micro in step.micro:
+            yield self.dispatch(micro, step.num_global_targets)
 
     def dispatch(self, micro: Microbatch, num_global_targets: int) -> Batch:
         """Moves one microbatch's inputs to the ranks that process them (training thread)."""
         plan = micro.rank_plan
-        inputs = {m: on_device(micro.inputs[m], self.device) for m in ENCODERS}
-        text = on_device(micro.text, self.device)
-        if self.spec.balance.dispatch == "tensors":
-            inputs = {m: exchange_rows(inputs[m], plan.encode[m]) for m in ENCODERS}
-            text = exchange_rows(text, plan.llm)
+        moves = self.spec.balance.dispatch == "tensors"
+        inputs, input_lengths, scatter = {}, {}, {}
+        for m in ENCODERS:
+            rows = on_device(micro.inputs[m], self.device)
+            inputs[m] = exchange_rows(rows, plan.encode[m]) if moves else rows
+            input_lengths[m] = SequenceLengths.from_lengths(plan.encode[m].lengths, self.device)
+            scatter[m] = on_device(plan.scatter[m], self.device)
+        text = on_device(micro.content, self.device)
+        text = exchange_rows(text, plan.llm) if moves else text
         token_ids, labels = text.long().unbind(1)
-        labels = self._ignore(labels, micro)
         return Batch(
-            plan=plan, inputs=inputs,
-            input_lengths={m: SequenceLengths.from_lengths(plan.encode[m].lengths, self.device)
-                           for m in ENCODERS},
-            token_ids=token_ids, labels=labels,
+            plan=plan, inputs=inputs, input_lengths=input_lengths, token_ids=token_ids,
+            labels=self._ignore(labels, micro),
             text_lengths=SequenceLengths.from_lengths(plan.llm.lengths, self.device),
-            position_ids=on_device(plan.position_ids, self.device),
-            scatter={m: on_device(plan.scatter[m], self.device) for m in ENCODERS},
-            num_global_targets=num_global_targets,
-        )
+            position_ids=on_device(plan.position_ids, self.device), scatter=scatter,
+            num_global_targets=num_global_targets)
 
     def _ignore(self, labels: Tensor, micro: Microbatch) -> Tensor:
+        if not len(micro.ignored):
+            return labels
         dropped = np.isin(micro.rank_plan.examples, list(micro.ignored))
         if not dropped.any():
             return labels

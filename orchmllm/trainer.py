@@ -253,7 +253,7 @@ class Trainer:
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
         processed: dict[str, list[int]] = {phase: [] for phase in PHASES}
         clock.switch("exchange")
-        for batch in step.batches():
+        for batch in self.orchestrator.batches(step):
             clock.switch(None)
             out = self.model(batch)
             clock.switch("llm")
@@ -278,7 +278,7 @@ class Trainer:
         total = torch.zeros(2, dtype=torch.float64, device=self.device)
         self.model.eval()
         for step in loader:
-            for batch in step.batches():
+            for batch in self._validation.batches(step):
                 total[0] += self.model(batch)
             total[1] += step.num_global_targets / self.world.world_size
         reshard(self.model)

@@ -180,7 +180,7 @@ def media(rank: int, args: argparse.Namespace) -> dict:
                 for step in loader:
                     if step.index == 1:  # warm from here
                         started = time.perf_counter()
-                    for _ in step.batches():
+                    for _ in orchestrator.batches(step):
                         pass
             took = 1e3 * (time.perf_counter() - started) / max(1, len(loader) - 2)
             out[f"{name}, {workers} workers"] = {

@@ -70,7 +70,8 @@ class Counts:
             self.calls[f"{code.co_filename[len(PACKAGE) + 1:]}:{code.co_qualname}"] += 1
             self.changes += code.co_filename != self._file
             self._file = code.co_filename
-        elif self.to_loss is None and code.co_filename.startswith("<"):  # made by dataclass
+        elif self.to_loss is None and code.co_filename.startswith("<") and code.co_name in (
+                "__init__", "__new__", "<lambda>"):  # written by dataclass and NamedTuple
             self._record(frame.f_locals)
 
     def _record(self, local: dict) -> None:

@@ -18,13 +18,21 @@ class PlanMismatchError(AgreedError):
     """Ranks disagree on lengths, plan or configuration; raised on all of them."""
 
 
-def raise_first(step: int, errors: Sequence[str | None]) -> None:
+def raise_first(step: int, errors: Sequence[str | None], own: Exception | None = None) -> None:
+    """Raises RemoteError for the first rank with an error. own: this rank's exception, its cause,
+    so that its traceback is shown."""
     failing = [r for r, e in enumerate(errors) if e]
     if failing:
         others = f" (also ranks {failing[1:]})" if len(failing) > 1 else ""
         if len(failing) > 9:
             others = f" (also {len(failing) - 1} other ranks)"
-        raise RemoteError(f"step {step}: rank {failing[0]}{others} failed: {errors[failing[0]]}")
+        raise RemoteError(
+            f"step {step}: rank {failing[0]}{others} failed: {errors[failing[0]]}") from own
+
+
+def describe(error: BaseException | None) -> str:
+    """The text under which an exception is raised on all ranks; empty for None."""
+    return "" if error is None else f"{type(error).__name__}: {error}"
 
 
 def require_agreement(step: int, what: str, values: np.ndarray, first: int = 0) -> None:

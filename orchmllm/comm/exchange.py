@@ -233,9 +233,9 @@ def exchange_rows(
     nothing on any rank issues no collective on any rank. Raises ValueError if x does not have the
     planned number of rows. OrchMLLM sections 5.2.1 and 6.
     """
-    if len(x) != exchange.num_rows_in:
-        raise ValueError(f"exchange_rows got {len(x)} rows, the plan says {exchange.num_rows_in}: "
-                         "rows and lengths of a segment disagree")
+    if len(x) != len(exchange.send_index):
+        raise ValueError(f"exchange_rows got {len(x)} rows, the plan says "
+                         f"{len(exchange.send_index)}: rows and lengths of a segment disagree")
     if exchange.is_identity:
         return x
     send, recv = (on_device(i, x.device) for i in (exchange.send_index, exchange.recv_index))

@@ -18,18 +18,17 @@ from torch import Tensor
 
 from orchmllm.batch import Example
 from orchmllm.config import SourceConfig
-from orchmllm.data.formats.conversation import Conversation
+from orchmllm.data.formats.conversation import Conversation, media_of
 from orchmllm.data.formats.open import DataSource, index_path, open_source
 from orchmllm.data.index import LengthIndex, open_index
 from orchmllm.data.lengths import LengthReader, MeasuredExample
 from orchmllm.data.media.decode import decode_audio, decode_image
 from orchmllm.data.media.medium import MediaError, Medium, printable, reading
-from orchmllm.data.sequence import padded_counts, shifted_labels, text_sequence
+from orchmllm.data.sequence import token_ids_and_labels
 from orchmllm.data.tokenizer import ChatTokenizer, Piece
 from orchmllm.plan.layout import AUDIO, TEXT, VISION, AudioGeometry, ExampleLayout, VisionGeometry
 
-# Layouts and token ids kept; loads follow their layout soon, so an old one is seldom read again.
-CACHED_EXAMPLES = 4096
+CACHED_BYTES = 256 << 20  # of media that rows hold themselves
 
 
 class ConversationDataset:
@@ -42,6 +41,7 @@ class ConversationDataset:
     """
 
     streaming = False
+    cached_examples = 4096  # kept as planned: a load follows its layout soon
 
     def __init__(
         self,
@@ -63,7 +63,8 @@ class ConversationDataset:
             None if self.streaming else open_index(source, self.planner, folder)
             for source in self.sources]
         self.bounds = np.concatenate([[0], np.cumsum([len(s) for s in self.sources])])
-        self._cache: dict[int, MeasuredExample] = {}
+        self._cache: dict[int, MeasuredExample] = {}  # in the order in which they were planned
+        self._cached_bytes = 0
 
     def _open(self, config: SourceConfig, folder: Path) -> DataSource:
         return open_source(config, folder)
@@ -79,7 +80,7 @@ class ConversationDataset:
 
     def where(self, i: int) -> tuple[int, int]:
         """(source, row in it) of example i."""
-        if not 0 <= i < len(self):
+        if not 0 <= i < self.bounds[-1]:
             raise IndexError(f"example {i} of {len(self)}")
         source = int(np.searchsorted(self.bounds, i, side="right")) - 1
         return source, int(i - self.bounds[source])
@@ -117,8 +118,8 @@ class ConversationDataset:
         if problem is not None:
             file = problem.path
         else:
-            media = self._media(i)
-            file = media[segment].name if segment in media else ""
+            media = {s: m.name for s, _, m in self.media_of(i)}
+            file = media.get(segment, "")
         data_file, number = self._file(i)
         return {"source": source.name, "row": number, "data_file": data_file,
                 "file": printable(file or data_file)}
@@ -134,33 +135,58 @@ class ConversationDataset:
         *,
         text: bool = True,
         segments: Collection[int] | None = None,
+        encoded: Collection[int] = (),
+        row: MeasuredExample | None = None,
         on_error: Callable[[int, MediaError], None] | None = None,
     ) -> Example:
-        """Decodes example i or parts of it.
+        """Reads row i once and decodes it or parts of it.
 
         text: False leaves token_ids and labels None. segments: positions in the segment list of
-        the media to decode; None for all. A medium that fails raises MediaError with `segment`
-        set; with `on_error`, it is called with (segment, error) instead, and the rows are zeros.
+        the media to decode; None for all. encoded: those of them that are not decoded: their bytes
+        as they are stored, (n,) uint8, in place of rows. row: what `kept` returned in the process
+        that planned it. A medium that fails raises MediaError with `segment` set; with `on_error`,
+        it is called with (segment, error) instead, and the rows are zeros (there are no bytes).
         A stand-in reports its problem as segment 0 when its text is loaded.
         Raises ValueError if `segments` names one that is not a medium of this example.
         """
-        layout, problem = self.layout(i), self.problem(i)
+        row = row or self._row(i, text)
+        layout = row.layout
         known = np.flatnonzero(layout.modality != TEXT).tolist()
         wanted = known if segments is None else sorted(segments)
         if not set(known) >= set(wanted):
             raise ValueError(f"example {i}: segments {wanted} asked for, but its media are {known}")
-        media = {s: self._load_medium(i, s, layout, on_error) for s in wanted}
+        at, media = dict(zip(known, row.media, strict=False)), {}
+        for s in wanted:
+            medium = at.get(s) or MediaError(self._name(i), "the row has changed since its lengths "
+                                             f"were read: {row.changed or s}")
+            media[s] = self._tensor(medium, int(layout.modality[s]), int(layout.rows[s]), s,
+                                    s in encoded, on_error)
         if not text:
             return Example(i, None, None, media)
-        if problem is not None:
-            self._fail(0, problem, on_error)
-        tokens, supervised = text_sequence(layout, self._pieces(i, layout, on_error))
-        labels = shifted_labels(tokens, supervised)
-        return Example(i, torch.from_numpy(tokens), torch.from_numpy(labels), media)
+        if row.problem is not None:
+            _fail(0, row.problem, on_error)
+        elif row.changed:
+            _fail(0, MediaError(self._name(i), "the row has changed since it was indexed: "
+                                f"{row.changed}"), on_error)
+        return Example(i, *map(torch.from_numpy, token_ids_and_labels(layout, row.pieces)), media)
+
+    def kept(self, i: int) -> MeasuredExample | None:
+        """What planning read of example i, if that is still there: for `load` in a process that
+        would have to read it again."""
+        return self._cache.get(i)
+
+    def decode(self, modality: int, data: bytes, rows: int, *, segment: int,
+               on_error: Callable[[int, MediaError], None]) -> Tensor:
+        """Rows of a medium that `load` returned encoded, zeros after on_error was called."""
+        return self._tensor(Medium(modality, "", data=data), modality, rows, segment, False,
+                            on_error)
 
     def media_of(self, i: int) -> list[tuple[int, int, Medium]]:
-        """(segment index, modality, medium) of example i's media in reading order."""
-        return [(s, m.modality, m) for s, m in self._media(i).items()]
+        """(segment index, modality, medium) of example i's media in reading order; those after the
+        cut are left out."""
+        row = self._row(i, text=False)
+        at = np.flatnonzero(row.layout.modality != TEXT).tolist()
+        return [(s, m.modality, m) for s, m in zip(at, row.media, strict=False)]
 
     def split(self, num_validation: int) -> tuple[Sequence[int], Sequence[int]]:
         """(training, validation) indices: the last rows of each source are held out, in proportion
@@ -179,88 +205,46 @@ class ConversationDataset:
         held_out = [i for b, n in zip(stops, held, strict=True) for i in range(b - n, b)]
         return train, held_out
 
-    def _planned(self, i: int) -> MeasuredExample:
-        cached = self._cache.get(i)
-        if cached is None:
-            source, row = self.where(i)
-            [cached] = self.planner.plan(self.sources[source].conversation, [row], [i])
-            if any(m.data is not None for m in cached.conversation.media):
-                # Encoded media of thousands of examples would fill the memory: read them again.
-                cached = cached._replace(conversation=Conversation(()))
-            if len(self._cache) >= CACHED_EXAMPLES:
-                self._cache.clear()
-            self._cache[i] = cached
-        return cached
-
-    def _media(self, i: int) -> dict[int, Medium]:
-        """Segment -> medium of example i, those after the cut left out."""
-        modality = self.layout(i).modality
-        media = self._planned(i).conversation.media if i in self._cache else []
-        at = np.flatnonzero(modality != TEXT).tolist()
-        if len(media) < len(at):
-            media = self.conversation(i).media
-        return dict(zip(at, media, strict=False))
-
-    def _load_medium(self, i: int, segment: int, layout: ExampleLayout, on_error) -> Tensor:
-        modality, rows = int(layout.modality[segment]), int(layout.rows[segment])
+    def _row(self, i: int, text: bool) -> MeasuredExample:
+        """Row i with its media and, if asked for, its tokens, which have the lengths of the index
+        if there is one."""
+        source, number = self.where(i)
+        index = self.indexes[source]
+        if index is None:
+            return self._planned(i)
+        layout, problem = index.layout(number, i), index.problems.get(number)
+        if problem is not None:
+            return MeasuredExample(layout, self.planner.stand_in, [], problem)
+        media: list[Medium] = []
+        pieces, changed = [], ""
         try:
-            return self._decode(self._medium(i, segment), modality, rows)
-        except MediaError as error:
-            error.modality = modality
-            self._fail(segment, error, on_error)
-            return self._zeros(modality, rows)
-
-    def read(self, i: int, segment: int, *, on_error: Callable[[int, MediaError], None]) -> bytes:
-        """Encoded bytes of a medium (dispatch `bytes`); none of them after on_error was called."""
-        try:
-            with reading(self._medium(i, segment)) as file:
-                return Path(file).read_bytes() if isinstance(file, str) else file.read()
-        except MediaError as error:
-            error.modality = int(self.layout(i).modality[segment])
-            self._fail(segment, error, on_error)
-            return b""
-
-    def decode(self, modality: int, data: bytes, rows: int, *, segment: int,
-               on_error: Callable[[int, MediaError], None]) -> Tensor:
-        """Rows of a medium that `read` returned, zeros after on_error was called."""
-        try:
-            return self._decode(Medium(modality, "", data=data), modality, rows)
-        except MediaError as error:
-            error.modality = modality
-            self._fail(segment, error, on_error)
-            return self._zeros(modality, rows)
-
-    def _medium(self, i: int, segment: int) -> Medium:
-        try:
-            return self._media(i)[segment]
-        except (ValueError, KeyError) as error:
-            raise MediaError(self._name(i), "the row has changed since its lengths were read: "
-                                            f"{error}") from error
-
-    def _pieces(self, i: int, layout: ExampleLayout, on_error) -> list[Piece]:
-        """Token ids of example i, the lengths of `layout`."""
-        planned = self._cache.get(i)
-        if planned is not None:
-            return planned.pieces
-        if self.problem(i) is not None:
-            return self.planner.stand_in
-        try:
-            pieces = self.tokenizer.pieces(self.conversation(i).turns)
-            counts = [len(p.token_ids) if p.modality == TEXT else n for p, n in
-                      zip(pieces, padded_counts(layout.num_tokens, len(pieces)), strict=True)]
-            pieces = self.planner.truncate(pieces, counts)
-            changed = [len(p.token_ids) for p in pieces if p.modality == TEXT] != (
-                layout.num_tokens[layout.modality == TEXT].tolist())
-            reason = "its text does not have the indexed lengths" if changed else ""
+            turns = self.conversation(i)
+            media = media_of(turns)
+            if text:
+                pieces = self.planner.cut_like(layout, self.tokenizer.pieces(turns))
         except ValueError as error:
-            changed, reason = True, str(error)
-        if not changed:
-            return pieces
-        self._fail(0, MediaError(self._name(i), "the row has changed since it was indexed: "
-                                 f"{reason}"), on_error)
-        return [Piece(int(m), np.zeros(n if m == TEXT else 0, np.int32),
-                      np.zeros(n if m == TEXT else 0, bool))
-                for m, n in zip(layout.modality, layout.num_tokens, strict=True)]
+            changed = str(error)
+            pieces = [Piece(int(m), np.zeros(n if m == TEXT else 0, np.int32),
+                            np.zeros(n if m == TEXT else 0, bool))
+                      for m, n in zip(layout.modality, layout.num_tokens, strict=True)]
+        return MeasuredExample(layout, pieces, media, None, changed)
+
+    def _planned(self, i: int) -> MeasuredExample:
+        """Row i read and measured, or as it was kept: its media may be bytes of the row, so what is
+        kept is bounded in bytes, too."""
+        row = self._cache.get(i)
+        if row is None:
+            [row] = self.planner.plan(self.conversation, [i], [i])
+            self._cache[i] = row
+            self._cached_bytes += row.num_bytes
+            while len(self._cache) > 1 and (len(self._cache) > self.cached_examples
+                                            or self._cached_bytes > CACHED_BYTES):
+                self._drop(next(iter(self._cache)))
+        return row
+
+    def _drop(self, i: int) -> None:
+        if i in self._cache:
+            self._cached_bytes -= self._cache.pop(i).num_bytes
 
     def _file(self, i: int) -> tuple[str, int]:
         """Data file of example i and its row in it, from 1."""
@@ -271,13 +255,23 @@ class ConversationDataset:
     def _name(self, i: int) -> str:
         return "{}, row {}".format(*self._file(i))
 
-    def _fail(self, segment: int, error: MediaError, on_error) -> None:
-        error.segment = segment
-        if on_error is None:
-            raise error
-        on_error(segment, error)
+    def _tensor(self, medium: Medium | MediaError, modality: int, rows: int, segment: int,
+                encoded: bool, on_error) -> Tensor:
+        """A medium's rows, or its bytes."""
+        try:
+            if isinstance(medium, MediaError):
+                raise medium
+            return _bytes_of(medium) if encoded else self._decoded(medium, modality, rows)
+        except MediaError as error:
+            error.modality = modality
+            _fail(segment, error, on_error)
+        if encoded:
+            return torch.zeros(0, dtype=torch.uint8)
+        if modality == AUDIO:
+            return torch.zeros(rows, self.audio.row_size)
+        return torch.zeros(rows, self.vision.row_size, dtype=torch.uint8)
 
-    def _decode(self, medium: Medium, modality: int, rows: int) -> Tensor:
+    def _decoded(self, medium: Medium, modality: int, rows: int) -> Tensor:
         decoded = (decode_image(medium, self.vision) if modality == VISION
                    else decode_audio(medium, self.audio))
         if len(decoded) != rows:
@@ -285,7 +279,15 @@ class ConversationDataset:
                                           "planned: the file has changed since its header was read")
         return decoded
 
-    def _zeros(self, modality: int, rows: int) -> Tensor:
-        if modality == AUDIO:
-            return torch.zeros(rows, self.audio.row_size)
-        return torch.zeros(rows, self.vision.row_size, dtype=torch.uint8)
+
+def _bytes_of(medium: Medium) -> Tensor:
+    with reading(medium) as file:
+        data = Path(file).read_bytes() if isinstance(file, str) else file.read()
+    return torch.from_numpy(np.frombuffer(bytearray(data), np.uint8))
+
+
+def _fail(segment: int, error: MediaError, on_error) -> None:
+    error.segment = segment
+    if on_error is None:
+        raise error
+    on_error(segment, error)

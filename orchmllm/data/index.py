@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from orchmllm.data.formats.conversation import media_of
 from orchmllm.data.formats.open import DataSource, digest, open_source
 from orchmllm.data.formats.rows import sizes
 from orchmllm.data.lengths import LengthReader, MeasuredExample
@@ -175,12 +176,12 @@ def _index_chunk(
 
 
 def stamp(planned: MeasuredExample) -> tuple[int, int]:
-    return _stamp(planned.conversation.media)
+    return _stamp(planned.media)
 
 
 def _stamp_now(source: DataSource, row: int) -> tuple[int, int]:
     try:
-        return _stamp(source.conversation(row).media)
+        return _stamp(media_of(source.conversation(row)))
     except ValueError:
         return -1, -1
 

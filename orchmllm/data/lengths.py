@@ -13,9 +13,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from orchmllm.data.formats.conversation import Conversation
+from orchmllm.data.formats.conversation import Conversation, media_of
 from orchmllm.data.media.headers import audio_header, audio_lengths, image_header
-from orchmllm.data.media.medium import MediaError, RowError
+from orchmllm.data.media.medium import MediaError, Medium, RowError
 from orchmllm.data.tokenizer import ChatTokenizer, Piece
 from orchmllm.plan.layout import (
     TEXT,
@@ -27,14 +27,23 @@ from orchmllm.plan.layout import (
     segment_lengths,
 )
 
+_TOO_LONG = 1 << 30  # of a medium after the cut, whatever its length
+
 
 class MeasuredExample(NamedTuple):
-    """One example as planned. pieces: one per segment. problem: why it is a stand-in, or None."""
+    """One example as planned. pieces: one per segment. media: in reading order, those after the cut
+    too. problem: why it is a stand-in, or None. changed: how its row differs from the index."""
 
     layout: ExampleLayout
     pieces: list[Piece]
-    conversation: Conversation
+    media: list[Medium]
     problem: MediaError | None
+    changed: str = ""
+
+    @property
+    def num_bytes(self) -> int:
+        """Of media that the row itself holds."""
+        return sum(len(m.data) for m in self.media if m.data is not None)
 
 
 class LengthReader:
@@ -53,16 +62,23 @@ class LengthReader:
         """Lengths of `rows`, as `read_row` (DataSource.conversation) gives them; ids: their example
         ids. Never raises for bad data."""
         read = [self._read(read_row, row) for row in rows]
-        fine = [c for c in read if isinstance(c, Conversation)]
-        pieces = iter(self.tokenizer.pieces_batch([c.turns for c in fine]))
-        out = []
-        for found, example_id in zip(read, ids, strict=True):
-            if isinstance(found, Conversation):
-                cut = next(pieces)
-                out.append(self._measure(found, cut, example_id))
-            else:
-                out.append(self._unusable(found, example_id))
-        return out
+        pieces = iter(self.tokenizer.pieces_batch(
+            [turns for turns in read if not isinstance(turns, MediaError)]))
+        return [self._unusable(found, i) if isinstance(found, MediaError)
+                else self._measure(media_of(found), next(pieces), i)
+                for found, i in zip(read, ids, strict=True)]
+
+    def cut_like(self, layout: ExampleLayout, pieces: list[Piece]) -> list[Piece]:
+        """The pieces, cut as they were when `layout` was measured. Raises ValueError if their text
+        has other lengths."""
+        counts = iter(layout.num_tokens[layout.modality != TEXT].tolist())
+        pieces = self.truncate(pieces, [
+            len(p.token_ids) if p.modality == TEXT else next(counts, _TOO_LONG) for p in pieces])
+        texts = np.where(layout.modality == TEXT, layout.num_tokens, 0)
+        if [(p.modality, len(p.token_ids)) for p in pieces] != list(
+                zip(layout.modality.tolist(), texts.tolist(), strict=True)):
+            raise ValueError("its text does not have the indexed lengths")
+        return pieces
 
     def truncate(self, pieces: list[Piece], num_tokens: Sequence[int]) -> list[Piece]:
         """The pieces that fit into max_example_tokens; text is cut, a medium never."""
@@ -93,27 +109,27 @@ class LengthReader:
 
     def _unusable(self, problem: MediaError, example_id: int) -> MeasuredExample:
         layout = ExampleLayout.from_segments(example_id, 0, [(TEXT, segment_lengths(None, 1))])
-        return MeasuredExample(layout, self.stand_in, Conversation(()), problem)
+        return MeasuredExample(layout, self.stand_in, [], problem)
 
     def _measure(
-        self, conversation: Conversation, pieces: list[Piece] | RowError, example_id: int
+        self, media: list[Medium], pieces: list[Piece] | RowError, example_id: int
     ) -> MeasuredExample:
         if isinstance(pieces, RowError):
             return self._unusable(MediaError("", pieces.reason), example_id)
         lengths: list[SegmentLengths] = []
-        media = iter(conversation.media)
+        left = iter(media)
         try:
             for piece in pieces:
-                lengths.append(segment_lengths(None, len(piece.token_ids)) if piece.modality == TEXT
-                               else self.medium_lengths(next(media)))
+                lengths.append(SegmentLengths(0, 0, len(piece.token_ids), (0, 0, 0))
+                               if piece.modality == TEXT else self.medium_lengths(next(left)))
         except MediaError as error:
             error.segment, error.modality = len(lengths), pieces[len(lengths)].modality
             return self._unusable(error, example_id)
         kept = self.truncate(pieces, [n.num_tokens for n in lengths])
         lengths = lengths[: len(kept)]
-        if kept and kept[-1].modality == TEXT:
-            lengths[-1] = segment_lengths(None, len(kept[-1].token_ids))
-        targets = sum(int(piece.supervised.sum()) for piece in kept)
+        if kept and kept[-1].modality == TEXT:  # it may have been cut
+            lengths[-1] = lengths[-1]._replace(num_tokens=len(kept[-1].token_ids))
+        targets = sum(map(int, [piece.supervised.sum() for piece in kept]))
         if kept and kept[0].modality == TEXT and kept[0].supervised[0]:
             targets -= 1  # no position comes before the first token that could predict it
         if targets == 0:
@@ -122,8 +138,8 @@ class LengthReader:
             return self._unusable(
                 MediaError("", f"nothing to learn: no text of an assistant{limit}"), example_id)
         layout = ExampleLayout.from_segments(
-            example_id, targets, [(p.modality, n) for p, n in zip(kept, lengths, strict=True)])
-        return MeasuredExample(layout, kept, conversation, None)
+            example_id, targets, list(zip([p.modality for p in kept], lengths, strict=True)))
+        return MeasuredExample(layout, kept, media, None)
 
     def medium_lengths(self, medium) -> SegmentLengths:
         """From the header alone. Raises MediaError."""

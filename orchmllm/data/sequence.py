@@ -9,28 +9,17 @@ from orchmllm.data.tokenizer import Piece
 from orchmllm.plan.layout import TEXT, ExampleLayout
 
 
-def text_sequence(
+def token_ids_and_labels(
     layout: ExampleLayout, pieces: list[Piece]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(L,) int32 token ids, 0 at media positions, and (L,) bool supervised."""
+    """(L,) int32 token ids, 0 at media positions; (L,) int32 labels: the token at t + 1 where that
+    is learnt, else IGNORE_INDEX."""
     tokens = np.zeros(int(layout.num_tokens.sum()), np.int32)
-    supervised = np.zeros(len(tokens), bool)
-    ends = np.cumsum(layout.num_tokens)
-    for piece, start, end in zip(pieces, ends - layout.num_tokens, ends, strict=True):
+    labels = np.full(len(tokens) + 1, IGNORE_INDEX, np.int32)  # of the position before each token
+    end = 0
+    for piece, count in zip(pieces, layout.num_tokens.tolist(), strict=True):
+        start, end = end, end + count
         if piece.modality == TEXT:
             tokens[start:end] = piece.token_ids
-            supervised[start:end] = piece.supervised
-    return tokens, supervised
-
-
-def padded_counts(counts: np.ndarray, size: int) -> list[int]:
-    """Media that were cut off do not fit, whatever their length."""
-    return [*counts.tolist(), *[1 << 30] * (size - len(counts))][:size]
-
-
-def shifted_labels(tokens: np.ndarray, supervised: np.ndarray) -> np.ndarray:
-    """(L,) int32: labels[t] is the token at t + 1 where that is learnt, else IGNORE_INDEX."""
-    labels = np.full(len(tokens), IGNORE_INDEX, np.int32)
-    labels[:-1] = np.where(supervised[1:], tokens[1:], IGNORE_INDEX)
-    return labels
-
+            labels[start:end] = np.where(piece.supervised, piece.token_ids, IGNORE_INDEX)
+    return tokens, labels[1:]

@@ -22,13 +22,11 @@ from orchmllm.data.dataset import ConversationDataset
 from orchmllm.data.formats.arrow import clean
 from orchmllm.data.formats.open import DataSource, beside, open_source, stream_of
 from orchmllm.data.formats.rows import RowStore
-from orchmllm.data.lengths import MeasuredExample
 from orchmllm.data.sampler import Mixture
 from orchmllm.data.tokenizer import ChatTokenizer
 from orchmllm.plan.layout import AudioGeometry, VisionGeometry
 
 WINDOW = 256  # rows that are shuffled together
-CACHED_EXAMPLES = 1024  # planned and not yet evicted; with embedded media they hold their bytes
 
 
 class StreamRow(NamedTuple):
@@ -141,6 +139,7 @@ class StreamDataset(ConversationDataset):
     """
 
     streaming = True
+    cached_examples = 1024
 
     def __init__(self, sources: Sequence[SourceConfig], *, num_shards: int, seed: int, **keys):
         super().__init__(sources, **keys)
@@ -182,16 +181,10 @@ class StreamDataset(ConversationDataset):
             (source,), (draw,) = self._mixture(np.array([i]))
             shards = self._shards[source]
             found = shards[draw % len(shards)].get(int(draw // len(shards)))
-            while len(self._found) >= CACHED_EXAMPLES:
-                self._cache.pop(self._found.popitem(last=False)[0], None)
+            while len(self._found) >= self.cached_examples:
+                self._drop(self._found.popitem(last=False)[0])
             self._found[i] = int(source), found
         return self._found[i]
-
-    def _planned(self, i: int) -> MeasuredExample:
-        self._locate(i)
-        if i not in self._cache:
-            [self._cache[i]] = self.planner.plan(self.conversation, [i], [i])
-        return self._cache[i]
 
     def _file(self, i: int) -> tuple[str, int]:
         found = self._locate(i)[1]

@@ -9,42 +9,31 @@ is refused: what is trained on is what transformers' apply_chat_template renders
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Callable, Iterator, Sequence
-from datetime import datetime
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from itertools import groupby
 from typing import NamedTuple
 
 from orchmllm.data.formats.conversation import Turn
 from orchmllm.data.media.medium import Medium, RowError
+from orchmllm.data.template_engine import environment, looked_for
 
-# What strftime_now writes: lengths and resumed runs must not depend on the day, so it is one day,
-# which is also the date that Llama's template writes where there is no strftime_now.
-TODAY = datetime(2024, 7, 26)
 NONE, END, ALL = "none", "end", "all"
 _MARK = re.compile("\ue000(\\d+)\ue001|(\ue002)|(\ue003)")  # private use; 2, 3: generation
-_LOOKS = {"split", "rsplit", "startswith", "endswith", "find", "rfind", "index", "count",
-          "partition", "rpartition", "strip", "lstrip", "rstrip", "removeprefix", "removesuffix"}
 
 
-class Frame(NamedTuple):
-    """Text of the template. learnt: NONE, ALL, or END: the special token that ends an answer, if
-    nothing but space comes before it."""
+class Text(NamedTuple):
+    """learnt: NONE, ALL, or END: the special token that ends an answer, if nothing but space comes
+    before it. of_data: whether it is the data's text, which cannot write special tokens, and not
+    the template's."""
 
     text: str
     learnt: str
+    of_data: bool = False
 
 
-class Said(NamedTuple):
-    """Text of the data."""
-
-    text: str
-    supervised: bool
-
-
-Span = Frame | Said | Medium
+Span = Text | Medium
 
 
 class _Chunk(NamedTuple):
@@ -66,9 +55,9 @@ class ChatTemplate:
     def __init__(self, source: str, variables: dict[str, str], special: Sequence[str], path: str):
         self.source, self.variables = source, variables
         try:
-            self._marked = _environment(marks=True).from_string(source)
-            self._plain = _environment(marks=False).from_string(source)
-            self._literals = _looked_for(source, special)
+            self._marked = environment(marks=True).from_string(source)
+            self._plain = environment(marks=False).from_string(source)
+            self._literals = looked_for(source, special)
         except Exception as error:  # of jinja's parser
             raise RowError(f"{path}: the chat template cannot be read: {error}") from error
         self._trims = False
@@ -144,7 +133,7 @@ class ChatTemplate:
             content, first = "", len(chunks)
             literals: list[str] = []
             for bare, group in groupby(_pieces(turn, self._literals),
-                                       lambda piece: isinstance(piece, Frame)):
+                                       lambda piece: isinstance(piece, Text)):
                 pieces = list(group)
                 if bare:
                     content += "".join(p.text for p in pieces)
@@ -171,17 +160,17 @@ class ChatTemplate:
             after = chunks[number] if number is not None else None
             supervised = last is not None and turns[last.turn].supervised
             if last and after and last.turn == after.turn:
-                out.append(Frame(text, ALL if supervised else NONE))
+                out.append(Text(text, ALL if supervised else NONE))
             else:
                 out += self._between(text, last, after, turns)
             if after:
                 learnt = turns[after.turn].supervised
                 out += said(after.parts, learnt)
                 last = after
-        return [s for s in out if not isinstance(s, Frame) or s.text]
+        return [s for s in out if isinstance(s, Medium) or s.text]
 
     def _between(self, text: str, last: _Chunk | None, after: _Chunk | None,
-                 turns: Sequence[Turn]) -> Iterator[Frame]:
+                 turns: Sequence[Turn]) -> Iterator[Text]:
         """Text from one turn's last mark to another turn's first. Strings of an answer that the
         template put back there are learnt with it."""
         end = NONE
@@ -193,7 +182,7 @@ class ChatTemplate:
                     break
                 at = found + len(literal)
             if at:
-                yield Frame(text[:at], ALL)
+                yield Text(text[:at], ALL)
                 text = text[at:]
         start, opened = len(text), text.rfind(self._opening)
         if after and turns[after.turn].supervised and self._opening and opened >= 0:
@@ -202,9 +191,9 @@ class ChatTemplate:
                 start = text.index(after.literals[0], opened)
             elif after.lead.endswith(text[opened:]):  # the answer's own space
                 start = opened
-        yield Frame(text[:start], end)
+        yield Text(text[:start], end)
         if text[start:]:
-            yield Frame(text[start:], ALL)
+            yield Text(text[start:], ALL)
 
 
 def _in_blocks(rendered: str, chunks: list[_Chunk], turns: Sequence[Turn]) -> list[Span]:
@@ -215,7 +204,7 @@ def _in_blocks(rendered: str, chunks: list[_Chunk], turns: Sequence[Turn]) -> li
     for k, item in enumerate([*items, None]):
         text = rendered[at: item.start() if item else len(rendered)]
         if text:
-            out.append(Frame(text, ALL if inside and learnt else NONE))
+            out.append(Text(text, ALL if inside and learnt else NONE))
         if item is None:
             break
         at = item.end()
@@ -230,9 +219,10 @@ def _in_blocks(rendered: str, chunks: list[_Chunk], turns: Sequence[Turn]) -> li
     return out
 
 
-def said(parts: Sequence[str | Medium], supervised: bool) -> list[Said | Medium]:
+def said(parts: Sequence[str | Medium], supervised: bool) -> list[Span]:
     """A turn's parts as spans."""
-    return [p if isinstance(p, Medium) else Said(p, supervised) for p in parts if p]
+    learnt = ALL if supervised else NONE
+    return [p if isinstance(p, Medium) else Text(p, learnt, True) for p in parts if p]
 
 
 def _mark(number: int) -> str:
@@ -266,28 +256,28 @@ def _trimmed(parts: Sequence[str | Medium]) -> tuple[str | Medium, ...]:
     return tuple(parts)
 
 
-def _pieces(turn: Turn, literals: re.Pattern | None) -> Iterator[str | Medium | Frame]:
-    """A turn's parts, cut: Frames are the strings that the template sees as they are."""
-    pieces: list[str | Medium | Frame] = []
+def _pieces(turn: Turn, literals: re.Pattern | None) -> Iterator[str | Medium | Text]:
+    """A turn's parts, cut: Texts are the strings that the template sees as they are."""
+    pieces: list[str | Medium | Text] = []
     for part in turn.parts:
         if isinstance(part, Medium) or literals is None:
             pieces.append(part)
         else:
-            pieces += [Frame(p, NONE) if k % 2 else p
+            pieces += [Text(p, NONE) if k % 2 else p
                        for k, p in enumerate(literals.split(part)) if p]
     for k, piece in enumerate(pieces):
         if not isinstance(piece, str):
             yield piece
             continue
-        opens = k == 0 or isinstance(pieces[k - 1], Frame)
-        closes = k + 1 == len(pieces) or isinstance(pieces[k + 1], Frame)
+        opens = k == 0 or isinstance(pieces[k - 1], Text)
+        closes = k + 1 == len(pieces) or isinstance(pieces[k + 1], Text)
         lead = piece[: len(piece) - len(piece.lstrip())] if opens else ""
         rest = piece[len(lead):]
         trail = rest[len(rest.rstrip()):] if closes else ""
         core = rest[: len(rest) - len(trail)]
-        yield from (Frame(lead, NONE),) * bool(lead)
+        yield from (Text(lead, NONE),) * bool(lead)
         yield from (core,) * bool(core)
-        yield from (Frame(trail, NONE),) * bool(trail)
+        yield from (Text(trail, NONE),) * bool(trail)
 
 
 def _wrong(marks: list[int], chunks: list[_Chunk]) -> str:
@@ -301,51 +291,3 @@ def _wrong(marks: list[int], chunks: list[_Chunk]) -> str:
     if {chunk.turn for chunk in lost} - {chunks[k].turn for k in marks}:
         return "the chat template leaves out turns"
     return ""
-
-
-def _environment(*, marks: bool):
-    from jinja2 import nodes
-    from jinja2.ext import Extension, loopcontrols
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    class Generation(Extension):
-        """{% generation %}: transformers' tag around what the assistant says."""
-
-        tags = {"generation"}
-
-        def parse(self, parser):
-            line = next(parser.stream).lineno
-            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-            return nodes.CallBlock(self.call_method("_around"), [], [], body).set_lineno(line)
-
-        def _around(self, caller: Callable[[], str]) -> str:
-            return f"\ue002{caller()}\ue003" if marks else caller()
-
-    def refuse(message: str):
-        raise ValueError(message)
-
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols])
-    environment.filters["tojson"] = lambda value, **kw: json.dumps(value, ensure_ascii=False, **kw)
-    environment.globals["raise_exception"] = refuse
-    environment.globals["strftime_now"] = TODAY.strftime
-    return environment
-
-
-def _looked_for(source: str, special: Sequence[str]) -> re.Pattern | None:
-    """The strings that the template looks for in texts; none that data must not write."""
-    from jinja2 import nodes
-
-    found: set[str] = set()
-    tree = _environment(marks=False).parse(source)
-    for node in tree.find_all((nodes.Compare, nodes.Call)):
-        asked, word = [], False
-        if isinstance(node, nodes.Compare) and any(o.op in ("in", "notin") for o in node.ops):
-            asked, word = [node.expr], True  # a word: the key of a message, as in 'tool' in m
-        elif isinstance(node, nodes.Call) and getattr(node.node, "attr", None) in _LOOKS:
-            asked = node.args
-        found |= {c.value.strip() for c in asked if isinstance(c, nodes.Const)
-                  and isinstance(c.value, str) and not (word and c.value.isidentifier())}
-    found = {text for text in found if text and not any(token in text for token in special)}
-    either = "|".join(map(re.escape, sorted(found, key=len, reverse=True)))
-    return re.compile(f"({either})") if found else None

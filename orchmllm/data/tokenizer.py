@@ -21,7 +21,7 @@ import numpy as np
 
 from orchmllm.data.formats.conversation import Turn
 from orchmllm.data.media.medium import Medium, RowError
-from orchmllm.data.templates import ALL, END, NONE, ChatTemplate, Frame, Said, said
+from orchmllm.data.templates import ALL, END, NONE, ChatTemplate, Span, Text, said
 from orchmllm.plan.layout import TEXT
 
 IM_START, IM_END, END_OF_TEXT = "<|im_start|>", "<|im_end|>", "<|endoftext|>"
@@ -45,10 +45,6 @@ class _Encoded(NamedTuple):
 
     ids: tuple[int, ...]
     num_learnt: int
-
-
-def _piece(modality: int, token_ids: Sequence[int], supervised: Sequence[bool]) -> Piece:
-    return Piece(modality, np.array(token_ids, np.int32), np.array(supervised, bool))
 
 
 class ChatTokenizer:
@@ -141,12 +137,12 @@ class ChatTokenizer:
             except RowError as error:
                 rendered.append(error)
         texts = [item.text for frames in rendered if isinstance(frames, list)
-                 for item in frames if isinstance(item, Said)]
-        ids = (e.ids for e in self.tokenizer.encode_batch_fast(texts, add_special_tokens=False))
+                 for item in frames if isinstance(item, Text)]
+        ids = iter(self.tokenizer.encode_batch_fast(texts, add_special_tokens=False))
         return [frames if isinstance(frames, RowError) else _merge(frames, ids)
                 for frames in rendered]
 
-    def _frames(self, turns: Sequence[Turn]) -> list[_Encoded | Said | Medium]:
+    def _frames(self, turns: Sequence[Turn]) -> list[_Encoded | Span]:
         for turn in turns:
             for part in turn.parts:
                 if isinstance(part, str):
@@ -156,7 +152,8 @@ class ChatTokenizer:
                         raise RowError(f"text cannot be written as UTF-8 ({error}); remove the "
                                        "lone surrogate") from error
         spans = _chatml(turns) if self._chat is None else self._chat.spans(turns)
-        return [self._frame(*s) if isinstance(s, Frame) else s for s in spans]
+        return [self._frame(s.text, s.learnt) if isinstance(s, Text) and not s.of_data else s
+                for s in spans]
 
     def _encode_frame(self, text: str, supervised: str) -> _Encoded:
         """Template text; special tokens in it are meant."""
@@ -177,37 +174,37 @@ class ChatTokenizer:
         return _Encoded(tuple(ids), learnt if ends else 0)
 
 
-def _chatml(turns: Sequence[Turn]) -> list[Frame | Said | Medium]:
+def _chatml(turns: Sequence[Turn]) -> list[Span]:
     if not turns or turns[0].role != "system":
         turns = [Turn("system", (DEFAULT_SYSTEM,), False), *turns]
-    spans: list[Frame | Said | Medium] = []
+    spans: list[Span] = []
     for turn in turns:
-        spans.append(Frame(f"{IM_START}{turn.role}\n", NONE))
+        spans.append(Text(f"{IM_START}{turn.role}\n", NONE))
         spans += said(turn.parts, turn.supervised)
-        spans.append(Frame(f"{IM_END}\n", END if turn.supervised else NONE))
+        spans.append(Text(f"{IM_END}\n", END if turn.supervised else NONE))
     return spans
 
 
-def _merge(frames: list[_Encoded | Said | Medium], encoded) -> list[Piece]:
-    """encoded: ids of the Said in their order."""
+def _merge(frames: list[_Encoded | Span], encoded) -> list[Piece]:
+    """encoded: encodings of the data's texts in their order."""
     out: list[Piece] = []
     ids: list[int] = []
     learnt: list[bool] = []
-    for item in frames:
+    for item in [*frames, None]:
+        if ids and (item is None or isinstance(item, Medium)):
+            out.append(Piece(TEXT, np.array(ids, np.int32), np.array(learnt, bool)))
+            ids, learnt = [], []
+        if item is None:
+            break
         if isinstance(item, Medium):
-            if ids:
-                out.append(_piece(TEXT, ids, learnt))
-                ids, learnt = [], []
-            out.append(_piece(item.modality, [], []))
-        elif isinstance(item, Said):
-            tokens = next(encoded)
+            out.append(Piece(item.modality, np.zeros(0, np.int32), np.zeros(0, bool)))
+        elif isinstance(item, Text):
+            tokens = next(encoded).ids
             ids += tokens
-            learnt += [item.supervised] * len(tokens)
+            learnt += [item.learnt == ALL] * len(tokens)
         else:
             ids += item.ids
-            learnt += [k < item.num_learnt for k in range(len(item.ids))]
-    if ids:
-        out.append(_piece(TEXT, ids, learnt))
+            learnt += [True] * item.num_learnt + [False] * (len(item.ids) - item.num_learnt)
     return out
 
 

@@ -1,9 +1,9 @@
 """What is drawn for each step of a pass: global indices, a sampler's own, or a stream's examples.
 
-An index source's draw() -> (indices, sizes, ids): with sizes (d,), the whole global batch, which
-every rank knows; without, this rank's share. A stream's draw() -> (measured, first_id, ids): the
-(lengths, example) pairs of this rank. Both return None after the last step. `num_dropped`: examples
-left out by this rank (drop_last).
+An index source's draw() -> (indices, sizes): with sizes (d,), the whole global batch, which every
+rank knows; without, this rank's share. A stream's draw() -> (measured, ids): the (lengths, example)
+pairs of this rank and a number for each. Both return None after the last step. `num_dropped`:
+examples left out by this rank (drop_last).
 """
 
 from __future__ import annotations
@@ -46,6 +46,8 @@ class GlobalIndices:
     each has an order of its own. shard: the ranks that are planned together; draw() gives
     theirs."""
 
+    knows_all = True
+
     def __init__(
         self, num_examples: int, batch_size: int, rank: int, num_ranks: int, *, shuffle: bool,
         seed: int, epoch: int, drop_last: bool, first_step: int, shard: range,
@@ -58,21 +60,21 @@ class GlobalIndices:
         self.num_dropped = left if rank == shard[0] else 0  # summed over the shard
         self.num_examples, self._step = num_examples - left, first_step
 
-    def draw(self) -> tuple[np.ndarray, list[int], None] | None:
+    def draw(self) -> tuple[np.ndarray, list[int]] | None:
         first = self._step * self.batch_size
         if first >= self.num_examples:
             return None
         sampled = self.order[first: min(first + self.batch_size, self.num_examples)]
         self._step += 1
         shares = [GlobalSampler.share(len(sampled), r, self.num_ranks) for r in self.shard]
-        return (sampled[shares[0].start: shares[-1].stop], [s.stop - s.start for s in shares], None)
+        return sampled[shares[0].start: shares[-1].stop], [s.stop - s.start for s in shares]
 
     def own(self) -> list[int] | None:
         """This rank's share of the next draw."""
         drawn = self.draw()
         if drawn is None:
             return None
-        sampled, sizes, _ = drawn
+        sampled, sizes = drawn
         first = sum(sizes[: self.rank - self.shard[0]])
         return sampled[first: first + sizes[self.rank - self.shard[0]]].tolist()
 
@@ -80,13 +82,15 @@ class GlobalIndices:
 class SampledIndices:
     """Index lists of the user's batch_sampler on this rank, `accumulation_steps` of them a step."""
 
+    knows_all = False
+
     def __init__(self, batch_sampler: Iterable, accumulation_steps: int, first_step: int) -> None:
         self._lists = islice(iter(batch_sampler), first_step * accumulation_steps, None)
         self.accumulation_steps, self.num_dropped = accumulation_steps, 0
 
-    def draw(self) -> tuple[np.ndarray, None, None] | None:
+    def draw(self) -> tuple[np.ndarray, None] | None:
         own = self.own()
-        return None if own is None else (np.asarray(own, np.int64), None, None)
+        return None if own is None else (np.asarray(own, np.int64), None)
 
     def own(self) -> list[int] | None:
         lists = list(islice(self._lists, self.accumulation_steps))
@@ -128,7 +132,7 @@ class IndexedStream:
         shut_down(self._batches, self._loader.persistent_workers)
         self._batches = None
 
-    def draw(self) -> tuple[list, int, list[int]] | None:
+    def draw(self) -> tuple[list, list[int]] | None:
         if self._batches is None:
             self._batches = iter(self._loader)  # starts worker processes
         measured = next_batch(self._batches)
@@ -139,7 +143,7 @@ class IndexedStream:
         ids = self._indices.drawn.popleft()
         if self._lengths is not None:
             measured = [(self._lengths(i), e) for i, e in zip(ids, measured, strict=True)]
-        return measured, 0, ids
+        return measured, ids
 
     def snapshot(self) -> None:
         return None
@@ -167,7 +171,7 @@ class ForeignStream:
         shut_down(self._batches, getattr(self._loader, "persistent_workers", False))
         self._batches, self._ended = None, True
 
-    def draw(self) -> tuple[list, int, None] | None:
+    def draw(self) -> tuple[list, range] | None:
         if self._batches is None:
             self._batches = iter(self._loader)  # starts worker processes
             for _ in range(self._skip * self._per_step):
@@ -186,7 +190,7 @@ class ForeignStream:
             return None
         first_id = (self._rank << 40) + self._count  # unlike any other rank's
         self._count += len(measured)
-        return measured, first_id, None
+        return measured, range(first_id, first_id + len(measured))
 
     def snapshot(self) -> Any:
         state = getattr(self._loader, "state_dict", None)

@@ -9,28 +9,21 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from orchmllm.comm.exchange import exchange_bytes
-from orchmllm.data.loading.pipeline import Drawn, Loaded, PlannedStep, Postponed
+from orchmllm.data.loading.pipeline import Postponed
 from orchmllm.dropin import wire
 from orchmllm.dropin.draws import next_batch, shut_down
 from orchmllm.dropin.examples import Phase, batch_layout, count_labels, ignore_labels
-from orchmllm.orchestrator import UNKNOWN
+from orchmllm.orchestrator import UNKNOWN, Microbatch, Step
 from orchmllm.plan.layout import ENCODERS, BatchLayout
-from orchmllm.plan.rearrange import Rearrangement, starts_of
+from orchmllm.plan.rearrange import Rearrangement
 from orchmllm.plan.step import StepPlan
-
-
-class Micro(NamedTuple):
-    """One microbatch on this rank: the collated batch and the encoders' inputs."""
-
-    batch: Any
-    inputs: dict[str, Any]
 
 
 class Collator:
@@ -43,14 +36,17 @@ class Collator:
         self.collate, self.phases, self.rank = collate, phases, rank
         self._count, self._pin = num_targets or count_labels, pin
 
-    def finish(self, batch: Any, inputs: dict[str, Any], is_filler: bool) -> tuple[Micro, int]:
-        """(microbatch, its targets or UNKNOWN). A filler's labels are ignored."""
+    def finish(self, micro: Microbatch, batch: Any, inputs: dict[str, Any]) -> int:
+        """Puts them into the microbatch; returns its targets or UNKNOWN. A filler's labels are
+        ignored."""
+        is_filler = not len(micro.rank_plan.examples)
         if is_filler:
             ignore_labels(batch, self.rank)
         count = 0 if is_filler else self._count(batch)
         if self._pin is not None:
             batch, inputs = self._pin(batch), self._pin(inputs)
-        return Micro(batch, inputs), UNKNOWN if count is None else int(count)
+        micro.content, micro.inputs = batch, inputs
+        return UNKNOWN if count is None else int(count)
 
 
 def total(counts: Sequence[int]) -> int:
@@ -84,31 +80,31 @@ class IndexFeed:
                  lookahead: int) -> None:
         self.source, self.lengths, self.loader, self.indices = source, lengths, loader, indices
         self.collator, self.config_digest, self.lookahead = collator, config_digest, lookahead
+        self.knows_all, self.num_dropped = source.knows_all, source.num_dropped
         self._batches: Iterator | None = None
 
-    def draw(self, index: int) -> Drawn:
+    def draw(self, index: int) -> BatchLayout | None:
         drawn = self.source.draw()
         if drawn is None:
-            return Drawn(exhausted=True, num_dropped=self.source.num_dropped)
-        sampled, sizes, _ = drawn
-        layout = batch_layout(sampled, [self.lengths(int(i)) for i in sampled], sizes)
-        return Drawn(part=layout) if sizes is None else Drawn(everything=layout)
+            return None
+        sampled, sizes = drawn
+        return batch_layout(sampled, [self.lengths(int(i)) for i in sampled], sizes)
 
-    def announce(self, planned: PlannedStep) -> None:
-        for mine, (_, plan) in zip(planned.rank_plans, planned.plans, strict=True):
-            self.indices.lists.append(
-                mine.example_ids.tolist() or [filler_of(plan, planned.layout)])
+    def announce(self, step: Step) -> None:
+        for micro in step.micro:
+            self.indices.lists.append(micro.rank_plan.example_ids.tolist()
+                                      or [filler_of(micro.plan, step.layout)])
 
-    def load(self, planned: PlannedStep) -> Loaded:
+    def load(self, step: Step) -> int:
         if self._batches is None:
             self._batches = iter(self.loader)  # starts worker processes
-        done = []
-        for mine in planned.rank_plans:
+        counts = []
+        for micro in step.micro:
             batch = next_batch(self._batches)
             if batch is None:
                 raise RuntimeError("the dataset raised StopIteration")
-            done.append(self.collator.finish(batch, {}, not len(mine.examples)))
-        return Loaded([m for m, _ in done], num_targets=total([n for _, n in done]))
+            counts.append(self.collator.finish(micro, batch, {}))
+        return total(counts)
 
     def close(self) -> None:
         shut_down(self._batches, self.loader.persistent_workers)
@@ -122,57 +118,51 @@ def filler_of(plan: StepPlan, layout: BatchLayout) -> int:
     return int(layout.example_id[layout.tokens_per_example.argmin()])
 
 
-class Measured:
+def measured(length_fn: Callable[[Any], Any], examples: list[Any]) -> list[tuple[Any, Any]]:
     """collate_fn of worker processes: examples with their lengths."""
-
-    def __init__(self, length_fn: Callable[[Any], Any]) -> None:
-        self.length_fn = length_fn
-
-    def __call__(self, examples: list[Any]) -> list[tuple[Any, Any]]:
-        return [(self.length_fn(e), e) for e in examples]
-
-
-class Content(NamedTuple):
-    """A rank's examples of a step; state: of its stream after them."""
-
-    examples: list[Any]
-    state: Any
+    return [(length_fn(e), e) for e in examples]
 
 
 class ExampleFeed:
     """Each rank loads what it sampled; what another rank processes is sent there, encoded by
     `wire`, on a CPU group. source: draws lists of (lengths, example)."""
 
+    knows_all, lookahead = False, 0  # so a step is loaded before the next is drawn
+
     def __init__(self, source, collator: Collator, rank: int, group: dist.ProcessGroup,
                  config_digest: int) -> None:
         self.source, self.collator, self.config_digest = source, collator, config_digest
-        self.rank, self.group, self.lookahead = rank, group, 0
+        self.rank, self.group = rank, group
+        self._examples: list[Any] = []  # of the step last drawn
+        self._state: Any = None  # of the source after it
         self._spare: Any = None
 
-    def draw(self, index: int) -> Drawn:
+    @property
+    def num_dropped(self) -> int:
+        return self.source.num_dropped
+
+    def draw(self, index: int) -> BatchLayout | None:
         drawn = self.source.draw()
         if drawn is None:
-            return Drawn(exhausted=True, num_dropped=self.source.num_dropped)
-        measured, first_id, ids = drawn
-        numbers = range(first_id, first_id + len(measured)) if ids is None else ids
+            return None
+        measured, numbers = drawn
         layout = batch_layout(numbers, [lengths for lengths, _ in measured], None)
-        examples = [example for _, example in measured]
-        self._check_media(layout, examples)
-        if examples:
-            self._spare = examples[0]
-        return Drawn(part=layout,
-                     content=Content(examples, self.source.snapshot()))
+        self._examples = [example for _, example in measured]
+        self._check_media(layout, self._examples)
+        if self._examples:
+            self._spare = self._examples[0]
+        self._state = self.source.snapshot()
+        return layout
 
-    def announce(self, planned: PlannedStep) -> None:
-        pass
+    def announce(self, step: Step) -> None:
+        step.state = self._state
 
-    def load(self, planned: PlannedStep) -> Loaded:
+    def load(self, step: Step) -> int:
         postponed = Postponed()
-        moved = [self._moved(planned, *plan, postponed) for plan in planned.plans]
+        moved = [self._moved(step, micro, postponed) for micro in step.micro]
         if not postponed.everything_came():
-            return Loaded([])
-        done = [self._micro(*content) for content in moved]
-        return Loaded([m for m, _ in done], num_targets=total([n for _, n in done]))
+            return UNKNOWN
+        return total([self._finish(*m) for m in zip(step.micro, moved, strict=True)])
 
     def close(self) -> None:
         self.source.stop()
@@ -195,13 +185,13 @@ class ExampleFeed:
                         "Segment for each")
 
     def _moved(
-        self, planned: PlannedStep, positions: np.ndarray, plan: StepPlan, postponed: Postponed
+        self, step: Step, micro: Microbatch, postponed: Postponed
     ) -> tuple[dict[str, list], list]:
         """(media that this rank encodes, by phase; examples that its LLM processes)."""
-        first = int(starts_of(planned.layout.examples_per_rank)[self.rank])
-        own = positions[planned.layout.rank_of_example[positions] == self.rank] - first
-        examples = [planned.content.examples[i] for i in own]
-        phases = self.collator.phases
+        first = int(step.layout.examples_per_rank[: self.rank].sum())
+        own = micro.positions[micro.plan.layout.rank_of_example == self.rank] - first
+        examples = [self._examples[i] for i in own]
+        phases, plan = self.collator.phases, micro.plan
         media = {m: [x for e in examples for x in e[phase.media]] for m, phase in phases.items()}
         if phases:
             keys = {phase.media for phase in phases.values()}
@@ -209,13 +199,11 @@ class ExampleFeed:
         return ({m: self._move(media[m], plan.encode[m], postponed) for m in phases},
                 self._move(examples, plan.llm, postponed))
 
-    def _micro(self, media: dict[str, list], here: list[Any]) -> tuple[Micro, int]:
-        phases = self.collator.phases
+    def _finish(self, micro: Microbatch, moved: tuple[dict[str, list], list]) -> int:
+        phases, (media, here) = self.collator.phases, moved
         inputs = {m: phase.collate(media[m]) for m, phase in phases.items()}
-        filler = not here
-        if filler:
-            here = [self._filler(phases)]
-        return self.collator.finish(self.collator.collate(here), inputs, filler)
+        return self.collator.finish(
+            micro, self.collator.collate(here or [self._filler(phases)]), inputs)
 
     def _move(self, items: list[Any], move: Rearrangement, postponed: Postponed) -> list[Any]:
         came = exchange_bytes([lambda x=x: postponed.call(wire.encode, x) for x in items], move,

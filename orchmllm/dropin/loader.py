@@ -7,6 +7,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ import torch.distributed as dist
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler, default_collate
 
 from orchmllm.data.loading.forks import loader_context
-from orchmllm.data.loading.pipeline import Pipeline, Ready
+from orchmllm.data.loading.pipeline import Pipeline
 from orchmllm.dropin.adapt import scale_loss
 from orchmllm.dropin.draws import (
     ForeignStream,
@@ -25,7 +26,7 @@ from orchmllm.dropin.draws import (
     SharedIndices,
 )
 from orchmllm.dropin.examples import Phase, StepInfo, attach
-from orchmllm.dropin.feeds import Collator, ExampleFeed, IndexFeed, Measured, PlannedIndices
+from orchmllm.dropin.feeds import Collator, ExampleFeed, IndexFeed, PlannedIndices, measured
 from orchmllm.dropin.setup import (
     check_arguments,
     connect,
@@ -34,7 +35,7 @@ from orchmllm.dropin.setup import (
     make_spec,
     rank_list,
 )
-from orchmllm.orchestrator import Orchestrator
+from orchmllm.orchestrator import Orchestrator, Step
 from orchmllm.plan.assign import digest64
 from orchmllm.plan.cost import CostModel
 
@@ -187,21 +188,21 @@ class BalancedDataLoader:
         if self.dispatch == "load":
             return DataLoader(self.dataset, batch_sampler=self._indices, collate_fn=collate,
                               pin_memory=self.pin_memory, **self._torch)
-        measured = Measured(length_fn) if length_fn is not None else None
+        with_lengths = list if length_fn is None else partial(measured, length_fn)
         if self._kind != "stream":
-            return DataLoader(self.dataset, batch_sampler=self._indices,
-                              collate_fn=measured or list, **self._torch)
+            return DataLoader(self.dataset, batch_sampler=self._indices, collate_fn=with_lengths,
+                              **self._torch)
         if isinstance(self.dataset, DataLoader):
             inner = copy.copy(self.dataset)  # the user's keeps its collate_fn
-            inner.collate_fn = measured
+            inner.collate_fn = with_lengths
             if inner.num_workers:
                 inner.multiprocessing_context = loader_context(
                     inner.multiprocessing_context, inner.num_workers)
             return inner
         if isinstance(self.dataset, IterableDataset):
-            return DataLoader(self.dataset, batch_size=self.batch_size, collate_fn=measured,
+            return DataLoader(self.dataset, batch_size=self.batch_size, collate_fn=with_lengths,
                               **self._torch)
-        return MeasuredLists(self.dataset, measured)
+        return MeasuredLists(self.dataset, with_lengths)
 
     # Iterating.
 
@@ -236,16 +237,14 @@ class BalancedDataLoader:
             accumulation_steps=self.accumulation_steps, prefetch=self.prefetch)
         steps = iter(pipeline)
         try:
-            for ready in steps:
-                content = ready.planned.content
-                if self._log_every and self.rank == 0 and not ready.planned.index % self._log_every:
-                    log_step(ready, epoch)
-                for k in range(self.accumulation_steps):
+            for step in steps:
+                if self._log_every and self.rank == 0 and not step.index % self._log_every:
+                    log_step(step, epoch)
+                for k, micro in enumerate(step.micro):
                     if k == self.accumulation_steps - 1:
-                        self._done = (epoch, ready.planned.index + 1,
-                                      None if content is None else content.state)
-                    self._step = self._info(ready, k, epoch)
-                    yield attach(ready.micro[k].batch, self._step)
+                        self._done = (epoch, step.index + 1, step.state)
+                    self._step = self._info(step, k, epoch)
+                    yield attach(micro.content, self._step)
         finally:
             steps.close()
         self.num_dropped += pipeline.num_dropped
@@ -281,15 +280,14 @@ class BalancedDataLoader:
         return ExampleFeed(stream, self._collator, self._orchestrator.rank, self._links.cpu,
                            config_digest)
 
-    def _info(self, ready: Ready, k: int, epoch: int) -> StepInfo:
-        mine = ready.planned.rank_plans[k]
+    def _info(self, step: Step, k: int, epoch: int) -> StepInfo:
+        micro, mine = step.micro[k], step.micro[k].rank_plan
         return StepInfo(
-            plan=mine, inputs=ready.micro[k].inputs, num_examples=len(mine.examples),
-            example_ids=mine.example_ids.tolist(), step=ready.planned.index, epoch=epoch,
-            microbatch=k, num_microbatches=self.accumulation_steps,
-            imbalance=imbalances(ready.planned.plans[k][1]),
-            wait_s=ready.wait_s if k == 0 else 0.0,
-            num_ranks=self.num_ranks, num_targets=ready.num_targets)
+            plan=mine, inputs=micro.inputs, num_examples=len(mine.examples),
+            example_ids=mine.example_ids.tolist(), step=step.index, epoch=epoch, microbatch=k,
+            num_microbatches=self.accumulation_steps, imbalance=imbalances(micro.plan),
+            wait_s=step.wait_s if k == 0 else 0.0, num_ranks=self.num_ranks,
+            num_targets=step.num_global_targets)
 
     @property
     def step(self) -> StepInfo:

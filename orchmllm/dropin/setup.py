@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from orchmllm.comm.exchange import RowGather, bytes_group, hop_groups
-from orchmllm.data.loading.pipeline import Ready
 from orchmllm.dropin.examples import Phase
 from orchmllm.launch import current_world
+from orchmllm.orchestrator import Step
 from orchmllm.plan.assign import PHASES, BalanceConfig, PhasePolicy, PlanSpec
 from orchmllm.plan.balance import DEFAULT_TOLERANCE, OPTIONS, check_policy
 from orchmllm.plan.cost import CostModel
@@ -167,13 +167,13 @@ def imbalances(plan: StepPlan) -> dict[str, tuple[float, float]]:
     return out
 
 
-def log_step(ready: Ready, epoch: int) -> None:
+def log_step(step: Step, epoch: int) -> None:
     """One line: imbalance per phase as sampled and as planned, wait, and whether it pays."""
-    plans = [plan for _, plan in ready.planned.plans]
+    plans = step.plans
     phases = ", ".join(f"{p} {a:.2f}->{b:.2f}" for p, (a, b) in imbalances(plans[0]).items())
     gain = sum(plan.predicted_gain for plan in plans) / len(plans)
     note = "" if gain >= LITTLE or not plans[0].spec.balance.enabled else (
         f"; balancing gains little here (under {LITTLE:.0%}: few ranks or uniform data), min_gain "
         "skips such steps")
     log.info("epoch %d step %d: imbalance %s; predicted gain %.1f%%; waited %.1f ms%s", epoch,
-             ready.planned.index, phases or "none", 100 * gain, 1e3 * ready.wait_s, note)
+             step.index, phases or "none", 100 * gain, 1e3 * step.wait_s, note)

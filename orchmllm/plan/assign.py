@@ -210,7 +210,9 @@ def _assign_encoder(
     seg = layout.segments_of(ENCODERS[phase])
     home = rank_of_example[layout.example_of_segment[seg]]
     lengths = layout.attn_len[seg]
-    pieces = Pieces(home, np.arange(len(seg)), layout.rows[seg] * spec.row_bytes[phase])
+    pieces = None
+    if getattr(spec.balance, phase).nodewise:
+        pieces = Pieces(home, np.arange(len(seg)), layout.rows[seg] * spec.row_bytes[phase])
     return _assign(phase, lengths, spec.costs[phase](lengths), home, pieces, layout.num_ranks, spec,
                    solve)
 

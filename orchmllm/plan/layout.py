@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
+from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -79,11 +80,9 @@ class VisionGeometry:
         unit = self.patch_size * self.merge_size
         scale = min(1.0, self.max_side / max(header.width, header.height))
         limit = max(1, self.max_side // unit)
-        width, height = (
-            min(limit, max(1, int(side * scale / unit + 0.5))) * unit
-            for side in (header.width, header.height)
-        )
-        return width, height
+        width = min(limit, max(1, int(header.width * scale / unit + 0.5)))
+        height = min(limit, max(1, int(header.height * scale / unit + 0.5)))
+        return width * unit, height * unit
 
     def segment_lengths(self, header: ImageHeader) -> SegmentLengths:
         if header.width < 1 or header.height < 1:
@@ -221,30 +220,27 @@ class BatchLayout:
     ) -> BatchLayout:
         """Joins example layouts; without `examples_per_rank` they all sit on one rank."""
 
-        def join(name: str, *shape: int) -> np.ndarray:
-            parts = [getattr(e, name) for e in examples]
-            return np.concatenate([np.zeros((0, *shape), np.int64), *parts])
-
+        nothing = np.zeros((0, 3), np.int64)
+        joined = {name: np.concatenate([nothing if name == "grid" else nothing[:, 0],
+                                        *map(attrgetter(name), examples)])
+                  for name in ("modality", "rows", "attn_len", "num_tokens", "grid")}
         counts = [len(examples)] if examples_per_rank is None else examples_per_rank
         return cls(
             example_id=np.array([e.example_id for e in examples], np.int64),
             examples_per_rank=np.asarray(counts, np.int64),
             num_targets=np.array([e.num_targets for e in examples], np.int64),
-            segments_per_example=np.array([len(e.modality) for e in examples], np.int64),
-            modality=join("modality"), rows=join("rows"), attn_len=join("attn_len"),
-            num_tokens=join("num_tokens"), grid=join("grid", 3),
-        )
+            segments_per_example=np.array([len(e.modality) for e in examples], np.int64), **joined)
 
     @classmethod
     def concat(cls, parts: Sequence[BatchLayout]) -> BatchLayout:
         """The ranks of `parts` one after the other."""
-        return cls(*(np.concatenate([getattr(p, f.name) for p in parts]) for f in fields(cls)))
+        return cls(*[np.concatenate(list(map(attrgetter(f.name), parts))) for f in fields(cls)])
 
-    @property
+    @cached_property
     def num_examples(self) -> int:
         return len(self.example_id)
 
-    @property
+    @cached_property
     def num_ranks(self) -> int:
         return len(self.examples_per_rank)
 
@@ -280,6 +276,11 @@ class BatchLayout:
     def segments_of(self, modality: int) -> np.ndarray:
         """Indices of one modality's segments, in source order."""
         return self._segments[modality]
+
+    def places(self, segments: np.ndarray) -> np.ndarray:
+        """(k, 2) [position of the example in the batch, segment within it] of k segments."""
+        example = self.example_of_segment[segments]
+        return np.stack([example, segments - self.segment_start[example]], axis=1)
 
     def select(self, keep: np.ndarray) -> BatchLayout:
         """The examples where `keep` (n,) bool is true, on the same ranks."""

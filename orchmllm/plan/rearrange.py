@@ -52,10 +52,29 @@ class Rearrangement:
         """(n,) rank of each target slot."""
         return np.repeat(np.arange(len(self.target_sizes)), self.target_sizes)
 
-    def inverse(self) -> Rearrangement:
+    @cached_property
+    def source_start(self) -> np.ndarray:
+        """(d + 1,) first source item of each rank."""
+        return starts_of(self.source_sizes)
+
+    @cached_property
+    def target_start(self) -> np.ndarray:
+        """(d + 1,) first target slot of each rank."""
+        return starts_of(self.target_sizes)
+
+    @cached_property
+    def slot_of(self) -> np.ndarray:
+        """(n,) target slot of each source item."""
         slot_of = np.empty_like(self.order)
         slot_of[self.order] = np.arange(len(self.order))
-        return Rearrangement(slot_of, self.target_sizes, self.source_sizes)
+        return slot_of
+
+    def items_on(self, rank: int) -> np.ndarray:
+        """Source items at the slots of a target rank."""
+        return self.order[self.target_start[rank]: self.target_start[rank + 1]]
+
+    def inverse(self) -> Rearrangement:
+        return Rearrangement(self.slot_of, self.target_sizes, self.source_sizes)
 
     def then(self, after: Rearrangement) -> Rearrangement:
         """First self, then `after`: x[self.order][after.order]. Raises ValueError if `after` does
@@ -70,9 +89,8 @@ class Rearrangement:
     def expand(self, counts: np.ndarray) -> Rearrangement:
         """The same move for items made of counts[i] >= 0 sub-items each (in source order)."""
         counts = np.asarray(counts, np.int64)
-        starts = starts_of(counts)
-        source = starts[starts_of(self.source_sizes)]
-        target = starts_of(counts[self.order])[starts_of(self.target_sizes)]
+        source = starts_of(counts)[self.source_start]
+        target = starts_of(counts[self.order])[self.target_start]
         order = core().expand_order(self.order, counts)
         return Rearrangement(order, np.diff(source), np.diff(target))
 
@@ -91,32 +109,26 @@ class Rearrangement:
         source_rank, target_rank = self.source_rank, self.target_rank
         moves = bool(np.any((source_rank[self.order] != target_rank) & (rows[self.order] > 0)))
 
-        s0, s1 = starts_of(self.source_sizes)[[rank, rank + 1]]
-        slot_of = self.inverse().order[s0:s1]
+        own = slice(self.source_start[rank], self.source_start[rank + 1])
+        slot_of, mine = self.slot_of[own], rows[own]
         send = np.argsort(slot_of, kind="stable")  # by target slot: grouped by target rank
-        mine = rows[s0:s1]
-        send_index = ranges(starts_of(mine)[:-1][send], mine[send])
+        sent = mine[send]
+        input_splits, output_splits = np.zeros((2, d), np.int64)
+        np.add.at(input_splits, target_rank[slot_of], mine)
 
-        t0, t1 = starts_of(self.target_sizes)[[rank, rank + 1]]
-        items = self.order[t0:t1]
+        items = self.items_on(rank)
         recv_rows = rows[items]
+        np.add.at(output_splits, source_rank[items], recv_rows)
         arrival = np.argsort(source_rank[items], kind="stable")  # (source rank, slot) order
         buffer_start = np.empty_like(arrival)
-        buffer_start[arrival] = starts_of(recv_rows[arrival])[:-1]
+        arriving = recv_rows[arrival]
+        buffer_start[arrival] = np.cumsum(arriving) - arriving
         return Exchange(
-            send_index=send_index,
-            input_splits=_rows_per_rank(target_rank[slot_of], mine, d),
-            output_splits=_rows_per_rank(source_rank[items], recv_rows, d),
-            recv_index=ranges(buffer_start, recv_rows),
-            cu_seqlens=starts_of(recv_rows),
+            send_index=ranges((np.cumsum(mine) - mine)[send], sent),
+            input_splits=input_splits, output_splits=output_splits,
+            recv_index=ranges(buffer_start, recv_rows), cu_seqlens=starts_of(recv_rows),
             moves=moves,
         )
-
-
-def _rows_per_rank(rank: np.ndarray, rows: np.ndarray, num_ranks: int) -> np.ndarray:
-    total = np.zeros(num_ranks, np.int64)
-    np.add.at(total, rank, rows)
-    return total
 
 
 @dataclass(frozen=True)
@@ -138,13 +150,13 @@ class Exchange:
 
     @property
     def num_rows_in(self) -> int:
-        return int(self.input_splits.sum())
+        return len(self.send_index)
 
     @property
     def num_rows_out(self) -> int:
-        return int(self.output_splits.sum())
+        return len(self.recv_index)
 
-    @property
+    @cached_property
     def lengths(self) -> np.ndarray:
         """(n_out,) rows per target item."""
         return np.diff(self.cu_seqlens)
@@ -152,8 +164,8 @@ class Exchange:
     @property
     def is_identity(self) -> bool:
         """True where the rows stay in place on this rank and no rank moves any."""
-        n = self.num_rows_in
-        return (not self.moves and n == self.num_rows_out
+        n = len(self.send_index)
+        return (not self.moves and n == len(self.recv_index)
                 and bool(np.array_equal(self.send_index[self.recv_index], np.arange(n))))
 
 

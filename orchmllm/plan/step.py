@@ -28,7 +28,7 @@ from orchmllm.plan.assign import (
 from orchmllm.plan.homes import TEXT_BYTES, feature_home
 from orchmllm.plan.layout import ENCODERS, BatchLayout
 from orchmllm.plan.nodewise import assign_nodes
-from orchmllm.plan.rearrange import Exchange, Rearrangement, no_exchange, ranges, starts_of
+from orchmllm.plan.rearrange import Exchange, Rearrangement, no_exchange, ranges
 
 __all__ = [
     "PHASES", "BalanceConfig", "PhasePolicy", "PlanSpec", "RankPlan", "StepPlan",
@@ -93,8 +93,7 @@ class StepPlan:
                  self.llm.target_sizes]
         for phase in ENCODERS:
             parts += [self.encode[phase].order, self.encode[phase].target_sizes]
-        return digest64(*(p.astype(np.int64).tobytes() for p in parts),
-                         self.spec.digest.to_bytes(8, "little", signed=True))
+        return digest64(np.concatenate([*parts, [self.spec.digest]], dtype=np.int64).tobytes())
 
     @cached_property
     def stats(self) -> dict[str, dict[str, int]]:
@@ -176,8 +175,7 @@ class StepPlan:
         """`rank`'s part, as index arrays."""
         layout = self.layout
         encode, feature, media, grid, scatter = {}, {}, {}, {}, {}
-        t0, t1 = starts_of(self.llm.target_sizes)[[rank, rank + 1]]
-        examples = self.llm.order[t0:t1]
+        examples = self.llm.items_on(rank)
         for phase, modality in ENCODERS.items():
             seg = layout.segments_of(modality)
             if not len(seg):
@@ -188,11 +186,8 @@ class StepPlan:
             move = self.encode[phase]
             encode[phase] = move.exchange(layout.rows[seg], rank)
             feature[phase] = self.feature[phase].exchange(layout.num_tokens[seg][move.order], rank)
-            e0, e1 = starts_of(move.target_sizes)[[rank, rank + 1]]
-            mine = seg[move.order[e0:e1]]
-            grid[phase] = layout.grid[mine]
-            owner = layout.example_of_segment[mine]
-            media[phase] = np.stack([owner, mine - layout.segment_start[owner]], axis=1)
+            mine = seg[move.items_on(rank)]
+            grid[phase], media[phase] = layout.grid[mine], layout.places(mine)
             scatter[phase] = _media_positions(layout, examples, modality)
         return RankPlan(
             rank=rank, encode=encode, feature=feature, media=media, grid=grid, examples=examples,
@@ -204,9 +199,8 @@ class StepPlan:
 def _media_positions(layout: BatchLayout, examples: np.ndarray, modality: int) -> np.ndarray:
     """(R_f,) positions of one modality's tokens in the packed sequence of `examples`."""
     seg = ranges(layout.segment_start[examples], layout.segments_per_example[examples])
-    start = starts_of(layout.num_tokens[seg])[:-1]
-    chosen = layout.modality[seg] == modality
-    return ranges(start[chosen], layout.num_tokens[seg][chosen])
+    count, chosen = layout.num_tokens[seg], layout.modality[seg] == modality
+    return ranges((np.cumsum(count) - count)[chosen], count[chosen])
 
 
 @dataclass(frozen=True)

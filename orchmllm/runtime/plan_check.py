@@ -4,6 +4,7 @@ silently does nothing."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from operator import itemgetter
 
 import numpy as np
 
@@ -56,13 +57,12 @@ def combined_stats(plans: Sequence[StepPlan]) -> dict[str, dict[str, float]]:
     cost / sum of the mean), that mean in kFLOP, and bytes moved between ranks and between nodes."""
     out = {}
     for phase in PHASES:
-        costs = [plan.phase_cost(phase) for plan in plans]
-        before, after = (np.array([c[i] for c in costs], float) for i in range(2))
+        before, after = np.array([plan.phase_cost(phase) for plan in plans], float).swapaxes(0, 1)
+        stats = [plan.stats[phase] for plan in plans]
         out[phase] = {
             "imbalance_before": imbalance(before),
             "imbalance_after": imbalance(after),
             "mean_cost_kflop": float(before.mean(axis=1).sum()),
-            "moved_bytes": sum(p.stats[phase]["moved_bytes"] for p in plans),
-            "internode_bytes": sum(p.stats[phase]["internode_bytes"] for p in plans),
+            **{name: sum(map(itemgetter(name), stats)) for name in stats[0]},
         }
     return out

@@ -65,7 +65,7 @@ def test_librispeech_folders(recipe):
     dataset = open_dataset(recipe("librispeech"))
     assert str(dataset.sources[0]).startswith("librispeech: 16 rows of asr in LibriSpeech folder")
     check_whole(dataset)
-    question, answer = dataset.conversation(5).turns
+    question, answer = dataset.conversation(5)
     assert question.parts[0].name == "train-clean-100/100/1001/100-1001-0001.flac"
     assert question.parts[1] == "\nTranscribe the speech."
     assert answer.parts[0].isupper() and answer.supervised
@@ -92,7 +92,7 @@ def test_air_bench(recipe):
     dataset = open_dataset(recipe("air_bench"))
     assert "16 rows of air_bench in JSON array" in str(dataset.sources[0])
     check_whole(dataset)
-    found = [dataset.conversation(i).turns for i in range(16)]
+    found = [dataset.conversation(i) for i in range(16)]
     chat = next(t for t in found if "Chat/" in t[0].parts[0].name)
     assert chat[0].parts[0].name.startswith("Chat/sound_QA_clotho/")
     foundation = [t for t in found if "Foundation/" in t[0].parts[0].name]

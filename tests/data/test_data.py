@@ -114,7 +114,7 @@ def test_labels_are_shifted_answers(dataset, tokenizer):
         learnt = labels != IGNORE_INDEX
         assert learnt.sum() == layout.num_targets and not learnt[-1]
         assert torch.equal(labels[:-1][learnt[:-1]], tokens[1:][learnt[:-1]])
-        answers = [t.parts[0] for t in dataset.conversation(i).turns if t.role == "assistant"]
+        answers = [t.parts[0] for t in dataset.conversation(i) if t.role == "assistant"]
         expected = "".join(answer + "<|im_end|>" for answer in answers)
         assert tokenizer.decode(labels[learnt]) == expected
         media = np.repeat(layout.modality != TEXT, layout.num_tokens)

@@ -48,7 +48,7 @@ def content(medium) -> bytes:
 def canonical(dataset, i):
     return [(t.role, t.supervised,
              [p if isinstance(p, str) else (p.modality, content(p)) for p in t.parts if p])
-            for t in dataset.conversation(i).turns]
+            for t in dataset.conversation(i)]
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +79,7 @@ def test_all_formats_give_the_same_examples(name, folder, tokenizer, reference):
 
 def test_the_reference_is_what_was_written(reference):
     for i, (parts, answer) in enumerate(QUESTIONS):
-        user, assistant = reference.conversation(i).turns
+        user, assistant = reference.conversation(i)
         kinds = [{VISION: "image", AUDIO: "audio"}[p.modality] if not isinstance(p, str) else "text"
                  for p in user.parts]
         assert kinds == [kind for kind, value in parts if value]
@@ -150,7 +150,7 @@ def test_named_format_is_taken(folder, tokenizer):
     assert opened(path, tokenizer, folder).sources[0].layout == "asr"
     dataset = opened(path, tokenizer, folder, row_format="caption", prompt="Say it.")
     assert dataset.sources[0].layout == "caption"
-    question, answer = dataset.conversation(0).turns
+    question, answer = dataset.conversation(0)
     assert question.parts[1] == "\nSay it." and answer.parts == ("words",)
 
 

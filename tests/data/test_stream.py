@@ -51,7 +51,7 @@ def stream(folder, *names, num_shards=4, seed=0, weights=(1.0, 2.0)) -> StreamDa
 
 
 def answer(dataset, i) -> str:
-    return dataset.conversation(i).turns[1].parts[0]
+    return dataset.conversation(i)[1].parts[0]
 
 
 @pytest.mark.parametrize("name", PATHS)

@@ -12,7 +12,7 @@ import pytest
 from orchmllm.cli.data import main
 from orchmllm.data.formats.conversation import Turn
 from orchmllm.data.media.medium import Medium, RowError
-from orchmllm.data.templates import TODAY
+from orchmllm.data.template_engine import TODAY
 from orchmllm.data.tokenizer import ChatTokenizer
 from orchmllm.plan.layout import TEXT, VISION
 from tests.lib.formats import write_jsonl

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 
 from orchmllm.config import CheckpointConfig
 from orchmllm.data.loading import forks
-from orchmllm.data.loading.workers import Call, Workers
+from orchmllm.data.loading.workers import Workers
 from orchmllm.data.media.medium import MediaError
 from orchmllm.plan.step import BalanceConfig
 from orchmllm.runtime.stop import Stopped
@@ -55,7 +55,7 @@ def drawn(world, num_workers: int, dispatch: str) -> tuple[list, list, int]:
     arrays, failed = [], []
     for step in trainer.loader():
         failed.append(sorted((f.example, f.segment, f.reason) for f in step.failed))
-        for b in step.batches():
+        for b in trainer.orchestrator.batches(step):
             arrays += [b.num_global_targets, *(x.numpy() for x in (
                 b.token_ids, b.labels, *b.inputs.values()))]
     return arrays, failed, len(psutil.Process().children())
@@ -169,12 +169,12 @@ def test_a_signal_to_the_process_group_stops_at_the_step(tmp_path):
 def test_results_keep_their_order_and_errors_their_type():
     pool = Workers(Failing(), 2)
     try:
-        calls = [Call("load", (i,), {}) for i in range(24)]
-        results = pool.request(calls)()
-        assert [r.value.example_id for r in results] == list(range(24))
+        calls = [((i,), {}) for i in range(24)]
+        results = pool.request("load", calls)()
+        assert [value.example_id for value, _ in results] == list(range(24))
         with pytest.raises(AttributeError):
-            pool.request([Call("nothing", (0,), {})])()
-        assert pool.request([])() == []
+            pool.request("nothing", [((0,), {})])()
+        assert pool.request("load", [])() == []
     finally:
         pool.close()
     with pytest.raises(ValueError, match="num_workers is -1"):
@@ -201,8 +201,8 @@ def stuck_once(monkeypatch, tmp_path):
 def test_a_fork_that_is_stuck_is_forked_anew(stuck_once, monkeypatch):
     pool = Workers(Failing(), 2)
     try:
-        results = pool.request([Call("load", (i,), {}) for i in range(8)])()
-        assert [r.value.example_id for r in results] == list(range(8))
+        results = pool.request("load", [((i,), {}) for i in range(8)])()
+        assert [value.example_id for value, _ in results] == list(range(8))
         assert stuck_once.exists()
         assert [w.is_alive() for w in pool._context.workers] == [True, True]
     finally:
@@ -210,7 +210,7 @@ def test_a_fork_that_is_stuck_is_forked_anew(stuck_once, monkeypatch):
     stuck_once.unlink()
     monkeypatch.setattr(forks, "START_ATTEMPTS", 1)
     with pytest.raises(RuntimeError, match="did not start"):
-        Workers(Failing(), 1).request([Call("load", (0,), {})])
+        Workers(Failing(), 1).request("load", [((0,), {})])
 
 
 def test_a_worker_that_is_killed_for_being_late_holds_no_lock(monkeypatch):
@@ -225,8 +225,8 @@ def test_a_worker_that_is_killed_for_being_late_holds_no_lock(monkeypatch):
     monkeypatch.setattr(forks, "wait", late)
     pool = Workers(Failing(), 2)
     try:
-        results = pool.request([Call("load", (i,), {}) for i in range(8)])()
-        assert [r.value.example_id for r in results] == list(range(8))
+        results = pool.request("load", [((i,), {}) for i in range(8)])()
+        assert [value.example_id for value, _ in results] == list(range(8))
     finally:
         pool.close()
 
@@ -244,7 +244,7 @@ def test_workers_start_beside_a_thousand_open_files():
     try:
         opened += (os.open(os.devnull, os.O_RDONLY) for _ in range(1050))
         assert max(opened) > 1023
-        assert pool.request([Call("load", (0,), {})])()[0].value.example_id == 0
+        assert pool.request("load", [((0,), {})])()[0][0].example_id == 0
     finally:
         pool.close()
         for descriptor in opened:
@@ -255,7 +255,7 @@ def test_workers_start_beside_a_thousand_open_files():
 HALF_STARTED = """
 import time
 from orchmllm.data.loading import forks
-from orchmllm.data.loading.workers import Call, Workers
+from orchmllm.data.loading.workers import Workers
 from tests.data.test_workers import Failing
 
 forked, start = [], forks.SureFork.start
@@ -269,7 +269,7 @@ def starts_once(self):
 
 forks.SureFork.start = starts_once
 try:
-    Workers(Failing(), 2).request([Call("load", (0,), {}), Call("load", (1,), {})])
+    Workers(Failing(), 2).request("load", [((0,), {}), ((1,), {})])
 except RuntimeError as error:
     print(error, len(forked), [p.is_alive() for p in forked])
 """

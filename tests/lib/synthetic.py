@@ -85,11 +85,14 @@ class SyntheticDataset:
         return ExampleLayout.from_segments(i, targets, list(self._segments(i)))
 
     def load(self, i: int, *, text: bool = True, segments: Sequence[int] | None = None,
-             on_error=None) -> Example:
+             encoded: Sequence[int] = (), on_error=None) -> Example:
         parts = list(self._segments(i))
         media = {}
         for k, (modality, lengths) in enumerate(parts):
             if modality == TEXT or (segments is not None and k not in segments):
+                continue
+            if k in encoded:
+                media[k] = torch.frombuffer(bytearray(self.read(i, k)), dtype=torch.uint8)
                 continue
             rng = np.random.default_rng([11, i, k])
             media[k] = torch.from_numpy(

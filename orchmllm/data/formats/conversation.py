@@ -37,19 +37,12 @@ class Turn(NamedTuple):
     supervised: bool
 
 
-class Conversation(NamedTuple):
-    """The canonical example."""
+Conversation = tuple[Turn, ...]  # the canonical example
 
-    turns: tuple[Turn, ...]
 
-    @property
-    def media(self) -> list[Medium]:
-        """In reading order, which is that of the example's media segments."""
-        return [p for turn in self.turns for p in turn.parts if isinstance(p, Medium)]
-
-    @property
-    def num_chars(self) -> int:
-        return sum(len(p) for turn in self.turns for p in turn.parts if isinstance(p, str))
+def media_of(turns: Conversation) -> list[Medium]:
+    """In reading order, which is that of the example's media segments."""
+    return [p for turn in turns for p in turn.parts if isinstance(p, Medium)]
 
 
 def _listed(row: Mapping, keys: tuple[str, ...]) -> list:
@@ -95,12 +88,11 @@ class _RowMedia:
                     f'{self.asked[mark]} {mark} placeholders but {given} paths in "{key}"; write '
                     f"one {mark} in the text for each path, in the same order")
 
-    def parts(self, text: str) -> Iterator[str | Medium]:
+    def parts(self, text: str) -> list[str | Medium]:
+        out: list[str | Medium] = []
         for part in _PLACEHOLDER.split(text):
-            if part in self.left:
-                yield from self.take(part)
-            elif part:
-                yield part
+            out += self.take(part) if part in self.left else [part] if part else []
+        return out
 
 
 def _content_parts(content: list, media: _RowMedia) -> Iterator[str | Medium]:
@@ -149,8 +141,10 @@ def chat(row: Mapping, root: MediaRoot, prompt: str = "") -> Conversation:
             raise RowError(f"a turn is {str(turn)[:200]!r}, not an object")
         said = turn.get("role", turn.get("from"))
         role = ROLES.get(said) if isinstance(said, str) else None
-        content = next((turn[k] for k in ("content", "value", "text") if turn.get(k) is not None),
-                       None)
+        for key in ("content", "value", "text"):
+            content = turn.get(key)
+            if content is not None:
+                break
         if role is None:
             raise RowError(f'a turn needs "from" or "role" (one of {", ".join(ROLES)}), got '
                            f"{said!r}")
@@ -164,7 +158,7 @@ def chat(row: Mapping, root: MediaRoot, prompt: str = "") -> Conversation:
         learnt = role == "assistant" and turn.get("weight", 1) != 0
         out.append(Turn(role, parts, learnt))
     media.check()
-    return Conversation(tuple(out))
+    return tuple(out)
 
 
 def instruction(row: Mapping, root: MediaRoot, prompt: str = "") -> Conversation:
@@ -183,7 +177,7 @@ def instruction(row: Mapping, root: MediaRoot, prompt: str = "") -> Conversation
 
 
 def _pair(question: tuple, answer: str) -> Conversation:
-    return Conversation((Turn("user", question, False), Turn("assistant", (answer,), True)))
+    return Turn("user", question, False), Turn("assistant", (answer,), True)
 
 
 def _text_of(row: Mapping, keys: tuple[str, ...]) -> str:

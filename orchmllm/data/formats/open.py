@@ -70,15 +70,11 @@ class DataSource:
                 ValueError) as error:  # adapters read a row as if it had the right types
             raise RowError(f"not a row of {self.layout} ({LOOKED_FOR.get(self.layout, '')}): "
                            f"{type(error).__name__}: {error}") from error
-        if conversation.num_chars > MAX_ROW_CHARS:
-            raise RowError(f"{conversation.num_chars} characters of text: more than the limit of "
+        num_chars = sum(map(len, [p for t in conversation for p in t.parts if isinstance(p, str)]))
+        if num_chars > MAX_ROW_CHARS:
+            raise RowError(f"{num_chars} characters of text: more than the limit of "
                            f"{MAX_ROW_CHARS}")
         return conversation
-
-    def fingerprint(self) -> str:
-        """Changes when a data file does."""
-        files = [(os.path.basename(p), *rest) for p, *rest in sizes(self.store.files)]
-        return digest([self.layout, len(self), files])
 
 
 def index_path(index_dir: str | os.PathLike | None) -> Path:

@@ -2,13 +2,16 @@
 
 - `load`: the media that this rank encodes and the text that its LLM takes.
 - `tensors`: whole examples that it sampled; rows move later, on the device's group.
-- `bytes`: encoded media and text of examples that it sampled move here, and are decoded after.
+- `bytes`: whole examples that it sampled, of which the media that leave stay encoded; media and
+  text move here, and are decoded after.
+
+An example is one call of the dataset on each rank that needs something of it.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,12 +20,12 @@ from torch import Tensor
 
 from orchmllm.batch import Example
 from orchmllm.comm.exchange import exchange_bytes
-from orchmllm.data.loading.pipeline import Drawn, Loaded, PlannedStep, Postponed
-from orchmllm.data.loading.workers import Call, Result, Workers, told
+from orchmllm.data.loading.pipeline import Postponed
+from orchmllm.data.loading.workers import Workers
 from orchmllm.data.sampler import GlobalSampler
-from orchmllm.orchestrator import FailedSegment, Orchestrator
+from orchmllm.orchestrator import UNKNOWN, FailedSegment, Microbatch, Orchestrator, Step
 from orchmllm.plan.layout import ENCODERS, BatchLayout
-from orchmllm.plan.step import RankPlan, StepPlan
+from orchmllm.plan.rearrange import Rearrangement
 
 _ROW_DTYPE = {"vision": torch.uint8, "audio": torch.float32}
 
@@ -32,226 +35,146 @@ class SegmentFeed:
     it decodes, and decodes single segments. With worker processes the next step is planned before
     one is taken, so that they have work meanwhile."""
 
+    num_dropped = 0
+
     def __init__(self, dataset: Any, sampler: GlobalSampler, orchestrator: Orchestrator,
                  num_steps: int, num_workers: int = 0) -> None:
         self.dataset, self.sampler, self.orchestrator = dataset, sampler, orchestrator
         self.num_steps, self.config_digest = num_steps, min(num_workers, 1)
         self.lookahead = min(num_workers, 1)
         self.dispatch = orchestrator.spec.balance.dispatch
-        if self.dispatch == "bytes" and not (
-                hasattr(dataset, "read") and hasattr(dataset, "decode")):
+        self.knows_all = self.dispatch == "load"  # every rank can probe every example
+        if self.dispatch == "bytes" and not hasattr(dataset, "decode"):
             raise ValueError("balance.dispatch is 'bytes', but the dataset cannot read encoded "
-                             "media (no methods read and decode): use 'load' or 'tensors'")
+                             "media (no method decode): use 'load' or 'tensors'")
         self._workers = Workers(dataset, num_workers)
         self._requested: deque[list[_Request]] = deque()
 
-    def draw(self, index: int) -> Drawn:
-        """The global layout where every rank can probe every example (dispatch `load`), else this
-        rank's part."""
+    def draw(self, index: int) -> BatchLayout | None:
         if index >= self.num_steps:
-            return Drawn(exhausted=True)
-        orch, sampled = self.orchestrator, self.sampler.batch(index)
-        shares = [self.sampler.share(len(sampled), r, orch.world_size)
-                  for r in range(orch.world_size)]
-        probed = sampled if orch.loads_directly else sampled[shares[orch.rank]]
-        layouts = [self.dataset.layout(int(i)) for i in probed]
-        if not orch.loads_directly:
-            return Drawn(part=BatchLayout.from_examples(layouts))
-        sizes = [s.stop - s.start for s in shares]
-        return Drawn(everything=BatchLayout.from_examples(layouts, sizes))
+            return None
+        sampled, rank = self.sampler.batch(index), self.orchestrator.rank
+        shares = [self.sampler.share(len(sampled), r, self.orchestrator.world_size)
+                  for r in range(self.orchestrator.world_size)]
+        probed = sampled if self.knows_all else sampled[shares[rank]]
+        return BatchLayout.from_examples(
+            [self.dataset.layout(int(i)) for i in probed],
+            [s.stop - s.start for s in shares] if self.knows_all else None)
 
-    def announce(self, planned: PlannedStep) -> None:
-        """Starts what needs nobody else."""
-        for mine in planned.rank_plans:
-            mine.pack()
-        if self.dispatch == "load":
-            self._requested.append([
-                self._planned(positions, plan.layout.example_id, mine)
-                for (positions, plan), mine in zip(planned.plans, planned.rank_plans, strict=True)])
-        elif self.dispatch == "tensors":
-            self._requested.append([self._sampled(*plan) for plan in planned.plans])
+    def announce(self, step: Step) -> None:
+        for micro in step.micro:
+            micro.rank_plan.pack()
+        self._requested.append([
+            _Request(micro, self.orchestrator.rank, self.dispatch, self.dataset, self._workers)
+            for micro in step.micro])
 
-    def load(self, planned: PlannedStep) -> Loaded:
-        failed: list[FailedSegment] = []
+    def load(self, step: Step) -> int:
+        requests = self._requested.popleft()
         if self.dispatch == "bytes":
             postponed = Postponed()
-            requests = [self._moved(*p, failed, postponed) for p in planned.plans]
+            contents = [self._moved(request, step, postponed) for request in requests]
             if not postponed.everything_came():
-                return Loaded([], failed)
+                return UNKNOWN
+            self._decode(contents, step)
         else:
-            requests = self._requested.popleft()
-        joined = [self._join(*request.results(failed)) for request in requests]
-        return Loaded([self.orchestrator.pinned(*content) for content in joined], failed)
+            contents = [request.content(step) for request in requests]
+        for micro, (media, texts) in zip(step.micro, contents, strict=True):
+            micro.inputs = {p: torch.cat([self._zeros(p, 0), *media[p]]) for p in ENCODERS}
+            micro.content = torch.cat([torch.empty(0, 2, dtype=torch.int32), *texts])
+            self.orchestrator.pin(micro)
+        return UNKNOWN  # the lengths tell it
 
     def close(self) -> None:
         self._requested.clear()
         self._workers.close()
 
-    def _planned(self, positions: np.ndarray, ids: np.ndarray, mine: RankPlan) -> _Request:
-        """Everything that this rank processes. ids: dataset index of each example of the plan."""
-        request = _Request()
-        for phase, media in mine.media.items():
-            for example, segment in media.tolist():
-                request.medium(phase, positions[example], _load_medium(ids[example], segment),
-                               segment)
-        for example in mine.examples.tolist():
-            request.text(positions[example], _load_text(ids[example]))
-        return request.start(self._workers)
+    def _moved(self, request: _Request, step: Step, postponed: Postponed
+               ) -> tuple[dict[str, list], list[Tensor | None]]:
+        """Media and text of a microbatch, on the ranks that process them, in slot order: a medium
+        that came from another rank is still encoded, with no bytes where it could not be read."""
+        plan = request.micro.plan
+        media, texts = postponed.call(request.content, step) or (None, None)
+        there = {p: self._exchanged(media and media[p], len(request.media[p]), plan.encode[p],
+                                    postponed) for p in ENCODERS}
+        came = self._exchanged(texts, len(request.texts), plan.llm, postponed)
+        return there, [torch.from_numpy(t.copy().view(np.int32)).reshape(-1, 2)
+                       if isinstance(t, np.ndarray) else t for t in came]
 
-    def _sampled(self, positions: np.ndarray, plan: StepPlan) -> _Request:
-        """Everything that this rank sampled, an example at a time."""
-        request, layout = _Request(), plan.layout
-        start = layout.segment_start
-        for example in np.flatnonzero(layout.rank_of_example == self.orchestrator.rank).tolist():
-            modality = layout.modality[start[example]: start[example + 1]]
-            segments = {phase: np.flatnonzero(modality == code).tolist()
-                        for phase, code in ENCODERS.items()}
-            request.whole(positions[example], _load(layout.example_id[example]), segments)
-        return request.start(self._workers)
+    def _exchanged(self, items: list[Tensor] | None, count: int, move: Rearrangement,
+                   postponed: Postponed) -> list[Tensor | np.ndarray | None]:
+        """items: `count` of them, or None where this rank has none to send."""
+        def data(item: int) -> np.ndarray | None:
+            return None if items is None else items[item].numpy().reshape(-1).view(np.uint8)
 
-    def _moved(self, positions: np.ndarray, plan: StepPlan, failed: list[FailedSegment],
-               postponed: Postponed) -> _Request:
-        """Encoded media and text to the ranks that process them, to be decoded there."""
-        orch, layout = self.orchestrator, plan.layout
-        request, ids = _Request(), layout.example_id
-        for phase, move in plan.encode.items():
-            seg = layout.segments_of(ENCODERS[phase])
-            example = layout.example_of_segment[seg]
-            at = list(zip(example.tolist(), (seg - layout.segment_start[example]).tolist(),
-                          strict=True))  # (example, segment) of each source item
-            own = np.flatnonzero(layout.rank_of_example[example] == orch.rank)
-            readers = [self._reader(ids[at[i][0]], at[i][1], positions[at[i][0]], failed)
-                       for i in own]
-            came = exchange_bytes([lambda r=r: postponed.call(r) for r in readers], move,
-                                  orch.rank, orch.group)
-            postponed.incomplete |= any(c is None for c in came)
-            for item, data in zip(move.order[move.target_rank == orch.rank].tolist(), came,
-                                  strict=True):
-                example, segment = at[item]
-                rows = int(layout.rows[seg[item]])
-                if isinstance(data, int):
-                    call = _load_medium(ids[example], segment)
-                elif data is not None and len(data):
-                    call = Call("decode", (ENCODERS[phase], data.tobytes(), rows),
-                                {"segment": segment})
-                else:  # its sender reported it
-                    request.ready(phase, self._zeros(phase, rows))
-                    continue
-                request.medium(phase, positions[example], call, segment)
-        request.texts = self._moved_text(plan, positions, failed, postponed)
-        postponed.call(request.start, self._workers)
-        return request
-
-    def _moved_text(self, plan: StepPlan, positions: np.ndarray, failed: list[FailedSegment],
-                    postponed: Postponed) -> list[Tensor]:
-        own = np.flatnonzero(plan.layout.rank_of_example == self.orchestrator.rank).tolist()
-        text = postponed.call(self._own_text, plan, positions, own, failed) or [None] * len(own)
-        came = exchange_bytes(
-            [lambda t=t: None if t is None else t.numpy().reshape(-1).view(np.uint8) for t in text],
-            plan.llm, self.orchestrator.rank, self.orchestrator.group)
+        came = exchange_bytes([partial(data, k) for k in range(count)], move,
+                              self.orchestrator.rank, self.orchestrator.group)
         postponed.incomplete |= any(c is None for c in came)
-        return [text[c] if isinstance(c, int)
-                else torch.from_numpy(c.copy().view(np.int32)).reshape(-1, 2)
-                for c in came if c is not None]
+        return [items and items[c] if isinstance(c, int) else c for c in came]
 
-    def _own_text(self, plan: StepPlan, positions: np.ndarray, own: list[int],
-                  failed: list[FailedSegment]) -> list[Tensor]:
-        """(L, 2) int32 of each example that this rank sampled."""
-        results = self._workers.request([_load_text(plan.layout.example_id[i]) for i in own])()
-        for i, result in zip(own, results, strict=True):
-            failed += _failures(positions[i], result)
-        return [_text(r.value) for r in results]
-
-    def _reader(self, index: int, segment: int, position: int, failed: list[FailedSegment]
-                ) -> Callable[[], np.ndarray]:
-        """() -> the medium's encoded bytes; none of them where it cannot be read."""
-        def on_error(segment: int, error: Exception) -> None:
-            failed.append(FailedSegment(int(position), segment, *told(error)))
-
-        def read() -> np.ndarray:
-            return np.frombuffer(self.dataset.read(int(index), segment, on_error=on_error),
-                                 np.uint8)
-
-        return read
+    def _decode(self, contents: list[tuple[dict[str, list], list[Tensor]]], step: Step) -> None:
+        """Rows in place of what came encoded, zeros in place of what its sender could not read."""
+        calls, places = [], []
+        for micro, (media, _) in zip(step.micro, contents, strict=True):
+            layout = micro.plan.layout
+            for phase, came in media.items():
+                for slot, (example, segment) in enumerate(micro.rank_plan.media[phase].tolist()):
+                    data = came[slot]
+                    if not isinstance(data, np.ndarray):
+                        continue
+                    rows = int(layout.rows[layout.segment_start[example] + segment])
+                    came[slot] = self._zeros(phase, rows)
+                    if len(data):  # else its sender reported it
+                        calls.append(((ENCODERS[phase], data.tobytes(), rows),
+                                      {"segment": segment}))
+                        places.append((came, slot, int(micro.positions[example])))
+        results = self._workers.request("decode", calls)()
+        for (came, slot, position), (rows, failures) in zip(places, results, strict=True):
+            came[slot] = rows
+            step.failed += [FailedSegment(position, *failure) for failure in failures]
 
     def _zeros(self, phase: str, rows: int) -> Tensor:
         return torch.zeros(rows, getattr(self.dataset, phase).row_size, dtype=_ROW_DTYPE[phase])
 
-    def _join(self, media: dict[str, list[Tensor]], texts: Sequence[Tensor]
-              ) -> tuple[dict[str, Tensor], Tensor]:
-        """Inputs (R, row_size) per phase, and (T, 2) int32 [token id, label]."""
-        inputs = {phase: torch.cat([self._zeros(phase, 0), *media[phase]]) for phase in ENCODERS}
-        return inputs, torch.cat([torch.empty(0, 2, dtype=torch.int32), *texts])
-
 
 class _Request:
-    """Calls of one microbatch, and where their results go: rows in slot order per phase, texts in
-    order. texts: those that are there already."""
+    """What this rank reads of a microbatch, one call for each example: for `load` what it
+    processes, in slot order, else what it sampled, in source order. media[phase]: (example,
+    segment); texts: examples."""
 
-    def __init__(self) -> None:
-        self.texts: list[Tensor] = []
-        self._media: dict[str, list[Tensor | tuple[int, int]]] = {p: [] for p in ENCODERS}
-        self._calls: list[Call] = []
-        self._position: list[int] = []  # of each call's example in the step's batch
-        self._text_of: list[int] = []  # calls that return a text
-        self._results: Callable[[], list[Result]] = list
+    def __init__(self, micro: Microbatch, rank: int, dispatch: str, dataset: Any, workers: Workers
+                 ) -> None:
+        layout, mine = micro.plan.layout, micro.rank_plan
+        sampled = layout.rank_of_example == rank
+        self.micro, self.media = micro, {}
+        self.texts = (mine.examples if dispatch == "load" else np.flatnonzero(sampled)).tolist()
+        wanted: dict[int, dict] = {e: {"text": True, "segments": []} for e in self.texts}
+        for phase, code in ENCODERS.items():
+            self.media[phase] = here = list(map(tuple, mine.media[phase].tolist()))
+            if dispatch != "load":
+                at = layout.places(layout.segments_of(code))
+                self.media[phase] = list(map(tuple, at[sampled[at[:, 0]]].tolist()))
+            leaving = set(self.media[phase]).difference(here) if dispatch == "bytes" else ()
+            for example, segment in self.media[phase]:
+                keys = wanted.setdefault(example, {"text": False, "segments": []})
+                keys["segments"].append(segment)
+                if (example, segment) in leaving:
+                    keys.setdefault("encoded", []).append(segment)
+        kept = getattr(dataset, "kept", None) if workers.num_workers else None
+        calls = []
+        for example, keys in wanted.items():
+            index = int(layout.example_id[example])
+            if kept is not None:  # a worker would have to read the row again
+                keys["row"] = kept(index)
+            calls.append(((index,), keys))
+        self._examples, self._results = list(wanted), workers.request("load", calls)
 
-    def _call(self, position: int, call: Call) -> int:
-        self._calls.append(call)
-        self._position.append(int(position))
-        return len(self._calls) - 1
-
-    def medium(self, phase: str, position: int, call: Call, segment: int) -> None:
-        self._media[phase].append((self._call(position, call), segment))
-
-    def ready(self, phase: str, rows: Tensor) -> None:
-        self._media[phase].append(rows)
-
-    def text(self, position: int, call: Call) -> None:
-        self._text_of.append(self._call(position, call))
-
-    def whole(self, position: int, call: Call, segments: dict[str, list[int]]) -> None:
-        number = self._call(position, call)
-        self._text_of.append(number)
-        for phase, of_phase in segments.items():
-            self._media[phase] += [(number, segment) for segment in of_phase]
-
-    def start(self, workers: Workers) -> _Request:
-        self._results = workers.request(self._calls)
-        return self
-
-    def results(self, failed: list[FailedSegment]) -> tuple[dict[str, list[Tensor]], list[Tensor]]:
-        """Waits. Appends to `failed` what could not be decoded."""
-        results = self._results()
-        for position, result in zip(self._position, results, strict=True):
-            failed += _failures(position, result)
-
-        def rows(entry: Tensor | tuple[int, int]) -> Tensor:
-            if isinstance(entry, Tensor):
-                return entry
-            value = results[entry[0]].value
-            return value.media[entry[1]] if isinstance(value, Example) else value
-
-        media = {phase: [rows(e) for e in entries] for phase, entries in self._media.items()}
-        return media, [*self.texts, *(_text(results[c].value) for c in self._text_of)]
-
-
-def _load(index: int) -> Call:
-    return Call("load", (int(index),), {})
-
-
-def _load_medium(index: int, segment: int) -> Call:
-    return Call("load", (int(index),), {"text": False, "segments": [segment]})
-
-
-def _load_text(index: int) -> Call:
-    return Call("load", (int(index),), {"segments": []})
-
-
-def _failures(position: int, result: Result) -> list[FailedSegment]:
-    return [FailedSegment(int(position), *failure) for failure in result.failed]
-
-
-def _text(example: Example) -> Tensor:
-    """(L, 2) int32: [token id, label]."""
-    return torch.stack([example.token_ids, example.labels], dim=1)
+    def content(self, step: Step) -> tuple[dict[str, list[Tensor]], list[Tensor]]:
+        """Waits. (Rows of the media by phase, texts (L, 2) int32 [token id, label]); what could not
+        be decoded is added to step.failed."""
+        loaded: dict[int, Example] = {}
+        for example, (value, failures) in zip(self._examples, self._results(), strict=True):
+            loaded[example] = value
+            position = int(self.micro.positions[example])
+            step.failed += [FailedSegment(position, *failure) for failure in failures]
+        return ({p: [loaded[e].media[s] for e, s in at] for p, at in self.media.items()},
+                [torch.stack([loaded[e].token_ids, loaded[e].labels], dim=1) for e in self.texts])

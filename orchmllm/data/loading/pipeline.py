@@ -11,66 +11,14 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
-
-import numpy as np
+from typing import Any, Protocol, TypeVar
 
 from orchmllm.comm.errors import AgreedError
 from orchmllm.data.loading.prefetch import Prefetcher
-from orchmllm.orchestrator import UNKNOWN, FailedSegment, Orchestrator
+from orchmllm.orchestrator import UNKNOWN, Orchestrator, Step
 from orchmllm.plan.layout import BatchLayout
-from orchmllm.plan.step import RankPlan, StepPlan
 
 T = TypeVar("T")
-
-
-class Drawn(NamedTuple):
-    """What a rank knows of a step before LAYOUT. part: layout of its own examples; everything:
-    instead, the whole global batch's, where every rank knows it (only headers travel then).
-    content: whatever the feed needs to load it. num_dropped: see Orchestrator.gather_layout."""
-
-    part: BatchLayout | None = None
-    everything: BatchLayout | None = None
-    content: Any = None
-    exhausted: bool = False
-    num_dropped: int = 0
-
-
-@dataclass(frozen=True)
-class PlannedStep:
-    """A step after LAYOUT. plans: per microbatch (positions of its examples in the step's batch,
-    its plan); rank_plans: this rank's parts. error: why there is no plan."""
-
-    index: int
-    layout: BatchLayout
-    content: Any
-    plans: list[tuple[np.ndarray, StepPlan]]
-    rank_plans: list[RankPlan]
-    plan_s: float
-    error: Exception | None = None
-
-
-@dataclass(frozen=True)
-class Loaded:
-    """What a feed made of a plan: content per microbatch. num_targets: labels in it, or UNKNOWN."""
-
-    micro: list[Any]
-    failed: list[FailedSegment] = field(default_factory=list)
-    num_targets: int = UNKNOWN
-
-
-@dataclass(frozen=True)
-class Ready(Generic[T]):
-    """A step after COMMIT. num_targets: of all ranks and microbatches, None if nobody counted."""
-
-    planned: PlannedStep
-    micro: list[T]
-    failed: list[FailedSegment]
-    num_targets: int | None
-    plan_s: float
-    wait_s: float = 0.0
 
 
 class Feed(Protocol):
@@ -78,24 +26,29 @@ class Feed(Protocol):
 
     config_digest: configuration that all ranks have to share, as 64 bits. lookahead: steps that are
     planned beyond the one that is loaded, for worker processes that want work early; equal on all
-    ranks.
+    ranks. knows_all: whether every rank draws the whole global batch (only headers travel then).
+    num_dropped: see Orchestrator.gather_layout.
     """
 
     config_digest: int
     lookahead: int
+    knows_all: bool
+    num_dropped: int
 
-    def draw(self, index: int) -> Drawn:
-        """The examples of a step; called once for each, in order."""
+    def draw(self, index: int) -> BatchLayout | None:
+        """The examples of a step, this rank's or all; called once for each, in order. None after
+        the last one."""
         ...
 
-    def announce(self, planned: PlannedStep) -> None:
+    def announce(self, step: Step) -> None:
         """A step was planned; up to `lookahead` more follow before it is loaded."""
         ...
 
-    def load(self, planned: PlannedStep) -> Loaded:
-        """What this rank processes of a step; called once for each announced one, in order. If it
-        exchanges data with other ranks it takes part in all exchanges whatever fails on this rank
-        (see Postponed)."""
+    def load(self, step: Step) -> int:
+        """Adds what this rank processes to the microbatches, and to step.failed what could not be
+        decoded; returns how many labels that holds, or UNKNOWN. Called once for each announced
+        step, in order. If it exchanges data with other ranks it takes part in all exchanges
+        whatever fails on this rank (see Postponed)."""
         ...
 
     def close(self) -> None:
@@ -130,8 +83,8 @@ class Postponed:
 
 
 class Pipeline:
-    """Iterates `Ready` steps from first_step until the feed ends. prefetch: steps prepared ahead
-    (0: in the caller's thread). accumulation_steps: microbatches.
+    """Iterates `Step`s from first_step until the feed ends. prefetch: steps prepared ahead (0: in
+    the caller's thread). accumulation_steps: microbatches.
 
     An exception of any rank while drawing, planning or loading is raised on all ranks as
     RemoteError with the same text, after the steps that were complete before it. On the rank that
@@ -156,45 +109,35 @@ class Pipeline:
         """Steps that may be planned beyond the one last yielded."""
         return self.prefetch + self.feed.lookahead
 
-    def __iter__(self) -> Iterator[Ready]:
-        if self.prefetch == 0:
-            steps = self._steps()
-            try:
-                while True:
-                    started = time.perf_counter()
-                    step = next(steps, None)
-                    if step is None:
-                        return
-                    yield replace(step, wait_s=time.perf_counter() - started)
-            finally:
-                steps.close()
-        ahead = Prefetcher(self._steps(), self.prefetch)
+    def __iter__(self) -> Iterator[Step]:
+        steps = self._steps()
+        ready = Prefetcher(steps, self.prefetch) if self.prefetch else steps
         try:
             while True:
                 started = time.perf_counter()
-                try:
-                    step = ahead.next()
-                except StopIteration:
+                step = next(ready, None)
+                if step is None:
                     return
-                yield replace(step, wait_s=time.perf_counter() - started)
+                step.wait_s = time.perf_counter() - started
+                yield step
         finally:
-            ahead.close()
+            ready.close()
 
-    def _steps(self) -> Generator[Ready, None, None]:
+    def _steps(self) -> Generator[Step, None, None]:
         """Everything up to COMMIT, in one thread. The order of agreements is the same on all ranks,
         whatever fails on one: LAYOUT of `lookahead` steps more, then COMMIT."""
-        waiting: deque[PlannedStep] = deque()
+        waiting: deque[Step] = deque()
         index, failure, ended = self.first_step, None, False
         try:
             while True:
                 while not ended and len(waiting) <= self.feed.lookahead:
                     try:
-                        planned = self._plan(index)
+                        step = self._plan(index)
                     except AgreedError as e:  # must not overtake the steps before it
-                        planned, failure = None, e
-                    if planned is not None:
-                        waiting.append(planned)
-                    ended = planned is None  # an error may be this rank's alone: go on to COMMIT
+                        step, failure = None, e
+                    if step is not None:
+                        waiting.append(step)
+                    ended = step is None  # an error may be this rank's alone: go on to COMMIT
                     index += 1
                 if not waiting:
                     break
@@ -204,67 +147,40 @@ class Pipeline:
         finally:
             self.feed.close()
 
-    def _load(self, planned: PlannedStep) -> Ready:
-        """Load and COMMIT."""
-        loaded, error = Loaded([]), planned.error
-        if error is None:
-            try:
-                loaded = self.feed.load(planned)
-            except Exception as e:  # shared in COMMIT, so that every rank raises it
-                error = e
-        return self._commit(planned, loaded, error)
-
-    def _plan(self, index: int) -> PlannedStep | None:
+    def _plan(self, index: int) -> Step | None:
         """LAYOUT and plan of a step; None after the last one."""
-        orch, drawn, error = self.orchestrator, Drawn(), None
+        orch, drawn, error = self.orchestrator, None, None
         try:
             drawn = self.feed.draw(index)
         except Exception as e:  # shared in LAYOUT, so that every rank raises it
             error = e
         started = time.perf_counter()
-        with caused_by(error):
-            gathered = orch.gather_layout(
-                index, drawn.part, error=describe(error), exhausted=drawn.exhausted,
-                num_dropped=drawn.num_dropped, config_digest=self.feed.config_digest)
-        if gathered.layout is None:
-            self.num_dropped = gathered.num_dropped
+        layout, num_dropped = orch.gather_layout(
+            index, None if self.feed.knows_all else drawn, error=error,
+            exhausted=drawn is None and error is None, num_dropped=self.feed.num_dropped,
+            config_digest=self.feed.config_digest)
+        if layout is None:
+            self.num_dropped = num_dropped
             return None
-        layout = gathered.layout if drawn.everything is None else drawn.everything
-        plans, rank_plans, error = [], [], None
+        step = Step(index, drawn if self.feed.knows_all else layout)
         try:
-            plans = orch.plan(layout, self.accumulation_steps)
-            rank_plans = [orch.rank_plan(plan) for _, plan in plans]
+            step.micro = orch.plan(step.layout, self.accumulation_steps)
+            step.plan_s = time.perf_counter() - started
+            self.feed.announce(step)
         except Exception as e:  # shared in COMMIT
-            error = e
-        planned = PlannedStep(index, layout, drawn.content, plans, rank_plans,
-                          time.perf_counter() - started, error)
-        if error is None:
+            step.error = e
+        return step
+
+    def _load(self, step: Step) -> Step:
+        """Load and COMMIT."""
+        num_targets = UNKNOWN
+        if step.error is None:
             try:
-                self.feed.announce(planned)
-            except Exception as e:  # shared in COMMIT
-                return replace(planned, error=e)
-        return planned
-
-    def _commit(self, planned: PlannedStep, loaded: Loaded, error: Exception | None) -> Ready:
+                num_targets = self.feed.load(step)
+            except Exception as e:  # shared in COMMIT, so that every rank raises it
+                step.error = e
         started = time.perf_counter()
-        with caused_by(error):
-            committed = self.orchestrator.commit(
-                planned.index, [p for _, p in planned.plans], error=describe(error),
-                failed=loaded.failed, num_targets=loaded.num_targets)
-        return Ready(planned, loaded.micro, committed.failed, committed.num_targets,
-                     planned.plan_s + time.perf_counter() - started)
-
-
-def describe(error: BaseException | None) -> str | None:
-    """The text under which an exception is raised on all ranks."""
-    return None if error is None else f"{type(error).__name__}: {error}"
-
-
-@contextmanager
-def caused_by(error: BaseException | None) -> Iterator[None]:
-    """In the block, what all ranks raise together has this rank's own exception as its cause, so
-    that its traceback is shown."""
-    try:
-        yield
-    except AgreedError as agreed:
-        raise agreed from error
+        step.failed, step.num_global_targets = self.orchestrator.commit(
+            step.index, step.plans, error=step.error, failed=step.failed, num_targets=num_targets)
+        step.plan_s += time.perf_counter() - started
+        return step

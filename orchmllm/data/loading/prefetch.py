@@ -29,7 +29,7 @@ class _Shared:
 class Prefetcher(Generic[T]):
     """Iterates a generator in a thread. The constructor waits for the first item: the generator
     starts its worker processes for it, and no other Python thread should be at work while processes
-    are forked. An exception of the generator is raised by `next`."""
+    are forked. An exception of the generator is raised by next()."""
 
     def __init__(self, items: Generator[T, None, None], ahead: int) -> None:
         if ahead < 1:
@@ -43,8 +43,7 @@ class Prefetcher(Generic[T]):
         with shared.changed:
             shared.changed.wait_for(lambda: shared.ready)
 
-    def next(self) -> T:
-        """The next item. Raises StopIteration after the last one."""
+    def __next__(self) -> T:
         shared = self._shared
         with shared.changed:
             shared.changed.wait_for(lambda: shared.ready)

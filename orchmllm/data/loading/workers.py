@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing.context import ForkContext
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,20 +29,10 @@ CHUNKS_PER_WORKER = 4  # of a request: small enough to even out, large enough to
 ORPHAN_CHECK_S = 0.5
 
 
-class Call(NamedTuple):
-    """A method of the dataset (`load` or `decode`) with its arguments; on_error is added."""
-
-    method: str
-    args: tuple
-    keys: dict[str, Any]
-
-
-class Result(NamedTuple):
-    """value: what the call returned. failed: (segment, reason, modality) of each medium that
-    failed; the modality is TEXT where a row failed as a whole."""
-
-    value: Any
-    failed: list[tuple[int, str, int]]
+Call = tuple[tuple, dict[str, Any]]  # arguments of a method of the dataset; on_error is added
+# What a call returned, and (segment, reason, modality) of each medium that failed; the modality is
+# TEXT where a row failed as a whole.
+Result = tuple[Any, list[tuple[int, str, int]]]
 
 
 class _Worker(SureFork):
@@ -76,24 +66,26 @@ class Workers:
         self._pool: ProcessPoolExecutor | None = None
         self._context = _Context()
 
-    def request(self, calls: Sequence[Call]) -> Callable[[], list[Result]]:
-        """Starts the calls; what is returned waits for their results, in order.
+    def request(self, method: str, calls: Sequence[Call]) -> Callable[[], list[Result]]:
+        """Starts calls of the dataset's `load` or `decode`; what is returned waits for their
+        results, in order.
 
         It raises what a call raised, and RuntimeError if a worker died or could not be started."""
         if not self.num_workers:
-            return lambda: [_run(self.dataset, call) for call in calls]
+            return lambda: [_run(self.dataset, method, call) for call in calls]
         size = max(1, -(-len(calls) // (CHUNKS_PER_WORKER * self.num_workers)))
         chunks = [calls[at: at + size] for at in range(0, len(calls), size)]
-        futures = [self._submit(chunk) for chunk in chunks]
-        return lambda: [_received(r) for future in futures for r in _result_of(future)]
+        futures = [self._submit(method, chunk) for chunk in chunks]
+        return lambda: [(_convert(value, np.ndarray, torch.from_numpy), failed)
+                        for future in futures for value, failed in _result_of(future)]
 
-    def _submit(self, chunk: Sequence[Call]) -> Future:
+    def _submit(self, method: str, chunk: Sequence[Call]) -> Future:
         if self._pool is None:
             self._context = _Context()
             self._pool = ProcessPoolExecutor(
                 self.num_workers, self._context, _start, (self.dataset, os.getpid()))
         try:
-            return self._pool.submit(_run_all, chunk)
+            return self._pool.submit(_run_all, method, chunk)
         except BrokenProcessPool as error:
             raise _died() from error
         except BaseException:  # a pool that started some of its workers would not end them
@@ -146,33 +138,21 @@ def _end_with(parent: int) -> None:
     os._exit(1)
 
 
-def _run_all(calls: Sequence[Call]) -> list[Result]:
-    return [_sent(_run(_dataset, call)) for call in calls]
+def _run_all(method: str, calls: Sequence[Call]) -> list[Result]:
+    """With arrays for tensors, which would travel as descriptors of shared memory and need their
+    worker to stay alive."""
+    results = (_run(_dataset, method, call) for call in calls)
+    return [(_convert(value, Tensor, Tensor.numpy), failed) for value, failed in results]
 
 
-def _run(dataset: Any, call: Call) -> Result:
+def _run(dataset: Any, method: str, call: Call) -> Result:
     failed: list[tuple[int, str, int]] = []
 
     def on_error(segment: int, error: Exception) -> None:
-        failed.append((segment, *told(error)))
+        failed.append((segment, getattr(error, "reason", str(error)),
+                       getattr(error, "modality", TEXT)))
 
-    value = getattr(dataset, call.method)(*call.args, **call.keys, on_error=on_error)
-    return Result(value, failed)
-
-
-def told(error: Exception) -> tuple[str, int]:
-    """(reason, modality) of a dataset's error."""
-    return getattr(error, "reason", str(error)), getattr(error, "modality", TEXT)
-
-
-def _sent(result: Result) -> Result:
-    """With arrays for tensors, which would travel as descriptors of shared memory and need their
-    worker to stay alive."""
-    return Result(_convert(result.value, Tensor, Tensor.numpy), result.failed)
-
-
-def _received(result: Result) -> Result:
-    return Result(_convert(result.value, np.ndarray, torch.from_numpy), result.failed)
+    return getattr(dataset, method)(*call[0], **call[1], on_error=on_error), failed
 
 
 def _convert(value: Any, kind: type, to: Callable) -> Any:

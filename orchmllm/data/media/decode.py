@@ -72,13 +72,14 @@ def decode_image(source: MediumSource, geometry: VisionGeometry) -> Tensor:
         turned = orientation(image)
         image.load()
         upright = _upright(_to_rgb(image), turned)
-        header = ImageHeader(*upright.size)
-        size = geometry.resized(header)
+        lengths = geometry.segment_lengths(ImageHeader(*upright.size))
+        _, height, width = lengths.grid
+        size = width * geometry.patch_size, height * geometry.patch_size
         if size != upright.size:
             upright = upright.resize(size, Image.Resampling.BICUBIC)
         pixels = np.asarray(upright)
     rows = patchify(pixels, geometry.patch_size, geometry.merge_size)
-    assert len(rows) == geometry.segment_lengths(header).rows
+    assert len(rows) == lengths.rows
     return torch.from_numpy(np.ascontiguousarray(rows))
 
 

@@ -147,9 +147,8 @@ def name_of(source: MediumSource) -> str:
 
 
 def _num_bytes(source: MediumSource) -> int:
-    if isinstance(source, Medium):
-        if source.data is not None:
-            return len(source.data)
-        if source.size >= 0:
-            return source.size
-    return os.stat(source).st_size
+    if not isinstance(source, Medium):
+        return os.stat(source).st_size
+    if source.data is not None:
+        return len(source.data)
+    return source.size if source.size >= 0 else os.stat(source.path).st_size

@@ -71,9 +71,6 @@ class Medium(NamedTuple):
     size: int = -1
     data: bytes | None = None
 
-    def __fspath__(self) -> str:
-        return self.path or self.name
-
 
 class _Slice(io.RawIOBase):
     """Read-only view of `size` bytes at `offset` of a file."""

@@ -1,0 +1,97 @@
+"""A row is read once for each load, whatever it is kept in and whoever decodes its media."""
+
+from __future__ import annotations
+
+from multiprocessing import Array
+from pathlib import Path
+
+import pytest
+import torch
+
+from orchmllm.config import SourceConfig, plan_spec
+from orchmllm.data import dataset
+from orchmllm.data.dataset import ConversationDataset
+from orchmllm.data.index import build_index
+from orchmllm.data.loading.step_loader import StepLoader
+from orchmllm.data.sampler import GlobalSampler
+from orchmllm.data.tokenizer import ChatTokenizer
+from orchmllm.plan.step import BalanceConfig, plan_step
+from orchmllm.runtime.build import build_orchestrators
+from tests.lib.formats import FORMATS, QUESTIONS, write_media
+from tests.lib.ranks import run_ranks
+from tests.lib.synthetic import MODEL, recipe
+from tests.lib.tokenizers import write_tokenizer
+
+KINDS = ("llava.jsonl", "openai embedded", "parquet", "webdataset")
+
+
+WAYS = (("load", 0), ("bytes", 0), ("tensors", 0), ("load", 1), ("bytes", 1))
+
+
+def opened(path: str, tokenizer, index_dir) -> ConversationDataset:
+    return ConversationDataset([SourceConfig(path=path)], tokenizer=tokenizer, index_dir=index_dir,
+                               vision=MODEL.vision.geometry, audio=MODEL.audio.geometry)
+
+
+def count_reads(store, num_rows: int) -> Array:
+    """How often each row is read from now on, in this process and those that it forks."""
+    counts, read = Array("i", num_rows), store.row
+
+    def counted(i: int) -> dict:
+        with counts.get_lock():
+            counts[i] += 1
+        return read(i)
+
+    store.row = counted
+    return counts
+
+
+def reads(world, paths: list[str], tokenizer, index_dir: str) -> dict[tuple, list[int]]:
+    """(path, dispatch, number of workers) -> how often each row was read in a pass."""
+    out = {}
+    for dispatch, num_workers in WAYS:
+        chosen = recipe(balance=BalanceConfig(dispatch=dispatch))
+        [orchestrator] = build_orchestrators(chosen, plan_spec(chosen, 1), 1, torch.device("cpu"),
+                                             plan_step, count=1)
+        for path in paths:
+            data = opened(path, tokenizer, index_dir)
+            counts = count_reads(data.sources[0].store, len(data))
+            steps = StepLoader(data, GlobalSampler(range(len(data)), 6, shuffle=False),
+                               orchestrator, num_steps=2, num_workers=num_workers)
+            assert [len(step.failed) for step in steps] == [0, 0]
+            out[Path(path).name, dispatch, num_workers] = list(counts)
+    return out
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """(paths, tokenizer)"""
+    folder = tmp_path_factory.mktemp("reads")
+    write_media(folder)
+    return ([str(FORMATS[kind][0](folder)) for kind in KINDS],
+            ChatTokenizer(write_tokenizer(tmp_path_factory.mktemp("tokenizer"))))
+
+
+@pytest.mark.parametrize("indexed", [True, False])
+def test_each_row_is_read_once(data, indexed, tmp_path):
+    paths, tokenizer = data
+    for path in paths if indexed else ():
+        plain = opened(path, tokenizer, tmp_path)
+        build_index(plain.sources[0], plain.planner, tmp_path, num_workers=1)
+    [counts] = run_ranks(reads, 1, paths, tokenizer, str(tmp_path))
+    assert counts == {(Path(path).name, *way): [1] * len(QUESTIONS)
+                      for path in paths for way in WAYS}
+
+
+def test_what_planning_keeps_is_bounded_in_bytes(data, tmp_path, monkeypatch):
+    paths, tokenizer = data
+    whole, bounded = (opened(paths[1], tokenizer, tmp_path) for _ in range(2))
+    monkeypatch.setattr(dataset, "CACHED_BYTES", 1)
+    for i in range(len(QUESTIONS)):
+        bounded.layout(i)
+        assert bounded.kept(i) is not None and (i == 0 or bounded.kept(i - 1) is None)
+    monkeypatch.undo()
+    for i in range(len(QUESTIONS)):
+        a, b = whole.load(i), bounded.load(i)
+        assert a.labels.equal(b.labels) and all(a.media[s].equal(b.media[s]) for s in a.media)
+        assert whole.kept(i) is not None
