@@ -272,7 +272,8 @@ class Recipe:
         policy, mode = self.balance.audio.policy, self.model.audio.mode
         if self.balance.enabled and policy in PADDED and mode != "padded":
             return [f"balance.audio.policy={policy} shares out clips as if they were padded, but "
-                    f"model.audio.mode={mode} pads to no other clip: least_move or greedy is faster"]
+                    f"model.audio.mode={mode} pads to no other clip: least_move or greedy is "
+                    "faster"]
         return []
 
 
