@@ -42,7 +42,7 @@ class BrokenLengths(SyntheticDataset):
 
 class BrokenDecode(SyntheticDataset):
     def load(self, i, *, text=True, segments=None, on_error=None):
-        if segments is None:
+        if segments != ():  # not for its layout
             raise MemoryError("decoder ran out of memory")
         return super().load(i, text=text, segments=segments, on_error=on_error)
 
