@@ -9,7 +9,7 @@ from orchmllm.plan import reference
 from orchmllm.plan.balance import DEFAULT_TOLERANCE, balance, core
 from orchmllm.plan.cost import CostModel, cost_model
 from orchmllm.plan.phases import PhasePolicy
-from orchmllm.plan.reference_bound import lower_bound
+from orchmllm.plan.reference import lower_bound
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 7, 64])

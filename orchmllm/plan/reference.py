@@ -1,12 +1,13 @@
 """Slow, obvious twins of the functions of the C++ core, for tests and for reading.
 
 Each takes and returns what its namesake in orchmllm._core does, and must agree with it exactly.
-The twins of `local`, `conv` and `lower_bound` are in files of their own.
+The twins of `local` and the node-wise search are in files of their own.
 """
 
 from __future__ import annotations
 
 import heapq
+import math
 
 import numpy as np
 
@@ -26,6 +27,15 @@ def greedy(weight: np.ndarray, home: np.ndarray, num_ranks: int) -> np.ndarray:
         heapq.heapreplace(heap, (load + int(weight[item]), rank))
         rank_of[item] = rank
     return rank_of
+
+
+def lower_bound(weight: np.ndarray, num_ranks: int) -> int:
+    """max(mean, longest), rounded up to a multiple of the greatest common divisor."""
+    divisor = math.gcd(*(int(w) for w in weight))
+    if divisor == 0:
+        return 0
+    mean = -(-sum(int(w) for w in weight) // (num_ranks * divisor)) * divisor
+    return max(mean, int(max(weight)))
 
 
 def padded(weight: np.ndarray, home: np.ndarray, num_ranks: int) -> np.ndarray:
