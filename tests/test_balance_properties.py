@@ -191,8 +191,9 @@ def test_images_at_flop_costs_are_within_the_tolerance() -> None:
 @pytest.mark.parametrize("kind", ["all on one rank", "all on one node", "sorted"])
 def test_homes_as_bad_as_they_come(kind: str) -> None:
     """Within the tolerance, and little more moves between nodes than has to."""
-    d = 128
-    weight = np.random.default_rng(4).lognormal(6, .8, d * 60).astype(np.int64) + 1
+    d = 1024
+    weight = synthetic_lengths("lognormal", d * 60, 0)
+    weight = weight * 1000 + weight * weight // 8
     home = {"all on one rank": np.zeros(d * 60, np.int64),
             "all on one node": np.arange(d * 60) % 8,
             "sorted": np.argsort(np.argsort(weight, kind="stable")) // 60}[kind]
