@@ -67,51 +67,6 @@ def padded(weight: np.ndarray, home: np.ndarray, num_ranks: int) -> np.ndarray:
     return rank_of
 
 
-def enforce_token_cap(
-    weight: np.ndarray, tokens: np.ndarray, rank_of: np.ndarray, num_ranks: int, cap: int
-) -> np.ndarray:
-    """rank_of with items moved off ranks above `cap` tokens; empty if a rank stays above."""
-    out, t = np.array(rank_of, np.int64), [int(v) for v in tokens]
-    longest_first = sorted(range(len(t)), key=lambda i: (-t[i], i))
-    items = [[i for i in longest_first if out[i] == r] for r in range(num_ranks)]
-    load = [sum(int(weight[i]) for i in own) for own in items]
-    held = [sum(t[i] for i in own) for own in items]
-
-    def move(i: int, to: int) -> None:
-        a = int(out[i])
-        items[a].remove(i)
-        after = next((k for k, j in enumerate(items[to]) if t[j] < t[i]), len(items[to]))
-        items[to].insert(after, i)
-        for rank, sign in ((a, -1), (to, 1)):
-            load[rank] += sign * int(weight[i])
-            held[rank] += sign * t[i]
-        out[i] = to
-
-    def give(a: int) -> bool:
-        for i in items[a]:
-            room = [b for b in range(num_ranks) if b != a and held[b] + t[i] <= cap and t[i] > 0]
-            if room:
-                move(i, min(room, key=lambda b: (load[b], b)))
-                return True
-        return False
-
-    def swap(a: int) -> bool:
-        for i in items[a]:
-            for b in range(num_ranks):
-                for j in items[b] if b != a and held[b] < cap else []:
-                    if t[j] < t[i] and held[b] + t[i] - t[j] <= cap:
-                        move(j, a)
-                        move(i, b)
-                        return True
-        return False
-
-    for a in range(num_ranks):
-        while held[a] > cap:
-            if not give(a) and not swap(a):
-                return np.zeros(0, np.int64)
-    return out
-
-
 def assign_microsteps(share: np.ndarray, num_microsteps: int) -> np.ndarray:
     """Vector LPT: largest share first, to the step whose fullest phase, then sum, stays lowest."""
     load = np.zeros((num_microsteps, share.shape[1]), np.int64)
