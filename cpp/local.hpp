@@ -36,7 +36,7 @@ class LocalSearch {
     const i128 most = std::min<i64>(40000000, 4000 * num_items_) + 100 * num_items_;
     const i64 operations = static_cast<i64>(most * 2 * unit / (unit + loose - bound));
     std::copy(p_.home.begin(), p_.home.end(), trial_.begin());
-    attempt(loose, operations, true);
+    tighten(loose, attempt(loose, operations, true));
     if (high_ > loose) {
       start_from_greedy();
       tighten(loose, attempt(loose, operations / 4, false));
@@ -117,14 +117,15 @@ class LocalSearch {
     std::copy(trial_.begin(), trial_.end(), best_);
   }
 
-  // Halves the distance between what is reached and what is not.
+  // Goes on from the best assignment, under the cap and then under caps halfway between what is
+  // reached and what is not.
   void tighten(i64 cap, i64 operations) {
     const i64 fine = 1 + cap / 65536;  // nearer is not worth an attempt
-    for (i64 low = cap - 1; high_ > cap && high_ - low > fine && operations > 0;) {
-      const i64 middle = low + (high_ - low) / 2;
+    for (i64 next = cap, low = cap - 1; high_ > cap && high_ > next && operations > 0;) {
       std::copy(best_, best_ + trial_.size(), trial_.begin());
-      operations = attempt(middle, operations, false);
-      if (high_ > middle) low = middle;
+      operations = attempt(next, operations, false);
+      if (high_ > next) low = next;
+      next = high_ - low > fine ? low + (high_ - low) / 2 : high_;
     }
   }
 

@@ -273,7 +273,7 @@ class Search:
         unit, loose = bound // 1000 + 1, max(self.cap, bound + bound // 1000)
         most = min(40000000, 4000 * n) + 100 * n
         operations = most * 2 * unit // (unit + loose - bound)
-        self.attempt(list(self.home), loose, operations, from_home=True)
+        self.tighten(loose, self.attempt(list(self.home), loose, operations, from_home=True))
         if self.high > loose:
             start = self.start_from_greedy()
             self.tighten(loose, self.attempt(start, loose, operations // 4))
@@ -338,12 +338,12 @@ class Search:
             Trading(s, self.width, target, cheap.covers).even(range(self.num_nodes), (WHAT_FITS,))
 
     def tighten(self, cap: int, operations: int) -> None:
-        low = cap - 1
-        while self.high > cap and self.high - low > 1 + cap // 65536 and operations > 0:
-            middle = low + (self.high - low) // 2
-            operations = self.attempt(list(self.best), middle, operations)
-            if self.high > middle:
-                low = middle
+        low, following, fine = cap - 1, cap, 1 + cap // 65536
+        while self.high > cap and self.high > following and operations > 0:
+            operations = self.attempt(list(self.best), following, operations)
+            if self.high > following:
+                low = following
+            following = (low + (self.high - low) // 2 if self.high - low > fine else self.high)
 
     def start_from_greedy(self) -> list[int]:
         home = np.array(self.home, np.int64)
