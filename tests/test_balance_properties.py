@@ -1,5 +1,5 @@
 """Properties of every policy: C++ equals its Python twin, both against brute force, caps and
-bounds hold. Sizes are small; the bars at 2560 ranks are measured by scripts/bench_overhead.py."""
+bounds hold. Sizes are small; the bars at 2560 ranks are measured by scripts/bench_balance.py."""
 
 from functools import cache
 from itertools import product
