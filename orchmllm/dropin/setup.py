@@ -13,12 +13,11 @@ from orchmllm.data.loading.pipeline import Ready
 from orchmllm.dropin.examples import Phase
 from orchmllm.launch import current_world
 from orchmllm.plan.assign import PHASES, BalanceConfig, PhasePolicy, PlanSpec
-from orchmllm.plan.balance import OPTIONS
+from orchmllm.plan.balance import DEFAULT_TOLERANCE, OPTIONS
 from orchmllm.plan.cost import CostModel
 from orchmllm.plan.step import StepPlan
 
 log = logging.getLogger("orchmllm.loader")
-TOLERANCE = 0.005  # of policies that trade balance for movement
 BY_LENGTH = CostModel(linear=1000, quadratic=0)
 LITTLE = 0.01  # predicted gain under which the log says so
 _NOMINAL_BYTES = 1024  # per row of a user's media and features, where only proportions matter
@@ -156,8 +155,7 @@ def _policy(phase: str, policy: Any, tolerance: Any, max_rank_tokens: int) -> Ph
         raise ValueError(f"tolerance is {value}, but policy {name!r} has no tolerance")
     if max_rank_tokens and "max_rank_tokens" not in OPTIONS[name]:
         raise ValueError(f"max_rank_tokens: policy {name!r} has no such cap")
-    return PhasePolicy(name, (TOLERANCE if value is None else value) if honoured else 0.0,
-                       max_rank_tokens)
+    return PhasePolicy(name, DEFAULT_TOLERANCE if value is None else value, max_rank_tokens)
 
 
 def imbalance(plan: StepPlan) -> dict[str, tuple[float, float]]:

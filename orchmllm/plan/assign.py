@@ -20,7 +20,7 @@ from functools import cached_property
 import numpy as np
 
 from orchmllm.plan import balance as balancing
-from orchmllm.plan.balance import OPTIONS, POLICIES, balance
+from orchmllm.plan.balance import DEFAULT_TOLERANCE, OPTIONS, POLICIES, balance
 from orchmllm.plan.cost import CostModel
 from orchmllm.plan.homes import Pieces, example_bytes, example_pieces, feature_home
 from orchmllm.plan.layout import ENCODERS, BatchLayout
@@ -40,20 +40,26 @@ class PhasePolicy:
     policy: str = key("least_move", "Which algorithm chooses the ranks; see orchmllm.plan.balance.",
                       choices=POLICIES)
     tolerance: float = key(
-        0.0, "Allowed excess of the largest load over its lower bound (0.005: half a percent), "
-        "for policies that trade balance for movement.", at_least=0)
+        DEFAULT_TOLERANCE, "Allowed excess of the largest load over its lower bound (0.005: half a "
+        "percent), for policies that trade balance for movement; others ignore the default.",
+        at_least=0, at_most=1)
     max_rank_tokens: int = key(
         0, "Hard cap of a rank's positions (activation memory); 0: none.", at_least=0)
     nodewise: bool = key(
         False, "Permute the finished batches over the ranks to spare the network between nodes "
         "(OrchMLLM Algorithm 3), for policies that ignore nodes.")
 
+    @property
+    def sets_tolerance(self) -> bool:
+        """Whether the tolerance is one that a policy without tolerances must refuse."""
+        return self.tolerance not in (0, DEFAULT_TOLERANCE)
+
     def conflicts(self) -> Iterator[Conflict]:
         """What the policy would have to ignore."""
         honoured = OPTIONS[self.policy]
-        if self.tolerance and "tolerance" not in honoured:
+        if self.sets_tolerance and "tolerance" not in honoured:
             yield Conflict(("tolerance", "policy"),
-                           f"policy {self.policy!r} has no tolerance: set it to 0")
+                           f"policy {self.policy!r} has no tolerance: leave it out")
         if self.max_rank_tokens and "max_rank_tokens" not in honoured:
             yield Conflict(("max_rank_tokens", "policy"),
                            f"policy {self.policy!r} has no token cap: set it to 0")
@@ -241,14 +247,14 @@ def _assign(
     chosen: PhasePolicy = getattr(spec.balance, phase)
     honoured = OPTIONS.get(chosen.policy, frozenset())
     model = spec.costs[phase]
-    per_item = {"cost": cost, "move_cost": move_cost}
+    options = {"cost": cost, "move_cost": move_cost}
     if chosen.policy == "conv_transformer":
-        per_item = {"cost": model.linear_part(lengths),
-                    "padded_cost": model.quadratic_part(lengths)}
+        options = {"cost": model.linear_part(lengths), "padded_cost": model.quadratic_part(lengths)}
     rank_of = np.zeros(0, np.int64) if not len(lengths) else balance(
-        lengths, num_ranks=num_ranks, policy=chosen.policy, tolerance=chosen.tolerance, home=home,
+        lengths, num_ranks=num_ranks, policy=chosen.policy, home=home,
+        tolerance=chosen.tolerance if chosen.sets_tolerance or "tolerance" in honoured else None,
         ranks_per_node=spec.ranks_per_node, max_rank_tokens=chosen.max_rank_tokens or None,
-        **{option: values for option, values in per_item.items() if option in honoured},
+        **{option: value for option, value in options.items() if option in honoured},
     )
     if not chosen.nodewise:
         return rank_of

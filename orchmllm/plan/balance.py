@@ -23,6 +23,7 @@ OPTIONS: dict[str, frozenset[str]] = {
     "least_move": _ADDITIVE,
 }
 POLICIES = tuple(OPTIONS)
+DEFAULT_TOLERANCE = 0.005  # smaller ones cost far more movement and planning time than they gain
 MAX_SUM = 2**62  # room for the sum of two loads in int64
 
 
@@ -101,7 +102,7 @@ def balance(
     policy: str,
     home: np.ndarray | None = None,
     ranks_per_node: int = 8,
-    tolerance: float = 0.0,
+    tolerance: float | None = None,
     cost: np.ndarray | None = None,
     move_cost: np.ndarray | None = None,
     max_rank_tokens: int | None = None,
@@ -119,7 +120,8 @@ def balance(
         local      sum(l) within `tolerance` of its lower bound, moving as little as possible.
     home: (n,) rank where each item is now; default: equal contiguous shares.
     ranks_per_node: ranks [k * ranks_per_node, ...) are node k; the last node may be smaller.
-    tolerance: accepted excess of the largest load over its lower bound (0.005: half a percent).
+    tolerance: accepted excess of the largest load over its lower bound; default 0.005, half a
+        percent, for policies that have one.
     cost: (n,) integers to balance instead of lengths, e.g. CostModel(lengths).
     move_cost: (n,) bytes of moving an item to another node; default lengths.
     max_rank_tokens: hard cap of the sum of lengths on a rank (activation memory).
@@ -129,7 +131,7 @@ def balance(
     Raises ValueError for malformed input, for an option the policy does not honour (OPTIONS) and
     when no plan below max_rank_tokens is found.
     """
-    given = {"tolerance": tolerance != 0.0, "cost": cost is not None,
+    given = {"tolerance": tolerance is not None, "cost": cost is not None,
              "move_cost": move_cost is not None, "max_rank_tokens": max_rank_tokens is not None,
              "padded_cost": padded_cost is not None}
     _check_options(policy, {option for option, is_given in given.items() if is_given})
@@ -153,11 +155,11 @@ def balance(
     else:
         move = (np.zeros(0, np.int64) if move_cost is None
                 else as_int64("move_cost", move_cost, n))
-        cap = load_cap(weight, num_ranks, tolerance)
+        cap = load_cap(weight, num_ranks, DEFAULT_TOLERANCE if tolerance is None else tolerance)
         rank_of = core().least_move(weight, home, move, num_ranks, ranks_per_node, cap)
     if max_rank_tokens is None:
         return rank_of
-    return _enforce_cap(weight, lengths, rank_of, num_ranks, int(max_rank_tokens))
+    return _enforce_cap(lengths, rank_of, num_ranks, ranks_per_node, int(max_rank_tokens))
 
 
 def load_cap(weight: np.ndarray, num_ranks: int, tolerance: float) -> int:
@@ -190,14 +192,13 @@ def _check_cap(lengths: np.ndarray, num_ranks: int, cap: int) -> None:
 
 
 def _enforce_cap(
-    weight: np.ndarray, lengths: np.ndarray, rank_of: np.ndarray, num_ranks: int, cap: int
+    lengths: np.ndarray, rank_of: np.ndarray, num_ranks: int, ranks_per_node: int, cap: int
 ) -> np.ndarray:
-    """`rank_of`, changed where a rank holds more than `cap` tokens."""
-    capped = core().enforce_token_cap(weight, lengths, rank_of, num_ranks, cap)
-    if len(capped) < len(lengths):  # packing tokens alone is the best chance to fit
-        packed = core().greedy(lengths, rank_of, num_ranks)
-        capped = core().enforce_token_cap(weight, lengths, packed, num_ranks, cap)
-    if len(capped) < len(lengths):
+    """`rank_of`, with the fewest tokens moved off ranks that hold more than `cap`."""
+    capped = core().least_move(lengths, rank_of, np.zeros(0, np.int64), num_ranks, ranks_per_node, cap)
+    held = np.zeros(num_ranks, np.int64)
+    np.add.at(held, capped, lengths)
+    if held.max() > cap:
         raise ValueError(
             f"max_rank_tokens = {cap}: no plan found; the mean is "
             f"{-(-int(lengths.sum()) // num_ranks)} tokens per rank"

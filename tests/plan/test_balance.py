@@ -3,11 +3,13 @@
 import numpy as np
 import pytest
 
+from orchmllm.dropin.setup import make_spec
 from orchmllm.models.config import ModelConfig
-from orchmllm.plan.balance import balance, core
+from orchmllm.plan.assign import PhasePolicy
+from orchmllm.plan.balance import DEFAULT_TOLERANCE, balance, core
 from orchmllm.plan.cost import CostModel, cost_model
 from tests.twins import core as reference
-from tests.twins.bound import lower_bound
+from tests.twins.core import lower_bound
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 7, 64])
@@ -30,6 +32,19 @@ def test_greedy_equals_twin(num_ranks: int, high: int) -> None:
 def test_none_returns_home() -> None:
     home = np.array([2, 0, 1])
     assert np.array_equal(balance([5, 6, 7], num_ranks=3, policy="none", home=home), home)
+
+
+def test_default_tolerance_is_half_a_percent() -> None:
+    """Everywhere: balance(), recipes and the drop-in loader. Policies without one ignore it."""
+    weight = np.random.default_rng(0).integers(1, 1000, 2000)
+    default = balance(weight, num_ranks=32, policy="least_move")
+    assert np.array_equal(default, balance(weight, num_ranks=32, policy="least_move", tolerance=.005))
+    assert not np.array_equal(default, balance(weight, num_ranks=32, policy="least_move", tolerance=0.))
+    assert PhasePolicy().tolerance == DEFAULT_TOLERANCE == .005
+    spec, _ = make_spec(None, "least_move", None, 0, 8, "load", True, 0.0, "flat")
+    assert spec.balance.llm.tolerance == .005
+    assert list(PhasePolicy("greedy").conflicts()) == []
+    assert len(list(PhasePolicy("greedy", tolerance=.1).conflicts())) == 1
 
 
 def test_greedy_balances_cost() -> None:
