@@ -10,7 +10,7 @@ setup(
         # No -march=native: the same bits on every node of a cluster (plans are compared by digest).
         Pybind11Extension("orchmllm._core", sorted(glob("cpp/*.cpp")), cxx_std=17,
                           depends=sorted(glob("cpp/*.hpp")),
-                          extra_compile_args=["-O3"]),
+                          extra_compile_args=["-O3", "-ffp-contract=off"]),
     ],
     cmdclass={"build_ext": build_ext},
 )

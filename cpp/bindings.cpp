@@ -15,7 +15,6 @@
 #include "nodewise.hpp"
 #include "padded.hpp"
 #include "pipeline.hpp"
-#include "token_cap.hpp"
 
 namespace py = pybind11;
 using orchmllm::i64;
@@ -129,19 +128,6 @@ Array least_move(const Array& weight, const Array& home, const Array& move_cost,
     problem.home = h;
     orchmllm::LocalSearch(problem, out).run();
   });
-}
-
-// A corrected copy of rank_of, or an empty array if some rank stays above the cap.
-Array enforce_token_cap(const Array& weight, const Array& tokens, const Array& rank_of,
-                        i64 num_ranks, i64 cap) {
-  const View<i64> t = weights(tokens, "tokens");
-  if (tokens.size() != weight.size()) throw std::invalid_argument("tokens and weight differ in size");
-  bool done = false;
-  Array result = assign(weight, rank_of, num_ranks, [&](View<i64> w, View<i64> now, i64* out) {
-    std::copy(now.begin(), now.end(), out);
-    done = orchmllm::TokenCap(w, t, num_ranks, cap, out).enforce();
-  });
-  return done ? result : Array(0);
 }
 
 Array assign_microbatches(const Array& share, i64 num_microbatches) {
@@ -299,8 +285,6 @@ PYBIND11_MODULE(_core, m) {
   m.def("conv_transformer", &conv_transformer, weight, py::arg("pad").noconvert(), home, py::arg("num_ranks"));
   m.def("least_move", &least_move, weight, home, py::arg("move_cost").noconvert(), py::arg("num_ranks"),
         py::arg("ranks_per_node"), py::arg("cap"));
-  m.def("enforce_token_cap", &enforce_token_cap, weight, py::arg("tokens").noconvert(),
-        py::arg("rank_of").noconvert(), py::arg("num_ranks"), py::arg("cap"));
   m.def("assign_microbatches", &assign_microbatches, py::arg("share").noconvert(),
         py::arg("num_microbatches"));
   m.def("group_by_rank", &group_by_rank, py::arg("rank_of").noconvert(), py::arg("num_ranks"));

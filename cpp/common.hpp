@@ -15,7 +15,9 @@ namespace orchmllm {
 
 using i32 = std::int32_t;
 using i64 = std::int64_t;
+using u32 = std::uint32_t;
 using u64 = std::uint64_t;
+__extension__ typedef __int128 i128;  // cap * num_ranks passes 2^63 when one item is a giant
 
 // A read-only view of a caller's array (std::span is C++20).
 template <class T>

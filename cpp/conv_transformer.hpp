@@ -2,11 +2,10 @@
 // packed projections, padded attention. `pad` must grow with `weight`. Binary search over the bound;
 // for one bound a batch opens with the heaviest item that is left and takes the heaviest item that
 // still fits until none does. Printed, b is undefined, the test for a quadratic cost is linear and
-// d + 1 batches can come out. PricedConv then looks for less, and what it finds is taken if it is.
+// d + 1 batches can come out.
 #pragma once
 
 #include "common.hpp"
-#include "priced_conv.hpp"
 
 namespace orchmllm {
 
@@ -29,8 +28,7 @@ class Conv {
       sum += weight_[static_cast<std::size_t>(item)] + pad_[static_cast<std::size_t>(item)];
     }
     const i64 mean = sum / num_ranks_ + (sum % num_ranks_ != 0);
-    const i64 least = std::max(mean, value_[0] + pad_[static_cast<std::size_t>(order_[0])]);
-    i64 low = least;
+    i64 low = std::max(mean, value_[0] + pad_[static_cast<std::size_t>(order_[0])]);
     // Optima lie a few tenths of a percent above the bound, so search near it first.
     i64 step = std::max<i64>(1, low / 64), high = low + step;
     constexpr i64 kLargest = i64{1} << 61;
@@ -51,52 +49,12 @@ class Conv {
       }
     }
     fill(high, rank_of);
-    improve(least, largest_cost(rank_of), rank_of);
   }
 
  private:
   static constexpr i64 kFine = 1 << 20;
 
   i64 at(std::size_t k) const { return weight_[static_cast<std::size_t>(order_[k])]; }
-
-  i64 largest_cost(const i64* rank_of) const {
-    std::vector<i64> sum(static_cast<std::size_t>(num_ranks_)), count(sum), longest(sum);
-    for (const i32 item : order_) {
-      const auto i = static_cast<std::size_t>(item);
-      const auto rank = static_cast<std::size_t>(rank_of[i]);
-      sum[rank] += weight_[i];
-      ++count[rank];
-      longest[rank] = std::max(longest[rank], pad_[i]);
-    }
-    i64 largest = 0;
-    for (std::size_t rank = 0; rank < sum.size(); ++rank) {
-      largest = std::max(largest, sum[rank] + count[rank] * longest[rank]);
-    }
-    return largest;
-  }
-
-  // Takes batches of PricedConv if they cost less than `high`.
-  void improve(i64 least, i64 high, i64* rank_of) {
-    std::vector<i64> pad(value_.size(), 0), items(value_.size());
-    for (std::size_t k = 0; k < value_.size(); ++k) {
-      items[k] = static_cast<i64>(first_[k + 1] - first_[k]);
-      for (std::size_t i = first_[k]; i < first_[k + 1]; ++i) {  // equal weights may differ in pad
-        pad[k] = std::max(pad[k], pad_[static_cast<std::size_t>(order_[i])]);
-      }
-    }
-    if (!std::is_sorted(pad.begin(), pad.end(), std::greater<i64>())) return;  // see the top
-    PricedConv priced(value_, pad, items, num_ranks_);
-    if (!priced.run(std::max(least, value_[0] + pad[0]), high)) return;
-    used_ = first_;
-    i64 rank = 0;
-    for (const i32 k : priced.batches()) {
-      if (k < 0) {
-        ++rank;
-      } else {
-        rank_of[order_[used_[static_cast<std::size_t>(k)]++]] = rank;
-      }
-    }
-  }
 
   // The first value >= k (in descending order of weight) of which an item is left.
   std::size_t alive(std::size_t k) {

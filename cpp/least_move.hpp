@@ -1,143 +1,150 @@
 // `least_move`: minimal movement. Items start where they were sampled (their home); only the surplus of
 // overfull nodes travels between nodes, the rest is evened out inside each node.
 //
-// 1. even_nodes.hpp: nodes above their target give just their surplus to nodes below it.
-// 2. even_ranks.hpp: inside each node, ranks above the cap hand their surplus to ranks below it, by
-//    exact sums of items where possible and by swaps where not.
-// 3. even_ranks.hpp: ranks that are still above the cap trade with ranks of any node.
-//
-// Where the cap is no multiple of the step of most weights, lift.hpp comes first. If the cap is
-// missed, nearby caps are tried, and then a `greedy` assignment near the homes is used as another
-// start. The best assignment of all is the result, so that `least_move` is never worse than `greedy`.
+// 1. Nodes above their target trade with nodes below it (trading.hpp): items that are cheap to move
+//    first, and no rank sends or receives much more than an even share of the largest surplus.
+// 2. Inside each node, ranks above the cap trade with ranks below it; then with those of any node.
+// 3. A miss: the same from a `greedy` assignment near the homes. The best assignment of all is the
+//    result, so that `least_move` is never worse than `greedy`.
+// 4. A cap that is less than 0.1% above the bound: the same under lower and lower caps.
 #pragma once
 
 #include "bound.hpp"
-#include "even_nodes.hpp"
-#include "even_ranks.hpp"
 #include "greedy.hpp"
-#include "lift.hpp"
 #include "near_home.hpp"
+#include "price.hpp"
+#include "trading.hpp"
 
 namespace orchmllm {
 
 class LocalSearch {
  public:
   LocalSearch(const LocalProblem& problem, i64* rank_of)
-      : p_(problem),
-        rank_of_(rank_of),
-        trial_(problem.weight.size),
-        step_(common_step(problem.weight)) {
+      : p_(problem), best_(rank_of), trial_(problem.weight.size) {
     if (p_.ranks_per_node == 1) p_.ranks_per_node = p_.num_ranks;  // every move is between nodes
-    const i64 total = std::accumulate(p_.weight.begin(), p_.weight.end(), i64{0});
-    for (const i64 w : p_.weight) {
-      if (unit_ != 1) unit_ = std::gcd(unit_, w);
-    }
-    p_.unit = std::max<i64>(1, unit_);
-    mean_ = total / p_.num_ranks + (total % p_.num_ranks != 0);
-    p_.budget = std::max<i64>(20000000, 450 * static_cast<i64>(p_.weight.size));
   }
 
   void run() {
-    std::copy(p_.home.begin(), p_.home.end(), rank_of_);
-    high_ = max_load(rank_of_);
+    std::copy(p_.home.begin(), p_.home.end(), best_);
+    high_ = max_load(best_);
     if (high_ <= p_.cap) return;
-    exact_ = p_.cap <= lower_bound_load(p_.weight, p_.num_ranks);
-    if (step_ > 1 && (!exact_ || tight(p_.cap))) start_lifted();
-    i64 cap = tight(p_.cap) && exact_ ? above(p_.cap) : tight(p_.cap) ? p_.cap : below(p_.cap);
-    i64 low = std::min(cap, p_.cap) - 1;  // not reached
-    constexpr i64 kFine = 4000;  // nearer to the bound than this part of it is not worth a try
-    for (int attempt = 0; attempt < 8 && high_ > p_.cap && low < cap && cap < high_; ++attempt) {
-      try_cap(cap, p_.home, true);
-      if (exact_ && high_ - low <= p_.cap / kFine) break;
-      if (!exact_ && tight(p_.cap) && high_ <= above(p_.cap)) break;  // the next load there is
-      if (high_ > cap) low = std::max(low, cap);
-      // A hair above what failed, if loads can be there; else halfway to what is reached.
-      const i64 next = above(low + low / kFine / 2);
-      cap = !tight(low) && next < high_ ? next : low + (high_ - low) / 2;
+    order_ = order_ascending(p_.weight);
+    const i64 bound = lower_bound_load(p_.weight, p_.num_ranks);
+    // Of one attempt: the looser the cap, the fewer.
+    const i64 unit = bound / 1000 + 1, loose = std::max(p_.cap, bound + bound / 1000);
+    num_items_ = std::count_if(p_.weight.begin(), p_.weight.end(), [](i64 w) { return w > 0; });
+    const i128 most = std::min<i64>(40000000, 4000 * num_items_) + 100 * num_items_;
+    const i64 operations = static_cast<i64>(most * 2 * unit / (unit + loose - bound));
+    std::copy(p_.home.begin(), p_.home.end(), trial_.begin());
+    tighten(loose, attempt(loose, operations, true));
+    if (high_ > loose) {
+      start_from_greedy();
+      tighten(loose, attempt(loose, operations / 4, false));
     }
-    if (high_ > p_.cap) start_from_greedy();
+    if (high_ > p_.cap && high_ <= loose) {
+      tighten(p_.cap, operations);
+      if (high_ > p_.cap) start_from_greedy();
+    }
   }
 
  private:
-  static constexpr i64 kWalks = 400;
-  bool tight(i64 cap) const { return below(cap) < mean_; }
-  i64 below(i64 cap) const { return cap / step_ * step_; }
-  i64 above(i64 cap) const { return below(cap) + step_; }
-
   i64 max_load(const i64* rank_of) const {
     std::vector<i64> load(at(p_.num_ranks));
     for (std::size_t i = 0; i < p_.weight.size; ++i) load[at(rank_of[i])] += p_.weight[i];
     return *std::max_element(load.begin(), load.end());
   }
 
-  void try_cap(i64 cap, View<i64> home, bool between_nodes) {
-    LocalProblem attempt = p_;
-    attempt.cap = cap;
-    attempt.home = home;
-    attempt.tight = tight(cap);
-    attempt.exact = exact_;
-    // Hopeless cases are frequent only when both the steps of the loads and the bound are in the way.
-    attempt.budget = tight(cap) ? p_.budget / 6 : p_.budget / 3 * 2;
-    if (order_.empty()) order_ = order_ascending(p_.weight);
-    solve(attempt, order_, between_nodes);
-  }
-
-  void solve(LocalProblem& attempt, const std::vector<i32>& ascending, bool between_nodes) {
-    attempt.walks = kWalks;
-    Placement placement(attempt, trial_.data());
-    if (between_nodes) EvenNodes(placement, ascending);
-    EvenRanks(placement, ascending);
-    p_.budget -= attempt.budget - placement.budget.left;
-    keep_if_lower(trial_);
-  }
-
-  void keep_if_lower(const std::vector<i64>& rank_of) {
-    const i64 reached = max_load(rank_of.data());
-    if (reached < high_) {
-      high_ = reached;
-      std::copy(rank_of.begin(), rank_of.end(), rank_of_);
+  // Goes on from trial_; returns the operations left.
+  i64 attempt(i64 cap, i64 operations, bool from_home) {
+    LocalProblem problem = p_;
+    problem.cap = cap;
+    Placement placement(problem, trial_.data(), operations - 4 * num_items_);
+    const auto all = [](i32) { return true; };
+    if (placement.num_nodes > 1) {
+      const i64 target = cap - free_room(placement);
+      if (from_home) limit_moves(placement, target);
+      Trading(placement, order_, p_.ranks_per_node, target, all).even(0, placement.num_nodes);
     }
+    placement.send_limit = Placement::kNoLimit;
+    Trading ranks(placement, order_, 1, cap, all);
+    const i64 kept = placement.budget.left / 4;  // for trades with any node
+    placement.budget.left -= kept;
+    bool done = true;
+    for (i64 node = 0; node < placement.num_nodes; ++node) {
+      done = ranks.even(placement.first_rank(node), placement.end_rank(node)) && done;
+    }
+    placement.receive_limit = Placement::kNoLimit;  // a fuller rank costs more than that
+    placement.budget.left += kept;
+    if (!done) ranks.even(0, p_.num_ranks);
+    keep_if_lower();
+    return placement.budget.left;
   }
 
-  // Loads between multiples of the step (lift.hpp). At tolerance 0 the least cap for which that
-  // may be possible, then larger ones.
-  void start_lifted() {
-    const Remainders remainders(p_.weight, step_);
-    LocalProblem attempt = p_;
-    for (; attempt.cap < std::min(above(p_.cap), high_); ++attempt.cap) {
-      if (remainders.allow(attempt.cap, p_.num_ranks)) {
-        const Lift lift(attempt, step_);
-        if (lift.possible()) {
-          LocalProblem lifted = lift.problem();
-          lifted.budget = p_.budget / 3;
-          lifted.exact = exact_;
-          solve(lifted, order_ascending(lifted.weight), true);
-        }
-      }
-      if (!exact_) return;
+  // Of a rank, in the mean of its node, without which its ranks could not be evened out: half of
+  // what there is, at most a sixteenth of an item.
+  i64 free_room(const Placement& s) const {
+    const i128 slack = static_cast<i128>(s.problem.cap) * p_.num_ranks - s.total;
+    return static_cast<i64>(std::min<i128>(
+        std::max<i128>(0, slack) / 2 / p_.num_ranks, s.typical / 16));
+  }
+
+  // A rank is to send and receive little more than an even share of the largest surplus of a node.
+  // What is cheap to move goes at once.
+  void limit_moves(Placement& s, i64 target) const {
+    i64 most = 0, room = 0, surplus = 0;
+    for (i64 node = 0; node < s.num_nodes; ++node) {
+      const i64 width = s.end_rank(node) - s.first_rank(node);
+      i64 mean = 0;
+      for (i64 r = s.first_rank(node); r < s.end_rank(node); ++r) mean += s.load[at(r)] / width;
+      most = std::max(most, mean - target);
+      room = std::max(room, target - mean);
+      surplus += std::max<i64>(0, mean - target) * width;
+    }
+    // Ranks need not receive more than the largest surplus just because one node is nearly empty.
+    room = std::max(most, std::min(room, most + most / 2));
+    s.send_limit = s.cost_of_weight(most + most / 16);
+    s.receive_limit = s.cost_of_weight(room + room / 16);
+    if (p_.move_cost.size == 0) return;
+    const PriceLimit price(p_, surplus);
+    const auto cheap = [&](i32 id) { return price.covers(id); };
+    Trading(s, order_, p_.ranks_per_node, target, cheap).even(0, s.num_nodes, Trading::kWhatFits);
+  }
+
+  void keep_if_lower() {
+    const i64 reached = max_load(trial_.data());
+    if (reached >= high_) return;
+    high_ = reached;
+    std::copy(trial_.begin(), trial_.end(), best_);
+  }
+
+  // Goes on from the best assignment, under the cap and then under caps halfway between what is
+  // reached and what is not.
+  void tighten(i64 cap, i64 operations) {
+    const i64 fine = 1 + cap / 65536;  // nearer is not worth an attempt
+    for (i64 next = cap, low = cap - 1; high_ > cap && high_ > next && operations > 0;) {
+      std::copy(best_, best_ + trial_.size(), trial_.begin());
+      operations = attempt(next, operations, false);
+      if (high_ > next) low = next;
+      next = high_ - low > fine ? low + (high_ - low) / 2 : high_;
     }
   }
 
   void start_from_greedy() {
-    std::vector<i64> start(p_.weight.size);
-    greedy(p_.weight, p_.home, p_.num_ranks, start.data());
+    greedy(p_.weight, p_.home, p_.num_ranks, trial_.data());
     const std::vector<i64> rank_of_batch =
-        near_home(p_.home, {start.data(), start.size()}, p_.weight, p_.num_ranks,
+        near_home(p_.home, {trial_.data(), trial_.size()}, p_.weight, p_.num_ranks,
                   p_.ranks_per_node);
-    for (std::size_t i = 0; i < start.size(); ++i) {
-      if (p_.weight[i] > 0) start[i] = rank_of_batch[at(start[i])];
+    for (std::size_t i = 0; i < trial_.size(); ++i) {
+      if (p_.weight[i] > 0) trial_[i] = rank_of_batch[at(trial_[i])];
     }
-    keep_if_lower(start);  // `least_move` is never worse than `greedy`
-    p_.budget = std::max<i64>(p_.budget, 100 * static_cast<i64>(start.size()));
-    try_cap(p_.cap, {start.data(), start.size()}, false);
+    keep_if_lower();
   }
 
   LocalProblem p_;
-  i64* rank_of_;
-  std::vector<i32> order_;  // made when it is needed: a lift has its own
+  i64* best_;
+  std::vector<i32> order_;
   std::vector<i64> trial_;
-  i64 step_, unit_ = 0, mean_ = 0;
-  bool exact_ = false;  // tolerance 0: as near to the bound as possible
+  i64 num_items_ = 0;  // of positive weight
   i64 high_ = std::numeric_limits<i64>::max();  // largest load of the best assignment so far
 };
 

@@ -1,98 +1,151 @@
 // The state `least_move` works on: where every item is, and what that makes of each rank.
 #pragma once
 
-#include "bound.hpp"
-#include "pick.hpp"
+#include "common.hpp"
 
 namespace orchmllm {
 
 inline std::size_t at(i64 index) { return static_cast<std::size_t>(index); }
 
+struct Item {
+  i64 weight;
+  i32 id;
+};
+using List = std::vector<Item>;  // ascending (weight, id)
+
+inline bool lighter(const Item& a, const Item& b) {
+  return a.weight != b.weight ? a.weight < b.weight : a.id < b.id;
+}
+
+// First index with weight >= value.
+inline std::size_t first_at_least(const List& list, i64 value) {
+  const auto before = [](const Item& item, i64 v) { return item.weight < v; };
+  return static_cast<std::size_t>(std::lower_bound(list.begin(), list.end(), value, before) -
+                                  list.begin());
+}
+
+struct Window {
+  i64 low, high;
+};
+
+// Operations left before a search is given up; a clock would make plans differ between ranks.
+struct Budget {
+  i64 left;
+  bool spend(std::size_t operations) {
+    left -= static_cast<i64>(operations);
+    return left >= 0;
+  }
+};
+
 struct LocalProblem {
   View<i64> weight;
   View<i64> home;       // rank from which moving an item costs nothing
   View<i64> move_cost;  // of moving an item between nodes; empty: its weight
-  View<i64> base;       // load of each rank beside the items; empty: none
   i64 num_ranks = 1;
   i64 ranks_per_node = 1;
-  i64 cap = 0;         // no load may exceed it, if that is possible
-  bool tight = false;  // loads of most ranks cannot come near the cap: plan with the mean instead
-  bool exact = false;  // the cap is the lower bound: balance is worth some movement
-  i64 unit = 1;        // all weights are multiples of it
-  i64 budget = 0;      // operations
-  i64 walks = 0;       // swaps that lower no load, when nothing else is left
+  i64 cap = 0;  // no load may exceed it, if that is possible
 };
 
 struct Placement {
   LocalProblem problem;
   i64* rank_of;
-  i64 num_nodes, total = 0, typical = 1;  // typical: mean weight of those that are not zero
-  i64 send_limit = 0, receive_limit = std::numeric_limits<i64>::max();
-  std::vector<i64> load, sent, received;  // per rank; sent and received between nodes only
+  i64 num_nodes, total = 0, typical = 1;   // typical: mean weight of those that are not zero
+  std::vector<i64> load, sent, received;   // per rank; the cost of moves between nodes, from home
+  i64 send_limit = kNoLimit, receive_limit = kNoLimit;
   Budget budget;
 
-  Placement(const LocalProblem& p, i64* out)
+  static constexpr i64 kNoLimit = std::numeric_limits<i64>::max();
+
+  // Starts with the ranks that `out` holds.
+  Placement(const LocalProblem& p, i64* out, i64 operations)
       : problem(p),
         rank_of(out),
         num_nodes((p.num_ranks + p.ranks_per_node - 1) / p.ranks_per_node),
         load(at(p.num_ranks)),
-        sent(at(p.num_ranks)),
-        received(at(p.num_ranks)),
-        budget{p.budget} {
+        sent(load),
+        received(load),
+        budget{operations} {
     i64 positive = 0;
     for (std::size_t i = 0; i < p.weight.size; ++i) {
-      rank_of[i] = p.home[i];
-      load[at(p.home[i])] += p.weight[i];
+      load[at(rank_of[i])] += p.weight[i];
+      if (rank_of[i] != p.home[i]) count_move({p.weight[i], static_cast<i32>(i)}, 1);
       total += p.weight[i];
       positive += p.weight[i] > 0;
     }
     typical = std::max<i64>(1, total / std::max<i64>(1, positive));
-    for (std::size_t r = 0; r < p.base.size; ++r) {
-      load[r] += p.base[r];
-      total += p.base[r];
-    }
   }
 
+  i64 node_of(i64 rank) const { return rank / problem.ranks_per_node; }
   i64 first_rank(i64 node) const { return node * problem.ranks_per_node; }
   i64 end_rank(i64 node) const {
     return std::min(problem.num_ranks, (node + 1) * problem.ranks_per_node);
   }
-  i64 width(i64 node) const { return end_rank(node) - first_rank(node); }
   i64 home_of(const Item& item) const { return problem.home[at(item.id)]; }
+
+  // Of moving an item to another node; the item that is none costs nothing.
+  i64 cost(const Item& item) const {
+    return item.weight > 0 && problem.move_cost.size > 0 ? problem.move_cost[at(item.id)]
+                                                         : item.weight;
+  }
   bool foreign(const Item& item, i64 rank) const {
-    return home_of(item) / problem.ranks_per_node != rank / problem.ranks_per_node;
+    return home_of(item) != rank && node_of(home_of(item)) != node_of(rank);
   }
-  bool apart(i64 a, i64 b) const {
-    return a / problem.ranks_per_node != b / problem.ranks_per_node;
+
+  // Whether a rank may get two items (or one and nothing) as far as it may receive.
+  bool may_receive(i64 rank, const Item& a, const Item& b) const {
+    const i64 room = receive_limit - received[at(rank)];
+    if (cost(a) + cost(b) <= room) return true;  // `foreign` divides: it comes last
+    const i64 more = (foreign(a, rank) ? cost(a) : 0) + (foreign(b, rank) ? cost(b) : 0);
+    return more == 0 || more <= room;
   }
-  // What is on a rank beside the items.
-  i64 base(i64 rank) const { return problem.base.size > 0 ? problem.base[at(rank)] : 0; }
+
+  // Whether two items (or one and nothing) may leave their homes' nodes.
+  bool may_send(const Item& a, const Item& b) const {
+    if (a.weight == 0) return true;
+    const i64 left = send_limit - sent[at(home_of(a))];
+    if (b.weight == 0) return cost(a) <= left;
+    return home_of(a) == home_of(b) ? cost(a) + cost(b) <= left
+                                    : may_send(a, {0, 0}) && may_send(b, {0, 0});
+  }
+
+  // The mean cost of moving items of so much weight.
+  i64 cost_of_weight(i64 weight) const {
+    const View<i64>& costs = problem.move_cost;
+    if (costs.size == 0) return weight;
+    const i128 all = std::accumulate(costs.begin(), costs.end(), i64{0});
+    return static_cast<i64>(std::min<i128>(kNoLimit, all * weight / std::max<i64>(1, total)));
+  }
+
+  // The least loaded of ranks [begin, end) that may still receive the item; when none may, the one
+  // that has received least.
+  i64 roomiest(i64 begin, i64 end, const Item& item) const {
+    const auto key = [&](i64 rank) {
+      const bool full = cost(item) > receive_limit - received[at(rank)];
+      return std::pair<bool, i64>(full, full ? received[at(rank)] : load[at(rank)]);
+    };
+    i64 best = begin;
+    for (i64 r = begin + 1; r < end; ++r) {
+      if (key(r) < key(best)) best = r;
+    }
+    return best;
+  }
 
   void move(const Item& item, i64 to) {
-    const i64 from = rank_of[item.id];
-    if (foreign(item, from)) received[at(from)] -= item.weight;
-    if (foreign(item, to)) received[at(to)] += item.weight;
-    load[at(from)] -= item.weight;
-    load[at(to)] += item.weight;
-    rank_of[item.id] = to;
+    i64& rank = rank_of[item.id];
+    count_move(item, -1);
+    load[at(rank)] -= item.weight;
+    rank = to;
+    load[at(rank)] += item.weight;
+    count_move(item, 1);
   }
-};
 
-// Which items a rank may get: its own node's always, others while it has received little.
-struct ReceiveRule {
-  const Placement& placement;
-  i64 rank;
-  i64 taken = 0;  // of other nodes, not moved yet
-  i64 counted(const Item& item) const { return placement.foreign(item, rank) ? item.weight : 0; }
-  i64 room() const {
-    return std::max<i64>(0, placement.receive_limit - placement.received[at(rank)] - taken);
+ private:
+  void count_move(const Item& item, i64 sign) {
+    const i64 rank = rank_of[item.id];
+    if (!foreign(item, rank)) return;
+    sent[at(home_of(item))] += sign * cost(item);
+    received[at(rank)] += sign * cost(item);
   }
-  // What is counted divides: it comes last.
-  bool admits(const Item& item) const { return item.weight <= room() || counted(item) <= room(); }
-  bool admits_both(const Item& a, const Item& b) const {
-    return a.weight + b.weight <= room() || counted(a) + counted(b) <= room();
-  }
-  void take(const Item& item) { taken += counted(item); }
 };
 
 }  // namespace orchmllm

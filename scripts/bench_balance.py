@@ -1,139 +1,222 @@
-"""Balancing quality and time beside other solvers, on the same LLM lengths in one run.
+"""How near to its lower bounds `least_move` gets on what runs plan with: load, time, volume, bytes.
 
-    python scripts/bench_balance.py [--ranks 8,16,64,128,512] [--batch-size 60] [--limit 10]
-        [--json FILE] [--plot FILE.png]
+    python scripts/bench_balance.py [--recipes mllm84b,mllm10b,mllm18b,tokens] [--ranks 2560]
+        [--batch-sizes 30] [--tolerances 0.005,0.001,0] [--seeds 20] [--dispatch tensors,load]
+    python scripts/bench_balance.py --adversarial [--items 153600] [--tolerances 0.005]
 
-Compared: `least_move` and `greedy` of this package, a heapq LPT in Python (what training frameworks
-do), prtpy's greedy and Karmarkar-Karp, and the assignment program by CVXPY with CBC and HiGHS.
-Solvers that a size makes hopeless (over --limit seconds at the size before) are left out from there
-on. prtpy, cvxpy, cylp and highspy are optional.
+The first form draws global batches of the natural mix and lets the planner of each recipe assign
+its three phases: FLOP costs, homes that follow the features, bytes of moving an example. `tokens`
+is the drop-in's default instead: lengths of the 84B model as costs. The second form is one phase
+with homes and weights that are as bad as they come.
+
+Columns, by phase, over the seeds. within: share of seeds with all loads within the tolerance.
+excess: largest load over its lower bound, minus 1; mean and worst. worse: seeds where `greedy` is
+better although the tolerance is missed. ms: CPU time of this thread, median and worst, and what
+`greedy` takes for the same items in the same process. volume: cost that changes its node, over the
+least possible (the surplus of the nodes above all their ranks' caps), mean and worst. busiest: the
+most (by move costs) that a rank sends to or receives from other nodes, over an even share of the
+largest surplus of a node. MB: megabytes that a rank sends
+to other nodes, mean, by the move costs of the LLM phase (nothing for phases without).
 """
 
 from __future__ import annotations
 
 import argparse
-import heapq
 import json
 import time
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
-from orchmllm.estimate.workload import sample_layout
-from orchmllm.plan.balance import balance, core
+from orchmllm.config import load_recipe, plan_spec
+from orchmllm.estimate.workload import sample_layout, synthetic_lengths
+from orchmllm.plan import assign as phases
+from orchmllm.plan.assign import PHASES, PhasePolicy, PlanSpec
+from orchmllm.plan.balance import core, load_cap
+from orchmllm.plan.cost import CostModel
+
+RECIPES = Path(__file__).resolve().parent.parent / "recipes"
+NODE = 8
+NOTHING = np.zeros(0, np.int64)
 
 
-def python_lpt(weight: np.ndarray, home: np.ndarray, num_ranks: int, limit: float) -> np.ndarray:
-    heap = [(0, rank) for rank in range(num_ranks)]
-    rank_of = np.zeros(len(weight), np.int64)
-    for i in sorted(range(len(weight)), key=lambda i: -weight[i]):
-        load, rank = heapq.heappop(heap)
-        rank_of[i] = rank
-        heapq.heappush(heap, (load + int(weight[i]), rank))
-    return rank_of
+@dataclass(frozen=True)
+class Problem:
+    """What balance() is asked: (n,) costs, homes and costs of moving (or none)."""
+
+    weight: np.ndarray
+    home: np.ndarray
+    move_cost: np.ndarray
+    num_ranks: int
+    ranks_per_node: int = NODE
 
 
-def by_prtpy(name: str) -> Callable:
-    def run(weight, home, num_ranks, limit):
-        import prtpy
-        parts = prtpy.partition(
-            algorithm=getattr(prtpy.partitioning, name), numbins=num_ranks,
-            items={i: int(w) for i, w in enumerate(weight)}, outputtype=prtpy.out.Partition)
-        rank_of = np.zeros(len(weight), np.int64)
-        for rank, items in enumerate(parts):
-            rank_of[list(items)] = rank
+def cpu_ms(call) -> tuple[float, np.ndarray]:
+    start = time.process_time()
+    result = call()
+    return 1e3 * (time.process_time() - start), result
+
+
+def measure(problem: Problem, tolerance: float) -> tuple[dict[str, float], np.ndarray]:
+    """(one row of figures, the plan)."""
+    weight, home, d, c = (problem.weight, problem.home, problem.num_ranks, problem.ranks_per_node)
+    price = problem.move_cost if len(problem.move_cost) else weight
+    bound, cap = core().lower_bound(weight, d), load_cap(weight, d, tolerance)
+    greedy_ms, batch = cpu_ms(lambda: core().greedy(weight, home, d))
+    ms, rank_of = cpu_ms(lambda: core().least_move(weight, home, problem.move_cost, d, c, cap))
+    load, lpt = np.bincount(rank_of, weight, d), np.bincount(batch, weight, d)
+    surplus = np.bincount(home // c, weight, -(-d // c)) - c * cap
+    moved = rank_of // c != home // c
+    send, receive = (np.bincount(side[moved], price[moved], d) for side in (home, rank_of))
+    share = max(1.0, surplus.max() / c * price.sum() / max(1, weight.sum()))
+    return {"items": np.count_nonzero(weight) / d, "within": load.max() <= cap,
+            "excess": load.max() / max(1, bound) - 1, "worse": load.max() > max(cap, lpt.max()),
+            "ms": ms, "greedy_ms": greedy_ms,
+            "volume": weight[moved].sum() / max(1, np.maximum(0, surplus).sum()),
+            "share": weight[moved].sum() / max(1, weight.sum()),
+            "busiest": max(send.max(), receive.max()) / share,
+            "mb": problem.move_cost[moved].sum() / d / 1e6 if len(problem.move_cost) else 0.0,
+            }, rank_of
+
+
+class Recorder:
+    """Stands in for balance() while the planner runs: measures what it is asked."""
+
+    def __init__(self, tolerance: float):
+        self.tolerance, self.rows = tolerance, []
+
+    def __call__(self, lengths, *, num_ranks, home, ranks_per_node, cost, move_cost=None, **_):
+        problem = Problem(cost, home, NOTHING if move_cost is None else move_cost, num_ranks,
+                          ranks_per_node)
+        row, rank_of = measure(problem, self.tolerance)
+        self.rows.append(row)
         return rank_of
-    return run
 
 
-def by_cvxpy(solver: str) -> Callable:
-    """Assignment of items to ranks that minimises the largest load, best within the limit."""
-    def run(weight, home, num_ranks, limit):
-        import cvxpy
-        x = cvxpy.Variable((len(weight), num_ranks), boolean=True)
-        scaled = weight / max(1, weight.sum() / num_ranks)
-        problem = cvxpy.Problem(cvxpy.Minimize(cvxpy.max(scaled @ x)), [cvxpy.sum(x, axis=1) == 1])
-        options = {"CBC": {"maximumSeconds": limit}, "HIGHS": {"time_limit": limit}}[solver]
-        problem.solve(solver=solver, **options)
-        if x.value is None:
-            raise RuntimeError(f"nothing found in {limit} s")
-        return x.value.argmax(axis=1)
-    return run
+def spec_of(recipe: str, dispatch: str) -> PlanSpec:
+    spec = plan_spec(load_recipe(RECIPES / f"{recipe.replace('tokens', 'mllm84b')}.yaml"), NODE)
+    every = {phase: PhasePolicy("least_move") for phase in PHASES}
+    spec = replace(spec, balance=replace(spec.balance, dispatch=dispatch, **every))
+    if recipe == "tokens":
+        spec = replace(spec, costs=dict.fromkeys(PHASES, CostModel(linear=1000, quadratic=0)))
+    return spec
 
 
-METHODS: dict[str, Callable] = {
-    "least_move": lambda w, h, d, _: balance(w, num_ranks=d, policy="least_move", home=h),
-    "greedy": lambda w, h, d, _: balance(w, num_ranks=d, policy="greedy", home=h),
-    "python heapq LPT": python_lpt,
-    "prtpy greedy": by_prtpy("greedy"),
-    "prtpy Karmarkar-Karp": by_prtpy("kk"),
-    "CVXPY + CBC": by_cvxpy("CBC"),
-    "CVXPY + HiGHS": by_cvxpy("HIGHS"),
-}
+def recipe_rows(args: argparse.Namespace) -> Iterator[tuple[str, dict]]:
+    """(label, row) of every phase, tolerance, seed."""
+    original = phases.balance
+    for recipe in args.recipes.split(","):
+        model = recipe.removeprefix("mllm").replace("tokens", "84b")
+        for seed in range(args.seeds):
+            for batch_size in args.batch_sizes:
+                layout = sample_layout(model, num_ranks=args.ranks, batch_size=batch_size,
+                                       seed=seed)
+                for dispatch in args.dispatch.split(","):
+                    spec = spec_of(recipe, dispatch)
+                    for tolerance in args.tolerances:
+                        recorder = phases.balance = Recorder(tolerance)
+                        try:
+                            phases.assign_phases(replace(layout), spec)
+                        finally:
+                            phases.balance = original
+                        order = ("llm", "vision", "audio") if dispatch == "load" else PHASES
+                        label = f"{recipe} n/d {batch_size} {dispatch} {tolerance:.2%}"
+                        for phase, row in zip(order, recorder.rows, strict=True):
+                            yield f"{label} {phase}", row
+                        yield f"{label} all", {
+                            key: sum(row[key] for row in recorder.rows) for key in
+                            ("ms", "greedy_ms", "mb")}
 
 
-def measure(method: Callable, weight, home, num_ranks: int, limit: float) -> dict:
-    """Time, max/bound - 1, and how much of the volume changes node. A native method is repeated:
-    its first call is short enough to be all page faults."""
-    times = []
-    while not times or (sum(times) < .05 and len(times) < 20):
-        start = time.perf_counter()
-        rank_of = method(weight, home, num_ranks, limit)
-        times.append(time.perf_counter() - start)
-    load = np.bincount(rank_of, weight, num_ranks)
-    return {"ms": 1e3 * float(np.median(times)),
-            "excess": float(load.max() / core().lower_bound(weight, num_ranks) - 1),
-            "internode": float(weight[rank_of // 8 != home // 8].sum() / weight.sum())}
+def adversarial(n: int) -> dict[str, Problem]:
+    """60 items a rank but where said otherwise; the first two are what the others are beside."""
+    d, rng = n // 60, np.random.default_rng(0)
+    length = synthetic_lengths("lognormal", n, 0)
+    flops = length * 1000 + length * length // 8
+    share, zero = np.arange(n) // 60, np.zeros(n, np.int64)
+    by_length = np.empty(n, np.int64)
+    by_length[np.argsort(length, kind="stable")] = share
+    half = np.where(rng.random(n) < .5, 0, share)
+    pareto, bimodal = (synthetic_lengths(name, n, 0) for name in ("pareto", "bimodal"))
+    giants = np.where(rng.random(n) < .002, 40 * 800, length)
+    inputs = {
+        "lengths": (length, share, d, NODE), "flops": (flops, share, d, NODE),
+        "pareto": (pareto, share, d, NODE), "bimodal": (bimodal, share, d, NODE),
+        "powers of two": (2 ** rng.integers(0, 14, n), share, d, NODE),
+        "three sizes": (rng.choice([7, 11, 1000], n), share, d, NODE),
+        "equal": (np.full(n, 448), share[rng.permutation(n)], d, NODE),
+        "steps of 32": (32 * rng.integers(1, 30, n), share, d, NODE),
+        "giants": (giants, share, d, NODE), "one giant": (np.where(share == 7, 10**7, length),
+                                                          share, d, NODE),
+        "all on rank 0": (flops, zero, d, NODE), "all on node 0": (flops, share % 8, d, NODE),
+        "all on 32 nodes": (flops, share % 256, d, NODE),
+        "half on rank 0": (flops, half, d, NODE),
+        "half on node 0": (flops, np.where(half == 0, share % 8, share), d, NODE),
+        "sorted": (flops, by_length, d, NODE), "sorted down": (flops, d - 1 - by_length, d, NODE),
+        "sorted bimodal": (bimodal, np.sort(share)[np.argsort(np.argsort(bimodal))], d, NODE),
+        "sorted, no nodes": (flops, by_length, d, 1), "one node": (flops, share, d, d),
+        "sorted, one node": (flops, by_length, d, d),
+        "8 ranks": (flops, share * 8 // d, 8, NODE), "8 ranks, all on 0": (flops, zero, 8, NODE),
+        "3 a rank": (flops, np.arange(n) // 3, n // 3, NODE),
+        "3 a rank two sizes": (rng.choice([100, 1500], n), np.arange(n) // 3, n // 3, NODE),
+        "1.5 a rank": (flops, np.arange(n) * 2 // 3, n * 2 // 3, NODE),
+    }
+    return {name: Problem(weight.astype(np.int64), home.astype(np.int64), NOTHING, ranks, node)
+            for name, (weight, home, ranks, node) in inputs.items()}
+
+
+def table(rows: dict[str, list[dict]], median_ms: float | None) -> None:
+    for label, values in rows.items():
+        v = {key: np.array([row[key] for row in values], float) for key in values[0]}
+        text = f"{label:38s}"
+        if "within" in v:
+            text += (f"{v['items'].mean():6.1f} items within {v['within'].mean():4.0%} excess "
+                     f"{v['excess'].mean():8.1e} <= {v['excess'].max():8.1e} worse "
+                     f"{int(v['worse'].sum())} | volume {v['volume'].mean():5.2f} <= "
+                     f"{v['volume'].max():5.2f} ({v['share'].mean():.2%}) busiest "
+                     f"{v['busiest'].mean():5.2f} <= {v['busiest'].max():5.2f}")
+        text += (f" | MB {v['mb'].mean():7.3f} | ms {np.median(v['ms']):6.2f} <= "
+                 f"{v['ms'].max():6.2f}, greedy {np.median(v['greedy_ms']):6.2f}, ratio "
+                 f"{np.median(v['ms'] / v['greedy_ms']):5.2f}")
+        if median_ms:
+            text += f", {np.median(v['ms']) / median_ms:.2f} x the median"
+        print(text, flush=True)
+
+
+def numbers(kind):
+    return lambda text: [kind(part) for part in text.split(",")]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--ranks", default="8,16,64,128,512")
-    parser.add_argument("--batch-size", type=int, default=60)
-    parser.add_argument("--limit", type=float, default=10, help="seconds for a solver")
+    parser.add_argument("--recipes", default="mllm84b,mllm10b,mllm18b,tokens")
+    parser.add_argument("--ranks", type=int, default=2560)
+    parser.add_argument("--batch-sizes", type=numbers(int), default=[30])
+    parser.add_argument("--tolerances", type=numbers(float), default=[.005, .001, 0.])
+    parser.add_argument("--seeds", type=int, default=20)
+    parser.add_argument("--dispatch", default="tensors,load")
+    parser.add_argument("--adversarial", action="store_true")
+    parser.add_argument("--items", type=int, default=153600, help="of --adversarial")
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--plot", type=Path)
     args = parser.parse_args()
-    results, hopeless = [], set()
-    print(f"{'ranks':>6s} {'method':22s} {'ms':>10s} {'max/bound - 1':>14s} {'between nodes':>14s}")
-    for ranks in map(int, args.ranks.split(",")):
-        layout = sample_layout("84b", num_ranks=ranks, batch_size=args.batch_size, seed=0)
-        weight, home = layout.tokens_per_example, layout.rank_of_example
-        for name, method in METHODS.items():
-            if name in hopeless:
-                continue
-            try:
-                row = measure(method, weight, home, ranks, args.limit)
-            except Exception as error:  # an optional solver: missing, or stopped at its limit
-                print(f"{ranks:6d} {name:22s} {type(error).__name__}: {error}".splitlines()[0][:98])
-                hopeless.add(name)
-                continue
-            results.append({"ranks": ranks, "method": name, **row})
-            print(f"{ranks:6d} {name:22s} {row['ms']:10.2f} {row['excess']:14.6f} "
-                  f"{row['internode']:13.1%}")
-            if row["ms"] > 1e3 * args.limit:
-                hopeless.add(name)
+    rows = defaultdict(list)
+    if args.adversarial:
+        for tolerance in args.tolerances:
+            for name, problem in adversarial(args.items).items():
+                for _ in range(3):
+                    rows[f"{tolerance:.2%} {name}"].append(measure(problem, tolerance)[0])
+        median = float(np.median([np.median([r["ms"] for r in v]) for v in rows.values()]))
+        table(rows, median)
+    else:
+        for label, row in recipe_rows(args):
+            rows[label].append(row)
+        print(f"{args.ranks} ranks, {args.seeds} seeds")
+        table(rows, None)
     if args.json:
-        args.json.write_text(json.dumps(results, indent=1))
-    if args.plot:
-        plot(results, args.plot)
-
-
-def plot(results: list[dict], path: Path) -> None:
-    import matplotlib
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-    figure, axes = plt.subplots(1, 2, figsize=(11, 4), constrained_layout=True)
-    for name in METHODS:
-        rows = [r for r in results if r["method"] == name]
-        ranks = [r["ranks"] for r in rows]
-        axes[0].loglog(ranks, [r["ms"] for r in rows], marker="o", label=name)
-        axes[1].loglog(ranks, [max(r["excess"], 1e-7) for r in rows], marker="o", label=name)
-    axes[0].set(xlabel="ranks", ylabel="planning time, ms")
-    axes[1].set(xlabel="ranks", ylabel="max load / lower bound - 1 (0 drawn as 1e-7)")
-    axes[0].legend(fontsize=8)
-    figure.savefig(path, dpi=120)
+        args.json.write_text(json.dumps(rows, indent=1, default=float))
 
 
 if __name__ == "__main__":

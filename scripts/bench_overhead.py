@@ -1,11 +1,13 @@
 """What planning a step costs and what the plan moves, by number of ranks and scheme.
 
-    python scripts/bench_overhead.py [--ranks 64,...] [--batch-size 60] [--policies paper,...]
-        [--model 84b] [--mix natural] [--tolerance 0.005] [--repeats 20] [--json FILE]
+    python scripts/bench_overhead.py [--ranks 64,...] [--batch-size 60] [--policies least_move,paper,...]
+        [--model 84b] [--mix natural] [--tolerance 0.005] [--repeats 20] [--link-gbps 400]
+        [--latency-us 5] [--json FILE]
 
-Times are those of one thread of this machine. They are planning only and run in the prefetch
-thread; the paper's row (section 8.4, per iteration) includes its all-to-alls on the critical
-path, so the bytes of our plan are also shown as milliseconds at a stated link speed.
+Times are CPU times of one thread: planning only, which runs in the prefetch thread. The paper's
+figure (section 8.4, per iteration) contains computation and communication, its all-to-alls being on
+the critical path. Beside it belongs what is printed last: of every exchange of a step, forward and
+back, the busiest rank's bytes over --link-gbps and its peers times --latency-us.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import argparse
 import json
 import resource
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -45,12 +47,12 @@ def scheme(name: str, tolerance: float) -> BalanceConfig:
         return PhasePolicy(policy, **options)
 
     none, greedy, nodewise = of("none"), of("greedy"), of("greedy", nodewise=True)
-    local = of("least_move", tolerance=tolerance)
+    least = of("least_move", tolerance=tolerance)
     vision, audio, llm = {
         "none": (none, none, none), "llm-only": (none, none, greedy),
         "whole": (none, none, greedy), "greedy": (greedy, greedy, greedy),
         "padded": (of("padded"),) * 3, "paper": (nodewise, of("padded", nodewise=True), nodewise),
-        "least_move": (local, local, local),
+        "least_move": (least, least, least),
     }[name]
     return BalanceConfig(whole_examples=name == "whole", vision=vision, audio=audio, llm=llm)
 
@@ -66,9 +68,9 @@ def plan_spec(model: str, balance: BalanceConfig) -> PlanSpec:
 
 
 def timed(times: list[float], call: Callable):
-    start = time.perf_counter()
+    start = time.process_time()
     result = call()
-    times.append(1e3 * (time.perf_counter() - start))
+    times.append(1e3 * (time.process_time() - start))
     return result
 
 
@@ -94,22 +96,42 @@ def measure_time(layout: BatchLayout, spec: PlanSpec, repeats: int) -> tuple[dic
             for name, t in parts.items()}, plan
 
 
+def exchanges(plan: StepPlan) -> Iterator[tuple[str, np.ndarray, np.ndarray, np.ndarray]]:
+    """(name, source rank, target rank, bytes) of the rows of every exchange of a step, in order of
+    the phases; gradients of features travel back the way the features came."""
+    for phase in PHASES:
+        for move, volume in plan.transfers(phase):
+            source, target, held = move.volume(volume)
+            if phase == "llm":
+                yield "text", source, target, held
+            elif move is plan.feature[phase]:
+                yield f"{phase} features", source, target, held
+                yield f"{phase} gradients", target, source, held
+            else:
+                yield f"{phase} inputs", source, target, held
+
+
 def measure_plan(plan: StepPlan) -> dict:
-    """Largest load over its lower bound per phase; bytes that change rank and node."""
+    """Largest load over its lower bound per phase; bytes that change rank and node. Exchanges run
+    one after the other, so each has a busiest rank of its own: the most that one sends to or
+    receives from other nodes, and the most peers there that one has."""
     d, node = plan.layout.num_ranks, plan.spec.ranks_per_node
-    excess, send, receive, moved = {}, np.zeros(d), np.zeros(d), 0
+    excess, busiest, peers, moved, internode = {}, {}, {}, 0, 0
     for phase in PHASES:
         _, after = plan.phase_cost(phase)
         cost = plan.spec.costs[phase](plan.item_lengths(phase))
         excess[phase] = float(after.max() / max(1, core().lower_bound(cost, d)))
-        for move, volume in plan.transfers(phase):
-            source, target, held = move.volume(volume)
-            moved += int(held.sum())
-            between = source // node != target // node
-            send += np.bincount(source[between], held[between], d)
-            receive += np.bincount(target[between], held[between], d)
-    return {"max_over_bound": excess, "moved_bytes": moved, "internode_bytes": int(send.sum()),
-            "busiest_send_bytes": int(send.max()), "busiest_receive_bytes": int(receive.max())}
+    for name, source, target, held in exchanges(plan):
+        between = source // node != target // node
+        ends = (source[between], target[between])
+        moved += int(held[source != target].sum())
+        internode += int(held[between].sum())
+        busiest[name] = int(max(np.bincount(end, held[between], d).max() for end in ends))
+        pairs = np.unique(ends[0] * d + ends[1])
+        peers[name] = int(max(np.bincount(end, minlength=d).max()
+                              for end in (pairs // d, pairs % d)))
+    return {"max_over_bound": excess, "moved_bytes": moved, "internode_bytes": internode,
+            "busiest_bytes": busiest, "busiest_peers": peers}
 
 
 def main() -> None:
@@ -122,20 +144,22 @@ def main() -> None:
     parser.add_argument("--tolerance", type=float, default=.005, help="of `least_move`")
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--link-gbps", type=float, default=400, help="network per rank, Gbit/s")
+    parser.add_argument("--latency-us", type=float, default=5, help="of a message to a peer")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     if unknown := set(args.policies.split(",")) - set(SCHEMES):
         parser.error(f"unknown policies {sorted(unknown)}; choose from {', '.join(SCHEMES)}")
 
     print(f"{args.model}, {args.mix} mix, {args.batch_size} examples per rank, one thread, median "
-          f"of {args.repeats} (p99); bytes between nodes also as ms at {args.link_gbps:g} Gbit/s")
+          f"of {args.repeats} (p99); bytes between nodes at {args.link_gbps:g} Gbit/s and "
+          f"{args.latency_us:g} us a peer")
     results = []
     for ranks in map(int, args.ranks.split(",")):
         layout = sample_layout(args.model, num_ranks=ranks, batch_size=args.batch_size, seed=0,
                                mix=args.mix)
         gather_mb = layout.to_payload().nbytes / 1e6
         print(f"\n{ranks} ranks, gathered lengths {gather_mb:.2f} MB, paper "
-              f"{PAPER_MS.get(ranks, '-')} ms per iteration")
+              f"{PAPER_MS.get(ranks, '-')} ms per iteration, communication included")
         for name in args.policies.split(","):
             spec = plan_spec(args.model, scheme(name, args.tolerance))
             times, plan = measure_time(layout, spec, args.repeats)
@@ -143,23 +167,26 @@ def main() -> None:
                    "paper_ms": PAPER_MS.get(ranks), "times": times, **measure_plan(plan),
                    "peak_rss_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024}
             results.append(row)
-            print_row(row, args.link_gbps)
+            print_row(row, args.link_gbps, args.latency_us)
     if args.json:
         args.json.write_text(json.dumps({"arguments": vars(args) | {"json": str(args.json)},
                                          "results": results}, indent=1))
 
 
-def print_row(row: dict, link_gbps: float) -> None:
+def print_row(row: dict, link_gbps: float, latency_us: float) -> None:
     parts = " ".join(f"{name} {t['median_ms']:.1f} ({t['p99_ms']:.1f})"
                      for name, t in row["times"].items())
     excess = " ".join(f"{phase} {value:.4f}" for phase, value in row["max_over_bound"].items())
-    busiest = max(row["busiest_send_bytes"], row["busiest_receive_bytes"])
+    busiest, peers = row["busiest_bytes"], row["busiest_peers"]
+    wire = sum(busiest.values()) * 8e-6 / link_gbps
+    wait = sum(peers.values()) * latency_us * 1e-3
     print(f"  {row['scheme']:8s} ms: {parts}\n"
           f"           max/bound: {excess}; moved {row['moved_bytes'] / row['ranks'] / 1e6:.2f} "
-          f"MB/rank, between nodes {row['internode_bytes'] / row['ranks'] / 1e6:.2f} MB/rank, "
-          f"busiest sends {row['busiest_send_bytes'] / 1e6:.1f} and receives "
-          f"{row['busiest_receive_bytes'] / 1e6:.1f} MB = {busiest * 8e-6 / link_gbps:.1f} ms; "
-          f"peak memory {row['peak_rss_mb']:.0f} MB")
+          f"MB/rank, between nodes {row['internode_bytes'] / row['ranks'] / 1e6:.2f} MB/rank; "
+          f"peak memory {row['peak_rss_mb']:.0f} MB\n"
+          f"           busiest rank of each exchange, MB: "
+          + ", ".join(f"{name} {size / 1e6:.1f}" for name, size in busiest.items())
+          + f"; together {wire:.1f} ms on the link and {wait:.1f} ms of latency")
 
 
 if __name__ == "__main__":

@@ -163,7 +163,7 @@ def balance(
         rank_of = core().least_move(weight, home, move, num_ranks, ranks_per_node, cap)
     if max_rank_tokens is None:
         return rank_of
-    return _enforce_cap(weight, lengths, rank_of, num_ranks, int(max_rank_tokens))
+    return _enforce_cap(lengths, rank_of, num_ranks, ranks_per_node, int(max_rank_tokens))
 
 
 def load_cap(weight: np.ndarray, num_ranks: int, tolerance: float) -> int:
@@ -204,14 +204,14 @@ def _check_cap(lengths: np.ndarray, num_ranks: int, cap: int) -> None:
 
 
 def _enforce_cap(
-    weight: np.ndarray, lengths: np.ndarray, rank_of: np.ndarray, num_ranks: int, cap: int
+    lengths: np.ndarray, rank_of: np.ndarray, num_ranks: int, ranks_per_node: int, cap: int
 ) -> np.ndarray:
-    """`rank_of`, changed where a rank holds more than `cap` tokens."""
-    capped = core().enforce_token_cap(weight, lengths, rank_of, num_ranks, cap)
-    if len(capped) < len(lengths):  # packing tokens alone is the best chance to fit
-        packed = core().greedy(lengths, rank_of, num_ranks)
-        capped = core().enforce_token_cap(weight, lengths, packed, num_ranks, cap)
-    if len(capped) < len(lengths):
+    """`rank_of`, with the fewest tokens moved off ranks that hold more than `cap`."""
+    nothing = np.zeros(0, np.int64)
+    capped = core().least_move(lengths, rank_of, nothing, num_ranks, ranks_per_node, cap)
+    held = np.zeros(num_ranks, np.int64)
+    np.add.at(held, capped, lengths)
+    if held.max() > cap:
         raise ValueError(
             f"max_rank_tokens = {cap}: no plan found; the mean is "
             f"{-(-int(lengths.sum()) // num_ranks)} tokens per rank"

@@ -10,7 +10,7 @@ from orchmllm.plan.assign import PhasePolicy
 from orchmllm.plan.balance import DEFAULT_TOLERANCE, balance, core
 from orchmllm.plan.cost import CostModel
 from tests.twins import core as reference
-from tests.twins.bound import lower_bound
+from tests.twins.core import lower_bound
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 7, 64])

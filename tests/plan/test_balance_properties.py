@@ -1,25 +1,27 @@
 """Properties of every policy: C++ equals its Python twin, both against brute force, caps and
-bounds hold. Sizes are small; the bars at 2560 ranks are measured by scripts/bench_overhead.py."""
+bounds hold. Sizes are small; the bars at 2560 ranks are measured by scripts/bench_balance.py."""
 
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orchmllm.estimate.workload import SYNTHETIC, sample_layout, synthetic_lengths
+from orchmllm.estimate.workload import MODELS, SYNTHETIC, sample_layout, synthetic_lengths
+from orchmllm.models.flops import cost_model
 from orchmllm.plan.balance import OPTIONS, assign_microbatches, balance, core, load_cap
+from orchmllm.plan.homes import example_bytes
 from orchmllm.plan.layout import AUDIO, VISION
 from tests.lib.balancing import brute_force, loads, problems, thorough
 from tests.twins import core as reference
-from tests.twins.bound import lower_bound
+from tests.twins.core import lower_bound
 from tests.twins.least_move import least_move
 
 NOTHING = np.zeros(0, np.int64)
 
-@thorough
-@given(problems(), st.sampled_from([0, .001, .02, .5]), st.booleans())
-def test_local_equals_twin_and_moves_little(problem, tolerance, priced) -> None:
+@settings(thorough, max_examples=80)
+@given(problems(max_items=60, max_ranks=12), st.sampled_from([0, .001, .02, .5]), st.booleans())
+def test_least_move_equals_twin_and_moves_little(problem, tolerance, priced) -> None:
     weight, home, d, c = problem
     price = np.arange(len(weight)) * 7919 % 1000 if priced else NOTHING
     cap = load_cap(weight, d, tolerance)
@@ -30,19 +32,6 @@ def test_local_equals_twin_and_moves_little(problem, tolerance, priced) -> None:
     assert loads(weight, got, d).max(initial=0) <= max(before, cap)
     if before <= cap:
         assert np.array_equal(got, home)
-
-
-def images(model: str, d: int, batch_size: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    layout = sample_layout(model, num_ranks=d, batch_size=batch_size, seed=seed)
-    segments = layout.segments_of(VISION)
-    return layout.attn_len[segments], layout.rank_of_example[layout.example_of_segment[segments]]
-
-
-def hard_problem(name: str, d: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Weights and homes: heavy items, or the images of a model, at 30 examples per rank."""
-    if name == "pareto":
-        return synthetic_lengths("pareto", d * 30, seed), np.arange(d * 30) // 30
-    return images(name, d, 30, seed)
 
 
 def random_case(rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray, np.ndarray, int, int]:
@@ -68,7 +57,7 @@ def random_case(rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray, np.nd
 def test_least_move_is_never_worse_than_greedy() -> None:
     """In the largest load, wherever it is above what the tolerance allows."""
     rng = np.random.default_rng(0)
-    for case in range(3000):
+    for case in range(20000):
         weight, home, price, d, c = random_case(rng)
         cap = load_cap(weight, d, float(rng.choice([0, .001, .005, .05])))
         got = loads(weight, core().least_move(weight, home, price, d, c, cap), d).max()
@@ -76,14 +65,13 @@ def test_least_move_is_never_worse_than_greedy() -> None:
         assert got <= max(cap, lpt), (case, got, cap, lpt)
 
 
-def test_local_is_not_far_above_greedy_where_nearly_nothing_fits() -> None:
+def test_least_move_is_not_far_above_greedy_where_nearly_nothing_fits() -> None:
     """A few items of 1000 among light ones: no surplus has a partner, though n/d is 16."""
     rng = np.random.default_rng(4)
     weight = rng.choice([7, 11, 1000], 1024)
     home = rng.integers(0, 64, 1024)
     got = core().least_move(weight, home, NOTHING, 64, 8, load_cap(weight, 64, .005))
     assert loads(weight, got, 64).max() <= loads(weight, core().greedy(weight, home, 64), 64).max()
-    assert np.array_equal(got, least_move(weight, home, NOTHING, 64, 8, load_cap(weight, 64, .005)))
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -99,39 +87,93 @@ def test_items_of_weight_zero_change_nothing(seed) -> None:
     assert np.array_equal(more, np.concatenate([alone, zeros]))
 
 
-@pytest.mark.parametrize(("batch_size", "seed"), [(60, 8), (60, 14), (30, 7), (30, 11), (30, 12)])
-def test_loads_between_multiples_of_32_patches(batch_size, seed) -> None:
-    """Bound 448, where the mean is just above a multiple and the cap below the next one."""
-    d, (weight, home) = 512, images("10b", 512, batch_size, seed)
-    bound = core().lower_bound(weight, d)
-    for tolerance, excess in ((.001, .001), (0, .0006)):
-        got = core().least_move(weight, home, NOTHING, d, 8, load_cap(weight, d, tolerance))
-        assert bound <= loads(weight, got, d).max() <= load_cap(weight, d, excess)
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("name", ["10b", "84b", "pareto"])
+def test_least_move_equals_its_twin_on_batches(name: str, seed: int) -> None:
+    """Images at FLOP costs, whose exact sums are hard to find, and a few heavy items."""
+    d = 10
+    if name == "pareto":
+        weight, home = synthetic_lengths("pareto", d * 12, seed), np.arange(d * 12) // 12
+    else:
+        layout = sample_layout(name, num_ranks=d, batch_size=16, seed=seed)
+        segments = layout.segments_of(VISION)
+        weight = cost_model("vision", MODELS[name])(layout.attn_len[segments])
+        home = layout.rank_of_example[layout.example_of_segment[segments]]
+    for tolerance in (0, .001):
+        cap = load_cap(weight, d, tolerance)
+        got = core().least_move(weight, home, NOTHING, d, 4, cap)
+        assert np.array_equal(got, least_move(weight, home, NOTHING, d, 4, cap))
 
 
-@pytest.mark.parametrize(("name", "d", "seed"), [
-    ("pareto", 2560, 0), ("pareto", 2560, 2), ("84b", 1536, 7)])
-def test_local_reaches_the_bound_where_it_is_hard(name, d, seed) -> None:
-    """Heavy items need the right companions; many ranks with images, more than half the budget."""
-    weight, home = hard_problem(name, d, seed)
-    bound = core().lower_bound(weight, d)
-    got = core().least_move(weight, home, NOTHING, d, 8, bound)
-    assert loads(weight, got, d).max() == bound
-    assert np.array_equal(got, least_move(weight, home, NOTHING, d, 8, bound))
+@pytest.mark.parametrize("tolerance", [.001, .005])
+def test_planted_instances_are_within_the_tolerance(tolerance: float) -> None:
+    """An assignment at the lower bound exists, from 12 items a rank on; homes are random."""
+    rng = np.random.default_rng(1)
+    for _ in range(400):
+        d, share = int(rng.integers(2, 40)), int(rng.integers(12, 40))
+        load = int(rng.integers(10**4, 10**9))
+        cuts = np.sort(rng.integers(1, load, (d, share - 1)), axis=1)
+        ends = np.concatenate([np.zeros((d, 1)), cuts, np.full((d, 1), load)], axis=1)
+        weight = np.diff(ends, axis=1).astype(np.int64).ravel()
+        home = rng.permutation(d * share) % d
+        assert core().lower_bound(weight, d) == load
+        got = core().least_move(weight, home, NOTHING, d, int(rng.choice([1, 4, 8])),
+                           load_cap(weight, d, tolerance))
+        assert loads(weight, got, d).max() <= load_cap(weight, d, tolerance)
 
 
-@pytest.mark.parametrize("tolerance", [0.0, .001])
-@pytest.mark.parametrize(("name", "d", "seed"), [
-    ("10b", 24, 0), ("10b", 24, 3), ("10b", 24, 9), ("10b", 32, 4), ("18b", 24, 0),
-    ("pareto", 48, 14), ("pareto", 48, 22), ("pareto", 64, 39)])
-def test_local_equals_its_twin_where_the_bound_is_hard(name, d, seed, tolerance) -> None:
-    """Images and heavy items, a few per rank: subset sums, walks and lifts are needed."""
-    weight, home = hard_problem(name, d, seed)
-    cap = load_cap(weight, d, tolerance)
+def test_tolerance_zero_is_never_worse_than_a_thousandth() -> None:
+    rng = np.random.default_rng(2)
+    for _ in range(500):
+        weight, home, price, d, c = random_case(rng)
+        exact, loose = (loads(weight, core().least_move(weight, home, price, d, c,
+                                                   load_cap(weight, d, t)), d).max()
+                        for t in (0, .001))
+        assert exact <= loose
+
+
+def test_excess_over_the_optimum() -> None:
+    """Of 1 to 9 items on 2 to 4 ranks: printed, and never more than `greedy` may have."""
+    rng = np.random.default_rng(3)
+    ratios = []
+    for _ in range(150):
+        d, n = int(rng.integers(2, 4)), int(rng.integers(1, 10))
+        weight, home = rng.integers(1, 100, n), rng.integers(0, d, n)
+        optimum = brute_force(weight, d, lambda own, w=weight: own @ w)
+        rank_of = balance(weight, num_ranks=d, policy="least_move", home=home, tolerance=0)
+        got = loads(weight, rank_of, d)
+        ratios.append(got.max() / optimum)
+    print(f"mean {np.mean(ratios):.4f}, worst {max(ratios):.4f} of the optimum, "
+          f"{np.mean(np.array(ratios) == 1):.0%} optimal")
+    assert max(ratios) <= 4 / 3 and np.mean(ratios) < 1.02
+
+
+def test_images_at_flop_costs_are_within_the_tolerance() -> None:
+    """With costs of moving, 8 ranks a node: what runs plan with."""
+    for seed in range(3):
+        layout = sample_layout("84b", num_ranks=256, batch_size=30, seed=seed)
+        weight = cost_model("llm", MODELS["84b"])(layout.tokens_per_example)
+        price = example_bytes(layout, 16384)
+        for tolerance in (.001, .005):
+            cap = load_cap(weight, 256, tolerance)
+            got = core().least_move(weight, layout.rank_of_example, price, 256, 8, cap)
+            assert loads(weight, got, 256).max() <= cap
+
+
+@pytest.mark.parametrize("kind", ["all on one rank", "all on one node", "sorted"])
+def test_homes_as_bad_as_they_come(kind: str) -> None:
+    """Within the tolerance, and little more moves between nodes than has to."""
+    d = 1024
+    weight = synthetic_lengths("lognormal", d * 60, 0)
+    weight = weight * 1000 + weight * weight // 8
+    home = {"all on one rank": np.zeros(d * 60, np.int64),
+            "all on one node": np.arange(d * 60) % 8,
+            "sorted": np.argsort(np.argsort(weight, kind="stable")) // 60}[kind]
+    cap = load_cap(weight, d, .005)
     got = core().least_move(weight, home, NOTHING, d, 8, cap)
-    assert np.array_equal(got, least_move(weight, home, NOTHING, d, 8, cap))
-    if tolerance:
-        assert loads(weight, got, d).max() <= cap
+    assert loads(weight, got, d).max() <= cap
+    least = np.maximum(0, loads(weight, home // 8, d // 8) - 8 * cap).sum()
+    assert weight[got // 8 != home // 8].sum() <= 1.2 * least
 
 
 @thorough
@@ -162,21 +204,39 @@ def test_maps_equal_their_twins(problem) -> None:
 
 
 @thorough
-@given(problems(max_items=60), st.floats(1, 2))
-def test_token_cap_holds_or_says_so(problem, room) -> None:
+@given(problems(max_items=60), st.floats(1, 2), st.sampled_from(["greedy", "least_move"]))
+def test_token_cap_holds_or_says_so(problem, room, policy) -> None:
     weight, home, d, c = problem
     tokens = np.arange(len(weight)) % 50 + 1
-    cap = int(tokens.sum() / d * room) + 1
-    got = core().enforce_token_cap(weight, tokens, home, d, cap)
-    assert np.array_equal(got, reference.enforce_token_cap(weight, tokens, home, d, cap))
-    for policy in ("greedy", "least_move"):
+    cap = max(50, int(tokens.sum() / d * room) + 1)
+    try:
+        rank_of = balance(tokens, num_ranks=d, policy=policy, home=home, cost=weight,
+                          ranks_per_node=c, max_rank_tokens=cap)
+    except ValueError as error:
+        assert f"max_rank_tokens = {cap}: no plan found" in str(error)
+    else:
+        assert loads(tokens, rank_of, d).max(initial=0) <= cap
+
+
+@pytest.mark.parametrize(("slack", "least"), [(.02, 1), (.005, .99)])
+def test_token_cap_finds_a_plan_where_there_is_one(slack: float, least: float) -> None:
+    """Examples of the natural mix; a plan with so much less than the cap is known."""
+    lengths = sample_layout("84b", num_ranks=256, batch_size=30, seed=0).tokens_per_example
+    rng, found = np.random.default_rng(5), 0
+    for _ in range(1000):
+        d = int(rng.integers(2, 24))
+        tokens = rng.choice(lengths, d * int(rng.integers(3, 20)))
+        known = balance(tokens, num_ranks=d, policy="least_move", tolerance=0)
+        cap = int(loads(tokens, known, d).max() * (1 + slack))
         try:
-            rank_of = balance(tokens, num_ranks=d, policy=policy, home=home, cost=weight,
-                              max_rank_tokens=max(cap, 50))
+            rank_of = balance(tokens, num_ranks=d, policy="least_move",
+                              cost=tokens * 1000 + tokens * tokens, max_rank_tokens=cap)
         except ValueError as error:
-            assert "max_rank_tokens" in str(error)
+            assert "no plan found" in str(error)
         else:
-            assert loads(tokens, rank_of, d).max(initial=0) <= max(cap, 50)
+            found += 1
+            assert loads(tokens, rank_of, d).max() <= cap
+    assert found >= 1000 * least
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -232,7 +292,7 @@ def test_padded_is_the_contiguous_optimum(seed: int) -> None:
 
 
 @pytest.mark.parametrize("name", SYNTHETIC)
-def test_local_reaches_the_bound(name: str) -> None:
+def test_least_move_reaches_the_bound(name: str) -> None:
     d, share = 32, 60
     for seed in range(10):
         weight = synthetic_lengths(name, d * share, seed)
@@ -243,7 +303,7 @@ def test_local_reaches_the_bound(name: str) -> None:
         assert loads(weight, rank_of, d).max() <= load_cap(weight, d, .001)
 
 
-def test_local_moves_little_between_nodes() -> None:
+def test_least_move_moves_little_between_nodes() -> None:
     layout = sample_layout("84b", num_ranks=128, batch_size=60, seed=0)
     weight, home = layout.tokens_per_example, layout.rank_of_example
     rank_of = balance(weight, num_ranks=128, policy="least_move", tolerance=.001)
@@ -254,7 +314,7 @@ def test_local_moves_little_between_nodes() -> None:
 
 @pytest.mark.parametrize(("ranks", "seed", "audio"),
                          [(256, 4, True), (512, 1, True), (512, 5, False)])
-def test_local_shares_what_nodes_send_and_receive(ranks: int, seed: int, audio: bool) -> None:
+def test_least_move_shares_what_nodes_send_and_receive(ranks: int, seed: int, audio: bool) -> None:
     """Two items for or from one rank are within its limit together, not only each alone: the
     busiest rank was at 1.18 to 1.76 of an even share of the largest surplus."""
     layout = sample_layout("10b", num_ranks=ranks, batch_size=60, seed=seed)

@@ -10,9 +10,10 @@ import pytest
 
 from orchmllm.estimate.workload import MODELS, sample_layout
 from orchmllm.models.flops import cost_model
-from orchmllm.plan.assign import PHASES, BalanceConfig, PhasePolicy, PlanSpec
-from orchmllm.plan.balance import core
-from orchmllm.plan.homes import example_bytes
+from orchmllm.plan.assign import PHASES, BalanceConfig, PhasePolicy, PlanSpec, assign_phases
+from orchmllm.plan.balance import core, load_cap
+from orchmllm.plan.homes import example_bytes, feature_home
+from orchmllm.plan.layout import ENCODERS
 from orchmllm.plan.step import StepPlan, assign_microbatches, plan_step
 
 LAYOUT = sample_layout("84b", num_ranks=32, batch_size=30, seed=0)
@@ -84,6 +85,28 @@ def test_local_moves_far_less_than_the_papers_scheme() -> None:
     assert internode_bytes(local) < internode_bytes(paper) / 10
     blind = plan_step(LAYOUT, spec(**every_phase("greedy")))
     assert internode_bytes(paper) < internode_bytes(blind)
+
+
+@pytest.mark.parametrize("tolerance", [.001, 0])
+def test_what_a_run_of_2560_ranks_plans_with(tolerance: float) -> None:
+    """FLOP costs, homes that follow the features, costs of moving: all phases are within 0.1%, and
+    little more of the LLM's work changes its node than has to."""
+    layout = sample_layout("84b", num_ranks=2560, batch_size=30, seed=0)
+    planned = spec(**every_phase("least_move", tolerance=tolerance))
+    encode, llm = assign_phases(layout, planned)
+    home = feature_home(layout, encode, planned.feature_bytes)
+    for phase, rank_of in (*encode.items(), ("llm", llm)):
+        lengths = (layout.tokens_per_example if phase == "llm"
+                   else layout.attn_len[layout.segments_of(ENCODERS[phase])])
+        cost = planned.costs[phase](lengths)
+        cap = load_cap(cost, 2560, .001)
+        load = np.zeros(2560, np.int64)
+        np.add.at(load, rank_of, cost)
+        assert load.max() <= cap
+    node_load = np.zeros(320, np.int64)
+    np.add.at(node_load, home // 8, cost)
+    least = np.maximum(0, node_load - 8 * cap).sum()
+    assert cost[rank_of // 8 != home // 8].sum() <= 1.3 * least
 
 
 def test_text_only_examples_move_first() -> None:

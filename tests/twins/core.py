@@ -1,12 +1,13 @@
 """Slow, obvious twins of the functions of the C++ core, for tests and for reading.
 
 Each takes and returns what its namesake in orchmllm._core does, and must agree with it exactly.
-The twins of `least_move`, `conv_transformer` and `lower_bound` are in files of their own.
+The twins of `least_move` and the node-wise search are in files of their own.
 """
 
 from __future__ import annotations
 
 import heapq
+import math
 
 import numpy as np
 
@@ -26,6 +27,15 @@ def greedy(weight: np.ndarray, home: np.ndarray, num_ranks: int) -> np.ndarray:
         heapq.heapreplace(heap, (load + int(weight[item]), rank))
         rank_of[item] = rank
     return rank_of
+
+
+def lower_bound(weight: np.ndarray, num_ranks: int) -> int:
+    """max(mean, longest), rounded up to a multiple of the greatest common divisor."""
+    divisor = math.gcd(*(int(w) for w in weight))
+    if divisor == 0:
+        return 0
+    mean = -(-sum(int(w) for w in weight) // (num_ranks * divisor)) * divisor
+    return max(mean, int(max(weight)))
 
 
 def padded(weight: np.ndarray, home: np.ndarray, num_ranks: int) -> np.ndarray:
@@ -55,51 +65,6 @@ def padded(weight: np.ndarray, home: np.ndarray, num_ranks: int) -> np.ndarray:
     for rank, batch in enumerate(cut(high)):
         rank_of[batch] = rank
     return rank_of
-
-
-def enforce_token_cap(
-    weight: np.ndarray, tokens: np.ndarray, rank_of: np.ndarray, num_ranks: int, cap: int
-) -> np.ndarray:
-    """rank_of with items moved off ranks above `cap` tokens; empty if a rank stays above."""
-    out, t = np.array(rank_of, np.int64), [int(v) for v in tokens]
-    longest_first = sorted(range(len(t)), key=lambda i: (-t[i], i))
-    items = [[i for i in longest_first if out[i] == r] for r in range(num_ranks)]
-    load = [sum(int(weight[i]) for i in own) for own in items]
-    held = [sum(t[i] for i in own) for own in items]
-
-    def move(i: int, to: int) -> None:
-        a = int(out[i])
-        items[a].remove(i)
-        after = next((k for k, j in enumerate(items[to]) if t[j] < t[i]), len(items[to]))
-        items[to].insert(after, i)
-        for rank, sign in ((a, -1), (to, 1)):
-            load[rank] += sign * int(weight[i])
-            held[rank] += sign * t[i]
-        out[i] = to
-
-    def give(a: int) -> bool:
-        for i in items[a]:
-            room = [b for b in range(num_ranks) if b != a and held[b] + t[i] <= cap and t[i] > 0]
-            if room:
-                move(i, min(room, key=lambda b: (load[b], b)))
-                return True
-        return False
-
-    def swap(a: int) -> bool:
-        for i in items[a]:
-            for b in range(num_ranks):
-                for j in items[b] if b != a and held[b] < cap else []:
-                    if t[j] < t[i] and held[b] + t[i] - t[j] <= cap:
-                        move(j, a)
-                        move(i, b)
-                        return True
-        return False
-
-    for a in range(num_ranks):
-        while held[a] > cap:
-            if not give(a) and not swap(a):
-                return np.zeros(0, np.int64)
-    return out
 
 
 def assign_microbatches(share: np.ndarray, num_microbatches: int) -> np.ndarray:

@@ -1,146 +1,358 @@
-"""Slow twin of `orchmllm._core.least_move`: minimal movement, in the order in which one would
-explain it. See cpp/least_move.hpp for the idea of each stage, and tests/twins/core.py for the other
-twins."""
+"""Slow twin of `orchmllm._core.least_move`: the same steps on plain lists. What a unit (a rank, or
+a node) holds is looked up anew for every trade. See cpp/least_move.hpp and docs/balancing.md.
+
+Operations are counted as in the core: where they run out, both stop at the same trade.
+"""
 
 from __future__ import annotations
 
-import heapq
-from math import gcd
+from collections.abc import Callable, Iterator, Sequence
+from fractions import Fraction
 
 import numpy as np
 
-from tests.twins.bound import common_step, lower_bound
-from tests.twins.core import greedy, near_home
-from tests.twins.lift import Lift, may_fit
-from tests.twins.pick import INFINITE, Budget, Item, Picker, Placement
-from tests.twins.ranks import EvenRanks
+from tests.twins.core import greedy, lower_bound, near_home
+
+NO_LIMIT = 2**63 - 1
+PARTNERS = 16
+BUNDLED = 24  # items of a unit that bundles are made of
+SINGLE, BUNDLES, WHAT_FITS, HEAVY = range(4)
+Item = tuple[int, int]  # (weight, id)
 
 
-def even_nodes(s: Placement) -> None:
-    """Stage 1: nodes above their target give their surplus to nodes below it."""
-    slack = s.cap * s.num_ranks - s.total
-    if slack < 0:
-        return
-    reserve = min(slack // (1 if s.tight else 2) // s.num_ranks, s.typical // 8)
-    surplus = {k: sum(s.load[r] for r in s.ranks(k)) - (s.cap - reserve) * len(s.ranks(k))
-               for k in s.nodes}
-    surplus = {k: 0 if v > 0 and max(s.load[r] for r in s.ranks(k)) <= s.cap else v
-               for k, v in surplus.items()}
-    over = sorted([-min(s.total, v), k] for k, v in surplus.items() if v > 0)
-    under = sorted([-min(s.total, -v), k] for k, v in surplus.items() if v < 0)
-    spare = max(0, -sum(surplus.values()))
-    most_under = max((-(a // len(s.ranks(k))) for a, k in under), default=0)
-    if over and under and spare:
-        spare -= _level_rooms(under, -over[0][0], spare // 2)
-        most_under = min(most_under, -(under[0][0] // len(s.ranks(under[0][1]))))
-    most_over = max((-(a // len(s.ranks(k))) for a, k in over), default=0)
-    s.send_limit = most_over + most_over // 16
-    most = max(most_over, min(most_under, 2 * most_over))
-    s.receive_limit = most + most // 16
-    if not over or not under:
-        return
-    waste = min(s.total, spare // 2 // len(under))
-    lists = [_cheap_and_rest(s, -amount, node) for amount, node in over]
-    to = 0
-    for source, (cheap, rest) in zip(over, lists, strict=True):
-        while source[0] < 0 and to < len(under):
-            if not _transfer(s, source, under[to], cheap, rest, reserve, waste):
-                to += 1
+class Placement:
+    """Which rank every item is on, and what that makes of the ranks."""
+
+    def __init__(self, weight: list[int], home: list[int], price: list[int], num_ranks: int,
+                 width: int, rank_of: list[int], cap: int, operations: int):
+        self.weight, self.home, self.price, self.rank_of = weight, home, price, rank_of
+        self.num_ranks, self.width, self.cap, self.operations = num_ranks, width, cap, operations
+        self.ascending = sorted((w, i) for i, w in enumerate(weight) if w > 0)
+        self.total = sum(weight)
+        self.typical = max(1, self.total // max(1, len(self.ascending)))
+        self.send_limit = self.receive_limit = NO_LIMIT
+        self.load = [0] * num_ranks
+        for w, rank in zip(weight, rank_of, strict=True):
+            self.load[rank] += w
+
+    def move(self, item: Item, rank: int) -> None:
+        self.load[self.rank_of[item[1]]] -= item[0]
+        self.load[rank] += item[0]
+        self.rank_of[item[1]] = rank
+
+    def cost(self, item: Item) -> int:
+        return self.price[item[1]] if self.price else item[0]
+
+    def foreign(self, item: Item, rank: int) -> bool:
+        return self.home[item[1]] // self.width != rank // self.width
+
+    def moved(self) -> Iterator[Item]:
+        """Items on another node than their home."""
+        return (item for item in self.ascending if self.foreign(item, self.rank_of[item[1]]))
+
+    def may_receive(self, rank: int, items: Sequence[Item]) -> bool:
+        """As far as the limit goes; items of its own node always, if all are."""
+        if self.receive_limit == NO_LIMIT:
+            return True
+        extra = sum(self.cost(i) for i in items if self.foreign(i, rank))
+        return extra == 0 or extra <= self.receive_limit - self.received(rank)
+
+    def received(self, rank: int) -> int:
+        return sum(self.cost(i) for i in self.moved() if self.rank_of[i[1]] == rank)
+
+    def may_send(self, items: Sequence[Item]) -> bool:
+        for rank in {self.home[i[1]] for i in items} if self.send_limit < NO_LIMIT else ():
+            sent = sum(self.cost(i) for i in self.moved() if self.home[i[1]] == rank)
+            extra = sum(self.cost(i) for i in items if self.home[i[1]] == rank)
+            if extra > self.send_limit - sent:
+                return False
+        return True
+
+    def roomiest(self, ranks: range, item: Item) -> int:
+        """The least loaded that may receive the item, else the one that has received least."""
+        def key(rank: int) -> tuple[bool, int]:
+            received = self.received(rank)
+            full = self.cost(item) > self.receive_limit - received
+            return full, received if full else self.load[rank]
+        return min(ranks, key=key)
+
+    def spend(self, operations: int) -> bool:
+        self.operations -= operations
+        return self.operations >= 0
 
 
-def _level_rooms(under: list[list[int]], lowest: int, most: int) -> int:
-    """Lowers the largest rooms (kept negative) to one level >= lowest, by at most `most` in all."""
-    left, level = most, -under[0][0]
-    while level > lowest and left > 0:
-        same = sum(-room >= level for room, _ in under)
-        following = max([lowest] + [-room for room, _ in under[same:]])
-        drop = min(level - following, left // same)
-        if drop == 0:
-            break
-        level, left = level - drop, left - drop * same
-    for side in under:
-        side[0] = max(side[0], -level)
-    return most - left
+class Trading:
+    """Units of `width` ranks above their cap trade with units below it."""
+
+    def __init__(self, s: Placement, width: int, cap: int,
+                 takes_part: Callable[[int], bool] = lambda _: True):
+        self.s, self.width, self.cap, self.takes_part = s, width, cap, takes_part
+
+    def ranks(self, unit: int) -> range:
+        return range(unit * self.width, min(self.s.num_ranks, (unit + 1) * self.width))
+
+    def items(self, unit: int) -> list[Item]:
+        return [item for item in self.s.ascending if self.takes_part(item[1])
+                and self.s.rank_of[item[1]] // self.width == unit]
+
+    def excess(self, unit: int) -> int:
+        load = sum(self.s.load[rank] for rank in self.ranks(unit))
+        return max(load - self.cap * len(self.ranks(unit)), -self.s.total)
+
+    def even(self, units: range, ways: Sequence[int] = (SINGLE, BUNDLES, WHAT_FITS, HEAVY)) -> bool:
+        """The fullest trades first; False if nothing helped one."""
+        slack = -sum(self.excess(u) for u in units)
+        self.waste = max(0, slack // (2 * len(units)))
+        helpless: set[int] = set()
+        while True:
+            ranked = sorted((self.excess(u), u) for u in units if u not in helpless)
+            if not ranked or ranked[-1][0] <= 0:
+                return not helpless
+            if not self.relieve(ranked, ways):
+                helpless.add(ranked[-1][1])
+
+    def relieve(self, ranked: list[tuple[int, int]], ways: Sequence[int]) -> bool:
+        need, a = ranked[-1]
+        partners = [(-excess, b) for excess, b in ranked if excess < 0][:PARTNERS]
+        for way in ways:
+            outs = self.bundles(self.items(a)) if way == BUNDLES else []
+            if outs is None or self.s.operations < 0:
+                return False
+            if any(self.trade(a, b, need, room, way, outs) for room, b in partners):
+                return True
+        return False
+
+    def trade(self, a: int, b: int, need: int, room: int, way: int, outs: list) -> bool:
+        amount = min(need, room)
+        if way == WHAT_FITS:
+            return self.give(a, b, amount, 0)
+        if way == SINGLE and amount > self.s.typical:
+            return self.give(a, b, amount, self.s.typical)
+        low = need if need <= room else max(1, room - self.waste)
+        mine, theirs = self.items(a), self.items(b)
+        if way == SINGLE:
+            found = (self.s.spend(len(theirs) + 8)
+                     and self.match([(i,) for i in mine], [()] + [(i,) for i in theirs], low, room,
+                                    a, b, refusals=64))
+        elif way == HEAVY:
+            found = self.heavy(mine, theirs, 1 + amount // 2, room)
+        else:
+            found = None
+            for lowest in (low, 1 + amount // 2):
+                backs = None if found else self.bundles(theirs)
+                found = found or self.match(outs, backs or [], lowest, room, a, b, refusals=0)
+        if not found:
+            return False
+        for unit, items in ((b, found[0]), (a, found[1])):
+            for item in items:
+                self.move(item, unit)
+        for items, before, after in ((found[0], mine, theirs), (found[1], theirs, mine)):
+            self.pass_on(items, before, after)
+        return True
+
+    def match(self, outs, backs, low: int, high: int, a: int, b: int, refusals: int):
+        """The first (out, back), by the weight going back, whose difference is from low to high.
+        Of bundles the lightest out is tried alone, of single items all, up to so many refusals."""
+        refused = 0
+        for back in backs:
+            for out in outs:
+                difference = sum(w for w, _ in out) - sum(w for w, _ in back)
+                if low <= difference <= high:
+                    if self.allows(a, b, out, back):
+                        return out, back
+                    refused += 1
+                    if refusals == 0:
+                        break
+                    if refused == refusals:
+                        return None
+        return None
+
+    def allows(self, a: int, b: int, out: Sequence[Item], back: Sequence[Item]) -> bool:
+        if self.width > 1:
+            return self.s.may_send(out) and self.s.may_send(back)
+        return self.s.may_receive(b, out) and self.s.may_receive(a, back)
+
+    def heavy(self, mine: list[Item], theirs: list[Item], low: int, high: int):
+        """One item of more than `high` against several, the heaviest that fit first."""
+        for k, item in enumerate(mine):
+            if item[0] <= high or (k > 0 and mine[k - 1][0] == item[0]):
+                continue
+            if not self.s.spend(len(theirs) + 8):
+                return None
+            back: list[Item] = []
+            for other in reversed(theirs):
+                left = item[0] - sum(w for w, _ in back)
+                if left > high and other[0] <= left - low:
+                    back.insert(0, other)
+            if item[0] - sum(w for w, _ in back) <= high:
+                return (item,), back
+        return None
+
+    def bundles(self, items: list[Item]) -> list[tuple[Item, ...]] | None:
+        """Up to two items each, ascending; None where operations ran out."""
+        kept = [i for k, i in enumerate(items) if k < 2 or items[k - 2][0] != i[0]]
+        count = min(BUNDLED, len(kept))
+        kept = [kept[k * len(kept) // count] for k in range(count)]
+        if not self.s.spend(len(items) + 4 * count * count):
+            return None
+        found: list[tuple[Item, ...]] = [()]
+        for k, item in enumerate(kept):
+            found += [(item,)] + [(item, other) for other in kept[k + 1:]]
+        return sorted(found, key=lambda bundle: sum(w for w, _ in bundle))
+
+    def give(self, a: int, b: int, amount: int, enough: int) -> bool:
+        """The heaviest that fit, until `enough` or less is missing; with 0 one item."""
+        s, mine, theirs = self.s, self.items(a), self.items(b)
+        given: list[Item] = []
+        for care in (0, 1, 2) if self.width > 1 else (2,):
+            scanned = 0
+            for item in reversed(mine):
+                if amount <= enough:
+                    break
+                scanned += 1
+                full = s.load[s.rank_of[item[1]]] - item[0] >= self.cap - s.typical
+                if (item[0] <= amount and item not in given
+                        and (self.width > 1 or s.may_receive(b, [item]))
+                        and (care == 2 or s.may_send([item])) and (care > 0 or full)):
+                    self.move(item, b)
+                    given.append(item)
+                    amount = amount - item[0] if enough else 0
+            s.spend(4 * scanned)
+        if given:
+            self.pass_on(sorted(given), mine, theirs)
+        return bool(given)
+
+    def move(self, item: Item, unit: int) -> None:
+        rank = self.s.roomiest(self.ranks(unit), item) if self.width > 1 else unit
+        self.s.move(item, rank)
+
+    def pass_on(self, items: Sequence[Item], mine: list[Item], theirs: list[Item]) -> None:
+        """Counts what it costs to move items from one sorted list to another."""
+        tail = sum(item >= items[0] for item in mine) if items else 0
+        self.s.spend((len(mine) + len(theirs)) // 8 if len(items) <= 2 else tail + len(theirs))
+        for item in items:
+            mine.remove(item)
+            theirs.append(item)
 
 
-def _cheap_and_rest(s: Placement, surplus: int, node: int) -> tuple[list[Item], list[Item]]:
-    items = [(s.weight[i], i) for i in s.ascending
-             if s.home[i] // s.width == node and s.weight[i] > 0]
-    if not s.move_cost:
-        return items, []
-    heap = [(s.move_cost[i] / w, k) for k, (w, i) in enumerate(items)]
-    heapq.heapify(heap)
-    keep, held = set(), -(surplus // 4)
-    while heap and held < surplus:
-        k = heapq.heappop(heap)[1]
-        keep.add(k)
-        held += items[k][0]
-    return ([item for k, item in enumerate(items) if k in keep],
-            [item for k, item in enumerate(items) if k not in keep])
+class PriceLimit:
+    """The price per weight up to which there is about twice the weight that has to move."""
+
+    def __init__(self, weight: list[int], price: list[int], surplus: int):
+        self.weight, self.price = weight, price
+        stride = max(1, len(weight) // 4096)
+        sample = [i for i in range(0, len(weight), stride) if weight[i] > 0]
+        self.dearest, held = -1, 0
+        for i in sorted(sample, key=lambda i: (Fraction(price[i], weight[i]), i)):
+            self.dearest = i
+            held += weight[i] * stride
+            if held >= 2 * surplus:
+                break
+
+    def covers(self, i: int) -> bool:
+        d = self.dearest
+        return d >= 0 and self.price[i] * self.weight[d] <= self.price[d] * self.weight[i]
 
 
-def _transfer(s, source, target, cheap, rest, reserve, waste) -> bool:
-    """Moves items between two nodes, whose amounts are kept negative; False when the target takes
-    no more."""
-    give, extra = (len(s.ranks(k)) * reserve // 4 for k in (source[1], target[1]))
-    finishes = -source[0] <= -target[0]
-    low = -source[0] - give if finishes else -target[0] - waste
-    moved: list[Item] = []
-    left = _pick(s, low, -target[0] + extra, cheap, rest, moved)
-    _receive(s, target[1], moved)
-    source[0] = 0 if finishes and left <= 0 else source[0] + (low - left)
-    target[0] += low - left
-    return finishes and target[0] < 0 and left <= 0
+class Search:
+    """See cpp/least_move.hpp."""
 
+    def __init__(self, weight, home, price, num_ranks: int, ranks_per_node: int, cap: int):
+        self.weight, self.home = [int(w) for w in weight], [int(h) for h in home]
+        self.price = [int(p) for p in price]
+        self.num_ranks, self.cap = num_ranks, cap
+        self.width = num_ranks if ranks_per_node == 1 else min(ranks_per_node, num_ranks)
+        self.num_nodes = -(-num_ranks // self.width)
+        self.best, self.high = self.home, self.max_load(self.home)
 
-class SendRule:
-    """Items of ranks that send no more than the limit and, if wanted, stay about full."""
+    def run(self) -> list[int]:
+        if self.high <= self.cap:
+            return self.best
+        n = sum(w > 0 for w in self.weight)
+        bound = lower_bound(np.array(self.weight), self.num_ranks)
+        unit, loose = bound // 1000 + 1, max(self.cap, bound + bound // 1000)
+        most = min(40000000, 4000 * n) + 100 * n
+        operations = most * 2 * unit // (unit + loose - bound)
+        self.tighten(loose, self.attempt(list(self.home), loose, operations, from_home=True))
+        if self.high > loose:
+            start = self.start_from_greedy()
+            self.tighten(loose, self.attempt(start, loose, operations // 4))
+        if self.cap < self.high <= loose:
+            self.tighten(self.cap, operations)
+            if self.high > self.cap:
+                self.start_from_greedy()
+        return self.best
 
-    def __init__(self, s: Placement, limit: int, only_full: bool = False):
-        self.s, self.limit, self.only_full = s, limit, only_full
+    def max_load(self, rank_of: list[int]) -> int:
+        load = [0] * self.num_ranks
+        for weight, rank in zip(self.weight, rank_of, strict=True):
+            load[rank] += weight
+        return max(load)
 
-    def admits(self, item: Item) -> bool:
-        s, rank = self.s, self.s.home[item[1]]
-        return (s.sent[rank] + item[0] <= self.limit
-                and (not self.only_full or s.load[rank] - item[0] >= s.cap - s.typical))
+    def keep_if_lower(self, rank_of: list[int]) -> None:
+        if self.max_load(rank_of) < self.high:
+            self.best, self.high = list(rank_of), self.max_load(rank_of)
 
-    def admits_both(self, a: Item, b: Item) -> bool:
-        s, rank = self.s, self.s.home[a[1]]
-        return rank != s.home[b[1]] or s.sent[rank] + a[0] + b[0] <= self.limit
+    def attempt(self, start: list[int], cap: int, operations: int, from_home: bool = False) -> int:
+        """Operations that are left."""
+        s = Placement(self.weight, self.home, self.price, self.num_ranks, self.width, start, cap,
+                      operations - 4 * sum(w > 0 for w in self.weight))
+        nodes = range(self.num_nodes)
+        if self.num_nodes > 1:
+            slack = cap * self.num_ranks - s.total
+            target = cap - min(max(0, slack) // 2 // self.num_ranks, s.typical // 16)
+            if from_home:
+                self.limit_moves(s, target)
+            Trading(s, self.width, target).even(nodes)
+        s.send_limit = NO_LIMIT
+        ranks = Trading(s, 1, cap)
+        kept = abs(s.operations) // 4 * (1 if s.operations > 0 else -1)
+        s.operations -= kept
+        done = [ranks.even(range(k * self.width, min(self.num_ranks, (k + 1) * self.width)))
+                for k in nodes]
+        s.receive_limit = NO_LIMIT
+        s.operations += kept
+        if not all(done):
+            ranks.even(range(self.num_ranks))
+        self.keep_if_lower(s.rank_of)
+        return s.operations
 
-    def take(self, item: Item) -> None:
-        self.s.sent[self.s.home[item[1]]] += item[0]
-        self.s.load[self.s.home[item[1]]] -= item[0]
+    def limit_moves(self, s: Placement, target: int) -> None:
+        """To an even share of the largest surplus; what is cheap to move goes at once."""
+        means, widths = [], []
+        for k in range(self.num_nodes):
+            ranks = range(k * self.width, min(self.num_ranks, (k + 1) * self.width))
+            means.append(sum(s.load[r] // len(ranks) for r in ranks))
+            widths.append(len(ranks))
+        most, room = max(0, max(means) - target), max(0, target - min(means))
+        room = max(most, min(room, most + most // 2))
 
+        def cost_of(weight: int) -> int:
+            return (min(NO_LIMIT, sum(self.price) * weight // max(1, s.total)) if self.price
+                    else weight)
 
-def _pick(s, low, high, cheap, rest, moved) -> int:
-    full, even = SendRule(s, s.send_limit, True), SendRule(s, s.send_limit)
-    relaxed = SendRule(s, s.send_limit + s.send_limit // 16)
-    any_ = SendRule(s, INFINITE)
-    picker = Picker(cheap, low, high, s.budget, moved)
-    picker.take_bulk(s.typical, full)
-    if picker.done or picker.take_exact(full):
-        return picker.low
-    picker.take_bulk(s.typical, even)
-    if picker.done or picker.take_exact(even) or picker.take_exact(relaxed):
-        return picker.low
-    wider = SendRule(s, s.send_limit + s.send_limit // 8)
-    for items, rule in ((cheap, even), (rest, even), (cheap, wider), (cheap, any_), (rest, any_)):
-        picker = Picker(items, picker.low, picker.high, s.budget, moved)
-        picker.take_sum(s.typical, rule)
-        if picker.done:
-            break
-    return picker.low
+        s.send_limit, s.receive_limit = cost_of(most + most // 16), cost_of(room + room // 16)
+        if self.price:
+            surplus = sum(max(0, m - target) * w for m, w in zip(means, widths, strict=True))
+            cheap = PriceLimit(self.weight, self.price, surplus)
+            Trading(s, self.width, target, cheap.covers).even(range(self.num_nodes), (WHAT_FITS,))
 
+    def tighten(self, cap: int, operations: int) -> None:
+        low, following, fine = cap - 1, cap, 1 + cap // 65536
+        while self.high > cap and self.high > following and operations > 0:
+            operations = self.attempt(list(self.best), following, operations)
+            if self.high > following:
+                low = following
+            following = (low + (self.high - low) // 2 if self.high - low > fine else self.high)
 
-def _receive(s: Placement, node: int, moved: list[Item]) -> None:
-    for item in sorted(moved, reverse=True):
-        def key(rank, item=item):
-            full = s.received[rank] + item[0] > s.receive_limit
-            return full, s.received[rank] if full else s.load[rank]
-        best = min(s.ranks(node), key=key)
-        s.load[s.home[item[1]]] += item[0]
-        s.move(item, best)
+    def start_from_greedy(self) -> list[int]:
+        home = np.array(self.home, np.int64)
+        batch = greedy(np.array(self.weight), home, self.num_ranks)
+        rank_of_batch = near_home(home, batch, np.array(self.weight), self.num_ranks, self.width)
+        start = [int(rank_of_batch[b]) if w else h
+                 for b, w, h in zip(batch, self.weight, self.home, strict=True)]
+        self.keep_if_lower(start)
+        return start
 
 
 def least_move(
@@ -148,75 +360,4 @@ def least_move(
     ranks_per_node: int, cap: int,
 ) -> np.ndarray:
     """rank_of (n,) with loads at or near the cap and little movement; move_cost may be empty."""
-    weights, homes = [int(w) for w in weight], [int(h) for h in home]
-    costs = [int(c) for c in move_cost]
-    width = num_ranks if ranks_per_node == 1 else min(ranks_per_node, num_ranks)
-    step, n = common_step(weights), len(weights)
-    mean = -(-sum(weights) // num_ranks)
-    best: list = [max(_loads(weights, homes, num_ranks)), homes]
-    if best[0] <= cap:
-        return np.array(homes, np.int64)
-    budget = max(20000000, 450 * n)
-    exact = cap <= lower_bound(weight, num_ranks)
-
-    def tight(cap):
-        return cap // step * step < mean
-
-    def solve(s, between_nodes=True):
-        nonlocal budget
-        budget -= s.budget.left
-        if between_nodes:
-            even_nodes(s)
-        EvenRanks(s)
-        budget += s.budget.left
-        keep_if_lower(s.rank_of)
-
-    def keep_if_lower(rank_of):
-        reached = max(_loads(weights, rank_of, num_ranks))
-        if reached < best[0]:
-            best[:] = [reached, rank_of]
-
-    def attempt(target, start, between_nodes=True):
-        share = budget // 6 if tight(target) else budget // 3 * 2
-        solve(Placement(weights, start, costs, num_ranks, width, target, tight(target),
-                        Budget(share), exact, max(1, gcd(*weights))), between_nodes)
-
-    if step > 1 and (not exact or tight(cap)):
-        for target in range(cap, cap // step * step + step if exact else cap + 1):
-            if target < best[0] and may_fit(weights, step, target, num_ranks):
-                lift = Lift(weights, homes, num_ranks, width, target, step)
-                if lift.possible:
-                    solve(Placement(lift.weight, lift.home, costs, num_ranks, width, lift.cap,
-                                    False, Budget(budget // 3), exact, 1, lift.base))
-    target = cap // step * step
-    if tight(cap):
-        target = target + step if exact else cap
-    low = min(target, cap) - 1
-    for _ in range(8):
-        if best[0] <= cap or not low < target < best[0]:
-            break
-        attempt(target, homes)
-        if exact and best[0] - low <= cap // 4000:
-            break
-        if not exact and tight(cap) and best[0] <= cap // step * step + step:
-            break
-        if best[0] > target:
-            low = max(low, target)
-        above = (low + low // 4000 // 2) // step * step + step
-        target = above if not tight(low) and above < best[0] else low + (best[0] - low) // 2
-    if best[0] > cap:
-        batch = greedy(weight, home, num_ranks)
-        rank_of_batch = near_home(home, batch, weight, num_ranks, width)
-        start = [int(rank_of_batch[b]) if w else h
-                 for b, w, h in zip(batch, weights, homes, strict=True)]
-        keep_if_lower(start)
-        budget = max(budget, 100 * n)
-        attempt(cap, start, False)
-    return np.array(best[1], np.int64)
-
-
-def _loads(weights: list[int], rank_of: list[int], num_ranks: int) -> list[int]:
-    load = [0] * num_ranks
-    for weight, rank in zip(weights, rank_of, strict=True):
-        load[rank] += weight
-    return load
+    return np.array(Search(weight, home, move_cost, num_ranks, ranks_per_node, cap).run(), np.int64)
