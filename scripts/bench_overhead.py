@@ -1,6 +1,6 @@
 """What planning a step costs and what the plan moves, by number of ranks and scheme.
 
-    python scripts/bench_overhead.py [--ranks 64,...] [--batch-size 60] [--policies least_move,paper,...]
+    python scripts/bench_overhead.py [--ranks 64,...] [--batch-size 60] [--policies paper,...]
         [--model 84b] [--mix natural] [--tolerance 0.005] [--repeats 20] [--link-gbps 400]
         [--latency-us 5] [--json FILE]
 
