@@ -125,7 +125,7 @@ def test_few_media_are_judged_at_the_end(tmp_path):
     assert [kind, text] == other and kind == "MediaLimitError"
     assert "vision: none of the 3 media" in text and "finished: 3 steps" in first
     assert (folder / "run" / "checkpoints").is_dir() and len(metrics(folder)) == 3
-    (again, *told), _ = run_ranks(train, 2, run_of(folder, 3))  # as a launcher may try
+    (again, *told), _ = run_ranks(output_of, 2, run_of(folder, 3))  # as a launcher may try
     assert told == [kind, text] and "no step was left to do" in again
 
 
