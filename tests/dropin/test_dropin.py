@@ -220,7 +220,8 @@ def killed_worker(world, how: dict) -> tuple[str, int, list[str]]:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("how", [dict(lengths=length_of), dict(length_fn=token_count)], ids=str)
+@pytest.mark.parametrize("how", [dict(lengths=length_of), dict(length_fn=token_count)],
+                         ids=lambda how: "-".join(how))
 def test_a_killed_worker_is_told_by_all_ranks(how):
     ranks = run_ranks(killed_worker, 2, how)
     assert ranks[0][0] == ranks[1][0] and "worker" in ranks[0][0], ranks
