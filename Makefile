@@ -9,6 +9,8 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 READY := $(VENV)/ready
 ARGS ?=
+# Processes of make test: ranks wait for each other and for the disk, so 2 cores keep 3 busy.
+WORKERS ?= 3
 
 .NOTPARALLEL:
 .PHONY: demo test test-slow bench lint sanitize clean setup setup-test
@@ -17,7 +19,7 @@ demo: setup demo_data/data.jsonl
 	$(RUN) -m orchmllm compare --recipe recipes/demo.yaml $(ARGS)
 
 test: setup-test
-	$(RUN) -m pytest -q --session-timeout 3600 $(ARGS)
+	$(RUN) -m pytest -q -n $(WORKERS) --dist loadfile --session-timeout 3600 $(ARGS)
 
 # Each takes a few minutes on 2 quiet cores.
 SLOW_checkpoints := tests/runtime
