@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -82,5 +83,6 @@ def test_ranks_of_another_launcher_end_alike(tmp_path, demo_corpus, holder):
                  "-m", "orchmllm.train", "--recipe", "recipes/demo.yaml",
                  f"data.path={demo_corpus}", f"run.dir={tmp_path / 'run'}", *TINY[1:])
     assert out.returncode != 0 and named(out.stderr, holder), out.stderr
-    assert "exitcode  : 2 " in out.stderr, out.stderr  # the launcher may end the other rank first
+    codes = re.findall(r"exitcode  : (-?\d+) ", out.stderr)
+    assert "2" in codes and set(codes) <= {"2", "-15"}, out.stderr  # -15: the launcher was faster
     assert sorted(p.name for p in (tmp_path / "run").iterdir()) == ["run.lock"]
