@@ -7,8 +7,10 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import replace
+from multiprocessing import connection
 
 import numpy as np
 import psutil
@@ -181,6 +183,62 @@ def test_results_keep_their_order_and_errors_their_type():
         Workers(Failing(), -1)
 
 
+class Dying(SyntheticDataset):
+    """The worker that loads example 3 is killed when it has sent half of its answer."""
+
+    def load(self, i, **how):
+        def half(pipe, data):
+            write(pipe, data[:len(data) // 2])
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        if i == 3:
+            write, connection.Connection._send = connection.Connection._send, half
+        return super().load(i, **how)
+
+
+def test_a_worker_that_is_killed_while_it_answers_hangs_nobody():
+    pool = Workers(Dying(), 2)
+    try:
+        for _ in range(2):  # neither this request nor a later one
+            with pytest.raises(RuntimeError, match="a data worker exited unexpectedly"):
+                pool.request("load", [((i,), {}) for i in range(16)])()
+    finally:
+        pool.close()
+    assert not [w for w in pool.processes if w.is_alive()]
+
+
+class Odd(Exception):
+    def __init__(self, text, more):
+        super().__init__(text)
+
+
+class Unpicklable(SyntheticDataset):
+    def load(self, i, **how):
+        if i == 0:
+            raise Odd("an error of its own", 2)
+        return threading.Lock()
+
+
+@pytest.mark.parametrize("i, text", [(0, "an error of its own"), (1, "lock")])
+def test_what_cannot_be_sent_is_named(i, text):
+    pool = Workers(Unpicklable(), 1)
+    try:
+        with pytest.raises(RuntimeError, match=f"cannot send .*{text}.* pickled"):
+            pool.request("load", [((i,), {})])()
+    finally:
+        pool.close()
+
+
+def test_an_error_keeps_the_traceback_of_the_worker():
+    pool = Workers(Failing(), 1)
+    try:
+        with pytest.raises(AttributeError) as failure:
+            pool.request("nothing", [((0,), {})])()
+        assert "in _run" in str(failure.value.__cause__)
+    finally:
+        pool.close()
+
+
 @pytest.fixture
 def stuck_once(monkeypatch, tmp_path):
     """The first process that is forked hangs before it does anything."""
@@ -204,7 +262,7 @@ def test_a_fork_that_is_stuck_is_forked_anew(stuck_once, monkeypatch):
         results = pool.request("load", [((i,), {}) for i in range(8)])()
         assert [value.example_id for value, _ in results] == list(range(8))
         assert stuck_once.exists()
-        assert [w.is_alive() for w in pool._context.workers] == [True, True]
+        assert [w.is_alive() for w in pool.processes] == [True, True]
     finally:
         pool.close()
     stuck_once.unlink()

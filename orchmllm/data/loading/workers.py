@@ -1,20 +1,26 @@
 """Worker processes that read and decode for the trainer's loader.
 
 A worker is a fork of the rank: it has the dataset as it is, with every file that it reads opened
-anew or read with pread. Results come back through a pipe as numpy arrays, in the order of the
-calls, so that a step is the same with any number of workers.
+anew or read with pread. Results come back as numpy arrays, in the order of the calls, so that a
+step is the same with any number of workers. Each worker has a pipe of its own. With a queue that
+is shared, as in a ProcessPoolExecutor, a worker that is killed while it writes an answer leaves the
+rank waiting for the rest of it for ever.
 """
 
 from __future__ import annotations
 
 import os
+import pickle
 import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from multiprocessing.context import ForkContext
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from multiprocessing.pool import ExceptionWithTraceback
+from multiprocessing.util import Finalize
+from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
@@ -36,23 +42,31 @@ Result = tuple[Any, list[tuple[int, str, int]]]
 
 
 class _Worker(SureFork):
-    """Daemonic: an interpreter that exits before close() ends its workers, not waits for them."""
+    """Answers one request at a time through a pipe of its own. It shares no lock and no queue with
+    another process: whenever it is killed, even halfway through an answer, the rank reads the end
+    of the file. Daemonic: an interpreter that exits before close() ends its workers."""
 
-    def __init__(self, *args: Any, **keys: Any) -> None:
-        super().__init__(*args, **keys, daemon=True)
+    def __init__(self, dataset: Any) -> None:
+        self.pipe, self._theirs = Pipe()
+        super().__init__(target=_serve, args=(dataset, os.getpid(), self._theirs), daemon=True)
 
-    def terminate(self) -> None:
-        """What the pool does to the others when one died; SIGTERM is not for workers."""
-        self.kill()
+    def start(self) -> None:
+        try:
+            super().start()
+        finally:
+            self._theirs.close()  # the worker has the only other one
 
+    def ask(self, method: str, chunk: Sequence[Call]) -> bytes:
+        """The pickled answer; EOFError or OSError if the worker has died."""
+        self.pipe.send((method, chunk))
+        return self.pipe.recv_bytes()
 
-class _Context(ForkContext):
-    def __init__(self) -> None:
-        self.workers: list[_Worker] = []
-
-    def Process(self, *args: Any, **keys: Any) -> _Worker:
-        self.workers.append(_Worker(*args, **keys))
-        return self.workers[-1]
+    def end(self) -> None:
+        """A worker keeps nothing, and SIGTERM is not for it."""
+        if self.pid is not None:
+            self.kill()
+            self.join()
+        self.pipe.close()
 
 
 class Workers:
@@ -63,8 +77,10 @@ class Workers:
         if num_workers < 0:
             raise ValueError(f"num_workers is {num_workers}: must be >= 0")
         self.dataset, self.num_workers = dataset, num_workers
-        self._pool: ProcessPoolExecutor | None = None
-        self._context = _Context()
+        self.processes: list[_Worker] = []
+        self._idle: SimpleQueue[_Worker] = SimpleQueue()
+        self._threads: ThreadPoolExecutor | None = None  # one waits for each worker
+        self._at_exit: Finalize | None = None
 
     def request(self, method: str, calls: Sequence[Call]) -> Callable[[], list[Result]]:
         """Starts calls of the dataset's `load` or `decode`; what is returned waits for their
@@ -73,63 +89,90 @@ class Workers:
         It raises what a call raised, and RuntimeError if a worker died or could not be started."""
         if not self.num_workers:
             return lambda: [_run(self.dataset, method, call) for call in calls]
+        if self._threads is None:
+            self._start()
         size = max(1, -(-len(calls) // (CHUNKS_PER_WORKER * self.num_workers)))
-        chunks = [calls[at: at + size] for at in range(0, len(calls), size)]
-        futures = [self._submit(method, chunk) for chunk in chunks]
+        futures = [self._threads.submit(self._ask, method, calls[at: at + size])
+                   for at in range(0, len(calls), size)]
         return lambda: [(_convert(value, np.ndarray, torch.from_numpy), failed)
-                        for future in futures for value, failed in _result_of(future)]
+                        for future in futures for value, failed in _answer(future.result())]
 
-    def _submit(self, method: str, chunk: Sequence[Call]) -> Future:
-        if self._pool is None:
-            self._context = _Context()
-            self._pool = ProcessPoolExecutor(
-                self.num_workers, self._context, _start, (self.dataset, os.getpid()))
+    def _start(self) -> None:
+        self.processes = []
+        # Before multiprocessing asks its children to end with SIGTERM.
+        self._at_exit = Finalize(self, _end, (self.processes,), exitpriority=1)
         try:
-            return self._pool.submit(_run_all, method, chunk)
-        except BrokenProcessPool as error:
-            raise _died() from error
-        except BaseException:  # a pool that started some of its workers would not end them
-            for worker in self._context.workers:
-                if worker.pid is not None:
-                    worker.kill()
-                    worker.join()
-            self._pool = None
+            for _ in range(self.num_workers):
+                self.processes.append(_Worker(self.dataset))
+                self.processes[-1].start()  # before the next pipe is made: no other has its end
+                self._idle.put(self.processes[-1])
+        except BaseException:
+            self.close()
             raise
+        self._threads = ThreadPoolExecutor(self.num_workers, "data-worker")
+
+    def _ask(self, method: str, chunk: Sequence[Call]) -> bytes:
+        worker = self._idle.get()
+        try:
+            return worker.ask(method, chunk)
+        except (EOFError, OSError) as error:
+            raise RuntimeError(
+                "a data worker exited unexpectedly (killed, or out of memory); "
+                "data.num_workers=0 decodes in the rank itself") from error
+        finally:
+            self._idle.put(worker)  # one that died fails every call that it gets
 
     def close(self) -> None:
         """Ends the processes; calls that have not started are dropped."""
-        if self._pool is not None:
-            self._pool.shutdown(wait=True, cancel_futures=True)
-            self._pool = None
+        if self._threads is not None:
+            self._threads.shutdown(wait=True, cancel_futures=True)
+            self._threads = None
+        if self._at_exit is not None:
+            self._at_exit()
+        self._idle, self._at_exit = SimpleQueue(), None
 
 
-def _result_of(future: Future) -> list[Result]:
-    try:
-        return future.result()
-    except BrokenProcessPool as error:
-        raise _died() from error
+def _end(processes: list[_Worker]) -> None:
+    for worker in processes:
+        worker.end()
 
 
-def _died() -> RuntimeError:
-    return RuntimeError("a data worker exited unexpectedly (killed, or out of memory); "
-                        "data.num_workers=0 decodes in the rank itself")
+def _answer(pickled: bytes) -> list[Result]:
+    fine, value = pickle.loads(pickled)
+    if not fine:
+        raise value
+    return value
 
 
 # In the worker.
 
-_dataset: Any = None
-
-
-def _start(dataset: Any, parent: int) -> None:
+def _serve(dataset: Any, parent: int, pipe: Connection) -> None:
     """The rank decides when a worker ends: signals to the process group are not for it, but it
     does not outlive the rank."""
-    global _dataset
-    _dataset = dataset
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # its threads did not survive the fork
     torch.set_num_threads(1)  # nor did OpenMP's
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+    while True:
+        method, calls = pipe.recv()
+        try:
+            answer = True, _run_all(dataset, method, calls)
+        except Exception as error:
+            answer = False, ExceptionWithTraceback(error, error.__traceback__)
+        pipe.send_bytes(_pickled(answer))
+
+
+def _pickled(answer: tuple[bool, Any]) -> bytes:
+    try:
+        pickled = pickle.dumps(answer, pickle.HIGHEST_PROTOCOL)
+        if not answer[0]:
+            pickle.loads(pickled)  # an exception with arguments of its own may fail only here
+        return pickled
+    except Exception as error:
+        what = answer[1] if answer[0] else answer[1].exc
+        return pickle.dumps((False, RuntimeError(
+            f"a data worker cannot send {what!r:.200}, as it cannot be pickled: {error}")))
 
 
 def _end_with(parent: int) -> None:
@@ -138,10 +181,10 @@ def _end_with(parent: int) -> None:
     os._exit(1)
 
 
-def _run_all(method: str, calls: Sequence[Call]) -> list[Result]:
+def _run_all(dataset: Any, method: str, calls: Sequence[Call]) -> list[Result]:
     """With arrays for tensors, which would travel as descriptors of shared memory and need their
     worker to stay alive."""
-    results = (_run(_dataset, method, call) for call in calls)
+    results = (_run(dataset, method, call) for call in calls)
     return [(_convert(value, Tensor, Tensor.numpy), failed) for value, failed in results]
 
 
