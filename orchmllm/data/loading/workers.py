@@ -10,7 +10,6 @@ rank waiting for the rest of it for ever.
 from __future__ import annotations
 
 import os
-import pickle
 import signal
 import threading
 import time
@@ -19,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from multiprocessing.pool import ExceptionWithTraceback
+from multiprocessing.reduction import ForkingPickler
 from multiprocessing.util import Finalize
 from queue import SimpleQueue
 from typing import Any
@@ -138,7 +138,7 @@ def _end(processes: list[_Worker]) -> None:
 
 
 def _answer(pickled: bytes) -> list[Result]:
-    fine, value = pickle.loads(pickled)
+    fine, value = ForkingPickler.loads(pickled)
     if not fine:
         raise value
     return value
@@ -165,13 +165,13 @@ def _serve(dataset: Any, parent: int, pipe: Connection) -> None:
 
 def _pickled(answer: tuple[bool, Any]) -> bytes:
     try:
-        pickled = pickle.dumps(answer, pickle.HIGHEST_PROTOCOL)
+        pickled = ForkingPickler.dumps(answer)
         if not answer[0]:
-            pickle.loads(pickled)  # an exception with arguments of its own may fail only here
+            ForkingPickler.loads(pickled)  # where some exceptions fail: with arguments of their own
         return pickled
     except Exception as error:
         what = answer[1] if answer[0] else answer[1].exc
-        return pickle.dumps((False, RuntimeError(
+        return ForkingPickler.dumps((False, RuntimeError(
             f"a data worker cannot send {what!r:.200}, as it cannot be pickled: {error}")))
 
 
