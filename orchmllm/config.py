@@ -84,7 +84,8 @@ class SourceConfig:
     media_root: str = key("", "Folder that media paths are relative to and must stay in; empty: "
                           "where the data file is.")
     split: str = key("", "Split of a Hugging Face dataset, or a folder of LibriSpeech.")
-    subset: str = key("", "Configuration of a Hugging Face dataset.")
+    subset: str = key("", "Configuration of a Hugging Face dataset, or one of the datasets in "
+                      "LLaMA-Factory's dataset_info.json.")
     prompt: str = key("", "Question put before a transcript or caption; empty: a default.")
     name: str = key("", "In errors and statistics; empty: the last part of path.")
     max_row_bytes: int = key(8 << 20, "A longer row of text is refused unread.", at_least=1)

@@ -1,5 +1,6 @@
 """Writes the reference pages that are made from the code: docs/recipe.md (every key of a recipe)
-and docs/metrics.md (every key of a row of metrics.jsonl), with its JSON Schema beside it.
+and docs/metrics.md (every key of a row of metrics.jsonl) with its JSON Schema beside it, and
+docs/formats.md (images and clips that are read).
 
     python scripts/make_recipe_reference.py [--check]
 
@@ -15,6 +16,15 @@ from dataclasses import MISSING
 from pathlib import Path
 
 from orchmllm.config import Recipe
+from orchmllm.data.media.headers import (
+    MAX_ASPECT,
+    MAX_AUDIO_S,
+    MAX_IMAGE_PIXELS,
+    MIN_AUDIO_HZ,
+)
+from orchmllm.data.media.kinds import KINDS, REFUSED
+from orchmllm.data.media.medium import MAX_MEMBER_BYTES
+from orchmllm.plan.layout import AUDIO, VISION
 from orchmllm.recipe import strict_yaml
 from orchmllm.recipe.schema import Key, Leaf, leaves, sections
 from orchmllm.runtime.log_schema import ROW_SCHEMA, SCHEMA_VERSION
@@ -107,10 +117,40 @@ def _type(value: dict) -> str:
     return f"{text} of {_type(value['items'])}" if "items" in value else text
 
 
+def formats_page() -> str:
+    parts = [MADE, FORMATS_HEAD]
+    for title, modality in (("Images", VISION), ("Clips", AUDIO)):
+        parts += [f"## {title}\n", "| format | suffixes | notes |", "|---|---|---|"]
+        parts += [f"| {name} | {_suffixes(kind.suffixes)} | {kind.note} |"
+                  for name, kind in KINDS.items() if kind.modality == modality]
+        parts.append("")
+    parts += ["## Not read\n", "| format | suffixes | what helps |", "|---|---|---|"]
+    parts += [f"| {name} | {_suffixes(suffixes)} | {cure} |"
+              for name, _, _, _, suffixes, cure in REFUSED]
+    return "\n".join(parts).rstrip() + "\n"
+
+
+def _suffixes(suffixes: tuple[str, ...]) -> str:
+    return ", ".join(f".{s}" for s in suffixes)
+
+
 def pages() -> dict[str, str]:
     """File name in docs/ -> text."""
     return {"recipe.md": recipe_page(), "metrics.md": metrics_page(),
+            "formats.md": formats_page(),
             "metrics.schema.json": json.dumps(ROW_SCHEMA, indent=1) + "\n"}
+
+
+FORMATS_HEAD = f"""# Images and clips that are read
+
+The content of a file decides, and not its name; in a tar the suffix of a member tells whether it is
+an image or a clip. A header fixes every length: what decoding then yields has exactly that length,
+or the file is refused. A file that is refused is named in quarantine.jsonl with the reason, and
+`orchmllm data lint RECIPE --decode` finds it before a run does.
+
+Limits: images of {MAX_IMAGE_PIXELS:,} pixels, sides that differ by {MAX_ASPECT} times; clips of
+{MAX_AUDIO_S} s, from {MIN_AUDIO_HZ} Hz on; {MAX_MEMBER_BYTES >> 20} MiB a file.
+"""
 
 
 def main(argv: list[str]) -> int:

@@ -9,6 +9,7 @@ is refused: what is trained on is what transformers' apply_chat_template renders
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator, Sequence
 from functools import cached_property
@@ -53,7 +54,7 @@ class ChatTemplate:
     be able to write. Raises RowError, naming `path`, for a template that cannot be used."""
 
     def __init__(self, source: str, variables: dict[str, str], special: Sequence[str], path: str):
-        self.source, self.variables = source, variables
+        self.source, self.variables, self.special = source, variables, list(special)
         try:
             self._marked = environment(marks=True).from_string(source)
             self._plain = environment(marks=False).from_string(source)
@@ -71,17 +72,22 @@ class ChatTemplate:
     def spans(self, turns: Sequence[Turn]) -> list[Span]:
         """The conversation as rendered. Raises RowError for turns that the template refuses, and
         where it is not known which of the text is the template's."""
-        truth = self._render(self._plain, turns, [_filled(_mark(0), [c]) for c in _whole(turns)])
-        problem = ""
+        tools, turns = self._tools(turns)
+        truth = self._render(self._plain, turns, [_filled(_mark(0), [c]) for c in _whole(turns)],
+                             tools, calls=True)
+        called = any(turn.calls for turn in turns)
+        turns = [with_calls(turn) for turn in turns]
+        problem = ("the chat template writes tool calls in a way of its own; write them into the "
+                   "text of the answer, as the model is to say them") if called else ""
         for cut in (self._uncut, self._cut):
             contents, chunks = cut(turns)
             try:
-                rendered = self._render(self._marked, turns, contents)
+                rendered = self._render(self._marked, turns, contents, tools)
             except RowError as error:  # it takes the text, and not a mark in its place
                 problem = error.reason
                 continue
-            problem = _wrong(_marks(rendered), chunks)
-            if not problem and _filled(rendered, chunks) == truth:
+            problem = _wrong(_marks(rendered), chunks) or problem
+            if not _wrong(_marks(rendered), chunks) and _filled(rendered, chunks) == truth:
                 return self._read(rendered, chunks, turns)
         raise RowError(problem or "the chat template changes the texts of turns, so what is learnt "
                        "cannot be told from the rest; write one that puts them in as they are")
@@ -98,10 +104,24 @@ class ChatTemplate:
             raise RowError(f"{path}: its chat template cannot write a question and an answer: "
                            f"{error.reason}") from error
 
-    def _render(self, template, turns: Sequence[Turn], content: Sequence[str]) -> str:
+    def _tools(self, turns: Sequence[Turn]) -> tuple[list | None, Sequence[Turn]]:
+        """The definitions of tools, and the other turns."""
+        if not turns or turns[0].role != "tools":
+            return None, turns
+        text = turns[0].parts[0]
+        for token in self.special:
+            if token in text:
+                raise RowError(f"the definitions of the tools contain the special token {token}")
+        return json.loads(text), turns[1:]
+
+    def _render(self, template, turns: Sequence[Turn], content: Sequence[str],
+                tools: list | None = None, *, calls: bool = False) -> str:
         messages = [{"role": t.role, "content": c} for t, c in zip(turns, content, strict=True)]
+        for message, turn in zip(messages, turns, strict=True):
+            if calls and turn.calls:
+                message["tool_calls"] = [{"type": "function", "function": c} for c in turn.calls]
         try:
-            return template.render(messages=messages, add_generation_prompt=False, tools=None,
+            return template.render(messages=messages, add_generation_prompt=False, tools=tools,
                                    documents=None, **self.variables)
         except Exception as error:  # templates raise on roles that they do not know
             raise RowError(f"the chat template refuses these turns: {error}") from error
@@ -217,6 +237,14 @@ def _in_blocks(rendered: str, chunks: list[_Chunk], turns: Sequence[Turn]) -> li
             chunk = chunks[int(item[1])]
             out += said(chunk.parts, inside and turns[chunk.turn].supervised)
     return out
+
+
+def with_calls(turn: Turn) -> Turn:
+    """A turn whose calls of tools are text, as Qwen's and Hermes' templates write them."""
+    text = "\n".join("<tool_call>\n" + json.dumps(call, ensure_ascii=False) + "\n</tool_call>"
+                     for call in turn.calls)
+    between = "\n" if text and any(turn.parts) else ""
+    return turn._replace(parts=(*turn.parts, between + text), calls=()) if text else turn
 
 
 def said(parts: Sequence[str | Medium], supervised: bool) -> list[Span]:

@@ -175,6 +175,9 @@ class ChatTokenizer:
 
 
 def _chatml(turns: Sequence[Turn]) -> list[Span]:
+    if any(turn.role in ("tool", "tools") or turn.calls for turn in turns):
+        raise RowError("tools need the chat template of the model; put its chat_template.jinja or "
+                       "tokenizer_config.json beside the tokenizer")
     if not turns or turns[0].role != "system":
         turns = [Turn("system", (DEFAULT_SYSTEM,), False), *turns]
     spans: list[Span] = []

@@ -21,10 +21,14 @@ from tests.lib.tokenizers import SPECIAL, write_tokenizer
 VISION_GEOMETRY, AUDIO_GEOMETRY = VisionGeometry(max_side=224), AudioGeometry()
 MODES = [("jpg", "RGB"), ("jpg", "L"), ("jpg", "CMYK"), ("png", "RGB"), ("png", "RGBA"),
          ("png", "P"), ("png", "L"), ("png", "LA"), ("png", "1"), ("png", "I;16"), ("webp", "RGB"),
-         ("webp", "RGBA"), ("gif", "P"), ("bmp", "RGB")]
+         ("webp", "RGBA"), ("gif", "P"), ("bmp", "RGB"), ("tiff", "RGB"), ("tiff", "I;16"),
+         ("tiff", "CMYK"), ("ppm", "RGB"), ("pgm", "I;16"), ("avif", "RGB"), ("avif", "RGBA"),
+         ("jp2", "RGB")]
 CLIPS = [("wav", "PCM_16"), ("wav", "PCM_24"), ("wav", "FLOAT"), ("wav", "PCM_U8"),
          ("wav", "ULAW"), ("flac", "PCM_16"), ("flac", "PCM_24"), ("ogg", "VORBIS"),
-         ("ogg", "OPUS"), ("mp3", "MPEG_LAYER_III")]
+         ("ogg", "OPUS"), ("mp3", "MPEG_LAYER_III"), ("aiff", "PCM_16"), ("au", "PCM_16"),
+         ("caf", "PCM_16"), ("caf", "ALAC_16"), ("w64", "PCM_16"), ("rf64", "PCM_16")]
+TURNED = ("jpg", "png", "webp", "tiff", "avif")
 RATES = (8000, 16000, 22050, 44100, 48000)
 
 
@@ -50,8 +54,8 @@ def test_images(tmp_path, suffix, mode, orientation):
     exif = Image.Exif()
     exif[0x0112] = orientation
     more = {"save_all": True, "append_images": [image.rotate(9)]} if suffix == "gif" else {}
-    image.save(path, **more, **({"exif": exif} if suffix in ("jpg", "png", "webp") else {}))
-    turned = orientation >= 5 and suffix in ("jpg", "png", "webp")
+    image.save(path, **more, **({"exif": exif.tobytes()} if suffix in TURNED else {}))
+    turned = orientation >= 5 and suffix in TURNED
     for source in variants(path, VISION):
         header = image_header(source)
         assert header == ((90, 310) if turned else (310, 90))

@@ -3,16 +3,23 @@ is an example, or an unusable row that is named; none ends a command or fills th
 
 from __future__ import annotations
 
+import io
 import json
+import tarfile
 import tracemalloc
 
 import numpy as np
 import pytest
+import soundfile
+from PIL import Image
 
 from orchmllm.cli.data import main
 from orchmllm.config import SourceConfig
 from orchmllm.data.dataset import ConversationDataset
+from orchmllm.data.formats import conversation
+from orchmllm.data.formats.conversation import media_of
 from orchmllm.data.formats.rows import parse_json
+from orchmllm.data.media.medium import MediaRoot
 from orchmllm.data.tokenizer import ChatTokenizer
 from orchmllm.plan.layout import AUDIO, TEXT, VISION, AudioGeometry, VisionGeometry
 from tests.lib.formats import as_dataset, write_jsonl, write_media
@@ -193,3 +200,51 @@ def test_many_keys_are_checked_in_linear_time(monkeypatch):
     twice = "{" + ", ".join(f'"{key}": 1' for key in [*keys, keys[-1]]) + "}"
     with pytest.raises(ValueError, match="key 'k199999' is there twice"):
         parse_json(twice.encode())
+
+
+def _tiff() -> bytes:
+    file = io.BytesIO()
+    Image.new("RGB", (60, 40)).save(file, "TIFF")
+    return file.getvalue()
+
+
+def _ogg() -> bytes:
+    file = io.BytesIO()
+    soundfile.write(file, np.full(4000, 0.1), 16000, format="OGG", subtype="VORBIS")
+    return file.getvalue()
+
+
+MEMBERS = {  # suffix -> content, whether it is an image or a clip, what lint says of it
+    "tif": (_tiff, "caption", ""), "oga": (_ogg, "asr", ""),
+    "m4a": (lambda: b"\0\0\0\x20ftypM4A " + bytes(50), "asr", "M4A (AAC) is not read; convert"),
+    "mkv": (lambda: b"\x1a\x45\xdf\xa3" + bytes(50), "caption", "WebM or Matroska is not read"),
+    "heic": (lambda: b"\0\0\0\x18ftypheic" + bytes(50), "caption", "HEIC is not read; convert"),
+    "png": (lambda: b"<!DOCTYPE html>", "caption", "a download has most likely failed"),
+}
+
+
+@pytest.mark.parametrize("suffix", MEMBERS)
+def test_members_of_a_tar_are_read_or_named(tmp_path, capsys, suffix):
+    """Some were once skipped in silence."""
+    write_tokenizer(tmp_path)
+    make, layout, reason = MEMBERS[suffix]
+    with tarfile.open(tmp_path / "a.tar", "w") as tar:
+        for name, data in ((f"a.{suffix}", make()), ("a.txt", b"one two")):
+            info = tarfile.TarInfo(name)
+            info.size = len(data)
+            tar.addfile(info, io.BytesIO(data))
+    (tmp_path / "r.yaml").write_text(
+        f"data: {{sources: [{{path: {tmp_path}/a.tar, row_format: {layout}}}], "
+        f"tokenizer: {tmp_path}, index_dir: {tmp_path}/index}}\n")
+    assert main(["lint", str(tmp_path / "r.yaml"), "--workers", "1", "--decode"]) == bool(reason)
+    out = capsys.readouterr().out
+    assert ("row 1:" in out) == bool(reason) and reason in out
+    assert not reason or f"a.{suffix}" in out
+
+
+def test_an_audio_part_with_a_url_is_that_file(folder):
+    row = {"messages": [
+        {"role": "user", "content": [{"type": "input_audio", "input_audio": {"url": "0.wav"}}]},
+        {"role": "assistant", "content": "low"}]}
+    [medium] = media_of(conversation.chat(row, MediaRoot(str(folder))))
+    assert medium.path == str(folder / "0.wav")

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from orchmllm.cli.data import main
-from orchmllm.data.formats.conversation import Turn
-from orchmllm.data.media.medium import Medium, RowError
+from orchmllm.data.formats.conversation import Turn, chat
+from orchmllm.data.media.medium import MediaRoot, Medium, RowError
 from orchmllm.data.template_engine import TODAY
 from orchmllm.data.tokenizer import ChatTokenizer
 from orchmllm.plan.layout import TEXT, VISION
@@ -205,3 +205,89 @@ def test_a_row_that_the_template_would_change_is_named(tmp_path, capsys):
     assert main(["lint", str(tmp_path / "r.yaml"), "--workers", "1"]) == 1
     said = capsys.readouterr().out
     assert "row 2: the chat template changes the texts of turns" in said and "1 problem(s)" in said
+
+
+# As Qwen2.5 writes tools, their calls and what they answered.
+TOOLS = """\
+{%- if tools %}{{- '<|im_start|>system\\n# Tools\\n<tools>' }}
+{%- for tool in tools %}{{- '\\n' }}{{- tool | tojson }}{%- endfor %}
+{{- '\\n</tools><|im_end|>\\n' }}{%- endif %}
+{%- for m in messages %}
+{%- if m.role == 'tool' %}
+{%- if loop.first or messages[loop.index0 - 1].role != 'tool' %}
+{{- '<|im_start|>user' }}{%- endif %}
+{{- '\\n<tool_response>\\n' + m.content + '\\n</tool_response>' }}
+{%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}{{- '<|im_end|>\\n' }}{%- endif %}
+{%- elif m.tool_calls %}
+{{- '<|im_start|>assistant' }}
+{%- if m.content %}{{- '\\n' + m.content }}{%- endif %}
+{%- for call in m.tool_calls %}
+{{- '\\n<tool_call>\\n{"name": "' + call.function.name + '", "arguments": ' }}
+{{- call.function.arguments | tojson }}{{- '}\\n</tool_call>' }}
+{%- endfor %}{{- '<|im_end|>\\n' }}
+{%- else %}{{- '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{%- endif %}
+{%- endfor %}"""
+OTHER_TOOLS = ("{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{% if m.tool_calls "
+               "%}[CALL]{{ m.tool_calls[0].function.name }}{% endif %}<|im_end|>{% endfor %}")
+DEFINED = [{"type": "function", "function": {"name": "look", "parameters": {"at": "string"}}}]
+CALL = {"name": "look", "arguments": {"at": "the \u00e9 \"red\" one"}}
+CALLED = ('<tool_call>\n{"name": "look", "arguments": {"at": "the \u00e9 \\"red\\" one"}}\n'
+          '</tool_call>')
+OPENAI = {"tools": DEFINED, "messages": [
+    {"role": "user", "content": "What is it?"},
+    {"role": "assistant", "content": None, "tool_calls": [
+        {"id": "1", "type": "function",
+         "function": {"name": "look", "arguments": json.dumps(CALL["arguments"])}},
+        {"id": "2", "type": "function", "function": CALL}]},
+    {"role": "tool", "content": "red", "tool_call_id": "1"}, {"role": "tool", "content": "one"},
+    {"role": "assistant", "content": "red one"}, {"role": "user", "content": "Again."},
+    {"role": "assistant", "content": "I look.", "tool_calls": [{"function": CALL}]},
+    {"role": "tool", "content": "blue"}, {"role": "assistant", "content": "no"}]}
+SHAREGPT = {"tools": json.dumps(DEFINED), "conversations": [
+    {"from": "human", "value": "What is it?"},
+    {"from": "function_call", "value": json.dumps([CALL, CALL])},
+    {"from": "observation", "value": "red"}, {"from": "observation", "value": "one"},
+    {"from": "gpt", "value": "red one"}]}
+
+
+def test_tools_their_calls_and_answers_are_those_of_transformers(both):
+    ours, theirs = both(TOOLS)
+    [piece] = ours.pieces(chat(OPENAI, MediaRoot("")))
+    messages = json.loads(json.dumps(OPENAI["messages"]))
+    messages[1]["tool_calls"][0]["function"] = CALL
+    messages[1]["content"] = ""
+    expected = theirs.apply_chat_template(messages, tools=DEFINED, tokenize=False)
+    assert ours.decode(piece.token_ids) == expected and expected.count(CALLED) == 3
+    assert ours.decode(piece.token_ids[piece.supervised]).split("<|im_end|>") == [
+        f"{CALLED}\n{CALLED}", "red one", f"I look.\n{CALLED}", "no", ""]
+    [piece] = ours.pieces(chat(SHAREGPT, MediaRoot("")))
+    text = ours.decode(piece.token_ids)
+    assert expected.startswith(text) and text.endswith("red one<|im_end|>\n")
+
+
+@pytest.mark.parametrize("change, reason", [
+    (lambda row: row["messages"][1].pop("tool_calls"), "needs a string or a list"),
+    (lambda row: row["messages"][1]["tool_calls"].append({"function": {}}), 'needs a "name"'),
+    (lambda row: row["messages"][1]["tool_calls"][0].update(function="look"), 'needs a "name"'),
+    (lambda row: row.update(tools="{look"), "not JSON"),
+    (lambda row: row.update(tools={"a": 1}), '"tools" must be a list'),
+    (lambda row: row.update(tools=[{"name": "<|im_end|>"}]), "contain the special token"),
+    (lambda row: row.update(chosen="a", rejected="b"), "preference tuning"),
+])
+def test_tools_that_cannot_be_used_are_refused_by_name(both, change, reason):
+    ours, _ = both(TOOLS)
+    row = json.loads(json.dumps(OPENAI))
+    change(row)
+    with pytest.raises(RowError, match=reason):
+        ours.pieces(chat(row, MediaRoot("")))
+
+
+@pytest.mark.parametrize("template, reason", [
+    (OTHER_TOOLS, "writes tool calls in a way of its own"), (None, "need the chat template")])
+def test_calls_that_a_template_writes_otherwise_are_refused(both, tmp_path, template, reason):
+    ours, _ = both(template or TOOLS)
+    if template is None:
+        (tmp_path / "chat_template.jinja").unlink()
+        ours = ChatTokenizer(tmp_path)
+    with pytest.raises(RowError, match=reason):
+        ours.pieces(chat({"messages": OPENAI["messages"]}, MediaRoot("")))

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import base64
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import soundfile
 from PIL import Image
+
+from orchmllm.data.media.kinds import MODALITY_OF
 
 # (kind, value) parts of the question, then the answer; images and clips by file name.
 QUESTIONS: list[tuple[list[tuple[str, str]], str]] = [
@@ -186,6 +189,65 @@ def _jsonl(name: str, make: Callable) -> Callable[[Path], Path]:
     return lambda folder: write_jsonl(folder / f"{name}.jsonl", [make(*q) for q in QUESTIONS])
 
 
+def _packed(write: Callable[[Path], Path], compression: str, suffix: str):
+    """What `write` writes, compressed, without the plain file."""
+    def packed(folder: Path) -> Path:
+        import pyarrow
+
+        plain = write(folder)
+        path = plain.with_name(plain.name + suffix)
+        with pyarrow.output_stream(str(path), compression=compression) as out:
+            out.write(plain.read_bytes())
+        plain.unlink()
+        return path
+
+    return packed
+
+
+def _write_tar(folder: Path) -> Path:
+    return write_tar(folder / "all.tar", [llava_row(*q) for q in QUESTIONS], folder)
+
+
+def _write_parts(folder: Path, name: str = "parts") -> Path:
+    """A folder of JSON files, whose media are below it."""
+    parts = folder / name
+    parts.mkdir()
+    for path in folder.iterdir():
+        if path.suffix[1:] in MODALITY_OF:
+            shutil.copy(path, parts)
+    write_jsonl(parts / "a.jsonl", [llava_row(*q) for q in QUESTIONS[:5]])
+    (parts / "b.json").write_text(json.dumps([llava_row(*q) for q in QUESTIONS[5:]]))
+    return parts
+
+
+def _write_listed(folder: Path) -> Path:
+    """LLaMA-Factory's dataset_info.json with columns and roles of other names."""
+    parts = _write_parts(folder, "listed")
+    for old in ("a.jsonl", "b.json"):
+        (parts / old).unlink()
+    rows = []
+    for question in QUESTIONS:
+        row = llava_row(*question)
+        row["talk"] = [{"who": {"human": "asker", "gpt": "bot"}[t["from"]], "words": t["value"]}
+                       for t in row.pop("conversations")]
+        row["pictures"] = row.pop("images", [])
+        rows.append(row)
+    write_jsonl(parts / "rows.jsonl", rows)
+    (parts / "dataset_info.json").write_text(json.dumps({"mine": {
+        "file_name": "rows.jsonl", "formatting": "sharegpt",
+        "columns": {"messages": "talk", "images": "pictures", "audios": "audios"},
+        "tags": {"role_tag": "who", "content_tag": "words", "user_tag": "asker",
+                 "assistant_tag": "bot"}}}))
+    return parts
+
+
+def _write_splits(folder: Path) -> Path:
+    import datasets
+
+    datasets.DatasetDict({"train": _embedded(folder)}).save_to_disk(str(folder / "splits"))
+    return folder / "splits"
+
+
 # name -> (writer, what the detector says)
 FORMATS: dict[str, tuple[Callable[[Path], Path], str]] = {
     "llava.json": (_write_json, "llava in JSON array"),
@@ -202,4 +264,10 @@ FORMATS: dict[str, tuple[Callable[[Path], Path], str]] = {
     "openai parquet": (_write_openai_parquet, "openai in parquet file"),
     "arrow": (_write_arrow, "llava in arrow file"),
     "webdataset": (_write_tars, "llava in webdataset tar"),
+    "jsonl.gz": (_packed(_jsonl("z", llava_row), "gzip", ".gz"), "llava in JSONL"),
+    "json.zst": (_packed(_write_json, "zstd", ".zst"), "llava in JSON array"),
+    "tar.gz": (_packed(_write_tar, "gzip", ".gz"), "llava in webdataset tar"),
+    "several files": (_write_parts, "llava in JSON"),
+    "dataset_info.json": (_write_listed, "llama_factory in JSONL"),
+    "only split": (_write_splits, "llava in saved datasets folder"),
 }

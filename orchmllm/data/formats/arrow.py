@@ -119,10 +119,11 @@ def open_saved(path: Path, config: SourceConfig) -> ArrowRows:
         raise ValueError(f"{path}: not a saved dataset that can be read: {error}") from error
     folder = path
     if isinstance(dataset, datasets.DatasetDict):
-        if config.split not in dataset:
-            raise ValueError(f"{path}: split {config.split!r} is not there; name one of "
+        split = config.split or ("train" if list(dataset) == ["train"] else "")
+        if split not in dataset:
+            raise ValueError(f"{path}: split {split!r} is not there; name one of "
                              f"{', '.join(dataset)}")
-        dataset, folder = dataset[config.split], path / config.split
+        dataset, folder = dataset[split], path / split
     return ArrowRows(dataset, "saved datasets folder", sorted(folder.glob("*.arrow")), path,
                      [(folder, len(dataset))])
 

@@ -6,17 +6,19 @@ row's keys which of them fits. A row that cannot be used raises RowError with th
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from orchmllm.data.media.medium import MediaRoot, Medium, RowError, from_base64, refuse_video
+from orchmllm.data.media.medium import MediaRoot, Medium, RowError, from_base64, refuse_kind
 from orchmllm.plan.layout import AUDIO, VISION
 
 ROLES = {"system": "system", "developer": "system", "human": "user", "user": "user",
          "gpt": "assistant", "assistant": "assistant", "chatgpt": "assistant", "bing": "assistant",
-         "bard": "assistant", "model": "assistant"}
+         "bard": "assistant", "model": "assistant", "function_call": "assistant", "tool": "tool",
+         "function": "tool", "observation": "tool", "ipython": "tool"}
 IMAGE_KEYS = ("images", "image")
 AUDIO_KEYS = ("audios", "audio", "sound")
 VIDEO_KEYS = ("videos", "video")
@@ -29,15 +31,21 @@ CHOOSE = ("Choose the most suitable answer from options A, B, C, and D to respon
 
 
 class Turn(NamedTuple):
-    """role: system | user | assistant. parts: text and media in reading order. supervised: whether
-    its text is learnt."""
+    """role: system | user | assistant | tool | tools (the definitions of a row's tools, as JSON,
+    before all others). parts: text and media in reading order. supervised: whether its text is
+    learnt. calls: {"name", "arguments"} of the tools that it calls, after its text."""
 
     role: str
     parts: tuple[str | Medium, ...]
     supervised: bool
+    calls: tuple[dict, ...] = ()
 
 
 Conversation = tuple[Turn, ...]  # the canonical example
+
+
+PREFERENCES = ('a pair of answers ("chosen", "rejected") is for preference tuning (DPO), which is '
+               "not done here; for fine-tuning write the chosen answer as the last turn")
 
 
 def media_of(turns: Conversation) -> list[Medium]:
@@ -86,7 +94,8 @@ class _RowMedia:
                 key = mark.strip("<>") + "s"
                 raise RowError(
                     f'{self.asked[mark]} {mark} placeholders but {given} paths in "{key}"; write '
-                    f"one {mark} in the text for each path, in the same order")
+                    f"one {mark} in the text for each path, in the same order (where the word "
+                    'itself is meant, give the text as a content part {"type": "text"})')
 
     def parts(self, text: str) -> list[str | Medium]:
         out: list[str | Medium] = []
@@ -112,17 +121,21 @@ def _content_parts(content: list, media: _RowMedia) -> Iterator[str | Medium]:
             else:
                 yield media.root.medium(modality, value)
         elif kind == "input_audio" and isinstance(part.get(kind), Mapping):
-            yield from_base64(str(part[kind].get("data", "")), AUDIO, "audio in input_audio")
+            data = part[kind].get("data")
+            yield (media.root.medium(AUDIO, part[kind]) if data is None
+                   else from_base64(str(data), AUDIO, "audio in input_audio"))
         elif kind == "video" and isinstance(part.get("video"), list):
             yield from (media.root.medium(VISION, frame) for frame in part["video"])
         elif kind in ("video", "video_url"):
-            refuse_video(str(part.get(kind)) + ".mp4")
+            refuse_kind(str(part.get(kind)), "mp4")
         else:
             raise RowError(f"content part {str(part)[:200]!r}: type must be text, image_url, "
                            "image, input_audio, audio or video (a list of frames), with its value")
 
 
 def _chat_turns(row: Mapping) -> list:
+    if "chosen" in row and "rejected" in row:
+        raise RowError(PREFERENCES)
     turns = row.get("messages") if "messages" in row else row.get("conversations")
     if not isinstance(turns, list) or not turns:
         raise RowError('needs a non-empty list "conversations" or "messages"')
@@ -133,32 +146,69 @@ def chat(row: Mapping, root: MediaRoot, prompt: str = "") -> Conversation:
     """LLaVA, ShareGPT, OpenAI messages and LLaMA-Factory's conversations: turns with from/value or
     role/content; media in the text as placeholders or as content parts."""
     media = _RowMedia(row, root)
-    out = []
+    out = _tools(row)
     if isinstance(row.get("system"), str) and row["system"]:
         out.append(Turn("system", (row["system"],), False))
     for turn in _chat_turns(row):
         if not isinstance(turn, Mapping):
             raise RowError(f"a turn is {str(turn)[:200]!r}, not an object")
-        said = turn.get("role", turn.get("from"))
-        role = ROLES.get(said) if isinstance(said, str) else None
-        for key in ("content", "value", "text"):
-            content = turn.get(key)
-            if content is not None:
-                break
-        if role is None:
-            raise RowError(f'a turn needs "from" or "role" (one of {", ".join(ROLES)}), got '
-                           f"{said!r}")
-        if isinstance(content, str):
-            parts = tuple(media.parts(content))
-        elif isinstance(content, list):
-            parts = tuple(_content_parts(content, media))
-        else:
-            raise RowError(f'a turn needs a string or a list in "value" or "content", got '
-                           f"{str(content)[:200]!r}")
-        learnt = role == "assistant" and turn.get("weight", 1) != 0
-        out.append(Turn(role, parts, learnt))
+        out.append(_turn(turn, media))
     media.check()
     return tuple(out)
+
+
+def _turn(turn: Mapping, media: _RowMedia) -> Turn:
+    said = turn.get("role", turn.get("from"))
+    role = ROLES.get(said) if isinstance(said, str) else None
+    if role is None:
+        raise RowError(f'a turn needs "from" or "role" (one of {", ".join(ROLES)}), got {said!r}')
+    content = next((turn[key] for key in ("content", "value", "text")
+                    if turn.get(key) is not None), None)
+    calls = turn.get("tool_calls") or turn.get("function_call")
+    if said == "function_call":
+        calls, content = content, None
+    calls = _calls(calls)
+    if isinstance(content, str):
+        parts = tuple(media.parts(content))
+    elif isinstance(content, list):
+        parts = tuple(_content_parts(content, media))
+    elif content is None and calls:
+        parts = ()
+    else:
+        raise RowError(f'a turn needs a string or a list in "value" or "content", got '
+                       f"{str(content)[:200]!r}")
+    return Turn(role, parts, role == "assistant" and turn.get("weight", 1) != 0, calls)
+
+
+def _calls(given: object) -> tuple[dict, ...]:
+    """OpenAI's tool_calls and function_call, and ShareGPT's turns of the role function_call."""
+    given = _from_json(given)
+    out = []
+    for call in given if isinstance(given, list) else [given] if given else []:
+        call = call.get("function", call) if isinstance(call, Mapping) else call
+        if not isinstance(call, Mapping) or not isinstance(call.get("name"), str):
+            raise RowError('a tool call needs a "name" and "arguments", got '
+                           f"{str(call)[:200]!r}")
+        out.append({"name": call["name"], "arguments": _from_json(call.get("arguments") or {})})
+    return tuple(out)
+
+
+def _tools(row: Mapping) -> list[Turn]:
+    tools = _from_json(row.get("tools"))
+    if not tools:
+        return []
+    if not isinstance(tools, list) or not all(isinstance(t, Mapping) for t in tools):
+        raise RowError(f'"tools" must be a list of objects, got {str(tools)[:200]!r}')
+    return [Turn("tools", (json.dumps(tools, ensure_ascii=False),), False)]
+
+
+def _from_json(value: object) -> object:
+    if not isinstance(value, str) or not value.strip():
+        return value or None
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError) as error:
+        raise RowError(f"a tool or its call is not JSON ({error}): {value[:200]!r}") from error
 
 
 def instruction(row: Mapping, root: MediaRoot, prompt: str = "") -> Conversation:

@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import re
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,20 +18,22 @@ from pathlib import Path
 import numpy as np
 
 from orchmllm.config import SourceConfig
-from orchmllm.data.formats import arrow
+from orchmllm.data.formats import arrow, llama_factory
 from orchmllm.data.formats.conversation import (
     ADAPTERS,
     LOOKED_FOR,
+    PREFERENCES,
     Conversation,
     detect,
 )
 from orchmllm.data.formats.rows import JoinedRows, JsonRows, RowStore, TranscriptRows, sizes
 from orchmllm.data.formats.tars import TarRows
-from orchmllm.data.media.medium import MediaRoot, RowError, refuse_video
+from orchmllm.data.media.medium import MediaRoot, RowError, refuse_kind
 
 NUM_PEEKED = 20  # first rows that detection looks at: some of them may be broken
 JSON_SUFFIXES, ARROW_SUFFIXES = (".jsonl", ".json", ".ndjson"), (".parquet", ".arrow")
 READABLE = (*JSON_SUFFIXES, *ARROW_SUFFIXES, ".tar")
+PACKED = {".gz": "gzip", ".zst": "zstd"}  # around JSON and tars
 DEFAULT_INDEX_DIR = "~/.cache/orchmllm/index"
 MAX_ROW_CHARS = 1 << 20  # of all turns: about 250,000 tokens
 
@@ -150,6 +153,8 @@ def _detected(store: RowStore, path: str) -> str:
     votes: dict[str, int] = {}
     keys: set[str] = set()
     for row in _peek(store):
+        if "chosen" in row and "rejected" in row:
+            raise ValueError(f"{path}: {PREFERENCES}")
         keys |= row.keys()
         found = detect(row)
         if found:
@@ -199,6 +204,10 @@ def _open_folder(
 ) -> tuple[RowStore, str | None]:
     if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
         return arrow.open_saved(path, config), None
+    listed = llama_factory.read(path)
+    if listed:
+        files, renamed, layout = listed.choose(config.subset)
+        return renamed(_open_files(files, path, config, cache_dir)), layout
     metas = sorted(p for p in (*path.glob("*_meta.json"), *path.glob("*/*_meta.json")))
     if metas and config.row_format in ("auto", "air_bench"):
         return _open_files(metas, path, config, cache_dir), "air_bench"
@@ -208,18 +217,20 @@ def _open_folder(
         return _open_files([path / "data.jsonl"], path, config, cache_dir), None
     for suffixes in (ARROW_SUFFIXES, (".tar",), JSON_SUFFIXES):
         files = sorted(p for folder in (path, path / "data") for p in folder.glob("*")
-                       if p.suffix in suffixes and p.name not in NOT_DATA)
+                       if _suffix(p) in suffixes and p.name not in NOT_DATA)
         if config.split and len(files) > 1:
             files = [p for p in files if p.name.startswith(config.split)] or files
         if files:
-            if suffixes is JSON_SUFFIXES and len(files) > 1:
-                raise ValueError(f"{path}: {len(files)} JSON files ({files[0].name}, "
-                                 f"{files[1].name}, ...); give the path of one, or a pattern")
             return _open_files(files, path, config, cache_dir), None
     raise ValueError(
         f"{path}: nothing to read; looked for a saved `datasets` folder (state.json), "
-        "*_meta.json (AIR-Bench), *.trans.txt (LibriSpeech), data.jsonl, *.parquet, *.arrow, "
-        "*.tar and one *.json or *.jsonl")
+        "dataset_info.json (LLaMA-Factory), *_meta.json (AIR-Bench), *.trans.txt (LibriSpeech), "
+        "data.jsonl, *.parquet, *.arrow, *.tar, *.json and *.jsonl, and those as .gz or .zst")
+
+
+def _suffix(path: Path) -> str:
+    """Without that of a compression."""
+    return Path(path.stem).suffix if path.suffix in PACKED else path.suffix
 
 
 NOT_DATA = {"tokenizer.json", "tokenizer_config.json", "dataset_infos.json", "dataset_info.json",
@@ -230,18 +241,46 @@ def _open_files(
     files: Sequence[Path], root: Path, config: SourceConfig, cache_dir: Path
 ) -> RowStore:
     for path in files:
-        refuse_video(str(path))
-        if path.suffix not in READABLE:
+        refuse_kind(path.stem if path.suffix in PACKED else str(path))
+        readable = READABLE if path.suffix not in PACKED else (*JSON_SUFFIXES, ".tar")
+        if _suffix(path) not in readable:
             raise ValueError(f"{path}: {path.suffix or 'no suffix'} is not read; it must be one of "
-                             f"{', '.join(READABLE)} (decompress .gz and .zst, convert .csv to "
-                             ".jsonl)")
-    suffix = files[0].suffix
+                             f"{', '.join(READABLE)} (JSON and tars also as .gz or .zst; convert "
+                             ".csv to .jsonl)")
+    suffix = _suffix(files[0])
     if suffix in ARROW_SUFFIXES:
         return arrow.open_files(files, root, cache_dir)
     opened = TarRows if suffix == ".tar" else JsonRows
     cached = _array_cache(cache_dir)
-    stores = [opened(path, config.max_row_bytes, cached) for path in files]
+    stores = []
+    for path in files:
+        stores.append(opened(unpacked(path, cache_dir), config.max_row_bytes, cached))
+        stores[-1].path, stores[-1].files, stores[-1].root = path, [path], path.parent
     return stores[0] if len(stores) == 1 and root == stores[0].root else JoinedRows(stores, root)
+
+
+def unpacked(path: Path, cache_dir: Path) -> Path:
+    """`path`, or a copy of a compressed file below cache_dir in which rows can be found by their
+    position. Raises ValueError."""
+    if path.suffix not in PACKED:
+        return path
+    import pyarrow
+
+    copy = cache_dir / f"unpacked-{digest(list(sizes([path])))}{_suffix(path)}"
+    if not copy.is_file():
+        cache_dir.mkdir(parents=True, exist_ok=True)
+        part = copy.with_suffix(f".{os.getpid()}.part")
+        try:
+            with pyarrow.input_stream(str(path), compression=PACKED[path.suffix]) as packed:
+                with part.open("wb") as plain:
+                    shutil.copyfileobj(packed, plain, 8 << 20)
+            part.replace(copy)  # several ranks may write the same
+        except OSError as error:
+            raise ValueError(f"{path}: not a whole {PACKED[path.suffix]} file, or no room for its "
+                             f"{copy} ({error})") from error
+        finally:
+            part.unlink(missing_ok=True)
+    return copy
 
 
 def _array_cache(cache_dir: Path) -> Callable:

@@ -11,11 +11,10 @@ from pathlib import Path
 import numpy as np
 
 from orchmllm.data.formats.rows import _FileBytes, parse_json
-from orchmllm.data.media.medium import MAX_MEMBER_BYTES, Medium, RowError
+from orchmllm.data.media.kinds import MODALITY_OF
+from orchmllm.data.media.medium import MAX_MEMBER_BYTES, Medium, RowError, refuse_kind
 from orchmllm.plan.layout import AUDIO, VISION
 
-IMAGES = ("jpg", "jpeg", "png", "webp", "gif", "bmp")
-CLIPS = ("wav", "flac", "mp3", "ogg", "opus")
 TEXTS = ("txt", "text", "caption", "transcript")
 PICKLED = ("pyd", "pkl", "pickle", "pth", "pt", "npy", "npz", "ten", "joblib")
 
@@ -64,9 +63,11 @@ class TarRows:
             elif kind in TEXTS:
                 text = self._bytes.read(offset, size).decode("utf-8", "replace").strip()
                 row[kind if kind in ("caption", "transcript") else "text"] = text
-            elif kind in IMAGES + CLIPS:
-                modality = VISION if kind in IMAGES else AUDIO
-                media[modality].append(Medium(modality, where, str(self.path), offset, size))
+            elif kind in MODALITY_OF:
+                modality = MODALITY_OF[kind]
+                media[modality].append(Medium(modality, where, str(self._bytes.path), offset, size))
+            else:
+                refuse_kind(where, kind)
         return _with_members(row, media)
 
 

@@ -30,6 +30,9 @@ def _to_rgb(image):
     """First frame as 8-bit RGB; transparency over white."""
     from PIL import Image
 
+    if image.mode == "F":
+        raise MediaError("", "its pixels are floating-point numbers of unknown range; "
+                             "convert it to 8 bits")
     if image.mode == "I" or image.mode.startswith("I;16"):
         values = np.clip(np.asarray(image).astype(np.int64), 0, 65535) >> 8
         return Image.fromarray(values.astype(np.uint8)).convert("RGB")
@@ -71,6 +74,8 @@ def decode_image(source: MediumSource, geometry: VisionGeometry) -> Tensor:
     with reading(source) as file, open_image(name_of(source), file) as image:
         turned = orientation(image)
         image.load()
+        if image.format == "TIFF" and orientation(image) != turned:
+            turned = 1  # this release of Pillow has turned it while it loaded it
         upright = _upright(_to_rgb(image), turned)
         lengths = geometry.segment_lengths(ImageHeader(*upright.size))
         _, height, width = lengths.grid
@@ -116,7 +121,7 @@ def decode_audio(source: MediumSource, geometry: AudioGeometry) -> Tensor:
     import soundfile
     import soxr
 
-    path, (header, data) = name_of(source), audio_clip(source)
+    path, (header, data) = name_of(source), audio_clip(source, thorough=True)
     lengths = audio_lengths(source, header, geometry)
     with reading(source) as file:
         file = file if data is None else io.BytesIO(data)

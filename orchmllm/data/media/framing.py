@@ -89,10 +89,11 @@ def _first(data: bytes, at: int) -> int:
 
 
 def mpeg_samples(
-    file: BinaryIO, num_bytes: int, estimate: int, name: str
+    file: BinaryIO, num_bytes: int, estimate: int, name: str, *, trust: bool = True
 ) -> tuple[int, bytes | None]:
     """(samples per channel of an MPEG file, what a decoder has to be given instead of the file to
-    get all of them, or None). estimate: what libsndfile says.
+    get all of them, or None). estimate: what libsndfile says. trust: a tag that knows the size of
+    the file is believed, and no frame is counted.
 
     Raises MediaError where the frames are not those that the file's tag announces, or are not one
     stream."""
@@ -100,7 +101,7 @@ def mpeg_samples(
     file.seek(start)
     head = file.read(_HEAD_BYTES)
     at = _first(head, 0)
-    if at >= 0:
+    if at >= 0 and trust:
         frame = _frame(head[at: at + 4])
         tag = _tag(head[at: at + frame.num_bytes], frame.side)
         if tag[:4] in (b"Xing", b"Info") and len(tag) >= 16 and tag[7] & 3 == 3:
@@ -179,3 +180,17 @@ def check_ogg(file: BinaryIO, num_bytes: int, name: str) -> None:
     if at > num_bytes:
         raise MediaError(name, f"truncated: the last Ogg page ends {at - num_bytes} bytes behind "
                                "the file")
+
+
+def check_joined(file: BinaryIO, name: str) -> None:
+    """Raises MediaError for a FLAC or WAV file that another one follows: only the first is read."""
+    file.seek(0)
+    data, at = file.read(), -1
+    if data[:4] == b"fLaC":
+        first = data[:4] + bytes([data[4] & 127]) + data[5:8]  # and the head of its first block
+        at = max(data.find(first, 8), data.find(first[:4] + b"\x80" + first[5:], 8))
+    elif data[:4] == b"RIFF":
+        end = 8 + int.from_bytes(data[4:8], "little")
+        at = next((k for k in (end, end + 1) if data[k: k + 4] == b"RIFF"), -1)
+    if at >= 0:
+        raise MediaError(name, f"several files in one: the second begins at byte {at}; {_JOIN}")

@@ -12,9 +12,11 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
+from importlib import import_module
 from typing import BinaryIO
 
-from orchmllm.data.media.framing import check_ogg, mpeg_samples
+from orchmllm.data.media.framing import check_joined, check_ogg, mpeg_samples
+from orchmllm.data.media.kinds import AUDIO_FORMATS, CONVERT_AUDIO, IMAGE_FORMATS
 from orchmllm.data.media.medium import MediaError, Medium, reading
 from orchmllm.plan.layout import (
     AudioGeometry,
@@ -24,12 +26,11 @@ from orchmllm.plan.layout import (
     segment_lengths,
 )
 
-# TIFF is left out: Pillow versions disagree on whether it is turned upright while loading.
-IMAGE_FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
 MAX_IMAGE_PIXELS = 64_000_000  # 192 MB as RGB; below Pillow's own warning (89 MP)
 MAX_ASPECT = 200  # of the sides; beyond it resizing to whole patches is no picture any more
 MAX_AUDIO_VALUES = 2**28  # samples x channels: 1 GiB as float32
 MAX_AUDIO_S = 3600
+MIN_AUDIO_HZ = 1000  # resampling would turn a small file of a lower rate into a very long clip
 MAX_EXPANSION = 400  # 16-bit bytes decoded per byte of file; speech in any codec stays below 100
 EXPANSION_FROM_BYTES = 8 << 20  # decoded; below it a silent clip may compress as it likes
 EXIF_ORIENTATION = 0x0112
@@ -39,16 +40,18 @@ WAV_STREAM_BYTES = 0x7FFF0000
 _DATA_CHUNK = re.compile(r"^ *(?:data|SSND|Data Size|Riff size|riff) *: (\d+) \(should be (\d+)\)",
                          re.MULTILINE)
 
+_PLUGINS = {"WEBP": "WebP", "JPEG2000": "Jpeg2K"}  # the others are spelt like Bmp
+
 MediumSource = Medium | str | os.PathLike
 
 
 @lru_cache(maxsize=1)
 def _pillow():
     """Pillow with the readers of IMAGE_FORMATS only (others would be imported on a bad file)."""
-    from PIL import BmpImagePlugin, GifImagePlugin, Image, JpegImagePlugin, PngImagePlugin
-    from PIL import WebPImagePlugin as _WebP
+    from PIL import Image
 
-    assert BmpImagePlugin and GifImagePlugin and JpegImagePlugin and PngImagePlugin and _WebP
+    for reader in IMAGE_FORMATS:
+        import_module(f"PIL.{_PLUGINS.get(reader, reader.title())}ImagePlugin")
     return Image
 
 
@@ -70,7 +73,7 @@ def open_image(name: str, file):
 def orientation(image) -> int:
     """EXIF orientation, 1 to 8. The base class's getexif: that of PNG would decode the pixels to
     look for a chunk after them."""
-    if "exif" not in image.info and image.format in ("JPEG", "WEBP", "GIF", "BMP"):
+    if "exif" not in image.info and image.format not in ("PNG", "TIFF"):
         return 1
     value = _pillow().Image.getexif(image).get(EXIF_ORIENTATION, 1)
     return value if value in range(1, 9) else 1
@@ -79,8 +82,9 @@ def orientation(image) -> int:
 def image_header(source: MediumSource) -> ImageHeader:
     """Size in pixels as displayed, read from the file's header. Raises MediaError."""
     with reading(source) as file, open_image(name_of(source), file) as image:
-        width, height = image.size
-        return ImageHeader(height, width) if orientation(image) >= 5 else ImageHeader(width, height)
+        # Releases of Pillow differ in whether the size of a TIFF is that of the upright image.
+        size = (image.tag_v2[256], image.tag_v2[257]) if image.format == "TIFF" else image.size
+        return ImageHeader(*(size[::-1] if orientation(image) >= 5 else size))
 
 
 def audio_header(source: MediumSource) -> AudioHeader:
@@ -89,9 +93,11 @@ def audio_header(source: MediumSource) -> AudioHeader:
     return audio_clip(source)[0]
 
 
-def audio_clip(source: MediumSource) -> tuple[AudioHeader, bytes | None]:
-    """(audio_header, what has to be decoded in place of the file, or None: the file itself). Raises
-    MediaError."""
+def audio_clip(
+    source: MediumSource, *, thorough: bool = False
+) -> tuple[AudioHeader, bytes | None]:
+    """(audio_header, what has to be decoded in place of the file, or None: the file itself).
+    thorough: reads the whole file to make sure that it holds nothing else. Raises MediaError."""
     import soundfile
 
     name, data = name_of(source), None
@@ -99,14 +105,19 @@ def audio_clip(source: MediumSource) -> tuple[AudioHeader, bytes | None]:
         num_bytes = _num_bytes(source)
         info = soundfile.info(file, verbose=True)
         frames = info.frames
-        if info.format in ("MP3", "OGG"):
-            with _binary(file) as opened:
-                if info.format == "MP3":
-                    frames, data = mpeg_samples(opened, num_bytes, frames, name)
-                else:
-                    check_ogg(opened, num_bytes, name)
-    if frames < 1 or info.samplerate < 1:
-        raise MediaError(name, f"{frames} samples at {info.samplerate} Hz: the clip is empty")
+        if info.format not in AUDIO_FORMATS:
+            raise MediaError(name, f"{info.format_info} is not read; {CONVERT_AUDIO}")
+        with _binary(file) as opened:
+            if info.format == "MP3":
+                frames, data = mpeg_samples(opened, num_bytes, frames, name, trust=not thorough)
+            elif info.format == "OGG":
+                check_ogg(opened, num_bytes, name)
+            elif thorough:
+                check_joined(opened, name)
+    if frames < 1 or info.samplerate < MIN_AUDIO_HZ:
+        what = "the clip is empty" if frames < 1 else (
+            f"less than {MIN_AUDIO_HZ} Hz is no sound; mend the rate in its header")
+        raise MediaError(name, f"{frames} samples at {info.samplerate} Hz: {what}")
     size = f"{frames} samples of {info.channels} channels at {info.samplerate} Hz: "
     if frames > MAX_AUDIO_S * info.samplerate or frames * info.channels > MAX_AUDIO_VALUES:
         raise MediaError(

@@ -10,20 +10,21 @@ import base64
 import binascii
 import io
 import os
+import re
 import stat
 import unicodedata
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 from urllib.parse import unquote
 
+from orchmllm.data.media.kinds import REFUSED_SUFFIXES, listed, refusal
 from orchmllm.plan.layout import TEXT, VISION
 
 MAX_MEMBER_BYTES = 512 << 20  # a medium's encoded bytes
-VIDEO_SUFFIXES = (".mp4", ".mkv", ".avi", ".mov", ".webm", ".m4v", ".mpg", ".mpeg", ".flv")
 
 
 def printable(text: str) -> str:
@@ -141,7 +142,22 @@ def reading(medium: Medium | str | os.PathLike) -> Iterator[object]:
     except (MediaError, MemoryError):
         raise
     except Exception as error:  # decoders raise a dozen different types on bad bytes
-        raise MediaError(path, f"{type(error).__name__}: {error}") from error
+        raise MediaError(path, _reason(error, medium)) from error
+
+
+def _reason(error: Exception, medium: Medium) -> str:
+    """What a decoder says, or what the file is where that is known to be something else."""
+    with ExitStack() as stack:
+        file = stack.enter_context(reading(medium))
+        if not isinstance(file, io.IOBase):
+            file = stack.enter_context(open(file, "rb"))
+        file.seek(0)
+        head = file.read(32)
+    text = re.sub("^(Error opening|cannot identify image file) (<[^>]*>|'.*?')(: |$)", "",
+                  str(error))
+    if not text or "Format not recognised" in text:
+        text = f"no decoder knows its format; it must be one of {listed(medium.modality)}"
+    return refusal(head) or f"{type(error).__name__}: {text}; its first bytes are {head[:8]!r}"
 
 
 def _twin(path: str) -> str:
@@ -222,11 +238,12 @@ def _as_bytes(value: object, kind: str) -> bytes:
                    "255; in JSON write a path, or a data: URL (base64)")
 
 
-def refuse_video(name: str) -> None:
-    """Raises RowError if `name` is a video container."""
-    if Path(name).suffix.lower() in VIDEO_SUFFIXES:
-        raise RowError(f"{name!r} is a video container, which is not read; extract its frames "
-                       "(ffmpeg -i clip.mp4 -r 1 frame%04d.jpg) and give the list of images", name)
+def refuse_kind(name: str, suffix: str = "") -> None:
+    """Raises RowError if a name (or `suffix`, without the dot) is that of a video, or of another
+    kind of file that is not read."""
+    kind, cure = REFUSED_SUFFIXES.get(suffix or Path(name).suffix[1:].lower(), ("", ""))
+    if kind:
+        raise RowError(f"{name!r}: {kind} is not read; {cure}", name)
 
 
 @dataclass(frozen=True)
@@ -263,6 +280,6 @@ class MediaRoot:
                            f"the media root), or bytes (in {kind!r})")
         if value.startswith("data:"):
             return from_data_url(value, modality, f"{kind} in a data: URL")
-        refuse_video(value)
+        refuse_kind(value)
         name = value if value.startswith("/") or ":" in value else os.path.join(self.prefix, value)
         return Medium(modality, name, resolve(name, self.path, absolute=self.declared))
