@@ -4,9 +4,10 @@
     orchmllm data lint RECIPE    every row and medium that cannot be used, and why
     orchmllm data stats RECIPE   lengths, what balancing gives, a plot of the composition
     orchmllm data stats DATA --ranks 64    the same of a data file or folder, without a recipe
+    orchmllm data preview RECIPE           examples as training sees them, with what is learnt
 
-Every command builds or refreshes the length index first. Exit code: 0 fine, 1 problems found,
-2 the recipe or a source cannot be read.
+Every command but preview builds or refreshes the length index first. Exit code: 0 fine, 1 problems
+found, 2 the recipe or a source cannot be read.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from orchmllm.estimate.workload import MODELS
 def parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="orchmllm data", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("command", choices=("index", "lint", "stats"))
+    parser.add_argument("command", choices=("index", "lint", "stats", "preview"))
     parser.add_argument("recipe", nargs="?", default="", metavar="RECIPE",
                         help="YAML file; only data, model, balance and train are used. stats also "
                         "takes a data file or folder instead, or nothing: a mix drawn from "
@@ -50,6 +51,12 @@ def parse(argv: list[str]) -> argparse.Namespace:
                         help="stats without a recipe: examples a rank (default 30)")
     parser.add_argument("--out", type=Path, default=Path("composition.png"),
                         help="stats: where the plot goes")
+    parser.add_argument("--row", type=int, default=1, metavar="N",
+                        help="preview: the first row, counted over all sources (default 1)")
+    parser.add_argument("--count", type=int, default=3, metavar="N",
+                        help="preview: rows to show (default 3)")
+    parser.add_argument("--html", type=Path, metavar="FILE",
+                        help="preview: also a page with the pictures and spectrograms")
     args = parser.parse_intermixed_args(argv)
     if args.workers < 1 or args.ranks < 0 or args.batch_size < 1:
         parser.error("--workers and --batch-size must be >= 1, --ranks >= 0")
@@ -101,16 +108,20 @@ def lint(sources: list[DataSource], indexes: list[LengthIndex]) -> int:
     return sum(len(index.problems) for index in indexes)
 
 
-def lint_decoding(recipe: Recipe) -> int:
-    """Decodes every medium; prints a line per failure; returns their number."""
+def dataset_of(recipe: Recipe):
+    """The dataset that training would read. Raises ValueError naming what cannot be read."""
     from orchmllm.data.dataset import ConversationDataset
 
     sources, planner = open_recipe(recipe)
-    dataset = ConversationDataset(
+    return ConversationDataset(
         [s.config for s in sources], tokenizer=planner.tokenizer, vision=planner.vision,
         audio=planner.audio, max_example_tokens=planner.max_example_tokens,
         index_dir=recipe.data.index_dir or None)
-    count = 0
+
+
+def lint_decoding(recipe: Recipe) -> int:
+    """Decodes every medium; prints a line per failure; returns their number."""
+    dataset, count = dataset_of(recipe), 0
     for i in tqdm(range(len(dataset)), unit="row", desc="decoding", disable=None):
         failures: list = []
         if dataset.problem(i) is None:
@@ -129,6 +140,10 @@ def main(argv: list[str]) -> int:
                   else of_data(args.recipe, args.model, args.batch_size))
         if not args.recipe:
             return drawn(recipe, args)
+        if args.command == "preview":
+            from orchmllm.cli.data_preview import preview
+
+            return preview(dataset_of(recipe), args.row - 1, args.count, args.html)
         sources, planner = open_recipe(recipe)
         indexes = index_all(sources, planner, index_path(recipe.data.index_dir), args.workers)
     except (RecipeError, ValueError, OSError) as error:
