@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -44,8 +44,6 @@ class Family:
     build: Callable[[], nn.Module]
     make: dict[str, Callable[[list[int], torch.Generator], dict[str, Any]]]
     tower: str
-    token: dict[str, int] = field(default_factory=lambda: {
-        "image": IMAGE, "video": VIDEO, "audio": AUDIO})
 
 
 def _model(config: str, model: str, **arguments: Any) -> Callable[[], nn.Module]:
@@ -99,7 +97,8 @@ def _slots(sizes: list[int], g: torch.Generator) -> dict[str, Any]:
 
 
 def _cropped(sizes: list[int], g: torch.Generator) -> dict[str, Any]:
-    shapes = [[8 + 8 * (s % 3), 8 + 8 * (s // 2 % 3)] for s in sizes]
+    # One token alone breaks Mistral3Model.get_image_features, balanced or not.
+    shapes = [[8 + 8 * (s % 3), 16 + 8 * (s // 2 % 3)] for s in sizes]
     height, width = (max(n) for n in zip(*shapes, strict=True))
     pixels = torch.zeros(len(sizes), 3, height, width, dtype=torch.float64)
     for out, (h, w) in zip(pixels, shapes, strict=True):
@@ -218,6 +217,8 @@ ALL = [
 ]
 FAMILIES = {family.name: family for family in ALL}
 
+_TOKENS = {"image": IMAGE, "video": VIDEO, "audio": AUDIO}
+_TYPES = {"image": 1.0, "video": 2.0, "audio": 0.0}
 _COUNTED = {"image": "get_image_features", "video": "get_video_features",
             "audio": "get_audio_features"}
 
@@ -245,7 +246,7 @@ def batch(family: Family, model: nn.Module, items: list[Item], seed: int) -> dic
     def text(n: int) -> Tensor:
         return torch.randint(3, 50, (n,), generator=g)
 
-    ids, inputs = [text(5)], {}
+    ids, types, inputs = [text(5)], [torch.zeros(5)], {}
     for kind in ("image", "video", "audio"):
         sizes = [item.size for item in items if item.kind == kind]
         if not sizes:
@@ -262,15 +263,18 @@ def batch(family: Family, model: nn.Module, items: list[Item], seed: int) -> dic
             elif family.make[kind] is _slots:
                 one = {k: v[:, i: i + 1] for k, v in made.items()}
             n = _num_tokens(family, model, kind, one)
-            token = torch.tensor([family.token[kind]])
-            # Qwen3-VL writes the frames of a video apart.
-            frames = (int(one["video_grid_thw"][0, 0])
-                      if kind == "video" and family.name.startswith("qwen3") else 1)
-            ids += [torch.tensor([START]), token.repeat(n // frames), text(3)] * frames
+            # Qwen3-VL and GLM-4V write the frames of a video apart; GLM-4V as images.
+            apart = kind == "video" and family.name.startswith(("qwen3", "glm4v"))
+            frames = int(one["video_grid_thw"][0, 0]) if apart else 1
+            token = torch.tensor([IMAGE if family.name == "glm4v" else _TOKENS[kind]])
+            part = [torch.tensor([START]), token.repeat(n // frames), text(3)]
+            ids += part * frames
+            types += [torch.zeros(1), torch.full((n // frames,), _TYPES[kind]),
+                      torch.zeros(3)] * frames
     ids = torch.cat(ids)[None]
     labels = ids.masked_fill(ids > 50, -100)
     out = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels, **inputs}
-    types = (ids == IMAGE).int() + 2 * (ids == VIDEO).int()
+    types = torch.cat(types)[None].int()
     if family.name.startswith(("qwen2_vl", "qwen2_5_vl", "qwen3", "glm4v")):
         out["mm_token_type_ids"] = types
     if family.name == "qwen2_5_omni" and "video_grid_thw" in out:

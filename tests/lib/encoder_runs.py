@@ -49,7 +49,10 @@ def wrapped(model: nn.Module, wrap: str, checkpoint: str) -> nn.Module:
         model.gradient_checkpointing_enable({"use_reentrant": checkpoint == "reentrant"})
         model.enable_input_require_grads()
     if wrap == "ddp":
-        return DistributedDataParallel(model, find_unused_parameters=True)
+        # Reentrant checkpoints mark parameters twice, which only a static graph allows.
+        static = checkpoint == "reentrant"
+        return DistributedDataParallel(
+            model, find_unused_parameters=not static, static_graph=static)
     for layer in inner_layers(model):
         fully_shard(layer)
     return fully_shard(model)

@@ -193,7 +193,8 @@ def _tensor(
         for entry in there[:4]:
             rank = int(np.argmax(holding & (entries == entry).all(1)))
             kind = ("nothing" if not entry[0] else
-                    f"{_DTYPES[entry[0] - 1]} rows of shape {tuple(entry[2: 1 + entry[1]])}")
+                    f"{_DTYPES[entry[0] - 1]} rows of shape "
+                    f"{tuple(entry[2: 1 + entry[1]].tolist())}")
             shown.append(f"rank {rank} has {kind}")
         raise PlanMismatchError(
             f"step {forward}: ranks disagree on argument {index} of encoder {encoder.name!r} "
