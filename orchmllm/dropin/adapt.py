@@ -7,7 +7,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 

@@ -27,7 +27,7 @@ class Items:
 
 
 def tensor_of(inputs: Mapping[str, Any], name: str, ndim: int = 1) -> Tensor:
-    """The argument `name`. Raises ValueError unless it is a tensor of at least `ndim` dimensions."""
+    """The argument `name`. Raises ValueError unless it is a tensor of `ndim` dimensions or more."""
     value = inputs.get(name)
     if not isinstance(value, Tensor) or value.dim() < ndim:
         found = (f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor)
@@ -43,7 +43,7 @@ def table_of(name: str, value: Any, num_items: int | None = None) -> np.ndarray:
         raise ValueError(f"{name} is missing: it says how the media divide into items")
     array = (value.detach().cpu().numpy() if isinstance(value, Tensor)
              else np.asarray(value)).astype(np.int64)
-    array = array.reshape(len(array), -1)
+    array = array.reshape(len(array), int(np.prod(array.shape[1:])))
     if num_items is not None and len(array) != num_items:
         raise ValueError(f"{name} has {len(array)} entries for {num_items} items")
     return array
