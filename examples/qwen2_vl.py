@@ -1,6 +1,6 @@
-"""Qwen2-VL from transformers under FSDP2, its vision tower and its LLM balanced apart, with no
-change to the model's code: within `rebalance_encoder` the tower encodes the images that the plan
-gave this rank and returns the features of this rank's examples.
+"""Qwen2-VL from transformers under FSDP2, both of its phases balanced, with no change to the
+model's code: the loader places whole examples for the LLM, and `balance_encoders` moves single
+images between the ranks inside the forward.
 
     torchrun --nproc_per_node 2 examples/qwen2_vl.py
 """
@@ -13,19 +13,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.data import Dataset
 from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration
 
-from orchmllm import (
-    BalancedDataLoader,
-    CostModel,
-    Phase,
-    Segment,
-    StepInfo,
-    rebalance_encoder,
-)
+from orchmllm import BalancedDataLoader, CostModel, balance_encoders
 
 PATCH, MERGE, TEMPORAL = 4, 2, 2
 ROW = 3 * TEMPORAL * PATCH**2
 VISION_START, IMAGE, VOCAB = 60, 61, 64
-NO_IMAGE = (torch.zeros(MERGE**2, ROW, dtype=torch.float64), torch.tensor([[1, MERGE, MERGE]]))
 
 
 def tiny_model() -> Qwen2VLForConditionalGeneration:
@@ -52,52 +44,37 @@ class Pictures(Dataset):
 
     def __getitem__(self, i: int) -> dict:
         g = torch.Generator().manual_seed(i)
-        ids, images = [torch.randint(1, 50, (4,), generator=g)], []
+        ids = [torch.randint(1, 50, (4,), generator=g)]
+        rows, grids = [torch.zeros(0, ROW, dtype=torch.float64)], []
         for _ in range(int(torch.randint(0, 4, (1,), generator=g))):
             h, w = (MERGE * torch.randint(1, 5, (2,), generator=g)).tolist()
-            rows = torch.randn(h * w, ROW, generator=g, dtype=torch.float64)
-            images.append({"rows": rows, "grid": [1, h, w]})
+            rows.append(torch.randn(h * w, ROW, generator=g, dtype=torch.float64))
+            grids.append([1, h, w])
             ids += [torch.tensor([VISION_START]), torch.full((h * w // MERGE**2,), IMAGE),
                     torch.randint(1, 50, (int(torch.randint(2, 24, (1,), generator=g)),),
                                   generator=g)]
-        return {"input_ids": torch.cat(ids), "images": images,
-                "grids": [image["grid"] for image in images]}
-
-
-def segments(example: dict) -> list[Segment]:
-    """Lengths of an example's pieces, in reading order."""
-    num_images = sum(len(x["rows"]) // MERGE**2 for x in example["images"])
-    return [Segment("text", len(example["input_ids"]) - num_images)] + [
-        Segment("vision", len(x["rows"]) // MERGE**2, rows=len(x["rows"]), grid=tuple(x["grid"]))
-        for x in example["images"]]
-
-
-def collate_images(images: list[dict]) -> tuple[torch.Tensor, torch.Tensor]:
-    """(rows, grid) of the images that this rank encodes."""
-    return (torch.cat([torch.zeros(0, ROW, dtype=torch.float64), *(x["rows"] for x in images)]),
-            torch.tensor([x["grid"] for x in images], dtype=torch.int64).reshape(-1, 3))
+        return {"input_ids": torch.cat(ids), "pixel_values": torch.cat(rows), "grids": grids}
 
 
 def collate(examples: list[dict]) -> dict[str, torch.Tensor]:
-    """The LLM's side: padded text, and the grids of ITS images (not of those it encodes)."""
+    """As for any loop: padded text, and the images, if there are any."""
     ids = torch.nn.utils.rnn.pad_sequence(
         [e["input_ids"] for e in examples], batch_first=True, padding_value=0)
     labels = torch.nn.functional.pad(ids[:, 1:], (0, 1))
     labels = labels.masked_fill((labels == 0) | (labels == IMAGE), -100)
-    # transformers cannot join an empty list of images: one without patches stands for none.
-    grids = [g for e in examples for g in e["grids"]] or [[0, 0, 0]]
-    return {"input_ids": ids, "labels": labels, "grid": torch.tensor(grids),
-            "mask": (ids != 0).long()}
+    batch = {"input_ids": ids, "labels": labels, "attention_mask": (ids != 0).long(),
+             "mm_token_type_ids": (ids == IMAGE).int()}
+    grids = [g for e in examples for g in e["grids"]]
+    if grids:
+        batch["pixel_values"] = torch.cat([e["pixel_values"] for e in examples])
+        batch["image_grid_thw"] = torch.tensor(grids)
+    return batch
 
 
-def loss_of(model, batch: dict[str, torch.Tensor], step: StepInfo) -> torch.Tensor:
-    """Cross entropy summed over this rank's labels. step: the loader's, for this batch."""
-    ids = batch["input_ids"]
-    with rebalance_encoder(model.model.visual, step, "vision", placeholder=NO_IMAGE,
-                           output="pooler_output"):
-        logits = model(input_ids=ids, attention_mask=batch["mask"], use_cache=False,
-                       pixel_values=NO_IMAGE[0].to(ids.device), image_grid_thw=batch["grid"],
-                       mm_token_type_ids=(ids == IMAGE).int()).logits
+def sum_loss(model, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Cross entropy summed over this rank's labels."""
+    inputs = {k: v for k, v in batch.items() if k != "labels"}
+    logits = model(**inputs, use_cache=False).logits
     return F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), ignore_index=-100,
                            reduction="sum")
 
@@ -110,23 +87,25 @@ def main(balance: bool = True, num_steps: int = 20) -> dict:
                  model.model.visual):
         fully_shard(unit)
     fully_shard(model)
+    # min_gain=0: whatever is uneven moves; by default the time saved must exceed the exchange's.
+    encoders = balance_encoders(model, min_gain=0.0, shadow=not balance)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     loader = BalancedDataLoader(
-        Pictures(), batch_size=12, shuffle=True, collate_fn=collate, length_fn=segments,
-        phases={"vision": Phase(CostModel(linear=60_000, quadratic=800), "images", collate_images),
-                "llm": CostModel(linear=100_000, quadratic=400)},
-        enabled=balance)
+        Pictures(), batch_size=12, shuffle=True, collate_fn=collate,
+        length_fn=lambda e: len(e["input_ids"]),
+        phases={"llm": CostModel(linear=100_000, quadratic=400)}, enabled=balance)
     losses, seen = [], []
     while len(losses) < num_steps:
         for batch in loader:
             batch = {k: v.to(device) for k, v in batch.items()}
-            loss = loader.scale_sum(loss_of(model, batch, loader.step))
+            loss = loader.scale_sum(sum_loss(model, batch))
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
             dist.all_reduce(loss)
             losses.append(loss.item() / dist.get_world_size())
-            seen.append(loader.step.imbalance)
+            seen.append({"vision": encoders.last["vision"].imbalance,
+                         "llm": loader.step.imbalance["llm"]})
             if len(losses) == num_steps:
                 break
     mean = {phase: tuple(sum(s[phase][i] for s in seen) / len(seen) for i in range(2))

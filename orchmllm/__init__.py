@@ -11,7 +11,10 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from orchmllm.comm.exchange import exchange_rows
-    from orchmllm.dropin.adapt import at_least_one, check_equivalence, rebalance_encoder, scale_loss
+    from orchmllm.dropin.adapt import check_equivalence, scale_loss
+    from orchmllm.dropin.encoders.hook import balance_encoders
+    from orchmllm.dropin.encoders.items import Masked, Packed, Rows
+    from orchmllm.dropin.encoders.spec import Encoder
     from orchmllm.dropin.examples import Phase, Segment, StepInfo
     from orchmllm.dropin.loader import BalancedDataLoader
     from orchmllm.plan.cost import CostModel
@@ -19,22 +22,30 @@ if TYPE_CHECKING:
 _HOME = {
     "BalancedDataLoader": "orchmllm.dropin.loader",
     "CostModel": "orchmllm.plan.cost",
+    "Encoder": "orchmllm.dropin.encoders.spec",
+    "Masked": "orchmllm.dropin.encoders.items",
+    "Packed": "orchmllm.dropin.encoders.items",
     "Phase": "orchmllm.dropin.examples",
+    "Rows": "orchmllm.dropin.encoders.items",
     "Segment": "orchmllm.dropin.examples",
     "StepInfo": "orchmllm.dropin.examples",
-    "at_least_one": "orchmllm.dropin.adapt",
+    "balance_encoders": "orchmllm.dropin.encoders.hook",
     "check_equivalence": "orchmllm.dropin.adapt",
     "exchange_rows": "orchmllm.comm.exchange",
-    "rebalance_encoder": "orchmllm.dropin.adapt",
     "scale_loss": "orchmllm.dropin.adapt",
 }
 __all__ = [
-    "BalancedDataLoader", "CostModel", "Phase", "Segment", "StepInfo", "at_least_one",
-    "check_equivalence", "exchange_rows", "rebalance_encoder", "scale_loss",
+    "BalancedDataLoader", "CostModel", "Encoder", "Masked", "Packed", "Phase", "Rows", "Segment",
+    "StepInfo", "balance_encoders", "check_equivalence", "exchange_rows", "scale_loss",
 ]
+_GONE = {"rebalance_encoder": "balance_encoders(model), called once before the loop",
+         "at_least_one": "balance_encoders(model), which runs a placeholder where it is needed"}
 
 
 def __getattr__(name: str) -> object:
+    if name in _GONE:  # an AttributeError would lose its text in `from orchmllm import ...`
+        raise ImportError(f"orchmllm.{name} is gone: use orchmllm.{_GONE[name]} "
+                          "(docs/encoders.md)")
     if name not in _HOME:
         raise AttributeError(f"module 'orchmllm' has no attribute {name!r}; it exports "
                              f"{', '.join(__all__)}")

@@ -1,0 +1,133 @@
+"""Media to the ranks that encode them, one run of the encoder, features back."""
+
+from __future__ import annotations
+
+import threading
+import time
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from orchmllm.comm.agree import PlanMismatchError, describe, raise_first
+from orchmllm.comm.exchange import RowGather, exchange_rows, gather_texts
+from orchmllm.dropin.encoders.assignment import Assignment
+from orchmllm.dropin.encoders.results import Features, flatten, none_of, rebuild
+from orchmllm.dropin.encoders.spec import Encoder, resolve
+from orchmllm.dropin.encoders.table import Local, World
+
+_PATIENCE_S = 5.0  # for ranks that an error keeps from the agreement
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """What this rank encoded of one encoder's items. result: as the encoder returned it; features:
+    None if it raised `error`."""
+
+    encoder: Encoder
+    local: Local
+    plan: Assignment
+    result: Any
+    features: Features | None
+    error: Exception | None
+
+    def rebuild(self, rows: Tensor, counts: Sequence[int]) -> Any:
+        """A result like the encoder's for other items."""
+        return rebuild(self.encoder, self.result, self.features.leaves, rows, counts)
+
+
+def encode_share(
+    encoder: Encoder, owner: nn.Module, local: Local, world: World, plan: Assignment, rank: int,
+    device: torch.device, group: dist.ProcessGroup | None,
+) -> tuple[Encoded, tuple[int, int]]:
+    """Moves the media and runs the encoder on this rank's share, or on a placeholder. Never raises
+    for the encoder: the other ranks are waiting. Also (picoseconds per cost, nanoseconds of the
+    exchange) as measured, 0 where unknown."""
+    started = time.perf_counter()
+    meta = world.meta[plan.move.items_on(rank)]
+    all_rows = encoder.layout.rows(world.meta)
+    exchanges: dict[int, Any] = {}  # by the array of rows: most arguments share one
+    values: list[Tensor | None] = []
+    for value, spec, rows in zip(local.values, world.tensors, all_rows, strict=True):
+        if spec is None:
+            values.append(None)
+            continue
+        if id(rows) not in exchanges:
+            exchanges[id(rows)] = plan.move.exchange(rows, rank)
+        mine = value if value is not None else torch.empty((0, *spec[1]), dtype=spec[0])
+        values.append(exchange_rows(mine.to(device), exchanges[id(rows)], group))
+    moved = time.perf_counter()
+    empty = not len(meta)
+    if empty:
+        meta = world.meta[plan.smallest: plan.smallest + 1]
+        values = [None if spec is None else torch.ones(
+            (int(rows[plan.smallest]), *spec[1]), dtype=spec[0], device=device)
+            for spec, rows in zip(world.tensors, all_rows, strict=True)]
+    result, features, error = None, None, None
+    try:
+        run = resolve(owner, next(iter(encoder.calls))) if encoder.run is None else encoder.run
+        first = () if encoder.run is None else (owner,)
+        result = run(*first, *encoder.layout.build(meta, tuple(values)), **encoder.keywords,
+                     **local.options)
+        features = flatten(encoder, owner, result, meta, empty)
+        features = none_of(features) if empty else features
+    except Exception as e:
+        error = e
+    ran = time.perf_counter() - moved
+    cost = int(plan.after[rank] if plan.moves else plan.before[rank])
+    measured = (int(ran * 1e12 / cost) if cost and not empty and device.type == "cpu" else 0,
+                int((moved - started) * 1e9) if plan.moves and device.type == "cpu" else 0)
+    return Encoded(encoder, local, plan, result, features, error), measured
+
+
+def return_features(
+    gather: RowGather, group: dist.ProcessGroup | None, forward: int, rank: int,
+    encoded: Sequence[Encoded],
+) -> list[tuple[Tensor, np.ndarray]]:
+    """(features (R, W), rows per item) of this rank's own items, by encoder. All ranks raise
+    RemoteError if an encoder raised on one of them, PlanMismatchError if results do not fit."""
+    error = next((share.error for share in encoded if share.error), None)
+    sizes = [share.plan.move.target_sizes for share in encoded]
+    row = np.zeros(1 + len(encoded) + int(sum(sizes).max()), np.int64)
+    row[0] = len(describe(error).encode())
+    if error is None:
+        row[1: 1 + len(encoded)] = [
+            zlib.crc32(share.features.describe().encode()) for share in encoded]
+        counts = np.concatenate([share.features.counts for share in encoded])
+        row[1 + len(encoded): 1 + len(encoded) + len(counts)] = counts
+    rows = _agreed(gather, row, error)
+    if rows[:, 0].any():
+        raise_first(forward, gather_texts(gather, describe(error), rows[:, 0]), error)
+    starts = np.full(len(rows), 1 + len(encoded), np.int64)
+    out = []
+    for k, (share, size) in enumerate(zip(encoded, sizes, strict=True)):
+        if len(np.unique(rows[:, 1 + k])) > 1:
+            texts = gather_texts(gather, share.features.describe())
+            raise PlanMismatchError(
+                f"step {forward}: ranks disagree on what encoder {share.encoder.name!r} returns: "
+                + ", ".join(f"rank {texts.index(t)} has {t}" for t in sorted(set(texts))[:4]))
+        index = np.repeat(starts - np.cumsum(size) + size, size) + np.arange(int(size.sum()))
+        counts = rows[share.plan.move.target_rank, index]
+        back = share.plan.move.inverse().exchange(counts, rank)
+        out.append((exchange_rows(share.features.rows, back, group), back.lengths))
+        starts = starts + size
+    return out
+
+
+def _agreed(gather: RowGather, row: np.ndarray, error: Exception | None) -> np.ndarray:
+    """The rows of all ranks. A rank with an error does not wait for ever: the others may be inside
+    a collective of the encoder, which only this rank's end will end."""
+    if error is None:
+        return gather(row)
+    out: list[np.ndarray] = []
+    thread = threading.Thread(target=lambda: out.append(gather(row)), daemon=True)
+    thread.start()
+    thread.join(_PATIENCE_S)
+    if not out:
+        raise error
+    return out[0]

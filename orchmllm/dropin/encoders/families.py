@@ -1,0 +1,207 @@
+"""The architectures of transformers whose encoders are known, each admitted by its test: the same
+signature is not the same meaning. docs/encoders.md has the table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from importlib import import_module
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from orchmllm.dropin.encoders.items import Cropped, Masked, Packed, Rows, Slots, Tiles
+from orchmllm.dropin.encoders.spec import EQUAL, Encoder
+from orchmllm.plan.cost import CostModel
+
+TESTED = "5.17"  # the oldest version of transformers that was tested
+_HF = {"return_dict": True}
+
+
+@dataclass(frozen=True)
+class Family:
+    """owner: the class whose forward calls the encoders. captures: it reads recorded hidden
+    states."""
+
+    owner: str
+    encoders: tuple[Encoder, ...]
+    captures: bool = False
+
+
+def tower_cost(tower: str, per_row: int = 1) -> Callable[[nn.Module], CostModel]:
+    """The cost of an item from the configuration of its tower: FLOP of the linear layers per
+    position and of attention per pair. per_row: positions of a row; below 0: rows of a position
+    (a convolution with a stride)."""
+    def cost(owner: nn.Module) -> CostModel:
+        config = owner.get_submodule(tower).config
+        hidden, inner, layers = (next((int(v) for n in names if (v := getattr(config, n, 0))), d)
+                                 for names, d in _SIZES)
+        linear, quadratic = 6 * layers * (4 * hidden**2 + 2 * hidden * inner), 12 * layers * hidden
+        if per_row < 0:
+            return CostModel(linear // -per_row, max(1, quadratic // per_row**2))
+        return CostModel(linear * per_row, quadratic * per_row**2)
+    return cost
+
+
+_SIZES = ((("embed_dim", "hidden_size", "d_model"), 1024),
+          (("intermediate_size", "encoder_ffn_dim", "mlp_ratio"), 4096),
+          (("depth", "num_hidden_layers", "encoder_layers"), 24))
+
+_QWEN = Encoder(
+    "vision", {"get_image_features": Packed("pixel_values", "image_grid_thw", frames=True),
+               "get_video_features": Packed("pixel_values_videos", "video_grid_thw", frames=True)},
+    outputs=("pooler_output",), towers=("visual",), cost=tower_cost("visual"), keywords=_HF,
+    cast=True)
+_DEEPSTACK = replace(_QWEN, outputs=("pooler_output", "deepstack_features"),
+                     layers=("deepstack_features",))
+_IMAGE = Encoder(
+    "image", {"get_image_features": Rows("pixel_values")}, outputs=("pooler_output",),
+    towers=("vision_tower",), cost=tower_cost("vision_tower"), keywords=_HF, cast=True)
+_LAYER = ("vision_feature_layer", "vision_feature_select_strategy")
+
+
+def _tiles(model: str) -> Callable[[nn.Module, list[int]], int]:
+    def count(owner: nn.Module, size: list[int]) -> int:
+        module = import_module(f"transformers.models.{model}.modeling_{model}")
+        return module.image_size_to_num_patches(
+            size, owner.config.image_grid_pinpoints, owner.config.vision_config.image_size)
+    return count
+
+
+def _audio_rows(column: int = 0) -> Callable[[nn.Module, np.ndarray], np.ndarray]:
+    def rows(owner: nn.Module, meta: np.ndarray) -> np.ndarray:
+        lengths = torch.from_numpy(np.ascontiguousarray(meta[:, column]))
+        return owner.audio_tower._get_feat_extract_output_lengths(lengths)[1].numpy()
+    return rows
+
+
+def _qwen2_audio(owner: nn.Module, features: Tensor, mask: Tensor) -> Any:
+    """What the forward of Qwen2AudioModel computes between its inputs and its features."""
+    from transformers.masking_utils import create_bidirectional_mask
+
+    tower = owner.audio_tower
+    lengths, _ = tower._get_feat_extract_output_lengths(mask.sum(-1))
+    positions = torch.arange((features.shape[-1] - 2) // 2 + 1, device=features.device)
+    inside = (positions < lengths[:, None]).long()
+    embeds = torch.zeros((*inside.shape, 1), dtype=owner.get_input_embeddings().weight.dtype,
+                         device=features.device)
+    attention = create_bidirectional_mask(
+        config=tower.config, inputs_embeds=embeds, attention_mask=inside)
+    states = tower(features, attention_mask=attention).last_hidden_state
+    return SimpleNamespace(last_hidden_state=owner.multi_modal_projector(states))
+
+
+_OMNI_AUDIO = Encoder(
+    "audio", {"get_audio_features": Masked("input_features", "feature_attention_mask")},
+    outputs=("last_hidden_state",), rows=_audio_rows(), towers=("audio_tower",),
+    cost=tower_cost("audio_tower", -2), keywords=_HF, cast=True)
+_GLM = tuple(
+    Encoder(name, {f"get_{name}_features": Packed(value, grid, frames=True)},
+            outputs=("pooler_output",), towers=("visual",), cost=tower_cost("visual"),
+            keywords=_HF, cast=True)
+    for name, value, grid in (("image", "pixel_values", "image_grid_thw"),
+                              ("video", "pixel_values_videos", "video_grid_thw")))
+_TILED = replace(_IMAGE, options=_LAYER)
+_SLOTTED = Encoder(
+    "image", {"get_image_features": Slots("pixel_values", "pixel_attention_mask")},
+    outputs=("pooler_output",), towers=("vision_model",),
+    cost=tower_cost("vision_model"), keywords=_HF, cast=True)
+
+FAMILIES: dict[str, Family] = {
+    "qwen2_vl": Family("Qwen2VLModel", (_QWEN,)),
+    "qwen2_5_vl": Family("Qwen2_5_VLModel", (_QWEN,)),
+    "qwen3_vl": Family("Qwen3VLModel", (_DEEPSTACK,)),
+    "qwen3_vl_moe": Family("Qwen3VLMoeModel", (_DEEPSTACK,)),
+    "glm4v": Family("Glm4vModel", _GLM),
+    "qwen2_5_omni": Family("Qwen2_5OmniThinkerModel", (_QWEN, _OMNI_AUDIO)),
+    "llava": Family("LlavaModel", (replace(_IMAGE, options=_LAYER),), captures=True),
+    "vipllava": Family("VipLlavaModel", (replace(_IMAGE, options=_LAYER[:1]),), captures=True),
+    "gemma3": Family("Gemma3Model", (_IMAGE,)),
+    "paligemma": Family("PaliGemmaModel", (_IMAGE,)),
+    "internvl": Family("InternVLModel", (replace(_IMAGE, options=_LAYER),)),
+    "aya_vision": Family("AyaVisionModel", (replace(_IMAGE, options=_LAYER),), captures=True),
+    "cohere2_vision": Family("Cohere2VisionModel", (_IMAGE,)),
+    "llava_next": Family("LlavaNextModel", (replace(
+        _TILED, calls={"get_image_features": Tiles(
+            "pixel_values", "image_sizes", _tiles("llava_next"))}),), captures=True),
+    "llava_onevision": Family("LlavaOnevisionModel", (
+        replace(_TILED, calls={"get_image_features": Tiles(
+            "pixel_values", "image_sizes", _tiles("llava_onevision"))}),
+        replace(_TILED, name="video", calls={
+            "get_video_features": Rows("pixel_values_videos")})), captures=True),
+    "idefics3": Family("Idefics3Model", (_SLOTTED,)),
+    "smolvlm": Family("SmolVLMModel", (_SLOTTED,)),
+    "mistral3": Family("Mistral3Model", (replace(
+        _IMAGE, options=_LAYER[:1], calls={"get_image_features": Cropped(
+            "pixel_values", "image_sizes", lambda owner: owner.vision_tower.patch_size)}),),
+        captures=True),
+    "voxtral": Family("VoxtralModel", (Encoder(
+        "audio", {"get_audio_features": Rows("input_features")}, outputs=("pooler_output",),
+        rows=EQUAL, towers=("audio_tower",), keywords=_HF, cast=True),)),
+    "audioflamingo3": Family("AudioFlamingo3Model", (Encoder(
+        "audio", {"get_audio_features": Rows(
+            "input_features", ("input_features_mask",), length="input_features_mask")},
+        outputs=("pooler_output",), rows=_audio_rows(), towers=("audio_tower",), keywords=_HF,
+        cast=True),)),
+    "qwen2_audio": Family("Qwen2AudioModel", (Encoder(
+        "audio", {"audio_tower": Rows("input_features", ("feature_attention_mask",))},
+        outputs=("last_hidden_state",), towers=("audio_tower",), run=_qwen2_audio,
+        passes=("multi_modal_projector",), cast=True),)),
+}
+
+# Arguments about media that only the LLM reads; others that no encoder names are refused.
+_HARMLESS = {"mm_token_type_ids", "video_second_per_grid", "use_audio_in_video",
+             "audio_feature_lengths", "vision_aspect_ratio"}
+_MEDIA = ("pixel_", "image", "video", "audio", "vision_", "input_features", "feature_", "mm_",
+          "batch_num_images")
+
+
+def refuse_unknown(encoders: Sequence[Encoder], inputs: dict[str, Any]) -> None:
+    """Raises ValueError for an argument about media that the encoders do not read, such as
+    features computed before."""
+    known = _HARMLESS.union(*(e.options for e in encoders), *(
+        layout.arguments for e in encoders for layout in e.calls.values()))
+    for name, value in inputs.items():
+        if value is None or name in known or not name.startswith(_MEDIA):
+            continue
+        if name == "batch_num_images" and (torch.as_tensor(value) == 1).all():
+            continue
+        raise ValueError(f"the argument {name} is not understood by balance_encoders: leave it "
+                         "out, or do not balance this model's encoders")
+
+
+def find_family(model: nn.Module) -> tuple[nn.Module, Family]:
+    """The inner model whose forward calls the encoders, and its family. Raises ValueError if there
+    is none, or more than one."""
+    owners = {f"transformers.models.{name}.": (family.owner, family)
+              for name, family in FAMILIES.items()}
+    found = []
+    for module in model.modules():
+        for kind in type(module).__mro__:  # fully_shard derives a class
+            prefix = ".".join(kind.__module__.split(".")[:3]) + "."
+            if owners.get(prefix, ("",))[0] == kind.__name__:
+                found.append((module, owners[prefix][1]))
+                break
+    if len(found) == 1:
+        _check_version()
+        return found[0]
+    kind = type(model).__name__
+    if not found:
+        raise ValueError(
+            f"balance_encoders does not know {kind}; it knows {', '.join(FAMILIES)}. Describe its "
+            "encoders with orchmllm.Encoder (docs/encoders.md)")
+    raise ValueError(f"{kind} holds {len(found)} models with encoders "
+                     f"({', '.join(type(m).__name__ for m, _ in found)}): call balance_encoders "
+                     "for one of them")
+
+
+def _check_version() -> None:
+    import transformers
+
+    have = tuple(int(n) for n in transformers.__version__.split(".")[:2])
+    if have < tuple(int(n) for n in TESTED.split(".")):
+        raise ValueError(f"transformers {transformers.__version__} is older than {TESTED}, the "
+                         "oldest version that balance_encoders was tested with: upgrade it")

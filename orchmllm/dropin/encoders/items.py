@@ -1,0 +1,272 @@
+"""How the inputs of an encoder divide into items (images, videos, clips), one class per layout.
+
+A layout turns the arguments of the model's forward into `Items`: one row of integers per item
+(`meta`), which all ranks gather, and the tensors to move, packed along their first dimension. From
+these integers alone every rank knows how many rows an item has and what it costs; from both
+together the rank that encodes an item builds the arguments of the encoder.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class Items:
+    """n items. meta (n, columns) int64; values: packed tensors by argument, None where an optional
+    argument was not given."""
+
+    meta: np.ndarray
+    values: tuple[Tensor | None, ...]
+
+
+def tensor_of(inputs: Mapping[str, Any], name: str, ndim: int = 1) -> Tensor:
+    """The argument `name`. Raises ValueError unless it is a tensor of `ndim` dimensions or more."""
+    value = inputs.get(name)
+    if not isinstance(value, Tensor) or value.dim() < ndim:
+        found = (f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor)
+                 else "missing" if value is None else f"a {type(value).__name__}")
+        raise ValueError(f"{name} is {found}: balance_encoders needs a tensor of at least {ndim} "
+                         "dimensions")
+    return value
+
+
+def table_of(name: str, value: Any, num_items: int | None = None) -> np.ndarray:
+    """Integers per item -> (n, columns) int64. Raises ValueError if there are not num_items."""
+    if value is None:
+        raise ValueError(f"{name} is missing: it says how the media divide into items")
+    array = (value.detach().cpu().numpy() if isinstance(value, Tensor)
+             else np.asarray(value)).astype(np.int64)
+    array = array.reshape(len(array), int(np.prod(array.shape[1:])))
+    if num_items is not None and len(array) != num_items:
+        raise ValueError(f"{name} has {len(array)} entries for {num_items} items")
+    return array
+
+
+def _as_tensor(meta: np.ndarray, device: torch.device) -> Tensor:
+    return torch.from_numpy(np.ascontiguousarray(meta)).to(device)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Tensors with one row per item: values (n, ...) and any others with as many rows.
+
+    length: argument (n, T) of zeros and ones, among those named, whose sum is the item's length; it
+    decides the cost. Without it all items cost the same."""
+
+    value: str
+    others: tuple[str, ...] = ()
+    length: str = ""
+
+    @property
+    def arguments(self) -> tuple[str, ...]:
+        return self.value, *self.others
+
+    def describe(self, module: nn.Module, inputs: Mapping[str, Any]) -> Items:
+        value = tensor_of(inputs, self.value)
+        tensors = [value]
+        for name in self.others:
+            other = None if inputs.get(name) is None else tensor_of(inputs, name)
+            if other is not None and len(other) != len(value):
+                raise ValueError(f"{name} has {len(other)} rows, {self.value} has {len(value)}")
+            tensors.append(other)
+        columns = (table_of(self.length, tensor_of(inputs, self.length).sum(-1)) if self.length
+                   else np.zeros((len(value), 0), np.int64))
+        return Items(columns, tuple(tensors))
+
+    def rows(self, meta: np.ndarray) -> list[np.ndarray]:
+        return [np.ones(len(meta), np.int64)] * len(self.arguments)
+
+    def lengths(self, meta: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
+        return (meta[:, 0] if self.length else np.ones(len(meta), np.int64)), None
+
+    def build(self, meta: np.ndarray, values: tuple[Tensor | None, ...]) -> tuple[Any, ...]:
+        return values
+
+
+@dataclass(frozen=True)
+class Packed:
+    """Items one after the other in values (R, ...); counts (n,) or (n, k): item i has
+    prod(counts[i]) rows. frames: the first column of counts is a number of frames, and attention
+    stays inside a frame."""
+
+    value: str
+    counts: str
+    frames: bool = False
+
+    @property
+    def arguments(self) -> tuple[str, ...]:
+        return self.value, self.counts
+
+    def describe(self, module: nn.Module, inputs: Mapping[str, Any]) -> Items:
+        value = tensor_of(inputs, self.value)
+        counts = table_of(self.counts, inputs.get(self.counts))
+        total = int(counts.prod(1).sum())
+        if total != len(value):
+            raise ValueError(f"{self.counts} says {total} rows, {self.value} has {len(value)}")
+        return Items(counts, (value,))
+
+    def rows(self, meta: np.ndarray) -> list[np.ndarray]:
+        return [meta.prod(1)]
+
+    def lengths(self, meta: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
+        return meta.prod(1), meta[:, 0] if self.frames else None
+
+    def build(self, meta: np.ndarray, values: tuple[Tensor | None, ...]) -> tuple[Any, ...]:
+        counts = _as_tensor(meta, values[0].device)
+        return values[0], counts if meta.shape[1] > 1 else counts[:, 0]
+
+
+@dataclass(frozen=True)
+class Masked:
+    """values (n, C, T) with a mask (n, T): only what is inside the mask moves, and the rank that
+    encodes pads to its own longest. For encoders that never read what is outside the mask."""
+
+    value: str
+    mask: str
+
+    @property
+    def arguments(self) -> tuple[str, ...]:
+        return self.value, self.mask
+
+    def describe(self, module: nn.Module, inputs: Mapping[str, Any]) -> Items:
+        value, mask = tensor_of(inputs, self.value, 3), tensor_of(inputs, self.mask, 2).bool()
+        if value.shape[::2] != mask.shape:
+            raise ValueError(f"{self.mask} has shape {tuple(mask.shape)}, {self.value} has "
+                             f"{tuple(value.shape)}")
+        return Items(table_of(self.mask, mask.sum(-1)), (value.permute(0, 2, 1)[mask],))
+
+    def rows(self, meta: np.ndarray) -> list[np.ndarray]:
+        return [meta[:, 0]]
+
+    def lengths(self, meta: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
+        return meta[:, 0], None
+
+    def build(self, meta: np.ndarray, values: tuple[Tensor | None, ...]) -> tuple[Any, ...]:
+        rows = values[0]  # (sum of lengths, C)
+        lengths = _as_tensor(meta[:, 0], rows.device)
+        mask = torch.arange(int(meta[:, 0].max(initial=0)), device=rows.device) < lengths[:, None]
+        padded = rows.new_zeros((*mask.shape, *rows.shape[1:]))
+        padded[mask] = rows
+        return padded.transpose(1, 2).contiguous(), mask.long()
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Images cut into tiles: values (n, most tiles, C, H, W), of which image i fills as many as
+    count(module, sizes[i]) says, or only the filled ones, (tiles of all images, C, H, W). sizes
+    (n, 2): height and width."""
+
+    value: str
+    sizes: str
+    count: Callable[[nn.Module, list[int]], int]
+
+    @property
+    def arguments(self) -> tuple[str, ...]:
+        return self.value, self.sizes
+
+    def describe(self, module: nn.Module, inputs: Mapping[str, Any]) -> Items:
+        value, sizes = tensor_of(inputs, self.value, 4), table_of(
+            self.sizes, inputs.get(self.sizes))
+        tiles = np.array([self.count(module, size) for size in sizes.tolist()], np.int64)
+        if value.dim() == 5:
+            if len(value) != len(sizes) or value.shape[1] < tiles.max(initial=0):
+                raise ValueError(f"{self.value} of shape {tuple(value.shape)} does not hold the "
+                                 f"{tiles.tolist()} tiles of {self.sizes}")
+            filled = torch.arange(value.shape[1]) < torch.from_numpy(tiles)[:, None]
+            value = value[filled.to(value.device)]
+        if len(value) != tiles.sum():
+            raise ValueError(f"{self.value} has {len(value)} tiles, {self.sizes} says "
+                             f"{int(tiles.sum())}")
+        return Items(np.column_stack([sizes, tiles]), (value,))
+
+    def rows(self, meta: np.ndarray) -> list[np.ndarray]:
+        return [meta[:, 2]]
+
+    def lengths(self, meta: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
+        return meta[:, 2], meta[:, 2]  # a tile is a frame: attention stays inside
+
+    def build(self, meta: np.ndarray, values: tuple[Tensor | None, ...]) -> tuple[Any, ...]:
+        return values[0], _as_tensor(meta[:, :2], values[0].device)
+
+
+@dataclass(frozen=True)
+class Cropped:
+    """Images padded to a common size: values (n, C, H, W), sizes (n, 2) of what is inside. Patches
+    inside move, as rows (C, p, p); the rank that encodes pads to its own largest. For encoders that
+    cut the padding off after a patch convolution. patch: p, from the module."""
+
+    value: str
+    sizes: str
+    patch: Callable[[nn.Module], int]
+
+    @property
+    def arguments(self) -> tuple[str, ...]:
+        return self.value, self.sizes
+
+    def describe(self, module: nn.Module, inputs: Mapping[str, Any]) -> Items:
+        value = tensor_of(inputs, self.value, 4)
+        sizes, p = table_of(self.sizes, inputs.get(self.sizes), len(value)), self.patch(module)
+        patches = []
+        for image, (h, w) in zip(value, (sizes // p).tolist(), strict=True):
+            inside = image[:, : h * p, : w * p].reshape(-1, h, p, w, p)
+            patches.append(inside.permute(1, 3, 0, 2, 4).flatten(0, 1))
+        # A column holds p, because the ranks know rows from the integers alone.
+        meta = np.column_stack([sizes, np.full(len(sizes), p)])
+        return Items(meta, (torch.cat([value.new_zeros(0, value.shape[1], p, p), *patches]),))
+
+    def rows(self, meta: np.ndarray) -> list[np.ndarray]:
+        return [(meta[:, :2] // meta[:, 2:]).prod(1)]
+
+    def lengths(self, meta: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
+        return self.rows(meta)[0], None
+
+    def build(self, meta: np.ndarray, values: tuple[Tensor | None, ...]) -> tuple[Any, ...]:
+        rows, sizes = values[0], meta[:, :2]
+        height, width = (int(n) for n in sizes.max(0))
+        out, start = rows.new_zeros((len(meta), rows.shape[1], height, width)), 0
+        for image, (h, w, p) in zip(out, meta.tolist(), strict=True):
+            h, w = h // p, w // p
+            part = rows[start: start + h * w].unflatten(0, (h, w)).permute(2, 0, 3, 1, 4)
+            image[:, : h * p, : w * p] = part.reshape(-1, h * p, w * p)
+            start += h * w
+        return out, _as_tensor(sizes, rows.device)
+
+
+@dataclass(frozen=True)
+class Slots:
+    """Images in a fixed number of slots per example: values (B, slots, C, H, W), mask
+    (B, slots, H, W) or None. A slot of zeros holds no image, and the encoder leaves it out."""
+
+    value: str
+    mask: str
+
+    @property
+    def arguments(self) -> tuple[str, ...]:
+        return self.value, self.mask
+
+    def describe(self, module: nn.Module, inputs: Mapping[str, Any]) -> Items:
+        value = tensor_of(inputs, self.value, 5).flatten(0, 1)
+        filled = (value != 0).flatten(1).any(1)
+        mask = inputs.get(self.mask)
+        if mask is not None:
+            mask = tensor_of(inputs, self.mask, 4).flatten(0, 1)[filled]
+        return Items(np.zeros((int(filled.sum()), 0), np.int64), (value[filled], mask))
+
+    def rows(self, meta: np.ndarray) -> list[np.ndarray]:
+        return [np.ones(len(meta), np.int64)] * 2
+
+    def lengths(self, meta: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
+        return np.ones(len(meta), np.int64), None
+
+    def build(self, meta: np.ndarray, values: tuple[Tensor | None, ...]) -> tuple[Any, ...]:
+        return tuple(None if v is None else v[:, None] for v in values)  # one slot per example
+
+
+Layout = Rows | Packed | Masked | Tiles | Cropped | Slots

@@ -1,0 +1,219 @@
+"""What all ranks know of the media of one forward: one gather of integers.
+
+A row holds a head, a block of fixed size per encoder, then the items' integers. It is padded to an
+agreed capacity; when a rank needs more, all ranks grow it and gather again.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from orchmllm.comm.agree import PlanMismatchError, describe, raise_first, require_agreement
+from orchmllm.comm.exchange import RowGather, gather_texts
+from orchmllm.dropin.encoders.items import Items
+from orchmllm.dropin.encoders.spec import Encoder
+from orchmllm.plan.rearrange import ranges, starts_of
+
+_HEAD = 3  # number of the forward, bytes of an error text, integers needed
+_FIXED = 4  # per encoder: columns, digest of its options, picoseconds per cost, overhead in ns
+_TENSOR = 8  # dtype, dimensions, sizes of up to 6
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32,
+           torch.uint8, torch.bool, torch.int16, torch.int8)
+
+
+@dataclass(frozen=True)
+class Local:
+    """This rank's items of one encoder: those of its first call, then of its second. counts: items
+    per call; lead: rows of the first argument of each call, to know it again; options: keyword
+    arguments of the call."""
+
+    counts: list[int]
+    lead: list[int]
+    meta: np.ndarray
+    values: tuple[Tensor | None, ...]
+    options: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class World:
+    """The items of one encoder on all d ranks. counts (d, calls); meta (n, columns) in order of the
+    rank; tensors: (dtype, shape of a row) of each packed argument, None if it was not given.
+    pace (d,): picoseconds per unit of cost, overhead (d,): nanoseconds, both as measured, 0 where
+    not yet."""
+
+    counts: np.ndarray
+    meta: np.ndarray
+    tensors: list[tuple[torch.dtype, tuple[int, ...]] | None]
+    pace: np.ndarray
+    overhead: np.ndarray
+
+    @property
+    def sizes(self) -> np.ndarray:
+        """(d,) items per rank."""
+        return self.counts.sum(1)
+
+
+def num_tensors(encoder: Encoder) -> int:
+    """Packed arguments of an encoder's layout."""
+    return len(encoder.layout.rows(np.zeros((0, 3), np.int64)))
+
+
+def describe_local(
+    encoder: Encoder, owner: nn.Module, inputs: Mapping[str, Any], dtype: torch.dtype | None
+) -> Local:
+    """This rank's items of `encoder` in the arguments of a forward. dtype: the tower's, to which
+    larger floating tensors are cast before they move. Raises ValueError."""
+    parts: list[Items | None] = []
+    lead = []
+    for layout in encoder.calls.values():
+        given = inputs.get(layout.arguments[0])
+        parts.append(None if given is None else layout.describe(owner, inputs))
+        lead.append(0 if given is None else len(given))
+    there = [part for part in parts if part is not None]
+    values = []
+    for tensors in zip(*(part.values for part in there), strict=True):
+        known = [t for t in tensors if t is not None]
+        if known and len(known) < len(tensors):
+            raise ValueError(f"encoder {encoder.name!r}: an optional argument is given for one of "
+                             f"{', '.join(encoder.calls)} and not for the other")
+        value = (known[0] if len(known) == 1 else torch.cat(known)) if known else None
+        if (value is not None and dtype is not None and value.is_floating_point()
+                and value.dtype.itemsize > dtype.itemsize):
+            value = value.to(dtype)
+        values.append(value)
+    meta = (np.concatenate([part.meta for part in there]) if there
+            else np.zeros((0, 0), np.int64))
+    options = {k: inputs[k] for k in encoder.options if inputs.get(k) is not None}
+    return Local([0 if part is None else len(part.meta) for part in parts], lead, meta,
+                 tuple(values) if there else (None,) * num_tensors(encoder), options)
+
+
+def _block(encoder: Encoder, local: Local, pace: int, overhead: int) -> list[int]:
+    columns = local.meta.shape[1] if len(local.meta) else 0
+    options = zlib.crc32(repr(sorted(local.options.items())).encode())
+    block = [columns, options, pace, overhead, *local.counts]
+    for value in local.values:
+        entry = [0] * _TENSOR
+        if value is not None and len(local.meta):
+            if value.dtype not in _DTYPES or value.dim() > _TENSOR - 1:
+                raise ValueError(f"encoder {encoder.name!r}: cannot move a tensor of "
+                                 f"{value.dtype} and shape {tuple(value.shape)}")
+            entry[0] = 1 + _DTYPES.index(value.dtype)
+            entry[1: 1 + value.dim()] = [value.dim(), *value.shape[1:]]
+        block += entry
+    return block
+
+
+class Tables:
+    """Gathers the tables of a model's encoders. Constructed by all ranks together."""
+
+    def __init__(self, encoders: Sequence[Encoder], gather: RowGather) -> None:
+        self.encoders, self.gather = encoders, gather
+        self._sizes = [_FIXED + len(e.calls) + _TENSOR * num_tensors(e) for e in encoders]
+        self._fixed = _HEAD + sum(self._sizes)
+        self._capacity = self._fixed + 128
+
+    def __call__(
+        self, forward: int, locals_: Sequence[Local], measured: Sequence[tuple[int, int]],
+        error: Exception | None,
+    ) -> list[World]:
+        """The encoders' items on all ranks. measured: (pace, overhead) of each encoder on this
+        rank. Raises, on all ranks alike, RemoteError if `error` is given on one of them,
+        PlanMismatchError if they disagree."""
+        try:
+            row = np.zeros(self._fixed, np.int64) if error else self._row(locals_, measured)
+        except ValueError as e:
+            error, row = e, np.zeros(self._fixed, np.int64)
+        row[:_HEAD] = forward, len(describe(error).encode()), len(row)
+        while True:
+            padded = np.zeros(self._capacity, np.int64)
+            padded[: min(len(row), self._capacity)] = row[: self._capacity]
+            rows = self.gather(padded)
+            needed = int(rows[:, 2].max())
+            if needed <= self._capacity:
+                break
+            self._capacity = 1 << (needed - 1).bit_length()
+        require_agreement(forward, "the number of forwards with media balancing", rows[:, 0])
+        if rows[:, 1].any():
+            raise_first(forward, gather_texts(self.gather, describe(error), rows[:, 1]), error)
+        return self._worlds(forward, rows)
+
+    def _row(self, locals_: Sequence[Local], measured: Sequence[tuple[int, int]]) -> np.ndarray:
+        blocks = [0] * _HEAD
+        for encoder, local, stats in zip(self.encoders, locals_, measured, strict=True):
+            blocks += _block(encoder, local, *stats)
+        return np.concatenate([np.array(blocks, np.int64)] + [x.meta.ravel() for x in locals_])
+
+    def _worlds(self, forward: int, rows: np.ndarray) -> list[World]:
+        worlds, at = [], _HEAD
+        flat, start = rows.ravel(), np.arange(len(rows)) * rows.shape[1] + self._fixed
+        for encoder, size in zip(self.encoders, self._sizes, strict=True):
+            block = rows[:, at: at + size]
+            counts = block[:, _FIXED: _FIXED + len(encoder.calls)]
+            sizes, holding = counts.sum(1), counts.sum(1) > 0
+            columns = _one(forward, f"the columns of encoder {encoder.name!r}", block[:, 0],
+                           holding)
+            _one(forward, f"the options {', '.join(encoder.options)} of encoder "
+                 f"{encoder.name!r} (digest)", block[:, 1], np.ones(len(rows), bool))
+            length = sizes * columns
+            meta = flat[ranges(start, length)].reshape(-1, columns) if columns else np.zeros(
+                (int(sizes.sum()), 0), np.int64)
+            tensors = block[:, _FIXED + len(encoder.calls):].reshape(len(rows), -1, _TENSOR)
+            worlds.append(World(counts, meta, [
+                _tensor(forward, encoder, i, tensors[:, i], holding)
+                for i in range(tensors.shape[1])], block[:, 2], block[:, 3]))
+            at, start = at + size, start + length
+        return worlds
+
+
+def _one(forward: int, what: str, values: np.ndarray, holding: np.ndarray) -> int:
+    """The value of the ranks that hold items. Raises PlanMismatchError if they differ."""
+    there = np.unique(values[holding])
+    if len(there) > 1:
+        raise PlanMismatchError(
+            f"step {forward}: ranks disagree on {what}: " + ", ".join(
+                f"rank {int(np.argmax(holding & (values == v)))} has {v}" for v in there[:4]))
+    return int(there[0]) if len(there) else 0
+
+
+def _tensor(
+    forward: int, encoder: Encoder, index: int, entries: np.ndarray, holding: np.ndarray
+) -> tuple[torch.dtype, tuple[int, ...]] | None:
+    """dtype and shape of a row of the index-th packed argument. Raises PlanMismatchError."""
+    there = np.unique(entries[holding], axis=0)
+    if len(there) > 1:
+        shown = []
+        for entry in there[:4]:
+            rank = int(np.argmax(holding & (entries == entry).all(1)))
+            kind = ("nothing" if not entry[0] else
+                    f"{_DTYPES[entry[0] - 1]} rows of shape "
+                    f"{tuple(entry[2: 1 + entry[1]].tolist())}")
+            shown.append(f"rank {rank} has {kind}")
+        raise PlanMismatchError(
+            f"step {forward}: ranks disagree on argument {index} of encoder {encoder.name!r} "
+            f"({', '.join(encoder.layout.arguments)}): {', '.join(shown)}; pad to the same size "
+            "and use the same dtype on all ranks")
+    if not len(there) or not there[0][0]:
+        return None
+    code, ndim = there[0][:2].tolist()
+    return _DTYPES[code - 1], tuple(there[0][2: 1 + ndim].tolist())
+
+
+def same_on_all_ranks(gather: RowGather, encoders: Sequence[Encoder]) -> None:
+    """Raises PlanMismatchError if ranks were given other encoders."""
+    text = repr([(e.name, [(k, repr(v)) for k, v in e.calls.items()], e.outputs) for e in encoders])
+    # A function's address differs between processes.
+    digest = zlib.crc32(text.split(" at 0x")[0].encode())
+    require_agreement(0, "the encoders (digest)", gather(np.array([digest], np.int64))[:, 0])
+
+
+def item_sources(world: World) -> tuple[np.ndarray, np.ndarray]:
+    """(first item of each rank (d + 1,), rank of each item (n,))."""
+    return starts_of(world.sizes), np.repeat(np.arange(len(world.sizes)), world.sizes)
