@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from orchmllm.comm.exchange import exchange_rows
-    from orchmllm.dropin.adapt import at_least_one, check_equivalence, rebalance_encoder, scale_loss
+    from orchmllm.dropin.adapt import at_least_one, rebalance_encoder
+    from orchmllm.dropin.equivalence import check_equivalence
     from orchmllm.dropin.examples import Phase, Segment, StepInfo
-    from orchmllm.dropin.loader import BalancedDataLoader
+    from orchmllm.dropin.loader import BalancedDataLoader, balance
+    from orchmllm.dropin.trainers import balance_trainer
     from orchmllm.plan.cost import CostModel
 
 _HOME = {
@@ -23,14 +25,15 @@ _HOME = {
     "Segment": "orchmllm.dropin.examples",
     "StepInfo": "orchmllm.dropin.examples",
     "at_least_one": "orchmllm.dropin.adapt",
-    "check_equivalence": "orchmllm.dropin.adapt",
+    "balance": "orchmllm.dropin.loader",
+    "balance_trainer": "orchmllm.dropin.trainers",
+    "check_equivalence": "orchmllm.dropin.equivalence",
     "exchange_rows": "orchmllm.comm.exchange",
     "rebalance_encoder": "orchmllm.dropin.adapt",
-    "scale_loss": "orchmllm.dropin.adapt",
 }
 __all__ = [
-    "BalancedDataLoader", "CostModel", "Phase", "Segment", "StepInfo", "at_least_one",
-    "check_equivalence", "exchange_rows", "rebalance_encoder", "scale_loss",
+    "BalancedDataLoader", "CostModel", "Phase", "Segment", "StepInfo", "at_least_one", "balance",
+    "balance_trainer", "check_equivalence", "exchange_rows", "rebalance_encoder",
 ]
 
 

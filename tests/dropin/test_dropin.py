@@ -25,8 +25,8 @@ LENGTHS = [length_of(i) for i in range(48)]
 def epoch(world, how: dict, num_epochs: int = 1) -> list[list]:
     """Per step [ids, num_global_targets, own labels, num_examples] of this rank."""
     loader = BalancedDataLoader(Texts(), batch_size=4, collate_fn=collate, **how)
-    return [[b["ids"].tolist() if b.num_examples else [], b.num_global_targets,
-             int((b["labels"] != -100).sum()), b.num_examples, b.example_ids]
+    return [[b["ids"].tolist() if loader.step.num_examples else [], loader.step.num_global_targets,
+             int((b["labels"] != -100).sum()), loader.step.num_examples, loader.step.example_ids]
             for _ in range(num_epochs) for b in loader]
 
 
@@ -83,7 +83,7 @@ def uneven(world, drop_last: bool, wrapped: bool) -> tuple[list[int], int, int]:
     seen, steps = [], 0
     try:
         for b in loader:
-            seen += b["ids"].tolist() if b.num_examples else []
+            seen += b["ids"].tolist() if loader.step.num_examples else []
             steps += 1
     except Exception as e:
         return str(e), steps, 0
@@ -109,8 +109,8 @@ def stopped(world, num_steps: int, state: dict | None, how: dict) -> tuple[list,
     if state is not None:
         loader.load_state_dict(json.loads(json.dumps(state)))
     out = []
-    for b in loader:
-        out.append(b.example_ids)
+    for _ in loader:
+        out.append(loader.step.example_ids)
         if len(out) == num_steps:
             break
     return out, loader.state_dict()
@@ -234,7 +234,7 @@ def early(world) -> list[str]:
     for k, _ in enumerate(loader):
         if k == 1:
             break
-    again = sum(b.num_examples for b in loader)
+    again = sum(loader.step.num_examples for _ in loader)
     assert len(loader) == 12
     return [again, *(t.name for t in threading.enumerate() if t.name.startswith("orchmllm")),
             *map(str, psutil.Process().children())]
