@@ -5,7 +5,6 @@ sampling. docs/loader.md shows it in a loop; orchmllm.data.loading.step_loader h
 from __future__ import annotations
 
 import math
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -136,11 +135,11 @@ class BalancedDataLoader(DataLoader):
 
     def _show(self) -> None:
         """Sets the attributes of a DataLoader, for code that reads them."""
-        source, me = self._source, weakref.ref(self)
+        source = self._source
         is_stream = source.kind == "stream"
         shown = None if isinstance(source.seen_dataset, IterableDataset) else PlannedSampler(
             source, 0 if is_stream else len(self) * (source.batch_size or 1), self.rank,
-            self.num_ranks, lambda epoch: me().set_epoch(epoch))
+            self.num_ranks)
         super().__init__(
             source.seen_dataset, source.batch_size, sampler=shown, pin_memory=source.pin_memory,
             collate_fn=refuse if is_stream else source.collate,

@@ -63,7 +63,7 @@ class Source:
     def set_epoch(self, epoch: int) -> None:
         # accelerate puts its shards around the user's batch sampler.
         inner = getattr(self.batches, "batch_sampler", None)
-        parts = (self.sampler, self.batches, inner, getattr(inner, "sampler", None), self.dataset)
+        parts = self.sampler, self.batches, inner, getattr(inner, "sampler", None), self.dataset
         for part in {id(p): p for p in parts if hasattr(p, "set_epoch")}.values():
             part.set_epoch(epoch)
 
@@ -174,17 +174,19 @@ def make_feed(
 
 class PlannedSampler(DistributedSampler):
     """What loader.sampler shows: a distributed sampler, so that trainers do not put one of theirs
-    in its place. The loader alone can iterate what it plans; a copy of the loader cannot."""
+    in its place. The loader alone can iterate what it plans; a copy of the loader cannot.
 
-    def __init__(self, source: Source, num_samples: int, rank: int, num_ranks: int,
-                 set_epoch: Callable[[int], None]) -> None:
+    set_epoch reaches the user's sampler. Without one the loader counts epochs itself, and keeps
+    them in its state: trainers count from 0 after a resume."""
+
+    def __init__(self, source: Source, num_samples: int, rank: int, num_ranks: int) -> None:
         self.dataset, self.num_replicas, self.rank = source.seen_dataset, num_ranks, rank
         self.shuffle, self.drop_last, self.seed, self.epoch = source.shuffle, source.drop_last, 0, 0
         self.num_samples, self.total_size = num_samples, num_samples * num_ranks
-        self._set_epoch = set_epoch
+        self._source = source
 
     def set_epoch(self, epoch: int) -> None:
-        self._set_epoch(epoch)
+        self._source.set_epoch(epoch)
         self.epoch = epoch
 
     def __iter__(self) -> Iterator[int]:

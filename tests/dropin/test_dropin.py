@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 import time
+from typing import NamedTuple
 
 import numpy as np
 import psutil
@@ -263,10 +264,19 @@ def test_a_wrapped_loader_keeps_its_global_batches():
             sum((plain for _, plain in kind), []))
 
 
+class Pair(NamedTuple):
+    ids: torch.Tensor
+    text: str
+
+
+class Triple(tuple):
+    pass
+
+
 @pytest.mark.parametrize("value", [
     None, 3, 2**70, -1.5, "a\ud800", b"x\0", [1, (2, "b")], {"a": {1: [b""]}},
     torch.arange(6).reshape(2, 3), torch.tensor(2.5, dtype=torch.bfloat16), torch.zeros(0, 4),
-    np.float32(1.5), np.arange(4, dtype=np.int16)[::2], torch.tensor([True]),
+    np.float32(1.5), np.arange(4, dtype=np.int16)[::2], torch.tensor([True]), Pair(3, "a"),
 ], ids=lambda v: type(v).__name__)
 def test_wire_round_trip(value):
     back = wire.decode(wire.encode({"x": value}))["x"]
@@ -281,7 +291,8 @@ def test_wire_round_trip(value):
 
 @pytest.mark.parametrize("value, where", [
     ({"a": [object()]}, r"example\['a'\]\[0\] is a builtins.object"),
-    ({(1, 2): 3}, "keys must be"), ({"t": torch.zeros(2, device="meta")}, "dense CPU tensors"),
+    ({(1, 2): 3}, "keys must be"), (Triple((1,)), "Triple, which cannot be sent"),
+    ({"t": torch.zeros(2, device="meta")}, "dense CPU tensors"),
 ])
 def test_wire_refuses(value, where):
     with pytest.raises(TypeError, match=where):

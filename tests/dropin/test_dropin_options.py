@@ -16,7 +16,7 @@ from orchmllm import (
     check_equivalence,
     exchange_rows,
 )
-from tests.lib.dropin import Stream, Texts, collate, length_of, token_count
+from tests.lib.dropin import VOCAB, Stream, Texts, collate, length_of, token_count
 from tests.lib.examples import load
 from tests.lib.ranks import run_ranks
 
@@ -118,6 +118,47 @@ def equivalence(world, wrong: bool) -> tuple[float, str]:
 def test_check_equivalence_passes_a_sum_and_finds_a_mean_per_rank():
     assert all(worst < 1e-12 for worst, _ in run_ranks(equivalence, 2, False))
     assert all("loader.scale_mean" in text for _, text in run_ranks(equivalence, 2, True))
+
+
+class Attention(nn.Module):
+    """Without positions, so that the gradient of the keys' bias is 0 but for rounding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(VOCAB, 8), nn.Linear(8, VOCAB)
+        self.queries, self.keys, self.values = (nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        return self.head(nn.functional.scaled_dot_product_attention(
+            self.queries(x), self.keys(x), self.values(x), is_causal=True))
+
+
+def rounding_alone(world, wrong: float) -> tuple[float, str]:
+    """wrong: relative error of one rank's gradient of a bias while steps are balanced."""
+    torch.manual_seed(0)
+    model = DistributedDataParallel(Attention())
+    bias, keys = model.module.values.bias, model.module.keys.bias
+    loader = BalancedDataLoader(Texts(), 4, collate_fn=collate, lengths=LENGTHS, shuffle=True,
+                                policy="greedy")
+
+    def step(batch) -> None:
+        loss = nn.functional.cross_entropy(model(batch["input_ids"]).flatten(0, 1),
+                                           batch["labels"].flatten())
+        loader.scale_mean(loss, batch["labels"], shifted=False).backward()
+        bias.grad += wrong * bias.grad.norm() * loader.enabled
+
+    try:
+        worst = check_equivalence(step, model.named_parameters, loader)
+    except AssertionError as e:
+        return 1.0, str(e)
+    assert 0 < keys.grad.norm() < 1e-5 * bias.grad.norm() and loader.epoch == 0 and loader.enabled
+    return worst, ""
+
+
+def test_check_equivalence_does_not_take_rounding_for_an_error():
+    assert all(worst < 1e-5 for worst, _ in run_ranks(rounding_alone, 2, 0.0))
+    assert all("values.bias differs" in text for _, text in run_ranks(rounding_alone, 2, 1e-3))
 
 
 def features(world, **how) -> list[list[float]]:

@@ -234,7 +234,7 @@ def as_a_dataloader(world) -> None:
     users = DistributedSampler(data)
     loader = BalancedDataLoader(data, 4, sampler=users, collate_fn=collate, lengths=length_of)
     loader.sampler.set_epoch(3)
-    assert users.epoch == 3 and loader.epoch == 3
+    assert users.epoch == 3
     wrapped = balance(DataLoader(data, 4, shuffle=True, collate_fn=collate), lengths=length_of)
     seen = [i for _ in wrapped for i in wrapped.step.example_ids]
     everywhere = [None] * world.world_size
