@@ -18,7 +18,7 @@ from orchmllm.dropin.examples import StepInfo
 from orchmllm.dropin.loader import BalancedDataLoader
 from orchmllm.dropin.loss import scale
 
-FLOOR = {"transformers": "5.23", "trl": "1.16"}  # the oldest versions that were tested
+FLOOR = {"transformers": "5.20", "trl": "1.16"}  # the oldest versions that were tested
 _STATE = "balanced_loader_{rank}.pt"
 
 

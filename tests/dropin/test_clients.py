@@ -7,6 +7,7 @@ are all (make test-slow GROUP=clients). docs/loader.md holds the table.
 
 from __future__ import annotations
 
+import sys
 from itertools import combinations, product
 
 import pytest
@@ -21,6 +22,7 @@ FAST = {"fsdp1": 0b000111, "fsdp2": 0b110010, "ddp": 0b011001, "stateful": 0b100
         "accelerate": 0b001110, "fabric": 0b101011, "trainer": 0b010110, "sft": 0b000011,
         "sft_packed": 0b010101, "lightning": 0b001011}
 TRAINERS = ("trainer", "sft", "sft_packed", "lightning")
+NOT_HERE = ("sft", "sft_packed") if sys.version_info < (3, 11) else ()  # TRL's releases need it
 
 
 def cell_of(client: str, bits: int) -> Cell:
@@ -32,6 +34,7 @@ def fast_cells(clients) -> list[Cell]:
 
 
 def check(cells: list[Cell]) -> None:
+    cells = [cell for cell in cells if cell.client not in NOT_HERE]
     for cell, (error, steps) in zip(cells, run_ranks(run_cells, 2, cells)[0], strict=True):
         assert error <= 1e-12, (cell, error)
         if cell.client != "sft_packed":  # whose rows hold several examples

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from orchmllm import BalancedDataLoader, balance_trainer
+from tests.lib.commands import ROOT
 
 VOCAB, RATE, EPOCHS, BATCH = 64, 0.5, 2, 2
 FEATURES = ("moved", "resumed", "accumulation", "tail", "evaluation", "workers")
@@ -491,7 +493,20 @@ def run_cells(world: Any, cells: list[Cell]) -> list[tuple[float, list[list[int]
 
 
 def client_table() -> str:
-    """The table of docs/loader.md. A client that is not right in all cells fails its tests."""
-    rows = [("client", "versions tested", *FEATURES)]
-    rows += [(name, "", *["-" for _ in FEATURES]) for name in CLIENTS]
+    """The table of docs/loader.md: every cell is right, or the tests of its client fail."""
+    lines = (ROOT / "constraints.txt").read_text()
+    pinned = dict(reversed(re.findall(r"^([\w-]+)==([\d.]+)", lines, re.M)))  # the first of each
+    names = {
+        "fsdp1": "FSDP1", "fsdp2": "FSDP2", "ddp": "DDP",
+        "stateful": "torchdata's StatefulDataLoader, wrapped, FSDP2",
+        "accelerate": "accelerate: prepare, save_state, DDP",
+        "trainer": "transformers' Trainer, DDP",
+        "sft": "TRL's SFTTrainer, DDP", "sft_packed": "TRL's SFTTrainer, packing, DDP",
+        "lightning": "Lightning's Trainer, DDP", "fabric": "Lightning Fabric, DDP"}
+    package = {"stateful": "torchdata", "trainer": "transformers", "sft": "trl",
+               "sft_packed": "trl", "fabric": "lightning", "accelerate": "accelerate",
+               "lightning": "lightning"}
+    rows = [("client", "version", "cells"), ("---",) * 3]
+    rows += [(names[name], pinned[package.get(name, "torch")], f"{2 ** len(FEATURES)} right")
+             for name in CLIENTS]
     return "\n".join("| " + " | ".join(row) + " |" for row in rows)
