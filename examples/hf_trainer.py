@@ -1,5 +1,4 @@
-"""Hugging Face Trainer: hand it the loader. The Trainer moves the batches to its device itself, and
-its own loss is a sum over the targets of all ranks.
+"""Hugging Face Trainer: one call. Its sampler, its collator, its checkpoints and its loss stay.
 
     torchrun --nproc_per_node 2 examples/hf_trainer.py
 """
@@ -10,22 +9,11 @@ import torch
 from common import TextDataset, collate, tiny_llm
 from transformers import Trainer, TrainingArguments
 
-from orchmllm import BalancedDataLoader
-
-
-class BalancedTrainer(Trainer):
-    balance = True
-
-    def get_train_dataloader(self) -> BalancedDataLoader:
-        return BalancedDataLoader(
-            self.train_dataset, batch_size=self.args.train_batch_size, shuffle=True,
-            collate_fn=self.data_collator, lengths=self.train_dataset.lengths,
-            enabled=self.balance)
+from orchmllm import balance_trainer
 
 
 def unshifted(examples: list[dict]) -> dict[str, torch.Tensor]:
-    """Hugging Face models shift the labels themselves. The first label is never a target, so it is
-    ignored, which makes the Trainer's count of targets the right one."""
+    """Hugging Face models shift the labels themselves."""
     batch = collate(examples)
     labels = torch.cat([torch.full_like(batch["labels"][:, :1], -100), batch["labels"][:, :-1]], 1)
     return {"input_ids": batch["input_ids"], "labels": labels}
@@ -33,14 +21,16 @@ def unshifted(examples: list[dict]) -> dict[str, torch.Tensor]:
 
 def main(balance: bool = True, num_steps: int = 20) -> list[float]:
     torch.manual_seed(0)
+    data = TextDataset()
     with tempfile.TemporaryDirectory() as folder:
-        trainer = BalancedTrainer(
-            model=tiny_llm(), train_dataset=TextDataset(), data_collator=unshifted,
+        trainer = Trainer(
+            model=tiny_llm(), train_dataset=data, data_collator=unshifted,
             args=TrainingArguments(
                 folder, max_steps=num_steps, per_device_train_batch_size=4, logging_steps=1,
                 learning_rate=1e-3, use_cpu=not torch.cuda.is_available(), report_to=[],
                 save_strategy="no", disable_tqdm=True, average_tokens_across_devices=True))
-        trainer.balance = balance
+        if balance:
+            balance_trainer(trainer, lengths=data.lengths)
         trainer.train()
         return [row["loss"] for row in trainer.state.log_history if "loss" in row]
 

@@ -1,9 +1,8 @@
-"""Accelerate: the loader is not given to `prepare`, which would shard the data a second time.
+"""Accelerate: `prepare` returns the loader as it is, and save_state and load_state keep its place.
+The loop moves the batches to the device itself.
 
     accelerate launch --num_processes 2 examples/with_accelerate.py
 """
-
-from contextlib import nullcontext
 
 import torch
 from accelerate import Accelerator
@@ -17,22 +16,25 @@ ACCUMULATION = 2
 def main(balance: bool = True, num_steps: int = 20) -> list[float]:
     torch.manual_seed(0)
     data = TextDataset(512)
-    accelerator = Accelerator()
+    accelerator = Accelerator(gradient_accumulation_steps=ACCUMULATION)
     model = tiny_llm()
-    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
     loader = BalancedDataLoader(
         data, batch_size=4, shuffle=True, collate_fn=collate, lengths=data.lengths,
         accumulation_steps=ACCUMULATION, enabled=balance)
+    model, optimizer, loader = accelerator.prepare(
+        model, torch.optim.AdamW(model.parameters(), lr=1e-3), loader)
     losses, total = [], torch.zeros((), dtype=torch.float64, device=accelerator.device)
     for batch in loader:
         batch = {k: v.to(accelerator.device) for k, v in batch.items()}
-        with nullcontext() if loader.step.is_last_microbatch else accelerator.no_sync(model):
-            loss = loader.scale_sum(sum_loss(model, batch))  # over all microbatches already
+        with accelerator.accumulate(model):
+            # Over all microbatches already: what backward divides by is undone.
+            loss = loader.scale_sum(sum_loss(model, batch),
+                                    divided_by=accelerator.gradient_accumulation_steps)
             accelerator.backward(loss)
-        total += loss.detach()
-        if loader.step.is_last_microbatch:
             optimizer.step()
             optimizer.zero_grad()
+        total += loss.detach() / ACCUMULATION
+        if loader.step.is_last_microbatch:
             losses.append(accelerator.reduce(total, "mean").item())
             total = torch.zeros_like(total)
         if len(losses) == num_steps:

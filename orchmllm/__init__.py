@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from orchmllm.comm.exchange import exchange_rows
-    from orchmllm.dropin.adapt import check_equivalence, scale_loss
     from orchmllm.dropin.encoders.hook import balance_encoders
     from orchmllm.dropin.encoders.items import Masked, Packed, Rows
     from orchmllm.dropin.encoders.spec import Encoder
+    from orchmllm.dropin.equivalence import check_equivalence
     from orchmllm.dropin.examples import Phase, Segment, StepInfo
-    from orchmllm.dropin.loader import BalancedDataLoader
+    from orchmllm.dropin.loader import BalancedDataLoader, balance
+    from orchmllm.dropin.trainers import balance_trainer
     from orchmllm.plan.cost import CostModel
 
 _HOME = {
@@ -29,23 +30,25 @@ _HOME = {
     "Rows": "orchmllm.dropin.encoders.items",
     "Segment": "orchmllm.dropin.examples",
     "StepInfo": "orchmllm.dropin.examples",
+    "balance": "orchmllm.dropin.loader",
     "balance_encoders": "orchmllm.dropin.encoders.hook",
-    "check_equivalence": "orchmllm.dropin.adapt",
+    "balance_trainer": "orchmllm.dropin.trainers",
+    "check_equivalence": "orchmllm.dropin.equivalence",
     "exchange_rows": "orchmllm.comm.exchange",
-    "scale_loss": "orchmllm.dropin.adapt",
 }
 __all__ = [
     "BalancedDataLoader", "CostModel", "Encoder", "Masked", "Packed", "Phase", "Rows", "Segment",
-    "StepInfo", "balance_encoders", "check_equivalence", "exchange_rows", "scale_loss",
+    "StepInfo", "balance", "balance_encoders", "balance_trainer", "check_equivalence",
+    "exchange_rows",
 ]
-_GONE = {"rebalance_encoder": "balance_encoders(model), called once before the loop",
-         "at_least_one": "balance_encoders(model), which runs a placeholder where it is needed"}
+_BY_HOOK = "orchmllm.balance_encoders(model), called once before the loop (docs/encoders.md)"
+_GONE = {"rebalance_encoder": _BY_HOOK, "at_least_one": _BY_HOOK,
+         "scale_loss": "loader.scale_sum(loss_sum) (docs/loader.md)"}
 
 
 def __getattr__(name: str) -> object:
     if name in _GONE:  # an AttributeError would lose its text in `from orchmllm import ...`
-        raise ImportError(f"orchmllm.{name} is gone: use orchmllm.{_GONE[name]} "
-                          "(docs/encoders.md)")
+        raise ImportError(f"orchmllm.{name} is gone: use {_GONE[name]}")
     if name not in _HOME:
         raise AttributeError(f"module 'orchmllm' has no attribute {name!r}; it exports "
                              f"{', '.join(__all__)}")

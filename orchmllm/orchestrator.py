@@ -33,11 +33,12 @@ from orchmllm.plan.rearrange import Exchange, Rearrangement
 from orchmllm.plan.step import PlanSpec, RankPlan, StepPlan, assign_microbatches, plan_step
 from orchmllm.plan.two_hop import two_hops
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 _LAYOUT_FIELDS = ("version", "step", "num_examples", "num_segments", "payload_len", "exhausted",
                   "error_bytes", "spec_digest")
-_COMMIT_FIELDS = ("step", "digest", "detail_bytes", "num_targets")
+_COMMIT_FIELDS = ("step", "digest", "detail_bytes", "num_targets", "num_shifted")
 UNKNOWN = -1  # number of targets that a rank cannot count
+UNCOUNTED = (UNKNOWN, UNKNOWN)
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ class Microbatch:
     inputs[m] (R_in, row_size) and content (T, 2) int32 [token id, label] on the CPU, in source
     order for dispatch `tensors`, in slot order for `load` and `bytes`; ignored: positions (in the
     microbatch's layout) of examples without labels. Of a loader of whole examples: inputs[m] is
-    what Phase.collate returned, content what collate_fn did.
+    what Phase.collate returned, content what collate_fn did, num_targets its labels (see commit).
     """
 
     plan: StepPlan
@@ -69,6 +70,7 @@ class Microbatch:
     content: Any = None
     ignored: Collection[int] = ()
     positions: np.ndarray | None = None
+    num_targets: tuple[int, int] = UNCOUNTED
 
 
 @dataclass
@@ -76,8 +78,9 @@ class Step:
     """One optimizer step of k microbatches: as planned, then loaded, then agreed on.
 
     layout: of its global batch. num_global_targets: labels of all ranks and microbatches (failed
-    examples excluded), None if some rank could not count its own. failed: media that could not be
-    decoded, of this rank until COMMIT, then of all. plan_s: seconds spent in agreements and
+    examples excluded), None if some rank could not count its own; num_shifted_targets: of a
+    model that shifts the labels itself (loaders of whole examples). failed: media that could not
+    be decoded, of this rank until COMMIT, then of all. plan_s: seconds spent in agreements and
     planning. wait_s: seconds the caller waited. state: of a stream of examples after the step.
     error: why it cannot be loaded.
     """
@@ -86,6 +89,7 @@ class Step:
     layout: BatchLayout
     micro: list[Microbatch] = field(default_factory=list)
     num_global_targets: int | None = None
+    num_shifted_targets: int | None = None
     failed: list[FailedSegment] = field(default_factory=list)
     plan_s: float = 0.0
     wait_s: float = 0.0
@@ -252,11 +256,11 @@ class Orchestrator:
 
     def commit(
         self, step: int, plans: Sequence[StepPlan], *, error: Exception | None = None,
-        failed: Sequence[FailedSegment] = (), num_targets: int = UNKNOWN,
-    ) -> tuple[list[FailedSegment], int | None]:
-        """COMMIT: agrees that this step is sound. num_targets: labels of this rank's batches.
-        Returns (what all ranks could not decode; labels of all ranks, None if some rank could not
-        count its own).
+        failed: Sequence[FailedSegment] = (), num_targets: tuple[int, int] = UNCOUNTED,
+    ) -> tuple[list[FailedSegment], list[int | None]]:
+        """COMMIT: agrees that this step is sound. num_targets: labels of this rank's batches, and
+        those that a model which shifts labels itself predicts. Returns (what all ranks could not
+        decode; both counts of all ranks, None if some rank could not count its own).
 
         Raises RemoteError if any rank passed an `error`, its cause on that rank, and
         PlanMismatchError if plans differ."""
@@ -265,16 +269,16 @@ class Orchestrator:
         if error or failed:
             detail = json.dumps([describe(error), [astuple(f) for f in failed]])
         everyone = self._commit_gather
-        rows = everyone(np.array([step, digest, len(detail.encode()), num_targets], np.int64))
+        rows = everyone(np.array([step, digest, len(detail.encode()), *num_targets], np.int64))
         head = dict(zip(_COMMIT_FIELDS, rows.T, strict=True))
         details = [json.loads(t) if t else [None, []]
                    for t in gather_texts(everyone, detail, head["detail_bytes"])]
         raise_first(step, [d[0] for d in details], error)
         first = everyone.rank - self.rank  # of this shard
         require_agreement(step, "plan", head["digest"][first: first + self.world_size], first)
-        counted = head["num_targets"]
         return ([FailedSegment(*f) for _, items in details for f in items],
-                None if (counted == UNKNOWN).any() else int(counted.sum()))
+                [None if (head[name] == UNKNOWN).any() else int(head[name].sum())
+                 for name in ("num_targets", "num_shifted")])
 
     def pin(self, micro: Microbatch) -> None:
         """Moves what was loaded to pinned memory where the device is a GPU: the copy into it is

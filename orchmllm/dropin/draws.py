@@ -18,13 +18,15 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from orchmllm.data.sampler import GlobalSampler
 
+END = object()  # no batch: the user's may be None
+
 
 def next_batch(batches: Iterator) -> Any:
-    """The next batch of torch's loader, None after the last one. RuntimeError where a worker
+    """The next batch of torch's loader, END after the last one. RuntimeError where a worker
     process died while its batch was fetched from it, of which torch only says `connection reset`.
     """
     try:
-        return next(batches, None)
+        return next(batches, END)
     except (ConnectionError, EOFError) as error:
         if isinstance(batches, _MultiProcessingDataLoaderIter):
             raise RuntimeError("a DataLoader worker exited unexpectedly (killed, or out of "
@@ -136,7 +138,7 @@ class IndexedStream:
         if self._batches is None:
             self._batches = iter(self._loader)  # starts worker processes
         measured = next_batch(self._batches)
-        if measured is None:
+        if measured is END:
             if self._indices.drawn:
                 raise RuntimeError("the dataset raised StopIteration")
             return None
@@ -179,7 +181,7 @@ class ForeignStream:
         measured, drawn = [], 0
         while drawn < self._per_step and not self._ended:
             batch = next_batch(self._batches)
-            if batch is None:
+            if batch is END:
                 self._ended = True
             elif self._batch_size is not None and len(batch) < self._batch_size:
                 self.num_dropped += len(batch)

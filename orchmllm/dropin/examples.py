@@ -1,13 +1,10 @@
-"""What a user's loop sees: how examples are described to the loader, and the batch it gets back.
-
-A batch is what the user's collate_fn returned, with what balancing knows of it as attributes:
-see `StepInfo`.
-"""
+"""How a user's examples are described to the loader, and the facts that it tells of a batch."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -57,16 +54,18 @@ class Phase:
 
 @dataclass(frozen=True)
 class StepInfo:
-    """What balancing knows of a batch: `BalancedDataLoader.step`, and attributes of the batch.
+    """What balancing knows of a batch: `BalancedDataLoader.step`. The batch itself is untouched.
 
     plan: this rank's part of the plan; plan.feature[phase] is for exchange_rows,
     plan.scatter[phase] where feature rows go in the packed sequence. inputs: encoder phase -> what
     its Phase.collate made of the media this rank encodes. num_examples: in this batch; 0 for a
-    filler, whose labels are all ignored. example_ids: their dataset indices (of a stream: numbers
+    filler, whose loss must not count. example_ids: their dataset indices (of a stream: numbers
     within it). step, epoch: of the loader. microbatch: place of this batch in its step, from 0;
     num_microbatches: batches of a step. imbalance: phase -> (slowest rank's cost / mean as
     sampled, as planned). wait_s: seconds the loop waited for this step. num_ranks: ranks that
-    share the step. num_targets: labels of the step on all ranks and microbatches, None if unknown.
+    share the step. num_targets: labels of the step on all ranks and microbatches, None if unknown;
+    num_shifted_targets: those that a model predicts which shifts the labels itself (all but the
+    first of each row). local_targets: both counts for this batch alone, -1 if unknown.
     """
 
     plan: RankPlan
@@ -81,6 +80,9 @@ class StepInfo:
     wait_s: float
     num_ranks: int
     num_targets: int | None
+    num_shifted_targets: int | None
+    local_targets: tuple[int, int]
+    _on_read: Callable[[], None] = field(default=lambda: None, repr=False, compare=False)
 
     @property
     def is_last_microbatch(self) -> bool:
@@ -91,87 +93,52 @@ class StepInfo:
     def num_global_targets(self) -> int:
         """Labels of the step on all ranks and microbatches: the loss's denominator. Raises
         ValueError if they are not known."""
-        if self.num_targets is None:
+        return self.denominator(shifted=False)
+
+    def denominator(self, *, shifted: bool) -> int:
+        """num_targets or num_shifted_targets. Raises ValueError if they are not known."""
+        self._on_read()
+        count = self.num_shifted_targets if shifted else self.num_targets
+        if count is None:
             raise ValueError(
-                "the number of targets is not known: the batch has no \"labels\"; give "
-                "BalancedDataLoader a num_targets function (collated batch -> int)")
-        return self.num_targets
+                "num_global_targets: the number of targets is not known, because the batch has no "
+                'tensor "labels"; give BalancedDataLoader a num_targets function (collated batch '
+                "-> int)")
+        return count
 
 
-_NAMES = (*(f.name for f in fields(StepInfo)), "is_last_microbatch", "num_global_targets")
-
-
-class _Informed:
-    """Reads StepInfo's attributes from `balance_info`."""
-
-    balance_info: StepInfo
-
-    def __getattr__(self, name: str) -> Any:
-        if name in _NAMES and "balance_info" in self.__dict__:
-            return getattr(self.balance_info, name)
-        return super().__getattr__(name) if hasattr(super(), "__getattr__") else _missing(
-            self, name)
-
-
-def _missing(owner: object, name: str) -> Any:
-    why = (": it was moved or rebuilt after the loader yielded it; use loader.step, and "
-           "loader.scale_sum(loss_sum) for the loss" if name in _NAMES else "")
-    raise AttributeError(f"{type(owner).__name__!r} object has no attribute {name!r}{why}")
-
-
-_informed_types: dict[type, type] = {}
-
-
-def attach(batch: Any, info: StepInfo) -> Any:
-    """`batch` as an object of a subclass of its class that has StepInfo's attributes; a dict stays
-    a dict and a tuple a tuple. A tensor is changed in place, and an object whose class cannot be
-    exchanged (transformers' BatchEncoding, an OrderedDict, slots, frozen) is returned as it is:
-    loader.step has the facts. Raises TypeError for numbers, strings and None."""
-    kind = type(batch)
-    if isinstance(batch, Tensor):
-        for name in _NAMES[:-1]:
-            setattr(batch, name, getattr(info, name))
-        batch.num_global_targets = info.num_targets
-        return batch
-    if batch is None or kind in (bool, int, float, str, bytes):
-        raise TypeError(f"collate_fn returned a {kind.__name__}: return a dict, a tuple, a list, a "
-                        "tensor or an object, which can carry num_global_targets and the plan")
-    try:
-        if kind not in _informed_types:
-            _informed_types[kind] = type(kind.__name__, (_Informed, kind),
-                                         {"__module__": __name__})
-        informed = _informed_types[kind]
-        if kind is dict or kind is list:
-            batch = informed(batch)
-        elif isinstance(batch, tuple):
-            batch = informed(*batch) if hasattr(batch, "_fields") else informed(batch)
-        else:
-            batch.__class__ = informed
-    except (TypeError, AttributeError):
-        return batch
-    batch.__dict__["balance_info"] = info
-    return batch
-
-
-def count_labels(batch: Any) -> int | None:
-    """Labels of a collated batch that are not -100; None where there is no tensor \"labels\"."""
-    labels = _labels(batch)
-    return None if labels is None else int((labels != IGNORE_INDEX).sum())
-
-
-def ignore_labels(batch: Any, rank: int) -> None:
-    """Ignores all labels of a filler batch. Raises ValueError if it has none to ignore."""
+def count_labels(batch: Any) -> tuple[int, int] | None:
+    """Labels of a collated batch that are not -100: all of them, and without the first of each row,
+    which a model that shifts the labels never predicts. None where there is no tensor "labels"."""
     labels = _labels(batch)
     if labels is None:
+        return None
+    counted = labels != IGNORE_INDEX
+    return int(counted.sum()), int(counted[..., 1:].sum()) if labels.dim() else 0
+
+
+def ignore_labels(batch: Any, rank: int, *, counted: bool) -> Any:
+    """A filler batch whose labels are all ignored. counted: whether the user has a num_targets
+    function; then a batch without "labels" is a filler for the loss scale alone. Raises ValueError
+    for one that has neither."""
+    labels = _labels(batch)
+    if labels is None:
+        if counted:
+            return batch
         raise ValueError(
             f"rank {rank} has no example in this step and cannot be given a filler, because the "
-            'batch has no tensor "labels" to ignore: use drop_last=True, more examples, or a '
-            "collate_fn that returns \"labels\"")
+            'batch has no tensor "labels" to ignore: use drop_last=True, more examples, a '
+            'collate_fn that returns "labels", or num_targets=')
     ignored = torch.full_like(labels, IGNORE_INDEX)  # not in place: it may be the dataset's own
     if hasattr(batch, "__setitem__"):
         batch["labels"] = ignored
+    elif dataclasses.is_dataclass(batch):
+        batch = dataclasses.replace(batch, labels=ignored)
+    elif hasattr(batch, "_replace"):
+        batch = batch._replace(labels=ignored)
     else:
         batch.labels = ignored
+    return batch
 
 
 def _labels(batch: Any) -> Tensor | None:

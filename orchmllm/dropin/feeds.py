@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -18,39 +19,51 @@ from torch.utils.data import DataLoader
 from orchmllm.comm.exchange import exchange_bytes
 from orchmllm.data.loading.pipeline import Postponed
 from orchmllm.dropin import wire
-from orchmllm.dropin.draws import next_batch, shut_down
+from orchmllm.dropin.draws import END, next_batch, shut_down
 from orchmllm.dropin.examples import Phase, batch_layout, count_labels, ignore_labels
-from orchmllm.orchestrator import UNKNOWN, Microbatch, Step
+from orchmllm.orchestrator import UNCOUNTED, Microbatch, Step
 from orchmllm.plan.layout import ENCODERS, BatchLayout
 from orchmllm.plan.rearrange import Rearrangement
 from orchmllm.plan.step import StepPlan
 
 
 class Collator:
-    """The user's functions, and what counts as a target."""
+    """The user's functions, and what counts as a target. tail_is_filled: whether it is known that
+    some rank gets a filler at the end of the epoch."""
 
     def __init__(
         self, collate: Callable, phases: dict[str, Phase], rank: int,
         num_targets: Callable[[Any], int] | None, pin: Callable[[Any], Any] | None,
+        tail_is_filled: bool,
     ) -> None:
         self.collate, self.phases, self.rank = collate, phases, rank
-        self._count, self._pin = num_targets or count_labels, pin
+        self._num_targets, self._pin, self._tail_is_filled = num_targets, pin, tail_is_filled
 
-    def finish(self, micro: Microbatch, batch: Any, inputs: dict[str, Any]) -> int:
-        """Puts them into the microbatch; returns its targets or UNKNOWN. A filler's labels are
-        ignored."""
+    def finish(self, micro: Microbatch, batch: Any, inputs: dict[str, Any]) -> tuple[int, int]:
+        """Puts them into the microbatch; returns its targets (see Orchestrator.commit). A filler's
+        labels are ignored. Raises TypeError for None, ValueError if a filler, now or at the end of
+        the epoch, has no labels to ignore."""
+        if batch is None:
+            raise TypeError("collate_fn returned None: it has to return the batch")
+        counted = self._num_targets is not None
         is_filler = not len(micro.rank_plan.examples)
+        if self._tail_is_filled or is_filler:  # fails at the first batch, not at the last
+            filler = ignore_labels(copy.copy(batch), self.rank, counted=counted)
+            batch, self._tail_is_filled = filler if is_filler else batch, False
         if is_filler:
-            ignore_labels(batch, self.rank)
-        count = 0 if is_filler else self._count(batch)
+            micro.num_targets = 0, 0
+        elif counted:
+            micro.num_targets = (int(self._num_targets(batch)),) * 2
+        else:
+            micro.num_targets = count_labels(batch) or UNCOUNTED
         if self._pin is not None:
             batch, inputs = self._pin(batch), self._pin(inputs)
         micro.content, micro.inputs = batch, inputs
-        return UNKNOWN if count is None else int(count)
+        return micro.num_targets
 
 
-def total(counts: Sequence[int]) -> int:
-    return UNKNOWN if UNKNOWN in counts else sum(counts)
+def total(counts: Sequence[tuple[int, int]]) -> tuple[int, int]:
+    return UNCOUNTED if UNCOUNTED in counts else tuple(map(sum, zip(*counts, strict=True)))
 
 
 class PlannedIndices:
@@ -95,13 +108,13 @@ class IndexFeed:
             self.indices.lists.append(micro.rank_plan.example_ids.tolist()
                                       or [filler_of(micro.plan, step.layout)])
 
-    def load(self, step: Step) -> int:
+    def load(self, step: Step) -> tuple[int, int]:
         if self._batches is None:
             self._batches = iter(self.loader)  # starts worker processes
         counts = []
         for micro in step.micro:
             batch = next_batch(self._batches)
-            if batch is None:
+            if batch is END:
                 raise RuntimeError("the dataset raised StopIteration")
             counts.append(self.collator.finish(micro, batch, {}))
         return total(counts)
@@ -157,11 +170,11 @@ class ExampleFeed:
     def announce(self, step: Step) -> None:
         step.state = self._state
 
-    def load(self, step: Step) -> int:
+    def load(self, step: Step) -> tuple[int, int]:
         postponed = Postponed()
         moved = [self._moved(step, micro, postponed) for micro in step.micro]
         if not postponed.everything_came():
-            return UNKNOWN
+            return UNCOUNTED
         return total([self._finish(*m) for m in zip(step.micro, moved, strict=True)])
 
     def close(self) -> None:

@@ -4,37 +4,31 @@ sampling. docs/loader.md shows it in a loop; orchmllm.data.loading.step_loader h
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler, default_collate
+from torch.utils.data import DataLoader, IterableDataset, Sampler
 
-from orchmllm.data.loading.forks import loader_context
 from orchmllm.data.loading.pipeline import Pipeline
-from orchmllm.dropin.adapt import scale_loss
-from orchmllm.dropin.draws import (
-    ForeignStream,
-    GlobalIndices,
-    IndexedStream,
-    MeasuredLists,
-    SampledIndices,
-    SharedIndices,
-)
-from orchmllm.dropin.examples import Phase, StepInfo, attach
-from orchmllm.dropin.feeds import Collator, ExampleFeed, IndexFeed, PlannedIndices, measured
+from orchmllm.dropin.draws import GlobalIndices, SharedIndices
+from orchmllm.dropin.examples import Phase, StepInfo
+from orchmllm.dropin.feeds import Collator, PlannedIndices
+from orchmllm.dropin.loss import LossWatch, check_labels, scale
 from orchmllm.dropin.setup import (
     check_arguments,
     connect,
     imbalances,
+    log,
     log_step,
     make_spec,
+    pinning,
     rank_list,
 )
+from orchmllm.dropin.source import PlannedSampler, make_feed, make_loader, open_source, refuse
 from orchmllm.orchestrator import Orchestrator, Step
 from orchmllm.plan.assign import digest64
 from orchmllm.plan.cost import CostModel
@@ -42,13 +36,14 @@ from orchmllm.plan.cost import CostModel
 STATE_VERSION = 1
 
 
-class BalancedDataLoader:
+class BalancedDataLoader(DataLoader):
     """Iterates collated batches of this rank's examples, chosen so that ranks take equally long.
 
     Constructing it, iterating it and loading its state are collective over the ranks of `group`.
     The arguments up to in_order are those of torch's DataLoader (batch_size counts examples per
     rank and microbatch; without a sampler the loader shards the data itself). dataset may also be a
-    DataLoader, or any iterable of lists of examples; then the rest of its arguments stays its own.
+    DataLoader (see `balance`), or any iterable of lists of examples; then the rest of its arguments
+    stays its own.
 
     lengths: length of every example by index, a sequence or a function; an integer, or Segments.
     length_fn: instead, length of a loaded example. phases: cost of an example by its length (a
@@ -65,15 +60,19 @@ class BalancedDataLoader:
     then inside the node). shard_size: balance within groups of so many consecutive ranks (0: all);
     pass `loader.exchange_group` to exchange_rows then. ranks_per_node: default from the launcher.
     timeout_s: of an agreement that a rank never joins. log_every: steps between lines of the logger
-    orchmllm.loader on rank 0 (0: none).
+    orchmllm.loader on rank 0 (0: none). context: longest sequence of the model; lengths above ten
+    times that are asked about in a warning (0: none). check_loss: warn if the loop never asks how
+    to scale its loss.
 
-    What a loop needs to know of the batch last yielded is `loader.step`, and `loader.scale_sum`
-    scales its loss; both work whatever the loop did to the batch. As long as nobody moves or
-    rebuilds it the batch has the same facts as attributes, if its class allows it. Errors of any
+    The user's batch is passed on untouched: what a loop needs to know of the batch last yielded is
+    `loader.step`, and `loader.scale_sum` or `loader.scale_mean` scales its loss. Errors of any
     rank's dataset, length_fn, collate_fn or worker are raised on all ranks as RemoteError with the
     same text; on the rank that failed its __cause__ is the exception itself.
     Raises ValueError for options that cannot be honoured.
     """
+
+    # For accelerate: `prepare` leaves the loader alone, save_state and load_state use its state.
+    _is_accelerate_prepared = use_stateful_dataloader = True
 
     def __init__(
         self, dataset: Any, batch_size: int | None = 1, shuffle: bool | None = None,
@@ -92,129 +91,105 @@ class BalancedDataLoader:
         max_rank_tokens: int = 0, accumulation_steps: int = 1,
         num_targets: Callable[[Any], int] | None = None, prefetch: int = 2, seed: int = 0,
         min_gain: float = 0.0, enabled: bool = True, exchange: str = "flat", shard_size: int = 0,
-        ranks_per_node: int = 0, timeout_s: float = 600.0, log_every: int = 100,
+        ranks_per_node: int = 0, timeout_s: float = 600.0, log_every: int = 100, context: int = 0,
+        check_loss: bool = True,
     ) -> None:
-        self.dataset, self.batch_size, self.drop_last = dataset, batch_size, drop_last
-        self.num_workers, self.pin_memory = num_workers, pin_memory
+        self._source = source = open_source(
+            dataset, batch_size, shuffle, sampler, batch_sampler, drop_last, collate_fn, pin_memory,
+            lengths, dict(
+                num_workers=num_workers, timeout=timeout, worker_init_fn=worker_init_fn,
+                multiprocessing_context=multiprocessing_context, generator=generator,
+                prefetch_factor=prefetch_factor, persistent_workers=persistent_workers,
+                pin_memory_device=pin_memory_device, in_order=in_order))
         self.accumulation_steps, self.prefetch, self.seed = accumulation_steps, prefetch, seed
-        self.shuffle, self.sampler, self.batch_sampler = bool(shuffle), sampler, batch_sampler
-        self._lengths = lengths.__getitem__ if hasattr(lengths, "__getitem__") else lengths
-        self._torch = dict(
-            num_workers=num_workers, timeout=timeout, worker_init_fn=worker_init_fn,
-            multiprocessing_context=loader_context(multiprocessing_context, num_workers),
-            generator=generator, prefetch_factor=prefetch_factor,
-            persistent_workers=persistent_workers, pin_memory_device=pin_memory_device,
-            in_order=in_order)
-        self._kind = self._kind_of(dataset, lengths, length_fn)
         self.dispatch = dispatch or ("load" if lengths is not None else "bytes")
-        check_arguments(self, self._kind, lengths, length_fn)
-        if sampler is not None and self.batch_sampler is None:
-            self.batch_sampler = BatchSampler(sampler, self.batch_size, self.drop_last)
         ranks = rank_list(group)
-        if shard_size and shard_size < len(ranks) and self._kind != "indices":
-            raise ValueError("shard_size: only for a map-style dataset without a sampler, whose "
-                             "shards end on the same step")
+        check_arguments(source, self.dispatch, lengths, length_fn, shard_size, len(ranks))
         self._links = links = connect(
             ranks, shard_size, ranks_per_node, exchange, timeout_s,
             cpu=self.dispatch == "bytes")
         spec, media = make_spec(phases, policy, tolerance, max_rank_tokens, links.per_node,
                                 self.dispatch, enabled, min_gain, exchange)
-        if media and self.dispatch == "load":
-            raise ValueError("dispatch is 'load' with media phases: a dataset of whole examples "
-                             "can do that for one phase only; give length_fn and dispatch='bytes'")
         self.rank, self.num_ranks = links.rank, len(ranks)
         self.exchange_group = links.device
         self._orchestrator = Orchestrator(
             spec, links.gather, group=links.cpu, commit_gather=links.everyone,
             hop_groups=links.hops)
-        collate = self._collate_of(collate_fn)
-        self._collator = Collator(collate, media, self.rank, num_targets,
-                                  self._pin(pin_memory))
-        self._log_every = log_every
+        if source.kind == "indices":
+            self.global_batch_size = source.batch_size * accumulation_steps * self.num_ranks
+        self._counts, self._media = num_targets, media
+        self._collator = Collator(source.collate, media, self.rank, num_targets,
+                                  pinning(source.pin_memory), self._tail_is_filled())
+        self._lengths = lengths.__getitem__ if hasattr(lengths, "__getitem__") else lengths
         self._indices = PlannedIndices() if self.dispatch == "load" else SharedIndices()
-        self._loader = self._make_loader(collate, length_fn)
-        if batch_size is not None:
-            self.global_batch_size = batch_size * accumulation_steps * self.num_ranks
+        self._inner = make_loader(source, self.dispatch, self._indices, length_fn)
+        self._log_every, self._longest = log_every, 10 * context or math.inf
+        self._watch = LossWatch()
+        self._watch.done = not check_loss
         self.num_dropped = 0
         self._next_epoch, self._start = 0, (0, None)  # (step, state of a foreign loader)
         self._done = (0, 0, None)  # (epoch, steps yielded in it, state of a foreign loader)
         self._step: StepInfo | None = None  # of the batch last yielded
+        self._live = False  # whether an iterator has begun and not ended
+        self._show()
 
-    # What the arguments mean.
+    def _show(self) -> None:
+        """Sets the attributes of a DataLoader, for code that reads them."""
+        source = self._source
+        is_stream = source.kind == "stream"
+        shown = None if isinstance(source.seen_dataset, IterableDataset) else PlannedSampler(
+            source, 0 if is_stream else len(self) * (source.batch_size or 1), self.rank,
+            self.num_ranks)
+        super().__init__(
+            source.seen_dataset, source.batch_size, sampler=shown, pin_memory=source.pin_memory,
+            collate_fn=refuse if is_stream else source.collate,
+            drop_last=source.drop_last and source.batch_size is not None, **source.workers)
 
-    def _kind_of(self, dataset: Any, lengths: Any, length_fn: Any) -> str:
-        """indices (sampled here), sampler (the user's, per rank) or stream."""
-        if isinstance(dataset, DataLoader):
-            if lengths is None or isinstance(dataset.dataset, IterableDataset):
-                return "stream"
-            if hasattr(dataset, "state_dict"):
-                raise ValueError("a loader with a state of its own takes length_fn, not lengths")
-            self._adopt(dataset)
-            return "sampler"
-        if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
-            return "stream"
-        return "indices" if self.sampler is self.batch_sampler is None else "sampler"
-
-    def _adopt(self, loader: DataLoader) -> None:
-        """Takes over a plain DataLoader: its indices are planned, its functions used."""
-        if loader.batch_sampler is None:
-            raise ValueError("the wrapped DataLoader has batch_size=None: give it a batch size")
-        self.dataset, self.batch_sampler = loader.dataset, loader.batch_sampler
-        self.batch_size, self.num_workers = loader.batch_size, loader.num_workers
-        self.pin_memory = loader.pin_memory
-        for name in self._torch:
-            self._torch[name] = getattr(loader, name)
-        self._torch["multiprocessing_context"] = loader_context(
-            loader.multiprocessing_context, loader.num_workers)
-        self._adopted_collate = loader.collate_fn
-
-    def _collate_of(self, collate_fn: Callable | None) -> Callable:
-        if collate_fn is not None:
-            return collate_fn
-        if isinstance(self.dataset, DataLoader):
-            return self.dataset.collate_fn
-        return getattr(self, "_adopted_collate", None) or default_collate
-
-    @staticmethod
-    def _pin(pin_memory: bool) -> Callable[[Any], Any] | None:
-        if not pin_memory or not torch.cuda.is_available():
-            return None
-        from torch.utils.data._utils.pin_memory import pin_memory as pin
-
-        return pin
-
-    def _make_loader(self, collate: Callable, length_fn: Any) -> Any:
-        """What loads: torch's loader over planned indices, over sampled ones, or the user's."""
-        if self.dispatch == "load":
-            return DataLoader(self.dataset, batch_sampler=self._indices, collate_fn=collate,
-                              pin_memory=self.pin_memory, **self._torch)
-        with_lengths = list if length_fn is None else partial(measured, length_fn)
-        if self._kind != "stream":
-            return DataLoader(self.dataset, batch_sampler=self._indices, collate_fn=with_lengths,
-                              **self._torch)
-        if isinstance(self.dataset, DataLoader):
-            inner = copy.copy(self.dataset)  # the user's keeps its collate_fn
-            inner.collate_fn = with_lengths
-            if inner.num_workers:
-                inner.multiprocessing_context = loader_context(
-                    inner.multiprocessing_context, inner.num_workers)
-            return inner
-        if isinstance(self.dataset, IterableDataset):
-            return DataLoader(self.dataset, batch_size=self.batch_size, collate_fn=with_lengths,
-                              **self._torch)
-        return MeasuredLists(self.dataset, with_lengths)
+    def _tail_is_filled(self) -> bool:
+        """Whether the last step of an epoch is known to have fewer examples than batches. Raises
+        ValueError if that cannot be, because examples of several phases have no filler."""
+        if self._source.kind != "indices" or self._source.drop_last:
+            return False
+        tail = len(self._source.dataset) % self.global_batch_size
+        if not 0 < tail < self.num_ranks * self.accumulation_steps:
+            return False
+        if self._media:
+            raise ValueError(
+                f"the last step of an epoch has {tail} examples for {self.num_ranks} ranks of "
+                f"{self.accumulation_steps} batches, and a rank without an example cannot be given "
+                "one whose media belong to no rank: use drop_last=True or another batch_size")
+        return True
 
     # Iterating.
 
     def __len__(self) -> int:
         """Batches of this rank in one pass (an estimate where other ranks hold other numbers).
         TypeError for a stream without a length."""
-        k = self.accumulation_steps
-        if self._kind == "indices":
-            cut = math.floor if self.drop_last else math.ceil
-            return cut(len(self.dataset) / self.global_batch_size) * k
-        batches = len(self.batch_sampler if self._kind == "sampler" else self._loader)
+        k, source = self.accumulation_steps, self._source
+        if source.kind == "indices":
+            cut = math.floor if source.drop_last else math.ceil
+            return cut(len(source.dataset) / self.global_batch_size) * k
+        batches = len(source.batches if source.kind == "sampler" else self._inner)
         return math.ceil(batches / k) * k
+
+    @property
+    def enabled(self) -> bool:
+        """Whether steps are balanced; may be set between two iterations, on all ranks."""
+        return self._orchestrator.spec.balance.enabled
+
+    @enabled.setter
+    def enabled(self, value: bool) -> None:
+        spec = self._orchestrator.spec
+        self._orchestrator.spec = replace(spec, balance=replace(spec.balance, enabled=value))
+
+    @property
+    def position(self) -> tuple:
+        """Where the next iteration begins and what was yielded; for a caller that puts it back."""
+        return self._next_epoch, self._start, self._done
+
+    @position.setter
+    def position(self, value: tuple) -> None:
+        self._next_epoch, self._start, self._done = value
 
     @property
     def epoch(self) -> int:
@@ -222,63 +197,87 @@ class BalancedDataLoader:
         return self._next_epoch
 
     def set_epoch(self, epoch: int) -> None:
-        """Chooses the order of the next iteration; without it every iteration is the next epoch."""
+        """Chooses the order of the next iteration; without it every iteration is the next epoch.
+        Raises ValueError if a loaded state stands within another epoch."""
+        step, source = self._start[0], self._source
+        if step and epoch != self._next_epoch and source.kind != "stream":
+            if epoch != self._next_epoch + 1 or step * self.accumulation_steps < len(self):
+                raise ValueError(
+                    f"set_epoch({epoch}): the state that was loaded is at step {step} of epoch "
+                    f"{self._next_epoch}; go on in that epoch, or load no state")
+            self._start = 0, None  # the end of that epoch
         self._next_epoch = epoch
-        for part in (self.sampler, self.batch_sampler, self.dataset):
-            if part is not None and hasattr(part, "set_epoch"):
-                part.set_epoch(epoch)
+        self._source.set_epoch(epoch)
 
     def __iter__(self) -> Iterator[Any]:
-        epoch, (first, state) = self._next_epoch, self._start
-        self._next_epoch, self._start = epoch + 1, (0, None)
+        """One pass. An iterator that is dropped after its first batch has cost no epoch. Raises
+        RuntimeError, at its first batch, while another one is live."""
+        if self._live:
+            raise RuntimeError(
+                "a second iterator of this BalancedDataLoader begins while another one is live; "
+                "they would share plans: end the first (exhaust it, or `del iterator`), or make a "
+                "second loader")
+        before = self._next_epoch, self._start
+        epoch, (first, state) = before
+        self._live, self._next_epoch, self._start = True, epoch + 1, (0, None)
         self._done = (epoch, first, state)
         pipeline = Pipeline(
             self._feed(epoch, first, state), self._orchestrator, first_step=first,
             accumulation_steps=self.accumulation_steps, prefetch=self.prefetch)
-        steps = iter(pipeline)
+        steps, yielded = iter(pipeline), 0  # batches
         try:
             for step in steps:
-                if self._log_every and self.rank == 0 and not step.index % self._log_every:
-                    log_step(step, epoch)
+                self._told(step, epoch)
                 for k, micro in enumerate(step.micro):
                     if k == self.accumulation_steps - 1:
                         self._done = (epoch, step.index + 1, step.state)
-                    self._step = self._info(step, k, epoch)
-                    yield attach(micro.content, self._step)
+                    self._step, yielded = self._info(step, k, epoch), yielded + 1
+                    yield micro.content
+                    self._watch.fetched(self._step, may_warn=self._may_warn)
+            self.num_dropped += pipeline.num_dropped
+            self._done = epoch + 1, 0, None
+        except GeneratorExit:
+            if yielded <= 1:
+                self._next_epoch, self._start = before
+            raise
         finally:
             steps.close()
-        self.num_dropped += pipeline.num_dropped
+            self._live = False
 
-    def _feed(self, epoch: int, first: int, state: Any) -> IndexFeed | ExampleFeed:
-        k = self.accumulation_steps
-        config_digest = digest64(repr((
-            self._kind, self.dispatch, epoch, first, k, self.num_workers, self.prefetch,
-            self._torch["prefetch_factor"], self.drop_last,
-            (self.seed, self.shuffle, self.global_batch_size, len(self.dataset))
-            if self._kind == "indices" else None)).encode())
-        if self._kind == "stream":
-            if state is not None:
-                self._loader.load_state_dict(state)
-            stream = ForeignStream(
-                self._loader, k, batch_size=self.batch_size, drop_last=self.drop_last,
-                rank=self.rank, skip=0 if state is not None else first)
-            return ExampleFeed(stream, self._collator, self._orchestrator.rank, self._links.cpu,
-                           config_digest)
-        if self._kind == "indices":
-            source: Any = GlobalIndices(
-                len(self.dataset), self.global_batch_size, self.rank, self.num_ranks,
-                shuffle=self.shuffle, seed=self.seed, epoch=epoch, drop_last=self.drop_last,
+    def _feed(self, epoch: int, first: int, state: Any) -> Any:
+        source, drawn, fixed = self._source, None, None
+        if source.kind == "indices":
+            fixed = self.seed, source.shuffle, self.global_batch_size, len(source.dataset)
+            drawn = GlobalIndices(
+                len(source.dataset), self.global_batch_size, self.rank, self.num_ranks,
+                shuffle=source.shuffle, seed=self.seed, epoch=epoch, drop_last=source.drop_last,
                 first_step=first, shard=self._links.shard)
-        else:
-            source = SampledIndices(self.batch_sampler, k, first)
-        if self.dispatch == "load":
-            fetched = self._loader.num_workers * (self._loader.prefetch_factor or 0)
-            return IndexFeed(source, self._lengths, self._loader, self._indices, self._collator,
-                             config_digest, lookahead=math.ceil(fetched / k))
-        self._indices.source = source
-        stream = IndexedStream(self._loader, self._indices, self._lengths)
-        return ExampleFeed(stream, self._collator, self._orchestrator.rank, self._links.cpu,
-                           config_digest)
+        config = digest64(repr((
+            source.kind, self.dispatch, epoch, first, self.accumulation_steps,
+            source.workers["num_workers"], self.prefetch, source.workers["prefetch_factor"],
+            source.drop_last, fixed)).encode())
+        return make_feed(
+            source, self._inner, self._indices, self._collator, self._lengths, drawn,
+            accumulation_steps=self.accumulation_steps, first=first, state=state, rank=self.rank,
+            links=self._links, config_digest=config)
+
+    def _told(self, step: Step, epoch: int) -> None:
+        """What rank 0 logs of a step."""
+        if self.rank != 0:
+            return
+        if self._log_every and not step.index % self._log_every:
+            log_step(step, epoch)
+        longest = int(step.layout.tokens_per_example.max(initial=0))
+        if longest > self._longest:
+            log.warning("an example has length %d, more than ten times the model's context of %d: "
+                        "do `lengths` count tokens? The cost of a phase grows with them",
+                        longest, self._longest // 10)
+            self._longest = math.inf
+
+    def _may_warn(self) -> bool:
+        return self.rank == 0 and torch.is_grad_enabled()
+
+    # What a loop needs to know.
 
     def _info(self, step: Step, k: int, epoch: int) -> StepInfo:
         micro, mine = step.micro[k], step.micro[k].rank_plan
@@ -287,7 +286,8 @@ class BalancedDataLoader:
             example_ids=mine.example_ids.tolist(), step=step.index, epoch=epoch, microbatch=k,
             num_microbatches=self.accumulation_steps, imbalance=imbalances(micro.plan),
             wait_s=step.wait_s if k == 0 else 0.0, num_ranks=self.num_ranks,
-            num_targets=step.num_global_targets)
+            num_targets=step.num_global_targets, num_shifted_targets=step.num_shifted_targets,
+            local_targets=micro.num_targets, _on_read=self._watch.asked)
 
     @property
     def step(self) -> StepInfo:
@@ -299,21 +299,38 @@ class BalancedDataLoader:
         return self._step
 
     def scale_sum(
-        self, loss_sum: torch.Tensor, *, gradients: str = "mean", num_ranks: int | None = None
+        self, loss_sum: torch.Tensor, *, shifted: bool = False, gradients: str = "mean",
+        num_ranks: int | None = None, divided_by: int | None = None,
     ) -> torch.Tensor:
         """The loss to call backward on, for the batch last yielded: loss_sum * num_ranks /
-        loader.step.num_global_targets.
+        loader.step.num_global_targets; 0 for a filler.
 
-        loss_sum: (), the sum of the loss over this rank's targets in the batch. FSDP and DDP
-        average gradients over their ranks: the factor num_ranks undoes that, so the gradient is
-        that of the mean over the targets of all ranks. gradients="sum" leaves the factor out, for
-        a reduction that sums (FSDP2's set_gradient_divide_factor(1.0)). num_ranks: over which
-        gradients are averaged (default: the ranks of the loader's group). With accumulation_steps
-        the denominator is that of all microbatches of the step: do not divide by their number.
+        loss_sum: (), the sum of the loss over this rank's targets in the batch. shifted: whether
+        the model shifts the labels itself, as those of transformers do, so that the first of each
+        row is no target. FSDP and DDP average gradients over their ranks: the factor num_ranks
+        undoes that, so the gradient is that of the mean over the targets of all ranks.
+        gradients="sum" leaves the factor out, for a reduction that sums (FSDP2's
+        set_gradient_divide_factor(1.0)). num_ranks: over which gradients are averaged (default: the
+        ranks of the loader's group). With accumulation_steps the denominator is that of all
+        microbatches of the step: do not divide by their number. divided_by: by what the caller's
+        backward does (accelerator.gradient_accumulation_steps, or accumulate_grad_batches of
+        Lightning's Trainer; default 1).
         Raises RuntimeError before the first batch, ValueError if the number of targets is not
-        known or `gradients` is neither."""
-        return scale_loss(loss_sum, self.step, gradients=gradients,
-                          num_ranks=num_ranks or self.num_ranks)
+        known, `gradients` is neither, or accelerate or Lightning may divide and divided_by is
+        not given."""
+        return scale(loss_sum, self.step, mean=False, shifted=shifted, gradients=gradients,
+                     num_ranks=num_ranks or self.num_ranks, divided_by=divided_by)
+
+    def scale_mean(
+        self, loss: torch.Tensor, labels: torch.Tensor | None = None, *, shifted: bool,
+        gradients: str = "mean", num_ranks: int | None = None, divided_by: int | None = None,
+    ) -> torch.Tensor:
+        """As scale_sum, of a loss that is the mean over this rank's targets in the batch, such as
+        `model(**batch).loss`: it is weighed by their number. labels: of the batch, for a check that
+        it is the one last yielded (on the CPU alone). Raises ValueError if it is not."""
+        check_labels(labels, self.step, shifted=shifted, counts=self._counts is not None)
+        return scale(loss, self.step, mean=True, shifted=shifted, gradients=gradients,
+                     num_ranks=num_ranks or self.num_ranks, divided_by=divided_by)
 
     # State.
 
@@ -322,13 +339,12 @@ class BalancedDataLoader:
         same on all ranks for a map-style dataset without a sampler (under 4 kB); else of this rank,
         with the wrapped loader's own state if it has one."""
         epoch, step, inner = self._done
-        if self._start != (0, None):  # loaded and not yet iterated
-            epoch, (step, inner) = self._next_epoch, self._start
-        state = {"version": STATE_VERSION, "kind": self._kind, "epoch": epoch, "step": step,
+        source = self._source
+        state = {"version": STATE_VERSION, "kind": source.kind, "epoch": epoch, "step": step,
                  "accumulation_steps": self.accumulation_steps}
-        if self._kind == "indices":
+        if source.kind == "indices":
             return {**state, "global_batch_size": self.global_batch_size, "seed": self.seed,
-                    "shuffle": self.shuffle, "num_examples": len(self.dataset)}
+                    "shuffle": source.shuffle, "num_examples": len(source.dataset)}
         return {**state, "rank": self.rank, "num_ranks": self.num_ranks, "inner": inner}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -338,7 +354,7 @@ class BalancedDataLoader:
         rank or number of ranks."""
         mine = self.state_dict()
         fixed = ["version", "kind", "accumulation_steps"]
-        fixed += (["seed", "shuffle", "num_examples"] if self._kind == "indices"
+        fixed += (["seed", "shuffle", "num_examples"] if self._source.kind == "indices"
                   else ["num_ranks", "rank"])
         for name in fixed:
             if state.get(name) != mine[name]:
@@ -347,6 +363,25 @@ class BalancedDataLoader:
                        if name in ("num_ranks", "rank") else "")
                 raise ValueError(f"loader state: {name} was {state.get(name)!r}, now it is "
                                  f"{mine[name]!r}{why}")
-        if self._kind == "indices":
+        if self._source.kind == "indices":
             self.global_batch_size = state["global_batch_size"]
         self._next_epoch, self._start = state["epoch"], (state["step"], state.get("inner"))
+        self._done = self._next_epoch, *self._start
+
+
+def balance(loader: DataLoader, **options: Any) -> BalancedDataLoader:
+    """A BalancedDataLoader over an existing DataLoader, with its data set, batch size, collate_fn
+    and workers: balance(loader, lengths=...) or balance(loader, length_fn=...). options: those of
+    BalancedDataLoader after in_order.
+
+    The loader's own sampler decides what this rank draws. If it has none (shuffle=True or False
+    alone), every rank would draw the whole data set; it is shared out over the ranks instead. A
+    loader with a state (torchdata's StatefulDataLoader) is iterated, and its state kept.
+    Raises ValueError for what cannot be wrapped or honoured, TypeError for what is no DataLoader.
+    """
+    if isinstance(loader, BalancedDataLoader):
+        raise ValueError("balance: this is a BalancedDataLoader already")
+    if not isinstance(loader, DataLoader):
+        raise TypeError(f"balance takes a torch DataLoader, not a {type(loader).__name__}; "
+                        "BalancedDataLoader takes data sets and iterables of lists of examples")
+    return BalancedDataLoader(loader, **options)

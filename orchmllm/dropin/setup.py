@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 
 from orchmllm.comm.exchange import RowGather, bytes_group, hop_groups
 from orchmllm.dropin.examples import Phase
+from orchmllm.dropin.source import Source
 from orchmllm.launch import current_world
 from orchmllm.orchestrator import Step
 from orchmllm.plan.assign import PHASES, BalanceConfig, PhasePolicy, PlanSpec
@@ -46,30 +48,48 @@ def node_size(ranks: Sequence[int], given: int) -> int:
     return sum(r // world.local_world_size == ranks[0] // world.local_world_size for r in ranks)
 
 
-def check_arguments(loader: Any, kind: str, lengths: Any, length_fn: Any) -> None:
-    """What a BalancedDataLoader's arguments have to be for its kind of data (see its _kind_of).
-    Raises ValueError naming the argument and the cure."""
+def check_arguments(
+    source: Source, dispatch: str, lengths: Any, length_fn: Any, shard_size: int, num_ranks: int
+) -> None:
+    """What a BalancedDataLoader's arguments have to be for its kind of data. Raises ValueError
+    naming the argument and the cure."""
     def need(ok: bool, text: str) -> None:
         if not ok:
             raise ValueError(text)
 
-    need(loader.dispatch in ("load", "bytes"),
-         f"dispatch is {loader.dispatch!r}: use 'load' or 'bytes' ('tensors' is for datasets that "
+    kind = source.kind
+    need(dispatch in ("load", "bytes"),
+         f"dispatch is {dispatch!r}: use 'load' or 'bytes' ('tensors' is for datasets that "
          "decode single segments, with the Trainer)")
     need((lengths is None) != (length_fn is None), "give either lengths or length_fn")
-    need(loader.dispatch == "bytes" or (lengths is not None and kind != "stream"),
+    need(dispatch == "bytes" or (lengths is not None and kind != "stream"),
          "dispatch is 'load': it needs a map-style dataset and lengths by index")
     need(lengths is None or kind != "stream",
          "a stream has no indices: give length_fn instead of lengths")
-    need(kind == "indices" or not loader.shuffle,
+    need(kind == "indices" or not source.shuffle,
          "shuffle=True: the dataset, the sampler or the wrapped loader decides the order")
     if kind == "indices":
-        need(isinstance(loader.batch_size, int) and loader.batch_size >= 1,
-             f"batch_size is {loader.batch_size!r}: must be an integer >= 1")
-        need(len(loader.dataset) > 0, "the dataset is empty")
+        need(isinstance(source.batch_size, int) and source.batch_size >= 1,
+             f"batch_size is {source.batch_size!r}: must be an integer >= 1")
+        need(len(source.dataset) > 0, "the dataset is empty")
     if lengths is not None and hasattr(lengths, "__len__"):
-        need(len(lengths) == len(loader.dataset), f"lengths has {len(lengths)} entries, the "
-             f"dataset {len(loader.dataset)} examples")
+        need(len(lengths) == len(source.dataset), f"lengths has {len(lengths)} entries, the "
+             f"dataset {len(source.dataset)} examples")
+    need(not shard_size or shard_size >= num_ranks or kind == "indices",
+         "shard_size: only for a map-style dataset without a sampler, whose shards end on the same "
+         "step")
+    if num_ranks > 1 and source.is_undistributed():
+        log.warning("the sampler, a %s, gives each of the %d ranks all the data: use torch's "
+                    "DistributedSampler, or no sampler", type(source.sampler).__name__, num_ranks)
+
+
+def pinning(pin_memory: bool) -> Callable[[Any], Any] | None:
+    """torch's own function that pins a batch, None where there is no GPU."""
+    if not pin_memory or not torch.cuda.is_available():
+        return None
+    from torch.utils.data._utils.pin_memory import pin_memory as pin
+
+    return pin
 
 
 class Links(NamedTuple):
@@ -129,6 +149,9 @@ def make_spec(
                             exchange=exchange, **{
         p: _policy(p, policy, tolerance, max_rank_tokens if p == "llm" else 0) for p in PHASES})
     media = {p: v for p, v in phases.items() if isinstance(v, Phase)}
+    if media and dispatch == "load":
+        raise ValueError("dispatch is 'load' with media phases: a dataset of whole examples can do "
+                         "that for one phase only; give length_fn and dispatch='bytes'")
     if "llm" in media:
         raise ValueError("phases['llm'] is a Phase: the LLM's cost is a CostModel; its inputs are "
                          "what collate_fn returns")

@@ -8,6 +8,7 @@ names the place in the example. Layout: 8 bytes little-endian length of the skel
 from __future__ import annotations
 
 import json
+import sys
 from typing import Any
 
 import numpy as np
@@ -24,8 +25,8 @@ _TORCH_DTYPES = {
 
 def encode(example: Any) -> np.ndarray:
     """(num_bytes,) uint8. Takes None, bool, int, float, str, bytes, dense CPU tensors, arrays and
-    numpy scalars, and dicts (keys str or int), lists and tuples of them; tuples of a class of their
-    own become tuples. Raises TypeError naming the path of anything else."""
+    numpy scalars, and dicts (keys str or int), lists, tuples and NamedTuples of them. Raises
+    TypeError naming the path of anything else."""
     buffers: list[np.ndarray] = []
     skeleton = json.dumps(_pack(example, "example", buffers), separators=(",", ":")).encode()
     head = np.array([len(skeleton)], "<i8").view(np.uint8)
@@ -51,9 +52,11 @@ def _pack(value: Any, path: str, buffers: list[np.ndarray]) -> list:
             if type(key) not in (str, int):
                 raise TypeError(f"{path} has the key {key!r}: keys must be str or int")
         return ["d", [[k, _pack(v, f"{path}[{k!r}]", buffers)] for k, v in value.items()]]
-    if kind is list or isinstance(value, tuple):
+    if kind in (list, tuple) or _named_tuple(kind.__module__, kind.__qualname__) is kind:
         packed = [_pack(v, f"{path}[{i}]", buffers) for i, v in enumerate(value)]
-        return ["l" if kind is list else "u", packed]
+        if kind in (list, tuple):
+            return ["l" if kind is list else "u", packed]
+        return ["n", packed, kind.__module__, kind.__qualname__]
     if kind in (bytes, bytearray):
         buffers.append(np.frombuffer(value, np.uint8))
         return ["b", len(value)]
@@ -65,8 +68,18 @@ def _pack(value: Any, path: str, buffers: list[np.ndarray]) -> list:
         return ["s" if isinstance(value, np.generic) else "a", raw.dtype.str, list(value.shape)]
     raise TypeError(
         f"{path} is a {kind.__module__}.{kind.__qualname__}, which cannot be sent to another rank: "
-        "use tensors, arrays, numbers, strings, bytes, and dicts, lists or tuples of them; or "
-        "dispatch='load', which sends nothing")
+        "use tensors, arrays, numbers, strings, bytes, and dicts, lists, tuples or NamedTuples (of "
+        "a module, not of a function) of them; or dispatch='load', which sends nothing")
+
+
+def _named_tuple(module: str, name: str) -> Any:
+    """The NamedTuple class of that name in a module that is loaded, None if there is none: what
+    arrives imports nothing and can make nothing else."""
+    found: Any = sys.modules.get(module)
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    is_named = isinstance(found, type) and issubclass(found, tuple) and hasattr(found, "_make")
+    return found if is_named else None
 
 
 def _pack_tensor(value: Tensor, path: str, buffers: list[np.ndarray]) -> list:
@@ -89,11 +102,13 @@ def _unpack(node: list, data: np.ndarray, at: int) -> tuple[Any, int]:
         for key, child in content:
             out[key], at = _unpack(child, data, at)
         return out, at
-    if kind in "lu":
+    if kind in "lun":
         items = []
         for child in content:
             item, at = _unpack(child, data, at)
             items.append(item)
+        if kind == "n":
+            return _named_tuple(*node[2:])._make(items), at
         return (items if kind == "l" else tuple(items)), at
     if kind == "b":
         return data[at: at + content].tobytes(), at + content

@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 import time
+from typing import NamedTuple
 
 import numpy as np
 import psutil
@@ -25,8 +26,8 @@ LENGTHS = [length_of(i) for i in range(48)]
 def epoch(world, how: dict, num_epochs: int = 1) -> list[list]:
     """Per step [ids, num_global_targets, own labels, num_examples] of this rank."""
     loader = BalancedDataLoader(Texts(), batch_size=4, collate_fn=collate, **how)
-    return [[b["ids"].tolist() if b.num_examples else [], b.num_global_targets,
-             int((b["labels"] != -100).sum()), b.num_examples, b.example_ids]
+    return [[b["ids"].tolist() if loader.step.num_examples else [], loader.step.num_global_targets,
+             int((b["labels"] != -100).sum()), loader.step.num_examples, loader.step.example_ids]
             for _ in range(num_epochs) for b in loader]
 
 
@@ -83,7 +84,7 @@ def uneven(world, drop_last: bool, wrapped: bool) -> tuple[list[int], int, int]:
     seen, steps = [], 0
     try:
         for b in loader:
-            seen += b["ids"].tolist() if b.num_examples else []
+            seen += b["ids"].tolist() if loader.step.num_examples else []
             steps += 1
     except Exception as e:
         return str(e), steps, 0
@@ -109,8 +110,8 @@ def stopped(world, num_steps: int, state: dict | None, how: dict) -> tuple[list,
     if state is not None:
         loader.load_state_dict(json.loads(json.dumps(state)))
     out = []
-    for b in loader:
-        out.append(b.example_ids)
+    for _ in loader:
+        out.append(loader.step.example_ids)
         if len(out) == num_steps:
             break
     return out, loader.state_dict()
@@ -234,7 +235,7 @@ def early(world) -> list[str]:
     for k, _ in enumerate(loader):
         if k == 1:
             break
-    again = sum(b.num_examples for b in loader)
+    again = sum(loader.step.num_examples for _ in loader)
     assert len(loader) == 12
     return [again, *(t.name for t in threading.enumerate() if t.name.startswith("orchmllm")),
             *map(str, psutil.Process().children())]
@@ -263,10 +264,19 @@ def test_a_wrapped_loader_keeps_its_global_batches():
             sum((plain for _, plain in kind), []))
 
 
+class Pair(NamedTuple):
+    ids: torch.Tensor
+    text: str
+
+
+class Triple(tuple):
+    pass
+
+
 @pytest.mark.parametrize("value", [
     None, 3, 2**70, -1.5, "a\ud800", b"x\0", [1, (2, "b")], {"a": {1: [b""]}},
     torch.arange(6).reshape(2, 3), torch.tensor(2.5, dtype=torch.bfloat16), torch.zeros(0, 4),
-    np.float32(1.5), np.arange(4, dtype=np.int16)[::2], torch.tensor([True]),
+    np.float32(1.5), np.arange(4, dtype=np.int16)[::2], torch.tensor([True]), Pair(3, "a"),
 ], ids=lambda v: type(v).__name__)
 def test_wire_round_trip(value):
     back = wire.decode(wire.encode({"x": value}))["x"]
@@ -281,7 +291,8 @@ def test_wire_round_trip(value):
 
 @pytest.mark.parametrize("value, where", [
     ({"a": [object()]}, r"example\['a'\]\[0\] is a builtins.object"),
-    ({(1, 2): 3}, "keys must be"), ({"t": torch.zeros(2, device="meta")}, "dense CPU tensors"),
+    ({(1, 2): 3}, "keys must be"), (Triple((1,)), "Triple, which cannot be sent"),
+    ({"t": torch.zeros(2, device="meta")}, "dense CPU tensors"),
 ])
 def test_wire_refuses(value, where):
     with pytest.raises(TypeError, match=where):

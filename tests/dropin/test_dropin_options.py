@@ -15,9 +15,8 @@ from orchmllm import (
     Phase,
     check_equivalence,
     exchange_rows,
-    scale_loss,
 )
-from tests.lib.dropin import Stream, Texts, collate, length_of, token_count
+from tests.lib.dropin import VOCAB, Stream, Texts, collate, length_of, token_count
 from tests.lib.examples import load
 from tests.lib.ranks import run_ranks
 
@@ -28,7 +27,7 @@ LENGTHS = [length_of(i) for i in range(48)]
 def yielded(world, how: dict) -> list[list[int]]:
     loader = BalancedDataLoader(Texts(), 4, shuffle=True, collate_fn=collate, lengths=LENGTHS,
                                 **how)
-    return [[b.num_global_targets, *b.example_ids] for b in loader]
+    return [[loader.step.num_global_targets, *loader.step.example_ids] for _ in loader]
 
 
 @pytest.mark.parametrize("dispatch", ["load", "bytes"])
@@ -58,7 +57,7 @@ def logged(world) -> list[str]:
     logger.setLevel(logging.INFO)
     for lengths in (LENGTHS, [7] * 48):
         for _ in BalancedDataLoader(Texts(), 4, collate_fn=collate, lengths=lengths,
-                                    log_every=3):
+                                    log_every=3, check_loss=False):
             pass
     return lines
 
@@ -107,19 +106,59 @@ def equivalence(world, wrong: bool) -> tuple[float, str]:
         logits = model(batch["input_ids"]).flatten(0, 1)
         reduction = "mean" if wrong else "sum"
         loss = nn.functional.cross_entropy(logits, batch["labels"].flatten(), reduction=reduction)
-        (loss if wrong else scale_loss(loss, batch)).backward()
+        (loss if wrong else loader.scale_sum(loss)).backward()
 
-    loaders = [BalancedDataLoader(Texts(), 4, collate_fn=collate, length_fn=token_count,
-                                  enabled=enabled) for enabled in (True, False)]
+    loader = BalancedDataLoader(Texts(), 4, collate_fn=collate, length_fn=token_count)
     try:
-        return check_equivalence(step, model.named_parameters, *loaders), ""
+        return check_equivalence(step, model.named_parameters, loader), ""
     except AssertionError as e:
         return 1.0, str(e)
 
 
 def test_check_equivalence_passes_a_sum_and_finds_a_mean_per_rank():
     assert all(worst < 1e-12 for worst, _ in run_ranks(equivalence, 2, False))
-    assert all("num_global_targets" in text for _, text in run_ranks(equivalence, 2, True))
+    assert all("loader.scale_mean" in text for _, text in run_ranks(equivalence, 2, True))
+
+
+class Attention(nn.Module):
+    """Without positions, so that the gradient of the keys' bias is 0 but for rounding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(VOCAB, 8), nn.Linear(8, VOCAB)
+        self.queries, self.keys, self.values = (nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        return self.head(nn.functional.scaled_dot_product_attention(
+            self.queries(x), self.keys(x), self.values(x), is_causal=True))
+
+
+def rounding_alone(world, wrong: float) -> tuple[float, str]:
+    """wrong: relative error of one rank's gradient of a bias while steps are balanced."""
+    torch.manual_seed(0)
+    model = DistributedDataParallel(Attention())
+    bias, keys = model.module.values.bias, model.module.keys.bias
+    loader = BalancedDataLoader(Texts(), 4, collate_fn=collate, lengths=LENGTHS, shuffle=True,
+                                policy="greedy")
+
+    def step(batch) -> None:
+        loss = nn.functional.cross_entropy(model(batch["input_ids"]).flatten(0, 1),
+                                           batch["labels"].flatten())
+        loader.scale_mean(loss, batch["labels"], shifted=False).backward()
+        bias.grad += wrong * bias.grad.norm() * loader.enabled
+
+    try:
+        worst = check_equivalence(step, model.named_parameters, loader)
+    except AssertionError as e:
+        return 1.0, str(e)
+    assert 0 < keys.grad.norm() < 1e-5 * bias.grad.norm() and loader.epoch == 0 and loader.enabled
+    return worst, ""
+
+
+def test_check_equivalence_does_not_take_rounding_for_an_error():
+    assert all(worst < 1e-5 for worst, _ in run_ranks(rounding_alone, 2, 0.0))
+    assert all("values.bias differs" in text for _, text in run_ranks(rounding_alone, 2, 1e-3))
 
 
 def features(world, **how) -> list[list[float]]:
@@ -133,9 +172,9 @@ def features(world, **how) -> list[list[float]]:
                 "llm": CostModel(linear=100_000, quadratic=400)})
     out = []
     for batch in loader:
-        rows, _ = batch.inputs["vision"]
+        rows, _ = loader.step.inputs["vision"]
         sums = rows.reshape(-1, example.MERGE**2 * example.ROW).sum(1, keepdim=True)
-        arrived = exchange_rows(sums, batch.plan.feature["vision"], loader.exchange_group)
+        arrived = exchange_rows(sums, loader.step.plan.feature["vision"], loader.exchange_group)
         assert len(arrived) == int((batch["input_ids"] == example.IMAGE).sum())
         out.append(arrived.flatten().tolist())
     return out

@@ -2,91 +2,58 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
+import logging
 import re
-from collections import OrderedDict, UserDict
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import pytest
 import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from torch.utils.data import DataLoader, DistributedSampler
 
-from orchmllm import BalancedDataLoader, StepInfo, scale_loss
+from orchmllm import BalancedDataLoader, CostModel, Phase, StepInfo, balance
+from orchmllm.comm.agree import RemoteError
 from tests.lib.commands import ROOT
-from tests.lib.dropin import VOCAB, Texts, collate, length_of
+from tests.lib.dropin import VOCAB, Stream, Texts, collate, length_of, token_count
+from tests.lib.examples import load
 from tests.lib.ranks import run_ranks
 
 pytestmark = pytest.mark.dist
 LENGTHS = [length_of(i) for i in range(48)]
 
 
-def prepare_input(batch: dict) -> dict:
-    """As transformers' Trainer moves a batch."""
-    import tempfile
+def moved(world) -> None:
+    """The user's batch is passed on as collate_fn made it; the loader has the facts."""
+    made: list = []
 
-    from transformers import Trainer, TrainingArguments
+    def make(examples: list) -> dict:
+        made.append(collate(examples))
+        return made[-1]
 
-    with tempfile.TemporaryDirectory() as folder:
-        args = TrainingArguments(folder, use_cpu=True, report_to=[])
-        return Trainer(model=nn.Linear(1, 1), args=args)._prepare_input(batch)
-
-
-def send_to_device(batch: dict) -> dict:
-    from accelerate.utils import send_to_device
-
-    return send_to_device(batch, torch.device("cpu"))
-
-
-MOVES: list[Callable[[dict], dict]] = [
-    lambda b: {k: v.to("cpu") for k, v in b.items()}, dict, lambda b: b.copy(), copy.copy,
-    lambda b: b | {"more": 1}, lambda b: pickle.loads(pickle.dumps(dict(b))),
-    send_to_device, prepare_input,
-]
-
-
-def moved(world) -> list[str]:
-    loader = BalancedDataLoader(Texts(), 4, collate_fn=collate, lengths=LENGTHS)
-    texts = []
-    try:
+    loader = BalancedDataLoader(Texts(), 4, collate_fn=make, lengths=LENGTHS)
+    with pytest.raises(RuntimeError, match="no batch was yielded yet"):
         loader.scale_sum(torch.ones(()))
-    except RuntimeError as e:
-        texts.append(str(e))
-    for at, (move, batch) in enumerate(zip(MOVES[:6], loader, strict=True)):
-        batch, step = move(batch), loader.step
-        labels = torch.tensor(int((batch["labels"] != -100).sum()))
-        ids = batch["ids"].tolist()
+    for at, batch in enumerate(loader):
+        assert batch is made[at] and type(batch) is dict and not hasattr(batch, "__dict__")
+        step, total = loader.step, (batch["labels"] != -100).sum()
+        batch = {k: v.to("cpu") for k, v in batch.items()}
         assert isinstance(step, StepInfo) and (step.step, step.epoch) == (at, 0)
-        assert step.example_ids == ids and step.num_examples == len(ids)
+        assert step.example_ids == batch["ids"].tolist() and step.num_examples == len(batch["ids"])
         assert step.is_last_microbatch and step.imbalance["llm"][1] <= step.imbalance["llm"][0]
-        total = labels.clone()
+        assert step.local_targets[0] == int(total)
         torch.distributed.all_reduce(total)
         assert step.num_global_targets == int(total)
-        one = torch.tensor(3.0, dtype=torch.float64)
-        factor = 3.0 / int(total)
+        one, factor = torch.tensor(3.0, dtype=torch.float64), 3.0 / int(total)
         assert float(loader.scale_sum(one)) == pytest.approx(factor * world.world_size)
         assert float(loader.scale_sum(one, gradients="sum")) == pytest.approx(factor)
-        assert float(loader.scale_sum(one, num_ranks=6)) == pytest.approx(factor * 6)
-    for move in (MOVES[0], *MOVES[6:]):
-        move = move if world.rank == 0 else MOVES[0]  # libraries take seconds to import
-        for batch in loader:
-            targets = batch.num_global_targets
-            try:
-                scale_loss(torch.ones(()), move(batch))
-            except TypeError as e:
-                texts.append(str(e))
-            assert loader.step.num_global_targets == targets
-            break
-    return texts
+        assert float(loader.scale_sum(one, num_ranks=6, divided_by=2)) == pytest.approx(12 * factor)
+    assert at == 5
 
 
-def test_facts_are_there_for_a_moved_batch():
-    for texts in run_ranks(moved, 2):
-        first, *others = texts
-        assert "no batch was yielded yet" in first
-        assert others and all("loader.scale_sum" in text for text in others)
+def test_the_batch_is_untouched_and_the_facts_are_there():
+    run_ranks(moved, 2)
 
 
 @dataclass(frozen=True)
@@ -94,8 +61,7 @@ class Frozen:
     labels: torch.Tensor
 
 
-@dataclass(slots=True)
-class Slotted:
+class Named(NamedTuple):
     labels: torch.Tensor
 
 
@@ -105,45 +71,223 @@ def transformers_batch(examples: list):
     return BatchEncoding(collate(examples))
 
 
-CLASSES: list[Callable] = [
-    transformers_batch, lambda e: OrderedDict(collate(e)), lambda e: UserDict(collate(e)),
-    lambda e: Frozen(collate(e)["labels"]), lambda e: Slotted(collate(e)["labels"])]
-
-
-def classes_as_they_are(world) -> list[str]:
-    names = []
-    for make in CLASSES:
-        loader = BalancedDataLoader(Texts(), 24, collate_fn=make, lengths=LENGTHS)
+def several_classes(world) -> list[list]:
+    """Also a filler of each: 9 examples, a step of 8 and one that leaves a rank without."""
+    out = []
+    for make in (transformers_batch, lambda e: Frozen(collate(e)["labels"]),
+                 lambda e: Named(collate(e)["labels"])):
+        loader = BalancedDataLoader(Texts(9), 4, collate_fn=make, lengths=LENGTHS[:9])
         for batch in loader:
             labels = batch["labels"] if hasattr(batch, "keys") else batch.labels
-            assert loader.step.num_global_targets == int((labels != -100).sum())
-        names.append(f"{type(batch).__module__}.{type(batch).__name__}")
-    return names
-
-
-def test_facts_are_there_for_a_batch_whose_class_cannot_carry_them():
-    """transformers' collators return a BatchEncoding."""
-    (names,) = run_ranks(classes_as_they_are, 1)
-    assert names == ["transformers.tokenization_utils_base.BatchEncoding",
-                     "collections.OrderedDict", "collections.UserDict",
-                     f"{__name__}.Frozen", f"{__name__}.Slotted"]
-
-
-def tensors(world) -> list[bool]:
-    """A batch that is one tensor, converted."""
-    loader = BalancedDataLoader(
-        Texts(), 4, lengths=LENGTHS, num_targets=lambda b: int((b > 3).sum()),
-        collate_fn=lambda e: collate(e)["input_ids"])
-    out = []
-    for batch in loader:
-        targets, batch = batch.num_global_targets, batch.to(torch.float64)
-        out.append(not hasattr(batch, "num_global_targets")
-                   and loader.step.num_global_targets == targets)
+            assert loader.step.local_targets[0] == int((labels != -100).sum())
+        out.append([type(batch).__name__, loader.step.num_examples, loader.step.local_targets[0]])
     return out
 
 
-def test_facts_are_there_for_a_converted_tensor():
-    assert all(all(r) and len(r) == 6 for r in run_ranks(tensors, 2))
+def test_any_class_of_batch_and_its_filler():
+    ranks = run_ranks(several_classes, 2)
+    for kind, name in enumerate(("BatchEncoding", "Frozen", "Named")):
+        assert [r[kind][0] for r in ranks] == [name] * 2
+        assert sorted(r[kind][1] for r in ranks) == [0, 1]
+        assert [r[kind] for r in ranks if not r[kind][1]][0][2] == 0
+
+
+def gradients(world, how: str) -> list[list[float]]:
+    """Of every step of an epoch; 26 examples, so that one rank has a filler."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(VOCAB, 4), nn.Linear(4, VOCAB)).double()
+    loader = BalancedDataLoader(Texts(26), 4, collate_fn=collate, lengths=LENGTHS[:26],
+                                accumulation_steps=2, enabled=how != "mean", policy="greedy")
+    out, fillers = [], 0
+    for batch in loader:
+        shifted = how == "shifted"
+        logits, labels = model(batch["input_ids"]), batch["labels"]
+        if shifted:
+            logits, labels = logits[:, :-1], labels[:, 1:]
+        loss = nn.functional.cross_entropy(
+            logits.flatten(0, 1), labels.flatten(), reduction="sum" if how == "sum" else "mean")
+        (loader.scale_sum(loss) if how == "sum" else
+         loader.scale_mean(loss, batch["labels"], shifted=shifted)).backward()
+        fillers += not loader.step.num_examples
+        if loader.step.is_last_microbatch:
+            total = torch.cat([p.grad.flatten() for p in model.parameters()])
+            torch.distributed.all_reduce(total)
+            out.append((total / world.world_size).tolist())
+            model.zero_grad()
+    return [*out, [fillers]]
+
+
+def shifted_alone(world) -> list[list[float]]:
+    """The same without the loader: all examples of a step, one mean over the targets."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(VOCAB, 4), nn.Linear(4, VOCAB)).double()
+    out = []
+    for first in (0, 24):
+        batch = collate([Texts()[i] for i in range(first, min(first + 24, 26))])
+        nn.functional.cross_entropy(model(batch["input_ids"])[:, :-1].flatten(0, 1),
+                                    batch["labels"][:, 1:].flatten()).backward()
+        out.append(torch.cat([p.grad.flatten() for p in model.parameters()]).tolist())
+        model.zero_grad()
+    return out
+
+
+def test_a_mean_is_scaled_to_the_mean_of_all_targets():
+    """scale_mean balanced and as sampled, scale_sum, and a model that shifts its labels."""
+    total, mean, balanced = (run_ranks(gradients, 3, how)[0] for how in ("sum", "mean", "greedy"))
+    for got in (mean, balanced):
+        assert all(a == pytest.approx(b, abs=1e-14)
+                   for a, b in zip(got[:-1], total[:-1], strict=True))
+    shifted, [alone] = run_ranks(gradients, 3, "shifted"), run_ranks(shifted_alone, 1)
+    assert all(a == pytest.approx(b, abs=1e-14)
+               for a, b in zip(shifted[0][:-1], alone, strict=True))
+    assert sum(r[-1][0] for r in shifted) >= 4  # 2 examples for 6 batches
+
+
+def watched(world) -> list[str]:
+    lines: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logging.getLogger("orchmllm.loader").addHandler(handler)
+
+    def run(use, **how) -> list[str]:
+        lines.clear()
+        loader = BalancedDataLoader(Texts(), 2, collate_fn=collate, lengths=LENGTHS,
+                                    enabled=False, **how)
+        for batch in loader:
+            use(loader, batch)
+        return [*lines]
+
+    one = torch.ones(())
+    out = [
+        run(lambda loader, batch: None),
+        run(lambda loader, batch: loader.scale_mean(one, batch["labels"], shifted=False)),
+        run(lambda loader, batch: loader.step.num_global_targets),
+        run(lambda loader, batch: None, check_loss=False),
+        run(lambda loader, batch: None, context=4)]
+    with torch.no_grad():
+        out.append(run(lambda loader, batch: None))
+    data = Texts()
+    lines.clear()
+    BalancedDataLoader(data, 4, sampler=torch.utils.data.SequentialSampler(data), lengths=LENGTHS)
+    return [*out, [*lines]]
+
+
+def test_what_is_warned_about():
+    ranks = run_ranks(watched, 2)
+    unscaled, *fine, context, evaluating, sampler = ranks[0]
+    assert len(unscaled) == 1 and "loader.scale_mean(loss, batch[\"labels\"]" in unscaled[0]
+    assert fine == [[], [], []] and evaluating == []
+    assert "do `lengths` count tokens?" in context[0] and len(context) == 2  # and the loss, once
+    assert "DistributedSampler" in sampler[0]
+    assert ranks[1][:-1] == [[]] * 6
+
+
+def iterated(world) -> None:
+    loader = BalancedDataLoader(Texts(), 4, collate_fn=collate, lengths=LENGTHS, shuffle=True)
+    peeked = next(iter(loader))["ids"].tolist()
+    assert loader.epoch == 0
+    first = [batch["ids"].tolist() for batch in loader]
+    assert first[0] == peeked and len(first) == 6 and loader.epoch == 1
+    assert loader.state_dict()["epoch"] == 1 and loader.state_dict()["step"] == 0
+    with pytest.raises(RuntimeError, match="a second iterator"):
+        for _ in zip(loader, loader, strict=True):
+            pass
+    with pytest.raises(RuntimeError, match="a second iterator"):
+        for _ in loader:
+            for _ in loader:
+                pass
+    loader.set_epoch(0)
+    assert [batch["ids"].tolist() for batch in loader] == first  # and it goes on
+    for k, _ in enumerate(loader):  # more than a look: the next epoch comes next
+        if k == 1:
+            break
+    state = loader.state_dict()
+    assert (state["epoch"], state["step"], loader.epoch) == (1, 2, 2)
+    loader.load_state_dict(state)
+    loader.set_epoch(1)
+    next(iter(loader))
+    with pytest.raises(ValueError, match="step 2 of epoch 1"):
+        loader.set_epoch(3)
+    assert len(list(loader)) == 4
+    loader.load_state_dict({**state, "step": 6})
+    loader.set_epoch(2)  # as trainers say after an epoch's last step
+    assert len(list(loader)) == 6
+
+
+def test_iterators_are_one_at_a_time_and_a_look_is_free():
+    run_ranks(iterated, 2)
+
+
+def as_a_dataloader(world) -> None:
+    data = Texts(50)
+    loader = BalancedDataLoader(data, 4, collate_fn=collate, lengths=length_of, num_workers=1,
+                                drop_last=True)
+    assert isinstance(loader, DataLoader) and loader.dataset is data and loader.batch_size == 4
+    assert (loader.num_workers, loader.drop_last, loader.collate_fn) == (1, True, collate)
+    assert isinstance(loader.sampler, DistributedSampler) and len(loader.sampler) == 24
+    with pytest.raises(RuntimeError, match="balance_trainer"):
+        next(iter(DataLoader(loader.dataset, batch_sampler=loader.batch_sampler,
+                             collate_fn=loader.collate_fn)))
+    stream = BalancedDataLoader(Stream(0, 8), 4, collate_fn=collate, length_fn=token_count)
+    with pytest.raises(RuntimeError, match="balance_trainer"):
+        next(iter(DataLoader(stream.dataset, stream.batch_size, collate_fn=stream.collate_fn)))
+    users = DistributedSampler(data)
+    loader = BalancedDataLoader(data, 4, sampler=users, collate_fn=collate, lengths=length_of)
+    loader.sampler.set_epoch(3)
+    assert users.epoch == 3
+    wrapped = balance(DataLoader(data, 4, shuffle=True, collate_fn=collate), lengths=length_of)
+    seen = [i for _ in wrapped for i in wrapped.step.example_ids]
+    everywhere = [None] * world.world_size
+    torch.distributed.all_gather_object(everywhere, seen)
+    assert sorted(sum(everywhere, [])) == list(range(50))  # not once for each rank
+    with pytest.raises(ValueError, match="already"):
+        balance(wrapped, lengths=length_of)
+    with pytest.raises(TypeError, match="not a Texts"):
+        balance(data, lengths=length_of)
+
+
+def test_it_is_a_dataloader_that_nobody_can_rebuild():
+    run_ranks(as_a_dataloader, 2)
+
+
+def unlabelled(examples: list) -> dict:
+    return {"ids": collate(examples)["ids"]}
+
+
+def raised(world) -> list[str]:
+    """9 examples on two ranks: a step of 8 and one with a filler."""
+    e = load("qwen2_vl")
+    both = dict(lengths=LENGTHS[:9])
+    picture = dict(collate_fn=e.collate, length_fn=e.segments, phases={
+        "vision": Phase(CostModel(1, 0), "images", e.collate_images)})
+    out = []
+    for data, how in (
+            (Texts(9), dict(collate_fn=lambda e: None, **both)),
+            (Texts(9), dict(collate_fn=unlabelled, **both)),
+            (e.Pictures(9), picture), (e.Pictures(9), dict(drop_last=True, **picture)),
+            (Texts(9), dict(collate_fn=unlabelled, num_targets=lambda b: 5, **both))):
+        seen = 0
+        try:
+            loader = BalancedDataLoader(data, 4, **how)
+            for _ in loader:
+                seen += 1
+                scaled = float(loader.scale_sum(torch.ones(()))) if "num_targets" in how else 0
+            out.append(f"{loader.step.num_examples} {scaled}")
+        except (RemoteError, ValueError) as error:
+            out.append(f"{seen} batches: {error}")
+    return out
+
+
+def test_fillers_work_or_are_refused_before_the_first_batch():
+    ranks = run_ranks(raised, 2)
+    nothing, unlabelled, phases, dropped, counted = ranks[0]
+    assert nothing.startswith("0 batches") and "collate_fn returned None" in nothing
+    assert unlabelled.startswith("0 batches") and "num_targets=" in unlabelled
+    assert phases.startswith("0 batches: the last step of an epoch has 1 examples for 2 ranks")
+    assert "batches" not in dropped
+    assert [float(r[4].split()[1]) for r in sorted(ranks, key=lambda r: r[4])] == pytest.approx(
+        [0.0, 2 / 5])  # 2 ranks, 5 targets
+    assert [r[:3] for r in ranks[1:]] == [ranks[0][:3]]
 
 
 def microbatches(world, prefetch: int) -> list[tuple]:
@@ -173,22 +317,32 @@ def drop_in_block() -> tuple[str, set[str]]:
     """(the code of the README's drop-in block, the names that it says the user has)."""
     section = (ROOT / "README.md").read_text().split("## In your own training loop")[1]
     code, after = re.match(r".*?```python\n(.*?)```\n(.*?)\n\n##", section, re.S).groups()
-    return code, set(re.findall(r"`(\w+)`", re.match(r"\s*Yours are (.*?) \(`red", after, re.S)[1]))
+    return code, set(re.findall(r"`(\w+)`", re.match(r"\s*Yours are (.*?)\. No", after, re.S)[1]
+                               .replace("(the number of tokens of each example)", "")))
 
 
-def sum_of_losses(model, batch: dict) -> torch.Tensor:
-    assert type(batch) is dict
-    return nn.functional.cross_entropy(
-        model(batch["input_ids"]).flatten(0, 1), batch["labels"].flatten(), reduction="sum")
+class Output(NamedTuple):
+    loss: torch.Tensor
+
+
+class Model(nn.Module):
+    """As transformers' models are called and shift their labels; in float64."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Embedding(VOCAB, 8), nn.Linear(8, VOCAB)).double()
+
+    def forward(self, input_ids, labels, ids) -> Output:
+        logits = self.layers(input_ids)[:, :-1].flatten(0, 1)
+        return Output(nn.functional.cross_entropy(logits, labels[:, 1:].flatten()))
 
 
 def run_block(world, code: str, names: set[str]) -> dict[str, list]:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Embedding(VOCAB, 8), nn.Linear(8, VOCAB)).double()
+    model = Model()
     fully_shard(model)
     users = dict(dataset=Texts(), collate=collate, lengths=LENGTHS, device=torch.device("cpu"),
-                 model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.5),
-                 sum_of_losses=sum_of_losses)
+                 model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.5))
     assert set(users) == names
     exec(code, users)
     return {n: p.full_tensor().flatten().tolist() for n, p in model.named_parameters()}

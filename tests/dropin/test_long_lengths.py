@@ -27,9 +27,10 @@ def test_the_plan_does_not_grow_with_the_lengths(dispatch):
 def positions(world) -> list[tuple]:
     """What a loop that packs its sequences reads is still there."""
     out = []
-    for batch in BalancedDataLoader(Texts(), 4, collate_fn=collate,
-                                    lengths=[length_of(i) for i in range(48)]):
-        plan, tokens = batch.plan, [length_of(i) for i in batch["ids"].tolist()]
+    loader = BalancedDataLoader(Texts(), 4, collate_fn=collate,
+                                lengths=[length_of(i) for i in range(48)])
+    for batch in loader:
+        plan, tokens = loader.step.plan, [length_of(i) for i in batch["ids"].tolist()]
         out.append((np.array_equal(plan.position_ids, np.concatenate([*map(np.arange, tokens)])),
                     plan.llm.lengths.tolist() == tokens))
     return out

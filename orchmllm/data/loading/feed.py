@@ -23,7 +23,7 @@ from orchmllm.comm.exchange import exchange_bytes
 from orchmllm.data.loading.pipeline import Postponed
 from orchmllm.data.loading.workers import Workers
 from orchmllm.data.sampler import GlobalSampler
-from orchmllm.orchestrator import UNKNOWN, FailedSegment, Microbatch, Orchestrator, Step
+from orchmllm.orchestrator import UNCOUNTED, FailedSegment, Microbatch, Orchestrator, Step
 from orchmllm.plan.layout import ENCODERS, BatchLayout
 from orchmllm.plan.rearrange import Rearrangement
 
@@ -68,13 +68,13 @@ class SegmentFeed:
             _Request(micro, self.orchestrator.rank, self.dispatch, self.dataset, self._workers)
             for micro in step.micro])
 
-    def load(self, step: Step) -> int:
+    def load(self, step: Step) -> tuple[int, int]:
         requests = self._requested.popleft()
         if self.dispatch == "bytes":
             postponed = Postponed()
             contents = [self._moved(request, step, postponed) for request in requests]
             if not postponed.everything_came():
-                return UNKNOWN
+                return UNCOUNTED
             self._decode(contents, step)
         else:
             contents = [request.content(step) for request in requests]
@@ -82,7 +82,7 @@ class SegmentFeed:
             micro.inputs = {p: torch.cat([self._zeros(p, 0), *media[p]]) for p in ENCODERS}
             micro.content = torch.cat([torch.empty(0, 2, dtype=torch.int32), *texts])
             self.orchestrator.pin(micro)
-        return UNKNOWN  # the lengths tell it
+        return UNCOUNTED  # the lengths tell it
 
     def close(self) -> None:
         self._requested.clear()

@@ -15,7 +15,7 @@ from typing import Any, Protocol, TypeVar
 
 from orchmllm.comm.errors import AgreedError
 from orchmllm.data.loading.prefetch import Prefetcher
-from orchmllm.orchestrator import UNKNOWN, Orchestrator, Step
+from orchmllm.orchestrator import UNCOUNTED, Orchestrator, Step
 from orchmllm.plan.layout import BatchLayout
 
 T = TypeVar("T")
@@ -44,11 +44,11 @@ class Feed(Protocol):
         """A step was planned; up to `lookahead` more follow before it is loaded."""
         ...
 
-    def load(self, step: Step) -> int:
+    def load(self, step: Step) -> tuple[int, int]:
         """Adds what this rank processes to the microbatches, and to step.failed what could not be
-        decoded; returns how many labels that holds, or UNKNOWN. Called once for each announced
-        step, in order. If it exchanges data with other ranks it takes part in all exchanges
-        whatever fails on this rank (see Postponed)."""
+        decoded; returns how many labels that holds (see Orchestrator.commit), or UNCOUNTED. Called
+        once for each announced step, in order. If it exchanges data with other ranks it takes part
+        in all exchanges whatever fails on this rank (see Postponed)."""
         ...
 
     def close(self) -> None:
@@ -173,14 +173,15 @@ class Pipeline:
 
     def _load(self, step: Step) -> Step:
         """Load and COMMIT."""
-        num_targets = UNKNOWN
+        num_targets = UNCOUNTED
         if step.error is None:
             try:
                 num_targets = self.feed.load(step)
             except Exception as e:  # shared in COMMIT, so that every rank raises it
                 step.error = e
         started = time.perf_counter()
-        step.failed, step.num_global_targets = self.orchestrator.commit(
+        step.failed, counts = self.orchestrator.commit(
             step.index, step.plans, error=step.error, failed=step.failed, num_targets=num_targets)
+        step.num_global_targets, step.num_shifted_targets = counts
         step.plan_s += time.perf_counter() - started
         return step

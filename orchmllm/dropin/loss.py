@@ -1,0 +1,93 @@
+"""The loss of a batch whose ranks hold unequally many targets: its scale, and a warning for a loop
+that does without one."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable
+
+from torch import Tensor
+
+from orchmllm.batch import IGNORE_INDEX
+from orchmllm.dropin.examples import StepInfo
+
+log = logging.getLogger("orchmllm.loader")
+MEND = ('loss = loader.scale_mean(loss, batch["labels"], shifted=True)  # False: the labels are '
+        "shifted in collate")
+
+
+def scale(
+    loss: Tensor, info: StepInfo, *, mean: bool, shifted: bool, gradients: str,
+    num_ranks: int, divided_by: int | None,
+) -> Tensor:
+    """See BalancedDataLoader.scale_sum and scale_mean, which call it."""
+    if gradients not in ("mean", "sum"):
+        raise ValueError(f"gradients is {gradients!r}: use 'mean' or 'sum'")
+    factor = num_ranks if gradients == "mean" else 1
+    factor *= _divisor(info) if divided_by is None else divided_by
+    denominator = max(info.denominator(shifted=shifted), 1)
+    weight = info.local_targets[shifted] if mean else 1
+    if not info.num_examples or not weight:
+        return loss.nan_to_num(posinf=0.0, neginf=0.0) * 0  # a mean of nothing is nan
+    return loss * (factor * weight / denominator)
+
+
+def check_labels(labels: Tensor | None, info: StepInfo, *, shifted: bool, counts: bool) -> None:
+    """Raises ValueError if these are not the labels of the batch that `info` is of. counts: whether
+    the loader has a num_targets function of the user's. On a device nothing is read: the loop would
+    wait for it."""
+    if labels is None or counts or labels.device.type != "cpu" or not info.num_examples:
+        return
+    held = int(((labels[..., 1:] if shifted else labels) != IGNORE_INDEX).sum())
+    if held != info.local_targets[shifted]:
+        raise ValueError(
+            f"scale_mean: these labels have {held} targets, the batch last yielded has "
+            f"{info.local_targets[shifted]}: pass the labels of that batch as collate_fn returned "
+            "them. A loop that fetches batches ahead cannot use loader.scale_mean")
+
+
+def _divisor(info: StepInfo) -> int:
+    """What the caller's backward divides the loss by, where that is known. Raises ValueError where
+    it is not."""
+    state = sys.modules.get("accelerate.state")
+    if state is not None and state.GradientState._shared_state:
+        steps = state.GradientState().num_steps
+        if steps > 1:
+            raise ValueError(
+                f"Accelerator(gradient_accumulation_steps={steps}): accelerator.backward divides "
+                f"the loss by {steps}; say divided_by=accelerator.gradient_accumulation_steps, or "
+                "divided_by=1 if you call loss.backward()")
+    lightning = {"lightning.pytorch", "pytorch_lightning"} & set(sys.modules)
+    if lightning and info.num_microbatches > 1:
+        raise ValueError(
+            "Lightning's Trainer divides the loss by its accumulate_grad_batches: say "
+            "divided_by=trainer.accumulate_grad_batches, or divided_by=1 in other loops")
+    return 1
+
+
+class LossWatch:
+    """Warns once if a loop never asks how to scale its loss although ranks hold unequally many
+    targets. Batches may be fetched ahead, so it waits for `patience` steps."""
+
+    def __init__(self, patience: int = 3) -> None:
+        self.patience, self.done, self._unequal = patience, False, 0
+
+    def asked(self) -> None:
+        self.done = True
+
+    def fetched(self, info: StepInfo, *, may_warn: Callable[[], bool]) -> None:
+        """Another batch was fetched after that of `info`."""
+        local, everywhere = info.local_targets[0], info.num_targets
+        if self.done or everywhere is None or not may_warn():
+            return
+        share = everywhere / (info.num_ranks * info.num_microbatches)
+        self._unequal += abs(local - share) > 0.01 * share
+        if self._unequal > self.patience * info.num_microbatches:
+            self.done = True
+            log.warning(
+                "the loss was never scaled, and ranks hold unequally many targets (this one %d of "
+                "%d in %d batches): a mean over each rank's own weighs targets by the plan. Write\n"
+                "    %s\n(or loader.scale_sum for a sum; check_loss=False if your loop divides by "
+                "the targets of all ranks itself)", local, everywhere,
+                info.num_ranks * info.num_microbatches, MEND)

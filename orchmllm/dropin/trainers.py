@@ -1,0 +1,188 @@
+"""transformers' Trainer, and its subclasses such as TRL's SFTTrainer, with balanced batches."""
+
+from __future__ import annotations
+
+import re
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import IterableDataset
+
+from orchmllm.dropin.examples import StepInfo
+from orchmllm.dropin.loader import BalancedDataLoader
+from orchmllm.dropin.loss import scale
+
+FLOOR = {"transformers": "5.20", "trl": "1.16"}  # the oldest versions that were tested
+_STATE = "balanced_loader_{rank}.pt"
+
+
+def balance_trainer(
+    trainer: Any, *, lengths: Any = None, length_fn: Any = None, loss: str | None = None,
+    **options: Any,
+) -> Any:
+    """Makes `trainer.train()` run on balanced batches: the same global batches as before, the same
+    loss and gradients. Returns the trainer. Call it before train(), on all ranks.
+
+    trainer: a transformers.Trainer or of a subclass. Its data set, sampler, collator, worker
+    processes and accumulation stay; if its get_train_dataloader returns a BalancedDataLoader, that
+    is used as it is. lengths, length_fn, options: see BalancedDataLoader; without the first two the
+    lengths of the column "input_ids" are taken. loss: what a compute_loss that is not of
+    transformers or TRL returns: `mean` over the rank's targets of the batch, or `scaled` if it
+    divides by the targets of all ranks and microbatches.
+
+    Checkpoints hold the loader's state, and train(resume_from_checkpoint=...) goes on after the
+    batch where the checkpoint was saved. Raises ValueError for a Trainer whose loss would be wrong
+    or whose batches cannot be balanced, RuntimeError for an older version than was tested."""
+    for name, floor in FLOOR.items():
+        _require(name, floor, type(trainer))
+    owner = next(c for c in type(trainer).__mro__ if "compute_loss" in vars(c))
+    known = owner.__module__.split(".")[0] in ("transformers", "trl")
+    if loss not in (None, "mean", "scaled"):
+        raise ValueError(f"loss is {loss!r}: use 'mean' or 'scaled'")
+    if not known and loss is None:
+        raise ValueError(
+            f"{owner.__name__} has a compute_loss of its own: say loss='mean' if it returns the "
+            "mean over the rank's targets of the batch, or loss='scaled' if it divides by "
+            "num_items_in_batch as transformers does")
+    if not trainer.args.average_tokens_across_devices:
+        raise ValueError("average_tokens_across_devices=False: each rank would divide by its own "
+                         "number of targets, which balancing makes unequal; set it to True")
+    if isinstance(trainer.train_dataset, IterableDataset):
+        raise ValueError("the train_dataset is iterable: return a BalancedDataLoader with "
+                         "length_fn from get_train_dataloader of your Trainer instead")
+    if lengths is None and length_fn is None and _has_column(trainer.train_dataset, "input_ids"):
+        lengths = [len(ids) for ids in trainer.train_dataset["input_ids"]]
+    kind = type(trainer)
+    trainer.__class__ = type(f"Balanced{kind.__name__}", (_Balanced, kind), {})
+    trainer._balance = dict(options, lengths=lengths, length_fn=length_fn)
+    trainer._balance_loss, trainer._balance_steps = loss, deque()
+    return trainer
+
+
+class _Balanced:
+    """What balance_trainer puts before the class of a Trainer."""
+
+    _balance: dict[str, Any]
+    _balance_loss: str | None
+    _balance_steps: deque[StepInfo]
+    _balance_loader: BalancedDataLoader
+
+    def get_train_dataloader(self) -> BalancedDataLoader:
+        loader = super().get_train_dataloader()
+        if not isinstance(loader, BalancedDataLoader):
+            plain = getattr(loader, "base_dataloader", loader)  # accelerate's holds torch's
+            config = getattr(self.model, "config", None)
+            text = config.get_text_config() if hasattr(config, "get_text_config") else config
+            how = dict(accumulation_steps=self.args.gradient_accumulation_steps, check_loss=False,
+                       context=getattr(text, "max_position_embeddings", 0) or 0)
+            loader = BalancedDataLoader(plain, **{**how, **self._balance})
+        if loader.accumulation_steps != self.args.gradient_accumulation_steps:
+            raise ValueError(
+                f"the BalancedDataLoader has accumulation_steps={loader.accumulation_steps}, the "
+                f"Trainer {self.args.gradient_accumulation_steps}: they have to be equal")
+        self._balance_loader = loader
+        return loader
+
+    def get_batch_samples(self, epoch_iterator: Iterator, *args: Any, **kwargs: Any) -> Any:
+        def noted() -> Iterator[Any]:
+            for batch in epoch_iterator:
+                self._balance_steps.append(self._balance_loader.step)
+                yield batch
+
+        self._balance_steps.clear()
+        return super().get_batch_samples(noted(), *args, **kwargs)
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False,
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> Any:
+        out = super().compute_loss(model, inputs, return_outputs=return_outputs,
+                                   num_items_in_batch=num_items_in_batch)
+        if not self.model.training or not self._balance_steps:
+            return out
+        step = self._balance_steps.popleft()
+        scaled = num_items_in_batch is not None if self._balance_loss is None else (
+            self._balance_loss == "scaled")
+        if scaled:
+            return out
+        loss, *outputs = out if return_outputs else (out,)
+        loss = scale(loss, step, mean=True, shifted=self._loss_shifts_labels, gradients="mean",
+                     num_ranks=step.num_ranks, divided_by=self._divides_by(num_items_in_batch))
+        return (loss, *outputs) if return_outputs else loss
+
+    def _divides_by(self, num_items_in_batch: Tensor | int | None) -> int:
+        """What Trainer.training_step divides the loss by."""
+        does_not = self.loss_is_scaled_for_ga
+        if does_not is None:
+            does_not = self.compute_loss_func is not None or (
+                self.model_accepts_loss_kwargs and num_items_in_batch is not None)
+        return 1 if does_not else self.current_gradient_accumulation_steps
+
+    def _save_rng_state(self, output_dir: str) -> None:  # called on all ranks for a checkpoint
+        super()._save_rng_state(output_dir)
+        Path(output_dir).mkdir(parents=True, exist_ok=True)
+        torch.save(self._balance_loader.state_dict(),
+                   Path(output_dir) / _STATE.format(rank=self._balance_loader.rank))
+
+    def _run_epoch(self, **how: Any) -> Any:
+        loader, folder, epoch = (how[name] for name in (
+            "train_dataloader", "resume_from_checkpoint", "epoch"))
+        if folder is not None and epoch == how["epochs_trained"] and not self.args.ignore_data_skip:
+            _go_on(loader, Path(folder), epoch, how["steps_trained_in_current_epoch"])
+        with _nothing_skipped():
+            return super()._run_epoch(**how)
+
+
+def _go_on(loader: BalancedDataLoader, folder: Path, epoch: int, batches: int) -> None:
+    """Puts the loader where the checkpoint was saved: after `batches` of the epoch. Raises
+    ValueError if its state says otherwise. A checkpoint without one was saved before balancing."""
+    path = folder / _STATE.format(rank=loader.rank)
+    if path.exists():
+        state = torch.load(path, weights_only=True)
+    else:
+        state = {**loader.state_dict(), "epoch": epoch,
+                 "step": batches // loader.accumulation_steps}
+    batch_size = getattr(loader, "global_batch_size", None)
+    loader.load_state_dict(state)
+    done = state["step"] * loader.accumulation_steps
+    at_end = (state["epoch"], done) == (epoch - 1, len(loader)) and not batches
+    if getattr(loader, "global_batch_size", None) != batch_size or not (
+            at_end or (state["epoch"], done) == (epoch, batches)):
+        raise ValueError(
+            f"{path}: the loader stands after {done} batches of epoch {state['epoch']}, the "
+            f"Trainer after {batches} of epoch {epoch}: resume with the batch size, accumulation "
+            "and number of ranks of the checkpoint")
+
+
+@contextmanager
+def _nothing_skipped() -> Iterator[None]:
+    """Within it the Trainer goes on with a BalancedDataLoader as it stands; otherwise it would
+    build a plain DataLoader that leaves out the first batches."""
+    from transformers import trainer
+
+    original = trainer.skip_first_batches
+    trainer.skip_first_batches = lambda loader, num_batches=0: (
+        loader if isinstance(loader, BalancedDataLoader) else original(loader, num_batches))
+    try:
+        yield
+    finally:
+        trainer.skip_first_batches = original
+
+
+def _has_column(data: Any, name: str) -> bool:
+    return name in (getattr(data, "column_names", None) or ())
+
+
+def _require(name: str, floor: str, kind: type) -> None:
+    """Raises RuntimeError if `kind` comes from an older version of the package than was tested."""
+    if any(c.__module__.split(".")[0] == name for c in kind.__mro__):
+        found = metadata.version(name)
+        if [*map(int, re.findall(r"\d+", found)[:2])] < [*map(int, floor.split("."))]:
+            raise RuntimeError(f"balance_trainer was tested with {name} {floor} and newer, this is "
+                               f"{found}: pip install '{name}>={floor}'")
