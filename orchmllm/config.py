@@ -189,6 +189,7 @@ class CheckpointConfig:
 
 
 CHECKPOINTING = ("none", "selective", "full", "auto")
+RESHARD = ("full", "node", "none")
 
 
 @dataclass(frozen=True)
@@ -198,7 +199,17 @@ class FsdpConfig:
     shard_size: int = key(0, "Ranks a parameter is sharded over, dividing their number; 0: all; "
                           "else hybrid sharding, replicated over the rest.", at_least=0)
     reshard_after_forward: bool = key(
-        True, "Free gathered parameters between forward and backward.")
+        True, "Free gathered parameters between forward and backward, where the backward pass reads "
+        "them; other units are always freed.")
+    vision_reshard: str = key("", "The same for the vision encoder: `full` frees them, `node` keeps "
+                              "them sharded over the ranks of the node, so that the backward pass "
+                              "gathers inside it, `none` keeps them whole; empty: as "
+                              "fsdp.reshard_after_forward.", choices=("", *RESHARD))
+    audio_reshard: str = key("", "The same for the audio encoder.", choices=("", *RESHARD))
+    llm_reshard: str = key("", "The same for the LLM's layers.", choices=("", *RESHARD))
+    cpu_offload: bool = key(
+        False, "Keep parameters, gradients and the optimizer's state in the memory of the host, and "
+        "update them there: slow, for a model that does not fit otherwise.")
     activation_checkpointing: str = key(
         "none", "What the blocks of all phases recompute in the backward pass: `selective`: what "
         "is no matrix product and no attention; `full`: the whole block; `auto`: per phase, the "
@@ -225,6 +236,12 @@ class FsdpConfig:
     compute_dtype: str = key("", "Of forward and backward; empty: param_dtype.",
                              choices=("", *DTYPE_BYTES),
                              aliases=("dtype", "bf16", "mixed_precision"))
+
+    def reshard(self, phase: str) -> str:
+        """What is freed between forward and backward in `vision`, `audio` or `llm`: full, node or
+        none."""
+        return getattr(self, f"{phase}_reshard") or (
+            "full" if self.reshard_after_forward else "none")
 
     def checkpointing(self, phase: str) -> str:
         """The choice for `vision`, `audio` or `llm`."""

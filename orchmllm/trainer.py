@@ -12,7 +12,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from orchmllm.comm.exchange import RowGather, gather_scalars
+from orchmllm.comm.exchange import RowGather, exchange_group, gather_scalars
 from orchmllm.config import Recipe, plan_spec, to_yaml
 from orchmllm.data.dataset import ConversationDataset
 from orchmllm.data.loading.step_loader import Step, StepLoader
@@ -66,8 +66,9 @@ class Trainer:
         self.train_rows, self.validation_rows = self.dataset.split(recipe.data.num_validation)
         spec = plan_spec(recipe, world.local_world_size)
         self.calibration = Calibration(recipe.balance, spec.costs, self.device)
+        group = exchange_group(self.device, recipe.launch.timeout_s)
         self.orchestrator, self._validation = build_orchestrators(
-            recipe, spec, world.world_size, self.device, planner, count=2)
+            recipe, spec, world.world_size, self.device, planner, count=2, device_group=group)
         gpu = (torch.cuda.get_device_properties(self.device)
                if self.device.type == "cuda" else None)
         self._peak_flops = peak_flops(gpu.name) if gpu else None
@@ -80,7 +81,8 @@ class Trainer:
         if sources:
             check_same(self._gather([fingerprint(sources)])[:, 0])
         self.model = build_model(recipe.model, recipe.fsdp, self.device, recipe.run.seed,
-                                 checkpointing, sources)
+                                 checkpointing, sources, ranks_per_node=spec.ranks_per_node,
+                                 group=group)
         train = recipe.train
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
         if not self.parameters:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 
 import torch
+import torch.distributed as dist
 
 from orchmllm.comm.exchange import RowGather, bytes_group, hop_groups
 from orchmllm.config import Recipe, TrainConfig
@@ -28,9 +29,10 @@ def build_dataset(recipe: Recipe) -> ConversationDataset:
 
 def build_orchestrators(
     recipe: Recipe, spec: PlanSpec, world_size: int, device: torch.device,
-    planner: Callable[..., StepPlan], *, count: int,
+    planner: Callable[..., StepPlan], *, count: int, device_group: dist.ProcessGroup | None = None,
 ) -> list[Orchestrator]:
-    """`count` of them, each with groups of its own: one for each prefetch thread. Collective."""
+    """`count` of them, each with groups of its own: one for each prefetch thread. Collective.
+    device_group: see Orchestrator."""
     timeout, ranks = recipe.launch.timeout_s, range(world_size)
     hops = (hop_groups(ranks, spec.ranks_per_node, timeout)
             if recipe.balance.exchange == "two_hop" else None)
@@ -38,7 +40,7 @@ def build_orchestrators(
         Orchestrator(
             spec, RowGather(spec.ranks_per_node, timeout), device=device, planner=planner,
             group=bytes_group(ranks, timeout) if recipe.balance.dispatch == "bytes" else None,
-            hop_groups=hops)
+            hop_groups=hops, device_group=device_group)
         for _ in range(count)]
 
 
