@@ -199,17 +199,17 @@ class FsdpConfig:
     shard_size: int = key(0, "Ranks a parameter is sharded over, dividing their number; 0: all; "
                           "else hybrid sharding, replicated over the rest.", at_least=0)
     reshard_after_forward: bool = key(
-        True, "Free gathered parameters between forward and backward, where the backward pass reads "
-        "them; other units are always freed.")
-    vision_reshard: str = key("", "The same for the vision encoder: `full` frees them, `node` keeps "
-                              "them sharded over the ranks of the node, so that the backward pass "
-                              "gathers inside it, `none` keeps them whole; empty: as "
-                              "fsdp.reshard_after_forward.", choices=("", *RESHARD))
+        True, "Free gathered parameters between forward and backward, where the backward pass "
+        "reads them; other units are always freed.")
+    vision_reshard: str = key("", "The same for the vision encoder: `full` frees them, `node` "
+                              "keeps them sharded over the ranks of the node, so that the "
+                              "backward pass gathers inside it, `none` keeps them whole; empty: "
+                              "as fsdp.reshard_after_forward.", choices=("", *RESHARD))
     audio_reshard: str = key("", "The same for the audio encoder.", choices=("", *RESHARD))
     llm_reshard: str = key("", "The same for the LLM's layers.", choices=("", *RESHARD))
     cpu_offload: bool = key(
-        False, "Keep parameters, gradients and the optimizer's state in the memory of the host, and "
-        "update them there: slow, for a model that does not fit otherwise.")
+        False, "Keep parameters, gradients and the optimizer's state in the memory of the host, "
+        "and update them there: slow, for a model that does not fit otherwise.")
     activation_checkpointing: str = key(
         "none", "What the blocks of all phases recompute in the backward pass: `selective`: what "
         "is no matrix product and no attention; `full`: the whole block; `auto`: per phase, the "
