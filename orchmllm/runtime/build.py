@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 
 from orchmllm.comm.exchange import RowGather, bytes_group, hop_groups
-from orchmllm.config import Recipe, TrainConfig
+from orchmllm.config import Recipe
 from orchmllm.data.dataset import ConversationDataset
 from orchmllm.data.stream import open_dataset
 from orchmllm.orchestrator import Orchestrator
@@ -42,12 +41,3 @@ def build_orchestrators(
             group=bytes_group(ranks, timeout) if recipe.balance.dispatch == "bytes" else None,
             hop_groups=hops, device_group=device_group)
         for _ in range(count)]
-
-
-def learning_rate(step: int, config: TrainConfig) -> float:
-    """Linear warm-up, then cosine to lr * min_lr_ratio at the last step."""
-    if step < config.warmup_steps:
-        return config.lr * (step + 1) / config.warmup_steps
-    done = (step - config.warmup_steps) / max(config.num_steps - config.warmup_steps, 1)
-    cosine = 0.5 * (1 + math.cos(math.pi * min(done, 1.0)))
-    return config.lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * cosine)

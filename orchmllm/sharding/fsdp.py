@@ -152,7 +152,8 @@ def state_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[st
             continue
         if not optimizer.state.get(p):
             optimizer.state[p] = {
-                "step": torch.zeros((), dtype=torch.float32),
+                # AdamW's fused kernel reads it on the device.
+                "step": torch.zeros((), dtype=torch.float32, device=p.device),
                 "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
         for key in ("exp_avg", "exp_avg_sq"):
             out[f"{key}.{name}"] = optimizer.state[p][key].detach()
