@@ -6,6 +6,7 @@ file becomes these classes; docs/recipe.md is made from them.
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import MISSING, dataclass
 from pathlib import Path
@@ -22,6 +23,7 @@ __all__ = ["Recipe", "RecipeError", "explain", "load_recipe", "read_recipe", "to
 ROW_FORMATS = ("auto", "llava", "sharegpt", "openai", "llama_factory", "asr", "caption",
                "librispeech", "air_bench")
 PADDED = ("padded", "conv_transformer")  # policies that know of padding
+TRAIN_PARTS = ("vision", "audio", "connector", "llm")
 DTYPE_BYTES = {"float32": 4, "float64": 8, "bfloat16": 2}
 
 
@@ -146,11 +148,32 @@ class TrainConfig:
                           aliases=("micro_batch_size", "per_device_train_batch_size"))
     accumulation_steps: int = key(1, "Microbatches per step.", at_least=1,
                                   aliases=("gradient_accumulation_steps", "grad_accum"))
-    lr: float = key(1e-3, "Peak learning rate: after warmup_steps of linear warm-up; then cosine "
-                    "to lr * min_lr_ratio at num_steps.", above=0, aliases=("learning_rate",))
+    validate_every_steps: int = key(0, "Steps between validations on data.num_validation rows; 0: "
+                                    "only before the first and after the last step.", at_least=0,
+                                    aliases=("eval_steps", "val_interval"))
+    lr: float = key(1e-3, "Peak learning rate: after warmup_steps of linear warm-up; then by "
+                    "train.schedule to lr * min_lr_ratio at num_steps.", above=0,
+                    aliases=("learning_rate",))
+    vision_lr: float = key(0.0, "Of the vision encoder, with the same schedule; 0: train.lr.",
+                           at_least=0)
+    audio_lr: float = key(0.0, "Of the audio encoder; 0: train.lr.", at_least=0)
+    connector_lr: float = key(0.0, "Of both connectors; 0: train.lr.", at_least=0)
+    llm_lr: float = key(0.0, "Of the LLM; 0: train.lr.", at_least=0)
     warmup_steps: int = key(10, "Steps until lr is reached.", at_least=0)
+    schedule: str = key("cosine", "`cosine`, or `wsd`: lr stays, and falls linearly over the last "
+                        "train.decay_ratio of the steps.", choices=("cosine", "wsd"),
+                        aliases=("lr_scheduler_type",))
+    decay_ratio: float = key(0.1, "Share of the steps over which `wsd` falls.", above=0, at_most=1)
     min_lr_ratio: float = key(0.1, "Learning rate of the last step / lr.", at_least=0, at_most=1)
-    weight_decay: float = key(0.01, "AdamW's decoupled weight decay.", at_least=0)
+    weight_decay: float = key(0.01, "AdamW's decoupled weight decay; norms, biases and the token "
+                              "embedding have none.", at_least=0)
+    vision_weight_decay: float = key(-1.0, "Of the vision encoder; -1: train.weight_decay.",
+                                     at_least=-1)
+    audio_weight_decay: float = key(-1.0, "Of the audio encoder; -1: train.weight_decay.",
+                                    at_least=-1)
+    connector_weight_decay: float = key(-1.0, "Of both connectors; -1: train.weight_decay.",
+                                        at_least=-1)
+    llm_weight_decay: float = key(-1.0, "Of the LLM; -1: train.weight_decay.", at_least=-1)
     beta1: float = key(0.9, "Decay of the mean of the gradients.", at_least=0, below=1,
                        aliases=("adam_beta1", "betas"))
     beta2: float = key(0.95, "Decay of the mean of their squares.", at_least=0, below=1,
@@ -164,6 +187,15 @@ class TrainConfig:
         "raise", "What a loss or gradient that is not finite does: `raise`, `skip` the step, or "
         "`rollback` to the last checkpoint and skip the step when it comes again.",
         choices=("raise", "skip", "rollback"))
+
+    def lr_of(self, part: str) -> float:
+        """Peak learning rate of one of TRAIN_PARTS."""
+        return getattr(self, f"{part}_lr") or self.lr
+
+    def weight_decay_of(self, part: str) -> float:
+        """Of one of TRAIN_PARTS."""
+        own = getattr(self, f"{part}_weight_decay")
+        return self.weight_decay if own < 0 else own
 
     def conflicts(self) -> Iterator[Conflict]:
         """A train.warmup_steps above 10 is at most train.num_steps; train.global_batch_size has at
@@ -190,6 +222,7 @@ class CheckpointConfig:
 
 
 CHECKPOINTING = ("none", "selective", "full", "auto")
+RESHARD = ("full", "node", "none")
 
 
 @dataclass(frozen=True)
@@ -199,7 +232,17 @@ class FsdpConfig:
     shard_size: int = key(0, "Ranks a parameter is sharded over, dividing their number; 0: all; "
                           "else hybrid sharding, replicated over the rest.", at_least=0)
     reshard_after_forward: bool = key(
-        True, "Free gathered parameters between forward and backward.")
+        True, "Free gathered parameters between forward and backward, where the backward pass "
+        "reads them; other units are always freed.")
+    vision_reshard: str = key("", "The same for the vision encoder: `full` frees them, `node` "
+                              "keeps them sharded over the ranks of the node, so that the "
+                              "backward pass gathers inside it, `none` keeps them whole; empty: "
+                              "as fsdp.reshard_after_forward.", choices=("", *RESHARD))
+    audio_reshard: str = key("", "The same for the audio encoder.", choices=("", *RESHARD))
+    llm_reshard: str = key("", "The same for the LLM's layers.", choices=("", *RESHARD))
+    cpu_offload: bool = key(
+        False, "Keep parameters, gradients and the optimizer's state in the memory of the host, "
+        "and update them there: slow, for a model that does not fit otherwise.")
     activation_checkpointing: str = key(
         "none", "What the blocks of all phases recompute in the backward pass: `selective`: what "
         "is no matrix product and no attention; `full`: the whole block; `auto`: per phase, the "
@@ -227,9 +270,37 @@ class FsdpConfig:
                              choices=("", *DTYPE_BYTES),
                              aliases=("dtype", "bf16", "mixed_precision"))
 
+    def reshard(self, phase: str) -> str:
+        """What is freed between forward and backward in `vision`, `audio` or `llm`: full, node or
+        none."""
+        return getattr(self, f"{phase}_reshard") or (
+            "full" if self.reshard_after_forward else "none")
+
     def checkpointing(self, phase: str) -> str:
         """The choice for `vision`, `audio` or `llm`."""
         return getattr(self, f"{phase}_checkpointing") or self.activation_checkpointing
+
+
+@dataclass(frozen=True)
+class ProfileConfig:
+    """A closer look at some steps."""
+
+    steps: str = key("", "Steps to record as Chrome traces in run.dir/profile, such as `10-12` or "
+                     "`10`; empty: none.")
+    num_ranks: int = key(1, "How many ranks record, from rank 0 on.", at_least=1)
+
+    @property
+    def window(self) -> range:
+        """The steps."""
+        first, _, last = self.steps.partition("-")
+        return range(int(first), int(last or first) + 1) if self.steps else range(0)
+
+    def conflicts(self) -> Iterator[Conflict]:
+        """profile.steps: one step, or the first and the last of several."""
+        if self.steps and not re.fullmatch(r"\d{1,9}(-\d{1,9})?", self.steps):
+            yield Conflict(("steps",), "write a step, or the first and the last of several: 10-12")
+        elif self.steps and not self.window:
+            yield Conflict(("steps",), "the last step is before the first")
 
 
 @dataclass(frozen=True)
@@ -244,6 +315,7 @@ class Recipe:
     train: TrainConfig = section(TrainConfig)
     fsdp: FsdpConfig = section(FsdpConfig)
     checkpoint: CheckpointConfig = section(CheckpointConfig)
+    profile: ProfileConfig = section(ProfileConfig)
 
     def conflicts(self) -> Iterator[Conflict]:
         if self.train.nonfinite == "rollback" and self.checkpoint.every_steps < 1:

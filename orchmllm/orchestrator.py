@@ -128,6 +128,7 @@ class Orchestrator:
     not in one. commit_gather: where the ranks of `gather` are one shard of those that share a step,
     all of
     these: they fail together and count targets together, but each shard has its own plans.
+    device_group: of `dispatch`, on the device (default: the default group).
     """
 
     def __init__(
@@ -140,12 +141,13 @@ class Orchestrator:
         group: dist.ProcessGroup | None = None,
         hop_groups: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None,
         commit_gather: RowGather | None = None,
+        device_group: dist.ProcessGroup | None = None,
     ) -> None:
         if spec.balance.dispatch not in DISPATCHES:
             raise ValueError(f"balance.dispatch is {spec.balance.dispatch!r}: "
                              f"use one of {', '.join(DISPATCHES)}")
         self.spec, self.device, self.planner = spec, torch.device(device), planner
-        self.group, self._hop_groups = group, hop_groups
+        self.group, self._hop_groups, self._device_group = group, hop_groups, device_group
         if spec.balance.dispatch == "bytes" and group is None:
             raise ValueError("balance.dispatch is 'bytes': needs a CPU group to move them on")
         self.rank, self.world_size = gather.rank, gather.world_size
@@ -296,16 +298,16 @@ class Orchestrator:
 
     def dispatch(self, micro: Microbatch, num_global_targets: int) -> Batch:
         """Moves one microbatch's inputs to the ranks that process them (training thread)."""
-        plan = micro.rank_plan
+        plan, group = micro.rank_plan, self._device_group
         moves = self.spec.balance.dispatch == "tensors"
         inputs, input_lengths, scatter = {}, {}, {}
         for m in ENCODERS:
             rows = on_device(micro.inputs[m], self.device)
-            inputs[m] = exchange_rows(rows, plan.encode[m]) if moves else rows
+            inputs[m] = exchange_rows(rows, plan.encode[m], group) if moves else rows
             input_lengths[m] = SequenceLengths.from_lengths(plan.encode[m].lengths, self.device)
             scatter[m] = on_device(plan.scatter[m], self.device)
         text = on_device(micro.content, self.device)
-        text = exchange_rows(text, plan.llm) if moves else text
+        text = exchange_rows(text, plan.llm, group) if moves else text
         token_ids, labels = text.long().unbind(1)
         return Batch(
             plan=plan, inputs=inputs, input_lengths=input_lengths, token_ids=token_ids,

@@ -6,13 +6,15 @@ import dataclasses
 import math
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from orchmllm.comm.exchange import RowGather, gather_scalars
+from orchmllm.comm.exchange import RowGather, exchange_group, gather_scalars
 from orchmllm.config import Recipe, plan_spec, to_yaml
 from orchmllm.data.dataset import ConversationDataset
 from orchmllm.data.loading.step_loader import Step, StepLoader
@@ -23,13 +25,15 @@ from orchmllm.launch import World
 from orchmllm.models.attention import describe_attention
 from orchmllm.models.flops import mfu, peak_flops, step_flops
 from orchmllm.plan.step import PHASES, StepPlan, plan_step
-from orchmllm.runtime.build import build_dataset, build_orchestrators, learning_rate
+from orchmllm.runtime.build import build_dataset, build_orchestrators
 from orchmllm.runtime.calibrate import Calibration, coefficients
 from orchmllm.runtime.checkpoint import Checkpointer, pack_rng, unpack_rng
 from orchmllm.runtime.display import RunDisplay
 from orchmllm.runtime.health import HangWatchdog
+from orchmllm.runtime.measured import CLOCK_PHASES, MeasuredStep, StepTimer
 from orchmllm.runtime.metrics import MetricsLog
 from orchmllm.runtime.plan_check import Canary, combined_stats
+from orchmllm.runtime.profile import StepProfiler, explained_oom
 from orchmllm.runtime.run_state import (
     NonFiniteError,
     Progress,
@@ -41,9 +45,14 @@ from orchmllm.runtime.run_state import (
 )
 from orchmllm.runtime.stop import Stopped, StopSignal
 from orchmllm.sharding.fsdp import build_model, compute_dtype, reshard, state_tensors
+from orchmllm.sharding.optimizer import (
+    clip_gradients,
+    learning_parts,
+    learning_rate,
+    make_optimizer,
+    set_learning_rate,
+)
 from orchmllm.sharding.pretrained import check_same, fingerprint
-
-CLOCK_PHASES = (*PHASES, "exchange")
 
 
 class Trainer:
@@ -66,8 +75,9 @@ class Trainer:
         self.train_rows, self.validation_rows = self.dataset.split(recipe.data.num_validation)
         spec = plan_spec(recipe, world.local_world_size)
         self.calibration = Calibration(recipe.balance, spec.costs, self.device)
+        group = exchange_group(self.device, recipe.launch.timeout_s)
         self.orchestrator, self._validation = build_orchestrators(
-            recipe, spec, world.world_size, self.device, planner, count=2)
+            recipe, spec, world.world_size, self.device, planner, count=2, device_group=group)
         gpu = (torch.cuda.get_device_properties(self.device)
                if self.device.type == "cuda" else None)
         self._peak_flops = peak_flops(gpu.name) if gpu else None
@@ -80,15 +90,16 @@ class Trainer:
         if sources:
             check_same(self._gather([fingerprint(sources)])[:, 0])
         self.model = build_model(recipe.model, recipe.fsdp, self.device, recipe.run.seed,
-                                 checkpointing, sources)
+                                 checkpointing, sources, ranks_per_node=spec.ranks_per_node,
+                                 group=group)
+        if gpu:
+            self.model.clock.use_events(partial(torch.cuda.Event, enable_timing=True))
+        self.timer = StepTimer(self.model.clock)
         train = recipe.train
-        self.parameters = [p for p in self.model.parameters() if p.requires_grad]
-        if not self.parameters:
+        self.parts = learning_parts(self.model)
+        if not self.parts:
             raise ValueError("model.*.frozen: every submodule is frozen, nothing would be trained")
-        self.optimizer = torch.optim.AdamW(
-            self.parameters, lr=train.lr, betas=(train.beta1, train.beta2),
-            weight_decay=train.weight_decay,
-            foreach=self.device.type == "cuda")  # on CPUs it spends its time in DTensor's dispatch
+        self.optimizer = make_optimizer(self.model, train)
         self.progress = Progress(global_batch_size=train.global_batch_size or (
             train.batch_size * train.accumulation_steps * world.world_size))
         self.checkpointer = Checkpointer(
@@ -99,6 +110,7 @@ class Trainer:
         self.stop = StopSignal()
         self.canary = Canary(recipe.balance.enabled, world.rank, world.world_size)
         self._log: MetricsLog | None = None
+        self.profiler = StepProfiler(recipe.profile, Path(recipe.run.dir) / "profile", world.rank)
         self._warned = False  # of a medium that cannot be decoded
         self._ahead = 0  # steps that may be planned beyond the current one
 
@@ -108,6 +120,7 @@ class Trainer:
         sampler = make_sampler(self.dataset, self.train_rows, self.progress.global_batch_size,
                                seed=self.recipe.run.seed)
         self.orchestrator.reset_costs()
+        self.timer.restart()
         fitted = self.progress.fitted if self.recipe.balance.calibrate_steps else None
         self.calibration.restart(done=fitted is not None)
         if fitted is not None:
@@ -141,13 +154,17 @@ class Trainer:
         for warning in self.recipe.warnings():
             self._say(f"warning: recipe: {warning}")
         rows = []
-        if self.validation_rows and self.progress.step == 0:
-            rows.append(self._emit({"step": 0, "validation_loss": self.validate()}))
+        if self.progress.step == 0:
+            rows += self._validated()
         self.display.start(self.recipe.train.num_steps, first_step=self.progress.step)
         with self.stop:
             while self.progress.step < self.recipe.train.num_steps:
                 for step in self.loader():
-                    row = self._emit(self.train_step(step))
+                    self.profiler.before(step.index)
+                    with explained_oom(step, rank, run_dir / "oom"):
+                        row = self._emit(self.train_step(step))
+                    if trace := self.profiler.after(step.index):
+                        self._say(f"profile of steps {self.recipe.profile.steps}: {trace}")
                     rows.append(row)
                     self.display.step(row)
                     if self.on_step is not None:
@@ -156,11 +173,9 @@ class Trainer:
                             and step.index not in self.progress.skip):
                         self._roll_back(step.index)
                         break
-                    self._after_step(stop=row["stop_signal"])
+                    rows += self._after_step(stop=row["stop_signal"])
         self.canary.finish()
-        if self.validation_rows:
-            rows.append(self._emit({"step": self.progress.step,
-                                    "validation_loss": self.validate()}))
+        rows += self._validated()
         if self.recipe.checkpoint.every_steps >= 0:
             self.save()
         self.checkpointer.wait()
@@ -168,9 +183,18 @@ class Trainer:
         self.progress.media.check_modalities()
         return rows
 
-    def _after_step(self, stop: int) -> None:
-        """Saves where it is due; leaves if any rank was told to stop."""
+    def _validated(self) -> list[dict]:
+        """The row of a validation of the weights as they are; none without data.num_validation."""
+        if not self.validation_rows:
+            return []
+        return [self._emit({"step": self.progress.step, "validation_loss": self.validate()})]
+
+    def _after_step(self, stop: int) -> list[dict]:
+        """Validates and saves where it is due; leaves if any rank was told to stop."""
         every, done = self.recipe.checkpoint.every_steps, self.progress.step
+        rows, often = [], self.recipe.train.validate_every_steps
+        if often and done % often == 0 and done < self.recipe.train.num_steps and not stop:
+            rows = self._validated()
         due = every > 0 and done % every == 0 and done < self.recipe.train.num_steps
         if due or (stop and every >= 0):
             self.save()
@@ -179,6 +203,7 @@ class Trainer:
             stopped = Stopped(stop, done)
             self.display.finish(str(stopped))
             raise stopped
+        return rows
 
     def train_step(self, step: Step) -> dict:
         """One optimizer step (all ranks) -> its row of metrics."""
@@ -189,19 +214,18 @@ class Trainer:
         self._count_media(step)
         clock.reset()
         lr = learning_rate(step.index, train)
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
+        set_learning_rate(self.optimizer, lr)
         loss_sum, processed = self._accumulate(step)
         self.canary.check(step, processed)
         clock.switch("update")
-        grad_norm = torch.nn.utils.clip_grad_norm_(
-            self.parameters, train.max_grad_norm or math.inf, foreach=True)
-        grad_norm = grad_norm.full_tensor() if hasattr(grad_norm, "full_tensor") else grad_norm
-        ranks = self._gather([
+        norms = clip_gradients(self.parts, train.max_grad_norm, self.device)
+        told = self._gather([
             loss_sum, clock.wall_s["exchange"], step.wait_s, self.stop.signal,
-            *(clock.cpu_s[p] for p in CLOCK_PHASES), grad_norm])
+            *(clock.cpu_s[p] for p in CLOCK_PHASES), *self.timer.tell(), *norms.unbind()])
+        ranks, cpu_s, measured_s, norms = np.split(told, [4, 8, 12], axis=1)
+        measured = self.timer.hear(step.index, step.plans, measured_s)
         loss = float(ranks[:, 0].sum()) / max(step.num_global_targets, 1)
-        grad_norm = float(ranks[0, -1])  # the same on all
+        grad_norm, *part_norms = norms[0].tolist()  # the same on all
         nonfinite = not (math.isfinite(loss) and math.isfinite(grad_norm))
         if nonfinite:
             self._report_nonfinite(step, loss, grad_norm)
@@ -212,28 +236,34 @@ class Trainer:
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.progress.step = step.index + 1
-        self._fit_costs(step, ranks[:, 4: 4 + len(PHASES)])
+        self._fit_costs(step, measured)
         clock.switch("data")
         step_s = time.perf_counter() - started + step.wait_s
+        exchange_s = measured_s[:, -1] if clock.has_events else ranks[:, 1]
         return {
             "step": step.index, "loss": loss if step.num_global_targets else math.nan,
-            "grad_norm": grad_norm, "lr": lr,
+            "grad_norm": grad_norm, "grad_norms": dict(zip(self.parts, part_norms, strict=True)),
+            "lr": lr,
             "tokens_per_s": sum(int(p.layout.num_tokens.sum()) for p in step.plans) / step_s,
             "mfu": self._mfu(step, step_s),
             "step_s": step_s, "data_wait_s": float(ranks[:, 2].max()),
-            "plan_ms": 1e3 * step.plan_s, "exchange_ms": 1e3 * float(ranks[:, 1].max()),
+            "plan_ms": 1e3 * step.plan_s, "exchange_ms": 1e3 * float(exchange_s.max()),
             "num_global_targets": step.num_global_targets,
             "skipped_steps": self.progress.skipped_steps,
             "phases": combined_stats(step.plans), "costs": coefficients(step.plans[0].spec.costs),
-            "cpu_s": {p: ranks[:, 4 + i].tolist() for i, p in enumerate(CLOCK_PHASES)},
+            "cpu_s": dict(zip(CLOCK_PHASES, cpu_s.T.tolist(), strict=True)),
+            "measured": measured and measured.row(),
             "num_failed_media": len(step.failed), "nonfinite": nonfinite,
             "stop_signal": int(ranks[:, 3].max()),
         }
 
-    def _fit_costs(self, step: Step, seconds: np.ndarray) -> None:
-        """Measures the step (seconds (d, phases)); the step that completes balance.calibrate_steps
-        changes the costs of all that are not planned yet."""
-        fitted = self.calibration.add(step.plans, seconds, step.index + self._ahead + 1)
+    def _fit_costs(self, step: Step, measured: MeasuredStep | None) -> None:
+        """The step that completes balance.calibrate_steps changes the costs of all that are not
+        planned yet."""
+        if measured is None:
+            return
+        fitted = self.calibration.add(measured.plans, measured.seconds[:, : len(PHASES)],
+                                      step.index + self._ahead + 1)
         if fitted is not None:
             derived = self.calibration.derived
             self.orchestrator.change_costs(fitted.models(derived), fitted.first_step)
@@ -330,7 +360,7 @@ class Trainer:
     def _load(self, path: Path, state: dict) -> None:
         self.checkpointer.load(path, state_tensors(self.model, self.optimizer))
         self.progress = Progress.from_json(state)
-        for p in self.parameters:
+        for p in chain(*self.parts.values()):
             self.optimizer.state[p]["step"].fill_(self.progress.optimizer_steps)
         unpack_rng(state["rng"])
 
@@ -375,6 +405,7 @@ class Trainer:
 
     def close(self) -> None:
         self.display.close()
+        self.profiler.close()
         if self._log is not None:
             self._log.close()
             self._log = None

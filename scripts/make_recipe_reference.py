@@ -108,6 +108,8 @@ def _rows(schema: dict, where: str) -> list[str]:
             inner = value["properties"][first]
             if inner.get("properties"):  # the same keys for every phase
                 lines += _rows(inner, f"{where}{name}.PHASE.")
+            elif any(x.get("properties") for x in value["properties"].values()):
+                lines += _rows(value, f"{where}{name}.")
     return lines
 
 

@@ -29,7 +29,7 @@ ALLOWED = {
     "dropin": ("launch", "plan", "batch", "comm", "orchestrator", "data"),
     "runtime": ("launch", "plan", "batch", "comm", "models", "config", "orchestrator", "data"),
     "hf": ("plan", "models", "config", "data", "runtime"),
-    "sharding": ("comm", "models", "config", "hf"),
+    "sharding": ("plan", "comm", "models", "config", "hf"),
     "estimate": ("recipe", "plan", "batch", "models", "config", "sharding"),
     "simulate": ("_core", "plan", "models"),
     "planner": ("_core", "plan", "models", "sharding", "estimate", "simulate"),

@@ -166,6 +166,16 @@ def hop_groups(
     return cross, inside
 
 
+def exchange_group(device: torch.device, timeout_s: float) -> dist.ProcessGroup | None:
+    """The group of all ranks for exchanges in the training thread; every rank of the job calls it
+    at the same place. On a GPU it has a communicator of its own: on that of FSDP2 an exchange would
+    wait for the parameters that are gathered ahead. On a CPU it is the default group (None), as a
+    further one would be a mesh of connections between all ranks and would gain nothing."""
+    if device.type == "cpu":
+        return None
+    return dist.new_group(timeout=timedelta(seconds=timeout_s))
+
+
 class _AllToAllRows(torch.autograd.Function):
     """Rows to their ranks; the backward pass sends gradients the same way back."""
 

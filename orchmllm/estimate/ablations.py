@@ -65,7 +65,7 @@ def ablate(recipe: Recipe, num_ranks: int, batch_size: int, hardware: Hardware,
     """One table: scheme -> predicted figures, over `steps` drawn steps."""
     recipe = replace(recipe, train=replace(recipe.train, batch_size=batch_size))
     shards = min(recipe.fsdp.shard_size or num_ranks, num_ranks)
-    memory = MemoryModel(recipe.model, recipe.fsdp, shards)
+    memory = MemoryModel(recipe.model, recipe.fsdp, shards, ranks_per_node=hardware.ranks_per_node)
     budget = 1e9 * recipe.fsdp.memory_gb or DEVICE_SHARE * hardware.memory_bytes
     spec = plan_spec(recipe, hardware.ranks_per_node)
     layouts = [draw(recipe, num_ranks, batch_size, recipe.run.seed + s) for s in range(steps)]

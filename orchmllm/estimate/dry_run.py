@@ -73,7 +73,8 @@ def dry_run(recipe: Recipe, num_ranks: int, hardware: Hardware, steps: int = 20,
     check_world(recipe, num_ranks, hardware.ranks_per_node)
     recipe = with_real_batch(recipe, num_ranks)
     spec = plan_spec(recipe, hardware.ranks_per_node)
-    memory = MemoryModel(recipe.model, recipe.fsdp, recipe.fsdp.shard_size or num_ranks)
+    memory = MemoryModel(recipe.model, recipe.fsdp, recipe.fsdp.shard_size or num_ranks,
+                         ranks_per_node=spec.ranks_per_node)
     budget = 1e9 * recipe.fsdp.memory_gb or DEVICE_SHARE * hardware.memory_bytes
     batch = recipe.train.batch_size
     drawn = functools.partial(draw, recipe, num_ranks, without=without)

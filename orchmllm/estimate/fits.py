@@ -114,7 +114,7 @@ def for_run(recipe: Recipe, dataset: Dataset, rows: Sequence[int], spec: PlanSpe
     if "auto" not in asked.values() and not recipe.fsdp.memory_gb:
         return asked
     memory = MemoryModel(recipe.model, recipe.fsdp, recipe.fsdp.shard_size or num_ranks,
-                         on_cpu=not device_bytes)
+                         on_cpu=not device_bytes, ranks_per_node=spec.ranks_per_node)
     drawn = [sampled_layout(dataset.layout, rows, min(num_ranks, 32), recipe.train.batch_size,
                             recipe.run.seed + k) for k in range(2)]
     pad = padded_phases(recipe.model)

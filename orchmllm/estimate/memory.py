@@ -68,13 +68,15 @@ class MemoryModel:
     """shards: ranks a parameter is cut over. on_cpu: attention on CPU keeps a copy of its output.
     all_gather: ranks whose rows everybody receives, if rows travel by all-gather instead of
     all-to-all (OrchMLLM section 8.3), else 0; what a rank keeps of the gathered rows is a view, so
-    all of them stay: inputs for the step, features for the forward pass."""
+    all of them stay: inputs for the step, features for the forward pass. ranks_per_node: for what
+    fsdp.*_reshard keeps over a node's ranks."""
 
     model: ModelConfig
     fsdp: FsdpConfig
     shards: int
     on_cpu: bool = False
     all_gather: int = 0
+    ranks_per_node: int = 8
 
     @property
     def element(self) -> int:
@@ -91,6 +93,8 @@ class MemoryModel:
     def peaks(self, loads: Loads, choice: Choice) -> dict[str, np.ndarray]:
         """moment -> (d,) bytes. choice: phase -> none, selective or full."""
         state, grads = self.state_bytes(), self._gradients()
+        if self.fsdp.cpu_offload:
+            state, grads = dict.fromkeys(state, 0), dict.fromkeys(grads, 0)
         static = state["parameters"] + state["optimizer"] + self._batch(loads)
         kept = {p: self._kept(p, loads, choice[p]) for p in PHASES}
         features = sum(self._features(p, loads) for p in ENCODERS)
@@ -103,9 +107,7 @@ class MemoryModel:
         done = done + features + kept["llm"]
         out["llm forward"] = done + self._gather("llm", False) + self._forward_work(
             "llm", loads, choice["llm"])
-        head = 2.0 * self._units("llm")[-1].size * self.element
-        if not self.fsdp.reshard_after_forward:
-            head += self._stays("llm", False)
+        head = 2.0 * self._units("llm")[-1].size * self.element + self._stays("llm")
         out["loss"] = done + self.loss_bytes(loads) + head
         done = done - features
         made = 0.0
@@ -186,28 +188,26 @@ class MemoryModel:
     def _gather(self, phase: str, backward: bool) -> float:
         """Gathered parameters, at their worst: the encoder's root unit for the whole phase, the
         current unit and the buffer of the next one; in the backward pass also the current unit's
-        gradients, and the last one's on their way to their owners. Without
-        fsdp.reshard_after_forward every unit stays until its backward pass, which gathers none."""
+        gradients, and the last one's on their way to their owners. What fsdp.*_reshard keeps stays
+        until its backward pass, which then gathers none."""
         e = self.element
         reduce = DTYPE_BYTES[self.fsdp.param_dtype] if self.fsdp.compute_dtype else e
         block = next(u for u in self._units(phase) if u.role == "block")
         ahead = max(self.fsdp.prefetch, 1)
+        current = block.size * e * (1 + ahead)
+        current += sum(u.size for u in self._units(phase) if u.role == "root") * e
+        if self.fsdp.reshard(phase) == "none" and block.read_in_backward:
+            current = 0 if backward else block.size * e * ahead
         gradients = block.trained_size * (e + reduce) if backward else 0
-        if not self.fsdp.reshard_after_forward:
-            buffers = 0 if backward else block.size * e * ahead
-            return float(self._stays(phase, backward) + buffers + gradients)
-        roots = sum(u.size for u in self._units(phase) if u.role == "root") * e
-        return float(roots + block.size * e * (1 + ahead) + gradients)
+        return float(self._stays(phase) + current + gradients)
 
-    def _stays(self, phase: str, backward: bool) -> int:
-        """Bytes of the units, but for the head, that stay gathered at the end of a phase's forward
-        pass, or at the start of its backward pass. The blocks of a frozen encoder have no backward
-        pass: they stay until the end of the step's."""
-        before = PHASES[:PHASES.index(phase) + 1]
+    def _stays(self, phase: str) -> float:
+        """Bytes of the units that stay gathered, whole or over the ranks of a node, at the end of a
+        phase's forward pass or at the start of its backward pass."""
+        share = {"full": 0.0, "node": 1.0 / min(self.ranks_per_node, self.shards), "none": 1.0}
         return self.element * sum(
-            u.copies * u.size for u in units(self.model) if u.role != "head" and (
-                u.phase in before or (backward and u.phase in ENCODERS and u.role == "block"
-                                      and not u.trained)))
+            share[self.fsdp.reshard(u.phase)] * u.copies * u.size for u in units(self.model)
+            if u.phase in PHASES[:PHASES.index(phase) + 1] and u.read_in_backward)
 
     def extra_time(self, loads: Loads, choice: Choice) -> float:
         """FLOP that the slowest rank of each phase repeats: what `auto` keeps low."""

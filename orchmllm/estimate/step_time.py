@@ -76,15 +76,17 @@ def rank_seconds(plan: StepPlan, phase: str, model: ModelConfig, hardware: Hardw
 
 
 def traffic_seconds(phase: str, memory: MemoryModel, hardware: Hardware) -> tuple[float, float]:
-    """(forward, backward) seconds to gather the phase's parameters (in the backward pass again, if
-    they are freed between), and to reduce its gradients. Hybrid sharding adds an all-reduce of the
-    shards between the groups, which is small."""
+    """(forward, backward) seconds to gather the phase's parameters (in the backward pass those that
+    it reads and that were freed), and to reduce its gradients. Hybrid sharding adds an all-reduce
+    of the shards between the groups, which is small."""
     own = [u for u in units(memory.model) if u.phase == phase]
     size = memory.element * sum(u.copies * u.size for u in own)
     reduce = 4 * sum(u.copies * u.trained_size for u in own)
     bandwidth = gather_bandwidth(memory.shards, hardware)
-    again = size if memory.fsdp.reshard_after_forward else 0
-    return size / bandwidth, (again + reduce) / bandwidth
+    reshard = memory.fsdp.reshard(phase)
+    again = memory.element * sum(u.copies * u.size for u in own if u.gathers(reshard) > 1)
+    over = memory.shards if reshard == "full" else min(hardware.ranks_per_node, memory.shards)
+    return size / bandwidth, again / gather_bandwidth(over, hardware) + reduce / bandwidth
 
 
 def gather_bandwidth(shards: int, hardware: Hardware) -> float:

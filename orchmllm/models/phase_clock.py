@@ -10,6 +10,9 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,10 +28,32 @@ class PhaseClock:
         self.phase: str | None = None
         self.switches = 0
         self._since = (0.0, 0.0)
+        self._new_event: Callable[[], Any] | None = None
+        self._marks: list[tuple[str | None, Any]] = []  # the phase from that event on
+
+    @property
+    def has_events(self) -> bool:
+        return self._new_event is not None
+
+    def use_events(self, new_event: Callable[[], Any]) -> None:
+        """From now on every switch also records an event on the device's current stream.
+        new_event: makes one, with the methods `record` and `elapsed_time` of torch.cuda.Event."""
+        self._new_event = new_event
+
+    def device_s(self) -> dict[str, float]:
+        """Seconds of the device per phase since the last `reset`. Nothing waits, so the host has to
+        have waited for the last switch's work before."""
+        out: dict[str, float] = defaultdict(float)
+        for (phase, start), (_, end) in pairwise(self._marks):
+            if phase is not None:
+                out[phase] += 1e-3 * start.elapsed_time(end)
+        self._marks.clear()
+        return out
 
     def reset(self) -> None:
         self.wall_s.clear()
         self.cpu_s.clear()
+        self._marks.clear()
         self.phase = None
 
     def switch(self, phase: str | None) -> None:
@@ -39,6 +64,10 @@ class PhaseClock:
             self.cpu_s[self.phase] += now[1] - self._since[1]
         self.phase, self._since = phase, now
         self.switches += 1
+        if self._new_event is not None:
+            event = self._new_event()
+            event.record()
+            self._marks.append((phase, event))
 
     def mark(self, x: Tensor, *, before: str, after: str) -> Tensor:
         """x, with the clock switched to `after` now and back to `before` when x's gradient

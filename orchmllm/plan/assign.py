@@ -95,8 +95,8 @@ class BalanceConfig:
         "balancing before sampling would; the encoder phases then stay unbalanced (a baseline).")
     calibrate_steps: int = key(
         0, "Fit the cost of a position and of a pair of positions to the phase times of so many "
-        "steps (after a first one), from then on and in checkpoints; 0: as derived from the model. "
-        "Only on CPUs.", at_least=0, aliases=("fit_steps",))
+        "steps (after a first one), from then on and in checkpoints; 0: as derived from the "
+        "model.", at_least=0, aliases=("fit_steps",))
     nodewise_solver: str = key(
         "search", "How the permutation of `nodewise` is found: `search`, or the paper's integer "
         "program by `cbc` or `highs` (pip install 'orchmllm[ilp]'), solved on one rank and sent to "

@@ -4,7 +4,7 @@ After a first step, which is slower, so many steps are measured. One rank fits, 
 (orchmllm.plan.fit_cost) and plan by them from the first step on that no rank can have planned yet.
 They are part of the checkpoint, so a run that resumes plans as the one before.
 
-Times are CPU seconds of a rank's thread: waiting for other ranks does not count.
+Times are those of orchmllm.runtime.measured.
 """
 
 from __future__ import annotations
@@ -47,16 +47,11 @@ class FittedCosts(NamedTuple):
 
 class Calibration:
     """Measures steps until there are `balance.calibrate_steps` of them (0: never). derived: the
-    models that all measured steps are planned by. Raises ValueError on a device without phase
-    times."""
+    models that all measured steps are planned by."""
 
     def __init__(self, balance: BalanceConfig, derived: Mapping[str, CostModel],
                  device: torch.device) -> None:
         self.derived, self.device, self._num_steps = derived, device, balance.calibrate_steps
-        if balance.calibrate_steps and device.type != "cpu":
-            raise ValueError(f"balance.calibrate_steps is {balance.calibrate_steps}, but the "
-                             f"device is {device.type}: phase times are those of a CPU; set it "
-                             "to 0")
         self._scaled_only = [p for p in PHASES if derived[p].padded
                              or getattr(balance, p).policy not in ADDITIVE]
         self.restart(done=True)

@@ -193,6 +193,10 @@ def scalars(row: dict) -> Iterator[tuple[str, float]]:
     for name in ("loss", "lr", "grad_norm", "tokens_per_s", "step_s", "data_wait_s"):
         if name != "loss" or row["num_global_targets"]:
             yield name, row[name]
+    for part, norm in row["grad_norms"].items():
+        yield f"{part}/grad_norm", norm
+    for phase, value in (row["measured"] or {"imbalance": {}})["imbalance"].items():
+        yield f"{phase}/imbalance_measured", value
     for phase, stats in row["phases"].items():
         for name in ("imbalance_before", "imbalance_after", "moved_bytes", "internode_bytes"):
             yield f"{phase}/{name}", stats[name]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from orchmllm.config import TRAIN_PARTS
 from orchmllm.plan.assign import PHASES
 
 SCHEMA_VERSION = 1
@@ -52,7 +53,9 @@ STEP_ROW = {"title": "A step", **_object("One optimizer step of all ranks.", {
     "loss": _measured("cross entropy per target, over the whole step; null where the step has no "
                       "target (num_global_targets is 0) or the loss is not finite"),
     "grad_norm": _measured("norm of the gradient before clipping"),
-    "lr": _number("learning rate", 0),
+    "grad_norms": _object("the same by submodule; those that do not learn are left out", {
+        p: _measured(f"{p} parameters") for p in TRAIN_PARTS}, optional=TRAIN_PARTS),
+    "lr": _number("learning rate of train.lr", 0),
     "tokens_per_s": _number("LLM tokens of all ranks per second", 0),
     "mfu": _measured("share of the GPUs' dense bf16 peak spent on useful FLOPs (no padding, "
                      "nothing recomputed); null where the peak is unknown, as on a CPU"),
@@ -60,7 +63,8 @@ STEP_ROW = {"title": "A step", **_object("One optimizer step of all ranks.", {
     "data_wait_s": _number("seconds the slowest rank waited for its data", 0),
     "plan_ms": _number("milliseconds to plan the step; hidden behind the step before when "
                        "data.prefetch > 0", 0),
-    "exchange_ms": _number("milliseconds of moving rows and features, slowest rank", 0),
+    "exchange_ms": _number("milliseconds of moving rows and features, slowest rank; on a GPU "
+                           "as the device needed in the step before", 0),
     "num_global_targets": _count("labels the loss is a mean of"),
     "skipped_steps": _count("steps so far that did not update the parameters"),
     "phases": _object("per phase", dict.fromkeys(PHASES, _PHASE)),
@@ -68,12 +72,23 @@ STEP_ROW = {"title": "A step", **_object("One optimizer step of all ranks.", {
                      "(balance.calibrate_steps)", dict.fromkeys(PHASES, _COSTS)),
     "cpu_s": _object("per phase, CPU seconds of each rank's thread, forward and backward", {
         p: {**_CPU, "description": "one number a rank"} for p in (*PHASES, "exchange")}),
+    "measured": _object("the phases as all ranks measured them, forward and backward; on a GPU "
+                        "those of the step before, and null where there is none", {
+        "step": _count("the step that was measured"),
+        "imbalance": _object("slowest rank / mean rank, beside phases.*.imbalance_after", {
+            p: _number(f"{p} phase", 0) for p in PHASES}),
+        "slowest_s": _object("seconds of the slowest rank: CPU time of its thread, or time on the "
+                             "GPU, waiting for parameters included", {
+            p: _number(f"{p} phase" if p in PHASES else "moving rows and features", 0)
+            for p in (*PHASES, "exchange")}),
+    }) | {"type": ["object", "null"]},
     "num_failed_media": _count("media of the step that could not be decoded"),
     "nonfinite": {"type": "boolean", "description": "loss or gradient was not finite"},
     "stop_signal": _count("signal that asked a rank to stop after this step, 0: none"),
 })}
 VALIDATION_ROW = {"title": "A validation", **_object(
-    "The held-out rows (data.num_validation), before the first and after the last step.", {
+    "The held-out rows (data.num_validation), before the first and after the last step, and as "
+    "train.validate_every_steps says.", {
         **_VERSION,
         "step": _count("steps done"),
         "validation_loss": _measured("mean cross entropy per target; null without targets"),

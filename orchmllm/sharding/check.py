@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from orchmllm.config import Recipe
+from orchmllm.plan.assign import PHASES
 
 
 def divisors(n: int) -> list[int]:
@@ -54,6 +55,11 @@ def check_world(recipe: Recipe, world_size: int, ranks_per_node: int) -> None:
     if recipe.balance.group == "shard" and size % per_node and per_node % size:
         raise ValueError(f"balance.group is shard, but fsdp.shard_size {size} and nodes of "
                          f"{per_node} ranks overlap: make one a multiple of the other")
+    kept = [p for p in PHASES if recipe.fsdp.reshard(p) == "node"]
+    group = size or world_size
+    if kept and group > per_node and (group % per_node or per_node == 1):
+        raise ValueError(f"fsdp.{kept[0]}_reshard is node, but shard groups of {group} ranks are "
+                         f"not made of whole nodes of {per_node} ranks: use full or none")
     batch, steps = recipe.train.global_batch_size, recipe.train.accumulation_steps
     if 0 < batch < world_size * steps:
         raise ValueError(

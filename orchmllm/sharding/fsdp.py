@@ -19,7 +19,12 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     checkpoint_wrapper,
 )
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+)
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
@@ -28,6 +33,7 @@ from orchmllm.hf.sources import WeightSource
 from orchmllm.models.config import ModelConfig
 from orchmllm.models.mllm import MultimodalModel
 from orchmllm.sharding.check import check_shards
+from orchmllm.sharding.gathers import shard_units
 from orchmllm.sharding.init import seed_weights
 from orchmllm.sharding.pretrained import load_pretrained
 
@@ -60,31 +66,34 @@ def blocks_of(model: MultimodalModel) -> list[nn.Module]:
 
 def build_model(model: ModelConfig, config: FsdpConfig, device: torch.device, seed: int,
                 checkpointing: Mapping[str, str] | None = None,
-                sources: Sequence[WeightSource] = ()) -> MultimodalModel:
+                sources: Sequence[WeightSource] = (), *, ranks_per_node: int = 1,
+                group: dist.ProcessGroup | None = None) -> MultimodalModel:
     """The sharded model with its initial weights; collective over all ranks.
 
     Without fsdp.meta_init every rank builds a full copy from torch's global generator; with it, or
     with sources (pretrained weights, `orchmllm.hf.sources`), no rank ever holds more than its
-    shards. checkpointing: see `shard`."""
+    shards. checkpointing, ranks_per_node: see `shard`; group: see MultimodalModel."""
     if not config.meta_init and not sources:
         torch.manual_seed(seed)
-        return shard(MultimodalModel(model), config, device, checkpointing)
+        return shard(MultimodalModel(model, group), config, device, checkpointing, ranks_per_node)
     with torch.device("meta"):
-        built = MultimodalModel(model)
-    built = shard(built, config, device, checkpointing)
-    built.to_empty(device=device)
+        built = MultimodalModel(model, group)
+    built = shard(built, config, device, checkpointing, ranks_per_node)
+    built.to_empty(device="cpu" if config.cpu_offload else device)
     seed_weights(built, seed, skip={name for source in sources for name in source.tensors})
     load_pretrained(built, sources)
     return built
 
 
 def shard(model: MultimodalModel, config: FsdpConfig, device: torch.device,
-          checkpointing: Mapping[str, str] | None = None) -> MultimodalModel:
+          checkpointing: Mapping[str, str] | None = None,
+          ranks_per_node: int = 1) -> MultimodalModel:
     """Applies activation checkpointing, compile and fully_shard in place; collective over all
     ranks. A model on meta stays there.
 
-    checkpointing: phase -> none, selective or full, instead of the recipe's. Raises ValueError for
-    `auto`, which orchmllm.estimate.memory.choose_checkpointing has to decide before."""
+    checkpointing: phase -> none, selective or full, instead of the recipe's. ranks_per_node: see
+    orchmllm.sharding.gathers. Raises ValueError for `auto`, which
+    orchmllm.estimate.memory.choose_checkpointing has to decide before."""
     on_meta = next(model.parameters()).is_meta
     model.to(device=None if on_meta else device, dtype=getattr(torch, config.param_dtype))
     model.llm.loss_chunk_rows = config.loss_chunk_rows
@@ -94,7 +103,7 @@ def shard(model: MultimodalModel, config: FsdpConfig, device: torch.device,
             stack[index] = _checkpointed(stack[index], choice)
             if config.compile:
                 stack[index].compile(dynamic=True)
-    options = {
+    shard_units(model, config, ranks_per_node, {
         "mesh": make_mesh(config.shard_size, device.type),
         "mp_policy": MixedPrecisionPolicy(
             param_dtype=getattr(torch, config.compute_dtype) if config.compute_dtype else None,
@@ -102,32 +111,14 @@ def shard(model: MultimodalModel, config: FsdpConfig, device: torch.device,
             # The default would cast fp32 positions and mel frames to bf16 on the way in.
             cast_forward_inputs=False,
         ),
-    }
-    for unit in (*blocks_of(model), model.vision, model.audio, model.llm.embed_tokens,
-                 model.llm.lm_head):
-        fully_shard(unit, reshard_after_forward=config.reshard_after_forward, **options)
-    fully_shard(model, reshard_after_forward=config.reshard_after_forward, **options)
+        "offload_policy": (CPUOffloadPolicy(pin_memory=device.type == "cuda")
+                           if config.cpu_offload else OffloadPolicy()),
+    })
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-    if config.prefetch:
-        _set_prefetch(model, config.prefetch)
     return model
-
-
-def _set_prefetch(model: MultimodalModel, ahead: int) -> None:
-    """Every unit gathers the next `ahead` units while it computes, across the phases' borders too:
-    the first LLM layers arrive while the last audio block runs."""
-    order = [model.vision, *model.vision.blocks, model.audio, *model.audio.blocks,
-             model.llm.embed_tokens, *model.llm.layers, model.llm.lm_head]
-    for index, unit in enumerate(order):
-        unit.set_modules_to_forward_prefetch(order[index + 1: index + 1 + ahead])
-    # Backward ends with what ran first; an encoder's root unit, run around its blocks, comes twice.
-    reverse = [model.llm.lm_head, *reversed(model.llm.layers), *reversed(model.audio.blocks),
-               *reversed(model.vision.blocks)]
-    for index, unit in enumerate(reverse):
-        unit.set_modules_to_backward_prefetch(reverse[index + 1: index + 1 + ahead])
 
 
 def reshard(model: nn.Module) -> None:
@@ -161,7 +152,8 @@ def state_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[st
             continue
         if not optimizer.state.get(p):
             optimizer.state[p] = {
-                "step": torch.zeros((), dtype=torch.float32),
+                # AdamW's fused kernel reads it on the device.
+                "step": torch.zeros((), dtype=torch.float32, device=p.device),
                 "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
         for key in ("exp_avg", "exp_avg_sq"):
             out[f"{key}.{name}"] = optimizer.state[p][key].detach()

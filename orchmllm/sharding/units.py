@@ -41,6 +41,18 @@ class Unit:
     def trained_size(self) -> int:
         return sum(map(math.prod, self.trained))
 
+    def gathers(self, reshard: str) -> int:
+        """How often a microbatch gathers it (orchmllm.sharding.gathers). reshard: what is freed
+        between forward and backward, `full`, `node` or `none`."""
+        return 1 + (reshard != "none" and self.read_in_backward)
+
+    @property
+    def read_in_backward(self) -> bool:
+        """And freed before: the head and the LLM's norm come last and first, so they stay."""
+        if self.phase == "llm":
+            return self.role == "block"
+        return self.role == "root" or self.trained_size > 0
+
     def shard_size(self, shards: int, trained_only: bool = False) -> int:
         """Parameters that the fullest rank holds of one copy: FSDP2 cuts dimension 0, rounded up
         for each parameter."""

@@ -3,7 +3,6 @@ with every operator watched that would wait on a GPU, and on a GPU by its own ac
 
 from __future__ import annotations
 
-from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,76 +10,18 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from orchmllm.batch import on_device
-from orchmllm.config import FsdpConfig, plan_spec
+from orchmllm.config import FsdpConfig
 from orchmllm.data.loading.step_loader import StepLoader
 from orchmllm.data.sampler import GlobalSampler
 from orchmllm.launch import World
 from orchmllm.models.mllm import MultimodalModel
-from orchmllm.orchestrator import Microbatch, Orchestrator
-from orchmllm.plan.layout import ENCODERS, BatchLayout
-from orchmllm.plan.step import BalanceConfig
+from orchmllm.orchestrator import Orchestrator
 from orchmllm.trainer import Trainer
-from tests.lib.gradients import RandomPlanner
+from tests.lib.no_sync import NoSync, Waits, microbatch
 from tests.lib.ranks import run_ranks
-from tests.lib.synthetic import MODEL, SyntheticDataset, recipe
-
-WAITING = ("local_scalar_dense", "nonzero", "masked_select", "unique", "is_nonzero", "equal.",
-           "repeat_interleave.Tensor", "assert_async")
-READING = ("cpu", "numpy", "tolist")  # on the host they are no operators
-
-
-class Waits(AssertionError):
-    """A step would have waited for its device."""
-
-
-class NoSync(TorchDispatchMode):
-    """Raises Waits for operators whose result's size or Python value depends on the data, for
-    blocking copies to another device, and for reading a tensor in Python. device: the one that is
-    computed on; what is on another is not watched. `paused`: for what a step may wait for."""
-
-    def __init__(self, device: str = "cpu") -> None:
-        super().__init__()
-        self.device, self.paused = device, False
-        self._methods = {name: getattr(torch.Tensor, name) for name in READING}
-
-    def __enter__(self):
-        for name, method in self._methods.items():
-            setattr(torch.Tensor, name, self._guarded(name, method))
-        return super().__enter__()
-
-    def __exit__(self, *error):
-        for name, method in self._methods.items():
-            setattr(torch.Tensor, name, method)
-        return super().__exit__(*error)
-
-    def _guarded(self, name: str, method):
-        def read(tensor, *args, **kwargs):
-            self._watch(f"Tensor.{name}", tensor.device.type == self.device)
-            return method(tensor, *args, **kwargs)
-        return read
-
-    def _watch(self, name: str, waits: bool) -> None:
-        if waits and not self.paused:
-            raise Waits(f"{name} waits for the device")
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        kwargs, name = kwargs or {}, func.__name__
-        if name.lstrip("_").startswith(WAITING):
-            self._watch(name, args[0].device.type == self.device)
-        elif name.startswith(("index.", "index_put")):
-            self._watch(f"{name} by a mask", any(
-                x is not None and x.dtype in (torch.bool, torch.uint8) for x in args[1]))
-        elif name.startswith("_to_copy"):
-            to = torch.device(kwargs.get("device") or args[0].device)
-            blocking = not kwargs.get("non_blocking")
-            self._watch("a copy", to.type != args[0].device.type and blocking)
-        elif name.startswith("copy_"):
-            blocking = not (args[2] if len(args) > 2 else kwargs.get("non_blocking"))
-            self._watch("a copy", args[0].device.type != args[1].device.type and blocking)
-        return func(*args, **kwargs)
+from tests.lib.synthetic import SyntheticDataset, recipe
 
 
 @pytest.mark.parametrize("code", [
@@ -98,25 +39,6 @@ def test_the_watch_lets_pass_what_does_not_wait():
         on_device(np.arange(3), "meta")
         torch.arange(3).add(1)[1:].float()
         torch.ones(3).cumsum(0).index_select(0, torch.tensor([1]))
-
-
-def microbatch(num_ranks: int, rank: int, audio_mode: str, dispatch: str):
-    """(spec, a rank's microbatch with inputs on the CPU) of a random rearrangement."""
-    model = replace(MODEL, audio=replace(MODEL.audio, mode=audio_mode))
-    chosen = recipe(model=model, balance=BalanceConfig(dispatch=dispatch))
-    spec, data = plan_spec(chosen, num_ranks), SyntheticDataset(audio=model.audio.geometry)
-    layout = BatchLayout.from_examples([data.layout(i) for i in range(4 * num_ranks)],
-                                       [4] * num_ranks)
-    plan = RandomPlanner(0)(layout, spec)
-    mine = plan.for_rank(rank)
-    moved = dispatch == "tensors"
-    inputs = {
-        m: torch.zeros(mine.encode[m].num_rows_in if moved else int(mine.encode[m].lengths.sum()),
-                       getattr(model, m).geometry.row_size,
-                       dtype=torch.uint8 if m == "vision" else torch.float32) for m in ENCODERS}
-    rows = mine.llm.num_rows_in if moved else int(mine.llm.lengths.sum())
-    text = torch.zeros(rows, 2, dtype=torch.int32)
-    return model, spec, Microbatch(plan, mine, inputs, text, frozenset({int(mine.examples[0])}))
 
 
 @pytest.mark.parametrize("audio_mode", ["packed", "padded", "fixed"])

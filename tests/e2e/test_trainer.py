@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from orchmllm.plan.step import BalanceConfig, PhasePolicy, build_plan, plan_step
-from orchmllm.runtime.build import learning_rate
+from orchmllm.sharding.optimizer import learning_rate
 from orchmllm.trainer import Trainer
 from tests.lib.ranks import RankFailure, run_ranks
 from tests.lib.synthetic import SHALLOW, SyntheticDataset, recipe

@@ -1,0 +1,92 @@
+"""AdamW on a sharded model: groups of parameters by submodule, and the norm of the gradients."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from orchmllm.config import TRAIN_PARTS, TrainConfig
+from orchmllm.models.mllm import MultimodalModel
+from orchmllm.sharding.init import plain_name
+
+
+def part_of(name: str) -> str:
+    """The submodule that a parameter belongs to: vision, audio, llm or connector."""
+    return "connector" if ".connector." in name else name.split(".")[0]
+
+
+def learning_parts(model: MultimodalModel) -> dict[str, list[nn.Parameter]]:
+    """part -> its parameters that learn, without parts that have none."""
+    parts: dict[str, list[nn.Parameter]] = {part: [] for part in TRAIN_PARTS}
+    for name, p in model.named_parameters():
+        if p.requires_grad:
+            parts[part_of(plain_name(name))].append(p)
+    return {part: found for part, found in parts.items() if found}
+
+
+def make_optimizer(model: MultimodalModel, config: TrainConfig) -> torch.optim.AdamW:
+    """AdamW over learning_parts; with a GPU its fused kernel. Each group has `lr_share`, its
+    learning rate over train.lr. Norms, biases and the token embedding are not decayed."""
+    embedding = model.llm.embed_tokens.weight
+    groups = []
+    for part, parameters in learning_parts(model).items():
+        lr, decay = config.lr_of(part), config.weight_decay_of(part)
+        decayed = [p for p in parameters if p.dim() > 1 and p is not embedding]
+        rest = [p for p in parameters if p.dim() <= 1 or p is embedding]
+        groups += [{"params": members, "lr": lr, "weight_decay": by, "lr_share": lr / config.lr}
+                   for members, by in ((decayed, decay), (rest, 0.0)) if members]
+    fused = torch.cuda.is_available()  # also for parameters that are offloaded to the host
+    return torch.optim.AdamW(  # on CPUs `foreach` spends its time in DTensor's dispatch
+        groups, betas=(config.beta1, config.beta2), fused=fused or None,
+        foreach=None if fused else False)
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """lr: that of train.lr in this step."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr * group["lr_share"]
+
+
+@torch.no_grad()
+def clip_gradients(parts: Mapping[str, Sequence[nn.Parameter]], max_norm: float,
+                   device: torch.device) -> Tensor:
+    """Scales all gradients, in place, so that their norm is at most max_norm (0: leaves them).
+
+    Returns (1 + number of parts,) on `device`: the norm before, and that of each part, the same on
+    all ranks. Collective, one all-reduce of a few numbers; nothing waits for the device."""
+    grads = [list(_local_gradients(parameters)) for parameters in parts.values()]
+    squares = [torch.stack(torch._foreach_norm(g, 2, torch.promote_types(
+        torch.float32, g[0].dtype))).square().sum() for g in grads]
+    total = torch.stack(squares).to(device, non_blocking=True)
+    first = next(iter(parts.values()))[0]
+    if isinstance(first, DTensor):
+        dist.all_reduce(total, group=first.device_mesh.get_group("shard"))
+    norms = torch.cat([total.sum().reshape(1), total]).sqrt()
+    if max_norm:
+        scale = (max_norm / (norms[0] + 1e-6)).clamp(max=1.0)
+        for g in grads:
+            torch._foreach_mul_(g, scale.to(g[0].device, g[0].dtype))
+    return norms
+
+
+def _local_gradients(parameters: Sequence[nn.Parameter]) -> Iterator[Tensor]:
+    for p in parameters:
+        yield p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad
+
+
+def learning_rate(step: int, config: TrainConfig) -> float:
+    """Of train.lr: linear warm-up, then by train.schedule to lr * min_lr_ratio at the last step."""
+    if step < config.warmup_steps:
+        return config.lr * (step + 1) / config.warmup_steps
+    decay = config.num_steps - config.warmup_steps
+    if config.schedule == "wsd":
+        decay = min(decay, max(1, round(config.decay_ratio * config.num_steps)))
+    done = (step - config.num_steps + decay) / max(decay, 1)
+    done = min(max(done, 0.0), 1.0)
+    left = 1 - done if config.schedule == "wsd" else 0.5 * (1 + math.cos(math.pi * done))
+    return config.lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * left)

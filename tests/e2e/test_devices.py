@@ -1,0 +1,159 @@
+"""Every part of a step that runs on the device, under FSDP2 on a device that is not the host: no
+operator mixes the two, none waits for the data. It stands in for CUDA where there is no GPU."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import suppress
+from itertools import product
+from types import SimpleNamespace
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+from orchmllm import orchestrator
+from orchmllm.comm.exchange import exchange_group, hop_groups
+from orchmllm.config import FsdpConfig
+from orchmllm.models import audio, llm
+from orchmllm.models.mllm import MultimodalModel
+from orchmllm.orchestrator import Orchestrator
+from orchmllm.sharding.fsdp import shard
+from tests.lib.accelerator import accelerator
+from tests.lib.no_sync import Mixes, NoSync, Waits, microbatch
+from tests.lib.ranks import run_ranks
+
+RANKS = 4
+CHECKPOINTING = [
+    FsdpConfig(compute_dtype="bfloat16", prefetch=2),
+    FsdpConfig(activation_checkpointing="selective", loss_chunk_rows=16, shard_size=2, prefetch=1),
+    FsdpConfig(activation_checkpointing="full", audio_reshard="node", llm_reshard="none"),
+]
+
+
+class Groups(NoSync):
+    """Also notes the process groups of each kind of collective. What it finds is noted: an
+    exception in the backward pass of such a device ends the process."""
+
+    def __init__(self, device: str, noted: list[Exception]) -> None:
+        super().__init__(device, noted)
+        self.groups: dict[str, set[str]] = {}
+
+    def _tell(self, error: Exception) -> None:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        super()._tell(error)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "c10d":
+            for arg in args:
+                if isinstance(arg, torch.ScriptObject) and "ProcessGroup" in str(arg._type()):
+                    name = dist.ProcessGroup.unbox(arg).group_name
+                    self.groups.setdefault(func.__name__.split(".")[0], set()).add(name)
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+def step(device: torch.device, fsdp: FsdpConfig, dispatch: str, audio_mode: str,
+         noted: list[Exception], two_hop: bool = False) -> Groups:
+    """Dispatch, forward, backward, clipping and AdamW of one rank, watched."""
+    with unset_fake_temporarily():
+        model_config, spec, micro = microbatch(RANKS, 1, audio_mode, dispatch)
+        group = exchange_group(device, 60.0)
+        hops = hop_groups(range(RANKS), 2, 60.0) if two_hop else None
+        with torch.device("meta"):
+            model = MultimodalModel(model_config, group)
+    model = shard(model, fsdp, device, ranks_per_node=2).to_empty(device=device)
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
+    planner = Orchestrator(spec, SimpleNamespace(rank=1, world_size=RANKS), device=device,
+                           group=group, device_group=group, hop_groups=hops)
+    if two_hop:
+        micro.rank_plan = planner.rank_plan(micro.plan)
+    with Groups(device.type, noted) as watch:
+        batch = planner.dispatch(micro, 10)
+        loss = model(batch)
+        (loss / 10).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=True)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    assert loss.device == device and batch.labels.device == device
+    return watch
+
+
+DISPATCHES, MODES = ("tensors", "load", "bytes"), ("packed", "padded", "fixed")
+SOME = list(zip(DISPATCHES, MODES, CHECKPOINTING, strict=False))
+ALL = list(product(DISPATCHES, MODES, CHECKPOINTING))
+
+
+def settings(world, chosen: list[tuple]) -> list[dict[str, set[str]]]:
+    found, noted = [], []
+    with accelerator(RANKS) as device:
+        for dispatch, mode, fsdp in chosen:
+            found.append(step(device, fsdp, dispatch, mode, noted).groups)
+            assert not noted, (dispatch, mode, fsdp, noted)
+        step(device, CHECKPOINTING[0], "tensors", "packed", noted, two_hop=True)
+        assert not noted, noted
+    return found
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("chosen", [SOME, pytest.param(ALL, marks=pytest.mark.slow)],
+                         ids=["some", "all"])
+def test_no_setting_mixes_devices_or_waits(chosen):
+    """Exchanges run in a group in which no parameters are gathered or reduced."""
+    for groups in run_ranks(settings, 1, chosen)[0]:
+        exchanges = groups.pop("alltoall_base_")
+        assert groups and len(exchanges) == 1
+        assert all(exchanges.isdisjoint(others) for others in groups.values()), groups
+
+
+def on_host(values, device):
+    return torch.as_tensor(values)
+
+
+def read_by_norms(read, backward: bool = False):
+    """The LLM's norms read what they return, or its gradient in the backward pass."""
+    def look(x) -> None:
+        read(x)
+
+    def forward(self, x, forward=llm.RMSNorm.forward):
+        out = forward(self, x)
+        if not backward:
+            look(out)
+        elif out.requires_grad:
+            out.register_hook(look)
+        return out
+
+    return patch.object(llm.RMSNorm, "forward", forward)
+
+
+PLANTED = {
+    "an index on the host": (lambda: patch.object(audio, "on_device", on_host), Mixes),
+    "a batch on the host": (lambda: patch.object(orchestrator, "on_device", on_host), Mixes),
+    "another index": (lambda: read_by_norms(lambda x: x[:, torch.tensor([0])]), Mixes),
+    "item": (lambda: read_by_norms(lambda x: x.sum().item()), Waits),
+    "bool": (lambda: read_by_norms(lambda x: bool((x > 0).all())), Waits),
+    "tolist": (lambda: read_by_norms(lambda x: x.tolist()), Waits),
+    "nonzero": (lambda: read_by_norms(lambda x: x.nonzero()), Waits),
+    "mask": (lambda: read_by_norms(lambda x: x[x > 0]), Waits),
+    "copy to the host": (lambda: read_by_norms(lambda x: x.cpu()), Waits),
+    "in the backward pass": (
+        lambda: read_by_norms(lambda x: x[:, torch.tensor([0])], backward=True), Mixes),
+}
+
+
+def planted(world) -> dict[str, type | None]:
+    """What was noted first of each plant. Fake tensors have nothing to read: some raise then."""
+    found = {}
+    with accelerator(RANKS) as device:
+        for name, (plant, _) in PLANTED.items():
+            noted = []
+            with plant(), suppress(RuntimeError, NotImplementedError):
+                step(device, FsdpConfig(), "load", "packed", noted)
+            found[name] = type(noted[0]) if noted else None
+    return found
+
+
+@pytest.mark.dist
+def test_what_is_planted_is_noticed():
+    assert run_ranks(planted, 1)[0] == {name: error for name, (_, error) in PLANTED.items()}

@@ -1,0 +1,98 @@
+"""Phase times by events of the device: read after the step's one synchronisation, told to all ranks
+in the next one, and what is made of them."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+
+from orchmllm.models.phase_clock import PhaseClock
+from orchmllm.plan.step import BalanceConfig
+from orchmllm.trainer import Trainer
+from tests.lib.events import QueuedEvent
+from tests.lib.ranks import run_ranks
+from tests.lib.rows import row_problems
+from tests.lib.synthetic import SHALLOW, SyntheticDataset, recipe
+
+SLEEP_S = 0.05  # of rank 1 in its LLM phase
+
+
+def test_events_have_the_time_between_switches():
+    clock = PhaseClock()
+    clock.use_events(QueuedEvent)
+    for phase in ("vision", None, "vision", "llm", "update"):
+        clock.switch(phase)
+        time.sleep(0.01)
+    with pytest.raises(RuntimeError, match="not ready"):
+        clock.device_s()
+    QueuedEvent.wait()
+    seconds = clock.device_s()
+    assert seconds["vision"] == pytest.approx(clock.wall_s["vision"], abs=1e-3)
+    assert seconds["llm"] == pytest.approx(clock.wall_s["llm"], abs=1e-3)
+    assert set(seconds) == {"vision", "llm"} and not clock.device_s()
+
+
+def run(world, folder: str) -> tuple[list[dict], list[str], int]:
+    """Five steps with events, of which the step's own gather is the only wait; rank 1 is slow."""
+    one = recipe(model=SHALLOW, balance=BalanceConfig(calibrate_steps=2))
+    one = replace(one, run=replace(one.run, dir=folder),
+                  train=replace(one.train, num_steps=6, lr=1e-2),
+                  data=replace(one.data, prefetch=1))
+    trainer, said = Trainer(one, world, dataset=SyntheticDataset()), []
+    trainer.display.note = said.append
+    trainer.model.clock.use_events(QueuedEvent)
+    gather = trainer._gather
+
+    def waits(values):
+        found = gather(values)
+        QueuedEvent.wait()
+        return found
+
+    trainer._gather = waits
+    if world.rank:
+        trainer.model.llm.register_forward_pre_hook(lambda *_: time.sleep(SLEEP_S))
+    rows = trainer.run()
+    trainer.close()
+    return rows, said, QueuedEvent.read
+
+
+@pytest.mark.dist
+def test_rows_and_the_fit_use_the_step_before(tmp_path):
+    (rows, said, read), (others, *_) = run_ranks(run, 2, str(tmp_path))
+    assert rows[0]["measured"] is None
+    assert read > 10 * len(rows)
+    for i, row in enumerate(rows):
+        assert row_problems({"schema": 1, **row}) == []
+        if i:
+            measured = row["measured"]
+            assert measured["step"] == i - 1 and measured == others[i]["measured"]
+            assert measured["slowest_s"]["llm"] > SLEEP_S
+            assert 1.0 < measured["imbalance"]["llm"] < 2.0 + 1e-9
+            assert row["exchange_ms"] == pytest.approx(1e3 * measured["slowest_s"]["exchange"])
+    # Step 0 warms up, 1 and 2 are measured and known at the end of step 3; one more is planned.
+    assert [text for text in said if "fitted" in text][0].startswith(
+        "costs fitted, used from step 5;")
+    assert rows[5]["costs"] != rows[4]["costs"] == rows[0]["costs"]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_events_agree_with_a_synchronised_measurement():
+    """To 2%: matrix products of some 100 ms."""
+    clock, x = PhaseClock(), torch.randn(4096, 4096, device="cuda")
+    clock.use_events(lambda: torch.cuda.Event(enable_timing=True))
+    for measured in (False, True):
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        clock.switch("llm")
+        for _ in range(40):
+            x = (x @ x).clamp(-1, 1)
+        clock.switch(None)
+        torch.cuda.synchronize()
+        seconds = time.perf_counter() - started
+        found = clock.device_s()["llm"]
+        if measured:
+            assert found == pytest.approx(seconds, rel=0.02)

@@ -1,0 +1,128 @@
+"""Every all-gather of parameters in a step against the least that there can be: one for each pass
+that reads them, in the order of that pass, and bit-equal gradients."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
+
+from orchmllm.config import FsdpConfig
+from orchmllm.plan.step import BalanceConfig
+from tests.lib.gathers import Gather, log_gathers
+from tests.lib.gradients import Case, step_gradients
+from tests.lib.ranks import run_ranks
+from tests.lib.recipes import frozen
+from tests.lib.synthetic import MODEL, recipe
+
+VISION, AUDIO = ([m, f"{m}.blocks.0", f"{m}.blocks.1"] for m in ("vision", "audio"))
+LAYERS = ["llm.layers.0", "llm.layers.1"]
+FORWARD = ["root", *VISION, *AUDIO, "llm.embed_tokens", *LAYERS, "llm.lm_head"]
+BACKWARD = [*reversed(LAYERS), "audio", *AUDIO[:0:-1], "vision", *VISION[:0:-1]]
+
+
+def case(model=MODEL, steps=1, **fsdp) -> Case:
+    return Case(recipe(model=model, fsdp=FsdpConfig(param_dtype="float64", **fsdp)),
+                accumulation_steps=steps)
+
+
+def without(*names: str) -> list[str]:
+    return [u for u in BACKWARD if not u.startswith(names)]
+
+
+# name -> (case, units gathered in the backward pass)
+CASES = {
+    "as FSDP2 prefetches": (case(), BACKWARD),
+    "one ahead": (case(prefetch=1), BACKWARD),
+    "two ahead": (case(prefetch=2), BACKWARD),
+    "whole model ahead": (case(prefetch=8), BACKWARD),
+    "checkpointing": (case(prefetch=2, activation_checkpointing="full"), BACKWARD),
+    "selective": (case(activation_checkpointing="selective"), BACKWARD),
+    "chunked loss": (case(prefetch=1, loss_chunk_rows=7), BACKWARD),
+    "two microbatches": (case(steps=2, prefetch=2), BACKWARD),
+    "all kept": (case(reshard_after_forward=False), []),
+    "all kept, one ahead": (case(reshard_after_forward=False, prefetch=1), []),
+    "LLM kept": (case(llm_reshard="none", prefetch=2), without("llm.layers")),
+    "audio kept": (case(audio_reshard="none"), without("audio")),
+    "frozen vision": (case(frozen("vision")), without("vision.blocks")),
+    "frozen encoders": (case(frozen("vision", "audio"), prefetch=2),
+                        without("vision.blocks", "audio.blocks")),
+    "frozen encoders kept": (case(frozen("vision", "audio"), reshard_after_forward=False), []),
+    "frozen LLM": (case(frozen("llm"), prefetch=2), BACKWARD),
+}
+
+
+def logged(world, one: Case) -> tuple[list[Gather], dict | None, int]:
+    """(the step's all-gathers, rank 0's gradients, process groups of this rank)."""
+    logs = []
+    _, grads = step_gradients(world, replace(
+        one, mutate=lambda trainer: logs.append(log_gathers(trainer.model))))
+    groups = len(dist.distributed_c10d._world.pg_map)
+    return logs[0], grads if world.rank == 0 else None, groups
+
+
+def plain(world, one: Case) -> dict | None:
+    """Rank 0's gradients where FSDP2 gathers every unit twice."""
+    def gather_all(trainer) -> None:
+        for module in trainer.model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_unshard_in_backward(True)
+                module.set_reshard_after_forward(True, recurse=False)
+
+    _, grads = step_gradients(world, replace(one, mutate=gather_all))
+    return grads if world.rank == 0 else None
+
+
+def all_logged(world, cases: dict[str, Case]) -> dict[str, tuple]:
+    return {name: (*logged(world, one), plain(world, one)) for name, one in cases.items()}
+
+
+def equal(got: dict, want: dict) -> bool:
+    return got.keys() == want.keys() and all(np.array_equal(got[n], want[n]) for n in want)
+
+
+@pytest.fixture(scope="module")
+def results():
+    return run_ranks(all_logged, 2, {name: one for name, (one, _) in CASES.items()})
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("name", list(CASES))
+def test_a_step_gathers_what_it_reads_and_nothing_twice(results, name):
+    one, backward = CASES[name]
+    for log, *_ in (rank[name] for rank in results):
+        per_microbatch = len(log) // one.accumulation_steps
+        assert per_microbatch == len(FORWARD) + len(backward)
+        for at in range(0, len(log), per_microbatch):
+            part = log[at: at + per_microbatch]
+            assert [g.unit for g in part if not g.backward] == FORWARD
+            assert [g.unit for g in part if g.backward] == backward
+    assert equal(results[0][name][1], results[0][name][3])
+
+
+def in_nodes(world) -> list[tuple]:
+    """Of one ahead, and of the same with two parts sharded over nodes of two ranks between the
+    passes: the step's all-gathers, gradients, and process groups that were made for it."""
+    out = []
+    for part in ("full", "node"):
+        one = case(prefetch=1, vision_reshard=part, llm_reshard=part)
+        one = replace(one, recipe=replace(one.recipe, balance=BalanceConfig(ranks_per_node=2)))
+        before = len(dist.distributed_c10d._world.pg_map)
+        log, grads, after = logged(world, one)
+        out.append((log, grads, after - before))
+    return out
+
+
+@pytest.mark.dist
+def test_units_stay_sharded_over_the_ranks_of_a_node():
+    """Four ranks in nodes of two: what is `node` is gathered inside the node in the backward pass,
+    and all such units share one pair of process groups."""
+    (_, want, groups), (log, grads, more) = run_ranks(in_nodes, 4)[0]
+    inside = {g.unit: g.ranks for g in log if g.backward}
+    assert inside == {u: 4 if u.startswith("audio") else 2 for u in BACKWARD}
+    assert all(g.ranks == 4 for g in log if not g.backward)
+    assert more <= groups + 2
+    assert equal(grads, want)

@@ -1,0 +1,132 @@
+"""AdamW's groups, norms by submodule, schedules and validation while training."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from orchmllm.config import DataConfig, FsdpConfig, TrainConfig
+from orchmllm.models.mllm import MultimodalModel
+from orchmllm.sharding.init import plain_name
+from orchmllm.sharding.optimizer import (
+    clip_gradients,
+    learning_parts,
+    learning_rate,
+    make_optimizer,
+    part_of,
+    set_learning_rate,
+)
+from tests.lib.gradients import Case, step_gradients
+from tests.lib.ranks import run_ranks
+from tests.lib.recipes import frozen
+from tests.lib.synthetic import MODEL, SHALLOW, SyntheticDataset, recipe
+from tests.lib.training import train
+
+
+def test_groups_by_submodule():
+    model = MultimodalModel(MODEL)
+    optimizer = make_optimizer(model, TrainConfig(
+        lr=1e-3, vision_lr=1e-4, connector_lr=2e-3, weight_decay=0.1, llm_weight_decay=0.0,
+        audio_weight_decay=0.3))
+    set_learning_rate(optimizer, 5e-4)  # half of train.lr
+    found = {id(p): (g["lr"], g["weight_decay"]) for g in optimizer.param_groups
+             for p in g["params"]}
+    lr = {"vision": 5e-5, "audio": 5e-4, "connector": 1e-3, "llm": 5e-4}
+    decay = {"vision": 0.1, "audio": 0.3, "connector": 0.1, "llm": 0.0}
+    for name, p in model.named_parameters():
+        part = ("connector" if "connector" in name else name.split(".")[0])
+        plain = "norm" in name or name.endswith("bias") or "embed_tokens" in name
+        assert found.pop(id(p)) == pytest.approx((lr[part], 0.0 if plain else decay[part])), name
+    assert not found
+
+
+def test_the_token_embedding_and_norms_do_not_decay():
+    """A step without a gradient to speak of: only decay changes a weight."""
+    model = MultimodalModel(MODEL)
+    optimizer = make_optimizer(model, TrainConfig(lr=0.1, weight_decay=0.5))
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    optimizer.step()
+    for name, p in model.named_parameters():
+        kept = p.dim() == 1 or name == "llm.hf.model.embed_tokens.weight"
+        factor = 1.0 if kept else 1 - 0.1 * 0.5
+        torch.testing.assert_close(p.detach(), factor * before[name], msg=name)
+
+
+def norms(world, case: Case, max_norm: float) -> tuple:
+    """(norms told, full gradients before and after) of one step."""
+    made = []
+    _, grads = step_gradients(world, replace(case, mutate=made.append))
+    trainer, = made
+    told = clip_gradients(trainer.parts, max_norm, trainer.device)
+    after = {plain_name(n): p.grad.full_tensor().numpy()
+             for n, p in trainer.model.named_parameters() if p.requires_grad}
+    return told.tolist(), list(trainer.parts), grads, after
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("num_ranks, shards, model, max_norm", [
+    (2, 0, MODEL, 0.01), (4, 2, frozen("vision"), 1e9), (1, 0, frozen("llm", "audio"), 0.0)])
+def test_norms_are_those_of_the_whole_gradient(num_ranks, shards, model, max_norm):
+    case = Case(recipe(model=model, fsdp=FsdpConfig(param_dtype="float64", shard_size=shards)))
+    results = run_ranks(norms, num_ranks, case, max_norm)
+    told, parts, before, after = results[0]
+    assert all(r[0] == told for r in results)
+    squares = dict.fromkeys(parts, 0.0)
+    for name, grad in before.items():
+        squares[part_of(name)] += float(np.sum(grad**2))
+    want = [sum(squares.values()) ** 0.5, *(s ** 0.5 for s in squares.values())]
+    assert told == pytest.approx(want, rel=1e-9)
+    scale = min(1.0, max_norm / (told[0] + 1e-6)) if max_norm else 1.0
+    for name, grad in before.items():
+        np.testing.assert_allclose(after[name], scale * grad, rtol=1e-12)
+
+
+def test_parts_that_do_not_learn_are_left_out():
+    assert list(learning_parts(MultimodalModel(frozen("vision", "llm")))) == ["audio", "connector"]
+
+
+def test_warmup_stable_decay():
+    config = TrainConfig(lr=2.0, warmup_steps=10, num_steps=100, min_lr_ratio=0.1, schedule="wsd",
+                         decay_ratio=0.2)
+    rates = [learning_rate(s, config) for s in range(101)]
+    assert rates[:10] == pytest.approx(np.arange(1, 11) * 0.2)
+    assert rates[10:81] == [2.0] * 71
+    assert rates[80:] == pytest.approx(np.linspace(2.0, 0.2, 21))
+    short = replace(config, decay_ratio=1.0)
+    assert learning_rate(10, short) == 2.0 > learning_rate(11, short)
+
+
+def offloaded(world, folder: str) -> list[list[dict]]:
+    """Rows of a run with validations in between, and of the same with its state on the host."""
+    out = []
+    for offload in (False, True):
+        one = recipe(model=SHALLOW, fsdp=FsdpConfig(param_dtype="float64", cpu_offload=offload))
+        one = replace(
+            one, run=replace(one.run, dir=f"{folder}/{offload}"),
+            data=DataConfig(path="unused", prefetch=1, num_validation=4),
+            train=replace(one.train, num_steps=5, validate_every_steps=2, lr=1e-2, vision_lr=1e-3))
+        out.append(train(world, one, SyntheticDataset()))
+    return out
+
+
+@pytest.mark.dist
+def test_validation_while_training(tmp_path):
+    """Rows carry the step of the weights, and steps do not notice; nor do they where the state is
+    on the host."""
+    plain, offload = run_ranks(offloaded, 2, str(tmp_path))[0]
+    seen = [(row["step"], "validation_loss" in row) for row in plain]
+    assert seen == [(0, True), (0, False), (1, False), (2, True), (2, False), (3, False), (4, True),
+                    (4, False), (5, True)]
+    losses = [row["validation_loss"] for row in plain if "validation_loss" in row]
+    assert len(set(losses)) == 4 and losses[-1] < losses[0]
+    for a, b in zip(plain, offload, strict=True):
+        for key in ("loss", "validation_loss", "grad_norm"):
+            assert a.get(key) == b.get(key)
+    row = plain[1]
+    assert set(row["grad_norms"]) == {"vision", "audio", "connector", "llm"}
+    assert row["grad_norm"] == pytest.approx(np.linalg.norm(list(row["grad_norms"].values())))
