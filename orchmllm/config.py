@@ -34,8 +34,9 @@ class RunConfig:
                    aliases=("output_dir", "out_dir", "save_dir"))
     seed: int = key(0, "Of the weights and of the sampling.", at_least=0)
     resume: str = key("auto", "`auto` (the sound checkpoint of run.dir that was saved last, else "
-                      "from scratch), `never`, or the path of a checkpoint. The last two count at "
-                      "every start, also after a failure; `auto` then goes on with what was saved.",
+                      "from scratch), `never`, or the path of a checkpoint to branch off from; "
+                      "later starts go on with what was saved since. With `never` every start is "
+                      "from scratch, also after a failure, and what is in run.dir is set aside.",
                       aliases=("resume_from_checkpoint",))
     allow_data_change: bool = key(
         False, "Resume although the data is not what the checkpoint saw.")

@@ -108,7 +108,8 @@ def _take_folder(store: dist.Store, world: launch.World,
         return unlock, problem
     if world.rank == 0:
         try:
-            unlock = lock_folder(folder, PREVIOUS_S if world.attempt else 0.0)
+            unlock = lock_folder(folder, PREVIOUS_S if world.attempt else 0.0,
+                                 lost=lambda text: launch.exit_now(1, f"error: {text}"))
         except FolderInUse as e:
             problem = str(e)
         store.set("folder", json.dumps(problem))

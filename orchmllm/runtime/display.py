@@ -94,13 +94,14 @@ class RunDisplay:
         elif self._shows:
             print(text, flush=True)
 
-    def finish(self, how: str = "finished") -> None:
-        """The summary. how: how the run ended."""
+    def finish(self, how: str = "finished", saved: str = "") -> None:
+        """The summary. how: how the run ended. saved: its newest checkpoint."""
         self._close_bar()
         if self._shows:
             seconds = time.perf_counter() - self._started_at
             print(f"{how}: {self._totals.summary(seconds)}\n  "
-                  f"logs        {Path(self._run.dir) / 'metrics.jsonl'}", flush=True)
+                  f"logs        {Path(self._run.dir) / 'metrics.jsonl'}"
+                  + (f"\n  checkpoint  {saved}" if saved else ""), flush=True)
 
     def close(self) -> None:
         """Leaves the terminal in order and writes out what TensorBoard was told."""
