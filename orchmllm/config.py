@@ -6,6 +6,7 @@ file becomes these classes; docs/recipe.md is made from them.
 from __future__ import annotations
 
 import difflib
+import importlib.util
 from collections.abc import Iterator, Sequence
 from dataclasses import MISSING, dataclass
 from pathlib import Path
@@ -43,7 +44,11 @@ class RunConfig:
     tensorboard: bool = key(False, "Also write scalars for TensorBoard to run.dir/tensorboard.")
 
     def conflicts(self) -> Iterator[Conflict]:
-        """run.resume: a path has to exist; run.dir cannot be empty."""
+        """run.resume: a path has to exist; run.dir cannot be empty; run.tensorboard: its package is
+        installed."""
+        if self.tensorboard and importlib.util.find_spec("tensorboard") is None:
+            yield Conflict(("tensorboard",), "the package tensorboard is not installed: "
+                           "pip install tensorboard, or set it to false")
         if not self.dir.strip():
             yield Conflict(("dir",), "give a folder")
         if self.resume not in ("auto", "never") and not Path(self.resume).exists():

@@ -36,7 +36,8 @@ def exit_with(main: Callable[[Sequence[str]], int]) -> NoReturn:
 
 @dataclass(frozen=True)
 class World:
-    """This process's place. attempt: restarts of the elastic launcher so far."""
+    """This process's place. attempt: restarts of the elastic launcher so far. checked: whether the
+    launcher has checked what the run needs of this machine."""
 
     rank: int
     world_size: int
@@ -45,6 +46,7 @@ class World:
     master_addr: str
     master_port: int
     attempt: int = 0
+    checked: bool = False
 
 
 def world_from(env: Mapping[str, str]) -> World | None:
@@ -61,6 +63,7 @@ def world_from(env: Mapping[str, str]) -> World | None:
                 local_world_size=int(env.get("LOCAL_WORLD_SIZE", str(world_size))),
                 master_addr=env["MASTER_ADDR"], master_port=int(env["MASTER_PORT"]),
                 attempt=int(env.get("TORCHELASTIC_RESTART_COUNT", "0")),
+                checked="ORCHMLLM_CHECKED" in env,
             )
         if "SLURM_STEP_ID" in env and int(env.get("SLURM_NTASKS", "1")) > 1:
             ntasks, nodes = int(env["SLURM_NTASKS"]), int(env.get("SLURM_NNODES", "1"))
@@ -163,6 +166,7 @@ def run_local(module: str, args: list[str], num_ranks: int, *, cpu_only: bool = 
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_ranks)))
     # torch's own default, 30 s, is less than a step and a save of a large model take.
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(STOP_TIMEOUT_S))
+    os.environ["ORCHMLLM_CHECKED"] = "1"  # for its ranks
     config = LaunchConfig(
         min_nodes=1, max_nodes=1, nproc_per_node=num_ranks, rdzv_backend="c10d",
         rdzv_endpoint="localhost:0", max_restarts=0, monitor_interval=0.1,

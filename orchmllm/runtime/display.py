@@ -4,7 +4,6 @@ a summary at the end. One rank shows; costs are measured by scripts/bench_loggin
 
 from __future__ import annotations
 
-import importlib.util
 import io
 import math
 import os
@@ -24,13 +23,9 @@ LINE_EVERY_S = 30.0  # ... and the longest silence of one whose steps are slow
 class RunDisplay:
     """start, step after step, finish; close in any case. shows: false on all ranks but one, where
     every method does nothing.
-
-    Raises ValueError if run.tensorboard is set and cannot be honoured."""
+"""
 
     def __init__(self, run: RunConfig, *, shows: bool = True) -> None:
-        if run.tensorboard and importlib.util.find_spec("tensorboard") is None:
-            raise ValueError("run.tensorboard is true, but the package tensorboard is not "
-                             "installed: pip install tensorboard, or set run.tensorboard=false")
         self._run, self._shows = run, shows
         self._totals = Totals()
         self._bar: tqdm | None = None
