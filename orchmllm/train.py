@@ -16,6 +16,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from orchmllm import launch
+
+if __name__ == "__main__":
+    launch.interrupt_quietly()
+
 from orchmllm.comm.errors import AgreedError
 from orchmllm.config import DTYPE_BYTES, Recipe, RecipeError, explain, read_recipe
 from orchmllm.runtime import preflight
@@ -150,6 +154,14 @@ def _check_ranks(recipe: Recipe, world: launch.World | None, expected: int) -> N
         check_world(recipe, ranks, world.local_world_size if world else 1)
 
 
+def _announcement(recipe: Recipe, world: launch.World | None) -> str:
+    """The first line of a run, before torch is imported."""
+    num = world.world_size if world else recipe.launch.nproc_per_node
+    ranks = f"{num} rank{'s' if num > 1 else ''}" if num else "one rank per GPU"
+    data = ", ".join(source.path for source in preflight.sources_of(recipe.data))
+    return f"{ranks}; data {data}; run folder {recipe.run.dir}"
+
+
 def main(argv: list[str]) -> int:
     args = parse(argv)
     try:
@@ -176,11 +188,17 @@ def main(argv: list[str]) -> int:
         from orchmllm.estimate.text import run
 
         return run(loaded, args.world_size, ablations=args.ablations, json_path=args.json)
+    if world is None or world.rank == 0 and not world.checked:
+        print(_announcement(recipe, world), flush=True)
     if world is None:
-        return launch.run_local("orchmllm.train", argv, recipe.launch.nproc_per_node)
+        return launch.run_local("orchmllm.train", argv, recipe.launch.nproc_per_node,
+                                say=lambda text: print(text, flush=True))
 
     def work(watch: HangWatchdog) -> None:
         from orchmllm.trainer import Trainer
+
+        if world.rank == 0 and not world.checked:
+            print(launch.describe_devices(), flush=True)
 
         trainer = Trainer(recipe, world, watch=watch)
         try:

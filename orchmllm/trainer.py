@@ -203,7 +203,8 @@ class Trainer:
             self.parameters, train.max_grad_norm or math.inf, foreach=True)
         grad_norm = grad_norm.full_tensor() if hasattr(grad_norm, "full_tensor") else grad_norm
         ranks = self._gather([
-            loss_sum, clock.wall_s["exchange"], step.wait_s, self.stop.signal,
+            loss_sum, clock.wall_s["exchange"], step.wait_s,
+            self.stop.signal or self.display.stop_signal,
             *(clock.cpu_s[p] for p in CLOCK_PHASES), grad_norm])
         loss = float(ranks[:, 0].sum()) / max(step.num_global_targets, 1)
         grad_norm = float(ranks[0, -1])  # the same on all
