@@ -6,6 +6,7 @@ file becomes these classes; docs/recipe.md is made from them.
 from __future__ import annotations
 
 import difflib
+import importlib.util
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import MISSING, dataclass
@@ -36,15 +37,20 @@ class RunConfig:
                    aliases=("output_dir", "out_dir", "save_dir"))
     seed: int = key(0, "Of the weights and of the sampling.", at_least=0)
     resume: str = key("auto", "`auto` (the sound checkpoint of run.dir that was saved last, else "
-                      "from scratch), `never`, or the path of a checkpoint. The last two count at "
-                      "every start, also after a failure; `auto` then goes on with what was saved.",
+                      "from scratch), `never`, or the path of a checkpoint to branch off from; "
+                      "later starts go on with what was saved since. With `never` every start is "
+                      "from scratch, also after a failure, and what is in run.dir is set aside.",
                       aliases=("resume_from_checkpoint",))
     allow_data_change: bool = key(
         False, "Resume although the data is not what the checkpoint saw.")
     tensorboard: bool = key(False, "Also write scalars for TensorBoard to run.dir/tensorboard.")
 
     def conflicts(self) -> Iterator[Conflict]:
-        """run.resume: a path has to exist; run.dir cannot be empty."""
+        """run.resume: a path has to exist; run.dir cannot be empty; run.tensorboard: its package is
+        installed."""
+        if self.tensorboard and importlib.util.find_spec("tensorboard") is None:
+            yield Conflict(("tensorboard",), "the package tensorboard is not installed: "
+                           "pip install tensorboard, or set it to false")
         if not self.dir.strip():
             yield Conflict(("dir",), "give a folder")
         if self.resume not in ("auto", "never") and not Path(self.resume).exists():

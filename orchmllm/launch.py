@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -22,21 +22,50 @@ if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 STOP_TIMEOUT_S = 600  # that ranks get to finish their step and save, before they are killed
+# A terminal's Ctrl-C may reach a process directly and again through its launcher.
+SAME_REQUEST_S = 1.0
+STOPPED = {128 + s: s for s in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGPIPE)}
 
 
 def exit_with(main: Callable[[Sequence[str]], int]) -> NoReturn:
     """Ends this process with what a command returns. Ctrl-C where no rank runs (ranks stop at the
-    end of their step) is one line and code 130."""
+    end of their step) is one line and code 130; a reader of the output that has left (`| head`) is
+    no error: code 141."""
     try:
-        sys.exit(main(sys.argv[1:]))
+        code = main(sys.argv[1:])
+        sys.stdout.flush()
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
-        sys.exit(130)
+        code = 130
+    except BrokenPipeError:
+        drop_output()
+        code = 141
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # while the interpreter ends
+    sys.exit(code)
+
+
+def interrupt_quietly() -> None:
+    """Makes Ctrl-C end this process at once with one line, or without one in a rank, whose launcher
+    tells it: in the middle of an import a KeyboardInterrupt would become a traceback."""
+    def end(number: int, _frame: object) -> None:
+        if "RANK" not in os.environ:
+            os.write(2, b"interrupted\n")
+        os._exit(128 + number)
+
+    signal.signal(signal.SIGINT, end)
+
+
+def drop_output() -> None:
+    """Sends what is still written to stdout nowhere, since nobody reads it any more."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, sys.stdout.fileno())
+    os.close(null)
 
 
 @dataclass(frozen=True)
 class World:
-    """This process's place. attempt: restarts of the elastic launcher so far."""
+    """This process's place. attempt: restarts of the elastic launcher so far. checked: whether the
+    launcher has checked what the run needs of this machine."""
 
     rank: int
     world_size: int
@@ -45,6 +74,7 @@ class World:
     master_addr: str
     master_port: int
     attempt: int = 0
+    checked: bool = False
 
 
 def world_from(env: Mapping[str, str]) -> World | None:
@@ -61,6 +91,7 @@ def world_from(env: Mapping[str, str]) -> World | None:
                 local_world_size=int(env.get("LOCAL_WORLD_SIZE", str(world_size))),
                 master_addr=env["MASTER_ADDR"], master_port=int(env["MASTER_PORT"]),
                 attempt=int(env.get("TORCHELASTIC_RESTART_COUNT", "0")),
+                checked="ORCHMLLM_CHECKED" in env,
             )
         if "SLURM_STEP_ID" in env and int(env.get("SLURM_NTASKS", "1")) > 1:
             ntasks, nodes = int(env["SLURM_NTASKS"]), int(env.get("SLURM_NNODES", "1"))
@@ -142,20 +173,64 @@ def exit_now(code: int, message: str) -> None:
     os._exit(code)
 
 
+def describe_devices() -> str:
+    """What the ranks of this machine compute on."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return "no GPU found: ranks compute on the CPU"
+    names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    return "GPUs: " + ", ".join(f"{names.count(n)} x {n}" for n in dict.fromkeys(names))
+
+
+class _StopRequests:
+    """The launcher's answer to SIGINT and SIGTERM. The first one makes the elastic launcher send
+    SIGTERM to the ranks, which they also survive without a traceback before they train; one that
+    comes later kills them."""
+
+    def __init__(self, error: type[Exception]) -> None:
+        self.signal, self._at, self._error = 0, 0.0, error
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._receive)
+
+    def _receive(self, number: int, _frame: object) -> None:
+        if self.signal and time.monotonic() - self._at < SAME_REQUEST_S:
+            return
+        if self.signal:
+            _kill_ranks()
+            os.write(2, b"all ranks were killed\n")
+            os._exit(128 + number)
+        self.signal, self._at = number, time.monotonic()
+        os.write(2, f"{signal.Signals(number).name}: ranks that train finish their step and save; "
+                    "a second one ends them at once\n".encode())
+        raise self._error("stop", signal.SIGTERM)
+
+
+def _kill_ranks() -> None:
+    """Ends this process's children, each of which has a session of its own."""
+    children = Path(f"/proc/self/task/{os.getpid()}/children")
+    for child in children.read_text().split() if children.exists() else ():
+        with suppress(ProcessLookupError):
+            os.killpg(int(child), signal.SIGKILL)
+
+
 def run_local(module: str, args: list[str], num_ranks: int, *, cpu_only: bool = False,
-              num_threads: int = 0) -> int:
+              num_threads: int = 0, say: Callable[[str], object] = lambda text: None) -> int:
     """Runs `python -m module args` on num_ranks local ranks (0: one per GPU, else 1); returns the
     exit code of the first rank that failed, or 0. Shows one message for a failure.
 
     cpu_only: hides the GPUs from the ranks. num_threads: of each rank's CPU operators (0: on GPUs
-    what the environment says, else the cores divided by the ranks)."""
+    what the environment says, else the cores divided by the ranks). say: told the devices."""
     if cpu_only:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    handlers = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)}
+    interrupt_quietly()
     import torch
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+    say(describe_devices())
     num_ranks = num_ranks or max(torch.cuda.device_count(), 1)
     if num_threads:
         os.environ["OMP_NUM_THREADS"] = str(num_threads)
@@ -163,21 +238,29 @@ def run_local(module: str, args: list[str], num_ranks: int, *, cpu_only: bool = 
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_ranks)))
     # torch's own default, 30 s, is less than a step and a save of a large model take.
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(STOP_TIMEOUT_S))
+    os.environ["ORCHMLLM_CHECKED"] = "1"  # for its ranks
     config = LaunchConfig(
         min_nodes=1, max_nodes=1, nproc_per_node=num_ranks, rdzv_backend="c10d",
         rdzv_endpoint="localhost:0", max_restarts=0, monitor_interval=0.1,
+        # The others are for _StopRequests; an older torch takes all of them for itself.
+        **({"signals_to_handle": "SIGHUP,SIGQUIT"} if hasattr(LaunchConfig, "signals_to_handle")
+           else {}),
     )
     _silence_elastic()
-    handlers = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)}
     try:
+        requests = _StopRequests(SignalException)
         elastic_launch(config, sys.executable)("-m", module, *args)
     except ChildFailedError as e:
-        print(_explain(e.failures), file=sys.stderr, flush=True)
+        if text := _explain(e.failures):
+            print(text, file=sys.stderr, flush=True)
         code = next(iter(e.failures.values())).exitcode
         return code if code > 0 else 128 - code
     except SignalException as e:
-        print(f"interrupted ({e.sigval.name}): all ranks were stopped", file=sys.stderr, flush=True)
-        return 128 + e.sigval
+        _kill_ranks()  # one that was being started is not known to the elastic launcher
+        number = requests.signal or e.sigval
+        print(f"interrupted ({signal.Signals(number).name}): all ranks have ended", file=sys.stderr,
+              flush=True)
+        return 128 + number
     finally:  # the elastic launcher leaves its own behind
         for number, handler in handlers.items():
             signal.signal(number, handler)
@@ -192,7 +275,8 @@ def _silence_elastic() -> None:
 
 
 def _explain(failures: Mapping[int, ProcessFailure]) -> str:
-    """The earliest message of a rank, and the ranks that died without one."""
+    """The earliest message of a rank, and the ranks that died without one. Nothing of ranks that
+    were asked to stop, which say so themselves."""
     told = {r: f.message for r, f in failures.items() if isinstance(f.message, dict)}
     lines = []
     if told:
@@ -201,6 +285,7 @@ def _explain(failures: Mapping[int, ProcessFailure]) -> str:
     for rank, failure in failures.items():
         if failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM:  # the launcher's own
             lines.append(f"error: rank {rank} was killed by {failure.signal_name()}")
-        elif failure.exitcode > 0 and not told:
+        elif failure.exitcode > 0 and failure.exitcode not in STOPPED and not told:
             lines.append(f"error: rank {rank} ended with exit code {failure.exitcode}")
-    return "\n".join(lines or ["error: the ranks were terminated"])
+    stopped = any(f.exitcode in STOPPED for f in failures.values())
+    return "\n".join(lines or ([] if stopped else ["error: the ranks were terminated"]))

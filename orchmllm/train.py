@@ -16,8 +16,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from orchmllm import launch
+
+if __name__ == "__main__":
+    launch.interrupt_quietly()
+
 from orchmllm.comm.errors import AgreedError
-from orchmllm.config import Recipe, RecipeError, explain, read_recipe
+from orchmllm.config import DTYPE_BYTES, Recipe, RecipeError, explain, read_recipe
+from orchmllm.runtime import preflight
 from orchmllm.runtime.run_lock import FolderInUse, check_folder, lock_folder
 
 if TYPE_CHECKING:
@@ -48,7 +53,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
                         help="replaces a value of the recipe, e.g. train.lr=1e-4")
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--validate", action="store_true",
-                      help="check the recipe, list every problem, start nothing")
+                      help="check the recipe and what it needs of this machine (data, tokenizer, "
+                      "packages, run folder, disk), list every problem, start nothing")
     what.add_argument("--print-config", action="store_true",
                       help="print every key, its value and where it comes from, start nothing")
     what.add_argument("--dry-run", action="store_true",
@@ -108,7 +114,8 @@ def _take_folder(store: dist.Store, world: launch.World,
         return unlock, problem
     if world.rank == 0:
         try:
-            unlock = lock_folder(folder, PREVIOUS_S if world.attempt else 0.0)
+            unlock = lock_folder(folder, PREVIOUS_S if world.attempt else 0.0,
+                                 lost=lambda text: launch.exit_now(1, f"error: {text}"))
         except FolderInUse as e:
             problem = str(e)
         store.set("folder", json.dumps(problem))
@@ -118,27 +125,41 @@ def _take_folder(store: dist.Store, world: launch.World,
     return unlock, problem
 
 
-def _start_problem(recipe: Recipe, world: launch.World | None, expected: int) -> str:
+def _start_problems(
+    recipe: Recipe, world: launch.World | None, expected: int, *, machine: bool
+) -> list[str]:
     """Why the recipe cannot run on the ranks that are there, or on `expected` if none are yet, or
-    from its pretrained weights; empty if it can."""
+    from its pretrained weights. machine: also what this machine lacks for it."""
     from orchmllm.hf.sources import find_sources
+    from orchmllm.sharding.units import units
+
+    checks = [lambda: find_sources(recipe.model), lambda: _check_ranks(recipe, world, expected)]
+    if machine:
+        state = sum(u.copies * (u.size + 2 * u.trained_size) for u in units(recipe.model))
+        checks += preflight.checks(recipe, state * DTYPE_BYTES[recipe.fsdp.param_dtype])
+    if machine and world is None:
+        checks.insert(0, lambda: check_folder(Path(recipe.run.dir)))
+    return preflight.problems(checks)
+
+
+def _check_ranks(recipe: Recipe, world: launch.World | None, expected: int) -> None:
+    """Raises ValueError if the recipe cannot run on so many ranks."""
     from orchmllm.sharding.check import check_world
 
-    try:
-        find_sources(recipe.model)
-    except ValueError as e:
-        return str(e)
     ranks = world.world_size if world else recipe.launch.nproc_per_node or expected
-    if not ranks:
-        return ""
-    if expected and expected != ranks:
-        return (f"--world-size {expected}, but there are {ranks} ranks: start {expected} or drop "
-                "the flag")
-    try:
+    if ranks and expected and expected != ranks:
+        raise ValueError(f"--world-size {expected}, but there are {ranks} ranks: start {expected} "
+                         "or drop the flag")
+    if ranks:
         check_world(recipe, ranks, world.local_world_size if world else 1)
-    except ValueError as e:
-        return str(e)
-    return ""
+
+
+def _announcement(recipe: Recipe, world: launch.World | None) -> str:
+    """The first line of a run, before torch is imported."""
+    num = world.world_size if world else recipe.launch.nproc_per_node
+    ranks = f"{num} rank{'s' if num > 1 else ''}" if num else "one rank per GPU"
+    data = ", ".join(source.path for source in preflight.sources_of(recipe.data))
+    return f"{ranks}; data {data}; run folder {recipe.run.dir}"
 
 
 def main(argv: list[str]) -> int:
@@ -151,8 +172,11 @@ def main(argv: list[str]) -> int:
         return 2
     recipe = loaded.recipe
     planned = args.dry_run or args.ablations
-    if not planned and (message := _start_problem(recipe, world, args.world_size)):
-        print(f"error: {message}", file=sys.stderr)
+    problems = [] if planned else _start_problems(
+        recipe, world, args.world_size,
+        machine=not (args.print_config or (world is not None and world.checked)))
+    if problems:
+        launch.report_failure("\n".join(f"error: {p}" for p in problems))
         return 2
     if args.validate or args.print_config:
         print(explain(loaded) if args.print_config else f"recipe {args.recipe}: no problems\n",
@@ -164,16 +188,17 @@ def main(argv: list[str]) -> int:
         from orchmllm.estimate.text import run
 
         return run(loaded, args.world_size, ablations=args.ablations, json_path=args.json)
+    if world is None or world.rank == 0 and not world.checked:
+        print(_announcement(recipe, world), flush=True)
     if world is None:
-        try:
-            check_folder(Path(recipe.run.dir))  # before ranks are started; one of them locks it
-        except FolderInUse as e:
-            print(f"error: {e}", file=sys.stderr)
-            return 2
-        return launch.run_local("orchmllm.train", argv, recipe.launch.nproc_per_node)
+        return launch.run_local("orchmllm.train", argv, recipe.launch.nproc_per_node,
+                                say=lambda text: print(text, flush=True))
 
     def work(watch: HangWatchdog) -> None:
         from orchmllm.trainer import Trainer
+
+        if world.rank == 0 and not world.checked:
+            print(launch.describe_devices(), flush=True)
 
         trainer = Trainer(recipe, world, watch=watch)
         try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -31,17 +30,18 @@ from orchmllm.runtime.checkpoint import Checkpointer, pack_rng, unpack_rng
 from orchmllm.runtime.display import RunDisplay
 from orchmllm.runtime.health import HangWatchdog
 from orchmllm.runtime.measured import CLOCK_PHASES, MeasuredStep, StepTimer
-from orchmllm.runtime.metrics import MetricsLog
+from orchmllm.runtime.metrics import MetricsLog, set_logs_aside
 from orchmllm.runtime.plan_check import Canary, combined_stats
 from orchmllm.runtime.profile import StepProfiler, explained_oom
 from orchmllm.runtime.run_state import (
     NonFiniteError,
     Progress,
-    batch_keys,
     check_resumable,
+    describe_end,
     name_of,
     quarantine,
     record_nonfinite,
+    resume_keys,
 )
 from orchmllm.runtime.stop import Stopped, StopSignal
 from orchmllm.sharding.fsdp import build_model, compute_dtype, reshard, state_tensors
@@ -142,10 +142,12 @@ class Trainer:
         run_dir, rank = Path(self.recipe.run.dir), self.world.rank
         self._resume()
         if self.progress.step >= self.recipe.train.num_steps:
-            self.display.finish()
+            self._finish()
             self.progress.media.check_modalities()  # a launcher may have started it again
             return []
         if rank == 0:
+            for line in set_logs_aside(run_dir) if self.recipe.run.resume == "never" else ():
+                self._say(line)
             self._log = MetricsLog(run_dir / "metrics.jsonl")
             (run_dir / "recipe.yaml").write_text(to_yaml(self.recipe), encoding="utf-8")
         if self.watch is not None:
@@ -179,7 +181,7 @@ class Trainer:
         if self.recipe.checkpoint.every_steps >= 0:
             self.save()
         self.checkpointer.wait()
-        self.display.finish()
+        self._finish()
         self.progress.media.check_modalities()
         return rows
 
@@ -201,9 +203,12 @@ class Trainer:
         if stop:
             self.checkpointer.wait()
             stopped = Stopped(stop, done)
-            self.display.finish(str(stopped))
+            self._finish(str(stopped))
             raise stopped
         return rows
+
+    def _finish(self, how: str = "finished") -> None:
+        self.display.finish(how, describe_end(self.checkpointer.saved, self.recipe.run.resume))
 
     def train_step(self, step: Step) -> dict:
         """One optimizer step (all ranks) -> its row of metrics."""
@@ -220,7 +225,8 @@ class Trainer:
         clock.switch("update")
         norms = clip_gradients(self.parts, train.max_grad_norm, self.device)
         told = self._gather([
-            loss_sum, clock.wall_s["exchange"], step.wait_s, self.stop.signal,
+            loss_sum, clock.wall_s["exchange"], step.wait_s,
+            self.stop.signal or self.display.stop_signal,
             *(clock.cpu_s[p] for p in CLOCK_PHASES), *self.timer.tell(), *norms.unbind()])
         ranks, cpu_s, measured_s, norms = np.split(told, [4, 8, 12], axis=1)
         measured = self.timer.hear(step.index, step.plans, measured_s)
@@ -332,10 +338,9 @@ class Trainer:
         """A checkpoint of the steps done so far."""
         self.checkpointer.save(
             self.progress.step, state_tensors(self.model, self.optimizer),
-            {**self.progress.to_json(), "world_size": self.world.world_size,
-             "seed": self.recipe.run.seed, "model": dataclasses.asdict(self.recipe.model),
-             **batch_keys(self.recipe), "num_validation": self.recipe.data.num_validation,
-             "data": self.dataset.fingerprint(), "rng": pack_rng()})
+            {**self.progress.to_json(), **resume_keys(self.recipe),
+             "world_size": self.world.world_size, "data": self.dataset.fingerprint(),
+             "rng": pack_rng()})
 
     def _resume(self) -> None:
         """Starts where the recipe says. Raises CheckpointError or ValueError on all ranks."""
@@ -353,9 +358,10 @@ class Trainer:
             f" (saved on {was} ranks, now {self.world.world_size}; still "
             f"{self.progress.global_batch_size} examples a step)")
         self._say(f"resuming at step {self.progress.step} from {path}{ranks}")
-        if self.recipe.run.resume != "auto":
-            self._say("run.resume is a path: every start begins there; set run.resume=auto to go "
-                      "on with what this run saves")
+        start = self.recipe.run.resume
+        if start != "auto" and Path(start) != path:
+            self._say(f"this run branched off at {start} before, so it goes on with what it saved "
+                      "since; to branch there once more, choose another run.dir")
 
     def _load(self, path: Path, state: dict) -> None:
         self.checkpointer.load(path, state_tensors(self.model, self.optimizer))

@@ -87,8 +87,8 @@ class ConversationDataset:
 
     def fingerprint(self) -> dict:
         """What a checkpoint remembers of the data: rows, bytes, weight and a hash of the files'
-        heads; not their times, which a copy changes."""
-        out = {}
+        heads; not their times, which a copy changes. And what turns text into token ids."""
+        out: dict = {"tokenizer": self.tokenizer.digest}
         for k, source in enumerate(self.sources):
             head = hashlib.sha256(source.layout.encode())
             for path in source.store.files:

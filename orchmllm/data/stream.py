@@ -20,10 +20,15 @@ import numpy as np
 from orchmllm.config import SourceConfig
 from orchmllm.data.dataset import ConversationDataset
 from orchmllm.data.formats.arrow import clean
-from orchmllm.data.formats.open import DataSource, beside, open_source, stream_of
+from orchmllm.data.formats.open import (
+    DataSource,
+    open_source,
+    open_tokenizer,
+    sources_of,
+    stream_of,
+)
 from orchmllm.data.formats.rows import RowStore
 from orchmllm.data.sampler import Mixture
-from orchmllm.data.tokenizer import ChatTokenizer
 from orchmllm.plan.layout import AudioGeometry, VisionGeometry
 
 WINDOW = 256  # rows that are shuffled together
@@ -196,9 +201,9 @@ def open_dataset(
 ) -> ConversationDataset:
     """The dataset of a recipe's data section (read by attribute: data does not import config):
     map-style or, with data.streaming, a stream whose order `seed` decides. Raises ValueError."""
-    configs = data.sources or (SourceConfig(path=data.path),)
-    keys = dict(tokenizer=ChatTokenizer(data.tokenizer or beside(configs[0].path)), vision=vision,
-                audio=audio, max_example_tokens=data.max_example_tokens,
+    configs = sources_of(data)
+    keys = dict(tokenizer=open_tokenizer(data), vision=vision, audio=audio,
+                max_example_tokens=data.max_example_tokens,
                 index_dir=data.index_dir or None)
     if data.streaming:
         return StreamDataset(configs, num_shards=data.num_shards, seed=seed, **keys)

@@ -13,16 +13,14 @@ from orchmllm.data.dataset import ConversationDataset
 from orchmllm.data.stream import open_dataset
 from orchmllm.orchestrator import Orchestrator
 from orchmllm.plan.step import PlanSpec, StepPlan
+from orchmllm.runtime.preflight import check_vocabulary
 
 
 def build_dataset(recipe: Recipe) -> ConversationDataset:
     """Raises ValueError naming the file if data or tokenizer cannot be used with the model."""
     dataset = open_dataset(recipe.data, recipe.model.vision.geometry, recipe.model.audio.geometry,
                            seed=recipe.run.seed)
-    if dataset.tokenizer.vocab_size > recipe.model.llm.vocab_size:
-        raise ValueError(
-            f"model.llm.vocab_size is {recipe.model.llm.vocab_size}, but the tokenizer has "
-            f"{dataset.tokenizer.vocab_size} tokens: raise it")
+    check_vocabulary(dataset.tokenizer, recipe.model.llm)
     return dataset
 
 

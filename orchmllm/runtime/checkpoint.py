@@ -61,7 +61,8 @@ class Checkpointer:
 
     root: folder of the checkpoints, on storage that all ranks see. gather: CPU groups used by
     nobody else (the saving thread owns them while it runs). writers: ranks that hold all shards
-    (with hybrid sharding one replica; default all). say: told what is renamed out of the way.
+    (with hybrid sharding one replica; default all). say: told what is saved, and what is renamed
+    out of the way. `saved`: the newest checkpoint of the run, None before there is one.
     on_stage: called with each of STAGES and the step as this rank passes it, for fault injection.
 
     What is saved belongs to a run of its own, and to that of a checkpoint once it was loaded.
@@ -75,6 +76,7 @@ class Checkpointer:
     ) -> None:
         self.root, self.config, self._gather, self._on_stage = root, config, gather, on_stage
         self._line = new_line()  # rank 0's counts: only that rank looks at it
+        self.saved: Path | None = None
         self._named: Path | None = None  # the checkpoint that the user asked for: stays
         self._problems: dict[Path, str] = {}  # of what was verified; the same on all ranks
         self.rank = gather.rank
@@ -92,9 +94,13 @@ class Checkpointer:
         copies are made if the configuration says so. Raises CheckpointError for a failed earlier
         save, or for this one where it is not asynchronous."""
         self.wait()
-        copies = {k: t.detach().to("cpu", copy=True) for k, t in tensors.items()}
+        # From a GPU the copies are made in pinned memory, in the order of the stream's other work.
+        copies = {k: t.detach().to("cpu", copy=True, non_blocking=True) for k, t in tensors.items()}
+        copied = torch.cuda.Event() if any(t.is_cuda for t in tensors.values()) else None
+        if copied is not None:
+            copied.record()
         self._thread = threading.Thread(
-            target=self._run, args=(step, copies, json.dumps(state, sort_keys=True)),
+            target=self._run, args=(step, copies, copied, json.dumps(state, sort_keys=True)),
             name="orchmllm-checkpoint", daemon=True)
         self._thread.start()
         if not self.config.asynchronous:
@@ -109,8 +115,11 @@ class Checkpointer:
             error, self._error = self._error, None
             raise error
 
-    def _run(self, step: int, tensors: dict[str, Tensor], state: str) -> None:
+    def _run(self, step: int, tensors: dict[str, Tensor], copied: torch.cuda.Event | None,
+             state: str) -> None:
         try:
+            if copied is not None:
+                copied.synchronize()
             self._save(step, tensors, state)
         except BaseException as e:  # raised by the next wait(), in the training thread
             self._error = e
@@ -119,14 +128,16 @@ class Checkpointer:
         final, staged = self.root / name_of(step), self.root / f".staged_{name_of(step)}"
         if self._from_first(step, lambda: self._line.holds(read_saved(final))) and (
                 not self._verify(final)):
+            self.saved = final
             return self._say(f"checkpoint {final} is there already and sound: not saved again")
         self._together(step, lambda: self._stage(step, staged))
         files = self._together(step, lambda: self._write(step, staged, tensors))
         hashes = [json.loads(f) for f in self._share_text(json.dumps(files))]
         self._together(step, lambda: self._publish(
             step, staged, final, {k: v for h in hashes for k, v in h.items()}, state))
-        self._problems[final] = ""
+        self._problems[final], self.saved = "", final
         self._retain(step)
+        self._say(f"saved step {step}: {final}")
 
     def _stage(self, step: int, staged: Path) -> None:
         if self.rank == 0:
@@ -194,31 +205,30 @@ class Checkpointer:
                 self._problems[path] if path in self._problems else self._verify(path)))
 
         def drop() -> None:
-            for path in too_many if self.rank == 0 else ():
-                if path.resolve() != self._named:
+            for path in map(self.root.joinpath, names if self.rank == 0 else ()):
+                if path in too_many and path.resolve() != self._named:
                     delete(path)
+                elif self._problems.get(path):
+                    self._set_aside(path)
             self._on_stage("retention", step)
 
         self._together(step, drop)
 
     def find(self, where: str, *, own: bool = False) -> tuple[Path | None, dict, list[str]]:
         """(folder, its state, why newer ones were rejected) of the newest sound checkpoint of the
-        run (`auto`), or of the one at path `where`; (None, {}, ...) if `auto` finds none. own:
-        `auto` looks at what this process saved or started from, not at the newest of the folder.
+        run (`auto`), or of those that were saved since a run branched off at path `where`, or else
+        the one there; (None, {}, ...) if `auto` finds none. own: `auto` looks at what this process
+        saved or started from, not at the newest of the folder.
 
         Raises CheckpointError on all ranks if `where` is not sound, or if the run has checkpoints
         but none of them is."""
-        others: list[str] = []
-        if where == "auto":
-            # Rank 0 looks: another node may not yet see what was just renamed.
-            saved, paths = self._from_first("auto", lambda: self._list(own))
-            paths = [Path(p) for p in paths]
-            others = [p for p in saved if Path(p) not in paths]
-        else:
-            paths = [Path(where)]
-            self._named = paths[0].resolve()
+        # Rank 0 looks: another node may not yet see what was just renamed.
+        saved, paths = self._from_first(where, lambda: self._list(where, own))
+        others = [p for p in saved if p not in paths]
+        if where != "auto":
+            self._named = Path(where).resolve()
         rejected = []
-        for path in paths:
+        for path in map(Path, paths):
             problem = self._verify(path)
             if not problem:
                 state = json.loads((path / "state.json").read_text(encoding="utf-8"))
@@ -231,10 +241,11 @@ class Checkpointer:
                    if others else ";") + " set run.resume=never to start from scratch")
         return None, {}, []
 
-    def _list(self, own: bool) -> list[list[str]]:
-        """[folders of all checkpoints, those that `auto` tries]."""
+    def _list(self, where: str, own: bool) -> list[list[str]]:
+        """[folders of all checkpoints, those that `find` tries]."""
         saved = list_saved(self.root)
-        tried = [s for s in saved if self._line.holds(s)] if own else candidates(saved)
+        tried = [s for s in saved if self._line.holds(s)] if own else candidates(
+            saved, None if where == "auto" else read_saved(Path(where)))
         return [[str(s.path) for s in group] for group in (saved, tried)]
 
     def load(self, path: Path, tensors: Mapping[str, Tensor]) -> None:
@@ -244,9 +255,11 @@ class Checkpointer:
         def read() -> None:
             dcp.load(dict(tensors), storage_reader=HuggingFaceStorageReader(str(path)))
             if self.rank == 0:
-                self._line = line_after(read_saved(path), list_saved(self.root))
+                self._line = line_after(read_saved(path), list_saved(self.root),
+                                        branch=path.resolve() == self._named)
 
         self._together(path.name, read)
+        self.saved = path
 
     def _verify(self, path: Path) -> str:
         """What is wrong with a checkpoint, '' for a sound one; every rank reads its share of it."""

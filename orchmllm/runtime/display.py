@@ -4,10 +4,10 @@ a summary at the end. One rank shows; costs are measured by scripts/bench_loggin
 
 from __future__ import annotations
 
-import importlib.util
 import io
 import math
 import os
+import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -16,6 +16,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from orchmllm.config import RunConfig
+from orchmllm.launch import drop_output
 
 MAX_LINES = 100  # plain lines of a run whose steps are fast ...
 LINE_EVERY_S = 30.0  # ... and the longest silence of one whose steps are slow
@@ -24,14 +25,11 @@ LINE_EVERY_S = 30.0  # ... and the longest silence of one whose steps are slow
 class RunDisplay:
     """start, step after step, finish; close in any case. shows: false on all ranks but one, where
     every method does nothing.
-
-    Raises ValueError if run.tensorboard is set and cannot be honoured."""
+"""
 
     def __init__(self, run: RunConfig, *, shows: bool = True) -> None:
-        if run.tensorboard and importlib.util.find_spec("tensorboard") is None:
-            raise ValueError("run.tensorboard is true, but the package tensorboard is not "
-                             "installed: pip install tensorboard, or set run.tensorboard=false")
         self._run, self._shows = run, shows
+        self.stop_signal = 0
         self._totals = Totals()
         self._bar: tqdm | None = None
         self._writer = None
@@ -72,7 +70,7 @@ class RunDisplay:
         elif self._line_is_due(now):
             self._shown_at = now
             left = tqdm.format_interval(self._step_s * (self._total - self._done))
-            print(f"step {self._done}/{self._total} {short(row)} | {left} left", flush=True)
+            self._print(f"step {self._done}/{self._total} {short(row)} | {left} left")
 
     def _line_is_due(self, now: float) -> bool:
         every = -(-self._total // MAX_LINES)
@@ -89,18 +87,28 @@ class RunDisplay:
 
     def note(self, text: str) -> None:
         """A line of its own, above the bar if there is one."""
-        if self._bar is not None:
-            self._bar.write(text, file=sys.stdout)
-        elif self._shows:
-            print(text, flush=True)
+        if self._shows:
+            self._print(text)
 
-    def finish(self, how: str = "finished") -> None:
-        """The summary. how: how the run ended."""
+    def _print(self, text: str) -> None:
+        try:
+            if self._bar is not None:
+                self._bar.write(text, file=sys.stdout)
+            else:
+                print(text)
+            sys.stdout.flush()
+        except BrokenPipeError:
+            drop_output()
+            self.stop_signal = signal.SIGPIPE
+
+    def finish(self, how: str = "finished", saved: str = "") -> None:
+        """The summary. how: how the run ended. saved: its newest checkpoint."""
         self._close_bar()
         if self._shows:
             seconds = time.perf_counter() - self._started_at
-            print(f"{how}: {self._totals.summary(seconds)}\n  "
-                  f"logs        {Path(self._run.dir) / 'metrics.jsonl'}", flush=True)
+            self._print(f"{how}: {self._totals.summary(seconds)}\n  "
+                        f"logs        {Path(self._run.dir) / 'metrics.jsonl'}"
+                        + (f"\n  checkpoint  {saved}" if saved else ""))
 
     def close(self) -> None:
         """Leaves the terminal in order and writes out what TensorBoard was told."""

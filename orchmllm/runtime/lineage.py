@@ -20,6 +20,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from orchmllm.runtime.files import fsync
+
 PREFIXES = ("step_", "aside_step_")
 LEFTOVERS = (".staged_*", ".old_*")
 
@@ -67,17 +69,20 @@ def read_saved(path: Path) -> Saved:
 
 
 def list_saved(root: Path) -> list[Saved]:
-    """The complete checkpoints in a folder, the newest first; whether they are sound is not
-    checked."""
-    return sorted((read_saved(p.parent) for p in root.glob("*step_*/manifest.json")
-                   if p.parent.name.startswith(PREFIXES)),
+    """The checkpoints in a folder, the newest first; whether they are sound is not checked."""
+    return sorted((read_saved(p) for p in root.glob("*step_*")
+                   if p.name.startswith(PREFIXES) and p.is_dir()),
                   key=lambda s: (s.sequence, s.path.name), reverse=True)
 
 
-def candidates(saved: Sequence[Saved]) -> list[Saved]:
+def candidates(saved: Sequence[Saved], start: Saved | None = None) -> list[Saved]:
     """What `run.resume=auto` tries, in this order: folders whose manifest cannot be read, so that
-    they are told, then the newest checkpoint and those that led to it. saved: as `list_saved` gives
-    them."""
+    they are told, then the newest checkpoint and those that led to it. start: the checkpoint that
+    run.resume names; then those saved since a run branched off there, if the newest is one, and
+    `start` itself. saved: as `list_saved` gives them."""
+    if start is not None:
+        point = (start.run, start.sequence)
+        return [s for s in candidates(saved) if point in s.ancestors] + [start]
     unreadable = [s for s in saved if s.sequence < 0 and not s.is_aside]
     if not saved or saved[0].sequence < 0:
         return unreadable
@@ -85,10 +90,11 @@ def candidates(saved: Sequence[Saved]) -> list[Saved]:
     return unreadable + [s for s in saved if newest.holds(s)]
 
 
-def line_after(start: Saved, saved: Sequence[Saved]) -> Line:
+def line_after(start: Saved, saved: Sequence[Saved], *, branch: bool = False) -> Line:
     """The run that goes on from checkpoint `start` in the folder whose checkpoints are `saved`: the
-    run that wrote it if that is the newest of the folder, else a branch."""
-    if start.run and saved and saved[0].path.resolve() == start.path.resolve():
+    run that wrote it if that is the newest of the folder, else a branch. branch: in any case."""
+    newest = saved and saved[0].path.resolve() == start.path.resolve()
+    if start.run and newest and not branch:
         return Line(start.run, start.ancestors)
     return new_line((*start.ancestors, (start.run, start.sequence)))
 
@@ -126,6 +132,7 @@ def delete(path: Path) -> None:
     """Deletes a checkpoint, under another name: half of one is not taken for one."""
     old = path.with_name(f".old_{path.name}")
     os.rename(path, old)
+    fsync(path.parent)  # or a machine that loses its power may find half of it under its own name
     shutil.rmtree(old)
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from orchmllm.runtime.log_schema import SCHEMA_VERSION
 
+LOGS = ("metrics.jsonl", "quarantine.jsonl", "nonfinite.jsonl")  # that a run folder may hold
 MAX_ROW_BYTES = 2**24  # of one row; rows grow with the number of ranks
 
 
@@ -46,6 +47,19 @@ class MetricsLog:
 
     def close(self) -> None:
         self._file.close()
+
+
+def set_logs_aside(folder: Path) -> list[str]:
+    """Renames what earlier runs logged in a run folder, for a run that starts from scratch there;
+    returns a line on each file."""
+    lines = []
+    for path in (folder / name for name in LOGS):
+        if path.is_file() and path.stat().st_size:
+            number = 1 + sum(1 for _ in folder.glob(f"aside_*_{path.name}"))
+            aside = path.with_name(f"aside_{number}_{path.name}")
+            path.rename(aside)
+            lines.append(f"run.resume=never: {path} of an earlier run is now {aside}")
+    return lines
 
 
 def read_metrics(path: Path) -> list[dict]:

@@ -4,21 +4,28 @@ The lock is the operating system's, so it ends with the process that holds it, h
 also on storage that several hosts share, if its file system has locks. The file says who holds it.
 It is a POSIX record lock, which a forked process does not hold too: a data worker that outlives its
 rank does not keep the folder.
+
+A file server may keep the lock of a host that died. Therefore a holder renews the time of the file,
+and a lock of another host that was not renewed for STALE_S is taken over. A holder that finds its
+file replaced ends: its host had only been away.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import json
 import os
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 NAME = "run.lock"
+RENEW_S, STALE_S = 20.0, 300.0
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
@@ -26,9 +33,13 @@ class FolderInUse(ValueError):
     """Another run writes the folder, or nobody can; the message is for the user."""
 
 
-def lock_folder(folder: Path, patience_s: float = 0.0) -> Callable[[], None]:
+def lock_folder(
+    folder: Path, patience_s: float = 0.0, *, renew_s: float = RENEW_S, stale_s: float = STALE_S,
+    lost: Callable[[str], object] = lambda text: os._exit(1),
+) -> Callable[[], None]:
     """Locks a run folder, made if need be, for this process; returns what unlocks it. patience_s:
-    how long to wait for a holder that is about to end.
+    how long to wait for a holder that is about to end. lost: called, from a thread, if another run
+    has taken the folder over.
 
     Raises FolderInUse naming the process that holds it."""
     deadline = time.monotonic() + patience_s
@@ -43,17 +54,35 @@ def lock_folder(folder: Path, patience_s: float = 0.0) -> Callable[[], None]:
         locked = _lock(descriptor, path)
         if locked and _is_at(path, descriptor):
             break
+        stale = not locked and _is_at(path, descriptor) and _stale(descriptor, folder, stale_s)
         message = _told(descriptor, folder)
         os.close(descriptor)
-        if not locked:
+        if stale:
+            print(f"warning: {stale}", file=sys.stderr, flush=True)
+            path.unlink(missing_ok=True)
+        elif not locked:
             if time.monotonic() >= deadline:
                 raise FolderInUse(message)
             time.sleep(0.2)
     os.ftruncate(descriptor, 0)
     os.write(descriptor, json.dumps({"host": socket.gethostname(), "pid": os.getpid()}).encode())
+    done = threading.Event()
+
+    def renew() -> None:
+        while not done.wait(renew_s):
+            with contextlib.suppress(OSError):  # the file server may come back
+                if not _is_at(path, descriptor):
+                    return lost(f"run.dir: {folder} was taken over by another run")
+                os.utime(descriptor)
+
+    thread = threading.Thread(target=renew, name="orchmllm-lock", daemon=True)
+    thread.start()
 
     def unlock() -> None:
-        path.unlink(missing_ok=True)
+        done.set()
+        thread.join()
+        if _is_at(path, descriptor):
+            path.unlink()
         os.close(descriptor)
 
     return unlock
@@ -66,7 +95,7 @@ def check_folder(folder: Path) -> None:
     except OSError:  # there is none, or the run will tell why it cannot be written
         return
     try:
-        if not _lock(descriptor, folder / NAME):
+        if not _lock(descriptor, folder / NAME) and not _stale(descriptor, folder, STALE_S):
             raise FolderInUse(_told(descriptor, folder))
     finally:
         os.close(descriptor)  # and with it the lock
@@ -82,6 +111,20 @@ def _lock(descriptor: int, path: Path) -> bool:
         print(f"warning: {path}: the file system has no locks ({e.strerror}): nothing keeps two "
               "runs from writing this folder", file=sys.stderr, flush=True)
     return True
+
+
+def _stale(descriptor: int, folder: Path, stale_s: float) -> str:
+    """What is said of the lock of another host that was not renewed for stale_s; '' if it was. A
+    lock of this host's is its process's for certain."""
+    try:
+        host = json.loads(os.pread(descriptor, 4096, 0))["host"]
+        still_s = time.time() - os.fstat(descriptor).st_mtime
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""
+    if host == socket.gethostname() or still_s < stale_s:
+        return ""
+    return (f"run.dir: {folder} is locked by host {host}, which has not renewed the lock for "
+            f"{still_s:.0f} s: it is taken to be dead")
 
 
 def _is_at(path: Path, descriptor: int) -> bool:

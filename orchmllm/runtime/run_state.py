@@ -168,6 +168,11 @@ def check_resumable(state: dict, recipe: Recipe, data: dict) -> None:
     if state["seed"] != recipe.run.seed:
         raise ValueError(f"run.seed is {recipe.run.seed}, the checkpoint was sampled with "
                          f"{state['seed']}: the data would repeat; use that seed")
+    was = state.get("param_dtype", recipe.fsdp.param_dtype)  # not recorded at first
+    if was != recipe.fsdp.param_dtype:
+        raise ValueError(
+            f"fsdp.param_dtype is {recipe.fsdp.param_dtype}, the checkpoint's parameters and "
+            f"moments are {was}: use {was}, or export the checkpoint and start a new run from it")
     _check_batch(state, recipe)
     was, held_out = state.get("num_validation"), recipe.data.num_validation
     if was not in (None, held_out) and not recipe.run.allow_data_change:
@@ -175,16 +180,34 @@ def check_resumable(state: dict, recipe: Recipe, data: dict) -> None:
             f"data.num_validation is {held_out}, the checkpoint was trained with {was} rows held "
             "out: the order of all examples would change; use that number, or set "
             "run.allow_data_change=true to go on at the same step of the new order")
-    if state["data"] != data and not recipe.run.allow_data_change:
+    was, now = dict(state["data"]), dict(data)
+    tokenizer = now.pop("tokenizer", None)
+    if was.pop("tokenizer", tokenizer) != tokenizer and not recipe.run.allow_data_change:
         raise ValueError(
-            f"the data changed since the checkpoint: was {state['data']}, is {data}; restore it, "
+            "data.tokenizer gives other token ids than the one of the checkpoint: the same text "
+            "would mean something else to the model; restore that tokenizer and chat template, or "
+            "set run.allow_data_change=true to go on with the new one")
+    if was != now and not recipe.run.allow_data_change:
+        raise ValueError(
+            f"the data changed since the checkpoint: was {was}, is {now}; restore it, "
             "or set run.allow_data_change=true to go on at the same step of the new data")
 
 
-def batch_keys(recipe: Recipe) -> dict[str, int]:
-    """What the recipe asks for as the batch of a rank, to be compared when the run is resumed."""
+def describe_end(saved: Path | None, resume: str) -> str:
+    """Where the newest checkpoint of a run is, and what a next start does. resume: run.resume."""
+    if saved is None:
+        return "none was saved (checkpoint.every_steps=-1): the same command starts anew"
+    return f"{saved}; " + (
+        "run.resume=auto goes on from it, the same command starts anew" if resume == "never"
+        else "the same command goes on from it")
+
+
+def resume_keys(recipe: Recipe) -> dict:
+    """What of the recipe a checkpoint records, to be compared when the run is resumed."""
     train = recipe.train
-    return {"batch_size": train.batch_size, "accumulation_steps": train.accumulation_steps,
+    return {"seed": recipe.run.seed, "model": asdict(recipe.model),
+            "num_validation": recipe.data.num_validation, "param_dtype": recipe.fsdp.param_dtype,
+            "batch_size": train.batch_size, "accumulation_steps": train.accumulation_steps,
             "chosen_global_batch_size": train.global_batch_size}
 
 

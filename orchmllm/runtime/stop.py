@@ -6,9 +6,9 @@ import os
 import signal
 import time
 
+from orchmllm.launch import SAME_REQUEST_S
+
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-# A terminal's Ctrl-C reaches a rank directly and again through its launcher.
-SAME_REQUEST_S = 1.0
 
 
 class Stopped(Exception):

@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from orchmllm.launch import SAME_REQUEST_S
 from tests.lib.commands import ROOT, python, train_args, train_demo
 
 pytestmark = pytest.mark.dist
@@ -59,18 +60,17 @@ def test_sigterm_to_the_launcher_then_resume_is_bit_equal(tmp_path, demo_corpus)
     assert not list(cut.glob("*.lock"))
 
 
-@pytest.mark.slow
-def test_a_second_signal_ends_it_at_once(tmp_path, demo_corpus):
+def test_the_first_ctrl_c_is_answered_and_a_second_one_ends_it_at_once(tmp_path, demo_corpus):
     process = started(tmp_path / "cut", demo_corpus)
     ranks = [p for p in psutil.Process(process.pid).children() if p.is_running()]
     for rank in ranks:  # none of them reaches the end of its step
         os.kill(rank.pid, signal.SIGSTOP)
     process.send_signal(signal.SIGINT)
-    time.sleep(1.5)
+    answer = process.stderr.readline()
+    assert answer.startswith("SIGINT: ranks that train finish their step and save"), answer
+    time.sleep(SAME_REQUEST_S)
     process.send_signal(signal.SIGINT)
-    for rank in ranks:
-        os.kill(rank.pid, signal.SIGCONT)
-    process.communicate()
+    assert process.communicate()[1] == "all ranks were killed\n"
     assert process.returncode == 130 and len(losses(tmp_path / "cut")) < 16
     while left(tmp_path / "cut"):  # until the test's time is up
         time.sleep(0.1)

@@ -290,9 +290,9 @@ def test_policies_that_do_not_fit_the_mode(tmp_path, capsys):
     for mode in ("packed", "fixed"):
         [warning] = load_recipe(path, [f"model.audio.mode={mode}", padded[1]]).warnings()
         assert f"model.audio.mode={mode}" in warning and "least_move" in warning
-    assert main(["--recipe", str(path), "--validate", padded[1]]) == 0
+    assert main(["--recipe", str(path), "--print-config", padded[1]]) == 0
     said = capsys.readouterr()
-    assert "no problems" in said.out and "model.audio.mode=packed pads" in said.err
+    assert "model.audio.mode=packed pads" in said.err
     with pytest.raises(ValueError, match=r"set balance\.audio\.policy=padded"):
         load_recipe(path, [padded[0], "balance.audio.policy=greedy"])
 

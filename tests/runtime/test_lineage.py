@@ -1,12 +1,9 @@
-"""Checkpoints of several runs and branches in one folder: which one `auto` takes, which ones go,
-and what a kill between any two file operations leaves. Checked against the files themselves."""
+"""Checkpoints of several runs and branches in one folder: which one `auto` takes and which ones go.
+Checked against the files themselves."""
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
-import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,72 +11,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from orchmllm.comm.exchange import RowGather
-from orchmllm.config import CheckpointConfig
-from orchmllm.runtime.checkpoint import Checkpointer, CheckpointError
 from orchmllm.trainer import Trainer
 from tests.lib.ranks import run_ranks
-from tests.lib.resume import flip, run_recipe, train_recorded
+from tests.lib.resume import run_recipe, train_recorded
+from tests.lib.saves import Run, forget_runs, live, sound_tags, spoil
 from tests.lib.synthetic import SyntheticDataset
 
 pytestmark = pytest.mark.dist
-
-
-class Run:
-    """What a process that trains does with its checkpoints, without the training. A checkpoint
-    holds its tag. resume: as run.resume."""
-
-    def __init__(self, root: Path, resume: str, keep_last: int) -> None:
-        self.said: list[str] = []
-        self.keeper = Checkpointer(
-            root, CheckpointConfig(keep_last=keep_last, asynchronous=False), RowGather(8),
-            say=self.said.append)
-        self.start = ""
-        if resume == "never":
-            return
-        path, state, self.rejected = self.keeper.find(resume)
-        if path is not None:
-            tensors = {"tag": torch.zeros(64, dtype=torch.uint8)}
-            self.keeper.load(path, tensors)
-            self.start = bytes(tensors["tag"].tolist()).rstrip(b"\0").decode()
-            assert state["tag"] == self.start
-
-    def save(self, step: int, tag: str) -> Run:
-        data = torch.tensor(list(tag.encode().ljust(64, b"\0")), dtype=torch.uint8)
-        self.keeper.save(step, {"tag": data}, {"tag": tag})
-        return self
-
-
-def sound_tags(root: Path) -> dict[str, str]:
-    """folder name -> tag of what is a complete checkpoint by its files; hidden ones are not."""
-    found = {}
-    for folder in sorted(root.iterdir()):
-        if folder.name.startswith(".") or not (folder / "manifest.json").is_file():
-            continue
-        files = json.loads((folder / "manifest.json").read_text())["files"]
-        if all((folder / name).is_file() and hashlib.sha256(
-                (folder / name).read_bytes()).hexdigest() == f["sha256"]
-                for name, f in files.items()):
-            found[folder.name] = json.loads((folder / "state.json").read_text())["tag"]
-    return found
-
-
-def live(root: Path) -> list[str]:
-    return sorted(p.name for p in root.glob("step_*"))
-
-
-def spoil(folder: Path) -> None:
-    for path in folder.glob("*.safetensors"):
-        flip(path)
-
-
-def forget_runs(root: Path) -> None:
-    """Manifests as they were before runs had names."""
-    for path in root.glob("step_*/manifest.json"):
-        manifest = json.loads(path.read_text())
-        for key in ("run", "sequence", "ancestors"):
-            manifest.pop(key, None)
-        path.write_text(json.dumps(manifest))
 
 
 def stories(world, folder: Path) -> None:
@@ -93,7 +31,9 @@ def stories(world, folder: Path) -> None:
     # the branch stays, what it left is aside, and what run.resume names is not deleted
     assert live(root) == ["step_00000100", "step_00000120", "step_00000130"]
     assert sorted(sound_tags(root).values()) == ["a100", "a200", "b120", "b130"]
-    assert len(run.said) == 1 and "step_00000200" in run.said[0] and "aside_" in run.said[0]
+    aside, *saved = run.said
+    assert "step_00000200" in aside and "aside_" in aside
+    assert saved == [f"saved step {n}: {root / f'step_00000{n}'}" for n in (110, 120, 130)]
     assert Run(root, "auto", 2).start == "b130"
     spoil(root / "step_00000130")
     assert Run(root, "auto", 2).start == "b120"
@@ -102,6 +42,27 @@ def stories(world, folder: Path) -> None:
     spoil(root / "step_00000100")
     with pytest.raises(Exception, match="of other runs there are .*aside_step_00000200_save_2"):
         Run(root, "auto", 2)
+
+    root = folder / "again and again"  # the same command, which names a checkpoint of another run
+    named = str(folder / "branch" / "step_00000100")
+    spoil(Path(named))  # back to what it was
+    assert Run(root, named, 2).start == "a100"  # killed before it saved anything
+    Run(root, named, 2).save(110, "b110")
+    run = Run(root, named, 2)
+    assert run.start == "b110"
+    run.save(120, "b120").save(130, "b130")
+    assert not [t for t in run.said if "aside" in t] and Run(root, named, 2).start == "b130"
+    inner = Run(root, str(root / "step_00000120"), 2)
+    assert inner.start == "b120"
+    inner.save(125, "c125")
+    assert Run(root, named, 2).start == "c125"  # which came from b110 too
+    assert Run(root, str(root / "step_00000120"), 2).start == "c125"
+    assert Run(root, str(root / "step_00000125"), 1).save(126, "d126").start == "c125"
+    assert Run(root, str(root / "step_00000125"), 1).start == "d126"  # also from the newest
+    for path in root.glob("step_*"):
+        spoil(path)
+    run = Run(root, named, 2)
+    assert run.start == "a100" and len(run.rejected) == 2, run.rejected
 
     root = folder / "damaged"
     Run(root, "never", 2).save(100, "a100").save(200, "a200")
@@ -113,8 +74,10 @@ def stories(world, folder: Path) -> None:
     root = folder / "old"  # kept ones are counted after they were looked at
     Run(root, "never", 9).save(1, "a1").save(2, "a2").save(3, "a3")
     spoil(root / "step_00000002")
-    Run(root, "auto", 3).save(4, "a4")
+    run = Run(root, "auto", 3).save(4, "a4")
     assert sorted(sound_tags(root).values()) == ["a1", "a3", "a4"]
+    assert live(root) == ["step_00000001", "step_00000003", "step_00000004"]
+    assert "step_00000002" in run.said[0] and "damaged" in run.said[0]
 
     root = folder / "again"
     run = Run(root, "never", 1).save(1, "a1").save(1, "never written")
@@ -137,111 +100,6 @@ def stories(world, folder: Path) -> None:
 
 def test_branches_damage_and_old_manifests(tmp_path):
     run_ranks(stories, 1, tmp_path)
-
-
-# name -> (how the folder came about, resume, step to save, tag that was newest before)
-def of_another_run(root: Path, keep_last: int) -> tuple:
-    Run(root, "never", keep_last).save(5, "a5").save(6, "a6")
-    return "never", 6, "a6"
-
-
-def of_a_branch(root: Path, keep_last: int) -> tuple:
-    Run(root, "never", 2).save(4, "a4").save(6, "a6")
-    return str(root / "step_00000004"), 6, "a6"
-
-
-def of_the_same_run(root: Path, keep_last: int) -> tuple:
-    Run(root, "never", keep_last).save(4, "a4").save(5, "a5").save(6, "a6")
-    return "auto", 7, "a6"
-
-
-def over_a_damaged_one(root: Path, keep_last: int) -> tuple:
-    Run(root, "never", 2).save(5, "a5").save(6, "a6")
-    spoil(root / "step_00000006")
-    return "auto", 6, "a5"
-
-
-def before_runs_had_names(root: Path, keep_last: int) -> tuple:
-    Run(root, "never", keep_last).save(5, "a5").save(6, "a6")
-    forget_runs(root)
-    return "auto", 7, "a6"
-
-
-class Killed(BaseException):
-    """What stands for SIGKILL: nobody catches it."""
-
-
-class Killer:
-    """Counts this process's changes of file names and raises before the one with number `at`."""
-
-    NAMES = ("rename", "replace", "unlink", "rmdir", "mkdir")
-
-    def __init__(self, at: int) -> None:
-        self.at, self.count, self.original = at, 0, {n: getattr(os, n) for n in self.NAMES}
-
-    def __enter__(self) -> Killer:
-        for name in self.NAMES:
-            setattr(os, name, self._counted(self.original[name]))
-        return self
-
-    def __exit__(self, *_) -> None:
-        for name, original in self.original.items():
-            setattr(os, name, original)
-
-    def _counted(self, original):
-        def counted(*args, **kwargs):
-            self.count += 1
-            if self.count >= self.at:  # nothing happens after it either
-                raise Killed
-            return original(*args, **kwargs)
-
-        return counted
-
-
-def killed_everywhere(world, folder: Path, keep_last: int) -> dict[str, int]:
-    """story -> number of places at which a save was cut off."""
-    places = {}
-    for story in (of_another_run, of_a_branch, of_the_same_run, over_a_damaged_one,
-                  before_runs_had_names):
-        before = folder / story.__name__
-        resume, step, previous = story(before, keep_last)
-        at = 0
-        while True:
-            at += 1
-            root = before.with_name(f"{story.__name__}_{at}")
-            shutil.copytree(before, root)
-            run = Run(root, resume.replace(str(before), str(root)), keep_last)
-            with Killer(at) as killer:
-                try:
-                    run.save(step, "new")
-                except (Killed, CheckpointError) as e:  # torch wraps what happens in its writer
-                    assert isinstance(e, Killed) or "Killed" in str(e)
-            found = sound_tags(root)
-            want = "new" if "new" in found.values() else previous
-            where = f"{story.__name__}, cut off at {at}: {found}"
-            assert want in found.values(), where
-            again = Run(root, "auto", keep_last)
-            assert again.start == want, f"{where}: resumed {again.start}"
-            again.save(step + 1, "next")  # over whatever is lying around
-            assert Run(root, "auto", keep_last).start == "next", where
-            after = sound_tags(root)
-            assert sum(not n.startswith("aside") for n in after) <= keep_last + (
-                resume not in ("auto", "never")), f"{where}: {after}"
-            assert {*live(root)} <= {*after}, f"{where}: {after}"
-            assert not [p for p in root.iterdir() if p.name.startswith(".")], where
-            shutil.rmtree(root)
-            if killer.count < at:
-                break
-        assert want == "new"
-        places[story.__name__] = at - 1
-    return places
-
-
-@pytest.mark.parametrize("keep_last", [1, 2])
-def test_a_kill_between_any_two_file_operations(tmp_path, keep_last):
-    (places,) = run_ranks(killed_everywhere, 1, tmp_path, keep_last)
-    # make the folder, take the place, point, and what the story needs: set aside or delete
-    assert min(places.values()) >= 4 and places["of_another_run"] >= 5, places
 
 
 def contents(folder: Path) -> dict[str, tuple]:

@@ -3,20 +3,27 @@ number of ranks, bit-equal losses; on another number the same global batches."""
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
+import shutil
 import signal
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from orchmllm.config import load_recipe
 from orchmllm.runtime.checkpoint import STAGES, CheckpointError
+from orchmllm.runtime.metrics import read_metrics
 from orchmllm.runtime.stop import Stopped
 from orchmllm.trainer import Trainer
+from tests.lib.commands import TINY
 from tests.lib.ranks import RankFailure, run_ranks
 from tests.lib.resume import find, flip, run_recipe, train_recorded
 from tests.lib.synthetic import SyntheticDataset
+from tests.lib.training import train
 
 pytestmark = pytest.mark.dist
 def killed(num_ranks: int, run, **how) -> None:
@@ -147,6 +154,8 @@ OTHER_RUNS = {
     "global_batch_size is 12": lambda r: replace(r, train=replace(r.train, global_batch_size=12)),
     "model.llm.num_layers is 3": lambda r: replace(
         r, model=replace(r.model, llm=replace(r.model.llm, num_layers=3))),
+    "fsdp.param_dtype is bfloat16": lambda r: replace(
+        r, fsdp=replace(r.fsdp, param_dtype="bfloat16")),
     "manifest.json": lambda r: replace(r, run=replace(r.run, resume="no/such/folder")),
 }
 
@@ -167,6 +176,43 @@ def test_another_run_is_refused(tmp_path):
     for said in run_ranks(refusals, 2, run_recipe(tmp_path, train={"num_steps": 2})):
         assert said.keys() == OTHER_RUNS.keys()
         assert all(text in message for text, message in said.items()), said
+
+
+def with_another_tokenizer(world, folder: Path, data: Path) -> str:
+    """What the runs print."""
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        runs_with_another_tokenizer(world, folder, data)
+    return out.getvalue()
+
+
+def runs_with_another_tokenizer(world, folder: Path, data: Path) -> None:
+    shutil.copytree(data, folder / "data")
+    run = load_recipe("recipes/demo.yaml", [
+        *TINY, f"data.path={folder / 'data'}", f"run.dir={folder / 'run'}", "train.num_steps=1"])
+    train(world, run)
+    template = folder / "data" / "chat_template.jinja"
+    template.write_text("{% for m in messages %}{{ m.role }}: {{ m.content }}<|im_end|>"
+                        "{% endfor %}")
+    more = replace(run, train=replace(run.train, num_steps=2))
+    with pytest.raises(ValueError, match="data.tokenizer gives other token ids"):
+        train(world, more)
+    (row,) = train(world, replace(more, run=replace(more.run, allow_data_change=True)))
+    assert row["step"] == 1
+    # Never means never, but what the folder's run logged is not mixed with the new one.
+    train(world, replace(run, run=replace(run.run, resume="never")))
+    logs = [[r["step"] for r in read_metrics(folder / "run" / name)]
+            for name in ("aside_1_metrics.jsonl", "metrics.jsonl")]
+    assert logs == [[0, 1], [0]]
+
+
+def test_another_tokenizer_and_a_fresh_start(tmp_path, demo_corpus):
+    (told,) = run_ranks(with_another_tokenizer, 1, tmp_path, demo_corpus)
+    for step in (1, 2):
+        folder = tmp_path / "run" / "checkpoints" / f"step_0000000{step}"
+        assert f"saved step {step}: {folder}\n" in told
+        assert f"checkpoint  {folder}; the same command goes on from it" in told
+    assert "metrics.jsonl of an earlier run is now" in told
+    assert "run.resume=auto goes on from it, the same command starts anew" in told
 
 
 def stopped(world, run, rank: int, step: int) -> tuple[str, int]:

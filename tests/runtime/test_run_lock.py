@@ -8,6 +8,7 @@ import re
 import socket
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -58,6 +59,37 @@ def test_a_dead_holder_does_not_block(tmp_path, holder):
     unlock()
     assert not list(run.iterdir())
     lock_folder(run)()  # and once more
+
+
+def test_the_lock_of_a_dead_host_is_taken_over(tmp_path, holder, capfd):
+    """A file server that keeps it looks like a holder that renews nothing. A holder that was only
+    away notices."""
+    run, path = tmp_path / "run", tmp_path / "run" / "run.lock"
+    path.write_text(json.dumps({"host": "gone", "pid": 7}))
+    for lock in (check_folder, lock_folder):
+        with pytest.raises(FolderInUse, match="process 7 on host gone"):
+            lock(run)
+    os.utime(path, (0, 0))
+    check_folder(run)
+    told = []
+    unlock = lock_folder(run, renew_s=0.05, lost=told.append)
+    assert "locked by host gone, which has not renewed" in capfd.readouterr().err
+    assert json.loads(path.read_text())["pid"] == os.getpid()
+    os.utime(path, (0, 0))
+    while not path.stat().st_mtime:  # until it is renewed
+        time.sleep(0.01)
+    path.unlink()
+    path.write_text("another's")
+    while not told:
+        time.sleep(0.01)
+    unlock()
+    assert "taken over" in told[0] and path.read_text() == "another's"
+
+
+def test_a_long_pause_on_this_host_is_no_death(tmp_path, holder):
+    os.utime(tmp_path / "run" / "run.lock", (0, 0))
+    with pytest.raises(FolderInUse):
+        lock_folder(tmp_path / "run")
 
 
 def test_a_worker_that_outlives_its_rank_does_not_block(tmp_path):

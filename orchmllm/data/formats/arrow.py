@@ -3,6 +3,7 @@ that images and audio stay encoded. No code of a dataset is run."""
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
@@ -77,13 +78,18 @@ def clean(value):
     return value
 
 
-def library():
-    """The `datasets` package, which only these formats need. Raises ValueError if it is missing."""
-    try:
-        import datasets
-    except ImportError as error:
+def check_installed() -> None:
+    """Raises ValueError if the `datasets` package, which only these formats need, is missing."""
+    if importlib.util.find_spec("datasets") is None:
         raise ValueError("parquet, arrow and Hugging Face datasets need the `datasets` package: "
-                         "pip install 'orchmllm[data]'") from error
+                         "pip install '.[data]' in the repository's folder")
+
+
+def library():
+    """The `datasets` package. Raises ValueError if it is missing."""
+    check_installed()
+    import datasets
+
     return datasets
 
 

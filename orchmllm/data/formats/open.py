@@ -13,11 +13,12 @@ import re
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
-from orchmllm.config import SourceConfig
+from orchmllm.config import DataConfig, SourceConfig
 from orchmllm.data.formats import arrow, llama_factory
 from orchmllm.data.formats.conversation import (
     ADAPTERS,
@@ -29,6 +30,7 @@ from orchmllm.data.formats.conversation import (
 from orchmllm.data.formats.rows import JoinedRows, JsonRows, RowStore, TranscriptRows, sizes
 from orchmllm.data.formats.tars import TarRows
 from orchmllm.data.media.medium import MediaRoot, RowError, refuse_kind
+from orchmllm.data.tokenizer import ChatTokenizer
 
 NUM_PEEKED = 20  # first rows that detection looks at: some of them may be broken
 JSON_SUFFIXES, ARROW_SUFFIXES = (".jsonl", ".json", ".ndjson"), (".parquet", ".arrow")
@@ -36,6 +38,7 @@ READABLE = (*JSON_SUFFIXES, *ARROW_SUFFIXES, ".tar")
 PACKED = {".gz": "gzip", ".zst": "zstd"}  # around JSON and tars
 DEFAULT_INDEX_DIR = "~/.cache/orchmllm/index"
 MAX_ROW_CHARS = 1 << 20  # of all turns: about 250,000 tokens
+Found = tuple[Callable[[], RowStore], str | None]  # what opens the rows, and their layout
 
 
 @dataclass
@@ -95,6 +98,17 @@ def beside(path: str) -> Path:
     return folder / "tokenizer.json"
 
 
+def sources_of(data: DataConfig) -> Sequence[SourceConfig]:
+    """The sources of a recipe."""
+    return data.sources or (SourceConfig(path=data.path),)
+
+
+def open_tokenizer(data: DataConfig) -> ChatTokenizer:
+    """The tokenizer of a recipe: the one that it names, or the one beside its (first) data. Raises
+    ValueError."""
+    return ChatTokenizer(data.tokenizer or beside(sources_of(data)[0].path))
+
+
 def digest(value: object) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
@@ -104,9 +118,22 @@ def open_source(config: SourceConfig, cache_dir: Path) -> DataSource:
     if not config.path:
         raise ValueError("data.sources: a source needs a path")
     try:
-        return _as_source(config, *_open_store(config, cache_dir))
+        opener, layout = _find_store(config, cache_dir)
+        return _as_source(config, opener(), layout)
     except (UnicodeDecodeError, RowError) as error:
         raise ValueError(f"{config.path}: {error}") from error
+
+
+def check_source(config: SourceConfig) -> None:
+    """Raises ValueError if a source's files, their package or its media_root are not there; opens
+    nothing."""
+    _find_store(config, Path())
+    _check_media_root(config)
+
+
+def _check_media_root(config: SourceConfig) -> None:
+    if config.media_root and not os.path.isdir(config.media_root):
+        raise ValueError(f"{config.path}: media_root {config.media_root!r} is not a folder")
 
 
 def stream_of(config: SourceConfig) -> DataSource | None:
@@ -121,8 +148,7 @@ def stream_of(config: SourceConfig) -> DataSource | None:
 
 def _as_source(config: SourceConfig, store: RowStore, layout: str | None) -> DataSource:
     root = os.path.realpath(config.media_root or store.root)
-    if config.media_root and not os.path.isdir(root):
-        raise ValueError(f"{config.path}: media_root {config.media_root!r} is not a folder")
+    _check_media_root(config)
     name = config.name or _short_name(config.path)
     if config.row_format not in ("auto", "librispeech"):
         layout = _chosen(config.row_format, store)
@@ -169,18 +195,20 @@ def _detected(store: RowStore, path: str) -> str:
                      f"{seen}; looked for{looked}\nrename the columns, or name the format")
 
 
-def _open_store(config: SourceConfig, cache_dir: Path) -> tuple[RowStore, str | None]:
-    """The rows, and the layout where the place tells it."""
+def _find_store(config: SourceConfig, cache_dir: Path) -> Found:
+    """What opens the rows, and the layout where the place tells it. Raises ValueError if files are
+    missing, or the package that reads them."""
     if config.path.startswith("hf:"):
-        return arrow.open_hub(config, cache_dir), None
+        arrow.check_installed()
+        return partial(arrow.open_hub, config, cache_dir), None
     path = Path(config.path)
     if path.is_dir():
-        return _open_folder(path, config, cache_dir)
+        return _find_in_folder(path, config, cache_dir)
     files = _expand(config.path)
     if not files:
         raise ValueError(f"{config.path}: no such file or folder; give a JSON, JSONL, parquet, "
                          "arrow or tar file, a pattern of them, a folder, or hf:org/name")
-    return _open_files(files, files[0].parent, config, cache_dir), None
+    return _opener(files, files[0].parent, config, cache_dir), None
 
 
 def _expand(pattern: str) -> list[Path]:
@@ -199,29 +227,29 @@ def _expand(pattern: str) -> list[Path]:
     return [Path(p) for p in sorted(glob.glob(pattern, recursive=True)) if os.path.isfile(p)]
 
 
-def _open_folder(
-    path: Path, config: SourceConfig, cache_dir: Path
-) -> tuple[RowStore, str | None]:
+def _find_in_folder(path: Path, config: SourceConfig, cache_dir: Path) -> Found:
     if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
-        return arrow.open_saved(path, config), None
+        arrow.check_installed()
+        return partial(arrow.open_saved, path, config), None
     listed = llama_factory.read(path)
     if listed:
         files, renamed, layout = listed.choose(config.subset)
-        return renamed(_open_files(files, path, config, cache_dir)), layout
+        opener = _opener(files, path, config, cache_dir)
+        return (lambda: renamed(opener())), layout
     metas = sorted(p for p in (*path.glob("*_meta.json"), *path.glob("*/*_meta.json")))
     if metas and config.row_format in ("auto", "air_bench"):
-        return _open_files(metas, path, config, cache_dir), "air_bench"
+        return _opener(metas, path, config, cache_dir), "air_bench"
     if next(path.rglob("*.trans.txt"), None) is not None:
-        return TranscriptRows(path, config.split), "asr"
+        return partial(TranscriptRows, path, config.split), "asr"
     if (path / "data.jsonl").is_file():
-        return _open_files([path / "data.jsonl"], path, config, cache_dir), None
+        return _opener([path / "data.jsonl"], path, config, cache_dir), None
     for suffixes in (ARROW_SUFFIXES, (".tar",), JSON_SUFFIXES):
         files = sorted(p for folder in (path, path / "data") for p in folder.glob("*")
                        if _suffix(p) in suffixes and p.name not in NOT_DATA)
         if config.split and len(files) > 1:
             files = [p for p in files if p.name.startswith(config.split)] or files
         if files:
-            return _open_files(files, path, config, cache_dir), None
+            return _opener(files, path, config, cache_dir), None
     raise ValueError(
         f"{path}: nothing to read; looked for a saved `datasets` folder (state.json), "
         "dataset_info.json (LLaMA-Factory), *_meta.json (AIR-Bench), *.trans.txt (LibriSpeech), "
@@ -237,9 +265,9 @@ NOT_DATA = {"tokenizer.json", "tokenizer_config.json", "dataset_infos.json", "da
             "config.json"}
 
 
-def _open_files(
+def _opener(
     files: Sequence[Path], root: Path, config: SourceConfig, cache_dir: Path
-) -> RowStore:
+) -> Callable[[], RowStore]:
     for path in files:
         refuse_kind(path.stem if path.suffix in PACKED else str(path))
         readable = READABLE if path.suffix not in PACKED else (*JSON_SUFFIXES, ".tar")
@@ -247,10 +275,18 @@ def _open_files(
             raise ValueError(f"{path}: {path.suffix or 'no suffix'} is not read; it must be one of "
                              f"{', '.join(READABLE)} (JSON and tars also as .gz or .zst; convert "
                              ".csv to .jsonl)")
-    suffix = _suffix(files[0])
-    if suffix in ARROW_SUFFIXES:
-        return arrow.open_files(files, root, cache_dir)
-    opened = TarRows if suffix == ".tar" else JsonRows
+    if _suffix(files[0]) in ARROW_SUFFIXES:
+        arrow.check_installed()
+        return partial(arrow.open_files, files, root, cache_dir)
+    if any(path.suffix in PACKED for path in files):
+        arrow.check_installed()  # pyarrow decompresses them
+    return partial(_open_files, files, root, config, cache_dir)
+
+
+def _open_files(
+    files: Sequence[Path], root: Path, config: SourceConfig, cache_dir: Path
+) -> RowStore:
+    opened = TarRows if _suffix(files[0]) == ".tar" else JsonRows
     cached = _array_cache(cache_dir)
     stores = []
     for path in files:

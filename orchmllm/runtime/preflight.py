@@ -1,0 +1,65 @@
+"""What a run needs of the machine that it starts on: files, packages, a folder, room on its disk.
+Checked without torch, before there are ranks."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Iterable
+from functools import partial
+from pathlib import Path
+
+from orchmllm.config import Recipe
+from orchmllm.data.formats.open import check_source, open_tokenizer, sources_of
+from orchmllm.data.tokenizer import ChatTokenizer
+from orchmllm.models.config import LLMConfig
+
+SPARE_BYTES = 64 << 20  # for logs and the state of a checkpoint
+
+
+def problems(checks: Iterable[Callable[[], object]]) -> list[str]:
+    """What each check says that raises ValueError, once."""
+    found = []
+    for check in checks:
+        try:
+            check()
+        except ValueError as e:
+            found.append(str(e))
+    return list(dict.fromkeys(found))
+
+
+def checks(recipe: Recipe, state_bytes: int) -> list[Callable[[], None]]:
+    """Checks that raise ValueError. state_bytes: size of a checkpoint of this recipe."""
+    return [partial(check_run_folder, recipe, state_bytes),
+            *(partial(check_source, source) for source in sources_of(recipe.data)),
+            lambda: check_vocabulary(open_tokenizer(recipe.data), recipe.model.llm)]
+
+
+def check_vocabulary(tokenizer: ChatTokenizer, llm: LLMConfig) -> None:
+    """Raises ValueError if the model has no row for some token."""
+    if tokenizer.vocab_size > llm.vocab_size:
+        raise ValueError(f"model.llm.vocab_size is {llm.vocab_size}, but the tokenizer has "
+                         f"{tokenizer.vocab_size} tokens: raise it")
+
+
+def check_run_folder(recipe: Recipe, state_bytes: int) -> None:
+    """Raises ValueError if run.dir cannot be written, or its disk has no room for the checkpoints
+    that will be there at the same time, those that are there already not counted."""
+    folder = Path(recipe.run.dir).absolute()
+    there = next(p for p in (folder, *folder.parents) if p.exists())
+    if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
+        raise ValueError(f"run.dir: {recipe.run.dir} cannot be written (see {there}); choose "
+                         "another folder")
+    keep = recipe.checkpoint
+    if keep.every_steps < 0:
+        return
+    saves = -(-recipe.train.num_steps // keep.every_steps) if keep.every_steps else 1
+    # One is written before the oldest goes.
+    most = min(saves, keep.keep_last + 1)
+    more = max(most - len(list(folder.glob("checkpoints/step_*"))), 1)
+    free, needed = shutil.disk_usage(there).free, more * state_bytes + SPARE_BYTES
+    if free < needed:
+        raise ValueError(
+            f"run.dir: {recipe.run.dir} has {free / 1e9:.1f} GB free, but {more} more checkpoint"
+            f"{'s' if more > 1 else ''} of {state_bytes / 1e9:.1f} GB need {needed / 1e9:.1f} GB: "
+            "choose another disk, or lower checkpoint.keep_last")

@@ -1,0 +1,80 @@
+"""What a run says at once, and how it ends when it is interrupted or its reader leaves while it
+starts. Moments are told by what the process does, not by time."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.lib.commands import ROOT, train_args
+
+pytestmark = pytest.mark.dist
+
+
+def start(data: Path, folder: Path, *overrides: str, options: tuple = ()) -> subprocess.Popen:
+    return subprocess.Popen(
+        [sys.executable, *options, *train_args(data, folder, *overrides)], cwd=ROOT,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def test_ranks_data_and_folder_are_said_before_torch_is_imported(tmp_path, demo_corpus):
+    code = ("import sys; sys.modules['torch'] = None; from orchmllm.train import main; "
+            "main(sys.argv[1:])")
+    out = subprocess.run(
+        [sys.executable, "-c", code, *train_args(demo_corpus, tmp_path / "run")[2:]], cwd=ROOT,
+        capture_output=True, text=True)
+    assert out.stdout == f"2 ranks; data {demo_corpus}; run folder {tmp_path / 'run'}\n", out.stderr
+    assert "torch" in out.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize("lines", [1, pytest.param(6, marks=pytest.mark.slow)])
+def test_a_reader_that_leaves_is_no_error(tmp_path, demo_corpus, lines):
+    """`| head -1`, while the launcher starts and while ranks train: these save before they go."""
+    process = start(demo_corpus, tmp_path / "run", "train.num_steps=40")
+    shown = [process.stdout.readline() for _ in range(lines)]
+    process.stdout.close()
+    assert process.stderr.read() == "" and process.wait() == 141, shown
+    if lines > 1:
+        assert shown[1].startswith(("no GPU found", "GPUs: ")) and "step" in shown[-1], shown
+        assert (tmp_path / "run" / "checkpoints" / "latest").is_file()
+
+
+def importing(process: subprocess.Popen) -> str:
+    """Until the process imports what takes long."""
+    for line in process.stderr:
+        if line.endswith("pydantic_core._pydantic_core\n"):
+            return "interrupted\n"
+    raise AssertionError("it ended")
+
+
+def before_torch(process: subprocess.Popen) -> str:
+    """Until the launcher is about to import torch."""
+    assert process.stdout.readline()
+    return "interrupted\n"
+
+
+def ranks_starting(process: subprocess.Popen) -> str:
+    while not psutil.Process(process.pid).children():
+        assert process.poll() is None
+        time.sleep(0.01)
+    return "interrupted (SIGINT): all ranks have ended\n"
+
+
+@pytest.mark.parametrize("until", [importing, before_torch, ranks_starting])
+def test_ctrl_c_while_it_starts_is_one_line(tmp_path, demo_corpus, until):
+    options = ("-X", "importtime") if until is importing else ()
+    process = start(demo_corpus, tmp_path / "run", options=options)
+    expected = until(process)
+    children = psutil.Process(process.pid).children(recursive=True)
+    os.kill(process.pid, signal.SIGINT)
+    stderr = process.communicate()[1]
+    said = [x for x in stderr.splitlines(True) if not x.startswith(("import time:", "SIGINT: "))]
+    assert "".join(said) == expected and process.returncode == 130
+    assert not psutil.wait_procs(children, timeout=60)[1]

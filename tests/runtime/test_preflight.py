@@ -1,0 +1,73 @@
+"""What must fail fails before there are ranks: --validate and every start name each problem and end
+with exit code 2, without torch."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from orchmllm.train import main
+from tests.lib.commands import ROOT, TINY
+
+DEMO = str(ROOT / "recipes" / "demo.yaml")
+# It would be a TypeError to import torch.
+NO_TORCH = ("import sys; sys.modules['torch'] = None; from orchmllm.train import main; "
+            "sys.exit(main(sys.argv[1:]))")
+PROBLEMS = {
+    "data.path=FOLDER/nowhere": "nowhere: no such file or folder",
+    "data.tokenizer=FOLDER/none.json": "none.json: no such tokenizer file",
+    "model.llm.vocab_size=20": "model.llm.vocab_size is 20, but the tokenizer has ",
+    "run.dir=FOLDER/file/run": "file/run cannot be written",
+    "model.llm.hidden_size=1048576": "GB free, but 1 more checkpoint of ",
+    "data.path=FOLDER/shard-{0..2}.tar": "shard-0.tar is missing",
+    "data.path=FOLDER/rows.parquet": "need the `datasets` package",
+    "run.tensorboard=true": "the package tensorboard is not installed",
+}
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch) -> Path:
+    """A file where no folder can be made, rows that cannot be read, packages that are missing."""
+    for name in ("file", "rows.parquet"):
+        (tmp_path / name).write_text("")
+    real = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: (
+        None if name in ("datasets", "tensorboard") else real(name, *a)))
+    return tmp_path
+
+
+def arguments(folder: Path, data: Path, change: str) -> list[str]:
+    return ["--recipe", DEMO, "--validate", f"data.path={data}", f"run.dir={folder / 'run'}", *TINY,
+            change.replace("FOLDER", str(folder))]
+
+
+@pytest.mark.parametrize("change", PROBLEMS)
+def test_validate_names_what_is_missing(folder, demo_corpus, change, capsys):
+    assert main(arguments(folder, demo_corpus, change)) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and PROBLEMS[change] in error, error
+    assert not (folder / "run").exists()
+
+
+def test_validate_is_silent_where_nothing_is(folder, demo_corpus, capsys):
+    assert main(arguments(folder, demo_corpus, "train.lr=1e-3")) == 0
+    assert "no problems" in capsys.readouterr().out and not (folder / "run").exists()
+
+
+@pytest.mark.parametrize("under", ["nothing", "torchrun"])
+def test_a_start_is_refused_without_torch(folder, under):
+    """All problems at once; also by a rank of another launcher, which has no folder to lock."""
+    env = {} if under == "nothing" else {
+        "RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+    out = subprocess.run(
+        [sys.executable, "-c", NO_TORCH, "--recipe", DEMO, f"run.dir={folder / 'file'}",
+         f"data.path={folder / 'nowhere'}"], capture_output=True, text=True, cwd=ROOT,
+        env={"PATH": "", "PYTHONPATH": str(ROOT), **env})
+    assert out.returncode == 2, out.stderr
+    assert "file cannot be written" in out.stderr and "nowhere: no such file" in out.stderr
+    assert "Traceback" not in out.stderr and out.stdout == ""
