@@ -30,6 +30,17 @@ View<i64> view(const Array& array, const char* name) {
   return {array.data(), static_cast<std::size_t>(array.size())};
 }
 
+[[noreturn]] void bad_entry(const char* name, std::size_t i, i64 value, const std::string& why) {
+  throw std::invalid_argument(std::string(name) + "[" + std::to_string(i) +
+                              "] = " + std::to_string(value) + why);
+}
+
+void check_size(const char* name, std::size_t size, std::size_t expected) {
+  if (size == expected) return;
+  throw std::invalid_argument(std::string(name) + " has " + std::to_string(size) +
+                              " entries, expected " + std::to_string(expected));
+}
+
 View<i64> weights(const Array& array, const char* name) {
   const View<i64> values = view(array, name);
   if (values.size > static_cast<std::size_t>(std::numeric_limits<orchmllm::i32>::max())) {
@@ -37,11 +48,8 @@ View<i64> weights(const Array& array, const char* name) {
   }
   i64 room = std::numeric_limits<i64>::max() / 2;
   for (std::size_t i = 0; i < values.size; ++i) {
-    if (values[i] < 0 || values[i] > room) {
-      throw std::invalid_argument(std::string(name) + "[" + std::to_string(i) + "] = " +
-                                  std::to_string(values[i]) +
-                                  (values[i] < 0 ? " is negative" : ": the sum overflows int64"));
-    }
+    if (values[i] < 0) bad_entry(name, i, values[i], " is negative");
+    if (values[i] > room) bad_entry(name, i, values[i], ": the sum overflows int64");
     room -= values[i];
   }
   return values;
@@ -55,16 +63,10 @@ void check_num_ranks(i64 num_ranks) {
 
 View<i64> homes(const Array& array, std::size_t size, i64 num_ranks) {
   const View<i64> values = view(array, "home");
-  if (values.size != size) {
-    throw std::invalid_argument("home has " + std::to_string(values.size) + " entries, expected " +
-                                std::to_string(size));
-  }
+  check_size("home", values.size, size);
   for (std::size_t i = 0; i < size; ++i) {
-    if (values[i] < 0 || values[i] >= num_ranks) {
-      throw std::invalid_argument("home[" + std::to_string(i) + "] = " +
-                                  std::to_string(values[i]) + " is not a rank of " +
-                                  std::to_string(num_ranks));
-    }
+    if (values[i] >= 0 && values[i] < num_ranks) continue;
+    bad_entry("home", i, values[i], " is not a rank of " + std::to_string(num_ranks));
   }
   return values;
 }
@@ -73,10 +75,7 @@ View<i64> homes(const Array& array, std::size_t size, i64 num_ranks) {
 View<i64> optional(const Array& array, const char* name, std::size_t size) {
   if (array.size() == 0) return {};
   const View<i64> values = weights(array, name);
-  if (values.size != size) {
-    throw std::invalid_argument(std::string(name) + " has " + std::to_string(values.size) +
-                                " entries, expected " + std::to_string(size));
-  }
+  check_size(name, values.size, size);
   return values;
 }
 
@@ -93,16 +92,11 @@ Array assign(const Array& weight, const Array& home, i64 num_ranks, const Fill& 
   return rank_of;
 }
 
-Array greedy(const Array& weight, const Array& home, i64 num_ranks) {
-  return assign(weight, home, num_ranks, [&](View<i64> w, View<i64> h, i64* out) {
-    orchmllm::greedy(w, h, num_ranks, out);
-  });
-}
-
-Array padded(const Array& weight, const Array& home, i64 num_ranks) {
-  return assign(weight, home, num_ranks, [&](View<i64> w, View<i64> h, i64* out) {
-    orchmllm::padded(w, h, num_ranks, out);
-  });
+using Policy = void (*)(View<i64>, View<i64>, i64, i64*);
+template <Policy policy>
+Array by(const Array& weight, const Array& home, i64 num_ranks) {
+  return assign(weight, home, num_ranks,
+                [&](View<i64> w, View<i64> h, i64* out) { policy(w, h, num_ranks, out); });
 }
 
 Array conv_transformer(const Array& weight, const Array& pad, const Array& home, i64 num_ranks) {
@@ -113,8 +107,9 @@ Array conv_transformer(const Array& weight, const Array& pad, const Array& home,
   });
 }
 
-Array least_move(const Array& weight, const Array& home, const Array& move_cost, i64 num_ranks,
-            i64 ranks_per_node, i64 cap) {
+// (rank_of (n,), the operations that it took).
+py::tuple least_move_counted(const Array& weight, const Array& home, const Array& move_cost,
+                             i64 num_ranks, i64 ranks_per_node, i64 cap) {
   if (ranks_per_node < 1) throw std::invalid_argument("ranks_per_node must be >= 1");
   if (cap < 0) throw std::invalid_argument("cap must be >= 0");
   orchmllm::LocalProblem problem;
@@ -123,11 +118,19 @@ Array least_move(const Array& weight, const Array& home, const Array& move_cost,
   problem.num_ranks = num_ranks;
   problem.ranks_per_node = std::min(ranks_per_node, num_ranks);
   problem.cap = cap;
-  return assign(weight, home, num_ranks, [&](View<i64> w, View<i64> h, i64* out) {
+  i64 operations = 0;
+  Array rank_of = assign(weight, home, num_ranks, [&](View<i64> w, View<i64> h, i64* out) {
     problem.weight = w;
     problem.home = h;
-    orchmllm::LocalSearch(problem, out).run();
+    operations = orchmllm::LocalSearch(problem, out).run();
   });
+  return py::make_tuple(rank_of, operations);
+}
+
+Array least_move(const Array& weight, const Array& home, const Array& move_cost, i64 num_ranks,
+                 i64 ranks_per_node, i64 cap) {
+  return least_move_counted(weight, home, move_cost, num_ranks, ranks_per_node, cap)[0]
+      .cast<Array>();
 }
 
 Array assign_microbatches(const Array& share, i64 num_microbatches) {
@@ -204,6 +207,14 @@ i64 lower_bound(const Array& weight, i64 num_ranks) {
 
 using Times = py::array_t<double, py::array::c_style>;
 
+void check_permutation(View<i64> values, const char* message) {
+  std::vector<bool> seen(values.size);
+  for (const i64 v : values) {
+    if (v < 0 || v >= static_cast<i64>(values.size) || seen[v]) throw std::invalid_argument(message);
+    seen[v] = true;
+  }
+}
+
 // Checks the shapes of a schedule and of its times, runs `use(pipeline)` without the GIL.
 // ops (p, 2 * S * l / p), duration (2 * S, l), comm (S - 1,), order (l,) a permutation.
 template <class Use>
@@ -216,18 +227,9 @@ void with_pipeline(const Array& ops, const Times& duration, const Times& comm, c
   if (!sound) throw std::invalid_argument("ops, duration and comm do not belong together");
   const i64 slots = duration.shape(1), stages = duration.shape(0) / 2;
   const View<i64> o = homes(order, static_cast<std::size_t>(slots), slots);
-  std::vector<bool> seen(static_cast<std::size_t>(std::max<i64>(slots, ops.size())));
-  for (const i64 m : o) seen[m] = true;
-  if (std::count(seen.begin(), seen.end(), true) != slots) {
-    throw std::invalid_argument("order is no permutation");
-  }
-  std::fill(seen.begin(), seen.end(), false);
-  for (const i64* code = ops.data(); code < ops.data() + ops.size(); ++code) {
-    if (*code >= 0 && *code < ops.size()) seen[*code] = true;
-  }
-  if (std::count(seen.begin(), seen.end(), true) != ops.size()) {
-    throw std::invalid_argument("ops must name every operation once");
-  }
+  check_permutation(o, "order is no permutation");
+  check_permutation({ops.data(), static_cast<std::size_t>(ops.size())},
+                    "ops must name every operation once");
   py::gil_scoped_release release;
   orchmllm::Pipeline pipeline(ops.data(), ops.shape(0), ops.shape(1), stages, slots,
                               duration.data(), comm.data());
@@ -280,11 +282,14 @@ PYBIND11_MODULE(_core, m) {
   m.doc() = "Balancing core of orchmllm; see orchmllm/plan/balance.py.";
   const auto weight = py::arg("weight").noconvert();
   const auto home = py::arg("home").noconvert();
-  m.def("greedy", &greedy, weight, home, py::arg("num_ranks"));
-  m.def("padded", &padded, weight, home, py::arg("num_ranks"));
+  m.def("greedy", &by<orchmllm::greedy>, weight, home, py::arg("num_ranks"));
+  m.def("padded", &by<orchmllm::padded>, weight, home, py::arg("num_ranks"));
   m.def("conv_transformer", &conv_transformer, weight, py::arg("pad").noconvert(), home, py::arg("num_ranks"));
-  m.def("least_move", &least_move, weight, home, py::arg("move_cost").noconvert(), py::arg("num_ranks"),
-        py::arg("ranks_per_node"), py::arg("cap"));
+  const auto move_cost = py::arg("move_cost").noconvert();
+  const py::arg num_ranks("num_ranks"), ranks_per_node("ranks_per_node"), cap("cap");
+  m.def("least_move", &least_move, weight, home, move_cost, num_ranks, ranks_per_node, cap);
+  m.def("least_move_counted", &least_move_counted, weight, home, move_cost, num_ranks,
+        ranks_per_node, cap);
   m.def("assign_microbatches", &assign_microbatches, py::arg("share").noconvert(),
         py::arg("num_microbatches"));
   m.def("group_by_rank", &group_by_rank, py::arg("rank_of").noconvert(), py::arg("num_ranks"));

@@ -24,19 +24,20 @@ class LocalSearch {
     if (p_.ranks_per_node == 1) p_.ranks_per_node = p_.num_ranks;  // every move is between nodes
   }
 
-  void run() {
+  // Returns the operations that it took.
+  i64 run() {
     std::copy(p_.home.begin(), p_.home.end(), best_);
     high_ = max_load(best_);
-    if (high_ <= p_.cap) return;
+    if (high_ <= p_.cap) return 0;
     order_ = order_ascending(p_.weight);
     const i64 bound = lower_bound_load(p_.weight, p_.num_ranks);
     // Of one attempt: the looser the cap, the fewer.
     const i64 unit = bound / 1000 + 1, loose = std::max(p_.cap, bound + bound / 1000);
     num_items_ = std::count_if(p_.weight.begin(), p_.weight.end(), [](i64 w) { return w > 0; });
-    const i128 most = std::min<i64>(40000000, 4000 * num_items_) + 100 * num_items_;
+    const i128 most = std::min<i64>(30000000, 4000 * num_items_) + 80 * num_items_;
     const i64 operations = static_cast<i64>(most * 2 * unit / (unit + loose - bound));
     std::copy(p_.home.begin(), p_.home.end(), trial_.begin());
-    tighten(loose, attempt(loose, operations, true));
+    if (!nearly_all_moves()) tighten(loose, attempt(loose, operations, true));
     if (high_ > loose) {
       start_from_greedy();
       tighten(loose, attempt(loose, operations / 4, false));
@@ -45,6 +46,7 @@ class LocalSearch {
       tighten(p_.cap, operations);
       if (high_ > p_.cap) start_from_greedy();
     }
+    return spent_;
   }
 
  private:
@@ -54,30 +56,50 @@ class LocalSearch {
     return *std::max_element(load.begin(), load.end());
   }
 
+  // Whether more than 15 of 16 parts of the load are too much for the nodes it is on: a `greedy`
+  // assignment moves no more than that.
+  bool nearly_all_moves() const {
+    const i64 width = p_.ranks_per_node;
+    std::vector<i128> node(at((p_.num_ranks + width - 1) / width));
+    i128 total = 0, over = 0;
+    for (std::size_t i = 0; i < p_.weight.size; ++i) {
+      node[at(p_.home[i] / width)] += p_.weight[i];
+      total += p_.weight[i];
+    }
+    for (const i128 load : node) over += std::max<i128>(0, load - static_cast<i128>(p_.cap) * width);
+    return 16 * over > 15 * total;
+  }
+
   // Goes on from trial_; returns the operations left.
   i64 attempt(i64 cap, i64 operations, bool from_home) {
     LocalProblem problem = p_;
     problem.cap = cap;
     Placement placement(problem, trial_.data(), operations - 4 * num_items_);
-    const auto all = [](i32) { return true; };
     if (placement.num_nodes > 1) {
       const i64 target = cap - free_room(placement);
       if (from_home) limit_moves(placement, target);
-      Trading(placement, order_, p_.ranks_per_node, target, all).even(0, placement.num_nodes);
+      Trading(placement, order_, p_.ranks_per_node, target, [](i32) { return true; })
+          .even(range(0, placement.num_nodes));
     }
-    placement.send_limit = Placement::kNoLimit;
-    Trading ranks(placement, order_, 1, cap, all);
-    const i64 kept = placement.budget.left / 4;  // for trades with any node
-    placement.budget.left -= kept;
-    bool done = true;
-    for (i64 node = 0; node < placement.num_nodes; ++node) {
-      done = ranks.even(placement.first_rank(node), placement.end_rank(node)) && done;
-    }
-    placement.receive_limit = Placement::kNoLimit;  // a fuller rank costs more than that
-    placement.budget.left += kept;
-    if (!done) ranks.even(0, p_.num_ranks);
+    if (placement.budget.left >= 0) even_ranks(placement);
     keep_if_lower();
+    spent_ += operations - placement.budget.left;
     return placement.budget.left;
+  }
+
+  // Inside each node, then between any ranks, then by dealing anew.
+  void even_ranks(Placement& s) const {
+    s.send_limit = Placement::kNoLimit;
+    Trading ranks(s, order_, 1, s.problem.cap, [](i32) { return true; });
+    const i64 kept = s.budget.left / 4;  // for trades with any node
+    s.budget.left -= kept;
+    bool done = true;
+    for (i64 node = 0; node < s.num_nodes; ++node) {
+      done = ranks.even(range(s.first_rank(node), s.end_rank(node))) && done;
+    }
+    s.receive_limit = Placement::kNoLimit;  // a fuller rank costs more than that
+    s.budget.left += kept;
+    if (!done && !ranks.even(range(0, p_.num_ranks))) ranks.deal();
   }
 
   // Of a rank, in the mean of its node, without which its ranks could not be evened out: half of
@@ -107,7 +129,8 @@ class LocalSearch {
     if (p_.move_cost.size == 0) return;
     const PriceLimit price(p_, surplus);
     const auto cheap = [&](i32 id) { return price.covers(id); };
-    Trading(s, order_, p_.ranks_per_node, target, cheap).even(0, s.num_nodes, Trading::kWhatFits);
+    Trading(s, order_, p_.ranks_per_node, target, cheap).even(range(0, s.num_nodes),
+                                                                 Trading::kWhatFits);
   }
 
   void keep_if_lower() {
@@ -123,7 +146,8 @@ class LocalSearch {
     const i64 fine = 1 + cap / 65536;  // nearer is not worth an attempt
     for (i64 next = cap, low = cap - 1; high_ > cap && high_ > next && operations > 0;) {
       std::copy(best_, best_ + trial_.size(), trial_.begin());
-      operations = attempt(next, operations, false);
+      const i64 part = operations / 4;  // one that does not end is not to use up all of them
+      operations -= part - attempt(next, part, false);
       if (high_ > next) low = next;
       next = high_ - low > fine ? low + (high_ - low) / 2 : high_;
     }
@@ -145,6 +169,7 @@ class LocalSearch {
   std::vector<i32> order_;
   std::vector<i64> trial_;
   i64 num_items_ = 0;  // of positive weight
+  i64 spent_ = 0;
   i64 high_ = std::numeric_limits<i64>::max();  // largest load of the best assignment so far
 };
 

@@ -10,26 +10,35 @@ struct Share {
   i64 volume, batch, place;
 };
 
-// The shares of all (batch, place) pairs that have any, the largest first.
-inline std::vector<Share> largest_shares(View<i64> place, View<i64> batch, View<i64> volume) {
+// The shares of all (batch, place) pairs that have any, by (batch, place).
+inline std::vector<Share> shares_of(View<i64> place, View<i64> batch, View<i64> volume) {
+  const i64 places = 1 + (place.size > 0 ? *std::max_element(place.begin(), place.end()) : 0);
+  std::vector<i64> pair(place.size);
+  for (std::size_t i = 0; i < place.size; ++i) pair[i] = batch[i] * places + place[i];
   std::vector<Share> shares;
-  shares.reserve(place.size);
-  for (std::size_t i = 0; i < place.size; ++i) shares.push_back({volume[i], batch[i], place[i]});
-  std::sort(shares.begin(), shares.end(), [](const Share& a, const Share& b) {
-    return a.batch != b.batch ? a.batch < b.batch : a.place < b.place;
-  });
-  std::size_t kept = 0;
-  for (const Share& share : shares) {
-    if (kept > 0 && shares[kept - 1].batch == share.batch && shares[kept - 1].place == share.place) {
-      shares[kept - 1].volume += share.volume;
+  i64 before = -1;
+  for (const i32 item : order_ascending({pair.data(), pair.size()})) {
+    const auto i = static_cast<std::size_t>(item);
+    if (pair[i] == before) {
+      shares.back().volume += volume[i];
     } else {
-      shares[kept++] = share;
+      shares.push_back({volume[i], batch[i], place[i]});
     }
+    before = pair[i];
   }
-  shares.resize(kept);
-  std::stable_sort(shares.begin(), shares.end(),
-                   [](const Share& a, const Share& b) { return a.volume > b.volume; });
   return shares;
+}
+
+// The same, the largest first.
+inline std::vector<Share> largest_shares(View<i64> place, View<i64> batch, View<i64> volume) {
+  const std::vector<Share> shares = shares_of(place, batch, volume);
+  std::vector<i64> held;
+  for (const Share& share : shares) held.push_back(share.volume);
+  std::vector<Share> sorted;
+  for (const i32 i : order_descending({held.data(), held.size()})) {
+    sorted.push_back(shares[static_cast<std::size_t>(i)]);
+  }
+  return sorted;
 }
 
 // rank_of_batch (num_ranks) for given nodes: each batch, the largest share first, next to the rank of

@@ -60,11 +60,7 @@ class NodewiseSearch {
              std::vector<std::size_t>& start) const {
     entries.clear();
     start.assign(d_ + 1, 0);
-    std::vector<Share> shares = largest_shares(other, key, t_.volume);
-    std::sort(shares.begin(), shares.end(), [](const Share& a, const Share& b) {
-      return a.batch != b.batch ? a.batch < b.batch : a.place < b.place;
-    });
-    for (const Share& s : shares) {
+    for (const Share& s : shares_of(other, key, t_.volume)) {
       if (s.volume == 0) continue;
       entries.push_back({s.place, s.volume});
       ++start[size(s.batch) + 1];

@@ -15,14 +15,14 @@ class Trade {
   template <class Rule>
   bool find_single(const List& a, const List& b, Window window, const Rule& allows,
                    Budget& budget) {
-    if (!budget.spend(b.size() + 8)) return false;
+    if (!budget.spend(b.size() + 16)) return false;
     std::size_t first = first_at_least(a, window.low), refused = 0;
     for (std::size_t j = 0; j <= b.size() && first < a.size(); ++j) {
       const Item& returned = j == 0 ? nothing_ : b[j - 1];
       while (first < a.size() && a[first].weight < window.low + returned.weight) ++first;
       for (std::size_t i = first; i < a.size() && a[i].weight <= window.high + returned.weight; ++i) {
         if (!allows(a[i], nothing_, returned, nothing_)) {
-          if (++refused == kRefusals) return false;
+          if (++refused == kRefusals || !budget.spend(8)) return false;
           continue;
         }
         out.assign(1, a[i]);
@@ -33,24 +33,12 @@ class Trade {
     return false;
   }
 
-  // The same with bundles of up to two items. Sums of `a` are listed by list_bundles(a) before.
+  // The same with bundles of up to two items, in the first of two windows that has any. Sums of `a`
+  // are listed by list_bundles(a) before.
   template <class Rule>
-  bool find_bundles(const List& a, const List& b, Window window, const Rule& allows,
+  bool find_bundles(const List& a, const List& b, Window first, Window second, const Rule& allows,
                     Budget& budget) {
-    if (!list(b, backs_, budget)) return false;
-    std::size_t i = 0;
-    for (const Bundle& returned : backs_) {
-      while (i < outs_.size() && outs_[i].weight < window.low + returned.weight) ++i;
-      if (i == outs_.size()) return false;
-      if (outs_[i].weight > window.high + returned.weight) continue;
-      const Bundle& sent = outs_[i];
-      if (allows(first(a, sent), second(a, sent), first(b, returned), second(b, returned))) {
-        out = items(a, sent);
-        back = items(b, returned);
-        return true;
-      }
-    }
-    return false;
+    return list(b, backs_, budget) && (match(a, b, first, allows) || match(a, b, second, allows));
   }
 
   // One heavy item of `a` against several of `b`, the heaviest that fit first.
@@ -81,7 +69,7 @@ class Trade {
     u32 first, second;  // indices; equal: one item, or none if the weight is 0
     bool operator<(const Bundle& other) const { return weight < other.weight; }
   };
-  static constexpr std::size_t kRefusals = 64;
+  static constexpr std::size_t kRefusals = 16;
   static constexpr std::size_t kItems = 24;  // that bundles are made of, evenly spaced
 
   // All bundles of up to two items, ascending. Two items of each weight are enough.
@@ -103,6 +91,23 @@ class Trade {
     }
     std::stable_sort(found.begin(), found.end());
     return true;
+  }
+
+  template <class Rule>
+  bool match(const List& a, const List& b, Window window, const Rule& allows) {
+    std::size_t i = 0;
+    for (const Bundle& returned : backs_) {
+      while (i < outs_.size() && outs_[i].weight < window.low + returned.weight) ++i;
+      if (i == outs_.size()) return false;
+      if (outs_[i].weight > window.high + returned.weight) continue;
+      const Bundle& sent = outs_[i];
+      if (allows(first(a, sent), second(a, sent), first(b, returned), second(b, returned))) {
+        out = items(a, sent);
+        back = items(b, returned);
+        return true;
+      }
+    }
+    return false;
   }
 
   const Item& first(const List& list, const Bundle& bundle) const {

@@ -7,6 +7,12 @@
 
 namespace orchmllm {
 
+inline std::vector<i64> range(i64 begin, i64 end) {
+  std::vector<i64> units(at(end - begin));
+  std::iota(units.begin(), units.end(), begin);
+  return units;
+}
+
 class Trading {
  public:
   // One item each way, bundles of two, with no exact end what fits, one heavy against several.
@@ -21,6 +27,7 @@ class Trading {
         width_(width),
         cap_(cap),
         load_(at((s_.problem.num_ranks + width - 1) / width)),
+        first_pass_(load_.size(), width > 1 ? 0 : 2),
         lists_(load_.size()) {
     const View<i64>& weight = s_.problem.weight;
     const std::size_t mean = weight.size / lists_.size();
@@ -32,37 +39,54 @@ class Trading {
     for (i64 r = 0; r < s_.problem.num_ranks; ++r) load_[at(r / width_)] += s_.load[at(r)];
   }
 
-  // Units [begin, end) trade until none is above its cap, the one furthest above first; one that
-  // nothing helps is passed over. False if there was one. Every trade lowers the sum of what is
-  // above the caps.
-  bool even(i64 begin, i64 end, How first_how = kSingle) {
+  // The units trade until none is above its cap, the one furthest above first; one that nothing
+  // helps is passed over. False if there was one. Every trade lowers the sum of what is above the
+  // caps.
+  bool even(const std::vector<i64>& units, How first_how = kSingle) {
+    if (!s_.budget.spend(64 * units.size())) return false;
     std::set<Excess> ranked;
     i128 slack = 0;
-    for (i64 u = begin; u < end; ++u) {
+    for (const i64 u : units) {
       ranked.emplace(excess(u), u);
       slack -= excess(u);
     }
     // What a unit that is filled up may stay short of its cap.
-    waste_ = static_cast<i64>(std::max<i128>(0, slack / (2 * (end - begin))));
-    bool done = true;
+    waste_ = static_cast<i64>(std::max<i128>(0, slack / (2 * static_cast<i64>(units.size()))));
+    std::size_t helpless = 0;
     while (!ranked.empty() && ranked.rbegin()->first > 0) {
+      if (!s_.budget.spend(64) || 8 * helpless > units.size() + 128) return false;
       const auto fullest = std::prev(ranked.end());
       const i64 a = fullest->second, b = relieve(a, ranked, first_how);
       ranked.erase(fullest);
       if (b == kNobody) {
-        done = false;
+        ++helpless;
         continue;
       }
       ranked.emplace(excess(a), a);
       ranked.emplace(excess(b), b);
     }
-    return done;
+    return helpless == 0;
+  }
+
+  // For a few ranks that nothing helped: each is dealt anew together with some of the emptiest, and
+  // then all trade again. False if one stays above the cap.
+  bool deal() {
+    const std::vector<i64> units = range(0, static_cast<i64>(load_.size()));
+    for (int round = 0; round < kRounds && s_.budget.spend(64 * units.size()); ++round) {
+      std::set<Excess> ranked;
+      for (const i64 u : units) ranked.emplace(excess(u), u);
+      const auto full = std::distance(ranked.upper_bound({0, kAll}), ranked.end());
+      if (8 * full > static_cast<i64>(units.size()) + 64) return false;
+      if (deal(ranked, std::size_t{4} << round % 3) || even(units)) return true;
+    }
+    return false;
   }
 
  private:
   using Excess = std::pair<i64, i64>;  // (load above the cap, unit)
   static constexpr i64 kNobody = -1;
-  static constexpr int kPartners = 16;
+  static constexpr i64 kAll = std::numeric_limits<i64>::max();
+  static constexpr int kPartners = 16, kRounds = 6, kDeals = 10;
 
   i64 excess(i64 unit) const {
     const i64 first = unit * width_, end = std::min(first + width_, s_.problem.num_ranks);
@@ -88,7 +112,66 @@ class Trading {
     return kNobody;
   }
 
+  bool deal(std::set<Excess>& ranked, std::size_t partners) {
+    bool done = true;
+    while (!ranked.empty() && ranked.rbegin()->first > 0) {
+      std::vector<i64> group{ranked.rbegin()->second};
+      i128 over = ranked.rbegin()->first;
+      ranked.erase(std::prev(ranked.end()));
+      while (group.size() <= partners && !ranked.empty() && ranked.begin()->first < 0) {
+        over += ranked.begin()->first;
+        group.push_back(ranked.begin()->second);
+        ranked.erase(ranked.begin());
+      }
+      if (s_.budget.left < 0) return false;
+      if (over > 0 || !deal(group)) {
+        done = false;  // and none of them is tried again
+        continue;
+      }
+      for (const i64 u : group) ranked.emplace(excess(u), u);
+    }
+    return done;
+  }
+
+  // All items of the ranks, in random orders to the least loaded, until trading them from there ends
+  // with none above its cap. If none of the orders does, nothing is changed.
+  bool deal(const std::vector<i64>& ranks) {
+    List items;
+    for (const i64 u : ranks) items.insert(items.end(), lists_[at(u)].begin(), lists_[at(u)].end());
+    std::sort(items.begin(), items.end(), lighter);
+    std::vector<i64> before, target(items.size());
+    std::vector<std::size_t> order(items.size());
+    for (const Item& item : items) before.push_back(s_.rank_of[item.id]);
+    std::iota(order.begin(), order.end(), std::size_t{0});
+    for (int k = 0; k < kDeals && s_.budget.spend(8 * items.size() * ranks.size()); ++k) {
+      for (std::size_t i = order.size(); i > 1; --i) {
+        random_ = random_ * 6364136223846793005u + 1442695040888963407u;
+        std::swap(order[i - 1], order[(random_ >> 33) % i]);
+      }
+      std::vector<Excess> load;
+      for (const i64 u : ranks) load.emplace_back(0, u);
+      for (const std::size_t i : order) {
+        Excess& least = *std::min_element(load.begin(), load.end());
+        least.first += items[i].weight;
+        target[i] = least.second;
+      }
+      place(items, ranks, target);
+      if (even(ranks)) return true;
+    }
+    place(items, ranks, before);
+    return false;
+  }
+
+  void place(const List& items, const std::vector<i64>& ranks, const std::vector<i64>& target) {
+    for (const i64 u : ranks) lists_[at(u)].clear();
+    for (std::size_t i = 0; i < items.size(); ++i) {
+      move(items[i], target[i]);
+      lists_[at(target[i])].push_back(items[i]);
+    }
+  }
+
   bool relieve(i64 a, i64 b, i64 need, i64 room, How how) {
+    if (!s_.budget.spend(32)) return false;
     const i64 amount = std::min(need, room);
     if (how == kWhatFits) return give(a, b, amount, 0);
     if (how == kSingle && amount > s_.typical) return give(a, b, amount, s_.typical);
@@ -102,8 +185,7 @@ class Trading {
     const bool found =
         how == kSingle   ? trade_.find_single(from, to, window, allows, s_.budget)
         : how == kHeavy ? trade_.find_heavy(from, to, half, s_.budget)
-                        : trade_.find_bundles(from, to, window, allows, s_.budget) ||
-                              trade_.find_bundles(from, to, half, allows, s_.budget);
+                        : trade_.find_bundles(from, to, window, half, allows, s_.budget);
     if (!found) return false;
     for (const Item& item : trade_.out) move(item, b);
     for (const Item& item : trade_.back) move(item, a);
@@ -118,7 +200,8 @@ class Trading {
   bool give(i64 a, i64 b, i64 amount, i64 enough) {
     const List& from = lists_[at(a)];
     given_.clear();
-    for (int pass = width_ > 1 ? 0 : 2; pass < 3; ++pass) {
+    for (int pass = first_pass_[at(a)]; pass < 3; ++pass) {
+      const std::size_t before = given_.size();
       std::size_t k = from.size();
       for (; k > 0 && amount > enough; --k) {
         const Item& item = from[k - 1];
@@ -132,6 +215,10 @@ class Trading {
         if (enough == 0) amount = 0;
       }
       s_.budget.spend(4 * (from.size() - k));
+      // Where all that may go is gone, the list is not searched for it again.
+      if (given_.size() == before && pass == first_pass_[at(a)] && enough > 0 && pass < 2) {
+        ++first_pass_[at(a)];
+      }
     }
     if (given_.empty()) return false;
     std::sort(given_.begin(), given_.end(), lighter);
@@ -170,8 +257,10 @@ class Trading {
 
   Placement& s_;
   i64 width_, cap_, waste_ = 0;
+  u64 random_ = 0;
   Trade trade_;
   std::vector<i64> load_;  // per unit
+  std::vector<int> first_pass_;  // of give()
   std::vector<List> lists_;
   List given_;
 };

@@ -16,6 +16,7 @@ from tests.twins.core import greedy, lower_bound, near_home
 NO_LIMIT = 2**63 - 1
 PARTNERS = 16
 BUNDLED = 24  # items of a unit that bundles are made of
+REFUSALS, ROUNDS, DEALS = 16, 6, 10
 SINGLE, BUNDLES, WHAT_FITS, HEAVY = range(4)
 Item = tuple[int, int]  # (weight, id)
 
@@ -87,6 +88,8 @@ class Trading:
     def __init__(self, s: Placement, width: int, cap: int,
                  takes_part: Callable[[int], bool] = lambda _: True):
         self.s, self.width, self.cap, self.takes_part = s, width, cap, takes_part
+        self.first_pass = [0 if width > 1 else 2] * -(-s.num_ranks // width)  # of give(), by unit
+        self.random = 0
 
     def ranks(self, unit: int) -> range:
         return range(unit * self.width, min(self.s.num_ranks, (unit + 1) * self.width))
@@ -99,8 +102,11 @@ class Trading:
         load = sum(self.s.load[rank] for rank in self.ranks(unit))
         return max(load - self.cap * len(self.ranks(unit)), -self.s.total)
 
-    def even(self, units: range, ways: Sequence[int] = (SINGLE, BUNDLES, WHAT_FITS, HEAVY)) -> bool:
+    def even(self, units: Sequence[int],
+             ways: Sequence[int] = (SINGLE, BUNDLES, WHAT_FITS, HEAVY)) -> bool:
         """The fullest trades first; False if nothing helped one."""
+        if not self.s.spend(64 * len(units)):
+            return False
         slack = -sum(self.excess(u) for u in units)
         self.waste = max(0, slack // (2 * len(units)))
         helpless: set[int] = set()
@@ -108,8 +114,60 @@ class Trading:
             ranked = sorted((self.excess(u), u) for u in units if u not in helpless)
             if not ranked or ranked[-1][0] <= 0:
                 return not helpless
+            if not self.s.spend(64) or 8 * len(helpless) > len(units) + 128:
+                return False
             if not self.relieve(ranked, ways):
                 helpless.add(ranked[-1][1])
+
+    def deal(self) -> bool:
+        """Ranks above the cap are dealt anew with some of the emptiest; then all trade again."""
+        units = range(self.s.num_ranks)
+        for k in range(ROUNDS):
+            if not self.s.spend(64 * len(units)):
+                return False
+            ranked = sorted((self.excess(u), u) for u in units)
+            if 8 * sum(excess > 0 for excess, _ in ranked) > len(units) + 64:
+                return False
+            if self.deal_groups(ranked, 4 << k % 3) or self.even(units):
+                return True
+        return False
+
+    def deal_groups(self, ranked: list[tuple[int, int]], partners: int) -> bool:
+        done = True
+        while ranked and ranked[-1][0] > 0:
+            group = [ranked.pop()]
+            while len(group) <= partners and ranked and ranked[0][0] < 0:
+                group.append(ranked.pop(0))
+            if self.s.operations < 0:
+                return False
+            ranks = [u for _, u in group]
+            if sum(excess for excess, _ in group) > 0 or not self.deal_group(ranks):
+                done = False
+                continue
+            ranked = sorted(ranked + [(self.excess(u), u) for u in ranks])
+        return done
+
+    def deal_group(self, ranks: list[int]) -> bool:
+        items = sorted(item for u in ranks for item in self.items(u))
+        before = [self.s.rank_of[i] for _, i in items]
+        order = list(range(len(items)))
+        for _ in range(DEALS):
+            if not self.s.spend(8 * len(items) * len(ranks)):
+                break
+            for k in range(len(order), 1, -1):
+                self.random = (self.random * 6364136223846793005 + 1442695040888963407) % 2**64
+                other = (self.random >> 33) % k
+                order[k - 1], order[other] = order[other], order[k - 1]
+            load = dict.fromkeys(ranks, 0)
+            for k in order:
+                least = min(ranks, key=lambda u: (load[u], u))
+                load[least] += items[k][0]
+                self.s.move(items[k], least)
+            if self.even(ranks):
+                return True
+        for item, rank in zip(items, before, strict=True):
+            self.s.move(item, rank)
+        return False
 
     def relieve(self, ranked: list[tuple[int, int]], ways: Sequence[int]) -> bool:
         need, a = ranked[-1]
@@ -123,6 +181,8 @@ class Trading:
         return False
 
     def trade(self, a: int, b: int, need: int, room: int, way: int, outs: list) -> bool:
+        if not self.s.spend(32):
+            return False
         amount = min(need, room)
         if way == WHAT_FITS:
             return self.give(a, b, amount, 0)
@@ -131,16 +191,15 @@ class Trading:
         low = need if need <= room else max(1, room - self.waste)
         mine, theirs = self.items(a), self.items(b)
         if way == SINGLE:
-            found = (self.s.spend(len(theirs) + 8)
+            found = (self.s.spend(len(theirs) + 16)
                      and self.match([(i,) for i in mine], [()] + [(i,) for i in theirs], low, room,
-                                    a, b, refusals=64))
+                                    a, b, refusals=REFUSALS))
         elif way == HEAVY:
             found = self.heavy(mine, theirs, 1 + amount // 2, room)
         else:
-            found = None
-            for lowest in (low, 1 + amount // 2):
-                backs = None if found else self.bundles(theirs)
-                found = found or self.match(outs, backs or [], lowest, room, a, b, refusals=0)
+            backs = self.bundles(theirs) or []
+            found = (self.match(outs, backs, low, room, a, b, refusals=0)
+                     or self.match(outs, backs, 1 + amount // 2, room, a, b, refusals=0))
         if not found:
             return False
         for unit, items in ((b, found[0]), (a, found[1])):
@@ -163,7 +222,7 @@ class Trading:
                     refused += 1
                     if refusals == 0:
                         break
-                    if refused == refusals:
+                    if refused == refusals or not self.s.spend(8):
                         return None
         return None
 
@@ -204,8 +263,8 @@ class Trading:
         """The heaviest that fit, until `enough` or less is missing; with 0 one item."""
         s, mine, theirs = self.s, self.items(a), self.items(b)
         given: list[Item] = []
-        for care in (0, 1, 2) if self.width > 1 else (2,):
-            scanned = 0
+        for care in range(self.first_pass[a], 3):
+            scanned, had = 0, len(given)
             for item in reversed(mine):
                 if amount <= enough:
                     break
@@ -218,6 +277,8 @@ class Trading:
                     given.append(item)
                     amount = amount - item[0] if enough else 0
             s.spend(4 * scanned)
+            if len(given) == had and care == self.first_pass[a] and enough > 0 and care < 2:
+                self.first_pass[a] += 1
         if given:
             self.pass_on(sorted(given), mine, theirs)
         return bool(given)
@@ -263,7 +324,7 @@ class Search:
         self.num_ranks, self.cap = num_ranks, cap
         self.width = num_ranks if ranks_per_node == 1 else min(ranks_per_node, num_ranks)
         self.num_nodes = -(-num_ranks // self.width)
-        self.best, self.high = self.home, self.max_load(self.home)
+        self.best, self.high, self.spent = self.home, self.max_load(self.home), 0
 
     def run(self) -> list[int]:
         if self.high <= self.cap:
@@ -271,9 +332,10 @@ class Search:
         n = sum(w > 0 for w in self.weight)
         bound = lower_bound(np.array(self.weight), self.num_ranks)
         unit, loose = bound // 1000 + 1, max(self.cap, bound + bound // 1000)
-        most = min(40000000, 4000 * n) + 100 * n
+        most = min(30000000, 4000 * n) + 80 * n
         operations = most * 2 * unit // (unit + loose - bound)
-        self.tighten(loose, self.attempt(list(self.home), loose, operations, from_home=True))
+        if not self.nearly_all_moves():
+            self.tighten(loose, self.attempt(list(self.home), loose, operations, from_home=True))
         if self.high > loose:
             start = self.start_from_greedy()
             self.tighten(loose, self.attempt(start, loose, operations // 4))
@@ -288,6 +350,13 @@ class Search:
         for weight, rank in zip(self.weight, rank_of, strict=True):
             load[rank] += weight
         return max(load)
+
+    def nearly_all_moves(self) -> bool:
+        nodes = [0] * self.num_nodes
+        for weight, home in zip(self.weight, self.home, strict=True):
+            nodes[home // self.width] += weight
+        over = sum(max(0, load - self.cap * self.width) for load in nodes)
+        return 16 * over > 15 * sum(nodes)
 
     def keep_if_lower(self, rank_of: list[int]) -> None:
         if self.max_load(rank_of) < self.high:
@@ -304,18 +373,22 @@ class Search:
             if from_home:
                 self.limit_moves(s, target)
             Trading(s, self.width, target).even(nodes)
+        if s.operations >= 0:
+            self.even_ranks(s)
+        self.keep_if_lower(s.rank_of)
+        self.spent += operations - s.operations
+        return s.operations
+
+    def even_ranks(self, s: Placement) -> None:
         s.send_limit = NO_LIMIT
-        ranks = Trading(s, 1, cap)
-        kept = abs(s.operations) // 4 * (1 if s.operations > 0 else -1)
+        ranks, kept = Trading(s, 1, s.cap), s.operations // 4
         s.operations -= kept
         done = [ranks.even(range(k * self.width, min(self.num_ranks, (k + 1) * self.width)))
-                for k in nodes]
+                for k in range(self.num_nodes)]
         s.receive_limit = NO_LIMIT
         s.operations += kept
-        if not all(done):
-            ranks.even(range(self.num_ranks))
-        self.keep_if_lower(s.rank_of)
-        return s.operations
+        if not all(done) and not ranks.even(range(self.num_ranks)):
+            ranks.deal()
 
     def limit_moves(self, s: Placement, target: int) -> None:
         """To an even share of the largest surplus; what is cheap to move goes at once."""
@@ -340,7 +413,8 @@ class Search:
     def tighten(self, cap: int, operations: int) -> None:
         low, following, fine = cap - 1, cap, 1 + cap // 65536
         while self.high > cap and self.high > following and operations > 0:
-            operations = self.attempt(list(self.best), following, operations)
+            part = operations // 4
+            operations -= part - self.attempt(list(self.best), following, part)
             if self.high > following:
                 low = following
             following = (low + (self.high - low) // 2 if self.high - low > fine else self.high)
@@ -355,9 +429,11 @@ class Search:
         return start
 
 
-def least_move(
+def least_move_counted(
     weight: np.ndarray, home: np.ndarray, move_cost: np.ndarray, num_ranks: int,
     ranks_per_node: int, cap: int,
-) -> np.ndarray:
-    """rank_of (n,) with loads at or near the cap and little movement; move_cost may be empty."""
-    return np.array(Search(weight, home, move_cost, num_ranks, ranks_per_node, cap).run(), np.int64)
+) -> tuple[np.ndarray, int]:
+    """(rank_of (n,) with loads at or near the cap and little movement, the operations that it
+    took); move_cost may be empty."""
+    search = Search(weight, home, move_cost, num_ranks, ranks_per_node, cap)
+    return np.array(search.run(), np.int64), search.spent
