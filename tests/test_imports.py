@@ -37,8 +37,8 @@ ALLOWED = {
     "trainer": ("launch", "plan", "comm", "models", "config", "data", "runtime", "hf", "sharding",
                 "estimate"),
     "train": ("launch", "comm", "config", "runtime", "hf", "sharding", "estimate", "trainer"),
-    "cli": ("launch", "plan", "models", "config", "data", "runtime", "hf", "estimate", "simulate",
-            "planner", "report", "trainer", "train"),
+    "cli": ("launch", "plan", "batch", "models", "config", "data", "runtime", "hf", "estimate",
+            "simulate", "planner", "report", "trainer", "train"),
     "__main__": ("cli",),
     "__init__": ("plan", "comm", "dropin"),
 }

@@ -23,7 +23,8 @@ from typing import NamedTuple
 import numpy as np
 
 from orchmllm.data.formats.conversation import media_of
-from orchmllm.data.formats.open import DataSource, digest, open_source
+from orchmllm.data.formats.copies import digest
+from orchmllm.data.formats.open import DataSource, open_source
 from orchmllm.data.formats.rows import sizes
 from orchmllm.data.lengths import LengthReader, MeasuredExample
 from orchmllm.data.media.medium import MediaError

@@ -6,17 +6,12 @@ Flow: path -> row store (how rows are kept) -> first rows -> layout (what they s
 from __future__ import annotations
 
 import glob
-import hashlib
-import json
 import os
 import re
-import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-
-import numpy as np
 
 from orchmllm.config import DataConfig, SourceConfig
 from orchmllm.data.formats import arrow, llama_factory
@@ -27,7 +22,8 @@ from orchmllm.data.formats.conversation import (
     Conversation,
     detect,
 )
-from orchmllm.data.formats.rows import JoinedRows, JsonRows, RowStore, TranscriptRows, sizes
+from orchmllm.data.formats.copies import PACKED, array_cache, suffix_of, unpacked
+from orchmllm.data.formats.rows import JoinedRows, JsonRows, RowStore, TranscriptRows
 from orchmllm.data.formats.tars import TarRows
 from orchmllm.data.media.medium import MediaRoot, RowError, refuse_kind
 from orchmllm.data.tokenizer import ChatTokenizer
@@ -35,7 +31,6 @@ from orchmllm.data.tokenizer import ChatTokenizer
 NUM_PEEKED = 20  # first rows that detection looks at: some of them may be broken
 JSON_SUFFIXES, ARROW_SUFFIXES = (".jsonl", ".json", ".ndjson"), (".parquet", ".arrow")
 READABLE = (*JSON_SUFFIXES, *ARROW_SUFFIXES, ".tar")
-PACKED = {".gz": "gzip", ".zst": "zstd"}  # around JSON and tars
 DEFAULT_INDEX_DIR = "~/.cache/orchmllm/index"
 MAX_ROW_CHARS = 1 << 20  # of all turns: about 250,000 tokens
 Found = tuple[Callable[[], RowStore], str | None]  # what opens the rows, and their layout
@@ -107,10 +102,6 @@ def open_tokenizer(data: DataConfig) -> ChatTokenizer:
     """The tokenizer of a recipe: the one that it names, or the one beside its (first) data. Raises
     ValueError."""
     return ChatTokenizer(data.tokenizer or beside(sources_of(data)[0].path))
-
-
-def digest(value: object) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
 def open_source(config: SourceConfig, cache_dir: Path) -> DataSource:
@@ -245,7 +236,7 @@ def _find_in_folder(path: Path, config: SourceConfig, cache_dir: Path) -> Found:
         return _opener([path / "data.jsonl"], path, config, cache_dir), None
     for suffixes in (ARROW_SUFFIXES, (".tar",), JSON_SUFFIXES):
         files = sorted(p for folder in (path, path / "data") for p in folder.glob("*")
-                       if _suffix(p) in suffixes and p.name not in NOT_DATA)
+                       if suffix_of(p) in suffixes and p.name not in NOT_DATA)
         if config.split and len(files) > 1:
             files = [p for p in files if p.name.startswith(config.split)] or files
         if files:
@@ -254,11 +245,6 @@ def _find_in_folder(path: Path, config: SourceConfig, cache_dir: Path) -> Found:
         f"{path}: nothing to read; looked for a saved `datasets` folder (state.json), "
         "dataset_info.json (LLaMA-Factory), *_meta.json (AIR-Bench), *.trans.txt (LibriSpeech), "
         "data.jsonl, *.parquet, *.arrow, *.tar, *.json and *.jsonl, and those as .gz or .zst")
-
-
-def _suffix(path: Path) -> str:
-    """Without that of a compression."""
-    return Path(path.stem).suffix if path.suffix in PACKED else path.suffix
 
 
 NOT_DATA = {"tokenizer.json", "tokenizer_config.json", "dataset_infos.json", "dataset_info.json",
@@ -271,11 +257,11 @@ def _opener(
     for path in files:
         refuse_kind(path.stem if path.suffix in PACKED else str(path))
         readable = READABLE if path.suffix not in PACKED else (*JSON_SUFFIXES, ".tar")
-        if _suffix(path) not in readable:
+        if suffix_of(path) not in readable:
             raise ValueError(f"{path}: {path.suffix or 'no suffix'} is not read; it must be one of "
                              f"{', '.join(READABLE)} (JSON and tars also as .gz or .zst; convert "
                              ".csv to .jsonl)")
-    if _suffix(files[0]) in ARROW_SUFFIXES:
+    if suffix_of(files[0]) in ARROW_SUFFIXES:
         arrow.check_installed()
         return partial(arrow.open_files, files, root, cache_dir)
     if any(path.suffix in PACKED for path in files):
@@ -286,56 +272,10 @@ def _opener(
 def _open_files(
     files: Sequence[Path], root: Path, config: SourceConfig, cache_dir: Path
 ) -> RowStore:
-    opened = TarRows if _suffix(files[0]) == ".tar" else JsonRows
-    cached = _array_cache(cache_dir)
+    opened = TarRows if suffix_of(files[0]) == ".tar" else JsonRows
+    cached = array_cache(cache_dir)
     stores = []
     for path in files:
         stores.append(opened(unpacked(path, cache_dir), config.max_row_bytes, cached))
         stores[-1].path, stores[-1].files, stores[-1].root = path, [path], path.parent
     return stores[0] if len(stores) == 1 and root == stores[0].root else JoinedRows(stores, root)
-
-
-def unpacked(path: Path, cache_dir: Path) -> Path:
-    """`path`, or a copy of a compressed file below cache_dir in which rows can be found by their
-    position. Raises ValueError."""
-    if path.suffix not in PACKED:
-        return path
-    import pyarrow
-
-    copy = cache_dir / f"unpacked-{digest(list(sizes([path])))}{_suffix(path)}"
-    if not copy.is_file():
-        cache_dir.mkdir(parents=True, exist_ok=True)
-        part = copy.with_suffix(f".{os.getpid()}.part")
-        try:
-            with pyarrow.input_stream(str(path), compression=PACKED[path.suffix]) as packed:
-                with part.open("wb") as plain:
-                    shutil.copyfileobj(packed, plain, 8 << 20)
-            part.replace(copy)  # several ranks may write the same
-        except OSError as error:
-            raise ValueError(f"{path}: not a whole {PACKED[path.suffix]} file, or no room for its "
-                             f"{copy} ({error})") from error
-        finally:
-            part.unlink(missing_ok=True)
-    return copy
-
-
-def _array_cache(cache_dir: Path) -> Callable:
-    """cached(kind, files, build): build()'s tuple of arrays, kept under the files' sizes and
-    times where building took long enough to matter."""
-
-    def cached(kind: str, files: Sequence[Path], build: Callable) -> tuple[np.ndarray, ...]:
-        small = sum(os.path.getsize(f) for f in files) < 4 << 20
-        if small:
-            return build()
-        base = cache_dir / f"{kind}-{digest(list(sizes(files)))}"
-        paths = [base.with_suffix(f".{k}.npy") for k in range(2)]
-        if not all(p.is_file() for p in paths):
-            cache_dir.mkdir(parents=True, exist_ok=True)
-            for path, array in zip(paths, build(), strict=True):
-                part = path.with_suffix(f".{os.getpid()}.part")
-                with part.open("wb") as f:
-                    np.save(f, array, allow_pickle=False)
-                part.replace(path)  # several ranks may write the same
-        return tuple(np.load(p, mmap_mode="r", allow_pickle=False) for p in paths)
-
-    return cached

@@ -1,0 +1,72 @@
+"""What is kept of data files in the index folder: scans of large ones, and plain copies of
+compressed ones."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from orchmllm.data.formats.rows import sizes
+
+PACKED = {".gz": "gzip", ".zst": "zstd"}  # around JSON and tars
+
+
+def digest(value: object) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+def suffix_of(path: Path) -> str:
+    """Without that of a compression."""
+    return Path(path.stem).suffix if path.suffix in PACKED else path.suffix
+
+
+def unpacked(path: Path, cache_dir: Path) -> Path:
+    """`path`, or a copy of a compressed file below cache_dir in which rows can be found by their
+    position. Raises ValueError."""
+    if path.suffix not in PACKED:
+        return path
+    import pyarrow
+
+    copy = cache_dir / f"unpacked-{digest(list(sizes([path])))}{suffix_of(path)}"
+    if not copy.is_file():
+        cache_dir.mkdir(parents=True, exist_ok=True)
+        part = copy.with_suffix(f".{os.getpid()}.part")
+        try:
+            with pyarrow.input_stream(str(path), compression=PACKED[path.suffix]) as packed:
+                with part.open("wb") as plain:
+                    shutil.copyfileobj(packed, plain, 8 << 20)
+            part.replace(copy)  # several ranks may write the same
+        except OSError as error:
+            raise ValueError(f"{path}: not a whole {PACKED[path.suffix]} file, or no room for its "
+                             f"{copy} ({error})") from error
+        finally:
+            part.unlink(missing_ok=True)
+    return copy
+
+
+def array_cache(cache_dir: Path) -> Callable:
+    """cached(kind, files, build): build()'s tuple of arrays, kept under the files' sizes and
+    times where building took long enough to matter."""
+
+    def cached(kind: str, files: Sequence[Path], build: Callable) -> tuple[np.ndarray, ...]:
+        small = sum(os.path.getsize(f) for f in files) < 4 << 20
+        if small:
+            return build()
+        base = cache_dir / f"{kind}-{digest(list(sizes(files)))}"
+        paths = [base.with_suffix(f".{k}.npy") for k in range(2)]
+        if not all(p.is_file() for p in paths):
+            cache_dir.mkdir(parents=True, exist_ok=True)
+            for path, array in zip(paths, build(), strict=True):
+                part = path.with_suffix(f".{os.getpid()}.part")
+                with part.open("wb") as f:
+                    np.save(f, array, allow_pickle=False)
+                part.replace(path)  # several ranks may write the same
+        return tuple(np.load(p, mmap_mode="r", allow_pickle=False) for p in paths)
+
+    return cached
