@@ -11,8 +11,8 @@ from orchmllm import BalancedDataLoader, CostModel, Phase, Segment
 from orchmllm.config import TrainConfig
 from orchmllm.plan.step import BalanceConfig
 from orchmllm.trainer import Trainer
+from tests.lib import pictures
 from tests.lib.dropin import Texts, collate, length_of, token_count
-from tests.lib.examples import load
 from tests.lib.ranks import run_ranks
 from tests.lib.synthetic import SHALLOW, SyntheticDataset, recipe
 
@@ -71,42 +71,35 @@ class Listed:
 
 
 def with_pictures(world, collate_images, segments, wrap=lambda example: example) -> tuple:
-    e = load("qwen2_vl")
-
-    class Pictures(e.Pictures):
+    class Pictures(pictures.Pictures):
         def __getitem__(self, i: int):
             return wrap(super().__getitem__(i))
 
     return outcome(BalancedDataLoader(
-        Pictures(24), 4, collate_fn=e.collate, length_fn=segments, policy="greedy",
+        Pictures(24), 4, collate_fn=pictures.collate, length_fn=segments, policy="greedy",
         phases={"vision": Phase(CostModel(1000, 0), "images", collate_images)},
         timeout_s=TIMEOUT_S))
 
 
 def failing_phase(world) -> tuple:
-    e = load("qwen2_vl")
-
     def failing(images: list[dict]):
         if world.rank == BAD:
             raise KeyError("of Phase.collate")
-        return e.collate_images(images)
+        return pictures.collate_images(images)
 
-    return with_pictures(world, failing, e.segments)
+    return with_pictures(world, failing, pictures.segments)
 
 
 def wrong_segments(world) -> tuple:
-    e = load("qwen2_vl")
-
     def wrong(example: dict) -> list[Segment]:
-        segments = e.segments(example)
+        segments = pictures.segments(example)
         return segments[:-1] if world.rank == BAD and len(segments) > 1 else segments
 
-    return with_pictures(world, e.collate_images, wrong)
+    return with_pictures(world, pictures.collate_images, wrong)
 
 
 def no_dict(world) -> tuple:
-    e = load("qwen2_vl")
-    return with_pictures(world, e.collate_images, e.segments,
+    return with_pictures(world, pictures.collate_images, pictures.segments,
                          wrap=Listed if world.rank == BAD else dict)
 
 

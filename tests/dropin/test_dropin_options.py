@@ -16,8 +16,8 @@ from orchmllm import (
     check_equivalence,
     exchange_rows,
 )
+from tests.lib import pictures
 from tests.lib.dropin import VOCAB, Stream, Texts, collate, length_of, token_count
-from tests.lib.examples import load
 from tests.lib.ranks import run_ranks
 
 pytestmark = pytest.mark.dist
@@ -163,19 +163,18 @@ def test_check_equivalence_does_not_take_rounding_for_an_error():
 
 def features(world, **how) -> list[list[float]]:
     """What arrives at the LLM of each step: the sum of each merged patch's pixels."""
-    example = load("qwen2_vl")
     loader = BalancedDataLoader(
-        example.Pictures(64), 4, shuffle=True, collate_fn=example.collate, policy="greedy",
-        length_fn=example.segments, ranks_per_node=2, **how,
+        pictures.Pictures(64), 4, shuffle=True, collate_fn=pictures.collate, policy="greedy",
+        length_fn=pictures.segments, ranks_per_node=2, **how,
         phases={"vision": Phase(CostModel(linear=60_000, quadratic=800), "images",
-                                example.collate_images),
+                                pictures.collate_images),
                 "llm": CostModel(linear=100_000, quadratic=400)})
     out = []
     for batch in loader:
         rows, _ = loader.step.inputs["vision"]
-        sums = rows.reshape(-1, example.MERGE**2 * example.ROW).sum(1, keepdim=True)
+        sums = rows.reshape(-1, pictures.MERGE**2 * pictures.ROW).sum(1, keepdim=True)
         arrived = exchange_rows(sums, loader.step.plan.feature["vision"], loader.exchange_group)
-        assert len(arrived) == int((batch["input_ids"] == example.IMAGE).sum())
+        assert len(arrived) == int((batch["input_ids"] == pictures.IMAGE).sum())
         out.append(arrived.flatten().tolist())
     return out
 

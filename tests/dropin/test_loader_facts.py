@@ -15,9 +15,9 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from orchmllm import BalancedDataLoader, CostModel, Phase, StepInfo, balance
 from orchmllm.comm.agree import RemoteError
+from tests.lib import pictures
 from tests.lib.commands import ROOT
 from tests.lib.dropin import VOCAB, Stream, Texts, collate, length_of, token_count
-from tests.lib.examples import load
 from tests.lib.ranks import run_ranks
 
 pytestmark = pytest.mark.dist
@@ -256,15 +256,15 @@ def unlabelled(examples: list) -> dict:
 
 def raised(world) -> list[str]:
     """9 examples on two ranks: a step of 8 and one with a filler."""
-    e = load("qwen2_vl")
     both = dict(lengths=LENGTHS[:9])
-    picture = dict(collate_fn=e.collate, length_fn=e.segments, phases={
-        "vision": Phase(CostModel(1, 0), "images", e.collate_images)})
+    picture = dict(collate_fn=pictures.collate, length_fn=pictures.segments, phases={
+        "vision": Phase(CostModel(1, 0), "images", pictures.collate_images)})
     out = []
     for data, how in (
             (Texts(9), dict(collate_fn=lambda e: None, **both)),
             (Texts(9), dict(collate_fn=unlabelled, **both)),
-            (e.Pictures(9), picture), (e.Pictures(9), dict(drop_last=True, **picture)),
+            (pictures.Pictures(9), picture),
+            (pictures.Pictures(9), dict(drop_last=True, **picture)),
             (Texts(9), dict(collate_fn=unlabelled, num_targets=lambda b: 5, **both))):
         seen = 0
         try:
