@@ -24,19 +24,17 @@ PROBLEMS = {
     "run.dir=FOLDER/file/run": "file/run cannot be written",
     "model.llm.hidden_size=1048576": "GB free, but 1 more checkpoint of ",
     "data.path=FOLDER/shard-{0..2}.tar": "shard-0.tar is missing",
-    "data.path=FOLDER/rows.parquet": "need the `datasets` package",
     "run.tensorboard=true": "the package tensorboard is not installed",
 }
 
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch) -> Path:
-    """A file where no folder can be made, rows that cannot be read, packages that are missing."""
-    for name in ("file", "rows.parquet"):
-        (tmp_path / name).write_text("")
+    """A file where no folder can be made, and a package that is missing."""
+    (tmp_path / "file").write_text("")
     real = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: (
-        None if name in ("datasets", "tensorboard") else real(name, *a)))
+        None if name == "tensorboard" else real(name, *a)))
     return tmp_path
 
 

@@ -3,7 +3,6 @@ that images and audio stay encoded. No code of a dataset is run."""
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
@@ -78,24 +77,9 @@ def clean(value):
     return value
 
 
-def check_installed() -> None:
-    """Raises ValueError if the `datasets` package, which only these formats need, is missing."""
-    if importlib.util.find_spec("datasets") is None:
-        raise ValueError("parquet, arrow and Hugging Face datasets need the `datasets` package: "
-                         "pip install '.[data]' in the repository's folder")
-
-
-def library():
-    """The `datasets` package. Raises ValueError if it is missing."""
-    check_installed()
-    import datasets
-
-    return datasets
-
-
 def open_files(files: Sequence[Path], root: Path, cache_dir: Path) -> ArrowRows:
     """Parquet or arrow files. Raises ValueError."""
-    datasets = library()
+    import datasets
     import pyarrow.parquet
 
     kind = "parquet" if files[0].suffix == ".parquet" else "arrow"
@@ -117,7 +101,7 @@ def open_files(files: Sequence[Path], root: Path, cache_dir: Path) -> ArrowRows:
 
 def open_saved(path: Path, config: SourceConfig) -> ArrowRows:
     """A folder written by save_to_disk. Raises ValueError."""
-    datasets = library()
+    import datasets
 
     try:
         dataset = datasets.load_from_disk(str(path))
@@ -144,7 +128,7 @@ def open_hub(config: SourceConfig, cache_dir: Path) -> ArrowRows:
 
 def open_stream(config: SourceConfig, files: Sequence[Path]) -> StreamRows:
     """The hub's dataset (no files), or parquet files, without a copy on disk. Raises ValueError."""
-    datasets = library()
+    import datasets
 
     if not files:
         return StreamRows(_load_hub(config, streaming=True), files, Path(config.path))
@@ -157,7 +141,7 @@ def open_stream(config: SourceConfig, files: Sequence[Path]) -> StreamRows:
 
 
 def _load_hub(config: SourceConfig, **how):
-    datasets = library()
+    import datasets
 
     try:
         return datasets.load_dataset(config.path.removeprefix("hf:"), config.subset or None,

@@ -116,7 +116,7 @@ def open_source(config: SourceConfig, cache_dir: Path) -> DataSource:
 
 
 def check_source(config: SourceConfig) -> None:
-    """Raises ValueError if a source's files, their package or its media_root are not there; opens
+    """Raises ValueError if a source's files or its media_root are not there; opens
     nothing."""
     _find_store(config, Path())
     _check_media_root(config)
@@ -188,9 +188,8 @@ def _detected(store: RowStore, path: str) -> str:
 
 def _find_store(config: SourceConfig, cache_dir: Path) -> Found:
     """What opens the rows, and the layout where the place tells it. Raises ValueError if files are
-    missing, or the package that reads them."""
+    missing."""
     if config.path.startswith("hf:"):
-        arrow.check_installed()
         return partial(arrow.open_hub, config, cache_dir), None
     path = Path(config.path)
     if path.is_dir():
@@ -220,7 +219,6 @@ def _expand(pattern: str) -> list[Path]:
 
 def _find_in_folder(path: Path, config: SourceConfig, cache_dir: Path) -> Found:
     if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
-        arrow.check_installed()
         return partial(arrow.open_saved, path, config), None
     listed = llama_factory.read(path)
     if listed:
@@ -262,10 +260,7 @@ def _opener(
                              f"{', '.join(READABLE)} (JSON and tars also as .gz or .zst; convert "
                              ".csv to .jsonl)")
     if suffix_of(files[0]) in ARROW_SUFFIXES:
-        arrow.check_installed()
         return partial(arrow.open_files, files, root, cache_dir)
-    if any(path.suffix in PACKED for path in files):
-        arrow.check_installed()  # pyarrow decompresses them
     return partial(_open_files, files, root, config, cache_dir)
 
 
