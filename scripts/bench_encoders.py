@@ -1,22 +1,28 @@
-"""What balance_encoders adds to a forward, without the network: describing one rank's images,
-reading the table of all ranks, planning, and the indices of the exchanges, for one rank among many
-simulated ones.
+"""What balance_encoders adds to a forward.
 
     python scripts/bench_encoders.py --ranks 8 256 --images 8
+
+First without the network, for one rank among many simulated ones: describing its images, reading
+the table of all ranks, planning, and the indices of the exchanges. Then on 2 real gloo ranks with a
+vision tower of Qwen2-VL's kind, where rank 0 holds three of four images: the forward without
+balancing, planned only (shadow=True), and balanced.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import tempfile
 import time
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import numpy as np
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import multiprocessing, nn
 
+from orchmllm import balance_encoders
 from orchmllm.dropin.encoders.assignment import assign
 from orchmllm.dropin.encoders.families import FAMILIES
 from orchmllm.dropin.encoders.table import Tables, describe_local
@@ -81,6 +87,51 @@ def measure(num_ranks: int, most: int, repeat: int) -> dict[str, list[float]]:
     return out
 
 
+def real(rank: int, folder: str, repeat: int) -> None:
+    """Prints the median milliseconds of the model's forward on two ranks."""
+    from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration
+
+    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", 2), rank=rank,
+                            world_size=2)
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    model = Qwen2VLForConditionalGeneration(Qwen2VLConfig(
+        text_config=dict(vocab_size=64, hidden_size=64, intermediate_size=128,
+                         num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+                         rope_parameters={"rope_type": "default", "rope_theta": 1e4,
+                                          "mrope_section": [2, 3, 3]}),
+        vision_config=dict(depth=6, embed_dim=384, hidden_size=64, num_heads=6, patch_size=14,
+                           spatial_merge_size=2, temporal_patch_size=2),
+        image_token_id=61, vision_start_token_id=60, vision_end_token_id=62, video_token_id=63))
+    grid = torch.tensor([[1, 24, 24]] * (6 if rank == 0 else 2))
+    patches = int(grid.prod(1).sum())
+    ids = torch.cat([torch.full((patches // 4,), 61), torch.arange(1, 40)])[None]
+    inputs = dict(input_ids=ids, pixel_values=torch.randn(patches, ROW), image_grid_thw=grid,
+                  mm_token_type_ids=(ids == 61).int(), use_cache=False)
+
+    def forward() -> float:
+        times = []
+        for _ in range(repeat):
+            dist.barrier()
+            started = time.perf_counter()
+            model(**inputs)
+            dist.barrier()
+            times.append(1e3 * (time.perf_counter() - started))
+        return float(np.median(times))
+
+    model(**inputs)
+    out = {"without": forward()}
+    for name, options in (("planned only", {"shadow": True}), ("balanced", {"min_gain": 0.0})):
+        handle = balance_encoders(model, **options)
+        model(**inputs)
+        out[name] = forward()
+        handle.remove()
+    if rank == 0:
+        print("2 ranks, 6 and 2 images of 576 patches, forward: " + ", ".join(
+            f"{name} {ms:.0f} ms" for name, ms in out.items()))
+    dist.destroy_process_group()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, nargs="+", default=[8, 64, 256])
@@ -92,6 +143,8 @@ def main() -> None:
         print(f"{num_ranks} ranks, up to {args.images} images each: " + ", ".join(
             f"{name} {np.median(ms):.2f}" for name, ms in parts.items())
             + f" ms (median of {args.repeat}; worst {max(parts['all']):.2f})")
+    with tempfile.TemporaryDirectory() as folder:
+        multiprocessing.spawn(real, (folder, args.repeat), nprocs=2)
 
 
 if __name__ == "__main__":

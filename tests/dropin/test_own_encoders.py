@@ -8,6 +8,7 @@ import inspect
 import time
 from collections import namedtuple
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -15,6 +16,8 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from orchmllm import Encoder, Rows, balance_encoders
+from orchmllm.dropin.encoders import assignment
+from orchmllm.dropin.encoders.table import World
 from tests.lib.encoder_runs import gradients, worst
 from tests.lib.examples import load
 from tests.lib.ranks import RankFailure, run_ranks
@@ -133,6 +136,47 @@ def test_copies_shadow_and_the_skip_rule():
         assert seen["last"]["photo"].moved == 0 and seen["last"]["photo"].gain > 0.3
         assert seen["skipped"] < EXACT
         assert seen["skip"]["photo"].moved == 0 and seen["skip"]["photo"].gain == 0
+
+
+def test_a_move_has_to_pay():
+    """Saved cost x pace against the measured exchange, by the median over the ranks."""
+    def pays(pace: int, overhead: int, min_gain: float | None = None) -> bool:
+        world = World(np.ones((2, 1)), np.ones((2, 0)), [], np.array([pace, pace]),
+                      np.array([overhead, overhead]))
+        return assignment._pays(np.array([300, 100]), np.array([200, 200]), world, min_gain)
+
+    assert pays(0, 0) and pays(0, 10**9) and pays(5, 0)  # not known yet
+    assert pays(20_000, 1_999) and not pays(20_000, 2_001)  # 100 x 20 ns
+    assert pays(1, 10**9, min_gain=0.33) and not pays(1, 1, min_gain=0.34)
+
+
+def in_pairs(world) -> tuple[float, dict]:
+    """Two groups of two ranks that share their media; the gradients are of all four."""
+    e = load("own_model")
+    torch.manual_seed(0)
+    model = e.TwoTowers().double()
+    inputs = e.inputs_of(world.rank % 2, 0)
+    want = mean_gradients(model, lambda m: [e.loss_of(m, inputs)])
+    group, _ = dist.new_subgroups(2)
+    handle = e.balanced(model, group=group)
+    e.loss_of(sharded(model), inputs).backward()
+    return worst(gradients(model), want), handle.last
+
+
+def test_groups_share_their_media():
+    for difference, last in run_ranks(in_pairs, 4):
+        assert difference < EXACT and last["photo"].num_items == 4 and last["photo"].moved == 2
+
+
+def runs(world) -> dict:
+    return load("own_model").main(3)
+
+
+def test_the_example_runs():
+    seen = run_ranks(runs, 2)
+    assert seen[0] == seen[1] and len(seen[0]["losses"]) == 3
+    for before, after in (step["photo"] for step in seen[0]["imbalance"]):
+        assert after < before
 
 
 Pair = namedtuple("Pair", ["features", "norm"])

@@ -24,6 +24,35 @@ from orchmllm.dropin.encoders.table import Local, World
 _PATIENCE_S = 5.0  # for ranks that an error keeps from the agreement
 
 
+class Stopwatch:
+    """Times of one exchange and one run of an encoder, read later and without waiting for the
+    device. moves: whether anything moved; cost: of what was encoded, 0 of a placeholder."""
+
+    def __init__(self, device: torch.device, moves: bool, cost: int) -> None:
+        self._cuda, self._moves, self._cost = device.type == "cuda", moves, cost
+        self._marks: list[Any] = []
+
+    def mark(self) -> None:
+        """Now, in the order of what was given to the device."""
+        if not self._cuda:
+            self._marks.append(time.perf_counter())
+            return
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        self._marks.append(event)
+
+    def read(self, before: tuple[int, int]) -> tuple[int, int]:
+        """(picoseconds per cost, nanoseconds of the exchange); `before` where nothing new is
+        known."""
+        if self._cuda and not self._marks[-1].query():
+            return before
+        exchange_s, encoder_s = (
+            1e-3 * a.elapsed_time(b) if self._cuda else b - a
+            for a, b in zip(self._marks, self._marks[1:], strict=False))
+        return (max(1, int(encoder_s * 1e12 / self._cost)) if self._cost else before[0],
+                int(exchange_s * 1e9) if self._moves else before[1])
+
+
 @dataclass(frozen=True)
 class Encoded:
     """What this rank encoded of one encoder's items. result: as the encoder returned it; features:
@@ -35,6 +64,7 @@ class Encoded:
     result: Any
     features: Features | None
     error: Exception | None
+    stopwatch: Stopwatch
 
     def rebuild(self, rows: Tensor, counts: Sequence[int]) -> Any:
         """A result like the encoder's for other items."""
@@ -44,12 +74,13 @@ class Encoded:
 def encode_share(
     encoder: Encoder, owner: nn.Module, local: Local, world: World, plan: Assignment, rank: int,
     device: torch.device, group: dist.ProcessGroup | None,
-) -> tuple[Encoded, tuple[int, int]]:
+) -> Encoded:
     """Moves the media and runs the encoder on this rank's share, or on a placeholder. Never raises
-    for the encoder: the other ranks are waiting. Also (picoseconds per cost, nanoseconds of the
-    exchange) as measured, 0 where unknown."""
-    started = time.perf_counter()
-    meta = world.meta[plan.move.items_on(rank)]
+    for the encoder: the other ranks are waiting."""
+    items = plan.move.items_on(rank)
+    meta = world.meta[items]
+    stopwatch = Stopwatch(device, plan.moves, int(plan.cost[items].sum()))
+    stopwatch.mark()
     all_rows = encoder.layout.rows(world.meta)
     exchanges: dict[int, Any] = {}  # by the array of rows: most arguments share one
     values: list[Tensor | None] = []
@@ -61,7 +92,7 @@ def encode_share(
             exchanges[id(rows)] = plan.move.exchange(rows, rank)
         mine = value if value is not None else torch.empty((0, *spec[1]), dtype=spec[0])
         values.append(exchange_rows(mine.to(device), exchanges[id(rows)], group))
-    moved = time.perf_counter()
+    stopwatch.mark()
     empty = not len(meta)
     if empty:
         meta = world.meta[plan.smallest: plan.smallest + 1]
@@ -78,11 +109,8 @@ def encode_share(
         features = none_of(features) if empty else features
     except Exception as e:
         error = e
-    ran = time.perf_counter() - moved
-    cost = int(plan.after[rank] if plan.moves else plan.before[rank])
-    measured = (int(ran * 1e12 / cost) if cost and not empty and device.type == "cpu" else 0,
-                int((moved - started) * 1e9) if plan.moves and device.type == "cpu" else 0)
-    return Encoded(encoder, local, plan, result, features, error), measured
+    stopwatch.mark()
+    return Encoded(encoder, local, plan, result, features, error, stopwatch)
 
 
 def return_features(

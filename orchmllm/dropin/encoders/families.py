@@ -17,18 +17,18 @@ from orchmllm.dropin.encoders.items import Cropped, Masked, Packed, Rows, Slots,
 from orchmllm.dropin.encoders.spec import EQUAL, Encoder
 from orchmllm.plan.cost import CostModel
 
-TESTED = "5.17"  # the oldest version of transformers that was tested
 _HF = {"return_dict": True}
 
 
 @dataclass(frozen=True)
 class Family:
     """owner: the class whose forward calls the encoders. captures: it reads recorded hidden
-    states."""
+    states. since: the oldest version of transformers that was tested; older ones are refused."""
 
     owner: str
     encoders: tuple[Encoder, ...]
     captures: bool = False
+    since: str = "5.17"
 
 
 def tower_cost(tower: str, per_row: int = 1) -> Callable[[nn.Module], CostModel]:
@@ -113,12 +113,13 @@ _SLOTTED = Encoder(
 FAMILIES: dict[str, Family] = {
     "qwen2_vl": Family("Qwen2VLModel", (_QWEN,)),
     "qwen2_5_vl": Family("Qwen2_5_VLModel", (_QWEN,)),
-    "qwen3_vl": Family("Qwen3VLModel", (_DEEPSTACK,)),
-    "qwen3_vl_moe": Family("Qwen3VLMoeModel", (_DEEPSTACK,)),
+    "qwen3_vl": Family("Qwen3VLModel", (_DEEPSTACK,), since="5.23"),
+    "qwen3_vl_moe": Family("Qwen3VLMoeModel", (_DEEPSTACK,), since="5.23"),
     "glm4v": Family("Glm4vModel", _GLM),
-    "qwen2_5_omni": Family("Qwen2_5OmniThinkerModel", (_QWEN, _OMNI_AUDIO)),
+    "qwen2_5_omni": Family("Qwen2_5OmniThinkerModel", (_QWEN, _OMNI_AUDIO), since="5.23"),
     "llava": Family("LlavaModel", (replace(_IMAGE, options=_LAYER),), captures=True),
-    "vipllava": Family("VipLlavaModel", (replace(_IMAGE, options=_LAYER[:1]),), captures=True),
+    "vipllava": Family("VipLlavaModel", (replace(_IMAGE, options=_LAYER[:1]),), captures=True,
+                       since="5.23"),
     "gemma3": Family("Gemma3Model", (_IMAGE,)),
     "paligemma": Family("PaliGemmaModel", (_IMAGE,)),
     "internvl": Family("InternVLModel", (replace(_IMAGE, options=_LAYER),)),
@@ -131,13 +132,13 @@ FAMILIES: dict[str, Family] = {
         replace(_TILED, calls={"get_image_features": Tiles(
             "pixel_values", "image_sizes", _tiles("llava_onevision"))}),
         replace(_TILED, name="video", calls={
-            "get_video_features": Rows("pixel_values_videos")})), captures=True),
-    "idefics3": Family("Idefics3Model", (_SLOTTED,)),
-    "smolvlm": Family("SmolVLMModel", (_SLOTTED,)),
+            "get_video_features": Rows("pixel_values_videos")})), captures=True, since="5.23"),
+    "idefics3": Family("Idefics3Model", (_SLOTTED,), since="5.23"),
+    "smolvlm": Family("SmolVLMModel", (_SLOTTED,), since="5.23"),
     "mistral3": Family("Mistral3Model", (replace(
         _IMAGE, options=_LAYER[:1], calls={"get_image_features": Cropped(
             "pixel_values", "image_sizes", lambda owner: owner.vision_tower.patch_size)}),),
-        captures=True),
+        captures=True, since="5.23"),
     "voxtral": Family("VoxtralModel", (Encoder(
         "audio", {"get_audio_features": Rows("input_features")}, outputs=("pooler_output",),
         rows=EQUAL, towers=("audio_tower",), keywords=_HF, cast=True),)),
@@ -176,7 +177,7 @@ def refuse_unknown(encoders: Sequence[Encoder], inputs: dict[str, Any]) -> None:
 def find_family(model: nn.Module) -> tuple[nn.Module, Family]:
     """The inner model whose forward calls the encoders, and its family. Raises ValueError if there
     is none, or more than one."""
-    owners = {f"transformers.models.{name}.": (family.owner, family)
+    owners = {f"transformers.models.{name}.": (family.owner, name)
               for name, family in FAMILIES.items()}
     found = []
     for module in model.modules():
@@ -186,8 +187,9 @@ def find_family(model: nn.Module) -> tuple[nn.Module, Family]:
                 found.append((module, owners[prefix][1]))
                 break
     if len(found) == 1:
-        _check_version()
-        return found[0]
+        owner, name = found[0]
+        _check_version(name)
+        return owner, FAMILIES[name]
     kind = type(model).__name__
     if not found:
         raise ValueError(
@@ -198,10 +200,11 @@ def find_family(model: nn.Module) -> tuple[nn.Module, Family]:
                      "for one of them")
 
 
-def _check_version() -> None:
+def _check_version(name: str) -> None:
     import transformers
 
-    have = tuple(int(n) for n in transformers.__version__.split(".")[:2])
-    if have < tuple(int(n) for n in TESTED.split(".")):
-        raise ValueError(f"transformers {transformers.__version__} is older than {TESTED}, the "
-                         "oldest version that balance_encoders was tested with: upgrade it")
+    since = FAMILIES[name].since
+    have, need = ([int(n) for n in v.split(".")[:2]] for v in (transformers.__version__, since))
+    if have < need:
+        raise ValueError(f"{name} of transformers {transformers.__version__}: balance_encoders was "
+                         f"tested with {since} and newer; upgrade transformers")

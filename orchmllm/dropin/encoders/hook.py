@@ -26,13 +26,17 @@ from orchmllm.comm.exchange import RowGather
 from orchmllm.dropin.encoders import families
 from orchmllm.dropin.encoders.assignment import Assignment, assign
 from orchmllm.dropin.encoders.checks import check_capture, check_encoder
-from orchmllm.dropin.encoders.exchange import Encoded, encode_share, return_features
+from orchmllm.dropin.encoders.exchange import (
+    Encoded,
+    Stopwatch,
+    encode_share,
+    return_features,
+)
 from orchmllm.dropin.encoders.playback import Playback, Shadowed
 from orchmllm.dropin.encoders.spec import Encoder
 from orchmllm.dropin.encoders.table import (
     Local,
     Tables,
-    World,
     describe_local,
     num_tensors,
     same_on_all_ranks,
@@ -86,7 +90,8 @@ class EncoderHandle:
         self._tables = Tables(self.encoders, self.gather)
         self._costs = [e.cost(owner) if not hasattr(e.cost, "linear") else e.cost
                        for e in self.encoders]
-        self._measured = [(0, 0)] * len(self.encoders)
+        self._measured = [(0, 0)] * len(self.encoders)  # see Stopwatch.read
+        self._stopwatches: dict[int, Stopwatch] = {}  # of the forward before
         self._count = 0
         self._forwards: dict[int, _Forward] = {}
         self._hooks = [
@@ -113,6 +118,9 @@ class EncoderHandle:
             locals_ = [self._describe(module, e, inputs) for e in self.encoders]
         except Exception as e:
             error, locals_ = e, []
+        for i, stopwatch in self._stopwatches.items():
+            self._measured[i] = stopwatch.read(self._measured[i])
+        self._stopwatches = {}
         worlds = self._tables(self._count, locals_, self._measured, error)
         plans = {i: assign(e, world, self._costs[i], **self._plan)
                  for i, (e, world) in enumerate(zip(self.encoders, worlds, strict=True))
@@ -121,8 +129,14 @@ class EncoderHandle:
         if self.shadow or not plans:
             return None
         state = self._forwards[id(module)] = _Forward()
-        encoded = [self._encode(module, i, locals_[i], worlds[i], plan)
-                   for i, plan in plans.items()]
+        # Not a parameter's: FSDP may keep those on the CPU.
+        device = next((v.device for v in inputs.values() if isinstance(v, Tensor)), None) or next(
+            module.parameters()).device
+        encoded = []
+        for i, plan in plans.items():
+            encoded.append(encode_share(self.encoders[i], module, locals_[i], worlds[i], plan,
+                                        self.rank, device, self.group))
+            self._stopwatches[i] = encoded[-1].stopwatch
         features = return_features(self.gather, self.group, self._count, self.rank, encoded)
         for share, rows in zip(encoded, features, strict=True):
             self._answer(module, state, share, *rows)
@@ -137,17 +151,6 @@ class EncoderHandle:
                 check_capture(encoder, path, tower)
         dtype = next((p.dtype for p in towers[0][1].parameters() if p.is_floating_point()), None)
         return describe_local(encoder, module, inputs, dtype if encoder.cast else None)
-
-    def _encode(
-        self, module: nn.Module, i: int, local: Local, world: World, plan: Assignment
-    ) -> Encoded:
-        device = next((t.device for t in local.values if t is not None), None) or next(
-            module.parameters()).device
-        share, measured = encode_share(
-            self.encoders[i], module, local, world, plan, self.rank, device, self.group)
-        self._measured[i] = tuple(
-            new or old for new, old in zip(measured, self._measured[i], strict=True))
-        return share
 
     def _answer(
         self, module: nn.Module, state: _Forward, share: Encoded, rows: Tensor, counts: np.ndarray
@@ -249,11 +252,12 @@ def balance_encoders(
 
     encoders: None for a family of transformers that was tested (docs/encoders.md), else one Encoder
     for each encoder of `model`, which is then the module whose forward calls them. group: ranks
-    that share the media (default: all). when: "training" (train mode with gradients) or "always"
-    (also evaluation; all ranks must then make the same forwards). shadow: plan, log and record the
-    gain, move nothing. min_gain: move only if the slowest rank's cost falls by this share; None:
-    if the time saved exceeds the measured time of the exchange. tolerance: see plan.balance. join:
-    submodule whose output the features join (default: the input embeddings).
+    that share the media (default: all); those that shard the encoder must all be in it. when:
+    "training" (train mode with gradients) or "always" (also evaluation; all ranks must then make
+    the same forwards). shadow: plan, log and record the gain, move nothing. min_gain: move only if
+    the slowest rank's cost falls by this share; None: if the time saved exceeds the measured time
+    of the exchange. tolerance: see plan.balance. join: submodule whose output the features join
+    (default: the input embeddings). timeout_s: of a gather that a rank never joins.
 
     Raises ValueError for a model that it cannot balance exactly: an unknown architecture, dropout
     or batch normalisation in the encoder, a tower whose hidden states fully_shard hides. In a
