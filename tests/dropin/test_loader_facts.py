@@ -283,7 +283,7 @@ def test_fillers_work_or_are_refused_before_the_first_batch():
     nothing, unlabelled, phases, dropped, counted = ranks[0]
     assert nothing.startswith("0 batches") and "collate_fn returned None" in nothing
     assert unlabelled.startswith("0 batches") and "num_targets=" in unlabelled
-    assert phases.startswith("0 batches: the last step of an epoch has 1 examples for 2 ranks")
+    assert phases.startswith("0 batches: the last step of an epoch has 1 examples for 2 batches")
     assert "batches" not in dropped
     assert [float(r[4].split()[1]) for r in sorted(ranks, key=lambda r: r[4])] == pytest.approx(
         [0.0, 2 / 5])  # 2 ranks, 5 targets
