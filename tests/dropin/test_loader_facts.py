@@ -48,7 +48,9 @@ def moved(world) -> None:
         one, factor = torch.tensor(3.0, dtype=torch.float64), 3.0 / int(total)
         assert float(loader.scale_sum(one)) == pytest.approx(factor * world.world_size)
         assert float(loader.scale_sum(one, gradients="sum")) == pytest.approx(factor)
-        assert float(loader.scale_sum(one, num_ranks=6, divided_by=2)) == pytest.approx(12 * factor)
+        assert float(loader.scale_sum(one, num_ranks=6)) == pytest.approx(6 * factor)
+        with pytest.raises(ValueError, match="accumulation_steps=2"):
+            loader.scale_sum(one, divided_by=2)
     assert at == 5
 
 
@@ -295,7 +297,9 @@ def microbatches(world, prefetch: int) -> list[tuple]:
                                 accumulation_steps=3, prefetch=prefetch)
     out = []
     for batch in loader:
-        facts = loader.step
+        facts, one = loader.step, torch.ones((), dtype=torch.float64)
+        assert float(loader.scale_sum(one, divided_by=3)) == pytest.approx(
+            3 * float(loader.scale_sum(one)))
         assert facts.example_ids == batch["ids"].tolist() and facts.num_microbatches == 3
         out.append((facts.step, facts.microbatch, facts.is_last_microbatch, facts.num_examples,
                     facts.num_global_targets, int((batch["labels"] != -100).sum())))
