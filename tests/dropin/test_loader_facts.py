@@ -94,11 +94,16 @@ def test_any_class_of_batch_and_its_filler():
         assert [r[kind] for r in ranks if not r[kind][1]][0][2] == 0
 
 
+def all_labelled(examples: list[dict]) -> dict:
+    """Also the first label of each row, which is none for a model that shifts them."""
+    return collate([{**e, "labels": e["input_ids"]} for e in examples])
+
+
 def gradients(world, how: str) -> list[list[float]]:
     """Of every step of an epoch; 26 examples, so that one rank has a filler."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(VOCAB, 4), nn.Linear(4, VOCAB)).double()
-    loader = BalancedDataLoader(Texts(26), 4, collate_fn=collate, lengths=LENGTHS[:26],
+    loader = BalancedDataLoader(Texts(26), 4, collate_fn=all_labelled, lengths=LENGTHS[:26],
                                 accumulation_steps=2, enabled=how != "mean", policy="greedy")
     out, fillers = [], 0
     for batch in loader:
@@ -108,8 +113,10 @@ def gradients(world, how: str) -> list[list[float]]:
             logits, labels = logits[:, :-1], labels[:, 1:]
         loss = nn.functional.cross_entropy(
             logits.flatten(0, 1), labels.flatten(), reduction="sum" if how == "sum" else "mean")
-        (loader.scale_sum(loss) if how == "sum" else
-         loader.scale_mean(loss, batch["labels"], shifted=shifted)).backward()
+        loss = (loader.scale_sum(loss) if how == "sum" else
+                loader.scale_mean(loss, batch["labels"], shifted=shifted))
+        assert torch.isfinite(loss)  # also of a filler, whose mean is one of nothing
+        loss.backward()
         fillers += not loader.step.num_examples
         if loader.step.is_last_microbatch:
             total = torch.cat([p.grad.flatten() for p in model.parameters()])
@@ -125,7 +132,7 @@ def shifted_alone(world) -> list[list[float]]:
     model = nn.Sequential(nn.Embedding(VOCAB, 4), nn.Linear(4, VOCAB)).double()
     out = []
     for first in (0, 24):
-        batch = collate([Texts()[i] for i in range(first, min(first + 24, 26))])
+        batch = all_labelled([Texts()[i] for i in range(first, min(first + 24, 26))])
         nn.functional.cross_entropy(model(batch["input_ids"])[:, :-1].flatten(0, 1),
                                     batch["labels"][:, 1:].flatten()).backward()
         out.append(torch.cat([p.grad.flatten() for p in model.parameters()]).tolist())
