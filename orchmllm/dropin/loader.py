@@ -19,16 +19,23 @@ from orchmllm.dropin.examples import Phase, StepInfo
 from orchmllm.dropin.feeds import Collator, PlannedIndices
 from orchmllm.dropin.loss import LossWatch, check_labels, scale
 from orchmllm.dropin.setup import (
+    StepLog,
     check_arguments,
+    check_state,
     connect,
     imbalances,
-    log,
-    log_step,
     make_spec,
     pinning,
     rank_list,
 )
-from orchmllm.dropin.source import PlannedSampler, make_feed, make_loader, open_source, refuse
+from orchmllm.dropin.source import (
+    PlannedSampler,
+    make_feed,
+    make_loader,
+    open_source,
+    refuse,
+    tail_is_filled,
+)
 from orchmllm.orchestrator import Orchestrator, Step
 from orchmllm.plan.assign import digest64
 from orchmllm.plan.cost import CostModel
@@ -117,13 +124,15 @@ class BalancedDataLoader(DataLoader):
             hop_groups=links.hops)
         if source.kind == "indices":
             self.global_batch_size = source.batch_size * accumulation_steps * self.num_ranks
-        self._counts, self._media = num_targets, media
-        self._collator = Collator(source.collate, media, self.rank, num_targets,
-                                  pinning(source.pin_memory), self._tail_is_filled())
+        self._counts = num_targets
+        batches = self.num_ranks * accumulation_steps  # of a step
+        self._collator = Collator(
+            source.collate, media, self.rank, num_targets, pinning(source.pin_memory),
+            tail_is_filled(source, batches, has_media=bool(media)))
         self._lengths = lengths.__getitem__ if hasattr(lengths, "__getitem__") else lengths
         self._indices = PlannedIndices() if self.dispatch == "load" else SharedIndices()
         self._inner = make_loader(source, self.dispatch, self._indices, length_fn)
-        self._log_every, self._longest = log_every, 10 * context or math.inf
+        self._log = StepLog(self.rank, log_every, context)
         self._watch = LossWatch()
         self._watch.done = not check_loss
         self.num_dropped = 0
@@ -144,21 +153,6 @@ class BalancedDataLoader(DataLoader):
             source.seen_dataset, source.batch_size, sampler=shown, pin_memory=source.pin_memory,
             collate_fn=refuse if is_stream else source.collate,
             drop_last=source.drop_last and source.batch_size is not None, **source.workers)
-
-    def _tail_is_filled(self) -> bool:
-        """Whether the last step of an epoch is known to have fewer examples than batches. Raises
-        ValueError if that cannot be, because examples of several phases have no filler."""
-        if self._source.kind != "indices" or self._source.drop_last:
-            return False
-        tail = len(self._source.dataset) % self.global_batch_size
-        if not 0 < tail < self.num_ranks * self.accumulation_steps:
-            return False
-        if self._media:
-            raise ValueError(
-                f"the last step of an epoch has {tail} examples for {self.num_ranks} ranks of "
-                f"{self.accumulation_steps} batches, and a rank without an example cannot be given "
-                "one whose media belong to no rank: use drop_last=True or another batch_size")
-        return True
 
     # Iterating.
 
@@ -227,7 +221,7 @@ class BalancedDataLoader(DataLoader):
         steps, yielded = iter(pipeline), 0  # batches
         try:
             for step in steps:
-                self._told(step, epoch)
+                self._log.told(step, epoch)
                 for k, micro in enumerate(step.micro):
                     if k == self.accumulation_steps - 1:
                         self._done = (epoch, step.index + 1, step.state)
@@ -245,34 +239,21 @@ class BalancedDataLoader(DataLoader):
             self._live = False
 
     def _feed(self, epoch: int, first: int, state: Any) -> Any:
-        source, drawn, fixed = self._source, None, None
-        if source.kind == "indices":
-            fixed = self.seed, source.shuffle, self.global_batch_size, len(source.dataset)
-            drawn = GlobalIndices(
-                len(source.dataset), self.global_batch_size, self.rank, self.num_ranks,
-                shuffle=source.shuffle, seed=self.seed, epoch=epoch, drop_last=source.drop_last,
-                first_step=first, shard=self._links.shard)
+        source = self._source
+        fixed = None if source.kind != "indices" else (
+            self.seed, source.shuffle, self.global_batch_size, len(source.dataset))
         config = digest64(repr((
             source.kind, self.dispatch, epoch, first, self.accumulation_steps,
             source.workers["num_workers"], self.prefetch, source.workers["prefetch_factor"],
             source.drop_last, fixed)).encode())
+        drawn = None if fixed is None else GlobalIndices(
+            len(source.dataset), self.global_batch_size, self.rank, self.num_ranks,
+            shuffle=source.shuffle, seed=self.seed, epoch=epoch, drop_last=source.drop_last,
+            first_step=first, shard=self._links.shard)
         return make_feed(
             source, self._inner, self._indices, self._collator, self._lengths, drawn,
             accumulation_steps=self.accumulation_steps, first=first, state=state, rank=self.rank,
             links=self._links, config_digest=config)
-
-    def _told(self, step: Step, epoch: int) -> None:
-        """What rank 0 logs of a step."""
-        if self.rank != 0:
-            return
-        if self._log_every and not step.index % self._log_every:
-            log_step(step, epoch)
-        longest = int(step.layout.tokens_per_example.max(initial=0))
-        if longest > self._longest:
-            log.warning("an example has length %d, more than ten times the model's context of %d: "
-                        "do `lengths` count tokens? The cost of a phase grows with them",
-                        longest, self._longest // 10)
-            self._longest = math.inf
 
     def _may_warn(self) -> bool:
         return self.rank == 0 and torch.is_grad_enabled()
@@ -352,17 +333,7 @@ class BalancedDataLoader(DataLoader):
         dataset without a sampler: the global batches stay what they were. Raises ValueError for
         another version, kind, dataset, order or accumulation, and for a per-rank state of another
         rank or number of ranks."""
-        mine = self.state_dict()
-        fixed = ["version", "kind", "accumulation_steps"]
-        fixed += (["seed", "shuffle", "num_examples"] if self._source.kind == "indices"
-                  else ["num_ranks", "rank"])
-        for name in fixed:
-            if state.get(name) != mine[name]:
-                why = ("; the state of a sampler or a foreign loader is per rank: use as many "
-                       "ranks as before, or a map-style dataset without a sampler"
-                       if name in ("num_ranks", "rank") else "")
-                raise ValueError(f"loader state: {name} was {state.get(name)!r}, now it is "
-                                 f"{mine[name]!r}{why}")
+        check_state(state, self.state_dict())
         if self._source.kind == "indices":
             self.global_batch_size = state["global_batch_size"]
         self._next_epoch, self._start = state["epoch"], (state["step"], state.get("inner"))

@@ -24,6 +24,10 @@ def scale(
     """See BalancedDataLoader.scale_sum and scale_mean, which call it."""
     if gradients not in ("mean", "sum"):
         raise ValueError(f"gradients is {gradients!r}: use 'mean' or 'sum'")
+    if divided_by not in (None, 1, info.num_microbatches):
+        raise ValueError(f"divided_by is {divided_by}, but the loader plans steps of "
+                         f"{info.num_microbatches} batches: give BalancedDataLoader "
+                         f"accumulation_steps={divided_by}")
     factor = num_ranks if gradients == "mean" else 1
     factor *= _divisor(info) if divided_by is None else divided_by
     denominator = max(info.denominator(shifted=shifted), 1)
@@ -56,8 +60,9 @@ def _divisor(info: StepInfo) -> int:
         if steps > 1:
             raise ValueError(
                 f"Accelerator(gradient_accumulation_steps={steps}): accelerator.backward divides "
-                f"the loss by {steps}; say divided_by=accelerator.gradient_accumulation_steps, or "
-                "divided_by=1 if you call loss.backward()")
+                f"the loss by {steps}; give the loader accumulation_steps={steps} and say "
+                "divided_by=accelerator.gradient_accumulation_steps here, or divided_by=1 if you "
+                "call loss.backward()")
     lightning = {"lightning.pytorch", "pytorch_lightning"} & set(sys.modules)
     if lightning and info.num_microbatches > 1:
         raise ValueError(

@@ -190,6 +190,38 @@ def imbalances(plan: StepPlan) -> dict[str, tuple[float, float]]:
     return out
 
 
+class StepLog:
+    """What rank 0 says of the steps that a loader yields. every: steps between two lines (0: none).
+    context: of the model; a length above ten times that is asked about, once (0: never)."""
+
+    def __init__(self, rank: int, every: int, context: int) -> None:
+        self._rank, self._every, self._context = rank, every, context
+
+    def told(self, step: Step, epoch: int) -> None:
+        if self._rank == 0 and self._every and not step.index % self._every:
+            log_step(step, epoch)
+        longest = int(step.layout.tokens_per_example.max(initial=0))
+        if self._rank == 0 and 0 < 10 * self._context < longest:
+            log.warning("an example has length %d, more than ten times the model's context of %d: "
+                        "do `lengths` count tokens? The cost of a phase grows with them",
+                        longest, self._context)
+            self._context = 0
+
+
+def check_state(state: Mapping[str, Any], mine: Mapping[str, Any]) -> None:
+    """Raises ValueError if `state` cannot be loaded into a loader whose state is `mine`."""
+    fixed = ["version", "kind", "accumulation_steps"]
+    fixed += (["seed", "shuffle", "num_examples"] if mine["kind"] == "indices"
+              else ["num_ranks", "rank"])
+    for name in fixed:
+        if state.get(name) != mine[name]:
+            why = ("; the state of a sampler or a foreign loader is per rank: use as many ranks as "
+                   "before, or a map-style dataset without a sampler"
+                   if name in ("num_ranks", "rank") else "")
+            raise ValueError(f"loader state: {name} was {state.get(name)!r}, now it is "
+                             f"{mine[name]!r}{why}")
+
+
 def log_step(step: Step, epoch: int) -> None:
     """One line: imbalance per phase as sampled and as planned, wait, and whether it pays."""
     plans = step.plans

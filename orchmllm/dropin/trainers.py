@@ -70,7 +70,8 @@ class _Balanced:
 
     _balance: dict[str, Any]
     _balance_loss: str | None
-    _balance_steps: deque[StepInfo]
+    _balance_steps: deque[StepInfo]  # of batches that were fetched and not trained on
+    _balance_step: StepInfo | None = None  # of the batch that is trained on
     _balance_loader: BalancedDataLoader
 
     def get_train_dataloader(self) -> BalancedDataLoader:
@@ -98,15 +99,22 @@ class _Balanced:
         self._balance_steps.clear()
         return super().get_batch_samples(noted(), *args, **kwargs)
 
+    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        self._balance_step = self._balance_steps.popleft()
+        try:
+            return super().training_step(*args, **kwargs)
+        finally:
+            self._balance_step = None
+
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False,
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
         out = super().compute_loss(model, inputs, return_outputs=return_outputs,
                                    num_items_in_batch=num_items_in_batch)
-        if not self.model.training or not self._balance_steps:
+        step = self._balance_step
+        if step is None:  # an evaluation
             return out
-        step = self._balance_steps.popleft()
         scaled = num_items_in_batch is not None if self._balance_loss is None else (
             self._balance_loss == "scaled")
         if scaled:
@@ -142,8 +150,9 @@ class _Balanced:
 def _go_on(loader: BalancedDataLoader, folder: Path, epoch: int, batches: int) -> None:
     """Puts the loader where the checkpoint was saved: after `batches` of the epoch. Raises
     ValueError if its state says otherwise. A checkpoint without one was saved before balancing."""
-    path = folder / _STATE.format(rank=loader.rank)
-    if path.exists():
+    files = [folder / _STATE.format(rank=rank) for rank in (loader.rank, 0)]  # 0: more ranks now
+    path = next((file for file in files if file.exists()), None)
+    if path is not None:
         state = torch.load(path, weights_only=True)
     else:
         state = {**loader.state_dict(), "epoch": epoch,
@@ -155,7 +164,7 @@ def _go_on(loader: BalancedDataLoader, folder: Path, epoch: int, batches: int) -
     if getattr(loader, "global_batch_size", None) != batch_size or not (
             at_end or (state["epoch"], done) == (epoch, batches)):
         raise ValueError(
-            f"{path}: the loader stands after {done} batches of epoch {state['epoch']}, the "
+            f"{folder}: the loader stands after {done} batches of epoch {state['epoch']}, the "
             f"Trainer after {batches} of epoch {epoch}: resume with the batch size, accumulation "
             "and number of ranks of the checkpoint")
 

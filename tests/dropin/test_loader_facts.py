@@ -48,7 +48,9 @@ def moved(world) -> None:
         one, factor = torch.tensor(3.0, dtype=torch.float64), 3.0 / int(total)
         assert float(loader.scale_sum(one)) == pytest.approx(factor * world.world_size)
         assert float(loader.scale_sum(one, gradients="sum")) == pytest.approx(factor)
-        assert float(loader.scale_sum(one, num_ranks=6, divided_by=2)) == pytest.approx(12 * factor)
+        assert float(loader.scale_sum(one, num_ranks=6)) == pytest.approx(6 * factor)
+        with pytest.raises(ValueError, match="accumulation_steps=2"):
+            loader.scale_sum(one, divided_by=2)
     assert at == 5
 
 
@@ -92,11 +94,16 @@ def test_any_class_of_batch_and_its_filler():
         assert [r[kind] for r in ranks if not r[kind][1]][0][2] == 0
 
 
+def all_labelled(examples: list[dict]) -> dict:
+    """Also the first label of each row, which is none for a model that shifts them."""
+    return collate([{**e, "labels": e["input_ids"]} for e in examples])
+
+
 def gradients(world, how: str) -> list[list[float]]:
     """Of every step of an epoch; 26 examples, so that one rank has a filler."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(VOCAB, 4), nn.Linear(4, VOCAB)).double()
-    loader = BalancedDataLoader(Texts(26), 4, collate_fn=collate, lengths=LENGTHS[:26],
+    loader = BalancedDataLoader(Texts(26), 4, collate_fn=all_labelled, lengths=LENGTHS[:26],
                                 accumulation_steps=2, enabled=how != "mean", policy="greedy")
     out, fillers = [], 0
     for batch in loader:
@@ -106,8 +113,10 @@ def gradients(world, how: str) -> list[list[float]]:
             logits, labels = logits[:, :-1], labels[:, 1:]
         loss = nn.functional.cross_entropy(
             logits.flatten(0, 1), labels.flatten(), reduction="sum" if how == "sum" else "mean")
-        (loader.scale_sum(loss) if how == "sum" else
-         loader.scale_mean(loss, batch["labels"], shifted=shifted)).backward()
+        loss = (loader.scale_sum(loss) if how == "sum" else
+                loader.scale_mean(loss, batch["labels"], shifted=shifted))
+        assert torch.isfinite(loss)  # also of a filler, whose mean is one of nothing
+        loss.backward()
         fillers += not loader.step.num_examples
         if loader.step.is_last_microbatch:
             total = torch.cat([p.grad.flatten() for p in model.parameters()])
@@ -123,7 +132,7 @@ def shifted_alone(world) -> list[list[float]]:
     model = nn.Sequential(nn.Embedding(VOCAB, 4), nn.Linear(4, VOCAB)).double()
     out = []
     for first in (0, 24):
-        batch = collate([Texts()[i] for i in range(first, min(first + 24, 26))])
+        batch = all_labelled([Texts()[i] for i in range(first, min(first + 24, 26))])
         nn.functional.cross_entropy(model(batch["input_ids"])[:, :-1].flatten(0, 1),
                                     batch["labels"][:, 1:].flatten()).backward()
         out.append(torch.cat([p.grad.flatten() for p in model.parameters()]).tolist())
@@ -283,7 +292,7 @@ def test_fillers_work_or_are_refused_before_the_first_batch():
     nothing, unlabelled, phases, dropped, counted = ranks[0]
     assert nothing.startswith("0 batches") and "collate_fn returned None" in nothing
     assert unlabelled.startswith("0 batches") and "num_targets=" in unlabelled
-    assert phases.startswith("0 batches: the last step of an epoch has 1 examples for 2 ranks")
+    assert phases.startswith("0 batches: the last step of an epoch has 1 examples for 2 batches")
     assert "batches" not in dropped
     assert [float(r[4].split()[1]) for r in sorted(ranks, key=lambda r: r[4])] == pytest.approx(
         [0.0, 2 / 5])  # 2 ranks, 5 targets
@@ -295,7 +304,9 @@ def microbatches(world, prefetch: int) -> list[tuple]:
                                 accumulation_steps=3, prefetch=prefetch)
     out = []
     for batch in loader:
-        facts = loader.step
+        facts, one = loader.step, torch.ones((), dtype=torch.float64)
+        assert float(loader.scale_sum(one, divided_by=3)) == pytest.approx(
+            3 * float(loader.scale_sum(one)))
         assert facts.example_ids == batch["ids"].tolist() and facts.num_microbatches == 3
         out.append((facts.step, facts.microbatch, facts.is_last_microbatch, facts.num_examples,
                     facts.num_global_targets, int((batch["labels"] != -100).sum())))

@@ -70,7 +70,7 @@ RUNS = [("shards", 0), ("sampler", 2), ("indices", 0), ("shards", 2), ("sampler"
 
 
 @pytest.mark.parametrize("how, workers", [
-    pytest.param(*run, marks=[pytest.mark.slow] * (i > 2)) for i, run in enumerate(RUNS)])
+    pytest.param(*run, marks=[pytest.mark.slow] * (i > 0)) for i, run in enumerate(RUNS)])
 def test_a_killed_trainer_goes_on_bit_equal(tmp_path, how, workers):
     """Killed in the second epoch, a step after its last checkpoint."""
     whole = run_ranks(losses, 2, str(tmp_path / "whole"), how, workers, None)[0]
@@ -121,7 +121,7 @@ def mean_losses(world, folder: str, how: str) -> float:
     return max(float((p - want[n]).abs().max()) for n, p in model.inner.named_parameters())
 
 
-@pytest.mark.parametrize("how", ["model", "override"])
+@pytest.mark.parametrize("how", [pytest.param("model", marks=pytest.mark.slow), "override"])
 def test_a_mean_loss_is_scaled(tmp_path, how):
     assert max(run_ranks(mean_losses, 2, str(tmp_path), how)) <= 1e-12
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -280,6 +281,8 @@ def accelerate(cell: Cell, folder: Path) -> Result:
             for batch in loader:
                 if cell.moved:
                     batch = send_to_device(batch, accelerator.device)
+                if cell.accumulation:
+                    asks_for_divisor(loader, "gradient_accumulation_steps")
                 with accelerator.accumulate(model):
                     loss = loss_of(model(input_ids=batch["input_ids"]).logits, batch["labels"])
                     accelerator.backward(loader.scale_mean(
@@ -317,6 +320,12 @@ def trainers_run(cell: Cell, folder: Path, make: Callable[..., Any]) -> Result:
         weights = {n: p.detach().clone() for n, p in inner.named_parameters()}
         forget_accelerate()
     return weights, seen
+
+
+def asks_for_divisor(loader: BalancedDataLoader, cure: str) -> None:
+    """Where the client's backward divides the loss, a scale that does not know it is refused."""
+    with pytest.raises(ValueError, match=cure):
+        loader.scale_sum(torch.ones(()))
 
 
 def forget_accelerate() -> None:
@@ -401,6 +410,8 @@ def lightning(cell: Cell, folder: Path) -> Result:
 
         def training_step(self, batch: dict, index: int) -> Tensor:
             loss = loss_of(self.model(input_ids=batch["input_ids"]).logits, batch["labels"])
+            if cell.accumulation:
+                asks_for_divisor(self.loader, "accumulate_grad_batches")
             return self.loader.scale_mean(loss, batch["labels"], shifted=True,
                                           divided_by=self.trainer.accumulate_grad_batches)
 
