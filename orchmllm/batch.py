@@ -44,17 +44,19 @@ class Example:
 class SequenceLengths:
     """Lengths of packed sequences, on both sides of the bus so that no step needs a sync.
 
-    lengths: (n,) Python integers. cu_seqlens: (n + 1,) int32 on the device of the data.
+    lengths: (n,) Python integers. cu_seqlens: (n + 1,) int32 on the device of the data. host: the
+    same on the host, for what is compiled: numbers would be compiled in.
     """
 
     lengths: tuple[int, ...]
     cu_seqlens: Tensor
+    host: Tensor
 
     @classmethod
     def from_lengths(cls, lengths: np.ndarray, device: torch.device | str = "cpu"):
         lengths = np.asarray(lengths, np.int64)
         cu = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
-        return cls(tuple(lengths.tolist()), on_device(cu, device))
+        return cls(tuple(lengths.tolist()), on_device(cu, device), torch.from_numpy(cu))
 
     @property
     def max_seqlen(self) -> int:

@@ -269,7 +269,8 @@ class FsdpConfig:
     meta_init: bool = key(
         False, "Build without memory, then draw each rank's part of the weights from a seed per "
         "row: the same on any number of ranks, and nowhere a full copy.")
-    compile: bool = key(False, "torch.compile every block.")
+    compile: bool = key(False, "torch.compile every block: one graph a phase, made in the first "
+                        "steps; blocks with fewer than two rows run without.")
     param_dtype: str = key("float32", "Of parameters, gradients and optimizer.",
                            choices=tuple(DTYPE_BYTES))
     compute_dtype: str = key("", "Of forward and backward; empty: param_dtype.",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 from itertools import chain
 from pathlib import Path
 
@@ -25,22 +24,20 @@ from orchmllm.models.attention import describe_attention
 from orchmllm.models.flops import mfu, peak_flops, step_flops
 from orchmllm.plan.step import PHASES, StepPlan, plan_step
 from orchmllm.runtime.build import build_dataset, build_orchestrators
-from orchmllm.runtime.calibrate import Calibration, coefficients
+from orchmllm.runtime.calibrate import Calibration
 from orchmllm.runtime.checkpoint import Checkpointer, pack_rng, unpack_rng
 from orchmllm.runtime.display import RunDisplay
 from orchmllm.runtime.health import HangWatchdog
-from orchmllm.runtime.measured import CLOCK_PHASES, MeasuredStep, StepTimer
+from orchmllm.runtime.incidents import Incidents
+from orchmllm.runtime.measured import CLOCK_PHASES, MeasuredStep, StepTimer, Told
 from orchmllm.runtime.metrics import MetricsLog, set_logs_aside
-from orchmllm.runtime.plan_check import Canary, combined_stats
+from orchmllm.runtime.plan_check import Canary
 from orchmllm.runtime.profile import StepProfiler, explained_oom
 from orchmllm.runtime.run_state import (
     NonFiniteError,
     Progress,
     check_resumable,
     describe_end,
-    name_of,
-    quarantine,
-    record_nonfinite,
     resume_keys,
 )
 from orchmllm.runtime.stop import Stopped, StopSignal
@@ -92,11 +89,8 @@ class Trainer:
         self.model = build_model(recipe.model, recipe.fsdp, self.device, recipe.run.seed,
                                  checkpointing, sources, ranks_per_node=spec.ranks_per_node,
                                  group=group)
-        if gpu:
-            self.model.clock.use_events(partial(torch.cuda.Event, enable_timing=True))
-        self.timer = StepTimer(self.model.clock)
-        train = recipe.train
-        self.parts = learning_parts(self.model)
+        self.timer = StepTimer(self.model.clock, self.device)
+        train, self.parts = recipe.train, learning_parts(self.model)
         if not self.parts:
             raise ValueError("model.*.frozen: every submodule is frozen, nothing would be trained")
         self.optimizer = make_optimizer(self.model, train)
@@ -111,7 +105,7 @@ class Trainer:
         self.canary = Canary(recipe.balance.enabled, world.rank, world.world_size)
         self._log: MetricsLog | None = None
         self.profiler = StepProfiler(recipe.profile, Path(recipe.run.dir) / "profile", world.rank)
-        self._warned = False  # of a medium that cannot be decoded
+        self.incidents = Incidents(recipe, writes=world.rank == 0, say=self._say)
         self._ahead = 0  # steps that may be planned beyond the current one
 
     def loader(self) -> StepLoader:
@@ -216,7 +210,7 @@ class Trainer:
         clock, train = self.model.clock, self.recipe.train
         if self.watch is not None:
             self.watch.enter_step(step.index, step.example_ids_of_rank)
-        self._count_media(step)
+        self.incidents.media(step, self.progress.media, self.dataset.describe)
         clock.reset()
         lr = learning_rate(step.index, train)
         set_learning_rate(self.optimizer, lr)
@@ -224,17 +218,15 @@ class Trainer:
         self.canary.check(step, processed)
         clock.switch("update")
         norms = clip_gradients(self.parts, train.max_grad_norm, self.device)
-        told = self._gather([
+        told = Told.of(self._gather([
             loss_sum, clock.wall_s["exchange"], step.wait_s,
             self.stop.signal or self.display.stop_signal,
-            *(clock.cpu_s[p] for p in CLOCK_PHASES), *self.timer.tell(), *norms.unbind()])
-        ranks, cpu_s, measured_s, norms = np.split(told, [4, 8, 12], axis=1)
-        measured = self.timer.hear(step.index, step.plans, measured_s)
-        loss = float(ranks[:, 0].sum()) / max(step.num_global_targets, 1)
-        grad_norm, *part_norms = norms[0].tolist()  # the same on all
-        nonfinite = not (math.isfinite(loss) and math.isfinite(grad_norm))
+            *(clock.cpu_s[p] for p in CLOCK_PHASES), *self.timer.tell(), *norms.unbind()]))
+        measured = self.timer.hear(step.index, step.plans, told.measured_s)
+        loss = told.loss(step)
+        nonfinite = not (math.isfinite(loss) and math.isfinite(told.norms[0]))
         if nonfinite:
-            self._report_nonfinite(step, loss, grad_norm)
+            self.incidents.nonfinite(step, loss, float(told.norms[0]))
         # From here on every rank decides alike: loss, norm and targets are global.
         if nonfinite or not step.num_global_targets or step.index in self.progress.skip:
             self.progress.skipped_steps += 1
@@ -245,23 +237,11 @@ class Trainer:
         self._fit_costs(step, measured)
         clock.switch("data")
         step_s = time.perf_counter() - started + step.wait_s
-        exchange_s = measured_s[:, -1] if clock.has_events else ranks[:, 1]
         return {
-            "step": step.index, "loss": loss if step.num_global_targets else math.nan,
-            "grad_norm": grad_norm, "grad_norms": dict(zip(self.parts, part_norms, strict=True)),
-            "lr": lr,
-            "tokens_per_s": sum(int(p.layout.num_tokens.sum()) for p in step.plans) / step_s,
-            "mfu": self._mfu(step, step_s),
-            "step_s": step_s, "data_wait_s": float(ranks[:, 2].max()),
-            "plan_ms": 1e3 * step.plan_s, "exchange_ms": 1e3 * float(exchange_s.max()),
-            "num_global_targets": step.num_global_targets,
+            "lr": lr, "step_s": step_s, "mfu": self._mfu(step, step_s), "nonfinite": nonfinite,
             "skipped_steps": self.progress.skipped_steps,
-            "phases": combined_stats(step.plans), "costs": coefficients(step.plans[0].spec.costs),
-            "cpu_s": dict(zip(CLOCK_PHASES, cpu_s.T.tolist(), strict=True)),
-            "measured": measured and measured.row(),
-            "num_failed_media": len(step.failed), "nonfinite": nonfinite,
-            "stop_signal": int(ranks[:, 3].max()),
-        }
+            **told.row(step, step_s, list(self.parts), on_device=clock.has_events),
+            "measured": measured and measured.row()}
 
     def _fit_costs(self, step: Step, measured: MeasuredStep | None) -> None:
         """The step that completes balance.calibrate_steps changes the costs of all that are not
@@ -381,30 +361,6 @@ class Trainer:
         self._load(path, state)
         self.progress.skip = sorted({*self.progress.skip, *skip})
         self._say(f"rolled back to step {self.progress.step}; step {bad_step} will be skipped")
-
-    def _report_nonfinite(self, step: Step, loss: float, grad_norm: float) -> None:
-        """Writes which examples were in it; raises where the recipe says so, on all ranks."""
-        where = Path(self.recipe.run.dir) / "nonfinite.jsonl"
-        if self.world.rank == 0:
-            record_nonfinite(where, step, loss, grad_norm)
-        message = (f"step {step.index}: loss {loss}, gradient norm {grad_norm}; the step's "
-                   f"examples are in {where}")
-        if self.recipe.train.nonfinite == "raise":
-            raise NonFiniteError(f"{message}; parameters are those before the step "
-                                 "(train.nonfinite=skip or rollback goes on)")
-        self._say(f"warning: {message}")
-
-    def _count_media(self, step: Step) -> None:
-        """Quarantines what could not be decoded; the same decision on all ranks."""
-        lines = self.progress.media.count(step, self.dataset.describe)
-        where = Path(self.recipe.run.dir) / "quarantine.jsonl"
-        if lines and self.world.rank == 0:
-            quarantine(where, lines)
-        if lines and not self._warned:
-            self._warned = True
-            self._say(f"warning: not usable, so its example is not learnt: {name_of(lines[0])}; "
-                      f"this and further ones are listed in {where}")
-        self.progress.media.check(self.recipe.data, lines)
 
     def _say(self, text: str) -> None:
         self.display.note(text)

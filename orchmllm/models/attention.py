@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from orchmllm.batch import SequenceLengths
+from orchmllm.models import attention_op
 from orchmllm.models.config import ModelConfig
 from orchmllm.plan.assign import PHASES
 
@@ -29,7 +30,6 @@ class AttentionBackend(NamedTuple):
     run: Callable[[Tensor, Tensor, Tensor, SequenceLengths, bool], Tensor]
 
 
-@torch.compiler.disable  # the lengths of a batch would be compiled in, anew for every step
 def packed_attention(
     q: Tensor, k: Tensor, v: Tensor, seqlens: SequenceLengths, *, causal: bool
 ) -> Tensor:
@@ -40,6 +40,8 @@ def packed_attention(
     only parameters that have a gradient, so a rank without rows must give all of them one.
     Raises ValueError if seqlens does not cover the T rows.
     """
+    if torch.compiler.is_compiling():  # the lengths would be compiled in, anew for every step
+        return attention_op.packed(q, k, v, seqlens.cu_seqlens, seqlens.host, causal)[0]
     if not seqlens.total == len(q) == len(k) == len(v):
         raise ValueError(
             f"seqlens covers {seqlens.total} rows, but q, k, v have {len(q)}, {len(k)}, {len(v)}"

@@ -17,8 +17,9 @@ import sys
 import sysconfig
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import FrameType
 
 import torch
 import torch.distributed as dist
@@ -29,6 +30,9 @@ from orchmllm.models.phase_clock import PhaseClock
 _LIBRARIES = (sysconfig.get_path("stdlib"), "<frozen")
 GRACE_S = 4.0  # for a rank to end by itself after another one failed
 CURABLE = (OSError, ValueError)  # the message says what to do; other errors need a traceback
+# Of torch.compile, in the forward pass and where the backward pass is compiled.
+_COMPILERS = (os.path.join("torch", "_dynamo", "convert_frame.py"),
+              os.path.join("torch", "_inductor", "compile_fx.py"))
 _ERROR = "error"
 _STALL = "no progress"
 _CONNECTION_SIGNS = ("gloo", "connection", "socket", "peer", "nccl", "timed out", "broken pipe")
@@ -113,13 +117,17 @@ class HangWatchdog:
             try:
                 now = (self.step, self.clock.switches if self.clock is not None else -1)
                 # A save has time limits of its own; training waits for it at most.
-                if now != seen or "orchmllm-checkpoint" in {t.name for t in threading.enumerate()}:
+                if (now != seen or self._compiles()
+                        or "orchmllm-checkpoint" in {t.name for t in threading.enumerate()}):
                     seen, since = now, time.monotonic()
                 still_s = time.monotonic() - since
                 with self._lock:
                     self._store.set(f"beat{self.rank}", json.dumps(self._beat(still_s)))
                 if still_s > self._stall_timeout_s and self.clock is not None:
-                    self.post(self._blame(still_s))
+                    if blame := self._blame(still_s):
+                        self.post(blame)
+                    else:
+                        since = time.monotonic()
                 error = self._posted()
             except RuntimeError as e:  # the store is gone, and with it the rank that hosted it
                 error = f"rank {self.rank}: the store of the run was lost: {e}"
@@ -140,14 +148,22 @@ class HangWatchdog:
         where, waits = locate(thread)
         return {"step": self.step, "switches": self.clock.switches if self.clock else 0,
                 "phase": phase, "where": where, "waits": waits, "still_s": round(still_s, 1),
-                "example_ids": self.example_ids[:32]}
+                "compiles": self._compiles(), "example_ids": self.example_ids[:32]}
+
+    def _compiles(self) -> bool:
+        """Whether this rank is in torch.compile, which may take minutes."""
+        return any(frame.f_code.co_filename.endswith(_COMPILERS)
+                   for top in sys._current_frames().values() for frame in _stack(top))
 
     def _blame(self, still_s: float) -> str:
+        """Which rank is late; nothing where a rank compiles, for which the others wait."""
         beats = {}
         with self._lock:
             for rank in range(self.world_size):
                 if self._store.check([f"beat{rank}"]):
                     beats[rank] = json.loads(self._store.get(f"beat{rank}"))
+        if any(b["compiles"] for b in beats.values()):
+            return ""
         least = min((b["step"], b["switches"]) for b in beats.values())
         behind = {r: b for r, b in beats.items() if (b["step"], b["switches"]) == least}
         late = {r: b for r, b in behind.items() if not b["waits"]} or behind
@@ -172,17 +188,21 @@ class HangWatchdog:
             (self._folder / f"flight_recorder_rank{self.rank}.json").write_bytes(dump())
 
 
+def _stack(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
 def locate(thread: int) -> tuple[str, bool]:
     """('file:line function' of the innermost frame of a thread that is not library code, whether
     it waits in a collective, ours or torch's)."""
-    frame = sys._current_frames().get(thread)
     waits = False
-    while frame is not None:
+    for frame in _stack(sys._current_frames().get(thread)):
         name = frame.f_code.co_filename
         waits = waits or "torch/distributed/" in name or name.endswith("orchmllm/comm/exchange.py")
         if not name.startswith(_LIBRARIES) and "site-packages" not in name:
             return f"{Path(name).name}:{frame.f_lineno} {frame.f_code.co_name}", waits
-        frame = frame.f_back
     return "unknown", waits
 
 

@@ -7,13 +7,20 @@ the other ranks in that of the next step; waiting for parameters on their way co
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
 
 import numpy as np
+import torch
 
+from orchmllm.data.loading.step_loader import Step
 from orchmllm.models.phase_clock import PhaseClock
 from orchmllm.plan.step import PHASES, StepPlan, imbalance
+from orchmllm.runtime.calibrate import coefficients
+from orchmllm.runtime.plan_check import combined_stats
 
 CLOCK_PHASES = (*PHASES, "exchange")
 
@@ -35,11 +42,54 @@ class MeasuredStep:
                                       strict=True))}
 
 
-class StepTimer:
-    """From a rank's clock to what all ranks took."""
+class Told(NamedTuple):
+    """What all d ranks told each other at the end of a step. loss_sum, exchange_s, wait_s, signal:
+    (d,); cpu_s, measured_s: (d, CLOCK_PHASES); norms: of the gradient and of its parts, the same on
+    all."""
 
-    def __init__(self, clock: PhaseClock) -> None:
+    loss_sum: np.ndarray
+    exchange_s: np.ndarray
+    wait_s: np.ndarray
+    signal: np.ndarray
+    cpu_s: np.ndarray
+    measured_s: np.ndarray
+    norms: np.ndarray
+
+    @classmethod
+    def of(cls, gathered: np.ndarray) -> Told:
+        """gathered: (d, numbers), in the order of the fields."""
+        n = len(CLOCK_PHASES)
+        return cls(*gathered[:, :4].T, gathered[:, 4: 4 + n], gathered[:, 4 + n: 4 + 2 * n],
+                   gathered[0, 4 + 2 * n:])
+
+    def loss(self, step: Step) -> float:
+        """Mean over the step's targets; 0 without any."""
+        return float(self.loss_sum.sum()) / max(step.num_global_targets, 1)
+
+    def row(self, step: Step, step_s: float, parts: Sequence[str], on_device: bool) -> dict:
+        """Its part of the step's row of metrics. on_device: measured_s are times of a GPU."""
+        exchange_s = self.measured_s[:, -1] if on_device else self.exchange_s
+        norm, *part_norms = self.norms.tolist()
+        return {
+            "step": step.index, "loss": self.loss(step) if step.num_global_targets else math.nan,
+            "grad_norm": norm, "grad_norms": dict(zip(parts, part_norms, strict=True)),
+            "tokens_per_s": sum(int(p.layout.num_tokens.sum()) for p in step.plans) / step_s,
+            "data_wait_s": float(self.wait_s.max()), "plan_ms": 1e3 * step.plan_s,
+            "exchange_ms": 1e3 * float(exchange_s.max()),
+            "num_global_targets": step.num_global_targets,
+            "phases": combined_stats(step.plans), "costs": coefficients(step.plans[0].spec.costs),
+            "cpu_s": dict(zip(CLOCK_PHASES, self.cpu_s.T.tolist(), strict=True)),
+            "num_failed_media": len(step.failed), "stop_signal": int(self.signal.max()),
+        }
+
+
+class StepTimer:
+    """From a rank's clock to what all ranks took; on a GPU the clock gets its events."""
+
+    def __init__(self, clock: PhaseClock, device: torch.device) -> None:
         self._clock = clock
+        if device.type == "cuda":
+            clock.use_events(partial(torch.cuda.Event, enable_timing=True))
         self.restart()
 
     def restart(self) -> None:

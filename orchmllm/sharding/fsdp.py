@@ -33,6 +33,7 @@ from orchmllm.hf.sources import WeightSource
 from orchmllm.models.config import ModelConfig
 from orchmllm.models.mllm import MultimodalModel
 from orchmllm.sharding.check import check_shards
+from orchmllm.sharding.compiled import check_compiles, compile_block
 from orchmllm.sharding.gathers import shard_units
 from orchmllm.sharding.init import seed_weights
 from orchmllm.sharding.pretrained import load_pretrained
@@ -73,6 +74,8 @@ def build_model(model: ModelConfig, config: FsdpConfig, device: torch.device, se
     Without fsdp.meta_init every rank builds a full copy from torch's global generator; with it, or
     with sources (pretrained weights, `orchmllm.hf.sources`), no rank ever holds more than its
     shards. checkpointing, ranks_per_node: see `shard`; group: see MultimodalModel."""
+    if config.compile:
+        check_compiles(model, device, compute_dtype(config))
     if not config.meta_init and not sources:
         torch.manual_seed(seed)
         return shard(MultimodalModel(model, group), config, device, checkpointing, ranks_per_node)
@@ -102,7 +105,7 @@ def shard(model: MultimodalModel, config: FsdpConfig, device: torch.device,
         for index in range(len(stack)):
             stack[index] = _checkpointed(stack[index], choice)
             if config.compile:
-                stack[index].compile(dynamic=True)
+                compile_block(stack[index])
     shard_units(model, config, ranks_per_node, {
         "mesh": make_mesh(config.shard_size, device.type),
         "mp_policy": MixedPrecisionPolicy(

@@ -46,7 +46,7 @@ def poisoned_run(world, run, where: str) -> tuple[list, list[float]]:
         return out
 
     def total() -> float:
-        return sum(float(p.detach().full_tensor().abs().sum()) for p in trainer.parameters)
+        return sum(float(p.detach().full_tensor().abs().sum()) for p in trainer.model.parameters())
 
     trainer.model.forward = poisoned
     rows = trainer.run()

@@ -1,0 +1,51 @@
+"""What goes wrong in a step without ending the run, unless the recipe says so: media that cannot be
+decoded, a loss or gradient that is not finite. The same decision on all ranks; rank 0 writes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from orchmllm.config import Recipe
+from orchmllm.data.loading.step_loader import Step
+from orchmllm.runtime.run_state import (
+    MediaCount,
+    NonFiniteError,
+    name_of,
+    quarantine,
+    record_nonfinite,
+)
+
+
+class Incidents:
+    """writes: on one rank. say: shows a line."""
+
+    def __init__(self, recipe: Recipe, *, writes: bool, say: Callable[[str], None]) -> None:
+        self._recipe, self._writes, self._say = recipe, writes, say
+        self._folder = Path(recipe.run.dir)
+        self._warned = False  # of a medium that cannot be decoded
+
+    def media(self, step: Step, counted: MediaCount, describe: Callable[[int, int], dict]) -> None:
+        """Counts and quarantines what could not be decoded. describe: of the dataset. Raises
+        MediaLimitError as the recipe says."""
+        lines = counted.count(step, describe)
+        where = self._folder / "quarantine.jsonl"
+        if lines and self._writes:
+            quarantine(where, lines)
+        if lines and not self._warned:
+            self._warned = True
+            self._say(f"warning: not usable, so its example is not learnt: {name_of(lines[0])}; "
+                      f"this and further ones are listed in {where}")
+        counted.check(self._recipe.data, lines)
+
+    def nonfinite(self, step: Step, loss: float, grad_norm: float) -> None:
+        """Writes which examples the step had. Raises NonFiniteError where the recipe says so."""
+        where = self._folder / "nonfinite.jsonl"
+        if self._writes:
+            record_nonfinite(where, step, loss, grad_norm)
+        message = (f"step {step.index}: loss {loss}, gradient norm {grad_norm}; the step's "
+                   f"examples are in {where}")
+        if self._recipe.train.nonfinite == "raise":
+            raise NonFiniteError(f"{message}; parameters are those before the step "
+                                 "(train.nonfinite=skip or rollback goes on)")
+        self._say(f"warning: {message}")
