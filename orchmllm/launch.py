@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 if TYPE_CHECKING:
+    import torch
     import torch.distributed as dist
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
@@ -118,6 +119,21 @@ def current_world() -> World | None:
     return world_from(os.environ)
 
 
+def device_of(world: World) -> torch.device:
+    """Where this rank computes: the GPU of its place on the node, or the only one that it sees
+    (`srun --gpus-per-task=1`); the CPU where there is none. Raises ValueError if there are fewer
+    GPUs than ranks on the node."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    count = torch.cuda.device_count()
+    if 1 < count <= world.local_rank:
+        raise ValueError(f"{world.local_world_size} ranks on this node, which shows {count} GPUs: "
+                         "start one rank per GPU")
+    return torch.device("cuda", world.local_rank if count > 1 else 0)
+
+
 @contextmanager
 def process_group(world: World, timeout_s: float) -> Iterator[dist.Store]:
     """The default process group: NCCL with GPUs, gloo without; always destroyed at the end, since
@@ -129,16 +145,17 @@ def process_group(world: World, timeout_s: float) -> Iterator[dist.Store]:
     # Read when the group is made; the records are written out when a run stalls.
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
     timeout = timedelta(seconds=timeout_s)
-    cuda = torch.cuda.is_available()
+    device = device_of(world)
+    cuda = device.type == "cuda"
     if cuda:
-        torch.cuda.set_device(world.local_rank)
+        torch.cuda.set_device(device)
     store = dist.TCPStore(world.master_addr, world.master_port, world.world_size,
                           is_master=_hosts_store(world), timeout=timeout, wait_for_workers=False)
     # A restarted attempt must not read what the dead one left in the store.
     dist.init_process_group(
         "nccl" if cuda else "gloo", store=dist.PrefixStore(f"attempt{world.attempt}", store),
         rank=world.rank, world_size=world.world_size, timeout=timeout,
-        device_id=torch.device("cuda", world.local_rank) if cuda else None,
+        device_id=device if cuda else None,
     )
     beside = dist.TCPStore(world.master_addr, world.master_port, world.world_size,
                            is_master=False, timeout=timeout, wait_for_workers=False)

@@ -126,14 +126,16 @@ def _take_folder(store: dist.Store, world: launch.World,
 
 
 def _start_problems(
-    recipe: Recipe, world: launch.World | None, expected: int, *, machine: bool
+    recipe: Recipe, world: launch.World | None, expected: int, *, starts: bool, machine: bool
 ) -> list[str]:
-    """Why the recipe cannot run on the ranks that are there, or on `expected` if none are yet, or
-    from its pretrained weights. machine: also what this machine lacks for it."""
+    """Why the recipe cannot run on the ranks that are there, or will be, or from its pretrained
+    weights. starts: this process starts the ranks, else `expected` are started elsewhere.
+    machine: also what this machine lacks for it."""
     from orchmllm.hf.sources import find_sources
     from orchmllm.sharding.units import units
 
-    checks = [lambda: find_sources(recipe.model), lambda: _check_ranks(recipe, world, expected)]
+    checks = [lambda: find_sources(recipe.model),
+              lambda: _check_ranks(recipe, world, expected, starts)]
     if machine:
         state = sum(u.copies * (u.size + 2 * u.trained_size) for u in units(recipe.model))
         checks += preflight.checks(recipe, state * DTYPE_BYTES[recipe.fsdp.param_dtype])
@@ -142,11 +144,12 @@ def _start_problems(
     return preflight.problems(checks)
 
 
-def _check_ranks(recipe: Recipe, world: launch.World | None, expected: int) -> None:
+def _check_ranks(recipe: Recipe, world: launch.World | None, expected: int, starts: bool) -> None:
     """Raises ValueError if the recipe cannot run on so many ranks."""
     from orchmllm.sharding.check import check_world
 
-    ranks = world.world_size if world else recipe.launch.nproc_per_node or expected
+    ranks = world.world_size if world else (
+        not starts and expected or recipe.launch.nproc_per_node or expected)
     if ranks and expected and expected != ranks:
         raise ValueError(f"--world-size {expected}, but there are {ranks} ranks: start {expected} "
                          "or drop the flag")
@@ -173,7 +176,7 @@ def main(argv: list[str]) -> int:
     recipe = loaded.recipe
     planned = args.dry_run or args.ablations
     problems = [] if planned else _start_problems(
-        recipe, world, args.world_size,
+        recipe, world, args.world_size, starts=not (args.validate or args.print_config),
         machine=not (args.print_config or (world is not None and world.checked)))
     if problems:
         launch.report_failure("\n".join(f"error: {p}" for p in problems))

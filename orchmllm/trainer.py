@@ -19,7 +19,7 @@ from orchmllm.data.loading.step_loader import Step, StepLoader
 from orchmllm.data.sampler import GlobalSampler, make_sampler
 from orchmllm.estimate.fits import for_run
 from orchmllm.hf.sources import find_sources
-from orchmllm.launch import World
+from orchmllm.launch import World, device_of
 from orchmllm.models.attention import describe_attention
 from orchmllm.models.flops import mfu, peak_flops, step_flops
 from orchmllm.plan.step import PHASES, StepPlan, plan_step
@@ -65,8 +65,7 @@ class Trainer:
     ) -> None:
         self.recipe, self.world, self.watch, self.on_step = recipe, world, watch, on_step
         self.display = RunDisplay(recipe.run, shows=world.rank == 0)
-        self.device = torch.device(
-            f"cuda:{world.local_rank}" if torch.cuda.is_available() else "cpu")
+        self.device = device_of(world)
         sources = find_sources(recipe.model)  # its errors come before any collective
         self.dataset = dataset if dataset is not None else build_dataset(recipe)
         self.train_rows, self.validation_rows = self.dataset.split(recipe.data.num_validation)

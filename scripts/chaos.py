@@ -1,21 +1,26 @@
-"""Kills random ranks of a training run with SIGKILL and checks that it recovers every time:
+"""Kills a training run again and again in every way, starts the same command again, and checks that
+nothing was lost:
 
-    python scripts/chaos.py --kills 20
+    python scripts/chaos.py --kills 40 --steps 60
 
-Runs the tiny recipe twice under torchrun on local CPU ranks, once in peace and once with
---max-restarts while a random rank is killed again and again, and compares the final checkpoints:
-every tensor has to be bit-equal. Exit code 0 only if all kills were recovered from.
+A tiny model is trained on local CPU ranks twice, once in peace and once while, at random moments
+from its start on, a rank or the launcher gets SIGKILL, the launcher gets SIGTERM, or a rank is
+stopped (SIGSTOP) and then killed. Every tensor of the two final checkpoints has to be bit-equal.
+Exit code 0 only if all kills happened and the tensors are equal.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import os
 import random
 import signal
 import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from pathlib import Path
 
 import psutil
@@ -26,99 +31,147 @@ TINY = [
     "model.vision.num_layers=2", "model.vision.hidden_size=32", "model.vision.intermediate_size=64",
     "model.audio.num_layers=2", "model.audio.hidden_size=32", "model.audio.intermediate_size=64",
     "model.llm.num_layers=2", "model.llm.hidden_size=48", "model.llm.intermediate_size=64",
-    "data.num_validation=0", "checkpoint.every_steps=2", "train.batch_size=2",
+    "data.num_validation=0", "checkpoint.every_steps=1", "train.batch_size=2",
 ]
+WAYS = ("kill a rank", "kill the launcher", "terminate the launcher", "stop a rank, then kill it")
+IN_USE = 2  # exit code while the ranks of a killed launcher are about to end
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--kills", type=int, default=40)
+    parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--steps-per-kill", type=int, default=12)
     parser.add_argument("--data", default="demo_data", help="folder of scripts/make_demo_data.py")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--timeout-s", type=float, default=1800)
+    parser.add_argument("--timeout-s", type=float, default=7200, help="of all together")
     return parser.parse_args()
 
 
-def start(args: argparse.Namespace, folder: Path, log) -> subprocess.Popen:
-    """torchrun of the whole run; every attempt resumes from the last checkpoint."""
-    steps = args.kills * args.steps_per_kill
-    command = [
-        sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(args.ranks),
-        "--max-restarts", str(args.kills + 2), "--monitor-interval", "0.1",
-        "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "-m", "orchmllm.train",
-        "--recipe", "recipes/demo.yaml", f"data.path={args.data}", f"run.dir={folder}",
-        f"train.num_steps={steps}", *TINY]
-    return subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)
+class Run:
+    """One run folder, and the command that trains in it, started as often as it takes."""
+
+    def __init__(self, args: argparse.Namespace, folder: Path) -> None:
+        self.folder, self.log = folder, folder.with_suffix(".log")
+        self._deadline = time.monotonic() + args.timeout_s
+        self._command = [
+            sys.executable, "-m", "orchmllm.train", "--recipe", "recipes/demo.yaml",
+            f"data.path={args.data}", f"run.dir={folder}", f"train.num_steps={args.steps}",
+            f"launch.nproc_per_node={args.ranks}", *TINY]
+        self.num_starts = 0
+
+    def start(self) -> subprocess.Popen:
+        self.num_starts += 1
+        with self.log.open("a") as log:
+            return subprocess.Popen(self._command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT,
+                                    env=os.environ | {"OMP_NUM_THREADS": "1"})
+
+    def rows(self) -> list[dict]:
+        """Of the log so far, repeated steps included."""
+        path = self.folder / "metrics.jsonl"
+        lines = path.read_text(encoding="utf-8").splitlines(True) if path.exists() else []
+        return [json.loads(line) for line in lines if line.endswith("\n")]
+
+    def wait(self, launcher: subprocess.Popen, until=lambda: False) -> int | None:
+        """The launcher's exit code, or None once until() holds."""
+        while launcher.poll() is None:
+            if until():
+                return None
+            if time.monotonic() > self._deadline:
+                raise TimeoutError(f"out of time; the end of the log:\n{self.log_end()}")
+            time.sleep(0.01)
+        return launcher.returncode
+
+    def log_end(self) -> str:
+        return self.log.read_text(errors="replace")[-3000:]
+
+    def finish(self) -> int:
+        """Starts it until it does not find the ranks of a killed launcher any more."""
+        while (code := self.wait(self.start())) == IN_USE:
+            time.sleep(1.0)
+        return code
+
+    def tensors(self) -> dict[str, bytes]:
+        newest = self.folder / "checkpoints"
+        newest = newest / (newest / "latest").read_text(encoding="utf-8")
+        return {f"{path.name}/{name}": tensor.numpy().tobytes()
+                for path in sorted(newest.glob("*.safetensors"))
+                for name, tensor in load_file(path).items()}
 
 
 def ranks_of(launcher: subprocess.Popen) -> list[psutil.Process]:
     try:
-        return [p for p in psutil.Process(launcher.pid).children()
-                if "orchmllm.train" in p.cmdline()]
+        return psutil.Process(launcher.pid).children()
     except psutil.NoSuchProcess:
         return []
 
 
-def steps_done(folder: Path) -> int:
-    """Rows of the log so far, repeated steps included."""
-    log = folder / "metrics.jsonl"
-    return log.read_text(encoding="utf-8").count("\n") if log.exists() else 0
+def strike(way: str, launcher: subprocess.Popen, rng: random.Random) -> None:
+    """Does it; where there are no ranks yet, to the launcher."""
+    ranks = ranks_of(launcher)
+    if "launcher" in way or not ranks:
+        launcher.send_signal(signal.SIGTERM if "terminate" in way else signal.SIGKILL)
+        return
+    victim = rng.choice(ranks)
+    if "stop" in way:
+        victim.send_signal(signal.SIGSTOP)
+        time.sleep(rng.uniform(0.1, 3.0))
+    victim.send_signal(signal.SIGKILL)
 
 
-def torment(args: argparse.Namespace, launcher: subprocess.Popen, folder: Path) -> list[dict]:
-    """Kills a random rank once the run has moved on a random number of steps since it restarted."""
-    rng, kills = random.Random(args.seed), []
-    deadline = time.monotonic() + args.timeout_s
-    for number in range(args.kills):
-        target = steps_done(folder) + rng.randint(1, args.steps_per_kill - 2)
-        while steps_done(folder) < target and launcher.poll() is None:
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"no progress after kill {number}")
-            time.sleep(0.02)
-        time.sleep(rng.random() * 0.1)  # anywhere inside a step or a save
-        ranks = ranks_of(launcher)
-        if launcher.poll() is not None or not ranks:
+def torment(args: argparse.Namespace, run: Run, start_s: float) -> Counter:
+    """Strikes args.kills times -> how often in which way. start_s: from a start to its first step.
+    """
+    rng, done = random.Random(args.seed), Counter()
+    while done.total() < args.kills:
+        way = WAYS[done.total() % len(WAYS)]
+        steps = rng.randint(0, max(1, args.steps // args.kills))
+        latest = time.monotonic() + (args.timeout_s if steps else rng.uniform(0, start_s))
+        rows = len(run.rows()) + max(steps, 1)
+        launcher = run.start()
+        code = run.wait(launcher, lambda latest=latest, rows=rows: (
+            len(run.rows()) >= rows or time.monotonic() >= latest))
+        time.sleep(rng.uniform(0, 0.1) if steps else 0)  # anywhere inside a step or a save
+        if code == 0:
             break
-        victim = rng.choice(ranks)
-        victim.send_signal(signal.SIGKILL)
-        kills.append({"kill": number + 1, "after_rows": steps_done(folder), "pid": victim.pid})
-        print(f"kill {number + 1}/{args.kills} after {steps_done(folder)} steps", flush=True)
-        time.sleep(0.5)
-    return kills
-
-
-def final_tensors(folder: Path) -> dict[str, bytes]:
-    root = folder / "checkpoints"
-    newest = root / (root / "latest").read_text(encoding="utf-8")
-    return {f"{path.name}/{name}": tensor.numpy().tobytes()
-            for path in sorted(newest.glob("*.safetensors"))
-            for name, tensor in load_file(path).items()}
+        if code is not None:
+            if code != IN_USE:
+                raise RuntimeError(f"it ended by itself with {code}:\n{run.log_end()}")
+            time.sleep(1.0)
+            continue
+        try:
+            strike(way, launcher, rng)
+        except (psutil.NoSuchProcess, ProcessLookupError):  # it was faster
+            continue
+        done[way] += 1
+        run.wait(launcher)
+        after = run.rows()[-1]["step"] + 1 if run.rows() else 0
+        print(f"{done.total()}/{args.kills}: {way} after {after} steps: exit code "
+              f"{launcher.returncode}", flush=True)
+    return done
 
 
 def main() -> int:
     args = parse()
     with tempfile.TemporaryDirectory() as scratch:
-        calm, wild = Path(scratch, "calm"), Path(scratch, "wild")
-        with Path(scratch, "calm.log").open("w") as log:
-            if start(args, calm, log).wait(args.timeout_s):
-                print(Path(scratch, "calm.log").read_text()[-3000:], file=sys.stderr)
-                return 1
-        with Path(scratch, "wild.log").open("w") as log:
-            launcher = start(args, wild, log)
-            try:
-                kills = torment(args, launcher, wild)
-                code = launcher.wait(args.timeout_s)
-            finally:
-                launcher.kill()
-        if code or len(kills) < args.kills:
-            print(Path(scratch, "wild.log").read_text()[-3000:], file=sys.stderr)
-        same = not code and final_tensors(calm) == final_tensors(wild)
-    print(f"{len(kills)} kills, exit code {code}, final tensors "
-          f"{'bit-equal to' if same else 'DIFFERENT from'} the undisturbed run")
-    return 0 if same and len(kills) == args.kills else 1
+        calm, wild = Run(args, Path(scratch, "calm")), Run(args, Path(scratch, "wild"))
+        started, launcher = time.monotonic(), calm.start()
+        if calm.wait(launcher, lambda: bool(calm.rows())) is None:
+            start_s = time.monotonic() - started
+            calm.wait(launcher)
+        if launcher.returncode:
+            print(calm.log_end(), file=sys.stderr)
+            return 1
+        done = torment(args, wild, start_s)
+        code = wild.finish()
+        if code:
+            print(wild.log_end(), file=sys.stderr)
+        same = not code and calm.tensors() == wild.tensors()
+        print(f"{done.total()} kills ({', '.join(f'{v} x {k}' for k, v in done.items())}), "
+              f"{wild.num_starts} starts, {len(wild.rows())} steps for {args.steps}; final tensors "
+              f"{'bit-equal to' if same else 'DIFFERENT from'} those of the undisturbed run")
+    return 0 if same and done.total() == args.kills else 1
 
 
 if __name__ == "__main__":

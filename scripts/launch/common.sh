@@ -10,10 +10,14 @@ gpus_here() {
 
 # Network interface towards a host: the one gloo and NCCL's bootstrap should use.
 interface_to() {
-  local address
+  local address interface
   address=$(getent ahostsv4 "$1" | awk 'NR == 1 {print $1}')
   [ -n "$address" ] || { echo "cannot resolve $1" >&2; return 1; }
-  ip -o route get "$address" | sed -n 's/.* dev \([^ ]*\).*/\1/p' | head -n 1
+  interface=$(ip -o route get "$address" |
+    awk '{for (i = 1; i < NF; i++) if ($i == "dev") dev = $(i + 1)} END {print dev}')
+  # The way to this machine's own address is lo, which other nodes cannot reach.
+  [ "$interface" != lo ] || interface=$(ip -o -4 addr show to "$address" | awk 'NR == 1 {print $2}')
+  echo "$interface"
 }
 
 # NCCL and gloo, only where the caller did not say otherwise (see docs/scale.md for each).

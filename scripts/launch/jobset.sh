@@ -17,9 +17,10 @@ recipe=$1
 shift
 name=${NAME:-orchmllm}
 gpus=${GPUS:-8}
+quoted() { printf "'%s'" "${1//\'/\'\'}"; }  # as YAML, in which only the quote itself is special
 overrides=""
 for item in "$@"; do
-  overrides+=", \"${item//\"/\\\"}\""
+  overrides+=", $(quoted "$item")"
 done
 cat <<YAML
 apiVersion: jobset.x-k8s.io/v1alpha2
@@ -27,7 +28,12 @@ kind: JobSet
 metadata:
   name: ${name}
 spec:
-  failurePolicy: {maxRestarts: 20}  # every start resumes from the newest sound checkpoint
+  # Every start resumes from the newest sound checkpoint. What the recipe or this cluster lacks
+  # (exit code 2) is not cured by another start.
+  failurePolicy:
+    maxRestarts: 20
+    rules:
+      - {name: refused, action: FailJobSet, onJobFailureReasons: [PodFailurePolicy]}
   network: {enableDNSHostnames: true}
   replicatedJobs:
     - name: node
@@ -38,6 +44,10 @@ spec:
           completions: ${NODES}
           completionMode: Indexed
           backoffLimit: 0
+          podFailurePolicy:
+            rules:
+              - action: FailJob
+                onExitCodes: {containerName: ranks, operator: In, values: [2]}
           template:
             spec:
               restartPolicy: Never
@@ -46,7 +56,7 @@ spec:
                 - name: ranks
                   image: "${IMAGE}"
                   workingDir: /workspace
-                  command: ["scripts/launch/torchrun.sh", "${recipe}"${overrides}]
+                  command: ["scripts/launch/torchrun.sh", $(quoted "$recipe")${overrides}]
                   env:
                     - {name: NNODES, value: "${NODES}"}
                     - {name: NPROC, value: "${gpus}"}

@@ -25,7 +25,8 @@ cd "$root"
 # shellcheck source=scripts/launch/common.sh
 . scripts/launch/common.sh
 
-MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+hosts=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
+MASTER_ADDR=${hosts%%$'\n'*}
 MASTER_PORT=$((20000 + SLURM_JOB_ID % 20000))
 export MASTER_ADDR MASTER_PORT
 export_network_defaults "$MASTER_ADDR"

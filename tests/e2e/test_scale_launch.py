@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import yaml
 
-from orchmllm.launch import world_from
+from orchmllm.launch import World, device_of, world_from
 from tests.lib.commands import ROOT
 
 FOLDER = ROOT / "scripts" / "launch"
@@ -33,18 +35,89 @@ def test_scripts_parse_and_say_how_they_are_used(script):
 
 def test_jobset_is_yaml_with_a_pod_per_node():
     env = os.environ | {"IMAGE": "registry/image", "NODES": "320", "NAME": "mllm", "GPUS": "4"}
-    run = subprocess.run(["bash", FOLDER / "jobset.sh", "recipes/mllm84b.yaml", "train.lr=1e-5"],
+    odd = [r"data.path=a\d'\"b: #c", "train.lr=1e-5"]
+    run = subprocess.run(["bash", FOLDER / "jobset.sh", "recipes/mllm84b.yaml", *odd],
                          env=env, capture_output=True, text=True, check=True)
     jobset = yaml.safe_load(run.stdout)
     assert jobset["kind"] == "JobSet"
     job = jobset["spec"]["replicatedJobs"][0]["template"]["spec"]
     assert job["completions"] == job["parallelism"] == 320
     container = job["template"]["spec"]["containers"][0]
-    assert container["command"] == ["scripts/launch/torchrun.sh", "recipes/mllm84b.yaml",
-                                    "train.lr=1e-5"]
+    assert container["command"] == ["scripts/launch/torchrun.sh", "recipes/mllm84b.yaml", *odd]
+    (rule,) = job["podFailurePolicy"]["rules"]
+    assert rule == {"action": "FailJob", "onExitCodes": {
+        "containerName": container["name"], "operator": "In", "values": [2]}}
+    policy = jobset["spec"]["failurePolicy"]
+    assert policy["maxRestarts"] == 20 and policy["rules"] == [
+        {"name": "refused", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}]
     assert container["resources"]["limits"]["nvidia.com/gpu"] == 4
     variables = {v["name"]: v.get("value") for v in container["env"]}
     assert variables["MASTER_ADDR"] == "mllm-node-0-0.mllm" and variables["NNODES"] == "320"
+
+
+SCONTROL = '''#!/bin/sh
+[ "$1" = show ] || { echo "requeued $2"; exit; }
+echo node-of-13-00
+sleep 0.3  # a reader that has left by now would end it, and with it the script
+echo node-of-13-01
+echo end >&2
+'''
+SRUN = '''#!/bin/sh
+echo "MASTER_ADDR=$MASTER_ADDR"; shift 2; echo "$@"; exit ${SRUN_EXIT:-0}
+'''
+
+
+def programs(folder: Path, **scripts: str) -> str:
+    """A PATH on which these programs, and this Python, come first."""
+    scripts["python"] = f'#!/bin/sh\nexec "{sys.executable}" "$@"\n'
+    for name, text in scripts.items():
+        (folder / name).write_text(text)
+        (folder / name).chmod(0o755)
+    return f"{folder}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+
+
+def sbatch(folder: Path, data: Path, **env: str) -> subprocess.CompletedProcess:
+    """What the job's first node runs, of a recipe that says how many ranks it starts by itself."""
+    return subprocess.run(
+        ["bash", FOLDER / "slurm.sh", "recipes/demo.yaml", f"data.path={data}",
+         f"run.dir={folder / 'run'}"], cwd=ROOT, capture_output=True, text=True,
+        env=os.environ | {"PATH": programs(folder, scontrol=SCONTROL, srun=SRUN),
+                          "PYTHONPATH": str(ROOT), "SLURM_JOB_ID": "7", "SLURM_NTASKS": "16",
+                          "SLURM_JOB_NODELIST": "node-of-13-[00-01]", **env})
+
+
+def test_slurm_takes_the_first_of_many_hosts(tmp_path, demo_corpus):
+    run = sbatch(tmp_path, demo_corpus)
+    assert run.returncode == 0 and "end\n" in run.stderr, run.stderr
+    assert "MASTER_ADDR=node-of-13-00\npython -m orchmllm.train --recipe" in run.stdout
+
+
+@pytest.mark.parametrize("code", [1, 143])
+def test_slurm_queues_what_was_stopped_again(tmp_path, demo_corpus, code):
+    run = sbatch(tmp_path, demo_corpus, SRUN_EXIT=str(code))
+    assert run.returncode == code and ("requeued 7" in run.stdout) == (code == 143)
+
+
+def test_what_is_refused_is_not_started(tmp_path):
+    run = sbatch(tmp_path, tmp_path / "nowhere")
+    assert run.returncode == 2 and "nowhere: no such file" in run.stderr
+    assert "MASTER_ADDR" not in run.stdout
+
+
+@pytest.mark.parametrize("gpus, local_rank, device", [
+    (0, 3, "cpu"), (8, 3, "cuda:3"), (1, 3, "cuda:0"), (2, 3, None)])
+def test_the_device_of_a_rank(monkeypatch, gpus, local_rank, device):
+    """One GPU is what `srun --gpus-per-task=1` shows to every task of a node."""
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    world = World(local_rank, 4, local_rank, 4, "", 0)
+    if device:
+        assert device_of(world) == torch.device(device)
+    else:
+        with pytest.raises(ValueError, match="4 ranks on this node, which shows 2 GPUs"):
+            device_of(world)
 
 
 def srun(rank: int, **changes: str) -> dict[str, str]:
