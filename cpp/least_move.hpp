@@ -103,11 +103,11 @@ class LocalSearch {
   }
 
   // Of a rank, in the mean of its node, without which its ranks could not be evened out: half of
-  // what there is, at most a sixteenth of an item.
+  // what there is, at most a 32nd of an item.
   i64 free_room(const Placement& s) const {
     const i128 slack = static_cast<i128>(s.problem.cap) * p_.num_ranks - s.total;
     return static_cast<i64>(std::min<i128>(
-        std::max<i128>(0, slack) / 2 / p_.num_ranks, s.typical / 16));
+        std::max<i128>(0, slack) / 2 / p_.num_ranks, s.typical / 32));
   }
 
   // A rank is to send and receive little more than an even share of the largest surplus of a node.

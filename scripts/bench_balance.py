@@ -11,7 +11,8 @@ with homes and weights that are as bad as they come.
 
 Columns, by phase, over the seeds. within: share of seeds with all loads within the tolerance.
 excess: largest load over its lower bound, minus 1; mean and worst. worse: seeds where `greedy` is
-better although the tolerance is missed. ms: CPU time of this thread, median and worst, and what
+better although the tolerance is missed. looser: seeds where the tolerance before this one, larger
+than it, ended lower although this one is missed. ms: CPU time of this thread, median and worst, and what
 `greedy` takes for the same items in the same process. volume: cost that changes its node, over the
 least possible (the surplus of the nodes above all their ranks' caps), mean and worst. busiest: the
 most (by move costs) that a rank sends to or receives from other nodes, over an even share of the
@@ -76,7 +77,8 @@ def measure(problem: Problem, tolerance: float) -> tuple[dict[str, float], np.nd
     share = max(1.0, surplus.max() / c * price.sum() / max(1, weight.sum()))
     return {"items": np.count_nonzero(weight) / d, "within": load.max() <= cap,
             "excess": load.max() / max(1, bound) - 1, "worse": load.max() > max(cap, lpt.max()),
-            "ms": ms, "greedy_ms": greedy_ms, "operations": operations + SETUP * len(weight),
+            "looser": False, "ms": ms, "greedy_ms": greedy_ms,
+            "operations": operations + SETUP * len(weight),
             "volume": weight[moved].sum() / max(1, np.maximum(0, surplus).sum()),
             "share": weight[moved].sum() / max(1, weight.sum()),
             "busiest": max(send.max(), receive.max()) / share,
@@ -117,7 +119,7 @@ def recipe_rows(args: argparse.Namespace) -> Iterator[tuple[str, dict]]:
                 layout = sample_layout(model, num_ranks=args.ranks, batch_size=batch_size,
                                        seed=seed)
                 for dispatch in args.dispatch.split(","):
-                    spec = spec_of(recipe, dispatch)
+                    spec, before = spec_of(recipe, dispatch), {}
                     for tolerance in args.tolerances:
                         recorder = phases.balance = Recorder(tolerance)
                         try:
@@ -127,6 +129,9 @@ def recipe_rows(args: argparse.Namespace) -> Iterator[tuple[str, dict]]:
                         order = ("llm", "vision", "audio") if dispatch == "load" else PHASES
                         label = f"{recipe} n/d {batch_size} {dispatch} {tolerance:.2%}"
                         for phase, row in zip(order, recorder.rows, strict=True):
+                            row["looser"] = row["excess"] > before.get(phase, 1.0)
+                            row["looser"] &= not row["within"]
+                            before[phase] = row["excess"]
                             yield f"{label} {phase}", row
                         yield f"{label} all", {
                             key: sum(row[key] for row in recorder.rows) for key in
@@ -177,7 +182,7 @@ def table(rows: dict[str, list[dict]], median: dict[str, float] | None) -> None:
         if "within" in v:
             text += (f"{v['items'].mean():6.1f} items within {v['within'].mean():4.0%} excess "
                      f"{v['excess'].mean():8.1e} <= {v['excess'].max():8.1e} worse "
-                     f"{int(v['worse'].sum())} | volume {v['volume'].mean():5.2f} <= "
+                     f"{int(v['worse'].sum())} looser {int(v['looser'].sum())} | volume {v['volume'].mean():5.2f} <= "
                      f"{v['volume'].max():5.2f} ({v['share'].mean():.2%}) busiest "
                      f"{v['busiest'].mean():5.2f} <= {v['busiest'].max():5.2f}")
         text += (f" | MB {v['mb'].mean():7.3f} | ms {np.median(v['ms']):6.2f} <= "

@@ -369,7 +369,7 @@ class Search:
         nodes = range(self.num_nodes)
         if self.num_nodes > 1:
             slack = cap * self.num_ranks - s.total
-            target = cap - min(max(0, slack) // 2 // self.num_ranks, s.typical // 16)
+            target = cap - min(max(0, slack) // 2 // self.num_ranks, s.typical // 32)
             if from_home:
                 self.limit_moves(s, target)
             Trading(s, self.width, target).even(nodes)
