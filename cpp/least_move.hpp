@@ -34,7 +34,7 @@ class LocalSearch {
     // Of one attempt: the looser the cap, the fewer.
     const i64 unit = bound / 1000 + 1, loose = std::max(p_.cap, bound + bound / 1000);
     num_items_ = std::count_if(p_.weight.begin(), p_.weight.end(), [](i64 w) { return w > 0; });
-    const i128 most = std::min<i64>(30000000, 4000 * num_items_) + 80 * num_items_;
+    const i128 most = std::min<i64>(32000000, 4000 * num_items_) + 80 * num_items_;
     const i64 operations = static_cast<i64>(most * 2 * unit / (unit + loose - bound));
     std::copy(p_.home.begin(), p_.home.end(), trial_.begin());
     if (!nearly_all_moves()) tighten(loose, attempt(loose, operations, true));
@@ -103,11 +103,11 @@ class LocalSearch {
   }
 
   // Of a rank, in the mean of its node, without which its ranks could not be evened out: half of
-  // what there is, at most a sixteenth of an item.
+  // what there is, at most a 32nd of an item.
   i64 free_room(const Placement& s) const {
     const i128 slack = static_cast<i128>(s.problem.cap) * p_.num_ranks - s.total;
     return static_cast<i64>(std::min<i128>(
-        std::max<i128>(0, slack) / 2 / p_.num_ranks, s.typical / 16));
+        std::max<i128>(0, slack) / 2 / p_.num_ranks, s.typical / 32));
   }
 
   // A rank is to send and receive little more than an even share of the largest surplus of a node.
@@ -140,20 +140,24 @@ class LocalSearch {
     std::copy(trial_.begin(), trial_.end(), best_);
   }
 
-  // Goes on from the best assignment, under the cap and then under caps halfway between what is
-  // reached and what is not.
+  // Goes on from the best assignment, under caps halfway between what is reached and what is not,
+  // and when they are near, under the cap itself.
   void tighten(i64 cap, i64 operations) {
     const i64 fine = 1 + cap / 65536;  // nearer is not worth an attempt
-    for (i64 next = cap, low = cap - 1; high_ > cap && high_ > next && operations > 0;) {
+    for (i64 low = cap; high_ > cap && operations > 0;) {
+      const bool near = high_ - low <= fine;
+      if (near && low > cap) return;
+      const i64 next = near ? cap : low + (high_ - low) / 2;
       std::copy(best_, best_ + trial_.size(), trial_.begin());
       const i64 part = operations / 4;  // one that does not end is not to use up all of them
       operations -= part - attempt(next, part, false);
+      if (near) return;
       if (high_ > next) low = next;
-      next = high_ - low > fine ? low + (high_ - low) / 2 : high_;
     }
   }
 
   void start_from_greedy() {
+    spent_ += 60 * num_items_;
     greedy(p_.weight, p_.home, p_.num_ranks, trial_.data());
     const std::vector<i64> rank_of_batch =
         near_home(p_.home, {trial_.data(), trial_.size()}, p_.weight, p_.num_ranks,

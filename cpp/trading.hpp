@@ -77,7 +77,7 @@ class Trading {
       for (const i64 u : units) ranked.emplace(excess(u), u);
       const auto full = std::distance(ranked.upper_bound({0, kAll}), ranked.end());
       if (8 * full > static_cast<i64>(units.size()) + 64) return false;
-      if (deal(ranked, std::size_t{4} << round % 3) || even(units)) return true;
+      if (deal(ranked, std::size_t{4} << round % 4) || even(units)) return true;
     }
     return false;
   }
@@ -86,7 +86,7 @@ class Trading {
   using Excess = std::pair<i64, i64>;  // (load above the cap, unit)
   static constexpr i64 kNobody = -1;
   static constexpr i64 kAll = std::numeric_limits<i64>::max();
-  static constexpr int kPartners = 16, kRounds = 6, kDeals = 10;
+  static constexpr int kPartners = 16, kRounds = 12, kDeals = 10;
 
   i64 excess(i64 unit) const {
     const i64 first = unit * width_, end = std::min(first + width_, s_.problem.num_ranks);
@@ -171,7 +171,7 @@ class Trading {
   }
 
   bool relieve(i64 a, i64 b, i64 need, i64 room, How how) {
-    if (!s_.budget.spend(32)) return false;
+    if (!s_.budget.spend(16)) return false;
     const i64 amount = std::min(need, room);
     if (how == kWhatFits) return give(a, b, amount, 0);
     if (how == kSingle && amount > s_.typical) return give(a, b, amount, s_.typical);

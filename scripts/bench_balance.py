@@ -11,7 +11,8 @@ with homes and weights that are as bad as they come.
 
 Columns, by phase, over the seeds. within: share of seeds with all loads within the tolerance.
 excess: largest load over its lower bound, minus 1; mean and worst. worse: seeds where `greedy` is
-better although the tolerance is missed. ms: CPU time of this thread, median and worst, and what
+better although the tolerance is missed. looser: seeds where the tolerance before this one, larger
+than it, ended lower although this one is missed. ms: CPU time of this thread, median and worst, and what
 `greedy` takes for the same items in the same process. volume: cost that changes its node, over the
 least possible (the surplus of the nodes above all their ranks' caps), mean and worst. busiest: the
 most (by move costs) that a rank sends to or receives from other nodes, over an even share of the
@@ -41,6 +42,7 @@ from orchmllm.plan.cost import CostModel
 RECIPES = Path(__file__).resolve().parent.parent / "recipes"
 NODE = 8
 NOTHING = np.zeros(0, np.int64)
+SETUP = 40  # operations an item before the search counts any: reading, sorting, writing
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,8 @@ def measure(problem: Problem, tolerance: float) -> tuple[dict[str, float], np.nd
     price = problem.move_cost if len(problem.move_cost) else weight
     bound, cap = core().lower_bound(weight, d), load_cap(weight, d, tolerance)
     greedy_ms, batch = cpu_ms(lambda: core().greedy(weight, home, d))
-    ms, rank_of = cpu_ms(lambda: core().least_move(weight, home, problem.move_cost, d, c, cap))
+    ms, (rank_of, operations) = cpu_ms(
+        lambda: core().least_move_counted(weight, home, problem.move_cost, d, c, cap))
     load, lpt = np.bincount(rank_of, weight, d), np.bincount(batch, weight, d)
     surplus = np.bincount(home // c, weight, -(-d // c)) - c * cap
     moved = rank_of // c != home // c
@@ -74,7 +77,8 @@ def measure(problem: Problem, tolerance: float) -> tuple[dict[str, float], np.nd
     share = max(1.0, surplus.max() / c * price.sum() / max(1, weight.sum()))
     return {"items": np.count_nonzero(weight) / d, "within": load.max() <= cap,
             "excess": load.max() / max(1, bound) - 1, "worse": load.max() > max(cap, lpt.max()),
-            "ms": ms, "greedy_ms": greedy_ms,
+            "looser": False, "ms": ms, "greedy_ms": greedy_ms,
+            "operations": operations + SETUP * len(weight),
             "volume": weight[moved].sum() / max(1, np.maximum(0, surplus).sum()),
             "share": weight[moved].sum() / max(1, weight.sum()),
             "busiest": max(send.max(), receive.max()) / share,
@@ -115,7 +119,7 @@ def recipe_rows(args: argparse.Namespace) -> Iterator[tuple[str, dict]]:
                 layout = sample_layout(model, num_ranks=args.ranks, batch_size=batch_size,
                                        seed=seed)
                 for dispatch in args.dispatch.split(","):
-                    spec = spec_of(recipe, dispatch)
+                    spec, before = spec_of(recipe, dispatch), {}
                     for tolerance in args.tolerances:
                         recorder = phases.balance = Recorder(tolerance)
                         try:
@@ -125,6 +129,9 @@ def recipe_rows(args: argparse.Namespace) -> Iterator[tuple[str, dict]]:
                         order = ("llm", "vision", "audio") if dispatch == "load" else PHASES
                         label = f"{recipe} n/d {batch_size} {dispatch} {tolerance:.2%}"
                         for phase, row in zip(order, recorder.rows, strict=True):
+                            row["looser"] = row["excess"] > before.get(phase, 1.0)
+                            row["looser"] &= not row["within"]
+                            before[phase] = row["excess"]
                             yield f"{label} {phase}", row
                         yield f"{label} all", {
                             key: sum(row[key] for row in recorder.rows) for key in
@@ -168,21 +175,22 @@ def adversarial(n: int) -> dict[str, Problem]:
             for name, (weight, home, ranks, node) in inputs.items()}
 
 
-def table(rows: dict[str, list[dict]], median_ms: float | None) -> None:
+def table(rows: dict[str, list[dict]], median: dict[str, float] | None) -> None:
     for label, values in rows.items():
         v = {key: np.array([row[key] for row in values], float) for key in values[0]}
         text = f"{label:38s}"
         if "within" in v:
             text += (f"{v['items'].mean():6.1f} items within {v['within'].mean():4.0%} excess "
                      f"{v['excess'].mean():8.1e} <= {v['excess'].max():8.1e} worse "
-                     f"{int(v['worse'].sum())} | volume {v['volume'].mean():5.2f} <= "
+                     f"{int(v['worse'].sum())} looser {int(v['looser'].sum())} | volume {v['volume'].mean():5.2f} <= "
                      f"{v['volume'].max():5.2f} ({v['share'].mean():.2%}) busiest "
                      f"{v['busiest'].mean():5.2f} <= {v['busiest'].max():5.2f}")
         text += (f" | MB {v['mb'].mean():7.3f} | ms {np.median(v['ms']):6.2f} <= "
                  f"{v['ms'].max():6.2f}, greedy {np.median(v['greedy_ms']):6.2f}, ratio "
                  f"{np.median(v['ms'] / v['greedy_ms']):5.2f}")
-        if median_ms:
-            text += f", {np.median(v['ms']) / median_ms:.2f} x the median"
+        if median:
+            text += (f", {np.median(v['ms']) / median['ms']:.2f} x the median, operations "
+                     f"{np.median(v['operations']) / median['operations']:.2f} x")
         print(text, flush=True)
 
 
@@ -208,8 +216,8 @@ def main() -> None:
             for name, problem in adversarial(args.items).items():
                 for _ in range(3):
                     rows[f"{tolerance:.2%} {name}"].append(measure(problem, tolerance)[0])
-        median = float(np.median([np.median([r["ms"] for r in v]) for v in rows.values()]))
-        table(rows, median)
+        table(rows, {key: float(np.median([np.median([r[key] for r in v]) for v in rows.values()]))
+                     for key in ("ms", "operations")})
     else:
         for label, row in recipe_rows(args):
             rows[label].append(row)

@@ -162,22 +162,6 @@ def test_images_at_flop_costs_are_within_the_tolerance() -> None:
             assert loads(weight, got, 256).max() <= cap
 
 
-@pytest.mark.parametrize("kind", ["all on one rank", "all on one node", "sorted"])
-def test_homes_as_bad_as_they_come(kind: str) -> None:
-    """Within the tolerance, and little more moves between nodes than has to."""
-    d = 1024
-    weight = synthetic_lengths("lognormal", d * 60, 0)
-    weight = weight * 1000 + weight * weight // 8
-    home = {"all on one rank": np.zeros(d * 60, np.int64),
-            "all on one node": np.arange(d * 60) % 8,
-            "sorted": np.argsort(np.argsort(weight, kind="stable")) // 60}[kind]
-    cap = load_cap(weight, d, .005)
-    got = core().least_move(weight, home, NOTHING, d, 8, cap)
-    assert loads(weight, got, d).max() <= cap
-    least = np.maximum(0, loads(weight, home // 8, d // 8) - 8 * cap).sum()
-    assert weight[got // 8 != home // 8].sum() <= 1.2 * least
-
-
 @thorough
 @given(problems())
 def test_other_policies_equal_their_twins(problem) -> None:

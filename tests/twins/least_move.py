@@ -16,7 +16,7 @@ from tests.twins.core import greedy, lower_bound, near_home
 NO_LIMIT = 2**63 - 1
 PARTNERS = 16
 BUNDLED = 24  # items of a unit that bundles are made of
-REFUSALS, ROUNDS, DEALS = 16, 6, 10
+REFUSALS, ROUNDS, DEALS = 16, 12, 10
 SINGLE, BUNDLES, WHAT_FITS, HEAVY = range(4)
 Item = tuple[int, int]  # (weight, id)
 
@@ -128,7 +128,7 @@ class Trading:
             ranked = sorted((self.excess(u), u) for u in units)
             if 8 * sum(excess > 0 for excess, _ in ranked) > len(units) + 64:
                 return False
-            if self.deal_groups(ranked, 4 << k % 3) or self.even(units):
+            if self.deal_groups(ranked, 4 << k % 4) or self.even(units):
                 return True
         return False
 
@@ -181,7 +181,7 @@ class Trading:
         return False
 
     def trade(self, a: int, b: int, need: int, room: int, way: int, outs: list) -> bool:
-        if not self.s.spend(32):
+        if not self.s.spend(16):
             return False
         amount = min(need, room)
         if way == WHAT_FITS:
@@ -332,7 +332,7 @@ class Search:
         n = sum(w > 0 for w in self.weight)
         bound = lower_bound(np.array(self.weight), self.num_ranks)
         unit, loose = bound // 1000 + 1, max(self.cap, bound + bound // 1000)
-        most = min(30000000, 4000 * n) + 80 * n
+        most = min(32000000, 4000 * n) + 80 * n
         operations = most * 2 * unit // (unit + loose - bound)
         if not self.nearly_all_moves():
             self.tighten(loose, self.attempt(list(self.home), loose, operations, from_home=True))
@@ -369,7 +369,7 @@ class Search:
         nodes = range(self.num_nodes)
         if self.num_nodes > 1:
             slack = cap * self.num_ranks - s.total
-            target = cap - min(max(0, slack) // 2 // self.num_ranks, s.typical // 16)
+            target = cap - min(max(0, slack) // 2 // self.num_ranks, s.typical // 32)
             if from_home:
                 self.limit_moves(s, target)
             Trading(s, self.width, target).even(nodes)
@@ -411,15 +411,21 @@ class Search:
             Trading(s, self.width, target, cheap.covers).even(range(self.num_nodes), (WHAT_FITS,))
 
     def tighten(self, cap: int, operations: int) -> None:
-        low, following, fine = cap - 1, cap, 1 + cap // 65536
-        while self.high > cap and self.high > following and operations > 0:
+        low, fine = cap, 1 + cap // 65536
+        while self.high > cap and operations > 0:
+            near = self.high - low <= fine
+            if near and low > cap:
+                return
+            following = cap if near else low + (self.high - low) // 2
             part = operations // 4
             operations -= part - self.attempt(list(self.best), following, part)
+            if near:
+                return
             if self.high > following:
                 low = following
-            following = (low + (self.high - low) // 2 if self.high - low > fine else self.high)
 
     def start_from_greedy(self) -> list[int]:
+        self.spent += 60 * sum(w > 0 for w in self.weight)
         home = np.array(self.home, np.int64)
         batch = greedy(np.array(self.weight), home, self.num_ranks)
         rank_of_batch = near_home(home, batch, np.array(self.weight), self.num_ranks, self.width)

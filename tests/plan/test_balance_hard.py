@@ -1,0 +1,60 @@
+"""What is hard to balance: homes and weights as bad as they come, and images of few sizes."""
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from orchmllm.estimate.workload import MODELS, sample_layout, synthetic_lengths
+from orchmllm.models.flops import cost_model
+from orchmllm.plan.balance import core, load_cap
+from orchmllm.plan.layout import VISION
+from tests.lib.balancing import loads
+
+sys.path.append(str(Path(__file__).parents[2] / "scripts"))  # as for a script that is started
+from bench_balance import adversarial, measure  # noqa: E402
+
+NOTHING = np.zeros(0, np.int64)
+
+
+@pytest.mark.parametrize(
+    "kind", ["all on one rank", "half on one rank", "all on one node", "sorted"])
+def test_homes_as_bad_as_they_come(kind: str) -> None:
+    """Within the tolerance, and little more moves between nodes than has to."""
+    d = 1024
+    weight = synthetic_lengths("lognormal", d * 60, 0)
+    weight = weight * 1000 + weight * weight // 8
+    home = {"all on one rank": np.zeros(d * 60, np.int64),
+            "half on one rank": np.where(np.arange(d * 60) % 2, 0, np.arange(d * 60) // 60),
+            "all on one node": np.arange(d * 60) % 8,
+            "sorted": np.argsort(np.argsort(weight, kind="stable")) // 60}[kind]
+    cap = load_cap(weight, d, .005)
+    got = core().least_move(weight, home, NOTHING, d, 8, cap)
+    assert loads(weight, got, d).max() <= cap
+    least = np.maximum(0, loads(weight, home // 8, d // 8) - 8 * cap).sum()
+    assert weight[got // 8 != home // 8].sum() <= 1.2 * least
+
+
+def test_no_input_takes_much_longer_than_others() -> None:
+    """Operations, of which every loop counts its own, and which hold the time within a factor of
+    two: at most five times the median of inputs with as many items."""
+    rows = {name: measure(problem, .005)[0] for name, problem in adversarial(153600).items()}
+    operations = {name: row["operations"] for name, row in rows.items()}
+    median = np.median(list(operations.values()))
+    assert {name: n / median for name, n in operations.items() if n > 5 * median} == {}
+    assert sum(row["worse"] for row in rows.values()) == 0
+    assert max(row["volume"] for name, row in rows.items() if name.startswith("sorted")) <= 1.2
+
+
+@pytest.mark.parametrize(("ranks", "seed"), [(128, 6), (256, 6), (512, 5)])
+def test_images_of_few_sizes_are_within_the_tolerance(ranks: int, seed: int) -> None:
+    """19 images a rank, most of four sizes: sums near the cap are rare, and ranks that hold like
+    items cannot trade for them."""
+    layout = sample_layout("10b", num_ranks=ranks, batch_size=30, seed=seed)
+    segments = layout.segments_of(VISION)
+    weight = cost_model("vision", MODELS["10b"])(layout.attn_len[segments])
+    home = layout.rank_of_example[layout.example_of_segment[segments]]
+    cap = load_cap(weight, ranks, .001)
+    got = core().least_move(weight, home, NOTHING, ranks, 8, cap)
+    assert loads(weight, got, ranks).max() <= cap
