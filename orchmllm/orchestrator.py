@@ -122,14 +122,13 @@ class Orchestrator:
 
     spec: what the planner knows; the same on all ranks. gather: CPU groups owned by the thread that
     calls gather_layout and commit. planner: replaces plan_step (tests compare arbitrary
-    rearrangements; where the spec has integer programs it is given their solver as `solve`).
-    group: CPU group of the ranks, owned by the same thread as `gather`; dispatch `bytes` needs it.
+    rearrangements; where the spec has integer programs it is given their solver as `solve`). group:
+    CPU group of the ranks, owned by the same thread as `gather`; dispatch `bytes` needs it.
     hop_groups: rows travel in two hops over these groups (see orchmllm.comm.exchange.hop_groups),
     not in one. commit_gather: where the ranks of `gather` are one shard of those that share a step,
-    all of
-    these: they fail together and count targets together, but each shard has its own plans.
-    device_group: of `dispatch`, on the device (default: the default group).
-    """
+    all of these: they fail together and count targets together, but each shard has its own plans.
+    device_group: of `dispatch`, on the device (default: the default group). Raises ValueError for a
+    dispatch that does not exist, or lacks its group."""
 
     def __init__(
         self,

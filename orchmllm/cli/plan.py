@@ -35,7 +35,8 @@ OPTIONS = (
 
 
 def units(recipe: Recipe, profiles_of, args: argparse.Namespace, hardware: Hardware) -> None:
-    """Both placements, and how the verdict depends on the link and on images per sample."""
+    """Both placements, and how the verdict depends on the link and on images per sample. Raises
+    ValueError if neither fits."""
     batch = args.global_batch or args.num_gpus * recipe.train.batch_size
     common = {"num_gpus": args.num_gpus, "global_batch": batch, "gpu_bytes": 1e9 * args.gpu_gb}
     found = rows(profiles_of(1), **common, hardware=hardware)

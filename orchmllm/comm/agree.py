@@ -37,7 +37,7 @@ def describe(error: BaseException | None) -> str:
 
 def require_agreement(step: int, what: str, values: np.ndarray, first: int = 0) -> None:
     """Raises PlanMismatchError naming the minority, or both values of two ranks. first: rank that
-    values[0] belongs to."""
+    values[0] belongs to. values: (d,), one of each rank."""
     counts = Counter(values.tolist())
     if len(counts) == 1:
         return

@@ -34,8 +34,7 @@ class RowGather:
     Every rank has to construct it at the same place of its program. ranks_per_node: consecutive
     ranks that share a node; the last node may hold fewer. ranks: global ranks that take part, in
     the order that counts as their rank here (default: all); every rank of the job constructs it,
-    with the `ranks` that it is part of.
-    """
+    with the `ranks` that it is part of. Raises ValueError for ranks_per_node < 1."""
 
     def __init__(
         self, ranks_per_node: int, timeout_s: float = 600.0, ranks: Sequence[int] | None = None

@@ -33,7 +33,8 @@ GRACE_S = 60.0  # for writing the program down and for a solver that looks at it
 
 class SharedPrograms:
     """Integer programs of plans that all ranks of `gather` make alike. solve: has assign_nodes'
-    arguments and result; used on the first rank only."""
+    arguments and result; used on the first rank only. solve: with the arguments of assign_nodes;
+    (n,) arrays in, (d,) out."""
 
     def __init__(self, gather: RowGather, solve: Callable[..., np.ndarray] | None = None) -> None:
         self._gather = gather
@@ -90,7 +91,7 @@ class ProgramSolver:
         ranks_per_node: int, solver: str, objective: str = "send", limit: float,
     ) -> np.ndarray:
         """See assign_nodes. Raises RuntimeError with the solver's error, or if its process died or
-        was killed because it was late."""
+        was killed because it was late. source_rank, batch, volume: (n,)."""
         if self.process is None or self.process.poll() is not None:
             self._start()
         options = {"num_ranks": num_ranks, "ranks_per_node": ranks_per_node, "solver": solver,

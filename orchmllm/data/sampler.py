@@ -17,7 +17,7 @@ class GlobalSampler:
     indices: what to draw from. batch_size: examples per step over all ranks. shuffle: a fresh
     seeded permutation per epoch; batches run on across the end of an epoch, so that every example
     comes exactly once per epoch. Without shuffle one pass in order, the last batch may be short.
-    """
+    Raises ValueError for an empty data set or batch."""
 
     def __init__(
         self, indices: Sequence[int], batch_size: int, *, seed: int = 0, shuffle: bool = True
@@ -56,9 +56,9 @@ class GlobalSampler:
 
 
 class Mixture:
-    """Which source each draw comes from: in every block of BLOCK draws a source comes in
-    proportion to its weight (largest remainder), at seeded places. A pure function of the draw's
-    number: nothing has to be remembered or replayed."""
+    """Which source each draw comes from: in every block of BLOCK draws a source comes in proportion
+    to its weight (largest remainder), at seeded places. A pure function of the draw's number:
+    nothing has to be remembered or replayed. Raises ValueError for a share below 1 / BLOCK."""
 
     def __init__(self, weights: Sequence[float], seed: int) -> None:
         share = np.asarray(weights, float) / np.sum(weights) * BLOCK
@@ -93,8 +93,8 @@ class MixtureSampler:
     """Batches drawn from several sources in proportion to weights. Each source runs through its
     own seeded epochs at its own pace.
 
-    groups: the dataset indices of each source. batch_size: examples per step over all ranks.
-    """
+    groups: the dataset indices of each source. batch_size: examples per step over all ranks. Raises
+    ValueError for an empty batch, and for a source with a weight and no rows."""
 
     share = staticmethod(GlobalSampler.share)
 
@@ -129,7 +129,8 @@ class MixtureSampler:
 
 
 class StreamSampler:
-    """Batches of positions in an endless stream (see orchmllm.data.stream)."""
+    """Batches of positions in an endless stream (see orchmllm.data.stream). Raises ValueError for
+    an empty batch."""
 
     share = staticmethod(GlobalSampler.share)
 

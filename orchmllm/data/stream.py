@@ -140,8 +140,8 @@ class StreamDataset(ConversationDataset):
     """Example n is draw n of an endless stream; no length, no index, nothing held out.
 
     sources: with weights where there are several. num_shards: S, logical shards of each source (at
-    most as many as it has pieces). seed: of the order. The rest as in ConversationDataset.
-    """
+    most as many as it has pieces). seed: of the order. The rest as in ConversationDataset. Raises
+    ValueError for several sources without weights."""
 
     streaming = True
     cached_examples = 1024

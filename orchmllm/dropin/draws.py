@@ -135,6 +135,8 @@ class IndexedStream:
         self._batches = None
 
     def draw(self) -> tuple[list, list[int]] | None:
+        """What is drawn next, None at the end. Raises RuntimeError if the data set raised
+        StopIteration."""
         if self._batches is None:
             self._batches = iter(self._loader)  # starts worker processes
         measured = next_batch(self._batches)

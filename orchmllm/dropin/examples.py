@@ -169,7 +169,8 @@ def batch_layout(
 
 
 def layout_of(example_id: int, lengths: Any) -> ExampleLayout:
-    """lengths: one integer (a sequence model's tokens), or Segments in reading order."""
+    """lengths: one integer (a sequence model's tokens), or Segments in reading order. Raises
+    TypeError or ValueError naming the example for anything else."""
     if hasattr(lengths, "__index__"):
         tokens = lengths.__index__()
         if tokens < 0:

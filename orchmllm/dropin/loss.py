@@ -21,7 +21,8 @@ def scale(
     loss: Tensor, info: StepInfo, *, mean: bool, shifted: bool, gradients: str,
     num_ranks: int, divided_by: int | None,
 ) -> Tensor:
-    """See BalancedDataLoader.scale_sum and scale_mean, which call it."""
+    """See BalancedDataLoader.scale_sum and scale_mean, which call it. loss: (). Raises what they
+    say."""
     if gradients not in ("mean", "sum"):
         raise ValueError(f"gradients is {gradients!r}: use 'mean' or 'sum'")
     if divided_by not in (None, 1, info.num_microbatches):
@@ -40,7 +41,7 @@ def scale(
 def check_labels(labels: Tensor | None, info: StepInfo, *, shifted: bool, counts: bool) -> None:
     """Raises ValueError if these are not the labels of the batch that `info` is of. counts: whether
     the loader has a num_targets function of the user's. On a device nothing is read: the loop would
-    wait for it."""
+    wait for it. labels: (...), of any shape."""
     if labels is None or counts or labels.device.type != "cpu" or not info.num_examples:
         return
     held = int(((labels[..., 1:] if shifted else labels) != IGNORE_INDEX).sum())

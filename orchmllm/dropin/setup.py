@@ -39,7 +39,8 @@ def rank_list(group: dist.ProcessGroup | None) -> list[int]:
 
 
 def node_size(ranks: Sequence[int], given: int) -> int:
-    """Consecutive ranks of the group that share a node: as given, else from the launcher."""
+    """Consecutive ranks of the group that share a node: as given, else from the launcher. Raises
+    ValueError for a negative number."""
     if given < 0:
         raise ValueError(f"ranks_per_node is {given}: must be >= 0")
     world = current_world()

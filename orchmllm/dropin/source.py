@@ -215,5 +215,5 @@ REBUILT = (
 
 
 def refuse(examples: list) -> Any:
-    """collate_fn that a loader over a stream shows."""
+    """collate_fn that a loader over a stream shows. It raises RuntimeError."""
     raise RuntimeError(REBUILT)

@@ -34,7 +34,8 @@ def encode(example: Any) -> np.ndarray:
 
 
 def decode(data: np.ndarray) -> Any:
-    """Inverse of `encode`; arrays and tensors own their memory and are writable."""
+    """Inverse of `encode`; arrays and tensors own their memory and are writable. data: (bytes,)
+    uint8. Raises ValueError for bytes that `encode` did not write."""
     end = 8 + int(data[:8].view("<i8")[0])
     skeleton = json.loads(data[8:end].tobytes())
     value, used = _unpack(skeleton, data, end)

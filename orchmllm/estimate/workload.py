@@ -253,8 +253,9 @@ def _media_lengths(headers: Headers, model: ModelConfig) -> np.ndarray:
 
 
 def batch_layout(headers: Headers, model: ModelConfig, num_ranks: int) -> BatchLayout:
-    """The global batch of these examples in equal contiguous shares; the number of examples must
-    be a multiple of num_ranks. Segments of an example: system text, media, text."""
+    """The global batch of these examples in equal contiguous shares; the number of examples must be
+    a multiple of num_ranks (else it raises ValueError). Segments of an example: system text, media,
+    text."""
     n, media = len(headers.text), headers.media_per_example
     if num_ranks < 1 or n % num_ranks:
         raise ValueError(f"{n} examples do not divide over num_ranks = {num_ranks}")
@@ -279,7 +280,8 @@ def batch_layout(headers: Headers, model: ModelConfig, num_ranks: int) -> BatchL
 
 def sample_layout(model: str, *, num_ranks: int, batch_size: int, seed: int,
                   mix: str = "natural") -> BatchLayout:
-    """A global batch of num_ranks * batch_size examples for a model of MODELS."""
+    """A global batch of num_ranks * batch_size examples for a model of MODELS. Raises ValueError
+    for another model."""
     if model not in MODELS:
         raise ValueError(f"unknown model {model!r}; choose one of {', '.join(MODELS)}")
     return batch_layout(sample_headers(mix, num_ranks * batch_size, seed), MODELS[model], num_ranks)
@@ -291,7 +293,7 @@ SYNTHETIC = ("lognormal", "uniform", "bimodal", "pareto")
 def synthetic_lengths(name: str, n: int, seed: int) -> np.ndarray:
     """(n,) int64 lengths of a textbook distribution, clipped to [1, 8192]: lognormal (median 400,
     sigma 0.8), uniform 1-2000, bimodal (100 +- 20 or 1500 +- 150, equally likely), pareto (shape
-    1.5, from 100)."""
+    1.5, from 100). Raises ValueError for another name."""
     rng = np.random.default_rng(seed)
     if name == "lognormal":
         values = rng.lognormal(np.log(400), .8, n)

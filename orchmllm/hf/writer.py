@@ -31,7 +31,7 @@ class FileTensor:
 
 def renamed(tensor: Sharded, key: str, shape: tuple[int, ...], dtype: str = "") -> FileTensor:
     """`tensor` under another name, in another shape of as many values, and converted to `dtype`
-    unless empty."""
+    unless empty. Raises ValueError if the number of values differs."""
     if math.prod(shape) != math.prod(tensor.shape):
         raise ValueError(f"{tensor.key} has shape {tensor.shape}, {key} needs {shape}: the "
                          "checkpoint is of another model")

@@ -127,7 +127,8 @@ def _try_out(backend: AttentionBackend, dtype: torch.dtype, head_dim: int) -> No
 def sdpa_per_sequence(
     q: Tensor, k: Tensor, v: Tensor, seqlens: SequenceLengths, causal: bool
 ) -> Tensor:
-    """The implementation that runs anywhere; see AttentionBackend."""
+    """The implementation that runs anywhere; see AttentionBackend. q: (tokens, heads, head size);
+    k, v: with as many or fewer heads."""
     # Neighbours of equal length share a call: images of one size are common, and forward and
     # backward of short sequences cost mostly calls (4x at 16 rows each, 1.4x at 64).
     runs = [(n, len(list(same))) for n, same in groupby(n for n in seqlens.lengths if n > 0)]

@@ -66,7 +66,8 @@ def packed_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, state: Tensor,
     cu_seqlens: Tensor, host: Tensor, causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v."""
+    """Gradients of q, k and v. All have the shapes of the forward pass: (tokens, heads, head size).
+    """
     if q.device.type != "cpu":
         longest = int(host.diff().max())
         return _aten._flash_attention_backward(

@@ -159,8 +159,8 @@ class PackedQwen2(nn.Module):
     """The LLM phase: embeddings of packed examples -> summed cross entropy.
 
     `embed_tokens`, `layers` and `lm_head` are the units that are sharded; `layers` are those that
-    are checkpointed. loss_chunk_rows: see LossHead.
-    """
+    are checkpointed. loss_chunk_rows: see LossHead. Raises ValueError for heads that do not divide
+    the hidden size."""
 
     loss_chunk_rows = 0
 

@@ -70,8 +70,8 @@ class PhaseClock:
             self._marks.append((phase, event))
 
     def mark(self, x: Tensor, *, before: str, after: str) -> Tensor:
-        """x, with the clock switched to `after` now and back to `before` when x's gradient
-        arrives."""
+        """x, with the clock switched to `after` now and back to `before` when x's gradient arrives.
+        x: of any shape."""
         self.switch(after)
         return _Mark.apply(x, self, before) if x.requires_grad else x
 

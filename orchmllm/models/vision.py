@@ -68,6 +68,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def quick_gelu(x: Tensor) -> Tensor:
+    """x * sigmoid(1.702 x), of any shape."""
     return x * torch.sigmoid(1.702 * x)
 
 

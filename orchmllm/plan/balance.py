@@ -167,7 +167,8 @@ def balance(
 
 
 def load_cap(weight: np.ndarray, num_ranks: int, tolerance: float) -> int:
-    """The largest load that `least_move` accepts: (1 + tolerance) times the lower bound."""
+    """The largest load that `least_move` accepts: (1 + tolerance) times the lower bound. weight:
+    (n,). Raises ValueError for a tolerance outside [0, 1]."""
     if not 0.0 <= tolerance <= 1.0:
         raise ValueError(f"tolerance must be in [0, 1], got {tolerance!r}")
     bound = core().lower_bound(weight, num_ranks)

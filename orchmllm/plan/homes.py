@@ -30,7 +30,7 @@ def example_pieces(
     layout: BatchLayout, encode: Mapping[str, np.ndarray] | None, feature_bytes: int
 ) -> Pieces:
     """Where each example's LLM input is: features on encoder ranks (without `encode`: all on the
-    sampling rank), text on the sampling rank."""
+    sampling rank), text on the sampling rank. encode: modality -> (segments,) encoder ranks."""
     rank = layout.rank_of_example[layout.example_of_segment]
     volume = layout.num_tokens * np.where(layout.modality == TEXT, TEXT_BYTES, feature_bytes)
     for phase, rank_of in (encode or {}).items():

@@ -58,7 +58,7 @@ class VisionGeometry:
 
     patch_size: pixels per patch side. merge_size: the connector merges merge_size x merge_size
     patches into one token (1: no downsampling). max_side: pixels; only larger images are resized.
-    """
+    segment_lengths raises ValueError for an empty image."""
 
     patch_size: int = 14
     merge_size: int = 2
@@ -97,10 +97,10 @@ class AudioGeometry:
     """How a clip becomes log-mel frames, encoder positions and tokens (Whisper's front end).
 
     sample_rate: Hz after resampling. hop_length: samples per frame. num_mels: values per frame.
-    stack: the connector joins `stack` encoder positions into one token (the last group of a clip
-    is filled with zeros). window_frames: every clip is filled with silence to so many frames, and
-    a longer one is an error; 0: a clip keeps its length.
-    """
+    stack: the connector joins `stack` encoder positions into one token (the last group of a clip is
+    filled with zeros). window_frames: every clip is filled with silence to so many frames, and a
+    longer one is an error; 0: a clip keeps its length. segment_lengths raises ValueError for an
+    empty clip, and one beyond the window."""
 
     sample_rate: int = 16000
     hop_length: int = 160
@@ -315,7 +315,8 @@ class BatchLayout:
 
     @classmethod
     def from_payload(cls, payload: np.ndarray, num_examples: int, num_segments: int) -> BatchLayout:
-        """Inverse of `to_payload` for one rank's part."""
+        """Inverse of `to_payload` for one rank's part. payload: (values,). Raises ValueError for
+        another number of values."""
         n, s = num_examples, num_segments
         sizes = [n, n, n, s, s, s, s, 3 * s]
         if len(payload) != sum(sizes):

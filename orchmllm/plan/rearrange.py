@@ -21,7 +21,8 @@ def starts_of(counts: np.ndarray) -> np.ndarray:
 
 
 def ranges(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """Concatenation of [starts[i], starts[i] + counts[i]) for all i, without a loop."""
+    """Concatenation of [starts[i], starts[i] + counts[i]) for all i, without a loop. starts,
+    counts: (n,)."""
     first = np.cumsum(counts) - counts
     return np.repeat(starts - first, counts) + np.arange(int(counts.sum()))
 

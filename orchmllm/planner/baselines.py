@@ -13,7 +13,8 @@ KEPT = 64  # choices of tp and dp, per DP of the LLM, for which a convex program
 
 
 def in_proportion(problem: Problem) -> dict[str, int]:
-    """name -> GPUs in proportion to the module's FLOPs, rounded down, at least 1."""
+    """name -> GPUs in proportion to the module's FLOPs, rounded down, at least 1. Raises ValueError
+    for profiles without FLOPs."""
     work = {n: p.forward_flops * (1 + p.backward_units) for n, p in problem.profiles.items()}
     whole = sum(work.values())
     if not whole:
@@ -23,7 +24,8 @@ def in_proportion(problem: Problem) -> dict[str, int]:
 
 def megatron(problem: Problem, llm_pp: int | None) -> tuple[int, dict[str, tuple]]:
     """(DP, name -> (tp, dp, pp)): the largest tp for the LLM, one stage before and after it whose
-    GPUs each process a share of the images, the fewest stages and then the largest DP that fit."""
+    GPUs each process a share of the images, the fewest stages and then the largest DP that fit.
+    Raises ValueError if none fits."""
     tp, names = max(problem.tp_sizes), list(problem.profiles)
     for pp in [llm_pp] if llm_pp else range(1, problem.profiles["llm"].layers + 1):
         for dp in reversed(problem.dps):
@@ -36,7 +38,8 @@ def megatron(problem: Problem, llm_pp: int | None) -> tuple[int, dict[str, tuple
 def convex(problem: Problem) -> UnitsPlan:
     """The papers' Algorithm 1: x, y, z GPUs from a convex program (CVXPY) for every tp and dp, here
     in the order of a lower bound until it exceeds the best; then stages rounded down, which the
-    papers leave out. Choices whose rounded plan does not fit are passed over."""
+    papers leave out. Choices whose rounded plan does not fit are passed over. Raises ValueError if
+    none fits."""
     import cvxpy as cp
 
     names, rows = list(problem.profiles), []

@@ -112,6 +112,7 @@ def layer_ms(tower: str, backbone: str, ratio: float = 1.0, tp: int = 2) -> dict
 
 
 def split(layers: Mapping[str, np.ndarray], stages: int, method: str, gbit: float = 100) -> Split:
+    """Layers to stages by a method. layers: "ms", "bytes" and "parameters" -> (layers,)."""
     return split_layers(layers["ms"], 2 * layers["ms"], layers["bytes"], num_stages=stages,
                         num_microbatches=4 * stages, method=method,
                         parameters=layers["parameters"], bytes_per_s=gbit * 1e9 / 8)

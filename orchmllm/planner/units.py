@@ -85,7 +85,7 @@ class Options:
         self.live = share / self.tp * dp_llm / self.dp * p.kept_bytes
 
     def keep(self, mask: np.ndarray) -> Options:
-        """The options at a mask."""
+        """The options at a mask. mask: (options,) bool."""
         kept = object.__new__(Options)
         vars(kept).update({name: column[mask] for name, column in vars(self).items()})
         return kept
@@ -168,8 +168,8 @@ class Problem:
 
     def exact(self, budgets: Mapping[str, int] | None = None) -> tuple[int, dict[str, tuple]]:
         """(DP, name -> (tp, dp, pp)) of the fastest plan, fewest GPUs among equals: DPs by their
-        bound, until it exceeds the best. A first pass looks at few combinations of few DPs, so
-        that the second can leave out most."""
+        bound, until it exceeds the best. A first pass looks at few combinations of few DPs, so that
+        the second can leave out most. Raises ValueError if none fits."""
         best = (np.inf, 0, None)
         bounds = self.bounds()
         ordered = sorted(bounds, key=bounds.__getitem__)

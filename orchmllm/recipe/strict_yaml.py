@@ -52,6 +52,7 @@ class Loader(yaml.SafeLoader):
     at_line = 0
 
     def section(self, node):
+        """A mapping. Raises ConstructorError for a key that is no word, or that is there twice."""
         section = Section({}, {})
         yield section  # before what is below, where an alias may stand for it
         own = set()

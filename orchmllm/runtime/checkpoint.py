@@ -92,7 +92,7 @@ class Checkpointer:
     def save(self, step: int, tensors: Mapping[str, Tensor], state: dict) -> None:
         """Saves `tensors` (DTensors or equal on all ranks) and the JSON-able `state`; returns when
         copies are made if the configuration says so. Raises CheckpointError for a failed earlier
-        save, or for this one where it is not asynchronous."""
+        save, or for this one where it is not asynchronous. The tensors may have any shapes."""
         self.wait()
         # From a GPU the copies are made in pinned memory, in the order of the stream's other work.
         copies = {k: t.detach().to("cpu", copy=True, non_blocking=True) for k, t in tensors.items()}

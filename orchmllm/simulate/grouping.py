@@ -52,7 +52,8 @@ def _groups(index: list[np.ndarray], sizes: list[np.ndarray], n: int) -> Groups:
 
 
 def fixed(order: np.ndarray, batch: int) -> Groups:
-    """Groups of `batch` consecutive items of an order; a last incomplete group is dropped."""
+    """Groups of `batch` consecutive items of an order; a last incomplete group is dropped. order:
+    (n,)."""
     batch = _at_least_1("batch", batch)
     count = len(order) // batch
     return _groups([order[:count * batch]], [np.full(count, batch)], len(order))
@@ -71,7 +72,8 @@ def _windows(lengths: np.ndarray, window: int, rng: np.random.Generator) -> list
 
 
 def length_group(lengths: np.ndarray, batch: int, *, window: int, seed: int) -> Groups:
-    """Groups of similar lengths: random windows, sorted, cut into batches, in random order."""
+    """Groups of similar lengths: random windows, sorted, cut into batches, in random order.
+    lengths: (n,)."""
     rng = np.random.default_rng(seed)
     made = fixed(np.concatenate(_windows(as_int64("lengths", lengths), window, rng)), batch)
     return made.take(rng.permutation(len(made)))
@@ -80,7 +82,8 @@ def length_group(lengths: np.ndarray, batch: int, *, window: int, seed: int) -> 
 def device_group(lengths: np.ndarray, batch: int, *, num_ranks: int, window: int,
                  seed: int) -> Groups:
     """Groups that are alike across ranks: num_ranks items of neighbouring lengths go to one rank
-    each, and a step has `batch` such rows. Groups [t * num_ranks, ...) are step t."""
+    each, and a step has `batch` such rows. Groups [t * num_ranks, ...) are step t. lengths: (n,).
+    """
     rng = np.random.default_rng(seed)
     order = np.concatenate(_windows(as_int64("lengths", lengths), window, rng))
     rows = order[:len(order) // num_ranks * num_ranks].reshape(-1, num_ranks)
@@ -92,8 +95,8 @@ def device_group(lengths: np.ndarray, batch: int, *, num_ranks: int, window: int
 def capped(images: np.ndarray, tokens: np.ndarray, *, max_images: int, max_tokens: int,
            window: int = 64, seed: int = 0) -> Groups:
     """Groups below both caps by best fit: each starts with the item that has waited longest and
-    takes the fullest one that fits from a window of items in random order. An item above a cap is
-    a group of its own. Nothing is dropped."""
+    takes the fullest one that fits from a window of items in random order. An item above a cap is a
+    group of its own. Nothing is dropped. images, tokens: (n,)."""
     size = _sizes(images, tokens, max_images, max_tokens)
     order = np.random.default_rng(seed).permutation(len(size))
     parts, at = [], min(_at_least_1("window", window), len(order))
@@ -123,8 +126,9 @@ def isf(images: np.ndarray, tokens: np.ndarray, *, max_images: int, max_tokens: 
     (by default max_images and max_tokens - 128), the others' items try again, as do those of the
     last group, which was never completed. An item above a cap is a group of its own.
 
-    leftovers: what no round placed: `pack` into groups below the caps, or `drop` as the paper
-    does, which is a bias (`bias` reports it). Raises ValueError for malformed input."""
+    leftovers: what no round placed: `pack` into groups below the caps, or `drop` as the paper does,
+    which is a bias (`bias` reports it). Raises ValueError for malformed input. images, tokens:
+    (n,)."""
     if leftovers not in ("pack", "drop"):
         raise ValueError(f"leftovers must be pack or drop, got {leftovers!r}")
     _sizes(images, tokens, max_images, max_tokens)  # raises for malformed input
@@ -206,7 +210,8 @@ def intra_reorder(sizes: np.ndarray, num_groups: int, *, descending: bool = Fals
 
 
 def pad_ratio(lengths: np.ndarray, groups: Groups) -> float:
-    """OmniBal's eq. 1, averaged over mini-batches: share of a padded mini-batch that is padding."""
+    """OmniBal's eq. 1, averaged over mini-batches: share of a padded mini-batch that is padding.
+    lengths: (n,)."""
     longest = groups.largest(lengths) * groups.sizes
     return float(np.mean(1 - groups.sums(lengths) / np.maximum(longest, 1) - (longest == 0)))
 

@@ -61,7 +61,8 @@ def lower_bound(forward_ms: np.ndarray, backward_ms: np.ndarray, *, num_chunks: 
                 comm_ms: float | np.ndarray = 0.0) -> float:
     """Milliseconds that no order of microbatches beats, whatever the schedule: a device cannot
     start before the cheapest way to it, has all its work to do, and the cheapest way back follows;
-    and every microbatch passes through all stages twice. Arguments as in simulate."""
+    and every microbatch passes through all stages twice. Arguments as in simulate. forward_ms,
+    backward_ms: (stages, microbatches)."""
     _, duration, comm = _tables(forward_ms, backward_ms, "interleaved" if num_chunks > 1 else
                                 "1f1b", num_chunks, comm_ms)
     f, b = np.split(duration, 2)

@@ -144,7 +144,8 @@ def _chat_turns(row: Mapping) -> list:
 
 def chat(row: Mapping, root: MediaRoot, prompt: str = "") -> Conversation:
     """LLaVA, ShareGPT, OpenAI messages and LLaMA-Factory's conversations: turns with from/value or
-    role/content; media in the text as placeholders or as content parts."""
+    role/content; media in the text as placeholders or as content parts. Raises RowError for a row
+    that cannot be used."""
     media = _RowMedia(row, root)
     out = _tools(row)
     if isinstance(row.get("system"), str) and row["system"]:
@@ -212,7 +213,8 @@ def _from_json(value: object) -> object:
 
 
 def instruction(row: Mapping, root: MediaRoot, prompt: str = "") -> Conversation:
-    """LLaMA-Factory's alpaca rows: instruction, input, output, system, history."""
+    """LLaMA-Factory's alpaca rows: instruction, input, output, system, history. Raises RowError for
+    a row that cannot be used."""
     rounds = [*(row.get("history") or []),
               ["\n".join(t for t in (row.get("instruction"), row.get("input")) if t),
                row.get("output")]]
@@ -241,7 +243,8 @@ def _text_of(row: Mapping, keys: tuple[str, ...]) -> str:
 
 
 def transcript(row: Mapping, root: MediaRoot, prompt: str = "") -> Conversation:
-    """A clip and what is said in it: LibriSpeech and other corpora of the `datasets` layout."""
+    """A clip and what is said in it: LibriSpeech and other corpora of the `datasets` layout. Raises
+    RowError for a row that cannot be used."""
     clips = _listed(row, (*AUDIO_KEYS, "file", "path"))
     if len(clips) != 1:
         raise RowError(f'needs one clip in "audio", got {len(clips)}')
@@ -250,7 +253,7 @@ def transcript(row: Mapping, root: MediaRoot, prompt: str = "") -> Conversation:
 
 
 def caption(row: Mapping, root: MediaRoot, prompt: str = "") -> Conversation:
-    """An image and its caption."""
+    """An image and its caption. Raises RowError for a row that cannot be used."""
     images = _listed(row, IMAGE_KEYS)
     if len(images) != 1:
         raise RowError(f'needs one image in "image", got {len(images)}')
@@ -260,7 +263,8 @@ def caption(row: Mapping, root: MediaRoot, prompt: str = "") -> Conversation:
 
 def air_bench(row: Mapping, root: MediaRoot, prompt: str = "") -> Conversation:
     """AIR-Bench's Foundation (four choices) and Chat rows; the clip of a row is
-    <task_name>_<dataset_name>/<path> beside the meta file."""
+    <task_name>_<dataset_name>/<path> beside the meta file. Raises RowError for a row that cannot be
+    used."""
     for key in ("path", "question", "answer_gt", "task_name", "dataset_name"):
         if not isinstance(row.get(key), str):
             raise RowError(f'needs a string "{key}"')

@@ -174,7 +174,7 @@ def scan_array(path: Path) -> tuple[np.ndarray, np.ndarray]:
 
 class TranscriptRows:
     """LibriSpeech's folders: <speaker>/<chapter>/<speaker>-<chapter>.trans.txt, a line per clip,
-    beside <id>.flac."""
+    beside <id>.flac. Raises ValueError for a split that is not there."""
 
     kind = "LibriSpeech folder"
 

@@ -43,7 +43,8 @@ class TarRows:
         return self.path
 
     def row(self, i: int) -> dict:
-        """The JSON member's keys, with "images" and "audios" replaced by the row's members."""
+        """The JSON member's keys, with "images" and "audios" replaced by the row's members. Raises
+        RowError for a member that is not read."""
         row: dict = {}
         media: dict[int, list[Medium]] = {VISION: [], AUDIO: []}
         for k in range(self._start[i], self._start[i + 1]):

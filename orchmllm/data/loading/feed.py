@@ -33,7 +33,8 @@ _ROW_DTYPE = {"vision": torch.uint8, "audio": torch.float32}
 class SegmentFeed:
     """Examples of a dataset (orchmllm.data.loading.step_loader.Dataset) that knows lengths before
     it decodes, and decodes single segments. With worker processes the next step is planned before
-    one is taken, so that they have work meanwhile."""
+    one is taken, so that they have work meanwhile. Raises ValueError if a dispatch needs what the
+    dataset cannot do."""
 
     num_dropped = 0
 

@@ -70,8 +70,8 @@ class _Worker(SureFork):
 
 
 class Workers:
-    """num_workers: processes, forked at the first request; 0: calls run in the caller's thread
-    when their results are asked for. Used by one thread."""
+    """num_workers: processes, forked at the first request; 0: calls run in the caller's thread when
+    their results are asked for. Used by one thread. Raises ValueError for a negative number."""
 
     def __init__(self, dataset: Any, num_workers: int) -> None:
         if num_workers < 0:

@@ -67,7 +67,8 @@ class Encoded:
     stopwatch: Stopwatch
 
     def rebuild(self, rows: Tensor, counts: Sequence[int]) -> Any:
-        """A result like the encoder's for other items."""
+        """A result like the encoder's for other items. rows: (sum of counts, W). counts: rows of
+        each item."""
         return rebuild(self.encoder, self.result, self.features.leaves, rows, counts)
 
 

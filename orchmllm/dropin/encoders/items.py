@@ -69,6 +69,8 @@ class Rows:
         return self.value, *self.others
 
     def describe(self, module: nn.Module, inputs: Mapping[str, Any]) -> Items:
+        """The items among the arguments of a forward. Raises ValueError if these do not fit
+        together."""
         value = tensor_of(inputs, self.value)
         tensors = [value]
         for name in self.others:

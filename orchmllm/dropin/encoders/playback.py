@@ -28,7 +28,8 @@ class Shadowed:
 
 
 class Playback:
-    """Stands for a method or a submodule; its attributes are those of the original."""
+    """Stands for a method or a submodule; its attributes are those of the original. A call with
+    other rows than it was given raises RuntimeError."""
 
     def __init__(
         self, encoder: Encoder, owner: nn.Module, call: str, result: Any, num_items: int, lead: int

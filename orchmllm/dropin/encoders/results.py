@@ -54,7 +54,7 @@ def flatten(
 ) -> Features:
     """The features of len(meta) items in a result of the encoder. placeholder: of one item whose
     tensors are made up, so that its number of rows is, too. Raises ValueError naming the field if
-    the features cannot be told apart by item."""
+    the features cannot be told apart by item. meta: (n, integers) of the items."""
     leaves, columns, counts, first = [], [], None, ""
     for field, layer, value in _fields(encoder, result):
         rows, form, sizes, inner = _rows_of(encoder, owner, _name(field, layer), value, meta,
