@@ -8,10 +8,12 @@ from __future__ import annotations
 import difflib
 import importlib.util
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass
 from pathlib import Path
+from typing import Any
 
+from orchmllm.models.checkpoint_config import shapes_of
 from orchmllm.models.config import ModelConfig
 from orchmllm.models.flops import cost_model
 from orchmllm.plan.assign import PHASES, BalanceConfig, PlanSpec
@@ -377,7 +379,21 @@ def read_recipe(path: str | Path, overrides: Sequence[str] | None = None) -> Loa
         data = Path(path).read_bytes()
     except OSError as e:
         raise RecipeError(f"recipe {path}: {e.strerror or e}{_other_files(Path(path))}") from e
-    return read(Recipe, str(path), data, overrides or ())
+    return read(Recipe, str(path), data, overrides or (), _from_checkpoints)
+
+
+def _from_checkpoints(tree: Mapping) -> Iterator[tuple[tuple, Any]]:
+    """Shapes that the recipe leaves out, from the config.json of its pretrained parts."""
+    model = tree.get("model")
+    for part in PHASES if isinstance(model, Mapping) else ():
+        given = model.get(part)
+        if isinstance(given, Mapping) and given.get("pretrained") and isinstance(
+                given["pretrained"], str):
+            try:
+                for key_, value in shapes_of(part, given).items():
+                    yield ("model", part, key_), value
+            except ValueError as error:
+                yield ("model", part, "pretrained"), error
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] | None = None) -> Recipe:

@@ -46,6 +46,7 @@ ALLOWED = {
 NARROWER = {
     "models.config": ("recipe", "plan"),
     "models.flops": ("plan", "models"),
+    "models.checkpoint_config": (),
     "sharding.units": ("hf", "models"),
 }
 NO_TORCH = [

@@ -1,4 +1,4 @@
-"""A part's config.json against the recipe: one table of keys, and what this code cannot compute."""
+"""A part's config.json against the recipe, and what this code cannot compute of it."""
 
 from __future__ import annotations
 
@@ -6,30 +6,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from orchmllm.hf.folder import Folder, read_json
+from orchmllm.models.checkpoint_config import KEYS, MODEL_TYPES, part_config
 from orchmllm.models.config import CLIP_MEAN, CLIP_STD, ModelConfig
 
-OURS = "orchmllm_vit"  # model_type of an exported encoder of family vit
-MODEL_TYPES = {
-    "vit": (OURS,),
-    "qwen2_vl": ("qwen2_vl", "qwen2_vl_vision"),
-    "audio": ("whisper",),
-    "llm": ("qwen2",),
-}
-# recipe key -> key of config.json
-KEYS = {
-    "vit": {key: key for key in ("num_layers", "hidden_size", "intermediate_size", "num_heads",
-                                 "patch_size", "merge_size")},
-    "qwen2_vl": {"num_layers": "depth", "hidden_size": "embed_dim", "num_heads": "num_heads",
-                 "intermediate_size": "embed_dim * mlp_ratio", "patch_size": "patch_size",
-                 "merge_size": "spatial_merge_size"},
-    "audio": {"num_layers": "encoder_layers", "hidden_size": "d_model",
-              "intermediate_size": "encoder_ffn_dim", "num_heads": "encoder_attention_heads",
-              "num_mels": "num_mel_bins"},
-    "llm": {"vocab_size": "vocab_size", "num_layers": "num_hidden_layers",
-            "hidden_size": "hidden_size", "intermediate_size": "intermediate_size",
-            "num_heads": "num_attention_heads", "num_kv_heads": "num_key_value_heads",
-            "rope_theta": "rope_theta", "rms_norm_eps": "rms_norm_eps"},
-}
 # key of config.json -> (the value that can be computed, transformers' default)
 FIXED: dict[str, dict[str, tuple[Any, Any]]] = {
     "vit": {},
@@ -69,21 +48,6 @@ def mismatches(part: str, model: ModelConfig, folder: Folder) -> Iterator[str]:
             yield f"{given}: config.json has {key} {value!r}; only {needed!r} can be computed"
     if kind == "qwen2_vl":
         yield from _normalisation(given, folder)
-
-
-def part_config(kind: str, config: dict) -> dict:
-    """The part's own keys of a config.json, as a flat dictionary; spellings of older versions of
-    transformers are those of newer ones."""
-    flat = dict(config.get("vision_config", config) if kind == "qwen2_vl" else config)
-    if "in_chans" in flat:
-        flat.setdefault("in_channels", flat["in_chans"])
-    rope = {**(flat.get("rope_scaling") or {}), **(flat.get("rope_parameters") or {})}
-    if "rope_theta" in rope:
-        flat["rope_theta"] = rope["rope_theta"]
-    flat["rope_type"] = rope.get("rope_type", rope.get("type", "default"))
-    if kind == "qwen2_vl" and "embed_dim" in flat:
-        flat["embed_dim * mlp_ratio"] = int(flat["embed_dim"] * flat.get("mlp_ratio", 4))
-    return flat
 
 
 def _normalisation(given: str, folder: Folder) -> Iterator[str]:

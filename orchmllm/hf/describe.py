@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from orchmllm.hf.configs import KEYS, OURS
 from orchmllm.hf.folder import read_json
+from orchmllm.models.checkpoint_config import KEYS, OURS
 from orchmllm.models.config import CLIP_MEAN, CLIP_STD, AudioConfig, ModelConfig, VisionConfig
 
 CLASSES = {"llm": "Qwen2ForCausalLM", "audio": "WhisperEncoder",

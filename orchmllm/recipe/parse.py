@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from operator import attrgetter
@@ -22,7 +22,8 @@ from orchmllm.recipe.strict_yaml import AGAIN, Section, Tagged, YamlProblem, dum
 
 T = TypeVar("T")
 Path = tuple  # of a key: names, and numbers for the items of a list
-COMMAND_LINE, NOWHERE = 2**31, 2**31 + 1  # as line numbers, so that problems are sorted by them
+# As line numbers, so that problems are sorted by them.
+COMMAND_LINE, NOWHERE, FROM_FILE = 2**31, 2**31 + 1, 2**31 + 2
 NAMES = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
 
 
@@ -39,9 +40,14 @@ class Loaded(Generic[T]):
     places: dict[str, str]
 
 
-def read(cls: type[T], name: str, data: bytes | str, overrides: Sequence[str] = ()) -> Loaded[T]:
+def read(
+    cls: type[T], name: str, data: bytes | str, overrides: Sequence[str] = (),
+    fill: Callable[[Section], Iterator[tuple[Path, Any]]] = lambda tree: iter(()),
+) -> Loaded[T]:
     """`data`, a YAML document, merged with `section.key=value` overrides into an instance of the
-    dataclass `cls`. Raises RecipeError listing every problem with `name`."""
+    dataclass `cls`. fill: the tree -> values of keys that are not in it, from files that it names,
+    or the key that names one and a ValueError. Raises RecipeError listing every problem with
+    `name`."""
     try:
         tree = parse(data)
     except YamlProblem as e:
@@ -53,6 +59,14 @@ def read(cls: type[T], name: str, data: bytes | str, overrides: Sequence[str] = 
         except ValueError as e:
             problems.append((COMMAND_LINE, str(e)))
             bad.add(tuple(item.partition("=")[0].split(".")))
+    for path, value in fill(tree) if isinstance(tree, Section) else ():
+        if isinstance(value, ValueError):
+            problems.append((_find(tree, path)[0], f"{_dotted(path)}: {value}"))
+            bad.add(path)
+            continue
+        for key in reversed(path):
+            value = Section({key: value}, {key: FROM_FILE})
+        tree = _merged(tree, value)
     schema = _Schema(cls)
     try:
         recipe = schema.adapter.validate_python(tree)
@@ -74,7 +88,8 @@ def read(cls: type[T], name: str, data: bytes | str, overrides: Sequence[str] = 
 
 def place(line: int) -> str:
     """`line 3`, `command line` or nothing."""
-    return {COMMAND_LINE: "command line", NOWHERE: "", 0: ""}.get(line, f"line {line}")
+    named = {COMMAND_LINE: "command line", FROM_FILE: "config.json", NOWHERE: "", 0: ""}
+    return named.get(line, f"line {line}")
 
 
 def to_yaml(recipe: object) -> str:

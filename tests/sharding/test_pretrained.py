@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -16,7 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from orchmllm.config import FsdpConfig, load_recipe
+from orchmllm.config import FsdpConfig, RecipeError, explain, load_recipe, read_recipe
 from orchmllm.hf.configs import mismatches
 from orchmllm.hf.folder import Folder
 from orchmllm.hf.names import PARTS, named
@@ -253,7 +254,7 @@ def test_the_other_family_of_vision_encoders_is_named(folders):
 
 def test_the_command_line_says_it_before_ranks_are_started(folders, tmp_path):
     (tmp_path / "r.yaml").write_text(
-        f"data: {{path: x}}\nmodel:\n  llm: {{pretrained: {folders}/llm}}\n"
+        f"data: {{path: x}}\nmodel:\n  llm: {{pretrained: {folders}/llm, vocab_size: 512}}\n"
         f"  connectors: {tmp_path}/none\n")
     run = subprocess.run(
         [sys.executable, "-X", "importtime", "-m", "orchmllm.train", "--recipe", "r.yaml",
@@ -261,12 +262,49 @@ def test_the_command_line_says_it_before_ranks_are_started(folders, tmp_path):
         env={**os.environ, "PYTHONPATH": str(ROOT)})
     said = [x for x in run.stderr.splitlines() if not x.startswith("import time:")]
     assert run.returncode == 2 and run.stdout == ""
-    assert said[0] == "error: pretrained weights cannot be used: 6 problems"
+    assert said[0] == "error: pretrained weights cannot be used: 2 problems"
     assert said[1] == "  model.llm.vocab_size: recipe 512, checkpoint 64"
     assert (f"  model.connectors = '{tmp_path}/none': no such file: give "
             "connectors.safetensors of an export") in said
     assert any(x.startswith("error: x: no such file or folder") for x in said)
     assert not any(x.endswith("| torch") for x in run.stderr.splitlines())
+
+
+def test_shapes_that_the_recipe_leaves_out_are_those_of_the_checkpoint(folders, tmp_path):
+    path = tmp_path / "r.yaml"
+    path.write_text("data: {path: x}\nmodel:\n  vision: {max_side: 112, pretrained: F/vision}\n"
+                    "  audio: {pretrained: F/audio}\n  llm: {pretrained: F/llm}\n"
+                    .replace("F/", f"{folders}/"))
+    loaded = read_recipe(path)
+    assert loaded.recipe.model == from_folders(HF_MODEL, folders)
+    assert not find_problems(loaded.recipe.model)
+    said = explain(loaded).splitlines()
+    assert any(re.match(r" +num_kv_heads: 2 +# config.json$", line) for line in said)
+    assert any(re.match(r" +family: qwen2_vl +# config.json$", line) for line in said)
+    given = load_recipe(path, ["model.llm.num_layers=7"]).model  # the recipe's own value wins
+    assert given.llm.num_layers == 7
+    with pytest.raises(PretrainedError, match="num_layers: recipe 7, checkpoint 2"):
+        find_sources(given)
+
+
+def find_problems(model: ModelConfig) -> str:
+    try:
+        find_sources(model)
+    except PretrainedError as error:
+        return str(error)
+    return ""
+
+
+def test_a_plan_without_the_folder_needs_the_shapes(tmp_path):
+    """Otherwise a dry run would describe a model that nobody asked for."""
+    path = tmp_path / "r.yaml"
+    path.write_text("data: {path: x}\nmodel:\n"
+                    f"  llm: {{pretrained: {tmp_path}/none, num_layers: 3}}\n")
+    with pytest.raises(RecipeError, match="line 3: model.llm.pretrained: .*config.json: No such "
+                       "file.* or write hidden_size, intermediate_size, num_heads, num_kv_heads, "
+                       "vocab_size in the recipe"):
+        load_recipe(path)
+    assert load_recipe(ROOT / "recipes" / "pretrained_7b.yaml").model.llm.num_layers == 28
 
 
 def test_a_run_goes_on_without_the_folder_and_from_older_checkpoints(folders):
