@@ -38,7 +38,6 @@ from orchmllm.dropin.encoders.table import (
     Local,
     Tables,
     describe_local,
-    num_tensors,
     same_on_all_ranks,
 )
 from orchmllm.dropin.setup import node_size, rank_list
@@ -274,9 +273,12 @@ def balance_encoders(
         encoders, captures = family.encoders, family.captures
     if not encoders or len({e.name for e in encoders}) < len(encoders):
         raise ValueError("encoders: give at least one Encoder, each with a name of its own")
+    hooks = (getattr(hook, "__self__", None) for hook in owner._forward_pre_hooks.values())
+    if any(isinstance(h, EncoderHandle) and h._hooks for h in hooks):
+        raise ValueError(f"the encoders of this {type(owner).__name__} are balanced already: call "
+                         "remove() of the handle first")
     for encoder in encoders:
         check_encoder(owner, encoder, captures)
-        num_tensors(encoder)
     if not join and not hasattr(owner, "get_input_embeddings"):
         raise ValueError(f"{type(owner).__name__} has no get_input_embeddings: name the submodule "
                          "whose output the features join in `join`")
