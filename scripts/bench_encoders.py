@@ -96,16 +96,18 @@ def real(rank: int, folder: str, repeat: int) -> None:
     torch.manual_seed(0)
     torch.set_num_threads(1)
     model = Qwen2VLForConditionalGeneration(Qwen2VLConfig(
-        text_config=dict(vocab_size=64, hidden_size=64, intermediate_size=128,
-                         num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        text_config=dict(vocab_size=64, hidden_size=64, intermediate_size=128, bos_token_id=0,
+                         eos_token_id=0, num_hidden_layers=2, num_attention_heads=4,
+                         num_key_value_heads=2,
                          rope_parameters={"rope_type": "default", "rope_theta": 1e4,
                                           "mrope_section": [2, 3, 3]}),
-        vision_config=dict(depth=6, embed_dim=384, hidden_size=64, num_heads=6, patch_size=14,
+        vision_config=dict(depth=3, embed_dim=384, hidden_size=64, num_heads=6, patch_size=14,
                            spatial_merge_size=2, temporal_patch_size=2),
         image_token_id=61, vision_start_token_id=60, vision_end_token_id=62, video_token_id=63))
     grid = torch.tensor([[1, 24, 24]] * (6 if rank == 0 else 2))
     patches = int(grid.prod(1).sum())
-    ids = torch.cat([torch.full((patches // 4,), 61), torch.arange(1, 40)])[None]
+    image = torch.cat([torch.tensor([60]), torch.full((24 * 24 // 4,), 61), torch.arange(1, 9)])
+    ids = image.repeat(len(grid))[None]
     inputs = dict(input_ids=ids, pixel_values=torch.randn(patches, ROW), image_grid_thw=grid,
                   mm_token_type_ids=(ids == 61).int(), use_cache=False)
 

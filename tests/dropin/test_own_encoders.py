@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import inspect
 import time
 from collections import namedtuple
 
@@ -18,8 +17,9 @@ from torch.distributed.fsdp import fully_shard
 from orchmllm import Encoder, Rows, balance_encoders
 from orchmllm.dropin.encoders import assignment
 from orchmllm.dropin.encoders.table import World
+from tests.lib.encoder_models import FAMILIES, Item, batch
 from tests.lib.encoder_runs import gradients, worst
-from tests.lib.examples import load
+from tests.lib.examples import EXAMPLES, load
 from tests.lib.ranks import RankFailure, run_ranks
 
 pytestmark = pytest.mark.dist
@@ -28,10 +28,14 @@ EXACT = 1e-13
 
 def mean_gradients(model: nn.Module, losses) -> dict[str, torch.Tensor]:
     """Over the ranks, of the sum of losses(model) of this rank."""
-    plain = copy.deepcopy(model)
-    sum(losses(plain)).backward()
+    return mean_gradients_of(copy.deepcopy(model), losses)
+
+
+def mean_gradients_of(model: nn.Module, losses) -> dict[str, torch.Tensor]:
+    """The same, of this model itself."""
+    sum(losses(model)).backward()
     out = {}
-    for name, p in plain.named_parameters():
+    for name, p in model.named_parameters():
         out[name] = torch.zeros_like(p) if p.grad is None else p.grad
         dist.all_reduce(out[name])
         out[name] /= dist.get_world_size()
@@ -89,9 +93,106 @@ def test_a_model_of_ones_own_is_exact():
         assert after < before and last["photo"].gain > 0.3
 
 
+def informed(world) -> tuple[float, int, str]:
+    """Lengths that all ranks know: gathers of the second forward; then wrong ones on rank 1."""
+    e = load("own_model")
+    torch.manual_seed(0)
+    model = e.TwoTowers().double()
+    told = {}
+    handle = e.balanced(model, lengths=lambda: told)
+    gathers, gather = [], handle._tables.gather
+    handle._tables.gather = handle.gather = Counted(gather, gathers)
+    sharded(model)
+    for step in (0, 1):
+        held = [e.inputs_of(r, step) for r in range(world.world_size)]
+        told["photo"] = [len(x.get("photos", ())) for x in held], np.zeros((sum(
+            len(x.get("photos", ())) for x in held), 0))
+        lengths = [x["clip_lengths"] for x in held if "clip_lengths" in x]
+        told["clip"] = [len(x.get("clip_lengths", ())) for x in held], torch.cat(lengths).numpy()
+        before = len(gathers)
+        model.zero_grad()
+        want = mean_gradients_of(plain_towers(), lambda m, x=held: [e.loss_of(m, x[world.rank])])
+        e.loss_of(model, held[world.rank]).backward()
+    difference, count = worst(gradients(model), want), len(gathers) - before
+    if world.rank == 1:
+        held[1]["clip_lengths"] = held[1]["clip_lengths"].flip(0) + torch.tensor([-1, 1])
+    try:
+        model(**held[world.rank])
+    except RuntimeError as error:
+        return difference, count, str(error)
+    return difference, count, ""
+
+
+def plain_towers() -> nn.Module:
+    torch.manual_seed(0)
+    return load("own_model").TwoTowers().double()
+
+
+class Counted:
+    def __init__(self, gather, calls: list) -> None:
+        self.gather, self.calls = gather, calls
+        self.rank, self.world_size = gather.rank, gather.world_size
+
+    def __call__(self, row):
+        self.calls.append(len(row))
+        return self.gather(row)
+
+
+def test_lengths_that_are_known_are_not_gathered():
+    for difference, gathers, text in run_ranks(informed, 2):
+        assert difference < EXACT and gathers == 1  # the agreement on the results
+        assert "rank 1 failed: ValueError: encoder 'clip': this rank's media are" in text
+
+
+def test_one_rank_is_exact():
+    (rank,) = run_ranks(two_towers, 1)
+    assert rank["one"] < EXACT and rank["one, last"]["photo"].moved == 0
+
+
+def given_embeddings(world) -> float:
+    """inputs_embeds instead of input_ids, with a rank without media; by keyword and by place."""
+    torch.manual_seed(0)
+    model = FAMILIES["llava"].build()
+    inputs = batch(FAMILIES["llava"], model, [Item("image", 1)] * 3 * (world.rank == 0), world.rank)
+    labels, ids, images = inputs["labels"], inputs["input_ids"], inputs.get("pixel_values")
+
+    def loss(m):
+        embeds = m.get_input_embeddings()(ids)
+        if images is None:  # input_ids, pixel_values, attention_mask, position_ids, cache, ...
+            hidden = m.model(None, None, None, None, None, embeds)[0]
+        else:
+            hidden = m.model(inputs_embeds=embeds, pixel_values=images)[0]
+        return [m.loss_function(m.lm_head(hidden), labels, vocab_size=64)]
+
+    want = mean_gradients(model, loss)
+    balance_encoders(model, min_gain=0.0)
+    return worst(mean_gradients_of(model, loss), want)
+
+
+def test_embeddings_may_be_given():
+    assert max(run_ranks(given_embeddings, 2)) < EXACT
+
+
+def test_a_model_is_balanced_once():
+    assert "balanced already: call remove()" in run_ranks(twice, 1)[0]
+
+
+def twice(world) -> str:
+    e = load("own_model")
+    model = e.TwoTowers()
+    e.balanced(model).remove()
+    e.balanced(model)
+    try:
+        e.balanced(model)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
 def test_it_takes_few_lines():
-    lines = inspect.getsource(load("own_model").balanced).splitlines()
-    assert len(lines) <= 15
+    source = (EXAMPLES / "own_model.py").read_text()
+    call = source[source.index("    return balance_encoders("):].split("\n\n")[0]
+    assert "Encoder(" in call and len(call.splitlines()) <= 15
 
 
 def copied_and_shadowed(world) -> dict:
@@ -107,12 +208,7 @@ def copied_and_shadowed(world) -> dict:
             p.zero_()  # the copy's hooks must use the copy's weights
     # Media are given, but of no items.
     given = inputs | {"photos": torch.zeros(0, 3, 16, 16, dtype=torch.float64)} | inputs
-    e.loss_of(second, given).backward()
-    grads = {n: torch.zeros_like(p) if p.grad is None else p.grad
-             for n, p in second.named_parameters()}
-    for grad in grads.values():
-        dist.all_reduce(grad)
-    out = {"copy": worst({n: g / dist.get_world_size() for n, g in grads.items()}, want)}
+    out = {"copy": worst(mean_gradients_of(second, lambda m: [e.loss_of(m, given)]), want)}
     third = e.TwoTowers().double()
     before = e.loss_of(third, inputs)
     shadow = e.balanced(third, shadow=True)

@@ -74,10 +74,10 @@ class Encoded:
 
 def encode_share(
     encoder: Encoder, owner: nn.Module, local: Local, world: World, plan: Assignment, rank: int,
-    device: torch.device, group: dist.ProcessGroup | None,
+    device: torch.device, group: dist.ProcessGroup | None, error: Exception | None = None,
 ) -> Encoded:
     """Moves the media and runs the encoder on this rank's share, or on a placeholder. Never raises
-    for the encoder: the other ranks are waiting."""
+    for the encoder: the other ranks are waiting. error: of before, for which the same holds."""
     items = plan.move.items_on(rank)
     meta = world.meta[items]
     stopwatch = Stopwatch(device, plan.moves, int(plan.cost[items].sum()))
@@ -100,8 +100,10 @@ def encode_share(
         values = [None if spec is None else torch.ones(
             (int(rows[plan.smallest]), *spec[1]), dtype=spec[0], device=device)
             for spec, rows in zip(world.tensors, all_rows, strict=True)]
-    result, features, error = None, None, None
+    result, features = None, None
     try:
+        if error is not None:
+            raise error
         run = resolve(owner, next(iter(encoder.calls))) if encoder.run is None else encoder.run
         first = () if encoder.run is None else (owner,)
         result = run(*first, *encoder.layout.build(meta, tuple(values)), **encoder.keywords,

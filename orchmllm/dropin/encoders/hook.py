@@ -13,7 +13,7 @@ from __future__ import annotations
 import inspect
 import logging
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,7 +38,6 @@ from orchmllm.dropin.encoders.table import (
     Local,
     Tables,
     describe_local,
-    num_tensors,
     same_on_all_ranks,
 )
 from orchmllm.dropin.setup import node_size, rank_list
@@ -76,12 +75,14 @@ class EncoderHandle:
     def __init__(
         self, owner: nn.Module, encoders: Sequence[Encoder], *, known: bool, captures: bool,
         group: dist.ProcessGroup | None, when: str, shadow: bool, min_gain: float | None,
-        tolerance: float | None, join: str, timeout_s: float,
+        tolerance: float | None, join: str, lengths: Callable[[], Mapping] | None,
+        timeout_s: float,
     ) -> None:
         ranks = rank_list(group)
         self.encoders, self.group, self.shadow = tuple(encoders), group, shadow
         self.last: dict[str, EncoderStep] = {}
         self._known, self._captures, self._when, self._join = known, captures, when, join
+        self._lengths = lengths
         self._plan = {"min_gain": min_gain, "tolerance": tolerance, "shadow": shadow,
                       "ranks_per_node": node_size(ranks, 0)}
         self.rank = ranks.index(dist.get_rank())
@@ -121,11 +122,15 @@ class EncoderHandle:
         for i, stopwatch in self._stopwatches.items():
             self._measured[i] = stopwatch.read(self._measured[i])
         self._stopwatches = {}
-        worlds = self._tables(self._count, locals_, self._measured, error)
+        told = self._tables.informed(self._lengths(), locals_, error) if self._lengths else None
+        worlds, locals_, error = told or (
+            self._tables(self._count, locals_, self._measured, error), locals_, None)
         plans = {i: assign(e, world, self._costs[i], **self._plan)
                  for i, (e, world) in enumerate(zip(self.encoders, worlds, strict=True))
                  if len(world.meta)}
         self._report(plans)
+        if error is not None and not plans:
+            raise error
         if self.shadow or not plans:
             return None
         state = self._forwards[id(module)] = _Forward()
@@ -135,7 +140,7 @@ class EncoderHandle:
         encoded = []
         for i, plan in plans.items():
             encoded.append(encode_share(self.encoders[i], module, locals_[i], worlds[i], plan,
-                                        self.rank, device, self.group))
+                                        self.rank, device, self.group, error))
             self._stopwatches[i] = encoded[-1].stopwatch
         features = return_features(self.gather, self.group, self._count, self.rank, encoded)
         for share, rows in zip(encoded, features, strict=True):
@@ -244,6 +249,7 @@ def balance_encoders(
     model: nn.Module, encoders: Sequence[Encoder] | None = None, *,
     group: dist.ProcessGroup | None = None, when: str = "training", shadow: bool = False,
     min_gain: float | None = None, tolerance: float | None = None, join: str = "",
+    lengths: Callable[[], Mapping[str, tuple[np.ndarray, np.ndarray]]] | None = None,
     timeout_s: float = 600.0,
 ) -> EncoderHandle:
     """Balances the encoders of `model` over the ranks in every forward; its code, its data and the
@@ -257,7 +263,10 @@ def balance_encoders(
     the same forwards). shadow: plan, log and record the gain, move nothing. min_gain: move only if
     the slowest rank's cost falls by this share; None: if the time saved exceeds the measured time
     of the exchange. tolerance: see plan.balance. join: submodule whose output the features join
-    (default: the input embeddings). timeout_s: of a gather that a rank never joins.
+    (default: the input embeddings). lengths: called before each forward, where all ranks know all
+    media before, say from a loader: encoder -> (items of each rank and call (d, calls), integers of
+    each item (n, columns), in order of the ranks), the same on all ranks; nothing is gathered then,
+    except in the first forward with media. timeout_s: of a gather that a rank never joins.
 
     Raises ValueError for a model that it cannot balance exactly: an unknown architecture, dropout
     or batch normalisation in the encoder, a tower whose hidden states fully_shard hides. In a
@@ -274,9 +283,12 @@ def balance_encoders(
         encoders, captures = family.encoders, family.captures
     if not encoders or len({e.name for e in encoders}) < len(encoders):
         raise ValueError("encoders: give at least one Encoder, each with a name of its own")
+    hooks = (getattr(hook, "__self__", None) for hook in owner._forward_pre_hooks.values())
+    if any(isinstance(h, EncoderHandle) and h._hooks for h in hooks):
+        raise ValueError(f"the encoders of this {type(owner).__name__} are balanced already: call "
+                         "remove() of the handle first")
     for encoder in encoders:
         check_encoder(owner, encoder, captures)
-        num_tensors(encoder)
     if not join and not hasattr(owner, "get_input_embeddings"):
         raise ValueError(f"{type(owner).__name__} has no get_input_embeddings: name the submodule "
                          "whose output the features join in `join`")
@@ -284,4 +296,4 @@ def balance_encoders(
         owner.get_submodule(join)
     return EncoderHandle(
         owner, encoders, known=known, captures=captures, group=group, when=when, shadow=shadow,
-        min_gain=min_gain, tolerance=tolerance, join=join, timeout_s=timeout_s)
+        min_gain=min_gain, tolerance=tolerance, join=join, lengths=lengths, timeout_s=timeout_s)

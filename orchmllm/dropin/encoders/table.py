@@ -120,6 +120,47 @@ class Tables:
         self._sizes = [_FIXED + len(e.calls) + _TENSOR * num_tensors(e) for e in encoders]
         self._fixed = _HEAD + sum(self._sizes)
         self._capacity = self._fixed + 128
+        self._tensors: dict[str, list] = {}  # World.tensors of each encoder, once known
+
+    def informed(
+        self, lengths: Mapping[str, tuple[np.ndarray, np.ndarray]], locals_: Sequence[Local],
+        error: Exception | None,
+    ) -> tuple[list[World], list[Local], Exception | None] | None:
+        """The encoders' items from what all ranks know already, without a gather; see
+        balance_encoders. None where rows' dtypes and shapes are not known yet. A rank whose own
+        items are others than these, or that has an error, gets zeros in their place, so that it
+        takes part in the exchange, and the error to raise afterwards."""
+        worlds, given, d, rank = [], list(locals_), self.gather.world_size, self.gather.rank
+        for i, encoder in enumerate(self.encoders):
+            counts, meta = lengths.get(encoder.name, (np.zeros((d, len(encoder.calls))), None))
+            counts = np.asarray(counts, np.int64).reshape(d, len(encoder.calls))
+            total = int(counts.sum())
+            if total and encoder.name not in self._tensors:
+                return None
+            meta = (np.asarray(meta, np.int64).reshape(total, -1) if total
+                    else np.zeros((0, 0), np.int64))
+            worlds.append(World(counts, meta, self._tensors.get(encoder.name, []),
+                                np.zeros(d, np.int64), np.zeros(d, np.int64)))
+            first = int(counts[:rank].sum())
+            own = meta[first: first + int(counts[rank].sum())]
+            if error is None and (given[i].counts != counts[rank].tolist() or not np.array_equal(
+                    given[i].meta.ravel(), own.ravel())):
+                error = ValueError(
+                    f"encoder {encoder.name!r}: this rank's media are {given[i].meta.tolist()}, "
+                    f"`lengths` says {own.tolist()}")
+        if error is not None:
+            given = [self._blank(e, w) for e, w in zip(self.encoders, worlds, strict=True)]
+        return worlds, given, error
+
+    def _blank(self, encoder: Encoder, world: World) -> Local:
+        """This rank's items, of zeros."""
+        first, counts = int(world.counts[:self.gather.rank].sum()), world.counts[self.gather.rank]
+        meta = world.meta[first: first + int(counts.sum())]
+        values = tuple(
+            None if spec is None else torch.zeros((int(rows.sum()), *spec[1]), dtype=spec[0])
+            for spec, rows in zip(world.tensors, encoder.layout.rows(meta), strict=True)
+        ) if world.tensors else ()
+        return Local(counts.tolist(), [0] * len(encoder.calls), meta, values, {})
 
     def __call__(
         self, forward: int, locals_: Sequence[Local], measured: Sequence[tuple[int, int]],
@@ -170,6 +211,8 @@ class Tables:
             worlds.append(World(counts, meta, [
                 _tensor(forward, encoder, i, tensors[:, i], holding)
                 for i in range(tensors.shape[1])], block[:, 2], block[:, 3]))
+            if len(meta):
+                self._tensors[encoder.name] = worlds[-1].tensors
             at, start = at + size, start + length
         return worlds
 
