@@ -214,6 +214,19 @@ REBUILT = (
     "other libraries the BalancedDataLoader as it is")
 
 
+def refuse_ahead(caller: str, loader: DataLoader) -> None:
+    """Raises TypeError if Lightning's Trainer (the module that iterates) would fetch each batch
+    before it trained on the last: then loader.step is that of another batch."""
+    if caller.startswith(("lightning.pytorch.", "pytorch_lightning.")):
+        try:
+            len(loader)
+        except TypeError as error:
+            raise TypeError(
+                "Lightning's Trainer fetches a batch ahead of a loader without a length, and "
+                "loader.step would be that of the wrong batch: give the stream a __len__"
+            ) from error
+
+
 def refuse(examples: list) -> Any:
     """collate_fn that a loader over a stream shows."""
     raise RuntimeError(REBUILT)
