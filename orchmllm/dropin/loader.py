@@ -353,8 +353,6 @@ def balance(loader: DataLoader, **options: Any) -> BalancedDataLoader:
     loader with a state (torchdata's StatefulDataLoader) is iterated, and its state kept.
     Raises ValueError for what cannot be wrapped or honoured, TypeError for what is no DataLoader.
     """
-    if isinstance(loader, BalancedDataLoader):
-        raise ValueError("balance: this is a BalancedDataLoader already")
     if not isinstance(loader, DataLoader):
         raise TypeError(f"balance takes a torch DataLoader, not a {type(loader).__name__}; "
                         "BalancedDataLoader takes data sets and iterables of lists of examples")

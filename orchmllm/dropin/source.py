@@ -96,6 +96,8 @@ def open_source(
 def _wrap(known: Source, loader: DataLoader, collate_fn: Callable | None, lengths: Any) -> None:
     """Takes over a plain DataLoader: its indices are planned, its functions used. One with a
     state, or over a stream, is iterated as it is."""
+    if hasattr(loader, "scale_mean"):
+        raise ValueError("the data set is a BalancedDataLoader already: iterate it as it is")
     known.collate = collate_fn or loader.collate_fn
     known.pin_memory = known.pin_memory or loader.pin_memory
     keeps_state = hasattr(loader, "state_dict")
