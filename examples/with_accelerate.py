@@ -1,7 +1,7 @@
 """Accelerate: `prepare` returns the loader as it is, and save_state and load_state keep its place.
 The loop moves the batches to the device itself.
 
-    accelerate launch --num_processes 2 examples/with_accelerate.py
+    torchrun --nproc_per_node 2 examples/with_accelerate.py    # or accelerate launch, on GPUs
 """
 
 import torch

@@ -5,6 +5,7 @@ sampling. docs/loader.md shows it in a loop; orchmllm.data.loading.step_loader h
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -34,6 +35,7 @@ from orchmllm.dropin.source import (
     make_loader,
     open_source,
     refuse,
+    refuse_ahead,
     tail_is_filled,
 )
 from orchmllm.orchestrator import Orchestrator, Step
@@ -211,6 +213,7 @@ class BalancedDataLoader(DataLoader):
                 "a second iterator of this BalancedDataLoader begins while another one is live; "
                 "they would share plans: end the first (exhaust it, or `del iterator`), or make a "
                 "second loader")
+        refuse_ahead(sys._getframe(1).f_globals.get("__name__", ""), self)
         before = self._next_epoch, self._start
         epoch, (first, state) = before
         self._live, self._next_epoch, self._start = True, epoch + 1, (0, None)
@@ -350,8 +353,6 @@ def balance(loader: DataLoader, **options: Any) -> BalancedDataLoader:
     loader with a state (torchdata's StatefulDataLoader) is iterated, and its state kept.
     Raises ValueError for what cannot be wrapped or honoured, TypeError for what is no DataLoader.
     """
-    if isinstance(loader, BalancedDataLoader):
-        raise ValueError("balance: this is a BalancedDataLoader already")
     if not isinstance(loader, DataLoader):
         raise TypeError(f"balance takes a torch DataLoader, not a {type(loader).__name__}; "
                         "BalancedDataLoader takes data sets and iterables of lists of examples")

@@ -62,7 +62,9 @@ def check_arguments(
     need(dispatch in ("load", "bytes"),
          f"dispatch is {dispatch!r}: use 'load' or 'bytes' ('tensors' is for datasets that "
          "decode single segments, with the Trainer)")
-    need((lengths is None) != (length_fn is None), "give either lengths or length_fn")
+    need((lengths is None) != (length_fn is None),
+         "give either lengths or length_fn (where this call is not yours, a library makes a loader "
+         "anew from a BalancedDataLoader's attributes: it has to take that loader as it is)")
     need(dispatch == "bytes" or (lengths is not None and kind != "stream"),
          "dispatch is 'load': it needs a map-style dataset and lengths by index")
     need(lengths is None or kind != "stream",

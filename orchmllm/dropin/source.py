@@ -96,6 +96,8 @@ def open_source(
 def _wrap(known: Source, loader: DataLoader, collate_fn: Callable | None, lengths: Any) -> None:
     """Takes over a plain DataLoader: its indices are planned, its functions used. One with a
     state, or over a stream, is iterated as it is."""
+    if hasattr(loader, "scale_mean"):
+        raise ValueError("the data set is a BalancedDataLoader already: iterate it as it is")
     known.collate = collate_fn or loader.collate_fn
     known.pin_memory = known.pin_memory or loader.pin_memory
     keeps_state = hasattr(loader, "state_dict")
@@ -212,6 +214,19 @@ REBUILT = (
     "accelerate's skip_first_batches, with which transformers' Trainer resumes, does that: use "
     "orchmllm.balance_trainer(trainer, ...), or loader.load_state_dict in a loop of your own. Give "
     "other libraries the BalancedDataLoader as it is")
+
+
+def refuse_ahead(caller: str, loader: DataLoader) -> None:
+    """Raises TypeError if Lightning's Trainer (the module that iterates) would fetch each batch
+    before it trained on the last: then loader.step is that of another batch."""
+    if caller.startswith(("lightning.pytorch.", "pytorch_lightning.")):
+        try:
+            len(loader)
+        except TypeError as error:
+            raise TypeError(
+                "Lightning's Trainer fetches a batch ahead of a loader without a length, and "
+                "loader.step would be that of the wrong batch: give the stream a __len__"
+            ) from error
 
 
 def refuse(examples: list) -> Any:

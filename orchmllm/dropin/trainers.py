@@ -18,7 +18,7 @@ from orchmllm.dropin.examples import StepInfo
 from orchmllm.dropin.loader import BalancedDataLoader
 from orchmllm.dropin.loss import scale
 
-FLOOR = {"transformers": "5.20", "trl": "1.16"}  # the oldest versions that were tested
+FLOOR = {"transformers": "5.17", "trl": "1.16"}  # the oldest versions that were tested
 _STATE = "balanced_loader_{rank}.pt"
 
 
@@ -126,7 +126,7 @@ class _Balanced:
 
     def _divides_by(self, num_items_in_batch: Tensor | int | None) -> int:
         """What Trainer.training_step divides the loss by."""
-        does_not = self.loss_is_scaled_for_ga
+        does_not = getattr(self, "loss_is_scaled_for_ga", None)  # since 5.20
         if does_not is None:
             does_not = self.compute_loss_func is not None or (
                 self.model_accepts_loss_kwargs and num_items_in_batch is not None)

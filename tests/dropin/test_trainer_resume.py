@@ -18,6 +18,7 @@ from tests.lib.clients import (
     Examples,
     as_torchrun,
     collate,
+    forget_accelerate,
     loss_of,
     reference,
     stop_at,
@@ -62,7 +63,12 @@ def losses(world, folder: str, how: str, workers: int, kill_at: int | None) -> l
             args=arguments(folder, dataloader_num_workers=workers)),
             lengths=data.lengths, policy="greedy")
         trainer.train(resume_from_checkpoint=resume)
+    forget_accelerate()
     return [row["loss"] for row in trainer.state.log_history if "loss" in row]
+
+
+def resumed_and_whole(world, folder: str, *how) -> list[list[float]]:
+    return [losses(world, f"{folder}/{name}", *how, None) for name in ("killed", "whole")]
 
 
 RUNS = [("shards", 0), ("sampler", 2), ("indices", 0), ("shards", 2), ("sampler", 0),
@@ -73,12 +79,11 @@ RUNS = [("shards", 0), ("sampler", 2), ("indices", 0), ("shards", 2), ("sampler"
     pytest.param(*run, marks=[pytest.mark.slow] * (i > 0)) for i, run in enumerate(RUNS)])
 def test_a_killed_trainer_goes_on_bit_equal(tmp_path, how, workers):
     """Killed in the second epoch, a step after its last checkpoint."""
-    whole = run_ranks(losses, 2, str(tmp_path / "whole"), how, workers, None)[0]
     with pytest.raises(RankFailure):
         run_ranks(losses, 2, str(tmp_path / "killed"), how, workers, 8)
     steps = [int(path.name.split("-")[1]) for path in (tmp_path / "killed").iterdir()]
     assert max(steps) == 7
-    resumed = run_ranks(losses, 2, str(tmp_path / "killed"), how, workers, None)[0]
+    resumed, whole = run_ranks(resumed_and_whole, 2, str(tmp_path), how, workers)[0]
     assert len(whole) == 9 and len(set(whole)) == 9
     assert resumed == whole
 

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, Dataset, DistributedSampler
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
 from orchmllm import BalancedDataLoader, balance_trainer
 from tests.lib.commands import ROOT
@@ -424,6 +424,10 @@ def lightning(cell: Cell, folder: Path) -> Result:
     class Killed(Exception):
         pass
 
+    class Endless(IterableDataset):
+        def __iter__(self) -> Iterator[dict]:
+            return map(cell.data.__getitem__, range(len(cell.data)))
+
     class Save(L.Callback):
         """Saves after `stop` steps, within a batch, and dies."""
 
@@ -435,17 +439,23 @@ def lightning(cell: Cell, folder: Path) -> Result:
                 trainer.save_checkpoint(folder / f"{self.stop}.ckpt")
                 raise Killed
 
-    seen, path = [], None
-    for stop in cell.stops:
-        inner, loader = tiny(), loader_of(cell)
-        module = Module(inner, loader)
-        run = L.Trainer(
+    def trainer_of(stop: int) -> L.Trainer:
+        return L.Trainer(
             accelerator="cpu", devices=dist.get_world_size(), strategy="ddp", max_epochs=EPOCHS,
             accumulate_grad_batches=cell.accumulate, logger=False, callbacks=[Save(stop)],
             enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
             default_root_dir=folder, plugins=[TorchElasticEnvironment()],
             val_check_interval=cell.accumulate if cell.evaluation else None,
             num_sanity_val_steps=0)
+
+    if cell.tail:
+        stream = BalancedDataLoader(Endless(), BATCH, collate_fn=collate, length_fn=length_of)
+        with pytest.raises(TypeError, match="without a length"):
+            trainer_of(1).fit(Module(tiny(), stream), stream)
+    seen, path = [], None
+    for stop in cell.stops:
+        inner, loader = tiny(), loader_of(cell)
+        module, run = Module(inner, loader), trainer_of(stop)
         with contextlib.suppress(Killed):
             run.fit(module, loader, DataLoader(Examples(4), 2, collate_fn=collate)
                     if cell.evaluation else None, ckpt_path=path)
