@@ -36,22 +36,17 @@ def without(*names: str) -> list[str]:
 # name -> (case, units gathered in the backward pass)
 CASES = {
     "as FSDP2 prefetches": (case(), BACKWARD),
-    "one ahead": (case(prefetch=1), BACKWARD),
-    "two ahead": (case(prefetch=2), BACKWARD),
-    "whole model ahead": (case(prefetch=8), BACKWARD),
-    "checkpointing": (case(prefetch=2, activation_checkpointing="full"), BACKWARD),
-    "selective": (case(activation_checkpointing="selective"), BACKWARD),
-    "chunked loss": (case(prefetch=1, loss_chunk_rows=7), BACKWARD),
-    "two microbatches": (case(steps=2, prefetch=2), BACKWARD),
-    "all kept": (case(reshard_after_forward=False), []),
+    "two ahead, checkpointing, two microbatches": (
+        case(steps=2, prefetch=2, activation_checkpointing="full"), BACKWARD),
+    "one ahead, selective, chunked loss": (
+        case(prefetch=1, activation_checkpointing="selective", loss_chunk_rows=7), BACKWARD),
     "all kept, one ahead": (case(reshard_after_forward=False, prefetch=1), []),
     "LLM kept": (case(llm_reshard="none", prefetch=2), without("llm.layers")),
-    "audio kept": (case(audio_reshard="none"), without("audio")),
     "frozen vision": (case(frozen("vision")), without("vision.blocks")),
     "frozen encoders": (case(frozen("vision", "audio"), prefetch=2),
                         without("vision.blocks", "audio.blocks")),
     "frozen encoders kept": (case(frozen("vision", "audio"), reshard_after_forward=False), []),
-    "frozen LLM": (case(frozen("llm"), prefetch=2), BACKWARD),
+    "frozen LLM": (case(frozen("llm"), prefetch=8), BACKWARD),
 }
 
 
