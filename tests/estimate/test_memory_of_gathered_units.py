@@ -25,8 +25,10 @@ def thin(frozen: str = "", batch_size: int = 2, **fsdp):
     thin(reshard_after_forward=False, activation_checkpointing="selective", prefetch=0),
     pytest.param(thin(reshard_after_forward=False), marks=pytest.mark.slow),
     pytest.param(thin("audio", reshard_after_forward=False), marks=pytest.mark.slow),
+    pytest.param(thin(llm_reshard="none"), marks=pytest.mark.slow),
+    pytest.param(thin(vision_reshard="none"), marks=pytest.mark.slow),
     pytest.param(thin(), marks=pytest.mark.slow),
-], ids=["kept, selective", "kept", "kept, frozen audio", "freed"])
+], ids=["kept, selective", "kept", "kept, frozen audio", "LLM kept", "vision kept", "freed"])
 def test_predicted_peak_counts_what_stays_gathered(recipe):
     peak, moments = tracked(recipe, 64)
     assert max(moments.values()) == pytest.approx(peak, rel=0.03)

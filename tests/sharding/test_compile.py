@@ -60,8 +60,9 @@ def test_the_operator_keeps_torchs_contract():
         attention_op.packed(*qkv(15, torch.float32), seqlens.cu_seqlens, seqlens.host, True)
 
 
-def run_block(block, phase: str, lengths: list[int], padded: bool) -> list[torch.Tensor]:
-    """Output, and gradients of input and parameters."""
+def run_block(block, first: bool, phase: str, lengths: list[int], padded: bool
+              ) -> list[torch.Tensor]:
+    """Output, and gradients of input and parameters. first: of the LLM, it is given a view."""
     seqlens = SequenceLengths.from_lengths(lengths)
     rows, size = seqlens.total, getattr(MODEL, phase).hidden_size
     torch.manual_seed(rows)
@@ -72,7 +73,8 @@ def run_block(block, phase: str, lengths: list[int], padded: bool) -> list[torch
     head = size // getattr(MODEL, phase).num_heads
     if phase == "llm":
         tables = torch.randn(2, 1, rows, head).unbind(0)
-        out = block(x.unsqueeze(0), attention_mask=None, position_embeddings=tables,
+        rows_of_llm = x.unsqueeze(0) if first else x.unsqueeze(0).clone()
+        out = block(rows_of_llm, attention_mask=None, position_embeddings=tables,
                     packed_seqlens=seqlens)
     elif phase == "vision":
         out = block(x, torch.randn(2, rows, 1, head).unbind(0), seqlens)
@@ -92,10 +94,10 @@ def test_blocks_of_a_phase_share_one_graph(phase, padded):
     same = copy.deepcopy(blocks)
     for block in blocks:
         compile_block(block, backend="aot_eager")
-    for lengths in ([4, 4], [7, 2, 1, 0, 3], [16], [1], [5, 3], [2], [8, 8]):
+    for lengths in ([4, 4], [7, 2, 1, 0, 3], [16], [1], [8, 8]):
         lengths = [n for n in lengths if n] if padded else lengths
-        for block, plain in zip(blocks, same, strict=True):
-            got, want = (run_block(b, phase, lengths, padded) for b in (block, plain))
+        for i, pair in enumerate(zip(blocks, same, strict=True)):
+            got, want = (run_block(b, i == 0, phase, lengths, padded) for b in pair)
             for a, b in zip(got, want, strict=True):
                 torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
     assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]

@@ -12,6 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from orchmllm.config import FsdpConfig
 from orchmllm.plan.step import BalanceConfig
+from orchmllm.sharding.check import check_world
 from tests.lib.gathers import Gather, log_gathers
 from tests.lib.gradients import Case, step_gradients
 from tests.lib.ranks import run_ranks
@@ -36,22 +37,17 @@ def without(*names: str) -> list[str]:
 # name -> (case, units gathered in the backward pass)
 CASES = {
     "as FSDP2 prefetches": (case(), BACKWARD),
-    "one ahead": (case(prefetch=1), BACKWARD),
-    "two ahead": (case(prefetch=2), BACKWARD),
-    "whole model ahead": (case(prefetch=8), BACKWARD),
-    "checkpointing": (case(prefetch=2, activation_checkpointing="full"), BACKWARD),
-    "selective": (case(activation_checkpointing="selective"), BACKWARD),
-    "chunked loss": (case(prefetch=1, loss_chunk_rows=7), BACKWARD),
-    "two microbatches": (case(steps=2, prefetch=2), BACKWARD),
-    "all kept": (case(reshard_after_forward=False), []),
+    "two ahead, checkpointing, two microbatches": (
+        case(steps=2, prefetch=2, activation_checkpointing="full"), BACKWARD),
+    "one ahead, selective, chunked loss": (
+        case(prefetch=1, activation_checkpointing="selective", loss_chunk_rows=7), BACKWARD),
     "all kept, one ahead": (case(reshard_after_forward=False, prefetch=1), []),
     "LLM kept": (case(llm_reshard="none", prefetch=2), without("llm.layers")),
-    "audio kept": (case(audio_reshard="none"), without("audio")),
     "frozen vision": (case(frozen("vision")), without("vision.blocks")),
     "frozen encoders": (case(frozen("vision", "audio"), prefetch=2),
                         without("vision.blocks", "audio.blocks")),
     "frozen encoders kept": (case(frozen("vision", "audio"), reshard_after_forward=False), []),
-    "frozen LLM": (case(frozen("llm"), prefetch=2), BACKWARD),
+    "frozen LLM": (case(frozen("llm"), prefetch=8), BACKWARD),
 }
 
 
@@ -126,3 +122,13 @@ def test_units_stay_sharded_over_the_ranks_of_a_node():
     assert all(g.ranks == 4 for g in log if not g.backward)
     assert more <= groups + 2
     assert equal(grads, want)
+
+
+def test_nodes_that_no_group_is_made_of_are_refused():
+    one = recipe(fsdp=FsdpConfig(audio_reshard="node", shard_size=6))
+    for per_node in (2, 3, 6, 8):  # 8: the group is inside the node
+        check_world(one, 24, per_node)
+    for per_node in (1, 4):
+        with pytest.raises(ValueError, match=f"fsdp.audio_reshard is node, but shard groups of 6 "
+                                             f"ranks are not made of whole nodes of {per_node}"):
+            check_world(one, 24, per_node)
