@@ -37,10 +37,11 @@ class NodewiseSearch {
     std::vector<i64> best_nodes = node_of_;
     i64 best = *std::max_element(traffic_.begin(), traffic_.end());
     std::vector<i64> rests(d_, -1);
-    constexpr i64 kPatience = 1500;  // steps without a new best
-    for (i64 step = 0, last = 0; step < steps && step - last < kPatience && best > 0; ++step) {
+    const i64 patience = d_ <= kFew ? steps : kPatience;
+    for (i64 step = 0, last = 0; step < steps && step - last < patience && best > 0; ++step) {
       goal_ = best - best / 32;
-      if (!relieve(step, rests)) break;
+      if (d_ <= kFew && step > last && (step - last) % kKick == 0) kick();
+      if (!relieve(step, rests) && d_ > kFew) break;
       const i64 now = *std::max_element(traffic_.begin(), traffic_.end());
       if (now < best) best = now, best_nodes = node_of_, last = step;
     }
@@ -48,6 +49,9 @@ class NodewiseSearch {
   }
 
  private:
+  static constexpr i64 kPatience = 1500, kKick = 100;  // steps without a new best
+  static constexpr std::size_t kFew = 32;  // batches; for so few the optimum is within reach
+
   struct Entry {
     i64 other, volume;
   };
@@ -135,6 +139,18 @@ class NodewiseSearch {
     std::swap(p, q);
   }
 
+  // A few swaps at random, to get away from what the search returns to.
+  void kick() {
+    for (int k = 0; k < 4; ++k) {
+      const i64 a = draw(), b = draw();
+      if (node_of_[size(a)] != node_of_[size(b)]) swap(a, b);
+    }
+  }
+  i64 draw() {
+    random_ = random_ * 6364136223846793005u + 1442695040888963407u;
+    return static_cast<i64>((random_ >> 33) % d_);
+  }
+
   // One swap for the busiest rank (or batch). False if there is none to make.
   bool relieve(i64 step, std::vector<i64>& rests) {
     delta_.resize(traffic_.size());
@@ -177,6 +193,7 @@ class NodewiseSearch {
   std::vector<std::vector<i64>> members_;  // batches of each node
   std::vector<std::pair<std::size_t, i64>> change_;
   i64 goal_ = 0;
+  u64 random_ = 0;
 };
 
 }  // namespace orchmllm

@@ -11,13 +11,13 @@ with homes and weights that are as bad as they come.
 
 Columns, by phase, over the seeds. within: share of seeds with all loads within the tolerance.
 excess: largest load over its lower bound, minus 1; mean and worst. worse: seeds where `greedy` is
-better although the tolerance is missed. looser: seeds where the tolerance before this one, larger
-than it, ended lower although this one is missed. ms: CPU time of this thread, median and worst, and what
-`greedy` takes for the same items in the same process. volume: cost that changes its node, over the
-least possible (the surplus of the nodes above all their ranks' caps), mean and worst. busiest: the
-most (by move costs) that a rank sends to or receives from other nodes, over an even share of the
-largest surplus of a node. MB: megabytes that a rank sends
-to other nodes, mean, by the move costs of the LLM phase (nothing for phases without).
+better although the tolerance is missed. looser: seeds that miss it and end above what the larger
+tolerance before it reached. ms: CPU time of this thread, median and worst, and what `greedy` takes
+for the same items in the same process. volume: cost that changes its node, over the least possible
+(the surplus of the nodes above all their ranks' caps), mean and worst. busiest: the most (by move
+costs) that a rank sends to or receives from other nodes, over an even share of the largest surplus
+of a node. MB: megabytes that a rank sends to other nodes, mean, by the move costs of the LLM phase
+(nothing for phases without).
 """
 
 from __future__ import annotations
@@ -182,7 +182,8 @@ def table(rows: dict[str, list[dict]], median: dict[str, float] | None) -> None:
         if "within" in v:
             text += (f"{v['items'].mean():6.1f} items within {v['within'].mean():4.0%} excess "
                      f"{v['excess'].mean():8.1e} <= {v['excess'].max():8.1e} worse "
-                     f"{int(v['worse'].sum())} looser {int(v['looser'].sum())} | volume {v['volume'].mean():5.2f} <= "
+                     f"{int(v['worse'].sum())} looser {int(v['looser'].sum())} "
+                     f"| volume {v['volume'].mean():5.2f} <= "
                      f"{v['volume'].max():5.2f} ({v['share'].mean():.2%}) busiest "
                      f"{v['busiest'].mean():5.2f} <= {v['busiest'].max():5.2f}")
         text += (f" | MB {v['mb'].mean():7.3f} | ms {np.median(v['ms']):6.2f} <= "

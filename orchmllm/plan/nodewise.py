@@ -36,7 +36,7 @@ def assign_nodes(
     source_rank, batch, volume: (m,) triplets: volume bytes of batch are on source_rank. Triplets of
     the same pair add up.
     objective: `send`, or `send_receive` for the larger of what a rank sends and receives.
-    limit: for `search` the number of swaps (default 10000), for a solver its seconds
+    limit: for `search` the number of swaps (default 40000), for a solver its seconds
     (default 60).
     Raises ValueError for malformed input, an unknown solver or objective, and RuntimeError if a
     solver finds nothing within its limit.
@@ -52,7 +52,7 @@ def assign_nodes(
         raise ValueError(f"unknown objective {objective!r}; choose one of {', '.join(OBJECTIVES)}")
     receives = objective == "send_receive"
     if solver == "search":
-        steps = 10000 if limit is None else int(limit)
+        steps = 40000 if limit is None else int(limit)
         return core().nodewise(source_rank, batch, volume, num_ranks, ranks_per_node, receives,
                                steps)
     node_of = _solve(source_rank, batch, volume, num_ranks, ranks_per_node, receives,

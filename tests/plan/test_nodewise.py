@@ -7,6 +7,7 @@ import pytest
 
 from orchmllm.estimate.workload import sample_layout
 from orchmllm.plan.balance import balance, core
+from orchmllm.plan.layout import AUDIO
 from orchmllm.plan.nodewise import assign_nodes, node_traffic
 from tests.twins.nodewise import nodewise
 
@@ -27,18 +28,36 @@ def busiest(problem, rank_of: np.ndarray, c: int, objective: str) -> int:
 def test_search_is_a_permutation_and_equals_its_twin(d, c, m, objective) -> None:
     for seed in range(3):
         problem = triplets(seed, d, m)
-        got = assign_nodes(*problem, num_ranks=d, ranks_per_node=c, objective=objective, limit=40)
+        got = assign_nodes(*problem, num_ranks=d, ranks_per_node=c, objective=objective, limit=240)
         assert sorted(got.tolist()) == list(range(d))
-        assert np.array_equal(got, nodewise(*problem, d, c, objective == "send_receive", 40))
+        assert np.array_equal(got, nodewise(*problem, d, c, objective == "send_receive", 240))
 
 
 @pytest.mark.parametrize("objective", ["send", "send_receive"])
-def test_search_is_near_the_optimum(objective: str) -> None:
-    for seed in range(4):
+def test_search_finds_the_optimum(objective: str) -> None:
+    for seed in range(8):
         problem = triplets(seed, 6, 50)
         got = assign_nodes(*problem, num_ranks=6, ranks_per_node=2, objective=objective)
         least = min(busiest(problem, np.array(p), 2, objective) for p in permutations(range(6)))
-        assert busiest(problem, got, 2, objective) <= 1.1 * least
+        assert busiest(problem, got, 2, objective) == least
+
+
+# The busiest sender of an optimal assignment, proved by HiGHS: natural mix, `greedy` batches.
+@pytest.mark.parametrize(("num_ranks", "seed", "phase", "least"), [
+    (16, 0, "audio", 3754), (16, 1, "audio", 3281), (16, 3, "audio", 2917), (16, 4, "llm", 24768),
+    (24, 0, "llm", 10086), (24, 1, "llm", 9750)])
+def test_search_finds_what_a_solver_proved(num_ranks, seed, phase, least) -> None:
+    """It stayed 0.5 to 8% above it while it went on from where it was without a kick."""
+    model, batch_size = ("10b", 60) if least == 24768 else ("84b", 30)
+    layout = sample_layout(model, num_ranks=num_ranks, batch_size=batch_size, seed=seed)
+    weight, home, policy = layout.tokens_per_example, layout.rank_of_example, "greedy"
+    if phase == "audio":
+        segments = layout.segments_of(AUDIO)
+        home = home[layout.example_of_segment[segments]]
+        weight, policy = layout.attn_len[segments], "padded"
+    problem = (home, balance(weight, num_ranks=num_ranks, policy=policy, home=home), weight)
+    got = assign_nodes(*problem, num_ranks=num_ranks, ranks_per_node=8)
+    assert busiest(problem, got, 8, "send") == least
 
 
 @pytest.mark.parametrize("solver", ["highs", "cbc"])

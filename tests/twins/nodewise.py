@@ -6,7 +6,8 @@ import numpy as np
 
 from tests.twins.core import largest_shares, near_home, ranks_inside
 
-PATIENCE = 1500  # steps without a new best
+PATIENCE, KICK = 1500, 100  # steps without a new best
+FEW = 32  # batches
 
 
 class Traffic:
@@ -65,11 +66,27 @@ def nodewise(
                for k in range(-(-num_ranks // width))]
     now = traffic.of(node_of)
     best, best_nodes, last = max(now), list(node_of), 0
-    rests = [-1] * num_ranks
+    rests, random = [-1] * num_ranks, 0
+    few = num_ranks <= FEW
+
+    def swap(a: int, b: int) -> None:
+        p, q = node_of[a], node_of[b]
+        members[p][members[p].index(a)], members[q][members[q].index(b)] = b, a
+        node_of[a], node_of[b] = q, p
+
     for step in range(steps):
-        if step - last >= PATIENCE or best <= 0:
+        if (step - last >= PATIENCE and not few) or best <= 0:
             break
         goal = best - best // 32
+        if few and step > last and (step - last) % KICK == 0:
+            for _ in range(4):
+                drawn = []
+                for _ in range(2):
+                    random = (random * 6364136223846793005 + 1442695040888963407) % 2**64
+                    drawn.append((random >> 33) % num_ranks)
+                if node_of[drawn[0]] != node_of[drawn[1]]:
+                    swap(*drawn)
+            now = traffic.of(node_of)
 
         def price(pair, goal=goal, now=now):
             def excess(value):
@@ -82,14 +99,13 @@ def nodewise(
 
         offers = [(a, b) for a, b in traffic.swaps(now.index(max(now)), node_of, members)
                   if rests[a] < step and rests[b] < step]
-        if not offers:
+        if not offers and not few:
             break
-        a, b = min(offers, key=price)
-        p, q = node_of[a], node_of[b]
-        members[p][members[p].index(a)], members[q][members[q].index(b)] = b, a
-        node_of[a], node_of[b] = q, p
-        rests[a] = rests[b] = step + min(3 + step % 7, num_ranks // 4)
-        now = traffic.of(node_of)
+        if offers:
+            a, b = min(offers, key=price)
+            swap(a, b)
+            rests[a] = rests[b] = step + min(3 + step % 7, num_ranks // 4)
+            now = traffic.of(node_of)
         if max(now) < best:
             best, best_nodes, last = max(now), list(node_of), step
     return ranks_inside(source, batch, volume, num_ranks, width, best_nodes)
