@@ -61,14 +61,15 @@ def decide(
         return choose_checkpointing(memory, loads, budget_bytes, fixed)
     except ValueError as e:
         full = {p: fixed.get(p, "full") for p in PHASES}
-        batch = recipe.train.batch_size
+        batch, whole = recipe.train.batch_size, recipe.train.global_batch_size
         smaller = largest_fitting(
             lambda b: memory.peak(scaled(loads, b / batch), full), budget_bytes, batch)
         more = "fsdp.shard_size above" if recipe.fsdp.shard_size else "more ranks than"
-        cure = f"train.batch_size={smaller}" if smaller else (
-            f"{more} {memory.shards}, or fewer parameters,")
+        given, fitting = (f"train.batch_size={b}" if not whole else  # the key that decides it
+                          f"train.global_batch_size={whole * b // batch}" for b in (batch, smaller))
+        cure = fitting if smaller else f"{more} {memory.shards}, or fewer parameters,"
         raise ValueError(
-            f"the recipe does not fit: train.batch_size={batch} on shard groups of {memory.shards} "
+            f"the recipe does not fit: {given} on shard groups of {memory.shards} "
             f"{e} ({allowed_by(recipe)}); {cure} would fit") from e
 
 
