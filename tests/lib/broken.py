@@ -57,8 +57,8 @@ def write_broken_media(folder: Path) -> dict[str, str]:
         "empty.png": (b"", "the file is empty"), "missing.png": (None, "the file is missing"),
         "missing/deeper.jpg": (None, "the file is missing"),
         "junk.jpg": (b"junk" * 100, "UnidentifiedImageError"),
-        "page.png": (b"<!DOCTYPE html><html>404</html>", "UnidentifiedImageError"),
-        "vector.png": (b'<svg xmlns="http://www.w3.org/2000/svg"/>', "UnidentifiedImageError"),
+        "page.png": (b"<!DOCTYPE html><html>404</html>", "a download has most likely failed"),
+        "vector.png": (b'<svg xmlns="http://www.w3.org/2000/svg"/>', "SVG is not read"),
         "head.jpg": (good["1.jpg"][:30], ""), "head.png": (good["0.png"][:20], ""),
         "sound.png": (good["0.wav"], "UnidentifiedImageError"),
         "pickle.png": (pickle.dumps(Sentinel(folder / "SENTINEL")), "UnidentifiedImageError"),
@@ -83,14 +83,14 @@ def write_broken_media(folder: Path) -> dict[str, str]:
     soundfile.write(folder / "inf.wav", np.full(2000, np.inf), 16000, subtype="FLOAT")
     soundfile.write(folder / "long.wav", np.zeros(4000), 1)
     flac_expanding(folder / "bomb.flac")
-    Image.new("RGB", (20, 20)).save(folder / "tiff.jpg", format="TIFF")
+    Image.new("RGB", (20, 20)).save(folder / "icon.jpg", format="ICO")
     (folder / "folder.png").mkdir()
     (folder / "dangling.png").symlink_to(folder / "nowhere.png")
     (folder / "escape.png").symlink_to("/etc/hostname")
     said = {name: reason for name, (_, reason) in files.items()}
     return said | {"none.wav": "the clip is empty", "nan.wav": "NaN or infinite",
-                   "inf.wav": "NaN or infinite", "long.wav": "more than the limit of 3600 s",
-                   "bomb.flac": "expands more than", "tiff.jpg": "UnidentifiedImageError",
+                   "inf.wav": "NaN or infinite", "long.wav": "less than 1000 Hz is no sound",
+                   "bomb.flac": "expands more than", "icon.jpg": "ICO is not read",
                    "folder.png": "not a regular file", "dangling.png": "the file is missing",
                    "escape.png": "a symbolic link leads"}
 
