@@ -19,6 +19,7 @@ from torch.distributed.fsdp import fully_shard
 
 from orchmllm import Encoder, Rows, balance_encoders
 from orchmllm.dropin.encoders import families, hook
+from orchmllm.dropin.encoders.table import describe_local
 from tests.lib.commands import ROOT
 from tests.lib.encoder_models import ALL, FAMILIES, Item, batch
 from tests.lib.encoder_runs import CHECKPOINTS, WRAPS, one_step, run_cells, scenarios
@@ -196,6 +197,8 @@ UNKNOWN = {
         vision_config=dict(TINY, image_size=28, crop_size=28, patch_size=14),
         audio_config=dict(hidden_size=32, intermediate_size=48, num_blocks=1,
                           num_attention_heads=2))),
+    "kimi_k25": ("Kimi_K25Config", "Kimi_K25ForConditionalGeneration", dict(
+        text_config=dict(num_hidden_layers=1))),
     "a text model": ("Qwen2Config", "Qwen2ForCausalLM", dict(
         TINY, vocab_size=64, num_key_value_heads=2)),
 }
@@ -209,10 +212,29 @@ def test_an_unknown_architecture_is_refused(name):
         balance_encoders(made)
 
 
-def test_gemma3n_and_kimi_are_no_known_family():
-    """Their towers are not installed here (timm), or too large to build."""
-    for name in ("gemma3n", "kimi_k25"):
-        assert name not in families.FAMILIES
+def test_media_move_in_the_dtype_of_the_tower():
+    """Of a model in bfloat16 that is given float32, as processors return it; never in a larger."""
+    family = FAMILIES["qwen2_vl"]
+    model = family.build()
+    inputs = batch(family, model, [Item("image", 2), Item("video", 1)], 0)
+    for given, tower, moved in [(torch.float32, torch.bfloat16, torch.bfloat16),
+                                (torch.bfloat16, torch.float32, torch.bfloat16)]:
+        both = {k: v.to(given) if k.startswith("pixel") else v for k, v in inputs.items()}
+        (encoder,) = families.FAMILIES["qwen2_vl"].encoders
+        assert describe_local(encoder, model.model, both, tower).values[0].dtype == moved
+
+
+def test_gemma3n_is_refused():
+    """Its tower needs timm, which is not installed: the model without its weights."""
+    from transformers import Gemma3nForConditionalGeneration, Gemma3nModel
+
+    model, inner = (object.__new__(kind) for kind in (
+        Gemma3nForConditionalGeneration, Gemma3nModel))
+    for module in (model, inner):
+        nn.Module.__init__(module)
+    model.model = inner
+    with pytest.raises(ValueError, match="does not know Gemma3nFor"):
+        balance_encoders(model)
 
 
 def test_what_depends_on_other_items_or_on_the_rank_is_refused(monkeypatch):

@@ -264,6 +264,25 @@ def test_groups_share_their_media():
         assert difference < EXACT and last["photo"].num_items == 4 and last["photo"].moved == 2
 
 
+def many(world) -> tuple[float, int]:
+    """More items than the table of a forward first has room for, on one rank."""
+    e = load("own_model")
+    torch.manual_seed(0)
+    model = e.TwoTowers().double()
+    n = 300 if world.rank == 1 else 1
+    inputs = {"ids": torch.full((1, n), e.CLIP), "clips": torch.randn(n, 8).double(),
+              "clip_lengths": torch.ones(n, dtype=torch.int64)}
+    want = mean_gradients(model, lambda m: [m(**inputs).square().mean()])
+    handle = e.balanced(model)
+    got = mean_gradients_of(model, lambda m: [m(**inputs).square().mean()])
+    return worst(got, want), handle.last["clip"].moved
+
+
+def test_many_items():
+    for difference, moved in run_ranks(many, 2):
+        assert difference < EXACT and moved > 100
+
+
 def runs(world) -> dict:
     return load("own_model").main(3)
 
