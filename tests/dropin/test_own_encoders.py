@@ -76,7 +76,9 @@ def two_towers(world, **options) -> dict:
     e.loss_of(model, e.inputs_of(0, 0))  # all ranks hold media, so FSDP2 needs no help
     out["eval"] = handle.last
     model.train()
+    ours = len(model._forward_pre_hooks), len(model._forward_hooks)
     handle.remove()
+    out["hooks"] = (ours[0] - len(model._forward_pre_hooks), ours[1] - len(model._forward_hooks))
     e.loss_of(model, e.inputs_of(0, 0))
     out["removed"] = handle.last
     return out
@@ -86,7 +88,7 @@ def test_a_model_of_ones_own_is_exact():
     out = run_ranks(two_towers, 3)
     for rank in out:
         assert rank["one"] < EXACT and rank["two at once"] < EXACT
-        assert rank["eval"] == {} and rank["removed"] == {}
+        assert rank["eval"] == {} and rank["removed"] == {} and rank["hooks"] == (1, 1)
         last = rank["one, last"]
         assert set(last) == {"photo", "clip"} and last["photo"].moved > 0
         before, after = last["photo"].imbalance
