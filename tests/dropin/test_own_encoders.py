@@ -456,6 +456,7 @@ def test_errors_reach_all_ranks():
     zero, one = run_ranks(every_way, 2)
     for how, text in BROKEN.items():
         assert zero[how][0] == one[how][0] and text in one[how][0], (how, zero[how], one[how])
+        assert max(zero[how][2], one[how][2]) < 60  # milliseconds on a quiet machine
     for how, text in LOCAL.items():
         assert text in zero[how][0] and text in one[how][0], (how, one[how])
     assert one["encoder raises"][1] == "KeyError" and zero["encoder raises"][1] == "NoneType"
@@ -493,6 +494,6 @@ def test_an_error_amid_collectives_ends_all_ranks():
     started = time.monotonic()
     with pytest.raises(RankFailure) as failure:
         run_ranks(sharded_and_raising, 2)
-    assert set(failure.value.errors) == {0, 1} and time.monotonic() - started < 60
+    assert set(failure.value.errors) == {0, 1} and time.monotonic() - started < 200
     assert failure.value.errors[1][0] == "KeyError"
     assert "the user's bug" in failure.value.errors[1][2]
