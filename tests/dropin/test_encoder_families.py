@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,13 @@ FAST = [("qwen3_vl", "fsdp2", "non-reentrant", "media apart"),
         ("audioflamingo3", "fsdp2", "reentrant", "no media")]
 
 
+def installed(name: str) -> bool:
+    """Whether transformers is new enough for the family."""
+    have, need = ([int(n) for n in v.split(".")[:2]] for v in (
+        version("transformers"), families.FAMILIES[name].since))
+    return have >= need
+
+
 def bound(name: str, size: float) -> float:
     """How far gradients, of which the largest is `size`, may differ."""
     return size * (1e-8 if name in FLOAT32 else 1e-14)
@@ -57,9 +65,10 @@ def check(cells, results) -> float:
 
 @pytest.mark.dist
 def test_gradients_of_some_cells():
-    results = run_ranks(run_cells, 3, FAST)
-    check(FAST, results)
-    for cell, seen in zip(FAST, results[0], strict=True):
+    cells = [cell for cell in FAST if installed(cell[0])]
+    results = run_ranks(run_cells, 3, cells)
+    check(cells, results)
+    for cell, seen in zip(cells, results[0], strict=True):
         assert seen["moved"] > 0 or cell[3] != "uneven", cell
 
 
@@ -67,6 +76,8 @@ def test_gradients_of_some_cells():
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_gradients_of_all_cells(name):
+    if not installed(name):
+        pytest.skip("needs a newer transformers")
     cells = list(itertools.product([name], WRAPS, CHECKPOINTS, SCENARIOS))
     worst = check(cells, run_ranks(run_cells, 3, cells))
     recorded = json.loads(MEASURED.read_text()) if MEASURED.exists() else {}
