@@ -113,8 +113,8 @@ _SLOTTED = Encoder(
 FAMILIES: dict[str, Family] = {
     "qwen2_vl": Family("Qwen2VLModel", (_QWEN,)),
     "qwen2_5_vl": Family("Qwen2_5_VLModel", (_QWEN,)),
-    "qwen3_vl": Family("Qwen3VLModel", (_DEEPSTACK,), since="5.23"),
-    "qwen3_vl_moe": Family("Qwen3VLMoeModel", (_DEEPSTACK,), since="5.23"),
+    "qwen3_vl": Family("Qwen3VLModel", (_DEEPSTACK,), since="5.20"),
+    "qwen3_vl_moe": Family("Qwen3VLMoeModel", (_DEEPSTACK,), since="5.20"),
     "glm4v": Family("Glm4vModel", _GLM),
     "qwen2_5_omni": Family("Qwen2_5OmniThinkerModel", (_QWEN, _OMNI_AUDIO), since="5.23"),
     "llava": Family("LlavaModel", (replace(_IMAGE, options=_LAYER),), captures=True),
@@ -132,13 +132,13 @@ FAMILIES: dict[str, Family] = {
         replace(_TILED, calls={"get_image_features": Tiles(
             "pixel_values", "image_sizes", _tiles("llava_onevision"))}),
         replace(_TILED, name="video", calls={
-            "get_video_features": Rows("pixel_values_videos")})), captures=True, since="5.23"),
-    "idefics3": Family("Idefics3Model", (_SLOTTED,), since="5.23"),
-    "smolvlm": Family("SmolVLMModel", (_SLOTTED,), since="5.23"),
+            "get_video_features": Rows("pixel_values_videos")})), captures=True, since="5.20"),
+    "idefics3": Family("Idefics3Model", (_SLOTTED,), since="5.20"),
+    "smolvlm": Family("SmolVLMModel", (_SLOTTED,), since="5.20"),
     "mistral3": Family("Mistral3Model", (replace(
         _IMAGE, options=_LAYER[:1], calls={"get_image_features": Cropped(
             "pixel_values", "image_sizes", lambda owner: owner.vision_tower.patch_size)}),),
-        captures=True, since="5.23"),
+        captures=True, since="5.20"),
     "voxtral": Family("VoxtralModel", (Encoder(
         "audio", {"get_audio_features": Rows("input_features")}, outputs=("pooler_output",),
         rows=EQUAL, towers=("audio_tower",), keywords=_HF, cast=True),)),
