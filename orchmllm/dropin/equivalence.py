@@ -28,8 +28,9 @@ def check_equivalence(
 
     step: batch -> None, forward and backward (no optimizer). parameters: the model's
     named_parameters. loader: a BalancedDataLoader, which stands afterwards where it stood, or any
-    other that yields the same batches each time. encoders: handles of balanced encoders, whose
-    attribute `enabled` switches them.
+    other that yields the same batches each time. encoders: handles of balance_encoders, which move
+    nothing in the run for comparison (`shadow`). Every rank then encodes what it has: under FSDP
+    each needs an item, as it would without balance_encoders.
     Returns the largest ||g - g_plain|| / ||g_plain|| over steps and parameters. A difference is
     rounding, and counts as none, up to ten units in the last place of the model's whole gradient:
     some parameters' own gradient is 0 but for rounding (a bias of keys). Raises AssertionError
@@ -64,8 +65,8 @@ def _as_sampled(loader: Any, encoders: Sequence[Any], off: bool) -> Iterator[Non
     """A run after which the loader stands where it stood; with nothing balanced if `off`."""
     with ExitStack() as after:
         for handle in encoders:
-            after.callback(setattr, handle, "enabled", handle.enabled)
-            handle.enabled = False
+            after.callback(setattr, handle, "shadow", handle.shadow)
+            handle.shadow = True
         if isinstance(loader, BalancedDataLoader):
             after.callback(setattr, loader, "position", loader.position)
             after.callback(setattr, loader, "enabled", loader.enabled)

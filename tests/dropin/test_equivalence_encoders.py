@@ -1,0 +1,53 @@
+"""check_equivalence for balanced encoders, alone and with a balanced loader."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from orchmllm import BalancedDataLoader, CostModel, check_equivalence
+from tests.lib.examples import load
+from tests.lib.ranks import run_ranks
+
+pytestmark = pytest.mark.dist
+hook = pytest.importorskip("orchmllm.dropin.encoders.hook")
+
+
+def checked(world, balance_loader: bool, wrong: float) -> tuple[float, str, bool]:
+    """wrong: what is added to a gradient of the vision tower while the encoders are balanced."""
+    e = load("qwen2_vl")
+    torch.manual_seed(0)
+    inner = e.tiny_model().train()
+    handle = hook.balance_encoders(inner, min_gain=0.0)
+    model = DistributedDataParallel(inner, find_unused_parameters=True)
+    loader = BalancedDataLoader(
+        e.Pictures(24), batch_size=6, collate_fn=e.collate, policy="greedy",
+        length_fn=lambda x: len(x["input_ids"]), enabled=balance_loader,
+        phases={"llm": CostModel(linear=100_000, quadratic=400)})
+    moved = set()
+
+    def step(batch) -> None:
+        loader.scale_sum(e.sum_loss(model, batch)).backward()
+        moved.add(handle.shadow)
+        if not handle.shadow:
+            next(inner.model.visual.parameters()).grad += wrong
+
+    try:
+        worst = check_equivalence(step, model.named_parameters, loader, encoders=[handle],
+                                  num_steps=2, tolerance=1e-9)
+    except AssertionError as error:
+        return 1.0, str(error), handle.shadow
+    assert moved == {False, True}
+    return worst, "", handle.shadow
+
+
+@pytest.mark.parametrize("balance_loader", [False, True])
+def test_balanced_encoders_are_compared(balance_loader):
+    assert all(worst < 1e-9 and not shadow
+               for worst, _, shadow in run_ranks(checked, 2, balance_loader, 0.0))
+
+
+def test_a_wrong_gradient_of_an_encoder_is_found():
+    assert all("visual" in text and "differs" in text and not shadow
+               for _, text, shadow in run_ranks(checked, 2, True, 1e-3))
