@@ -106,11 +106,12 @@ def settings(world, chosen: list[tuple]) -> list[dict[str, set[str]]]:
 
 
 @pytest.mark.dist
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("chosen", [SOME, pytest.param(ALL, marks=pytest.mark.slow)],
                          ids=["some", "all"])
 def test_no_setting_mixes_devices_or_waits(chosen):
     """Exchanges run in a group in which no parameters are gathered or reduced."""
-    for groups in run_ranks(settings, 1, chosen)[0]:
+    for groups in run_ranks(settings, 1, chosen, timeout_s=1700.0)[0]:
         exchanges = groups.pop("alltoall_base_")
         assert groups and len(exchanges) == 1
         assert all(exchanges.isdisjoint(others) for others in groups.values()), groups
