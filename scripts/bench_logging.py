@@ -57,7 +57,7 @@ def measure(trainer, folder: Path, num_steps: int, num_ranks: int) -> dict[str, 
     from orchmllm.config import RunConfig
     from orchmllm.runtime.display import RunDisplay
     from orchmllm.runtime.metrics import MetricsLog
-    from orchmllm.trainer import combined_stats
+    from orchmllm.runtime.plan_check import combined_stats
 
     run, log = RunConfig(dir=str(folder)), MetricsLog(folder / "metrics.jsonl")
     displays = {"plain lines": RunDisplay(run), "bar": RunDisplay(run)}

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from orchmllm.batch import SequenceLengths
 from orchmllm.models import attention_op
@@ -40,7 +41,7 @@ def packed_attention(
     only parameters that have a gradient, so a rank without rows must give all of them one.
     Raises ValueError if seqlens does not cover the T rows.
     """
-    if torch.compiler.is_compiling():  # the lengths would be compiled in, anew for every step
+    if is_compiling():  # the lengths would be compiled in, anew for every step
         return attention_op.packed(q, k, v, seqlens.cu_seqlens, seqlens.host, causal)[0]
     if not seqlens.total == len(q) == len(k) == len(v):
         raise ValueError(

@@ -18,6 +18,8 @@ from tests.lib.synthetic import MODEL, SyntheticDataset, recipe
 WAITING = ("local_scalar_dense", "nonzero", "masked_select", "unique", "is_nonzero", "equal.",
            "repeat_interleave.Tensor", "assert_async")
 COPIES = ("_to_copy", "copy_", "_foreach_copy_", "set_")
+# Of fsdp.compile: they take a batch's lengths on both sides, and read those of the host.
+BOTH_SIDES = ("packed_attention.", "packed_attention_backward.")
 READING = ("cpu", "numpy", "tolist")  # on the host they are no operators
 
 
@@ -72,7 +74,7 @@ class NoSync(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs, name = kwargs or {}, func.__name__
-        if not name.startswith(COPIES):
+        if not name.startswith((*COPIES, *BOTH_SIDES)):
             devices = {x.device.type for x in tree_leaves((args, kwargs))
                        if isinstance(x, torch.Tensor) and (x.dim() or x.device.type != "cpu")}
             if len(devices) > 1:

@@ -162,6 +162,7 @@ def losses(world, one, folder: str) -> tuple:
 
 @pytest.mark.slow
 @pytest.mark.dist
+@pytest.mark.timeout(3600)  # the code generator takes 20 CPU seconds a graph and rank, or more
 @pytest.mark.parametrize("name", ["selective", "hybrid, padded, bfloat16"])
 def test_twenty_compiled_steps(tmp_path, name):
     """Some without images or audio; validation compiles nothing more than a forward graph."""
@@ -173,7 +174,8 @@ def test_twenty_compiled_steps(tmp_path, name):
         balance, tolerance = BalanceConfig(audio=PhasePolicy("padded")), 2e-3
     one = recipe(model=model, fsdp=fsdp, balance=balance)
     want = run_ranks(losses, 2, one, str(tmp_path))
-    got = run_ranks(losses, 2, replace(one, fsdp=replace(fsdp, compile=True)), str(tmp_path))
+    got = run_ranks(losses, 2, replace(one, fsdp=replace(fsdp, compile=True)), str(tmp_path),
+                    timeout_s=1700.0)
     for (values, stats), (expected, _) in zip(got, want, strict=True):
         np.testing.assert_allclose(values, expected, rtol=tolerance)
         assert stats["unique_graphs"] == 3
