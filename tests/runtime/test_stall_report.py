@@ -24,7 +24,8 @@ def store_of_one() -> dist.Store:
 
 
 def gathered(size: int, root: int, reports: dict[int, dict], silent: set[int]) -> tuple[str, int]:
-    """(what the root says, most keys that a rank asked for or wrote): every rank answers after those below it."""
+    """(what the root says, most keys that a rank asked for or wrote): every rank answers after
+    those below it."""
     store, most, said = store_of_one(), 0, ""
     trees = {r: ReportTree(store, None, r, size, root) for r in range(size)}
     for rank in sorted(trees, key=lambda r: (r - root) % size, reverse=True):
