@@ -22,12 +22,11 @@ from orchmllm.runtime.stall_report import ReportTree, describe, report_of
 POLL_S = 0.5
 
 
-def connect(port: int) -> dist.Store:
-    return dist.TCPStore("localhost", port, is_master=False, wait_for_workers=False,
-                         timeout=timedelta(seconds=300))
-
-
-def rank(number: int, store: dist.Store, args: argparse.Namespace, said: list) -> None:
+def rank(number: int, args: argparse.Namespace, port: int, ready, go, said: list) -> None:
+    store = dist.TCPStore("localhost", port, is_master=False, wait_for_workers=False,
+                          timeout=timedelta(seconds=300))
+    ready.put(number)
+    go.wait()
     root, late = args.ranks // 3, args.ranks // 2
     if number != root:
         time.sleep(random.random() * POLL_S)
@@ -45,12 +44,9 @@ def rank(number: int, store: dist.Store, args: argparse.Namespace, said: list) -
 
 
 def process(numbers: range, args: argparse.Namespace, port, ready, go, results) -> None:
-    number = port.get()
-    stores, said = [connect(number) for _ in numbers], []
-    threads = [threading.Thread(target=rank, args=(n, s, args, said))
-               for n, s in zip(numbers, stores, strict=True)]
-    ready.put(len(stores))
-    go.wait()
+    where, said = port.get(), []
+    threads = [threading.Thread(target=rank, args=(n, args, where, ready, go, said))
+               for n in numbers]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -78,7 +74,7 @@ def main() -> None:
     server = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     for _ in processes:
         port.put(server.port)
-    connections = sum(ready.get() for _ in processes)
+    connections = len([ready.get() for _ in range(args.ranks)])
     go.set()
     (seconds, text), = [said for _ in processes for said in results.get()]
     print(f"{connections} ranks: {seconds:.2f} s until it is said: {text}")
