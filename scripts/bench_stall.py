@@ -10,25 +10,33 @@ from __future__ import annotations
 
 import argparse
 import multiprocessing
+import os
 import random
 import threading
 import time
 from datetime import timedelta
 
-import torch.distributed as dist
+os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # it warns of every connection without a host name
 
-from orchmllm.runtime.stall_report import ReportTree, describe, report_of
+import torch.distributed as dist  # noqa: E402
+
+from orchmllm.runtime.stall_report import (  # noqa: E402
+    ReportTree,
+    describe,
+    report_of,
+)
 
 POLL_S = 0.5
 
 
-def rank(number: int, args: argparse.Namespace, port: int, ready, go, said: list) -> None:
+def rank(number: int, args: argparse.Namespace, port: int, ready, said: list) -> None:
     store = dist.TCPStore("localhost", port, is_master=False, wait_for_workers=False,
                           timeout=timedelta(seconds=300))
     ready.put(number)
-    go.wait()
     root, late = args.ranks // 3, args.ranks // 2
-    if number != root:
+    if number == root:
+        store.wait(["start"])
+    else:
         time.sleep(random.random() * POLL_S)
         while not store.check(["asked"]):
             time.sleep(POLL_S)
@@ -43,9 +51,9 @@ def rank(number: int, args: argparse.Namespace, port: int, ready, go, said: list
         said.append((time.perf_counter() - started, describe(report)))
 
 
-def process(numbers: range, args: argparse.Namespace, port, ready, go, results) -> None:
+def process(numbers: range, args: argparse.Namespace, port, ready, results) -> None:
     where, said = port.get(), []
-    threads = [threading.Thread(target=rank, args=(n, args, where, ready, go, said))
+    threads = [threading.Thread(target=rank, args=(n, args, where, ready, said))
                for n in numbers]
     for thread in threads:
         thread.start()
@@ -64,10 +72,9 @@ def main() -> None:
     args = parser.parse_args()
     context = multiprocessing.get_context("fork")
     port, ready, results = (context.Queue() for _ in range(3))
-    go = context.Event()
     share = -(-args.ranks // args.processes)
     processes = [context.Process(target=process, args=(
-        range(first, min(first + share, args.ranks)), args, port, ready, go, results))
+        range(first, min(first + share, args.ranks)), args, port, ready, results))
         for first in range(0, args.ranks, share)]
     for one in processes:
         one.start()
@@ -75,7 +82,7 @@ def main() -> None:
     for _ in processes:
         port.put(server.port)
     connections = len([ready.get() for _ in range(args.ranks)])
-    go.set()
+    server.set("start", "")
     (seconds, text), = [said for _ in processes for said in results.get()]
     print(f"{connections} ranks: {seconds:.2f} s until it is said: {text}")
 
