@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 FAN_OUT = 16
-LEVEL_S = 1.0  # that a rank waits for each level below it
+LEVEL_S = 1.4  # that a rank waits for each level below it
 SHOWN = 4  # late ranks that are named
 
 
@@ -60,8 +60,8 @@ def describe(report: dict) -> str:
         silent = report["silent"]
         shown = ", ".join(map(str, silent[:SHOWN])) + (
             f" and {len(silent) - SHOWN} more" if len(silent) > SHOWN else "")
-        parts.insert(0, f"rank{'s' if len(silent) > 1 else ''} {shown} did not answer: stopped or "
-                        "gone")
+        parts.insert(0, f"rank{'s' if len(silent) > 1 else ''} {shown} did not answer in time: "
+                        "stopped or gone")
     return "; ".join(parts)
 
 

@@ -59,7 +59,7 @@ def test_ranks_that_do_not_answer_are_named_and_hide_nobody():
     below = FAN_OUT + 3  # rank 1 is above it
     reports = {below: report_of(below, (7, 29), False, "step 7")}
     said, _ = gathered(size, 0, reports, {1, 200})
-    assert said == ("ranks 1, 200 did not answer: stopped or gone; "
+    assert said == ("ranks 1, 200 did not answer in time: stopped or gone; "
                     f"rank {below} is late: step 7")
 
 
