@@ -144,6 +144,8 @@ def process_group(world: World, timeout_s: float) -> Iterator[dist.Store]:
 
     # Read when the group is made; the records are written out when a run stalls.
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
+    # A gloo group connects the ranks that talk to each other, not each to all others at once.
+    os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     timeout = timedelta(seconds=timeout_s)
     device = device_of(world)
     cuda = device.type == "cuda"

@@ -226,10 +226,27 @@ def _all_to_all(
 ) -> Tensor:
     out = rows.new_empty((sum(output_splits), *rows.shape[1:]))
     if isinstance(group, dist.ProcessGroupGloo):  # made by gloo_group
-        group.alltoall_base(out, rows.contiguous(), output_splits, input_splits).wait()
+        _all_to_some(out, rows.contiguous(), output_splits, input_splits, group)
     else:
         dist.all_to_all_single(out, rows.contiguous(), output_splits, input_splits, group=group)
     return out
+
+
+def _all_to_some(
+    out: Tensor, rows: Tensor, output_splits: list[int], input_splits: list[int],
+    group: dist.ProcessGroupGloo,
+) -> None:
+    """Sends and receives what is not empty, so that a lazily connected group stays no mesh."""
+    works, me = [], group.rank()
+    parts = zip(out.split(output_splits), rows.split(input_splits), strict=True)
+    for rank, (there, here) in enumerate(parts):
+        if rank == me:
+            there.copy_(here)
+            continue
+        works += [group.recv([there], rank, 0)] if len(there) else []
+        works += [group.send([here], rank, 0)] if len(here) else []
+    for work in works:
+        work.wait()
 
 
 def exchange_rows(

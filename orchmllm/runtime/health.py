@@ -1,17 +1,17 @@
 """One rank's failure or stall, told by all ranks with the same text.
 
-Each rank has a `HangWatchdog`: a thread that publishes where the rank is, on a store connection of
-its own, and looks for two things. An error that a rank has posted: this rank then ends too, even if
-its main thread hangs in a collective. A stall: when nothing has moved for too long the rank that
-the others wait for is the one that got least far and is not itself in a collective; it is named
-with step, phase and examples, and every rank leaves its stacks and the flight recorder's records.
+Each rank has a `HangWatchdog`: a thread with a store connection of its own, which looks for two
+things. An error that a rank has posted: this rank then ends too, even if its main thread hangs in a
+collective. A stall: when nothing has moved for too long all ranks report where they are, once
+(orchmllm.runtime.stall_report). The rank that the others wait for is the one that got least far and
+is not itself in a collective; it is named with step, phase and examples, and every rank leaves its
+stacks and the flight recorder's records.
 """
 
 from __future__ import annotations
 
 import contextlib
 import faulthandler
-import json
 import os
 import sys
 import sysconfig
@@ -26,6 +26,7 @@ import torch.distributed as dist
 
 from orchmllm.comm.errors import AgreedError
 from orchmllm.models.phase_clock import PhaseClock
+from orchmllm.runtime.stall_report import ReportTree, count_collectives, describe, report_of
 
 _LIBRARIES = (sysconfig.get_path("stdlib"), "<frozen")
 GRACE_S = 4.0  # for a rank to end by itself after another one failed
@@ -35,6 +36,9 @@ _COMPILERS = (os.path.join("torch", "_dynamo", "convert_frame.py"),
               os.path.join("torch", "_inductor", "compile_fx.py"))
 _ERROR = "error"
 _STALL = "no progress"
+_COMPILING = "compiling"  # key of the number of ranks that do
+_ASKED = "?"  # before the rank that asks all others where they are, in place of an error
+ROOT_S = 15.0  # that this rank has to answer for all, before another one asks
 _CONNECTION_SIGNS = ("gloo", "connection", "socket", "peer", "nccl", "timed out", "broken pipe")
 
 
@@ -96,14 +100,19 @@ class HangWatchdog:
     def post(self, text: str) -> str:
         """Makes `text` the error of all ranks unless there is one already; returns that one."""
         with self._lock:
-            return self._store.compare_set(_ERROR, "", text).decode()
+            there = self._store.compare_set(_ERROR, "", text).decode()
+            if there.startswith(_ASKED):
+                there = self._store.compare_set(_ERROR, there, text).decode()
+        return there
 
     def _posted(self, wait_s: float = 0.0) -> str:
         deadline = time.monotonic() + wait_s
         while True:
             with self._lock:
                 if self._store.check([_ERROR]):
-                    return self._store.get(_ERROR).decode()
+                    posted = self._store.get(_ERROR).decode()
+                    if not (wait_s and posted.startswith(_ASKED)):
+                        return posted
             if time.monotonic() >= deadline:
                 return ""
             time.sleep(0.1)
@@ -112,23 +121,29 @@ class HangWatchdog:
         return (self.clock.phase if self.clock is not None else None) or "data"
 
     def _run(self) -> None:
-        seen, since = None, time.monotonic()
+        seen, since, compiles = None, time.monotonic(), False
         while not self._done.wait(self._poll_s):
             try:
                 now = (self.step, self.clock.switches if self.clock is not None else -1)
+                if self._compiles() != compiles:
+                    compiles = not compiles
+                    with self._lock:
+                        self._store.add(_COMPILING, 1 if compiles else -1)
                 # A save has time limits of its own; training waits for it at most.
-                if (now != seen or self._compiles()
+                if (now != seen or compiles
                         or "orchmllm-checkpoint" in {t.name for t in threading.enumerate()}):
                     seen, since = now, time.monotonic()
                 still_s = time.monotonic() - since
-                with self._lock:
-                    self._store.set(f"beat{self.rank}", json.dumps(self._beat(still_s)))
-                if still_s > self._stall_timeout_s and self.clock is not None:
-                    if blame := self._blame(still_s):
-                        self.post(blame)
-                    else:
-                        since = time.monotonic()
                 error = self._posted()
+                if still_s > self._stall_timeout_s and self.clock is not None and not error:
+                    if self._some_rank_compiles():
+                        since = time.monotonic()
+                        continue
+                    with self._lock:
+                        asked = self._store.compare_set(_ERROR, "", f"{_ASKED}{self.rank}")
+                    error = asked.decode()
+                if error.startswith(_ASKED):
+                    error = self._answer(error)
             except RuntimeError as e:  # the store is gone, and with it the rank that hosted it
                 error = f"rank {self.rank}: the store of the run was lost: {e}"
             if error:
@@ -140,38 +155,47 @@ class HangWatchdog:
                     self._exit_now(1, f"error: {error}")
                 return
 
-    def _beat(self, still_s: float) -> dict:
+    def _answer(self, asked: str) -> str:
+        """Takes part in the report that a rank asked for; returns what all ranks end with."""
+        root = int(asked.removeprefix(_ASKED))
+        tree = ReportTree(self._store, self._lock, self.rank, self.world_size, root)
+        report = tree.gather(self._report())
+        if self.rank == root:
+            return self.post(f"{_STALL} for {self._stall_timeout_s} s: {describe(report)}; stacks "
+                             f"and flight recorder of all ranks are in {self._folder}")
+        deadline = time.monotonic() + ROOT_S
+        while (posted := self._posted()) == asked and time.monotonic() < deadline:
+            time.sleep(0.1)
+        if posted == asked:  # the root is gone
+            with self._lock:
+                posted = self._store.compare_set(_ERROR, asked, f"{_ASKED}{self.rank}").decode()
+        return self._answer(posted) if posted.startswith(_ASKED) else posted
+
+    def _report(self) -> dict:
         phase, thread = self._phase(), self._main
         if phase == "data":
             thread = next((t.ident for t in threading.enumerate()
                            if t.name == "orchmllm-prefetch"), self._main)
         where, waits = locate(thread)
-        return {"step": self.step, "switches": self.clock.switches if self.clock else 0,
-                "phase": phase, "where": where, "waits": waits, "still_s": round(still_s, 1),
-                "compiles": self._compiles(), "example_ids": self.example_ids[:32]}
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        launched, completed = count_collectives(device)
+        # The host of a GPU runs ahead, so there the collectives tell who is behind. Groups of the
+        # CPU are not the same on all ranks.
+        counts = (launched, completed) if device == "cuda" else ()
+        return report_of(
+            self.rank, (self.step, self.clock.switches if self.clock else 0, *counts), waits,
+            f"step {self.step}, phase {phase}, at {where}, {launched} collectives launched and "
+            f"{completed} completed, examples {self.example_ids[:32]}")
 
     def _compiles(self) -> bool:
         """Whether this rank is in torch.compile, which may take minutes."""
         return any(frame.f_code.co_filename.endswith(_COMPILERS)
                    for top in sys._current_frames().values() for frame in _stack(top))
 
-    def _blame(self, still_s: float) -> str:
-        """Which rank is late; nothing where a rank compiles, for which the others wait."""
-        beats = {}
+    def _some_rank_compiles(self) -> bool:
+        """For which the others wait; every rank counts itself in and out."""
         with self._lock:
-            for rank in range(self.world_size):
-                if self._store.check([f"beat{rank}"]):
-                    beats[rank] = json.loads(self._store.get(f"beat{rank}"))
-        if any(b["compiles"] for b in beats.values()):
-            return ""
-        least = min((b["step"], b["switches"]) for b in beats.values())
-        behind = {r: b for r, b in beats.items() if (b["step"], b["switches"]) == least}
-        late = {r: b for r, b in behind.items() if not b["waits"]} or behind
-        named = "; ".join(
-            f"rank {r} is late: step {b['step']}, phase {b['phase']}, at {b['where']}, examples "
-            f"{b['example_ids']}" for r, b in sorted(late.items())[:4])
-        return (f"{_STALL} for {still_s:.0f} s: {named}; stacks and flight recorder of all "
-                f"ranks are in {self._folder}")
+            return self._store.add(_COMPILING, 0) > 0
 
     def _leave_stacks(self) -> None:
         try:

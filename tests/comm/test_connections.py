@@ -1,0 +1,71 @@
+"""No group of the CPU connects every rank to every other one."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+
+from orchmllm.comm.exchange import RowGather, bytes_group, exchange_bytes
+from orchmllm.config import CheckpointConfig
+from orchmllm.launch import World, process_group
+from orchmllm.plan.rearrange import Rearrangement
+from orchmllm.runtime.checkpoint import Checkpointer
+from tests.lib.ranks import run_ranks
+
+RANKS = 8
+
+
+def connected(store_port: int) -> int:
+    """Connections of this process, those of the store not counted."""
+    return len([c for c in psutil.Process().net_connections("tcp") if c.status == "ESTABLISHED"
+                and store_port not in (c.laddr.port, c.raddr.port)])
+
+
+def counts(world: World, folder: Path) -> tuple[int, int, int]:
+    """New connections after groups were made, after a save, after bytes went to the next rank."""
+    dist.destroy_process_group()
+    found = folder / "port"
+    if world.rank == 0:
+        store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+        found.with_suffix(".part").write_text(str(store.port))
+        found.with_suffix(".part").rename(found)
+        os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # the store is there
+    while not found.is_file():
+        time.sleep(0.01)
+    port = int(found.read_text())
+    place = World(world.rank, RANKS, world.rank, RANKS, "localhost", port)
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+    with process_group(place, 300.0):
+        start = connected(port)
+        group, gather = bytes_group(range(RANKS), 300.0), RowGather(RANKS, 300.0)
+        keeper = Checkpointer(folder / "saved", CheckpointConfig(asynchronous=False), gather,
+                              say=lambda text: None)
+        made = connected(port)
+        order = np.roll(np.arange(RANKS), 1)  # rank r gets what rank r - 1 has
+        one = np.ones(RANKS, np.int64)
+        (came,) = exchange_bytes([lambda: np.full(3, world.rank, np.uint8)],
+                                 Rearrangement(order, one, one), world.rank, group)
+        assert came.tolist() == [(world.rank - 1) % RANKS] * 3
+        sent = connected(port)
+        keeper.save(1, {"x": torch.full((4,), 1.0)}, {})
+        saved = connected(port)
+        dist.barrier()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    return made - start, sent - made, saved - sent
+
+
+@pytest.mark.dist
+def test_groups_connect_only_ranks_that_talk(tmp_path):
+    found = run_ranks(counts, RANKS, tmp_path)
+    assert all(made == 0 for made, _, _ in found), found
+    assert all(sent <= 2 for _, sent, _ in found), found  # the rank before and the one after
+    mesh = RANKS * (RANKS - 1)
+    # Two groups, that of the gathers and that of the shards: the first rank hears of all others.
+    assert sum(saved for _, _, saved in found) < 2 * mesh * 3 // 4, found
