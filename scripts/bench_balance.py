@@ -26,6 +26,7 @@ the phase is planned. shard: what the largest load is above the same bound, minu
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import time
 from collections import defaultdict
@@ -92,6 +93,7 @@ def measure(
     price = problem.move_cost if len(problem.move_cost) else weight
     bound, cap = core().lower_bound(weight, d), load_cap(weight, d, tolerance)
     greedy_ms, batch = cpu_ms(lambda: core().greedy(weight, home, d))
+    ctypes.CDLL(None).malloc_trim(0)  # what is free is not counted as held before
     before = resident_mb("VmRSS:")
     Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts anew
     ms, (rank_of, operations) = cpu_ms(
