@@ -14,7 +14,7 @@ WEIGHT = np.array([8, 7, 6, 5, 4])
 
 @pytest.mark.parametrize(("name", "loads"), [
     ("Karmarkar-Karp", [14, 16]),  # the textbook's example; longest first ends at 17
-    ("heap LPT", [13, 17]), ("sorted snake", [14, 16]), ("Algorithm 1 as printed", [0, 30])])
+    ("heap LPT", [13, 17]), ("sorted snake", [13, 17]), ("Algorithm 1 as printed", [0, 30])])
 def test_known_answers(name: str, loads: list[int]) -> None:
     rank_of = METHODS[name](WEIGHT, np.zeros(5, np.int64), 2, 1.0)
     assert sorted(np.bincount(rank_of, WEIGHT, 2).tolist()) == loads
