@@ -36,8 +36,12 @@ class LocalSearch {
     num_items_ = std::count_if(p_.weight.begin(), p_.weight.end(), [](i64 w) { return w > 0; });
     const i128 most = std::min<i64>(32000000, 4000 * num_items_) + 80 * num_items_;
     const i64 operations = static_cast<i64>(most * 2 * unit / (unit + loose - bound));
-    std::copy(p_.home.begin(), p_.home.end(), trial_.begin());
-    if (!nearly_all_moves()) tighten(loose, attempt(loose, operations, true));
+    const bool home_is_near = !nearly_all_moves();
+    if (home_is_near) tighten(loose, attempt_from_home(loose, operations));
+    const i64 half_percent = bound + bound / 200;  // is tightened where less is out of reach
+    if (home_is_near && loose < half_percent && high_ > half_percent) {
+      tighten(loose, attempt_from_home(half_percent, operations));
+    }
     if (high_ > loose) {
       start_from_greedy();
       tighten(loose, attempt(loose, operations / 4, false));
@@ -68,6 +72,11 @@ class LocalSearch {
     }
     for (const i128 load : node) over += std::max<i128>(0, load - static_cast<i128>(p_.cap) * width);
     return 16 * over > 15 * total;
+  }
+
+  i64 attempt_from_home(i64 cap, i64 operations) {
+    std::copy(p_.home.begin(), p_.home.end(), trial_.begin());
+    return attempt(cap, operations, true);
   }
 
   // Goes on from trial_; returns the operations left.

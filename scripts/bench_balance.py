@@ -2,6 +2,7 @@
 
     python scripts/bench_balance.py [--recipes mllm84b,mllm10b,mllm18b,tokens] [--ranks 2560]
         [--batch-sizes 30] [--tolerances 0.005,0.001,0] [--seeds 20] [--dispatch tensors,load]
+        [--shard 256]
     python scripts/bench_balance.py --adversarial [--items 153600] [--tolerances 0.005]
 
 The first form draws global batches of the natural mix and lets the planner of each recipe assign
@@ -17,12 +18,15 @@ for the same items in the same process. volume: cost that changes its node, over
 (the surplus of the nodes above all their ranks' caps), mean and worst. busiest: the most (by move
 costs) that a rank sends to or receives from other nodes, over an even share of the largest surplus
 of a node. MB: megabytes that a rank sends to other nodes, mean, by the move costs of the LLM phase
-(nothing for phases without).
+(nothing for phases without). peak: megabytes that the process holds more at its peak than before
+the phase is planned. shard: what the largest load is above the same bound, minus 1, if every
+--shard ranks are balanced among themselves (balance.group: shard), worst.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import time
 from collections import defaultdict
@@ -62,12 +66,36 @@ def cpu_ms(call) -> tuple[float, np.ndarray]:
     return 1e3 * (time.process_time() - start), result
 
 
-def measure(problem: Problem, tolerance: float) -> tuple[dict[str, float], np.ndarray]:
+def resident_mb(field: str) -> float:
+    status = Path("/proc/self/status").read_text()
+    return int(status.split(field)[1].split()[0]) / 1024
+
+
+def by_shard(problem: Problem, shard: int, tolerance: float) -> int:
+    """The largest load if shards of so many ranks are balanced each by itself."""
+    largest = 0
+    for first in range(0, problem.num_ranks, shard):
+        here = np.flatnonzero(problem.home // shard == first // shard)
+        d = min(shard, problem.num_ranks - first)
+        weight, home = problem.weight[here], problem.home[here] - first
+        price = problem.move_cost[here] if len(problem.move_cost) else NOTHING
+        rank_of = core().least_move(weight, home, price, d, problem.ranks_per_node,
+                                    load_cap(weight, d, tolerance))
+        largest = max(largest, int(np.bincount(rank_of, weight, d).max()))
+    return largest
+
+
+def measure(
+    problem: Problem, tolerance: float, shard: int = 0
+) -> tuple[dict[str, float], np.ndarray]:
     """(one row of figures, the plan)."""
     weight, home, d, c = (problem.weight, problem.home, problem.num_ranks, problem.ranks_per_node)
     price = problem.move_cost if len(problem.move_cost) else weight
     bound, cap = core().lower_bound(weight, d), load_cap(weight, d, tolerance)
     greedy_ms, batch = cpu_ms(lambda: core().greedy(weight, home, d))
+    ctypes.CDLL(None).malloc_trim(0)  # what is free is not counted as held before
+    before = resident_mb("VmRSS:")
+    Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts anew
     ms, (rank_of, operations) = cpu_ms(
         lambda: core().least_move_counted(weight, home, problem.move_cost, d, c, cap))
     load, lpt = np.bincount(rank_of, weight, d), np.bincount(batch, weight, d)
@@ -77,6 +105,8 @@ def measure(problem: Problem, tolerance: float) -> tuple[dict[str, float], np.nd
     share = max(1.0, surplus.max() / c * price.sum() / max(1, weight.sum()))
     return {"items": np.count_nonzero(weight) / d, "within": load.max() <= cap,
             "excess": load.max() / max(1, bound) - 1, "worse": load.max() > max(cap, lpt.max()),
+            "peak": resident_mb("VmHWM:") - before,
+            "shard": by_shard(problem, shard, tolerance) / max(1, bound) - 1 if shard else 0.0,
             "looser": False, "ms": ms, "greedy_ms": greedy_ms,
             "operations": operations + SETUP * len(weight),
             "volume": weight[moved].sum() / max(1, np.maximum(0, surplus).sum()),
@@ -89,13 +119,13 @@ def measure(problem: Problem, tolerance: float) -> tuple[dict[str, float], np.nd
 class Recorder:
     """Stands in for balance() while the planner runs: measures what it is asked."""
 
-    def __init__(self, tolerance: float):
-        self.tolerance, self.rows = tolerance, []
+    def __init__(self, tolerance: float, shard: int):
+        self.tolerance, self.shard, self.rows = tolerance, shard, []
 
     def __call__(self, lengths, *, num_ranks, home, ranks_per_node, cost, move_cost=None, **_):
         problem = Problem(cost, home, NOTHING if move_cost is None else move_cost, num_ranks,
                           ranks_per_node)
-        row, rank_of = measure(problem, self.tolerance)
+        row, rank_of = measure(problem, self.tolerance, self.shard)
         self.rows.append(row)
         return rank_of
 
@@ -121,7 +151,7 @@ def recipe_rows(args: argparse.Namespace) -> Iterator[tuple[str, dict]]:
                 for dispatch in args.dispatch.split(","):
                     spec, before = spec_of(recipe, dispatch), {}
                     for tolerance in args.tolerances:
-                        recorder = phases.balance = Recorder(tolerance)
+                        recorder = phases.balance = Recorder(tolerance, args.shard)
                         try:
                             phases.assign_phases(replace(layout), spec)
                         finally:
@@ -185,7 +215,9 @@ def table(rows: dict[str, list[dict]], median: dict[str, float] | None) -> None:
                      f"{int(v['worse'].sum())} looser {int(v['looser'].sum())} "
                      f"| volume {v['volume'].mean():5.2f} <= "
                      f"{v['volume'].max():5.2f} ({v['share'].mean():.2%}) busiest "
-                     f"{v['busiest'].mean():5.2f} <= {v['busiest'].max():5.2f}")
+                     f"{v['busiest'].mean():5.2f} <= {v['busiest'].max():5.2f} "
+                     f"| peak {v['peak'].max():4.0f}")
+            text += f" shard {v['shard'].max():7.1e}" if v["shard"].any() else ""
         text += (f" | MB {v['mb'].mean():7.3f} | ms {np.median(v['ms']):6.2f} <= "
                  f"{v['ms'].max():6.2f}, greedy {np.median(v['greedy_ms']):6.2f}, ratio "
                  f"{np.median(v['ms'] / v['greedy_ms']):5.2f}")
@@ -207,6 +239,7 @@ def main() -> None:
     parser.add_argument("--tolerances", type=numbers(float), default=[.005, .001, 0.])
     parser.add_argument("--seeds", type=int, default=20)
     parser.add_argument("--dispatch", default="tensors,load")
+    parser.add_argument("--shard", type=int, default=0, help="ranks of a shard, to compare")
     parser.add_argument("--adversarial", action="store_true")
     parser.add_argument("--items", type=int, default=153600, help="of --adversarial")
     parser.add_argument("--json", type=Path)

@@ -1,13 +1,20 @@
 """What planning a step costs and what the plan moves, by number of ranks and scheme.
 
     python scripts/bench_overhead.py [--ranks 64,...] [--batch-size 60] [--policies paper,...]
-        [--model 84b] [--mix natural] [--tolerance 0.005] [--repeats 20] [--link-gbps 400]
-        [--latency-us 5] [--json FILE]
+        [--model 84b] [--mix natural] [--recipe FILE [--own-lengths]] [--tolerance 0.005]
+        [--repeats 20] [--link-gbps 400] [--latency-us 5] [--json FILE] [--plot FILE.png]
 
-Times are CPU times of one thread: planning only, which runs in the prefetch thread. The paper's
-figure (section 8.4, per iteration) contains computation and communication, its all-to-alls being on
-the critical path. Beside it belongs what is printed last: of every exchange of a step, forward and
-back, the busiest rank's bytes over --link-gbps and its peers times --latency-us.
+--recipe: model, costs and bytes of a recipe instead of --model, and its own balance section as the
+scheme `recipe`. --own-lengths: lengths of its data (drawn with replacement, from its index where
+there is one) instead of the natural mix.
+
+Columns, milliseconds a step. fixed: reading the gathered lengths, whatever is planned from them.
+planning: which rank computes what. node-wise: what its search adds. composition: plan and index
+maps of one rank. These are CPU times of one thread and run in the prefetch thread, beside training.
+link: of every exchange of a step, forward and back, one after the other, the busiest rank's bytes
+to or from other nodes over --link-gbps. latency: its peers there times --latency-us. The paper's
+column (section 8.4, per iteration) contains both computation and communication, its all-to-alls
+being on the critical path: what belongs beside it is the sum.
 """
 
 from __future__ import annotations
@@ -22,7 +29,9 @@ from pathlib import Path
 
 import numpy as np
 
-from orchmllm.estimate.workload import MIXES, MODELS, sample_layout
+from orchmllm import config
+from orchmllm.estimate.fits import sampled_layout
+from orchmllm.estimate.workload import MIXES, MODELS, batch_layout, sample_headers
 from orchmllm.models.flops import cost_model
 from orchmllm.plan.assign import (
     PHASES,
@@ -36,7 +45,7 @@ from orchmllm.plan.layout import BatchLayout
 from orchmllm.plan.step import StepPlan, build_plan
 
 PAPER_MS = {64: 16.7, 128: 18.5, 256: 21.3, 512: 24.6, 1024: 31.4, 2560: 53.9}
-SCHEMES = ("none", "llm-only", "whole", "greedy", "padded", "paper", "least_move")
+SCHEMES = ("recipe", "none", "llm-only", "whole", "greedy", "padded", "paper", "least_move")
 
 
 def scheme(name: str, tolerance: float) -> BalanceConfig:
@@ -80,8 +89,10 @@ def measure_time(layout: BatchLayout, spec: PlanSpec, repeats: int) -> tuple[dic
         phase: replace(getattr(spec.balance, phase), nodewise=False) for phase in PHASES}))
     has_nodewise = without != spec
     parts: dict[str, list[float]] = {
-        name: [] for name in ("balance", "nodewise", "composition", "index_maps", "total")}
+        name: [] for name in ("fixed", "balance", "nodewise", "composition", "index_maps", "total")}
+    gathered = layout.to_payload(), layout.num_examples, len(layout.modality)
     for _ in range(repeats):
+        timed(parts["fixed"], lambda: BatchLayout.from_payload(*gathered))
         fresh = replace(layout)
         encode, llm = timed(parts["balance"], lambda: assign_phases(fresh, without))  # noqa: B023
         with_nodewise = [parts["balance"][-1]]
@@ -141,52 +152,103 @@ def main() -> None:
     parser.add_argument("--policies", default="greedy,paper,least_move", help=", ".join(SCHEMES))
     parser.add_argument("--model", default="84b", choices=MODELS)
     parser.add_argument("--mix", default="natural", choices=MIXES)
+    parser.add_argument("--recipe", help="a recipe's model, costs and balance section")
+    parser.add_argument("--own-lengths", action="store_true", help="lengths of the recipe's data")
     parser.add_argument("--tolerance", type=float, default=.005, help="of `least_move`")
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--link-gbps", type=float, default=400, help="network per rank, Gbit/s")
     parser.add_argument("--latency-us", type=float, default=5, help="of a message to a peer")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--plot", type=Path)
     args = parser.parse_args()
-    if unknown := set(args.policies.split(",")) - set(SCHEMES):
+    policies = args.policies.split(",")
+    if unknown := set(policies) - set(SCHEMES):
         parser.error(f"unknown policies {sorted(unknown)}; choose from {', '.join(SCHEMES)}")
+    if (args.own_lengths or "recipe" in policies) and not args.recipe:
+        parser.error("--own-lengths and the scheme `recipe` need --recipe")
+    recipe = config.load_recipe(args.recipe) if args.recipe else None
+    draw = drawing(args, recipe)
 
-    print(f"{args.model}, {args.mix} mix, {args.batch_size} examples per rank, one thread, median "
-          f"of {args.repeats} (p99); bytes between nodes at {args.link_gbps:g} Gbit/s and "
-          f"{args.latency_us:g} us a peer")
+    print(f"{args.recipe or args.model}, {'own' if args.own_lengths else args.mix} lengths, "
+          f"{args.batch_size} examples per rank; CPU ms of one thread, median of {args.repeats}; "
+          f"link of {args.link_gbps:g} Gbit/s, {args.latency_us:g} us a peer\n\n| ranks | scheme "
+          f"| {' | '.join(COLUMNS)} | sum | paper | between nodes, MB a rank | largest / bound |\n"
+          f"{'|---' * (len(COLUMNS) + 6)}|")
     results = []
     for ranks in map(int, args.ranks.split(",")):
-        layout = sample_layout(args.model, num_ranks=ranks, batch_size=args.batch_size, seed=0,
-                               mix=args.mix)
-        gather_mb = layout.to_payload().nbytes / 1e6
-        print(f"\n{ranks} ranks, gathered lengths {gather_mb:.2f} MB, paper "
-              f"{PAPER_MS.get(ranks, '-')} ms per iteration, communication included")
-        for name in args.policies.split(","):
-            spec = plan_spec(args.model, scheme(name, args.tolerance))
+        layout = draw(ranks)
+        for name in policies:
+            balance = recipe.balance if name == "recipe" else scheme(name, args.tolerance)
+            spec = (replace(config.plan_spec(recipe, 8), balance=balance) if recipe
+                    else plan_spec(args.model, balance))
             times, plan = measure_time(layout, spec, args.repeats)
-            row = {"ranks": ranks, "scheme": name, "gather_bytes": int(gather_mb * 1e6),
+            row = {"ranks": ranks, "scheme": name, "gather_bytes": layout.to_payload().nbytes,
                    "paper_ms": PAPER_MS.get(ranks), "times": times, **measure_plan(plan),
                    "peak_rss_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024}
-            results.append(row)
-            print_row(row, args.link_gbps, args.latency_us)
+            results.append(row | {"columns": columns(row, args.link_gbps, args.latency_us)})
+            print_row(results[-1])
+    for row in results:
+        print(f"\n{row['ranks']} {row['scheme']}: busiest rank of each exchange, MB: " + ", ".join(
+            f"{name} {size / 1e6:.1f}" for name, size in row["busiest_bytes"].items()))
     if args.json:
-        args.json.write_text(json.dumps({"arguments": vars(args) | {"json": str(args.json)},
-                                         "results": results}, indent=1))
+        args.json.write_text(json.dumps({"arguments": vars(args), "results": results}, indent=1,
+                                        default=str))
+    if args.plot:
+        plot(results, args.plot)
 
 
-def print_row(row: dict, link_gbps: float, latency_us: float) -> None:
-    parts = " ".join(f"{name} {t['median_ms']:.1f} ({t['p99_ms']:.1f})"
-                     for name, t in row["times"].items())
-    excess = " ".join(f"{phase} {value:.4f}" for phase, value in row["max_over_bound"].items())
-    busiest, peers = row["busiest_bytes"], row["busiest_peers"]
-    wire = sum(busiest.values()) * 8e-6 / link_gbps
-    wait = sum(peers.values()) * latency_us * 1e-3
-    print(f"  {row['scheme']:8s} ms: {parts}\n"
-          f"           max/bound: {excess}; moved {row['moved_bytes'] / row['ranks'] / 1e6:.2f} "
-          f"MB/rank, between nodes {row['internode_bytes'] / row['ranks'] / 1e6:.2f} MB/rank; "
-          f"peak memory {row['peak_rss_mb']:.0f} MB\n"
-          f"           busiest rank of each exchange, MB: "
-          + ", ".join(f"{name} {size / 1e6:.1f}" for name, size in busiest.items())
-          + f"; together {wire:.1f} ms on the link and {wait:.1f} ms of latency")
+def drawing(args: argparse.Namespace, recipe: config.Recipe | None) -> Callable[[int], BatchLayout]:
+    """Number of ranks -> a global batch."""
+    if not args.own_lengths:
+        model = recipe.model if recipe else MODELS[args.model]
+        return lambda ranks: batch_layout(
+            sample_headers(args.mix, ranks * args.batch_size, 0), model, ranks)
+    from orchmllm.runtime.build import build_dataset  # needs torch
+    dataset = build_dataset(recipe)
+    return lambda ranks: sampled_layout(dataset.layout, range(len(dataset)), ranks,
+                                        args.batch_size, 0)
+
+
+COLUMNS = ("fixed", "planning", "node-wise", "composition", "link", "latency")
+
+
+def columns(row: dict, link_gbps: float, latency_us: float) -> dict[str, float]:
+    """COLUMNS of one row, ms."""
+    times = {name: t["median_ms"] for name, t in row["times"].items()}
+    return {"fixed": times["fixed"], "planning": times["balance"], "node-wise": times["nodewise"],
+            "composition": times["composition"] + times["index_maps"],
+            "link": sum(row["busiest_bytes"].values()) * 8e-6 / link_gbps,
+            "latency": sum(row["busiest_peers"].values()) * latency_us * 1e-3}
+
+
+def print_row(row: dict) -> None:
+    parts = row["columns"].values()
+    print(f"| {row['ranks']} | {row['scheme']} | {' | '.join(f'{ms:.1f}' for ms in parts)} "
+          f"| {sum(parts):.1f} | {row['paper_ms'] or '-'} "
+          f"| {row['internode_bytes'] / row['ranks'] / 1e6:.2f} | "
+          + " ".join(f"{phase} {value:.4f}" for phase, value in row["max_over_bound"].items())
+          + " |", flush=True)
+
+
+def plot(results: list[dict], path: Path) -> None:
+    """A bar for each scheme at each number of ranks, its columns stacked."""
+    import matplotlib
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    figure, axes = plt.subplots(figsize=(1.5 + .5 * len(results), 4), constrained_layout=True)
+    names = [f"{row['scheme']}\n{row['ranks']}" for row in results]
+    bottom = np.zeros(len(results))
+    for part in COLUMNS:
+        heights = np.array([row["columns"][part] for row in results])
+        axes.bar(range(len(results)), heights, bottom=bottom, label=part)
+        bottom += heights
+    paper = [row["paper_ms"] or np.nan for row in results]
+    axes.plot(range(len(results)), paper, "k_", markersize=14,
+              label="the paper's, with communication")
+    axes.set_xticks(range(len(results)), names, fontsize=7)
+    axes.set(ylabel="ms a step", title="link and latency are exposed, the rest is CPU in prefetch")
+    axes.legend(fontsize=7)
+    figure.savefig(path, dpi=110)
 
 
 if __name__ == "__main__":

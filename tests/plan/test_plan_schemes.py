@@ -15,6 +15,8 @@ from orchmllm.plan.balance import core, load_cap
 from orchmllm.plan.homes import example_bytes, feature_home
 from orchmllm.plan.layout import ENCODERS
 from orchmllm.plan.step import StepPlan, assign_microbatches, plan_step
+from tests.lib.corpora import write_llava
+from tests.lib.tokenizers import write_tokenizer
 
 LAYOUT = sample_layout("84b", num_ranks=32, batch_size=30, seed=0)
 
@@ -150,8 +152,26 @@ def test_microbatches_share_every_phase() -> None:
     assert np.bincount(assign_microbatches(LAYOUT, off, 3)).tolist() == [320, 320, 320]
 
 
-def test_the_benchmark_knows_its_default_schemes():
+def overhead(*arguments: object) -> str:
     script = Path(__file__).parents[2] / "scripts" / "bench_overhead.py"
     done = subprocess.run([sys.executable, script, "--ranks", "8", "--batch-size", "2",
-                           "--repeats", "1"], capture_output=True, text=True)
-    assert done.returncode == 0 and "least_move" in done.stdout, done.stderr
+                           "--repeats", "1", *map(str, arguments)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_benchmark_knows_its_default_schemes(tmp_path):
+    out = overhead("--plot", tmp_path / "overhead.png")
+    assert "| 8 | least_move |" in out and (tmp_path / "overhead.png").stat().st_size > 1000
+
+
+def test_the_benchmark_takes_a_recipe_and_its_lengths(tmp_path):
+    write_llava(tmp_path)
+    write_tokenizer(tmp_path)
+    recipe = tmp_path / "own.yaml"
+    recipe.write_text(f"data: {{path: {tmp_path}/llava_v1_5_mix665k.json}}\n"
+                      "balance: {vision: {policy: none}}\n")
+    out = overhead("--recipe", recipe, "--own-lengths", "--policies", "recipe,greedy")
+    unbalanced, greedy = (float(line.split("vision ")[1].split()[0]) for line in out.splitlines()
+                          if line.startswith("| 8 |"))
+    assert unbalanced > greedy >= 1 and "own lengths" in out

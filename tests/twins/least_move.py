@@ -334,8 +334,12 @@ class Search:
         unit, loose = bound // 1000 + 1, max(self.cap, bound + bound // 1000)
         most = min(32000000, 4000 * n) + 80 * n
         operations = most * 2 * unit // (unit + loose - bound)
-        if not self.nearly_all_moves():
+        home_is_near, half_percent = not self.nearly_all_moves(), bound + bound // 200
+        if home_is_near:
             self.tighten(loose, self.attempt(list(self.home), loose, operations, from_home=True))
+        if home_is_near and loose < half_percent < self.high:
+            self.tighten(loose, self.attempt(list(self.home), half_percent, operations,
+                                             from_home=True))
         if self.high > loose:
             start = self.start_from_greedy()
             self.tighten(loose, self.attempt(start, loose, operations // 4))
