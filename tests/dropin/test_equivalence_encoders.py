@@ -6,12 +6,11 @@ import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from orchmllm import BalancedDataLoader, CostModel, check_equivalence
+from orchmllm import BalancedDataLoader, CostModel, balance_encoders, check_equivalence
 from tests.lib.examples import load
 from tests.lib.ranks import run_ranks
 
 pytestmark = pytest.mark.dist
-hook = pytest.importorskip("orchmllm.dropin.encoders.hook")
 
 
 def checked(world, balance_loader: bool, wrong: float) -> tuple[float, str, bool]:
@@ -19,7 +18,7 @@ def checked(world, balance_loader: bool, wrong: float) -> tuple[float, str, bool
     e = load("qwen2_vl")
     torch.manual_seed(0)
     inner = e.tiny_model().train()
-    handle = hook.balance_encoders(inner, min_gain=0.0)
+    handle = balance_encoders(inner, min_gain=0.0)
     model = DistributedDataParallel(inner, find_unused_parameters=True)
     loader = BalancedDataLoader(
         e.Pictures(24), batch_size=6, collate_fn=e.collate, policy="greedy",
