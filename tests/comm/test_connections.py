@@ -28,6 +28,13 @@ def connected(store_port: int) -> int:
                 and store_port not in (c.laddr.port, c.raddr.port)])
 
 
+def meet(folder: Path, name: str, rank: int) -> None:
+    """All ranks have come here; through files, as a barrier would connect them."""
+    (folder / f"{name}{rank}").touch()
+    while not all((folder / f"{name}{r}").exists() for r in range(RANKS)):
+        time.sleep(0.01)
+
+
 def counts(world: World, folder: Path) -> tuple[int, int, int]:
     """New connections after groups were made, after a save, after bytes went to the next rank."""
     dist.destroy_process_group()
@@ -42,20 +49,28 @@ def counts(world: World, folder: Path) -> tuple[int, int, int]:
     port = int(found.read_text())
     place = World(world.rank, RANKS, world.rank, RANKS, "localhost", port)
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+
+    def count(name: str) -> int:
+        """Connections when all ranks have done a thing, before any does the next."""
+        meet(folder, name, world.rank)
+        found = connected(port)
+        meet(folder, f"counted_{name}", world.rank)
+        return found
+
     with process_group(place, 300.0):
-        start = connected(port)
+        start = count("start")
         group, gather = bytes_group(range(RANKS), 300.0), RowGather(RANKS, 300.0)
         keeper = Checkpointer(folder / "saved", CheckpointConfig(asynchronous=False), gather,
                               say=lambda text: None)
-        made = connected(port)
+        made = count("made")
         order = np.roll(np.arange(RANKS), 1)  # rank r gets what rank r - 1 has
         one = np.ones(RANKS, np.int64)
         (came,) = exchange_bytes([lambda: np.full(3, world.rank, np.uint8)],
                                  Rearrangement(order, one, one), world.rank, group)
         assert came.tolist() == [(world.rank - 1) % RANKS] * 3
-        sent = connected(port)
+        sent = count("sent")
         keeper.save(1, {"x": torch.full((4,), 1.0)}, {})
-        saved = connected(port)
+        saved = count("saved")
         dist.barrier()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     return made - start, sent - made, saved - sent
