@@ -7,7 +7,7 @@ import shlex
 
 import pytest
 
-from orchmllm.cli import dispatch
+from orchmllm.cli import COMMANDS, dispatch
 from tests.lib.commands import ROOT
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -34,3 +34,49 @@ def test_files_that_are_named_exist(page):
     for name in re.findall(r"`((?:orchmllm|cpp|scripts|tests|examples|recipes|docs)/[\w/.]+\.\w+)`",
                            text):
         assert (ROOT / name).exists(), name
+
+
+def commands(text: str) -> list[str]:
+    """What is typed in a page's code: commands of ours and of scripts, continued lines joined."""
+    text = text.replace("\\\n", " ")
+    blocks = re.findall(r"```\w*\n(.*?)```", text, re.S)
+    lines = [line.strip().removeprefix("$ ") for block in blocks for line in block.splitlines()]
+    lines += re.findall(r"(?<!`)`([^`\n]+)`", text)
+    return [line.split("  #")[0] for line in lines
+            if re.match(r"(orchmllm|python -m orchmllm|python scripts/|torchrun|make) ?", line)]
+
+
+def told_by(name: str) -> str:
+    """The source of a command, with the modules that it shares options with."""
+    path = ROOT / (COMMANDS[name][0].replace(".", "/") + ".py")
+    text = path.read_text(encoding="utf-8")
+    shared = re.findall(r"from orchmllm\.(cli\.\w+|train) import|import train\b", text)
+    return text + "".join(
+        (ROOT / "orchmllm" / ((s or "train").replace(".", "/") + ".py")).read_text(encoding="utf-8")
+        for s in shared)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_commands_that_are_shown_exist(page):
+    targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M)
+    for line in commands(page.read_text(encoding="utf-8")):
+        words = line.split()
+        if words[0] == "make":
+            assert {w for w in words[1:] if re.fullmatch(r"[\w-]+", w)} <= set(targets), line
+            continue
+        if words[:2] == ["python", "-m"]:
+            words = [*words[2].replace("orchmllm.train", "orchmllm train").split(), *words[3:]]
+        if words[0] == "orchmllm":
+            if len(words) == 1 or not re.fullmatch(r"[a-z-]+", words[1]):
+                continue  # a word of a sentence, or COMMAND
+            assert words[1] in COMMANDS, line
+            source = told_by(words[1])
+        else:
+            script = next((w for w in words if w.endswith(".py")), None)
+            if script is None or not (ROOT / script).is_file():
+                assert script is None or words[0] == "torchrun", line
+                continue
+            source = (ROOT / script).read_text(encoding="utf-8")
+        for flag in re.findall(r"(?<!\S)--[a-z][\w-]*", line):
+            if words[0] != "torchrun" and flag not in ("--help",):
+                assert f'"{flag}"' in source, (line, flag)
