@@ -19,7 +19,7 @@ demo: setup demo_data/data.jsonl
 	$(RUN) -m orchmllm compare --recipe recipes/demo.yaml $(ARGS)
 
 test: setup-test
-	$(RUN) -m pytest -q -n $(WORKERS) --dist loadfile --session-timeout 3600 $(ARGS)
+	$(RUN) -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder --session-timeout 3600 $(ARGS)
 
 # Each takes a few minutes on 2 quiet cores.
 SLOW_checkpoints := tests/runtime

@@ -27,7 +27,8 @@ def run(tmp_path: Path, fault: str, num_ranks: int) -> tuple[str, int]:
                  marks=pytest.mark.slow),
     ("raise in backward", "rank 1 failed at step 3, phase vision: ArithmeticError: hook broke in "
                           "backward"),
-    ("raise in data", "error: step 0: rank 1 failed: LookupError: no such thing"),
+    pytest.param("raise in data", "error: step 0: rank 1 failed: LookupError: no such thing",
+                 marks=pytest.mark.slow),
 ])
 def test_an_exception_on_one_rank_ends_all(tmp_path, fault, text):
     stderr, code = run(tmp_path, fault, 2)

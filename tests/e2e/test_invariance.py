@@ -104,6 +104,7 @@ def test_gradients_equal_the_plain_loop(num_ranks, left_out, references):
     check({name: c for name, c in cases.items() if name not in left_out}, num_ranks, references)
 
 
+@pytest.mark.slow
 def test_gradients_under_hybrid_sharding(references):
     hsdp = {name: replace(case, recipe=replace(case.recipe, fsdp=replace(
         case.recipe.fsdp, shard_size=2))) for name, case in {**PLAIN, **SPECIAL, **ROUTED}.items()

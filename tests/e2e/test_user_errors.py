@@ -44,6 +44,7 @@ def test_missing_data_file(tmp_path):
     clear(*train_demo(tmp_path, tmp_path / "nowhere")[:2], "nowhere")
 
 
+@pytest.mark.slow
 def test_placeholder_count(tmp_path, data):
     changed = rows(data)
     changed[3]["conversations"][0]["value"] = "<image><image><image><image> what?"
@@ -57,6 +58,7 @@ def test_read_only_run_folder(tmp_path, data):
     clear(*train_demo(tmp_path, data)[:2], "run")
 
 
+@pytest.mark.slow
 def test_smaller_than_the_ranks(tmp_path, data):
     """One row on two ranks is legal: batches wrap around."""
     rewrite(data, rows(data)[:1])
@@ -64,6 +66,7 @@ def test_smaller_than_the_ranks(tmp_path, data):
     assert code == 0 and "step 4/4" in stdout, stderr
 
 
+@pytest.mark.slow
 def test_corrupt_jpeg_and_truncated_wav_are_quarantined(tmp_path, data):
     """Decoding fails after planning: their examples are not learnt from, the run goes on."""
     images = sorted(p for p in (data / "images").iterdir() if p.suffix == ".jpg")[:2]

@@ -15,6 +15,8 @@ from tests.lib.commands import ROOT
 sys.path.append(str(ROOT / "scripts"))  # as for a script that is started
 PHASES = ("vision", "audio", "llm")
 
+pytestmark = pytest.mark.slow  # one run of the benchmark takes 13 s
+
 
 def script():
     return importlib.import_module("bench_gpu")

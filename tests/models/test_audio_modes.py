@@ -270,6 +270,7 @@ def memory_of(world, fsdp: FsdpConfig) -> list[tuple[float, float]]:
             for mode, n in (("padded", 24), ("fixed", 2))]
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_predicted_memory_is_the_measured_one():
     [results] = run_ranks(memory_of, 1, FsdpConfig(compute_dtype="bfloat16"))
