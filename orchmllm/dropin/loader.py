@@ -206,7 +206,8 @@ class BalancedDataLoader(DataLoader):
         self._source.set_epoch(epoch)
 
     def __iter__(self) -> Iterator[Any]:
-        """One pass. An iterator that is dropped after its first batch has cost no epoch. Raises
+        """One pass. An iterator that is dropped after its first batch has cost no epoch, unless that
+        was the last batch of the pass: a loop that counts its batches asks for no more. Raises
         RuntimeError, at its first batch, while another one is live."""
         if self._live:
             raise RuntimeError(
@@ -234,12 +235,19 @@ class BalancedDataLoader(DataLoader):
             self.num_dropped += pipeline.num_dropped
             self._done = epoch + 1, 0, None
         except GeneratorExit:
-            if yielded <= 1:
+            if yielded <= 1 and not self._was_last(first * self.accumulation_steps + yielded):
                 self._next_epoch, self._start = before
             raise
         finally:
             steps.close()
             self._live = False
+
+    def _was_last(self, batches: int) -> bool:
+        """Whether a pass has no more than so many batches, as far as that is known."""
+        try:
+            return batches >= len(self)
+        except TypeError:
+            return False
 
     def _feed(self, epoch: int, first: int, state: Any) -> Any:
         source = self._source
