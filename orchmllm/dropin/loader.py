@@ -38,6 +38,7 @@ from orchmllm.dropin.source import (
     refuse_ahead,
     tail_is_filled,
 )
+from orchmllm.dropin.versions import require
 from orchmllm.orchestrator import Orchestrator, Step
 from orchmllm.plan.assign import digest64
 from orchmllm.plan.cost import CostModel
@@ -80,8 +81,7 @@ class BalancedDataLoader(DataLoader):
     Raises ValueError for options that cannot be honoured.
     """
 
-    # For accelerate: `prepare` leaves the loader alone, save_state and load_state use its state.
-    _is_accelerate_prepared = use_stateful_dataloader = True
+    use_stateful_dataloader = True  # for accelerate: save_state and load_state use its state
 
     def __init__(
         self, dataset: Any, batch_size: int | None = 1, shuffle: bool | None = None,
@@ -143,6 +143,12 @@ class BalancedDataLoader(DataLoader):
         self._step: StepInfo | None = None  # of the batch last yielded
         self._live = False  # whether an iterator has begun and not ended
         self._show()
+
+    @property
+    def _is_accelerate_prepared(self) -> bool:
+        """Read by Accelerator.prepare, which then leaves the loader alone."""
+        require("accelerate")
+        return True
 
     def _show(self) -> None:
         """Sets the attributes of a DataLoader, for code that reads them."""

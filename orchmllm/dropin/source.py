@@ -32,6 +32,7 @@ from orchmllm.dropin.draws import (
     SharedIndices,
 )
 from orchmllm.dropin.feeds import Collator, ExampleFeed, IndexFeed, PlannedIndices, measured
+from orchmllm.dropin.versions import require
 
 _WORKERS = ("num_workers", "timeout", "worker_init_fn", "multiprocessing_context", "generator",
             "prefetch_factor", "persistent_workers", "pin_memory_device", "in_order")
@@ -96,6 +97,7 @@ def open_source(
 def _wrap(known: Source, loader: DataLoader, collate_fn: Callable | None, lengths: Any) -> None:
     """Takes over a plain DataLoader: its indices are planned, its functions used. One with a
     state, or over a stream, is iterated as it is."""
+    require(*(c.__module__ for c in type(loader).__mro__))
     if hasattr(loader, "scale_mean"):
         raise ValueError("the data set is a BalancedDataLoader already: iterate it as it is")
     known.collate = collate_fn or loader.collate_fn
@@ -218,8 +220,10 @@ REBUILT = (
 
 def refuse_ahead(caller: str, loader: DataLoader) -> None:
     """Raises TypeError if Lightning's Trainer (the module that iterates) would fetch each batch
-    before it trained on the last: then loader.step is that of another batch."""
+    before it trained on the last: then loader.step is that of another batch. RuntimeError for a
+    Lightning that is too old."""
     if caller.startswith(("lightning.pytorch.", "pytorch_lightning.")):
+        require(caller)
         try:
             len(loader)
         except TypeError as error:

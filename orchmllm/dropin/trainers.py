@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import re
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +15,8 @@ from torch.utils.data import IterableDataset
 from orchmllm.dropin.examples import StepInfo
 from orchmllm.dropin.loader import BalancedDataLoader
 from orchmllm.dropin.loss import scale
+from orchmllm.dropin.versions import require
 
-FLOOR = {"transformers": "5.17", "trl": "1.16"}  # the oldest versions that were tested
 _STATE = "balanced_loader_{rank}.pt"
 
 
@@ -39,8 +37,7 @@ def balance_trainer(
     Checkpoints hold the loader's state, and train(resume_from_checkpoint=...) goes on after the
     batch where the checkpoint was saved. Raises ValueError for a Trainer whose loss would be wrong
     or whose batches cannot be balanced, RuntimeError for an older version than was tested."""
-    for name, floor in FLOOR.items():
-        _require(name, floor, type(trainer))
+    require(*(c.__module__ for c in type(trainer).__mro__))
     owner = next(c for c in type(trainer).__mro__ if "compute_loss" in vars(c))
     known = owner.__module__.split(".")[0] in ("transformers", "trl")
     if loss not in (None, "mean", "scaled"):
@@ -186,12 +183,3 @@ def _nothing_skipped() -> Iterator[None]:
 
 def _has_column(data: Any, name: str) -> bool:
     return name in (getattr(data, "column_names", None) or ())
-
-
-def _require(name: str, floor: str, kind: type) -> None:
-    """Raises RuntimeError if `kind` comes from an older version of the package than was tested."""
-    if any(c.__module__.split(".")[0] == name for c in kind.__mro__):
-        found = metadata.version(name)
-        if [*map(int, re.findall(r"\d+", found)[:2])] < [*map(int, floor.split("."))]:
-            raise RuntimeError(f"balance_trainer was tested with {name} {floor} and newer, this is "
-                               f"{found}: pip install '{name}>={floor}'")
