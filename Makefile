@@ -32,7 +32,7 @@ SLOW_estimate := tests/estimate
 SLOW_soak := tests/e2e/test_soak.py
 SLOW_learning := tests/e2e/test_demo.py tests/e2e/test_media_swap.py
 SLOW_GROUPS := checkpoints dropin clients data plan models estimate e2e soak learning
-SLOW_e2e := tests/cli tests/recipe $(filter-out $(SLOW_data) $(SLOW_soak) $(SLOW_learning), \
+SLOW_e2e := tests/cli tests/recipe tests/report $(filter-out $(SLOW_data) $(SLOW_soak) $(SLOW_learning), \
     $(wildcard tests/e2e/test_*.py))
 
 ifeq ($(GROUP),)

@@ -16,28 +16,15 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from orchmllm.config import RunConfig
-from orchmllm.plan.step import PHASES, BalanceConfig
+from orchmllm.plan.step import BalanceConfig
 from orchmllm.runtime import display as progress
 from orchmllm.runtime.display import RunDisplay
 from orchmllm.runtime.log_schema import ROW_SCHEMA
 from orchmllm.runtime.metrics import MetricsLog, read_metrics
 from tests.lib.ranks import run_ranks
-from tests.lib.rows import row_problems
+from tests.lib.rows import a_row, row_problems
 from tests.lib.synthetic import SyntheticDataset, recipe
 from tests.lib.training import train
-
-
-def a_row(step: int, loss: float = 2.0) -> dict:
-    phases = {p: {"imbalance_before": 1.5 + i, "imbalance_after": 1.0 + i / 8,
-                  "mean_cost_kflop": 100.0, "moved_bytes": 1500, "internode_bytes": 500}
-              for i, p in enumerate(PHASES)}
-    return {"step": step, "loss": loss, "grad_norm": 1.0, "lr": 0.1, "tokens_per_s": 1234.5,
-            "mfu": None, "step_s": 0.5, "data_wait_s": 0.005, "plan_ms": 1.0, "exchange_ms": 2.0,
-            "num_global_targets": 7, "skipped_steps": 0, "phases": phases,
-            "costs": {p: {"linear": 6, "quadratic": 1} for p in PHASES},
-            "cpu_s": {p: [0.1, 0.2] for p in (*PHASES, "exchange")}, "num_failed_media": 0,
-            "grad_norms": {"connector": 0.5, "llm": 0.75}, "measured": None,
-            "nonfinite": False, "stop_signal": 0}
 
 
 @pytest.fixture
