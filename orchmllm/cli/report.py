@@ -1,5 +1,6 @@
-"""What a run did, as one HTML page that needs nothing else: losses, throughput, where each step's
-time went, imbalance, gain, bytes, the slowest ranks and their examples. Works while the run goes on.
+"""What a run did, as one HTML page that needs nothing else: losses, throughput, where each
+step's time went, imbalance, gain, bytes, the slowest ranks and their examples. Works while
+the run goes on.
 
     orchmllm report runs/mine
     orchmllm report runs/mine --compare runs/plain --out comparison.html

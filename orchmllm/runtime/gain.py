@@ -56,9 +56,12 @@ class Gain:
 
     def describe(self) -> str:
         """One line."""
+        wait = f"data wait {100 * self._wait_s / max(self._step_s, 1e-9):.1f}%"
+        if self._cost[0] == self._cost[1]:  # one rank, or balancing is off
+            return f"balancing moved nothing; {wait}"
         seconds = f"{100 * saved(*self._seconds):.1f}%" if self._seconds[0] else "not"
         return (f"balancing saved {100 * self.predicted():.1f}% of the step (predicted), {seconds} "
-                f"measured; data wait {100 * self._wait_s / max(self._step_s, 1e-9):.1f}%")
+                f"measured; {wait}")
 
 
 def saved(before: float, after: float) -> float:

@@ -125,6 +125,14 @@ def test_figures_are_those_of_the_rows(tmp_path):
     assert "4.5 kBbytes moved a step" in page.text
 
 
+def test_what_is_said_where_nothing_is_balanced():
+    gain, row = Gain(), measured_row(0)
+    for stats in row["phases"].values():
+        stats["imbalance_after"] = stats["imbalance_before"]
+    gain.add(row)
+    assert gain.describe() == "balancing moved nothing; data wait 1.0%"
+
+
 def test_times_of_the_step_before_are_put_there(tmp_path):
     rows = [measured_row(s, of=s - 1) for s in range(4)]
     rows[0]["measured"] = None
