@@ -37,8 +37,10 @@ ALLOWED = {
     "trainer": ("launch", "plan", "comm", "models", "config", "data", "runtime", "hf", "sharding",
                 "estimate"),
     "train": ("launch", "comm", "config", "runtime", "hf", "sharding", "estimate", "trainer"),
+    "doctor": ("launch", "plan", "batch", "comm", "models", "config", "data", "runtime", "hf",
+               "sharding", "trainer", "train"),
     "cli": ("launch", "plan", "batch", "models", "config", "data", "runtime", "hf", "estimate",
-            "simulate", "planner", "report", "trainer", "train"),
+            "simulate", "planner", "report", "trainer", "train", "doctor"),
     "__main__": ("cli",),
     "__init__": ("plan", "comm", "dropin"),
 }
