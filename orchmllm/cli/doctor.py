@@ -13,7 +13,6 @@ import argparse
 import json
 import os
 import sys
-import threading
 import time
 from typing import TYPE_CHECKING
 
@@ -79,8 +78,8 @@ def together(world: launch.World, args: argparse.Namespace, started: float) -> i
         print(f"FAIL  rank {world.rank} was too late: {str(e).splitlines()[0]}", file=sys.stderr)
         code = 1
     sys.stdout.flush()
-    if any(t.name == network.NCCL_THREAD for t in threading.enumerate()):
-        os._exit(code)  # it hangs, and the interpreter would wait for it
+    if network.is_left_behind():
+        os._exit(code)
     return code
 
 

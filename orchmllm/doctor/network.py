@@ -13,8 +13,12 @@ import json
 import socket
 import threading
 import time
+from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -25,7 +29,10 @@ from orchmllm.launch import World, hosts_store
 FIRST_BYTES, MOST_BYTES = 1 << 20, 16 << 20  # that a pair sends each way
 FAST_S = 0.05  # for the first bytes: then the most are sent, too
 PINGS = 5
-NCCL_THREAD = "doctor-nccl"
+BOUNDED_THREAD = "doctor"
+NCCL_CURE = ("set NCCL_DEBUG=INFO and, between nodes, NCCL_SOCKET_IFNAME to the interface "
+             "towards the others")
+T = TypeVar("T")
 
 
 @dataclass
@@ -94,10 +101,12 @@ def meet_in_pairs(meeting: Meeting, clock=time.time) -> list[dict]:
     for k, partner in pairs_of(members, rank):
         one = {"ranks": [rank, partner]}
         try:  # a partner is late by what its rounds before have waited
-            one |= _measure(dist.PrefixStore(f"pair{k}/{min(rank, partner)}", meeting.store),
-                            int(rank > partner), meeting.timeout_s / 4 * (k + 1), clock)
-        except RuntimeError as e:
-            one["error"] = str(e).splitlines()[0][:200]
+            limit = meeting.timeout_s / 4 * (k + 1)
+            name = f"pair{k}/{min(rank, partner)}"
+            one |= bounded(partial(_measure, dist.PrefixStore(name, meeting.store),
+                                   int(rank > partner), limit, clock), limit)
+        except Exception as e:
+            one["error"] = _first_line(e)
         found.append(one)
     return found
 
@@ -124,36 +133,53 @@ def _measure(store: dist.Store, me: int, timeout_s: float, clock) -> dict:
     return {"bytes_per_s": size / seconds, "latency_s": latency, "skew_s": skew}
 
 
-def nccl(meeting: Meeting, device: torch.device) -> Check:
-    """An all-gather of all ranks' GPUs, in a thread: one that hangs is left behind."""
-    found: list[Check] = []
+def bounded(work: Callable[[], T], seconds: float) -> T:
+    """What work() returns or raises; TimeoutError after `seconds`. Its thread is then left behind
+    (gloo tries to connect several times as long as it is told to, and NCCL may hang)."""
+    found: Future = Future()
 
     def run() -> None:
-        world = meeting.world
         try:
-            torch.cuda.set_device(device)
-            dist.init_process_group(
-                "nccl", store=dist.PrefixStore("nccl", meeting.store), rank=world.rank,
-                world_size=world.world_size, timeout=timedelta(seconds=meeting.timeout_s),
-                device_id=device)
-            part = torch.ones(16 << 20, dtype=torch.bfloat16, device=device)
-            out = part.new_empty(len(part) * world.world_size)
-            for _ in range(2):  # the first one connects
-                started = time.perf_counter()
-                dist.all_gather_into_tensor(out, part)
-                torch.cuda.synchronize(device)
-            seconds = time.perf_counter() - started
-            received = 2 * len(part) * (world.world_size - 1) / seconds
-            found.append(Check("NCCL", bool((out == 1).all()),
-                               f"all-gather at {received / 1e9:.1f} GB/s", "see NCCL_DEBUG=INFO",
-                               value=received))
-            dist.destroy_process_group()
+            found.set_result(work())
         except Exception as e:
-            found.append(Check("NCCL", False, str(e).splitlines()[0][:200], "set NCCL_DEBUG=INFO "
-                               "and, between nodes, NCCL_SOCKET_IFNAME to the network's interface"))
+            found.set_exception(e)
 
-    thread = threading.Thread(target=run, name=NCCL_THREAD, daemon=True)
-    thread.start()
-    thread.join(2 * meeting.timeout_s)
-    return found[0] if found else Check(
-        "NCCL", False, f"no answer in {2 * meeting.timeout_s:.0f} s", "set NCCL_DEBUG=INFO")
+    threading.Thread(target=run, name=BOUNDED_THREAD, daemon=True).start()
+    return found.result(seconds)
+
+
+def is_left_behind() -> bool:
+    """Whether a bounded thread still runs, for which the interpreter would wait."""
+    return any(t.name == BOUNDED_THREAD for t in threading.enumerate())
+
+
+def nccl(meeting: Meeting, device: torch.device) -> Check:
+    """An all-gather of all ranks' GPUs."""
+    def work() -> Check:
+        world = meeting.world
+        torch.cuda.set_device(device)
+        dist.init_process_group(
+            "nccl", store=dist.PrefixStore("nccl", meeting.store), rank=world.rank,
+            world_size=world.world_size, timeout=timedelta(seconds=meeting.timeout_s),
+            device_id=device)
+        part = torch.ones(16 << 20, dtype=torch.bfloat16, device=device)
+        out = part.new_empty(len(part) * world.world_size)
+        for _ in range(2):  # the first one connects
+            torch.cuda.synchronize(device)
+            started = time.perf_counter()
+            dist.all_gather_into_tensor(out, part)
+            torch.cuda.synchronize(device)
+        received = 2 * len(part) * (world.world_size - 1) / (time.perf_counter() - started)
+        right = bool((out == 1).all())
+        dist.destroy_process_group()
+        return Check("NCCL", right, f"all-gather at {received / 1e9:.1f} GB/s", NCCL_CURE,
+                     value=received)
+
+    try:
+        return bounded(work, 2 * meeting.timeout_s)
+    except Exception as e:
+        return Check("NCCL", False, _first_line(e), NCCL_CURE)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error) or f"no answer ({type(error).__name__})").splitlines()[0][:200]
