@@ -54,7 +54,8 @@ def installed(archive: Path, folder: Path) -> Path:
     python = folder / "venv" / "bin" / "python"
     site = run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=folder)
     (Path(site.strip()) / "tests.pth").write_text(sysconfig.get_path("purelib") + "\n")
-    run(python, "-m", "pip", "install", "-q", "--no-deps", "--ignore-installed", archive, cwd=folder)
+    run(python, "-m", "pip", "install", "-q", "--no-deps", "--ignore-installed", archive,
+        cwd=folder)
     return python.parent
 
 
