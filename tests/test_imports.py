@@ -33,12 +33,14 @@ ALLOWED = {
     "estimate": ("recipe", "plan", "batch", "models", "config", "sharding"),
     "simulate": ("_core", "plan", "models"),
     "planner": ("_core", "plan", "models", "sharding", "estimate", "simulate"),
-    "report": ("plan", "config"),
+    "report": ("plan", "config", "runtime"),
     "trainer": ("launch", "plan", "comm", "models", "config", "data", "runtime", "hf", "sharding",
                 "estimate"),
     "train": ("launch", "comm", "config", "runtime", "hf", "sharding", "estimate", "trainer"),
+    "doctor": ("launch", "plan", "batch", "comm", "models", "config", "data", "runtime", "hf",
+               "sharding", "trainer", "train"),
     "cli": ("launch", "plan", "batch", "models", "config", "data", "runtime", "hf", "estimate",
-            "simulate", "planner", "report", "trainer", "train"),
+            "simulate", "planner", "report", "trainer", "train", "doctor"),
     "__main__": ("cli",),
     "__init__": ("plan", "comm", "dropin"),
 }
@@ -56,6 +58,7 @@ NO_TORCH = [
     "orchmllm.data.stats",
     "orchmllm.estimate.memory", "orchmllm.estimate.step_time", "orchmllm.estimate.workload",
     "orchmllm.hf.sources", "orchmllm.runtime.display", "orchmllm.runtime.log_schema",
+    "orchmllm.report.page",
     "orchmllm.cli.data", "orchmllm.simulate.compare", "orchmllm.planner.omnibal"]
 
 
