@@ -102,6 +102,44 @@ class SourceConfig:
 
 
 @dataclass(frozen=True)
+class RemoteRoot:
+    """A place on another machine that may be read."""
+
+    url: str = key(MISSING, "A folder, with all that is below it: `s3://bucket/folder`, "
+                   "`gs://bucket/folder`, `hf://datasets/org/name`, `https://host/folder`.")
+    endpoint: str = key("", "Address of another server that speaks the protocol of S3, Google "
+                        "Cloud Storage or the hub; empty: the provider's own.")
+    anonymous: bool = key(False, "Ask without credentials. Otherwise those of the environment are "
+                          "used (AWS_PROFILE, GOOGLE_APPLICATION_CREDENTIALS, HF_TOKEN, ...); a "
+                          "recipe holds none.")
+
+    def conflicts(self) -> Iterator[Conflict]:
+        """url: one of the schemes with a bucket or host, without a user, a query or `..`."""
+        if not re.fullmatch(r"(s3|gs|hf|https?)://[^/?#@\s\\]+(/[^?#\s\\]*)?", self.url) or (
+                ".." in self.url.split("/")):
+            yield Conflict(("url",), "write s3://bucket/folder, gs://bucket/folder, "
+                           "hf://datasets/org/name or https://host/folder, without a user, query "
+                           "or ..")
+
+
+@dataclass(frozen=True)
+class RemoteConfig:
+    """What is read from other machines, and how. Nothing is, unless it is declared here."""
+
+    roots: tuple[RemoteRoot, ...] = key((), "Places that data.path, data.sources and the rows of "
+                                        "the data may name; all others are refused.")
+    cache: str = key("", "Folder on a local disk for files that were fetched, shared by all ranks "
+                     "of the host; empty: ~/.cache/orchmllm/remote.")
+    cache_gib: float = key(100.0, "Size that it may have in GiB; files that were used least lately "
+                           "make room for others.", above=0)
+    attempts: int = key(10, "How often a file is asked for before the run ends.", at_least=1)
+    stall_s: float = key(30.0, "Seconds without an answer or a byte after which an attempt fails.",
+                         above=0)
+    deadline_s: float = key(240.0, "Seconds after which a file is given up, all attempts together; "
+                            "below launch.stall_timeout_s.", above=0)
+
+
+@dataclass(frozen=True)
 class DataConfig:
     """What is read, and what happens when it cannot be."""
 
@@ -131,6 +169,7 @@ class DataConfig:
                                    "error all the same; 0: no limit.", at_least=0)
     max_failed_percent: float = key(5.0, "Share of such media that is an error, once 100 were "
                                     "read.", at_least=0, at_most=100)
+    remote: RemoteConfig = section(RemoteConfig)
 
     def conflicts(self) -> Iterator[Conflict]:
         """data.path or data.sources, not both; every source has a weight, or none."""
@@ -337,6 +376,11 @@ class Recipe:
                 ("balance.nodewise_limit_s", "launch.stall_timeout_s"),
                 f"the integer programs of a step may take {longest:g} s, which has to be below "
                 f"launch.stall_timeout_s ({self.launch.stall_timeout_s}): lower it, or raise that")
+        remote = self.data.remote
+        if remote.roots and remote.deadline_s >= self.launch.stall_timeout_s:
+            yield Conflict(("data.remote.deadline_s", "launch.stall_timeout_s"),
+                           f"has to be below launch.stall_timeout_s "
+                           f"({self.launch.stall_timeout_s}), so that the file is named")
         if self.balance.group == "shard" and not self.fsdp.shard_size:
             yield Conflict(("balance.group", "fsdp.shard_size"),
                            "one shard holds all ranks: set balance.group to world, or "
