@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import pickle
+import resource
 import shutil
+import tarfile
 import threading
 import time
 from collections import deque
@@ -21,6 +24,8 @@ from orchmllm.data.storage.remote import fetch_ahead
 from orchmllm.data.tokenizer import ChatTokenizer
 from orchmllm.plan.layout import AudioGeometry, VisionGeometry
 from tests.data.test_formats import same_examples
+from tests.data.test_safety import link, write_tar
+from tests.lib.broken import Sentinel, flac_expanding, png_claiming, wav_claiming
 from tests.lib.formats import FORMATS, QUESTIONS, llava_row, write_jsonl, write_media
 from tests.lib.servers import object_store, storage, web_server
 from tests.lib.tokenizers import write_tokenizer
@@ -334,3 +339,43 @@ def test_index_and_training_path_of_remote_media(web, folder, tokenizer, tmp_pat
     assert json.loads((web.folder / "rows.jsonl").read_text().splitlines()[0])
     same_examples(again, plain)
     assert build_index(again.sources[0], again.planner, tmp_path / "index", num_workers=1)[1] == 0
+
+
+def test_bombs_and_evil_tars_through_a_web_server(web, folder, tokenizer, tmp_path):
+    """What is refused here is refused there, for the same reason, and costs its row alone."""
+    site = web.folder
+    flac_expanding(site / "bomb.flac")
+    (site / "bomb.png").write_bytes(png_claiming(40000, 25000))
+    (site / "liar.wav").write_bytes(wav_claiming((folder / "0.wav").read_bytes(), 10**9))
+    names = ["bomb.flac", "bomb.png", "liar.wav", "https://169.254.169.254/latest/meta-data"]
+    write_jsonl(site / "rows.jsonl", [
+        llava_row([("audio" if name.endswith(("flac", "wav")) else "image", name), ("text", "?")],
+                  "one") for name in names])
+    row = json.dumps(llava_row([("image", "x"), ("text", "?")], "one")).encode()
+    png, evil = (folder / "0.png").read_bytes(), pickle.dumps(Sentinel(tmp_path / "SENTINEL"))
+    write_tar(site / "evil.tar", [
+        ("000.json", row), ("000.png", png), ("001.json", row), ("001.pyd", evil),
+        ("../002.json", row), ("../002.png", png), ("003.json", row),
+        (link("003.png", "/etc/hostname", tarfile.SYMTYPE), b""), ("004.json", evil),
+        ("004.png", png), ("005.json", row), ("005.png", png_claiming(40000, 25000))])
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    said = {}
+    for name in ("rows.jsonl", "evil.tar"):
+        for where in (site, web.url):
+            dataset = opened(f"{where}/{name}", tokenizer, tmp_path,
+                             storage=storage(tmp_path / "cache", web.url))
+            problems = [dataset.problem(i) for i in range(len(dataset))]
+            said[name, where] = [p and p.reason for p in problems]
+            for i in range(len(dataset)):
+                dataset.load(i, on_error=lambda *_: None)
+        assert said[name, site] == said[name, web.url]
+    assert all(said["rows.jsonl", web.url])
+    assert [bool(p) for p in said["evil.tar", web.url]] == [False] + [True] * 5
+    assert not (tmp_path / "SENTINEL").exists()
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200 << 10
+    (site / "huge.png").write_bytes(b"x")
+    web.always["/huge.png"] = "huge"
+    write_jsonl(site / "huge.jsonl", [llava_row([("image", "huge.png"), ("text", "?")], "one")])
+    dataset = opened(f"{web.url}/huge.jsonl", tokenizer, tmp_path,
+                     storage=storage(tmp_path / "cache", web.url))
+    assert "more than the limit of 536870912" in str(dataset.problem(0))

@@ -116,6 +116,11 @@ class _Handler(BaseHTTPRequestHandler):
         self._head(200, len(data) + 10)
         self._body(data)
 
+    def huge(self, data: bytes) -> None:
+        """It promises more than a medium may have."""
+        self._head(200, (512 << 20) + 1)
+        self._body(data)
+
     def unknown_length(self, data: bytes) -> None:
         """Neither a length nor chunks: the end of the connection is the end of the file."""
         self._head(200, None)
@@ -175,7 +180,7 @@ class ObjectStore:
             key, said = f"{prefix}/{path.relative_to(folder).as_posix()}", path.stat()
             if path.is_file() and self._sent.get(key) != said.st_mtime_ns:
                 self._sent[key] = said.st_mtime_ns
-                client.put_object(Bucket=BUCKET, Body=path.read_bytes(), Key=key)
+                client.put_object(Bucket=BUCKET, ACL="public-read", Body=path.read_bytes(), Key=key)
         return f"s3://{BUCKET}/{prefix}"
 
 
@@ -187,7 +192,7 @@ def object_store() -> Iterator[ObjectStore]:
     os.environ.update(keys)
     store = ObjectStore()
     store.start()
-    store.client().create_bucket(Bucket=BUCKET)
+    store.client().create_bucket(Bucket=BUCKET, ACL="public-read")
     try:
         yield store
     finally:
