@@ -91,6 +91,7 @@ class SourceConfig:
                           choices=ROW_FORMATS, aliases=("format",))
     weight: float = key(0.0, "Share of what is drawn, in proportion to the other weights; 0 for "
                         "all sources: every example once per epoch.", at_least=0)
+    repeats: int = key(1, "How often each of its rows comes in an epoch.", at_least=1)
     media_root: str = key("", "Folder that media paths are relative to and must stay in; empty: "
                           "where the data file is.")
     split: str = key("", "Split of a Hugging Face dataset, or a folder of LibriSpeech.")
@@ -155,6 +156,18 @@ class DataConfig:
                           "rows.")
     num_shards: int = key(64, "Logical shards of a stream. The order of examples depends on it, "
                           "and not on ranks or workers.", at_least=1)
+    shuffle_window: int = key(0, "Rows in a row that are shuffled together; the windows come in an "
+                              "order drawn for each epoch (those of a stream in the order of the "
+                              "file); 0: all rows of the epoch (256 of a stream).", at_least=0)
+    batching: str = key("sample", "`sample`: train.batch_size examples for each rank and "
+                        "microbatch. `capped`: mini-batches of as many examples as fit "
+                        "data.max_batch_tokens and data.max_batch_images, formed once from an "
+                        "index and drawn in another order every epoch; nothing is left out.",
+                        choices=("sample", "capped"))
+    max_batch_tokens: int = key(0, "LLM tokens of a mini-batch with `capped`; a longer example is "
+                                "one of its own.", at_least=0)
+    max_batch_images: int = key(0, "Images of a mini-batch with `capped`; 0: no limit.",
+                                at_least=0)
     max_example_tokens: int = key(0, "An example ends there; text is cut, a medium never; 0: no "
                                   "limit.", at_least=0, aliases=("max_seq_length", "max_length"))
     index_dir: str = key("", "Folder of length indexes (`orchmllm data index`); empty: "
@@ -172,7 +185,8 @@ class DataConfig:
     remote: RemoteConfig = section(RemoteConfig)
 
     def conflicts(self) -> Iterator[Conflict]:
-        """data.path or data.sources, not both; every source has a weight, or none."""
+        """data.path or data.sources, not both; every source has a weight, or none; weights,
+        repeats and capped batches exclude each other or a stream; capped batches have a cap."""
         if not self.path and not self.sources:
             yield Conflict(("path", "sources"), "give a JSONL file or a folder with data.jsonl, "
                            "or list data.sources")
@@ -181,6 +195,16 @@ class DataConfig:
         weights = [source.weight for source in self.sources]
         if any(weights) and not all(weights):
             yield Conflict(("sources",), "give every source a weight, or none")
+        if any(s.repeats > 1 for s in self.sources) and (any(weights) or self.streaming):
+            yield Conflict(("sources",), "repeats are counted in epochs of all rows, which neither "
+                           "weights nor data.streaming have: use weights alone")
+        capped = self.batching == "capped"
+        if capped and (self.streaming or any(weights) or self.shuffle_window):
+            yield Conflict(("batching",), "forms mini-batches of all rows once: without "
+                           "data.streaming, data.shuffle_window and weights (repeats can be given)")
+        if capped != bool(self.max_batch_tokens) or (self.max_batch_images and not capped):
+            yield Conflict(("max_batch_tokens", "batching"), "data.batching=capped needs a number "
+                           "of tokens that a rank can hold, and `sample` has no caps")
         if self.streaming and len(weights) > 1 and not any(weights):
             yield Conflict(("streaming", "sources"), "needs a weight for every source: how many "
                            "rows a stream has is not known")

@@ -92,10 +92,11 @@ class IterableUnit:
 
 
 class LogicalShard:
-    """Endless: epochs of its units in seeded order. key: what its randomness is derived from."""
+    """Endless: epochs of its units in seeded order. key: what its randomness is derived from.
+    window: rows that are shuffled together."""
 
-    def __init__(self, units: Sequence[Unit], key: Sequence[int]) -> None:
-        self.units, self.key = list(units), list(key)
+    def __init__(self, units: Sequence[Unit], key: Sequence[int], window: int = WINDOW) -> None:
+        self.units, self.key, self.window = list(units), list(key), window
         self._window: tuple[tuple[int, int, int], list[StreamRow]] | None = None
         self._rest: tuple[tuple[int, int], Iterator[StreamRow]] | None = None
         self._begun: tuple[int, int] | None = None  # (epoch, unit) whose next one is being fetched
@@ -127,11 +128,11 @@ class LogicalShard:
         count = self.units[unit].num_rows
         if count is not None and position >= count:
             return None
-        block = position // WINDOW
+        block = position // self.window
         window = self._read(epoch, unit, block)
-        if position % WINDOW < len(window):
+        if position % self.window < len(window):
             order = np.random.default_rng([*self.key, 1, epoch, unit, block])
-            return window[order.permutation(len(window))[position % WINDOW]]
+            return window[order.permutation(len(window))[position % self.window]]
         if self.units[unit].num_rows is None:
             self.units[unit].num_rows = sum(1 for _ in self.units[unit].rows(0))
         return None
@@ -140,10 +141,10 @@ class LogicalShard:
         key = (epoch, unit, block)
         if self._window is None or self._window[0] != key:
             rest = self._rest[1] if self._rest and self._rest[0] == (unit, block) else (
-                self.units[unit].rows(block * WINDOW))
-            window = list(islice(rest, WINDOW))
-            if 0 < len(window) < WINDOW and self.units[unit].num_rows is None:
-                self.units[unit].num_rows = block * WINDOW + len(window)
+                self.units[unit].rows(block * self.window))
+            window = list(islice(rest, self.window))
+            if 0 < len(window) < self.window and self.units[unit].num_rows is None:
+                self.units[unit].num_rows = block * self.window + len(window)
             self._window, self._rest = (key, window), ((unit, block + 1), rest)
         return self._window[1]
 
@@ -152,13 +153,14 @@ class StreamDataset(ConversationDataset):
     """Example n is draw n of an endless stream; no length, no index, nothing held out.
 
     sources: with weights where there are several. num_shards: S, logical shards of each source (at
-    most as many as it has pieces). seed: of the order. The rest as in ConversationDataset. Raises
-    ValueError for several sources without weights."""
+    most as many as it has pieces). seed: of the order. window: rows that are shuffled together. The
+    rest as in ConversationDataset. Raises ValueError for several sources without weights."""
 
     streaming = True
     cached_examples = 1024
 
-    def __init__(self, sources: Sequence[SourceConfig], *, num_shards: int, seed: int, **keys):
+    def __init__(self, sources: Sequence[SourceConfig], *, num_shards: int, seed: int,
+                 window: int = WINDOW, **keys):
         super().__init__(sources, **keys)
         weights = [s.config.weight for s in self.sources]
         if len(sources) > 1 and not all(weights):
@@ -166,7 +168,7 @@ class StreamDataset(ConversationDataset):
                              "many rows a stream has is not known")
         self._mixture = Mixture(weights if all(weights) else [1.0], seed)
         self._shards = [
-            [LogicalShard(units[s::min(num_shards, len(units))], [seed, 3, k, s])
+            [LogicalShard(units[s::min(num_shards, len(units))], [seed, 3, k, s], window)
              for s in range(min(num_shards, len(units)))]
             for k, units in enumerate(units_of(s, num_shards) for s in self.sources)]
         self._check_cache()
@@ -236,7 +238,8 @@ def open_dataset(
                 max_example_tokens=data.max_example_tokens,
                 index_dir=data.index_dir or None, storage=Storage(data.remote))
     if data.streaming:
-        return StreamDataset(configs, num_shards=data.num_shards, seed=seed, **keys)
+        return StreamDataset(configs, num_shards=data.num_shards, seed=seed,
+                             window=data.shuffle_window or WINDOW, **keys)
     return ConversationDataset(configs, **keys)
 
 

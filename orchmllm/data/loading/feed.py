@@ -56,8 +56,7 @@ class SegmentFeed:
             return None
         self._workers.start()  # before this process has threads that fetch
         sampled, rank = self.sampler.batch(index), self.orchestrator.rank
-        shares = [self.sampler.share(len(sampled), r, self.orchestrator.world_size)
-                  for r in range(self.orchestrator.world_size)]
+        shares = self.sampler.shares(index, self.orchestrator.world_size)
         probed = sampled if self.knows_all else sampled[shares[rank]]
         if hasattr(self.dataset, "prepare"):
             self.dataset.prepare(probed.tolist())
