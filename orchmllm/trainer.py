@@ -111,6 +111,7 @@ class Trainer:
         """The recipe's training steps that are still to come."""
         train = self.recipe.train
         sampler = make_sampler(self.dataset, self.train_rows, self.progress.global_batch_size,
+                               data=self.recipe.data, per_rank=train.batch_size,
                                seed=self.recipe.run.seed)
         self.orchestrator.reset_costs()
         self.timer.restart()

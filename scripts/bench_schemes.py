@@ -11,9 +11,9 @@ import sys
 import numpy as np
 
 from orchmllm.plan.balance import core
+from orchmllm.plan.grouping import isf
 from orchmllm.planner import disttrain, omnibal
 from orchmllm.planner.split import split_layers
-from orchmllm.simulate.grouping import isf
 from orchmllm.simulate.pipeline import search_order
 
 

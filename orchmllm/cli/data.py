@@ -25,6 +25,7 @@ from orchmllm.config import Recipe, RecipeError, SourceConfig, load_recipe
 from orchmllm.data.formats.open import DataSource, beside, index_path, open_source
 from orchmllm.data.index import LengthIndex, build_index
 from orchmllm.data.lengths import LengthReader
+from orchmllm.data.storage.remote import Storage
 from orchmllm.data.tokenizer import ChatTokenizer
 from orchmllm.estimate.workload import MODELS
 
@@ -75,7 +76,7 @@ def open_recipe(recipe: Recipe) -> tuple[list[DataSource], LengthReader]:
     """Raises ValueError naming what cannot be read."""
     data, folder = recipe.data, index_path(recipe.data.index_dir)
     configs = data.sources or (SourceConfig(path=data.path),)
-    sources = [open_source(config, folder) for config in configs]
+    sources = [open_source(config, folder, Storage(data.remote)) for config in configs]
     tokenizer = ChatTokenizer(data.tokenizer or beside(configs[0].path))
     return sources, LengthReader(tokenizer, recipe.model.vision.geometry,
                                  recipe.model.audio.geometry, data.max_example_tokens)
@@ -116,7 +117,7 @@ def dataset_of(recipe: Recipe):
     return ConversationDataset(
         [s.config for s in sources], tokenizer=planner.tokenizer, vision=planner.vision,
         audio=planner.audio, max_example_tokens=planner.max_example_tokens,
-        index_dir=recipe.data.index_dir or None)
+        index_dir=recipe.data.index_dir or None, storage=Storage(recipe.data.remote))
 
 
 def lint_decoding(recipe: Recipe) -> int:

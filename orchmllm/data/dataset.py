@@ -20,11 +20,13 @@ from orchmllm.batch import Example
 from orchmllm.config import SourceConfig
 from orchmllm.data.formats.conversation import Conversation, media_of
 from orchmllm.data.formats.open import DataSource, index_path, open_source
+from orchmllm.data.formats.rows import sizes
 from orchmllm.data.index import LengthIndex, open_index
 from orchmllm.data.lengths import LengthReader, MeasuredExample
 from orchmllm.data.media.decode import decode_audio, decode_image
 from orchmllm.data.media.medium import MediaError, Medium, printable, reading
 from orchmllm.data.sequence import token_ids_and_labels
+from orchmllm.data.storage.remote import NOWHERE, RemoteFile, Storage, fetch_ahead
 from orchmllm.data.tokenizer import ChatTokenizer, Piece
 from orchmllm.plan.layout import AUDIO, TEXT, VISION, AudioGeometry, ExampleLayout, VisionGeometry
 
@@ -36,8 +38,8 @@ class ConversationDataset:
 
     sources: a path, or the sources of a recipe. max_example_tokens: see LengthReader. index_dir:
     where length indexes and scans of large files are kept (None: ~/.cache/orchmllm/index); an index
-    that fits is used. Raises ValueError if a source cannot be opened; bad rows and media are
-    reported when they are loaded.
+    that fits is used. storage: what may be read of other machines. Raises ValueError if a source
+    cannot be opened; bad rows and media are reported when they are loaded.
     """
 
     streaming = False
@@ -52,22 +54,24 @@ class ConversationDataset:
         audio: AudioGeometry,
         max_example_tokens: int = 0,
         index_dir: str | os.PathLike | None = None,
+        storage: Storage = NOWHERE,
     ):
         if isinstance(sources, str | os.PathLike):
             sources = [SourceConfig(path=os.fspath(sources))]
-        folder = index_path(index_dir)
+        folder, self.storage = index_path(index_dir), storage
         self.sources = [self._open(config, folder) for config in sources]
         self.tokenizer, self.vision, self.audio = tokenizer, vision, audio
         self.planner = LengthReader(tokenizer, vision, audio, max_example_tokens)
         self.indexes: list[LengthIndex | None] = [
             None if self.streaming else open_index(source, self.planner, folder)
             for source in self.sources]
-        self.bounds = np.concatenate([[0], np.cumsum([len(s) for s in self.sources])])
+        self.bounds = np.zeros(1, np.int64) if self.streaming else np.concatenate(
+            [[0], np.cumsum([len(s) for s in self.sources])])
         self._cache: dict[int, MeasuredExample] = {}  # in the order in which they were planned
         self._cached_bytes = 0
 
     def _open(self, config: SourceConfig, folder: Path) -> DataSource:
-        return open_source(config, folder)
+        return open_source(config, folder, self.storage)
 
     @property
     def weights(self) -> list[float] | None:
@@ -92,19 +96,47 @@ class ConversationDataset:
         for k, source in enumerate(self.sources):
             head = hashlib.sha256(source.layout.encode())
             for path in source.store.files:
-                with open(path, "rb") as f:
+                if isinstance(path, RemoteFile) and path.version:
+                    head.update(path.version.encode())
+                    continue
+                with path.open("rb") as f:
                     head.update(f.read(1 << 16))
             out[f"{k} {source.name}"] = {
-                "rows": len(source), "weight": source.config.weight,
+                "rows": self._num_rows(source), "weight": source.config.weight,
                 "head": head.hexdigest()[:16],
-                "bytes": sum(os.path.getsize(p) for p in source.store.files)}
+                "bytes": sum(size for _, size, _ in sizes(source.store.files))}
         return out
+
+    def _num_rows(self, source: DataSource) -> int:
+        return len(source)
 
     def layout(self, i: int) -> ExampleLayout:
         """Lengths of example i from the index, or from headers and tokens; nothing is decoded."""
         source, row = self.where(i)
         index = self.indexes[source]
         return self._planned(i).layout if index is None else index.layout(row, i)
+
+    def prepare(self, examples: Sequence[int]) -> None:
+        """Measures those of the examples that no index knows, all at once: what they need of other
+        machines is fetched at the same time."""
+        new = [i for i in dict.fromkeys(examples)
+               if i not in self._cache and self.indexes[self.where(i)[0]] is None]
+        for i, row in zip(new, self.planner.plan(self.conversation, new, new), strict=True):
+            self._keep(i, row)
+
+    def prepare_loads(self, calls: Sequence[tuple[tuple, dict]]) -> None:
+        """Reads the rows of calls of `load`, and begins to fetch their media where those are on
+        other machines. calls: (arguments, keywords); "row" is added to them."""
+        if not self.storage.config.roots:
+            return
+        wanted = []
+        for (i,), keys in calls:
+            row = keys["row"] = keys.get("row") or self._row(i, keys.get("text", True))
+            at = np.flatnonzero(row.layout.modality != TEXT).tolist()
+            segments = keys.get("segments")
+            wanted += [m.path for s, m in zip(at, row.media, strict=False)
+                       if segments is None or s in segments]
+        fetch_ahead(wanted)
 
     def problem(self, i: int) -> MediaError | None:
         """Why example i is a stand-in, None if it is not."""
@@ -235,12 +267,15 @@ class ConversationDataset:
         row = self._cache.get(i)
         if row is None:
             [row] = self.planner.plan(self.conversation, [i], [i])
-            self._cache[i] = row
-            self._cached_bytes += row.num_bytes
-            while len(self._cache) > 1 and (len(self._cache) > self.cached_examples
-                                            or self._cached_bytes > CACHED_BYTES):
-                self._drop(next(iter(self._cache)))
+            self._keep(i, row)
         return row
+
+    def _keep(self, i: int, row: MeasuredExample) -> None:
+        self._cache[i] = row
+        self._cached_bytes += row.num_bytes
+        while len(self._cache) > 1 and (len(self._cache) > self.cached_examples
+                                        or self._cached_bytes > CACHED_BYTES):
+            self._drop(next(iter(self._cache)))
 
     def _drop(self, i: int) -> None:
         if i in self._cache:

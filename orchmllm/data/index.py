@@ -28,6 +28,7 @@ from orchmllm.data.formats.open import DataSource, open_source
 from orchmllm.data.formats.rows import sizes
 from orchmllm.data.lengths import LengthReader, MeasuredExample
 from orchmllm.data.media.medium import MediaError
+from orchmllm.data.storage.remote import RemoteFile, Storage
 from orchmllm.plan.layout import ExampleLayout
 
 VERSION = 2
@@ -126,7 +127,7 @@ def _parts(
         for chunk in chunks:
             yield _index_chunk(source, planner, old, chunk)
         return
-    state = (source.config, index_dir, planner, old.folder if old else None)
+    state = (source.config, index_dir, source.root.storage, planner, old.folder if old else None)
     # spawn: threads of tokenizers and pyarrow do not survive a fork
     with ProcessPoolExecutor(num_workers, get_context("spawn"), _start_worker, state) as pool:
         yield from pool.map(_work, chunks)
@@ -135,9 +136,10 @@ def _parts(
 _worker: dict[str, object] = {}  # a worker process's own source, opened once
 
 
-def _start_worker(config, index_dir: Path, planner: LengthReader, old: Path | None) -> None:
+def _start_worker(config, index_dir: Path, storage: Storage, planner: LengthReader,
+                  old: Path | None) -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one core a worker
-    _worker["run"] = partial(_index_chunk, open_source(config, index_dir), planner,
+    _worker["run"] = partial(_index_chunk, open_source(config, index_dir, storage), planner,
                              LengthIndex(old) if old else None)
 
 
@@ -188,10 +190,11 @@ def _stamp_now(source: DataSource, row: int) -> tuple[int, int]:
 
 
 def _stamp(media) -> tuple[int, int]:
-    """(bytes, latest time in ns) of an example's media files."""
+    """(bytes, latest time in ns) of an example's media files; remote ones are taken to stay what
+    they are."""
     total, latest = 0, 0
     for medium in media:
-        if medium.path and medium.size < 0:
+        if medium.path and medium.size < 0 and not isinstance(medium.path, RemoteFile):
             try:
                 info = os.stat(medium.path)
             except OSError:

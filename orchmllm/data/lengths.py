@@ -16,6 +16,7 @@ import numpy as np
 from orchmllm.data.formats.conversation import Conversation, media_of
 from orchmllm.data.media.headers import audio_header, audio_lengths, image_header
 from orchmllm.data.media.medium import MediaError, Medium, RowError
+from orchmllm.data.storage.remote import fetch_ahead
 from orchmllm.data.tokenizer import ChatTokenizer, Piece
 from orchmllm.plan.layout import (
     TEXT,
@@ -62,6 +63,8 @@ class LengthReader:
         """Lengths of `rows`, as `read_row` (DataSource.conversation) gives them; ids: their example
         ids. Never raises for bad data."""
         read = [self._read(read_row, row) for row in rows]
+        fetch_ahead(medium.path for turns in read if not isinstance(turns, MediaError)
+                    for medium in media_of(turns))
         pieces = iter(self.tokenizer.pieces_batch(
             [turns for turns in read if not isinstance(turns, MediaError)]))
         return [self._unusable(found, i) if isinstance(found, MediaError)

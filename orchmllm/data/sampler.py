@@ -1,5 +1,9 @@
 """Sampling by global index: the global batch of a step is a slice of a seeded order, and a rank's
-share is a slice of it. The state is the step number, whatever the number of ranks."""
+share is a slice of it. The state is the step number, whatever the number of ranks.
+
+A sampler has `batch(step)`, the dataset indices of a step in source order, and `shares(step,
+num_ranks)`, the ranks' slices of it.
+"""
 
 from __future__ import annotations
 
@@ -8,26 +12,56 @@ from functools import lru_cache
 
 import numpy as np
 
+from orchmllm.config import DataConfig
+from orchmllm.plan.grouping import Groups, capped
+from orchmllm.plan.layout import VISION
+
+DEFAULTS = DataConfig()
 BLOCK = 1000  # draws after which the shares of a mixture are exact
 
 
-class GlobalSampler:
+def shuffled(count: int, window: int, key: Sequence[int]) -> np.ndarray:
+    """(count,) the numbers below `count`: windows of so many (0: all) in an order drawn by `key`,
+    each shuffled."""
+    rng = np.random.default_rng(key)
+    if not 0 < window < count:
+        return rng.permutation(count)
+    starts = rng.permutation(-(-count // window)) * window
+    return np.concatenate([k + rng.permutation(min(window, count - k)) for k in starts.tolist()])
+
+
+class _Shares:
+    """Of a sampler whose batches are divided by the number of examples."""
+
+    @staticmethod
+    def share(num_examples: int, rank: int, num_ranks: int) -> slice:
+        """`rank`'s slice of a batch of num_examples; shares differ by one example at most."""
+        return slice(num_examples * rank // num_ranks, num_examples * (rank + 1) // num_ranks)
+
+    def shares(self, step: int, num_ranks: int) -> list[slice]:
+        """The slices of `batch(step)`, rank by rank."""
+        count = len(self.batch(step))
+        return [self.share(count, rank, num_ranks) for rank in range(num_ranks)]
+
+
+class GlobalSampler(_Shares):
     """Batches of dataset indices, the same for any number of ranks.
 
     indices: what to draw from. batch_size: examples per step over all ranks. shuffle: a fresh
-    seeded permutation per epoch; batches run on across the end of an epoch, so that every example
+    seeded order per epoch; batches run on across the end of an epoch, so that every example
     comes exactly once per epoch. Without shuffle one pass in order, the last batch may be short.
-    Raises ValueError for an empty data set or batch."""
+    window: see `shuffled`. Raises ValueError for an empty data set or batch."""
 
     def __init__(
-        self, indices: Sequence[int], batch_size: int, *, seed: int = 0, shuffle: bool = True
+        self, indices: Sequence[int], batch_size: int, *, seed: int = 0, shuffle: bool = True,
+        window: int = 0,
     ) -> None:
         if len(indices) == 0:
             raise ValueError("the dataset is empty: there is nothing to sample")
         if batch_size < 1:
             raise ValueError(f"batch_size is {batch_size}: must be >= 1")
         self.indices = np.asarray(indices, np.int64)
-        self.batch_size, self.seed, self.shuffle = batch_size, seed, shuffle
+        self.batch_size, self.seed, self.shuffle, self.window = batch_size, seed, shuffle, window
         self._order = lru_cache(maxsize=2)(self._permute)
 
     def __len__(self) -> int:
@@ -47,12 +81,34 @@ class GlobalSampler:
         return self.indices[np.concatenate(parts)]
 
     def _permute(self, epoch: int) -> np.ndarray:
-        return np.random.default_rng([self.seed, epoch]).permutation(len(self.indices))
+        return shuffled(len(self.indices), self.window, [self.seed, epoch])
 
-    @staticmethod
-    def share(num_examples: int, rank: int, world_size: int) -> slice:
-        """`rank`'s slice of a batch of num_examples; shares differ by one example at most."""
-        return slice(num_examples * rank // world_size, num_examples * (rank + 1) // world_size)
+
+class CappedSampler:
+    """Steps of mini-batches below caps (OmniBal 4.1, with nothing dropped): each is formed once,
+    and comes once an epoch.
+
+    indices: what to draw from. groups: mini-batches of positions in it. per_step: mini-batches of
+    a step over all ranks. Raises ValueError for an empty data set or step."""
+
+    def __init__(self, indices: Sequence[int], groups: Groups, per_step: int, *,
+                 seed: int = 0) -> None:
+        self.indices, self.groups = np.asarray(indices, np.int64), groups
+        self._order = GlobalSampler(range(len(groups)), per_step, seed=seed)
+
+    def __len__(self) -> int:
+        """Steps of one epoch, rounded up."""
+        return len(self._order)
+
+    def batch(self, step: int) -> np.ndarray:
+        """(n,) dataset indices of one step, mini-batch after mini-batch."""
+        return self.indices[self.groups.take(self._order.batch(step)).index]
+
+    def shares(self, step: int, num_ranks: int) -> list[slice]:
+        """The slices of `batch(step)`, rank by rank: whole mini-batches."""
+        ends = self.groups.take(self._order.batch(step)).offsets
+        cuts = [int(ends[(len(ends) - 1) * rank // num_ranks]) for rank in range(num_ranks + 1)]
+        return [slice(*pair) for pair in zip(cuts, cuts[1:], strict=False)]
 
 
 class Mixture:
@@ -89,24 +145,23 @@ class Mixture:
         return sources, ranks
 
 
-class MixtureSampler:
+class MixtureSampler(_Shares):
     """Batches drawn from several sources in proportion to weights. Each source runs through its
     own seeded epochs at its own pace.
 
-    groups: the dataset indices of each source. batch_size: examples per step over all ranks. Raises
-    ValueError for an empty batch, and for a source with a weight and no rows."""
-
-    share = staticmethod(GlobalSampler.share)
+    groups: the dataset indices of each source. batch_size: examples per step over all ranks.
+    window: see `shuffled`. Raises ValueError for an empty batch, and for a source with a weight
+    and no rows."""
 
     def __init__(self, groups: Sequence[Sequence[int]], weights: Sequence[float], batch_size: int,
-                 *, seed: int = 0) -> None:
+                 *, seed: int = 0, window: int = 0) -> None:
         if batch_size < 1:
             raise ValueError(f"batch_size is {batch_size}: must be >= 1")
         for k, (group, weight) in enumerate(zip(groups, weights, strict=True)):
             if weight and not len(group):
                 raise ValueError(f"source {k + 1} has weight {weight} but no rows")
         self.groups = [np.asarray(g, np.int64) for g in groups]
-        self.batch_size, self.seed = batch_size, seed
+        self.batch_size, self.seed, self.window = batch_size, seed, window
         self._mixture = Mixture(weights, seed)
         self._order = lru_cache(maxsize=2 * len(groups))(self._permute)
 
@@ -124,15 +179,12 @@ class MixtureSampler:
         return out
 
     def _permute(self, source: int, epoch: int) -> np.ndarray:
-        return np.random.default_rng([self.seed, 2, source, epoch]).permutation(
-            len(self.groups[source]))
+        return shuffled(len(self.groups[source]), self.window, [self.seed, 2, source, epoch])
 
 
-class StreamSampler:
+class StreamSampler(_Shares):
     """Batches of positions in an endless stream (see orchmllm.data.stream). Raises ValueError for
     an empty batch."""
-
-    share = staticmethod(GlobalSampler.share)
 
     def __init__(self, batch_size: int) -> None:
         if batch_size < 1:
@@ -144,15 +196,41 @@ class StreamSampler:
         return np.arange(step * self.batch_size, (step + 1) * self.batch_size)
 
 
-def make_sampler(dataset, rows: Sequence[int], batch_size: int, *, seed: int):
-    """The sampler that suits a dataset: of a stream, of weighted sources, or of all rows alike.
+def make_sampler(dataset, rows: Sequence[int], batch_size: int, *, seed: int,
+                 data: DataConfig = DEFAULTS, per_rank: int = 1):
+    """The sampler of a recipe: of a stream, of weighted sources, of capped mini-batches, or of all
+    rows as often as their sources say.
 
-    rows: the training rows, as the dataset's `split` gave them."""
+    rows: the training rows, as the dataset's `split` gave them. data: of the recipe. batch_size:
+    examples per step over all ranks; per_rank: for each rank and microbatch, which is one
+    mini-batch with `capped`. Raises ValueError for capped mini-batches where a source has no
+    index."""
     if getattr(dataset, "streaming", False):
         return StreamSampler(batch_size)
-    weights = getattr(dataset, "weights", None)
-    if weights is None:
-        return GlobalSampler(rows, batch_size, seed=seed)
-    rows = np.asarray(rows, np.int64)
-    cuts = np.searchsorted(rows, dataset.bounds[1:-1])
-    return MixtureSampler(np.split(rows, cuts), weights, batch_size, seed=seed)
+    sources = getattr(dataset, "sources", ())
+    if len(sources) > 1 or any(s.config.repeats > 1 for s in sources):
+        rows = np.asarray(rows, np.int64)
+        groups = np.split(rows, np.searchsorted(rows, dataset.bounds[1:-1]))
+        if dataset.weights is not None:
+            return MixtureSampler(groups, dataset.weights, batch_size, seed=seed,
+                                  window=data.shuffle_window)
+        rows = np.concatenate([np.tile(g, s.config.repeats)
+                               for g, s in zip(groups, sources, strict=True)])
+    if data.batching == "capped":
+        groups = capped_groups(dataset, np.asarray(rows, np.int64), data, seed)
+        return CappedSampler(rows, groups, max(1, batch_size // per_rank), seed=seed)
+    return GlobalSampler(rows, batch_size, seed=seed, window=data.shuffle_window)
+
+
+def capped_groups(dataset, rows: np.ndarray, data: DataConfig, seed: int) -> Groups:
+    """Mini-batches of positions in `rows` (n,) below the caps of a recipe's data section. Raises
+    ValueError where a source has no index."""
+    if None in dataset.indexes:
+        name = dataset.sources[dataset.indexes.index(None)].name
+        raise ValueError(f"data.batching is 'capped', which needs the lengths of all rows: source "
+                         f"{name} has no index; build it (orchmllm data index RECIPE)")
+    sums = [np.concatenate([np.add.reduceat(values, index.start[:-1]) for index, values in (
+        (i, np.asarray(of(i.table))) for i in dataset.indexes)])[rows]
+        for of in (lambda t: (t[:, 0] == VISION).astype(np.int64), lambda t: t[:, 3])]
+    return capped(*sums, max_images=data.max_batch_images or int(sums[0].sum()) + 1,
+                  max_tokens=data.max_batch_tokens, seed=seed)

@@ -29,6 +29,7 @@ from orchmllm.data.formats.open import (
 )
 from orchmllm.data.formats.rows import RowStore
 from orchmllm.data.sampler import Mixture
+from orchmllm.data.storage.remote import RemoteFile, Storage, fetch_ahead
 from orchmllm.plan.layout import AudioGeometry, VisionGeometry
 
 WINDOW = 256  # rows that are shuffled together
@@ -59,8 +60,14 @@ class StoreUnit:
     parts: int = 1
 
     @property
-    def num_rows(self) -> int:
+    def num_rows(self) -> int | None:
+        if not getattr(self.store, "is_open", True):
+            return None
         return len(range(self.part, len(self.store), self.parts))
+
+    @property
+    def files(self) -> list:
+        return self.store.files
 
     def rows(self, start: int) -> Iterator[StreamRow]:
         store = self.store
@@ -85,12 +92,14 @@ class IterableUnit:
 
 
 class LogicalShard:
-    """Endless: epochs of its units in seeded order. key: what its randomness is derived from."""
+    """Endless: epochs of its units in seeded order. key: what its randomness is derived from.
+    window: rows that are shuffled together."""
 
-    def __init__(self, units: Sequence[Unit], key: Sequence[int]) -> None:
-        self.units, self.key = list(units), list(key)
+    def __init__(self, units: Sequence[Unit], key: Sequence[int], window: int = WINDOW) -> None:
+        self.units, self.key, self.window = list(units), list(key), window
         self._window: tuple[tuple[int, int, int], list[StreamRow]] | None = None
         self._rest: tuple[tuple[int, int], Iterator[StreamRow]] | None = None
+        self._begun: tuple[int, int] | None = None  # (epoch, unit) whose next one is being fetched
 
     def get(self, position: int) -> StreamRow:
         """The example at `position` of this shard. Raises ValueError for a shard without rows."""
@@ -103,9 +112,13 @@ class LogicalShard:
                     raise ValueError("a shard of the stream has no rows; lower data.num_shards")
                 epoch, position = epoch + position // total, position % total
             order = np.random.default_rng([*self.key, 0, epoch]).permutation(len(self.units))
-            for k in order.tolist():
+            for at, k in enumerate(order.tolist()):
                 found = self._in_unit(epoch, k, position)
                 if found is not None:
+                    if self._begun != (epoch, k):
+                        self._begun = epoch, k
+                        for unit in order[at + 1: at + 2]:
+                            fetch_ahead(getattr(self.units[unit], "files", ()))
                     return found
                 position -= self.units[k].num_rows
             epoch += 1
@@ -115,11 +128,11 @@ class LogicalShard:
         count = self.units[unit].num_rows
         if count is not None and position >= count:
             return None
-        block = position // WINDOW
+        block = position // self.window
         window = self._read(epoch, unit, block)
-        if position % WINDOW < len(window):
+        if position % self.window < len(window):
             order = np.random.default_rng([*self.key, 1, epoch, unit, block])
-            return window[order.permutation(len(window))[position % WINDOW]]
+            return window[order.permutation(len(window))[position % self.window]]
         if self.units[unit].num_rows is None:
             self.units[unit].num_rows = sum(1 for _ in self.units[unit].rows(0))
         return None
@@ -128,10 +141,10 @@ class LogicalShard:
         key = (epoch, unit, block)
         if self._window is None or self._window[0] != key:
             rest = self._rest[1] if self._rest and self._rest[0] == (unit, block) else (
-                self.units[unit].rows(block * WINDOW))
-            window = list(islice(rest, WINDOW))
-            if 0 < len(window) < WINDOW and self.units[unit].num_rows is None:
-                self.units[unit].num_rows = block * WINDOW + len(window)
+                self.units[unit].rows(block * self.window))
+            window = list(islice(rest, self.window))
+            if 0 < len(window) < self.window and self.units[unit].num_rows is None:
+                self.units[unit].num_rows = block * self.window + len(window)
             self._window, self._rest = (key, window), ((unit, block + 1), rest)
         return self._window[1]
 
@@ -140,13 +153,14 @@ class StreamDataset(ConversationDataset):
     """Example n is draw n of an endless stream; no length, no index, nothing held out.
 
     sources: with weights where there are several. num_shards: S, logical shards of each source (at
-    most as many as it has pieces). seed: of the order. The rest as in ConversationDataset. Raises
-    ValueError for several sources without weights."""
+    most as many as it has pieces). seed: of the order. window: rows that are shuffled together. The
+    rest as in ConversationDataset. Raises ValueError for several sources without weights."""
 
     streaming = True
     cached_examples = 1024
 
-    def __init__(self, sources: Sequence[SourceConfig], *, num_shards: int, seed: int, **keys):
+    def __init__(self, sources: Sequence[SourceConfig], *, num_shards: int, seed: int,
+                 window: int = WINDOW, **keys):
         super().__init__(sources, **keys)
         weights = [s.config.weight for s in self.sources]
         if len(sources) > 1 and not all(weights):
@@ -154,13 +168,26 @@ class StreamDataset(ConversationDataset):
                              "many rows a stream has is not known")
         self._mixture = Mixture(weights if all(weights) else [1.0], seed)
         self._shards = [
-            [LogicalShard(units[s::min(num_shards, len(units))], [seed, 3, k, s])
+            [LogicalShard(units[s::min(num_shards, len(units))], [seed, 3, k, s], window)
              for s in range(min(num_shards, len(units)))]
             for k, units in enumerate(units_of(s, num_shards) for s in self.sources)]
+        self._check_cache()
         self._found: OrderedDict[int, tuple[int, StreamRow]] = OrderedDict()
 
+    def _check_cache(self) -> None:
+        """Raises ValueError if the shards that are read at the same time, and as many that follow
+        them, do not fit the cache on disk: each of them would be fetched for a few rows."""
+        needed = 0
+        for source, shards in zip(self.sources, self._shards, strict=True):
+            bytes_ = sorted(f.num_bytes() for f in source.store.files if isinstance(f, RemoteFile))
+            needed += sum(bytes_[-2 * len(shards):])
+        if needed > self.storage.config.cache_gib * 2**30:
+            raise ValueError(f"data.remote.cache_gib is {self.storage.config.cache_gib:g}, but the "
+                             f"shards that are read at the same time have {needed / 2**30:.2f} "
+                             "GiB: raise it, or lower data.num_shards")
+
     def _open(self, config: SourceConfig, folder: Path) -> DataSource:
-        return stream_of(config) or open_source(config, folder)
+        return stream_of(config, self.storage) or open_source(config, folder, self.storage)
 
     def split(self, num_validation: int) -> tuple[Sequence[int], Sequence[int]]:
         """Nothing: a stream has no end to hold rows out of. Raises ValueError if asked to."""
@@ -168,6 +195,11 @@ class StreamDataset(ConversationDataset):
             raise ValueError(f"data.num_validation is {num_validation}, but a stream holds nothing "
                              "out; set it to 0")
         return range(0), range(0)
+
+    def _num_rows(self, source: DataSource) -> int:
+        """-1 where counting them would fetch all shards."""
+        lazy = any(hasattr(s, "is_open") for s in getattr(source.store, "stores", [source.store]))
+        return -1 if lazy else len(source)
 
     def fingerprint(self) -> dict:
         return {**super().fingerprint(), "num_shards": [len(s) for s in self._shards]}
@@ -204,9 +236,10 @@ def open_dataset(
     configs = sources_of(data)
     keys = dict(tokenizer=open_tokenizer(data), vision=vision, audio=audio,
                 max_example_tokens=data.max_example_tokens,
-                index_dir=data.index_dir or None)
+                index_dir=data.index_dir or None, storage=Storage(data.remote))
     if data.streaming:
-        return StreamDataset(configs, num_shards=data.num_shards, seed=seed, **keys)
+        return StreamDataset(configs, num_shards=data.num_shards, seed=seed,
+                             window=data.shuffle_window or WINDOW, **keys)
     return ConversationDataset(configs, **keys)
 
 
@@ -218,4 +251,4 @@ def units_of(source: DataSource, num_shards: int) -> list[Unit]:
     stores = getattr(store, "stores", [store])
     parts = -(-num_shards // len(stores))
     return [StoreUnit(one, part, parts) for one in stores for part in range(parts)
-            if len(one) > part]
+            if parts == 1 or len(one) > part]

@@ -12,10 +12,10 @@ import numpy as np
 from orchmllm.estimate.step_time import Hardware
 from orchmllm.models.config import LLMConfig, ModelConfig, VisionConfig
 from orchmllm.plan.balance import core
+from orchmllm.plan.grouping import intra_reorder
 from orchmllm.planner.advice import ratio, rows
 from orchmllm.planner.profile import ModuleProfile, analytic_profiles, state_of
 from orchmllm.planner.units import UnitsPlan, plan_units
-from orchmllm.simulate.grouping import intra_reorder
 from orchmllm.simulate.pipeline import inter_reorder, search_order, simulate
 
 A800 = Hardware("A800, 8 a node, 4 x 200 Gbit/s per node", peak_flops=312e12, memory_bytes=80e9,

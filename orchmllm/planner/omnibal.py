@@ -9,10 +9,10 @@ import numpy as np
 from orchmllm.estimate.workload import sample_headers
 from orchmllm.models.config import LLMConfig, ModelConfig, VisionConfig
 from orchmllm.models.flops import Lengths, phase_work
+from orchmllm.plan import grouping
+from orchmllm.plan.grouping import Groups, bias, isf
 from orchmllm.planner.disttrain import Line, seconds
 from orchmllm.planner.split import Split, split_layers
-from orchmllm.simulate import grouping
-from orchmllm.simulate.grouping import Groups, bias, isf
 
 RANKS, TILE, LLM_TILE, TEXT = 16, 1025, 256, 3500  # ranks; ViT and LLM tokens of a tile; Qt used
 CAPS = {"max_images": 9, "max_tokens": 4096}

@@ -174,6 +174,13 @@ def check_resumable(state: dict, recipe: Recipe, data: dict) -> None:
             f"fsdp.param_dtype is {recipe.fsdp.param_dtype}, the checkpoint's parameters and "
             f"moments are {was}: use {was}, or export the checkpoint and start a new run from it")
     _check_batch(state, recipe)
+    for name, now in _order_keys(recipe).items():
+        was = state.get("order", {}).get(name, _order_keys(Recipe())[name])
+        if was != now and not recipe.run.allow_data_change:
+            raise ValueError(
+                f"data.{name} is {now}, the checkpoint was trained with {was}: the order of all "
+                "examples would change; use that, or set run.allow_data_change=true to go on at "
+                "the same step of the new order")
     was, held_out = state.get("num_validation"), recipe.data.num_validation
     if was not in (None, held_out) and not recipe.run.allow_data_change:
         raise ValueError(
@@ -207,8 +214,20 @@ def resume_keys(recipe: Recipe) -> dict:
     train = recipe.train
     return {"seed": recipe.run.seed, "model": asdict(recipe.model),
             "num_validation": recipe.data.num_validation, "param_dtype": recipe.fsdp.param_dtype,
+            "order": _order_keys(recipe),
             "batch_size": train.batch_size, "accumulation_steps": train.accumulation_steps,
             "chosen_global_batch_size": train.global_batch_size}
+
+
+def _order_keys(recipe: Recipe) -> dict:
+    """What the order of examples depends on, beside the data, the seed and the batch."""
+    data = recipe.data
+    repeats = [source.repeats for source in data.sources]
+    return {"shuffle_window": data.shuffle_window, "batching": data.batching,
+            "max_batch_tokens": data.max_batch_tokens, "max_batch_images": data.max_batch_images,
+            "sources.repeats": repeats if any(k > 1 for k in repeats) else [],
+            "batching with train.batch_size": (data.batching == "capped"
+                                               and recipe.train.batch_size)}
 
 
 def _check_batch(state: dict, recipe: Recipe) -> None:

@@ -14,12 +14,12 @@ import numpy as np
 
 from orchmllm.models.config import ModelConfig
 from orchmllm.models.flops import cost_model
+from orchmllm.plan import grouping
 from orchmllm.plan.assign import PHASES, BalanceConfig, PhasePolicy, PlanSpec
+from orchmllm.plan.grouping import Groups, intra_reorder
 from orchmllm.plan.layout import ENCODERS, BatchLayout
 from orchmllm.plan.rearrange import ranges
 from orchmllm.plan.step import StepPlan, build_plan, plan_step
-from orchmllm.simulate import grouping
-from orchmllm.simulate.grouping import Groups, intra_reorder
 
 PER_PHASE = BalanceConfig(**{p: PhasePolicy(tolerance=0.005) for p in PHASES})
 GREEDY = BalanceConfig(**{p: PhasePolicy("greedy", nodewise=True) for p in PHASES})

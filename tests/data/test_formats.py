@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ import torch
 from orchmllm.config import SourceConfig
 from orchmllm.data.dataset import ConversationDataset
 from orchmllm.data.formats.open import open_source
-from orchmllm.data.media.medium import RowError
+from orchmllm.data.media.medium import RowError, reading
 from orchmllm.data.tokenizer import ChatTokenizer
 from orchmllm.plan.layout import AUDIO, TEXT, VISION, AudioGeometry, VisionGeometry
 from tests.lib.formats import FORMATS, QUESTIONS, llava_row, write_jsonl, write_media
@@ -38,11 +39,8 @@ def opened(path, tokenizer, folder, **keys):
 
 
 def content(medium) -> bytes:
-    if medium.data is not None:
-        return medium.data
-    with open(medium.path, "rb") as f:
-        f.seek(medium.offset)
-        return f.read(medium.size)
+    with reading(medium) as file:
+        return Path(file).read_bytes() if isinstance(file, str) else file.read()
 
 
 def canonical(dataset, i):
@@ -63,8 +61,13 @@ def test_all_formats_give_the_same_examples(name, folder, tokenizer, reference):
     dataset = opened(write(folder), tokenizer, folder)
     assert said in str(dataset.sources[0])
     assert len(dataset) == len(QUESTIONS) == 12
-    # a webdataset row has its media after the text: same order per modality
-    for i in range(12):
+    same_examples(dataset, reference)
+
+
+def same_examples(dataset, reference) -> None:
+    """The same tokens, spans, lengths and rows. A webdataset row has its media after the text: same
+    order per modality."""
+    for i in range(len(reference)):
         assert canonical(dataset, i) == canonical(reference, i)
         a, b = dataset.layout(i), reference.layout(i)
         for field in ("modality", "rows", "attn_len", "num_tokens", "grid"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import torch
@@ -33,6 +34,7 @@ class Case:
     accumulation_steps: int = 1
     planner: Callable = plan_step
     mutate: Callable[[Trainer], None] | None = None
+    sampler: Callable = partial(GlobalSampler, range(BATCH), BATCH, shuffle=False)
 
 
 def step_gradients(world: World, case: Case) -> tuple[float, dict[str, np.ndarray]]:
@@ -42,8 +44,8 @@ def step_gradients(world: World, case: Case) -> tuple[float, dict[str, np.ndarra
     if case.mutate is not None:
         case.mutate(trainer)
     loader = StepLoader(
-        case.dataset, GlobalSampler(range(BATCH), BATCH, shuffle=False), trainer.orchestrator,
-        num_steps=1, accumulation_steps=case.accumulation_steps, prefetch=case.recipe.data.prefetch)
+        case.dataset, case.sampler(), trainer.orchestrator, num_steps=1,
+        accumulation_steps=case.accumulation_steps, prefetch=case.recipe.data.prefetch)
     (step,) = loader
     loss_sum, processed = trainer._accumulate(step)
     trainer.canary.check(step, processed)

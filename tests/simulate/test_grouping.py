@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from orchmllm.simulate.grouping import (
+from orchmllm.plan.grouping import (
     bias,
     capped,
     device_group,

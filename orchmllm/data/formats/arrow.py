@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from orchmllm.config import SourceConfig
+from orchmllm.data.storage.remote import RemoteFile
 
 
 class ArrowRows:
@@ -78,12 +79,12 @@ def clean(value):
 
 
 def open_files(files: Sequence[Path], root: Path, cache_dir: Path) -> ArrowRows:
-    """Parquet or arrow files. Raises ValueError."""
+    """Parquet or arrow files; of remote ones copies stay in cache_dir. Raises ValueError."""
     import datasets
     import pyarrow.parquet
 
     kind = "parquet" if files[0].suffix == ".parquet" else "arrow"
-    names = [str(f) for f in files]
+    names = [str(f.copied(cache_dir) if isinstance(f, RemoteFile) else f) for f in files]
     try:
         if kind == "arrow":
             each = [datasets.Dataset.from_file(name) for name in names]

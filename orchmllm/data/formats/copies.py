@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from orchmllm.data.formats.rows import sizes
+from orchmllm.data.storage.remote import RemoteFile
 
 PACKED = {".gz": "gzip", ".zst": "zstd"}  # around JSON and tars
 
@@ -21,12 +22,12 @@ def digest(value: object) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
-def suffix_of(path: Path) -> str:
+def suffix_of(path: Path | RemoteFile) -> str:
     """Without that of a compression."""
     return Path(path.stem).suffix if path.suffix in PACKED else path.suffix
 
 
-def unpacked(path: Path, cache_dir: Path) -> Path:
+def unpacked(path: Path | RemoteFile, cache_dir: Path) -> Path | RemoteFile:
     """`path`, or a copy of a compressed file below cache_dir in which rows can be found by their
     position. Raises ValueError."""
     if path.suffix not in PACKED:
@@ -38,8 +39,8 @@ def unpacked(path: Path, cache_dir: Path) -> Path:
         cache_dir.mkdir(parents=True, exist_ok=True)
         part = copy.with_suffix(f".{os.getpid()}.part")
         try:
-            with pyarrow.input_stream(str(path), compression=PACKED[path.suffix]) as packed:
-                with part.open("wb") as plain:
+            with path.open("rb") as file, part.open("wb") as plain:
+                with pyarrow.input_stream(file, compression=PACKED[path.suffix]) as packed:
                     shutil.copyfileobj(packed, plain, 8 << 20)
             part.replace(copy)  # several ranks may write the same
         except OSError as error:
@@ -55,8 +56,8 @@ def array_cache(cache_dir: Path) -> Callable:
     times where building took long enough to matter."""
 
     def cached(kind: str, files: Sequence[Path], build: Callable) -> tuple[np.ndarray, ...]:
-        small = sum(os.path.getsize(f) for f in files) < 4 << 20
-        if small:
+        remote = any(isinstance(f, RemoteFile) for f in files)  # then it saves fetching them
+        if not remote and sum(os.path.getsize(f) for f in files) < 4 << 20:
             return build()
         base = cache_dir / f"{kind}-{digest(list(sizes(files)))}"
         paths = [base.with_suffix(f".{k}.npy") for k in range(2)]

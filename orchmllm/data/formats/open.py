@@ -5,16 +5,14 @@ Flow: path -> row store (how rows are kept) -> first rows -> layout (what they s
 
 from __future__ import annotations
 
-import glob
 import os
-import re
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from orchmllm.config import DataConfig, SourceConfig
-from orchmllm.data.formats import arrow, llama_factory
+from orchmllm.data.formats import arrow
 from orchmllm.data.formats.conversation import (
     ADAPTERS,
     LOOKED_FOR,
@@ -22,18 +20,18 @@ from orchmllm.data.formats.conversation import (
     Conversation,
     detect,
 )
-from orchmllm.data.formats.copies import PACKED, array_cache, suffix_of, unpacked
-from orchmllm.data.formats.rows import JoinedRows, JsonRows, RowStore, TranscriptRows
-from orchmllm.data.formats.tars import TarRows
-from orchmllm.data.media.medium import MediaRoot, RowError, refuse_kind
+from orchmllm.data.formats.find import expand, find_store
+from orchmllm.data.formats.rows import (
+    RowStore,
+)
+from orchmllm.data.media.medium import MediaRoot, RowError
+from orchmllm.data.storage.clients import StorageError, without_query
+from orchmllm.data.storage.remote import NOWHERE, Storage, is_url
 from orchmllm.data.tokenizer import ChatTokenizer
 
 NUM_PEEKED = 20  # first rows that detection looks at: some of them may be broken
-JSON_SUFFIXES, ARROW_SUFFIXES = (".jsonl", ".json", ".ndjson"), (".parquet", ".arrow")
-READABLE = (*JSON_SUFFIXES, *ARROW_SUFFIXES, ".tar")
 DEFAULT_INDEX_DIR = "~/.cache/orchmllm/index"
 MAX_ROW_CHARS = 1 << 20  # of all turns: about 250,000 tokens
-Found = tuple[Callable[[], RowStore], str | None]  # what opens the rows, and their layout
 
 
 @dataclass
@@ -61,8 +59,8 @@ class DataSource:
         """A row of `file` as the canonical example. Raises RowError."""
         root = self.root
         if self.layout == "air_bench":  # media are beside the meta file, not beside the source
-            folder = os.path.relpath(file.parent, root.path)
-            root = MediaRoot(root.path, root.declared, "" if folder[0] == "." else folder)
+            folder = os.path.relpath(file.parent, self.store.root)
+            root = replace(root, prefix="" if folder[0] == "." else folder)
         try:
             conversation = ADAPTERS[self.layout](row, root, self.config.prompt)
         except RowError:
@@ -85,6 +83,8 @@ def index_path(index_dir: str | os.PathLike | None) -> Path:
 
 def beside(path: str) -> Path:
     """The tokenizer.json that lies with the data. Raises ValueError if there is none."""
+    if is_url(path):
+        raise ValueError(f"{path}: give data.tokenizer; none is looked for beside remote data")
     folder = Path(path) if Path(path).is_dir() else Path(path).parent
     if not (folder / "tokenizer.json").is_file():
         missing = "" if os.path.exists(path) else f"{path}: no such file or folder, and "
@@ -104,47 +104,66 @@ def open_tokenizer(data: DataConfig) -> ChatTokenizer:
     return ChatTokenizer(data.tokenizer or beside(sources_of(data)[0].path))
 
 
-def open_source(config: SourceConfig, cache_dir: Path) -> DataSource:
-    """Raises ValueError naming the path, what was looked for and the cure."""
+def open_source(config: SourceConfig, cache_dir: Path, storage: Storage = NOWHERE) -> DataSource:
+    """storage: what may be read of other machines. Raises ValueError naming the path, what was
+    looked for and the cure."""
     if not config.path:
         raise ValueError("data.sources: a source needs a path")
-    try:
-        opener, layout = _find_store(config, cache_dir)
-        return _as_source(config, opener(), layout)
-    except (UnicodeDecodeError, RowError) as error:
-        raise ValueError(f"{config.path}: {error}") from error
+    with _explained(config):
+        return _as_source(config, *find_store(config, cache_dir, storage)(), storage)
 
 
-def check_source(config: SourceConfig) -> None:
+def check_source(config: SourceConfig, storage: Storage = NOWHERE) -> None:
     """Raises ValueError if a source's files or its media_root are not there; opens
     nothing."""
-    _find_store(config, Path())
-    _check_media_root(config)
+    with _explained(config):
+        find_store(config, Path(), storage)
+    _check_media_root(config, storage)
 
 
-def _check_media_root(config: SourceConfig) -> None:
-    if config.media_root and not os.path.isdir(config.media_root):
+@contextmanager
+def _explained(config: SourceConfig) -> Iterator[None]:
+    """Errors of reading a source as ValueError."""
+    try:
+        yield
+    except (UnicodeDecodeError, RowError) as error:
+        raise ValueError(f"{config.path}: {error}") from error
+    except (StorageError, OSError) as error:
+        if not is_url(config.path):
+            raise
+        path = without_query(config.path)
+        raise ValueError(f"{'' if path in str(error) else path + ': '}{error}") from error
+
+
+def _check_media_root(config: SourceConfig, storage: Storage) -> None:
+    if is_url(config.media_root):
+        storage.below(config.media_root, "name")
+    elif config.media_root and not os.path.isdir(config.media_root):
         raise ValueError(f"{config.path}: media_root {config.media_root!r} is not a folder")
 
 
-def stream_of(config: SourceConfig) -> DataSource | None:
+def stream_of(config: SourceConfig, storage: Storage = NOWHERE) -> DataSource | None:
     """Parquet files and the hub as a stream, without a copy on disk; None for what a store reads
     in place. Raises ValueError."""
+    if is_url(config.path):
+        return None
     hub = config.path.startswith("hf:")
-    files = [] if hub or os.path.isdir(config.path) else _expand(config.path)
+    files = [] if hub or os.path.isdir(config.path) else expand(config.path)
     if not hub and not (files and all(f.suffix == ".parquet" for f in files)):
         return None
-    return _as_source(config, arrow.open_stream(config, files), None)
+    return _as_source(config, arrow.open_stream(config, files), None, storage)
 
 
-def _as_source(config: SourceConfig, store: RowStore, layout: str | None) -> DataSource:
-    root = os.path.realpath(config.media_root or store.root)
-    _check_media_root(config)
+def _as_source(config: SourceConfig, store: RowStore, layout: str | None,
+               storage: Storage) -> DataSource:
+    root = config.media_root or getattr(store, "media_root", "") or store.root
+    root = root if is_url(root) else os.path.realpath(root)
+    _check_media_root(config, storage)
     name = config.name or _short_name(config.path)
     if config.row_format not in ("auto", "librispeech"):
         layout = _chosen(config.row_format, store)
     return DataSource(config, name, store, layout or _detected(store, config.path),
-                  MediaRoot(root, bool(config.media_root)))
+                  MediaRoot(root, bool(config.media_root), storage=storage))
 
 
 def _short_name(path: str) -> str:
@@ -184,93 +203,3 @@ def _detected(store: RowStore, path: str) -> str:
     seen = f"keys {', '.join(sorted(map(str, keys)))}" if keys else "no row that can be read"
     raise ValueError(f"{path}: {store.kind} of unknown layout: its first {NUM_PEEKED} rows have "
                      f"{seen}; looked for{looked}\nrename the columns, or name the format")
-
-
-def _find_store(config: SourceConfig, cache_dir: Path) -> Found:
-    """What opens the rows, and the layout where the place tells it. Raises ValueError if files are
-    missing."""
-    if config.path.startswith("hf:"):
-        return partial(arrow.open_hub, config, cache_dir), None
-    path = Path(config.path)
-    if path.is_dir():
-        return _find_in_folder(path, config, cache_dir)
-    files = _expand(config.path)
-    if not files:
-        raise ValueError(f"{config.path}: no such file or folder; give a JSON, JSONL, parquet, "
-                         "arrow or tar file, a pattern of them, a folder, or hf:org/name")
-    return _opener(files, files[0].parent, config, cache_dir), None
-
-
-def _expand(pattern: str) -> list[Path]:
-    """Files of a path, a glob, or a range such as shard-{000..012}.tar."""
-    span = re.search(r"\{(\d+)\.\.(\d+)\}", pattern)
-    if span:
-        first, last = span.groups()
-        names = [pattern[: span.start()] + str(k).zfill(len(first)) + pattern[span.end():]
-                 for k in range(int(first), int(last) + 1)]
-        missing = [name for name in names if not os.path.isfile(name)]
-        if missing:
-            raise ValueError(f"{pattern}: {missing[0]} is missing")
-        return [Path(name) for name in names]
-    if os.path.isfile(pattern):
-        return [Path(pattern)]
-    return [Path(p) for p in sorted(glob.glob(pattern, recursive=True)) if os.path.isfile(p)]
-
-
-def _find_in_folder(path: Path, config: SourceConfig, cache_dir: Path) -> Found:
-    if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
-        return partial(arrow.open_saved, path, config), None
-    listed = llama_factory.read(path)
-    if listed:
-        files, renamed, layout = listed.choose(config.subset)
-        opener = _opener(files, path, config, cache_dir)
-        return (lambda: renamed(opener())), layout
-    metas = sorted(p for p in (*path.glob("*_meta.json"), *path.glob("*/*_meta.json")))
-    if metas and config.row_format in ("auto", "air_bench"):
-        return _opener(metas, path, config, cache_dir), "air_bench"
-    if next(path.rglob("*.trans.txt"), None) is not None:
-        return partial(TranscriptRows, path, config.split), "asr"
-    if (path / "data.jsonl").is_file():
-        return _opener([path / "data.jsonl"], path, config, cache_dir), None
-    for suffixes in (ARROW_SUFFIXES, (".tar",), JSON_SUFFIXES):
-        files = sorted(p for folder in (path, path / "data") for p in folder.glob("*")
-                       if suffix_of(p) in suffixes and p.name not in NOT_DATA)
-        if config.split and len(files) > 1:
-            files = [p for p in files if p.name.startswith(config.split)] or files
-        if files:
-            return _opener(files, path, config, cache_dir), None
-    raise ValueError(
-        f"{path}: nothing to read; looked for a saved `datasets` folder (state.json), "
-        "dataset_info.json (LLaMA-Factory), *_meta.json (AIR-Bench), *.trans.txt (LibriSpeech), "
-        "data.jsonl, *.parquet, *.arrow, *.tar, *.json and *.jsonl, and those as .gz or .zst")
-
-
-NOT_DATA = {"tokenizer.json", "tokenizer_config.json", "dataset_infos.json", "dataset_info.json",
-            "config.json"}
-
-
-def _opener(
-    files: Sequence[Path], root: Path, config: SourceConfig, cache_dir: Path
-) -> Callable[[], RowStore]:
-    for path in files:
-        refuse_kind(path.stem if path.suffix in PACKED else str(path))
-        readable = READABLE if path.suffix not in PACKED else (*JSON_SUFFIXES, ".tar")
-        if suffix_of(path) not in readable:
-            raise ValueError(f"{path}: {path.suffix or 'no suffix'} is not read; it must be one of "
-                             f"{', '.join(READABLE)} (JSON and tars also as .gz or .zst; convert "
-                             ".csv to .jsonl)")
-    if suffix_of(files[0]) in ARROW_SUFFIXES:
-        return partial(arrow.open_files, files, root, cache_dir)
-    return partial(_open_files, files, root, config, cache_dir)
-
-
-def _open_files(
-    files: Sequence[Path], root: Path, config: SourceConfig, cache_dir: Path
-) -> RowStore:
-    opened = TarRows if suffix_of(files[0]) == ".tar" else JsonRows
-    cached = array_cache(cache_dir)
-    stores = []
-    for path in files:
-        stores.append(opened(unpacked(path, cache_dir), config.max_row_bytes, cached))
-        stores[-1].path, stores[-1].files, stores[-1].root = path, [path], path.parent
-    return stores[0] if len(stores) == 1 and root == stores[0].root else JoinedRows(stores, root)

@@ -6,17 +6,20 @@ paths, bytes, or slices of a tar. Rows are read when asked for; opening costs on
 
 from __future__ import annotations
 
+import io
 import json
 import mmap
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 
 from orchmllm.data.media.medium import RowError
+from orchmllm.data.storage.remote import RemoteFile
 
 _BLOCK = 8 << 20  # characters of a JSON array scanned at a time
 
@@ -67,13 +70,17 @@ def parse_json(data: bytes) -> dict:
     return row
 
 
-class _FileBytes:
-    """pread on a file: forks share it, a process that gets a pickle opens its own."""
+class FileBytes:
+    """pread on a file: forks share it, a process that gets a pickle opens its own. A remote one is
+    opened for each read: what stays open would stay on the disk."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path | RemoteFile) -> None:
         self.path, self._fd = path, -1
 
     def read(self, offset: int, size: int) -> bytes:
+        if isinstance(self.path, RemoteFile):
+            with self.path.open() as f:
+                return os.pread(f.fileno(), size, offset)
         if self._fd < 0:
             self._fd = os.open(self.path, os.O_RDONLY)
         return os.pread(self._fd, size, offset)
@@ -96,7 +103,7 @@ class JsonRows:
         self.kind = "JSON array" if first == b"[" else "JSONL"
         scan = scan_array if first == b"[" else scan_lines
         self.spans, self.numbers = cached("spans", [path], lambda: scan(path))
-        self._bytes = _FileBytes(path)
+        self._bytes = FileBytes(path)
 
     def __len__(self) -> int:
         return len(self.spans)
@@ -124,9 +131,11 @@ def _first_byte(path: Path) -> bytes:
 def scan_lines(path: Path) -> tuple[np.ndarray, np.ndarray]:
     """(n, 2) byte spans and (n,) line numbers of the lines that are not blank."""
     spans, numbers = [], []
-    if os.path.getsize(path) == 0:
-        return np.zeros((0, 2), np.int64), np.zeros(0, np.int64)
-    with path.open("rb") as f, mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ) as data:
+    with path.open("rb") as f:
+        if os.fstat(f.fileno()).st_size == 0:
+            return np.zeros((0, 2), np.int64), np.zeros(0, np.int64)
+        data = mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ)
+    with data:
         start, number, size = 0, 1, len(data)
         while start < size:
             end = data.find(b"\n", start)
@@ -143,9 +152,11 @@ def scan_array(path: Path) -> tuple[np.ndarray, np.ndarray]:
     blocks: the file may be larger than memory. Raises ValueError where it is not one."""
     decoder, spans = json.JSONDecoder(), []
     space = re.compile(r"[\s,]*")
-    with path.open("r", encoding="utf-8-sig", newline="") as f:
+    with path.open("rb") as file:
+        skipped = len(b"\xef\xbb\xbf") if file.read(3) == b"\xef\xbb\xbf" else 0
+        file.seek(0)
+        f = io.TextIOWrapper(file, encoding="utf-8-sig", newline="")
         text, at = f.read(_BLOCK), 0
-        skipped = len(b"\xef\xbb\xbf") if path.open("rb").read(3) == b"\xef\xbb\xbf" else 0
         at = text.index("[") + 1
         offset = skipped + len(text[:at].encode())
         while True:
@@ -207,13 +218,45 @@ class TranscriptRows:
         return self.files[self._rows[i][0]]
 
 
+class LaterRows:
+    """A store that is opened when a row of it is needed: a stream fetches one shard after another.
+    """
+
+    def __init__(self, open_store: Callable[[], RowStore], path: Path | RemoteFile) -> None:
+        self._open, self.files, self.root, self.is_open = open_store, [path], path.parent, False
+
+    @cached_property
+    def _store(self) -> RowStore:
+        store, self.is_open = self._open(), True
+        return store
+
+    @property
+    def kind(self) -> str:
+        return self._store.kind
+
+    def __len__(self) -> int:
+        return len(self._store)
+
+    def row(self, i: int) -> dict:
+        return self._store.row(i)
+
+    def number(self, i: int) -> int:
+        return self._store.number(i)
+
+    def file(self, i: int) -> Path | RemoteFile:
+        return self.files[0]
+
+
 class JoinedRows:
     """Several stores of one kind, one after the other."""
 
     def __init__(self, stores: Sequence[RowStore], root: Path) -> None:
         self.stores, self.kind, self.root = list(stores), stores[0].kind, root
         self.files = [f for s in stores for f in s.files]
-        self._start = np.concatenate([[0], np.cumsum([len(s) for s in stores])])
+
+    @cached_property
+    def _start(self) -> np.ndarray:
+        return np.concatenate([[0], np.cumsum([len(s) for s in self.stores])])
 
     def __len__(self) -> int:
         return int(self._start[-1])
@@ -235,8 +278,12 @@ class JoinedRows:
         return store.file(k)
 
 
-def sizes(files: Sequence[Path]) -> Iterator[tuple[str, int, int]]:
-    """(real path, bytes, mtime in ns) of each file: what a cache is keyed by."""
+def sizes(files: Sequence[Path | RemoteFile]) -> Iterator[tuple[str, int, int | str]]:
+    """(real path, bytes, mtime in ns) of each file, or (URL, bytes, version): what a cache is keyed
+    by."""
     for path in files:
+        if isinstance(path, RemoteFile):
+            yield path.url, path.num_bytes(), path.version
+            continue
         info = os.stat(path)
         yield os.path.realpath(path), info.st_size, info.st_mtime_ns

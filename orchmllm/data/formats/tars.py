@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from orchmllm.data.formats.rows import _FileBytes, parse_json
+from orchmllm.data.formats.rows import FileBytes, parse_json
 from orchmllm.data.media.kinds import MODALITY_OF
 from orchmllm.data.media.medium import MAX_MEMBER_BYTES, Medium, RowError, refuse_kind
 from orchmllm.plan.layout import AUDIO, VISION
@@ -31,7 +31,7 @@ class TarRows:
         self.names: list[str] = json.loads(names.tobytes().decode())
         rows = self.members[:, 0]
         self._start = np.searchsorted(rows, np.arange(rows[-1] + 2 if len(rows) else 1))
-        self._bytes = _FileBytes(path)
+        self._bytes = FileBytes(path)
 
     def __len__(self) -> int:
         return len(self._start) - 1
@@ -66,7 +66,7 @@ class TarRows:
                 row[kind if kind in ("caption", "transcript") else "text"] = text
             elif kind in MODALITY_OF:
                 modality = MODALITY_OF[kind]
-                media[modality].append(Medium(modality, where, str(self._bytes.path), offset, size))
+                media[modality].append(Medium(modality, where, self._bytes.path, offset, size))
             else:
                 refuse_kind(where, kind)
         return _with_members(row, media)
@@ -90,7 +90,7 @@ def scan_tar(path: Path) -> tuple[np.ndarray, np.ndarray]:
     and their names as JSON bytes. Raises ValueError for a file that is not an uncompressed tar."""
     members, names, row, last = [], [], -1, None
     try:
-        with tarfile.open(path, "r:") as tar:
+        with path.open("rb") as file, tarfile.open(fileobj=file, mode="r:") as tar:
             for info in tar:
                 if info.isdir():
                     continue

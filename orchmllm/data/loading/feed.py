@@ -54,10 +54,12 @@ class SegmentFeed:
     def draw(self, index: int) -> BatchLayout | None:
         if index >= self.num_steps:
             return None
+        self._workers.start()  # before this process has threads that fetch
         sampled, rank = self.sampler.batch(index), self.orchestrator.rank
-        shares = [self.sampler.share(len(sampled), r, self.orchestrator.world_size)
-                  for r in range(self.orchestrator.world_size)]
+        shares = self.sampler.shares(index, self.orchestrator.world_size)
         probed = sampled if self.knows_all else sampled[shares[rank]]
+        if hasattr(self.dataset, "prepare"):
+            self.dataset.prepare(probed.tolist())
         return BatchLayout.from_examples(
             [self.dataset.layout(int(i)) for i in probed],
             [s.stop - s.start for s in shares] if self.knows_all else None)

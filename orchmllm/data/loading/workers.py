@@ -70,8 +70,9 @@ class _Worker(SureFork):
 
 
 class Workers:
-    """num_workers: processes, forked at the first request; 0: calls run in the caller's thread when
-    their results are asked for. Used by one thread. Raises ValueError for a negative number."""
+    """num_workers: processes, forked at start() or the first request; 0: calls run in the caller's
+    thread when their results are asked for. Used by one thread. Raises ValueError for a negative
+    number."""
 
     def __init__(self, dataset: Any, num_workers: int) -> None:
         if num_workers < 0:
@@ -88,16 +89,18 @@ class Workers:
 
         It raises what a call raised, and RuntimeError if a worker died or could not be started."""
         if not self.num_workers:
-            return lambda: [_run(self.dataset, method, call) for call in calls]
-        if self._threads is None:
-            self._start()
+            return lambda: _results(self.dataset, method, calls)
+        self.start()
         size = max(1, -(-len(calls) // (CHUNKS_PER_WORKER * self.num_workers)))
         futures = [self._threads.submit(self._ask, method, calls[at: at + size])
                    for at in range(0, len(calls), size)]
         return lambda: [(_convert(value, np.ndarray, torch.from_numpy), failed)
                         for future in futures for value, failed in _answer(future.result())]
 
-    def _start(self) -> None:
+    def start(self) -> None:
+        """Forks the processes if they are not there. Raises RuntimeError if they do not start."""
+        if not self.num_workers or self._threads is not None:
+            return
         self.processes = []
         # Before multiprocessing asks its children to end with SIGTERM.
         self._at_exit = Finalize(self, _end, (self.processes,), exitpriority=1)
@@ -184,8 +187,14 @@ def _end_with(parent: int) -> None:
 def _run_all(dataset: Any, method: str, calls: Sequence[Call]) -> list[Result]:
     """With arrays for tensors, which would travel as descriptors of shared memory and need their
     worker to stay alive."""
-    results = (_run(dataset, method, call) for call in calls)
-    return [(_convert(value, Tensor, Tensor.numpy), failed) for value, failed in results]
+    return [(_convert(value, Tensor, Tensor.numpy), failed)
+            for value, failed in _results(dataset, method, calls)]
+
+
+def _results(dataset: Any, method: str, calls: Sequence[Call]) -> list[Result]:
+    if method == "load" and hasattr(dataset, "prepare_loads"):
+        dataset.prepare_loads(calls)
+    return [_run(dataset, method, call) for call in calls]
 
 
 def _run(dataset: Any, method: str, call: Call) -> Result:

@@ -18,6 +18,7 @@ from typing import BinaryIO
 from orchmllm.data.media.framing import check_joined, check_ogg, mpeg_samples
 from orchmllm.data.media.kinds import AUDIO_FORMATS, CONVERT_AUDIO, IMAGE_FORMATS
 from orchmllm.data.media.medium import MediaError, Medium, reading
+from orchmllm.data.storage.remote import RemoteFile
 from orchmllm.plan.layout import (
     AudioGeometry,
     AudioHeader,
@@ -162,4 +163,6 @@ def _num_bytes(source: MediumSource) -> int:
         return os.stat(source).st_size
     if source.data is not None:
         return len(source.data)
+    if source.size < 0 and isinstance(source.path, RemoteFile):
+        return source.path.num_bytes()
     return source.size if source.size >= 0 else os.stat(source.path).st_size

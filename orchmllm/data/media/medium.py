@@ -22,6 +22,8 @@ from typing import NamedTuple
 from urllib.parse import unquote
 
 from orchmllm.data.media.kinds import REFUSED_SUFFIXES, listed, refusal
+from orchmllm.data.storage.clients import StorageError, without_query
+from orchmllm.data.storage.remote import NOWHERE, RemoteFile, Storage, is_url
 from orchmllm.plan.layout import TEXT, VISION
 
 MAX_MEMBER_BYTES = 512 << 20  # a medium's encoded bytes
@@ -67,7 +69,7 @@ class Medium(NamedTuple):
 
     modality: int
     name: str
-    path: str = ""
+    path: str | os.PathLike | RemoteFile = ""
     offset: int = 0
     size: int = -1
     data: bytes | None = None
@@ -76,9 +78,9 @@ class Medium(NamedTuple):
 class _Slice(io.RawIOBase):
     """Read-only view of `size` bytes at `offset` of a file."""
 
-    def __init__(self, path: str, offset: int, size: int) -> None:
+    def __init__(self, path: str | os.PathLike | RemoteFile, offset: int, size: int) -> None:
         super().__init__()
-        self._file = open(path, "rb", buffering=0)
+        self._file = path.open() if isinstance(path, RemoteFile) else open(path, "rb", buffering=0)
         self._offset, self._size, self._at = offset, size, 0
 
     def readable(self) -> bool:
@@ -118,6 +120,11 @@ def reading(medium: Medium | str | os.PathLike) -> Iterator[object]:
         size, file = len(medium.data), io.BytesIO(medium.data)
     elif medium.size >= 0:
         size = medium.size
+    elif isinstance(medium.path, RemoteFile):
+        try:
+            size = medium.path.num_bytes()
+        except OSError as error:
+            raise MediaError(path, f"cannot be fetched: {error.strerror or error}") from error
     else:
         try:
             info = os.stat(medium.path)
@@ -134,12 +141,12 @@ def reading(medium: Medium | str | os.PathLike) -> Iterator[object]:
     if size > MAX_MEMBER_BYTES:
         raise MediaError(path, f"{size} bytes: more than the limit of {MAX_MEMBER_BYTES}")
     try:
-        if medium.data is None and medium.size >= 0:
+        if medium.data is None and (medium.size >= 0 or isinstance(medium.path, RemoteFile)):
             with io.BufferedReader(_Slice(medium.path, medium.offset, size), 16384) as file:
                 yield file
         else:
             yield file
-    except (MediaError, MemoryError):
+    except (MediaError, MemoryError, StorageError):
         raise
     except Exception as error:  # decoders raise a dozen different types on bad bytes
         raise MediaError(path, _reason(error, medium)) from error
@@ -186,8 +193,9 @@ def resolve(name: str, root: str, *, absolute: bool) -> str:
     if scheme == "file" and name.startswith("file:///"):
         path = unquote(name[len("file://"):])
     elif "://" in name or scheme in ("file", "pipe", "data"):
-        raise RowError(f"media path {name[:200]!r} is a URL, which is never fetched; download the "
-                       "file below the media root and write its relative path", name[:200])
+        raise RowError(f"media path {name[:200]!r} is a URL of a kind that is never fetched; "
+                       "download the file below the media root and write its relative path",
+                       name[:200])
     else:
         path = name
     pure = PurePosixPath(path)
@@ -248,12 +256,14 @@ def refuse_kind(name: str, suffix: str = "") -> None:
 
 @dataclass(frozen=True)
 class MediaRoot:
-    """Where a source's media may be. path: a real path. declared: the recipe named it, so absolute
-    paths that lead there are allowed. prefix: put before relative names."""
+    """Where a source's media may be. path: a real path, or the URL of a folder. declared: the
+    recipe named it, so absolute paths that lead there are allowed. prefix: put before relative
+    names. storage: what may be read of other machines."""
 
     path: str
     declared: bool = False
     prefix: str = ""
+    storage: Storage = NOWHERE
 
     def medium(self, modality: int, value: object) -> Medium:
         """What a row holds for one medium: a path, a data: URL, bytes, or Hugging Face's
@@ -282,4 +292,18 @@ class MediaRoot:
             return from_data_url(value, modality, f"{kind} in a data: URL")
         refuse_kind(value)
         name = value if value.startswith("/") or ":" in value else os.path.join(self.prefix, value)
+        if is_url(value) or is_url(self.path):
+            return Medium(modality, without_query(name), self._remote(name))
         return Medium(modality, name, resolve(name, self.path, absolute=self.declared))
+
+    def _remote(self, name: str) -> RemoteFile:
+        """The file of a URL, or of a name relative to one. Raises RowError."""
+        printed = printable(name)
+        if printed != name or "\0" in name or name.startswith(("/", "file:", "pipe:")):
+            raise RowError(f"media path {printed!r:.200} must be a URL, or relative to "
+                           f"{self.path}, without NUL or lone surrogates", printed[:100])
+        try:
+            return (self.storage.file(name, MAX_MEMBER_BYTES) if is_url(name)
+                    else self.storage.below(self.path, name, MAX_MEMBER_BYTES))
+        except ValueError as error:
+            raise RowError(str(error), without_query(printed)[:200]) from error

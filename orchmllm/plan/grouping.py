@@ -102,15 +102,16 @@ def capped(images: np.ndarray, tokens: np.ndarray, *, max_images: int, max_token
     parts, at = [], min(_at_least_1("window", window), len(order))
     waiting = order[:at]
     while len(waiting):
-        chosen, room, candidates = [0], 1.0 - size[waiting[0]], size[waiting]
-        fullness = candidates.sum(axis=1)
+        chosen, left, right = [0], *size[waiting].T  # of the two caps
+        rooms, fullness = [1.0 - left[0] + 1e-12, 1.0 - right[0] + 1e-12], left + right
         fullness[0] = -1
         while True:
-            fits = (candidates <= room + 1e-12).all(axis=1) & (fullness >= 0)
-            if not fits.any():
+            fits = np.where((left <= rooms[0]) & (right <= rooms[1]), fullness, -1)
+            best = int(fits.argmax())
+            if fits[best] < 0:
                 break
-            chosen.append(int(np.where(fits, fullness, -1).argmax()))
-            room, fullness[chosen[-1]] = room - candidates[chosen[-1]], -1
+            chosen.append(best)
+            rooms, fullness[best] = [rooms[0] - left[best], rooms[1] - right[best]], -1
         parts.append(waiting[chosen])
         rest = np.delete(waiting, chosen)
         waiting = np.concatenate([rest, order[at:at + len(chosen)]])

@@ -1,0 +1,176 @@
+"""From the path of a source to its row store: files, patterns and folders, here and behind URLs."""
+
+from __future__ import annotations
+
+import glob
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from pathlib import Path
+
+from orchmllm.config import SourceConfig
+from orchmllm.data.formats import arrow, llama_factory
+from orchmllm.data.formats.copies import PACKED, array_cache, digest, suffix_of, unpacked
+from orchmllm.data.formats.rows import (
+    JoinedRows,
+    JsonRows,
+    LaterRows,
+    RowStore,
+    TranscriptRows,
+    sizes,
+)
+from orchmllm.data.formats.tars import TarRows
+from orchmllm.data.media.kinds import MODALITY_OF
+from orchmllm.data.media.medium import refuse_kind
+from orchmllm.data.storage.remote import RemoteFile, Storage, is_url
+
+JSON_SUFFIXES, ARROW_SUFFIXES = (".jsonl", ".json", ".ndjson"), (".parquet", ".arrow")
+READABLE = (*JSON_SUFFIXES, *ARROW_SUFFIXES, ".tar")
+NOT_DATA = {"tokenizer.json", "tokenizer_config.json", "dataset_infos.json", "dataset_info.json",
+            "config.json"}
+TELLING = {"state.json", "dataset_dict.json", llama_factory.NAME}  # what a folder is
+Found = Callable[[], tuple[RowStore, str | None]]  # opens the rows; their layout if the place tells
+File = Path | RemoteFile
+
+
+def find_store(config: SourceConfig, cache_dir: Path, storage: Storage) -> Found:
+    """What opens the rows of a source. Raises ValueError, or an error of `Storage`, if files are
+    missing."""
+    if is_url(config.path):
+        return _find_remote(config, cache_dir, storage)
+    if config.path.startswith("hf:"):
+        return lambda: (arrow.open_hub(config, cache_dir), None)
+    path = Path(config.path)
+    if path.is_dir():
+        return _find_in_folder(path, config, cache_dir)
+    files = expand(config.path)
+    if not files:
+        raise ValueError(f"{config.path}: no such file or folder; give a JSON, JSONL, parquet, "
+                         "arrow or tar file, a pattern of them, a folder, or hf:org/name")
+    return _opener(files, files[0].parent, config, cache_dir)
+
+
+def _numbered(pattern: str) -> list[str]:
+    """The names of a range such as shard-{000..012}.tar; none for another path."""
+    span = re.search(r"\{(\d+)\.\.(\d+)\}", pattern)
+    if not span:
+        return []
+    first, last = span.groups()
+    return [pattern[: span.start()] + str(k).zfill(len(first)) + pattern[span.end():]
+            for k in range(int(first), int(last) + 1)]
+
+
+def expand(pattern: str) -> list[Path]:
+    """Files of a path, a glob, or a range such as shard-{000..012}.tar. Raises ValueError if one of
+    a range is missing."""
+    names = _numbered(pattern)
+    if names:
+        missing = [name for name in names if not os.path.isfile(name)]
+        if missing:
+            raise ValueError(f"{pattern}: {missing[0]} is missing")
+        return [Path(name) for name in names]
+    if os.path.isfile(pattern):
+        return [Path(pattern)]
+    return [Path(p) for p in sorted(glob.glob(pattern, recursive=True)) if os.path.isfile(p)]
+
+
+def _find_in_folder(path: Path, config: SourceConfig, cache_dir: Path) -> Found:
+    if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
+        return lambda: (arrow.open_saved(path, config), None)
+    listed = llama_factory.read(path)
+    if listed:
+        files, renamed, layout = listed.choose(config.subset)
+        opener = _opener(files, path, config, cache_dir)
+        return lambda: (renamed(opener()[0]), layout)
+    metas = sorted(p for p in (*path.glob("*_meta.json"), *path.glob("*/*_meta.json")))
+    if metas and config.row_format in ("auto", "air_bench"):
+        return _opener(metas, path, config, cache_dir, "air_bench")
+    if next(path.rglob("*.trans.txt"), None) is not None:
+        return lambda: (TranscriptRows(path, config.split), "asr")
+    files = _data_files([*path.glob("*"), *path.glob("data/*")], config)
+    if files:
+        return _opener(files, path, config, cache_dir)
+    raise ValueError(
+        f"{config.path}: nothing to read; looked for a saved `datasets` folder (state.json), "
+        "dataset_info.json (LLaMA-Factory), *_meta.json (AIR-Bench), *.trans.txt (LibriSpeech), "
+        "data.jsonl, *.parquet, *.arrow, *.tar, *.json and *.jsonl, and those as .gz or .zst")
+
+
+def _data_files(there: Iterable[File], config: SourceConfig) -> list[File]:
+    """The data files among those of a folder and of `data` in it."""
+    there = sorted((f for f in there if f.name not in NOT_DATA), key=str)
+    for names in ("data.jsonl", *(ARROW_SUFFIXES, (".tar",), JSON_SUFFIXES)):
+        files = [f for f in there if (f.name == names if isinstance(names, str)
+                                      else suffix_of(f) in names)]
+        if config.split and len(files) > 1:
+            files = [f for f in files if f.name.startswith(config.split)] or files
+        if files:
+            return files
+    return []
+
+
+def _find_remote(config: SourceConfig, cache_dir: Path, storage: Storage) -> Found:
+    """Data files are opened where they are, one after the other. Of a folder that tells its layout
+    all but the media is copied into cache_dir."""
+    numbered, url = _numbered(config.path), config.path.rstrip("/")
+    files = storage.each(numbered) if numbered else storage.listed(url)
+    if not files:
+        raise ValueError("no such file or folder")
+    if numbered or set("*?[") & set(url) or files[0].url == url:
+        return _opener(files, files[0].parent, config, cache_dir)
+    data = _data_files(files, config)
+    if (data and not TELLING.intersection(f.name for f in files)
+            and config.row_format not in ("air_bench", "librispeech")):
+        return _opener(data, url, config, cache_dir)
+    return partial(_open_copied, url, config, cache_dir, storage)
+
+
+def _open_copied(url: str, config: SourceConfig, cache_dir: Path, storage: Storage
+                 ) -> tuple[RowStore, str | None]:
+    files = [f for f in storage.listed(url, deep=True) if f.suffix[1:].lower() not in MODALITY_OF]
+    folder = cache_dir / f"remote-{digest(list(sizes(files)))}"
+    if not folder.is_dir():
+        part = folder.with_name(f"{folder.name}.{os.getpid()}.part")
+        for file in files:
+            path = part / file.url[len(url) + 1:]
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with file.open() as there, path.open("wb") as here:
+                shutil.copyfileobj(there, here, 8 << 20)
+        try:
+            part.replace(folder)
+        except OSError:  # another rank was faster
+            shutil.rmtree(part)
+    store, layout = _find_in_folder(folder, config, cache_dir)()
+    store.media_root = url
+    return store, layout
+
+
+def _opener(files: Sequence[File], root: Path | str, config: SourceConfig, cache_dir: Path,
+            layout: str | None = None) -> Found:
+    for path in files:
+        refuse_kind(path.stem if path.suffix in PACKED else str(path))
+        readable = READABLE if path.suffix not in PACKED else (*JSON_SUFFIXES, ".tar")
+        if suffix_of(path) not in readable:
+            raise ValueError(f"{path}: {path.suffix or 'no suffix'} is not read; it must be one of "
+                             f"{', '.join(READABLE)} (JSON and tars also as .gz or .zst; convert "
+                             ".csv to .jsonl)")
+    opened = (arrow.open_files if suffix_of(files[0]) in ARROW_SUFFIXES
+              else partial(_open_files, config))
+    return lambda: (opened(files, root, cache_dir), layout)
+
+
+def _open_files(config: SourceConfig, files: Sequence[File], root: Path | str, cache_dir: Path
+                ) -> RowStore:
+    opened = TarRows if suffix_of(files[0]) == ".tar" else JsonRows
+    cached = array_cache(cache_dir)
+
+    def open_file(path: File) -> RowStore:
+        store = opened(unpacked(path, cache_dir), config.max_row_bytes, cached)
+        store.path, store.files, store.root = path, [path], path.parent
+        return store
+
+    stores = [LaterRows(partial(open_file, path), path) if isinstance(path, RemoteFile)
+              else open_file(path) for path in files]
+    return stores[0] if len(stores) == 1 and root == stores[0].root else JoinedRows(stores, root)

@@ -1,0 +1,230 @@
+"""How examples are mixed: repeats of a source, windows of a shuffle, mini-batches below caps."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from orchmllm.cli.data import main
+from orchmllm.config import DataConfig, RecipeError, RunConfig, SourceConfig, load_recipe
+from orchmllm.data.dataset import ConversationDataset
+from orchmllm.data.sampler import CappedSampler, GlobalSampler, make_sampler, shuffled
+from orchmllm.data.stream import StreamDataset
+from orchmllm.data.tokenizer import ChatTokenizer
+from orchmllm.plan.grouping import capped
+from orchmllm.plan.layout import VISION, AudioGeometry, VisionGeometry
+from orchmllm.plan.step import BalanceConfig
+from orchmllm.runtime.build import build_dataset
+from orchmllm.runtime.run_state import check_resumable, resume_keys
+from tests.lib.formats import QUESTIONS, llava_row, write_jsonl, write_media
+from tests.lib.gradients import BATCH, Case, all_gradients, reference_gradients, worst_difference
+from tests.lib.ranks import run_ranks
+from tests.lib.synthetic import SHALLOW, SyntheticDataset, recipe
+from tests.lib.tokenizers import write_tokenizer
+from tests.lib.training import train
+
+MODEL = replace(SHALLOW, llm=replace(SHALLOW.llm, vocab_size=512))
+REPEATS = (1, 3, 2)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Sources of 7, 11 and 13 rows."""
+    folder = tmp_path_factory.mktemp("mixing")
+    write_media(folder)
+    write_tokenizer(folder)
+    for k, count in enumerate((7, 11, 13)):
+        rows = [llava_row(*QUESTIONS[(5 * k + i) % 12]) for i in range(count)]
+        for i, row in enumerate(rows):
+            row["conversations"][1]["value"] += f" {k} {i}" + " more" * (i % 5) * 10
+        write_jsonl(folder / f"{k}.jsonl", rows)
+    return folder
+
+
+def data_of(folder, **keys) -> DataConfig:
+    sources = tuple(SourceConfig(path=str(folder / f"{k}.jsonl"), repeats=r)
+                    for k, r in enumerate(keys.pop("repeats", REPEATS)))
+    return DataConfig(sources=sources, tokenizer=str(folder), index_dir=str(folder / "index"),
+                      **keys)
+
+
+def opened(data: DataConfig) -> ConversationDataset:
+    return ConversationDataset(
+        data.sources, tokenizer=ChatTokenizer(data.tokenizer), vision=MODEL.vision.geometry,
+        audio=MODEL.audio.geometry, index_dir=data.index_dir)
+
+
+def drawn(sampler, count: int) -> np.ndarray:
+    """The first `count` draws."""
+    out, step = [], 0
+    while len(out) < count:
+        out += sampler.batch(step).tolist()
+        step += 1
+    return np.array(out[:count])
+
+
+@pytest.mark.parametrize("window", [0, 1, 4, 1000])
+def test_every_example_comes_as_often_as_its_source_says(folder, window):
+    dataset = opened(data_of(folder))
+    data = data_of(folder, shuffle_window=window)
+    rows, held = dataset.split(3)
+    epoch = sum(r * sum(dataset.where(i)[0] == k for i in rows) for k, r in enumerate(REPEATS))
+    draws = drawn(make_sampler(dataset, rows, 5, seed=1, data=data), 4 * epoch)
+    for part in np.split(draws, 4):
+        counts = Counter(part.tolist())
+        assert counts.keys() == set(rows) and not counts.keys() & set(held)
+        assert all(counts[i] == REPEATS[dataset.where(i)[0]] for i in rows)
+    other = make_sampler(dataset, rows, 8, seed=1, data=data)
+    assert np.array_equal(drawn(other, 4 * epoch), draws)  # another number of ranks
+    assert not np.array_equal(draws[:epoch], draws[epoch: 2 * epoch])
+
+
+def test_a_window_is_shuffled_in_itself_and_windows_among_each_other():
+    order = shuffled(103, 10, [0, 1])
+    assert sorted(order) == list(range(103))
+    cuts = np.flatnonzero(np.diff(order // 10)) + 1
+    parts = np.split(order, cuts)
+    assert [len(p) for p in parts if p[0] // 10 != 10] == [10] * 10 and len(parts) == 11
+    assert [p[0] // 10 for p in parts] != sorted(p[0] // 10 for p in parts)
+    assert sum(not np.array_equal(p, np.sort(p)) for p in parts) >= 9
+    whole = GlobalSampler(range(50), 7, seed=4)
+    assert np.array_equal(drawn(GlobalSampler(range(50), 7, seed=4, window=50), 150),
+                          drawn(whole, 150))
+
+
+def test_the_window_of_a_stream(folder):
+    def rows(window: int) -> list[int]:
+        stream = StreamDataset(
+            [SourceConfig(path=str(folder / "2.jsonl"))], num_shards=1, seed=0, window=window,
+            tokenizer=ChatTokenizer(folder), vision=VisionGeometry(), audio=AudioGeometry(),
+            index_dir=folder / "index")
+        return [stream.where(i)[1] for i in range(13)]
+
+    assert rows(1) == list(range(13))
+    assert [sorted(rows(4)[k: k + 4]) for k in (0, 4, 8)] == [
+        list(range(k, k + 4)) for k in (0, 4, 8)]
+    assert rows(4) != list(range(13)) and sorted(rows(256)) == list(range(13))
+
+
+def recipe_of(folder, run_dir, **keys):
+    base = recipe(model=MODEL, data=data_of(folder, prefetch=2, batching="capped",
+                                            max_batch_tokens=400, max_batch_images=3),
+                  balance=BalanceConfig(ranks_per_node=2), run=RunConfig(dir=str(run_dir)))
+    return replace(base, train=replace(base.train, num_steps=14, batch_size=2),
+                   checkpoint=replace(base.checkpoint, every_steps=5, asynchronous=False), **keys)
+
+
+@pytest.fixture(scope="module")
+def indexed(folder):
+    data = data_of(folder)
+    (folder / "r.yaml").write_text(
+        f"data: {{sources: [{', '.join(f'{{path: {s.path}}}' for s in data.sources)}], tokenizer: "
+        f"{folder}, index_dir: {folder}/index}}\nmodel: {{vision: {{max_side: 112, num_heads: 2, "
+        "hidden_size: 16}, audio: {num_mels: 8}, llm: {vocab_size: 512}}\n")
+    assert main(["index", str(folder / "r.yaml"), "--workers", "1"]) == 0
+    return folder
+
+
+def test_capped_mini_batches_stay_below_the_caps_and_drop_nothing(indexed):
+    run = recipe_of(indexed, indexed / "run")
+    dataset = opened(run.data)
+    sampler = make_sampler(dataset, range(31), 4, data=run.data, per_rank=2, seed=3)
+    assert isinstance(sampler, CappedSampler) and 31 <= len(sampler.indices) == 66
+    groups = len(sampler.groups)
+    seen: Counter[int] = Counter()
+    for step in range(groups):  # two epochs, two mini-batches a step
+        batch, alone = sampler.batch(step), sampler.shares(step, 1)
+        assert [(s.start, s.stop) for s in alone] == [(0, len(batch))]
+        seen.update(batch.tolist())
+        for share in sampler.shares(step, 2):
+            layouts = [dataset.layout(int(i)) for i in batch[share]]
+            tokens = sum(int(x.num_tokens.sum()) for x in layouts)
+            images = sum(int((x.modality == VISION).sum()) for x in layouts)
+            assert len(layouts) == 1 or (tokens <= 400 and images <= 3)
+    assert all(seen[i] == 2 * REPEATS[dataset.where(i)[0]] for i in range(31))
+    again = make_sampler(dataset, range(31), 4, data=run.data, per_rank=2, seed=3)
+    assert np.array_equal(again.batch(groups - 1), sampler.batch(groups - 1))
+    fuller = [len(sampler.batch(s)) / 2 for s in range(groups)]
+    assert np.mean(fuller) > 2.0
+    with pytest.raises(ValueError, match="source 0.jsonl has no index; build it"):
+        make_sampler(opened(replace(run.data, index_dir="none")), range(31), 4, data=run.data,
+                     seed=3)
+
+
+CAPPED = SyntheticDataset()
+
+
+def capped_sampler() -> CappedSampler:
+    """One step with all examples."""
+    layouts = [CAPPED.layout(i) for i in range(BATCH)]
+    groups = capped(np.array([(x.modality == VISION).sum() for x in layouts]),
+                    np.array([x.num_tokens.sum() for x in layouts]), max_images=2, max_tokens=60)
+    return CappedSampler(range(BATCH), groups, len(groups))
+
+
+@pytest.mark.dist
+def test_gradients_with_capped_mini_batches_equal_the_plain_loop():
+    cases = {str((enabled, k, dispatch)): Case(
+        recipe(balance=BalanceConfig(enabled=enabled, ranks_per_node=2, dispatch=dispatch)), CAPPED,
+        accumulation_steps=k, sampler=capped_sampler)
+        for enabled, k, dispatch in ((False, 1, "tensors"), (True, 1, "load"), (True, 2, "bytes"))}
+    loss, grads = reference_gradients(next(iter(cases.values())))
+    result = run_ranks(all_gradients, 2, cases)[0]
+    for name in cases:
+        assert result[name][0] == pytest.approx(loss, rel=1e-12), name
+        error, where = worst_difference(result[name][1], grads)
+        assert error <= 1e-9, (name, where, error)
+
+
+def trained(world, run, stop_after: int = -1) -> list[tuple[float, list[int]]]:
+    seen = []
+
+    def record(step, row: dict) -> None:
+        seen.append((row["loss"], step.example_ids.tolist()))
+        if step.index == stop_after:
+            raise KeyboardInterrupt
+
+    with contextlib.suppress(KeyboardInterrupt):
+        train(world, run, build_dataset(run), on_step=record)
+    return seen
+
+
+@pytest.mark.dist
+def test_capped_training_resumes_exactly(indexed, tmp_path):
+    whole = run_ranks(trained, 1, recipe_of(indexed, tmp_path / "whole"))[0]
+    stopped = recipe_of(indexed, tmp_path / "stopped")
+    run_ranks(trained, 1, stopped, 7)
+    assert run_ranks(trained, 1, stopped)[0] == whole[5:]
+    assert len({len(ids) for _, ids in whole}) > 2
+
+
+@pytest.mark.parametrize("change, said", [
+    (dict(shuffle_window=5, batching="sample", max_batch_tokens=0, max_batch_images=0),
+     "data.shuffle_window is 5, the checkpoint was trained with 0"),
+    (dict(max_batch_tokens=500), "data.max_batch_tokens is 500"),
+    (dict(sources=()), "data.sources.repeats is .., the checkpoint was trained with .1, 3, 2.")])
+def test_another_order_is_refused_on_resume(folder, change, said):
+    run = recipe_of(folder, folder / "x")
+    state = {"version": 1, "data": {}, "global_batch_size": 2, **resume_keys(run)}
+    check_resumable(state, run, {})
+    other = replace(run, data=replace(run.data, **change))
+    with pytest.raises(ValueError, match=said):
+        check_resumable(state, other, {})
+    check_resumable(state, replace(other, run=replace(run.run, allow_data_change=True)), {})
+
+
+@pytest.mark.parametrize("data, said", [
+    ("{path: x, batching: capped}", "needs a number of tokens"),
+    ("{path: x, max_batch_tokens: 9}", "needs a number of tokens"),
+    ("{path: x, batching: capped, max_batch_tokens: 9, streaming: true}", "forms mini-batches of"),
+    ("{path: x, batching: capped, max_batch_tokens: 9, shuffle_window: 3}", "forms mini-batches"),
+    ("{sources: [{path: x, weight: 1, repeats: 2}]}", "repeats are counted in epochs"),
+    ("{sources: [{path: x, repeats: 2}], streaming: true}", "repeats are counted in epochs")])
+def test_what_does_not_go_together_is_refused(tmp_path, data, said):
+    (tmp_path / "r.yaml").write_text(f"data: {data}\n")
+    with pytest.raises(RecipeError, match=said):
+        load_recipe(tmp_path / "r.yaml")

@@ -1,0 +1,381 @@
+"""Data behind URLs: the same examples from every storage, faults of servers, what is refused."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import pickle
+import resource
+import shutil
+import tarfile
+import threading
+import time
+from collections import deque
+from pathlib import Path
+
+import pytest
+
+from orchmllm.config import RemoteRoot, SourceConfig
+from orchmllm.data.dataset import ConversationDataset
+from orchmllm.data.formats.open import open_source
+from orchmllm.data.storage.clients import Refused, StorageError
+from orchmllm.data.storage.remote import fetch_ahead
+from orchmllm.data.tokenizer import ChatTokenizer
+from orchmllm.plan.layout import AudioGeometry, VisionGeometry
+from tests.data.test_formats import same_examples
+from tests.data.test_safety import link, write_tar
+from tests.lib.broken import Sentinel, flac_expanding, png_claiming, wav_claiming
+from tests.lib.formats import FORMATS, QUESTIONS, llava_row, write_jsonl, write_media
+from tests.lib.servers import object_store, storage, web_server
+from tests.lib.tokenizers import write_tokenizer
+
+GEOMETRY = dict(vision=VisionGeometry(max_side=224), audio=AudioGeometry())
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    return ChatTokenizer(write_tokenizer(tmp_path_factory.mktemp("tokenizer")))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("formats")
+    write_media(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def store():
+    with object_store() as store:
+        yield store
+
+
+@pytest.fixture
+def web(tmp_path):
+    (tmp_path / "site").mkdir()
+    with web_server(tmp_path / "site") as server:
+        yield server
+
+
+def opened(path, tokenizer, tmp_path, **keys):
+    return ConversationDataset([SourceConfig(path=str(path))], tokenizer=tokenizer,
+                               index_dir=tmp_path / "index", **GEOMETRY, **keys)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_format_from_every_storage_gives_the_same_examples(
+        name, folder, tokenizer, store, tmp_path):
+    write, said = FORMATS[name]
+    path = write(folder)
+    reference = opened(path, tokenizer, tmp_path)
+    inside = path.relative_to(folder)
+    root = RemoteRoot(store.upload(folder, "formats"), endpoint=store.endpoint)
+    declared = storage(tmp_path / "cache", root)
+    dataset = opened(f"{root.url}/{inside}", tokenizer, tmp_path, storage=declared)
+    assert said in str(dataset.sources[0])
+    same_examples(dataset, reference)
+    if path.is_dir():  # a web server has no folders
+        return
+    with web_server(folder) as web:
+        declared = storage(tmp_path / "cache", web.url)
+        dataset = opened(f"{web.url}/{inside}", tokenizer, tmp_path, storage=declared)
+        same_examples(dataset, reference)
+
+
+def test_rows_here_may_name_media_elsewhere(folder, tokenizer, tmp_path):
+    rows = [llava_row(*q) for q in QUESTIONS]
+    write_jsonl(folder / "here.jsonl", rows)
+    with web_server(folder) as web:
+        for row in rows:
+            row["images"] = [f"{web.url}/{name}?signature=1" for name in row["images"]]
+        write_jsonl(folder / "away.jsonl", rows)
+        dataset = opened(folder / "away.jsonl", tokenizer, tmp_path,
+                         storage=storage(tmp_path / "cache", web.url))
+        same_examples(dataset, opened(folder / "here.jsonl", tokenizer, tmp_path))
+        assert web.counts["/0.png"] == 1
+
+
+RECOVERED = ["stall", "silent", "cut", "too_long", 500, 503, 429]
+
+
+@pytest.mark.parametrize("fault", RECOVERED)
+def test_a_fault_that_passes_is_survived(fault, web, tmp_path):
+    (web.folder / "a.bin").write_bytes(bytes(range(256)) * 300)
+    web.faults["/a.bin"] = deque([fault])
+    file = storage(tmp_path / "cache", web.url).known(f"{web.url}/a.bin")
+    assert file.open().read() == bytes(range(256)) * 300
+    assert web.counts["/a.bin"] == 2
+
+
+@pytest.mark.parametrize("known, fault", [
+    *((known, f) for f in (*RECOVERED, "unknown_length") for known in (True, False)),
+    (True, "too_short")])  # of a medium nobody says another length
+def test_a_fault_that_stays_is_an_error_and_never_a_part_of_a_file(fault, known, web, tmp_path):
+    (web.folder / "a.bin").write_bytes(bytes(range(256)) * 300)
+    declared = storage(tmp_path / "cache", web.url, attempts=2, stall_s=0.3)
+    file = declared.known(f"{web.url}/a.bin") if known else declared.file(f"{web.url}/a.bin?key=1")
+    web.always["/a.bin"] = fault
+    with pytest.raises(StorageError) as error:
+        file.open()
+    text = str(error.value)
+    assert f"{web.url}/a.bin cannot be read: 2 attempts in" in text and "key=1" not in text
+    assert "data.remote.attempts (2)" in text and "data.remote.deadline_s" in text
+    assert not [p for p in (tmp_path / "cache").rglob("*") if p.is_file()
+                and p.parent.name != "locks" and p.name != "size"]
+
+
+def test_chunks_without_a_length_are_read_whole(web, tmp_path):
+    (web.folder / "a.bin").write_bytes(bytes(5000))
+    web.always["/a.bin"] = "chunked"
+    file = storage(tmp_path / "cache", web.url).file(f"{web.url}/a.bin")
+    assert file.open().read() == bytes(5000)
+
+
+def test_what_cannot_pass_is_not_repeated(web, tmp_path):
+    declared = storage(tmp_path / "cache", web.url)
+    with pytest.raises(FileNotFoundError, match=f"no such file: '{web.url}/none'"):
+        declared.file(f"{web.url}/none").open()
+    (web.folder / "a").write_bytes(b"x")
+    for status in (401, 403, 410):
+        web.always["/a"] = status
+        with pytest.raises(Refused, match=f"{web.url}/a: .*{status}"):
+            declared.file(f"{web.url}/a").open()
+    assert web.counts == {"/none": 1, "/a": 3}
+
+
+def test_redirects_only_to_declared_hosts(web, tmp_path):
+    (web.folder / "a").write_bytes(b"here")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "b").write_bytes(b"there")
+    with web_server(tmp_path / "other") as other:
+        web.always["/a"] = f"{other.url}/b?token=secret"
+        with pytest.raises(Refused, match=f"redirects to {other.url}/b, whose host is not") as e:
+            storage(tmp_path / "1", web.url).file(f"{web.url}/a").open()
+        assert not other.counts and "secret" not in str(e.value)
+        both = storage(tmp_path / "2", web.url, other.url)
+        assert both.file(f"{web.url}/a").open().read() == b"there"
+        web.always["/a"] = "file:///etc/hostname"
+        with pytest.raises((Refused, StorageError)):
+            storage(tmp_path / "3", web.url, attempts=1).file(f"{web.url}/a").open()
+
+
+UNDECLARED = [
+    "{other}/a.png", "https://example.org/a.png", "s3://bucket/a.png", "hf://datasets/a/b/c.png",
+    "{url}/open/../secret.png", "{url}/open/%2e%2e/secret.png", "{url}/open/%252e%252e/secret.png",
+    "{url}/open\\..\\secret.png", "{url}/opened/a.png", "{url}/secret.png", "http://a:b@{host}/open/a.png",
+    "../secret.png", "/etc/hostname", "file:///etc/hostname", "pipe:cat /etc/hostname",
+    "open/../../secret.png", "a\x00.png", "{url}@example.org/open/a.png",
+]
+
+
+@pytest.mark.parametrize("name", UNDECLARED)
+@pytest.mark.parametrize("where", ["rows here", "rows there"])
+def test_only_what_is_declared_is_asked_for(name, where, web, folder, tokenizer, tmp_path):
+    (web.folder / "open").mkdir()
+    shutil.copy(folder / "0.png", web.folder / "secret.png")
+    shutil.copy(folder / "0.png", web.folder / "open" / "a.png")
+    with web_server(web.folder) as other:
+        name = name.format(url=web.url, other=other.url, host=web.url[7:])
+        question = ([("image", name), ("text", "?")], "one")
+        write_jsonl(web.folder / "open" / "rows.jsonl",
+                    [llava_row(*question), llava_row([("image", "a.png"), ("text", "?")], "one")])
+        path = web.folder / "open" / "rows.jsonl" if where == "rows here" else (
+            f"{web.url}/open/rows.jsonl")
+        dataset = opened(path, tokenizer, tmp_path,
+                         storage=storage(tmp_path / "cache", f"{web.url}/open"))
+        assert dataset.problem(0) is not None and dataset.problem(1) is None
+        assert set(web.counts) <= {"/open/rows.jsonl", "/open/a.png"} and not other.counts
+    with pytest.raises(ValueError, match="is not declared"):
+        opened(f"{web.url}/secret.jsonl", tokenizer, tmp_path)
+
+
+def test_missing_media_are_quarantined_and_unreachable_ones_end_the_run(
+        web, folder, tokenizer, tmp_path):
+    """A medium that is not there is one like any other; where the server is down, other ranks may
+    still reach it, and the examples must not depend on that."""
+    shutil.copy(folder / "0.png", web.folder / "a.png")
+    write_jsonl(web.folder / "rows.jsonl", [
+        llava_row([("image", n), ("text", "?")], "one") for n in ("a.png", "none.png", "down.png")])
+    (web.folder / "down.png").write_bytes(b"")
+    web.always["/down.png"] = 500
+    dataset = opened(f"{web.url}/rows.jsonl", tokenizer, tmp_path,
+                     storage=storage(tmp_path / "cache", web.url, attempts=2))
+    assert dataset.problem(0) is None
+    assert "cannot be fetched: the server has no such file" in str(dataset.problem(1))
+    with pytest.raises(StorageError, match="down.png cannot be read: 2 attempts"):
+        dataset.layout(2)
+
+
+def test_a_data_file_that_changes_is_read_anew_or_an_error(web, tokenizer, tmp_path):
+    row = llava_row([("text", "hello")], "one")
+    declared = storage(tmp_path / "cache", web.url)
+    url = f"{web.url}/rows.jsonl"
+    write_jsonl(web.folder / "rows.jsonl", [row])
+    assert len(opened(url, tokenizer, tmp_path, storage=declared)) == 1
+    write_jsonl(web.folder / "rows.jsonl", [row, row])
+    dataset = opened(url, tokenizer, tmp_path, storage=declared)
+    assert len(dataset) == 2
+    write_jsonl(web.folder / "rows.jsonl", [{**row, "id": "y"}, row])
+    shutil.rmtree(tmp_path / "cache")
+    with pytest.raises(StorageError, match="rows.jsonl has changed since this run opened it"):
+        dataset.conversation(0)
+
+
+def test_the_cache_keeps_its_size_and_what_is_used(web, tmp_path):
+    for k in range(10):
+        (web.folder / str(k)).write_bytes(bytes(1000))
+    declared = storage(tmp_path / "cache", web.url, cache_gib=4500 / 2**30)
+    files = [declared.file(f"{web.url}/{k}") for k in range(10)]
+    for at, k in enumerate([0, 1, 2, 3, 0, 4, 0, 5, 6]):
+        files[k].open().close()
+        for copy in (tmp_path / "cache").glob(f"??/{files[k].key}"):
+            os.utime(copy, (1e9 + at, 1e9 + at))  # the clock of a file system may be coarse
+        there = [p for p in (tmp_path / "cache").glob("??/*")]
+        assert sum(p.stat().st_size for p in there) <= 4500
+    assert web.counts["/0"] == 1 and not (tmp_path / "cache").glob(f"??/{files[1].key}*") == []
+    files[1].open().close()
+    assert web.counts["/1"] == 2
+    (web.folder / "big").write_bytes(bytes(5000))
+    with pytest.raises(Refused, match="5000 bytes or more: more than the limit of 4500.*cache_gib"):
+        declared.file(f"{web.url}/big").open()
+
+
+def _read(file, barrier, out) -> None:
+    barrier.wait()
+    with file.open() as f:
+        out.put((len(f.read()), os.getpid()))
+
+
+def test_processes_that_want_the_same_file_fetch_it_once(web, tmp_path):
+    (web.folder / "a").write_bytes(bytes(3_000_000))
+    file = storage(tmp_path / "cache", web.url).file(f"{web.url}/a")
+    context = multiprocessing.get_context("fork")
+    barrier, out = context.Barrier(4), context.Queue()
+    ranks = [context.Process(target=_read, args=(file, barrier, out)) for _ in range(4)]
+    for rank in ranks:
+        rank.start()
+    assert [out.get(timeout=60)[0] for _ in ranks] == [3_000_000] * 4
+    for rank in ranks:
+        rank.join()
+    assert web.counts["/a"] == 1
+
+
+def test_a_fork_has_connections_of_its_own(web, tmp_path):
+    """Also one that is forked while a thread of its parent holds a lock of the cache."""
+    for name in ("a", "b", "c", "slow"):
+        (web.folder / name).write_bytes(name.encode() * 1000)
+    declared = storage(tmp_path / "cache", web.url, stall_s=30)
+    declared.file(f"{web.url}/a").open().close()
+    web.faults["/slow"] = deque(["silent"])
+    fetch_ahead([declared.file(f"{web.url}/slow"), declared.file(f"{web.url}/b")])
+    while not web.counts["/slow"]:
+        time.sleep(0.01)
+    context = multiprocessing.get_context("fork")
+    barrier, out = context.Barrier(1), context.Queue()
+    child = context.Process(target=_read, args=(declared.file(f"{web.url}/c"), barrier, out))
+    child.start()
+    assert out.get(timeout=60)[0] == 1000
+    web.release.set()
+    other = context.Process(target=_read, args=(declared.file(f"{web.url}/slow"), barrier, out))
+    other.start()
+    assert out.get(timeout=60)[0] == 4000
+    with declared.file(f"{web.url}/slow").open() as f:
+        assert len(f.read()) == 4000
+    for process in (child, other):
+        process.join()
+    assert not [t.name for t in threading.enumerate() if "fsspec" in t.name.lower()]
+
+
+def test_a_killed_fetch_leaves_nothing_that_passes_for_a_file(web, tmp_path):
+    (web.folder / "a").write_bytes(bytes(1_000_000))
+    file = storage(tmp_path / "cache", web.url, stall_s=30).file(f"{web.url}/a")
+    web.faults["/a"] = deque(["stall"])
+    context = multiprocessing.get_context("fork")
+    child = context.Process(target=_read, args=(file, context.Barrier(1), context.Queue()))
+    child.start()
+    while not list((tmp_path / "cache").rglob("*.part")):
+        time.sleep(0.01)
+    child.kill()
+    child.join()
+    with file.open() as f:
+        assert len(f.read()) == 1_000_000
+
+
+def test_a_store_that_is_down_is_named(tokenizer, tmp_path):
+    root = RemoteRoot("s3://bucket/data", endpoint="http://127.0.0.1:9", anonymous=True)
+    declared = storage(tmp_path / "cache", root, attempts=2)
+    with pytest.raises(ValueError, match="s3://bucket/data/rows.jsonl cannot be read: 2 attempts"):
+        open_source(SourceConfig(path="s3://bucket/data/rows.jsonl"), Path(), declared)
+
+
+def test_bad_patterns_name_what_is_missing(store, tmp_path):
+    root = RemoteRoot(store.upload(tmp_path, "patterns"), endpoint=store.endpoint)
+    declared = storage(tmp_path / "cache", root)
+    store.client().put_object(Bucket="bucket", Key="patterns/s-0.tar", Body=b"")
+    for path, text in (("s-{0..1}.tar", "no such file: 's3://bucket/patterns/s-1.tar'"),
+                       ("*.parquet", "no such file"), ("a.csv", "no such file"),
+                       ("", "not an uncompressed tar|no row")):
+        with pytest.raises(ValueError, match=text):
+            open_source(SourceConfig(path=f"{root.url}/{path}"), tmp_path, declared)
+
+
+def test_index_and_training_path_of_remote_media(web, folder, tokenizer, tmp_path):
+    """An index is built by processes of its own, and loads need no row read twice."""
+    from orchmllm.data.index import build_index
+
+    for path in folder.glob("[0-9].*"):
+        shutil.copy(path, web.folder)
+    write_jsonl(web.folder / "rows.jsonl", [llava_row(*QUESTIONS[k % 12]) for k in range(24)])
+    declared = storage(tmp_path / "cache", web.url)
+    plain = opened(f"{web.url}/rows.jsonl", tokenizer, tmp_path, storage=declared)
+    index, count = build_index(plain.sources[0], plain.planner, tmp_path / "index", num_workers=1)
+    assert count == 24 and not index.problems
+    again = opened(f"{web.url}/rows.jsonl", tokenizer, tmp_path, storage=declared)
+    assert again.indexes[0] is not None
+    calls = [((i,), {}) for i in range(24)]
+    again.prepare_loads(calls)
+    assert all(keys["row"] is not None for _, keys in calls)
+    assert json.loads((web.folder / "rows.jsonl").read_text().splitlines()[0])
+    same_examples(again, plain)
+    assert build_index(again.sources[0], again.planner, tmp_path / "index", num_workers=1)[1] == 0
+
+
+def test_bombs_and_evil_tars_through_a_web_server(web, folder, tokenizer, tmp_path):
+    """What is refused here is refused there, for the same reason, and costs its row alone."""
+    site = web.folder
+    flac_expanding(site / "bomb.flac")
+    (site / "bomb.png").write_bytes(png_claiming(40000, 25000))
+    (site / "liar.wav").write_bytes(wav_claiming((folder / "0.wav").read_bytes(), 10**9))
+    names = ["bomb.flac", "bomb.png", "liar.wav", "https://169.254.169.254/latest/meta-data"]
+    write_jsonl(site / "rows.jsonl", [
+        llava_row([("audio" if name.endswith(("flac", "wav")) else "image", name), ("text", "?")],
+                  "one") for name in names])
+    row = json.dumps(llava_row([("image", "x"), ("text", "?")], "one")).encode()
+    png, evil = (folder / "0.png").read_bytes(), pickle.dumps(Sentinel(tmp_path / "SENTINEL"))
+    write_tar(site / "evil.tar", [
+        ("000.json", row), ("000.png", png), ("001.json", row), ("001.pyd", evil),
+        ("../002.json", row), ("../002.png", png), ("003.json", row),
+        (link("003.png", "/etc/hostname", tarfile.SYMTYPE), b""), ("004.json", evil),
+        ("004.png", png), ("005.json", row), ("005.png", png_claiming(40000, 25000))])
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    said = {}
+    for name in ("rows.jsonl", "evil.tar"):
+        for where in (site, web.url):
+            dataset = opened(f"{where}/{name}", tokenizer, tmp_path,
+                             storage=storage(tmp_path / "cache", web.url))
+            problems = [dataset.problem(i) for i in range(len(dataset))]
+            said[name, where] = [p and p.reason for p in problems]
+            for i in range(len(dataset)):
+                dataset.load(i, on_error=lambda *_: None)
+        assert said[name, site] == said[name, web.url]
+    assert all(said["rows.jsonl", web.url])
+    assert [bool(p) for p in said["evil.tar", web.url]] == [False] + [True] * 5
+    assert not (tmp_path / "SENTINEL").exists()
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200 << 10
+    (site / "huge.png").write_bytes(b"x")
+    web.always["/huge.png"] = "huge"
+    write_jsonl(site / "huge.jsonl", [llava_row([("image", "huge.png"), ("text", "?")], "one")])
+    dataset = opened(f"{web.url}/huge.jsonl", tokenizer, tmp_path,
+                     storage=storage(tmp_path / "cache", web.url))
+    assert "more than the limit of 536870912" in str(dataset.problem(0))

@@ -1,0 +1,171 @@
+"""Training on data of an object store and a web server: bit-equal to training on the same files
+here, also when the server goes away in the middle; and errors that reach all ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from orchmllm.config import DataConfig, RemoteRoot, RunConfig, SourceConfig
+from orchmllm.plan.step import BalanceConfig
+from orchmllm.runtime.build import build_dataset
+from tests.lib.commands import python
+from tests.lib.formats import QUESTIONS, llava_row, write_jsonl, write_media, write_tar
+from tests.lib.ranks import RankFailure, run_ranks
+from tests.lib.servers import ObjectStore, object_store, remote, web_server
+from tests.lib.synthetic import SHALLOW, recipe
+from tests.lib.tokenizers import write_tokenizer
+from tests.lib.training import train
+
+MODEL = replace(SHALLOW, llm=replace(SHALLOW.llm, vocab_size=512))
+STEPS, BATCH, SAVED = 6, 6, 3  # 36 draws of 24 rows: into the second epoch
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory) -> Path:
+    """Shards of 4 rows, and the same rows as JSONL with media beside it."""
+    folder = tmp_path_factory.mktemp("files")
+    write_media(folder)
+    rows = [llava_row(*QUESTIONS[k % 12]) for k in range(24)]
+    for k, row in enumerate(rows):
+        row["conversations"][1]["value"] += f" {k}"
+    write_jsonl(folder / "rows.jsonl", rows)
+    for k in range(6):
+        write_tar(folder / f"s-{k}.tar", rows[4 * k: 4 * k + 4], folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory) -> str:
+    return str(write_tokenizer(tmp_path_factory.mktemp("tokenizer")))
+
+
+@pytest.fixture
+def store(files):
+    with object_store() as store:
+        store.upload(files)
+        yield store
+
+
+def run_recipe(run_dir: Path, data: DataConfig, dispatch: str):
+    base = recipe(model=MODEL, balance=BalanceConfig(ranks_per_node=2, dispatch=dispatch),
+                  data=replace(data, prefetch=2, index_dir=str(run_dir.parent / "index")),
+                  run=RunConfig(dir=str(run_dir)))
+    return replace(base, train=replace(base.train, num_steps=STEPS, global_batch_size=BATCH),
+                   checkpoint=replace(base.checkpoint, every_steps=SAVED, asynchronous=False))
+
+
+def losses(world, run, stop_after: int = -1) -> list[float]:
+    seen = []
+
+    def record(step, row: dict) -> None:
+        seen.append(row["loss"])
+        if step.index == stop_after:
+            raise KeyboardInterrupt
+
+    with contextlib.suppress(KeyboardInterrupt):
+        train(world, run, build_dataset(run), on_step=record)
+    return seen
+
+
+@contextlib.contextmanager
+def restarts(store: ObjectStore, away_s: float, there_s: float | None = None):
+    """The store is away for so long; then again and again, or for good (None)."""
+    ended = threading.Event()
+
+    def work() -> None:
+        while not ended.is_set():
+            store.stop()
+            time.sleep(away_s)
+            store.start()
+            ended.wait(there_s)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+def data_of(where: str, name: str, tokenizer: str, **keys) -> DataConfig:
+    return DataConfig(sources=(SourceConfig(path=f"{where}/{name}"),), tokenizer=tokenizer, **keys)
+
+
+def declared(store: ObjectStore, cache: Path, **keys):
+    """moto does not ask who reads; the fork server of the ranks has no credentials."""
+    root = RemoteRoot("s3://bucket/data", endpoint=store.endpoint, anonymous=True)
+    return remote(cache, root, attempts=40, **keys)
+
+
+@pytest.mark.dist
+def test_resumed_while_the_store_restarts(files, store, tokenizer, tmp_path):
+    name = "s-{0..5}.tar"
+    here = run_recipe(tmp_path / "here", data_of(str(files), name, tokenizer), "tensors")
+    said = run_ranks(losses, 1, here)[0]
+    data = data_of("s3://bucket/data", name, tokenizer, num_workers=1,
+                   remote=declared(store, tmp_path / "cache", cache_gib=3e-3))
+    run = run_recipe(tmp_path / "there", data, "tensors")
+    first = run_ranks(losses, 1, run, SAVED)[0]
+    with restarts(store, 0.7):
+        then = run_ranks(losses, 1, run)[0]
+    assert first[:SAVED] + then == said
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+@pytest.mark.parametrize("dispatch", ["load", "tensors", "bytes"])
+@pytest.mark.parametrize("name, streaming", [
+    ("s-{0..5}.tar", False), ("s-{0..5}.tar", True), ("rows.jsonl", False), ("rows.jsonl", True)])
+def test_a_store_that_restarts_all_the_time(name, streaming, dispatch, files, store, tokenizer,
+                                            tmp_path):
+    """With a cache that is too small for all shards, so that they are fetched again and again."""
+    keys = dict(streaming=streaming, num_shards=2)
+    said = run_ranks(losses, 2, run_recipe(
+        tmp_path / "here", data_of(str(files), name, tokenizer, **keys), dispatch))[0]
+    sizes = sorted(p.stat().st_size for p in files.glob("s-*.tar"))
+    data = data_of("s3://bucket/data", name, tokenizer, num_workers=2, **keys, remote=declared(
+        store, tmp_path / "cache", cache_gib=(sum(sizes[-4:]) + 1000) / 2**30))
+    run = run_recipe(tmp_path / "there", data, dispatch)
+    with restarts(store, 0.4, 0.4):
+        first = run_ranks(losses, 2, run, SAVED)[0]
+        then = run_ranks(losses, 3, run)[0]
+    assert first[:SAVED] == said[:SAVED]
+    assert then == pytest.approx(said[SAVED:], rel=1e-9)  # other ranks, another order of sums
+
+
+@pytest.mark.dist
+def test_an_error_of_one_rank_is_raised_on_all(files, tokenizer, tmp_path):
+    """Only the rank that drew the row reads the medium."""
+    with web_server(files) as web:
+        web.always["/2.webp"] = 500
+        data = data_of(web.url, "rows.jsonl", tokenizer, num_workers=1,
+                       remote=remote(tmp_path / "cache", web.url, attempts=2))
+        with pytest.raises(RankFailure) as failure:
+            run_ranks(losses, 2, run_recipe(tmp_path / "run", data, "tensors"))
+        said = {text for _, text, _ in failure.value.errors.values()}
+        assert len(failure.value.errors) == 2 and len(said) == 1, failure.value
+        assert f"{web.url}/2.webp cannot be read: 2 attempts" in said.pop()
+
+
+def test_a_bad_url_is_named_before_ranks_start(files, tokenizer, tmp_path):
+    with web_server(files) as web:
+        root = f"data.remote.roots=[{{url: {web.url}}}]"
+        for path, text in ((f"{web.url}/rows.jsonl", ""),
+                           (f"{web.url}/none.jsonl", f"no such file: '{web.url}/none.jsonl'"),
+                           ("https://example.org/rows.jsonl", "is a URL that is not declared")):
+            done = python("-m", "orchmllm.train", "--recipe", "recipes/demo.yaml", "--validate",
+                          f"data.path={path}", f"data.tokenizer={tokenizer}", root,
+                          f"run.dir={tmp_path}/run", f"data.remote.cache={tmp_path}/cache")
+            assert done.returncode == (2 if text else 0), done.stderr
+            assert text in done.stderr
+        done = python("-m", "orchmllm.train", "--recipe", "recipes/demo.yaml", "--validate",
+                      f"data.path={files}/rows.jsonl", f"data.tokenizer={tokenizer}",
+                      "data.remote.roots=[{url: 's3://user:key@bucket'}]")
+        assert done.returncode == 2 and "write s3://bucket/folder" in done.stderr
