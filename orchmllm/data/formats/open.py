@@ -9,7 +9,7 @@ import glob
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -25,7 +25,7 @@ from orchmllm.data.formats.conversation import (
 from orchmllm.data.formats.copies import PACKED, array_cache, suffix_of, unpacked
 from orchmllm.data.formats.rows import JoinedRows, JsonRows, RowStore, TranscriptRows
 from orchmllm.data.formats.tars import TarRows
-from orchmllm.data.media.medium import MediaRoot, RowError, refuse_kind
+from orchmllm.data.media.medium import MediaRoot, RowError, VideoSampling, refuse_kind
 from orchmllm.data.tokenizer import ChatTokenizer
 
 NUM_PEEKED = 20  # first rows that detection looks at: some of them may be broken
@@ -62,7 +62,7 @@ class DataSource:
         root = self.root
         if self.layout == "air_bench":  # media are beside the meta file, not beside the source
             folder = os.path.relpath(file.parent, root.path)
-            root = MediaRoot(root.path, root.declared, "" if folder[0] == "." else folder)
+            root = replace(root, prefix="" if folder[0] == "." else folder)
         try:
             conversation = ADAPTERS[self.layout](row, root, self.config.prompt)
         except RowError:
@@ -144,7 +144,9 @@ def _as_source(config: SourceConfig, store: RowStore, layout: str | None) -> Dat
     if config.row_format not in ("auto", "librispeech"):
         layout = _chosen(config.row_format, store)
     return DataSource(config, name, store, layout or _detected(store, config.path),
-                  MediaRoot(root, bool(config.media_root)))
+                  MediaRoot(root, bool(config.media_root), video=VideoSampling(
+                      config.video_fps, config.video_frames, config.video_max_frames,
+                      config.video_audio)))
 
 
 def _short_name(path: str) -> str:
