@@ -248,10 +248,13 @@ def audio_header(file: BinaryIO, demuxer: str, num_bytes: int) -> tuple[int, int
     """(samples per channel, rate in Hz, channels) of the first audio track. Raises Refused."""
     _check_whole(file, demuxer, num_bytes)
     with _opened(file, demuxer, "audio") as (container, stream):
-        context, total = stream.codec_context, 0
+        context, total, first = stream.codec_context, 0, True
         for packet in container.demux(stream):
             if packet.size and not packet.is_discard:
-                total += _num_samples(packet, stream) - _skipped(packet)
+                skipped = _skipped(packet)
+                if first and not skipped and context.name == "opus":  # FFmpeg before version 8
+                    skipped = int.from_bytes((context.extradata or b"")[10:12], "little")
+                total, first = total + _num_samples(packet, stream) - skipped, False
         return total, context.sample_rate, context.channels
 
 
