@@ -78,7 +78,7 @@ setup-test: setup $(READY)-test
 
 SETUP_FILES := pyproject.toml constraints.txt scripts/setup_venv.sh
 $(READY): $(SETUP_FILES)
-	@sh scripts/setup_venv.sh "$(PYTHON)" $(VENV) '.[ilp,tensorboard]'
+	@sh scripts/setup_venv.sh "$(PYTHON)" $(VENV) '.[ilp,tensorboard,video]'
 	@touch $@
 
 $(READY)-test: $(READY)
