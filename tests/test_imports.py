@@ -30,7 +30,7 @@ ALLOWED = {
     "runtime": ("launch", "plan", "batch", "comm", "models", "config", "orchestrator", "data"),
     "hf": ("plan", "models", "config", "data", "runtime"),
     "sharding": ("plan", "comm", "models", "config", "hf"),
-    "estimate": ("recipe", "plan", "batch", "models", "config", "sharding"),
+    "estimate": ("recipe", "plan", "batch", "models", "config", "data", "sharding"),
     "simulate": ("_core", "plan", "models"),
     "planner": ("_core", "plan", "models", "sharding", "estimate", "simulate"),
     "report": ("plan", "config"),
@@ -54,6 +54,7 @@ NO_TORCH = [
     "orchmllm.plan.balance", "orchmllm.plan.step", "orchmllm.models.config",
     "orchmllm.models.flops", "orchmllm.sharding.units", "orchmllm.data.index",
     "orchmllm.data.stats",
+    "orchmllm.estimate.lengths", "orchmllm.models.gpus",
     "orchmllm.estimate.memory", "orchmllm.estimate.step_time", "orchmllm.estimate.workload",
     "orchmllm.hf.sources", "orchmllm.runtime.display", "orchmllm.runtime.log_schema",
     "orchmllm.cli.data", "orchmllm.simulate.compare", "orchmllm.planner.omnibal"]
