@@ -1,6 +1,7 @@
 # make demo: install, build, write the demo corpus, train with balancing off and on, compare.
 # make test: the same set-up and the test tools, then the fast tests. Installs into .venv, only once.
 # make test-slow: lists the groups of slow tests; make test-slow GROUP=data runs one.
+# make gpu: on one GPU, correctness, events, the benchmark and a profile; results in benchmarks/.
 # PYTHON=python3.12 picks the interpreter; ARGS=... is passed on, e.g. ARGS=train.num_steps=40 to the
 # demo and ARGS=--durations=20 to the tests.
 
@@ -13,7 +14,7 @@ ARGS ?=
 WORKERS ?= 3
 
 .NOTPARALLEL:
-.PHONY: demo test test-slow bench lint sanitize clean setup setup-test
+.PHONY: demo test test-slow bench gpu lint sanitize clean setup setup-test
 
 demo: setup demo_data/data.jsonl
 	$(RUN) -m orchmllm compare --recipe recipes/demo.yaml $(ARGS)
@@ -50,6 +51,10 @@ bench: setup
 	@for script in scripts/bench_*.py; do \
 	    test -e "$$script" || { echo "no scripts/bench_*.py here"; exit 1; }; \
 	    echo "== $$script"; $(RUN) "$$script" $(ARGS) || exit 1; done
+
+# On one GPU, in less than 9 minutes; says so and ends with 2 where there is none.
+gpu: setup-test demo_data/data.jsonl
+	@$(RUN) scripts/gpu.py
 
 lint: setup-test
 	$(RUN) -m ruff check .

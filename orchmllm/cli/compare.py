@@ -11,7 +11,8 @@ with one thread each:
   compared.
 - pairs: some steps on 2 ranks, for their wall time.
 
-Writes comparison.json and comparison.png into run.dir. Exit code 1 if the losses differ.
+Writes comparison.json, and comparison.html, the report of both runs, into run.dir. Exit code 1 if
+the losses differ.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from pathlib import Path
 
 from orchmllm import launch
 from orchmllm.config import Recipe, RecipeError, load_recipe
+from orchmllm.runtime.metrics import MetricsLog
 from orchmllm.train import run_rank
 
 PAIR_RANKS = 2
@@ -73,7 +75,8 @@ def train_in_turn(
     trainers = {name: Trainer(variant(recipe, name == "on"), world) for name in ("off", "on")}
 
     def validation() -> dict[str, list[dict]]:
-        return {name: [{"validation_loss": t.validate()}] if validates else []
+        return {name: [{"step": t.progress.step, "validation_loss": t.validate()}]
+                if validates else []
                 for name, t in trainers.items()}
 
     rows = validation()
@@ -138,6 +141,16 @@ def main(argv: list[str]) -> int:
     return run_all(args, recipe, argv)
 
 
+def log_of(rows: list[dict], folder: Path) -> Path:
+    """Writes rows as the log of a run in `folder`, in place of what is there."""
+    (folder / "metrics.jsonl").unlink(missing_ok=True)
+    log = MetricsLog(folder / "metrics.jsonl")
+    for row in rows:
+        log.write(row)
+    log.close()
+    return folder
+
+
 def run_all(args: argparse.Namespace, recipe: Recipe, argv: list[str]) -> int:
     """Launches both parts, then reports."""
     run_dir, started = Path(recipe.run.dir), time.perf_counter()
@@ -154,6 +167,8 @@ def run_all(args: argparse.Namespace, recipe: Recipe, argv: list[str]) -> int:
                 return code
             parts[part] = json.loads(out.read_text(encoding="utf-8"))
     from orchmllm.report import comparison as report
+    from orchmllm.report.log import read_run
+    from orchmllm.report.page import page
 
     result = report.summarize(parts["curves"], parts["pairs"])
     result["training_s"] = time.perf_counter() - started
@@ -162,9 +177,11 @@ def run_all(args: argparse.Namespace, recipe: Recipe, argv: list[str]) -> int:
     result["loss_difference_2ranks"] = largest_difference(
         result["loss_off_2ranks"], result["loss_on_2ranks"])
     (run_dir / "comparison.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    report.plot(result, run_dir / "comparison.png")
+    (run_dir / "comparison.html").write_text(page(*(
+        read_run(log_of(parts["curves"][name], run_dir / name)) for name in ("on", "off"))),
+        encoding="utf-8")
     print(report.table(result, recipe))
-    print(f"\nwritten: {run_dir / 'comparison.json'} and {run_dir / 'comparison.png'}")
+    print(f"\nwritten: {run_dir / 'comparison.json'} and {run_dir / 'comparison.html'}")
     worst = max(result["loss_difference"], result["loss_difference_2ranks"])
     if not worst <= MAX_LOSS_DIFFERENCE:  # nan fails too
         print(f"error: losses with and without balancing differ by {worst:.1e} relative, more than "

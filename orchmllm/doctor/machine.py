@@ -148,8 +148,9 @@ def _gpu(world: World | None) -> Iterator[Check]:
     yield Check("GPU speed", True, f"{speed / 1e12:.0f} TFLOP/s in bfloat16", value=speed)
     if shutil.which("nvidia-smi"):
         uuid = f"GPU-{torch.cuda.get_device_properties(where).uuid}"
-        rows = _smi("clocks.sm", "clocks.max.sm", *(f"clocks_throttle_reasons.{t}"
-                                                    for t in THROTTLING), gpu=uuid)
+        rows = [row for reasons in ("clocks_event_reasons", "clocks_throttle_reasons")
+                for row in _smi("clocks.sm", "clocks.max.sm",
+                                *(f"{reasons}.{t}" for t in THROTTLING), gpu=uuid)]
         for now, most, *reasons in rows[:1]:
             slowed = [t for t, r in zip(THROTTLING, reasons, strict=True) if r == "Active"]
             yield Check("GPU clocks", not slowed, f"{now} of {most} MHz"

@@ -1,10 +1,9 @@
-"""The comparison of a run without and with balancing: its figures, table and picture."""
+"""The comparison of a run without and with balancing: its figures and table."""
 
 from __future__ import annotations
 
 import math
 import statistics
-from pathlib import Path
 
 import numpy as np
 
@@ -13,7 +12,6 @@ from orchmllm.plan.step import PHASES, imbalance
 
 # The exchange is what balancing costs, so it counts in the critical path.
 PATH_PHASES = (*PHASES, "exchange")
-INK, MUTED, OFF, ON = "#222222", "#8a8a8a", "#c8553d", "#2f6f8f"
 
 
 def summarize(curves: dict[str, list[dict]], pairs: dict[str, list[dict]]) -> dict:
@@ -126,76 +124,3 @@ def _line(label: str, off: float | str, on: float | str, form: str = "") -> str:
 
 def _bytes(count: float) -> str:
     return f"{count / 1e6:.2f} MB" if count >= 1e5 else f"{count / 1e3:.1f} kB"
-
-
-def plot(result: dict, path: Path) -> None:
-    """Losses, imbalance per phase and waiting per rank, as a PNG."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    style = {"font.size": 10, "axes.spines.top": False, "axes.spines.right": False,
-             "axes.edgecolor": MUTED, "axes.titlesize": 11, "axes.titleweight": "bold",
-             "axes.titlelocation": "left", "text.color": INK, "axes.labelcolor": INK,
-             "xtick.color": INK, "ytick.color": INK, "legend.frameon": False}
-    with plt.rc_context(style):
-        figure, axes = plt.subplots(1, 3, figsize=(14, 4.4), layout="constrained",
-                                    width_ratios=[1.1, 1, 1.2])
-        _plot_losses(axes[0], result)
-        _plot_imbalance(axes[1], result)
-        _plot_waiting(axes[2], result)
-        figure.suptitle(
-            f"Same losses, critical path {result['critical_path_ratio']:.2f}x shorter "
-            f"({result['num_ranks']} CPU ranks, {result['num_steps']} steps)",
-            x=0.01, ha="left", fontsize=14, fontweight="bold")
-        figure.savefig(path, dpi=140)
-        plt.close(figure)
-
-
-def _plot_losses(ax, result: dict) -> None:
-    steps = range(1, result["num_steps"] + 1)
-    ax.plot(steps, result["loss_off"], color=OFF, linewidth=5, alpha=0.35, label="balancing off",
-            solid_capstyle="round")
-    ax.plot(steps, result["loss_on"], color=ON, linewidth=1.6, marker="o", markersize=3.5,
-            label="balancing on")
-    ax.set_ylim(0)
-    ax.xaxis.get_major_locator().set_params(integer=True)
-    ax.set(title="Training loss", xlabel="step", ylabel="cross entropy per target")
-    ax.annotate(f"largest relative difference {result['loss_difference']:.0e}", (0.03, 0.05),
-                xycoords="axes fraction", color=MUTED)
-    ax.legend(loc="upper right")
-
-
-def _plot_imbalance(ax, result: dict) -> None:
-    x = np.arange(len(PHASES))
-    for shift, name, colour in ((-0.2, "off", OFF), (0.2, "on", ON)):
-        values = np.array([result["imbalance"][p][name] for p in PHASES])
-        bars = ax.bar(x + shift, values - 1, 0.38, bottom=1, color=colour,
-                      label=f"balancing {name}")
-        ax.bar_label(bars, [f"{v:.2f}" for v in values], padding=2, fontsize=9)
-    top = max(v["off"] for v in result["imbalance"].values())
-    ax.set_ylim(1, max(1.2, 1.15 * top))  # what a bar shows is the waiting
-    ax.set_xticks(x, PHASES)
-    ax.set(title="Slowest rank / mean rank", ylabel="predicted cost (1: nobody waits)")
-    ax.legend(loc="upper right")
-
-
-def _plot_waiting(ax, result: dict) -> None:
-    ranks, steps = result["num_ranks"], result["num_steps"]
-    shades = dict(zip(PHASES, ("#e3a857", "#8fb339", "#5b6c9e"), strict=True))
-    x = np.concatenate([np.arange(ranks), np.arange(ranks) + ranks + 1.0])
-    base = np.zeros(2 * ranks)
-    for i, phase in enumerate(PHASES):
-        waits = np.concatenate([np.array(result["waiting_s"][name][i]) for name in ("off", "on")])
-        waits = 1e3 * waits / steps
-        ax.bar(x, waits, 0.8, bottom=base, color=shades[phase], label=phase)
-        base += waits
-    ax.set_xticks(x, [str(r) for r in range(ranks)] * 2)
-    for start, name in ((0, "off"), (ranks + 1, "on")):
-        ax.annotate(f"balancing {name}", (start + (ranks - 1) / 2, 0), (0, -28), ha="center",
-                    textcoords="offset points", xycoords=("data", "axes fraction"),
-                    annotation_clip=False, color=OFF if name == "off" else ON, fontweight="bold")
-    ax.set_xlabel("rank", labelpad=18)
-    ax.set(title="Waiting for the slowest rank", ylabel="CPU ms per step")
-    ax.legend(loc="upper right")

@@ -21,12 +21,14 @@ def predicted(phases: Mapping[str, Mapping[str, Any]]) -> tuple[Any, Any]:
 def measured(phases: Mapping[str, Mapping[str, Any]], times: Mapping[str, Any]) -> tuple[Any, Any]:
     """`phases` and `measured` of a row (the same step) -> seconds as sampled and as processed.
 
-    As processed: what the slowest ranks took, moving rows included. As sampled nothing was
-    measured: the measured mean of each phase times the imbalance that the batch was sampled with.
-    """
-    slowest = times["slowest_s"]
-    before = sum(stats["imbalance_before"] * slowest[p] / np.maximum(times["imbalance"][p], 1e-12)
-                 for p, stats in phases.items())
+    As processed: what the slowest ranks took, moving rows included. As sampled, a phase that was
+    processed so took just that; of others nothing was measured: their measured mean times the
+    imbalance that the batch was sampled with."""
+    before, slowest = times["slowest_s"]["exchange"] * 0.0, times["slowest_s"]
+    for p, stats in phases.items():
+        mean = slowest[p] / np.maximum(times["imbalance"][p], 1e-12)
+        before = before + np.where(stats["imbalance_before"] == stats["imbalance_after"],
+                                   slowest[p], stats["imbalance_before"] * mean)
     return before, sum(slowest.values())
 
 

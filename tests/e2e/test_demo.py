@@ -36,7 +36,8 @@ def test_comparison_of_a_tiny_run(tmp_path):
     assert all(result[key] > 0 for key in KEYS - {"loss_off", "loss_on"})
     assert result["predicted_ratio"] > 1
     assert len(result["wall_s_on_2ranks"]) == 2
-    assert (tmp_path / "run" / "comparison.png").read_bytes().startswith(b"\x89PNG")
+    page = (tmp_path / "run" / "comparison.html").read_text()
+    assert "<h2>Comparison</h2>" in page and "dashed, and in the second column: off" in page
     assert "critical path, off / on" in stdout
 
 

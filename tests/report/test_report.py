@@ -125,12 +125,17 @@ def test_figures_are_those_of_the_rows(tmp_path):
     assert "4.5 kBbytes moved a step" in page.text
 
 
-def test_what_is_said_where_nothing_is_balanced():
+def test_what_is_said_where_nothing_is_balanced(tmp_path):
     gain, row = Gain(), measured_row(0)
     for stats in row["phases"].values():
         stats["imbalance_after"] = stats["imbalance_before"]
     gain.add(row)
     assert gain.describe() == "balancing moved nothing; data wait 1.0%"
+    rows = [{**row, "step": s, "measured": {**row["measured"], "step": s}} for s in range(2)]
+    for one in rows:
+        one["measured"]["slowest_s"]["exchange"] = 0.0
+    page = report(write(tmp_path / "run", rows))[1]
+    assert "0.0%saved by balancing, measured" in page.text
 
 
 def test_times_of_the_step_before_are_put_there(tmp_path):
