@@ -26,13 +26,13 @@ SLOW_checkpoints := tests/runtime
 SLOW_clients := tests/dropin/test_clients.py
 SLOW_dropin := $(filter-out $(SLOW_clients), $(wildcard tests/dropin/test_*.py))
 SLOW_data := tests/data tests/e2e/test_paper_mix.py tests/e2e/test_nothing_read.py
-SLOW_plan := tests/plan tests/comm tests/simulate
+SLOW_plan := tests/plan tests/comm tests/simulate tests/doctor
 SLOW_models := tests/models tests/sharding tests/hf
 SLOW_estimate := tests/estimate
 SLOW_soak := tests/e2e/test_soak.py
 SLOW_learning := tests/e2e/test_demo.py tests/e2e/test_media_swap.py
 SLOW_GROUPS := checkpoints dropin clients data plan models estimate e2e soak learning
-SLOW_e2e := tests/cli tests/recipe $(filter-out $(SLOW_data) $(SLOW_soak) $(SLOW_learning), \
+SLOW_e2e := tests/cli tests/recipe tests/report $(filter-out $(SLOW_data) $(SLOW_soak) $(SLOW_learning), \
     $(wildcard tests/e2e/test_*.py))
 
 ifeq ($(GROUP),)
@@ -78,7 +78,7 @@ setup-test: setup $(READY)-test
 
 SETUP_FILES := pyproject.toml constraints.txt scripts/setup_venv.sh
 $(READY): $(SETUP_FILES)
-	@sh scripts/setup_venv.sh "$(PYTHON)" $(VENV) '.[ilp,tensorboard]'
+	@sh scripts/setup_venv.sh "$(PYTHON)" $(VENV) '.[ilp,tensorboard,video]'
 	@touch $@
 
 $(READY)-test: $(READY)

@@ -98,6 +98,12 @@ class SourceConfig:
     subset: str = key("", "Configuration of a Hugging Face dataset, or one of the datasets in "
                       "LLaMA-Factory's dataset_info.json.")
     prompt: str = key("", "Question put before a transcript or caption; empty: a default.")
+    video_fps: float = key(1.0, "Frames that are read of a second of video.", above=0, at_most=240)
+    video_frames: int = key(0, "Frames that are read of a video, at equal distances; 0: by "
+                            "video_fps.", at_least=0)
+    video_max_frames: int = key(64, "At most so many frames of a video.", at_least=1)
+    video_audio: bool = key(False, "The sound of a video follows its frames as a clip, where it "
+                            "has any.")
     name: str = key("", "In errors and statistics; empty: the last part of path.")
     max_row_bytes: int = key(8 << 20, "A longer row of text is refused unread.", at_least=1)
 

@@ -152,7 +152,7 @@ def process_group(world: World, timeout_s: float) -> Iterator[dist.Store]:
     if cuda:
         torch.cuda.set_device(device)
     store = dist.TCPStore(world.master_addr, world.master_port, world.world_size,
-                          is_master=_hosts_store(world), timeout=timeout, wait_for_workers=False)
+                          is_master=hosts_store(world), timeout=timeout, wait_for_workers=False)
     # A restarted attempt must not read what the dead one left in the store.
     dist.init_process_group(
         "nccl" if cuda else "gloo", store=dist.PrefixStore(f"attempt{world.attempt}", store),
@@ -167,7 +167,7 @@ def process_group(world: World, timeout_s: float) -> Iterator[dist.Store]:
         dist.destroy_process_group()
 
 
-def _hosts_store(world: World) -> bool:
+def hosts_store(world: World) -> bool:
     """Rank 0 hosts the store unless torchrun's agent already does."""
     return world.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
 

@@ -21,7 +21,7 @@ if __name__ == "__main__":
     launch.interrupt_quietly()
 
 from orchmllm.comm.errors import AgreedError
-from orchmllm.config import DTYPE_BYTES, Recipe, RecipeError, explain, read_recipe
+from orchmllm.config import Recipe, RecipeError, explain, read_recipe
 from orchmllm.runtime import preflight
 from orchmllm.runtime.run_lock import FolderInUse, check_folder, lock_folder
 
@@ -132,13 +132,12 @@ def _start_problems(
     weights. starts: this process starts the ranks, else `expected` are started elsewhere.
     machine: also what this machine lacks for it."""
     from orchmllm.hf.sources import find_sources
-    from orchmllm.sharding.units import units
+    from orchmllm.sharding.check import checkpoint_bytes
 
     checks = [lambda: find_sources(recipe.model),
               lambda: _check_ranks(recipe, world, expected, starts)]
     if machine:
-        state = sum(u.copies * (u.size + 2 * u.trained_size) for u in units(recipe.model))
-        checks += preflight.checks(recipe, state * DTYPE_BYTES[recipe.fsdp.param_dtype])
+        checks += preflight.checks(recipe, checkpoint_bytes(recipe))
     if machine and world is None:
         checks.insert(0, lambda: check_folder(Path(recipe.run.dir)))
     return preflight.problems(checks)

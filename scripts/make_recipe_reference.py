@@ -16,13 +16,20 @@ from dataclasses import MISSING
 from pathlib import Path
 
 from orchmllm.config import Recipe
+from orchmllm.data.media.containers import (
+    AUDIO_NAMES,
+    MAX_VIDEO_FRAMES,
+    MAX_VIDEO_PIXELS,
+    MAX_VIDEO_S,
+    VIDEO_NAMES,
+)
 from orchmllm.data.media.headers import (
     MAX_ASPECT,
     MAX_AUDIO_S,
     MAX_IMAGE_PIXELS,
     MIN_AUDIO_HZ,
 )
-from orchmllm.data.media.kinds import KINDS, REFUSED
+from orchmllm.data.media.kinds import CONTAINERS, KINDS, REFUSED, VIDEO
 from orchmllm.data.media.medium import MAX_MEMBER_BYTES
 from orchmllm.plan.layout import AUDIO, VISION
 from orchmllm.recipe import strict_yaml
@@ -126,7 +133,11 @@ def formats_page() -> str:
         parts += [f"| {name} | {_suffixes(kind.suffixes)} | {kind.note} |"
                   for name, kind in KINDS.items() if kind.modality == modality]
         parts.append("")
-    parts += ["## Not read\n", "| format | suffixes | what helps |", "|---|---|---|"]
+    parts += ["## Videos, and clips in containers\n", CONTAINERS_HEAD,
+              "| format | read as | suffixes | notes |", "|---|---|---|---|"]
+    parts += [f"| {name} | {'frames' if kind.modality == VIDEO else 'a clip'} | "
+              f"{_suffixes(kind.suffixes)} | {kind.note} |" for name, kind in CONTAINERS.items()]
+    parts += ["", "## Not read\n", "| format | suffixes | what helps |", "|---|---|---|"]
     parts += [f"| {name} | {_suffixes(suffixes)} | {cure} |"
               for name, _, _, _, suffixes, cure in REFUSED]
     return "\n".join(parts).rstrip() + "\n"
@@ -143,7 +154,7 @@ def pages() -> dict[str, str]:
             "metrics.schema.json": json.dumps(ROW_SCHEMA, indent=1) + "\n"}
 
 
-FORMATS_HEAD = f"""# Images and clips that are read
+FORMATS_HEAD = f"""# Images, clips and videos that are read
 
 The content of a file decides, and not its name; in a tar the suffix of a member tells whether it is
 an image or a clip. A header fixes every length: what decoding then yields has exactly that length,
@@ -151,7 +162,15 @@ or the file is refused. A file that is refused is named in quarantine.jsonl with
 `orchmllm data lint RECIPE --decode` finds it before a run does.
 
 Limits: images of {MAX_IMAGE_PIXELS:,} pixels, sides that differ by {MAX_ASPECT} times; clips of
-{MAX_AUDIO_S} s, from {MIN_AUDIO_HZ} Hz on; {MAX_MEMBER_BYTES >> 20} MiB a file.
+{MAX_AUDIO_S} s, from {MIN_AUDIO_HZ} Hz on; videos of {MAX_VIDEO_PIXELS:,} pixels a frame,
+{MAX_VIDEO_S} s and {MAX_VIDEO_FRAMES:,} frames; {MAX_MEMBER_BYTES >> 20} MiB a file.
+"""
+CONTAINERS_HEAD = f"""\
+With PyAV (`pip install '.[video]'` in the clone). FFmpeg runs in a process of its own: what it
+does not survive costs the file, and not the run. Video: {', '.join(VIDEO_NAMES)}.
+Sound: {', '.join(AUDIO_NAMES)}. The number of frames is that of an MP4's sample table,
+and counted without decoding in others; the size and rotation are those of the first frame. A file
+whose frames or samples are others when it is decoded is refused.
 """
 
 

@@ -30,15 +30,17 @@ ALLOWED = {
     "runtime": ("launch", "plan", "batch", "comm", "models", "config", "orchestrator", "data"),
     "hf": ("plan", "models", "config", "data", "runtime"),
     "sharding": ("plan", "comm", "models", "config", "hf"),
-    "estimate": ("recipe", "plan", "batch", "models", "config", "sharding"),
+    "estimate": ("recipe", "plan", "batch", "models", "config", "data", "sharding"),
     "simulate": ("_core", "plan", "models"),
     "planner": ("_core", "plan", "models", "sharding", "estimate", "simulate"),
-    "report": ("plan", "config"),
+    "report": ("plan", "config", "runtime"),
     "trainer": ("launch", "plan", "comm", "models", "config", "data", "runtime", "hf", "sharding",
                 "estimate"),
     "train": ("launch", "comm", "config", "runtime", "hf", "sharding", "estimate", "trainer"),
+    "doctor": ("launch", "plan", "batch", "comm", "models", "config", "data", "runtime", "hf",
+               "sharding", "trainer", "train"),
     "cli": ("launch", "plan", "batch", "models", "config", "data", "runtime", "hf", "estimate",
-            "simulate", "planner", "report", "trainer", "train"),
+            "simulate", "planner", "report", "trainer", "train", "doctor"),
     "__main__": ("cli",),
     "__init__": ("plan", "comm", "dropin"),
 }
@@ -54,8 +56,10 @@ NO_TORCH = [
     "orchmllm.plan.balance", "orchmllm.plan.step", "orchmllm.models.config",
     "orchmllm.models.flops", "orchmllm.sharding.units", "orchmllm.data.index",
     "orchmllm.data.stats",
+    "orchmllm.estimate.lengths", "orchmllm.models.gpus",
     "orchmllm.estimate.memory", "orchmllm.estimate.step_time", "orchmllm.estimate.workload",
     "orchmllm.hf.sources", "orchmllm.runtime.display", "orchmllm.runtime.log_schema",
+    "orchmllm.report.page",
     "orchmllm.cli.data", "orchmllm.simulate.compare", "orchmllm.planner.omnibal"]
 
 

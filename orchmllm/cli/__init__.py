@@ -18,6 +18,8 @@ COMMANDS = {
     "simulate": ("orchmllm.cli.simulate", "try a scheme of the papers on a recipe's lengths"),
     "plan": ("orchmllm.cli.plan", "decide on units, splits or recomputation before a run"),
     "profile": ("orchmllm.cli.profile", "measure a recipe's phases on the device at hand"),
+    "doctor": ("orchmllm.cli.doctor", "check this machine, or all machines of a job"),
+    "report": ("orchmllm.cli.report", "show a run, or two, as one HTML page"),
     "reproduce": ("orchmllm.cli.reproduce", "print the papers' tables beside ours"),
     "export": ("orchmllm.cli.export", "write a checkpoint as Hugging Face folders"),
 }

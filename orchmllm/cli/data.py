@@ -21,12 +21,12 @@ from pathlib import Path
 from tqdm import tqdm
 
 from orchmllm.cli.data_stats import drawn, of_data, show
-from orchmllm.config import Recipe, RecipeError, SourceConfig, load_recipe
-from orchmllm.data.formats.open import DataSource, beside, index_path, open_source
+from orchmllm.config import Recipe, RecipeError, load_recipe
+from orchmllm.data.formats.open import DataSource, index_path
 from orchmllm.data.index import LengthIndex, build_index
 from orchmllm.data.lengths import LengthReader
 from orchmllm.data.storage.remote import Storage
-from orchmllm.data.tokenizer import ChatTokenizer
+from orchmllm.estimate.lengths import open_recipe
 from orchmllm.estimate.workload import MODELS
 
 
@@ -70,16 +70,6 @@ def parse(argv: list[str]) -> argparse.Namespace:
 def is_recipe(path: str) -> bool:
     """Whether `path` is a recipe and not a data file or folder."""
     return path.endswith((".yaml", ".yml"))
-
-
-def open_recipe(recipe: Recipe) -> tuple[list[DataSource], LengthReader]:
-    """Raises ValueError naming what cannot be read."""
-    data, folder = recipe.data, index_path(recipe.data.index_dir)
-    configs = data.sources or (SourceConfig(path=data.path),)
-    sources = [open_source(config, folder, Storage(data.remote)) for config in configs]
-    tokenizer = ChatTokenizer(data.tokenizer or beside(configs[0].path))
-    return sources, LengthReader(tokenizer, recipe.model.vision.geometry,
-                                 recipe.model.audio.geometry, data.max_example_tokens)
 
 
 def index_all(

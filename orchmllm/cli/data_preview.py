@@ -78,6 +78,8 @@ def _medium(modality: int, medium, layout, segment: int, num_tokens: int, rows: 
     if modality == VISION:
         width, height = image_header(medium)
         what = f"{width}x{height} pixels"
+        if medium.frame is not None:
+            kind, what = "frame", f"at {medium.frame.second:.2f} s, {what}"
     else:
         samples, rate = audio_header(medium)
         what = f"{samples / rate:.2f} s at {rate} Hz"

@@ -12,8 +12,8 @@ from pathlib import Path
 from orchmllm.cli.simulate import lengths, recipe_parser
 from orchmllm.config import Recipe, load_recipe
 from orchmllm.estimate import activations
-from orchmllm.estimate.step_time import Hardware
-from orchmllm.models.flops import PEAK_FLOPS
+from orchmllm.estimate.hardware import Hardware, cluster
+from orchmllm.models.gpus import GPUS
 from orchmllm.planner.advice import ratio, recipe_profiles, rows
 from orchmllm.planner.profile import ModuleProfile, interpolated
 from orchmllm.planner.recompute import LayerKind, choose_recompute
@@ -24,7 +24,7 @@ GBITS, IMAGES, EXAMPLES = (25, 100, 400), (0.5, 1, 2, 4), 2000
 
 OPTIONS = (
     ("--profile", "", "JSON of `orchmllm profile`: measured times"),
-    ("--gpu", "H100", f"one of {', '.join(PEAK_FLOPS)}"),
+    ("--gpu", "h100-sxm", f"one of {', '.join(GPUS)}"),
     ("--gpu-gb", 74.0, "memory to use of a GPU"),
     ("--gbit", 400.0, "network per GPU and direction"),
     ("--num-gpus", 64, "units: GPUs"),
@@ -97,11 +97,8 @@ def main(argv: list[str]) -> int:
     args = recipe_parser("plan", __doc__, OPTIONS, ("units", "split", "recompute")
                          ).parse_intermixed_args(argv)
     try:
-        if args.gpu not in PEAK_FLOPS:
-            raise ValueError(f"--gpu {args.gpu}: choose one of {', '.join(PEAK_FLOPS)}")
         recipe = load_recipe(args.recipe, args.overrides)
-        hardware = Hardware(args.gpu, peak_flops=PEAK_FLOPS[args.gpu],
-                            network_bandwidth=args.gbit * 1e9 / 8)
+        hardware = cluster(args.gpu, gbit=args.gbit)
         drawn = lengths(recipe, EXAMPLES, args.mix)
         table = json.loads(Path(args.profile).read_text(encoding="utf-8")) if args.profile else {}
 

@@ -33,20 +33,13 @@ def lengths(recipe: Recipe, count: int, mix: str | None) -> BatchLayout:
     which is made first if it is not there. Raises ValueError for data that cannot be read."""
     if mix:
         return batch_layout(sample_headers(mix, count, recipe.run.seed), recipe.model, 1)
-    import numpy as np
-
-    from orchmllm.cli.data import index_all, open_recipe
+    from orchmllm.cli.data import index_all
     from orchmllm.data.formats.open import index_path
-    from orchmllm.data.sampler import GlobalSampler
+    from orchmllm.estimate.lengths import of_indexes, open_recipe
 
     sources, planner = open_recipe(recipe)
     indexes = index_all(sources, planner, index_path(recipe.data.index_dir), os.cpu_count() or 1)
-    bounds = np.concatenate([[0], np.cumsum([len(i) for i in indexes])])
-    examples = []
-    for i in GlobalSampler(range(int(bounds[-1])), count, seed=recipe.run.seed).batch(0):
-        k = int(np.searchsorted(bounds, i, side="right")) - 1
-        examples.append(indexes[k].layout(int(i - bounds[k]), int(i)))
-    return BatchLayout.from_examples(examples)
+    return of_indexes(recipe, sources, indexes).draw(1, count, recipe.run.seed)
 
 
 def main(argv: list[str]) -> int:

@@ -23,8 +23,9 @@ from orchmllm.data.formats.open import DataSource, index_path, open_source
 from orchmllm.data.formats.rows import sizes
 from orchmllm.data.index import LengthIndex, open_index
 from orchmllm.data.lengths import LengthReader, MeasuredExample
-from orchmllm.data.media.decode import decode_audio, decode_image
+from orchmllm.data.media.decode import decode_audio, decode_image, pixel_rows
 from orchmllm.data.media.medium import MediaError, Medium, printable, reading
+from orchmllm.data.media.video import pictures, ppm
 from orchmllm.data.sequence import token_ids_and_labels
 from orchmllm.data.storage.remote import NOWHERE, RemoteFile, Storage, fetch_ahead
 from orchmllm.data.tokenizer import ChatTokenizer, Piece
@@ -188,11 +189,12 @@ class ConversationDataset:
         if not set(known) >= set(wanted):
             raise ValueError(f"example {i}: segments {wanted} asked for, but its media are {known}")
         at, media = dict(zip(known, row.media, strict=False)), {}
+        frames = pictures([at[s] for s in wanted if s in at], self.vision)
         for s in wanted:
             medium = at.get(s) or MediaError(self._name(i), "the row has changed since its lengths "
                                              f"were read: {row.changed or s}")
             media[s] = self._tensor(medium, int(layout.modality[s]), int(layout.rows[s]), s,
-                                    s in encoded, on_error)
+                                    s in encoded, on_error, frames.get(medium))
         if not text:
             return Example(i, None, None, media)
         if row.problem is not None:
@@ -291,12 +293,15 @@ class ConversationDataset:
         return "{}, row {}".format(*self._file(i))
 
     def _tensor(self, medium: Medium | MediaError, modality: int, rows: int, segment: int,
-                encoded: bool, on_error) -> Tensor:
-        """A medium's rows, or its bytes."""
+                encoded: bool, on_error, picture: np.ndarray | MediaError | None = None) -> Tensor:
+        """A medium's rows, or its bytes. picture: of a frame of a video."""
         try:
-            if isinstance(medium, MediaError):
-                raise medium
-            return _bytes_of(medium) if encoded else self._decoded(medium, modality, rows)
+            for problem in (medium, picture):
+                if isinstance(problem, MediaError):
+                    raise MediaError(problem.path, problem.reason)  # each has a segment of its own
+            if encoded:
+                return _bytes_of(medium, picture)
+            return self._decoded(medium, modality, rows, picture)
         except MediaError as error:
             error.modality = modality
             _fail(segment, error, on_error)
@@ -306,8 +311,10 @@ class ConversationDataset:
             return torch.zeros(rows, self.audio.row_size)
         return torch.zeros(rows, self.vision.row_size, dtype=torch.uint8)
 
-    def _decoded(self, medium: Medium, modality: int, rows: int) -> Tensor:
-        decoded = (decode_image(medium, self.vision) if modality == VISION
+    def _decoded(self, medium: Medium, modality: int, rows: int,
+                 picture: np.ndarray | None) -> Tensor:
+        decoded = (pixel_rows(picture, self.vision) if picture is not None
+                   else decode_image(medium, self.vision) if modality == VISION
                    else decode_audio(medium, self.audio))
         if len(decoded) != rows:
             raise MediaError(medium.name, f"decoded to {len(decoded)} rows where {rows} were "
@@ -315,9 +322,13 @@ class ConversationDataset:
         return decoded
 
 
-def _bytes_of(medium: Medium) -> Tensor:
-    with reading(medium) as file:
-        data = Path(file).read_bytes() if isinstance(file, str) else file.read()
+def _bytes_of(medium: Medium, picture: np.ndarray | None) -> Tensor:
+    """Of the file; of a frame of a video, as it is cut into patches."""
+    if picture is not None:
+        data = ppm(picture)
+    else:
+        with reading(medium) as file:
+            data = Path(file).read_bytes() if isinstance(file, str) else file.read()
     return torch.from_numpy(np.frombuffer(bytearray(data), np.uint8))
 
 

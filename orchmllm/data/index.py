@@ -77,7 +77,8 @@ def _problem(file: str, reason: str, segment: int | None, modality: int) -> Medi
 
 def index_folder(source: DataSource, planner: LengthReader, index_dir: Path) -> Path:
     """Where the source's index is or would be."""
-    said = [source.layout, source.root.path, source.config.prompt, source.config.max_row_bytes]
+    said = [source.layout, source.root.path, source.config.prompt, source.config.max_row_bytes,
+            source.root.video]
     key = digest([VERSION, list(sizes(source.store.files)), len(source), *said,
                   planner.tokenizer.digest, asdict(planner.vision), asdict(planner.audio),
                   planner.max_example_tokens])

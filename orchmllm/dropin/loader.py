@@ -146,9 +146,14 @@ class BalancedDataLoader(DataLoader):
 
     @property
     def _is_accelerate_prepared(self) -> bool:
-        """Read by Accelerator.prepare, which then leaves the loader alone."""
+        """Read by Accelerator.prepare, which then leaves the loader alone, and sets it. Raises
+        RuntimeError for an older accelerate than was tested."""
         require("accelerate")
         return True
+
+    @_is_accelerate_prepared.setter
+    def _is_accelerate_prepared(self, value: bool) -> None:
+        pass
 
     def _show(self) -> None:
         """Sets the attributes of a DataLoader, for code that reads them."""
@@ -212,8 +217,8 @@ class BalancedDataLoader(DataLoader):
         self._source.set_epoch(epoch)
 
     def __iter__(self) -> Iterator[Any]:
-        """One pass. An iterator that is dropped after its first batch has cost no epoch, unless that
-        was the last batch of the pass: a loop that counts its batches asks for no more. Raises
+        """One pass. An iterator that is dropped after its first batch has cost no epoch, unless
+        that was the last batch of the pass: a loop that counts its batches asks for no more. Raises
         RuntimeError, at its first batch, while another one is live."""
         if self._live:
             raise RuntimeError(

@@ -220,10 +220,10 @@ REBUILT = (
 
 def refuse_ahead(caller: str, loader: DataLoader) -> None:
     """Raises TypeError if Lightning's Trainer (the module that iterates) would fetch each batch
-    before it trained on the last: then loader.step is that of another batch. RuntimeError for a
-    Lightning that is too old."""
+    before it trained on the last: then loader.step is that of another batch. RuntimeError if the
+    caller is of an older version than was tested."""
+    require(caller)
     if caller.startswith(("lightning.pytorch.", "pytorch_lightning.")):
-        require(caller)
         try:
             len(loader)
         except TypeError as error:

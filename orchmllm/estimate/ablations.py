@@ -15,9 +15,10 @@ import numpy as np
 
 from orchmllm.config import Recipe, plan_spec
 from orchmllm.estimate.dry_run import NONE, draw
-from orchmllm.estimate.fits import DEVICE_SHARE, decide, joined, largest_fitting, scaled
+from orchmllm.estimate.fits import budget_of, decide, joined, largest_fitting, scaled
+from orchmllm.estimate.hardware import Hardware
 from orchmllm.estimate.memory import MemoryModel, loads_of
-from orchmllm.estimate.step_time import Hardware, exchange_seconds, predict
+from orchmllm.estimate.step_time import exchange_seconds, predict
 from orchmllm.plan.assign import PHASES, BalanceConfig, PhasePolicy
 from orchmllm.plan.step import plan_step
 
@@ -66,7 +67,7 @@ def ablate(recipe: Recipe, num_ranks: int, batch_size: int, hardware: Hardware,
     recipe = replace(recipe, train=replace(recipe.train, batch_size=batch_size))
     shards = min(recipe.fsdp.shard_size or num_ranks, num_ranks)
     memory = MemoryModel(recipe.model, recipe.fsdp, shards, ranks_per_node=hardware.ranks_per_node)
-    budget = 1e9 * recipe.fsdp.memory_gb or DEVICE_SHARE * hardware.memory_bytes
+    budget, _ = budget_of(recipe, hardware.memory_bytes)
     spec = plan_spec(recipe, hardware.ranks_per_node)
     layouts = [draw(recipe, num_ranks, batch_size, recipe.run.seed + s) for s in range(steps)]
     schemes = variants(0.005)
@@ -83,7 +84,7 @@ def ablate(recipe: Recipe, num_ranks: int, batch_size: int, hardware: Hardware,
         loads = joined([loads_of(p, variant.pad) for p in plans])
         peak = own.peak(loads, choice)
         rows[name] = {
-            "figure": variant.figure, "mfu": float(np.mean([t.mfu(hardware) for t in times])),
+            "figure": variant.figure, "mfu": float(np.mean([t.mfu for t in times])),
             "tokens_per_gpu": float(np.mean([t.tokens_per_gpu for t in times])),
             "exchange_ms": 1e3 * float(np.mean([t.exchange for t in times])),
             "peak_bytes": peak, "fits": peak <= budget,

@@ -1,12 +1,11 @@
 """A recipe tried without its GPUs: the real model, sharded on meta under a fake process group of
 any number of ranks, and real plans of a drawn workload.
 
-    python -m orchmllm.train --recipe recipes/mllm84b.yaml --dry-run --world-size 2560
+    orchmllm dry-run recipes/mllm84b.yaml --world-size 2560
 
 Real: parameters and their shards, plans and their times, loads, bytes. Predicted: memory
-(orchmllm.estimate.memory) and time (orchmllm.estimate.step_time, a roofline with stated
-efficiencies).
-Nothing is read: lengths come from orchmllm.estimate.workload.
+(orchmllm.estimate.memory) and time (orchmllm.estimate.step_time, a roofline with stated or
+measured efficiencies). Lengths come from orchmllm.estimate.lengths.
 """
 
 from __future__ import annotations
@@ -21,16 +20,17 @@ import numpy as np
 
 from orchmllm.config import Recipe, plan_spec
 from orchmllm.estimate.fits import (
-    DEVICE_SHARE,
-    allowed_by,
+    budget_of,
     decide,
     joined,
     largest_fitting,
     with_real_batch,
 )
+from orchmllm.estimate.hardware import Hardware, described
+from orchmllm.estimate.lengths import Examples, of_mix
 from orchmllm.estimate.memory import Loads, MemoryModel, loads_of
-from orchmllm.estimate.step_time import Hardware, StepTime, predict, rank_seconds
-from orchmllm.estimate.workload import MODELS, batch_layout, sample_headers
+from orchmllm.estimate.step_time import StepTime, exchange_seconds, rank_seconds, timed, work_of
+from orchmllm.estimate.workload import MODELS
 from orchmllm.models.flops import padded_phases, step_flops
 from orchmllm.plan.assign import PHASES, BalanceConfig, PhasePolicy, PlanSpec
 from orchmllm.plan.layout import BatchLayout
@@ -61,38 +61,67 @@ def draw(recipe: Recipe, num_ranks: int, batch_size: int, seed: int,
          without: Collection[str] = ()) -> BatchLayout:
     """A global batch of the paper's mix in its natural proportions. without: encoder phases that
     get nothing to do."""
-    headers = sample_headers("natural", num_ranks * batch_size, seed, without)
-    return batch_layout(headers, recipe.model, num_ranks)
+    return of_mix(recipe, without=without).draw(num_ranks, batch_size, seed)
+
+
+def memory_model(recipe: Recipe, num_ranks: int, hardware: Hardware) -> MemoryModel:
+    """Of a rank of this world."""
+    return MemoryModel(recipe.model, recipe.fsdp, recipe.fsdp.shard_size or num_ranks,
+                       ranks_per_node=recipe.balance.ranks_per_node or hardware.ranks_per_node,
+                       microbatches=recipe.train.accumulation_steps)
+
+
+def not_modelled(recipe: Recipe) -> list[str]:
+    """What of a recipe changes no figure of a prediction, though it may change a run."""
+    said = ["waiting for data", "saving and validating"]
+    if recipe.fsdp.compile:
+        said.append("fsdp.compile, which makes blocks faster than the assumed share of the peak")
+    if recipe.balance.enabled and recipe.balance.dispatch == "bytes":
+        said.append("the exchange of stored media in the background (balance.dispatch: bytes)")
+    if recipe.balance.calibrate_steps:
+        said.append("balance.calibrate_steps: costs stay those of the model")
+    return said
 
 
 def dry_run(recipe: Recipe, num_ranks: int, hardware: Hardware, steps: int = 20,
-            without: Collection[str] = ()) -> dict:
-    """The report as plain data. without: encoder phases for which the recipe has no data. Raises
-    ValueError, before anything is built, for a world or a memory that the recipe does not fit."""
+            without: Collection[str] = (), examples: Examples | None = None) -> dict:
+    """The report as plain data. without: encoder phases for which the recipe has no data. examples:
+    where lengths come from (the paper's mix). Raises ValueError, before anything is built, for a
+    world or a memory that the recipe does not fit."""
     started = time.perf_counter()
+    hardware = replace(hardware, ranks_per_node=recipe.balance.ranks_per_node
+                       or hardware.ranks_per_node)
     check_world(recipe, num_ranks, hardware.ranks_per_node)
+    whole = recipe.train.global_batch_size
     recipe = with_real_batch(recipe, num_ranks)
     spec = plan_spec(recipe, hardware.ranks_per_node)
-    memory = MemoryModel(recipe.model, recipe.fsdp, recipe.fsdp.shard_size or num_ranks,
-                         ranks_per_node=spec.ranks_per_node)
-    budget = 1e9 * recipe.fsdp.memory_gb or DEVICE_SHARE * hardware.memory_bytes
-    batch = recipe.train.batch_size
-    drawn = functools.partial(draw, recipe, num_ranks, without=without)
-    first = plan_step(drawn(batch, recipe.run.seed), spec)
+    memory = memory_model(recipe, num_ranks, hardware)
+    budget, allowed_by = budget_of(recipe, hardware.memory_bytes)
+    train = recipe.train
+    examples = examples or of_mix(recipe, without=without)
+    drawn = functools.partial(examples.draw, num_ranks)
+    first = plan_step(drawn(train.batch_size, recipe.run.seed), spec)
     try:
-        choice = decide(recipe, memory, loads_of(first, padded_phases(recipe.model)), budget)
+        choice = decide(recipe, memory, loads_of(first, padded_phases(recipe.model)), budget,
+                        allowed_by)
     except ValueError as e:
         raise ValueError(f"{e} (a GPU of {hardware.memory_bytes / 1e9:.0f} GB is assumed: "
                          f"{hardware.name})") from e
+    count = num_ranks * train.batch_size * train.accumulation_steps
     report = {
-        "world_size": num_ranks, "batch_size": batch, "steps": steps, "hardware": vars(hardware),
-        "audio_mode": recipe.model.audio.mode, "without": sorted(without),
-        "balanced": recipe.balance.enabled, "reference": reference(recipe, num_ranks, without),
-        "checkpointing": choice, "memory_budget_bytes": budget, "allowed_by": allowed_by(recipe),
+        "world_size": num_ranks, "batch_size": train.batch_size, "steps": steps,
+        "microbatches": train.accumulation_steps, "examples_per_step": whole or count,
+        "lengths": examples.what, "epoch": examples.epoch, "not_modelled": not_modelled(recipe),
+        "hardware": described(hardware), "dtype": recipe.fsdp.compute_dtype
+        or recipe.fsdp.param_dtype, "audio_mode": recipe.model.audio.mode,
+        "without": sorted(without), "balanced": recipe.balance.enabled,
+        "reference": reference(recipe, num_ranks, without) if not examples.epoch else {},
+        "checkpointing": choice, "memory_budget_bytes": budget, "allowed_by": allowed_by,
         "model": sharded_on_meta(recipe, num_ranks, choice),
         "state_bytes_predicted": memory.state_bytes(),
     }
-    report |= _workload(recipe, drawn, spec, memory, choice, hardware, steps)
+    report |= _workload(recipe, drawn, spec, memory, choice, hardware, steps,
+                        (whole or count) / count)
     report["exchange"] = exchange_report(first, recipe.fsdp.shard_size)
     peak = report["memory"]["balanced"]["peak_bytes"]
     report["fits"] = peak <= budget
@@ -141,8 +170,10 @@ def _module_of(name: str) -> str:
 
 
 def _workload(recipe: Recipe, drawn: Callable[..., BatchLayout], spec: PlanSpec,
-              memory: MemoryModel, choice: dict[str, str], hardware: Hardware, steps: int) -> dict:
-    """Imbalance, time, memory and plan cost over `steps` drawn steps."""
+              memory: MemoryModel, choice: dict[str, str], hardware: Hardware, steps: int,
+              share: float) -> dict:
+    """Imbalance, time, memory and plan cost over `steps` drawn steps. share: of the drawn examples
+    that a step has, which is below 1 where train.global_batch_size does not divide."""
     schemes = {"none": replace(spec, balance=NONE),
                "LLM only": replace(spec, balance=llm_only(spec.balance)), "balanced": spec}
     rows: dict[str, list[dict]] = {name: [] for name in schemes}
@@ -154,7 +185,7 @@ def _workload(recipe: Recipe, drawn: Callable[..., BatchLayout], spec: PlanSpec,
             plan = plan_step(replace(layout), scheme)
             plan_s = time.perf_counter() - started
             loads[name].append(loads_of(plan, padded_phases(recipe.model)))
-            rows[name].append({"plan_s": plan_s} | measure(plan, memory, choice, hardware))
+            rows[name].append({"plan_s": plan_s} | measure(plan, memory, choice, hardware, share))
     names = ["none", "LLM only"]
     ratios = {}
     for kind in ("slowest_s", "slowest_padded_s"):
@@ -167,8 +198,8 @@ def _workload(recipe: Recipe, drawn: Callable[..., BatchLayout], spec: PlanSpec,
         "phases": {p: {n: _mean([r for r in x if p in r], p) for n, x in uneven.items()}
                    for p in PHASES if any(p in r for r in uneven["none"])},
         "flops": {p: _mean([r["flops"] for r in rows["none"]], p) for p in PHASES},
-        "predicted": {n: {k: _mean(rows[n], k) for k in (
-            "step_s", "mfu", "tokens_per_gpu", "exchange_s", "internode_bytes")} for n in schemes},
+        "predicted": {n: {k: _mean(x, k) for k in x[0] if isinstance(x[0][k], float)}
+                      for n, x in rows.items()},
         "ratio": ratios,
         "plan_ms": {n: 1e3 * float(np.median([r["plan_s"] for r in rows[n]])) for n in schemes},
         "memory": {n: memory_report(memory, joined(loads[n]), choice) for n in schemes},
@@ -176,24 +207,30 @@ def _workload(recipe: Recipe, drawn: Callable[..., BatchLayout], spec: PlanSpec,
 
 
 def measure(plan: StepPlan, memory: MemoryModel, choice: dict[str, str],
-            hardware: Hardware) -> dict:
-    """One plan: imbalance (max / mean of computing) of the phases that have something to do,
-    predicted step, bytes between nodes."""
-    slowest, padded_s, even, uneven = 0.0, 0.0, {}, {}
+            hardware: Hardware, share: float = 1.0) -> dict:
+    """One plan: imbalance (max / mean of computing) of the phases that have something to do, the
+    predicted step and where its time goes, bytes between nodes. share: see _workload."""
+    dtype = memory.fsdp.compute_dtype or memory.fsdp.param_dtype
     padded = padded_phases(memory.model)
+    works = {pad: work_of(plan, memory.model, pad) for pad in {padded, frozenset({"audio"})}}
+    slowest, padded_s, even, uneven = 0.0, 0.0, {}, {}
     for phase in PHASES:
-        seconds, pad = (sum(rank_seconds(plan, phase, memory.model, hardware, "none", p))
-                        for p in (phase in padded, phase == "audio"))
+        seconds, pad = (sum(rank_seconds(works[p], phase, hardware, "none", dtype))
+                        for p in (padded, frozenset({"audio"})))
         slowest, padded_s = slowest + float(seconds.max()), padded_s + float(pad.max())
         if seconds.any():
             even[phase] = imbalance(seconds)
             uneven[phase] = imbalance(pad)
-    time_: StepTime = predict(plan, memory, choice, hardware, padded)
+    time_: StepTime = timed(works[padded], exchange_seconds(plan, hardware), memory, choice,
+                            hardware, memory.microbatches)
     return {"imbalance": even, "imbalance_padded": uneven, "slowest_s": slowest,
             "slowest_padded_s": padded_s, "flops": step_flops(memory.model, plan.layout),
-            "step_s": time_.seconds, "mfu": time_.mfu(hardware), "exchange_s": time_.exchange,
-            "tokens_per_gpu": time_.tokens_per_gpu,
-            "internode_bytes": sum(s["internode_bytes"] for s in plan.stats.values())}
+            "step_s": time_.seconds, "mfu": share * time_.mfu, "exchange_s": time_.exchange,
+            "traffic_s": time_.traffic, "update_s": time_.update,
+            **{f"{p}_s": float(sum(x)) for p, x in time_.phases.items()},
+            "waiting_s": float(sum(time_.waiting.values())),
+            "tokens_per_gpu": share * time_.tokens_per_gpu,
+            "internode_bytes": float(sum(s["internode_bytes"] for s in plan.stats.values()))}
 
 
 def memory_report(memory: MemoryModel, loads: Loads, choice: dict[str, str]) -> dict:

@@ -46,7 +46,8 @@ def joined(loads: Sequence[Loads]) -> Loads:
 
 
 def decide(
-    recipe: Recipe, memory: MemoryModel, loads: Loads, budget_bytes: float
+    recipe: Recipe, memory: MemoryModel, loads: Loads, budget_bytes: float,
+    allowed_by: str = "fsdp.memory_gb"
 ) -> dict[str, str]:
     """phase -> checkpointing. Raises ValueError if the recipe cannot fit the budget, naming what
     would; without a budget (0) `auto` cannot be decided and everything else is taken as it is."""
@@ -70,13 +71,17 @@ def decide(
         cure = fitting if smaller else f"{more} {memory.shards}, or fewer parameters,"
         raise ValueError(
             f"the recipe does not fit: {given} on shard groups of {memory.shards} "
-            f"{e} ({allowed_by(recipe)}); {cure} would fit") from e
+            f"{e} ({allowed_by}); {cure} would fit") from e
 
 
-def allowed_by(recipe: Recipe) -> str:
-    """Where the memory that tensors may take comes from, in words."""
-    return ("fsdp.memory_gb" if recipe.fsdp.memory_gb
-            else f"{DEVICE_SHARE:.0%} of the GPU's; fsdp.memory_gb is not set")
+def budget_of(recipe: Recipe, device_bytes: float) -> tuple[float, str]:
+    """(bytes that tensors of a rank may take, where the figure comes from): fsdp.memory_gb if it is
+    set and no more than the GPU has, else a share of that. device_bytes: 0 on a CPU."""
+    asked = 1e9 * recipe.fsdp.memory_gb
+    if not device_bytes or 0 < asked <= device_bytes:
+        return asked, "fsdp.memory_gb"
+    return DEVICE_SHARE * device_bytes, f"{DEVICE_SHARE:.0%} of the GPU's; fsdp.memory_gb is " + (
+        f"{recipe.fsdp.memory_gb:g}" if asked else "not set")
 
 
 def scaled(loads: Loads, factor: float) -> Loads:
@@ -110,7 +115,7 @@ def for_run(recipe: Recipe, dataset: Dataset, rows: Sequence[int], spec: PlanSpe
 
     Two global batches of at most 32 ranks are drawn: enough for the load of the fullest rank."""
     recipe = with_real_batch(recipe, num_ranks)
-    budget = 1e9 * recipe.fsdp.memory_gb or DEVICE_SHARE * device_bytes
+    budget, why = budget_of(recipe, device_bytes)
     asked = {p: recipe.fsdp.checkpointing(p) for p in PHASES}
     if "auto" not in asked.values() and not recipe.fsdp.memory_gb:
         return asked
@@ -120,4 +125,4 @@ def for_run(recipe: Recipe, dataset: Dataset, rows: Sequence[int], spec: PlanSpe
                             recipe.run.seed + k) for k in range(2)]
     pad = padded_phases(recipe.model)
     return decide(recipe, memory, joined([loads_of(plan_step(x, spec), pad) for x in drawn]),
-                  budget)
+                  budget, why)

@@ -4,8 +4,9 @@
            + activations by checkpointing choice + batch + buffers of the exchange and of the loss
 
 taken at the moments of a step that can be the highest: the end of each phase's forward pass, the
-loss, the start of each phase's backward pass, and the optimizer step. Excluded are the CUDA
-context, NCCL's buffers and the allocator's fragments: fsdp.memory_gb has to leave room for them.
+loss, the start of each phase's backward pass, the last gradients, and the optimizer step. Excluded
+are the CUDA context, NCCL's buffers and the allocator's fragments: fsdp.memory_gb has to leave room
+for them.
 """
 
 from __future__ import annotations
@@ -69,7 +70,8 @@ class MemoryModel:
     all_gather: ranks whose rows everybody receives, if rows travel by all-gather instead of
     all-to-all (OrchMLLM section 8.3), else 0; what a rank keeps of the gathered rows is a view, so
     all of them stay: inputs for the step, features for the forward pass. ranks_per_node: for what
-    fsdp.*_reshard keeps over a node's ranks."""
+    fsdp.*_reshard keeps over a node's ranks. microbatches: of a step; from the second on the
+    gradients are there from the start."""
 
     model: ModelConfig
     fsdp: FsdpConfig
@@ -77,6 +79,7 @@ class MemoryModel:
     on_cpu: bool = False
     all_gather: int = 0
     ranks_per_node: int = 8
+    microbatches: int = 1
 
     @property
     def element(self) -> int:
@@ -96,9 +99,10 @@ class MemoryModel:
         if self.fsdp.cpu_offload:
             state, grads = dict.fromkeys(state, 0), dict.fromkeys(grads, 0)
         static = state["parameters"] + state["optimizer"] + self._batch(loads)
+        again = state["gradients"] * (self.microbatches > 1)
         kept = {p: self._kept(p, loads, choice[p]) for p in PHASES}
         features = sum(self._features(p, loads) for p in ENCODERS)
-        done = static + 0.0
+        done = static + float(again)
         out = {}
         for phase in ENCODERS:
             done = done + kept[phase]
@@ -112,12 +116,16 @@ class MemoryModel:
         done = done - features
         made = 0.0
         for phase in reversed(PHASES):
-            out[f"{phase} backward"] = done + made + self._gather(
+            out[f"{phase} backward"] = done + made + self._waiting(phase) + self._gather(
                 phase, True) + self._backward_work(phase, loads, choice[phase])
-            made += grads[phase]
+            made += grads[phase] * (not again)
             done = done - kept[phase]
-        temporary = state["gradients"]  # the square root of the second moments
-        out["optimizer"] = static + state["gradients"] + temporary
+        late = self._late()
+        out["last gradients"] = done + made + max(
+            self.element * sum(u.trained_size for u in late[i:])
+            + self._reduced * late[i].trained_size * (1 + 1 / self.shards)
+            for i in range(len(late)))
+        out["optimizer"] = static + state["gradients"]  # AdamW's fused kernel needs no more
         return out
 
     def peak(self, loads: Loads, choice: Choice) -> float:
@@ -174,13 +182,15 @@ class MemoryModel:
         logits with the gradients that are made at once."""
         config, e = self.model.llm, self.element
         f, tokens, chunk = max(4, e), loads.phases["llm"].tokens, self.fsdp.loss_chunk_rows
+        plain = 3.0 * f * config.vocab_size * tokens
         if not chunk:
-            return 3.0 * f * config.vocab_size * tokens
+            return plain
         learnt = config.hidden_size * (not config.frozen)  # columns of the weight's gradient
         rows = np.minimum(tokens, chunk)
         # A chunk's logits as computed and in float32, or their gradient and the product made of it.
         moment = np.maximum((f + e * (e < f)) * rows, e * (rows + learnt))
-        return e * config.hidden_size * tokens + (moment + f * learnt) * config.vocab_size
+        chunked = e * config.hidden_size * tokens + (moment + f * learnt) * config.vocab_size
+        return np.where(tokens > chunk, chunked, plain)
 
     def _units(self, phase: str) -> list[Unit]:
         return [u for u in units(self.model) if u.phase == phase]
@@ -188,18 +198,37 @@ class MemoryModel:
     def _gather(self, phase: str, backward: bool) -> float:
         """Gathered parameters, at their worst: the encoder's root unit for the whole phase, the
         current unit and the buffer of the next one; in the backward pass also the current unit's
-        gradients, and the last one's on their way to their owners. What fsdp.*_reshard keeps stays
-        until its backward pass, which then gathers none."""
+        gradients, and the last one's (at first the head's) on their way to their owners. What
+        fsdp.*_reshard keeps stays until its backward pass, which then gathers none."""
         e = self.element
-        reduce = DTYPE_BYTES[self.fsdp.param_dtype] if self.fsdp.compute_dtype else e
         block = next(u for u in self._units(phase) if u.role == "block")
-        ahead = max(self.fsdp.prefetch, 1)
+        ahead = min(max(self.fsdp.prefetch, 1), max(block.copies - 1, 1))
         current = block.size * e * (1 + ahead)
         current += sum(u.size for u in self._units(phase) if u.role == "root") * e
         if self.fsdp.reshard(phase) == "none" and block.read_in_backward:
             current = 0 if backward else block.size * e * ahead
-        gradients = block.trained_size * (e + reduce) if backward else 0
-        return float(self._stays(phase) + current + gradients)
+        if backward:
+            before = max([block.trained_size] + [
+                u.trained_size for u in self._units("llm") if phase == "llm" and u.role == "head"])
+            current += e * block.trained_size + self._reduced * before
+        return float(self._stays(phase) + current)
+
+    @property
+    def _reduced(self) -> int:
+        """Bytes of a number as gradients are added up between ranks."""
+        return DTYPE_BYTES[self.fsdp.param_dtype] if self.fsdp.compute_dtype else self.element
+
+    def _late(self) -> list[Unit]:
+        """Units whose input has no gradient: FSDP2 reduces theirs at the end of the backward
+        pass."""
+        return [u for u in units(self.model) if u.role in ("root", "embed") and (
+            u.role == "embed" or u.phase != "llm")]
+
+    def _waiting(self, phase: str) -> float:
+        """Gradients of late units that were made before the blocks of a phase begin their backward
+        pass, as they were computed."""
+        done = PHASES[PHASES.index(phase) + 1:]
+        return float(self.element * sum(u.trained_size for u in self._late() if u.phase in done))
 
     def _stays(self, phase: str) -> float:
         """Bytes of the units that stay gathered, whole or over the ranks of a node, at the end of a
@@ -212,13 +241,13 @@ class MemoryModel:
     def extra_time(self, loads: Loads, choice: Choice) -> float:
         """FLOP that the slowest rank of each phase repeats: what `auto` keeps low."""
         return sum(float(phase_work(p, self.model, loads.phases[p], choice[p]).recompute.sum(
-            axis=0).max()) + _SELECTIVE_SHARE * (choice[p] == "selective") * float(
+            axis=0).max()) + SELECTIVE_SHARE * (choice[p] == "selective") * float(
             phase_work(p, self.model, loads.phases[p]).forward.sum(axis=0).max())
             for p in PHASES)
 
 
 # Norms, activations and rotations of a block take about this share of its forward time.
-_SELECTIVE_SHARE = 0.1
+SELECTIVE_SHARE = 0.1
 
 
 def all_choices() -> Iterable[dict[str, str]]:

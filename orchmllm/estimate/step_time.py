@@ -1,92 +1,111 @@
-"""Step time and MFU from the FLOPs of a plan: a roofline with stated efficiencies.
+"""Step time and MFU from the FLOPs of a plan: a roofline with stated or measured efficiencies.
 
-Every phase waits for its slowest rank, forward and backward apart, because FSDP gathers parameters
-block by block (OrchMLLM section 3). A phase takes the longer of its computation and of its
-parameter traffic, which overlap; exchanges of rows are added, since nothing hides them.
+Every phase waits for its slowest rank, because FSDP gathers parameters block by block (OrchMLLM
+section 3). Units are gathered `fsdp.prefetch` ahead, one after the other over one link, and their
+gradients reduced behind them; what of it no computation hides is `traffic`. Exchanges of rows and
+the optimizer are added, since nothing hides them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import log2
 
 import numpy as np
 
-from orchmllm.estimate.memory import MemoryModel
+from orchmllm.config import DTYPE_BYTES
+from orchmllm.estimate.hardware import Hardware
+from orchmllm.estimate.memory import SELECTIVE_SHARE, MemoryModel
 from orchmllm.models.config import ModelConfig
-from orchmllm.models.flops import item_rank, padded_lengths, phase_lengths, phase_work
+from orchmllm.models.flops import (
+    Lengths,
+    item_rank,
+    padded_lengths,
+    phase_lengths,
+    phase_work,
+)
 from orchmllm.plan.assign import PHASES
 from orchmllm.plan.layout import ENCODERS
 from orchmllm.plan.step import StepPlan
-from orchmllm.sharding.units import units
+from orchmllm.sharding.units import Unit, units
 
-
-@dataclass(frozen=True)
-class Hardware:
-    """A GPU of a cluster. Bandwidths in bytes/s per GPU and direction; the efficiencies are
-    assumptions, taken from what large dense models reach, and change no ratio between variants
-    that compute equally much."""
-
-    name: str = "H100 SXM, 8 a node, 400 Gbit/s per GPU"
-    peak_flops: float = 989e12
-    memory_bytes: float = 85e9
-    ranks_per_node: int = 8
-    network_bandwidth: float = 50e9
-    node_bandwidth: float = 450e9
-    product_efficiency: float = 0.60
-    attention_efficiency: float = 0.40
-    network_efficiency: float = 0.70
+UPDATE_PASSES = 10  # reads and writes of a parameter's size: norm, clipping and AdamW's kernel
 
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of one step. phases: phase -> (forward, backward); exchange: rows between ranks;
-    useful: FLOP of all ranks without padding; tokens: LLM tokens of all ranks."""
+    """Seconds of a step, its microbatches together. phases: phase -> computing of the slowest rank
+    (forward, backward); waiting: phase -> how much of it the mean rank waits; traffic: gathers and
+    reductions that no computing hides; exchange: rows between ranks; update: the optimizer.
+    useful: FLOP of all ranks without padding; tokens: LLM tokens of all ranks; peak: FLOP/s."""
 
     phases: Mapping[str, tuple[float, float]]
+    waiting: Mapping[str, float]
+    traffic: float
     exchange: float
+    update: float
     useful: float
     tokens: float
     num_ranks: int
+    peak: float
 
     @property
     def seconds(self) -> float:
-        return sum(map(sum, self.phases.values())) + self.exchange
+        return (sum(map(sum, self.phases.values())) + self.traffic + self.exchange + self.update)
 
-    def mfu(self, hardware: Hardware) -> float:
-        return self.useful / (self.seconds * self.num_ranks * hardware.peak_flops)
+    @property
+    def mfu(self) -> float:
+        return self.useful / (self.seconds * self.num_ranks * self.peak)
 
     @property
     def tokens_per_gpu(self) -> float:
         return self.tokens / self.seconds / self.num_ranks
 
 
-def rank_seconds(plan: StepPlan, phase: str, model: ModelConfig, hardware: Hardware,
-                 checkpointing: str, pad: bool) -> tuple[np.ndarray, np.ndarray]:
+@dataclass(frozen=True)
+class PlanWork:
+    """FLOP of the ranks in one microbatch. forward, backward, again: phase -> (2, d), products and
+    attention, `again` what full checkpointing repeats; head: (d,) forward FLOP of the head."""
+
+    forward: Mapping[str, np.ndarray]
+    backward: Mapping[str, np.ndarray]
+    again: Mapping[str, np.ndarray]
+    head: np.ndarray
+    useful: float
+    tokens: float
+    num_ranks: int
+
+
+def work_of(plan: StepPlan, model: ModelConfig, pad: frozenset[str] = frozenset()) -> PlanWork:
+    """What the ranks compute in a planned microbatch. pad: phases whose batches are padded."""
+    parts: dict[str, dict[str, np.ndarray]] = {"forward": {}, "backward": {}, "recompute": {}}
+    useful, d = 0.0, plan.layout.num_ranks
+    for phase in PHASES:
+        rank, real = item_rank(plan, phase), phase_lengths(plan.layout, phase)
+        lengths: Lengths = padded_lengths(plan, phase) if phase in pad else real
+        work = phase_work(phase, model, lengths, "full")
+        for name, into in parts.items():
+            into[phase] = np.stack([np.bincount(rank, x, d) for x in getattr(work, name)])
+        useful += float(phase_work(phase, model, real).useful.sum())
+    tokens = np.bincount(item_rank(plan, "llm"), plan.layout.tokens_per_example, d)
+    return PlanWork(parts["forward"], parts["backward"], parts["recompute"],
+                    2.0 * model.llm.hidden_size * model.llm.vocab_size * tokens, useful,
+                    float(tokens.sum()), d)
+
+
+def rank_seconds(work: PlanWork, phase: str, hardware: Hardware, choice: str,
+                 dtype: str = "bfloat16") -> tuple[np.ndarray, np.ndarray]:
     """(d,) seconds of computing, forward and backward (with what is recomputed)."""
-    lengths = padded_lengths(plan, phase) if pad else phase_lengths(plan.layout, phase)
-    work = phase_work(phase, model, lengths, checkpointing)
-    rate = np.array([hardware.product_efficiency, hardware.attention_efficiency])
-    rank = item_rank(plan, phase)
-    forward, backward = (
-        np.bincount(rank, weights=(flop / (hardware.peak_flops * rate[:, None])).sum(axis=0),
-                    minlength=plan.layout.num_ranks)
-        for flop in (work.forward, work.backward + work.recompute))
-    return forward, backward
-
-
-def traffic_seconds(phase: str, memory: MemoryModel, hardware: Hardware) -> tuple[float, float]:
-    """(forward, backward) seconds to gather the phase's parameters (in the backward pass those that
-    it reads and that were freed), and to reduce its gradients. Hybrid sharding adds an all-reduce
-    of the shards between the groups, which is small."""
-    own = [u for u in units(memory.model) if u.phase == phase]
-    size = memory.element * sum(u.copies * u.size for u in own)
-    reduce = 4 * sum(u.copies * u.trained_size for u in own)
-    bandwidth = gather_bandwidth(memory.shards, hardware)
-    reshard = memory.fsdp.reshard(phase)
-    again = memory.element * sum(u.copies * u.size for u in own if u.gathers(reshard) > 1)
-    over = memory.shards if reshard == "full" else min(hardware.ranks_per_node, memory.shards)
-    return size / bandwidth, again / gather_bandwidth(over, hardware) + reduce / bandwidth
+    rate = hardware.peak(dtype) * np.array(hardware.efficiencies(phase))
+    fixed = hardware.measured.get(phase, {}).get("fixed", 0.0)
+    forward, backward, again = (x[phase] / rate[:, None] for x in (
+        work.forward, work.backward, work.again))
+    if choice == "full":
+        backward = backward + again
+    elif choice == "selective" and again.any():  # a frozen encoder repeats nothing
+        backward = backward + SELECTIVE_SHARE * forward
+    return forward.sum(axis=0) + fixed / 3, backward.sum(axis=0) + 2 * fixed / 3
 
 
 def gather_bandwidth(shards: int, hardware: Hardware) -> float:
@@ -101,35 +120,190 @@ def gather_bandwidth(shards: int, hardware: Hardware) -> float:
                hardware.node_bandwidth)
 
 
+def ring_seconds(ranks: int, hardware: Hardware) -> float:
+    """Latency of a ring through all ranks."""
+    nodes = -(-ranks // hardware.ranks_per_node)
+    return (nodes > 1) * nodes * hardware.network_hop_s + (ranks - nodes) * hardware.node_hop_s
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Seconds on the link for one unit: gathered for the forward pass, for the backward pass (0
+    where it stays or is not read), and its gradients reduced."""
+
+    forward: float
+    backward: float
+    reduce: float
+
+
+def unit_traffic(unit: Unit, memory: MemoryModel, hardware: Hardware, num_ranks: int) -> Traffic:
+    """How long one unit occupies the link. Hybrid sharding all-reduces the shards between groups;
+    with CPU offload shards come from the host before they are gathered, and gradients go there."""
+    shards, reshard = memory.shards, memory.fsdp.reshard(unit.phase)
+    param = DTYPE_BYTES[memory.fsdp.param_dtype]
+    host = memory.fsdp.cpu_offload * param / shards / hardware.host_bandwidth
+
+    def gather(over: int) -> float:
+        return unit.size * (memory.element / gather_bandwidth(over, hardware) + host) + (
+            ring_seconds(over, hardware))
+
+    over = shards if reshard == "full" else min(hardware.ranks_per_node, shards)
+    again = gather(over) if unit.gathers(reshard) > 1 else 0.0
+    reduce, size = 0.0, unit.trained_size * (param if memory.fsdp.compute_dtype
+                                             else memory.element)
+    if size:
+        reduce = size / gather_bandwidth(shards, hardware) + ring_seconds(shards, hardware) + (
+            unit.trained_size * host)
+        replicas = num_ranks // shards
+        if replicas > 1:
+            between = num_ranks > hardware.ranks_per_node
+            link = hardware.network_bandwidth if between else hardware.node_bandwidth
+            hop = hardware.network_hop_s if between else hardware.node_hop_s
+            reduce += (2 * (replicas - 1) / replicas * size / shards
+                       / (link * hardware.network_efficiency) + 2 * log2(replicas) * hop)
+    return Traffic(gather(shards), again, reduce)
+
+
+def pass_seconds(steps: list[tuple[float, float, float]], ahead: int) -> float:
+    """A pass over units, each (gather, compute, reduce) seconds. A unit computes once it is
+    gathered; when it starts, the `ahead` next ones are asked for. Gathers and reductions follow
+    each other on one link. Gradients of a unit wait for those of the one before."""
+    link = now = reduced = 0.0
+    ready, asked = [0.0] * len(steps), 0
+    for index, (_, compute, reduce) in enumerate(steps):
+        for last in (index, index + ahead):
+            while asked <= min(last, len(steps) - 1):
+                if steps[asked][0]:
+                    link = max(link, now) + steps[asked][0]
+                    ready[asked] = link
+                asked += 1
+            now = max(now, ready[index])
+        now += compute
+        if reduce:
+            now = max(now, reduced)
+            reduced = link = max(link, now) + reduce
+    return max(now, reduced)
+
+
+def _passes(memory: MemoryModel, hardware: Hardware, num_ranks: int,
+            compute: Mapping[str, tuple[float, float]], head: tuple[float, float]
+            ) -> tuple[list, list]:
+    """The units of the forward and of the backward pass. compute: phase -> seconds of the slowest
+    rank; head: of that, the LLM's head."""
+    forward, backward = [], []
+    for phase in PHASES:
+        own = [u for u in units(memory.model) if u.phase == phase]
+        link = {u.role: unit_traffic(u, memory, hardware, num_ranks) for u in own}
+        block = next(u for u in own if u.role == "block")
+        ahead, behind = (x - h * (phase == "llm") for x, h in zip(
+            compute[phase], head, strict=True))
+        blocks = [(link["block"].forward, ahead / block.copies, 0.0)] * block.copies
+        learnt = block.trained_size > 0 or phase == "llm"
+        back = [(link["block"].backward, behind / block.copies, link["block"].reduce)
+                ] * block.copies if learnt else [(0.0, behind, 0.0)]
+        if phase == "llm":
+            forward += [(link["embed"].forward, 0.0, 0.0), *blocks,
+                        (link["head"].forward, head[0], 0.0)]
+            backward = [(0.0, head[1], link["head"].reduce), *back,
+                        (0.0, 0.0, link["embed"].reduce), *backward]
+        else:
+            forward += [(link["root"].forward, 0.0, 0.0), *blocks]
+            backward = [(link["root"].backward, 0.0, 0.0), *back,
+                        (0.0, 0.0, link["root"].reduce), *backward]
+    return forward, backward
+
+
+def traffic_seconds(memory: MemoryModel, hardware: Hardware, num_ranks: int) -> float:
+    """Seconds that a microbatch's gathers and reductions would take if nothing hid them."""
+    none = dict.fromkeys(PHASES, (0.0, 0.0))
+    passes = _passes(memory, hardware, num_ranks, none, (0.0, 0.0))
+    return sum(gather + reduce for part in passes for gather, _, reduce in part)
+
+
 def exchange_seconds(plan: StepPlan, hardware: Hardware, all_gather: bool = False) -> float:
-    """Seconds of moving rows in the training thread: forward, and features' gradients backward.
-    An all-to-all takes as long as its busiest sender or receiver between nodes."""
-    bandwidth = hardware.network_bandwidth * hardware.network_efficiency
-    d, node, total = plan.layout.num_ranks, plan.spec.ranks_per_node, 0.0
+    """Seconds of moving rows in the training thread: forward, and features' gradients backward. An
+    all-to-all takes as long as its busiest sender or receiver, and a moment for each of the peers
+    of the rank that has most. With dispatch `bytes` inputs travel in the background."""
+    balance, d, node = plan.spec.balance, plan.layout.num_ranks, plan.spec.ranks_per_node
+    two_hop = balance.exchange == "two_hop" and d > node
+    total = 0.0
     for phase in PHASES:
         for index, (move, volume) in enumerate(plan.transfers(phase)):
+            features = phase in ENCODERS and index == 0
+            if balance.dispatch == "bytes" and not features:
+                continue
             if all_gather:  # every rank receives all ranks' padded shares
                 held = np.bincount(move.source_rank, weights=volume, minlength=d)
-                seconds = float(held.max()) * (d - node) / node / bandwidth
+                seconds = float(held.max()) * (d - node) / node / (
+                    hardware.network_bandwidth * hardware.network_efficiency)
             else:
-                source, target, moved = move.volume(volume)
-                between = source // node != target // node
-                loads = [np.bincount(at[between], moved[between], d) for at in (source, target)]
-                seconds = max(float(x.max()) for x in loads) / bandwidth
-            total += seconds * (2 if phase in ENCODERS and index == 0 else 1)
+                seconds = _all_to_all(*move.volume(volume), d, node, two_hop, hardware)
+            total += seconds * (2 if features else 1)
     return total
 
 
-def predict(plan: StepPlan, memory: MemoryModel, choice: Mapping[str, str], hardware: Hardware,
-            pad: frozenset[str] = frozenset(), all_gather: bool = False) -> StepTime:
-    """The step of a plan. pad: phases whose batches are padded."""
-    phases, useful = {}, 0.0
+def _all_to_all(source: np.ndarray, target: np.ndarray, moved: np.ndarray, d: int, node: int,
+                two_hop: bool, hardware: Hardware) -> float:
+    """One exchange of moved[i] bytes from source[i] to target[i]; 0 if nothing leaves its rank."""
+    real = (source != target) & (moved > 0)
+    if not real.any():
+        return 0.0
+    source, target, moved = source[real], target[real], moved[real]
+    between = source // node != target // node
+
+    def busiest(which: np.ndarray, bandwidth: float) -> float:
+        loads = (np.bincount(at[which], moved[which], d) for at in (source, target))
+        return max(float(x.max()) for x in loads) / (bandwidth * hardware.network_efficiency)
+
+    outside = busiest(between, hardware.network_bandwidth)
+    if two_hop:  # to the same local rank of the target's node, then inside it
+        inside = busiest(np.ones_like(between), hardware.node_bandwidth)
+        peers = np.unique(source[between] * d + target[between] // node) // d
+        most = int(np.bincount(peers, minlength=1).max()) + node - 1
+        return outside + inside + most * hardware.message_s + (
+            hardware.network_hop_s + hardware.node_hop_s)
+    inside = busiest(~between, hardware.node_bandwidth)
+    most = int(np.bincount(np.unique(source * d + target) // d).max())
+    hop = hardware.network_hop_s if between.any() else hardware.node_hop_s
+    return max(outside, inside) + most * hardware.message_s + hop
+
+
+def update_seconds(memory: MemoryModel, hardware: Hardware) -> float:
+    """Norm, clipping and AdamW over the shards of a rank: as fast as memory is read, the host's
+    with CPU offload."""
+    bandwidth = (hardware.host_memory_bandwidth if memory.fsdp.cpu_offload
+                 else hardware.memory_bandwidth * hardware.memory_efficiency)
+    return UPDATE_PASSES * memory.state_bytes()["gradients"] / bandwidth
+
+
+def timed(work: PlanWork, exchange: float, memory: MemoryModel, choice: Mapping[str, str],
+          hardware: Hardware, microbatches: int = 1) -> StepTime:
+    """The step of `microbatches` microbatches of this work. exchange: seconds of each."""
+    dtype = memory.fsdp.compute_dtype or memory.fsdp.param_dtype
+    compute, waiting = {}, {}
     for phase in PHASES:
-        compute = rank_seconds(plan, phase, memory.model, hardware, choice[phase], phase in pad)
-        traffic = traffic_seconds(phase, memory, hardware)
-        phases[phase] = tuple(max(float(c.max()), t)
-                              for c, t in zip(compute, traffic, strict=True))
-        useful += float(phase_work(phase, memory.model, phase_lengths(
-            plan.layout, phase)).useful.sum())
-    return StepTime(phases, exchange_seconds(plan, hardware, all_gather), useful,
-                    float(plan.layout.num_tokens.sum()), plan.layout.num_ranks)
+        seconds = rank_seconds(work, phase, hardware, choice[phase], dtype)
+        slowest = int(sum(seconds).argmax())
+        compute[phase] = tuple(float(x[slowest]) for x in seconds)
+        waiting[phase] = microbatches * float(sum(compute[phase]) - sum(seconds).mean())
+        if phase == "llm":
+            rate = hardware.peak(dtype) * hardware.efficiencies(phase)[0]
+            passes = (1, 1 if memory.model.llm.frozen else 2)
+            head = tuple(n * float(work.head[slowest]) / rate for n in passes)
+    ahead = max(memory.fsdp.prefetch, 1)  # FSDP2's own choice is one
+    total = sum(pass_seconds(p, ahead) for p in _passes(
+        memory, hardware, work.num_ranks, compute, head))
+    busy = sum(map(sum, compute.values()))
+    return StepTime(
+        {p: tuple(microbatches * x for x in c) for p, c in compute.items()}, waiting,
+        microbatches * max(total - busy, 0.0), microbatches * exchange,
+        update_seconds(memory, hardware), microbatches * work.useful, microbatches * work.tokens,
+        work.num_ranks, hardware.peak(dtype))
+
+
+def predict(plan: StepPlan, memory: MemoryModel, choice: Mapping[str, str], hardware: Hardware,
+            pad: frozenset[str] = frozenset(), all_gather: bool = False,
+            microbatches: int = 1) -> StepTime:
+    """The step of a plan, every microbatch like it. pad: phases whose batches are padded."""
+    return timed(work_of(plan, memory.model, pad), exchange_seconds(plan, hardware, all_gather),
+                 memory, choice, hardware, microbatches)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from textwrap import wrap
 
 from orchmllm.config import Recipe
-from orchmllm.estimate.step_time import Hardware
+from orchmllm.estimate.hardware import Hardware
 from orchmllm.plan.assign import PHASES
 from orchmllm.plan.layout import ENCODERS
 from orchmllm.recipe.parse import Loaded
@@ -17,26 +19,32 @@ from orchmllm.sharding.check import default_world
 PAPER_BATCHES = {3584: ("10B", 75, 80), 5120: ("18B", 50, 60), 8192: ("84B", 25, 30)}
 
 
-def run(loaded: Loaded[Recipe], world_size: int, *, ablations: bool,
-        json_path: Path | None) -> int:
+def run(loaded: Loaded[Recipe], world_size: int, *, ablations: bool, json_path: Path | None,
+        hardware: Callable[[], Hardware] = Hardware, mix: str = "",
+        lengths: Path | None = None) -> int:
     """Exit code: 2 if the recipe does not fit, or cannot run on this world, as `train` itself
-    answers. world_size: 0 if nobody said how many ranks."""
+    answers. world_size: 0 if nobody said how many ranks. hardware: makes what is assumed; mix,
+    lengths: see orchmllm.estimate.lengths."""
     from orchmllm.estimate.ablations import ablate, overhead
     from orchmllm.estimate.dry_run import dry_run
+    from orchmllm.estimate.lengths import examples_of
 
-    recipe, hardware = loaded.recipe, Hardware()
+    recipe = loaded.recipe
     try:
+        made = hardware()
         if ablations:
-            found = {"tables": [ablate(recipe, d, b, hardware, steps)
+            found = {"tables": [ablate(recipe, d, b, made, steps)
                                 for d, b, steps in _sizes(recipe, world_size)],
-                     "overhead": overhead(recipe, hardware, [64, 128, 256, 512, 1024, 2560])}
+                     "overhead": overhead(recipe, made, [64, 128, 256, 512, 1024, 2560])}
             text = ablation_text(found)
         else:
             ranks, why = world_size, "--world-size"
             if not ranks:
-                ranks, why = default_world(recipe, hardware.ranks_per_node)
+                ranks, why = default_world(recipe, made.ranks_per_node)
                 why += "; --world-size N for others"
-            found = dry_run(recipe, ranks, hardware, without=unnamed_encoders(loaded))
+            without = unnamed_encoders(loaded)
+            found = dry_run(recipe, ranks, made, without=without,
+                            examples=examples_of(recipe, mix, lengths, without))
             text = dry_run_text(found | {"world_size_from": why})
     except ValueError as e:
         print(f"error: {e}", file=sys.stderr)
@@ -69,14 +77,12 @@ SCHEMES = {"none": "unbalanced", "LLM only": "LLM only", "balanced": "balanced"}
 def dry_run_text(r: dict) -> str:
     """The report as text, for a terminal of 80 columns."""
     why = f" ({r['world_size_from']})" if "world_size_from" in r else ""
-    media = [name for p, name in (("vision", "images"), ("audio", "audio"))
-             if p not in r["without"]]
-    mix = f"{', '.join(media)} and text" if media else "text"
     lines = [f"{_many(r['world_size'], 'rank')}{why}",
-             f"{_many(r['batch_size'], 'example')} a rank and microbatch; "
+             f"{_many(r['batch_size'], 'example')} a rank and microbatch, "
+             f"{_many(r['microbatches'], 'microbatch')} a step; "
              f"{_many(r['steps'], 'step')} planned",
-             f"GPU assumed: {r['hardware']['name']}, {r['hardware']['memory_bytes'] / 1e9:.0f} GB",
-             f"No data are read: lengths are drawn from the paper's {mix}.",
+             f"GPU assumed: {gpu_text(r['hardware'])}",
+             *wrap(f"Lengths: {r['lengths']}.", 79, subsequent_indent="  "),
              "LLM only: the LLM phase alone is balanced."]
     lines += [f"The recipe has no model.{p}: a small encoder is built that has nothing to do."
               for p in r["without"]]
@@ -86,12 +92,19 @@ def dry_run_text(r: dict) -> str:
         *lines, "", *_memory_lines(r), "", *_model_lines(r["model"]), "",
         *_imbalance_lines(r), "", *_predicted_lines(r), "",
         *_exchange_lines(r["exchange"], r["world_size"]), "",
-        *_batch_lines(r), "",
-        f"This took {r['elapsed_s']:.1f} s and {r['peak_rss_bytes'] / 1e9:.2f} GB of memory."])
+        *_batch_lines(r), "", f"This took {r['elapsed_s']:.1f} s and "
+        f"{r['peak_rss_bytes'] / 1e9:.2f} GB of memory."])
+
+
+def gpu_text(h: dict) -> str:
+    """The hardware of a prediction in words."""
+    return (f"{h['name']}, {h['memory_bytes'] / 1e9:.0f} GB; {h['ranks_per_node']} a node, "
+            f"{h['network_bandwidth'] * 8 / 1e9:.0f} Gbit/s each")
 
 
 def _many(count: int, noun: str) -> str:
-    return f"{count} {noun}{'' if count == 1 else 's'}"
+    plural = "es" if noun.endswith("ch") else "s"
+    return f"{count} {noun}{'' if count == 1 else plural}"
 
 
 def _table(label: str, *cells: str, width: int = 12) -> str:
@@ -107,12 +120,14 @@ def _memory_lines(r: dict) -> list[str]:
     memory, budget = r["memory"], r["memory_budget_bytes"]
     peak = memory["balanced"]["peak_bytes"]
     verdict, rest = (("It fits", "are left") if r["fits"] else ("It does not fit", "are missing"))
+    moment = max(memory["balanced"]["moments"], key=memory["balanced"]["moments"].get)
     held, predicted = r["model"]["state_bytes"], sum(r["state_bytes_predicted"].values())
     scale, unit = (1e9, "GB") if peak >= 1e10 else (1e6, "MB")
     return [
         f"{verdict}: the fullest rank needs {peak / 1e9:.1f} GB; tensors may take "
         f"{budget / 1e9:.1f} GB",
         f"({r['allowed_by']}). {abs(budget - peak) / 1e9:.1f} GB {rest} on its GPU.",
+        f"The worst of {_many(r['steps'], 'step')} is at the moment `{moment}`.",
         f"Parameters, gradients and AdamW's moments of rank 0: {held / scale:.2f} {unit} "
         f"(predicted: {predicted / scale:.2f})",
         "Activation checkpointing: " + ", ".join(
@@ -141,32 +156,56 @@ def _imbalance_lines(r: dict) -> list[str]:
 
 
 def _predicted_lines(r: dict) -> list[str]:
-    h, ratio = r["hardware"], r["ratio"]
+    """The step: how long, where the time goes, what it costs."""
     predicted = [r["predicted"][n] for n in SCHEMES]
     short = max(p["step_s"] for p in predicted) < 1
+    scale = 1e3 if short else 1
+
+    def row(label: str, key: str, form: str = ".2f", by: float = scale) -> str:
+        return _table(f"  {label}", *(f"{by * p[key]:{form}}" for p in predicted))
+
+    epoch = r["epoch"] or 1_000_000
+    hours = epoch / r["examples_per_step"] * r["world_size"] / 3600
+    whose = f"an epoch of {epoch:,} examples" if r["epoch"] else "a million examples"
     lines = [
-        _table("Predicted microbatch", *SCHEMES.values()),
-        _table("  milliseconds" if short else "  seconds", *(
-            f"{(1e3 if short else 1) * p['step_s']:.2f}" for p in predicted)),
-        _table("  MFU", *(f"{100 * p['mfu']:.1f}%" for p in predicted)),
-        _table("  tokens a second and GPU", *(f"{p['tokens_per_gpu']:.0f}" for p in predicted)),
-        _table("  exchange of rows, ms", *(f"{1e3 * p['exchange_s']:.2f}" for p in predicted)),
+        _table("Predicted step, " + ("milliseconds" if short else "seconds"), *SCHEMES.values()),
+        row("whole", "step_s"),
+        *(row(f"{p}, forward and backward", f"{p}_s") for p in _present(r)),
+        row("gathers and reductions not hidden", "traffic_s"),
+        row("exchange of rows", "exchange_s", ".4f" if not short else ".2f"),
+        row("optimizer", "update_s", ".3f" if not short else ".2f"),
+        row("of it, waiting for the slowest rank", "waiting_s"),
+        row("MFU, %", "mfu", ".1f", 100),
+        row("tokens a second and GPU", "tokens_per_gpu", ".0f", 1),
+        row("tokens a second", "tokens_per_gpu", ".4g", r["world_size"]),
+        row(f"GPU-hours, {whose}"[:39], "step_s", ".4g", hours),
         _table("  planning, ms (in the background)", *(f"{r['plan_ms'][n]:.1f}" for n in SCHEMES)),
-        f"  Assumed shares of the bf16 peak: products {h['product_efficiency']:g}, attention "
-        f"{h['attention_efficiency']:g}; network {h['network_efficiency']:g}.",
-        "  Not counted: the optimizer, waiting for data, all-reduces of hybrid sharding.", "",
+        *_assumed_lines(r), "",
         _table("Computing alone, relative to balanced", "unbalanced", "LLM only")]
     keys = [f"{n} / balanced" for n in ("none", "LLM only")]
     kinds = {"slowest_s": "as the recipe computes it"}
     if "audio" in r["phases"] and r["audio_mode"] == "packed":
         kinds = {"slowest_padded_s": "audio padded where it is not balanced",
                  "slowest_s": "audio packed everywhere"}
-    lines += [_table(f"  {label}", *(f"{ratio[kind][k]:.3f}" for k in keys))
+    lines += [_table(f"  {label}", *(f"{r['ratio'][kind][k]:.3f}" for k in keys))
               for kind, label in kinds.items()]
     if r["reference"]:
         lines.append(_table("  an independent simulation, padded", *(
             f"{r['reference'][k]:.2f}" for k in keys)))
     return lines
+
+
+def _assumed_lines(r: dict) -> list[str]:
+    """What the prediction rests on, and what it leaves out."""
+    h = r["hardware"]
+    shares = [f"  Assumed shares of the {r['dtype']} peak: products {h['product_efficiency']:g}, "
+              f"attention {h['attention_efficiency']:g}; network {h['network_efficiency']:g}."]
+    if h["measured"]:
+        shares = [f"  Measured shares of the {r['dtype']} peak, products and attention:"] + [
+            f"    {p}: {m['products']:.3f} and {m['attention']:.3f}" for p, m in
+            h["measured"].items()]
+    return [*shares, *wrap("Not modelled: " + ", ".join(r["not_modelled"]) + ".", 78,
+                           initial_indent="  ", subsequent_indent="  ")]
 
 
 def _exchange_lines(x: dict, world_size: int) -> list[str]:

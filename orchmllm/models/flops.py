@@ -14,15 +14,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from orchmllm.models.config import AudioConfig, LLMConfig, ModelConfig, VisionConfig
+from orchmllm.models.gpus import GPUS, kind_of
 from orchmllm.plan.assign import PHASES
 from orchmllm.plan.cost import CostModel
 from orchmllm.plan.layout import ENCODERS, BatchLayout
 from orchmllm.plan.step import StepPlan
 
 FORWARD_BACKWARD = 3  # the backward pass of a product is two products of the same size
-# Dense bf16 FLOP/s without sparsity, by a part of torch's device name (vendors' data sheets).
-PEAK_FLOPS = {"B200": 2250e12, "H200": 989e12, "H100": 989e12, "H800": 989e12, "H20": 148e12,
-              "A100": 312e12, "A800": 312e12, "L40S": 362e12, "A6000": 155e12, "4090": 165e12}
 
 
 @dataclass(frozen=True)
@@ -200,7 +198,8 @@ def cost_model(phase: str, model: ModelConfig) -> CostModel:
 
 def peak_flops(device_name: str) -> float | None:
     """Dense bf16 FLOP/s of a GPU by its name; None if unknown (a CPU)."""
-    return next((peak for part, peak in PEAK_FLOPS.items() if part in device_name), None)
+    kind = kind_of(device_name)
+    return GPUS[kind].bfloat16 if kind else None
 
 
 def mfu(flops: float, seconds: float, num_ranks: int, peak: float) -> float:

@@ -99,8 +99,8 @@ class BalanceConfig:
         "model.", at_least=0, aliases=("fit_steps",))
     nodewise_solver: str = key(
         "search", "How the permutation of `nodewise` is found: `search`, or the paper's integer "
-        "program by `cbc` or `highs` (pip install 'orchmllm[ilp]'), solved on one rank and sent to "
-        "all.", choices=SOLVERS)
+        "program by `cbc` or `highs` (pip install cvxpy highspy cylp), solved on one rank and sent "
+        "to all.", choices=SOLVERS)
     nodewise_objective: str = key(
         "send", "What it keeps low: what the busiest rank sends to other nodes, or the larger of "
         "what it sends and receives.", choices=OBJECTIVES)
@@ -136,7 +136,7 @@ class BalanceConfig:
                    if importlib.util.find_spec(p) is None]
         if missing:
             yield Conflict(("nodewise_solver",), f"needs {' and '.join(missing)}: "
-                           "pip install 'orchmllm[ilp]', or use search")
+                           f"pip install {' '.join(missing)}, or use search")
 
 
 @dataclass(frozen=True)

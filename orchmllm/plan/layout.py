@@ -18,6 +18,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from orchmllm.plan.rearrange import ranges
+
 TEXT, VISION, AUDIO = 0, 1, 2
 MODALITIES = {"text": TEXT, "vision": VISION, "audio": AUDIO}
 ENCODERS: dict[str, int] = {"vision": VISION, "audio": AUDIO}  # fixed order of the encoder phases
@@ -294,6 +296,14 @@ class BatchLayout:
             modality=self.modality[seg], rows=self.rows[seg], attn_len=self.attn_len[seg],
             num_tokens=self.num_tokens[seg], grid=self.grid[seg],
         )
+
+    def taken(self, index: np.ndarray, examples_per_rank: np.ndarray) -> BatchLayout:
+        """The examples `index` (n,), in that order, on ranks that hold so many each."""
+        per_segment = ranges(self.segment_start[index], self.segments_per_example[index])
+        parts = {f.name: getattr(self, f.name)[
+            index if f.name in ("example_id", "num_targets", "segments_per_example")
+            else per_segment] for f in fields(self) if f.name != "examples_per_rank"}
+        return BatchLayout(**parts, examples_per_rank=np.asarray(examples_per_rank, np.int64))
 
     def split_ranks(self, size: int) -> Iterator[BatchLayout]:
         """Consecutive groups of `size` ranks, each as a batch of its own."""

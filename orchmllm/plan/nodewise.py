@@ -91,7 +91,7 @@ def _solve(
         import scipy.sparse
     except ImportError as error:
         raise ImportError(
-            f"solver {solver!r} needs cvxpy: pip install 'orchmllm[ilp]' ({error})") from error
+            f"solver {solver!r} needs cvxpy: pip install cvxpy highspy ({error})") from error
     node = source_rank // ranks_per_node
     num_nodes = -(-num_ranks // ranks_per_node)
     sizes = np.bincount(np.arange(num_ranks) // ranks_per_node, minlength=num_nodes)

@@ -110,6 +110,13 @@ class StepPlan:
             return self.layout.tokens_per_example
         return self.layout.attn_len[self.layout.segments_of(ENCODERS[phase])]
 
+    def items_of(self, phase: str, rank: int) -> tuple[np.ndarray, np.ndarray]:
+        """(length, dataset index of the example) of each item that a rank processes."""
+        items, ids = self.rearrangement(phase).items_on(rank), self.layout.example_id
+        if phase != "llm":
+            ids = ids[self.layout.example_of_segment[self.layout.segments_of(ENCODERS[phase])]]
+        return self.item_lengths(phase)[items], ids[items]
+
     def phase_cost(self, phase: str) -> tuple[np.ndarray, np.ndarray]:
         """(d,) predicted cost per rank, as sampled and as planned, in kFLOP."""
         move = self.rearrangement(phase)

@@ -9,7 +9,8 @@ from math import ceil
 
 import numpy as np
 
-from orchmllm.estimate.step_time import Hardware, gather_bandwidth
+from orchmllm.estimate.hardware import Hardware
+from orchmllm.estimate.step_time import gather_bandwidth
 from orchmllm.models.config import ModelConfig
 from orchmllm.models.flops import phase_lengths
 from orchmllm.plan.layout import ENCODERS, BatchLayout

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from orchmllm.estimate.step_time import Hardware
+from orchmllm.estimate.hardware import Hardware
 from orchmllm.models.config import LLMConfig, ModelConfig, VisionConfig
 from orchmllm.plan.balance import core
 from orchmllm.plan.grouping import intra_reorder

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from orchmllm.estimate import activations
-from orchmllm.estimate.step_time import Hardware
+from orchmllm.estimate.hardware import Hardware
 from orchmllm.models.config import ModelConfig
 from orchmllm.models.flops import Lengths, phase_work
 from orchmllm.sharding.units import units

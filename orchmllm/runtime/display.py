@@ -1,5 +1,6 @@
-"""What a user sees of a run: a bar on a terminal, plain lines elsewhere, TensorBoard if asked, and
-a summary at the end. One rank shows; costs are measured by scripts/bench_logging.py.
+"""What a user sees of a run: one line that changes on a terminal, plain lines elsewhere,
+TensorBoard if asked, and a summary at the end. One rank shows; costs are measured by
+scripts/bench_logging.py.
 """
 
 from __future__ import annotations
@@ -17,9 +18,16 @@ from tqdm import tqdm
 
 from orchmllm.config import RunConfig
 from orchmllm.launch import drop_output
+from orchmllm.runtime.gain import Gain
 
 MAX_LINES = 100  # plain lines of a run whose steps are fast ...
 LINE_EVERY_S = 30.0  # ... and the longest silence of one whose steps are slow
+DRAW_EVERY_S = 0.1  # on a terminal
+GAIN_EVERY = 50  # steps
+UNKNOWN_WIDTH = 80  # columns
+# Clears from the cursor to the end of the screen. The cursor waits at the first column of the line
+# that is drawn: where a terminal that became narrower has broken it, all of it is still cleared.
+CLEAR = "\x1b[J"
 
 
 class RunDisplay:
@@ -31,11 +39,13 @@ class RunDisplay:
         self._run, self._shows = run, shows
         self.stop_signal = 0
         self._totals = Totals()
-        self._bar: tqdm | None = None
+        self._draws = False
+        self._line = ""  # what is drawn, of any width
         self._writer = None
         self._total = self._done = 0
         self._step_s: float | None = None  # smoothed
         self._shown_at = self._stepped_at = self._started_at = time.perf_counter()
+        self._drawn_at = 0.0
 
     def start(self, total: int, first_step: int = 0) -> None:
         """total: steps of the whole run; first_step: of them done before."""
@@ -47,9 +57,7 @@ class RunDisplay:
             from torch.utils.tensorboard import SummaryWriter
 
             self._writer = SummaryWriter(str(Path(self._run.dir) / "tensorboard"))
-        if _has_room_for_a_bar():
-            self._bar = tqdm(total=total, initial=first_step, unit="step", dynamic_ncols=True,
-                             file=sys.stderr)
+        self._draws = _has_a_width()
 
     def step(self, row: dict) -> None:
         """row: of metrics, see docs/metrics.md. Its step may come again after a rollback."""
@@ -59,18 +67,23 @@ class RunDisplay:
         seconds, self._stepped_at = now - self._stepped_at, now
         # The newest ten steps or so, for the time that is left.
         self._step_s = seconds if self._step_s is None else 0.9 * self._step_s + 0.1 * seconds
-        moved, self._done = row["step"] + 1 - self._done, row["step"] + 1
+        self._done = row["step"] + 1
         self._totals.add(row)
         if self._writer is not None:
             for name, value in scalars(row):
                 self._writer.add_scalar(name, value, row["step"])
-        if self._bar is not None:
-            self._bar.set_postfix_str(short(row), refresh=False)  # drawn by update, when it is due
-            self._bar.update(moved)
-        elif self._line_is_due(now):
-            self._shown_at = now
+        if self._draws or self._line_is_due(now):
             left = tqdm.format_interval(self._step_s * (self._total - self._done))
-            self._print(f"step {self._done}/{self._total} {short(row)} | {left} left")
+            line = (f"step {self._done}/{self._total} "
+                    + " | ".join(facts(row, left, self._totals.gain.predicted())))
+            if not self._draws:
+                self._shown_at = now
+                self._print(line)
+            elif now - self._drawn_at >= DRAW_EVERY_S or not self._line:
+                self._drawn_at, self._line = now, line
+                self._draw()
+        if self._done % GAIN_EVERY == 0 and self._done < self._total:
+            self._print(f"step {self._done}: {self._totals.gain.describe()}")
 
     def _line_is_due(self, now: float) -> bool:
         every = -(-self._total // MAX_LINES)
@@ -86,24 +99,36 @@ class RunDisplay:
         self.note(f"validation loss {shown} after {row['step']} steps")
 
     def note(self, text: str) -> None:
-        """A line of its own, above the bar if there is one."""
+        """A line of its own, above the one that changes."""
         if self._shows:
             self._print(text)
 
     def _print(self, text: str) -> None:
         try:
-            if self._bar is not None:
-                self._bar.write(text, file=sys.stdout)
-            else:
-                print(text)
-            sys.stdout.flush()
+            if self._line:
+                print(CLEAR, end="", file=sys.stderr, flush=True)
+            print(text, flush=True)
+            self._draw()
         except BrokenPipeError:
             drop_output()
             self.stop_signal = signal.SIGPIPE
 
+    def _draw(self, end: str = "\r") -> None:
+        """As many facts as fit; the last column stays empty, since the cursor would leave it."""
+        if not self._line:
+            return
+        try:
+            width = os.get_terminal_size(sys.stderr.fileno()).columns or UNKNOWN_WIDTH
+        except OSError:  # io.UnsupportedOperation too: not a file
+            width = UNKNOWN_WIDTH
+        line = self._line
+        while len(line) >= width and " | " in line:
+            line = line.rpartition(" | ")[0]
+        print(CLEAR + line[:width - 1], end=end, file=sys.stderr, flush=True)
+
     def finish(self, how: str = "finished", saved: str = "") -> None:
         """The summary. how: how the run ended. saved: its newest checkpoint."""
-        self._close_bar()
+        self._end_line()
         if self._shows:
             seconds = time.perf_counter() - self._started_at
             self._print(f"{how}: {self._totals.summary(seconds)}\n  "
@@ -112,22 +137,23 @@ class RunDisplay:
 
     def close(self) -> None:
         """Leaves the terminal in order and writes out what TensorBoard was told."""
-        self._close_bar()
+        self._end_line()
         if self._writer is not None:
             self._writer.close()
             self._writer = None
 
-    def _close_bar(self) -> None:
-        if self._bar is not None:
-            self._bar.close()
-            self._bar = None
+    def _end_line(self) -> None:
+        """What was drawn last stays, and the cursor leaves it."""
+        self._draw(end="\n")
+        self._line, self._draws = "", False
 
 
-def _has_room_for_a_bar() -> bool:
-    """Whether stderr is a terminal; some have no width (`docker run -t`), where tqdm draws nothing.
-    """
+def _has_a_width() -> bool:
+    """Whether stderr is a terminal on which a line can be drawn over; some have no width (`docker
+    run -t`)."""
     try:
-        return sys.stderr.isatty() and os.get_terminal_size(sys.stderr.fileno()).columns > 0
+        return (sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
+                and os.get_terminal_size(sys.stderr.fileno()).columns > 0)
     except io.UnsupportedOperation:  # not a file, so its width is not known
         return True
     except OSError:
@@ -139,10 +165,11 @@ class Totals:
 
     def __init__(self) -> None:
         self.num_steps = self.num_failed_media = self.skipped_steps = 0
-        self.step_s = self.data_wait_s = 0.0
+        self.step_s = 0.0
         self.first_loss: float | None = None  # of the first step with targets
         self.last_loss: float | None = None
         self.bytes = {"moved_bytes": 0, "internode_bytes": 0}
+        self.gain = Gain()
         # phase -> cost of the slowest rank before, after, and of the mean rank
         self.cost: dict[str, list[float]] = {}
 
@@ -152,9 +179,9 @@ class Totals:
             self.last_loss = row["loss"]
         self.num_steps += 1
         self.step_s += row["step_s"]
-        self.data_wait_s += row["data_wait_s"]
         self.skipped_steps = row["skipped_steps"]
         self.num_failed_media += row["num_failed_media"]
+        self.gain.add(row)
         for phase, stats in row["phases"].items():
             cost, mean = self.cost.setdefault(phase, [0.0] * 3), stats["mean_cost_kflop"]
             for i, factor in enumerate((stats["imbalance_before"], stats["imbalance_after"], 1.0)):
@@ -179,7 +206,7 @@ class Totals:
             f"loss        {self.first_loss:.4f} -> {self.last_loss:.4f}",
             f"imbalance   {imbalance} (slowest rank / mean, as sampled -> as processed)",
             f"moved       {moved} a step, {between} of it between nodes",
-            f"data wait   {100 * self.data_wait_s / max(self.step_s, 1e-9):.1f}% of the time",
+            f"gain        {self.gain.describe()}",
         ]
         if self.skipped_steps or self.num_failed_media:
             lines.append(f"skipped     {self.skipped_steps} steps; {self.num_failed_media} media "
@@ -187,13 +214,15 @@ class Totals:
         return "\n  ".join(lines)
 
 
-def short(row: dict) -> str:
-    """A step in one line."""
-    imbalance = " ".join(f"{p} {s['imbalance_before']:.2f}->{s['imbalance_after']:.2f}"
-                         for p, s in row["phases"].items())
-    loss = f"loss {row['loss']:.4f}" if row["num_global_targets"] else "no targets"
-    return (f"{loss} | {row['tokens_per_s']:.0f} tok/s | {imbalance} | "
-            f"wait {1e3 * row['data_wait_s']:.1f} ms")
+def facts(row: dict, left: str, saved: float) -> list[str]:
+    """Of a step, the most important ones first. left: the time that the run still takes. saved: the
+    share of a step that balancing saved so far, as predicted."""
+    return [
+        f"loss {row['loss']:.4f}" if row["num_global_targets"] else "no targets",
+        f"{row['tokens_per_s']:.0f} tok/s", f"{left} left", f"saved {100 * saved:.0f}%",
+        *(f"{p} {s['imbalance_before']:.2f}->{s['imbalance_after']:.2f}"
+          for p, s in row["phases"].items()),
+        f"wait {1e3 * row['data_wait_s']:.1f} ms"]
 
 
 def scalars(row: dict) -> Iterator[tuple[str, float]]:

@@ -23,6 +23,10 @@ def _count(doc: str) -> dict:
     return {"type": "integer", "minimum": 0, "description": doc}
 
 
+def _counts(doc: str) -> dict:
+    return {"type": "array", "items": {"type": "integer", "minimum": 0}, "description": doc}
+
+
 def _measured(doc: str) -> dict:
     return {"type": ["number", "null"], "description": doc}
 
@@ -43,6 +47,12 @@ _PHASE = _object("One phase of the step, by the cost model.", {
 _COSTS = _object("The phase's cost model.", {
     "linear": _count("of a position, in FLOP"),
     "quadratic": _count("of a position that attends to another, in FLOP"),
+})
+_SLOWEST = _object("The slowest rank of a phase.", {
+    "rank": _count("which one"),
+    "positions": _count("that it processed"),
+    "example_ids": _counts("dataset indices of its longest items, at most three"),
+    "lengths": _counts("their positions"),
 })
 _CPU = {"type": "array", "items": {"type": "number"}}
 _VERSION = {"schema": {"type": "integer", "const": SCHEMA_VERSION,
@@ -81,6 +91,7 @@ STEP_ROW = {"title": "A step", **_object("One optimizer step of all ranks.", {
                              "GPU, waiting for parameters included", {
             p: _number(f"{p} phase" if p in PHASES else "moving rows and features", 0)
             for p in (*PHASES, "exchange")}),
+        "slowest": _object("what the slowest rank had to do", dict.fromkeys(PHASES, _SLOWEST)),
     }) | {"type": ["object", "null"]},
     "num_failed_media": _count("media of the step that could not be decoded"),
     "nonfinite": {"type": "boolean", "description": "loss or gradient was not finite"},

@@ -23,6 +23,7 @@ from orchmllm.runtime.calibrate import coefficients
 from orchmllm.runtime.plan_check import combined_stats
 
 CLOCK_PHASES = (*PHASES, "exchange")
+NAMED_ITEMS = 3  # of the slowest rank, the longest ones
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,17 @@ class MeasuredStep:
                 "imbalance": {p: imbalance(self.seconds[None, :, i])
                               for i, p in enumerate(PHASES)},
                 "slowest_s": dict(zip(CLOCK_PHASES, self.seconds.max(axis=0).tolist(),
-                                      strict=True))}
+                                      strict=True)),
+                "slowest": {p: self._slowest(p, int(self.seconds[:, i].argmax()))
+                            for i, p in enumerate(PHASES)}}
+
+    def _slowest(self, phase: str, rank: int) -> dict:
+        """What the slowest rank of a phase had to do."""
+        items = [plan.items_of(phase, rank) for plan in self.plans]
+        lengths, examples = (np.concatenate(x) for x in zip(*items, strict=True))
+        longest = np.argsort(-lengths, kind="stable")[:NAMED_ITEMS]
+        return {"rank": rank, "positions": int(lengths.sum()),
+                "example_ids": examples[longest].tolist(), "lengths": lengths[longest].tolist()}
 
 
 class Told(NamedTuple):

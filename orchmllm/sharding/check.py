@@ -4,8 +4,15 @@ from __future__ import annotations
 
 import math
 
-from orchmllm.config import Recipe
+from orchmllm.config import DTYPE_BYTES, Recipe
 from orchmllm.plan.assign import PHASES
+from orchmllm.sharding.units import units
+
+
+def checkpoint_bytes(recipe: Recipe) -> int:
+    """Size of a checkpoint: parameters, and two moments of those that learn."""
+    state = sum(u.copies * (u.size + 2 * u.trained_size) for u in units(recipe.model))
+    return state * DTYPE_BYTES[recipe.fsdp.param_dtype]
 
 
 def divisors(n: int) -> list[int]:

@@ -8,7 +8,7 @@ of the project's plans. Nothing here is a measurement of time.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -68,15 +68,6 @@ def example_costs(layout: BatchLayout, spec: PlanSpec) -> dict[str, np.ndarray]:
         values[mine] = spec.costs[phase](layout.attn_len[mine])
         out[phase] = layout.sum_segments(values)
     return out
-
-
-def taken(layout: BatchLayout, index: np.ndarray, examples_per_rank: np.ndarray) -> BatchLayout:
-    """The examples `index` (n,) of a layout, in that order, on ranks that hold so many each."""
-    per_segment = ranges(layout.segment_start[index], layout.segments_per_example[index])
-    parts = {f.name: getattr(layout, f.name)[
-        index if f.name in ("example_id", "num_targets", "segments_per_example") else per_segment]
-        for f in fields(layout) if f.name != "examples_per_rank"}
-    return BatchLayout(**parts, examples_per_rank=np.asarray(examples_per_rank, np.int64))
 
 
 def grouped(kind: str, pool: BatchLayout, num_ranks: int, batch: int, seed: int) -> Groups:
@@ -155,7 +146,7 @@ def run(scheme: Scheme, pool: BatchLayout, model: ModelConfig, *, num_ranks: int
     slowest, mean, moved, lengths = np.zeros((count, 3)), np.zeros((count, 3)), [], []
     for t, chosen in enumerate(order[:count * num_ranks].reshape(count, num_ranks)):
         part = ranges(groups.offsets[chosen], groups.sizes[chosen])
-        layout = taken(pool, groups.index[part], groups.sizes[chosen])
+        layout = pool.taken(groups.index[part], groups.sizes[chosen])
         plan = ASSIGN[scheme.assign](layout, spec)
         for p, phase in enumerate(PHASES):
             load = plan.phase_cost(phase)[1]

@@ -112,7 +112,7 @@ def test_a_recipe_names_what_is_missing(tmp_path, monkeypatch):
                     "llm: {policy: greedy, nodewise: true}}\n")
     assert load_recipe(path).balance.num_programs == 1
     monkeypatch.setattr(phases.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(RecipeError, match="needs cvxpy and highspy: pip install 'orchmllm.ilp.'"):
+    with pytest.raises(RecipeError, match="needs cvxpy and highspy: pip install cvxpy highspy, "):
         load_recipe(path)
 
 

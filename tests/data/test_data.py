@@ -185,7 +185,7 @@ def test_layout_decodes_nothing(write_rows, monkeypatch):
     ({"images": ["https://example.org/a.png"]}, "is a URL"),
     ({"images": ["pipe:cat a.png"]}, "is a URL"),
     ({"images": ["file:///etc/hostname"]}, "is absolute"),
-    ({"images": ["a.mp4"]}, "extract its frames"),
+    ({"images": ["a.avi"]}, "convert it to MP4"),
     ({"images": [7]}, "must be a non-empty string"),
     ({"conversations": [{"from": "robot", "value": ""}] * 2}, 'needs "from"'),
 ])

@@ -104,7 +104,7 @@ def test_unknown_layout_lists_what_was_looked_for(tmp_path, tokenizer):
 @pytest.mark.parametrize("name, text", [
     ("none.jsonl", "no such file or folder"), ("a.csv", "convert .csv"),
     ("a.tar.gz", "not a whole gzip file"),
-    ("clip.mp4", "extract its frames"), ("bad.parquet", "not parquet that can be read"),
+    ("clip.mp4", ".mp4 is not read"), ("bad.parquet", "not parquet that can be read"),
     ("bad.arrow", "not arrow that can be read"), ("bad.tar", "not an uncompressed tar"),
     ("cut.json", "element 2 .*not JSON"), ("empty", "nothing to read; looked for"),
     ("two", "no row that can be read"), ("s-{0..2}.tar", "s-0.tar is missing")])
@@ -133,7 +133,7 @@ def test_json_array_spans_blocks(tmp_path, monkeypatch):
         assert [store.row(i) for i in range(len(store))] == items
 
 
-def test_videos_are_lists_of_frames(folder, tokenizer):
+def test_videos_may_be_lists_of_frames(folder, tokenizer):
     rows = [
         {"messages": [{"role": "user", "content": "<video>What moves?"},
                       {"role": "assistant", "content": "x"}], "videos": [["0.png", "3.png"]]},
@@ -141,11 +141,11 @@ def test_videos_are_lists_of_frames(folder, tokenizer):
             {"type": "video", "video": ["0.png", "3.png"]}, {"type": "text", "text": "What?"}]},
             {"role": "assistant", "content": "x"}]},
         {"messages": [{"role": "user", "content": "<video>What moves?"},
-                      {"role": "assistant", "content": "x"}], "videos": ["clip.mp4"]},
+                      {"role": "assistant", "content": "x"}], "videos": ["clip.avi"]},
     ]
     dataset = opened(write_jsonl(folder / "video.jsonl", rows), tokenizer, folder)
     assert [int((dataset.layout(i).modality == VISION).sum()) for i in range(3)] == [2, 2, 0]
-    assert "extract its frames" in str(dataset.problem(2))
+    assert "AVI is not read; convert it to MP4" in str(dataset.problem(2))
 
 
 def test_named_format_is_taken(folder, tokenizer):

@@ -216,8 +216,9 @@ def _ogg() -> bytes:
 
 MEMBERS = {  # suffix -> content, whether it is an image or a clip, what lint says of it
     "tif": (_tiff, "caption", ""), "oga": (_ogg, "asr", ""),
-    "m4a": (lambda: b"\0\0\0\x20ftypM4A " + bytes(50), "asr", "M4A (AAC) is not read; convert"),
-    "mkv": (lambda: b"\x1a\x45\xdf\xa3" + bytes(50), "caption", "WebM or Matroska is not read"),
+    "m4a": (lambda: b"\0\0\0\x20ftypM4A " + bytes(50), "asr", "it cannot be read: Invalid data"),
+    "mkv": (lambda: b"\x1a\x45\xdf\xa3" + bytes(50), "caption", "it cannot be read: "),
+    "avi": (lambda: b"RIFF\0\0\0\0AVI LIST", "caption", "AVI is not read; convert it to MP4"),
     "heic": (lambda: b"\0\0\0\x18ftypheic" + bytes(50), "caption", "HEIC is not read; convert"),
     "png": (lambda: b"<!DOCTYPE html>", "caption", "a download has most likely failed"),
 }

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,47 +13,15 @@ from pathlib import Path
 import pytest
 
 from tests.lib.commands import ROOT, train_args
+from tests.lib.nodes import SUBNET, namespaces, needs_namespaces
 
-SUBNET = "10.87.3"
-
-
-def works(*command: str) -> bool:
-    try:
-        return subprocess.run(command, capture_output=True).returncode == 0
-    except FileNotFoundError:
-        return False
-
-
-pytestmark = [
-    pytest.mark.slow, pytest.mark.dist,
-    pytest.mark.skipif(not (works("unshare", "-n", "true") and works("ip", "netns", "list")),
-                       reason="network namespaces need root and iproute2")]
-
-
-def ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True)
+pytestmark = [pytest.mark.slow, pytest.mark.dist, needs_namespaces]
 
 
 @pytest.fixture
 def nodes() -> Iterator[list[str]]:
-    """Names of two namespaces with the addresses SUBNET.1 and .2 on eth0."""
-    tag = "orch" + secrets.token_hex(2)
-    names = [f"{tag}n0", f"{tag}n1"]
-    try:
-        ip("link", "add", tag, "type", "bridge")
-        ip("link", "set", tag, "up")
-        for k, name in enumerate(names):
-            ip("netns", "add", name)
-            ip("link", "add", f"{tag}v{k}", "type", "veth", "peer", "name", "eth0", "netns", name)
-            ip("link", "set", f"{tag}v{k}", "master", tag, "up")
-            ip("-n", name, "addr", "add", f"{SUBNET}.{k + 1}/24", "dev", "eth0")
-            for device in ("lo", "eth0"):
-                ip("-n", name, "link", "set", device, "up")
+    with namespaces(2) as names:
         yield names
-    finally:
-        for name in names:
-            subprocess.run(["ip", "netns", "del", name])
-        subprocess.run(["ip", "link", "del", tag])
 
 
 def environment(**more: str) -> dict[str, str]:

@@ -41,7 +41,7 @@ def test_a_recipe_without_a_number_of_ranks(tmp_path):
     assert text.startswith("8 ranks (one node")
     assert re.search(r"It fits: the fullest rank needs \d+\.\d GB; tensors may take 78\.2 GB", text)
     assert re.search(r"fsdp.memory_gb is not set\)\. \d+\.\d GB are left", text)
-    assert "H100" in text and "simulation" not in text
+    assert "h100-sxm, 85 GB; 8 a node" in text and "simulation" not in text
     assert "of 7." in text and "two_hop" not in text
     assert "8 or more" in text  # the search ends at four times the mini-batch
 
@@ -73,7 +73,7 @@ def test_it_does_not_fit_by_so_much(tmp_path):
     assert run.returncode == 2 and run.stdout == "" and run.stderr.count("\n") == 1
     assert re.match(r"error: the recipe does not fit: .* needs \d\.\d GB a rank at least, \d\.\d "
                     r"GB more than the 0\.0 GB that are allowed \(fsdp.memory_gb\); .* would fit "
-                    r"\(a GPU of 85 GB is assumed: H100", run.stderr)
+                    r"\(a GPU of 85 GB is assumed: h100-sxm", run.stderr)
 
 
 @pytest.mark.parametrize("name, ranks", [

@@ -10,8 +10,9 @@ import pytest
 
 from orchmllm.estimate.ablations import ablate, variants
 from orchmllm.estimate.dry_run import dry_run, exchange_report
+from orchmllm.estimate.hardware import Hardware
 from orchmllm.estimate.memory import MemoryModel
-from orchmllm.estimate.step_time import Hardware, exchange_seconds, predict, traffic_seconds
+from orchmllm.estimate.step_time import exchange_seconds, predict, traffic_seconds
 from orchmllm.estimate.text import ablation_text, dry_run_text
 from orchmllm.estimate.workload import MODELS, sample_layout
 from orchmllm.plan.assign import PHASES
@@ -60,9 +61,9 @@ def test_small_dry_run_is_consistent():
     (("--world-size", "2000"), "start 1792 or 2048 ranks, or set it to 0 (all ranks) or one of "
                                "[125, 200, 250, 400]"),
     (("--world-size", "2564", "fsdp.shard_size=4"), "start 2560 or 2568"),
-    (("--world-size", "2560", "fsdp.memory_gb=40"), "train.batch_size=21 would fit"),
+    (("--world-size", "2560", "fsdp.memory_gb=40"), "train.batch_size=20 would fit"),
     (("--world-size", "2560", "fsdp.memory_gb=40", "train.global_batch_size=76800"),
-     "train.global_batch_size=53760 would fit"),
+     "train.global_batch_size=51200 would fit"),
     (("--world-size", "2560", "fsdp.memory_gb=4"), "fsdp.shard_size above 256"),
     (("--world-size", "256", "train.global_batch_size=100"), "start at most 100 ranks"),
 ])
@@ -113,13 +114,13 @@ def test_predicted_time_adds_up_by_hand():
     """One rank, no traffic: FLOPs over peak times efficiency."""
     layout = sample_layout("10b", num_ranks=1, batch_size=4, seed=0)
     plan = plan_step(layout, small_spec(MODELS["10b"]))
-    hardware = Hardware(product_efficiency=0.5, attention_efficiency=0.5)
-    memory = MemoryModel(MODELS["10b"], tiny().fsdp, 1)
+    hardware = Hardware(product_efficiency=0.5, attention_efficiency=0.5, memory_bandwidth=1e30)
+    memory = MemoryModel(MODELS["10b"], replace(tiny().fsdp, compute_dtype="bfloat16"), 1)
     step = predict(plan, memory, dict.fromkeys(PHASES, "none"), hardware)
-    assert step.mfu(hardware) == pytest.approx(0.5)
+    assert step.mfu == pytest.approx(0.5)
     full = predict(plan, memory, dict.fromkeys(PHASES, "full"), hardware)
-    assert 0.37 < full.mfu(hardware) < 0.39  # three quarters, but for embeddings and head
-    assert traffic_seconds("llm", replace(memory, shards=16), hardware)[0] > 0
+    assert 0.37 < full.mfu < 0.39  # three quarters, but for embeddings and head
+    assert traffic_seconds(replace(memory, shards=16), hardware, 16) > 0
 
 
 def test_split_ranks_is_a_partition():

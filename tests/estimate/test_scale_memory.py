@@ -49,6 +49,17 @@ def test_predicted_peak_of_the_tower_of_qwen2_vl(choice, compute):
         assert predicted == pytest.approx(peak, rel=0.10)
 
 
+@pytest.mark.slow
+@pytest.mark.dist
+@pytest.mark.parametrize("choice", CHOICES)
+@pytest.mark.parametrize("parts", [("llm",), ("vision", "audio")])
+def test_predicted_peak_with_frozen_parts(choice, parts):
+    model = replace(WIDE, **{p: replace(getattr(WIDE, p), frozen=True) for p in parts})
+    fsdp = FsdpConfig(activation_checkpointing=choice, compute_dtype="bfloat16")
+    for peak, predicted in run_ranks(measured, 2, fsdp, ("TVT", "TAT", "T"), model):
+        assert predicted == pytest.approx(peak, rel=0.05)
+
+
 @pytest.mark.parametrize("model", [MODEL, WIDE, TOWER, frozen("vision", "audio"), frozen("llm")])
 def test_shapes_are_those_of_the_built_model(model):
     built = MultimodalModel(model)

@@ -73,7 +73,7 @@ def write_broken_media(folder: Path) -> dict[str, str]:
         "head.wav": (good["0.wav"][:20], ""),
         "liar.wav": (wav_claiming(good["0.wav"], 10**9), "truncated"),
         "cut.flac": (good["1.flac"][: len(good["1.flac"]) // 2], ""),
-        "clip.mp4": (b"\0\0\0\x18ftypmp42", "extract its frames"),
+        "clip.mp4": (b"\0\0\0\x18ftypmp42", "it is a video"),
     }
     for name, (data, _) in files.items():
         if data is not None:

@@ -29,7 +29,7 @@ def tracked(recipe: Recipe, num_ranks: int) -> tuple[float, dict[str, float]]:
     plan = plan_step(draw(recipe, num_ranks, recipe.train.batch_size, 0),
                      replace(plan_spec(recipe, 8), balance=NONE))
     memory = MemoryModel(recipe.model, recipe.fsdp, recipe.fsdp.shard_size or num_ranks,
-                         on_cpu=True)
+                         on_cpu=True, microbatches=recipe.train.accumulation_steps)
     choice = {p: recipe.fsdp.checkpointing(p) for p in PHASES}
     moments = memory.peaks(loads_of(plan, padded_phases(recipe.model)), choice)
     moments.pop("optimizer")
@@ -43,14 +43,16 @@ def _peak(recipe: Recipe, plan, num_ranks: int) -> float:
     try:
         with torch.device("meta"):
             model = MultimodalModel(recipe.model)
-        model = shard(model, recipe.fsdp, torch.device("cpu"))
+        model = shard(model, recipe.fsdp, torch.device("cpu"), ranks_per_node=8)
         with FakeTensorMode(allow_non_fake_inputs=True):
             model.to_empty(device="cpu")
             batch = _batch(recipe, plan)
             tracker = FSDPMemTracker(model)
             tracker.track_inputs((vars(batch),))
             with tracker:
-                (model(batch) / batch.num_global_targets).backward()
+                for _ in range(recipe.train.accumulation_steps):
+                    tracker.reset_mod_stats()
+                    (model(batch) / batch.num_global_targets).backward()
         return float(tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"])
     finally:
         dist.destroy_process_group()

@@ -4,11 +4,20 @@ schema."""
 from __future__ import annotations
 
 import copy
+import fcntl
 import importlib.util
-import io
 import json
+import os
+import pty
+import re
 import resource
+import select
+import signal
+import struct
 import sys
+import termios
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,28 +25,15 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from orchmllm.config import RunConfig
-from orchmllm.plan.step import PHASES, BalanceConfig
+from orchmllm.plan.step import BalanceConfig
 from orchmllm.runtime import display as progress
 from orchmllm.runtime.display import RunDisplay
 from orchmllm.runtime.log_schema import ROW_SCHEMA
 from orchmllm.runtime.metrics import MetricsLog, read_metrics
 from tests.lib.ranks import run_ranks
-from tests.lib.rows import row_problems
+from tests.lib.rows import a_row, row_problems
 from tests.lib.synthetic import SyntheticDataset, recipe
 from tests.lib.training import train
-
-
-def a_row(step: int, loss: float = 2.0) -> dict:
-    phases = {p: {"imbalance_before": 1.5 + i, "imbalance_after": 1.0 + i / 8,
-                  "mean_cost_kflop": 100.0, "moved_bytes": 1500, "internode_bytes": 500}
-              for i, p in enumerate(PHASES)}
-    return {"step": step, "loss": loss, "grad_norm": 1.0, "lr": 0.1, "tokens_per_s": 1234.5,
-            "mfu": None, "step_s": 0.5, "data_wait_s": 0.005, "plan_ms": 1.0, "exchange_ms": 2.0,
-            "num_global_targets": 7, "skipped_steps": 0, "phases": phases,
-            "costs": {p: {"linear": 6, "quadratic": 1} for p in PHASES},
-            "cpu_s": {p: [0.1, 0.2] for p in (*PHASES, "exchange")}, "num_failed_media": 0,
-            "grad_norms": {"connector": 0.5, "llm": 0.75}, "measured": None,
-            "nonfinite": False, "stop_signal": 0}
 
 
 @pytest.fixture
@@ -54,8 +50,8 @@ def test_plain_lines(display, capsys):
     out = capsys.readouterr()
     assert out.err == ""
     lines = out.out.splitlines()
-    assert lines[0] == ("step 2/4 loss 2.0000 | 1234 tok/s | vision 1.50->1.00 audio 2.50->1.12 "
-                        "llm 3.50->1.25 | wait 5.0 ms | 00:00 left")
+    assert lines[0] == ("step 2/4 loss 2.0000 | 1234 tok/s | 00:00 left | saved 55% | "
+                        "vision 1.50->1.00 | audio 2.50->1.12 | llm 3.50->1.25 | wait 5.0 ms")
     assert [x.split()[1] for x in lines] == ["2/4", "3/4", "4/4"]
 
 
@@ -64,7 +60,7 @@ def test_long_runs_are_not_a_line_a_step(display, capsys):
     for step in range(10_000):
         display.step(a_row(step))
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == progress.MAX_LINES + 1  # and the first step
+    assert len(lines) == progress.MAX_LINES + 1 + 199  # and the first step, and the gain
     assert lines[-1].startswith("step 10000/10000 ")
 
 
@@ -77,27 +73,96 @@ def test_slow_steps_are_not_silent(display, capsys, monkeypatch):
         display.step(a_row(step))
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 1 + 20 // 2 - 1
-    assert lines[-1].endswith("| 55:27:00 left")  # 9981 steps of 20 s
+    assert "| 55:27:00 left |" in lines[-1]  # 9981 steps of 20 s
 
 
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
+class Screen:
+    """A terminal that breaks lines again when its width changes, as most do: a pseudo-terminal of
+    the kernel, and what a user would see of what is written to it."""
+
+    def __init__(self, columns: int) -> None:
+        self.master, self.slave = pty.openpty()
+        self.lines, self.line, self.column = [""], 0, 0  # lines as written, however wide
+        self.resize(columns)
+
+    def resize(self, columns: int) -> None:
+        fcntl.ioctl(self.slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+        self.columns = columns
+
+    def rows(self) -> list[str]:
+        """What is seen; a line that is too wide takes several rows."""
+        while select.select([self.master], [], [], 0.05)[0]:
+            text = os.read(self.master, 1 << 16).decode()
+            for part in re.findall(r"\x1b\[J|\r|\n|[^\x1b\r\n]+", text):
+                self._take(part)
+        return [line[i: i + self.columns] for line in self.lines
+                for i in range(0, max(len(line), 1), self.columns)]
+
+    def _take(self, part: str) -> None:
+        if part == "\r":  # to the first column of the row, which may be within a line
+            self.column -= self.column % self.columns
+        elif part == "\n":
+            self.line, self.column = self.line + 1, self.column % self.columns
+            self.lines += [""] * (self.line == len(self.lines))
+        elif part == "\x1b[J":
+            self.lines[self.line:] = [self.lines[self.line][:self.column]]
+        else:
+            line = self.lines[self.line].ljust(self.column)
+            self.column += len(part)
+            self.lines[self.line] = line[:self.column - len(part)] + part + line[self.column:]
 
 
-def test_bar(display, capsys, monkeypatch):
-    monkeypatch.setattr(sys, "stderr", Terminal())
-    display.start(50)
-    bar = display._bar
-    bar.mininterval, bar.miniters, bar.ncols, bar.dynamic_ncols = 0.0, 1, 200, None
-    for step in (0, 1, 2, 1, 2):  # a rollback
-        display.step(a_row(step))
-    assert bar.n == 3
-    display.note("rolled back")
-    display.close()
-    drawn = sys.stderr.getvalue()
-    assert "3/50" in drawn and "vision 1.50->1.00" in drawn and "wait 5.0 ms" in drawn
-    assert "rolled back" in capsys.readouterr().out
+@contextmanager
+def a_screen(monkeypatch) -> Iterator[Screen]:
+    """Of the test that enters it; in a fixture pytest would take its output."""
+    screen = Screen(80)
+    with os.fdopen(screen.slave, "w") as file, monkeypatch.context() as patch:
+        patch.setattr(sys, "stderr", file)
+        patch.setattr(sys, "stdout", file)
+        patch.setattr(progress, "DRAW_EVERY_S", 0.0)
+        patch.setenv("TERM", "xterm")
+        yield screen
+    os.close(screen.master)
+
+
+def test_the_line_of_a_terminal_fits_and_resizing_leaves_nothing_behind(display, monkeypatch):
+    with a_screen(monkeypatch) as screen:
+        check_resizing(display, screen)
+
+
+def check_resizing(display: RunDisplay, screen: Screen) -> None:
+    facts = ["step 51/1000 loss 2.0000", "1234 tok/s", "saved 55%", "vision 1.50->1.00",
+             "audio 2.50->1.12", "llm 3.50->1.25", "wait 5.0 ms"]
+    display.start(1000, first_step=48)
+    display.step(a_row(48))
+    for columns, shown in ((80, 3), (200, 7), (120, 6), (30, 1), (80, 3), (12, 0), (80, 3)):
+        os.kill(os.getpid(), signal.SIGWINCH)
+        screen.resize(columns)
+        display.step(a_row(50))
+        *above, line = [row for row in screen.rows() if row]
+        assert above == [] and len(line) < columns, (columns, above, line)
+        assert [f in line for f in facts] == [True] * shown + [False] * (7 - shown), line
+        assert (" left" in line) == (shown > 1)
+    screen.resize(200)
+    display.note("validation")
+    display.step({**a_row(49), "measured": None})  # a rollback; the fiftieth step
+    display.finish("stopped", "none")
+    rows = screen.rows()
+    assert rows[0] == "validation"
+    assert rows[1].startswith("step 50: balancing saved 55.0% of the step (predicted), not")
+    assert rows[2].startswith("step 50/1000 loss 2.0000 | 1234 tok/s | ")
+    assert rows[3].startswith("stopped: 9 steps in") and "gain  " in "".join(rows[4:])
+    assert screen.line == len(screen.lines) - 1 and screen.lines[-1] == ""
+
+
+def test_a_terminal_that_cannot_clear_gets_lines(display, monkeypatch):
+    with a_screen(monkeypatch) as screen:
+        monkeypatch.setenv("TERM", "dumb")
+        display.start(2)
+        display.step(a_row(0))
+        display.step(a_row(1))
+        rows = screen.rows()
+    assert [row[:8] for row in rows if row.startswith("step")] == ["step 1/2", "step 2/2"]
 
 
 def test_other_ranks_are_silent(tmp_path, capsys):
@@ -129,7 +194,7 @@ stopped by SIGTERM: 2 steps in 01:05 (0.5 s a step)
   imbalance   vision 1.50 -> 1.00 | audio 2.50 -> 1.12 | llm 3.50 -> 1.25 (slowest rank / mean, \
 as sampled -> as processed)
   moved       4.50kB a step, 1.50kB of it between nodes
-  data wait   1.0% of the time
+  gain        balancing saved 55.0% of the step (predicted), not measured; data wait 1.0%
   skipped     1 steps; 3 media could not be decoded
   logs        {Path(display._run.dir) / 'metrics.jsonl'}
 """

@@ -19,7 +19,6 @@ from orchmllm.simulate.compare import (
     grouped,
     plan_spec,
     run,
-    taken,
 )
 from tests.lib.corpora import write_llava
 from tests.lib.tokenizers import write_tokenizer
@@ -60,7 +59,7 @@ def test_examples_and_costs_survive_regrouping():
     spec = plan_spec(MODEL, PER_PHASE)
     index = np.random.default_rng(0).permutation(400)
     sizes = np.array([100, 0, 250, 50])
-    layout = taken(pool, index, sizes)
+    layout = pool.taken(index, sizes)
     assert layout.examples_per_rank.tolist() == sizes.tolist()
     assert (layout.example_id == index).all()
     before, after = example_costs(pool, spec), example_costs(layout, spec)

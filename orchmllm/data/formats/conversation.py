@@ -10,9 +10,12 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from orchmllm.data.media.medium import MediaRoot, Medium, RowError, from_base64, refuse_kind
+from orchmllm.data.media.kinds import MODALITY_OF
+from orchmllm.data.media.medium import MediaRoot, Medium, RowError, from_base64
+from orchmllm.data.media.video import expand
 from orchmllm.plan.layout import AUDIO, VISION
 
 ROLES = {"system": "system", "developer": "system", "human": "user", "user": "user",
@@ -26,6 +29,7 @@ TRANSCRIPT_KEYS = ("text", "sentence", "transcript", "transcription")
 CAPTION_KEYS = ("caption", "text")
 _PLACEHOLDER = re.compile("(<image>|<audio>|<video>)")
 TRANSCRIBE, DESCRIBE = "Transcribe the speech.", "Describe the image."
+DESCRIBE_VIDEO = "Describe the video."
 CHOOSE = ("Choose the most suitable answer from options A, B, C, and D to respond the question in "
           "next line, you may only choose A or B or C or D.")  # AIR-Bench's own prompt
 
@@ -64,18 +68,33 @@ def _listed(row: Mapping, keys: tuple[str, ...]) -> list:
     return []
 
 
+def _is_image(value: object) -> bool:
+    """Whether a video's entry is an image, a frame, by its name. A GIF is a video."""
+    if isinstance(value, Mapping):
+        value = value.get("path", value.get("url"))
+    name = value.name if isinstance(value, Medium) else value
+    suffix = name.rpartition(".")[2].lower() if isinstance(name, str) else ""
+    return MODALITY_OF.get(suffix) == VISION and suffix != "gif"
+
+
+def _video(value: object, root: MediaRoot, options: Mapping = MappingProxyType({})) -> list[Medium]:
+    """The frames of a video (and its sound, if that is asked for): a list of images, or a file."""
+    if isinstance(value, list | tuple) and not isinstance(value, Medium):
+        return [root.medium(VISION, frame) for frame in value]
+    medium = root.medium(VISION, value)
+    return [medium] if _is_image(value) else expand(medium, root.video, options)
+
+
 class _RowMedia:
     """The media that a row lists beside its text, handed out one placeholder at a time."""
 
     def __init__(self, row: Mapping, root: MediaRoot) -> None:
         self.root = root
-        self.videos = [v if isinstance(v, list | tuple) else [v]
-                       for v in _listed(row, VIDEO_KEYS)]
-        if self.videos and all(len(v) == 1 for v in self.videos) and isinstance(
-                row.get("video"), list):
-            self.videos = [[v for [v] in self.videos]]  # one video given as its list of frames
+        videos = _listed(row, VIDEO_KEYS)
+        if videos and isinstance(row.get("video"), list) and all(map(_is_image, videos)):
+            videos = [videos]  # one video given as its list of frames
         self.left = {"<image>": _listed(row, IMAGE_KEYS), "<audio>": _listed(row, AUDIO_KEYS),
-                     "<video>": self.videos}
+                     "<video>": videos}
         self.given = {mark: len(values) for mark, values in self.left.items()}
         self.asked = dict.fromkeys(self.left, 0)
 
@@ -85,7 +104,7 @@ class _RowMedia:
             return []
         value = self.left[mark].pop(0)
         if mark == "<video>":
-            return [self.root.medium(VISION, frame) for frame in value]
+            return _video(value, self.root)
         return [self.root.medium(VISION if mark == "<image>" else AUDIO, value)]
 
     def check(self) -> None:
@@ -124,13 +143,12 @@ def _content_parts(content: list, media: _RowMedia) -> Iterator[str | Medium]:
             data = part[kind].get("data")
             yield (media.root.medium(AUDIO, part[kind]) if data is None
                    else from_base64(str(data), AUDIO, "audio in input_audio"))
-        elif kind == "video" and isinstance(part.get("video"), list):
-            yield from (media.root.medium(VISION, frame) for frame in part["video"])
         elif kind in ("video", "video_url"):
-            refuse_kind(str(part.get(kind)), "mp4")
+            value = next((part[k] for k in (kind, "video", "url", "path") if part.get(k)), None)
+            yield from (media.take("<video>") if value is None else _video(value, media.root, part))
         else:
             raise RowError(f"content part {str(part)[:200]!r}: type must be text, image_url, "
-                           "image, input_audio, audio or video (a list of frames), with its value")
+                           "image, input_audio, audio or video, with its value")
 
 
 def _chat_turns(row: Mapping) -> list:
@@ -253,12 +271,15 @@ def transcript(row: Mapping, root: MediaRoot, prompt: str = "") -> Conversation:
 
 
 def caption(row: Mapping, root: MediaRoot, prompt: str = "") -> Conversation:
-    """An image and its caption. Raises RowError for a row that cannot be used."""
+    """An image or a video and its caption. Raises RowError for a row that cannot be used."""
+    videos = _listed(row, VIDEO_KEYS)
     images = _listed(row, IMAGE_KEYS)
-    if len(images) != 1:
-        raise RowError(f'needs one image in "image", got {len(images)}')
-    image = root.medium(VISION, images[0])
-    return _pair((image, f"\n{prompt or DESCRIBE}"), _text_of(row, CAPTION_KEYS))
+    if len(images) + len(videos) != 1:
+        raise RowError(f'needs one image in "image" or one video in "video", got {len(images)} and '
+                       f"{len(videos)}")
+    media = _video(videos[0], root) if videos else [root.medium(VISION, images[0])]
+    what = DESCRIBE_VIDEO if videos else DESCRIBE
+    return _pair((*media, f"\n{prompt or what}"), _text_of(row, CAPTION_KEYS))
 
 
 def air_bench(row: Mapping, root: MediaRoot, prompt: str = "") -> Conversation:
@@ -298,7 +319,7 @@ LOOKED_FOR = {
     "llama_factory": '"messages" or "conversations" with "images", "audios" or "videos"; '
                      '"instruction" and "output"',
     "asr": '"audio" with ' + ", ".join(f'"{k}"' for k in TRANSCRIPT_KEYS),
-    "caption": '"image" with "caption" or "text"',
+    "caption": '"image" or "video" with "caption" or "text"',
     "air_bench": '"path", "question", "answer_gt", "task_name", "dataset_name"',
 }
 
@@ -319,6 +340,6 @@ def detect(row: Any) -> str | None:
         return "llama_factory (alpaca)"
     if has & {"audio", "file"} and has & set(TRANSCRIPT_KEYS):
         return "asr"
-    if "image" in has and has & set(CAPTION_KEYS):
+    if has & {"image", "video"} and has & set(CAPTION_KEYS):
         return "caption"
     return None

@@ -24,7 +24,7 @@ from orchmllm.data.formats.find import expand, find_store
 from orchmllm.data.formats.rows import (
     RowStore,
 )
-from orchmllm.data.media.medium import MediaRoot, RowError
+from orchmllm.data.media.medium import MediaRoot, RowError, VideoSampling
 from orchmllm.data.storage.clients import StorageError, without_query
 from orchmllm.data.storage.remote import NOWHERE, Storage, is_url
 from orchmllm.data.tokenizer import ChatTokenizer
@@ -163,7 +163,9 @@ def _as_source(config: SourceConfig, store: RowStore, layout: str | None,
     if config.row_format not in ("auto", "librispeech"):
         layout = _chosen(config.row_format, store)
     return DataSource(config, name, store, layout or _detected(store, config.path),
-                  MediaRoot(root, bool(config.media_root), storage=storage))
+                  MediaRoot(root, bool(config.media_root), storage=storage, video=VideoSampling(
+                      config.video_fps, config.video_frames, config.video_max_frames,
+                      config.video_audio)))
 
 
 def _short_name(path: str) -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from orchmllm.data.formats.rows import FileBytes, parse_json
-from orchmllm.data.media.kinds import MODALITY_OF
+from orchmllm.data.media.kinds import MODALITY_OF, VIDEO
 from orchmllm.data.media.medium import MAX_MEMBER_BYTES, Medium, RowError, refuse_kind
 from orchmllm.plan.layout import AUDIO, VISION
 
@@ -46,7 +46,7 @@ class TarRows:
         """The JSON member's keys, with "images" and "audios" replaced by the row's members. Raises
         RowError for a member that is not read."""
         row: dict = {}
-        media: dict[int, list[Medium]] = {VISION: [], AUDIO: []}
+        media: dict[int, list[Medium]] = {VISION: [], AUDIO: [], VIDEO: []}
         for k in range(self._start[i], self._start[i + 1]):
             name, offset, size = self.names[k], int(self.members[k, 1]), int(self.members[k, 2])
             where = f"{name} in {self.path}"
@@ -74,7 +74,8 @@ class TarRows:
 
 def _with_members(row: dict, media: dict[int, list[Medium]]) -> dict:
     """Members take the place of the names that the row lists, in their order."""
-    for modality, keys in ((VISION, ("images", "image")), (AUDIO, ("audios", "audio", "sound"))):
+    for modality, keys in ((VISION, ("images", "image")), (AUDIO, ("audios", "audio", "sound")),
+                           (VIDEO, ("videos", "video"))):
         if media[modality]:
             kept = next((k for k in keys if k in row), keys[0] if "conversations" in row
                         or "messages" in row else keys[1])

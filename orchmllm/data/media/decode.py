@@ -7,7 +7,6 @@ caller.
 
 from __future__ import annotations
 
-import io
 from functools import lru_cache
 
 import numpy as np
@@ -18,6 +17,7 @@ from orchmllm.data.media.headers import (
     MediumSource,
     audio_clip,
     audio_lengths,
+    audio_samples,
     name_of,
     open_image,
     orientation,
@@ -83,8 +83,14 @@ def decode_image(source: MediumSource, geometry: VisionGeometry) -> Tensor:
         if size != upright.size:
             upright = upright.resize(size, Image.Resampling.BICUBIC)
         pixels = np.asarray(upright)
-    rows = patchify(pixels, geometry.patch_size, geometry.merge_size)
+    rows = pixel_rows(pixels, geometry)
     assert len(rows) == lengths.rows
+    return rows
+
+
+def pixel_rows(pixels: np.ndarray, geometry: VisionGeometry) -> Tensor:
+    """(H, W, 3) uint8 of the size that `geometry` resizes to -> rows as of decode_image."""
+    rows = patchify(pixels, geometry.patch_size, geometry.merge_size)
     return torch.from_numpy(np.ascontiguousarray(rows))
 
 
@@ -118,14 +124,11 @@ def log_mel(samples: np.ndarray, geometry: AudioGeometry) -> np.ndarray:
 def decode_audio(source: MediumSource, geometry: AudioGeometry) -> Tensor:
     """(rows, num_mels) float32 log-mel frames of the mean over channels, resampled to
     geometry.sample_rate. Raises MediaError, also for NaN or infinite samples."""
-    import soundfile
     import soxr
 
     path, (header, data) = name_of(source), audio_clip(source, thorough=True)
     lengths = audio_lengths(source, header, geometry)
-    with reading(source) as file:
-        file = file if data is None else io.BytesIO(data)
-        samples, rate = soundfile.read(file, dtype="float32", always_2d=True)  # (n, channels)
+    samples, rate = audio_samples(source, data)
     if len(samples) != header.num_samples:
         raise MediaError(path, f"truncated: {len(samples)} of {header.num_samples} samples")
     if not np.isfinite(samples).all():

@@ -15,11 +15,15 @@ from functools import lru_cache
 from importlib import import_module
 from typing import BinaryIO
 
+import numpy as np
+
+from orchmllm.data.media import av_process
 from orchmllm.data.media.framing import check_joined, check_ogg, mpeg_samples
-from orchmllm.data.media.kinds import AUDIO_FORMATS, CONVERT_AUDIO, IMAGE_FORMATS
-from orchmllm.data.media.medium import MediaError, Medium, reading
+from orchmllm.data.media.kinds import AUDIO_FORMATS, CONVERT_AUDIO, IMAGE_FORMATS, container
+from orchmllm.data.media.medium import MediaError, Medium, head_of, reading
 from orchmllm.data.storage.remote import RemoteFile
 from orchmllm.plan.layout import (
+    AUDIO,
     AudioGeometry,
     AudioHeader,
     ImageHeader,
@@ -82,6 +86,8 @@ def orientation(image) -> int:
 
 def image_header(source: MediumSource) -> ImageHeader:
     """Size in pixels as displayed, read from the file's header. Raises MediaError."""
+    if isinstance(source, Medium) and source.frame is not None:
+        return ImageHeader(source.frame.width, source.frame.height)
     with reading(source) as file, open_image(name_of(source), file) as image:
         # Releases of Pillow differ in whether the size of a TIFF is that of the upright image.
         size = (image.tag_v2[256], image.tag_v2[257]) if image.format == "TIFF" else image.size
@@ -101,7 +107,11 @@ def audio_clip(
     thorough: reads the whole file to make sure that it holds nothing else. Raises MediaError."""
     import soundfile
 
-    name, data = name_of(source), None
+    name, data, demuxer = name_of(source), None, container(head_of(source))
+    if demuxer:
+        frames, rate, channels = av_process.audio_header(medium_of(source), demuxer)
+        _check_clip(name, frames, rate, channels, _num_bytes(source))
+        return AudioHeader(frames, rate), None
     with reading(source) as file:
         num_bytes = _num_bytes(source)
         info = soundfile.info(file, verbose=True)
@@ -115,23 +125,40 @@ def audio_clip(
                 check_ogg(opened, num_bytes, name)
             elif thorough:
                 check_joined(opened, name)
-    if frames < 1 or info.samplerate < MIN_AUDIO_HZ:
-        what = "the clip is empty" if frames < 1 else (
-            f"less than {MIN_AUDIO_HZ} Hz is no sound; mend the rate in its header")
-        raise MediaError(name, f"{frames} samples at {info.samplerate} Hz: {what}")
-    size = f"{frames} samples of {info.channels} channels at {info.samplerate} Hz: "
-    if frames > MAX_AUDIO_S * info.samplerate or frames * info.channels > MAX_AUDIO_VALUES:
-        raise MediaError(
-            name, size + f"more than the limit of {MAX_AUDIO_S} s or {MAX_AUDIO_VALUES} values")
-    decoded = 2 * frames * info.channels
-    if decoded > EXPANSION_FROM_BYTES and decoded > MAX_EXPANSION * num_bytes:
-        raise MediaError(name, size + f"a file of {num_bytes} bytes expands more than "
-                               f"{MAX_EXPANSION} times")
+    _check_clip(name, frames, info.samplerate, info.channels, num_bytes)
     # libsndfile silently shortens a clip whose data chunk runs past the end of the file.
     sizes = _DATA_CHUNK.search(info.extra_info)
     if sizes and int(sizes[2]) < int(sizes[1]) < WAV_STREAM_BYTES:
         raise MediaError(name, f"truncated: {sizes[2]} of {sizes[1]} bytes of samples")
     return AudioHeader(frames, info.samplerate), data
+
+
+def _check_clip(name: str, frames: int, rate: int, channels: int, num_bytes: int) -> None:
+    if frames < 1 or rate < MIN_AUDIO_HZ:
+        what = "the clip is empty" if frames < 1 else (
+            f"less than {MIN_AUDIO_HZ} Hz is no sound; mend the rate in its header")
+        raise MediaError(name, f"{frames} samples at {rate} Hz: {what}")
+    size = f"{frames} samples of {channels} channels at {rate} Hz: "
+    if frames > MAX_AUDIO_S * rate or frames * channels > MAX_AUDIO_VALUES:
+        raise MediaError(
+            name, size + f"more than the limit of {MAX_AUDIO_S} s or {MAX_AUDIO_VALUES} values")
+    decoded = 2 * frames * channels
+    if decoded > EXPANSION_FROM_BYTES and decoded > MAX_EXPANSION * num_bytes:
+        raise MediaError(name, size + f"a file of {num_bytes} bytes expands more than "
+                               f"{MAX_EXPANSION} times")
+
+
+def audio_samples(source: MediumSource, data: bytes | None) -> tuple[np.ndarray, int]:
+    """((n, channels) float32, rate in Hz) of a clip. data: see audio_clip. Raises MediaError."""
+    import soundfile
+
+    demuxer = container(head_of(source))
+    if demuxer:
+        medium = medium_of(source)
+        return av_process.audio_samples(medium, demuxer), audio_header(medium).sample_rate
+    with reading(source) as file:
+        file = file if data is None else io.BytesIO(data)
+        return soundfile.read(file, dtype="float32", always_2d=True)
 
 
 @contextmanager
@@ -152,6 +179,10 @@ def audio_lengths(
         return segment_lengths(geometry, header)
     except ValueError as error:
         raise MediaError(name_of(source), str(error)) from error
+
+
+def medium_of(source: MediumSource) -> Medium:
+    return source if isinstance(source, Medium) else Medium(AUDIO, str(source), str(source))
 
 
 def name_of(source: MediumSource) -> str:

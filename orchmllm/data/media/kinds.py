@@ -39,13 +39,27 @@ KINDS = {
     "MP3": Kind(AUDIO, "MP3", ("mp3", "mp2"), "one stream in a file; with and without a Xing tag"),
     "Ogg": Kind(AUDIO, "OGG", ("ogg", "oga", "opus"), "Vorbis, Opus, FLAC; one stream in a file"),
 }
+VIDEO = 3  # of a file that becomes frames, which are VISION, and perhaps a clip
+# Read with PyAV. reader: FFmpeg's name of the demuxer; the codecs are those of
+# orchmllm.data.media.containers.
+CONTAINERS = {
+    "MP4, QuickTime": Kind(VIDEO, "mov", ("mp4", "m4v", "mov"), "also fragmented, and with the "
+                           "index at the end"),
+    "WebM, Matroska": Kind(VIDEO, "matroska", ("webm", "mkv"), "also without a duration"),
+    "animated GIF": Kind(VIDEO, "gif", ("gif",), "every frame; in \"images\" the first one"),
+    "M4A": Kind(AUDIO, "mov", ("m4a", "m4b"), "the sound of a video, too"),
+    "WebM, Matroska with sound": Kind(AUDIO, "matroska", ("weba", "mka"), "AAC, MP3, Opus"),
+    "AAC": Kind(AUDIO, "aac", ("aac",), "ADTS"),
+}
+_STARTS = (("mov", 4, (b"ftyp", b"moov", b"mdat", b"wide", b"free", b"skip", b"pnot")),
+           ("matroska", 0, (b"\x1a\x45\xdf\xa3",)), ("gif", 0, (b"GIF87a", b"GIF89a")),
+           ("aac", 0, (b"\xff\xf1", b"\xff\xf9", b"\xff\xf0", b"\xff\xf8")))
 IMAGE_FORMATS = tuple(k.reader for k in KINDS.values() if k.modality == VISION)
 AUDIO_FORMATS = {k.reader for k in KINDS.values() if k.modality == AUDIO} | {"WAVEX", "RF64", "W64"}
 
 _TO_PNG = "convert it to PNG or JPEG (magick in out.png)"
 CONVERT_AUDIO = "convert it to FLAC (ffmpeg -i in -c:a flac out.flac)"
-_TO_FRAMES = ("extract its frames (ffmpeg -i clip.mp4 -r 1 frame%04d.jpg) and give the list of "
-              "images as a video")
+_TO_MP4 = "convert it to MP4 (ffmpeg -i in -c:v libx264 -c:a aac out.mp4)"
 # (name, modality or None, position and bytes at the start of a file, suffixes, what helps)
 REFUSED = (
     ("HEIC", VISION, 4, (b"ftypheic", b"ftypheix", b"ftypmif1", b"ftyphevc"), ("heic", "heif"),
@@ -57,19 +71,14 @@ REFUSED = (
     ("ICO", VISION, 0, (b"\0\0\x01\0", b"\0\0\x02\0"), ("ico", "cur"), _TO_PNG),
     ("TGA", VISION, 0, (), ("tga",), _TO_PNG),
     ("OpenEXR", VISION, 0, (b"v/1\x01",), ("exr",), _TO_PNG),
-    ("M4A (AAC)", AUDIO, 4, (b"ftypM4A", b"ftypM4B"), ("m4a", "m4b"), CONVERT_AUDIO),
-    ("AAC", AUDIO, 0, (b"\xff\xf1", b"\xff\xf9", b"ADIF"), ("aac",), CONVERT_AUDIO),
+    ("AAC in ADIF", AUDIO, 0, (b"ADIF",), (), CONVERT_AUDIO),
     ("WMA", AUDIO, 0, (b"\x30\x26\xb2\x75\x8e\x66\xcf\x11",), ("wma", "asf", "wmv"), CONVERT_AUDIO),
     ("AMR", AUDIO, 0, (b"#!AMR",), ("amr",), CONVERT_AUDIO),
     ("WavPack", AUDIO, 0, (b"wvpk",), ("wv",), CONVERT_AUDIO),
     ("Monkey's Audio", AUDIO, 0, (b"MAC ",), ("ape",), CONVERT_AUDIO),
-    ("WebM or Matroska", None, 0, (b"\x1a\x45\xdf\xa3",), ("webm", "mkv", "weba", "mka"),
-     _TO_FRAMES + "; of a clip of sound: " + CONVERT_AUDIO),
-    ("MP4 or QuickTime", None, 4, (b"ftyp", b"moov"), ("mp4", "mov", "m4v"),
-     _TO_FRAMES + "; of a clip of sound: " + CONVERT_AUDIO),
-    ("AVI", None, 8, (b"AVI ",), ("avi",), _TO_FRAMES),
-    ("MPEG video", None, 0, (b"\0\0\x01\xba", b"\0\0\x01\xb3"), ("mpg", "mpeg"), _TO_FRAMES),
-    ("Flash video", None, 0, (b"FLV\x01",), ("flv",), _TO_FRAMES),
+    ("AVI", None, 8, (b"AVI ",), ("avi",), _TO_MP4),
+    ("MPEG video", None, 0, (b"\0\0\x01\xba", b"\0\0\x01\xb3"), ("mpg", "mpeg"), _TO_MP4),
+    ("Flash video", None, 0, (b"FLV\x01",), ("flv",), _TO_MP4),
     ("gzip", None, 0, (b"\x1f\x8b",), ("gz",), "decompress it (gunzip)"),
     ("Zstandard", None, 0, (b"\x28\xb5\x2f\xfd",), ("zst",), "decompress it (unzstd)"),
     ("NumPy", None, 0, (b"\x93NUMPY",), ("npy", "npz"),
@@ -82,7 +91,8 @@ REFUSED = (
 # A name decides only where the modality is open: an image called .heic may well be a JPEG.
 REFUSED_SUFFIXES = {suffix: (name, cure) for name, modality, _, _, suffixes, cure in REFUSED
                     if modality is None for suffix in suffixes}
-MODALITY_OF = {suffix: k.modality for k in KINDS.values() for suffix in k.suffixes} | {
+MODALITY_OF = {suffix: k.modality for k in (*CONTAINERS.values(), *KINDS.values())
+               for suffix in k.suffixes} | {
     suffix: modality for _, modality, _, _, suffixes, _ in REFUSED if modality is not None
     for suffix in suffixes}
 
@@ -94,5 +104,14 @@ def refusal(head: bytes) -> str:
                  if head[at:].startswith(marks)), "")
 
 
+def container(head: bytes) -> str:
+    """FFmpeg's name of the demuxer for a file that begins with `head` (16 bytes do); empty where it
+    is none of CONTAINERS."""
+    if refusal(head) or head[4:12] in (b"ftypavif", b"ftypavis"):
+        return ""
+    return next((name for name, at, marks in _STARTS if head[at:].startswith(marks)), "")
+
+
 def listed(modality: int) -> str:
-    return ", ".join(name for name, kind in KINDS.items() if kind.modality == modality)
+    return ", ".join(name for name, kind in (KINDS | CONTAINERS).items()
+                     if kind.modality == modality)

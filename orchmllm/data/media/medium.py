@@ -21,7 +21,7 @@ from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 from urllib.parse import unquote
 
-from orchmllm.data.media.kinds import REFUSED_SUFFIXES, listed, refusal
+from orchmllm.data.media.kinds import REFUSED_SUFFIXES, container, listed, refusal
 from orchmllm.data.storage.clients import StorageError, without_query
 from orchmllm.data.storage.remote import NOWHERE, RemoteFile, Storage, is_url
 from orchmllm.plan.layout import TEXT, VISION
@@ -63,9 +63,30 @@ class MediaError(Exception):
         return f"{self.path}{where}: {self.reason}" if self.path else self.reason
 
 
+class Frame(NamedTuple):
+    """A picture of a video: the one that is seen `second` after the first. width, height: as
+    displayed; num_frames: of the whole video, by its header. demuxer: see CONTAINERS."""
+
+    second: float
+    width: int
+    height: int
+    num_frames: int
+    demuxer: str
+
+
+class VideoSampling(NamedTuple):
+    """Which frames of a video are read: `frames` of them at equal distances, or (0) fps a second,
+    and at most max_frames. audio: whether its sound follows them as a clip."""
+
+    fps: float = 1.0
+    frames: int = 0
+    max_frames: int = 64
+    audio: bool = False
+
+
 class Medium(NamedTuple):
     """modality: VISION or AUDIO. name: for people. The bytes are `data`, or `size` bytes at
-    `offset` of the file `path` (size -1: the whole file)."""
+    `offset` of the file `path` (size -1: the whole file). frame: which picture of a video."""
 
     modality: int
     name: str
@@ -73,6 +94,7 @@ class Medium(NamedTuple):
     offset: int = 0
     size: int = -1
     data: bytes | None = None
+    frame: Frame | None = None
 
 
 class _Slice(io.RawIOBase):
@@ -152,18 +174,26 @@ def reading(medium: Medium | str | os.PathLike) -> Iterator[object]:
         raise MediaError(path, _reason(error, medium)) from error
 
 
-def _reason(error: Exception, medium: Medium) -> str:
-    """What a decoder says, or what the file is where that is known to be something else."""
+def head_of(medium: Medium | str | os.PathLike) -> bytes:
+    """The first 32 bytes, by which a file's kind is told. Raises MediaError."""
     with ExitStack() as stack:
         file = stack.enter_context(reading(medium))
         if not isinstance(file, io.IOBase):
             file = stack.enter_context(open(file, "rb"))
         file.seek(0)
-        head = file.read(32)
+        return file.read(32)
+
+
+def _reason(error: Exception, medium: Medium) -> str:
+    """What a decoder says, or what the file is where that is known to be something else."""
+    head = head_of(medium)
     text = re.sub("^(Error opening|cannot identify image file) (<[^>]*>|'.*?')(: |$)", "",
                   str(error))
     if not text or "Format not recognised" in text:
         text = f"no decoder knows its format; it must be one of {listed(medium.modality)}"
+    if container(head) in ("mov", "matroska"):
+        return ('it is a video or a clip in a container; list it in "videos" (with <video> in the '
+                'text), or its sound in "audios"')
     return refusal(head) or f"{type(error).__name__}: {text}; its first bytes are {head[:8]!r}"
 
 
@@ -247,8 +277,8 @@ def _as_bytes(value: object, kind: str) -> bytes:
 
 
 def refuse_kind(name: str, suffix: str = "") -> None:
-    """Raises RowError if a name (or `suffix`, without the dot) is that of a video, or of another
-    kind of file that is not read."""
+    """Raises RowError if a name (or `suffix`, without the dot) is that of a kind of file that is
+    not read."""
     kind, cure = REFUSED_SUFFIXES.get(suffix or Path(name).suffix[1:].lower(), ("", ""))
     if kind:
         raise RowError(f"{name!r}: {kind} is not read; {cure}", name)
@@ -258,12 +288,13 @@ def refuse_kind(name: str, suffix: str = "") -> None:
 class MediaRoot:
     """Where a source's media may be. path: a real path, or the URL of a folder. declared: the
     recipe named it, so absolute paths that lead there are allowed. prefix: put before relative
-    names. storage: what may be read of other machines."""
+    names. storage: what may be read of other machines. video: what is read of videos."""
 
     path: str
     declared: bool = False
     prefix: str = ""
     storage: Storage = NOWHERE
+    video: VideoSampling = VideoSampling()
 
     def medium(self, modality: int, value: object) -> Medium:
         """What a row holds for one medium: a path, a data: URL, bytes, or Hugging Face's

@@ -1,0 +1,127 @@
+"""Checks this machine, and under torchrun or srun all machines of a job and their network.
+
+    orchmllm doctor recipes/demo.yaml
+    torchrun --nproc-per-node 8 -m orchmllm doctor recipes/demo.yaml
+    torchrun --nproc-per-node 8 -m orchmllm doctor --self-test
+
+Every check says what was found and, if it failed, what to do. Exit code 1 if one failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from typing import TYPE_CHECKING
+
+from orchmllm import launch
+
+if TYPE_CHECKING:
+    from orchmllm.doctor.network import Meeting
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="orchmllm doctor", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("recipe", nargs="?", default="", metavar="RECIPE",
+                        help="check also that it can run here")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value",
+                        help="replaces a value of the recipe")
+    parser.add_argument("--self-test", action="store_true", help="exchange, train, balance, save "
+                        "and resume with a tiny model on the ranks that are there")
+    parser.add_argument("--network", type=float, default=1.0, metavar="GBIT", help="what a link "
+                        "between nodes has to reach each way, in Gbit/s (default: 1)")
+    parser.add_argument("--timeout", type=float, default=30.0, metavar="SECONDS",
+                        help="after which a rank counts as late or dead (default: 30)")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    return parser.parse_intermixed_args(argv)
+
+
+def main(argv: list[str]) -> int:
+    args = parse(argv)
+    try:
+        world = launch.current_world()
+    except ValueError as e:
+        print(f"error: {e}", file=sys.stderr)
+        return 2
+    if args.self_test:
+        if world is None:
+            return launch.run_local("orchmllm", ["doctor", *argv], 0)
+        from orchmllm.doctor.self_test import run
+
+        return run(world, args.timeout)
+    started = time.perf_counter()
+    if world is None:
+        from orchmllm.doctor.machine import examine
+        from orchmllm.doctor.table import merged
+
+        return show(merged({0: examine(args.recipe, args.overrides, None)}), args, started)
+    return together(world, args, started)
+
+
+def together(world: launch.World, args: argparse.Namespace, started: float) -> int:
+    """What each rank of a job does; rank 0 shows the table."""
+    from orchmllm.doctor import network
+
+    try:
+        meeting = network.meet(world, args.timeout)
+    except RuntimeError as e:
+        print(f"FAIL  rank {world.rank} does not reach the others at {world.master_addr}:"
+              f"{world.master_port}: {str(e).splitlines()[0]}\n      cure: open that port on the "
+              "node of rank 0, and start all ranks at about the same time", file=sys.stderr)
+        return 1
+    try:
+        code = examine_together(meeting, args, started)
+    except RuntimeError as e:  # the store went away with rank 0
+        print(f"FAIL  rank {world.rank} was too late: {str(e).splitlines()[0]}", file=sys.stderr)
+        code = 1
+    sys.stdout.flush()
+    if network.is_left_behind():
+        os._exit(code)
+    return code
+
+
+def examine_together(meeting: Meeting, args: argparse.Namespace, started: float) -> int:
+    import torch
+
+    from orchmllm.doctor import network, table
+    from orchmllm.doctor.machine import Check, examine
+
+    world, code = meeting.world, 0
+    missing = sorted(set(range(world.world_size)) - meeting.present.keys())
+    checks = examine(args.recipe, args.overrides, world)
+    meeting.tell(checks, [], "the network")
+    pairs = network.meet_in_pairs(meeting)
+    if torch.cuda.is_available() and not missing and world.world_size > 1:
+        meeting.tell(checks, pairs, "NCCL")
+        checks.append(network.nccl(meeting, launch.device_of(world)))
+    meeting.tell(checks, pairs, "")
+    if world.rank == 0:
+        found, pairs, late = meeting.hear()
+        rows = table.merged(found)
+        if len(meeting.present) > 1:
+            nodes = {r for p in pairs for r in p["ranks"]}
+            rows += table.network(pairs, len(nodes), args.network)
+        rows.append(Check(
+            "ranks there", not missing, f"{len(meeting.present)} of {world.world_size}" + (
+                f": {table.ranks(missing)} did not come in {args.timeout:g} s" if missing else ""),
+            "look at what these ranks print, and whether their nodes reach "
+            f"{world.master_addr}:{world.master_port}"))
+        rows += [Check("answers", False, f"rank {r} on {meeting.present[r][0]}: late at {at}",
+                       "look at that node: its disk or its network hangs")
+                 for r, at in late.items()]
+        code = show(rows, args, started)
+    return code
+
+
+def show(checks: list, args: argparse.Namespace, started: float) -> int:
+    from orchmllm.doctor.table import text
+
+    seconds = time.perf_counter() - started
+    ok = all(c.ok for c in checks)
+    print(json.dumps({"ok": ok, "seconds": seconds, "checks": [
+        {k: v for k, v in c._asdict().items() if k in ("name", "ok", "what", "cure")}
+        for c in checks]}, indent=1) if args.json else text(checks, seconds), flush=True)
+    return 0 if ok else 1

@@ -1,0 +1,111 @@
+"""A video as the vision encoder's items: each frame that is chosen is one, as an image is.
+
+Which frames are chosen follows from the header alone. A frame is a Medium that says where in its
+video it is; those of one video that are decoded together are decoded in one pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+import numpy as np
+
+from orchmllm.data.media import av_process
+from orchmllm.data.media.containers import VideoHeader
+from orchmllm.data.media.kinds import VIDEO, container, listed, refusal
+from orchmllm.data.media.medium import (
+    Frame,
+    MediaError,
+    Medium,
+    RowError,
+    VideoSampling,
+    head_of,
+)
+from orchmllm.plan.layout import AUDIO, VISION, ImageHeader, VisionGeometry
+
+_UNUSED = ("video_start", "video_end", "min_frames")  # of Qwen's content parts
+
+
+def expand(medium: Medium, sampling: VideoSampling, options: Mapping) -> list[Medium]:
+    """The frames of a video that are read, and its sound if that is asked for. options: keys of a
+    row's content part that go before `sampling`: fps, nframes, max_frames, timestamps (seconds).
+    Raises RowError."""
+    try:
+        head = head_of(medium)
+        demuxer = container(head)
+        if demuxer in ("", "aac"):
+            raise ValueError(refusal(head) or (
+                f"no video that is read: its first bytes are {head[:8]!r}; a video is "
+                f"{listed(VIDEO)}, or a list of images"))
+        header = av_process.video_header(medium, demuxer)
+        seconds = chosen(header, sampling, options)
+    except (MediaError, ValueError) as error:
+        wrong = RowError(getattr(error, "reason", str(error)), medium.name)
+        wrong.modality = VISION
+        raise wrong from error
+    out = [medium._replace(modality=VISION, frame=Frame(
+        s, header.width, header.height, header.num_frames, demuxer)) for s in seconds]
+    if sampling.audio and header.has_audio:
+        out.append(medium._replace(modality=AUDIO))
+    return out
+
+
+def chosen(header: VideoHeader, sampling: VideoSampling, options: Mapping) -> list[float]:
+    """Seconds after the first frame at which a frame is read: each in the middle of an equal part
+    of the video, or as `timestamps` say. Raises ValueError."""
+    def number(key: str, default: float, kind=(int, float)) -> float:
+        value = options.get(key, default)
+        if value is None:
+            return default
+        if isinstance(value, bool) or not isinstance(value, kind) or not 0 <= value <= 1e6:
+            raise ValueError(f"{key} of a video is {value!r:.80}: must be a number from 0 to 1e6")
+        return value
+
+    unused = [key for key in _UNUSED if options.get(key) is not None]
+    if unused:
+        raise ValueError(f"{unused[0]} of a video is not supported; give timestamps (a list of "
+                         "seconds), fps, nframes or max_frames")
+    most = min(sampling.max_frames, number("max_frames", sampling.max_frames, int)) or 1
+    times = options.get("timestamps")
+    if times is not None:
+        if not isinstance(times, list) or not 0 < len(times) <= most:
+            raise ValueError(f"timestamps of a video are {times!r:.80}: must be a list of 1 to "
+                             f"{most} seconds (video_max_frames)")
+        for t in times:
+            if isinstance(t, bool) or not isinstance(t, int | float) or not (
+                    0 <= t < max(header.duration_s, 1e-3)):
+                raise ValueError(f"a timestamp of a video is {t!r:.80}: must be from 0 to below "
+                                 f"its {header.duration_s:.6g} s")
+        return [float(t) for t in times]
+    wanted = number("nframes", 0 if options.get("fps") else sampling.frames, int) or (
+        header.duration_s * number("fps", sampling.fps))
+    count = max(1, min(int(wanted + 0.5), most, header.num_frames))
+    return [(k + 0.5) * header.duration_s / count for k in range(count)]
+
+
+def pictures(media: Collection[Medium], geometry: VisionGeometry
+             ) -> dict[Medium, np.ndarray | MediaError]:
+    """The frames among `media`, (H, W, 3) uint8 in the size that they are cut into patches in, or
+    why they cannot be decoded."""
+    out: dict[Medium, np.ndarray | MediaError] = {}
+    videos: dict[Medium, list[Medium]] = {}
+    for medium in media:
+        if medium.frame is not None:
+            videos.setdefault(medium._replace(frame=None), []).append(medium)
+    for video, wanted in videos.items():
+        first = wanted[0].frame
+        displayed = ImageHeader(first.width, first.height)
+        try:
+            out |= zip(wanted, av_process.frames(
+                video, first.demuxer, [m.frame.second for m in wanted], first.num_frames,
+                displayed, geometry.resized(displayed)), strict=True)
+        except MediaError as error:
+            out |= dict.fromkeys(wanted, error)
+    return out
+
+
+def ppm(pixels: np.ndarray) -> bytes:
+    """(H, W, 3) uint8 as a file: how a frame travels that is decoded elsewhere."""
+    height, width, _ = pixels.shape
+    return b"P6 %d %d 255\n" % (width, height) + pixels.tobytes()
+

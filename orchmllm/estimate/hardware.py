@@ -1,0 +1,92 @@
+"""The cluster that a prediction is made for: data sheets, the network, and how much of both is
+reached, assumed or measured by scripts/bench_gpu.py."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+
+from orchmllm.models.gpus import gpu_named
+from orchmllm.plan.assign import PHASES
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """A GPU of a cluster. Bandwidths in bytes/s per GPU and direction; efficiencies are shares of
+    what the data sheet says, as large dense models reach them. peaks: FLOP/s of other dtypes than
+    bfloat16. measured: phase -> shares of the peak of products and of attention, in place of the
+    assumed ones, and `fixed`, seconds that a phase takes whatever its rows. *_hop_s: latency of one
+    hop of a ring inside a node and between nodes; message_s: of a peer's message in an
+    all-to-all."""
+
+    name: str = "h100-sxm"
+    peak_flops: float = 989e12
+    memory_bytes: float = 85e9
+    ranks_per_node: int = 8
+    network_bandwidth: float = 50e9
+    node_bandwidth: float = 450e9
+    product_efficiency: float = 0.60
+    attention_efficiency: float = 0.40
+    network_efficiency: float = 0.70
+    peaks: Mapping[str, float] = field(
+        default_factory=lambda: {"float32": 67e12, "float64": 67e12})
+    memory_bandwidth: float = 3.35e12
+    memory_efficiency: float = 0.80
+    host_bandwidth: float = 64e9
+    host_memory_bandwidth: float = 20e9
+    node_hop_s: float = 1e-6
+    network_hop_s: float = 5e-6
+    message_s: float = 2e-6
+    measured: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+
+    def peak(self, dtype: str) -> float:
+        """FLOP/s of products in a dtype."""
+        return self.peak_flops if dtype == "bfloat16" else self.peaks[dtype]
+
+    def efficiencies(self, phase: str) -> tuple[float, float]:
+        """Shares of the peak that a phase's products and its attention reach."""
+        known = self.measured.get(phase, {})
+        return (known.get("products", self.product_efficiency),
+                known.get("attention", self.attention_efficiency))
+
+
+def cluster(gpu: str = "h100-sxm", *, gbit: float = 400, per_node: int = 8,
+            efficiency: float = 0.0, measured: Path | None = None) -> Hardware:
+    """The hardware of the dry run's options. gbit: of the network, per GPU and direction.
+    efficiency: share of the peak that products reach (attention two thirds of it), 0: as assumed.
+    measured: a file that `scripts/bench_gpu.py --out` wrote. Raises ValueError, naming the option,
+    for what cannot be."""
+    if gbit <= 0 or per_node < 1 or not 0 <= efficiency <= 1:
+        raise ValueError(f"--network {gbit:g}, --gpus-per-node {per_node} and --efficiency "
+                         f"{efficiency:g}: needs more than 0, at least 1, and a share of the peak "
+                         "from 0 (as assumed) to 1")
+    sheet = gpu_named(gpu)
+    hardware = Hardware(
+        gpu.lower(), sheet.bfloat16, sheet.memory_bytes, per_node, gbit * 1e9 / 8, sheet.node,
+        peaks={"float32": sheet.float32, "float64": sheet.float64},
+        memory_bandwidth=sheet.memory_bandwidth, host_bandwidth=sheet.host)
+    if efficiency:
+        hardware = replace(hardware, product_efficiency=efficiency,
+                           attention_efficiency=efficiency * 2 / 3)
+    return _with_measured(hardware, measured) if measured else hardware
+
+
+def _with_measured(hardware: Hardware, path: Path) -> Hardware:
+    """The hardware with what a file of bench_gpu says of each phase. Raises ValueError for a file
+    that is none, or of another GPU."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        kind, phases = found["gpu"], {p: dict(found["phases"][p]) for p in PHASES}
+    except (OSError, ValueError, KeyError, TypeError) as e:
+        raise ValueError(f"--measured {path}: not what `scripts/bench_gpu.py --out` writes "
+                         f"({type(e).__name__}: {e})") from e
+    if kind != hardware.name:
+        raise ValueError(f"--measured {path}: it was measured on {kind}: say --gpu {kind}")
+    return replace(hardware, measured=phases)
+
+
+def described(hardware: Hardware) -> dict:
+    """The fields as plain data."""
+    return {f.name: getattr(hardware, f.name) for f in fields(hardware)}

@@ -1,0 +1,172 @@
+"""The examples that a prediction is made for: a recipe's own, by the length index of its data,
+those of a statistics file, or a mix drawn from published statistics."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from orchmllm.config import Recipe
+from orchmllm.data.formats.open import (
+    DataSource,
+    index_path,
+    open_source,
+    open_tokenizer,
+    sources_of,
+)
+from orchmllm.data.index import LengthIndex, open_index
+from orchmllm.data.lengths import LengthReader
+from orchmllm.data.storage.remote import Storage
+from orchmllm.estimate.workload import SAMPLE_RATE, Headers, batch_layout, sample_headers
+from orchmllm.models.config import ModelConfig
+from orchmllm.plan.layout import BatchLayout
+
+
+@dataclass(frozen=True)
+class Examples:
+    """What global batches are drawn from. what: in words. pool: all examples on one rank, drawn
+    with `probability` (n,), None for all alike; without a pool the mix is drawn. limit: of a mix's
+    example, in tokens; 0: none. epoch: examples of an epoch, 0 if nobody knows."""
+
+    what: str
+    model: ModelConfig
+    mix: str = "natural"
+    without: frozenset[str] = frozenset()
+    limit: int = 0
+    pool: BatchLayout | None = None
+    probability: np.ndarray | None = None
+    epoch: int = 0
+
+    def draw(self, num_ranks: int, batch_size: int, seed: int) -> BatchLayout:
+        """A seeded global batch in equal shares."""
+        count = num_ranks * batch_size
+        if self.pool is None:
+            return _cut(batch_layout(sample_headers(self.mix, count, seed, self.without),
+                                     self.model, num_ranks), self.limit)
+        rng, n = np.random.default_rng(seed), self.pool.num_examples
+        again = count > n or self.probability is not None  # an example may come twice
+        chosen = rng.choice(n, count, replace=again, p=self.probability)
+        return self.pool.taken(chosen, np.full(num_ranks, batch_size))
+
+
+def _cut(layout: BatchLayout, limit: int) -> BatchLayout:
+    """The layout with its examples' last texts cut to `limit` tokens an example (0: as it is)."""
+    if not limit:
+        return layout
+    tokens, last = layout.num_tokens.copy(), np.cumsum(layout.segments_per_example) - 1
+    excess = np.maximum(layout.tokens_per_example - limit, 0)
+    tokens[last] = np.maximum(tokens[last] - excess, 1)
+    return replace(layout, num_tokens=tokens,
+                   num_targets=np.minimum(layout.num_targets, tokens[last]))
+
+
+def of_mix(recipe: Recipe, mix: str = "natural", without: Collection[str] = (),
+           why: str = "") -> Examples:
+    """A mix of orchmllm.estimate.workload. why: said behind its name."""
+    media = [name for p, name in (("vision", "images"), ("audio", "audio")) if p not in without]
+    kinds = f"{', '.join(media)} and text" if media else "text"
+    return Examples(f"drawn from the paper's {kinds} (mix {mix}){why}", recipe.model, mix,
+                    frozenset(without), recipe.data.max_example_tokens)
+
+
+def open_recipe(recipe: Recipe) -> tuple[list[DataSource], LengthReader]:
+    """The recipe's sources. Raises ValueError naming what cannot be read."""
+    folder = index_path(recipe.data.index_dir)
+    storage = Storage(recipe.data.remote)
+    sources = [open_source(config, folder, storage) for config in sources_of(recipe.data)]
+    return sources, LengthReader(
+        open_tokenizer(recipe.data), recipe.model.vision.geometry, recipe.model.audio.geometry,
+        recipe.data.max_example_tokens)
+
+
+def of_recipe(recipe: Recipe) -> Examples | None:
+    """The recipe's own examples by the indexes that are there, or None if one is missing. Raises
+    ValueError for data that cannot be read."""
+    sources, reader = open_recipe(recipe)
+    folder = index_path(recipe.data.index_dir)
+    indexes = [open_index(source, reader, folder) for source in sources]
+    return None if None in indexes else of_indexes(recipe, sources, indexes)
+
+
+def of_indexes(recipe: Recipe, sources: Sequence[DataSource],
+               indexes: Sequence[LengthIndex]) -> Examples:
+    """The usable rows of the recipe's sources, in proportion to their weights if they have any.
+    Raises ValueError if there is none."""
+    parts = [_layout(index) for index in indexes]
+    sizes = [p.num_examples for p in parts]
+    if not sum(sizes):
+        raise ValueError("the data of the recipe have no usable row")
+    weights = np.array([s.config.weight for s in sources])
+    probability = None
+    if weights.any():
+        probability = np.repeat(weights / np.maximum(sizes, 1), sizes)
+        probability = probability / probability.sum()
+    whole = BatchLayout.concat(parts)
+    return Examples(f"the recipe's own, {sum(sizes)} rows by the length index of its data",
+                    recipe.model, pool=replace(whole, examples_per_rank=np.array([sum(sizes)])),
+                    probability=probability, epoch=sum(sizes))
+
+
+def _layout(index: LengthIndex) -> BatchLayout:
+    """All usable rows of an index, on one rank."""
+    table, n = np.asarray(index.table, np.int64), len(index)
+    whole = BatchLayout(
+        example_id=np.arange(n), examples_per_rank=np.array([n]),
+        num_targets=np.asarray(index.targets, np.int64),
+        segments_per_example=np.diff(np.asarray(index.start, np.int64)), modality=table[:, 0],
+        rows=table[:, 1], attn_len=table[:, 2], num_tokens=table[:, 3], grid=table[:, 4:])
+    usable = np.setdiff1d(np.arange(n), list(index.problems))
+    return whole if len(usable) == n else whole.taken(usable, np.array([len(usable)]))
+
+
+def of_file(recipe: Recipe, path: Path) -> Examples:
+    """The examples of a statistics file, a JSON object a line: {"images": [[width, height], ...],
+    "audio_s": [seconds, ...], "text_tokens": n}, each key optional. Raises ValueError naming the
+    line that is none."""
+    text, media, is_image, size = [], [], [], []
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as e:
+        raise ValueError(f"--lengths {path}: cannot be read ({e})") from e
+    for number, line in enumerate(lines, 1):
+        try:
+            row = json.loads(line)
+            images = [(int(w), int(h)) for w, h in row.get("images", ())]
+            clips = [(int(float(s) * SAMPLE_RATE), 0) for s in row.get("audio_s", ())]
+            text.append(int(row.get("text_tokens", 0)))
+            sizes = [x for pair in images for x in pair] + [samples for samples, _ in clips]
+            if unknown := sorted(set(row) - {"images", "audio_s", "text_tokens"}):
+                raise ValueError(f"keys {unknown}")
+            if text[-1] < 0 or min(sizes, default=1) < 1:
+                raise ValueError("a size below 1")
+        except (ValueError, TypeError, AttributeError) as e:
+            raise ValueError(
+                f'--lengths {path}, line {number}: not {{"images": [[width, height]], "audio_s": '
+                f'[seconds], "text_tokens": n}}: {e}') from e
+        media.append(len(images) + len(clips))
+        is_image += [True] * len(images) + [False] * len(clips)
+        size += images + clips
+    if not lines:
+        raise ValueError(f"--lengths {path}: it is empty")
+    tokens = np.maximum(np.array(text), 1)
+    headers = Headers(np.zeros_like(tokens), tokens, tokens, np.array(media),
+                      np.array(is_image, bool), np.array(size, np.int64).reshape(-1, 2))
+    pool = _cut(batch_layout(headers, recipe.model, 1), recipe.data.max_example_tokens)
+    return Examples(f"{len(lines)} examples of {path}", recipe.model, pool=pool, epoch=len(lines))
+
+
+def examples_of(recipe: Recipe, mix: str = "", path: Path | None = None,
+                without: Collection[str] = ()) -> Examples:
+    """What --mix or --lengths asks for; else the recipe's own examples if their index is there;
+    else the paper's mix, which says why."""
+    if mix or path:
+        return of_file(recipe, path) if path else of_mix(recipe, mix, without)
+    try:
+        own, why = of_recipe(recipe), "`orchmllm data index` was not run"
+    except (ValueError, OSError) as e:
+        own, why = None, str(e).splitlines()[0]
+    return own or of_mix(recipe, "natural", without, f"; the recipe's own could not be used: {why}")

@@ -1,0 +1,194 @@
+"""The log of a run, metrics.jsonl, as columns: read while it is still written, in the time that its
+lines need to be parsed, on all cores where it is long."""
+
+from __future__ import annotations
+
+import json
+import os
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import yaml
+from pydantic_core import from_json
+
+from orchmllm.plan.assign import PHASES
+from orchmllm.runtime.log_schema import SCHEMA_VERSION
+
+PARALLEL_BYTES = 32 << 20  # of a file that one process reads
+SCALARS = ("step", "loss", "tokens_per_s", "step_s", "data_wait_s", "skipped_steps", "nonfinite",
+           "num_failed_media", "stop_signal")
+PHASE_STATS = ("imbalance_before", "imbalance_after", "mean_cost_kflop", "moved_bytes",
+               "internode_bytes")
+MEASURED = ("imbalance", "slowest_s", "rank")
+COLUMNS = (
+    "offset", *SCALARS, "num_ranks",
+    *(f"{phase}.{name}" for phase in PHASES for name in PHASE_STATS),
+    "measured.step", "exchange.slowest_s",
+    *(f"{phase}.measured.{name}" for phase in PHASES for name in MEASURED))
+NOTHING_MEASURED = (np.nan,) * (2 + len(PHASES) * len(MEASURED))
+
+
+class NotALog(ValueError):
+    """The folder has no log of a run that can be read; the text says what to do."""
+
+
+@dataclass(frozen=True)
+class RunLog:
+    """steps: column (see COLUMNS) -> (n,) float64, one for each step that counts, by step; nan
+    where nothing was logged. measured.* belong to the step of their place. validations: (m, 2) of
+    steps done and loss. restarts: (step where it went on, steps done again). quarantine: lines of
+    quarantine.jsonl. recipe: what recipe.yaml says, as sections. cut: the last line is still being
+    written."""
+
+    folder: Path
+    steps: dict[str, np.ndarray]
+    validations: np.ndarray
+    restarts: list[tuple[int, int]]
+    quarantine: list[dict]
+    recipe: dict
+    cut: bool
+    written_at: float
+
+    def __getitem__(self, column: str) -> np.ndarray:
+        return self.steps[column]
+
+    @property
+    def num_steps(self) -> int:
+        return len(self["step"])
+
+    @property
+    def name(self) -> str:
+        return self.folder.resolve().name
+
+    def row(self, index: int) -> dict:
+        """The whole row of a step by its place in the columns."""
+        with (self.folder / "metrics.jsonl").open("rb") as f:
+            f.seek(int(self["offset"][index]))
+            return json.loads(f.readline())
+
+
+def read_run(folder: Path) -> RunLog:
+    """Raises NotALog naming what is missing or wrong, and its cure."""
+    path = folder / "metrics.jsonl"
+    if not folder.is_dir():
+        raise NotALog(f"{folder}: " + ("is a file; give the folder that it is in" if folder.exists()
+                                       else "no such folder; give the run.dir of a run"))
+    if not path.is_file():
+        raise NotALog(f"{folder}: no metrics.jsonl in it; give the run.dir of a run, which writes "
+                      "its first line after its first step")
+    size = path.stat().st_size
+    num = min(os.cpu_count() or 1, -(-size // PARALLEL_BYTES)) or 1
+    bounds = [size * k // num for k in range(num + 1)]
+    if num == 1:
+        parts = [_read_part(path, (0, size))]
+    else:
+        with ProcessPoolExecutor(num) as pool:
+            parts = list(pool.map(partial(_read_part, path), zip(bounds, bounds[1:], strict=False)))
+    rows = np.concatenate([p[0] for p in parts])
+    validations = {step: loss for p in parts for step, loss in p[1]}  # a later one counts
+    columns, restarts = _last_of_each(dict(zip(COLUMNS, rows.T, strict=True)))
+    return RunLog(
+        folder, _measured_in_place(columns),
+        np.array(sorted(validations.items()), float).reshape(-1, 2), restarts,
+        _quarantine(folder / "quarantine.jsonl"), _recipe(folder / "recipe.yaml"),
+        cut=parts[-1][2], written_at=path.stat().st_mtime)
+
+
+def _read_part(path: Path, bounds: tuple[int, int]
+               ) -> tuple[np.ndarray, list[tuple[int, float]], bool]:
+    """(rows x COLUMNS, validations, whether the file ends within a line) of the lines that begin
+    in [bounds)."""
+    rows, validations, cut = [], [], False
+    offset, end = bounds
+    with path.open("rb") as f:
+        if offset:
+            f.seek(offset - 1)
+            offset += len(f.readline()) - 1  # the part before has the line that began there
+        for line in f:
+            if offset >= end or (cut := not line.endswith(b"\n")):
+                break
+            try:
+                row = from_json(line)
+                version = row["schema"]
+                if version == SCHEMA_VERSION and "validation_loss" in row:
+                    validations.append((row["step"], _number(row["validation_loss"])))
+                elif version == SCHEMA_VERSION:
+                    rows.append(_numbers(offset, row))
+            except (ValueError, KeyError, TypeError) as e:
+                raise NotALog(f"{path}: what begins at byte {offset} is no line of a run's log "
+                              f"({type(e).__name__}: {e}); give the run.dir of a run, or delete "
+                              "that line") from None
+            if version != SCHEMA_VERSION:
+                raise NotALog(f"{path}: schema {version}, this version reads {SCHEMA_VERSION}; use "
+                              "the version of orchmllm that wrote the run")
+            offset += len(line)
+    return np.array(rows, float).reshape(-1, len(COLUMNS)), validations, cut
+
+
+def _number(value: float | None) -> float:
+    return np.nan if value is None else value
+
+
+def _numbers(offset: int, row: dict) -> tuple[float, ...]:
+    """In the order of COLUMNS."""
+    phases, times = row["phases"], row["measured"]
+    return (offset, *[_number(row[name]) for name in SCALARS], len(row["cpu_s"]["llm"]),
+            *[phases[p][name] for p in PHASES for name in PHASE_STATS],
+            *(_measured_numbers(times) if times else NOTHING_MEASURED))
+
+
+def _measured_numbers(times: dict) -> list[float]:
+    imbalance, slowest, who = times["imbalance"], times["slowest_s"], times.get("slowest", {})
+    out = [times["step"], slowest["exchange"]]
+    for p in PHASES:
+        out += [imbalance[p], slowest[p], who[p]["rank"] if p in who else np.nan]
+    return out
+
+
+def _last_of_each(columns: dict[str, np.ndarray]
+                  ) -> tuple[dict[str, np.ndarray], list[tuple[int, int]]]:
+    """The last row of each step, and where the run went back."""
+    step = columns["step"]
+    back = np.flatnonzero(np.diff(step) != 1) + 1 if len(step) else []
+    restarts = [(int(step[i]), int(step[i - 1] - step[i] + 1)) for i in back]
+    stopped = np.flatnonzero(columns["stop_signal"][:-1] > 0)
+    restarts += [(int(step[i]) + 1, 0) for i in stopped if step[i + 1] == step[i] + 1]
+    _, last = np.unique(step[::-1], return_index=True)
+    keep = len(step) - 1 - last
+    return {name: values[keep] for name, values in columns.items()}, sorted(restarts)
+
+
+def _measured_in_place(columns: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """On a GPU a row has the times of the step before: they move there."""
+    step, of = columns["step"], columns["measured.step"]
+    known = np.flatnonzero(np.isin(of, step))
+    place = np.searchsorted(step, of[known])
+    out = dict(columns)
+    for name, values in columns.items():
+        if "measured." in name or name == "exchange.slowest_s":
+            out[name] = np.full(len(step), np.nan)
+            out[name][place] = values[known]
+    out["measured.at"] = np.full(len(step), np.nan)  # place of the row that has them
+    out["measured.at"][place] = known
+    return out
+
+
+def _quarantine(path: Path) -> list[dict]:
+    """Its whole lines."""
+    if not path.is_file():
+        return []
+    text = path.read_text(encoding="utf-8")
+    try:
+        return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+    except ValueError as e:
+        raise NotALog(f"{path}: {e}; delete that line") from None
+
+
+def _recipe(path: Path) -> dict:
+    if not path.is_file():
+        return {}
+    found = yaml.safe_load(path.read_text(encoding="utf-8"))
+    return found if isinstance(found, dict) else {}

@@ -1,0 +1,87 @@
+"""What is released: a wheel and a source archive, installed into an environment that has nothing of
+this checkout. The packages that orchmllm needs are those of the environment of the tests."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tarfile
+from pathlib import Path
+
+import pytest
+
+from tests.lib.commands import ROOT
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not (ROOT / ".git").exists(), reason="a release is made from a clone")]
+ENV = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PIP_CONFIG_FILE")} | {
+    "PIP_NO_INDEX": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
+
+
+def run(*command, cwd: Path) -> str:
+    done = subprocess.run([str(c) for c in command], cwd=cwd, env=ENV, capture_output=True,
+                          text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def archives(tmp_path_factory) -> dict[str, Path]:
+    """The source archive of what git has, and wheels of both."""
+    folder = tmp_path_factory.mktemp("release")
+    clone = folder / "clone"
+    for name in run("git", "ls-files", "-z", cwd=ROOT).split("\0")[:-1]:
+        if (ROOT / name).is_file():
+            (clone / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, clone / name)
+    run(sys.executable, "setup.py", "-q", "sdist", "--dist-dir", folder, cwd=clone)
+    [source] = folder.glob("*.tar.gz")
+    wheels = {"source": source}
+    for kind, what in (("wheel", clone), ("wheel of the source archive", source)):
+        run(sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation",
+            "-w", folder / kind, what, cwd=folder)
+        [wheels[kind]] = (folder / kind).glob("*.whl")
+    return wheels
+
+
+def installed(archive: Path, folder: Path) -> Path:
+    """The bin folder of a new environment with the archive."""
+    run(sys.executable, "-m", "venv", folder / "venv", cwd=folder)
+    python = folder / "venv" / "bin" / "python"
+    site = run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=folder)
+    (Path(site.strip()) / "tests.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    run(python, "-m", "pip", "install", "-q", "--no-deps", "--ignore-installed", archive,
+        cwd=folder)
+    return python.parent
+
+
+@pytest.mark.parametrize("kind", ["wheel", "wheel of the source archive"])
+def test_what_is_released_works_elsewhere(kind, archives, tmp_path):
+    bin_dir = installed(archives[kind], tmp_path)
+    where = run(bin_dir / "python", "-c", "import orchmllm._core as c; print(c.__file__)",
+                cwd=tmp_path)
+    assert where.startswith(str(tmp_path))
+    assert "commands:" in run(bin_dir / "orchmllm", "--help", cwd=tmp_path)
+    wrong = [line for line in subprocess.run(
+        [bin_dir / "python", "-m", "pip", "check"], cwd=tmp_path, env=ENV, capture_output=True,
+        text=True).stdout.splitlines() if line.startswith("orchmllm")]
+    assert not wrong, wrong
+    assert "sampled  balanced" in run(bin_dir / "orchmllm", "data", "stats", "--ranks", "4",
+                                      cwd=tmp_path)
+    seconds, loaded = run(
+        bin_dir / "python", "-c", "import sys, time; t = time.perf_counter(); import orchmllm; "
+        "print(time.perf_counter() - t, {'torch', 'numpy', 'transformers'} & set(sys.modules))",
+        cwd=tmp_path).split(maxsplit=1)
+    assert loaded.strip() == "set()"
+    print(f"import orchmllm: {float(seconds):.3f} s")
+
+
+def test_the_source_archive_has_what_a_build_needs(archives):
+    with tarfile.open(archives["source"]) as tar:
+        names = {name.partition("/")[2] for name in tar.getnames()}
+    tracked = run("git", "ls-files", "cpp", "orchmllm", "README.md", "LICENSE", cwd=ROOT).split()
+    assert set(tracked) <= names, set(tracked) - names
