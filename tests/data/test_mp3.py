@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import io
+import itertools
+import struct
 
+import av
 import numpy as np
 import pytest
 import soundfile
 
 from orchmllm.cli.data import main
 from orchmllm.data.media.decode import decode_audio
+from orchmllm.data.media.framing import _frame
 from orchmllm.data.media.headers import audio_header
 from orchmllm.data.media.medium import MediaError, Medium
 from orchmllm.plan.layout import AUDIO, AudioGeometry, segment_lengths
@@ -49,7 +53,11 @@ def with_vbri(mp3: bytes) -> bytes:
     """With a VBRI tag, as another encoder writes it, in the place of the Xing tag."""
     frames = untagged(mp3)
     size = len(mp3) - len(frames)
-    tag = b"VBRI" + (1).to_bytes(2, "big") + bytes(4)
+    count, at = 0, 0
+    while (frame := _frame(frames[at: at + 4])) is not None:
+        count, at = count + 1, at + frame.num_bytes
+    assert at == len(frames)
+    tag = b"VBRI" + struct.pack(">HHHII", 1, 0, 75, len(frames), count)
     return (mp3[:4] + bytes(32) + tag).ljust(size, b"\0") + frames
 
 
@@ -89,6 +97,32 @@ def test_every_rate_of_mpeg(rate, channels):
     assert header.sample_rate == rate
     assert len(samples) <= header.num_samples <= len(samples) + 3 * 1152
     assert len(decode_audio(clip(data), GEOMETRY)) == segment_lengths(GEOMETRY, header).rows
+
+
+CHANGES = {
+    "xing": lambda mp3: mp3, "none": untagged, "vbri": with_vbri,
+    "xing, id3": lambda mp3: ID3V2 + mp3 + ID3V1, "none, id3": lambda mp3: ID3V2 + untagged(mp3),
+    "none, id3v1": lambda mp3: untagged(mp3) + ID3V1, "joined": lambda mp3: mp3 + mp3,
+    "joined, none": lambda mp3: 2 * untagged(mp3), "joined, id3": lambda mp3: 2 * (ID3V2 + mp3),
+    "joined, vbri": lambda mp3: 2 * with_vbri(mp3)}
+
+
+@pytest.mark.parametrize("mode", ["CONSTANT", "VARIABLE", "AVERAGE"])
+@pytest.mark.parametrize("rate", [8000, 16000, 22050, 44100, 48000])
+def test_samples_are_those_of_pyav_within_a_frame_or_the_file_is_refused(mode, rate):
+    """FFmpeg keeps the 529 samples of a decoder's delay where no tag tells them."""
+    frame = 1152 if rate > 24000 else 576
+    clips = {channels: encoded(tone(1.2, rate, channels), rate, mode=mode) for channels in (1, 2)}
+    for channels, (name, change) in itertools.product(clips, CHANGES.items()):
+        data = change(clips[channels])
+        try:
+            ours = audio_header(clip(data)).num_samples
+        except MediaError as error:
+            assert "joined" in name and "several MPEG streams" in error.reason, (name, error)
+            continue
+        with av.open(io.BytesIO(data)) as file:
+            theirs = sum(f.samples for f in file.decode(audio=0))
+        assert abs(ours - theirs) <= frame, (name, channels, ours, theirs)
 
 
 def test_a_tagged_file_keeps_its_length():

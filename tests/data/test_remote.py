@@ -63,7 +63,11 @@ def opened(path, tokenizer, tmp_path, **keys):
                                index_dir=tmp_path / "index", **GEOMETRY, **keys)
 
 
-@pytest.mark.parametrize("name", FORMATS)
+FAST = ("llava.json", "webdataset", "parquet", "tar.gz", "dataset_info.json")
+
+
+@pytest.mark.parametrize("name", [
+    pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in FORMATS])
 def test_every_format_from_every_storage_gives_the_same_examples(
         name, folder, tokenizer, store, tmp_path):
     write, said = FORMATS[name]
