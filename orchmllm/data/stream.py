@@ -157,6 +157,7 @@ class StreamDataset(ConversationDataset):
             [LogicalShard(units[s::min(num_shards, len(units))], [seed, 3, k, s])
              for s in range(min(num_shards, len(units)))]
             for k, units in enumerate(units_of(s, num_shards) for s in self.sources)]
+        self.order_key = [num_shards, seed]
         self._found: OrderedDict[int, tuple[int, StreamRow]] = OrderedDict()
 
     def _open(self, config: SourceConfig, folder: Path) -> DataSource:
