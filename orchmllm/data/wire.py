@@ -14,6 +14,7 @@ import socket
 import struct
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 
 import numpy as np
 
@@ -92,4 +93,7 @@ class Channel:
         return data
 
     def close(self) -> None:
+        """Also ends what another thread sends or receives."""
+        with suppress(OSError):
+            self.sock.shutdown(socket.SHUT_RDWR)
         self.sock.close()

@@ -92,6 +92,7 @@ class Server:
         channel = Channel(connection, HANDSHAKE_S)
         try:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             admit(channel, self._secret, self._identity)
             channel.timeout_s = SEND_S
             while True:
