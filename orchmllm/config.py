@@ -182,6 +182,13 @@ class DataConfig:
     num_workers: int = key(0, "Processes of each rank that read and decode; 0: its prefetch thread "
                            "does.", at_least=0, at_most=64,
                            aliases=("workers", "dataloader_workers"))
+    preprocess: tuple[str, ...] = key((), "Servers (`orchmllm preprocess`) that read and decode "
+                                      "for the ranks: host:port of each. The ranks do it while "
+                                      "none answers.")
+    preprocess_secret_file: str = key("", "File with the secret that these servers have; empty: "
+                                      "$ORCHMLLM_PREPROCESS_SECRET. Needed on other machines.")
+    preprocess_timeout_s: float = key(60.0, "Seconds after which a server that has not answered "
+                                      "whole is given up.", above=0)
     strict: bool = key(False, "A medium that cannot be decoded is an error. Otherwise its example "
                        "is not learnt from and gets a line in quarantine.jsonl.")
     max_failed_in_a_row: int = key(20, "Consecutive media that cannot be decoded which are an "

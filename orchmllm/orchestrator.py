@@ -74,6 +74,16 @@ class Microbatch:
 
 
 @dataclass
+class Preprocessed:
+    """Of a step and this rank: examples that servers read, and that it read itself because none
+    answered; what happened to servers, for people."""
+
+    remote: int = 0
+    local: int = 0
+    notes: list[str] = field(default_factory=list)
+
+
+@dataclass
 class Step:
     """One optimizer step of k microbatches: as planned, then loaded, then agreed on.
 
@@ -82,7 +92,7 @@ class Step:
     model that shifts the labels itself (loaders of whole examples). failed: media that could not
     be decoded, of this rank until COMMIT, then of all. plan_s: seconds spent in agreements and
     planning. wait_s: seconds the caller waited. state: of a stream of examples after the step.
-    error: why it cannot be loaded.
+    error: why it cannot be loaded. preprocessed: where servers read (data.preprocess).
     """
 
     index: int
@@ -95,6 +105,7 @@ class Step:
     wait_s: float = 0.0
     state: Any = None
     error: Exception | None = None
+    preprocessed: Preprocessed = field(default_factory=Preprocessed)
 
     @cached_property
     def plans(self) -> list[StepPlan]:

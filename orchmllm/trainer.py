@@ -16,6 +16,7 @@ from orchmllm.comm.exchange import RowGather, exchange_group, gather_scalars
 from orchmllm.config import Recipe, plan_spec, to_yaml
 from orchmllm.data.dataset import ConversationDataset
 from orchmllm.data.loading.step_loader import Step, StepLoader
+from orchmllm.data.preprocess.handshake import servers_of
 from orchmllm.data.sampler import GlobalSampler, make_sampler
 from orchmllm.estimate.fits import for_run
 from orchmllm.hf.sources import find_sources
@@ -68,6 +69,7 @@ class Trainer:
         self.device = device_of(world)
         sources = find_sources(recipe.model)  # its errors come before any collective
         self.dataset = dataset if dataset is not None else build_dataset(recipe)
+        self.servers = servers_of(recipe.data)
         self.train_rows, self.validation_rows = self.dataset.split(recipe.data.num_validation)
         spec = plan_spec(recipe, world.local_world_size)
         self.calibration = Calibration(recipe.balance, spec.costs, self.device)
@@ -123,7 +125,8 @@ class Trainer:
         loader = StepLoader(
             self.dataset, sampler, self.orchestrator, num_steps=train.num_steps,
             first_step=self.progress.step, accumulation_steps=train.accumulation_steps,
-            prefetch=self.recipe.data.prefetch, num_workers=self.recipe.data.num_workers)
+            prefetch=self.recipe.data.prefetch, num_workers=self.recipe.data.num_workers,
+            servers=self.servers)
         self._ahead = loader.ahead
         return loader
 
@@ -220,8 +223,10 @@ class Trainer:
         norms = clip_gradients(self.parts, train.max_grad_norm, self.device)
         told = Told.of(self._gather([
             loss_sum, clock.wall_s["exchange"], step.wait_s,
+            step.preprocessed.remote, step.preprocessed.local,
             self.stop.signal or self.display.stop_signal,
             *(clock.cpu_s[p] for p in CLOCK_PHASES), *self.timer.tell(), *norms.unbind()]))
+        self.incidents.preprocessed(step, int(told.local.sum()))
         measured = self.timer.hear(step.index, step.plans, told.measured_s)
         loss = told.loss(step)
         nonfinite = not (math.isfinite(loss) and math.isfinite(told.norms[0]))
@@ -240,6 +245,7 @@ class Trainer:
         return {
             "lr": lr, "step_s": step_s, "mfu": self._mfu(step, step_s), "nonfinite": nonfinite,
             "skipped_steps": self.progress.skipped_steps,
+            **({"preprocessed": told.preprocessed()} if self.servers else {}),
             **told.row(step, step_s, list(self.parts), on_device=clock.has_events),
             "measured": measured and measured.row()}
 
@@ -291,7 +297,8 @@ class Trainer:
                                 shuffle=False)
         loader = StepLoader(
             swap or self.dataset, sampler, self._validation, num_steps=len(sampler),
-            prefetch=self.recipe.data.prefetch, num_workers=self.recipe.data.num_workers)
+            prefetch=self.recipe.data.prefetch, num_workers=self.recipe.data.num_workers,
+            servers=self.servers if swap is None else None)
         total = torch.zeros(2, dtype=torch.float64, device=self.device)
         self.model.eval()
         for step in loader:

@@ -13,6 +13,7 @@ from orchmllm.launch import exit_with
 COMMANDS = {
     "train": ("orchmllm.train", "train from a recipe"),
     "data": ("orchmllm.cli.data", "index, check or describe the data of a recipe"),
+    "preprocess": ("orchmllm.cli.preprocess", "read and decode for runs on other machines"),
     "dry-run": ("orchmllm.cli.dry_run", "predict memory, time and balance without GPUs"),
     "compare": ("orchmllm.cli.compare", "train with balancing off and on, and compare"),
     "simulate": ("orchmllm.cli.simulate", "try a scheme of the papers on a recipe's lengths"),

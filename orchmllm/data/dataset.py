@@ -298,7 +298,7 @@ class ConversationDataset:
         try:
             for problem in (medium, picture):
                 if isinstance(problem, MediaError):
-                    raise MediaError(problem.path, problem.reason)  # each has a segment of its own
+                    raise problem
             if encoded:
                 return _bytes_of(medium, picture)
             return self._decoded(medium, modality, rows, picture)

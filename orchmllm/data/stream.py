@@ -171,6 +171,7 @@ class StreamDataset(ConversationDataset):
             [LogicalShard(units[s::min(num_shards, len(units))], [seed, 3, k, s], window)
              for s in range(min(num_shards, len(units)))]
             for k, units in enumerate(units_of(s, num_shards) for s in self.sources)]
+        self.order_key = [num_shards, seed, window]
         self._check_cache()
         self._found: OrderedDict[int, tuple[int, StreamRow]] = OrderedDict()
 

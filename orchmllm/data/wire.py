@@ -14,13 +14,14 @@ import socket
 import struct
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 
 import numpy as np
 
 _PREFIX = struct.Struct("<4sIQ")
 MAGIC = b"orch"
 MAX_HEADER_BYTES = 16 << 20
-_DTYPES = ("uint8", "int32", "int64", "float32", "float64")
+_DTYPES = {name: np.dtype(name) for name in ("uint8", "int32", "int64", "float32", "float64")}
 
 
 class WireError(ConnectionError):
@@ -46,10 +47,11 @@ class Channel:
         except TimeoutError as error:
             raise WireError(f"nothing was taken for {self.timeout_s:g} s") from error
 
-    def receive(self, max_bytes: int, *, idle: bool = False) -> tuple[dict, list[np.ndarray]]:
+    def receive(self, max_bytes: int, *, idle: bool = False, max_header: int = MAX_HEADER_BYTES
+                ) -> tuple[dict, list[np.ndarray]]:
         """(header, arrays) of the next message. idle: it may begin at any time. Raises WireError
-        for more than max_bytes of arrays before it allocates them, EOFError where the other side
-        has closed."""
+        for more than max_bytes of arrays, or max_header of header, before it allocates them;
+        EOFError where the other side has closed."""
         if idle:
             self.sock.settimeout(None)
             self.sock.recv(1, socket.MSG_PEEK)
@@ -58,17 +60,17 @@ class Channel:
         magic, header_bytes, array_bytes = _PREFIX.unpack(first)
         if magic != MAGIC:
             raise WireError(f"this is no message: it begins with {bytes(first[:4])!r}")
-        if header_bytes > MAX_HEADER_BYTES or array_bytes > max_bytes:
+        if header_bytes > max_header or array_bytes > max_bytes:
             raise WireError(f"a message of {header_bytes} + {array_bytes} bytes: more than the "
-                            f"limit of {MAX_HEADER_BYTES} + {max_bytes}")
+                            f"limit of {max_header} + {max_bytes}")
         try:
             header = json.loads(self._read(header_bytes, deadline).tobytes())
-            kinds = [(np.dtype(name), [int(n) for n in shape])
-                     for name, shape in header.pop("arrays") if name in _DTYPES]
+            kinds = [(_DTYPES[name], [int(n) for n in shape])
+                     for name, shape in header.pop("arrays")]
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise WireError(f"the header of a message cannot be read: {error}") from error
         sizes = [dtype.itemsize * math.prod(shape) for dtype, shape in kinds]
-        if sum(sizes) != array_bytes or min(min(s, default=0) for _, s in kinds or [(0, [])]) < 0:
+        if sum(sizes) != array_bytes or any(n < 0 for _, shape in kinds for n in shape):
             raise WireError(f"the arrays of a message have {sum(sizes)} bytes, not {array_bytes}")
         return header, [self._read(size, deadline).view(dtype).reshape(shape)
                         for size, (dtype, shape) in zip(sizes, kinds, strict=True)]
@@ -91,4 +93,7 @@ class Channel:
         return data
 
     def close(self) -> None:
+        """Also ends what another thread sends or receives."""
+        with suppress(OSError):
+            self.sock.shutdown(socket.SHUT_RDWR)
         self.sock.close()

@@ -24,7 +24,8 @@ T = TypeVar("T")
 Path = tuple  # of a key: names, and numbers for the items of a list
 # As line numbers, so that problems are sorted by them.
 COMMAND_LINE, NOWHERE, FROM_FILE = 2**31, 2**31 + 1, 2**31 + 2
-NAMES = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
+NAMES = {bool: "true or false", int: "a whole number", float: "a number", str: "text",
+         tuple: "a list of texts"}
 
 
 class RecipeError(ValueError):

@@ -8,8 +8,8 @@ reads them. Defaults, types, ranges, choices, error messages and docs/recipe.md 
         def conflicts(self) -> Iterator[Conflict]: ...  # optional: rules between keys
 
 Sections are dataclasses, keys are fields of type bool, int, float or str, or tuple[S, ...] for a
-list of sections S. pydantic checks types, bounds and choices: it reads the metadata of the fields.
-This module does not import it, so that the drop-in does not need it.
+list of sections S or of texts. pydantic checks types, bounds and choices: it reads the metadata of
+the fields. This module does not import it, so that the drop-in does not need it.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Conflict(NamedTuple):
 
 class Leaf(NamedTuple):
     """A key at its place. path: dotted, from the top. kind: bool, int, float, str, or tuple for a
-    list of sections. default: MISSING for a key that has to be given."""
+    list. default: MISSING for a key that has to be given."""
 
     path: str
     kind: type

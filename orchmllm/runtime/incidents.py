@@ -24,6 +24,7 @@ class Incidents:
         self._recipe, self._writes, self._say = recipe, writes, say
         self._folder = Path(recipe.run.dir)
         self._warned = False  # of a medium that cannot be decoded
+        self._alone = False  # no server has answered in the step before
 
     def media(self, step: Step, counted: MediaCount, describe: Callable[[int, int], dict]) -> None:
         """Counts and quarantines what could not be decoded. describe: of the dataset. Raises
@@ -37,6 +38,18 @@ class Incidents:
             self._say(f"warning: not usable, so its example is not learnt: {name_of(lines[0])}; "
                       f"this and further ones are listed in {where}")
         counted.check(self._recipe.data, lines)
+
+    def preprocessed(self, step: Step, num_local: int) -> None:
+        """Tells what happened to servers of data.preprocess. num_local: examples that ranks read
+        because none answered."""
+        for note in step.preprocessed.notes:
+            self._say(f"warning: {note}")
+        if num_local and not self._alone:
+            self._say(f"warning: data.preprocess: no server answered for {num_local} examples of "
+                      f"step {step.index}; the ranks read and decode them")
+        elif self._alone and not num_local:
+            self._say(f"data.preprocess: from step {step.index} on servers answer again")
+        self._alone = bool(num_local)
 
     def nonfinite(self, step: Step, loss: float, grad_norm: float) -> None:
         """Writes which examples the step had. Raises NonFiniteError where the recipe says so."""

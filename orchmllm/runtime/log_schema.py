@@ -93,10 +93,14 @@ STEP_ROW = {"title": "A step", **_object("One optimizer step of all ranks.", {
             for p in (*PHASES, "exchange")}),
         "slowest": _object("what the slowest rank had to do", dict.fromkeys(PHASES, _SLOWEST)),
     }) | {"type": ["object", "null"]},
+    "preprocessed": _object("where data.preprocess is set: what all ranks asked for in the step", {
+        "remote": _count("examples that servers read and decoded"),
+        "local": _count("examples that ranks read themselves, because no server answered"),
+    }),
     "num_failed_media": _count("media of the step that could not be decoded"),
     "nonfinite": {"type": "boolean", "description": "loss or gradient was not finite"},
     "stop_signal": _count("signal that asked a rank to stop after this step, 0: none"),
-})}
+}, optional=("preprocessed",))}
 VALIDATION_ROW = {"title": "A validation", **_object(
     "The held-out rows (data.num_validation), before the first and after the last step, and as "
     "train.validate_every_steps says.", {

@@ -54,13 +54,15 @@ class MeasuredStep:
 
 
 class Told(NamedTuple):
-    """What all d ranks told each other at the end of a step. loss_sum, exchange_s, wait_s, signal:
-    (d,); cpu_s, measured_s: (d, CLOCK_PHASES); norms: of the gradient and of its parts, the same on
-    all."""
+    """What all d ranks told each other at the end of a step. loss_sum, exchange_s, wait_s, remote,
+    local, signal: (d,); cpu_s, measured_s: (d, CLOCK_PHASES); norms: of the gradient and of its
+    parts, the same on all."""
 
     loss_sum: np.ndarray
     exchange_s: np.ndarray
     wait_s: np.ndarray
+    remote: np.ndarray
+    local: np.ndarray
     signal: np.ndarray
     cpu_s: np.ndarray
     measured_s: np.ndarray
@@ -70,8 +72,12 @@ class Told(NamedTuple):
     def of(cls, gathered: np.ndarray) -> Told:
         """gathered: (d, numbers), in the order of the fields."""
         n = len(CLOCK_PHASES)
-        return cls(*gathered[:, :4].T, gathered[:, 4: 4 + n], gathered[:, 4 + n: 4 + 2 * n],
-                   gathered[0, 4 + 2 * n:])
+        return cls(*gathered[:, :6].T, gathered[:, 6: 6 + n], gathered[:, 6 + n: 6 + 2 * n],
+                   gathered[0, 6 + 2 * n:])
+
+    def preprocessed(self) -> dict:
+        """Examples that servers read, and that ranks did."""
+        return {"remote": int(self.remote.sum()), "local": int(self.local.sum())}
 
     def loss(self, step: Step) -> float:
         """Mean over the step's targets; 0 without any."""

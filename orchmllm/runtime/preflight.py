@@ -11,6 +11,7 @@ from pathlib import Path
 
 from orchmllm.config import Recipe
 from orchmllm.data.formats.open import check_source, open_tokenizer, sources_of
+from orchmllm.data.preprocess.handshake import servers_of
 from orchmllm.data.storage.remote import Storage
 from orchmllm.data.tokenizer import ChatTokenizer
 from orchmllm.models.config import LLMConfig
@@ -32,6 +33,7 @@ def problems(checks: Iterable[Callable[[], object]]) -> list[str]:
 def checks(recipe: Recipe, state_bytes: int) -> list[Callable[[], None]]:
     """Checks that raise ValueError. state_bytes: size of a checkpoint of this recipe."""
     return [partial(check_run_folder, recipe, state_bytes),
+            partial(servers_of, recipe.data),
             *(partial(check_source, source, Storage(recipe.data.remote))
               for source in sources_of(recipe.data)),
             lambda: check_vocabulary(open_tokenizer(recipe.data), recipe.model.llm)]

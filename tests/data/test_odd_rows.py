@@ -216,7 +216,8 @@ def _ogg() -> bytes:
 
 MEMBERS = {  # suffix -> content, whether it is an image or a clip, what lint says of it
     "tif": (_tiff, "caption", ""), "oga": (_ogg, "asr", ""),
-    "m4a": (lambda: b"\0\0\0\x20ftypM4A " + bytes(50), "asr", "it cannot be read: Invalid data"),
+    "m4a": (lambda: b"\0\0\0\x20ftypM4A " + bytes(50), "asr",
+            "truncated: its index (moov) is missing"),
     "mkv": (lambda: b"\x1a\x45\xdf\xa3" + bytes(50), "caption", "it cannot be read: "),
     "avi": (lambda: b"RIFF\0\0\0\0AVI LIST", "caption", "AVI is not read; convert it to MP4"),
     "heic": (lambda: b"\0\0\0\x18ftypheic" + bytes(50), "caption", "HEIC is not read; convert"),

@@ -22,6 +22,8 @@ from orchmllm.batch import Example
 from orchmllm.comm.exchange import exchange_bytes
 from orchmllm.data.loading.pipeline import Postponed
 from orchmllm.data.loading.workers import Workers
+from orchmllm.data.preprocess.client import RemoteWorkers
+from orchmllm.data.preprocess.handshake import Servers
 from orchmllm.data.sampler import GlobalSampler
 from orchmllm.orchestrator import UNCOUNTED, FailedSegment, Microbatch, Orchestrator, Step
 from orchmllm.plan.layout import ENCODERS, BatchLayout
@@ -33,22 +35,24 @@ _ROW_DTYPE = {"vision": torch.uint8, "audio": torch.float32}
 class SegmentFeed:
     """Examples of a dataset (orchmllm.data.loading.step_loader.Dataset) that knows lengths before
     it decodes, and decodes single segments. With worker processes the next step is planned before
-    one is taken, so that they have work meanwhile. Raises ValueError if a dispatch needs what the
-    dataset cannot do."""
+    one is taken, so that they have work meanwhile. servers: read and decode instead. Raises
+    ValueError if a dispatch needs what the dataset cannot do."""
 
     num_dropped = 0
 
     def __init__(self, dataset: Any, sampler: GlobalSampler, orchestrator: Orchestrator,
-                 num_steps: int, num_workers: int = 0) -> None:
+                 num_steps: int, num_workers: int = 0, servers: Servers | None = None) -> None:
         self.dataset, self.sampler, self.orchestrator = dataset, sampler, orchestrator
-        self.num_steps, self.config_digest = num_steps, min(num_workers, 1)
-        self.lookahead = min(num_workers, 1)
+        self.num_steps, self.config_digest = num_steps, 0
+        self.lookahead = self.config_digest = int(num_workers > 0 or servers is not None)
         self.dispatch = orchestrator.spec.balance.dispatch
         self.knows_all = self.dispatch == "load"  # every rank can probe every example
         if self.dispatch == "bytes" and not hasattr(dataset, "decode"):
             raise ValueError("balance.dispatch is 'bytes', but the dataset cannot read encoded "
                              "media (no method decode): use 'load' or 'tensors'")
-        self._workers = Workers(dataset, num_workers)
+        self._workers: Workers | RemoteWorkers = Workers(dataset, num_workers)
+        if servers is not None:
+            self._workers = RemoteWorkers(dataset, servers, self._workers, orchestrator.rank)
         self._requested: deque[list[_Request]] = deque()
 
     def draw(self, index: int) -> BatchLayout | None:
@@ -85,6 +89,8 @@ class SegmentFeed:
             micro.inputs = {p: torch.cat([self._zeros(p, 0), *media[p]]) for p in ENCODERS}
             micro.content = torch.cat([torch.empty(0, 2, dtype=torch.int32), *texts])
             self.orchestrator.pin(micro)
+        if isinstance(self._workers, RemoteWorkers):
+            step.preprocessed = self._workers.tell()
         return UNCOUNTED  # the lengths tell it
 
     def close(self) -> None:

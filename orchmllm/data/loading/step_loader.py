@@ -13,6 +13,7 @@ import numpy as np
 from orchmllm.batch import Example
 from orchmllm.data.loading.feed import SegmentFeed
 from orchmllm.data.loading.pipeline import Pipeline
+from orchmllm.data.preprocess.handshake import Servers
 from orchmllm.data.sampler import GlobalSampler
 from orchmllm.orchestrator import Orchestrator, Step
 from orchmllm.plan.layout import AudioGeometry, ExampleLayout, VisionGeometry
@@ -48,16 +49,16 @@ class StepLoader(Pipeline):
     the sampler's pass ends.
 
     dataset: map-style, with `layout` (no decoding) and `load`. sampler: global batches.
-    num_workers: processes that read and decode; 0: the prefetch thread does. Other arguments and
-    errors: see Pipeline.
+    num_workers: processes that read and decode; 0: the prefetch thread does. servers: do it
+    instead, as long as one of them answers. Other arguments and errors: see Pipeline.
     """
 
     def __init__(
         self, dataset: Dataset, sampler: GlobalSampler, orchestrator: Orchestrator, *,
         num_steps: int, first_step: int = 0, accumulation_steps: int = 1, prefetch: int = 2,
-        num_workers: int = 0,
+        num_workers: int = 0, servers: Servers | None = None,
     ) -> None:
-        feed = SegmentFeed(dataset, sampler, orchestrator, num_steps, num_workers)
+        feed = SegmentFeed(dataset, sampler, orchestrator, num_steps, num_workers, servers)
         super().__init__(feed, orchestrator, first_step=first_step, prefetch=prefetch,
                          accumulation_steps=accumulation_steps)
         self.num_steps = num_steps

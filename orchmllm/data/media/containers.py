@@ -112,6 +112,19 @@ def _check_whole(file: BinaryIO, demuxer: str, num_bytes: int) -> None:
             unknown = field == (1 << 7 * length) - 1
             if length and not unknown and at + 4 + length + field > num_bytes:
                 raise Refused(f"truncated: {num_bytes} of {at + 4 + length + field} bytes")
+    elif demuxer == "mov":
+        at, kinds = 0, set()
+        while at + 8 <= num_bytes:  # boxes, each of which begins with its length
+            file.seek(at)
+            box = file.read(16)
+            size = int.from_bytes(box[:4], "big")
+            size = int.from_bytes(box[8:16], "big") if size == 1 else size or num_bytes - at
+            kinds.add(box[4:8])
+            at += max(size, 8)
+        if at > num_bytes:
+            raise Refused(f"truncated: {num_bytes} of {at} bytes")
+        if b"moov" not in kinds:
+            raise Refused("truncated: its index (moov) is missing, so the recording was not ended")
     elif demuxer == "gif":
         file.seek(max(0, num_bytes - 64))
         if not file.read().rstrip(b"\0\r\n").endswith(b";"):

@@ -85,8 +85,9 @@ def chosen(header: VideoHeader, sampling: VideoSampling, options: Mapping) -> li
 
 def pictures(media: Collection[Medium], geometry: VisionGeometry
              ) -> dict[Medium, np.ndarray | MediaError]:
-    """The frames among `media`, (H, W, 3) uint8 in the size that they are cut into patches in, or
-    why they cannot be decoded."""
+    """The frames among `media`, (H, W, 3) uint8 in the size that they are cut into patches in. Of
+    a video that cannot be decoded the first one is the reason, and the others are black: it is one
+    file that failed."""
     out: dict[Medium, np.ndarray | MediaError] = {}
     videos: dict[Medium, list[Medium]] = {}
     for medium in media:
@@ -95,12 +96,14 @@ def pictures(media: Collection[Medium], geometry: VisionGeometry
     for video, wanted in videos.items():
         first = wanted[0].frame
         displayed = ImageHeader(first.width, first.height)
+        width, height = size = geometry.resized(displayed)
         try:
             out |= zip(wanted, av_process.frames(
                 video, first.demuxer, [m.frame.second for m in wanted], first.num_frames,
-                displayed, geometry.resized(displayed)), strict=True)
+                displayed, size), strict=True)
         except MediaError as error:
-            out |= dict.fromkeys(wanted, error)
+            out |= dict.fromkeys(wanted, np.zeros((height, width, 3), np.uint8))
+            out[wanted[0]] = error
     return out
 
 

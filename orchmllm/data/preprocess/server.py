@@ -1,0 +1,131 @@
+"""A server of remote preprocessing: it reads and decodes the examples, and the parts of them, that
+ranks ask for. It keeps nothing of a run: any server serves any step of any rank."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import sys
+import threading
+from typing import Any
+
+from orchmllm.data.loading.workers import Workers
+from orchmllm.data.preprocess.examples import from_request, is_known, to_answer
+from orchmllm.data.preprocess.handshake import (
+    HANDSHAKE_S,
+    Refused,
+    admit,
+    check_reachable,
+    identity_of,
+)
+from orchmllm.data.wire import Channel, WireError
+
+MAX_CONNECTIONS = 1024
+SEND_S = 300.0  # for an answer to be taken
+
+
+class Ended(Exception):
+    """What ends the server, in words, and its exit code."""
+
+    def __init__(self, why: str, code: int) -> None:
+        super().__init__(why)
+        self.code = code
+
+
+class Server:
+    """address: (host, port); port 0: one that is free. num_workers: processes that read and decode,
+    0: the thread of a connection. Raises ValueError for an address that needs a secret, and OSError
+    where it cannot be listened on."""
+
+    def __init__(self, dataset: Any, address: tuple[str, int], secret: bytes,
+                 num_workers: int) -> None:
+        check_reachable(address[0], secret)
+        self.dataset, self._secret = dataset, secret
+        self._identity = identity_of(dataset)
+        self._workers = Workers(dataset, num_workers)
+        self._alone = threading.Lock()  # without workers: a dataset is used by one thread
+        self._failed: Exception | None = None
+        self.num_examples = 0
+        self._socket = socket.create_server(
+            address, family=socket.AF_INET6 if ":" in address[0] else socket.AF_INET)
+        self.address = self._socket.getsockname()[:2]
+        self._threads = threading.BoundedSemaphore(MAX_CONNECTIONS)
+
+    def run(self) -> int:
+        """Serves until a signal comes, and prints why it ended. Returns the exit code."""
+        def end(number: int, _frame: object) -> None:
+            raise Ended(f"ended by {signal.Signals(number).name}", 128 + number)
+
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, end)
+        try:
+            self._workers.request("load", [])()  # they start here, before there are threads
+            self._accept()
+        except Ended as why:
+            for number in (signal.SIGINT, signal.SIGTERM):
+                signal.signal(number, signal.SIG_IGN)
+            self._socket.close()
+            self._workers.close()
+            print(f"preprocess: {why}; {self.num_examples} examples served", flush=True)
+            return why.code
+
+    def _accept(self) -> None:
+        self._socket.settimeout(1.0)
+        while True:
+            if self._failed is not None:
+                raise Ended(f"a worker failed: {self._failed}", 1)
+            try:
+                connection, (host, port, *_) = self._socket.accept()
+            except TimeoutError:
+                continue
+            except OSError as error:  # of one that has left, or no descriptor is left
+                self._say(f"a connection failed: {error}")
+                continue
+            if not self._threads.acquire(blocking=False):
+                self._say(f"{host}:{port}: turned away: {MAX_CONNECTIONS} connections")
+                connection.close()
+                continue
+            threading.Thread(target=self._serve, args=(connection, f"{host}:{port}"),
+                             daemon=True).start()
+
+    def _serve(self, connection: socket.socket, name: str) -> None:
+        channel = Channel(connection, HANDSHAKE_S)
+        try:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            admit(channel, self._secret, self._identity)
+            channel.timeout_s = SEND_S
+            while True:
+                said, _ = channel.receive(0, idle=True)
+                channel.send(*self._answer(said))
+        except (Refused, WireError) as error:
+            self._say(f"{name}: refused: {error}")
+        except (OSError, EOFError):
+            pass  # it has left
+        finally:
+            channel.close()
+            self._threads.release()
+
+    def _answer(self, said: dict):
+        try:
+            stream = getattr(self.dataset, "streaming", False)
+            calls = from_request(said, None if stream else len(self.dataset))
+            if self._workers.num_workers:
+                results = self._workers.request("load", calls)()
+            else:
+                with self._alone:
+                    for (index,), keys in calls:
+                        if not is_known(self.dataset.layout(index), keys):
+                            raise ValueError(f"example {index} has no media {keys['segments']}")
+                    results = self._workers.request("load", calls)()
+        except ValueError as error:
+            return {"error": str(error)}, []
+        except RuntimeError as error:  # of a worker
+            self._failed = error
+            return {"error": str(error)}, []
+        self.num_examples += len(calls)
+        return to_answer(results)
+
+    @staticmethod
+    def _say(text: str) -> None:
+        print(f"preprocess: {text}", file=sys.stderr, flush=True)
