@@ -3,14 +3,17 @@ phase by phase on one GPU, as sampled and balanced.
 
     python scripts/bench_gpu.py [--device cuda] [--model 84b] [--ranks 8] [--batch-size 30]
         [--mix natural,omni] [--layers 2] [--batches 4] [--repeat 3] [--seed 0] [--json FILE]
+        [--out FILE]
 
 Real: lengths (orchmllm/estimate/workload.py), plans, modules at full width with --layers layers
-each, their forward and backward passes. A rank's time of a phase is scaled by the FLOPs of all
-layers over those of the layers that ran; a step is the sum over phases of the slowest rank. Not
+each and with twice as many, their forward and backward passes. The difference is the time of the
+layers; what is left of the first is the head and fixed costs. A rank's time of a phase is that plus
+the time of all layers; a step is the sum over phases of the slowest rank. Not
 there: other ranks, and so FSDP's and the exchanges' traffic. MFU: useful FLOPs
 (orchmllm/models/flops.py), nothing recomputed, over rank batches of at least 8192 packed positions.
 
-Also: alpha and beta fitted to half of the batches and their error on the other half; encoders
+Also: alpha and beta of a layer fitted to half of the batches and their error on the other half
+(--out writes them as the dry run reads them); encoders
 without rows; the attention kernel beside one call per sequence; audio by mode, on the clips of the
 rank that has most; the loss plain and in chunks; peak memory beside orchmllm.estimate.memory.
 Without a GPU it runs at small shapes on a CPU and says so.
@@ -31,6 +34,7 @@ import numpy as np
 import torch
 import transformers
 from gpu_parts import (
+    TimeModel,
     compare_attention,
     compare_audio_modes,
     compare_loss,
@@ -44,7 +48,8 @@ from orchmllm.config import FsdpConfig
 from orchmllm.estimate.measure import Clock, PhaseRunner, Work, shortened
 from orchmllm.estimate.workload import MIXES, MODELS, batch_layout, sample_headers
 from orchmllm.models.config import AudioConfig, LLMConfig, ModelConfig, VisionConfig
-from orchmllm.models.flops import cost_model, peak_flops
+from orchmllm.models.flops import Lengths, cost_model, peak_flops, phase_work
+from orchmllm.models.gpus import kind_of
 from orchmllm.plan.assign import PHASES, BalanceConfig, PhasePolicy, PlanSpec
 from orchmllm.plan.layout import ENCODERS
 from orchmllm.plan.step import StepPlan, plan_step
@@ -73,7 +78,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
                         help="shapes (default: 84b on a GPU, small on a CPU)")
     number("ranks", "simulated ranks")
     number("batch-size", "examples per rank")
-    number("layers", "layers of each submodule that run")
+    number("layers", "layers of each submodule that run, and twice as many")
     number("batches", "global batches per mix; half of them fit the cost model")
     number("repeat", "runs of each measurement, the shortest counts")
     number("chunk-rows", "rows of a chunk of the loss")
@@ -81,6 +86,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
                         help=f"comma-separated, of {', '.join(MIXES)} (default: natural,omni)")
     parser.add_argument("--seed", type=int, default=0, help="of data and weights (default: 0)")
     parser.add_argument("--json", type=Path, help="write the results here as well")
+    parser.add_argument("--out", type=Path,
+                        help="write what `orchmllm dry-run --measured` reads")
     args = parser.parse_args(argv)
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: torch sees no CUDA device; use --device cpu")
@@ -118,23 +125,42 @@ def plans_of(args, model: ModelConfig) -> dict[tuple[str, int, str], StepPlan]:
 
 
 def measure(args, model: ModelConfig, plans: dict, dtype: torch.dtype) -> tuple[list[dict], dict]:
-    """(a row per mix, batch, scheme, phase and rank; seconds of encoders without rows)."""
-    short, rows, empty = shortened(model, args.layers), [], {}
+    """(a row per mix, batch, scheme, phase and rank; seconds of encoders without rows). layer_s is
+    what one more layer takes, rest_s what is left without any: head, embedding, fixed costs."""
+    rows, empty = [], {}
     for phase in PHASES:
-        runner = PhaseRunner(short, phase, args.device, dtype, args.seed, args.chunk_rows)
         work = {(key, rank): rank_work(plan, phase, rank)
                 for key, plan in plans.items() for rank in range(args.ranks)}
         largest = max(work.values(), key=lambda w: w.lengths.positions.sum())
-        runner.seconds(largest, 1)  # kernels are loaded, memory is taken
+        layers = getattr(model, phase).num_layers
+        few, many = depths(args.layers, layers)
+        seconds: dict[int, dict] = {}
+        for depth in (few, many):
+            runner = PhaseRunner(shortened(model, depth), phase, args.device, dtype, args.seed,
+                                 args.chunk_rows)
+            runner.seconds(largest, 1)  # kernels are loaded, memory is taken
+            seconds[depth] = {key: runner.seconds(w, args.repeat) for key, w in work.items()}
+            if phase in ENCODERS and depth == few:
+                empty[phase] = runner.seconds(no_work(phase), max(args.repeat, 5))
+            del runner  # its memory goes before the next takes its own
         for ((mix, batch, scheme), rank), mine in work.items():
-            ran, whole = mine.useful_flop(short), mine.useful_flop(model)
-            seconds = runner.seconds(mine, args.repeat)
+            first, second = (seconds[d][(mix, batch, scheme), rank] for d in (few, many))
+            layer = max(second - first, 0.0) / (many - few)
+            rest = max(first - few * layer, 0.0)
             rows.append({"mix": mix, "batch": batch, "scheme": scheme, "phase": phase,
-                         "rank": rank, "seconds": seconds, "flop": ran, "work": mine,
-                         "scaled_s": seconds * (whole / ran if ran else 1.0)})
-        if phase in ENCODERS:
-            empty[phase] = runner.seconds(no_work(phase), max(args.repeat, 5))
+                         "rank": rank, "seconds": first, "work": mine, "layer_s": layer,
+                         "rest_s": rest, "scaled_s": rest + layers * layer,
+                         "flop": mine.useful_flop(model)})
     return rows, empty
+
+
+def depths(few: int, layers: int) -> tuple[int, int]:
+    """The two depths that are measured, at most the model's. Raises ValueError for a model of one
+    layer."""
+    few = min(few, max(layers // 2, 1))
+    if few >= layers:
+        raise ValueError(f"two depths are measured, and the model has {layers} layer")
+    return few, min(2 * few, layers)
 
 
 def mix_report(rows: list[dict], plans: dict, mix: str, args, peak: float | None) -> dict:
@@ -166,27 +192,52 @@ def mix_report(rows: list[dict], plans: dict, mix: str, args, peak: float | None
 
 def speed_of(rows: list[dict]) -> float:
     """Useful FLOP per second of these rows; 0 if there are none."""
-    return sum(r["flop"] for r in rows) / sum(r["seconds"] for r in rows) if rows else 0.0
+    return sum(r["flop"] for r in rows) / sum(r["scaled_s"] for r in rows) if rows else 0.0
 
 
-def fit_report(rows: list[dict], phase: str) -> dict | None:
-    """alpha, beta and the constant fitted to the even batches; relative error on the odd ones, of
-    ranks that have items. None if there are fewer than three to fit, or none to predict."""
-    def split(held_out: int) -> tuple[list[np.ndarray], np.ndarray]:
-        mine = [r for r in rows if r["phase"] == phase and r["batch"] % 2 == held_out
-                and len(r["work"].lengths.positions)]
-        return ([r["work"].lengths.positions for r in mine],
-                np.array([r["seconds"] for r in mine]))
-
-    known, (lengths, seconds) = split(0), split(1)
-    if len(known[1]) < 3 or not len(seconds):
+def fit_report(rows: list[dict], phase: str, model: ModelConfig) -> dict | None:
+    """alpha, beta and the constant of one layer, and those of the rest, fitted to the even batches;
+    relative error of all layers together on the odd ones, of ranks that have items. None if there
+    are fewer than three to fit, or none to predict."""
+    mine = [r for r in rows if r["phase"] == phase and len(r["work"].lengths.positions)]
+    known, held_out = ([r for r in mine if r["batch"] % 2 == odd] for odd in (0, 1))
+    if len(known) < 3 or not held_out:
         return None
-    fitted = fit_times(*known)
-    error = np.abs(fitted.seconds(lengths) - seconds) / seconds
-    return {"constant_ms": 1e3 * fitted.constant, "alpha_ns": 1e9 * fitted.alpha,
-            "beta_ns": 1e9 * fitted.beta, "num_held_out": len(seconds),
-            "error_p50": float(np.percentile(error, 50)),
+    lengths, unseen = ([r["work"].lengths.positions for r in part] for part in (known, held_out))
+    layers = getattr(model, phase).num_layers
+    layer, rest = (fit_times(lengths, np.maximum([r[k] for r in known], 1e-9))
+                   for k in ("layer_s", "rest_s"))
+    seconds = np.array([r["scaled_s"] for r in held_out])
+    error = np.abs(layers * layer.seconds(unseen) + rest.seconds(unseen) - seconds) / seconds
+    return {"layer": _coefficients(layer), "rest": _coefficients(rest),
+            "num_held_out": len(seconds), "error_p50": float(np.percentile(error, 50)),
             "error_p95": float(np.percentile(error, 95))}
+
+
+def _coefficients(fitted: TimeModel) -> dict[str, float]:
+    return {"constant_ms": 1e3 * fitted.constant, "alpha_ns": 1e9 * fitted.alpha,
+            "beta_ns": 1e9 * fitted.beta}
+
+
+def for_dry_run(report: dict, model: ModelConfig) -> dict:
+    """What `orchmllm dry-run --measured` reads: of each phase the shares of the peak that products
+    and attention of its layers reach, and the seconds that a layer and the rest take without rows.
+    Without a known peak the fastest products are it. Raises ValueError for a phase without fit."""
+    speeds, phases, some = {}, {}, 1024
+    for phase in PHASES:
+        if report["fit"][phase] is None:
+            raise ValueError(f"--out: too few ranks had items of {phase}: raise --batch-size")
+        layer, rest = (report["fit"][phase][k] for k in ("layer", "rest"))
+        work = phase_work(phase, model, Lengths(*np.full((3, 1), some)), "full").recompute[:, 0]
+        flop = 3 * work / getattr(model, phase).num_layers / [some, some**2]
+        speeds[phase] = flop / np.maximum([layer["alpha_ns"], layer["beta_ns"]], 1e-9) * 1e9
+        phases[phase] = {"fixed": rest["constant_ms"] / 1e3, "layer": layer["constant_ms"] / 1e3}
+    peak = report["peak_flop_per_s"] or max(float(s[0]) for s in speeds.values())
+    for phase, (products, attention) in speeds.items():
+        phases[phase] |= {"products": float(products / peak), "attention": float(attention / peak)}
+    return {"gpu": kind_of(report["device"]) or "cpu", "device": report["device"],
+            "dtype": report["dtype"], "command": report["command"], "peak_flop_per_s": peak,
+            "phases": phases}
 
 
 def run(args: argparse.Namespace, command: str) -> dict:
@@ -214,7 +265,7 @@ def run(args: argparse.Namespace, command: str) -> dict:
         "settings": {k: getattr(args, k) for k in (*DEFAULTS, "mix", "seed")},
         "shapes": asdict(model), "peak_flop_per_s": peak, "mfu_needs_positions": MIN_POSITIONS,
         "mixes": {mix: mix_report(rows, plans, mix, args, peak) for mix in args.mix},
-        "fit": {p: fit_report(rows, p) for p in PHASES},
+        "fit": {p: fit_report(rows, p, model) for p in PHASES},
         "no_rows": {p: {"seconds": s, "share_of_mean": float(s / mean[p])}
                     for p, s in empty.items()},
         "attention": [compare_attention(model, work.phase, work.lengths.positions, args.device,
@@ -281,9 +332,11 @@ def main(argv: list[str]) -> None:
     args = parse(argv)
     report = run(args, shlex.join(["python", "scripts/bench_gpu.py", *argv]))
     show(report)
-    if args.json:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    for path, found in ((args.json, lambda: report),
+                        (args.out, lambda: for_dry_run(report, MODELS.get(args.model, SMALL)))):
+        if path:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps(found(), indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

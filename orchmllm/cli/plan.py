@@ -1,5 +1,8 @@
 """orchmllm plan units|split|recompute: decisions before a run, modelled from a recipe's model, its
-lengths and a device's data sheet, or from measured times (orchmllm profile)."""
+lengths and a device's data sheet, or from measured times (orchmllm profile).
+
+`orchmllm plan job RECIPE --gpus N`: batch size, sharding and checkpointing of a run; see --help.
+"""
 
 from __future__ import annotations
 
@@ -94,6 +97,10 @@ def recompute(recipe: Recipe, profiles: dict[str, ModuleProfile], args) -> None:
 
 
 def main(argv: list[str]) -> int:
+    if argv[:1] == ["job"]:
+        from orchmllm.cli.plan_job import main as job
+
+        return job(argv[1:])
     args = recipe_parser("plan", __doc__, OPTIONS, ("units", "split", "recompute")
                          ).parse_intermixed_args(argv)
     try:

@@ -17,9 +17,9 @@ class Hardware:
     """A GPU of a cluster. Bandwidths in bytes/s per GPU and direction; efficiencies are shares of
     what the data sheet says, as large dense models reach them. peaks: FLOP/s of other dtypes than
     bfloat16. measured: phase -> shares of the peak of products and of attention, in place of the
-    assumed ones, and `fixed`, seconds that a phase takes whatever its rows. *_hop_s: latency of one
-    hop of a ring inside a node and between nodes; message_s: of a peer's message in an
-    all-to-all."""
+    assumed ones, and the seconds that each `layer` and the rest (`fixed`) take whatever their rows.
+    *_hop_s: latency of one hop of a ring inside a node and between nodes; message_s: of a peer's
+    message in an all-to-all."""
 
     name: str = "h100-sxm"
     peak_flops: float = 989e12
@@ -44,6 +44,11 @@ class Hardware:
     def peak(self, dtype: str) -> float:
         """FLOP/s of products in a dtype."""
         return self.peak_flops if dtype == "bfloat16" else self.peaks[dtype]
+
+    def fixed_s(self, phase: str, layers: int) -> float:
+        """Measured seconds of a phase's forward and backward pass without rows, else 0."""
+        known = self.measured.get(phase, {})
+        return known.get("fixed", 0.0) + layers * known.get("layer", 0.0)
 
     def efficiencies(self, phase: str) -> tuple[float, float]:
         """Shares of the peak that a phase's products and its attention reach."""
@@ -82,8 +87,12 @@ def _with_measured(hardware: Hardware, path: Path) -> Hardware:
     except (OSError, ValueError, KeyError, TypeError) as e:
         raise ValueError(f"--measured {path}: not what `scripts/bench_gpu.py --out` writes "
                          f"({type(e).__name__}: {e})") from e
-    if kind != hardware.name:
+    if kind not in (hardware.name, "cpu"):
         raise ValueError(f"--measured {path}: it was measured on {kind}: say --gpu {kind}")
+    if kind == "cpu":
+        peak = float(found["peak_flop_per_s"])
+        hardware = replace(hardware, peak_flops=peak,
+                           peaks=dict.fromkeys(("float32", "float64"), peak))
     return replace(hardware, measured=phases)
 
 

@@ -24,7 +24,7 @@ from orchmllm.models.flops import Lengths, padded_lengths, phase_lengths, phase_
 from orchmllm.plan.assign import PHASES
 from orchmllm.plan.layout import ENCODERS
 from orchmllm.plan.step import StepPlan
-from orchmllm.sharding.units import Unit, units
+from orchmllm.sharding.units import Unit, shard_sizes, units
 
 CHOICES = ("none", "selective", "full")  # cheapest to most expensive in time
 Choice = Mapping[str, str]
@@ -88,8 +88,7 @@ class MemoryModel:
     def state_bytes(self) -> dict[str, int]:
         """Parameters, gradients and AdamW's two moments on the fullest rank."""
         size = DTYPE_BYTES[self.fsdp.param_dtype]
-        held, trained = (sum(u.copies * u.shard_size(self.shards, only) for u in units(self.model))
-                         for only in (False, True))
+        held, trained = map(sum, zip(*shard_sizes(self.model, self.shards).values(), strict=True))
         return {"parameters": size * held, "gradients": size * trained,
                 "optimizer": 2 * size * trained}
 
@@ -134,8 +133,7 @@ class MemoryModel:
 
     def _gradients(self) -> dict[str, int]:
         size = DTYPE_BYTES[self.fsdp.param_dtype]
-        return {p: size * sum(u.copies * u.shard_size(self.shards, True)
-                              for u in units(self.model) if u.phase == p) for p in PHASES}
+        return {p: size * n for p, (_, n) in shard_sizes(self.model, self.shards).items()}
 
     def _batch(self, loads: Loads) -> np.ndarray:
         rows = sum((self.all_gather * float(loads.phases[p].rows.max()) if self.all_gather
@@ -170,7 +168,12 @@ class MemoryModel:
         return self._block(phase).forward_work(choice) * loads.phases[phase].positions
 
     def _backward_work(self, phase: str, loads: Loads, choice: str) -> np.ndarray:
-        return self._block(phase).backward_work(choice) * loads.phases[phase].positions
+        """A block's recomputed activations and its gradients: as the weights' gradients are made,
+        the activations go, so that half of one is there with all of the other."""
+        block = next(u for u in self._units(phase) if u.role == "block")
+        moving = self._block(phase).backward_work(choice) * loads.phases[phase].positions
+        weights = float(self.element * block.trained_size)
+        return moving + weights - np.minimum(moving, weights) / 2
 
     def _exchange(self, phase: str, loads: Loads) -> np.ndarray:
         """Features as encoded, in sending order, as received, and in their own order."""
@@ -197,9 +200,9 @@ class MemoryModel:
 
     def _gather(self, phase: str, backward: bool) -> float:
         """Gathered parameters, at their worst: the encoder's root unit for the whole phase, the
-        current unit and the buffer of the next one; in the backward pass also the current unit's
-        gradients, and the last one's (at first the head's) on their way to their owners. What
-        fsdp.*_reshard keeps stays until its backward pass, which then gathers none."""
+        current unit and the buffer of the next one; in the backward pass also the last
+        unit's gradients (at first the head's) on their way to their owners. What fsdp.*_reshard
+        keeps stays until its backward pass, which then gathers none."""
         e = self.element
         block = next(u for u in self._units(phase) if u.role == "block")
         ahead = min(max(self.fsdp.prefetch, 1), max(block.copies - 1, 1))
@@ -210,7 +213,7 @@ class MemoryModel:
         if backward:
             before = max([block.trained_size] + [
                 u.trained_size for u in self._units("llm") if phase == "llm" and u.role == "head"])
-            current += e * block.trained_size + self._reduced * before
+            current += self._reduced * before
         return float(self._stays(phase) + current)
 
     @property

@@ -66,12 +66,14 @@ class StepTime:
 @dataclass(frozen=True)
 class PlanWork:
     """FLOP of the ranks in one microbatch. forward, backward, again: phase -> (2, d), products and
-    attention, `again` what full checkpointing repeats; head: (d,) forward FLOP of the head."""
+    attention, `again` what full checkpointing repeats; head: (d,) forward FLOP of the head;
+    layers: of each phase."""
 
     forward: Mapping[str, np.ndarray]
     backward: Mapping[str, np.ndarray]
     again: Mapping[str, np.ndarray]
     head: np.ndarray
+    layers: Mapping[str, int]
     useful: float
     tokens: float
     num_ranks: int
@@ -89,16 +91,18 @@ def work_of(plan: StepPlan, model: ModelConfig, pad: frozenset[str] = frozenset(
             into[phase] = np.stack([np.bincount(rank, x, d) for x in getattr(work, name)])
         useful += float(phase_work(phase, model, real).useful.sum())
     tokens = np.bincount(item_rank(plan, "llm"), plan.layout.tokens_per_example, d)
-    return PlanWork(parts["forward"], parts["backward"], parts["recompute"],
-                    2.0 * model.llm.hidden_size * model.llm.vocab_size * tokens, useful,
-                    float(tokens.sum()), d)
+    return PlanWork(
+        parts["forward"], parts["backward"], parts["recompute"],
+        head=2.0 * model.llm.hidden_size * model.llm.vocab_size * tokens, useful=useful,
+        layers={p: getattr(model, p).num_layers for p in PHASES}, tokens=float(tokens.sum()),
+        num_ranks=d)
 
 
 def rank_seconds(work: PlanWork, phase: str, hardware: Hardware, choice: str,
                  dtype: str = "bfloat16") -> tuple[np.ndarray, np.ndarray]:
     """(d,) seconds of computing, forward and backward (with what is recomputed)."""
     rate = hardware.peak(dtype) * np.array(hardware.efficiencies(phase))
-    fixed = hardware.measured.get(phase, {}).get("fixed", 0.0)
+    fixed = hardware.fixed_s(phase, work.layers[phase])
     forward, backward, again = (x[phase] / rate[:, None] for x in (
         work.forward, work.backward, work.again))
     if choice == "full":
@@ -185,39 +189,59 @@ def pass_seconds(steps: list[tuple[float, float, float]], ahead: int) -> float:
     return max(now, reduced)
 
 
-def _passes(memory: MemoryModel, hardware: Hardware, num_ranks: int,
-            compute: Mapping[str, tuple[float, float]], head: tuple[float, float]
-            ) -> tuple[list, list]:
-    """The units of the forward and of the backward pass. compute: phase -> seconds of the slowest
-    rank; head: of that, the LLM's head."""
-    forward, backward = [], []
-    for phase in PHASES:
-        own = [u for u in units(memory.model) if u.phase == phase]
-        link = {u.role: unit_traffic(u, memory, hardware, num_ranks) for u in own}
-        block = next(u for u in own if u.role == "block")
-        ahead, behind = (x - h * (phase == "llm") for x, h in zip(
-            compute[phase], head, strict=True))
-        blocks = [(link["block"].forward, ahead / block.copies, 0.0)] * block.copies
-        learnt = block.trained_size > 0 or phase == "llm"
-        back = [(link["block"].backward, behind / block.copies, link["block"].reduce)
-                ] * block.copies if learnt else [(0.0, behind, 0.0)]
-        if phase == "llm":
-            forward += [(link["embed"].forward, 0.0, 0.0), *blocks,
-                        (link["head"].forward, head[0], 0.0)]
-            backward = [(0.0, head[1], link["head"].reduce), *back,
-                        (0.0, 0.0, link["embed"].reduce), *backward]
-        else:
-            forward += [(link["root"].forward, 0.0, 0.0), *blocks]
-            backward = [(link["root"].backward, 0.0, 0.0), *back,
-                        (0.0, 0.0, link["root"].reduce), *backward]
-    return forward, backward
+Compute = tuple[tuple[float, float], tuple[float, float]]
+
+
+def slowest_compute(work: PlanWork, phase: str, memory: MemoryModel, choice: str,
+                    hardware: Hardware) -> tuple[Compute, float]:
+    """(((forward, backward) seconds of the phase's slowest rank, of that the LLM's head), seconds
+    that the mean rank waits for it)."""
+    dtype = memory.fsdp.compute_dtype or memory.fsdp.param_dtype
+    seconds = rank_seconds(work, phase, hardware, choice, dtype)
+    total = seconds[0] + seconds[1]
+    slowest, head = int(total.argmax()), (0.0, 0.0)
+    if phase == "llm":
+        rate = hardware.peak(dtype) * hardware.efficiencies(phase)[0]
+        passes = (1, 1 if memory.model.llm.frozen else 2)
+        head = tuple(n * float(work.head[slowest]) / rate for n in passes)
+    return (tuple(float(x[slowest]) for x in seconds), head), float(
+        total[slowest] - total.mean())
+
+
+def _passes(phase: str, memory: MemoryModel, hardware: Hardware, num_ranks: int,
+            compute: Compute) -> tuple[list, list]:
+    """The units of a phase in its forward and in its backward pass, each (gather, compute,
+    reduce) seconds."""
+    own = [u for u in units(memory.model) if u.phase == phase]
+    link = {u.role: unit_traffic(u, memory, hardware, num_ranks) for u in own}
+    block = next(u for u in own if u.role == "block")
+    (forward, backward), head = compute
+    ahead, behind = forward - head[0], backward - head[1]
+    blocks = [(link["block"].forward, ahead / block.copies, 0.0)] * block.copies
+    learnt = block.trained_size > 0 or phase == "llm"
+    back = [(link["block"].backward, behind / block.copies, link["block"].reduce)
+            ] * block.copies if learnt else [(0.0, behind, 0.0)]
+    if phase == "llm":
+        return ([(link["embed"].forward, 0.0, 0.0), *blocks, (link["head"].forward, head[0], 0.0)],
+                [(0.0, head[1], link["head"].reduce), *back, (0.0, 0.0, link["embed"].reduce)])
+    return ([(link["root"].forward, 0.0, 0.0), *blocks],
+            [(link["root"].backward, 0.0, 0.0), *back, (0.0, 0.0, link["root"].reduce)])
+
+
+def phase_seconds(work: PlanWork, phase: str, memory: MemoryModel, choice: str,
+                  hardware: Hardware) -> float:
+    """Seconds of a phase as if it were alone: nothing is gathered before it begins."""
+    compute, _ = slowest_compute(work, phase, memory, choice, hardware)
+    ahead = max(memory.fsdp.prefetch, 1)
+    return sum(pass_seconds(p, ahead) for p in _passes(
+        phase, memory, hardware, work.num_ranks, compute))
 
 
 def traffic_seconds(memory: MemoryModel, hardware: Hardware, num_ranks: int) -> float:
     """Seconds that a microbatch's gathers and reductions would take if nothing hid them."""
-    none = dict.fromkeys(PHASES, (0.0, 0.0))
-    passes = _passes(memory, hardware, num_ranks, none, (0.0, 0.0))
-    return sum(gather + reduce for part in passes for gather, _, reduce in part)
+    nothing = (0.0, 0.0), (0.0, 0.0)
+    return sum(gather + reduce for phase in PHASES for part in _passes(
+        phase, memory, hardware, num_ranks, nothing) for gather, _, reduce in part)
 
 
 def exchange_seconds(plan: StepPlan, hardware: Hardware, all_gather: bool = False) -> float:
@@ -279,26 +303,20 @@ def update_seconds(memory: MemoryModel, hardware: Hardware) -> float:
 def timed(work: PlanWork, exchange: float, memory: MemoryModel, choice: Mapping[str, str],
           hardware: Hardware, microbatches: int = 1) -> StepTime:
     """The step of `microbatches` microbatches of this work. exchange: seconds of each."""
-    dtype = memory.fsdp.compute_dtype or memory.fsdp.param_dtype
-    compute, waiting = {}, {}
+    computed, waiting, forward, backward = {}, {}, [], []
     for phase in PHASES:
-        seconds = rank_seconds(work, phase, hardware, choice[phase], dtype)
-        slowest = int(sum(seconds).argmax())
-        compute[phase] = tuple(float(x[slowest]) for x in seconds)
-        waiting[phase] = microbatches * float(sum(compute[phase]) - sum(seconds).mean())
-        if phase == "llm":
-            rate = hardware.peak(dtype) * hardware.efficiencies(phase)[0]
-            passes = (1, 1 if memory.model.llm.frozen else 2)
-            head = tuple(n * float(work.head[slowest]) / rate for n in passes)
-    ahead = max(memory.fsdp.prefetch, 1)  # FSDP2's own choice is one
-    total = sum(pass_seconds(p, ahead) for p in _passes(
-        memory, hardware, work.num_ranks, compute, head))
-    busy = sum(map(sum, compute.values()))
+        compute, waited = slowest_compute(work, phase, memory, choice[phase], hardware)
+        computed[phase], waiting[phase] = compute[0], microbatches * waited
+        ahead, behind = _passes(phase, memory, hardware, work.num_ranks, compute)
+        forward, backward = forward + ahead, behind + backward
+    units_ahead = max(memory.fsdp.prefetch, 1)  # FSDP2's own choice is one
+    total = sum(pass_seconds(p, units_ahead) for p in (forward, backward))
+    busy = sum(map(sum, computed.values()))
     return StepTime(
-        {p: tuple(microbatches * x for x in c) for p, c in compute.items()}, waiting,
+        {p: tuple(microbatches * x for x in c) for p, c in computed.items()}, waiting,
         microbatches * max(total - busy, 0.0), microbatches * exchange,
         update_seconds(memory, hardware), microbatches * work.useful, microbatches * work.tokens,
-        work.num_ranks, hardware.peak(dtype))
+        work.num_ranks, hardware.peak(memory.fsdp.compute_dtype or memory.fsdp.param_dtype))
 
 
 def predict(plan: StepPlan, memory: MemoryModel, choice: Mapping[str, str], hardware: Hardware,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 from orchmllm.hf.names import PARTS, Named, named
 from orchmllm.models.config import ModelConfig
@@ -32,12 +32,12 @@ class Unit:
     trained: tuple[Shape, ...]
     frozen: tuple[Shape, ...] = ()
 
-    @property
+    @cached_property
     def size(self) -> int:
         """Parameters of one copy."""
         return sum(map(math.prod, self.trained + self.frozen))
 
-    @property
+    @cached_property
     def trained_size(self) -> int:
         return sum(map(math.prod, self.trained))
 
@@ -58,6 +58,14 @@ class Unit:
         for each parameter."""
         shapes = self.trained if trained_only else self.trained + self.frozen
         return sum(-(-s[0] // shards) * math.prod(s[1:]) for s in shapes)
+
+
+@lru_cache(maxsize=64)
+def shard_sizes(model: ModelConfig, shards: int) -> dict[str, tuple[int, int]]:
+    """phase -> parameters that the fullest of `shards` ranks holds, and those of them that
+    learn."""
+    return {phase: tuple(sum(u.copies * u.shard_size(shards, only) for u in units(model)
+                             if u.phase == phase) for only in (False, True)) for phase in PARTS}
 
 
 @lru_cache(maxsize=8)

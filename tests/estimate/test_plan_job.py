@@ -1,0 +1,98 @@
+"""`orchmllm plan job`: its choice against exhaustive search, what it writes, and that it fits."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+
+import pytest
+
+from orchmllm.cli.plan import main
+from orchmllm.config import load_recipe
+from orchmllm.estimate.hardware import cluster
+from orchmllm.estimate.lengths import of_mix
+from orchmllm.estimate.measure import shortened
+from orchmllm.estimate.memory import CHOICES
+from orchmllm.estimate.search import KEEPS, Search, Setting
+from tests.lib.recipes import RECIPES, read
+
+
+def search(batch: int = 0, memory_gb: float = 20.0, **options) -> Search:
+    recipe = read("mllm10b")
+    recipe = replace(recipe, model=shortened(recipe.model, 6), fsdp=replace(
+        recipe.fsdp, memory_gb=memory_gb, loss_chunk_rows=512))
+    return Search(recipe, 16, cluster(gbit=options.pop("gbit", 400)), of_mix(recipe),
+                  16 * batch, steps=1)
+
+
+@pytest.mark.parametrize("memory_gb, gbit", [(9, 400), (13, 100), (40, 25)])
+def test_the_choice_is_that_of_exhaustive_search(memory_gb, gbit):
+    """All settings with one choice of what stays gathered for all phases, and one for the encoders'
+    checkpointing, each timed as a whole."""
+    made = search(4, memory_gb, gbit=gbit)
+    best = made.best()[0]
+    assert best.peak_bytes <= 1e9 * memory_gb
+    top = 0.0
+    for (b, m), group, keep, tower, llm in product(
+            made.batches(), made.groups(), KEEPS, CHOICES, CHOICES):
+        if keep == "node" and group <= 8:
+            continue
+        found = made.found(Setting(b, m, group, (keep,) * 3, (tower, tower, llm)))
+        if found.peak_bytes <= made.budget:
+            top = max(top, found.tokens_per_s)
+    assert best.tokens_per_s >= 0.98 * top > 0
+
+
+def test_a_slower_link_and_less_memory_cost_throughput():
+    speed = {(gb, gbit): search(4, gb, gbit=gbit).best()[0].tokens_per_s
+             for gb, gbit in ((9, 400), (40, 400), (40, 25))}
+    assert speed[9, 400] < speed[40, 400] > speed[40, 25]
+
+
+def test_any_batch_is_at_least_as_good():
+    kept, free = search(4).best()[0], search().best()[0]
+    assert kept.setting.batch_size * kept.setting.microbatches == 4
+    assert free.tokens_per_s >= kept.tokens_per_s
+
+
+def test_the_command(tmp_path, capsys):
+    path, out = RECIPES / "mllm_1gpu.yaml", tmp_path / "job.txt"
+    code = main(["job", str(path), "--gpus", "8", "--steps", "1", "--gpu", "a100", "--mix",
+                 "natural", "--out", str(out), "--picture", str(tmp_path / "job.svg")])
+    said = capsys.readouterr()
+    assert code == 0, said.err
+    assert "Runner-up: " in said.out and "% slower" in said.out and "a100" in said.out
+    overrides = out.read_text().split()
+    recipe = load_recipe(path, overrides)  # as train takes them
+    assert recipe.train.batch_size * recipe.train.accumulation_steps == 16
+    assert " ".join(overrides) in said.out
+    picture = (tmp_path / "job.svg").read_text()
+    assert picture.startswith("<?xml") and len(picture) > 10_000
+
+
+@pytest.mark.parametrize("args, says", [
+    (["--gpus", "8", "--global-batch", "12"], "say 8"),
+    (["--gpus", "1", "fsdp.memory_gb=5"], "nothing fits 1 GPUs of 5.0 GB (fsdp.memory_gb)"),
+    (["--gpus", "8", "--gpu", "h1"], "choose one of h100-sxm"),
+])
+def test_what_cannot_be_is_one_line(args, says, capsys):
+    assert main(["job", str(RECIPES / "mllm_1gpu.yaml"), "--steps", "1", *args]) == 2
+    told = capsys.readouterr().err
+    assert told.startswith("error: ") and says in told and told.count("\n") == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name, ranks", [("mllm84b", 256), ("mllm10b", 64)])
+def test_the_chosen_setting_fits_by_tracking(name, ranks):
+    """At three layers, within what the model predicts for as many: full widths, rank 0."""
+    from tests.lib.tracked import tracked
+
+    recipe = read(name)
+    made = Search(recipe, ranks, cluster(), of_mix(recipe),
+                  recipe.train.batch_size * ranks, steps=1)
+    best = made.best()[0]
+    short = best.setting.of(replace(recipe, model=shortened(recipe.model, 3), train=replace(
+        recipe.train, global_batch_size=0)))
+    peak, moments = tracked(short, ranks)
+    assert max(moments.values()) == pytest.approx(peak, rel=0.05)
+    assert best.peak_bytes <= made.budget and peak <= made.budget
