@@ -46,12 +46,16 @@ class RemoteWorkers:
         self._lock, self._notes = threading.Lock(), []
         self._counts = [0, 0]  # examples from servers, and of this rank's own
 
+    def start(self) -> None:
+        """Starts the rank's own processes, which are for when no server is left."""
+        self._local.start()
+
     def request(self, method: str, calls: Sequence[Call]) -> Callable[[], list[Result]]:
         """See Workers.request. Raises RuntimeError for a server that refuses this run."""
         if method != "load":
             return self._local.request(method, calls)
         if self._threads is None:
-            self._start()
+            self._connect()
         count = len(self._servers)
         size = max(1, -(-len(calls) // count))
         chunks = [list(calls[at: at + size]) for at in range(0, len(calls), size)]
@@ -77,7 +81,7 @@ class RemoteWorkers:
             self._threads = None
         self._local.close()
 
-    def _start(self) -> None:
+    def _connect(self) -> None:
         """Asks every server once: one that refuses has to be told before the run goes on."""
         identity = identity_of(self.dataset)
         self._threads = ThreadPoolExecutor(len(self._servers), "preprocess")
