@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import platform
 import resource
+import shlex
 import shutil
 import subprocess
 import sysconfig
@@ -80,19 +81,20 @@ def _packages() -> Iterator[Check]:
     except metadata.PackageNotFoundError:
         yield Check("packages", False, "orchmllm is not installed", IN_TREE)
         return
-    wrong, found = [], {}
+    wrong, found = {}, {}
     for one in needed:
         if one.marker is None or one.marker.evaluate({"extra": ""}):
+            name = f"{one.name}{one.specifier}"
             try:
                 found[one.name] = metadata.version(one.name)
             except metadata.PackageNotFoundError:
-                wrong.append(f"{one} is missing")
+                wrong[name] = f"{name} is missing"
                 continue
             if not one.specifier.contains(found[one.name], prereleases=True):
-                wrong.append(f"{one} is needed, {found[one.name]} is there")
+                wrong[name] = f"{name} is needed, {found[one.name]} is there"
     shown = ", ".join(f"{n} {found[n]}" for n in ("numpy", "transformers") if n in found)
-    yield Check("packages", not wrong, "; ".join(wrong) or f"{len(found)} are there: {shown}",
-                IN_TREE, alike=True)
+    yield Check("packages", not wrong, "; ".join(wrong.values()) or (
+        f"{len(found)} are there: {shown}"), f"pip install {shlex.join(wrong)}", alike=True)
 
 
 def device(world: World | None, recipe: Recipe | None) -> Iterator[Check]:

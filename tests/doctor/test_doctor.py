@@ -13,6 +13,7 @@ import sys
 import time
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import pytest
 
@@ -70,8 +71,8 @@ def test_what_is_wrong_with_a_machine(capsys, monkeypatch, tmp_path):
     assert code == 1
     for name, what, cure in (
         ("compiler", "no C++ compiler", "apt install g++"),
-        ("packages", "numpy>=99 is needed, ", "pip install ."),
-        ("packages", "no-such-package>=1 is missing", "pip install ."),
+        ("packages", "numpy>=99 is needed, ", "pip install 'numpy>=99' 'no-such-package>=1'"),
+        ("packages", "no-such-package>=1 is missing", "pip install "),
         ("core", "orchmllm._core is not built", "setup.py build_ext --inplace"),
         ("GPU", "cannot use NVIDIA H100", "install a torch for the driver's CUDA"),
         ("file descriptors", "500 allowed, 514 may be needed", "ulimit -n 1028"),
@@ -168,27 +169,39 @@ def free_port() -> int:
         return s.getsockname()[1]
 
 
-def of_a_job(world: World, port: int, world_size: int, late: int, skew: float) -> tuple[int, str]:
+def of_a_job(world: World, port: int, world_size: int, late: int, skew: float, done: Path
+             ) -> tuple[int, str]:
     """(exit code, output) of a rank of a job of world_size. late: this rank hangs in its own
-    checks; -1: none does, and few checks are made. skew: of rank 1's clock, in seconds."""
+    checks until rank 0 has ended; -1: none does, and few checks are made. skew: of rank 1's clock,
+    in seconds. done: a file that rank 0 makes at its end."""
     world = replace(world, master_addr="127.0.0.1", master_port=port, world_size=world_size)
-    args = doctor.parse(["--timeout", "6", "--network", "0"])
+    args = doctor.parse(["--timeout", "20" if late >= 0 else "200", "--network", "0"])
     machine.WRITTEN_BYTES = 1 << 20
+    network.is_left_behind = lambda: False  # it would end the process before its result is told
     if world.rank == 1:
         network.meet_in_pairs = partial(network.meet_in_pairs, clock=lambda: time.time() + skew)
     if late < 0:
         machine.examine = lambda *a: list(machine.limits(world_size))
     if world.rank == late:
-        machine.examine = lambda *a: time.sleep(14) or []
+        machine.examine = partial(wait_for, done)
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
         code = doctor.together(world, args, time.perf_counter())
+    if world.rank == 0:
+        done.write_text("")
     return code, out.getvalue()
 
 
+def wait_for(done: Path, *_: object) -> list[Check]:
+    while not done.exists():
+        time.sleep(0.1)
+    time.sleep(1.0)  # rank 0 holds the store until it has returned
+    return []
+
+
 @pytest.mark.dist
-def test_ranks_of_a_job_and_a_clock_that_is_wrong():
-    (code, out), *others = run_ranks(of_a_job, 3, free_port(), 3, -1, 90.0)
+def test_ranks_of_a_job_and_a_clock_that_is_wrong(tmp_path):
+    (code, out), *others = run_ranks(of_a_job, 3, free_port(), 3, -1, 90.0, tmp_path / "done")
     lines = {line[6:22].strip(): line for line in out.splitlines()}
     assert code == 1 and others == [(0, "")] * 2, out
     assert "met in 2 rounds" in lines["network"] and lines["network"].startswith("ok")
@@ -198,11 +211,10 @@ def test_ranks_of_a_job_and_a_clock_that_is_wrong():
 
 @pytest.mark.slow
 @pytest.mark.dist
-def test_ranks_that_do_not_come_or_hang_are_named():
-    (code, out), _, late = run_ranks(of_a_job, 3, free_port(), 4, 2, 0.0)
-    assert late == (1, "")
+def test_ranks_that_do_not_come_or_hang_are_named(tmp_path):
+    (code, out), *_ = run_ranks(of_a_job, 3, free_port(), 4, 2, 0.0, tmp_path / "done")
     assert code == 1 and "FAIL  ranks there" in out, out
-    assert "3 of 4: rank 3 did not come in 6 s" in out
+    assert "3 of 4: rank 3 did not come in 20 s" in out
     assert f"rank 2 on {socket.gethostname()}: late at its own checks" in out
     assert "ok    torch" in out  # of the others all is told
 
@@ -210,7 +222,7 @@ def test_ranks_that_do_not_come_or_hang_are_named():
 def doctors(names: list[str], *argv: str, **env: dict[int, dict]) -> tuple[list[int], list[str]]:
     """Exit codes and outputs of the doctor on nodes of one rank each."""
     ranks = [subprocess.Popen(
-        ["ip", "netns", "exec", name, sys.executable, "-m", "orchmllm", "doctor", "--timeout", "20",
+        ["ip", "netns", "exec", name, sys.executable, "-m", "orchmllm", "doctor", "--timeout", "60",
          *argv], cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         env=os.environ | {"PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "eth0"} | (
             env.get(f"rank{k}") or {
@@ -227,7 +239,7 @@ def doctors(names: list[str], *argv: str, **env: dict[int, dict]) -> tuple[list[
 class TestNodes:
     def test_healthy_under_slurm(self):
         with namespaces(2) as names:
-            codes, logs = doctors(names, "--network", "0.1", **{f"rank{k}": {
+            codes, logs = doctors(names, "--network", "0", **{f"rank{k}": {
                 "SLURM_STEP_ID": "0", "SLURM_JOB_ID": "7", "SLURM_NTASKS": "2",
                 "SLURM_NNODES": "2", "SLURM_PROCID": str(k), "SLURM_LOCALID": "0",
                 "MASTER_ADDR": f"{SUBNET}.1", "MASTER_PORT": "29512"} for k in range(2)})
@@ -238,12 +250,12 @@ class TestNodes:
     def test_a_slow_link_is_named(self):
         with namespaces(3) as names:
             subprocess.run(["tc", "-n", names[2], "qdisc", "add", "dev", "eth0", "root", "tbf",
-                            "rate", "200mbit", "burst", "64k", "latency", "100ms"], check=True)
-            codes, logs = doctors(names)
+                            "rate", "20mbit", "burst", "64k", "latency", "100ms"], check=True)
+            codes, logs = doctors(names, "--network", "0.1")
         assert codes == [1, 0, 0], logs
         line = next(x for x in logs[0].splitlines() if "bandwidth" in x)
-        assert line.startswith("FAIL") and "rank 2: 0." in line, logs[0]
-        assert "cure: at least 1 Gbit/s (--network)" in logs[0]
+        assert line.startswith("FAIL") and "rank 2: 0.0" in line, logs[0]
+        assert "cure: at least 0.1 Gbit/s (--network)" in logs[0]
 
     def test_a_closed_port_is_named(self):
         """Only the port of the store is open on the third node."""
@@ -264,9 +276,9 @@ class TestNodes:
         with namespaces(2) as names:
             ip("-n", names[1], "rule", "add", "to", f"{SUBNET}.0/24", "ipproto", "tcp", "prohibit",
                "prio", "1")
-            codes, logs = doctors(names, "--timeout", "8")
+            codes, logs = doctors(names, "--timeout", "30")
         assert codes == [1, 1], logs
-        assert "1 of 2: rank 1 did not come in 8 s" in logs[0]
+        assert "1 of 2: rank 1 did not come in 30 s" in logs[0]
         assert f"rank 1 does not reach the others at {SUBNET}.1:29512" in logs[1]
 
 
