@@ -1,9 +1,12 @@
-"""Times what reads data before training: headers per second of one core, and a length index.
+"""Times what reads data: headers per second of one core, a length index, the memory of a large
+JSONL file, and how long a step waits for 1024x1024 JPEG files.
 
-    python scripts/bench_data.py [--rows 100000] [--files 2000] [--workers 2]
+    python scripts/bench_data.py [--rows 100000] [--files 2000] [--workers 2] [--steps 30]
 
 Writes COCO-sized JPEG and PNG files and 1 to 15 s WAV and FLAC clips into a temporary folder, then
 reads their headers (files in the page cache), and indexes a JSONL file of conversations on them.
+The memory is that of a process that opens 10 times as many rows of text; the steps are those of
+recipes/demo.yaml on one rank with its data in worker processes. The load of the machine is printed.
 """
 
 from __future__ import annotations
@@ -11,6 +14,8 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import subprocess
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -101,12 +106,48 @@ def write_tokenizer(path: Path) -> ChatTokenizer:
     return ChatTokenizer(path)
 
 
+def peak_mb(path: Path, folder: Path) -> float:
+    """Most memory of a process that opens a data file and reads 1000 of its rows, in MB."""
+    code = ("import sys; from pathlib import Path; from orchmllm.config import "
+            "SourceConfig; from orchmllm.data.formats.open import open_source; "
+            "s = open_source(SourceConfig(path=sys.argv[1]), Path(sys.argv[2])); "
+            "[s.conversation(k * len(s) // 1000) for k in range(1000)]; "
+            "print(Path('/proc/self/status').read_text().split('VmHWM:')[1].split()[0])")
+    done = subprocess.run([sys.executable, "-c", code, path, folder], capture_output=True,
+                          text=True, check=True)
+    return int(done.stdout) / 1000
+
+
+def waits(folder: Path, workers: int, steps: int, rng) -> tuple[float, float]:
+    """(mean seconds of a step, share of it in which it waits for data), without the first five."""
+    rows = []
+    for k in range(64):
+        small = Image.fromarray(rng.integers(0, 255, (64, 64, 3), dtype=np.uint8))
+        small.resize((1024, 1024), Image.Resampling.BICUBIC).save(folder / f"large{k}.jpg")
+        rows.append({"image": f"large{k}.jpg", "conversations": [
+            {"from": "human", "value": "<image>\nwhat is this"},
+            {"from": "gpt", "value": " ".join(WORDS)}]})
+    (folder / "large.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    subprocess.run(
+        [sys.executable, "-m", "orchmllm.train", "--recipe", "recipes/demo.yaml",
+         f"data.path={folder}/large.jsonl", f"data.tokenizer={folder}/tokenizer.json",
+         f"run.dir={folder}/run", f"data.num_workers={workers}", "data.num_validation=0",
+         f"train.num_steps={steps + 5}", "train.warmup_steps=1", "launch.nproc_per_node=1",
+         "checkpoint.every_steps=-1"], check=True, stdout=subprocess.DEVNULL)
+    log = map(json.loads, (folder / "run" / "metrics.jsonl").read_text().splitlines())
+    seen = [(row["step_s"], row["data_wait_s"]) for row in log if "step_s" in row][5:]
+    step_s, wait_s = np.mean(seen, axis=0)
+    return step_s, wait_s / step_s
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rows", type=int, default=100_000, help="rows to index (0: none)")
     parser.add_argument("--files", type=int, default=2000, help="files of each kind")
     parser.add_argument("--workers", type=int, default=2, help="processes that index")
+    parser.add_argument("--steps", type=int, default=30, help="steps to train (0: none)")
     args = parser.parse_args()
+    print("load of the machine: {:.1f} {:.1f} {:.1f}".format(*os.getloadavg()), flush=True)
     rng = np.random.default_rng(0)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -133,6 +174,17 @@ def main() -> None:
         for i in range(10_000):
             index.layout(i * len(index) // 10_000, i)
         print(f"layout from the index: {(time.perf_counter() - started) * 100:.1f} us")
+        text = json.dumps({"conversations": [{"from": "human", "value": "what is this " * 20},
+                                             {"from": "gpt", "value": "a round thing " * 20}]})
+        (folder / "text.jsonl").write_text(f"{text}\n" * (10 * args.rows))
+        print(f"a JSONL file of {10 * args.rows} rows, "
+              f"{(folder / 'text.jsonl').stat().st_size >> 20} MiB: opened and read with "
+              f"{peak_mb(folder / 'text.jsonl', folder / 'index'):.0f} MB at most", flush=True)
+        if args.steps:
+            step_s, share = waits(folder, args.workers, args.steps, rng)
+            print(f"a step on 1024x1024 JPEG files takes {step_s:.2f} s, {share:.1%} of it waiting "
+                  f"for data ({args.workers} workers)")
+        print("load of the machine: {:.1f} {:.1f} {:.1f}".format(*os.getloadavg()))
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from dataclasses import asdict
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
 import numpy as np
 
@@ -105,17 +105,23 @@ def build_index(
     progress: Callable[[int], object] = lambda count: None,
 ) -> tuple[LengthIndex, int]:
     """(the index, rows that had to be read): all of them the first time; later those whose media
-    changed, or that were unusable. progress: called with the number of rows done."""
+    changed, or that were unusable. progress: called with the number of rows done. Raises ValueError
+    for a source without rows."""
+    if not len(source):
+        raise ValueError(f"{source.config.path}: there are no rows to index")
     folder = index_folder(source, planner, index_dir)
     old = open_index(source, planner, index_dir)
-    parts, num_read = [], 0
-    for part, count in _parts(source, planner, index_dir, old, num_workers):
-        parts.append(part)
-        num_read += count
-        progress(len(part.counts))
-    if old is None or num_read:
-        _write(folder, parts)
-        return LengthIndex(folder), num_read
+    writer, num_read, part = _Writer(folder), 0, None
+    try:
+        for part, count in _parts(source, planner, index_dir, old, num_workers):
+            writer.add(part)
+            num_read += count
+            progress(len(part.counts))
+        if old is None or num_read:
+            writer.close(part)
+            return LengthIndex(folder), num_read
+    finally:
+        shutil.rmtree(writer.new, ignore_errors=True)
     return old, 0
 
 
@@ -204,21 +210,43 @@ def _stamp(media) -> tuple[int, int]:
     return total, latest
 
 
-def _write(folder: Path, parts: list[Part]) -> None:
-    """Written aside and renamed: a reader sees a whole index or none."""
-    new = folder.with_name(f"{folder.name}.{os.getpid()}.part")
-    new.mkdir(parents=True)
-    join = {name: np.concatenate([getattr(p, name) for p in parts])
-            for name in ("table", "counts", "targets", "stamps")}
-    start = np.concatenate([[0], np.cumsum(join.pop("counts"))])
-    for name, array in {**join, "start": start}.items():
-        np.save(new / f"{name}.npy", array, allow_pickle=False)
-    with (new / "problems.jsonl").open("w", encoding="utf-8") as f:
-        for part in parts:
-            for problem in part.problems:
-                keys = ("row", "file", "reason", "segment", "modality")
-                f.write(json.dumps(dict(zip(keys, problem, strict=True))) + "\n")
-    if folder.is_dir():
-        shutil.rmtree(folder)
-    new.replace(folder)
+class _Writer:
+    """Writes an index part by part, aside, and renames it: a reader sees a whole one or none."""
 
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.new = folder, folder.with_name(f"{folder.name}.{os.getpid()}.part")
+        self.new.mkdir(parents=True)
+        self.counts: list[np.ndarray] = [np.zeros(1, np.int64)]
+        self.files = {name: (self.new / f"{name}.npy").open("wb")
+                      for name in ("table", "targets", "stamps")}
+        self.lengths = dict.fromkeys(self.files, 0)
+        self.problems = (self.new / "problems.jsonl").open("w", encoding="utf-8")
+
+    def add(self, part: Part) -> None:
+        for name, file in self.files.items():
+            array = getattr(part, name)
+            if not self.lengths[name]:
+                self._head(file, array)
+            self.lengths[name] += len(array)
+            file.write(np.ascontiguousarray(array).data)
+        self.counts.append(part.counts)
+        for problem in part.problems:
+            keys = ("row", "file", "reason", "segment", "modality")
+            self.problems.write(json.dumps(dict(zip(keys, problem, strict=True))) + "\n")
+
+    def _head(self, file: BinaryIO, array: np.ndarray, length: int = 0) -> None:
+        """numpy leaves room in a header for a first axis that grows."""
+        np.lib.format.write_array_header_1_0(file, {
+            **np.lib.format.header_data_from_array_1_0(array),
+            "shape": (length, *array.shape[1:])})
+
+    def close(self, last: Part) -> None:
+        for name, file in self.files.items():
+            file.seek(0)
+            self._head(file, getattr(last, name), self.lengths[name])
+            file.close()
+        self.problems.close()
+        np.save(self.new / "start.npy", np.cumsum(np.concatenate(self.counts)), allow_pickle=False)
+        if self.folder.is_dir():
+            shutil.rmtree(self.folder)
+        self.new.replace(self.folder)

@@ -22,6 +22,7 @@ from orchmllm.data.formats.rows import parse_json
 from orchmllm.data.media.medium import MediaRoot
 from orchmllm.data.tokenizer import ChatTokenizer
 from orchmllm.plan.layout import AUDIO, TEXT, VISION, AudioGeometry, VisionGeometry
+from tests.lib.commands import python
 from tests.lib.formats import as_dataset, write_jsonl, write_media
 from tests.lib.tokenizers import write_tokenizer
 
@@ -250,3 +251,19 @@ def test_an_audio_part_with_a_url_is_that_file(folder):
         {"role": "assistant", "content": "low"}]}
     [medium] = media_of(conversation.chat(row, MediaRoot(str(folder))))
     assert medium.path == str(folder / "0.wav")
+
+
+def test_a_large_file_costs_little_memory(tmp_path):
+    """Opening it reads every byte, of which none stays in memory."""
+    line = json.dumps({"messages": [{"role": "user", "content": "x" * 300},
+                                    {"role": "assistant", "content": "y"}]})
+    (tmp_path / "a.jsonl").write_text(f"{line}\n\n  \n" * 250_000)
+    code = ("import sys; from pathlib import Path; from orchmllm.config import SourceConfig; from "
+            "orchmllm.data.formats import open as o; from tests.lib.process import memory_kb; "
+            "before = memory_kb('VmHWM'); "
+            "s = o.open_source(SourceConfig(path=sys.argv[1]), Path(sys.argv[2])); "
+            "print(len(s), s.store.number(249_999), memory_kb('VmHWM') - before)")
+    done = python("-c", code, tmp_path / "a.jsonl", tmp_path / "index")
+    rows, line, grown = map(int, done.stdout.split())
+    assert rows == 250_000 and line == 3 * 249_999 + 1
+    assert grown < 90 << 10, f"memory grew by {grown} kB"

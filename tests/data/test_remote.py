@@ -15,6 +15,7 @@ from collections import deque
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from orchmllm.config import RemoteRoot, SourceConfig
 from orchmllm.data.dataset import ConversationDataset
@@ -27,7 +28,7 @@ from tests.data.test_formats import same_examples
 from tests.data.test_safety import link, write_tar
 from tests.lib.broken import Sentinel, flac_expanding, png_claiming, wav_claiming
 from tests.lib.formats import FORMATS, QUESTIONS, llava_row, write_jsonl, write_media
-from tests.lib.servers import object_store, storage, web_server
+from tests.lib.servers import Files, Hub, object_store, storage, web_server
 from tests.lib.tokenizers import write_tokenizer
 
 GEOMETRY = dict(vision=VisionGeometry(max_side=224), audio=AudioGeometry())
@@ -85,6 +86,33 @@ def test_every_format_from_every_storage_gives_the_same_examples(
         declared = storage(tmp_path / "cache", web.url)
         dataset = opened(f"{web.url}/{inside}", tokenizer, tmp_path, storage=declared)
         same_examples(dataset, reference)
+
+
+ODD_NAMES = ["a b.png", "a%20b.png", "a#b.png", "größe é.png", "a+b&c=d.png", "a@b.png", "a?b.png",
+             "a;b,c.png", "[1]*.png", "{0..1}.png"]
+
+
+@pytest.mark.parametrize("where", ["s3", "http", "hf"])
+def test_names_are_taken_as_they_are(where, store, tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)  # as conftest sets it
+    site = tmp_path / "site"
+    site.mkdir()
+    for k, name in enumerate(ODD_NAMES):
+        Image.new("RGB", (28 * (k + 1), 28)).save(site / name)
+    write_jsonl(site / "rows.jsonl", [
+        llava_row([("image", name), ("text", "?")], "one") for name in ODD_NAMES])
+    with web_server(site, Hub if where == "hf" else Files) as web:
+        root = {"s3": RemoteRoot(store.upload(site, "odd"), endpoint=store.endpoint),
+                "http": RemoteRoot(web.url),
+                "hf": RemoteRoot("hf://datasets/org/name", endpoint=web.url, anonymous=True)}[where]
+        declared = storage(tmp_path / "cache", root)
+        dataset = opened(f"{root.url}/rows.jsonl", tokenizer, tmp_path, storage=declared)
+        same_examples(dataset, opened(site / "rows.jsonl", tokenizer, tmp_path))
+        assert all(dataset.problem(i) is None for i in range(len(ODD_NAMES)))
+        if where == "hf":
+            assert {f.name for f in declared.listed(root.url)} == {*ODD_NAMES, "rows.jsonl"}
+            with pytest.raises(FileNotFoundError):
+                declared.known(f"{root.url}/none.jsonl")
 
 
 def test_rows_here_may_name_media_elsewhere(folder, tokenizer, tmp_path):

@@ -4,6 +4,7 @@ object store (moto, which speaks S3) that can be stopped and started again."""
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 import os
 import socket
@@ -21,29 +22,7 @@ from orchmllm.data.storage.remote import Storage
 BUCKET = "bucket"
 
 
-class WebServer(ThreadingHTTPServer):
-    """Serves the files of a folder. faults[path]: what its next GET requests meet, one each (a
-    number of the status, or a method of _Handler); `always` follows when they are used up. counts:
-    GET requests by path."""
-
-    daemon_threads = True
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
-        self.folder, self.faults, self.always = folder, {}, {}
-        self.counts: Counter[str] = Counter()
-        self.release = threading.Event()  # of requests that stall
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_address[1]}"
-
-    def fault(self, path: str) -> object:
-        waiting = self.faults.get(path, deque())
-        return waiting.popleft() if waiting else self.always.get(path)
-
-
-class _Handler(BaseHTTPRequestHandler):
+class Files(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
     def log_message(self, *args) -> None:
@@ -133,9 +112,72 @@ class _Handler(BaseHTTPRequestHandler):
         self._body(b"%x\r\n%s\r\n0\r\n\r\n" % (len(data), data))
 
 
+class Hub(BaseHTTPRequestHandler):
+    """What `hf://` asks of the hub: the files of one repository, those of the server's folder."""
+
+    protocol_version = "HTTP/1.1"
+    log_message = Files.log_message
+
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
+    def do_GET(self) -> None:
+        url, folder = urlsplit(self.path), self.server.folder
+        kind, path = "", None
+        for kind in ("tree", "resolve"):
+            if f"/{kind}/main" in url.path:
+                path = folder / unquote(url.path).split(f"/{kind}/main", 1)[1].strip("/")
+                break
+        if path is None:
+            self._send(json.dumps({"id": "org/name", "sha": "a" * 40, "siblings": []}).encode())
+        elif kind == "tree":
+            there = path.rglob("*") if "recursive=true" in url.query.lower() else path.glob("*")
+            self._send(json.dumps([self._entry(p) for p in sorted(there)]).encode())
+        else:
+            self._send(path.read_bytes() if path.is_file() else b"", path.is_file())
+
+    def _entry(self, path: Path) -> dict:
+        data = path.read_bytes() if path.is_file() else b""
+        return {"type": "file" if path.is_file() else "directory", "size": len(data),
+                "path": path.relative_to(self.server.folder).as_posix(),
+                "oid": hashlib.sha1(data).hexdigest()}
+
+    def _send(self, data: bytes, there: bool = True) -> None:
+        self.send_response(200 if there else 404)
+        for name, value in (("Content-Length", len(data)), ("X-Repo-Commit", "a" * 40),
+                            ("ETag", f'"{hashlib.sha1(data).hexdigest()}"'),
+                            *(() if there else [("X-Error-Code", "EntryNotFound")])):
+            self.send_header(name, str(value))
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(data)
+
+
+class WebServer(ThreadingHTTPServer):
+    """Serves the files of a folder. faults[path]: what its next GET requests meet, one each (a
+    number of the status, or a method of Files); `always` follows when they are used up. counts:
+    GET requests by path."""
+
+    daemon_threads = True
+
+    def __init__(self, folder: Path, handler: type = Files) -> None:
+        super().__init__(("127.0.0.1", 0), handler)
+        self.folder, self.faults, self.always = folder, {}, {}
+        self.counts: Counter[str] = Counter()
+        self.release = threading.Event()  # of requests that stall
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+    def fault(self, path: str) -> object:
+        waiting = self.faults.get(path, deque())
+        return waiting.popleft() if waiting else self.always.get(path)
+
+
 @contextmanager
-def web_server(folder: Path) -> Iterator[WebServer]:
-    server = WebServer(folder)
+def web_server(folder: Path, handler: type = Files) -> Iterator[WebServer]:
+    server = WebServer(folder, handler)
     threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
     try:
         yield server

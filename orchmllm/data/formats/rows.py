@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import io
 import json
-import mmap
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -128,23 +127,21 @@ def _first_byte(path: Path) -> bytes:
     return head.removeprefix(b"\xef\xbb\xbf").lstrip()[:1]
 
 
-def scan_lines(path: Path) -> tuple[np.ndarray, np.ndarray]:
+def scan_lines(path: Path | RemoteFile) -> tuple[np.ndarray, np.ndarray]:
     """(n, 2) byte spans and (n,) line numbers of the lines that are not blank."""
-    spans, numbers = [], []
+    found, size, last = [np.zeros(0, np.int64)], 0, b"\n"
     with path.open("rb") as f:
-        if os.fstat(f.fileno()).st_size == 0:
-            return np.zeros((0, 2), np.int64), np.zeros(0, np.int64)
-        data = mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ)
-    with data:
-        start, number, size = 0, 1, len(data)
-        while start < size:
-            end = data.find(b"\n", start)
-            end = size if end < 0 else end
-            if end - start > 64 or data[start:end].strip():
-                spans.append((start, end))
-                numbers.append(number)
-            start, number = end + 1, number + 1
-    return np.array(spans, np.int64).reshape(-1, 2), np.array(numbers, np.int64)
+        while block := f.read(_BLOCK):
+            found.append(np.flatnonzero(np.frombuffer(block, np.uint8) == ord("\n")) + size)
+            size, last = size + len(block), block[-1:]
+        ends = np.concatenate([*found, [size]] if last != b"\n" else found)
+        starts = np.concatenate([[0], ends[:-1] + 1])[: len(ends)]
+        for k in np.flatnonzero(ends - starts <= 64).tolist():
+            if not os.pread(f.fileno(), int(ends[k] - starts[k]), int(starts[k])).strip():
+                ends[k] = -1
+    kept = ends >= 0
+    return (np.stack([starts, ends], axis=1)[kept],
+            np.flatnonzero(kept).astype(np.int64) + 1)
 
 
 def scan_array(path: Path) -> tuple[np.ndarray, np.ndarray]:

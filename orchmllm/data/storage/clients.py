@@ -28,7 +28,8 @@ PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "hf": "huggingface_hub", "http": "aioht
 FINAL_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 # Of botocore and huggingface_hub, which are imported only where they are used.
 FINAL_ERRORS = {"NoCredentialsError", "PartialCredentialsError", "GatedRepoError",
-                "RepositoryNotFoundError", "RevisionNotFoundError", "EntryNotFoundError"}
+                "RepositoryNotFoundError", "RevisionNotFoundError", "EntryNotFoundError",
+                "RemoteEntryNotFoundError", "OfflineModeIsEnabled"}
 SIGNED = re.compile(r"(https?://[^\s'\"?]*)\?[^\s'\"]*")  # in what a library says
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.2, 10.0  # between attempts; doubled after each
 
@@ -179,7 +180,7 @@ def _is_final(error: Exception) -> bool:
 
 def without_query(url: str) -> str:
     """For people: the query of a URL may hold a signature."""
-    return url.split("?", 1)[0]
+    return url.split("?", 1)[0] if url.lower().startswith("http") else url
 
 
 class Progress(Callback):

@@ -64,7 +64,8 @@ class RemoteFile:
 
     @property
     def name(self) -> str:
-        return unquote(urlsplit(self.url).path.rpartition("/")[2])
+        last = without_query(self.url).rpartition("/")[2]
+        return unquote(last) if self.url.startswith("http") else last
 
     @property
     def suffix(self) -> str:
@@ -121,11 +122,13 @@ class Storage:
 
     def file(self, url: str, limit: int = 0) -> RemoteFile:
         """The file of a URL. Raises ValueError where the recipe does not declare it."""
-        path = urlsplit(url).path
-        if any(part in (".", "..") for part in re.split(r"[/\\]", unquote(unquote(path)))):
+        web = url.startswith("http")  # other names are taken as they are
+        path = unquote(unquote(urlsplit(url).path)) if web else url
+        if any(part in (".", "..") for part in re.split(r"[/\\]", path)):
             raise ValueError(f"URL {without_query(url)!r:.200} has . or .. in its path; write it "
                              "without")
-        if "@" in urlsplit(url).netloc or "#" in url or re.search(r"[\s\x00-\x1f\\]", url):
+        if "@" in urlsplit(url).netloc or re.search(
+                r"[#\s\x00-\x1f\\]" if web else r"[\x00-\x1f]", url):
             raise ValueError(f"URL {without_query(url)!r:.200} must have no user, fragment, space "
                              "or backslash; credentials come from the environment")
         if Declared(self.config).root(without_query(url)) is None:
