@@ -15,6 +15,7 @@ import threading
 import time
 from pathlib import Path
 
+import jsonschema
 import numpy as np
 import psutil
 import pytest
@@ -30,6 +31,7 @@ from orchmllm.data.preprocess.handshake import Servers, admit, identity_of
 from orchmllm.data.stream import open_dataset
 from orchmllm.data.wire import MAGIC, Channel, WireError
 from orchmllm.plan.layout import TEXT
+from orchmllm.runtime.log_schema import ROW_SCHEMA
 from tests.lib.commands import ROOT, make_demo_data, python
 from tests.lib.ranks import RankFailure, run_ranks
 from tests.lib.training import train
@@ -164,6 +166,9 @@ def test_losses_when_one_server_is_killed_and_then_the_other(recipe):
     finally:
         for server in servers:
             server.popen.kill()
+    with (recipe.parent / "run2" / "metrics.jsonl").open() as f:
+        for line in f:
+            jsonschema.validate(json.loads(line), ROW_SCHEMA)
     assert [r[:2] for r in local] == [r[:2] for r in remote] and local[0][2] is None
     counts = [(r[2]["remote"], r[2]["local"]) for r in remote]
     assert len(counts) == 12 and counts[0][0] > 0

@@ -11,7 +11,7 @@ decoding. Decoding counts again, and refuses a file where the two differ.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import BinaryIO, NamedTuple
 
 import numpy as np
@@ -189,13 +189,10 @@ def read_frames(file: BinaryIO, demuxer: str, seconds: list[float], num_frames: 
     asked, found = set(wanted), {}
     for needed in (_needed(packets, asked), [True] * len(packets)):
         file.seek(0)
-        try:
-            with _opened(file, demuxer, "video") as (container, stream):
-                for frame in _decoded(container, stream, needed):
-                    if frame.pts in asked and frame.pts not in found:
-                        found[frame.pts] = _picture(frame, displayed, size)
-        except _Damaged:
-            found = {}  # of frames that were decoded, later ones may rest on what is missing
+        with suppress(_Damaged), _opened(file, demuxer, "video") as (container, stream):
+            for frame in _decoded(container, stream, needed):
+                if frame.pts in asked and frame.pts not in found:
+                    found[frame.pts] = _picture(frame, displayed, size)
         if asked <= found.keys():
             return [found[pts] for pts in wanted]
     lost = next(s for s, pts in zip(seconds, wanted, strict=True) if pts not in found)
