@@ -119,7 +119,7 @@ def same(a, b) -> bool:
             and all(p is q is None or p.dtype == q.dtype and p.equal(q) for p, q in tensors))
 
 
-def asked(dataset, addresses: list[str], calls, secret_file: str = "", timeout_s: float = 60.0):
+def asked(dataset, addresses: list[str], calls, secret_file: str = "", timeout_s: float = 300.0):
     """(results, what happened) of one request."""
     workers = RemoteWorkers(dataset, Servers(addresses, secret_file, timeout_s),
                             Workers(dataset, 0), 0)
@@ -151,7 +151,8 @@ def losses_and_counts(world, recipe: Path, addresses: tuple[str, ...], pids: tup
             os.kill(pids[step.index // 5], signal.SIGKILL)
 
     run = load_recipe(recipe, [f"run.dir={recipe.parent}/run{len(addresses)}", *overrides,
-                               f"data.preprocess={json.dumps(addresses)}", "run.resume=never"])
+                               f"data.preprocess={json.dumps(addresses)}", "run.resume=never",
+                               "data.preprocess_timeout_s=600"])
     rows = train(world, run, on_step=on_step)
     return [(r["loss"], r["grad_norm"], r.get("preprocessed"), r["data_wait_s"]) for r in rows]
 
@@ -334,7 +335,7 @@ def test_a_stopped_server_is_given_up_and_asked_again_later(recipe, monkeypatch)
     server = Process(recipe)
     dataset = opened(recipe)
     calls = calls_of(dataset, range(6))
-    workers = RemoteWorkers(dataset, Servers([server.address], "", 60.0), Workers(dataset, 0), 0)
+    workers = RemoteWorkers(dataset, Servers([server.address], "", 300.0), Workers(dataset, 0), 0)
     try:
         workers.request("load", calls)()
         assert workers.tell().remote == 6
