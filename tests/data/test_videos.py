@@ -13,7 +13,7 @@ import av
 import numpy as np
 import pytest
 
-from orchmllm.cli.data import main
+from orchmllm.cli.data import dataset_of, main
 from orchmllm.config import SourceConfig, load_recipe
 from orchmllm.data.dataset import ConversationDataset
 from orchmllm.data.media import av_process
@@ -345,6 +345,7 @@ def test_an_index_knows_how_videos_are_read(folder, capsys):
     for fps, count in ((1, 3), (2, 6)):
         recipe.write_text(f"data: {{sources: [{{path: {folder}/data.jsonl, video_fps: {fps}}}], "
                           f"index_dir: {folder}/ix}}\n")
+        assert dataset_of(load_recipe(recipe)).indexes == [None], "that of another rate is not it"
         assert main(["index", str(recipe)]) == 0
         assert f"  {count + 2} segments, 0 unusable rows; 1 rows read" in capsys.readouterr().out
 
