@@ -15,7 +15,9 @@ import threading
 import time
 from pathlib import Path
 
+import jsonschema
 import numpy as np
+import psutil
 import pytest
 import torch
 
@@ -24,10 +26,12 @@ from orchmllm.config import RecipeError, load_recipe
 from orchmllm.data.loading.workers import Workers
 from orchmllm.data.preprocess import client, handshake
 from orchmllm.data.preprocess.client import RemoteWorkers
+from orchmllm.data.preprocess.examples import from_request, to_answer
 from orchmllm.data.preprocess.handshake import Servers, admit, identity_of
 from orchmllm.data.stream import open_dataset
 from orchmllm.data.wire import MAGIC, Channel, WireError
 from orchmllm.plan.layout import TEXT
+from orchmllm.runtime.log_schema import ROW_SCHEMA
 from tests.lib.commands import ROOT, make_demo_data, python
 from tests.lib.ranks import RankFailure, run_ranks
 from tests.lib.training import train
@@ -115,7 +119,7 @@ def same(a, b) -> bool:
             and all(p is q is None or p.dtype == q.dtype and p.equal(q) for p, q in tensors))
 
 
-def asked(dataset, addresses: list[str], calls, secret_file: str = "", timeout_s: float = 60.0):
+def asked(dataset, addresses: list[str], calls, secret_file: str = "", timeout_s: float = 300.0):
     """(results, what happened) of one request."""
     workers = RemoteWorkers(dataset, Servers(addresses, secret_file, timeout_s),
                             Workers(dataset, 0), 0)
@@ -147,7 +151,8 @@ def losses_and_counts(world, recipe: Path, addresses: tuple[str, ...], pids: tup
             os.kill(pids[step.index // 5], signal.SIGKILL)
 
     run = load_recipe(recipe, [f"run.dir={recipe.parent}/run{len(addresses)}", *overrides,
-                               f"data.preprocess={json.dumps(addresses)}", "run.resume=never"])
+                               f"data.preprocess={json.dumps(addresses)}", "run.resume=never",
+                               "data.preprocess_timeout_s=600"])
     rows = train(world, run, on_step=on_step)
     return [(r["loss"], r["grad_norm"], r.get("preprocessed"), r["data_wait_s"]) for r in rows]
 
@@ -162,6 +167,9 @@ def test_losses_when_one_server_is_killed_and_then_the_other(recipe):
     finally:
         for server in servers:
             server.popen.kill()
+    with (recipe.parent / "run2" / "metrics.jsonl").open() as f:
+        for line in f:
+            jsonschema.validate(json.loads(line), ROW_SCHEMA)
     assert [r[:2] for r in local] == [r[:2] for r in remote] and local[0][2] is None
     counts = [(r[2]["remote"], r[2]["local"]) for r in remote]
     assert len(counts) == 12 and counts[0][0] > 0
@@ -266,7 +274,7 @@ def serve_once(dataset, answer) -> tuple[str, threading.Thread]:
             try:
                 admit(channel, b"", identity_of(dataset))
                 said, _ = channel.receive(0)
-                answer(channel, said)
+                answer(channel, said, dataset)
             except (OSError, EOFError):
                 pass
             finally:
@@ -277,24 +285,30 @@ def serve_once(dataset, answer) -> tuple[str, threading.Thread]:
     return f"127.0.0.1:{listener.getsockname()[1]}", thread
 
 
-def oversized(channel, said) -> None:
+def oversized(channel, said, dataset) -> None:
     channel.sock.sendall(struct.pack("<4sIQ", MAGIC, 2, 1 << 40) + b"{}")
 
 
-def shorter(channel, said) -> None:
+def shorter(channel, said, dataset) -> None:
     channel.send({"results": [{"text": True, "segments": s["segments"], "failed": []}
                               for _, s in said["load"]]}, [np.zeros(3, np.int32)] * 9)
 
 
-def junk(channel, said) -> None:
+def narrower(channel, said, dataset) -> None:
+    """Right but for the media, which have a row less."""
+    header, arrays = to_answer(Workers(dataset, 0).request("load", from_request(said, None))())
+    channel.send(header, [a[1:] if a.ndim == 2 else a for a in arrays])
+
+
+def junk(channel, said, dataset) -> None:
     channel.sock.sendall(b"\x80\x04junk" * 100)
 
 
-def closes(channel, said) -> None:
+def closes(channel, said, dataset) -> None:
     pass
 
 
-def trickles(channel, said) -> None:
+def trickles(channel, said, dataset) -> None:
     channel.sock.sendall(struct.pack("<4sIQ", MAGIC, 100, 100))
     for _ in range(100):
         channel.sock.sendall(b" ")
@@ -303,6 +317,7 @@ def trickles(channel, said) -> None:
 
 @pytest.mark.parametrize("answer, reason", [
     (oversized, "1099511627776 bytes: more than the limit of"), (shorter, "came for"),
+    (narrower, "came where"),
     (junk, "this is no message: it begins with b'\\x80\\x04ju'"), (closes, "closed"),
     (trickles, "no whole message within 1 s")])
 def test_answers_that_are_no_answers_are_read_by_the_rank(recipe, answer, reason):
@@ -320,7 +335,7 @@ def test_a_stopped_server_is_given_up_and_asked_again_later(recipe, monkeypatch)
     server = Process(recipe)
     dataset = opened(recipe)
     calls = calls_of(dataset, range(6))
-    workers = RemoteWorkers(dataset, Servers([server.address], "", 60.0), Workers(dataset, 0), 0)
+    workers = RemoteWorkers(dataset, Servers([server.address], "", 300.0), Workers(dataset, 0), 0)
     try:
         workers.request("load", calls)()
         assert workers.tell().remote == 6
@@ -340,6 +355,18 @@ def test_a_stopped_server_is_given_up_and_asked_again_later(recipe, monkeypatch)
         code, out, err = server.end(signal.SIGINT)
     assert (code, err) == (130, "")
     assert re.fullmatch(r"preprocess: ended by SIGINT; \d+ examples served\n", out)
+
+
+def test_a_server_whose_worker_dies_ends_and_says_so(recipe):
+    """Another server, or whoever starts it again, is better than one that fails each request."""
+    server = Process(recipe, "--workers", "1")
+    for child in psutil.Process(server.popen.pid).children():
+        child.kill()
+    dataset = opened(recipe)
+    assert asked(dataset, [server.address], calls_of(dataset, [0]))[1].local == 1
+    out, _ = server.popen.communicate(timeout=60)
+    assert server.popen.returncode == 1
+    assert "preprocess: a worker failed: a data worker exited unexpectedly" in out
 
 
 @pytest.mark.parametrize("args, reason", [

@@ -13,8 +13,8 @@ import av
 import numpy as np
 import pytest
 
-from orchmllm.cli.data import main
-from orchmllm.config import SourceConfig
+from orchmllm.cli.data import dataset_of, main
+from orchmllm.config import SourceConfig, load_recipe
 from orchmllm.data.dataset import ConversationDataset
 from orchmllm.data.media import av_process
 from orchmllm.data.media.containers import VideoHeader
@@ -27,7 +27,9 @@ from orchmllm.plan.layout import AUDIO, VISION, AudioGeometry, VisionGeometry, s
 from tests.data.test_media_kinds import variants
 from tests.lib.commands import ROOT
 from tests.lib.formats import write_jsonl
+from tests.lib.ranks import run_ranks
 from tests.lib.tokenizers import write_tokenizer
+from tests.lib.training import train
 from tests.lib.videos import CLIPS, SIZE, VIDEOS, picture, write_clip, write_video
 
 GEOMETRY = VisionGeometry(max_side=224)
@@ -206,17 +208,43 @@ def test_a_header_that_decoding_contradicts_is_refused(folder):
     assert "its header says 25 frames, and it holds 24" in pictures([wrong], GEOMETRY)[wrong].reason
 
 
-def test_damage_between_header_and_end_is_found(folder):
-    data = bytearray((folder / "groups.mp4").read_bytes())
-    with av.open(str(folder / "groups.mp4")) as container:
-        at = list(container.demux(video=0))[20]
-    data[at.pos: at.pos + at.size] = bytes(at.size)
+@pytest.mark.parametrize("how", [bytes, lambda n: bytes(range(256)) * (n // 256 + 1)])
+def test_damage_between_header_and_end_is_found(folder, how):
+    """Also where the decoder patches a picture up. What does not rest on it can be read."""
+    noise = np.random.default_rng(0).integers(0, 255, (60, 7, 14, 3), dtype=np.uint8)
+    path = write_video(folder / "noise.mp4", count=60, options={"g": "10"},
+                       frames=noise.repeat(8, axis=1).repeat(8, axis=2))
+    data = bytearray(path.read_bytes())
+    with av.open(str(path)) as container:
+        at = list(container.demux(video=0))[23]
+    third = at.size // 3
+    data[at.pos + third: at.pos + 2 * third] = how(third)[:third]
     frames = expand(Medium(VISION, "x", data=bytes(data)), ALL, {})
     assert len(frames) == 60
     got = list(pictures(frames, GEOMETRY).values())
-    assert got[0].reason.startswith("damaged: the frame at 2.5")
+    assert got[0].reason.startswith("damaged: the frame at ")
     assert all(p.shape == (56, 112, 3) and not p.any() for p in got[1:])  # one file, one failure
     assert isinstance(pictures(frames[50:51], GEOMETRY)[frames[50]], np.ndarray)
+
+
+def test_frames_that_are_never_shown_do_not_count(folder):
+    """VP8 has such: this one's are made by clearing a bit in each fifth frame."""
+    with av.open(str(folder / "vp8.webm")) as source, av.open(str(folder / "h.webm"), "w") as out:
+        stream = out.add_stream_from_template(source.streams.video[0])
+        for k, packet in enumerate(source.demux(video=0)):
+            data = bytes(packet)
+            if data:
+                hidden = av.Packet(bytes([data[0] & ~16]) + data[1:] if k % 5 == 3 else data)
+                hidden.pts, hidden.dts, hidden.time_base = packet.pts, packet.dts, packet.time_base
+                hidden.is_keyframe, hidden.stream = packet.is_keyframe, stream
+                out.mux(hidden)
+    want = decoded_by_pyav(folder / "h.webm")
+    assert len(expand(as_medium(folder / "h.webm"), ALL, {})) == len(want) == 48
+    shown = [k / 8 + 0.01 for k in range(60) if k % 5 != 3]
+    frames = expand(as_medium(folder / "h.webm"), VideoSampling(), {"timestamps": shown})
+    got = pictures(frames, GEOMETRY)
+    for medium, pixels in zip(frames, want, strict=True):
+        np.testing.assert_array_equal(got[medium], pixels)
 
 
 def test_a_process_that_dies_or_hangs_costs_one_file(folder, monkeypatch):
@@ -245,9 +273,10 @@ def test_too_much_cpu_time_costs_one_file(folder, monkeypatch):
     medium = as_medium(folder / "plain.mp4")
     [frame] = expand(medium, VideoSampling(frames=1), {})
     av_process.close()
-    monkeypatch.setattr(av_process, "CPU_S", 0)  # and what is left of a second
-    with pytest.raises(MediaError, match="more than 0 s of CPU time; the file is damaged"):
-        av_process.frames(medium, "mov", [0.0] * 3_000_000, 24, SIZE, SIZE)
+    with monkeypatch.context() as patch:
+        patch.setattr(av_process, "CPU_S", 0)  # and what is left of a second
+        with pytest.raises(MediaError, match="more than 0 s of CPU time; the file is damaged"):
+            av_process.frames(medium, "mov", [0.0] * 3_000_000, 24, SIZE, SIZE)
     assert isinstance(pictures([frame], GEOMETRY)[frame], np.ndarray)
 
 
@@ -316,6 +345,7 @@ def test_an_index_knows_how_videos_are_read(folder, capsys):
     for fps, count in ((1, 3), (2, 6)):
         recipe.write_text(f"data: {{sources: [{{path: {folder}/data.jsonl, video_fps: {fps}}}], "
                           f"index_dir: {folder}/ix}}\n")
+        assert dataset_of(load_recipe(recipe)).indexes == [None], "that of another rate is not it"
         assert main(["index", str(recipe)]) == 0
         assert f"  {count + 2} segments, 0 unusable rows; 1 rows read" in capsys.readouterr().out
 
@@ -350,3 +380,30 @@ def test_without_pyav_a_video_is_refused_with_the_command(folder):
 def test_pictures_differ(folder):
     """What the other tests compare with is not the same everywhere."""
     assert not np.array_equal(picture(0), picture(1))
+
+
+def losses(world, folder: str, dispatch: str) -> list[float]:
+    run = load_recipe(f"{folder}/train.yaml", [f"balance.dispatch={dispatch}"])
+    return [row["loss"] for row in train(world, run)]
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+def test_videos_are_trained_on_with_every_dispatch(folder):
+    """Frames of one video are encoded by several ranks, and travel as files, rows or not at all."""
+    rows = [row for row, _ in ROWS if "messages" in row or "conversations" in row]
+    write_jsonl(folder / "train.jsonl", rows * 4)
+    (folder / "train.yaml").write_text(f"""
+run: {{dir: {folder}/run, resume: never}}
+data: {{sources: [{{path: {folder}/train.jsonl, video_audio: true}}], index_dir: {folder}/ix}}
+model:
+  vision: {{num_layers: 1, hidden_size: 32, intermediate_size: 32}}
+  audio: {{num_layers: 1, hidden_size: 32, intermediate_size: 32}}
+  llm: {{num_layers: 1, hidden_size: 48, intermediate_size: 32}}
+train: {{num_steps: 3, batch_size: 2}}
+balance: {{ranks_per_node: 2}}
+checkpoint: {{every_steps: -1}}
+""")
+    first, *others = (run_ranks(losses, 2, str(folder), d)[0] for d in ("load", "bytes", "tensors"))
+    assert len(first) == 3 and others[0] == pytest.approx(first, rel=1e-5)
+    assert others[1] == pytest.approx(first, rel=1e-5)

@@ -23,8 +23,10 @@ def picture(k: int, size: tuple[int, int] = SIZE) -> np.ndarray:
 
 def write_video(path: Path, codec: str = "libx264", count: int = 24, rate: int = 8, *,
                 size: tuple[int, int] = SIZE, times: Sequence[int] | None = None, pixels="yuv420p",
-                sound: str = "", turned: int = 0, mux: dict | None = None, options=None) -> Path:
-    """times: of each frame, in ms, instead of rate. sound: codec of 3 s at 48 kHz."""
+                sound: str = "", turned: int = 0, mux: dict | None = None, options=None,
+                frames: np.ndarray | None = None) -> Path:
+    """frames: (count, H, W, 3) uint8, else `picture`. times: of each frame, in ms, instead of rate.
+    sound: codec of 3 s at 48 kHz."""
     with av.open(str(path), "w", options=mux or {}) as out:
         stream = out.add_stream(codec, rate=rate, options=options or {})
         stream.width, stream.height = size
@@ -33,7 +35,8 @@ def write_video(path: Path, codec: str = "libx264", count: int = 24, rate: int =
             stream.codec_context.time_base = Fraction(1, 1000)
         audio = out.add_stream(sound, rate=48000, layout="stereo") if sound else None
         for k in range(count):
-            frame = av.VideoFrame.from_ndarray(picture(k, size), format="rgb24")
+            frame = av.VideoFrame.from_ndarray(
+                picture(k, size) if frames is None else frames[k], format="rgb24")
             if times is not None:
                 frame.pts, frame.time_base = times[k], Fraction(1, 1000)
             out.mux(stream.encode(frame))

@@ -26,7 +26,7 @@ import numpy as np
 from orchmllm.data.media import containers
 from orchmllm.data.media.containers import VideoHeader
 from orchmllm.data.media.medium import MediaError, Medium, _Slice, reading
-from orchmllm.data.wire import Channel
+from orchmllm.data.wire import Channel, WireError
 
 INSTALL = "it is read with PyAV, which is not installed: pip install '.[video]' in the clone"
 CPU_S = 120  # of a request
@@ -97,16 +97,14 @@ class _Process:
         self._channel.send(request, arrays)
         return self._channel.receive(MAX_ANSWER_BYTES)
 
-    def end(self) -> str:
-        """Says how it ended."""
-        self._channel.close()
-        try:
-            self._popen.wait(0.5)
-        except subprocess.TimeoutExpired:
+    def end(self, late: bool) -> str:
+        """Says how it ended. late: it has not."""
+        if late:
             self._popen.kill()
-            self._popen.wait()
-            return f"no answer within {WALL_S:g} s"
-        code = -self._popen.returncode
+        self._channel.close()
+        code = -self._popen.wait()
+        if late:
+            return f"no answer within {self._channel.timeout_s:g} s"
         if code == signal.SIGXCPU:
             return f"more than {CPU_S} s of CPU time"
         return f"FFmpeg crashed ({signal.Signals(code).name})" if code > 0 else "FFmpeg ended"
@@ -145,7 +143,7 @@ def _answered(request: dict, data: list[np.ndarray], name: str) -> tuple[dict, l
                 return _process.ask(request, data)
             except (OSError, EOFError) as error:
                 ended, _process = _process, None
-                how = ended.end() if ended else str(error)
+                how = ended.end(isinstance(error, WireError)) if ended else str(error)
                 if fresh:
                     raise MediaError(name, f"{how}; the file is damaged, or takes too long: "
                                            "convert it (ffmpeg -i in -c:v libx264 out.mp4)"
@@ -160,8 +158,7 @@ def close() -> None:
     global _process
     ended, _process = _process, None
     if ended is not None:
-        ended._popen.kill()
-        ended.end()
+        ended.end(late=True)
 
 
 def _forked() -> None:

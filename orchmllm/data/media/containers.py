@@ -11,7 +11,7 @@ decoding. Decoding counts again, and refuses a file where the two differ.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import BinaryIO, NamedTuple
 
 import numpy as np
@@ -31,6 +31,10 @@ _REMUX = "write it anew without a loss (ffmpeg -i in -c copy out.mp4)"
 
 class Refused(Exception):
     """A file that is not read; the text says why."""
+
+
+class _Damaged(Exception):
+    """A packet cannot be decoded whole."""
 
 
 class VideoHeader(NamedTuple):
@@ -184,17 +188,15 @@ def read_frames(file: BinaryIO, demuxer: str, seconds: list[float], num_frames: 
     wanted = [times[k] for k in np.clip(at, 0, len(times) - 1)]
     asked, found = set(wanted), {}
     for needed in (_needed(packets, asked), [True] * len(packets)):
-        if asked <= found.keys():
-            break
         file.seek(0)
-        with _opened(file, demuxer, "video") as (container, stream):
+        with suppress(_Damaged), _opened(file, demuxer, "video") as (container, stream):
             for frame in _decoded(container, stream, needed):
                 if frame.pts in asked and frame.pts not in found:
                     found[frame.pts] = _picture(frame, displayed, size)
-    lost = next((s for s, pts in zip(seconds, wanted, strict=True) if pts not in found), None)
-    if lost is not None:
-        raise Refused(f"damaged: the frame at {lost:.2f} s cannot be decoded")
-    return [found[pts] for pts in wanted]
+        if asked <= found.keys():
+            return [found[pts] for pts in wanted]
+    lost = next(s for s, pts in zip(seconds, wanted, strict=True) if pts not in found)
+    raise Refused(f"damaged: the frame at {lost:.2f} s, or one that it rests on, cannot be decoded")
 
 
 def _needed(packets: list[tuple[int, bool]], wanted: set[int]) -> list[bool]:
@@ -227,13 +229,19 @@ def _decoded(container, stream, needed: list[bool]):
 
 
 def _pictures(stream, packet) -> list:
-    """What a packet becomes (None: the end), without pictures that the decoder patched up."""
+    """What a packet becomes (None: the end). Raises _Damaged, also for pictures that the decoder
+    patched up."""
     import av
 
     try:
-        return [f for f in stream.codec_context.decode(packet) if not f.is_corrupt]
-    except (av.FFmpegError, EOFError):
-        return []  # who wants one of its frames will miss it
+        frames = stream.codec_context.decode(packet)
+    except EOFError:
+        return []
+    except av.FFmpegError as error:
+        raise _Damaged from error
+    if any(f.is_corrupt for f in frames):
+        raise _Damaged
+    return frames
 
 
 def _picture(frame, displayed: tuple[int, int], size: tuple[int, int]) -> np.ndarray:

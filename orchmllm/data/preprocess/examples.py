@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import torch
 
 from orchmllm.batch import Example
 from orchmllm.data.loading.workers import Call, Result
 from orchmllm.data.wire import WireError
-from orchmllm.plan.layout import AUDIO, TEXT, ExampleLayout
+from orchmllm.plan.layout import AUDIO, ExampleLayout
 
 _KEYS = {"text", "segments", "encoded"}
 
@@ -110,9 +108,3 @@ def answer_bytes(calls: list[Call], layouts: list[ExampleLayout], row_bytes: tup
             total += encoded_bytes if s in keys.get("encoded", ()) else rows
         total += 16 * int(layout.num_tokens.sum())
     return total
-
-
-def is_known(layout: Any, keys: dict) -> bool:
-    """Whether the segments that a call names are media of the layout."""
-    return all(s < len(layout.modality) and layout.modality[s] != TEXT
-               for s in keys.get("segments", ()))

@@ -7,10 +7,11 @@ import signal
 import socket
 import sys
 import threading
+from contextlib import nullcontext
 from typing import Any
 
 from orchmllm.data.loading.workers import Workers
-from orchmllm.data.preprocess.examples import from_request, is_known, to_answer
+from orchmllm.data.preprocess.examples import from_request, to_answer
 from orchmllm.data.preprocess.handshake import (
     HANDSHAKE_S,
     Refused,
@@ -42,7 +43,6 @@ class Server:
         check_reachable(address[0], secret)
         self.dataset, self._secret = dataset, secret
         self._identity = identity_of(dataset)
-        self._workers = Workers(dataset, num_workers)
         self._alone = threading.Lock()  # without workers: a dataset is used by one thread
         self._failed: Exception | None = None
         self.num_examples = 0
@@ -50,6 +50,8 @@ class Server:
             address, family=socket.AF_INET6 if ":" in address[0] else socket.AF_INET)
         self.address = self._socket.getsockname()[:2]
         self._threads = threading.BoundedSemaphore(MAX_CONNECTIONS)
+        self._workers = Workers(dataset, num_workers)
+        self._workers.request("load", [])()  # they start here, before there are threads
 
     def run(self) -> int:
         """Serves until a signal comes, and prints why it ended. Returns the exit code."""
@@ -59,7 +61,6 @@ class Server:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, end)
         try:
-            self._workers.request("load", [])()  # they start here, before there are threads
             self._accept()
         except Ended as why:
             for number in (signal.SIGINT, signal.SIGTERM):
@@ -110,19 +111,12 @@ class Server:
         try:
             stream = getattr(self.dataset, "streaming", False)
             calls = from_request(said, None if stream else len(self.dataset))
-            if self._workers.num_workers:
+            with nullcontext() if self._workers.num_workers else self._alone:
                 results = self._workers.request("load", calls)()
-            else:
-                with self._alone:
-                    for (index,), keys in calls:
-                        if not is_known(self.dataset.layout(index), keys):
-                            raise ValueError(f"example {index} has no media {keys['segments']}")
-                    results = self._workers.request("load", calls)()
-        except ValueError as error:
-            return {"error": str(error)}, []
-        except RuntimeError as error:  # of a worker
-            self._failed = error
-            return {"error": str(error)}, []
+        except Exception as error:  # one request is not answered; the client goes to another server
+            if not all(worker.is_alive() for worker in self._workers.processes):
+                self._failed = error
+            return {"error": f"{type(error).__name__}: {error}"}, []
         self.num_examples += len(calls)
         return to_answer(results)
 
