@@ -38,7 +38,7 @@ from gpu_parts import (
     compare_attention,
     compare_audio_modes,
     compare_loss,
-    fit_times,
+    fit_depths,
     no_work,
     rank_work,
     step_memory,
@@ -125,33 +125,42 @@ def plans_of(args, model: ModelConfig) -> dict[tuple[str, int, str], StepPlan]:
 
 
 def measure(args, model: ModelConfig, plans: dict, dtype: torch.dtype) -> tuple[list[dict], dict]:
-    """(a row per mix, batch, scheme, phase and rank; seconds of encoders without rows). layer_s is
-    what one more layer takes, rest_s what is left without any: head, embedding, fixed costs."""
+    """(a row per mix, batch, scheme, phase and rank; seconds of encoders without rows). seconds: at
+    both depths, measured one after the other; scaled_s: what was measured at the larger depth,
+    times what the fits say of all layers over those."""
     rows, empty = [], {}
     for phase in PHASES:
         work = {(key, rank): rank_work(plan, phase, rank)
                 for key, plan in plans.items() for rank in range(args.ranks)}
         largest = max(work.values(), key=lambda w: w.lengths.positions.sum())
         layers = getattr(model, phase).num_layers
-        few, many = depths(args.layers, layers)
-        seconds: dict[int, dict] = {}
-        for depth in (few, many):
-            runner = PhaseRunner(shortened(model, depth), phase, args.device, dtype, args.seed,
-                                 args.chunk_rows)
+        runners = {d: PhaseRunner(shortened(model, d), phase, args.device, dtype, args.seed,
+                                  args.chunk_rows) for d in depths(args.layers, layers)}
+        for runner in runners.values():
             runner.seconds(largest, 1)  # kernels are loaded, memory is taken
-            seconds[depth] = {key: runner.seconds(w, args.repeat) for key, w in work.items()}
-            if phase in ENCODERS and depth == few:
-                empty[phase] = runner.seconds(no_work(phase), max(args.repeat, 5))
-            del runner  # its memory goes before the next takes its own
-        for ((mix, batch, scheme), rank), mine in work.items():
-            first, second = (seconds[d][(mix, batch, scheme), rank] for d in (few, many))
-            layer = max(second - first, 0.0) / (many - few)
-            rest = max(first - few * layer, 0.0)
-            rows.append({"mix": mix, "batch": batch, "scheme": scheme, "phase": phase,
-                         "rank": rank, "seconds": first, "work": mine, "layer_s": layer,
-                         "rest_s": rest, "scaled_s": rest + layers * layer,
-                         "flop": mine.useful_flop(model)})
+        mine = [{"mix": mix, "batch": batch, "scheme": scheme, "phase": phase, "rank": rank,
+                 "work": w, "flop": w.useful_flop(model),
+                 "seconds": {d: r.seconds(w, args.repeat) for d, r in runners.items()}}
+                for ((mix, batch, scheme), rank), w in work.items()]
+        layer, rest = fit_of(mine)
+        for row in mine:
+            lengths = [row["work"].lengths.positions]
+            deep, each, other = max(runners), layer.seconds(lengths), rest.seconds(lengths)
+            row["scaled_s"] = row["seconds"][deep] * float(
+                ((other + layers * each) / np.maximum(other + deep * each, 1e-12))[0])
+        rows += mine
+        if phase in ENCODERS:
+            empty[phase] = runners[min(runners)].seconds(no_work(phase), max(args.repeat, 5))
+        del runners, runner  # their memory goes before the next phase takes its own
     return rows, empty
+
+
+def fit_of(rows: list[dict]) -> tuple[TimeModel, TimeModel]:
+    """The models of a layer and of the rest, fitted to both depths of the rows that have items."""
+    full = [(r["work"].lengths.positions, d, s) for r in rows for d, s in r["seconds"].items()
+            if len(r["work"].lengths.positions)]
+    lengths, at, seconds = zip(*full, strict=True)
+    return fit_depths(lengths, np.array(at), np.array(seconds))
 
 
 def depths(few: int, layers: int) -> tuple[int, int]:
@@ -195,22 +204,21 @@ def speed_of(rows: list[dict]) -> float:
     return sum(r["flop"] for r in rows) / sum(r["scaled_s"] for r in rows) if rows else 0.0
 
 
-def fit_report(rows: list[dict], phase: str, model: ModelConfig) -> dict | None:
-    """alpha, beta and the constant of one layer, and those of the rest, fitted to the even batches;
-    relative error of all layers together on the odd ones, of ranks that have items. None if there
-    are fewer than three to fit, or none to predict."""
+def fit_report(rows: list[dict], phase: str) -> dict | None:
+    """alpha, beta and the constant of a layer, and those of the rest, fitted to the even batches;
+    relative error on both depths of the odd ones, of ranks that have items. None if there are fewer
+    than three to fit, or none to predict."""
     mine = [r for r in rows if r["phase"] == phase and len(r["work"].lengths.positions)]
     known, held_out = ([r for r in mine if r["batch"] % 2 == odd] for odd in (0, 1))
     if len(known) < 3 or not held_out:
         return None
-    lengths, unseen = ([r["work"].lengths.positions for r in part] for part in (known, held_out))
-    layers = getattr(model, phase).num_layers
-    layer, rest = (fit_times(lengths, np.maximum([r[k] for r in known], 1e-9))
-                   for k in ("layer_s", "rest_s"))
-    seconds = np.array([r["scaled_s"] for r in held_out])
-    error = np.abs(layers * layer.seconds(unseen) + rest.seconds(unseen) - seconds) / seconds
+    layer, rest = fit_of(known)
+    lengths = [r["work"].lengths.positions for r in held_out]
+    error = np.concatenate([np.abs(d * layer.seconds(lengths) + rest.seconds(lengths) - s) / s
+                            for d in held_out[0]["seconds"]
+                            for s in [np.array([r["seconds"][d] for r in held_out])]])
     return {"layer": _coefficients(layer), "rest": _coefficients(rest),
-            "num_held_out": len(seconds), "error_p50": float(np.percentile(error, 50)),
+            "num_held_out": len(held_out), "error_p50": float(np.percentile(error, 50)),
             "error_p95": float(np.percentile(error, 95))}
 
 
@@ -256,7 +264,8 @@ def run(args: argparse.Namespace, command: str) -> dict:
                       loss_chunk_rows=args.chunk_rows)
     first = rank_work(plans[args.mix[0], 0, "none"], "llm", 0), rank_work(
         plans[args.mix[0], 0, "balanced"], "vision", 0)
-    mean = {p: np.mean([r["seconds"] for r in rows if r["phase"] == p]) for p in ENCODERS}
+    mean = {p: np.mean([min(r["seconds"].values()) for r in rows if r["phase"] == p])
+            for p in ENCODERS}
     return {
         "command": command, "device": name, "measured": Clock(args.device).unit,
         "dtype": str(dtype),
@@ -265,7 +274,7 @@ def run(args: argparse.Namespace, command: str) -> dict:
         "settings": {k: getattr(args, k) for k in (*DEFAULTS, "mix", "seed")},
         "shapes": asdict(model), "peak_flop_per_s": peak, "mfu_needs_positions": MIN_POSITIONS,
         "mixes": {mix: mix_report(rows, plans, mix, args, peak) for mix in args.mix},
-        "fit": {p: fit_report(rows, p, model) for p in PHASES},
+        "fit": {p: fit_report(rows, p) for p in PHASES},
         "no_rows": {p: {"seconds": s, "share_of_mean": float(s / mean[p])}
                     for p, s in empty.items()},
         "attention": [compare_attention(model, work.phase, work.lengths.positions, args.device,
@@ -290,10 +299,10 @@ def loss_rows(work: Work) -> int:
 
 
 def ranks_report(rows: list[dict]) -> dict:
-    """phase -> `mix/batch/scheme` -> measured seconds of each rank, unscaled."""
+    """phase -> `mix/batch/scheme` -> seconds of each rank, of all layers."""
     out: dict = {p: defaultdict(list) for p in PHASES}
     for r in rows:
-        out[r["phase"]][f"{r['mix']}/{r['batch']}/{r['scheme']}"].append(r["seconds"])
+        out[r["phase"]][f"{r['mix']}/{r['batch']}/{r['scheme']}"].append(r["scaled_s"])
     return out
 
 
@@ -308,7 +317,8 @@ def show(report: dict) -> None:
             print(f"  {phase:6s} slowest / mean {p['none']['max_over_mean']:.2f} -> "
                   f"{p['balanced']['max_over_mean']:.2f}, {p['flop_per_s'] / 1e9:.1f} GFLOP/s{mfu}")
     for phase, f in report["fit"].items():
-        print(f"fit {phase}: " + (
+        print(f"fit {phase}: " + (f"a layer {f['layer']['alpha_ns']:.4g} ns a position, "
+                                  f"{f['layer']['beta_ns']:.3g} a pair; " if f else "") + (
             f"error on held-out batches p50 {f['error_p50']:.1%}, p95 {f['error_p95']:.1%}"
             if f else "too few ranks with items"))
     for phase, e in report["no_rows"].items():

@@ -66,22 +66,26 @@ def _sums(lengths: Sequence[np.ndarray]) -> np.ndarray:
     return np.array([[1.0, x.sum(), np.square(x.astype(float)).sum()] for x in lengths])
 
 
-def fit_times(lengths: Sequence[np.ndarray], seconds: np.ndarray) -> TimeModel:
-    """The non-negative coefficients with the least squared relative error. lengths: (k,) arrays,
-    seconds (k,), k >= 3; ValueError for fewer or a time that is not positive."""
-    if len(seconds) < 3 or not (seconds > 0).all():
-        raise ValueError(f"needs 3 or more positive times, got {seconds.tolist()}")
-    design = _sums(lengths) / seconds[:, None]
+def fit_depths(lengths: Sequence[np.ndarray], depths: np.ndarray,
+               seconds: np.ndarray) -> tuple[TimeModel, TimeModel]:
+    """(a layer's model, that of the rest, which has no squares) of batches measured at depths (k,):
+    the non-negative coefficients with the least squared relative error. lengths: (k,) arrays,
+    seconds (k,); ValueError for one depth, fewer than 5 times, or one that is not positive."""
+    if len(seconds) < 5 or not (seconds > 0).all() or len(set(depths.tolist())) < 2:
+        raise ValueError(f"needs 5 or more positive times at two depths, got {seconds.tolist()} at "
+                         f"{sorted(set(depths.tolist()))}")
+    sums = _sums(lengths)
+    design = np.concatenate([sums * depths[:, None], sums[:, :2]], axis=1) / seconds[:, None]
     scale = np.maximum(design.max(axis=0), 1e-300)
-    best, least = np.zeros(3), np.inf
-    for active in (list(c) for k in (3, 2, 1) for c in combinations(range(3), k)):
-        x = np.zeros(3)
+    best, least = np.zeros(5), np.inf
+    for active in (list(c) for k in range(5, 0, -1) for c in combinations(range(5), k)):
+        x = np.zeros(5)
         x[active] = np.linalg.lstsq(design[:, active] / scale[active], np.ones(len(seconds)),
                                     rcond=None)[0] / scale[active]
         error = float(np.sum((design @ x - 1.0) ** 2))
         if (x >= 0).all() and error < least:
             best, least = x, error
-    return TimeModel(*best.tolist())
+    return TimeModel(*best[:3].tolist()), TimeModel(*best[3:].tolist(), 0.0)
 
 
 class Peak:

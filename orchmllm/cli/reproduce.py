@@ -1,5 +1,5 @@
-"""orchmllm reproduce: every table and figure of DistTrain, MMScale and OmniBal beside ours, or all
-schemes at equal data (compare)."""
+"""orchmllm reproduce: every table and figure of OrchMLLM, DistTrain, MMScale and OmniBal beside
+ours, or all schemes at equal data (compare)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BEST, HELD_OUT = 1.06, "omni"  # what a plan per phase must reach at 64 ranks; t
 
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(prog="orchmllm reproduce", description=__doc__)
-    made.add_argument("what", choices=("disttrain", "mmscale", "omnibal", "compare"))
+    made.add_argument("what", choices=("orchmllm", "disttrain", "mmscale", "omnibal", "compare"))
     made.add_argument("--table", help="only this table")
     made.add_argument("--figure", help="only this figure")
     made.add_argument("--samples", type=int, default=1_200_000,
@@ -86,10 +86,10 @@ def main(argv: list[str]) -> int:
     try:
         if args.what == "compare":
             return compare(args)
-        from orchmllm.planner import disttrain, omnibal
+        from orchmllm.planner import disttrain, omnibal, paper
 
-        lines = omnibal.lines(args.samples) if args.what == "omnibal" else disttrain.lines(
-            args.what)
+        lines = {"omnibal": lambda: omnibal.lines(args.samples), "orchmllm": paper.lines}.get(
+            args.what, lambda: disttrain.lines(args.what))()
         if show(lines, args):
             return 0
         raise ValueError(f"{args.what} has no such table or figure")

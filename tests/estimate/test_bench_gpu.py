@@ -6,11 +6,17 @@ import importlib
 import json
 import platform
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
+from orchmllm.estimate.hardware import cluster
+from orchmllm.estimate.step_time import rank_seconds, work_of
+from orchmllm.estimate.workload import MODELS, sample_layout
+from orchmllm.plan.step import plan_step
 from tests.lib.commands import ROOT
+from tests.lib.recipes import small_spec
 
 sys.path.append(str(ROOT / "scripts"))  # as for a script that is started
 PHASES = ("vision", "audio", "llm")
@@ -58,7 +64,7 @@ def test_every_rank_was_measured(report):
         assert all(len(x) == settings["ranks"] and min(x) > 0 for x in runs.values())
         fit = report["fit"][phase]
         assert 0 <= fit["error_p50"] <= fit["error_p95"] < np.inf
-        assert fit["alpha_ns"] + fit["beta_ns"] + fit["constant_ms"] > 0
+        assert sum(fit["layer"].values()) > 0
     assert all(0 < x["share_of_mean"] < 1 for x in report["no_rows"].values())
 
 
@@ -77,18 +83,37 @@ def test_memory_is_what_the_model_says(report):
         assert entry["predicted_bytes"] == pytest.approx(entry["peak_bytes"], rel=0.15)
 
 
-def test_fitted_times():
+def test_head_and_fixed_costs_are_told_apart_from_layers():
     rng = np.random.default_rng(0)
-    batches = [rng.integers(10, 3000, rng.integers(5, 40)) for _ in range(40)]
-    true = np.array([2e-6 * x.sum() + 3e-10 * (x.astype(float) ** 2).sum() + 4e-3 for x in batches])
-    fit_times = importlib.import_module("gpu_parts").fit_times
-    fitted = fit_times(batches, true)
-    assert [fitted.constant, fitted.alpha, fitted.beta] == pytest.approx([4e-3, 2e-6, 3e-10])
-    assert fitted.seconds(batches) == pytest.approx(true)
-    falling = fit_times([np.array([n]) for n in (10, 20, 30)], np.array([3.0, 2.0, 1.0]))
-    assert min(falling.constant, falling.alpha, falling.beta) >= 0
-    with pytest.raises(ValueError, match="3 or more positive"):
-        fit_times(batches[:2], true[:2])
+    batches = [rng.integers(10, 3000, rng.integers(5, 40)) for _ in range(20)] * 2
+    depths = np.repeat([2, 4], 20)
+    sums, squares = (np.array([(x.astype(float)**k).sum() for x in batches]) for k in (1, 2))
+    true = 4e-3 + 7e-6 * sums + depths * (1e-4 + 2e-6 * sums + 3e-10 * squares)
+    fit = importlib.import_module("gpu_parts").fit_depths
+    layer, rest = fit(batches, depths, true)
+    assert [layer.constant, layer.alpha, layer.beta] == pytest.approx([1e-4, 2e-6, 3e-10])
+    assert [rest.constant, rest.alpha, rest.beta] == pytest.approx([4e-3, 7e-6, 0])
+    assert depths * layer.seconds(batches) + rest.seconds(batches) == pytest.approx(true)
+    with pytest.raises(ValueError, match="at two depths"):
+        fit(batches[:20], depths[:20], true[:20])
+
+
+def test_the_dry_run_reads_what_it_writes(report, tmp_path):
+    """Products that reach half of the measured share take twice as long."""
+    path = tmp_path / "bench.json"
+    path.write_text(json.dumps(script().for_dry_run(report, script().SMALL)), encoding="utf-8")
+    hardware = cluster(measured=path)
+    assert hardware.name == "h100-sxm" and set(hardware.measured) == set(PHASES)
+    for phase in PHASES:
+        assert min(hardware.efficiencies(phase)) > 0
+    layout = sample_layout("10b", num_ranks=1, batch_size=4, seed=0)
+    work = work_of(plan_step(layout, small_spec(MODELS["10b"])), MODELS["10b"])
+    seconds = sum(rank_seconds(work, "llm", hardware, "none", "float32"))[0]
+    half = replace(hardware, measured={"llm": {k: v * (0.5 if k in ("products", "attention") else 1)
+                                               for k, v in hardware.measured["llm"].items()}})
+    fixed = hardware.fixed_s("llm", work.layers["llm"])
+    slower = sum(rank_seconds(work, "llm", half, "none", "float32"))[0]
+    assert slower - fixed == pytest.approx(2 * (seconds - fixed))
 
 
 def test_it_says_what_ran_and_nothing_of_the_machine(report):
