@@ -51,7 +51,7 @@ def main(argv: list[str]) -> int:
             return launch.run_local("orchmllm", ["doctor", *argv], 0)
         from orchmllm.doctor.self_test import run
 
-        return run(world, args.timeout)
+        return run(world)
     started = time.perf_counter()
     if world is None:
         from orchmllm.doctor.machine import examine

@@ -7,6 +7,8 @@ all ranks tell.
 
 from __future__ import annotations
 
+import os
+import shutil
 import tempfile
 import time
 from collections.abc import Iterator
@@ -19,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from orchmllm.comm.exchange import exchange_group, exchange_rows
-from orchmllm.config import CheckpointConfig, FsdpConfig, Recipe
+from orchmllm.config import CheckpointConfig, FsdpConfig, LaunchConfig, Recipe
 from orchmllm.doctor.synthetic import SyntheticDataset, recipe
 from orchmllm.launch import World, device_of
 from orchmllm.plan.rearrange import Rearrangement
@@ -30,14 +32,15 @@ from orchmllm.train import run_rank
 from orchmllm.trainer import Trainer
 
 BATCH = 3  # examples of a rank
+LIMITS = LaunchConfig(timeout_s=90, stall_timeout_s=60)  # seconds after which a hang is told
 TOLERANCE = 1e-9  # relative, of a gradient in float64
 _PHASE = PhasePolicy("greedy")  # which moves much, so that what is moved wrongly shows
 GREEDY = BalanceConfig(vision=_PHASE, audio=_PHASE, llm=_PHASE, dispatch="tensors")
 NUM_STEPS = 4  # of the run that is stopped half-way
 
 
-def run(world: World, timeout_s: float) -> int:
-    """Exit code; the timeout is that of a collective."""
+def run(world: World) -> int:
+    """The exit code of this rank."""
     def work(watch: object) -> None:
         started = time.perf_counter()
         tests = [exchanges, gradients, no_media, half_precision, save_and_resume]
@@ -49,12 +52,7 @@ def run(world: World, timeout_s: float) -> int:
             print(f"self-test on {world.world_size} ranks of {device_of(world).type}: no failure, "
                   f"in {time.perf_counter() - started:.1f} s")
 
-    base = recipe()
-    limit = max(int(timeout_s), 2)
-    with tempfile.TemporaryDirectory() as folder:  # of reports of hangs
-        return run_rank(replace(
-            base, run=replace(base.run, dir=folder),
-            launch=replace(base.launch, timeout_s=limit + 30, stall_timeout_s=limit)), world, work)
+    return run_rank(recipe_of(), world, work)
 
 
 def timed(names: Iterator[str]) -> Iterator[tuple[str, float]]:
@@ -69,7 +67,8 @@ def exchanges(world: World) -> Iterator[str]:
     group and on that of the exchanges, forward and backward. Raises RuntimeError if rows are not
     where they belong."""
     device, d = device_of(world), world.world_size
-    groups = {"the default group": None, "the exchanges' group": exchange_group(device, 60.0)}
+    groups = {"the default group": None,
+              "the exchanges' group": exchange_group(device, LIMITS.timeout_s)}
     rng = np.random.default_rng(5)
     sizes = np.full(d, 4)
     rows = rng.integers(0, 40, 4 * d)
@@ -139,8 +138,10 @@ def half_precision(world: World) -> Iterator[str]:
 def save_and_resume(world: World) -> Iterator[str]:
     """A run that is stopped half-way and goes on has the losses of one that is not. Raises
     RuntimeError if it has others."""
-    folder = [tempfile.mkdtemp() if world.rank == 0 else ""]
-    dist.broadcast_object_list(folder)  # nodes that do not share /tmp have no self-test of this
+    # Nodes share the folder where the command is started rather than /tmp.
+    where = None if world.local_world_size == world.world_size else "."
+    folder = [os.path.abspath(tempfile.mkdtemp(dir=where)) if world.rank == 0 else ""]
+    dist.broadcast_object_list(folder)
     losses = {}
     for name, steps in (("whole", (NUM_STEPS,)), ("resumed", (NUM_STEPS // 2, NUM_STEPS))):
         rows = []
@@ -151,6 +152,9 @@ def save_and_resume(world: World) -> Iterator[str]:
             with trainer_of(world, how) as trainer:
                 rows += trainer.run()
         losses[name] = [row["loss"] for row in rows]
+    dist.barrier()
+    if world.rank == 0:
+        shutil.rmtree(folder[0])
     if not np.allclose(losses["resumed"], losses["whole"], rtol=TOLERANCE, atol=0):
         raise RuntimeError(f"a resumed run has other losses: {losses}")
     yield f"a run of {NUM_STEPS} steps, saved and resumed half-way"
@@ -158,7 +162,7 @@ def save_and_resume(world: World) -> Iterator[str]:
 
 def recipe_of(*, num_steps: int = 1, balance: BalanceConfig | None = None, **sections) -> Recipe:
     """Of the tiny model; as sampled without `balance`."""
-    base = recipe(balance=balance or BalanceConfig(enabled=False), **sections)
+    base = recipe(balance=balance or BalanceConfig(enabled=False), launch=LIMITS, **sections)
     return replace(base, train=replace(base.train, num_steps=num_steps, batch_size=BATCH,
                                        max_grad_norm=0.0, warmup_steps=0, min_lr_ratio=1.0))
 

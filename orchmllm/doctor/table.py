@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from math import copysign
 from statistics import median
 
 from orchmllm.doctor.machine import Check
@@ -94,13 +95,15 @@ def network(pairs: Sequence[Mapping], num_nodes: int, least_gbit: float) -> list
 
 
 def _skews(pairs: Sequence[Mapping]) -> dict[int, float]:
-    """Rank -> its clock less that of the lowest rank, along the pairs."""
+    """Rank -> its clock less that of the lowest rank, along the pairs, as far as it is certain: two
+    clocks are compared as well as a message is fast."""
     skew = {min(r for p in pairs for r in p["ranks"]): 0.0}
     for _ in pairs:
         for p in pairs:
             here, there = p["ranks"]
             if here in skew and there not in skew:
-                skew[there] = skew[here] + p["skew_s"]
+                known = max(abs(p["skew_s"]) - p["latency_s"], 0.0)
+                skew[there] = skew[here] + copysign(known, p["skew_s"])
     return skew
 
 

@@ -158,6 +158,8 @@ def test_slow_links_and_far_clocks():
     assert rows[1].what.startswith("ranks 0, 8, 16, 24: ") and "(--network)" in rows[1].cure
     far = [*pair(0, 8, 90), *pair(16, 24, 90, 30.0), *pair(0, 16, 90), *pair(8, 24, 90, 30.0)]
     assert judged(far, 4, 1)[2].what == "rank 24: +30.000 s at most, against rank 0"
+    far = [{**p, "skew_s": 5.0, "latency_s": 4.5} for p in good]  # on a busy machine
+    assert judged(far, 4, 1)[2].ok
     broken = [{"ranks": [8, 24], "error": "x"}, {"ranks": [16, 24], "error": "x"}, *pair(0, 8, 90)]
     first = judged(broken, 4, 1)[0]
     assert not first.ok and first.what.startswith("rank 24: no connection between ranks 16-24, 8-2")
@@ -205,7 +207,8 @@ def test_ranks_of_a_job_and_a_clock_that_is_wrong(tmp_path):
     lines = {line[6:22].strip(): line for line in out.splitlines()}
     assert code == 1 and others == [(0, "")] * 2, out
     assert "met in 2 rounds" in lines["network"] and lines["network"].startswith("ok")
-    assert lines["clocks"].startswith("FAIL") and "rank 1: +90.0" in lines["clocks"]
+    assert lines["clocks"].startswith("FAIL") and "rank 1: +" in lines["clocks"]
+    assert float(lines["clocks"].split("+")[1].split()[0]) == pytest.approx(90.0, abs=20.0)
     assert "3 of 3" in lines["ranks there"] and out.count("cure: ") == 1 and "chrony" in out
 
 
