@@ -79,7 +79,7 @@ class Process:
 
     def end(self, number: int = signal.SIGTERM) -> tuple[int, str, str]:
         self.popen.send_signal(number)
-        out, err = self.popen.communicate(timeout=60)
+        out, err = self.popen.communicate(timeout=300)
         return self.popen.returncode, out, err
 
 
@@ -363,8 +363,11 @@ def test_a_server_whose_worker_dies_ends_and_says_so(recipe):
     for child in psutil.Process(server.popen.pid).children():
         child.kill()
     dataset = opened(recipe)
-    assert asked(dataset, [server.address], calls_of(dataset, [0]))[1].local == 1
-    out, _ = server.popen.communicate(timeout=60)
+    try:
+        assert asked(dataset, [server.address], calls_of(dataset, [0]))[1].local == 1
+        out, _ = server.popen.communicate(timeout=300)
+    finally:
+        server.popen.kill()
     assert server.popen.returncode == 1
     assert "preprocess: a worker failed: a data worker exited unexpectedly" in out
 
