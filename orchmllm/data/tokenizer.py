@@ -12,6 +12,7 @@ import hashlib
 import json
 import os
 import re
+from array import array
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -191,23 +192,22 @@ def _chatml(turns: Sequence[Turn]) -> list[Span]:
 def _merge(frames: list[_Encoded | Span], encoded) -> list[Piece]:
     """encoded: encodings of the data's texts in their order."""
     out: list[Piece] = []
-    ids: list[int] = []
-    learnt: list[bool] = []
+    ids, learnt = array("i"), bytearray()
     for item in [*frames, None]:
         if ids and (item is None or isinstance(item, Medium)):
-            out.append(Piece(TEXT, np.array(ids, np.int32), np.array(learnt, bool)))
-            ids, learnt = [], []
+            out.append(Piece(TEXT, np.array(ids, np.int32), np.frombuffer(learnt, bool)))
+            ids, learnt = array("i"), bytearray()
         if item is None:
             break
         if isinstance(item, Medium):
             out.append(Piece(item.modality, np.zeros(0, np.int32), np.zeros(0, bool)))
         elif isinstance(item, Text):
             tokens = next(encoded).ids
-            ids += tokens
-            learnt += [item.learnt == ALL] * len(tokens)
+            ids.extend(tokens)
+            learnt += (b"\1" if item.learnt == ALL else b"\0") * len(tokens)
         else:
-            ids += item.ids
-            learnt += [True] * item.num_learnt + [False] * (len(item.ids) - item.num_learnt)
+            ids.extend(item.ids)
+            learnt += b"\1" * item.num_learnt + b"\0" * (len(item.ids) - item.num_learnt)
     return out
 
 

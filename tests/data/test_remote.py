@@ -20,6 +20,8 @@ from PIL import Image
 from orchmllm.config import RemoteRoot, SourceConfig
 from orchmllm.data.dataset import ConversationDataset
 from orchmllm.data.formats.open import open_source
+from orchmllm.data.media.headers import image_header
+from orchmllm.data.storage import clients
 from orchmllm.data.storage.clients import Refused, StorageError
 from orchmllm.data.storage.remote import fetch_ahead
 from orchmllm.data.tokenizer import ChatTokenizer
@@ -141,7 +143,7 @@ def test_a_fault_that_passes_is_survived(fault, web, tmp_path):
 
 
 @pytest.mark.parametrize("known, fault", [
-    *((known, f) for f in (*RECOVERED, "unknown_length") for known in (True, False)),
+    *((known, f) for f in RECOVERED for known in (True, False)),
     (True, "too_short")])  # of a medium nobody says another length
 def test_a_fault_that_stays_is_an_error_and_never_a_part_of_a_file(fault, known, web, tmp_path):
     (web.folder / "a.bin").write_bytes(bytes(range(256)) * 300)
@@ -155,6 +157,13 @@ def test_a_fault_that_stays_is_an_error_and_never_a_part_of_a_file(fault, known,
     assert "data.remote.attempts (2)" in text and "data.remote.deadline_s" in text
     assert not [p for p in (tmp_path / "cache").rglob("*") if p.is_file()
                 and p.parent.name != "locks" and p.name != "size"]
+
+
+def test_a_file_of_unknown_length_is_refused(web, tmp_path):
+    (web.folder / "a.bin").write_bytes(bytes(5000))
+    web.always["/a.bin"] = "unknown_length"
+    with pytest.raises(Refused, match="a.bin: the server does not say how long the file is"):
+        storage(tmp_path / "cache", web.url).file(f"{web.url}/a.bin").open()
 
 
 def test_chunks_without_a_length_are_read_whole(web, tmp_path):
@@ -237,6 +246,15 @@ def test_missing_media_are_quarantined_and_unreachable_ones_end_the_run(
     assert "cannot be fetched: the server has no such file" in str(dataset.problem(1))
     with pytest.raises(StorageError, match="down.png cannot be read: 2 attempts"):
         dataset.layout(2)
+    row = json.dumps(llava_row([("image", "x"), ("text", "?")], "one")).encode()
+    write_tar(web.folder / "s.tar", [("0.json", row), ("0.png", (folder / "0.png").read_bytes())])
+    dataset = opened(f"{web.url}/s.tar", tokenizer, tmp_path,
+                     storage=storage(tmp_path / "cache", web.url, attempts=2))
+    [(_, _, medium)] = dataset.media_of(0)
+    shutil.rmtree(tmp_path / "cache")
+    web.always["/s.tar"] = 500
+    with pytest.raises(StorageError, match="s.tar cannot be read: 2 attempts"):
+        image_header(medium)
 
 
 def test_a_data_file_that_changes_is_read_anew_or_an_error(web, tokenizer, tmp_path):
@@ -276,7 +294,7 @@ def test_the_cache_keeps_its_size_and_what_is_used(web, tmp_path):
 def _read(file, barrier, out) -> None:
     barrier.wait()
     with file.open() as f:
-        out.put((len(f.read()), os.getpid()))
+        out.put((len(f.read()), clients._here.pid == os.getpid()))
 
 
 def test_processes_that_want_the_same_file_fetch_it_once(web, tmp_path):
@@ -307,7 +325,7 @@ def test_a_fork_has_connections_of_its_own(web, tmp_path):
     barrier, out = context.Barrier(1), context.Queue()
     child = context.Process(target=_read, args=(declared.file(f"{web.url}/c"), barrier, out))
     child.start()
-    assert out.get(timeout=60)[0] == 1000
+    assert out.get(timeout=60) == (1000, True)
     web.release.set()
     other = context.Process(target=_read, args=(declared.file(f"{web.url}/slow"), barrier, out))
     other.start()
