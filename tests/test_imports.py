@@ -32,7 +32,7 @@ ALLOWED = {
     "sharding": ("plan", "comm", "models", "config", "hf"),
     "estimate": ("recipe", "plan", "batch", "models", "config", "data", "sharding"),
     "simulate": ("_core", "plan", "models"),
-    "planner": ("_core", "plan", "models", "sharding", "estimate", "simulate"),
+    "planner": ("_core", "plan", "models", "config", "sharding", "estimate", "simulate"),
     "report": ("plan", "config"),
     "trainer": ("launch", "plan", "comm", "models", "config", "data", "runtime", "hf", "sharding",
                 "estimate"),
