@@ -4,7 +4,7 @@
 
 Correctness (the doctor and its self-test, the tests that need a GPU: attention kernels, events,
 waiting), the benchmark, and a profiled run of recipes/mllm_1gpu.yaml on the demo corpus. Writes
-benchmarks/gpu_run.json and benchmarks/gpu.json; the trace and the page of the run are in runs/gpu.
+benchmarks/gpu_run.json, gpu.json and gpu_measured.json (for `dry-run --measured`); the trace and the page of the run are in runs/gpu.
 Exit code 2 without a GPU, 1 if a part failed.
 """
 
@@ -34,7 +34,8 @@ PARTS = {
     "profiled run": (["-m", "orchmllm", "train", "--recipe", "recipes/mllm_1gpu.yaml", *PROFILED],
                      150),
     "report": (["-m", "orchmllm", "report", RUN_DIR], 30),
-    "benchmark": (["scripts/bench_gpu.py", "--json", "benchmarks/gpu.json"], 240),
+    "benchmark": (["scripts/bench_gpu.py", "--json", "benchmarks/gpu.json", "--out",
+                   "benchmarks/gpu_measured.json"], 240),
 }
 
 

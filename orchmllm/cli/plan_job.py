@@ -132,7 +132,7 @@ def picture(search: Search, best: Found, second: Found | None, given: Setting, p
 
 
 def run(args: argparse.Namespace) -> int:
-    """Searches, prints and writes what was found. Raises ValueError if nothing fits."""
+    """Searches, prints and writes. Raises ValueError if nothing fits."""
     started = time.process_time()
     loaded = read_recipe(args.recipe, args.overrides)
     recipe, gpus = loaded.recipe, args.gpus
