@@ -4,8 +4,8 @@
 
 Correctness (the doctor and its self-test, the tests that need a GPU: attention kernels, events,
 waiting), the benchmark, and a profiled run of recipes/mllm_1gpu.yaml on the demo corpus. Writes
-benchmarks/gpu_run.json, gpu.json and gpu_measured.json (for `dry-run --measured`); the trace and the page of the run are in runs/gpu.
-Exit code 2 without a GPU, 1 if a part failed.
+benchmarks/gpu_run.json, gpu.json and gpu_measured.json (for `dry-run --measured`); the trace and
+the page of the run are in runs/gpu. Exit code 2 without a GPU, 1 if a part failed.
 """
 
 from __future__ import annotations
