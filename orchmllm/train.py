@@ -137,7 +137,7 @@ def _start_problems(
     checks = [lambda: find_sources(recipe.model),
               lambda: _check_ranks(recipe, world, expected, starts)]
     if machine:
-        checks += preflight.checks(recipe, checkpoint_bytes(recipe))
+        checks += preflight.checks(recipe, checkpoint_bytes(recipe)).values()
     if machine and world is None:
         checks.insert(0, lambda: check_folder(Path(recipe.run.dir)))
     return preflight.problems(checks)

@@ -214,11 +214,9 @@ def recipe_checks(recipe: Recipe, world: World | None, state_bytes: int) -> Iter
 
     ranks, per_node = ((world.world_size, world.local_world_size) if world
                        else (default_world(recipe, 8)[0], 8))
-    names = ["run folder", *(f"data {s.path}" for s in preflight.sources_of(recipe.data)),
-             "tokenizer"]
-    checks = dict(zip(names, preflight.checks(recipe, state_bytes), strict=True))
-    checks["pretrained"] = lambda: find_sources(recipe.model)
-    checks["ranks"] = lambda: check_world(recipe, ranks, per_node)
+    checks = preflight.checks(recipe, state_bytes) | {
+        "pretrained": lambda: find_sources(recipe.model),
+        "ranks": lambda: check_world(recipe, ranks, per_node)}
     for name, check in checks.items():
         found = preflight.problems([check])
         yield Check(name, not found, "; ".join(found) or (
