@@ -25,13 +25,13 @@ def test_events_have_the_time_between_switches():
     clock.use_events(QueuedEvent)
     for phase in ("vision", None, "vision", "llm", "update"):
         clock.switch(phase)
-        time.sleep(0.01)
+        time.sleep(0.1)
     with pytest.raises(RuntimeError, match="not ready"):
         clock.device_s()
     QueuedEvent.wait()
     seconds = clock.device_s()
-    assert seconds["vision"] == pytest.approx(clock.wall_s["vision"], abs=1e-3)
-    assert seconds["llm"] == pytest.approx(clock.wall_s["llm"], abs=1e-3)
+    assert seconds["vision"] == pytest.approx(clock.wall_s["vision"], abs=0.05)
+    assert seconds["llm"] == pytest.approx(clock.wall_s["llm"], abs=0.05)
     assert set(seconds) == {"vision", "llm"} and not clock.device_s()
 
 

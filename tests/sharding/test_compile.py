@@ -137,6 +137,9 @@ def watched(world, folder: str, compiles: bool) -> str:
         dist.barrier()
     if world.rank:
         dist.barrier()
+    deadline = time.monotonic() + 60.0
+    while not compiles and not ended and time.monotonic() < deadline:  # exit_now would not return
+        time.sleep(0.1)
     watch.close()
     return "".join(ended)
 
