@@ -331,6 +331,7 @@ def test_answers_that_are_no_answers_are_read_by_the_rank(recipe, answer, reason
     assert all(same(a, b) for a, b in zip(want, got, strict=True))
 
 
+@pytest.mark.slow
 def test_a_stopped_server_is_given_up_and_asked_again_later(recipe, monkeypatch):
     server = Process(recipe)
     dataset = opened(recipe)

@@ -209,7 +209,9 @@ def test_ranks_of_a_job_and_a_clock_that_is_wrong(tmp_path):
     assert "met in 2 rounds" in lines["network"] and lines["network"].startswith("ok")
     assert lines["clocks"].startswith("FAIL") and "rank 1: +" in lines["clocks"]
     assert float(lines["clocks"].split("+")[1].split()[0]) == pytest.approx(90.0, abs=20.0)
-    assert "3 of 3" in lines["ranks there"] and out.count("cure: ") == 1 and "chrony" in out
+    failed = {name for name, line in lines.items() if line.startswith("FAIL")}
+    assert failed - {"bandwidth"} == {"clocks"}, out  # the machine may be busy
+    assert "3 of 3" in lines["ranks there"] and "chrony" in out
 
 
 @pytest.mark.slow

@@ -20,6 +20,7 @@ def all_tests(world) -> list[str]:
     return [name for test in tests for name in test(world)]
 
 
+@pytest.mark.slow
 def test_it_passes_on_two_ranks():
     said, other = run_ranks(all_tests, 2)
     assert said == other and len(said) == 2 + 5 + 3

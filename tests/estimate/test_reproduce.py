@@ -12,6 +12,7 @@ from orchmllm.estimate.ablations import verdict
 from orchmllm.planner import paper
 
 
+@pytest.mark.slow
 def test_parameters_of_table_1(capsys):
     assert main(["orchmllm", "--table", "1"]) == 0
     text = capsys.readouterr().out

@@ -90,7 +90,9 @@ def test_check_world_takes_what_divides():
         check_world(recipe, 0, 8)
 
 
-@pytest.mark.parametrize("name, batch", [("mllm10b", 75), ("mllm18b", 50), ("mllm84b", 25)])
+@pytest.mark.parametrize("name, batch", [
+    pytest.param("mllm10b", 75, marks=pytest.mark.slow),
+    pytest.param("mllm18b", 50, marks=pytest.mark.slow), ("mllm84b", 25)])
 def test_ablations_have_the_papers_order_at_128(name, batch):
     table = ablate(read(name), 128, batch, Hardware(), steps=3)
     said = list(table["order"].values())  # in the paper "all padded" is far below; here it is not
