@@ -147,6 +147,8 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=2, help="processes that index")
     parser.add_argument("--steps", type=int, default=30, help="steps to train (0: none)")
     args = parser.parse_args()
+    if args.files < 1:
+        parser.error("--files: at least 1")
     print("load of the machine: {:.1f} {:.1f} {:.1f}".format(*os.getloadavg()), flush=True)
     rng = np.random.default_rng(0)
     with tempfile.TemporaryDirectory() as name:
