@@ -269,6 +269,18 @@ def test_a_process_that_dies_or_hangs_costs_one_file(folder, monkeypatch):
     assert len(expand(medium, VideoSampling(), {})) == 3
 
 
+def test_a_fork_leaves_the_process_to_the_one_that_started_it(folder):
+    medium = Medium(VISION, "x", data=(folder / "plain.mp4").read_bytes())
+    expand(medium, VideoSampling(), {})
+    pid = av_process._process._popen.pid
+    child = os.fork()
+    if not child:
+        os._exit(len(expand(medium, VideoSampling(), {})))  # by a process of its own
+    assert os.waitpid(child, 0)[1] == 3 << 8
+    assert len(expand(medium, VideoSampling(), {})) == 3
+    assert av_process._process._popen.pid == pid
+
+
 def test_too_much_cpu_time_costs_one_file(folder, monkeypatch):
     medium = as_medium(folder / "plain.mp4")
     [frame] = expand(medium, VideoSampling(frames=1), {})

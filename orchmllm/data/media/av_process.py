@@ -165,7 +165,7 @@ def _forked() -> None:
     """A fork has neither the process nor, perhaps, the lock."""
     global _lock, _process
     if _process is not None:
-        _process._channel.close()
+        _process._channel.sock.close()  # without a shutdown, which would reach the one that forked
     _lock, _process = threading.Lock(), None
 
 
