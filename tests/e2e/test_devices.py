@@ -164,6 +164,7 @@ def planted(world) -> dict[str, type | None]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_what_is_planted_is_noticed():
     assert run_ranks(planted, 1)[0] == {name: error for name, (_, error) in PLANTED.items()}

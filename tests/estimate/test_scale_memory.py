@@ -29,9 +29,9 @@ def measured_all(world, fsdp: FsdpConfig) -> list[tuple[float, float]]:
     return [measured(world, fsdp, kinds) for kinds in KINDS]
 
 
+@pytest.mark.slow
 @pytest.mark.dist
-@pytest.mark.parametrize("choice", [
-    pytest.param(c, marks=() if c == "selective" else pytest.mark.slow) for c in CHOICES])
+@pytest.mark.parametrize("choice", CHOICES)
 def test_predicted_peak_is_the_measured_one(choice):
     fsdp = FsdpConfig(activation_checkpointing=choice, compute_dtype="bfloat16")
     for rank in run_ranks(measured_all, 2, fsdp):
