@@ -10,7 +10,8 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 READY := $(VENV)/ready
 ARGS ?=
-# Processes of make test: ranks wait for each other and for the disk, so 2 cores keep 3 busy (4 are no faster).
+# Processes of make test: ranks wait for each other and for the disk, so 2 cores keep 3
+# busy; 4 are no faster.
 WORKERS ?= 3
 
 .NOTPARALLEL:
