@@ -31,6 +31,7 @@ from orchmllm.data.storage.remote import NOWHERE, RemoteFile, Storage, fetch_ahe
 from orchmllm.data.tokenizer import ChatTokenizer, Piece
 from orchmllm.plan.layout import AUDIO, TEXT, VISION, AudioGeometry, ExampleLayout, VisionGeometry
 
+MEASURED_AT_ONCE = 64  # rows that are in memory with what they hold
 CACHED_BYTES = 256 << 20  # of media that rows hold themselves
 
 
@@ -117,13 +118,19 @@ class ConversationDataset:
         index = self.indexes[source]
         return self._planned(i).layout if index is None else index.layout(row, i)
 
-    def prepare(self, examples: Sequence[int]) -> None:
-        """Measures those of the examples that no index knows, all at once: what they need of other
-        machines is fetched at the same time."""
-        new = [i for i in dict.fromkeys(examples)
-               if i not in self._cache and self.indexes[self.where(i)[0]] is None]
-        for i, row in zip(new, self.planner.plan(self.conversation, new, new), strict=True):
-            self._keep(i, row)
+    def layouts(self, examples: Sequence[int]) -> list[ExampleLayout]:
+        """`layout` of each. Those that no index knows are measured MEASURED_AT_ONCE at a time: what
+        they need of other machines is fetched at the same time."""
+        out = []
+        for start in range(0, len(examples), MEASURED_AT_ONCE):
+            part, found = examples[start: start + MEASURED_AT_ONCE], {}
+            new = [i for i in dict.fromkeys(part)
+                   if i not in self._cache and self.indexes[self.where(i)[0]] is None]
+            for i, row in zip(new, self.planner.plan(self.conversation, new, new), strict=True):
+                self._keep(i, row)
+                found[i] = row.layout  # by now it may be dropped again
+            out += [found[i] if i in found else self.layout(i) for i in part]
+        return out
 
     def prepare_loads(self, calls: Sequence[tuple[tuple, dict]]) -> None:
         """Reads the rows of calls of `load`, and begins to fetch their media where those are on

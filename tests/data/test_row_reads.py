@@ -83,6 +83,17 @@ def test_each_row_is_read_once(data, indexed, tmp_path):
                       for path in paths for way in WAYS}
 
 
+def test_more_rows_than_are_kept_are_measured_once(data, tmp_path, monkeypatch):
+    paths, tokenizer = data
+    one, many = (opened(paths[1], tokenizer, tmp_path) for _ in range(2))
+    counts, rows = count_reads(many.sources[0].store, len(many)), list(range(len(many)))
+    monkeypatch.setattr(dataset, "CACHED_BYTES", 1)
+    monkeypatch.setattr(dataset, "MEASURED_AT_ONCE", 5)
+    found = many.layouts([*rows, 0])
+    assert list(counts) == [2] + [1] * (len(rows) - 1) and len(many._cache) == 1
+    assert [repr(x) for x in found] == [repr(one.layout(i)) for i in [*rows, 0]]
+
+
 def test_what_planning_keeps_is_bounded_in_bytes(data, tmp_path, monkeypatch):
     paths, tokenizer = data
     whole, bounded = (opened(paths[1], tokenizer, tmp_path) for _ in range(2))

@@ -62,10 +62,9 @@ class SegmentFeed:
         sampled, rank = self.sampler.batch(index), self.orchestrator.rank
         shares = self.sampler.shares(index, self.orchestrator.world_size)
         probed = sampled if self.knows_all else sampled[shares[rank]]
-        if hasattr(self.dataset, "prepare"):
-            self.dataset.prepare(probed.tolist())
         return BatchLayout.from_examples(
-            [self.dataset.layout(int(i)) for i in probed],
+            self.dataset.layouts(probed.tolist()) if hasattr(self.dataset, "layouts")
+            else [self.dataset.layout(int(i)) for i in probed],
             [s.stop - s.start for s in shares] if self.knows_all else None)
 
     def announce(self, step: Step) -> None:

@@ -40,8 +40,8 @@ class Dataset(Protocol):
     # decode(modality, data, rows, *, segment, on_error) -> the rows of such bytes, zeros after
     #     on_error.
     # kept(index) -> what planning read, or None; it is passed to load(..., row=) in a worker.
-    # And to read several examples at once: prepare(indices) before their layouts are asked for,
-    # prepare_loads(calls of load) before those are made.
+    # And to read several examples at once: layouts(indices), and prepare_loads(calls of load)
+    # before those are made.
 
 
 class StepLoader(Pipeline):
