@@ -4,8 +4,8 @@
 // 1. Nodes above their target trade with nodes below it (trading.hpp): items that are cheap to move
 //    first, and no rank sends or receives much more than an even share of the largest surplus.
 // 2. Inside each node, ranks above the cap trade with ranks below it; then with those of any node.
-// 3. A miss: the same from a `greedy` assignment near the homes. The best assignment of all is the
-//    result, so that `least_move` is never worse than `greedy`.
+// 3. A miss: the same from home under what `greedy` reaches, then from a `greedy` assignment near the
+//    homes. The best assignment of all is the result: `least_move` is never worse than `greedy`.
 // 4. A cap that is less than 0.1% above the bound: the same under lower and lower caps.
 #pragma once
 
@@ -38,17 +38,11 @@ class LocalSearch {
     const i64 operations = static_cast<i64>(most * 2 * unit / (unit + loose - bound));
     const bool home_is_near = !nearly_all_moves();
     if (home_is_near) tighten(loose, attempt_from_home(loose, operations));
-    const i64 half_percent = bound + bound / 200;  // is tightened where less is out of reach
-    if (home_is_near && loose < half_percent && high_ > half_percent) {
-      tighten(loose, attempt_from_home(half_percent, operations));
-    }
-    if (high_ > loose) {
-      start_from_greedy();
-      tighten(loose, attempt(loose, operations / 4, false));
-    }
+    if (high_ > loose) start_from_greedy(home_is_near, loose, operations / 4);
     if (high_ > p_.cap && high_ <= loose) {
       tighten(p_.cap, operations);
-      if (high_ > p_.cap) start_from_greedy();
+      greedy_near_home();
+      keep_if_lower();
     }
     return spent_;
   }
@@ -96,31 +90,28 @@ class LocalSearch {
     return placement.budget.left;
   }
 
-  // Inside each node, then between any ranks, then by dealing anew.
+  // Inside each node, then between any ranks.
   void even_ranks(Placement& s) const {
     s.send_limit = Placement::kNoLimit;
     Trading ranks(s, order_, 1, s.problem.cap, [](i32) { return true; });
-    const i64 kept = s.budget.left / 4;  // for trades with any node
-    s.budget.left -= kept;
-    bool done = true;
+        bool done = true;
     for (i64 node = 0; node < s.num_nodes; ++node) {
       done = ranks.even(range(s.first_rank(node), s.end_rank(node))) && done;
     }
     s.receive_limit = Placement::kNoLimit;  // a fuller rank costs more than that
-    s.budget.left += kept;
-    if (!done && !ranks.even(range(0, p_.num_ranks))) ranks.deal();
+    if (!done) ranks.even(range(0, p_.num_ranks));
   }
 
   // Of a rank, in the mean of its node, without which its ranks could not be evened out: half of
-  // what there is, at most a 32nd of an item.
+  // what there is, at most a 64th of an item.
   i64 free_room(const Placement& s) const {
     const i128 slack = static_cast<i128>(s.problem.cap) * p_.num_ranks - s.total;
     return static_cast<i64>(std::min<i128>(
-        std::max<i128>(0, slack) / 2 / p_.num_ranks, s.typical / 32));
+        std::max<i128>(0, slack) / 2 / p_.num_ranks, s.typical / 64));
   }
 
-  // A rank is to send and receive little more than an even share of the largest surplus of a node.
-  // What is cheap to move goes at once.
+  // A rank is to send and receive little more than an even share of the largest surplus of a node,
+  // or one item. What is cheap to move goes at once.
   void limit_moves(Placement& s, i64 target) const {
     i64 most = 0, room = 0, surplus = 0;
     for (i64 node = 0; node < s.num_nodes; ++node) {
@@ -133,8 +124,8 @@ class LocalSearch {
     }
     // Ranks need not receive more than the largest surplus just because one node is nearly empty.
     room = std::max(most, std::min(room, most + most / 2));
-    s.send_limit = s.cost_of_weight(most + most / 16);
-    s.receive_limit = s.cost_of_weight(room + room / 16);
+    s.send_limit = s.cost_of_weight(std::max(most + most / 16, s.typical));
+    s.receive_limit = s.cost_of_weight(std::max(room + room / 16, s.typical));
     if (p_.move_cost.size == 0) return;
     const PriceLimit price(p_, surplus);
     const auto cheap = [&](i32 id) { return price.covers(id); };
@@ -165,7 +156,18 @@ class LocalSearch {
     }
   }
 
-  void start_from_greedy() {
+  void start_from_greedy(bool home_is_near, i64 cap, i64 operations) {
+    const i64 reached = greedy_near_home();
+    const std::vector<i64> assigned = trial_;
+    // What `greedy` reaches may be reached from home as well, with less movement.
+    if (home_is_near && cap < reached && reached < high_) attempt_from_home(reached, operations);
+    trial_ = assigned;
+    keep_if_lower();
+    tighten(cap, attempt(cap, operations, false));
+  }
+
+  // Makes trial_ a `greedy` assignment, each batch near its items, and returns its largest load.
+  i64 greedy_near_home() {
     spent_ += 60 * num_items_;
     greedy(p_.weight, p_.home, p_.num_ranks, trial_.data());
     const std::vector<i64> rank_of_batch =
@@ -174,7 +176,7 @@ class LocalSearch {
     for (std::size_t i = 0; i < trial_.size(); ++i) {
       if (p_.weight[i] > 0) trial_[i] = rank_of_batch[at(trial_[i])];
     }
-    keep_if_lower();
+    return max_load(trial_.data());
   }
 
   LocalProblem p_;

@@ -82,30 +82,32 @@ struct Placement {
   }
   i64 home_of(const Item& item) const { return problem.home[at(item.id)]; }
 
-  // Of moving an item to another node; the item that is none costs nothing.
+  // Of moving an item to another node.
   i64 cost(const Item& item) const {
-    return item.weight > 0 && problem.move_cost.size > 0 ? problem.move_cost[at(item.id)]
-                                                         : item.weight;
+    return problem.move_cost.size > 0 ? problem.move_cost[at(item.id)] : item.weight;
   }
   bool foreign(const Item& item, i64 rank) const {
     return home_of(item) != rank && node_of(home_of(item)) != node_of(rank);
   }
 
-  // Whether a rank may get two items (or one and nothing) as far as it may receive.
-  bool may_receive(i64 rank, const Item& a, const Item& b) const {
+  // Whether a rank may get the items, as far as it may receive.
+  bool may_receive(i64 rank, View<Item> items) const {
     const i64 room = receive_limit - received[at(rank)];
-    if (cost(a) + cost(b) <= room) return true;  // `foreign` divides: it comes last
-    const i64 more = (foreign(a, rank) ? cost(a) : 0) + (foreign(b, rank) ? cost(b) : 0);
+    i64 all = 0, more = 0;
+    for (const Item& item : items) all += cost(item);
+    if (all <= room) return true;  // `foreign` divides: it comes last
+    for (const Item& item : items) more += foreign(item, rank) ? cost(item) : 0;
     return more == 0 || more <= room;
   }
 
-  // Whether two items (or one and nothing) may leave their homes' nodes.
-  bool may_send(const Item& a, const Item& b) const {
-    if (a.weight == 0) return true;
-    const i64 left = send_limit - sent[at(home_of(a))];
-    if (b.weight == 0) return cost(a) <= left;
-    return home_of(a) == home_of(b) ? cost(a) + cost(b) <= left
-                                    : may_send(a, {0, 0}) && may_send(b, {0, 0});
+  // Whether the items may leave their homes' nodes.
+  bool may_send(View<Item> items) const {
+    for (const Item& item : items) {
+      i64 left = send_limit - sent[at(home_of(item))];
+      for (const Item& other : items) left -= home_of(other) == home_of(item) ? cost(other) : 0;
+      if (left < 0) return false;
+    }
+    return true;
   }
 
   // The mean cost of moving items of so much weight.

@@ -1,44 +1,109 @@
-// What two ranks can trade: up to two items of one against up to two of the other.
+// What two units can trade: items of one against items of the other.
 #pragma once
 
 #include "placement.hpp"
 
 namespace orchmllm {
 
+// Bundles of items of a list: what they weigh together, one of each weight.
+class Bundles {
+ public:
+  struct Bundle {
+    i64 weight;
+    u32 items;  // a bit for each of those that bundles are made of
+  };
+  std::vector<Bundle> all;  // ascending; the first has no items
+
+  // Makes the bundles of at most `most` items. False if the budget is used up.
+  bool make(const List& list, int most, Budget& budget) {
+    choose(list, most);
+    all.assign(1, {0, 0});
+    for (std::size_t k = 0; k < chosen_.size() && all.size() < kBundles; ++k) {
+      if (!budget.spend(2 * all.size())) return false;
+      add(list[chosen_[k]].weight, u32{1} << k, most);
+    }
+    return budget.spend(list.size());
+  }
+
+  void items(const List& list, const Bundle& bundle, List& out) const {
+    out.clear();
+    for (std::size_t k = 0; k < chosen_.size(); ++k) {
+      if (bundle.items >> k & 1) out.push_back(list[chosen_[k]]);
+    }
+  }
+
+ private:
+  static constexpr std::size_t kItems = 24;     // that bundles are made of, evenly spaced
+  static constexpr std::size_t kBundles = 512;  // no item is added to more than that
+
+  // Of bundles of two, two items of each weight are enough.
+  void choose(const List& list, int most) {
+    chosen_.clear();
+    for (std::size_t k = 0; k < list.size(); ++k) {
+      if (most > 2 || k < 2 || list[k].weight != list[k - 2].weight) {
+        chosen_.push_back(static_cast<u32>(k));
+      }
+    }
+    const std::size_t all = chosen_.size(), count = std::min(kItems, all);
+    for (std::size_t k = 0; k < count; ++k) chosen_[k] = chosen_[k * all / count];
+    chosen_.resize(count);
+  }
+
+  // Merges the bundles with those that have one item more.
+  void add(i64 weight, u32 item, int most) {
+    merged_.clear();
+    std::size_t i = 0;
+    for (const Bundle& bundle : all) {
+      if (__builtin_popcount(bundle.items) == most) continue;
+      const Bundle more{bundle.weight + weight, bundle.items | item};
+      while (i < all.size() && all[i].weight <= more.weight) merged_.push_back(all[i++]);
+      if (merged_.back().weight < more.weight) merged_.push_back(more);
+    }
+    merged_.insert(merged_.end(), all.begin() + static_cast<std::ptrdiff_t>(i), all.end());
+    all.swap(merged_);
+  }
+
+  std::vector<u32> chosen_;
+  std::vector<Bundle> merged_;
+};
+
 class Trade {
  public:
   List out, back;  // ascending; what goes from a to b, and from b to a
 
   // One item of `a`, against none or one of `b`, whose difference in weight is inside the window
-  // (low >= 1): the least weight going back, then the least going out. allows(out, out, back, back)
-  // has the last word; an item that is not there has weight 0.
+  // (low >= 1): the least weight going back, then the least going out. allows() has the last word
+  // on `out` and `back`.
   template <class Rule>
   bool find_single(const List& a, const List& b, Window window, const Rule& allows,
                    Budget& budget) {
     if (!budget.spend(b.size() + 16)) return false;
     std::size_t first = first_at_least(a, window.low), refused = 0;
     for (std::size_t j = 0; j <= b.size() && first < a.size(); ++j) {
-      const Item& returned = j == 0 ? nothing_ : b[j - 1];
-      while (first < a.size() && a[first].weight < window.low + returned.weight) ++first;
-      for (std::size_t i = first; i < a.size() && a[i].weight <= window.high + returned.weight; ++i) {
-        if (!allows(a[i], nothing_, returned, nothing_)) {
-          if (++refused == kRefusals || !budget.spend(8)) return false;
-          continue;
-        }
+      const i64 returned = j == 0 ? 0 : b[j - 1].weight;
+      back.clear();
+      if (j > 0) back.push_back(b[j - 1]);
+      while (first < a.size() && a[first].weight < window.low + returned) ++first;
+      for (std::size_t i = first; i < a.size() && a[i].weight <= window.high + returned; ++i) {
         out.assign(1, a[i]);
-        back.assign(j == 0 ? 0 : 1, returned);
-        return true;
+        if (allows()) return true;
+        if (++refused == kRefusals || !budget.spend(8)) return false;
       }
     }
     return false;
   }
 
-  // The same with bundles of up to two items, in the first of two windows that has any. Sums of `a`
-  // are listed by list_bundles(a) before.
+  // The same with bundles of at most `most` items, in the first of two windows that has any. Those
+  // of `a` are made by make_bundles(a) before.
   template <class Rule>
-  bool find_bundles(const List& a, const List& b, Window first, Window second, const Rule& allows,
-                    Budget& budget) {
-    return list(b, backs_, budget) && (match(a, b, first, allows) || match(a, b, second, allows));
+  bool find_bundles(const List& a, const List& b, int most, Window first, Window second,
+                    const Rule& allows, Budget& budget) {
+    return backs_.make(b, most, budget) && budget.spend(outs_.all.size() + backs_.all.size()) &&
+           (match(a, b, first, allows, budget) || match(a, b, second, allows, budget));
+  }
+
+  bool make_bundles(const List& a, int most, Budget& budget) {
+    return outs_.make(a, most, budget);
   }
 
   // One heavy item of `a` against several of `b`, the heaviest that fit first.
@@ -61,71 +126,25 @@ class Trade {
     return false;
   }
 
-  bool list_bundles(const List& a, Budget& budget) { return list(a, outs_, budget); }
-
  private:
-  struct Bundle {
-    i64 weight;
-    u32 first, second;  // indices; equal: one item, or none if the weight is 0
-    bool operator<(const Bundle& other) const { return weight < other.weight; }
-  };
   static constexpr std::size_t kRefusals = 16;
-  static constexpr std::size_t kItems = 24;  // that bundles are made of, evenly spaced
-
-  // All bundles of up to two items, ascending. Two items of each weight are enough.
-  bool list(const List& items, std::vector<Bundle>& found, Budget& budget) {
-    kept_.clear();
-    for (std::size_t k = 0; k < items.size(); ++k) {
-      if (k < 2 || items[k].weight != items[k - 2].weight) kept_.push_back(static_cast<u32>(k));
-    }
-    const std::size_t all = kept_.size(), count = std::min(kItems, all);
-    for (std::size_t k = 0; k < count; ++k) kept_[k] = kept_[k * all / count];
-    if (!budget.spend(items.size() + 4 * count * count)) return false;
-    found.assign(1, {0, 0, 0});
-    for (std::size_t k = 0; k < count; ++k) {
-      const i64 weight = items[kept_[k]].weight;
-      found.push_back({weight, kept_[k], kept_[k]});
-      for (std::size_t l = k + 1; l < count; ++l) {
-        found.push_back({weight + items[kept_[l]].weight, kept_[k], kept_[l]});
-      }
-    }
-    std::stable_sort(found.begin(), found.end());
-    return true;
-  }
 
   template <class Rule>
-  bool match(const List& a, const List& b, Window window, const Rule& allows) {
-    std::size_t i = 0;
-    for (const Bundle& returned : backs_) {
-      while (i < outs_.size() && outs_[i].weight < window.low + returned.weight) ++i;
-      if (i == outs_.size()) return false;
-      if (outs_[i].weight > window.high + returned.weight) continue;
-      const Bundle& sent = outs_[i];
-      if (allows(first(a, sent), second(a, sent), first(b, returned), second(b, returned))) {
-        out = items(a, sent);
-        back = items(b, returned);
-        return true;
-      }
+  bool match(const List& a, const List& b, Window window, const Rule& allows, Budget& budget) {
+    std::size_t i = 0, refused = 0;
+    for (const Bundles::Bundle& returned : backs_.all) {
+      while (i < outs_.all.size() && outs_.all[i].weight < window.low + returned.weight) ++i;
+      if (i == outs_.all.size()) return false;
+      if (outs_.all[i].weight > window.high + returned.weight) continue;
+      outs_.items(a, outs_.all[i], out);
+      backs_.items(b, returned, back);
+      if (allows()) return true;
+      if (++refused == kRefusals || !budget.spend(8)) return false;
     }
     return false;
   }
 
-  const Item& first(const List& list, const Bundle& bundle) const {
-    return bundle.weight == 0 ? nothing_ : list[bundle.first];
-  }
-  const Item& second(const List& list, const Bundle& bundle) const {
-    return bundle.first == bundle.second ? nothing_ : list[bundle.second];
-  }
-
-  static List items(const List& list, const Bundle& bundle) {
-    if (bundle.weight == 0) return {};
-    if (bundle.first == bundle.second) return {list[bundle.first]};
-    return {list[bundle.first], list[bundle.second]};
-  }
-
-  const Item nothing_{0, 0};
-  std::vector<Bundle> outs_, backs_;
-  std::vector<u32> kept_;
+  Bundles outs_, backs_;
 };
 
 }  // namespace orchmllm

@@ -14,10 +14,10 @@ import numpy as np
 from tests.twins.core import greedy, lower_bound, near_home
 
 NO_LIMIT = 2**63 - 1
-PARTNERS = 16
+PARTNERS, REFUSALS = 16, 16
 BUNDLED = 24  # items of a unit that bundles are made of
-REFUSALS, ROUNDS, DEALS = 16, 12, 10
-SINGLE, BUNDLES, WHAT_FITS, HEAVY = range(4)
+MANY = 512  # bundles, to which no item is added any more
+SINGLE, PAIRS, HEAVY, BUNDLES, WHAT_FITS = range(5)
 Item = tuple[int, int]  # (weight, id)
 
 
@@ -89,7 +89,6 @@ class Trading:
                  takes_part: Callable[[int], bool] = lambda _: True):
         self.s, self.width, self.cap, self.takes_part = s, width, cap, takes_part
         self.first_pass = [0 if width > 1 else 2] * -(-s.num_ranks // width)  # of give(), by unit
-        self.random = 0
 
     def ranks(self, unit: int) -> range:
         return range(unit * self.width, min(self.s.num_ranks, (unit + 1) * self.width))
@@ -103,7 +102,7 @@ class Trading:
         return max(load - self.cap * len(self.ranks(unit)), -self.s.total)
 
     def even(self, units: Sequence[int],
-             ways: Sequence[int] = (SINGLE, BUNDLES, WHAT_FITS, HEAVY)) -> bool:
+             ways: Sequence[int] = (SINGLE, PAIRS, HEAVY, BUNDLES)) -> bool:
         """The fullest trades first; False if nothing helped one."""
         if not self.s.spend(64 * len(units)):
             return False
@@ -114,70 +113,28 @@ class Trading:
             ranked = sorted((self.excess(u), u) for u in units if u not in helpless)
             if not ranked or ranked[-1][0] <= 0:
                 return not helpless
-            if not self.s.spend(64) or 8 * len(helpless) > len(units) + 128:
+            if not self.s.spend(64):
                 return False
             if not self.relieve(ranked, ways):
                 helpless.add(ranked[-1][1])
 
-    def deal(self) -> bool:
-        """Ranks above the cap are dealt anew with some of the emptiest; then all trade again."""
-        units = range(self.s.num_ranks)
-        for k in range(ROUNDS):
-            if not self.s.spend(64 * len(units)):
-                return False
-            ranked = sorted((self.excess(u), u) for u in units)
-            if 8 * sum(excess > 0 for excess, _ in ranked) > len(units) + 64:
-                return False
-            if self.deal_groups(ranked, 4 << k % 4) or self.even(units):
-                return True
-        return False
-
-    def deal_groups(self, ranked: list[tuple[int, int]], partners: int) -> bool:
-        done = True
-        while ranked and ranked[-1][0] > 0:
-            group = [ranked.pop()]
-            while len(group) <= partners and ranked and ranked[0][0] < 0:
-                group.append(ranked.pop(0))
-            if self.s.operations < 0:
-                return False
-            ranks = [u for _, u in group]
-            if sum(excess for excess, _ in group) > 0 or not self.deal_group(ranks):
-                done = False
-                continue
-            ranked = sorted(ranked + [(self.excess(u), u) for u in ranks])
-        return done
-
-    def deal_group(self, ranks: list[int]) -> bool:
-        items = sorted(item for u in ranks for item in self.items(u))
-        before = [self.s.rank_of[i] for _, i in items]
-        order = list(range(len(items)))
-        for _ in range(DEALS):
-            if not self.s.spend(8 * len(items) * len(ranks)):
-                break
-            for k in range(len(order), 1, -1):
-                self.random = (self.random * 6364136223846793005 + 1442695040888963407) % 2**64
-                other = (self.random >> 33) % k
-                order[k - 1], order[other] = order[other], order[k - 1]
-            load = dict.fromkeys(ranks, 0)
-            for k in order:
-                least = min(ranks, key=lambda u: (load[u], u))
-                load[least] += items[k][0]
-                self.s.move(items[k], least)
-            if self.even(ranks):
-                return True
-        for item, rank in zip(items, before, strict=True):
-            self.s.move(item, rank)
-        return False
-
     def relieve(self, ranked: list[tuple[int, int]], ways: Sequence[int]) -> bool:
         need, a = ranked[-1]
-        partners = [(-excess, b) for excess, b in ranked if excess < 0][:PARTNERS]
+        step = max(0, -need - ranked[0][0]) // PARTNERS
         for way in ways:
-            outs = self.bundles(self.items(a)) if way == BUNDLES else []
-            if outs is None or self.s.operations < 0:
+            if self.s.operations < 0:
                 return False
-            if any(self.trade(a, b, need, room, way, outs) for room, b in partners):
-                return True
+            outs = self.bundles(self.items(a), way) if way in (PAIRS, BUNDLES) else []
+            if outs is None:
+                return False
+            last = (-NO_LIMIT, 0)
+            for _ in range(PARTNERS):
+                last = next((unit for unit in ranked if unit > last), (0, 0))
+                if last[0] >= 0:
+                    break
+                if self.trade(a, last[1], need, -last[0], way, outs):
+                    return True
+                last = (last[0] + step, last[1])
         return False
 
     def trade(self, a: int, b: int, need: int, room: int, way: int, outs: list) -> bool:
@@ -188,18 +145,21 @@ class Trading:
             return self.give(a, b, amount, 0)
         if way == SINGLE and amount > self.s.typical:
             return self.give(a, b, amount, self.s.typical)
+        if way == SINGLE and self.width > 1 and room < need // 4:
+            return False
         low = need if need <= room else max(1, room - self.waste)
         mine, theirs = self.items(a), self.items(b)
         if way == SINGLE:
             found = (self.s.spend(len(theirs) + 16)
                      and self.match([(i,) for i in mine], [()] + [(i,) for i in theirs], low, room,
-                                    a, b, refusals=REFUSALS))
+                                    a, b))
         elif way == HEAVY:
             found = self.heavy(mine, theirs, 1 + amount // 2, room)
         else:
-            backs = self.bundles(theirs) or []
-            found = (self.match(outs, backs, low, room, a, b, refusals=0)
-                     or self.match(outs, backs, 1 + amount // 2, room, a, b, refusals=0))
+            backs = self.bundles(theirs, way)
+            found = (backs is not None and self.s.spend(len(outs) + len(backs))
+                     and (self.match(outs, backs, low, room, a, b, lightest=True)
+                          or self.match(outs, backs, 1 + amount // 2, room, a, b, lightest=True)))
         if not found:
             return False
         for unit, items in ((b, found[0]), (a, found[1])):
@@ -209,21 +169,21 @@ class Trading:
             self.pass_on(items, before, after)
         return True
 
-    def match(self, outs, backs, low: int, high: int, a: int, b: int, refusals: int):
-        """The first (out, back), by the weight going back, whose difference is from low to high.
-        Of bundles the lightest out is tried alone, of single items all, up to so many refusals."""
+    def match(self, outs, backs, low: int, high: int, a: int, b: int, lightest: bool = False):
+        """The first (out, back), by the weight going back, whose difference is from low to high:
+        of all out, or only the lightest. None after so many refusals."""
         refused = 0
         for back in backs:
+            returned = sum(w for w, _ in back)
             for out in outs:
-                difference = sum(w for w, _ in out) - sum(w for w, _ in back)
-                if low <= difference <= high:
+                if low <= sum(w for w, _ in out) - returned <= high:
                     if self.allows(a, b, out, back):
                         return out, back
                     refused += 1
-                    if refusals == 0:
-                        break
-                    if refused == refusals or not self.s.spend(8):
+                    if refused == REFUSALS or not self.s.spend(8):
                         return None
+                    if lightest:
+                        break
         return None
 
     def allows(self, a: int, b: int, out: Sequence[Item], back: Sequence[Item]) -> bool:
@@ -247,17 +207,27 @@ class Trading:
                 return (item,), back
         return None
 
-    def bundles(self, items: list[Item]) -> list[tuple[Item, ...]] | None:
-        """Up to two items each, ascending; None where operations ran out."""
-        kept = [i for k, i in enumerate(items) if k < 2 or items[k - 2][0] != i[0]]
-        count = min(BUNDLED, len(kept))
-        kept = [kept[k * len(kept) // count] for k in range(count)]
-        if not self.s.spend(len(items) + 4 * count * count):
+    def bundles(self, items: list[Item], way: int) -> list[tuple[Item, ...]] | None:
+        """Of up to two items, or of any number; one of each weight, ascending. None where
+        operations ran out."""
+        if way == PAIRS:
+            items_of, most = [i for k, i in enumerate(items) if k < 2 or items[k - 2][0] != i[0]], 2
+        else:
+            items_of, most = items, BUNDLED
+        count = min(BUNDLED, len(items_of))
+        found: dict[int, tuple[Item, ...]] = {0: ()}
+        for k in range(count):
+            if len(found) >= MANY:
+                break
+            if not self.s.spend(2 * len(found)):
+                return None
+            item = items_of[k * len(items_of) // count]
+            for weight, bundle in sorted(found.items()):
+                if len(bundle) < most:
+                    found.setdefault(weight + item[0], (*bundle, item))
+        if not self.s.spend(len(items)):
             return None
-        found: list[tuple[Item, ...]] = [()]
-        for k, item in enumerate(kept):
-            found += [(item,)] + [(item, other) for other in kept[k + 1:]]
-        return sorted(found, key=lambda bundle: sum(w for w, _ in bundle))
+        return [bundle for _, bundle in sorted(found.items())]
 
     def give(self, a: int, b: int, amount: int, enough: int) -> bool:
         """The heaviest that fit, until `enough` or less is missing; with 0 one item."""
@@ -334,19 +304,14 @@ class Search:
         unit, loose = bound // 1000 + 1, max(self.cap, bound + bound // 1000)
         most = min(32000000, 4000 * n) + 80 * n
         operations = most * 2 * unit // (unit + loose - bound)
-        home_is_near, half_percent = not self.nearly_all_moves(), bound + bound // 200
+        home_is_near = not self.nearly_all_moves()
         if home_is_near:
             self.tighten(loose, self.attempt(list(self.home), loose, operations, from_home=True))
-        if home_is_near and loose < half_percent < self.high:
-            self.tighten(loose, self.attempt(list(self.home), half_percent, operations,
-                                             from_home=True))
         if self.high > loose:
-            start = self.start_from_greedy()
-            self.tighten(loose, self.attempt(start, loose, operations // 4))
+            self.start_from_greedy(home_is_near, loose, operations // 4)
         if self.cap < self.high <= loose:
             self.tighten(self.cap, operations)
-            if self.high > self.cap:
-                self.start_from_greedy()
+            self.keep_if_lower(self.greedy_near_home())
         return self.best
 
     def max_load(self, rank_of: list[int]) -> int:
@@ -373,7 +338,7 @@ class Search:
         nodes = range(self.num_nodes)
         if self.num_nodes > 1:
             slack = cap * self.num_ranks - s.total
-            target = cap - min(max(0, slack) // 2 // self.num_ranks, s.typical // 32)
+            target = cap - min(max(0, slack) // 2 // self.num_ranks, s.typical // 64)
             if from_home:
                 self.limit_moves(s, target)
             Trading(s, self.width, target).even(nodes)
@@ -385,14 +350,12 @@ class Search:
 
     def even_ranks(self, s: Placement) -> None:
         s.send_limit = NO_LIMIT
-        ranks, kept = Trading(s, 1, s.cap), s.operations // 4
-        s.operations -= kept
+        ranks = Trading(s, 1, s.cap)
         done = [ranks.even(range(k * self.width, min(self.num_ranks, (k + 1) * self.width)))
                 for k in range(self.num_nodes)]
         s.receive_limit = NO_LIMIT
-        s.operations += kept
-        if not all(done) and not ranks.even(range(self.num_ranks)):
-            ranks.deal()
+        if not all(done):
+            ranks.even(range(self.num_ranks))
 
     def limit_moves(self, s: Placement, target: int) -> None:
         """To an even share of the largest surplus; what is cheap to move goes at once."""
@@ -408,7 +371,8 @@ class Search:
             return (min(NO_LIMIT, sum(self.price) * weight // max(1, s.total)) if self.price
                     else weight)
 
-        s.send_limit, s.receive_limit = cost_of(most + most // 16), cost_of(room + room // 16)
+        s.send_limit = cost_of(max(most + most // 16, s.typical))
+        s.receive_limit = cost_of(max(room + room // 16, s.typical))
         if self.price:
             surplus = sum(max(0, m - target) * w for m, w in zip(means, widths, strict=True))
             cheap = PriceLimit(self.weight, self.price, surplus)
@@ -428,15 +392,21 @@ class Search:
             if self.high > following:
                 low = following
 
-    def start_from_greedy(self) -> list[int]:
+    def start_from_greedy(self, home_is_near: bool, cap: int, operations: int) -> None:
+        start = self.greedy_near_home()
+        reached = self.max_load(start)
+        if home_is_near and cap < reached < self.high:
+            self.attempt(list(self.home), reached, operations, from_home=True)
+        self.keep_if_lower(start)
+        self.tighten(cap, self.attempt(start, cap, operations))
+
+    def greedy_near_home(self) -> list[int]:
         self.spent += 60 * sum(w > 0 for w in self.weight)
         home = np.array(self.home, np.int64)
         batch = greedy(np.array(self.weight), home, self.num_ranks)
         rank_of_batch = near_home(home, batch, np.array(self.weight), self.num_ranks, self.width)
-        start = [int(rank_of_batch[b]) if w else h
-                 for b, w, h in zip(batch, self.weight, self.home, strict=True)]
-        self.keep_if_lower(start)
-        return start
+        return [int(rank_of_batch[b]) if w else h
+                for b, w, h in zip(batch, self.weight, self.home, strict=True)]
 
 
 def least_move_counted(
