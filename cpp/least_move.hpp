@@ -4,8 +4,8 @@
 // 1. Nodes above their target trade with nodes below it (trading.hpp): items that are cheap to move
 //    first, and no rank sends or receives much more than an even share of the largest surplus.
 // 2. Inside each node, ranks above the cap trade with ranks below it; then with those of any node.
-// 3. A miss: the same from home under what `greedy` reaches, then from a `greedy` assignment near the
-//    homes. The best assignment of all is the result: `least_move` is never worse than `greedy`.
+// 3. A miss: the same from a `greedy` assignment near the homes. The best assignment of all is the
+//    result, so that `least_move` is never worse than `greedy`.
 // 4. A cap that is less than 0.1% above the bound: the same under lower and lower caps.
 #pragma once
 
@@ -37,12 +37,17 @@ class LocalSearch {
     const i128 most = std::min<i64>(32000000, 4000 * num_items_) + 80 * num_items_;
     const i64 operations = static_cast<i64>(most * 2 * unit / (unit + loose - bound));
     const bool home_is_near = !nearly_all_moves();
-    if (home_is_near) tighten(loose, attempt_from_home(loose, operations));
-    if (high_ > loose) start_from_greedy(home_is_near, loose, operations / 4);
+    if (home_is_near) {
+      const i64 left = attempt_from_home(loose, operations);
+      tighten(loose, left + operations / 2);  // where the cap is out of reach, lower loads are not
+    }
+    if (high_ > loose) {
+      start_from_greedy();
+      tighten(loose, attempt(loose, operations / 4, false));
+    }
     if (high_ > p_.cap && high_ <= loose) {
       tighten(p_.cap, operations);
-      greedy_near_home();
-      keep_if_lower();
+      if (high_ > p_.cap) start_from_greedy();
     }
     return spent_;
   }
@@ -156,18 +161,7 @@ class LocalSearch {
     }
   }
 
-  void start_from_greedy(bool home_is_near, i64 cap, i64 operations) {
-    const i64 reached = greedy_near_home();
-    const std::vector<i64> assigned = trial_;
-    // What `greedy` reaches may be reached from home as well, with less movement.
-    if (home_is_near && cap < reached && reached < high_) attempt_from_home(reached, operations);
-    trial_ = assigned;
-    keep_if_lower();
-    tighten(cap, attempt(cap, operations, false));
-  }
-
-  // Makes trial_ a `greedy` assignment, each batch near its items, and returns its largest load.
-  i64 greedy_near_home() {
+  void start_from_greedy() {
     spent_ += 60 * num_items_;
     greedy(p_.weight, p_.home, p_.num_ranks, trial_.data());
     const std::vector<i64> rank_of_batch =
@@ -176,7 +170,7 @@ class LocalSearch {
     for (std::size_t i = 0; i < trial_.size(); ++i) {
       if (p_.weight[i] > 0) trial_[i] = rank_of_batch[at(trial_[i])];
     }
-    return max_load(trial_.data());
+    keep_if_lower();
   }
 
   LocalProblem p_;

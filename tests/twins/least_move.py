@@ -14,7 +14,7 @@ import numpy as np
 from tests.twins.core import greedy, lower_bound, near_home
 
 NO_LIMIT = 2**63 - 1
-PARTNERS, REFUSALS = 16, 16
+PARTNERS, REFUSALS = 24, 16
 BUNDLED = 24  # items of a unit that bundles are made of
 MANY = 512  # bundles, to which no item is added any more
 SINGLE, PAIRS, HEAVY, BUNDLES, WHAT_FITS = range(5)
@@ -145,8 +145,6 @@ class Trading:
             return self.give(a, b, amount, 0)
         if way == SINGLE and amount > self.s.typical:
             return self.give(a, b, amount, self.s.typical)
-        if way == SINGLE and self.width > 1 and room < need // 4:
-            return False
         low = need if need <= room else max(1, room - self.waste)
         mine, theirs = self.items(a), self.items(b)
         if way == SINGLE:
@@ -306,12 +304,15 @@ class Search:
         operations = most * 2 * unit // (unit + loose - bound)
         home_is_near = not self.nearly_all_moves()
         if home_is_near:
-            self.tighten(loose, self.attempt(list(self.home), loose, operations, from_home=True))
+            left = self.attempt(list(self.home), loose, operations, from_home=True)
+            self.tighten(loose, left + operations // 2)
         if self.high > loose:
-            self.start_from_greedy(home_is_near, loose, operations // 4)
+            start = self.start_from_greedy()
+            self.tighten(loose, self.attempt(start, loose, operations // 4))
         if self.cap < self.high <= loose:
             self.tighten(self.cap, operations)
-            self.keep_if_lower(self.greedy_near_home())
+            if self.high > self.cap:
+                self.start_from_greedy()
         return self.best
 
     def max_load(self, rank_of: list[int]) -> int:
@@ -392,21 +393,15 @@ class Search:
             if self.high > following:
                 low = following
 
-    def start_from_greedy(self, home_is_near: bool, cap: int, operations: int) -> None:
-        start = self.greedy_near_home()
-        reached = self.max_load(start)
-        if home_is_near and cap < reached < self.high:
-            self.attempt(list(self.home), reached, operations, from_home=True)
-        self.keep_if_lower(start)
-        self.tighten(cap, self.attempt(start, cap, operations))
-
-    def greedy_near_home(self) -> list[int]:
+    def start_from_greedy(self) -> list[int]:
         self.spent += 60 * sum(w > 0 for w in self.weight)
         home = np.array(self.home, np.int64)
         batch = greedy(np.array(self.weight), home, self.num_ranks)
         rank_of_batch = near_home(home, batch, np.array(self.weight), self.num_ranks, self.width)
-        return [int(rank_of_batch[b]) if w else h
-                for b, w, h in zip(batch, self.weight, self.home, strict=True)]
+        start = [int(rank_of_batch[b]) if w else h
+                 for b, w, h in zip(batch, self.weight, self.home, strict=True)]
+        self.keep_if_lower(start)
+        return start
 
 
 def least_move_counted(
