@@ -12,15 +12,15 @@ for them.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import product
 
 import numpy as np
 
-from orchmllm.config import DTYPE_BYTES, FsdpConfig
+from orchmllm.config import DTYPE_BYTES, FsdpConfig, Recipe
 from orchmllm.estimate import activations
 from orchmllm.models.config import ModelConfig
-from orchmllm.models.flops import Lengths, padded_lengths, phase_lengths, phase_work
+from orchmllm.models.flops import Lengths, item_rank, padded_lengths, phase_lengths, phase_work
 from orchmllm.plan.assign import PHASES
 from orchmllm.plan.layout import ENCODERS
 from orchmllm.plan.step import StepPlan
@@ -33,35 +33,29 @@ Choice = Mapping[str, str]
 @dataclass(frozen=True)
 class Loads:
     """What each of d ranks processes in one microbatch: phase -> Lengths of (d,) sums.
-    received: encoder phase -> (d,) features that arrive for the rank's LLM sequences."""
+    received: encoder phase -> (d,) features that arrive for the rank's LLM sequences. pairs: phase
+    -> (d,) sums of the items' squared positions, which attention costs."""
 
     phases: Mapping[str, Lengths]
     received: Mapping[str, np.ndarray]
-
-    @property
-    def num_ranks(self) -> int:
-        return len(self.phases["llm"].tokens)
+    pairs: Mapping[str, np.ndarray] = field(default_factory=dict)
 
 
 def loads_of(plan: StepPlan, pad: frozenset[str] = frozenset()) -> Loads:
     """The loads of a planned microbatch. pad: phases whose batches are padded."""
     d = plan.layout.num_ranks
-    phases, received = {}, {}
+    phases, received, pairs = {}, {}, {}
     for phase in PHASES:
-        move = plan.llm if phase == "llm" else plan.encode[phase]
-        lengths = (padded_lengths if phase in pad else _own_lengths)(plan, phase)
-        phases[phase] = Lengths(*(
-            np.bincount(move.target_rank, weights=values[move.order], minlength=d)
-            for values in (lengths.rows, lengths.positions, lengths.tokens)))
+        rank = item_rank(plan, phase)
+        lengths = padded_lengths(plan, phase) if phase in pad else phase_lengths(plan.layout, phase)
+        *sums, pairs[phase] = (np.bincount(rank, values, d) for values in (
+            lengths.rows, lengths.positions, lengths.tokens, lengths.positions.astype(float)**2))
+        phases[phase] = Lengths(*sums)
         if phase in ENCODERS:
             owner = plan.feature[phase]
-            tokens = lengths.tokens[move.order][owner.order]
-            received[phase] = np.bincount(owner.target_rank, weights=tokens, minlength=d)
-    return Loads(phases, received)
-
-
-def _own_lengths(plan: StepPlan, phase: str) -> Lengths:
-    return phase_lengths(plan.layout, phase)
+            tokens = lengths.tokens[plan.encode[phase].order][owner.order]
+            received[phase] = np.bincount(owner.target_rank, tokens, d)
+    return Loads(phases, received, pairs)
 
 
 @dataclass(frozen=True)
@@ -80,6 +74,14 @@ class MemoryModel:
     all_gather: int = 0
     ranks_per_node: int = 8
     microbatches: int = 1
+
+    @classmethod
+    def of(cls, recipe: Recipe, num_ranks: int, ranks_per_node: int,
+           on_cpu: bool = False) -> MemoryModel:
+        """Of a rank of a recipe's run. ranks_per_node: where the recipe does not say it."""
+        return cls(recipe.model, recipe.fsdp, recipe.fsdp.shard_size or num_ranks, on_cpu,
+                   ranks_per_node=recipe.balance.ranks_per_node or ranks_per_node,
+                   microbatches=recipe.train.accumulation_steps)
 
     @property
     def element(self) -> int:
@@ -243,10 +245,15 @@ class MemoryModel:
 
     def extra_time(self, loads: Loads, choice: Choice) -> float:
         """FLOP that the slowest rank of each phase repeats: what `auto` keeps low."""
-        return sum(float(phase_work(p, self.model, loads.phases[p], choice[p]).recompute.sum(
-            axis=0).max()) + SELECTIVE_SHARE * (choice[p] == "selective") * float(
-            phase_work(p, self.model, loads.phases[p]).forward.sum(axis=0).max())
-            for p in PHASES)
+        total = 0.0
+        for phase in PHASES:
+            lengths = loads.phases[phase]
+            work = phase_work(phase, self.model, lengths, choice[phase])
+            again = work.recompute + SELECTIVE_SHARE * (choice[phase] == "selective") * work.forward
+            # Attention is that of one item as long as all of the rank's: it has more pairs.
+            share = loads.pairs[phase] / np.maximum(lengths.positions, 1.0)**2
+            total += float((again[0] + share * again[1]).max())
+        return total
 
 
 # Norms, activations and rotations of a block take about this share of its forward time.

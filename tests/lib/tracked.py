@@ -28,8 +28,7 @@ def tracked(recipe: Recipe, num_ranks: int) -> tuple[float, dict[str, float]]:
     parameters, gradients, activations and exchanges, without the optimizer's moments."""
     plan = plan_step(draw(recipe, num_ranks, recipe.train.batch_size, 0),
                      replace(plan_spec(recipe, 8), balance=NONE))
-    memory = MemoryModel(recipe.model, recipe.fsdp, recipe.fsdp.shard_size or num_ranks,
-                         on_cpu=True, microbatches=recipe.train.accumulation_steps)
+    memory = MemoryModel.of(recipe, num_ranks, 8, on_cpu=True)
     choice = {p: recipe.fsdp.checkpointing(p) for p in PHASES}
     moments = memory.peaks(loads_of(plan, padded_phases(recipe.model)), choice)
     moments.pop("optimizer")
