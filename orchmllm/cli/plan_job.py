@@ -18,9 +18,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from orchmllm.cli.dry_run import cluster_of, cluster_options, length_options
-from orchmllm.config import Recipe, RecipeError, read_recipe
+from orchmllm.config import RecipeError, read_recipe
 from orchmllm.estimate.lengths import examples_of
-from orchmllm.estimate.search import Found, Search, Setting, difference
+from orchmllm.estimate.search import Found, Search, difference
 from orchmllm.estimate.text import gpu_text, unnamed_encoders
 from orchmllm.plan.assign import PHASES
 
@@ -35,7 +35,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("overrides", nargs="*", metavar="section.key=value",
                         help="replaces a value of the recipe")
     parser.add_argument("--gpus", type=int, required=True, metavar="N", help="ranks of the job")
-    parser.add_argument("--global-batch", type=int, default=-1, metavar="N",
+    parser.add_argument("--global-batch", type=int, metavar="N",
                         help="examples a step; 0: any (as the recipe says)")
     parser.add_argument("--steps", type=int, default=2, metavar="N",
                         help="planned for each batch size (2)")
@@ -45,18 +45,10 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--picture", type=Path, metavar="FILE",
                         help="throughput against the link and the batch size, .svg or .png")
     args = parser.parse_intermixed_args(argv)
-    if args.gpus < 1 or args.steps < 1:
-        parser.error(f"--gpus {args.gpus} and --steps {args.steps}: at least 1")
+    if args.gpus < 1 or args.steps < 1 or (args.global_batch or 0) < 0:
+        parser.error(f"--gpus {args.gpus}, --steps {args.steps} and --global-batch "
+                     f"{args.global_batch or 0}: at least 1, 1 and 0")
     return args
-
-
-def as_given(recipe: Recipe, num_ranks: int) -> Setting:
-    """The recipe's own setting; full checkpointing where it says `auto`."""
-    fsdp = recipe.fsdp
-    return Setting(
-        recipe.train.batch_size, recipe.train.accumulation_steps, fsdp.shard_size or num_ranks,
-        tuple(fsdp.reshard(p) for p in PHASES),
-        tuple(fsdp.checkpointing(p).replace("auto", "full") for p in PHASES))
 
 
 def table(best: list[Found], given: Found | None, search: Search) -> str:
@@ -86,17 +78,18 @@ def runner_up(best: list[Found]) -> Found | None:
     return (others or best[1:] or [None])[0]
 
 
-def picture(search: Search, best: Found, second: Found | None, given: Setting, path: Path) -> None:
+def picture(search: Search, best: Found, second: Found | None, given: Found | None,
+            path: Path) -> None:
     """Left: throughput against the link between nodes; right: against the batch size, a cross where
     it does not fit."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 4.4), layout="constrained")
     left, right = figure.subplots(1, 2)
-    for setting, name in ((best.setting, "chosen"), (second and second.setting, "runner-up"),
-                          (given, "as the recipe says")):
-        if setting is None:
+    for one, name in ((best, "chosen"), (second, "runner-up"), (given, "as the recipe says")):
+        if one is None:
             continue
+        setting = one.setting
         found = [search.found(setting, replace(search.hardware, network_bandwidth=g * 1e9 / 8))
                  for g in LINKS]
         fits = found[0].peak_bytes <= search.budget
@@ -138,7 +131,7 @@ def run(args: argparse.Namespace) -> int:
     recipe, gpus = loaded.recipe, args.gpus
     without = unnamed_encoders(loaded)
     train = recipe.train
-    whole = args.global_batch if args.global_batch >= 0 else (
+    whole = args.global_batch if args.global_batch is not None else (
         train.global_batch_size or train.batch_size * train.accumulation_steps * gpus)
     search = Search(recipe, gpus, cluster_of(args),
                     examples_of(recipe, args.mix, args.lengths, without), whole, args.steps)
@@ -146,8 +139,7 @@ def run(args: argparse.Namespace) -> int:
     if not best:
         raise ValueError(f"nothing fits {gpus} GPUs of {search.budget / 1e9:.1f} GB "
                          f"({search.allowed_by}): give more GPUs, a smaller batch or model")
-    setting = as_given(recipe, gpus)
-    given = search.found(setting) if gpus % setting.shard_size == 0 else None
+    given = search.given()
     print(f"{gpus} GPUs: {gpu_text(vars(search.hardware))}; {search.budget / 1e9:.1f} GB for "
           f"tensors ({search.allowed_by})\n"
           f"{f'{whole} examples a step' if whole else 'any number of examples a step'}, lengths "
@@ -163,7 +155,7 @@ def run(args: argparse.Namespace) -> int:
     if args.out:
         args.out.write_text("\n".join(lines) + "\n", encoding="utf-8")
     if args.picture:
-        picture(search, best[0], second, setting if given else best[0].setting, args.picture)
+        picture(search, best[0], second, given, args.picture)
         print(f"picture: {args.picture}")
     print(f"\nThis took {time.process_time() - started:.1f} s of CPU.")
     return 0

@@ -15,10 +15,11 @@ import numpy as np
 
 from orchmllm.config import Recipe, plan_spec
 from orchmllm.estimate.dry_run import NONE, draw
+from orchmllm.estimate.exchange import exchange_seconds
 from orchmllm.estimate.fits import budget_of, decide, joined, largest_fitting, scaled
 from orchmllm.estimate.hardware import Hardware
 from orchmllm.estimate.memory import MemoryModel, loads_of
-from orchmllm.estimate.step_time import exchange_seconds, predict
+from orchmllm.estimate.step_time import timed, work_of
 from orchmllm.plan.assign import PHASES, BalanceConfig, PhasePolicy
 from orchmllm.plan.step import plan_step
 
@@ -79,8 +80,8 @@ def ablate(recipe: Recipe, num_ranks: int, batch_size: int, hardware: Hardware,
     for name, variant in schemes.items():
         plans = [plan_step(x, replace(spec, balance=variant.balance)) for x in layouts]
         own = replace(memory, all_gather=num_ranks if variant.all_gather else 0)
-        times = [predict(p, memory, choice, hardware, variant.pad, variant.all_gather)
-                 for p in plans]
+        times = [timed(work_of(p, recipe.model, variant.pad, variant.all_gather), memory, choice,
+                       hardware) for p in plans]
         loads = joined([loads_of(p, variant.pad) for p in plans])
         peak = own.peak(loads, choice)
         seeds = {"mfu": [t.mfu for t in times],

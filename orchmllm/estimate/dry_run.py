@@ -29,7 +29,7 @@ from orchmllm.estimate.fits import (
 from orchmllm.estimate.hardware import Hardware, described
 from orchmllm.estimate.lengths import Examples, of_mix
 from orchmllm.estimate.memory import Loads, MemoryModel, loads_of
-from orchmllm.estimate.step_time import StepTime, exchange_seconds, rank_seconds, timed, work_of
+from orchmllm.estimate.step_time import StepTime, rank_seconds, timed, work_of
 from orchmllm.estimate.workload import MODELS
 from orchmllm.models.flops import padded_phases, step_flops
 from orchmllm.plan.assign import PHASES, BalanceConfig, PhasePolicy, PlanSpec
@@ -64,13 +64,6 @@ def draw(recipe: Recipe, num_ranks: int, batch_size: int, seed: int,
     return of_mix(recipe, without=without).draw(num_ranks, batch_size, seed)
 
 
-def memory_model(recipe: Recipe, num_ranks: int, hardware: Hardware) -> MemoryModel:
-    """Of a rank of this world."""
-    return MemoryModel(recipe.model, recipe.fsdp, recipe.fsdp.shard_size or num_ranks,
-                       ranks_per_node=recipe.balance.ranks_per_node or hardware.ranks_per_node,
-                       microbatches=recipe.train.accumulation_steps)
-
-
 def not_modelled(recipe: Recipe) -> list[str]:
     """What of a recipe changes no figure of a prediction, though it may change a run."""
     said = ["waiting for data", "saving and validating"]
@@ -95,7 +88,7 @@ def dry_run(recipe: Recipe, num_ranks: int, hardware: Hardware, steps: int = 20,
     whole = recipe.train.global_batch_size
     recipe = with_real_batch(recipe, num_ranks)
     spec = plan_spec(recipe, hardware.ranks_per_node)
-    memory = memory_model(recipe, num_ranks, hardware)
+    memory = MemoryModel.of(recipe, num_ranks, hardware.ranks_per_node)
     budget, allowed_by = budget_of(recipe, hardware.memory_bytes)
     train = recipe.train
     examples = examples or of_mix(recipe, without=without)
@@ -112,8 +105,8 @@ def dry_run(recipe: Recipe, num_ranks: int, hardware: Hardware, steps: int = 20,
         "world_size": num_ranks, "batch_size": train.batch_size, "steps": steps,
         "microbatches": train.accumulation_steps, "examples_per_step": whole or count,
         "lengths": examples.what, "epoch": examples.epoch, "not_modelled": not_modelled(recipe),
-        "hardware": described(hardware), "dtype": recipe.fsdp.compute_dtype
-        or recipe.fsdp.param_dtype, "audio_mode": recipe.model.audio.mode,
+        "hardware": described(hardware), "dtype": memory.dtype,
+        "audio_mode": recipe.model.audio.mode,
         "without": sorted(without), "balanced": recipe.balance.enabled,
         "reference": reference(recipe, num_ranks, without) if not examples.epoch else {},
         "checkpointing": choice, "memory_budget_bytes": budget, "allowed_by": allowed_by,
@@ -198,7 +191,7 @@ def _workload(recipe: Recipe, drawn: Callable[..., BatchLayout], spec: PlanSpec,
         "phases": {p: {n: _mean([r for r in x if p in r], p) for n, x in uneven.items()}
                    for p in PHASES if any(p in r for r in uneven["none"])},
         "flops": {p: _mean([r["flops"] for r in rows["none"]], p) for p in PHASES},
-        "predicted": {n: {k: _mean(x, k) for k in x[0] if isinstance(x[0][k], float)}
+        "predicted": {n: {k: _mean(x, k) for k in x[0] if not isinstance(x[0][k], dict)}
                       for n, x in rows.items()},
         "ratio": ratios,
         "plan_ms": {n: 1e3 * float(np.median([r["plan_s"] for r in rows[n]])) for n in schemes},
@@ -210,19 +203,17 @@ def measure(plan: StepPlan, memory: MemoryModel, choice: dict[str, str],
             hardware: Hardware, share: float = 1.0) -> dict:
     """One plan: imbalance (max / mean of computing) of the phases that have something to do, the
     predicted step and where its time goes, bytes between nodes. share: see _workload."""
-    dtype = memory.fsdp.compute_dtype or memory.fsdp.param_dtype
     padded = padded_phases(memory.model)
     works = {pad: work_of(plan, memory.model, pad) for pad in {padded, frozenset({"audio"})}}
     slowest, padded_s, even, uneven = 0.0, 0.0, {}, {}
     for phase in PHASES:
-        seconds, pad = (sum(rank_seconds(works[p], phase, hardware, "none", dtype))
+        seconds, pad = (sum(rank_seconds(works[p], phase, hardware, "none", memory.dtype))
                         for p in (padded, frozenset({"audio"})))
         slowest, padded_s = slowest + float(seconds.max()), padded_s + float(pad.max())
         if seconds.any():
             even[phase] = imbalance(seconds)
             uneven[phase] = imbalance(pad)
-    time_: StepTime = timed(works[padded], exchange_seconds(plan, hardware), memory, choice,
-                            hardware, memory.microbatches)
+    time_: StepTime = timed(works[padded], memory, choice, hardware)
     return {"imbalance": even, "imbalance_padded": uneven, "slowest_s": slowest,
             "slowest_padded_s": padded_s, "flops": step_flops(memory.model, plan.layout),
             "step_s": time_.seconds, "mfu": share * time_.mfu, "exchange_s": time_.exchange,

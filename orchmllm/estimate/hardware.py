@@ -63,7 +63,7 @@ def cluster(gpu: str = "h100-sxm", *, gbit: float = 400, per_node: int = 8,
     efficiency: share of the peak that products reach (attention two thirds of it), 0: as assumed.
     measured: a file that `scripts/bench_gpu.py --out` wrote. Raises ValueError, naming the option,
     for what cannot be."""
-    if gbit <= 0 or per_node < 1 or not 0 <= efficiency <= 1:
+    if not 0 < gbit < float("inf") or per_node < 1 or not 0 <= efficiency <= 1:
         raise ValueError(f"--network {gbit:g}, --gpus-per-node {per_node} and --efficiency "
                          f"{efficiency:g}: needs more than 0, at least 1, and a share of the peak "
                          "from 0 (as assumed) to 1")

@@ -84,8 +84,13 @@ class MemoryModel:
                    microbatches=recipe.train.accumulation_steps)
 
     @property
+    def dtype(self) -> str:
+        """Of forward and backward."""
+        return self.fsdp.compute_dtype or self.fsdp.param_dtype
+
+    @property
     def element(self) -> int:
-        return DTYPE_BYTES[self.fsdp.compute_dtype or self.fsdp.param_dtype]
+        return DTYPE_BYTES[self.dtype]
 
     def state_bytes(self) -> dict[str, int]:
         """Parameters, gradients and AdamW's two moments on the fullest rank."""

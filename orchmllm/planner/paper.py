@@ -12,10 +12,11 @@ import numpy as np
 
 from orchmllm.config import FsdpConfig, Recipe, TrainConfig, plan_spec
 from orchmllm.estimate.ablations import PAPER_OVERHEAD_MS, variants, verdict
-from orchmllm.estimate.dry_run import draw, memory_model
+from orchmllm.estimate.dry_run import draw
+from orchmllm.estimate.exchange import exchange_seconds
 from orchmllm.estimate.hardware import Hardware
-from orchmllm.estimate.memory import CHOICES, loads_of
-from orchmllm.estimate.step_time import exchange_seconds, timed, work_of
+from orchmllm.estimate.memory import CHOICES, MemoryModel, loads_of
+from orchmllm.estimate.step_time import timed, work_of
 from orchmllm.estimate.workload import MODELS
 from orchmllm.models.gpus import GPUS
 from orchmllm.plan.assign import PHASES
@@ -57,17 +58,17 @@ class Predicted:
         recipe = recipe_of(model, batch, min(shards, ranks))
         variant, self.hardware = variants(0.005)[scheme], Hardware()
         spec = replace(plan_spec(recipe, 8), balance=variant.balance)
-        self.memory = replace(memory_model(recipe, ranks, self.hardware),
+        self.memory = replace(MemoryModel.of(recipe, ranks, 8),
                               all_gather=ranks if variant.all_gather else 0)
         self.plans = [plan_step(draw(recipe, ranks, batch, s), spec) for s in range(seeds)]
-        self.works = [(work_of(p, recipe.model, variant.pad),
-                       exchange_seconds(p, self.hardware, variant.all_gather)) for p in self.plans]
+        self.works = [work_of(p, recipe.model, variant.pad, variant.all_gather)
+                      for p in self.plans]
         self.loads = [loads_of(p, variant.pad) for p in self.plans]
 
     def times(self, choice: str) -> list:
         """The step of each seed with one checkpointing choice for all phases."""
-        return [timed(w, e, self.memory, dict.fromkeys(PHASES, choice), self.hardware)
-                for w, e in self.works]
+        return [timed(w, self.memory, dict.fromkeys(PHASES, choice), self.hardware)
+                for w in self.works]
 
     def mfu(self, choice: str) -> np.ndarray:
         return np.array([100 * t.mfu for t in self.times(choice)])
@@ -155,14 +156,14 @@ def table_2() -> Iterator[Line]:
         plan_step(layout, spec)
         plan_ms = 1e3 * (time.process_time() - started)
         made = Predicted("10b", ranks, 60, "paper", seeds=1)
-        exchange = 1e3 * made.works[0][1]
+        exchange = 1e3 * exchange_seconds(made.plans[0], made.hardware)
         yield value("Table 2", f"{ranks} GPUs, overhead: exchanges of forward and backward",
                     overhead, exchange, ".2f", " ms", lambda e=exchange, o=overhead, p=plan_ms: (
                         f"{o - e:+.1f} ms would have to come from elsewhere; planning takes "
                         f"{p:.1f} ms here, hidden in prefetching"))
         step = made.times(NONE)[0]
         forward = sum(f for f, _ in step.phases.values()) + exchange / 1e3
-        flop = sum(float(made.works[0][0].forward[p].sum()) for p in PHASES) / ranks
+        flop = sum(float(made.works[0].forward[p].sum()) for p in PHASES) / ranks
         yield value("Table 2", f"{ranks} GPUs, forward pass", PAPER_FORWARD_S[ranks], forward,
                     ".2f", " s", lambda f=flop, r=ranks: (
                         f"our {f:.3g} FLOP a rank would have to run at "

@@ -13,10 +13,10 @@ from orchmllm.cli.data import main as data_command
 from orchmllm.cli.dry_run import main
 from orchmllm.config import load_recipe, plan_spec
 from orchmllm.estimate.dry_run import dry_run
+from orchmllm.estimate.exchange import exchange_seconds
 from orchmllm.estimate.hardware import Hardware, cluster
 from orchmllm.estimate.lengths import of_mix, of_recipe
 from orchmllm.estimate.measure import shortened
-from orchmllm.estimate.step_time import exchange_seconds
 from orchmllm.models.gpus import GPUS, kind_of
 from orchmllm.plan.assign import PHASES, BalanceConfig, PhasePolicy
 from orchmllm.plan.step import plan_step
