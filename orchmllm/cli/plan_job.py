@@ -17,7 +17,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from orchmllm.cli.dry_run import cluster_of, cluster_options, length_options
+from orchmllm.cli.options import at_least, cluster_of, cluster_options, recipe_parser
 from orchmllm.config import RecipeError, read_recipe
 from orchmllm.estimate.lengths import examples_of
 from orchmllm.estimate.search import Found, Search, difference
@@ -29,26 +29,18 @@ SHOWN = 5
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="orchmllm plan job", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("recipe", metavar="RECIPE", help="YAML file; its overrides may follow")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value",
-                        help="replaces a value of the recipe")
-    parser.add_argument("--gpus", type=int, required=True, metavar="N", help="ranks of the job")
-    parser.add_argument("--global-batch", type=int, metavar="N",
+    parser = recipe_parser("plan job", __doc__)
+    parser.add_argument("--gpus", type=at_least(1), required=True, metavar="N",
+                        help="ranks of the job")
+    parser.add_argument("--global-batch", type=at_least(0), metavar="N",
                         help="examples a step; 0: any (as the recipe says)")
-    parser.add_argument("--steps", type=int, default=2, metavar="N",
+    parser.add_argument("--steps", type=at_least(1), default=2, metavar="N",
                         help="planned for each batch size (2)")
     cluster_options(parser)
-    length_options(parser)
     parser.add_argument("--out", type=Path, metavar="FILE", help="writes the overrides, one a line")
     parser.add_argument("--picture", type=Path, metavar="FILE",
                         help="throughput against the link and the batch size, .svg or .png")
-    args = parser.parse_intermixed_args(argv)
-    if args.gpus < 1 or args.steps < 1 or (args.global_batch or 0) < 0:
-        parser.error(f"--gpus {args.gpus}, --steps {args.steps} and --global-batch "
-                     f"{args.global_batch or 0}: at least 1, 1 and 0")
-    return args
+    return parser.parse_intermixed_args(argv)
 
 
 def table(best: list[Found], given: Found | None, search: Search) -> str:

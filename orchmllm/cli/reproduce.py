@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
+from orchmllm.cli.options import at_least
 from orchmllm.estimate.workload import MODELS, batch_layout, sample_headers
 from orchmllm.planner.disttrain import Line
 from orchmllm.simulate.compare import SCHEMES, plot, run, table
@@ -18,19 +19,23 @@ RANKS = (32, 64, 128, 512, 2560)
 BEST, HELD_OUT = 1.06, "omni"  # what a plan per phase must reach at 64 ranks; the second mix
 
 
-def parser() -> argparse.ArgumentParser:
+def parse(argv: list[str]) -> argparse.Namespace:
     made = argparse.ArgumentParser(prog="orchmllm reproduce", description=__doc__)
-    made.add_argument("what", choices=("orchmllm", "disttrain", "mmscale", "omnibal", "compare"))
-    made.add_argument("--table", help="only this table")
-    made.add_argument("--figure", help="only this figure")
-    made.add_argument("--samples", type=int, default=1_200_000,
-                      help="omnibal: samples of the synthetic mix")
-    made.add_argument("--ranks", type=int, nargs="+", default=list(RANKS), help="compare: ranks")
-    made.add_argument("--model", choices=tuple(MODELS), default="84b", help="compare: whose costs")
-    made.add_argument("--batch-size", type=int, default=30, help="compare: examples a rank")
-    made.add_argument("--seed", type=int, default=0, help="compare: of the draws")
-    made.add_argument("--out", type=Path, help="compare: where the picture goes (PNG)")
-    return made
+    kinds = made.add_subparsers(dest="what", required=True, metavar="WHAT")
+    for name in ("orchmllm", "disttrain", "mmscale", "omnibal"):
+        paper = kinds.add_parser(name, help="the paper's tables and figures")
+        which = paper.add_mutually_exclusive_group()
+        which.add_argument("--table", help="only this table")
+        which.add_argument("--figure", help="only this figure")
+    paper.add_argument("--samples", type=at_least(1000), default=1_200_000,
+                       help="of the synthetic mix (1200000)")
+    all_ = kinds.add_parser("compare", help="all schemes at equal data")
+    all_.add_argument("--ranks", type=at_least(1), nargs="+", default=list(RANKS))
+    all_.add_argument("--model", choices=tuple(MODELS), default="84b", help="whose costs (84b)")
+    all_.add_argument("--batch-size", type=at_least(1), default=30, help="examples a rank (30)")
+    all_.add_argument("--seed", type=at_least(0), default=0, help="of the draws (0)")
+    all_.add_argument("--out", type=Path, help="where the picture goes (PNG)")
+    return made.parse_args(argv)
 
 
 def wanted(line: Line, args: argparse.Namespace) -> bool:
@@ -79,7 +84,7 @@ def compare(args: argparse.Namespace) -> int:
 
 
 def main(argv: list[str]) -> int:
-    args = parser().parse_args(argv)
+    args = parse(argv)
     print(f"orchmllm reproduce {' '.join(argv)}\n{platform.processor() or platform.machine()}, "
           f"{os.cpu_count()} cores, Python {platform.python_version()}; times are CPU seconds of "
           "one thread; seeds are fixed\n")

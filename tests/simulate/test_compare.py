@@ -93,8 +93,9 @@ def test_simulate_command(tmp_path, capsys):
     assert "8 ranks x 10 examples, 400 examples of natural" in out
     step = float(re.search(r"^per-phase +\S+ +\S+ +\S+ +(\S+)", out, re.M)[1])
     assert 1 <= step < 1.1
-    assert simulate(["random", *command, "--steps", "0"]) == 2
-    assert "--steps 0" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as stop:
+        simulate(["random", *command, "--steps", "0"])
+    assert stop.value.code == 2 and "--steps: 0: must be at least 1" in capsys.readouterr().err
     assert simulate(["random", "--recipe", str(recipe)]) == 2  # its own data, which is not there
     assert "none" in capsys.readouterr().err
 
