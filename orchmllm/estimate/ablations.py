@@ -14,14 +14,16 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from orchmllm.config import Recipe, plan_spec
-from orchmllm.estimate.dry_run import NONE, draw
+from orchmllm.estimate.dry_run import NONE
 from orchmllm.estimate.exchange import exchange_seconds
 from orchmllm.estimate.fits import budget_of, decide, joined, largest_fitting, scaled
 from orchmllm.estimate.hardware import Hardware
+from orchmllm.estimate.lengths import Examples
 from orchmllm.estimate.memory import MemoryModel, loads_of
 from orchmllm.estimate.step_time import timed, work_of
 from orchmllm.plan.assign import PHASES, BalanceConfig, PhasePolicy
 from orchmllm.plan.step import plan_step
+from orchmllm.sharding.check import check_world
 
 PAD = frozenset({"audio"})
 PAPER_OVERHEAD_MS = {64: 16.66, 128: 18.49, 256: 21.32, 512: 24.64, 1024: 31.37, 2560: 53.88}
@@ -62,15 +64,19 @@ def variants(tolerance: float) -> dict[str, Variant]:
     }
 
 
-def ablate(recipe: Recipe, num_ranks: int, batch_size: int, hardware: Hardware,
-           steps: int) -> dict:
-    """One table: scheme -> predicted figures, over `steps` drawn steps."""
-    recipe = replace(recipe, train=replace(recipe.train, batch_size=batch_size))
+def ablate(recipe: Recipe, num_ranks: int, batch_size: int, hardware: Hardware, steps: int,
+           examples: Examples) -> dict:
+    """One table: scheme -> predicted figures, over `steps` steps of these examples. A world below
+    fsdp.shard_size is one shard group. Raises ValueError for one that the recipe does not fit."""
     shards = min(recipe.fsdp.shard_size or num_ranks, num_ranks)
-    memory = MemoryModel(recipe.model, recipe.fsdp, shards, ranks_per_node=hardware.ranks_per_node)
+    recipe = replace(recipe, fsdp=replace(recipe.fsdp, shard_size=shards), train=replace(
+        recipe.train, batch_size=batch_size, global_batch_size=0))
+    hardware = hardware.for_recipe(recipe)
+    check_world(recipe, num_ranks, hardware.ranks_per_node)
+    memory = MemoryModel.of(recipe, num_ranks, hardware.ranks_per_node)
     budget, _ = budget_of(recipe, hardware.memory_bytes)
     spec = plan_spec(recipe, hardware.ranks_per_node)
-    layouts = [draw(recipe, num_ranks, batch_size, recipe.run.seed + s) for s in range(steps)]
+    layouts = [examples.draw(num_ranks, batch_size, recipe.run.seed + s) for s in range(steps)]
     schemes = variants(0.005)
     # One choice for all schemes, made for the paper's: what differs is the schemes alone.
     choice = decide(recipe, memory, joined([
@@ -87,7 +93,8 @@ def ablate(recipe: Recipe, num_ranks: int, batch_size: int, hardware: Hardware,
         seeds = {"mfu": [t.mfu for t in times],
                  "peak_bytes": [own.peak(loads_of(p, variant.pad), choice) for p in plans],
                  "internode_mb_per_rank": [sum(s["internode_bytes"] for s in p.stats.values())
-                                           / num_ranks / 1e6 for p in plans]}
+                                           * memory.microbatches / num_ranks / 1e6
+                                           for p in plans]}
         rows[name] = {
             "figure": variant.figure, "seeds": seeds, "mfu": float(np.mean(seeds["mfu"])),
             "tokens_per_gpu": float(np.mean([t.tokens_per_gpu for t in times])),
@@ -130,13 +137,14 @@ def paper_order(rows: Mapping[str, Mapping]) -> dict[str, str]:
     return claims
 
 
-def overhead(recipe: Recipe, hardware: Hardware, ranks: list[int]) -> list[dict]:
+def overhead(recipe: Recipe, hardware: Hardware, ranks: list[int],
+             examples: Examples) -> list[dict]:
     """Table 2: the paper's overhead per iteration beside our planning time (hidden in prefetch) and
     predicted exchange, at mini-batch 60."""
     spec = plan_spec(recipe, hardware.ranks_per_node)
     out = []
     for d in ranks:
-        layout = draw(recipe, d, 60, recipe.run.seed)
+        layout = examples.draw(d, 60, recipe.run.seed)
         started = time.perf_counter()
         plan = plan_step(layout, spec)
         plan.for_rank(0)

@@ -57,13 +57,6 @@ def llm_only(balance: BalanceConfig) -> BalanceConfig:
     return replace(balance, vision=PhasePolicy("none"), audio=PhasePolicy("none"))
 
 
-def draw(recipe: Recipe, num_ranks: int, batch_size: int, seed: int,
-         without: Collection[str] = ()) -> BatchLayout:
-    """A global batch of the paper's mix in its natural proportions. without: encoder phases that
-    get nothing to do."""
-    return of_mix(recipe, without=without).draw(num_ranks, batch_size, seed)
-
-
 def not_modelled(recipe: Recipe) -> list[str]:
     """What of a recipe changes no figure of a prediction, though it may change a run."""
     said = ["waiting for data", "saving and validating"]
@@ -82,8 +75,7 @@ def dry_run(recipe: Recipe, num_ranks: int, hardware: Hardware, steps: int = 20,
     where lengths come from (the paper's mix). Raises ValueError, before anything is built, for a
     world or a memory that the recipe does not fit."""
     started = time.perf_counter()
-    hardware = replace(hardware, ranks_per_node=recipe.balance.ranks_per_node
-                       or hardware.ranks_per_node)
+    hardware = hardware.for_recipe(recipe)
     check_world(recipe, num_ranks, hardware.ranks_per_node)
     whole = recipe.train.global_batch_size
     recipe = with_real_batch(recipe, num_ranks)

@@ -8,8 +8,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
+from orchmllm.config import Recipe
 from orchmllm.models.gpus import gpu_named
 from orchmllm.plan.assign import PHASES
+
+MEASURED = ("products", "attention", "layer", "fixed")  # of each phase
 
 
 @dataclass(frozen=True)
@@ -45,16 +48,20 @@ class Hardware:
         """FLOP/s of products in a dtype."""
         return self.peak_flops if dtype == "bfloat16" else self.peaks[dtype]
 
+    def for_recipe(self, recipe: Recipe) -> Hardware:
+        """With the nodes that the recipe names, if it names any."""
+        return replace(self, ranks_per_node=recipe.balance.ranks_per_node or self.ranks_per_node)
+
     def fixed_s(self, phase: str, layers: int) -> float:
         """Measured seconds of a phase's forward and backward pass without rows, else 0."""
-        known = self.measured.get(phase, {})
-        return known.get("fixed", 0.0) + layers * known.get("layer", 0.0)
+        known = self.measured.get(phase)
+        return known["fixed"] + layers * known["layer"] if known else 0.0
 
     def efficiencies(self, phase: str) -> tuple[float, float]:
         """Shares of the peak that a phase's products and its attention reach."""
-        known = self.measured.get(phase, {})
-        return (known.get("products", self.product_efficiency),
-                known.get("attention", self.attention_efficiency))
+        known = self.measured.get(phase)
+        return ((known["products"], known["attention"]) if known else
+                (self.product_efficiency, self.attention_efficiency))
 
 
 def cluster(gpu: str = "h100-sxm", *, gbit: float = 400, per_node: int = 8,
@@ -83,7 +90,11 @@ def _with_measured(hardware: Hardware, path: Path) -> Hardware:
     that is none, or of another GPU."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-        kind, phases = found["gpu"], {p: dict(found["phases"][p]) for p in PHASES}
+        kind, phases = found["gpu"], {p: {k: float(found["phases"][p][k]) for k in MEASURED}
+                                      for p in PHASES}
+        if not all(0 <= x < float("inf") and (x or k in ("fixed", "layer"))
+                   for phase in phases.values() for k, x in phase.items()):
+            raise ValueError("a share is not above 0, or seconds are below 0")
     except (OSError, ValueError, KeyError, TypeError) as e:
         raise ValueError(f"--measured {path}: not what `scripts/bench_gpu.py --out` writes "
                          f"({type(e).__name__}: {e})") from e
@@ -91,7 +102,7 @@ def _with_measured(hardware: Hardware, path: Path) -> Hardware:
         raise ValueError(f"--measured {path}: it was measured on {kind}: say --gpu {kind}")
     if kind == "cpu":
         peak = float(found["peak_flop_per_s"])
-        hardware = replace(hardware, peak_flops=peak,
+        hardware = replace(hardware, name=f"{hardware.name} as slow as a CPU", peak_flops=peak,
                            peaks=dict.fromkeys(("float32", "float64"), peak))
     return replace(hardware, measured=phases)
 

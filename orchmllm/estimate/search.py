@@ -96,8 +96,7 @@ class Search:
             raise ValueError(
                 f"--global-batch {self.global_batch} is no multiple of {self.num_ranks} GPUs: say "
                 f"{self.global_batch // self.num_ranks * self.num_ranks or self.num_ranks}")
-        node = self.recipe.balance.ranks_per_node or self.hardware.ranks_per_node
-        self.hardware = replace(self.hardware, ranks_per_node=node)
+        self.hardware = self.hardware.for_recipe(self.recipe)
         recipe = with_real_batch(self.recipe, self.num_ranks)
         self.recipe = replace(recipe, train=replace(recipe.train, global_batch_size=0))
         self.budget, self.allowed_by = budget_of(self.recipe, self.hardware.memory_bytes)

@@ -9,6 +9,7 @@ from pathlib import Path
 from textwrap import wrap
 
 from orchmllm.config import Recipe
+from orchmllm.estimate.fits import with_real_batch
 from orchmllm.estimate.hardware import Hardware
 from orchmllm.plan.assign import PHASES
 from orchmllm.plan.layout import ENCODERS
@@ -25,33 +26,34 @@ def run(loaded: Loaded[Recipe], world_size: int, *, ablations: bool, json_path: 
     """Exit code: 2 if the recipe does not fit, or cannot run on this world, as `train` itself
     answers. world_size: 0 if nobody said how many ranks. hardware: makes what is assumed; mix,
     lengths: see orchmllm.estimate.lengths."""
-    from orchmllm.estimate.ablations import ablate, overhead
+    from orchmllm.estimate.ablations import PAPER_OVERHEAD_MS, ablate, overhead
     from orchmllm.estimate.dry_run import dry_run
     from orchmllm.estimate.lengths import examples_of
 
     recipe = loaded.recipe
     try:
-        made = hardware()
+        made, without = hardware(), unnamed_encoders(loaded)
+        # Ablations are the paper's, so are their lengths unless others are asked for.
+        examples = examples_of(recipe, mix or "natural" * ablations, lengths, without)
         if ablations:
-            found = {"tables": [ablate(recipe, d, b, made, steps)
+            found = {"tables": [ablate(recipe, d, b, made, steps, examples)
                                 for d, b, steps in _sizes(recipe, world_size)],
-                     "overhead": overhead(recipe, made, [64, 128, 256, 512, 1024, 2560])}
+                     "overhead": overhead(recipe, made, list(PAPER_OVERHEAD_MS), examples),
+                     "lengths": examples.what}
             text = ablation_text(found)
         else:
             ranks, why = world_size, "--world-size"
             if not ranks:
                 ranks, why = default_world(recipe, made.ranks_per_node)
                 why += "; --world-size N for others"
-            without = unnamed_encoders(loaded)
-            found = dry_run(recipe, ranks, made, without=without,
-                            examples=examples_of(recipe, mix, lengths, without))
+            found = dry_run(recipe, ranks, made, without=without, examples=examples)
             text = dry_run_text(found | {"world_size_from": why})
-    except ValueError as e:
+        print(text)
+        if json_path:
+            json_path.write_text(json.dumps(found, indent=1), encoding="utf-8")
+    except (ValueError, OSError) as e:
         print(f"error: {e}", file=sys.stderr)
         return 2
-    print(text)
-    if json_path:
-        json_path.write_text(json.dumps(found, indent=1), encoding="utf-8")
     return 0 if found.get("fits", True) else 2
 
 
@@ -65,7 +67,7 @@ def unnamed_encoders(loaded: Loaded[Recipe]) -> frozenset[str]:
 def _sizes(recipe: Recipe, world_size: int) -> list[tuple[int, int, int]]:
     """(ranks, mini-batch, steps) of the tables: the paper's two, or the one asked for."""
     _, small, large = PAPER_BATCHES.get(recipe.model.llm.hidden_size, ("", 0, 0))
-    batch = recipe.train.batch_size
+    batch = with_real_batch(recipe, world_size or 128).train.batch_size
     if world_size:
         return [(world_size, small or batch if world_size == 128 else batch, 3)]
     return [(128, small or batch, 5), (2560, large or batch, 3)]
@@ -179,7 +181,8 @@ def _predicted_lines(r: dict) -> list[str]:
         row("tokens a second and GPU", "tokens_per_gpu", ".0f", 1),
         row("tokens a second", "tokens_per_gpu", ".4g", r["world_size"]),
         row(f"GPU-hours, {whose}"[:39], "step_s", ".4g", hours),
-        _table("  planning, ms (in the background)", *(f"{r['plan_ms'][n]:.1f}" for n in SCHEMES)),
+        _table("  planning, ms (in the background)", *(
+            f"{r['plan_ms'][n] * r['microbatches']:.1f}" for n in SCHEMES)),
         *_assumed_lines(r), "",
         _table("Computing alone, relative to balanced", "unbalanced", "LLM only")]
     keys = [f"{n} / balanced" for n in ("none", "LLM only")]
@@ -211,7 +214,7 @@ def _assumed_lines(r: dict) -> list[str]:
 def _exchange_lines(x: dict, world_size: int) -> list[str]:
     """What balancing moves."""
     mean, most, bound = x["peers_flat"]
-    lines = ["Exchange of the balanced step",
+    lines = ["Exchange of a balanced microbatch",
              f"  A rank sends to {mean:.1f} other ranks on average, to {most} at most, of {bound}."]
     if x["ranks_per_node"] < world_size:
         mean, most, bound = x["peers_two_hop"]
@@ -248,7 +251,7 @@ def _batch_lines(r: dict) -> list[str]:
 
 def ablation_text(found: dict) -> str:
     """All tables as text."""
-    lines = []
+    lines = [*wrap(f"Lengths: {found['lengths']}.", 79, subsequent_indent="  "), ""]
     for table in found["tables"]:
         lines += [f"{table['ranks']} ranks, mini-batch {table['batch_size']}, sharded over "
                   f"{table['shards']}, checkpointing "

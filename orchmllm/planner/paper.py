@@ -12,9 +12,9 @@ import numpy as np
 
 from orchmllm.config import FsdpConfig, Recipe, TrainConfig, plan_spec
 from orchmllm.estimate.ablations import PAPER_OVERHEAD_MS, variants, verdict
-from orchmllm.estimate.dry_run import draw
 from orchmllm.estimate.exchange import exchange_seconds
 from orchmllm.estimate.hardware import Hardware
+from orchmllm.estimate.lengths import of_mix
 from orchmllm.estimate.memory import CHOICES, MemoryModel, loads_of
 from orchmllm.estimate.step_time import timed, work_of
 from orchmllm.estimate.workload import MODELS
@@ -60,7 +60,8 @@ class Predicted:
         spec = replace(plan_spec(recipe, 8), balance=variant.balance)
         self.memory = replace(MemoryModel.of(recipe, ranks, 8),
                               all_gather=ranks if variant.all_gather else 0)
-        self.plans = [plan_step(draw(recipe, ranks, batch, s), spec) for s in range(seeds)]
+        self.plans = [plan_step(of_mix(recipe).draw(ranks, batch, s), spec)
+                      for s in range(seeds)]
         self.works = [work_of(p, recipe.model, variant.pad, variant.all_gather)
                       for p in self.plans]
         self.loads = [loads_of(p, variant.pad) for p in self.plans]
@@ -151,7 +152,7 @@ def table_2() -> Iterator[Line]:
     for ranks, overhead in PAPER_OVERHEAD_MS.items():
         recipe = recipe_of("10b", 60, min(256, ranks))
         spec = replace(plan_spec(recipe, 8), balance=variants(0.005)["paper"].balance)
-        layout = draw(recipe, ranks, 60, 0)
+        layout = of_mix(recipe).draw(ranks, 60, 0)
         started = time.process_time()
         plan_step(layout, spec)
         plan_ms = 1e3 * (time.process_time() - started)

@@ -12,6 +12,7 @@ from orchmllm.estimate.ablations import ablate, variants
 from orchmllm.estimate.dry_run import dry_run, exchange_report
 from orchmllm.estimate.exchange import exchange_seconds
 from orchmllm.estimate.hardware import Hardware
+from orchmllm.estimate.lengths import of_mix
 from orchmllm.estimate.memory import MemoryModel
 from orchmllm.estimate.step_time import gather_bandwidth, timed, work_of
 from orchmllm.estimate.text import ablation_text, dry_run_text
@@ -95,7 +96,7 @@ def test_check_world_takes_what_divides():
     pytest.param("mllm10b", 75, marks=pytest.mark.slow),
     pytest.param("mllm18b", 50, marks=pytest.mark.slow), ("mllm84b", 25)])
 def test_ablations_have_the_papers_order_at_128(name, batch):
-    table = ablate(read(name), 128, batch, Hardware(), steps=3)
+    table = ablate(read(name), 128, batch, Hardware(), 3, of_mix(read(name)))
     said = list(table["order"].values())  # in the paper "all padded" is far below; here it is not
     assert "differs" not in said and said.count("agrees") >= 7, table["order"]
     assert table["rows"]["paper"]["fits"] and table["rows"]["least_move"]["fits"]
@@ -103,7 +104,7 @@ def test_ablations_have_the_papers_order_at_128(name, batch):
         assert not table["rows"]["LLM only"]["fits"] and not table["rows"]["all-gather"]["fits"]
     local, paper = table["rows"]["least_move"], table["rows"]["paper"]
     assert local["internode_mb_per_rank"] < 0.1 * paper["internode_mb_per_rank"]
-    assert ablation_text({"tables": [table], "overhead": []})
+    assert ablation_text({"tables": [table], "overhead": [], "lengths": ""})
 
 
 def test_every_variant_is_a_plan():
