@@ -26,14 +26,14 @@ from orchmllm.estimate.fits import (
     largest_fitting,
     with_real_batch,
 )
-from orchmllm.estimate.hardware import Hardware, described
+from orchmllm.estimate.hardware import Hardware
 from orchmllm.estimate.lengths import Examples, of_mix
 from orchmllm.estimate.memory import Loads, MemoryModel, loads_of
 from orchmllm.estimate.step_time import StepTime, rank_seconds, timed, work_of
 from orchmllm.estimate.workload import MODELS
 from orchmllm.models.flops import padded_phases, step_flops
 from orchmllm.plan.assign import PHASES, BalanceConfig, PhasePolicy, PlanSpec
-from orchmllm.plan.layout import BatchLayout
+from orchmllm.plan.layout import ENCODERS, BatchLayout
 from orchmllm.plan.step import StepPlan, imbalance, plan_step
 from orchmllm.sharding.check import check_world
 
@@ -50,11 +50,6 @@ def reference(recipe: Recipe, num_ranks: int, without: Collection[str] = ()) -> 
             and balance.group == "world"
             and all(getattr(balance, p).policy != "none" for p in PHASES))
     return REFERENCE if same else {}
-
-
-def llm_only(balance: BalanceConfig) -> BalanceConfig:
-    """What balancing before sampling can do: the LLM phase alone."""
-    return replace(balance, vision=PhasePolicy("none"), audio=PhasePolicy("none"))
 
 
 def not_modelled(recipe: Recipe) -> list[str]:
@@ -97,7 +92,7 @@ def dry_run(recipe: Recipe, num_ranks: int, hardware: Hardware, steps: int = 20,
         "world_size": num_ranks, "batch_size": train.batch_size, "steps": steps,
         "microbatches": train.accumulation_steps, "examples_per_step": whole or count,
         "lengths": examples.what, "epoch": examples.epoch, "not_modelled": not_modelled(recipe),
-        "hardware": described(hardware), "dtype": memory.dtype,
+        "hardware": vars(hardware), "dtype": memory.dtype,
         "audio_mode": recipe.model.audio.mode,
         "without": sorted(without), "balanced": recipe.balance.enabled,
         "reference": reference(recipe, num_ranks, without) if not examples.epoch else {},
@@ -159,8 +154,9 @@ def _workload(recipe: Recipe, drawn: Callable[..., BatchLayout], spec: PlanSpec,
               share: float) -> dict:
     """Imbalance, time, memory and plan cost over `steps` drawn steps. share: of the drawn examples
     that a step has, which is below 1 where train.global_batch_size does not divide."""
-    schemes = {"none": replace(spec, balance=NONE),
-               "LLM only": replace(spec, balance=llm_only(spec.balance)), "balanced": spec}
+    without = dict.fromkeys(ENCODERS, PhasePolicy("none"))  # what balancing before sampling can do
+    schemes = {"none": replace(spec, balance=NONE), "balanced": spec,
+               "LLM only": replace(spec, balance=replace(spec.balance, **without))}
     rows: dict[str, list[dict]] = {name: [] for name in schemes}
     loads: dict[str, list[Loads]] = {name: [] for name in schemes}
     for step in range(steps):

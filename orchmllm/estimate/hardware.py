@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from orchmllm.config import Recipe
@@ -105,8 +105,3 @@ def _with_measured(hardware: Hardware, path: Path) -> Hardware:
         hardware = replace(hardware, name=f"{hardware.name} as slow as a CPU", peak_flops=peak,
                            peaks=dict.fromkeys(("float32", "float64"), peak))
     return replace(hardware, measured=phases)
-
-
-def described(hardware: Hardware) -> dict:
-    """The fields as plain data."""
-    return {f.name: getattr(hardware, f.name) for f in fields(hardware)}

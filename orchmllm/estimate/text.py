@@ -26,7 +26,7 @@ def run(loaded: Loaded[Recipe], world_size: int, *, ablations: bool, json_path: 
     """Exit code: 2 if the recipe does not fit, or cannot run on this world, as `train` itself
     answers. world_size: 0 if nobody said how many ranks. hardware: makes what is assumed; mix,
     lengths: see orchmllm.estimate.lengths."""
-    from orchmllm.estimate.ablations import PAPER_OVERHEAD_MS, ablate, overhead
+    from orchmllm.estimate.ablations import ablate
     from orchmllm.estimate.dry_run import dry_run
     from orchmllm.estimate.lengths import examples_of
 
@@ -38,7 +38,6 @@ def run(loaded: Loaded[Recipe], world_size: int, *, ablations: bool, json_path: 
         if ablations:
             found = {"tables": [ablate(recipe, d, b, made, steps, examples)
                                 for d, b, steps in _sizes(recipe, world_size)],
-                     "overhead": overhead(recipe, made, list(PAPER_OVERHEAD_MS), examples),
                      "lengths": examples.what}
             text = ablation_text(found)
         else:
@@ -266,7 +265,4 @@ def ablation_text(found: dict) -> str:
                 f"{row['internode_mb_per_rank']:12.2f}{row['exchange_ms']:13.1f}  "
                 f"{row['figure']}{note}")
         lines += [f"  {said}: {claim}" for claim, said in table["order"].items()] + [""]
-    lines.append("Table 2, mini-batch 60: ranks, paper's overhead, our plan (hidden), our exchange")
-    lines += [f"  {o['ranks']:5d} {o['paper_ms']:7.2f} ms {o['plan_ms']:7.1f} ms "
-              f"{o['exchange_ms']:7.2f} ms" for o in found["overhead"]]
-    return "\n".join(lines)
+    return "\n".join(lines[:-1])

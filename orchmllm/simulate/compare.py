@@ -131,7 +131,7 @@ class Result:
 
 
 def run(scheme: Scheme, pool: BatchLayout, model: ModelConfig, *, num_ranks: int, batch: int,
-        seed: int = 0, max_steps: int | None = None) -> Result:
+        seed: int = 0) -> Result:
     """A scheme on all examples of a pool, num_ranks mini-batches a step; a last incomplete step is
     left out. Raises ValueError if the pool does not fill one step."""
     groups = grouped(scheme.group, pool, num_ranks, batch, seed)
@@ -139,7 +139,7 @@ def run(scheme: Scheme, pool: BatchLayout, model: ModelConfig, *, num_ranks: int
     order = np.arange(len(groups))
     if scheme.group != "device":  # whose steps are composed already
         order = np.random.default_rng(seed + 1).permutation(order)
-    count = min(len(groups) // num_ranks, max_steps or len(groups))
+    count = len(groups) // num_ranks
     if not count:
         raise ValueError(f"{pool.num_examples} examples make {len(groups)} mini-batches, fewer than"
                          f" {num_ranks} ranks: take more examples, fewer ranks or smaller batches")
