@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from orchmllm.cli.options import at_least, cluster_of, cluster_options, recipe_parser
@@ -132,7 +132,7 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"nothing fits {gpus} GPUs of {search.budget / 1e9:.1f} GB "
                          f"({search.allowed_by}): give more GPUs, a smaller batch or model")
     given = search.given()
-    print(f"{gpus} GPUs: {gpu_text(vars(search.hardware))}; {search.budget / 1e9:.1f} GB for "
+    print(f"{gpus} GPUs: {gpu_text(asdict(search.hardware))}; {search.budget / 1e9:.1f} GB for "
           f"tensors ({search.allowed_by})\n"
           f"{f'{whole} examples a step' if whole else 'any number of examples a step'}, lengths "
           f"{search.examples.what}\n\nPredicted, the best that fit (vision/audio/llm):\n"

@@ -103,7 +103,7 @@ def ablate(recipe: Recipe, num_ranks: int, batch_size: int, hardware: Hardware, 
         recipe.train, batch_size=batch_size, global_batch_size=0))
     hardware = hardware.for_recipe(recipe)
     check_world(recipe, num_ranks, hardware.ranks_per_node)
-    budget, _ = budget_of(recipe, hardware.memory_bytes)
+    budget, _ = budget_of(recipe, hardware.sheet.memory_bytes)
     layouts = [examples.draw(num_ranks, batch_size, recipe.run.seed + s) for s in range(steps)]
     schemes = variants(0.005)
     made = {name: Predicted(recipe, v, layouts, hardware) for name, v in schemes.items()}

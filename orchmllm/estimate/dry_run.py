@@ -14,7 +14,7 @@ import functools
 import resource
 import time
 from collections.abc import Callable, Collection
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import numpy as np
 
@@ -76,7 +76,7 @@ def dry_run(recipe: Recipe, num_ranks: int, hardware: Hardware, steps: int = 20,
     recipe = with_real_batch(recipe, num_ranks)
     spec = plan_spec(recipe, hardware.ranks_per_node)
     memory = MemoryModel.of(recipe, num_ranks, hardware.ranks_per_node)
-    budget, allowed_by = budget_of(recipe, hardware.memory_bytes)
+    budget, allowed_by = budget_of(recipe, hardware.sheet.memory_bytes)
     train = recipe.train
     examples = examples or of_mix(recipe, without=without)
     drawn = functools.partial(examples.draw, num_ranks)
@@ -85,14 +85,14 @@ def dry_run(recipe: Recipe, num_ranks: int, hardware: Hardware, steps: int = 20,
         choice = decide(recipe, memory, loads_of(first, padded_phases(recipe.model)), budget,
                         allowed_by)
     except ValueError as e:
-        raise ValueError(f"{e} (a GPU of {hardware.memory_bytes / 1e9:.0f} GB is assumed: "
+        raise ValueError(f"{e} (a GPU of {hardware.sheet.memory_bytes / 1e9:.0f} GB is assumed: "
                          f"{hardware.name})") from e
     count = num_ranks * train.batch_size * train.accumulation_steps
     report = {
         "world_size": num_ranks, "batch_size": train.batch_size, "steps": steps,
         "microbatches": train.accumulation_steps, "examples_per_step": whole or count,
         "lengths": examples.what, "epoch": examples.epoch, "not_modelled": not_modelled(recipe),
-        "hardware": vars(hardware), "dtype": memory.dtype,
+        "hardware": asdict(hardware), "dtype": memory.dtype,
         "audio_mode": recipe.model.audio.mode,
         "without": sorted(without), "balanced": recipe.balance.enabled,
         "reference": reference(recipe, num_ranks, without) if not examples.epoch else {},

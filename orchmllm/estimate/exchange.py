@@ -27,7 +27,7 @@ class Move:
     def seconds(self, hardware: Hardware) -> float:
         """As long as the busiest rank of either link takes, and a moment for each peer."""
         network, node = (size / (bandwidth * hardware.network_efficiency) for size, bandwidth in (
-            (self.between, hardware.network_bandwidth), (self.inside, hardware.node_bandwidth)))
+            (self.between, hardware.network_bandwidth), (self.inside, hardware.sheet.node)))
         hops = hardware.network_hop_s if self.between else hardware.node_hop_s
         both = max(network, node)
         if self.two_hop:  # one after the other

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from orchmllm.config import Recipe
-from orchmllm.models.gpus import gpu_named
+from orchmllm.models.gpus import GPUS, Gpu, gpu_named
 from orchmllm.plan.assign import PHASES
 
 MEASURED = ("products", "attention", "layer", "fixed")  # of each phase
@@ -17,27 +17,20 @@ MEASURED = ("products", "attention", "layer", "fixed")  # of each phase
 
 @dataclass(frozen=True)
 class Hardware:
-    """A GPU of a cluster. Bandwidths in bytes/s per GPU and direction; efficiencies are shares of
-    what the data sheet says, as large dense models reach them. peaks: FLOP/s of other dtypes than
-    bfloat16. measured: phase -> shares of the peak of products and of attention, in place of the
-    assumed ones, and the seconds that each `layer` and the rest (`fixed`) take whatever their rows.
-    *_hop_s: latency of one hop of a ring inside a node and between nodes; message_s: of a peer's
-    message in an all-to-all."""
+    """A GPU of a cluster: its data sheet, network_bandwidth between nodes in bytes/s per GPU and
+    direction, and efficiencies, shares of both as large dense models reach them. measured: phase ->
+    shares of the peak of products and of attention, in place of the assumed ones, and the seconds
+    that each `layer` and the rest (`fixed`) take whatever their rows. *_hop_s: latency of one hop
+    of a ring inside a node and between nodes; message_s: of a peer's message in an all-to-all."""
 
     name: str = "h100-sxm"
-    peak_flops: float = 989e12
-    memory_bytes: float = 85e9
+    sheet: Gpu = GPUS["h100-sxm"]
     ranks_per_node: int = 8
     network_bandwidth: float = 50e9
-    node_bandwidth: float = 450e9
     product_efficiency: float = 0.60
     attention_efficiency: float = 0.40
     network_efficiency: float = 0.70
-    peaks: Mapping[str, float] = field(
-        default_factory=lambda: {"float32": 67e12, "float64": 67e12})
-    memory_bandwidth: float = 3.35e12
     memory_efficiency: float = 0.80
-    host_bandwidth: float = 64e9
     host_memory_bandwidth: float = 20e9
     node_hop_s: float = 1e-6
     network_hop_s: float = 5e-6
@@ -46,7 +39,7 @@ class Hardware:
 
     def peak(self, dtype: str) -> float:
         """FLOP/s of products in a dtype."""
-        return self.peak_flops if dtype == "bfloat16" else self.peaks[dtype]
+        return getattr(self.sheet, dtype)
 
     def for_recipe(self, recipe: Recipe) -> Hardware:
         """With the nodes that the recipe names, if it names any."""
@@ -74,11 +67,7 @@ def cluster(gpu: str = "h100-sxm", *, gbit: float = 400, per_node: int = 8,
         raise ValueError(f"--network {gbit:g}, --gpus-per-node {per_node} and --efficiency "
                          f"{efficiency:g}: needs more than 0, at least 1, and a share of the peak "
                          "from 0 (as assumed) to 1")
-    sheet = gpu_named(gpu)
-    hardware = Hardware(
-        gpu.lower(), sheet.bfloat16, sheet.memory_bytes, per_node, gbit * 1e9 / 8, sheet.node,
-        peaks={"float32": sheet.float32, "float64": sheet.float64},
-        memory_bandwidth=sheet.memory_bandwidth, host_bandwidth=sheet.host)
+    hardware = Hardware(gpu.lower(), gpu_named(gpu), per_node, gbit * 1e9 / 8)
     if efficiency:
         hardware = replace(hardware, product_efficiency=efficiency,
                            attention_efficiency=efficiency * 2 / 3)
@@ -102,6 +91,6 @@ def _with_measured(hardware: Hardware, path: Path) -> Hardware:
         raise ValueError(f"--measured {path}: it was measured on {kind}: say --gpu {kind}")
     if kind == "cpu":
         peak = float(found["peak_flop_per_s"])
-        hardware = replace(hardware, name=f"{hardware.name} as slow as a CPU", peak_flops=peak,
-                           peaks=dict.fromkeys(("float32", "float64"), peak))
+        hardware = replace(hardware, name=f"{hardware.name} as slow as a CPU", sheet=replace(
+            hardware.sheet, **dict.fromkeys(("bfloat16", "float32", "float64"), peak)))
     return replace(hardware, measured=phases)

@@ -99,7 +99,7 @@ class Search:
         self.hardware = self.hardware.for_recipe(self.recipe)
         recipe = with_real_batch(self.recipe, self.num_ranks)
         self.recipe = replace(recipe, train=replace(recipe.train, global_batch_size=0))
-        self.budget, self.allowed_by = budget_of(self.recipe, self.hardware.memory_bytes)
+        self.budget, self.allowed_by = budget_of(self.recipe, self.hardware.sheet.memory_bytes)
 
     def batches(self) -> list[tuple[int, int]]:
         """(batch size, microbatches) that are tried."""

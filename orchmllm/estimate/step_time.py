@@ -124,9 +124,9 @@ def gather_bandwidth(shards: int, hardware: Hardware, num_ranks: int) -> float:
     if shards == 1:
         return float("inf")
     if shards == together:
-        return hardware.node_bandwidth * hardware.network_efficiency
+        return hardware.sheet.node * hardware.network_efficiency
     return min(hardware.network_bandwidth * together * hardware.network_efficiency,
-               hardware.node_bandwidth)
+               hardware.sheet.node)
 
 
 def ring_seconds(ranks: int, hardware: Hardware) -> float:
@@ -150,7 +150,7 @@ def unit_traffic(unit: Unit, memory: MemoryModel, hardware: Hardware, num_ranks:
     with CPU offload shards come from the host before they are gathered, and gradients go there."""
     shards, reshard = memory.shards, memory.fsdp.reshard(unit.phase)
     param = DTYPE_BYTES[memory.fsdp.param_dtype]
-    host = memory.fsdp.cpu_offload * param / shards / hardware.host_bandwidth
+    host = memory.fsdp.cpu_offload * param / shards / hardware.sheet.host
 
     def gather(over: int) -> float:
         return unit.size * (
@@ -167,7 +167,7 @@ def unit_traffic(unit: Unit, memory: MemoryModel, hardware: Hardware, num_ranks:
         replicas = num_ranks // shards
         if replicas > 1:
             between = num_ranks > hardware.ranks_per_node
-            link = hardware.network_bandwidth if between else hardware.node_bandwidth
+            link = hardware.network_bandwidth if between else hardware.sheet.node
             hop = hardware.network_hop_s if between else hardware.node_hop_s
             reduce += (2 * (replicas - 1) / replicas * size / shards
                        / (link * hardware.network_efficiency) + 2 * log2(replicas) * hop)
@@ -246,7 +246,7 @@ def update_seconds(memory: MemoryModel, hardware: Hardware) -> float:
     """Norm, clipping and AdamW over the shards of a rank: as fast as memory is read, the host's
     with CPU offload."""
     bandwidth = (hardware.host_memory_bandwidth if memory.fsdp.cpu_offload
-                 else hardware.memory_bandwidth * hardware.memory_efficiency)
+                 else hardware.sheet.memory_bandwidth * hardware.memory_efficiency)
     return UPDATE_PASSES * memory.state_bytes()["gradients"] / bandwidth
 
 

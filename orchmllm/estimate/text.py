@@ -16,8 +16,8 @@ from orchmllm.plan.layout import ENCODERS
 from orchmllm.recipe.parse import Loaded
 from orchmllm.sharding.check import default_world
 
-# Hidden size of the LLM -> (name, mini-batches at 128 ranks and at 2,560): the paper's own.
-PAPER_BATCHES = {3584: ("10B", 75, 80), 5120: ("18B", 50, 60), 8192: ("84B", 25, 30)}
+# Hidden size of the LLM -> mini-batches at 128 ranks and at 2,560: the paper's own.
+PAPER_BATCHES = {3584: (75, 80), 5120: (50, 60), 8192: (25, 30)}
 
 
 def run(loaded: Loaded[Recipe], world_size: int, *, ablations: bool, json_path: Path | None,
@@ -65,7 +65,7 @@ def unnamed_encoders(loaded: Loaded[Recipe]) -> frozenset[str]:
 
 def _sizes(recipe: Recipe, world_size: int) -> list[tuple[int, int, int]]:
     """(ranks, mini-batch, steps) of the tables: the paper's two, or the one asked for."""
-    _, small, large = PAPER_BATCHES.get(recipe.model.llm.hidden_size, ("", 0, 0))
+    small, large = PAPER_BATCHES.get(recipe.model.llm.hidden_size, (0, 0))
     batch = with_real_batch(recipe, world_size or 128).train.batch_size
     if world_size:
         return [(world_size, small or batch if world_size == 128 else batch, 3)]
@@ -99,7 +99,8 @@ def dry_run_text(r: dict) -> str:
 
 def gpu_text(h: dict) -> str:
     """The hardware of a prediction in words."""
-    return (f"{h['name']}, {h['memory_bytes'] / 1e9:.0f} GB; {h['ranks_per_node']} a node, "
+    return (f"{h['name']}, {h['sheet']['memory_bytes'] / 1e9:.0f} GB; "
+            f"{h['ranks_per_node']} a node, "
             f"{h['network_bandwidth'] * 8 / 1e9:.0f} Gbit/s each")
 
 

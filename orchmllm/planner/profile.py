@@ -103,8 +103,8 @@ def analytic_ms(flops: Callable[[float], float], hidden: int, layers: int, hardw
     each layer when tp > 1."""
     def forward_ms(tp: int, rows: float) -> float:
         moved = 2 * layers * 2 * (tp - 1) / tp * rows * hidden * 2
-        return 1e3 * (flops(rows) / (hardware.peak_flops * efficiency * tp)
-                      + moved / hardware.node_bandwidth)
+        return 1e3 * (flops(rows) / (hardware.sheet.bfloat16 * efficiency * tp)
+                      + moved / hardware.sheet.node)
     return forward_ms
 
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from orchmllm.config import FsdpConfig, Recipe, plan_spec
 from orchmllm.models.config import ModelConfig
-from orchmllm.models.flops import cost_model
 from orchmllm.plan import grouping
 from orchmllm.plan.assign import PHASES, BalanceConfig, PhasePolicy, PlanSpec
 from orchmllm.plan.grouping import Groups, intra_reorder
@@ -50,13 +50,6 @@ SCHEMES = {
     "per-phase": Scheme("ours: least movement per phase", assign="phase"),
     "capped+per-phase": Scheme("ours on capped mini-batches", "capped", "phase"),
 }
-
-
-def plan_spec(model: ModelConfig, balance: BalanceConfig, ranks_per_node: int = 8) -> PlanSpec:
-    """What the planner has to know of a model with bfloat16 features."""
-    return PlanSpec({p: cost_model(p, model) for p in PHASES},
-                    {p: getattr(model, p).geometry.row_bytes for p in ENCODERS},
-                    2 * model.llm.hidden_size, ranks_per_node, balance)
 
 
 def example_costs(layout: BatchLayout, spec: PlanSpec) -> dict[str, np.ndarray]:
@@ -135,7 +128,7 @@ def run(scheme: Scheme, pool: BatchLayout, model: ModelConfig, *, num_ranks: int
     """A scheme on all examples of a pool, num_ranks mini-batches a step; a last incomplete step is
     left out. Raises ValueError if the pool does not fill one step."""
     groups = grouped(scheme.group, pool, num_ranks, batch, seed)
-    spec = plan_spec(model, PER_PHASE)
+    spec = plan_spec(Recipe(model=model, fsdp=FsdpConfig(compute_dtype="bfloat16")), 8)
     order = np.arange(len(groups))
     if scheme.group != "device":  # whose steps are composed already
         order = np.random.default_rng(seed + 1).permutation(order)

@@ -9,15 +9,14 @@ import pytest
 
 from orchmllm.cli.reproduce import main as reproduce
 from orchmllm.cli.simulate import main as simulate
+from orchmllm.config import Recipe, plan_spec
 from orchmllm.estimate.workload import MODELS, batch_layout, sample_headers
 from orchmllm.plan.layout import ENCODERS
 from orchmllm.simulate.compare import (
     ASSIGN,
-    PER_PHASE,
     SCHEMES,
     example_costs,
     grouped,
-    plan_spec,
     run,
 )
 from tests.lib.corpora import write_llava
@@ -56,7 +55,7 @@ def test_what_each_scheme_is_known_for(results):
 
 def test_examples_and_costs_survive_regrouping():
     pool = batch_layout(sample_headers("omni", 400, 0), MODEL, 1)
-    spec = plan_spec(MODEL, PER_PHASE)
+    spec = plan_spec(Recipe(model=MODEL), 8)
     index = np.random.default_rng(0).permutation(400)
     sizes = np.array([100, 0, 250, 50])
     layout = pool.taken(index, sizes)
