@@ -9,14 +9,14 @@ Exit code: 0 it fits, 2 it does not, or cannot run.
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
-from orchmllm.cli.options import at_least, cluster_of, cluster_options, recipe_parser
-from orchmllm.config import RecipeError, read_recipe
+from orchmllm.cli.options import at_least, cluster_of, cluster_options, in_one_line, recipe_parser
+from orchmllm.config import read_recipe
 from orchmllm.estimate.text import run
 
 
+@in_one_line
 def main(argv: list[str]) -> int:
     parser = recipe_parser("dry-run", __doc__)
     parser.add_argument("--world-size", type=at_least(1), default=0, metavar="N",
@@ -28,10 +28,6 @@ def main(argv: list[str]) -> int:
                         "--lengths says otherwise")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write what was found")
     args = parser.parse_intermixed_args(argv)
-    try:
-        loaded = read_recipe(args.recipe, args.overrides)
-    except (RecipeError, ValueError) as e:
-        print(f"error: {e}", file=sys.stderr)
-        return 2
+    loaded = read_recipe(args.recipe, args.overrides)
     return run(loaded, args.world_size, ablations=args.ablations, json_path=args.json,
-               hardware=lambda: cluster_of(args), mix=args.mix, lengths=args.lengths)
+               hardware=cluster_of(args), mix=args.mix, lengths=args.lengths)

@@ -3,12 +3,28 @@
 from __future__ import annotations
 
 import argparse
+import functools
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from orchmllm.estimate.hardware import Hardware, cluster
 from orchmllm.estimate.workload import MIXES
 from orchmllm.models.gpus import GPUS
+
+
+def in_one_line(command: Callable[[list[str]], int]) -> Callable[[list[str]], int]:
+    """The command, which answers what cannot be done with one line and exit code 2."""
+    @functools.wraps(command)
+    def answered(argv: list[str]) -> int:
+        try:
+            return command(argv)
+        except BrokenPipeError:  # the reader of the output left: no mistake
+            raise
+        except (ValueError, OSError) as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 2
+    return answered
 
 
 def at_least(least: int) -> Callable[[str], int]:

@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from orchmllm.cli.options import command_parser, lengths_parser
+from orchmllm.cli.options import command_parser, in_one_line, lengths_parser
 from orchmllm.cli.simulate import lengths
 from orchmllm.config import Recipe, load_recipe
 from orchmllm.estimate import activations
 from orchmllm.estimate.hardware import Hardware, cluster
 from orchmllm.models.gpus import GPUS
+from orchmllm.plan.assign import PHASES
 from orchmllm.planner.advice import ratio, recipe_profiles, rows
 from orchmllm.planner.profile import ModuleProfile, interpolated
 from orchmllm.planner.recompute import LayerKind, choose_recompute
@@ -98,6 +99,17 @@ def recompute(recipe: Recipe, profiles: dict[str, ModuleProfile], args) -> None:
           "recipe chooses by phase: fsdp.activation_checkpointing")
 
 
+def times_of(path: str) -> dict[str, Callable[[int, float], float]]:
+    """phase -> forward_ms by what `orchmllm profile` wrote. Raises ValueError for another file."""
+    try:
+        table = json.loads(Path(path).read_text(encoding="utf-8"))
+        return {p: interpolated(table[p]["rows"], table[p]["ms"]) for p in PHASES}
+    except (OSError, ValueError, KeyError, TypeError) as e:
+        raise ValueError(f"--profile {path}: not what `orchmllm profile` writes "
+                         f"({type(e).__name__}: {e})") from e
+
+
+@in_one_line
 def main(argv: list[str]) -> int:
     parser = command_parser("plan", __doc__)
     parser.add_argument("what", choices=(*OPTIONS, "job"), metavar="WHAT",
@@ -108,24 +120,19 @@ def main(argv: list[str]) -> int:
 
         return job(argv[1:])
     args = lengths_parser(f"plan {what}", __doc__, OPTIONS[what]).parse_intermixed_args(argv[1:])
-    try:
-        recipe = load_recipe(args.recipe, args.overrides)
-        hardware = cluster(args.gpu, gbit=getattr(args, "network", 400.0))
-        drawn = lengths(recipe, EXAMPLES, args.mix)
-        table = json.loads(Path(args.profile).read_text(encoding="utf-8")) if args.profile else {}
+    recipe = load_recipe(args.recipe, args.overrides)
+    hardware = cluster(args.gpu, gbit=getattr(args, "network", 400.0))
+    drawn = lengths(recipe, EXAMPLES, args.mix)
+    measured = times_of(args.profile) if args.profile else {}
 
-        def profiles_of(scale: float) -> dict[str, ModuleProfile]:
-            made = recipe_profiles(recipe.model, drawn, hardware, scale)
-            return {n: replace(p, forward_ms=interpolated(**table[n])) if n in table else p
-                    for n, p in made.items()}
+    def profiles_of(scale: float) -> dict[str, ModuleProfile]:
+        made = recipe_profiles(recipe.model, drawn, hardware, scale)
+        return {n: replace(p, forward_ms=measured.get(n, p.forward_ms)) for n, p in made.items()}
 
-        if what == "units":
-            units(recipe, profiles_of, args, hardware)
-        elif what == "split":
-            split(profiles_of(1), args)
-        else:
-            recompute(recipe, profiles_of(1), args)
-    except (ValueError, OSError, KeyError, TypeError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    if what == "units":
+        units(recipe, profiles_of, args, hardware)
+    elif what == "split":
+        split(profiles_of(1), args)
+    else:
+        recompute(recipe, profiles_of(1), args)
     return 0

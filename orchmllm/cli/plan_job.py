@@ -12,13 +12,12 @@ otherwise. Exit code: 0, or 2 if nothing fits.
 from __future__ import annotations
 
 import argparse
-import sys
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from orchmllm.cli.options import at_least, cluster_of, cluster_options, recipe_parser
-from orchmllm.config import RecipeError, read_recipe
+from orchmllm.cli.options import at_least, cluster_of, cluster_options, in_one_line, recipe_parser
+from orchmllm.config import read_recipe
 from orchmllm.estimate.lengths import examples_of
 from orchmllm.estimate.search import Found, Search, difference
 from orchmllm.estimate.text import gpu_text, unnamed_encoders
@@ -116,9 +115,9 @@ def picture(search: Search, best: Found, second: Found | None, given: Found | No
     figure.savefig(path, dpi=130)
 
 
-def run(args: argparse.Namespace) -> int:
-    """Searches, prints and writes. Raises ValueError if nothing fits."""
-    started = time.process_time()
+@in_one_line
+def main(argv: list[str]) -> int:
+    args, started = parse(argv), time.process_time()
     loaded = read_recipe(args.recipe, args.overrides)
     recipe, gpus = loaded.recipe, args.gpus
     without = unnamed_encoders(loaded)
@@ -128,9 +127,6 @@ def run(args: argparse.Namespace) -> int:
     search = Search(recipe, gpus, cluster_of(args),
                     examples_of(recipe, args.mix, args.lengths, without), whole, args.steps)
     best = search.best()
-    if not best:
-        raise ValueError(f"nothing fits {gpus} GPUs of {search.budget / 1e9:.1f} GB "
-                         f"({search.allowed_by}): give more GPUs, a smaller batch or model")
     given = search.given()
     print(f"{gpus} GPUs: {gpu_text(asdict(search.hardware))}; {search.budget / 1e9:.1f} GB for "
           f"tensors ({search.allowed_by})\n"
@@ -151,12 +147,3 @@ def run(args: argparse.Namespace) -> int:
         print(f"picture: {args.picture}")
     print(f"\nThis took {time.process_time() - started:.1f} s of CPU.")
     return 0
-
-
-def main(argv: list[str]) -> int:
-    args = parse(argv)
-    try:
-        return run(args)
-    except (RecipeError, ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2

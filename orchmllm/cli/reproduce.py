@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from orchmllm.cli.options import at_least
+from orchmllm.cli.options import at_least, in_one_line
 from orchmllm.estimate.workload import MODELS, batch_layout, sample_headers
 from orchmllm.planner.disttrain import Line
 from orchmllm.simulate.compare import SCHEMES, plot, run, table
@@ -46,15 +46,14 @@ def wanted(line: Line, args: argparse.Namespace) -> bool:
     return line.where.startswith(kind) and number in line.where.split()
 
 
-def show(lines: Iterable[Line], args: argparse.Namespace) -> int:
-    """Prints the rows; how many there were."""
-    count = 0
-    for line in lines:
-        if wanted(line, args):
-            print(f"{line.where} | {line.what}\n    paper: {line.paper}\n    ours:  {line.ours} "
-                  f"[{line.kind}]", flush=True)
-            count += 1
-    return count
+def show(lines: Iterable[Line], args: argparse.Namespace) -> None:
+    """Prints the rows that are asked for. Raises ValueError if there is none."""
+    line = None
+    for line in filter(lambda line: wanted(line, args), lines):
+        print(f"{line.where} | {line.what}\n    paper: {line.paper}\n    ours:  {line.ours} "
+              f"[{line.kind}]", flush=True)
+    if line is None:
+        raise ValueError(f"{args.what} has no such table or figure")
 
 
 def compare(args: argparse.Namespace) -> int:
@@ -83,21 +82,16 @@ def compare(args: argparse.Namespace) -> int:
     return int(missed)
 
 
+@in_one_line
 def main(argv: list[str]) -> int:
     args = parse(argv)
     print(f"orchmllm reproduce {' '.join(argv)}\n{platform.processor() or platform.machine()}, "
           f"{os.cpu_count()} cores, Python {platform.python_version()}; times are CPU seconds of "
           "one thread; seeds are fixed\n")
-    try:
-        if args.what == "compare":
-            return compare(args)
-        from orchmllm.planner import disttrain, omnibal, paper
+    if args.what == "compare":
+        return compare(args)
+    from orchmllm.planner import disttrain, omnibal, paper
 
-        lines = {"omnibal": lambda: omnibal.lines(args.samples), "orchmllm": paper.lines}.get(
-            args.what, lambda: disttrain.lines(args.what))()
-        if show(lines, args):
-            return 0
-        raise ValueError(f"{args.what} has no such table or figure")
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    show({"omnibal": lambda: omnibal.lines(args.samples), "orchmllm": paper.lines}.get(
+        args.what, lambda: disttrain.lines(args.what))(), args)
+    return 0

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-import sys
 
-from orchmllm.cli.options import lengths_parser
+from orchmllm.cli.options import in_one_line, lengths_parser
 from orchmllm.config import Recipe, load_recipe
 from orchmllm.estimate.workload import batch_layout, sample_headers
 from orchmllm.plan.layout import BatchLayout
@@ -26,21 +25,18 @@ def lengths(recipe: Recipe, count: int, mix: str | None) -> BatchLayout:
     return of_indexes(recipe, sources, indexes).draw(1, count, recipe.run.seed)
 
 
+@in_one_line
 def main(argv: list[str]) -> int:
     schemes = "\n".join(f"  {n:<18} {s.paper}" for n, s in SCHEMES.items())
     args = lengths_parser("simulate", f"{__doc__}\n\n{schemes}", (
         ("--ranks", 64, "data-parallel ranks"), ("--steps", 5, "global batches that are drawn")),
         ("all", *SCHEMES)).parse_intermixed_args(argv)
-    try:
-        recipe = load_recipe(args.recipe, args.overrides)
-        batch = recipe.train.batch_size
-        pool = lengths(recipe, args.ranks * batch * args.steps, args.mix)
-        names = SCHEMES if args.what == "all" else [args.what]
-        found = {name: run(SCHEMES[name], pool, recipe.model, num_ranks=args.ranks, batch=batch,
-                           seed=recipe.run.seed) for name in names}
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    recipe = load_recipe(args.recipe, args.overrides)
+    batch = recipe.train.batch_size
+    pool = lengths(recipe, args.ranks * batch * args.steps, args.mix)
+    names = SCHEMES if args.what == "all" else [args.what]
+    found = {name: run(SCHEMES[name], pool, recipe.model, num_ranks=args.ranks, batch=batch,
+                       seed=recipe.run.seed) for name in names}
     print(f"{args.ranks} ranks x {batch} examples, {pool.num_examples} examples of "
           f"{args.mix or 'the recipe'}, seed {recipe.run.seed}; modelled from FLOPs, communication "
           "not counted")

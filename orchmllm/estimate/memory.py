@@ -11,7 +11,7 @@ for them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import product
 
@@ -265,27 +265,20 @@ class MemoryModel:
 SELECTIVE_SHARE = 0.1
 
 
-def all_choices() -> Iterable[dict[str, str]]:
-    """Every checkpointing choice per phase."""
-    return (dict(zip(PHASES, c, strict=True)) for c in product(CHOICES, repeat=len(PHASES)))
-
-
 def choose_checkpointing(memory: MemoryModel, loads: Loads, budget_bytes: float,
                          fixed: Choice | None = None) -> dict[str, str]:
     """phase -> the cheapest choice whose predicted peak is within the budget; `fixed` phases stay.
 
     Raises ValueError if not even full checkpointing fits, with what it would need."""
-    best, least = None, None
-    for choice in all_choices():
-        if any(choice[p] != c for p, c in (fixed or {}).items()):
-            continue
+    fitting, least, fixed = [], np.inf, fixed or {}
+    for choices in product(*([fixed[p]] if p in fixed else CHOICES for p in PHASES)):
+        choice = dict(zip(PHASES, choices, strict=True))
         peak = memory.peak(loads, choice)
-        least = peak if least is None else min(least, peak)
+        least = min(least, peak)
         if peak <= budget_bytes:
-            key = (memory.extra_time(loads, choice), peak)
-            best = min(best, (key, choice), key=lambda x: x[0]) if best else (key, choice)
-    if best is None:
+            fitting.append(((memory.extra_time(loads, choice), peak), choice))
+    if not fitting:
         raise ValueError(
             f"needs {least / 1e9:.1f} GB a rank at least, {(least - budget_bytes) / 1e9:.1f} GB "
             f"more than the {budget_bytes / 1e9:.1f} GB that are allowed")
-    return best[1]
+    return min(fitting, key=lambda x: x[0])[1]

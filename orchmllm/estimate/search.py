@@ -203,7 +203,7 @@ class Search:
             yield Setting(batch, count, group, reshard, checkpointing)
 
     def best(self) -> list[Found]:
-        """The fastest settings that fit, best first; empty if none does."""
+        """The fastest settings that fit, best first. Raises ValueError if none does."""
         failed: dict[tuple, np.ndarray] = {}  # group -> (k, 6) savings that were not enough
         fitting: list[Setting] = []
         for setting in self.ranked():
@@ -221,6 +221,10 @@ class Search:
             fitting.append(setting)
             if len(fitting) == EXACT:
                 break
+        if not fitting:
+            raise ValueError(
+                f"nothing fits {self.num_ranks} GPUs of {self.budget / 1e9:.1f} GB "
+                f"({self.allowed_by}): give more GPUs, a smaller batch or model")
         return sorted(map(self.found, fitting), key=lambda f: -f.tokens_per_s)
 
 

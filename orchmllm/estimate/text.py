@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from textwrap import wrap
 
@@ -21,10 +20,10 @@ PAPER_BATCHES = {3584: (75, 80), 5120: (50, 60), 8192: (25, 30)}
 
 
 def run(loaded: Loaded[Recipe], world_size: int, *, ablations: bool, json_path: Path | None,
-        hardware: Callable[[], Hardware] = Hardware, mix: str = "",
+        hardware: Hardware | None = None, mix: str = "",
         lengths: Path | None = None) -> int:
     """Exit code: 2 if the recipe does not fit, or cannot run on this world, as `train` itself
-    answers. world_size: 0 if nobody said how many ranks. hardware: makes what is assumed; mix,
+    answers. world_size: 0 if nobody said how many ranks. hardware: an H100 if nobody says; mix,
     lengths: see orchmllm.estimate.lengths."""
     from orchmllm.estimate.ablations import ablate
     from orchmllm.estimate.dry_run import dry_run
@@ -32,7 +31,9 @@ def run(loaded: Loaded[Recipe], world_size: int, *, ablations: bool, json_path: 
 
     recipe = loaded.recipe
     try:
-        made, without = hardware(), unnamed_encoders(loaded)
+        if json_path and not json_path.parent.is_dir():  # before minutes of work
+            raise ValueError(f"--json {json_path}: {json_path.parent} is no folder")
+        made, without = hardware or Hardware(), unnamed_encoders(loaded)
         # Ablations are the paper's, so are their lengths unless others are asked for.
         examples = examples_of(recipe, mix or "natural" * ablations, lengths, without)
         if ablations:
@@ -47,12 +48,12 @@ def run(loaded: Loaded[Recipe], world_size: int, *, ablations: bool, json_path: 
                 why += "; --world-size N for others"
             found = dry_run(recipe, ranks, made, without=without, examples=examples)
             text = dry_run_text(found | {"world_size_from": why})
-        print(text)
         if json_path:
             json_path.write_text(json.dumps(found, indent=1), encoding="utf-8")
     except (ValueError, OSError) as e:
         print(f"error: {e}", file=sys.stderr)
         return 2
+    print(text)
     return 0 if found.get("fits", True) else 2
 
 

@@ -72,6 +72,10 @@ def test_profile_measures_and_plan_reads_it(recipe, tmp_path, capsys):
     assert plan(["units", *recipe, "--profile", str(out), "--num-gpus", "8"]) == 0
     gpus = dict(re.findall(r"^    (\w+) +(\d+) GPUs", capsys.readouterr().out, re.M))
     assert int(gpus["llm"]) >= 4
+    for wrong in ("[]", '{"lm": {"rows": [1, 2], "ms": [1, 2]}}'):
+        out.write_text(wrong, encoding="utf-8")
+        assert plan(["units", *recipe, "--profile", str(out)]) == 2
+        assert f"--profile {out}: not what `orchmllm profile` writes" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("gpus, batch", [(1296, 1920), (112, 240)])
