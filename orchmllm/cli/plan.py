@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,7 +17,6 @@ from orchmllm.config import Recipe, load_recipe
 from orchmllm.estimate import activations
 from orchmllm.estimate.hardware import Hardware, cluster
 from orchmllm.models.gpus import GPUS
-from orchmllm.plan.assign import PHASES
 from orchmllm.planner.advice import ratio, recipe_profiles, rows
 from orchmllm.planner.profile import ModuleProfile, interpolated
 from orchmllm.planner.recompute import LayerKind, choose_recompute
@@ -69,7 +67,7 @@ def split(profiles: dict[str, ModuleProfile], args: argparse.Namespace) -> None:
     """Every method's stages."""
     forward, backward, moved, size = ([], [], [], [])
     for p in profiles.values():
-        each = p.forward_ms(1, p.rows) / p.layers
+        each = p.forward_ms(1) / p.layers
         forward += [each] * p.layers
         backward += [each * p.backward_units] * p.layers
         moved += [p.rows * p.boundary_bytes_per_row] * p.layers
@@ -88,7 +86,7 @@ def recompute(recipe: Recipe, profiles: dict[str, ModuleProfile], args) -> None:
     for name, p in profiles.items():
         block = getattr(activations, f"{name}_block")(getattr(recipe.model, name), 2)
         kept = (block.kept["none"] - block.kept["full"]) * p.rows * batch
-        kinds.append(LayerKind(name, p.layers, kept, p.forward_ms(1, p.rows) * batch / p.layers))
+        kinds.append(LayerKind(name, p.layers, kept, p.forward_ms(1) * batch / p.layers))
     chosen = choose_recompute(kinds, free_bytes=1e9 * args.free_gb)
     saved = sum(chosen[k.name] * k.recompute_ms for k in kinds)
     for k in kinds:
@@ -99,11 +97,13 @@ def recompute(recipe: Recipe, profiles: dict[str, ModuleProfile], args) -> None:
           "recipe chooses by phase: fsdp.activation_checkpointing")
 
 
-def times_of(path: str) -> dict[str, Callable[[int, float], float]]:
-    """phase -> forward_ms by what `orchmllm profile` wrote. Raises ValueError for another file."""
+def with_times(profiles: dict[str, ModuleProfile], path: str) -> dict[str, ModuleProfile]:
+    """The profiles with the times that `orchmllm profile` wrote. Raises ValueError for another
+    file."""
     try:
         table = json.loads(Path(path).read_text(encoding="utf-8"))
-        return {p: interpolated(table[p]["rows"], table[p]["ms"]) for p in PHASES}
+        return {n: replace(p, forward_ms=interpolated(table[n]["rows"], table[n]["ms"], p.rows))
+                for n, p in profiles.items()}
     except (OSError, ValueError, KeyError, TypeError) as e:
         raise ValueError(f"--profile {path}: not what `orchmllm profile` writes "
                          f"({type(e).__name__}: {e})") from e
@@ -123,11 +123,10 @@ def main(argv: list[str]) -> int:
     recipe = load_recipe(args.recipe, args.overrides)
     hardware = cluster(args.gpu, gbit=getattr(args, "network", 400.0))
     drawn = lengths(recipe, EXAMPLES, args.mix)
-    measured = times_of(args.profile) if args.profile else {}
 
     def profiles_of(scale: float) -> dict[str, ModuleProfile]:
         made = recipe_profiles(recipe.model, drawn, hardware, scale)
-        return {n: replace(p, forward_ms=measured.get(n, p.forward_ms)) for n, p in made.items()}
+        return with_times(made, args.profile) if args.profile else made
 
     if what == "units":
         units(recipe, profiles_of, args, hardware)

@@ -50,7 +50,7 @@ def colocated(profiles: Mapping[str, ModuleProfile], *, num_gpus: int, global_ba
     fitting = min(share, max(1, int((gpu_bytes - state) / kept)))
     total, count = 0.0, ceil(share / fitting)
     for p in profiles.values():
-        forward = share / count * p.forward_ms(1, p.rows)
+        forward = share / count * p.forward_ms(1)
         gather, reduce = (1e3 * x / bandwidth for x in (p.weight_bytes,
                                                         p.trains * p.gradient_bytes))
         total += max(forward, gather)

@@ -43,7 +43,7 @@ def disttrain_profiles(name: str, *, images: float = 5) -> dict[str, ModuleProfi
     flops, kept = GENERATOR[side]
     rate = A800.sheet.bfloat16 * ASSUMED["generator"]
     made["generator"] = ModuleProfile(
-        "generator", 4, images, lambda tp, rows: 1e3 * rows * flops / (rate * tp), *state_of(1e9),
+        "generator", 4, images, lambda tp: 1e3 * images * flops / (rate * tp), *state_of(1e9),
         kept, kept / 8, forward_flops=images * flops)
     return made
 

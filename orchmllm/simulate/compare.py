@@ -111,14 +111,14 @@ ASSIGN: Mapping[str, Callable[[BatchLayout, PlanSpec], StepPlan]] = {
 class Result:
     """A scheme over some steps. imbalance: phase -> slowest rank over mean; over_perfect: time of
     the steps over that of the same work spread evenly; moved_mb, internode_mb: per rank and step;
-    dropped: share of the examples, and their mean tokens over that of all; length_cv: standard
-    deviation of the steps' mean length over its mean; steps."""
+    dropped: share of the examples; length_cv: standard deviation of the steps' mean length over its
+    mean; steps."""
 
     imbalance: Mapping[str, float]
     over_perfect: float
     moved_mb: float
     internode_mb: float
-    dropped: tuple[float, float]
+    dropped: float
     length_cv: float
     steps: int
 
@@ -151,12 +151,10 @@ def run(scheme: Scheme, pool: BatchLayout, model: ModelConfig, *, num_ranks: int
         moved.append([sum(s[k] for s in plan.stats.values()) / num_ranks / 1e6
                       for k in ("moved_bytes", "internode_bytes")])
         lengths.append(layout.tokens_per_example.mean())
-    lost = pool.tokens_per_example[groups.dropped] if scheme.group == "isf" else np.zeros(0)
     return Result(
         dict(zip(PHASES, slowest.sum(0) / np.maximum(mean.sum(0), 1e-300), strict=True)),
         slowest.sum() / mean.sum(), *np.mean(moved, axis=0),
-        (len(lost) / pool.num_examples,
-         float(lost.mean() / pool.tokens_per_example.mean()) if len(lost) else float("nan")),
+        len(groups.dropped) / pool.num_examples if scheme.group == "isf" else 0.0,
         float(np.std(lengths) / np.mean(lengths)), count)
 
 
@@ -167,7 +165,7 @@ def table(results: Mapping[str, Result]) -> str:
     for name, r in results.items():
         phases = " ".join(f"{r.imbalance[p]:>7.3f}" for p in PHASES)
         out.append(f"{name:<17} {phases} {r.over_perfect:>7.3f} {r.moved_mb:>9.1f} "
-                   f"{r.internode_mb:>13.1f} {r.dropped[0]:>8.2%} {r.length_cv:>9.4f}  "
+                   f"{r.internode_mb:>13.1f} {r.dropped:>8.2%} {r.length_cv:>9.4f}  "
                    f"{SCHEMES[name].paper}")
     return "\n".join(out)
 

@@ -50,7 +50,7 @@ def test_what_each_scheme_is_known_for(results):
     grouped_before = ("random-padded", "random", "length-group", "device-group", "isf", "capped")
     for name, result in results.items():
         assert (result.moved_mb == 0) == (name in grouped_before), name
-        assert (result.dropped[0] > 0) == (name == "isf"), name
+        assert (result.dropped > 0) == (name == "isf"), name
 
 
 def test_examples_and_costs_survive_regrouping():
