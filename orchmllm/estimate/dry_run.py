@@ -167,6 +167,8 @@ def _workload(recipe: Recipe, drawn: Callable[..., BatchLayout], spec: PlanSpec,
             plan_s = time.perf_counter() - started
             loads[name].append(loads_of(plan, padded_phases(recipe.model)))
             rows[name].append({"plan_s": plan_s} | measure(plan, memory, choice, hardware, share))
+    moments = {n: {k: float(np.max(v)) for k, v in memory.peaks(joined(x), choice).items()}
+               for n, x in loads.items()}
     names = ["none", "LLM only"]
     ratios = {}
     for kind in ("slowest_s", "slowest_padded_s"):
@@ -183,7 +185,8 @@ def _workload(recipe: Recipe, drawn: Callable[..., BatchLayout], spec: PlanSpec,
                       for n, x in rows.items()},
         "ratio": ratios,
         "plan_ms": {n: 1e3 * float(np.median([r["plan_s"] for r in rows[n]])) for n in schemes},
-        "memory": {n: memory_report(memory, joined(loads[n]), choice) for n in schemes},
+        "memory": {n: {"moments": m, "peak_bytes": max(m.values())}
+                   for n, m in moments.items()},
     }
 
 
@@ -210,11 +213,6 @@ def measure(plan: StepPlan, memory: MemoryModel, choice: dict[str, str],
             "waiting_s": float(sum(time_.waiting.values())),
             "tokens_per_gpu": share * time_.tokens_per_gpu,
             "internode_bytes": float(sum(s["internode_bytes"] for s in plan.stats.values()))}
-
-
-def memory_report(memory: MemoryModel, loads: Loads, choice: dict[str, str]) -> dict:
-    peaks = {k: float(np.max(v)) for k, v in memory.peaks(loads, choice).items()}
-    return {"moments": peaks, "peak_bytes": max(peaks.values())}
 
 
 def _largest(recipe: Recipe, drawn: Callable[..., BatchLayout], spec: PlanSpec,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from itertools import product
 
@@ -14,7 +15,7 @@ from orchmllm.estimate.memory import CHOICES, MemoryModel, choose_checkpointing,
 from orchmllm.estimate.workload import sample_layout
 from orchmllm.models.flops import item_rank, phase_lengths, phase_work
 from orchmllm.models.mllm import MultimodalModel
-from orchmllm.plan.assign import PHASES
+from orchmllm.plan.assign import PHASES, BalanceConfig, PhasePolicy
 from orchmllm.plan.step import plan_step
 from orchmllm.sharding.units import num_parameters, units
 from tests.lib.memory import TOWER, WIDE, measured
@@ -172,6 +173,17 @@ def test_auto_in_a_run_uses_its_own_data():
     with pytest.raises(ValueError, match="would fit"):
         for_run(replace(asked, fsdp=replace(asked.fsdp, memory_gb=1e-4)), data, range(24), spec, 2,
                 0)
+
+
+def test_a_run_decides_without_integer_programs(monkeypatch):
+    """Each rank decides by itself: what a solver finds in its time may differ between them."""
+    monkeypatch.setitem(sys.modules, "cvxpy", None)  # `import cvxpy` fails
+    greedy = dict.fromkeys(PHASES, PhasePolicy("greedy", nodewise=True))
+    spec = replace(small_spec(MODEL), ranks_per_node=2, balance=BalanceConfig(
+        dispatch="tensors", nodewise_solver="highs", **greedy))
+    asked = recipe(fsdp=FsdpConfig(activation_checkpointing="auto", memory_gb=1.0))
+    assert for_run(asked, SyntheticDataset(), range(24), spec, 4, 0) == dict.fromkeys(
+        PHASES, "none")
 
 
 def test_more_memory_for_more_of_everything():
