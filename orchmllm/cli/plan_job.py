@@ -136,7 +136,8 @@ def main(argv: list[str]) -> int:
     second = runner_up(best)
     if second:
         print(f"Runner-up: {difference(best[0], second, gpus)}")
-    lines = best[0].setting.overrides(gpus)
+    # With balance.group: shard a shard size of 0 is refused, also for one shard of all ranks.
+    lines = best[0].setting.overrides(gpus if recipe.balance.group == "world" else 0)
     if train.global_batch_size:  # or it would go on deciding the batch
         lines.append(f"train.global_batch_size={whole or 0}")
     print("\nOverrides: " + " ".join(lines))

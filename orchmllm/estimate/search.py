@@ -47,7 +47,7 @@ class Setting:
     checkpointing: tuple[str, ...]
 
     def overrides(self, num_ranks: int) -> list[str]:
-        """As `train` takes them."""
+        """As `train` takes them; a shard group of num_ranks is written as 0, all ranks."""
         size = 0 if self.shard_size == num_ranks else self.shard_size
         return [f"train.batch_size={self.batch_size}",
                 f"train.accumulation_steps={self.microbatches}", f"fsdp.shard_size={size}",

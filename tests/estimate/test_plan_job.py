@@ -110,6 +110,14 @@ def test_the_command(tmp_path, capsys):
     assert picture.startswith("<?xml") and len(picture) > 10_000
 
 
+def test_one_shard_of_all_ranks_is_named_where_shards_balance(tmp_path):
+    path, out = RECIPES / "mllm_1gpu.yaml", tmp_path / "job.txt"
+    shard = ["balance.group=shard", "fsdp.shard_size=4"]
+    assert main(["job", str(path), "--gpus", "8", "--steps", "1", "--mix", "natural", "--out",
+                 str(out), "fsdp.memory_gb=8", *shard]) == 0
+    assert load_recipe(path, [*shard, *out.read_text().split()]).fsdp.shard_size == 8
+
+
 @pytest.mark.parametrize("args, says", [
     (["--gpus", "8", "--global-batch", "12"], "say 8"),
     (["--gpus", "1", "fsdp.memory_gb=5"], "nothing fits 1 GPUs of 5.0 GB (fsdp.memory_gb)"),
