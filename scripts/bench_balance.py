@@ -37,7 +37,7 @@ from pathlib import Path
 import numpy as np
 
 from orchmllm.config import load_recipe, plan_spec
-from orchmllm.estimate.workload import sample_layout, synthetic_lengths
+from orchmllm.estimate.workload import sample_layout
 from orchmllm.plan import assign as phases
 from orchmllm.plan.assign import PHASES, PhasePolicy, PlanSpec
 from orchmllm.plan.balance import core, load_cap
@@ -47,6 +47,26 @@ RECIPES = Path(__file__).resolve().parent.parent / "recipes"
 NODE = 8
 NOTHING = np.zeros(0, np.int64)
 SETUP = 40  # operations an item before the search counts any: reading, sorting, writing
+
+SYNTHETIC = ("lognormal", "uniform", "bimodal", "pareto")
+
+
+def synthetic_lengths(name: str, n: int, seed: int) -> np.ndarray:
+    """(n,) int64 lengths of a textbook distribution, clipped to [1, 8192]: lognormal (median 400,
+    sigma 0.8), uniform 1-2000, bimodal (100 +- 20 or 1500 +- 150, equally likely), pareto (shape
+    1.5, from 100). Raises ValueError for another name."""
+    rng = np.random.default_rng(seed)
+    if name == "lognormal":
+        values = rng.lognormal(np.log(400), .8, n)
+    elif name == "uniform":
+        values = rng.uniform(1, 2001, n)
+    elif name == "bimodal":
+        values = np.where(rng.random(n) < .5, rng.normal(100, 20, n), rng.normal(1500, 150, n))
+    elif name == "pareto":
+        values = 100 * (1 + rng.pareto(1.5, n))
+    else:
+        raise ValueError(f"unknown distribution {name!r}; choose one of {', '.join(SYNTHETIC)}")
+    return np.clip(values, 1, 8192).astype(np.int64)
 
 
 @dataclass(frozen=True)

@@ -56,11 +56,11 @@ def exchange_step(mine, spec: PlanSpec, scale: int) -> None:
     """Everything that a step moves, forward and back."""
     for phase in ENCODERS:
         width = max(1, spec.row_bytes[phase] // scale)
-        exchange_rows(torch.zeros(mine.encode[phase].num_rows_in, width, dtype=torch.uint8),
+        exchange_rows(torch.zeros(len(mine.encode[phase].send_index), width, dtype=torch.uint8),
                       mine.encode[phase])
-    exchange_rows(torch.zeros(mine.llm.num_rows_in, 2, dtype=torch.int32), mine.llm)
+    exchange_rows(torch.zeros(len(mine.llm.send_index), 2, dtype=torch.int32), mine.llm)
     for phase in ENCODERS:
-        features = torch.zeros(mine.feature[phase].num_rows_in,
+        features = torch.zeros(len(mine.feature[phase].send_index),
                                max(1, spec.feature_bytes // scale // 4), requires_grad=True)
         exchange_rows(features, mine.feature[phase]).sum().backward()
 

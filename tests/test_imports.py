@@ -31,7 +31,7 @@ ALLOWED = {
     "hf": ("plan", "models", "config", "data", "runtime"),
     "sharding": ("plan", "comm", "models", "config", "hf"),
     "estimate": ("recipe", "plan", "batch", "models", "config", "data", "sharding"),
-    "simulate": ("_core", "plan", "models"),
+    "simulate": ("_core", "plan", "models", "config"),
     "planner": ("_core", "config", "plan", "models", "sharding", "estimate", "simulate"),
     "report": ("plan", "config", "runtime"),
     "trainer": ("launch", "plan", "comm", "models", "config", "data", "runtime", "hf", "sharding",

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from dataclasses import replace
 from pathlib import Path
 
-from orchmllm.cli.simulate import lengths, recipe_parser
+from orchmllm.cli.options import command_parser, in_one_line, lengths_parser
+from orchmllm.cli.simulate import lengths
 from orchmllm.config import Recipe, load_recipe
 from orchmllm.estimate import activations
 from orchmllm.estimate.hardware import Hardware, cluster
@@ -25,16 +25,17 @@ from orchmllm.planner.split import METHODS, split_layers
 GBITS, IMAGES, EXAMPLES = (25, 100, 400), (0.5, 1, 2, 4), 2000
 
 
-OPTIONS = (
-    ("--profile", "", "JSON of `orchmllm profile`: measured times"),
-    ("--gpu", "h100-sxm", f"one of {', '.join(GPUS)}"),
-    ("--gpu-gb", 74.0, "memory to use of a GPU"),
-    ("--gbit", 400.0, "network per GPU and direction"),
-    ("--num-gpus", 64, "units: GPUs"),
-    ("--global-batch", 0, "units: samples of an iteration; 0: train.batch_size a GPU"),
-    ("--stages", 4, "split: pipeline stages"),
-    ("--microbatches", 16, "split: of an iteration"),
-    ("--free-gb", 20.0, "recompute: memory for activations beyond full recomputation"))
+DEVICE = (("--profile", "", "JSON of `orchmllm profile`: measured times"),
+          ("--gpu", "h100-sxm", f"one of {', '.join(GPUS)}"))
+NETWORK = ("--network", 400.0, "Gbit/s of each GPU between nodes")
+OPTIONS = {
+    "units": (*DEVICE, NETWORK, ("--num-gpus", 64, "of the job"),
+              ("--gpu-gb", 74.0, "memory to use of a GPU"),
+              ("--global-batch", 0, "samples of an iteration; 0: train.batch_size a GPU")),
+    "split": (*DEVICE, NETWORK, ("--stages", 4, "of the pipeline"),
+              ("--microbatches", 16, "of an iteration")),
+    "recompute": (*DEVICE, ("--free-gb", 20.0,
+                            "memory for activations beyond full recomputation"))}
 
 
 def units(recipe: Recipe, profiles_of, args: argparse.Namespace, hardware: Hardware) -> None:
@@ -66,7 +67,7 @@ def split(profiles: dict[str, ModuleProfile], args: argparse.Namespace) -> None:
     """Every method's stages."""
     forward, backward, moved, size = ([], [], [], [])
     for p in profiles.values():
-        each = p.forward_ms(1, p.rows) / p.layers
+        each = p.forward_ms(1) / p.layers
         forward += [each] * p.layers
         backward += [each * p.backward_units] * p.layers
         moved += [p.rows * p.boundary_bytes_per_row] * p.layers
@@ -74,7 +75,7 @@ def split(profiles: dict[str, ModuleProfile], args: argparse.Namespace) -> None:
     for method in METHODS:
         made = split_layers(forward, backward, moved[:-1], num_stages=args.stages, method=method,
                             num_microbatches=args.microbatches, parameters=size,
-                            bytes_per_s=args.gbit * 1e9 / 8)
+                            bytes_per_s=args.network * 1e9 / 8)
         print(f"{method:<11} layers {list(made.layers)}, longest stage {made.stage_ms.max():.2f} "
               f"ms, iteration {made.simulated_ms:.1f} ms")
 
@@ -85,7 +86,7 @@ def recompute(recipe: Recipe, profiles: dict[str, ModuleProfile], args) -> None:
     for name, p in profiles.items():
         block = getattr(activations, f"{name}_block")(getattr(recipe.model, name), 2)
         kept = (block.kept["none"] - block.kept["full"]) * p.rows * batch
-        kinds.append(LayerKind(name, p.layers, kept, p.forward_ms(1, p.rows) * batch / p.layers))
+        kinds.append(LayerKind(name, p.layers, kept, p.forward_ms(1) * batch / p.layers))
     chosen = choose_recompute(kinds, free_bytes=1e9 * args.free_gb)
     saved = sum(chosen[k.name] * k.recompute_ms for k in kinds)
     for k in kinds:
@@ -96,31 +97,41 @@ def recompute(recipe: Recipe, profiles: dict[str, ModuleProfile], args) -> None:
           "recipe chooses by phase: fsdp.activation_checkpointing")
 
 
+def with_times(profiles: dict[str, ModuleProfile], path: str) -> dict[str, ModuleProfile]:
+    """The profiles with the times that `orchmllm profile` wrote. Raises ValueError for another
+    file."""
+    try:
+        table = json.loads(Path(path).read_text(encoding="utf-8"))
+        return {n: replace(p, forward_ms=interpolated(table[n]["rows"], table[n]["ms"], p.rows))
+                for n, p in profiles.items()}
+    except (OSError, ValueError, KeyError, TypeError) as e:
+        raise ValueError(f"--profile {path}: not what `orchmllm profile` writes "
+                         f"({type(e).__name__}: {e})") from e
+
+
+@in_one_line
 def main(argv: list[str]) -> int:
-    if argv[:1] == ["job"]:
+    parser = command_parser("plan", __doc__)
+    parser.add_argument("what", choices=(*OPTIONS, "job"), metavar="WHAT",
+                        help="`orchmllm plan WHAT --help` says what it takes")
+    what = parser.parse_args(argv[:1]).what
+    if what == "job":
         from orchmllm.cli.plan_job import main as job
 
         return job(argv[1:])
-    args = recipe_parser("plan", __doc__, OPTIONS, ("units", "split", "recompute")
-                         ).parse_intermixed_args(argv)
-    try:
-        recipe = load_recipe(args.recipe, args.overrides)
-        hardware = cluster(args.gpu, gbit=args.gbit)
-        drawn = lengths(recipe, EXAMPLES, args.mix)
-        table = json.loads(Path(args.profile).read_text(encoding="utf-8")) if args.profile else {}
+    args = lengths_parser(f"plan {what}", __doc__, OPTIONS[what]).parse_intermixed_args(argv[1:])
+    recipe = load_recipe(args.recipe, args.overrides)
+    hardware = cluster(args.gpu, gbit=getattr(args, "network", 400.0))
+    drawn = lengths(recipe, EXAMPLES, args.mix)
 
-        def profiles_of(scale: float) -> dict[str, ModuleProfile]:
-            made = recipe_profiles(recipe.model, drawn, hardware, scale)
-            return {n: replace(p, forward_ms=interpolated(**table[n])) if n in table else p
-                    for n, p in made.items()}
+    def profiles_of(scale: float) -> dict[str, ModuleProfile]:
+        made = recipe_profiles(recipe.model, drawn, hardware, scale)
+        return with_times(made, args.profile) if args.profile else made
 
-        if args.what == "units":
-            units(recipe, profiles_of, args, hardware)
-        elif args.what == "split":
-            split(profiles_of(1), args)
-        else:
-            recompute(recipe, profiles_of(1), args)
-    except (ValueError, OSError, KeyError, TypeError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    if what == "units":
+        units(recipe, profiles_of, args, hardware)
+    elif what == "split":
+        split(profiles_of(1), args)
+    else:
+        recompute(recipe, profiles_of(1), args)
     return 0

@@ -12,15 +12,14 @@ otherwise. Exit code: 0, or 2 if nothing fits.
 from __future__ import annotations
 
 import argparse
-import sys
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
-from orchmllm.cli.dry_run import cluster_of, cluster_options, length_options
-from orchmllm.config import Recipe, RecipeError, read_recipe
+from orchmllm.cli.options import at_least, cluster_of, cluster_options, in_one_line, recipe_parser
+from orchmllm.config import read_recipe
 from orchmllm.estimate.lengths import examples_of
-from orchmllm.estimate.search import Found, Search, Setting, difference
+from orchmllm.estimate.search import Found, Search, difference
 from orchmllm.estimate.text import gpu_text, unnamed_encoders
 from orchmllm.plan.assign import PHASES
 
@@ -29,34 +28,18 @@ SHOWN = 5
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="orchmllm plan job", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("recipe", metavar="RECIPE", help="YAML file; its overrides may follow")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value",
-                        help="replaces a value of the recipe")
-    parser.add_argument("--gpus", type=int, required=True, metavar="N", help="ranks of the job")
-    parser.add_argument("--global-batch", type=int, default=-1, metavar="N",
+    parser = recipe_parser("plan job", __doc__)
+    parser.add_argument("--gpus", type=at_least(1), required=True, metavar="N",
+                        help="ranks of the job")
+    parser.add_argument("--global-batch", type=at_least(0), metavar="N",
                         help="examples a step; 0: any (as the recipe says)")
-    parser.add_argument("--steps", type=int, default=2, metavar="N",
+    parser.add_argument("--steps", type=at_least(1), default=2, metavar="N",
                         help="planned for each batch size (2)")
     cluster_options(parser)
-    length_options(parser)
     parser.add_argument("--out", type=Path, metavar="FILE", help="writes the overrides, one a line")
     parser.add_argument("--picture", type=Path, metavar="FILE",
                         help="throughput against the link and the batch size, .svg or .png")
-    args = parser.parse_intermixed_args(argv)
-    if args.gpus < 1 or args.steps < 1:
-        parser.error(f"--gpus {args.gpus} and --steps {args.steps}: at least 1")
-    return args
-
-
-def as_given(recipe: Recipe, num_ranks: int) -> Setting:
-    """The recipe's own setting; full checkpointing where it says `auto`."""
-    fsdp = recipe.fsdp
-    return Setting(
-        recipe.train.batch_size, recipe.train.accumulation_steps, fsdp.shard_size or num_ranks,
-        tuple(fsdp.reshard(p) for p in PHASES),
-        tuple(fsdp.checkpointing(p).replace("auto", "full") for p in PHASES))
+    return parser.parse_intermixed_args(argv)
 
 
 def table(best: list[Found], given: Found | None, search: Search) -> str:
@@ -86,17 +69,18 @@ def runner_up(best: list[Found]) -> Found | None:
     return (others or best[1:] or [None])[0]
 
 
-def picture(search: Search, best: Found, second: Found | None, given: Setting, path: Path) -> None:
+def picture(search: Search, best: Found, second: Found | None, given: Found | None,
+            path: Path) -> None:
     """Left: throughput against the link between nodes; right: against the batch size, a cross where
     it does not fit."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 4.4), layout="constrained")
     left, right = figure.subplots(1, 2)
-    for setting, name in ((best.setting, "chosen"), (second and second.setting, "runner-up"),
-                          (given, "as the recipe says")):
-        if setting is None:
+    for one, name in ((best, "chosen"), (second, "runner-up"), (given, "as the recipe says")):
+        if one is None:
             continue
+        setting = one.setting
         found = [search.found(setting, replace(search.hardware, network_bandwidth=g * 1e9 / 8))
                  for g in LINKS]
         fits = found[0].peak_bytes <= search.budget
@@ -131,24 +115,20 @@ def picture(search: Search, best: Found, second: Found | None, given: Setting, p
     figure.savefig(path, dpi=130)
 
 
-def run(args: argparse.Namespace) -> int:
-    """Searches, prints and writes. Raises ValueError if nothing fits."""
-    started = time.process_time()
+@in_one_line
+def main(argv: list[str]) -> int:
+    args, started = parse(argv), time.process_time()
     loaded = read_recipe(args.recipe, args.overrides)
     recipe, gpus = loaded.recipe, args.gpus
     without = unnamed_encoders(loaded)
     train = recipe.train
-    whole = args.global_batch if args.global_batch >= 0 else (
+    whole = args.global_batch if args.global_batch is not None else (
         train.global_batch_size or train.batch_size * train.accumulation_steps * gpus)
     search = Search(recipe, gpus, cluster_of(args),
                     examples_of(recipe, args.mix, args.lengths, without), whole, args.steps)
     best = search.best()
-    if not best:
-        raise ValueError(f"nothing fits {gpus} GPUs of {search.budget / 1e9:.1f} GB "
-                         f"({search.allowed_by}): give more GPUs, a smaller batch or model")
-    setting = as_given(recipe, gpus)
-    given = search.found(setting) if gpus % setting.shard_size == 0 else None
-    print(f"{gpus} GPUs: {gpu_text(vars(search.hardware))}; {search.budget / 1e9:.1f} GB for "
+    given = search.given()
+    print(f"{gpus} GPUs: {gpu_text(asdict(search.hardware))}; {search.budget / 1e9:.1f} GB for "
           f"tensors ({search.allowed_by})\n"
           f"{f'{whole} examples a step' if whole else 'any number of examples a step'}, lengths "
           f"{search.examples.what}\n\nPredicted, the best that fit (vision/audio/llm):\n"
@@ -156,23 +136,15 @@ def run(args: argparse.Namespace) -> int:
     second = runner_up(best)
     if second:
         print(f"Runner-up: {difference(best[0], second, gpus)}")
-    lines = best[0].setting.overrides(gpus)
+    # With balance.group: shard a shard size of 0 is refused, also for one shard of all ranks.
+    lines = best[0].setting.overrides(gpus if recipe.balance.group == "world" else 0)
     if train.global_batch_size:  # or it would go on deciding the batch
         lines.append(f"train.global_batch_size={whole or 0}")
     print("\nOverrides: " + " ".join(lines))
     if args.out:
         args.out.write_text("\n".join(lines) + "\n", encoding="utf-8")
     if args.picture:
-        picture(search, best[0], second, setting if given else best[0].setting, args.picture)
+        picture(search, best[0], second, given, args.picture)
         print(f"picture: {args.picture}")
     print(f"\nThis took {time.process_time() - started:.1f} s of CPU.")
     return 0
-
-
-def main(argv: list[str]) -> int:
-    args = parse(argv)
-    try:
-        return run(args)
-    except (RecipeError, ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2

@@ -9,35 +9,27 @@ listen to other machines; it is read from FILE or $ORCHMLLM_PREPROCESS_SECRET. C
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from collections.abc import Sequence
 
+from orchmllm.cli.options import at_least, recipe_parser
 from orchmllm.config import RecipeError, load_recipe
 from orchmllm.data.preprocess.handshake import read_secret, split_address
 
 
-def parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="orchmllm preprocess", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("recipe", metavar="RECIPE", help="YAML file of the runs")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value",
-                        help="replaces a value of the recipe")
+def main(argv: Sequence[str]) -> int:
+    parser = recipe_parser("preprocess", __doc__)
     parser.add_argument("--listen", default="127.0.0.1:7070", metavar="HOST:PORT",
                         help="where to listen; port 0: one that is free (default %(default)s)")
     parser.add_argument("--secret-file", default="", metavar="FILE",
                         help="a secret that the runs have, too")
-    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, metavar="N",
-                        help="processes that read and decode; 0: threads (default: the cores)")
+    parser.add_argument("--workers", type=at_least(0), default=os.cpu_count() or 1, metavar="N",
+                        help="processes that read and decode, up to 1024; 0: threads (default: the "
+                        "cores)")
     args = parser.parse_intermixed_args(argv)
-    if not 0 <= args.workers <= 1024:
+    if args.workers > 1024:
         parser.error("--workers must be from 0 to 1024")
-    return args
-
-
-def main(argv: Sequence[str]) -> int:
-    args = parse(argv)
     try:
         address = split_address(args.listen)
         secret = read_secret(args.secret_file)

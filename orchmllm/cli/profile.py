@@ -11,7 +11,7 @@ from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
 
-from orchmllm.cli.simulate import recipe_parser
+from orchmllm.cli.options import lengths_parser
 from orchmllm.config import load_recipe
 
 SIZES = (1, 2, 4, 8)  # items of a measurement, each of --rows positions
@@ -55,10 +55,8 @@ def measure(recipe, phase: str, args: Namespace) -> dict[str, list[float]]:
 
 
 def main(argv: list[str]) -> int:
-    args = recipe_parser("profile", __doc__, OPTIONS, ()).parse_intermixed_args(argv)
+    args = lengths_parser("profile", __doc__, OPTIONS).parse_intermixed_args(argv)
     try:
-        if args.rows < 1 or args.repeat < 1:
-            raise ValueError(f"--rows {args.rows} and --repeat {args.repeat} must be at least 1")
         recipe = load_recipe(args.recipe, args.overrides)
         out = {}
         for phase in ("vision", "audio", "llm"):

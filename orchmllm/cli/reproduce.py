@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
+from orchmllm.cli.options import at_least, in_one_line
 from orchmllm.estimate.workload import MODELS, batch_layout, sample_headers
 from orchmllm.planner.disttrain import Line
 from orchmllm.simulate.compare import SCHEMES, plot, run, table
@@ -18,19 +19,23 @@ RANKS = (32, 64, 128, 512, 2560)
 BEST, HELD_OUT = 1.06, "omni"  # what a plan per phase must reach at 64 ranks; the second mix
 
 
-def parser() -> argparse.ArgumentParser:
+def parse(argv: list[str]) -> argparse.Namespace:
     made = argparse.ArgumentParser(prog="orchmllm reproduce", description=__doc__)
-    made.add_argument("what", choices=("orchmllm", "disttrain", "mmscale", "omnibal", "compare"))
-    made.add_argument("--table", help="only this table")
-    made.add_argument("--figure", help="only this figure")
-    made.add_argument("--samples", type=int, default=1_200_000,
-                      help="omnibal: samples of the synthetic mix")
-    made.add_argument("--ranks", type=int, nargs="+", default=list(RANKS), help="compare: ranks")
-    made.add_argument("--model", choices=tuple(MODELS), default="84b", help="compare: whose costs")
-    made.add_argument("--batch-size", type=int, default=30, help="compare: examples a rank")
-    made.add_argument("--seed", type=int, default=0, help="compare: of the draws")
-    made.add_argument("--out", type=Path, help="compare: where the picture goes (PNG)")
-    return made
+    kinds = made.add_subparsers(dest="what", required=True, metavar="WHAT")
+    for name in ("orchmllm", "disttrain", "mmscale", "omnibal"):
+        paper = kinds.add_parser(name, help="the paper's tables and figures")
+        which = paper.add_mutually_exclusive_group()
+        which.add_argument("--table", help="only this table")
+        which.add_argument("--figure", help="only this figure")
+    paper.add_argument("--samples", type=at_least(1000), default=1_200_000,
+                       help="of the synthetic mix (1200000)")
+    all_ = kinds.add_parser("compare", help="all schemes at equal data")
+    all_.add_argument("--ranks", type=at_least(1), nargs="+", default=list(RANKS))
+    all_.add_argument("--model", choices=tuple(MODELS), default="84b", help="whose costs (84b)")
+    all_.add_argument("--batch-size", type=at_least(1), default=30, help="examples a rank (30)")
+    all_.add_argument("--seed", type=at_least(0), default=0, help="of the draws (0)")
+    all_.add_argument("--out", type=Path, help="where the picture goes (PNG)")
+    return made.parse_args(argv)
 
 
 def wanted(line: Line, args: argparse.Namespace) -> bool:
@@ -41,15 +46,14 @@ def wanted(line: Line, args: argparse.Namespace) -> bool:
     return line.where.startswith(kind) and number in line.where.split()
 
 
-def show(lines: Iterable[Line], args: argparse.Namespace) -> int:
-    """Prints the rows; how many there were."""
-    count = 0
-    for line in lines:
-        if wanted(line, args):
-            print(f"{line.where} | {line.what}\n    paper: {line.paper}\n    ours:  {line.ours} "
-                  f"[{line.kind}]", flush=True)
-            count += 1
-    return count
+def show(lines: Iterable[Line], args: argparse.Namespace) -> None:
+    """Prints the rows that are asked for. Raises ValueError if there is none."""
+    line = None
+    for line in filter(lambda line: wanted(line, args), lines):
+        print(f"{line.where} | {line.what}\n    paper: {line.paper}\n    ours:  {line.ours} "
+              f"[{line.kind}]", flush=True)
+    if line is None:
+        raise ValueError(f"{args.what} has no such table or figure")
 
 
 def compare(args: argparse.Namespace) -> int:
@@ -78,21 +82,16 @@ def compare(args: argparse.Namespace) -> int:
     return int(missed)
 
 
+@in_one_line
 def main(argv: list[str]) -> int:
-    args = parser().parse_args(argv)
+    args = parse(argv)
     print(f"orchmllm reproduce {' '.join(argv)}\n{platform.processor() or platform.machine()}, "
           f"{os.cpu_count()} cores, Python {platform.python_version()}; times are CPU seconds of "
           "one thread; seeds are fixed\n")
-    try:
-        if args.what == "compare":
-            return compare(args)
-        from orchmllm.planner import disttrain, omnibal, paper
+    if args.what == "compare":
+        return compare(args)
+    from orchmllm.planner import disttrain, omnibal, paper
 
-        lines = {"omnibal": lambda: omnibal.lines(args.samples), "orchmllm": paper.lines}.get(
-            args.what, lambda: disttrain.lines(args.what))()
-        if show(lines, args):
-            return 0
-        raise ValueError(f"{args.what} has no such table or figure")
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    show({"omnibal": lambda: omnibal.lines(args.samples), "orchmllm": paper.lines}.get(
+        args.what, lambda: disttrain.lines(args.what))(), args)
+    return 0

@@ -2,30 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import os
-import sys
-from collections.abc import Sequence
 
+from orchmllm.cli.options import in_one_line, lengths_parser
 from orchmllm.config import Recipe, load_recipe
-from orchmllm.estimate.workload import MIXES, batch_layout, sample_headers
+from orchmllm.estimate.workload import batch_layout, sample_headers
 from orchmllm.plan.layout import BatchLayout
 from orchmllm.simulate.compare import SCHEMES, run, table
-
-
-def recipe_parser(name: str, text: str, options: Sequence[tuple], what: Sequence[str]):
-    """A parser of `orchmllm NAME WHAT`: --recipe, --mix, overrides and (flag, default, help)."""
-    made = argparse.ArgumentParser(prog=f"orchmllm {name}", description=text,
-                                   formatter_class=argparse.RawDescriptionHelpFormatter)
-    if what:
-        made.add_argument("what", choices=what, metavar="WHAT", help=", ".join(what))
-    made.add_argument("--recipe", required=True, help="YAML file; data, model and train are used")
-    made.add_argument("--mix", choices=MIXES, help="drawn lengths instead of the recipe's data")
-    for flag, default, told in options:
-        made.add_argument(flag, type=type(default), default=default, help=f"{told} ({default})")
-    made.add_argument("overrides", nargs="*", metavar="section.key=value",
-                      help="replaces a value of the recipe")
-    return made
 
 
 def lengths(recipe: Recipe, count: int, mix: str | None) -> BatchLayout:
@@ -42,23 +25,18 @@ def lengths(recipe: Recipe, count: int, mix: str | None) -> BatchLayout:
     return of_indexes(recipe, sources, indexes).draw(1, count, recipe.run.seed)
 
 
+@in_one_line
 def main(argv: list[str]) -> int:
     schemes = "\n".join(f"  {n:<18} {s.paper}" for n, s in SCHEMES.items())
-    args = recipe_parser("simulate", f"{__doc__}\n\n{schemes}", (
+    args = lengths_parser("simulate", f"{__doc__}\n\n{schemes}", (
         ("--ranks", 64, "data-parallel ranks"), ("--steps", 5, "global batches that are drawn")),
         ("all", *SCHEMES)).parse_intermixed_args(argv)
-    try:
-        if args.ranks < 1 or args.steps < 1:
-            raise ValueError(f"--ranks {args.ranks} and --steps {args.steps} must be at least 1")
-        recipe = load_recipe(args.recipe, args.overrides)
-        batch = recipe.train.batch_size
-        pool = lengths(recipe, args.ranks * batch * args.steps, args.mix)
-        names = SCHEMES if args.what == "all" else [args.what]
-        found = {name: run(SCHEMES[name], pool, recipe.model, num_ranks=args.ranks, batch=batch,
-                           seed=recipe.run.seed) for name in names}
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    recipe = load_recipe(args.recipe, args.overrides)
+    batch = recipe.train.batch_size
+    pool = lengths(recipe, args.ranks * batch * args.steps, args.mix)
+    names = SCHEMES if args.what == "all" else [args.what]
+    found = {name: run(SCHEMES[name], pool, recipe.model, num_ranks=args.ranks, batch=batch,
+                       seed=recipe.run.seed) for name in names}
     print(f"{args.ranks} ranks x {batch} examples, {pool.num_examples} examples of "
           f"{args.mix or 'the recipe'}, seed {recipe.run.seed}; modelled from FLOPs, communication "
           "not counted")

@@ -1,5 +1,5 @@
 """The paper's ablations, predicted: MFU, tokens per GPU, peak memory and bytes between nodes of
-every scheme on the same drawn steps (OrchMLLM section 8.3, Figures 8-13; section 8.2, Table 2).
+every scheme on the same drawn steps (OrchMLLM section 8.3, Figures 8-13).
 
 The paper pads audio, so its schemes are predicted with padded audio; `least_move` is ours, with
 packed audio. Predictions keep what the schemes differ in: loads, traffic and memory.
@@ -7,23 +7,24 @@ packed audio. Predictions keep what the schemes differ in: loads, traffic and me
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from orchmllm.config import Recipe, plan_spec
-from orchmllm.estimate.dry_run import NONE, draw
+from orchmllm.estimate.dry_run import NONE
 from orchmllm.estimate.fits import budget_of, decide, joined, largest_fitting, scaled
 from orchmllm.estimate.hardware import Hardware
-from orchmllm.estimate.memory import MemoryModel, loads_of
-from orchmllm.estimate.step_time import exchange_seconds, predict
+from orchmllm.estimate.lengths import Examples
+from orchmllm.estimate.memory import Choice, MemoryModel, loads_of
+from orchmllm.estimate.step_time import StepTime, timed, work_of
 from orchmllm.plan.assign import PHASES, BalanceConfig, PhasePolicy
+from orchmllm.plan.layout import BatchLayout
 from orchmllm.plan.step import plan_step
+from orchmllm.sharding.check import check_world
 
 PAD = frozenset({"audio"})
-PAPER_OVERHEAD_MS = {64: 16.66, 128: 18.49, 256: 21.32, 512: 24.64, 1024: 31.37, 2560: 53.88}
 
 
 @dataclass(frozen=True)
@@ -61,40 +62,67 @@ def variants(tolerance: float) -> dict[str, Variant]:
     }
 
 
-def ablate(recipe: Recipe, num_ranks: int, batch_size: int, hardware: Hardware,
-           steps: int) -> dict:
-    """One table: scheme -> predicted figures, over `steps` drawn steps."""
-    recipe = replace(recipe, train=replace(recipe.train, batch_size=batch_size))
+class Predicted:
+    """A scheme on k global batches of a recipe. choice: phase -> checkpointing."""
+
+    def __init__(self, recipe: Recipe, variant: Variant, layouts: Sequence[BatchLayout],
+                 hardware: Hardware) -> None:
+        d, node = layouts[0].num_ranks, hardware.ranks_per_node
+        spec = replace(plan_spec(recipe, node), balance=variant.balance)
+        self.memory = replace(MemoryModel.of(recipe, d, node), all_gather=d * variant.all_gather)
+        self.hardware = hardware
+        self.plans = [plan_step(x, spec) for x in layouts]
+        self.works = [work_of(p, recipe.model, variant.pad, variant.all_gather)
+                      for p in self.plans]
+        self.loads = [loads_of(p, variant.pad) for p in self.plans]
+
+    def times(self, choice: Choice) -> list[StepTime]:
+        """The step of each batch."""
+        return [timed(w, self.memory, choice, self.hardware) for w in self.works]
+
+    def mfu(self, choice: Choice) -> np.ndarray:
+        """(k,) shares of the peak."""
+        return np.array([t.mfu for t in self.times(choice)])
+
+    def peaks(self, choice: Choice) -> np.ndarray:
+        """(k,) bytes of the fullest rank."""
+        return np.array([self.memory.peak(x, choice) for x in self.loads])
+
+    def internode(self, phases: Sequence[str] = PHASES) -> np.ndarray:
+        """(k,) bytes of a step between nodes."""
+        return self.memory.microbatches * np.array(
+            [sum(p.stats[phase]["internode_bytes"] for phase in phases) for p in self.plans], float)
+
+
+def ablate(recipe: Recipe, num_ranks: int, batch_size: int, hardware: Hardware, steps: int,
+           examples: Examples) -> dict:
+    """One table: scheme -> predicted figures, over `steps` steps of these examples. A world below
+    fsdp.shard_size is one shard group. Raises ValueError for one that the recipe does not fit."""
     shards = min(recipe.fsdp.shard_size or num_ranks, num_ranks)
-    memory = MemoryModel(recipe.model, recipe.fsdp, shards, ranks_per_node=hardware.ranks_per_node)
-    budget, _ = budget_of(recipe, hardware.memory_bytes)
-    spec = plan_spec(recipe, hardware.ranks_per_node)
-    layouts = [draw(recipe, num_ranks, batch_size, recipe.run.seed + s) for s in range(steps)]
+    recipe = replace(recipe, fsdp=replace(recipe.fsdp, shard_size=shards), train=replace(
+        recipe.train, batch_size=batch_size, global_batch_size=0))
+    hardware = hardware.for_recipe(recipe)
+    check_world(recipe, num_ranks, hardware.ranks_per_node)
+    budget, _ = budget_of(recipe, hardware.sheet.memory_bytes)
+    layouts = [examples.draw(num_ranks, batch_size, recipe.run.seed + s) for s in range(steps)]
     schemes = variants(0.005)
+    made = {name: Predicted(recipe, v, layouts, hardware) for name, v in schemes.items()}
     # One choice for all schemes, made for the paper's: what differs is the schemes alone.
-    choice = decide(recipe, memory, joined([
-        loads_of(plan_step(x, replace(spec, balance=schemes["paper"].balance)), PAD)
-        for x in layouts]), budget)
+    choice = decide(recipe, made["paper"].memory, joined(made["paper"].loads), budget)
     rows = {}
-    for name, variant in schemes.items():
-        plans = [plan_step(x, replace(spec, balance=variant.balance)) for x in layouts]
-        own = replace(memory, all_gather=num_ranks if variant.all_gather else 0)
-        times = [predict(p, memory, choice, hardware, variant.pad, variant.all_gather)
-                 for p in plans]
-        loads = joined([loads_of(p, variant.pad) for p in plans])
-        peak = own.peak(loads, choice)
-        seeds = {"mfu": [t.mfu for t in times],
-                 "peak_bytes": [own.peak(loads_of(p, variant.pad), choice) for p in plans],
-                 "internode_mb_per_rank": [sum(s["internode_bytes"] for s in p.stats.values())
-                                           / num_ranks / 1e6 for p in plans]}
+    for name, p in made.items():
+        times, peaks, loads = p.times(choice), p.peaks(choice), joined(p.loads)
+        seeds = {"mfu": [t.mfu for t in times], "peak_bytes": peaks.tolist(),
+                 "internode_mb_per_rank": (p.internode() / num_ranks / 1e6).tolist()}
+        peak = max(seeds["peak_bytes"])
         rows[name] = {
-            "figure": variant.figure, "seeds": seeds, "mfu": float(np.mean(seeds["mfu"])),
+            "figure": schemes[name].figure, "seeds": seeds, "mfu": float(np.mean(seeds["mfu"])),
             "tokens_per_gpu": float(np.mean([t.tokens_per_gpu for t in times])),
             "exchange_ms": 1e3 * float(np.mean([t.exchange for t in times])),
             "peak_bytes": peak, "fits": peak <= budget,
             "internode_mb_per_rank": float(np.mean(seeds["internode_mb_per_rank"])),
             "fitting_batch": batch_size if peak <= budget else largest_fitting(
-                lambda b, m=own, x=loads: m.peak(scaled(x, b / batch_size), choice), budget,
+                lambda b, m=p.memory, x=loads: m.peak(scaled(x, b / batch_size), choice), budget,
                 batch_size),
         }
     best = rows["paper"]["mfu"]
@@ -127,19 +155,3 @@ def paper_order(rows: Mapping[str, Mapping]) -> dict[str, str]:
     claims["bytes between nodes: no node-wise > paper (Figure 13)"] = above(
         "no node-wise", "paper", "internode_mb_per_rank")
     return claims
-
-
-def overhead(recipe: Recipe, hardware: Hardware, ranks: list[int]) -> list[dict]:
-    """Table 2: the paper's overhead per iteration beside our planning time (hidden in prefetch) and
-    predicted exchange, at mini-batch 60."""
-    spec = plan_spec(recipe, hardware.ranks_per_node)
-    out = []
-    for d in ranks:
-        layout = draw(recipe, d, 60, recipe.run.seed)
-        started = time.perf_counter()
-        plan = plan_step(layout, spec)
-        plan.for_rank(0)
-        out.append({"ranks": d, "paper_ms": PAPER_OVERHEAD_MS.get(d),
-                    "plan_ms": 1e3 * (time.perf_counter() - started),
-                    "exchange_ms": 1e3 * exchange_seconds(plan, hardware)})
-    return out

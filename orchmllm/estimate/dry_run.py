@@ -14,7 +14,7 @@ import functools
 import resource
 import time
 from collections.abc import Callable, Collection
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import numpy as np
 
@@ -26,14 +26,14 @@ from orchmllm.estimate.fits import (
     largest_fitting,
     with_real_batch,
 )
-from orchmllm.estimate.hardware import Hardware, described
+from orchmllm.estimate.hardware import Hardware
 from orchmllm.estimate.lengths import Examples, of_mix
 from orchmllm.estimate.memory import Loads, MemoryModel, loads_of
-from orchmllm.estimate.step_time import StepTime, exchange_seconds, rank_seconds, timed, work_of
+from orchmllm.estimate.step_time import StepTime, rank_seconds, timed, work_of
 from orchmllm.estimate.workload import MODELS
 from orchmllm.models.flops import padded_phases, step_flops
 from orchmllm.plan.assign import PHASES, BalanceConfig, PhasePolicy, PlanSpec
-from orchmllm.plan.layout import BatchLayout
+from orchmllm.plan.layout import ENCODERS, BatchLayout
 from orchmllm.plan.step import StepPlan, imbalance, plan_step
 from orchmllm.sharding.check import check_world
 
@@ -50,25 +50,6 @@ def reference(recipe: Recipe, num_ranks: int, without: Collection[str] = ()) -> 
             and balance.group == "world"
             and all(getattr(balance, p).policy != "none" for p in PHASES))
     return REFERENCE if same else {}
-
-
-def llm_only(balance: BalanceConfig) -> BalanceConfig:
-    """What balancing before sampling can do: the LLM phase alone."""
-    return replace(balance, vision=PhasePolicy("none"), audio=PhasePolicy("none"))
-
-
-def draw(recipe: Recipe, num_ranks: int, batch_size: int, seed: int,
-         without: Collection[str] = ()) -> BatchLayout:
-    """A global batch of the paper's mix in its natural proportions. without: encoder phases that
-    get nothing to do."""
-    return of_mix(recipe, without=without).draw(num_ranks, batch_size, seed)
-
-
-def memory_model(recipe: Recipe, num_ranks: int, hardware: Hardware) -> MemoryModel:
-    """Of a rank of this world."""
-    return MemoryModel(recipe.model, recipe.fsdp, recipe.fsdp.shard_size or num_ranks,
-                       ranks_per_node=recipe.balance.ranks_per_node or hardware.ranks_per_node,
-                       microbatches=recipe.train.accumulation_steps)
 
 
 def not_modelled(recipe: Recipe) -> list[str]:
@@ -89,14 +70,13 @@ def dry_run(recipe: Recipe, num_ranks: int, hardware: Hardware, steps: int = 20,
     where lengths come from (the paper's mix). Raises ValueError, before anything is built, for a
     world or a memory that the recipe does not fit."""
     started = time.perf_counter()
-    hardware = replace(hardware, ranks_per_node=recipe.balance.ranks_per_node
-                       or hardware.ranks_per_node)
+    hardware = hardware.for_recipe(recipe)
     check_world(recipe, num_ranks, hardware.ranks_per_node)
     whole = recipe.train.global_batch_size
     recipe = with_real_batch(recipe, num_ranks)
     spec = plan_spec(recipe, hardware.ranks_per_node)
-    memory = memory_model(recipe, num_ranks, hardware)
-    budget, allowed_by = budget_of(recipe, hardware.memory_bytes)
+    memory = MemoryModel.of(recipe, num_ranks, hardware.ranks_per_node)
+    budget, allowed_by = budget_of(recipe, hardware.sheet.memory_bytes)
     train = recipe.train
     examples = examples or of_mix(recipe, without=without)
     drawn = functools.partial(examples.draw, num_ranks)
@@ -105,15 +85,15 @@ def dry_run(recipe: Recipe, num_ranks: int, hardware: Hardware, steps: int = 20,
         choice = decide(recipe, memory, loads_of(first, padded_phases(recipe.model)), budget,
                         allowed_by)
     except ValueError as e:
-        raise ValueError(f"{e} (a GPU of {hardware.memory_bytes / 1e9:.0f} GB is assumed: "
+        raise ValueError(f"{e} (a GPU of {hardware.sheet.memory_bytes / 1e9:.0f} GB is assumed: "
                          f"{hardware.name})") from e
     count = num_ranks * train.batch_size * train.accumulation_steps
     report = {
         "world_size": num_ranks, "batch_size": train.batch_size, "steps": steps,
         "microbatches": train.accumulation_steps, "examples_per_step": whole or count,
         "lengths": examples.what, "epoch": examples.epoch, "not_modelled": not_modelled(recipe),
-        "hardware": described(hardware), "dtype": recipe.fsdp.compute_dtype
-        or recipe.fsdp.param_dtype, "audio_mode": recipe.model.audio.mode,
+        "hardware": asdict(hardware), "dtype": memory.dtype,
+        "audio_mode": recipe.model.audio.mode,
         "without": sorted(without), "balanced": recipe.balance.enabled,
         "reference": reference(recipe, num_ranks, without) if not examples.epoch else {},
         "checkpointing": choice, "memory_budget_bytes": budget, "allowed_by": allowed_by,
@@ -174,8 +154,9 @@ def _workload(recipe: Recipe, drawn: Callable[..., BatchLayout], spec: PlanSpec,
               share: float) -> dict:
     """Imbalance, time, memory and plan cost over `steps` drawn steps. share: of the drawn examples
     that a step has, which is below 1 where train.global_batch_size does not divide."""
-    schemes = {"none": replace(spec, balance=NONE),
-               "LLM only": replace(spec, balance=llm_only(spec.balance)), "balanced": spec}
+    without = dict.fromkeys(ENCODERS, PhasePolicy("none"))  # what balancing before sampling can do
+    schemes = {"none": replace(spec, balance=NONE), "balanced": spec,
+               "LLM only": replace(spec, balance=replace(spec.balance, **without))}
     rows: dict[str, list[dict]] = {name: [] for name in schemes}
     loads: dict[str, list[Loads]] = {name: [] for name in schemes}
     for step in range(steps):
@@ -186,6 +167,8 @@ def _workload(recipe: Recipe, drawn: Callable[..., BatchLayout], spec: PlanSpec,
             plan_s = time.perf_counter() - started
             loads[name].append(loads_of(plan, padded_phases(recipe.model)))
             rows[name].append({"plan_s": plan_s} | measure(plan, memory, choice, hardware, share))
+    moments = {n: {k: float(np.max(v)) for k, v in memory.peaks(joined(x), choice).items()}
+               for n, x in loads.items()}
     names = ["none", "LLM only"]
     ratios = {}
     for kind in ("slowest_s", "slowest_padded_s"):
@@ -198,11 +181,12 @@ def _workload(recipe: Recipe, drawn: Callable[..., BatchLayout], spec: PlanSpec,
         "phases": {p: {n: _mean([r for r in x if p in r], p) for n, x in uneven.items()}
                    for p in PHASES if any(p in r for r in uneven["none"])},
         "flops": {p: _mean([r["flops"] for r in rows["none"]], p) for p in PHASES},
-        "predicted": {n: {k: _mean(x, k) for k in x[0] if isinstance(x[0][k], float)}
+        "predicted": {n: {k: _mean(x, k) for k in x[0] if not isinstance(x[0][k], dict)}
                       for n, x in rows.items()},
         "ratio": ratios,
         "plan_ms": {n: 1e3 * float(np.median([r["plan_s"] for r in rows[n]])) for n in schemes},
-        "memory": {n: memory_report(memory, joined(loads[n]), choice) for n in schemes},
+        "memory": {n: {"moments": m, "peak_bytes": max(m.values())}
+                   for n, m in moments.items()},
     }
 
 
@@ -210,19 +194,17 @@ def measure(plan: StepPlan, memory: MemoryModel, choice: dict[str, str],
             hardware: Hardware, share: float = 1.0) -> dict:
     """One plan: imbalance (max / mean of computing) of the phases that have something to do, the
     predicted step and where its time goes, bytes between nodes. share: see _workload."""
-    dtype = memory.fsdp.compute_dtype or memory.fsdp.param_dtype
     padded = padded_phases(memory.model)
     works = {pad: work_of(plan, memory.model, pad) for pad in {padded, frozenset({"audio"})}}
     slowest, padded_s, even, uneven = 0.0, 0.0, {}, {}
     for phase in PHASES:
-        seconds, pad = (sum(rank_seconds(works[p], phase, hardware, "none", dtype))
+        seconds, pad = (sum(rank_seconds(works[p], phase, hardware, "none", memory.dtype))
                         for p in (padded, frozenset({"audio"})))
         slowest, padded_s = slowest + float(seconds.max()), padded_s + float(pad.max())
         if seconds.any():
             even[phase] = imbalance(seconds)
             uneven[phase] = imbalance(pad)
-    time_: StepTime = timed(works[padded], exchange_seconds(plan, hardware), memory, choice,
-                            hardware, memory.microbatches)
+    time_: StepTime = timed(works[padded], memory, choice, hardware)
     return {"imbalance": even, "imbalance_padded": uneven, "slowest_s": slowest,
             "slowest_padded_s": padded_s, "flops": step_flops(memory.model, plan.layout),
             "step_s": time_.seconds, "mfu": share * time_.mfu, "exchange_s": time_.exchange,
@@ -231,11 +213,6 @@ def measure(plan: StepPlan, memory: MemoryModel, choice: dict[str, str],
             "waiting_s": float(sum(time_.waiting.values())),
             "tokens_per_gpu": share * time_.tokens_per_gpu,
             "internode_bytes": float(sum(s["internode_bytes"] for s in plan.stats.values()))}
-
-
-def memory_report(memory: MemoryModel, loads: Loads, choice: dict[str, str]) -> dict:
-    peaks = {k: float(np.max(v)) for k, v in memory.peaks(loads, choice).items()}
-    return {"moments": peaks, "peak_bytes": max(peaks.values())}
 
 
 def _largest(recipe: Recipe, drawn: Callable[..., BatchLayout], spec: PlanSpec,

@@ -42,7 +42,8 @@ def joined(loads: Sequence[Loads]) -> Loads:
     return Loads(
         {p: Lengths(*(join(getattr(x.phases[p], name) for x in loads)
                       for name in ("rows", "positions", "tokens"))) for p in PHASES},
-        {p: join(x.received[p] for x in loads) for p in ENCODERS})
+        {p: join(x.received[p] for x in loads) for p in ENCODERS},
+        {p: join(x.pairs[p] for x in loads) for p in PHASES})
 
 
 def decide(
@@ -88,7 +89,8 @@ def scaled(loads: Loads, factor: float) -> Loads:
     """The loads of a mini-batch `factor` times as large, to first order."""
     return Loads({p: Lengths(x.rows * factor, x.positions * factor, x.tokens * factor)
                   for p, x in loads.phases.items()},
-                 {p: x * factor for p, x in loads.received.items()})
+                 {p: x * factor for p, x in loads.received.items()},
+                 {p: x * factor for p, x in loads.pairs.items()})
 
 
 def largest_fitting(peak: Callable[[int], float], budget_bytes: float, high: int) -> int:
@@ -115,12 +117,13 @@ def for_run(recipe: Recipe, dataset: Dataset, rows: Sequence[int], spec: PlanSpe
 
     Two global batches of at most 32 ranks are drawn: enough for the load of the fullest rank."""
     recipe = with_real_batch(recipe, num_ranks)
+    # An integer program takes long here, and under a time limit not all ranks find the same.
+    spec = replace(spec, balance=replace(spec.balance, nodewise_solver="search"))
     budget, why = budget_of(recipe, device_bytes)
     asked = {p: recipe.fsdp.checkpointing(p) for p in PHASES}
     if "auto" not in asked.values() and not recipe.fsdp.memory_gb:
         return asked
-    memory = MemoryModel(recipe.model, recipe.fsdp, recipe.fsdp.shard_size or num_ranks,
-                         on_cpu=not device_bytes, ranks_per_node=spec.ranks_per_node)
+    memory = MemoryModel.of(recipe, num_ranks, spec.ranks_per_node, on_cpu=not device_bytes)
     drawn = [sampled_layout(dataset.layout, rows, min(num_ranks, 32), recipe.train.batch_size,
                             recipe.run.seed + k) for k in range(2)]
     pad = padded_phases(recipe.model)

@@ -108,7 +108,8 @@ def of_indexes(recipe: Recipe, sources: Sequence[DataSource],
     whole = BatchLayout.concat(parts)
     return Examples(f"the recipe's own, {sum(sizes)} rows by the length index of its data",
                     recipe.model, pool=replace(whole, examples_per_rank=np.array([sum(sizes)])),
-                    probability=probability, epoch=sum(sizes))
+                    probability=probability,
+                    epoch=max(sum(sizes) - recipe.data.num_validation, 0))
 
 
 def _layout(index: LengthIndex) -> BatchLayout:
@@ -141,9 +142,9 @@ def of_file(recipe: Recipe, path: Path) -> Examples:
             sizes = [x for pair in images for x in pair] + [samples for samples, _ in clips]
             if unknown := sorted(set(row) - {"images", "audio_s", "text_tokens"}):
                 raise ValueError(f"keys {unknown}")
-            if text[-1] < 0 or min(sizes, default=1) < 1:
-                raise ValueError("a size below 1")
-        except (ValueError, TypeError, AttributeError) as e:
+            if text[-1] < 0 or min(sizes, default=1) < 1 or max([*sizes, text[-1]]) >= 2**31:
+                raise ValueError("a size below 1 or above 2**31 - 1")
+        except (ValueError, TypeError, AttributeError, OverflowError) as e:
             raise ValueError(
                 f'--lengths {path}, line {number}: not {{"images": [[width, height]], "audio_s": '
                 f'[seconds], "text_tokens": n}}: {e}') from e
@@ -155,7 +156,10 @@ def of_file(recipe: Recipe, path: Path) -> Examples:
     tokens = np.maximum(np.array(text), 1)
     headers = Headers(np.zeros_like(tokens), tokens, tokens, np.array(media),
                       np.array(is_image, bool), np.array(size, np.int64).reshape(-1, 2))
-    pool = _cut(batch_layout(headers, recipe.model, 1), recipe.data.max_example_tokens)
+    try:
+        pool = _cut(batch_layout(headers, recipe.model, 1), recipe.data.max_example_tokens)
+    except ValueError as e:  # longer than the model takes
+        raise ValueError(f"--lengths {path}: {e}") from e
     return Examples(f"{len(lines)} examples of {path}", recipe.model, pool=pool, epoch=len(lines))
 
 

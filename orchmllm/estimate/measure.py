@@ -86,19 +86,15 @@ class PhaseRunner:
         self.module.init_weights(self._generator)
 
     def seconds(self, work: Work, repeat: int) -> float:
-        """Forward and backward of a rank's items, the shortest of `repeat` runs."""
-        run = self._prepared(work)
-        return self.clock.best(run, repeat)
-
-    def _prepared(self, work: Work) -> Callable[[], None]:
-        """A call that runs the phase once; the inputs are on the device before."""
+        """Forward and backward of a rank's items, whose inputs are on the device before; the
+        shortest of `repeat` runs."""
         step = self._llm(work) if self.phase == "llm" else self._encoder(work)
 
         def run() -> None:
             self.module.zero_grad(set_to_none=True)
             step()
 
-        return run
+        return self.clock.best(run, repeat)
 
     def _encoder(self, work: Work) -> Callable[[], None]:
         rows = work.lengths.rows

@@ -11,16 +11,16 @@ for them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from itertools import product
 
 import numpy as np
 
-from orchmllm.config import DTYPE_BYTES, FsdpConfig
+from orchmllm.config import DTYPE_BYTES, FsdpConfig, Recipe
 from orchmllm.estimate import activations
 from orchmllm.models.config import ModelConfig
-from orchmllm.models.flops import Lengths, padded_lengths, phase_lengths, phase_work
+from orchmllm.models.flops import Lengths, item_rank, padded_lengths, phase_lengths, phase_work
 from orchmllm.plan.assign import PHASES
 from orchmllm.plan.layout import ENCODERS
 from orchmllm.plan.step import StepPlan
@@ -33,35 +33,29 @@ Choice = Mapping[str, str]
 @dataclass(frozen=True)
 class Loads:
     """What each of d ranks processes in one microbatch: phase -> Lengths of (d,) sums.
-    received: encoder phase -> (d,) features that arrive for the rank's LLM sequences."""
+    received: encoder phase -> (d,) features that arrive for the rank's LLM sequences. pairs: phase
+    -> (d,) sums of the items' squared positions, which attention costs."""
 
     phases: Mapping[str, Lengths]
     received: Mapping[str, np.ndarray]
-
-    @property
-    def num_ranks(self) -> int:
-        return len(self.phases["llm"].tokens)
+    pairs: Mapping[str, np.ndarray] = field(default_factory=dict)
 
 
 def loads_of(plan: StepPlan, pad: frozenset[str] = frozenset()) -> Loads:
     """The loads of a planned microbatch. pad: phases whose batches are padded."""
     d = plan.layout.num_ranks
-    phases, received = {}, {}
+    phases, received, pairs = {}, {}, {}
     for phase in PHASES:
-        move = plan.llm if phase == "llm" else plan.encode[phase]
-        lengths = (padded_lengths if phase in pad else _own_lengths)(plan, phase)
-        phases[phase] = Lengths(*(
-            np.bincount(move.target_rank, weights=values[move.order], minlength=d)
-            for values in (lengths.rows, lengths.positions, lengths.tokens)))
+        rank = item_rank(plan, phase)
+        lengths = padded_lengths(plan, phase) if phase in pad else phase_lengths(plan.layout, phase)
+        *sums, pairs[phase] = (np.bincount(rank, values, d) for values in (
+            lengths.rows, lengths.positions, lengths.tokens, lengths.positions.astype(float)**2))
+        phases[phase] = Lengths(*sums)
         if phase in ENCODERS:
             owner = plan.feature[phase]
-            tokens = lengths.tokens[move.order][owner.order]
-            received[phase] = np.bincount(owner.target_rank, weights=tokens, minlength=d)
-    return Loads(phases, received)
-
-
-def _own_lengths(plan: StepPlan, phase: str) -> Lengths:
-    return phase_lengths(plan.layout, phase)
+            tokens = lengths.tokens[plan.encode[phase].order][owner.order]
+            received[phase] = np.bincount(owner.target_rank, tokens, d)
+    return Loads(phases, received, pairs)
 
 
 @dataclass(frozen=True)
@@ -81,9 +75,22 @@ class MemoryModel:
     ranks_per_node: int = 8
     microbatches: int = 1
 
+    @classmethod
+    def of(cls, recipe: Recipe, num_ranks: int, ranks_per_node: int,
+           on_cpu: bool = False) -> MemoryModel:
+        """Of a rank of a recipe's run. ranks_per_node: where the recipe does not say it."""
+        return cls(recipe.model, recipe.fsdp, recipe.fsdp.shard_size or num_ranks, on_cpu,
+                   ranks_per_node=recipe.balance.ranks_per_node or ranks_per_node,
+                   microbatches=recipe.train.accumulation_steps)
+
+    @property
+    def dtype(self) -> str:
+        """Of forward and backward."""
+        return self.fsdp.compute_dtype or self.fsdp.param_dtype
+
     @property
     def element(self) -> int:
-        return DTYPE_BYTES[self.fsdp.compute_dtype or self.fsdp.param_dtype]
+        return DTYPE_BYTES[self.dtype]
 
     def state_bytes(self) -> dict[str, int]:
         """Parameters, gradients and AdamW's two moments on the fullest rank."""
@@ -243,19 +250,19 @@ class MemoryModel:
 
     def extra_time(self, loads: Loads, choice: Choice) -> float:
         """FLOP that the slowest rank of each phase repeats: what `auto` keeps low."""
-        return sum(float(phase_work(p, self.model, loads.phases[p], choice[p]).recompute.sum(
-            axis=0).max()) + SELECTIVE_SHARE * (choice[p] == "selective") * float(
-            phase_work(p, self.model, loads.phases[p]).forward.sum(axis=0).max())
-            for p in PHASES)
+        total = 0.0
+        for phase in PHASES:
+            lengths = loads.phases[phase]
+            work = phase_work(phase, self.model, lengths, choice[phase])
+            again = work.recompute + SELECTIVE_SHARE * (choice[phase] == "selective") * work.forward
+            # Attention is that of one item as long as all of the rank's: it has more pairs.
+            share = loads.pairs[phase] / np.maximum(lengths.positions, 1.0)**2
+            total += float((again[0] + share * again[1]).max())
+        return total
 
 
 # Norms, activations and rotations of a block take about this share of its forward time.
 SELECTIVE_SHARE = 0.1
-
-
-def all_choices() -> Iterable[dict[str, str]]:
-    """Every checkpointing choice per phase."""
-    return (dict(zip(PHASES, c, strict=True)) for c in product(CHOICES, repeat=len(PHASES)))
 
 
 def choose_checkpointing(memory: MemoryModel, loads: Loads, budget_bytes: float,
@@ -263,17 +270,15 @@ def choose_checkpointing(memory: MemoryModel, loads: Loads, budget_bytes: float,
     """phase -> the cheapest choice whose predicted peak is within the budget; `fixed` phases stay.
 
     Raises ValueError if not even full checkpointing fits, with what it would need."""
-    best, least = None, None
-    for choice in all_choices():
-        if any(choice[p] != c for p, c in (fixed or {}).items()):
-            continue
+    fitting, least, fixed = [], np.inf, fixed or {}
+    for choices in product(*([fixed[p]] if p in fixed else CHOICES for p in PHASES)):
+        choice = dict(zip(PHASES, choices, strict=True))
         peak = memory.peak(loads, choice)
-        least = peak if least is None else min(least, peak)
+        least = min(least, peak)
         if peak <= budget_bytes:
-            key = (memory.extra_time(loads, choice), peak)
-            best = min(best, (key, choice), key=lambda x: x[0]) if best else (key, choice)
-    if best is None:
+            fitting.append(((memory.extra_time(loads, choice), peak), choice))
+    if not fitting:
         raise ValueError(
             f"needs {least / 1e9:.1f} GB a rank at least, {(least - budget_bytes) / 1e9:.1f} GB "
             f"more than the {budget_bytes / 1e9:.1f} GB that are allowed")
-    return best[1]
+    return min(fitting, key=lambda x: x[0])[1]

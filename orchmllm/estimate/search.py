@@ -15,15 +15,13 @@ from itertools import product
 import numpy as np
 
 from orchmllm.config import RESHARD, Recipe, plan_spec
-from orchmllm.estimate.dry_run import memory_model
-from orchmllm.estimate.fits import budget_of, joined
+from orchmllm.estimate.fits import budget_of, decide, joined, with_real_batch
 from orchmllm.estimate.hardware import Hardware
 from orchmllm.estimate.lengths import Examples
-from orchmllm.estimate.memory import CHOICES, Loads, loads_of
+from orchmllm.estimate.memory import CHOICES, Loads, MemoryModel, loads_of
 from orchmllm.estimate.step_time import (
     PlanWork,
     StepTime,
-    exchange_seconds,
     phase_seconds,
     timed,
     update_seconds,
@@ -49,7 +47,7 @@ class Setting:
     checkpointing: tuple[str, ...]
 
     def overrides(self, num_ranks: int) -> list[str]:
-        """As `train` takes them."""
+        """As `train` takes them; a shard group of num_ranks is written as 0, all ranks."""
         size = 0 if self.shard_size == num_ranks else self.shard_size
         return [f"train.batch_size={self.batch_size}",
                 f"train.accumulation_steps={self.microbatches}", f"fsdp.shard_size={size}",
@@ -98,10 +96,10 @@ class Search:
             raise ValueError(
                 f"--global-batch {self.global_batch} is no multiple of {self.num_ranks} GPUs: say "
                 f"{self.global_batch // self.num_ranks * self.num_ranks or self.num_ranks}")
-        node = self.recipe.balance.ranks_per_node or self.hardware.ranks_per_node
-        self.hardware = replace(self.hardware, ranks_per_node=node)
-        self.recipe = replace(self.recipe, train=replace(self.recipe.train, global_batch_size=0))
-        self.budget, self.allowed_by = budget_of(self.recipe, self.hardware.memory_bytes)
+        self.hardware = self.hardware.for_recipe(self.recipe)
+        recipe = with_real_batch(self.recipe, self.num_ranks)
+        self.recipe = replace(recipe, train=replace(recipe.train, global_batch_size=0))
+        self.budget, self.allowed_by = budget_of(self.recipe, self.hardware.sheet.memory_bytes)
 
     def batches(self) -> list[tuple[int, int]]:
         """(batch size, microbatches) that are tried."""
@@ -114,22 +112,22 @@ class Search:
         return [(b, self.recipe.train.accumulation_steps) for b in sizes]
 
     def groups(self) -> list[int]:
-        """Shard groups that are parts of a node or whole nodes."""
-        node, out = self.hardware.ranks_per_node, []
+        """Shard groups that nodes are made of, or that are made of whole nodes."""
+        node, out = min(self.hardware.ranks_per_node, self.num_ranks), []
         for size in divisors(self.num_ranks):
             try:
                 check_world(replace(self.recipe, fsdp=replace(
                     self.recipe.fsdp, shard_size=size)), self.num_ranks, node)
             except ValueError:
                 continue
-            if size <= node or size % node == 0:
+            if node % size == 0 or size % node == 0:
                 out.append(size)
         if not out:  # no group is possible: the same error as for a run
             check_world(self.recipe, self.num_ranks, node)
         return out
 
-    def drawn(self, batch_size: int, group: int) -> tuple[list[tuple[PlanWork, float]], Loads]:
-        """Work and exchange of the planned steps, and the loads of all of them."""
+    def drawn(self, batch_size: int, group: int) -> tuple[list[PlanWork], Loads]:
+        """Work of the planned steps, and the loads of all of them."""
         key = batch_size, group if self.recipe.balance.group == "shard" else 0
         if key not in self._drawn:
             recipe = replace(self.recipe, fsdp=replace(self.recipe.fsdp, shard_size=group))
@@ -138,14 +136,14 @@ class Search:
             for step in range(self.steps):
                 plan = plan_step(self.examples.draw(self.num_ranks, batch_size,
                                                     recipe.run.seed + step), spec)
-                works.append((work_of(plan, recipe.model, pad),
-                              exchange_seconds(plan, self.hardware)))
+                works.append(work_of(plan, recipe.model, pad))
                 loads.append(loads_of(plan, pad))
             self._drawn[key] = works, joined(loads)
         return self._drawn[key]
 
-    def memory(self, setting: Setting):
-        return memory_model(setting.of(self.recipe), self.num_ranks, self.hardware)
+    def memory(self, setting: Setting) -> MemoryModel:
+        return MemoryModel.of(setting.of(self.recipe), self.num_ranks,
+                              self.hardware.ranks_per_node)
 
     def peak(self, setting: Setting) -> float:
         """Bytes of the fullest rank in the worst of the steps."""
@@ -156,30 +154,46 @@ class Search:
         """The setting's prediction, the mean of the steps."""
         works, _ = self.drawn(setting.batch_size, setting.shard_size)
         memory = self.memory(setting)
-        times = [timed(w, e, memory, _choice(setting), hardware or self.hardware,
-                       setting.microbatches) for w, e in works]
+        times = [timed(w, memory, _choice(setting), hardware or self.hardware) for w in works]
         slowest = max(times, key=lambda t: t.seconds)  # phases of one step; totals of the mean
         mean = float(np.mean([t.seconds for t in times])) / slowest.seconds
         return Found(setting, replace(
             slowest, tokens=float(np.mean([t.tokens for t in times])) / mean), self.peak(setting))
+
+    def given(self) -> Found | None:
+        """The recipe's own setting, with what `auto` chooses in it (everything recomputed where
+        nothing fits); None if its shard groups do not divide the ranks."""
+        train, fsdp = self.recipe.train, self.recipe.fsdp
+        size = fsdp.shard_size or self.num_ranks
+        if self.num_ranks % size:
+            return None
+        setting = Setting(train.batch_size, train.accumulation_steps, size,
+                          tuple(fsdp.reshard(p) for p in PHASES),
+                          tuple(fsdp.checkpointing(p).replace("auto", "full") for p in PHASES))
+        try:
+            choice = decide(self.recipe, self.memory(setting),
+                            self.drawn(train.batch_size, size)[1], self.budget)
+        except ValueError:
+            return self.found(setting)
+        return self.found(replace(setting, checkpointing=tuple(choice[p] for p in PHASES)))
 
     def ranked(self) -> Iterator[Setting]:
         """All settings, the fastest first, by phases timed apart."""
         rows, speed = [], []
         for (batch, count), group in product(self.batches(), self.groups()):
             works, _ = self.drawn(batch, group)
-            kinds = [k for k in KEEPS if k != "node" or self.hardware.ranks_per_node < group]
+            kinds = [k for k in KEEPS if k != "node" or 1 < self.hardware.ranks_per_node < group]
             choices = list(product(kinds, CHOICES))
-            tables, rest = [], 0.0
+            tables = []
             for phase in PHASES:
                 tables.append(np.array([np.mean([phase_seconds(
                     w, phase, self.memory(Setting(batch, count, group, (k,) * 3, (c,) * 3)), c,
-                    self.hardware) for w, _ in works]) for k, c in choices]))
-            exchange = float(np.mean([e for _, e in works]))
+                    self.hardware) for w in works]) for k, c in choices]))
+            exchange = sum(m.seconds(self.hardware) for w in works for m in w.moves) / len(works)
             memory = self.memory(Setting(batch, count, group, ("full",) * 3, ("full",) * 3))
             rest = update_seconds(memory, self.hardware) + count * exchange
             total = rest + count * (tables[0][:, None, None] + tables[1][:, None] + tables[2])
-            tokens = count * float(np.mean([w.tokens for w, _ in works]))
+            tokens = count * float(np.mean([w.tokens for w in works]))
             for index in np.ndindex(total.shape):
                 rows.append((batch, count, group, *index, choices))
             speed.append((tokens / total).ravel())
@@ -189,7 +203,7 @@ class Search:
             yield Setting(batch, count, group, reshard, checkpointing)
 
     def best(self) -> list[Found]:
-        """The fastest settings that fit, best first; empty if none does."""
+        """The fastest settings that fit, best first. Raises ValueError if none does."""
         failed: dict[tuple, np.ndarray] = {}  # group -> (k, 6) savings that were not enough
         fitting: list[Setting] = []
         for setting in self.ranked():
@@ -207,6 +221,10 @@ class Search:
             fitting.append(setting)
             if len(fitting) == EXACT:
                 break
+        if not fitting:
+            raise ValueError(
+                f"nothing fits {self.num_ranks} GPUs of {self.budget / 1e9:.1f} GB "
+                f"({self.allowed_by}): give more GPUs, a smaller batch or model")
         return sorted(map(self.found, fitting), key=lambda f: -f.tokens_per_s)
 
 

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import log2
+from math import gcd, log2
 
 import numpy as np
 
 from orchmllm.config import DTYPE_BYTES
+from orchmllm.estimate.exchange import Move, moves_of
 from orchmllm.estimate.hardware import Hardware
 from orchmllm.estimate.memory import SELECTIVE_SHARE, MemoryModel
 from orchmllm.models.config import ModelConfig
@@ -26,7 +27,6 @@ from orchmllm.models.flops import (
     phase_work,
 )
 from orchmllm.plan.assign import PHASES
-from orchmllm.plan.layout import ENCODERS
 from orchmllm.plan.step import StepPlan
 from orchmllm.sharding.units import Unit, units
 
@@ -67,7 +67,7 @@ class StepTime:
 class PlanWork:
     """FLOP of the ranks in one microbatch. forward, backward, again: phase -> (2, d), products and
     attention, `again` what full checkpointing repeats; head: (d,) forward FLOP of the head;
-    layers: of each phase."""
+    layers: of each phase; moves: of rows between ranks."""
 
     forward: Mapping[str, np.ndarray]
     backward: Mapping[str, np.ndarray]
@@ -77,10 +77,13 @@ class PlanWork:
     useful: float
     tokens: float
     num_ranks: int
+    moves: tuple[Move, ...]
 
 
-def work_of(plan: StepPlan, model: ModelConfig, pad: frozenset[str] = frozenset()) -> PlanWork:
-    """What the ranks compute in a planned microbatch. pad: phases whose batches are padded."""
+def work_of(plan: StepPlan, model: ModelConfig, pad: frozenset[str] = frozenset(),
+            all_gather: bool = False) -> PlanWork:
+    """What the ranks do in a planned microbatch. pad: phases whose batches are padded. all_gather:
+    rows travel by it."""
     parts: dict[str, dict[str, np.ndarray]] = {"forward": {}, "backward": {}, "recompute": {}}
     useful, d = 0.0, plan.layout.num_ranks
     for phase in PHASES:
@@ -95,7 +98,7 @@ def work_of(plan: StepPlan, model: ModelConfig, pad: frozenset[str] = frozenset(
         parts["forward"], parts["backward"], parts["recompute"],
         head=2.0 * model.llm.hidden_size * model.llm.vocab_size * tokens, useful=useful,
         layers={p: getattr(model, p).num_layers for p in PHASES}, tokens=float(tokens.sum()),
-        num_ranks=d)
+        num_ranks=d, moves=tuple(moves_of(plan, all_gather)))
 
 
 def rank_seconds(work: PlanWork, phase: str, hardware: Hardware, choice: str,
@@ -112,16 +115,18 @@ def rank_seconds(work: PlanWork, phase: str, hardware: Hardware, choice: str,
     return forward.sum(axis=0) + fixed / 3, backward.sum(axis=0) + 2 * fixed / 3
 
 
-def gather_bandwidth(shards: int, hardware: Hardware) -> float:
+def gather_bandwidth(shards: int, hardware: Hardware, num_ranks: int) -> float:
     """Bytes of parameters that every rank of a shard group receives per second: a node receives
-    each once, through all its links; inside it they are spread by NVLink. One shard: inf."""
-    per_node = min(hardware.ranks_per_node, shards)
+    each once, through the links of the group's ranks there; inside it they are spread by NVLink.
+    One shard: inf."""
+    # The fewest ranks of a group in one node: groups need not begin where a node does.
+    together = gcd(min(hardware.ranks_per_node, num_ranks), shards)
     if shards == 1:
         return float("inf")
-    if shards == per_node:
-        return hardware.node_bandwidth * hardware.network_efficiency
-    return min(hardware.network_bandwidth * per_node * hardware.network_efficiency,
-               hardware.node_bandwidth)
+    if shards == together:
+        return hardware.sheet.node * hardware.network_efficiency
+    return min(hardware.network_bandwidth * together * hardware.network_efficiency,
+               hardware.sheet.node)
 
 
 def ring_seconds(ranks: int, hardware: Hardware) -> float:
@@ -145,10 +150,11 @@ def unit_traffic(unit: Unit, memory: MemoryModel, hardware: Hardware, num_ranks:
     with CPU offload shards come from the host before they are gathered, and gradients go there."""
     shards, reshard = memory.shards, memory.fsdp.reshard(unit.phase)
     param = DTYPE_BYTES[memory.fsdp.param_dtype]
-    host = memory.fsdp.cpu_offload * param / shards / hardware.host_bandwidth
+    host = memory.fsdp.cpu_offload * param / shards / hardware.sheet.host
 
     def gather(over: int) -> float:
-        return unit.size * (memory.element / gather_bandwidth(over, hardware) + host) + (
+        return unit.size * (
+            memory.element / gather_bandwidth(over, hardware, num_ranks) + host) + (
             ring_seconds(over, hardware))
 
     over = shards if reshard == "full" else min(hardware.ranks_per_node, shards)
@@ -156,12 +162,12 @@ def unit_traffic(unit: Unit, memory: MemoryModel, hardware: Hardware, num_ranks:
     reduce, size = 0.0, unit.trained_size * (param if memory.fsdp.compute_dtype
                                              else memory.element)
     if size:
-        reduce = size / gather_bandwidth(shards, hardware) + ring_seconds(shards, hardware) + (
-            unit.trained_size * host)
+        reduce = size / gather_bandwidth(shards, hardware, num_ranks) + ring_seconds(
+            shards, hardware) + unit.trained_size * host
         replicas = num_ranks // shards
         if replicas > 1:
             between = num_ranks > hardware.ranks_per_node
-            link = hardware.network_bandwidth if between else hardware.node_bandwidth
+            link = hardware.network_bandwidth if between else hardware.sheet.node
             hop = hardware.network_hop_s if between else hardware.node_hop_s
             reduce += (2 * (replicas - 1) / replicas * size / shards
                        / (link * hardware.network_efficiency) + 2 * log2(replicas) * hop)
@@ -196,12 +202,11 @@ def slowest_compute(work: PlanWork, phase: str, memory: MemoryModel, choice: str
                     hardware: Hardware) -> tuple[Compute, float]:
     """(((forward, backward) seconds of the phase's slowest rank, of that the LLM's head), seconds
     that the mean rank waits for it)."""
-    dtype = memory.fsdp.compute_dtype or memory.fsdp.param_dtype
-    seconds = rank_seconds(work, phase, hardware, choice, dtype)
+    seconds = rank_seconds(work, phase, hardware, choice, memory.dtype)
     total = seconds[0] + seconds[1]
     slowest, head = int(total.argmax()), (0.0, 0.0)
     if phase == "llm":
-        rate = hardware.peak(dtype) * hardware.efficiencies(phase)[0]
+        rate = hardware.peak(memory.dtype) * hardware.efficiencies(phase)[0]
         passes = (1, 1 if memory.model.llm.frozen else 2)
         head = tuple(n * float(work.head[slowest]) / rate for n in passes)
     return (tuple(float(x[slowest]) for x in seconds), head), float(
@@ -237,73 +242,18 @@ def phase_seconds(work: PlanWork, phase: str, memory: MemoryModel, choice: str,
         phase, memory, hardware, work.num_ranks, compute))
 
 
-def traffic_seconds(memory: MemoryModel, hardware: Hardware, num_ranks: int) -> float:
-    """Seconds that a microbatch's gathers and reductions would take if nothing hid them."""
-    nothing = (0.0, 0.0), (0.0, 0.0)
-    return sum(gather + reduce for phase in PHASES for part in _passes(
-        phase, memory, hardware, num_ranks, nothing) for gather, _, reduce in part)
-
-
-def exchange_seconds(plan: StepPlan, hardware: Hardware, all_gather: bool = False) -> float:
-    """Seconds of moving rows in the training thread: forward, and features' gradients backward. An
-    all-to-all takes as long as its busiest sender or receiver, and a moment for each of the peers
-    of the rank that has most. With dispatch `bytes` inputs travel in the background."""
-    balance, d, node = plan.spec.balance, plan.layout.num_ranks, plan.spec.ranks_per_node
-    two_hop = balance.exchange == "two_hop" and d > node
-    total = 0.0
-    for phase in PHASES:
-        for index, (move, volume) in enumerate(plan.transfers(phase)):
-            features = phase in ENCODERS and index == 0
-            if balance.dispatch == "bytes" and not features:
-                continue
-            if all_gather:  # every rank receives all ranks' padded shares
-                held = np.bincount(move.source_rank, weights=volume, minlength=d)
-                seconds = float(held.max()) * (d - node) / node / (
-                    hardware.network_bandwidth * hardware.network_efficiency)
-            else:
-                seconds = _all_to_all(*move.volume(volume), d, node, two_hop, hardware)
-            total += seconds * (2 if features else 1)
-    return total
-
-
-def _all_to_all(source: np.ndarray, target: np.ndarray, moved: np.ndarray, d: int, node: int,
-                two_hop: bool, hardware: Hardware) -> float:
-    """One exchange of moved[i] bytes from source[i] to target[i]; 0 if nothing leaves its rank."""
-    real = (source != target) & (moved > 0)
-    if not real.any():
-        return 0.0
-    source, target, moved = source[real], target[real], moved[real]
-    between = source // node != target // node
-
-    def busiest(which: np.ndarray, bandwidth: float) -> float:
-        loads = (np.bincount(at[which], moved[which], d) for at in (source, target))
-        return max(float(x.max()) for x in loads) / (bandwidth * hardware.network_efficiency)
-
-    outside = busiest(between, hardware.network_bandwidth)
-    if two_hop:  # to the same local rank of the target's node, then inside it
-        inside = busiest(np.ones_like(between), hardware.node_bandwidth)
-        peers = np.unique(source[between] * d + target[between] // node) // d
-        most = int(np.bincount(peers, minlength=1).max()) + node - 1
-        return outside + inside + most * hardware.message_s + (
-            hardware.network_hop_s + hardware.node_hop_s)
-    inside = busiest(~between, hardware.node_bandwidth)
-    most = int(np.bincount(np.unique(source * d + target) // d).max())
-    hop = hardware.network_hop_s if between.any() else hardware.node_hop_s
-    return max(outside, inside) + most * hardware.message_s + hop
-
-
 def update_seconds(memory: MemoryModel, hardware: Hardware) -> float:
     """Norm, clipping and AdamW over the shards of a rank: as fast as memory is read, the host's
     with CPU offload."""
     bandwidth = (hardware.host_memory_bandwidth if memory.fsdp.cpu_offload
-                 else hardware.memory_bandwidth * hardware.memory_efficiency)
+                 else hardware.sheet.memory_bandwidth * hardware.memory_efficiency)
     return UPDATE_PASSES * memory.state_bytes()["gradients"] / bandwidth
 
 
-def timed(work: PlanWork, exchange: float, memory: MemoryModel, choice: Mapping[str, str],
-          hardware: Hardware, microbatches: int = 1) -> StepTime:
-    """The step of `microbatches` microbatches of this work. exchange: seconds of each."""
-    computed, waiting, forward, backward = {}, {}, [], []
+def timed(work: PlanWork, memory: MemoryModel, choice: Mapping[str, str],
+          hardware: Hardware) -> StepTime:
+    """The step of memory.microbatches microbatches of this work."""
+    computed, waiting, forward, backward, microbatches = {}, {}, [], [], memory.microbatches
     for phase in PHASES:
         compute, waited = slowest_compute(work, phase, memory, choice[phase], hardware)
         computed[phase], waiting[phase] = compute[0], microbatches * waited
@@ -314,14 +264,7 @@ def timed(work: PlanWork, exchange: float, memory: MemoryModel, choice: Mapping[
     busy = sum(map(sum, computed.values()))
     return StepTime(
         {p: tuple(microbatches * x for x in c) for p, c in computed.items()}, waiting,
-        microbatches * max(total - busy, 0.0), microbatches * exchange,
+        microbatches * max(total - busy, 0.0),
+        microbatches * sum(m.seconds(hardware) for m in work.moves),
         update_seconds(memory, hardware), microbatches * work.useful, microbatches * work.tokens,
-        work.num_ranks, hardware.peak(memory.fsdp.compute_dtype or memory.fsdp.param_dtype))
-
-
-def predict(plan: StepPlan, memory: MemoryModel, choice: Mapping[str, str], hardware: Hardware,
-            pad: frozenset[str] = frozenset(), all_gather: bool = False,
-            microbatches: int = 1) -> StepTime:
-    """The step of a plan, every microbatch like it. pad: phases whose batches are padded."""
-    return timed(work_of(plan, memory.model, pad), exchange_seconds(plan, hardware, all_gather),
-                 memory, choice, hardware, microbatches)
+        work.num_ranks, hardware.peak(memory.dtype))

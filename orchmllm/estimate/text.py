@@ -4,54 +4,56 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from textwrap import wrap
 
 from orchmllm.config import Recipe
+from orchmllm.estimate.fits import with_real_batch
 from orchmllm.estimate.hardware import Hardware
 from orchmllm.plan.assign import PHASES
 from orchmllm.plan.layout import ENCODERS
 from orchmllm.recipe.parse import Loaded
 from orchmllm.sharding.check import default_world
 
-# Hidden size of the LLM -> (name, mini-batches at 128 ranks and at 2,560): the paper's own.
-PAPER_BATCHES = {3584: ("10B", 75, 80), 5120: ("18B", 50, 60), 8192: ("84B", 25, 30)}
+# Hidden size of the LLM -> mini-batches at 128 ranks and at 2,560: the paper's own.
+PAPER_BATCHES = {3584: (75, 80), 5120: (50, 60), 8192: (25, 30)}
 
 
 def run(loaded: Loaded[Recipe], world_size: int, *, ablations: bool, json_path: Path | None,
-        hardware: Callable[[], Hardware] = Hardware, mix: str = "",
+        hardware: Hardware | None = None, mix: str = "",
         lengths: Path | None = None) -> int:
     """Exit code: 2 if the recipe does not fit, or cannot run on this world, as `train` itself
-    answers. world_size: 0 if nobody said how many ranks. hardware: makes what is assumed; mix,
+    answers. world_size: 0 if nobody said how many ranks. hardware: an H100 if nobody says; mix,
     lengths: see orchmllm.estimate.lengths."""
-    from orchmllm.estimate.ablations import ablate, overhead
+    from orchmllm.estimate.ablations import ablate
     from orchmllm.estimate.dry_run import dry_run
     from orchmllm.estimate.lengths import examples_of
 
     recipe = loaded.recipe
     try:
-        made = hardware()
+        if json_path and not json_path.parent.is_dir():  # before minutes of work
+            raise ValueError(f"--json {json_path}: {json_path.parent} is no folder")
+        made, without = hardware or Hardware(), unnamed_encoders(loaded)
+        # Ablations are the paper's, so are their lengths unless others are asked for.
+        examples = examples_of(recipe, mix or "natural" * ablations, lengths, without)
         if ablations:
-            found = {"tables": [ablate(recipe, d, b, made, steps)
+            found = {"tables": [ablate(recipe, d, b, made, steps, examples)
                                 for d, b, steps in _sizes(recipe, world_size)],
-                     "overhead": overhead(recipe, made, [64, 128, 256, 512, 1024, 2560])}
+                     "lengths": examples.what}
             text = ablation_text(found)
         else:
             ranks, why = world_size, "--world-size"
             if not ranks:
                 ranks, why = default_world(recipe, made.ranks_per_node)
                 why += "; --world-size N for others"
-            without = unnamed_encoders(loaded)
-            found = dry_run(recipe, ranks, made, without=without,
-                            examples=examples_of(recipe, mix, lengths, without))
+            found = dry_run(recipe, ranks, made, without=without, examples=examples)
             text = dry_run_text(found | {"world_size_from": why})
-    except ValueError as e:
+        if json_path:
+            json_path.write_text(json.dumps(found, indent=1), encoding="utf-8")
+    except (ValueError, OSError) as e:
         print(f"error: {e}", file=sys.stderr)
         return 2
     print(text)
-    if json_path:
-        json_path.write_text(json.dumps(found, indent=1), encoding="utf-8")
     return 0 if found.get("fits", True) else 2
 
 
@@ -64,8 +66,8 @@ def unnamed_encoders(loaded: Loaded[Recipe]) -> frozenset[str]:
 
 def _sizes(recipe: Recipe, world_size: int) -> list[tuple[int, int, int]]:
     """(ranks, mini-batch, steps) of the tables: the paper's two, or the one asked for."""
-    _, small, large = PAPER_BATCHES.get(recipe.model.llm.hidden_size, ("", 0, 0))
-    batch = recipe.train.batch_size
+    small, large = PAPER_BATCHES.get(recipe.model.llm.hidden_size, (0, 0))
+    batch = with_real_batch(recipe, world_size or 128).train.batch_size
     if world_size:
         return [(world_size, small or batch if world_size == 128 else batch, 3)]
     return [(128, small or batch, 5), (2560, large or batch, 3)]
@@ -98,7 +100,8 @@ def dry_run_text(r: dict) -> str:
 
 def gpu_text(h: dict) -> str:
     """The hardware of a prediction in words."""
-    return (f"{h['name']}, {h['memory_bytes'] / 1e9:.0f} GB; {h['ranks_per_node']} a node, "
+    return (f"{h['name']}, {h['sheet']['memory_bytes'] / 1e9:.0f} GB; "
+            f"{h['ranks_per_node']} a node, "
             f"{h['network_bandwidth'] * 8 / 1e9:.0f} Gbit/s each")
 
 
@@ -179,7 +182,8 @@ def _predicted_lines(r: dict) -> list[str]:
         row("tokens a second and GPU", "tokens_per_gpu", ".0f", 1),
         row("tokens a second", "tokens_per_gpu", ".4g", r["world_size"]),
         row(f"GPU-hours, {whose}"[:39], "step_s", ".4g", hours),
-        _table("  planning, ms (in the background)", *(f"{r['plan_ms'][n]:.1f}" for n in SCHEMES)),
+        _table("  planning, ms (in the background)", *(
+            f"{r['plan_ms'][n] * r['microbatches']:.1f}" for n in SCHEMES)),
         *_assumed_lines(r), "",
         _table("Computing alone, relative to balanced", "unbalanced", "LLM only")]
     keys = [f"{n} / balanced" for n in ("none", "LLM only")]
@@ -211,7 +215,7 @@ def _assumed_lines(r: dict) -> list[str]:
 def _exchange_lines(x: dict, world_size: int) -> list[str]:
     """What balancing moves."""
     mean, most, bound = x["peers_flat"]
-    lines = ["Exchange of the balanced step",
+    lines = ["Exchange of a balanced microbatch",
              f"  A rank sends to {mean:.1f} other ranks on average, to {most} at most, of {bound}."]
     if x["ranks_per_node"] < world_size:
         mean, most, bound = x["peers_two_hop"]
@@ -248,7 +252,7 @@ def _batch_lines(r: dict) -> list[str]:
 
 def ablation_text(found: dict) -> str:
     """All tables as text."""
-    lines = []
+    lines = [*wrap(f"Lengths: {found['lengths']}.", 79, subsequent_indent="  "), ""]
     for table in found["tables"]:
         lines += [f"{table['ranks']} ranks, mini-batch {table['batch_size']}, sharded over "
                   f"{table['shards']}, checkpointing "
@@ -263,7 +267,4 @@ def ablation_text(found: dict) -> str:
                 f"{row['internode_mb_per_rank']:12.2f}{row['exchange_ms']:13.1f}  "
                 f"{row['figure']}{note}")
         lines += [f"  {said}: {claim}" for claim, said in table["order"].items()] + [""]
-    lines.append("Table 2, mini-batch 60: ranks, paper's overhead, our plan (hidden), our exchange")
-    lines += [f"  {o['ranks']:5d} {o['paper_ms']:7.2f} ms {o['plan_ms']:7.1f} ms "
-              f"{o['exchange_ms']:7.2f} ms" for o in found["overhead"]]
-    return "\n".join(lines)
+    return "\n".join(lines[:-1])

@@ -285,24 +285,3 @@ def sample_layout(model: str, *, num_ranks: int, batch_size: int, seed: int,
     if model not in MODELS:
         raise ValueError(f"unknown model {model!r}; choose one of {', '.join(MODELS)}")
     return batch_layout(sample_headers(mix, num_ranks * batch_size, seed), MODELS[model], num_ranks)
-
-
-SYNTHETIC = ("lognormal", "uniform", "bimodal", "pareto")
-
-
-def synthetic_lengths(name: str, n: int, seed: int) -> np.ndarray:
-    """(n,) int64 lengths of a textbook distribution, clipped to [1, 8192]: lognormal (median 400,
-    sigma 0.8), uniform 1-2000, bimodal (100 +- 20 or 1500 +- 150, equally likely), pareto (shape
-    1.5, from 100). Raises ValueError for another name."""
-    rng = np.random.default_rng(seed)
-    if name == "lognormal":
-        values = rng.lognormal(np.log(400), .8, n)
-    elif name == "uniform":
-        values = rng.uniform(1, 2001, n)
-    elif name == "bimodal":
-        values = np.where(rng.random(n) < .5, rng.normal(100, 20, n), rng.normal(1500, 150, n))
-    elif name == "pareto":
-        values = 100 * (1 + rng.pareto(1.5, n))
-    else:
-        raise ValueError(f"unknown distribution {name!r}; choose one of {', '.join(SYNTHETIC)}")
-    return np.clip(values, 1, 8192).astype(np.int64)

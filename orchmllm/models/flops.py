@@ -82,9 +82,7 @@ def padded_phases(model: ModelConfig) -> frozenset[str]:
 def item_rank(plan: StepPlan, phase: str) -> np.ndarray:
     """(n,) rank that processes each item, items in source order."""
     move = plan.rearrangement(phase)
-    rank = np.empty(len(move.order), np.int64)
-    rank[move.order] = move.target_rank
-    return rank
+    return move.target_rank[move.slot_of]
 
 
 def phase_work(phase: str, model: ModelConfig, lengths: Lengths,

@@ -29,10 +29,6 @@ class Gpu:
     node: float
     host: float = 64e9
 
-    def peak(self, dtype: str) -> float:
-        """FLOP/s that products of bfloat16, float32 or float64 can reach."""
-        return getattr(self, dtype)
-
 
 _H100 = Gpu(("H100",), 989e12, 67e12, 67e12, 85e9, 3.35e12, 450e9)
 _A100 = Gpu(("A100",), 312e12, 19.5e12, 19.5e12, 85e9, 2.04e12, 300e9, 32e9)

@@ -4,7 +4,7 @@ reordering of a global batch (DistTrain 6.1). Each is a pure function of lengths
 from __future__ import annotations
 
 import heapq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -36,11 +36,6 @@ class Groups:
     def largest(self, values: np.ndarray) -> np.ndarray:
         """(k,) largest per-item value of each group."""
         return np.maximum.reduceat(np.asarray(values)[self.index], self.offsets[:-1])
-
-    def take(self, chosen: np.ndarray) -> Groups:
-        """The chosen groups (j,), in that order; the items of the others count as dropped."""
-        parts = [self.index[self.offsets[g]:self.offsets[g + 1]] for g in chosen]
-        return _groups(parts, [self.sizes[chosen]], len(self.index) + len(self.dropped))
 
 
 def _groups(index: list[np.ndarray], sizes: list[np.ndarray], n: int) -> Groups:
@@ -76,7 +71,8 @@ def length_group(lengths: np.ndarray, batch: int, *, window: int, seed: int) -> 
     lengths: (n,)."""
     rng = np.random.default_rng(seed)
     made = fixed(np.concatenate(_windows(as_int64("lengths", lengths), window, rng)), batch)
-    return made.take(rng.permutation(len(made)))
+    return replace(made, index=made.index.reshape(-1, batch)[
+        rng.permutation(len(made))].ravel())
 
 
 def device_group(lengths: np.ndarray, batch: int, *, num_ranks: int, window: int,

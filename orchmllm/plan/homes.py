@@ -26,22 +26,25 @@ class Pieces:
     bytes: np.ndarray
 
 
+def segment_bytes(layout: BatchLayout, feature_bytes: int) -> np.ndarray:
+    """(s,) bytes of each segment in the LLM's input."""
+    return layout.num_tokens * np.where(layout.modality == TEXT, TEXT_BYTES, feature_bytes)
+
+
 def example_pieces(
     layout: BatchLayout, encode: Mapping[str, np.ndarray] | None, feature_bytes: int
 ) -> Pieces:
     """Where each example's LLM input is: features on encoder ranks (without `encode`: all on the
     sampling rank), text on the sampling rank. encode: modality -> (segments,) encoder ranks."""
     rank = layout.rank_of_example[layout.example_of_segment]
-    volume = layout.num_tokens * np.where(layout.modality == TEXT, TEXT_BYTES, feature_bytes)
     for phase, rank_of in (encode or {}).items():
         rank[layout.segments_of(ENCODERS[phase])] = rank_of
-    return Pieces(rank, layout.example_of_segment, volume)
+    return Pieces(rank, layout.example_of_segment, segment_bytes(layout, feature_bytes))
 
 
 def example_bytes(layout: BatchLayout, feature_bytes: int) -> np.ndarray:
     """(n,) bytes of an example's LLM input: text-only examples are by far the cheapest to move."""
-    return layout.sum_segments(
-        layout.num_tokens * np.where(layout.modality == TEXT, TEXT_BYTES, feature_bytes))
+    return layout.sum_segments(segment_bytes(layout, feature_bytes))
 
 
 def feature_home(
@@ -50,12 +53,6 @@ def feature_home(
     """(n,) rank from which each example's LLM input is cheapest: the one that holds most of its
     feature bytes; ties go to the sampling rank, then to the lowest. Text-only: the sampling rank.
     """
-    example, rank, tokens = [], [], []
-    for phase, rank_of in encode.items():
-        seg = layout.segments_of(ENCODERS[phase])
-        example.append(layout.example_of_segment[seg])
-        rank.append(rank_of)
-        tokens.append(layout.num_tokens[seg])
-    held = np.concatenate(tokens) * feature_bytes
-    return core().heaviest_holder(
-        np.concatenate(example), np.concatenate(rank), held, layout.rank_of_example)
+    pieces, media = example_pieces(layout, encode, feature_bytes), layout.modality != TEXT
+    return core().heaviest_holder(pieces.item[media], pieces.rank[media], pieces.bytes[media],
+                                  layout.rank_of_example)

@@ -57,27 +57,8 @@ def assign_nodes(
                                steps)
     node_of = _solve(source_rank, batch, volume, num_ranks, ranks_per_node, receives,
                      solver, 60.0 if limit is None else float(limit))
-    return _ranks_of_nodes(node_of, ranks_per_node)
-
-
-def node_traffic(
-    source_rank: np.ndarray, batch: np.ndarray, volume: np.ndarray, rank_of_batch: np.ndarray,
-    ranks_per_node: int,
-) -> tuple[np.ndarray, np.ndarray]:
-    """(d,) volume that each rank sends to, and receives from, other nodes."""
-    target = rank_of_batch[batch]
-    between = source_rank // ranks_per_node != target // ranks_per_node
-    send, receive = (np.zeros(len(rank_of_batch), np.int64) for _ in range(2))
-    np.add.at(send, source_rank[between], volume[between])
-    np.add.at(receive, target[between], volume[between])
-    return send, receive
-
-
-def _ranks_of_nodes(node_of: np.ndarray, ranks_per_node: int) -> np.ndarray:
-    """(d,) ranks for given nodes of batches: inside a node in ascending order of batch."""
-    rank_of = np.empty(len(node_of), np.int64)
-    order = np.argsort(node_of, kind="stable")
-    rank_of[order] = np.arange(len(node_of))  # node k owns the ranks [k * c, (k + 1) * c)
+    rank_of = np.empty(num_ranks, np.int64)  # inside a node in ascending order of batch
+    rank_of[np.argsort(node_of, kind="stable")] = np.arange(num_ranks)
     return rank_of
 
 

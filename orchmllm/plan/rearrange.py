@@ -149,14 +149,6 @@ class Exchange:
     cu_seqlens: np.ndarray
     moves: bool
 
-    @property
-    def num_rows_in(self) -> int:
-        return len(self.send_index)
-
-    @property
-    def num_rows_out(self) -> int:
-        return len(self.recv_index)
-
     @cached_property
     def lengths(self) -> np.ndarray:
         """(n_out,) rows per target item."""

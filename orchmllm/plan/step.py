@@ -168,9 +168,7 @@ class StepPlan:
         """(rearrangement, bytes per source item) of everything that moves for a phase."""
         layout, inputs_move = self.layout, self.spec.balance.dispatch != "load"
         if phase == "llm":
-            text = np.zeros(layout.num_examples, np.int64)
-            np.add.at(text, layout.example_of_segment, layout.num_tokens * TEXT_BYTES)
-            return [(self.llm, text)] if inputs_move else []
+            return [(self.llm, layout.tokens_per_example * TEXT_BYTES)] if inputs_move else []
         seg = layout.segments_of(ENCODERS[phase])
         features = layout.num_tokens[seg] * self.spec.feature_bytes
         out = [(self.feature[phase], features[self.encode[phase].order])]

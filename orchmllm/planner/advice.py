@@ -40,7 +40,8 @@ def colocated(profiles: Mapping[str, ModuleProfile], *, num_gpus: int, global_ba
     """FSDP over all GPUs, balanced, whole samples, in as few microbatches as fit: per module and
     pass the longer of computing and of gathering its weights (and reducing its gradients), which
     overlap. What no microbatch of one sample makes fit is told with its bytes."""
-    share, bandwidth = ceil(global_batch / num_gpus), gather_bandwidth(num_gpus, hardware)
+    share, bandwidth = ceil(global_batch / num_gpus), gather_bandwidth(
+        num_gpus, hardware, num_gpus)
     state = sum(sum(p.state_bytes) for p in profiles.values()) / num_gpus
     # Two gathered layers and the gradients of one.
     state += max((2 * p.weight_bytes + p.trains * p.gradient_bytes) / p.layers
@@ -49,7 +50,7 @@ def colocated(profiles: Mapping[str, ModuleProfile], *, num_gpus: int, global_ba
     fitting = min(share, max(1, int((gpu_bytes - state) / kept)))
     total, count = 0.0, ceil(share / fitting)
     for p in profiles.values():
-        forward = share / count * p.forward_ms(1, p.rows)
+        forward = share / count * p.forward_ms(1)
         gather, reduce = (1e3 * x / bandwidth for x in (p.weight_bytes,
                                                         p.trains * p.gradient_bytes))
         total += max(forward, gather)

@@ -11,6 +11,7 @@ import numpy as np
 
 from orchmllm.estimate.hardware import Hardware
 from orchmllm.models.config import LLMConfig, ModelConfig, VisionConfig
+from orchmllm.models.gpus import GPUS
 from orchmllm.plan.balance import core
 from orchmllm.plan.grouping import intra_reorder
 from orchmllm.planner.advice import ratio, rows
@@ -18,8 +19,8 @@ from orchmllm.planner.profile import ModuleProfile, analytic_profiles, state_of
 from orchmllm.planner.units import UnitsPlan, plan_units
 from orchmllm.simulate.pipeline import inter_reorder, search_order, simulate
 
-A800 = Hardware("A800, 8 a node, 4 x 200 Gbit/s per node", peak_flops=312e12, memory_bytes=80e9,
-                network_bandwidth=12.5e9, node_bandwidth=150e9)
+A800 = Hardware("A800, 8 a node, 4 x 200 Gbit/s per node", network_bandwidth=12.5e9,
+                sheet=replace(GPUS["a800"], memory_bytes=80e9, node=150e9))
 # Share of the peak that forward and backward reach; patches of 16 pixels; Stable Diffusion 2.1 with
 # its frozen image encoder: forward FLOP and kept bytes of an image by its side.
 ASSUMED = {"llm": 0.62, "vision": 0.45, "generator": 0.33}
@@ -40,9 +41,9 @@ def disttrain_profiles(name: str, *, images: float = 5) -> dict[str, ModuleProfi
     made = analytic_profiles(model, {"vision": (side / 16)**2, "llm": SEQUENCE}, A800,
                              {"vision": images}, ASSUMED)
     flops, kept = GENERATOR[side]
-    rate = A800.peak_flops * ASSUMED["generator"]
+    rate = A800.sheet.bfloat16 * ASSUMED["generator"]
     made["generator"] = ModuleProfile(
-        "generator", 4, images, lambda tp, rows: 1e3 * rows * flops / (rate * tp), *state_of(1e9),
+        "generator", 4, images, lambda tp: 1e3 * images * flops / (rate * tp), *state_of(1e9),
         kept, kept / 8, forward_flops=images * flops)
     return made
 
@@ -50,7 +51,7 @@ def disttrain_profiles(name: str, *, images: float = 5) -> dict[str, ModuleProfi
 FROZEN = {"all modules": ("vision", "llm", "generator"),
           "all but the encoder": ("llm", "generator"), "all but the LLM": ("vision", "generator"),
           "all but the generator": ("vision", "llm")}
-ROOM = 0.9 * A800.memory_bytes  # the rest is CUDA's context, NCCL and fragments
+ROOM = 0.9 * A800.sheet.memory_bytes  # the rest is CUDA's context, NCCL and fragments
 SCALES = ((1296, 1920, 922), (648, 960, 641), (324, 480, 441), (112, 240, 133))
 BATCHES = {"9B": 128, "15B": 64, "72B": 40}  # section 8.2, on 96 GPUs here
 SIZES = ((128, 8, 3), (240, 6, 6), (1920, 30, 12), (1920, 120, 12))  # batch, DP, stages
@@ -86,7 +87,7 @@ def plan(name: str, num_gpus: int, batch: int, images: float = 5, **options) -> 
 def against(name: str, num_gpus: int, batch: int, method: str, images: float = 5,
             frozen: tuple[str, ...] = ()) -> str:
     """MFU and throughput of the exact plan over those of a baseline."""
-    peak = A800.peak_flops
+    peak = A800.sheet.bfloat16
     ours = plan(name, num_gpus, batch, images, frozen=frozen)
     try:
         other = plan(name, num_gpus, batch, images, method=method, frozen=frozen,

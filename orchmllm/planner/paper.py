@@ -5,17 +5,17 @@ say what it recomputes, so every choice is shown where it matters."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
 import numpy as np
 
-from orchmllm.config import FsdpConfig, Recipe, TrainConfig, plan_spec
-from orchmllm.estimate.ablations import PAPER_OVERHEAD_MS, variants, verdict
-from orchmllm.estimate.dry_run import draw, memory_model
+from orchmllm.config import FsdpConfig, Recipe, TrainConfig
+from orchmllm.estimate.ablations import Predicted, variants, verdict
+from orchmllm.estimate.exchange import exchange_seconds
 from orchmllm.estimate.hardware import Hardware
-from orchmllm.estimate.memory import CHOICES, loads_of
-from orchmllm.estimate.step_time import exchange_seconds, timed, work_of
+from orchmllm.estimate.lengths import of_mix
+from orchmllm.estimate.memory import CHOICES
 from orchmllm.estimate.workload import MODELS
 from orchmllm.models.gpus import GPUS
 from orchmllm.plan.assign import PHASES
@@ -25,11 +25,12 @@ from orchmllm.sharding.units import num_parameters
 
 NAMES = {"10b": "MLLM-10B", "18b": "MLLM-18B", "84b": "MLLM-84B"}
 BATCHES = {"10b": (80, 65, 75), "18b": (60, 40, 50), "84b": (30, 15, 25)}  # 8.1, baseline, 8.3
+PAPER_OVERHEAD_MS = {64: 16.66, 128: 18.49, 256: 21.32, 512: 24.64, 1024: 31.37, 2560: 53.88}
 PAPER_FORWARD_S = {64: 3.79, 128: 3.81, 256: 3.85, 512: 3.92, 1024: 3.96, 2560: 4.05}
 # Billions of parameters of Table 1, and the figures' few printed values.
 TABLE_1 = {"10b": (7, 2, 0.6), "18b": (14, 3, 0.6), "84b": (72, 6, 6)}
 LARGE = 0.2  # relative error above which a row says what would have to be true
-SEEDS, NONE, FEW = 3, "none", 2  # few examples a rank, for which permuting batches saves most
+SEEDS, FEW = 3, 2  # few examples a rank, for which permuting batches saves most
 
 
 def recipe_of(model: str, batch: int, shards: int) -> Recipe:
@@ -49,36 +50,16 @@ def value(where: str, what: str, paper: float, ours: float, form: str = ".3g", u
     return Line(where, what, f"{paper:{form}}{unit}", text)
 
 
-class Predicted:
+def predicted(model: str, ranks: int, batch: int, scheme: str, seeds: int = SEEDS) -> Predicted:
     """A model and scheme on some ranks, over seeds."""
+    recipe = recipe_of(model, batch, min(256, ranks))
+    layouts = [of_mix(recipe).draw(ranks, batch, s) for s in range(seeds)]
+    return Predicted(recipe, variants(0.005)[scheme], layouts, Hardware())
 
-    def __init__(self, model: str, ranks: int, batch: int, scheme: str, shards: int = 256,
-                 seeds: int = SEEDS) -> None:
-        recipe = recipe_of(model, batch, min(shards, ranks))
-        variant, self.hardware = variants(0.005)[scheme], Hardware()
-        spec = replace(plan_spec(recipe, 8), balance=variant.balance)
-        self.memory = replace(memory_model(recipe, ranks, self.hardware),
-                              all_gather=ranks if variant.all_gather else 0)
-        self.plans = [plan_step(draw(recipe, ranks, batch, s), spec) for s in range(seeds)]
-        self.works = [(work_of(p, recipe.model, variant.pad),
-                       exchange_seconds(p, self.hardware, variant.all_gather)) for p in self.plans]
-        self.loads = [loads_of(p, variant.pad) for p in self.plans]
 
-    def times(self, choice: str) -> list:
-        """The step of each seed with one checkpointing choice for all phases."""
-        return [timed(w, e, self.memory, dict.fromkeys(PHASES, choice), self.hardware)
-                for w, e in self.works]
-
-    def mfu(self, choice: str) -> np.ndarray:
-        return np.array([100 * t.mfu for t in self.times(choice)])
-
-    def peak_gb(self, choice: str) -> np.ndarray:
-        return np.array([self.memory.peak(x, dict.fromkeys(PHASES, choice)) / 1e9
-                         for x in self.loads])
-
-    def internode(self, phase: str) -> np.ndarray:
-        """Bytes of a phase between nodes, of each seed."""
-        return np.array([p.stats[phase]["internode_bytes"] for p in self.plans], float)
+def same(choice: str) -> dict[str, str]:
+    """One checkpointing choice for all phases."""
+    return dict.fromkeys(PHASES, choice)
 
 
 def lines() -> Iterator[Line]:
@@ -98,11 +79,12 @@ def table_1() -> Iterator[Line]:
                         " B")
 
 
-def _by_choice(where: str, what: str, paper: float, of: Callable[[str], np.ndarray], unit: str,
+def _by_choice(where: str, what: str, paper: float, of: Callable[[Mapping], np.ndarray],
+               scale: float, unit: str,
                needs: Callable[[float], str] | None = None) -> Iterator[Line]:
     """A row for each checkpointing choice."""
     for choice in CHOICES:
-        found = of(choice)
+        found = scale * of(same(choice))
         mean = float(found.mean())
         yield value(where, f"{what}, recomputed: {choice}", paper, mean, ".2f", unit,
                     needs and (lambda m=mean: needs(m)), float(found.std(ddof=1)))
@@ -119,12 +101,12 @@ def overall() -> Iterator[Line]:
     """Section 8.1: 2,560 GPUs, shard groups of 256."""
     ratios: dict[str, list[float]] = {"MFU": [], "throughput": []}
     for model, (batch, small, _) in BATCHES.items():
-        made, base = (Predicted(model, 2560, b, s, seeds=2)
-                      for b, s in ((batch, "paper"), (small, NONE)))
+        made, base = (predicted(model, 2560, b, s, seeds=2)
+                      for b, s in ((batch, "paper"), (small, "none")))
         if model == "84b":
-            yield from _by_choice("Figure 8", "MLLM-84B, MFU of OrchMLLM", 41.6, made.mfu, "%",
+            yield from _by_choice("Figure 8", "MLLM-84B, MFU of OrchMLLM", 41.6, made.mfu, 100, "%",
                                   lambda m: faster(m, 41.6))
-        ours, other = made.times("full"), base.times("full")
+        ours, other = made.times(same("full")), base.times(same("full"))
         for key, of in (("MFU", lambda t: t.mfu), ("throughput", lambda t: t.tokens_per_gpu)):
             ratios[key].append(float(np.mean([of(t) for t in ours])
                                      / np.mean([of(t) for t in other])))
@@ -148,21 +130,19 @@ def table_2() -> Iterator[Line]:
     """Section 8.2: MLLM-10B, mini-batch 60."""
     peak = GPUS["h100-sxm"].bfloat16
     for ranks, overhead in PAPER_OVERHEAD_MS.items():
-        recipe = recipe_of("10b", 60, min(256, ranks))
-        spec = replace(plan_spec(recipe, 8), balance=variants(0.005)["paper"].balance)
-        layout = draw(recipe, ranks, 60, 0)
+        made = predicted("10b", ranks, 60, "paper", seeds=1)
+        [plan] = made.plans
         started = time.process_time()
-        plan_step(layout, spec)
+        plan_step(replace(plan.layout), plan.spec)  # without what the first time left there
         plan_ms = 1e3 * (time.process_time() - started)
-        made = Predicted("10b", ranks, 60, "paper", seeds=1)
-        exchange = 1e3 * made.works[0][1]
+        exchange = 1e3 * exchange_seconds(plan, made.hardware)
         yield value("Table 2", f"{ranks} GPUs, overhead: exchanges of forward and backward",
                     overhead, exchange, ".2f", " ms", lambda e=exchange, o=overhead, p=plan_ms: (
                         f"{o - e:+.1f} ms would have to come from elsewhere; planning takes "
                         f"{p:.1f} ms here, hidden in prefetching"))
-        step = made.times(NONE)[0]
+        step = made.times(same("none"))[0]
         forward = sum(f for f, _ in step.phases.values()) + exchange / 1e3
-        flop = sum(float(made.works[0][0].forward[p].sum()) for p in PHASES) / ranks
+        flop = sum(float(made.works[0].forward[p].sum()) for p in PHASES) / ranks
         yield value("Table 2", f"{ranks} GPUs, forward pass", PAPER_FORWARD_S[ranks], forward,
                     ".2f", " s", lambda f=flop, r=ranks: (
                         f"our {f:.3g} FLOP a rank would have to run at "
@@ -173,32 +153,31 @@ def ablations() -> Iterator[Line]:
     """Section 8.3: 128 GPUs."""
     for where, scheme, batch, mfu, memory in (("Figure 10", "LLM only", 18, 24.16, 62.7),
                                               ("Figure 12", "all-gather", 20, 25.51, 61.8)):
-        made = Predicted("84b", 128, batch, scheme)
+        made = predicted("84b", 128, batch, scheme)
         what = f"MLLM-84B, {scheme} at mini-batch {batch}"
-        yield from _by_choice(where, f"{what}, MFU", mfu, made.mfu, "%",
+        yield from _by_choice(where, f"{what}, MFU", mfu, made.mfu, 100, "%",
                               lambda m, p=mfu: faster(m, p))
-        yield from _by_choice(where, f"{what}, memory", memory, made.peak_gb, " GB",
+        yield from _by_choice(where, f"{what}, memory", memory, made.peaks, 1e-9, " GB",
                               lambda m, p=memory: f"tensors would have to take {p / m:.2f} times "
                               "ours, as if phases differed in what is recomputed")
-    orders = (("Figure 10", "LLM only", "MFU", "mfu", 1), ("Figure 10", "LLM only", "memory",
-                                                          "peak_gb", -1),
-              ("Figure 11", "all packed", "MFU", "mfu", 1),
-              ("Figure 11", "all padded", "MFU", "mfu", 1),
-              ("Figure 12", "all-gather", "MFU", "mfu", 1),
-              ("Figure 12", "all-gather", "memory", "peak_gb", -1))
+    orders = (("Figure 10", "LLM only", "MFU"), ("Figure 10", "LLM only", "memory"),
+              ("Figure 11", "all packed", "MFU"), ("Figure 11", "all padded", "MFU"),
+              ("Figure 12", "all-gather", "MFU"), ("Figure 12", "all-gather", "memory"))
     for model, (_, _, batch) in BATCHES.items():
-        made = {s: Predicted(model, 128, batch, s) for s in (
+        made = {s: predicted(model, 128, batch, s) for s in (
             "paper", "no node-wise", *dict.fromkeys(o[1] for o in orders))}
-        for where, scheme, label, key, sign in orders:
-            best, other = (getattr(made[s], key)("full") for s in ("paper", scheme))
-            said = verdict(sign * best, sign * other)
-            more = "above" if sign > 0 else "below"
+        for where, scheme, label in orders:
+            mfu = label == "MFU"
+            best, other = (100 * made[s].mfu(same("full")) if mfu else
+                           made[s].peaks(same("full")) / 1e9 for s in ("paper", scheme))
+            said = verdict(best, other) if mfu else verdict(other, best)
+            more = "above" if mfu else "below"
             yield Line(where, f"{NAMES[model]}, {label}: OrchMLLM {more} {scheme}", "yes",
                        f"{best.mean():.1f} and {other.mean():.1f}: {said}")
-        few = {s: Predicted(model, 128, FEW, s) for s in ("paper", "no node-wise")}
+        few = {s: predicted(model, 128, FEW, s) for s in ("paper", "no node-wise")}
         for phase in PHASES:
-            share, least = (1 - of["paper"].internode(phase) / np.maximum(
-                of["no node-wise"].internode(phase), 1) for of in (made, few))
+            share, least = (1 - of["paper"].internode([phase]) / np.maximum(
+                of["no node-wise"].internode([phase]), 1) for of in (made, few))
             yield Line("Figure 13", f"{NAMES[model]}, reduction between nodes, {phase}",
                        "between 0.436 and 0.722", f"{share.mean():.3f} +- {share.std(ddof=1):.3f}; "
                        f"for the paper's value ranks would have to hold few items: at mini-batch "

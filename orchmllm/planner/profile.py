@@ -10,7 +10,7 @@ import numpy as np
 
 from orchmllm.estimate import activations
 from orchmllm.estimate.hardware import Hardware
-from orchmllm.models.config import ModelConfig
+from orchmllm.models.config import AudioConfig, LLMConfig, ModelConfig, VisionConfig
 from orchmllm.models.flops import Lengths, phase_work
 from orchmllm.sharding.units import units
 
@@ -24,7 +24,7 @@ def state_of(parameters: float) -> tuple[float, float, float]:
 class ModuleProfile:
     """A module of a multimodal model, for one training sample.
 
-    layers: that pipeline stages can divide. rows: positions of a sample. forward_ms(tp, rows):
+    layers: that pipeline stages can divide. rows: positions of a sample. forward_ms(tp):
     milliseconds of all layers on tp GPUs. backward_ratio: backward over forward time when
     everything learns; half of it is towards the input, half towards the weights.
     activation_bytes_per_row: that all layers keep for the backward pass. boundary_bytes_per_row:
@@ -34,7 +34,7 @@ class ModuleProfile:
     name: str
     layers: int
     rows: float
-    forward_ms: Callable[[int, float], float]
+    forward_ms: Callable[[int], float]
     weight_bytes: float
     gradient_bytes: float
     optimizer_bytes: float
@@ -68,7 +68,7 @@ class ModuleProfile:
 
     def total_ms(self, tp: int) -> float:
         """Forward and backward of a sample on tp GPUs."""
-        return self.forward_ms(tp, self.rows) * (1 + self.backward_units)
+        return self.forward_ms(tp) * (1 + self.backward_units)
 
 
 def with_frozen(profiles: Mapping[str, ModuleProfile],
@@ -86,25 +86,26 @@ def with_frozen(profiles: Mapping[str, ModuleProfile],
             for name, p in profiles.items()}
 
 
-def interpolated(rows: Sequence[float], ms: Sequence[float]) -> Callable[[int, float], float]:
-    """forward_ms from measurements on one GPU, linear between them, in proportion beyond the last;
-    tp GPUs are assumed to divide it. Raises ValueError for fewer than two sizes, or sizes that do
-    not grow."""
+def interpolated(rows: Sequence[float], ms: Sequence[float], at: float) -> Callable[[int], float]:
+    """forward_ms of a sample of `at` rows from measurements on one GPU, linear between them, in
+    proportion beyond the last; tp GPUs are assumed to divide it. Raises ValueError for fewer than
+    two sizes, or sizes that do not grow."""
     x, y = np.asarray(rows, float), np.asarray(ms, float)
     if len(x) < 2 or len(x) != len(y) or not (np.diff(x) > 0).all() or not (y > 0).all():
         raise ValueError(f"needs two or more growing sizes with positive times, got rows {rows} "
                          f"and ms {ms}")
-    return lambda tp, r: float(np.interp(r, x, y) if r <= x[-1] else y[-1] * r / x[-1]) / tp
+    alone = float(np.interp(at, x, y) if at <= x[-1] else y[-1] * at / x[-1])
+    return lambda tp: alone / tp
 
 
-def analytic_ms(flops: Callable[[float], float], hidden: int, layers: int, hardware: Hardware,
-                efficiency: float) -> Callable[[int, float], float]:
-    """forward_ms from FLOPs: flops(rows) at a share of the peak, and two all-reduces of the rows in
+def analytic_ms(flops: float, rows: float, config: VisionConfig | AudioConfig | LLMConfig,
+                hardware: Hardware, efficiency: float) -> Callable[[int], float]:
+    """forward_ms from a sample's FLOPs at a share of the peak, and two all-reduces of its rows in
     each layer when tp > 1."""
-    def forward_ms(tp: int, rows: float) -> float:
-        moved = 2 * layers * 2 * (tp - 1) / tp * rows * hidden * 2
-        return 1e3 * (flops(rows) / (hardware.peak_flops * efficiency * tp)
-                      + moved / hardware.node_bandwidth)
+    def forward_ms(tp: int) -> float:
+        moved = 2 * config.num_layers * 2 * (tp - 1) / tp * rows * config.hidden_size * 2
+        return 1e3 * (flops / (hardware.sheet.bfloat16 * efficiency * tp)
+                      + moved / hardware.sheet.node)
     return forward_ms
 
 
@@ -127,8 +128,7 @@ def analytic_profiles(model: ModelConfig, lengths: Mapping[str, float], hardware
         block = getattr(activations, f"{phase}_block")(config, 2)
         out[phase] = ModuleProfile(
             phase, config.num_layers, length * count,
-            analytic_ms(lambda rows, f=flops, n=length: f * rows / n, config.hidden_size,
-                        config.num_layers, hardware, share),
+            analytic_ms(flops * count, length * count, config, hardware, share),
             *state_of(size), config.num_layers * block.kept["selective"],
             2.0 * config.hidden_size, forward_flops=flops * count)
     return with_frozen(out, [p for p in out if getattr(model, p).frozen])

@@ -51,7 +51,6 @@ class UnitsPlan:
     units: Mapping[str, UnitPlan]
     num_microbatches: int
     iteration_ms: float
-    warmup_ms: float
     simulated_ms: float
     useful_flops: float
     relaxed_ms: float | None = None
@@ -255,7 +254,7 @@ class Problem:
             for p in self.profiles.values())
         times = [np.repeat(np.array(x)[:, None], count, axis=1) for x in (forward, backward)]
         return UnitsPlan(units, count, warm + (count - 1) * max(
-            u.stage_ms for u in units.values()), warm, simulate(*times).total_ms, useful)
+            u.stage_ms for u in units.values()), simulate(*times).total_ms, useful)
 
     def why_not(self) -> str:
         """The module that misses most memory with all GPUs to itself, else that GPUs are few."""

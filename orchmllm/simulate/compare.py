@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from orchmllm.config import FsdpConfig, Recipe, plan_spec
 from orchmllm.models.config import ModelConfig
-from orchmllm.models.flops import cost_model
 from orchmllm.plan import grouping
 from orchmllm.plan.assign import PHASES, BalanceConfig, PhasePolicy, PlanSpec
 from orchmllm.plan.grouping import Groups, intra_reorder
@@ -50,13 +50,6 @@ SCHEMES = {
     "per-phase": Scheme("ours: least movement per phase", assign="phase"),
     "capped+per-phase": Scheme("ours on capped mini-batches", "capped", "phase"),
 }
-
-
-def plan_spec(model: ModelConfig, balance: BalanceConfig, ranks_per_node: int = 8) -> PlanSpec:
-    """What the planner has to know of a model with bfloat16 features."""
-    return PlanSpec({p: cost_model(p, model) for p in PHASES},
-                    {p: getattr(model, p).geometry.row_bytes for p in ENCODERS},
-                    2 * model.llm.hidden_size, ranks_per_node, balance)
 
 
 def example_costs(layout: BatchLayout, spec: PlanSpec) -> dict[str, np.ndarray]:
@@ -118,28 +111,28 @@ ASSIGN: Mapping[str, Callable[[BatchLayout, PlanSpec], StepPlan]] = {
 class Result:
     """A scheme over some steps. imbalance: phase -> slowest rank over mean; over_perfect: time of
     the steps over that of the same work spread evenly; moved_mb, internode_mb: per rank and step;
-    dropped: share of the examples, and their mean tokens over that of all; length_cv: standard
-    deviation of the steps' mean length over its mean; steps."""
+    dropped: share of the examples; length_cv: standard deviation of the steps' mean length over its
+    mean; steps."""
 
     imbalance: Mapping[str, float]
     over_perfect: float
     moved_mb: float
     internode_mb: float
-    dropped: tuple[float, float]
+    dropped: float
     length_cv: float
     steps: int
 
 
 def run(scheme: Scheme, pool: BatchLayout, model: ModelConfig, *, num_ranks: int, batch: int,
-        seed: int = 0, max_steps: int | None = None) -> Result:
+        seed: int = 0) -> Result:
     """A scheme on all examples of a pool, num_ranks mini-batches a step; a last incomplete step is
     left out. Raises ValueError if the pool does not fill one step."""
     groups = grouped(scheme.group, pool, num_ranks, batch, seed)
-    spec = plan_spec(model, PER_PHASE)
+    spec = plan_spec(Recipe(model=model, fsdp=FsdpConfig(compute_dtype="bfloat16")), 8)
     order = np.arange(len(groups))
     if scheme.group != "device":  # whose steps are composed already
         order = np.random.default_rng(seed + 1).permutation(order)
-    count = min(len(groups) // num_ranks, max_steps or len(groups))
+    count = len(groups) // num_ranks
     if not count:
         raise ValueError(f"{pool.num_examples} examples make {len(groups)} mini-batches, fewer than"
                          f" {num_ranks} ranks: take more examples, fewer ranks or smaller batches")
@@ -158,12 +151,10 @@ def run(scheme: Scheme, pool: BatchLayout, model: ModelConfig, *, num_ranks: int
         moved.append([sum(s[k] for s in plan.stats.values()) / num_ranks / 1e6
                       for k in ("moved_bytes", "internode_bytes")])
         lengths.append(layout.tokens_per_example.mean())
-    lost = pool.tokens_per_example[groups.dropped] if scheme.group == "isf" else np.zeros(0)
     return Result(
         dict(zip(PHASES, slowest.sum(0) / np.maximum(mean.sum(0), 1e-300), strict=True)),
         slowest.sum() / mean.sum(), *np.mean(moved, axis=0),
-        (len(lost) / pool.num_examples,
-         float(lost.mean() / pool.tokens_per_example.mean()) if len(lost) else float("nan")),
+        len(groups.dropped) / pool.num_examples if scheme.group == "isf" else 0.0,
         float(np.std(lengths) / np.mean(lengths)), count)
 
 
@@ -174,7 +165,7 @@ def table(results: Mapping[str, Result]) -> str:
     for name, r in results.items():
         phases = " ".join(f"{r.imbalance[p]:>7.3f}" for p in PHASES)
         out.append(f"{name:<17} {phases} {r.over_perfect:>7.3f} {r.moved_mb:>9.1f} "
-                   f"{r.internode_mb:>13.1f} {r.dropped[0]:>8.2%} {r.length_cv:>9.4f}  "
+                   f"{r.internode_mb:>13.1f} {r.dropped:>8.2%} {r.length_cv:>9.4f}  "
                    f"{SCHEMES[name].paper}")
     return "\n".join(out)
 

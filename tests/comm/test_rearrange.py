@@ -80,10 +80,10 @@ def round_trip(world, num_items: int, seed: int) -> dict[str, bool]:
     fine = {}
     for name, shape, dtype in (("uint8", (7,), torch.uint8), ("float32", (3, 2), torch.float32),
                                ("bfloat16", (), torch.bfloat16)):
-        values = torch.rand((there.num_rows_in, *shape), generator=generator) * 255
+        values = torch.rand((len(there.send_index), *shape), generator=generator) * 255
         x = values.to(dtype)
         moved = exchange_rows(x, there)
-        assert len(moved) == there.num_rows_out and moved.dtype == dtype
+        assert len(moved) == len(there.recv_index) and moved.dtype == dtype
         fine[name] = torch.equal(exchange_rows(moved, back), x)
         total = moved.double().sum().reshape(1), x.double().sum().reshape(1)
         for t in total:
@@ -105,7 +105,7 @@ def gradient_of_exchange(world) -> float:
     move = Rearrangement.from_rank_of(rng.integers(0, world.world_size, sizes.sum()), sizes)
     rows = rng.integers(0, 5, sizes.sum())
     exchange = move.exchange(rows, world.rank)
-    x = torch.randn(exchange.num_rows_in, 3, dtype=torch.float64, requires_grad=True)
+    x = torch.randn(len(exchange.send_index), 3, dtype=torch.float64, requires_grad=True)
     (exchange_rows(x, exchange) ** 2).sum().backward()
     return float((x.grad - 2 * x).abs().max()) if len(x) else 0.0
 

@@ -13,10 +13,10 @@ from orchmllm.cli.data import main as data_command
 from orchmllm.cli.dry_run import main
 from orchmllm.config import load_recipe, plan_spec
 from orchmllm.estimate.dry_run import dry_run
+from orchmllm.estimate.exchange import exchange_seconds
 from orchmllm.estimate.hardware import Hardware, cluster
 from orchmllm.estimate.lengths import of_mix, of_recipe
 from orchmllm.estimate.measure import shortened
-from orchmllm.estimate.step_time import exchange_seconds
 from orchmllm.models.gpus import GPUS, kind_of
 from orchmllm.plan.assign import PHASES, BalanceConfig, PhasePolicy
 from orchmllm.plan.step import plan_step
@@ -184,6 +184,47 @@ def test_wrong_options_are_one_line(tmp_path, own):
     assert code == 2 and "line 2" in told and "pictures" in told
     code, _, told = own("--measured", str(lines))
     assert code == 2 and "--measured" in told and told.count("\n") == 1
+    for row, says in (('{"audio_s": [1e999]}', "line 1"), ('{"text_tokens": 1e30}', "line 1"),
+                      ('{"images": [[1e12, 9]]}', "2**31"), ('{"audio_s": [45]}', "window")):
+        lines.write_text(row, encoding="utf-8")
+        code, _, told = own("--lengths", str(lines), "model.audio.mode=fixed")
+        assert code == 2 and f"--lengths {lines}" in told and says in told, told
+    code, _, told = own("--json", str(tmp_path / "no" / "r.json"))
+    assert code == 2 and "no/r.json" in told and told.count("\n") == 1
+
+
+def test_a_measured_file_is_whole_and_replaces_the_assumed_shares(tmp_path, own):
+    path, shares = tmp_path / "m.json", {"products": 0.3, "attention": 0.2, "layer": 0, "fixed": 0}
+    phases = dict.fromkeys(PHASES, shares)
+    for wrong in ({}, {"audio": {}}, {"llm": shares | {"products": 0}},
+                  {"llm": shares | {"fixed": -1}}):
+        path.write_text(json.dumps({"gpu": "h100-sxm", "phases": wrong and phases | wrong}))
+        code, _, told = own("--measured", str(path))
+        assert code == 2 and f"--measured {path}" in told and told.count("\n") == 1
+    path.write_text(json.dumps({"gpu": "h100-sxm", "phases": phases}))
+    code, said, _ = own("--measured", str(path))
+    assert code == 0 and "llm: 0.300 and 0.200" in said
+    with pytest.raises(SystemExit):  # one of them would be ignored
+        own("--measured", str(path), "--efficiency", "0.5")
+
+
+def test_ablations_are_of_the_lengths_and_the_world_that_are_asked_for(tmp_path, own):
+    lines = tmp_path / "lengths.jsonl"
+    lines.write_text('{"images": [[640, 480]], "text_tokens": 50}\n' * 30, encoding="utf-8")
+    found = {}
+    for name, args in (("drawn", ()), ("omni", ("--mix", "omni")),
+                       ("file", ("--lengths", str(lines))),
+                       ("twice", ("train.accumulation_steps=2",))):
+        path = tmp_path / f"{name}.json"
+        code, said, told = own("--ablations", "--json", str(path), *args)
+        assert code == 0, told
+        assert said.startswith("Lengths: ")
+        table = json.loads(path.read_text())["tables"][0]
+        found[name] = [row["tokens_per_gpu"] for row in table["rows"].values()]
+    assert len({tuple(f) for f in found.values()}) == 4
+    assert found["file"][0] == pytest.approx(found["file"][-1])  # all alike: nothing to balance
+    code, _, told = own("--ablations", "--world-size", "9", "fsdp.shard_size=2")
+    assert code == 2 and "which does not divide the 9 ranks" in told
 
 
 def test_lengths_of_a_statistics_file(tmp_path, own):
@@ -211,5 +252,6 @@ def test_the_recipes_own_lengths_once_they_are_indexed(tmp_path, capsys):
     assert main([str(path), "--world-size", "2"]) == 0
     said = capsys.readouterr().out
     assert "the recipe's own" in said and "an epoch of" in said
-    examples = of_recipe(load_recipe(path))
+    examples, fewer = (of_recipe(load_recipe(path, x)) for x in ((), ["data.num_validation=1"]))
+    assert fewer.epoch == examples.epoch - 1 > 0  # held-out rows are not trained on
     assert examples.draw(2, 3, 0).examples_per_rank.tolist() == [3, 3]

@@ -49,6 +49,46 @@ def test_a_slower_link_and_less_memory_cost_throughput():
     assert speed[9, 400] < speed[40, 400] > speed[40, 25]
 
 
+def test_another_link_also_carries_the_exchange():
+    """What the picture shows at 25 Gbit/s is what a search there finds."""
+    recipe = read("mllm10b")
+    fast, slow = (Search(replace(recipe, model=shortened(recipe.model, 2), balance=replace(
+        recipe.balance, dispatch="tensors")), 16, cluster(gbit=g), of_mix(recipe), 64, steps=1)
+        for g in (400, 25))
+    setting = Setting(4, 1, 16, ("full",) * 3, ("full",) * 3)
+    assert fast.found(setting, slow.hardware) == slow.found(setting)
+    assert slow.found(setting).time.exchange > 5 * fast.found(setting).time.exchange
+
+
+def test_groups_are_parts_of_nodes_or_whole_nodes():
+    """A group of 3 GPUs would lie on two nodes of 8; no node is kept over where it is one GPU."""
+    recipe = read("mllm10b")
+    of = [Search(recipe, ranks, cluster(per_node=node), of_mix(recipe), ranks, steps=1)
+          for ranks, node in ((24, 8), (6, 8), (4, 1))]
+    assert [s.groups() for s in of] == [[1, 2, 4, 8, 24], [1, 2, 3, 6], [1, 2, 4]]
+    kept = {k for setting in of[2].ranked() for k in setting.reshard}
+    assert kept == {"full", "none"}  # fsdp.*_reshard=node is refused there
+
+
+def test_what_the_recipe_says_is_what_it_would_do():
+    """With `auto` decided, and the mini-batch that train.global_batch_size leaves a rank."""
+    recipe = read("mllm10b")
+    recipe = replace(recipe, model=shortened(recipe.model, 6), fsdp=replace(
+        recipe.fsdp, memory_gb=60, activation_checkpointing="auto"), train=replace(
+        recipe.train, global_batch_size=64))
+    found = {}
+    for gb in (60, 16, 4):
+        made = Search(replace(recipe, fsdp=replace(recipe.fsdp, memory_gb=gb, shard_size=0)), 16,
+                      cluster(), of_mix(recipe), 64, steps=1)
+        found[gb] = made.given()
+        assert found[gb].setting.batch_size == 4
+        assert (found[gb].peak_bytes <= made.budget) == (gb > 4)
+    assert found[60].setting.checkpointing == ("none",) * 3
+    assert found[4].setting.checkpointing == ("full",) * 3 != found[16].setting.checkpointing
+    made = replace(made, recipe=replace(recipe, fsdp=replace(recipe.fsdp, shard_size=5)))
+    assert made.given() is None
+
+
 def test_any_batch_is_at_least_as_good():
     kept, free = search(4).best()[0], search().best()[0]
     assert kept.setting.batch_size * kept.setting.microbatches == 4
@@ -70,10 +110,19 @@ def test_the_command(tmp_path, capsys):
     assert picture.startswith("<?xml") and len(picture) > 10_000
 
 
+def test_one_shard_of_all_ranks_is_named_where_shards_balance(tmp_path):
+    path, out = RECIPES / "mllm_1gpu.yaml", tmp_path / "job.txt"
+    shard = ["balance.group=shard", "fsdp.shard_size=4"]
+    assert main(["job", str(path), "--gpus", "8", "--steps", "1", "--mix", "natural", "--out",
+                 str(out), "fsdp.memory_gb=8", *shard]) == 0
+    assert load_recipe(path, [*shard, *out.read_text().split()]).fsdp.shard_size == 8
+
+
 @pytest.mark.parametrize("args, says", [
     (["--gpus", "8", "--global-batch", "12"], "say 8"),
     (["--gpus", "1", "fsdp.memory_gb=5"], "nothing fits 1 GPUs of 5.0 GB (fsdp.memory_gb)"),
     (["--gpus", "8", "--gpu", "h1"], "choose one of h100-sxm"),
+    (["--gpus", "8", "--network", "nan"], "--network nan"),
 ])
 def test_what_cannot_be_is_one_line(args, says, capsys):
     assert main(["job", str(RECIPES / "mllm_1gpu.yaml"), "--steps", "1", *args]) == 2

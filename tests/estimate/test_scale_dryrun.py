@@ -10,9 +10,11 @@ import pytest
 
 from orchmllm.estimate.ablations import ablate, variants
 from orchmllm.estimate.dry_run import dry_run, exchange_report
+from orchmllm.estimate.exchange import exchange_seconds
 from orchmllm.estimate.hardware import Hardware
+from orchmllm.estimate.lengths import of_mix
 from orchmllm.estimate.memory import MemoryModel
-from orchmllm.estimate.step_time import exchange_seconds, predict, traffic_seconds
+from orchmllm.estimate.step_time import gather_bandwidth, timed, work_of
 from orchmllm.estimate.text import ablation_text, dry_run_text
 from orchmllm.estimate.workload import MODELS, sample_layout
 from orchmllm.plan.assign import PHASES
@@ -94,7 +96,7 @@ def test_check_world_takes_what_divides():
     pytest.param("mllm10b", 75, marks=pytest.mark.slow),
     pytest.param("mllm18b", 50, marks=pytest.mark.slow), ("mllm84b", 25)])
 def test_ablations_have_the_papers_order_at_128(name, batch):
-    table = ablate(read(name), 128, batch, Hardware(), steps=3)
+    table = ablate(read(name), 128, batch, Hardware(), 3, of_mix(read(name)))
     said = list(table["order"].values())  # in the paper "all padded" is far below; here it is not
     assert "differs" not in said and said.count("agrees") >= 7, table["order"]
     assert table["rows"]["paper"]["fits"] and table["rows"]["least_move"]["fits"]
@@ -102,28 +104,36 @@ def test_ablations_have_the_papers_order_at_128(name, batch):
         assert not table["rows"]["LLM only"]["fits"] and not table["rows"]["all-gather"]["fits"]
     local, paper = table["rows"]["least_move"], table["rows"]["paper"]
     assert local["internode_mb_per_rank"] < 0.1 * paper["internode_mb_per_rank"]
-    assert ablation_text({"tables": [table], "overhead": []})
+    assert ablation_text({"tables": [table], "lengths": ""})
 
 
 def test_every_variant_is_a_plan():
-    layout = sample_layout("18b", num_ranks=16, batch_size=4, seed=0)
     spec = small_spec(MODELS["18b"])
-    for variant in variants(0.005).values():
-        plan = plan_step(layout, replace(spec, balance=variant.balance))
-        assert exchange_seconds(plan, Hardware(), variant.all_gather) >= 0
+    for ranks in (4, 16):  # less than a node, and two nodes
+        layout = sample_layout("18b", num_ranks=ranks, batch_size=4, seed=0)
+        for variant in variants(0.005).values():
+            plan = plan_step(layout, replace(spec, balance=variant.balance))
+            assert exchange_seconds(plan, Hardware(), variant.all_gather) >= 0
 
 
 def test_predicted_time_adds_up_by_hand():
     """One rank, no traffic: FLOPs over peak times efficiency."""
     layout = sample_layout("10b", num_ranks=1, batch_size=4, seed=0)
-    plan = plan_step(layout, small_spec(MODELS["10b"]))
-    hardware = Hardware(product_efficiency=0.5, attention_efficiency=0.5, memory_bandwidth=1e30)
+    work = work_of(plan_step(layout, small_spec(MODELS["10b"])), MODELS["10b"])
+    hardware = Hardware(product_efficiency=0.5, attention_efficiency=0.5, memory_efficiency=1e20)
     memory = MemoryModel(MODELS["10b"], replace(tiny().fsdp, compute_dtype="bfloat16"), 1)
-    step = predict(plan, memory, dict.fromkeys(PHASES, "none"), hardware)
+    step = timed(work, memory, dict.fromkeys(PHASES, "none"), hardware)
     assert step.mfu == pytest.approx(0.5)
-    full = predict(plan, memory, dict.fromkeys(PHASES, "full"), hardware)
+    full = timed(work, memory, dict.fromkeys(PHASES, "full"), hardware)
     assert 0.37 < full.mfu < 0.39  # three quarters, but for embeddings and head
-    assert traffic_seconds(replace(memory, shards=16), hardware, 16) > 0
+    cut = timed(work, replace(memory, shards=16), dict.fromkeys(PHASES, "none"), hardware)
+    assert step.traffic == pytest.approx(0) and cut.traffic > 0
+
+
+def test_a_shard_group_that_lies_on_two_nodes_has_the_links_of_the_smaller_part():
+    """Of groups of 3 GPUs on nodes of 8 the third has two on one node and one on the next."""
+    inside, two, whole = (gather_bandwidth(n, Hardware(), 24) for n in (4, 3, 24))
+    assert inside == gather_bandwidth(3, Hardware(), 6) > whole == 8 * two
 
 
 def test_split_ranks_is_a_partition():

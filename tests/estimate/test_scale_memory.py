@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from itertools import product
 
@@ -12,9 +13,9 @@ from orchmllm.config import FsdpConfig
 from orchmllm.estimate.fits import decide, for_run, largest_fitting, scaled
 from orchmllm.estimate.memory import CHOICES, MemoryModel, choose_checkpointing, loads_of
 from orchmllm.estimate.workload import sample_layout
-from orchmllm.models.flops import phase_work
+from orchmllm.models.flops import item_rank, phase_lengths, phase_work
 from orchmllm.models.mllm import MultimodalModel
-from orchmllm.plan.assign import PHASES
+from orchmllm.plan.assign import PHASES, BalanceConfig, PhasePolicy
 from orchmllm.plan.step import plan_step
 from orchmllm.sharding.units import num_parameters, units
 from tests.lib.memory import TOWER, WIDE, measured
@@ -83,29 +84,34 @@ def test_frozen_parts_have_no_gradients_or_optimizer():
 
 
 def small_cases():
-    """(memory, loads) of the paper's 84B shape and a tiny one, few ranks."""
+    """(memory, plan) of the paper's smallest and largest shapes, few ranks."""
     for name, shards in (("10b", 64), ("84b", 256)):
         from orchmllm.estimate.workload import MODELS
 
         layout = sample_layout(name, num_ranks=8, batch_size=6, seed=1)
-        plan = plan_step(layout, small_spec(MODELS[name]))
         yield MemoryModel(MODELS[name], FsdpConfig(compute_dtype="bfloat16", loss_chunk_rows=1024),
-                          shards), loads_of(plan)
+                          shards), plan_step(layout, small_spec(MODELS[name]))
+
+
+def one_case():
+    memory, plan = next(iter(small_cases()))
+    return memory, loads_of(plan)
 
 
 def test_auto_picks_what_brute_force_picks():
     """Over budgets from nothing fits to everything fits: the cheapest of the 27 that fits, with
-    costs and peaks computed here from one phase at a time."""
-    for memory, loads in small_cases():
-        table = {}
+    costs computed here item by item, and peaks from one phase at a time."""
+    for memory, plan in small_cases():
+        table, loads, d = {}, loads_of(plan), plan.layout.num_ranks
         for combination in product(CHOICES, repeat=3):
             choice = dict(zip(PHASES, combination, strict=True))
             cost = 0.0
             for phase in PHASES:
-                work = phase_work(phase, memory.model, loads.phases[phase], choice[phase])
-                cost += work.recompute.sum(0).max()
-                if choice[phase] == "selective":
-                    cost += 0.1 * work.forward.sum(0).max()
+                work = phase_work(phase, memory.model, phase_lengths(plan.layout, phase),
+                                  choice[phase])
+                again = 0.1 * work.forward if choice[phase] == "selective" else work.recompute
+                cost += np.bincount(item_rank(plan, phase), again.sum(0), d).max()
+            assert memory.extra_time(loads, choice) == pytest.approx(cost, rel=0.01)
             peak = max(v.max() for v in memory.peaks(loads, choice).values())
             table[combination] = (cost, peak)
         peaks = sorted(p for _, p in table.values())
@@ -119,13 +125,13 @@ def test_auto_picks_what_brute_force_picks():
 
 
 def test_what_is_fixed_stays():
-    memory, loads = next(iter(small_cases()))
+    memory, loads = one_case()
     got = choose_checkpointing(memory, loads, 1e15, {"llm": "full"})
     assert got == {"vision": "none", "audio": "none", "llm": "full"}
 
 
 def test_a_recipe_that_cannot_fit_names_what_would():
-    memory, loads = next(iter(small_cases()))
+    memory, loads = one_case()
     tight = recipe(fsdp=FsdpConfig(activation_checkpointing="auto"))
     tight = replace(tight, train=replace(tight.train, batch_size=6))
     full = dict.fromkeys(PHASES, "full")
@@ -140,18 +146,48 @@ def test_a_recipe_that_cannot_fit_names_what_would():
         decide(tight, memory, loads, 0)
 
 
+def least_gb(asked, data, spec) -> float:
+    """fsdp.memory_gb below which a run without recomputation is refused, within 1%."""
+    low, high = 1e-5, 1.0
+    while high > 1.01 * low:
+        middle = (low * high)**0.5
+        fsdp = FsdpConfig(memory_gb=middle)
+        try:
+            for_run(replace(asked, fsdp=fsdp), data, range(24), spec, 2, 0)
+            high = middle
+        except ValueError:
+            low = middle
+    return high
+
+
 def test_auto_in_a_run_uses_its_own_data():
     data = SyntheticDataset()
     asked = recipe(fsdp=FsdpConfig(activation_checkpointing="auto", memory_gb=1.0))
     spec = small_spec(MODEL)
     assert for_run(asked, data, range(24), spec, 2, 0) == dict.fromkeys(PHASES, "none")
+    # From the second microbatch on the gradients are there from the start, and need their room.
+    again = replace(asked, train=replace(asked.train, accumulation_steps=2))
+    needs = [least_gb(r, data, spec) for r in (asked, again)]
+    gradients = MemoryModel.of(asked, 2, 8).state_bytes()["gradients"]
+    assert needs[1] - needs[0] == pytest.approx(gradients / 1e9, rel=0.3)
     with pytest.raises(ValueError, match="would fit"):
         for_run(replace(asked, fsdp=replace(asked.fsdp, memory_gb=1e-4)), data, range(24), spec, 2,
                 0)
 
 
+def test_a_run_decides_without_integer_programs(monkeypatch):
+    """Each rank decides by itself: what a solver finds in its time may differ between them."""
+    monkeypatch.setitem(sys.modules, "cvxpy", None)  # `import cvxpy` fails
+    greedy = dict.fromkeys(PHASES, PhasePolicy("greedy", nodewise=True))
+    spec = replace(small_spec(MODEL), ranks_per_node=2, balance=BalanceConfig(
+        dispatch="tensors", nodewise_solver="highs", **greedy))
+    asked = recipe(fsdp=FsdpConfig(activation_checkpointing="auto", memory_gb=1.0))
+    assert for_run(asked, SyntheticDataset(), range(24), spec, 4, 0) == dict.fromkeys(
+        PHASES, "none")
+
+
 def test_more_memory_for_more_of_everything():
-    memory, loads = next(iter(small_cases()))
+    memory, loads = one_case()
     choice = dict.fromkeys(PHASES, "full")
     assert memory.peak(scaled(loads, 2), choice) > memory.peak(loads, choice)
     assert replace(memory, all_gather=8).peak(loads, choice) > memory.peak(loads, choice)

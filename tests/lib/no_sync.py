@@ -105,9 +105,9 @@ def microbatch(num_ranks: int, rank: int, audio_mode: str, dispatch: str):
     mine = plan.for_rank(rank)
     moved = dispatch == "tensors"
     inputs = {
-        m: torch.zeros(mine.encode[m].num_rows_in if moved else int(mine.encode[m].lengths.sum()),
-                       getattr(model, m).geometry.row_size,
+        m: torch.zeros(len(mine.encode[m].send_index) if moved
+                       else int(mine.encode[m].lengths.sum()), getattr(model, m).geometry.row_size,
                        dtype=torch.uint8 if m == "vision" else torch.float32) for m in ENCODERS}
-    rows = mine.llm.num_rows_in if moved else int(mine.llm.lengths.sum())
+    rows = len(mine.llm.send_index) if moved else int(mine.llm.lengths.sum())
     text = torch.zeros(rows, 2, dtype=torch.int32)
     return model, spec, Microbatch(plan, mine, inputs, text, frozenset({int(mine.examples[0])}))

@@ -13,7 +13,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from orchmllm.batch import Batch, SequenceLengths
 from orchmllm.config import Recipe, plan_spec
-from orchmllm.estimate.dry_run import NONE, draw
+from orchmllm.estimate.dry_run import NONE
+from orchmllm.estimate.lengths import of_mix
 from orchmllm.estimate.memory import MemoryModel, loads_of
 from orchmllm.models.flops import padded_phases
 from orchmllm.models.mllm import MultimodalModel
@@ -26,10 +27,9 @@ from orchmllm.sharding.fsdp import shard
 def tracked(recipe: Recipe, num_ranks: int) -> tuple[float, dict[str, float]]:
     """(tracked peak, predicted bytes by moment) of rank 0 in a drawn step without balancing:
     parameters, gradients, activations and exchanges, without the optimizer's moments."""
-    plan = plan_step(draw(recipe, num_ranks, recipe.train.batch_size, 0),
+    plan = plan_step(of_mix(recipe).draw(num_ranks, recipe.train.batch_size, 0),
                      replace(plan_spec(recipe, 8), balance=NONE))
-    memory = MemoryModel(recipe.model, recipe.fsdp, recipe.fsdp.shard_size or num_ranks,
-                         on_cpu=True, microbatches=recipe.train.accumulation_steps)
+    memory = MemoryModel.of(recipe, num_ranks, 8, on_cpu=True)
     choice = {p: recipe.fsdp.checkpointing(p) for p in PHASES}
     moments = memory.peaks(loads_of(plan, padded_phases(recipe.model)), choice)
     moments.pop("optimizer")

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from orchmllm.estimate.workload import MODELS, sample_layout, synthetic_lengths
+from orchmllm.estimate.workload import MODELS, sample_layout
 from orchmllm.models.flops import cost_model
 from orchmllm.plan.balance import core, load_cap
 from orchmllm.plan.homes import example_bytes
@@ -14,7 +14,7 @@ from orchmllm.plan.layout import VISION
 from tests.lib.balancing import loads
 
 sys.path.append(str(Path(__file__).parents[2] / "scripts"))  # as for a script that is started
-from bench_balance import adversarial, measure, spec_of  # noqa: E402
+from bench_balance import adversarial, measure, spec_of, synthetic_lengths  # noqa: E402
 
 NOTHING = np.zeros(0, np.int64)
 

@@ -2,22 +2,29 @@
 bounds hold. Sizes are small; the bars at 2560 ranks are measured by scripts/bench_balance.py."""
 
 
+import sys
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orchmllm.estimate.workload import MODELS, SYNTHETIC, sample_layout, synthetic_lengths
+from orchmllm.estimate.workload import MODELS, sample_layout
 from orchmllm.models.flops import cost_model
 from orchmllm.plan.balance import OPTIONS, assign_microbatches, balance, core, load_cap
 from orchmllm.plan.homes import example_bytes
 from orchmllm.plan.layout import AUDIO, VISION
 from tests.lib.balancing import brute_force, loads, problems, thorough
+from tests.lib.commands import ROOT
 from tests.twins import core as reference
 from tests.twins.core import lower_bound
 from tests.twins.least_move import least_move_counted
 
+sys.path.append(str(ROOT / "scripts"))  # as for a script that is started
+from bench_balance import SYNTHETIC, synthetic_lengths  # noqa: E402
+
 NOTHING = np.zeros(0, np.int64)
+
 
 @settings(thorough, max_examples=80)
 @given(problems(max_items=60, max_ranks=12), st.sampled_from([0, .001, .02, .5]), st.booleans())

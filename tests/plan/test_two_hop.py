@@ -29,8 +29,8 @@ def both_ways(world, ranks_per_node: int, seeds: range) -> float:
         routed = RoutedExchange(**vars(flat), cross=cross, node=node,
                                 hops=two_hops(move, rows, world.rank, ranks_per_node))
         g = torch.Generator().manual_seed(100 * seed + world.rank)
-        x = torch.randn(flat.num_rows_in, 2, generator=g)
-        weight = torch.randn(flat.num_rows_out, 2, generator=g)
+        x = torch.randn(len(flat.send_index), 2, generator=g)
+        weight = torch.randn(len(flat.recv_index), 2, generator=g)
         results = []
         for exchange in (flat, routed):
             mine = x.clone().requires_grad_()

@@ -18,7 +18,7 @@ def random_modules(seed: int, count: int = 3) -> dict[str, ModuleProfile]:
         work, comm = rng.uniform(1, 10) * (4 if name == "llm" else 1), rng.uniform(0, 0.5)
         out[name] = ModuleProfile(
             name, int(rng.integers(1, 9)), 1.0,
-            lambda tp, rows, w=work, c=comm: rows * (w / tp + c * (tp > 1)),
+            lambda tp, w=work, c=comm: w / tp + c * (tp > 1),
             rng.uniform(1, 8), rng.uniform(1, 8), rng.uniform(2, 16), rng.uniform(1, 6),
             rng.uniform(0.1, 0.4), forward_flops=work)
     return out
@@ -53,7 +53,7 @@ def iteration(profiles, dp_llm: int, batch: int, choice) -> float:
     warm, slowest = 0.0, 0.0
     for p, (tp, dp, pp) in zip(profiles.values(), choice, strict=True):
         half = p.backward_ratio / 2
-        total = p.forward_ms(tp, p.rows) * (1 + half * p.input_gradient + half * p.trains
+        total = p.forward_ms(tp) * (1 + half * p.input_gradient + half * p.trains
                                             + (p.recompute and p.input_gradient))
         warm += dp_llm / dp * total
         slowest = max(slowest, dp_llm / dp * total * ceil(p.layers / pp) / p.layers)

@@ -25,7 +25,7 @@ def recipe(tmp_path) -> list[str]:
 
 
 def test_plan_units_split_and_recompute(recipe, capsys):
-    assert plan(["units", *recipe, "--num-gpus", "16", "--gbit", "100"]) == 0
+    assert plan(["units", *recipe, "--num-gpus", "16", "--network", "100"]) == 0
     out = capsys.readouterr().out
     assert "16 GPUs, 64 samples" in out and re.search(r"advice: (colocated|units)", out)
     assert len(re.findall(r"^ +[\d.]+x +[\d.]+ +[\d.]+ +[\d.]+$", out, re.M)) == 4  # the sweep
@@ -46,6 +46,14 @@ def test_plan_errors(recipe, capsys):
             (["units", *recipe, "--gpu-gb", "0.001"], "neither placement fits")):
         assert plan(command) == 2
         assert message in capsys.readouterr().err
+    for command, message in (
+            (["units", *recipe, "--num-gpus", "0"], "--num-gpus: 0: must be at least 1"),
+            (["units", *recipe, "--global-batch", "-1"], "--global-batch: -1"),
+            (["split", *recipe, "--num-gpus", "8"], "unrecognized arguments: --num-gpus"),
+            (["layers", *recipe], "invalid choice: 'layers'")):
+        with pytest.raises(SystemExit) as stop:
+            plan(command)
+        assert stop.value.code == 2 and message in capsys.readouterr().err
 
 
 def test_profile_measures_and_plan_reads_it(recipe, tmp_path, capsys):
@@ -64,6 +72,10 @@ def test_profile_measures_and_plan_reads_it(recipe, tmp_path, capsys):
     assert plan(["units", *recipe, "--profile", str(out), "--num-gpus", "8"]) == 0
     gpus = dict(re.findall(r"^    (\w+) +(\d+) GPUs", capsys.readouterr().out, re.M))
     assert int(gpus["llm"]) >= 4
+    for wrong in ("[]", '{"lm": {"rows": [1, 2], "ms": [1, 2]}}'):
+        out.write_text(wrong, encoding="utf-8")
+        assert plan(["units", *recipe, "--profile", str(out)]) == 2
+        assert f"--profile {out}: not what `orchmllm profile` writes" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("gpus, batch", [(1296, 1920), (112, 240)])
@@ -142,6 +154,14 @@ def test_reproduce_one_table(capsys):
     assert out.count("Table 8 |") == 10 and "Table 3" not in out and "unfitted" in out
     assert reproduce(["omnibal", "--samples", "3000", "--table", "99"]) == 2
     assert "no such table" in capsys.readouterr().err
+    for command, message in (
+            (["omnibal", "--table", "3", "--figure", "4"], "not allowed with argument --table"),
+            (["mmscale", "--ranks", "8"], "unrecognized arguments: --ranks 8"),
+            (["compare", "--table", "3"], "unrecognized arguments: --table 3"),
+            (["compare", "--ranks", "0"], "--ranks: 0: must be at least 1")):
+        with pytest.raises(SystemExit) as stop:
+            reproduce(command)
+        assert stop.value.code == 2 and message in capsys.readouterr().err
 
 
 def test_plans_with_a_frozen_encoder_have_no_backward_of_it():

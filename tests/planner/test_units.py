@@ -103,7 +103,7 @@ def test_bad_input(change, message):
 
 
 def test_interpolated():
-    ms = interpolated([1, 3], [10, 20])
-    assert [ms(1, 2), ms(2, 3), ms(1, 6)] == [15, 10, 40]
+    assert [interpolated([1, 3], [10, 20], rows)(tp) for tp, rows in ((1, 2), (2, 3), (1, 6))] == [
+        15, 10, 40]
     with pytest.raises(ValueError, match="growing sizes"):
-        interpolated([3, 1], [1, 2])
+        interpolated([3, 1], [1, 2], 1)

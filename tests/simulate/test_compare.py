@@ -9,15 +9,14 @@ import pytest
 
 from orchmllm.cli.reproduce import main as reproduce
 from orchmllm.cli.simulate import main as simulate
+from orchmllm.config import Recipe, plan_spec
 from orchmllm.estimate.workload import MODELS, batch_layout, sample_headers
 from orchmllm.plan.layout import ENCODERS
 from orchmllm.simulate.compare import (
     ASSIGN,
-    PER_PHASE,
     SCHEMES,
     example_costs,
     grouped,
-    plan_spec,
     run,
 )
 from tests.lib.corpora import write_llava
@@ -51,12 +50,12 @@ def test_what_each_scheme_is_known_for(results):
     grouped_before = ("random-padded", "random", "length-group", "device-group", "isf", "capped")
     for name, result in results.items():
         assert (result.moved_mb == 0) == (name in grouped_before), name
-        assert (result.dropped[0] > 0) == (name == "isf"), name
+        assert (result.dropped > 0) == (name == "isf"), name
 
 
 def test_examples_and_costs_survive_regrouping():
     pool = batch_layout(sample_headers("omni", 400, 0), MODEL, 1)
-    spec = plan_spec(MODEL, PER_PHASE)
+    spec = plan_spec(Recipe(model=MODEL), 8)
     index = np.random.default_rng(0).permutation(400)
     sizes = np.array([100, 0, 250, 50])
     layout = pool.taken(index, sizes)
@@ -93,8 +92,9 @@ def test_simulate_command(tmp_path, capsys):
     assert "8 ranks x 10 examples, 400 examples of natural" in out
     step = float(re.search(r"^per-phase +\S+ +\S+ +\S+ +(\S+)", out, re.M)[1])
     assert 1 <= step < 1.1
-    assert simulate(["random", *command, "--steps", "0"]) == 2
-    assert "--steps 0" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as stop:
+        simulate(["random", *command, "--steps", "0"])
+    assert stop.value.code == 2 and "--steps: 0: must be at least 1" in capsys.readouterr().err
     assert simulate(["random", "--recipe", str(recipe)]) == 2  # its own data, which is not there
     assert "none" in capsys.readouterr().err
 
