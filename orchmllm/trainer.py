@@ -375,6 +375,7 @@ class Trainer:
     def close(self) -> None:
         self.display.close()
         self.profiler.close()
+        self.incidents.close()
         if self._log is not None:
             self._log.close()
             self._log = None

@@ -29,7 +29,7 @@ from orchmllm.plan.step import BalanceConfig
 from orchmllm.runtime import display as progress
 from orchmllm.runtime.display import RunDisplay
 from orchmllm.runtime.log_schema import ROW_SCHEMA
-from orchmllm.runtime.metrics import MetricsLog, read_metrics
+from orchmllm.runtime.metrics import MetricsLog, read_rows, set_logs_aside
 from tests.lib.ranks import run_ranks
 from tests.lib.rows import a_row, row_problems
 from tests.lib.synthetic import SyntheticDataset, recipe
@@ -237,7 +237,7 @@ def test_real_rows_keep_to_the_schema(tmp_path):
                   data=replace(base.data, num_validation=4),
                   train=replace(base.train, num_steps=3))
     run_ranks(train, 2, run, SyntheticDataset())
-    rows = read_metrics(tmp_path / "metrics.jsonl")
+    rows = read_rows(tmp_path / "metrics.jsonl")
     assert [sum(k in r for r in rows) for k in ("loss", "validation_loss")] == [3, 2]
     assert [row_problems(r) for r in rows] == [[]] * 5
 
@@ -278,10 +278,22 @@ def test_log_is_json_and_goes_on_after_a_kill(tmp_path):
     log = MetricsLog(path)
     log.write(a_row(1))
     log.close()
-    rows = read_metrics(path)
+    rows = read_rows(path)
     assert [(r["step"], r["loss"]) for r in rows] == [(0, None), (1, 2.0)]
     assert [row_problems(r) for r in rows] == [[], []]
     assert "NaN" not in path.read_text()
+
+
+def test_logs_of_earlier_runs_are_never_replaced(tmp_path):
+    def set_aside(text: str) -> str:
+        (tmp_path / "metrics.jsonl").write_text(text)
+        (line,) = set_logs_aside(tmp_path)
+        return line.rpartition("/")[2]
+
+    assert [set_aside(x) for x in "ab"] == ["aside_1_metrics.jsonl", "aside_2_metrics.jsonl"]
+    (tmp_path / "aside_1_metrics.jsonl").unlink()
+    set_aside("c")
+    assert sorted(p.read_text() for p in tmp_path.iterdir()) == ["b", "c"]
 
 
 def test_a_full_disk_costs_rows_and_not_the_run(tmp_path, capsys):
