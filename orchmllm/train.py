@@ -68,7 +68,10 @@ def parse(argv: list[str]) -> argparse.Namespace:
                         "of ranks that has to be there")
     parser.add_argument("--json", type=Path, metavar="FILE",
                         help="also write what --dry-run or --ablations found")
-    return parser.parse_intermixed_args(argv)
+    args = parser.parse_intermixed_args(argv)
+    if args.json and not (args.dry_run or args.ablations):
+        parser.error("--json is for --dry-run and --ablations")
+    return args
 
 
 def run_rank(recipe: Recipe, world: launch.World, work: Callable[[HangWatchdog], None],
@@ -137,7 +140,7 @@ def _start_problems(
     checks = [lambda: find_sources(recipe.model),
               lambda: _check_ranks(recipe, world, expected, starts)]
     if machine:
-        checks += preflight.checks(recipe, checkpoint_bytes(recipe)).values()
+        checks += [check for _, check in preflight.checks(recipe, checkpoint_bytes(recipe))]
     if machine and world is None:
         checks.insert(0, lambda: check_folder(Path(recipe.run.dir)))
     return preflight.problems(checks)

@@ -214,11 +214,11 @@ def recipe_checks(recipe: Recipe, world: World | None, state_bytes: int) -> Iter
 
     ranks, per_node = ((world.world_size, world.local_world_size) if world
                        else (default_world(recipe, 8)[0], 8))
-    checks = preflight.checks(recipe, state_bytes) | {
-        "pretrained": lambda: find_sources(recipe.model),
-        "ranks": lambda: check_world(recipe, ranks, per_node)}
-    for name, check in checks.items():
-        found = preflight.problems([check])
+    checks = [*preflight.checks(recipe, state_bytes),
+              ("pretrained", lambda: find_sources(recipe.model)),
+              ("ranks", lambda: check_world(recipe, ranks, per_node))]
+    for name in dict.fromkeys(name for name, _ in checks):
+        found = preflight.problems([check for n, check in checks if n == name])
         yield Check(name, not found, "; ".join(found) or (
             f"{ranks} ranks" if name == "ranks" else "fine"), "see the message")
 
