@@ -264,6 +264,12 @@ class Recipe:
         if self.train.nonfinite == "rollback" and self.checkpoint.every_steps < 1:
             yield Conflict(("train.nonfinite", "checkpoint.every_steps"),
                            "rollback needs checkpoints: set checkpoint.every_steps to 1 or more")
+        if self.train.validate_every_steps and not self.data.num_validation:
+            yield Conflict(("train.validate_every_steps", "data.num_validation"),
+                           "validates on the rows that data.num_validation holds out: set it")
+        if self.profile.window and self.profile.window[0] >= self.train.num_steps:
+            yield Conflict(("profile.steps", "train.num_steps"), "begins after the last step of "
+                           f"the run ({self.train.num_steps - 1})")
         longest = (self.balance.num_programs * self.train.accumulation_steps
                    * self.balance.nodewise_limit_s)
         if longest >= self.launch.stall_timeout_s:

@@ -82,26 +82,34 @@ def world_from(env: Mapping[str, str]) -> World | None:
     """The place that a launcher gave this process, None if there is none.
 
     torchrun sets RANK and friends; inside `srun` (a job step) SLURM_PROCID and friends are used.
-    Raises ValueError if a launcher's variables are incomplete, naming the missing one."""
+    Raises ValueError naming a variable that is missing or no number, or if the first node of a
+    SLURM job is not known."""
+    def number(name: str, default: int | None = None) -> int:
+        value = env[name] if default is None else env.get(name, default)
+        try:
+            return int(value)
+        except ValueError:
+            raise ValueError(f"the launcher's variable {name} is {value!r}, expected a number"
+                             ) from None
+
     try:
         if "RANK" in env:
-            world_size = int(env["WORLD_SIZE"])
+            world_size = number("WORLD_SIZE")
             return World(
-                rank=int(env["RANK"]), world_size=world_size,
-                local_rank=int(env.get("LOCAL_RANK", "0")),
-                local_world_size=int(env.get("LOCAL_WORLD_SIZE", str(world_size))),
-                master_addr=env["MASTER_ADDR"], master_port=int(env["MASTER_PORT"]),
-                attempt=int(env.get("TORCHELASTIC_RESTART_COUNT", "0")),
+                rank=number("RANK"), world_size=world_size, local_rank=number("LOCAL_RANK", 0),
+                local_world_size=number("LOCAL_WORLD_SIZE", world_size),
+                master_addr=env["MASTER_ADDR"], master_port=number("MASTER_PORT"),
+                attempt=number("TORCHELASTIC_RESTART_COUNT", 0),
                 checked="ORCHMLLM_CHECKED" in env,
             )
-        if "SLURM_STEP_ID" in env and int(env.get("SLURM_NTASKS", "1")) > 1:
-            ntasks, nodes = int(env["SLURM_NTASKS"]), int(env.get("SLURM_NNODES", "1"))
+        if "SLURM_STEP_ID" in env and number("SLURM_NTASKS", 1) > 1:
+            ntasks = number("SLURM_NTASKS")
             return World(
-                rank=int(env["SLURM_PROCID"]), world_size=ntasks,
-                local_rank=int(env["SLURM_LOCALID"]), local_world_size=-(-ntasks // nodes),
+                rank=number("SLURM_PROCID"), world_size=ntasks, local_rank=number("SLURM_LOCALID"),
+                local_world_size=-(-ntasks // number("SLURM_NNODES", 1)),
                 master_addr=env.get("MASTER_ADDR") or _first_host(env["SLURM_STEP_NODELIST"]),
                 # Any port all tasks agree on; jobs sharing a node get different ones.
-                master_port=int(env.get("MASTER_PORT", 20000 + int(env["SLURM_JOB_ID"]) % 20000)),
+                master_port=number("MASTER_PORT", 20000 + number("SLURM_JOB_ID") % 20000),
             )
     except KeyError as e:
         raise ValueError(f"the launcher set some of its variables but not {e.args[0]}") from e
@@ -110,9 +118,12 @@ def world_from(env: Mapping[str, str]) -> World | None:
 
 def _first_host(nodelist: str) -> str:
     """First host of a SLURM node list such as `gpu[003-010],login`."""
-    out = subprocess.run(["scontrol", "show", "hostnames", nodelist], check=True,
-                         capture_output=True, text=True)
-    return out.stdout.split()[0]
+    try:
+        return subprocess.run(["scontrol", "show", "hostnames", nodelist], check=True,
+                              capture_output=True, text=True).stdout.split()[0]
+    except (OSError, subprocess.CalledProcessError, IndexError) as e:
+        raise ValueError(f"scontrol does not tell the first of the nodes {nodelist} ({e}): set "
+                         "MASTER_ADDR to the address of the node of rank 0") from e
 
 
 def current_world() -> World | None:

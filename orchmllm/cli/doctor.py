@@ -36,7 +36,14 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--timeout", type=float, default=30.0, metavar="SECONDS",
                         help="after which a rank counts as late or dead (default: 30)")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    return parser.parse_intermixed_args(argv)
+    args = parser.parse_intermixed_args(argv)
+    if args.self_test and any(getattr(args, name) != parser.get_default(name)
+                              for name in ("recipe", "network", "timeout", "json")):
+        parser.error("--self-test takes neither a recipe nor another option: the model is its own")
+    if not (args.timeout > 0 and args.network >= 0):
+        parser.error(f"--timeout {args.timeout:g} must be above 0, and --network {args.network:g} "
+                     "at least 0")
+    return args
 
 
 def main(argv: list[str]) -> int:

@@ -100,6 +100,18 @@ def test_what_is_wrong_with_a_recipe(capsys, demo_corpus, tmp_path, change, name
     assert code == 1 and not check["ok"] and what in check["what"], check
 
 
+@pytest.mark.parametrize("argv, said", [
+    (["--self-test", "--json"], "--self-test takes neither a recipe nor another option"),
+    (["nowhere.yaml", "--self-test"], "--self-test takes neither a recipe nor another option"),
+    (["--timeout", "-1"], "--timeout -1 must be above 0"),
+    (["--network", "nan"], "--network nan at least 0"),
+])
+def test_options_that_mean_nothing_are_refused(capsys, argv, said):
+    with pytest.raises(SystemExit) as end:
+        dispatch(["doctor", *argv])
+    assert end.value.code == 2 and said in capsys.readouterr().err
+
+
 def test_a_disk_that_fills_up(tmp_path):
     """A file that cannot grow: the same error as that of a full disk."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
