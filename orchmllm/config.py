@@ -165,6 +165,7 @@ class CheckpointConfig:
 
 CHECKPOINTING = ("none", "selective", "full", "auto")
 RESHARD = ("full", "node", "none")
+WINDOW = re.compile(r"(\d{1,9})(?:-(\d{1,9}))?")  # steps: `10` or `10-12`
 
 
 @dataclass(frozen=True)
@@ -234,13 +235,13 @@ class ProfileConfig:
 
     @property
     def window(self) -> range:
-        """The steps."""
-        first, _, last = self.steps.partition("-")
-        return range(int(first), int(last or first) + 1) if self.steps else range(0)
+        """The steps; none where they are not written so."""
+        found = WINDOW.fullmatch(self.steps)
+        return range(int(found[1]), int(found[2] or found[1]) + 1) if found else range(0)
 
     def conflicts(self) -> Iterator[Conflict]:
         """profile.steps: one step, or the first and the last of several."""
-        if self.steps and not re.fullmatch(r"\d{1,9}(-\d{1,9})?", self.steps):
+        if self.steps and not WINDOW.fullmatch(self.steps):
             yield Conflict(("steps",), "write a step, or the first and the last of several: 10-12")
         elif self.steps and not self.window:
             yield Conflict(("steps",), "the last step is before the first")

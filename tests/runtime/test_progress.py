@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import fcntl
+import gc
 import importlib.util
 import json
 import os
@@ -30,9 +31,10 @@ from orchmllm.runtime import display as progress
 from orchmllm.runtime.display import RunDisplay
 from orchmllm.runtime.log_schema import ROW_SCHEMA
 from orchmllm.runtime.metrics import MetricsLog, read_rows, set_logs_aside
+from orchmllm.trainer import Trainer
 from tests.lib.ranks import run_ranks
 from tests.lib.rows import a_row, row_problems
-from tests.lib.synthetic import SyntheticDataset, recipe
+from tests.lib.synthetic import SHALLOW, SyntheticDataset, recipe
 from tests.lib.training import train
 
 
@@ -311,3 +313,25 @@ def test_a_full_disk_costs_rows_and_not_the_run(tmp_path, capsys):
     log.close()
     assert [json.loads(x)["step"] for x in (tmp_path / "metrics.jsonl").open()] == [0, 3]
     assert log.lost == 2 and capsys.readouterr().err.count("rows are lost") == 1
+
+
+def rows_in_memory(world, run) -> int:
+    """How many rows of metrics there are at the end of a run's last step."""
+    def count(step, row: dict) -> None:
+        rows = [x for x in gc.get_objects() if isinstance(x, dict) and "tokens_per_s" in x]
+        found.append(len(rows))
+
+    found: list[int] = []
+    trainer = Trainer(run, world, dataset=SyntheticDataset(), on_step=count)
+    trainer.run()
+    trainer.close()
+    return found[-1]
+
+
+@pytest.mark.dist
+def test_a_long_run_keeps_no_rows(tmp_path):
+    """With 2,560 ranks a row takes 330 kB on each of them."""
+    base = recipe(model=SHALLOW)
+    run = replace(base, run=replace(base.run, dir=str(tmp_path)),
+                  train=replace(base.train, num_steps=6))
+    assert run_ranks(rows_in_memory, 1, run)[0] <= 2
