@@ -142,11 +142,12 @@ def main(argv: list[str]) -> int:
 
 
 def log_of(rows: list[dict], folder: Path) -> Path:
-    """Writes rows as the log of a run in `folder`, in place of what is there."""
+    """Writes rows, without their wall_s, as the log of a run in `folder`, in place of what is
+    there."""
     (folder / "metrics.jsonl").unlink(missing_ok=True)
     log = MetricsLog(folder / "metrics.jsonl")
     for row in rows:
-        log.write(row)
+        log.write({key: value for key, value in row.items() if key != "wall_s"})
     log.close()
     return folder
 
