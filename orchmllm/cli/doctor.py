@@ -14,12 +14,16 @@ import json
 import os
 import sys
 import time
+from concurrent import futures
+from functools import partial
 from typing import TYPE_CHECKING
 
 from orchmllm import launch
 
 if TYPE_CHECKING:
     from orchmllm.doctor.network import Meeting
+
+LATE_CURE = "look at that node: its disk or its network hangs"
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -94,11 +98,14 @@ def examine_together(meeting: Meeting, args: argparse.Namespace, started: float)
     import torch
 
     from orchmllm.doctor import network, table
-    from orchmllm.doctor.machine import Check, examine
+    from orchmllm.doctor.machine import Check, bounded, examine
 
     world, code = meeting.world, 0
     missing = sorted(set(range(world.world_size)) - meeting.present.keys())
-    checks = examine(args.recipe, args.overrides, world)
+    try:
+        checks = bounded(partial(examine, args.recipe, args.overrides, world), args.timeout)
+    except futures.TimeoutError:
+        checks = [Check("answers", False, "late at its own checks", LATE_CURE)]
     meeting.tell(checks, [], "the network")
     pairs = network.meet_in_pairs(meeting)
     if torch.cuda.is_available() and not missing and world.world_size > 1:
@@ -117,7 +124,7 @@ def examine_together(meeting: Meeting, args: argparse.Namespace, started: float)
             "look at what these ranks print, and whether their nodes reach "
             f"{world.master_addr}:{world.master_port}"))
         rows += [Check("answers", False, f"rank {r} on {meeting.present[r][0]}: late at {at}",
-                       "look at that node: its disk or its network hangs")
+                       LATE_CURE)
                  for r, at in late.items()]
         code = show(rows, args, started)
     return code
