@@ -23,6 +23,7 @@ if __name__ == "__main__":
 from orchmllm.comm.errors import AgreedError
 from orchmllm.config import Recipe, RecipeError, explain, read_recipe
 from orchmllm.runtime import preflight
+from orchmllm.runtime.local_ranks import run_local
 from orchmllm.runtime.run_lock import FolderInUse, check_folder, lock_folder
 
 if TYPE_CHECKING:
@@ -196,8 +197,8 @@ def main(argv: list[str]) -> int:
     if world is None or world.rank == 0 and not world.checked:
         print(_announcement(recipe, world), flush=True)
     if world is None:
-        return launch.run_local("orchmllm.train", argv, recipe.launch.nproc_per_node,
-                                say=lambda text: print(text, flush=True))
+        return run_local("orchmllm.train", argv, recipe.launch.nproc_per_node,
+                         say=lambda text: print(text, flush=True))
 
     def work(watch: HangWatchdog) -> None:
         from orchmllm.trainer import Trainer

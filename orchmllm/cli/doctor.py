@@ -19,6 +19,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from orchmllm import launch
+from orchmllm.runtime.local_ranks import run_local
 
 if TYPE_CHECKING:
     from orchmllm.doctor.network import Meeting
@@ -59,7 +60,7 @@ def main(argv: list[str]) -> int:
         return 2
     if args.self_test:
         if world is None:
-            return launch.run_local("orchmllm", ["doctor", *argv], 0)
+            return run_local("orchmllm", ["doctor", *argv], 0)
         from orchmllm.doctor.self_test import run
 
         return run(world)
