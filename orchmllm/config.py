@@ -165,6 +165,7 @@ class CheckpointConfig:
 
 CHECKPOINTING = ("none", "selective", "full", "auto")
 RESHARD = ("full", "node", "none")
+WINDOW = re.compile(r"(\d{1,9})(?:-(\d{1,9}))?")  # steps: `10` or `10-12`
 
 
 @dataclass(frozen=True)
@@ -234,13 +235,13 @@ class ProfileConfig:
 
     @property
     def window(self) -> range:
-        """The steps."""
-        first, _, last = self.steps.partition("-")
-        return range(int(first), int(last or first) + 1) if self.steps else range(0)
+        """The steps; none where they are not written so."""
+        found = WINDOW.fullmatch(self.steps)
+        return range(int(found[1]), int(found[2] or found[1]) + 1) if found else range(0)
 
     def conflicts(self) -> Iterator[Conflict]:
         """profile.steps: one step, or the first and the last of several."""
-        if self.steps and not re.fullmatch(r"\d{1,9}(-\d{1,9})?", self.steps):
+        if self.steps and not WINDOW.fullmatch(self.steps):
             yield Conflict(("steps",), "write a step, or the first and the last of several: 10-12")
         elif self.steps and not self.window:
             yield Conflict(("steps",), "the last step is before the first")
@@ -264,6 +265,12 @@ class Recipe:
         if self.train.nonfinite == "rollback" and self.checkpoint.every_steps < 1:
             yield Conflict(("train.nonfinite", "checkpoint.every_steps"),
                            "rollback needs checkpoints: set checkpoint.every_steps to 1 or more")
+        if self.train.validate_every_steps and not self.data.num_validation:
+            yield Conflict(("train.validate_every_steps", "data.num_validation"),
+                           "validates on the rows that data.num_validation holds out: set it")
+        if self.profile.window and self.profile.window[0] >= self.train.num_steps:
+            yield Conflict(("profile.steps", "train.num_steps"), "begins after the last step of "
+                           f"the run ({self.train.num_steps - 1})")
         longest = (self.balance.num_programs * self.train.accumulation_steps
                    * self.balance.nodewise_limit_s)
         if longest >= self.launch.stall_timeout_s:

@@ -1,17 +1,16 @@
-"""Ranks: found in the environment (torchrun, SLURM) or started here through torch's elastic
-launcher. The one place that reads and sets environment variables."""
+"""This process's place among the ranks, as the environment tells it (torchrun, SLURM, or
+orchmllm.runtime.local_ranks), its process group, and how it ends."""
 
 from __future__ import annotations
 
 import json
-import logging
 import os
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -20,12 +19,9 @@ from typing import TYPE_CHECKING, NoReturn
 if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
-    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-STOP_TIMEOUT_S = 600  # that ranks get to finish their step and save, before they are killed
 # A terminal's Ctrl-C may reach a process directly and again through its launcher.
 SAME_REQUEST_S = 1.0
-STOPPED = {128 + s: s for s in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGPIPE)}
 
 
 def exit_with(main: Callable[[Sequence[str]], int]) -> NoReturn:
@@ -82,26 +78,34 @@ def world_from(env: Mapping[str, str]) -> World | None:
     """The place that a launcher gave this process, None if there is none.
 
     torchrun sets RANK and friends; inside `srun` (a job step) SLURM_PROCID and friends are used.
-    Raises ValueError if a launcher's variables are incomplete, naming the missing one."""
+    Raises ValueError naming a variable that is missing or no number, or if the first node of a
+    SLURM job is not known."""
+    def number(name: str, default: int | None = None) -> int:
+        value = env[name] if default is None else env.get(name, default)
+        try:
+            return int(value)
+        except ValueError:
+            raise ValueError(f"the launcher's variable {name} is {value!r}, expected a number"
+                             ) from None
+
     try:
         if "RANK" in env:
-            world_size = int(env["WORLD_SIZE"])
+            world_size = number("WORLD_SIZE")
             return World(
-                rank=int(env["RANK"]), world_size=world_size,
-                local_rank=int(env.get("LOCAL_RANK", "0")),
-                local_world_size=int(env.get("LOCAL_WORLD_SIZE", str(world_size))),
-                master_addr=env["MASTER_ADDR"], master_port=int(env["MASTER_PORT"]),
-                attempt=int(env.get("TORCHELASTIC_RESTART_COUNT", "0")),
+                rank=number("RANK"), world_size=world_size, local_rank=number("LOCAL_RANK", 0),
+                local_world_size=number("LOCAL_WORLD_SIZE", world_size),
+                master_addr=env["MASTER_ADDR"], master_port=number("MASTER_PORT"),
+                attempt=number("TORCHELASTIC_RESTART_COUNT", 0),
                 checked="ORCHMLLM_CHECKED" in env,
             )
-        if "SLURM_STEP_ID" in env and int(env.get("SLURM_NTASKS", "1")) > 1:
-            ntasks, nodes = int(env["SLURM_NTASKS"]), int(env.get("SLURM_NNODES", "1"))
+        if "SLURM_STEP_ID" in env and number("SLURM_NTASKS", 1) > 1:
+            ntasks = number("SLURM_NTASKS")
             return World(
-                rank=int(env["SLURM_PROCID"]), world_size=ntasks,
-                local_rank=int(env["SLURM_LOCALID"]), local_world_size=-(-ntasks // nodes),
+                rank=number("SLURM_PROCID"), world_size=ntasks, local_rank=number("SLURM_LOCALID"),
+                local_world_size=-(-ntasks // number("SLURM_NNODES", 1)),
                 master_addr=env.get("MASTER_ADDR") or _first_host(env["SLURM_STEP_NODELIST"]),
                 # Any port all tasks agree on; jobs sharing a node get different ones.
-                master_port=int(env.get("MASTER_PORT", 20000 + int(env["SLURM_JOB_ID"]) % 20000)),
+                master_port=number("MASTER_PORT", 20000 + number("SLURM_JOB_ID") % 20000),
             )
     except KeyError as e:
         raise ValueError(f"the launcher set some of its variables but not {e.args[0]}") from e
@@ -110,9 +114,12 @@ def world_from(env: Mapping[str, str]) -> World | None:
 
 def _first_host(nodelist: str) -> str:
     """First host of a SLURM node list such as `gpu[003-010],login`."""
-    out = subprocess.run(["scontrol", "show", "hostnames", nodelist], check=True,
-                         capture_output=True, text=True)
-    return out.stdout.split()[0]
+    try:
+        return subprocess.run(["scontrol", "show", "hostnames", nodelist], check=True,
+                              capture_output=True, text=True).stdout.split()[0]
+    except (OSError, subprocess.CalledProcessError, IndexError) as e:
+        raise ValueError(f"scontrol does not tell the first of the nodes {nodelist} ({e}): set "
+                         "MASTER_ADDR to the address of the node of rank 0") from e
 
 
 def current_world() -> World | None:
@@ -200,111 +207,3 @@ def describe_devices() -> str:
         return "no GPU found: ranks compute on the CPU"
     names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     return "GPUs: " + ", ".join(f"{names.count(n)} x {n}" for n in dict.fromkeys(names))
-
-
-class _StopRequests:
-    """The launcher's answer to SIGINT and SIGTERM. The first one makes the elastic launcher send
-    SIGTERM to the ranks, which they also survive without a traceback before they train; one that
-    comes later kills them."""
-
-    def __init__(self, error: type[Exception]) -> None:
-        self.signal, self._at, self._error = 0, 0.0, error
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, self._receive)
-
-    def _receive(self, number: int, _frame: object) -> None:
-        if self.signal and time.monotonic() - self._at < SAME_REQUEST_S:
-            return
-        if self.signal:
-            _kill_ranks()
-            os.write(2, b"all ranks were killed\n")
-            os._exit(128 + number)
-        self.signal, self._at = number, time.monotonic()
-        os.write(2, f"{signal.Signals(number).name}: ranks that train finish their step and save; "
-                    "a second one ends them at once\n".encode())
-        raise self._error("stop", signal.SIGTERM)
-
-
-def _kill_ranks() -> None:
-    """Ends this process's children, each of which has a session of its own."""
-    children = Path(f"/proc/self/task/{os.getpid()}/children")
-    for child in children.read_text().split() if children.exists() else ():
-        with suppress(ProcessLookupError):
-            os.killpg(int(child), signal.SIGKILL)
-
-
-def run_local(module: str, args: list[str], num_ranks: int, *, cpu_only: bool = False,
-              num_threads: int = 0, say: Callable[[str], object] = lambda text: None) -> int:
-    """Runs `python -m module args` on num_ranks local ranks (0: one per GPU, else 1); returns the
-    exit code of the first rank that failed, or 0. Shows one message for a failure.
-
-    cpu_only: hides the GPUs from the ranks. num_threads: of each rank's CPU operators (0: on GPUs
-    what the environment says, else the cores divided by the ranks). say: told the devices."""
-    if cpu_only:
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    handlers = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)}
-    interrupt_quietly()
-    import torch
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-
-    say(describe_devices())
-    num_ranks = num_ranks or max(torch.cuda.device_count(), 1)
-    if num_threads:
-        os.environ["OMP_NUM_THREADS"] = str(num_threads)
-    elif not torch.cuda.is_available():
-        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_ranks)))
-    # torch's own default, 30 s, is less than a step and a save of a large model take.
-    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(STOP_TIMEOUT_S))
-    os.environ["ORCHMLLM_CHECKED"] = "1"  # for its ranks
-    config = LaunchConfig(
-        min_nodes=1, max_nodes=1, nproc_per_node=num_ranks, rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0", max_restarts=0, monitor_interval=0.1,
-        # The others are for _StopRequests; an older torch takes all of them for itself.
-        **({"signals_to_handle": "SIGHUP,SIGQUIT"} if hasattr(LaunchConfig, "signals_to_handle")
-           else {}),
-    )
-    _silence_elastic()
-    try:
-        requests = _StopRequests(SignalException)
-        elastic_launch(config, sys.executable)("-m", module, *args)
-    except ChildFailedError as e:
-        if text := _explain(e.failures):
-            print(text, file=sys.stderr, flush=True)
-        code = next(iter(e.failures.values())).exitcode
-        return code if code > 0 else 128 - code
-    except SignalException as e:
-        _kill_ranks()  # one that was being started is not known to the elastic launcher
-        number = requests.signal or e.sigval
-        print(f"interrupted ({signal.Signals(number).name}): all ranks have ended", file=sys.stderr,
-              flush=True)
-        return 128 + number
-    finally:  # the elastic launcher leaves its own behind
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-    return 0
-
-
-def _silence_elastic() -> None:
-    """The launcher would log every process it stops and a traceback of its own for each failure."""
-    for name in list(logging.root.manager.loggerDict):
-        if name.startswith(("torch.distributed.elastic", "torch.distributed.launcher")):
-            logging.getLogger(name).setLevel(logging.CRITICAL)
-
-
-def _explain(failures: Mapping[int, ProcessFailure]) -> str:
-    """The earliest message of a rank, and the ranks that died without one. Nothing of ranks that
-    were asked to stop, which say so themselves."""
-    told = {r: f.message for r, f in failures.items() if isinstance(f.message, dict)}
-    lines = []
-    if told:
-        first = min(told, key=lambda r: told[r]["extraInfo"].get("time_s", 0.0))
-        lines.append(f"{told[first]['message']}\n(rank {first}; all ranks were stopped)")
-    for rank, failure in failures.items():
-        if failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM:  # the launcher's own
-            lines.append(f"error: rank {rank} was killed by {failure.signal_name()}")
-        elif failure.exitcode > 0 and failure.exitcode not in STOPPED and not told:
-            lines.append(f"error: rank {rank} ended with exit code {failure.exitcode}")
-    stopped = any(f.exitcode in STOPPED for f in failures.values())
-    return "\n".join(lines or ([] if stopped else ["error: the ranks were terminated"]))

@@ -23,6 +23,7 @@ if __name__ == "__main__":
 from orchmllm.comm.errors import AgreedError
 from orchmllm.config import Recipe, RecipeError, explain, read_recipe
 from orchmllm.runtime import preflight
+from orchmllm.runtime.local_ranks import run_local
 from orchmllm.runtime.run_lock import FolderInUse, check_folder, lock_folder
 
 if TYPE_CHECKING:
@@ -68,7 +69,10 @@ def parse(argv: list[str]) -> argparse.Namespace:
                         "of ranks that has to be there")
     parser.add_argument("--json", type=Path, metavar="FILE",
                         help="also write what --dry-run or --ablations found")
-    return parser.parse_intermixed_args(argv)
+    args = parser.parse_intermixed_args(argv)
+    if args.json and not (args.dry_run or args.ablations):
+        parser.error("--json is for --dry-run and --ablations")
+    return args
 
 
 def run_rank(recipe: Recipe, world: launch.World, work: Callable[[HangWatchdog], None],
@@ -137,7 +141,7 @@ def _start_problems(
     checks = [lambda: find_sources(recipe.model),
               lambda: _check_ranks(recipe, world, expected, starts)]
     if machine:
-        checks += preflight.checks(recipe, checkpoint_bytes(recipe)).values()
+        checks += [check for _, check in preflight.checks(recipe, checkpoint_bytes(recipe))]
     if machine and world is None:
         checks.insert(0, lambda: check_folder(Path(recipe.run.dir)))
     return preflight.problems(checks)
@@ -193,8 +197,8 @@ def main(argv: list[str]) -> int:
     if world is None or world.rank == 0 and not world.checked:
         print(_announcement(recipe, world), flush=True)
     if world is None:
-        return launch.run_local("orchmllm.train", argv, recipe.launch.nproc_per_node,
-                                say=lambda text: print(text, flush=True))
+        return run_local("orchmllm.train", argv, recipe.launch.nproc_per_node,
+                         say=lambda text: print(text, flush=True))
 
     def work(watch: HangWatchdog) -> None:
         from orchmllm.trainer import Trainer

@@ -105,6 +105,7 @@ class Trainer:
         self.stop = StopSignal()
         self.canary = Canary(recipe.balance.enabled, world.rank, world.world_size)
         self._log: MetricsLog | None = None
+        self._rows: list[dict] | None = None
         self.profiler = StepProfiler(recipe.profile, Path(recipe.run.dir) / "profile", world.rank)
         self.incidents = Incidents(recipe, writes=world.rank == 0, say=self._say)
         self._ahead = 0  # steps that may be planned beyond the current one
@@ -130,71 +131,71 @@ class Trainer:
         self._ahead = loader.ahead
         return loader
 
-    def run(self) -> list[dict]:
-        """Trains to the last step; returns the rows of metrics.jsonl that it wrote. A run that was
-        finished before writes nothing.
+    def run(self, rows: list[dict] | None = None) -> None:
+        """Trains to the last step. A run that was finished before does nothing. rows: takes every
+        row of metrics, which nobody else keeps: a row grows with the number of ranks.
 
         Raises Stopped after a signal, when all ranks have saved; NonFiniteError and MediaLimitError
         as the recipe says."""
-        run_dir, rank = Path(self.recipe.run.dir), self.world.rank
+        run_dir, num_steps = Path(self.recipe.run.dir), self.recipe.train.num_steps
+        self._rows = rows
         self._resume()
-        if self.progress.step >= self.recipe.train.num_steps:
-            self._finish()
-            self.progress.media.check_modalities()  # a launcher may have started it again
-            return []
-        if rank == 0:
-            for line in set_logs_aside(run_dir) if self.recipe.run.resume == "never" else ():
-                self._say(line)
-            self._log = MetricsLog(run_dir / "metrics.jsonl")
-            (run_dir / "recipe.yaml").write_text(to_yaml(self.recipe), encoding="utf-8")
-        if self.watch is not None:
-            self.watch.clock = self.model.clock
-        self._say(self.attention)
-        for warning in self.recipe.warnings():
-            self._say(f"warning: recipe: {warning}")
-        rows = []
-        if self.progress.step == 0:
-            rows += self._validated()
-        self.display.start(self.recipe.train.num_steps, first_step=self.progress.step)
-        with self.stop:
-            while self.progress.step < self.recipe.train.num_steps:
-                for step in self.loader():
-                    self.profiler.before(step.index)
-                    with explained_oom(step, rank, run_dir / "oom"):
-                        row = self._emit(self.train_step(step))
-                    if trace := self.profiler.after(step.index):
-                        self._say(f"profile of steps {self.recipe.profile.steps}: {trace}")
-                    rows.append(row)
-                    self.display.step(row)
-                    if self.on_step is not None:
-                        self.on_step(step, row)
-                    if (row["nonfinite"] and self.recipe.train.nonfinite == "rollback"
-                            and step.index not in self.progress.skip):
-                        self._roll_back(step.index)
-                        break
-                    rows += self._after_step(stop=row["stop_signal"])
-        self.canary.finish()
-        rows += self._validated()
-        if self.recipe.checkpoint.every_steps >= 0:
-            self.save()
-        self.checkpointer.wait()
+        if self.progress.step < num_steps:
+            if self.world.rank == 0:
+                self._open_logs(run_dir)
+            if self.watch is not None:
+                self.watch.clock = self.model.clock
+            self._say(self.attention)
+            for warning in self.recipe.warnings():
+                self._say(f"warning: recipe: {warning}")
+            if self.progress.step == 0:
+                self._validate()
+            self.display.start(num_steps, first_step=self.progress.step)
+            with self.stop:
+                while self.progress.step < num_steps:  # again after a rollback
+                    self._train_steps(run_dir)
+            self.canary.finish()
+            self._validate()
+            if self.recipe.checkpoint.every_steps >= 0:
+                self.save()
+            self.checkpointer.wait()
         self._finish()
-        self.progress.media.check_modalities()
-        return rows
+        self.progress.media.check_modalities()  # also where a launcher has started it again
 
-    def _validated(self) -> list[dict]:
-        """The row of a validation of the weights as they are; none without data.num_validation."""
-        if not self.validation_rows:
-            return []
-        return [self._emit({"step": self.progress.step, "validation_loss": self.validate()})]
+    def _open_logs(self, run_dir: Path) -> None:
+        for line in set_logs_aside(run_dir) if self.recipe.run.resume == "never" else ():
+            self._say(line)
+        self._log = MetricsLog(run_dir / "metrics.jsonl")
+        (run_dir / "recipe.yaml").write_text(to_yaml(self.recipe), encoding="utf-8")
 
-    def _after_step(self, stop: int) -> list[dict]:
+    def _train_steps(self, run_dir: Path) -> None:
+        """To the last step, or back to a checkpoint before a step that is not finite."""
+        for step in self.loader():
+            self.profiler.before(step.index)
+            with explained_oom(step, self.world.rank, run_dir / "oom"):
+                row = self._emit(self.train_step(step))
+            if trace := self.profiler.after(step.index):
+                self._say(f"profile of steps {self.recipe.profile.steps}: {trace}")
+            self.display.step(row)
+            if self.on_step is not None:
+                self.on_step(step, row)
+            if (row["nonfinite"] and self.recipe.train.nonfinite == "rollback"
+                    and step.index not in self.progress.skip):
+                return self._roll_back(step.index)
+            self._after_step(stop=row["stop_signal"])
+
+    def _validate(self) -> None:
+        """Logs the loss of the weights as they are; nothing without data.num_validation."""
+        if self.validation_rows:
+            self._emit({"step": self.progress.step, "validation_loss": self.validate()})
+
+    def _after_step(self, stop: int) -> None:
         """Validates and saves where it is due; leaves if any rank was told to stop."""
         every, done = self.recipe.checkpoint.every_steps, self.progress.step
-        rows, often = [], self.recipe.train.validate_every_steps
-        if often and done % often == 0 and done < self.recipe.train.num_steps and not stop:
-            rows = self._validated()
-        due = every > 0 and done % every == 0 and done < self.recipe.train.num_steps
+        often, last = self.recipe.train.validate_every_steps, done == self.recipe.train.num_steps
+        if often and done % often == 0 and not last and not stop:
+            self._validate()
+        due = every > 0 and done % every == 0 and not last
         if due or (stop and every >= 0):
             self.save()
         if stop:
@@ -202,7 +203,6 @@ class Trainer:
             stopped = Stopped(stop, done)
             self._finish(str(stopped))
             raise stopped
-        return rows
 
     def _finish(self, how: str = "finished") -> None:
         self.display.finish(how, describe_end(self.checkpointer.saved, self.recipe.run.resume))
@@ -317,6 +317,8 @@ class Trainer:
     def _emit(self, row: dict) -> dict:
         if self._log is not None:
             self._log.write(row)
+        if self._rows is not None:
+            self._rows.append(row)
         if "validation_loss" in row:
             self.display.validation(row)
         return row
@@ -375,6 +377,7 @@ class Trainer:
     def close(self) -> None:
         self.display.close()
         self.profiler.close()
+        self.incidents.close()
         if self._log is not None:
             self._log.close()
             self._log = None

@@ -28,6 +28,7 @@ from pathlib import Path
 
 from orchmllm import launch
 from orchmllm.config import Recipe, RecipeError, load_recipe
+from orchmllm.runtime.local_ranks import run_local
 from orchmllm.runtime.metrics import MetricsLog
 from orchmllm.train import run_rank
 
@@ -142,11 +143,12 @@ def main(argv: list[str]) -> int:
 
 
 def log_of(rows: list[dict], folder: Path) -> Path:
-    """Writes rows as the log of a run in `folder`, in place of what is there."""
+    """Writes rows, without their wall_s, as the log of a run in `folder`, in place of what is
+    there."""
     (folder / "metrics.jsonl").unlink(missing_ok=True)
     log = MetricsLog(folder / "metrics.jsonl")
     for row in rows:
-        log.write(row)
+        log.write({key: value for key, value in row.items() if key != "wall_s"})
     log.close()
     return folder
 
@@ -160,7 +162,7 @@ def run_all(args: argparse.Namespace, recipe: Recipe, argv: list[str]) -> int:
         for part, num_ranks in (("curves", recipe.launch.nproc_per_node or 4),
                                 ("pairs", PAIR_RANKS)):
             out = Path(folder) / f"{part}.json"
-            code = launch.run_local(
+            code = run_local(
                 "orchmllm", ["compare", *argv, "--part", part, "--out", str(out)], num_ranks,
                 cpu_only=True, num_threads=1)
             if code:

@@ -14,12 +14,17 @@ import json
 import os
 import sys
 import time
+from concurrent import futures
+from functools import partial
 from typing import TYPE_CHECKING
 
 from orchmllm import launch
+from orchmllm.runtime.local_ranks import run_local
 
 if TYPE_CHECKING:
     from orchmllm.doctor.network import Meeting
+
+LATE_CURE = "look at that node: its disk or its network hangs"
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -36,7 +41,14 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--timeout", type=float, default=30.0, metavar="SECONDS",
                         help="after which a rank counts as late or dead (default: 30)")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    return parser.parse_intermixed_args(argv)
+    args = parser.parse_intermixed_args(argv)
+    if args.self_test and any(getattr(args, name) != parser.get_default(name)
+                              for name in ("recipe", "network", "timeout", "json")):
+        parser.error("--self-test takes neither a recipe nor another option: the model is its own")
+    if not (args.timeout > 0 and args.network >= 0):
+        parser.error(f"--timeout {args.timeout:g} must be above 0, and --network {args.network:g} "
+                     "at least 0")
+    return args
 
 
 def main(argv: list[str]) -> int:
@@ -48,7 +60,7 @@ def main(argv: list[str]) -> int:
         return 2
     if args.self_test:
         if world is None:
-            return launch.run_local("orchmllm", ["doctor", *argv], 0)
+            return run_local("orchmllm", ["doctor", *argv], 0)
         from orchmllm.doctor.self_test import run
 
         return run(world)
@@ -87,11 +99,14 @@ def examine_together(meeting: Meeting, args: argparse.Namespace, started: float)
     import torch
 
     from orchmllm.doctor import network, table
-    from orchmllm.doctor.machine import Check, examine
+    from orchmllm.doctor.machine import Check, bounded, examine
 
     world, code = meeting.world, 0
     missing = sorted(set(range(world.world_size)) - meeting.present.keys())
-    checks = examine(args.recipe, args.overrides, world)
+    try:
+        checks = bounded(partial(examine, args.recipe, args.overrides, world), args.timeout)
+    except futures.TimeoutError:
+        checks = [Check("answers", False, "late at its own checks", LATE_CURE)]
     meeting.tell(checks, [], "the network")
     pairs = network.meet_in_pairs(meeting)
     if torch.cuda.is_available() and not missing and world.world_size > 1:
@@ -110,7 +125,7 @@ def examine_together(meeting: Meeting, args: argparse.Namespace, started: float)
             "look at what these ranks print, and whether their nodes reach "
             f"{world.master_addr}:{world.master_port}"))
         rows += [Check("answers", False, f"rank {r} on {meeting.present[r][0]}: late at {at}",
-                       "look at that node: its disk or its network hangs")
+                       LATE_CURE)
                  for r, at in late.items()]
         code = show(rows, args, started)
     return code

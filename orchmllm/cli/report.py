@@ -32,10 +32,11 @@ def main(argv: list[str]) -> int:
     try:
         run = read_run(args.run_dir)
         other = read_run(args.compare) if args.compare else None
-        out.write_text(page(run, other), encoding="utf-8")
-    except NotALog as e:
+    except (NotALog, OSError) as e:
         print(f"error: {e}", file=sys.stderr)
         return 2
+    try:
+        out.write_text(page(run, other), encoding="utf-8")
     except OSError as e:
         print(f"error: {out}: {e.strerror}; choose another file with --out", file=sys.stderr)
         return 2

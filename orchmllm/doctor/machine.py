@@ -8,14 +8,19 @@ import platform
 import resource
 import shlex
 import shutil
+import socket
 import subprocess
 import sysconfig
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent import futures
+from contextlib import suppress
+from functools import partial
 from importlib import metadata
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from orchmllm.config import Recipe, RecipeError, read_recipe
 from orchmllm.launch import World
@@ -26,7 +31,12 @@ MIN_DISK_BYTES_PER_S = 50e6
 WRITTEN_BYTES = 64 << 20  # to measure the disk
 TRIED_HEAD_DIM = 128  # where no recipe is given
 IN_TREE = "in the clone: pip install ."
+CONNECTIONS = 2  # of a rank to the store of rank 0
+LOOKUP_S, MOST_LOOKUPS_S = 20.0, 30.0  # that one name may take; those of all connections
+BOUNDED_THREAD = "doctor"
 THROTTLING = ("hw_slowdown", "hw_thermal_slowdown", "hw_power_brake_slowdown")
+
+T = TypeVar("T")
 
 
 class Check(NamedTuple):
@@ -51,6 +61,21 @@ def guarded(name: str, check: Callable[..., Iterator[Check]], *args) -> list[Che
         found.append(Check(name, False, f"{type(e).__name__}: {e}",
                            "see the message; what it names is missing or broken"))
     return found
+
+
+def bounded(work: Callable[[], T], seconds: float) -> T:
+    """What work() returns or raises; futures.TimeoutError after `seconds`. Its thread is then left
+    behind (gloo tries to connect several times as long as it is told to, and NCCL may hang)."""
+    found: futures.Future = futures.Future()
+
+    def run() -> None:
+        try:
+            found.set_result(work())
+        except Exception as e:
+            found.set_exception(e)
+
+    threading.Thread(target=run, name=BOUNDED_THREAD, daemon=True).start()
+    return found.result(seconds)
 
 
 def software() -> Iterator[Check]:
@@ -183,6 +208,35 @@ def limits(world_size: int) -> Iterator[Check]:
                     "remove what is left in /dev/shm; in a container start it with --shm-size=16g")
 
 
+def names(world: World) -> Iterator[Check]:
+    """The time to look up the name of an address. The store of rank 0 looks up that of every
+    connection, one after another."""
+    try:
+        seconds = bounded(partial(_lookup_s, world), LOOKUP_S)
+        said = f"{1e3 * seconds:.0f} ms for the name of an address"
+    except futures.TimeoutError:
+        seconds, said = LOOKUP_S, f"no name of an address in {LOOKUP_S:.0f} s"
+    count = CONNECTIONS * world.world_size
+    yield Check("name server", count * seconds <= MOST_LOOKUPS_S, said,
+                f"list all nodes in /etc/hosts, or mend the name server of /etc/resolv.conf: the "
+                f"{count} connections to rank 0 wait {count * seconds:.0f} s for it")
+
+
+def _lookup_s(world: World) -> float:
+    """Of the slower one of the addresses of rank 0 and of this host as rank 0 sees it."""
+    family, kind, _, _, there = socket.getaddrinfo(world.master_addr, world.master_port,
+                                                   type=socket.SOCK_DGRAM)[0]
+    seconds = []
+    with socket.socket(family, kind) as s:
+        s.connect(there)  # sends nothing
+        for address in (there, s.getsockname()):
+            started = time.perf_counter()
+            with suppress(socket.gaierror):  # no name is fine, if it is soon known
+                socket.getnameinfo(address, 0)
+            seconds.append(time.perf_counter() - started)
+    return max(seconds)
+
+
 def disk(folder: Path, state_bytes: int) -> Iterator[Check]:
     """Room and speed of the disk of the run folder. state_bytes: of a checkpoint."""
     there = next(p for p in (folder.absolute(), *folder.absolute().parents) if p.is_dir())
@@ -214,11 +268,11 @@ def recipe_checks(recipe: Recipe, world: World | None, state_bytes: int) -> Iter
 
     ranks, per_node = ((world.world_size, world.local_world_size) if world
                        else (default_world(recipe, 8)[0], 8))
-    checks = preflight.checks(recipe, state_bytes) | {
-        "pretrained": lambda: find_sources(recipe.model),
-        "ranks": lambda: check_world(recipe, ranks, per_node)}
-    for name, check in checks.items():
-        found = preflight.problems([check])
+    checks = [*preflight.checks(recipe, state_bytes),
+              ("pretrained", lambda: find_sources(recipe.model)),
+              ("ranks", lambda: check_world(recipe, ranks, per_node))]
+    for name in dict.fromkeys(name for name, _ in checks):
+        found = preflight.problems([check for n, check in checks if n == name])
         yield Check(name, not found, "; ".join(found) or (
             f"{ranks} ranks" if name == "ranks" else "fine"), "see the message")
 
@@ -239,6 +293,8 @@ def examine(recipe_path: str, overrides: list[str], world: World | None) -> list
         found += guarded("recipe", recipe_checks, recipe, world, state_bytes)
     found += guarded("torch", device, world, recipe)
     found += guarded("limits", limits, world.world_size if world else 1)
+    if world is not None:
+        found += guarded("name server", names, world)
     if world is None or world.local_rank == 0:
         found += guarded("disk", disk, Path(recipe.run.dir if recipe else "."), state_bytes)
     return found

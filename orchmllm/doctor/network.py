@@ -13,26 +13,21 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Callable
-from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
-from orchmllm.doctor.machine import Check
+from orchmllm.doctor.machine import BOUNDED_THREAD, Check, bounded
 from orchmllm.launch import World, hosts_store
 
 FIRST_BYTES, MOST_BYTES = 1 << 20, 16 << 20  # that a pair sends each way
 FAST_S = 0.05  # for the first bytes: then the most are sent, too
 PINGS = 5
-BOUNDED_THREAD = "doctor"
 NCCL_CURE = ("set NCCL_DEBUG=INFO and, between nodes, NCCL_SOCKET_IFNAME to the interface "
              "towards the others")
-T = TypeVar("T")
 
 
 @dataclass
@@ -126,27 +121,16 @@ def _measure(store: dist.Store, me: int, timeout_s: float, clock) -> dict:
     latency, skew = min((seconds, float(theirs) - now) for now, (theirs, seconds) in (
         (now, swap(torch.tensor([now], dtype=torch.float64)))
         for now in (clock() for _ in range(PINGS))))
-    size, (_, seconds) = FIRST_BYTES, swap(torch.zeros(FIRST_BYTES, dtype=torch.uint8))
-    more = torch.tensor([seconds < FAST_S])
-    if bool(swap(more)[0] & more):  # both decide alike
+
+    def slower(seconds: float) -> float:
+        """Of both ranks: what is sent may still be in a buffer."""
+        return max(seconds, float(swap(torch.tensor([seconds], dtype=torch.float64))[0]))
+
+    size, seconds = FIRST_BYTES, slower(swap(torch.zeros(FIRST_BYTES, dtype=torch.uint8))[1])
+    if seconds < FAST_S:
         much = torch.zeros(MOST_BYTES, dtype=torch.uint8)
-        size, seconds = MOST_BYTES, min(swap(much)[1] for _ in range(3))
+        size, seconds = MOST_BYTES, slower(min(swap(much)[1] for _ in range(3)))
     return {"bytes_per_s": size / seconds, "latency_s": latency, "skew_s": skew}
-
-
-def bounded(work: Callable[[], T], seconds: float) -> T:
-    """What work() returns or raises; TimeoutError after `seconds`. Its thread is then left behind
-    (gloo tries to connect several times as long as it is told to, and NCCL may hang)."""
-    found: Future = Future()
-
-    def run() -> None:
-        try:
-            found.set_result(work())
-        except Exception as e:
-            found.set_exception(e)
-
-    threading.Thread(target=run, name=BOUNDED_THREAD, daemon=True).start()
-    return found.result(seconds)
 
 
 def is_left_behind() -> bool:

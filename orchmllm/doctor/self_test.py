@@ -144,13 +144,13 @@ def save_and_resume(world: World) -> Iterator[str]:
     dist.broadcast_object_list(folder)
     losses = {}
     for name, steps in (("whole", (NUM_STEPS,)), ("resumed", (NUM_STEPS // 2, NUM_STEPS))):
-        rows = []
+        rows: list[dict] = []
         for num_steps in steps:
             how = recipe_of(num_steps=num_steps, balance=GREEDY)
             how = replace(how, run=replace(how.run, dir=str(Path(folder[0]) / name)),
                           checkpoint=CheckpointConfig())
             with trainer_of(world, how) as trainer:
-                rows += trainer.run()
+                trainer.run(rows)
         losses[name] = [row["loss"] for row in rows]
     dist.barrier()
     if world.rank == 0:

@@ -33,8 +33,6 @@ MODEL = ModelConfig(
     llm=LLMConfig(vocab_size=VOCAB, num_layers=2, hidden_size=32, intermediate_size=48,
                   num_heads=4, num_kv_heads=2),
 )
-SHALLOW = replace(MODEL, **{p: replace(getattr(MODEL, p), num_layers=1)
-                            for p in ("vision", "audio", "llm")})
 
 
 def recipe(**changes) -> Recipe:

@@ -40,11 +40,12 @@ def _merge(by_rank: Mapping[int, Check], alone: bool) -> list[Check]:
         return out
     texts = Counter(c.what for c in by_rank.values())
     if first.alike and len(texts) > 1:
-        most = texts.most_common(1)[0][0]
-        odd = {r: c.what for r, c in by_rank.items() if c.what != most}
-        return [Check(first.name, False, f"{ranks(list(odd))}: {next(iter(odd.values()))}; the "
-                      f"other{'s' * (len(by_rank) - len(odd) > 1)}: {most}",
-                      "give all nodes the same image or environment")]
+        (most, count), *odd = texts.most_common()
+        said = [f"{ranks([r for r, c in by_rank.items() if c.what == what])}: {what}"
+                for what, _ in odd]
+        return [Check(first.name, False, "; ".join(
+            [*said, f"the other{'s' * (count > 1)}: {most}"]),
+            "give all nodes the same image or environment")]
     values = {r: c.value for r, c in by_rank.items() if c.value}
     usual = median(values.values()) if values else 0.0
     slow = [r for r, value in values.items() if value < SLOW * usual]

@@ -16,6 +16,7 @@ from orchmllm.batch import IGNORE_INDEX, SequenceLengths, on_device
 from orchmllm.models.audio import AudioEncoder
 from orchmllm.models.config import ModelConfig
 from orchmllm.models.flops import Lengths, phase_work
+from orchmllm.models.init import init_parameters
 from orchmllm.models.llm import PackedQwen2
 from orchmllm.models.vision import VisionEncoder
 from orchmllm.plan.assign import PHASES
@@ -83,7 +84,8 @@ class PhaseRunner:
                 kind = VisionEncoder if phase == "vision" else AudioEncoder
                 module = kind(getattr(model, phase), model.llm.hidden_size)
         self.module = module.to(dtype).to_empty(device=device)
-        self.module.init_weights(self._generator)
+        init_parameters(self.module, lambda name, weight: torch.nn.init.normal_(
+            weight, std=0.02, generator=self._generator))
 
     def seconds(self, work: Work, repeat: int) -> float:
         """Forward and backward of a rank's items, whose inputs are on the device before; the

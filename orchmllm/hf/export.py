@@ -19,7 +19,7 @@ from orchmllm.hf.folder import read_json
 from orchmllm.hf.names import PARTS, named
 from orchmllm.hf.sharded import Sharded, read_sharded
 from orchmllm.hf.sources import POSITIONS
-from orchmllm.hf.writer import DTYPES, FileTensor, renamed, write_file, write_folder
+from orchmllm.hf.writer import DTYPES, TORCH_DTYPES, FileTensor, renamed, write_file, write_folder
 from orchmllm.models.config import ModelConfig
 
 VERSION = 1  # of orchmllm.json
@@ -44,10 +44,6 @@ class Job:
                                  "than its state.json says")
             out.append(renamed(self.tensors[f"model.{n.name}"], n.hf, n.shape, self.dtype))
         return [*out, _positions(self.model, out[0].dtype)] if part == "audio" else out
-
-    def torch_dtype(self, part: str) -> str:
-        first = self.of(part)[0].dtype
-        return next(name for name, short in DTYPES.items() if short == first)
 
 
 def export(checkpoint: Path, out: Path, *, dtype: str = "", max_file_bytes: int = 5 * 10**9,
@@ -92,7 +88,8 @@ def _write(job: Job, state: dict, folder: Path, say: Callable[[str], None]) -> d
     with tqdm(total=total, unit="B", unit_scale=True, disable=None, leave=False) as bar:
         for part, tensors in parts.items():
             (folder / part).mkdir()
-            for name, contents in part_json(part, job.model, job.torch_dtype(part)).items():
+            dtype = TORCH_DTYPES[tensors[0].dtype]
+            for name, contents in part_json(part, job.model, dtype).items():
                 (folder / part / name).write_text(json.dumps(contents, indent=1),
                                                   encoding="utf-8")
             files = write_folder(folder / part, tensors, job.max_file_bytes, bar.update)
@@ -144,8 +141,8 @@ def _positions(model: ModelConfig, dtype: str) -> FileTensor:
     from orchmllm.hf.describe import positions_of
     from orchmllm.models.audio import sinusoids
 
-    kind = next(getattr(torch, name) for name, short in DTYPES.items() if short == dtype)
-    table = sinusoids(torch.arange(positions_of(model.audio)), model.audio.hidden_size, kind)
+    table = sinusoids(torch.arange(positions_of(model.audio)), model.audio.hidden_size,
+                      getattr(torch, TORCH_DTYPES[dtype]))
     data = table.view(torch.uint8).numpy().tobytes()
     return FileTensor(POSITIONS, dtype, tuple(table.shape), lambda: iter((data,)))
 

@@ -13,6 +13,7 @@ from orchmllm.hf.folder import ELEMENT_BYTES, INDEX, SINGLE
 from orchmllm.hf.sharded import Sharded
 
 DTYPES = {"float64": "F64", "float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+TORCH_DTYPES = {short: name for name, short in DTYPES.items()}
 
 
 @dataclass(frozen=True)
@@ -31,16 +32,24 @@ class FileTensor:
 
 def renamed(tensor: Sharded, key: str, shape: tuple[int, ...], dtype: str = "") -> FileTensor:
     """`tensor` under another name, in another shape of as many values, and converted to `dtype`
-    unless empty. Raises ValueError if the number of values differs."""
+    unless empty. Raises ValueError if the number of values differs, and its blocks if a value is
+    too large for the dtype."""
     if math.prod(shape) != math.prod(tensor.shape):
         raise ValueError(f"{tensor.key} has shape {tensor.shape}, {key} needs {shape}: the "
                          "checkpoint is of another model")
     import torch
 
-    kind = {short: getattr(torch, name) for name, short in DTYPES.items()}[dtype or tensor.dtype]
-    return FileTensor(key, dtype or tensor.dtype, shape, lambda: (
-        block.to(kind).reshape(-1).view(torch.uint8).numpy().tobytes()
-        for block in tensor.blocks()))
+    name = TORCH_DTYPES[dtype or tensor.dtype]
+
+    def converted() -> Iterator[bytes]:
+        for block in tensor.blocks():
+            out = block.to(getattr(torch, name))
+            if out.isinf().any() and not block.isinf().any():
+                raise ValueError(f"{tensor.key} has values that {name} does not have: export "
+                                 "bfloat16 or float32")
+            yield out.reshape(-1).view(torch.uint8).numpy().tobytes()
+
+    return FileTensor(key, dtype or tensor.dtype, shape, converted)
 
 
 def write_file(path: Path, tensors: Sequence[FileTensor],

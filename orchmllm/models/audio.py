@@ -24,7 +24,7 @@ from orchmllm.batch import SequenceLengths, on_device
 from orchmllm.models.attention import packed_attention, padded_attention
 from orchmllm.models.config import WHISPER_FRAMES, AudioConfig
 from orchmllm.models.connector import Connector
-from orchmllm.models.init import init_parameters
+from orchmllm.models.init import check_sizes, init_parameters
 
 
 def index_in_sequence(lengths: np.ndarray) -> np.ndarray:
@@ -126,18 +126,13 @@ class AudioBlock(nn.Module):
 class AudioEncoder(nn.Module):
     """Audio encoder and its connector; `blocks` are the units that are sharded and checkpointed.
 
-    out_size: the LLM's width. Raises ValueError if num_heads does not divide the width, or the
-    width is odd or below 4.
+    out_size: the LLM's width. Raises ValueError for sizes that do not fit each other.
     """
 
     def __init__(self, config: AudioConfig, out_size: int) -> None:
         super().__init__()
+        check_sizes(config)
         size = config.hidden_size
-        if size % config.num_heads or size % 2 or size < 4:
-            raise ValueError(
-                f"audio hidden_size {size} must be even, >= 4 and a multiple of num_heads "
-                f"({config.num_heads})"
-            )
         self.config = config
         # Holders of Whisper's weights and biases: packed_conv1d applies them without a call.
         self.conv1 = nn.Conv1d(config.num_mels, size, 3, padding=1)
@@ -145,11 +140,7 @@ class AudioEncoder(nn.Module):
         self.blocks = nn.ModuleList(AudioBlock(config) for _ in range(config.num_layers))
         self.layer_norm = nn.LayerNorm(size)
         self.connector = Connector(size, config.stack, out_size)
-        self.init_weights()
-
-    def init_weights(self, generator: torch.Generator | None = None) -> None:
-        """See `init_parameters`."""
-        init_parameters(self, generator)
+        init_parameters(self)
 
     def encode(self, mel: Tensor, lengths: np.ndarray) -> tuple[Tensor, np.ndarray]:
         """mel: (R, num_mels), lengths: (n,) frames per clip -> features before the connector,

@@ -7,23 +7,37 @@ so parameters are all there is to initialise.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
-from torch import nn
+from torch import Tensor, nn
+
+from orchmllm.models.config import AudioConfig, LLMConfig, VisionConfig
+
+
+def check_sizes(config: VisionConfig | AudioConfig | LLMConfig) -> None:
+    """Raises ValueError for sizes that do not fit each other, as a recipe with them does."""
+    for keys, cure in config.conflicts():
+        raise ValueError(f"{type(config).__name__}: {keys[0]} = {getattr(config, keys[0])} {cure}")
+
+
+def normal(name: str, weight: Tensor) -> None:
+    """Draws from N(0, 0.02^2) by torch's global generator."""
+    nn.init.normal_(weight, std=0.02)
 
 
 @torch.no_grad()
-def init_parameters(
-    module: nn.Module, generator: torch.Generator | None = None, std: float = 0.02
-) -> None:
-    """Draws weights of linear, convolution and embedding layers from N(0, std^2), sets biases to
-    zero and calls `reset_parameters` of every other layer that owns parameters (norms: ones).
+def init_parameters(module: nn.Module, draw: Callable[[str, Tensor], None] = normal) -> None:
+    """Has `draw` fill the weight of every linear, convolution and embedding layer, of any shape,
+    sets biases to zero and calls `reset_parameters` of every other layer that owns parameters
+    (norms: ones).
 
-    generator: on the parameters' device; None uses the global one. The order of draws is that of
-    `module.modules()`, so equal seeds give equal weights.
+    draw: is given the weight's name, in the order of `module.modules()`, so equal seeds give equal
+    weights.
     """
-    for layer in module.modules():
+    for name, layer in module.named_modules():
         if isinstance(layer, nn.Linear | nn.Conv1d | nn.Embedding):
-            nn.init.normal_(layer.weight, std=std, generator=generator)
+            draw(f"{name}.weight", layer.weight)
             if getattr(layer, "bias", None) is not None:
                 nn.init.zeros_(layer.bias)
         elif next(layer.parameters(recurse=False), None) is not None:

@@ -18,7 +18,7 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention, apply_rotar
 from orchmllm.batch import IGNORE_INDEX, SequenceLengths
 from orchmllm.models.attention import register_hf_attention
 from orchmllm.models.config import LLMConfig
-from orchmllm.models.init import init_parameters
+from orchmllm.models.init import check_sizes, init_parameters
 
 
 class RMSNorm(nn.Module):
@@ -137,20 +137,18 @@ def _scale(x: Tensor, factor: Tensor, rows: int = 4096) -> Tensor:
 
 
 class LossHead(nn.Linear):
-    """lm_head: logits, or with labels the summed loss, which FSDP2 has to see as this module's
-    forward (it gathers the weight for that)."""
+    """lm_head with the summed loss, which FSDP2 has to see as this module's forward (it gathers the
+    weight for that)."""
 
     def __init__(self, hidden_size: int, vocab_size: int) -> None:
         super().__init__(hidden_size, vocab_size, bias=False)
 
-    def forward(self, x: Tensor, labels: Tensor | None = None, chunk_rows: int = 0) -> Tensor:
-        """x: (R, D) -> (R, V); with labels (R,) a scalar in max(float32, x's dtype).
-        chunk_rows: rows whose logits exist at a time; 0 or at least R: all at once."""
-        if labels is not None and 0 < chunk_rows < len(x):
+    def forward(self, x: Tensor, labels: Tensor, chunk_rows: int = 0) -> Tensor:
+        """x: (R, D), labels (R,) -> a scalar in max(float32, x's dtype). chunk_rows: rows whose
+        logits exist at a time; 0 or at least R: all at once."""
+        if 0 < chunk_rows < len(x):
             return _ChunkedLoss.apply(x, self.weight, labels, chunk_rows, torch.is_grad_enabled())
         logits = super().forward(x)
-        if labels is None:
-            return logits
         logits = logits.to(torch.promote_types(torch.float32, logits.dtype))
         return F.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, reduction="sum")
 
@@ -159,18 +157,14 @@ class PackedQwen2(nn.Module):
     """The LLM phase: embeddings of packed examples -> summed cross entropy.
 
     `embed_tokens`, `layers` and `lm_head` are the units that are sharded; `layers` are those that
-    are checkpointed. loss_chunk_rows: see LossHead. Raises ValueError for heads that do not divide
-    the hidden size."""
+    are checkpointed. loss_chunk_rows: see LossHead. Raises ValueError for sizes that do
+    not fit each other."""
 
     loss_chunk_rows = 0
 
     def __init__(self, config: LLMConfig) -> None:
         super().__init__()
-        if config.hidden_size % (2 * config.num_heads) or config.num_heads % config.num_kv_heads:
-            raise ValueError(
-                f"llm hidden_size {config.hidden_size} must be a multiple of 2 * num_heads "
-                f"({2 * config.num_heads}), and num_heads of num_kv_heads ({config.num_kv_heads})"
-            )
+        check_sizes(config)
         self.config = config
         self.hf = Qwen2ForCausalLM(hf_config(config, register_hf_attention()))
         self.hf.lm_head = LossHead(config.hidden_size, config.vocab_size)
@@ -183,17 +177,13 @@ class PackedQwen2(nn.Module):
         model.rotary_emb = RotaryEmbedding(
             config.hidden_size // config.num_heads, config.rope_theta
         )
-        self.init_weights()
-
-    def init_weights(self, generator: torch.Generator | None = None) -> None:
-        """See `init_parameters`. The head's scale keeps the logits' standard deviation at or below
-        0.5 in wide models, so that the untrained loss is within 5% of ln(vocab_size)."""
-        init_parameters(self, generator)
-        init_parameters(self.lm_head, generator, self.head_std)
+        init_parameters(self)
+        nn.init.normal_(self.lm_head.weight, std=self.head_std)
 
     @property
     def head_std(self) -> float:
-        """Of the head's initial weights."""
+        """Of the head's initial weights: it keeps the logits' standard deviation at or below 0.5 in
+        wide models, so that the untrained loss is within 5% of ln(vocab_size)."""
         return min(0.02, 0.5 * self.config.hidden_size**-0.5)
 
     @property
@@ -213,14 +203,10 @@ class PackedQwen2(nn.Module):
         overwritten by `compose`."""
         return self.embed_tokens(token_ids)
 
-    def logits(self, x: Tensor, position_ids: Tensor, seqlens: SequenceLengths) -> Tensor:
-        """x: (R, D) embeddings, position_ids: (R,) int64 restarting in each example, seqlens:
-        positions per example. Returns (R, vocab_size) in x's dtype. R = 0 runs and stays
-        attached."""
-        return self.lm_head(self.hidden(x, position_ids, seqlens))
-
     def hidden(self, x: Tensor, position_ids: Tensor, seqlens: SequenceLengths) -> Tensor:
-        """The same before the head: (R, D)."""
+        """x: (R, D) embeddings, position_ids: (R,) int64 restarting in each example, seqlens:
+        positions per example. Returns what the head takes, (R, D) in x's dtype. R = 0 runs and
+        stays attached."""
         hidden = self.hf.model(
             inputs_embeds=x.unsqueeze(0),
             position_ids=position_ids.unsqueeze(0),
@@ -237,7 +223,7 @@ class PackedQwen2(nn.Module):
     ) -> Tensor:
         """Cross entropy summed over the labels that are not IGNORE_INDEX.
 
-        x, position_ids, seqlens: as in `logits`. labels: (R,) integers, already shifted
+        x, position_ids, seqlens: as in `hidden`. labels: (R,) integers, already shifted
         (labels[t] is the token after t). Returns a scalar in max(float32, x's dtype): 0, attached
         to every parameter, if there is no row or no target.
         """

@@ -25,7 +25,7 @@ from orchmllm.batch import SequenceLengths, on_device
 from orchmllm.models.attention import packed_attention
 from orchmllm.models.config import CLIP_MEAN, CLIP_STD, VisionConfig
 from orchmllm.models.connector import Connector
-from orchmllm.models.init import init_parameters
+from orchmllm.models.init import check_sizes, init_parameters
 
 ROPE_THETA = 10_000.0
 
@@ -112,17 +112,12 @@ class VisionBlock(nn.Module):
 class VisionEncoder(nn.Module):
     """Vision encoder and its connector; `blocks` are the units that are sharded and checkpointed.
 
-    out_size: the LLM's width. Raises ValueError if the heads do not divide the width into
-    multiples of 4 (two axes, two values per rotation).
+    out_size: the LLM's width. Raises ValueError for sizes that do not fit each other.
     """
 
     def __init__(self, config: VisionConfig, out_size: int) -> None:
         super().__init__()
-        if config.hidden_size % (4 * config.num_heads):
-            raise ValueError(
-                f"vision hidden_size {config.hidden_size} must be a multiple of 4 * num_heads "
-                f"({4 * config.num_heads})"
-            )
+        check_sizes(config)
         self.config = config
         own = config.family == "vit"
         self.patch_embed = nn.Linear(config.geometry.row_size * config.temporal_patch_size,
@@ -131,11 +126,7 @@ class VisionEncoder(nn.Module):
         self.norm = nn.LayerNorm(config.hidden_size, eps=1e-6)
         self.connector = Connector(config.hidden_size, config.merge_size**2, out_size,
                                    hidden=config.connector_hidden(out_size), norm=own)
-        self.init_weights()
-
-    def init_weights(self, generator: torch.Generator | None = None) -> None:
-        """See `init_parameters`."""
-        init_parameters(self, generator)
+        init_parameters(self)
 
     def forward(self, pixels: Tensor, grid: np.ndarray, seqlens: SequenceLengths) -> Tensor:
         """Embeddings of all images of this rank; runs with R = 0 and is then still attached to

@@ -9,6 +9,7 @@ import numpy as np
 
 from orchmllm.config import Recipe
 from orchmllm.plan.step import PHASES, imbalance
+from orchmllm.runtime.gain import predicted
 
 # The exchange is what balancing costs, so it counts in the critical path.
 PATH_PHASES = (*PHASES, "exchange")
@@ -27,8 +28,8 @@ def summarize(curves: dict[str, list[dict]], pairs: dict[str, list[dict]]) -> di
     cpu_s = {name: np.array([[r["cpu_s"][p] for p in PATH_PHASES] for r in rows])
              for name, rows in steps.items()}  # (steps, phases, ranks)
     path = {name: float(x.max(axis=2).sum()) for name, x in cpu_s.items()}
-    cost = {"off": _predicted(steps["off"], "imbalance_before"),
-            "on": _predicted(steps["on"], "imbalance_after")}
+    cost = {"off": sum(predicted(r["phases"])[0] for r in steps["off"]),
+            "on": sum(predicted(r["phases"])[1] for r in steps["on"])}
     return {
         "loss_off": [r["loss"] for r in steps["off"]], "loss_on": [r["loss"] for r in steps["on"]],
         "critical_path_ratio": path["off"] / path["on"],
@@ -57,12 +58,6 @@ def summarize(curves: dict[str, list[dict]], pairs: dict[str, list[dict]]) -> di
         "phases": list(PATH_PHASES),
         "step_cpu_s": {name: x.tolist() for name, x in cpu_s.items()},
     }
-
-
-def _predicted(rows: list[dict], when: str) -> float:
-    """The critical path by the cost model, in kFLOP."""
-    return sum(r["phases"][p][when] * r["phases"][p]["mean_cost_kflop"]
-               for r in rows for p in PHASES)
 
 
 def _phase_ratio(rows: list[dict], phase: str, when: str) -> float:

@@ -40,15 +40,15 @@ class RunLog:
     """steps: column (see COLUMNS) -> (n,) float64, one for each step that counts, by step; nan
     where nothing was logged. measured.* belong to the step of their place. validations: (m, 2) of
     steps done and loss. restarts: (step where it went on, steps done again). quarantine: lines of
-    quarantine.jsonl. recipe: what recipe.yaml says, as sections. cut: the last line is still being
-    written."""
+    quarantine.jsonl. total_steps: train.num_steps of recipe.yaml, None where there is none. cut:
+    the last line is still being written."""
 
     folder: Path
     steps: dict[str, np.ndarray]
     validations: np.ndarray
     restarts: list[tuple[int, int]]
     quarantine: list[dict]
-    recipe: dict
+    total_steps: int | None
     cut: bool
     written_at: float
 
@@ -93,7 +93,7 @@ def read_run(folder: Path) -> RunLog:
     return RunLog(
         folder, _measured_in_place(columns),
         np.array(sorted(validations.items()), float).reshape(-1, 2), restarts,
-        _quarantine(folder / "quarantine.jsonl"), _recipe(folder / "recipe.yaml"),
+        _quarantine(folder / "quarantine.jsonl"), _total_steps(folder / "recipe.yaml"),
         cut=parts[-1][2], written_at=path.stat().st_mtime)
 
 
@@ -152,7 +152,7 @@ def _last_of_each(columns: dict[str, np.ndarray]
                   ) -> tuple[dict[str, np.ndarray], list[tuple[int, int]]]:
     """The last row of each step, and where the run went back."""
     step = columns["step"]
-    back = np.flatnonzero(np.diff(step) != 1) + 1 if len(step) else []
+    back = np.flatnonzero(np.diff(step) < 1) + 1  # a gap: rows that were lost on a full disk
     restarts = [(int(step[i]), int(step[i - 1] - step[i] + 1)) for i in back]
     stopped = np.flatnonzero(columns["stop_signal"][:-1] > 0)
     restarts += [(int(step[i]) + 1, 0) for i in stopped if step[i + 1] == step[i] + 1]
@@ -187,8 +187,10 @@ def _quarantine(path: Path) -> list[dict]:
         raise NotALog(f"{path}: {e}; delete that line") from None
 
 
-def _recipe(path: Path) -> dict:
+def _total_steps(path: Path) -> int | None:
     if not path.is_file():
-        return {}
-    found = yaml.safe_load(path.read_text(encoding="utf-8"))
-    return found if isinstance(found, dict) else {}
+        return None
+    try:
+        return int(yaml.safe_load(path.read_text(encoding="utf-8"))["train"]["num_steps"])
+    except (yaml.YAMLError, ValueError, LookupError, TypeError) as e:
+        raise NotALog(f"{path}: no recipe of a run ({type(e).__name__}); delete it") from None

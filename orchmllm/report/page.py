@@ -62,11 +62,11 @@ def page(run: RunLog, other: RunLog | None = None) -> str:
 
 
 def _state(run: RunLog) -> str:
-    total = run.recipe.get("train", {}).get("num_steps")
     done = int(run["step"][-1]) + 1 if run.num_steps else 0
     ranks = f", {int(run['num_ranks'][-1])} ranks" if run.num_steps else ""
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(run.written_at))
-    return (f"{done}{f' of {total}' * bool(total)} steps{ranks}; last written {when}"
+    total = f" of {run.total_steps}" if run.total_steps else ""
+    return (f"{done}{total} steps{ranks}; last written {when}"
             + (" (its last line is still being written)" if run.cut else ""))
 
 
@@ -74,7 +74,7 @@ def figures(run: RunLog) -> dict[str, tuple[float, str]]:
     """What is compared: name -> (value, unit)."""
     before, after, seconds_before, seconds_after = _gains(run)
     known = np.isfinite(seconds_after)
-    steps, last = run.num_steps, max(1, run.num_steps // 20)
+    steps = run.num_steps
 
     def median(column: str) -> float:
         return float(np.median(run[column])) if steps else np.nan
@@ -83,8 +83,8 @@ def figures(run: RunLog) -> dict[str, tuple[float, str]]:
     waited, total = run["data_wait_s"].sum(), run["step_s"].sum()
     moved, between = _bytes(run)
     return {
-        f"loss, mean of the last {last} steps" if last > 1 else "loss of the last step": (
-            float(loss[-last:].mean()) if len(loss) else np.nan, ""),
+        "loss, mean of the last 5% of the steps": (
+            float(loss[-max(1, len(loss) // 20):].mean()) if len(loss) else np.nan, ""),
         "validation loss, last": (
             float(run.validations[-1, 1]) if len(run.validations) else np.nan, ""),
         "tokens/s, median": (median("tokens_per_s"), ""),
@@ -212,12 +212,13 @@ def _slowest(run: RunLog) -> list[str]:
     waits = {p: run[f"{p}.measured.slowest_s"] * (
         1 - 1 / np.maximum(run[f"{p}.measured.imbalance"], 1.0)) for p in PHASES}
     ranks = {p: run[f"{p}.measured.rank"] for p in PHASES}
+    waits = {p: np.where(np.isfinite(ranks[p]), waits[p], 0.0) for p in PHASES}
     if not any(np.isfinite(r).any() for r in ranks.values()):
         return ["<p class=none>Not logged: <code>measured.slowest</code> is written by runs of "
                 "this version, of every step that was measured.</p>"]
     rows = []
     for p in PHASES:
-        known = np.isfinite(ranks[p]) & (waits[p] > 0)
+        known = waits[p] > 0
         total = waits[p][known].sum()
         by_rank = np.bincount(ranks[p][known].astype(int), waits[p][known])
         steps = np.bincount(ranks[p][known].astype(int))
@@ -225,7 +226,7 @@ def _slowest(run: RunLog) -> list[str]:
             if by_rank[r]:
                 rows.append((p, int(r), int(steps[r]), number(by_rank[r], "s"),
                              number(by_rank[r] / total, "%")))
-    stacked = np.nan_to_num(np.array([waits[p] for p in PHASES]))  # (phases, steps)
+    stacked = np.array([waits[p] for p in PHASES])  # (phases, steps)
     worst = []
     for place in np.argsort(-stacked, axis=None, kind="stable")[:SLOW_STEPS]:
         phase, at = PHASES[place // run.num_steps], place % run.num_steps

@@ -8,13 +8,8 @@ from pathlib import Path
 
 from orchmllm.config import Recipe
 from orchmllm.data.loading.step_loader import Step
-from orchmllm.runtime.run_state import (
-    MediaCount,
-    NonFiniteError,
-    name_of,
-    quarantine,
-    record_nonfinite,
-)
+from orchmllm.runtime.metrics import JsonLines, read_rows
+from orchmllm.runtime.run_state import MediaCount, NonFiniteError, name_of
 
 
 class Incidents:
@@ -23,6 +18,8 @@ class Incidents:
     def __init__(self, recipe: Recipe, *, writes: bool, say: Callable[[str], None]) -> None:
         self._recipe, self._writes, self._say = recipe, writes, say
         self._folder = Path(recipe.run.dir)
+        self._logs: dict[Path, JsonLines] = {}
+        self._listed: set[tuple] = set()  # what quarantine.jsonl has
         self._warned = False  # of a medium that cannot be decoded
         self._alone = False  # no server has answered in the step before
 
@@ -32,7 +29,7 @@ class Incidents:
         lines = counted.count(step, describe)
         where = self._folder / "quarantine.jsonl"
         if lines and self._writes:
-            quarantine(where, lines)
+            self._quarantine(where, lines)
         if lines and not self._warned:
             self._warned = True
             self._say(f"warning: not usable, so its example is not learnt: {name_of(lines[0])}; "
@@ -55,10 +52,35 @@ class Incidents:
         """Writes which examples the step had. Raises NonFiniteError where the recipe says so."""
         where = self._folder / "nonfinite.jsonl"
         if self._writes:
-            record_nonfinite(where, step, loss, grad_norm)
+            self._log(where).write({"step": step.index, "loss": loss, "grad_norm": grad_norm,
+                                    "example_ids": step.example_ids.tolist()})
         message = (f"step {step.index}: loss {loss}, gradient norm {grad_norm}; the step's "
                    f"examples are in {where}")
         if self._recipe.train.nonfinite == "raise":
             raise NonFiniteError(f"{message}; parameters are those before the step "
                                  "(train.nonfinite=skip or rollback goes on)")
         self._say(f"warning: {message}")
+
+    def close(self) -> None:
+        """Closes its files."""
+        for log in self._logs.values():
+            log.close()
+
+    def _log(self, path: Path) -> JsonLines:
+        if path not in self._logs:
+            self._logs[path] = JsonLines(path)
+        return self._logs[path]
+
+    def _quarantine(self, path: Path, lines: list[dict]) -> None:
+        """Appends the lines of rows and media that are not there yet: an example comes again in the
+        next epoch, and after a resume."""
+        def key(line: dict) -> tuple:
+            return line["data_file"], line["row"], line["segment"]
+
+        if path not in self._logs:
+            self._log(path)  # leaves whole lines
+            self._listed = set(map(key, read_rows(path)))
+        for line in lines:
+            if key(line) not in self._listed:
+                self._listed.add(key(line))
+                self._log(path).write(line)

@@ -1,4 +1,4 @@
-"""The log of a run: one JSON object a line."""
+"""The logs of a run: one JSON object a line."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 import math
 import os
 import sys
+from itertools import count
 from pathlib import Path
 
 from orchmllm.runtime.log_schema import SCHEMA_VERSION
@@ -15,9 +16,8 @@ LOGS = ("metrics.jsonl", "quarantine.jsonl", "nonfinite.jsonl")  # that a run fo
 MAX_ROW_BYTES = 2**24  # of one row; rows grow with the number of ranks
 
 
-class MetricsLog:
-    """One JSON object a line (orchmllm.runtime.log_schema); written by one rank, appended to what
-    is there.
+class JsonLines:
+    """A file of JSON objects, one a line; written by one rank, appended to what is there.
 
     Raises ValueError at construction if the file cannot be written. Later on a write that fails
     (the disk is full) costs the row and not the run: `lost` counts them."""
@@ -33,7 +33,8 @@ class MetricsLog:
                              "folder") from e
 
     def write(self, row: dict) -> None:
-        text = json.dumps(_finite({"schema": SCHEMA_VERSION, **row}), allow_nan=False)
+        """row: numbers that JSON does not have become null."""
+        text = json.dumps(_finite(row), allow_nan=False)
         data, start = f"{text}\n".encode(), self._file.seek(0, os.SEEK_END)
         try:
             if self._file.write(data) != len(data):
@@ -49,21 +50,28 @@ class MetricsLog:
         self._file.close()
 
 
+class MetricsLog(JsonLines):
+    """metrics.jsonl (orchmllm.runtime.log_schema)."""
+
+    def write(self, row: dict) -> None:
+        super().write({"schema": SCHEMA_VERSION, **row})
+
+
 def set_logs_aside(folder: Path) -> list[str]:
     """Renames what earlier runs logged in a run folder, for a run that starts from scratch there;
     returns a line on each file."""
     lines = []
     for path in (folder / name for name in LOGS):
         if path.is_file() and path.stat().st_size:
-            number = 1 + sum(1 for _ in folder.glob(f"aside_*_{path.name}"))
-            aside = path.with_name(f"aside_{number}_{path.name}")
+            names = (path.with_name(f"aside_{n}_{path.name}") for n in count(1))
+            aside = next(name for name in names if not name.exists())
             path.rename(aside)
             lines.append(f"run.resume=never: {path} of an earlier run is now {aside}")
     return lines
 
 
-def read_metrics(path: Path) -> list[dict]:
-    """Rows of a metrics.jsonl."""
+def read_rows(path: Path) -> list[dict]:
+    """Rows of a file of whole lines."""
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 

@@ -30,14 +30,15 @@ def problems(checks: Iterable[Callable[[], object]]) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def checks(recipe: Recipe, state_bytes: int) -> dict[str, Callable[[], object]]:
-    """Checks that raise ValueError, by what they look at. state_bytes: size of a checkpoint of this
+def checks(recipe: Recipe, state_bytes: int) -> list[tuple[str, Callable[[], object]]]:
+    """(what it looks at, a check that raises ValueError). state_bytes: size of a checkpoint of this
     recipe."""
-    return {"run folder": partial(check_run_folder, recipe, state_bytes),
-            "preprocessing": partial(servers_of, recipe.data),
-            **{f"data {source.path}": partial(check_source, source, Storage(recipe.data.remote))
-               for source in sources_of(recipe.data)},
-            "tokenizer": lambda: check_vocabulary(open_tokenizer(recipe.data), recipe.model.llm)}
+    storage = Storage(recipe.data.remote)
+    return [("run folder", partial(check_run_folder, recipe, state_bytes)),
+            ("preprocessing", partial(servers_of, recipe.data)),
+            *((f"data {source.path}", partial(check_source, source, storage))
+              for source in sources_of(recipe.data)),
+            ("tokenizer", lambda: check_vocabulary(open_tokenizer(recipe.data), recipe.model.llm))]
 
 
 def check_vocabulary(tokenizer: ChatTokenizer, llm: LLMConfig) -> None:

@@ -41,32 +41,17 @@ def lock_folder(
     how long to wait for a holder that is about to end. lost: called, from a thread, if another run
     has taken the folder over.
 
-    Raises FolderInUse naming the process that holds it."""
-    deadline = time.monotonic() + patience_s
-    path = folder / NAME
-    while True:
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-        except OSError as e:
-            raise FolderInUse(f"run.dir: {folder} cannot be written ({e}); choose another folder"
-                              ) from e
-        locked = _lock(descriptor, path)
-        if locked and _is_at(path, descriptor):
-            break
-        stale = not locked and _is_at(path, descriptor) and _stale(descriptor, folder, stale_s)
-        message = _told(descriptor, folder)
-        os.close(descriptor)
-        if stale:
-            print(f"warning: {stale}", file=sys.stderr, flush=True)
-            path.unlink(missing_ok=True)
-        elif not locked:
-            if time.monotonic() >= deadline:
-                raise FolderInUse(message)
-            time.sleep(0.2)
-    os.ftruncate(descriptor, 0)
-    os.write(descriptor, json.dumps({"host": socket.gethostname(), "pid": os.getpid()}).encode())
-    done = threading.Event()
+    Raises FolderInUse naming the process that holds it, or why the folder cannot be written."""
+    path, done = folder / NAME, threading.Event()
+    holder = json.dumps({"host": socket.gethostname(), "pid": os.getpid()})
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        descriptor = _taken(path, time.monotonic() + patience_s, stale_s)
+        os.ftruncate(descriptor, 0)
+        os.write(descriptor, holder.encode())
+    except OSError as e:
+        raise FolderInUse(f"run.dir: {folder} cannot be written ({e}); choose another folder"
+                          ) from e
 
     def renew() -> None:
         while not done.wait(renew_s):
@@ -88,15 +73,35 @@ def lock_folder(
     return unlock
 
 
+def _taken(path: Path, deadline: float, stale_s: float) -> int:
+    """The descriptor of the locked file. Raises FolderInUse after the deadline, OSError."""
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        locked = _lock(descriptor, path)
+        if locked and _is_at(path, descriptor):
+            return descriptor
+        stale = not locked and _is_at(path, descriptor) and _stale(descriptor, path, stale_s)
+        message = _told(descriptor, path)
+        os.close(descriptor)
+        if stale:
+            print(f"warning: {stale}", file=sys.stderr, flush=True)
+            path.unlink(missing_ok=True)
+        elif not locked:
+            if time.monotonic() >= deadline:
+                raise FolderInUse(message)
+            time.sleep(0.2)
+
+
 def check_folder(folder: Path) -> None:
     """Raises FolderInUse if another process holds the lock; changes nothing."""
+    path = folder / NAME
     try:
-        descriptor = os.open(folder / NAME, os.O_RDWR)
+        descriptor = os.open(path, os.O_RDWR)
     except OSError:  # there is none, or the run will tell why it cannot be written
         return
     try:
-        if not _lock(descriptor, folder / NAME) and not _stale(descriptor, folder, STALE_S):
-            raise FolderInUse(_told(descriptor, folder))
+        if not _lock(descriptor, path) and not _stale(descriptor, path, STALE_S):
+            raise FolderInUse(_told(descriptor, path))
     finally:
         os.close(descriptor)  # and with it the lock
 
@@ -113,17 +118,23 @@ def _lock(descriptor: int, path: Path) -> bool:
     return True
 
 
-def _stale(descriptor: int, folder: Path, stale_s: float) -> str:
+def _holder(descriptor: int) -> dict[str, str]:
+    """host and pid that the file names; nothing where it cannot be read."""
+    try:
+        holder = json.loads(os.pread(descriptor, 4096, 0))
+        return {"host": str(holder["host"]), "pid": str(holder["pid"])}
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
+
+
+def _stale(descriptor: int, path: Path, stale_s: float) -> str:
     """What is said of the lock of another host that was not renewed for stale_s; '' if it was. A
     lock of this host's is its process's for certain."""
-    try:
-        host = json.loads(os.pread(descriptor, 4096, 0))["host"]
-        still_s = time.time() - os.fstat(descriptor).st_mtime
-    except (OSError, ValueError, KeyError, TypeError):
-        return ""
+    host = _holder(descriptor).get("host", socket.gethostname())
+    still_s = time.time() - os.fstat(descriptor).st_mtime
     if host == socket.gethostname() or still_s < stale_s:
         return ""
-    return (f"run.dir: {folder} is locked by host {host}, which has not renewed the lock for "
+    return (f"run.dir: {path.parent} is locked by host {host}, which has not renewed the lock for "
             f"{still_s:.0f} s: it is taken to be dead")
 
 
@@ -135,11 +146,8 @@ def _is_at(path: Path, descriptor: int) -> bool:
         return False
 
 
-def _told(descriptor: int, folder: Path) -> str:
-    try:
-        holder = json.loads(os.pread(descriptor, 4096, 0))
-        who = f"process {holder['pid']} on host {holder['host']}"
-    except (OSError, ValueError, KeyError, TypeError):
-        who = "another process"
-    return (f"run.dir: {folder} is being written by another run ({who}): wait for it, stop it, or "
-            "choose another run.dir")
+def _told(descriptor: int, path: Path) -> str:
+    holder = _holder(descriptor)
+    who = f"process {holder['pid']} on host {holder['host']}" if holder else "another process"
+    return (f"run.dir: {path.parent} is being written by another run ({who}): wait for it, stop "
+            "it, or choose another run.dir")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -82,7 +81,6 @@ class MediaCount:
                 f"{self.failed} of {self.read} media ({percent:.1f}%) could not be decoded, over "
                 f"data.max_failed_percent={limits.max_failed_percent}; the last: {what}")
 
-
     def check_modalities(self, at_least: int = 1) -> None:
         """Raises MediaLimitError where no medium of a modality could be decoded, of `at_least` so
         many. At the end of a run one is enough."""
@@ -93,27 +91,6 @@ class MediaCount:
                     f"this modality is learnt; the first: {self.first[name]}. Check the paths in "
                     "the data file and where they start: the media_root of the source (data."
                     "sources), or else the folder of the data file")
-
-
-def quarantine(path: Path, lines: list[dict]) -> None:
-    """Appends the lines of rows and media that are not there yet: an example comes again in the
-    next epoch, and after a resume."""
-    def key(line: dict) -> tuple:
-        return line["data_file"], line["row"], line["segment"]
-
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a+", encoding="utf-8") as f:
-        f.seek(0)
-        known = {key(json.loads(line)) for line in f}
-        f.writelines(json.dumps(line) + "\n" for line in lines if key(line) not in known)
-
-
-def record_nonfinite(path: Path, step: Step, loss: float, grad_norm: float) -> None:
-    """Appends which examples a step had whose loss or gradient is not finite."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a", encoding="utf-8") as f:
-        f.write(json.dumps({"step": step.index, "loss": loss, "grad_norm": grad_norm,
-                            "example_ids": step.example_ids.tolist()}) + "\n")
 
 
 def name_of(line: dict) -> str:

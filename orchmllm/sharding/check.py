@@ -24,17 +24,17 @@ def check_shards(shard_size: int, world_size: int) -> None:
     naming the groups that do and the nearest worlds that would."""
     if shard_size == 0 or world_size % shard_size == 0:
         return
-    below, above = (k * shard_size for k in divmod_ceil(world_size, shard_size))
-    worlds = " or ".join(str(w) for w in (below, above) if w)
     nearest = sorted(divisors(world_size), key=lambda k: (abs(k - shard_size), k))[:4]
     raise ValueError(
         f"fsdp.shard_size is {shard_size}, which does not divide the {world_size} ranks: start "
-        f"{worlds} ranks, or set it to 0 (all ranks) or one of {sorted(nearest)}")
+        f"{_multiples(shard_size, world_size)} ranks, or set it to 0 (all ranks) or one of "
+        f"{sorted(nearest)}")
 
 
-def divmod_ceil(a: int, b: int) -> tuple[int, int]:
-    """(a / b rounded down, the same rounded up)."""
-    return a // b, -(-a // b)
+def _multiples(unit: int, near: int) -> str:
+    """Those of `unit` below and above a number."""
+    below, above = near // unit * unit, -(-near // unit) * unit
+    return f"{below} or {above}" if below else str(above)
 
 
 def default_world(recipe: Recipe, ranks_per_node: int) -> tuple[int, str]:
@@ -55,9 +55,8 @@ def check_world(recipe: Recipe, world_size: int, ranks_per_node: int) -> None:
     check_shards(recipe.fsdp.shard_size, world_size)
     per_node = recipe.balance.ranks_per_node or ranks_per_node
     if world_size > per_node and world_size % per_node:
-        below, above = (k * per_node for k in divmod_ceil(world_size, per_node))
         raise ValueError(f"{world_size} ranks do not fill nodes of {per_node} ranks "
-                         f"(balance.ranks_per_node): start {below} or {above}")
+                         f"(balance.ranks_per_node): start {_multiples(per_node, world_size)}")
     size = recipe.fsdp.shard_size
     if recipe.balance.group == "shard" and size % per_node and per_node % size:
         raise ValueError(f"balance.group is shard, but fsdp.shard_size {size} and nodes of "

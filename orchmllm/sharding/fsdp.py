@@ -60,11 +60,6 @@ def stacks(model: MultimodalModel) -> dict[str, nn.ModuleList]:
     return {"vision": model.vision.blocks, "audio": model.audio.blocks, "llm": model.llm.layers}
 
 
-def blocks_of(model: MultimodalModel) -> list[nn.Module]:
-    """The blocks of all phases, in the order of the forward pass."""
-    return [block for stack in stacks(model).values() for block in stack]
-
-
 def build_model(model: ModelConfig, config: FsdpConfig, device: torch.device, seed: int,
                 checkpointing: Mapping[str, str] | None = None,
                 sources: Sequence[WeightSource] = (), *, ranks_per_node: int = 1,

@@ -12,10 +12,11 @@ from collections.abc import Container, Iterator
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from orchmllm.models.init import init_parameters
 from orchmllm.models.mllm import MultimodalModel
 
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
@@ -28,21 +29,17 @@ def plain_name(name: str) -> str:
     return name
 
 
-@torch.no_grad()
 def seed_weights(model: MultimodalModel, seed: int, skip: Container[str] = ()) -> None:
     """Gives every parameter its initial value, in place: N(0, std^2) for weights of linear,
     convolution and embedding layers, zero biases, norms' own. model: whole or sharded, with
     memory. skip: plain names of weights that will be read from a file, so need not be drawn."""
-    for module_name, layer in model.named_modules():
-        if isinstance(layer, nn.Linear | nn.Conv1d | nn.Embedding):
-            std = model.llm.head_std if layer is model.llm.lm_head else 0.02
-            name = plain_name(f"{module_name}.weight")
-            if name not in skip:
-                _draw(layer.weight, std, seed, name)
-            if getattr(layer, "bias", None) is not None:
-                nn.init.zeros_(layer.bias)
-        elif next(layer.parameters(recurse=False), None) is not None:
-            layer.reset_parameters()
+    def draw(name: str, weight: Tensor) -> None:
+        name = plain_name(name)
+        if name not in skip:
+            std = model.llm.head_std if weight is model.llm.lm_head.weight else 0.02
+            _draw(weight, std, seed, name)
+
+    init_parameters(model, draw)
 
 
 def local_rows(parameter: Tensor) -> tuple[Tensor, int]:

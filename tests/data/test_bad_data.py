@@ -116,6 +116,8 @@ def test_training_finishes_and_skips_alike(corpus, tmp_path, dispatch, num_worke
     again = run_recipe(folder, tmp_path / "b", dispatch)
     first = run_ranks(failures_seen, 2, again, 6)[0]
     assert first == ranks[0][:7]
+    with (tmp_path / "b" / "quarantine.jsonl").open("a") as f:
+        f.write('{"step": 6, "exam')  # what kill -9 leaves
     rest, = run_ranks(failures_seen, 1, again)
     assert rest == ranks[0][4:]
     resumed = [json.loads(line) for line in (tmp_path / "b" / "quarantine.jsonl").open()]

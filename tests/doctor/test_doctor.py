@@ -7,6 +7,7 @@ import io
 import json
 import os
 import resource
+import shutil
 import socket
 import subprocess
 import sys
@@ -100,6 +101,18 @@ def test_what_is_wrong_with_a_recipe(capsys, demo_corpus, tmp_path, change, name
     assert code == 1 and not check["ok"] and what in check["what"], check
 
 
+@pytest.mark.parametrize("argv, said", [
+    (["--self-test", "--json"], "--self-test takes neither a recipe nor another option"),
+    (["nowhere.yaml", "--self-test"], "--self-test takes neither a recipe nor another option"),
+    (["--timeout", "-1"], "--timeout -1 must be above 0"),
+    (["--network", "nan"], "--network nan at least 0"),
+])
+def test_options_that_mean_nothing_are_refused(capsys, argv, said):
+    with pytest.raises(SystemExit) as end:
+        dispatch(["doctor", *argv])
+    assert end.value.code == 2 and said in capsys.readouterr().err
+
+
 def test_a_disk_that_fills_up(tmp_path):
     """A file that cannot grow: the same error as that of a full disk."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -127,6 +140,15 @@ def test_the_odd_rank_is_named():
     assert "cure: make room" in text(rows, 1.0) and "3 of 3 checks failed" in text(rows, 1.0)
     assert [c.what for c in merged({0: rank(speed=600), 1: rank(speed=590)})] == [
         "2.11", "600 TFLOP/s (1 other values)", "fine"]
+    (odd,) = merged({r: rank(v)[:1] for r, v in enumerate(("2.11", "2.13", "2.11", "2.12"))})
+    assert odd.what == "rank 1: 2.13; rank 3: 2.12; the others: 2.11"
+
+
+def test_the_time_of_a_name_look_up_counts_for_all_connections():
+    few, many = (World(0, n, 0, 1, "127.0.0.1", 29512) for n in (2, 10**9))
+    (fine,), (slow,) = machine.names(few), machine.names(many)
+    assert fine.ok and "ms for the name of an address" in fine.what
+    assert not slow.ok and "the 2000000000 connections to rank 0 wait" in slow.cure
 
 
 def test_pairs_connect_all_in_few_rounds():
@@ -216,11 +238,12 @@ def test_ranks_of_a_job_and_a_clock_that_is_wrong(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.dist
-def test_ranks_that_do_not_come_or_hang_are_named(tmp_path):
-    (code, out), *_ = run_ranks(of_a_job, 3, free_port(), 4, 2, 0.0, tmp_path / "done")
+@pytest.mark.parametrize("late", [2, 0])
+def test_ranks_that_do_not_come_or_hang_are_named(tmp_path, late):
+    (code, out), *_ = run_ranks(of_a_job, 3, free_port(), 4, late, 0.0, tmp_path / "done")
     assert code == 1 and "FAIL  ranks there" in out, out
     assert "3 of 4: rank 3 did not come in 20 s" in out
-    assert f"rank 2 on {socket.gethostname()}: late at its own checks" in out
+    assert f"FAIL  answers           rank {late}: late at its own checks" in out
     assert "ok    torch" in out  # of the others all is told
 
 
@@ -276,6 +299,27 @@ class TestNodes:
         assert line.startswith("FAIL") and "no connection between ranks 0-2" in line, logs[0]
         assert "cure: open all TCP ports between the nodes" in logs[0]
         assert "ok    ranks there" in logs[0]
+
+    def test_a_name_server_that_does_not_answer_is_named(self):
+        with namespaces(2) as names:
+            files = [Path("/etc/netns", name, "resolv.conf") for name in names]
+            for file in files:
+                file.parent.mkdir(parents=True)
+                file.write_text("nameserver 127.0.0.1\noptions timeout:5 attempts:2\n")
+            silent = [subprocess.Popen(
+                ["ip", "netns", "exec", name, sys.executable, "-c", "import socket; s = socket."
+                 "socket(type=socket.SOCK_DGRAM); s.bind(('127.0.0.1', 53)); input()"],
+                stdin=subprocess.PIPE) for name in names]
+            try:
+                codes, logs = doctors(names, "--network", "0")
+            finally:
+                for process in silent:
+                    process.communicate()
+                for file in files:
+                    shutil.rmtree(file.parent)
+        line = next(x for x in logs[0].splitlines() if "name server" in x)
+        assert codes[0] == 1 and line.startswith("FAIL"), logs
+        assert "cure: list all nodes in /etc/hosts" in logs[0]
 
     def test_a_store_that_cannot_be_reached(self):
         with namespaces(2) as names:

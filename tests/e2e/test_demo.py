@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 from orchmllm.cli.compare import largest_difference
+from orchmllm.runtime.metrics import read_rows
 from tests.lib.commands import TINY, make_demo_data, python
+from tests.lib.rows import row_problems
 
 KEYS = {"loss_off", "loss_on", "critical_path_ratio", "predicted_ratio", "on_over_mean",
         "wall_ratio_2ranks", "validation_loss_first", "validation_loss_last"}
@@ -39,6 +41,9 @@ def test_comparison_of_a_tiny_run(tmp_path):
     page = (tmp_path / "run" / "comparison.html").read_text()
     assert "<h2>Comparison</h2>" in page and "dashed, and in the second column: off" in page
     assert "critical path, off / on" in stdout
+    for name in ("on", "off"):
+        rows = read_rows(tmp_path / "run" / name / "metrics.jsonl")
+        assert len(rows) == 5 and not any(map(row_problems, rows))
 
 
 def test_a_difference_of_losses_is_found():

@@ -149,6 +149,13 @@ def test_slurm_environment_that_is_incomplete_is_named():
         world_from(env)
 
 
+def test_slurm_without_scontrol_names_the_cure(monkeypatch):
+    """As in most containers."""
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(ValueError, match="nodes n\\[0-3\\] .* set MASTER_ADDR to the address"):
+        world_from(srun(3, MASTER_ADDR="", SLURM_STEP_NODELIST="n[0-3]"))
+
+
 def test_torchrun_environment_wins_over_slurm():
     env = srun(3, RANK="1", WORLD_SIZE="4", LOCAL_RANK="1", LOCAL_WORLD_SIZE="2", MASTER_PORT="5")
     world = world_from(env)

@@ -22,7 +22,9 @@ from orchmllm.config import CheckpointConfig, DataConfig, FsdpConfig, Recipe, Ru
 from orchmllm.data.tokenizer import ChatTokenizer
 from orchmllm.hf import export
 from orchmllm.hf.names import named
+from orchmllm.hf.sharded import read_sharded
 from orchmllm.hf.sources import PretrainedError, find_sources
+from orchmllm.hf.writer import renamed
 from orchmllm.models.attention import packed_attention, register_hf_attention
 from orchmllm.models.audio import packed_conv1d
 from orchmllm.models.config import LLMConfig, ModelConfig
@@ -33,6 +35,7 @@ from orchmllm.trainer import Trainer
 from tests.lib.commands import ROOT
 from tests.lib.hf_models import FRAMES, HF_MODEL, from_folders, write_models
 from tests.lib.ranks import run_ranks
+from tests.lib.submodules import logits
 from tests.lib.synthetic import SyntheticDataset
 from tests.lib.tokenizers import write_tokenizer
 
@@ -110,6 +113,14 @@ def test_every_tensor_is_the_trained_one(trip):
     assert not [p for p in trip.out.rglob("*") if p.suffix in (".bin", ".pt", ".pkl")]
 
 
+def test_values_that_a_dtype_does_not_have_are_refused(tmp_path):
+    save_file({"w": torch.tensor([1.0, 70_000.0])}, tmp_path / "w.safetensors")
+    tensor = read_sharded(tmp_path)["w"]
+    assert len(b"".join(renamed(tensor, "w", (2,), "BF16").blocks())) == 4
+    with pytest.raises(ValueError, match="w has values that float16 does not have: export bf"):
+        list(renamed(tensor, "w", (2,), "F16").blocks())
+
+
 @torch.no_grad()
 def test_the_llm_computes_the_same_in_transformers(trip):
     from transformers import AutoModelForCausalLM
@@ -118,7 +129,7 @@ def test_the_llm_computes_the_same_in_transformers(trip):
     ids = torch.randint(0, 64, (1, n), generator=torch.Generator().manual_seed(1))
     seqlens = SequenceLengths.from_lengths(np.array([n]))
     ours = trip.ours().llm
-    want = ours.logits(ours.embed(ids[0]), torch.arange(n), seqlens)
+    want = logits(ours, ours.embed(ids[0]), torch.arange(n), seqlens)
     hf = AutoModelForCausalLM.from_pretrained(trip.out / "llm",
                                               attn_implementation=register_hf_attention())
     assert (hf.config.bos_token_id, hf.config.eos_token_id) == (3, 5)  # of the start's folder

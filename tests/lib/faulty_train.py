@@ -13,6 +13,7 @@ from pathlib import Path
 from orchmllm import launch
 from orchmllm.config import CheckpointConfig, LaunchConfig
 from orchmllm.plan.step import BalanceConfig
+from orchmllm.runtime.local_ranks import run_local
 from orchmllm.train import run_rank
 from tests.lib.synthetic import SyntheticDataset, recipe
 
@@ -76,8 +77,8 @@ def fail(_grad):
 def main(folder: str, fault: str, num_ranks: int = 3) -> int:
     world = launch.current_world()
     if world is None:
-        return launch.run_local("tests.lib.faulty_train", [folder, fault], num_ranks, cpu_only=True,
-                                num_threads=1)
+        return run_local("tests.lib.faulty_train", [folder, fault], num_ranks, cpu_only=True,
+                         num_threads=1)
     dataset = Broken()
     if world.rank == ODD and fault in ("raise in data", "stall in data"):
         calls = []

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from orchmllm.batch import SequenceLengths
@@ -55,6 +56,11 @@ def positions(lengths: np.ndarray) -> torch.Tensor:
     return torch.from_numpy(np.concatenate([np.zeros(0, np.int64), *map(np.arange, lengths)]))
 
 
+def logits(llm: PackedQwen2, x: torch.Tensor, position_ids: torch.Tensor,
+           seqlens: SequenceLengths) -> torch.Tensor:
+    return F.linear(llm.hidden(x, position_ids, seqlens), llm.lm_head.weight)
+
+
 def run(name: str, module: nn.Module, x: torch.Tensor, sequences: list[int]) -> torch.Tensor:
     """Features of the encoders, logits of the LLM, for rows x of these sequences."""
     lengths = rows_of(name, sequences)
@@ -63,7 +69,7 @@ def run(name: str, module: nn.Module, x: torch.Tensor, sequences: list[int]) -> 
         return module(x, GRIDS[sequences], seqlens)
     if name == "audio":
         return module(x, seqlens)
-    return module.logits(x, positions(lengths), seqlens)
+    return logits(module, x, positions(lengths), seqlens)
 
 
 def loss_of(name: str, module: nn.Module, x: torch.Tensor, sequences: list[int]) -> torch.Tensor:

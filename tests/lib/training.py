@@ -13,6 +13,8 @@ def train(world, run: Recipe, dataset=None, on_step: Callable | None = None) -> 
     recipe's; on_step: see Trainer."""
     trainer = Trainer(run, world, dataset=dataset, on_step=on_step)
     try:
-        return trainer.run()
+        rows: list[dict] = []
+        trainer.run(rows)
+        return rows
     finally:
         trainer.close()

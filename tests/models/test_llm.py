@@ -12,7 +12,7 @@ from transformers import Qwen2ForCausalLM
 from orchmllm.batch import IGNORE_INDEX, SequenceLengths
 from orchmllm.models.config import LLMConfig
 from orchmllm.models.llm import PackedQwen2, RMSNorm
-from tests.lib.submodules import LLM, TOKENS, build, inputs, positions, relative, run
+from tests.lib.submodules import LLM, TOKENS, build, inputs, logits, positions, relative, run
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -37,7 +37,8 @@ def test_llm_equals_stock_transformers_on_one_sequence():
     assert stock.config._attn_implementation == "sdpa"
     ids = torch.randint(0, LLM.vocab_size, (40,))
     lengths = np.array([40])
-    ours = module.logits(module.embed(ids), positions(lengths), SequenceLengths.from_lengths([40]))
+    ours = logits(module, module.embed(ids), positions(lengths),
+                  SequenceLengths.from_lengths([40]))
     assert relative(ours, stock(ids[None]).logits[0]) < 1e-5
     angle = torch.arange(3000)[None]
     for a, b in zip(
@@ -64,9 +65,9 @@ def test_llm_loss_is_the_sum_over_targets():
     labels[::3] = IGNORE_INDEX
     seqlens = SequenceLengths.from_lengths(TOKENS)
     loss = module(x, positions(TOKENS), seqlens, labels)
-    logits = module.logits(x, positions(TOKENS), seqlens)
     keep = labels != IGNORE_INDEX
-    expected = -logits.log_softmax(-1)[keep].gather(1, labels[keep][:, None]).sum()
+    log_p = logits(module, x, positions(TOKENS), seqlens).log_softmax(-1)
+    expected = -log_p[keep].gather(1, labels[keep][:, None]).sum()
     assert loss.shape == () and torch.allclose(loss, expected, rtol=1e-6)
 
 

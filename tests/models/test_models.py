@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from orchmllm.batch import SequenceLengths
 from orchmllm.models.audio import AudioEncoder, packed_conv1d
 from orchmllm.models.config import AudioConfig, LLMConfig, VisionConfig
+from orchmllm.models.init import init_parameters
 from orchmllm.models.llm import PackedQwen2
 from orchmllm.models.vision import VisionEncoder, patch_positions
 from tests.lib.submodules import (
@@ -123,9 +124,10 @@ def test_meta_build_then_init_equals_a_direct_build(name):
     module = module.to_empty(device="cpu")
     for parameter in module.parameters():
         parameter.data.fill_(math.nan)
-    module.init_weights(torch.Generator().manual_seed(5))
     direct = build(name)
-    direct.init_weights(torch.Generator().manual_seed(5))
+    for one in (module, direct):
+        generator = torch.Generator().manual_seed(5)
+        init_parameters(one, lambda _, weight, g=generator: nn.init.normal_(weight, generator=g))
     for p, q in zip(module.parameters(), direct.parameters(), strict=True):
         assert torch.equal(p, q)
     x = inputs(name)

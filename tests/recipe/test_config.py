@@ -169,6 +169,18 @@ def test_recipes_of_the_repository():
         load_recipe(path)
 
 
+@pytest.mark.parametrize("overrides, said", [
+    (["train.validate_every_steps=2", "data.num_validation=0"],
+     "train.validate_every_steps = 2: validates on the rows that data.num_validation holds out"),
+    (["profile.steps=9-10", "train.num_steps=9"],
+     "profile.steps = '9-10': begins after the last step of the run (8)"),
+])
+def test_options_that_would_do_nothing_are_refused(overrides, said):
+    with pytest.raises(RecipeError) as error:
+        load_recipe(ROOT / "recipes" / "demo.yaml", overrides)
+    assert said in str(error.value)
+
+
 def test_ranks_from_launchers():
     torchrun = dict(RANK="5", WORLD_SIZE="8", LOCAL_RANK="1", LOCAL_WORLD_SIZE="4",
                     MASTER_ADDR="a", MASTER_PORT="1", TORCHELASTIC_RESTART_COUNT="2")
@@ -179,6 +191,8 @@ def test_ranks_from_launchers():
     assert world_from({}) is None
     with pytest.raises(ValueError, match="MASTER_ADDR"):
         world_from({k: v for k, v in torchrun.items() if k != "MASTER_ADDR"})
+    with pytest.raises(ValueError, match="variable RANK is 'x', expected a number"):
+        world_from(torchrun | {"RANK": "x"})
 
 
 SOURCES = """data:

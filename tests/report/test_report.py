@@ -163,6 +163,39 @@ def test_nothing_is_shown_that_was_not_logged(tmp_path):
     assert "0 steps" in empty.text and "nothing logged yet" in empty.text
 
 
+def test_lost_rows_are_no_restart(tmp_path):
+    """As where the disk was full for some steps."""
+    folder = write(tmp_path / "run", [measured_row(s) for s in (0, 1, 5, 6, 6, 7)])
+    assert read_run(folder).restarts == [(6, 1)]
+    assert "1restarts" in report(folder)[1].text
+
+
+def test_a_run_that_an_older_version_began(tmp_path):
+    """It did not log which rank was the slowest."""
+    rows = [measured_row(s) for s in range(4)]
+    del rows[3]["measured"]["slowest"]  # of the step with the longest wait
+    page = report(write(tmp_path / "run", rows))[1]
+    assert [r[0] for r in page.rows if len(r) == 7] == ["step"] + ["2"] * 3 + ["1"] * 3 + ["0"] * 3
+
+
+def test_runs_of_other_lengths_are_compared_by_the_same_figures(tmp_path):
+    a = write(tmp_path / "a", [measured_row(s, loss=3.0) for s in range(40)])
+    b = write(tmp_path / "b", [measured_row(s, loss=2.0) for s in range(4)])
+    (row,) = (r for r in report(a, "--compare", str(b))[1].rows if r[0].startswith("loss, mean"))
+    assert row == ["loss, mean of the last 5% of the steps", "3", "2", "50.0%"]
+
+
+def test_the_file_that_cannot_be_read_is_named(tmp_path, capsys):
+    folder = write(tmp_path / "run", [measured_row(0)])
+    (folder / "recipe.yaml").write_text("train: {num_steps: [")
+    assert dispatch(["report", str(folder)]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: {folder / 'recipe.yaml'}: ") and "--out" not in error
+    assert dispatch(["report", str(tmp_path / ("x" * 300))]) == 2
+    error = capsys.readouterr().err
+    assert "File name too long" in error and "report.html" not in error
+
+
 def test_two_runs(tmp_path):
     a = write(tmp_path / "a", [measured_row(s, loss=3.0) for s in range(6)])
     b = write(tmp_path / "b", [measured_row(s, loss=2.0) for s in range(4)])

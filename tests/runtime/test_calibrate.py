@@ -89,7 +89,8 @@ def fitted(world, run) -> tuple[list, tuple | None, list[str]]:
     trainer = Trainer(run, world, dataset=SyntheticDataset(),
                       on_step=lambda step, row: digests.append(step.plans[0].digest))
     trainer.display.note = said.append
-    rows = trainer.run()
+    rows: list[dict] = []
+    trainer.run(rows)
     trainer.close()
     assert not any(row_problems({"schema": 1, **row}) for row in rows)
     return [(r["step"], r["loss"], digest, json.dumps(r["costs"]))

@@ -54,7 +54,8 @@ def run(world, folder: str) -> tuple[list[dict], list[str], int]:
     trainer._gather = waits
     if world.rank:
         trainer.model.llm.register_forward_pre_hook(lambda *_: time.sleep(SLEEP_S))
-    rows = trainer.run()
+    rows: list[dict] = []
+    trainer.run(rows)
     trainer.close()
     return rows, said, QueuedEvent.read
 

@@ -49,7 +49,8 @@ def poisoned_run(world, run, where: str) -> tuple[list, list[float]]:
         return sum(float(p.detach().full_tensor().abs().sum()) for p in trainer.model.parameters())
 
     trainer.model.forward = poisoned
-    rows = trainer.run()
+    rows: list[dict] = []
+    trainer.run(rows)
     assert torch.isfinite(torch.tensor(total()))
     return [(r["step"], r["nonfinite"]) for r in rows], sums
 
@@ -90,9 +91,9 @@ def test_no_rollback_to_a_checkpoint_of_another_run(tmp_path):
         run_ranks(poisoned_on_one_rank, 1, new)
 
 
-def poisoned_on_one_rank(world, run) -> list:
+def poisoned_on_one_rank(world, run) -> None:
     trainer = Trainer(run, world, dataset=SyntheticDataset())
     forward = trainer.model.forward
     trainer.model.forward = lambda batch: forward(batch) * (
         float("nan") if trainer.progress.step == BAD else 1.0)
-    return trainer.run()
+    trainer.run()

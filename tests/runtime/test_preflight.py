@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from orchmllm.cli import dispatch
 from orchmllm.train import main
 from tests.lib.commands import ROOT, TINY
 
@@ -49,6 +50,22 @@ def test_validate_names_what_is_missing(folder, demo_corpus, change, capsys):
     error = capsys.readouterr().err
     assert error.startswith("error: ") and PROBLEMS[change] in error, error
     assert not (folder / "run").exists()
+
+
+def test_json_without_a_dry_run_is_refused(folder, demo_corpus, capsys):
+    with pytest.raises(SystemExit):
+        main([*arguments(folder, demo_corpus, "train.lr=1e-3"), "--json", str(folder / "x")])
+    assert "--json is for --dry-run and --ablations" in capsys.readouterr().err
+
+
+def test_every_source_is_checked(folder, demo_corpus, capsys):
+    """Two of them may read the same file."""
+    sources = f"data.sources=[{{path: {demo_corpus}, media_root: {folder}/gone}}, {{path: " \
+              f"{demo_corpus}}}]"
+    assert main([*arguments(folder, "", sources)]) == 2
+    assert "gone' is not a folder" in capsys.readouterr().err
+    assert dispatch(["doctor", DEMO, "data.path=", sources, f"run.dir={folder / 'run'}"]) == 1
+    assert "gone' is not a folder" in capsys.readouterr().out
 
 
 def test_validate_is_silent_where_nothing_is(folder, demo_corpus, capsys):

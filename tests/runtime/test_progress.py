@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import fcntl
+import gc
 import importlib.util
 import json
 import os
@@ -29,10 +30,11 @@ from orchmllm.plan.step import BalanceConfig
 from orchmllm.runtime import display as progress
 from orchmllm.runtime.display import RunDisplay
 from orchmllm.runtime.log_schema import ROW_SCHEMA
-from orchmllm.runtime.metrics import MetricsLog, read_metrics
+from orchmllm.runtime.metrics import MetricsLog, read_rows, set_logs_aside
+from orchmllm.trainer import Trainer
 from tests.lib.ranks import run_ranks
 from tests.lib.rows import a_row, row_problems
-from tests.lib.synthetic import SyntheticDataset, recipe
+from tests.lib.synthetic import SHALLOW, SyntheticDataset, recipe
 from tests.lib.training import train
 
 
@@ -237,7 +239,7 @@ def test_real_rows_keep_to_the_schema(tmp_path):
                   data=replace(base.data, num_validation=4),
                   train=replace(base.train, num_steps=3))
     run_ranks(train, 2, run, SyntheticDataset())
-    rows = read_metrics(tmp_path / "metrics.jsonl")
+    rows = read_rows(tmp_path / "metrics.jsonl")
     assert [sum(k in r for r in rows) for k in ("loss", "validation_loss")] == [3, 2]
     assert [row_problems(r) for r in rows] == [[]] * 5
 
@@ -278,10 +280,22 @@ def test_log_is_json_and_goes_on_after_a_kill(tmp_path):
     log = MetricsLog(path)
     log.write(a_row(1))
     log.close()
-    rows = read_metrics(path)
+    rows = read_rows(path)
     assert [(r["step"], r["loss"]) for r in rows] == [(0, None), (1, 2.0)]
     assert [row_problems(r) for r in rows] == [[], []]
     assert "NaN" not in path.read_text()
+
+
+def test_logs_of_earlier_runs_are_never_replaced(tmp_path):
+    def set_aside(text: str) -> str:
+        (tmp_path / "metrics.jsonl").write_text(text)
+        (line,) = set_logs_aside(tmp_path)
+        return line.rpartition("/")[2]
+
+    assert [set_aside(x) for x in "ab"] == ["aside_1_metrics.jsonl", "aside_2_metrics.jsonl"]
+    (tmp_path / "aside_1_metrics.jsonl").unlink()
+    set_aside("c")
+    assert sorted(p.read_text() for p in tmp_path.iterdir()) == ["b", "c"]
 
 
 def test_a_full_disk_costs_rows_and_not_the_run(tmp_path, capsys):
@@ -299,3 +313,25 @@ def test_a_full_disk_costs_rows_and_not_the_run(tmp_path, capsys):
     log.close()
     assert [json.loads(x)["step"] for x in (tmp_path / "metrics.jsonl").open()] == [0, 3]
     assert log.lost == 2 and capsys.readouterr().err.count("rows are lost") == 1
+
+
+def rows_in_memory(world, run) -> int:
+    """How many rows of metrics there are at the end of a run's last step."""
+    def count(step, row: dict) -> None:
+        rows = [x for x in gc.get_objects() if isinstance(x, dict) and "tokens_per_s" in x]
+        found.append(len(rows))
+
+    found: list[int] = []
+    trainer = Trainer(run, world, dataset=SyntheticDataset(), on_step=count)
+    trainer.run()
+    trainer.close()
+    return found[-1]
+
+
+@pytest.mark.dist
+def test_a_long_run_keeps_no_rows(tmp_path):
+    """With 2,560 ranks a row takes 330 kB on each of them."""
+    base = recipe(model=SHALLOW)
+    run = replace(base, run=replace(base.run, dir=str(tmp_path)),
+                  train=replace(base.train, num_steps=6))
+    assert run_ranks(rows_in_memory, 1, run)[0] <= 2

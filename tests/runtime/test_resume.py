@@ -16,7 +16,7 @@ import pytest
 
 from orchmllm.config import load_recipe
 from orchmllm.runtime.checkpoint import STAGES, CheckpointError
-from orchmllm.runtime.metrics import read_metrics
+from orchmllm.runtime.metrics import read_rows
 from orchmllm.runtime.stop import Stopped
 from orchmllm.trainer import Trainer
 from tests.lib.commands import TINY
@@ -200,7 +200,7 @@ def runs_with_another_tokenizer(world, folder: Path, data: Path) -> None:
     assert row["step"] == 1
     # Never means never, but what the folder's run logged is not mixed with the new one.
     train(world, replace(run, run=replace(run.run, resume="never")))
-    logs = [[r["step"] for r in read_metrics(folder / "run" / name)]
+    logs = [[r["step"] for r in read_rows(folder / "run" / name)]
             for name in ("aside_1_metrics.jsonl", "metrics.jsonl")]
     assert logs == [[0, 1], [0]]
 

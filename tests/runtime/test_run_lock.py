@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import resource
 import socket
 import subprocess
 import sys
@@ -46,6 +47,17 @@ def test_the_second_run_fails_before_anything_starts(tmp_path, holder, capsys):
     with pytest.raises(FolderInUse):
         lock_folder(run, patience_s=0.3)
     assert sorted(p.name for p in run.iterdir()) == ["run.lock"]
+
+
+def test_a_folder_on_a_full_disk_is_told(tmp_path):
+    """A file that cannot grow: the same error as that of a full disk. Rank 0 alone would see it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
+        with pytest.raises(FolderInUse, match="run cannot be written .*File too large.*; choose"):
+            lock_folder(tmp_path / "run")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def test_a_dead_holder_does_not_block(tmp_path, holder):

@@ -158,7 +158,8 @@ def losses(world, one, folder: str) -> tuple:
                   train=replace(one.train, num_steps=20, batch_size=3))
     counters.clear()
     trainer = Trainer(one, world, dataset=SyntheticDataset(size=160))
-    rows = trainer.run()
+    rows: list[dict] = []
+    trainer.run(rows)
     trainer.close()
     return [[row[key] for row in rows] for key in ("loss", "grad_norm")], dict(counters["stats"])
 

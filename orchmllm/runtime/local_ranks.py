@@ -1,0 +1,137 @@
+"""Starts the ranks of this machine through torch's elastic launcher, answers signals for them and
+tells why they ended."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from orchmllm.launch import SAME_REQUEST_S, describe_devices, interrupt_quietly
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+STOP_TIMEOUT_S = 600  # that ranks get to finish their step and save, before they are killed
+STOPPED = {128 + s: s for s in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGPIPE)}
+
+
+class _StopRequests:
+    """The launcher's answer to SIGINT and SIGTERM. The first one makes the elastic launcher send
+    SIGTERM to the ranks, which they also survive without a traceback before they train; one that
+    comes later kills them."""
+
+    def __init__(self, error: type[Exception]) -> None:
+        self.signal, self._at, self._error = 0, 0.0, error
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._receive)
+
+    def _receive(self, number: int, _frame: object) -> None:
+        if self.signal and time.monotonic() - self._at < SAME_REQUEST_S:
+            return
+        if self.signal:
+            _kill_ranks()
+            os.write(2, b"all ranks were killed\n")
+            os._exit(128 + number)
+        self.signal, self._at = number, time.monotonic()
+        os.write(2, f"{signal.Signals(number).name}: ranks that train finish their step and save; "
+                    "a second one ends them at once\n".encode())
+        raise self._error("stop", signal.SIGTERM)
+
+
+def _kill_ranks() -> None:
+    """Ends this process's children, each of which has a session of its own."""
+    children = Path(f"/proc/self/task/{os.getpid()}/children")
+    for child in children.read_text().split() if children.exists() else ():
+        with suppress(ProcessLookupError):
+            os.killpg(int(child), signal.SIGKILL)
+
+
+def run_local(module: str, args: list[str], num_ranks: int, *, cpu_only: bool = False,
+              num_threads: int = 0, say: Callable[[str], object] = lambda text: None) -> int:
+    """Runs `python -m module args` on num_ranks local ranks (0: one per GPU, else 1); returns the
+    exit code of the first rank that failed, or 0. Shows one message for a failure.
+
+    cpu_only: hides the GPUs from the ranks. num_threads: of each rank's CPU operators (0: on GPUs
+    what the environment says, else the cores divided by the ranks). say: told the devices."""
+    if cpu_only:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    handlers = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)}
+    interrupt_quietly()
+    import torch
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    say(describe_devices())
+    num_ranks = num_ranks or max(torch.cuda.device_count(), 1)
+    _set_environment(num_ranks, num_threads)
+    config = LaunchConfig(
+        min_nodes=1, max_nodes=1, nproc_per_node=num_ranks, rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0", max_restarts=0, monitor_interval=0.1,
+        # The others are for _StopRequests; an older torch takes all of them for itself.
+        **({"signals_to_handle": "SIGHUP,SIGQUIT"} if hasattr(LaunchConfig, "signals_to_handle")
+           else {}),
+    )
+    _silence_elastic()
+    try:
+        requests = _StopRequests(SignalException)
+        elastic_launch(config, sys.executable)("-m", module, *args)
+    except ChildFailedError as e:
+        if text := _explain(e.failures):
+            print(text, file=sys.stderr, flush=True)
+        code = next(iter(e.failures.values())).exitcode
+        return code if code > 0 else 128 - code
+    except SignalException as e:
+        _kill_ranks()  # one that was being started is not known to the elastic launcher
+        number = requests.signal or e.sigval
+        print(f"interrupted ({signal.Signals(number).name}): all ranks have ended", file=sys.stderr,
+              flush=True)
+        return 128 + number
+    finally:  # the elastic launcher leaves its own behind
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    return 0
+
+
+def _set_environment(num_ranks: int, num_threads: int) -> None:
+    """Variables that the ranks get."""
+    import torch
+
+    if num_threads:
+        os.environ["OMP_NUM_THREADS"] = str(num_threads)
+    elif not torch.cuda.is_available():
+        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_ranks)))
+    # torch's own default, 30 s, is less than a step and a save of a large model take.
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(STOP_TIMEOUT_S))
+    os.environ["ORCHMLLM_CHECKED"] = "1"
+
+
+def _silence_elastic() -> None:
+    """The launcher would log every process it stops and a traceback of its own for each failure."""
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith(("torch.distributed.elastic", "torch.distributed.launcher")):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
+
+
+def _explain(failures: Mapping[int, ProcessFailure]) -> str:
+    """The earliest message of a rank, and the ranks that died without one. Nothing of ranks that
+    were asked to stop, which say so themselves."""
+    told = {r: f.message for r, f in failures.items() if isinstance(f.message, dict)}
+    lines = []
+    if told:
+        first = min(told, key=lambda r: told[r]["extraInfo"].get("time_s", 0.0))
+        lines.append(f"{told[first]['message']}\n(rank {first}; all ranks were stopped)")
+    for rank, failure in failures.items():
+        if failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM:  # the launcher's own
+            lines.append(f"error: rank {rank} was killed by {failure.signal_name()}")
+        elif failure.exitcode > 0 and failure.exitcode not in STOPPED and not told:
+            lines.append(f"error: rank {rank} ended with exit code {failure.exitcode}")
+    stopped = any(f.exitcode in STOPPED for f in failures.values())
+    return "\n".join(lines or ([] if stopped else ["error: the ranks were terminated"]))
