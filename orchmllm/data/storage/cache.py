@@ -16,7 +16,7 @@ import fcntl
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -88,8 +88,9 @@ class DiskCache:
         found = []
         for folder in os.scandir(self.folder):
             for entry in os.scandir(folder) if len(folder.name) == 2 else ():
-                info = entry.stat()
-                found.append((info.st_mtime, info.st_size, entry.path))
+                with suppress(FileNotFoundError):  # another process has renamed it meanwhile
+                    info = entry.stat()
+                    found.append((info.st_mtime, info.st_size, entry.path))
         total, now = sum(size for _, size, _ in found), time.time()
         for used, size, path in sorted(found):
             stale = not path.endswith(".part") or now - used > STALE_PART_S

@@ -25,11 +25,11 @@ from orchmllm.config import RemoteConfig, RemoteRoot
 T = TypeVar("T")
 PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "hf": "huggingface_hub", "http": "aiohttp",
             "https": "aiohttp"}
-FINAL_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+DISK_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)  # of the cache
 # Of botocore and huggingface_hub, which are imported only where they are used.
-FINAL_ERRORS = {"NoCredentialsError", "PartialCredentialsError", "GatedRepoError",
-                "RepositoryNotFoundError", "RevisionNotFoundError", "EntryNotFoundError",
-                "RemoteEntryNotFoundError", "OfflineModeIsEnabled"}
+LOCAL_ERRORS = {"NoCredentialsError", "PartialCredentialsError", "OfflineModeIsEnabled"}
+FINAL_ERRORS = {"GatedRepoError", "RepositoryNotFoundError", "RevisionNotFoundError",
+                "EntryNotFoundError", "RemoteEntryNotFoundError"}
 SIGNED = re.compile(r"(https?://[^\s'\"?]*)\?[^\s'\"]*")  # in what a library says
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.2, 10.0  # between attempts; doubled after each
 
@@ -140,19 +140,25 @@ def call(root: RemoteRoot, config: RemoteConfig, method: str, url: str, *args: A
 
 def repeated(url: str, config: RemoteConfig, attempt: Callable[[float], T]) -> T:
     """attempt(seconds left), again after an error that may pass. Raises FileNotFoundError or
-    Refused where it cannot pass, and StorageError after all attempts."""
+    Refused where it cannot pass, and StorageError after all attempts, and at once where this
+    machine is the reason: its files are not to pass for damaged."""
     started, count, wait_s = time.monotonic(), 0, FIRST_WAIT_S
     url = without_query(url)
     while True:
         count += 1
         try:
             return attempt(config.deadline_s - (time.monotonic() - started))
-        except (StorageError, FileNotFoundError) as error:
-            if isinstance(error, StorageError):
-                raise
-            raise FileNotFoundError(errno.ENOENT, "the server has no such file", url) from error
+        except StorageError:
+            raise
         except Exception as error:  # each library has types of its own
             said = SIGNED.sub(r"\1", f"{type(error).__name__}: {error}".removesuffix(": "))
+            if getattr(error, "errno", None) in DISK_ERRNOS or (
+                    type(error).__name__ in LOCAL_ERRORS):
+                raise StorageError(f"{url} cannot be read on this machine: {said}; see its "
+                                   "credentials, and the room in data.remote.cache") from error
+            if isinstance(error, FileNotFoundError) and not os.path.isabs(error.filename or ""):
+                raise FileNotFoundError(errno.ENOENT, "the server has no such file", url
+                                        ) from error  # and not that the cache was removed
             if _is_final(error):
                 raise Refused(f"{url}: {error if isinstance(error, Refused) else said}") from error
             taken = time.monotonic() - started
@@ -173,7 +179,6 @@ def _is_final(error: Exception) -> bool:
     status = getattr(error, "status", None) or getattr(
         getattr(error, "response", None), "status_code", None)
     return (isinstance(error, PermissionError | ValueError | TypeError | ImportError)
-            or getattr(error, "errno", None) in FINAL_ERRNOS
             or type(error).__name__ in FINAL_ERRORS
             or isinstance(status, int) and 400 <= status < 500 and status not in (408, 425, 429))
 

@@ -1,0 +1,31 @@
+"""What the tests of formats and storage read."""
+
+from __future__ import annotations
+
+import pytest
+
+from orchmllm.data.tokenizer import ChatTokenizer
+from tests.lib.formats import write_media
+from tests.lib.servers import web_server
+from tests.lib.tokenizers import write_tokenizer
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    return ChatTokenizer(write_tokenizer(tmp_path_factory.mktemp("tokenizer")))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """With the media of QUESTIONS."""
+    folder = tmp_path_factory.mktemp("formats")
+    write_media(folder)
+    return folder
+
+
+@pytest.fixture
+def web(tmp_path):
+    """A web server of an empty folder."""
+    (tmp_path / "site").mkdir()
+    with web_server(tmp_path / "site") as server:
+        yield server
