@@ -77,11 +77,9 @@ def _problem(file: str, reason: str, segment: int | None, modality: int) -> Medi
 
 def index_folder(source: DataSource, planner: LengthReader, index_dir: Path) -> Path:
     """Where the source's index is or would be."""
-    said = [source.layout, source.root.path, source.config.prompt, source.config.max_row_bytes,
-            source.root.video]
-    key = digest([VERSION, list(sizes(source.store.files)), len(source), *said,
-                  planner.tokenizer.digest, asdict(planner.vision), asdict(planner.audio),
-                  planner.max_example_tokens])
+    key = digest([VERSION, list(sizes(source.store.files)), len(source), source.root.path,
+                  source.settings, planner.tokenizer.digest, asdict(planner.vision),
+                  asdict(planner.audio), planner.max_example_tokens])
     safe = "".join(c if c.isalnum() or c in "-_." else "_" for c in source.name)
     return index_dir / f"{safe}-{key}"
 
@@ -215,6 +213,7 @@ class _Writer:
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.new = folder, folder.with_name(f"{folder.name}.{os.getpid()}.part")
+        shutil.rmtree(self.new, ignore_errors=True)  # of a killed process with the same number
         self.new.mkdir(parents=True)
         self.counts: list[np.ndarray] = [np.zeros(1, np.int64)]
         self.files = {name: (self.new / f"{name}.npy").open("wb")

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import resource
 import signal
 import socket
 import struct
@@ -412,3 +413,16 @@ def test_messages_hold_arrays_of_any_shape():
         right.receive(10)
     left.close()
     right.close()
+
+
+def test_a_server_without_descriptors_waits_for_one(recipe):
+    server = Process(recipe)
+    host, port = server.address.split(":")
+    resource.prlimit(server.popen.pid, resource.RLIMIT_NOFILE, (40, 40))
+    connections = [socket.create_connection((host, int(port))) for _ in range(60)]
+    time.sleep(2)
+    for connection in connections:
+        connection.close()
+    assert server.popen.poll() is None
+    _, _, said = server.end()
+    assert 1 <= len(re.findall("a connection failed: .*Too many open files", said)) <= 5

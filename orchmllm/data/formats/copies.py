@@ -16,6 +16,7 @@ from orchmllm.data.formats.rows import sizes
 from orchmllm.data.storage.remote import RemoteFile
 
 PACKED = {".gz": "gzip", ".zst": "zstd"}  # around JSON and tars
+MAPPED_BYTES = 1 << 20  # of an array that is read from the disk when it is needed
 
 
 def digest(value: object) -> str:
@@ -68,6 +69,8 @@ def array_cache(cache_dir: Path) -> Callable:
                 with part.open("wb") as f:
                     np.save(f, array, allow_pickle=False)
                 part.replace(path)  # several ranks may write the same
-        return tuple(np.load(p, mmap_mode="r", allow_pickle=False) for p in paths)
+        # A mapped file is an open one, of which a process may not have many thousands.
+        return tuple(np.load(p, mmap_mode="r" if p.stat().st_size > MAPPED_BYTES else None,
+                             allow_pickle=False) for p in paths)
 
     return cached

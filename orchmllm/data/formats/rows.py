@@ -20,6 +20,7 @@ import numpy as np
 from orchmllm.data.media.medium import RowError
 from orchmllm.data.storage.remote import RemoteFile
 
+File = Path | RemoteFile
 _BLOCK = 8 << 20  # characters of a JSON array scanned at a time
 
 
@@ -69,40 +70,24 @@ def parse_json(data: bytes) -> dict:
     return row
 
 
-class FileBytes:
-    """pread on a file: forks share it, a process that gets a pickle opens its own. A remote one is
-    opened for each read: what stays open would stay on the disk."""
-
-    def __init__(self, path: Path | RemoteFile) -> None:
-        self.path, self._fd = path, -1
-
-    def read(self, offset: int, size: int) -> bytes:
-        if isinstance(self.path, RemoteFile):
-            with self.path.open() as f:
-                return os.pread(f.fileno(), size, offset)
-        if self._fd < 0:
-            self._fd = os.open(self.path, os.O_RDONLY)
-        return os.pread(self._fd, size, offset)
-
-    def __getstate__(self) -> dict:
-        return {"path": self.path, "_fd": -1}
-
-    def __del__(self) -> None:
-        if self._fd >= 0:
-            os.close(self._fd)
+def read_bytes(path: Path | RemoteFile, offset: int, size: int) -> bytes:
+    """Part of a file. It is opened for each read: a source may have more shards than a process may
+    have open files, and a remote file that stays open stays on the disk."""
+    with path.open("rb") as file:
+        return os.pread(file.fileno(), size, offset)
 
 
 class JsonRows:
-    """JSONL, or a JSON array of objects. spans: (n, 2) int64 first and last byte of each row."""
+    """JSONL, or a JSON array of objects. plain: `path` or a copy of it that is not compressed.
+    spans: (n, 2) int64 first and last byte of each row in it."""
 
-    def __init__(self, path: Path, max_row_bytes: int, cached: Callable) -> None:
-        self.path, self.max_row_bytes = path, max_row_bytes
+    def __init__(self, path: File, plain: File, max_row_bytes: int, cached: Callable) -> None:
+        self.path, self.plain, self.max_row_bytes = path, plain, max_row_bytes
         self.files, self.root = [path], path.parent
-        first = _first_byte(path)
+        first = _first_byte(plain)
         self.kind = "JSON array" if first == b"[" else "JSONL"
         scan = scan_array if first == b"[" else scan_lines
-        self.spans, self.numbers = cached("spans", [path], lambda: scan(path))
-        self._bytes = FileBytes(path)
+        self.spans, self.numbers = cached("spans", [plain], lambda: scan(plain))
 
     def __len__(self) -> int:
         return len(self.spans)
@@ -112,7 +97,7 @@ class JsonRows:
         if end - start > self.max_row_bytes:
             raise RowError(f"{end - start} bytes: more than max_row_bytes={self.max_row_bytes}; "
                            "raise it in the recipe's source if such rows are meant")
-        return parse_json(self._bytes.read(start, end - start))
+        return parse_json(read_bytes(self.plain, start, end - start))
 
     def number(self, i: int) -> int:
         return int(self.numbers[i])
@@ -160,6 +145,9 @@ def scan_array(path: Path) -> tuple[np.ndarray, np.ndarray]:
             after = space.match(text, at).end()
             offset, at = offset + len(text[at:after].encode()), after
             if at < len(text) and text[at] == "]":
+                if (text[at + 1:] + f.read(_BLOCK)).strip():
+                    raise ValueError(f"{path}: more follows the JSON array that ends at byte "
+                                     f"{offset}; write one array, or one object a line (.jsonl)")
                 break
             try:
                 _, end = decoder.raw_decode(text, at)
