@@ -15,7 +15,6 @@ from torch import Tensor
 
 from orchmllm.data.media.headers import (
     MediumSource,
-    audio_clip,
     audio_lengths,
     audio_samples,
     name_of,
@@ -126,16 +125,13 @@ def decode_audio(source: MediumSource, geometry: AudioGeometry) -> Tensor:
     geometry.sample_rate. Raises MediaError, also for NaN or infinite samples."""
     import soxr
 
-    path, (header, data) = name_of(source), audio_clip(source, thorough=True)
+    samples, header = audio_samples(source)
     lengths = audio_lengths(source, header, geometry)
-    samples, rate = audio_samples(source, data)
-    if len(samples) != header.num_samples:
-        raise MediaError(path, f"truncated: {len(samples)} of {header.num_samples} samples")
     if not np.isfinite(samples).all():
-        raise MediaError(path, "NaN or infinite samples")
+        raise MediaError(name_of(source), "NaN or infinite samples")
     mono = samples.mean(axis=1)
-    if rate != geometry.sample_rate:
-        mono = soxr.resample(mono, rate, geometry.sample_rate)
+    if header.sample_rate != geometry.sample_rate:
+        mono = soxr.resample(mono, header.sample_rate, geometry.sample_rate)
     length = geometry.resampled(header)  # the resampler may be a sample off
     mono = np.pad(mono[:length], (0, max(0, length - len(mono))))
     rows = log_mel(mono, geometry)

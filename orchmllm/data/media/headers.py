@@ -148,17 +148,22 @@ def _check_clip(name: str, frames: int, rate: int, channels: int, num_bytes: int
                                f"{MAX_EXPANSION} times")
 
 
-def audio_samples(source: MediumSource, data: bytes | None) -> tuple[np.ndarray, int]:
-    """((n, channels) float32, rate in Hz) of a clip. data: see audio_clip. Raises MediaError."""
+def audio_samples(source: MediumSource) -> tuple[np.ndarray, AudioHeader]:
+    """((n, channels) float32, header) of a clip that was read whole. Raises MediaError."""
     import soundfile
 
+    header, data = audio_clip(source, thorough=True)
     demuxer = container(head_of(source))
     if demuxer:
-        medium = medium_of(source)
-        return av_process.audio_samples(medium, demuxer), audio_header(medium).sample_rate
-    with reading(source) as file:
-        file = file if data is None else io.BytesIO(data)
-        return soundfile.read(file, dtype="float32", always_2d=True)
+        samples = av_process.audio_samples(medium_of(source), demuxer)
+    else:
+        with reading(source) as file:
+            samples, _ = soundfile.read(file if data is None else io.BytesIO(data),
+                                        dtype="float32", always_2d=True)
+    if len(samples) != header.num_samples:
+        raise MediaError(name_of(source),
+                         f"truncated: {len(samples)} of {header.num_samples} samples")
+    return samples, header
 
 
 @contextmanager

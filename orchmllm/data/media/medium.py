@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import base64
 import binascii
+import errno
 import io
 import os
 import re
 import stat
 import unicodedata
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path, PurePosixPath
@@ -27,6 +28,8 @@ from orchmllm.data.storage.remote import NOWHERE, RemoteFile, Storage, is_url
 from orchmllm.plan.layout import TEXT, VISION
 
 MAX_MEMBER_BYTES = 512 << 20  # a medium's encoded bytes
+# What the machine has run out of says nothing of a file.
+OUT_OF = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
 
 def printable(text: str) -> str:
@@ -136,6 +139,21 @@ def reading(medium: Medium | str | os.PathLike) -> Iterator[object]:
     in whatever the decoder raises. Raises MediaError."""
     if not isinstance(medium, Medium):
         medium = Medium(0, os.fspath(medium), os.fspath(medium))
+    try:
+        with _opened(medium) as file:
+            yield file
+    except (MediaError, MemoryError, StorageError):
+        raise
+    except Exception as error:  # decoders raise a dozen different types on bad bytes
+        if isinstance(error, OSError) and error.errno in OUT_OF:
+            raise
+        raise MediaError(medium.name, _reason(error, medium)) from error
+
+
+@contextmanager
+def _opened(medium: Medium) -> Iterator[object]:
+    """What `reading` gives. Raises MediaError for a file that is not there or has a wrong size, and
+    OSError."""
     path = medium.name
     file: object = medium.path
     if medium.data is not None:
@@ -162,31 +180,37 @@ def reading(medium: Medium | str | os.PathLike) -> Iterator[object]:
         raise MediaError(path, "the file is empty")
     if size > MAX_MEMBER_BYTES:
         raise MediaError(path, f"{size} bytes: more than the limit of {MAX_MEMBER_BYTES}")
-    try:
-        if medium.data is None and (medium.size >= 0 or isinstance(medium.path, RemoteFile)):
-            with io.BufferedReader(_Slice(medium.path, medium.offset, size), 16384) as file:
-                yield file
-        else:
+    if medium.data is None and (medium.size >= 0 or isinstance(medium.path, RemoteFile)):
+        with io.BufferedReader(_Slice(medium.path, medium.offset, size), 16384) as file:
             yield file
-    except (MediaError, MemoryError, StorageError):
-        raise
-    except Exception as error:  # decoders raise a dozen different types on bad bytes
-        raise MediaError(path, _reason(error, medium)) from error
+    else:
+        yield file
 
 
 def head_of(medium: Medium | str | os.PathLike) -> bytes:
     """The first 32 bytes, by which a file's kind is told. Raises MediaError."""
-    with ExitStack() as stack:
-        file = stack.enter_context(reading(medium))
-        if not isinstance(file, io.IOBase):
-            file = stack.enter_context(open(file, "rb"))
-        file.seek(0)
-        return file.read(32)
+    with reading(medium) as file:
+        return _head(file)
+
+
+def _head(file: object) -> bytes:
+    if not isinstance(file, io.IOBase):
+        with open(file, "rb") as opened:
+            return opened.read(32)
+    file.seek(0)
+    return file.read(32)
 
 
 def _reason(error: Exception, medium: Medium) -> str:
-    """What a decoder says, or what the file is where that is known to be something else."""
-    head = head_of(medium)
+    """What a decoder says, or what the file is where that is known to be something else. Raises
+    OSError where the machine has run out of something."""
+    try:
+        with _opened(medium) as file:
+            head = _head(file)
+    except OSError as unread:
+        if unread.errno in OUT_OF:
+            raise
+        return f"cannot be read: {unread}"
     text = re.sub("^(Error opening|cannot identify image file) (<[^>]*>|'.*?')(: |$)", "",
                   str(error))
     if not text or "Format not recognised" in text:
