@@ -108,7 +108,7 @@ def test_json_array_spans_blocks(tmp_path, monkeypatch):
         path = tmp_path / "a.json"
         path.write_text(bom + json.dumps(items, ensure_ascii=False, indent=indent),
                         encoding="utf-8")
-        store = rows.JsonRows(path, path, 1 << 20, lambda kind, files, build: build())
+        store = rows.JsonRows(path, path, 1 << 20, lambda kind, file, build: build())
         assert [store.row(i) for i in range(len(store))] == items
 
 

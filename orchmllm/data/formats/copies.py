@@ -7,12 +7,12 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 
-from orchmllm.data.formats.rows import sizes
+from orchmllm.data.formats.rows import File, sizes
 from orchmllm.data.storage.remote import RemoteFile
 
 PACKED = {".gz": "gzip", ".zst": "zstd"}  # around JSON and tars
@@ -23,12 +23,12 @@ def digest(value: object) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
-def suffix_of(path: Path | RemoteFile) -> str:
+def suffix_of(path: File) -> str:
     """Without that of a compression."""
     return Path(path.stem).suffix if path.suffix in PACKED else path.suffix
 
 
-def unpacked(path: Path | RemoteFile, cache_dir: Path) -> Path | RemoteFile:
+def unpacked(path: File, cache_dir: Path) -> File:
     """`path`, or a copy of a compressed file below cache_dir in which rows can be found by their
     position. Raises ValueError."""
     if path.suffix not in PACKED:
@@ -52,25 +52,21 @@ def unpacked(path: Path | RemoteFile, cache_dir: Path) -> Path | RemoteFile:
     return copy
 
 
-def array_cache(cache_dir: Path) -> Callable:
-    """cached(kind, files, build): build()'s tuple of arrays, kept under the files' sizes and
-    times where building took long enough to matter."""
-
-    def cached(kind: str, files: Sequence[Path], build: Callable) -> tuple[np.ndarray, ...]:
-        remote = any(isinstance(f, RemoteFile) for f in files)  # then it saves fetching them
-        if not remote and sum(os.path.getsize(f) for f in files) < 4 << 20:
-            return build()
-        base = cache_dir / f"{kind}-{digest(list(sizes(files)))}"
-        paths = [base.with_suffix(f".{k}.npy") for k in range(2)]
-        if not all(p.is_file() for p in paths):
-            cache_dir.mkdir(parents=True, exist_ok=True)
-            for path, array in zip(paths, build(), strict=True):
-                part = path.with_suffix(f".{os.getpid()}.part")
-                with part.open("wb") as f:
-                    np.save(f, array, allow_pickle=False)
-                part.replace(path)  # several ranks may write the same
-        # A mapped file is an open one, of which a process may not have many thousands.
-        return tuple(np.load(p, mmap_mode="r" if p.stat().st_size > MAPPED_BYTES else None,
-                             allow_pickle=False) for p in paths)
-
-    return cached
+def cached(cache_dir: Path, kind: str, file: File, build: Callable) -> tuple[np.ndarray, ...]:
+    """build()'s two arrays, kept below cache_dir under the file's size and time where building took
+    long enough to matter."""
+    # Of a remote file they save fetching it.
+    if not isinstance(file, RemoteFile) and file.stat().st_size < 4 << 20:
+        return build()
+    base = cache_dir / f"{kind}-{digest(list(sizes([file])))}"
+    paths = [base.with_suffix(f".{k}.npy") for k in range(2)]
+    if not all(p.is_file() for p in paths):
+        cache_dir.mkdir(parents=True, exist_ok=True)
+        for path, array in zip(paths, build(), strict=True):
+            part = path.with_suffix(f".{os.getpid()}.part")
+            with part.open("wb") as f:
+                np.save(f, array, allow_pickle=False)
+            part.replace(path)  # several ranks may write the same
+    # A mapped file is an open one, of which a process may not have many thousands.
+    return tuple(np.load(p, mmap_mode="r" if p.stat().st_size > MAPPED_BYTES else None,
+                         allow_pickle=False) for p in paths)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from orchmllm.config import SourceConfig
 from orchmllm.data.formats import arrow, llama_factory
-from orchmllm.data.formats.copies import PACKED, array_cache, digest, suffix_of, unpacked
+from orchmllm.data.formats.copies import PACKED, cached, digest, suffix_of, unpacked
 from orchmllm.data.formats.rows import (
     File,
     JoinedRows,
@@ -192,10 +192,10 @@ def _opener(files: Sequence[File], root: Path | str, config: SourceConfig, cache
 def _open_files(config: SourceConfig, files: Sequence[File], root: Path | str, cache_dir: Path
                 ) -> RowStore:
     opened = TarRows if suffix_of(files[0]) == ".tar" else JsonRows
-    cached = array_cache(cache_dir)
+    kept = partial(cached, cache_dir)
 
     def open_file(path: File) -> RowStore:
-        return opened(path, unpacked(path, cache_dir), config.max_row_bytes, cached)
+        return opened(path, unpacked(path, cache_dir), config.max_row_bytes, kept)
 
     stores = [LaterRows(partial(open_file, path), path) if isinstance(path, RemoteFile)
               else open_file(path) for path in files]

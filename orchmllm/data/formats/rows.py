@@ -13,7 +13,6 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 
@@ -24,23 +23,28 @@ File = Path | RemoteFile
 _BLOCK = 8 << 20  # characters of a JSON array scanned at a time
 
 
-class RowStore(Protocol):
+class RowStore:
     """kind: what it is, for people. files: those whose change changes the rows. root: folder that
     media paths are relative to unless the recipe says otherwise."""
 
     kind: str
-    files: list[Path]
-    root: Path
+    files: list[File]
+    root: Path | str
 
-    def __len__(self) -> int: ...
+    def __len__(self) -> int:
+        raise NotImplementedError
 
     def row(self, i: int) -> dict:
         """Raises RowError if it cannot be read."""
+        raise NotImplementedError
 
     def number(self, i: int) -> int:
         """The row's line or position in its file, from 1."""
+        return i + 1
 
-    def file(self, i: int) -> Path: ...
+    def file(self, i: int) -> File:
+        """The file of a row; of a store of one file."""
+        return self.files[0]
 
 
 def _unique(pairs: list[tuple[str, object]]) -> dict:
@@ -70,24 +74,24 @@ def parse_json(data: bytes) -> dict:
     return row
 
 
-def read_bytes(path: Path | RemoteFile, offset: int, size: int) -> bytes:
+def read_bytes(path: File, offset: int, size: int) -> bytes:
     """Part of a file. It is opened for each read: a source may have more shards than a process may
     have open files, and a remote file that stays open stays on the disk."""
     with path.open("rb") as file:
         return os.pread(file.fileno(), size, offset)
 
 
-class JsonRows:
+class JsonRows(RowStore):
     """JSONL, or a JSON array of objects. plain: `path` or a copy of it that is not compressed.
     spans: (n, 2) int64 first and last byte of each row in it."""
 
     def __init__(self, path: File, plain: File, max_row_bytes: int, cached: Callable) -> None:
-        self.path, self.plain, self.max_row_bytes = path, plain, max_row_bytes
+        self.plain, self.max_row_bytes = plain, max_row_bytes
         self.files, self.root = [path], path.parent
         first = _first_byte(plain)
         self.kind = "JSON array" if first == b"[" else "JSONL"
         scan = scan_array if first == b"[" else scan_lines
-        self.spans, self.numbers = cached("spans", [plain], lambda: scan(plain))
+        self.spans, self.numbers = cached("spans", plain, lambda: scan(plain))
 
     def __len__(self) -> int:
         return len(self.spans)
@@ -102,9 +106,6 @@ class JsonRows:
     def number(self, i: int) -> int:
         return int(self.numbers[i])
 
-    def file(self, i: int) -> Path:
-        return self.path
-
 
 def _first_byte(path: Path) -> bytes:
     with path.open("rb") as f:
@@ -112,7 +113,7 @@ def _first_byte(path: Path) -> bytes:
     return head.removeprefix(b"\xef\xbb\xbf").lstrip()[:1]
 
 
-def scan_lines(path: Path | RemoteFile) -> tuple[np.ndarray, np.ndarray]:
+def scan_lines(path: File) -> tuple[np.ndarray, np.ndarray]:
     """(n, 2) byte spans and (n,) line numbers of the lines that are not blank."""
     found, size, last = [np.zeros(0, np.int64)], 0, b"\n"
     with path.open("rb") as f:
@@ -168,7 +169,7 @@ def scan_array(path: Path) -> tuple[np.ndarray, np.ndarray]:
     return np.array(spans, np.int64).reshape(-1, 2), np.arange(1, len(spans) + 1)
 
 
-class TranscriptRows:
+class TranscriptRows(RowStore):
     """LibriSpeech's folders: <speaker>/<chapter>/<speaker>-<chapter>.trans.txt, a line per clip,
     beside <id>.flac. Raises ValueError for a split that is not there."""
 
@@ -203,11 +204,11 @@ class TranscriptRows:
         return self.files[self._rows[i][0]]
 
 
-class LaterRows:
+class LaterRows(RowStore):
     """A store that is opened when a row of it is needed: a stream fetches one shard after another.
     """
 
-    def __init__(self, open_store: Callable[[], RowStore], path: Path | RemoteFile) -> None:
+    def __init__(self, open_store: Callable[[], RowStore], path: File) -> None:
         self._open, self.files, self.root, self.is_open = open_store, [path], path.parent, False
 
     @cached_property
@@ -228,11 +229,8 @@ class LaterRows:
     def number(self, i: int) -> int:
         return self._store.number(i)
 
-    def file(self, i: int) -> Path | RemoteFile:
-        return self.files[0]
 
-
-class JoinedRows:
+class JoinedRows(RowStore):
     """Several stores of one kind, one after the other."""
 
     def __init__(self, stores: Sequence[RowStore], root: Path) -> None:
@@ -263,7 +261,7 @@ class JoinedRows:
         return store.file(k)
 
 
-def sizes(files: Sequence[Path | RemoteFile]) -> Iterator[tuple[str, int, int | str]]:
+def sizes(files: Sequence[File]) -> Iterator[tuple[str, int, int | str]]:
     """(real path, bytes, mtime in ns) of each file, or (URL, bytes, version): what a cache is keyed
     by."""
     for path in files:

@@ -10,7 +10,7 @@ from typing import BinaryIO
 
 import numpy as np
 
-from orchmllm.data.formats.rows import File, parse_json, read_bytes
+from orchmllm.data.formats.rows import File, RowStore, parse_json, read_bytes
 from orchmllm.data.media.kinds import MODALITY_OF, VIDEO
 from orchmllm.data.media.medium import MAX_MEMBER_BYTES, Medium, RowError, refuse_kind
 from orchmllm.plan.layout import AUDIO, VISION
@@ -19,28 +19,22 @@ TEXTS = ("txt", "text", "caption", "transcript")
 PICKLED = ("pyd", "pkl", "pickle", "pth", "pt", "npy", "npz", "ten", "joblib")
 
 
-class TarRows:
+class TarRows(RowStore):
     """Rows of one tar. plain: `path` or a copy of it that is not compressed. members: (n, 3) int64
     [row, offset, size]; names: (n,)."""
 
     kind = "webdataset tar"
 
     def __init__(self, path: File, plain: File, max_row_bytes: int, cached: Callable) -> None:
-        self.path, self.plain, self.max_row_bytes = path, plain, max_row_bytes
+        self.plain, self.max_row_bytes = plain, max_row_bytes
         self.files, self.root = [path], path.parent
-        self.members, names = cached("members", [plain], lambda: scan_tar(plain))
+        self.members, names = cached("members", plain, lambda: scan_tar(plain))
         self.names: list[str] = json.loads(names.tobytes().decode())
         rows = self.members[:, 0]
         self._start = np.searchsorted(rows, np.arange(rows[-1] + 2 if len(rows) else 1))
 
     def __len__(self) -> int:
         return len(self._start) - 1
-
-    def number(self, i: int) -> int:
-        return i + 1
-
-    def file(self, i: int) -> File:
-        return self.path
 
     def row(self, i: int) -> dict:
         """The JSON member's keys, with "images" and "audios" replaced by the row's members. Raises
@@ -49,7 +43,7 @@ class TarRows:
         media: dict[int, list[Medium]] = {VISION: [], AUDIO: [], VIDEO: []}
         for k in range(self._start[i], self._start[i + 1]):
             name, offset, size = self.names[k], int(self.members[k, 1]), int(self.members[k, 2])
-            where = f"{name} in {self.path}"
+            where = f"{name} in {self.files[0]}"
             kind = name.rsplit(".", 1)[-1].lower()
             if offset < 0 or name.startswith("/") or ".." in name.split("/"):
                 raise RowError(f"member {name!r} is a link, sparse, or named outside the archive; "

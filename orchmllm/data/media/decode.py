@@ -14,14 +14,12 @@ import torch
 from torch import Tensor
 
 from orchmllm.data.media.headers import (
-    MediumSource,
     audio_lengths,
     audio_samples,
-    name_of,
     open_image,
     orientation,
 )
-from orchmllm.data.media.medium import MediaError, reading
+from orchmllm.data.media.medium import MediaError, MediumSource, medium_of, reading
 from orchmllm.plan.layout import AudioGeometry, ImageHeader, VisionGeometry
 
 
@@ -70,7 +68,7 @@ def decode_image(source: MediumSource, geometry: VisionGeometry) -> Tensor:
     (bicubic) to `geometry.resized`. Raises MediaError."""
     from PIL import Image
 
-    with reading(source) as file, open_image(name_of(source), file) as image:
+    with reading(source) as file, open_image(medium_of(source).name, file) as image:
         turned = orientation(image)
         image.load()
         if image.format == "TIFF" and orientation(image) != turned:
@@ -128,7 +126,7 @@ def decode_audio(source: MediumSource, geometry: AudioGeometry) -> Tensor:
     samples, header = audio_samples(source)
     lengths = audio_lengths(source, header, geometry)
     if not np.isfinite(samples).all():
-        raise MediaError(name_of(source), "NaN or infinite samples")
+        raise MediaError(medium_of(source).name, "NaN or infinite samples")
     mono = samples.mean(axis=1)
     if header.sample_rate != geometry.sample_rate:
         mono = soxr.resample(mono, header.sample_rate, geometry.sample_rate)

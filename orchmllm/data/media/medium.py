@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path, PurePosixPath
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 from urllib.parse import unquote
 
 from orchmllm.data.media.kinds import REFUSED_SUFFIXES, container, listed, refusal
@@ -133,12 +133,19 @@ class _Slice(io.RawIOBase):
         super().close()
 
 
+MediumSource = Medium | str | os.PathLike
+
+
+def medium_of(source: MediumSource) -> Medium:
+    """The medium of a path."""
+    return source if isinstance(source, Medium) else Medium(0, os.fspath(source), os.fspath(source))
+
+
 @contextmanager
-def reading(medium: Medium | str | os.PathLike) -> Iterator[object]:
+def reading(source: MediumSource) -> Iterator[object]:
     """What a decoder reads: the path of a whole file, else a binary file object. Names the medium
     in whatever the decoder raises. Raises MediaError."""
-    if not isinstance(medium, Medium):
-        medium = Medium(0, os.fspath(medium), os.fspath(medium))
+    medium = medium_of(source)
     try:
         with _opened(medium) as file:
             yield file
@@ -187,26 +194,29 @@ def _opened(medium: Medium) -> Iterator[object]:
         yield file
 
 
-def head_of(medium: Medium | str | os.PathLike) -> bytes:
-    """The first 32 bytes, by which a file's kind is told. Raises MediaError."""
-    with reading(medium) as file:
-        return _head(file)
-
-
-def _head(file: object) -> bytes:
-    if not isinstance(file, io.IOBase):
+@contextmanager
+def binary(file: object) -> Iterator[BinaryIO]:
+    """What `reading` gives, as a file object at its start."""
+    if isinstance(file, io.IOBase):
+        file.seek(0)
+        yield file
+    else:
         with open(file, "rb") as opened:
-            return opened.read(32)
-    file.seek(0)
-    return file.read(32)
+            yield opened
+
+
+def head_of(source: MediumSource) -> bytes:
+    """The first 32 bytes, by which a file's kind is told. Raises MediaError."""
+    with reading(source) as file, binary(file) as opened:
+        return opened.read(32)
 
 
 def _reason(error: Exception, medium: Medium) -> str:
     """What a decoder says, or what the file is where that is known to be something else. Raises
     OSError where the machine has run out of something."""
     try:
-        with _opened(medium) as file:
-            head = _head(file)
+        with _opened(medium) as file, binary(file) as opened:
+            head = opened.read(32)
     except OSError as unread:
         if unread.errno in OUT_OF:
             raise

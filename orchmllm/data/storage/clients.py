@@ -46,20 +46,10 @@ class Refused(PermissionError):
     """A request that must not be made, or whose answer must not be used; it is not repeated."""
 
 
-class Declared:
-    """What a recipe allows to be read. Raises Refused for anything else."""
-
-    def __init__(self, config: RemoteConfig) -> None:
-        self.config = config
-
-    def root(self, url: str) -> RemoteRoot | None:
-        """The declared root that `url` is below."""
-        return next((r for r in self.config.roots
-                     if (url + "/").startswith(r.url.rstrip("/") + "/")), None)
-
-    def allows_host(self, url: str) -> bool:
-        """Whether a redirect may lead there."""
-        return urlsplit(url)[:2] in [urlsplit(r.url)[:2] for r in self.config.roots]
+def declared(config: RemoteConfig, url: str) -> RemoteRoot | None:
+    """The root of a recipe that `url` is below."""
+    url = without_query(url) + "/"
+    return next((r for r in config.roots if url.startswith(r.url.rstrip("/") + "/")), None)
 
 
 def _system(root: RemoteRoot, config: RemoteConfig):
@@ -94,7 +84,7 @@ def _new_system(root: RemoteRoot, config: RemoteConfig):
         import aiohttp
 
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=stall_s, sock_read=stall_s)
-        options |= {"encoded": True, "get_client": _guarded(Declared(config)),
+        options |= {"encoded": True, "get_client": _guarded(config),
                     "client_kwargs": {"timeout": timeout,
                                       "headers": {"Accept-Encoding": "identity"}}}
     try:
@@ -108,12 +98,12 @@ def _new_system(root: RemoteRoot, config: RemoteConfig):
     return system
 
 
-def _guarded(declared: Declared) -> Callable:
+def _guarded(config: RemoteConfig) -> Callable:
     """A maker of aiohttp sessions that follow redirects to declared hosts only."""
     async def check(session, context, params) -> None:
         location = params.response.headers.get("Location", "")
         target = urljoin(str(params.response.url), location)
-        if not declared.allows_host(target):
+        if urlsplit(target)[:2] not in [urlsplit(r.url)[:2] for r in config.roots]:
             raise Refused(f"the server redirects to {without_query(target)}, whose host is not "
                           "among data.remote.roots: declare it if it is meant")
 

@@ -22,14 +22,14 @@ from pathlib import Path
 from typing import BinaryIO
 from urllib.parse import quote, unquote, urlsplit
 
-from orchmllm.config import RemoteConfig, RemoteRoot
+from orchmllm.config import RemoteConfig
 from orchmllm.data.storage.cache import DiskCache
 from orchmllm.data.storage.clients import (
-    Declared,
     Progress,
     Refused,
     StorageError,
     call,
+    declared,
     repeated,
     version_of,
     without_query,
@@ -82,7 +82,7 @@ class RemoteFile:
     @property
     def key(self) -> str:
         """What its copy on disk is called."""
-        root = self.storage.root(self.url)
+        root = declared(self.storage.config, self.url)
         said = "\n".join((self.url, self.version, str(self.size), root.endpoint))
         return hashlib.sha256(said.encode()).hexdigest()[:40]
 
@@ -121,10 +121,6 @@ class Storage:
         folder = Path(self.config.cache or DEFAULT_CACHE).expanduser()
         return DiskCache(folder, int(self.config.cache_gib * 2**30), self.config.deadline_s)
 
-    def root(self, url: str) -> RemoteRoot | None:
-        """The declared root that `url` is below."""
-        return Declared(self.config).root(without_query(url))
-
     def file(self, url: str, limit: int = 0) -> RemoteFile:
         """The file of a URL. Raises ValueError where the recipe does not declare it."""
         web = url.startswith("http")  # other names are taken as they are
@@ -136,7 +132,7 @@ class Storage:
                 r"[#\s\x00-\x1f\\]" if web else r"[\x00-\x1f]", url):
             raise ValueError(f"URL {without_query(url)!r:.200} must have no user, fragment, space "
                              "or backslash; credentials come from the environment")
-        if self.root(url) is None:
+        if declared(self.config, url) is None:
             raise ValueError(f"{without_query(url)!r:.200} is a URL that is not declared, and so "
                              "never fetched; add its host and folder to data.remote.roots of the "
                              "recipe, or download the file below the media root")
@@ -149,7 +145,7 @@ class Storage:
 
     def fetch(self, file: RemoteFile, part: Path, reserve: Callable[[int], None]) -> None:
         """Writes a whole file to `part`; a part of it never passes for the whole."""
-        root = self.root(file.url)
+        root = declared(self.config, file.url)
 
         def attempt(left_s: float) -> None:
             promised = Progress(reserve, file.limit or self.cache.limit)
@@ -181,7 +177,7 @@ class Storage:
         """The file of a URL, those of a pattern, or those in a folder and its folder `data` (deep:
         all below it), with their sizes and versions, by name. Raises as `file` and
         `RemoteFile.open` do."""
-        root = self.root(self.file(url).url)
+        root = declared(self.config, self.file(url).url)
 
         def attempt(left_s: float) -> list[tuple[str, dict]]:
             def ask(method: str, below: str = "", **keys):
