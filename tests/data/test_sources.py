@@ -49,6 +49,31 @@ def test_a_tar_is_read_whole_or_refused(folder, tmp_path):
     assert len(source) == 4
 
 
+def test_text_that_is_not_utf_8_makes_its_row_unusable(tokenizer, folder, tmp_path):
+    """As in JSON: a letter that is put in its place would be learnt."""
+    png = (folder / "0.png").read_bytes()
+    write_tar(tmp_path / "a.tar", [("a.txt", "caf\u00e9".encode()), ("a.png", png),
+                                   ("b.txt", "caf\u00e9".encode("latin-1")), ("b.png", png)])
+    dataset = opened(tmp_path / "a.tar", tokenizer, tmp_path)
+    assert dataset.conversation(0)[1].parts == ("caf\u00e9",) and dataset.problem(0) is None
+    assert "member 'b.txt' is not UTF-8" in str(dataset.problem(1))
+
+
+def test_a_damaged_index_is_named(tokenizer, tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", [TEXT_ROW] * 3)
+    dataset = opened(path, tokenizer, tmp_path)
+    index, _ = build_index(dataset.sources[0], dataset.planner, tmp_path / "index", num_workers=1)
+    for name in ("table", "start", "targets", "stamps"):
+        file = index.folder / f"{name}.i64"
+        content = file.read_bytes()
+        for damaged in (content[:-56], content[:-3], content + content[-16:], b""):
+            file.write_bytes(damaged)
+            with pytest.raises(ValueError, match="damaged index .*; delete it"):
+                opened(path, tokenizer, tmp_path)
+        file.write_bytes(content)
+    assert opened(path, tokenizer, tmp_path).indexes != [None]
+
+
 def test_what_follows_a_json_array_is_not_left_out(tmp_path):
     (tmp_path / "a.json").write_text(f"[{TEXT_ROW}] \n".replace("'", '"'))
     assert len(open_source(SourceConfig(path=str(tmp_path / "a.json")), tmp_path)) == 1

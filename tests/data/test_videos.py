@@ -17,8 +17,8 @@ from orchmllm.cli.data import dataset_of, main
 from orchmllm.config import SourceConfig, load_recipe
 from orchmllm.data.dataset import ConversationDataset
 from orchmllm.data.media import av_process
-from orchmllm.data.media.containers import VideoHeader
 from orchmllm.data.media.decode import decode_audio
+from orchmllm.data.media.frames import VideoHeader
 from orchmllm.data.media.headers import audio_header
 from orchmllm.data.media.medium import MediaError, Medium, RowError, VideoSampling
 from orchmllm.data.media.video import chosen, expand, pictures

@@ -24,7 +24,7 @@ from orchmllm.data.formats.rows import (
 )
 from orchmllm.data.formats.tars import TarRows
 from orchmllm.data.media.kinds import MODALITY_OF
-from orchmllm.data.media.medium import refuse_kind
+from orchmllm.data.media.root import refuse_kind
 from orchmllm.data.storage.remote import RemoteFile, Storage, is_url
 
 JSON_SUFFIXES, ARROW_SUFFIXES = (".jsonl", ".json", ".ndjson"), (".parquet", ".arrow")

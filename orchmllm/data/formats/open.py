@@ -13,18 +13,12 @@ from pathlib import Path
 
 from orchmllm.config import DataConfig, SourceConfig
 from orchmllm.data.formats import arrow
-from orchmllm.data.formats.conversation import (
-    ADAPTERS,
-    LOOKED_FOR,
-    PREFERENCES,
-    Conversation,
-    chat,
-    detect,
-    instruction,
-)
+from orchmllm.data.formats.adapters import ADAPTERS, LOOKED_FOR, detect
+from orchmllm.data.formats.conversation import PREFERENCES, Conversation, chat, instruction
 from orchmllm.data.formats.find import check_parts, expand, find_store
 from orchmllm.data.formats.rows import RowStore
-from orchmllm.data.media.medium import MediaRoot, RowError, VideoSampling
+from orchmllm.data.media.medium import RowError, VideoSampling
+from orchmllm.data.media.root import MediaRoot
 from orchmllm.data.storage.clients import StorageError, without_query
 from orchmllm.data.storage.remote import NOWHERE, Storage, is_url
 from orchmllm.data.tokenizer import ChatTokenizer

@@ -12,7 +12,8 @@ import numpy as np
 
 from orchmllm.data.formats.rows import File, RowStore, parse_json, read_bytes
 from orchmllm.data.media.kinds import MODALITY_OF, VIDEO
-from orchmllm.data.media.medium import MAX_MEMBER_BYTES, Medium, RowError, refuse_kind
+from orchmllm.data.media.medium import MAX_MEMBER_BYTES, Medium, RowError
+from orchmllm.data.media.root import refuse_kind
 from orchmllm.plan.layout import AUDIO, VISION
 
 TEXTS = ("txt", "text", "caption", "transcript")
@@ -56,7 +57,10 @@ class TarRows(RowStore):
             if kind == "json":
                 row.update(parse_json(read_bytes(self.plain, offset, size)))
             elif kind in TEXTS:
-                text = read_bytes(self.plain, offset, size).decode("utf-8", "replace").strip()
+                try:
+                    text = read_bytes(self.plain, offset, size).decode("utf-8-sig").strip()
+                except UnicodeDecodeError as error:
+                    raise RowError(f"member {name!r} is not UTF-8: {error}", where) from error
                 row[kind if kind in ("caption", "transcript") else "text"] = text
             elif kind in MODALITY_OF:
                 modality = MODALITY_OF[kind]

@@ -24,7 +24,8 @@ from functools import lru_cache
 import numpy as np
 
 from orchmllm.data.media import containers
-from orchmllm.data.media.containers import VideoHeader
+from orchmllm.data.media import frames as video_frames
+from orchmllm.data.media.frames import VideoHeader
 from orchmllm.data.media.medium import MediaError, Medium, _Slice, reading
 from orchmllm.data.wire import Channel, WireError
 
@@ -65,7 +66,7 @@ def _video_header(medium: Medium, demuxer: str) -> VideoHeader:
 
 def frames(medium: Medium, demuxer: str, seconds: list[float], num_frames: int,
            displayed: tuple[int, int], size: tuple[int, int]) -> list[np.ndarray]:
-    """See containers.read_frames. Raises MediaError."""
+    """See orchmllm.data.media.frames.read_frames. Raises MediaError."""
     return _ask(medium, demuxer, "read_frames", seconds, num_frames, displayed, size)[1]
 
 
@@ -200,8 +201,13 @@ def serve(fd: int) -> None:
             return
 
 
+_FUNCTIONS = {function.__name__: function for function in (
+    video_frames.video_header, video_frames.read_frames, containers.audio_header,
+    containers.read_audio)}
+
+
 def _answer(request: dict, arrays: list[np.ndarray]) -> tuple[dict, list[np.ndarray]]:
-    function: Callable = getattr(containers, request["what"])
+    function: Callable = _FUNCTIONS[request["what"]]
     if arrays:
         file, size = io.BytesIO(arrays[0].tobytes()), arrays[0].nbytes
     elif request["size"] >= 0:
