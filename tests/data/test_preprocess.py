@@ -31,7 +31,7 @@ from orchmllm.data.preprocess.examples import from_request, to_answer
 from orchmllm.data.preprocess.handshake import Servers, admit, identity_of
 from orchmllm.data.stream import open_dataset
 from orchmllm.data.wire import MAGIC, Channel, WireError
-from orchmllm.plan.layout import TEXT
+from orchmllm.plan.layout import TEXT, VISION
 from orchmllm.runtime.log_schema import ROW_SCHEMA
 from tests.lib.commands import ROOT, make_demo_data, python
 from tests.lib.ranks import RankFailure, run_ranks
@@ -329,6 +329,26 @@ def test_answers_that_are_no_answers_are_read_by_the_rank(recipe, answer, reason
     got, told = asked(dataset, [address], calls, timeout_s=1.0)
     thread.join(60)
     assert (told.remote, told.local) == (0, 2) and reason in " ".join(told.notes)
+    assert all(same(a, b) for a, b in zip(want, got, strict=True))
+
+
+def blind(channel, said, dataset) -> None:
+    """Of a machine on which the folder of the media is not mounted."""
+    header, arrays = to_answer(Workers(dataset, 0).request("load", from_request(said, None))())
+    for told in header["results"]:
+        told["failed"] = [[s, "the file is missing", VISION] for s in told["segments"]]
+    channel.send(header, [np.zeros_like(a) if a.ndim == 2 else a for a in arrays])
+
+
+def test_what_a_server_lacks_is_read_by_the_rank(recipe):
+    dataset = opened(recipe)
+    calls = calls_of(dataset, [8, 9, 10])
+    want = Workers(dataset, 0).request("load", calls)()
+    assert not any(failed for _, failed in want) and any(x.media for x, _ in want)
+    address, thread = serve_once(dataset, blind)
+    got, told = asked(dataset, [address], calls)
+    thread.join(60)
+    assert told.remote == 3 and "has to see the same files: the file is missing" in told.notes[0]
     assert all(same(a, b) for a, b in zip(want, got, strict=True))
 
 
