@@ -51,11 +51,6 @@ class ChatTemplate:
         self._trims = False
         self._probe(path)
 
-    @cached_property
-    def generates(self) -> bool:
-        """Whether the template says what is learnt, by {% generation %}."""
-        return re.search(r"\{%-?\s*generation\s*-?%\}", self.source) is not None
-
     def spans(self, turns: Sequence[Turn]) -> list[Span]:
         """The conversation as rendered. Raises RowError for turns that the template refuses, and
         where it is not known which of the text is the template's."""
@@ -157,7 +152,7 @@ class ChatTemplate:
 
     def _read(self, rendered: str, chunks: list[_Chunk], turns: Sequence[Turn]) -> list[Span]:
         """What was rendered with marks, as spans."""
-        if self.generates:
+        if re.search(r"\{%-?\s*generation\s*-?%\}", self.source):
             return _in_blocks(rendered, chunks, turns)
         out: list[Span] = []
         last: _Chunk | None = None

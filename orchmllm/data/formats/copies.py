@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from orchmllm.data.formats.rows import File, sizes
+from orchmllm.data.storage.cache import written
 from orchmllm.data.storage.remote import RemoteFile
 
 PACKED = {".gz": "gzip", ".zst": "zstd"}  # around JSON and tars
@@ -37,18 +37,13 @@ def unpacked(path: File, cache_dir: Path) -> File:
 
     copy = cache_dir / f"unpacked-{digest(list(sizes([path])))}{suffix_of(path)}"
     if not copy.is_file():
-        cache_dir.mkdir(parents=True, exist_ok=True)
-        part = copy.with_suffix(f".{os.getpid()}.part")
         try:
-            with path.open("rb") as file, part.open("wb") as plain:
-                with pyarrow.input_stream(file, compression=PACKED[path.suffix]) as packed:
-                    shutil.copyfileobj(packed, plain, 8 << 20)
-            part.replace(copy)  # several ranks may write the same
+            with (path.open("rb") as file, written(copy) as plain,
+                  pyarrow.input_stream(file, compression=PACKED[path.suffix]) as packed):
+                shutil.copyfileobj(packed, plain, 8 << 20)
         except OSError as error:
             raise ValueError(f"{path}: not a whole {PACKED[path.suffix]} file, or no room for its "
                              f"{copy} ({error})") from error
-        finally:
-            part.unlink(missing_ok=True)
     return copy
 
 
@@ -61,12 +56,9 @@ def cached(cache_dir: Path, kind: str, file: File, build: Callable) -> tuple[np.
     base = cache_dir / f"{kind}-{digest(list(sizes([file])))}"
     paths = [base.with_suffix(f".{k}.npy") for k in range(2)]
     if not all(p.is_file() for p in paths):
-        cache_dir.mkdir(parents=True, exist_ok=True)
         for path, array in zip(paths, build(), strict=True):
-            part = path.with_suffix(f".{os.getpid()}.part")
-            with part.open("wb") as f:
+            with written(path) as f:
                 np.save(f, array, allow_pickle=False)
-            part.replace(path)  # several ranks may write the same
     # A mapped file is an open one, of which a process may not have many thousands.
     return tuple(np.load(p, mmap_mode="r" if p.stat().st_size > MAPPED_BYTES else None,
                          allow_pickle=False) for p in paths)

@@ -19,6 +19,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from functools import lru_cache
 
 import numpy as np
@@ -43,12 +44,11 @@ def _installed() -> bool:
 
 def video_header(medium: Medium, demuxer: str) -> VideoHeader:
     """Raises MediaError."""
-    try:
-        info = os.stat(medium.path) if _is_local(medium) else None
-    except OSError:  # `reading` says what is wrong
-        info = None
-    return (_video_header(medium, demuxer) if info is None
-            else _kept_header(medium, demuxer, (info.st_size, info.st_mtime_ns)))
+    if _is_local(medium):
+        with suppress(OSError):  # `reading` says what is wrong
+            info = os.stat(medium.path)
+            return _kept_header(medium, demuxer, (info.st_size, info.st_mtime_ns))
+    return _video_header(medium, demuxer)
 
 
 def _is_local(medium: Medium) -> bool:

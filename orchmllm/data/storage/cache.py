@@ -27,6 +27,20 @@ TOUCH_AFTER_S = 30.0
 STALE_PART_S = 3600.0  # without a byte: of a process that was killed
 
 
+@contextmanager
+def written(path: Path) -> Iterator[BinaryIO]:
+    """A file to write `path` with, which is there when all of it is: several ranks may write the
+    same."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_suffix(f".{os.getpid()}.part")
+    try:
+        with part.open("wb") as file:
+            yield file
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
 class DiskCache:
     """limit: bytes. wait_s: for another process that fetches the same file."""
 

@@ -23,7 +23,7 @@ from typing import BinaryIO
 from urllib.parse import quote, unquote, urlsplit
 
 from orchmllm.config import RemoteConfig
-from orchmllm.data.storage.cache import DiskCache
+from orchmllm.data.storage.cache import DiskCache, written
 from orchmllm.data.storage.clients import (
     Progress,
     Refused,
@@ -102,11 +102,8 @@ class RemoteFile:
         """A copy below `folder` that stays, for readers that need a path."""
         path = folder / f"remote-{self.key}{self.suffix}"
         if not path.is_file():
-            folder.mkdir(parents=True, exist_ok=True)
-            part = path.with_suffix(f".{os.getpid()}.part")
-            with self.open() as source, part.open("wb") as target:
+            with self.open() as source, written(path) as target:
                 shutil.copyfileobj(source, target, 8 << 20)
-            part.replace(path)  # several ranks may write the same
         return path
 
 
