@@ -30,6 +30,11 @@ from orchmllm.data.storage.clients import StorageError
 from orchmllm.estimate.lengths import open_recipe
 from orchmllm.estimate.workload import MODELS
 
+# Options that one command has, alone or without a recipe.
+ONLY = {"decode": "lint", "ranks": "stats", "out": "stats", "model": "stats without a recipe",
+        "batch_size": "stats without a recipe", "row": "preview", "count": "preview",
+        "html": "preview"}
+
 
 def parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="orchmllm data", description=__doc__,
@@ -65,6 +70,11 @@ def parse(argv: list[str]) -> argparse.Namespace:
     if not is_recipe(args.recipe) and (args.command != "stats" or args.overrides):
         parser.error(f"{args.recipe or 'nothing'} is no recipe: index, lint and overrides need a "
                      "YAML file")
+    command = args.command + " without a recipe" * (not is_recipe(args.recipe))
+    for name, only in ONLY.items():
+        if not command.startswith(only) and getattr(args, name) != parser.get_default(name):
+            parser.error(f"--{name.replace('_', '-')} is an option of {only}, and not of "
+                         f"{args.command} here")
     return args
 
 
