@@ -16,13 +16,8 @@ from dataclasses import MISSING
 from pathlib import Path
 
 from orchmllm.config import Recipe
-from orchmllm.data.media.containers import (
-    AUDIO_NAMES,
-    MAX_VIDEO_FRAMES,
-    MAX_VIDEO_PIXELS,
-    MAX_VIDEO_S,
-    VIDEO_NAMES,
-)
+from orchmllm.data.media.containers import AUDIO_NAMES, VIDEO_NAMES
+from orchmllm.data.media.frames import MAX_VIDEO_FRAMES, MAX_VIDEO_PIXELS, MAX_VIDEO_S
 from orchmllm.data.media.headers import (
     MAX_ASPECT,
     MAX_AUDIO_S,

@@ -16,6 +16,7 @@ import argparse
 import os
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 from tqdm import tqdm
@@ -25,9 +26,14 @@ from orchmllm.config import Recipe, RecipeError, load_recipe
 from orchmllm.data.formats.open import DataSource, index_path
 from orchmllm.data.index import LengthIndex, build_index
 from orchmllm.data.lengths import LengthReader
-from orchmllm.data.storage.remote import Storage
+from orchmllm.data.storage.clients import StorageError
 from orchmllm.estimate.lengths import open_recipe
 from orchmllm.estimate.workload import MODELS
+
+# Options that one command has, alone or without a recipe.
+ONLY = {"decode": "lint", "ranks": "stats", "out": "stats", "model": "stats without a recipe",
+        "batch_size": "stats without a recipe", "row": "preview", "count": "preview",
+        "html": "preview"}
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -64,6 +70,11 @@ def parse(argv: list[str]) -> argparse.Namespace:
     if not is_recipe(args.recipe) and (args.command != "stats" or args.overrides):
         parser.error(f"{args.recipe or 'nothing'} is no recipe: index, lint and overrides need a "
                      "YAML file")
+    command = args.command + " without a recipe" * (not is_recipe(args.recipe))
+    for name, only in ONLY.items():
+        if not command.startswith(only) and getattr(args, name) != parser.get_default(name):
+            parser.error(f"--{name.replace('_', '-')} is an option of {only}, and not of "
+                         f"{args.command} here")
     return args
 
 
@@ -100,14 +111,11 @@ def lint(sources: list[DataSource], indexes: list[LengthIndex]) -> int:
 
 
 def dataset_of(recipe: Recipe):
-    """The dataset that training would read. Raises ValueError naming what cannot be read."""
-    from orchmllm.data.dataset import ConversationDataset
+    """The map-style dataset of a recipe's sources. Raises ValueError naming what cannot be read."""
+    from orchmllm.data.stream import open_dataset
 
-    sources, planner = open_recipe(recipe)
-    return ConversationDataset(
-        [s.config for s in sources], tokenizer=planner.tokenizer, vision=planner.vision,
-        audio=planner.audio, max_example_tokens=planner.max_example_tokens,
-        index_dir=recipe.data.index_dir or None, storage=Storage(recipe.data.remote))
+    return open_dataset(replace(recipe.data, streaming=False), recipe.model.vision.geometry,
+                        recipe.model.audio.geometry, seed=recipe.run.seed)
 
 
 def lint_decoding(recipe: Recipe) -> int:
@@ -127,21 +135,27 @@ def lint_decoding(recipe: Recipe) -> int:
 def main(argv: list[str]) -> int:
     args = parse(argv)
     try:
-        recipe = (load_recipe(args.recipe, args.overrides) if is_recipe(args.recipe)
-                  else of_data(args.recipe, args.model, args.batch_size))
-        if not args.recipe:
-            return drawn(recipe, args)
-        if args.command == "preview":
-            from orchmllm.cli.data_preview import preview
-
-            return preview(dataset_of(recipe), args.row - 1, args.count, args.html)
-        sources, planner = open_recipe(recipe)
-        indexes = index_all(sources, planner, index_path(recipe.data.index_dir), args.workers)
-    except (RecipeError, ValueError, OSError) as error:
+        return run(args)
+    except (RecipeError, StorageError, ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+
+
+def run(args: argparse.Namespace) -> int:
+    """Returns the exit code. Raises RecipeError, StorageError, ValueError or OSError where
+    something cannot be read."""
+    recipe = (load_recipe(args.recipe, args.overrides) if is_recipe(args.recipe)
+              else of_data(args.recipe, args.model, args.batch_size))
+    if not args.recipe:
+        return drawn(recipe, args)
+    if args.command == "preview":
+        from orchmllm.cli.data_preview import preview
+
+        return preview(dataset_of(recipe), args.row - 1, args.count, args.html)
+    sources, planner = open_recipe(recipe)
+    indexes = index_all(sources, planner, index_path(recipe.data.index_dir), args.workers)
     if args.command == "stats":
-        show(recipe, args, [s.name for s in sources], indexes)
+        show(recipe, args, sources, indexes)
     if args.command != "lint":
         return 0
     num_problems = lint(sources, indexes) + (lint_decoding(recipe) if args.decode else 0)

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from orchmllm.config import DataConfig, Recipe, TrainConfig
-from orchmllm.data.formats.open import beside, index_path
+from orchmllm.data.formats.open import DataSource, beside, index_path
 from orchmllm.data.index import LengthIndex
 from orchmllm.data.stats import NUM_BATCHES, global_batches, plot, predict, read_lengths, table
 from orchmllm.estimate.workload import MODELS, sample_layout
@@ -44,14 +44,17 @@ def _word_tokenizer(folder: Path) -> Path:
     return path
 
 
-def show(recipe: Recipe, args: argparse.Namespace, names: Sequence[str],
+def show(recipe: Recipe, args: argparse.Namespace, sources: Sequence[DataSource],
          indexes: Sequence[LengthIndex]) -> None:
     """Prints lengths and what balancing gives; writes the plot."""
-    lengths = read_lengths(names, indexes)
+    lengths = read_lengths([s.name for s in sources], indexes)
     print("\nLLM tokens per example that has the modality (share: of all tokens of the source)")
     print(table(lengths))
     ranks = args.ranks or recipe.launch.nproc_per_node or 8
-    _gain(predict(global_batches(indexes, recipe, ranks), recipe), ranks, recipe.train.batch_size)
+    batches = global_batches(sources, indexes, recipe, ranks)
+    share = f"{recipe.train.batch_size} examples"
+    _gain(predict(batches, recipe), ranks,
+          share if recipe.data.batching == "sample" else "1 mini-batch")
     plot(lengths, args.out, f"{', '.join(lengths.names)}: {len(lengths.source)} examples")
     print(f"plot: {args.out}")
 
@@ -63,13 +66,12 @@ def drawn(recipe: Recipe, args: argparse.Namespace) -> int:
           f"LibriSpeech and others. Model: {args.model} of OrchMLLM Table 1.")
     layouts = (sample_layout(args.model, num_ranks=ranks, batch_size=args.batch_size, seed=seed)
                for seed in range(NUM_BATCHES))
-    _gain(predict(layouts, recipe), ranks, args.batch_size)
+    _gain(predict(layouts, recipe), ranks, f"{args.batch_size} examples")
     return 0
 
 
-def _gain(predicted: dict[str, tuple[float, float]], ranks: int, batch_size: int) -> None:
-    print(f"\nslowest rank / mean rank, {ranks} ranks x {batch_size} examples, predicted from "
-          "FLOPs")
+def _gain(predicted: dict[str, tuple[float, float]], ranks: int, share: str) -> None:
+    print(f"\nslowest rank / mean rank, {ranks} ranks x {share}, predicted from FLOPs")
     print(f"{'phase':<8} {'sampled':>8} {'balanced':>9}")
     for phase, (before, after) in predicted.items():
         if phase != "step":

@@ -1,10 +1,11 @@
 """A length index: the lengths of every row of a source, built once, read by memory map.
 
-    <index_dir>/<source>-<key>/  table.npy start.npy targets.npy stamps.npy problems.jsonl
+    <index_dir>/<source>-<key>/  table.i64 start.i64 targets.i64 stamps.i64 problems.jsonl
 
 The key is the size and time of the source's files, the tokenizer, the geometry of the media and
-what the recipe says of the source: whatever changes lengths, changes the key. stamps.npy holds the
-size and time of every media file, by which a later build finds those that changed.
+what the recipe says of the source: whatever changes lengths, changes the key. The arrays are int64
+without a header; their shapes are those of Part. stamps.i64 holds the size and time of every media
+file, by which a later build finds those that changed.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from dataclasses import asdict
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -26,12 +27,12 @@ from orchmllm.data.formats.conversation import media_of
 from orchmllm.data.formats.copies import digest
 from orchmllm.data.formats.open import DataSource, open_source
 from orchmllm.data.formats.rows import sizes
-from orchmllm.data.lengths import LengthReader, MeasuredExample
+from orchmllm.data.lengths import LengthReader
 from orchmllm.data.media.medium import MediaError
 from orchmllm.data.storage.remote import RemoteFile, Storage
 from orchmllm.plan.layout import ExampleLayout
 
-VERSION = 2
+VERSION = 3
 CHUNK = 256  # rows a worker is given at a time
 ALONE_BELOW = 2000  # rows that are indexed faster than worker processes start
 
@@ -49,13 +50,18 @@ class Part(NamedTuple):
 
 
 class LengthIndex:
-    """The lengths of a source's rows (memory-mapped) and its unusable rows."""
+    """The lengths of a source's rows (memory-mapped) and its unusable rows. Raises OSError or
+    ValueError where its files are damaged."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.table, self.start, self.targets, self.stamps = (
-            np.load(folder / f"{name}.npy", mmap_mode="r", allow_pickle=False)
-            for name in ("table", "start", "targets", "stamps"))
+            np.memmap(folder / f"{name}.i64", np.int64, "r").reshape(shape)
+            for name, shape in (("table", (-1, 7)), ("start", -1), ("targets", -1),
+                                ("stamps", (-1, 2))))
+        if not (len(self.table) == self.start[-1]
+                and len(self.targets) == len(self.stamps) == len(self.start) - 1):
+            raise ValueError("its files do not have the same rows")
         with (folder / "problems.jsonl").open(encoding="utf-8") as f:
             self.problems = {p.pop("row"): _problem(**p) for p in map(json.loads, f)}
 
@@ -77,11 +83,9 @@ def _problem(file: str, reason: str, segment: int | None, modality: int) -> Medi
 
 def index_folder(source: DataSource, planner: LengthReader, index_dir: Path) -> Path:
     """Where the source's index is or would be."""
-    said = [source.layout, source.root.path, source.config.prompt, source.config.max_row_bytes,
-            source.root.video]
-    key = digest([VERSION, list(sizes(source.store.files)), len(source), *said,
-                  planner.tokenizer.digest, asdict(planner.vision), asdict(planner.audio),
-                  planner.max_example_tokens])
+    key = digest([VERSION, list(sizes(source.store.files)), len(source), source.root.path,
+                  source.settings, planner.tokenizer.digest, asdict(planner.vision),
+                  asdict(planner.audio), planner.max_example_tokens])
     safe = "".join(c if c.isalnum() or c in "-_." else "_" for c in source.name)
     return index_dir / f"{safe}-{key}"
 
@@ -111,14 +115,14 @@ def build_index(
         raise ValueError(f"{source.config.path}: there are no rows to index")
     folder = index_folder(source, planner, index_dir)
     old = open_index(source, planner, index_dir)
-    writer, num_read, part = _Writer(folder), 0, None
+    writer, num_read = _Writer(folder), 0
     try:
         for part, count in _parts(source, planner, index_dir, old, num_workers):
             writer.add(part)
             num_read += count
             progress(len(part.counts))
         if old is None or num_read:
-            writer.close(part)
+            writer.close()
             return LengthIndex(folder), num_read
     finally:
         shutil.rmtree(writer.new, ignore_errors=True)
@@ -159,16 +163,13 @@ def _index_chunk(
 ) -> tuple[Part, int]:
     rows = list(chunk)
     if old is None:
-        planned = dict(zip(rows, planner.plan(source.conversation, rows, rows), strict=True))
-        stamps = {row: stamp(p) for row, p in planned.items()}
+        stamps, stale = {}, rows
     else:
-        stamps, stale = {}, []
-        for row in rows:
-            stamps[row] = tuple(old.stamps[row].tolist())
-            if row in old.problems or _stamp_now(source, row) != stamps[row]:
-                stale.append(row)
-        planned = dict(zip(stale, planner.plan(source.conversation, stale, stale), strict=True))
-        stamps |= {row: stamp(p) for row, p in planned.items()}
+        stamps = {row: tuple(old.stamps[row].tolist()) for row in rows}
+        stale = [row for row in rows
+                 if row in old.problems or _stamp_now(source, row) != stamps[row]]
+    planned = dict(zip(stale, planner.plan(source.conversation, stale, stale), strict=True))
+    stamps |= {row: _stamp(p.media) for row, p in planned.items()}
     tables, targets, problems = [], [], []
     for row in rows:
         layout = planned[row].layout if row in planned else old.layout(row, row)
@@ -183,10 +184,6 @@ def _index_chunk(
                 np.array(targets, np.int64), np.array([stamps[r] for r in rows], np.int64),
                 problems)
     return part, len(planned)
-
-
-def stamp(planned: MeasuredExample) -> tuple[int, int]:
-    return _stamp(planned.media)
 
 
 def _stamp_now(source: DataSource, row: int) -> tuple[int, int]:
@@ -215,38 +212,25 @@ class _Writer:
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.new = folder, folder.with_name(f"{folder.name}.{os.getpid()}.part")
+        shutil.rmtree(self.new, ignore_errors=True)  # of a killed process with the same number
         self.new.mkdir(parents=True)
         self.counts: list[np.ndarray] = [np.zeros(1, np.int64)]
-        self.files = {name: (self.new / f"{name}.npy").open("wb")
+        self.files = {name: (self.new / f"{name}.i64").open("wb")
                       for name in ("table", "targets", "stamps")}
-        self.lengths = dict.fromkeys(self.files, 0)
         self.problems = (self.new / "problems.jsonl").open("w", encoding="utf-8")
 
     def add(self, part: Part) -> None:
         for name, file in self.files.items():
-            array = getattr(part, name)
-            if not self.lengths[name]:
-                self._head(file, array)
-            self.lengths[name] += len(array)
-            file.write(np.ascontiguousarray(array).data)
+            getattr(part, name).tofile(file)
         self.counts.append(part.counts)
         for problem in part.problems:
             keys = ("row", "file", "reason", "segment", "modality")
             self.problems.write(json.dumps(dict(zip(keys, problem, strict=True))) + "\n")
 
-    def _head(self, file: BinaryIO, array: np.ndarray, length: int = 0) -> None:
-        """numpy leaves room in a header for a first axis that grows."""
-        np.lib.format.write_array_header_1_0(file, {
-            **np.lib.format.header_data_from_array_1_0(array),
-            "shape": (length, *array.shape[1:])})
-
-    def close(self, last: Part) -> None:
-        for name, file in self.files.items():
-            file.seek(0)
-            self._head(file, getattr(last, name), self.lengths[name])
+    def close(self) -> None:
+        for file in (*self.files.values(), self.problems):
             file.close()
-        self.problems.close()
-        np.save(self.new / "start.npy", np.cumsum(np.concatenate(self.counts)), allow_pickle=False)
+        np.cumsum(np.concatenate(self.counts)).tofile(self.new / "start.i64")
         if self.folder.is_dir():
             shutil.rmtree(self.folder)
         self.new.replace(self.folder)

@@ -15,7 +15,7 @@ import numpy as np
 
 from orchmllm.data.formats.conversation import Conversation, media_of
 from orchmllm.data.media.headers import audio_header, audio_lengths, image_header
-from orchmllm.data.media.medium import MediaError, Medium, RowError
+from orchmllm.data.media.medium import OUT_OF, MediaError, Medium, RowError
 from orchmllm.data.storage.remote import fetch_ahead
 from orchmllm.data.tokenizer import ChatTokenizer, Piece
 from orchmllm.plan.layout import (
@@ -108,6 +108,8 @@ class LengthReader:
             problem.modality = error.modality
             return problem
         except OSError as error:
+            if error.errno in OUT_OF:
+                raise
             return MediaError(str(error.filename or ""), f"cannot be read: {error}")
 
     def _unusable(self, problem: MediaError, example_id: int) -> MeasuredExample:

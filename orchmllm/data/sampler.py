@@ -7,8 +7,8 @@ num_ranks)`, the ranks' slices of it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import lru_cache
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
 
 import numpy as np
 
@@ -30,8 +30,18 @@ def shuffled(count: int, window: int, key: Sequence[int]) -> np.ndarray:
     return np.concatenate([k + rng.permutation(min(window, count - k)) for k in starts.tolist()])
 
 
-class _Shares:
-    """Of a sampler whose batches are divided by the number of examples."""
+class _Sampler:
+    """One whose batches have a fixed number of examples, by which they are divided. Raises
+    ValueError for an empty batch."""
+
+    def __init__(self, batch_size: int) -> None:
+        if batch_size < 1:
+            raise ValueError(f"batch_size is {batch_size}: must be >= 1")
+        self.batch_size = batch_size
+
+    def draws(self, step: int) -> np.ndarray:
+        """(batch_size,) numbers of the draws of one step."""
+        return np.arange(step * self.batch_size, (step + 1) * self.batch_size)
 
     @staticmethod
     def share(num_examples: int, rank: int, num_ranks: int) -> slice:
@@ -44,7 +54,16 @@ class _Shares:
         return [self.share(count, rank, num_ranks) for rank in range(num_ranks)]
 
 
-class GlobalSampler(_Shares):
+def _in_epochs(draws: np.ndarray, count: int, order: Callable[[int], np.ndarray]) -> np.ndarray:
+    """(n,) positions below `count` that ascending draws (n,) take, epoch by epoch in the `order` of
+    each."""
+    epochs = draws // count
+    cuts = np.flatnonzero(np.diff(epochs)) + 1
+    return np.concatenate([order(int(part[0] // count))[part % count]
+                           for part in np.split(draws, cuts)])
+
+
+class GlobalSampler(_Sampler):
     """Batches of dataset indices, the same for any number of ranks.
 
     indices: what to draw from. batch_size: examples per step over all ranks. shuffle: a fresh
@@ -56,12 +75,11 @@ class GlobalSampler(_Shares):
         self, indices: Sequence[int], batch_size: int, *, seed: int = 0, shuffle: bool = True,
         window: int = 0,
     ) -> None:
+        super().__init__(batch_size)
         if len(indices) == 0:
             raise ValueError("the dataset is empty: there is nothing to sample")
-        if batch_size < 1:
-            raise ValueError(f"batch_size is {batch_size}: must be >= 1")
         self.indices = np.asarray(indices, np.int64)
-        self.batch_size, self.seed, self.shuffle, self.window = batch_size, seed, shuffle, window
+        self.seed, self.shuffle, self.window = seed, shuffle, window
         self._order = lru_cache(maxsize=2)(self._permute)
 
     def __len__(self) -> int:
@@ -70,15 +88,10 @@ class GlobalSampler(_Shares):
 
     def batch(self, step: int) -> np.ndarray:
         """(batch_size,) dataset indices of one step, in source order."""
-        n = len(self.indices)
-        first = step * self.batch_size
+        n, draws = len(self.indices), self.draws(step)
         if not self.shuffle:
-            return self.indices[first: first + self.batch_size]
-        parts = []
-        for epoch in range(first // n, (first + self.batch_size - 1) // n + 1):
-            parts.append(
-                self._order(epoch)[max(first - epoch * n, 0): first + self.batch_size - epoch * n])
-        return self.indices[np.concatenate(parts)]
+            return self.indices[draws[0]: draws[-1] + 1]
+        return self.indices[_in_epochs(draws, n, self._order)]
 
     def _permute(self, epoch: int) -> np.ndarray:
         return shuffled(len(self.indices), self.window, [self.seed, epoch])
@@ -102,13 +115,18 @@ class CappedSampler:
 
     def batch(self, step: int) -> np.ndarray:
         """(n,) dataset indices of one step, mini-batch after mini-batch."""
-        return self.indices[self.groups.take(self._order.batch(step)).index]
+        return self.indices[np.concatenate(self._chosen(step))]
 
     def shares(self, step: int, num_ranks: int) -> list[slice]:
         """The slices of `batch(step)`, rank by rank: whole mini-batches."""
-        ends = self.groups.take(self._order.batch(step)).offsets
+        ends = np.cumsum([0, *map(len, self._chosen(step))])
         cuts = [int(ends[(len(ends) - 1) * rank // num_ranks]) for rank in range(num_ranks + 1)]
         return [slice(*pair) for pair in zip(cuts, cuts[1:], strict=False)]
+
+    def _chosen(self, step: int) -> list[np.ndarray]:
+        """The mini-batches of one step."""
+        index, offsets = self.groups.index, self.groups.offsets
+        return [index[offsets[g]:offsets[g + 1]] for g in self._order.batch(step)]
 
 
 class Mixture:
@@ -145,7 +163,7 @@ class Mixture:
         return sources, ranks
 
 
-class MixtureSampler(_Shares):
+class MixtureSampler(_Sampler):
     """Batches drawn from several sources in proportion to weights. Each source runs through its
     own seeded epochs at its own pace.
 
@@ -155,15 +173,14 @@ class MixtureSampler(_Shares):
 
     def __init__(self, groups: Sequence[Sequence[int]], weights: Sequence[float], batch_size: int,
                  *, seed: int = 0, window: int = 0) -> None:
-        if batch_size < 1:
-            raise ValueError(f"batch_size is {batch_size}: must be >= 1")
+        super().__init__(batch_size)
         for k, (group, weight) in enumerate(zip(groups, weights, strict=True)):
             if weight and not len(group):
                 raise ValueError(f"source {k + 1} has weight {weight} but no rows")
         self.groups = [np.asarray(g, np.int64) for g in groups]
-        self.batch_size, self.seed, self.window = batch_size, seed, window
+        self.seed, self.window = seed, window
         self._mixture = Mixture(weights, seed)
-        self._order = lru_cache(maxsize=2 * len(groups))(self._permute)
+        self._orders = [lru_cache(maxsize=2)(partial(self._permute, k)) for k in range(len(groups))]
 
     def __len__(self) -> int:
         """Steps in which as many examples are drawn as there are."""
@@ -171,29 +188,22 @@ class MixtureSampler(_Shares):
 
     def batch(self, step: int) -> np.ndarray:
         """(batch_size,) dataset indices of one step, in source order."""
-        draws = np.arange(step * self.batch_size, (step + 1) * self.batch_size)
-        out = np.zeros(len(draws), np.int64)
-        for at, (k, before) in enumerate(zip(*self._mixture(draws), strict=True)):
-            group = self.groups[k]
-            out[at] = group[self._order(int(k), int(before // len(group)))[before % len(group)]]
+        source, before = self._mixture(self.draws(step))
+        out = np.zeros_like(source)
+        for k in np.unique(source).tolist():
+            group, mine = self.groups[k], source == k
+            out[mine] = group[_in_epochs(before[mine], len(group), self._orders[k])]
         return out
 
     def _permute(self, source: int, epoch: int) -> np.ndarray:
         return shuffled(len(self.groups[source]), self.window, [self.seed, 2, source, epoch])
 
 
-class StreamSampler(_Shares):
+class StreamSampler(_Sampler):
     """Batches of positions in an endless stream (see orchmllm.data.stream). Raises ValueError for
     an empty batch."""
 
-    def __init__(self, batch_size: int) -> None:
-        if batch_size < 1:
-            raise ValueError(f"batch_size is {batch_size}: must be >= 1")
-        self.batch_size = batch_size
-
-    def batch(self, step: int) -> np.ndarray:
-        """(batch_size,) positions of one step."""
-        return np.arange(step * self.batch_size, (step + 1) * self.batch_size)
+    batch = _Sampler.draws
 
 
 def make_sampler(dataset, rows: Sequence[int], batch_size: int, *, seed: int,
@@ -201,7 +211,8 @@ def make_sampler(dataset, rows: Sequence[int], batch_size: int, *, seed: int,
     """The sampler of a recipe: of a stream, of weighted sources, of capped mini-batches, or of all
     rows as often as their sources say.
 
-    rows: the training rows, as the dataset's `split` gave them. data: of the recipe. batch_size:
+    dataset: with `sources` and their `indexes`; without `sources` it is one of rows. rows: the
+    training rows, as the dataset's `split` gave them. data: of the recipe. batch_size:
     examples per step over all ranks; per_rank: for each rank and microbatch, which is one
     mini-batch with `capped`. Raises ValueError for capped mini-batches where a source has no
     index."""
@@ -210,9 +221,11 @@ def make_sampler(dataset, rows: Sequence[int], batch_size: int, *, seed: int,
     sources = getattr(dataset, "sources", ())
     if len(sources) > 1 or any(s.config.repeats > 1 for s in sources):
         rows = np.asarray(rows, np.int64)
-        groups = np.split(rows, np.searchsorted(rows, dataset.bounds[1:-1]))
-        if dataset.weights is not None:
-            return MixtureSampler(groups, dataset.weights, batch_size, seed=seed,
+        ends = np.cumsum([len(s) for s in sources[:-1]])
+        groups = np.split(rows, np.searchsorted(rows, ends))
+        weights = [s.config.weight for s in sources]
+        if any(weights):
+            return MixtureSampler(groups, weights, batch_size, seed=seed,
                                   window=data.shuffle_window)
         rows = np.concatenate([np.tile(g, s.config.repeats)
                                for g, s in zip(groups, sources, strict=True)])

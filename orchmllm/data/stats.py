@@ -6,12 +6,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 
 from orchmllm.config import Recipe, plan_spec
+from orchmllm.data.formats.open import DataSource
 from orchmllm.data.index import LengthIndex
-from orchmllm.data.sampler import GlobalSampler
+from orchmllm.data.sampler import make_sampler
 from orchmllm.plan.layout import MODALITIES, BatchLayout
 from orchmllm.plan.step import PHASES, imbalance, plan_step
 
@@ -84,19 +86,23 @@ def table(lengths: Lengths) -> str:
 
 
 def global_batches(
-    indexes: Sequence[LengthIndex], recipe: Recipe, num_ranks: int
+    sources: Sequence[DataSource], indexes: Sequence[LengthIndex], recipe: Recipe, num_ranks: int
 ) -> Iterator[BatchLayout]:
-    """Global batches as training would sample them: 20, fewer where they are large."""
+    """Global batches as training samples them (a stream: without its order): 20, fewer where they
+    are large."""
     batch_size = recipe.train.batch_size
     per_step = num_ranks * batch_size
     bounds = np.concatenate([[0], np.cumsum([len(i) for i in indexes])])
-    sampler = GlobalSampler(range(int(bounds[-1])), per_step, seed=recipe.run.seed)
+    sampler = make_sampler(SimpleNamespace(sources=sources, indexes=indexes),
+                           range(int(bounds[-1])), per_step, seed=recipe.run.seed,
+                           data=recipe.data, per_rank=batch_size)
     for step in range(max(1, min(NUM_BATCHES, MAX_SAMPLED // per_step))):
         examples = []
         for i in sampler.batch(step):
             k = int(np.searchsorted(bounds, i, side="right")) - 1
             examples.append(indexes[k].layout(int(i - bounds[k]), int(i)))
-        yield BatchLayout.from_examples(examples, [batch_size] * num_ranks)
+        shares = sampler.shares(step, num_ranks)
+        yield BatchLayout.from_examples(examples, [s.stop - s.start for s in shares])
 
 
 def predict(batches: Iterable[BatchLayout], recipe: Recipe) -> dict[str, tuple[float, float]]:

@@ -13,11 +13,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
-from orchmllm.config import SourceConfig
+from orchmllm.config import DataConfig, SourceConfig
 from orchmllm.data.dataset import ConversationDataset
 from orchmllm.data.formats.arrow import clean
 from orchmllm.data.formats.open import (
@@ -43,17 +43,10 @@ class StreamRow(NamedTuple):
     read: Callable[[], dict]
 
 
-class Unit(Protocol):
-    """A piece of a source that is read in order. num_rows: None until somebody reached its end."""
-
-    num_rows: int | None
-
-    def rows(self, start: int) -> Iterator[StreamRow]: ...
-
-
 @dataclass
 class StoreUnit:
-    """Rows part, part + parts, ... of a store."""
+    """A piece of a source that is read in order: rows part, part + parts, ... of a store. num_rows:
+    None until it is opened."""
 
     store: RowStore
     part: int = 0
@@ -77,7 +70,8 @@ class StoreUnit:
 
 @dataclass
 class IterableUnit:
-    """A shard of a `datasets.IterableDataset`, read as raw Arrow."""
+    """A shard of a `datasets.IterableDataset`, read as raw Arrow. num_rows: None until somebody
+    reached its end."""
 
     dataset: object
     label: Path
@@ -89,6 +83,9 @@ class IterableUnit:
             for k in range(len(table)):
                 number, row = number + 1, table.slice(k, 1)
                 yield StreamRow(self.label, number, lambda row=row: clean(row.to_pylist()[0]))
+
+
+Unit = StoreUnit | IterableUnit
 
 
 class LogicalShard:
@@ -230,10 +227,10 @@ class StreamDataset(ConversationDataset):
 
 
 def open_dataset(
-    data, vision: VisionGeometry, audio: AudioGeometry, *, seed: int
+    data: DataConfig, vision: VisionGeometry, audio: AudioGeometry, *, seed: int
 ) -> ConversationDataset:
-    """The dataset of a recipe's data section (read by attribute: data does not import config):
-    map-style or, with data.streaming, a stream whose order `seed` decides. Raises ValueError."""
+    """The dataset of a recipe's data section: map-style or, with data.streaming, a stream whose
+    order `seed` decides. Raises ValueError."""
     configs = sources_of(data)
     keys = dict(tokenizer=open_tokenizer(data), vision=vision, audio=audio,
                 max_example_tokens=data.max_example_tokens,

@@ -18,23 +18,10 @@ from typing import NamedTuple
 
 from orchmllm.data.formats.conversation import Turn
 from orchmllm.data.media.medium import Medium, RowError
+from orchmllm.data.spans import ALL, END, NONE, Span, Text, said, with_calls
 from orchmllm.data.template_engine import environment, looked_for
 
-NONE, END, ALL = "none", "end", "all"
 _MARK = re.compile("\ue000(\\d+)\ue001|(\ue002)|(\ue003)")  # private use; 2, 3: generation
-
-
-class Text(NamedTuple):
-    """learnt: NONE, ALL, or END: the special token that ends an answer, if nothing but space comes
-    before it. of_data: whether it is the data's text, which cannot write special tokens, and not
-    the template's."""
-
-    text: str
-    learnt: str
-    of_data: bool = False
-
-
-Span = Text | Medium
 
 
 class _Chunk(NamedTuple):
@@ -63,11 +50,6 @@ class ChatTemplate:
             raise RowError(f"{path}: the chat template cannot be read: {error}") from error
         self._trims = False
         self._probe(path)
-
-    @cached_property
-    def generates(self) -> bool:
-        """Whether the template says what is learnt, by {% generation %}."""
-        return re.search(r"\{%-?\s*generation\s*-?%\}", self.source) is not None
 
     def spans(self, turns: Sequence[Turn]) -> list[Span]:
         """The conversation as rendered. Raises RowError for turns that the template refuses, and
@@ -170,7 +152,7 @@ class ChatTemplate:
 
     def _read(self, rendered: str, chunks: list[_Chunk], turns: Sequence[Turn]) -> list[Span]:
         """What was rendered with marks, as spans."""
-        if self.generates:
+        if re.search(r"\{%-?\s*generation\s*-?%\}", self.source):
             return _in_blocks(rendered, chunks, turns)
         out: list[Span] = []
         last: _Chunk | None = None
@@ -237,20 +219,6 @@ def _in_blocks(rendered: str, chunks: list[_Chunk], turns: Sequence[Turn]) -> li
             chunk = chunks[int(item[1])]
             out += said(chunk.parts, inside and turns[chunk.turn].supervised)
     return out
-
-
-def with_calls(turn: Turn) -> Turn:
-    """A turn whose calls of tools are text, as Qwen's and Hermes' templates write them."""
-    text = "\n".join("<tool_call>\n" + json.dumps(call, ensure_ascii=False) + "\n</tool_call>"
-                     for call in turn.calls)
-    between = "\n" if text and any(turn.parts) else ""
-    return turn._replace(parts=(*turn.parts, between + text), calls=()) if text else turn
-
-
-def said(parts: Sequence[str | Medium], supervised: bool) -> list[Span]:
-    """A turn's parts as spans."""
-    learnt = ALL if supervised else NONE
-    return [p if isinstance(p, Medium) else Text(p, learnt, True) for p in parts if p]
 
 
 def _mark(number: int) -> str:

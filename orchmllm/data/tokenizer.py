@@ -22,7 +22,8 @@ import numpy as np
 
 from orchmllm.data.formats.conversation import Turn
 from orchmllm.data.media.medium import Medium, RowError
-from orchmllm.data.templates import ALL, END, NONE, ChatTemplate, Span, Text, said
+from orchmllm.data.spans import ALL, END, NONE, Span, Text, said
+from orchmllm.data.templates import ChatTemplate
 from orchmllm.plan.layout import TEXT
 
 IM_START, IM_END, END_OF_TEXT = "<|im_start|>", "<|im_end|>", "<|endoftext|>"

@@ -59,3 +59,15 @@ def test_mistakes(folder, argv, said, capsys):
     except SystemExit as e:
         code = e.code
     assert code == 2 and said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("argv, text", [
+    (["index", "r.yaml", "--decode"], "--decode is an option of lint"),
+    (["lint", "r.yaml", "--ranks", "4"], "--ranks is an option of stats"),
+    (["stats", "r.yaml", "--row", "2"], "--row is an option of preview"),
+    (["stats", "r.yaml", "--batch-size", "4"], "--batch-size is an option of stats without a rec"),
+    (["preview", "r.yaml", "--out", "a.png"], "--out is an option of stats")])
+def test_an_option_that_has_no_effect_is_an_error(argv, text, capsys):
+    with pytest.raises(SystemExit):
+        main(argv)
+    assert text in capsys.readouterr().err

@@ -10,32 +10,11 @@ import pytest
 import torch
 
 from orchmllm.config import SourceConfig
-from orchmllm.data.dataset import ConversationDataset
 from orchmllm.data.formats.open import open_source
 from orchmllm.data.media.medium import RowError, reading
-from orchmllm.data.tokenizer import ChatTokenizer
-from orchmllm.plan.layout import AUDIO, TEXT, VISION, AudioGeometry, VisionGeometry
-from tests.lib.formats import FORMATS, QUESTIONS, llava_row, write_jsonl, write_media
-from tests.lib.tokenizers import write_tokenizer
-
-GEOMETRY = dict(vision=VisionGeometry(max_side=224), audio=AudioGeometry())
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory):
-    return ChatTokenizer(write_tokenizer(tmp_path_factory.mktemp("tokenizer")))
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("formats")
-    write_media(folder)
-    return folder
-
-
-def opened(path, tokenizer, folder, **keys):
-    return ConversationDataset([SourceConfig(path=str(path), **keys)], tokenizer=tokenizer,
-                               index_dir=folder / "index", **GEOMETRY)
+from orchmllm.plan.layout import AUDIO, TEXT, VISION
+from tests.lib.formats import FORMATS, QUESTIONS, llava_row, write_jsonl
+from tests.lib.sources import opened
 
 
 def content(medium) -> bytes:
@@ -129,7 +108,7 @@ def test_json_array_spans_blocks(tmp_path, monkeypatch):
         path = tmp_path / "a.json"
         path.write_text(bom + json.dumps(items, ensure_ascii=False, indent=indent),
                         encoding="utf-8")
-        store = rows.JsonRows(path, 1 << 20, lambda kind, files, build: build())
+        store = rows.JsonRows(path, path, 1 << 20, lambda kind, file, build: build())
         assert [store.row(i) for i in range(len(store))] == items
 
 

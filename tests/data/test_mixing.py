@@ -12,7 +12,9 @@ import pytest
 from orchmllm.cli.data import main
 from orchmllm.config import DataConfig, RecipeError, RunConfig, SourceConfig, load_recipe
 from orchmllm.data.dataset import ConversationDataset
+from orchmllm.data.index import build_index
 from orchmllm.data.sampler import CappedSampler, GlobalSampler, make_sampler, shuffled
+from orchmllm.data.stats import global_batches
 from orchmllm.data.stream import StreamDataset
 from orchmllm.data.tokenizer import ChatTokenizer
 from orchmllm.plan.grouping import capped
@@ -229,3 +231,43 @@ def test_what_does_not_go_together_is_refused(tmp_path, data, said):
     (tmp_path / "r.yaml").write_text(f"data: {data}\n")
     with pytest.raises(RecipeError, match=said):
         load_recipe(tmp_path / "r.yaml")
+
+
+@pytest.mark.parametrize("how", [
+    "weights", "repeats", "data.shuffle_window=2",
+    "data.batching=capped data.max_batch_tokens=400"])
+def test_stats_are_of_batches_as_training_draws_them(how, folder, tmp_path):
+    keys = {"weights": dict(weight=1.0), "repeats": dict(repeats=3)}.get(how, {})
+    sources = "".join(f"    - {{path: {folder}/{k}.jsonl{', ' if more else ''}{more}}}\n"
+                      for k, more in enumerate(
+                          ", ".join(f"{name}: {value * (k + 1)}" for name, value in keys.items())
+                          for k in range(3)))
+    (tmp_path / "r.yaml").write_text(
+        f"data:\n  sources:\n{sources}  tokenizer: {folder}\n  index_dir: {folder}/index\n"
+        "train: {batch_size: 2}\n")
+    loaded = load_recipe(tmp_path / "r.yaml", [o for o in how.split() if "=" in o])
+    dataset = opened(loaded.data)
+    for source in dataset.sources:
+        build_index(source, dataset.planner, folder / "index", num_workers=1)
+    dataset = opened(loaded.data)
+    sampler = make_sampler(dataset, dataset.split(0)[0], 8, data=loaded.data, per_rank=2,
+                           seed=loaded.run.seed)
+    layouts = list(global_batches(dataset.sources, dataset.indexes, loaded, 4))
+    assert len(layouts) == 20
+    for step, layout in enumerate(layouts):
+        assert np.array_equal(layout.example_id, sampler.batch(step))
+        assert layout.examples_per_rank.tolist() == [
+            s.stop - s.start for s in sampler.shares(step, 4)]
+
+
+def test_what_stats_say_depends_on_the_weights(folder, tmp_path, capsys):
+    said = []
+    for weights in ((1, 500, 1), (500, 1, 1)):
+        sources = "".join(f"    - {{path: {folder}/{k}.jsonl, weight: {w}}}\n"
+                          for k, w in enumerate(weights))
+        (tmp_path / "r.yaml").write_text(
+            f"data:\n  sources:\n{sources}  tokenizer: {folder}\n  index_dir: {folder}/index\n")
+        assert main(["stats", str(tmp_path / "r.yaml"), "--ranks", "2", "--out",
+                     str(tmp_path / "a.png")]) == 0
+        said.append(capsys.readouterr().out.split("predicted from FLOPs")[1])
+    assert len(set(said)) == 2

@@ -19,7 +19,7 @@ from orchmllm.data.dataset import ConversationDataset
 from orchmllm.data.formats import conversation
 from orchmllm.data.formats.conversation import media_of
 from orchmllm.data.formats.rows import parse_json
-from orchmllm.data.media.medium import MediaRoot
+from orchmllm.data.media.root import MediaRoot
 from orchmllm.data.tokenizer import ChatTokenizer
 from orchmllm.plan.layout import AUDIO, TEXT, VISION, AudioGeometry, VisionGeometry
 from tests.lib.commands import python

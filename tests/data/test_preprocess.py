@@ -7,127 +7,24 @@ import json
 import os
 import re
 import signal
-import socket
-import struct
-import subprocess
-import sys
-import threading
 import time
 from pathlib import Path
 
 import jsonschema
-import numpy as np
 import psutil
 import pytest
-import torch
 
 from orchmllm.cli.preprocess import main
 from orchmllm.config import RecipeError, load_recipe
 from orchmllm.data.loading.workers import Workers
-from orchmllm.data.preprocess import client, handshake
+from orchmllm.data.preprocess import client
 from orchmllm.data.preprocess.client import RemoteWorkers
-from orchmllm.data.preprocess.examples import from_request, to_answer
-from orchmllm.data.preprocess.handshake import Servers, admit, identity_of
-from orchmllm.data.stream import open_dataset
-from orchmllm.data.wire import MAGIC, Channel, WireError
-from orchmllm.plan.layout import TEXT
+from orchmllm.data.preprocess.handshake import Servers
 from orchmllm.runtime.log_schema import ROW_SCHEMA
-from tests.lib.commands import ROOT, make_demo_data, python
+from tests.lib.commands import python
+from tests.lib.preprocess import Process, asked, calls_of, opened, same
 from tests.lib.ranks import RankFailure, run_ranks
 from tests.lib.training import train
-
-SECRET = "0123456789abcdef" * 2
-SMALL = """
-data: {{path: {folder}/demo, index_dir: {folder}/index, prefetch: 2}}
-model:
-  vision: {{num_layers: 1, hidden_size: 32, intermediate_size: 32}}
-  audio: {{num_layers: 1, hidden_size: 32, intermediate_size: 32}}
-  llm: {{num_layers: 1, hidden_size: 48, intermediate_size: 32}}
-train: {{num_steps: 12, batch_size: 2, warmup_steps: 2}}
-balance: {{dispatch: load, ranks_per_node: 2}}
-checkpoint: {{every_steps: -1}}
-"""
-
-
-@pytest.fixture(scope="module")
-def recipe(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("preprocess")
-    make_demo_data(folder / "demo", 40)
-    for path in sorted((folder / "demo").rglob("*.jpg"))[:2]:
-        path.write_bytes(path.read_bytes()[:-200])
-    (folder / "secret").write_text(SECRET + "\n")
-    path = folder / "r.yaml"
-    path.write_text(SMALL.format(folder=folder))
-    return path
-
-
-class Process:
-    """A real server. address: host:port that it said."""
-
-    def __init__(self, recipe: Path, *args: str) -> None:
-        self.popen = subprocess.Popen(
-            [sys.executable, "-m", "orchmllm", "preprocess", str(recipe), "--listen",
-             "127.0.0.1:0", "--workers", "0", *args], cwd=ROOT, stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
-        said = []
-        for line in self.popen.stdout:
-            said.append(line)
-            if match := re.match(r"preprocess: listening on (\S+), ", line):
-                self.address = match[1]
-                return
-        pytest.fail("".join(said) + self.popen.stderr.read())
-
-    def end(self, number: int = signal.SIGTERM) -> tuple[int, str, str]:
-        self.popen.send_signal(number)
-        out, err = self.popen.communicate(timeout=300)
-        return self.popen.returncode, out, err
-
-
-@pytest.fixture(scope="module")
-def running(recipe):
-    """Two servers: without a secret, and with one. A signal ends them with one line."""
-    servers = [Process(recipe), Process(recipe, "--secret-file", str(recipe.parent / "secret"),
-                                        "--workers", "1")]
-    yield servers
-    for server in servers:
-        code, out, _ = server.end(signal.SIGTERM)
-        assert code == 143
-        assert re.fullmatch(r"preprocess: ended by SIGTERM; \d+ examples served\n", out)
-
-
-def opened(recipe: Path, *overrides: str):
-    loaded = load_recipe(recipe, overrides)
-    return open_dataset(loaded.data, loaded.model.vision.geometry, loaded.model.audio.geometry,
-                        seed=loaded.run.seed)
-
-
-def calls_of(dataset, examples, encoded: bool = False) -> list:
-    """Everything of some examples, as dispatch `load` and `bytes` ask for it."""
-    calls = []
-    for i in examples:
-        media = np.flatnonzero(dataset.layout(i).modality != TEXT).tolist()
-        calls.append(((i,), {"text": i % 3 != 0, "segments": media[:2],
-                             **({"encoded": media[:1]} if encoded else {})}))
-    return calls
-
-
-def same(a, b) -> bool:
-    (x, failed), (y, also) = a, b
-    tensors = [(x.token_ids, y.token_ids), (x.labels, y.labels),
-               *((x.media[s], y.media[s]) for s in x.media)]
-    return (x.example_id == y.example_id and list(x.media) == list(y.media) and failed == also
-            and all(p is q is None or p.dtype == q.dtype and p.equal(q) for p, q in tensors))
-
-
-def asked(dataset, addresses: list[str], calls, secret_file: str = "", timeout_s: float = 300.0):
-    """(results, what happened) of one request."""
-    workers = RemoteWorkers(dataset, Servers(addresses, secret_file, timeout_s),
-                            Workers(dataset, 0), 0)
-    try:
-        results = workers.request("load", calls)()
-        return results, workers.tell()
-    finally:
-        workers.close()
 
 
 @pytest.mark.parametrize("encoded", [False, True])
@@ -205,132 +102,6 @@ def test_what_differs_is_named(recipe, running, override, what):
         asked(dataset, [running[0].address], calls_of(dataset, [0]))
 
 
-def test_a_wrong_secret_is_refused(recipe, running, tmp_path, monkeypatch):
-    (tmp_path / "wrong").write_text("f" * 32)
-    dataset = opened(recipe)
-    calls = calls_of(dataset, [0])
-    for secret_file in ("", str(tmp_path / "wrong")):
-        with pytest.raises(RuntimeError, match="the secrets are not the same"):
-            asked(dataset, [running[1].address], calls, secret_file)
-    monkeypatch.setenv(handshake.SECRET_VARIABLE, SECRET)
-    assert asked(dataset, [running[1].address], calls)[1].remote == 1
-
-
-def talk(address: str, data: bytes) -> bytes:
-    """What a server answers to bytes after its greeting, until it closes."""
-    host, port = address.split(":")
-    with socket.create_connection((host, int(port)), 30) as sock:
-        sock.settimeout(60)
-        sock.recv(1 << 16)
-        sock.sendall(data)
-        out = b""
-        while piece := sock.recv(1 << 16):
-            out += piece
-        return out
-
-
-HUGE = struct.pack("<4sIQ", MAGIC, 10, 1 << 50) + b"{}"
-LONG = struct.pack("<4sIQ", MAGIC, 1 << 30, 0)
-
-
-@pytest.mark.parametrize("data", [b"GET / HTTP/1.1\r\n\r\n" + bytes(40), HUGE, LONG,
-                                  struct.pack("<4sIQ", MAGIC, 4, 0) + b"\xff\xff\xff\xff",
-                                  struct.pack("<4sIQ", MAGIC, 4, 0) + b"[[]]"])
-def test_garbage_and_oversized_messages_are_refused(recipe, running, data):
-    try:
-        assert b"proof" not in talk(running[1].address, data)
-    except ConnectionError:
-        pass  # closed before all of it was read
-    dataset = opened(recipe)
-    results, told = asked(dataset, [running[1].address], calls_of(dataset, [1]),
-                          str(recipe.parent / "secret"))
-    assert told.remote == 1
-
-
-@pytest.mark.parametrize("request_", [
-    {"load": [[10**9, {"segments": []}]]}, {"load": [[0, {"segments": [99]}]]},
-    {"load": [[0, {"segments": [0], "row": 1}]]}, {"load": [["x", {}]]}, {"load": 3}, {},
-    {"load": [[0, {"segments": "ab"}]]}, {"load": [[True, {"segments": []}]]}])
-def test_requests_for_what_is_not_there_are_answered_with_an_error(recipe, running, request_):
-    sock = socket.create_connection(tuple(running[0].address.split(":")), 30)
-    channel = Channel(sock, 60)
-    try:
-        handshake.greet(channel, b"", identity_of(opened(recipe)))
-        for _ in range(2):  # and it goes on
-            channel.send(request_)
-            said, arrays = channel.receive(0)
-            assert said["error"] and not arrays
-    finally:
-        channel.close()
-
-
-def serve_once(dataset, answer) -> tuple[str, threading.Thread]:
-    """A server that lets a client in, and then does as `answer` says with its channel."""
-    listener = socket.create_server(("127.0.0.1", 0))
-
-    def run() -> None:
-        with listener:
-            channel = Channel(listener.accept()[0], 60)
-            try:
-                admit(channel, b"", identity_of(dataset))
-                said, _ = channel.receive(0)
-                answer(channel, said, dataset)
-            except (OSError, EOFError):
-                pass
-            finally:
-                channel.close()
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    return f"127.0.0.1:{listener.getsockname()[1]}", thread
-
-
-def oversized(channel, said, dataset) -> None:
-    channel.sock.sendall(struct.pack("<4sIQ", MAGIC, 2, 1 << 40) + b"{}")
-
-
-def shorter(channel, said, dataset) -> None:
-    channel.send({"results": [{"text": True, "segments": s["segments"], "failed": []}
-                              for _, s in said["load"]]}, [np.zeros(3, np.int32)] * 9)
-
-
-def narrower(channel, said, dataset) -> None:
-    """Right but for the media, which have a row less."""
-    header, arrays = to_answer(Workers(dataset, 0).request("load", from_request(said, None))())
-    channel.send(header, [a[1:] if a.ndim == 2 else a for a in arrays])
-
-
-def junk(channel, said, dataset) -> None:
-    channel.sock.sendall(b"\x80\x04junk" * 100)
-
-
-def closes(channel, said, dataset) -> None:
-    pass
-
-
-def trickles(channel, said, dataset) -> None:
-    channel.sock.sendall(struct.pack("<4sIQ", MAGIC, 100, 100))
-    for _ in range(100):
-        channel.sock.sendall(b" ")
-        time.sleep(0.2)
-
-
-@pytest.mark.parametrize("answer, reason", [
-    (oversized, "1099511627776 bytes: more than the limit of"), (shorter, "came for"),
-    (narrower, "came where"),
-    (junk, "this is no message: it begins with b'\\x80\\x04ju'"), (closes, "closed"),
-    (trickles, "no whole message within 1 s")])
-def test_answers_that_are_no_answers_are_read_by_the_rank(recipe, answer, reason):
-    dataset = opened(recipe)
-    calls = calls_of(dataset, [1, 2])
-    want = Workers(dataset, 0).request("load", calls)()
-    address, thread = serve_once(dataset, answer)
-    got, told = asked(dataset, [address], calls, timeout_s=1.0)
-    thread.join(60)
-    assert (told.remote, told.local) == (0, 2) and reason in " ".join(told.notes)
-    assert all(same(a, b) for a, b in zip(want, got, strict=True))
-
-
 @pytest.mark.slow
 def test_a_stopped_server_is_given_up_and_asked_again_later(recipe, monkeypatch):
     server = Process(recipe)
@@ -394,21 +165,3 @@ def test_a_recipe_is_checked_before_there_are_ranks(recipe):
     for value in ("127.0.0.1:7", "[7]", "[[]]", "{a: 1}"):
         with pytest.raises(RecipeError, match=r"data\.preprocess.* expected"):
             load_recipe(recipe, [f"data.preprocess={value}"])
-
-
-def test_messages_hold_arrays_of_any_shape():
-    a, b = socket.socketpair()
-    left, right = Channel(a, 10), Channel(b, 10)
-    arrays = [np.arange(6, dtype=np.int32).reshape(2, 3), np.zeros((0, 588), np.uint8),
-              np.array([2.5], np.float64), np.ones((2, 1, 2), np.float32)[::-1]]
-    left.send({"x": "ü"}, arrays)
-    said, came = right.receive(1 << 20)
-    assert said == {"x": "ü"}
-    for want, got in zip(arrays, came, strict=True):
-        np.testing.assert_array_equal(want, got, strict=True)
-        assert torch.from_numpy(got) is not None
-    left.send({}, arrays)
-    with pytest.raises(WireError, match="more than the limit"):
-        right.receive(10)
-    left.close()
-    right.close()

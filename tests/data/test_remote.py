@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
-import os
 import pickle
 import resource
 import shutil
 import tarfile
-import threading
-import time
 from collections import deque
 from pathlib import Path
 
@@ -18,52 +14,21 @@ import pytest
 from PIL import Image
 
 from orchmllm.config import RemoteRoot, SourceConfig
-from orchmllm.data.dataset import ConversationDataset
 from orchmllm.data.formats.open import open_source
 from orchmllm.data.media.headers import image_header
-from orchmllm.data.storage import clients
 from orchmllm.data.storage.clients import Refused, StorageError
-from orchmllm.data.storage.remote import fetch_ahead
-from orchmllm.data.tokenizer import ChatTokenizer
-from orchmllm.plan.layout import AudioGeometry, VisionGeometry
 from tests.data.test_formats import same_examples
 from tests.data.test_safety import link, write_tar
 from tests.lib.broken import Sentinel, flac_expanding, png_claiming, wav_claiming
-from tests.lib.formats import FORMATS, QUESTIONS, llava_row, write_jsonl, write_media
+from tests.lib.formats import FORMATS, QUESTIONS, llava_row, write_jsonl
 from tests.lib.servers import Files, Hub, object_store, storage, web_server
-from tests.lib.tokenizers import write_tokenizer
-
-GEOMETRY = dict(vision=VisionGeometry(max_side=224), audio=AudioGeometry())
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory):
-    return ChatTokenizer(write_tokenizer(tmp_path_factory.mktemp("tokenizer")))
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("formats")
-    write_media(folder)
-    return folder
+from tests.lib.sources import opened
 
 
 @pytest.fixture(scope="module")
 def store():
     with object_store() as store:
         yield store
-
-
-@pytest.fixture
-def web(tmp_path):
-    (tmp_path / "site").mkdir()
-    with web_server(tmp_path / "site") as server:
-        yield server
-
-
-def opened(path, tokenizer, tmp_path, **keys):
-    return ConversationDataset([SourceConfig(path=str(path))], tokenizer=tokenizer,
-                               index_dir=tmp_path / "index", **GEOMETRY, **keys)
 
 
 FAST = ("llava.json", "webdataset", "parquet", "tar.gz", "dataset_info.json")
@@ -270,86 +235,6 @@ def test_a_data_file_that_changes_is_read_anew_or_an_error(web, tokenizer, tmp_p
     shutil.rmtree(tmp_path / "cache")
     with pytest.raises(StorageError, match="rows.jsonl has changed since this run opened it"):
         dataset.conversation(0)
-
-
-def test_the_cache_keeps_its_size_and_what_is_used(web, tmp_path):
-    for k in range(10):
-        (web.folder / str(k)).write_bytes(bytes(1000))
-    declared = storage(tmp_path / "cache", web.url, cache_gib=4500 / 2**30)
-    files = [declared.file(f"{web.url}/{k}") for k in range(10)]
-    for at, k in enumerate([0, 1, 2, 3, 0, 4, 0, 5, 6]):
-        files[k].open().close()
-        for copy in (tmp_path / "cache").glob(f"??/{files[k].key}"):
-            os.utime(copy, (1e9 + at, 1e9 + at))  # the clock of a file system may be coarse
-        there = [p for p in (tmp_path / "cache").glob("??/*")]
-        assert sum(p.stat().st_size for p in there) <= 4500
-    assert web.counts["/0"] == 1 and not (tmp_path / "cache").glob(f"??/{files[1].key}*") == []
-    files[1].open().close()
-    assert web.counts["/1"] == 2
-    (web.folder / "big").write_bytes(bytes(5000))
-    with pytest.raises(Refused, match="5000 bytes or more: more than the limit of 4500.*cache_gib"):
-        declared.file(f"{web.url}/big").open()
-
-
-def _read(file, barrier, out) -> None:
-    barrier.wait()
-    with file.open() as f:
-        out.put((len(f.read()), clients._here.pid == os.getpid()))
-
-
-def test_processes_that_want_the_same_file_fetch_it_once(web, tmp_path):
-    (web.folder / "a").write_bytes(bytes(3_000_000))
-    file = storage(tmp_path / "cache", web.url).file(f"{web.url}/a")
-    context = multiprocessing.get_context("fork")
-    barrier, out = context.Barrier(4), context.Queue()
-    ranks = [context.Process(target=_read, args=(file, barrier, out)) for _ in range(4)]
-    for rank in ranks:
-        rank.start()
-    assert [out.get(timeout=60)[0] for _ in ranks] == [3_000_000] * 4
-    for rank in ranks:
-        rank.join()
-    assert web.counts["/a"] == 1
-
-
-def test_a_fork_has_connections_of_its_own(web, tmp_path):
-    """Also one that is forked while a thread of its parent holds a lock of the cache."""
-    for name in ("a", "b", "c", "slow"):
-        (web.folder / name).write_bytes(name.encode() * 1000)
-    declared = storage(tmp_path / "cache", web.url, stall_s=30)
-    declared.file(f"{web.url}/a").open().close()
-    web.faults["/slow"] = deque(["silent"])
-    fetch_ahead([declared.file(f"{web.url}/slow"), declared.file(f"{web.url}/b")])
-    while not web.counts["/slow"]:
-        time.sleep(0.01)
-    context = multiprocessing.get_context("fork")
-    barrier, out = context.Barrier(1), context.Queue()
-    child = context.Process(target=_read, args=(declared.file(f"{web.url}/c"), barrier, out))
-    child.start()
-    assert out.get(timeout=60) == (1000, True)
-    web.release.set()
-    other = context.Process(target=_read, args=(declared.file(f"{web.url}/slow"), barrier, out))
-    other.start()
-    assert out.get(timeout=60)[0] == 4000
-    with declared.file(f"{web.url}/slow").open() as f:
-        assert len(f.read()) == 4000
-    for process in (child, other):
-        process.join()
-    assert not [t.name for t in threading.enumerate() if "fsspec" in t.name.lower()]
-
-
-def test_a_killed_fetch_leaves_nothing_that_passes_for_a_file(web, tmp_path):
-    (web.folder / "a").write_bytes(bytes(1_000_000))
-    file = storage(tmp_path / "cache", web.url, stall_s=30).file(f"{web.url}/a")
-    web.faults["/a"] = deque(["stall"])
-    context = multiprocessing.get_context("fork")
-    child = context.Process(target=_read, args=(file, context.Barrier(1), context.Queue()))
-    child.start()
-    while not list((tmp_path / "cache").rglob("*.part")):
-        time.sleep(0.01)
-    child.kill()
-    child.join()
-    with file.open() as f:
-        assert len(f.read()) == 1_000_000
 
 
 def test_a_store_that_is_down_is_named(tokenizer, tmp_path):

@@ -11,7 +11,8 @@ import pytest
 
 from orchmllm.cli.data import main
 from orchmllm.data.formats.conversation import Turn, chat
-from orchmllm.data.media.medium import MediaRoot, Medium, RowError
+from orchmllm.data.media.medium import Medium, RowError
+from orchmllm.data.media.root import MediaRoot
 from orchmllm.data.template_engine import TODAY
 from orchmllm.data.tokenizer import ChatTokenizer
 from orchmllm.plan.layout import TEXT, VISION

@@ -10,10 +10,11 @@ from pathlib import Path
 import numpy as np
 
 from orchmllm.config import SourceConfig
+from orchmllm.data.formats.rows import RowStore
 from orchmllm.data.storage.remote import RemoteFile
 
 
-class ArrowRows:
+class ArrowRows(RowStore):
     """A map-style dataset. parts: (file, rows in it) one after the other, for error messages."""
 
     def __init__(
@@ -39,7 +40,7 @@ class ArrowRows:
         return self._parts[self._part(i)]
 
 
-class StreamRows:
+class StreamRows(RowStore):
     """A `datasets.IterableDataset`; only its first rows can be asked for, to tell the layout."""
 
     kind = "stream of `datasets`"
@@ -55,9 +56,6 @@ class StreamRows:
 
     def row(self, i: int) -> dict:
         return self._first[i]
-
-    def number(self, i: int) -> int:
-        return i + 1
 
     def file(self, i: int) -> Path:
         return self.label

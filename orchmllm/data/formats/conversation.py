@@ -1,20 +1,17 @@
-"""One example as every format is read into: turns of text and media in reading order.
-
-`ADAPTERS` turn a row (a dict, as its file holds it) into a Conversation; `detect` tells from a
-row's keys which of them fits. A row that cannot be used raises RowError with the cure.
-"""
+"""One example as every format is read into: turns of text and media in reading order; and rows
+that hold turns. A row that cannot be used raises RowError with the cure."""
 
 from __future__ import annotations
 
 import json
-import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from orchmllm.data.media.kinds import MODALITY_OF
-from orchmllm.data.media.medium import MediaRoot, Medium, RowError, from_base64
+from orchmllm.data.media.medium import Medium, RowError
+from orchmllm.data.media.root import MediaRoot, from_base64
 from orchmllm.data.media.video import expand
 from orchmllm.plan.layout import AUDIO, VISION
 
@@ -25,13 +22,7 @@ ROLES = {"system": "system", "developer": "system", "human": "user", "user": "us
 IMAGE_KEYS = ("images", "image")
 AUDIO_KEYS = ("audios", "audio", "sound")
 VIDEO_KEYS = ("videos", "video")
-TRANSCRIPT_KEYS = ("text", "sentence", "transcript", "transcription")
-CAPTION_KEYS = ("caption", "text")
 _PLACEHOLDER = re.compile("(<image>|<audio>|<video>)")
-TRANSCRIBE, DESCRIBE = "Transcribe the speech.", "Describe the image."
-DESCRIBE_VIDEO = "Describe the video."
-CHOOSE = ("Choose the most suitable answer from options A, B, C, and D to respond the question in "
-          "next line, you may only choose A or B or C or D.")  # AIR-Bench's own prompt
 
 
 class Turn(NamedTuple):
@@ -57,7 +48,7 @@ def media_of(turns: Conversation) -> list[Medium]:
     return [p for turn in turns for p in turn.parts if isinstance(p, Medium)]
 
 
-def _listed(row: Mapping, keys: tuple[str, ...]) -> list:
+def listed(row: Mapping, keys: tuple[str, ...]) -> list:
     """The media of a row under the first of `keys` that it has, as a list."""
     for key in keys:
         value = row.get(key)
@@ -77,7 +68,8 @@ def _is_image(value: object) -> bool:
     return MODALITY_OF.get(suffix) == VISION and suffix != "gif"
 
 
-def _video(value: object, root: MediaRoot, options: Mapping = MappingProxyType({})) -> list[Medium]:
+def video_of(value: object, root: MediaRoot,
+             options: Mapping = MappingProxyType({})) -> list[Medium]:
     """The frames of a video (and its sound, if that is asked for): a list of images, or a file."""
     if isinstance(value, list | tuple) and not isinstance(value, Medium):
         return [root.medium(VISION, frame) for frame in value]
@@ -90,10 +82,10 @@ class _RowMedia:
 
     def __init__(self, row: Mapping, root: MediaRoot) -> None:
         self.root = root
-        videos = _listed(row, VIDEO_KEYS)
+        videos = listed(row, VIDEO_KEYS)
         if videos and isinstance(row.get("video"), list) and all(map(_is_image, videos)):
             videos = [videos]  # one video given as its list of frames
-        self.left = {"<image>": _listed(row, IMAGE_KEYS), "<audio>": _listed(row, AUDIO_KEYS),
+        self.left = {"<image>": listed(row, IMAGE_KEYS), "<audio>": listed(row, AUDIO_KEYS),
                      "<video>": videos}
         self.given = {mark: len(values) for mark, values in self.left.items()}
         self.asked = dict.fromkeys(self.left, 0)
@@ -104,7 +96,7 @@ class _RowMedia:
             return []
         value = self.left[mark].pop(0)
         if mark == "<video>":
-            return _video(value, self.root)
+            return video_of(value, self.root)
         return [self.root.medium(VISION if mark == "<image>" else AUDIO, value)]
 
     def check(self) -> None:
@@ -145,7 +137,8 @@ def _content_parts(content: list, media: _RowMedia) -> Iterator[str | Medium]:
                    else from_base64(str(data), AUDIO, "audio in input_audio"))
         elif kind in ("video", "video_url"):
             value = next((part[k] for k in (kind, "video", "url", "path") if part.get(k)), None)
-            yield from (media.take("<video>") if value is None else _video(value, media.root, part))
+            yield from (media.take("<video>") if value is None
+                        else video_of(value, media.root, part))
         else:
             raise RowError(f"content part {str(part)[:200]!r}: type must be text, image_url, "
                            "image, input_audio, audio or video, with its value")
@@ -244,102 +237,3 @@ def instruction(row: Mapping, root: MediaRoot, prompt: str = "") -> Conversation
                            "[question, answer]")
         turns += [{"role": "user", "content": pair[0]}, {"role": "assistant", "content": pair[1]}]
     return chat({**row, "messages": turns}, root)
-
-
-def _pair(question: tuple, answer: str) -> Conversation:
-    return Turn("user", question, False), Turn("assistant", (answer,), True)
-
-
-def _text_of(row: Mapping, keys: tuple[str, ...]) -> str:
-    for key in keys:
-        value = row.get(key)
-        if isinstance(value, list) and value:
-            value = value[0]
-        if isinstance(value, str) and value.strip():
-            return value.strip()
-    raise RowError(f"needs a text in one of {', '.join(keys)}")
-
-
-def transcript(row: Mapping, root: MediaRoot, prompt: str = "") -> Conversation:
-    """A clip and what is said in it: LibriSpeech and other corpora of the `datasets` layout. Raises
-    RowError for a row that cannot be used."""
-    clips = _listed(row, (*AUDIO_KEYS, "file", "path"))
-    if len(clips) != 1:
-        raise RowError(f'needs one clip in "audio", got {len(clips)}')
-    clip = root.medium(AUDIO, clips[0])
-    return _pair((clip, f"\n{prompt or TRANSCRIBE}"), _text_of(row, TRANSCRIPT_KEYS))
-
-
-def caption(row: Mapping, root: MediaRoot, prompt: str = "") -> Conversation:
-    """An image or a video and its caption. Raises RowError for a row that cannot be used."""
-    videos = _listed(row, VIDEO_KEYS)
-    images = _listed(row, IMAGE_KEYS)
-    if len(images) + len(videos) != 1:
-        raise RowError(f'needs one image in "image" or one video in "video", got {len(images)} and '
-                       f"{len(videos)}")
-    media = _video(videos[0], root) if videos else [root.medium(VISION, images[0])]
-    what = DESCRIBE_VIDEO if videos else DESCRIBE
-    return _pair((*media, f"\n{prompt or what}"), _text_of(row, CAPTION_KEYS))
-
-
-def air_bench(row: Mapping, root: MediaRoot, prompt: str = "") -> Conversation:
-    """AIR-Bench's Foundation (four choices) and Chat rows; the clip of a row is
-    <task_name>_<dataset_name>/<path> beside the meta file. Raises RowError for a row that cannot be
-    used."""
-    for key in ("path", "question", "answer_gt", "task_name", "dataset_name"):
-        if not isinstance(row.get(key), str):
-            raise RowError(f'needs a string "{key}"')
-    name = row["path"]
-    if row["task_name"] == "Audio_Grounding":  # its files are FLAC, its rows say .wav
-        name = os.path.splitext(name)[0] + ".flac"
-    clip = root.medium(AUDIO, f"{row['task_name']}_{row['dataset_name']}/{name}")
-    question, answer = row["question"], row["answer_gt"]
-    choices = {letter: row[f"choice_{letter.lower()}"] for letter in "ABCD"
-               if isinstance(row.get(f"choice_{letter.lower()}"), str)
-               and row[f"choice_{letter.lower()}"].strip()}
-    if choices:
-        question = "\n".join([prompt or CHOOSE, question,
-                              *(f"{letter}. {text}" for letter, text in choices.items())])
-        right = next((letter for letter, text in choices.items() if text == answer), None)
-        if right is None:
-            raise RowError(f"answer_gt {answer!r} is none of its choices")
-        answer = f"{right}. {answer}"
-    return _pair((clip, f"\n{question}"), answer)
-
-
-ADAPTERS: dict[str, Callable[..., Conversation]] = {
-    "llava": chat, "sharegpt": chat, "openai": chat, "llama_factory": chat,
-    "llama_factory (alpaca)": instruction, "asr": transcript, "caption": caption,
-    "air_bench": air_bench,
-}
-LOOKED_FOR = {
-    "llava": '"conversations" of {from, value} with "image", "images" or "audios"',
-    "sharegpt": '"conversations" of {from, value} without media',
-    "openai": '"messages" of {role, content}',
-    "llama_factory": '"messages" or "conversations" with "images", "audios" or "videos"; '
-                     '"instruction" and "output"',
-    "asr": '"audio" with ' + ", ".join(f'"{k}"' for k in TRANSCRIPT_KEYS),
-    "caption": '"image" or "video" with "caption" or "text"',
-    "air_bench": '"path", "question", "answer_gt", "task_name", "dataset_name"',
-}
-
-
-def detect(row: Any) -> str | None:
-    """The key of ADAPTERS that fits a row, None if none does."""
-    if not isinstance(row, Mapping):
-        return None
-    has = {key for key, value in row.items() if value is not None}
-    lists = bool(has & {"images", "audios", "videos"})
-    if {"path", "question", "answer_gt", "task_name", "dataset_name"} <= has:
-        return "air_bench"
-    if isinstance(row.get("messages"), list):
-        return "llama_factory" if lists else "openai"
-    if isinstance(row.get("conversations"), list):
-        return "llava" if lists or has & {"image", "audio", "sound", "video"} else "sharegpt"
-    if {"instruction", "output"} <= has:
-        return "llama_factory (alpaca)"
-    if has & {"audio", "file"} and has & set(TRANSCRIPT_KEYS):
-        return "asr"
-    if has & {"image", "video"} and has & set(CAPTION_KEYS):
-        return "caption"
-    return None

@@ -5,29 +5,30 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 
-from orchmllm.data.formats.rows import sizes
+from orchmllm.data.formats.rows import File, sizes
+from orchmllm.data.storage.cache import written
 from orchmllm.data.storage.remote import RemoteFile
 
 PACKED = {".gz": "gzip", ".zst": "zstd"}  # around JSON and tars
+MAPPED_BYTES = 1 << 20  # of an array that is read from the disk when it is needed
 
 
 def digest(value: object) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
-def suffix_of(path: Path | RemoteFile) -> str:
+def suffix_of(path: File) -> str:
     """Without that of a compression."""
     return Path(path.stem).suffix if path.suffix in PACKED else path.suffix
 
 
-def unpacked(path: Path | RemoteFile, cache_dir: Path) -> Path | RemoteFile:
+def unpacked(path: File, cache_dir: Path) -> File:
     """`path`, or a copy of a compressed file below cache_dir in which rows can be found by their
     position. Raises ValueError."""
     if path.suffix not in PACKED:
@@ -36,38 +37,28 @@ def unpacked(path: Path | RemoteFile, cache_dir: Path) -> Path | RemoteFile:
 
     copy = cache_dir / f"unpacked-{digest(list(sizes([path])))}{suffix_of(path)}"
     if not copy.is_file():
-        cache_dir.mkdir(parents=True, exist_ok=True)
-        part = copy.with_suffix(f".{os.getpid()}.part")
         try:
-            with path.open("rb") as file, part.open("wb") as plain:
-                with pyarrow.input_stream(file, compression=PACKED[path.suffix]) as packed:
-                    shutil.copyfileobj(packed, plain, 8 << 20)
-            part.replace(copy)  # several ranks may write the same
+            with (path.open("rb") as file, written(copy) as plain,
+                  pyarrow.input_stream(file, compression=PACKED[path.suffix]) as packed):
+                shutil.copyfileobj(packed, plain, 8 << 20)
         except OSError as error:
             raise ValueError(f"{path}: not a whole {PACKED[path.suffix]} file, or no room for its "
                              f"{copy} ({error})") from error
-        finally:
-            part.unlink(missing_ok=True)
     return copy
 
 
-def array_cache(cache_dir: Path) -> Callable:
-    """cached(kind, files, build): build()'s tuple of arrays, kept under the files' sizes and
-    times where building took long enough to matter."""
-
-    def cached(kind: str, files: Sequence[Path], build: Callable) -> tuple[np.ndarray, ...]:
-        remote = any(isinstance(f, RemoteFile) for f in files)  # then it saves fetching them
-        if not remote and sum(os.path.getsize(f) for f in files) < 4 << 20:
-            return build()
-        base = cache_dir / f"{kind}-{digest(list(sizes(files)))}"
-        paths = [base.with_suffix(f".{k}.npy") for k in range(2)]
-        if not all(p.is_file() for p in paths):
-            cache_dir.mkdir(parents=True, exist_ok=True)
-            for path, array in zip(paths, build(), strict=True):
-                part = path.with_suffix(f".{os.getpid()}.part")
-                with part.open("wb") as f:
-                    np.save(f, array, allow_pickle=False)
-                part.replace(path)  # several ranks may write the same
-        return tuple(np.load(p, mmap_mode="r", allow_pickle=False) for p in paths)
-
-    return cached
+def cached(cache_dir: Path, kind: str, file: File, build: Callable) -> tuple[np.ndarray, ...]:
+    """build()'s two arrays, kept below cache_dir under the file's size and time where building took
+    long enough to matter."""
+    # Of a remote file they save fetching it.
+    if not isinstance(file, RemoteFile) and file.stat().st_size < 4 << 20:
+        return build()
+    base = cache_dir / f"{kind}-{digest(list(sizes([file])))}"
+    paths = [base.with_suffix(f".{k}.npy") for k in range(2)]
+    if not all(p.is_file() for p in paths):
+        for path, array in zip(paths, build(), strict=True):
+            with written(path) as f:
+                np.save(f, array, allow_pickle=False)
+    # A mapped file is an open one, of which a process may not have many thousands.
+    return tuple(np.load(p, mmap_mode="r" if p.stat().st_size > MAPPED_BYTES else None,
+                         allow_pickle=False) for p in paths)

@@ -12,8 +12,9 @@ from pathlib import Path
 
 from orchmllm.config import SourceConfig
 from orchmllm.data.formats import arrow, llama_factory
-from orchmllm.data.formats.copies import PACKED, array_cache, digest, suffix_of, unpacked
+from orchmllm.data.formats.copies import PACKED, cached, digest, suffix_of, unpacked
 from orchmllm.data.formats.rows import (
+    File,
     JoinedRows,
     JsonRows,
     LaterRows,
@@ -23,7 +24,7 @@ from orchmllm.data.formats.rows import (
 )
 from orchmllm.data.formats.tars import TarRows
 from orchmllm.data.media.kinds import MODALITY_OF
-from orchmllm.data.media.medium import refuse_kind
+from orchmllm.data.media.root import refuse_kind
 from orchmllm.data.storage.remote import RemoteFile, Storage, is_url
 
 JSON_SUFFIXES, ARROW_SUFFIXES = (".jsonl", ".json", ".ndjson"), (".parquet", ".arrow")
@@ -32,7 +33,7 @@ NOT_DATA = {"tokenizer.json", "tokenizer_config.json", "dataset_infos.json", "da
             "config.json"}
 TELLING = {"state.json", "dataset_dict.json", llama_factory.NAME}  # what a folder is
 Found = Callable[[], tuple[RowStore, str | None]]  # opens the rows; their layout if the place tells
-File = Path | RemoteFile
+
 
 
 def find_store(config: SourceConfig, cache_dir: Path, storage: Storage) -> Found:
@@ -45,11 +46,21 @@ def find_store(config: SourceConfig, cache_dir: Path, storage: Storage) -> Found
     path = Path(config.path)
     if path.is_dir():
         return _find_in_folder(path, config, cache_dir)
+    check_parts(config, "a data file")
     files = expand(config.path)
     if not files:
         raise ValueError(f"{config.path}: no such file or folder; give a JSON, JSONL, parquet, "
                          "arrow or tar file, a pattern of them, a folder, or hf:org/name")
     return _opener(files, files[0].parent, config, cache_dir)
+
+
+def check_parts(config: SourceConfig, what: str, *known: str) -> None:
+    """Raises ValueError if the source names a part of its data (`split`, `subset`) that `what` does
+    not have."""
+    for key in ("split", "subset"):
+        if getattr(config, key) and key not in known:
+            raise ValueError(f"{config.path}: {key} is {getattr(config, key)!r}, but {what} has no "
+                             f"{key}: leave it out, or give the path of the files that are meant")
 
 
 def _numbered(pattern: str) -> list[str]:
@@ -77,16 +88,23 @@ def expand(pattern: str) -> list[Path]:
 
 
 def _find_in_folder(path: Path, config: SourceConfig, cache_dir: Path) -> Found:
-    if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
+    if (path / "dataset_dict.json").is_file():
+        check_parts(config, "a saved folder", "split")
+        return lambda: (arrow.open_saved(path, config), None)
+    if (path / "state.json").is_file():
+        check_parts(config, "a saved folder without dataset_dict.json")
         return lambda: (arrow.open_saved(path, config), None)
     listed = llama_factory.read(path)
     if listed:
+        check_parts(config, llama_factory.NAME, "subset")
         files, renamed, layout = listed.choose(config.subset)
         opener = _opener(files, path, config, cache_dir)
         return lambda: (renamed(opener()[0]), layout)
     metas = sorted(p for p in (*path.glob("*_meta.json"), *path.glob("*/*_meta.json")))
     if metas and config.row_format in ("auto", "air_bench"):
+        check_parts(config, "AIR-Bench")
         return _opener(metas, path, config, cache_dir, "air_bench")
+    check_parts(config, "a folder of files", "split")
     if next(path.rglob("*.trans.txt"), None) is not None:
         return lambda: (TranscriptRows(path, config.split), "asr")
     files = _data_files([*path.glob("*"), *path.glob("data/*")], config)
@@ -99,15 +117,19 @@ def _find_in_folder(path: Path, config: SourceConfig, cache_dir: Path) -> Found:
 
 
 def _data_files(there: Iterable[File], config: SourceConfig) -> list[File]:
-    """The data files among those of a folder and of `data` in it."""
+    """The data files among those of a folder and of `data` in it: those of one kind, and of the
+    source's split. Raises ValueError if there is none of that."""
     there = sorted((f for f in there if f.name not in NOT_DATA), key=str)
     for names in ("data.jsonl", *(ARROW_SUFFIXES, (".tar",), JSON_SUFFIXES)):
         files = [f for f in there if (f.name == names if isinstance(names, str)
                                       else suffix_of(f) in names)]
-        if config.split and len(files) > 1:
-            files = [f for f in files if f.name.startswith(config.split)] or files
-        if files:
-            return files
+        if not files:
+            continue
+        chosen = [f for f in files if f.name.startswith(config.split)]
+        if not chosen:
+            raise ValueError(f"{config.path}: split is {config.split!r}, but no file's name begins "
+                             f"so: {', '.join(f.name for f in files[:5])}")
+        return chosen
     return []
 
 
@@ -119,10 +141,12 @@ def _find_remote(config: SourceConfig, cache_dir: Path, storage: Storage) -> Fou
     if not files:
         raise ValueError("no such file or folder")
     if numbered or set("*?[") & set(url) or files[0].url == url:
+        check_parts(config, "a data file")
         return _opener(files, files[0].parent, config, cache_dir)
     data = _data_files(files, config)
     if (data and not TELLING.intersection(f.name for f in files)
             and config.row_format not in ("air_bench", "librispeech")):
+        check_parts(config, "a folder of files", "split")
         return _opener(data, url, config, cache_dir)
     return partial(_open_copied, url, config, cache_dir, storage)
 
@@ -156,6 +180,10 @@ def _opener(files: Sequence[File], root: Path | str, config: SourceConfig, cache
             raise ValueError(f"{path}: {path.suffix or 'no suffix'} is not read; it must be one of "
                              f"{', '.join(READABLE)} (JSON and tars also as .gz or .zst; convert "
                              ".csv to .jsonl)")
+    kinds = {"JSON" if suffix_of(path) in JSON_SUFFIXES else suffix_of(path) for path in files}
+    if len(kinds) > 1:
+        raise ValueError(f"{config.path}: files of several kinds ({', '.join(sorted(kinds))}); "
+                         "give a source for each")
     opened = (arrow.open_files if suffix_of(files[0]) in ARROW_SUFFIXES
               else partial(_open_files, config))
     return lambda: (opened(files, root, cache_dir), layout)
@@ -164,12 +192,10 @@ def _opener(files: Sequence[File], root: Path | str, config: SourceConfig, cache
 def _open_files(config: SourceConfig, files: Sequence[File], root: Path | str, cache_dir: Path
                 ) -> RowStore:
     opened = TarRows if suffix_of(files[0]) == ".tar" else JsonRows
-    cached = array_cache(cache_dir)
+    kept = partial(cached, cache_dir)
 
     def open_file(path: File) -> RowStore:
-        store = opened(unpacked(path, cache_dir), config.max_row_bytes, cached)
-        store.path, store.files, store.root = path, [path], path.parent
-        return store
+        return opened(path, unpacked(path, cache_dir), config.max_row_bytes, kept)
 
     stores = [LaterRows(partial(open_file, path), path) if isinstance(path, RemoteFile)
               else open_file(path) for path in files]

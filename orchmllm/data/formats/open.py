@@ -13,18 +13,12 @@ from pathlib import Path
 
 from orchmllm.config import DataConfig, SourceConfig
 from orchmllm.data.formats import arrow
-from orchmllm.data.formats.conversation import (
-    ADAPTERS,
-    LOOKED_FOR,
-    PREFERENCES,
-    Conversation,
-    detect,
-)
-from orchmllm.data.formats.find import expand, find_store
-from orchmllm.data.formats.rows import (
-    RowStore,
-)
-from orchmllm.data.media.medium import MediaRoot, RowError, VideoSampling
+from orchmllm.data.formats.adapters import ADAPTERS, LOOKED_FOR, detect
+from orchmllm.data.formats.conversation import PREFERENCES, Conversation, chat, instruction
+from orchmllm.data.formats.find import check_parts, expand, find_store
+from orchmllm.data.formats.rows import RowStore
+from orchmllm.data.media.medium import RowError, VideoSampling
+from orchmllm.data.media.root import MediaRoot
 from orchmllm.data.storage.clients import StorageError, without_query
 from orchmllm.data.storage.remote import NOWHERE, Storage, is_url
 from orchmllm.data.tokenizer import ChatTokenizer
@@ -50,6 +44,13 @@ class DataSource:
     def __str__(self) -> str:
         return (f"{self.name}: {len(self)} rows of {self.layout} in {self.store.kind} "
                 f"({self.config.path})")
+
+    @property
+    def settings(self) -> list:
+        """What decides, beside the files, which rows there are and what they become."""
+        config = self.config
+        return [self.layout, config.split, config.subset, self.root.declared, config.prompt,
+                config.max_row_bytes, self.root.video]
 
     def conversation(self, i: int) -> Conversation:
         """Row i as the canonical example. Raises RowError."""
@@ -149,8 +150,10 @@ def stream_of(config: SourceConfig, storage: Storage = NOWHERE) -> DataSource | 
         return None
     hub = config.path.startswith("hf:")
     files = [] if hub or os.path.isdir(config.path) else expand(config.path)
-    if not hub and not (files and all(f.suffix == ".parquet" for f in files)):
-        return None
+    if not hub:
+        if not files or any(f.suffix != ".parquet" for f in files):
+            return None
+        check_parts(config, "a data file")
     return _as_source(config, arrow.open_stream(config, files), None, storage)
 
 
@@ -162,10 +165,14 @@ def _as_source(config: SourceConfig, store: RowStore, layout: str | None,
     name = config.name or _short_name(config.path)
     if config.row_format not in ("auto", "librispeech"):
         layout = _chosen(config.row_format, store)
-    return DataSource(config, name, store, layout or _detected(store, config.path),
-                  MediaRoot(root, bool(config.media_root), storage=storage, video=VideoSampling(
-                      config.video_fps, config.video_frames, config.video_max_frames,
-                      config.video_audio)))
+    layout = layout or _detected(store, config.path)
+    if config.prompt and ADAPTERS[layout] in (chat, instruction):
+        raise ValueError(f"{config.path}: prompt is {config.prompt!r:.80}, but rows of {layout} "
+                         "hold their questions: leave it out")
+    video = VideoSampling(config.video_fps, config.video_frames, config.video_max_frames,
+                          config.video_audio)
+    return DataSource(config, name, store, layout, MediaRoot(
+        root, bool(config.media_root), storage=storage, video=video))
 
 
 def _short_name(path: str) -> str:

@@ -13,33 +13,38 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 
 from orchmllm.data.media.medium import RowError
 from orchmllm.data.storage.remote import RemoteFile
 
+File = Path | RemoteFile
 _BLOCK = 8 << 20  # characters of a JSON array scanned at a time
 
 
-class RowStore(Protocol):
+class RowStore:
     """kind: what it is, for people. files: those whose change changes the rows. root: folder that
     media paths are relative to unless the recipe says otherwise."""
 
     kind: str
-    files: list[Path]
-    root: Path
+    files: list[File]
+    root: Path | str
 
-    def __len__(self) -> int: ...
+    def __len__(self) -> int:
+        raise NotImplementedError
 
     def row(self, i: int) -> dict:
         """Raises RowError if it cannot be read."""
+        raise NotImplementedError
 
     def number(self, i: int) -> int:
         """The row's line or position in its file, from 1."""
+        return i + 1
 
-    def file(self, i: int) -> Path: ...
+    def file(self, i: int) -> File:
+        """The file of a row; of a store of one file."""
+        return self.files[0]
 
 
 def _unique(pairs: list[tuple[str, object]]) -> dict:
@@ -69,40 +74,24 @@ def parse_json(data: bytes) -> dict:
     return row
 
 
-class FileBytes:
-    """pread on a file: forks share it, a process that gets a pickle opens its own. A remote one is
-    opened for each read: what stays open would stay on the disk."""
-
-    def __init__(self, path: Path | RemoteFile) -> None:
-        self.path, self._fd = path, -1
-
-    def read(self, offset: int, size: int) -> bytes:
-        if isinstance(self.path, RemoteFile):
-            with self.path.open() as f:
-                return os.pread(f.fileno(), size, offset)
-        if self._fd < 0:
-            self._fd = os.open(self.path, os.O_RDONLY)
-        return os.pread(self._fd, size, offset)
-
-    def __getstate__(self) -> dict:
-        return {"path": self.path, "_fd": -1}
-
-    def __del__(self) -> None:
-        if self._fd >= 0:
-            os.close(self._fd)
+def read_bytes(path: File, offset: int, size: int) -> bytes:
+    """Part of a file. It is opened for each read: a source may have more shards than a process may
+    have open files, and a remote file that stays open stays on the disk."""
+    with path.open("rb") as file:
+        return os.pread(file.fileno(), size, offset)
 
 
-class JsonRows:
-    """JSONL, or a JSON array of objects. spans: (n, 2) int64 first and last byte of each row."""
+class JsonRows(RowStore):
+    """JSONL, or a JSON array of objects. plain: `path` or a copy of it that is not compressed.
+    spans: (n, 2) int64 first and last byte of each row in it."""
 
-    def __init__(self, path: Path, max_row_bytes: int, cached: Callable) -> None:
-        self.path, self.max_row_bytes = path, max_row_bytes
+    def __init__(self, path: File, plain: File, max_row_bytes: int, cached: Callable) -> None:
+        self.plain, self.max_row_bytes = plain, max_row_bytes
         self.files, self.root = [path], path.parent
-        first = _first_byte(path)
+        first = _first_byte(plain)
         self.kind = "JSON array" if first == b"[" else "JSONL"
         scan = scan_array if first == b"[" else scan_lines
-        self.spans, self.numbers = cached("spans", [path], lambda: scan(path))
-        self._bytes = FileBytes(path)
+        self.spans, self.numbers = cached("spans", plain, lambda: scan(plain))
 
     def __len__(self) -> int:
         return len(self.spans)
@@ -112,13 +101,10 @@ class JsonRows:
         if end - start > self.max_row_bytes:
             raise RowError(f"{end - start} bytes: more than max_row_bytes={self.max_row_bytes}; "
                            "raise it in the recipe's source if such rows are meant")
-        return parse_json(self._bytes.read(start, end - start))
+        return parse_json(read_bytes(self.plain, start, end - start))
 
     def number(self, i: int) -> int:
         return int(self.numbers[i])
-
-    def file(self, i: int) -> Path:
-        return self.path
 
 
 def _first_byte(path: Path) -> bytes:
@@ -127,7 +113,7 @@ def _first_byte(path: Path) -> bytes:
     return head.removeprefix(b"\xef\xbb\xbf").lstrip()[:1]
 
 
-def scan_lines(path: Path | RemoteFile) -> tuple[np.ndarray, np.ndarray]:
+def scan_lines(path: File) -> tuple[np.ndarray, np.ndarray]:
     """(n, 2) byte spans and (n,) line numbers of the lines that are not blank."""
     found, size, last = [np.zeros(0, np.int64)], 0, b"\n"
     with path.open("rb") as f:
@@ -160,6 +146,9 @@ def scan_array(path: Path) -> tuple[np.ndarray, np.ndarray]:
             after = space.match(text, at).end()
             offset, at = offset + len(text[at:after].encode()), after
             if at < len(text) and text[at] == "]":
+                if (text[at + 1:] + f.read(_BLOCK)).strip():
+                    raise ValueError(f"{path}: more follows the JSON array that ends at byte "
+                                     f"{offset}; write one array, or one object a line (.jsonl)")
                 break
             try:
                 _, end = decoder.raw_decode(text, at)
@@ -180,7 +169,7 @@ def scan_array(path: Path) -> tuple[np.ndarray, np.ndarray]:
     return np.array(spans, np.int64).reshape(-1, 2), np.arange(1, len(spans) + 1)
 
 
-class TranscriptRows:
+class TranscriptRows(RowStore):
     """LibriSpeech's folders: <speaker>/<chapter>/<speaker>-<chapter>.trans.txt, a line per clip,
     beside <id>.flac. Raises ValueError for a split that is not there."""
 
@@ -215,11 +204,11 @@ class TranscriptRows:
         return self.files[self._rows[i][0]]
 
 
-class LaterRows:
+class LaterRows(RowStore):
     """A store that is opened when a row of it is needed: a stream fetches one shard after another.
     """
 
-    def __init__(self, open_store: Callable[[], RowStore], path: Path | RemoteFile) -> None:
+    def __init__(self, open_store: Callable[[], RowStore], path: File) -> None:
         self._open, self.files, self.root, self.is_open = open_store, [path], path.parent, False
 
     @cached_property
@@ -240,11 +229,8 @@ class LaterRows:
     def number(self, i: int) -> int:
         return self._store.number(i)
 
-    def file(self, i: int) -> Path | RemoteFile:
-        return self.files[0]
 
-
-class JoinedRows:
+class JoinedRows(RowStore):
     """Several stores of one kind, one after the other."""
 
     def __init__(self, stores: Sequence[RowStore], root: Path) -> None:
@@ -275,7 +261,7 @@ class JoinedRows:
         return store.file(k)
 
 
-def sizes(files: Sequence[Path | RemoteFile]) -> Iterator[tuple[str, int, int | str]]:
+def sizes(files: Sequence[File]) -> Iterator[tuple[str, int, int | str]]:
     """(real path, bytes, mtime in ns) of each file, or (URL, bytes, version): what a cache is keyed
     by."""
     for path in files:

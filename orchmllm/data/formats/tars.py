@@ -6,41 +6,36 @@ from __future__ import annotations
 import json
 import tarfile
 from collections.abc import Callable
-from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 
-from orchmllm.data.formats.rows import FileBytes, parse_json
+from orchmllm.data.formats.rows import File, RowStore, parse_json, read_bytes
 from orchmllm.data.media.kinds import MODALITY_OF, VIDEO
-from orchmllm.data.media.medium import MAX_MEMBER_BYTES, Medium, RowError, refuse_kind
+from orchmllm.data.media.medium import MAX_MEMBER_BYTES, Medium, RowError
+from orchmllm.data.media.root import refuse_kind
 from orchmllm.plan.layout import AUDIO, VISION
 
 TEXTS = ("txt", "text", "caption", "transcript")
 PICKLED = ("pyd", "pkl", "pickle", "pth", "pt", "npy", "npz", "ten", "joblib")
 
 
-class TarRows:
-    """Rows of one uncompressed tar. members: (n, 3) int64 [row, offset, size]; names: (n,)."""
+class TarRows(RowStore):
+    """Rows of one tar. plain: `path` or a copy of it that is not compressed. members: (n, 3) int64
+    [row, offset, size]; names: (n,)."""
 
     kind = "webdataset tar"
 
-    def __init__(self, path: Path, max_row_bytes: int, cached: Callable) -> None:
-        self.path, self.max_row_bytes = path, max_row_bytes
+    def __init__(self, path: File, plain: File, max_row_bytes: int, cached: Callable) -> None:
+        self.plain, self.max_row_bytes = plain, max_row_bytes
         self.files, self.root = [path], path.parent
-        self.members, names = cached("members", [path], lambda: scan_tar(path))
+        self.members, names = cached("members", plain, lambda: scan_tar(plain))
         self.names: list[str] = json.loads(names.tobytes().decode())
         rows = self.members[:, 0]
         self._start = np.searchsorted(rows, np.arange(rows[-1] + 2 if len(rows) else 1))
-        self._bytes = FileBytes(path)
 
     def __len__(self) -> int:
         return len(self._start) - 1
-
-    def number(self, i: int) -> int:
-        return i + 1
-
-    def file(self, i: int) -> Path:
-        return self.path
 
     def row(self, i: int) -> dict:
         """The JSON member's keys, with "images" and "audios" replaced by the row's members. Raises
@@ -49,7 +44,7 @@ class TarRows:
         media: dict[int, list[Medium]] = {VISION: [], AUDIO: [], VIDEO: []}
         for k in range(self._start[i], self._start[i + 1]):
             name, offset, size = self.names[k], int(self.members[k, 1]), int(self.members[k, 2])
-            where = f"{name} in {self.path}"
+            where = f"{name} in {self.files[0]}"
             kind = name.rsplit(".", 1)[-1].lower()
             if offset < 0 or name.startswith("/") or ".." in name.split("/"):
                 raise RowError(f"member {name!r} is a link, sparse, or named outside the archive; "
@@ -60,13 +55,16 @@ class TarRows:
             if size > (self.max_row_bytes if kind in ("json", *TEXTS) else MAX_MEMBER_BYTES):
                 raise RowError(f"member {name!r} has {size} bytes: more than the limit", where)
             if kind == "json":
-                row.update(parse_json(self._bytes.read(offset, size)))
+                row.update(parse_json(read_bytes(self.plain, offset, size)))
             elif kind in TEXTS:
-                text = self._bytes.read(offset, size).decode("utf-8", "replace").strip()
+                try:
+                    text = read_bytes(self.plain, offset, size).decode("utf-8-sig").strip()
+                except UnicodeDecodeError as error:
+                    raise RowError(f"member {name!r} is not UTF-8: {error}", where) from error
                 row[kind if kind in ("caption", "transcript") else "text"] = text
             elif kind in MODALITY_OF:
                 modality = MODALITY_OF[kind]
-                media[modality].append(Medium(modality, where, self._bytes.path, offset, size))
+                media[modality].append(Medium(modality, where, self.plain, offset, size))
             else:
                 refuse_kind(where, kind)
         return _with_members(row, media)
@@ -86,9 +84,10 @@ def _with_members(row: dict, media: dict[int, list[Medium]]) -> dict:
     return row
 
 
-def scan_tar(path: Path) -> tuple[np.ndarray, np.ndarray]:
+def scan_tar(path: File) -> tuple[np.ndarray, np.ndarray]:
     """(n, 3) int64 [row, offset, size] of the members in their order (offset -1: not a plain file)
-    and their names as JSON bytes. Raises ValueError for a file that is not an uncompressed tar."""
+    and their names as JSON bytes. Raises ValueError for a file that is not an uncompressed tar, or
+    not a whole one: tarfile takes damage for the end."""
     members, names, row, last = [], [], -1, None
     try:
         with path.open("rb") as file, tarfile.open(fileobj=file, mode="r:") as tar:
@@ -102,11 +101,26 @@ def scan_tar(path: Path) -> tuple[np.ndarray, np.ndarray]:
                 members.append((row, info.offset_data if plain else -1, info.size))
                 names.append(info.name)
                 tar.members.clear()  # tarfile keeps every header it has seen
+            _check_end(file, tar.offset, path)
     except tarfile.TarError as error:
         raise ValueError(f"{path}: not an uncompressed tar ({error}); decompress it (gunzip): "
                          "media are compressed already") from error
     return (np.array(members, np.int64).reshape(-1, 3),
             np.frombuffer(json.dumps(names).encode(), np.uint8))
+
+
+def _check_end(file: BinaryIO, end: int, path: File) -> None:
+    """Raises ValueError unless nothing but zeros, of which there are some, follows byte `end`."""
+    file.seek(end)
+    block = file.read(1 << 20)
+    if not block:
+        raise ValueError(f"{path}: truncated: the mark at the end of a tar is missing; write it "
+                         "again (whoever wrote it may have been interrupted)")
+    while block:
+        if block.strip(b"\0"):
+            raise ValueError(f"{path}: damaged, or several tars in one: its members end at byte "
+                             f"{end}, and more follows; write one tar (tar -A joins two)")
+        block = file.read(1 << 20)
 
 
 def _key(name: str) -> str:

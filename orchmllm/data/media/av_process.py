@@ -19,12 +19,14 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from functools import lru_cache
 
 import numpy as np
 
 from orchmllm.data.media import containers
-from orchmllm.data.media.containers import VideoHeader
+from orchmllm.data.media import frames as video_frames
+from orchmllm.data.media.frames import VideoHeader
 from orchmllm.data.media.medium import MediaError, Medium, _Slice, reading
 from orchmllm.data.wire import Channel, WireError
 
@@ -42,12 +44,11 @@ def _installed() -> bool:
 
 def video_header(medium: Medium, demuxer: str) -> VideoHeader:
     """Raises MediaError."""
-    try:
-        info = os.stat(medium.path) if _is_local(medium) else None
-    except OSError:  # `reading` says what is wrong
-        info = None
-    return (_video_header(medium, demuxer) if info is None
-            else _kept_header(medium, demuxer, (info.st_size, info.st_mtime_ns)))
+    if _is_local(medium):
+        with suppress(OSError):  # `reading` says what is wrong
+            info = os.stat(medium.path)
+            return _kept_header(medium, demuxer, (info.st_size, info.st_mtime_ns))
+    return _video_header(medium, demuxer)
 
 
 def _is_local(medium: Medium) -> bool:
@@ -65,7 +66,7 @@ def _video_header(medium: Medium, demuxer: str) -> VideoHeader:
 
 def frames(medium: Medium, demuxer: str, seconds: list[float], num_frames: int,
            displayed: tuple[int, int], size: tuple[int, int]) -> list[np.ndarray]:
-    """See containers.read_frames. Raises MediaError."""
+    """See orchmllm.data.media.frames.read_frames. Raises MediaError."""
     return _ask(medium, demuxer, "read_frames", seconds, num_frames, displayed, size)[1]
 
 
@@ -200,8 +201,13 @@ def serve(fd: int) -> None:
             return
 
 
+_FUNCTIONS = {function.__name__: function for function in (
+    video_frames.video_header, video_frames.read_frames, containers.audio_header,
+    containers.read_audio)}
+
+
 def _answer(request: dict, arrays: list[np.ndarray]) -> tuple[dict, list[np.ndarray]]:
-    function: Callable = getattr(containers, request["what"])
+    function: Callable = _FUNCTIONS[request["what"]]
     if arrays:
         file, size = io.BytesIO(arrays[0].tobytes()), arrays[0].nbytes
     elif request["size"] >= 0:

@@ -14,15 +14,12 @@ import torch
 from torch import Tensor
 
 from orchmllm.data.media.headers import (
-    MediumSource,
-    audio_clip,
     audio_lengths,
     audio_samples,
-    name_of,
     open_image,
     orientation,
 )
-from orchmllm.data.media.medium import MediaError, reading
+from orchmllm.data.media.medium import MediaError, MediumSource, medium_of, reading
 from orchmllm.plan.layout import AudioGeometry, ImageHeader, VisionGeometry
 
 
@@ -71,7 +68,7 @@ def decode_image(source: MediumSource, geometry: VisionGeometry) -> Tensor:
     (bicubic) to `geometry.resized`. Raises MediaError."""
     from PIL import Image
 
-    with reading(source) as file, open_image(name_of(source), file) as image:
+    with reading(source) as file, open_image(medium_of(source).name, file) as image:
         turned = orientation(image)
         image.load()
         if image.format == "TIFF" and orientation(image) != turned:
@@ -126,16 +123,13 @@ def decode_audio(source: MediumSource, geometry: AudioGeometry) -> Tensor:
     geometry.sample_rate. Raises MediaError, also for NaN or infinite samples."""
     import soxr
 
-    path, (header, data) = name_of(source), audio_clip(source, thorough=True)
+    samples, header = audio_samples(source)
     lengths = audio_lengths(source, header, geometry)
-    samples, rate = audio_samples(source, data)
-    if len(samples) != header.num_samples:
-        raise MediaError(path, f"truncated: {len(samples)} of {header.num_samples} samples")
     if not np.isfinite(samples).all():
-        raise MediaError(path, "NaN or infinite samples")
+        raise MediaError(medium_of(source).name, "NaN or infinite samples")
     mono = samples.mean(axis=1)
-    if rate != geometry.sample_rate:
-        mono = soxr.resample(mono, rate, geometry.sample_rate)
+    if header.sample_rate != geometry.sample_rate:
+        mono = soxr.resample(mono, header.sample_rate, geometry.sample_rate)
     length = geometry.resampled(header)  # the resampler may be a sample off
     mono = np.pad(mono[:length], (0, max(0, length - len(mono))))
     rows = log_mel(mono, geometry)

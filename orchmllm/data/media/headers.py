@@ -9,21 +9,23 @@ from __future__ import annotations
 import io
 import os
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import lru_cache
 from importlib import import_module
-from typing import BinaryIO
 
 import numpy as np
 
 from orchmllm.data.media import av_process
 from orchmllm.data.media.framing import check_joined, check_ogg, mpeg_samples
 from orchmllm.data.media.kinds import AUDIO_FORMATS, CONVERT_AUDIO, IMAGE_FORMATS, container
-from orchmllm.data.media.medium import MediaError, Medium, head_of, reading
-from orchmllm.data.storage.remote import RemoteFile
+from orchmllm.data.media.medium import (
+    MediaError,
+    MediumSource,
+    binary,
+    head_of,
+    medium_of,
+    reading,
+)
 from orchmllm.plan.layout import (
-    AUDIO,
     AudioGeometry,
     AudioHeader,
     ImageHeader,
@@ -46,8 +48,6 @@ _DATA_CHUNK = re.compile(r"^ *(?:data|SSND|Data Size|Riff size|riff) *: (\d+) \(
                          re.MULTILINE)
 
 _PLUGINS = {"WEBP": "WebP", "JPEG2000": "Jpeg2K"}  # the others are spelt like Bmp
-
-MediumSource = Medium | str | os.PathLike
 
 
 @lru_cache(maxsize=1)
@@ -86,9 +86,10 @@ def orientation(image) -> int:
 
 def image_header(source: MediumSource) -> ImageHeader:
     """Size in pixels as displayed, read from the file's header. Raises MediaError."""
-    if isinstance(source, Medium) and source.frame is not None:
-        return ImageHeader(source.frame.width, source.frame.height)
-    with reading(source) as file, open_image(name_of(source), file) as image:
+    medium = medium_of(source)
+    if medium.frame is not None:
+        return ImageHeader(medium.frame.width, medium.frame.height)
+    with reading(medium) as file, open_image(medium.name, file) as image:
         # Releases of Pillow differ in whether the size of a TIFF is that of the upright image.
         size = (image.tag_v2[256], image.tag_v2[257]) if image.format == "TIFF" else image.size
         return ImageHeader(*(size[::-1] if orientation(image) >= 5 else size))
@@ -107,24 +108,25 @@ def audio_clip(
     thorough: reads the whole file to make sure that it holds nothing else. Raises MediaError."""
     import soundfile
 
-    name, data, demuxer = name_of(source), None, container(head_of(source))
-    if demuxer:
-        frames, rate, channels = av_process.audio_header(medium_of(source), demuxer)
-        _check_clip(name, frames, rate, channels, _num_bytes(source))
-        return AudioHeader(frames, rate), None
-    with reading(source) as file:
-        num_bytes = _num_bytes(source)
+    medium, data = medium_of(source), None
+    name = medium.name
+    with reading(medium) as file, binary(file) as opened:
+        demuxer, num_bytes = container(opened.read(32)), opened.seek(0, os.SEEK_END)
+        opened.seek(0)
+        if demuxer:
+            frames, rate, channels = av_process.audio_header(medium, demuxer)
+            _check_clip(name, frames, rate, channels, num_bytes)
+            return AudioHeader(frames, rate), None
         info = soundfile.info(file, verbose=True)
         frames = info.frames
         if info.format not in AUDIO_FORMATS:
             raise MediaError(name, f"{info.format_info} is not read; {CONVERT_AUDIO}")
-        with _binary(file) as opened:
-            if info.format == "MP3":
-                frames, data = mpeg_samples(opened, num_bytes, frames, name, trust=not thorough)
-            elif info.format == "OGG":
-                check_ogg(opened, num_bytes, name)
-            elif thorough:
-                check_joined(opened, name)
+        if info.format == "MP3":
+            frames, data = mpeg_samples(opened, num_bytes, frames, name, trust=not thorough)
+        elif info.format == "OGG":
+            check_ogg(opened, num_bytes, name)
+        elif thorough:
+            check_joined(opened, name)
     _check_clip(name, frames, info.samplerate, info.channels, num_bytes)
     # libsndfile silently shortens a clip whose data chunk runs past the end of the file.
     sizes = _DATA_CHUNK.search(info.extra_info)
@@ -148,27 +150,23 @@ def _check_clip(name: str, frames: int, rate: int, channels: int, num_bytes: int
                                f"{MAX_EXPANSION} times")
 
 
-def audio_samples(source: MediumSource, data: bytes | None) -> tuple[np.ndarray, int]:
-    """((n, channels) float32, rate in Hz) of a clip. data: see audio_clip. Raises MediaError."""
+def audio_samples(source: MediumSource) -> tuple[np.ndarray, AudioHeader]:
+    """((n, channels) float32, header) of a clip that was read whole. Raises MediaError."""
     import soundfile
 
-    demuxer = container(head_of(source))
+    medium = medium_of(source)
+    header, data = audio_clip(medium, thorough=True)
+    demuxer = container(head_of(medium))
     if demuxer:
-        medium = medium_of(source)
-        return av_process.audio_samples(medium, demuxer), audio_header(medium).sample_rate
-    with reading(source) as file:
-        file = file if data is None else io.BytesIO(data)
-        return soundfile.read(file, dtype="float32", always_2d=True)
-
-
-@contextmanager
-def _binary(file: BinaryIO | str | os.PathLike) -> Iterator[BinaryIO]:
-    """What `reading` gives, as a file object."""
-    if isinstance(file, io.IOBase):
-        yield file
+        samples = av_process.audio_samples(medium, demuxer)
     else:
-        with open(file, "rb") as opened:
-            yield opened
+        with reading(medium) as file:
+            samples, _ = soundfile.read(file if data is None else io.BytesIO(data),
+                                        dtype="float32", always_2d=True)
+    if len(samples) != header.num_samples:
+        raise MediaError(medium.name,
+                         f"truncated: {len(samples)} of {header.num_samples} samples")
+    return samples, header
 
 
 def audio_lengths(
@@ -178,22 +176,4 @@ def audio_lengths(
     try:
         return segment_lengths(geometry, header)
     except ValueError as error:
-        raise MediaError(name_of(source), str(error)) from error
-
-
-def medium_of(source: MediumSource) -> Medium:
-    return source if isinstance(source, Medium) else Medium(AUDIO, str(source), str(source))
-
-
-def name_of(source: MediumSource) -> str:
-    return source.name if isinstance(source, Medium) else str(source)
-
-
-def _num_bytes(source: MediumSource) -> int:
-    if not isinstance(source, Medium):
-        return os.stat(source).st_size
-    if source.data is not None:
-        return len(source.data)
-    if source.size < 0 and isinstance(source.path, RemoteFile):
-        return source.path.num_bytes()
-    return source.size if source.size >= 0 else os.stat(source.path).st_size
+        raise MediaError(medium_of(source).name, str(error)) from error

@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping
 import numpy as np
 
 from orchmllm.data.media import av_process
-from orchmllm.data.media.containers import VideoHeader
+from orchmllm.data.media.frames import VideoHeader
 from orchmllm.data.media.kinds import VIDEO, container, listed, refusal
 from orchmllm.data.media.medium import (
     Frame,

@@ -40,8 +40,7 @@ class RemoteWorkers:
 
     def __init__(self, dataset: Any, servers: Servers, local: Workers, rank: int) -> None:
         self.dataset, self._local, self._rank = dataset, local, rank
-        self._settings, self._servers = servers, [
-            _Server(address, servers) for address in servers.addresses]
+        self._servers = [_Server(address, servers) for address in servers.addresses]
         self._threads: ThreadPoolExecutor | None = None
         self._lock, self._notes = threading.Lock(), []
         self._counts = [0, 0]  # examples from servers, and of this rank's own
@@ -108,17 +107,26 @@ class RemoteWorkers:
         return None
 
     def _come(self, results: list[Result] | None, chunk: list[Call]) -> list[Result]:
-        if results is not None:
-            self._counts[0] += len(chunk)
-            return results
-        self._counts[1] += len(chunk)
-        return self._local.request("load", chunk)()
+        if results is None:
+            self._counts[1] += len(chunk)
+            return self._local.request("load", chunk)()
+        self._counts[0] += len(chunk)
+        wrong = [k for k, (_, failed) in enumerate(results) if failed]
+        own = self._local.request("load", [chunk[k] for k in wrong])() if wrong else []
+        for k, result in zip(wrong, own, strict=True):  # a server may lack files that are here
+            if len(result[1]) < len(results[k][1]):
+                self._note("a server cannot read what this rank can, and has to see the same "
+                           f"files: {results[k][1][0][1]}")
+            results[k] = result
+        return results
 
     def _gave_up(self, server: _Server, error: Exception) -> None:
+        self._note(f"{server.address} is left out for {RETRY_S:g} s: "
+                   f"{error or type(error).__name__}")
+
+    def _note(self, text: str) -> None:
         with self._lock:
-            self._notes.append(
-                f"data.preprocess: {server.address} is left out for {RETRY_S:g} s: "
-                f"{error or type(error).__name__}")
+            self._notes.append(f"data.preprocess: {text}")
 
 
 class _Resting(Exception):

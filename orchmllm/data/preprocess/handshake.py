@@ -143,9 +143,7 @@ def identity_of(dataset) -> dict[str, str]:
         "the files or the tokenizer": dataset.fingerprint(),
         "model.vision (patches)": repr(dataset.vision), "model.audio (frames)": repr(dataset.audio),
         "data.max_example_tokens": dataset.planner.max_example_tokens,
-        "how data.sources are read": [
-            [s.layout, s.config.prompt, s.config.max_row_bytes, s.root.declared, list(s.root.video)]
-            for s in dataset.sources],
+        "how data.sources are read": [[*s.settings, s.config.media_root] for s in dataset.sources],
         "the order of the stream": getattr(dataset, "order_key", None),
     }
     return {name: hashlib.sha256(json.dumps(part, sort_keys=True).encode()).hexdigest()[:16]

@@ -7,6 +7,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from contextlib import nullcontext
 from typing import Any
 
@@ -22,6 +23,7 @@ from orchmllm.data.preprocess.handshake import (
 from orchmllm.data.wire import Channel, WireError
 
 MAX_CONNECTIONS = 1024
+FAILED_S = 1.0  # between connections that cannot be taken
 SEND_S = 300.0  # for an answer to be taken
 
 
@@ -81,6 +83,7 @@ class Server:
                 continue
             except OSError as error:  # of one that has left, or no descriptor is left
                 self._say(f"a connection failed: {error}")
+                time.sleep(FAILED_S)
                 continue
             if not self._threads.acquire(blocking=False):
                 self._say(f"{host}:{port}: turned away: {MAX_CONNECTIONS} connections")

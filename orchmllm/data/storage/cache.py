@@ -16,7 +16,7 @@ import fcntl
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -25,6 +25,20 @@ from orchmllm.data.storage.clients import StorageError
 FILL = 0.9  # of the limit, after old files were removed
 TOUCH_AFTER_S = 30.0
 STALE_PART_S = 3600.0  # without a byte: of a process that was killed
+
+
+@contextmanager
+def written(path: Path) -> Iterator[BinaryIO]:
+    """A file to write `path` with, which is there when all of it is: several ranks may write the
+    same."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_suffix(f".{os.getpid()}.part")
+    try:
+        with part.open("wb") as file:
+            yield file
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
 
 
 class DiskCache:
@@ -88,8 +102,9 @@ class DiskCache:
         found = []
         for folder in os.scandir(self.folder):
             for entry in os.scandir(folder) if len(folder.name) == 2 else ():
-                info = entry.stat()
-                found.append((info.st_mtime, info.st_size, entry.path))
+                with suppress(FileNotFoundError):  # another process has renamed it meanwhile
+                    info = entry.stat()
+                    found.append((info.st_mtime, info.st_size, entry.path))
         total, now = sum(size for _, size, _ in found), time.time()
         for used, size, path in sorted(found):
             stale = not path.endswith(".part") or now - used > STALE_PART_S

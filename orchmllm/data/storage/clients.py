@@ -25,11 +25,11 @@ from orchmllm.config import RemoteConfig, RemoteRoot
 T = TypeVar("T")
 PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "hf": "huggingface_hub", "http": "aiohttp",
             "https": "aiohttp"}
-FINAL_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+DISK_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)  # of the cache
 # Of botocore and huggingface_hub, which are imported only where they are used.
-FINAL_ERRORS = {"NoCredentialsError", "PartialCredentialsError", "GatedRepoError",
-                "RepositoryNotFoundError", "RevisionNotFoundError", "EntryNotFoundError",
-                "RemoteEntryNotFoundError", "OfflineModeIsEnabled"}
+LOCAL_ERRORS = {"NoCredentialsError", "PartialCredentialsError", "OfflineModeIsEnabled"}
+FINAL_ERRORS = {"GatedRepoError", "RepositoryNotFoundError", "RevisionNotFoundError",
+                "EntryNotFoundError", "RemoteEntryNotFoundError"}
 SIGNED = re.compile(r"(https?://[^\s'\"?]*)\?[^\s'\"]*")  # in what a library says
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.2, 10.0  # between attempts; doubled after each
 
@@ -46,20 +46,10 @@ class Refused(PermissionError):
     """A request that must not be made, or whose answer must not be used; it is not repeated."""
 
 
-class Declared:
-    """What a recipe allows to be read. Raises Refused for anything else."""
-
-    def __init__(self, config: RemoteConfig) -> None:
-        self.config = config
-
-    def root(self, url: str) -> RemoteRoot | None:
-        """The declared root that `url` is below."""
-        return next((r for r in self.config.roots
-                     if (url + "/").startswith(r.url.rstrip("/") + "/")), None)
-
-    def allows_host(self, url: str) -> bool:
-        """Whether a redirect may lead there."""
-        return urlsplit(url)[:2] in [urlsplit(r.url)[:2] for r in self.config.roots]
+def declared(config: RemoteConfig, url: str) -> RemoteRoot | None:
+    """The root of a recipe that `url` is below."""
+    url = without_query(url) + "/"
+    return next((r for r in config.roots if url.startswith(r.url.rstrip("/") + "/")), None)
 
 
 def _system(root: RemoteRoot, config: RemoteConfig):
@@ -94,7 +84,7 @@ def _new_system(root: RemoteRoot, config: RemoteConfig):
         import aiohttp
 
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=stall_s, sock_read=stall_s)
-        options |= {"encoded": True, "get_client": _guarded(Declared(config)),
+        options |= {"encoded": True, "get_client": _guarded(config),
                     "client_kwargs": {"timeout": timeout,
                                       "headers": {"Accept-Encoding": "identity"}}}
     try:
@@ -108,12 +98,12 @@ def _new_system(root: RemoteRoot, config: RemoteConfig):
     return system
 
 
-def _guarded(declared: Declared) -> Callable:
+def _guarded(config: RemoteConfig) -> Callable:
     """A maker of aiohttp sessions that follow redirects to declared hosts only."""
     async def check(session, context, params) -> None:
         location = params.response.headers.get("Location", "")
         target = urljoin(str(params.response.url), location)
-        if not declared.allows_host(target):
+        if urlsplit(target)[:2] not in [urlsplit(r.url)[:2] for r in config.roots]:
             raise Refused(f"the server redirects to {without_query(target)}, whose host is not "
                           "among data.remote.roots: declare it if it is meant")
 
@@ -140,19 +130,25 @@ def call(root: RemoteRoot, config: RemoteConfig, method: str, url: str, *args: A
 
 def repeated(url: str, config: RemoteConfig, attempt: Callable[[float], T]) -> T:
     """attempt(seconds left), again after an error that may pass. Raises FileNotFoundError or
-    Refused where it cannot pass, and StorageError after all attempts."""
+    Refused where it cannot pass, and StorageError after all attempts, and at once where this
+    machine is the reason: its files are not to pass for damaged."""
     started, count, wait_s = time.monotonic(), 0, FIRST_WAIT_S
     url = without_query(url)
     while True:
         count += 1
         try:
             return attempt(config.deadline_s - (time.monotonic() - started))
-        except (StorageError, FileNotFoundError) as error:
-            if isinstance(error, StorageError):
-                raise
-            raise FileNotFoundError(errno.ENOENT, "the server has no such file", url) from error
+        except StorageError:
+            raise
         except Exception as error:  # each library has types of its own
             said = SIGNED.sub(r"\1", f"{type(error).__name__}: {error}".removesuffix(": "))
+            if getattr(error, "errno", None) in DISK_ERRNOS or (
+                    type(error).__name__ in LOCAL_ERRORS):
+                raise StorageError(f"{url} cannot be read on this machine: {said}; see its "
+                                   "credentials, and the room in data.remote.cache") from error
+            if isinstance(error, FileNotFoundError) and not os.path.isabs(error.filename or ""):
+                raise FileNotFoundError(errno.ENOENT, "the server has no such file", url
+                                        ) from error  # and not that the cache was removed
             if _is_final(error):
                 raise Refused(f"{url}: {error if isinstance(error, Refused) else said}") from error
             taken = time.monotonic() - started
@@ -173,7 +169,6 @@ def _is_final(error: Exception) -> bool:
     status = getattr(error, "status", None) or getattr(
         getattr(error, "response", None), "status_code", None)
     return (isinstance(error, PermissionError | ValueError | TypeError | ImportError)
-            or getattr(error, "errno", None) in FINAL_ERRNOS
             or type(error).__name__ in FINAL_ERRORS
             or isinstance(status, int) and 400 <= status < 500 and status not in (408, 425, 429))
 

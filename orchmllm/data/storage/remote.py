@@ -23,13 +23,13 @@ from typing import BinaryIO
 from urllib.parse import quote, unquote, urlsplit
 
 from orchmllm.config import RemoteConfig
-from orchmllm.data.storage.cache import DiskCache
+from orchmllm.data.storage.cache import DiskCache, written
 from orchmllm.data.storage.clients import (
-    Declared,
     Progress,
     Refused,
     StorageError,
     call,
+    declared,
     repeated,
     version_of,
     without_query,
@@ -82,7 +82,8 @@ class RemoteFile:
     @property
     def key(self) -> str:
         """What its copy on disk is called."""
-        said = "\n".join((self.url, self.version, str(self.size)))
+        root = declared(self.storage.config, self.url)
+        said = "\n".join((self.url, self.version, str(self.size), root.endpoint))
         return hashlib.sha256(said.encode()).hexdigest()[:40]
 
     def open(self, mode: str = "rb") -> BinaryIO:
@@ -101,11 +102,8 @@ class RemoteFile:
         """A copy below `folder` that stays, for readers that need a path."""
         path = folder / f"remote-{self.key}{self.suffix}"
         if not path.is_file():
-            folder.mkdir(parents=True, exist_ok=True)
-            part = path.with_suffix(f".{os.getpid()}.part")
-            with self.open() as source, part.open("wb") as target:
+            with self.open() as source, written(path) as target:
                 shutil.copyfileobj(source, target, 8 << 20)
-            part.replace(path)  # several ranks may write the same
         return path
 
 
@@ -131,7 +129,7 @@ class Storage:
                 r"[#\s\x00-\x1f\\]" if web else r"[\x00-\x1f]", url):
             raise ValueError(f"URL {without_query(url)!r:.200} must have no user, fragment, space "
                              "or backslash; credentials come from the environment")
-        if Declared(self.config).root(without_query(url)) is None:
+        if declared(self.config, url) is None:
             raise ValueError(f"{without_query(url)!r:.200} is a URL that is not declared, and so "
                              "never fetched; add its host and folder to data.remote.roots of the "
                              "recipe, or download the file below the media root")
@@ -144,7 +142,7 @@ class Storage:
 
     def fetch(self, file: RemoteFile, part: Path, reserve: Callable[[int], None]) -> None:
         """Writes a whole file to `part`; a part of it never passes for the whole."""
-        root = Declared(self.config).root(without_query(file.url))
+        root = declared(self.config, file.url)
 
         def attempt(left_s: float) -> None:
             promised = Progress(reserve, file.limit or self.cache.limit)
@@ -176,7 +174,7 @@ class Storage:
         """The file of a URL, those of a pattern, or those in a folder and its folder `data` (deep:
         all below it), with their sizes and versions, by name. Raises as `file` and
         `RemoteFile.open` do."""
-        root = Declared(self.config).root(without_query(self.file(url).url))
+        root = declared(self.config, self.file(url).url)
 
         def attempt(left_s: float) -> list[tuple[str, dict]]:
             def ask(method: str, below: str = "", **keys):

@@ -1,0 +1,208 @@
+"""Sources that cannot be read whole, keys that they do not have, and what an index belongs to."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from orchmllm.config import SourceConfig
+from orchmllm.data.formats.open import open_source
+from orchmllm.data.index import build_index
+from orchmllm.data.media.headers import image_header
+from orchmllm.data.media.medium import MediaError
+from orchmllm.data.preprocess.handshake import identity_of
+from orchmllm.data.stream import StreamDataset
+from orchmllm.plan.layout import AudioGeometry, VisionGeometry
+from tests.data.test_safety import write_tar
+from tests.lib.formats import llava_row, write_jsonl
+from tests.lib.sources import opened
+
+TEXT_ROW = llava_row([("text", "hello")], "one")
+
+
+def shard(path: Path, keys: str) -> bytes:
+    write_tar(path, [(f"{key}.txt", b"words") for key in keys])
+    return path.read_bytes()
+
+
+def test_a_tar_is_read_whole_or_refused(folder, tmp_path):
+    """tarfile takes a damaged header for the end, and reads the first of several archives."""
+    whole, other = shard(tmp_path / "a.tar", "abcd"), shard(tmp_path / "b.tar", "ef")
+    step = 1024  # a header and a member of one block
+    damaged = bytearray(whole)
+    damaged[2 * step: 2 * step + 512] = b"U" * 512
+    for content, text in ((whole + other, "several tars in one: its members end at byte 4096"),
+                          (damaged, "damaged, or several tars in one: .* byte 2048"),
+                          (whole[: 3 * step], "truncated: the mark at the end"),
+                          (whole[: 3 * step + 100], "damaged"),
+                          (whole[: 3 * step + 600], "unexpected end of data")):
+        (tmp_path / "c.tar").write_bytes(content)
+        with pytest.raises(ValueError, match=f"c.tar: .*{text}"):
+            open_source(SourceConfig(path=str(tmp_path / "c.tar"), row_format="asr"), tmp_path)
+    source = open_source(SourceConfig(path=str(tmp_path / "a.tar"), row_format="asr"), tmp_path)
+    assert len(source) == 4
+
+
+def test_text_that_is_not_utf_8_makes_its_row_unusable(tokenizer, folder, tmp_path):
+    """As in JSON: a letter that is put in its place would be learnt."""
+    png = (folder / "0.png").read_bytes()
+    write_tar(tmp_path / "a.tar", [("a.txt", "caf\u00e9".encode()), ("a.png", png),
+                                   ("b.txt", "caf\u00e9".encode("latin-1")), ("b.png", png)])
+    dataset = opened(tmp_path / "a.tar", tokenizer, tmp_path)
+    assert dataset.conversation(0)[1].parts == ("caf\u00e9",) and dataset.problem(0) is None
+    assert "member 'b.txt' is not UTF-8" in str(dataset.problem(1))
+
+
+def test_a_damaged_index_is_named(tokenizer, tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", [TEXT_ROW] * 3)
+    dataset = opened(path, tokenizer, tmp_path)
+    index, _ = build_index(dataset.sources[0], dataset.planner, tmp_path / "index", num_workers=1)
+    for name in ("table", "start", "targets", "stamps"):
+        file = index.folder / f"{name}.i64"
+        content = file.read_bytes()
+        for damaged in (content[:-56], content[:-3], content + content[-16:], b""):
+            file.write_bytes(damaged)
+            with pytest.raises(ValueError, match="damaged index .*; delete it"):
+                opened(path, tokenizer, tmp_path)
+        file.write_bytes(content)
+    assert opened(path, tokenizer, tmp_path).indexes != [None]
+
+
+def test_what_follows_a_json_array_is_not_left_out(tmp_path):
+    (tmp_path / "a.json").write_text(f"[{TEXT_ROW}] \n".replace("'", '"'))
+    assert len(open_source(SourceConfig(path=str(tmp_path / "a.json")), tmp_path)) == 1
+    with (tmp_path / "a.json").open("a") as file:
+        file.write(f"[{TEXT_ROW}]".replace("'", '"'))
+    with pytest.raises(ValueError, match="more follows the JSON array that ends at byte"):
+        open_source(SourceConfig(path=str(tmp_path / "a.json")), tmp_path)
+
+
+def test_a_key_that_a_source_does_not_have_is_an_error(folder, tmp_path):
+    parts, saved = tmp_path / "parts", tmp_path / "parts" / "train-0.jsonl"
+    parts.mkdir()
+    for name, count in (("train-0", 1), ("train-1", 2), ("test-0", 4)):
+        write_jsonl(parts / f"{name}.jsonl", [TEXT_ROW] * count)
+    assert len(open_source(SourceConfig(path=str(parts), split="train"), tmp_path)) == 3
+    for keys, text in (
+            (dict(path=str(parts), split="validation"),
+             "split is 'validation', but no file's name begins so: test-0.jsonl, train-0.jsonl"),
+            (dict(path=str(parts), subset="x"), "subset is 'x', but a folder of files has no"),
+            (dict(path=str(saved), split="train"), "split is 'train', but a data file has no"),
+            (dict(path=str(saved), subset="x"), "subset is 'x', but a data file has no subset"),
+            (dict(path=str(saved), prompt="Why?"),
+             "prompt is 'Why\\?', but rows of llava hold their questions")):
+        with pytest.raises(ValueError, match=text):
+            open_source(SourceConfig(**keys), tmp_path)
+
+
+def test_a_stream_has_no_split_either(folder, tokenizer, tmp_path):
+    import datasets
+
+    datasets.Dataset.from_list([TEXT_ROW]).to_parquet(tmp_path / "a.parquet")
+    with pytest.raises(ValueError, match="split is 'test', but a data file has no split"):
+        StreamDataset([SourceConfig(path=str(tmp_path / "a.parquet"), split="test")], num_shards=1,
+                      seed=0, tokenizer=tokenizer, vision=VisionGeometry(), audio=AudioGeometry())
+
+
+def test_files_of_several_kinds_are_not_read_as_one(folder, tmp_path):
+    write_jsonl(tmp_path / "a.jsonl", [TEXT_ROW])
+    shard(tmp_path / "b.tar", "ab")
+    with pytest.raises(ValueError, match=r"several kinds \(.tar, JSON\); give a source for each"):
+        open_source(SourceConfig(path=str(tmp_path / "*")), tmp_path / "index")
+
+
+@contextlib.contextmanager
+def few_open_files(left: int):
+    """The process may open so many more."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (
+        max(map(int, os.listdir("/proc/self/fd"))) + 1 + left, hard))
+    taken = []
+    try:
+        with contextlib.suppress(OSError):
+            while True:
+                taken.append(os.open(os.devnull, os.O_RDONLY))
+        for _ in range(left):
+            os.close(taken.pop())
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for fd in taken:
+            os.close(fd)
+
+
+def test_a_source_may_have_more_shards_than_open_files(folder, tokenizer, tmp_path):
+    (tmp_path / "many").mkdir()
+    for k in range(100):
+        write_jsonl(tmp_path / "many" / f"{k}.jsonl", [TEXT_ROW])
+    with few_open_files(40):
+        dataset = opened(tmp_path / "many", tokenizer, tmp_path)
+        assert [dataset.problem(i) for i in range(100)] == [None] * 100
+
+
+def test_no_file_is_blamed_for_what_the_machine_lacks(tokenizer, tmp_path):
+    Image.new("RGB", (28, 28)).save(tmp_path / "a.png")
+    image_header(tmp_path / "a.png")  # with all that it imports
+    path = write_jsonl(tmp_path / "a.jsonl", [TEXT_ROW])
+    dataset = opened(path, tokenizer, tmp_path)
+    dataset.layout(0)
+    dataset._cache.clear()
+    with few_open_files(0), pytest.raises(OSError, match="Too many open files"):
+        image_header(tmp_path / "a.png")
+    with few_open_files(0), pytest.raises(OSError, match="Too many open files"):
+        dataset.layout(0)
+
+
+def test_a_file_that_must_not_be_read_is_one_bad_file(tmp_path):
+    Image.new("RGB", (28, 28)).save(tmp_path / "a.png")
+    image_header(tmp_path / "a.png")
+    (tmp_path / "a.png").chmod(0)
+    here, root = Path.cwd(), os.geteuid() == 0
+    os.chdir(tmp_path)  # whose parents are root's
+    tmp_path.chmod(0o755)
+    try:
+        if root:
+            os.seteuid(65534)
+        with pytest.raises(MediaError, match=r"a.png: cannot be read: .*Permission denied"):
+            image_header("a.png")
+    finally:
+        if root:
+            os.seteuid(0)
+        os.chdir(here)
+
+
+def test_an_index_belongs_to_what_the_source_says(folder, tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "hub"))
+    path = write_jsonl(tmp_path / "abs.jsonl",
+                       [llava_row([("image", str(folder / "0.png")), ("text", "?")], "one")])
+    (folder / "abs.jsonl").write_bytes(path.read_bytes())
+    (tmp_path / "halves").mkdir()
+    write_jsonl(tmp_path / "halves" / "train.jsonl",
+                [llava_row([("text", "?" * (k + 1))], "one") for k in range(6)])
+    for first, second in (
+            (dict(path=folder / "abs.jsonl"),
+             dict(path=folder / "abs.jsonl", media_root=str(folder))),
+            (dict(path=f"hf:{tmp_path}/halves", split="train[:50%]"),
+             dict(path=f"hf:{tmp_path}/halves", split="train[50%:]"))):
+        one = opened(tokenizer=tokenizer, folder=tmp_path, **first)
+        build_index(one.sources[0], one.planner, tmp_path / "index", num_workers=1)
+        other = opened(tokenizer=tokenizer, folder=tmp_path, **second)
+        assert other.indexes == [None] and identity_of(one) != identity_of(other)
+        again = opened(tokenizer=tokenizer, folder=tmp_path, **first)
+        assert again.indexes != [None] and identity_of(one) == identity_of(again)
+
+
+def test_what_a_killed_build_left_does_not_stop_the_next(tokenizer, tmp_path):
+    """In a container the next one has the same process id."""
+    dataset = opened(write_jsonl(tmp_path / "a.jsonl", [TEXT_ROW]), tokenizer, tmp_path)
+    source, planner = dataset.sources[0], dataset.planner
+    index, _ = build_index(source, planner, tmp_path / "index", num_workers=1)
+    index.folder.rename(index.folder.with_name(f"{index.folder.name}.{os.getpid()}.part"))
+    again, count = build_index(source, planner, tmp_path / "index", num_workers=1)
+    assert count == 1 and np.array_equal(again.table, index.table)

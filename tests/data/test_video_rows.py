@@ -1,0 +1,150 @@
+"""Rows with videos, from the file to the example and through training."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from orchmllm.cli.data import dataset_of, main
+from orchmllm.config import SourceConfig, load_recipe
+from orchmllm.data.dataset import ConversationDataset
+from orchmllm.data.tokenizer import ChatTokenizer
+from orchmllm.plan.layout import AUDIO, VISION, AudioGeometry, VisionGeometry
+from tests.lib.commands import ROOT
+from tests.lib.formats import write_jsonl
+from tests.lib.ranks import run_ranks
+from tests.lib.training import train
+from tests.lib.videos import picture
+
+GEOMETRY = VisionGeometry(max_side=224)
+TEXT = [{"from": "human", "value": "<video>What happens?"}, {"from": "gpt", "value": "nothing"}]
+ROWS = [
+    ({"videos": ["plain.mp4"], "conversations": TEXT}, [VISION] * 3),
+    ({"video": "sound.mp4", "conversations": TEXT}, [VISION] * 3 + [AUDIO]),
+    ({"video": ["vp9.webm"], "conversations": TEXT}, [VISION] * 3 + [AUDIO]),
+    ({"video": "plain.gif", "caption": "squares"}, [VISION] * 3),
+    ({"messages": [{"role": "user", "content": [
+        {"type": "video", "video": "uneven.mkv", "nframes": 2}, {"type": "text", "text": "?"},
+        {"type": "video_url", "video_url": {"url": "fast.mov"}, "fps": 0.5}]},
+        {"role": "assistant", "content": "x"}]}, [VISION] * 3),
+    ({"audio": "sound.mp4", "text": "a tone"}, [AUDIO]),
+    ({"audio": "aac.m4a", "text": "a tone"}, [AUDIO]),
+    ({"audio": "opus.webm", "text": "a tone"}, [AUDIO]),
+]
+
+
+def opened(videos, row: dict, **keys) -> ConversationDataset:
+    path = write_jsonl(videos / "rows.jsonl", [row])
+    return ConversationDataset(
+        [SourceConfig(path=str(path), video_audio=True, **keys)],
+        tokenizer=ChatTokenizer(videos), vision=GEOMETRY, audio=AudioGeometry(),
+        index_dir=videos / "index")
+
+
+@pytest.mark.parametrize("row, media", ROWS)
+def test_rows(videos, row, media):
+    """Frames are the encoder's items, and the same ones where they travel as bytes."""
+    dataset = opened(videos, row)
+    layout = dataset.layout(0)
+    assert dataset.problem(0) is None
+    segments = np.flatnonzero(layout.modality).tolist()
+    assert layout.modality[segments].tolist() == media
+    example = dataset.load(0)
+    assert {s: len(m) for s, m in example.media.items()} == {
+        s: int(layout.rows[s]) for s in segments}
+    sent = dataset.load(0, segments=segments, encoded=segments)
+    for s in segments:
+        rows = dataset.decode(int(layout.modality[s]), sent.media[s].numpy().tobytes(),
+                              int(layout.rows[s]), segment=s, on_error=pytest.fail)
+        assert rows.equal(example.media[s]) and rows.equal(
+            dataset.load(0, segments=[s]).media[s])
+
+
+def test_members_of_a_tar_are_videos(videos):
+    import webdataset
+
+    with webdataset.TarWriter(str(videos / "rows.tar")) as tar:
+        tar.write({"__key__": "a", "mp4": (videos / "plain.mp4").read_bytes(), "txt": b"squares"})
+        tar.write({"__key__": "b", "m4a": (videos / "aac.m4a").read_bytes(), "txt": b"a tone"})
+    for row_format, row, media in (("caption", 0, [VISION] * 3), ("asr", 1, [AUDIO])):
+        dataset = ConversationDataset(
+            [SourceConfig(path=str(videos / "rows.tar"), row_format=row_format)],
+            tokenizer=ChatTokenizer(videos), vision=GEOMETRY, audio=AudioGeometry(),
+            index_dir=videos / "index")
+        assert dataset.problem(row) is None
+        assert [m for _, m, _ in dataset.media_of(row)] == media
+        dataset.load(row)
+
+
+def test_an_index_knows_how_videos_are_read(videos, capsys):
+    write_jsonl(videos / "data.jsonl", [ROWS[0][0]])
+    recipe = videos / "r.yaml"
+    for fps, count in ((1, 3), (2, 6)):
+        recipe.write_text(f"data: {{sources: [{{path: {videos}/data.jsonl, video_fps: {fps}}}], "
+                          f"index_dir: {videos}/ix}}\n")
+        assert dataset_of(load_recipe(recipe)).indexes == [None], "that of another rate is not it"
+        assert main(["index", str(recipe)]) == 0
+        assert f"  {count + 2} segments, 0 unusable rows; 1 rows read" in capsys.readouterr().out
+
+
+def test_preview_shows_frames(videos, capsys):
+    write_jsonl(videos / "data.jsonl", [ROWS[1][0]])
+    recipe = videos / "r.yaml"
+    recipe.write_text(f"data: {{sources: [{{path: {videos}/data.jsonl, video_audio: true}}], "
+                      f"index_dir: {videos}/ix}}\n")
+    assert main(["preview", str(recipe), "--html", str(videos / "page.html")]) == 0
+    out = capsys.readouterr().out
+    assert "<frame sound.mp4: at 1.50 s, 112x56 pixels -> 32 rows, 8 tokens>" in out
+    assert re.search(r"<clip sound.mp4: 3\.\d\d s at 48000 Hz", out)
+    assert (videos / "page.html").read_text().count("data:image/png") == 4
+
+
+def test_without_pyav_a_video_is_refused_with_the_command(videos):
+    clip = [{"from": "human", "value": "<audio>?"}, {"from": "gpt", "value": "a tone"}]
+    write_jsonl(videos / "data.jsonl", [ROWS[0][0], {"audios": ["aac.m4a"],
+                                                     "conversations": clip}])
+    recipe = videos / "none.yaml"
+    recipe.write_text(f"data: {{sources: [{{path: {videos}/data.jsonl}}], "
+                      f"index_dir: {videos}/none}}\n")
+    code = ("import sys; sys.modules['av'] = None; from orchmllm.cli.data import main; "
+            f"sys.exit(main(['lint', {str(recipe)!r}, '--decode']))")
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 1, done.stderr
+    assert "row 1: plain.mp4: it is read with PyAV, which is not installed: " in done.stdout
+    assert done.stdout.count("pip install '.[video]'") == 2
+
+
+def test_pictures_differ(videos):
+    """What the other tests compare with is not the same everywhere."""
+    assert not np.array_equal(picture(0), picture(1))
+
+
+def losses(world, videos: str, dispatch: str) -> list[float]:
+    run = load_recipe(f"{videos}/train.yaml", [f"balance.dispatch={dispatch}"])
+    return [row["loss"] for row in train(world, run)]
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+def test_videos_are_trained_on_with_every_dispatch(videos):
+    """Frames of one video are encoded by several ranks, and travel as files, rows or not at all."""
+    rows = [row for row, _ in ROWS if "messages" in row or "conversations" in row]
+    write_jsonl(videos / "train.jsonl", rows * 4)
+    (videos / "train.yaml").write_text(f"""
+run: {{dir: {videos}/run, resume: never}}
+data: {{sources: [{{path: {videos}/train.jsonl, video_audio: true}}], index_dir: {videos}/ix}}
+model:
+  vision: {{num_layers: 1, hidden_size: 32, intermediate_size: 32}}
+  audio: {{num_layers: 1, hidden_size: 32, intermediate_size: 32}}
+  llm: {{num_layers: 1, hidden_size: 48, intermediate_size: 32}}
+train: {{num_steps: 3, batch_size: 2}}
+balance: {{ranks_per_node: 2}}
+checkpoint: {{every_steps: -1}}
+""")
+    first, *others = (run_ranks(losses, 2, str(videos), d)[0] for d in ("load", "bytes", "tensors"))
+    assert len(first) == 3 and others[0] == pytest.approx(first, rel=1e-5)
+    assert others[1] == pytest.approx(first, rel=1e-5)

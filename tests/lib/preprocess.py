@@ -1,0 +1,90 @@
+"""Servers of preprocessing as processes, and what is asked of them."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from orchmllm.config import load_recipe
+from orchmllm.data.loading.workers import Workers
+from orchmllm.data.preprocess.client import RemoteWorkers
+from orchmllm.data.preprocess.handshake import Servers
+from orchmllm.data.stream import open_dataset
+from orchmllm.plan.layout import TEXT
+from tests.lib.commands import ROOT
+
+SECRET = "0123456789abcdef" * 2
+SMALL = """
+data: {{path: {folder}/demo, index_dir: {folder}/index, prefetch: 2}}
+model:
+  vision: {{num_layers: 1, hidden_size: 32, intermediate_size: 32}}
+  audio: {{num_layers: 1, hidden_size: 32, intermediate_size: 32}}
+  llm: {{num_layers: 1, hidden_size: 48, intermediate_size: 32}}
+train: {{num_steps: 12, batch_size: 2, warmup_steps: 2}}
+balance: {{dispatch: load, ranks_per_node: 2}}
+checkpoint: {{every_steps: -1}}
+"""
+
+
+class Process:
+    """A real server. address: host:port that it said."""
+
+    def __init__(self, recipe: Path, *args: str) -> None:
+        self.popen = subprocess.Popen(
+            [sys.executable, "-m", "orchmllm", "preprocess", str(recipe), "--listen",
+             "127.0.0.1:0", "--workers", "0", *args], cwd=ROOT, stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
+        said = []
+        for line in self.popen.stdout:
+            said.append(line)
+            if match := re.match(r"preprocess: listening on (\S+), ", line):
+                self.address = match[1]
+                return
+        pytest.fail("".join(said) + self.popen.stderr.read())
+
+    def end(self, number: int = signal.SIGTERM) -> tuple[int, str, str]:
+        self.popen.send_signal(number)
+        out, err = self.popen.communicate(timeout=300)
+        return self.popen.returncode, out, err
+
+
+def opened(recipe: Path, *overrides: str):
+    loaded = load_recipe(recipe, overrides)
+    return open_dataset(loaded.data, loaded.model.vision.geometry, loaded.model.audio.geometry,
+                        seed=loaded.run.seed)
+
+
+def calls_of(dataset, examples, encoded: bool = False) -> list:
+    """Everything of some examples, as dispatch `load` and `bytes` ask for it."""
+    calls = []
+    for i in examples:
+        media = np.flatnonzero(dataset.layout(i).modality != TEXT).tolist()
+        calls.append(((i,), {"text": i % 3 != 0, "segments": media[:2],
+                             **({"encoded": media[:1]} if encoded else {})}))
+    return calls
+
+
+def same(a, b) -> bool:
+    (x, failed), (y, also) = a, b
+    tensors = [(x.token_ids, y.token_ids), (x.labels, y.labels),
+               *((x.media[s], y.media[s]) for s in x.media)]
+    return (x.example_id == y.example_id and list(x.media) == list(y.media) and failed == also
+            and all(p is q is None or p.dtype == q.dtype and p.equal(q) for p, q in tensors))
+
+
+def asked(dataset, addresses: list[str], calls, secret_file: str = "", timeout_s: float = 300.0):
+    """(results, what happened) of one request."""
+    workers = RemoteWorkers(dataset, Servers(addresses, secret_file, timeout_s),
+                            Workers(dataset, 0), 0)
+    try:
+        results = workers.request("load", calls)()
+        return results, workers.tell()
+    finally:
+        workers.close()

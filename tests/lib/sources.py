@@ -1,0 +1,19 @@
+"""A dataset of one source."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from orchmllm.config import SourceConfig
+from orchmllm.data.dataset import ConversationDataset
+from orchmllm.data.storage.remote import NOWHERE, Storage
+from orchmllm.data.tokenizer import ChatTokenizer
+from orchmllm.plan.layout import AudioGeometry, VisionGeometry
+
+
+def opened(path: Path | str, tokenizer: ChatTokenizer, folder: Path, storage: Storage = NOWHERE,
+           **keys) -> ConversationDataset:
+    """folder: its index is below it. keys: of the source."""
+    return ConversationDataset(
+        [SourceConfig(path=str(path), **keys)], tokenizer=tokenizer, index_dir=folder / "index",
+        storage=storage, vision=VisionGeometry(max_side=224), audio=AudioGeometry())
