@@ -170,6 +170,33 @@ def failing_dataset(world, dispatch: str, where: str) -> tuple:
                                       lengths=[length_of(i) for i in range(48)]))
 
 
+class Silent(Exception):
+    """One whose text raises, as that of a library may that formats what it does not have."""
+
+    def __str__(self) -> str:
+        return {}["text"]
+
+
+def untellable(world, error: Exception) -> tuple:
+    class Data(Texts):
+        def __getitem__(self, i: int) -> dict:
+            if world.rank == BAD:
+                raise error
+            return super().__getitem__(i)
+
+    return outcome(BalancedDataLoader(Data(), 4, collate_fn=collate, length_fn=token_count,
+                                      timeout_s=TIMEOUT_S))
+
+
+@pytest.mark.parametrize("error, text", [
+    (ValueError("a\udcff.jpg"), "ValueError: a\\udcff.jpg"), (Silent(), "Silent: ")])
+def test_an_error_whose_text_cannot_be_sent_reaches_all_ranks(error, text):
+    """A name of a file that is no UTF-8, and a text that cannot be had."""
+    ranks = run_ranks(untellable, 2, error)
+    assert {r[0] for r in ranks} == {"RemoteError"} and ranks[0][1] == ranks[1][1], ranks
+    assert f"rank {BAD} failed: {text}" in ranks[0][1]
+
+
 @pytest.mark.parametrize("dispatch, where, line", [
     ("load", "dataset", "in look_up"), ("bytes", "dataset", "in look_up"),
     ("bytes", "collate", "in failing")])
