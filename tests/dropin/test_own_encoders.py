@@ -217,7 +217,10 @@ def copied_and_shadowed(world) -> dict:
     calls = []
     third.photo_tower.register_forward_hook(lambda m, a, r: calls.append(len(a[0])))
     out["same"] = bool(torch.equal(e.loss_of(third, inputs), before))
-    out["calls"], out["last"] = calls, shadow.last
+    out["calls"], out["last"] = list(calls), shadow.last
+    shadow.shadow = False  # from now on
+    e.loss_of(third, inputs)
+    out["moved"] = shadow.last["photo"].moved
     fourth = e.TwoTowers().double()
     skipping = e.balanced(fourth, min_gain=0.99)
     want = mean_gradients(fourth, lambda m: [e.loss_of(m, inputs)])
@@ -232,6 +235,7 @@ def test_copies_shadow_and_the_skip_rule():
         assert seen["copy"] < EXACT
         assert seen["same"] and seen["calls"] == ([4] if rank == 0 else [])
         assert seen["last"]["photo"].moved == 0 and seen["last"]["photo"].gain > 0.3
+        assert seen["moved"] > 0
         assert seen["skipped"] < EXACT
         assert seen["skip"]["photo"].moved == 0 and seen["skip"]["photo"].gain == 0
 

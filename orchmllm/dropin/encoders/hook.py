@@ -83,7 +83,7 @@ class EncoderHandle:
         self.last: dict[str, EncoderStep] = {}
         self._known, self._captures, self._when, self._join = known, captures, when, join
         self._lengths = lengths
-        self._plan = {"min_gain": min_gain, "tolerance": tolerance, "shadow": shadow,
+        self._plan = {"min_gain": min_gain, "tolerance": tolerance,
                       "ranks_per_node": node_size(ranks, 0)}
         self.rank = ranks.index(dist.get_rank())
         self.gather = RowGather(max(self._plan["ranks_per_node"], 1), timeout_s, ranks)
@@ -226,7 +226,8 @@ class EncoderHandle:
         for i, plan in plans.items():
             top = max(int(plan.before.max()), 1)
             gain = 1 - int(plan.after.max()) / top if plan.moves or self.shadow else 0.0
-            moved = int((plan.move.source_rank[plan.move.order] != plan.move.target_rank).sum())
+            moved = 0 if self.shadow else int(
+                (plan.move.source_rank[plan.move.order] != plan.move.target_rank).sum())
             self.last[self.encoders[i].name] = EncoderStep(
                 len(plan.cost), plan.imbalance(), moved, gain)
         if plans and (self._count == 1 or self._count % _LOG_EVERY == 0) and self.rank == 0:
