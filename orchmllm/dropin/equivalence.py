@@ -81,8 +81,9 @@ def _gradients(step, parameters, loader, num_steps: int) -> list[dict[str, tuple
         for _, p in parameters():
             p.grad = None
         step(batch)
-        out.append({n: (_whole(p.grad), torch.finfo(p.grad.dtype).eps)
-                    for n, p in parameters() if p.grad is not None})
+        found = {n: torch.zeros_like(p) if p.grad is None else p.grad
+                 for n, p in parameters() if p.requires_grad}
+        out.append({n: (_whole(g), torch.finfo(g.dtype).eps) for n, g in found.items()})
         if len(out) == num_steps:
             break
     if len(out) < num_steps:

@@ -52,8 +52,8 @@ class BalancedDataLoader(DataLoader):
     Constructing it, iterating it and loading its state are collective over the ranks of `group`.
     The arguments up to in_order are those of torch's DataLoader (batch_size counts examples per
     rank and microbatch; without a sampler the loader shards the data itself). dataset may also be a
-    DataLoader (see `balance`), or any iterable of lists of examples; then the rest of its arguments
-    stays its own.
+    DataLoader (see `balance`), which decides what it draws and how: these arguments are refused
+    then; or any iterable of lists of examples.
 
     lengths: length of every example by index, a sequence or a function; an integer, or Segments.
     length_fn: instead, length of a loaded example. phases: cost of an example by its length (a
@@ -113,7 +113,8 @@ class BalancedDataLoader(DataLoader):
         self.accumulation_steps, self.prefetch, self.seed = accumulation_steps, prefetch, seed
         self.dispatch = dispatch or ("load" if lengths is not None else "bytes")
         ranks = rank_list(group)
-        check_arguments(source, self.dispatch, lengths, length_fn, shard_size, len(ranks))
+        check_arguments(source, self.dispatch, lengths, length_fn, shard_size, len(ranks),
+                        accumulation_steps, prefetch)
         self._links = links = connect(
             ranks, shard_size, ranks_per_node, exchange, timeout_s,
             cpu=self.dispatch == "bytes")
@@ -159,9 +160,9 @@ class BalancedDataLoader(DataLoader):
         """Sets the attributes of a DataLoader, for code that reads them."""
         source = self._source
         is_stream = source.kind == "stream"
+        batches = 0 if is_stream else self._known_len() or 0
         shown = None if isinstance(source.seen_dataset, IterableDataset) else PlannedSampler(
-            source, 0 if is_stream else len(self) * (source.batch_size or 1), self.rank,
-            self.num_ranks)
+            source, batches * (source.batch_size or 1), self.rank, self.num_ranks)
         super().__init__(
             source.seen_dataset, source.batch_size, sampler=shown, pin_memory=source.pin_memory,
             collate_fn=refuse if is_stream else source.collate,
@@ -171,13 +172,19 @@ class BalancedDataLoader(DataLoader):
 
     def __len__(self) -> int:
         """Batches of this rank in one pass (an estimate where other ranks hold other numbers).
-        TypeError for a stream without a length."""
+        TypeError for a stream or a batch sampler without a length."""
         k, source = self.accumulation_steps, self._source
         if source.kind == "indices":
             cut = math.floor if source.drop_last else math.ceil
             return cut(len(source.dataset) / self.global_batch_size) * k
         batches = len(source.batches if source.kind == "sampler" else self._inner)
         return math.ceil(batches / k) * k
+
+    def _known_len(self) -> int | None:
+        try:
+            return len(self)
+        except TypeError:
+            return None
 
     @property
     def enabled(self) -> bool:
@@ -208,7 +215,7 @@ class BalancedDataLoader(DataLoader):
         Raises ValueError if a loaded state stands within another epoch."""
         step, source = self._start[0], self._source
         if step and epoch != self._next_epoch and source.kind != "stream":
-            if epoch != self._next_epoch + 1 or step * self.accumulation_steps < len(self):
+            if epoch != self._next_epoch + 1 or not self._was_last(step * self.accumulation_steps):
                 raise ValueError(
                     f"set_epoch({epoch}): the state that was loaded is at step {step} of epoch "
                     f"{self._next_epoch}; go on in that epoch, or load no state")
@@ -255,10 +262,8 @@ class BalancedDataLoader(DataLoader):
 
     def _was_last(self, batches: int) -> bool:
         """Whether a pass has no more than so many batches, as far as that is known."""
-        try:
-            return batches >= len(self)
-        except TypeError:
-            return False
+        known = self._known_len()
+        return known is not None and batches >= known
 
     def _feed(self, epoch: int, first: int, state: Any) -> Any:
         source = self._source

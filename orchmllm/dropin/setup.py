@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -50,7 +51,8 @@ def node_size(ranks: Sequence[int], given: int) -> int:
 
 
 def check_arguments(
-    source: Source, dispatch: str, lengths: Any, length_fn: Any, shard_size: int, num_ranks: int
+    source: Source, dispatch: str, lengths: Any, length_fn: Any, shard_size: int, num_ranks: int,
+    accumulation_steps: int, prefetch: int,
 ) -> None:
     """What a BalancedDataLoader's arguments have to be for its kind of data. Raises ValueError
     naming the argument and the cure."""
@@ -59,6 +61,8 @@ def check_arguments(
             raise ValueError(text)
 
     kind = source.kind
+    need(accumulation_steps >= 1, f"accumulation_steps is {accumulation_steps}: must be >= 1")
+    need(prefetch >= 0, f"prefetch is {prefetch}: must be >= 0")
     need(dispatch in ("load", "bytes"),
          f"dispatch is {dispatch!r}: use 'load' or 'bytes' ('tensors' is for datasets that "
          "decode single segments, with the Trainer)")
@@ -124,15 +128,30 @@ def connect(
     shard = range(mine // size * size, mine // size * size + size)
     members = [ranks[r] for r in shard]
     per_node = min(node_size(members, ranks_per_node), size)
+    gather = RowGather(per_node, timeout_s, members)
+    everyone = (RowGather(node_size(ranks, ranks_per_node), timeout_s, ranks)
+                if size < len(ranks) else None)
+    is_part, hops = size < dist.get_world_size(), exchange == "two_hop"
+    if is_part or hops:
+        _require_equal_names(everyone or gather, ranks, size)
     return Links(
-        rank=mine, shard=shard, per_node=per_node,
-        gather=RowGather(per_node, timeout_s, members),
-        everyone=(RowGather(node_size(ranks, ranks_per_node), timeout_s, ranks)
-                  if size < len(ranks) else None),
+        rank=mine, shard=shard, per_node=per_node, gather=gather, everyone=everyone,
         cpu=bytes_group(members, timeout_s) if cpu else None,
-        device=(dist.new_group(members, use_local_synchronization=True)
-                if size < dist.get_world_size() else None),
-        hops=hop_groups(members, per_node, timeout_s) if exchange == "two_hop" else None)
+        device=dist.new_group(members, use_local_synchronization=True) if is_part else None,
+        hops=hop_groups(members, per_node, timeout_s) if hops else None)
+
+
+def _require_equal_names(gather: RowGather, ranks: list[int], size: int) -> None:
+    """Raises ValueError, on all ranks, where torch would name a new group of a shard differently on
+    its ranks, which then wait for each other: the name holds the number of groups of a process."""
+    own = len(dist.distributed_c10d._world.pg_names)
+    counts = gather(np.array([own], np.int64)).reshape(-1, size)
+    for first, shard in zip(ranks[::size], counts, strict=True):
+        if len(set(shard.tolist())) > 1:
+            raise ValueError(
+                f"of the {size} ranks from rank {first} some are in {shard.min()} process groups "
+                f"and some in {shard.max()}: make the BalancedDataLoader before groups that only "
+                "some of its ranks are in, or leave out shard_size, group and exchange='two_hop'")
 
 
 def make_spec(

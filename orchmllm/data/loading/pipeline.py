@@ -96,10 +96,6 @@ class Pipeline:
         self, feed: Feed, orchestrator: Orchestrator, *, first_step: int = 0,
         accumulation_steps: int = 1, prefetch: int = 2,
     ) -> None:
-        if accumulation_steps < 1:
-            raise ValueError(f"accumulation_steps is {accumulation_steps}: must be >= 1")
-        if prefetch < 0:
-            raise ValueError(f"prefetch is {prefetch}: must be >= 0")
         self.feed, self.orchestrator, self.first_step = feed, orchestrator, first_step
         self.accumulation_steps, self.prefetch = accumulation_steps, prefetch
         self.num_dropped = 0
