@@ -24,7 +24,13 @@ from torch import Tensor
 
 from orchmllm.batch import IGNORE_INDEX, Batch, SequenceLengths, on_device
 from orchmllm.comm.agree import combined_digest, describe, raise_first, require_agreement
-from orchmllm.comm.exchange import RoutedExchange, RowGather, exchange_rows, gather_texts
+from orchmllm.comm.exchange import (
+    RaggedGather,
+    RoutedExchange,
+    RowGather,
+    exchange_rows,
+    gather_texts,
+)
 from orchmllm.comm.ilp import SharedPrograms
 from orchmllm.plan.assign import DISPATCHES
 from orchmllm.plan.cost import CostModel
@@ -33,9 +39,9 @@ from orchmllm.plan.rearrange import Exchange, Rearrangement
 from orchmllm.plan.step import PlanSpec, RankPlan, StepPlan, assign_microbatches, plan_step
 from orchmllm.plan.two_hop import two_hops
 
-PROTOCOL_VERSION = 2
-_LAYOUT_FIELDS = ("version", "step", "num_examples", "num_segments", "payload_len", "exhausted",
-                  "error_bytes", "spec_digest")
+PROTOCOL_VERSION = 3
+_LAYOUT_FIELDS = ("version", "step", "num_examples", "num_segments", "exhausted", "error_bytes",
+                  "spec_digest")
 _COMMIT_FIELDS = ("step", "digest", "detail_bytes", "num_targets", "num_shifted")
 UNKNOWN = -1  # number of targets that a rank cannot count
 UNCOUNTED = (UNKNOWN, UNKNOWN)
@@ -163,7 +169,7 @@ class Orchestrator:
         self.rank, self.world_size = gather.rank, gather.world_size
         self._gather = gather
         self._commit_gather = commit_gather or gather
-        self._capacity = 256
+        self._gather_layouts = RaggedGather(gather, len(_LAYOUT_FIELDS))
         self._derived: PlanSpec | None = None  # while other costs are in use
         self._change: tuple[int, PlanSpec] | None = None
         self._last_step = -1
@@ -198,32 +204,22 @@ class Orchestrator:
         if self._change is not None and step >= self._change[0]:
             self.spec, self._change = self._change[1], None
         part = layout if layout is not None else BatchLayout.from_examples([])
-        payload, text = part.to_payload(), describe(error)
-        header = [PROTOCOL_VERSION, step, part.num_examples, len(part.modality), len(payload),
+        text = describe(error)
+        header = [PROTOCOL_VERSION, step, part.num_examples, len(part.modality),
                   int(exhausted) and 1 + num_dropped, len(text.encode()),
                   combined_digest([self.spec.digest, config_digest])]
-        while True:  # again only if some rank's payload did not fit; all ranks see that alike
-            row = np.zeros(len(header) + self._capacity, np.int64)
-            row[: len(header)] = header
-            if len(payload) <= self._capacity:
-                row[len(header): len(header) + len(payload)] = payload
-            rows = self._gather(row)
-            longest = int(rows[:, _LAYOUT_FIELDS.index("payload_len")].max())
-            if longest <= self._capacity:
-                break
-            self._capacity = 1 << (longest - 1).bit_length()
+        rows, lengths = self._gather_layouts(
+            np.concatenate([np.array(header, np.int64), part.to_payload()]))
         head = dict(zip(_LAYOUT_FIELDS, rows.T, strict=False))  # the payload comes after them
         raise_first(step, gather_texts(self._gather, text, head["error_bytes"]), error)
         for name in ("version", "spec_digest", "step"):
             require_agreement(step, name, head[name])
         if head["exhausted"].all():
             return None, int(head["exhausted"].sum()) - self.world_size
-        body = rows[:, len(header):]
         return BatchLayout.concat([
-            BatchLayout.from_payload(body[r, : head["payload_len"][r]],
-                                     int(head["num_examples"][r]), int(head["num_segments"][r]))
-            for r in range(self.world_size)
-        ]), 0
+            BatchLayout.from_payload(row[len(header): length], int(num_examples), int(num_segments))
+            for row, length, num_examples, num_segments in zip(
+                rows, lengths, head["num_examples"], head["num_segments"], strict=True)]), 0
 
     def plan(self, layout: BatchLayout, num_microbatches: int = 1) -> list[Microbatch]:
         """The step's microbatches, each planned as a global batch of its own; positions ascend.

@@ -16,7 +16,7 @@ import numpy as np
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
-from orchmllm.comm.exchange import exchange_bytes
+from orchmllm.comm.exchange_bytes import exchange_bytes
 from orchmllm.data.loading.pipeline import Postponed
 from orchmllm.dropin import wire
 from orchmllm.dropin.draws import END, next_batch, shut_down

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from orchmllm.batch import Example
-from orchmllm.comm.exchange import exchange_bytes
+from orchmllm.comm.exchange_bytes import exchange_bytes
 from orchmllm.data.loading.pipeline import Postponed
 from orchmllm.data.loading.workers import Workers
 from orchmllm.data.preprocess.client import RemoteWorkers
