@@ -68,8 +68,8 @@ def _as_sampled(loader: Any, encoders: Sequence[Any], off: bool) -> Iterator[Non
             after.callback(setattr, handle, "shadow", handle.shadow)
             handle.shadow = True
         if isinstance(loader, BalancedDataLoader):
-            after.callback(setattr, loader, "position", loader.position)
-            after.callback(setattr, loader, "enabled", loader.enabled)
+            for name in ("_next_epoch", "_start", "_done", "enabled"):
+                after.callback(setattr, loader, name, getattr(loader, name))
             loader.enabled = loader.enabled and not off
         yield
 

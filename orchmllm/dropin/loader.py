@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, IterableDataset, Sampler
 
+from orchmllm.batch import Step
 from orchmllm.data.loading.pipeline import Pipeline
 from orchmllm.dropin.draws import GlobalIndices, SharedIndices
 from orchmllm.dropin.examples import Phase, StepInfo
@@ -39,7 +40,7 @@ from orchmllm.dropin.source import (
     tail_is_filled,
 )
 from orchmllm.dropin.versions import require
-from orchmllm.orchestrator import Orchestrator, Step
+from orchmllm.orchestrator import Orchestrator
 from orchmllm.plan.assign import digest64
 from orchmllm.plan.cost import CostModel
 
@@ -136,11 +137,10 @@ class BalancedDataLoader(DataLoader):
         self._indices = PlannedIndices() if self.dispatch == "load" else SharedIndices()
         self._inner = make_loader(source, self.dispatch, self._indices, length_fn)
         self._log = StepLog(self.rank, log_every, context)
-        self._watch = LossWatch()
-        self._watch.done = not check_loss
+        self._watch = LossWatch(done=not check_loss)
         self.num_dropped = 0
-        self._next_epoch, self._start = 0, (0, None)  # (step, state of a foreign loader)
-        self._done = (0, 0, None)  # (epoch, steps yielded in it, state of a foreign loader)
+        # Of the next pass: (step, state of a foreign loader); (epoch, steps yielded in it, state).
+        self._next_epoch, self._start, self._done = 0, (0, None), (0, 0, None)
         self._step: StepInfo | None = None  # of the batch last yielded
         self._live = False  # whether an iterator has begun and not ended
         self._show()
@@ -195,15 +195,6 @@ class BalancedDataLoader(DataLoader):
     def enabled(self, value: bool) -> None:
         spec = self._orchestrator.spec
         self._orchestrator.spec = replace(spec, balance=replace(spec.balance, enabled=value))
-
-    @property
-    def position(self) -> tuple:
-        """Where the next iteration begins and what was yielded; for a caller that puts it back."""
-        return self._next_epoch, self._start, self._done
-
-    @position.setter
-    def position(self, value: tuple) -> None:
-        self._next_epoch, self._start, self._done = value
 
     @property
     def epoch(self) -> int:

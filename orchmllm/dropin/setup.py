@@ -10,11 +10,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from orchmllm.batch import Step
 from orchmllm.comm.exchange import RowGather, bytes_group, hop_groups
 from orchmllm.dropin.examples import Phase
 from orchmllm.dropin.source import Source
 from orchmllm.launch import current_world
-from orchmllm.orchestrator import Step
 from orchmllm.plan.assign import PHASES, BalanceConfig, PhasePolicy, PlanSpec
 from orchmllm.plan.balance import DEFAULT_TOLERANCE, OPTIONS, check_policy
 from orchmllm.plan.cost import CostModel
@@ -220,14 +220,27 @@ class StepLog:
         self._rank, self._every, self._context = rank, every, context
 
     def told(self, step: Step, epoch: int) -> None:
-        if self._rank == 0 and self._every and not step.index % self._every:
-            log_step(step, epoch)
+        if self._rank != 0:
+            return
+        if self._every and not step.index % self._every:
+            self._gain(step, epoch)
         longest = int(step.layout.tokens_per_example.max(initial=0))
-        if self._rank == 0 and 0 < 10 * self._context < longest:
+        if 0 < 10 * self._context < longest:
             log.warning("an example has length %d, more than ten times the model's context of %d: "
                         "do `lengths` count tokens? The cost of a phase grows with them",
                         longest, self._context)
             self._context = 0
+
+    def _gain(self, step: Step, epoch: int) -> None:
+        """One line: imbalance per phase as sampled and as planned, wait, and whether it pays."""
+        phases = ", ".join(f"{p} {a:.2f}->{b:.2f}"
+                           for p, (a, b) in imbalances(step.plans[0]).items())
+        gain = sum(plan.predicted_gain for plan in step.plans) / len(step.plans)
+        note = "" if gain >= LITTLE or not step.plans[0].spec.balance.enabled else (
+            f"; balancing gains little here (under {LITTLE:.0%}: few ranks or uniform data), "
+            "min_gain skips such steps")
+        log.info("epoch %d step %d: imbalance %s; predicted gain %.1f%%; waited %.1f ms%s", epoch,
+                 step.index, phases or "none", 100 * gain, 1e3 * step.wait_s, note)
 
 
 def check_state(state: Mapping[str, Any], mine: Mapping[str, Any]) -> None:
@@ -242,15 +255,3 @@ def check_state(state: Mapping[str, Any], mine: Mapping[str, Any]) -> None:
                    if name in ("num_ranks", "rank") else "")
             raise ValueError(f"loader state: {name} was {state.get(name)!r}, now it is "
                              f"{mine[name]!r}{why}")
-
-
-def log_step(step: Step, epoch: int) -> None:
-    """One line: imbalance per phase as sampled and as planned, wait, and whether it pays."""
-    plans = step.plans
-    phases = ", ".join(f"{p} {a:.2f}->{b:.2f}" for p, (a, b) in imbalances(plans[0]).items())
-    gain = sum(plan.predicted_gain for plan in plans) / len(plans)
-    note = "" if gain >= LITTLE or not plans[0].spec.balance.enabled else (
-        f"; balancing gains little here (under {LITTLE:.0%}: few ranks or uniform data), min_gain "
-        "skips such steps")
-    log.info("epoch %d step %d: imbalance %s; predicted gain %.1f%%; waited %.1f ms%s", epoch,
-             step.index, phases or "none", 100 * gain, 1e3 * step.wait_s, note)

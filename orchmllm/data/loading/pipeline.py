@@ -13,9 +13,10 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from typing import Any, Protocol, TypeVar
 
+from orchmllm.batch import UNCOUNTED, Step
 from orchmllm.comm.errors import AgreedError
 from orchmllm.data.loading.prefetch import Prefetcher
-from orchmllm.orchestrator import UNCOUNTED, Orchestrator, Step
+from orchmllm.orchestrator import Orchestrator
 from orchmllm.plan.layout import BatchLayout
 
 T = TypeVar("T")

@@ -28,11 +28,6 @@ class Assignment:
     smallest: int
     moves: bool
 
-    def imbalance(self) -> tuple[float, float]:
-        """Slowest rank / mean, as sampled and as encoded."""
-        mean = max(float(self.before.mean()), 1e-30)
-        return float(self.before.max()) / mean, float(self.after.max()) / mean
-
 
 def assign(
     encoder: Encoder, world: World, cost_model: CostModel, *, tolerance: float | None,

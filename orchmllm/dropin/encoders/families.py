@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from orchmllm.dropin.encoders.items import Cropped, Masked, Packed, Rows, Slots, Tiles
 from orchmllm.dropin.encoders.spec import EQUAL, Encoder
+from orchmllm.dropin.versions import is_older
 from orchmllm.plan.cost import CostModel
 
 # An encoder of transformers: it returns a ModelOutput and casts its media to its own dtype.
@@ -72,11 +73,9 @@ def _tiles(model: str) -> Callable[[nn.Module, list[int]], int]:
     return count
 
 
-def _audio_rows(column: int = 0) -> Callable[[nn.Module, np.ndarray], np.ndarray]:
-    def rows(owner: nn.Module, meta: np.ndarray) -> np.ndarray:
-        lengths = torch.from_numpy(np.ascontiguousarray(meta[:, column]))
-        return owner.audio_tower._get_feat_extract_output_lengths(lengths)[1].numpy()
-    return rows
+def _audio_rows(owner: nn.Module, meta: np.ndarray) -> np.ndarray:
+    lengths = torch.from_numpy(np.ascontiguousarray(meta[:, 0]))
+    return owner.audio_tower._get_feat_extract_output_lengths(lengths)[1].numpy()
 
 
 def _qwen2_audio(owner: nn.Module, features: Tensor, mask: Tensor) -> Any:
@@ -97,7 +96,7 @@ def _qwen2_audio(owner: nn.Module, features: Tensor, mask: Tensor) -> Any:
 
 _OMNI_AUDIO = _encoder(
     "audio", {"get_audio_features": Masked("input_features", "feature_attention_mask")},
-    outputs=("last_hidden_state",), rows=_audio_rows(), towers=("audio_tower",),
+    outputs=("last_hidden_state",), rows=_audio_rows, towers=("audio_tower",),
     cost=tower_cost("audio_tower", -2))
 _GLM = tuple(
     _encoder(name, {f"get_{name}_features": Packed(value, grid, frames=True)},
@@ -143,7 +142,7 @@ FAMILIES: dict[str, Family] = {
     "audioflamingo3": Family("AudioFlamingo3Model", (_encoder(
         "audio", {"get_audio_features": Rows(
             "input_features", ("input_features_mask",), length="input_features_mask")},
-        rows=_audio_rows(), towers=("audio_tower",)),)),
+        rows=_audio_rows, towers=("audio_tower",)),)),
     "qwen2_audio": Family("Qwen2AudioModel", (Encoder(
         "audio", {"audio_tower": Rows("input_features", ("feature_attention_mask",))},
         outputs=("last_hidden_state",), towers=("audio_tower",), run=_qwen2_audio,
@@ -185,7 +184,10 @@ def find_family(model: nn.Module) -> tuple[nn.Module, Family]:
                 break
     if len(found) == 1:
         owner, name = found[0]
-        _check_version(name)
+        have, since = import_module("transformers").__version__, FAMILIES[name].since
+        if is_older(have, since):
+            raise ValueError(f"{name} of transformers {have}: balance_encoders was tested with "
+                             f"{since} and newer; upgrade transformers")
         return owner, FAMILIES[name]
     kind = type(model).__name__
     if not found:
@@ -195,13 +197,3 @@ def find_family(model: nn.Module) -> tuple[nn.Module, Family]:
     raise ValueError(f"{kind} holds {len(found)} models with encoders "
                      f"({', '.join(type(m).__name__ for m, _ in found)}): call balance_encoders "
                      "for one of them")
-
-
-def _check_version(name: str) -> None:
-    import transformers
-
-    since = FAMILIES[name].since
-    have, need = ([int(n) for n in v.split(".")[:2]] for v in (transformers.__version__, since))
-    if have < need:
-        raise ValueError(f"{name} of transformers {transformers.__version__}: balance_encoders was "
-                         f"tested with {since} and newer; upgrade transformers")

@@ -41,6 +41,7 @@ from orchmllm.dropin.encoders.table import (
     same_on_all_ranks,
 )
 from orchmllm.dropin.setup import node_size, rank_list
+from orchmllm.plan.step import imbalance
 
 log = logging.getLogger("orchmllm.encoders")
 _LOG_EVERY = 50
@@ -229,7 +230,7 @@ class EncoderHandle:
             moved = 0 if self.shadow else int(
                 (plan.move.source_rank[plan.move.order] != plan.move.target_rank).sum())
             self.last[self.encoders[i].name] = EncoderStep(
-                len(plan.cost), plan.imbalance(), moved, gain)
+                len(plan.cost), (imbalance(plan.before), imbalance(plan.after)), moved, gain)
         if plans and (self._count == 1 or self._count % _LOG_EVERY == 0) and self.rank == 0:
             log.info("forward %d%s: %s", self._count, " (shadow: nothing moves)" * self.shadow,
                      "; ".join(f"{name}: {s.num_items} items, imbalance {s.imbalance[0]:.2f}->"
