@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 import numpy as np
@@ -97,7 +97,9 @@ class SampledIndices:
     knows_all = False
 
     def __init__(self, batch_sampler: Iterable, accumulation_steps: int, first_step: int) -> None:
-        self._lists = islice(iter(batch_sampler), first_step * accumulation_steps, None)
+        # chain asks for an iterator at the first draw, where an error reaches all ranks.
+        self._lists = islice(chain.from_iterable([batch_sampler]),
+                             first_step * accumulation_steps, None)
         self.accumulation_steps, self.num_dropped = accumulation_steps, 0
 
     def draw(self) -> tuple[np.ndarray, None] | None:
@@ -161,23 +163,26 @@ class ForeignStream:
     """Batches of a loader that is not ours, on this rank; `accumulation_steps` of them a step.
 
     loader: yields lists of (lengths, example). batch_size: with drop_last, shorter batches are left
-    out and counted. skip: steps to draw and throw away first, where the loader cannot
-    load a state."""
+    out and counted. first_step: to begin with; state: that the loader loads for it, None where it
+    cannot and batches are drawn and thrown away."""
 
     def __init__(
         self, loader: Iterable, accumulation_steps: int, *, batch_size: int | None, drop_last: bool,
-        rank: int, skip: int = 0,
+        rank: int, first_step: int = 0, state: Any = None,
     ) -> None:
         self._batches, self._per_step = Batches(loader), accumulation_steps
         self._batch_size = batch_size if drop_last else None
-        self._rank, self._skip = rank, skip
+        self._rank, self._first_step, self._state = rank, first_step, state
         self._count, self.num_dropped, self._ended = 0, 0, False
         self.stop = self._batches.stop
 
     def draw(self) -> tuple[list, range] | None:
-        for _ in range(self._skip * self._per_step):
-            self._batches.next()
-        self._skip = 0
+        if self._state is not None:
+            self._batches.loader.load_state_dict(self._state)
+        else:
+            for _ in range(self._first_step * self._per_step):
+                self._batches.next()
+        self._first_step, self._state = 0, None
         measured, drawn = [], 0
         while drawn < self._per_step and not self._ended:
             batch = self._batches.next()

@@ -186,11 +186,9 @@ def make_feed(
     k = accumulation_steps
     in_shard = links.gather.rank
     if source.kind == "stream":
-        if state is not None:
-            inner.load_state_dict(state)
         stream = ForeignStream(
             inner, k, batch_size=source.batch_size, drop_last=source.drop_last, rank=rank,
-            skip=0 if state is not None else first)
+            first_step=first, state=state)
         return ExampleFeed(stream, collator, in_shard, links.cpu, config_digest)
     draws = drawn or SampledIndices(source.batches, k, first)
     if isinstance(indices, PlannedIndices):
