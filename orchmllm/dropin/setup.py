@@ -76,6 +76,9 @@ def check_arguments(
     need(kind == "indices" or not source.shuffle,
          "shuffle=True: the dataset, the sampler or the wrapped loader decides the order")
     if kind == "indices":
+        need(not source.shuffle or source.workers["generator"] is None,
+             "generator: the loader shuffles by seed=, equal on all ranks; give the generator to a "
+             "sampler of your own")
         need(isinstance(source.batch_size, int) and source.batch_size >= 1,
              f"batch_size is {source.batch_size!r}: must be an integer >= 1")
         need(len(source.dataset) > 0, "the dataset is empty")

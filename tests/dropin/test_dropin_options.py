@@ -79,6 +79,7 @@ def refused(world, cases: list[dict]) -> list[str]:
     out = []
     for how in cases:
         data = Stream(0, 8) if how.pop("stream", False) else Texts()
+        how |= {"generator": torch.Generator()} if "generator" in how else {}
         given = (DataLoader(data, 2),) if how.pop("wrapped", False) else (data, 2)
         try:
             BalancedDataLoader(*given, **{"lengths": LENGTHS, **how})
@@ -96,6 +97,7 @@ def test_what_cannot_be_honoured_raises():
         (dict(policy="greedy", tolerance=0.1), "no tolerance"),
         (dict(policy="padded", max_rank_tokens=9), "no such cap"), (dict(shard_size=3), "divide"),
         (dict(exchange="quick"), "two_hop"), (dict(min_gain=2.0), "min_gain"),
+        (dict(shuffle=True, generator=True), "shuffles by seed="),
         (dict(accumulation_steps=0), "must be >= 1"), (dict(prefetch=-1), "must be >= 0"),
         (dict(wrapped=True, shuffle=True), "shuffle is True: the wrapped DataLoader decides"),
         (dict(wrapped=True, drop_last=True), "drop_last is True"),
