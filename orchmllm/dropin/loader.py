@@ -19,16 +19,15 @@ from orchmllm.data.loading.pipeline import Pipeline
 from orchmllm.dropin.draws import GlobalIndices, SharedIndices
 from orchmllm.dropin.examples import Phase, StepInfo
 from orchmllm.dropin.feeds import Collator, PlannedIndices
+from orchmllm.dropin.links import connect, rank_list
 from orchmllm.dropin.loss import LossWatch, check_labels, scale
 from orchmllm.dropin.setup import (
     StepLog,
     check_arguments,
     check_state,
-    connect,
     imbalances,
     make_spec,
     pinning,
-    rank_list,
 )
 from orchmllm.dropin.source import (
     PlannedSampler,
@@ -117,7 +116,7 @@ class BalancedDataLoader(DataLoader):
         check_arguments(source, self.dispatch, lengths, length_fn, shard_size, len(ranks),
                         accumulation_steps, prefetch)
         self._links = links = connect(
-            ranks, shard_size, ranks_per_node, exchange, timeout_s,
+            self, ranks, shard_size, ranks_per_node, exchange, timeout_s,
             cpu=self.dispatch == "bytes")
         spec, media = make_spec(phases, policy, tolerance, max_rank_tokens, links.per_node,
                                 self.dispatch, enabled, min_gain, exchange)

@@ -1,20 +1,16 @@
-"""From a loader's arguments to process groups and what the planner takes; what the log says."""
+"""From a loader's arguments to what the planner takes; what the log says."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any
 
-import numpy as np
 import torch
-import torch.distributed as dist
 
 from orchmllm.batch import Step
-from orchmllm.comm.exchange import RowGather, bytes_group, hop_groups
 from orchmllm.dropin.examples import Phase
 from orchmllm.dropin.source import Source
-from orchmllm.launch import current_world
 from orchmllm.plan.assign import PHASES, BalanceConfig, PhasePolicy, PlanSpec
 from orchmllm.plan.balance import DEFAULT_TOLERANCE, OPTIONS, check_policy
 from orchmllm.plan.cost import CostModel
@@ -24,30 +20,6 @@ log = logging.getLogger("orchmllm.loader")
 BY_LENGTH = CostModel(linear=1000, quadratic=0)
 LITTLE = 0.01  # predicted gain under which the log says so
 _NOMINAL_BYTES = 1024  # per row of a user's media and features, where only proportions matter
-
-
-def rank_list(group: dist.ProcessGroup | None) -> list[int]:
-    """Global ranks of a group (default: all). Raises ValueError if this process is not in it, or
-    if there is no process group."""
-    if not dist.is_initialized():
-        raise ValueError("torch.distributed is not initialised: start under torchrun and call "
-                         "init_process_group first (one process is a group of one)")
-    ranks = list(range(dist.get_world_size())) if group is None else (
-        dist.get_process_group_ranks(group))
-    if dist.get_rank() not in ranks:
-        raise ValueError(f"rank {dist.get_rank()} is not in the group {ranks}")
-    return ranks
-
-
-def node_size(ranks: Sequence[int], given: int) -> int:
-    """Consecutive ranks of the group that share a node: as given, else from the launcher. Raises
-    ValueError for a negative number."""
-    if given < 0:
-        raise ValueError(f"ranks_per_node is {given}: must be >= 0")
-    world = current_world()
-    if given or world is None:
-        return given or len(ranks)
-    return sum(r // world.local_world_size == ranks[0] // world.local_world_size for r in ranks)
 
 
 def check_arguments(
@@ -100,61 +72,6 @@ def pinning(pin_memory: bool) -> Callable[[Any], Any] | None:
     from torch.utils.data._utils.pin_memory import pin_memory as pin
 
     return pin
-
-
-class Links(NamedTuple):
-    """Groups of one loader. rank: in the group. shard: ranks of the group that are planned
-    together, this one among them; per_node: of them on a node. gather: among the shard; everyone:
-    among all, if that is more. cpu: group for bytes. device: the shard's group on the default
-    backend, None if it is the whole job. hops: see comm.hop_groups."""
-
-    rank: int
-    shard: range
-    per_node: int
-    gather: RowGather
-    everyone: RowGather | None
-    cpu: dist.ProcessGroup | None
-    device: dist.ProcessGroup | None
-    hops: tuple[dist.ProcessGroup, dist.ProcessGroup] | None
-
-
-def connect(
-    ranks: list[int], shard_size: int, ranks_per_node: int, exchange: str, timeout_s: float, *,
-    cpu: bool,
-) -> Links:
-    """The groups of a loader, made by all ranks in one order. Raises ValueError."""
-    size, mine = shard_size or len(ranks), ranks.index(dist.get_rank())
-    if size < 1 or len(ranks) % size:
-        raise ValueError(f"shard_size is {shard_size}: must divide the {len(ranks)} ranks")
-    if exchange not in ("flat", "two_hop"):
-        raise ValueError(f"exchange is {exchange!r}: use 'flat' or 'two_hop'")
-    shard = range(mine // size * size, mine // size * size + size)
-    members = [ranks[r] for r in shard]
-    per_node = min(node_size(members, ranks_per_node), size)
-    gather = RowGather(per_node, timeout_s, members)
-    everyone = (RowGather(node_size(ranks, ranks_per_node), timeout_s, ranks)
-                if size < len(ranks) else None)
-    is_part, hops = size < dist.get_world_size(), exchange == "two_hop"
-    if is_part or hops:
-        _require_equal_names(everyone or gather, ranks, size)
-    return Links(
-        rank=mine, shard=shard, per_node=per_node, gather=gather, everyone=everyone,
-        cpu=bytes_group(members, timeout_s) if cpu else None,
-        device=dist.new_group(members, use_local_synchronization=True) if is_part else None,
-        hops=hop_groups(members, per_node, timeout_s) if hops else None)
-
-
-def _require_equal_names(gather: RowGather, ranks: list[int], size: int) -> None:
-    """Raises ValueError, on all ranks, where torch would name a new group of a shard differently on
-    its ranks, which then wait for each other: the name holds the number of groups of a process."""
-    own = len(dist.distributed_c10d._world.pg_names)
-    counts = gather(np.array([own], np.int64)).reshape(-1, size)
-    for first, shard in zip(ranks[::size], counts, strict=True):
-        if len(set(shard.tolist())) > 1:
-            raise ValueError(
-                f"of the {size} ranks from rank {first} some are in {shard.min()} process groups "
-                f"and some in {shard.max()}: make the BalancedDataLoader before groups that only "
-                "some of its ranks are in, or leave out shard_size, group and exchange='two_hop'")
 
 
 def make_spec(

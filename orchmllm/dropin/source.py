@@ -182,7 +182,7 @@ def make_feed(
     state: Any, rank: int, links: Any, config_digest: int,
 ) -> IndexFeed | ExampleFeed:
     """The feed of one pass. inner: of make_loader. drawn: indices that the loader samples. first:
-    step to begin with; state: of a stream, to load instead. rank: among all; links: see setup."""
+    step to begin with; state: of a stream, to load instead. rank: among all. links: of links.py."""
     k = accumulation_steps
     in_shard = links.gather.rank
     if source.kind == "stream":

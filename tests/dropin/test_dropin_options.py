@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 
 import numpy as np
@@ -125,6 +126,32 @@ def in_more_groups(world) -> str:
 def test_ranks_in_unequally_many_groups_are_told_and_do_not_wait_for_each_other():
     for text in run_ranks(in_more_groups, 4):
         assert "some are in 1 process groups and some in 2" in text
+
+
+def one_after_the_other(world, dispatch: str) -> list[int]:
+    """Descriptors after each of some loaders, of which the last yields beside another one."""
+    def make() -> BalancedDataLoader:
+        return BalancedDataLoader(Texts(), 4, collate_fn=collate, dispatch=dispatch,
+                                  lengths=LENGTHS)
+
+    held, kept = [], None
+    for k in range(8):
+        loader = make()
+        if world.rank == 0 and k == 2:
+            kept = loader  # one rank drops this one later than the other
+        yielded = [loader.step.example_ids for _ in loader]
+        held.append(len(os.listdir("/proc/self/fd")))
+    del kept
+    beside = [loader.step.example_ids + other.step.example_ids
+              for other in [make()] for _ in zip(loader, other, strict=True)]
+    assert beside == [ids + ids for ids in yielded]
+    return held
+
+
+@pytest.mark.parametrize("dispatch", ["load", "bytes"])
+def test_a_loader_takes_the_groups_of_one_that_is_no_more(dispatch):
+    for held in run_ranks(one_after_the_other, 2, dispatch):
+        assert held[-1] == held[-2] == held[-3], held
 
 
 class Budget:

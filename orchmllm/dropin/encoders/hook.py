@@ -40,7 +40,7 @@ from orchmllm.dropin.encoders.table import (
     describe_local,
     same_on_all_ranks,
 )
-from orchmllm.dropin.setup import node_size, rank_list
+from orchmllm.dropin.links import node_size, rank_list
 from orchmllm.plan.step import imbalance
 
 log = logging.getLogger("orchmllm.encoders")
