@@ -14,13 +14,7 @@ from torch import Tensor
 
 from orchmllm.batch import IGNORE_INDEX
 from orchmllm.plan.cost import CostModel
-from orchmllm.plan.layout import (
-    MODALITIES,
-    TEXT,
-    BatchLayout,
-    ExampleLayout,
-    SegmentLengths,
-)
+from orchmllm.plan.layout import MODALITIES, TEXT, BatchLayout, ExampleLayout, SegmentLengths
 from orchmllm.plan.step import RankPlan
 
 

@@ -26,20 +26,10 @@ from orchmllm.comm.exchange import RowGather
 from orchmllm.dropin.encoders import families
 from orchmllm.dropin.encoders.assignment import Assignment, assign
 from orchmllm.dropin.encoders.checks import check_capture, check_encoder
-from orchmllm.dropin.encoders.exchange import (
-    Encoded,
-    Stopwatch,
-    encode_share,
-    return_features,
-)
+from orchmllm.dropin.encoders.exchange import Encoded, Stopwatch, encode_share, return_features
 from orchmllm.dropin.encoders.playback import Playback, Shadowed
 from orchmllm.dropin.encoders.spec import Encoder, resolve
-from orchmllm.dropin.encoders.table import (
-    Local,
-    Tables,
-    describe_local,
-    same_on_all_ranks,
-)
+from orchmllm.dropin.encoders.table import Local, Tables, describe_local, same_on_all_ranks
 from orchmllm.dropin.links import node_size, rank_list
 from orchmllm.plan.step import imbalance
 
