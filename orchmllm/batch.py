@@ -1,16 +1,23 @@
-"""One rank's tensors: an example as it was loaded, and a batch as the model reads it."""
+"""One rank's tensors: an example as it was loaded, a batch as the model reads it, and between them
+the record of a step on its way."""
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from orchmllm.plan.step import RankPlan
+from orchmllm.plan.layout import TEXT, BatchLayout
+from orchmllm.plan.step import RankPlan, StepPlan
 
 IGNORE_INDEX = -100
+UNKNOWN = -1  # number of targets that a rank cannot count
+UNCOUNTED = (UNKNOWN, UNKNOWN)
 
 
 def on_device(values: np.ndarray | Tensor, device: torch.device | str) -> Tensor:
@@ -87,3 +94,90 @@ class Batch:
     position_ids: Tensor
     scatter: dict[str, Tensor]
     num_global_targets: int
+
+
+@dataclass(frozen=True)
+class FailedSegment:
+    """A segment whose medium could not be decoded; its rows are zeros, its example's labels are
+    ignored. example: position in the global batch of the step. modality: the medium's; TEXT
+    where the row failed as a whole."""
+
+    example: int
+    segment: int
+    reason: str
+    modality: int = TEXT
+
+
+@dataclass
+class Microbatch:
+    """One microbatch: as planned, then with what was loaded. plan, and rank_plan, this rank's part;
+    positions (n,): of its examples in the step's batch.
+
+    inputs[m] (R_in, row_size) and content (T, 2) int32 [token id, label] on the CPU, in source
+    order for dispatch `tensors`, in slot order for `load` and `bytes`; ignored: positions (in the
+    microbatch's layout) of examples without labels. Of a loader of whole examples: inputs[m] is
+    what Phase.collate returned, content what collate_fn did, num_targets its labels (see commit).
+    """
+
+    plan: StepPlan
+    rank_plan: RankPlan
+    inputs: dict[str, Any] = field(default_factory=dict)
+    content: Any = None
+    ignored: Collection[int] = ()
+    positions: np.ndarray | None = None
+    num_targets: tuple[int, int] = UNCOUNTED
+
+
+@dataclass(frozen=True)
+class Preprocessed:
+    """Of a step and this rank: examples that servers read, and that it read itself because none
+    answered; what happened to servers, for people."""
+
+    remote: int = 0
+    local: int = 0
+    notes: Sequence[str] = ()
+
+
+@dataclass
+class Step:
+    """One optimizer step of k microbatches: as planned, then loaded, then agreed on.
+
+    layout: of its global batch. num_global_targets: labels of all ranks and microbatches (failed
+    examples excluded), None if some rank could not count its own; num_shifted_targets: of a
+    model that shifts the labels itself (loaders of whole examples). failed: media that could not
+    be decoded, of this rank until COMMIT, then of all. plan_s: seconds spent in agreements and
+    planning. wait_s: seconds the caller waited. state: of a stream of examples after the step.
+    error: why it cannot be loaded. preprocessed: where servers read (data.preprocess).
+    """
+
+    index: int
+    layout: BatchLayout
+    micro: list[Microbatch] = field(default_factory=list)
+    num_global_targets: int | None = None
+    num_shifted_targets: int | None = None
+    failed: list[FailedSegment] = field(default_factory=list)
+    plan_s: float = 0.0
+    wait_s: float = 0.0
+    state: Any = None
+    error: Exception | None = None
+    preprocessed: Preprocessed = Preprocessed()
+
+    @cached_property
+    def plans(self) -> list[StepPlan]:
+        return [m.plan for m in self.micro]
+
+    @property
+    def media(self) -> list[tuple[int, int]]:
+        """(example position, segment) of every medium of the global batch, in source order."""
+        at = self.layout.places(np.flatnonzero(self.layout.modality != TEXT))
+        return list(map(tuple, at.tolist()))
+
+    @property
+    def example_ids(self) -> np.ndarray:
+        """(n,) dataset indices of the global batch."""
+        return self.layout.example_id
+
+    @property
+    def example_ids_of_rank(self) -> list[int]:
+        """Dataset indices of what this rank's LLM processes."""
+        return [i for m in self.micro for i in m.rank_plan.example_ids.tolist()]

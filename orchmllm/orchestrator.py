@@ -12,120 +12,46 @@ Flow: layout (of this rank) -> gather_layout -> plan -> load_inputs -> commit ->
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import astuple, dataclass, field, fields, replace
-from functools import cached_property, partial
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import astuple, fields, replace
+from functools import partial
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from orchmllm.batch import IGNORE_INDEX, Batch, SequenceLengths, on_device
+from orchmllm.batch import (
+    IGNORE_INDEX,
+    UNCOUNTED,
+    UNKNOWN,
+    Batch,
+    FailedSegment,
+    Microbatch,
+    SequenceLengths,
+    Step,
+    on_device,
+)
 from orchmllm.comm.agree import combined_digest, describe, raise_first, require_agreement
-from orchmllm.comm.exchange import RoutedExchange, RowGather, exchange_rows, gather_texts
+from orchmllm.comm.exchange import (
+    RaggedGather,
+    RoutedExchange,
+    RowGather,
+    exchange_rows,
+    gather_texts,
+)
 from orchmllm.comm.ilp import SharedPrograms
 from orchmllm.plan.assign import DISPATCHES
 from orchmllm.plan.cost import CostModel
-from orchmllm.plan.layout import ENCODERS, TEXT, BatchLayout
+from orchmllm.plan.layout import ENCODERS, BatchLayout
 from orchmllm.plan.rearrange import Exchange, Rearrangement
 from orchmllm.plan.step import PlanSpec, RankPlan, StepPlan, assign_microbatches, plan_step
 from orchmllm.plan.two_hop import two_hops
 
-PROTOCOL_VERSION = 2
-_LAYOUT_FIELDS = ("version", "step", "num_examples", "num_segments", "payload_len", "exhausted",
-                  "error_bytes", "spec_digest")
+PROTOCOL_VERSION = 3
+_LAYOUT_FIELDS = ("version", "step", "num_examples", "num_segments", "exhausted", "error_bytes",
+                  "spec_digest")
 _COMMIT_FIELDS = ("step", "digest", "detail_bytes", "num_targets", "num_shifted")
-UNKNOWN = -1  # number of targets that a rank cannot count
-UNCOUNTED = (UNKNOWN, UNKNOWN)
-
-
-@dataclass(frozen=True)
-class FailedSegment:
-    """A segment whose medium could not be decoded; its rows are zeros, its example's labels are
-    ignored. example: position in the global batch of the step. modality: the medium's; TEXT
-    where the row failed as a whole."""
-
-    example: int
-    segment: int
-    reason: str
-    modality: int = TEXT
-
-
-@dataclass
-class Microbatch:
-    """One microbatch: as planned, then with what was loaded. plan, and rank_plan, this rank's part;
-    positions (n,): of its examples in the step's batch.
-
-    inputs[m] (R_in, row_size) and content (T, 2) int32 [token id, label] on the CPU, in source
-    order for dispatch `tensors`, in slot order for `load` and `bytes`; ignored: positions (in the
-    microbatch's layout) of examples without labels. Of a loader of whole examples: inputs[m] is
-    what Phase.collate returned, content what collate_fn did, num_targets its labels (see commit).
-    """
-
-    plan: StepPlan
-    rank_plan: RankPlan
-    inputs: dict[str, Any] = field(default_factory=dict)
-    content: Any = None
-    ignored: Collection[int] = ()
-    positions: np.ndarray | None = None
-    num_targets: tuple[int, int] = UNCOUNTED
-
-
-@dataclass
-class Preprocessed:
-    """Of a step and this rank: examples that servers read, and that it read itself because none
-    answered; what happened to servers, for people."""
-
-    remote: int = 0
-    local: int = 0
-    notes: list[str] = field(default_factory=list)
-
-
-@dataclass
-class Step:
-    """One optimizer step of k microbatches: as planned, then loaded, then agreed on.
-
-    layout: of its global batch. num_global_targets: labels of all ranks and microbatches (failed
-    examples excluded), None if some rank could not count its own; num_shifted_targets: of a
-    model that shifts the labels itself (loaders of whole examples). failed: media that could not
-    be decoded, of this rank until COMMIT, then of all. plan_s: seconds spent in agreements and
-    planning. wait_s: seconds the caller waited. state: of a stream of examples after the step.
-    error: why it cannot be loaded. preprocessed: where servers read (data.preprocess).
-    """
-
-    index: int
-    layout: BatchLayout
-    micro: list[Microbatch] = field(default_factory=list)
-    num_global_targets: int | None = None
-    num_shifted_targets: int | None = None
-    failed: list[FailedSegment] = field(default_factory=list)
-    plan_s: float = 0.0
-    wait_s: float = 0.0
-    state: Any = None
-    error: Exception | None = None
-    preprocessed: Preprocessed = field(default_factory=Preprocessed)
-
-    @cached_property
-    def plans(self) -> list[StepPlan]:
-        return [m.plan for m in self.micro]
-
-    @property
-    def media(self) -> list[tuple[int, int]]:
-        """(example position, segment) of every medium of the global batch, in source order."""
-        at = self.layout.places(np.flatnonzero(self.layout.modality != TEXT))
-        return list(map(tuple, at.tolist()))
-
-    @property
-    def example_ids(self) -> np.ndarray:
-        """(n,) dataset indices of the global batch."""
-        return self.layout.example_id
-
-    @property
-    def example_ids_of_rank(self) -> list[int]:
-        """Dataset indices of what this rank's LLM processes."""
-        return [i for m in self.micro for i in m.rank_plan.example_ids.tolist()]
 
 
 class Orchestrator:
@@ -163,7 +89,7 @@ class Orchestrator:
         self.rank, self.world_size = gather.rank, gather.world_size
         self._gather = gather
         self._commit_gather = commit_gather or gather
-        self._capacity = 256
+        self._gather_layouts = RaggedGather(gather, len(_LAYOUT_FIELDS))
         self._derived: PlanSpec | None = None  # while other costs are in use
         self._change: tuple[int, PlanSpec] | None = None
         self._last_step = -1
@@ -198,32 +124,22 @@ class Orchestrator:
         if self._change is not None and step >= self._change[0]:
             self.spec, self._change = self._change[1], None
         part = layout if layout is not None else BatchLayout.from_examples([])
-        payload, text = part.to_payload(), describe(error)
-        header = [PROTOCOL_VERSION, step, part.num_examples, len(part.modality), len(payload),
+        text = describe(error)
+        header = [PROTOCOL_VERSION, step, part.num_examples, len(part.modality),
                   int(exhausted) and 1 + num_dropped, len(text.encode()),
                   combined_digest([self.spec.digest, config_digest])]
-        while True:  # again only if some rank's payload did not fit; all ranks see that alike
-            row = np.zeros(len(header) + self._capacity, np.int64)
-            row[: len(header)] = header
-            if len(payload) <= self._capacity:
-                row[len(header): len(header) + len(payload)] = payload
-            rows = self._gather(row)
-            longest = int(rows[:, _LAYOUT_FIELDS.index("payload_len")].max())
-            if longest <= self._capacity:
-                break
-            self._capacity = 1 << (longest - 1).bit_length()
+        rows, lengths = self._gather_layouts(
+            np.concatenate([np.array(header, np.int64), part.to_payload()]))
         head = dict(zip(_LAYOUT_FIELDS, rows.T, strict=False))  # the payload comes after them
         raise_first(step, gather_texts(self._gather, text, head["error_bytes"]), error)
         for name in ("version", "spec_digest", "step"):
             require_agreement(step, name, head[name])
         if head["exhausted"].all():
             return None, int(head["exhausted"].sum()) - self.world_size
-        body = rows[:, len(header):]
         return BatchLayout.concat([
-            BatchLayout.from_payload(body[r, : head["payload_len"][r]],
-                                     int(head["num_examples"][r]), int(head["num_segments"][r]))
-            for r in range(self.world_size)
-        ]), 0
+            BatchLayout.from_payload(row[len(header): length], int(num_examples), int(num_segments))
+            for row, length, num_examples, num_segments in zip(
+                rows, lengths, head["num_examples"], head["num_segments"], strict=True)]), 0
 
     def plan(self, layout: BatchLayout, num_microbatches: int = 1) -> list[Microbatch]:
         """The step's microbatches, each planned as a global batch of its own; positions ascend.

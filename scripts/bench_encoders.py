@@ -65,16 +65,14 @@ def measure(num_ranks: int, most: int, repeat: int) -> dict[str, list[float]]:
         tables = Tables([QWEN2_VL], Simulated([]))
         rows = [tables._row([x], [(1, 1)]) for x in locals_]
         for row in rows:
-            row[:3] = 1, 0, len(row)
-        tables = Tables([QWEN2_VL], Simulated(rows[1:]))
-        tables._capacity = max(map(len, rows))
+            row[:2] = 1, 0
+        tables = Tables([QWEN2_VL], Simulated([np.array([len(r), *r]) for r in rows[1:]]))
         marks = [time.perf_counter()]
         describe_local(QWEN2_VL, owner, inputs[0], torch.bfloat16)
         marks.append(time.perf_counter())
         (world,) = tables(1, locals_[:1], [(1, 1)], None)
         marks.append(time.perf_counter())
-        plan = assign(QWEN2_VL, world, COST, tolerance=None, min_gain=0.0, ranks_per_node=8,
-                      shadow=False)
+        plan = assign(QWEN2_VL, world, COST, tolerance=None, min_gain=0.0, ranks_per_node=8)
         marks.append(time.perf_counter())
         patches = QWEN2_VL.layout.rows(world.meta)[0]
         plan.move.exchange(patches, 0)

@@ -196,18 +196,18 @@ class Received:
         self.bytes = 0
 
     def __enter__(self) -> Received:
-        self._original = comm._all_to_all
+        self._original = comm.all_to_all
 
         def counted(*args):
             out = self._original(*args)
             self.bytes += out.numel() * out.element_size()
             return out
 
-        comm._all_to_all = counted
+        comm.all_to_all = counted
         return self
 
     def __exit__(self, *exc: object) -> None:
-        comm._all_to_all = self._original
+        comm.all_to_all = self._original
 
 
 def everyone(data: Texts, args: argparse.Namespace, received: Received) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from orchmllm.batch import SequenceLengths
+from orchmllm.batch import Microbatch, SequenceLengths
 from orchmllm.config import FsdpConfig
 from orchmllm.estimate.measure import Clock, PhaseRunner, Work
 from orchmllm.estimate.memory import Loads, MemoryModel, loads_of
@@ -23,7 +23,7 @@ from orchmllm.models.attention import attention_backend, sdpa_per_sequence
 from orchmllm.models.config import AUDIO_MODES, ModelConfig
 from orchmllm.models.flops import Lengths, padded_phases
 from orchmllm.models.llm import LossHead
-from orchmllm.orchestrator import Microbatch, Orchestrator
+from orchmllm.orchestrator import Orchestrator
 from orchmllm.plan.assign import PHASES, PlanSpec
 from orchmllm.plan.layout import ENCODERS, BatchLayout
 from orchmllm.plan.step import StepPlan, plan_step

@@ -31,8 +31,15 @@ def raise_first(step: int, errors: Sequence[str | None], own: Exception | None =
 
 
 def describe(error: BaseException | None) -> str:
-    """The text under which an exception is raised on all ranks; empty for None."""
-    return "" if error is None else f"{type(error).__name__}: {error}"
+    """The text under which an exception is raised on all ranks; empty for None. It can always be
+    encoded: the other ranks wait for it."""
+    if error is None:
+        return ""
+    try:
+        text = str(error)
+    except Exception:
+        text = "(its text raises an exception)"
+    return f"{type(error).__name__}: {text}".encode(errors="backslashreplace").decode()
 
 
 def require_agreement(step: int, what: str, values: np.ndarray, first: int = 0) -> None:

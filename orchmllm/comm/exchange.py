@@ -1,4 +1,4 @@
-"""The only file that calls collectives for data.
+"""Everything that calls collectives for data.
 
 `RowGather` gathers small integer rows over CPU groups of its own, in two levels (inside the node,
 between node leaders, and back), so that no gloo group spans the world: such a group is a full mesh
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import atexit
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from orchmllm.batch import on_device
-from orchmllm.plan.rearrange import Exchange, Rearrangement
+from orchmllm.plan.rearrange import Exchange
 from orchmllm.plan.two_hop import TwoHops
 
 _groups_made = itertools.count()
@@ -86,6 +86,26 @@ class RowGather:
         if self._is_leader and self.num_nodes > 1:
             self._leader_group.broadcast(row, 0).wait()
         self._node_group.broadcast(row, 0).wait()
+
+
+class RaggedGather:
+    """Gathers one int64 row of any length per rank over `gather`. Rows travel padded to a capacity;
+    where one does not fit, all ranks raise it alike and gather again. capacity: to begin with."""
+
+    def __init__(self, gather: RowGather, capacity: int) -> None:
+        self._gather, self._capacity = gather, capacity
+
+    def __call__(self, row: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """row (L,) -> (rows (d, capacity) of all ranks, filled with zeros; their lengths (d,))."""
+        while True:
+            sent = np.zeros(1 + self._capacity, np.int64)
+            sent[0] = len(row)
+            sent[1: 1 + len(row)] = row[: self._capacity]
+            rows = self._gather(sent)
+            longest = int(rows[:, 0].max())
+            if longest <= self._capacity:
+                return rows[:, 1:], rows[:, 0]
+            self._capacity = 1 << (longest - 1).bit_length()
 
 
 def gather_scalars(values: Sequence[float | Tensor], device: torch.device) -> np.ndarray:
@@ -200,30 +220,31 @@ def _placed(rows: Tensor, index: Tensor) -> Tensor:
 def _there(rows: Tensor, exchange: Exchange, group: dist.ProcessGroup | None) -> Tensor:
     """The send buffer -> the receive buffer, in order of the source rank."""
     if not isinstance(exchange, RoutedExchange):
-        return _all_to_all(rows, exchange.output_splits.tolist(), exchange.input_splits.tolist(),
+        return all_to_all(rows, exchange.output_splits.tolist(), exchange.input_splits.tolist(),
                            group)
     hops = exchange.hops
-    passing = _all_to_all(rows, hops.cross_out.tolist(), hops.cross_in.tolist(), exchange.cross)
+    passing = all_to_all(rows, hops.cross_out.tolist(), hops.cross_in.tolist(), exchange.cross)
     passing = passing.index_select(0, on_device(hops.middle, rows.device))
-    arrived = _all_to_all(passing, hops.node_out.tolist(), hops.node_in.tolist(), exchange.node)
+    arrived = all_to_all(passing, hops.node_out.tolist(), hops.node_in.tolist(), exchange.node)
     return arrived.index_select(0, on_device(hops.last, rows.device))
 
 
 def _back(rows: Tensor, exchange: Exchange, group: dist.ProcessGroup | None) -> Tensor:
     """Inverse of `_there`."""
     if not isinstance(exchange, RoutedExchange):
-        return _all_to_all(rows, exchange.input_splits.tolist(), exchange.output_splits.tolist(),
+        return all_to_all(rows, exchange.input_splits.tolist(), exchange.output_splits.tolist(),
                            group)
     hops = exchange.hops
     arrived = _placed(rows, on_device(hops.last, rows.device))
-    passing = _all_to_all(arrived, hops.node_in.tolist(), hops.node_out.tolist(), exchange.node)
+    passing = all_to_all(arrived, hops.node_in.tolist(), hops.node_out.tolist(), exchange.node)
     passing = _placed(passing, on_device(hops.middle, rows.device))
-    return _all_to_all(passing, hops.cross_in.tolist(), hops.cross_out.tolist(), exchange.cross)
+    return all_to_all(passing, hops.cross_in.tolist(), hops.cross_out.tolist(), exchange.cross)
 
 
-def _all_to_all(
+def all_to_all(
     rows: Tensor, output_splits: list[int], input_splits: list[int], group: dist.ProcessGroup | None
 ) -> Tensor:
+    """rows (sum of input_splits, ...) -> (sum of output_splits, ...), in order of the rank."""
     out = rows.new_empty((sum(output_splits), *rows.shape[1:]))
     if isinstance(group, dist.ProcessGroupGloo):  # made by gloo_group
         _all_to_some(out, rows.contiguous(), output_splits, input_splits, group)
@@ -268,51 +289,3 @@ def exchange_rows(
     if not exchange.moves:
         return x.index_select(0, send.index_select(0, recv))
     return _AllToAllRows.apply(x, send, recv, exchange, group)
-
-
-def exchange_bytes(
-    items: Sequence[Callable[[], np.ndarray | None]], move: Rearrangement, rank: int,
-    group: dist.ProcessGroupGloo,
-) -> list[int | np.ndarray | None]:
-    """Moves byte strings of any sizes between the ranks of a bytes_group.
-
-    items: this rank's part of `move`'s source items; each is called for its bytes, (n,) uint8, only
-    if it leaves the rank, and must not raise, because the other ranks are waiting: it returns None
-    if there are none (see Postponed). Returns this rank's target items in slot order: the position
-    in `items` of one that stayed, the bytes of one that came, None if its sender had none. A `move`
-    that keeps all items where they are issues no collective; else there are two, sizes and bytes.
-    """
-    d = len(move.source_sizes)
-    exchange = move.exchange(np.ones(len(move.order), np.int64), rank)
-    local_of = exchange.send_index  # local item at each place of the send buffer
-    sent_to = np.repeat(np.arange(d), exchange.input_splits)
-    came_from = np.repeat(np.arange(d), exchange.output_splits)
-    out: list[int | np.ndarray | None] = [0] * len(came_from)
-    slots = np.empty(len(came_from), np.int64)  # target slot of each place of the receive buffer
-    slots[exchange.recv_index] = np.arange(len(slots))
-    for slot, item in zip(slots[came_from == rank], local_of[sent_to == rank], strict=True):
-        out[slot] = int(item)
-    if not exchange.moves:
-        return out
-    leaving = [items[i]() for i in local_of[sent_to != rank]]
-    sizes = torch.tensor([-1 if b is None else len(b) for b in leaving], dtype=torch.int64)
-    to, came = (_without(splits, rank) for splits in
-                (exchange.input_splits, exchange.output_splits))
-    incoming = _all_to_all(sizes, came, to, group)
-    there = [b for b in leaving if b is not None]
-    blob = torch.from_numpy(np.concatenate([np.empty(0, np.uint8), *there]))
-    received = _all_to_all(blob, _sums(incoming, came), _sums(sizes, to), group).numpy()
-    ends = np.cumsum(incoming.numpy().clip(min=0))
-    for slot, size, end in zip(slots[came_from != rank], incoming.tolist(), ends, strict=True):
-        out[slot] = received[end - size: end] if size >= 0 else None
-    return out
-
-
-def _without(splits: np.ndarray, rank: int) -> list[int]:
-    """`splits` with nothing for `rank`: what stays is not copied through the collective."""
-    return [0 if r == rank else int(n) for r, n in enumerate(splits)]
-
-
-def _sums(sizes: Tensor, splits: list[int]) -> list[int]:
-    """Bytes per rank of consecutive items."""
-    return [int(part.clamp(min=0).sum()) for part in sizes.split(splits)]

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
+from orchmllm.comm.agree import describe
 from orchmllm.plan.nodewise import assign_nodes
 
 if TYPE_CHECKING:
@@ -33,8 +34,7 @@ GRACE_S = 60.0  # for writing the program down and for a solver that looks at it
 
 class SharedPrograms:
     """Integer programs of plans that all ranks of `gather` make alike. solve: has assign_nodes'
-    arguments and result; used on the first rank only. solve: with the arguments of assign_nodes;
-    (n,) arrays in, (d,) out."""
+    arguments and result, (n,) arrays in, (d,) out; used on the first rank only."""
 
     def __init__(self, gather: RowGather, solve: Callable[..., np.ndarray] | None = None) -> None:
         self._gather = gather
@@ -45,8 +45,8 @@ class SharedPrograms:
         first rank is raised there and, as a RuntimeError with that text, on the others."""
         if self._gather.rank == 0:
             return self._plan_first(make)
-        error = self._gather.from_first().decode()
-        answers = np.frombuffer(self._gather.from_first(), np.int64)
+        error, answers = json.loads(self._gather.from_first())
+        answers = np.array(answers, np.int64)
         if error:
             raise RuntimeError(f"rank 0 could not plan: {error}")
         used = 0
@@ -59,20 +59,20 @@ class SharedPrograms:
         return make(answered)
 
     def _plan_first(self, make: Callable[[Callable[..., np.ndarray]], T]) -> T:
-        answers, error = [], ""
+        error, answers = "", []
 
         def solve(*problem: np.ndarray, **options: object) -> np.ndarray:
-            answers.append(self.solve(*problem, **options))
-            return answers[-1]
+            found = self.solve(*problem, **options)
+            answers.extend(found.tolist())
+            return found
 
         try:
             return make(solve)
         except Exception as e:
-            error, answers = f"{type(e).__name__}: {e}", []
+            error = describe(e)
             raise
         finally:
-            self._gather.from_first(error.encode())
-            self._gather.from_first(b"".join(a.astype(np.int64).tobytes() for a in answers))
+            self._gather.from_first(json.dumps([error, answers]).encode())
 
 
 class ProgramSolver:
@@ -158,6 +158,6 @@ def serve(fd: int) -> None:
         try:
             answer = assign_nodes(*arrays, **options).tobytes()
         except Exception as e:  # raised by the parent
-            error = f"{type(e).__name__}: {e}"
+            error = describe(e)
         pipe.send_bytes(error.encode())
         pipe.send_bytes(answer)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 import numpy as np
@@ -21,24 +21,34 @@ from orchmllm.data.sampler import GlobalSampler
 END = object()  # no batch: the user's may be None
 
 
-def next_batch(batches: Iterator) -> Any:
-    """The next batch of torch's loader, END after the last one. RuntimeError where a worker
-    process died while its batch was fetched from it, of which torch only says `connection reset`.
-    """
-    try:
-        return next(batches, END)
-    except (ConnectionError, EOFError) as error:
-        if isinstance(batches, _MultiProcessingDataLoaderIter):
-            raise RuntimeError("a DataLoader worker exited unexpectedly (killed, or out of "
-                               f"memory): {error!r}") from error
-        raise
+class Batches:
+    """Batches of a loader, one after the other. Worker processes start with the first one."""
 
+    def __init__(self, loader: Iterable) -> None:
+        self.loader = loader
+        self._iterator: Iterator | None = None
 
-def shut_down(batches: Iterator | None, persistent: bool) -> None:
-    """Ends the worker processes of torch's iterator now. Dropping it would not: an exception that
-    came from a worker keeps it alive until the next garbage collection."""
-    if isinstance(batches, _MultiProcessingDataLoaderIter) and not persistent:
-        batches._shutdown_workers()
+    def next(self) -> Any:
+        """The next batch, END after the last one. RuntimeError where a worker process of torch's
+        loader died while its batch was fetched from it, of which torch only says `connection
+        reset`."""
+        if self._iterator is None:
+            self._iterator = iter(self.loader)
+        try:
+            return next(self._iterator, END)
+        except (ConnectionError, EOFError) as error:
+            if isinstance(self._iterator, _MultiProcessingDataLoaderIter):
+                raise RuntimeError("a DataLoader worker exited unexpectedly (killed, or out of "
+                                   f"memory): {error!r}") from error
+            raise
+
+    def stop(self) -> None:
+        """Ends worker processes now. Dropping torch's iterator would not: an exception that came
+        from a worker keeps it alive until the next garbage collection."""
+        if (isinstance(self._iterator, _MultiProcessingDataLoaderIter)
+                and not self.loader.persistent_workers):
+            self._iterator._shutdown_workers()
+        self._iterator = None
 
 
 class GlobalIndices:
@@ -87,7 +97,9 @@ class SampledIndices:
     knows_all = False
 
     def __init__(self, batch_sampler: Iterable, accumulation_steps: int, first_step: int) -> None:
-        self._lists = islice(iter(batch_sampler), first_step * accumulation_steps, None)
+        # chain asks for an iterator at the first draw, where an error reaches all ranks.
+        self._lists = islice(chain.from_iterable([batch_sampler]),
+                             first_step * accumulation_steps, None)
         self.accumulation_steps, self.num_dropped = accumulation_steps, 0
 
     def draw(self) -> tuple[np.ndarray, None] | None:
@@ -122,24 +134,18 @@ class IndexedStream:
     def __init__(
         self, loader: Iterable, indices: SharedIndices, lengths: Callable[[int], Any] | None
     ) -> None:
-        self._loader, self._indices, self._lengths = loader, indices, lengths
-        self._batches: Iterator | None = None
+        self._indices, self._lengths = indices, lengths
+        self._batches = Batches(loader)
+        self.stop = self._batches.stop
 
     @property
     def num_dropped(self) -> int:
         return self._indices.source.num_dropped
 
-    def stop(self) -> None:
-        """Ends worker processes."""
-        shut_down(self._batches, self._loader.persistent_workers)
-        self._batches = None
-
     def draw(self) -> tuple[list, list[int]] | None:
         """What is drawn next, None at the end. Raises RuntimeError if the data set raised
         StopIteration."""
-        if self._batches is None:
-            self._batches = iter(self._loader)  # starts worker processes
-        measured = next_batch(self._batches)
+        measured = self._batches.next()
         if measured is END:
             if self._indices.drawn:
                 raise RuntimeError("the dataset raised StopIteration")
@@ -157,32 +163,29 @@ class ForeignStream:
     """Batches of a loader that is not ours, on this rank; `accumulation_steps` of them a step.
 
     loader: yields lists of (lengths, example). batch_size: with drop_last, shorter batches are left
-    out and counted. skip: steps to draw and throw away first, where the loader cannot
-    load a state."""
+    out and counted. first_step: to begin with; state: that the loader loads for it, None where it
+    cannot and batches are drawn and thrown away."""
 
     def __init__(
         self, loader: Iterable, accumulation_steps: int, *, batch_size: int | None, drop_last: bool,
-        rank: int, skip: int = 0,
+        rank: int, first_step: int = 0, state: Any = None,
     ) -> None:
-        self._loader, self._per_step = loader, accumulation_steps
+        self._batches, self._per_step = Batches(loader), accumulation_steps
         self._batch_size = batch_size if drop_last else None
-        self._rank, self._skip = rank, skip
+        self._rank, self._first_step, self._state = rank, first_step, state
         self._count, self.num_dropped, self._ended = 0, 0, False
-        self._batches: Iterator | None = None
-
-    def stop(self) -> None:
-        """Ends worker processes."""
-        shut_down(self._batches, getattr(self._loader, "persistent_workers", False))
-        self._batches, self._ended = None, True
+        self.stop = self._batches.stop
 
     def draw(self) -> tuple[list, range] | None:
-        if self._batches is None:
-            self._batches = iter(self._loader)  # starts worker processes
-            for _ in range(self._skip * self._per_step):
-                next_batch(self._batches)
+        if self._state is not None:
+            self._batches.loader.load_state_dict(self._state)
+        else:
+            for _ in range(self._first_step * self._per_step):
+                self._batches.next()
+        self._first_step, self._state = 0, None
         measured, drawn = [], 0
         while drawn < self._per_step and not self._ended:
-            batch = next_batch(self._batches)
+            batch = self._batches.next()
             if batch is END:
                 self._ended = True
             elif self._batch_size is not None and len(batch) < self._batch_size:
@@ -197,7 +200,7 @@ class ForeignStream:
         return measured, range(first_id, first_id + len(measured))
 
     def snapshot(self) -> Any:
-        state = getattr(self._loader, "state_dict", None)
+        state = getattr(self._batches.loader, "state_dict", None)
         return state() if state is not None else None
 
 

@@ -68,8 +68,8 @@ def _as_sampled(loader: Any, encoders: Sequence[Any], off: bool) -> Iterator[Non
             after.callback(setattr, handle, "shadow", handle.shadow)
             handle.shadow = True
         if isinstance(loader, BalancedDataLoader):
-            after.callback(setattr, loader, "position", loader.position)
-            after.callback(setattr, loader, "enabled", loader.enabled)
+            for name in ("_next_epoch", "_start", "_done", "enabled"):
+                after.callback(setattr, loader, name, getattr(loader, name))
             loader.enabled = loader.enabled and not off
         yield
 
@@ -81,8 +81,9 @@ def _gradients(step, parameters, loader, num_steps: int) -> list[dict[str, tuple
         for _, p in parameters():
             p.grad = None
         step(batch)
-        out.append({n: (_whole(p.grad), torch.finfo(p.grad.dtype).eps)
-                    for n, p in parameters() if p.grad is not None})
+        found = {n: torch.zeros_like(p) if p.grad is None else p.grad
+                 for n, p in parameters() if p.requires_grad}
+        out.append({n: (_whole(g), torch.finfo(g.dtype).eps) for n, g in found.items()})
         if len(out) == num_steps:
             break
     if len(out) < num_steps:

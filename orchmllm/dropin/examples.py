@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import index
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,13 +14,7 @@ from torch import Tensor
 
 from orchmllm.batch import IGNORE_INDEX
 from orchmllm.plan.cost import CostModel
-from orchmllm.plan.layout import (
-    MODALITIES,
-    TEXT,
-    BatchLayout,
-    ExampleLayout,
-    SegmentLengths,
-)
+from orchmllm.plan.layout import MODALITIES, TEXT, BatchLayout, ExampleLayout, SegmentLengths
 from orchmllm.plan.step import RankPlan
 
 
@@ -153,11 +148,15 @@ def batch_layout(
     example_ids: Sequence[int], lengths: Sequence[Any], examples_per_rank: Sequence[int] | None
 ) -> BatchLayout:
     """Layouts of examples, joined; see layout_of and BatchLayout.from_examples."""
-    if not all(type(n) is int and n >= 0 for n in lengths):
+    n = len(lengths)
+    try:  # a sequence model's tokens: the same without an object for each
+        num_tokens = np.array([index(length) for length in lengths], np.int64)
+    except TypeError:
+        num_tokens = None
+    if num_tokens is None or num_tokens.min(initial=0) < 0:
         return BatchLayout.from_examples(
             [layout_of(int(i), n) for i, n in zip(example_ids, lengths, strict=True)],
             examples_per_rank)
-    n = len(lengths)  # a sequence model's tokens: the same without an object for each
     zeros = np.zeros(n, np.int64)
     return BatchLayout(
         example_id=np.asarray(example_ids, np.int64),
@@ -165,14 +164,17 @@ def batch_layout(
                                    np.int64),
         num_targets=zeros, segments_per_example=np.ones(n, np.int64),
         modality=np.full(n, TEXT), rows=zeros, attn_len=zeros,
-        num_tokens=np.array(lengths, np.int64), grid=np.zeros((n, 3), np.int64))
+        num_tokens=num_tokens, grid=np.zeros((n, 3), np.int64))
 
 
 def layout_of(example_id: int, lengths: Any) -> ExampleLayout:
     """lengths: one integer (a sequence model's tokens), or Segments in reading order. Raises
     TypeError or ValueError naming the example for anything else."""
-    if hasattr(lengths, "__index__"):
-        tokens = lengths.__index__()
+    try:
+        tokens = index(lengths)
+    except TypeError:
+        tokens = None
+    if tokens is not None:
         if tokens < 0:
             raise ValueError(f"example {example_id} has length {tokens}: must be >= 0")
         return ExampleLayout.from_segments(

@@ -9,19 +9,19 @@ from __future__ import annotations
 
 import copy
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
-from orchmllm.comm.exchange import exchange_bytes
+from orchmllm.batch import UNCOUNTED, Microbatch, Step
+from orchmllm.comm.exchange_bytes import exchange_bytes
 from orchmllm.data.loading.pipeline import Postponed
 from orchmllm.dropin import wire
-from orchmllm.dropin.draws import END, next_batch, shut_down
+from orchmllm.dropin.draws import END, Batches
 from orchmllm.dropin.examples import Phase, batch_layout, count_labels, ignore_labels
-from orchmllm.orchestrator import UNCOUNTED, Microbatch, Step
 from orchmllm.plan.layout import ENCODERS, BatchLayout
 from orchmllm.plan.rearrange import Rearrangement
 from orchmllm.plan.step import StepPlan
@@ -91,10 +91,10 @@ class IndexFeed:
     def __init__(self, source, lengths: Callable[[int], Any], loader: DataLoader,
                  indices: PlannedIndices, collator: Collator, config_digest: int,
                  lookahead: int) -> None:
-        self.source, self.lengths, self.loader, self.indices = source, lengths, loader, indices
+        self.source, self.lengths, self.indices = source, lengths, indices
         self.collator, self.config_digest, self.lookahead = collator, config_digest, lookahead
         self.knows_all, self.num_dropped = source.knows_all, source.num_dropped
-        self._batches: Iterator | None = None
+        self._batches = Batches(loader)
 
     def draw(self, index: int) -> BatchLayout | None:
         drawn = self.source.draw()
@@ -109,19 +109,16 @@ class IndexFeed:
                                       or [filler_of(micro.plan, step.layout)])
 
     def load(self, step: Step) -> tuple[int, int]:
-        if self._batches is None:
-            self._batches = iter(self.loader)  # starts worker processes
         counts = []
         for micro in step.micro:
-            batch = next_batch(self._batches)
+            batch = self._batches.next()
             if batch is END:
                 raise RuntimeError("the dataset raised StopIteration")
             counts.append(self.collator.finish(micro, batch, {}))
         return total(counts)
 
     def close(self) -> None:
-        shut_down(self._batches, self.loader.persistent_workers)
-        self._batches = None
+        self._batches.stop()
         self.indices.lists.clear()
 
 

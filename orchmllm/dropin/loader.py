@@ -14,20 +14,20 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, IterableDataset, Sampler
 
+from orchmllm.batch import Step
 from orchmllm.data.loading.pipeline import Pipeline
 from orchmllm.dropin.draws import GlobalIndices, SharedIndices
 from orchmllm.dropin.examples import Phase, StepInfo
 from orchmllm.dropin.feeds import Collator, PlannedIndices
+from orchmllm.dropin.links import connect, rank_list
 from orchmllm.dropin.loss import LossWatch, check_labels, scale
 from orchmllm.dropin.setup import (
     StepLog,
     check_arguments,
     check_state,
-    connect,
     imbalances,
     make_spec,
     pinning,
-    rank_list,
 )
 from orchmllm.dropin.source import (
     PlannedSampler,
@@ -39,7 +39,7 @@ from orchmllm.dropin.source import (
     tail_is_filled,
 )
 from orchmllm.dropin.versions import require
-from orchmllm.orchestrator import Orchestrator, Step
+from orchmllm.orchestrator import Orchestrator
 from orchmllm.plan.assign import digest64
 from orchmllm.plan.cost import CostModel
 
@@ -52,8 +52,8 @@ class BalancedDataLoader(DataLoader):
     Constructing it, iterating it and loading its state are collective over the ranks of `group`.
     The arguments up to in_order are those of torch's DataLoader (batch_size counts examples per
     rank and microbatch; without a sampler the loader shards the data itself). dataset may also be a
-    DataLoader (see `balance`), or any iterable of lists of examples; then the rest of its arguments
-    stays its own.
+    DataLoader (see `balance`), which decides what it draws and how: these arguments are refused
+    then; or any iterable of lists of examples.
 
     lengths: length of every example by index, a sequence or a function; an integer, or Segments.
     length_fn: instead, length of a loaded example. phases: cost of an example by its length (a
@@ -113,9 +113,10 @@ class BalancedDataLoader(DataLoader):
         self.accumulation_steps, self.prefetch, self.seed = accumulation_steps, prefetch, seed
         self.dispatch = dispatch or ("load" if lengths is not None else "bytes")
         ranks = rank_list(group)
-        check_arguments(source, self.dispatch, lengths, length_fn, shard_size, len(ranks))
+        check_arguments(source, self.dispatch, lengths, length_fn, shard_size, len(ranks),
+                        accumulation_steps, prefetch)
         self._links = links = connect(
-            ranks, shard_size, ranks_per_node, exchange, timeout_s,
+            self, ranks, shard_size, ranks_per_node, exchange, timeout_s,
             cpu=self.dispatch == "bytes")
         spec, media = make_spec(phases, policy, tolerance, max_rank_tokens, links.per_node,
                                 self.dispatch, enabled, min_gain, exchange)
@@ -135,11 +136,10 @@ class BalancedDataLoader(DataLoader):
         self._indices = PlannedIndices() if self.dispatch == "load" else SharedIndices()
         self._inner = make_loader(source, self.dispatch, self._indices, length_fn)
         self._log = StepLog(self.rank, log_every, context)
-        self._watch = LossWatch()
-        self._watch.done = not check_loss
+        self._watch = LossWatch(done=not check_loss)
         self.num_dropped = 0
-        self._next_epoch, self._start = 0, (0, None)  # (step, state of a foreign loader)
-        self._done = (0, 0, None)  # (epoch, steps yielded in it, state of a foreign loader)
+        # Of the next pass: (step, state of a foreign loader); (epoch, steps yielded in it, state).
+        self._next_epoch, self._start, self._done = 0, (0, None), (0, 0, None)
         self._step: StepInfo | None = None  # of the batch last yielded
         self._live = False  # whether an iterator has begun and not ended
         self._show()
@@ -159,9 +159,9 @@ class BalancedDataLoader(DataLoader):
         """Sets the attributes of a DataLoader, for code that reads them."""
         source = self._source
         is_stream = source.kind == "stream"
+        batches = 0 if is_stream else self._known_len() or 0
         shown = None if isinstance(source.seen_dataset, IterableDataset) else PlannedSampler(
-            source, 0 if is_stream else len(self) * (source.batch_size or 1), self.rank,
-            self.num_ranks)
+            source, batches * (source.batch_size or 1), self.rank, self.num_ranks)
         super().__init__(
             source.seen_dataset, source.batch_size, sampler=shown, pin_memory=source.pin_memory,
             collate_fn=refuse if is_stream else source.collate,
@@ -171,13 +171,19 @@ class BalancedDataLoader(DataLoader):
 
     def __len__(self) -> int:
         """Batches of this rank in one pass (an estimate where other ranks hold other numbers).
-        TypeError for a stream without a length."""
+        TypeError for a stream or a batch sampler without a length."""
         k, source = self.accumulation_steps, self._source
         if source.kind == "indices":
             cut = math.floor if source.drop_last else math.ceil
             return cut(len(source.dataset) / self.global_batch_size) * k
         batches = len(source.batches if source.kind == "sampler" else self._inner)
         return math.ceil(batches / k) * k
+
+    def _known_len(self) -> int | None:
+        try:
+            return len(self)
+        except TypeError:
+            return None
 
     @property
     def enabled(self) -> bool:
@@ -190,15 +196,6 @@ class BalancedDataLoader(DataLoader):
         self._orchestrator.spec = replace(spec, balance=replace(spec.balance, enabled=value))
 
     @property
-    def position(self) -> tuple:
-        """Where the next iteration begins and what was yielded; for a caller that puts it back."""
-        return self._next_epoch, self._start, self._done
-
-    @position.setter
-    def position(self, value: tuple) -> None:
-        self._next_epoch, self._start, self._done = value
-
-    @property
     def epoch(self) -> int:
         """The epoch that the next iteration runs (or goes on with, after load_state_dict)."""
         return self._next_epoch
@@ -208,7 +205,7 @@ class BalancedDataLoader(DataLoader):
         Raises ValueError if a loaded state stands within another epoch."""
         step, source = self._start[0], self._source
         if step and epoch != self._next_epoch and source.kind != "stream":
-            if epoch != self._next_epoch + 1 or step * self.accumulation_steps < len(self):
+            if epoch != self._next_epoch + 1 or not self._was_last(step * self.accumulation_steps):
                 raise ValueError(
                     f"set_epoch({epoch}): the state that was loaded is at step {step} of epoch "
                     f"{self._next_epoch}; go on in that epoch, or load no state")
@@ -255,10 +252,8 @@ class BalancedDataLoader(DataLoader):
 
     def _was_last(self, batches: int) -> bool:
         """Whether a pass has no more than so many batches, as far as that is known."""
-        try:
-            return batches >= len(self)
-        except TypeError:
-            return False
+        known = self._known_len()
+        return known is not None and batches >= known
 
     def _feed(self, epoch: int, first: int, state: Any) -> Any:
         source = self._source

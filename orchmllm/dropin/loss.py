@@ -13,6 +13,7 @@ from orchmllm.batch import IGNORE_INDEX
 from orchmllm.dropin.examples import StepInfo
 
 log = logging.getLogger("orchmllm.loader")
+PATIENCE = 3
 MEND = ('loss = loader.scale_mean(loss, batch["labels"], shifted=True)  # False: the labels are '
         "shifted in collate")
 
@@ -74,10 +75,10 @@ def _divisor(info: StepInfo) -> int:
 
 class LossWatch:
     """Warns once if a loop never asks how to scale its loss although ranks hold unequally many
-    targets. Batches may be fetched ahead, so it waits for `patience` steps."""
+    targets. Batches may be fetched ahead, so it waits for PATIENCE steps. done: says no more."""
 
-    def __init__(self, patience: int = 3) -> None:
-        self.patience, self.done, self._unequal = patience, False, 0
+    def __init__(self, done: bool) -> None:
+        self.done, self._unequal = done, 0
 
     def asked(self) -> None:
         self.done = True
@@ -89,7 +90,7 @@ class LossWatch:
             return
         share = everywhere / (info.num_ranks * info.num_microbatches)
         self._unequal += abs(local - share) > 0.01 * share
-        if self._unequal > self.patience * info.num_microbatches:
+        if self._unequal > PATIENCE * info.num_microbatches:
             self.done = True
             log.warning(
                 "the loss was never scaled, and ranks hold unequally many targets (this one %d of "

@@ -1,19 +1,16 @@
-"""From a loader's arguments to process groups and what the planner takes; what the log says."""
+"""From a loader's arguments to what the planner takes; what the log says."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from orchmllm.comm.exchange import RowGather, bytes_group, hop_groups
+from orchmllm.batch import Step
 from orchmllm.dropin.examples import Phase
 from orchmllm.dropin.source import Source
-from orchmllm.launch import current_world
-from orchmllm.orchestrator import Step
 from orchmllm.plan.assign import PHASES, BalanceConfig, PhasePolicy, PlanSpec
 from orchmllm.plan.balance import DEFAULT_TOLERANCE, OPTIONS, check_policy
 from orchmllm.plan.cost import CostModel
@@ -25,32 +22,9 @@ LITTLE = 0.01  # predicted gain under which the log says so
 _NOMINAL_BYTES = 1024  # per row of a user's media and features, where only proportions matter
 
 
-def rank_list(group: dist.ProcessGroup | None) -> list[int]:
-    """Global ranks of a group (default: all). Raises ValueError if this process is not in it, or
-    if there is no process group."""
-    if not dist.is_initialized():
-        raise ValueError("torch.distributed is not initialised: start under torchrun and call "
-                         "init_process_group first (one process is a group of one)")
-    ranks = list(range(dist.get_world_size())) if group is None else (
-        dist.get_process_group_ranks(group))
-    if dist.get_rank() not in ranks:
-        raise ValueError(f"rank {dist.get_rank()} is not in the group {ranks}")
-    return ranks
-
-
-def node_size(ranks: Sequence[int], given: int) -> int:
-    """Consecutive ranks of the group that share a node: as given, else from the launcher. Raises
-    ValueError for a negative number."""
-    if given < 0:
-        raise ValueError(f"ranks_per_node is {given}: must be >= 0")
-    world = current_world()
-    if given or world is None:
-        return given or len(ranks)
-    return sum(r // world.local_world_size == ranks[0] // world.local_world_size for r in ranks)
-
-
 def check_arguments(
-    source: Source, dispatch: str, lengths: Any, length_fn: Any, shard_size: int, num_ranks: int
+    source: Source, dispatch: str, lengths: Any, length_fn: Any, shard_size: int, num_ranks: int,
+    accumulation_steps: int, prefetch: int,
 ) -> None:
     """What a BalancedDataLoader's arguments have to be for its kind of data. Raises ValueError
     naming the argument and the cure."""
@@ -59,6 +33,8 @@ def check_arguments(
             raise ValueError(text)
 
     kind = source.kind
+    need(accumulation_steps >= 1, f"accumulation_steps is {accumulation_steps}: must be >= 1")
+    need(prefetch >= 0, f"prefetch is {prefetch}: must be >= 0")
     need(dispatch in ("load", "bytes"),
          f"dispatch is {dispatch!r}: use 'load' or 'bytes' ('tensors' is for datasets that "
          "decode single segments, with the Trainer)")
@@ -72,6 +48,9 @@ def check_arguments(
     need(kind == "indices" or not source.shuffle,
          "shuffle=True: the dataset, the sampler or the wrapped loader decides the order")
     if kind == "indices":
+        need(not source.shuffle or source.workers["generator"] is None,
+             "generator: the loader shuffles by seed=, equal on all ranks; give the generator to a "
+             "sampler of your own")
         need(isinstance(source.batch_size, int) and source.batch_size >= 1,
              f"batch_size is {source.batch_size!r}: must be an integer >= 1")
         need(len(source.dataset) > 0, "the dataset is empty")
@@ -93,46 +72,6 @@ def pinning(pin_memory: bool) -> Callable[[Any], Any] | None:
     from torch.utils.data._utils.pin_memory import pin_memory as pin
 
     return pin
-
-
-class Links(NamedTuple):
-    """Groups of one loader. rank: in the group. shard: ranks of the group that are planned
-    together, this one among them; per_node: of them on a node. gather: among the shard; everyone:
-    among all, if that is more. cpu: group for bytes. device: the shard's group on the default
-    backend, None if it is the whole job. hops: see comm.hop_groups."""
-
-    rank: int
-    shard: range
-    per_node: int
-    gather: RowGather
-    everyone: RowGather | None
-    cpu: dist.ProcessGroup | None
-    device: dist.ProcessGroup | None
-    hops: tuple[dist.ProcessGroup, dist.ProcessGroup] | None
-
-
-def connect(
-    ranks: list[int], shard_size: int, ranks_per_node: int, exchange: str, timeout_s: float, *,
-    cpu: bool,
-) -> Links:
-    """The groups of a loader, made by all ranks in one order. Raises ValueError."""
-    size, mine = shard_size or len(ranks), ranks.index(dist.get_rank())
-    if size < 1 or len(ranks) % size:
-        raise ValueError(f"shard_size is {shard_size}: must divide the {len(ranks)} ranks")
-    if exchange not in ("flat", "two_hop"):
-        raise ValueError(f"exchange is {exchange!r}: use 'flat' or 'two_hop'")
-    shard = range(mine // size * size, mine // size * size + size)
-    members = [ranks[r] for r in shard]
-    per_node = min(node_size(members, ranks_per_node), size)
-    return Links(
-        rank=mine, shard=shard, per_node=per_node,
-        gather=RowGather(per_node, timeout_s, members),
-        everyone=(RowGather(node_size(ranks, ranks_per_node), timeout_s, ranks)
-                  if size < len(ranks) else None),
-        cpu=bytes_group(members, timeout_s) if cpu else None,
-        device=(dist.new_group(members, use_local_synchronization=True)
-                if size < dist.get_world_size() else None),
-        hops=hop_groups(members, per_node, timeout_s) if exchange == "two_hop" else None)
 
 
 def make_spec(
@@ -201,14 +140,27 @@ class StepLog:
         self._rank, self._every, self._context = rank, every, context
 
     def told(self, step: Step, epoch: int) -> None:
-        if self._rank == 0 and self._every and not step.index % self._every:
-            log_step(step, epoch)
+        if self._rank != 0:
+            return
+        if self._every and not step.index % self._every:
+            self._gain(step, epoch)
         longest = int(step.layout.tokens_per_example.max(initial=0))
-        if self._rank == 0 and 0 < 10 * self._context < longest:
+        if 0 < 10 * self._context < longest:
             log.warning("an example has length %d, more than ten times the model's context of %d: "
                         "do `lengths` count tokens? The cost of a phase grows with them",
                         longest, self._context)
             self._context = 0
+
+    def _gain(self, step: Step, epoch: int) -> None:
+        """One line: imbalance per phase as sampled and as planned, wait, and whether it pays."""
+        phases = ", ".join(f"{p} {a:.2f}->{b:.2f}"
+                           for p, (a, b) in imbalances(step.plans[0]).items())
+        gain = sum(plan.predicted_gain for plan in step.plans) / len(step.plans)
+        note = "" if gain >= LITTLE or not step.plans[0].spec.balance.enabled else (
+            f"; balancing gains little here (under {LITTLE:.0%}: few ranks or uniform data), "
+            "min_gain skips such steps")
+        log.info("epoch %d step %d: imbalance %s; predicted gain %.1f%%; waited %.1f ms%s", epoch,
+                 step.index, phases or "none", 100 * gain, 1e3 * step.wait_s, note)
 
 
 def check_state(state: Mapping[str, Any], mine: Mapping[str, Any]) -> None:
@@ -223,15 +175,3 @@ def check_state(state: Mapping[str, Any], mine: Mapping[str, Any]) -> None:
                    if name in ("num_ranks", "rank") else "")
             raise ValueError(f"loader state: {name} was {state.get(name)!r}, now it is "
                              f"{mine[name]!r}{why}")
-
-
-def log_step(step: Step, epoch: int) -> None:
-    """One line: imbalance per phase as sampled and as planned, wait, and whether it pays."""
-    plans = step.plans
-    phases = ", ".join(f"{p} {a:.2f}->{b:.2f}" for p, (a, b) in imbalances(plans[0]).items())
-    gain = sum(plan.predicted_gain for plan in plans) / len(plans)
-    note = "" if gain >= LITTLE or not plans[0].spec.balance.enabled else (
-        f"; balancing gains little here (under {LITTLE:.0%}: few ranks or uniform data), min_gain "
-        "skips such steps")
-    log.info("epoch %d step %d: imbalance %s; predicted gain %.1f%%; waited %.1f ms%s", epoch,
-             step.index, phases or "none", 100 * gain, 1e3 * step.wait_s, note)

@@ -34,8 +34,12 @@ from orchmllm.dropin.draws import (
 from orchmllm.dropin.feeds import Collator, ExampleFeed, IndexFeed, PlannedIndices, measured
 from orchmllm.dropin.versions import require
 
-_WORKERS = ("num_workers", "timeout", "worker_init_fn", "multiprocessing_context", "generator",
-            "prefetch_factor", "persistent_workers", "pin_memory_device", "in_order")
+# Arguments that a wrapped DataLoader has itself, as they are where they were not given.
+_WORKERS = {"num_workers": 0, "timeout": 0, "worker_init_fn": None, "multiprocessing_context": None,
+            "generator": None, "prefetch_factor": None, "persistent_workers": False,
+            "pin_memory_device": "", "in_order": True}
+_DRAWING = {"batch_size": 1, "shuffle": None, "sampler": None, "batch_sampler": None,
+            "drop_last": False}
 
 
 @dataclass
@@ -62,9 +66,10 @@ class Source:
         return self.dataset.dataset if isinstance(self.dataset, DataLoader) else self.dataset
 
     def set_epoch(self, epoch: int) -> None:
-        # accelerate puts its shards around the user's batch sampler.
-        inner = getattr(self.batches, "batch_sampler", None)
-        parts = self.sampler, self.batches, inner, getattr(inner, "sampler", None), self.dataset
+        parts = [self.sampler, self.batches, self.dataset, self.seen_dataset]
+        for _ in range(2):  # accelerate puts its shards around the user's batch sampler
+            parts += [getattr(p, name, None) for name in ("batch_sampler", "sampler")
+                      for p in parts]
         for part in {id(p): p for p in parts if hasattr(p, "set_epoch")}.values():
             part.set_epoch(epoch)
 
@@ -79,10 +84,17 @@ def open_source(
     batch_sampler: Sampler | None, drop_last: bool, collate_fn: Callable | None, pin_memory: bool,
     lengths: Any, workers: dict[str, Any],
 ) -> Source:
-    """The source of a loader's arguments. Raises ValueError for a loader that cannot be wrapped."""
+    """The source of a loader's arguments. Raises ValueError for a loader that cannot be wrapped, or
+    with arguments that are its own."""
     known = Source("stream", dataset, batch_size, bool(shuffle), drop_last, sampler, batch_sampler,
                    collate_fn or default_collate, pin_memory, workers)
     if isinstance(dataset, DataLoader):
+        drawing = dict(zip(_DRAWING, (batch_size, shuffle, sampler, batch_sampler, drop_last),
+                           strict=True))
+        for name, value in (drawing | workers).items():
+            if value != (_DRAWING | _WORKERS)[name]:
+                raise ValueError(f"{name} is {value!r}: the wrapped DataLoader decides that, so "
+                                 "give it that argument")
         _wrap(known, dataset, collate_fn, lengths)
     elif not isinstance(dataset, IterableDataset) and hasattr(dataset, "__getitem__"):
         known.kind = "indices" if sampler is batch_sampler is None else "sampler"
@@ -102,6 +114,8 @@ def _wrap(known: Source, loader: DataLoader, collate_fn: Callable | None, length
         raise ValueError("the data set is a BalancedDataLoader already: iterate it as it is")
     known.collate = collate_fn or loader.collate_fn
     known.pin_memory = known.pin_memory or loader.pin_memory
+    known.batch_size, known.drop_last = loader.batch_size, loader.drop_last
+    known.workers = {name: getattr(loader, name) for name in _WORKERS}
     keeps_state = hasattr(loader, "state_dict")
     if keeps_state and lengths is not None:
         raise ValueError("a loader with a state of its own takes length_fn, not lengths")
@@ -111,8 +125,6 @@ def _wrap(known: Source, loader: DataLoader, collate_fn: Callable | None, length
         raise ValueError("the wrapped DataLoader has batch_size=None: give it a batch size")
     known.dataset, known.batches, known.sampler = loader.dataset, loader.batch_sampler, (
         getattr(loader.batch_sampler, "sampler", loader.sampler))
-    known.batch_size, known.drop_last = loader.batch_size, loader.drop_last
-    known.workers = {name: getattr(loader, name) for name in _WORKERS}
     known.kind = "indices" if _takes_all(loader) else "sampler"
     if known.kind == "indices":
         known.shuffle, known.batches = isinstance(loader.sampler, RandomSampler), None
@@ -170,15 +182,13 @@ def make_feed(
     state: Any, rank: int, links: Any, config_digest: int,
 ) -> IndexFeed | ExampleFeed:
     """The feed of one pass. inner: of make_loader. drawn: indices that the loader samples. first:
-    step to begin with; state: of a stream, to load instead. rank: among all; links: see setup."""
+    step to begin with; state: of a stream, to load instead. rank: among all. links: of links.py."""
     k = accumulation_steps
     in_shard = links.gather.rank
     if source.kind == "stream":
-        if state is not None:
-            inner.load_state_dict(state)
         stream = ForeignStream(
             inner, k, batch_size=source.batch_size, drop_last=source.drop_last, rank=rank,
-            skip=0 if state is not None else first)
+            first_step=first, state=state)
         return ExampleFeed(stream, collator, in_shard, links.cpu, config_digest)
     draws = drawn or SampledIndices(source.batches, k, first)
     if isinstance(indices, PlannedIndices):

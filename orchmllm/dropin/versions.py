@@ -10,11 +10,16 @@ FLOORS = {"transformers": "5.17", "trl": "1.16", "accelerate": "1.15", "lightnin
           "pytorch_lightning": "2.6", "torchdata": "0.11"}
 
 
+def is_older(version: str, floor: str) -> bool:
+    """By the first two numbers of each."""
+    return [*map(int, re.findall(r"\d+", version)[:2])] < [*map(int, floor.split("."))]
+
+
 def require(*modules: str) -> None:
     """Raises RuntimeError if one of the modules belongs to an older version of its package than was
     tested."""
     for name in sorted({m.split(".")[0] for m in modules} & FLOORS.keys()):
         found, floor = metadata.version(name), FLOORS[name]
-        if [*map(int, re.findall(r"\d+", found)[:2])] < [*map(int, floor.split("."))]:
+        if is_older(found, floor):
             raise RuntimeError(f"BalancedDataLoader was tested with {name} {floor} and newer, this "
                                f"is {found}: pip install '{name}>={floor}'")

@@ -8,10 +8,12 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
+from orchmllm import BalancedDataLoader
 from orchmllm.comm.exchange import RowGather
 from orchmllm.plan.cost import CostModel
 from orchmllm.plan.step import BalanceConfig, PhasePolicy, build_plan, plan_step
 from orchmllm.trainer import Trainer
+from tests.lib.dropin import Texts, collate, length_of
 from tests.lib.ranks import run_ranks
 from tests.lib.synthetic import SHALLOW, SyntheticDataset, recipe
 
@@ -121,6 +123,28 @@ def grown_payload(world) -> int:
 
 def test_capacity_grows_on_all_ranks_alike():
     assert run_ranks(grown_payload, 2) == [40, 40]
+
+
+def bytes_of_gathers(world, dispatch: str) -> list[int]:
+    """Of each row that this rank gives to a gather."""
+    gather, seen = RowGather.__call__, []
+
+    def counted(self, row):
+        seen.append(row.nbytes)
+        return gather(self, row)
+
+    RowGather.__call__ = counted
+    for _ in BalancedDataLoader(Texts(), 4, collate_fn=collate, dispatch=dispatch,
+                                lengths=[length_of(i) for i in range(48)]):
+        pass
+    return seen
+
+
+def test_with_lengths_a_step_gathers_two_headers():
+    """LAYOUT and COMMIT of 6 steps, and LAYOUT of the end; docs/loader.md says how many bytes."""
+    with_lengths, moving = (run_ranks(bytes_of_gathers, 2, d)[0] for d in ("load", "bytes"))
+    assert sorted(with_lengths) == [40] * 6 + [64] * 7
+    assert max(moving) > 64
 
 
 def gathers_beside_uneven_groups(world) -> list[np.ndarray]:

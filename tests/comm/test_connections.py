@@ -12,7 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from orchmllm.comm.exchange import RowGather, bytes_group, exchange_bytes
+from orchmllm.comm.exchange import RowGather, bytes_group
+from orchmllm.comm.exchange_bytes import exchange_bytes
 from orchmllm.config import CheckpointConfig
 from orchmllm.launch import World, process_group
 from orchmllm.plan.rearrange import Rearrangement

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.dist
 @contextmanager
 def counted():
     """[calls, bytes received] of all-to-alls in the block."""
-    original, seen = comm._all_to_all, [0, 0]
+    original, seen = comm.all_to_all, [0, 0]
 
     def wrapped(*args):
         out = original(*args)
@@ -30,11 +30,11 @@ def counted():
         seen[1] += out.numel() * out.element_size()
         return out
 
-    comm._all_to_all = wrapped
+    comm.all_to_all = wrapped
     try:
         yield seen
     finally:
-        comm._all_to_all = original
+        comm.all_to_all = original
 
 
 def batches(world, dispatch: str, accumulation: int) -> tuple[list, int]:

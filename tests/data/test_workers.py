@@ -310,6 +310,30 @@ def test_workers_start_beside_a_thousand_open_files():
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
+class Stuck(SyntheticDataset):
+    """A read that never ends, as of a file server that is gone."""
+
+    def __init__(self, started) -> None:
+        super().__init__()
+        self.started = started
+
+    def load(self, i, **how):
+        self.started.touch()
+        time.sleep(10_000)
+
+
+def test_a_worker_that_is_stuck_does_not_keep_the_loader_from_ending(tmp_path):
+    pool = Workers(Stuck(tmp_path / "started"), 1)
+    pool.request("load", [((0,), {})])
+    while not (tmp_path / "started").exists():
+        time.sleep(0.01)
+    [worker] = pool.processes
+    closing = threading.Thread(target=pool.close, daemon=True)
+    closing.start()
+    closing.join(60)
+    assert not closing.is_alive() and not worker.is_alive()
+
+
 HALF_STARTED = """
 import time
 from orchmllm.data.loading import forks

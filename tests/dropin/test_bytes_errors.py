@@ -170,6 +170,78 @@ def failing_dataset(world, dispatch: str, where: str) -> tuple:
                                       lengths=[length_of(i) for i in range(48)]))
 
 
+class Lists:
+    """Lists of examples with a state; on the failing rank they cannot go on from it."""
+
+    def __init__(self, rank: int, fails: bool) -> None:
+        self.rank, self.fails = rank, fails and rank == BAD
+
+    def state_dict(self) -> dict:
+        return {"at": 0}
+
+    def load_state_dict(self, state: dict) -> None:
+        if self.fails:
+            raise KeyError("at another place")
+
+    def __iter__(self):
+        return iter([[Texts()[4 * k + self.rank]] for k in range(3)])
+
+
+class Undrawable(Lists):
+    """A batch sampler that cannot begin."""
+
+    def __iter__(self):
+        if self.fails:
+            raise KeyError("of the sampler")
+        return iter([[4 * k + self.rank] for k in range(3)])
+
+
+def cannot_begin(world, what: str) -> tuple:
+    how = dict(collate_fn=collate, length_fn=token_count, timeout_s=TIMEOUT_S)
+    if what == "sampler":
+        return outcome(BalancedDataLoader(
+            Texts(), batch_sampler=Undrawable(world.rank, True), **how))
+    before = BalancedDataLoader(Lists(world.rank, False), **how)
+    next(iter(before))
+    loader = BalancedDataLoader(Lists(world.rank, True), **how)
+    loader.load_state_dict(before.state_dict())
+    return outcome(loader)
+
+
+@pytest.mark.parametrize("what, text", [("sampler", "of the sampler"), ("state", "at another")])
+def test_a_rank_whose_data_cannot_begin_tells_all(what, text):
+    ranks = run_ranks(cannot_begin, 2, what)
+    assert {r[0] for r in ranks} == {"RemoteError"} and text in ranks[0][1], ranks
+    assert ranks[0][1] == ranks[1][1]
+
+
+class Silent(Exception):
+    """One whose text raises, as that of a library may that formats what it does not have."""
+
+    def __str__(self) -> str:
+        return {}["text"]
+
+
+def untellable(world, error: Exception) -> tuple:
+    class Data(Texts):
+        def __getitem__(self, i: int) -> dict:
+            if world.rank == BAD:
+                raise error
+            return super().__getitem__(i)
+
+    return outcome(BalancedDataLoader(Data(), 4, collate_fn=collate, length_fn=token_count,
+                                      timeout_s=TIMEOUT_S))
+
+
+@pytest.mark.parametrize("error, text", [
+    (ValueError("a\udcff.jpg"), "ValueError: a\\udcff.jpg"), (Silent(), "Silent: ")])
+def test_an_error_whose_text_cannot_be_sent_reaches_all_ranks(error, text):
+    """A name of a file that is no UTF-8, and a text that cannot be had."""
+    ranks = run_ranks(untellable, 2, error)
+    assert {r[0] for r in ranks} == {"RemoteError"} and ranks[0][1] == ranks[1][1], ranks
+    assert f"rank {BAD} failed: {text}" in ranks[0][1]
+
+
 @pytest.mark.parametrize("dispatch, where, line", [
     ("load", "dataset", "in look_up"), ("bytes", "dataset", "in look_up"),
     ("bytes", "collate", "in failing")])

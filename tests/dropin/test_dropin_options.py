@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import logging
+import os
+import sys
 
+import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 from orchmllm import (
     BalancedDataLoader,
@@ -16,6 +22,7 @@ from orchmllm import (
     check_equivalence,
     exchange_rows,
 )
+from orchmllm.dropin.examples import batch_layout
 from tests.lib import pictures
 from tests.lib.dropin import VOCAB, Stream, Texts, collate, length_of, token_count
 from tests.lib.ranks import run_ranks
@@ -73,8 +80,10 @@ def refused(world, cases: list[dict]) -> list[str]:
     out = []
     for how in cases:
         data = Stream(0, 8) if how.pop("stream", False) else Texts()
+        how |= {"generator": torch.Generator()} if "generator" in how else {}
+        given = (DataLoader(data, 2),) if how.pop("wrapped", False) else (data, 2)
         try:
-            BalancedDataLoader(data, 2, **{"lengths": LENGTHS, **how})
+            BalancedDataLoader(*given, **{"lengths": LENGTHS, **how})
             out.append("")
         except (ValueError, TypeError) as e:
             out.append(str(e))
@@ -89,6 +98,11 @@ def test_what_cannot_be_honoured_raises():
         (dict(policy="greedy", tolerance=0.1), "no tolerance"),
         (dict(policy="padded", max_rank_tokens=9), "no such cap"), (dict(shard_size=3), "divide"),
         (dict(exchange="quick"), "two_hop"), (dict(min_gain=2.0), "min_gain"),
+        (dict(shuffle=True, generator=True), "shuffles by seed="),
+        (dict(accumulation_steps=0), "must be >= 1"), (dict(prefetch=-1), "must be >= 0"),
+        (dict(wrapped=True, shuffle=True), "shuffle is True: the wrapped DataLoader decides"),
+        (dict(wrapped=True, drop_last=True), "drop_last is True"),
+        (dict(wrapped=True, num_workers=2), "num_workers is 2"),
         (dict(phases={"video": CostModel(1, 0)}), "none of"),
         (dict(stream=True, lengths=None, length_fn=len, shard_size=1), "shard_size"),
         (dict(stream=True, lengths=None, length_fn=len, shuffle=True), "shuffle"),
@@ -96,6 +110,117 @@ def test_what_cannot_be_honoured_raises():
     for text, (_, want) in zip(run_ranks(refused, 2, [c for c, _ in cases])[0], cases,
                                strict=True):
         assert want in text, (text, want)
+
+
+def in_more_groups(world) -> str:
+    """Ranks 0 and 1 are in one group more, whose number torch puts into names."""
+    dist.new_group([0, 1])
+    try:
+        BalancedDataLoader(Texts(), 4, lengths=LENGTHS, exchange="two_hop", ranks_per_node=2,
+                           timeout_s=30.0)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_in_unequally_many_groups_are_told_and_do_not_wait_for_each_other():
+    for text in run_ranks(in_more_groups, 4):
+        assert "some are in 1 process groups and some in 2" in text
+
+
+def one_after_the_other(world, dispatch: str) -> list[int]:
+    """Descriptors after each of some loaders, of which the last yields beside another one."""
+    def make() -> BalancedDataLoader:
+        return BalancedDataLoader(Texts(), 4, collate_fn=collate, dispatch=dispatch,
+                                  lengths=LENGTHS)
+
+    held, kept = [], None
+    for k in range(8):
+        loader = make()
+        if world.rank == 0 and k == 2:
+            kept = loader  # one rank drops this one later than the other
+        yielded = [loader.step.example_ids for _ in loader]
+        held.append(len(os.listdir("/proc/self/fd")))
+    del kept
+    beside = [loader.step.example_ids + other.step.example_ids
+              for other in [make()] for _ in zip(loader, other, strict=True)]
+    assert beside == [ids + ids for ids in yielded]
+    return held
+
+
+@pytest.mark.parametrize("dispatch", ["load", "bytes"])
+def test_a_loader_takes_the_groups_of_one_that_is_no_more(dispatch):
+    for held in run_ranks(one_after_the_other, 2, dispatch):
+        assert held[-1] == held[-2] == held[-3], held
+
+
+class Budget:
+    """A batch sampler as people write it, without a length."""
+
+    def __init__(self, world) -> None:
+        self.first, self.epoch = 24 * world.rank, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self):
+        yield from ([self.first + i for i in range(k, k + 4)] for k in range(0, 24, 4))
+
+
+class Epochs(Stream):
+    """A stream with an order for each epoch."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+
+def without_a_length(world) -> None:
+    users = Budget(world)
+    loader = BalancedDataLoader(Texts(), batch_sampler=users, collate_fn=collate,
+                                lengths=LENGTHS)
+    with pytest.raises(TypeError, match="has no len"):
+        len(loader)
+    next(iter(loader))
+    assert len(list(loader)) == 6 and loader.epoch == 1
+    loader.set_epoch(5)
+    assert users.epoch == 5
+
+
+def test_a_batch_sampler_needs_no_length():
+    run_ranks(without_a_length, 2)
+
+
+def epochs_of_what_is_wrapped(world) -> None:
+    stream, data = Epochs(0, 8), Texts()
+    sampler = DistributedSampler(data)
+    for wrapped, part in ((DataLoader(stream, 4), stream),
+                          (StatefulDataLoader(data, 4, sampler=sampler), sampler)):
+        loader = BalancedDataLoader(wrapped, length_fn=token_count)
+        assert loader.batch_size == 4
+        loader.set_epoch(3)
+        assert part.epoch == 3
+
+
+def test_set_epoch_reaches_the_data_and_the_sampler_of_a_wrapped_loader():
+    run_ranks(epochs_of_what_is_wrapped, 1)
+
+
+@pytest.mark.parametrize("of", [np.array, torch.tensor], ids=["array", "tensor"])
+def test_lengths_in_an_array_are_taken_without_an_object_for_each(of):
+    """A step of a large job has tens of thousands, on every rank."""
+    called = []
+    sys.setprofile(lambda frame, event, arg: called.append(frame.f_code.co_name))
+    try:
+        layout = batch_layout(range(48), list(of(LENGTHS)), None)
+    finally:
+        sys.setprofile(None)
+    assert layout.num_tokens.tolist() == LENGTHS and "layout_of" not in called
+    with pytest.raises(ValueError, match="example 1 has length -2"):
+        batch_layout([0, 1], list(of([3, -2])), None)
+    with pytest.raises(TypeError, match="example 0: its length is"):
+        batch_layout([0], list(of([0.5])), None)
 
 
 def equivalence(world, wrong: bool) -> tuple[float, str]:
@@ -118,6 +243,28 @@ def equivalence(world, wrong: bool) -> tuple[float, str]:
 def test_check_equivalence_passes_a_sum_and_finds_a_mean_per_rank():
     assert all(worst < 1e-12 for worst, _ in run_ranks(equivalence, 2, False))
     assert all("loader.scale_mean" in text for _, text in run_ranks(equivalence, 2, True))
+
+
+def used_in_one_run(world, balanced: bool) -> str:
+    """A parameter that has a gradient in one of the two runs only."""
+    torch.manual_seed(0)
+    first, second = nn.Linear(1, 1), nn.Linear(1, 1)
+    loader = BalancedDataLoader(Texts(), 4, collate_fn=collate, lengths=LENGTHS)
+
+    def step(batch) -> None:
+        x = torch.ones(1, 1)
+        (first(x) + (second(x) if loader.enabled == balanced else 0)).sum().backward()
+
+    try:
+        check_equivalence(step, nn.ModuleList([first, second]).named_parameters, loader)
+    except AssertionError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("balanced", [True, False])
+def test_check_equivalence_finds_a_gradient_that_one_run_lacks(balanced):
+    assert "the gradient of 1." in run_ranks(used_in_one_run, 1, balanced)[0]
 
 
 class Attention(nn.Module):

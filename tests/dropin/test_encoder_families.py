@@ -272,7 +272,8 @@ def test_arguments_are_checked():
     for arguments, text in [
             (dict(when="ever"), "when is 'ever'"), (dict(min_gain=2.0), "min_gain is 2.0"),
             (dict(encoders=[]), "at least one Encoder"), (dict(encoders=[spec]), "has no 'tower'"),
-            (dict(encoders=[Encoder("a", {"0": Rows("x")})]), "no get_input_embeddings")]:
+            (dict(encoders=[Encoder("a", {"0": Rows("x")})]), "no get_input_embeddings"),
+            (dict(encoders=[Encoder("a", {"0": Rows("x")})], join="embed"), "has no 'embed'")]:
         with pytest.raises(ValueError, match=text):
             balance_encoders(model, **arguments)
     with pytest.raises(ValueError, match="layouts of one kind"):

@@ -113,3 +113,25 @@ def run_cells(world, cells: list[tuple[str, str, str, str]]) -> list[dict[str, A
         except Exception as error:
             raise RuntimeError(f"{name}, {wrap}, {checkpoint}, {scenario}: {error}") from error
     return out
+
+
+def mean_gradients(model: nn.Module, losses) -> dict[str, torch.Tensor]:
+    """Over the ranks, of the sum of losses(model) of this rank."""
+    return mean_gradients_of(copy.deepcopy(model), losses)
+
+
+def mean_gradients_of(model: nn.Module, losses) -> dict[str, torch.Tensor]:
+    """The same, of this model itself."""
+    sum(losses(model)).backward()
+    out = {}
+    for name, p in model.named_parameters():
+        out[name] = torch.zeros_like(p) if p.grad is None else p.grad
+        dist.all_reduce(out[name])
+        out[name] /= dist.get_world_size()
+    return out
+
+
+def sharded(model: nn.Module) -> nn.Module:
+    for layer in model.layers:
+        fully_shard(layer)
+    return fully_shard(model)

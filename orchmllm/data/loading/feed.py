@@ -18,14 +18,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from orchmllm.batch import Example
-from orchmllm.comm.exchange import exchange_bytes
+from orchmllm.batch import UNCOUNTED, Example, FailedSegment, Microbatch, Step
+from orchmllm.comm.exchange_bytes import exchange_bytes
 from orchmllm.data.loading.pipeline import Postponed
 from orchmllm.data.loading.workers import Workers
 from orchmllm.data.preprocess.client import RemoteWorkers
 from orchmllm.data.preprocess.handshake import Servers
 from orchmllm.data.sampler import GlobalSampler
-from orchmllm.orchestrator import UNCOUNTED, FailedSegment, Microbatch, Orchestrator, Step
+from orchmllm.orchestrator import Orchestrator
 from orchmllm.plan.layout import ENCODERS, BatchLayout
 from orchmllm.plan.rearrange import Rearrangement
 

@@ -13,9 +13,10 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from typing import Any, Protocol, TypeVar
 
+from orchmllm.batch import UNCOUNTED, Step
 from orchmllm.comm.errors import AgreedError
 from orchmllm.data.loading.prefetch import Prefetcher
-from orchmllm.orchestrator import UNCOUNTED, Orchestrator, Step
+from orchmllm.orchestrator import Orchestrator
 from orchmllm.plan.layout import BatchLayout
 
 T = TypeVar("T")
@@ -96,10 +97,6 @@ class Pipeline:
         self, feed: Feed, orchestrator: Orchestrator, *, first_step: int = 0,
         accumulation_steps: int = 1, prefetch: int = 2,
     ) -> None:
-        if accumulation_steps < 1:
-            raise ValueError(f"accumulation_steps is {accumulation_steps}: must be >= 1")
-        if prefetch < 0:
-            raise ValueError(f"prefetch is {prefetch}: must be >= 0")
         self.feed, self.orchestrator, self.first_step = feed, orchestrator, first_step
         self.accumulation_steps, self.prefetch = accumulation_steps, prefetch
         self.num_dropped = 0

@@ -10,12 +10,12 @@ from typing import Protocol
 
 import numpy as np
 
-from orchmllm.batch import Example
+from orchmllm.batch import Example, Step
 from orchmllm.data.loading.feed import SegmentFeed
 from orchmllm.data.loading.pipeline import Pipeline
 from orchmllm.data.preprocess.handshake import Servers
 from orchmllm.data.sampler import GlobalSampler
-from orchmllm.orchestrator import Orchestrator, Step
+from orchmllm.orchestrator import Orchestrator
 from orchmllm.plan.layout import AudioGeometry, ExampleLayout, VisionGeometry
 
 __all__ = ["Dataset", "Step", "StepLoader"]

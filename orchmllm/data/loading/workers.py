@@ -126,7 +126,10 @@ class Workers:
             self._idle.put(worker)  # one that died fails every call that it gets
 
     def close(self) -> None:
-        """Ends the processes; calls that have not started are dropped."""
+        """Ends the processes, whatever they are doing; calls that have not started are dropped."""
+        for worker in self.processes:  # a thread that waits for an answer reads the end of file
+            if worker.pid is not None:
+                worker.kill()
         if self._threads is not None:
             self._threads.shutdown(wait=True, cancel_futures=True)
             self._threads = None

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from orchmllm.batch import Preprocessed
 from orchmllm.data.loading.workers import Call, Result, Workers
 from orchmllm.data.media.medium import MAX_MEMBER_BYTES
 from orchmllm.data.preprocess.examples import answer_bytes, from_answer, to_request
@@ -26,7 +27,6 @@ from orchmllm.data.preprocess.handshake import (
     split_address,
 )
 from orchmllm.data.wire import Channel, WireError
-from orchmllm.orchestrator import Preprocessed
 
 RETRY_S = 30.0
 CONNECT_S = 5.0

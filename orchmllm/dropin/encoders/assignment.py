@@ -28,19 +28,13 @@ class Assignment:
     smallest: int
     moves: bool
 
-    def imbalance(self) -> tuple[float, float]:
-        """Slowest rank / mean, as sampled and as encoded."""
-        mean = max(float(self.before.mean()), 1e-30)
-        return float(self.before.max()) / mean, float(self.after.max()) / mean
-
 
 def assign(
     encoder: Encoder, world: World, cost_model: CostModel, *, tolerance: float | None,
-    min_gain: float | None, ranks_per_node: int, shadow: bool,
+    min_gain: float | None, ranks_per_node: int,
 ) -> Assignment:
     """The assignment of one encoder's items. min_gain: move only if the slowest rank's cost falls
-    by this share; None: if the time that this saves exceeds the measured overhead. shadow: plan,
-    but move nothing."""
+    by this share; None: if the time that this saves exceeds the measured overhead."""
     d, sizes = len(world.sizes), world.sizes
     home = np.repeat(np.arange(d), sizes)
     lengths, frames = encoder.layout.lengths(world.meta)
@@ -56,7 +50,7 @@ def assign(
                      for r in (home, rank_of))
     moves = _pays(before, after, world, min_gain)
     return Assignment(
-        Rearrangement.from_rank_of(rank_of if moves and not shadow else home, sizes), cost, before,
+        Rearrangement.from_rank_of(rank_of if moves else home, sizes), cost, before,
         after, int(np.argmin(cost)), moves)
 
 

@@ -132,8 +132,7 @@ def return_features(
         counts = np.concatenate([share.features.counts for share in encoded])
         row[1 + len(encoded): 1 + len(encoded) + len(counts)] = counts
     rows = _agreed(gather, row, error)
-    if rows[:, 0].any():
-        raise_first(forward, gather_texts(gather, describe(error), rows[:, 0]), error)
+    raise_first(forward, gather_texts(gather, describe(error), rows[:, 0]), error)
     starts = np.full(len(rows), 1 + len(encoded), np.int64)
     out = []
     for k, (share, size) in enumerate(zip(encoded, sizes, strict=True)):

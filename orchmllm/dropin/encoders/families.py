@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
@@ -15,9 +16,11 @@ from torch import Tensor, nn
 
 from orchmllm.dropin.encoders.items import Cropped, Masked, Packed, Rows, Slots, Tiles
 from orchmllm.dropin.encoders.spec import EQUAL, Encoder
+from orchmllm.dropin.versions import is_older
 from orchmllm.plan.cost import CostModel
 
-_HF = {"return_dict": True}
+# An encoder of transformers: it returns a ModelOutput and casts its media to its own dtype.
+_encoder = partial(Encoder, outputs=("pooler_output",), keywords={"return_dict": True}, cast=True)
 
 
 @dataclass(frozen=True)
@@ -50,17 +53,16 @@ _SIZES = ((("embed_dim", "hidden_size", "d_model"), 1024),
           (("intermediate_size", "encoder_ffn_dim", "mlp_ratio"), 4096),
           (("depth", "num_hidden_layers", "encoder_layers"), 24))
 
-_QWEN = Encoder(
+_QWEN = _encoder(
     "vision", {"get_image_features": Packed("pixel_values", "image_grid_thw", frames=True),
                "get_video_features": Packed("pixel_values_videos", "video_grid_thw", frames=True)},
-    outputs=("pooler_output",), towers=("visual",), cost=tower_cost("visual"), keywords=_HF,
-    cast=True)
+    towers=("visual",), cost=tower_cost("visual"))
 _DEEPSTACK = replace(_QWEN, outputs=("pooler_output", "deepstack_features"),
                      layers=("deepstack_features",))
-_IMAGE = Encoder(
-    "image", {"get_image_features": Rows("pixel_values")}, outputs=("pooler_output",),
-    towers=("vision_tower",), cost=tower_cost("vision_tower"), keywords=_HF, cast=True)
+_IMAGE = _encoder("image", {"get_image_features": Rows("pixel_values")},
+                  towers=("vision_tower",), cost=tower_cost("vision_tower"))
 _LAYER = ("vision_feature_layer", "vision_feature_select_strategy")
+_OF_LAYER = replace(_IMAGE, options=_LAYER)
 
 
 def _tiles(model: str) -> Callable[[nn.Module, list[int]], int]:
@@ -71,11 +73,9 @@ def _tiles(model: str) -> Callable[[nn.Module, list[int]], int]:
     return count
 
 
-def _audio_rows(column: int = 0) -> Callable[[nn.Module, np.ndarray], np.ndarray]:
-    def rows(owner: nn.Module, meta: np.ndarray) -> np.ndarray:
-        lengths = torch.from_numpy(np.ascontiguousarray(meta[:, column]))
-        return owner.audio_tower._get_feat_extract_output_lengths(lengths)[1].numpy()
-    return rows
+def _audio_rows(owner: nn.Module, meta: np.ndarray) -> np.ndarray:
+    lengths = torch.from_numpy(np.ascontiguousarray(meta[:, 0]))
+    return owner.audio_tower._get_feat_extract_output_lengths(lengths)[1].numpy()
 
 
 def _qwen2_audio(owner: nn.Module, features: Tensor, mask: Tensor) -> Any:
@@ -94,21 +94,18 @@ def _qwen2_audio(owner: nn.Module, features: Tensor, mask: Tensor) -> Any:
     return SimpleNamespace(last_hidden_state=owner.multi_modal_projector(states))
 
 
-_OMNI_AUDIO = Encoder(
+_OMNI_AUDIO = _encoder(
     "audio", {"get_audio_features": Masked("input_features", "feature_attention_mask")},
-    outputs=("last_hidden_state",), rows=_audio_rows(), towers=("audio_tower",),
-    cost=tower_cost("audio_tower", -2), keywords=_HF, cast=True)
+    outputs=("last_hidden_state",), rows=_audio_rows, towers=("audio_tower",),
+    cost=tower_cost("audio_tower", -2))
 _GLM = tuple(
-    Encoder(name, {f"get_{name}_features": Packed(value, grid, frames=True)},
-            outputs=("pooler_output",), towers=("visual",), cost=tower_cost("visual"),
-            keywords=_HF, cast=True)
+    _encoder(name, {f"get_{name}_features": Packed(value, grid, frames=True)},
+             towers=("visual",), cost=tower_cost("visual"))
     for name, value, grid in (("image", "pixel_values", "image_grid_thw"),
                               ("video", "pixel_values_videos", "video_grid_thw")))
-_TILED = replace(_IMAGE, options=_LAYER)
-_SLOTTED = Encoder(
+_SLOTTED = _encoder(
     "image", {"get_image_features": Slots("pixel_values", "pixel_attention_mask")},
-    outputs=("pooler_output",), towers=("vision_model",),
-    cost=tower_cost("vision_model"), keywords=_HF, cast=True)
+    towers=("vision_model",), cost=tower_cost("vision_model"))
 
 FAMILIES: dict[str, Family] = {
     "qwen2_vl": Family("Qwen2VLModel", (_QWEN,)),
@@ -117,21 +114,21 @@ FAMILIES: dict[str, Family] = {
     "qwen3_vl_moe": Family("Qwen3VLMoeModel", (_DEEPSTACK,), since="5.20"),
     "glm4v": Family("Glm4vModel", _GLM),
     "qwen2_5_omni": Family("Qwen2_5OmniThinkerModel", (_QWEN, _OMNI_AUDIO), since="5.23"),
-    "llava": Family("LlavaModel", (replace(_IMAGE, options=_LAYER),), captures=True),
+    "llava": Family("LlavaModel", (_OF_LAYER,), captures=True),
     "vipllava": Family("VipLlavaModel", (replace(_IMAGE, options=_LAYER[:1]),), captures=True,
                        since="5.23"),
     "gemma3": Family("Gemma3Model", (_IMAGE,)),
     "paligemma": Family("PaliGemmaModel", (_IMAGE,)),
-    "internvl": Family("InternVLModel", (replace(_IMAGE, options=_LAYER),)),
-    "aya_vision": Family("AyaVisionModel", (replace(_IMAGE, options=_LAYER),), captures=True),
+    "internvl": Family("InternVLModel", (_OF_LAYER,)),
+    "aya_vision": Family("AyaVisionModel", (_OF_LAYER,), captures=True),
     "cohere2_vision": Family("Cohere2VisionModel", (_IMAGE,)),
     "llava_next": Family("LlavaNextModel", (replace(
-        _TILED, calls={"get_image_features": Tiles(
+        _OF_LAYER, calls={"get_image_features": Tiles(
             "pixel_values", "image_sizes", _tiles("llava_next"))}),), captures=True),
     "llava_onevision": Family("LlavaOnevisionModel", (
-        replace(_TILED, calls={"get_image_features": Tiles(
+        replace(_OF_LAYER, calls={"get_image_features": Tiles(
             "pixel_values", "image_sizes", _tiles("llava_onevision"))}),
-        replace(_TILED, name="video", calls={
+        replace(_OF_LAYER, name="video", calls={
             "get_video_features": Rows("pixel_values_videos")})), captures=True, since="5.20"),
     "idefics3": Family("Idefics3Model", (_SLOTTED,), since="5.20"),
     "smolvlm": Family("SmolVLMModel", (_SLOTTED,), since="5.20"),
@@ -139,14 +136,13 @@ FAMILIES: dict[str, Family] = {
         _IMAGE, options=_LAYER[:1], calls={"get_image_features": Cropped(
             "pixel_values", "image_sizes", lambda owner: owner.vision_tower.patch_size)}),),
         captures=True, since="5.20"),
-    "voxtral": Family("VoxtralModel", (Encoder(
-        "audio", {"get_audio_features": Rows("input_features")}, outputs=("pooler_output",),
-        rows=EQUAL, towers=("audio_tower",), keywords=_HF, cast=True),)),
-    "audioflamingo3": Family("AudioFlamingo3Model", (Encoder(
+    "voxtral": Family("VoxtralModel", (_encoder(
+        "audio", {"get_audio_features": Rows("input_features")}, rows=EQUAL,
+        towers=("audio_tower",)),)),
+    "audioflamingo3": Family("AudioFlamingo3Model", (_encoder(
         "audio", {"get_audio_features": Rows(
             "input_features", ("input_features_mask",), length="input_features_mask")},
-        outputs=("pooler_output",), rows=_audio_rows(), towers=("audio_tower",), keywords=_HF,
-        cast=True),)),
+        rows=_audio_rows, towers=("audio_tower",)),)),
     "qwen2_audio": Family("Qwen2AudioModel", (Encoder(
         "audio", {"audio_tower": Rows("input_features", ("feature_attention_mask",))},
         outputs=("last_hidden_state",), towers=("audio_tower",), run=_qwen2_audio,
@@ -188,7 +184,10 @@ def find_family(model: nn.Module) -> tuple[nn.Module, Family]:
                 break
     if len(found) == 1:
         owner, name = found[0]
-        _check_version(name)
+        have, since = import_module("transformers").__version__, FAMILIES[name].since
+        if is_older(have, since):
+            raise ValueError(f"{name} of transformers {have}: balance_encoders was tested with "
+                             f"{since} and newer; upgrade transformers")
         return owner, FAMILIES[name]
     kind = type(model).__name__
     if not found:
@@ -198,13 +197,3 @@ def find_family(model: nn.Module) -> tuple[nn.Module, Family]:
     raise ValueError(f"{kind} holds {len(found)} models with encoders "
                      f"({', '.join(type(m).__name__ for m, _ in found)}): call balance_encoders "
                      "for one of them")
-
-
-def _check_version(name: str) -> None:
-    import transformers
-
-    since = FAMILIES[name].since
-    have, need = ([int(n) for n in v.split(".")[:2]] for v in (transformers.__version__, since))
-    if have < need:
-        raise ValueError(f"{name} of transformers {transformers.__version__}: balance_encoders was "
-                         f"tested with {since} and newer; upgrade transformers")

@@ -26,21 +26,12 @@ from orchmllm.comm.exchange import RowGather
 from orchmllm.dropin.encoders import families
 from orchmllm.dropin.encoders.assignment import Assignment, assign
 from orchmllm.dropin.encoders.checks import check_capture, check_encoder
-from orchmllm.dropin.encoders.exchange import (
-    Encoded,
-    Stopwatch,
-    encode_share,
-    return_features,
-)
+from orchmllm.dropin.encoders.exchange import Encoded, Stopwatch, encode_share, return_features
 from orchmllm.dropin.encoders.playback import Playback, Shadowed
-from orchmllm.dropin.encoders.spec import Encoder
-from orchmllm.dropin.encoders.table import (
-    Local,
-    Tables,
-    describe_local,
-    same_on_all_ranks,
-)
-from orchmllm.dropin.setup import node_size, rank_list
+from orchmllm.dropin.encoders.spec import Encoder, resolve
+from orchmllm.dropin.encoders.table import Local, Tables, describe_local, same_on_all_ranks
+from orchmllm.dropin.links import node_size, rank_list
+from orchmllm.plan.step import imbalance
 
 log = logging.getLogger("orchmllm.encoders")
 _LOG_EVERY = 50
@@ -75,18 +66,17 @@ class EncoderHandle:
     def __init__(
         self, owner: nn.Module, encoders: Sequence[Encoder], *, known: bool, captures: bool,
         group: dist.ProcessGroup | None, when: str, shadow: bool, min_gain: float | None,
-        tolerance: float | None, join: str, lengths: Callable[[], Mapping] | None,
-        timeout_s: float,
+        tolerance: float | None, join: str, lengths: Callable[[], Mapping] | None, timeout_s: float,
     ) -> None:
         ranks = rank_list(group)
         self.encoders, self.group, self.shadow = tuple(encoders), group, shadow
         self.last: dict[str, EncoderStep] = {}
         self._known, self._captures, self._when, self._join = known, captures, when, join
         self._lengths = lengths
-        self._plan = {"min_gain": min_gain, "tolerance": tolerance, "shadow": shadow,
+        self._plan = {"min_gain": min_gain, "tolerance": tolerance,
                       "ranks_per_node": node_size(ranks, 0)}
         self.rank = ranks.index(dist.get_rank())
-        self.gather = RowGather(max(self._plan["ranks_per_node"], 1), timeout_s, ranks)
+        self.gather = RowGather(self._plan["ranks_per_node"], timeout_s, ranks)
         same_on_all_ranks(self.gather, self.encoders)
         self._tables = Tables(self.encoders, self.gather)
         self._costs = [e.cost(owner) if not hasattr(e.cost, "linear") else e.cost
@@ -197,11 +187,10 @@ class EncoderHandle:
             zero, state.zero = state.zero, None
             return out + zero.to(out.dtype)
 
-        state.embedding_hook = self._embedding(module).register_forward_hook(join)
+        embedding = (module.get_submodule(self._join) if self._join
+                     else module.get_input_embeddings())
+        state.embedding_hook = embedding.register_forward_hook(join)
         return None
-
-    def _embedding(self, module: nn.Module) -> nn.Module:
-        return module.get_submodule(self._join) if self._join else module.get_input_embeddings()
 
     def _after(self, module: nn.Module, args: tuple, kwargs: dict, result: Any) -> None:
         state = self._forwards.pop(id(module), None)
@@ -226,9 +215,10 @@ class EncoderHandle:
         for i, plan in plans.items():
             top = max(int(plan.before.max()), 1)
             gain = 1 - int(plan.after.max()) / top if plan.moves or self.shadow else 0.0
-            moved = int((plan.move.source_rank[plan.move.order] != plan.move.target_rank).sum())
+            moved = 0 if self.shadow else int(
+                (plan.move.source_rank[plan.move.order] != plan.move.target_rank).sum())
             self.last[self.encoders[i].name] = EncoderStep(
-                len(plan.cost), plan.imbalance(), moved, gain)
+                len(plan.cost), (imbalance(plan.before), imbalance(plan.after)), moved, gain)
         if plans and (self._count == 1 or self._count % _LOG_EVERY == 0) and self.rank == 0:
             log.info("forward %d%s: %s", self._count, " (shadow: nothing moves)" * self.shadow,
                      "; ".join(f"{name}: {s.num_items} items, imbalance {s.imbalance[0]:.2f}->"
@@ -243,6 +233,19 @@ def _bind(module: nn.Module, args: tuple, kwargs: dict) -> dict[str, Any]:
     for value in [v for v in inputs.values() if isinstance(v, Mapping)]:
         inputs = {**value, **inputs}
     return inputs
+
+
+def _check_owner(owner: nn.Module, join: str) -> None:
+    """Raises ValueError if the model is balanced already, or has nothing that features join."""
+    hooks = (getattr(hook, "__self__", None) for hook in owner._forward_pre_hooks.values())
+    if any(isinstance(h, EncoderHandle) and h._hooks for h in hooks):
+        raise ValueError(f"the encoders of this {type(owner).__name__} are balanced already: call "
+                         "remove() of the handle first")
+    if join:
+        resolve(owner, join)
+    elif not hasattr(owner, "get_input_embeddings"):
+        raise ValueError(f"{type(owner).__name__} has no get_input_embeddings: name the submodule "
+                         "whose output the features join in `join`")
 
 
 def balance_encoders(
@@ -283,17 +286,9 @@ def balance_encoders(
         encoders, captures = family.encoders, family.captures
     if not encoders or len({e.name for e in encoders}) < len(encoders):
         raise ValueError("encoders: give at least one Encoder, each with a name of its own")
-    hooks = (getattr(hook, "__self__", None) for hook in owner._forward_pre_hooks.values())
-    if any(isinstance(h, EncoderHandle) and h._hooks for h in hooks):
-        raise ValueError(f"the encoders of this {type(owner).__name__} are balanced already: call "
-                         "remove() of the handle first")
     for encoder in encoders:
         check_encoder(owner, encoder, captures)
-    if not join and not hasattr(owner, "get_input_embeddings"):
-        raise ValueError(f"{type(owner).__name__} has no get_input_embeddings: name the submodule "
-                         "whose output the features join in `join`")
-    if join:
-        owner.get_submodule(join)
+    _check_owner(owner, join)
     return EncoderHandle(
         owner, encoders, known=known, captures=captures, group=group, when=when, shadow=shadow,
         min_gain=min_gain, tolerance=tolerance, join=join, lengths=lengths, timeout_s=timeout_s)

@@ -9,7 +9,7 @@ together the rank that encodes an item builds the arguments of the encoder.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -53,8 +53,26 @@ def _as_tensor(meta: np.ndarray, device: torch.device) -> Tensor:
     return torch.from_numpy(np.ascontiguousarray(meta)).to(device)
 
 
+class Layout:
+    """How the arguments of a forward divide into items. A layout also has
+
+    describe(module, inputs) -> the Items among the arguments of a forward; raises ValueError if
+        these do not fit together.
+    rows(meta) -> for each packed tensor (n,), its rows of each item.
+    build(meta, values) -> the encoder's arguments for items of any ranks."""
+
+    @property
+    def arguments(self) -> tuple[str, ...]:
+        """Those that the encoder gets: the layout's texts, in their order."""
+        return tuple(v for f in fields(self) if isinstance(v := getattr(self, f.name), str))
+
+    def lengths(self, meta: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
+        """(n,) lengths for the cost model; (n,) frames inside which attention stays, or None."""
+        return self.rows(meta)[0], None
+
+
 @dataclass(frozen=True)
-class Rows:
+class Rows(Layout):
     """Tensors with one row per item: values (n, ...) and any others with as many rows.
 
     length: argument (n, T) of zeros and ones, among those named, whose sum is the item's length; it
@@ -69,8 +87,6 @@ class Rows:
         return self.value, *self.others
 
     def describe(self, module: nn.Module, inputs: Mapping[str, Any]) -> Items:
-        """The items among the arguments of a forward. Raises ValueError if these do not fit
-        together."""
         value = tensor_of(inputs, self.value)
         tensors = [value]
         for name in self.others:
@@ -93,7 +109,7 @@ class Rows:
 
 
 @dataclass(frozen=True)
-class Packed:
+class Packed(Layout):
     """Items one after the other in values (R, ...); counts (n,) or (n, k): item i has
     prod(counts[i]) rows. frames: the first column of counts is a number of frames, and attention
     stays inside a frame."""
@@ -101,10 +117,6 @@ class Packed:
     value: str
     counts: str
     frames: bool = False
-
-    @property
-    def arguments(self) -> tuple[str, ...]:
-        return self.value, self.counts
 
     def describe(self, module: nn.Module, inputs: Mapping[str, Any]) -> Items:
         value = tensor_of(inputs, self.value)
@@ -126,16 +138,12 @@ class Packed:
 
 
 @dataclass(frozen=True)
-class Masked:
+class Masked(Layout):
     """values (n, C, T) with a mask (n, T): only what is inside the mask moves, and the rank that
     encodes pads to its own longest. For encoders that never read what is outside the mask."""
 
     value: str
     mask: str
-
-    @property
-    def arguments(self) -> tuple[str, ...]:
-        return self.value, self.mask
 
     def describe(self, module: nn.Module, inputs: Mapping[str, Any]) -> Items:
         value, mask = tensor_of(inputs, self.value, 3), tensor_of(inputs, self.mask, 2).bool()
@@ -147,9 +155,6 @@ class Masked:
     def rows(self, meta: np.ndarray) -> list[np.ndarray]:
         return [meta[:, 0]]
 
-    def lengths(self, meta: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
-        return meta[:, 0], None
-
     def build(self, meta: np.ndarray, values: tuple[Tensor | None, ...]) -> tuple[Any, ...]:
         rows = values[0]  # (sum of lengths, C)
         lengths = _as_tensor(meta[:, 0], rows.device)
@@ -160,7 +165,7 @@ class Masked:
 
 
 @dataclass(frozen=True)
-class Tiles:
+class Tiles(Layout):
     """Images cut into tiles: values (n, most tiles, C, H, W), of which image i fills as many as
     count(module, sizes[i]) says, or only the filled ones, (tiles of all images, C, H, W). sizes
     (n, 2): height and width."""
@@ -168,10 +173,6 @@ class Tiles:
     value: str
     sizes: str
     count: Callable[[nn.Module, list[int]], int]
-
-    @property
-    def arguments(self) -> tuple[str, ...]:
-        return self.value, self.sizes
 
     def describe(self, module: nn.Module, inputs: Mapping[str, Any]) -> Items:
         value, sizes = tensor_of(inputs, self.value, 4), table_of(
@@ -199,7 +200,7 @@ class Tiles:
 
 
 @dataclass(frozen=True)
-class Cropped:
+class Cropped(Layout):
     """Images padded to a common size: values (n, C, H, W), sizes (n, 2) of what is inside. Patches
     inside move, as rows (C, p, p); the rank that encodes pads to its own largest. For encoders that
     cut the padding off after a patch convolution. patch: p, from the module."""
@@ -207,10 +208,6 @@ class Cropped:
     value: str
     sizes: str
     patch: Callable[[nn.Module], int]
-
-    @property
-    def arguments(self) -> tuple[str, ...]:
-        return self.value, self.sizes
 
     def describe(self, module: nn.Module, inputs: Mapping[str, Any]) -> Items:
         value = tensor_of(inputs, self.value, 4)
@@ -226,9 +223,6 @@ class Cropped:
     def rows(self, meta: np.ndarray) -> list[np.ndarray]:
         return [(meta[:, :2] // meta[:, 2:]).prod(1)]
 
-    def lengths(self, meta: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
-        return self.rows(meta)[0], None
-
     def build(self, meta: np.ndarray, values: tuple[Tensor | None, ...]) -> tuple[Any, ...]:
         rows, sizes = values[0], meta[:, :2]
         height, width = (int(n) for n in sizes.max(0))
@@ -242,16 +236,12 @@ class Cropped:
 
 
 @dataclass(frozen=True)
-class Slots:
+class Slots(Layout):
     """Images in a fixed number of slots per example: values (B, slots, C, H, W), mask
     (B, slots, H, W) or None. A slot of zeros holds no image, and the encoder leaves it out."""
 
     value: str
     mask: str
-
-    @property
-    def arguments(self) -> tuple[str, ...]:
-        return self.value, self.mask
 
     def describe(self, module: nn.Module, inputs: Mapping[str, Any]) -> Items:
         value = tensor_of(inputs, self.value, 5).flatten(0, 1)
@@ -264,11 +254,5 @@ class Slots:
     def rows(self, meta: np.ndarray) -> list[np.ndarray]:
         return [np.ones(len(meta), np.int64)] * 2
 
-    def lengths(self, meta: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
-        return np.ones(len(meta), np.int64), None
-
     def build(self, meta: np.ndarray, values: tuple[Tensor | None, ...]) -> tuple[Any, ...]:
         return tuple(None if v is None else v[:, None] for v in values)  # one slot per example
-
-
-Layout = Rows | Packed | Masked | Tiles | Cropped | Slots

@@ -1,7 +1,6 @@
 """What all ranks know of the media of one forward: one gather of integers.
 
-A row holds a head, a block of fixed size per encoder, then the items' integers. It is padded to an
-agreed capacity; when a rank needs more, all ranks grow it and gather again.
+A row holds a head, a block of fixed size per encoder, then the items' integers.
 """
 
 from __future__ import annotations
@@ -17,12 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from orchmllm.comm.agree import PlanMismatchError, describe, raise_first, require_agreement
-from orchmllm.comm.exchange import RowGather, gather_texts
+from orchmllm.comm.exchange import RaggedGather, RowGather, gather_texts
 from orchmllm.dropin.encoders.items import Items
 from orchmllm.dropin.encoders.spec import Encoder
 from orchmllm.plan.rearrange import ranges
 
-_HEAD = 3  # number of the forward, bytes of an error text, integers needed
+_HEAD = 2  # number of the forward, bytes of an error text
 _FIXED = 4  # per encoder: columns, digest of its options, picoseconds per cost, overhead in ns
 _TENSOR = 8  # dtype, dimensions, sizes of up to 6
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32,
@@ -119,7 +118,7 @@ class Tables:
         self.encoders, self.gather = encoders, gather
         self._sizes = [_FIXED + len(e.calls) + _TENSOR * num_tensors(e) for e in encoders]
         self._fixed = _HEAD + sum(self._sizes)
-        self._capacity = self._fixed + 128
+        self._gather_tables = RaggedGather(gather, self._fixed + 128)
         self._tensors: dict[str, list] = {}  # World.tensors of each encoder, once known
 
     def informed(
@@ -169,22 +168,15 @@ class Tables:
         """The encoders' items on all ranks. measured: (pace, overhead) of each encoder on this
         rank. Raises, on all ranks alike, RemoteError if `error` is given on one of them,
         PlanMismatchError if they disagree."""
+        row = np.zeros(self._fixed, np.int64)
         try:
-            row = np.zeros(self._fixed, np.int64) if error else self._row(locals_, measured)
+            row = row if error else self._row(locals_, measured)
         except ValueError as e:
-            error, row = e, np.zeros(self._fixed, np.int64)
-        row[:_HEAD] = forward, len(describe(error).encode()), len(row)
-        while True:
-            padded = np.zeros(self._capacity, np.int64)
-            padded[: min(len(row), self._capacity)] = row[: self._capacity]
-            rows = self.gather(padded)
-            needed = int(rows[:, 2].max())
-            if needed <= self._capacity:
-                break
-            self._capacity = 1 << (needed - 1).bit_length()
+            error = e
+        row[:_HEAD] = forward, len(describe(error).encode())
+        rows, _ = self._gather_tables(row)
         require_agreement(forward, "the number of forwards with media balancing", rows[:, 0])
-        if rows[:, 1].any():
-            raise_first(forward, gather_texts(self.gather, describe(error), rows[:, 1]), error)
+        raise_first(forward, gather_texts(self.gather, describe(error), rows[:, 1]), error)
         return self._worlds(forward, rows)
 
     def _row(self, locals_: Sequence[Local], measured: Sequence[tuple[int, int]]) -> np.ndarray:

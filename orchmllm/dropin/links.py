@@ -1,0 +1,132 @@
+"""The process groups of a loader, and the ranks that are in them."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch.distributed as dist
+
+from orchmllm.comm.exchange import RowGather, bytes_group, hop_groups
+from orchmllm.launch import current_world
+
+
+def rank_list(group: dist.ProcessGroup | None) -> list[int]:
+    """Global ranks of a group (default: all). Raises ValueError if this process is not in it, or
+    if there is no process group."""
+    if not dist.is_initialized():
+        raise ValueError("torch.distributed is not initialised: start under torchrun and call "
+                         "init_process_group first (one process is a group of one)")
+    ranks = list(range(dist.get_world_size())) if group is None else (
+        dist.get_process_group_ranks(group))
+    if dist.get_rank() not in ranks:
+        raise ValueError(f"rank {dist.get_rank()} is not in the group {ranks}")
+    return ranks
+
+
+def node_size(ranks: Sequence[int], given: int) -> int:
+    """Consecutive ranks of the group that share a node: as given, else from the launcher. Raises
+    ValueError for a negative number."""
+    if given < 0:
+        raise ValueError(f"ranks_per_node is {given}: must be >= 0")
+    world = current_world()
+    if given or world is None:
+        return given or len(ranks)
+    return sum(r // world.local_world_size == ranks[0] // world.local_world_size for r in ranks)
+
+
+class Links(NamedTuple):
+    """Groups of one loader. rank: in the group. shard: ranks of the group that are planned
+    together, this one among them; per_node: of them on a node. gather: among the shard; everyone:
+    among all, if that is more. cpu: group for bytes. device: the shard's group on the default
+    backend, None if it is the whole job. hops: see comm.hop_groups."""
+
+    rank: int
+    shard: range
+    per_node: int
+    gather: RowGather
+    everyone: RowGather | None
+    cpu: dist.ProcessGroup | None
+    device: dist.ProcessGroup | None
+    hops: tuple[dist.ProcessGroup, dist.ProcessGroup] | None
+
+
+class _Made:
+    """Links of one kind that this process has made, in the order in which all ranks made them, and
+    the numbers of those whose loader is no more."""
+
+    def __init__(self) -> None:
+        self.links: list[Links] = []
+        self.idle: set[int] = set()
+        self.control: RowGather | None = None
+
+    def common_idle(self, ranks: list[int], per_node: int, timeout_s: float) -> int | None:
+        """The first that is idle on all ranks, which may drop a loader at different times."""
+        if not self.links:
+            return None
+        self.control = self.control or RowGather(per_node, timeout_s, ranks)
+        mine = np.array([k in self.idle for k in range(len(self.links))], np.int64)
+        free = np.flatnonzero(self.control(mine).all(axis=0))
+        return int(free[0]) if len(free) else None
+
+
+_made: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple, _Made]] = (
+    weakref.WeakKeyDictionary())  # by the default group, which a program may make anew
+
+
+def connect(
+    owner: object, ranks: list[int], shard_size: int, ranks_per_node: int, exchange: str,
+    timeout_s: float, *, cpu: bool,
+) -> Links:
+    """The groups of a loader, made by all ranks in one order, or those of one that is no more: a
+    group costs descriptors and threads to the end of the process. owner: the loader. Raises
+    ValueError."""
+    key = tuple(ranks), shard_size, ranks_per_node, exchange, timeout_s, cpu
+    made = _made.setdefault(dist.group.WORLD, {}).setdefault(key, _Made())
+    number = made.common_idle(ranks, node_size(ranks, ranks_per_node), timeout_s)
+    if number is None:
+        number = len(made.links)
+        made.links.append(_connect(ranks, shard_size, ranks_per_node, exchange, timeout_s, cpu))
+    made.idle.discard(number)
+    weakref.finalize(owner, made.idle.add, number).atexit = False
+    return made.links[number]
+
+
+def _connect(
+    ranks: list[int], shard_size: int, ranks_per_node: int, exchange: str, timeout_s: float,
+    cpu: bool,
+) -> Links:
+    size, mine = shard_size or len(ranks), ranks.index(dist.get_rank())
+    if size < 1 or len(ranks) % size:
+        raise ValueError(f"shard_size is {shard_size}: must divide the {len(ranks)} ranks")
+    if exchange not in ("flat", "two_hop"):
+        raise ValueError(f"exchange is {exchange!r}: use 'flat' or 'two_hop'")
+    shard = range(mine // size * size, mine // size * size + size)
+    members = [ranks[r] for r in shard]
+    per_node = min(node_size(members, ranks_per_node), size)
+    gather = RowGather(per_node, timeout_s, members)
+    everyone = (RowGather(node_size(ranks, ranks_per_node), timeout_s, ranks)
+                if size < len(ranks) else None)
+    is_part, hops = size < dist.get_world_size(), exchange == "two_hop"
+    if is_part or hops:
+        _require_equal_names(everyone or gather, ranks, size)
+    return Links(
+        rank=mine, shard=shard, per_node=per_node, gather=gather, everyone=everyone,
+        cpu=bytes_group(members, timeout_s) if cpu else None,
+        device=dist.new_group(members, use_local_synchronization=True) if is_part else None,
+        hops=hop_groups(members, per_node, timeout_s) if hops else None)
+
+
+def _require_equal_names(gather: RowGather, ranks: list[int], size: int) -> None:
+    """Raises ValueError, on all ranks, where torch would name a new group of a shard differently on
+    its ranks, which then wait for each other: the name holds the number of groups of a process."""
+    own = len(dist.distributed_c10d._world.pg_names)
+    counts = gather(np.array([own], np.int64)).reshape(-1, size)
+    for first, shard in zip(ranks[::size], counts, strict=True):
+        if len(set(shard.tolist())) > 1:
+            raise ValueError(
+                f"of the {size} ranks from rank {first} some are in {shard.min()} process groups "
+                f"and some in {shard.max()}: make the BalancedDataLoader before groups that only "
+                "some of its ranks are in, or leave out shard_size, group and exchange='two_hop'")
