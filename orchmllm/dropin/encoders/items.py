@@ -8,6 +8,7 @@ together the rank that encodes an item builds the arguments of the encoder.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
@@ -53,13 +54,22 @@ def _as_tensor(meta: np.ndarray, device: torch.device) -> Tensor:
     return torch.from_numpy(np.ascontiguousarray(meta)).to(device)
 
 
-class Layout:
-    """How the arguments of a forward divide into items. A layout also has
+class Layout(ABC):
+    """How the arguments of a forward divide into items."""
 
-    describe(module, inputs) -> the Items among the arguments of a forward; raises ValueError if
-        these do not fit together.
-    rows(meta) -> for each packed tensor (n,), its rows of each item.
-    build(meta, values) -> the encoder's arguments for items of any ranks."""
+    @abstractmethod
+    def describe(self, module: nn.Module, inputs: Mapping[str, Any]) -> Items:
+        """The Items among the arguments of a forward. Raises ValueError if these do not fit
+        together."""
+
+    @abstractmethod
+    def rows(self, meta: np.ndarray) -> list[np.ndarray]:
+        """meta (n, columns) -> for each packed tensor (n,), its rows of each item."""
+
+    @abstractmethod
+    def build(self, meta: np.ndarray, values: tuple[Tensor | None, ...]) -> tuple[Any, ...]:
+        """meta (n, columns) and the packed tensors of n items of any ranks -> the encoder's
+        arguments."""
 
     @property
     def arguments(self) -> tuple[str, ...]:
