@@ -1,7 +1,7 @@
 """Published balancing methods, written from their descriptions, for scripts/bench_peers.py.
 
 Each takes (weight (n,), home (n,), num_ranks, limit in seconds) and returns rank_of (n,). What
-OrchMLLM's Algorithms 1, 2, 4 and 5 compute is what is printed; where the text is not defined, the
+OrchMLLM's Algorithms 1 to 5 compute is what is printed; where the text is not defined, the
 docstring says what was put there.
 """
 
@@ -165,6 +165,22 @@ class _Batch:
         return self.sum < other.sum
 
 
+def algorithm_3(weight, home, num_ranks, limit) -> np.ndarray:
+    """The program of `greedy` batches, line by line: x is (d / c, c) and not Boolean, so that line
+    10 multiplies rows of d by columns of d / c. CVXPY refuses that with a ValueError."""
+    import cvxpy
+    c = 8
+    batch = balance(weight, num_ranks=num_ranks, policy="greedy", home=home)
+    volume = np.zeros((num_ranks, num_ranks))
+    np.add.at(volume, (home, batch), weight)
+    x, max_cost = cvxpy.Variable((num_ranks // c, c)), cvxpy.Variable(1)
+    constraints = [cvxpy.sum(x, axis=0) == c, cvxpy.sum(x, axis=1) == 1]
+    for i in range(num_ranks // c):
+        constraints.append(volume[i * c: i * c + c] @ (1 - x[:, i]) <= max_cost)
+    cvxpy.Problem(cvxpy.Minimize(max_cost), constraints).solve()
+    raise AssertionError("a program without meaning was solved")
+
+
 def algorithm_4(weight, home, num_ranks, limit) -> np.ndarray:
     """The interval, which the paper sets by hand, is a mean length; a queue that is told of
     changes, as otherwise it is Algorithm 1."""
@@ -228,6 +244,7 @@ METHODS: dict[str, Callable] = {
     "Algorithm 1 as printed": algorithm_1,
     "Algorithm 2 as printed": algorithm_2,
     "Algorithms 1 + 3": node_wise("search"),
+    "Algorithm 3 as printed, CVXPY": algorithm_3,
     "Algorithm 4 as printed": algorithm_4,
     "Algorithm 5 as printed": algorithm_5,
     "Algorithms 1 + 3, CVXPY + CBC": node_wise("cbc"),

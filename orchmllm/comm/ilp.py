@@ -12,6 +12,7 @@ nothing is unpickled. The child does not load torch.
 from __future__ import annotations
 
 import json
+import signal
 import socket
 import subprocess
 import sys
@@ -29,7 +30,9 @@ if TYPE_CHECKING:
     from orchmllm.comm.exchange import RowGather
 
 T = TypeVar("T")
-GRACE_S = 60.0  # for writing the program down and for a solver that looks at its clock rarely
+GRACE_S = 60.0  # for starting the process and for writing the program down
+LATE = 1.2  # times its limit, a solver is ended
+CURE = "raise balance.nodewise_limit_s or use solver 'search'"
 
 
 class SharedPrograms:
@@ -78,7 +81,7 @@ class SharedPrograms:
 class ProgramSolver:
     """`assign_nodes` with an integer program's solver, in a child process. Not thread-safe.
 
-    grace_s: seconds beyond its limit after which the child is killed."""
+    grace_s: seconds beyond LATE times its limit after which the child is killed."""
 
     def __init__(self, grace_s: float = GRACE_S) -> None:
         self._grace_s = grace_s
@@ -100,15 +103,17 @@ class ProgramSolver:
             self._pipe.send_bytes(json.dumps(options).encode())
             for array in (source_rank, batch, volume):
                 self._pipe.send_bytes(np.ascontiguousarray(array, np.int64).tobytes())
-            if not self._pipe.poll(limit + self._grace_s):
+            if not self._pipe.poll(LATE * limit + self._grace_s):
                 self.close()
-                raise RuntimeError(f"solver {solver!r} did not stop {self._grace_s:g} s after its "
-                                   f"limit of {limit:g} s and was killed; raise "
-                                   "balance.nodewise_limit_s or use solver 'search'")
+                raise RuntimeError(f"solver {solver!r} had no answer {self._grace_s:g} s after its "
+                                   f"limit of {limit:g} s and was killed; {CURE}")
             error, answer = self._pipe.recv_bytes().decode(), self._pipe.recv_bytes()
         except (EOFError, OSError) as e:
             code = self._exit_code()
             self.close()
+            if code == -signal.SIGALRM:
+                raise RuntimeError(f"solver {solver!r} did not stop within {LATE:g} times its "
+                                   f"limit of {limit:g} s and was ended; {CURE}") from e
             raise RuntimeError(f"the process of solver {solver!r} died (exit code {code}; -9: "
                                "killed, perhaps for its memory)") from e
         if error:
@@ -148,16 +153,19 @@ def _end(process: subprocess.Popen, pipe: Connection) -> None:
 def serve(fd: int) -> None:
     """The child: answers until its parent is gone."""
     pipe = Connection(fd)
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # ends the process, whoever holds the lock
     while True:
         try:
             options = json.loads(pipe.recv_bytes())
             arrays = [np.frombuffer(pipe.recv_bytes(), np.int64) for _ in range(3)]
         except (EOFError, KeyboardInterrupt):
             return
-        error, answer = "", b""
+        error, answer, late = "", b"", LATE * options["limit"]
         try:
-            answer = assign_nodes(*arrays, **options).tobytes()
+            answer = assign_nodes(*arrays, **options, begin=lambda late=late: signal.setitimer(
+                signal.ITIMER_REAL, late)).tobytes()
         except Exception as e:  # raised by the parent
             error = describe(e)
+        signal.setitimer(signal.ITIMER_REAL, 0)
         pipe.send_bytes(error.encode())
         pipe.send_bytes(answer)

@@ -12,12 +12,15 @@ node k: sum_b V[i, b] * (1 - x[b, k]) <= t; minimise t.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
 from orchmllm.plan.balance import _count, as_int64, check_ranks, core
 
 SOLVERS = ("search", "cbc", "highs")
 OBJECTIVES = ("send", "send_receive")
+CBC_SHARE = 0.7  # of the limit: it looks at its clock rarely
 
 
 def assign_nodes(
@@ -30,6 +33,7 @@ def assign_nodes(
     solver: str = "search",
     objective: str = "send",
     limit: float | None = None,
+    begin: Callable[[], None] = lambda: None,
 ) -> np.ndarray:
     """rank_of_batch (num_ranks,) int64, a permutation.
 
@@ -38,6 +42,7 @@ def assign_nodes(
     objective: `send`, or `send_receive` for the larger of what a rank sends and receives.
     limit: for `search` the number of swaps (default 40000), for a solver its seconds
     (default 60).
+    begin: called when the program is written and the solver is about to begin.
     Raises ValueError for malformed input, an unknown solver or objective, and RuntimeError if a
     solver finds nothing within its limit.
     """
@@ -56,7 +61,7 @@ def assign_nodes(
         return core().nodewise(source_rank, batch, volume, num_ranks, ranks_per_node, receives,
                                steps)
     node_of = _solve(source_rank, batch, volume, num_ranks, ranks_per_node, receives,
-                     solver, 60.0 if limit is None else float(limit))
+                     solver, 60.0 if limit is None else float(limit), begin)
     rank_of = np.empty(num_ranks, np.int64)  # inside a node in ascending order of batch
     rank_of[np.argsort(node_of, kind="stable")] = np.arange(num_ranks)
     return rank_of
@@ -64,7 +69,7 @@ def assign_nodes(
 
 def _solve(
     source_rank: np.ndarray, batch: np.ndarray, volume: np.ndarray, num_ranks: int,
-    ranks_per_node: int, receives: bool, solver: str, seconds: float,
+    ranks_per_node: int, receives: bool, solver: str, seconds: float, begin: Callable[[], None],
 ) -> np.ndarray:
     """(d,) node of each batch, best found by the solver."""
     try:
@@ -94,10 +99,13 @@ def _solve(
     if receives:
         constraints.append(np.bincount(batch, volume / scale, num_ranks) - kept(batch) @ x <= bound)
     problem = cvxpy.Problem(cvxpy.Minimize(bound), constraints)
-    options = ({"solver": cvxpy.CBC, "maximumSeconds": seconds} if solver == "cbc"
-               else {"solver": cvxpy.HIGHS, "time_limit": seconds})
+    name, options = {"cbc": (cvxpy.CBC, {"maximumSeconds": CBC_SHARE * seconds}),
+                     "highs": (cvxpy.HIGHS, {"time_limit": seconds})}[solver]
+    data, chain, inverse = problem.get_problem_data(name)
+    begin()
     try:
-        problem.solve(**options)
+        problem.unpack_results(chain.solve_via_data(problem, data, solver_opts=options), chain,
+                               inverse)
     except cvxpy.error.SolverError as error:
         raise RuntimeError(f"{solver} failed within {seconds} s: {error}") from error
     if x.value is None:

@@ -11,6 +11,8 @@ import pytest
 import orchmllm.plan.assign as phases
 from orchmllm.comm.ilp import ProgramSolver
 from orchmllm.config import RecipeError, load_recipe
+from orchmllm.estimate.workload import sample_layout
+from orchmllm.plan.balance import balance
 from orchmllm.plan.nodewise import assign_nodes
 from orchmllm.plan.step import BalanceConfig, PhasePolicy
 from orchmllm.trainer import Trainer
@@ -83,7 +85,7 @@ def test_one_rank_solves_for_all(solver, num_ranks, accumulation_steps):
 @pytest.mark.parametrize("solver, text", [
     ("raises", "rank 0 (also ranks [1, 2]) failed: RuntimeError: no licence"),
     ("killed", "the process of solver 'highs' died (exit code -9"),
-    ("late", "did not stop 0 s after its limit of 0.01 s and was killed"),
+    ("late", "had no answer 0 s after its limit of 0.01 s and was killed"),
 ])
 def test_a_solver_that_fails_fails_on_all_ranks(solver, text):
     results = run_ranks(digests_and_losses, 3,
@@ -104,6 +106,20 @@ def test_a_child_process_answers_like_the_library():
     process = solver.process
     del solver
     assert process.poll() is not None  # ended and waited for
+
+
+@needs_solvers
+def test_a_solver_that_ignores_its_limit_is_ended():
+    """CBC looks at its clock rarely: it needs a tenth of a second here, whatever its limit."""
+    layout, solver = sample_layout("84b", num_ranks=128, batch_size=60, seed=0), ProgramSolver()
+    weight, home = layout.tokens_per_example, layout.rank_of_example
+    problem = home, balance(weight, num_ranks=128, policy="greedy", home=home), weight
+    text = r"1\.2 times its limit of 0\.01 s and was ended; raise balance\.nodewise_limit_s"
+    few = [part[:20] % 8 for part in problem]
+    found = solver(*few, num_ranks=8, ranks_per_node=4, solver="cbc", limit=20.0)
+    assert sorted(found) == list(range(8))
+    with pytest.raises(RuntimeError, match=text):
+        solver(*problem, num_ranks=128, ranks_per_node=8, solver="cbc", limit=.01)
 
 
 def test_a_recipe_names_what_is_missing(tmp_path, monkeypatch):

@@ -27,3 +27,9 @@ def test_every_item_has_a_rank(name: str) -> None:
     assert rank_of.shape == (64,) and rank_of.min() >= 0 and rank_of.max() < 8
     if name in ("equal-size KK", "equal-count LPT"):
         assert np.bincount(rank_of).tolist() == [8] * 8
+
+
+def test_algorithm_3_as_printed_is_refused() -> None:
+    pytest.importorskip("cvxpy")
+    with pytest.raises(ValueError, match="Incompatible dimensions"):
+        METHODS["Algorithm 3 as printed, CVXPY"](np.ones(64, np.int64), np.arange(64) // 4, 16, 1.0)
