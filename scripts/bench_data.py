@@ -31,7 +31,7 @@ from orchmllm.data.index import build_index
 from orchmllm.data.lengths import LengthReader
 from orchmllm.data.media.headers import audio_header, image_header
 from orchmllm.data.tokenizer import ChatTokenizer
-from orchmllm.plan.layout import AudioGeometry, VisionGeometry
+from orchmllm.plan.geometry import AudioGeometry, VisionGeometry
 
 WORDS = ("what is the colour of this small round thing on a table near two people who walk along "
          "the river while it rains and somebody plays").split()

@@ -16,7 +16,8 @@ from orchmllm.batch import IGNORE_INDEX
 from orchmllm.data.dataset import ConversationDataset
 from orchmllm.data.media.headers import audio_header, image_header
 from orchmllm.data.media.medium import MediaError
-from orchmllm.plan.layout import TEXT, VISION, VisionGeometry
+from orchmllm.plan.geometry import VisionGeometry
+from orchmllm.plan.layout import TEXT, VISION
 
 GREEN, DIM, RESET = "\x1b[32m", "\x1b[2m", "\x1b[0m"
 THUMBNAIL_HEIGHT = 160  # pixels on the page

@@ -29,7 +29,8 @@ from orchmllm.data.media.video import pictures, ppm
 from orchmllm.data.sequence import token_ids_and_labels
 from orchmllm.data.storage.remote import NOWHERE, RemoteFile, Storage, fetch_ahead
 from orchmllm.data.tokenizer import ChatTokenizer, Piece
-from orchmllm.plan.layout import AUDIO, TEXT, VISION, AudioGeometry, ExampleLayout, VisionGeometry
+from orchmllm.plan.geometry import AudioGeometry, VisionGeometry
+from orchmllm.plan.layout import AUDIO, TEXT, VISION, ExampleLayout
 
 MEASURED_AT_ONCE = 64  # rows that are in memory with what they hold
 CACHED_BYTES = 256 << 20  # of media that rows hold themselves

@@ -18,15 +18,8 @@ from orchmllm.data.media.headers import audio_header, audio_lengths, image_heade
 from orchmllm.data.media.medium import OUT_OF, MediaError, Medium, RowError
 from orchmllm.data.storage.remote import fetch_ahead
 from orchmllm.data.tokenizer import ChatTokenizer, Piece
-from orchmllm.plan.layout import (
-    TEXT,
-    VISION,
-    AudioGeometry,
-    ExampleLayout,
-    SegmentLengths,
-    VisionGeometry,
-    segment_lengths,
-)
+from orchmllm.plan.geometry import AudioGeometry, SegmentLengths, VisionGeometry, segment_lengths
+from orchmllm.plan.layout import TEXT, VISION, ExampleLayout
 
 _TOO_LONG = 1 << 30  # of a medium after the cut, whatever its length
 

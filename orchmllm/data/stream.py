@@ -30,7 +30,7 @@ from orchmllm.data.formats.open import (
 from orchmllm.data.formats.rows import RowStore
 from orchmllm.data.sampler import Mixture
 from orchmllm.data.storage.remote import RemoteFile, Storage, fetch_ahead
-from orchmllm.plan.layout import AudioGeometry, VisionGeometry
+from orchmllm.plan.geometry import AudioGeometry, VisionGeometry
 
 WINDOW = 256  # rows that are shuffled together
 

@@ -12,17 +12,14 @@ import torch
 from orchmllm.batch import IGNORE_INDEX, Example
 from orchmllm.config import DataConfig, FsdpConfig, Recipe, RunConfig, TrainConfig
 from orchmllm.models.config import AudioConfig, LLMConfig, ModelConfig, VisionConfig
-from orchmllm.plan.layout import (
-    AUDIO,
-    TEXT,
-    VISION,
+from orchmllm.plan.geometry import (
     AudioGeometry,
     AudioHeader,
-    ExampleLayout,
     ImageHeader,
     VisionGeometry,
     segment_lengths,
 )
+from orchmllm.plan.layout import AUDIO, TEXT, VISION, ExampleLayout
 
 VOCAB = 64
 MODEL = ModelConfig(

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from orchmllm.batch import IGNORE_INDEX
 from orchmllm.plan.cost import CostModel
-from orchmllm.plan.layout import MODALITIES, TEXT, BatchLayout, ExampleLayout, SegmentLengths
+from orchmllm.plan.geometry import SegmentLengths
+from orchmllm.plan.layout import MODALITIES, TEXT, BatchLayout, ExampleLayout
 from orchmllm.plan.step import RankPlan
 
 

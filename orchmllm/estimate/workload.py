@@ -15,15 +15,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from orchmllm.models.config import AudioConfig, LLMConfig, ModelConfig, VisionConfig
-from orchmllm.plan.layout import (
-    AUDIO,
-    TEXT,
-    VISION,
-    AudioHeader,
-    BatchLayout,
-    ImageHeader,
-    segment_lengths,
-)
+from orchmllm.plan.geometry import AudioHeader, ImageHeader, segment_lengths
+from orchmllm.plan.layout import AUDIO, TEXT, VISION, BatchLayout
 
 # OrchMLLM Table 1: layers / hidden / ffn, downsampling and image bound of the three sizes.
 MODELS: dict[str, ModelConfig] = {

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from orchmllm.plan.layout import AudioGeometry, VisionGeometry
+from orchmllm.plan.geometry import AudioGeometry, VisionGeometry
 from orchmllm.recipe.schema import Conflict, key, section
 
 # Of CLIP: mean and standard deviation of red, green and blue, of pixels scaled to [0, 1].

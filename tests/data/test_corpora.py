@@ -13,7 +13,8 @@ from orchmllm.config import SourceConfig, load_recipe
 from orchmllm.data.dataset import ConversationDataset
 from orchmllm.data.sampler import MixtureSampler, make_sampler
 from orchmllm.data.tokenizer import ChatTokenizer
-from orchmllm.plan.layout import AUDIO, TEXT, VISION, AudioGeometry, VisionGeometry
+from orchmllm.plan.geometry import AudioGeometry, VisionGeometry
+from orchmllm.plan.layout import AUDIO, TEXT, VISION
 from tests.lib.corpora import write_librispeech_hf, write_paper_mix
 from tests.lib.recipes import RECIPES
 

@@ -15,14 +15,8 @@ from orchmllm.data.formats.conversation import Turn
 from orchmllm.data.media.headers import audio_header, image_header
 from orchmllm.data.media.medium import MediaError, Medium
 from orchmllm.data.tokenizer import ChatTokenizer
-from orchmllm.plan.layout import (
-    AUDIO,
-    TEXT,
-    VISION,
-    AudioGeometry,
-    VisionGeometry,
-    segment_lengths,
-)
+from orchmllm.plan.geometry import AudioGeometry, VisionGeometry, segment_lengths
+from orchmllm.plan.layout import AUDIO, TEXT, VISION
 from tests.lib.commands import make_demo_data
 
 VISION_GEOMETRY, AUDIO_GEOMETRY = VisionGeometry(max_side=224), AudioGeometry()

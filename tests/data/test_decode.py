@@ -10,7 +10,7 @@ from orchmllm.data.media import headers
 from orchmllm.data.media.decode import decode_audio, decode_image, patchify
 from orchmllm.data.media.headers import audio_header, image_header
 from orchmllm.data.media.medium import MediaError
-from orchmllm.plan.layout import (
+from orchmllm.plan.geometry import (
     AudioGeometry,
     AudioHeader,
     ImageHeader,

@@ -15,7 +15,8 @@ from orchmllm.data.media.decode import decode_audio, decode_image
 from orchmllm.data.media.headers import audio_header, image_header
 from orchmllm.data.media.medium import Medium
 from orchmllm.data.tokenizer import ChatTokenizer
-from orchmllm.plan.layout import AUDIO, VISION, AudioGeometry, VisionGeometry, segment_lengths
+from orchmllm.plan.geometry import AudioGeometry, VisionGeometry, segment_lengths
+from orchmllm.plan.layout import AUDIO, VISION
 from tests.lib.tokenizers import SPECIAL, write_tokenizer
 
 VISION_GEOMETRY, AUDIO_GEOMETRY = VisionGeometry(max_side=224), AudioGeometry()

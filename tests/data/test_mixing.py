@@ -17,8 +17,9 @@ from orchmllm.data.sampler import CappedSampler, GlobalSampler, make_sampler, sh
 from orchmllm.data.stats import global_batches
 from orchmllm.data.stream import StreamDataset
 from orchmllm.data.tokenizer import ChatTokenizer
+from orchmllm.plan.geometry import AudioGeometry, VisionGeometry
 from orchmllm.plan.grouping import capped
-from orchmllm.plan.layout import VISION, AudioGeometry, VisionGeometry
+from orchmllm.plan.layout import VISION
 from orchmllm.plan.step import BalanceConfig
 from orchmllm.runtime.build import build_dataset
 from orchmllm.runtime.run_state import check_resumable, resume_keys

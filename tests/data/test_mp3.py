@@ -16,7 +16,8 @@ from orchmllm.data.media.decode import decode_audio
 from orchmllm.data.media.framing import _frame
 from orchmllm.data.media.headers import audio_header
 from orchmllm.data.media.medium import MediaError, Medium
-from orchmllm.plan.layout import AUDIO, AudioGeometry, segment_lengths
+from orchmllm.plan.geometry import AudioGeometry, segment_lengths
+from orchmllm.plan.layout import AUDIO
 from tests.lib.formats import write_jsonl
 from tests.lib.tokenizers import write_tokenizer
 

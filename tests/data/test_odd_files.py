@@ -23,7 +23,8 @@ from orchmllm.data.media.headers import audio_header, image_header
 from orchmllm.data.media.kinds import KINDS, MODALITY_OF, VIDEO
 from orchmllm.data.media.medium import MediaError, Medium, RowError, VideoSampling
 from orchmllm.data.media.video import expand, pictures
-from orchmllm.plan.layout import AUDIO, VISION, AudioGeometry, VisionGeometry, segment_lengths
+from orchmllm.plan.geometry import AudioGeometry, VisionGeometry, segment_lengths
+from orchmllm.plan.layout import AUDIO, VISION
 from tests.lib.videos import CLIPS, LATER, write_clip, write_video
 
 GEOMETRY = {VISION: VisionGeometry(max_side=448), AUDIO: AudioGeometry()}

@@ -21,7 +21,8 @@ from orchmllm.data.formats.conversation import media_of
 from orchmllm.data.formats.rows import parse_json
 from orchmllm.data.media.root import MediaRoot
 from orchmllm.data.tokenizer import ChatTokenizer
-from orchmllm.plan.layout import AUDIO, TEXT, VISION, AudioGeometry, VisionGeometry
+from orchmllm.plan.geometry import AudioGeometry, VisionGeometry
+from orchmllm.plan.layout import AUDIO, TEXT, VISION
 from tests.lib.commands import python
 from tests.lib.formats import as_dataset, write_jsonl, write_media
 from tests.lib.tokenizers import write_tokenizer

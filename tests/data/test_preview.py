@@ -15,7 +15,7 @@ from orchmllm.cli.data import dataset_of, main
 from orchmllm.cli.data_preview import on_terminal, stretches, unpatchify
 from orchmllm.config import load_recipe
 from orchmllm.data.media.decode import patchify
-from orchmllm.plan.layout import VisionGeometry
+from orchmllm.plan.geometry import VisionGeometry
 from tests.lib.formats import QUESTIONS, llava_row, write_jsonl, write_media
 from tests.lib.tokenizers import write_tokenizer
 

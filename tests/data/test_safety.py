@@ -21,7 +21,8 @@ from orchmllm.data.media.decode import decode_audio, decode_image
 from orchmllm.data.media.headers import audio_header, image_header
 from orchmllm.data.media.medium import MediaError, Medium, RowError
 from orchmllm.data.tokenizer import ChatTokenizer, Turn
-from orchmllm.plan.layout import AUDIO, VISION, AudioGeometry, VisionGeometry
+from orchmllm.plan.geometry import AudioGeometry, VisionGeometry
+from orchmllm.plan.layout import AUDIO, VISION
 from tests.lib.broken import Sentinel, flac_expanding, png_claiming, wav_claiming
 from tests.lib.commands import ROOT
 from tests.lib.formats import QUESTIONS, as_dataset, llava_row, write_media

@@ -18,7 +18,7 @@ from orchmllm.data.media.headers import image_header
 from orchmllm.data.media.medium import MediaError
 from orchmllm.data.preprocess.handshake import identity_of
 from orchmllm.data.stream import StreamDataset
-from orchmllm.plan.layout import AudioGeometry, VisionGeometry
+from orchmllm.plan.geometry import AudioGeometry, VisionGeometry
 from tests.data.test_safety import write_tar
 from tests.lib.formats import llava_row, write_jsonl
 from tests.lib.sources import opened

@@ -13,7 +13,7 @@ from orchmllm.config import SourceConfig
 from orchmllm.data.dataset import ConversationDataset
 from orchmllm.data.stream import LogicalShard, StoreUnit, StreamDataset
 from orchmllm.data.tokenizer import ChatTokenizer
-from orchmllm.plan.layout import AudioGeometry, VisionGeometry
+from orchmllm.plan.geometry import AudioGeometry, VisionGeometry
 from tests.lib.formats import QUESTIONS, llava_row, write_jsonl, write_media, write_tar
 from tests.lib.tokenizers import write_tokenizer
 

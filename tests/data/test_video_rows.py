@@ -13,7 +13,8 @@ from orchmllm.cli.data import dataset_of, main
 from orchmllm.config import SourceConfig, load_recipe
 from orchmllm.data.dataset import ConversationDataset
 from orchmllm.data.tokenizer import ChatTokenizer
-from orchmllm.plan.layout import AUDIO, VISION, AudioGeometry, VisionGeometry
+from orchmllm.plan.geometry import AudioGeometry, VisionGeometry
+from orchmllm.plan.layout import AUDIO, VISION
 from tests.lib.commands import ROOT
 from tests.lib.formats import write_jsonl
 from tests.lib.ranks import run_ranks

@@ -17,7 +17,8 @@ from orchmllm.data.media.frames import VideoHeader
 from orchmllm.data.media.headers import audio_header
 from orchmllm.data.media.medium import MediaError, Medium, RowError, VideoSampling
 from orchmllm.data.media.video import chosen, expand, pictures
-from orchmllm.plan.layout import AUDIO, VISION, AudioGeometry, VisionGeometry, segment_lengths
+from orchmllm.plan.geometry import AudioGeometry, VisionGeometry, segment_lengths
+from orchmllm.plan.layout import AUDIO, VISION
 from tests.data.test_media_kinds import variants
 from tests.lib.videos import CLIPS, SIZE, VIDEOS, write_clip, write_video
 

@@ -8,7 +8,7 @@ from orchmllm.config import SourceConfig
 from orchmllm.data.dataset import ConversationDataset
 from orchmllm.data.storage.remote import NOWHERE, Storage
 from orchmllm.data.tokenizer import ChatTokenizer
-from orchmllm.plan.layout import AudioGeometry, VisionGeometry
+from orchmllm.plan.geometry import AudioGeometry, VisionGeometry
 
 
 def opened(path: Path | str, tokenizer: ChatTokenizer, folder: Path, storage: Storage = NOWHERE,

@@ -35,7 +35,8 @@ from orchmllm.models.flops import (
     phase_work,
 )
 from orchmllm.plan.cost import CostModel
-from orchmllm.plan.layout import AUDIO, AudioGeometry, AudioHeader, segment_lengths
+from orchmllm.plan.geometry import AudioGeometry, AudioHeader, segment_lengths
+from orchmllm.plan.layout import AUDIO
 from orchmllm.plan.step import BalanceConfig, PhasePolicy, plan_step
 from orchmllm.train import main
 from tests.lib.gradients import Case, all_gradients, reference_gradients, worst_difference

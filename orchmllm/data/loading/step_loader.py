@@ -16,7 +16,8 @@ from orchmllm.data.loading.pipeline import Pipeline
 from orchmllm.data.preprocess.handshake import Servers
 from orchmllm.data.sampler import GlobalSampler
 from orchmllm.orchestrator import Orchestrator
-from orchmllm.plan.layout import AudioGeometry, ExampleLayout, VisionGeometry
+from orchmllm.plan.geometry import AudioGeometry, VisionGeometry
+from orchmllm.plan.layout import ExampleLayout
 
 __all__ = ["Dataset", "Step", "StepLoader"]
 

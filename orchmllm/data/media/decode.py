@@ -20,7 +20,7 @@ from orchmllm.data.media.headers import (
     orientation,
 )
 from orchmllm.data.media.medium import MediaError, MediumSource, medium_of, reading
-from orchmllm.plan.layout import AudioGeometry, ImageHeader, VisionGeometry
+from orchmllm.plan.geometry import AudioGeometry, ImageHeader, VisionGeometry
 
 
 def _to_rgb(image):

@@ -25,7 +25,7 @@ from orchmllm.data.media.medium import (
     medium_of,
     reading,
 )
-from orchmllm.plan.layout import (
+from orchmllm.plan.geometry import (
     AudioGeometry,
     AudioHeader,
     ImageHeader,

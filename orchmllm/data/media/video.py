@@ -21,7 +21,8 @@ from orchmllm.data.media.medium import (
     VideoSampling,
     head_of,
 )
-from orchmllm.plan.layout import AUDIO, VISION, ImageHeader, VisionGeometry
+from orchmllm.plan.geometry import ImageHeader, VisionGeometry
+from orchmllm.plan.layout import AUDIO, VISION
 
 _UNUSED = ("video_start", "video_end", "min_frames")  # of Qwen's content parts
 

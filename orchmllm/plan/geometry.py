@@ -1,0 +1,140 @@
+"""How a medium becomes rows, positions and tokens: its lengths, from its header alone.
+
+`segment_lengths` is the one function per modality that turns a media header into lengths; decoding
+asserts that it produces exactly `rows`, the encoder that it produces exactly `num_tokens`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+
+class ImageHeader(NamedTuple):
+    """Size in pixels as displayed, i.e. after the EXIF orientation."""
+
+    width: int
+    height: int
+
+
+class AudioHeader(NamedTuple):
+    """Samples per channel and their rate in Hz."""
+
+    num_samples: int
+    sample_rate: int
+
+
+class SegmentLengths(NamedTuple):
+    """Lengths of one segment.
+
+    rows: rows that travel to the encoder (image patches; mel frames; 0 for text).
+    attn_len: positions the encoder's attention sees (patches; frames after the convolutions).
+    num_tokens: LLM positions it becomes after the connector.
+    grid: (t, h, w); (1, h, w) patches for an image, (1, 1, rows) for audio, (0, 0, 0) for text.
+    """
+
+    rows: int
+    attn_len: int
+    num_tokens: int
+    grid: tuple[int, int, int]
+
+
+@dataclass(frozen=True)
+class VisionGeometry:
+    """How an image becomes patches and tokens (OrchMLLM section 8, "Input preprocessing").
+
+    patch_size: pixels per patch side. merge_size: the connector merges merge_size x merge_size
+    patches into one token (1: no downsampling). max_side: pixels; only larger images are resized.
+    segment_lengths raises ValueError for an empty image."""
+
+    patch_size: int = 14
+    merge_size: int = 2
+    max_side: int = 448
+
+    @property
+    def row_size(self) -> int:
+        """Values per patch: RGB pixels."""
+        return 3 * self.patch_size**2
+
+    @property
+    def row_bytes(self) -> int:
+        """Pixels travel as uint8 and are normalised by the encoder."""
+        return self.row_size
+
+    def resized(self, header: ImageHeader) -> tuple[int, int]:
+        """(width, height) in pixels to which the image is resized: multiples of
+        patch_size * merge_size, at least one unit a side, the long side at most max_side."""
+        unit = self.patch_size * self.merge_size
+        scale = min(1.0, self.max_side / max(header.width, header.height))
+        limit = max(1, self.max_side // unit)
+        width = min(limit, max(1, int(header.width * scale / unit + 0.5)))
+        height = min(limit, max(1, int(header.height * scale / unit + 0.5)))
+        return width * unit, height * unit
+
+    def segment_lengths(self, header: ImageHeader) -> SegmentLengths:
+        if header.width < 1 or header.height < 1:
+            raise ValueError(f"image size {header.width}x{header.height}: both must be >= 1 pixel")
+        width, height = self.resized(header)
+        h, w = height // self.patch_size, width // self.patch_size
+        return SegmentLengths(h * w, h * w, h * w // self.merge_size**2, (1, h, w))
+
+
+@dataclass(frozen=True)
+class AudioGeometry:
+    """How a clip becomes log-mel frames, encoder positions and tokens (Whisper's front end).
+
+    sample_rate: Hz after resampling. hop_length: samples per frame. num_mels: values per frame.
+    stack: the connector joins `stack` encoder positions into one token (the last group of a clip is
+    filled with zeros). window_frames: every clip is filled with silence to so many frames, and a
+    longer one is an error; 0: a clip keeps its length. segment_lengths raises ValueError for an
+    empty clip, and one beyond the window."""
+
+    sample_rate: int = 16000
+    hop_length: int = 160
+    num_mels: int = 80
+    stack: int = 2
+    window_frames: int = 0
+
+    @property
+    def row_size(self) -> int:
+        return self.num_mels
+
+    @property
+    def row_bytes(self) -> int:
+        """Frames travel as float32."""
+        return 4 * self.num_mels
+
+    def resampled(self, header: AudioHeader) -> int:
+        """Samples after resampling to `sample_rate`, rounded up."""
+        return -(-header.num_samples * self.sample_rate // header.sample_rate)
+
+    def conv_frames(self, frames: int) -> int:
+        """Positions after Whisper's stride-2 convolution (kernel 3, padding 1)."""
+        return (frames + 1) // 2
+
+    def segment_lengths(self, header: AudioHeader) -> SegmentLengths:
+        if header.num_samples < 1 or header.sample_rate < 1:
+            raise ValueError(
+                f"audio of {header.num_samples} samples at {header.sample_rate} Hz: both must be "
+                ">= 1"
+            )
+        frames = -(-self.resampled(header) // self.hop_length)
+        if self.window_frames:
+            if frames > self.window_frames:
+                window_s = self.window_frames * self.hop_length / self.sample_rate
+                raise ValueError(
+                    f"audio of {header.num_samples / header.sample_rate:.6g} s is longer than the "
+                    f"window of {window_s:g} s: cut the clip, or use model.audio.mode=packed")
+            frames = self.window_frames
+        positions = self.conv_frames(frames)
+        return SegmentLengths(frames, positions, -(-positions // self.stack), (1, 1, frames))
+
+
+def segment_lengths(
+    geometry: VisionGeometry | AudioGeometry | None, header: ImageHeader | AudioHeader | int
+) -> SegmentLengths:
+    """Lengths of one segment from its header alone; text has no geometry and its header is its
+    number of tokens. Raises ValueError for an empty image or clip."""
+    if geometry is None:
+        return SegmentLengths(0, 0, int(header), (0, 0, 0))
+    return geometry.segment_lengths(header)
