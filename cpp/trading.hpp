@@ -115,6 +115,7 @@ class Trading {
     const i64 amount = std::min(need, room);
     if (how == kWhatFits) return give(a, b, amount, 0);
     if (how == kSingle && amount > s_.typical) return give(a, b, amount, s_.typical);
+    if (how == kSingle && width_ > 1 && room < need / 4) return false;  // moves much for little
     const Window window{need <= room ? need : std::max<i64>(1, room - waste_), room};
     const Window half{1 + amount / 2, room};  // with no exact end, what takes half of it off
     const auto allows = [&] {

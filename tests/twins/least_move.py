@@ -145,6 +145,8 @@ class Trading:
             return self.give(a, b, amount, 0)
         if way == SINGLE and amount > self.s.typical:
             return self.give(a, b, amount, self.s.typical)
+        if way == SINGLE and self.width > 1 and room < need // 4:
+            return False
         low = need if need <= room else max(1, room - self.waste)
         mine, theirs = self.items(a), self.items(b)
         if way == SINGLE:
