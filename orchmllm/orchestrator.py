@@ -166,7 +166,7 @@ class Orchestrator:
         if self._hop_groups is None:
             return mine
         layout = plan.layout
-        segments = {m: layout.segments_of(code) for m, code in ENCODERS.items()}
+        segments = {m: layout.segments[code] for m, code in ENCODERS.items()}
         return replace(
             mine,
             encode={m: self._routed(e, plan.encode[m], layout.rows[segments[m]])

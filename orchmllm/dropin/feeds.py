@@ -185,7 +185,7 @@ class ExampleFeed:
                 raise TypeError(f"example {i} is a {type(e).__name__}: with the media of a Phase "
                                 "it must be a dict")
         for name, phase in self.collator.phases.items():
-            example = layout.example_of_segment[layout.segments_of(ENCODERS[name])]
+            example = layout.example_of_segment[layout.segments[ENCODERS[name]]]
             said = np.bincount(example, minlength=len(examples)).tolist()
             for i, held in enumerate(len(e[phase.media]) for e in examples):
                 if held != said[i]:

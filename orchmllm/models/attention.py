@@ -132,13 +132,13 @@ def sdpa_per_sequence(
     k, v: with as many or fewer heads."""
     # Neighbours of equal length share a call: images of one size are common, and forward and
     # backward of short sequences cost mostly calls (4x at 16 rows each, 1.4x at 64).
-    runs = [(n, len(list(same))) for n, same in groupby(n for n in seqlens.lengths if n > 0)]
+    runs = [(n, len(list(same))) for n, same in groupby([n for n in seqlens.lengths if n > 0])]
     rows = [n * count for n, count in runs]
     outputs = []
     # split, not slices: its backward is one concatenation instead of a zero-filled (T, H, Dh)
     # gradient per sequence.
     for (n, count), *qkv in zip(runs, q.split(rows), k.split(rows), v.split(rows), strict=True):
-        qr, kr, vr = (x.unflatten(0, (count, n)).transpose(1, 2) for x in qkv)
+        qr, kr, vr = [x.unflatten(0, (count, n)).transpose(1, 2) for x in qkv]
         out = F.scaled_dot_product_attention(
             qr, kr, vr, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1]
         )

@@ -58,7 +58,7 @@ def phase_lengths(layout: BatchLayout, phase: str) -> Lengths:
     if phase == "llm":
         tokens = layout.tokens_per_example
         return Lengths(tokens, tokens, tokens)
-    seg = layout.segments_of(ENCODERS[phase])
+    seg = layout.segments[ENCODERS[phase]]
     return Lengths(layout.rows[seg], layout.attn_len[seg], layout.num_tokens[seg])
 
 

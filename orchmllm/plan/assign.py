@@ -200,14 +200,14 @@ def _groups(layout: BatchLayout, spec: PlanSpec) -> Iterator[tuple[int, BatchLay
 
 def _owner(layout: BatchLayout, phase: str) -> np.ndarray:
     """(s_m,) example of each of the phase's segments."""
-    return layout.example_of_segment[layout.segments_of(ENCODERS[phase])]
+    return layout.example_of_segment[layout.segments[ENCODERS[phase]]]
 
 
 def _assign_encoder(
     layout: BatchLayout, phase: str, rank_of_example: np.ndarray, spec: PlanSpec,
     solve: NodeSolver,
 ) -> np.ndarray:
-    seg = layout.segments_of(ENCODERS[phase])
+    seg = layout.segments[ENCODERS[phase]]
     home = rank_of_example[layout.example_of_segment[seg]]
     lengths = layout.attn_len[seg]
     pieces = None
@@ -235,7 +235,7 @@ def _assign_whole_examples(
     cost = spec.costs["llm"](layout.tokens_per_example)
     for phase, modality in ENCODERS.items():
         np.add.at(cost, _owner(layout, phase),
-                  spec.costs[phase](layout.attn_len[layout.segments_of(modality)]))
+                  spec.costs[phase](layout.attn_len[layout.segments[modality]]))
     pieces = example_pieces(layout, None, spec.feature_bytes) if spec.balance.llm.nodewise else None
     llm = _assign("llm", layout.tokens_per_example, cost, layout.rank_of_example, pieces,
                   layout.num_ranks, spec, solve)
@@ -290,7 +290,7 @@ def assign_microbatches(layout: BatchLayout, spec: PlanSpec, num_microbatches: i
         if phase == "llm":
             cost[:, p] = spec.costs[phase](layout.tokens_per_example)
         else:
-            lengths = layout.attn_len[layout.segments_of(ENCODERS[phase])]
+            lengths = layout.attn_len[layout.segments[ENCODERS[phase]]]
             np.add.at(cost[:, p], _owner(layout, phase), spec.costs[phase](lengths))
     return balancing.assign_microbatches(cost, num_microbatches)
 

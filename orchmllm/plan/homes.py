@@ -38,7 +38,7 @@ def example_pieces(
     sampling rank), text on the sampling rank. encode: modality -> (segments,) encoder ranks."""
     rank = layout.rank_of_example[layout.example_of_segment]
     for phase, rank_of in (encode or {}).items():
-        rank[layout.segments_of(ENCODERS[phase])] = rank_of
+        rank[layout.segments[ENCODERS[phase]]] = rank_of
     return Pieces(rank, layout.example_of_segment, segment_bytes(layout, feature_bytes))
 
 

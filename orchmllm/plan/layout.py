@@ -140,12 +140,9 @@ class BatchLayout:
         return np.diff(total)
 
     @cached_property
-    def _segments(self) -> list[np.ndarray]:
-        return [np.flatnonzero(self.modality == m) for m in (TEXT, *ENCODERS.values())]
-
-    def segments_of(self, modality: int) -> np.ndarray:
-        """Indices of one modality's segments, in source order."""
-        return self._segments[modality]
+    def segments(self) -> list[np.ndarray]:
+        """By modality, the indices of its segments, in source order."""
+        return [np.flatnonzero(self.modality == m) for m in MODALITIES.values()]
 
     def places(self, segments: np.ndarray) -> np.ndarray:
         """(k, 2) [position of the example in the batch, segment within it] of k segments."""

@@ -56,7 +56,7 @@ def build_plan(
     llm_move = Rearrangement.from_rank_of(llm, layout.examples_per_rank)
     encode_moves, feature_moves = {}, {}
     for phase, modality in ENCODERS.items():
-        seg = layout.segments_of(modality)
+        seg = layout.segments[modality]
         counts = np.bincount(layout.example_of_segment[seg], minlength=layout.num_examples)
         sizes = np.bincount(layout.rank_of_example[layout.example_of_segment[seg]],
                             minlength=layout.num_ranks).astype(np.int64)
@@ -108,13 +108,13 @@ class StepPlan:
         """Length of each of a phase's items in source order, as its cost model takes it."""
         if phase == "llm":
             return self.layout.tokens_per_example
-        return self.layout.attn_len[self.layout.segments_of(ENCODERS[phase])]
+        return self.layout.attn_len[self.layout.segments[ENCODERS[phase]]]
 
     def items_of(self, phase: str, rank: int) -> tuple[np.ndarray, np.ndarray]:
         """(length, dataset index of the example) of each item that a rank processes."""
         items, ids = self.rearrangement(phase).items_on(rank), self.layout.example_id
         if phase != "llm":
-            ids = ids[self.layout.example_of_segment[self.layout.segments_of(ENCODERS[phase])]]
+            ids = ids[self.layout.example_of_segment[self.layout.segments[ENCODERS[phase]]]]
         return self.item_lengths(phase)[items], ids[items]
 
     def phase_cost(self, phase: str) -> tuple[np.ndarray, np.ndarray]:
@@ -169,7 +169,7 @@ class StepPlan:
         layout, inputs_move = self.layout, self.spec.balance.dispatch != "load"
         if phase == "llm":
             return [(self.llm, layout.tokens_per_example * TEXT_BYTES)] if inputs_move else []
-        seg = layout.segments_of(ENCODERS[phase])
+        seg = layout.segments[ENCODERS[phase]]
         features = layout.num_tokens[seg] * self.spec.feature_bytes
         out = [(self.feature[phase], features[self.encode[phase].order])]
         if inputs_move:
@@ -182,7 +182,7 @@ class StepPlan:
         encode, feature, media, grid, scatter = {}, {}, {}, {}, {}
         examples = self.llm.items_on(rank)
         for phase, modality in ENCODERS.items():
-            seg = layout.segments_of(modality)
+            seg = layout.segments[modality]
             if not len(seg):
                 encode[phase] = feature[phase] = no_exchange(layout.num_ranks)
                 grid[phase], media[phase] = np.zeros((0, 3), np.int64), np.zeros((0, 2), np.int64)

@@ -57,7 +57,7 @@ def example_costs(layout: BatchLayout, spec: PlanSpec) -> dict[str, np.ndarray]:
     out = {"llm": spec.costs["llm"](layout.tokens_per_example)}
     for phase, modality in ENCODERS.items():
         values = np.zeros(len(layout.modality), np.int64)
-        mine = layout.segments_of(modality)
+        mine = layout.segments[modality]
         values[mine] = spec.costs[phase](layout.attn_len[mine])
         out[phase] = layout.sum_segments(values)
     return out
@@ -88,7 +88,7 @@ def _whole(key: Callable[[dict], np.ndarray], **options) -> Callable[..., StepPl
     def plan(layout: BatchLayout, spec: PlanSpec) -> StepPlan:
         size = np.maximum(key(example_costs(layout, spec)), 1)  # or all empty ones share a rank
         llm = intra_reorder(size, layout.num_ranks, **options)
-        return build_plan(layout, {m: llm[layout.example_of_segment[layout.segments_of(k)]]
+        return build_plan(layout, {m: llm[layout.example_of_segment[layout.segments[k]]]
                                    for m, k in ENCODERS.items()}, llm, spec)
     return plan
 

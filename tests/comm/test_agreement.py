@@ -25,7 +25,7 @@ RECIPE = recipe(model=SHALLOW, balance=BalanceConfig(ranks_per_node=2))
 def other_plan(layout, spec):
     ranks = np.zeros(layout.num_examples, np.int64)
     return replace(plan_step(layout, spec), llm=build_plan(
-        layout, {m: np.zeros(len(layout.segments_of(c)), np.int64)
+        layout, {m: np.zeros(len(layout.segments[c]), np.int64)
                  for m, c in (("vision", 1), ("audio", 2))}, ranks, spec).llm)
 
 

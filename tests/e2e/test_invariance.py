@@ -141,7 +141,7 @@ def swapping_planner(layout, spec):
     """plan_step with two images of equal size swapped on the way to the LLM."""
     plan = plan_step(layout, spec)
     move = plan.feature["vision"]
-    tokens = layout.num_tokens[layout.segments_of(1)][plan.encode["vision"].order][move.order]
+    tokens = layout.num_tokens[layout.segments[1]][plan.encode["vision"].order][move.order]
     for i in range(len(tokens)):
         for j in range(i + 1, len(tokens)):
             if tokens[i] == tokens[j]:

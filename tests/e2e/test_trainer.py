@@ -88,7 +88,7 @@ def balances_nothing(layout, spec):
 
 def keeps_everything_home(layout, spec):
     home = layout.rank_of_example
-    return build_plan(layout, {m: home[layout.example_of_segment[layout.segments_of(c)]]
+    return build_plan(layout, {m: home[layout.example_of_segment[layout.segments[c]]]
                                for m, c in (("vision", 1), ("audio", 2))}, home, spec)
 
 

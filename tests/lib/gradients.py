@@ -126,7 +126,7 @@ class RandomPlanner:
 
     def __call__(self, layout, spec):
         rng = np.random.default_rng([self.seed, layout.num_examples])
-        encode = {m: rng.integers(0, layout.num_ranks, len(layout.segments_of(code)))
+        encode = {m: rng.integers(0, layout.num_ranks, len(layout.segments[code]))
                   for m, code in ENCODERS.items()}
         return build_plan(layout, encode, rng.integers(0, layout.num_ranks, layout.num_examples),
                           spec)

@@ -50,7 +50,7 @@ def test_pads_that_do_not_grow_and_costs_without_end() -> None:
 def test_conv_nears_its_bound_on_audio(num_ranks: int, batch_size: int, most: float) -> None:
     """The natural mix's clips, lambda 1.3e-4; the bound is the mean without padding."""
     layout = sample_layout("10b", num_ranks=num_ranks, batch_size=batch_size, seed=0)
-    segments = layout.segments_of(AUDIO)
+    segments = layout.segments[AUDIO]
     weight = layout.attn_len[segments]
     home = layout.rank_of_example[layout.example_of_segment[segments]]
     pad = (1.3e-4 * weight * weight).astype(np.int64)

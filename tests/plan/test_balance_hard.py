@@ -50,7 +50,7 @@ def test_no_input_takes_much_longer_than_others() -> None:
 def images_of_few_sizes(ranks: int, batch_size: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
     """(weight, home): FLOP costs of images of at most 448 pixels, most of four sizes."""
     layout = sample_layout("10b", num_ranks=ranks, batch_size=batch_size, seed=seed)
-    segments = layout.segments_of(VISION)
+    segments = layout.segments[VISION]
     weight = cost_model("vision", MODELS["10b"])(layout.attn_len[segments])
     return weight, layout.rank_of_example[layout.example_of_segment[segments]]
 

@@ -105,7 +105,7 @@ def test_least_move_equals_its_twin_on_batches(name: str, seed: int) -> None:
         weight, home = synthetic_lengths("pareto", d * 12, seed), np.arange(d * 12) // 12
     else:
         layout = sample_layout(name, num_ranks=d, batch_size=16, seed=seed)
-        segments = layout.segments_of(VISION)
+        segments = layout.segments[VISION]
         weight = cost_model("vision", MODELS[name])(layout.attn_len[segments])
         home = layout.rank_of_example[layout.example_of_segment[segments]]
     for tolerance in (0, .001):
@@ -314,7 +314,7 @@ def test_least_move_shares_what_nodes_send_and_receive(ranks: int, seed: int, au
     layout = sample_layout("10b", num_ranks=ranks, batch_size=60, seed=seed)
     weight, home = layout.tokens_per_example, layout.rank_of_example
     if audio:
-        segments = layout.segments_of(AUDIO)
+        segments = layout.segments[AUDIO]
         weight = layout.attn_len[segments]
         home = home[layout.example_of_segment[segments]]
     cap = load_cap(weight, ranks, .001)

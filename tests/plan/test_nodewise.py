@@ -56,7 +56,7 @@ def test_search_finds_what_a_solver_proved(num_ranks, seed, phase, least) -> Non
     layout = sample_layout(model, num_ranks=num_ranks, batch_size=batch_size, seed=seed)
     weight, home, policy = layout.tokens_per_example, layout.rank_of_example, "greedy"
     if phase == "audio":
-        segments = layout.segments_of(AUDIO)
+        segments = layout.segments[AUDIO]
         home = home[layout.example_of_segment[segments]]
         weight, policy = layout.attn_len[segments], "padded"
     problem = (home, balance(weight, num_ranks=num_ranks, policy=policy, home=home), weight)

@@ -99,7 +99,7 @@ def test_what_a_run_of_2560_ranks_plans_with(tolerance: float) -> None:
     home = feature_home(layout, encode, planned.feature_bytes)
     for phase, rank_of in (*encode.items(), ("llm", llm)):
         lengths = (layout.tokens_per_example if phase == "llm"
-                   else layout.attn_len[layout.segments_of(ENCODERS[phase])])
+                   else layout.attn_len[layout.segments[ENCODERS[phase]]])
         cost = planned.costs[phase](lengths)
         cap = load_cap(cost, 2560, .001)
         load = np.zeros(2560, np.int64)

@@ -66,8 +66,8 @@ def test_examples_and_costs_survive_regrouping():
         assert (after[phase] == cost[index]).all(), phase
         for assign in ("none", "intra", "phase"):
             assert ASSIGN[assign](layout, spec).phase_cost(phase)[1].sum() == cost.sum()
-    mine = layout.segments_of(ENCODERS["vision"])
-    assert layout.rows[mine].sum() == pool.rows[pool.segments_of(ENCODERS["vision"])].sum()
+    mine = layout.segments[ENCODERS["vision"]]
+    assert layout.rows[mine].sum() == pool.rows[pool.segments[ENCODERS["vision"]]].sum()
 
 
 def test_every_grouping_takes_each_example_at_most_once():

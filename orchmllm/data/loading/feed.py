@@ -159,7 +159,7 @@ class _Request:
         for phase, code in ENCODERS.items():
             self.media[phase] = here = list(map(tuple, mine.media[phase].tolist()))
             if dispatch != "load":
-                at = layout.places(layout.segments_of(code))
+                at = layout.places(layout.segments[code])
                 self.media[phase] = list(map(tuple, at[sampled[at[:, 0]]].tolist()))
             leaving = set(self.media[phase]).difference(here) if dispatch == "bytes" else ()
             for example, segment in self.media[phase]:
