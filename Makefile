@@ -69,7 +69,7 @@ sanitize: setup-test
 	    --build-base build/sanitize --build-lib build/sanitize/lib
 	@nm -D build/sanitize/lib/orchmllm/_core*.so | grep -q __asan_report || \
 	    { echo "the core was built without the sanitizers"; exit 1; }
-	cp -r tests scripts pyproject.toml build/sanitize/lib
+	cp -r tests scripts recipes pyproject.toml build/sanitize/lib
 	cd build/sanitize/lib && ASAN_OPTIONS=detect_leaks=0 \
 	    LD_PRELOAD="$$($${CXX:-c++} -print-file-name=libasan.so) \
 	    $$($${CXX:-c++} -print-file-name=libstdc++.so)" \
