@@ -7,7 +7,6 @@ twins. Deterministic: exact integers, ties to the lowest index, no clock.
 
 from __future__ import annotations
 
-import functools
 from types import ModuleType
 
 import numpy as np
@@ -29,7 +28,6 @@ DEFAULT_TOLERANCE = 0.005  # smaller ones cost far more movement and planning ti
 MAX_SUM = 2**62  # room for the sum of two loads in int64
 
 
-@functools.cache
 def core() -> ModuleType:
     """The compiled module `orchmllm._core`; ImportError with the cure when it was not built."""
     try:

@@ -169,6 +169,7 @@ def capped_sampler() -> CappedSampler:
     return CappedSampler(range(BATCH), groups, len(groups))
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_gradients_with_capped_mini_batches_equal_the_plain_loop():
     cases = {str((enabled, k, dispatch)): Case(

@@ -109,6 +109,7 @@ def test_canary(planner, text, tmp_path):
     assert len(failure.value.errors) == 2
 
 
+@pytest.mark.slow
 def test_canary_is_silent_where_nothing_can_be_balanced(tmp_path):
     equal = SyntheticDataset(kinds=["T"])
     equal_lengths = UniformDataset(kinds=["T"], size=equal.size)
@@ -144,7 +145,7 @@ def three_steps(world, folder, dispatch: str, dataset) -> list[tuple]:
             for s in trainer.loader()]
 
 
-@pytest.mark.parametrize("dispatch", ["tensors", "load"])
+@pytest.mark.parametrize("dispatch", [pytest.param("tensors", marks=pytest.mark.slow), "load"])
 def test_media_that_cannot_be_decoded_cost_their_example_only(dispatch, tmp_path):
     """The same losses as if the example had no labels; all ranks know which one failed."""
     broken = run_ranks(three_steps, 3, tmp_path, dispatch, BrokenMedia())

@@ -53,7 +53,7 @@ SLOW = pytest.mark.slow  # the rest of a grid whose corners run every time
 
 @pytest.mark.parametrize("k, accumulation, asynchronous, num_workers", [
     (2, 3, True, 0),  # mid-epoch
-    (4, 1, False, 2),  # epoch end
+    pytest.param(4, 1, False, 2, marks=SLOW),  # epoch end
     *(pytest.param(*case, workers, marks=SLOW) for workers in (0, 2) for case in (
         (1, 1, True), (1, 1, False), (2, 3, False), (4, 1, True), (5, 1, True), (5, 1, False),
         (7, 3, True), (7, 3, False))),  # 7: the last batch
@@ -69,6 +69,7 @@ def test_killed_and_resumed_is_bit_equal(
     assert resumed[0] == whole(accumulation)[k:]
 
 
+@SLOW
 def test_killed_again_and_again_and_resume_of_a_finished_run(tmp_path, whole):
     """The first time before there is a checkpoint."""
     run = run_recipe(tmp_path)

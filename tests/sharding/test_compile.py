@@ -144,6 +144,7 @@ def watched(world, folder: str, compiles: bool) -> str:
     return "".join(ended)
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_compiling_is_no_stall(tmp_path):
     for compiles in (True, False):
