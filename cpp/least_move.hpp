@@ -99,7 +99,7 @@ class LocalSearch {
   void even_ranks(Placement& s) const {
     s.send_limit = Placement::kNoLimit;
     Trading ranks(s, order_, 1, s.problem.cap, [](i32) { return true; });
-        bool done = true;
+    bool done = true;
     for (i64 node = 0; node < s.num_nodes; ++node) {
       done = ranks.even(range(s.first_rank(node), s.end_rank(node))) && done;
     }

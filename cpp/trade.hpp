@@ -18,7 +18,7 @@ class Bundles {
   bool make(const List& list, int most, Budget& budget) {
     choose(list, most);
     all.assign(1, {0, 0});
-    for (std::size_t k = 0; k < chosen_.size() && all.size() < kBundles; ++k) {
+    for (std::size_t k = 0; k < chosen_.size() && all.size() < kMany; ++k) {
       if (!budget.spend(2 * all.size())) return false;
       add(list[chosen_[k]].weight, u32{1} << k, most);
     }
@@ -33,8 +33,8 @@ class Bundles {
   }
 
  private:
-  static constexpr std::size_t kItems = 24;     // that bundles are made of, evenly spaced
-  static constexpr std::size_t kBundles = 512;  // no item is added to more than that
+  static constexpr std::size_t kItems = 24;  // that bundles are made of, evenly spaced
+  static constexpr std::size_t kMany = 512;  // bundles, to which no item is added any more
 
   // Of bundles of two, two items of each weight are enough.
   void choose(const List& list, int most) {
