@@ -172,10 +172,11 @@ def main() -> None:
             print(f"index of {len(index)} rows {what} in {time.perf_counter() - started:.1f} s, "
                   f"{cpu_seconds() - cpu_s:.1f} s of CPU ({num_read} rows read, {args.workers} "
                   "workers)", flush=True)
-        started = time.perf_counter()
-        for i in range(10_000):
-            index.layout(i * len(index) // 10_000, i)
-        print(f"layout from the index: {(time.perf_counter() - started) * 100:.1f} us")
+        batch = rng.integers(0, len(index), 76_800)  # of 2,560 ranks with 30 examples
+        index.layout(batch, batch)
+        started = cpu_seconds()
+        index.layout(batch, batch)
+        print(f"lengths of 76,800 examples from the index: {cpu_seconds() - started:.3f} s of CPU")
         text = json.dumps({"conversations": [{"from": "human", "value": "what is this " * 20},
                                              {"from": "gpt", "value": "a round thing " * 20}]})
         (folder / "text.jsonl").write_text(f"{text}\n" * (10 * args.rows))

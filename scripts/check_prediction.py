@@ -46,7 +46,7 @@ def predicted(recipe: Recipe, ranks: int, steps: int) -> dict[str, float]:
     sampler = GlobalSampler(rows, ranks * batch, seed=recipe.run.seed)
     found = dict.fromkeys(("off", "on"), 0.0)
     for step in range(steps):
-        layout = BatchLayout.from_examples([index.layout(i, i) for i in sampler.batch(step)],
+        layout = BatchLayout.from_examples([index.layout(*[sampler.batch(step)] * 2)],
                                            [batch] * ranks)
         for name in found:
             plan = plan_step(layout, plan_spec(variant(recipe, name == "on"), 2))

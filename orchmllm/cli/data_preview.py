@@ -61,7 +61,7 @@ def stretches(dataset: ConversationDataset, i: int) -> tuple[list[Shown], str]:
                                example.media[segment].numpy(), failed.get(segment)))
     facts = (f"{len(ids)} tokens: {int((layout.num_tokens[layout.modality == TEXT]).sum())} of "
              f"text, {int((layout.num_tokens[layout.modality != TEXT]).sum())} of "
-             f"{len(media)} media; {int(layout.num_targets)} are learnt")
+             f"{len(media)} media; {layout.num_targets.sum()} are learnt")
     return out, facts
 
 

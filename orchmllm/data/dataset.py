@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -21,16 +21,16 @@ from orchmllm.config import SourceConfig
 from orchmllm.data.formats.conversation import Conversation, media_of
 from orchmllm.data.formats.open import DataSource, index_path, open_source
 from orchmllm.data.formats.rows import sizes
-from orchmllm.data.index import LengthIndex, open_index
+from orchmllm.data.index import LengthIndex, joined_layouts, open_index
 from orchmllm.data.lengths import LengthReader, MeasuredExample
-from orchmllm.data.media.decode import decode_audio, decode_image, pixel_rows
-from orchmllm.data.media.medium import MediaError, Medium, printable, reading
-from orchmllm.data.media.video import pictures, ppm
+from orchmllm.data.media.medium import MediaError, Medium, printable
+from orchmllm.data.media.segments import OnError, SegmentReader, fail
+from orchmllm.data.media.video import pictures
 from orchmllm.data.sequence import token_ids_and_labels
 from orchmllm.data.storage.remote import NOWHERE, RemoteFile, Storage, fetch_ahead
-from orchmllm.data.tokenizer import ChatTokenizer, Piece
+from orchmllm.data.tokenizer import ChatTokenizer
 from orchmllm.plan.geometry import AudioGeometry, VisionGeometry
-from orchmllm.plan.layout import AUDIO, TEXT, VISION, ExampleLayout
+from orchmllm.plan.layout import TEXT, BatchLayout
 
 MEASURED_AT_ONCE = 64  # rows that are in memory with what they hold
 CACHED_BYTES = 256 << 20  # of media that rows hold themselves
@@ -65,6 +65,7 @@ class ConversationDataset:
         self.sources = [self._open(config, folder) for config in sources]
         self.tokenizer, self.vision, self.audio = tokenizer, vision, audio
         self.planner = LengthReader(tokenizer, vision, audio, max_example_tokens)
+        self._rows = SegmentReader(vision, audio)
         self.indexes: list[LengthIndex | None] = [
             None if self.streaming else open_index(source, self.planner, folder)
             for source in self.sources]
@@ -113,20 +114,26 @@ class ConversationDataset:
     def _num_rows(self, source: DataSource) -> int:
         return len(source)
 
-    def layout(self, i: int) -> ExampleLayout:
+    def layout(self, i: int) -> BatchLayout:
         """Lengths of example i from the index, or from headers and tokens; nothing is decoded."""
         source, row = self.where(i)
         index = self.indexes[source]
-        return self._planned(i).layout if index is None else index.layout(row, i)
+        return self._planned(i).layout if index is None else index.layout(*np.array([[row], [i]]))
 
-    def layouts(self, examples: Sequence[int]) -> list[ExampleLayout]:
-        """`layout` of each. Those that no index knows are measured MEASURED_AT_ONCE at a time: what
-        they need of other machines is fetched at the same time."""
+    def layouts(
+        self, examples: np.ndarray, examples_per_rank: Sequence[int] | None = None
+    ) -> BatchLayout:
+        """`layout` of each of the (n,) examples, joined; see BatchLayout.from_examples."""
+        return joined_layouts(self.indexes, self.bounds, examples, self._measured,
+                              examples_per_rank)
+
+    def _measured(self, examples: list[int]) -> list[BatchLayout]:
+        """`layout` of examples that no index knows, measured MEASURED_AT_ONCE at a time: what they
+        need of other machines is fetched at the same time."""
         out = []
         for start in range(0, len(examples), MEASURED_AT_ONCE):
             part, found = examples[start: start + MEASURED_AT_ONCE], {}
-            new = [i for i in dict.fromkeys(part)
-                   if i not in self._cache and self.indexes[self.where(i)[0]] is None]
+            new = [i for i in dict.fromkeys(part) if i not in self._cache]
             for i, row in zip(new, self.planner.plan(self.conversation, new, new), strict=True):
                 self._keep(i, row)
                 found[i] = row.layout  # by now it may be dropped again
@@ -178,7 +185,7 @@ class ConversationDataset:
         segments: Collection[int] | None = None,
         encoded: Collection[int] = (),
         row: MeasuredExample | None = None,
-        on_error: Callable[[int, MediaError], None] | None = None,
+        on_error: OnError = None,
     ) -> Example:
         """Reads row i once and decodes it or parts of it.
 
@@ -201,16 +208,17 @@ class ConversationDataset:
         for s in wanted:
             medium = at.get(s) or MediaError(self._name(i), "the row has changed since its lengths "
                                              f"were read: {row.changed or s}")
-            media[s] = self._tensor(medium, int(layout.modality[s]), int(layout.rows[s]), s,
-                                    s in encoded, on_error, frames.get(medium))
+            media[s] = self._rows(medium, int(layout.modality[s]), int(layout.rows[s]), s, on_error,
+                                  encoded=s in encoded, picture=frames.get(medium))
         if not text:
             return Example(i, None, None, media)
         if row.problem is not None:
-            _fail(0, row.problem, on_error)
+            fail(0, row.problem, on_error)
         elif row.changed:
-            _fail(0, MediaError(self._name(i), "the row has changed since it was indexed: "
+            fail(0, MediaError(self._name(i), "the row has changed since it was indexed: "
                                 f"{row.changed}"), on_error)
-        return Example(i, *map(torch.from_numpy, token_ids_and_labels(layout, row.pieces)), media)
+        tokens, labels = token_ids_and_labels(layout, row.token_ids, row.supervised)
+        return Example(i, torch.from_numpy(tokens), torch.from_numpy(labels), media)
 
     def kept(self, i: int) -> MeasuredExample | None:
         """What planning read of example i, if that is still there: for `load` in a process that
@@ -218,10 +226,9 @@ class ConversationDataset:
         return self._cache.get(i)
 
     def decode(self, modality: int, data: bytes, rows: int, *, segment: int,
-               on_error: Callable[[int, MediaError], None]) -> Tensor:
+               on_error: OnError) -> Tensor:
         """Rows of a medium that `load` returned encoded, zeros after on_error was called."""
-        return self._tensor(Medium(modality, "", data=data), modality, rows, segment, False,
-                            on_error)
+        return self._rows(Medium(modality, "", data=data), modality, rows, segment, on_error)
 
     def media_of(self, i: int) -> list[tuple[int, int, Medium]]:
         """(segment index, modality, medium) of example i's media in reading order; those after the
@@ -254,22 +261,21 @@ class ConversationDataset:
         index = self.indexes[source]
         if index is None:
             return self._planned(i)
-        layout, problem = index.layout(number, i), index.problems.get(number)
+        layout, problem = self.layout(i), index.problems.get(number)
         if problem is not None:
-            return MeasuredExample(layout, self.planner.stand_in, [], problem)
+            return self.planner.stand_in(problem, i, layout)
         media: list[Medium] = []
-        pieces, changed = [], ""
+        changed = ""
+        count = layout.num_tokens[layout.modality == TEXT].sum()
+        token_ids, supervised = np.zeros(count, np.int32), np.zeros(count, bool)
         try:
             turns = self.conversation(i)
             media = media_of(turns)
             if text:
-                pieces = self.planner.cut_like(layout, self.tokenizer.pieces(turns))
+                token_ids, supervised = self.planner.text_like(layout, turns)
         except ValueError as error:
             changed = str(error)
-            pieces = [Piece(int(m), np.zeros(n if m == TEXT else 0, np.int32),
-                            np.zeros(n if m == TEXT else 0, bool))
-                      for m, n in zip(layout.modality, layout.num_tokens, strict=True)]
-        return MeasuredExample(layout, pieces, media, None, changed)
+        return MeasuredExample(layout, token_ids, supervised, media, None, changed)
 
     def _planned(self, i: int) -> MeasuredExample:
         """Row i read and measured, or as it was kept: its media may be bytes of the row, so what is
@@ -299,49 +305,3 @@ class ConversationDataset:
 
     def _name(self, i: int) -> str:
         return "{}, row {}".format(*self._file(i))
-
-    def _tensor(self, medium: Medium | MediaError, modality: int, rows: int, segment: int,
-                encoded: bool, on_error, picture: np.ndarray | MediaError | None = None) -> Tensor:
-        """A medium's rows, or its bytes. picture: of a frame of a video."""
-        try:
-            for problem in (medium, picture):
-                if isinstance(problem, MediaError):
-                    raise problem
-            if encoded:
-                return _bytes_of(medium, picture)
-            return self._decoded(medium, modality, rows, picture)
-        except MediaError as error:
-            error.modality = modality
-            _fail(segment, error, on_error)
-        if encoded:
-            return torch.zeros(0, dtype=torch.uint8)
-        if modality == AUDIO:
-            return torch.zeros(rows, self.audio.row_size)
-        return torch.zeros(rows, self.vision.row_size, dtype=torch.uint8)
-
-    def _decoded(self, medium: Medium, modality: int, rows: int,
-                 picture: np.ndarray | None) -> Tensor:
-        decoded = (pixel_rows(picture, self.vision) if picture is not None
-                   else decode_image(medium, self.vision) if modality == VISION
-                   else decode_audio(medium, self.audio))
-        if len(decoded) != rows:
-            raise MediaError(medium.name, f"decoded to {len(decoded)} rows where {rows} were "
-                                          "planned: the file has changed since its header was read")
-        return decoded
-
-
-def _bytes_of(medium: Medium, picture: np.ndarray | None) -> Tensor:
-    """Of the file; of a frame of a video, as it is cut into patches."""
-    if picture is not None:
-        data = ppm(picture)
-    else:
-        with reading(medium) as file:
-            data = Path(file).read_bytes() if isinstance(file, str) else file.read()
-    return torch.from_numpy(np.frombuffer(bytearray(data), np.uint8))
-
-
-def _fail(segment: int, error: MediaError, on_error) -> None:
-    error.segment = segment
-    if on_error is None:
-        raise error
-    on_error(segment, error)

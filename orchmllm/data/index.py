@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict
 from functools import partial
@@ -30,7 +30,8 @@ from orchmllm.data.formats.rows import sizes
 from orchmllm.data.lengths import LengthReader
 from orchmllm.data.media.medium import MediaError
 from orchmllm.data.storage.remote import RemoteFile, Storage
-from orchmllm.plan.layout import ExampleLayout
+from orchmllm.plan.layout import BatchLayout
+from orchmllm.plan.rearrange import ranges
 
 VERSION = 3
 CHUNK = 256  # rows a worker is given at a time
@@ -56,7 +57,7 @@ class LengthIndex:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.table, self.start, self.targets, self.stamps = (
-            np.memmap(folder / f"{name}.i64", np.int64, "r").reshape(shape)
+            np.asarray(np.memmap(folder / f"{name}.i64", np.int64, "r")).reshape(shape)
             for name, shape in (("table", (-1, 7)), ("start", -1), ("targets", -1),
                                 ("stamps", (-1, 2))))
         if not (len(self.table) == self.start[-1]
@@ -68,11 +69,34 @@ class LengthIndex:
     def __len__(self) -> int:
         return len(self.targets)
 
-    def layout(self, row: int, example_id: int) -> ExampleLayout:
-        """Lengths of a row of the source."""
-        t = np.asarray(self.table[self.start[row]: self.start[row + 1]], np.int64)
-        return ExampleLayout(example_id, int(self.targets[row]), t[:, 0], t[:, 1], t[:, 2],
-                             t[:, 3], t[:, 4:])
+    def layout(self, rows: np.ndarray, example_ids: np.ndarray) -> BatchLayout:
+        """Lengths of rows of the source. rows, example_ids: (n,) int64."""
+        start, counts = self.start[rows], self.start[rows + 1] - self.start[rows]
+        return BatchLayout.from_table(example_ids, self.targets[rows], counts,
+                                      self.table[ranges(start, counts)])
+
+
+def joined_layouts(
+    indexes: Sequence[LengthIndex | None], bounds: np.ndarray, examples: np.ndarray,
+    measure: Callable[[list[int]], Iterable[BatchLayout]] = lambda examples: (),
+    examples_per_rank: Sequence[int] | None = None,
+) -> BatchLayout:
+    """Lengths of examples (n,), in that order, of sources that follow each other. bounds (sources +
+    1,): the first example of each source; measure: gives the layouts of those that no index knows;
+    examples_per_rank: as of BatchLayout.from_table."""
+    parts, places, rest = [], [], np.arange(len(examples))
+    for k, index in enumerate(indexes):
+        if index is not None:
+            here = (bounds[k] <= examples[rest]) & (examples[rest] < bounds[k + 1])
+            places.append(rest[here])
+            parts.append(index.layout(examples[rest[here]] - bounds[k], examples[rest[here]]))
+            rest = rest[~here]
+    joined = BatchLayout.from_examples([*parts, *measure(examples[rest].tolist())],
+                                       examples_per_rank)
+    order = np.concatenate([*places, rest])
+    if np.array_equal(order, np.arange(len(order))):
+        return joined
+    return joined.taken(np.argsort(order), joined.examples_per_rank)
 
 
 def _problem(file: str, reason: str, segment: int | None, modality: int) -> MediaError:
@@ -170,20 +194,14 @@ def _index_chunk(
                  if row in old.problems or _stamp_now(source, row) != stamps[row]]
     planned = dict(zip(stale, planner.plan(source.conversation, stale, stale), strict=True))
     stamps |= {row: _stamp(p.media) for row, p in planned.items()}
-    tables, targets, problems = [], [], []
-    for row in rows:
-        layout = planned[row].layout if row in planned else old.layout(row, row)
-        tables.append(np.column_stack(
-            [layout.modality, layout.rows, layout.attn_len, layout.num_tokens, layout.grid]))
-        targets.append(layout.num_targets)
-        problem = planned[row].problem if row in planned else None
-        if problem is not None:
-            problems.append((row, problem.path, problem.reason, problem.segment,
-                             problem.modality))
-    part = Part(np.concatenate(tables), np.array([len(t) for t in tables], np.int64),
-                np.array(targets, np.int64), np.array([stamps[r] for r in rows], np.int64),
-                problems)
-    return part, len(planned)
+    every = BatchLayout.from_examples([planned[row].layout if row in planned else
+                                       old.layout(*np.array([[row], [row]])) for row in rows])
+    problems = [(row, p.path, p.reason, p.segment, p.modality)
+                for row, p in ((row, planned[row].problem) for row in stale) if p is not None]
+    table = np.column_stack(
+        [every.modality, every.rows, every.attn_len, every.num_tokens, every.grid])
+    return Part(table, every.segments_per_example, every.num_targets,
+                np.array([stamps[r] for r in rows], np.int64), problems), len(planned)
 
 
 def _stamp_now(source: DataSource, row: int) -> tuple[int, int]:

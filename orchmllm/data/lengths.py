@@ -17,19 +17,21 @@ from orchmllm.data.formats.conversation import Conversation, media_of
 from orchmllm.data.media.headers import audio_header, audio_lengths, image_header
 from orchmllm.data.media.medium import OUT_OF, MediaError, Medium, RowError
 from orchmllm.data.storage.remote import fetch_ahead
-from orchmllm.data.tokenizer import ChatTokenizer, Piece
-from orchmllm.plan.geometry import AudioGeometry, SegmentLengths, VisionGeometry, segment_lengths
-from orchmllm.plan.layout import TEXT, VISION, ExampleLayout
+from orchmllm.data.tokenizer import ChatTokenizer, Tokenized
+from orchmllm.plan.geometry import AudioGeometry, SegmentLengths, VisionGeometry, text_lengths
+from orchmllm.plan.layout import TEXT, VISION, BatchLayout
 
 _TOO_LONG = 1 << 30  # of a medium after the cut, whatever its length
 
 
 class MeasuredExample(NamedTuple):
-    """One example as planned. pieces: one per segment. media: in reading order, those after the cut
-    too. problem: why it is a stand-in, or None. changed: how its row differs from the index."""
+    """One example as planned. token_ids (T,) int32, supervised (T,) bool: of its text. media: in
+    reading order, those after the cut too. problem: why it is a stand-in, or None. changed: how its
+    row differs from the index."""
 
-    layout: ExampleLayout
-    pieces: list[Piece]
+    layout: BatchLayout
+    token_ids: np.ndarray
+    supervised: np.ndarray
     media: list[Medium]
     problem: MediaError | None
     changed: str = ""
@@ -48,7 +50,6 @@ class LengthReader:
                  max_example_tokens: int = 0) -> None:
         self.tokenizer, self.vision, self.audio = tokenizer, vision, audio
         self.max_example_tokens = max_example_tokens
-        self.stand_in = [Piece(TEXT, np.array([tokenizer.end_id], np.int32), np.zeros(1, bool))]
 
     def plan(
         self, read_row: Callable[[int], Conversation], rows: Sequence[int], ids: Sequence[int]
@@ -56,38 +57,38 @@ class LengthReader:
         """Lengths of `rows`, as `read_row` (DataSource.conversation) gives them; ids: their example
         ids. Never raises for bad data."""
         read = [self._read(read_row, row) for row in rows]
-        fetch_ahead(medium.path for turns in read if not isinstance(turns, MediaError)
-                    for medium in media_of(turns))
-        pieces = iter(self.tokenizer.pieces_batch(
+        fetch_ahead([medium.path for turns in read if not isinstance(turns, MediaError)
+                     for medium in media_of(turns)])
+        texts = iter(self.tokenizer.tokenize_batch(
             [turns for turns in read if not isinstance(turns, MediaError)]))
-        return [self._unusable(found, i) if isinstance(found, MediaError)
-                else self._measure(media_of(found), next(pieces), i)
+        return [self.stand_in(found, i) if isinstance(found, MediaError)
+                else self._measure(media_of(found), next(texts), i)
                 for found, i in zip(read, ids, strict=True)]
 
-    def cut_like(self, layout: ExampleLayout, pieces: list[Piece]) -> list[Piece]:
-        """The pieces, cut as they were when `layout` was measured. Raises ValueError if their text
-        has other lengths."""
+    def text_like(self, layout: BatchLayout, turns: Conversation) -> tuple[np.ndarray, np.ndarray]:
+        """(token ids, learnt) of a conversation, cut as it was when `layout` was measured. Raises
+        RowError, and ValueError if its text has other lengths."""
+        token_ids, learnt, segments = self.tokenizer.tokenize(turns)
         counts = iter(layout.num_tokens[layout.modality != TEXT].tolist())
-        pieces = self.truncate(pieces, [
-            len(p.token_ids) if p.modality == TEXT else next(counts, _TOO_LONG) for p in pieces])
-        texts = np.where(layout.modality == TEXT, layout.num_tokens, 0)
-        if [(p.modality, len(p.token_ids)) for p in pieces] != list(
-                zip(layout.modality.tolist(), texts.tolist(), strict=True)):
+        kept = self._cut([(modality, n if modality == TEXT else next(counts, _TOO_LONG))
+                          for modality, n in segments])
+        if kept != list(zip(layout.modality.tolist(), layout.num_tokens.tolist(), strict=True)):
             raise ValueError("its text does not have the indexed lengths")
-        return pieces
+        end = _text_tokens(kept)
+        return token_ids[:end], learnt[:end]
 
-    def truncate(self, pieces: list[Piece], num_tokens: Sequence[int]) -> list[Piece]:
-        """The pieces that fit into max_example_tokens; text is cut, a medium never."""
+    def _cut(self, segments: list[tuple[int, int]]) -> list[tuple[int, int]]:
+        """Those of (modality, LLM positions) that fit into max_example_tokens; text is cut, a
+        medium never."""
         left = self.max_example_tokens
-        if not left or sum(num_tokens) <= left:
-            return pieces
+        if not left:
+            return segments
         kept = []
-        for piece, count in zip(pieces, num_tokens, strict=True):
+        for modality, count in segments:
             if count > left:
-                if piece.modality == TEXT and left:
-                    kept.append(Piece(TEXT, piece.token_ids[:left], piece.supervised[:left]))
+                kept += [(TEXT, left)] if modality == TEXT and left else []
                 break
-            kept.append(piece)
+            kept.append((modality, count))
             left -= count
         return kept
 
@@ -105,42 +106,52 @@ class LengthReader:
                 raise
             return MediaError(str(error.filename or ""), f"cannot be read: {error}")
 
-    def _unusable(self, problem: MediaError, example_id: int) -> MeasuredExample:
-        layout = ExampleLayout.from_segments(example_id, 0, [(TEXT, segment_lengths(None, 1))])
-        return MeasuredExample(layout, self.stand_in, [], problem)
+    def stand_in(
+        self, problem: MediaError, example_id: int, layout: BatchLayout | None = None
+    ) -> MeasuredExample:
+        """One token that nothing is learnt from, in place of a row that cannot be used."""
+        return MeasuredExample(
+            layout or BatchLayout.from_segments(example_id, 0, [(TEXT, text_lengths(1))]),
+            np.array([self.tokenizer.end_id], np.int32), np.zeros(1, bool), [], problem)
 
     def _measure(
-        self, media: list[Medium], pieces: list[Piece] | RowError, example_id: int
+        self, media: list[Medium], tokenized: Tokenized | RowError, example_id: int
     ) -> MeasuredExample:
-        if isinstance(pieces, RowError):
-            return self._unusable(MediaError("", pieces.reason), example_id)
+        if isinstance(tokenized, RowError):
+            return self.stand_in(MediaError("", tokenized.reason), example_id)
+        token_ids, learnt, segments = tokenized
         lengths: list[SegmentLengths] = []
         left = iter(media)
         try:
-            for piece in pieces:
-                lengths.append(SegmentLengths(0, 0, len(piece.token_ids), (0, 0, 0))
-                               if piece.modality == TEXT else self.medium_lengths(next(left)))
+            for modality, count in segments:
+                lengths.append(text_lengths(count) if modality == TEXT
+                               else self.medium_lengths(next(left)))
         except MediaError as error:
-            error.segment, error.modality = len(lengths), pieces[len(lengths)].modality
-            return self._unusable(error, example_id)
-        kept = self.truncate(pieces, [n.num_tokens for n in lengths])
-        lengths = lengths[: len(kept)]
-        if kept and kept[-1].modality == TEXT:  # it may have been cut
-            lengths[-1] = lengths[-1]._replace(num_tokens=len(kept[-1].token_ids))
-        targets = sum(map(int, [piece.supervised.sum() for piece in kept]))
-        if kept and kept[0].modality == TEXT and kept[0].supervised[0]:
+            error.segment, error.modality = len(lengths), segments[len(lengths)][0]
+            return self.stand_in(error, example_id)
+        every = [(m, n.num_tokens) for (m, _), n in zip(segments, lengths, strict=True)]
+        kept = self._cut(every)
+        end = _text_tokens(kept)
+        token_ids, learnt = token_ids[:end], learnt[:end]
+        targets = int(learnt.sum())
+        if targets and kept[0][0] == TEXT and learnt[0]:
             targets -= 1  # no position comes before the first token that could predict it
         if targets == 0:
             limit = (f" in the first max_example_tokens={self.max_example_tokens} tokens"
-                     if kept is not pieces else "")
-            return self._unusable(
+                     if kept != every else "")
+            return self.stand_in(
                 MediaError("", f"nothing to learn: no text of an assistant{limit}"), example_id)
-        layout = ExampleLayout.from_segments(
-            example_id, targets, list(zip([p.modality for p in kept], lengths, strict=True)))
-        return MeasuredExample(layout, kept, media, None)
+        segments = [(modality, n._replace(num_tokens=count))
+                    for (modality, count), n in zip(kept, lengths, strict=False)]
+        return MeasuredExample(BatchLayout.from_segments(example_id, targets, segments),
+                               token_ids, learnt, media, None)
 
     def medium_lengths(self, medium) -> SegmentLengths:
         """From the header alone. Raises MediaError."""
         if medium.modality == VISION:
-            return segment_lengths(self.vision, image_header(medium))
-        return audio_lengths(medium, audio_header(medium), self.audio)
+            return self.vision.segment_lengths(*image_header(medium))
+        return audio_lengths(medium, *audio_header(medium), self.audio)
+
+
+def _text_tokens(segments: list[tuple[int, int]]) -> int:
+    return sum([count for modality, count in segments if modality == TEXT])

@@ -12,7 +12,7 @@ import numpy as np
 
 from orchmllm.config import Recipe, plan_spec
 from orchmllm.data.formats.open import DataSource
-from orchmllm.data.index import LengthIndex
+from orchmllm.data.index import LengthIndex, joined_layouts
 from orchmllm.data.sampler import make_sampler
 from orchmllm.plan.layout import MODALITIES, BatchLayout
 from orchmllm.plan.step import PHASES, imbalance, plan_step
@@ -97,12 +97,8 @@ def global_batches(
                            range(int(bounds[-1])), per_step, seed=recipe.run.seed,
                            data=recipe.data, per_rank=batch_size)
     for step in range(max(1, min(NUM_BATCHES, MAX_SAMPLED // per_step))):
-        examples = []
-        for i in sampler.batch(step):
-            k = int(np.searchsorted(bounds, i, side="right")) - 1
-            examples.append(indexes[k].layout(int(i - bounds[k]), int(i)))
-        shares = sampler.shares(step, num_ranks)
-        yield BatchLayout.from_examples(examples, [s.stop - s.start for s in shares])
+        shares = [s.stop - s.start for s in sampler.shares(step, num_ranks)]
+        yield joined_layouts(indexes, bounds, sampler.batch(step), examples_per_rank=shares)
 
 
 def predict(batches: Iterable[BatchLayout], recipe: Recipe) -> dict[str, tuple[float, float]]:

@@ -30,16 +30,9 @@ IM_START, IM_END, END_OF_TEXT = "<|im_start|>", "<|im_end|>", "<|endoftext|>"
 DEFAULT_SYSTEM = "You are a helpful assistant."  # Qwen2's, when a conversation brings none
 
 
-class Piece(NamedTuple):
-    """One segment in reading order: a stretch of text, or the place of one medium.
-
-    token_ids: (n,) int32. supervised: (n,) bool, true where the token is to be learnt.
-    Both are empty for a medium.
-    """
-
-    modality: int
-    token_ids: np.ndarray
-    supervised: np.ndarray
+# Token ids (T,) int32 of a conversation's text; which of them are learnt (T,) bool; its segments in
+# reading order: (modality, tokens), of a medium 0 tokens.
+Tokenized = tuple[np.ndarray, np.ndarray, list[tuple[int, int]]]
 
 
 class _Encoded(NamedTuple):
@@ -119,19 +112,19 @@ class ChatTokenizer:
         """Text of ids, special tokens included."""
         return self.tokenizer.decode([int(t) for t in token_ids], skip_special_tokens=False)
 
-    def pieces(self, turns: Sequence[Turn]) -> list[Piece]:
-        """The conversation's segments in reading order: text merged into one piece between media,
-        empty text dropped. Raises RowError for text or turns that cannot be tokenized."""
-        pieces = self.pieces_batch([turns])[0]
-        if isinstance(pieces, RowError):
-            raise pieces
-        return pieces
+    def tokenize(self, turns: Sequence[Turn]) -> Tokenized:
+        """(token ids, learnt, segments) of a conversation; text is one segment between media, empty
+        text none. Raises RowError for text or turns that cannot be tokenized."""
+        [tokenized] = self.tokenize_batch([turns])
+        if isinstance(tokenized, RowError):
+            raise tokenized
+        return tokenized
 
-    def pieces_batch(
+    def tokenize_batch(
         self, conversations: Sequence[Sequence[Turn]]
-    ) -> list[list[Piece] | RowError]:
-        """`pieces` of many conversations, tokenized together; a RowError in place of those that
-        cannot be."""
+    ) -> list[Tokenized | RowError]:
+        """`tokenize` of many conversations together; a RowError in place of those that cannot
+        be."""
         rendered: list[list | RowError] = []
         for turns in conversations:
             try:
@@ -177,7 +170,7 @@ class ChatTokenizer:
 
 
 def _chatml(turns: Sequence[Turn]) -> list[Span]:
-    if any(turn.role in ("tool", "tools") or turn.calls for turn in turns):
+    if any([turn.role in ("tool", "tools") or turn.calls for turn in turns]):
         raise RowError("tools need the chat template of the model; put its chat_template.jinja or "
                        "tokenizer_config.json beside the tokenizer")
     if not turns or turns[0].role != "system":
@@ -190,18 +183,16 @@ def _chatml(turns: Sequence[Turn]) -> list[Span]:
     return spans
 
 
-def _merge(frames: list[_Encoded | Span], encoded) -> list[Piece]:
+def _merge(frames: list[_Encoded | Span], encoded) -> Tokenized:
     """encoded: encodings of the data's texts in their order."""
-    out: list[Piece] = []
     ids, learnt = array("i"), bytearray()
-    for item in [*frames, None]:
-        if ids and (item is None or isinstance(item, Medium)):
-            out.append(Piece(TEXT, np.array(ids, np.int32), np.frombuffer(learnt, bool)))
-            ids, learnt = array("i"), bytearray()
-        if item is None:
-            break
+    segments: list[tuple[int, int]] = []
+    start = 0  # of the text since the last medium
+    for item in frames:
         if isinstance(item, Medium):
-            out.append(Piece(item.modality, np.zeros(0, np.int32), np.zeros(0, bool)))
+            segments += [(TEXT, len(ids) - start)] if len(ids) > start else []
+            segments.append((item.modality, 0))
+            start = len(ids)
         elif isinstance(item, Text):
             tokens = next(encoded).ids
             ids.extend(tokens)
@@ -209,7 +200,8 @@ def _merge(frames: list[_Encoded | Span], encoded) -> list[Piece]:
         else:
             ids.extend(item.ids)
             learnt += b"\1" * item.num_learnt + b"\0" * (len(item.ids) - item.num_learnt)
-    return out
+    segments += [(TEXT, len(ids) - start)] if len(ids) > start else []
+    return np.array(ids, np.int32), np.frombuffer(learnt, bool), segments
 
 
 def _read_template(folder: Path) -> tuple[str, dict[str, str]] | None:

@@ -12,14 +12,8 @@ import torch
 from orchmllm.batch import IGNORE_INDEX, Example
 from orchmllm.config import DataConfig, FsdpConfig, Recipe, RunConfig, TrainConfig
 from orchmllm.models.config import AudioConfig, LLMConfig, ModelConfig, VisionConfig
-from orchmllm.plan.geometry import (
-    AudioGeometry,
-    AudioHeader,
-    ImageHeader,
-    VisionGeometry,
-    segment_lengths,
-)
-from orchmllm.plan.layout import AUDIO, TEXT, VISION, ExampleLayout
+from orchmllm.plan.geometry import AudioGeometry, VisionGeometry, text_lengths
+from orchmllm.plan.layout import AUDIO, TEXT, VISION, BatchLayout
 
 VOCAB = 64
 MODEL = ModelConfig(
@@ -64,20 +58,19 @@ class SyntheticDataset:
         rng = np.random.default_rng([7, i])
         for kind in self.kinds[i % len(self.kinds)]:
             if kind == "V":
-                header = ImageHeader(*(int(x) for x in rng.integers(20, 200, 2)))
-                yield VISION, segment_lengths(self.vision, header)
+                yield VISION, self.vision.segment_lengths(*rng.integers(20, 200, 2).tolist())
             elif kind == "A":
-                header = AudioHeader(int(rng.integers(1000, 12000)), 16000)
-                yield AUDIO, segment_lengths(self.audio, header)
+                samples = int(rng.integers(1000, 12000))
+                yield AUDIO, self.audio.segment_lengths(samples, 16000)
             else:
-                yield TEXT, segment_lengths(None, int(rng.integers(1, 30)))
+                yield TEXT, text_lengths(int(rng.integers(1, 30)))
 
     def describe(self, i: int, segment: int) -> dict:
         return {"source": "synthetic", "row": i + 1, "data_file": "synthetic", "file": f"{i}"}
 
-    def layout(self, i: int) -> ExampleLayout:
+    def layout(self, i: int) -> BatchLayout:
         targets = int((self.load(i, segments=()).labels != IGNORE_INDEX).sum())
-        return ExampleLayout.from_segments(i, targets, list(self._segments(i)))
+        return BatchLayout.from_segments(i, targets, list(self._segments(i)))
 
     def load(self, i: int, *, text: bool = True, segments: Sequence[int] | None = None,
              encoded: Sequence[int] = (), on_error=None) -> Example:

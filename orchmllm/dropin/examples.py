@@ -14,8 +14,8 @@ from torch import Tensor
 
 from orchmllm.batch import IGNORE_INDEX
 from orchmllm.plan.cost import CostModel
-from orchmllm.plan.geometry import SegmentLengths
-from orchmllm.plan.layout import MODALITIES, TEXT, BatchLayout, ExampleLayout
+from orchmllm.plan.geometry import SegmentLengths, text_lengths
+from orchmllm.plan.layout import MODALITIES, TEXT, BatchLayout
 from orchmllm.plan.step import RankPlan
 
 
@@ -168,7 +168,7 @@ def batch_layout(
         num_tokens=num_tokens, grid=np.zeros((n, 3), np.int64))
 
 
-def layout_of(example_id: int, lengths: Any) -> ExampleLayout:
+def layout_of(example_id: int, lengths: Any) -> BatchLayout:
     """lengths: one integer (a sequence model's tokens), or Segments in reading order. Raises
     TypeError or ValueError naming the example for anything else."""
     try:
@@ -178,8 +178,8 @@ def layout_of(example_id: int, lengths: Any) -> ExampleLayout:
     if tokens is not None:
         if tokens < 0:
             raise ValueError(f"example {example_id} has length {tokens}: must be >= 0")
-        return ExampleLayout.from_segments(
-            example_id, 0, [(TEXT, SegmentLengths(0, 0, tokens, (0, 0, 0)))])
+        return BatchLayout.from_segments(
+            example_id, 0, [(TEXT, text_lengths(tokens))])
     if not isinstance(lengths, Sequence) or not all(isinstance(s, Segment) for s in lengths):
         raise TypeError(f"example {example_id}: its length is {lengths!r}; give an integer, or a "
                         "list of orchmllm.Segment")
@@ -191,4 +191,4 @@ def layout_of(example_id: int, lengths: Any) -> ExampleLayout:
         attn_len = s.rows if s.attn_len is None else s.attn_len
         table.append((MODALITIES[s.modality],
                       SegmentLengths(s.rows, attn_len, s.num_tokens, tuple(s.grid))))
-    return ExampleLayout.from_segments(example_id, 0, table)
+    return BatchLayout.from_segments(example_id, 0, table)

@@ -12,7 +12,7 @@ from orchmllm.config import Recipe
 from orchmllm.estimate.memory import Loads, MemoryModel, choose_checkpointing, loads_of
 from orchmllm.models.flops import Lengths, padded_phases
 from orchmllm.plan.assign import PHASES, PlanSpec
-from orchmllm.plan.layout import ENCODERS, BatchLayout, ExampleLayout
+from orchmllm.plan.layout import ENCODERS, BatchLayout
 from orchmllm.plan.step import plan_step
 
 DEVICE_SHARE = 0.92  # of a GPU's memory; the rest is CUDA's context, NCCL and fragments
@@ -21,7 +21,7 @@ DEVICE_SHARE = 0.92  # of a GPU's memory; the rest is CUDA's context, NCCL and f
 class Dataset(Protocol):
     """What has the lengths of its examples without decoding them."""
 
-    def layout(self, i: int) -> ExampleLayout: ...
+    def layout(self, i: int) -> BatchLayout: ...
 
 
 def with_real_batch(recipe: Recipe, num_ranks: int) -> Recipe:
@@ -102,7 +102,7 @@ def largest_fitting(peak: Callable[[int], float], budget_bytes: float, high: int
     return low
 
 
-def sampled_layout(layouts: Callable[[int], ExampleLayout], rows: Sequence[int], num_ranks: int,
+def sampled_layout(layouts: Callable[[int], BatchLayout], rows: Sequence[int], num_ranks: int,
                    batch_size: int, seed: int) -> BatchLayout:
     """A seeded global batch of a dataset: the same on all ranks."""
     chosen = np.random.default_rng(seed).choice(len(rows), num_ranks * batch_size)

@@ -137,7 +137,7 @@ def of_file(recipe: Recipe, path: Path) -> Examples:
         try:
             row = json.loads(line)
             images = [(int(w), int(h)) for w, h in row.get("images", ())]
-            clips = [(int(float(s) * SAMPLE_RATE), 0) for s in row.get("audio_s", ())]
+            clips = [(int(float(s) * SAMPLE_RATE), SAMPLE_RATE) for s in row.get("audio_s", ())]
             text.append(int(row.get("text_tokens", 0)))
             sizes = [x for pair in images for x in pair] + [samples for samples, _ in clips]
             if unknown := sorted(set(row) - {"images", "audio_s", "text_tokens"}):

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from orchmllm.models.config import AudioConfig, LLMConfig, ModelConfig, VisionConfig
-from orchmllm.plan.geometry import AudioHeader, ImageHeader, segment_lengths
 from orchmllm.plan.layout import AUDIO, TEXT, VISION, BatchLayout
 
 # OrchMLLM Table 1: layers / hidden / ffn, downsampling and image bound of the three sizes.
@@ -85,7 +84,7 @@ class Headers:
 
     prefix (n,), text (n,): tokens before and after the media. targets (n,): tokens with a label.
     media_per_example (n,); is_image (m,) bool; size (m, 2): width and height in pixels, or samples
-    at 16 kHz and 0.
+    and their rate in Hz.
     """
 
     prefix: np.ndarray
@@ -223,9 +222,9 @@ def sample_headers(mix: str, num_examples: int, seed: int,
 
 
 def _samples(seconds: np.ndarray) -> np.ndarray:
-    """(m, 2): samples and 0; Whisper's window is 30 s."""
+    """(m, 2): samples and their rate; Whisper's window is 30 s."""
     samples = np.maximum(400, (np.minimum(seconds, 30) * SAMPLE_RATE).astype(np.int64))
-    return np.stack([samples, np.zeros_like(samples)], 1)
+    return np.stack([samples, np.full_like(samples, SAMPLE_RATE)], 1)
 
 
 def _media_lengths(headers: Headers, model: ModelConfig) -> np.ndarray:
@@ -238,8 +237,7 @@ def _media_lengths(headers: Headers, model: ModelConfig) -> np.ndarray:
         geometry = model.vision.geometry if is_image else model.audio.geometry
         lengths = np.zeros((len(distinct), 6), np.int64)
         for k, (a, b) in enumerate(distinct.tolist()):
-            header = ImageHeader(a, b) if is_image else AudioHeader(a, SAMPLE_RATE)
-            s = segment_lengths(geometry, header)
+            s = geometry.segment_lengths(a, b)
             lengths[k] = (s.rows, s.attn_len, s.num_tokens, *s.grid)
         table[at] = lengths[which.ravel()]
     return table
@@ -263,12 +261,8 @@ def batch_layout(headers: Headers, model: ModelConfig, num_ranks: int) -> BatchL
     at = start[owner] + 1 + nth
     table[at, 0] = np.where(headers.is_image, VISION, AUDIO)
     table[at, 1:] = _media_lengths(headers, model)
-    return BatchLayout(
-        example_id=np.arange(n), examples_per_rank=np.full(num_ranks, n // num_ranks),
-        num_targets=headers.targets, segments_per_example=per_example,
-        modality=table[:, 0].copy(), rows=table[:, 1].copy(), attn_len=table[:, 2].copy(),
-        num_tokens=table[:, 3].copy(), grid=table[:, 4:].copy(),
-    )
+    return BatchLayout.from_table(np.arange(n), headers.targets, per_example, table,
+                                  np.full(num_ranks, n // num_ranks))
 
 
 def sample_layout(model: str, *, num_ranks: int, batch_size: int, seed: int,

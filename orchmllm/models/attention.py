@@ -132,7 +132,7 @@ def sdpa_per_sequence(
     k, v: with as many or fewer heads."""
     # Neighbours of equal length share a call: images of one size are common, and forward and
     # backward of short sequences cost mostly calls (4x at 16 rows each, 1.4x at 64).
-    runs = [(n, len(list(same))) for n, same in groupby([n for n in seqlens.lengths if n > 0])]
+    runs = [(n, len(list(same))) for n, same in groupby(filter(None, seqlens.lengths))]
     rows = [n * count for n, count in runs]
     outputs = []
     # split, not slices: its backward is one concatenation instead of a zero-filled (T, H, Dh)
@@ -201,6 +201,6 @@ def _hf_packed_attention(
     if dropout or (scaling is not None and abs(scaling * head_dim**0.5 - 1) > 1e-6):
         raise ValueError(f"{HF_ATTENTION} has no dropout ({dropout}) and scales by "
                          f"1/sqrt({head_dim}), not {scaling}")
-    q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
+    q, k, v = [x.squeeze(0).transpose(0, 1) for x in (query, key, value)]
     out = packed_attention(q, k, v, packed_seqlens, causal=bool(module.is_causal))
     return out.unsqueeze(0), None

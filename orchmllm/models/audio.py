@@ -43,9 +43,8 @@ def window_index(
     zero row that `gather_rows` appends.
     """
     frame = (first + stride * index_in_sequence(out_lengths))[:, None] + np.arange(width)
-    start, length = (
-        np.repeat(x, out_lengths)[:, None] for x in (np.cumsum(lengths) - lengths, lengths)
-    )
+    start = np.repeat(np.cumsum(lengths) - lengths, out_lengths)[:, None]
+    length = np.repeat(lengths, out_lengths)[:, None]
     return np.where((frame >= 0) & (frame < length), start + frame, lengths.sum())
 
 
@@ -111,10 +110,8 @@ class AudioBlock(nn.Module):
         """x: (P, C) -> (P, C). extent: the P packed positions' clips, or which positions of a dense
         batch are real, (n, L) bool with n * L = P."""
         h = self.self_attn_layer_norm(x)
-        q, k, v = (
-            proj(h).unflatten(-1, (self.num_heads, -1))  # (P, H, Dh)
-            for proj in (self.q_proj, self.k_proj, self.v_proj)
-        )
+        q, k, v = [proj(h).unflatten(-1, (self.num_heads, -1))  # (P, H, Dh)
+                   for proj in (self.q_proj, self.k_proj, self.v_proj)]
         if isinstance(extent, Tensor):
             attended = padded_attention(q, k, v, extent)
         else:

@@ -69,12 +69,12 @@ class PackedQwen2Attention(Qwen2Attention):
     ) -> tuple[Tensor, None]:
         """hidden_states: (1, R, D), position_embeddings: (1, R, Dh) each -> ((1, R, D), None).
         kwargs: what the model was called with, `packed_seqlens` among it."""
-        q, k, v = (
+        q, k, v = [
             proj(hidden_states)
             .unflatten(-1, (proj.out_features // self.head_dim, self.head_dim))
             .transpose(1, 2)
             for proj in (self.q_proj, self.k_proj, self.v_proj)
-        )  # (1, H, R, Dh)
+        ]  # (1, H, R, Dh)
         q, k = apply_rotary_pos_emb(q, k, *position_embeddings)
         attend = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]
         out, _ = attend(self, q, k, v, attention_mask, scaling=self.scaling, **kwargs)

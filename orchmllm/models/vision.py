@@ -40,7 +40,7 @@ def patch_positions(grid: np.ndarray, merge_size: int) -> np.ndarray:
     if (grid[:, 1:] % merge_size).any():
         raise ValueError(f"grid {grid.tolist()}: h and w must be multiples of {merge_size}")
     rows = grid.prod(axis=1)  # (n,)
-    frame_size, width = (np.repeat(x, rows) for x in (grid[:, 1] * grid[:, 2], grid[:, 2]))  # (R,)
+    frame_size, width = np.repeat(np.stack([grid[:, 1] * grid[:, 2], grid[:, 2]]), rows, 1)  # (R,)
     start = np.repeat(np.cumsum(rows) - rows, rows)
     index = (np.arange(len(start)) - start) % frame_size  # inside the frame
     group, inner = np.divmod(index, merge_size**2)

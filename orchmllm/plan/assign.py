@@ -212,7 +212,7 @@ def _assign_encoder(
     lengths = layout.attn_len[seg]
     pieces = None
     if getattr(spec.balance, phase).nodewise:
-        pieces = Pieces(home, np.arange(len(seg)), layout.rows[seg] * spec.row_bytes[phase])
+        pieces = home, np.arange(len(seg)), layout.rows[seg] * spec.row_bytes[phase]
     return _assign(phase, lengths, spec.costs[phase](lengths), home, pieces, layout.num_ranks, spec,
                    solve)
 
@@ -267,10 +267,10 @@ def _assign(
     if pieces is None:
         raise ValueError(f"balance.{phase}: nodewise needs to know where items are")
     chosen_solver = spec.balance.nodewise_solver
+    rank, item, num_bytes = pieces
     return solve(
-        pieces.rank, rank_of[pieces.item], pieces.bytes, num_ranks=num_ranks,
-        ranks_per_node=spec.ranks_per_node, solver=chosen_solver,
-        objective=spec.balance.nodewise_objective,
+        rank, rank_of[item], num_bytes, num_ranks=num_ranks, ranks_per_node=spec.ranks_per_node,
+        solver=chosen_solver, objective=spec.balance.nodewise_objective,
         limit=None if chosen_solver == "search" else spec.balance.nodewise_limit_s)[rank_of]
 
 

@@ -3,6 +3,14 @@
 `balance` is the one entry point. It checks its input, gives every option a meaning or an error
 (table OPTIONS: which policy honours what) and calls the C++ core; tests/twins/ has the slow
 twins. Deterministic: exact integers, ties to the lowest index, no clock.
+
+policy            cost of a rank (l: lengths, or `cost` if given) and how it is kept low
+none              nothing moves
+greedy            sum(l), longest first (Algorithm 1)
+padded            count * max(l), optimal (Algorithm 2)
+quadratic         sum(cost) with cost = l + lambda * l^2 (Algorithm 4's objective), as `least_move`
+conv_transformer  sum(l) + count * max(padded_cost) (Algorithm 5's objective)
+least_move        sum(l) within `tolerance` of its lower bound, moving as little as possible
 """
 
 from __future__ import annotations
@@ -112,15 +120,7 @@ def balance(
     """rank_of (n,) int64: the rank that processes each of n items.
 
     lengths: (n,) integers, tokens (or patches, positions) of each item.
-    policy: what the cost of a rank is and how it is kept low (l: lengths, or `cost` if given):
-        none       nothing moves.
-        greedy     sum(l), longest first (Algorithm 1).
-        padded     count * max(l), optimal (Algorithm 2).
-        quadratic         sum(cost) with cost = l + lambda * l^2 (Algorithm 4's objective), as
-                          `least_move`.
-        conv_transformer  sum(l) + count * max(padded_cost) (Algorithm 5's objective).
-        least_move        sum(l) within `tolerance` of its lower bound, moving as little as
-                          possible.
+    policy: what the cost of a rank is and how it is kept low; see the head of this module.
     home: (n,) rank where each item is now; default: equal contiguous shares.
     ranks_per_node: ranks [k * ranks_per_node, ...) are node k; the last node may be smaller.
     tolerance: accepted excess of the largest load over its lower bound; default 0.005, half a
@@ -134,25 +134,20 @@ def balance(
     Raises ValueError for malformed input, for an option the policy does not honour (OPTIONS) and
     when no plan below max_rank_tokens is found.
     """
-    given = {"tolerance": tolerance is not None, "cost": cost is not None,
-             "move_cost": move_cost is not None, "max_rank_tokens": max_rank_tokens is not None,
-             "padded_cost": padded_cost is not None}
-    _check_options(policy, {option for option, is_given in given.items() if is_given})
-    num_ranks, ranks_per_node = _count("num_ranks", num_ranks), _count(
-        "ranks_per_node", ranks_per_node)
+    _check_options(policy, tolerance=tolerance, cost=cost, move_cost=move_cost,
+                   max_rank_tokens=max_rank_tokens, padded_cost=padded_cost)
+    num_ranks = _count("num_ranks", num_ranks)
+    ranks_per_node = _count("ranks_per_node", ranks_per_node)
     lengths = as_int64("lengths", lengths)
     n = len(lengths)
     weight = lengths if cost is None else as_int64("cost", cost, n)
-    home = (default_home(n, num_ranks) if home is None
-            else check_ranks("home", home, n, num_ranks))
+    home = check_ranks("home", default_home(n, num_ranks) if home is None else home, n, num_ranks)
     if max_rank_tokens is not None:
         _check_cap(lengths, num_ranks, max_rank_tokens)
     if policy == "none":
         return home.copy()
-    if policy == "greedy":
-        rank_of = core().greedy(weight, home, num_ranks)
-    elif policy == "padded":
-        rank_of = core().padded(weight, home, num_ranks)
+    if policy in ("greedy", "padded"):
+        rank_of = getattr(core(), policy)(weight, home, num_ranks)
     elif policy == "conv_transformer":
         padded = _padded_cost(weight, padded_cost)
         rank_of = core().conv_transformer(weight, padded, home, num_ranks)
@@ -183,8 +178,9 @@ def check_policy(policy: str) -> None:
         raise ValueError(f"unknown policy {policy!r}; choose one of {', '.join(POLICIES)}")
 
 
-def _check_options(policy: str, given: set[str]) -> None:
+def _check_options(policy: str, **options: object) -> None:
     check_policy(policy)
+    given = {option for option, value in options.items() if value is not None}
     for option in sorted(given - OPTIONS[policy]):
         raise ValueError(f"policy {policy!r} does not honour {option}")
     needed = {"quadratic": {"cost"}, "conv_transformer": {"padded_cost"}}.get(policy, set())

@@ -1,6 +1,6 @@
 """How a medium becomes rows, positions and tokens: its lengths, from its header alone.
 
-`segment_lengths` is the one function per modality that turns a media header into lengths; decoding
+`segment_lengths` is the one method per modality that turns a media header into lengths; decoding
 asserts that it produces exactly `rows`, the encoder that it produces exactly `num_tokens`.
 """
 
@@ -8,20 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import NamedTuple
-
-
-class ImageHeader(NamedTuple):
-    """Size in pixels as displayed, i.e. after the EXIF orientation."""
-
-    width: int
-    height: int
-
-
-class AudioHeader(NamedTuple):
-    """Samples per channel and their rate in Hz."""
-
-    num_samples: int
-    sample_rate: int
 
 
 class SegmentLengths(NamedTuple):
@@ -39,13 +25,17 @@ class SegmentLengths(NamedTuple):
     grid: tuple[int, int, int]
 
 
+def text_lengths(num_tokens: int) -> SegmentLengths:
+    """Of a segment of text."""
+    return SegmentLengths(0, 0, num_tokens, (0, 0, 0))
+
+
 @dataclass(frozen=True)
 class VisionGeometry:
     """How an image becomes patches and tokens (OrchMLLM section 8, "Input preprocessing").
 
     patch_size: pixels per patch side. merge_size: the connector merges merge_size x merge_size
-    patches into one token (1: no downsampling). max_side: pixels; only larger images are resized.
-    segment_lengths raises ValueError for an empty image."""
+    patches into one token (1: no downsampling). max_side: pixels; larger images are resized."""
 
     patch_size: int = 14
     merge_size: int = 2
@@ -61,20 +51,22 @@ class VisionGeometry:
         """Pixels travel as uint8 and are normalised by the encoder."""
         return self.row_size
 
-    def resized(self, header: ImageHeader) -> tuple[int, int]:
+    def resized(self, width: int, height: int) -> tuple[int, int]:
         """(width, height) in pixels to which the image is resized: multiples of
         patch_size * merge_size, at least one unit a side, the long side at most max_side."""
         unit = self.patch_size * self.merge_size
-        scale = min(1.0, self.max_side / max(header.width, header.height))
+        scale = min(1.0, self.max_side / max(width, height))
         limit = max(1, self.max_side // unit)
-        width = min(limit, max(1, int(header.width * scale / unit + 0.5)))
-        height = min(limit, max(1, int(header.height * scale / unit + 0.5)))
+        width = min(limit, max(1, int(width * scale / unit + 0.5)))
+        height = min(limit, max(1, int(height * scale / unit + 0.5)))
         return width * unit, height * unit
 
-    def segment_lengths(self, header: ImageHeader) -> SegmentLengths:
-        if header.width < 1 or header.height < 1:
-            raise ValueError(f"image size {header.width}x{header.height}: both must be >= 1 pixel")
-        width, height = self.resized(header)
+    def segment_lengths(self, width: int, height: int) -> SegmentLengths:
+        """Of an image of so many pixels as displayed, i.e. after the EXIF orientation. Raises
+        ValueError for an empty one."""
+        if width < 1 or height < 1:
+            raise ValueError(f"image size {width}x{height}: both must be >= 1 pixel")
+        width, height = self.resized(width, height)
         h, w = height // self.patch_size, width // self.patch_size
         return SegmentLengths(h * w, h * w, h * w // self.merge_size**2, (1, h, w))
 
@@ -86,8 +78,7 @@ class AudioGeometry:
     sample_rate: Hz after resampling. hop_length: samples per frame. num_mels: values per frame.
     stack: the connector joins `stack` encoder positions into one token (the last group of a clip is
     filled with zeros). window_frames: every clip is filled with silence to so many frames, and a
-    longer one is an error; 0: a clip keeps its length. segment_lengths raises ValueError for an
-    empty clip, and one beyond the window."""
+    longer one is an error; 0: a clip keeps its length."""
 
     sample_rate: int = 16000
     hop_length: int = 160
@@ -104,37 +95,28 @@ class AudioGeometry:
         """Frames travel as float32."""
         return 4 * self.num_mels
 
-    def resampled(self, header: AudioHeader) -> int:
-        """Samples after resampling to `sample_rate`, rounded up."""
-        return -(-header.num_samples * self.sample_rate // header.sample_rate)
+    def resampled(self, num_samples: int, sample_rate: int) -> int:
+        """Samples after resampling from `sample_rate` Hz to that of the geometry, rounded up."""
+        return -(-num_samples * self.sample_rate // sample_rate)
 
     def conv_frames(self, frames: int) -> int:
         """Positions after Whisper's stride-2 convolution (kernel 3, padding 1)."""
         return (frames + 1) // 2
 
-    def segment_lengths(self, header: AudioHeader) -> SegmentLengths:
-        if header.num_samples < 1 or header.sample_rate < 1:
+    def segment_lengths(self, num_samples: int, sample_rate: int) -> SegmentLengths:
+        """Of a clip of num_samples a channel at sample_rate Hz. Raises ValueError for an empty
+        one, and one beyond the window."""
+        if num_samples < 1 or sample_rate < 1:
             raise ValueError(
-                f"audio of {header.num_samples} samples at {header.sample_rate} Hz: both must be "
-                ">= 1"
-            )
-        frames = -(-self.resampled(header) // self.hop_length)
+                f"audio of {num_samples} samples at {sample_rate} Hz: both must be >= 1")
+        frames = -(-self.resampled(num_samples, sample_rate) // self.hop_length)
         if self.window_frames:
             if frames > self.window_frames:
                 window_s = self.window_frames * self.hop_length / self.sample_rate
                 raise ValueError(
-                    f"audio of {header.num_samples / header.sample_rate:.6g} s is longer than the "
+                    f"audio of {num_samples / sample_rate:.6g} s is longer than the "
                     f"window of {window_s:g} s: cut the clip, or use model.audio.mode=packed")
             frames = self.window_frames
         positions = self.conv_frames(frames)
         return SegmentLengths(frames, positions, -(-positions // self.stack), (1, 1, frames))
 
-
-def segment_lengths(
-    geometry: VisionGeometry | AudioGeometry | None, header: ImageHeader | AudioHeader | int
-) -> SegmentLengths:
-    """Lengths of one segment from its header alone; text has no geometry and its header is its
-    number of tokens. Raises ValueError for an empty image or clip."""
-    if geometry is None:
-        return SegmentLengths(0, 0, int(header), (0, 0, 0))
-    return geometry.segment_lengths(header)

@@ -7,7 +7,6 @@ after encoding; OrchMLLM plans every phase from the sampling rank.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -16,14 +15,8 @@ from orchmllm.plan.layout import ENCODERS, TEXT, BatchLayout
 
 TEXT_BYTES = 8  # an int32 token id and an int32 label
 
-
-@dataclass(frozen=True)
-class Pieces:
-    """Where the bytes of a phase's items are: m pieces, each bytes[k] of item[k] on rank[k]."""
-
-    rank: np.ndarray
-    item: np.ndarray
-    bytes: np.ndarray
+# Where the bytes of a phase's items are: (rank, item, bytes), each (m,), of m pieces of items.
+Pieces = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
 def segment_bytes(layout: BatchLayout, feature_bytes: int) -> np.ndarray:
@@ -39,7 +32,7 @@ def example_pieces(
     rank = layout.rank_of_example[layout.example_of_segment]
     for phase, rank_of in (encode or {}).items():
         rank[layout.segments[ENCODERS[phase]]] = rank_of
-    return Pieces(rank, layout.example_of_segment, segment_bytes(layout, feature_bytes))
+    return rank, layout.example_of_segment, segment_bytes(layout, feature_bytes)
 
 
 def example_bytes(layout: BatchLayout, feature_bytes: int) -> np.ndarray:
@@ -53,6 +46,6 @@ def feature_home(
     """(n,) rank from which each example's LLM input is cheapest: the one that holds most of its
     feature bytes; ties go to the sampling rank, then to the lowest. Text-only: the sampling rank.
     """
-    pieces, media = example_pieces(layout, encode, feature_bytes), layout.modality != TEXT
-    return core().heaviest_holder(pieces.item[media], pieces.rank[media], pieces.bytes[media],
-                                  layout.rank_of_example)
+    media = layout.modality != TEXT
+    rank, example, num_bytes = [x[media] for x in example_pieces(layout, encode, feature_bytes)]
+    return core().heaviest_holder(example, rank, num_bytes, layout.rank_of_example)

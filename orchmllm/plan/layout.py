@@ -3,54 +3,24 @@
 `BatchLayout` holds the lengths of all examples of a global batch and is identical on all ranks
 after the gather (OrchMLLM section 6, "a structure to record some details").
 
-Flow: media header -> SegmentLengths -> ExampleLayout -> BatchLayout (gathered) -> plan_step.
+Flow: media header -> SegmentLengths -> BatchLayout of an example -> of a rank -> gathered -> plan.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from operator import attrgetter
 
 import numpy as np
 
 from orchmllm.plan.geometry import SegmentLengths
-from orchmllm.plan.rearrange import ranges
+from orchmllm.plan.rearrange import ranges, sums_of
 
 TEXT, VISION, AUDIO = 0, 1, 2
 MODALITIES = {"text": TEXT, "vision": VISION, "audio": AUDIO}
 ENCODERS: dict[str, int] = {"vision": VISION, "audio": AUDIO}  # fixed order of the encoder phases
-
-
-@dataclass(frozen=True)
-class ExampleLayout:
-    """Lengths of one example's s segments in reading order, text pieces included.
-
-    example_id: global dataset index. num_targets: labels left after shift and truncation.
-    modality, rows, attn_len, num_tokens: (s,) int64; grid: (s, 3) int64 (see SegmentLengths).
-    """
-
-    example_id: int
-    num_targets: int
-    modality: np.ndarray
-    rows: np.ndarray
-    attn_len: np.ndarray
-    num_tokens: np.ndarray
-    grid: np.ndarray
-
-    @classmethod
-    def from_segments(
-        cls, example_id: int, num_targets: int, segments: Sequence[tuple[int, SegmentLengths]]
-    ) -> ExampleLayout:
-        """segments: (modality, lengths) in reading order."""
-        table = np.array(
-            [(m, s.rows, s.attn_len, s.num_tokens, *s.grid) for m, s in segments], dtype=np.int64
-        ).reshape(len(segments), 7)
-        return cls(
-            example_id, num_targets, table[:, 0], table[:, 1], table[:, 2], table[:, 3],
-            table[:, 4:],
-        )
 
 
 @dataclass(frozen=True)
@@ -85,21 +55,36 @@ class BatchLayout:
             raise ValueError("rows, attn_len, num_tokens and grid need one entry per segment")
 
     @classmethod
-    def from_examples(
-        cls, examples: Sequence[ExampleLayout], examples_per_rank: Sequence[int] | None = None
+    def from_table(
+        cls, example_id: np.ndarray, num_targets: np.ndarray, segments_per_example: np.ndarray,
+        table: np.ndarray, examples_per_rank: Sequence[int] | None = None,
     ) -> BatchLayout:
-        """Joins example layouts; without `examples_per_rank` they all sit on one rank."""
+        """table: (s, 7) int64, a segment's modality, rows, attn_len, num_tokens and grid. Without
+        `examples_per_rank` the examples all sit on one rank."""
+        counts = [len(example_id)] if examples_per_rank is None else examples_per_rank
+        return cls(example_id, np.asarray(counts, np.int64), num_targets, segments_per_example,
+                   *table[:, :4].T.copy(), table[:, 4:])
 
-        nothing = np.zeros((0, 3), np.int64)
-        joined = {name: np.concatenate([nothing if name == "grid" else nothing[:, 0],
-                                        *map(attrgetter(name), examples)])
-                  for name in ("modality", "rows", "attn_len", "num_tokens", "grid")}
-        counts = [len(examples)] if examples_per_rank is None else examples_per_rank
-        return cls(
-            example_id=np.array([e.example_id for e in examples], np.int64),
-            examples_per_rank=np.asarray(counts, np.int64),
-            num_targets=np.array([e.num_targets for e in examples], np.int64),
-            segments_per_example=np.array([len(e.modality) for e in examples], np.int64), **joined)
+    @classmethod
+    def from_segments(
+        cls, example_id: int, num_targets: int, segments: Sequence[tuple[int, SegmentLengths]]
+    ) -> BatchLayout:
+        """That of one example. segments: (modality, lengths) in reading order; num_targets: labels
+        left after shift and truncation."""
+        table = np.array([(m, s.rows, s.attn_len, s.num_tokens, *s.grid) for m, s in segments],
+                         np.int64).reshape(len(segments), 7)
+        return cls.from_table(*np.array([[example_id], [num_targets], [len(segments)]], np.int64),
+                              table)
+
+    @classmethod
+    def from_examples(
+        cls, examples: Sequence[BatchLayout], examples_per_rank: Sequence[int] | None = None
+    ) -> BatchLayout:
+        """Joins layouts of examples; without `examples_per_rank` they all sit on one rank."""
+        joined = cls.concat(examples or [cls.from_table(*np.zeros((3, 0), np.int64),
+                                                        np.zeros((0, 7), np.int64))])
+        counts = [joined.num_examples] if examples_per_rank is None else examples_per_rank
+        return replace(joined, examples_per_rank=np.asarray(counts, np.int64))
 
     @classmethod
     def concat(cls, parts: Sequence[BatchLayout]) -> BatchLayout:
@@ -136,8 +121,7 @@ class BatchLayout:
 
     def sum_segments(self, values: np.ndarray) -> np.ndarray:
         """(n,) int64 sums of values (s,) over each example's segments."""
-        total = np.concatenate([[0], np.cumsum(values)])[self.segment_start]
-        return np.diff(total)
+        return sums_of(values, self.segments_per_example)
 
     @cached_property
     def segments(self) -> list[np.ndarray]:

@@ -20,6 +20,11 @@ def starts_of(counts: np.ndarray) -> np.ndarray:
     return np.concatenate([np.zeros(1, np.int64), np.cumsum(counts, dtype=np.int64)])
 
 
+def sums_of(values: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+    """(d,) int64: sums over consecutive runs of values (n,), of sizes (d,) values each."""
+    return np.diff(np.append(0, np.cumsum(values))[np.append(0, np.cumsum(sizes))])
+
+
 def ranges(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
     """Concatenation of [starts[i], starts[i] + counts[i]) for all i, without a loop. starts,
     counts: (n,)."""
@@ -54,16 +59,6 @@ class Rearrangement:
         return np.repeat(np.arange(len(self.target_sizes)), self.target_sizes)
 
     @cached_property
-    def source_start(self) -> np.ndarray:
-        """(d + 1,) first source item of each rank."""
-        return starts_of(self.source_sizes)
-
-    @cached_property
-    def target_start(self) -> np.ndarray:
-        """(d + 1,) first target slot of each rank."""
-        return starts_of(self.target_sizes)
-
-    @cached_property
     def slot_of(self) -> np.ndarray:
         """(n,) target slot of each source item."""
         slot_of = np.empty_like(self.order)
@@ -72,7 +67,8 @@ class Rearrangement:
 
     def items_on(self, rank: int) -> np.ndarray:
         """Source items at the slots of a target rank."""
-        return self.order[self.target_start[rank]: self.target_start[rank + 1]]
+        first = self.target_sizes[:rank].sum()
+        return self.order[first: first + self.target_sizes[rank]]
 
     def inverse(self) -> Rearrangement:
         return Rearrangement(self.slot_of, self.target_sizes, self.source_sizes)
@@ -90,10 +86,9 @@ class Rearrangement:
     def expand(self, counts: np.ndarray) -> Rearrangement:
         """The same move for items made of counts[i] >= 0 sub-items each (in source order)."""
         counts = np.asarray(counts, np.int64)
-        source = starts_of(counts)[self.source_start]
-        target = starts_of(counts[self.order])[self.target_start]
         order = core().expand_order(self.order, counts)
-        return Rearrangement(order, np.diff(source), np.diff(target))
+        return Rearrangement(order, sums_of(counts, self.source_sizes),
+                             sums_of(counts[self.order], self.target_sizes))
 
     def volume(self, weight: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """(source rank, target rank, weight) of every item that changes rank; weight (n,) in source
@@ -110,7 +105,8 @@ class Rearrangement:
         source_rank, target_rank = self.source_rank, self.target_rank
         moves = bool(np.any((source_rank[self.order] != target_rank) & (rows[self.order] > 0)))
 
-        own = slice(self.source_start[rank], self.source_start[rank + 1])
+        first = self.source_sizes[:rank].sum()
+        own = slice(first, first + self.source_sizes[rank])
         slot_of, mine = self.slot_of[own], rows[own]
         send = np.argsort(slot_of, kind="stable")  # by target slot: grouped by target rank
         sent = mine[send]

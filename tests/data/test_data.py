@@ -15,7 +15,7 @@ from orchmllm.data.formats.conversation import Turn
 from orchmllm.data.media.headers import audio_header, image_header
 from orchmllm.data.media.medium import MediaError, Medium
 from orchmllm.data.tokenizer import ChatTokenizer
-from orchmllm.plan.geometry import AudioGeometry, VisionGeometry, segment_lengths
+from orchmllm.plan.geometry import AudioGeometry, VisionGeometry
 from orchmllm.plan.layout import AUDIO, TEXT, VISION
 from tests.lib.commands import make_demo_data
 
@@ -90,7 +90,7 @@ def test_decoded_lengths_are_the_planned_ones(dataset):
             geometry, header, dtype = (
                 (VISION_GEOMETRY, image_header(path), torch.uint8) if modality == VISION
                 else (AUDIO_GEOMETRY, audio_header(path), torch.float32))
-            assert rows.shape == (segment_lengths(geometry, header).rows, geometry.row_size)
+            assert rows.shape == (geometry.segment_lengths(*header).rows, geometry.row_size)
             assert rows.dtype == dtype and layout.rows[segment] == len(rows)
             assert layout.modality[segment] == modality
             assert len(rows.unique()) > 1
@@ -119,16 +119,18 @@ def test_chatml(tokenizer):
     image, clip = Medium(VISION, "a.png"), Medium(AUDIO, "a.wav")
     turns = [Turn("user", (image, "\nWhich colour?", clip, image), False),
              Turn("assistant", ("red.",), True)]
-    pieces = tokenizer.pieces(turns)
-    assert [p.modality for p in pieces] == [TEXT, VISION, TEXT, AUDIO, VISION, TEXT]
-    text = [tokenizer.decode(p.token_ids) for p in pieces if p.modality == TEXT]
+    token_ids, _, segments = tokenizer.tokenize(turns)
+    assert [modality for modality, _ in segments] == [TEXT, VISION, TEXT, AUDIO, VISION, TEXT]
+    ends = np.cumsum([count for _, count in segments])
+    text = [tokenizer.decode(token_ids[end - count: end])
+            for (_, count), end in zip(segments, ends, strict=True) if count]
     assert text == [
         "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\n",
         "\nWhich colour?",
         "<|im_end|>\n<|im_start|>assistant\nred.<|im_end|>\n",
     ]
-    system = tokenizer.pieces([Turn("system", ("Be brief.",), False), *turns])[0]
-    assert tokenizer.decode(system.token_ids).startswith("<|im_start|>system\nBe brief.<|im_end|>")
+    system, _, _ = tokenizer.tokenize([Turn("system", ("Be brief.",), False), *turns])
+    assert tokenizer.decode(system).startswith("<|im_start|>system\nBe brief.<|im_end|>")
 
 
 def test_spelled_out_special_tokens_are_text(tokenizer):

@@ -15,7 +15,7 @@ from orchmllm.data.media.decode import decode_audio, decode_image
 from orchmllm.data.media.headers import audio_header, image_header
 from orchmllm.data.media.medium import Medium
 from orchmllm.data.tokenizer import ChatTokenizer
-from orchmllm.plan.geometry import AudioGeometry, VisionGeometry, segment_lengths
+from orchmllm.plan.geometry import AudioGeometry, VisionGeometry
 from orchmllm.plan.layout import AUDIO, VISION
 from tests.lib.tokenizers import SPECIAL, write_tokenizer
 
@@ -60,8 +60,8 @@ def test_images(tmp_path, suffix, mode, orientation):
     for source in variants(path, VISION):
         header = image_header(source)
         assert header == ((90, 310) if turned else (310, 90))
-        assert len(decode_image(source, VISION_GEOMETRY)) == segment_lengths(
-            VISION_GEOMETRY, header).rows
+        rows = decode_image(source, VISION_GEOMETRY)
+        assert len(rows) == VISION_GEOMETRY.segment_lengths(*header).rows
 
 
 def kinds_of_clips():
@@ -80,7 +80,7 @@ def test_clips(tmp_path, suffix, subtype, rate, channels):
     soundfile.write(path, samples, rate, subtype=subtype)
     for source in variants(path, AUDIO):
         rows = decode_audio(source, AUDIO_GEOMETRY)
-        assert len(rows) == segment_lengths(AUDIO_GEOMETRY, audio_header(source)).rows
+        assert len(rows) == AUDIO_GEOMETRY.segment_lengths(*audio_header(source)).rows
 
 
 QWEN = ("{% for m in messages %}{% if loop.first and m.role != 'system' %}<|im_start|>system\n"
@@ -107,21 +107,20 @@ def test_chat_templates(tmp_path, template, special, learnt):
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(
         {"chat_template": template, "bos_token": special[0]}))
     tokenizer = ChatTokenizer(tmp_path)
-    [piece] = tokenizer.pieces(TURNS)
+    token_ids, mask, [_] = tokenizer.tokenize(TURNS)
     theirs = PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "tokenizer.json"),
                                      bos_token=special[0], chat_template=template)
     expected = theirs.apply_chat_template(
         [{"role": t.role, "content": t.parts[0]} for t in TURNS], tokenize=False)
-    assert tokenizer.decode(piece.token_ids) == expected
-    assert tokenizer.decode(piece.token_ids[piece.supervised]) == learnt
+    assert tokenizer.decode(token_ids) == expected
+    assert tokenizer.decode(token_ids[mask]) == learnt
     assert tokenizer.end_id == tokenizer.tokenizer.token_to_id(
         {QWEN: "<|im_end|>", LLAMA: "<|eot|>", VICUNA: "</s>"}[template])
 
 
 def test_built_in_chatml_is_qwens_template(tmp_path):
     write_tokenizer(tmp_path)
-    built_in = ChatTokenizer(tmp_path).pieces(TURNS)
+    built_in = ChatTokenizer(tmp_path).tokenize(TURNS)
     (tmp_path / "chat_template.jinja").write_text(QWEN)
-    [a], [b] = built_in, ChatTokenizer(tmp_path).pieces(TURNS)
-    assert a.token_ids.tolist() == b.token_ids.tolist()
-    assert a.supervised.tolist() == b.supervised.tolist()
+    for a, b in zip(built_in, ChatTokenizer(tmp_path).tokenize(TURNS), strict=True):
+        assert list(a) == list(b)

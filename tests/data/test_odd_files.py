@@ -23,7 +23,7 @@ from orchmllm.data.media.headers import audio_header, image_header
 from orchmllm.data.media.kinds import KINDS, MODALITY_OF, VIDEO
 from orchmllm.data.media.medium import MediaError, Medium, RowError, VideoSampling
 from orchmllm.data.media.video import expand, pictures
-from orchmllm.plan.geometry import AudioGeometry, VisionGeometry, segment_lengths
+from orchmllm.plan.geometry import AudioGeometry, VisionGeometry
 from orchmllm.plan.layout import AUDIO, VISION
 from tests.lib.videos import CLIPS, LATER, write_clip, write_video
 
@@ -64,7 +64,7 @@ def check(medium: Medium) -> str:
                 if isinstance(picture, MediaError):
                     raise picture
             return "read"
-        promised = segment_lengths(GEOMETRY[modality], HEADER[modality](medium)).rows
+        promised = GEOMETRY[modality].segment_lengths(*HEADER[modality](medium)).rows
         rows = DECODE[modality](medium, GEOMETRY[modality])
     except (MediaError, RowError) as error:
         assert getattr(error, "path", None) or error.file == medium.name

@@ -5,6 +5,7 @@ from __future__ import annotations
 from multiprocessing import Array
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -15,6 +16,7 @@ from orchmllm.data.index import build_index
 from orchmllm.data.loading.step_loader import StepLoader
 from orchmllm.data.sampler import GlobalSampler
 from orchmllm.data.tokenizer import ChatTokenizer
+from orchmllm.plan.layout import BatchLayout
 from orchmllm.plan.step import BalanceConfig, plan_step
 from orchmllm.runtime.build import build_orchestrators
 from tests.lib.formats import FORMATS, QUESTIONS, write_media
@@ -89,9 +91,10 @@ def test_more_rows_than_are_kept_are_measured_once(data, tmp_path, monkeypatch):
     counts, rows = count_reads(many.sources[0].store, len(many)), list(range(len(many)))
     monkeypatch.setattr(dataset, "CACHED_BYTES", 1)
     monkeypatch.setattr(dataset, "MEASURED_AT_ONCE", 5)
-    found = many.layouts([*rows, 0])
+    found = many.layouts(np.array([*rows, 0]))
     assert list(counts) == [2] + [1] * (len(rows) - 1) and len(many._cache) == 1
-    assert [repr(x) for x in found] == [repr(one.layout(i)) for i in [*rows, 0]]
+    expected = BatchLayout.from_examples([one.layout(i) for i in [*rows, 0]])
+    assert repr(found) == repr(expected) and found.num_ranks == 1
 
 
 def test_what_planning_keeps_is_bounded_in_bytes(data, tmp_path, monkeypatch):

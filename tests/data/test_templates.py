@@ -112,10 +112,10 @@ def test_the_text_is_that_of_transformers(both, name):
     checked = 0
     for what, turns in TALKS.items():
         expected = theirs.apply_chat_template(messages(turns), tokenize=False)
-        [piece] = ours.pieces(turns)
-        assert ours.decode(piece.token_ids) == expected, what
+        token_ids, mask, [_] = ours.tokenize(turns)
+        assert ours.decode(token_ids) == expected, what
         # What data spells out is never a special token.
-        ends = int((piece.token_ids == ours.tokenizer.token_to_id("<|im_end|>")).sum())
+        ends = int((token_ids == ours.tokenizer.token_to_id("<|im_end|>")).sum())
         assert ends == len(turns) - (name == "folding" and turns[0].role == "system"), what
         checked += 1
     assert checked == len(TALKS)
@@ -135,8 +135,8 @@ LEARNT = {
 @pytest.mark.parametrize("what", LEARNT)
 def test_reasoning_is_learnt_and_an_empty_block_is_not(both, what):
     ours, _ = both(THINK)
-    [piece] = ours.pieces(TALKS[what])
-    assert ours.decode(piece.token_ids[piece.supervised]) == LEARNT[what]
+    token_ids, mask, [_] = ours.tokenize(TALKS[what])
+    assert ours.decode(token_ids[mask]) == LEARNT[what]
     assert ours.end_id == ours.tokenizer.token_to_id("<|im_end|>")
 
 
@@ -147,11 +147,11 @@ def test_generation_tags_say_what_is_learnt(both):
                                               return_assistant_tokens_mask=True)
         learnt = [i for i, m in zip(expected["input_ids"], expected["assistant_masks"],
                                     strict=True) if m]
-        [piece] = ours.pieces(turns)
-        assert ours.decode(piece.token_ids[piece.supervised]) == theirs.decode(learnt), what
+        token_ids, mask, [_] = ours.tokenize(turns)
+        assert ours.decode(token_ids[mask]) == theirs.decode(learnt), what
     quiet = [t._replace(supervised=False) for t in TALKS["plain"][:2]] + TALKS["plain"][2:]
-    [piece] = ours.pieces(quiet)
-    assert ours.decode(piece.token_ids[piece.supervised]) == "blue<|im_end|>"
+    token_ids, mask, [_] = ours.tokenize(quiet)
+    assert ours.decode(token_ids[mask]) == "blue<|im_end|>"
     assert ours.end_id == ours.tokenizer.token_to_id("<|im_end|>")
 
 
@@ -160,16 +160,16 @@ def test_media_stay_in_place(both):
     image = Medium(VISION, "a.png", data=b"x")
     turns = [Turn("user", ("Look: ", image, " which colour?"), False),
              Turn("assistant", ("<think>red</think>", image, " blue"), True)]
-    pieces = ours.pieces(turns)
-    assert [p.modality for p in pieces] == [TEXT, VISION, TEXT, VISION, TEXT]
-    assert "".join(ours.decode(p.token_ids) for p in pieces) == theirs.apply_chat_template(
+    token_ids, _, segments = ours.tokenize(turns)
+    assert [modality for modality, _ in segments] == [TEXT, VISION, TEXT, VISION, TEXT]
+    assert ours.decode(token_ids) == theirs.apply_chat_template(
         [{"role": "user", "content": "Look:  which colour?"},
          {"role": "assistant", "content": "<think>red</think> blue"}],
         tokenize=False)
     lost = [Turn("user", ("What?",), False), Turn("assistant", (image, "</think>one"), True),
             *talk("two", "low")]
     with pytest.raises(RowError, match="leaves out an image or a clip"):
-        ours.pieces(lost)
+        ours.tokenize(lost)
 
 
 @pytest.mark.parametrize("template, text", [
@@ -253,16 +253,16 @@ SHAREGPT = {"tools": json.dumps(DEFINED), "conversations": [
 
 def test_tools_their_calls_and_answers_are_those_of_transformers(both):
     ours, theirs = both(TOOLS)
-    [piece] = ours.pieces(chat(OPENAI, MediaRoot("")))
+    token_ids, mask, [_] = ours.tokenize(chat(OPENAI, MediaRoot("")))
     messages = json.loads(json.dumps(OPENAI["messages"]))
     messages[1]["tool_calls"][0]["function"] = CALL
     messages[1]["content"] = ""
     expected = theirs.apply_chat_template(messages, tools=DEFINED, tokenize=False)
-    assert ours.decode(piece.token_ids) == expected and expected.count(CALLED) == 3
-    assert ours.decode(piece.token_ids[piece.supervised]).split("<|im_end|>") == [
+    assert ours.decode(token_ids) == expected and expected.count(CALLED) == 3
+    assert ours.decode(token_ids[mask]).split("<|im_end|>") == [
         f"{CALLED}\n{CALLED}", "red one", f"I look.\n{CALLED}", "no", ""]
-    [piece] = ours.pieces(chat(SHAREGPT, MediaRoot("")))
-    text = ours.decode(piece.token_ids)
+    token_ids, mask, [_] = ours.tokenize(chat(SHAREGPT, MediaRoot("")))
+    text = ours.decode(token_ids)
     assert expected.startswith(text) and text.endswith("red one<|im_end|>\n")
 
 
@@ -280,7 +280,7 @@ def test_tools_that_cannot_be_used_are_refused_by_name(both, change, reason):
     row = json.loads(json.dumps(OPENAI))
     change(row)
     with pytest.raises(RowError, match=reason):
-        ours.pieces(chat(row, MediaRoot("")))
+        ours.tokenize(chat(row, MediaRoot("")))
 
 
 @pytest.mark.parametrize("template, reason", [
@@ -291,4 +291,4 @@ def test_calls_that_a_template_writes_otherwise_are_refused(both, tmp_path, temp
         (tmp_path / "chat_template.jinja").unlink()
         ours = ChatTokenizer(tmp_path)
     with pytest.raises(RowError, match=reason):
-        ours.pieces(chat({"messages": OPENAI["messages"]}, MediaRoot("")))
+        ours.tokenize(chat({"messages": OPENAI["messages"]}, MediaRoot("")))

@@ -324,10 +324,10 @@ def test_the_tokenizer_speaks_the_template_of_training(trip, tmp_path, capsys):
     hf = AutoTokenizer.from_pretrained(tmp_path / "a" / "llm")
     exact = PreTrainedTokenizerFast.from_pretrained(tmp_path / "a" / "llm")
     turns = [Turn("user", ("What is it?",), False), Turn("assistant", ("A circle.",), True)]
-    (piece,) = ChatTokenizer(tokenizer).pieces(turns)
+    token_ids, _, [_] = ChatTokenizer(tokenizer).tokenize(turns)
     messages = [{"role": t.role, "content": t.parts[0]} for t in turns]
     for found in (hf, exact):
-        assert found.apply_chat_template(messages, return_dict=False) == piece.token_ids.tolist()
+        assert found.apply_chat_template(messages, return_dict=False) == token_ids.tolist()
     text = "don't, 12345 \n\n caf\u00e9 e\u0301  \u4e2d"  # not normalised as Qwen2's would be
     assert exact.encode(text, add_special_tokens=False) == ChatTokenizer(tokenizer).encode(text)
 

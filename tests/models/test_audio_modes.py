@@ -35,7 +35,7 @@ from orchmllm.models.flops import (
     phase_work,
 )
 from orchmllm.plan.cost import CostModel
-from orchmllm.plan.geometry import AudioGeometry, AudioHeader, segment_lengths
+from orchmllm.plan.geometry import AudioGeometry
 from orchmllm.plan.layout import AUDIO
 from orchmllm.plan.step import BalanceConfig, PhasePolicy, plan_step
 from orchmllm.train import main
@@ -176,13 +176,13 @@ def test_lengths_of_a_window():
     geometry = AudioGeometry(stack=4, window_frames=WHISPER_FRAMES)
     assert geometry == AudioConfig(stack=4, mode="fixed").geometry
     for samples in (1, 16_000, 480_000):
-        lengths = segment_lengths(geometry, AudioHeader(samples, 16_000))
+        lengths = geometry.segment_lengths(samples, 16_000)
         assert lengths == (3000, 1500, 375, (1, 1, 3000))
     with pytest.raises(ValueError, match=r"30.5 s is longer than the window of 30 s: .*packed"):
-        segment_lengths(geometry, AudioHeader(8 * 61_000, 16_000))
+        geometry.segment_lengths(8 * 61_000, 16_000)
     packed = AudioConfig(stack=4).geometry
     assert packed == AudioConfig(stack=4, mode="padded").geometry  # one index serves both
-    assert segment_lengths(packed, AudioHeader(488_000, 16_000)).rows == 3050
+    assert packed.segment_lengths(488_000, 16_000).rows == 3050
 
 
 def test_a_long_clip_is_quarantined_and_the_index_knows_the_mode(tmp_path):

@@ -17,7 +17,7 @@ from orchmllm.data.preprocess.handshake import Servers
 from orchmllm.data.sampler import GlobalSampler
 from orchmllm.orchestrator import Orchestrator
 from orchmllm.plan.geometry import AudioGeometry, VisionGeometry
-from orchmllm.plan.layout import ExampleLayout
+from orchmllm.plan.layout import BatchLayout
 
 __all__ = ["Dataset", "Step", "StepLoader"]
 
@@ -28,7 +28,7 @@ class Dataset(Protocol):
     vision: VisionGeometry
     audio: AudioGeometry
 
-    def layout(self, index: int) -> ExampleLayout: ...
+    def layout(self, index: int) -> BatchLayout: ...
 
     def load(self, index: int, *, text: bool = True, segments: Sequence[int] | None = None,
              on_error=None) -> Example: ...
@@ -41,8 +41,8 @@ class Dataset(Protocol):
     # decode(modality, data, rows, *, segment, on_error) -> the rows of such bytes, zeros after
     #     on_error.
     # kept(index) -> what planning read, or None; it is passed to load(..., row=) in a worker.
-    # And to read several examples at once: layouts(indices), and prepare_loads(calls of load)
-    # before those are made.
+    # And to read several examples at once: layouts(indices, examples_per_rank), joined, and
+    # prepare_loads(calls of load) before those are made.
 
 
 class StepLoader(Pipeline):

@@ -20,7 +20,7 @@ from orchmllm.data.media.headers import (
     orientation,
 )
 from orchmllm.data.media.medium import MediaError, MediumSource, medium_of, reading
-from orchmllm.plan.geometry import AudioGeometry, ImageHeader, VisionGeometry
+from orchmllm.plan.geometry import AudioGeometry, VisionGeometry
 
 
 def _to_rgb(image):
@@ -68,13 +68,14 @@ def decode_image(source: MediumSource, geometry: VisionGeometry) -> Tensor:
     (bicubic) to `geometry.resized`. Raises MediaError."""
     from PIL import Image
 
-    with reading(source) as file, open_image(medium_of(source).name, file) as image:
+    medium = medium_of(source)
+    with reading(medium) as file, open_image(medium.name, file) as image:
         turned = orientation(image)
         image.load()
         if image.format == "TIFF" and orientation(image) != turned:
             turned = 1  # this release of Pillow has turned it while it loaded it
         upright = _upright(_to_rgb(image), turned)
-        lengths = geometry.segment_lengths(ImageHeader(*upright.size))
+        lengths = geometry.segment_lengths(*upright.size)
         _, height, width = lengths.grid
         size = width * geometry.patch_size, height * geometry.patch_size
         if size != upright.size:
@@ -123,14 +124,15 @@ def decode_audio(source: MediumSource, geometry: AudioGeometry) -> Tensor:
     geometry.sample_rate. Raises MediaError, also for NaN or infinite samples."""
     import soxr
 
-    samples, header = audio_samples(source)
-    lengths = audio_lengths(source, header, geometry)
+    medium = medium_of(source)
+    samples, rate = audio_samples(medium)
+    lengths = audio_lengths(medium, len(samples), rate, geometry)
     if not np.isfinite(samples).all():
-        raise MediaError(medium_of(source).name, "NaN or infinite samples")
+        raise MediaError(medium.name, "NaN or infinite samples")
     mono = samples.mean(axis=1)
-    if header.sample_rate != geometry.sample_rate:
-        mono = soxr.resample(mono, header.sample_rate, geometry.sample_rate)
-    length = geometry.resampled(header)  # the resampler may be a sample off
+    if rate != geometry.sample_rate:
+        mono = soxr.resample(mono, rate, geometry.sample_rate)
+    length = geometry.resampled(len(samples), rate)  # the resampler may be a sample off
     mono = np.pad(mono[:length], (0, max(0, length - len(mono))))
     rows = log_mel(mono, geometry)
     assert len(rows) == lengths.rows

@@ -19,19 +19,13 @@ from orchmllm.data.media.framing import check_joined, check_ogg, mpeg_samples
 from orchmllm.data.media.kinds import AUDIO_FORMATS, CONVERT_AUDIO, IMAGE_FORMATS, container
 from orchmllm.data.media.medium import (
     MediaError,
+    Medium,
     MediumSource,
     binary,
-    head_of,
     medium_of,
     reading,
 )
-from orchmllm.plan.geometry import (
-    AudioGeometry,
-    AudioHeader,
-    ImageHeader,
-    SegmentLengths,
-    segment_lengths,
-)
+from orchmllm.plan.geometry import AudioGeometry, SegmentLengths
 
 MAX_IMAGE_PIXELS = 64_000_000  # 192 MB as RGB; below Pillow's own warning (89 MP)
 MAX_ASPECT = 200  # of the sides; beyond it resizing to whole patches is no picture any more
@@ -84,39 +78,39 @@ def orientation(image) -> int:
     return value if value in range(1, 9) else 1
 
 
-def image_header(source: MediumSource) -> ImageHeader:
-    """Size in pixels as displayed, read from the file's header. Raises MediaError."""
+def image_header(source: MediumSource) -> tuple[int, int]:
+    """(width, height) in pixels as displayed, read from the file's header. Raises MediaError."""
     medium = medium_of(source)
     if medium.frame is not None:
-        return ImageHeader(medium.frame.width, medium.frame.height)
+        return medium.frame.width, medium.frame.height
     with reading(medium) as file, open_image(medium.name, file) as image:
         # Releases of Pillow differ in whether the size of a TIFF is that of the upright image.
         size = (image.tag_v2[256], image.tag_v2[257]) if image.format == "TIFF" else image.size
-        return ImageHeader(*(size[::-1] if orientation(image) >= 5 else size))
+        return size[::-1] if orientation(image) >= 5 else size
 
 
-def audio_header(source: MediumSource) -> AudioHeader:
-    """Samples per channel and rate in Hz, read from the file's header, or counted where the format
+def audio_header(source: MediumSource) -> tuple[int, int]:
+    """(samples per channel, rate in Hz), read from the file's header, or counted where the format
     has none. Raises MediaError."""
-    return audio_clip(source)[0]
+    return audio_clip(medium_of(source))[:2]
 
 
 def audio_clip(
-    source: MediumSource, *, thorough: bool = False
-) -> tuple[AudioHeader, bytes | None]:
-    """(audio_header, what has to be decoded in place of the file, or None: the file itself).
-    thorough: reads the whole file to make sure that it holds nothing else. Raises MediaError."""
+    medium: Medium, *, thorough: bool = False
+) -> tuple[int, int, bytes | None, str]:
+    """(samples per channel; rate in Hz; what has to be decoded in place of the file, or None: the
+    file itself; FFmpeg's demuxer of a container, or "": libsndfile reads it). thorough: reads the
+    whole file to make sure that it holds nothing else. Raises MediaError."""
     import soundfile
 
-    medium, data = medium_of(source), None
-    name = medium.name
+    name, data = medium.name, None
     with reading(medium) as file, binary(file) as opened:
         demuxer, num_bytes = container(opened.read(32)), opened.seek(0, os.SEEK_END)
         opened.seek(0)
         if demuxer:
             frames, rate, channels = av_process.audio_header(medium, demuxer)
             _check_clip(name, frames, rate, channels, num_bytes)
-            return AudioHeader(frames, rate), None
+            return frames, rate, None, demuxer
         info = soundfile.info(file, verbose=True)
         frames = info.frames
         if info.format not in AUDIO_FORMATS:
@@ -132,7 +126,7 @@ def audio_clip(
     sizes = _DATA_CHUNK.search(info.extra_info)
     if sizes and int(sizes[2]) < int(sizes[1]) < WAV_STREAM_BYTES:
         raise MediaError(name, f"truncated: {sizes[2]} of {sizes[1]} bytes of samples")
-    return AudioHeader(frames, info.samplerate), data
+    return frames, info.samplerate, data, ""
 
 
 def _check_clip(name: str, frames: int, rate: int, channels: int, num_bytes: int) -> None:
@@ -150,30 +144,28 @@ def _check_clip(name: str, frames: int, rate: int, channels: int, num_bytes: int
                                f"{MAX_EXPANSION} times")
 
 
-def audio_samples(source: MediumSource) -> tuple[np.ndarray, AudioHeader]:
-    """((n, channels) float32, header) of a clip that was read whole. Raises MediaError."""
+def audio_samples(medium: Medium) -> tuple[np.ndarray, int]:
+    """((n, channels) float32, rate in Hz) of a clip that was read whole. Raises MediaError."""
     import soundfile
 
-    medium = medium_of(source)
-    header, data = audio_clip(medium, thorough=True)
-    demuxer = container(head_of(medium))
+    num_samples, rate, data, demuxer = audio_clip(medium, thorough=True)
     if demuxer:
         samples = av_process.audio_samples(medium, demuxer)
     else:
         with reading(medium) as file:
             samples, _ = soundfile.read(file if data is None else io.BytesIO(data),
                                         dtype="float32", always_2d=True)
-    if len(samples) != header.num_samples:
+    if len(samples) != num_samples:
         raise MediaError(medium.name,
-                         f"truncated: {len(samples)} of {header.num_samples} samples")
-    return samples, header
+                         f"truncated: {len(samples)} of {num_samples} samples")
+    return samples, rate
 
 
 def audio_lengths(
-    source: MediumSource, header: AudioHeader, geometry: AudioGeometry
+    medium: Medium, num_samples: int, sample_rate: int, geometry: AudioGeometry
 ) -> SegmentLengths:
     """Lengths of a clip. Raises MediaError for one that is longer than the encoder's window."""
     try:
-        return segment_lengths(geometry, header)
+        return geometry.segment_lengths(num_samples, sample_rate)
     except ValueError as error:
-        raise MediaError(medium_of(source).name, str(error)) from error
+        raise MediaError(medium.name, str(error)) from error

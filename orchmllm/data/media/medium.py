@@ -11,7 +11,7 @@ import re
 import stat
 import unicodedata
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import BinaryIO, NamedTuple
 
 from orchmllm.data.media.kinds import container, listed, refusal
@@ -134,10 +134,9 @@ def medium_of(source: MediumSource) -> Medium:
 
 
 @contextmanager
-def reading(source: MediumSource) -> Iterator[object]:
+def reading(medium: Medium) -> Iterator[object]:
     """What a decoder reads: the path of a whole file, else a binary file object. Names the medium
     in whatever the decoder raises. Raises MediaError."""
-    medium = medium_of(source)
     try:
         with _opened(medium) as file:
             yield file
@@ -149,14 +148,12 @@ def reading(source: MediumSource) -> Iterator[object]:
         raise MediaError(medium.name, _reason(error, medium)) from error
 
 
-@contextmanager
-def _opened(medium: Medium) -> Iterator[object]:
+def _opened(medium: Medium) -> AbstractContextManager[object]:
     """What `reading` gives. Raises MediaError for a file that is not there or has a wrong size, and
     OSError."""
     path = medium.name
-    file: object = medium.path
     if medium.data is not None:
-        size, file = len(medium.data), io.BytesIO(medium.data)
+        size = len(medium.data)
     elif medium.size >= 0:
         size = medium.size
     elif isinstance(medium.path, RemoteFile):
@@ -179,27 +176,24 @@ def _opened(medium: Medium) -> Iterator[object]:
         raise MediaError(path, "the file is empty")
     if size > MAX_MEMBER_BYTES:
         raise MediaError(path, f"{size} bytes: more than the limit of {MAX_MEMBER_BYTES}")
-    if medium.data is None and (medium.size >= 0 or isinstance(medium.path, RemoteFile)):
-        with io.BufferedReader(_Slice(medium.path, medium.offset, size), 16384) as file:
-            yield file
-    else:
-        yield file
+    if medium.data is not None:
+        return io.BytesIO(medium.data)
+    if medium.size >= 0 or isinstance(medium.path, RemoteFile):
+        return io.BufferedReader(_Slice(medium.path, medium.offset, size), 16384)
+    return nullcontext(medium.path)
 
 
-@contextmanager
-def binary(file: object) -> Iterator[BinaryIO]:
+def binary(file: object) -> AbstractContextManager[BinaryIO]:
     """What `reading` gives, as a file object at its start."""
-    if isinstance(file, io.IOBase):
-        file.seek(0)
-        yield file
-    else:
-        with open(file, "rb") as opened:
-            yield opened
+    if not isinstance(file, io.IOBase):
+        return open(file, "rb")
+    file.seek(0)
+    return nullcontext(file)
 
 
-def head_of(source: MediumSource) -> bytes:
+def head_of(medium: Medium) -> bytes:
     """The first 32 bytes, by which a file's kind is told. Raises MediaError."""
-    with reading(source) as file, binary(file) as opened:
+    with reading(medium) as file, binary(file) as opened:
         return opened.read(32)
 
 

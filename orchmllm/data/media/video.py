@@ -21,7 +21,7 @@ from orchmllm.data.media.medium import (
     VideoSampling,
     head_of,
 )
-from orchmllm.plan.geometry import ImageHeader, VisionGeometry
+from orchmllm.plan.geometry import VisionGeometry
 from orchmllm.plan.layout import AUDIO, VISION
 
 _UNUSED = ("video_start", "video_end", "min_frames")  # of Qwen's content parts
@@ -96,8 +96,8 @@ def pictures(media: Collection[Medium], geometry: VisionGeometry
             videos.setdefault(medium._replace(frame=None), []).append(medium)
     for video, wanted in videos.items():
         first = wanted[0].frame
-        displayed = ImageHeader(first.width, first.height)
-        width, height = size = geometry.resized(displayed)
+        displayed = first.width, first.height
+        width, height = size = geometry.resized(*displayed)
         try:
             out |= zip(wanted, av_process.frames(
                 video, first.demuxer, [m.frame.second for m in wanted], first.num_frames,

@@ -8,7 +8,7 @@ import torch
 from orchmllm.batch import Example
 from orchmllm.data.loading.workers import Call, Result
 from orchmllm.data.wire import WireError
-from orchmllm.plan.layout import AUDIO, ExampleLayout
+from orchmllm.plan.layout import AUDIO, BatchLayout
 
 _KEYS = {"text", "segments", "encoded"}
 
@@ -54,7 +54,7 @@ def to_answer(results: list[Result]) -> tuple[dict, list[np.ndarray]]:
 
 
 def from_answer(said: dict, arrays: list[np.ndarray], calls: list[Call],
-                layouts: list[ExampleLayout], row_sizes: tuple[int, int]) -> list[Result]:
+                layouts: list[BatchLayout], row_sizes: tuple[int, int]) -> list[Result]:
     """arrays: tokens and labels, each (L,), and media (rows, values) of each example. row_sizes:
     values of a row of vision and audio. Raises WireError where the answer is not what was asked
     for, in lengths or types."""
@@ -78,26 +78,26 @@ def from_answer(said: dict, arrays: list[np.ndarray], calls: list[Call],
     return out
 
 
-def _tokens(array: np.ndarray, layout: ExampleLayout) -> torch.Tensor:
+def _tokens(array: np.ndarray, layout: BatchLayout) -> torch.Tensor:
     if array.dtype != np.int32 or array.shape != (int(layout.num_tokens.sum()),):
-        raise WireError(f"example {layout.example_id}: {array.dtype} {array.shape} came for "
+        raise WireError(f"example {layout.example_id[0]}: {array.dtype} {array.shape} came for "
                         f"{layout.num_tokens.sum()} tokens")
     return torch.from_numpy(array)
 
 
-def _rows(array: np.ndarray, layout: ExampleLayout, segment: int, encoded: bool,
+def _rows(array: np.ndarray, layout: BatchLayout, segment: int, encoded: bool,
           row_sizes: tuple[int, int]) -> torch.Tensor:
     audio = bool(layout.modality[segment] == AUDIO)
     shape = (int(layout.rows[segment]), row_sizes[audio])
     fits = (array.dtype == np.uint8 and array.ndim == 1 if encoded else
             array.dtype == (np.float32 if audio else np.uint8) and array.shape == shape)
     if not fits:
-        raise WireError(f"example {layout.example_id}, segment {segment}: {array.dtype} "
+        raise WireError(f"example {layout.example_id[0]}, segment {segment}: {array.dtype} "
                         f"{array.shape} came where {shape} was planned")
     return torch.from_numpy(array)
 
 
-def answer_bytes(calls: list[Call], layouts: list[ExampleLayout], row_bytes: tuple[int, int],
+def answer_bytes(calls: list[Call], layouts: list[BatchLayout], row_bytes: tuple[int, int],
                  encoded_bytes: int) -> int:
     """The most that an answer may hold. row_bytes: of vision and audio; encoded_bytes: of a medium
     that is not decoded."""
