@@ -148,9 +148,8 @@ class ConversationDataset:
         wanted = []
         for (i,), keys in calls:
             row = keys["row"] = keys.get("row") or self._row(i, keys.get("text", True))
-            at = np.flatnonzero(row.layout.modality != TEXT).tolist()
             segments = keys.get("segments")
-            wanted += [m.path for s, m in zip(at, row.media, strict=False)
+            wanted += [m.path for s, m in row.media_at.items()
                        if segments is None or s in segments]
         fetch_ahead(wanted)
 
@@ -163,11 +162,8 @@ class ConversationDataset:
     def describe(self, i: int, segment: int) -> dict[str, str | int]:
         """A quarantine line's source, row (line or position from 1) and file."""
         source, problem = self.sources[self.where(i)[0]], self.problem(i)
-        if problem is not None:
-            file = problem.path
-        else:
-            media = {s: m.name for s, _, m in self.media_of(i)}
-            file = media.get(segment, "")
+        media = {s: m.name for s, _, m in self.media_of(i)}
+        file = media.get(segment, "") if problem is None else problem.path
         data_file, number = self._file(i)
         return {"source": source.name, "row": number, "data_file": data_file,
                 "file": printable(file or data_file)}
@@ -203,7 +199,7 @@ class ConversationDataset:
         wanted = known if segments is None else sorted(segments)
         if not set(known) >= set(wanted):
             raise ValueError(f"example {i}: segments {wanted} asked for, but its media are {known}")
-        at, media = dict(zip(known, row.media, strict=False)), {}
+        at, media = row.media_at, {}
         frames = pictures([at[s] for s in wanted if s in at], self.vision)
         for s in wanted:
             medium = at.get(s) or MediaError(self._name(i), "the row has changed since its lengths "
@@ -233,9 +229,7 @@ class ConversationDataset:
     def media_of(self, i: int) -> list[tuple[int, int, Medium]]:
         """(segment index, modality, medium) of example i's media in reading order; those after the
         cut are left out."""
-        row = self._row(i, text=False)
-        at = np.flatnonzero(row.layout.modality != TEXT).tolist()
-        return [(s, m.modality, m) for s, m in zip(at, row.media, strict=False)]
+        return [(s, m.modality, m) for s, m in self._row(i, text=False).media_at.items()]
 
     def split(self, num_validation: int) -> tuple[Sequence[int], Sequence[int]]:
         """(training, validation) indices: the last rows of each source are held out, in proportion
@@ -246,13 +240,10 @@ class ConversationDataset:
                 f"{num_validation} rows to hold out of {total}; must be between 0 and {total - 1}")
         if len(self.sources) == 1:
             return range(total - num_validation), range(total - num_validation, total)
-        ends = np.floor(self.bounds * (num_validation / total) + 0.5).astype(int)
-        held = np.diff(ends)
-        starts, stops = self.bounds[:-1], self.bounds[1:]
-        train = np.concatenate([np.arange(a, b - n) for a, b, n in
-                                zip(starts, stops, held, strict=True)])
-        held_out = [i for b, n in zip(stops, held, strict=True) for i in range(b - n, b)]
-        return train, held_out
+        held = np.diff(np.floor(self.bounds * (num_validation / total) + 0.5).astype(int))
+        stops = self.bounds[1:] - held
+        train = np.concatenate(list(map(np.arange, self.bounds[:-1], stops)))
+        return train, np.concatenate(list(map(np.arange, stops, self.bounds[1:]))).tolist()
 
     def _row(self, i: int, text: bool) -> MeasuredExample:
         """Row i with its media and, if asked for, its tokens, which have the lengths of the index

@@ -37,6 +37,12 @@ class MeasuredExample(NamedTuple):
     changed: str = ""
 
     @property
+    def media_at(self) -> dict[int, Medium]:
+        """By segment; those after the cut are left out."""
+        at = np.flatnonzero(self.layout.modality != TEXT).tolist()
+        return dict(zip(at, self.media, strict=False))
+
+    @property
     def num_bytes(self) -> int:
         """Of media that the row itself holds."""
         return sum(len(m.data) for m in self.media if m.data is not None)

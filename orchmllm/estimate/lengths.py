@@ -114,14 +114,8 @@ def of_indexes(recipe: Recipe, sources: Sequence[DataSource],
 
 def _layout(index: LengthIndex) -> BatchLayout:
     """All usable rows of an index, on one rank."""
-    table, n = np.asarray(index.table, np.int64), len(index)
-    whole = BatchLayout(
-        example_id=np.arange(n), examples_per_rank=np.array([n]),
-        num_targets=np.asarray(index.targets, np.int64),
-        segments_per_example=np.diff(np.asarray(index.start, np.int64)), modality=table[:, 0],
-        rows=table[:, 1], attn_len=table[:, 2], num_tokens=table[:, 3], grid=table[:, 4:])
-    usable = np.setdiff1d(np.arange(n), list(index.problems))
-    return whole if len(usable) == n else whole.taken(usable, np.array([len(usable)]))
+    usable = np.setdiff1d(np.arange(len(index)), list(index.problems))
+    return index.layout(usable, usable)
 
 
 def of_file(recipe: Recipe, path: Path) -> Examples:
