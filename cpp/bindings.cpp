@@ -55,10 +55,9 @@ View<i64> weights(const Array& array, const char* name) {
   return values;
 }
 
-void check_num_ranks(i64 num_ranks) {
-  if (num_ranks < 1 || num_ranks > std::numeric_limits<orchmllm::i32>::max()) {
-    throw std::invalid_argument("num_ranks = " + std::to_string(num_ranks) + " must be >= 1");
-  }
+void check_count(const char* name, i64 value) {
+  if (value >= 1 && value <= std::numeric_limits<orchmllm::i32>::max()) return;
+  throw std::invalid_argument(std::string(name) + " = " + std::to_string(value) + " must be >= 1");
 }
 
 View<i64> homes(const Array& array, std::size_t size, i64 num_ranks) {
@@ -71,18 +70,10 @@ View<i64> homes(const Array& array, std::size_t size, i64 num_ranks) {
   return values;
 }
 
-// (n,) zeros or values of an optional per-item argument.
-View<i64> optional(const Array& array, const char* name, std::size_t size) {
-  if (array.size() == 0) return {};
-  const View<i64> values = weights(array, name);
-  check_size(name, values.size, size);
-  return values;
-}
-
 // Checks what all policies share, runs `fill(weight, home, rank_of)` without the GIL.
 template <class Fill>
 Array assign(const Array& weight, const Array& home, i64 num_ranks, const Fill& fill) {
-  check_num_ranks(num_ranks);
+  check_count("num_ranks", num_ranks);
   const View<i64> w = weights(weight, "weight");
   const View<i64> h = homes(home, w.size, num_ranks);
   Array rank_of(static_cast<py::ssize_t>(w.size));
@@ -101,7 +92,7 @@ Array by(const Array& weight, const Array& home, i64 num_ranks) {
 
 Array conv_transformer(const Array& weight, const Array& pad, const Array& home, i64 num_ranks) {
   const View<i64> p = weights(pad, "pad");
-  if (pad.size() != weight.size()) throw std::invalid_argument("pad and weight differ in size");
+  check_size("pad", p.size, static_cast<std::size_t>(weight.size()));
   return assign(weight, home, num_ranks, [&](View<i64> w, View<i64> h, i64* out) {
     orchmllm::Conv(w, p, num_ranks).run(h, out);
   });
@@ -110,11 +101,13 @@ Array conv_transformer(const Array& weight, const Array& pad, const Array& home,
 // (rank_of (n,), the operations that it took).
 py::tuple least_move_counted(const Array& weight, const Array& home, const Array& move_cost,
                              i64 num_ranks, i64 ranks_per_node, i64 cap) {
-  if (ranks_per_node < 1) throw std::invalid_argument("ranks_per_node must be >= 1");
+  check_count("ranks_per_node", ranks_per_node);
   if (cap < 0) throw std::invalid_argument("cap must be >= 0");
   orchmllm::LocalProblem problem;
-  problem.move_cost =
-      optional(move_cost, "move_cost", static_cast<std::size_t>(weight.size()));
+  if (move_cost.size() != 0) {
+    problem.move_cost = weights(move_cost, "move_cost");
+    check_size("move_cost", problem.move_cost.size, static_cast<std::size_t>(weight.size()));
+  }
   problem.num_ranks = num_ranks;
   problem.ranks_per_node = std::min(ranks_per_node, num_ranks);
   problem.cap = cap;
@@ -135,7 +128,7 @@ Array least_move(const Array& weight, const Array& home, const Array& move_cost,
 
 Array assign_microbatches(const Array& share, i64 num_microbatches) {
   if (share.ndim() != 2) throw std::invalid_argument("share must be 2-D");
-  if (num_microbatches < 1) throw std::invalid_argument("num_microbatches must be >= 1");
+  check_count("num_microbatches", num_microbatches);
   const auto phases = static_cast<std::size_t>(share.shape(1));
   const View<i64> s{share.data(), static_cast<std::size_t>(share.size())};
   Array step_of(share.shape(0));
@@ -147,7 +140,7 @@ Array assign_microbatches(const Array& share, i64 num_microbatches) {
 
 // (order (n,), sizes (num_ranks,)): items grouped by rank, in ascending order inside each.
 py::tuple group_by_rank(const Array& rank_of, i64 num_ranks) {
-  check_num_ranks(num_ranks);
+  check_count("num_ranks", num_ranks);
   const View<i64> ranks = homes(rank_of, static_cast<std::size_t>(rank_of.size()), num_ranks);
   Array order(rank_of.size()), sizes(num_ranks);
   i64 *order_out = order.mutable_data(), *sizes_out = sizes.mutable_data();
@@ -173,7 +166,7 @@ Array heaviest_holder(const Array& example, const Array& rank, const Array& byte
   const View<i64> held = weights(bytes, "bytes");
   const View<i64> e = homes(example, held.size, static_cast<i64>(home.size()));
   const View<i64> r = view(rank, "rank"), own = view(home, "home");
-  if (r.size != held.size) throw std::invalid_argument("rank and bytes differ in size");
+  check_size("rank", r.size, held.size);
   Array result(home.size());
   i64* out = result.mutable_data();
   py::gil_scoped_release release;
@@ -184,8 +177,8 @@ Array heaviest_holder(const Array& example, const Array& rank, const Array& byte
 
 Array nodewise(const Array& source, const Array& batch, const Array& volume, i64 num_ranks,
                i64 ranks_per_node, bool count_receives, i64 steps) {
-  check_num_ranks(num_ranks);
-  if (ranks_per_node < 1) throw std::invalid_argument("ranks_per_node must be >= 1");
+  check_count("num_ranks", num_ranks);
+  check_count("ranks_per_node", ranks_per_node);
   const View<i64> v = weights(volume, "volume");
   const orchmllm::Transfers transfers{homes(source, v.size, num_ranks),
                                       homes(batch, v.size, num_ranks), v, num_ranks,
@@ -199,7 +192,7 @@ Array nodewise(const Array& source, const Array& batch, const Array& volume, i64
 }
 
 i64 lower_bound(const Array& weight, i64 num_ranks) {
-  check_num_ranks(num_ranks);
+  check_count("num_ranks", num_ranks);
   const View<i64> w = weights(weight, "weight");
   py::gil_scoped_release release;
   return orchmllm::lower_bound_load(w, num_ranks);
@@ -280,31 +273,26 @@ Array inter_reorder(const Array& ops, const Times& duration, const Times& comm,
 
 PYBIND11_MODULE(_core, m) {
   m.doc() = "Balancing core of orchmllm; see orchmllm/plan/balance.py.";
-  const auto weight = py::arg("weight").noconvert();
-  const auto home = py::arg("home").noconvert();
-  m.def("greedy", &by<orchmllm::greedy>, weight, home, py::arg("num_ranks"));
-  m.def("padded", &by<orchmllm::padded>, weight, home, py::arg("num_ranks"));
-  m.def("conv_transformer", &conv_transformer, weight, py::arg("pad").noconvert(), home, py::arg("num_ranks"));
-  const auto move_cost = py::arg("move_cost").noconvert();
+  const auto array = [](const char* name) { return py::arg(name).noconvert(); };
+  const auto weight = array("weight"), home = array("home"), move_cost = array("move_cost");
   const py::arg num_ranks("num_ranks"), ranks_per_node("ranks_per_node"), cap("cap");
+  m.def("greedy", &by<orchmllm::greedy>, weight, home, num_ranks);
+  m.def("padded", &by<orchmllm::padded>, weight, home, num_ranks);
+  m.def("conv_transformer", &conv_transformer, weight, array("pad"), home, num_ranks);
   m.def("least_move", &least_move, weight, home, move_cost, num_ranks, ranks_per_node, cap);
   m.def("least_move_counted", &least_move_counted, weight, home, move_cost, num_ranks,
         ranks_per_node, cap);
-  m.def("assign_microbatches", &assign_microbatches, py::arg("share").noconvert(),
-        py::arg("num_microbatches"));
-  m.def("group_by_rank", &group_by_rank, py::arg("rank_of").noconvert(), py::arg("num_ranks"));
-  m.def("expand_order", &expand_order, py::arg("order").noconvert(),
-        py::arg("counts").noconvert());
-  m.def("heaviest_holder", &heaviest_holder, py::arg("example").noconvert(),
-        py::arg("rank").noconvert(), py::arg("bytes").noconvert(), home);
-  m.def("nodewise", &nodewise, py::arg("source").noconvert(), py::arg("batch").noconvert(),
-        py::arg("volume").noconvert(), py::arg("num_ranks"), py::arg("ranks_per_node"),
-        py::arg("count_receives"), py::arg("steps"));
-  const auto ops = py::arg("ops").noconvert(), duration = py::arg("duration").noconvert(),
-             comm = py::arg("comm").noconvert(), order = py::arg("order").noconvert();
+  m.def("assign_microbatches", &assign_microbatches, array("share"), py::arg("num_microbatches"));
+  m.def("group_by_rank", &group_by_rank, array("rank_of"), num_ranks);
+  m.def("expand_order", &expand_order, array("order"), array("counts"));
+  m.def("heaviest_holder", &heaviest_holder, array("example"), array("rank"), array("bytes"), home);
+  m.def("nodewise", &nodewise, array("source"), array("batch"), array("volume"), num_ranks,
+        ranks_per_node, py::arg("count_receives"), py::arg("steps"));
+  const auto ops = array("ops"), duration = array("duration"), comm = array("comm"),
+             order = array("order");
   m.def("pipeline_times", &pipeline_times, ops, duration, comm, order);
   m.def("pipeline_search", &pipeline_search, ops, duration, comm, order,
         py::arg("max_evaluations"), py::arg("seed"));
-  m.def("inter_reorder", &inter_reorder, ops, duration, comm, py::arg("size").noconvert());
-  m.def("lower_bound", &lower_bound, weight, py::arg("num_ranks"));
+  m.def("inter_reorder", &inter_reorder, ops, duration, comm, array("size"));
+  m.def("lower_bound", &lower_bound, weight, num_ranks);
 }

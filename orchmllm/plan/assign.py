@@ -264,8 +264,6 @@ def _assign(
     if chosen.policy not in NODE_BLIND:
         raise ValueError(f"balance.{phase}: policy {chosen.policy!r} does not honour nodewise; "
                          f"only {', '.join(NODE_BLIND)} do")
-    if pieces is None:
-        raise ValueError(f"balance.{phase}: nodewise needs to know where items are")
     chosen_solver = spec.balance.nodewise_solver
     rank, item, num_bytes = pieces
     return solve(

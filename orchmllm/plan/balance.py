@@ -34,6 +34,7 @@ POLICIES = tuple(OPTIONS)
 RENAMED = (("local", "least_move"), ("conv", "conv_transformer"))  # what version 0.1 called them
 DEFAULT_TOLERANCE = 0.005  # smaller ones cost far more movement and planning time than they gain
 MAX_SUM = 2**62  # room for the sum of two loads in int64
+NOTHING = np.zeros(0, np.int64)
 
 
 def core() -> ModuleType:
@@ -123,13 +124,11 @@ def balance(
     policy: what the cost of a rank is and how it is kept low; see the head of this module.
     home: (n,) rank where each item is now; default: equal contiguous shares.
     ranks_per_node: ranks [k * ranks_per_node, ...) are node k; the last node may be smaller.
-    tolerance: accepted excess of the largest load over its lower bound; default 0.005, half a
-        percent, for policies that have one.
+    tolerance: accepted excess of the largest load over its lower bound; default 0.005.
     cost: (n,) integers to balance instead of lengths, e.g. CostModel(lengths).
     move_cost: (n,) bytes of moving an item to another node; default lengths.
     max_rank_tokens: hard cap of the sum of lengths on a rank (activation memory).
-    padded_cost: (n,) what an item costs more when it is the longest of its batch, per item of the
-        batch; grows with l.
+    padded_cost: (n,) what the longest item of a batch costs more, per item of it; grows with l.
 
     Raises ValueError for malformed input, for an option the policy does not honour (OPTIONS) and
     when no plan below max_rank_tokens is found.
@@ -142,8 +141,6 @@ def balance(
     n = len(lengths)
     weight = lengths if cost is None else as_int64("cost", cost, n)
     home = check_ranks("home", default_home(n, num_ranks) if home is None else home, n, num_ranks)
-    if max_rank_tokens is not None:
-        _check_cap(lengths, num_ranks, max_rank_tokens)
     if policy == "none":
         return home.copy()
     if policy in ("greedy", "padded"):
@@ -152,13 +149,12 @@ def balance(
         padded = _padded_cost(weight, padded_cost)
         rank_of = core().conv_transformer(weight, padded, home, num_ranks)
     else:
-        move = (np.zeros(0, np.int64) if move_cost is None
-                else as_int64("move_cost", move_cost, n))
+        move = NOTHING if move_cost is None else as_int64("move_cost", move_cost, n)
         cap = load_cap(weight, num_ranks, DEFAULT_TOLERANCE if tolerance is None else tolerance)
         rank_of = core().least_move(weight, home, move, num_ranks, ranks_per_node, cap)
     if max_rank_tokens is None:
         return rank_of
-    return _enforce_cap(lengths, rank_of, num_ranks, ranks_per_node, int(max_rank_tokens))
+    return _enforce_cap(lengths, rank_of, num_ranks, ranks_per_node, max_rank_tokens)
 
 
 def load_cap(weight: np.ndarray, num_ranks: int, tolerance: float) -> int:
@@ -204,8 +200,8 @@ def _enforce_cap(
     lengths: np.ndarray, rank_of: np.ndarray, num_ranks: int, ranks_per_node: int, cap: int
 ) -> np.ndarray:
     """`rank_of`, with the fewest tokens moved off ranks that hold more than `cap`."""
-    nothing = np.zeros(0, np.int64)
-    capped = core().least_move(lengths, rank_of, nothing, num_ranks, ranks_per_node, cap)
+    _check_cap(lengths, num_ranks, cap)
+    capped = core().least_move(lengths, rank_of, NOTHING, num_ranks, ranks_per_node, int(cap))
     held = np.zeros(num_ranks, np.int64)
     np.add.at(held, capped, lengths)
     if held.max() > cap:
