@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from operator import index
 from typing import Any, NamedTuple
@@ -171,15 +172,8 @@ def batch_layout(
 def layout_of(example_id: int, lengths: Any) -> ExampleLayout:
     """lengths: one integer (a sequence model's tokens), or Segments in reading order. Raises
     TypeError or ValueError naming the example for anything else."""
-    try:
-        tokens = index(lengths)
-    except TypeError:
-        tokens = None
-    if tokens is not None:
-        if tokens < 0:
-            raise ValueError(f"example {example_id} has length {tokens}: must be >= 0")
-        return ExampleLayout.from_segments(
-            example_id, 0, [(TEXT, SegmentLengths(0, 0, tokens, (0, 0, 0)))])
+    with suppress(TypeError):
+        lengths = [Segment("text", index(lengths))]
     if not isinstance(lengths, Sequence) or not all(isinstance(s, Segment) for s in lengths):
         raise TypeError(f"example {example_id}: its length is {lengths!r}; give an integer, or a "
                         "list of orchmllm.Segment")
@@ -188,6 +182,8 @@ def layout_of(example_id: int, lengths: Any) -> ExampleLayout:
         if s.modality not in MODALITIES:
             raise ValueError(f"example {example_id}: modality {s.modality!r} is none of "
                              f"{', '.join(MODALITIES)}")
+        if s.num_tokens < 0:
+            raise ValueError(f"example {example_id} has length {s.num_tokens}: must be >= 0")
         attn_len = s.rows if s.attn_len is None else s.attn_len
         table.append((MODALITIES[s.modality],
                       SegmentLengths(s.rows, attn_len, s.num_tokens, tuple(s.grid))))

@@ -2,9 +2,9 @@
 other items.
 
 A result is a tensor, a list of tensors, a dict, a tuple or an object (a ModelOutput of
-transformers, a dataclass, one with __slots__). The fields that the model reads are joined on the
-last dimension, so that one exchange carries them all; the other fields become None, so that a model
-that reads one of them fails instead of reading the features of other items.
+transformers, a dataclass). The fields that the model reads are joined on the last dimension, so
+that one exchange carries them all; the other fields become None, so that a model that reads one of
+them fails instead of reading the features of other items.
 """
 
 from __future__ import annotations
@@ -175,13 +175,6 @@ def _like(result: Any, values: Mapping[Any, Any]) -> Any:
     if isinstance(result, Mapping):
         return {name: values.get(name) for name in result}
     out = copy.copy(result)
-    slots = [s for c in type(result).__mro__ for s in _slots(c)]
-    for name in [*vars(result)] if hasattr(result, "__dict__") else slots:
-        if not name.startswith("__") and hasattr(out, name):
-            setattr(out, name, values.get(name))
+    for name in vars(result):
+        setattr(out, name, values.get(name))
     return out
-
-
-def _slots(kind: type) -> Sequence[str]:
-    slots = kind.__dict__.get("__slots__", ())
-    return (slots,) if isinstance(slots, str) else slots

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +26,7 @@ _FIXED = 4  # per encoder: columns, digest of its options, picoseconds per cost,
 _TENSOR = 8  # dtype, dimensions, sizes of up to 6
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32,
            torch.uint8, torch.bool, torch.int16, torch.int8)
+PAD = "; pad to the same size and use the same dtype on all ranks"
 
 
 @dataclass(frozen=True)
@@ -192,16 +193,18 @@ class Tables:
             block = rows[:, at: at + size]
             counts = block[:, _FIXED: _FIXED + len(encoder.calls)]
             sizes, holding = counts.sum(1), counts.sum(1) > 0
-            columns = _one(forward, f"the columns of encoder {encoder.name!r}", block[:, 0],
-                           holding)
-            _one(forward, f"the options {', '.join(encoder.options)} of encoder "
-                 f"{encoder.name!r} (digest)", block[:, 1], np.ones(len(rows), bool))
+            columns = int(_one(forward, f"the columns of encoder {encoder.name!r}", block[:, :1],
+                               holding)[0])
+            require_agreement(forward, f"the options {', '.join(encoder.options)} of encoder "
+                              f"{encoder.name!r} (digest)", block[:, 1])
             length = sizes * columns
             meta = flat[ranges(start, length)].reshape(-1, columns) if columns else np.zeros(
                 (int(sizes.sum()), 0), np.int64)
             tensors = block[:, _FIXED + len(encoder.calls):].reshape(len(rows), -1, _TENSOR)
+            names = ", ".join(encoder.layout.arguments)
             worlds.append(World(counts, meta, [
-                _tensor(forward, encoder, i, tensors[:, i], holding)
+                _tensor(_one(forward, f"argument {i} of encoder {encoder.name!r} ({names})",
+                             tensors[:, i], holding, _shown, PAD))
                 for i in range(tensors.shape[1])], block[:, 2], block[:, 3]))
             if len(meta):
                 self._tensors[encoder.name] = worlds[-1].tensors
@@ -209,37 +212,29 @@ class Tables:
         return worlds
 
 
-def _one(forward: int, what: str, values: np.ndarray, holding: np.ndarray) -> int:
-    """The value of the ranks that hold items. Raises PlanMismatchError if they differ."""
-    there = np.unique(values[holding])
-    if len(there) > 1:
-        raise PlanMismatchError(
-            f"step {forward}: ranks disagree on {what}: " + ", ".join(
-                f"rank {int(np.argmax(holding & (values == v)))} has {v}" for v in there[:4]))
-    return int(there[0]) if len(there) else 0
-
-
-def _tensor(
-    forward: int, encoder: Encoder, index: int, entries: np.ndarray, holding: np.ndarray
-) -> tuple[torch.dtype, tuple[int, ...]] | None:
-    """dtype and shape of a row of the index-th packed argument. Raises PlanMismatchError."""
+def _one(
+    forward: int, what: str, entries: np.ndarray, holding: np.ndarray,
+    show: Callable[[np.ndarray], object] = lambda entry: entry[0], cure: str = "",
+) -> np.ndarray:
+    """The entry (k,) of the ranks that hold items, zeros if none does. entries: (d, k). Raises
+    PlanMismatchError, which shows some, if they differ."""
     there = np.unique(entries[holding], axis=0)
     if len(there) > 1:
-        shown = []
-        for entry in there[:4]:
-            rank = int(np.argmax(holding & (entries == entry).all(1)))
-            kind = ("nothing" if not entry[0] else
-                    f"{_DTYPES[entry[0] - 1]} rows of shape "
-                    f"{tuple(entry[2: 1 + entry[1]].tolist())}")
-            shown.append(f"rank {rank} has {kind}")
-        raise PlanMismatchError(
-            f"step {forward}: ranks disagree on argument {index} of encoder {encoder.name!r} "
-            f"({', '.join(encoder.layout.arguments)}): {', '.join(shown)}; pad to the same size "
-            "and use the same dtype on all ranks")
-    if not len(there) or not there[0][0]:
-        return None
-    code, ndim = there[0][:2].tolist()
-    return _DTYPES[code - 1], tuple(there[0][2: 1 + ndim].tolist())
+        first = [int(np.argmax(holding & (entries == entry).all(1))) for entry in there[:4]]
+        raise PlanMismatchError(f"step {forward}: ranks disagree on {what}: " + ", ".join(
+            f"rank {rank} has {show(entries[rank])}" for rank in first) + cure)
+    return there[0] if len(there) else np.zeros_like(entries[0])
+
+
+def _tensor(entry: np.ndarray) -> tuple[torch.dtype, tuple[int, ...]] | None:
+    """dtype and shape of a row of a packed argument, None if it was not given."""
+    code, ndim, *shape = entry.tolist()
+    return (_DTYPES[code - 1], tuple(shape[: ndim - 1])) if code else None
+
+
+def _shown(entry: np.ndarray) -> str:
+    found = _tensor(entry)
+    return f"{found[0]} rows of shape {found[1]}" if found else "nothing"
 
 
 def same_on_all_ranks(gather: RowGather, encoders: Sequence[Encoder]) -> None:
