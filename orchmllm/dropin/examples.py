@@ -13,11 +13,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from orchmllm.batch import IGNORE_INDEX
+from orchmllm.batch import IGNORE_INDEX, Step
+from orchmllm.plan.assign import PHASES
 from orchmllm.plan.cost import CostModel
 from orchmllm.plan.geometry import SegmentLengths
 from orchmllm.plan.layout import MODALITIES, TEXT, BatchLayout, ExampleLayout
-from orchmllm.plan.step import RankPlan
+from orchmllm.plan.step import RankPlan, StepPlan, imbalance
 
 
 class Segment(NamedTuple):
@@ -81,6 +82,20 @@ class StepInfo:
     local_targets: tuple[int, int]
     _on_read: Callable[[], None] = field(default=lambda: None, repr=False, compare=False)
 
+    @classmethod
+    def of(
+        cls, step: Step, k: int, epoch: int, num_ranks: int, on_read: Callable[[], None]
+    ) -> StepInfo:
+        """Of the k-th microbatch of a step. on_read: called when somebody asks for the targets."""
+        micro, mine = step.micro[k], step.micro[k].rank_plan
+        return cls(
+            plan=mine, inputs=micro.inputs, num_examples=len(mine.examples),
+            example_ids=mine.example_ids.tolist(), step=step.index, epoch=epoch, microbatch=k,
+            num_microbatches=len(step.micro), imbalance=imbalances(micro.plan),
+            wait_s=step.wait_s if k == 0 else 0.0, num_ranks=num_ranks,
+            num_targets=step.num_global_targets, num_shifted_targets=step.num_shifted_targets,
+            local_targets=micro.num_targets, _on_read=on_read)
+
     @property
     def is_last_microbatch(self) -> bool:
         """Whether the optimizer steps after this batch."""
@@ -102,6 +117,16 @@ class StepInfo:
                 'tensor "labels"; give BalancedDataLoader a num_targets function (collated batch '
                 "-> int)")
         return count
+
+
+def imbalances(plan: StepPlan) -> dict[str, tuple[float, float]]:
+    """Phase -> (slowest rank's cost / mean as sampled, as planned), of phases that have items."""
+    out = {}
+    for phase in PHASES:
+        before, after = plan.phase_cost(phase)
+        if before.sum():
+            out[phase] = imbalance(before), imbalance(after)
+    return out
 
 
 def count_labels(batch: Any) -> tuple[int, int] | None:

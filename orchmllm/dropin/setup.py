@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-import torch
-
 from orchmllm.batch import Step
-from orchmllm.dropin.examples import Phase
+from orchmllm.dropin.examples import Phase, imbalances
 from orchmllm.dropin.source import Source
 from orchmllm.plan.assign import PHASES, BalanceConfig, PhasePolicy, PlanSpec
 from orchmllm.plan.balance import DEFAULT_TOLERANCE, OPTIONS, check_policy
 from orchmllm.plan.cost import CostModel
-from orchmllm.plan.step import StepPlan, imbalance
 
 log = logging.getLogger("orchmllm.loader")
 BY_LENGTH = CostModel(linear=1000, quadratic=0)
@@ -65,15 +62,6 @@ def check_arguments(
                     "DistributedSampler, or no sampler", type(source.sampler).__name__, num_ranks)
 
 
-def pinning(pin_memory: bool) -> Callable[[Any], Any] | None:
-    """torch's own function that pins a batch, None where there is no GPU."""
-    if not pin_memory or not torch.cuda.is_available():
-        return None
-    from torch.utils.data._utils.pin_memory import pin_memory as pin
-
-    return pin
-
-
 def make_spec(
     phases: CostModel | Mapping[str, CostModel | Phase] | None, policy: str | Mapping[str, str],
     tolerance: float | Mapping[str, float] | None, max_rank_tokens: int, ranks_per_node: int,
@@ -120,16 +108,6 @@ def _policy(phase: str, policy: Any, tolerance: Any, max_rank_tokens: int) -> Ph
     if max_rank_tokens and "max_rank_tokens" not in OPTIONS[name]:
         raise ValueError(f"max_rank_tokens: policy {name!r} has no such cap")
     return PhasePolicy(name, DEFAULT_TOLERANCE if value is None else value, max_rank_tokens)
-
-
-def imbalances(plan: StepPlan) -> dict[str, tuple[float, float]]:
-    """Phase -> (slowest rank's cost / mean as sampled, as planned), of phases that have items."""
-    out = {}
-    for phase in PHASES:
-        before, after = plan.phase_cost(phase)
-        if before.sum():
-            out[phase] = imbalance(before), imbalance(after)
-    return out
 
 
 class StepLog:
