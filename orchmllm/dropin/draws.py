@@ -9,7 +9,7 @@ number for each. Both return None after the last step. `num_dropped`: examples l
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain, islice
 from typing import Any
 
@@ -17,6 +17,7 @@ import numpy as np
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from orchmllm.data.sampler import GlobalSampler
+from orchmllm.dropin.links import Links
 
 END = object()  # no batch: the user's may be None
 
@@ -54,30 +55,30 @@ class Batches:
 class GlobalIndices:
     """A seeded order of the whole dataset, cut into global batches: no state but the step.
 
-    num_examples: of the dataset. batch_size: examples per step on all ranks. epoch: with shuffle,
-    each has an order of its own. drawn: the ranks whose shares draw() gives. counts_dropped: one
-    rank of those that are planned together does."""
+    order: of the loader: global_batch_size, seed, shuffle, num_examples. epoch: with shuffle, each
+    has an order of its own. whole: draw() gives the shares of all ranks that are planned together,
+    else this rank's alone."""
 
     knows_all = True
 
-    def __init__(
-        self, num_examples: int, batch_size: int, num_ranks: int, *, shuffle: bool, seed: int,
-        epoch: int, drop_last: bool, first_step: int, drawn: range, counts_dropped: bool,
-    ) -> None:
-        self.order = (np.random.default_rng([seed, epoch]).permutation(num_examples)
-                      if shuffle else np.arange(num_examples))
-        self.num_ranks, self.batch_size, self.drawn = num_ranks, batch_size, drawn
-        left = num_examples % batch_size if drop_last else 0
-        self.num_dropped = left if counts_dropped else 0
+    def __init__(self, order: Mapping[str, Any], epoch: int, first_step: int, links: Links,
+                 drop_last: bool, whole: bool) -> None:
+        num_examples, self.batch_size = order["num_examples"], order["global_batch_size"]
+        self._all = (np.random.default_rng([order["seed"], epoch]).permutation(num_examples)
+                     if order["shuffle"] else np.arange(num_examples))
+        self.num_ranks = links.num_ranks
+        self.ranks = links.shard if whole else [links.rank]
+        left = num_examples % self.batch_size if drop_last else 0
+        self.num_dropped = left if links.gather.rank == 0 else 0  # summed over links.shard
         self.num_examples, self._step = num_examples - left, first_step
 
     def draw(self) -> tuple[np.ndarray, list[int]] | None:
         first = self._step * self.batch_size
         if first >= self.num_examples:
             return None
-        sampled = self.order[first: min(first + self.batch_size, self.num_examples)]
+        sampled = self._all[first: min(first + self.batch_size, self.num_examples)]
         self._step += 1
-        shares = [GlobalSampler.share(len(sampled), r, self.num_ranks) for r in self.drawn]
+        shares = [GlobalSampler.share(len(sampled), r, self.num_ranks) for r in self.ranks]
         return sampled[shares[0].start: shares[-1].stop], [s.stop - s.start for s in shares]
 
 

@@ -15,8 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, IterableDataset, Sampler
 
-from orchmllm.data.loading.pipeline import Feed, Pipeline
-from orchmllm.dropin.draws import GlobalIndices
+from orchmllm.data.loading.pipeline import Pipeline
 from orchmllm.dropin.examples import Phase, StepInfo
 from orchmllm.dropin.feeds import Collator
 from orchmllm.dropin.links import connect, rank_list
@@ -32,7 +31,6 @@ from orchmllm.dropin.source import (
 )
 from orchmllm.dropin.versions import require
 from orchmllm.orchestrator import Orchestrator
-from orchmllm.plan.assign import digest64
 from orchmllm.plan.cost import CostModel
 
 STATE_VERSION = 1
@@ -99,15 +97,14 @@ class BalancedDataLoader(DataLoader):
             {"num_workers": num_workers, **workers}, collate_fn, pin_memory, lengths)
         self.accumulation_steps, self.prefetch, self.seed = accumulation_steps, prefetch, seed
         self.enabled = enabled  # whether steps are balanced, from the next pass on
-        self.dispatch = dispatch or ("load" if lengths is not None else "bytes")
+        dispatch = dispatch or ("load" if lengths is not None else "bytes")
         ranks = rank_list(group)
-        check_arguments(source, self.dispatch, lengths, length_fn, shard_size, len(ranks),
+        check_arguments(source, dispatch, lengths, length_fn, shard_size, len(ranks),
                         accumulation_steps, prefetch)
-        self._links = links = connect(
-            self, ranks, shard_size, ranks_per_node, exchange, timeout_s,
-            cpu=self.dispatch == "bytes")
+        links = connect(self, ranks, shard_size, ranks_per_node, exchange, timeout_s,
+                        cpu=dispatch == "bytes")
         spec, media = make_spec(phases, policy, tolerance, max_rank_tokens, links.gather.per_node,
-                                self.dispatch, enabled, min_gain, exchange)
+                                dispatch, min_gain, exchange)
         self.rank, self.num_ranks, self.exchange_group = links.rank, len(ranks), links.device
         self._orchestrator = Orchestrator(
             spec, links.gather, group=links.cpu, commit_gather=links.everyone,
@@ -117,7 +114,7 @@ class BalancedDataLoader(DataLoader):
             self.global_batch_size = source.batch_size * batches
         collator = Collator(source.collate, media, self.rank, num_targets, source.pin_memory,
                             tail_is_filled(source, batches, has_media=bool(media)))
-        self._reader = Reader(source, self.dispatch, lengths, length_fn, collator, links)
+        self._reader = Reader(source, dispatch, lengths, length_fn, collator, links)
         self._counts = num_targets
         self._log = StepLog(self.rank, log_every, context)
         self._watch = LossWatch(done=not check_loss or self.rank != 0)
@@ -197,8 +194,8 @@ class BalancedDataLoader(DataLoader):
         orch = self._orchestrator
         orch.spec = replace(orch.spec, balance=replace(orch.spec.balance, enabled=self.enabled))
         pipeline = Pipeline(
-            self._feed(epoch, first, state), orch, first_step=first,
-            accumulation_steps=self.accumulation_steps, prefetch=self.prefetch)
+            self._reader.feed(self._order(), self.prefetch, epoch, first, state), orch,
+            first_step=first, accumulation_steps=self.accumulation_steps, prefetch=self.prefetch)
         steps, yielded = iter(pipeline), 0  # batches
         self._live, self._next = True, (epoch + 1, 0, None)
         try:
@@ -221,18 +218,6 @@ class BalancedDataLoader(DataLoader):
         finally:
             steps.close()
             self._live = False
-
-    def _feed(self, epoch: int, first: int, state: Any) -> Feed:
-        source, links = self._source, self._links
-        config = digest64(repr((
-            self._order(), self.dispatch, epoch, first, self.prefetch, source.drop_last,
-            source.workers["num_workers"], source.workers["prefetch_factor"])).encode())
-        drawn = None if source.kind != "indices" else GlobalIndices(
-            len(source.dataset), self.global_batch_size, self.num_ranks, shuffle=source.shuffle,
-            seed=self.seed, epoch=epoch, drop_last=source.drop_last, first_step=first,
-            drawn=links.shard if self.dispatch == "load" else range(self.rank, self.rank + 1),
-            counts_dropped=links.gather.rank == 0)
-        return self._reader.feed(drawn, self.accumulation_steps, first, state, config)
 
     def _order(self) -> dict[str, Any]:
         """What decides which examples a step has, the same on all ranks."""

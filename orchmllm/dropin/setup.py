@@ -65,7 +65,7 @@ def check_arguments(
 def make_spec(
     phases: CostModel | Mapping[str, CostModel | Phase] | None, policy: str | Mapping[str, str],
     tolerance: float | Mapping[str, float] | None, max_rank_tokens: int, ranks_per_node: int,
-    dispatch: str, enabled: bool, min_gain: float, exchange: str,
+    dispatch: str, min_gain: float, exchange: str,
 ) -> tuple[PlanSpec, dict[str, Phase]]:
     """(what the planner knows, the phases whose media the loader hands out). Raises ValueError for
     an unknown phase or a policy or tolerance that cannot be honoured."""
@@ -75,8 +75,7 @@ def make_spec(
     costs |= {p: v.cost if isinstance(v, Phase) else v for p, v in phases.items()}
     if not 0.0 <= min_gain < 1.0:
         raise ValueError(f"min_gain is {min_gain}: must be in [0, 1) (0.02: 2%)")
-    balance = BalanceConfig(enabled=enabled, dispatch=dispatch, min_gain=min_gain,
-                            exchange=exchange, **{
+    balance = BalanceConfig(dispatch=dispatch, min_gain=min_gain, exchange=exchange, **{
         p: _policy(p, policy, tolerance, max_rank_tokens if p == "llm" else 0) for p in PHASES})
     media = {p: v for p, v in phases.items() if isinstance(v, Phase)}
     if media and dispatch == "load":

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -32,6 +32,7 @@ from orchmllm.dropin.draws import (
 from orchmllm.dropin.feeds import Collator, ExampleFeed, IndexFeed, PlannedIndices, measured
 from orchmllm.dropin.links import Links
 from orchmllm.dropin.versions import require
+from orchmllm.plan.assign import digest64
 
 # Arguments that a wrapped DataLoader has itself, as they are where they were not given.
 _WORKERS = {"num_workers": 0, "timeout": 0, "worker_init_fn": None, "multiprocessing_context": None,
@@ -165,7 +166,8 @@ class Reader:
         self, source: Source, dispatch: str, lengths: Any, length_fn: Callable | None,
         collator: Collator, links: Links,
     ) -> None:
-        self._source, self._collator, self._links = source, collator, links
+        self._source, self._dispatch = source, dispatch
+        self._collator, self._links = collator, links
         self._lengths = lengths.__getitem__ if hasattr(lengths, "__getitem__") else lengths
         self._indices = PlannedIndices() if dispatch == "load" else SharedIndices()
         self._measure: Callable = list
@@ -186,25 +188,30 @@ class Reader:
             self.loader, self._measure = source.dataset, with_lengths
 
     def feed(
-        self, drawn: GlobalIndices | None, accumulation_steps: int, first: int, state: Any,
-        config_digest: int,
+        self, order: Mapping[str, Any], prefetch: int, epoch: int, first: int, state: Any
     ) -> IndexFeed | ExampleFeed:
-        """drawn: indices that the loader samples. first: step to begin with; state: of a stream, to
-        load instead."""
-        source, links, k = self._source, self._links, accumulation_steps
+        """order, prefetch: of the loader. first: step to begin with; state: of a stream, to load
+        instead."""
+        source, links, k = self._source, self._links, order["accumulation_steps"]
+        config = digest64(repr((
+            order, self._dispatch, epoch, first, prefetch, source.drop_last,
+            source.workers["num_workers"], source.workers["prefetch_factor"])).encode())
         if source.kind == "stream":
             examples = ForeignStream(
                 self.loader, self._measure, k, rank=links.rank, first_step=first, state=state,
                 full_size=source.batch_size or 0 if source.drop_last else 0)
         else:
-            drawn = drawn or SampledIndices(source.batch_sampler, k, first)
+            drawn = (GlobalIndices(order, epoch, first, links, source.drop_last,
+                                   whole=self._dispatch == "load")
+                     if source.kind == "indices" else
+                     SampledIndices(source.batch_sampler, k, first))
             if isinstance(self._indices, PlannedIndices):
                 fetched = self.loader.num_workers * (self.loader.prefetch_factor or 0)
                 return IndexFeed(drawn, self._lengths, self.loader, self._indices, self._collator,
-                                 config_digest, lookahead=math.ceil(fetched / k))
+                                 config, lookahead=math.ceil(fetched / k))
             self._indices.source = drawn
             examples = IndexedStream(self.loader, self._indices, self._lengths)
-        return ExampleFeed(examples, self._collator, links.gather.rank, links.cpu, config_digest)
+        return ExampleFeed(examples, self._collator, links.gather.rank, links.cpu, config)
 
 
 class PlannedSampler(DistributedSampler):
