@@ -70,7 +70,8 @@ def balance_trainer(
     if isinstance(trainer.train_dataset, IterableDataset):
         raise ValueError("the train_dataset is iterable: return a BalancedDataLoader with "
                          "length_fn from get_train_dataloader of your Trainer instead")
-    if lengths is None and length_fn is None and _has_column(trainer.train_dataset, "input_ids"):
+    columns = getattr(trainer.train_dataset, "column_names", None) or ()
+    if lengths is None and length_fn is None and "input_ids" in columns:
         lengths = [len(ids) for ids in trainer.train_dataset["input_ids"]]
     kind = type(trainer)
     trainer.__class__ = type(f"Balanced{kind.__name__}", (_Balanced, kind), {})
@@ -196,7 +197,3 @@ def _nothing_skipped() -> Iterator[None]:
         yield
     finally:
         trainer.skip_first_batches = original
-
-
-def _has_column(data: Any, name: str) -> bool:
-    return name in (getattr(data, "column_names", None) or ())

@@ -35,7 +35,7 @@ from orchmllm.models.mllm import MultimodalModel
 from orchmllm.sharding.check import check_shards
 from orchmllm.sharding.compiled import check_compiles, compile_block
 from orchmllm.sharding.gathers import shard_units
-from orchmllm.sharding.init import seed_weights
+from orchmllm.sharding.init import plain_name, seed_weights
 from orchmllm.sharding.pretrained import load_pretrained
 
 
@@ -139,7 +139,7 @@ def state_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[st
     sharded = any(isinstance(p, DTensor) for p in parameters.values())
     out = {}
     for name, p in parameters.items():
-        name = name.replace("_checkpoint_wrapped_module.", "")
+        name = plain_name(name)
         if (p.requires_grad and id(p) not in owned) or isinstance(p, DTensor) != sharded:
             raise ValueError(
                 f"parameter {name} ({p.dtype}, {tuple(p.shape)}) is not the one that the optimizer "

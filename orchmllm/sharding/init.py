@@ -19,14 +19,10 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from orchmllm.models.init import init_parameters
 from orchmllm.models.mllm import MultimodalModel
 
-_WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
-
 
 def plain_name(name: str) -> str:
-    """A parameter's name without those of activation checkpointing's and compile's wrappers."""
-    for wrapper in _WRAPPERS:
-        name = name.replace(wrapper, "")
-    return name
+    """A parameter's name without those of activation checkpointing's wrappers."""
+    return name.replace("_checkpoint_wrapped_module.", "")
 
 
 def seed_weights(model: MultimodalModel, seed: int, skip: Container[str] = ()) -> None:

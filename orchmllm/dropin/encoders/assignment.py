@@ -18,14 +18,13 @@ MOVED_BOTH_WAYS = 2  # the media there, the features back
 @dataclass(frozen=True)
 class Assignment:
     """move: items from the ranks that sampled them to those that encode them. cost (n,) of each
-    item; before, after (d,): cost of each rank; smallest: the item whose integers a rank without
-    items uses for a placeholder. moves: False where nothing moves because the gain is too small."""
+    item; before, after (d,): cost of each rank. moves: False where nothing moves because the gain
+    is too small."""
 
     move: Rearrangement
     cost: np.ndarray
     before: np.ndarray
     after: np.ndarray
-    smallest: int
     moves: bool
 
 
@@ -49,9 +48,8 @@ def assign(
     before, after = (np.bincount(r, weights=cost, minlength=d).astype(np.int64)
                      for r in (home, rank_of))
     moves = _pays(before, after, world, min_gain)
-    return Assignment(
-        Rearrangement.from_rank_of(rank_of if moves else home, sizes), cost, before,
-        after, int(np.argmin(cost)), moves)
+    return Assignment(Rearrangement.from_rank_of(rank_of if moves else home, sizes), cost, before,
+                      after, moves)
 
 
 def _pays(before: np.ndarray, after: np.ndarray, world: World, min_gain: float | None) -> bool:

@@ -14,6 +14,7 @@ import inspect
 import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,7 +28,8 @@ from orchmllm.dropin.encoders import families
 from orchmllm.dropin.encoders.assignment import Assignment, assign
 from orchmllm.dropin.encoders.checks import check_capture, check_encoder
 from orchmllm.dropin.encoders.exchange import Encoded, Stopwatch, encode_share, return_features
-from orchmllm.dropin.encoders.playback import Playback, Shadowed
+from orchmllm.dropin.encoders.playback import Playback, shadow
+from orchmllm.dropin.encoders.results import rebuild
 from orchmllm.dropin.encoders.spec import Encoder, resolve
 from orchmllm.dropin.encoders.table import Local, Tables, describe_local, same_on_all_ranks
 from orchmllm.dropin.links import node_size, rank_list
@@ -53,10 +55,9 @@ class EncoderStep:
 class _Forward:
     """What one forward has to undo and to check."""
 
-    shadowed: list[Shadowed] = field(default_factory=list)
+    undo: ExitStack = field(default_factory=ExitStack)
     playbacks: list[Playback] = field(default_factory=list)
     zero: Tensor | None = None
-    embedding_hook: Any = None
 
 
 class EncoderHandle:
@@ -156,11 +157,11 @@ class EncoderHandle:
             sizes = counts[start: start + n].tolist()
             part = rows[first: first + sum(sizes)]
             start, first = start + n, first + sum(sizes)
-            playback = Playback(encoder, module, call, share.rebuild(part, sizes), n, lead)
-            state.playbacks.append(playback)
-            state.shadowed.append(Shadowed(module, call, playback))
+            result = rebuild(encoder, share.result, share.features.leaves, part, sizes)
+            state.playbacks.append(Playback(encoder, module, call, result, n, lead))
+            shadow(state.undo, module, call, state.playbacks[-1])
         for name in encoder.passes:
-            state.shadowed.append(Shadowed(module, name, lambda x, *a, **k: x))
+            shadow(state.undo, module, name, lambda x, *a, **k: x)
         if rows.requires_grad and not all(share.local.counts):
             zero = rows[:0].sum()
             state.zero = zero if state.zero is None else state.zero + zero.to(state.zero.dtype)
@@ -189,17 +190,14 @@ class EncoderHandle:
 
         embedding = (module.get_submodule(self._join) if self._join
                      else module.get_input_embeddings())
-        state.embedding_hook = embedding.register_forward_hook(join)
+        state.undo.callback(embedding.register_forward_hook(join).remove)
         return None
 
     def _after(self, module: nn.Module, args: tuple, kwargs: dict, result: Any) -> None:
         state = self._forwards.pop(id(module), None)
         if state is None:
             return
-        for shadowed in state.shadowed:
-            shadowed.restore()
-        if state.embedding_hook is not None:
-            state.embedding_hook.remove()
+        state.undo.close()
         if result is None and sys.exc_info()[0] is not None:
             return  # the forward raised
         for playback in state.playbacks:
