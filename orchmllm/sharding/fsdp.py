@@ -10,6 +10,7 @@ fully_shard -> memory and weights of this rank's shards.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -163,13 +164,10 @@ def _checkpointed(block: nn.Module, choice: str) -> nn.Module:
         return block
     if choice not in ("selective", "full"):
         raise ValueError(f"fsdp.activation_checkpointing {choice!r}: decide before sharding")
-    context = {"context_fn": _selective_contexts} if choice == "selective" else {}
+    context = {"context_fn": partial(create_selective_checkpoint_contexts, _keep_products)} if (
+        choice == "selective") else {}
     return checkpoint_wrapper(block, checkpoint_impl=CheckpointImpl.NO_REENTRANT,
                               preserve_rng_state=False, **context)
-
-
-def _selective_contexts():
-    return create_selective_checkpoint_contexts(_keep_products)
 
 
 def _keep_products(ctx, op, *args, **kwargs) -> CheckpointPolicy:

@@ -65,15 +65,14 @@ class EncoderHandle:
     last balanced; remove(): the model is as before."""
 
     def __init__(
-        self, owner: nn.Module, encoders: Sequence[Encoder], *, known: bool, captures: bool,
+        self, owner: nn.Module, encoders: Sequence[Encoder], family: families.Family | None, *,
         group: dist.ProcessGroup | None, when: str, shadow: bool, min_gain: float | None,
         tolerance: float | None, join: str, lengths: Callable[[], Mapping] | None, timeout_s: float,
     ) -> None:
         ranks = rank_list(group)
         self.encoders, self.group, self.shadow = tuple(encoders), group, shadow
         self.last: dict[str, EncoderStep] = {}
-        self._known, self._captures, self._when, self._join = known, captures, when, join
-        self._lengths = lengths
+        self._family, self._when, self._join, self._lengths = family, when, join, lengths
         self._plan = {"min_gain": min_gain, "tolerance": tolerance,
                       "ranks_per_node": node_size(ranks, 0)}
         self.rank = ranks.index(dist.get_rank())
@@ -139,10 +138,10 @@ class EncoderHandle:
         return self._attach(module, state, args, kwargs, inputs)
 
     def _describe(self, module: nn.Module, encoder: Encoder, inputs: dict[str, Any]) -> Local:
-        if self._known:
+        if self._family:
             families.refuse_unknown(self.encoders, inputs)
         towers = encoder.tower_modules(module)
-        if self._captures:
+        if self._family and self._family.captures:
             for path, tower in towers:
                 check_capture(encoder, path, tower)
         dtype = next((p.dtype for p in towers[0][1].parameters() if p.is_floating_point()), None)
@@ -277,16 +276,15 @@ def balance_encoders(
         raise ValueError(f"when is {when!r}: use 'training' or 'always'")
     if min_gain is not None and not 0.0 <= min_gain < 1.0:
         raise ValueError(f"min_gain is {min_gain}: must be in [0, 1) (0.02: 2%)")
-    known = encoders is None
-    owner, captures = model, False
-    if known:
+    owner, family = model, None
+    if encoders is None:
         owner, family = families.find_family(model)
-        encoders, captures = family.encoders, family.captures
+        encoders = family.encoders
     if not encoders or len({e.name for e in encoders}) < len(encoders):
         raise ValueError("encoders: give at least one Encoder, each with a name of its own")
     for encoder in encoders:
-        check_encoder(owner, encoder, captures)
+        check_encoder(owner, encoder, family is not None and family.captures)
     _check_owner(owner, join)
     return EncoderHandle(
-        owner, encoders, known=known, captures=captures, group=group, when=when, shadow=shadow,
-        min_gain=min_gain, tolerance=tolerance, join=join, lengths=lengths, timeout_s=timeout_s)
+        owner, encoders, family, group=group, when=when, shadow=shadow, min_gain=min_gain,
+        tolerance=tolerance, join=join, lengths=lengths, timeout_s=timeout_s)
