@@ -16,8 +16,7 @@ from torch import Tensor
 from orchmllm.batch import IGNORE_INDEX, Step
 from orchmllm.plan.assign import PHASES
 from orchmllm.plan.cost import CostModel
-from orchmllm.plan.geometry import SegmentLengths
-from orchmllm.plan.layout import MODALITIES, TEXT, BatchLayout, ExampleLayout
+from orchmllm.plan.layout import MODALITIES, TEXT, BatchLayout
 from orchmllm.plan.step import RankPlan, StepPlan, imbalance
 
 
@@ -174,42 +173,42 @@ def _labels(batch: Any) -> Tensor | None:
 def batch_layout(
     example_ids: Sequence[int], lengths: Sequence[Any], examples_per_rank: Sequence[int] | None
 ) -> BatchLayout:
-    """Layouts of examples, joined; see layout_of and BatchLayout.from_examples."""
+    """The layout of examples of these lengths, each an integer (a sequence model's tokens) or a
+    list of Segments in reading order; without examples_per_rank they all sit on one rank. Raises
+    TypeError or ValueError naming the example for anything else."""
     n = len(lengths)
-    try:  # a sequence model's tokens: the same without an object for each
-        num_tokens = np.array([index(length) for length in lengths], np.int64)
+    try:  # integers alone need no object for each
+        tokens = np.array([index(length) for length in lengths], np.int64)
     except TypeError:
-        num_tokens = None
-    if num_tokens is None or num_tokens.min(initial=0) < 0:
-        return BatchLayout.from_examples(
-            [layout_of(int(i), n) for i, n in zip(example_ids, lengths, strict=True)],
-            examples_per_rank)
-    zeros = np.zeros(n, np.int64)
+        tokens = None
+    if tokens is None or tokens.min(initial=0) < 0:
+        pieces = [_rows_of(*pair) for pair in zip(example_ids, lengths, strict=True)]
+        counts = np.array([len(rows) for rows in pieces], np.int64)
+        table = np.array([row for rows in pieces for row in rows], np.int64).reshape(-1, 7)
+    else:
+        counts, table = np.ones(n, np.int64), np.zeros((n, 7), np.int64)
+        table[:, 0], table[:, 3] = TEXT, tokens
+    modality, rows, attn_len, num_tokens = np.ascontiguousarray(table[:, :4].T)
     return BatchLayout(
         example_id=np.asarray(example_ids, np.int64),
         examples_per_rank=np.array([n] if examples_per_rank is None else examples_per_rank,
                                    np.int64),
-        num_targets=zeros, segments_per_example=np.ones(n, np.int64),
-        modality=np.full(n, TEXT), rows=zeros, attn_len=zeros,
-        num_tokens=num_tokens, grid=np.zeros((n, 3), np.int64))
+        num_targets=np.zeros(n, np.int64), segments_per_example=counts, modality=modality,
+        rows=rows, attn_len=attn_len, num_tokens=num_tokens, grid=table[:, 4:])
 
 
-def layout_of(example_id: int, lengths: Any) -> ExampleLayout:
-    """lengths: one integer (a sequence model's tokens), or Segments in reading order. Raises
-    TypeError or ValueError naming the example for anything else."""
+def _rows_of(example_id: int, lengths: Any) -> list[tuple[int, ...]]:
+    """(modality, rows, attn_len, num_tokens, t, h, w) of each of an example's segments."""
     with suppress(TypeError):
         lengths = [Segment("text", index(lengths))]
     if not isinstance(lengths, Sequence) or not all(isinstance(s, Segment) for s in lengths):
         raise TypeError(f"example {example_id}: its length is {lengths!r}; give an integer, or a "
                         "list of orchmllm.Segment")
-    table = []
     for s in lengths:
         if s.modality not in MODALITIES:
             raise ValueError(f"example {example_id}: modality {s.modality!r} is none of "
                              f"{', '.join(MODALITIES)}")
         if s.num_tokens < 0:
             raise ValueError(f"example {example_id} has length {s.num_tokens}: must be >= 0")
-        attn_len = s.rows if s.attn_len is None else s.attn_len
-        table.append((MODALITIES[s.modality],
-                      SegmentLengths(s.rows, attn_len, s.num_tokens, tuple(s.grid))))
-    return ExampleLayout.from_segments(example_id, 0, table)
+    return [(MODALITIES[s.modality], s.rows, s.rows if s.attn_len is None else s.attn_len,
+             s.num_tokens, *s.grid) for s in lengths]

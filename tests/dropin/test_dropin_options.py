@@ -216,7 +216,7 @@ def test_lengths_in_an_array_are_taken_without_an_object_for_each(of):
         layout = batch_layout(range(48), list(of(LENGTHS)), None)
     finally:
         sys.setprofile(None)
-    assert layout.num_tokens.tolist() == LENGTHS and "layout_of" not in called
+    assert layout.num_tokens.tolist() == LENGTHS and "_rows_of" not in called
     with pytest.raises(ValueError, match="example 1 has length -2"):
         batch_layout([0, 1], list(of([3, -2])), None)
     with pytest.raises(TypeError, match="example 0: its length is"):
