@@ -69,14 +69,16 @@ def make_spec(
 ) -> tuple[PlanSpec, dict[str, Phase]]:
     """(what the planner knows, the phases whose media the loader hands out). Raises ValueError for
     an unknown phase or a policy or tolerance that cannot be honoured."""
-    phases = phases if isinstance(phases, Mapping) else {"llm": phases or BY_LENGTH}
-    _known("phases", phases)
-    costs = {p: BY_LENGTH for p in PHASES}
-    costs |= {p: v.cost if isinstance(v, Phase) else v for p, v in phases.items()}
+    if not isinstance(phases, Mapping):
+        phases = {"llm": phases or BY_LENGTH}
+    phases = _by_phase("phases", phases, BY_LENGTH)
+    policies = _by_phase("policy", policy, "least_move")
+    tolerances = _by_phase("tolerance", tolerance, None)
     if not 0.0 <= min_gain < 1.0:
         raise ValueError(f"min_gain is {min_gain}: must be in [0, 1) (0.02: 2%)")
     balance = BalanceConfig(dispatch=dispatch, min_gain=min_gain, exchange=exchange, **{
-        p: _policy(p, policy, tolerance, max_rank_tokens if p == "llm" else 0) for p in PHASES})
+        p: _policy(policies[p], tolerances[p], max_rank_tokens if p == "llm" else 0)
+        for p in PHASES})
     media = {p: v for p, v in phases.items() if isinstance(v, Phase)}
     if media and dispatch == "load":
         raise ValueError("dispatch is 'load' with media phases: a dataset of whole examples can do "
@@ -84,29 +86,29 @@ def make_spec(
     if "llm" in media:
         raise ValueError("phases['llm'] is a Phase: the LLM's cost is a CostModel; its inputs are "
                          "what collate_fn returns")
+    costs = phases | {p: v.cost for p, v in media.items()}
     spec = PlanSpec(costs=costs, row_bytes={"vision": _NOMINAL_BYTES, "audio": _NOMINAL_BYTES},
                     feature_bytes=_NOMINAL_BYTES, ranks_per_node=ranks_per_node, balance=balance)
     return spec, media
 
 
-def _known(what: str, given: Any) -> None:
-    if isinstance(given, Mapping) and set(given) - set(PHASES):
-        raise ValueError(f"{what}: {sorted(set(given) - set(PHASES))} are none of "
-                         f"{', '.join(PHASES)}")
+def _by_phase(what: str, given: Any, default: Any) -> dict[str, Any]:
+    """phase -> what is given for it, or for all."""
+    if not isinstance(given, Mapping):
+        return dict.fromkeys(PHASES, given)
+    if unknown := sorted(given.keys() - set(PHASES)):
+        raise ValueError(f"{what}: {unknown} are none of {', '.join(PHASES)}")
+    return {p: given.get(p, default) for p in PHASES}
 
 
-def _policy(phase: str, policy: Any, tolerance: Any, max_rank_tokens: int) -> PhasePolicy:
-    _known("policy", policy)
-    _known("tolerance", tolerance)
-    name = policy.get(phase, "least_move") if isinstance(policy, Mapping) else policy
+def _policy(name: str, tolerance: float | None, max_rank_tokens: int) -> PhasePolicy:
     check_policy(name)
-    value = tolerance.get(phase) if isinstance(tolerance, Mapping) else tolerance
-    honoured = "tolerance" in OPTIONS[name]
-    if value and not honoured:
-        raise ValueError(f"tolerance is {value}, but policy {name!r} has no tolerance")
+    if tolerance and "tolerance" not in OPTIONS[name]:
+        raise ValueError(f"tolerance is {tolerance}, but policy {name!r} has no tolerance")
     if max_rank_tokens and "max_rank_tokens" not in OPTIONS[name]:
         raise ValueError(f"max_rank_tokens: policy {name!r} has no such cap")
-    return PhasePolicy(name, DEFAULT_TOLERANCE if value is None else value, max_rank_tokens)
+    return PhasePolicy(name, DEFAULT_TOLERANCE if tolerance is None else tolerance,
+                       max_rank_tokens)
 
 
 class StepLog:
