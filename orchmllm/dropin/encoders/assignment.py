@@ -29,8 +29,8 @@ class Assignment:
 
 
 def assign(
-    encoder: Encoder, world: World, cost_model: CostModel, *, tolerance: float | None,
-    min_gain: float | None, ranks_per_node: int,
+    encoder: Encoder, world: World, cost_model: CostModel, *, min_gain: float | None,
+    ranks_per_node: int,
 ) -> Assignment:
     """The assignment of one encoder's items. min_gain: move only if the slowest rank's cost falls
     by this share; None: if the time that this saves exceeds the measured overhead."""
@@ -44,7 +44,7 @@ def assign(
                         encoder.layout.rows(world.meta), strict=True))
     rank_of = balance(cost, num_ranks=d, policy="least_move", home=home, cost=cost,
                       move_cost=np.asarray(row_bytes, np.int64) * MOVED_BOTH_WAYS,
-                      ranks_per_node=min(ranks_per_node, d), tolerance=tolerance)
+                      ranks_per_node=min(ranks_per_node, d))
     before, after = (np.bincount(r, weights=cost, minlength=d).astype(np.int64)
                      for r in (home, rank_of))
     moves = _pays(before, after, world, min_gain)

@@ -66,17 +66,16 @@ class EncoderHandle:
 
     def __init__(
         self, owner: nn.Module, encoders: Sequence[Encoder], family: families.Family | None, *,
-        group: dist.ProcessGroup | None, when: str, shadow: bool, min_gain: float | None,
-        tolerance: float | None, join: str, lengths: Callable[[], Mapping] | None, timeout_s: float,
+        group: dist.ProcessGroup | None, when: str, shadow: bool, min_gain: float | None, join: str,
+        lengths: Callable[[], Mapping] | None, timeout_s: float,
     ) -> None:
         ranks = rank_list(group)
         self.encoders, self.group, self.shadow = tuple(encoders), group, shadow
         self.last: dict[str, EncoderStep] = {}
         self._family, self._when, self._join, self._lengths = family, when, join, lengths
-        self._plan = {"min_gain": min_gain, "tolerance": tolerance,
-                      "ranks_per_node": node_size(ranks, 0)}
-        self.rank = ranks.index(dist.get_rank())
-        self.gather = RowGather(self._plan["ranks_per_node"], timeout_s, ranks)
+        self._options = {"min_gain": min_gain, "ranks_per_node": node_size(ranks, 0)}
+        self.gather = RowGather(self._options["ranks_per_node"], timeout_s, ranks)
+        self.rank = self.gather.rank
         same_on_all_ranks(self.gather, self.encoders)
         self._tables = Tables(self.encoders, self.gather)
         self._costs = [e.cost(owner) if not hasattr(e.cost, "linear") else e.cost
@@ -115,7 +114,7 @@ class EncoderHandle:
         told = self._tables.informed(self._lengths(), locals_, error) if self._lengths else None
         worlds, locals_, error = told or (
             self._tables(self._count, locals_, self._measured, error), locals_, None)
-        plans = {i: assign(e, world, self._costs[i], **self._plan)
+        plans = {i: assign(e, world, self._costs[i], **self._options)
                  for i, (e, world) in enumerate(zip(self.encoders, worlds, strict=True))
                  if len(world.meta)}
         self._report(plans)
@@ -248,7 +247,7 @@ def _check_owner(owner: nn.Module, join: str) -> None:
 def balance_encoders(
     model: nn.Module, encoders: Sequence[Encoder] | None = None, *,
     group: dist.ProcessGroup | None = None, when: str = "training", shadow: bool = False,
-    min_gain: float | None = None, tolerance: float | None = None, join: str = "",
+    min_gain: float | None = None, join: str = "",
     lengths: Callable[[], Mapping[str, tuple[np.ndarray, np.ndarray]]] | None = None,
     timeout_s: float = 600.0,
 ) -> EncoderHandle:
@@ -262,11 +261,11 @@ def balance_encoders(
     "training" (train mode with gradients) or "always" (also evaluation; all ranks must then make
     the same forwards). shadow: plan, log and record the gain, move nothing. min_gain: move only if
     the slowest rank's cost falls by this share; None: if the time saved exceeds the measured time
-    of the exchange. tolerance: see plan.balance. join: submodule whose output the features join
-    (default: the input embeddings). lengths: called before each forward, where all ranks know all
-    media before, say from a loader: encoder -> (items of each rank and call (d, calls), integers of
-    each item (n, columns), in order of the ranks), the same on all ranks; nothing is gathered then,
-    except in the first forward with media. timeout_s: of a gather that a rank never joins.
+    of the exchange. join: submodule whose output the features join (default: the input embeddings).
+    lengths: called before each forward, where all ranks know all media before, say from a loader:
+    encoder -> (items of each rank and call (d, calls), integers of each item (n, columns), in order
+    of the ranks), the same on all ranks; nothing is gathered then, except in the first forward with
+    media. timeout_s: of a gather that a rank never joins.
 
     Raises ValueError for a model that it cannot balance exactly: an unknown architecture, dropout
     or batch normalisation in the encoder, a tower whose hidden states fully_shard hides. In a
@@ -287,4 +286,4 @@ def balance_encoders(
     _check_owner(owner, join)
     return EncoderHandle(
         owner, encoders, family, group=group, when=when, shadow=shadow, min_gain=min_gain,
-        tolerance=tolerance, join=join, lengths=lengths, timeout_s=timeout_s)
+        join=join, lengths=lengths, timeout_s=timeout_s)
