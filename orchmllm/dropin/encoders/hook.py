@@ -265,7 +265,8 @@ def balance_encoders(
     lengths: called before each forward, where all ranks know all media before, say from a loader:
     encoder -> (items of each rank and call (d, calls), integers of each item (n, columns), in order
     of the ranks), the same on all ranks; nothing is gathered then, except in the first forward with
-    media. timeout_s: of a gather that a rank never joins.
+    media, whose rows' dtype and size the later ones keep. timeout_s: of a gather that a rank never
+    joins.
 
     Raises ValueError for a model that it cannot balance exactly: an unknown architecture, dropout
     or batch normalisation in the encoder, a tower whose hidden states fully_shard hides. In a

@@ -9,6 +9,7 @@ import re
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -40,6 +41,11 @@ class Local:
     meta: np.ndarray
     values: tuple[Tensor | None, ...]
     options: dict[str, Any]
+
+    @property
+    def rows(self) -> list[tuple[torch.dtype, tuple[int, ...]] | None]:
+        """dtype and shape of a row of each of the values."""
+        return [None if v is None else (v.dtype, tuple(v.shape[1:])) for v in self.values]
 
 
 @dataclass(frozen=True)
@@ -112,6 +118,15 @@ def _block(encoder: Encoder, local: Local, pace: int, overhead: int) -> list[int
     return block
 
 
+def _blank(encoder: Encoder, world: World, counts: list[int], meta: np.ndarray) -> Local:
+    """Items of a rank, of zeros."""
+    values = tuple(
+        None if spec is None else torch.zeros((int(rows.sum()), *spec[1]), dtype=spec[0])
+        for spec, rows in zip(world.tensors, encoder.layout.rows(meta), strict=True)
+    ) if world.tensors else ()
+    return Local(counts, [0] * len(counts), meta, values, {})
+
+
 class Tables:
     """Gathers the tables of a model's encoders. Constructed by all ranks together."""
 
@@ -130,7 +145,7 @@ class Tables:
         balance_encoders. None where rows' dtypes and shapes are not known yet. A rank whose own
         items are others than these, or that has an error, gets zeros in their place, so that it
         takes part in the exchange, and the error to raise afterwards."""
-        worlds, given, d, rank = [], list(locals_), self.gather.world_size, self.gather.rank
+        worlds, blanks, d, rank = [], [], self.gather.world_size, self.gather.rank
         for i, encoder in enumerate(self.encoders):
             counts, meta = lengths.get(encoder.name, (np.zeros((d, len(encoder.calls))), None))
             counts = np.asarray(counts, np.int64).reshape(d, len(encoder.calls))
@@ -142,25 +157,21 @@ class Tables:
             worlds.append(World(counts, meta, self._tensors.get(encoder.name, []),
                                 np.zeros(d, np.int64), np.zeros(d, np.int64)))
             first = int(counts[:rank].sum())
-            own = meta[first: first + int(counts[rank].sum())]
-            if error is None and (given[i].counts != counts[rank].tolist() or not np.array_equal(
-                    given[i].meta.ravel(), own.ravel())):
+            own, mine = meta[first: first + int(counts[rank].sum())], counts[rank].tolist()
+            blanks.append(partial(_blank, encoder, worlds[-1], mine, own))
+            if error is not None:
+                continue
+            given, rows = locals_[i], worlds[-1].tensors
+            if given.counts != mine or not np.array_equal(given.meta.ravel(), own.ravel()):
                 error = ValueError(
-                    f"encoder {encoder.name!r}: this rank's media are {given[i].meta.tolist()}, "
+                    f"encoder {encoder.name!r}: this rank's media are {given.meta.tolist()}, "
                     f"`lengths` says {own.tolist()}")
-        if error is not None:
-            given = [self._blank(e, w) for e, w in zip(self.encoders, worlds, strict=True)]
-        return worlds, given, error
-
-    def _blank(self, encoder: Encoder, world: World) -> Local:
-        """This rank's items, of zeros."""
-        first, counts = int(world.counts[:self.gather.rank].sum()), world.counts[self.gather.rank]
-        meta = world.meta[first: first + int(counts.sum())]
-        values = tuple(
-            None if spec is None else torch.zeros((int(rows.sum()), *spec[1]), dtype=spec[0])
-            for spec, rows in zip(world.tensors, encoder.layout.rows(meta), strict=True)
-        ) if world.tensors else ()
-        return Local(counts.tolist(), [0] * len(encoder.calls), meta, values, {})
+            elif len(own) and given.rows != rows:
+                error = ValueError(
+                    f"encoder {encoder.name!r}: its rows were {rows}, now they are {given.rows}: "
+                    "where `lengths` is given they stay the same")
+        return worlds, [blank() for blank in blanks] if error is not None else (
+            list(locals_)), error
 
     def __call__(
         self, forward: int, locals_: Sequence[Local], measured: Sequence[tuple[int, int]],
