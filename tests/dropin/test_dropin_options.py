@@ -106,6 +106,7 @@ def test_what_cannot_be_honoured_raises():
         (dict(phases={"video": CostModel(1, 0)}), "none of"),
         (dict(stream=True, lengths=None, length_fn=len, shard_size=1), "shard_size"),
         (dict(stream=True, lengths=None, length_fn=len, shuffle=True), "shuffle"),
+        (dict(lenghts=LENGTHS), "BalancedDataLoader has no argument 'lenghts'"),
     ]
     for text, (_, want) in zip(run_ranks(refused, 2, [c for c, _ in cases])[0], cases,
                                strict=True):
@@ -152,6 +153,20 @@ def one_after_the_other(world, dispatch: str) -> list[int]:
 def test_a_loader_takes_the_groups_of_one_that_is_no_more(dispatch):
     for held in run_ranks(one_after_the_other, 2, dispatch):
         assert held[-1] == held[-2] == held[-3], held
+
+
+def unbatched(world) -> str:
+    """A loader that yields single examples, which are dicts."""
+    loader = BalancedDataLoader(DataLoader(Stream(0, 4), None), length_fn=token_count)
+    try:
+        next(iter(loader))
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_a_wrapped_loader_of_single_examples_is_told_so():
+    assert "yielded a dict: wrap one that yields lists of examples" in run_ranks(unbatched, 1)[0]
 
 
 class Budget:

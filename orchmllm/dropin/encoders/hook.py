@@ -224,8 +224,7 @@ class EncoderHandle:
 
 def _bind(module: nn.Module, args: tuple, kwargs: dict) -> dict[str, Any]:
     """Arguments of forward by name; those of a dict among them, too."""
-    names = [p.name for p in inspect.signature(module.forward).parameters.values()]
-    inputs = dict(zip(names, args, strict=False)) | kwargs
+    inputs = dict(zip(inspect.signature(module.forward).parameters, args, strict=False)) | kwargs
     for value in [v for v in inputs.values() if isinstance(v, Mapping)]:
         inputs = {**value, **inputs}
     return inputs
