@@ -115,14 +115,16 @@ class SharedIndices:
 class IndexedStream:
     """Examples of this rank's indices, loaded before anything is planned.
 
-    loader: torch's, over `indices`, yielding lists of (lengths, example), or of examples where
-    `lengths` tells them by index."""
+    loader: torch's, over `indices`, which are those `drawn` in this pass; it yields lists of
+    (lengths, example), or of examples where `lengths` tells them by index."""
 
     def __init__(
-        self, loader: Iterable, indices: SharedIndices, lengths: Callable[[int], Any] | None
+        self, loader: Iterable, indices: SharedIndices, drawn: GlobalIndices | SampledIndices,
+        lengths: Callable[[int], Any] | None,
     ) -> None:
         self._indices, self._lengths, self._batches = indices, lengths, Batches(loader)
-        self.num_dropped, self.stop = indices.source.num_dropped, self._batches.stop
+        indices.source, self.num_dropped = drawn, drawn.num_dropped
+        self.stop = self._batches.stop
 
     def draw(self) -> tuple[list, list[int]] | None:
         """What is drawn next, None at the end. Raises RuntimeError if the data set raised

@@ -225,9 +225,9 @@ class ExampleFeed:
 
     def _filler(self, phases: dict[str, Phase]) -> Any:
         if phases:
-            raise ValueError(f"rank {self.rank} has no example in this step: use drop_last=True or "
+            raise ValueError(f"rank {self.collator.rank} has no example in this step: use drop_last=True or "
                              "more examples per step")
         if self._spare is None:
-            raise ValueError(f"rank {self.rank} never had an example and gets none in this step: "
+            raise ValueError(f"rank {self.collator.rank} never had an example and gets none in this step: "
                              "give its stream data, or use larger batches")
         return self._spare

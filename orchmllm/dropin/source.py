@@ -209,8 +209,7 @@ class Reader:
                 fetched = self.loader.num_workers * (self.loader.prefetch_factor or 0)
                 return IndexFeed(drawn, self._lengths, self.loader, self._indices, self._collator,
                                  config, lookahead=math.ceil(fetched / k))
-            self._indices.source = drawn
-            examples = IndexedStream(self.loader, self._indices, self._lengths)
+            examples = IndexedStream(self.loader, self._indices, drawn, self._lengths)
         return ExampleFeed(examples, self._collator, links.gather.rank, links.cpu, config)
 
 

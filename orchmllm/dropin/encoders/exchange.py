@@ -7,6 +7,7 @@ import time
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from orchmllm.comm.agree import PlanMismatchError, describe, raise_first
 from orchmllm.comm.exchange import RowGather, exchange_rows, gather_texts
 from orchmllm.dropin.encoders.assignment import Assignment
-from orchmllm.dropin.encoders.results import Features, flatten, none_of
+from orchmllm.dropin.encoders.results import Features, flatten
 from orchmllm.dropin.encoders.spec import Encoder, resolve
 from orchmllm.dropin.encoders.table import Local, World
 
@@ -100,12 +101,11 @@ def encode_share(
     try:
         if error is not None:
             raise error
-        run = resolve(owner, next(iter(encoder.calls))) if encoder.run is None else encoder.run
-        first = () if encoder.run is None else (owner,)
-        result = run(*first, *encoder.layout.build(meta, tuple(values)), **encoder.keywords,
+        run = partial(encoder.run, owner) if encoder.run else (
+            resolve(owner, next(iter(encoder.calls))))
+        result = run(*encoder.layout.build(meta, tuple(values)), **encoder.keywords,
                      **local.options)
         features = flatten(encoder, owner, result, meta, empty)
-        features = none_of(features) if empty else features
     except Exception as e:
         error = e
     stopwatch.mark()
