@@ -224,10 +224,11 @@ class ExampleFeed:
                 else postponed.call(wire.decode, c) for c in came]
 
     def _filler(self, phases: dict[str, Phase]) -> Any:
+        rank = self.collator.rank  # in the loader's group, of which a shard may be a part
         if phases:
-            raise ValueError(f"rank {self.collator.rank} has no example in this step: use drop_last=True or "
-                             "more examples per step")
+            raise ValueError(f"rank {rank} has no example in this step: use drop_last=True or more "
+                             "examples per step")
         if self._spare is None:
-            raise ValueError(f"rank {self.collator.rank} never had an example and gets none in this step: "
-                             "give its stream data, or use larger batches")
+            raise ValueError(f"rank {rank} never had an example and gets none in this step: give "
+                             "its stream data, or use larger batches")
         return self._spare
