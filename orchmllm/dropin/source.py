@@ -182,6 +182,7 @@ class Reader:
         elif isinstance(source.dataset, DataLoader):
             self.loader = copy.copy(source.dataset)  # the user's keeps its collate_fn
             self.loader.collate_fn = with_lengths
+            self.loader._iterator = None  # persistent workers, which have the user's
             if self.loader.num_workers:
                 self.loader.multiprocessing_context = source.workers["multiprocessing_context"]
         else:

@@ -169,6 +169,20 @@ def test_a_wrapped_loader_of_single_examples_is_told_so():
     assert "yielded a dict: wrap one that yields lists of examples" in run_ranks(unbatched, 1)[0]
 
 
+def iterated_before(world) -> list[list[int]]:
+    """A loader over a stream whose worker processes were started, and stay, before it is wrapped.
+    """
+    loader = DataLoader(Stream(0, 8), 4, num_workers=1, persistent_workers=True,
+                        collate_fn=collate, multiprocessing_context="fork")
+    for _ in loader:
+        pass
+    return [b["ids"].tolist() for b in BalancedDataLoader(loader, length_fn=token_count)]
+
+
+def test_a_wrapped_loader_may_have_been_iterated_before():
+    assert run_ranks(iterated_before, 1) == [[[0, 1, 2, 3], [4, 5, 6, 7]]]
+
+
 class Budget:
     """A batch sampler as people write it, without a length."""
 
