@@ -24,7 +24,7 @@ _STATE = "balanced_loader_{rank}.pt"
 def balance(loader: DataLoader, **options: Any) -> BalancedDataLoader:
     """A BalancedDataLoader over an existing DataLoader, with its data set, batch size, collate_fn
     and workers: balance(loader, lengths=...) or balance(loader, length_fn=...). options: those of
-    BalancedDataLoader after in_order.
+    BalancedDataLoader from lengths on.
 
     The loader's own sampler decides what this rank draws. If it has none (shuffle=True or False
     alone), every rank would draw the whole data set; it is shared out over the ranks instead. A
