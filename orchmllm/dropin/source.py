@@ -175,7 +175,8 @@ class Reader:
         if source.kind != "stream":
             self.loader = DataLoader(
                 source.dataset, batch_sampler=self._indices, **source.workers,
-                collate_fn=source.collate if dispatch == "load" else with_lengths)
+                collate_fn=source.collate if dispatch == "load" else with_lengths,
+                pin_memory=dispatch == "load" and source.pin_memory)  # in torch's own thread
         elif isinstance(source.dataset, IterableDataset):
             self.loader = DataLoader(source.dataset, source.batch_size, collate_fn=with_lengths,
                                      **source.workers)
