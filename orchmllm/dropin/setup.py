@@ -119,27 +119,25 @@ class StepLog:
         self._rank, self._every, self._context = rank, every, context
 
     def told(self, step: Step, epoch: int) -> None:
+        """One line in a while: imbalance by phase as sampled and as planned, wait, and whether it
+        pays."""
         if self._rank != 0:
             return
         if self._every and not step.index % self._every:
-            self._gain(step, epoch)
+            phases = ", ".join(f"{p} {a:.2f}->{b:.2f}"
+                               for p, (a, b) in imbalances(step.plans[0]).items())
+            gain = sum(plan.predicted_gain for plan in step.plans) / len(step.plans)
+            note = "" if gain >= LITTLE or not step.plans[0].spec.balance.enabled else (
+                f"; balancing gains little here (under {LITTLE:.0%}: few ranks or uniform data), "
+                "min_gain skips such steps")
+            log.info("epoch %d step %d: imbalance %s; predicted gain %.1f%%; waited %.1f ms%s",
+                     epoch, step.index, phases or "none", 100 * gain, 1e3 * step.wait_s, note)
         longest = int(step.layout.tokens_per_example.max(initial=0))
         if 0 < 10 * self._context < longest:
             log.warning("an example has length %d, more than ten times the model's context of %d: "
                         "do `lengths` count tokens? The cost of a phase grows with them",
                         longest, self._context)
             self._context = 0
-
-    def _gain(self, step: Step, epoch: int) -> None:
-        """One line: imbalance per phase as sampled and as planned, wait, and whether it pays."""
-        phases = ", ".join(f"{p} {a:.2f}->{b:.2f}"
-                           for p, (a, b) in imbalances(step.plans[0]).items())
-        gain = sum(plan.predicted_gain for plan in step.plans) / len(step.plans)
-        note = "" if gain >= LITTLE or not step.plans[0].spec.balance.enabled else (
-            f"; balancing gains little here (under {LITTLE:.0%}: few ranks or uniform data), "
-            "min_gain skips such steps")
-        log.info("epoch %d step %d: imbalance %s; predicted gain %.1f%%; waited %.1f ms%s", epoch,
-                 step.index, phases or "none", 100 * gain, 1e3 * step.wait_s, note)
 
 
 def check_state(state: Mapping[str, Any], mine: Mapping[str, Any]) -> None:

@@ -32,12 +32,17 @@ def export(checkpoint: Path, out: Path, *, dtype: str = "", max_file_bytes: int 
     """Writes the folders and returns the contents of orchmllm.json. dtype: float32, bfloat16, ...;
     empty: as saved. tokenizer: instead of the run's. Raises ValueError or OSError; `out` is then
     what it was."""
+    from orchmllm.runtime.checkpoint import problem_of
+
     if not (checkpoint / "state.json").is_file():
         raise ValueError(f"--checkpoint {checkpoint} is no checkpoint: give one of the folders "
                          f"run.dir/checkpoints/step_...{_steps_near(checkpoint)}")
     state = read_json(checkpoint / "state.json")
     if verify:
-        say(_sound(checkpoint))
+        if problem := problem_of(checkpoint):
+            raise ValueError(f"checkpoint {checkpoint}: {problem}: export an earlier one, or see "
+                             "what is left with --no-verify")
+        say(f"checkpoint {checkpoint}: every file is what was saved (SHA-256)")
     model, saved = _model_of(state), read_sharded(checkpoint)
     tensors = {part: _tensors(part, model, saved, DTYPES[dtype] if dtype else "")
                for part in (*PARTS, "connectors")}
@@ -153,16 +158,6 @@ def _model_of(state: dict) -> ModelConfig:
         return ModelConfig(**{part: kind(**model[part]) for part, kind in kinds.items()})
     except (KeyError, TypeError):
         raise ValueError("state.json is not that of a checkpoint of a run") from None
-
-
-def _sound(checkpoint: Path) -> str:
-    from orchmllm.runtime.checkpoint import problem_of
-
-    problem = problem_of(checkpoint)
-    if problem:
-        raise ValueError(f"checkpoint {checkpoint}: {problem}: export an earlier one, or see what "
-                         "is left with --no-verify")
-    return f"checkpoint {checkpoint}: every file is what was saved (SHA-256)"
 
 
 def _write_tokenizer(checkpoint: Path, given: Path | None, folder: Path,
