@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from orchmllm.dropin.encoders.spec import Encoder
     from orchmllm.dropin.equivalence import check_equivalence
     from orchmllm.dropin.examples import Phase, Segment, StepInfo
-    from orchmllm.dropin.loader import BalancedDataLoader, balance
-    from orchmllm.dropin.trainers import balance_trainer
+    from orchmllm.dropin.loader import BalancedDataLoader
+    from orchmllm.dropin.trainers import balance, balance_trainer
     from orchmllm.plan.cost import CostModel
 
 _HOME = {
@@ -30,7 +30,7 @@ _HOME = {
     "Rows": "orchmllm.dropin.encoders.items",
     "Segment": "orchmllm.dropin.examples",
     "StepInfo": "orchmllm.dropin.examples",
-    "balance": "orchmllm.dropin.loader",
+    "balance": "orchmllm.dropin.trainers",
     "balance_encoders": "orchmllm.dropin.encoders.hook",
     "balance_trainer": "orchmllm.dropin.trainers",
     "check_equivalence": "orchmllm.dropin.equivalence",

@@ -72,7 +72,7 @@ def measure(num_ranks: int, most: int, repeat: int) -> dict[str, list[float]]:
         marks.append(time.perf_counter())
         (world,) = tables(1, locals_[:1], [(1, 1)], None)
         marks.append(time.perf_counter())
-        plan = assign(QWEN2_VL, world, COST, tolerance=None, min_gain=0.0, ranks_per_node=8)
+        plan = assign(QWEN2_VL, world, COST, min_gain=0.0, ranks_per_node=8)
         marks.append(time.perf_counter())
         patches = QWEN2_VL.layout.rows(world.meta)[0]
         plan.move.exchange(patches, 0)

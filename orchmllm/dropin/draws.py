@@ -1,15 +1,15 @@
 """What is drawn for each step of a pass: global indices, a sampler's own, or a stream's examples.
 
-An index source's draw() -> (indices, sizes): with sizes (d,), the whole global batch, which every
-rank knows; without, this rank's share. A stream's draw() -> (measured, ids): the (lengths, example)
-pairs of this rank and a number for each. Both return None after the last step. `num_dropped`:
-examples left out by this rank (drop_last).
+An index source's draw() -> (indices, sizes): with sizes (d,), those of all ranks; without, this
+rank's share. A stream's draw() -> (measured, ids): the (lengths, example) pairs of this rank and a
+number for each. Both return None after the last step. `num_dropped`: examples left out by this rank
+(drop_last).
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain, islice
 from typing import Any
 
@@ -17,6 +17,7 @@ import numpy as np
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from orchmllm.data.sampler import GlobalSampler
+from orchmllm.dropin.links import Links
 
 END = object()  # no batch: the user's may be None
 
@@ -54,61 +55,47 @@ class Batches:
 class GlobalIndices:
     """A seeded order of the whole dataset, cut into global batches: no state but the step.
 
-    num_examples: of the dataset. batch_size: examples per step on all ranks. epoch: with shuffle,
-    each has an order of its own. shard: the ranks that are planned together; draw() gives
-    theirs."""
+    order: of the loader: global_batch_size, seed, shuffle, num_examples. epoch: with shuffle, each
+    has an order of its own. whole: draw() gives the shares of all ranks that are planned together,
+    else this rank's alone."""
 
     knows_all = True
 
-    def __init__(
-        self, num_examples: int, batch_size: int, rank: int, num_ranks: int, *, shuffle: bool,
-        seed: int, epoch: int, drop_last: bool, first_step: int, shard: range,
-    ) -> None:
-        self.order = (np.random.default_rng([seed, epoch]).permutation(num_examples)
-                      if shuffle else np.arange(num_examples))
-        self.rank, self.num_ranks, self.batch_size = rank, num_ranks, batch_size
-        self.shard = shard
-        left = num_examples % batch_size if drop_last else 0
-        self.num_dropped = left if rank == shard[0] else 0  # summed over the shard
+    def __init__(self, order: Mapping[str, Any], epoch: int, first_step: int, links: Links,
+                 drop_last: bool, whole: bool) -> None:
+        num_examples, self.batch_size = order["num_examples"], order["global_batch_size"]
+        self._all = (np.random.default_rng([order["seed"], epoch]).permutation(num_examples)
+                     if order["shuffle"] else np.arange(num_examples))
+        self.num_ranks = links.num_ranks
+        self.ranks = links.shard if whole else [links.rank]
+        left = num_examples % self.batch_size if drop_last else 0
+        self.num_dropped = left if links.gather.rank == 0 else 0  # summed over links.shard
         self.num_examples, self._step = num_examples - left, first_step
 
     def draw(self) -> tuple[np.ndarray, list[int]] | None:
         first = self._step * self.batch_size
         if first >= self.num_examples:
             return None
-        sampled = self.order[first: min(first + self.batch_size, self.num_examples)]
+        sampled = self._all[first: min(first + self.batch_size, self.num_examples)]
         self._step += 1
-        shares = [GlobalSampler.share(len(sampled), r, self.num_ranks) for r in self.shard]
+        shares = [GlobalSampler.share(len(sampled), r, self.num_ranks) for r in self.ranks]
         return sampled[shares[0].start: shares[-1].stop], [s.stop - s.start for s in shares]
-
-    def own(self) -> list[int] | None:
-        """This rank's share of the next draw."""
-        drawn = self.draw()
-        if drawn is None:
-            return None
-        sampled, sizes = drawn
-        first = sum(sizes[: self.rank - self.shard[0]])
-        return sampled[first: first + sizes[self.rank - self.shard[0]]].tolist()
 
 
 class SampledIndices:
     """Index lists of the user's batch_sampler on this rank, `accumulation_steps` of them a step."""
 
-    knows_all = False
+    knows_all, num_dropped = False, 0
 
     def __init__(self, batch_sampler: Iterable, accumulation_steps: int, first_step: int) -> None:
         # chain asks for an iterator at the first draw, where an error reaches all ranks.
         self._lists = islice(chain.from_iterable([batch_sampler]),
                              first_step * accumulation_steps, None)
-        self.accumulation_steps, self.num_dropped = accumulation_steps, 0
+        self.accumulation_steps = accumulation_steps
 
-    def draw(self) -> tuple[np.ndarray, None] | None:
-        own = self.own()
-        return None if own is None else (np.asarray(own, np.int64), None)
-
-    def own(self) -> list[int] | None:
+    def draw(self) -> tuple[list[int], None] | None:
         lists = list(islice(self._lists, self.accumulation_steps))
-        return [int(i) for indices in lists for i in indices] if lists else None
+        return ([int(i) for indices in lists for i in indices], None) if lists else None
 
 
 class SharedIndices:
@@ -120,27 +107,24 @@ class SharedIndices:
 
     def __iter__(self) -> Iterator[list[int]]:
         self.drawn.clear()
-        while (own := self.source.own()) is not None:
-            self.drawn.append(own)
-            yield own
+        while (drawn := self.source.draw()) is not None:
+            self.drawn.append([int(i) for i in drawn[0]])
+            yield self.drawn[-1]
 
 
 class IndexedStream:
     """Examples of this rank's indices, loaded before anything is planned.
 
-    loader: torch's, over `indices`, yielding lists of (lengths, example), or of examples where
-    `lengths` tells them by index."""
+    loader: torch's, over `indices`, which are those `drawn` in this pass; it yields lists of
+    (lengths, example), or of examples where `lengths` tells them by index."""
 
     def __init__(
-        self, loader: Iterable, indices: SharedIndices, lengths: Callable[[int], Any] | None
+        self, loader: Iterable, indices: SharedIndices, drawn: GlobalIndices | SampledIndices,
+        lengths: Callable[[int], Any] | None,
     ) -> None:
-        self._indices, self._lengths = indices, lengths
-        self._batches = Batches(loader)
+        self._indices, self._lengths, self._batches = indices, lengths, Batches(loader)
+        indices.source, self.num_dropped = drawn, drawn.num_dropped
         self.stop = self._batches.stop
-
-    @property
-    def num_dropped(self) -> int:
-        return self._indices.source.num_dropped
 
     def draw(self) -> tuple[list, list[int]] | None:
         """What is drawn next, None at the end. Raises RuntimeError if the data set raised
@@ -162,17 +146,17 @@ class IndexedStream:
 class ForeignStream:
     """Batches of a loader that is not ours, on this rank; `accumulation_steps` of them a step.
 
-    loader: yields lists of (lengths, example). batch_size: with drop_last, shorter batches are left
-    out and counted. first_step: to begin with; state: that the loader loads for it, None where it
-    cannot and batches are drawn and thrown away."""
+    measure: what a batch of the loader becomes, a list of (lengths, example). full_size: shorter
+    batches are left out and counted (0: none is). first_step: to begin with; state: that the loader
+    loads for it, None where it cannot and batches are drawn and thrown away."""
 
     def __init__(
-        self, loader: Iterable, accumulation_steps: int, *, batch_size: int | None, drop_last: bool,
-        rank: int, first_step: int = 0, state: Any = None,
+        self, loader: Iterable, measure: Callable[[Any], list], accumulation_steps: int, *,
+        full_size: int, rank: int, first_step: int, state: Any,
     ) -> None:
-        self._batches, self._per_step = Batches(loader), accumulation_steps
-        self._batch_size = batch_size if drop_last else None
-        self._rank, self._first_step, self._state = rank, first_step, state
+        self._batches, self._measure, self._per_step = Batches(loader), measure, accumulation_steps
+        self._full_size, self._rank = full_size, rank
+        self._first_step, self._state = first_step, state
         self._count, self.num_dropped, self._ended = 0, 0, False
         self.stop = self._batches.stop
 
@@ -188,10 +172,10 @@ class ForeignStream:
             batch = self._batches.next()
             if batch is END:
                 self._ended = True
-            elif self._batch_size is not None and len(batch) < self._batch_size:
-                self.num_dropped += len(batch)
+            elif len(pairs := self._measure(batch)) < self._full_size:
+                self.num_dropped += len(pairs)
             else:
-                measured += batch
+                measured += pairs
                 drawn += 1
         if not drawn:
             return None
@@ -202,22 +186,3 @@ class ForeignStream:
     def snapshot(self) -> Any:
         state = getattr(self._batches.loader, "state_dict", None)
         return state() if state is not None else None
-
-
-class MeasuredLists:
-    """An iterable of lists of examples, measured."""
-
-    def __init__(self, lists: Any, measured: Callable[[list], list]) -> None:
-        self._lists, self._measured = lists, measured
-        if hasattr(lists, "state_dict"):
-            self.state_dict, self.load_state_dict = lists.state_dict, lists.load_state_dict
-
-    def __len__(self) -> int:
-        return len(self._lists)
-
-    def __iter__(self) -> Iterator[list]:
-        for examples in self._lists:
-            if not isinstance(examples, list):
-                raise TypeError(f"the wrapped loader yielded a {type(examples).__name__}: wrap one "
-                                "that yields lists of examples, or a torch DataLoader")
-            yield self._measured(examples)

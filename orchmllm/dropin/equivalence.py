@@ -68,7 +68,7 @@ def _as_sampled(loader: Any, encoders: Sequence[Any], off: bool) -> Iterator[Non
             after.callback(setattr, handle, "shadow", handle.shadow)
             handle.shadow = True
         if isinstance(loader, BalancedDataLoader):
-            for name in ("_next_epoch", "_start", "_done", "enabled"):
+            for name in ("_next", "_done", "enabled"):
                 after.callback(setattr, loader, name, getattr(loader, name))
             loader.enabled = loader.enabled and not off
         yield

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from operator import index
 from typing import Any, NamedTuple
@@ -12,11 +13,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from orchmllm.batch import IGNORE_INDEX
+from orchmllm.batch import IGNORE_INDEX, Step
+from orchmllm.plan.assign import PHASES
 from orchmllm.plan.cost import CostModel
-from orchmllm.plan.geometry import SegmentLengths, text_lengths
 from orchmllm.plan.layout import MODALITIES, TEXT, BatchLayout
-from orchmllm.plan.step import RankPlan
+from orchmllm.plan.step import RankPlan, StepPlan, imbalance
 
 
 class Segment(NamedTuple):
@@ -80,6 +81,20 @@ class StepInfo:
     local_targets: tuple[int, int]
     _on_read: Callable[[], None] = field(default=lambda: None, repr=False, compare=False)
 
+    @classmethod
+    def of(
+        cls, step: Step, k: int, epoch: int, num_ranks: int, on_read: Callable[[], None]
+    ) -> StepInfo:
+        """Of the k-th microbatch of a step. on_read: called when somebody asks for the targets."""
+        micro, mine = step.micro[k], step.micro[k].rank_plan
+        return cls(
+            plan=mine, inputs=micro.inputs, num_examples=len(mine.examples),
+            example_ids=mine.example_ids.tolist(), step=step.index, epoch=epoch, microbatch=k,
+            num_microbatches=len(step.micro), imbalance=imbalances(micro.plan),
+            wait_s=step.wait_s if k == 0 else 0.0, num_ranks=num_ranks,
+            num_targets=step.num_global_targets, num_shifted_targets=step.num_shifted_targets,
+            local_targets=micro.num_targets, _on_read=on_read)
+
     @property
     def is_last_microbatch(self) -> bool:
         """Whether the optimizer steps after this batch."""
@@ -101,6 +116,16 @@ class StepInfo:
                 'tensor "labels"; give BalancedDataLoader a num_targets function (collated batch '
                 "-> int)")
         return count
+
+
+def imbalances(plan: StepPlan) -> dict[str, tuple[float, float]]:
+    """Phase -> (slowest rank's cost / mean as sampled, as planned), of phases that have items."""
+    out = {}
+    for phase in PHASES:
+        before, after = plan.phase_cost(phase)
+        if before.sum():
+            out[phase] = imbalance(before), imbalance(after)
+    return out
 
 
 def count_labels(batch: Any) -> tuple[int, int] | None:
@@ -148,47 +173,37 @@ def _labels(batch: Any) -> Tensor | None:
 def batch_layout(
     example_ids: Sequence[int], lengths: Sequence[Any], examples_per_rank: Sequence[int] | None
 ) -> BatchLayout:
-    """Layouts of examples, joined; see layout_of and BatchLayout.from_examples."""
-    n = len(lengths)
-    try:  # a sequence model's tokens: the same without an object for each
-        num_tokens = np.array([index(length) for length in lengths], np.int64)
-    except TypeError:
-        num_tokens = None
-    if num_tokens is None or num_tokens.min(initial=0) < 0:
-        return BatchLayout.from_examples(
-            [layout_of(int(i), n) for i, n in zip(example_ids, lengths, strict=True)],
-            examples_per_rank)
-    zeros = np.zeros(n, np.int64)
-    return BatchLayout(
-        example_id=np.asarray(example_ids, np.int64),
-        examples_per_rank=np.array([n] if examples_per_rank is None else examples_per_rank,
-                                   np.int64),
-        num_targets=zeros, segments_per_example=np.ones(n, np.int64),
-        modality=np.full(n, TEXT), rows=zeros, attn_len=zeros,
-        num_tokens=num_tokens, grid=np.zeros((n, 3), np.int64))
-
-
-def layout_of(example_id: int, lengths: Any) -> BatchLayout:
-    """lengths: one integer (a sequence model's tokens), or Segments in reading order. Raises
+    """The layout of examples of these lengths, each an integer (a sequence model's tokens) or a
+    list of Segments in reading order; without examples_per_rank they all sit on one rank. Raises
     TypeError or ValueError naming the example for anything else."""
-    try:
-        tokens = index(lengths)
+    n = len(lengths)
+    try:  # integers alone need no object for each
+        tokens = np.array([index(length) for length in lengths], np.int64)
     except TypeError:
         tokens = None
-    if tokens is not None:
-        if tokens < 0:
-            raise ValueError(f"example {example_id} has length {tokens}: must be >= 0")
-        return BatchLayout.from_segments(
-            example_id, 0, [(TEXT, text_lengths(tokens))])
+    if tokens is None or tokens.min(initial=0) < 0:
+        pieces = [_rows_of(*pair) for pair in zip(example_ids, lengths, strict=True)]
+        counts = np.array([len(rows) for rows in pieces], np.int64)
+        table = np.array([row for rows in pieces for row in rows], np.int64).reshape(-1, 7)
+    else:
+        counts, table = np.ones(n, np.int64), np.zeros((n, 7), np.int64)
+        table[:, 0], table[:, 3] = TEXT, tokens
+    return BatchLayout.from_table(np.asarray(example_ids, np.int64), np.zeros(n, np.int64), counts,
+                                  table, examples_per_rank)
+
+
+def _rows_of(example_id: int, lengths: Any) -> list[tuple[int, ...]]:
+    """(modality, rows, attn_len, num_tokens, t, h, w) of each of an example's segments."""
+    with suppress(TypeError):
+        lengths = [Segment("text", index(lengths))]
     if not isinstance(lengths, Sequence) or not all(isinstance(s, Segment) for s in lengths):
         raise TypeError(f"example {example_id}: its length is {lengths!r}; give an integer, or a "
                         "list of orchmllm.Segment")
-    table = []
     for s in lengths:
         if s.modality not in MODALITIES:
             raise ValueError(f"example {example_id}: modality {s.modality!r} is none of "
                              f"{', '.join(MODALITIES)}")
-        attn_len = s.rows if s.attn_len is None else s.attn_len
-        table.append((MODALITIES[s.modality],
-                      SegmentLengths(s.rows, attn_len, s.num_tokens, tuple(s.grid))))
-    return BatchLayout.from_segments(example_id, 0, table)
+        if s.num_tokens < 0:
+            raise ValueError(f"example {example_id} has length {s.num_tokens}: must be >= 0")
+    return [(MODALITIES[s.modality], s.rows, s.rows if s.attn_len is None else s.attn_len,
+             s.num_tokens, *s.grid) for s in lengths]

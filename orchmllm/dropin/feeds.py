@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import copy
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
+import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
+from torch.utils.data._utils.pin_memory import pin_memory
 
 from orchmllm.batch import UNCOUNTED, Microbatch, Step
 from orchmllm.comm.exchange_bytes import exchange_bytes
@@ -33,19 +35,19 @@ class Collator:
 
     def __init__(
         self, collate: Callable, phases: dict[str, Phase], rank: int,
-        num_targets: Callable[[Any], int] | None, pin: Callable[[Any], Any] | None,
-        tail_is_filled: bool,
+        num_targets: Callable[[Any], int] | None, pins: bool, tail_is_filled: bool,
     ) -> None:
-        self.collate, self.phases, self.rank = collate, phases, rank
-        self._num_targets, self._pin, self._tail_is_filled = num_targets, pin, tail_is_filled
+        self.collate, self.phases, self.rank, self.num_targets = collate, phases, rank, num_targets
+        self._pins = pins and torch.cuda.is_available()
+        self._tail_is_filled = tail_is_filled
 
-    def finish(self, micro: Microbatch, batch: Any, inputs: dict[str, Any]) -> tuple[int, int]:
-        """Puts them into the microbatch; returns its targets (see Orchestrator.commit). A filler's
-        labels are ignored. Raises TypeError for None, ValueError if a filler, now or at the end of
-        the epoch, has no labels to ignore."""
+    def finish(self, micro: Microbatch, batch: Any, inputs: dict[str, Any]) -> None:
+        """Puts them into the microbatch, with its targets. A filler's labels are ignored. Raises
+        TypeError for None, ValueError if a filler, now or at the end of the epoch, has no labels to
+        ignore."""
         if batch is None:
             raise TypeError("collate_fn returned None: it has to return the batch")
-        counted = self._num_targets is not None
+        counted = self.num_targets is not None
         is_filler = not len(micro.rank_plan.examples)
         if self._tail_is_filled or is_filler:  # fails at the first batch, not at the last
             filler = ignore_labels(copy.copy(batch), self.rank, counted=counted)
@@ -53,16 +55,17 @@ class Collator:
         if is_filler:
             micro.num_targets = 0, 0
         elif counted:
-            micro.num_targets = (int(self._num_targets(batch)),) * 2
+            micro.num_targets = (int(self.num_targets(batch)),) * 2
         else:
             micro.num_targets = count_labels(batch) or UNCOUNTED
-        if self._pin is not None:
-            batch, inputs = self._pin(batch), self._pin(inputs)
+        if self._pins:
+            batch, inputs = pin_memory(batch), pin_memory(inputs)
         micro.content, micro.inputs = batch, inputs
-        return micro.num_targets
 
 
-def total(counts: Sequence[tuple[int, int]]) -> tuple[int, int]:
+def targets_of(step: Step) -> tuple[int, int]:
+    """Of this rank's microbatches together (see Orchestrator.commit)."""
+    counts = [micro.num_targets for micro in step.micro]
     return UNCOUNTED if UNCOUNTED in counts else tuple(map(sum, zip(*counts, strict=True)))
 
 
@@ -72,13 +75,9 @@ class PlannedIndices:
     def __init__(self) -> None:
         self.lists: deque[list[int]] = deque()
 
-    def __iter__(self) -> PlannedIndices:
-        return self
-
-    def __next__(self) -> list[int]:
-        if not self.lists:
-            raise StopIteration  # after the last step: lookahead covers what torch asks for
-        return self.lists.popleft()
+    def __iter__(self) -> Iterator[list[int]]:
+        while self.lists:  # until the last step: lookahead covers what torch asks for
+            yield self.lists.popleft()
 
 
 class IndexFeed:
@@ -109,13 +108,12 @@ class IndexFeed:
                                       or [filler_of(micro.plan, step.layout)])
 
     def load(self, step: Step) -> tuple[int, int]:
-        counts = []
         for micro in step.micro:
             batch = self._batches.next()
             if batch is END:
                 raise RuntimeError("the dataset raised StopIteration")
-            counts.append(self.collator.finish(micro, batch, {}))
-        return total(counts)
+            self.collator.finish(micro, batch, {})
+        return targets_of(step)
 
     def close(self) -> None:
         self._batches.stop()
@@ -129,7 +127,11 @@ def filler_of(plan: StepPlan, layout: BatchLayout) -> int:
 
 
 def measured(length_fn: Callable[[Any], Any], examples: list[Any]) -> list[tuple[Any, Any]]:
-    """collate_fn of worker processes: examples with their lengths."""
+    """Examples with their lengths: collate_fn of worker processes. Raises TypeError where a batch
+    is no list of examples."""
+    if not isinstance(examples, list | tuple):
+        raise TypeError(f"the wrapped loader yielded a {type(examples).__name__}: wrap one that "
+                        "yields lists of examples, or a torch DataLoader")
     return [(length_fn(e), e) for e in examples]
 
 
@@ -172,7 +174,12 @@ class ExampleFeed:
         moved = [self._moved(step, micro, postponed) for micro in step.micro]
         if not postponed.everything_came():
             return UNCOUNTED
-        return total([self._finish(*m) for m in zip(step.micro, moved, strict=True)])
+        for micro, (media, here) in zip(step.micro, moved, strict=True):
+            phases = self.collator.phases
+            inputs = {m: phase.collate(media[m]) for m, phase in phases.items()}
+            batch = self.collator.collate(here or [self._filler(phases)])
+            self.collator.finish(micro, batch, inputs)
+        return targets_of(step)
 
     def close(self) -> None:
         self.source.stop()
@@ -209,12 +216,6 @@ class ExampleFeed:
         return ({m: self._move(media[m], plan.encode[m], postponed) for m in phases},
                 self._move(examples, plan.llm, postponed))
 
-    def _finish(self, micro: Microbatch, moved: tuple[dict[str, list], list]) -> int:
-        phases, (media, here) = self.collator.phases, moved
-        inputs = {m: phase.collate(media[m]) for m, phase in phases.items()}
-        return self.collator.finish(
-            micro, self.collator.collate(here or [self._filler(phases)]), inputs)
-
     def _move(self, items: list[Any], move: Rearrangement, postponed: Postponed) -> list[Any]:
         came = exchange_bytes([lambda x=x: postponed.call(wire.encode, x) for x in items], move,
                               self.rank, self.group)
@@ -223,10 +224,11 @@ class ExampleFeed:
                 else postponed.call(wire.decode, c) for c in came]
 
     def _filler(self, phases: dict[str, Phase]) -> Any:
+        rank = self.collator.rank  # in the loader's group, of which a shard may be a part
         if phases:
-            raise ValueError(f"rank {self.rank} has no example in this step: use drop_last=True or "
-                             "more examples per step")
+            raise ValueError(f"rank {rank} has no example in this step: use drop_last=True or more "
+                             "examples per step")
         if self._spare is None:
-            raise ValueError(f"rank {self.rank} never had an example and gets none in this step: "
-                             "give its stream data, or use larger batches")
+            raise ValueError(f"rank {rank} never had an example and gets none in this step: give "
+                             "its stream data, or use larger batches")
         return self._spare

@@ -38,14 +38,14 @@ def node_size(ranks: Sequence[int], given: int) -> int:
 
 
 class Links(NamedTuple):
-    """Groups of one loader. rank: in the group. shard: ranks of the group that are planned
-    together, this one among them; per_node: of them on a node. gather: among the shard; everyone:
-    among all, if that is more. cpu: group for bytes. device: the shard's group on the default
-    backend, None if it is the whole job. hops: see comm.hop_groups."""
+    """Groups of one loader. rank: in the group of num_ranks. shard: ranks of the group that are
+    planned together, this one among them. gather: among the shard; everyone: among all, if that is
+    more. cpu: group for bytes. device: the shard's group on the default backend, None if it is the
+    whole job. hops: see comm.hop_groups."""
 
     rank: int
+    num_ranks: int
     shard: range
-    per_node: int
     gather: RowGather
     everyone: RowGather | None
     cpu: dist.ProcessGroup | None
@@ -113,7 +113,7 @@ def _connect(
     if is_part or hops:
         _require_equal_names(everyone or gather, ranks, size)
     return Links(
-        rank=mine, shard=shard, per_node=per_node, gather=gather, everyone=everyone,
+        rank=mine, num_ranks=len(ranks), shard=shard, gather=gather, everyone=everyone,
         cpu=bytes_group(members, timeout_s) if cpu else None,
         device=dist.new_group(members, use_local_synchronization=True) if is_part else None,
         hops=hop_groups(members, per_node, timeout_s) if hops else None)

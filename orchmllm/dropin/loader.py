@@ -8,31 +8,22 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from operator import length_hint
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, IterableDataset, Sampler
 
-from orchmllm.batch import Step
 from orchmllm.data.loading.pipeline import Pipeline
-from orchmllm.dropin.draws import GlobalIndices, SharedIndices
 from orchmllm.dropin.examples import Phase, StepInfo
-from orchmllm.dropin.feeds import Collator, PlannedIndices
+from orchmllm.dropin.feeds import Collator
 from orchmllm.dropin.links import connect, rank_list
 from orchmllm.dropin.loss import LossWatch, check_labels, scale
-from orchmllm.dropin.setup import (
-    StepLog,
-    check_arguments,
-    check_state,
-    imbalances,
-    make_spec,
-    pinning,
-)
+from orchmllm.dropin.setup import StepLog, check_arguments, check_state, make_spec
 from orchmllm.dropin.source import (
     PlannedSampler,
-    make_feed,
-    make_loader,
+    Reader,
     open_source,
     refuse,
     refuse_ahead,
@@ -40,18 +31,19 @@ from orchmllm.dropin.source import (
 )
 from orchmllm.dropin.versions import require
 from orchmllm.orchestrator import Orchestrator
-from orchmllm.plan.assign import digest64
 from orchmllm.plan.cost import CostModel
 
 STATE_VERSION = 1
+UNKNOWN_LEN = sys.maxsize
 
 
 class BalancedDataLoader(DataLoader):
     """Iterates collated batches of this rank's examples, chosen so that ranks take equally long.
 
     Constructing it, iterating it and loading its state are collective over the ranks of `group`.
-    The arguments up to in_order are those of torch's DataLoader (batch_size counts examples per
-    rank and microbatch; without a sampler the loader shards the data itself). dataset may also be a
+    The arguments up to drop_last, and `workers`, its other ones by keyword (timeout, generator,
+    prefetch_factor, ...), are those of torch's DataLoader (batch_size counts examples per rank and
+    microbatch; without a sampler the loader shards the data itself). dataset may also be a
     DataLoader (see `balance`), which decides what it draws and how: these arguments are refused
     then; or any iterable of lists of examples.
 
@@ -86,11 +78,7 @@ class BalancedDataLoader(DataLoader):
     def __init__(
         self, dataset: Any, batch_size: int | None = 1, shuffle: bool | None = None,
         sampler: Sampler | None = None, batch_sampler: Sampler | None = None, num_workers: int = 0,
-        collate_fn: Callable | None = None, pin_memory: bool = False, drop_last: bool = False,
-        timeout: float = 0, worker_init_fn: Callable | None = None,
-        multiprocessing_context: Any = None, generator: torch.Generator | None = None, *,
-        prefetch_factor: int | None = None, persistent_workers: bool = False,
-        pin_memory_device: str = "", in_order: bool = True,
+        collate_fn: Callable | None = None, pin_memory: bool = False, drop_last: bool = False, *,
         lengths: Sequence | Callable[[int], Any] | None = None,
         length_fn: Callable[[Any], Any] | None = None,
         phases: CostModel | Mapping[str, CostModel | Phase] | None = None,
@@ -101,45 +89,39 @@ class BalancedDataLoader(DataLoader):
         num_targets: Callable[[Any], int] | None = None, prefetch: int = 2, seed: int = 0,
         min_gain: float = 0.0, enabled: bool = True, exchange: str = "flat", shard_size: int = 0,
         ranks_per_node: int = 0, timeout_s: float = 600.0, log_every: int = 100, context: int = 0,
-        check_loss: bool = True,
+        check_loss: bool = True, **workers: Any,
     ) -> None:
         self._source = source = open_source(
-            dataset, batch_size, shuffle, sampler, batch_sampler, drop_last, collate_fn, pin_memory,
-            lengths, dict(
-                num_workers=num_workers, timeout=timeout, worker_init_fn=worker_init_fn,
-                multiprocessing_context=multiprocessing_context, generator=generator,
-                prefetch_factor=prefetch_factor, persistent_workers=persistent_workers,
-                pin_memory_device=pin_memory_device, in_order=in_order))
+            dataset, dict(batch_size=batch_size, shuffle=bool(shuffle), sampler=sampler,
+                          batch_sampler=batch_sampler, drop_last=drop_last),
+            {"num_workers": num_workers, **workers}, collate_fn, pin_memory, lengths)
         self.accumulation_steps, self.prefetch, self.seed = accumulation_steps, prefetch, seed
-        self.dispatch = dispatch or ("load" if lengths is not None else "bytes")
+        self.enabled = enabled  # whether steps are balanced, from the next pass on
+        dispatch = dispatch or ("load" if lengths is not None else "bytes")
         ranks = rank_list(group)
-        check_arguments(source, self.dispatch, lengths, length_fn, shard_size, len(ranks),
+        check_arguments(source, dispatch, lengths, length_fn, shard_size, len(ranks),
                         accumulation_steps, prefetch)
-        self._links = links = connect(
-            self, ranks, shard_size, ranks_per_node, exchange, timeout_s,
-            cpu=self.dispatch == "bytes")
-        spec, media = make_spec(phases, policy, tolerance, max_rank_tokens, links.per_node,
-                                self.dispatch, enabled, min_gain, exchange)
-        self.rank, self.num_ranks = links.rank, len(ranks)
-        self.exchange_group = links.device
+        links = connect(self, ranks, shard_size, ranks_per_node, exchange, timeout_s,
+                        cpu=dispatch == "bytes")
+        spec, media = make_spec(phases, policy, tolerance, max_rank_tokens, links.gather.per_node,
+                                dispatch, min_gain, exchange)
+        self.rank, self.num_ranks, self.exchange_group = links.rank, len(ranks), links.device
         self._orchestrator = Orchestrator(
             spec, links.gather, group=links.cpu, commit_gather=links.everyone,
             hop_groups=links.hops)
-        if source.kind == "indices":
-            self.global_batch_size = source.batch_size * accumulation_steps * self.num_ranks
-        self._counts = num_targets
         batches = self.num_ranks * accumulation_steps  # of a step
-        self._collator = Collator(
-            source.collate, media, self.rank, num_targets, pinning(source.pin_memory),
-            tail_is_filled(source, batches, has_media=bool(media)))
-        self._lengths = lengths.__getitem__ if hasattr(lengths, "__getitem__") else lengths
-        self._indices = PlannedIndices() if self.dispatch == "load" else SharedIndices()
-        self._inner = make_loader(source, self.dispatch, self._indices, length_fn)
+        if source.kind == "indices":
+            self.global_batch_size = source.batch_size * batches
+        collator = Collator(source.collate, media, self.rank, num_targets, source.pin_memory,
+                            tail_is_filled(source, batches, has_media=bool(media)))
+        self._reader = Reader(source, dispatch, lengths, length_fn, collator, links)
+        self._counts = num_targets
         self._log = StepLog(self.rank, log_every, context)
-        self._watch = LossWatch(done=not check_loss)
+        self._watch = LossWatch(done=not check_loss or self.rank != 0)
         self.num_dropped = 0
-        # Of the next pass: (step, state of a foreign loader); (epoch, steps yielded in it, state).
-        self._next_epoch, self._start, self._done = 0, (0, None), (0, 0, None)
+        # (epoch, steps done in it, state of a foreign loader): where the next pass begins, and
+        # where the loop is.
+        self._next = self._done = (0, 0, None)
         self._step: StepInfo | None = None  # of the batch last yielded
         self._live = False  # whether an iterator has begun and not ended
         self._show()
@@ -158,13 +140,12 @@ class BalancedDataLoader(DataLoader):
     def _show(self) -> None:
         """Sets the attributes of a DataLoader, for code that reads them."""
         source = self._source
-        is_stream = source.kind == "stream"
-        batches = 0 if is_stream else self._known_len() or 0
+        batches = 0 if source.kind == "stream" else length_hint(self, 0)
         shown = None if isinstance(source.seen_dataset, IterableDataset) else PlannedSampler(
             source, batches * (source.batch_size or 1), self.rank, self.num_ranks)
         super().__init__(
             source.seen_dataset, source.batch_size, sampler=shown, pin_memory=source.pin_memory,
-            collate_fn=refuse if is_stream else source.collate,
+            collate_fn=refuse if source.kind == "stream" else source.collate,
             drop_last=source.drop_last and source.batch_size is not None, **source.workers)
 
     # Iterating.
@@ -176,41 +157,26 @@ class BalancedDataLoader(DataLoader):
         if source.kind == "indices":
             cut = math.floor if source.drop_last else math.ceil
             return cut(len(source.dataset) / self.global_batch_size) * k
-        batches = len(source.batches if source.kind == "sampler" else self._inner)
+        batches = len(source.batch_sampler if source.kind == "sampler" else self._reader.loader)
         return math.ceil(batches / k) * k
-
-    def _known_len(self) -> int | None:
-        try:
-            return len(self)
-        except TypeError:
-            return None
-
-    @property
-    def enabled(self) -> bool:
-        """Whether steps are balanced; may be set between two iterations, on all ranks."""
-        return self._orchestrator.spec.balance.enabled
-
-    @enabled.setter
-    def enabled(self, value: bool) -> None:
-        spec = self._orchestrator.spec
-        self._orchestrator.spec = replace(spec, balance=replace(spec.balance, enabled=value))
 
     @property
     def epoch(self) -> int:
         """The epoch that the next iteration runs (or goes on with, after load_state_dict)."""
-        return self._next_epoch
+        return self._next[0]
 
     def set_epoch(self, epoch: int) -> None:
         """Chooses the order of the next iteration; without it every iteration is the next epoch.
         Raises ValueError if a loaded state stands within another epoch."""
-        step, source = self._start[0], self._source
-        if step and epoch != self._next_epoch and source.kind != "stream":
-            if epoch != self._next_epoch + 1 or not self._was_last(step * self.accumulation_steps):
+        next_epoch, step, state = self._next
+        if step and epoch != next_epoch and self._source.kind != "stream":
+            done = step * self.accumulation_steps
+            if epoch != next_epoch + 1 or done < length_hint(self, UNKNOWN_LEN):
                 raise ValueError(
                     f"set_epoch({epoch}): the state that was loaded is at step {step} of epoch "
-                    f"{self._next_epoch}; go on in that epoch, or load no state")
-            self._start = 0, None  # the end of that epoch
-        self._next_epoch = epoch
+                    f"{next_epoch}; go on in that epoch, or load no state")
+            step, state = 0, None  # the end of that epoch
+        self._next = epoch, step, state
         self._source.set_epoch(epoch)
 
     def __iter__(self) -> Iterator[Any]:
@@ -223,69 +189,46 @@ class BalancedDataLoader(DataLoader):
                 "they would share plans: end the first (exhaust it, or `del iterator`), or make a "
                 "second loader")
         refuse_ahead(sys._getframe(1).f_globals.get("__name__", ""), self)
-        before = self._next_epoch, self._start
-        epoch, (first, state) = before
-        self._live, self._next_epoch, self._start = True, epoch + 1, (0, None)
-        self._done = (epoch, first, state)
+        before = self._done = self._next
+        epoch, first, state = before
+        orch = self._orchestrator
+        orch.spec = replace(orch.spec, balance=replace(orch.spec.balance, enabled=self.enabled))
         pipeline = Pipeline(
-            self._feed(epoch, first, state), self._orchestrator, first_step=first,
-            accumulation_steps=self.accumulation_steps, prefetch=self.prefetch)
+            self._reader.feed(self._order(), self.prefetch, epoch, first, state), orch,
+            first_step=first, accumulation_steps=self.accumulation_steps, prefetch=self.prefetch)
         steps, yielded = iter(pipeline), 0  # batches
+        self._live, self._next = True, (epoch + 1, 0, None)
         try:
             for step in steps:
                 self._log.told(step, epoch)
                 for k, micro in enumerate(step.micro):
                     if k == self.accumulation_steps - 1:
-                        self._done = (epoch, step.index + 1, step.state)
-                    self._step, yielded = self._info(step, k, epoch), yielded + 1
+                        self._done = epoch, step.index + 1, step.state
+                    self._step = StepInfo.of(step, k, epoch, self.num_ranks, self._watch.asked)
+                    yielded += 1
                     yield micro.content
-                    self._watch.fetched(self._step, may_warn=self._may_warn)
+                    self._watch.fetched(self._step)
             self.num_dropped += pipeline.num_dropped
             self._done = epoch + 1, 0, None
         except GeneratorExit:
-            if yielded <= 1 and not self._was_last(first * self.accumulation_steps + yielded):
-                self._next_epoch, self._start = before
+            done = first * self.accumulation_steps + yielded
+            if yielded <= 1 and done < length_hint(self, UNKNOWN_LEN):
+                self._next = before
             raise
         finally:
             steps.close()
             self._live = False
 
-    def _was_last(self, batches: int) -> bool:
-        """Whether a pass has no more than so many batches, as far as that is known."""
-        known = self._known_len()
-        return known is not None and batches >= known
-
-    def _feed(self, epoch: int, first: int, state: Any) -> Any:
+    def _order(self) -> dict[str, Any]:
+        """What decides which examples a step has, the same on all ranks."""
         source = self._source
-        fixed = None if source.kind != "indices" else (
-            self.seed, source.shuffle, self.global_batch_size, len(source.dataset))
-        config = digest64(repr((
-            source.kind, self.dispatch, epoch, first, self.accumulation_steps,
-            source.workers["num_workers"], self.prefetch, source.workers["prefetch_factor"],
-            source.drop_last, fixed)).encode())
-        drawn = None if fixed is None else GlobalIndices(
-            len(source.dataset), self.global_batch_size, self.rank, self.num_ranks,
-            shuffle=source.shuffle, seed=self.seed, epoch=epoch, drop_last=source.drop_last,
-            first_step=first, shard=self._links.shard)
-        return make_feed(
-            source, self._inner, self._indices, self._collator, self._lengths, drawn,
-            accumulation_steps=self.accumulation_steps, first=first, state=state, rank=self.rank,
-            links=self._links, config_digest=config)
-
-    def _may_warn(self) -> bool:
-        return self.rank == 0 and torch.is_grad_enabled()
+        order = {"kind": source.kind, "accumulation_steps": self.accumulation_steps}
+        if source.kind == "indices":
+            order |= {"global_batch_size": self.global_batch_size, "seed": self.seed,
+                      "shuffle": source.shuffle, "num_examples": len(source.dataset)}
+        return order
 
     # What a loop needs to know.
-
-    def _info(self, step: Step, k: int, epoch: int) -> StepInfo:
-        micro, mine = step.micro[k], step.micro[k].rank_plan
-        return StepInfo(
-            plan=mine, inputs=micro.inputs, num_examples=len(mine.examples),
-            example_ids=mine.example_ids.tolist(), step=step.index, epoch=epoch, microbatch=k,
-            num_microbatches=self.accumulation_steps, imbalance=imbalances(micro.plan),
-            wait_s=step.wait_s if k == 0 else 0.0, num_ranks=self.num_ranks,
-            num_targets=step.num_global_targets, num_shifted_targets=step.num_shifted_targets,
-            local_targets=micro.num_targets, _on_read=self._watch.asked)
 
     @property
     def step(self) -> StepInfo:
@@ -317,7 +260,7 @@ class BalancedDataLoader(DataLoader):
         known, `gradients` is neither, or accelerate or Lightning may divide and divided_by is
         not given."""
         return scale(loss_sum, self.step, mean=False, shifted=shifted, gradients=gradients,
-                     num_ranks=num_ranks or self.num_ranks, divided_by=divided_by)
+                     num_ranks=num_ranks, divided_by=divided_by)
 
     def scale_mean(
         self, loss: torch.Tensor, labels: torch.Tensor | None = None, *, shifted: bool,
@@ -326,9 +269,10 @@ class BalancedDataLoader(DataLoader):
         """As scale_sum, of a loss that is the mean over this rank's targets in the batch, such as
         `model(**batch).loss`: it is weighed by their number. labels: of the batch, for a check that
         it is the one last yielded (on the CPU alone). Raises ValueError if it is not."""
-        check_labels(labels, self.step, shifted=shifted, counts=self._counts is not None)
+        if self._counts is None:
+            check_labels(labels, self.step, shifted=shifted)
         return scale(loss, self.step, mean=True, shifted=shifted, gradients=gradients,
-                     num_ranks=num_ranks or self.num_ranks, divided_by=divided_by)
+                     num_ranks=num_ranks, divided_by=divided_by)
 
     # State.
 
@@ -337,12 +281,9 @@ class BalancedDataLoader(DataLoader):
         same on all ranks for a map-style dataset without a sampler (under 4 kB); else of this rank,
         with the wrapped loader's own state if it has one."""
         epoch, step, inner = self._done
-        source = self._source
-        state = {"version": STATE_VERSION, "kind": source.kind, "epoch": epoch, "step": step,
-                 "accumulation_steps": self.accumulation_steps}
-        if source.kind == "indices":
-            return {**state, "global_batch_size": self.global_batch_size, "seed": self.seed,
-                    "shuffle": source.shuffle, "num_examples": len(source.dataset)}
+        state = {"version": STATE_VERSION, **self._order(), "epoch": epoch, "step": step}
+        if self._source.kind == "indices":
+            return state
         return {**state, "rank": self.rank, "num_ranks": self.num_ranks, "inner": inner}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -353,21 +294,4 @@ class BalancedDataLoader(DataLoader):
         check_state(state, self.state_dict())
         if self._source.kind == "indices":
             self.global_batch_size = state["global_batch_size"]
-        self._next_epoch, self._start = state["epoch"], (state["step"], state.get("inner"))
-        self._done = self._next_epoch, *self._start
-
-
-def balance(loader: DataLoader, **options: Any) -> BalancedDataLoader:
-    """A BalancedDataLoader over an existing DataLoader, with its data set, batch size, collate_fn
-    and workers: balance(loader, lengths=...) or balance(loader, length_fn=...). options: those of
-    BalancedDataLoader after in_order.
-
-    The loader's own sampler decides what this rank draws. If it has none (shuffle=True or False
-    alone), every rank would draw the whole data set; it is shared out over the ranks instead. A
-    loader with a state (torchdata's StatefulDataLoader) is iterated, and its state kept.
-    Raises ValueError for what cannot be wrapped or honoured, TypeError for what is no DataLoader.
-    """
-    if not isinstance(loader, DataLoader):
-        raise TypeError(f"balance takes a torch DataLoader, not a {type(loader).__name__}; "
-                        "BalancedDataLoader takes data sets and iterables of lists of examples")
-    return BalancedDataLoader(loader, **options)
+        self._next = self._done = state["epoch"], state["step"], state.get("inner")

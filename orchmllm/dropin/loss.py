@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
 from orchmllm.batch import IGNORE_INDEX
@@ -19,8 +19,8 @@ MEND = ('loss = loader.scale_mean(loss, batch["labels"], shifted=True)  # False:
 
 
 def scale(
-    loss: Tensor, info: StepInfo, *, mean: bool, shifted: bool, gradients: str,
-    num_ranks: int, divided_by: int | None,
+    loss: Tensor, info: StepInfo, *, mean: bool, shifted: bool, gradients: str = "mean",
+    num_ranks: int | None = None, divided_by: int | None = None,
 ) -> Tensor:
     """See BalancedDataLoader.scale_sum and scale_mean, which call it. loss: (). Raises what they
     say."""
@@ -30,7 +30,7 @@ def scale(
         raise ValueError(f"divided_by is {divided_by}, but the loader plans steps of "
                          f"{info.num_microbatches} batches: give BalancedDataLoader "
                          f"accumulation_steps={divided_by}")
-    factor = num_ranks if gradients == "mean" else 1
+    factor = (num_ranks or info.num_ranks) if gradients == "mean" else 1
     factor *= _divisor(info) if divided_by is None else divided_by
     denominator = max(info.denominator(shifted=shifted), 1)
     weight = info.local_targets[shifted] if mean else 1
@@ -39,11 +39,10 @@ def scale(
     return loss * (factor * weight / denominator)
 
 
-def check_labels(labels: Tensor | None, info: StepInfo, *, shifted: bool, counts: bool) -> None:
-    """Raises ValueError if these are not the labels of the batch that `info` is of. counts: whether
-    the loader has a num_targets function of the user's. On a device nothing is read: the loop would
-    wait for it. labels: (...), of any shape."""
-    if labels is None or counts or labels.device.type != "cpu" or not info.num_examples:
+def check_labels(labels: Tensor | None, info: StepInfo, *, shifted: bool) -> None:
+    """Raises ValueError if these are not the labels of the batch that `info` is of. On a device
+    nothing is read: the loop would wait for it. labels: (...), of any shape."""
+    if labels is None or labels.device.type != "cpu" or not info.num_examples:
         return
     held = int(((labels[..., 1:] if shifted else labels) != IGNORE_INDEX).sum())
     if held != info.local_targets[shifted]:
@@ -83,10 +82,10 @@ class LossWatch:
     def asked(self) -> None:
         self.done = True
 
-    def fetched(self, info: StepInfo, *, may_warn: Callable[[], bool]) -> None:
+    def fetched(self, info: StepInfo) -> None:
         """Another batch was fetched after that of `info`."""
         local, everywhere = info.local_targets[0], info.num_targets
-        if self.done or everywhere is None or not may_warn():
+        if self.done or everywhere is None or not torch.is_grad_enabled():
             return
         share = everywhere / (info.num_ranks * info.num_microbatches)
         self._unequal += abs(local - share) > 0.01 * share

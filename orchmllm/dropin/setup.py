@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-import torch
-
 from orchmllm.batch import Step
-from orchmllm.dropin.examples import Phase
+from orchmllm.dropin.examples import Phase, imbalances
 from orchmllm.dropin.source import Source
 from orchmllm.plan.assign import PHASES, BalanceConfig, PhasePolicy, PlanSpec
 from orchmllm.plan.balance import DEFAULT_TOLERANCE, OPTIONS, check_policy
 from orchmllm.plan.cost import CostModel
-from orchmllm.plan.step import StepPlan, imbalance
 
 log = logging.getLogger("orchmllm.loader")
 BY_LENGTH = CostModel(linear=1000, quadratic=0)
@@ -65,31 +62,23 @@ def check_arguments(
                     "DistributedSampler, or no sampler", type(source.sampler).__name__, num_ranks)
 
 
-def pinning(pin_memory: bool) -> Callable[[Any], Any] | None:
-    """torch's own function that pins a batch, None where there is no GPU."""
-    if not pin_memory or not torch.cuda.is_available():
-        return None
-    from torch.utils.data._utils.pin_memory import pin_memory as pin
-
-    return pin
-
-
 def make_spec(
     phases: CostModel | Mapping[str, CostModel | Phase] | None, policy: str | Mapping[str, str],
     tolerance: float | Mapping[str, float] | None, max_rank_tokens: int, ranks_per_node: int,
-    dispatch: str, enabled: bool, min_gain: float, exchange: str,
+    dispatch: str, min_gain: float, exchange: str,
 ) -> tuple[PlanSpec, dict[str, Phase]]:
     """(what the planner knows, the phases whose media the loader hands out). Raises ValueError for
     an unknown phase or a policy or tolerance that cannot be honoured."""
-    phases = phases if isinstance(phases, Mapping) else {"llm": phases or BY_LENGTH}
-    _known("phases", phases)
-    costs = {p: BY_LENGTH for p in PHASES}
-    costs |= {p: v.cost if isinstance(v, Phase) else v for p, v in phases.items()}
+    if not isinstance(phases, Mapping):
+        phases = {"llm": phases or BY_LENGTH}
+    phases = _by_phase("phases", phases, BY_LENGTH)
+    policies = _by_phase("policy", policy, "least_move")
+    tolerances = _by_phase("tolerance", tolerance, None)
     if not 0.0 <= min_gain < 1.0:
         raise ValueError(f"min_gain is {min_gain}: must be in [0, 1) (0.02: 2%)")
-    balance = BalanceConfig(enabled=enabled, dispatch=dispatch, min_gain=min_gain,
-                            exchange=exchange, **{
-        p: _policy(p, policy, tolerance, max_rank_tokens if p == "llm" else 0) for p in PHASES})
+    balance = BalanceConfig(dispatch=dispatch, min_gain=min_gain, exchange=exchange, **{
+        p: _policy(policies[p], tolerances[p], max_rank_tokens if p == "llm" else 0)
+        for p in PHASES})
     media = {p: v for p, v in phases.items() if isinstance(v, Phase)}
     if media and dispatch == "load":
         raise ValueError("dispatch is 'load' with media phases: a dataset of whole examples can do "
@@ -97,39 +86,29 @@ def make_spec(
     if "llm" in media:
         raise ValueError("phases['llm'] is a Phase: the LLM's cost is a CostModel; its inputs are "
                          "what collate_fn returns")
+    costs = phases | {p: v.cost for p, v in media.items()}
     spec = PlanSpec(costs=costs, row_bytes={"vision": _NOMINAL_BYTES, "audio": _NOMINAL_BYTES},
                     feature_bytes=_NOMINAL_BYTES, ranks_per_node=ranks_per_node, balance=balance)
     return spec, media
 
 
-def _known(what: str, given: Any) -> None:
-    if isinstance(given, Mapping) and set(given) - set(PHASES):
-        raise ValueError(f"{what}: {sorted(set(given) - set(PHASES))} are none of "
-                         f"{', '.join(PHASES)}")
+def _by_phase(what: str, given: Any, default: Any) -> dict[str, Any]:
+    """phase -> what is given for it, or for all."""
+    if not isinstance(given, Mapping):
+        return dict.fromkeys(PHASES, given)
+    if unknown := sorted(given.keys() - set(PHASES)):
+        raise ValueError(f"{what}: {unknown} are none of {', '.join(PHASES)}")
+    return {p: given.get(p, default) for p in PHASES}
 
 
-def _policy(phase: str, policy: Any, tolerance: Any, max_rank_tokens: int) -> PhasePolicy:
-    _known("policy", policy)
-    _known("tolerance", tolerance)
-    name = policy.get(phase, "least_move") if isinstance(policy, Mapping) else policy
+def _policy(name: str, tolerance: float | None, max_rank_tokens: int) -> PhasePolicy:
     check_policy(name)
-    value = tolerance.get(phase) if isinstance(tolerance, Mapping) else tolerance
-    honoured = "tolerance" in OPTIONS[name]
-    if value and not honoured:
-        raise ValueError(f"tolerance is {value}, but policy {name!r} has no tolerance")
+    if tolerance and "tolerance" not in OPTIONS[name]:
+        raise ValueError(f"tolerance is {tolerance}, but policy {name!r} has no tolerance")
     if max_rank_tokens and "max_rank_tokens" not in OPTIONS[name]:
         raise ValueError(f"max_rank_tokens: policy {name!r} has no such cap")
-    return PhasePolicy(name, DEFAULT_TOLERANCE if value is None else value, max_rank_tokens)
-
-
-def imbalances(plan: StepPlan) -> dict[str, tuple[float, float]]:
-    """Phase -> (slowest rank's cost / mean as sampled, as planned), of phases that have items."""
-    out = {}
-    for phase in PHASES:
-        before, after = plan.phase_cost(phase)
-        if before.sum():
-            out[phase] = imbalance(before), imbalance(after)
-    return out
+    return PhasePolicy(name, DEFAULT_TOLERANCE if tolerance is None else tolerance,
+                       max_rank_tokens)
 
 
 class StepLog:
@@ -140,27 +119,25 @@ class StepLog:
         self._rank, self._every, self._context = rank, every, context
 
     def told(self, step: Step, epoch: int) -> None:
+        """One line in a while: imbalance by phase as sampled and as planned, wait, and whether it
+        pays."""
         if self._rank != 0:
             return
         if self._every and not step.index % self._every:
-            self._gain(step, epoch)
+            phases = ", ".join(f"{p} {a:.2f}->{b:.2f}"
+                               for p, (a, b) in imbalances(step.plans[0]).items())
+            gain = sum(plan.predicted_gain for plan in step.plans) / len(step.plans)
+            note = "" if gain >= LITTLE or not step.plans[0].spec.balance.enabled else (
+                f"; balancing gains little here (under {LITTLE:.0%}: few ranks or uniform data), "
+                "min_gain skips such steps")
+            log.info("epoch %d step %d: imbalance %s; predicted gain %.1f%%; waited %.1f ms%s",
+                     epoch, step.index, phases or "none", 100 * gain, 1e3 * step.wait_s, note)
         longest = int(step.layout.tokens_per_example.max(initial=0))
         if 0 < 10 * self._context < longest:
             log.warning("an example has length %d, more than ten times the model's context of %d: "
                         "do `lengths` count tokens? The cost of a phase grows with them",
                         longest, self._context)
             self._context = 0
-
-    def _gain(self, step: Step, epoch: int) -> None:
-        """One line: imbalance per phase as sampled and as planned, wait, and whether it pays."""
-        phases = ", ".join(f"{p} {a:.2f}->{b:.2f}"
-                           for p, (a, b) in imbalances(step.plans[0]).items())
-        gain = sum(plan.predicted_gain for plan in step.plans) / len(step.plans)
-        note = "" if gain >= LITTLE or not step.plans[0].spec.balance.enabled else (
-            f"; balancing gains little here (under {LITTLE:.0%}: few ranks or uniform data), "
-            "min_gain skips such steps")
-        log.info("epoch %d step %d: imbalance %s; predicted gain %.1f%%; waited %.1f ms%s", epoch,
-                 step.index, phases or "none", 100 * gain, 1e3 * step.wait_s, note)
 
 
 def check_state(state: Mapping[str, Any], mine: Mapping[str, Any]) -> None:

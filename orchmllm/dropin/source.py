@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,7 +17,6 @@ from torch.utils.data import (
     DistributedSampler,
     IterableDataset,
     RandomSampler,
-    Sampler,
     SequentialSampler,
     default_collate,
 )
@@ -27,26 +26,27 @@ from orchmllm.dropin.draws import (
     ForeignStream,
     GlobalIndices,
     IndexedStream,
-    MeasuredLists,
     SampledIndices,
     SharedIndices,
 )
 from orchmllm.dropin.feeds import Collator, ExampleFeed, IndexFeed, PlannedIndices, measured
+from orchmllm.dropin.links import Links
 from orchmllm.dropin.versions import require
+from orchmllm.plan.assign import digest64
 
 # Arguments that a wrapped DataLoader has itself, as they are where they were not given.
 _WORKERS = {"num_workers": 0, "timeout": 0, "worker_init_fn": None, "multiprocessing_context": None,
             "generator": None, "prefetch_factor": None, "persistent_workers": False,
             "pin_memory_device": "", "in_order": True}
-_DRAWING = {"batch_size": 1, "shuffle": None, "sampler": None, "batch_sampler": None,
+_DRAWING = {"batch_size": 1, "shuffle": False, "sampler": None, "batch_sampler": None,
             "drop_last": False}
 
 
 @dataclass
 class Source:
     """kind: indices (sampled by the loader), sampler (the user's, per rank) or stream. dataset: the
-    user's, or for a stream what is iterated. batches: the user's batch sampler. sampler: the one
-    that set_epoch is for. collate: of a list of examples. workers: arguments of torch's DataLoader.
+    user's, or for a stream what is iterated. sampler: the one that set_epoch is for. collate: of a
+    list of examples. workers: arguments of torch's DataLoader.
     """
 
     kind: str
@@ -55,7 +55,7 @@ class Source:
     shuffle: bool
     drop_last: bool
     sampler: Any
-    batches: Any
+    batch_sampler: Any
     collate: Callable
     pin_memory: bool
     workers: dict[str, Any]
@@ -66,7 +66,7 @@ class Source:
         return self.dataset.dataset if isinstance(self.dataset, DataLoader) else self.dataset
 
     def set_epoch(self, epoch: int) -> None:
-        parts = [self.sampler, self.batches, self.dataset, self.seen_dataset]
+        parts = [self.sampler, self.batch_sampler, self.dataset, self.seen_dataset]
         for _ in range(2):  # accelerate puts its shards around the user's batch sampler
             parts += [getattr(p, name, None) for name in ("batch_sampler", "sampler")
                       for p in parts]
@@ -75,32 +75,34 @@ class Source:
 
     def is_undistributed(self) -> bool:
         """Whether the user's sampler gives every rank all the data."""
-        return (self.kind == "sampler" and type(self.batches) is BatchSampler
+        return (self.kind == "sampler" and type(self.batch_sampler) is BatchSampler
                 and type(self.sampler) in (SequentialSampler, RandomSampler))
 
 
 def open_source(
-    dataset: Any, batch_size: int | None, shuffle: bool | None, sampler: Sampler | None,
-    batch_sampler: Sampler | None, drop_last: bool, collate_fn: Callable | None, pin_memory: bool,
-    lengths: Any, workers: dict[str, Any],
+    dataset: Any, drawing: dict[str, Any], workers: dict[str, Any], collate_fn: Callable | None,
+    pin_memory: bool, lengths: Any,
 ) -> Source:
-    """The source of a loader's arguments. Raises ValueError for a loader that cannot be wrapped, or
-    with arguments that are its own."""
-    known = Source("stream", dataset, batch_size, bool(shuffle), drop_last, sampler, batch_sampler,
-                   collate_fn or default_collate, pin_memory, workers)
+    """The source of a loader's arguments. drawing: those that say which examples, workers: those
+    that only torch's DataLoader reads. Raises TypeError for an argument that it does not have,
+    ValueError for a loader that cannot be wrapped, or with arguments that are its own."""
+    for name in workers.keys() - _WORKERS.keys():
+        raise TypeError(f"BalancedDataLoader has no argument {name!r}")
+    workers = _WORKERS | workers
+    known = Source("stream", dataset, **drawing, collate=collate_fn or default_collate,
+                   pin_memory=pin_memory, workers=workers)
     if isinstance(dataset, DataLoader):
-        drawing = dict(zip(_DRAWING, (batch_size, shuffle, sampler, batch_sampler, drop_last),
-                           strict=True))
         for name, value in (drawing | workers).items():
             if value != (_DRAWING | _WORKERS)[name]:
                 raise ValueError(f"{name} is {value!r}: the wrapped DataLoader decides that, so "
                                  "give it that argument")
         _wrap(known, dataset, collate_fn, lengths)
     elif not isinstance(dataset, IterableDataset) and hasattr(dataset, "__getitem__"):
-        known.kind = "indices" if sampler is batch_sampler is None else "sampler"
+        known.kind = "indices" if known.sampler is known.batch_sampler is None else "sampler"
         if known.kind == "sampler":
-            known.batches = batch_sampler or BatchSampler(sampler, batch_size, drop_last)
-            known.sampler = sampler or getattr(batch_sampler, "sampler", None)
+            known.sampler = known.sampler or getattr(known.batch_sampler, "sampler", None)
+            known.batch_sampler = known.batch_sampler or BatchSampler(
+                known.sampler, known.batch_size, known.drop_last)
     known.workers = {**known.workers, "multiprocessing_context": loader_context(
         known.workers["multiprocessing_context"], known.workers["num_workers"])}
     return known
@@ -123,12 +125,12 @@ def _wrap(known: Source, loader: DataLoader, collate_fn: Callable | None, length
         return
     if loader.batch_sampler is None:
         raise ValueError("the wrapped DataLoader has batch_size=None: give it a batch size")
-    known.dataset, known.batches, known.sampler = loader.dataset, loader.batch_sampler, (
-        getattr(loader.batch_sampler, "sampler", loader.sampler))
-    known.kind = "indices" if _takes_all(loader) else "sampler"
-    if known.kind == "indices":
-        known.shuffle, known.batches = isinstance(loader.sampler, RandomSampler), None
-        known.sampler = None
+    known.dataset = loader.dataset
+    if _takes_all(loader):
+        known.kind, known.shuffle = "indices", isinstance(loader.sampler, RandomSampler)
+    else:
+        known.kind, known.batch_sampler = "sampler", loader.batch_sampler
+        known.sampler = getattr(loader.batch_sampler, "sampler", loader.sampler)
 
 
 def _takes_all(loader: DataLoader) -> bool:
@@ -154,50 +156,63 @@ def tail_is_filled(source: Source, batches: int, *, has_media: bool) -> bool:
     return 0 < tail < batches
 
 
-def make_loader(source: Source, dispatch: str, indices: Any, length_fn: Any) -> Any:
-    """What loads: torch's loader over planned indices, over sampled ones, or the user's."""
-    if dispatch == "load":
-        return DataLoader(source.dataset, batch_sampler=indices, collate_fn=source.collate,
-                          pin_memory=source.pin_memory, **source.workers)
-    with_lengths = list if length_fn is None else partial(measured, length_fn)
-    if source.kind != "stream":
-        return DataLoader(source.dataset, batch_sampler=indices, collate_fn=with_lengths,
-                          **source.workers)
-    if isinstance(source.dataset, DataLoader):
-        inner = copy.copy(source.dataset)  # the user's keeps its collate_fn
-        inner.collate_fn = with_lengths
-        if inner.num_workers:
-            inner.multiprocessing_context = loader_context(
-                inner.multiprocessing_context, inner.num_workers)
-        return inner
-    if isinstance(source.dataset, IterableDataset):
-        return DataLoader(source.dataset, batch_size=source.batch_size, collate_fn=with_lengths,
-                          **source.workers)
-    return MeasuredLists(source.dataset, with_lengths)
+class Reader:
+    """Loads a source's examples, and makes the feed of each pass over them.
 
+    lengths: of an example by index; length_fn: instead, of a loaded one. loader: torch's, over
+    planned indices with dispatch `load`, else over sampled ones; of a stream, the user's."""
 
-def make_feed(
-    source: Source, inner: Any, indices: PlannedIndices | SharedIndices, collator: Collator,
-    lengths: Callable | None, drawn: GlobalIndices | None, *, accumulation_steps: int, first: int,
-    state: Any, rank: int, links: Any, config_digest: int,
-) -> IndexFeed | ExampleFeed:
-    """The feed of one pass. inner: of make_loader. drawn: indices that the loader samples. first:
-    step to begin with; state: of a stream, to load instead. rank: among all. links: of links.py."""
-    k = accumulation_steps
-    in_shard = links.gather.rank
-    if source.kind == "stream":
-        stream = ForeignStream(
-            inner, k, batch_size=source.batch_size, drop_last=source.drop_last, rank=rank,
-            first_step=first, state=state)
-        return ExampleFeed(stream, collator, in_shard, links.cpu, config_digest)
-    draws = drawn or SampledIndices(source.batches, k, first)
-    if isinstance(indices, PlannedIndices):
-        fetched = inner.num_workers * (inner.prefetch_factor or 0)
-        return IndexFeed(draws, lengths, inner, indices, collator, config_digest,
-                         lookahead=math.ceil(fetched / k))
-    indices.source = draws
-    return ExampleFeed(IndexedStream(inner, indices, lengths), collator, in_shard, links.cpu,
-                       config_digest)
+    def __init__(
+        self, source: Source, dispatch: str, lengths: Any, length_fn: Callable | None,
+        collator: Collator, links: Links,
+    ) -> None:
+        self._source, self._dispatch = source, dispatch
+        self._collator, self._links = collator, links
+        self._lengths = lengths.__getitem__ if hasattr(lengths, "__getitem__") else lengths
+        self._indices = PlannedIndices() if dispatch == "load" else SharedIndices()
+        self._measure: Callable = list
+        with_lengths = list if length_fn is None else partial(measured, length_fn)
+        if source.kind != "stream":
+            self.loader = DataLoader(
+                source.dataset, batch_sampler=self._indices, **source.workers,
+                collate_fn=source.collate if dispatch == "load" else with_lengths,
+                pin_memory=dispatch == "load" and source.pin_memory)  # in torch's own thread
+        elif isinstance(source.dataset, IterableDataset):
+            self.loader = DataLoader(source.dataset, source.batch_size, collate_fn=with_lengths,
+                                     **source.workers)
+        elif isinstance(source.dataset, DataLoader):
+            self.loader = copy.copy(source.dataset)  # the user's keeps its collate_fn
+            self.loader.collate_fn = with_lengths
+            self.loader._iterator = None  # persistent workers, which have the user's
+            if self.loader.num_workers:
+                self.loader.multiprocessing_context = source.workers["multiprocessing_context"]
+        else:
+            self.loader, self._measure = source.dataset, with_lengths
+
+    def feed(
+        self, order: Mapping[str, Any], prefetch: int, epoch: int, first: int, state: Any
+    ) -> IndexFeed | ExampleFeed:
+        """order, prefetch: of the loader. first: step to begin with; state: of a stream, to load
+        instead."""
+        source, links, k = self._source, self._links, order["accumulation_steps"]
+        config = digest64(repr((
+            order, self._dispatch, epoch, first, prefetch, source.drop_last,
+            source.workers["num_workers"], source.workers["prefetch_factor"])).encode())
+        if source.kind == "stream":
+            examples = ForeignStream(
+                self.loader, self._measure, k, rank=links.rank, first_step=first, state=state,
+                full_size=source.batch_size or 0 if source.drop_last else 0)
+        else:
+            drawn = (GlobalIndices(order, epoch, first, links, source.drop_last,
+                                   whole=self._dispatch == "load")
+                     if source.kind == "indices" else
+                     SampledIndices(source.batch_sampler, k, first))
+            if isinstance(self._indices, PlannedIndices):
+                fetched = self.loader.num_workers * (self.loader.prefetch_factor or 0)
+                return IndexFeed(drawn, self._lengths, self.loader, self._indices, self._collator,
+                                 config, lookahead=math.ceil(fetched / k))
+            examples = IndexedStream(self.loader, self._indices, drawn, self._lengths)
+        return ExampleFeed(examples, self._collator, links.gather.rank, links.cpu, config)
 
 
 class PlannedSampler(DistributedSampler):

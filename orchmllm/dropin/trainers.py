@@ -1,4 +1,5 @@
-"""transformers' Trainer, and its subclasses such as TRL's SFTTrainer, with balanced batches."""
+"""What exists already, with balanced batches: torch's DataLoader; transformers' Trainer, and its
+subclasses such as TRL's SFTTrainer."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 
 from orchmllm.dropin.examples import StepInfo
 from orchmllm.dropin.loader import BalancedDataLoader
@@ -18,6 +19,22 @@ from orchmllm.dropin.loss import scale
 from orchmllm.dropin.versions import require
 
 _STATE = "balanced_loader_{rank}.pt"
+
+
+def balance(loader: DataLoader, **options: Any) -> BalancedDataLoader:
+    """A BalancedDataLoader over an existing DataLoader, with its data set, batch size, collate_fn
+    and workers: balance(loader, lengths=...) or balance(loader, length_fn=...). options: those of
+    BalancedDataLoader from lengths on.
+
+    The loader's own sampler decides what this rank draws. If it has none (shuffle=True or False
+    alone), every rank would draw the whole data set; it is shared out over the ranks instead. A
+    loader with a state (torchdata's StatefulDataLoader) is iterated, and its state kept.
+    Raises ValueError for what cannot be wrapped or honoured, TypeError for what is no DataLoader.
+    """
+    if not isinstance(loader, DataLoader):
+        raise TypeError(f"balance takes a torch DataLoader, not a {type(loader).__name__}; "
+                        "BalancedDataLoader takes data sets and iterables of lists of examples")
+    return BalancedDataLoader(loader, **options)
 
 
 def balance_trainer(
@@ -53,7 +70,8 @@ def balance_trainer(
     if isinstance(trainer.train_dataset, IterableDataset):
         raise ValueError("the train_dataset is iterable: return a BalancedDataLoader with "
                          "length_fn from get_train_dataloader of your Trainer instead")
-    if lengths is None and length_fn is None and _has_column(trainer.train_dataset, "input_ids"):
+    columns = getattr(trainer.train_dataset, "column_names", None) or ()
+    if lengths is None and length_fn is None and "input_ids" in columns:
         lengths = [len(ids) for ids in trainer.train_dataset["input_ids"]]
     kind = type(trainer)
     trainer.__class__ = type(f"Balanced{kind.__name__}", (_Balanced, kind), {})
@@ -117,8 +135,8 @@ class _Balanced:
         if scaled:
             return out
         loss, *outputs = out if return_outputs else (out,)
-        loss = scale(loss, step, mean=True, shifted=self._loss_shifts_labels, gradients="mean",
-                     num_ranks=step.num_ranks, divided_by=self._divides_by(num_items_in_batch))
+        loss = scale(loss, step, mean=True, shifted=self._loss_shifts_labels,
+                     divided_by=self._divides_by(num_items_in_batch))
         return (loss, *outputs) if return_outputs else loss
 
     def _divides_by(self, num_items_in_batch: Tensor | int | None) -> int:
@@ -179,7 +197,3 @@ def _nothing_skipped() -> Iterator[None]:
         yield
     finally:
         trainer.skip_first_batches = original
-
-
-def _has_column(data: Any, name: str) -> bool:
-    return name in (getattr(data, "column_names", None) or ())

@@ -15,13 +15,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-_TORCH_DTYPES = {
-    str(d).removeprefix("torch."): d
-    for d in (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
-              torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64,
-              torch.complex128)
-}
-
 
 def encode(example: Any) -> np.ndarray:
     """(num_bytes,) uint8. Takes None, bool, int, float, str, bytes, dense CPU tensors, arrays and
@@ -64,9 +57,9 @@ def _pack(value: Any, path: str, buffers: list[np.ndarray]) -> list:
     if isinstance(value, Tensor):
         return _pack_tensor(value, path, buffers)
     if isinstance(value, np.ndarray | np.generic) and value.dtype.kind in "biufcSU":
-        raw = np.ascontiguousarray(value)
-        buffers.append(raw.reshape(-1).view(np.uint8))
-        return ["s" if isinstance(value, np.generic) else "a", raw.dtype.str, list(value.shape)]
+        buffers.append(np.ascontiguousarray(value).reshape(-1).view(np.uint8))
+        kind = "s" if isinstance(value, np.generic) else "a"
+        return [kind, len(buffers[-1]), value.dtype.str, list(value.shape)]
     raise TypeError(
         f"{path} is a {kind.__module__}.{kind.__qualname__}, which cannot be sent to another rank: "
         "use tensors, arrays, numbers, strings, bytes, and dicts, lists, tuples or NamedTuples (of "
@@ -84,13 +77,12 @@ def _named_tuple(module: str, name: str) -> Any:
 
 
 def _pack_tensor(value: Tensor, path: str, buffers: list[np.ndarray]) -> list:
-    name = str(value.dtype).removeprefix("torch.")
-    if value.device.type != "cpu" or value.layout != torch.strided or name not in _TORCH_DTYPES:
+    if value.device.type != "cpu" or value.layout != torch.strided or value.is_quantized:
         raise TypeError(f"{path} is a {value.layout} tensor of {value.dtype} on {value.device}: "
                         "only dense CPU tensors of plain types can be sent to another rank")
     raw = value.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
     buffers.append(raw.view(torch.uint8).numpy())
-    return ["t", name, list(value.shape)]
+    return ["t", len(buffers[-1]), str(value.dtype).removeprefix("torch."), list(value.shape)]
 
 
 def _unpack(node: list, data: np.ndarray, at: int) -> tuple[Any, int]:
@@ -111,16 +103,11 @@ def _unpack(node: list, data: np.ndarray, at: int) -> tuple[Any, int]:
         if kind == "n":
             return _named_tuple(*node[2:])._make(items), at
         return (items if kind == "l" else tuple(items)), at
+    end = at + content
     if kind == "b":
-        return data[at: at + content].tobytes(), at + content
-    count = int(np.prod(node[2], dtype=np.int64))
+        return data[at:end].tobytes(), end
+    dtype, shape = node[2:]
     if kind == "t":
-        dtype = _TORCH_DTYPES[content]
-        end = at + count * dtype.itemsize
-        flat = torch.empty(count, dtype=dtype)
-        flat.view(torch.uint8).numpy()[:] = data[at:end]
-        return flat.reshape(node[2]), end
-    dtype = np.dtype(content)
-    end = at + count * dtype.itemsize
-    array = data[at:end].copy().view(dtype).reshape(node[2])
+        return torch.tensor(data[at:end]).view(getattr(torch, dtype)).reshape(shape), end
+    array = data[at:end].copy().view(dtype).reshape(shape)
     return (array[()] if kind == "s" else array), end

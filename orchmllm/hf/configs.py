@@ -20,19 +20,16 @@ FIXED: dict[str, dict[str, tuple[Any, Any]]] = {
 }
 
 
-def kind_of(part: str, model: ModelConfig) -> str:
-    """Which row of the tables a part is."""
-    return model.vision.family if part == "vision" else part
-
-
 def mismatches(part: str, model: ModelConfig, folder: Folder) -> Iterator[str]:
     """Every way in which a folder's configuration is not the recipe's."""
-    kind, where = kind_of(part, model), f"model.{part}"
+    kind, where = model.vision.family if part == "vision" else part, f"model.{part}"
     given = f"{where}.pretrained = {str(folder.path)!r}"
     model_type = folder.config.get("model_type")
     if model_type not in MODEL_TYPES[kind]:
+        hint = "".join(f": set model.vision.family={family}" for family in ("vit", "qwen2_vl")
+                       if model_type in MODEL_TYPES[family])
         yield (f"{given}: config.json has model_type {model_type!r}, expected "
-               f"{' or '.join(map(repr, MODEL_TYPES[kind]))}{_other_family(model_type)}")
+               f"{' or '.join(map(repr, MODEL_TYPES[kind]))}{hint}")
         return
     config = part_config(kind, folder.config)
     section = getattr(model, part)
@@ -61,11 +58,3 @@ def _normalisation(given: str, folder: Folder) -> Iterator[str]:
                                       zip(values, known, strict=True)):
             yield (f"{given}: preprocessor_config.json has {key} {values}; only CLIP's "
                    f"{list(known)} can be computed")
-
-
-def _other_family(model_type: object) -> str:
-    """A hint where the folder belongs to the other family of vision encoders."""
-    for family in ("vit", "qwen2_vl"):
-        if model_type in MODEL_TYPES[family]:
-            return f": set model.vision.family={family}"
-    return ""

@@ -21,8 +21,8 @@ KEPT = {"llm": ("bos_token_id", "eos_token_id", "pad_token_id", "max_position_em
 def part_json(part: str, model: ModelConfig, dtype: str) -> dict[str, dict]:
     """File name -> contents of a part. dtype: of its weights, as torch calls it."""
     if part == "vision" and model.vision.family == "vit":
-        keys = {key: getattr(model.vision, key) for key in KEYS["vit"]}
-        return {"config.json": {"model_type": OURS, "dtype": dtype, **keys}}
+        shapes = _shapes("vit", model.vision)
+        return {"config.json": {"model_type": OURS, "dtype": dtype, **shapes}}
     if part == "vision":
         return {"config.json": _written(_tower(model.vision, model.llm.hidden_size),
                                         CLASSES["qwen2_vl"], dtype),
@@ -65,23 +65,26 @@ def _written(config: Any, name: str, dtype: str) -> dict:
     return json.loads(config.to_json_string()) | {"architectures": [name], "dtype": dtype}
 
 
+def _shapes(kind: str, section: Any) -> dict[str, Any]:
+    """Keys of config.json, from a section of the recipe."""
+    return {theirs: getattr(section, ours) for ours, theirs in KEYS[kind].items()}
+
+
 def _tower(vision: VisionConfig, width: int) -> Any:
     from transformers.models.qwen2_vl.configuration_qwen2_vl import Qwen2VLVisionConfig
 
+    shapes = _shapes("qwen2_vl", vision)
+    ratio = shapes.pop("embed_dim * mlp_ratio") // vision.hidden_size
     return Qwen2VLVisionConfig(
-        depth=vision.num_layers, embed_dim=vision.hidden_size, hidden_size=width,
-        mlp_ratio=vision.intermediate_size // vision.hidden_size, num_heads=vision.num_heads,
-        hidden_act="quick_gelu", in_channels=3, patch_size=vision.patch_size,
-        spatial_merge_size=vision.merge_size, temporal_patch_size=vision.temporal_patch_size)
+        **shapes, mlp_ratio=ratio, hidden_size=width, hidden_act="quick_gelu", in_channels=3,
+        temporal_patch_size=vision.temporal_patch_size)
 
 
 def _whisper(audio: AudioConfig, kept: dict[str, Any]) -> Any:
     from transformers import WhisperConfig
 
-    return WhisperConfig(
-        num_mel_bins=audio.num_mels, d_model=audio.hidden_size, encoder_layers=audio.num_layers,
-        encoder_ffn_dim=audio.intermediate_size, encoder_attention_heads=audio.num_heads,
-        **{"max_source_positions": WHISPER_POSITIONS, **kept})
+    return WhisperConfig(**_shapes("audio", audio),
+                         **{"max_source_positions": WHISPER_POSITIONS, **kept})
 
 
 def _mel_extractor(audio: AudioConfig) -> dict:

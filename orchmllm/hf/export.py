@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -26,45 +26,31 @@ VERSION = 1  # of orchmllm.json
 NOTE = "orchmllm.json"
 
 
-@dataclass(frozen=True)
-class Job:
-    """What is exported. dtype: safetensors' name, empty: as saved."""
-
-    model: ModelConfig
-    tensors: dict[str, Sharded]
-    dtype: str
-    max_file_bytes: int
-
-    def of(self, part: str) -> list[FileTensor]:
-        """The tensors of a part. Raises ValueError naming one that the checkpoint lacks."""
-        out = []
-        for n in named(part, self.model):
-            if f"model.{n.name}" not in self.tensors:
-                raise ValueError(f"the checkpoint lacks model.{n.name}: it is of another model "
-                                 "than its state.json says")
-            out.append(renamed(self.tensors[f"model.{n.name}"], n.hf, n.shape, self.dtype))
-        return [*out, _positions(self.model, out[0].dtype)] if part == "audio" else out
-
-
 def export(checkpoint: Path, out: Path, *, dtype: str = "", max_file_bytes: int = 5 * 10**9,
            tokenizer: Path | None = None, verify: bool = True,
            say: Callable[[str], None] = print) -> dict:
     """Writes the folders and returns the contents of orchmllm.json. dtype: float32, bfloat16, ...;
     empty: as saved. tokenizer: instead of the run's. Raises ValueError or OSError; `out` is then
     what it was."""
+    from orchmllm.runtime.checkpoint import problem_of
+
     if not (checkpoint / "state.json").is_file():
         raise ValueError(f"--checkpoint {checkpoint} is no checkpoint: give one of the folders "
                          f"run.dir/checkpoints/step_...{_steps_near(checkpoint)}")
     state = read_json(checkpoint / "state.json")
     if verify:
-        say(_sound(checkpoint))
-    job = Job(_model_of(state), read_sharded(checkpoint), DTYPES[dtype] if dtype else "",
-              max_file_bytes)
+        if problem := problem_of(checkpoint):
+            raise ValueError(f"checkpoint {checkpoint}: {problem}: export an earlier one, or see "
+                             "what is left with --no-verify")
+        say(f"checkpoint {checkpoint}: every file is what was saved (SHA-256)")
+    model, saved = _model_of(state), read_sharded(checkpoint)
+    tensors = {part: _tensors(part, model, saved, DTYPES[dtype] if dtype else "")
+               for part in (*PARTS, "connectors")}
     staged = out.parent / f".staged_{out.name}"
     shutil.rmtree(staged, ignore_errors=True)  # left by an export that was cut off
     staged.mkdir(parents=True)
     try:
-        note = _write(job, state, staged, say)
+        note = _write(model, state, tensors, max_file_bytes, staged, say)
         note["tokenizer"] = _write_tokenizer(checkpoint, tokenizer, staged / "llm", say)
         (staged / NOTE).write_text(json.dumps(note, indent=1), encoding="utf-8")
         _replace(out, staged)
@@ -74,33 +60,45 @@ def export(checkpoint: Path, out: Path, *, dtype: str = "", max_file_bytes: int 
     return note
 
 
-def _write(job: Job, state: dict, folder: Path, say: Callable[[str], None]) -> dict:
+def _tensors(part: str, model: ModelConfig, saved: dict[str, Sharded],
+             dtype: str) -> list[FileTensor]:
+    """Those of a part. dtype: safetensors' name, empty: as saved. Raises ValueError naming one that
+    the checkpoint lacks."""
+    out = []
+    for n in named(part, model):
+        if f"model.{n.name}" not in saved:
+            raise ValueError(f"the checkpoint lacks model.{n.name}: it is of another model "
+                             "than its state.json says")
+        out.append(renamed(saved[f"model.{n.name}"], n.hf, n.shape, dtype))
+    return [*out, _positions(model, out[0].dtype)] if part == "audio" else out
+
+
+def _write(model: ModelConfig, state: dict, tensors: dict[str, list[FileTensor]],
+           max_file_bytes: int, folder: Path, say: Callable[[str], None]) -> dict:
     from tqdm import tqdm
 
     from orchmllm.hf.describe import CLASSES, part_json
 
-    connectors = job.of("connectors")
-    parts = {part: job.of(part) for part in PARTS}
-    total = sum(t.num_bytes for ts in (*parts.values(), connectors) for t in ts)
+    total = sum(t.num_bytes for part in tensors.values() for t in part)
     note: dict = {"version": VERSION, "step": state["step"], "versions": _versions(),
                   "model": state["model"], "parts": {}}
     # On a terminal only.
     with tqdm(total=total, unit="B", unit_scale=True, disable=None, leave=False) as bar:
-        for part, tensors in parts.items():
+        for part in PARTS:
             (folder / part).mkdir()
-            dtype = TORCH_DTYPES[tensors[0].dtype]
-            for name, contents in part_json(part, job.model, dtype).items():
+            dtype = TORCH_DTYPES[tensors[part][0].dtype]
+            for name, contents in part_json(part, model, dtype).items():
                 (folder / part / name).write_text(json.dumps(contents, indent=1),
                                                   encoding="utf-8")
-            files = write_folder(folder / part, tensors, job.max_file_bytes, bar.update)
-            name = CLASSES[job.model.vision.family if part == "vision" else part]
+            files = write_folder(folder / part, tensors[part], max_file_bytes, bar.update)
+            name = CLASSES[model.vision.family if part == "vision" else part]
             note["parts"][part] = {"class": f"transformers.{name}" if name else None,
-                                   "tensors": len(tensors), "files": files}
+                                   "tensors": len(tensors[part]), "files": files}
             what = name or ("orchmllm.models.vision.VisionEncoder (model.vision.family vit has no "
                             "class in transformers)")
-            say(_line(f"{part}/", tensors, files, what))
-        write_file(folder / "connectors.safetensors", connectors, bar.update)
-    say(_line("connectors.safetensors", connectors, 1, "names of orchmllm"))
+            say(_line(f"{part}/", tensors[part], files, what))
+        write_file(folder / "connectors.safetensors", tensors["connectors"], bar.update)
+    say(_line("connectors.safetensors", tensors["connectors"], 1, "names of orchmllm"))
     return note
 
 
@@ -160,16 +158,6 @@ def _model_of(state: dict) -> ModelConfig:
         return ModelConfig(**{part: kind(**model[part]) for part, kind in kinds.items()})
     except (KeyError, TypeError):
         raise ValueError("state.json is not that of a checkpoint of a run") from None
-
-
-def _sound(checkpoint: Path) -> str:
-    from orchmllm.runtime.checkpoint import problem_of
-
-    problem = problem_of(checkpoint)
-    if problem:
-        raise ValueError(f"checkpoint {checkpoint}: {problem}: export an earlier one, or see what "
-                         "is left with --no-verify")
-    return f"checkpoint {checkpoint}: every file is what was saved (SHA-256)"
 
 
 def _write_tokenizer(checkpoint: Path, given: Path | None, folder: Path,

@@ -21,17 +21,17 @@ BLOCK_BYTES = 1 << 24
 
 @dataclass(frozen=True)
 class Sharded:
-    """A tensor of rows. chunks: (first row, where the rows are), ascending."""
+    """A tensor of rows. chunks: where they are, ascending."""
 
     key: str
     dtype: str
     shape: tuple[int, ...]
-    chunks: tuple[tuple[int, Stored], ...]
+    chunks: tuple[Stored, ...]
 
     def blocks(self) -> Iterator[Tensor]:
         """All its rows in order. A file is opened for each block: its pages, mapped while they are
         read, count as memory."""
-        for _, chunk in self.chunks:
+        for chunk in self.chunks:
             rows = max(1, BLOCK_BYTES * chunk.shape[0] // max(chunk.num_bytes, 1))
             for at in range(0, chunk.shape[0], rows):
                 with safe_open(chunk.file, framework="pt") as f:
@@ -66,5 +66,6 @@ def _joined(key: str, chunks: list[tuple[int, Stored]]) -> Sharded:
             raise ValueError(f"{stored.file}: {key} has rows from {first} on where row {row} is "
                              "next: the checkpoint is not complete")
         row += stored.shape[0] if stored.shape else 1
-    first = chunks[0][1]
-    return Sharded(key, first.dtype, (row, *first.shape[1:]) if first.shape else (), tuple(chunks))
+    stored = [chunk for _, chunk in chunks]
+    shape = (row, *stored[0].shape[1:]) if stored[0].shape else ()
+    return Sharded(key, stored[0].dtype, shape, tuple(stored))

@@ -54,14 +54,12 @@ def find_sources(model: ModelConfig) -> list[WeightSource]:
     missing or holds pickles, a configuration that is not the recipe's, tensors that are missing or
     have another shape."""
     sources, problems = [], []
-    for part in PARTS:
-        path = getattr(model, part).pretrained
+    for part in (*PARTS, "connectors"):
+        path = model.connectors if part == "connectors" else getattr(model, part).pretrained
         if path:
-            found = _part(part, model, Path(path).expanduser(), problems)
-            sources += [found] if found else []
-    if model.connectors:
-        found = _connectors(model, Path(model.connectors).expanduser(), problems)
-        sources += [found] if found else []
+            find = _connectors if part == "connectors" else _part
+            found = find(part, model, Path(path).expanduser())
+            (problems.extend if isinstance(found, list) else sources.append)(found)
     if problems:
         raise PretrainedError(
             f"pretrained weights cannot be used: {len(problems)} problem"
@@ -70,27 +68,26 @@ def find_sources(model: ModelConfig) -> list[WeightSource]:
     return sources
 
 
-def _part(part: str, model: ModelConfig, path: Path, problems: list[str]) -> WeightSource | None:
+def _part(part: str, model: ModelConfig, path: Path) -> WeightSource | list[str]:
+    """What a part starts from, or why it cannot."""
     given = f"model.{part}.pretrained = {str(path)!r}"
     try:
         folder = open_folder(path)
     except (OSError, ValueError) as e:
-        problems.append(f"{given}: {e}")
-        return None
+        return [f"{given}: {e}"]
     try:
         wrong = list(mismatches(part, model, folder))
     except (TypeError, ValueError, AttributeError) as e:
-        wrong = [f"{given}: config.json or preprocessor_config.json is malformed: {e}"]
-    if not wrong:
-        key_of = _layout(part, model, folder)
-        wanted, notes = _wanted(part, model, folder, key_of)
-        wrong = list(_tensor_problems(given, wanted, folder.tensors,
-                                      "the folder of a whole model of this class"))
-        wrong += _position_problems(given, folder, key_of) if part == "audio" else []
-    problems += wrong
+        return [f"{given}: config.json or preprocessor_config.json is malformed: {e}"]
     if wrong:
-        return None
-    return WeightSource(part, path, {n.name: folder.tensors[n.hf] for n in wanted}, notes)
+        return wrong
+    key_of = _layout(part, model, folder)
+    wanted, notes = _wanted(part, model, folder, key_of)
+    wrong = list(_tensor_problems(given, wanted, folder.tensors,
+                                  "the folder of a whole model of this class"))
+    if part == "audio":
+        wrong += _position_problems(given, folder, key_of)
+    return wrong or WeightSource(part, path, {n.name: folder.tensors[n.hf] for n in wanted}, notes)
 
 
 def _layout(part: str, model: ModelConfig, folder: Folder) -> Callable[[str], str]:
@@ -154,19 +151,15 @@ def _position_problems(given: str, folder: Folder, key_of: Callable[[str], str])
                "positions cannot be used")
 
 
-def _connectors(model: ModelConfig, path: Path, problems: list[str]) -> WeightSource | None:
+def _connectors(part: str, model: ModelConfig, path: Path) -> WeightSource | list[str]:
     given = f"model.connectors = {str(path)!r}"
     if not path.is_file():
-        problems.append(f"{given}: no such file: give connectors.safetensors of an export")
-        return None
+        return [f"{given}: no such file: give connectors.safetensors of an export"]
     try:
         tensors = read_headers([path])
     except ValueError as e:
-        problems.append(f"model.connectors: {e}")
-        return None
-    wanted = named("connectors", model)
+        return [f"model.connectors: {e}"]
+    wanted = named(part, model)
     wrong = list(_tensor_problems(given, wanted, tensors,
                                   "that of an export with the same model.vision.family"))
-    problems += wrong
-    return None if wrong else WeightSource(
-        "connectors", path, {n.name: tensors[n.hf] for n in wanted})
+    return wrong or WeightSource(part, path, {n.name: tensors[n.hf] for n in wanted})

@@ -6,6 +6,8 @@ import json
 import shutil
 from pathlib import Path
 
+from orchmllm.hf.folder import read_json
+
 # ChatML as orchmllm.data.tokenizer writes it where a tokenizer brings no template of its own.
 CHATML = (
     "{% if messages[0]['role'] != 'system' %}<|im_start|>system\n"
@@ -31,21 +33,19 @@ def copy_tokenizer(path: Path, folder: Path) -> list[str]:
     if source.name not in names:
         shutil.copyfile(source, folder / "tokenizer.json")
         names.append("tokenizer.json")
-    written = _configuration(folder, names)
-    return sorted({*names, *written})
+    _complete_configuration(folder)
+    return sorted({*names, "tokenizer_config.json"})
 
 
-def _configuration(folder: Path, names: list[str]) -> list[str]:
-    """tokenizer_config.json, completed: class, special tokens of ChatML, template."""
+def _complete_configuration(folder: Path) -> None:
+    """Adds to tokenizer_config.json what it lacks: class, special tokens of ChatML, template."""
     path = folder / "tokenizer_config.json"
-    config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    tokens = {t["content"] for t in json.loads((folder / "tokenizer.json").read_text(
-        encoding="utf-8")).get("added_tokens", [])}
+    config = read_json(path) if path.is_file() else {}
+    tokens = {t["content"] for t in read_json(folder / "tokenizer.json").get("added_tokens", [])}
     if not path.is_file():
         config["tokenizer_class"] = "PreTrainedTokenizerFast"
         for key, token in (("eos_token", "<|im_end|>"), ("pad_token", "<|endoftext|>")):
             config |= {key: token} if token in tokens else {}
-    if not config.get("chat_template") and "chat_template.jinja" not in names:
+    if not config.get("chat_template") and not (folder / "chat_template.jinja").is_file():
         config["chat_template"] = CHATML
     path.write_text(json.dumps(config, indent=1), encoding="utf-8")
-    return [path.name]

@@ -53,7 +53,7 @@ def renamed(tensor: Sharded, key: str, shape: tuple[int, ...], dtype: str = "") 
 
 
 def write_file(path: Path, tensors: Sequence[FileTensor],
-               progress: Callable[[int], object] = lambda n: None) -> None:
+               progress: Callable[[int], object]) -> None:
     """One safetensors file. progress: told the bytes of each block written. Raises ValueError if a
     tensor gives other bytes than its shape says."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}  # transformers asks for it
@@ -77,7 +77,7 @@ def write_file(path: Path, tensors: Sequence[FileTensor],
 
 
 def write_folder(folder: Path, tensors: Sequence[FileTensor], max_file_bytes: int,
-                 progress: Callable[[int], object] = lambda n: None) -> int:
+                 progress: Callable[[int], object]) -> int:
     """model.safetensors, or several files and their index where it would be larger than
     max_file_bytes; returns the number of files."""
     files: list[list[FileTensor]] = [[]]

@@ -10,6 +10,7 @@ fully_shard -> memory and weights of this rank's shards.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -35,7 +36,7 @@ from orchmllm.models.mllm import MultimodalModel
 from orchmllm.sharding.check import check_shards
 from orchmllm.sharding.compiled import check_compiles, compile_block
 from orchmllm.sharding.gathers import shard_units
-from orchmllm.sharding.init import seed_weights
+from orchmllm.sharding.init import plain_name, seed_weights
 from orchmllm.sharding.pretrained import load_pretrained
 
 
@@ -139,7 +140,7 @@ def state_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[st
     sharded = any(isinstance(p, DTensor) for p in parameters.values())
     out = {}
     for name, p in parameters.items():
-        name = name.replace("_checkpoint_wrapped_module.", "")
+        name = plain_name(name)
         if (p.requires_grad and id(p) not in owned) or isinstance(p, DTensor) != sharded:
             raise ValueError(
                 f"parameter {name} ({p.dtype}, {tuple(p.shape)}) is not the one that the optimizer "
@@ -163,13 +164,10 @@ def _checkpointed(block: nn.Module, choice: str) -> nn.Module:
         return block
     if choice not in ("selective", "full"):
         raise ValueError(f"fsdp.activation_checkpointing {choice!r}: decide before sharding")
-    context = {"context_fn": _selective_contexts} if choice == "selective" else {}
+    context = {"context_fn": partial(create_selective_checkpoint_contexts, _keep_products)} if (
+        choice == "selective") else {}
     return checkpoint_wrapper(block, checkpoint_impl=CheckpointImpl.NO_REENTRANT,
                               preserve_rng_state=False, **context)
-
-
-def _selective_contexts():
-    return create_selective_checkpoint_contexts(_keep_products)
 
 
 def _keep_products(ctx, op, *args, **kwargs) -> CheckpointPolicy:

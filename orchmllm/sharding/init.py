@@ -8,7 +8,7 @@ About 150 million values a second on one core: 84 B parameters over 256 ranks ta
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Container, Iterator
+from collections.abc import Container
 
 import numpy as np
 import torch
@@ -19,14 +19,10 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from orchmllm.models.init import init_parameters
 from orchmllm.models.mllm import MultimodalModel
 
-_WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
-
 
 def plain_name(name: str) -> str:
-    """A parameter's name without those of activation checkpointing's and compile's wrappers."""
-    for wrapper in _WRAPPERS:
-        name = name.replace(wrapper, "")
-    return name
+    """A parameter's name without those of activation checkpointing's wrappers."""
+    return name.replace("_checkpoint_wrapped_module.", "")
 
 
 def seed_weights(model: MultimodalModel, seed: int, skip: Container[str] = ()) -> None:
@@ -54,20 +50,16 @@ def local_rows(parameter: Tensor) -> tuple[Tensor, int]:
 
 
 def _draw(weight: Tensor, std: float, seed: int, name: str) -> None:
+    """This rank's rows of a weight, each from a generator of its own."""
     local, first = local_rows(weight)
-    for at, rows in _rows(first, len(local), int(np.prod(weight.shape[1:])), seed, name):
-        values = torch.from_numpy(rows).mul_(std)
-        local[at: at + len(rows)].copy_(values.view(len(rows), *weight.shape[1:]))
-
-
-def _rows(first: int, count: int, width: int, seed: int, name: str) -> Iterator:
-    """(position, (k, width) float32 standard normal rows) for rows first .. first + count - 1."""
+    width = int(np.prod(weight.shape[1:]))
     key = int.from_bytes(hashlib.blake2b(f"{seed} {name}".encode(), digest_size=8).digest(),
                          "little")
     step = max(1, 2**22 // max(width, 1))  # 16 MiB at a time
-    for at in range(0, count, step):
-        rows = np.empty((min(step, count - at), width), np.float32)
+    for at in range(0, len(local), step):
+        part = local[at: at + step]
+        rows = np.empty((len(part), width), np.float32)
         for k in range(len(rows)):
             generator = np.random.Generator(np.random.Philox(key=[key, first + at + k]))
             generator.standard_normal(out=rows[k], dtype=np.float32)
-        yield at, rows
+        part.copy_(torch.from_numpy(rows).mul_(std).view(part.shape))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -59,7 +59,8 @@ def clip_gradients(parts: Mapping[str, Sequence[nn.Parameter]], max_norm: float,
 
     Returns (1 + number of parts,) on `device`: the norm before, and that of each part, the same on
     all ranks. Collective, one all-reduce of a few numbers; nothing waits for the device."""
-    grads = [list(_local_gradients(parameters)) for parameters in parts.values()]
+    grads = [[p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad for p in parameters]
+             for parameters in parts.values()]
     squares = [torch.stack(torch._foreach_norm(g, 2, torch.promote_types(
         torch.float32, g[0].dtype))).square().sum() for g in grads]
     total = torch.stack(squares).to(device, non_blocking=True)
@@ -72,11 +73,6 @@ def clip_gradients(parts: Mapping[str, Sequence[nn.Parameter]], max_norm: float,
         for g in grads:
             torch._foreach_mul_(g, scale.to(g[0].device, g[0].dtype))
     return norms
-
-
-def _local_gradients(parameters: Sequence[nn.Parameter]) -> Iterator[Tensor]:
-    for p in parameters:
-        yield p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad
 
 
 def learning_rate(step: int, config: TrainConfig) -> float:

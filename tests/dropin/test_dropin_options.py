@@ -106,6 +106,7 @@ def test_what_cannot_be_honoured_raises():
         (dict(phases={"video": CostModel(1, 0)}), "none of"),
         (dict(stream=True, lengths=None, length_fn=len, shard_size=1), "shard_size"),
         (dict(stream=True, lengths=None, length_fn=len, shuffle=True), "shuffle"),
+        (dict(lenghts=LENGTHS), "BalancedDataLoader has no argument 'lenghts'"),
     ]
     for text, (_, want) in zip(run_ranks(refused, 2, [c for c, _ in cases])[0], cases,
                                strict=True):
@@ -152,6 +153,34 @@ def one_after_the_other(world, dispatch: str) -> list[int]:
 def test_a_loader_takes_the_groups_of_one_that_is_no_more(dispatch):
     for held in run_ranks(one_after_the_other, 2, dispatch):
         assert held[-1] == held[-2] == held[-3], held
+
+
+def unbatched(world) -> str:
+    """A loader that yields single examples, which are dicts."""
+    loader = BalancedDataLoader(DataLoader(Stream(0, 4), None), length_fn=token_count)
+    try:
+        next(iter(loader))
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_a_wrapped_loader_of_single_examples_is_told_so():
+    assert "yielded a dict: wrap one that yields lists of examples" in run_ranks(unbatched, 1)[0]
+
+
+def iterated_before(world) -> list[list[int]]:
+    """A loader over a stream whose worker processes were started, and stay, before it is wrapped.
+    """
+    loader = DataLoader(Stream(0, 8), 4, num_workers=1, persistent_workers=True,
+                        collate_fn=collate, multiprocessing_context="fork")
+    for _ in loader:
+        pass
+    return [b["ids"].tolist() for b in BalancedDataLoader(loader, length_fn=token_count)]
+
+
+def test_a_wrapped_loader_may_have_been_iterated_before():
+    assert run_ranks(iterated_before, 1) == [[[0, 1, 2, 3], [4, 5, 6, 7]]]
 
 
 class Budget:
@@ -216,7 +245,7 @@ def test_lengths_in_an_array_are_taken_without_an_object_for_each(of):
         layout = batch_layout(range(48), list(of(LENGTHS)), None)
     finally:
         sys.setprofile(None)
-    assert layout.num_tokens.tolist() == LENGTHS and "layout_of" not in called
+    assert layout.num_tokens.tolist() == LENGTHS and "_rows_of" not in called
     with pytest.raises(ValueError, match="example 1 has length -2"):
         batch_layout([0, 1], list(of([3, -2])), None)
     with pytest.raises(TypeError, match="example 0: its length is"):

@@ -29,9 +29,7 @@ class Record:
     norm: object = None
 
 
-class Slotted:
-    __slots__ = ("features", "norm")
-
+class Plain:
     def __init__(self, features, norm) -> None:
         self.features, self.norm = features, norm
 
@@ -44,7 +42,7 @@ KINDS = {
     "namedtuple": (lambda f: Pair(f, f.norm()), ("features",), lambda r: r.features),
     "dict": (lambda f: {"features": f, "norm": f.norm()}, ("features",), lambda r: r["features"]),
     "dataclass": (lambda f: Record(f, f.norm()), ("features",), lambda r: r.features),
-    "slots": (lambda f: Slotted(f, f.norm()), ("features",), lambda r: r.features),
+    "object": (lambda f: Plain(f, f.norm()), ("features",), lambda r: r.features),
     "several": (lambda f: {"a": f[..., :20], "b": list(f[..., 20:])}, ("a", "b"),
                 lambda r: torch.cat([r["a"].flatten(0, 1), torch.cat(r["b"])], -1)),
     "layers": (lambda f: {"a": f, "deep": [f * 2, f * 3]}, ("a", "deep"),

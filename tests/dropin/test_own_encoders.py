@@ -126,6 +126,28 @@ def test_lengths_that_are_known_are_not_gathered():
         assert "rank 1 failed: ValueError: encoder 'clip': this rank's media are" in text
 
 
+def informed_of_other_rows(world) -> str:
+    """Lengths that all ranks know, and then photos of another size on rank 1."""
+    e = load("own_model")
+    model = e.TwoTowers().double()
+    e.balanced(model, lengths=lambda: {"photo": ([3, 1], np.zeros((4, 0)))})
+    inputs = {"ids": torch.full((1, 12), e.PHOTO)[:, : 12 if world.rank == 0 else 4],
+              "photos": torch.randn(3 - 2 * world.rank, 3, 16, 16).double()}
+    model(**inputs)
+    if world.rank == 1:
+        inputs["photos"] = torch.zeros(1, 3, 24, 24).double()
+    try:
+        model(**inputs)
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_rows_that_change_while_lengths_are_known_are_told_by_all_ranks():
+    for text in run_ranks(informed_of_other_rows, 2):
+        assert "rank 1 failed: ValueError: encoder 'photo': its rows were [" in text
+
+
 def test_one_rank_is_exact():
     (rank,) = run_ranks(two_towers, 1)
     assert rank["one"] < EXACT and rank["one, last"]["photo"].moved == 0

@@ -18,20 +18,19 @@ MOVED_BOTH_WAYS = 2  # the media there, the features back
 @dataclass(frozen=True)
 class Assignment:
     """move: items from the ranks that sampled them to those that encode them. cost (n,) of each
-    item; before, after (d,): cost of each rank; smallest: the item whose integers a rank without
-    items uses for a placeholder. moves: False where nothing moves because the gain is too small."""
+    item; before, after (d,): cost of each rank. moves: False where nothing moves because the gain
+    is too small."""
 
     move: Rearrangement
     cost: np.ndarray
     before: np.ndarray
     after: np.ndarray
-    smallest: int
     moves: bool
 
 
 def assign(
-    encoder: Encoder, world: World, cost_model: CostModel, *, tolerance: float | None,
-    min_gain: float | None, ranks_per_node: int,
+    encoder: Encoder, world: World, cost_model: CostModel, *, min_gain: float | None,
+    ranks_per_node: int,
 ) -> Assignment:
     """The assignment of one encoder's items. min_gain: move only if the slowest rank's cost falls
     by this share; None: if the time that this saves exceeds the measured overhead."""
@@ -45,13 +44,12 @@ def assign(
                         encoder.layout.rows(world.meta), strict=True))
     rank_of = balance(cost, num_ranks=d, policy="least_move", home=home, cost=cost,
                       move_cost=np.asarray(row_bytes, np.int64) * MOVED_BOTH_WAYS,
-                      ranks_per_node=min(ranks_per_node, d), tolerance=tolerance)
+                      ranks_per_node=min(ranks_per_node, d))
     before, after = (np.bincount(r, weights=cost, minlength=d).astype(np.int64)
                      for r in (home, rank_of))
     moves = _pays(before, after, world, min_gain)
-    return Assignment(
-        Rearrangement.from_rank_of(rank_of if moves else home, sizes), cost, before,
-        after, int(np.argmin(cost)), moves)
+    return Assignment(Rearrangement.from_rank_of(rank_of if moves else home, sizes), cost, before,
+                      after, moves)
 
 
 def _pays(before: np.ndarray, after: np.ndarray, world: World, min_gain: float | None) -> bool:

@@ -7,6 +7,7 @@ import time
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from orchmllm.comm.agree import PlanMismatchError, describe, raise_first
 from orchmllm.comm.exchange import RowGather, exchange_rows, gather_texts
 from orchmllm.dropin.encoders.assignment import Assignment
-from orchmllm.dropin.encoders.results import Features, flatten, none_of, rebuild
+from orchmllm.dropin.encoders.results import Features, flatten
 from orchmllm.dropin.encoders.spec import Encoder, resolve
 from orchmllm.dropin.encoders.table import Local, World
 
@@ -66,15 +67,10 @@ class Encoded:
     error: Exception | None
     stopwatch: Stopwatch
 
-    def rebuild(self, rows: Tensor, counts: Sequence[int]) -> Any:
-        """A result like the encoder's for other items. rows: (sum of counts, W). counts: rows of
-        each item."""
-        return rebuild(self.encoder, self.result, self.features.leaves, rows, counts)
-
 
 def encode_share(
     encoder: Encoder, owner: nn.Module, local: Local, world: World, plan: Assignment, rank: int,
-    device: torch.device, group: dist.ProcessGroup | None, error: Exception | None = None,
+    device: torch.device, group: dist.ProcessGroup | None, error: Exception | None,
 ) -> Encoded:
     """Moves the media and runs the encoder on this rank's share, or on a placeholder. Never raises
     for the encoder: the other ranks are waiting. error: of before, for which the same holds."""
@@ -95,21 +91,21 @@ def encode_share(
         values.append(exchange_rows(mine.to(device), exchanges[id(rows)], group))
     stopwatch.mark()
     empty = not len(meta)
-    if empty:
-        meta = world.meta[plan.smallest: plan.smallest + 1]
+    if empty:  # a placeholder like the cheapest item
+        cheapest = int(plan.cost.argmin())
+        meta = world.meta[[cheapest]]
         values = [None if spec is None else torch.ones(
-            (int(rows[plan.smallest]), *spec[1]), dtype=spec[0], device=device)
+            (int(rows[cheapest]), *spec[1]), dtype=spec[0], device=device)
             for spec, rows in zip(world.tensors, all_rows, strict=True)]
     result, features = None, None
     try:
         if error is not None:
             raise error
-        run = resolve(owner, next(iter(encoder.calls))) if encoder.run is None else encoder.run
-        first = () if encoder.run is None else (owner,)
-        result = run(*first, *encoder.layout.build(meta, tuple(values)), **encoder.keywords,
+        run = partial(encoder.run, owner) if encoder.run else (
+            resolve(owner, next(iter(encoder.calls))))
+        result = run(*encoder.layout.build(meta, tuple(values)), **encoder.keywords,
                      **local.options)
         features = flatten(encoder, owner, result, meta, empty)
-        features = none_of(features) if empty else features
     except Exception as e:
         error = e
     stopwatch.mark()

@@ -173,15 +173,11 @@ def refuse_unknown(encoders: Sequence[Encoder], inputs: dict[str, Any]) -> None:
 def find_family(model: nn.Module) -> tuple[nn.Module, Family]:
     """The inner model whose forward calls the encoders, and its family. Raises ValueError if there
     is none, or more than one."""
-    owners = {f"transformers.models.{name}.": (family.owner, name)
-              for name, family in FAMILIES.items()}
-    found = []
-    for module in model.modules():
-        for kind in type(module).__mro__:  # fully_shard derives a class
-            prefix = ".".join(kind.__module__.split(".")[:3]) + "."
-            if owners.get(prefix, ("",))[0] == kind.__name__:
-                found.append((module, owners[prefix][1]))
-                break
+    names = {family.owner: name for name, family in FAMILIES.items()}
+    found = [(module, names[kind.__name__])
+             for module in model.modules() for kind in type(module).__mro__  # fully_shard adds one
+             if kind.__module__.startswith(
+                 f"transformers.models.{names.get(kind.__name__)}.")]
     if len(found) == 1:
         owner, name = found[0]
         have, since = import_module("transformers").__version__, FAMILIES[name].since

@@ -14,6 +14,7 @@ import inspect
 import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,7 +28,8 @@ from orchmllm.dropin.encoders import families
 from orchmllm.dropin.encoders.assignment import Assignment, assign
 from orchmllm.dropin.encoders.checks import check_capture, check_encoder
 from orchmllm.dropin.encoders.exchange import Encoded, Stopwatch, encode_share, return_features
-from orchmllm.dropin.encoders.playback import Playback, Shadowed
+from orchmllm.dropin.encoders.playback import Playback, shadow
+from orchmllm.dropin.encoders.results import rebuild
 from orchmllm.dropin.encoders.spec import Encoder, resolve
 from orchmllm.dropin.encoders.table import Local, Tables, describe_local, same_on_all_ranks
 from orchmllm.dropin.links import node_size, rank_list
@@ -53,10 +55,9 @@ class EncoderStep:
 class _Forward:
     """What one forward has to undo and to check."""
 
-    shadowed: list[Shadowed] = field(default_factory=list)
+    undo: ExitStack = field(default_factory=ExitStack)
     playbacks: list[Playback] = field(default_factory=list)
     zero: Tensor | None = None
-    embedding_hook: Any = None
 
 
 class EncoderHandle:
@@ -64,19 +65,17 @@ class EncoderHandle:
     last balanced; remove(): the model is as before."""
 
     def __init__(
-        self, owner: nn.Module, encoders: Sequence[Encoder], *, known: bool, captures: bool,
-        group: dist.ProcessGroup | None, when: str, shadow: bool, min_gain: float | None,
-        tolerance: float | None, join: str, lengths: Callable[[], Mapping] | None, timeout_s: float,
+        self, owner: nn.Module, encoders: Sequence[Encoder], family: families.Family | None, *,
+        group: dist.ProcessGroup | None, when: str, shadow: bool, min_gain: float | None, join: str,
+        lengths: Callable[[], Mapping] | None, timeout_s: float,
     ) -> None:
         ranks = rank_list(group)
         self.encoders, self.group, self.shadow = tuple(encoders), group, shadow
         self.last: dict[str, EncoderStep] = {}
-        self._known, self._captures, self._when, self._join = known, captures, when, join
-        self._lengths = lengths
-        self._plan = {"min_gain": min_gain, "tolerance": tolerance,
-                      "ranks_per_node": node_size(ranks, 0)}
-        self.rank = ranks.index(dist.get_rank())
-        self.gather = RowGather(self._plan["ranks_per_node"], timeout_s, ranks)
+        self._family, self._when, self._join, self._lengths = family, when, join, lengths
+        self._options = {"min_gain": min_gain, "ranks_per_node": node_size(ranks, 0)}
+        self.gather = RowGather(self._options["ranks_per_node"], timeout_s, ranks)
+        self.rank = self.gather.rank
         same_on_all_ranks(self.gather, self.encoders)
         self._tables = Tables(self.encoders, self.gather)
         self._costs = [e.cost(owner) if not hasattr(e.cost, "linear") else e.cost
@@ -115,7 +114,7 @@ class EncoderHandle:
         told = self._tables.informed(self._lengths(), locals_, error) if self._lengths else None
         worlds, locals_, error = told or (
             self._tables(self._count, locals_, self._measured, error), locals_, None)
-        plans = {i: assign(e, world, self._costs[i], **self._plan)
+        plans = {i: assign(e, world, self._costs[i], **self._options)
                  for i, (e, world) in enumerate(zip(self.encoders, worlds, strict=True))
                  if len(world.meta)}
         self._report(plans)
@@ -138,10 +137,10 @@ class EncoderHandle:
         return self._attach(module, state, args, kwargs, inputs)
 
     def _describe(self, module: nn.Module, encoder: Encoder, inputs: dict[str, Any]) -> Local:
-        if self._known:
+        if self._family:
             families.refuse_unknown(self.encoders, inputs)
         towers = encoder.tower_modules(module)
-        if self._captures:
+        if self._family and self._family.captures:
             for path, tower in towers:
                 check_capture(encoder, path, tower)
         dtype = next((p.dtype for p in towers[0][1].parameters() if p.is_floating_point()), None)
@@ -156,11 +155,11 @@ class EncoderHandle:
             sizes = counts[start: start + n].tolist()
             part = rows[first: first + sum(sizes)]
             start, first = start + n, first + sum(sizes)
-            playback = Playback(encoder, module, call, share.rebuild(part, sizes), n, lead)
-            state.playbacks.append(playback)
-            state.shadowed.append(Shadowed(module, call, playback))
+            result = rebuild(encoder, share.result, share.features.leaves, part, sizes)
+            state.playbacks.append(Playback(encoder, module, call, result, n, lead))
+            shadow(state.undo, module, call, state.playbacks[-1])
         for name in encoder.passes:
-            state.shadowed.append(Shadowed(module, name, lambda x, *a, **k: x))
+            shadow(state.undo, module, name, lambda x, *a, **k: x)
         if rows.requires_grad and not all(share.local.counts):
             zero = rows[:0].sum()
             state.zero = zero if state.zero is None else state.zero + zero.to(state.zero.dtype)
@@ -189,17 +188,14 @@ class EncoderHandle:
 
         embedding = (module.get_submodule(self._join) if self._join
                      else module.get_input_embeddings())
-        state.embedding_hook = embedding.register_forward_hook(join)
+        state.undo.callback(embedding.register_forward_hook(join).remove)
         return None
 
     def _after(self, module: nn.Module, args: tuple, kwargs: dict, result: Any) -> None:
         state = self._forwards.pop(id(module), None)
         if state is None:
             return
-        for shadowed in state.shadowed:
-            shadowed.restore()
-        if state.embedding_hook is not None:
-            state.embedding_hook.remove()
+        state.undo.close()
         if result is None and sys.exc_info()[0] is not None:
             return  # the forward raised
         for playback in state.playbacks:
@@ -228,8 +224,7 @@ class EncoderHandle:
 
 def _bind(module: nn.Module, args: tuple, kwargs: dict) -> dict[str, Any]:
     """Arguments of forward by name; those of a dict among them, too."""
-    names = [p.name for p in inspect.signature(module.forward).parameters.values()]
-    inputs = dict(zip(names, args, strict=False)) | kwargs
+    inputs = dict(zip(inspect.signature(module.forward).parameters, args, strict=False)) | kwargs
     for value in [v for v in inputs.values() if isinstance(v, Mapping)]:
         inputs = {**value, **inputs}
     return inputs
@@ -251,7 +246,7 @@ def _check_owner(owner: nn.Module, join: str) -> None:
 def balance_encoders(
     model: nn.Module, encoders: Sequence[Encoder] | None = None, *,
     group: dist.ProcessGroup | None = None, when: str = "training", shadow: bool = False,
-    min_gain: float | None = None, tolerance: float | None = None, join: str = "",
+    min_gain: float | None = None, join: str = "",
     lengths: Callable[[], Mapping[str, tuple[np.ndarray, np.ndarray]]] | None = None,
     timeout_s: float = 600.0,
 ) -> EncoderHandle:
@@ -265,11 +260,12 @@ def balance_encoders(
     "training" (train mode with gradients) or "always" (also evaluation; all ranks must then make
     the same forwards). shadow: plan, log and record the gain, move nothing. min_gain: move only if
     the slowest rank's cost falls by this share; None: if the time saved exceeds the measured time
-    of the exchange. tolerance: see plan.balance. join: submodule whose output the features join
-    (default: the input embeddings). lengths: called before each forward, where all ranks know all
-    media before, say from a loader: encoder -> (items of each rank and call (d, calls), integers of
-    each item (n, columns), in order of the ranks), the same on all ranks; nothing is gathered then,
-    except in the first forward with media. timeout_s: of a gather that a rank never joins.
+    of the exchange. join: submodule whose output the features join (default: the input embeddings).
+    lengths: called before each forward, where all ranks know all media before, say from a loader:
+    encoder -> (items of each rank and call (d, calls), integers of each item (n, columns), in order
+    of the ranks), the same on all ranks; nothing is gathered then, except in the first forward with
+    media, whose rows' dtype and size the later ones keep. timeout_s: of a gather that a rank never
+    joins.
 
     Raises ValueError for a model that it cannot balance exactly: an unknown architecture, dropout
     or batch normalisation in the encoder, a tower whose hidden states fully_shard hides. In a
@@ -279,16 +275,15 @@ def balance_encoders(
         raise ValueError(f"when is {when!r}: use 'training' or 'always'")
     if min_gain is not None and not 0.0 <= min_gain < 1.0:
         raise ValueError(f"min_gain is {min_gain}: must be in [0, 1) (0.02: 2%)")
-    known = encoders is None
-    owner, captures = model, False
-    if known:
+    owner, family = model, None
+    if encoders is None:
         owner, family = families.find_family(model)
-        encoders, captures = family.encoders, family.captures
+        encoders = family.encoders
     if not encoders or len({e.name for e in encoders}) < len(encoders):
         raise ValueError("encoders: give at least one Encoder, each with a name of its own")
     for encoder in encoders:
-        check_encoder(owner, encoder, captures)
+        check_encoder(owner, encoder, family is not None and family.captures)
     _check_owner(owner, join)
     return EncoderHandle(
-        owner, encoders, known=known, captures=captures, group=group, when=when, shadow=shadow,
-        min_gain=min_gain, tolerance=tolerance, join=join, lengths=lengths, timeout_s=timeout_s)
+        owner, encoders, family, group=group, when=when, shadow=shadow, min_gain=min_gain,
+        join=join, lengths=lengths, timeout_s=timeout_s)

@@ -2,29 +2,24 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import Any
 
 from torch import Tensor, nn
 
 from orchmllm.dropin.encoders.spec import Encoder, parent_of
 
-_NOTHING = object()
 
-
-class Shadowed:
-    """For one forward, `owner.name` is `value`. A method or a submodule alike: an entry of the
-    instance comes before both, and the submodule itself, with the hooks of FSDP, is not called."""
-
-    def __init__(self, owner: nn.Module, name: str, value: Any) -> None:
-        self._parent, self._name = parent_of(owner, name)
-        self._before = self._parent.__dict__.get(self._name, _NOTHING)
-        self._parent.__dict__[self._name] = value
-
-    def restore(self) -> None:
-        if self._before is _NOTHING:
-            del self._parent.__dict__[self._name]
-        else:
-            self._parent.__dict__[self._name] = self._before
+def shadow(undo: ExitStack, owner: nn.Module, name: str, value: Any) -> None:
+    """Until `undo` is closed, `owner.name` is `value`. A method or a submodule alike: an entry of
+    the instance comes before both, and the submodule itself, with the hooks of FSDP, is not called.
+    """
+    parent, name = parent_of(owner, name)
+    if name in parent.__dict__:
+        undo.callback(parent.__dict__.__setitem__, name, parent.__dict__[name])
+    else:
+        undo.callback(parent.__dict__.pop, name)
+    parent.__dict__[name] = value
 
 
 class Playback:

@@ -2,9 +2,9 @@
 other items.
 
 A result is a tensor, a list of tensors, a dict, a tuple or an object (a ModelOutput of
-transformers, a dataclass, one with __slots__). The fields that the model reads are joined on the
-last dimension, so that one exchange carries them all; the other fields become None, so that a model
-that reads one of them fails instead of reading the features of other items.
+transformers, a dataclass). The fields that the model reads are joined on the last dimension, so
+that one exchange carries them all; the other fields become None, so that a model that reads one of
+them fails instead of reading the features of other items.
 """
 
 from __future__ import annotations
@@ -50,11 +50,12 @@ class Features:
 
 
 def flatten(
-    encoder: Encoder, owner: nn.Module, result: Any, meta: np.ndarray, placeholder: bool = False
+    encoder: Encoder, owner: nn.Module, result: Any, meta: np.ndarray, placeholder: bool
 ) -> Features:
     """The features of len(meta) items in a result of the encoder. placeholder: of one item whose
-    tensors are made up, so that its number of rows is, too. Raises ValueError naming the field if
-    the features cannot be told apart by item. meta: (n, integers) of the items."""
+    tensors are made up, so that its number of rows is, too: 0 of them, still part of the graph that
+    computed them. Raises ValueError naming the field if the features cannot be told apart by item.
+    meta: (n, integers) of the items."""
     leaves, columns, counts, first = [], [], None, ""
     for field, layer, value in _fields(encoder, result):
         rows, form, sizes, inner = _rows_of(encoder, owner, _name(field, layer), value, meta,
@@ -69,15 +70,10 @@ def flatten(
         columns.append(rows)
         leaves.append(Leaf(field, layer, form, rows.shape[1], inner))
     rows = columns[0] if len(columns) == 1 else torch.cat(columns, -1)
+    if placeholder:  # by index_select, not as a slice: FSDP2 does not want views from what it wraps
+        nothing = torch.empty(0, dtype=torch.int64, device=rows.device)
+        rows, counts = rows.index_select(0, nothing), counts[:0]
     return Features(rows, counts, tuple(leaves))
-
-
-def none_of(features: Features) -> Features:
-    """0 of these rows, still part of the graph that computed them."""
-    # index_select, not a slice: FSDP2 does not want views from what it wraps.
-    nothing = torch.empty(0, dtype=torch.int64, device=features.rows.device)
-    return dataclasses.replace(features, rows=features.rows.index_select(0, nothing),
-                               counts=features.counts[:0])
 
 
 def _name(field: str | int | None, layer: int | None) -> str:
@@ -175,13 +171,6 @@ def _like(result: Any, values: Mapping[Any, Any]) -> Any:
     if isinstance(result, Mapping):
         return {name: values.get(name) for name in result}
     out = copy.copy(result)
-    slots = [s for c in type(result).__mro__ for s in _slots(c)]
-    for name in [*vars(result)] if hasattr(result, "__dict__") else slots:
-        if not name.startswith("__") and hasattr(out, name):
-            setattr(out, name, values.get(name))
+    for name in vars(result):
+        setattr(out, name, values.get(name))
     return out
-
-
-def _slots(kind: type) -> Sequence[str]:
-    slots = kind.__dict__.get("__slots__", ())
-    return (slots,) if isinstance(slots, str) else slots

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import re
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,7 @@ _FIXED = 4  # per encoder: columns, digest of its options, picoseconds per cost,
 _TENSOR = 8  # dtype, dimensions, sizes of up to 6
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32,
            torch.uint8, torch.bool, torch.int16, torch.int8)
+PAD = "; pad to the same size and use the same dtype on all ranks"
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,11 @@ class Local:
     meta: np.ndarray
     values: tuple[Tensor | None, ...]
     options: dict[str, Any]
+
+    @property
+    def rows(self) -> list[tuple[torch.dtype, tuple[int, ...]] | None]:
+        """dtype and shape of a row of each of the values."""
+        return [None if v is None else (v.dtype, tuple(v.shape[1:])) for v in self.values]
 
 
 @dataclass(frozen=True)
@@ -111,6 +118,15 @@ def _block(encoder: Encoder, local: Local, pace: int, overhead: int) -> list[int
     return block
 
 
+def _blank(encoder: Encoder, world: World, counts: list[int], meta: np.ndarray) -> Local:
+    """Items of a rank, of zeros."""
+    values = tuple(
+        None if spec is None else torch.zeros((int(rows.sum()), *spec[1]), dtype=spec[0])
+        for spec, rows in zip(world.tensors, encoder.layout.rows(meta), strict=True)
+    ) if world.tensors else ()
+    return Local(counts, [0] * len(counts), meta, values, {})
+
+
 class Tables:
     """Gathers the tables of a model's encoders. Constructed by all ranks together."""
 
@@ -129,7 +145,7 @@ class Tables:
         balance_encoders. None where rows' dtypes and shapes are not known yet. A rank whose own
         items are others than these, or that has an error, gets zeros in their place, so that it
         takes part in the exchange, and the error to raise afterwards."""
-        worlds, given, d, rank = [], list(locals_), self.gather.world_size, self.gather.rank
+        worlds, blanks, d, rank = [], [], self.gather.world_size, self.gather.rank
         for i, encoder in enumerate(self.encoders):
             counts, meta = lengths.get(encoder.name, (np.zeros((d, len(encoder.calls))), None))
             counts = np.asarray(counts, np.int64).reshape(d, len(encoder.calls))
@@ -141,25 +157,21 @@ class Tables:
             worlds.append(World(counts, meta, self._tensors.get(encoder.name, []),
                                 np.zeros(d, np.int64), np.zeros(d, np.int64)))
             first = int(counts[:rank].sum())
-            own = meta[first: first + int(counts[rank].sum())]
-            if error is None and (given[i].counts != counts[rank].tolist() or not np.array_equal(
-                    given[i].meta.ravel(), own.ravel())):
+            own, mine = meta[first: first + int(counts[rank].sum())], counts[rank].tolist()
+            blanks.append(partial(_blank, encoder, worlds[-1], mine, own))
+            if error is not None:
+                continue
+            given, rows = locals_[i], worlds[-1].tensors
+            if given.counts != mine or not np.array_equal(given.meta.ravel(), own.ravel()):
                 error = ValueError(
-                    f"encoder {encoder.name!r}: this rank's media are {given[i].meta.tolist()}, "
+                    f"encoder {encoder.name!r}: this rank's media are {given.meta.tolist()}, "
                     f"`lengths` says {own.tolist()}")
-        if error is not None:
-            given = [self._blank(e, w) for e, w in zip(self.encoders, worlds, strict=True)]
-        return worlds, given, error
-
-    def _blank(self, encoder: Encoder, world: World) -> Local:
-        """This rank's items, of zeros."""
-        first, counts = int(world.counts[:self.gather.rank].sum()), world.counts[self.gather.rank]
-        meta = world.meta[first: first + int(counts.sum())]
-        values = tuple(
-            None if spec is None else torch.zeros((int(rows.sum()), *spec[1]), dtype=spec[0])
-            for spec, rows in zip(world.tensors, encoder.layout.rows(meta), strict=True)
-        ) if world.tensors else ()
-        return Local(counts.tolist(), [0] * len(encoder.calls), meta, values, {})
+            elif len(own) and given.rows != rows:
+                error = ValueError(
+                    f"encoder {encoder.name!r}: its rows were {rows}, now they are {given.rows}: "
+                    "where `lengths` is given they stay the same")
+        return worlds, [blank() for blank in blanks] if error is not None else (
+            list(locals_)), error
 
     def __call__(
         self, forward: int, locals_: Sequence[Local], measured: Sequence[tuple[int, int]],
@@ -192,16 +204,18 @@ class Tables:
             block = rows[:, at: at + size]
             counts = block[:, _FIXED: _FIXED + len(encoder.calls)]
             sizes, holding = counts.sum(1), counts.sum(1) > 0
-            columns = _one(forward, f"the columns of encoder {encoder.name!r}", block[:, 0],
-                           holding)
-            _one(forward, f"the options {', '.join(encoder.options)} of encoder "
-                 f"{encoder.name!r} (digest)", block[:, 1], np.ones(len(rows), bool))
+            columns = int(_one(forward, f"the columns of encoder {encoder.name!r}", block[:, :1],
+                               holding)[0])
+            require_agreement(forward, f"the options {', '.join(encoder.options)} of encoder "
+                              f"{encoder.name!r} (digest)", block[:, 1])
             length = sizes * columns
             meta = flat[ranges(start, length)].reshape(-1, columns) if columns else np.zeros(
                 (int(sizes.sum()), 0), np.int64)
             tensors = block[:, _FIXED + len(encoder.calls):].reshape(len(rows), -1, _TENSOR)
+            names = ", ".join(encoder.layout.arguments)
             worlds.append(World(counts, meta, [
-                _tensor(forward, encoder, i, tensors[:, i], holding)
+                _tensor(_one(forward, f"argument {i} of encoder {encoder.name!r} ({names})",
+                             tensors[:, i], holding, _shown, PAD))
                 for i in range(tensors.shape[1])], block[:, 2], block[:, 3]))
             if len(meta):
                 self._tensors[encoder.name] = worlds[-1].tensors
@@ -209,37 +223,29 @@ class Tables:
         return worlds
 
 
-def _one(forward: int, what: str, values: np.ndarray, holding: np.ndarray) -> int:
-    """The value of the ranks that hold items. Raises PlanMismatchError if they differ."""
-    there = np.unique(values[holding])
-    if len(there) > 1:
-        raise PlanMismatchError(
-            f"step {forward}: ranks disagree on {what}: " + ", ".join(
-                f"rank {int(np.argmax(holding & (values == v)))} has {v}" for v in there[:4]))
-    return int(there[0]) if len(there) else 0
-
-
-def _tensor(
-    forward: int, encoder: Encoder, index: int, entries: np.ndarray, holding: np.ndarray
-) -> tuple[torch.dtype, tuple[int, ...]] | None:
-    """dtype and shape of a row of the index-th packed argument. Raises PlanMismatchError."""
+def _one(
+    forward: int, what: str, entries: np.ndarray, holding: np.ndarray,
+    show: Callable[[np.ndarray], object] = lambda entry: entry[0], cure: str = "",
+) -> np.ndarray:
+    """The entry (k,) of the ranks that hold items, zeros if none does. entries: (d, k). Raises
+    PlanMismatchError, which shows some, if they differ."""
     there = np.unique(entries[holding], axis=0)
     if len(there) > 1:
-        shown = []
-        for entry in there[:4]:
-            rank = int(np.argmax(holding & (entries == entry).all(1)))
-            kind = ("nothing" if not entry[0] else
-                    f"{_DTYPES[entry[0] - 1]} rows of shape "
-                    f"{tuple(entry[2: 1 + entry[1]].tolist())}")
-            shown.append(f"rank {rank} has {kind}")
-        raise PlanMismatchError(
-            f"step {forward}: ranks disagree on argument {index} of encoder {encoder.name!r} "
-            f"({', '.join(encoder.layout.arguments)}): {', '.join(shown)}; pad to the same size "
-            "and use the same dtype on all ranks")
-    if not len(there) or not there[0][0]:
-        return None
-    code, ndim = there[0][:2].tolist()
-    return _DTYPES[code - 1], tuple(there[0][2: 1 + ndim].tolist())
+        first = [int(np.argmax(holding & (entries == entry).all(1))) for entry in there[:4]]
+        raise PlanMismatchError(f"step {forward}: ranks disagree on {what}: " + ", ".join(
+            f"rank {rank} has {show(entries[rank])}" for rank in first) + cure)
+    return there[0] if len(there) else np.zeros_like(entries[0])
+
+
+def _tensor(entry: np.ndarray) -> tuple[torch.dtype, tuple[int, ...]] | None:
+    """dtype and shape of a row of a packed argument, None if it was not given."""
+    code, ndim, *shape = entry.tolist()
+    return (_DTYPES[code - 1], tuple(shape[: ndim - 1])) if code else None
+
+
+def _shown(entry: np.ndarray) -> str:
+    found = _tensor(entry)
+    return f"{found[0]} rows of shape {found[1]}" if found else "nothing"
 
 
 def same_on_all_ranks(gather: RowGather, encoders: Sequence[Encoder]) -> None:
