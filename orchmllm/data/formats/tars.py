@@ -10,7 +10,7 @@ from typing import BinaryIO
 
 import numpy as np
 
-from orchmllm.data.formats.rows import File, RowStore, parse_json, read_bytes
+from orchmllm.data.formats.rows import File, RowStore, parse_json, read_bytes, scanned
 from orchmllm.data.media.kinds import MODALITY_OF, VIDEO
 from orchmllm.data.media.medium import MAX_MEMBER_BYTES, Medium, RowError
 from orchmllm.data.media.root import refuse_kind
@@ -27,7 +27,7 @@ class TarRows(RowStore):
     kind = "webdataset tar"
 
     def __init__(self, path: File, plain: File, max_row_bytes: int, cached: Callable) -> None:
-        self.plain, self.max_row_bytes = plain, max_row_bytes
+        self.plain, self.max_row_bytes = scanned(plain), max_row_bytes
         self.files, self.root = [path], path.parent
         self.members, names = cached("members", plain, lambda: scan_tar(plain))
         self.names: list[str] = json.loads(names.tobytes().decode())

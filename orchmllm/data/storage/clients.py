@@ -38,8 +38,8 @@ _inherited: list[object] = []  # of the process that forked this one: closing it
 
 
 class StorageError(RuntimeError):
-    """A remote file that could not be read although it may be there: training cannot go on as if
-    it were damaged."""
+    """A remote file that could not be read although it may be there, or a file of rows that has
+    changed since it was opened: training cannot go on as if it were damaged."""
 
 
 class Refused(PermissionError):
