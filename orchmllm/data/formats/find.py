@@ -97,9 +97,9 @@ def _find_in_folder(path: Path, config: SourceConfig, cache_dir: Path) -> Found:
     listed = llama_factory.read(path)
     if listed:
         check_parts(config, llama_factory.NAME, "subset")
-        files, renamed, layout = listed.choose(config.subset)
-        opener = _opener(files, path, config, cache_dir)
-        return lambda: (renamed(opener()[0]), layout)
+        files, rename, layout = llama_factory.choose(path, listed, config.subset)
+        return partial(_open_renamed, _opener(files, path, config, cache_dir, layout),
+                       path / llama_factory.NAME, rename)
     metas = sorted(p for p in (*path.glob("*_meta.json"), *path.glob("*/*_meta.json")))
     if metas and config.row_format in ("auto", "air_bench"):
         check_parts(config, "AIR-Bench")
@@ -114,6 +114,13 @@ def _find_in_folder(path: Path, config: SourceConfig, cache_dir: Path) -> Found:
         f"{config.path}: nothing to read; looked for a saved `datasets` folder (state.json), "
         "dataset_info.json (LLaMA-Factory), *_meta.json (AIR-Bench), *.trans.txt (LibriSpeech), "
         "data.jsonl, *.parquet, *.arrow, *.tar, *.json and *.jsonl, and those as .gz or .zst")
+
+
+def _open_renamed(found: Found, info: Path, rename: Callable[[dict], dict]
+                  ) -> tuple[RowStore, str | None]:
+    store, layout = found()
+    store.files, store.rename = [*store.files, info], rename
+    return store, layout
 
 
 def _data_files(there: Iterable[File], config: SourceConfig) -> list[File]:

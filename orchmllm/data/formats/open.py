@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 
 from orchmllm.config import DataConfig, SourceConfig
@@ -63,6 +64,7 @@ class DataSource:
             folder = os.path.relpath(file.parent, self.store.root)
             root = replace(root, prefix="" if folder[0] == "." else folder)
         try:
+            row = self.store.rename(row)
             conversation = ADAPTERS[self.layout](row, root, self.config.prompt)
         except RowError:
             raise
@@ -181,11 +183,11 @@ def _short_name(path: str) -> str:
 
 
 def _peek(store: RowStore) -> Iterator[dict]:
-    for i in range(min(NUM_PEEKED, len(store))):
-        try:
-            yield store.row(i)
-        except RowError:
-            continue
+    """The first rows; of shards no more are opened than hold them."""
+    places = ((one, i) for one in getattr(store, "stores", [store]) for i in range(len(one)))
+    for shard, i in islice(places, NUM_PEEKED):
+        with suppress(RowError):
+            yield store.rename(shard.row(i))
 
 
 def _chosen(layout: str, store: RowStore) -> str:

@@ -10,6 +10,7 @@ import io
 import json
 import os
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -70,20 +71,23 @@ def _stamp(info: os.stat_result) -> tuple[int, int]:
     return info.st_size, info.st_mtime_ns
 
 
-class RowStore:
+class RowStore(ABC):
     """kind: what it is, for people. files: those whose change changes the rows. root: folder that
-    media paths are relative to unless the recipe says otherwise."""
+    media paths are relative to unless the recipe says otherwise. rename: gives the columns of a row
+    the names that adapters know."""
 
     kind: str
     files: list[File]
     root: Path | str
+    rename: Callable[[dict], dict] = dict  # as they are
 
+    @abstractmethod
     def __len__(self) -> int:
-        raise NotImplementedError
+        """Number of rows."""
 
+    @abstractmethod
     def row(self, i: int) -> dict:
-        """Raises RowError if it cannot be read."""
-        raise NotImplementedError
+        """Row i as its file holds it. Raises RowError if it cannot be read."""
 
     def number(self, i: int) -> int:
         """The row's line or position in its file, from 1."""
