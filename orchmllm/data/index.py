@@ -40,13 +40,13 @@ ALONE_BELOW = 2000  # rows that are indexed faster than worker processes start
 class Part(NamedTuple):
     """Rows of a chunk. table: (s, 7) int64 [modality, rows, attn_len, num_tokens, t, h, w];
     counts, targets: (n,) segments and labels of each row; stamps: (n, 2) int64 bytes of the row's
-    media files and their latest time in ns; problems: (row, file, reason, segment, modality)."""
+    media files and their latest time in ns; problems: row, file, reason, segment, modality."""
 
     table: np.ndarray
     counts: np.ndarray
     targets: np.ndarray
     stamps: np.ndarray
-    problems: list[tuple[int, str, str, int | None, int]]
+    problems: list[dict]
 
 
 class LengthIndex:
@@ -115,18 +115,31 @@ def build_index(
         raise ValueError(f"{source.config.path}: there are no rows to index")
     folder = index_folder(source, planner, index_dir)
     old = open_index(source, planner, index_dir)
-    writer, num_read = _Writer(folder), 0
+    # Written aside and renamed: a reader sees a whole one or none.
+    new = folder.with_name(f"{folder.name}.{os.getpid()}.part")
+    shutil.rmtree(new, ignore_errors=True)  # of a killed process with the same number
+    new.mkdir(parents=True)
+    counts, num_read = [np.zeros(1, np.int64)], 0
     try:
-        for part, count in _parts(source, planner, index_dir, old, num_workers):
-            writer.add(part)
-            num_read += count
-            progress(len(part.counts))
-        if old is None or num_read:
-            writer.close()
-            return LengthIndex(folder), num_read
+        with (open(new / "table.i64", "wb") as table, open(new / "targets.i64", "wb") as targets,
+              open(new / "stamps.i64", "wb") as stamps,
+              open(new / "problems.jsonl", "w", encoding="utf-8") as problems):
+            for part, count in _parts(source, planner, index_dir, old, num_workers):
+                part.table.tofile(table)
+                part.targets.tofile(targets)
+                part.stamps.tofile(stamps)
+                problems.writelines(json.dumps(problem) + "\n" for problem in part.problems)
+                counts.append(part.counts)
+                num_read += count
+                progress(len(part.counts))
+        if old is not None and not num_read:
+            return old, 0
+        np.cumsum(np.concatenate(counts)).tofile(new / "start.i64")
+        shutil.rmtree(folder, ignore_errors=True)
+        new.replace(folder)
     finally:
-        shutil.rmtree(writer.new, ignore_errors=True)
-    return old, 0
+        shutil.rmtree(new, ignore_errors=True)
+    return LengthIndex(folder), num_read
 
 
 def _parts(
@@ -170,19 +183,15 @@ def _index_chunk(
                  if row in old.problems or _stamp_now(source, row) != stamps[row]]
     planned = dict(zip(stale, planner.plan(source.conversation, stale, stale), strict=True))
     stamps |= {row: _stamp(p.media) for row, p in planned.items()}
-    tables, targets, problems = [], [], []
-    for row in rows:
-        layout = planned[row].layout if row in planned else old.layout(row, row)
-        tables.append(np.column_stack(
-            [layout.modality, layout.rows, layout.attn_len, layout.num_tokens, layout.grid]))
-        targets.append(layout.num_targets)
-        problem = planned[row].problem if row in planned else None
-        if problem is not None:
-            problems.append((row, problem.path, problem.reason, problem.segment,
-                             problem.modality))
+    layouts = [planned[row].layout if row in planned else old.layout(row, row) for row in rows]
+    tables = [np.column_stack([x.modality, x.rows, x.attn_len, x.num_tokens, x.grid])
+              for x in layouts]
+    problems = [{"row": row, "file": p.path, "reason": p.reason, "segment": p.segment,
+                 "modality": p.modality}
+                for row, p in ((row, found.problem) for row, found in planned.items()) if p]
     part = Part(np.concatenate(tables), np.array([len(t) for t in tables], np.int64),
-                np.array(targets, np.int64), np.array([stamps[r] for r in rows], np.int64),
-                problems)
+                np.array([x.num_targets for x in layouts], np.int64),
+                np.array([stamps[r] for r in rows], np.int64), problems)
     return part, len(planned)
 
 
@@ -205,32 +214,3 @@ def _stamp(media) -> tuple[int, int]:
                 return -1, -1
             total, latest = total + info.st_size, max(latest, info.st_mtime_ns)
     return total, latest
-
-
-class _Writer:
-    """Writes an index part by part, aside, and renames it: a reader sees a whole one or none."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.new = folder, folder.with_name(f"{folder.name}.{os.getpid()}.part")
-        shutil.rmtree(self.new, ignore_errors=True)  # of a killed process with the same number
-        self.new.mkdir(parents=True)
-        self.counts: list[np.ndarray] = [np.zeros(1, np.int64)]
-        self.files = {name: (self.new / f"{name}.i64").open("wb")
-                      for name in ("table", "targets", "stamps")}
-        self.problems = (self.new / "problems.jsonl").open("w", encoding="utf-8")
-
-    def add(self, part: Part) -> None:
-        for name, file in self.files.items():
-            getattr(part, name).tofile(file)
-        self.counts.append(part.counts)
-        for problem in part.problems:
-            keys = ("row", "file", "reason", "segment", "modality")
-            self.problems.write(json.dumps(dict(zip(keys, problem, strict=True))) + "\n")
-
-    def close(self) -> None:
-        for file in (*self.files.values(), self.problems):
-            file.close()
-        np.cumsum(np.concatenate(self.counts)).tofile(self.new / "start.i64")
-        if self.folder.is_dir():
-            shutil.rmtree(self.folder)
-        self.new.replace(self.folder)
