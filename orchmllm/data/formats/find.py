@@ -36,13 +36,15 @@ Found = Callable[[], tuple[RowStore, str | None]]  # opens the rows; their layou
 
 
 
-def find_store(config: SourceConfig, cache_dir: Path, storage: Storage) -> Found:
-    """What opens the rows of a source. Raises ValueError, or an error of `Storage`, if files are
-    missing."""
+def find_store(config: SourceConfig, cache_dir: Path, storage: Storage,
+               streaming: bool = False) -> Found:
+    """What opens the rows of a source. streaming: parquet files and the hub are read in order,
+    without a copy on disk. Raises ValueError, or an error of `Storage`, if files are missing."""
     if is_url(config.path):
         return _find_remote(config, cache_dir, storage)
     if config.path.startswith("hf:"):
-        return lambda: (arrow.open_hub(config, cache_dir), None)
+        return lambda: (arrow.open_stream(config, []) if streaming
+                        else arrow.open_hub(config, cache_dir), None)
     path = Path(config.path)
     if path.is_dir():
         return _find_in_folder(path, config, cache_dir)
@@ -51,6 +53,8 @@ def find_store(config: SourceConfig, cache_dir: Path, storage: Storage) -> Found
     if not files:
         raise ValueError(f"{config.path}: no such file or folder; give a JSON, JSONL, parquet, "
                          "arrow or tar file, a pattern of them, a folder, or hf:org/name")
+    if streaming and all(f.suffix == ".parquet" for f in files):
+        return lambda: (arrow.open_stream(config, files), None)
     return _opener(files, files[0].parent, config, cache_dir)
 
 

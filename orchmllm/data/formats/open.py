@@ -13,10 +13,9 @@ from itertools import islice
 from pathlib import Path
 
 from orchmllm.config import DataConfig, SourceConfig
-from orchmllm.data.formats import arrow
 from orchmllm.data.formats.adapters import ADAPTERS, LOOKED_FOR, detect
 from orchmllm.data.formats.conversation import PREFERENCES, Conversation, chat, instruction
-from orchmllm.data.formats.find import check_parts, expand, find_store
+from orchmllm.data.formats.find import find_store
 from orchmllm.data.formats.rows import RowStore
 from orchmllm.data.media.medium import RowError, VideoSampling
 from orchmllm.data.media.root import MediaRoot
@@ -107,13 +106,15 @@ def open_tokenizer(data: DataConfig) -> ChatTokenizer:
     return ChatTokenizer(data.tokenizer or beside(sources_of(data)[0].path))
 
 
-def open_source(config: SourceConfig, cache_dir: Path, storage: Storage = NOWHERE) -> DataSource:
-    """storage: what may be read of other machines. Raises ValueError naming the path, what was
-    looked for and the cure."""
+def open_source(config: SourceConfig, cache_dir: Path, storage: Storage = NOWHERE, *,
+                streaming: bool = False) -> DataSource:
+    """storage: what may be read of other machines. streaming: see find_store. Raises ValueError
+    naming the path, what was looked for and the cure."""
     if not config.path:
         raise ValueError("data.sources: a source needs a path")
     with _explained(config):
-        return _as_source(config, *find_store(config, cache_dir, storage)(), storage)
+        return _as_source(config, *find_store(config, cache_dir, storage, streaming)(),
+                          storage)
 
 
 def check_source(config: SourceConfig, storage: Storage = NOWHERE) -> None:
@@ -143,20 +144,6 @@ def _check_media_root(config: SourceConfig, storage: Storage) -> None:
         storage.below(config.media_root, "name")
     elif config.media_root and not os.path.isdir(config.media_root):
         raise ValueError(f"{config.path}: media_root {config.media_root!r} is not a folder")
-
-
-def stream_of(config: SourceConfig, storage: Storage = NOWHERE) -> DataSource | None:
-    """Parquet files and the hub as a stream, without a copy on disk; None for what a store reads
-    in place. Raises ValueError."""
-    if is_url(config.path):
-        return None
-    hub = config.path.startswith("hf:")
-    files = [] if hub or os.path.isdir(config.path) else expand(config.path)
-    if not hub:
-        if not files or any(f.suffix != ".parquet" for f in files):
-            return None
-        check_parts(config, "a data file")
-    return _as_source(config, arrow.open_stream(config, files), None, storage)
 
 
 def _as_source(config: SourceConfig, store: RowStore, layout: str | None,
