@@ -85,33 +85,33 @@ class _RowMedia:
         videos = listed(row, VIDEO_KEYS)
         if videos and isinstance(row.get("video"), list) and all(map(_is_image, videos)):
             videos = [videos]  # one video given as its list of frames
-        self.left = {"<image>": listed(row, IMAGE_KEYS), "<audio>": listed(row, AUDIO_KEYS),
-                     "<video>": videos}
-        self.given = {mark: len(values) for mark, values in self.left.items()}
-        self.asked = dict.fromkeys(self.left, 0)
+        self.given = {"<image>": listed(row, IMAGE_KEYS), "<audio>": listed(row, AUDIO_KEYS),
+                      "<video>": videos}
+        self.asked = dict.fromkeys(self.given, 0)
 
     def take(self, mark: str) -> list[Medium]:
+        at = self.asked[mark]
         self.asked[mark] += 1
-        if not self.left[mark]:
+        if at >= len(self.given[mark]):
             return []
-        value = self.left[mark].pop(0)
+        value = self.given[mark][at]
         if mark == "<video>":
             return video_of(value, self.root)
         return [self.root.medium(VISION if mark == "<image>" else AUDIO, value)]
 
     def check(self) -> None:
         for mark, given in self.given.items():
-            if self.asked[mark] != given:
+            if self.asked[mark] != len(given):
                 key = mark.strip("<>") + "s"
                 raise RowError(
-                    f'{self.asked[mark]} {mark} placeholders but {given} paths in "{key}"; write '
-                    f"one {mark} in the text for each path, in the same order (where the word "
-                    'itself is meant, give the text as a content part {"type": "text"})')
+                    f'{self.asked[mark]} {mark} placeholders but {len(given)} paths in "{key}"; '
+                    f"write one {mark} in the text for each path, in the same order (where the "
+                    'word itself is meant, give the text as a content part {"type": "text"})')
 
     def parts(self, text: str) -> list[str | Medium]:
         out: list[str | Medium] = []
         for part in _PLACEHOLDER.split(text):
-            out += self.take(part) if part in self.left else [part] if part else []
+            out += self.take(part) if part in self.given else [part] if part else []
         return out
 
 

@@ -10,6 +10,7 @@ from typing import BinaryIO
 
 import numpy as np
 
+from orchmllm.data.formats.conversation import AUDIO_KEYS, IMAGE_KEYS, VIDEO_KEYS
 from orchmllm.data.formats.rows import File, RowStore, parse_json, read_bytes, scanned
 from orchmllm.data.media.kinds import MODALITY_OF, VIDEO
 from orchmllm.data.media.medium import MAX_MEMBER_BYTES, Medium, RowError
@@ -72,8 +73,7 @@ class TarRows(RowStore):
 
 def _with_members(row: dict, media: dict[int, list[Medium]]) -> dict:
     """Members take the place of the names that the row lists, in their order."""
-    for modality, keys in ((VISION, ("images", "image")), (AUDIO, ("audios", "audio", "sound")),
-                           (VIDEO, ("videos", "video"))):
+    for modality, keys in ((VISION, IMAGE_KEYS), (AUDIO, AUDIO_KEYS), (VIDEO, VIDEO_KEYS)):
         if media[modality]:
             kept = next((k for k in keys if k in row), keys[0] if "conversations" in row
                         or "messages" in row else keys[1])

@@ -203,7 +203,5 @@ class Progress(Callback):
 
 def version_of(info: dict) -> str:
     """What tells one content of a file from another, or nothing."""
-    for name in ("ETag", "etag", "generation", "blob_id", "Content-MD5", "Last-Modified"):
-        if info.get(name):
-            return str(info[name]).strip('"')
-    return ""
+    names = ("ETag", "etag", "generation", "blob_id", "Content-MD5", "Last-Modified")
+    return str(next(filter(None, map(info.get, names)), "")).strip('"')
