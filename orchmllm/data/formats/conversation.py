@@ -94,9 +94,12 @@ class _RowMedia:
         self.asked[mark] += 1
         if at >= len(self.given[mark]):
             return []
-        value = self.given[mark][at]
+        return self.media(mark, self.given[mark][at])
+
+    def media(self, mark: str, value: object, options: Mapping = MappingProxyType({})
+              ) -> list[Medium]:
         if mark == "<video>":
-            return video_of(value, self.root)
+            return video_of(value, self.root, options)
         return [self.root.medium(VISION if mark == "<image>" else AUDIO, value)]
 
     def check(self) -> None:
@@ -121,24 +124,16 @@ def _content_parts(content: list, media: _RowMedia) -> Iterator[str | Medium]:
         kind = part.get("type") if isinstance(part, Mapping) else None
         if kind == "text" and isinstance(part.get("text"), str):
             yield part["text"]
-        elif kind in ("image", "image_url", "audio", "audio_url"):
-            modality = VISION if kind.startswith("image") else AUDIO
-            value = part.get(kind)
-            if value is None:
-                value = next((part[k] for k in ("image", "audio", "url", "path") if part.get(k)),
-                             None)
-            if value is None:  # {"type": "image"}: the next of the row's list
-                yield from media.take("<image>" if modality == VISION else "<audio>")
-            else:
-                yield media.root.medium(modality, value)
+        elif kind in ("image", "image_url", "audio", "audio_url", "video", "video_url"):
+            what = kind.removesuffix("_url")
+            value = next((part[k] for k in (kind, what, "url", "path") if part.get(k)), None)
+            # {"type": "image"}: the next of the row's list
+            yield from (media.take(f"<{what}>") if value is None
+                        else media.media(f"<{what}>", value, part))
         elif kind == "input_audio" and isinstance(part.get(kind), Mapping):
             data = part[kind].get("data")
             yield (media.root.medium(AUDIO, part[kind]) if data is None
                    else from_base64(str(data), AUDIO, "audio in input_audio"))
-        elif kind in ("video", "video_url"):
-            value = next((part[k] for k in (kind, "video", "url", "path") if part.get(k)), None)
-            yield from (media.take("<video>") if value is None
-                        else video_of(value, media.root, part))
         else:
             raise RowError(f"content part {str(part)[:200]!r}: type must be text, image_url, "
                            "image, input_audio, audio or video, with its value")

@@ -6,6 +6,7 @@ Flow: path -> row store (how rows are kept) -> first rows -> layout (what they s
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -184,20 +185,16 @@ def _chosen(layout: str, store: RowStore) -> str:
 
 
 def _detected(store: RowStore, path: str) -> str:
-    votes: dict[str, int] = {}
-    keys: set[str] = set()
-    for row in _peek(store):
-        if "chosen" in row and "rejected" in row:
-            raise ValueError(f"{path}: {PREFERENCES}")
-        keys |= row.keys()
-        found = detect(row)
-        if found:
-            votes[found] = votes.get(found, 0) + 1
+    rows = list(_peek(store))
+    if any("chosen" in row and "rejected" in row for row in rows):
+        raise ValueError(f"{path}: {PREFERENCES}")
+    votes = Counter(filter(None, map(detect, rows)))
+    if votes.keys() == {"llava", "sharegpt"}:  # LLaVA's mix holds rows without media
+        return "llava"
     if votes:
-        if votes.keys() == {"llava", "sharegpt"}:  # LLaVA's mix holds rows without media
-            return "llava"
-        return max(votes, key=lambda k: votes[k])
+        return votes.most_common(1)[0][0]
     looked = "".join(f"\n  {name}: {what}" for name, what in LOOKED_FOR.items())
+    keys = set().union(*rows)
     seen = f"keys {', '.join(sorted(map(str, keys)))}" if keys else "no row that can be read"
     raise ValueError(f"{path}: {store.kind} of unknown layout: its first {NUM_PEEKED} rows have "
                      f"{seen}; looked for{looked}\nrename the columns, or name the format")
