@@ -11,7 +11,8 @@ from typing import BinaryIO
 import numpy as np
 
 from orchmllm.data.formats.conversation import AUDIO_KEYS, IMAGE_KEYS, VIDEO_KEYS
-from orchmllm.data.formats.rows import File, RowStore, parse_json, read_bytes, scanned
+from orchmllm.data.formats.rows import File, RowStore, parse_json
+from orchmllm.data.formats.scanned import read_bytes, scanned
 from orchmllm.data.media.kinds import MODALITY_OF, VIDEO
 from orchmllm.data.media.medium import MAX_MEMBER_BYTES, Medium, RowError
 from orchmllm.data.media.root import refuse_kind
