@@ -95,10 +95,10 @@ def global_batches(
                            range(int(bounds[-1])), per_step, seed=recipe.run.seed,
                            data=recipe.data, per_rank=batch_size)
     for step in range(max(1, min(NUM_BATCHES, MAX_SAMPLED // per_step))):
-        examples = []
-        for i in sampler.batch(step):
-            k = int(np.searchsorted(bounds, i, side="right")) - 1
-            examples.append(indexes[k].layout(int(i - bounds[k]), int(i)))
+        drawn = sampler.batch(step)
+        source = np.searchsorted(bounds, drawn, side="right") - 1
+        examples = [indexes[k].layout(int(i - bounds[k]), i)
+                    for k, i in zip(source.tolist(), drawn.tolist(), strict=True)]
         shares = sampler.shares(step, num_ranks)
         yield BatchLayout.from_examples(examples, [s.stop - s.start for s in shares])
 

@@ -69,9 +69,10 @@ class ChatTemplate:
             except RowError as error:  # it takes the text, and not a mark in its place
                 problem = error.reason
                 continue
-            problem = _wrong(_marks(rendered), chunks) or problem
-            if not _wrong(_marks(rendered), chunks) and _filled(rendered, chunks) == truth:
+            wrong = _wrong(_marks(rendered), chunks)
+            if not wrong and _filled(rendered, chunks) == truth:
                 return self._read(rendered, chunks, turns)
+            problem = wrong or problem
         raise RowError(problem or "the chat template changes the texts of turns, so what is learnt "
                        "cannot be told from the rest; write one that puts them in as they are")
 
