@@ -153,7 +153,7 @@ def _as_source(config: SourceConfig, store: RowStore, layout: str | None,
     root = root if is_url(root) else os.path.realpath(root)
     _check_media_root(config, storage)
     name = config.name or _short_name(config.path)
-    if config.row_format not in ("auto", "librispeech"):
+    if config.row_format != "auto":
         layout = _chosen(config.row_format, store)
     layout = layout or _detected(store, config.path)
     if config.prompt and ADAPTERS[layout] in (chat, instruction):
@@ -181,7 +181,7 @@ def _peek(store: RowStore) -> Iterator[dict]:
 def _chosen(layout: str, store: RowStore) -> str:
     if layout == "llama_factory" and any("instruction" in row for row in _peek(store)):
         return "llama_factory (alpaca)"
-    return layout
+    return "asr" if layout == "librispeech" else layout  # a clip and what is said in it
 
 
 def _detected(store: RowStore, path: str) -> str:
