@@ -135,7 +135,8 @@ def build_index(
         if old is not None and not num_read:
             return old, 0
         np.cumsum(np.concatenate(counts)).tofile(new / "start.i64")
-        shutil.rmtree(folder, ignore_errors=True)
+        if folder.is_dir():
+            shutil.rmtree(folder)
         new.replace(folder)
     finally:
         shutil.rmtree(new, ignore_errors=True)
