@@ -41,13 +41,13 @@ ALONE_BELOW = 2000  # rows that are indexed faster than worker processes start
 class Part(NamedTuple):
     """Rows of a chunk. table: (s, 7) int64 [modality, rows, attn_len, num_tokens, t, h, w];
     counts, targets: (n,) segments and labels of each row; stamps: (n, 2) int64 bytes of the row's
-    media files and their latest time in ns; problems: (row, file, reason, segment, modality)."""
+    media files and their latest time in ns; problems: row, file, reason, segment, modality."""
 
     table: np.ndarray
     counts: np.ndarray
     targets: np.ndarray
     stamps: np.ndarray
-    problems: list[tuple[int, str, str, int | None, int]]
+    problems: list[dict]
 
 
 class LengthIndex:
@@ -139,18 +139,32 @@ def build_index(
         raise ValueError(f"{source.config.path}: there are no rows to index")
     folder = index_folder(source, planner, index_dir)
     old = open_index(source, planner, index_dir)
-    writer, num_read = _Writer(folder), 0
+    # Written aside and renamed: a reader sees a whole one or none.
+    new = folder.with_name(f"{folder.name}.{os.getpid()}.part")
+    shutil.rmtree(new, ignore_errors=True)  # of a killed process with the same number
+    new.mkdir(parents=True)
+    counts, num_read = [np.zeros(1, np.int64)], 0
     try:
-        for part, count in _parts(source, planner, index_dir, old, num_workers):
-            writer.add(part)
-            num_read += count
-            progress(len(part.counts))
-        if old is None or num_read:
-            writer.close()
-            return LengthIndex(folder), num_read
+        with (open(new / "table.i64", "wb") as table, open(new / "targets.i64", "wb") as targets,
+              open(new / "stamps.i64", "wb") as stamps,
+              open(new / "problems.jsonl", "w", encoding="utf-8") as problems):
+            for part, count in _parts(source, planner, index_dir, old, num_workers):
+                part.table.tofile(table)
+                part.targets.tofile(targets)
+                part.stamps.tofile(stamps)
+                problems.writelines(json.dumps(problem) + "\n" for problem in part.problems)
+                counts.append(part.counts)
+                num_read += count
+                progress(len(part.counts))
+        if old is not None and not num_read:
+            return old, 0
+        np.cumsum(np.concatenate(counts)).tofile(new / "start.i64")
+        if folder.is_dir():
+            shutil.rmtree(folder)
+        new.replace(folder)
     finally:
-        shutil.rmtree(writer.new, ignore_errors=True)
-    return old, 0
+        shutil.rmtree(new, ignore_errors=True)
+    return LengthIndex(folder), num_read
 
 
 def _parts(
@@ -196,8 +210,9 @@ def _index_chunk(
     stamps |= {row: _stamp(p.media) for row, p in planned.items()}
     every = BatchLayout.from_examples([planned[row].layout if row in planned else
                                        old.layout(*np.array([[row], [row]])) for row in rows])
-    problems = [(row, p.path, p.reason, p.segment, p.modality)
-                for row, p in ((row, planned[row].problem) for row in stale) if p is not None]
+    problems = [{"row": row, "file": p.path, "reason": p.reason, "segment": p.segment,
+                 "modality": p.modality}
+                for row, p in ((row, found.problem) for row, found in planned.items()) if p]
     table = np.column_stack(
         [every.modality, every.rows, every.attn_len, every.num_tokens, every.grid])
     return Part(table, every.segments_per_example, every.num_targets,
@@ -223,32 +238,3 @@ def _stamp(media) -> tuple[int, int]:
                 return -1, -1
             total, latest = total + info.st_size, max(latest, info.st_mtime_ns)
     return total, latest
-
-
-class _Writer:
-    """Writes an index part by part, aside, and renames it: a reader sees a whole one or none."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.new = folder, folder.with_name(f"{folder.name}.{os.getpid()}.part")
-        shutil.rmtree(self.new, ignore_errors=True)  # of a killed process with the same number
-        self.new.mkdir(parents=True)
-        self.counts: list[np.ndarray] = [np.zeros(1, np.int64)]
-        self.files = {name: (self.new / f"{name}.i64").open("wb")
-                      for name in ("table", "targets", "stamps")}
-        self.problems = (self.new / "problems.jsonl").open("w", encoding="utf-8")
-
-    def add(self, part: Part) -> None:
-        for name, file in self.files.items():
-            getattr(part, name).tofile(file)
-        self.counts.append(part.counts)
-        for problem in part.problems:
-            keys = ("row", "file", "reason", "segment", "modality")
-            self.problems.write(json.dumps(dict(zip(keys, problem, strict=True))) + "\n")
-
-    def close(self) -> None:
-        for file in (*self.files.values(), self.problems):
-            file.close()
-        np.cumsum(np.concatenate(self.counts)).tofile(self.new / "start.i64")
-        if self.folder.is_dir():
-            shutil.rmtree(self.folder)
-        self.new.replace(self.folder)

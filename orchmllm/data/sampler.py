@@ -8,7 +8,7 @@ num_ranks)`, the ranks' slices of it.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache, partial
+from functools import lru_cache
 
 import numpy as np
 
@@ -28,6 +28,11 @@ def shuffled(count: int, window: int, key: Sequence[int]) -> np.ndarray:
         return rng.permutation(count)
     starts = rng.permutation(-(-count // window)) * window
     return np.concatenate([k + rng.permutation(min(window, count - k)) for k in starts.tolist()])
+
+
+def _orders(count: int, window: int, *key: int) -> Callable[[int], np.ndarray]:
+    """The order of each epoch: `shuffled` by the key and the epoch."""
+    return lru_cache(maxsize=2)(lambda epoch: shuffled(count, window, [*key, epoch]))
 
 
 class _Sampler:
@@ -78,9 +83,8 @@ class GlobalSampler(_Sampler):
         super().__init__(batch_size)
         if len(indices) == 0:
             raise ValueError("the dataset is empty: there is nothing to sample")
-        self.indices = np.asarray(indices, np.int64)
-        self.seed, self.shuffle, self.window = seed, shuffle, window
-        self._order = lru_cache(maxsize=2)(self._permute)
+        self.indices, self.shuffle = np.asarray(indices, np.int64), shuffle
+        self._order = _orders(len(indices), window, seed)
 
     def __len__(self) -> int:
         """Steps of one pass (with shuffle: of one epoch, rounded up)."""
@@ -88,13 +92,10 @@ class GlobalSampler(_Sampler):
 
     def batch(self, step: int) -> np.ndarray:
         """(batch_size,) dataset indices of one step, in source order."""
-        n, draws = len(self.indices), self.draws(step)
+        draws = self.draws(step)
         if not self.shuffle:
             return self.indices[draws[0]: draws[-1] + 1]
-        return self.indices[_in_epochs(draws, n, self._order)]
-
-    def _permute(self, epoch: int) -> np.ndarray:
-        return shuffled(len(self.indices), self.window, [self.seed, epoch])
+        return self.indices[_in_epochs(draws, len(self.indices), self._order)]
 
 
 class CappedSampler:
@@ -178,9 +179,8 @@ class MixtureSampler(_Sampler):
             if weight and not len(group):
                 raise ValueError(f"source {k + 1} has weight {weight} but no rows")
         self.groups = [np.asarray(g, np.int64) for g in groups]
-        self.seed, self.window = seed, window
         self._mixture = Mixture(weights, seed)
-        self._orders = [lru_cache(maxsize=2)(partial(self._permute, k)) for k in range(len(groups))]
+        self._orders = [_orders(len(g), window, seed, 2, k) for k, g in enumerate(groups)]
 
     def __len__(self) -> int:
         """Steps in which as many examples are drawn as there are."""
@@ -194,9 +194,6 @@ class MixtureSampler(_Sampler):
             group, mine = self.groups[k], source == k
             out[mine] = group[_in_epochs(before[mine], len(group), self._orders[k])]
         return out
-
-    def _permute(self, source: int, epoch: int) -> np.ndarray:
-        return shuffled(len(self.groups[source]), self.window, [self.seed, 2, source, epoch])
 
 
 class StreamSampler(_Sampler):

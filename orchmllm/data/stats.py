@@ -25,7 +25,7 @@ COLOURS = {"text": "#4c72b0", "vision": "#dd8452", "audio": "#55a868"}
 @dataclass(frozen=True)
 class Lengths:
     """Lengths of all usable examples of a recipe. source (n,): index into names; tokens[m] (n,):
-    LLM positions of a modality; segments[m]: (s,) [source, tokens] of every segment."""
+    LLM positions of a modality; segments[m] (n,): its segments."""
 
     names: list[str]
     source: np.ndarray
@@ -53,10 +53,9 @@ def read_lengths(names: Sequence[str], indexes: Sequence[LengthIndex]) -> Length
         source.append(np.full(int(usable.sum()), k))
         for name, code in MODALITIES.items():
             mine = keep & (index.table[:, 0] == code)
-            count = np.asarray(index.table[mine, 3])
-            per_row = np.bincount(row[mine], weights=count, minlength=len(index))
+            per_row = np.bincount(row[mine], weights=index.table[mine, 3], minlength=len(index))
             tokens[name].append(per_row[usable].astype(np.int64))
-            segments[name].append(np.column_stack([np.full(len(count), k), count]))
+            segments[name].append(np.bincount(row[mine], minlength=len(index))[usable])
     return Lengths(list(names), np.concatenate(source),
                    {m: np.concatenate(v) for m, v in tokens.items()},
                    {m: np.concatenate(v) for m, v in segments.items()})
@@ -66,14 +65,13 @@ def table(lengths: Lengths) -> str:
     """Tokens per example and modality, of every source and of all together."""
     out = [f"{'source':<24} {'modality':<8} {'examples':>9} {'segments':>9} {'mean':>8} "
            f"{'p50':>7} {'p90':>7} {'p99':>7} {'max':>7} {'share':>6}"]
-    groups = [(name, lengths.source == k, k) for k, name in enumerate(lengths.names)]
+    groups = [(name, lengths.source == k) for k, name in enumerate(lengths.names)]
     if len(groups) > 1:
-        groups.append(("all", np.ones(len(lengths.source), bool), None))
-    for name, mine, k in groups:
+        groups.append(("all", np.ones(len(lengths.source), bool)))
+    for name, mine in groups:
         total = max(int(lengths.total[mine].sum()), 1)
         for modality in MODALITIES:
-            segments = lengths.segments[modality]
-            count = len(segments) if k is None else int((segments[:, 0] == k).sum())
+            count = lengths.segments[modality][mine].sum()
             values = lengths.tokens[modality][mine]
             values = values[values > 0]
             if not len(values):

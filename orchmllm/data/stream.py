@@ -20,13 +20,7 @@ import numpy as np
 from orchmllm.config import DataConfig, SourceConfig
 from orchmllm.data.dataset import ConversationDataset
 from orchmllm.data.formats.arrow import clean
-from orchmllm.data.formats.open import (
-    DataSource,
-    open_source,
-    open_tokenizer,
-    sources_of,
-    stream_of,
-)
+from orchmllm.data.formats.open import DataSource, open_source, open_tokenizer, sources_of
 from orchmllm.data.formats.rows import RowStore
 from orchmllm.data.sampler import Mixture
 from orchmllm.data.storage.remote import RemoteFile, Storage, fetch_ahead
@@ -185,7 +179,7 @@ class StreamDataset(ConversationDataset):
                              "GiB: raise it, or lower data.num_shards")
 
     def _open(self, config: SourceConfig, folder: Path) -> DataSource:
-        return stream_of(config, self.storage) or open_source(config, folder, self.storage)
+        return open_source(config, folder, self.storage, streaming=True)
 
     def split(self, num_validation: int) -> tuple[Sequence[int], Sequence[int]]:
         """Nothing: a stream has no end to hold rows out of. Raises ValueError if asked to."""

@@ -21,7 +21,8 @@ from orchmllm.data.media.medium import Medium, RowError
 from orchmllm.data.spans import ALL, END, NONE, Span, Text, said, with_calls
 from orchmllm.data.template_engine import environment, looked_for
 
-_MARK = re.compile("\ue000(\\d+)\ue001|(\ue002)|(\ue003)")  # private use; 2, 3: generation
+_MARK = re.compile("\ue000(\\d+)\ue001")  # private use
+_BLOCK = re.compile("\ue002(.*?)\ue003", re.DOTALL)  # what {% generation %} is around
 
 
 class _Chunk(NamedTuple):
@@ -68,9 +69,10 @@ class ChatTemplate:
             except RowError as error:  # it takes the text, and not a mark in its place
                 problem = error.reason
                 continue
-            problem = _wrong(_marks(rendered), chunks) or problem
-            if not _wrong(_marks(rendered), chunks) and _filled(rendered, chunks) == truth:
+            wrong = _wrong(_marks(rendered), chunks)
+            if not wrong and _filled(rendered, chunks) == truth:
                 return self._read(rendered, chunks, turns)
+            problem = wrong or problem
         raise RowError(problem or "the chat template changes the texts of turns, so what is learnt "
                        "cannot be told from the rest; write one that puts them in as they are")
 
@@ -156,7 +158,7 @@ class ChatTemplate:
             return _in_blocks(rendered, chunks, turns)
         out: list[Span] = []
         last: _Chunk | None = None
-        texts = _MARK.split(rendered)[::4]
+        texts = _MARK.split(rendered)[::2]
         marks = [*_marks(rendered), None]
         for text, number in zip(texts, marks, strict=True):
             after = chunks[number] if number is not None else None
@@ -201,24 +203,15 @@ class ChatTemplate:
 def _in_blocks(rendered: str, chunks: list[_Chunk], turns: Sequence[Turn]) -> list[Span]:
     """Learnt is what stands in {% generation %}, unless its turn is not to be learnt."""
     out: list[Span] = []
-    items = [m for m in _MARK.finditer(rendered)]
-    inside, learnt, at = False, False, 0
-    for k, item in enumerate([*items, None]):
-        text = rendered[at: item.start() if item else len(rendered)]
-        if text:
-            out.append(Text(text, ALL if inside and learnt else NONE))
-        if item is None:
-            break
-        at = item.end()
-        if item[1] is None:
-            inside = item[2] is not None
-            numbers = (m[1] for m in items[k + 1:] if m[1] or m[3])
-            first = next(numbers, None) if inside else None
-            learnt = first is not None and turns[chunks[int(first)].turn].supervised
-        else:
-            chunk = chunks[int(item[1])]
-            out += said(chunk.parts, inside and turns[chunk.turn].supervised)
-    return out
+    for k, block in enumerate(_BLOCK.split(rendered)):
+        there = [chunks[number] for number in _marks(block)]
+        learnt = [k % 2 == 1 and turns[chunk.turn].supervised for chunk in there]
+        text, *texts = _MARK.split(block)[::2]
+        out.append(Text(text, ALL if any(learnt[:1]) else NONE))
+        for chunk, mine, text in zip(there, learnt, texts, strict=True):
+            out += said(chunk.parts, mine)
+            out.append(Text(text, ALL if learnt[0] else NONE))
+    return [s for s in out if isinstance(s, Medium) or s.text]
 
 
 def _mark(number: int) -> str:
@@ -226,7 +219,7 @@ def _mark(number: int) -> str:
 
 
 def _marks(rendered: str) -> list[int]:
-    return [int(m[1]) for m in _MARK.finditer(rendered) if m[1]]
+    return [int(number) for number in _MARK.findall(rendered)]
 
 
 def _part(part: str | Medium) -> str:
@@ -239,8 +232,8 @@ def _whole(turns: Sequence[Turn]) -> list[_Chunk]:
 
 
 def _filled(rendered: str, chunks: list[_Chunk]) -> str:
-    return _MARK.sub(lambda m: "".join(map(_part, chunks[int(m[1])].parts)) if m[1] else "",
-                     rendered)
+    return _MARK.sub(lambda m: "".join(map(_part, chunks[int(m[1])].parts)),
+                     _BLOCK.sub(r"\1", rendered))
 
 
 def _trimmed(parts: Sequence[str | Medium]) -> tuple[str | Medium, ...]:

@@ -135,6 +135,9 @@ def test_named_format_is_taken(folder, tokenizer):
     assert dataset.sources[0].layout == "caption"
     question, answer = dataset.conversation(0)
     assert question.parts[1] == "\nSay it." and answer.parts == ("words",)
+    path = write_jsonl(folder / "words.jsonl", [{"image": "0.png", "text": "words"}])
+    said = opened(path, tokenizer, folder, row_format="librispeech").problem(0)
+    assert 'needs one clip in "audio", got 0' in str(said)  # and not read as a caption
 
 
 def test_unsupervised_assistant_turn(folder, tokenizer):

@@ -118,6 +118,17 @@ def narrower(channel, said, dataset) -> None:
     channel.send(header, [a[1:] if a.ndim == 2 else a for a in arrays])
 
 
+def fewer(channel, said, dataset) -> None:
+    channel.send({"results": [{"text": True, "segments": s["segments"], "failed": []}
+                              for _, s in said["load"]]})
+
+
+def endless(channel, said, dataset) -> None:
+    channel.send({"results": [{"text": s["text"], "segments": s["segments"],
+                               "failed": [[float("inf"), "", 0]]} for _, s in said["load"]]},
+                 to_answer(Workers(dataset, 0).request("load", from_request(said, None))())[1])
+
+
 def junk(channel, said, dataset) -> None:
     channel.sock.sendall(b"\x80\x04junk" * 100)
 
@@ -135,7 +146,8 @@ def trickles(channel, said, dataset) -> None:
 
 @pytest.mark.parametrize("answer, reason", [
     (oversized, "1099511627776 bytes: more than the limit of"), (shorter, "came for"),
-    (narrower, "came where"),
+    (narrower, "came where"), (fewer, "an answer cannot be read: StopIteration"),
+    (endless, "an answer cannot be read: OverflowError"),
     (junk, "this is no message: it begins with b'\\x80\\x04ju'"), (closes, "closed"),
     (trickles, "no whole message within 1 s")])
 def test_answers_that_are_no_answers_are_read_by_the_rank(recipe, answer, reason):

@@ -14,7 +14,7 @@ import pytest
 from PIL import Image
 
 from orchmllm.config import RemoteRoot, SourceConfig
-from orchmllm.data.formats.open import open_source
+from orchmllm.data.formats.open import NUM_PEEKED, open_source
 from orchmllm.data.media.headers import image_header
 from orchmllm.data.storage.clients import Refused, StorageError
 from tests.data.test_formats import same_examples
@@ -235,6 +235,15 @@ def test_a_data_file_that_changes_is_read_anew_or_an_error(web, tokenizer, tmp_p
     shutil.rmtree(tmp_path / "cache")
     with pytest.raises(StorageError, match="rows.jsonl has changed since this run opened it"):
         dataset.conversation(0)
+
+
+def test_a_stream_opens_no_more_shards_than_tell_its_layout(web, tokenizer, tmp_path):
+    rows = [llava_row([("text", "hello")], "one")] * NUM_PEEKED
+    for k in range(4):
+        write_jsonl(web.folder / f"{k}.jsonl", rows)
+    source = open_source(SourceConfig(path=f"{web.url}/{{0..3}}.jsonl"), tmp_path,
+                         storage(tmp_path / "cache", web.url))
+    assert [shard.is_open for shard in source.store.stores] == [True, False, False, False]
 
 
 def test_a_store_that_is_down_is_named(tokenizer, tmp_path):

@@ -3,7 +3,8 @@ that images and audio stay encoded. No code of a dataset is run."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 
@@ -76,6 +77,15 @@ def clean(value):
     return value
 
 
+@contextmanager
+def _reading(what: str) -> Iterator[None]:
+    """pyarrow and datasets raise many types, on bad bytes, connections, authentication, layouts."""
+    try:
+        yield
+    except Exception as error:
+        raise ValueError(f"{what}: {error}") from error
+
+
 def open_files(files: Sequence[Path], root: Path, cache_dir: Path) -> ArrowRows:
     """Parquet or arrow files; of remote ones copies stay in cache_dir. Raises ValueError."""
     import datasets
@@ -83,7 +93,7 @@ def open_files(files: Sequence[Path], root: Path, cache_dir: Path) -> ArrowRows:
 
     kind = "parquet" if files[0].suffix == ".parquet" else "arrow"
     names = [str(f.copied(cache_dir) if isinstance(f, RemoteFile) else f) for f in files]
-    try:
+    with _reading(f"{names[0]}: not {kind} that can be read"):
         if kind == "arrow":
             each = [datasets.Dataset.from_file(name) for name in names]
             dataset, counts = datasets.concatenate_datasets(each), [len(d) for d in each]
@@ -92,8 +102,6 @@ def open_files(files: Sequence[Path], root: Path, cache_dir: Path) -> ArrowRows:
             dataset = datasets.load_dataset(
                 "parquet", data_files={"train": names}, split="train",
                 cache_dir=str(cache_dir / "parquet"))
-    except Exception as error:  # pyarrow and datasets raise many types on bad bytes
-        raise ValueError(f"{names[0]}: not {kind} that can be read: {error}") from error
     return ArrowRows(dataset, f"{kind} file" if len(files) == 1 else f"{kind} files", files, root,
                      list(zip(files, counts, strict=True)))
 
@@ -102,10 +110,8 @@ def open_saved(path: Path, config: SourceConfig) -> ArrowRows:
     """A folder written by save_to_disk. Raises ValueError."""
     import datasets
 
-    try:
+    with _reading(f"{path}: not a saved dataset that can be read"):
         dataset = datasets.load_from_disk(str(path))
-    except Exception as error:
-        raise ValueError(f"{path}: not a saved dataset that can be read: {error}") from error
     folder = path
     if isinstance(dataset, datasets.DatasetDict):
         split = config.split or ("train" if list(dataset) == ["train"] else "")
@@ -131,20 +137,17 @@ def open_stream(config: SourceConfig, files: Sequence[Path]) -> StreamRows:
 
     if not files:
         return StreamRows(_load_hub(config, streaming=True), files, Path(config.path))
-    try:
+    with _reading(f"{config.path}: not parquet that can be streamed"):
         stream = datasets.load_dataset("parquet", data_files={"train": [str(f) for f in files]},
                                        split="train", streaming=True)
         return StreamRows(stream, files, Path(config.path))
-    except Exception as error:  # pyarrow and datasets raise many types on bad bytes
-        raise ValueError(f"{config.path}: not parquet that can be streamed: {error}") from error
 
 
 def _load_hub(config: SourceConfig, **how):
     import datasets
 
-    try:
+    split = config.split or "train"
+    with _reading(f"{config.path}: `datasets` cannot load it (subset {config.subset!r}, "
+                  f"split {split!r})"):
         return datasets.load_dataset(config.path.removeprefix("hf:"), config.subset or None,
-                                     split=config.split or "train", **how)
-    except Exception as error:  # connection, authentication, layout: each its own type
-        raise ValueError(f"{config.path}: `datasets` cannot load it (subset {config.subset!r}, "
-                         f"split {config.split or 'train'!r}): {error}") from error
+                                     split=split, **how)

@@ -85,33 +85,36 @@ class _RowMedia:
         videos = listed(row, VIDEO_KEYS)
         if videos and isinstance(row.get("video"), list) and all(map(_is_image, videos)):
             videos = [videos]  # one video given as its list of frames
-        self.left = {"<image>": listed(row, IMAGE_KEYS), "<audio>": listed(row, AUDIO_KEYS),
-                     "<video>": videos}
-        self.given = {mark: len(values) for mark, values in self.left.items()}
-        self.asked = dict.fromkeys(self.left, 0)
+        self.given = {"<image>": listed(row, IMAGE_KEYS), "<audio>": listed(row, AUDIO_KEYS),
+                      "<video>": videos}
+        self.asked = dict.fromkeys(self.given, 0)
 
     def take(self, mark: str) -> list[Medium]:
+        at = self.asked[mark]
         self.asked[mark] += 1
-        if not self.left[mark]:
+        if at >= len(self.given[mark]):
             return []
-        value = self.left[mark].pop(0)
+        return self.media(mark, self.given[mark][at])
+
+    def media(self, mark: str, value: object, options: Mapping = MappingProxyType({})
+              ) -> list[Medium]:
         if mark == "<video>":
-            return video_of(value, self.root)
+            return video_of(value, self.root, options)
         return [self.root.medium(VISION if mark == "<image>" else AUDIO, value)]
 
     def check(self) -> None:
         for mark, given in self.given.items():
-            if self.asked[mark] != given:
+            if self.asked[mark] != len(given):
                 key = mark.strip("<>") + "s"
                 raise RowError(
-                    f'{self.asked[mark]} {mark} placeholders but {given} paths in "{key}"; write '
-                    f"one {mark} in the text for each path, in the same order (where the word "
-                    'itself is meant, give the text as a content part {"type": "text"})')
+                    f'{self.asked[mark]} {mark} placeholders but {len(given)} paths in "{key}"; '
+                    f"write one {mark} in the text for each path, in the same order (where the "
+                    'word itself is meant, give the text as a content part {"type": "text"})')
 
     def parts(self, text: str) -> list[str | Medium]:
         out: list[str | Medium] = []
         for part in _PLACEHOLDER.split(text):
-            out += self.take(part) if part in self.left else [part] if part else []
+            out += self.take(part) if part in self.given else [part] if part else []
         return out
 
 
@@ -121,24 +124,16 @@ def _content_parts(content: list, media: _RowMedia) -> Iterator[str | Medium]:
         kind = part.get("type") if isinstance(part, Mapping) else None
         if kind == "text" and isinstance(part.get("text"), str):
             yield part["text"]
-        elif kind in ("image", "image_url", "audio", "audio_url"):
-            modality = VISION if kind.startswith("image") else AUDIO
-            value = part.get(kind)
-            if value is None:
-                value = next((part[k] for k in ("image", "audio", "url", "path") if part.get(k)),
-                             None)
-            if value is None:  # {"type": "image"}: the next of the row's list
-                yield from media.take("<image>" if modality == VISION else "<audio>")
-            else:
-                yield media.root.medium(modality, value)
+        elif kind in ("image", "image_url", "audio", "audio_url", "video", "video_url"):
+            what = kind.removesuffix("_url")
+            value = next((part[k] for k in (kind, what, "url", "path") if part.get(k)), None)
+            # {"type": "image"}: the next of the row's list
+            yield from (media.take(f"<{what}>") if value is None
+                        else media.media(f"<{what}>", value, part))
         elif kind == "input_audio" and isinstance(part.get(kind), Mapping):
             data = part[kind].get("data")
             yield (media.root.medium(AUDIO, part[kind]) if data is None
                    else from_base64(str(data), AUDIO, "audio in input_audio"))
-        elif kind in ("video", "video_url"):
-            value = next((part[k] for k in (kind, "video", "url", "path") if part.get(k)), None)
-            yield from (media.take("<video>") if value is None
-                        else video_of(value, media.root, part))
         else:
             raise RowError(f"content part {str(part)[:200]!r}: type must be text, image_url, "
                            "image, input_audio, audio or video, with its value")

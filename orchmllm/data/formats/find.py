@@ -36,13 +36,15 @@ Found = Callable[[], tuple[RowStore, str | None]]  # opens the rows; their layou
 
 
 
-def find_store(config: SourceConfig, cache_dir: Path, storage: Storage) -> Found:
-    """What opens the rows of a source. Raises ValueError, or an error of `Storage`, if files are
-    missing."""
+def find_store(config: SourceConfig, cache_dir: Path, storage: Storage,
+               streaming: bool = False) -> Found:
+    """What opens the rows of a source. streaming: parquet files and the hub are read in order,
+    without a copy on disk. Raises ValueError, or an error of `Storage`, if files are missing."""
     if is_url(config.path):
         return _find_remote(config, cache_dir, storage)
     if config.path.startswith("hf:"):
-        return lambda: (arrow.open_hub(config, cache_dir), None)
+        return lambda: (arrow.open_stream(config, []) if streaming
+                        else arrow.open_hub(config, cache_dir), None)
     path = Path(config.path)
     if path.is_dir():
         return _find_in_folder(path, config, cache_dir)
@@ -51,6 +53,8 @@ def find_store(config: SourceConfig, cache_dir: Path, storage: Storage) -> Found
     if not files:
         raise ValueError(f"{config.path}: no such file or folder; give a JSON, JSONL, parquet, "
                          "arrow or tar file, a pattern of them, a folder, or hf:org/name")
+    if streaming and all(f.suffix == ".parquet" for f in files):
+        return lambda: (arrow.open_stream(config, files), None)
     return _opener(files, files[0].parent, config, cache_dir)
 
 
@@ -97,9 +101,9 @@ def _find_in_folder(path: Path, config: SourceConfig, cache_dir: Path) -> Found:
     listed = llama_factory.read(path)
     if listed:
         check_parts(config, llama_factory.NAME, "subset")
-        files, renamed, layout = listed.choose(config.subset)
-        opener = _opener(files, path, config, cache_dir)
-        return lambda: (renamed(opener()[0]), layout)
+        files, rename, layout = llama_factory.choose(path, listed, config.subset)
+        return partial(_open_renamed, _opener(files, path, config, cache_dir, layout),
+                       path / llama_factory.NAME, rename)
     metas = sorted(p for p in (*path.glob("*_meta.json"), *path.glob("*/*_meta.json")))
     if metas and config.row_format in ("auto", "air_bench"):
         check_parts(config, "AIR-Bench")
@@ -114,6 +118,13 @@ def _find_in_folder(path: Path, config: SourceConfig, cache_dir: Path) -> Found:
         f"{config.path}: nothing to read; looked for a saved `datasets` folder (state.json), "
         "dataset_info.json (LLaMA-Factory), *_meta.json (AIR-Bench), *.trans.txt (LibriSpeech), "
         "data.jsonl, *.parquet, *.arrow, *.tar, *.json and *.jsonl, and those as .gz or .zst")
+
+
+def _open_renamed(found: Found, info: Path, rename: Callable[[dict], dict]
+                  ) -> tuple[RowStore, str | None]:
+    store, layout = found()
+    store.files, store.rename = [*store.files, info], rename
+    return store, layout
 
 
 def _data_files(there: Iterable[File], config: SourceConfig) -> list[File]:

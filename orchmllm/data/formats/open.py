@@ -6,16 +6,17 @@ Flow: path -> row store (how rows are kept) -> first rows -> layout (what they s
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 
 from orchmllm.config import DataConfig, SourceConfig
-from orchmllm.data.formats import arrow
 from orchmllm.data.formats.adapters import ADAPTERS, LOOKED_FOR, detect
 from orchmllm.data.formats.conversation import PREFERENCES, Conversation, chat, instruction
-from orchmllm.data.formats.find import check_parts, expand, find_store
+from orchmllm.data.formats.find import find_store
 from orchmllm.data.formats.rows import RowStore
 from orchmllm.data.media.medium import RowError, VideoSampling
 from orchmllm.data.media.root import MediaRoot
@@ -63,6 +64,7 @@ class DataSource:
             folder = os.path.relpath(file.parent, self.store.root)
             root = replace(root, prefix="" if folder[0] == "." else folder)
         try:
+            row = self.store.rename(row)
             conversation = ADAPTERS[self.layout](row, root, self.config.prompt)
         except RowError:
             raise
@@ -105,13 +107,15 @@ def open_tokenizer(data: DataConfig) -> ChatTokenizer:
     return ChatTokenizer(data.tokenizer or beside(sources_of(data)[0].path))
 
 
-def open_source(config: SourceConfig, cache_dir: Path, storage: Storage = NOWHERE) -> DataSource:
-    """storage: what may be read of other machines. Raises ValueError naming the path, what was
-    looked for and the cure."""
+def open_source(config: SourceConfig, cache_dir: Path, storage: Storage = NOWHERE, *,
+                streaming: bool = False) -> DataSource:
+    """storage: what may be read of other machines. streaming: see find_store. Raises ValueError
+    naming the path, what was looked for and the cure."""
     if not config.path:
         raise ValueError("data.sources: a source needs a path")
     with _explained(config):
-        return _as_source(config, *find_store(config, cache_dir, storage)(), storage)
+        return _as_source(config, *find_store(config, cache_dir, storage, streaming)(),
+                          storage)
 
 
 def check_source(config: SourceConfig, storage: Storage = NOWHERE) -> None:
@@ -143,27 +147,13 @@ def _check_media_root(config: SourceConfig, storage: Storage) -> None:
         raise ValueError(f"{config.path}: media_root {config.media_root!r} is not a folder")
 
 
-def stream_of(config: SourceConfig, storage: Storage = NOWHERE) -> DataSource | None:
-    """Parquet files and the hub as a stream, without a copy on disk; None for what a store reads
-    in place. Raises ValueError."""
-    if is_url(config.path):
-        return None
-    hub = config.path.startswith("hf:")
-    files = [] if hub or os.path.isdir(config.path) else expand(config.path)
-    if not hub:
-        if not files or any(f.suffix != ".parquet" for f in files):
-            return None
-        check_parts(config, "a data file")
-    return _as_source(config, arrow.open_stream(config, files), None, storage)
-
-
 def _as_source(config: SourceConfig, store: RowStore, layout: str | None,
                storage: Storage) -> DataSource:
     root = config.media_root or getattr(store, "media_root", "") or store.root
     root = root if is_url(root) else os.path.realpath(root)
     _check_media_root(config, storage)
     name = config.name or _short_name(config.path)
-    if config.row_format not in ("auto", "librispeech"):
+    if config.row_format != "auto":
         layout = _chosen(config.row_format, store)
     layout = layout or _detected(store, config.path)
     if config.prompt and ADAPTERS[layout] in (chat, instruction):
@@ -181,34 +171,30 @@ def _short_name(path: str) -> str:
 
 
 def _peek(store: RowStore) -> Iterator[dict]:
-    for i in range(min(NUM_PEEKED, len(store))):
-        try:
-            yield store.row(i)
-        except RowError:
-            continue
+    """The first rows; of shards no more are opened than hold them."""
+    places = ((one, i) for one in getattr(store, "stores", [store]) for i in range(len(one)))
+    for shard, i in islice(places, NUM_PEEKED):
+        with suppress(RowError):
+            yield store.rename(shard.row(i))
 
 
 def _chosen(layout: str, store: RowStore) -> str:
     if layout == "llama_factory" and any("instruction" in row for row in _peek(store)):
         return "llama_factory (alpaca)"
-    return layout
+    return "asr" if layout == "librispeech" else layout  # a clip and what is said in it
 
 
 def _detected(store: RowStore, path: str) -> str:
-    votes: dict[str, int] = {}
-    keys: set[str] = set()
-    for row in _peek(store):
-        if "chosen" in row and "rejected" in row:
-            raise ValueError(f"{path}: {PREFERENCES}")
-        keys |= row.keys()
-        found = detect(row)
-        if found:
-            votes[found] = votes.get(found, 0) + 1
+    rows = list(_peek(store))
+    if any("chosen" in row and "rejected" in row for row in rows):
+        raise ValueError(f"{path}: {PREFERENCES}")
+    votes = Counter(filter(None, map(detect, rows)))
+    if votes.keys() == {"llava", "sharegpt"}:  # LLaVA's mix holds rows without media
+        return "llava"
     if votes:
-        if votes.keys() == {"llava", "sharegpt"}:  # LLaVA's mix holds rows without media
-            return "llava"
-        return max(votes, key=lambda k: votes[k])
+        return votes.most_common(1)[0][0]
     looked = "".join(f"\n  {name}: {what}" for name, what in LOOKED_FOR.items())
+    keys = set().union(*rows)
     seen = f"keys {', '.join(sorted(map(str, keys)))}" if keys else "no row that can be read"
     raise ValueError(f"{path}: {store.kind} of unknown layout: its first {NUM_PEEKED} rows have "
                      f"{seen}; looked for{looked}\nrename the columns, or name the format")

@@ -10,12 +10,14 @@ import io
 import json
 import os
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 
+from orchmllm.data.formats.scanned import read_bytes, scanned
 from orchmllm.data.media.medium import RowError
 from orchmllm.data.storage.remote import RemoteFile
 
@@ -23,20 +25,23 @@ File = Path | RemoteFile
 _BLOCK = 8 << 20  # characters of a JSON array scanned at a time
 
 
-class RowStore:
+class RowStore(ABC):
     """kind: what it is, for people. files: those whose change changes the rows. root: folder that
-    media paths are relative to unless the recipe says otherwise."""
+    media paths are relative to unless the recipe says otherwise. rename: gives the columns of a row
+    the names that adapters know."""
 
     kind: str
     files: list[File]
     root: Path | str
+    rename: Callable[[dict], dict] = dict  # as they are
 
+    @abstractmethod
     def __len__(self) -> int:
-        raise NotImplementedError
+        """Number of rows."""
 
+    @abstractmethod
     def row(self, i: int) -> dict:
-        """Raises RowError if it cannot be read."""
-        raise NotImplementedError
+        """Row i as its file holds it. Raises RowError if it cannot be read."""
 
     def number(self, i: int) -> int:
         """The row's line or position in its file, from 1."""
@@ -74,19 +79,12 @@ def parse_json(data: bytes) -> dict:
     return row
 
 
-def read_bytes(path: File, offset: int, size: int) -> bytes:
-    """Part of a file. It is opened for each read: a source may have more shards than a process may
-    have open files, and a remote file that stays open stays on the disk."""
-    with path.open("rb") as file:
-        return os.pread(file.fileno(), size, offset)
-
-
 class JsonRows(RowStore):
     """JSONL, or a JSON array of objects. plain: `path` or a copy of it that is not compressed.
     spans: (n, 2) int64 first and last byte of each row in it."""
 
     def __init__(self, path: File, plain: File, max_row_bytes: int, cached: Callable) -> None:
-        self.plain, self.max_row_bytes = plain, max_row_bytes
+        self.plain, self.max_row_bytes = scanned(plain), max_row_bytes
         self.files, self.root = [path], path.parent
         first = _first_byte(plain)
         self.kind = "JSON array" if first == b"[" else "JSONL"

@@ -10,7 +10,9 @@ from typing import BinaryIO
 
 import numpy as np
 
-from orchmllm.data.formats.rows import File, RowStore, parse_json, read_bytes
+from orchmllm.data.formats.conversation import AUDIO_KEYS, IMAGE_KEYS, VIDEO_KEYS
+from orchmllm.data.formats.rows import File, RowStore, parse_json
+from orchmllm.data.formats.scanned import read_bytes, scanned
 from orchmllm.data.media.kinds import MODALITY_OF, VIDEO
 from orchmllm.data.media.medium import MAX_MEMBER_BYTES, Medium, RowError
 from orchmllm.data.media.root import refuse_kind
@@ -27,7 +29,7 @@ class TarRows(RowStore):
     kind = "webdataset tar"
 
     def __init__(self, path: File, plain: File, max_row_bytes: int, cached: Callable) -> None:
-        self.plain, self.max_row_bytes = plain, max_row_bytes
+        self.plain, self.max_row_bytes = scanned(plain), max_row_bytes
         self.files, self.root = [path], path.parent
         self.members, names = cached("members", plain, lambda: scan_tar(plain))
         self.names: list[str] = json.loads(names.tobytes().decode())
@@ -72,8 +74,7 @@ class TarRows(RowStore):
 
 def _with_members(row: dict, media: dict[int, list[Medium]]) -> dict:
     """Members take the place of the names that the row lists, in their order."""
-    for modality, keys in ((VISION, ("images", "image")), (AUDIO, ("audios", "audio", "sound")),
-                           (VIDEO, ("videos", "video"))):
+    for modality, keys in ((VISION, IMAGE_KEYS), (AUDIO, AUDIO_KEYS), (VIDEO, VIDEO_KEYS)):
         if media[modality]:
             kept = next((k for k in keys if k in row), keys[0] if "conversations" in row
                         or "messages" in row else keys[1])

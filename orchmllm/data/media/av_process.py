@@ -47,8 +47,8 @@ def video_header(medium: Medium, demuxer: str) -> VideoHeader:
     if _is_local(medium):
         with suppress(OSError):  # `reading` says what is wrong
             info = os.stat(medium.path)
-            return _kept_header(medium, demuxer, (info.st_size, info.st_mtime_ns))
-    return _video_header(medium, demuxer)
+            return _header(medium, demuxer, (info.st_size, info.st_mtime_ns))
+    return _header.__wrapped__(medium, demuxer, None)  # which keeps nothing
 
 
 def _is_local(medium: Medium) -> bool:
@@ -56,11 +56,7 @@ def _is_local(medium: Medium) -> bool:
 
 
 @lru_cache(maxsize=4096)
-def _kept_header(medium: Medium, demuxer: str, stamp: tuple[int, int]) -> VideoHeader:
-    return _video_header(medium, demuxer)
-
-
-def _video_header(medium: Medium, demuxer: str) -> VideoHeader:
+def _header(medium: Medium, demuxer: str, stamp: tuple[int, int] | None) -> VideoHeader:
     return VideoHeader(*_ask(medium, demuxer, "video_header")[0])
 
 

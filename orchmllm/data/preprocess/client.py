@@ -99,11 +99,12 @@ class RemoteWorkers:
         for k in range(len(self._servers)):
             server = self._servers[(first + k) % len(self._servers)]
             try:
-                return server.ask(chunk, layouts, self.dataset)
+                results = server.ask(chunk, layouts, self.dataset)
             except (OSError, EOFError, Refused) as error:
                 self._gave_up(server, error)
-            except _Resting:
-                pass
+            else:
+                if results is not None:
+                    return results
         return None
 
     def _come(self, results: list[Result] | None, chunk: list[Call]) -> list[Result]:
@@ -129,10 +130,6 @@ class RemoteWorkers:
             self._notes.append(f"data.preprocess: {text}")
 
 
-class _Resting(Exception):
-    """A server that failed a short while ago."""
-
-
 class _Server:
     """A connection that is made when it is needed. Used by several threads, one at a time."""
 
@@ -141,11 +138,11 @@ class _Server:
         self._channel: Channel | None = None
         self._lock, self._rests_until = threading.Lock(), 0.0
 
-    def ask(self, chunk: list[Call], layouts: list, dataset: Any) -> list[Result]:
-        """Raises _Resting; OSError, EOFError or Refused where it has failed now."""
+    def ask(self, chunk: list[Call], layouts: list, dataset: Any) -> list[Result] | None:
+        """None where it has failed a short while ago. Raises OSError, EOFError or Refused."""
         with self._lock:
             if time.monotonic() < self._rests_until:
-                raise _Resting
+                return None
             if self._channel is None:
                 self.connect()
             try:

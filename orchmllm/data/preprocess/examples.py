@@ -64,8 +64,7 @@ def from_answer(said: dict, arrays: list[np.ndarray], calls: list[Call],
             text, segments = keys.get("text", True), sorted(keys["segments"])
             if told["text"] is not text or told["segments"] != segments:
                 raise WireError(f"another part of example {index} came than was asked for")
-            token_ids, labels = (_tokens(next(left), layout) for _ in range(2)) if text else (
-                None, None)
+            token_ids, labels = [_tokens(next(left), layout) if text else None for _ in range(2)]
             media = {s: _rows(next(left), layout, s, s in keys.get("encoded", ()), row_sizes)
                      for s in segments}
             failed = [(int(s), str(reason), int(modality))
@@ -73,7 +72,7 @@ def from_answer(said: dict, arrays: list[np.ndarray], calls: list[Call],
             out.append((Example(index, token_ids, labels, media), failed))
         if next(left, None) is not None:
             raise WireError("more came than was asked for")
-    except (KeyError, TypeError, ValueError, StopIteration) as error:
+    except (ArithmeticError, KeyError, TypeError, ValueError, StopIteration) as error:
         raise WireError(f"an answer cannot be read: {type(error).__name__}: {error}") from error
     return out
 

@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from orchmllm.config import DataConfig
+from orchmllm.data.formats.copies import digest
 from orchmllm.data.wire import Channel, WireError
 
 VERSION = 1
@@ -146,5 +147,4 @@ def identity_of(dataset) -> dict[str, str]:
         "how data.sources are read": [[*s.settings, s.config.media_root] for s in dataset.sources],
         "the order of the stream": getattr(dataset, "order_key", None),
     }
-    return {name: hashlib.sha256(json.dumps(part, sort_keys=True).encode()).hexdigest()[:16]
-            for name, part in parts.items()}
+    return {name: digest(part) for name, part in parts.items()}

@@ -23,16 +23,9 @@ from orchmllm.data.preprocess.handshake import (
 from orchmllm.data.wire import Channel, WireError
 
 MAX_CONNECTIONS = 1024
+LOOK_S = 0.5  # after which it looks whether it has to end
 FAILED_S = 1.0  # between connections that cannot be taken
 SEND_S = 300.0  # for an answer to be taken
-
-
-class Ended(Exception):
-    """What ends the server, in words, and its exit code."""
-
-    def __init__(self, why: str, code: int) -> None:
-        super().__init__(why)
-        self.code = code
 
 
 class Server:
@@ -57,40 +50,34 @@ class Server:
 
     def run(self) -> int:
         """Serves until a signal comes, and prints why it ended. Returns the exit code."""
-        def end(number: int, _frame: object) -> None:
-            raise Ended(f"ended by {signal.Signals(number).name}", 128 + number)
-
+        ended: list[int] = []
         for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, end)
-        try:
+            signal.signal(number, lambda number, _: ended.append(number))
+        self._socket.settimeout(LOOK_S)
+        while not ended and self._failed is None:
             self._accept()
-        except Ended as why:
-            for number in (signal.SIGINT, signal.SIGTERM):
-                signal.signal(number, signal.SIG_IGN)
-            self._socket.close()
-            self._workers.close()
-            print(f"preprocess: {why}; {self.num_examples} examples served", flush=True)
-            return why.code
+        self._socket.close()
+        self._workers.close()
+        why = (f"ended by {signal.Signals(ended[0]).name}" if ended
+               else f"a worker failed: {self._failed}")
+        print(f"preprocess: {why}; {self.num_examples} examples served", flush=True)
+        return 128 + ended[0] if ended else 1
 
     def _accept(self) -> None:
-        self._socket.settimeout(1.0)
-        while True:
-            if self._failed is not None:
-                raise Ended(f"a worker failed: {self._failed}", 1)
-            try:
-                connection, (host, port, *_) = self._socket.accept()
-            except TimeoutError:
-                continue
-            except OSError as error:  # of one that has left, or no descriptor is left
-                self._say(f"a connection failed: {error}")
-                time.sleep(FAILED_S)
-                continue
-            if not self._threads.acquire(blocking=False):
-                self._say(f"{host}:{port}: turned away: {MAX_CONNECTIONS} connections")
-                connection.close()
-                continue
-            threading.Thread(target=self._serve, args=(connection, f"{host}:{port}"),
-                             daemon=True).start()
+        try:
+            connection, (host, port, *_) = self._socket.accept()
+        except TimeoutError:
+            return
+        except OSError as error:  # of one that has left, or no descriptor is left
+            self._say(f"a connection failed: {error}")
+            time.sleep(FAILED_S)
+            return
+        if not self._threads.acquire(blocking=False):
+            self._say(f"{host}:{port}: turned away: {MAX_CONNECTIONS} connections")
+            connection.close()
+            return
+        threading.Thread(target=self._serve, args=(connection, f"{host}:{port}"),
+                         daemon=True).start()
 
     def _serve(self, connection: socket.socket, name: str) -> None:
         channel = Channel(connection, HANDSHAKE_S)

@@ -11,7 +11,6 @@ file that changed is another file.
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import os
 import time
@@ -124,11 +123,11 @@ class DiskCache:
                 try:
                     fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     break
+                except BlockingIOError:
+                    pass
                 except OSError as error:
-                    if error.errno not in (errno.EAGAIN, errno.EACCES):
-                        raise StorageError(f"{path} cannot be locked ({error}): set "
-                                           "data.remote.cache to a folder on a local disk"
-                                           ) from error
+                    raise StorageError(f"{path} cannot be locked ({error}): set data.remote.cache "
+                                       "to a folder on a local disk") from error
                 if time.monotonic() > deadline:
                     raise StorageError(f"another process has locked {path} for {self.wait_s:g} s, "
                                        "in which it should have fetched its file; see what it "

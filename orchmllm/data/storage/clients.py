@@ -38,8 +38,8 @@ _inherited: list[object] = []  # of the process that forked this one: closing it
 
 
 class StorageError(RuntimeError):
-    """A remote file that could not be read although it may be there: training cannot go on as if
-    it were damaged."""
+    """A remote file that could not be read although it may be there, or a file of rows that has
+    changed since it was opened: training cannot go on as if it were damaged."""
 
 
 class Refused(PermissionError):
@@ -203,7 +203,5 @@ class Progress(Callback):
 
 def version_of(info: dict) -> str:
     """What tells one content of a file from another, or nothing."""
-    for name in ("ETag", "etag", "generation", "blob_id", "Content-MD5", "Last-Modified"):
-        if info.get(name):
-            return str(info[name]).strip('"')
-    return ""
+    names = ("ETag", "etag", "generation", "blob_id", "Content-MD5", "Last-Modified")
+    return str(next(filter(None, map(info.get, names)), "")).strip('"')

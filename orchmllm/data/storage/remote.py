@@ -15,6 +15,7 @@ import shutil
 import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from operator import itemgetter
@@ -227,8 +228,6 @@ def fetch_ahead(files: Iterable[object]) -> None:
 
 def _fetch_all(files: queue.SimpleQueue) -> None:
     while True:
-        try:
+        with suppress(Exception):  # whoever needs the file gets the error
             files.get().open().close()
-        except Exception:  # whoever needs the file gets the error
-            continue
 

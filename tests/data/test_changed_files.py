@@ -1,0 +1,102 @@
+"""A data file that changes during a run ends it: rows are read where they were when it began."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from orchmllm.config import SourceConfig, plan_spec
+from orchmllm.data.dataset import ConversationDataset
+from orchmllm.data.formats.conversation import media_of
+from orchmllm.data.index import build_index
+from orchmllm.data.loading.step_loader import StepLoader
+from orchmllm.data.media.headers import image_header
+from orchmllm.data.sampler import GlobalSampler
+from orchmllm.data.storage.clients import StorageError
+from orchmllm.data.tokenizer import ChatTokenizer
+from orchmllm.plan.step import BalanceConfig, plan_step
+from orchmllm.runtime.build import build_orchestrators
+from tests.lib.formats import QUESTIONS, llava_row, write_jsonl, write_tar
+from tests.lib.ranks import RankFailure, run_ranks
+from tests.lib.sources import opened
+from tests.lib.synthetic import MODEL, recipe
+
+ROWS = [llava_row(*question) for question in QUESTIONS]
+
+
+def replaced(path: Path) -> None:
+    """The same rows in another order, in a file of the same size."""
+    write_jsonl(path.with_name("new"), ROWS[::-1]).replace(path)
+
+
+def overwritten(path: Path) -> None:
+    write_jsonl(path, ROWS[::-1])
+
+
+def appended(path: Path) -> None:
+    with path.open("ab") as file:
+        file.write(b"\n")
+
+
+WAYS = {"replaced": replaced, "overwritten": overwritten, "appended": appended,
+        "removed": Path.unlink}
+
+
+@pytest.mark.parametrize("how", WAYS)
+def test_a_row_of_a_changed_file_is_not_read(how, folder, tokenizer, tmp_path):
+    path = write_jsonl(folder / f"{how}.jsonl", ROWS)
+    os.utime(path, (1, 1))
+    dataset = opened(path, tokenizer, tmp_path)
+    assert dataset.layout(0).num_targets
+    WAYS[how](path)
+    said = ("it is no longer there" if how == "removed" else
+            "its bytes and its time in ns were .* and 1000000000, and are ")
+    with pytest.raises(StorageError, match=f"{path} has changed since this run opened it .{said}"):
+        dataset.layout(1)
+
+
+def test_nor_is_a_medium_in_a_changed_tar(folder, tokenizer, tmp_path):
+    path, newer = (write_tar(tmp_path / name, rows, folder)
+                   for name, rows in (("a.tar", ROWS), ("b.tar", ROWS[::-1])))
+    dataset = opened(path, tokenizer, tmp_path)
+    image = next(m for m in media_of(dataset.conversation(0)) if m.path)
+    assert image_header(image)
+    newer.replace(path)
+    for read in (lambda: image_header(image), lambda: dataset.conversation(1)):
+        with pytest.raises(StorageError, match="a.tar has changed since this run opened it"):
+            read()
+
+
+def run(world, path: str, tokenizer: str, num_workers: int) -> None:
+    chosen = recipe(balance=BalanceConfig(dispatch="tensors"))
+    [orchestrator] = build_orchestrators(chosen, plan_spec(chosen, 2), 2, torch.device("cpu"),
+                                         plan_step, count=1)
+    def dataset() -> ConversationDataset:
+        return ConversationDataset(
+            [SourceConfig(path=path)], tokenizer=ChatTokenizer(tokenizer),
+            vision=MODEL.vision.geometry, audio=MODEL.audio.geometry,
+            index_dir=f"{path}-index{world.rank}")
+
+    first = dataset()
+    if num_workers:  # with an index they are the only ones that read rows
+        build_index(first.sources[0], first.planner, Path(f"{path}-index{world.rank}"),
+                    num_workers=1)
+    steps = StepLoader(dataset(), GlobalSampler(range(len(first)), 4), orchestrator,
+                       num_steps=9, prefetch=1, num_workers=num_workers)
+    for step in steps:
+        if step.index == 0 and world.rank == 1:
+            appended(Path(path))
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_all_ranks_end_with_the_same_error(folder, tokenizer, num_workers):
+    path = write_jsonl(folder / f"grows-{num_workers}.jsonl", ROWS)
+    with pytest.raises(RankFailure) as failure:
+        run_ranks(run, 2, str(path), str(tokenizer.path), num_workers)
+    (kind, text, _), other = failure.value.errors.values()
+    assert kind == "RemoteError" and text == other[1]
+    assert "has changed since this run opened it" in text and "start a new run" in text
