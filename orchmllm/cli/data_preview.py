@@ -148,10 +148,10 @@ def unpatchify(rows: np.ndarray, grid: tuple[int, ...], vision: VisionGeometry) 
 
 
 def preview(dataset: ConversationDataset, first: int, count: int, page: Path | None) -> int:
-    """Prints examples `first` (from 0) on, and writes them to `page`. Returns the exit code."""
-    if not 0 <= first < len(dataset):
-        print(f"error: --row {first + 1}: the sources have {len(dataset)} rows", file=sys.stderr)
-        return 2
+    """Prints examples `first` (from 0) on, and writes them to `page`. Returns the exit code. Raises
+    ValueError where there is no such row."""
+    if first >= len(dataset):
+        raise ValueError(f"--row {first + 1}: the sources have {len(dataset)} rows")
     examples = []
     for i in range(first, min(first + count, len(dataset))):
         shown, facts = stretches(dataset, i)

@@ -25,7 +25,7 @@ from orchmllm.planner.split import METHODS, split_layers
 GBITS, IMAGES, EXAMPLES = (25, 100, 400), (0.5, 1, 2, 4), 2000
 
 
-DEVICE = (("--profile", "", "JSON of `orchmllm profile`: measured times"),
+DEVICE = (("--profile", Path, "JSON of `orchmllm profile`: measured times"),
           ("--gpu", "h100-sxm", f"one of {', '.join(GPUS)}"))
 NETWORK = ("--network", 400.0, "Gbit/s of each GPU between nodes")
 OPTIONS = {
@@ -97,11 +97,11 @@ def recompute(recipe: Recipe, profiles: dict[str, ModuleProfile], args) -> None:
           "recipe chooses by phase: fsdp.activation_checkpointing")
 
 
-def with_times(profiles: dict[str, ModuleProfile], path: str) -> dict[str, ModuleProfile]:
+def with_times(profiles: dict[str, ModuleProfile], path: Path) -> dict[str, ModuleProfile]:
     """The profiles with the times that `orchmllm profile` wrote. Raises ValueError for another
     file."""
     try:
-        table = json.loads(Path(path).read_text(encoding="utf-8"))
+        table = json.loads(path.read_text(encoding="utf-8"))
         return {n: replace(p, forward_ms=interpolated(table[n]["rows"], table[n]["ms"], p.rows))
                 for n, p in profiles.items()}
     except (OSError, ValueError, KeyError, TypeError) as e:

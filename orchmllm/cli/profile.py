@@ -6,19 +6,19 @@ would not as a whole. Forward is taken as a third of forward and backward."""
 from __future__ import annotations
 
 import json
-import sys
 from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
 
-from orchmllm.cli.options import lengths_parser
+from orchmllm.cli.options import in_one_line, lengths_parser
 from orchmllm.config import load_recipe
+from orchmllm.plan.assign import PHASES
 
 SIZES = (1, 2, 4, 8)  # items of a measurement, each of --rows positions
 
 
-OPTIONS = (("--out", "profile.json", "where the times go"),
-           ("--device", "", "cuda or cpu; empty: cuda if there is a GPU"),
+OPTIONS = (("--out", Path("profile.json"), "where the times go"),
+           ("--device", str, "cuda or cpu (cuda if there is a GPU)"),
            ("--rows", 256, "positions of an item"),
            ("--repeat", 3, "runs of which the quickest counts"))
 
@@ -54,18 +54,18 @@ def measure(recipe, phase: str, args: Namespace) -> dict[str, list[float]]:
     return {"rows": [n * length for n in SIZES], "ms": ms.tolist()}
 
 
+@in_one_line
 def main(argv: list[str]) -> int:
+    """Exit code. Raises ValueError for a device that cannot measure."""
     args = lengths_parser("profile", __doc__, OPTIONS).parse_intermixed_args(argv)
+    recipe, out = load_recipe(args.recipe, args.overrides), {}
     try:
-        recipe = load_recipe(args.recipe, args.overrides)
-        out = {}
-        for phase in ("vision", "audio", "llm"):
+        for phase in PHASES:
             out[phase] = measure(recipe, phase, args)
             print(f"{phase:<7} " + ", ".join(f"{r} rows {m:.2f} ms" for r, m in zip(
                 out[phase]["rows"], out[phase]["ms"], strict=True)), flush=True)
-        Path(args.out).write_text(json.dumps(out) + "\n", encoding="utf-8")
-    except (ValueError, OSError, RuntimeError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    except RuntimeError as error:  # of torch: no such device, no memory
+        raise ValueError(str(error)) from error
+    args.out.write_text(json.dumps(out) + "\n", encoding="utf-8")
     print(f"written: {args.out} (forward of all layers, one device)")
     return 0
