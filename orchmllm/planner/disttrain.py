@@ -15,7 +15,7 @@ from orchmllm.models.gpus import GPUS
 from orchmllm.plan.balance import core
 from orchmllm.plan.grouping import intra_reorder
 from orchmllm.planner.advice import ratio, rows
-from orchmllm.planner.profile import ModuleProfile, analytic_profiles, state_of
+from orchmllm.planner.profile import ModuleProfile, analytic_profiles, state_of, with_frozen
 from orchmllm.planner.units import UnitsPlan, plan_units
 from orchmllm.simulate.pipeline import inter_reorder, search_order, simulate
 
@@ -78,9 +78,10 @@ def seconds(call: Callable[[], object], repeat: int = 5) -> float:
     return best
 
 
-def plan(name: str, num_gpus: int, batch: int, images: float = 5, **options) -> UnitsPlan:
+def plan(name: str, num_gpus: int, batch: int, images: float = 5,
+         frozen: tuple[str, ...] = (), **options) -> UnitsPlan:
     """Units of one of the papers' models on A800s."""
-    profiles = disttrain_profiles(name, images=images)
+    profiles = with_frozen(disttrain_profiles(name, images=images), frozen)
     return plan_units(profiles, num_gpus=num_gpus, global_batch=batch, gpu_bytes=ROOM, **options)
 
 

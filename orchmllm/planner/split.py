@@ -25,7 +25,7 @@ class Split:
 
 def split_layers(forward_ms: np.ndarray, backward_ms: np.ndarray,
                  boundary_bytes: np.ndarray | None = None, *, num_stages: int,
-                 num_microbatches: int, method: str = "search", schedule: str = "1f1b",
+                 num_microbatches: int, method: str = "search",
                  parameters: np.ndarray | None = None, bytes_per_s: float = np.inf,
                  radius: int = 2) -> Split:
     """Stages of consecutive layers. forward_ms, backward_ms (L,): of a microbatch; embedding and
@@ -53,7 +53,7 @@ def split_layers(forward_ms: np.ndarray, backward_ms: np.ndarray,
         stages = [np.add.reduceat(np.asarray(x, float), at) for x in (forward_ms, backward_ms)]
         comm = 1e3 * moved[np.array(cuts, np.int64) - 1] / bytes_per_s
         total = simulate(*(np.repeat(x[:, None], num_microbatches, axis=1) for x in stages),
-                         schedule=schedule, comm_ms=comm).total_ms
+                         comm_ms=comm).total_ms
         return Split(cuts, tuple(np.diff([*at, count]).tolist()), sum(stages), total)
 
     if method in ("even", "parameters", "profile"):

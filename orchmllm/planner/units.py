@@ -22,7 +22,7 @@ from itertools import product
 
 import numpy as np
 
-from orchmllm.planner.profile import ModuleProfile, with_frozen
+from orchmllm.planner.profile import ModuleProfile
 from orchmllm.simulate.pipeline import simulate
 
 METHODS = ("exact", "convex", "ratio", "megatron")
@@ -92,15 +92,13 @@ class Options:
 
 def plan_units(profiles: Mapping[str, ModuleProfile], *, num_gpus: int, global_batch: int,
                gpu_bytes: float, tp_sizes: Sequence[int] = (1, 2, 4, 8),
-               frozen: Sequence[str] | None = None, method: str = "exact",
-               llm_pp: int | None = None) -> UnitsPlan:
+               method: str = "exact", llm_pp: int | None = None) -> UnitsPlan:
     """The units of an iteration. profiles: in pipeline order, one of them named `llm`.
 
     method: `exact`, the fastest by the formula; `convex`, the papers' relaxation solved by CVXPY
     and rounded down; `ratio`, the fastest among those that give every module GPUs in proportion to
     its FLOPs; `megatron`, one tp of 8 and one dp for all, encoders and generators replicated over
     the tp groups, llm_pp stages of the LLM (default: the fewest that fit).
-    frozen: names; default as the profiles say.
 
     Raises ValueError for malformed input, and when nothing fits: then it names the module that
     needs most and how many bytes are missing."""
@@ -111,8 +109,7 @@ def plan_units(profiles: Mapping[str, ModuleProfile], *, num_gpus: int, global_b
     if num_gpus < len(profiles) or global_batch < 1:
         raise ValueError(f"num_gpus {num_gpus} must be at least {len(profiles)}, one a module, and "
                          f"global_batch {global_batch} at least 1")
-    profiles = dict(profiles) if frozen is None else with_frozen(profiles, frozen)
-    problem = Problem(profiles, num_gpus, global_batch, gpu_bytes, tuple(tp_sizes))
+    problem = Problem(dict(profiles), num_gpus, global_batch, gpu_bytes, tuple(tp_sizes))
     if method == "exact":
         return problem.plan(*problem.exact())
     from orchmllm.planner import baselines
