@@ -11,6 +11,8 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
+
 from orchmllm.cli.options import command_parser, in_one_line, lengths_parser
 from orchmllm.cli.simulate import lengths
 from orchmllm.config import Recipe, load_recipe
@@ -65,13 +67,10 @@ def units(recipe: Recipe, profiles_of, args: argparse.Namespace, hardware: Hardw
 
 def split(profiles: dict[str, ModuleProfile], args: argparse.Namespace) -> None:
     """Every method's stages."""
-    forward, backward, moved, size = ([], [], [], [])
-    for p in profiles.values():
-        each = p.forward_ms(1) / p.layers
-        forward += [each] * p.layers
-        backward += [each * p.backward_units] * p.layers
-        moved += [p.rows * p.boundary_bytes_per_row] * p.layers
-        size += [p.weight_bytes / p.layers] * p.layers
+    forward, backward, moved, size = np.repeat(
+        [(p.forward_ms(1) / p.layers, p.forward_ms(1) / p.layers * p.backward_units,
+          p.rows * p.boundary_bytes_per_row, p.weight_bytes / p.layers)
+         for p in profiles.values()], [p.layers for p in profiles.values()], axis=0).T
     for method in METHODS:
         made = split_layers(forward, backward, moved[:-1], num_stages=args.stages, method=method,
                             num_microbatches=args.microbatches, parameters=size,

@@ -4,7 +4,7 @@ those of a statistics file, or a mix drawn from published statistics."""
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -22,35 +22,29 @@ from orchmllm.data.index import LengthIndex, open_index
 from orchmllm.data.lengths import LengthReader
 from orchmllm.data.storage.remote import Storage
 from orchmllm.estimate.workload import SAMPLE_RATE, Headers, batch_layout, sample_headers
-from orchmllm.models.config import ModelConfig
 from orchmllm.plan.layout import BatchLayout
 
 
 @dataclass(frozen=True)
 class Examples:
-    """What global batches are drawn from. what: in words. pool: all examples on one rank, drawn
-    with `probability` (n,), None for all alike; without a pool the mix is drawn. limit: of a mix's
-    example, in tokens; 0: none. epoch: examples of an epoch, 0 if nobody knows."""
+    """What global batches are drawn from. what: in words. draw(num_ranks, batch_size, seed): a
+    global batch in equal shares. epoch: examples of an epoch, 0 if nobody knows."""
 
     what: str
-    model: ModelConfig
-    mix: str = "natural"
-    without: frozenset[str] = frozenset()
-    limit: int = 0
-    pool: BatchLayout | None = None
-    probability: np.ndarray | None = None
+    draw: Callable[[int, int, int], BatchLayout]
     epoch: int = 0
 
-    def draw(self, num_ranks: int, batch_size: int, seed: int) -> BatchLayout:
-        """A seeded global batch in equal shares."""
-        count = num_ranks * batch_size
-        if self.pool is None:
-            return _cut(batch_layout(sample_headers(self.mix, count, seed, self.without),
-                                     self.model, num_ranks), self.limit)
-        rng, n = np.random.default_rng(seed), self.pool.num_examples
-        again = count > n or self.probability is not None  # an example may come twice
-        chosen = rng.choice(n, count, replace=again, p=self.probability)
-        return self.pool.taken(chosen, np.full(num_ranks, batch_size))
+
+def _of_pool(what: str, pool: BatchLayout, epoch: int,
+             probability: np.ndarray | None = None) -> Examples:
+    """Examples of one rank, drawn with `probability` (n,), None for all alike."""
+    def draw(num_ranks: int, batch_size: int, seed: int) -> BatchLayout:
+        count, n = num_ranks * batch_size, pool.num_examples
+        again = count > n or probability is not None  # an example may come twice
+        chosen = np.random.default_rng(seed).choice(n, count, replace=again, p=probability)
+        return pool.taken(chosen, np.full(num_ranks, batch_size))
+
+    return Examples(what, draw, epoch)
 
 
 def _cut(layout: BatchLayout, limit: int) -> BatchLayout:
@@ -69,8 +63,12 @@ def of_mix(recipe: Recipe, mix: str = "natural", without: Collection[str] = (),
     """A mix of orchmllm.estimate.workload. why: said behind its name."""
     media = [name for p, name in (("vision", "images"), ("audio", "audio")) if p not in without]
     kinds = f"{', '.join(media)} and text" if media else "text"
-    return Examples(f"drawn from the paper's {kinds} (mix {mix}){why}", recipe.model, mix,
-                    frozenset(without), recipe.data.max_example_tokens)
+
+    def draw(num_ranks: int, batch_size: int, seed: int) -> BatchLayout:
+        headers = sample_headers(mix, num_ranks * batch_size, seed, without)
+        return _cut(batch_layout(headers, recipe.model, num_ranks), recipe.data.max_example_tokens)
+
+    return Examples(f"drawn from the paper's {kinds} (mix {mix}){why}", draw)
 
 
 def open_recipe(recipe: Recipe) -> tuple[list[DataSource], LengthReader]:
@@ -106,10 +104,9 @@ def of_indexes(recipe: Recipe, sources: Sequence[DataSource],
         probability = np.repeat(weights / np.maximum(sizes, 1), sizes)
         probability = probability / probability.sum()
     whole = BatchLayout.concat(parts)
-    return Examples(f"the recipe's own, {sum(sizes)} rows by the length index of its data",
-                    recipe.model, pool=replace(whole, examples_per_rank=np.array([sum(sizes)])),
-                    probability=probability,
-                    epoch=max(sum(sizes) - recipe.data.num_validation, 0))
+    return _of_pool(f"the recipe's own, {sum(sizes)} rows by the length index of its data",
+                    replace(whole, examples_per_rank=np.array([sum(sizes)])),
+                    max(sum(sizes) - recipe.data.num_validation, 0), probability)
 
 
 def _layout(index: LengthIndex) -> BatchLayout:
@@ -160,7 +157,7 @@ def of_file(recipe: Recipe, path: Path) -> Examples:
         pool = _cut(batch_layout(headers, recipe.model, 1), recipe.data.max_example_tokens)
     except ValueError as e:  # longer than the model takes
         raise ValueError(f"--lengths {path}: {e}") from e
-    return Examples(f"{len(lines)} examples of {path}", recipe.model, pool=pool, epoch=len(lines))
+    return _of_pool(f"{len(lines)} examples of {path}", pool, len(lines))
 
 
 def examples_of(recipe: Recipe, mix: str = "", path: Path | None = None,

@@ -4,6 +4,7 @@ the papers leave open of their models and machines is an argument or stands in A
 from __future__ import annotations
 
 import time
+import timeit
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
@@ -70,12 +71,7 @@ class Line:
 
 def seconds(call: Callable[[], object], repeat: int = 5) -> float:
     """CPU seconds of the quickest of several calls."""
-    best = np.inf
-    for _ in range(repeat):
-        started = time.process_time()
-        call()
-        best = min(best, time.process_time() - started)
-    return best
+    return min(timeit.repeat(call, number=1, repeat=repeat, timer=time.process_time))
 
 
 def plan(name: str, num_gpus: int, batch: int, images: float = 5,

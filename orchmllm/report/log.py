@@ -98,7 +98,7 @@ def read_run(folder: Path) -> RunLog:
 
 
 def _read_part(path: Path, bounds: tuple[int, int]
-               ) -> tuple[np.ndarray, list[tuple[int, float]], bool]:
+               ) -> tuple[np.ndarray, list[tuple[int, float | None]], bool]:
     """(rows x COLUMNS, validations, whether the file ends within a line) of the lines that begin
     in [bounds)."""
     rows, validations, cut = [], [], False
@@ -114,7 +114,7 @@ def _read_part(path: Path, bounds: tuple[int, int]
                 row = from_json(line)
                 version = row["schema"]
                 if version == SCHEMA_VERSION and "validation_loss" in row:
-                    validations.append((row["step"], _number(row["validation_loss"])))
+                    validations.append((row["step"], row["validation_loss"]))
                 elif version == SCHEMA_VERSION:
                     rows.append(_numbers(offset, row))
             except (ValueError, KeyError, TypeError) as e:
@@ -128,14 +128,10 @@ def _read_part(path: Path, bounds: tuple[int, int]
     return np.array(rows, float).reshape(-1, len(COLUMNS)), validations, cut
 
 
-def _number(value: float | None) -> float:
-    return np.nan if value is None else value
-
-
-def _numbers(offset: int, row: dict) -> tuple[float, ...]:
-    """In the order of COLUMNS."""
+def _numbers(offset: int, row: dict) -> tuple[float | None, ...]:
+    """In the order of COLUMNS; None becomes nan in an array."""
     phases, times = row["phases"], row["measured"]
-    return (offset, *[_number(row[name]) for name in SCALARS], len(row["cpu_s"]["llm"]),
+    return (offset, *[row[name] for name in SCALARS], len(row["cpu_s"]["llm"]),
             *[phases[p][name] for p in PHASES for name in PHASE_STATS],
             *(_measured_numbers(times) if times else NOTHING_MEASURED))
 
