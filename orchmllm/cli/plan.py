@@ -16,7 +16,7 @@ import numpy as np
 from orchmllm.cli.options import command_parser, in_one_line, lengths_parser
 from orchmllm.cli.simulate import lengths
 from orchmllm.config import Recipe, load_recipe
-from orchmllm.estimate import activations
+from orchmllm.estimate.activations import block_bytes
 from orchmllm.estimate.hardware import Hardware, cluster
 from orchmllm.models.gpus import GPUS
 from orchmllm.planner.advice import ratio, recipe_profiles, rows
@@ -83,7 +83,7 @@ def recompute(recipe: Recipe, profiles: dict[str, ModuleProfile], args) -> None:
     """Layers that keep their activations, for a rank's mini-batch."""
     kinds, batch = [], recipe.train.batch_size
     for name, p in profiles.items():
-        block = getattr(activations, f"{name}_block")(getattr(recipe.model, name), 2)
+        block = block_bytes(name, getattr(recipe.model, name), 2)
         kept = (block.kept["none"] - block.kept["full"]) * p.rows * batch
         kinds.append(LayerKind(name, p.layers, kept, p.forward_ms(1) * batch / p.layers))
     chosen = choose_recompute(kinds, free_bytes=1e9 * args.free_gb)

@@ -29,7 +29,7 @@ def measure(recipe, phase: str, args: Namespace) -> dict[str, list[float]]:
     import torch
 
     from orchmllm.estimate.measure import PhaseRunner, Work, shortened
-    from orchmllm.models.flops import Lengths
+    from orchmllm.models.flops import item_lengths
 
     device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
@@ -37,16 +37,15 @@ def measure(recipe, phase: str, args: Namespace) -> dict[str, list[float]]:
     side = config.merge_size if phase == "vision" else 1  # an image is a strip of whole tokens
     group = side**2 if phase != "audio" else config.stack
     length = max(args.rows // group, 1) * group
-    rows = 2 * length if phase == "audio" else length
-    grid = [1, side, rows // side] if phase != "llm" else [0, 0, 0]
+    grid = [1, side, (2 if phase == "audio" else 1) * length // side]
     totals = []
     for depth in (1, 2):
         model = shortened(recipe.model, depth)
         model = replace(model, **{phase: replace(getattr(model, phase), pretrained="")})
         runner = PhaseRunner(model, phase, device, dtype, recipe.run.seed,
                              recipe.fsdp.loss_chunk_rows)
-        totals.append([runner.seconds(Work(phase, Lengths(*(
-            np.full(n, x) for x in (rows, length, length // group))), np.tile(grid, (n, 1))),
+        totals.append([runner.seconds(Work(
+            phase, item_lengths(phase, config, np.full(n, length)), np.tile(grid, (n, 1))),
             args.repeat) for n in SIZES])
     first, second = np.array(totals)
     layers = max(config.num_layers - 1, 0)

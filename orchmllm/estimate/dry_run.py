@@ -30,7 +30,6 @@ from orchmllm.estimate.hardware import Hardware
 from orchmllm.estimate.lengths import Examples, of_mix
 from orchmllm.estimate.memory import Loads, MemoryModel, loads_of
 from orchmllm.estimate.step_time import StepTime, rank_seconds, timed, work_of
-from orchmllm.estimate.workload import MODELS
 from orchmllm.models.flops import padded_phases, step_flops
 from orchmllm.plan.assign import PHASES, BalanceConfig, PhasePolicy, PlanSpec
 from orchmllm.plan.layout import ENCODERS, BatchLayout
@@ -38,18 +37,6 @@ from orchmllm.plan.step import StepPlan, imbalance, plan_step
 from orchmllm.sharding.check import check_world
 
 NONE = BalanceConfig(enabled=False)
-# The 84B recipe at 2,560 ranks, mini-batch 30, by an independent simulation of the same mix.
-REFERENCE = {"none / balanced": 1.58, "LLM only / balanced": 1.17}
-
-
-def reference(recipe: Recipe, num_ranks: int, without: Collection[str] = ()) -> dict[str, float]:
-    """REFERENCE if this is what it was simulated for, else nothing."""
-    balance = recipe.balance
-    same = (recipe.model == MODELS["84b"] and num_ranks == 2560 and recipe.train.batch_size == 30
-            and not without and balance.enabled and not balance.whole_examples
-            and balance.group == "world"
-            and all(getattr(balance, p).policy != "none" for p in PHASES))
-    return REFERENCE if same else {}
 
 
 def not_modelled(recipe: Recipe) -> list[str]:
@@ -95,7 +82,6 @@ def dry_run(recipe: Recipe, num_ranks: int, hardware: Hardware, steps: int = 20,
         "hardware": asdict(hardware), "dtype": memory.dtype,
         "audio_mode": recipe.model.audio.mode,
         "without": sorted(without), "balanced": recipe.balance.enabled,
-        "reference": reference(recipe, num_ranks, without) if not examples.epoch else {},
         "checkpointing": choice, "memory_budget_bytes": budget, "allowed_by": allowed_by,
         "model": sharded_on_meta(recipe, num_ranks, choice),
         "state_bytes_predicted": memory.state_bytes(),
@@ -169,11 +155,9 @@ def _workload(recipe: Recipe, drawn: Callable[..., BatchLayout], spec: PlanSpec,
             rows[name].append({"plan_s": plan_s} | measure(plan, memory, choice, hardware, share))
     moments = {n: {k: float(np.max(v)) for k, v in memory.peaks(joined(x), choice).items()}
                for n, x in loads.items()}
-    names = ["none", "LLM only"]
-    ratios = {}
-    for kind in ("slowest_s", "slowest_padded_s"):
-        best = _mean(rows["balanced"], "slowest_s")
-        ratios[kind] = {f"{n} / balanced": _mean(rows[n], kind) / best for n in names}
+    best = _mean(rows["balanced"], "slowest_s")
+    ratios = {kind: {f"{n} / balanced": _mean(rows[n], kind) / best for n in ("none", "LLM only")}
+              for kind in ("slowest_s", "slowest_padded_s")}
     uneven = {n: [r["imbalance"] for r in rows[n]] for n in schemes} | {
         "padded none": [r["imbalance_padded"] for r in rows["none"]]}
     return {

@@ -3,12 +3,13 @@ those of a statistics file, or a mix drawn from published statistics."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
+from pydantic import BaseModel, Field, ValidationError
 
 from orchmllm.config import Recipe
 from orchmllm.data.formats.open import (
@@ -121,38 +122,44 @@ def _layout(index: LengthIndex) -> BatchLayout:
     return whole if len(usable) == n else whole.taken(usable, np.array([len(usable)]))
 
 
+Size = Annotated[int, Field(ge=1, lt=2**31)]
+Seconds = Annotated[float, Field(ge=1 / SAMPLE_RATE, lt=2**31 / SAMPLE_RATE)]
+
+
+class Row(BaseModel, extra="forbid"):
+    """A line of a statistics file."""
+
+    images: list[tuple[Size, Size]] = []
+    audio_s: list[Seconds] = []
+    text_tokens: int = Field(0, ge=0, lt=2**31)
+
+
 def of_file(recipe: Recipe, path: Path) -> Examples:
     """The examples of a statistics file, a JSON object a line: {"images": [[width, height], ...],
     "audio_s": [seconds, ...], "text_tokens": n}, each key optional. Raises ValueError naming the
     line that is none."""
-    text, media, is_image, size = [], [], [], []
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as e:
         raise ValueError(f"--lengths {path}: cannot be read ({e})") from e
+    rows, size = [], []
     for number, line in enumerate(lines, 1):
         try:
-            row = json.loads(line)
-            images = [(int(w), int(h)) for w, h in row.get("images", ())]
-            clips = [(int(float(s) * SAMPLE_RATE), 0) for s in row.get("audio_s", ())]
-            text.append(int(row.get("text_tokens", 0)))
-            sizes = [x for pair in images for x in pair] + [samples for samples, _ in clips]
-            if unknown := sorted(set(row) - {"images", "audio_s", "text_tokens"}):
-                raise ValueError(f"keys {unknown}")
-            if text[-1] < 0 or min(sizes, default=1) < 1 or max([*sizes, text[-1]]) >= 2**31:
-                raise ValueError("a size below 1 or above 2**31 - 1")
-        except (ValueError, TypeError, AttributeError, OverflowError) as e:
+            rows.append(row := Row.model_validate_json(line))
+        except ValidationError as e:
+            wrong = e.errors()[0]
             raise ValueError(
                 f'--lengths {path}, line {number}: not {{"images": [[width, height]], "audio_s": '
-                f'[seconds], "text_tokens": n}}: {e}') from e
-        media.append(len(images) + len(clips))
-        is_image += [True] * len(images) + [False] * len(clips)
-        size += images + clips
+                f'[seconds], "text_tokens": n}} with sizes below 2**31: '
+                f"{'.'.join(map(str, wrong['loc']))}: {wrong['msg']}") from e
+        size += [*row.images, *((int(s * SAMPLE_RATE), 0) for s in row.audio_s)]
     if not lines:
         raise ValueError(f"--lengths {path}: it is empty")
-    tokens = np.maximum(np.array(text), 1)
-    headers = Headers(np.zeros_like(tokens), tokens, tokens, np.array(media),
-                      np.array(is_image, bool), np.array(size, np.int64).reshape(-1, 2))
+    tokens = np.array([max(row.text_tokens, 1) for row in rows])
+    sizes = np.array(size, np.int64).reshape(-1, 2)
+    headers = Headers(
+        np.zeros_like(tokens), tokens, tokens,
+        np.array([len(row.images) + len(row.audio_s) for row in rows]), sizes[:, 1] > 0, sizes)
     try:
         pool = _cut(batch_layout(headers, recipe.model, 1), recipe.data.max_example_tokens)
     except ValueError as e:  # longer than the model takes

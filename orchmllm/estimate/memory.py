@@ -155,8 +155,8 @@ class MemoryModel:
         return rows * float(self.element * self.model.llm.hidden_size)
 
     def _block(self, phase: str) -> activations.BlockBytes:
-        make = getattr(activations, f"{phase}_block")
-        return make(getattr(self.model, phase), self.element, int(self.on_cpu))
+        return activations.block_bytes(phase, getattr(self.model, phase), self.element,
+                                       int(self.on_cpu))
 
     def _kept(self, phase: str, loads: Loads, choice: str) -> np.ndarray:
         lengths, e = loads.phases[phase], self.element

@@ -193,9 +193,6 @@ def _predicted_lines(r: dict) -> list[str]:
                  "slowest_s": "audio packed everywhere"}
     lines += [_table(f"  {label}", *(f"{r['ratio'][kind][k]:.3f}" for k in keys))
               for kind, label in kinds.items()]
-    if r["reference"]:
-        lines.append(_table("  an independent simulation, padded", *(
-            f"{r['reference'][k]:.2f}" for k in keys)))
     return lines
 
 

@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from orchmllm.estimate import activations
+from orchmllm.estimate.activations import block_bytes
 from orchmllm.estimate.hardware import Hardware
 from orchmllm.models.config import AudioConfig, LLMConfig, ModelConfig, VisionConfig
-from orchmllm.models.flops import Lengths, phase_work
+from orchmllm.models.flops import item_lengths, phase_work
 from orchmllm.sharding.units import units
 
 
@@ -116,13 +116,11 @@ def analytic_profiles(model: ModelConfig, lengths: Mapping[str, float], hardware
     out = {}
     for phase in (p for p in ("vision", "audio", "llm") if lengths.get(p)):
         config, length, count = getattr(model, phase), lengths[phase], items.get(phase, 1.0)
-        group = getattr(config, "stack", getattr(config, "merge_size", 1)**2)
-        frames = 2 if phase == "audio" else 1
-        item = Lengths(*(np.array([length * k]) for k in (frames, 1, 1 / group)))
+        item = item_lengths(phase, config, np.array([length]))
         flops = float(phase_work(phase, model, item).forward.sum())
         share = (efficiency or {}).get(phase, hardware.product_efficiency)
         size = sum(u.copies * u.size for u in units(model) if u.phase == phase)
-        block = getattr(activations, f"{phase}_block")(config, 2)
+        block = block_bytes(phase, config, 2)
         out[phase] = ModuleProfile(
             phase, config.num_layers, length * count,
             analytic_ms(flops * count, length * count, config, hardware, share),
