@@ -1,5 +1,5 @@
-"""Tries a recipe without its GPUs: shards the model without memory, plans a workload, and prints
-what to expect: memory, time and balance.
+"""Tries a recipe without its GPUs: plans a workload, and prints what to expect: memory, time and
+balance.
 
     orchmllm dry-run recipes/mllm84b.yaml --world-size 2560 [section.key=value ...]
 
