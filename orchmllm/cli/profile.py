@@ -29,7 +29,7 @@ def measure(recipe, phase: str, args: Namespace) -> dict[str, list[float]]:
     import torch
 
     from orchmllm.estimate.measure import PhaseRunner, Work, shortened
-    from orchmllm.models.flops import item_lengths
+    from orchmllm.models.flops import lengths_of
 
     device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
@@ -45,7 +45,7 @@ def measure(recipe, phase: str, args: Namespace) -> dict[str, list[float]]:
         runner = PhaseRunner(model, phase, device, dtype, recipe.run.seed,
                              recipe.fsdp.loss_chunk_rows)
         totals.append([runner.seconds(Work(
-            phase, item_lengths(phase, config, np.full(n, length)), np.tile(grid, (n, 1))),
+            phase, lengths_of(phase, config, np.full(n, length)), np.tile(grid, (n, 1))),
             args.repeat) for n in SIZES])
     first, second = np.array(totals)
     layers = max(config.num_layers - 1, 0)

@@ -85,7 +85,7 @@ def item_rank(plan: StepPlan, phase: str) -> np.ndarray:
     return move.target_rank[move.slot_of]
 
 
-def item_lengths(phase: str, config: VisionConfig | AudioConfig | LLMConfig,
+def lengths_of(phase: str, config: VisionConfig | AudioConfig | LLMConfig,
                  positions: np.ndarray) -> Lengths:
     """Items of so many positions, (n,)."""
     if phase == "llm":
@@ -187,7 +187,7 @@ def cost_model(phase: str, model: ModelConfig) -> CostModel:
         raise ValueError(f"unknown phase {phase!r}; choose one of {', '.join(PHASES)}")
     config = getattr(model, phase)
     (first, _), (one, two) = phase_work(
-        phase, model, item_lengths(phase, config, np.array([1, 2]))).forward
+        phase, model, lengths_of(phase, config, np.array([1, 2]))).forward
     linear, quadratic = round(FORWARD_BACKWARD * first), round(FORWARD_BACKWARD * (two / 2 - one))
     if config.frozen and phase == "llm":  # forward and towards the input; attention stays whole
         linear = linear * 2 // 3

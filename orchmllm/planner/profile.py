@@ -11,7 +11,7 @@ import numpy as np
 from orchmllm.estimate.activations import block_bytes
 from orchmllm.estimate.hardware import Hardware
 from orchmllm.models.config import AudioConfig, LLMConfig, ModelConfig, VisionConfig
-from orchmllm.models.flops import item_lengths, phase_work
+from orchmllm.models.flops import lengths_of, phase_work
 from orchmllm.sharding.units import units
 
 
@@ -116,7 +116,7 @@ def analytic_profiles(model: ModelConfig, lengths: Mapping[str, float], hardware
     out = {}
     for phase in (p for p in ("vision", "audio", "llm") if lengths.get(p)):
         config, length, count = getattr(model, phase), lengths[phase], items.get(phase, 1.0)
-        item = item_lengths(phase, config, np.array([length]))
+        item = lengths_of(phase, config, np.array([length]))
         flops = float(phase_work(phase, model, item).forward.sum())
         share = (efficiency or {}).get(phase, hardware.product_efficiency)
         size = sum(u.copies * u.size for u in units(model) if u.phase == phase)
