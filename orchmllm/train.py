@@ -59,8 +59,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     what.add_argument("--print-config", action="store_true",
                       help="print every key, its value and where it comes from, start nothing")
     what.add_argument("--dry-run", action="store_true",
-                      help="shard the model without memory, plan a drawn workload, print whether "
-                      "it fits and what to expect; needs no GPU and no data")
+                      help="plan a drawn workload, print whether it fits and what to expect; needs "
+                      "no GPU and no data")
     what.add_argument("--ablations", action="store_true",
                       help="compare balancing schemes on a drawn workload, by prediction")
     parser.add_argument("--world-size", type=int, default=0, metavar="N",

@@ -56,7 +56,7 @@ NO_TORCH = [
     "orchmllm.plan.balance", "orchmllm.plan.step", "orchmllm.models.config",
     "orchmllm.models.flops", "orchmllm.sharding.units", "orchmllm.data.index",
     "orchmllm.data.stats",
-    "orchmllm.estimate.lengths", "orchmllm.models.gpus",
+    "orchmllm.estimate.dry_run", "orchmllm.estimate.lengths", "orchmllm.models.gpus",
     "orchmllm.estimate.memory", "orchmllm.estimate.step_time", "orchmllm.estimate.workload",
     "orchmllm.hf.sources", "orchmllm.runtime.display", "orchmllm.runtime.log_schema",
     "orchmllm.report.page",

@@ -27,7 +27,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from orchmllm import launch
-from orchmllm.config import Recipe, RecipeError, load_recipe
+from orchmllm.cli.options import add_overrides, command_parser, in_one_line
+from orchmllm.config import Recipe, load_recipe
 from orchmllm.runtime.local_ranks import run_local
 from orchmllm.runtime.metrics import MetricsLog
 from orchmllm.train import run_rank
@@ -38,18 +39,13 @@ MAX_LOSS_DIFFERENCE = 1e-5  # relative, at any step: float32 sums in another ord
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="orchmllm compare", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_parser("compare", __doc__, (
+        ("--pairs", 20, "timed pairs of steps on 2 ranks"),))
     parser.add_argument("--recipe", required=True, help="YAML file; every key has a default")
-    parser.add_argument("--pairs", type=int, default=20, help="timed pairs of steps on 2 ranks")
     parser.add_argument("--part", choices=("curves", "pairs"), help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value",
-                        help="replaces a value of the recipe, e.g. train.num_steps=10")
-    args = parser.parse_intermixed_args(argv)  # overrides before and after options
-    if args.pairs < 1:
-        parser.error(f"--pairs {args.pairs}: must be at least 1")
-    return args
+    add_overrides(parser)
+    return parser.parse_intermixed_args(argv)  # overrides before and after options
 
 
 def variant(recipe: Recipe, enabled: bool) -> Recipe:
@@ -127,16 +123,14 @@ def largest_difference(a: list[float], b: list[float]) -> float:
                default=0.0)
 
 
+@in_one_line
 def main(argv: list[str]) -> int:
+    """Exit code. Raises ValueError under torchrun or srun: it starts its ranks itself."""
     args = parse(argv)
-    try:
-        recipe = load_recipe(args.recipe, args.overrides)
-        world = launch.current_world()
-        if world is not None and args.part is None:
-            raise ValueError("the comparison starts its ranks itself: run it without torchrun/srun")
-    except (RecipeError, ValueError) as e:
-        print(f"error: {e}", file=sys.stderr)
-        return 2
+    recipe = load_recipe(args.recipe, args.overrides)
+    world = launch.current_world()
+    if world is not None and args.part is None:
+        raise ValueError("the comparison starts its ranks itself: run it without torchrun/srun")
     if world is not None:
         return run_part(args, recipe, world)
     return run_all(args, recipe, argv)

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -22,59 +21,46 @@ from pathlib import Path
 from tqdm import tqdm
 
 from orchmllm.cli.data_stats import drawn, of_data, show
-from orchmllm.config import Recipe, RecipeError, load_recipe
+from orchmllm.cli.options import add_overrides, command_parser, in_one_line
+from orchmllm.config import Recipe, load_recipe
 from orchmllm.data.formats.open import DataSource, index_path
 from orchmllm.data.index import LengthIndex, build_index
 from orchmllm.data.lengths import LengthReader
-from orchmllm.data.storage.clients import StorageError
 from orchmllm.estimate.lengths import open_recipe
 from orchmllm.estimate.workload import MODELS
 
-# Options that one command has, alone or without a recipe.
-ONLY = {"decode": "lint", "ranks": "stats", "out": "stats", "model": "stats without a recipe",
-        "batch_size": "stats without a recipe", "row": "preview", "count": "preview",
-        "html": "preview"}
+# What stands before a colon is the only command that has the option.
+OPTIONS = (
+    ("--workers", os.cpu_count() or 1, "processes that read rows and headers"),
+    ("--decode", False, "lint: also decode every medium, as training would (much slower)"),
+    ("--ranks", 0, "stats: ranks to predict for; 0: launch.nproc_per_node, or 8"),
+    ("--model", tuple(MODELS), "stats without a recipe: a model of OrchMLLM Table 1"),
+    ("--batch-size", 30, "stats without a recipe: examples a rank"),
+    ("--out", Path("composition.png"), "stats: where the plot goes"),
+    ("--row", 1, "preview: the first row, counted over all sources"),
+    ("--count", 3, "preview: rows to show"),
+    ("--html", Path, "preview: also a page with the pictures and spectrograms"))
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="orchmllm data", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_parser("data", __doc__, OPTIONS)
     parser.add_argument("command", choices=("index", "lint", "stats", "preview"))
     parser.add_argument("recipe", nargs="?", default="", metavar="RECIPE",
                         help="YAML file; only data, model, balance and train are used. stats also "
                         "takes a data file or folder instead, or nothing: a mix drawn from "
                         "published length statistics")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value",
-                        help="replaces a value of the recipe")
-    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1,
-                        help="processes that read rows and headers")
-    parser.add_argument("--decode", action="store_true",
-                        help="lint: also decode every medium, as training would (much slower)")
-    parser.add_argument("--ranks", type=int, default=0,
-                        help="stats: ranks to predict for (0: launch.nproc_per_node, or 8)")
-    parser.add_argument("--model", choices=tuple(MODELS), default="10b",
-                        help="stats without a recipe: a model of OrchMLLM Table 1 (default 10b)")
-    parser.add_argument("--batch-size", type=int, default=30, metavar="N",
-                        help="stats without a recipe: examples a rank (default 30)")
-    parser.add_argument("--out", type=Path, default=Path("composition.png"),
-                        help="stats: where the plot goes")
-    parser.add_argument("--row", type=int, default=1, metavar="N",
-                        help="preview: the first row, counted over all sources (default 1)")
-    parser.add_argument("--count", type=int, default=3, metavar="N",
-                        help="preview: rows to show (default 3)")
-    parser.add_argument("--html", type=Path, metavar="FILE",
-                        help="preview: also a page with the pictures and spectrograms")
+    add_overrides(parser)
     args = parser.parse_intermixed_args(argv)
-    if args.workers < 1 or args.ranks < 0 or args.batch_size < 1:
-        parser.error("--workers and --batch-size must be >= 1, --ranks >= 0")
     if not is_recipe(args.recipe) and (args.command != "stats" or args.overrides):
         parser.error(f"{args.recipe or 'nothing'} is no recipe: index, lint and overrides need a "
                      "YAML file")
     command = args.command + " without a recipe" * (not is_recipe(args.recipe))
-    for name, only in ONLY.items():
-        if not command.startswith(only) and getattr(args, name) != parser.get_default(name):
-            parser.error(f"--{name.replace('_', '-')} is an option of {only}, and not of "
-                         f"{args.command} here")
+    for flag, _, told in OPTIONS:
+        only, colon, _ = told.partition(": ")
+        name = flag[2:].replace("-", "_")
+        if colon and not command.startswith(only) and (
+                getattr(args, name) != parser.get_default(name)):
+            parser.error(f"{flag} is an option of {only}, and not of {args.command} here")
     return args
 
 
@@ -132,18 +118,9 @@ def lint_decoding(recipe: Recipe) -> int:
     return count
 
 
+@in_one_line
 def main(argv: list[str]) -> int:
     args = parse(argv)
-    try:
-        return run(args)
-    except (RecipeError, StorageError, ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-
-
-def run(args: argparse.Namespace) -> int:
-    """Returns the exit code. Raises RecipeError, StorageError, ValueError or OSError where
-    something cannot be read."""
     recipe = (load_recipe(args.recipe, args.overrides) if is_recipe(args.recipe)
               else of_data(args.recipe, args.model, args.batch_size))
     if not args.recipe:

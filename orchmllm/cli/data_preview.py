@@ -92,14 +92,12 @@ def _medium(modality: int, medium, layout, segment: int, num_tokens: int, rows: 
 def on_terminal(shown: Sequence[Shown], color: bool) -> str:
     """Text as it is, what is learnt in green (without colour: in [[ ]]), a line for each medium."""
     out = []
+    medium, learnt = ((DIM, RESET), (GREEN, RESET)) if color else (("", ""), ("[[", "]]"))
     for part in shown:
         if part.modality != TEXT:
-            line = f"<{part.text}>"
-            out.append(f"\n{DIM}{line}{RESET}\n" if color else f"\n{line}\n")
-        elif part.learnt:
-            out.append(f"{GREEN}{part.text}{RESET}" if color else f"[[{part.text}]]")
+            out.append(f"\n{medium[0]}<{part.text}>{medium[1]}\n")
         else:
-            out.append(part.text)
+            out.append(f"{learnt[0]}{part.text}{learnt[1]}" if part.learnt else part.text)
     return "".join(out)
 
 
@@ -148,10 +146,10 @@ def unpatchify(rows: np.ndarray, grid: tuple[int, ...], vision: VisionGeometry) 
 
 
 def preview(dataset: ConversationDataset, first: int, count: int, page: Path | None) -> int:
-    """Prints examples `first` (from 0) on, and writes them to `page`. Returns the exit code."""
-    if not 0 <= first < len(dataset):
-        print(f"error: --row {first + 1}: the sources have {len(dataset)} rows", file=sys.stderr)
-        return 2
+    """Prints examples `first` (from 0) on, and writes them to `page`. Returns the exit code. Raises
+    ValueError where there is no such row."""
+    if first >= len(dataset):
+        raise ValueError(f"--row {first + 1}: the sources have {len(dataset)} rows")
     examples = []
     for i in range(first, min(first + count, len(dataset))):
         shown, facts = stretches(dataset, i)

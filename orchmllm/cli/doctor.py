@@ -19,6 +19,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from orchmllm import launch
+from orchmllm.cli.options import add_overrides, command_parser, in_one_line
 from orchmllm.runtime.local_ranks import run_local
 
 if TYPE_CHECKING:
@@ -28,19 +29,15 @@ LATE_CURE = "look at that node: its disk or its network hangs"
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="orchmllm doctor", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_parser("doctor", __doc__, (
+        ("--self-test", False, "exchange, train, balance, save and resume with a tiny model on the "
+         "ranks that are there"),
+        ("--network", 1.0, "what a link between nodes has to reach each way, in Gbit/s"),
+        ("--timeout", 30.0, "seconds after which a rank counts as late or dead"),
+        ("--json", False, "print JSON instead of a table")))
     parser.add_argument("recipe", nargs="?", default="", metavar="RECIPE",
                         help="check also that it can run here")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value",
-                        help="replaces a value of the recipe")
-    parser.add_argument("--self-test", action="store_true", help="exchange, train, balance, save "
-                        "and resume with a tiny model on the ranks that are there")
-    parser.add_argument("--network", type=float, default=1.0, metavar="GBIT", help="what a link "
-                        "between nodes has to reach each way, in Gbit/s (default: 1)")
-    parser.add_argument("--timeout", type=float, default=30.0, metavar="SECONDS",
-                        help="after which a rank counts as late or dead (default: 30)")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    add_overrides(parser)
     args = parser.parse_intermixed_args(argv)
     if args.self_test and any(getattr(args, name) != parser.get_default(name)
                               for name in ("recipe", "network", "timeout", "json")):
@@ -51,13 +48,10 @@ def parse(argv: list[str]) -> argparse.Namespace:
     return args
 
 
+@in_one_line
 def main(argv: list[str]) -> int:
     args = parse(argv)
-    try:
-        world = launch.current_world()
-    except ValueError as e:
-        print(f"error: {e}", file=sys.stderr)
-        return 2
+    world = launch.current_world()
     if args.self_test:
         if world is None:
             return run_local("orchmllm", ["doctor", *argv], 0)

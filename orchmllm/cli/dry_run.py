@@ -1,5 +1,5 @@
-"""Tries a recipe without its GPUs: shards the model without memory, plans a workload, and prints
-what to expect: memory, time and balance.
+"""Tries a recipe without its GPUs: plans a workload, and prints what to expect: memory, time and
+balance.
 
     orchmllm dry-run recipes/mllm84b.yaml --world-size 2560 [section.key=value ...]
 
@@ -11,22 +11,20 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from orchmllm.cli.options import at_least, cluster_of, cluster_options, in_one_line, recipe_parser
+from orchmllm.cli.options import cluster_of, cluster_options, in_one_line, recipe_parser
 from orchmllm.config import read_recipe
 from orchmllm.estimate.text import run
 
 
 @in_one_line
 def main(argv: list[str]) -> int:
-    parser = recipe_parser("dry-run", __doc__)
-    parser.add_argument("--world-size", type=at_least(1), default=0, metavar="N",
-                        help="number of ranks (those that the recipe starts, or one shard group, "
-                        "or one node)")
+    parser = recipe_parser("dry-run", __doc__, (
+        ("--world-size", 0, "number of ranks; 0: those that the recipe starts, or one shard group, "
+         "or one node"),
+        ("--ablations", False, "compare balancing schemes instead; lengths are drawn unless --mix "
+         "or --lengths says otherwise"),
+        ("--json", Path, "also write what was found")))
     cluster_options(parser)
-    parser.add_argument("--ablations", action="store_true",
-                        help="compare balancing schemes instead; lengths are drawn unless --mix or "
-                        "--lengths says otherwise")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write what was found")
     args = parser.parse_intermixed_args(argv)
     loaded = read_recipe(args.recipe, args.overrides)
     return run(loaded, args.world_size, ablations=args.ablations, json_path=args.json,

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from orchmllm.data.storage.clients import StorageError
 from orchmllm.estimate.hardware import Hardware, cluster
 from orchmllm.estimate.workload import MIXES
 from orchmllm.models.gpus import GPUS
@@ -21,7 +22,7 @@ def in_one_line(command: Callable[[list[str]], int]) -> Callable[[list[str]], in
             return command(argv)
         except BrokenPipeError:  # the reader of the output left: no mistake
             raise
-        except (ValueError, OSError) as error:
+        except (ValueError, OSError, StorageError) as error:
             print(f"error: {error}", file=sys.stderr)
             return 2
     return answered
@@ -36,14 +37,28 @@ def at_least(least: int) -> Callable[[str], int]:
     return number
 
 
+def add_options(to: argparse._ActionsContainer, options: Sequence[tuple]) -> None:
+    """Adds (flag, default, help) each. A default of False makes a switch, a tuple holds the
+    choices, the default first, and a type or another callable reads what has no default. A whole
+    number with a default above 0 has to be above 0 itself, others at least 0."""
+    for flag, default, told in options:
+        if default is False:
+            to.add_argument(flag, action="store_true", help=told)
+        elif callable(default):
+            to.add_argument(flag, type=default, help=told)
+        elif isinstance(default, tuple):
+            first = default[0]
+            to.add_argument(flag, choices=default, default=first, help=f"{told} ({first})")
+        else:
+            kind = at_least(1 if default else 0) if isinstance(default, int) else type(default)
+            to.add_argument(flag, type=kind, default=default, help=f"{told} ({default})")
+
+
 def command_parser(name: str, text: str, options: Sequence[tuple] = ()) -> argparse.ArgumentParser:
-    """A parser of `orchmllm NAME` with (flag, default, help). A whole number with a default above
-    0 has to be above 0 itself, others at least 0."""
+    """A parser of `orchmllm NAME`. options: see add_options."""
     made = argparse.ArgumentParser(prog=f"orchmllm {name}", description=text,
                                    formatter_class=argparse.RawDescriptionHelpFormatter)
-    for flag, default, told in options:
-        kind = at_least(1 if default else 0) if isinstance(default, int) else type(default)
-        made.add_argument(flag, type=kind, default=default, help=f"{told} ({default})")
+    add_options(made, options)
     return made
 
 
@@ -53,9 +68,9 @@ def add_overrides(parser: argparse.ArgumentParser) -> None:
                         help="replaces a value of the recipe")
 
 
-def recipe_parser(name: str, text: str) -> argparse.ArgumentParser:
-    """A parser of `orchmllm NAME RECIPE [section.key=value ...]`."""
-    made = command_parser(name, text)
+def recipe_parser(name: str, text: str, options: Sequence[tuple] = ()) -> argparse.ArgumentParser:
+    """A parser of `orchmllm NAME RECIPE [section.key=value ...]`. options: see add_options."""
+    made = command_parser(name, text, options)
     made.add_argument("recipe", metavar="RECIPE", help="every key of it is in docs/recipe.md")
     add_overrides(made)
     return made
@@ -64,7 +79,7 @@ def recipe_parser(name: str, text: str) -> argparse.ArgumentParser:
 def lengths_parser(name: str, text: str, options: Sequence[tuple],
                    what: Sequence[str] = ()) -> argparse.ArgumentParser:
     """A parser of `orchmllm NAME [WHAT] --recipe R [--mix MIX] [section.key=value ...]`. options:
-    see command_parser."""
+    see add_options."""
     made = command_parser(name, text, options)
     if what:
         made.add_argument("what", choices=what, metavar="WHAT", help=", ".join(what))
@@ -76,22 +91,20 @@ def lengths_parser(name: str, text: str, options: Sequence[tuple],
 
 def cluster_options(parser: argparse.ArgumentParser) -> None:
     """Adds what `cluster_of` reads, --mix and --lengths."""
-    parser.add_argument("--gpu", default="h100-sxm", metavar="NAME",
-                        help=f"of the data sheets: {', '.join(GPUS)} (h100-sxm)")
-    parser.add_argument("--network", type=float, default=400, metavar="GBIT",
-                        help="Gbit/s of each GPU between nodes (400)")
-    parser.add_argument("--gpus-per-node", type=int, default=8, metavar="N", help="(8)")
-    shares = parser.add_mutually_exclusive_group()
-    shares.add_argument("--efficiency", type=float, default=0, metavar="SHARE",
-                        help="of the peak that products reach (0.6; attention two thirds of it)")
-    shares.add_argument("--measured", type=Path, metavar="FILE",
-                        help="shares measured by scripts/bench_gpu.py --out FILE")
+    add_options(parser, (
+        ("--gpu", "h100-sxm", f"of the data sheets: {', '.join(GPUS)}"),
+        ("--network", 400.0, "Gbit/s of each GPU between nodes"),
+        ("--gpus-per-node", 8, "of the cluster")))
+    add_options(parser.add_mutually_exclusive_group(), (
+        ("--efficiency", 0.0, "share of the peak that products reach, attention two thirds of it; "
+         "0: products 0.6, attention 0.4"),
+        ("--measured", Path, "shares measured by scripts/bench_gpu.py --out FILE")))
     lengths = parser.add_mutually_exclusive_group()
     lengths.add_argument("--mix", choices=MIXES, default="",
                          help="drawn lengths instead of the recipe's data")
-    lengths.add_argument("--lengths", type=Path, metavar="FILE",
-                         help='lengths of a file, a line an example: {"images": [[width, height]], '
-                         '"audio_s": [seconds], "text_tokens": n}')
+    add_options(lengths, (("--lengths", Path, "lengths of a file, a line an example: "
+                           '{"images": [[width, height]], "audio_s": [seconds], '
+                           '"text_tokens": n}'),))
 
 
 def cluster_of(args: argparse.Namespace) -> Hardware:

@@ -11,10 +11,12 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
+
 from orchmllm.cli.options import command_parser, in_one_line, lengths_parser
 from orchmllm.cli.simulate import lengths
 from orchmllm.config import Recipe, load_recipe
-from orchmllm.estimate import activations
+from orchmllm.estimate.activations import block_bytes
 from orchmllm.estimate.hardware import Hardware, cluster
 from orchmllm.models.gpus import GPUS
 from orchmllm.planner.advice import ratio, recipe_profiles, rows
@@ -25,7 +27,7 @@ from orchmllm.planner.split import METHODS, split_layers
 GBITS, IMAGES, EXAMPLES = (25, 100, 400), (0.5, 1, 2, 4), 2000
 
 
-DEVICE = (("--profile", "", "JSON of `orchmllm profile`: measured times"),
+DEVICE = (("--profile", Path, "JSON of `orchmllm profile`: measured times"),
           ("--gpu", "h100-sxm", f"one of {', '.join(GPUS)}"))
 NETWORK = ("--network", 400.0, "Gbit/s of each GPU between nodes")
 OPTIONS = {
@@ -65,13 +67,10 @@ def units(recipe: Recipe, profiles_of, args: argparse.Namespace, hardware: Hardw
 
 def split(profiles: dict[str, ModuleProfile], args: argparse.Namespace) -> None:
     """Every method's stages."""
-    forward, backward, moved, size = ([], [], [], [])
-    for p in profiles.values():
-        each = p.forward_ms(1) / p.layers
-        forward += [each] * p.layers
-        backward += [each * p.backward_units] * p.layers
-        moved += [p.rows * p.boundary_bytes_per_row] * p.layers
-        size += [p.weight_bytes / p.layers] * p.layers
+    forward, backward, moved, size = np.repeat(
+        [(p.forward_ms(1) / p.layers, p.forward_ms(1) / p.layers * p.backward_units,
+          p.rows * p.boundary_bytes_per_row, p.weight_bytes / p.layers)
+         for p in profiles.values()], [p.layers for p in profiles.values()], axis=0).T
     for method in METHODS:
         made = split_layers(forward, backward, moved[:-1], num_stages=args.stages, method=method,
                             num_microbatches=args.microbatches, parameters=size,
@@ -84,7 +83,7 @@ def recompute(recipe: Recipe, profiles: dict[str, ModuleProfile], args) -> None:
     """Layers that keep their activations, for a rank's mini-batch."""
     kinds, batch = [], recipe.train.batch_size
     for name, p in profiles.items():
-        block = getattr(activations, f"{name}_block")(getattr(recipe.model, name), 2)
+        block = block_bytes(name, getattr(recipe.model, name), 2)
         kept = (block.kept["none"] - block.kept["full"]) * p.rows * batch
         kinds.append(LayerKind(name, p.layers, kept, p.forward_ms(1) * batch / p.layers))
     chosen = choose_recompute(kinds, free_bytes=1e9 * args.free_gb)
@@ -97,11 +96,11 @@ def recompute(recipe: Recipe, profiles: dict[str, ModuleProfile], args) -> None:
           "recipe chooses by phase: fsdp.activation_checkpointing")
 
 
-def with_times(profiles: dict[str, ModuleProfile], path: str) -> dict[str, ModuleProfile]:
+def with_times(profiles: dict[str, ModuleProfile], path: Path) -> dict[str, ModuleProfile]:
     """The profiles with the times that `orchmllm profile` wrote. Raises ValueError for another
     file."""
     try:
-        table = json.loads(Path(path).read_text(encoding="utf-8"))
+        table = json.loads(path.read_text(encoding="utf-8"))
         return {n: replace(p, forward_ms=interpolated(table[n]["rows"], table[n]["ms"], p.rows))
                 for n, p in profiles.items()}
     except (OSError, ValueError, KeyError, TypeError) as e:

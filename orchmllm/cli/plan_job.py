@@ -28,17 +28,13 @@ SHOWN = 5
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    parser = recipe_parser("plan job", __doc__)
-    parser.add_argument("--gpus", type=at_least(1), required=True, metavar="N",
-                        help="ranks of the job")
-    parser.add_argument("--global-batch", type=at_least(0), metavar="N",
-                        help="examples a step; 0: any (as the recipe says)")
-    parser.add_argument("--steps", type=at_least(1), default=2, metavar="N",
-                        help="planned for each batch size (2)")
+    parser = recipe_parser("plan job", __doc__, (
+        ("--global-batch", at_least(0), "examples a step; 0: any (as the recipe says)"),
+        ("--steps", 2, "planned for each batch size"),
+        ("--out", Path, "writes the overrides, one a line"),
+        ("--picture", Path, "throughput against the link and the batch size, .svg or .png")))
+    parser.add_argument("--gpus", type=at_least(1), required=True, help="ranks of the job")
     cluster_options(parser)
-    parser.add_argument("--out", type=Path, metavar="FILE", help="writes the overrides, one a line")
-    parser.add_argument("--picture", type=Path, metavar="FILE",
-                        help="throughput against the link and the batch size, .svg or .png")
     return parser.parse_intermixed_args(argv)
 
 

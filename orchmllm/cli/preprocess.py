@@ -10,42 +10,37 @@ listen to other machines; it is read from FILE or $ORCHMLLM_PREPROCESS_SECRET. C
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Sequence
 
-from orchmllm.cli.options import at_least, recipe_parser
-from orchmllm.config import RecipeError, load_recipe
+from orchmllm.cli.options import at_least, in_one_line, recipe_parser
+from orchmllm.config import load_recipe
 from orchmllm.data.preprocess.handshake import read_secret, split_address
 
 
+@in_one_line
 def main(argv: Sequence[str]) -> int:
-    parser = recipe_parser("preprocess", __doc__)
-    parser.add_argument("--listen", default="127.0.0.1:7070", metavar="HOST:PORT",
-                        help="where to listen; port 0: one that is free (default %(default)s)")
-    parser.add_argument("--secret-file", default="", metavar="FILE",
-                        help="a secret that the runs have, too")
+    """Exit code. Raises ValueError for an address that cannot be listened to."""
+    parser = recipe_parser("preprocess", __doc__, (
+        ("--listen", "127.0.0.1:7070", "HOST:PORT where to listen; port 0: one that is free"),
+        ("--secret-file", "", "a secret that the runs have, too")))
     parser.add_argument("--workers", type=at_least(0), default=os.cpu_count() or 1, metavar="N",
                         help="processes that read and decode, up to 1024; 0: threads (default: the "
                         "cores)")
     args = parser.parse_intermixed_args(argv)
     if args.workers > 1024:
         parser.error("--workers must be from 0 to 1024")
-    try:
-        address = split_address(args.listen)
-        secret = read_secret(args.secret_file)
-        recipe = load_recipe(args.recipe, args.overrides)
-        from orchmllm.data.preprocess.server import Server
-        from orchmllm.data.stream import open_dataset
+    address = split_address(args.listen)
+    secret = read_secret(args.secret_file)
+    recipe = load_recipe(args.recipe, args.overrides)
+    from orchmllm.data.preprocess.server import Server
+    from orchmllm.data.stream import open_dataset
 
-        dataset = open_dataset(recipe.data, recipe.model.vision.geometry,
-                               recipe.model.audio.geometry, seed=recipe.run.seed)
+    dataset = open_dataset(recipe.data, recipe.model.vision.geometry, recipe.model.audio.geometry,
+                           seed=recipe.run.seed)
+    try:
         server = Server(dataset, address, secret, args.workers)
-    except (RecipeError, ValueError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
     except OSError as error:
-        print(f"error: --listen {args.listen}: {error}", file=sys.stderr)
-        return 2
+        raise ValueError(f"--listen {args.listen}: {error}") from error
     for source in dataset.sources:
         print(source)
     print("preprocess: listening on {}:{}, {} workers".format(*server.address, args.workers),

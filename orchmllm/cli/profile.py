@@ -6,19 +6,19 @@ would not as a whole. Forward is taken as a third of forward and backward."""
 from __future__ import annotations
 
 import json
-import sys
 from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
 
-from orchmllm.cli.options import lengths_parser
+from orchmllm.cli.options import in_one_line, lengths_parser
 from orchmllm.config import load_recipe
+from orchmllm.plan.assign import PHASES
 
 SIZES = (1, 2, 4, 8)  # items of a measurement, each of --rows positions
 
 
-OPTIONS = (("--out", "profile.json", "where the times go"),
-           ("--device", "", "cuda or cpu; empty: cuda if there is a GPU"),
+OPTIONS = (("--out", Path("profile.json"), "where the times go"),
+           ("--device", str, "cuda or cpu (cuda if there is a GPU)"),
            ("--rows", 256, "positions of an item"),
            ("--repeat", 3, "runs of which the quickest counts"))
 
@@ -29,7 +29,7 @@ def measure(recipe, phase: str, args: Namespace) -> dict[str, list[float]]:
     import torch
 
     from orchmllm.estimate.measure import PhaseRunner, Work, shortened
-    from orchmllm.models.flops import Lengths
+    from orchmllm.models.flops import lengths_of
 
     device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
@@ -37,16 +37,15 @@ def measure(recipe, phase: str, args: Namespace) -> dict[str, list[float]]:
     side = config.merge_size if phase == "vision" else 1  # an image is a strip of whole tokens
     group = side**2 if phase != "audio" else config.stack
     length = max(args.rows // group, 1) * group
-    rows = 2 * length if phase == "audio" else length
-    grid = [1, side, rows // side] if phase != "llm" else [0, 0, 0]
+    grid = [1, side, (2 if phase == "audio" else 1) * length // side]
     totals = []
     for depth in (1, 2):
         model = shortened(recipe.model, depth)
         model = replace(model, **{phase: replace(getattr(model, phase), pretrained="")})
         runner = PhaseRunner(model, phase, device, dtype, recipe.run.seed,
                              recipe.fsdp.loss_chunk_rows)
-        totals.append([runner.seconds(Work(phase, Lengths(*(
-            np.full(n, x) for x in (rows, length, length // group))), np.tile(grid, (n, 1))),
+        totals.append([runner.seconds(Work(
+            phase, lengths_of(phase, config, np.full(n, length)), np.tile(grid, (n, 1))),
             args.repeat) for n in SIZES])
     first, second = np.array(totals)
     layers = max(config.num_layers - 1, 0)
@@ -54,18 +53,18 @@ def measure(recipe, phase: str, args: Namespace) -> dict[str, list[float]]:
     return {"rows": [n * length for n in SIZES], "ms": ms.tolist()}
 
 
+@in_one_line
 def main(argv: list[str]) -> int:
+    """Exit code. Raises ValueError for a device that cannot measure."""
     args = lengths_parser("profile", __doc__, OPTIONS).parse_intermixed_args(argv)
+    recipe, out = load_recipe(args.recipe, args.overrides), {}
     try:
-        recipe = load_recipe(args.recipe, args.overrides)
-        out = {}
-        for phase in ("vision", "audio", "llm"):
+        for phase in PHASES:
             out[phase] = measure(recipe, phase, args)
             print(f"{phase:<7} " + ", ".join(f"{r} rows {m:.2f} ms" for r, m in zip(
                 out[phase]["rows"], out[phase]["ms"], strict=True)), flush=True)
-        Path(args.out).write_text(json.dumps(out) + "\n", encoding="utf-8")
-    except (ValueError, OSError, RuntimeError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    except RuntimeError as error:  # of torch: no such device, no memory
+        raise ValueError(str(error)) from error
+    args.out.write_text(json.dumps(out) + "\n", encoding="utf-8")
     print(f"written: {args.out} (forward of all layers, one device)")
     return 0

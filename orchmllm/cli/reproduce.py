@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from orchmllm.cli.options import at_least, in_one_line
+from orchmllm.cli.options import add_options, at_least, in_one_line
 from orchmllm.estimate.workload import MODELS, batch_layout, sample_headers
 from orchmllm.planner.disttrain import Line
 from orchmllm.simulate.compare import SCHEMES, plot, run, table
@@ -31,10 +31,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
                        help="of the synthetic mix (1200000)")
     all_ = kinds.add_parser("compare", help="all schemes at equal data")
     all_.add_argument("--ranks", type=at_least(1), nargs="+", default=list(RANKS))
-    all_.add_argument("--model", choices=tuple(MODELS), default="84b", help="whose costs (84b)")
-    all_.add_argument("--batch-size", type=at_least(1), default=30, help="examples a rank (30)")
-    all_.add_argument("--seed", type=at_least(0), default=0, help="of the draws (0)")
-    all_.add_argument("--out", type=Path, help="where the picture goes (PNG)")
+    add_options(all_, (("--model", tuple(MODELS)[::-1], "whose costs"),
+                       ("--batch-size", 30, "examples a rank"), ("--seed", 0, "of the draws"),
+                       ("--out", Path, "where the picture goes (PNG)")))
     return made.parse_args(argv)
 
 

@@ -42,24 +42,18 @@ NUM_STEPS = 4  # of the run that is stopped half-way
 def run(world: World) -> int:
     """The exit code of this rank."""
     def work(watch: object) -> None:
-        started = time.perf_counter()
-        tests = [exchanges, gradients, no_media, half_precision, save_and_resume]
-        for test in tests:
-            for name, seconds in timed(test(world)):
+        started = last = time.perf_counter()
+        for test in (exchanges, gradients, no_media, half_precision, save_and_resume):
+            for name in test(world):
+                now = time.perf_counter()
                 if world.rank == 0:
-                    print(f"ok    {name} ({seconds:.1f} s)", flush=True)
+                    print(f"ok    {name} ({now - last:.1f} s)", flush=True)
+                last = now
         if world.rank == 0:
             print(f"self-test on {world.world_size} ranks of {device_of(world).type}: no failure, "
                   f"in {time.perf_counter() - started:.1f} s")
 
     return run_rank(recipe_of(), world, work)
-
-
-def timed(names: Iterator[str]) -> Iterator[tuple[str, float]]:
-    started = time.perf_counter()
-    for name in names:
-        yield name, time.perf_counter() - started
-        started = time.perf_counter()
 
 
 def exchanges(world: World) -> Iterator[str]:

@@ -111,16 +111,15 @@ def ablate(recipe: Recipe, num_ranks: int, batch_size: int, hardware: Hardware, 
     choice = decide(recipe, made["paper"].memory, joined(made["paper"].loads), budget)
     rows = {}
     for name, p in made.items():
-        times, peaks, loads = p.times(choice), p.peaks(choice), joined(p.loads)
-        seeds = {"mfu": [t.mfu for t in times], "peak_bytes": peaks.tolist(),
+        times, loads = p.times(choice), joined(p.loads)
+        seeds = {"mfu": [t.mfu for t in times], "peak_bytes": p.peaks(choice).tolist(),
+                 "tokens_per_gpu": [t.tokens_per_gpu for t in times],
+                 "exchange_ms": [1e3 * t.exchange for t in times],
                  "internode_mb_per_rank": (p.internode() / num_ranks / 1e6).tolist()}
         peak = max(seeds["peak_bytes"])
-        rows[name] = {
-            "figure": schemes[name].figure, "seeds": seeds, "mfu": float(np.mean(seeds["mfu"])),
-            "tokens_per_gpu": float(np.mean([t.tokens_per_gpu for t in times])),
-            "exchange_ms": 1e3 * float(np.mean([t.exchange for t in times])),
-            "peak_bytes": peak, "fits": peak <= budget,
-            "internode_mb_per_rank": float(np.mean(seeds["internode_mb_per_rank"])),
+        rows[name] = {key: float(np.mean(found)) for key, found in seeds.items()} | {
+            "figure": schemes[name].figure, "seeds": seeds, "peak_bytes": peak,
+            "fits": peak <= budget,
             "fitting_batch": batch_size if peak <= budget else largest_fitting(
                 lambda b, m=p.memory, x=loads: m.peak(scaled(x, b / batch_size), choice), budget,
                 batch_size),

@@ -32,30 +32,26 @@ class BlockBytes:
         return self.kept["none"] - self.kept[choice] + self.backward
 
 
-def vision_block(config: VisionConfig, e: int, copies: int = 0) -> BlockBytes:
-    """copies: further copies of the attention output (CPU joins the sequences' outputs)."""
+def block_bytes(phase: str, config: VisionConfig | AudioConfig | LLMConfig, e: int,
+                copies: int = 0) -> BlockBytes:
+    """Of one block of a phase. copies: further copies of the attention output (CPU joins the
+    sequences' outputs)."""
+    if phase == "llm":
+        return _llm_block(config, e, copies)
     size, ffn, stats = config.hidden_size, config.intermediate_size, 4 * config.num_heads + 16
-    # Input, norm, qkv (v is a view of it), rotated q and k, attention; second residual, norm.
-    none = (10 + copies) * size + (2 if config.family == "vit" else 3) * ffn  # quick GELU's gate
-    return _encoder_block(config.frozen, size, ffn, none, stats, e)
-
-
-def audio_block(config: AudioConfig, e: int, copies: int = 0) -> BlockBytes:
-    size, ffn, stats = config.hidden_size, config.intermediate_size, 4 * config.num_heads + 16
-    none = (8 + copies) * size + 2 * ffn  # as vision's, without rotation
-    return _encoder_block(config.frozen, size, ffn, none, stats, e)
-
-
-def _encoder_block(frozen: bool, size: int, ffn: int, none: int, stats: int, e: int) -> BlockBytes:
-    if frozen:  # nothing has a gradient
+    if config.frozen:  # nothing has a gradient
         return BlockBytes(dict.fromkeys(("none", "selective", "full"), 0.0),
                           e * (2 * ffn + size), 0.0)
+    # Input, norm, qkv (v is a view of it), attention; second residual, norm.
+    none = (8 + copies) * size + 2 * ffn
+    if phase == "vision":  # rotated q and k; quick GELU's gate
+        none += 2 * size + (config.family != "vit") * ffn
     kept = {"none": e * none + stats, "selective": e * (7 * size + ffn) + stats - 16,
             "full": e * size}
     return BlockBytes(kept, e * (2 * ffn + 2 * size), e * (ffn + size))
 
 
-def llm_block(config: LLMConfig, e: int, copies: int = 0) -> BlockBytes:
+def _llm_block(config: LLMConfig, e: int, copies: int) -> BlockBytes:
     size, ffn, f = config.hidden_size, config.intermediate_size, max(4, e)
     kv = size // config.num_heads * config.num_kv_heads
     learns = not config.frozen

@@ -1,11 +1,11 @@
-"""A recipe tried without its GPUs: the real model, sharded on meta under a fake process group of
-any number of ranks, and real plans of a drawn workload.
+"""A recipe tried without its GPUs, on any number of ranks, by real plans of a drawn workload.
 
     orchmllm dry-run recipes/mllm84b.yaml --world-size 2560
 
-Real: parameters and their shards, plans and their times, loads, bytes. Predicted: memory
-(orchmllm.estimate.memory) and time (orchmllm.estimate.step_time, a roofline with stated or
-measured efficiencies). Lengths come from orchmllm.estimate.lengths.
+Real: plans and their times, loads, bytes. Counted by the shapes that tests compare with the built
+and sharded model: parameters and their shards. Predicted: memory (orchmllm.estimate.memory) and
+time (orchmllm.estimate.step_time, a roofline with stated or measured efficiencies). Lengths come
+from orchmllm.estimate.lengths.
 """
 
 from __future__ import annotations
@@ -30,26 +30,15 @@ from orchmllm.estimate.hardware import Hardware
 from orchmllm.estimate.lengths import Examples, of_mix
 from orchmllm.estimate.memory import Loads, MemoryModel, loads_of
 from orchmllm.estimate.step_time import StepTime, rank_seconds, timed, work_of
-from orchmllm.estimate.workload import MODELS
 from orchmllm.models.flops import padded_phases, step_flops
 from orchmllm.plan.assign import PHASES, BalanceConfig, PhasePolicy, PlanSpec
 from orchmllm.plan.layout import ENCODERS, BatchLayout
 from orchmllm.plan.step import StepPlan, imbalance, plan_step
 from orchmllm.sharding.check import check_world
+from orchmllm.sharding.units import num_parameters
 
 NONE = BalanceConfig(enabled=False)
-# The 84B recipe at 2,560 ranks, mini-batch 30, by an independent simulation of the same mix.
-REFERENCE = {"none / balanced": 1.58, "LLM only / balanced": 1.17}
-
-
-def reference(recipe: Recipe, num_ranks: int, without: Collection[str] = ()) -> dict[str, float]:
-    """REFERENCE if this is what it was simulated for, else nothing."""
-    balance = recipe.balance
-    same = (recipe.model == MODELS["84b"] and num_ranks == 2560 and recipe.train.batch_size == 30
-            and not without and balance.enabled and not balance.whole_examples
-            and balance.group == "world"
-            and all(getattr(balance, p).policy != "none" for p in PHASES))
-    return REFERENCE if same else {}
+PARTS = {"root": "front and norms", "block": "layers", "embed": "embedding", "head": "lm_head"}
 
 
 def not_modelled(recipe: Recipe) -> list[str]:
@@ -95,10 +84,8 @@ def dry_run(recipe: Recipe, num_ranks: int, hardware: Hardware, steps: int = 20,
         "hardware": asdict(hardware), "dtype": memory.dtype,
         "audio_mode": recipe.model.audio.mode,
         "without": sorted(without), "balanced": recipe.balance.enabled,
-        "reference": reference(recipe, num_ranks, without) if not examples.epoch else {},
         "checkpointing": choice, "memory_budget_bytes": budget, "allowed_by": allowed_by,
-        "model": sharded_on_meta(recipe, num_ranks, choice),
-        "state_bytes_predicted": memory.state_bytes(),
+        "parameters": parameters(recipe), "state_bytes": memory.state_bytes(),
     }
     report |= _workload(recipe, drawn, spec, memory, choice, hardware, steps,
                         (whole or count) / count)
@@ -111,42 +98,11 @@ def dry_run(recipe: Recipe, num_ranks: int, hardware: Hardware, steps: int = 20,
     return report
 
 
-def sharded_on_meta(recipe: Recipe, num_ranks: int, choice: dict[str, str]) -> dict:
-    """Parameters per module and bytes of rank 0's shards, of the real model under FSDP2."""
-    import torch
-    import torch.distributed as dist
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    from orchmllm.models.mllm import MultimodalModel
-    from orchmllm.sharding.fsdp import shard
-
-    started = time.perf_counter()
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=num_ranks)
-    try:
-        with torch.device("meta"):
-            model = MultimodalModel(recipe.model)
-        model = shard(model, recipe.fsdp, torch.device("cpu"), choice)
-        modules: dict[str, int] = {}
-        held = trained = 0
-        for name, p in model.named_parameters():
-            module = _module_of(name)
-            modules[module] = modules.get(module, 0) + p.numel()
-            local = p.to_local()
-            held += local.numel() * local.element_size()
-            trained += local.numel() * local.element_size() * p.requires_grad
-        return {"parameters": modules, "total": sum(modules.values()), "shard_bytes": held,
-                "state_bytes": held + 3 * trained, "build_s": time.perf_counter() - started}
-    finally:
-        dist.destroy_process_group()
-
-
-def _module_of(name: str) -> str:
-    phase = name.split(".")[0]
-    for part, label in (("connector", "connector"), ("embed_tokens", "embedding"),
-                        ("lm_head", "lm_head")):
-        if part in name:
-            return f"{phase} {label}"
-    return f"{phase} {'layers' if 'layers' in name or 'blocks' in name else 'front and norms'}"
+def parameters(recipe: Recipe) -> dict[str, int]:
+    """Part of the model -> its parameters."""
+    return {f"{phase} {PARTS.get(role, role)}": count
+            for phase, roles in num_parameters(recipe.model).items()
+            for role, count in roles.items()}
 
 
 def _workload(recipe: Recipe, drawn: Callable[..., BatchLayout], spec: PlanSpec,
@@ -169,11 +125,9 @@ def _workload(recipe: Recipe, drawn: Callable[..., BatchLayout], spec: PlanSpec,
             rows[name].append({"plan_s": plan_s} | measure(plan, memory, choice, hardware, share))
     moments = {n: {k: float(np.max(v)) for k, v in memory.peaks(joined(x), choice).items()}
                for n, x in loads.items()}
-    names = ["none", "LLM only"]
-    ratios = {}
-    for kind in ("slowest_s", "slowest_padded_s"):
-        best = _mean(rows["balanced"], "slowest_s")
-        ratios[kind] = {f"{n} / balanced": _mean(rows[n], kind) / best for n in names}
+    best = _mean(rows["balanced"], "slowest_s")
+    ratios = {kind: {f"{n} / balanced": _mean(rows[n], kind) / best for n in ("none", "LLM only")}
+              for kind in ("slowest_s", "slowest_padded_s")}
     uneven = {n: [r["imbalance"] for r in rows[n]] for n in schemes} | {
         "padded none": [r["imbalance_padded"] for r in rows["none"]]}
     return {

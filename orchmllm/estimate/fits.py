@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Protocol
 
 import numpy as np
 
@@ -16,12 +15,6 @@ from orchmllm.plan.layout import ENCODERS, BatchLayout
 from orchmllm.plan.step import plan_step
 
 DEVICE_SHARE = 0.92  # of a GPU's memory; the rest is CUDA's context, NCCL and fragments
-
-
-class Dataset(Protocol):
-    """What has the lengths of its examples without decoding them."""
-
-    def layout(self, i: int) -> BatchLayout: ...
 
 
 def with_real_batch(recipe: Recipe, num_ranks: int) -> Recipe:
@@ -110,10 +103,11 @@ def sampled_layout(layouts: Callable[[int], BatchLayout], rows: Sequence[int], n
                                      [batch_size] * num_ranks)
 
 
-def for_run(recipe: Recipe, dataset: Dataset, rows: Sequence[int], spec: PlanSpec, num_ranks: int,
-            device_bytes: float) -> dict[str, str]:
+def for_run(recipe: Recipe, layouts: Callable[[int], BatchLayout], rows: Sequence[int],
+            spec: PlanSpec, num_ranks: int, device_bytes: float) -> dict[str, str]:
     """phase -> checkpointing of a run, from planned batches of its own data: the same on all
-    ranks. device_bytes: of the GPU, 0 on a CPU. Raises ValueError if the recipe cannot fit.
+    ranks. layouts: the lengths of an example. device_bytes: of the GPU, 0 on a CPU. Raises
+    ValueError if the recipe cannot fit.
 
     Two global batches of at most 32 ranks are drawn: enough for the load of the fullest rank."""
     recipe = with_real_batch(recipe, num_ranks)
@@ -124,7 +118,7 @@ def for_run(recipe: Recipe, dataset: Dataset, rows: Sequence[int], spec: PlanSpe
     if "auto" not in asked.values() and not recipe.fsdp.memory_gb:
         return asked
     memory = MemoryModel.of(recipe, num_ranks, spec.ranks_per_node, on_cpu=not device_bytes)
-    drawn = [sampled_layout(dataset.layout, rows, min(num_ranks, 32), recipe.train.batch_size,
+    drawn = [sampled_layout(layouts, rows, min(num_ranks, 32), recipe.train.batch_size,
                             recipe.run.seed + k) for k in range(2)]
     pad = padded_phases(recipe.model)
     return decide(recipe, memory, joined([loads_of(plan_step(x, spec), pad) for x in drawn]),

@@ -3,12 +3,13 @@ those of a statistics file, or a mix drawn from published statistics."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
+from pydantic import BaseModel, Field, ValidationError
 
 from orchmllm.config import Recipe
 from orchmllm.data.formats.open import (
@@ -22,35 +23,29 @@ from orchmllm.data.index import LengthIndex, open_index
 from orchmllm.data.lengths import LengthReader
 from orchmllm.data.storage.remote import Storage
 from orchmllm.estimate.workload import SAMPLE_RATE, Headers, batch_layout, sample_headers
-from orchmllm.models.config import ModelConfig
 from orchmllm.plan.layout import BatchLayout
 
 
 @dataclass(frozen=True)
 class Examples:
-    """What global batches are drawn from. what: in words. pool: all examples on one rank, drawn
-    with `probability` (n,), None for all alike; without a pool the mix is drawn. limit: of a mix's
-    example, in tokens; 0: none. epoch: examples of an epoch, 0 if nobody knows."""
+    """What global batches are drawn from. what: in words. draw(num_ranks, batch_size, seed): a
+    global batch in equal shares. epoch: examples of an epoch, 0 if nobody knows."""
 
     what: str
-    model: ModelConfig
-    mix: str = "natural"
-    without: frozenset[str] = frozenset()
-    limit: int = 0
-    pool: BatchLayout | None = None
-    probability: np.ndarray | None = None
+    draw: Callable[[int, int, int], BatchLayout]
     epoch: int = 0
 
-    def draw(self, num_ranks: int, batch_size: int, seed: int) -> BatchLayout:
-        """A seeded global batch in equal shares."""
-        count = num_ranks * batch_size
-        if self.pool is None:
-            return _cut(batch_layout(sample_headers(self.mix, count, seed, self.without),
-                                     self.model, num_ranks), self.limit)
-        rng, n = np.random.default_rng(seed), self.pool.num_examples
-        again = count > n or self.probability is not None  # an example may come twice
-        chosen = rng.choice(n, count, replace=again, p=self.probability)
-        return self.pool.taken(chosen, np.full(num_ranks, batch_size))
+
+def _of_pool(what: str, pool: BatchLayout, epoch: int,
+             probability: np.ndarray | None = None) -> Examples:
+    """Examples of one rank, drawn with `probability` (n,), None for all alike."""
+    def draw(num_ranks: int, batch_size: int, seed: int) -> BatchLayout:
+        count, n = num_ranks * batch_size, pool.num_examples
+        again = count > n or probability is not None  # an example may come twice
+        chosen = np.random.default_rng(seed).choice(n, count, replace=again, p=probability)
+        return pool.taken(chosen, np.full(num_ranks, batch_size))
+
+    return Examples(what, draw, epoch)
 
 
 def _cut(layout: BatchLayout, limit: int) -> BatchLayout:
@@ -69,8 +64,12 @@ def of_mix(recipe: Recipe, mix: str = "natural", without: Collection[str] = (),
     """A mix of orchmllm.estimate.workload. why: said behind its name."""
     media = [name for p, name in (("vision", "images"), ("audio", "audio")) if p not in without]
     kinds = f"{', '.join(media)} and text" if media else "text"
-    return Examples(f"drawn from the paper's {kinds} (mix {mix}){why}", recipe.model, mix,
-                    frozenset(without), recipe.data.max_example_tokens)
+
+    def draw(num_ranks: int, batch_size: int, seed: int) -> BatchLayout:
+        headers = sample_headers(mix, num_ranks * batch_size, seed, without)
+        return _cut(batch_layout(headers, recipe.model, num_ranks), recipe.data.max_example_tokens)
+
+    return Examples(f"drawn from the paper's {kinds} (mix {mix}){why}", draw)
 
 
 def open_recipe(recipe: Recipe) -> tuple[list[DataSource], LengthReader]:
@@ -105,11 +104,9 @@ def of_indexes(recipe: Recipe, sources: Sequence[DataSource],
     if weights.any():
         probability = np.repeat(weights / np.maximum(sizes, 1), sizes)
         probability = probability / probability.sum()
-    whole = BatchLayout.concat(parts)
-    return Examples(f"the recipe's own, {sum(sizes)} rows by the length index of its data",
-                    recipe.model, pool=replace(whole, examples_per_rank=np.array([sum(sizes)])),
-                    probability=probability,
-                    epoch=max(sum(sizes) - recipe.data.num_validation, 0))
+    return _of_pool(f"the recipe's own, {sum(sizes)} rows by the length index of its data",
+                    BatchLayout.from_examples(parts),
+                    max(sum(sizes) - recipe.data.num_validation, 0), probability)
 
 
 def _layout(index: LengthIndex) -> BatchLayout:
@@ -118,43 +115,50 @@ def _layout(index: LengthIndex) -> BatchLayout:
     return index.layout(usable, usable)
 
 
+Size = Annotated[int, Field(ge=1, lt=2**31)]
+Seconds = Annotated[float, Field(ge=1 / SAMPLE_RATE, lt=2**31 / SAMPLE_RATE)]
+
+
+class Row(BaseModel, extra="forbid"):
+    """A line of a statistics file."""
+
+    images: list[tuple[Size, Size]] = []
+    audio_s: list[Seconds] = []
+    text_tokens: int = Field(0, ge=0, lt=2**31)
+
+
 def of_file(recipe: Recipe, path: Path) -> Examples:
     """The examples of a statistics file, a JSON object a line: {"images": [[width, height], ...],
     "audio_s": [seconds, ...], "text_tokens": n}, each key optional. Raises ValueError naming the
     line that is none."""
-    text, media, is_image, size = [], [], [], []
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as e:
         raise ValueError(f"--lengths {path}: cannot be read ({e})") from e
+    rows, size, is_image = [], [], []
     for number, line in enumerate(lines, 1):
         try:
-            row = json.loads(line)
-            images = [(int(w), int(h)) for w, h in row.get("images", ())]
-            clips = [(int(float(s) * SAMPLE_RATE), SAMPLE_RATE) for s in row.get("audio_s", ())]
-            text.append(int(row.get("text_tokens", 0)))
-            sizes = [x for pair in images for x in pair] + [samples for samples, _ in clips]
-            if unknown := sorted(set(row) - {"images", "audio_s", "text_tokens"}):
-                raise ValueError(f"keys {unknown}")
-            if text[-1] < 0 or min(sizes, default=1) < 1 or max([*sizes, text[-1]]) >= 2**31:
-                raise ValueError("a size below 1 or above 2**31 - 1")
-        except (ValueError, TypeError, AttributeError, OverflowError) as e:
+            rows.append(row := Row.model_validate_json(line))
+        except ValidationError as e:
+            wrong = e.errors()[0]
             raise ValueError(
                 f'--lengths {path}, line {number}: not {{"images": [[width, height]], "audio_s": '
-                f'[seconds], "text_tokens": n}}: {e}') from e
-        media.append(len(images) + len(clips))
-        is_image += [True] * len(images) + [False] * len(clips)
-        size += images + clips
+                f'[seconds], "text_tokens": n}} with sizes below 2**31: '
+                f"{'.'.join(map(str, wrong['loc']))}: {wrong['msg']}") from e
+        size += [*row.images, *((int(s * SAMPLE_RATE), SAMPLE_RATE) for s in row.audio_s)]
+        is_image += [True] * len(row.images) + [False] * len(row.audio_s)
     if not lines:
         raise ValueError(f"--lengths {path}: it is empty")
-    tokens = np.maximum(np.array(text), 1)
-    headers = Headers(np.zeros_like(tokens), tokens, tokens, np.array(media),
-                      np.array(is_image, bool), np.array(size, np.int64).reshape(-1, 2))
+    tokens = np.array([max(row.text_tokens, 1) for row in rows])
+    headers = Headers(
+        np.zeros_like(tokens), tokens, tokens,
+        np.array([len(row.images) + len(row.audio_s) for row in rows]), np.array(is_image, bool),
+        np.array(size, np.int64).reshape(-1, 2))
     try:
         pool = _cut(batch_layout(headers, recipe.model, 1), recipe.data.max_example_tokens)
     except ValueError as e:  # longer than the model takes
         raise ValueError(f"--lengths {path}: {e}") from e
-    return Examples(f"{len(lines)} examples of {path}", recipe.model, pool=pool, epoch=len(lines))
+    return _of_pool(f"{len(lines)} examples of {path}", pool, len(lines))
 
 
 def examples_of(recipe: Recipe, mix: str = "", path: Path | None = None,

@@ -117,7 +117,7 @@ class MemoryModel:
         done = done + features + kept["llm"]
         out["llm forward"] = done + self._gather("llm", False) + self._forward_work(
             "llm", loads, choice["llm"])
-        head = 2.0 * self._units("llm")[-1].size * self.element + self._stays("llm")
+        head = 2.0 * self._units("llm")["head"].size * self.element + self._stays("llm")
         out["loss"] = done + self.loss_bytes(loads) + head
         done = done - features
         made = 0.0
@@ -155,8 +155,8 @@ class MemoryModel:
         return rows * float(self.element * self.model.llm.hidden_size)
 
     def _block(self, phase: str) -> activations.BlockBytes:
-        make = getattr(activations, f"{phase}_block")
-        return make(getattr(self.model, phase), self.element, int(self.on_cpu))
+        return activations.block_bytes(phase, getattr(self.model, phase), self.element,
+                                       int(self.on_cpu))
 
     def _kept(self, phase: str, loads: Loads, choice: str) -> np.ndarray:
         lengths, e = loads.phases[phase], self.element
@@ -177,7 +177,7 @@ class MemoryModel:
     def _backward_work(self, phase: str, loads: Loads, choice: str) -> np.ndarray:
         """A block's recomputed activations and its gradients: as the weights' gradients are made,
         the activations go, so that half of one is there with all of the other."""
-        block = next(u for u in self._units(phase) if u.role == "block")
+        block = self._units(phase)["block"]
         moving = self._block(phase).backward_work(choice) * loads.phases[phase].positions
         weights = float(self.element * block.trained_size)
         return moving + weights - np.minimum(moving, weights) / 2
@@ -202,25 +202,24 @@ class MemoryModel:
         chunked = e * config.hidden_size * tokens + (moment + f * learnt) * config.vocab_size
         return np.where(tokens > chunk, chunked, plain)
 
-    def _units(self, phase: str) -> list[Unit]:
-        return [u for u in units(self.model) if u.phase == phase]
+    def _units(self, phase: str) -> dict[str, Unit]:
+        """By role."""
+        return {u.role: u for u in units(self.model) if u.phase == phase}
 
     def _gather(self, phase: str, backward: bool) -> float:
         """Gathered parameters, at their worst: the encoder's root unit for the whole phase, the
         current unit and the buffer of the next one; in the backward pass also the last
         unit's gradients (at first the head's) on their way to their owners. What fsdp.*_reshard
         keeps stays until its backward pass, which then gathers none."""
-        e = self.element
-        block = next(u for u in self._units(phase) if u.role == "block")
+        e, own = self.element, self._units(phase)
+        block = own["block"]
         ahead = min(max(self.fsdp.prefetch, 1), max(block.copies - 1, 1))
-        current = block.size * e * (1 + ahead)
-        current += sum(u.size for u in self._units(phase) if u.role == "root") * e
+        current = e * (block.size * (1 + ahead) + own["root"].size)
         if self.fsdp.reshard(phase) == "none" and block.read_in_backward:
             current = 0 if backward else block.size * e * ahead
         if backward:
-            before = max([block.trained_size] + [
-                u.trained_size for u in self._units("llm") if phase == "llm" and u.role == "head"])
-            current += self._reduced * before
+            current += self._reduced * max(
+                own[role].trained_size for role in ("block", "head") if role in own)
         return float(self._stays(phase) + current)
 
     @property
@@ -231,8 +230,8 @@ class MemoryModel:
     def _late(self) -> list[Unit]:
         """Units whose input has no gradient: FSDP2 reduces theirs at the end of the backward
         pass."""
-        return [u for u in units(self.model) if u.role in ("root", "embed") and (
-            u.role == "embed" or u.phase != "llm")]
+        return [u for u in units(self.model)
+                if u.role == "embed" or u.role == "root" and u.phase != "llm"]
 
     def _waiting(self, phase: str) -> float:
         """Gradients of late units that were made before the blocks of a phase begin their backward

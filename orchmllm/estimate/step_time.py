@@ -217,9 +217,9 @@ def _passes(phase: str, memory: MemoryModel, hardware: Hardware, num_ranks: int,
             compute: Compute) -> tuple[list, list]:
     """The units of a phase in its forward and in its backward pass, each (gather, compute,
     reduce) seconds."""
-    own = [u for u in units(memory.model) if u.phase == phase]
-    link = {u.role: unit_traffic(u, memory, hardware, num_ranks) for u in own}
-    block = next(u for u in own if u.role == "block")
+    own = {u.role: u for u in units(memory.model) if u.phase == phase}
+    link = {role: unit_traffic(u, memory, hardware, num_ranks) for role, u in own.items()}
+    block = own["block"]
     (forward, backward), head = compute
     ahead, behind = forward - head[0], backward - head[1]
     blocks = [(link["block"].forward, ahead / block.copies, 0.0)] * block.copies

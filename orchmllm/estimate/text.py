@@ -91,7 +91,7 @@ def dry_run_text(r: dict) -> str:
     if not r["balanced"]:
         lines.append("balance.enabled is false: the recipe runs unbalanced, in all columns below.")
     return "\n".join([
-        *lines, "", *_memory_lines(r), "", *_model_lines(r["model"]), "",
+        *lines, "", *_memory_lines(r), "", *_parameter_lines(r["parameters"]), "",
         *_imbalance_lines(r), "", *_predicted_lines(r), "",
         *_exchange_lines(r["exchange"], r["world_size"]), "",
         *_batch_lines(r), "", f"This took {r['elapsed_s']:.1f} s and "
@@ -124,15 +124,14 @@ def _memory_lines(r: dict) -> list[str]:
     peak = memory["balanced"]["peak_bytes"]
     verdict, rest = (("It fits", "are left") if r["fits"] else ("It does not fit", "are missing"))
     moment = max(memory["balanced"]["moments"], key=memory["balanced"]["moments"].get)
-    held, predicted = r["model"]["state_bytes"], sum(r["state_bytes_predicted"].values())
     scale, unit = (1e9, "GB") if peak >= 1e10 else (1e6, "MB")
     return [
         f"{verdict}: the fullest rank needs {peak / 1e9:.1f} GB; tensors may take "
         f"{budget / 1e9:.1f} GB",
         f"({r['allowed_by']}). {abs(budget - peak) / 1e9:.1f} GB {rest} on its GPU.",
         f"The worst of {_many(r['steps'], 'step')} is at the moment `{moment}`.",
-        f"Parameters, gradients and AdamW's moments of rank 0: {held / scale:.2f} {unit} "
-        f"(predicted: {predicted / scale:.2f})",
+        f"Parameters, gradients and AdamW's moments of a rank: "
+        f"{sum(r['state_bytes'].values()) / scale:.2f} {unit}",
         "Activation checkpointing: " + ", ".join(
             f"{p} {c}" for p, c in r["checkpointing"].items()),
         "", _table(f"Predicted peak memory of a rank, {unit}", *SCHEMES.values()),
@@ -140,11 +139,11 @@ def _memory_lines(r: dict) -> list[str]:
           for moment in memory["balanced"]["moments"] if moment.split()[0] not in r["without"])]
 
 
-def _model_lines(model: dict) -> list[str]:
-    scale, unit = (1e9, "B") if model["total"] >= 1e9 else (1e6, "M")
-    rows = model["parameters"] | {"total": model["total"]}
-    return [f"Parameters (sharded on meta in {model['build_s']:.1f} s)",
-            *(f"  {name:24s} {n / scale:9.3f} {unit}" for name, n in rows.items())]
+def _parameter_lines(counts: dict[str, int]) -> list[str]:
+    total = sum(counts.values())
+    scale, unit = (1e9, "B") if total >= 1e9 else (1e6, "M")
+    return ["Parameters", *(f"  {name:24s} {n / scale:9.3f} {unit}"
+                            for name, n in {**counts, "total": total}.items())]
 
 
 def _imbalance_lines(r: dict) -> list[str]:
@@ -193,9 +192,6 @@ def _predicted_lines(r: dict) -> list[str]:
                  "slowest_s": "audio packed everywhere"}
     lines += [_table(f"  {label}", *(f"{r['ratio'][kind][k]:.3f}" for k in keys))
               for kind, label in kinds.items()]
-    if r["reference"]:
-        lines.append(_table("  an independent simulation, padded", *(
-            f"{r['reference'][k]:.2f}" for k in keys)))
     return lines
 
 

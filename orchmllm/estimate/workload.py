@@ -167,15 +167,13 @@ def _mix_probabilities(mix: str, without: Collection[str] = ()) -> np.ndarray:
     encoder phase of `without`."""
     counts = np.array([count for count, _, _ in _TEXT.values()], float)
     kinds = np.array([kind for _, kind, _ in _TEXT.values()])
+    has = {"vision": np.isin(kinds, list(_IMAGES)), "audio": np.isin(kinds, ["speech", "sound"])}
     if mix == "half":  # half of the examples have an image, half have audio
-        image, audio = np.isin(kinds, list(_IMAGES)), np.isin(kinds, ["speech", "sound"])
-        counts = counts * (image / counts[image].sum() + audio / counts[audio].sum())
+        counts = counts * sum(mine / counts[mine].sum() for mine in has.values())
     elif mix not in MIXES:
         raise ValueError(f"unknown mix {mix!r}; choose one of {', '.join(MIXES)}")
-    if "vision" in without:
-        counts[np.isin(kinds, list(_IMAGES))] = 0
-    if "audio" in without:
-        counts[np.isin(kinds, ["speech", "sound"])] = 0
+    for phase in without:
+        counts[has[phase]] = 0
     return counts / counts.sum()
 
 

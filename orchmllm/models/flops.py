@@ -85,6 +85,15 @@ def item_rank(plan: StepPlan, phase: str) -> np.ndarray:
     return move.target_rank[move.slot_of]
 
 
+def lengths_of(phase: str, config: VisionConfig | AudioConfig | LLMConfig,
+                 positions: np.ndarray) -> Lengths:
+    """Items of so many positions, (n,)."""
+    if phase == "llm":
+        return Lengths(positions, positions, positions)
+    rows = 2 * positions if phase == "audio" else positions  # two mel frames make a position
+    return Lengths(rows, positions, positions / _group(phase, config))
+
+
 def phase_work(phase: str, model: ModelConfig, lengths: Lengths,
                checkpointing: str = "none") -> Work:
     """Work of each item. checkpointing: none, selective (no product is repeated) or full."""
@@ -176,13 +185,9 @@ def cost_model(phase: str, model: ModelConfig) -> CostModel:
     phase."""
     if phase not in PHASES:
         raise ValueError(f"unknown phase {phase!r}; choose one of {', '.join(PHASES)}")
-    config, positions = getattr(model, phase), np.array([1, 2])
-    rows, tokens = positions, positions.astype(float)
-    if phase == "vision":
-        tokens = positions / config.merge_size**2
-    elif phase == "audio":  # two mel frames make a position
-        rows, tokens = 2 * positions, positions / config.stack
-    (first, _), (one, two) = phase_work(phase, model, Lengths(rows, positions, tokens)).forward
+    config = getattr(model, phase)
+    (first, _), (one, two) = phase_work(
+        phase, model, lengths_of(phase, config, np.array([1, 2]))).forward
     linear, quadratic = round(FORWARD_BACKWARD * first), round(FORWARD_BACKWARD * (two / 2 - one))
     if config.frozen and phase == "llm":  # forward and towards the input; attention stays whole
         linear = linear * 2 // 3

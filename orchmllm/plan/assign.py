@@ -229,13 +229,20 @@ def _assign_llm(
                    solve, example_bytes(layout, spec.feature_bytes))
 
 
+def example_costs(layout: BatchLayout, spec: PlanSpec) -> np.ndarray:
+    """(n, 3) cost of each example in each of PHASES."""
+    cost = np.zeros((layout.num_examples, len(PHASES)), np.int64)
+    cost[:, PHASES.index("llm")] = spec.costs["llm"](layout.tokens_per_example)
+    for phase, modality in ENCODERS.items():
+        np.add.at(cost[:, PHASES.index(phase)], _owner(layout, phase),
+                  spec.costs[phase](layout.attn_len[layout.segments[modality]]))
+    return cost
+
+
 def _assign_whole_examples(
     layout: BatchLayout, spec: PlanSpec, solve: NodeSolver
 ) -> tuple[dict[str, np.ndarray], np.ndarray]:
-    cost = spec.costs["llm"](layout.tokens_per_example)
-    for phase, modality in ENCODERS.items():
-        np.add.at(cost, _owner(layout, phase),
-                  spec.costs[phase](layout.attn_len[layout.segments[modality]]))
+    cost = example_costs(layout, spec).sum(axis=1)
     pieces = example_pieces(layout, None, spec.feature_bytes) if spec.balance.llm.nodewise else None
     llm = _assign("llm", layout.tokens_per_example, cost, layout.rank_of_example, pieces,
                   layout.num_ranks, spec, solve)
@@ -283,14 +290,7 @@ def assign_microbatches(layout: BatchLayout, spec: PlanSpec, num_microbatches: i
     if 0 < spec.group_size < layout.num_ranks:
         return np.concatenate([assign_microbatches(part, inside, num_microbatches)
                                for _, part, inside in _groups(layout, spec)])
-    cost = np.zeros((layout.num_examples, len(PHASES)), np.int64)
-    for p, phase in enumerate(PHASES):
-        if phase == "llm":
-            cost[:, p] = spec.costs[phase](layout.tokens_per_example)
-        else:
-            lengths = layout.attn_len[layout.segments[ENCODERS[phase]]]
-            np.add.at(cost[:, p], _owner(layout, phase), spec.costs[phase](lengths))
-    return balancing.assign_microbatches(cost, num_microbatches)
+    return balancing.assign_microbatches(example_costs(layout, spec), num_microbatches)
 
 
 def digest64(*parts: bytes) -> int:

@@ -4,6 +4,7 @@ FLOPs at stated efficiencies, and the traffic model of orchmllm.estimate.step_ti
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import ceil
 
@@ -81,10 +82,8 @@ def rows(profiles: Mapping[str, ModuleProfile], *, num_gpus: int, global_batch: 
         common = {"num_gpus": num_gpus, "global_batch": global_batch, "hardware": hardware,
                   "gpu_bytes": gpu_bytes}
         out.append(colocated(kind, **common))
-        try:
+        with suppress(ValueError):  # no units fit
             out.append(in_units(kind, **common))
-        except ValueError:
-            continue  # no units fit
     return sorted((r for r in out if r.bytes <= gpu_bytes), key=lambda r: r.ms)
 
 

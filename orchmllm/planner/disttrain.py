@@ -4,6 +4,7 @@ the papers leave open of their models and machines is an argument or stands in A
 from __future__ import annotations
 
 import time
+import timeit
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
@@ -15,7 +16,7 @@ from orchmllm.models.gpus import GPUS
 from orchmllm.plan.balance import core
 from orchmllm.plan.grouping import intra_reorder
 from orchmllm.planner.advice import ratio, rows
-from orchmllm.planner.profile import ModuleProfile, analytic_profiles, state_of
+from orchmllm.planner.profile import ModuleProfile, analytic_profiles, state_of, with_frozen
 from orchmllm.planner.units import UnitsPlan, plan_units
 from orchmllm.simulate.pipeline import inter_reorder, search_order, simulate
 
@@ -70,17 +71,13 @@ class Line:
 
 def seconds(call: Callable[[], object], repeat: int = 5) -> float:
     """CPU seconds of the quickest of several calls."""
-    best = np.inf
-    for _ in range(repeat):
-        started = time.process_time()
-        call()
-        best = min(best, time.process_time() - started)
-    return best
+    return min(timeit.repeat(call, number=1, repeat=repeat, timer=time.process_time))
 
 
-def plan(name: str, num_gpus: int, batch: int, images: float = 5, **options) -> UnitsPlan:
+def plan(name: str, num_gpus: int, batch: int, images: float = 5,
+         frozen: tuple[str, ...] = (), **options) -> UnitsPlan:
     """Units of one of the papers' models on A800s."""
-    profiles = disttrain_profiles(name, images=images)
+    profiles = with_frozen(disttrain_profiles(name, images=images), frozen)
     return plan_units(profiles, num_gpus=num_gpus, global_batch=batch, gpu_bytes=ROOM, **options)
 
 

@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from orchmllm.estimate import activations
+from orchmllm.estimate.activations import block_bytes
 from orchmllm.estimate.hardware import Hardware
 from orchmllm.models.config import AudioConfig, LLMConfig, ModelConfig, VisionConfig
-from orchmllm.models.flops import Lengths, phase_work
+from orchmllm.models.flops import lengths_of, phase_work
 from orchmllm.sharding.units import units
 
 
@@ -25,10 +25,10 @@ class ModuleProfile:
     """A module of a multimodal model, for one training sample.
 
     layers: that pipeline stages can divide. rows: positions of a sample. forward_ms(tp):
-    milliseconds of all layers on tp GPUs. backward_ratio: backward over forward time when
-    everything learns; half of it is towards the input, half towards the weights.
-    activation_bytes_per_row: that all layers keep for the backward pass. boundary_bytes_per_row:
-    that one layer hands to the next. forward_flops: of a sample. trains: its weights learn.
+    milliseconds of all layers on tp GPUs; the backward pass takes as long towards the input, and as
+    long again towards the weights. activation_bytes_per_row: that all layers keep for the backward
+    pass. boundary_bytes_per_row: that one layer hands to the next. forward_flops: of a sample.
+    trains: its weights learn.
     input_gradient: something learns in it or before it. recompute: activations are made again."""
 
     name: str
@@ -40,7 +40,6 @@ class ModuleProfile:
     optimizer_bytes: float
     activation_bytes_per_row: float
     boundary_bytes_per_row: float
-    backward_ratio: float = 2.0
     forward_flops: float = 0.0
     trains: bool = True
     input_gradient: bool = True
@@ -49,9 +48,7 @@ class ModuleProfile:
     @property
     def backward_units(self) -> float:
         """Backward time, recomputation included, over forward time."""
-        half = self.backward_ratio / 2
-        return half * self.input_gradient + half * self.trains + (
-            self.recompute and self.input_gradient)
+        return self.input_gradient * (1.0 + self.recompute) + self.trains
 
     @property
     def state_bytes(self) -> tuple[float, float]:
@@ -119,13 +116,11 @@ def analytic_profiles(model: ModelConfig, lengths: Mapping[str, float], hardware
     out = {}
     for phase in (p for p in ("vision", "audio", "llm") if lengths.get(p)):
         config, length, count = getattr(model, phase), lengths[phase], items.get(phase, 1.0)
-        group = getattr(config, "stack", getattr(config, "merge_size", 1)**2)
-        frames = 2 if phase == "audio" else 1
-        item = Lengths(*(np.array([length * k]) for k in (frames, 1, 1 / group)))
+        item = lengths_of(phase, config, np.array([length]))
         flops = float(phase_work(phase, model, item).forward.sum())
         share = (efficiency or {}).get(phase, hardware.product_efficiency)
         size = sum(u.copies * u.size for u in units(model) if u.phase == phase)
-        block = getattr(activations, f"{phase}_block")(config, 2)
+        block = block_bytes(phase, config, 2)
         out[phase] = ModuleProfile(
             phase, config.num_layers, length * count,
             analytic_ms(flops * count, length * count, config, hardware, share),

@@ -5,8 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-
-import numpy as np
+from itertools import product
 
 
 @dataclass(frozen=True)
@@ -20,30 +19,19 @@ class LayerKind:
     recompute_ms: float
 
 
-def choose_recompute(kinds: Sequence[LayerKind], *, free_bytes: float,
-                     in_flight: int = 1) -> dict[str, int]:
+def choose_recompute(kinds: Sequence[LayerKind], *, free_bytes: float) -> dict[str, int]:
     """name -> layers that keep their activations: the most time saved within free_bytes, exact, by
-    enumeration; the fewest bytes among equals. in_flight: microbatches held at once.
-
-    Raises ValueError for negative values and for more than 5,000,000 combinations."""
-    for k in kinds:
-        if k.count < 0 or k.kept_bytes < 0 or k.recompute_ms < 0:
-            raise ValueError(f"{k.name}: count, kept_bytes and recompute_ms must be >= 0")
-    ordered = sorted(kinds, key=lambda k: k.count)
-    if not ordered:
-        return {}
-    *first, last = ordered
-    shape = [k.count + 1 for k in first]
-    if np.prod(shape, dtype=float) > 5e6:
-        raise ValueError(f"{len(kinds)} kinds of layers have too many combinations: join some")
-    kept = np.indices(shape).reshape(len(first), int(np.prod(shape, dtype=np.int64)))
-    size = np.array([k.kept_bytes * in_flight for k in first]) @ kept
-    saved = np.array([k.recompute_ms for k in first]) @ kept
-    room = np.maximum(free_bytes, 0.0) - size
-    each = last.kept_bytes * in_flight
-    most = np.floor(room / each * (1 + 1e-12)) if each else np.full(len(room), np.inf)
-    most = np.minimum(most, last.count) * (last.recompute_ms > 0)
-    saved = np.where(room >= 0, saved + np.where(room >= 0, most, 0) * last.recompute_ms, -1.0)
-    pick = np.lexsort((size + most * each, -saved))[0]
-    chosen = {k.name: int(n) for k, n in zip(first, kept[:, pick], strict=True)}
-    return {k.name: {**chosen, last.name: int(most[pick])}[k.name] for k in kinds}
+    enumeration; the fewest bytes among equals."""
+    *first, last = sorted(kinds, key=lambda k: k.count)  # of the last as many as there is room for
+    found = []
+    for counts in product(*(range(k.count + 1) for k in first)):
+        room = max(free_bytes, 0.0) - sum(
+            n * k.kept_bytes for n, k in zip(counts, first, strict=True))
+        if room >= 0:
+            most = min(last.count, int(room / last.kept_bytes * (1 + 1e-12))) if (
+                last.kept_bytes) else last.count
+            found.append(dict(zip((k.name for k in (*first, last)), (
+                *counts, most * (last.recompute_ms > 0)), strict=True)))
+    best = max(found, key=lambda kept: (sum(kept[k.name] * k.recompute_ms for k in kinds),
+                                        -sum(kept[k.name] * k.kept_bytes for k in kinds)))
+    return {k.name: best[k.name] for k in kinds}

@@ -25,7 +25,7 @@ class Split:
 
 def split_layers(forward_ms: np.ndarray, backward_ms: np.ndarray,
                  boundary_bytes: np.ndarray | None = None, *, num_stages: int,
-                 num_microbatches: int, method: str = "search", schedule: str = "1f1b",
+                 num_microbatches: int, method: str = "search",
                  parameters: np.ndarray | None = None, bytes_per_s: float = np.inf,
                  radius: int = 2) -> Split:
     """Stages of consecutive layers. forward_ms, backward_ms (L,): of a microbatch; embedding and
@@ -35,17 +35,13 @@ def split_layers(forward_ms: np.ndarray, backward_ms: np.ndarray,
     nearest cuts; `exact`: the least longest stage, then the least sum of squares, by dynamic
     programming; `search`: from there by simulated time, two cuts at a time moved by up to `radius`.
 
-    Raises ValueError for shapes that do not fit and for fewer layers than stages."""
+    Raises ValueError for an unknown method and for fewer layers than stages."""
     time = np.asarray(forward_ms, float) + np.asarray(backward_ms, float)
     count = len(time)
     if method not in METHODS:
         raise ValueError(f"unknown method {method!r}; choose one of {', '.join(METHODS)}")
     if not 1 <= num_stages <= count:
         raise ValueError(f"num_stages {num_stages} must be 1 to {count}, the number of layers")
-    if boundary_bytes is not None and len(boundary_bytes) != count - 1:
-        raise ValueError(f"boundary_bytes has {len(boundary_bytes)} values, not {count - 1}")
-    if method == "parameters" and (parameters is None or len(parameters) != count):
-        raise ValueError(f"method parameters needs the parameters of {count} layers")
     moved = np.zeros(count - 1) if boundary_bytes is None else np.asarray(boundary_bytes, float)
 
     def made(cuts: tuple[int, ...]) -> Split:
@@ -53,7 +49,7 @@ def split_layers(forward_ms: np.ndarray, backward_ms: np.ndarray,
         stages = [np.add.reduceat(np.asarray(x, float), at) for x in (forward_ms, backward_ms)]
         comm = 1e3 * moved[np.array(cuts, np.int64) - 1] / bytes_per_s
         total = simulate(*(np.repeat(x[:, None], num_microbatches, axis=1) for x in stages),
-                         schedule=schedule, comm_ms=comm).total_ms
+                         comm_ms=comm).total_ms
         return Split(cuts, tuple(np.diff([*at, count]).tolist()), sum(stages), total)
 
     if method in ("even", "parameters", "profile"):

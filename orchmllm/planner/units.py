@@ -22,7 +22,7 @@ from itertools import product
 
 import numpy as np
 
-from orchmllm.planner.profile import ModuleProfile, with_frozen
+from orchmllm.planner.profile import ModuleProfile
 from orchmllm.simulate.pipeline import simulate
 
 METHODS = ("exact", "convex", "ratio", "megatron")
@@ -92,15 +92,13 @@ class Options:
 
 def plan_units(profiles: Mapping[str, ModuleProfile], *, num_gpus: int, global_batch: int,
                gpu_bytes: float, tp_sizes: Sequence[int] = (1, 2, 4, 8),
-               frozen: Sequence[str] | None = None, method: str = "exact",
-               llm_pp: int | None = None) -> UnitsPlan:
+               method: str = "exact", llm_pp: int | None = None) -> UnitsPlan:
     """The units of an iteration. profiles: in pipeline order, one of them named `llm`.
 
     method: `exact`, the fastest by the formula; `convex`, the papers' relaxation solved by CVXPY
     and rounded down; `ratio`, the fastest among those that give every module GPUs in proportion to
     its FLOPs; `megatron`, one tp of 8 and one dp for all, encoders and generators replicated over
     the tp groups, llm_pp stages of the LLM (default: the fewest that fit).
-    frozen: names; default as the profiles say.
 
     Raises ValueError for malformed input, and when nothing fits: then it names the module that
     needs most and how many bytes are missing."""
@@ -111,8 +109,7 @@ def plan_units(profiles: Mapping[str, ModuleProfile], *, num_gpus: int, global_b
     if num_gpus < len(profiles) or global_batch < 1:
         raise ValueError(f"num_gpus {num_gpus} must be at least {len(profiles)}, one a module, and "
                          f"global_batch {global_batch} at least 1")
-    profiles = dict(profiles) if frozen is None else with_frozen(profiles, frozen)
-    problem = Problem(profiles, num_gpus, global_batch, gpu_bytes, tuple(tp_sizes))
+    problem = Problem(dict(profiles), num_gpus, global_batch, gpu_bytes, tuple(tp_sizes))
     if method == "exact":
         return problem.plan(*problem.exact())
     from orchmllm.planner import baselines
@@ -167,21 +164,18 @@ class Problem:
 
     def exact(self, budgets: Mapping[str, int] | None = None) -> tuple[int, dict[str, tuple]]:
         """(DP, name -> (tp, dp, pp)) of the fastest plan, fewest GPUs among equals: DPs by their
-        bound, until it exceeds the best. A first pass looks at few combinations of few DPs, so that
-        the second can leave out most. Raises ValueError if none fits."""
+        bound, until it exceeds the best. Raises ValueError if none fits."""
         best = (np.inf, 0, None)
         bounds = self.bounds()
-        ordered = sorted(bounds, key=bounds.__getitem__)
-        for beam, dps in ((64, ordered[:4]), (None, ordered)):
-            for dp in dps:
-                if not bounds[dp] <= min(best[0] * SAME, sys.float_info.max):
-                    break
-                best = min(best, self._of_dp(dp, best[0], budgets or {}, beam), key=lambda x: x[:2])
+        for dp in sorted(bounds, key=bounds.__getitem__):
+            if not bounds[dp] <= min(best[0] * SAME, sys.float_info.max):
+                break
+            best = min(best, self._of_dp(dp, best[0], budgets or {}), key=lambda x: x[:2])
         if best[2] is None:
             raise ValueError(self.why_not())
         return best[2]
 
-    def _of_dp(self, dp: int, most: float, budgets: Mapping[str, int], beam: int | None) -> tuple:
+    def _of_dp(self, dp: int, most: float, budgets: Mapping[str, int]) -> tuple:
         """(iteration, GPUs, plan) of the fastest plan of a DP that takes at most `most`. From the
         last module to the first, since stages behind a module decide what it holds in flight."""
         none, names, steps = (np.inf, 0, None), list(self.profiles), self.global_batch // dp - 1
@@ -207,13 +201,12 @@ class Problem:
                 i, j = np.nonzero((held <= self.gpu_bytes) & (left >= gpus[:k].sum())
                                   & (bound <= most * SAME))
                 parts.append(np.column_stack([
-                    bound[i, j], (gpus_so + o.gpus)[i, j], (warm_so + o.warm)[i, j], stage[i, j],
-                    behind[i, j], j, chosen[at[i]]]))
+                    (gpus_so + o.gpus)[i, j], (warm_so + o.warm)[i, j], stage[i, j], behind[i, j],
+                    j, chosen[at[i]]]))
                 if k == 0:
                     most = min(most, bound[i, j].min(initial=np.inf))
             found = np.concatenate(parts)
-            found = found[np.lexsort((found[:, 1], found[:, 0]))[:beam]]
-            state, chosen = found[:, 1:5], found[:, 5:].astype(np.int64)
+            state, chosen = found[:, :4], found[:, 4:].astype(np.int64)
             if not len(found):
                 return none
         total = state[:, 1] + steps * state[:, 2]

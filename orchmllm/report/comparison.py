@@ -8,7 +8,7 @@ import statistics
 import numpy as np
 
 from orchmllm.config import Recipe
-from orchmllm.plan.step import PHASES, imbalance
+from orchmllm.plan.step import PHASES
 from orchmllm.runtime.gain import predicted
 
 # The exchange is what balancing costs, so it counts in the critical path.
@@ -47,16 +47,11 @@ def summarize(curves: dict[str, list[dict]], pairs: dict[str, list[dict]]) -> di
         "critical_path_s": path,
         "imbalance": {p: {"off": _phase_ratio(steps["off"], p, "imbalance_before"),
                           "on": _phase_ratio(steps["on"], p, "imbalance_after")} for p in PHASES},
-        "measured_imbalance": {
-            p: {name: imbalance(x[:, i]) for name, x in cpu_s.items()}
-            for i, p in enumerate(PHASES)},
-        "moved_bytes_per_step": {p: _mean(steps["on"], p, "moved_bytes") for p in PHASES},
-        "internode_bytes_per_step": {p: _mean(steps["on"], p, "internode_bytes") for p in PHASES},
+        "moved_bytes_per_step": {p: statistics.fmean(
+            r["phases"][p]["moved_bytes"] for r in steps["on"]) for p in PHASES},
         # (phase, rank): what each rank waits for the slowest, over all steps
         "waiting_s": {name: (x.max(axis=2, keepdims=True) - x).sum(axis=0).tolist()
                       for name, x in cpu_s.items()},
-        "phases": list(PATH_PHASES),
-        "step_cpu_s": {name: x.tolist() for name, x in cpu_s.items()},
     }
 
 
@@ -65,10 +60,6 @@ def _phase_ratio(rows: list[dict], phase: str, when: str) -> float:
     cost = [(r["phases"][phase][when], r["phases"][phase]["mean_cost_kflop"]) for r in rows]
     total = sum(mean for _, mean in cost)
     return sum(ratio * mean for ratio, mean in cost) / total if total else 1.0
-
-
-def _mean(rows: list[dict], phase: str, key: str) -> float:
-    return statistics.fmean(r["phases"][phase][key] for r in rows)
 
 
 def table(result: dict, recipe: Recipe) -> str:

@@ -1,13 +1,10 @@
 """The log of a run, metrics.jsonl, as columns: read while it is still written, in the time that its
-lines need to be parsed, on all cores where it is long."""
+lines need to be parsed."""
 
 from __future__ import annotations
 
 import json
-import os
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +14,6 @@ from pydantic_core import from_json
 from orchmllm.plan.assign import PHASES
 from orchmllm.runtime.log_schema import SCHEMA_VERSION
 
-PARALLEL_BYTES = 32 << 20  # of a file that one process reads
 SCALARS = ("step", "loss", "tokens_per_s", "step_s", "data_wait_s", "skipped_steps", "nonfinite",
            "num_failed_media", "stop_signal")
 PHASE_STATS = ("imbalance_before", "imbalance_after", "mean_cost_kflop", "moved_bytes",
@@ -79,42 +75,27 @@ def read_run(folder: Path) -> RunLog:
     if not path.is_file():
         raise NotALog(f"{folder}: no metrics.jsonl in it; give the run.dir of a run, which writes "
                       "its first line after its first step")
-    size = path.stat().st_size
-    num = min(os.cpu_count() or 1, -(-size // PARALLEL_BYTES)) or 1
-    bounds = [size * k // num for k in range(num + 1)]
-    if num == 1:
-        parts = [_read_part(path, (0, size))]
-    else:
-        with ProcessPoolExecutor(num) as pool:
-            parts = list(pool.map(partial(_read_part, path), zip(bounds, bounds[1:], strict=False)))
-    rows = np.concatenate([p[0] for p in parts])
-    validations = {step: loss for p in parts for step, loss in p[1]}  # a later one counts
+    rows, validations, cut = _read(path)
     columns, restarts = _last_of_each(dict(zip(COLUMNS, rows.T, strict=True)))
     return RunLog(
         folder, _measured_in_place(columns),
         np.array(sorted(validations.items()), float).reshape(-1, 2), restarts,
         _quarantine(folder / "quarantine.jsonl"), _total_steps(folder / "recipe.yaml"),
-        cut=parts[-1][2], written_at=path.stat().st_mtime)
+        cut, written_at=path.stat().st_mtime)
 
 
-def _read_part(path: Path, bounds: tuple[int, int]
-               ) -> tuple[np.ndarray, list[tuple[int, float]], bool]:
-    """(rows x COLUMNS, validations, whether the file ends within a line) of the lines that begin
-    in [bounds)."""
-    rows, validations, cut = [], [], False
-    offset, end = bounds
+def _read(path: Path) -> tuple[np.ndarray, dict[int, float | None], bool]:
+    """(rows x COLUMNS, step -> validation loss, whether the file ends within a line)."""
+    rows, validations, cut, offset = [], {}, False, 0
     with path.open("rb") as f:
-        if offset:
-            f.seek(offset - 1)
-            offset += len(f.readline()) - 1  # the part before has the line that began there
         for line in f:
-            if offset >= end or (cut := not line.endswith(b"\n")):
+            if cut := not line.endswith(b"\n"):
                 break
             try:
                 row = from_json(line)
                 version = row["schema"]
                 if version == SCHEMA_VERSION and "validation_loss" in row:
-                    validations.append((row["step"], _number(row["validation_loss"])))
+                    validations[row["step"]] = row["validation_loss"]  # a later one counts
                 elif version == SCHEMA_VERSION:
                     rows.append(_numbers(offset, row))
             except (ValueError, KeyError, TypeError) as e:
@@ -128,14 +109,10 @@ def _read_part(path: Path, bounds: tuple[int, int]
     return np.array(rows, float).reshape(-1, len(COLUMNS)), validations, cut
 
 
-def _number(value: float | None) -> float:
-    return np.nan if value is None else value
-
-
-def _numbers(offset: int, row: dict) -> tuple[float, ...]:
-    """In the order of COLUMNS."""
+def _numbers(offset: int, row: dict) -> tuple[float | None, ...]:
+    """In the order of COLUMNS; None becomes nan in an array."""
     phases, times = row["phases"], row["measured"]
-    return (offset, *[_number(row[name]) for name in SCALARS], len(row["cpu_s"]["llm"]),
+    return (offset, *[row[name] for name in SCALARS], len(row["cpu_s"]["llm"]),
             *[phases[p][name] for p in PHASES for name in PHASE_STATS],
             *(_measured_numbers(times) if times else NOTHING_MEASURED))
 

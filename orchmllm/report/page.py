@@ -11,7 +11,7 @@ from html import escape
 import numpy as np
 
 from orchmllm.plan.assign import PHASES
-from orchmllm.report.log import RunLog
+from orchmllm.report.log import PHASE_STATS, RunLog
 from orchmllm.report.svg import Line, chart, figure, number
 from orchmllm.runtime import gain
 
@@ -108,15 +108,9 @@ def _tiles(run: RunLog) -> str:
         for name, (value, unit) in figures(run).items()) + "</div>"
 
 
-def _phases(run: RunLog, places: np.ndarray | slice = slice(None)) -> dict[str, dict]:
-    """`phases` of rows, with arrays."""
-    return {p: {name: run[f"{p}.{name}"][places] for name in ("imbalance_before", "imbalance_after",
-                                                             "mean_cost_kflop")} for p in PHASES}
-
-
 def _gains(run: RunLog) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Of every step: cost before and after, seconds before and after (nan: not measured)."""
-    phases = _phases(run)
+    phases = {p: {name: run[f"{p}.{name}"] for name in PHASE_STATS} for p in PHASES}
     times = {"imbalance": {p: run[f"{p}.measured.imbalance"] for p in PHASES},
              "slowest_s": {**{p: run[f"{p}.measured.slowest_s"] for p in PHASES},
                            "exchange": run["exchange.slowest_s"]}}

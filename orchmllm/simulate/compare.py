@@ -15,7 +15,7 @@ import numpy as np
 from orchmllm.config import FsdpConfig, Recipe, plan_spec
 from orchmllm.models.config import ModelConfig
 from orchmllm.plan import grouping
-from orchmllm.plan.assign import PHASES, BalanceConfig, PhasePolicy, PlanSpec
+from orchmllm.plan.assign import PHASES, BalanceConfig, PhasePolicy, PlanSpec, example_costs
 from orchmllm.plan.grouping import Groups, intra_reorder
 from orchmllm.plan.layout import ENCODERS, BatchLayout
 from orchmllm.plan.rearrange import ranges
@@ -52,17 +52,6 @@ SCHEMES = {
 }
 
 
-def example_costs(layout: BatchLayout, spec: PlanSpec) -> dict[str, np.ndarray]:
-    """phase -> (n,) cost of each example."""
-    out = {"llm": spec.costs["llm"](layout.tokens_per_example)}
-    for phase, modality in ENCODERS.items():
-        values = np.zeros(len(layout.modality), np.int64)
-        mine = layout.segments[modality]
-        values[mine] = spec.costs[phase](layout.attn_len[mine])
-        out[phase] = layout.sum_segments(values)
-    return out
-
-
 def grouped(kind: str, pool: BatchLayout, num_ranks: int, batch: int, seed: int) -> Groups:
     """Mini-batches of the pool's examples. Caps of `isf` and `capped`, in patches and in tokens:
     the mean load of a mini-batch or the largest example, whichever is more."""
@@ -83,10 +72,11 @@ def grouped(kind: str, pool: BatchLayout, num_ranks: int, batch: int, seed: int)
     return grouping.isf(images, tokens, **caps, **full, leftovers="drop", seed=seed)
 
 
-def _whole(key: Callable[[dict], np.ndarray], **options) -> Callable[..., StepPlan]:
-    """Moves whole examples: all phases of one run on one rank, balanced by one size."""
+def _whole(*phases: str, **options) -> Callable[..., StepPlan]:
+    """Moves whole examples: all phases of one run on one rank, balanced by the cost of some."""
     def plan(layout: BatchLayout, spec: PlanSpec) -> StepPlan:
-        size = np.maximum(key(example_costs(layout, spec)), 1)  # or all empty ones share a rank
+        cost = example_costs(layout, spec)[:, [PHASES.index(phase) for phase in phases]]
+        size = np.maximum(cost.sum(axis=1), 1)  # or all empty ones share a rank
         llm = intra_reorder(size, layout.num_ranks, **options)
         return build_plan(layout, {m: llm[layout.example_of_segment[layout.segments[k]]]
                                    for m, k in ENCODERS.items()}, llm, spec)
@@ -99,10 +89,10 @@ def _with(balance: BalanceConfig) -> Callable[..., StepPlan]:
 
 ASSIGN: Mapping[str, Callable[[BatchLayout, PlanSpec], StepPlan]] = {
     "none": _with(BalanceConfig(enabled=False)),
-    "printed": _whole(lambda c: c["vision"]),
-    "intra": _whole(lambda c: c["vision"], equal_counts=True),
-    "llm": _whole(lambda c: c["llm"], descending=True),
-    "total": _whole(lambda c: sum(c.values()), descending=True),
+    "printed": _whole("vision"),
+    "intra": _whole("vision", equal_counts=True),
+    "llm": _whole("llm", descending=True),
+    "total": _whole(*PHASES, descending=True),
     "greedy": _with(GREEDY), "phase": _with(PER_PHASE),
 }
 

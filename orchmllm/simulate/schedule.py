@@ -24,8 +24,6 @@ def operations(schedule: str, num_devices: int, num_microbatches: int,
     p, l, v = num_devices, num_microbatches, num_chunks  # noqa: E741
     if schedule not in SCHEDULES:
         raise ValueError(f"unknown schedule {schedule!r}; choose one of {', '.join(SCHEDULES)}")
-    if min(p, l, v) < 1:
-        raise ValueError(f"num_devices {p}, num_microbatches {l} and num_chunks {v} must be >= 1")
     if v > 1 and schedule != "interleaved":
         raise ValueError(f"schedule {schedule!r} has one stage a device: set num_chunks to 1 "
                          f"instead of {v}, or use interleaved")

@@ -9,6 +9,8 @@ from importlib.metadata import entry_points
 import pytest
 
 from orchmllm.cli import COMMANDS
+from orchmllm.cli.options import in_one_line
+from orchmllm.data.storage.clients import StorageError
 
 
 def orchmllm(*argv: str) -> subprocess.CompletedProcess:
@@ -40,3 +42,13 @@ def test_a_dry_run_is_that_of_train(tmp_path):
     wrong.write_text("train: {lr: -1}\n", encoding="utf-8")
     done = orchmllm("dry-run", str(wrong), "--world-size", "4")
     assert done.returncode == 2 and "train.lr = -1: must be > 0" in done.stderr
+
+
+@pytest.mark.parametrize("error", [ValueError("a value"), FileNotFoundError("a file"),
+                                   StorageError("a server")])
+def test_what_cannot_be_done_is_one_line(error, capsys):
+    @in_one_line
+    def command(argv: list[str]) -> int:
+        raise error
+
+    assert command([]) == 2 and capsys.readouterr().err == f"error: {error}\n"

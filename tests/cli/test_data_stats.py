@@ -3,6 +3,7 @@ lengths."""
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -71,3 +72,15 @@ def test_an_option_that_has_no_effect_is_an_error(argv, text, capsys):
     with pytest.raises(SystemExit):
         main(argv)
     assert text in capsys.readouterr().err
+
+
+def test_a_reader_that_has_left_is_no_error(folder):
+    """As `orchmllm data stats data.jsonl | head -0`."""
+    read, write = os.pipe()
+    os.close(read)
+    try:
+        done = subprocess.run([sys.executable, "-m", "orchmllm", "data", "stats", "data.jsonl"],
+                              stdout=write, stderr=subprocess.PIPE, text=True)
+    finally:
+        os.close(write)
+    assert done.returncode == 141 and "error" not in done.stderr, done.stderr

@@ -52,9 +52,8 @@ def plan_bytes(profiles, dp_llm: int, batch: int, choice) -> list[float]:
 def iteration(profiles, dp_llm: int, batch: int, choice) -> float:
     warm, slowest = 0.0, 0.0
     for p, (tp, dp, pp) in zip(profiles.values(), choice, strict=True):
-        half = p.backward_ratio / 2
-        total = p.forward_ms(tp) * (1 + half * p.input_gradient + half * p.trains
-                                            + (p.recompute and p.input_gradient))
+        total = p.forward_ms(tp) * (1 + p.input_gradient + p.trains
+                                    + (p.recompute and p.input_gradient))
         warm += dp_llm / dp * total
         slowest = max(slowest, dp_llm / dp * total * ceil(p.layers / pp) / p.layers)
     return warm + (batch // dp_llm - 1) * slowest

@@ -13,6 +13,7 @@ from orchmllm.cli.profile import main as profile
 from orchmllm.cli.reproduce import main as reproduce
 from orchmllm.planner import disttrain, omnibal
 from orchmllm.planner.advice import ratio, rows
+from orchmllm.planner.profile import with_frozen
 from orchmllm.planner.units import plan_units
 from tests.planner.modules import plan_bytes
 
@@ -166,6 +167,7 @@ def test_reproduce_one_table(capsys):
 
 def test_plans_with_a_frozen_encoder_have_no_backward_of_it():
     profiles = disttrain.disttrain_profiles("9B")
-    times = [plan_units(profiles, num_gpus=96, global_batch=128, gpu_bytes=disttrain.ROOM,
-                        frozen=f).iteration_ms for f in ((), ("vision",), tuple(profiles))]
+    times = [plan_units(with_frozen(profiles, f), num_gpus=96, global_batch=128,
+                        gpu_bytes=disttrain.ROOM).iteration_ms
+             for f in ((), ("vision",), tuple(profiles))]
     assert times == sorted(times, reverse=True)

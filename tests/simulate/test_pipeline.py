@@ -9,7 +9,6 @@ import pytest
 
 from orchmllm.simulate.pipeline import (
     inter_reorder,
-    lower_bound,
     search_order,
     simulate,
 )
@@ -27,8 +26,7 @@ def test_hand_worked_table():
     # Two stages, three microbatches, forward 1 and backward 2; frozen first stage: no backward.
     made = simulate(np.ones((2, 3)), np.full((2, 3), 2.0))
     assert made.start.tolist() == [[[0, 1, 6], [1, 4, 7]], [[4, 7, 10], [2, 5, 8]]]
-    assert made.total_ms == 12 and made.bubble.tolist() == [0.25, 0.25]
-    assert made.peak_in_flight.tolist() == [2, 1]
+    assert made.total_ms == 12
     frozen = simulate(np.ones((2, 3)), np.array([[0.0] * 3, [2.0] * 3]), comm_ms=0.5)
     assert frozen.start[1, 1].tolist() == [2.5, 5.5, 8.5] and frozen.total_ms == 11
 
@@ -45,7 +43,7 @@ def test_equals_twin(schedule, p, l, v, seed):  # noqa: E741
     for (kind, s, slot), (start, end) in expected.items():
         at = int(kind == "B"), s, order[slot]
         assert (made.start[at], made.end[at]) == pytest.approx((start, end), abs=1e-12)
-    assert made.total_ms >= lower_bound(forward, backward, num_chunks=v, comm_ms=comm) - 1e-9
+    assert made.total_ms == pytest.approx(made.end.max(), abs=1e-12)
 
 
 @pytest.mark.parametrize("p, l", [(2, 5), (3, 5), (4, 12), (3, 4), (5, 8), (3, 16), (2, 3)])
@@ -58,14 +56,6 @@ def test_algorithm_3_equals_twin(p, l, seed):  # noqa: E741
     assert sorted(order) == list(range(l))
 
 
-def test_algorithm_3_as_printed():
-    forward, backward = times(2, 6, 0)
-    assert (inter_reorder(forward, backward, as_printed=True)
-            == inter_reorder(forward, backward)).all()
-    with pytest.raises(ValueError, match="takes 8 of 6 microbatches in a pipeline of 4 stages"):
-        inter_reorder(*times(4, 6, 0), as_printed=True)  # the paper's Figure 12
-
-
 @pytest.mark.parametrize("seed", range(30))
 def test_search_reaches_brute_force(seed):
     forward, backward = times(3, 6, seed, cv=(0.3, 0.6, 1.0)[seed % 3])
@@ -73,7 +63,6 @@ def test_search_reaches_brute_force(seed):
                for o in permutations(range(6)))
     found = search_order(forward, backward, max_evaluations=1000)
     assert simulate(forward, backward, order=found).total_ms <= 1.01 * best
-    assert best >= lower_bound(forward, backward) - 1e-9
 
 
 def test_search_is_deterministic_and_never_worse_than_its_starts():
@@ -89,10 +78,10 @@ def test_search_is_deterministic_and_never_worse_than_its_starts():
 
 @pytest.mark.parametrize("p, l", [(4, 12), (4, 2), (1, 3)])
 def test_microbatches_in_flight(p, l):  # noqa: E741
-    ones = np.ones((p, l))
-    held = simulate(ones, ones).peak_in_flight
-    assert held.tolist() == [min(l, p - s) for s in range(p)]
-    assert simulate(ones, ones, schedule="gpipe").peak_in_flight.tolist() == [l] * p
+    """Most that a stage has run forward and not yet backward."""
+    for schedule, most in (("1f1b", [min(l, p - s) for s in range(p)]), ("gpipe", [l] * p)):
+        backward = operations(schedule, p, l) >= p * l
+        assert np.cumsum(np.where(backward, -1, 1), axis=1).max(axis=1).tolist() == most
 
 
 @pytest.mark.parametrize("call, message", [
