@@ -48,8 +48,6 @@ from orchmllm.runtime.lineage import (
 )
 
 VERSION = 1
-STAGES = ("staged", "written", "synced", "manifest", "replaced", "renamed", "pointer", "aside",
-          "retention")
 
 
 class CheckpointError(AgreedError):
@@ -63,7 +61,6 @@ class Checkpointer:
     nobody else (the saving thread owns them while it runs). writers: ranks that hold all shards
     (with hybrid sharding one replica; default all). say: told what is saved, and what is renamed
     out of the way. `saved`: the newest checkpoint of the run, None before there is one.
-    on_stage: called with each of STAGES and the step as this rank passes it, for fault injection.
 
     What is saved belongs to a run of its own, and to that of a checkpoint once it was loaded.
     """
@@ -72,9 +69,8 @@ class Checkpointer:
         self, root: Path, config: CheckpointConfig, gather: RowGather, *,
         writers: list[int] | None = None, timeout_s: float = 600.0,
         say: Callable[[str], None] = print,
-        on_stage: Callable[[str, int], None] = lambda stage, step: None,
     ) -> None:
-        self.root, self.config, self._gather, self._on_stage = root, config, gather, on_stage
+        self.root, self.config, self._gather = root, config, gather
         self._line = new_line()  # rank 0's counts: only that rank looks at it
         self.saved: Path | None = None
         self._named: Path | None = None  # the checkpoint that the user asked for: stays
@@ -130,8 +126,8 @@ class Checkpointer:
                 not self._verify(final)):
             self.saved = final
             return self._say(f"checkpoint {final} is there already and sound: not saved again")
-        self._together(step, lambda: self._stage(step, staged))
-        files = self._together(step, lambda: self._write(step, staged, tensors))
+        self._together(step, lambda: self._stage(staged))
+        files = self._together(step, lambda: self._write(staged, tensors))
         hashes = [json.loads(f) for f in self._share_text(json.dumps(files))]
         self._together(step, lambda: self._publish(
             step, staged, final, {k: v for h in hashes for k, v in h.items()}, state))
@@ -139,25 +135,20 @@ class Checkpointer:
         self._retain(step)
         self._say(f"saved step {step}: {final}")
 
-    def _stage(self, step: int, staged: Path) -> None:
+    def _stage(self, staged: Path) -> None:
         if self.rank == 0:
             clear_leftovers(self.root)
             staged.mkdir(parents=True)
-        self._on_stage("staged", step)
 
-    def _write(
-        self, step: int, staged: Path, tensors: dict[str, Tensor]
-    ) -> dict[str, dict]:
+    def _write(self, staged: Path, tensors: dict[str, Tensor]) -> dict[str, dict]:
         """Writes this rank's shards -> {file: size and hash} of them."""
         if self.rank not in self._writers:
             return {}
         dcp.save(tensors, process_group=self._group, no_dist=False,
                  storage_writer=HuggingFaceStorageWriter(str(staged), save_distributed=True))
-        self._on_stage("written", step)
         mine = sorted(staged.glob(f"shard-{self._writers.index(self.rank) + 1:05d}-*"))
         for path in mine:
             fsync(path)
-        self._on_stage("synced", step)
         return {path.name: identify(path) for path in mine}
 
     def _publish(
@@ -173,22 +164,17 @@ class Checkpointer:
              "run": self._line.run, "sequence": next_sequence(saved),
              "ancestors": self._line.ancestors, "files": files}, indent=1, sort_keys=True))
         fsync(staged)
-        self._on_stage("manifest", step)
         if final.exists():  # of another run, or not sound
             self._set_aside(final)
-        self._on_stage("replaced", step)
         os.rename(staged, final)
         fsync(self.root)
-        self._on_stage("renamed", step)
         write_text(self.root / ".latest", final.name)
         os.rename(self.root / ".latest", self.root / "latest")
         fsync(self.root)
-        self._on_stage("pointer", step)
         for other in saved:
             if not (other.is_aside or self._line.holds(other)) and other.path != final:
                 self._set_aside(other.path)
         fsync(self.root)
-        self._on_stage("aside", step)
 
     def _set_aside(self, path: Path) -> None:
         aside = set_aside(read_saved(path))
@@ -210,7 +196,6 @@ class Checkpointer:
                     delete(path)
                 elif self._problems.get(path):
                     self._set_aside(path)
-            self._on_stage("retention", step)
 
         self._together(step, drop)
 

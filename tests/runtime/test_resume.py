@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from orchmllm.config import load_recipe
-from orchmllm.runtime.checkpoint import STAGES, CheckpointError
+from orchmllm.runtime.checkpoint import CheckpointError
 from orchmllm.runtime.metrics import read_rows
 from orchmllm.runtime.stop import Stopped
 from orchmllm.trainer import Trainer
@@ -100,15 +100,6 @@ def test_state_is_small_and_nothing_is_pickled(tmp_path):
     assert {p.suffix for p in newest.iterdir()} == {".json", ".safetensors"}
     kept = sorted(p.name for p in newest.parent.glob("step_*"))
     assert kept == ["step_00000002", "step_00000003", "step_00000004"]
-
-
-@pytest.mark.parametrize("stage", [
-    pytest.param(s, marks=() if s in ("manifest", "renamed") else SLOW) for s in STAGES])
-def test_killed_at_every_stage_of_a_save(tmp_path, whole, stage):
-    run = run_recipe(tmp_path, keep_last=1)
-    killed(2, run, stage=(stage, 4))
-    complete = 4 if STAGES.index(stage) >= STAGES.index("renamed") else 3
-    assert run_ranks(train_recorded, 2, run)[0] == whole()[complete:]
 
 
 def damaged(path: Path, how: str, name: str) -> None:
