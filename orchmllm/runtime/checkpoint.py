@@ -121,14 +121,14 @@ class Checkpointer:
             self._error = e
 
     def _save(self, step: int, tensors: dict[str, Tensor], state: str) -> None:
-        final, staged = self.root / name_of(step), self.root / f".staged_{name_of(step)}"
+        final, staged = (self.root / f"{prefix}step_{step:08d}" for prefix in ("", ".staged_"))
         if self._from_first(step, lambda: self._line.holds(read_saved(final))) and (
                 not self._verify(final)):
             self.saved = final
             return self._say(f"checkpoint {final} is there already and sound: not saved again")
         self._together(step, lambda: self._stage(staged))
         files = self._together(step, lambda: self._write(staged, tensors))
-        hashes = [json.loads(f) for f in self._share_text(json.dumps(files))]
+        hashes = [json.loads(f) for f in gather_texts(self._gather, json.dumps(files))]
         self._together(step, lambda: self._publish(
             step, staged, final, {k: v for h in hashes for k, v in h.items()}, state))
         self._problems[final], self.saved = "", final
@@ -248,7 +248,7 @@ class Checkpointer:
 
     def _verify(self, path: Path) -> str:
         """What is wrong with a checkpoint, '' for a sound one; every rank reads its share of it."""
-        problems = self._share_text(problem_of(path, self.rank, self._gather.world_size))
+        problems = gather_texts(self._gather, problem_of(path, self.rank, self._gather.world_size))
         self._problems[path] = next((p for p in problems if p), "")
         return self._problems[path]
 
@@ -256,9 +256,6 @@ class Checkpointer:
         """What work() returns on rank 0 (JSON), on all ranks; raises as `_together`."""
         mine = self._together(step, lambda: work() if self.rank == 0 else None)
         return json.loads(self._gather.from_first(json.dumps(mine).encode()))
-
-    def _share_text(self, text: str) -> list[str]:
-        return gather_texts(self._gather, text)
 
     def _together(self, step: int | str, work: Callable):
         """Runs work() on all ranks; if it fails on one, raises the same CheckpointError on all."""
@@ -268,15 +265,11 @@ class Checkpointer:
         except (Exception, CheckpointException) as e:  # shared, then raised on all ranks
             cause = _root_cause(e)
             error = f"{type(cause).__name__}: {cause}"
-        failures = [(r, t) for r, t in enumerate(self._share_text(error)) if t]
+        failures = [(r, t) for r, t in enumerate(gather_texts(self._gather, error)) if t]
         if failures:
             raise CheckpointError(f"checkpoint {step}: rank {failures[0][0]} failed: "
                                   f"{failures[0][1]}; earlier checkpoints are untouched")
         return result
-
-
-def name_of(step: int) -> str:
-    return f"step_{step:08d}"
 
 
 def problem_of(path: Path, part: int = 0, parts: int = 1) -> str:
@@ -302,12 +295,3 @@ def _root_cause(error: BaseException) -> BaseException:
         error = next(iter(failures.values()))
         error = error[0] if isinstance(error, tuple) else error
     return error
-
-
-def pack_rng() -> list[int]:
-    """torch's CPU generator state as integers (the same on all ranks: nothing draws per rank)."""
-    return torch.get_rng_state().tolist()
-
-
-def unpack_rng(state: list[int]) -> None:
-    torch.set_rng_state(torch.tensor(state, dtype=torch.uint8))
