@@ -141,10 +141,10 @@ class Trainer:
             with self.stop:
                 while self.progress.step < num_steps:  # again after a rollback
                     self._train_steps()
-            self.canary.finish()
-            self._validate()
-            self.checkpointer.save_run(self.progress)
-            self.checkpointer.wait()
+                self.canary.finish()
+                self._validate()
+                self.checkpointer.save_run(self.progress)
+                self.checkpointer.wait()
         self._finish()
         self.progress.media.check_modalities()  # also where a launcher has started it again
 

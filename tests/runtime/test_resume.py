@@ -21,7 +21,7 @@ from orchmllm.runtime.stop import Stopped
 from orchmllm.trainer import Trainer
 from tests.lib.commands import TINY
 from tests.lib.ranks import RankFailure, run_ranks
-from tests.lib.resume import find, flip, run_recipe, train_recorded
+from tests.lib.resume import STEPS, find, flip, run_recipe, train_recorded
 from tests.lib.synthetic import SyntheticDataset
 from tests.lib.training import train
 
@@ -220,6 +220,24 @@ def stopped(world, run, rank: int, step: int) -> tuple[str, int]:
     except Stopped as e:
         return str(e), e.exit_code
     return "finished", 0
+
+
+def signalled_after_the_last_step(world, run) -> list[str]:
+    """SIGTERM during the validation that follows it; the run's checkpoints."""
+    def validate() -> float:
+        if trainer.progress.step == STEPS:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return 1.0
+
+    trainer = Trainer(run, world, dataset=SyntheticDataset())
+    trainer.validation_rows, trainer.validate = [0], validate
+    trainer.run()
+    return [p.name for p in Path(run.run.dir, "checkpoints").glob("step_*")]
+
+
+def test_sigterm_after_the_last_step_does_not_lose_the_run(tmp_path):
+    run = run_recipe(tmp_path, every_steps=0)
+    assert run_ranks(signalled_after_the_last_step, 1, run) == [[f"step_{STEPS:08d}"]]
 
 
 def test_sigterm_to_one_rank_stops_all_with_a_checkpoint(tmp_path, whole):
