@@ -32,6 +32,7 @@ from orchmllm.runtime.stall_report import (
     describe,
     post_report,
     read_reports,
+    wait_until,
 )
 
 _LIBRARIES = (sysconfig.get_path("stdlib"), "<frozen")
@@ -85,22 +86,14 @@ class HangWatchdog:
             return self.post(str(error))
         text = f"{type(error).__name__}: {error}"
         if lost:
-            other = self._posted(wait_s=GRACE_S)
-            return other or (
+            return wait_until(self._error, GRACE_S) or (
                 f"rank {self.rank} lost its connection to another rank at step {self.step}, phase "
                 f"{self._phase()}; that rank died without a message ({text.splitlines()[0]})")
         text = self.post(f"rank {self.rank} failed at step {self.step}, phase {self._phase()}: "
                          f"{text}")
-        self._await_readers()  # the store may live in this process
-        return text
-
-    def _await_readers(self) -> None:
-        deadline = time.monotonic() + GRACE_S
         others = [f"read{r}" for r in range(self.world_size) if r != self.rank]
-        while time.monotonic() < deadline:
-            if self._store.check(others):
-                return
-            time.sleep(0.1)
+        wait_until(lambda: self._store.check(others), GRACE_S)  # this process may host the store
+        return text
 
     def post(self, text: str) -> str:
         """Makes `text` the error of all ranks unless there is one already; returns that one."""
@@ -109,16 +102,13 @@ class HangWatchdog:
             there = self._store.compare_set(_ERROR, there, text).decode()
         return there
 
-    def _posted(self, wait_s: float = 0.0) -> str:
-        deadline = time.monotonic() + wait_s
-        while True:
-            if self._store.check([_ERROR]):
-                posted = self._store.get(_ERROR).decode()
-                if not (wait_s and posted.startswith(_ASKED)):
-                    return posted
-            if time.monotonic() >= deadline:
-                return ""
-            time.sleep(0.1)
+    def _posted(self) -> str:
+        """What a rank has posted: an error, or a question to all; '' before that."""
+        return self._store.get(_ERROR).decode() if self._store.check([_ERROR]) else ""
+
+    def _error(self) -> str:
+        posted = self._posted()
+        return "" if posted.startswith(_ASKED) else posted
 
     def _phase(self) -> str:
         return (self.clock.phase if self.clock is not None else None) or "data"
@@ -163,11 +153,9 @@ class HangWatchdog:
             late = describe(read_reports(self._store, root, self.world_size), self.world_size)
             return self.post(f"{_STALL} for {self._stall_timeout_s} s: {late}; stacks and flight "
                              f"recorder of all ranks are in {self._folder}")
-        deadline = time.monotonic() + ROOT_S
-        while (posted := self._posted()) == asked and time.monotonic() < deadline:
-            time.sleep(0.1)
-        if posted == asked:  # the root is gone
-            posted = self._store.compare_set(_ERROR, asked, f"{_ASKED}{self.rank}").decode()
+        wait_until(lambda: self._posted() != asked, ROOT_S)
+        # Still asked: the root is gone, and this rank asks.
+        posted = self._store.compare_set(_ERROR, asked, f"{_ASKED}{self.rank}").decode()
         return self._answer(posted) if posted.startswith(_ASKED) else posted
 
     def _report(self) -> Report:

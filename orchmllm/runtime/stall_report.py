@@ -9,13 +9,23 @@ from __future__ import annotations
 
 import json
 import time
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 
+T = TypeVar("T")
 ANSWER_S = 4.0  # that ranks have to answer
 SHOWN = 4  # late ranks that are named
+
+
+def wait_until(found: Callable[[], T], seconds: float) -> T:
+    """What found() returns as soon as that is true, or after so many seconds."""
+    deadline = time.monotonic() + seconds
+    while not (value := found()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return value
 
 
 class Report(NamedTuple):
@@ -47,9 +57,8 @@ def post_report(store: dist.Store, root: int, rank: int, report: Report) -> None
 
 def read_reports(store: dist.Store, root: int, world_size: int) -> dict[int, Report]:
     """The reports of the ranks that have answered, within ANSWER_S."""
-    keys, deadline = [_key(root, rank) for rank in range(world_size)], time.monotonic() + ANSWER_S
-    while not (complete := store.check(keys)) and time.monotonic() < deadline:
-        time.sleep(0.05)
+    keys = [_key(root, rank) for rank in range(world_size)]
+    complete = wait_until(lambda: store.check(keys), ANSWER_S)
     there = [rank for rank, key in enumerate(keys) if complete or store.check([key])]
     texts = store.multi_get([keys[rank] for rank in there])
     return {rank: Report(*json.loads(text)) for rank, text in zip(there, texts, strict=True)}
