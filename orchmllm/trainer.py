@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from itertools import chain
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from orchmllm.comm.exchange import RowGather, exchange_group, gather_scalars
-from orchmllm.config import Recipe, plan_spec, to_yaml
+from orchmllm.config import Recipe, plan_spec
 from orchmllm.data.dataset import ConversationDataset
 from orchmllm.data.loading.step_loader import Step, StepLoader
 from orchmllm.data.preprocess.handshake import servers_of
@@ -23,24 +23,18 @@ from orchmllm.hf.sources import find_sources
 from orchmllm.launch import World, device_of
 from orchmllm.models.attention import describe_attention
 from orchmllm.models.flops import mfu, peak_flops, step_flops
-from orchmllm.plan.step import PHASES, StepPlan, plan_step
+from orchmllm.plan.step import PHASES
 from orchmllm.runtime.build import build_dataset, build_orchestrators
 from orchmllm.runtime.calibrate import Calibration
-from orchmllm.runtime.checkpoint import Checkpointer, pack_rng, unpack_rng
 from orchmllm.runtime.display import RunDisplay
 from orchmllm.runtime.health import HangWatchdog
 from orchmllm.runtime.incidents import Incidents
-from orchmllm.runtime.measured import CLOCK_PHASES, MeasuredStep, StepTimer, Told
-from orchmllm.runtime.metrics import MetricsLog, set_logs_aside
+from orchmllm.runtime.measured import CLOCK_PHASES, StepTimer, Told
+from orchmllm.runtime.metrics import MetricsLog, open_log
 from orchmllm.runtime.plan_check import Canary
 from orchmllm.runtime.profile import StepProfiler, explained_oom
-from orchmllm.runtime.run_state import (
-    NonFiniteError,
-    Progress,
-    check_resumable,
-    describe_end,
-    resume_keys,
-)
+from orchmllm.runtime.run_checkpoints import RunCheckpoints
+from orchmllm.runtime.run_state import Progress, describe_end
 from orchmllm.runtime.stop import Stopped, StopSignal
 from orchmllm.sharding.fsdp import build_model, compute_dtype, reshard, state_tensors
 from orchmllm.sharding.optimizer import (
@@ -54,28 +48,28 @@ from orchmllm.sharding.pretrained import check_same, fingerprint
 
 
 class Trainer:
-    """One rank of a run; constructing it is collective. planner: see Orchestrator. dataset: used
-    instead of building the recipe's. watch: is told where this rank is. on_step: is called by `run`
-    on every rank with each step and its row of metrics, before a checkpoint of that step is saved;
-    what it raises ends the run."""
+    """One rank of a run; constructing it is collective. dataset: used instead of building the
+    recipe's. watch: is told where this rank is. on_step: is called by `run` on every rank with each
+    step and its row of metrics, before a checkpoint of that step is saved; what it raises ends the
+    run."""
 
     def __init__(
-        self, recipe: Recipe, world: World, *,
-        planner: Callable[..., StepPlan] = plan_step, dataset: ConversationDataset | None = None,
+        self, recipe: Recipe, world: World, *, dataset: ConversationDataset | None = None,
         watch: HangWatchdog | None = None, on_step: Callable[[Step, dict], None] | None = None,
     ) -> None:
         self.recipe, self.world, self.watch, self.on_step = recipe, world, watch, on_step
         self.display = RunDisplay(recipe.run, shows=world.rank == 0)
+        self._say = self.display.note
         self.device = device_of(world)
         sources = find_sources(recipe.model)  # its errors come before any collective
         self.dataset = dataset if dataset is not None else build_dataset(recipe)
         self.servers = servers_of(recipe.data)
         self.train_rows, self.validation_rows = self.dataset.split(recipe.data.num_validation)
         spec = plan_spec(recipe, world.local_world_size)
-        self.calibration = Calibration(recipe.balance, spec.costs, self.device)
         group = exchange_group(self.device, recipe.launch.timeout_s)
         self.orchestrator, self._validation = build_orchestrators(
-            recipe, spec, world.world_size, self.device, planner, count=2, device_group=group)
+            recipe, spec, world.world_size, self.device, count=2, device_group=group)
+        self.calibration = Calibration(recipe.balance, self.orchestrator)
         gpu = (torch.cuda.get_device_properties(self.device)
                if self.device.type == "cuda" else None)
         self._peak_flops = peak_flops(gpu.name) if gpu else None
@@ -97,11 +91,9 @@ class Trainer:
         self.optimizer = make_optimizer(self.model, train)
         self.progress = Progress(global_batch_size=train.global_batch_size or (
             train.batch_size * train.accumulation_steps * world.world_size))
-        self.checkpointer = Checkpointer(
-            Path(recipe.run.dir) / "checkpoints", recipe.checkpoint,
-            RowGather(spec.ranks_per_node, recipe.launch.timeout_s),
-            timeout_s=recipe.launch.timeout_s,
-            writers=list(range(recipe.fsdp.shard_size or world.world_size)), say=self._say)
+        self.checkpointer = RunCheckpoints(
+            recipe, RowGather(spec.ranks_per_node, recipe.launch.timeout_s), self.dataset,
+            self.optimizer, partial(state_tensors, self.model, self.optimizer), self._say)
         self.stop = StopSignal()
         self.canary = Canary(recipe.balance.enabled, world.rank, world.world_size)
         self._log: MetricsLog | None = None
@@ -116,13 +108,8 @@ class Trainer:
         sampler = make_sampler(self.dataset, self.train_rows, self.progress.global_batch_size,
                                data=self.recipe.data, per_rank=train.batch_size,
                                seed=self.recipe.run.seed)
-        self.orchestrator.reset_costs()
         self.timer.restart()
-        fitted = self.progress.fitted if self.recipe.balance.calibrate_steps else None
-        self.calibration.restart(done=fitted is not None)
-        if fitted is not None:
-            self.orchestrator.change_costs(
-                fitted.models(self.calibration.derived), fitted.first_step)
+        self.calibration.restart(self.progress.fitted)
         loader = StepLoader(
             self.dataset, sampler, self.orchestrator, num_steps=train.num_steps,
             first_step=self.progress.step, accumulation_steps=train.accumulation_steps,
@@ -137,12 +124,12 @@ class Trainer:
 
         Raises Stopped after a signal, when all ranks have saved; NonFiniteError and MediaLimitError
         as the recipe says."""
-        run_dir, num_steps = Path(self.recipe.run.dir), self.recipe.train.num_steps
+        num_steps = self.recipe.train.num_steps
         self._rows = rows
-        self._resume()
+        self.progress = self.checkpointer.resume() or self.progress
         if self.progress.step < num_steps:
             if self.world.rank == 0:
-                self._open_logs(run_dir)
+                self._log = open_log(self.recipe, self._say)
             if self.watch is not None:
                 self.watch.clock = self.model.clock
             self._say(self.attention)
@@ -153,26 +140,19 @@ class Trainer:
             self.display.start(num_steps, first_step=self.progress.step)
             with self.stop:
                 while self.progress.step < num_steps:  # again after a rollback
-                    self._train_steps(run_dir)
-            self.canary.finish()
-            self._validate()
-            if self.recipe.checkpoint.every_steps >= 0:
-                self.save()
-            self.checkpointer.wait()
+                    self._train_steps()
+                self.canary.finish()
+                self._validate()
+                self.checkpointer.save_run(self.progress)
+                self.checkpointer.wait()
         self._finish()
         self.progress.media.check_modalities()  # also where a launcher has started it again
 
-    def _open_logs(self, run_dir: Path) -> None:
-        for line in set_logs_aside(run_dir) if self.recipe.run.resume == "never" else ():
-            self._say(line)
-        self._log = MetricsLog(run_dir / "metrics.jsonl")
-        (run_dir / "recipe.yaml").write_text(to_yaml(self.recipe), encoding="utf-8")
-
-    def _train_steps(self, run_dir: Path) -> None:
+    def _train_steps(self) -> None:
         """To the last step, or back to a checkpoint before a step that is not finite."""
         for step in self.loader():
             self.profiler.before(step.index)
-            with explained_oom(step, self.world.rank, run_dir / "oom"):
+            with explained_oom(step, self.world.rank, Path(self.recipe.run.dir) / "oom"):
                 row = self._emit(self.train_step(step))
             if trace := self.profiler.after(step.index):
                 self._say(f"profile of steps {self.recipe.profile.steps}: {trace}")
@@ -181,13 +161,15 @@ class Trainer:
                 self.on_step(step, row)
             if (row["nonfinite"] and self.recipe.train.nonfinite == "rollback"
                     and step.index not in self.progress.skip):
-                return self._roll_back(step.index)
+                self.progress = self.checkpointer.roll_back(self.progress, step.index)
+                return
             self._after_step(stop=row["stop_signal"])
 
     def _validate(self) -> None:
         """Logs the loss of the weights as they are; nothing without data.num_validation."""
         if self.validation_rows:
-            self._emit({"step": self.progress.step, "validation_loss": self.validate()})
+            self.display.validation(self._emit(
+                {"step": self.progress.step, "validation_loss": self.validate()}))
 
     def _after_step(self, stop: int) -> None:
         """Validates and saves where it is due; leaves if any rank was told to stop."""
@@ -195,9 +177,8 @@ class Trainer:
         often, last = self.recipe.train.validate_every_steps, done == self.recipe.train.num_steps
         if often and done % often == 0 and not last and not stop:
             self._validate()
-        due = every > 0 and done % every == 0 and not last
-        if due or (stop and every >= 0):
-            self.save()
+        if stop or (every > 0 and done % every == 0 and not last):
+            self.checkpointer.save_run(self.progress)
         if stop:
             self.checkpointer.wait()
             stopped = Stopped(stop, done)
@@ -239,7 +220,11 @@ class Trainer:
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.progress.step = step.index + 1
-        self._fit_costs(step, measured)
+        fitted = measured and self.calibration.add(
+            measured.plans, measured.seconds[:, : len(PHASES)], step.index + self._ahead + 1)
+        if fitted:
+            self.progress.fitted = fitted
+            self._say(fitted.describe(self.calibration.derived))
         clock.switch("data")
         step_s = time.perf_counter() - started + step.wait_s
         return {
@@ -248,19 +233,6 @@ class Trainer:
             **({"preprocessed": told.preprocessed()} if self.servers else {}),
             **told.row(step, step_s, list(self.parts), on_device=clock.has_events),
             "measured": measured and measured.row()}
-
-    def _fit_costs(self, step: Step, measured: MeasuredStep | None) -> None:
-        """The step that completes balance.calibrate_steps changes the costs of all that are not
-        planned yet."""
-        if measured is None:
-            return
-        fitted = self.calibration.add(measured.plans, measured.seconds[:, : len(PHASES)],
-                                      step.index + self._ahead + 1)
-        if fitted is not None:
-            derived = self.calibration.derived
-            self.orchestrator.change_costs(fitted.models(derived), fitted.first_step)
-            self.progress.fitted = fitted
-            self._say(fitted.describe(derived))
 
     def _mfu(self, step: Step, step_s: float) -> float | None:
         """Share of the GPUs' bf16 peak that was useful; None on a device without a known peak."""
@@ -289,16 +261,15 @@ class Trainer:
         return loss_sum, processed
 
     @torch.no_grad()
-    def validate(self, swap: Callable | None = None) -> float:
-        """Mean loss per target over the held-out rows. swap: replaces the sampler's dataset (tests
-        exchange media between examples)."""
+    def validate(self) -> float:
+        """Mean loss per target over the held-out rows; nan without targets."""
         train = self.recipe.train
         sampler = GlobalSampler(self.validation_rows, train.batch_size * self.world.world_size,
                                 shuffle=False)
         loader = StepLoader(
-            swap or self.dataset, sampler, self._validation, num_steps=len(sampler),
+            self.dataset, sampler, self._validation, num_steps=len(sampler),
             prefetch=self.recipe.data.prefetch, num_workers=self.recipe.data.num_workers,
-            servers=self.servers if swap is None else None)
+            servers=self.servers)
         total = torch.zeros(2, dtype=torch.float64, device=self.device)
         self.model.eval()
         for step in loader:
@@ -308,7 +279,7 @@ class Trainer:
         reshard(self.model)
         self.model.train()
         dist.all_reduce(total)
-        return float(total[0] / total[1])  # nan without targets
+        return float(total[0] / total[1])
 
     def _gather(self, values: Sequence[float | torch.Tensor]) -> np.ndarray:
         """(d, len(values)) of all ranks: the step's one synchronisation."""
@@ -319,60 +290,7 @@ class Trainer:
             self._log.write(row)
         if self._rows is not None:
             self._rows.append(row)
-        if "validation_loss" in row:
-            self.display.validation(row)
         return row
-
-    def save(self) -> None:
-        """A checkpoint of the steps done so far."""
-        self.checkpointer.save(
-            self.progress.step, state_tensors(self.model, self.optimizer),
-            {**self.progress.to_json(), **resume_keys(self.recipe),
-             "world_size": self.world.world_size, "data": self.dataset.fingerprint(),
-             "rng": pack_rng()})
-
-    def _resume(self) -> None:
-        """Starts where the recipe says. Raises CheckpointError or ValueError on all ranks."""
-        if self.recipe.run.resume == "never":
-            return
-        path, state, rejected = self.checkpointer.find(self.recipe.run.resume)
-        for line in rejected:
-            self._say(f"warning: {line}; using the one before")
-        if path is None:
-            return
-        check_resumable(state, self.recipe, self.dataset.fingerprint())
-        self._load(path, state)
-        was = state["world_size"]
-        ranks = "" if was == self.world.world_size else (
-            f" (saved on {was} ranks, now {self.world.world_size}; still "
-            f"{self.progress.global_batch_size} examples a step)")
-        self._say(f"resuming at step {self.progress.step} from {path}{ranks}")
-        start = self.recipe.run.resume
-        if start != "auto" and Path(start) != path:
-            self._say(f"this run branched off at {start} before, so it goes on with what it saved "
-                      "since; to branch there once more, choose another run.dir")
-
-    def _load(self, path: Path, state: dict) -> None:
-        self.checkpointer.load(path, state_tensors(self.model, self.optimizer))
-        self.progress = Progress.from_json(state)
-        for p in chain(*self.parts.values()):
-            self.optimizer.state[p]["step"].fill_(self.progress.optimizer_steps)
-        unpack_rng(state["rng"])
-
-    def _roll_back(self, bad_step: int) -> None:
-        """Back to the last checkpoint; `bad_step` will be skipped when it comes again."""
-        self.checkpointer.wait()
-        path, state, _ = self.checkpointer.find("auto", own=True)
-        if path is None:
-            raise NonFiniteError(f"step {bad_step}: loss or gradient is not finite, and there is "
-                                 "no checkpoint yet to roll back to")
-        skip = {*self.progress.skip, bad_step}
-        self._load(path, state)
-        self.progress.skip = sorted({*self.progress.skip, *skip})
-        self._say(f"rolled back to step {self.progress.step}; step {bad_step} will be skipped")
-
-    def _say(self, text: str) -> None:
-        self.display.note(text)
 
     def close(self) -> None:
         self.display.close()
@@ -380,4 +298,3 @@ class Trainer:
         self.incidents.close()
         if self._log is not None:
             self._log.close()
-            self._log = None

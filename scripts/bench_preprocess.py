@@ -29,7 +29,6 @@ from orchmllm.config import load_recipe, plan_spec
 from orchmllm.data.loading.step_loader import StepLoader
 from orchmllm.data.preprocess.handshake import servers_of
 from orchmllm.data.sampler import make_sampler
-from orchmllm.plan.step import plan_step
 from orchmllm.runtime.build import build_dataset, build_orchestrators
 
 RECIPE = """
@@ -61,7 +60,7 @@ def measure(recipe, args: argparse.Namespace, prefetch: int) -> tuple[list[float
     dataset = build_dataset(recipe)
     rows, _ = dataset.split(0)
     [orchestrator] = build_orchestrators(recipe, plan_spec(recipe, 1), 1, torch.device("cpu"),
-                                         plan_step, count=1)
+                                         count=1)
     sampler = make_sampler(dataset, rows, args.images, seed=0)
     loader = StepLoader(dataset, sampler, orchestrator, num_steps=args.steps, prefetch=prefetch,
                         servers=servers_of(recipe.data))

@@ -14,7 +14,7 @@ from itertools import product
 
 import numpy as np
 
-from orchmllm.config import RESHARD, Recipe, plan_spec
+from orchmllm.config import Recipe, plan_spec
 from orchmllm.estimate.fits import budget_of, decide, joined, with_real_batch
 from orchmllm.estimate.hardware import Hardware
 from orchmllm.estimate.lengths import Examples
@@ -30,6 +30,7 @@ from orchmllm.estimate.step_time import (
 from orchmllm.models.flops import padded_phases
 from orchmllm.plan.assign import PHASES
 from orchmllm.plan.step import plan_step
+from orchmllm.recipe.fsdp_config import RESHARD
 from orchmllm.sharding.check import check_world, divisors
 
 KEEPS = RESHARD[::-1]  # none, node, full: from most memory to least, as CHOICES

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 import torch.distributed as dist
 
@@ -12,7 +10,7 @@ from orchmllm.config import Recipe
 from orchmllm.data.dataset import ConversationDataset
 from orchmllm.data.stream import open_dataset
 from orchmllm.orchestrator import Orchestrator
-from orchmllm.plan.step import PlanSpec, StepPlan
+from orchmllm.plan.step import PlanSpec
 from orchmllm.runtime.preflight import check_vocabulary
 
 
@@ -25,8 +23,8 @@ def build_dataset(recipe: Recipe) -> ConversationDataset:
 
 
 def build_orchestrators(
-    recipe: Recipe, spec: PlanSpec, world_size: int, device: torch.device,
-    planner: Callable[..., StepPlan], *, count: int, device_group: dist.ProcessGroup | None = None,
+    recipe: Recipe, spec: PlanSpec, world_size: int, device: torch.device, *, count: int,
+    device_group: dist.ProcessGroup | None = None,
 ) -> list[Orchestrator]:
     """`count` of them, each with groups of its own: one for each prefetch thread. Collective.
     device_group: see Orchestrator."""
@@ -35,7 +33,7 @@ def build_orchestrators(
             if recipe.balance.exchange == "two_hop" else None)
     return [
         Orchestrator(
-            spec, RowGather(spec.ranks_per_node, timeout), device=device, planner=planner,
+            spec, RowGather(spec.ranks_per_node, timeout), device=device,
             group=bytes_group(ranks, timeout) if recipe.balance.dispatch == "bytes" else None,
             hop_groups=hops, device_group=device_group)
         for _ in range(count)]

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from orchmllm.orchestrator import Orchestrator
 from orchmllm.plan.cost import CostModel
 from orchmllm.plan.fit_cost import Measured, fit_costs
 from orchmllm.plan.step import PHASES, BalanceConfig, StepPlan
@@ -46,26 +47,35 @@ class FittedCosts(NamedTuple):
 
 
 class Calibration:
-    """Measures steps until there are `balance.calibrate_steps` of them (0: never). derived: the
-    models that all measured steps are planned by."""
+    """Measures steps of an orchestrator until there are `balance.calibrate_steps` of them (0:
+    never), and changes the costs that it plans by. derived: the models that all measured steps are
+    planned by."""
 
-    def __init__(self, balance: BalanceConfig, derived: Mapping[str, CostModel],
-                 device: torch.device) -> None:
-        self.derived, self.device, self._num_steps = derived, device, balance.calibrate_steps
-        self._scaled_only = [p for p in PHASES if derived[p].padded
+    def __init__(self, balance: BalanceConfig, orchestrator: Orchestrator) -> None:
+        self.derived, self._orchestrator = orchestrator.spec.costs, orchestrator
+        self._num_steps, self._done = balance.calibrate_steps, True  # until restart()
+        self._scaled_only = [p for p in PHASES if self.derived[p].padded
                              or getattr(balance, p).policy not in ADDITIVE]
-        self.restart(done=True)
 
-    def restart(self, *, done: bool) -> None:
-        """Steps come (again). done: their costs were fitted before, or never will be."""
-        self._done = done or not self._num_steps
+    def restart(self, fitted: FittedCosts | None) -> None:
+        """Steps come (again) and are planned by the derived models. fitted: costs that were fitted
+        before, which replace them where they did."""
+        self._orchestrator.reset_costs()
         self._seen, self._samples = -1, {phase: [] for phase in PHASES}  # -1: one to warm up
+        self._done = not self._num_steps
+        if fitted is not None and not self._done:
+            self._use(fitted)
+
+    def _use(self, fitted: FittedCosts) -> None:
+        self._done = True
+        self._orchestrator.change_costs(fitted.models(self.derived), fitted.first_step)
 
     def add(self, plans: Sequence[StepPlan], seconds: np.ndarray, next_step: int
             ) -> FittedCosts | None:
         """A measured step: its microbatches' plans, seconds (d, phases) of all ranks (the first
-        ones are those of this rank's plans) -> the fit, once, when this was the last step it needs.
-        Collective then. next_step: the first that no rank has planned."""
+        ones are those of this rank's plans) -> the fit, once, when this was the last step it needs:
+        the costs of all that are not planned yet. Collective then. next_step: the first that no
+        rank has planned."""
         if self._done:
             return None
         self._seen += 1
@@ -76,17 +86,18 @@ class Calibration:
         if self._seen < self._num_steps:
             return None
         fitted = FittedCosts(next_step, self._fit())
-        self.restart(done=True)
+        self._use(fitted)
         return fitted
 
     def _fit(self) -> dict[str, list[int]]:
         """Coefficients, the same on all ranks: those of rank 0."""
-        shared = torch.zeros(len(PHASES), len(FIELDS), dtype=torch.int64, device=self.device)
+        device = self._orchestrator.device
+        shared = torch.zeros(len(PHASES), len(FIELDS), dtype=torch.int64, device=device)
         if dist.get_rank() == 0:
             measured = {p: Measured(*np.concatenate(x).T) for p, x in self._samples.items()}
             models = fit_costs(self.derived, measured, self._scaled_only)
             shared = torch.tensor([[getattr(models[p], f) for f in FIELDS] for p in PHASES],
-                                  dtype=torch.int64, device=self.device)
+                                  dtype=torch.int64, device=device)
         dist.broadcast(shared, 0)
         return dict(zip(PHASES, shared.tolist(), strict=True))
 

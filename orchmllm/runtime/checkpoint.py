@@ -48,8 +48,6 @@ from orchmllm.runtime.lineage import (
 )
 
 VERSION = 1
-STAGES = ("staged", "written", "synced", "manifest", "replaced", "renamed", "pointer", "aside",
-          "retention")
 
 
 class CheckpointError(AgreedError):
@@ -63,7 +61,6 @@ class Checkpointer:
     nobody else (the saving thread owns them while it runs). writers: ranks that hold all shards
     (with hybrid sharding one replica; default all). say: told what is saved, and what is renamed
     out of the way. `saved`: the newest checkpoint of the run, None before there is one.
-    on_stage: called with each of STAGES and the step as this rank passes it, for fault injection.
 
     What is saved belongs to a run of its own, and to that of a checkpoint once it was loaded.
     """
@@ -72,9 +69,8 @@ class Checkpointer:
         self, root: Path, config: CheckpointConfig, gather: RowGather, *,
         writers: list[int] | None = None, timeout_s: float = 600.0,
         say: Callable[[str], None] = print,
-        on_stage: Callable[[str, int], None] = lambda stage, step: None,
     ) -> None:
-        self.root, self.config, self._gather, self._on_stage = root, config, gather, on_stage
+        self.root, self.config, self._gather = root, config, gather
         self._line = new_line()  # rank 0's counts: only that rank looks at it
         self.saved: Path | None = None
         self._named: Path | None = None  # the checkpoint that the user asked for: stays
@@ -125,39 +121,34 @@ class Checkpointer:
             self._error = e
 
     def _save(self, step: int, tensors: dict[str, Tensor], state: str) -> None:
-        final, staged = self.root / name_of(step), self.root / f".staged_{name_of(step)}"
+        final, staged = (self.root / f"{prefix}step_{step:08d}" for prefix in ("", ".staged_"))
         if self._from_first(step, lambda: self._line.holds(read_saved(final))) and (
                 not self._verify(final)):
             self.saved = final
             return self._say(f"checkpoint {final} is there already and sound: not saved again")
-        self._together(step, lambda: self._stage(step, staged))
-        files = self._together(step, lambda: self._write(step, staged, tensors))
-        hashes = [json.loads(f) for f in self._share_text(json.dumps(files))]
+        self._together(step, lambda: self._stage(staged))
+        files = self._together(step, lambda: self._write(staged, tensors))
+        hashes = [json.loads(f) for f in gather_texts(self._gather, json.dumps(files))]
         self._together(step, lambda: self._publish(
             step, staged, final, {k: v for h in hashes for k, v in h.items()}, state))
         self._problems[final], self.saved = "", final
         self._retain(step)
         self._say(f"saved step {step}: {final}")
 
-    def _stage(self, step: int, staged: Path) -> None:
+    def _stage(self, staged: Path) -> None:
         if self.rank == 0:
             clear_leftovers(self.root)
             staged.mkdir(parents=True)
-        self._on_stage("staged", step)
 
-    def _write(
-        self, step: int, staged: Path, tensors: dict[str, Tensor]
-    ) -> dict[str, dict]:
+    def _write(self, staged: Path, tensors: dict[str, Tensor]) -> dict[str, dict]:
         """Writes this rank's shards -> {file: size and hash} of them."""
         if self.rank not in self._writers:
             return {}
         dcp.save(tensors, process_group=self._group, no_dist=False,
                  storage_writer=HuggingFaceStorageWriter(str(staged), save_distributed=True))
-        self._on_stage("written", step)
         mine = sorted(staged.glob(f"shard-{self._writers.index(self.rank) + 1:05d}-*"))
         for path in mine:
             fsync(path)
-        self._on_stage("synced", step)
         return {path.name: identify(path) for path in mine}
 
     def _publish(
@@ -173,22 +164,17 @@ class Checkpointer:
              "run": self._line.run, "sequence": next_sequence(saved),
              "ancestors": self._line.ancestors, "files": files}, indent=1, sort_keys=True))
         fsync(staged)
-        self._on_stage("manifest", step)
         if final.exists():  # of another run, or not sound
             self._set_aside(final)
-        self._on_stage("replaced", step)
         os.rename(staged, final)
         fsync(self.root)
-        self._on_stage("renamed", step)
         write_text(self.root / ".latest", final.name)
         os.rename(self.root / ".latest", self.root / "latest")
         fsync(self.root)
-        self._on_stage("pointer", step)
         for other in saved:
             if not (other.is_aside or self._line.holds(other)) and other.path != final:
                 self._set_aside(other.path)
         fsync(self.root)
-        self._on_stage("aside", step)
 
     def _set_aside(self, path: Path) -> None:
         aside = set_aside(read_saved(path))
@@ -210,7 +196,6 @@ class Checkpointer:
                     delete(path)
                 elif self._problems.get(path):
                     self._set_aside(path)
-            self._on_stage("retention", step)
 
         self._together(step, drop)
 
@@ -263,7 +248,7 @@ class Checkpointer:
 
     def _verify(self, path: Path) -> str:
         """What is wrong with a checkpoint, '' for a sound one; every rank reads its share of it."""
-        problems = self._share_text(problem_of(path, self.rank, self._gather.world_size))
+        problems = gather_texts(self._gather, problem_of(path, self.rank, self._gather.world_size))
         self._problems[path] = next((p for p in problems if p), "")
         return self._problems[path]
 
@@ -271,9 +256,6 @@ class Checkpointer:
         """What work() returns on rank 0 (JSON), on all ranks; raises as `_together`."""
         mine = self._together(step, lambda: work() if self.rank == 0 else None)
         return json.loads(self._gather.from_first(json.dumps(mine).encode()))
-
-    def _share_text(self, text: str) -> list[str]:
-        return gather_texts(self._gather, text)
 
     def _together(self, step: int | str, work: Callable):
         """Runs work() on all ranks; if it fails on one, raises the same CheckpointError on all."""
@@ -283,15 +265,11 @@ class Checkpointer:
         except (Exception, CheckpointException) as e:  # shared, then raised on all ranks
             cause = _root_cause(e)
             error = f"{type(cause).__name__}: {cause}"
-        failures = [(r, t) for r, t in enumerate(self._share_text(error)) if t]
+        failures = [(r, t) for r, t in enumerate(gather_texts(self._gather, error)) if t]
         if failures:
             raise CheckpointError(f"checkpoint {step}: rank {failures[0][0]} failed: "
                                   f"{failures[0][1]}; earlier checkpoints are untouched")
         return result
-
-
-def name_of(step: int) -> str:
-    return f"step_{step:08d}"
 
 
 def problem_of(path: Path, part: int = 0, parts: int = 1) -> str:
@@ -317,12 +295,3 @@ def _root_cause(error: BaseException) -> BaseException:
         error = next(iter(failures.values()))
         error = error[0] if isinstance(error, tuple) else error
     return error
-
-
-def pack_rng() -> list[int]:
-    """torch's CPU generator state as integers (the same on all ranks: nothing draws per rank)."""
-    return torch.get_rng_state().tolist()
-
-
-def unpack_rng(state: list[int]) -> None:
-    torch.set_rng_state(torch.tensor(state, dtype=torch.uint8))

@@ -57,7 +57,7 @@ class RunDisplay:
             from torch.utils.tensorboard import SummaryWriter
 
             self._writer = SummaryWriter(str(Path(self._run.dir) / "tensorboard"))
-        self._draws = _has_a_width()
+        self._draws = _width() > 0
 
     def step(self, row: dict) -> None:
         """row: of metrics, see docs/metrics.md. Its step may come again after a rollback."""
@@ -117,11 +117,7 @@ class RunDisplay:
         """As many facts as fit; the last column stays empty, since the cursor would leave it."""
         if not self._line:
             return
-        try:
-            width = os.get_terminal_size(sys.stderr.fileno()).columns or UNKNOWN_WIDTH
-        except OSError:  # io.UnsupportedOperation too: not a file
-            width = UNKNOWN_WIDTH
-        line = self._line
+        line, width = self._line, _width() or UNKNOWN_WIDTH
         while len(line) >= width and " | " in line:
             line = line.rpartition(" | ")[0]
         print(CLEAR + line[:width - 1], end=end, file=sys.stderr, flush=True)
@@ -148,16 +144,17 @@ class RunDisplay:
         self._line, self._draws = "", False
 
 
-def _has_a_width() -> bool:
-    """Whether stderr is a terminal on which a line can be drawn over; some have no width (`docker
-    run -t`)."""
+def _width() -> int:
+    """Columns of the terminal that stderr is; 0 where no line can be drawn over: no terminal, or
+    one without a width (`docker run -t`)."""
+    if not sys.stderr.isatty() or os.environ.get("TERM") == "dumb":
+        return 0
     try:
-        return (sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
-                and os.get_terminal_size(sys.stderr.fileno()).columns > 0)
-    except io.UnsupportedOperation:  # not a file, so its width is not known
-        return True
+        return os.get_terminal_size(sys.stderr.fileno()).columns
+    except io.UnsupportedOperation:  # not a file
+        return UNKNOWN_WIDTH
     except OSError:
-        return False
+        return 0
 
 
 class Totals:

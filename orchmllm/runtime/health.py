@@ -26,7 +26,14 @@ import torch.distributed as dist
 
 from orchmllm.comm.errors import AgreedError
 from orchmllm.models.phase_clock import PhaseClock
-from orchmllm.runtime.stall_report import ReportTree, count_collectives, describe, report_of
+from orchmllm.runtime.stall_report import (
+    Report,
+    count_collectives,
+    describe,
+    post_report,
+    read_reports,
+    wait_until,
+)
 
 _LIBRARIES = (sysconfig.get_path("stdlib"), "<frozen")
 GRACE_S = 4.0  # for a rank to end by itself after another one failed
@@ -36,15 +43,16 @@ _COMPILERS = (os.path.join("torch", "_dynamo", "convert_frame.py"),
               os.path.join("torch", "_inductor", "compile_fx.py"))
 _ERROR = "error"
 _STALL = "no progress"
-_COMPILING = "compiling"  # key of the number of ranks that do
+_COMPILING = "compiling"  # key of the number of ranks that do; each counts itself in and out
 _ASKED = "?"  # before the rank that asks all others where they are, in place of an error
 ROOT_S = 15.0  # that this rank has to answer for all, before another one asks
 _CONNECTION_SIGNS = ("gloo", "connection", "socket", "peer", "nccl", "timed out", "broken pipe")
 
 
 class HangWatchdog:
-    """store: shared by all ranks of this attempt and used by this object only. exit_now: ends the
-    process with an exit code and a message, called if the main thread does not end by itself."""
+    """store: shared by all ranks of this attempt; its client takes one request at a time, from any
+    thread, so none may wait for a key. exit_now: ends the process with an exit code and a message,
+    called if the main thread does not end by itself."""
 
     def __init__(
         self, store: dist.Store, rank: int, world_size: int, *, folder: Path,
@@ -55,7 +63,6 @@ class HangWatchdog:
         self._exit_now = exit_now
         self._main = threading.get_ident()
         self._done = threading.Event()
-        self._lock = threading.Lock()  # the store's client is not reentrant
         self.clock: PhaseClock | None = None
         self.step, self.example_ids = 0, []
         self._thread = threading.Thread(target=self._run, name="orchmllm-watch", daemon=True)
@@ -79,43 +86,29 @@ class HangWatchdog:
             return self.post(str(error))
         text = f"{type(error).__name__}: {error}"
         if lost:
-            other = self._posted(wait_s=GRACE_S)
-            return other or (
+            return wait_until(self._error, GRACE_S) or (
                 f"rank {self.rank} lost its connection to another rank at step {self.step}, phase "
                 f"{self._phase()}; that rank died without a message ({text.splitlines()[0]})")
         text = self.post(f"rank {self.rank} failed at step {self.step}, phase {self._phase()}: "
                          f"{text}")
-        self._await_readers()  # the store may live in this process
-        return text
-
-    def _await_readers(self) -> None:
-        deadline = time.monotonic() + GRACE_S
         others = [f"read{r}" for r in range(self.world_size) if r != self.rank]
-        while time.monotonic() < deadline:
-            with self._lock:
-                if self._store.check(others):
-                    return
-            time.sleep(0.1)
+        wait_until(lambda: self._store.check(others), GRACE_S)  # this process may host the store
+        return text
 
     def post(self, text: str) -> str:
         """Makes `text` the error of all ranks unless there is one already; returns that one."""
-        with self._lock:
-            there = self._store.compare_set(_ERROR, "", text).decode()
-            if there.startswith(_ASKED):
-                there = self._store.compare_set(_ERROR, there, text).decode()
+        there = self._store.compare_set(_ERROR, "", text).decode()
+        if there.startswith(_ASKED):
+            there = self._store.compare_set(_ERROR, there, text).decode()
         return there
 
-    def _posted(self, wait_s: float = 0.0) -> str:
-        deadline = time.monotonic() + wait_s
-        while True:
-            with self._lock:
-                if self._store.check([_ERROR]):
-                    posted = self._store.get(_ERROR).decode()
-                    if not (wait_s and posted.startswith(_ASKED)):
-                        return posted
-            if time.monotonic() >= deadline:
-                return ""
-            time.sleep(0.1)
+    def _posted(self) -> str:
+        """What a rank has posted: an error, or a question to all; '' before that."""
+        return self._store.get(_ERROR).decode() if self._store.check([_ERROR]) else ""
+
+    def _error(self) -> str:
+        posted = self._posted()
+        return "" if posted.startswith(_ASKED) else posted
 
     def _phase(self) -> str:
         return (self.clock.phase if self.clock is not None else None) or "data"
@@ -127,8 +120,7 @@ class HangWatchdog:
                 now = (self.step, self.clock.switches if self.clock is not None else -1)
                 if self._compiles() != compiles:
                     compiles = not compiles
-                    with self._lock:
-                        self._store.add(_COMPILING, 1 if compiles else -1)
+                    self._store.add(_COMPILING, 1 if compiles else -1)
                 # A save has time limits of its own; training waits for it at most.
                 if (now != seen or compiles
                         or "orchmllm-checkpoint" in {t.name for t in threading.enumerate()}):
@@ -136,12 +128,10 @@ class HangWatchdog:
                 still_s = time.monotonic() - since
                 error = self._posted()
                 if still_s > self._stall_timeout_s and self.clock is not None and not error:
-                    if self._some_rank_compiles():
+                    if self._store.add(_COMPILING, 0) > 0:  # the others wait for a rank that does
                         since = time.monotonic()
                         continue
-                    with self._lock:
-                        asked = self._store.compare_set(_ERROR, "", f"{_ASKED}{self.rank}")
-                    error = asked.decode()
+                    error = self._store.compare_set(_ERROR, "", f"{_ASKED}{self.rank}").decode()
                 if error.startswith(_ASKED):
                     error = self._answer(error)
             except RuntimeError as e:  # the store is gone, and with it the rank that hosted it
@@ -158,20 +148,17 @@ class HangWatchdog:
     def _answer(self, asked: str) -> str:
         """Takes part in the report that a rank asked for; returns what all ranks end with."""
         root = int(asked.removeprefix(_ASKED))
-        tree = ReportTree(self._store, self._lock, self.rank, self.world_size, root)
-        report = tree.gather(self._report())
+        post_report(self._store, root, self.rank, self._report())
         if self.rank == root:
-            return self.post(f"{_STALL} for {self._stall_timeout_s} s: {describe(report)}; stacks "
-                             f"and flight recorder of all ranks are in {self._folder}")
-        deadline = time.monotonic() + ROOT_S
-        while (posted := self._posted()) == asked and time.monotonic() < deadline:
-            time.sleep(0.1)
-        if posted == asked:  # the root is gone
-            with self._lock:
-                posted = self._store.compare_set(_ERROR, asked, f"{_ASKED}{self.rank}").decode()
+            late = describe(read_reports(self._store, root, self.world_size), self.world_size)
+            return self.post(f"{_STALL} for {self._stall_timeout_s} s: {late}; stacks and flight "
+                             f"recorder of all ranks are in {self._folder}")
+        wait_until(lambda: self._posted() != asked, ROOT_S)
+        # Still asked: the root is gone, and this rank asks.
+        posted = self._store.compare_set(_ERROR, asked, f"{_ASKED}{self.rank}").decode()
         return self._answer(posted) if posted.startswith(_ASKED) else posted
 
-    def _report(self) -> dict:
+    def _report(self) -> Report:
         phase, thread = self._phase(), self._main
         if phase == "data":
             thread = next((t.ident for t in threading.enumerate()
@@ -182,8 +169,8 @@ class HangWatchdog:
         # The host of a GPU runs ahead, so there the collectives tell who is behind. Groups of the
         # CPU are not the same on all ranks.
         counts = (launched, completed) if device == "cuda" else ()
-        return report_of(
-            self.rank, (self.step, self.clock.switches if self.clock else 0, *counts), waits,
+        return Report(
+            (self.step, self.clock.switches if self.clock else 0, *counts), waits,
             f"step {self.step}, phase {phase}, at {where}, {launched} collectives launched and "
             f"{completed} completed, examples {self.example_ids[:32]}")
 
@@ -191,11 +178,6 @@ class HangWatchdog:
         """Whether this rank is in torch.compile, which may take minutes."""
         return any(frame.f_code.co_filename.endswith(_COMPILERS)
                    for top in sys._current_frames().values() for frame in _stack(top))
-
-    def _some_rank_compiles(self) -> bool:
-        """For which the others wait; every rank counts itself in and out."""
-        with self._lock:
-            return self._store.add(_COMPILING, 0) > 0
 
     def _leave_stacks(self) -> None:
         try:

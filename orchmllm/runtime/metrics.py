@@ -7,9 +7,11 @@ import json
 import math
 import os
 import sys
+from collections.abc import Callable
 from itertools import count
 from pathlib import Path
 
+from orchmllm.config import Recipe, to_yaml
 from orchmllm.runtime.log_schema import SCHEMA_VERSION
 
 LOGS = ("metrics.jsonl", "quarantine.jsonl", "nonfinite.jsonl")  # that a run folder may hold
@@ -55,6 +57,17 @@ class MetricsLog(JsonLines):
 
     def write(self, row: dict) -> None:
         super().write({"schema": SCHEMA_VERSION, **row})
+
+
+def open_log(recipe: Recipe, say: Callable[[str], None]) -> MetricsLog:
+    """metrics.jsonl of a run, with the merged recipe beside it. Tells which logs of earlier runs
+    were set aside."""
+    folder = Path(recipe.run.dir)
+    for line in set_logs_aside(folder) if recipe.run.resume == "never" else ():
+        say(line)
+    log = MetricsLog(folder / "metrics.jsonl")
+    (folder / "recipe.yaml").write_text(to_yaml(recipe), encoding="utf-8")
+    return log
 
 
 def set_logs_aside(folder: Path) -> list[str]:

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from orchmllm.config import ProfileConfig
@@ -81,13 +80,7 @@ def explained_oom(step: Step, rank: int, folder: Path) -> Iterator[None]:
 
 
 def _what_was_planned(step: Step, rank: int, error: BaseException) -> dict:
-    micro = []
-    for one in step.micro:
-        ranks = {}
-        for phase in PHASES:
-            move = one.plan.rearrangement(phase)
-            lengths = one.plan.item_lengths(phase)[move.order]
-            ranks[phase] = [int(x.sum())
-                            for x in np.split(lengths, np.cumsum(move.target_sizes)[:-1])]
-        micro.append({"example_ids": one.rank_plan.example_ids.tolist(), "positions": ranks})
+    micro = [{"example_ids": one.rank_plan.example_ids.tolist(), "positions": {
+        phase: [int(one.plan.items_of(phase, r)[0].sum()) for r in range(one.plan.layout.num_ranks)]
+        for phase in PHASES}} for one in step.micro]
     return {"step": step.index, "rank": rank, "error": str(error), "microbatches": micro}

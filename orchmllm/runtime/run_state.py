@@ -151,19 +151,15 @@ def check_resumable(state: dict, recipe: Recipe, data: dict) -> None:
             f"fsdp.param_dtype is {recipe.fsdp.param_dtype}, the checkpoint's parameters and "
             f"moments are {was}: use {was}, or export the checkpoint and start a new run from it")
     _check_batch(state, recipe)
-    for name, now in _order_keys(recipe).items():
-        was = state.get("order", {}).get(name, _order_keys(Recipe())[name])
+    held_out = recipe.data.num_validation
+    order = {"num_validation": state.get("num_validation", held_out), **state.get("order", {})}
+    for name, now in {"num_validation": held_out, **_order_keys(recipe)}.items():
+        was = order[name] if name in order else _order_keys(Recipe())[name]
         if was != now and not recipe.run.allow_data_change:
             raise ValueError(
                 f"data.{name} is {now}, the checkpoint was trained with {was}: the order of all "
                 "examples would change; use that, or set run.allow_data_change=true to go on at "
                 "the same step of the new order")
-    was, held_out = state.get("num_validation"), recipe.data.num_validation
-    if was not in (None, held_out) and not recipe.run.allow_data_change:
-        raise ValueError(
-            f"data.num_validation is {held_out}, the checkpoint was trained with {was} rows held "
-            "out: the order of all examples would change; use that number, or set "
-            "run.allow_data_change=true to go on at the same step of the new order")
     was, now = dict(state["data"]), dict(data)
     tokenizer = now.pop("tokenizer", None)
     if was.pop("tokenizer", tokenizer) != tokenizer and not recipe.run.allow_data_change:

@@ -1,25 +1,40 @@
-"""Which rank the others wait for, found out once, through a tree in the store of the run.
+"""Which rank the others wait for, found out once, through the store of the run.
 
-Each rank posts one report for itself and the ranks below it, and reads those of at most FAN_OUT
-others, so 2,560 ranks ask the store a few times each and are done in three levels. The root is the
-rank that noticed the stall first. A rank that does not answer (stopped, or gone) is passed over:
-the one above it reads the reports below it, and names it.
+The rank that noticed the stall first, the root, asks. Every rank posts a report of its own, and the
+root alone reads them: all with one request, so 2,560 ranks ask the store a few thousand times in
+all. A rank that does not answer (stopped, or gone) is named.
 """
 
 from __future__ import annotations
 
 import json
-import threading
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Callable
+from typing import NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 
-FAN_OUT = 16
-LEVEL_S = 1.4  # that a rank waits for each level below it
+T = TypeVar("T")
+ANSWER_S = 4.0  # that ranks have to answer
 SHOWN = 4  # late ranks that are named
+
+
+def wait_until(found: Callable[[], T], seconds: float) -> T:
+    """What found() returns as soon as that is true, or after so many seconds."""
+    deadline = time.monotonic() + seconds
+    while not (value := found()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return value
+
+
+class Report(NamedTuple):
+    """Where a rank is. progress: how far it got, to be compared with others. waits: whether it is
+    in a collective, so that another rank may be to blame. text: what is said of it."""
+
+    progress: tuple[int, ...]
+    waits: bool
+    text: str
 
 
 def count_collectives(device: str) -> tuple[int, int]:
@@ -35,29 +50,29 @@ def count_collectives(device: str) -> tuple[int, int]:
     return launched, completed
 
 
-def report_of(rank: int, progress: tuple[int, ...], waits: bool, text: str) -> dict:
-    """A rank's own report. progress: how far it got, to be compared with others. waits: whether it
-    is in a collective, so that another rank may be to blame. text: what is said of it."""
-    mine = [[rank, text]]
-    return {"least": list(progress), "late": [] if waits else mine,
-            "waiting": mine if waits else [], "silent": []}
+def post_report(store: dist.Store, root: int, rank: int, report: Report) -> None:
+    """Answers what rank `root` has asked all ranks."""
+    store.set(_key(root, rank), json.dumps(report))
 
 
-def merge(parts: list[dict]) -> dict:
-    """One report of several: those that got least far, first those that do not wait for others."""
-    least = min(p["least"] for p in parts)
-    behind = [p for p in parts if p["least"] == least]
-    return {"least": least, "silent": sorted(r for p in parts for r in p["silent"]),
-            **{key: sorted(x for p in behind for x in p[key])[:SHOWN]
-               for key in ("late", "waiting")}}
+def read_reports(store: dist.Store, root: int, world_size: int) -> dict[int, Report]:
+    """The reports of the ranks that have answered, within ANSWER_S."""
+    keys = [_key(root, rank) for rank in range(world_size)]
+    complete = wait_until(lambda: store.check(keys), ANSWER_S)
+    there = [rank for rank, key in enumerate(keys) if complete or store.check([key])]
+    texts = store.multi_get([keys[rank] for rank in there])
+    return {rank: Report(*json.loads(text)) for rank, text in zip(there, texts, strict=True)}
 
 
-def describe(report: dict) -> str:
-    """The late ranks of a merged report in words."""
-    late = report["late"] or report["waiting"]
-    parts = [f"rank {rank} is late: {text}" for rank, text in late]
-    if report["silent"]:
-        silent = report["silent"]
+def describe(reports: dict[int, Report], world_size: int) -> str:
+    """The late ranks in words: of those that got least far, the ones that do not wait for others,
+    if there are any. reports: of at least one rank, in ascending order of ranks."""
+    least = min(r.progress for r in reports.values())
+    behind = {rank: r for rank, r in reports.items() if r.progress == least}
+    late = [rank for rank, r in behind.items() if not r.waits] or list(behind)
+    parts = [f"rank {rank} is late: {behind[rank].text}" for rank in late[:SHOWN]]
+    silent = [rank for rank in range(world_size) if rank not in reports]
+    if silent:
         shown = ", ".join(map(str, silent[:SHOWN])) + (
             f" and {len(silent) - SHOWN} more" if len(silent) > SHOWN else "")
         parts.insert(0, f"rank{'s' if len(silent) > 1 else ''} {shown} did not answer in time: "
@@ -65,62 +80,5 @@ def describe(report: dict) -> str:
     return "; ".join(parts)
 
 
-class ReportTree:
-    """One rank's part in a report. store: used under `lock`. root: the rank that asked."""
-
-    def __init__(self, store: dist.Store, lock: AbstractContextManager | None, rank: int,
-                 world_size: int, root: int) -> None:
-        self._store, self._lock = store, lock or threading.Lock()
-        self.world_size, self.root = world_size, root
-        self._place = (rank - root) % world_size  # in the tree, whose root has place 0
-        self.num_keys = 0  # that were asked for or written
-
-    def gather(self, mine: dict) -> dict:
-        """Posts the report of this rank and those below it; the report of all ranks at the root."""
-        report = merge([mine, *self._below(self._place, self._height(self._place) * LEVEL_S)])
-        if self._place:
-            self._ask("set", self._key(self._place), json.dumps(report))
-        return report
-
-    def _below(self, place: int, wait_s: float) -> list[dict]:
-        """The reports of the places right below `place`, and in place of one that does not answer
-        those below that one."""
-        deadline = time.monotonic() + wait_s
-        waiting, there = [*self._children(place)], []
-        while waiting:
-            if self._ask("check", [self._key(p) for p in waiting]):
-                return there + self._read(waiting)
-            if time.monotonic() >= deadline:
-                break
-            time.sleep(0.05)
-        for child in waiting:
-            if self._ask("check", [self._key(child)]):
-                there += self._read([child])
-            else:
-                silent = (child + self.root) % self.world_size
-                there += [{"least": [1 << 62], "late": [], "waiting": [], "silent": [silent]},
-                          *self._below(child, 0.0)]
-        return there
-
-    def _read(self, places: Iterable[int]) -> list[dict]:
-        values = self._ask("multi_get", [self._key(p) for p in places])
-        return [json.loads(v) for v in values]
-
-    def _children(self, place: int) -> Iterator[int]:
-        first = place * FAN_OUT + 1
-        yield from range(first, min(first + FAN_OUT, self.world_size))
-
-    def _height(self, place: int) -> int:
-        """Levels below a place."""
-        height = 0
-        while (place := place * FAN_OUT + 1) < self.world_size:
-            height += 1
-        return height
-
-    def _key(self, place: int) -> str:
-        return f"stall{self.root}/{place}"
-
-    def _ask(self, what: str, *args):
-        self.num_keys += len(args[0]) if isinstance(args[0], list) else 1
-        with self._lock:
-            return getattr(self._store, what)(*args)
+def _key(root: int, rank: int) -> str:
+    return f"stall{root}/{rank}"

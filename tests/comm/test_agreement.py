@@ -61,7 +61,8 @@ def one_step(world, fault: str, prefetch: int) -> tuple[str, str, int]:
                    "planner raises": failing_planner}.get(fault, plan_step)
         dataset = {"layout raises": BrokenLengths(), "decode raises": BrokenDecode()}.get(
             fault, dataset)
-    trainer = Trainer(run, world, dataset=dataset, planner=planner)
+    trainer = Trainer(run, world, dataset=dataset)
+    trainer.orchestrator.planner = planner
     if odd and fault == "cost":
         trainer.orchestrator.spec = replace(
             trainer.orchestrator.spec, costs={**trainer.orchestrator.spec.costs,

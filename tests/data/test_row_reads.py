@@ -17,7 +17,7 @@ from orchmllm.data.loading.step_loader import StepLoader
 from orchmllm.data.sampler import GlobalSampler
 from orchmllm.data.tokenizer import ChatTokenizer
 from orchmllm.plan.layout import BatchLayout
-from orchmllm.plan.step import BalanceConfig, plan_step
+from orchmllm.plan.step import BalanceConfig
 from orchmllm.runtime.build import build_orchestrators
 from tests.lib.formats import FORMATS, QUESTIONS, write_media
 from tests.lib.ranks import run_ranks
@@ -54,7 +54,7 @@ def reads(world, paths: list[str], tokenizer, index_dir: str) -> dict[tuple, lis
     for dispatch, num_workers in WAYS:
         chosen = recipe(balance=BalanceConfig(dispatch=dispatch))
         [orchestrator] = build_orchestrators(chosen, plan_spec(chosen, 1), 1, torch.device("cpu"),
-                                             plan_step, count=1)
+                                             count=1)
         for path in paths:
             data = opened(path, tokenizer, index_dir)
             counts = count_reads(data.sources[0].store, len(data))

@@ -62,8 +62,8 @@ def train_and_swap(world, recipe: Recipe) -> dict[str, float]:
     folder = Path(recipe.data.path).parent
     for what in ("all", "images", "audios"):
         data = replace(recipe.data, path=str(folder / f"swapped_{what}.jsonl"))
-        other = build_dataset(replace(recipe, data=data))
-        losses[f"swapped {what}"] = trainer.validate(other)
+        trainer.dataset = build_dataset(replace(recipe, data=data))
+        losses[f"swapped {what}"] = trainer.validate()
     return losses
 
 

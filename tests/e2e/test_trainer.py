@@ -15,7 +15,7 @@ from orchmllm.sharding.optimizer import learning_rate
 from orchmllm.trainer import Trainer
 from tests.lib.ranks import RankFailure, run_ranks
 from tests.lib.synthetic import SHALLOW, SyntheticDataset, recipe
-from tests.lib.training import train
+from tests.lib.training import listened, train
 
 pytestmark = pytest.mark.dist
 ON = BalanceConfig(ranks_per_node=2)
@@ -36,10 +36,8 @@ def train_each(world, recipes) -> list[list[dict]]:
 
 def notes(world, r) -> list[str]:
     """What a run says beside its progress (shown by one rank)."""
-    trainer, said = Trainer(r, world, dataset=SyntheticDataset()), []
-    trainer.display.note = said.append
-    trainer.run()
-    trainer.close()
+    said = listened()
+    train(world, r, SyntheticDataset())
     return said
 
 
@@ -93,7 +91,9 @@ def keeps_everything_home(layout, spec):
 
 
 def train_with(world, planner, run, dataset) -> str:
-    Trainer(run, world, planner=planner, dataset=dataset).run()
+    trainer = Trainer(run, world, dataset=dataset)
+    trainer.orchestrator.planner = planner
+    trainer.run()
     return "finished"
 
 

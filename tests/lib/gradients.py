@@ -40,7 +40,8 @@ class Case:
 def step_gradients(world: World, case: Case) -> tuple[float, dict[str, np.ndarray]]:
     """(loss, full gradient by parameter name) of the first step."""
     torch.manual_seed(0)
-    trainer = Trainer(case.recipe, world, planner=case.planner, dataset=case.dataset)
+    trainer = Trainer(case.recipe, world, dataset=case.dataset)
+    trainer.orchestrator.planner = case.planner
     if case.mutate is not None:
         case.mutate(trainer)
     loader = StepLoader(

@@ -29,10 +29,9 @@ def run_recipe(folder: Path, **changes) -> Recipe:
         checkpoint=CheckpointConfig(**{"every_steps": 1, "keep_last": 3, **changes}))
 
 
-def train_recorded(world, run: Recipe, kill_at: int | None = None,
-                   stage: tuple[str, int] | None = None) -> list[tuple]:
+def train_recorded(world, run: Recipe, kill_at: int | None = None) -> list[tuple]:
     """[(step, loss, example ids)] of what this call trained. kill_at: rank 0 is SIGKILLed after
-    that step, before its checkpoint; stage: rank 0 is SIGKILLed there in the save of a step."""
+    that step, before its checkpoint."""
     seen = []
 
     def record(step, row: dict) -> None:
@@ -41,13 +40,7 @@ def train_recorded(world, run: Recipe, kill_at: int | None = None,
             trainer.checkpointer.wait()
             os.kill(os.getpid(), signal.SIGKILL)
 
-    def on_stage(name: str, step: int) -> None:
-        if (name, step) == stage:
-            os.kill(os.getpid(), signal.SIGKILL)
-
     trainer = Trainer(run, world, dataset=SyntheticDataset(), on_step=record)
-    if stage is not None and world.rank == 0:
-        trainer.checkpointer._on_stage = on_stage
     try:
         trainer.run()
     finally:

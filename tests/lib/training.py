@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from orchmllm.config import Recipe
+from orchmllm.runtime.display import RunDisplay
 from orchmllm.trainer import Trainer
+
+
+def listened() -> list[str]:
+    """What all runs of this process say from now on, beside their progress; on every rank."""
+    said: list[str] = []
+    RunDisplay.note = lambda _, text: said.append(text)
+    return said
 
 
 def train(world, run: Recipe, dataset=None, on_step: Callable | None = None) -> list[dict]:

@@ -20,6 +20,7 @@ from tests.lib.ranks import run_ranks
 from tests.lib.resume import run_recipe
 from tests.lib.rows import row_problems
 from tests.lib.synthetic import SyntheticDataset, recipe
+from tests.lib.training import listened
 
 DERIVED = {"vision": CostModel(6000, 40), "audio": CostModel(9000, 10), "llm": CostModel(20000, 30)}
 FIT_STEPS, PREFETCH, FITTED_FROM = 2, 2, 5  # step 0 warms up, 1 and 2 are measured, 3 and 4 planned
@@ -85,10 +86,9 @@ def fitting(folder, **changes):
 
 def fitted(world, run) -> tuple[list, tuple | None, list[str]]:
     """([(step, loss, plan digest, costs)], the fit, lines of output)."""
-    digests, said = [], []
+    digests, said = [], listened()
     trainer = Trainer(run, world, dataset=SyntheticDataset(),
                       on_step=lambda step, row: digests.append(step.plans[0].digest))
-    trainer.display.note = said.append
     rows: list[dict] = []
     trainer.run(rows)
     trainer.close()

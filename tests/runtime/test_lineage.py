@@ -157,7 +157,7 @@ def validated(world, runs: dict) -> tuple[dict[str, list], str]:
     module.reshard = lambda model: None
     kept.validate()
     try:
-        kept.save()
+        kept.checkpointer.save_run(kept.progress)
     except ValueError as e:
         assert not kept.optimizer.state
         return done, str(e)

@@ -16,6 +16,7 @@ from tests.lib.events import QueuedEvent
 from tests.lib.ranks import run_ranks
 from tests.lib.rows import row_problems
 from tests.lib.synthetic import SHALLOW, SyntheticDataset, recipe
+from tests.lib.training import listened
 
 SLEEP_S = 0.05  # of rank 1 in its LLM phase
 
@@ -41,8 +42,7 @@ def run(world, folder: str) -> tuple[list[dict], list[str], int]:
     one = replace(one, run=replace(one.run, dir=folder),
                   train=replace(one.train, num_steps=6, lr=1e-2),
                   data=replace(one.data, prefetch=1))
-    trainer, said = Trainer(one, world, dataset=SyntheticDataset()), []
-    trainer.display.note = said.append
+    said, trainer = listened(), Trainer(one, world, dataset=SyntheticDataset())
     trainer.model.clock.use_events(QueuedEvent)
     gather = trainer._gather
 

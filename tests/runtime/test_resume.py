@@ -15,13 +15,13 @@ from pathlib import Path
 import pytest
 
 from orchmllm.config import load_recipe
-from orchmllm.runtime.checkpoint import STAGES, CheckpointError
+from orchmllm.runtime.checkpoint import CheckpointError
 from orchmllm.runtime.metrics import read_rows
 from orchmllm.runtime.stop import Stopped
 from orchmllm.trainer import Trainer
 from tests.lib.commands import TINY
 from tests.lib.ranks import RankFailure, run_ranks
-from tests.lib.resume import find, flip, run_recipe, train_recorded
+from tests.lib.resume import STEPS, find, flip, run_recipe, train_recorded
 from tests.lib.synthetic import SyntheticDataset
 from tests.lib.training import train
 
@@ -100,15 +100,6 @@ def test_state_is_small_and_nothing_is_pickled(tmp_path):
     assert {p.suffix for p in newest.iterdir()} == {".json", ".safetensors"}
     kept = sorted(p.name for p in newest.parent.glob("step_*"))
     assert kept == ["step_00000002", "step_00000003", "step_00000004"]
-
-
-@pytest.mark.parametrize("stage", [
-    pytest.param(s, marks=() if s in ("manifest", "renamed") else SLOW) for s in STAGES])
-def test_killed_at_every_stage_of_a_save(tmp_path, whole, stage):
-    run = run_recipe(tmp_path, keep_last=1)
-    killed(2, run, stage=(stage, 4))
-    complete = 4 if STAGES.index(stage) >= STAGES.index("renamed") else 3
-    assert run_ranks(train_recorded, 2, run)[0] == whole()[complete:]
 
 
 def damaged(path: Path, how: str, name: str) -> None:
@@ -229,6 +220,24 @@ def stopped(world, run, rank: int, step: int) -> tuple[str, int]:
     except Stopped as e:
         return str(e), e.exit_code
     return "finished", 0
+
+
+def signalled_after_the_last_step(world, run) -> list[str]:
+    """SIGTERM during the validation that follows it; the run's checkpoints."""
+    def validate() -> float:
+        if trainer.progress.step == STEPS:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return 1.0
+
+    trainer = Trainer(run, world, dataset=SyntheticDataset())
+    trainer.validation_rows, trainer.validate = [0], validate
+    trainer.run()
+    return [p.name for p in Path(run.run.dir, "checkpoints").glob("step_*")]
+
+
+def test_sigterm_after_the_last_step_does_not_lose_the_run(tmp_path):
+    run = run_recipe(tmp_path, every_steps=0)
+    assert run_ranks(signalled_after_the_last_step, 1, run) == [[f"step_{STEPS:08d}"]]
 
 
 def test_sigterm_to_one_rank_stops_all_with_a_checkpoint(tmp_path, whole):

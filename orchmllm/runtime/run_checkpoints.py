@@ -1,0 +1,84 @@
+"""What of a run its checkpoints hold, beside the tensors of model and optimizer, and how a run goes
+on from one of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from orchmllm.comm.exchange import RowGather
+from orchmllm.config import Recipe
+from orchmllm.data.dataset import ConversationDataset
+from orchmllm.runtime.checkpoint import Checkpointer
+from orchmllm.runtime.run_state import NonFiniteError, Progress, check_resumable, resume_keys
+
+
+class RunCheckpoints(Checkpointer):
+    """The checkpoints of one run. tensors: returns what is saved, and filled from a checkpoint, of
+    any shapes; optimizer: its count of steps becomes that of the run. Construction and every method
+    are collective; see Checkpointer."""
+
+    def __init__(self, recipe: Recipe, gather: RowGather, dataset: ConversationDataset,
+                 optimizer: torch.optim.Optimizer, tensors: Callable[[], Mapping[str, Tensor]],
+                 say: Callable[[str], None]) -> None:
+        super().__init__(
+            Path(recipe.run.dir) / "checkpoints", recipe.checkpoint, gather, say=say,
+            timeout_s=recipe.launch.timeout_s,
+            writers=list(range(recipe.fsdp.shard_size or gather.world_size)))
+        self._recipe, self._dataset = recipe, dataset
+        self._optimizer, self._tensors = optimizer, tensors
+
+    def save_run(self, progress: Progress) -> None:
+        """A checkpoint of the steps done so far; none with checkpoint.every_steps=-1."""
+        if self.config.every_steps < 0:
+            return
+        self.save(progress.step, self._tensors(), {
+            **progress.to_json(), **resume_keys(self._recipe),
+            "world_size": self._gather.world_size, "data": self._dataset.fingerprint(),
+            "rng": torch.get_rng_state().tolist()})  # of the CPU: nothing draws per rank
+
+    def resume(self) -> Progress | None:
+        """Starts where the recipe says; None from scratch. Raises CheckpointError or ValueError on
+        all ranks."""
+        start = self._recipe.run.resume
+        if start == "never":
+            return None
+        path, state, rejected = self.find(start)
+        for line in rejected:
+            self._say(f"warning: {line}; using the one before")
+        if path is None:
+            return None
+        check_resumable(state, self._recipe, self._dataset.fingerprint())
+        progress, was = self._load_run(path, state), state["world_size"]
+        ranks = "" if was == self._gather.world_size else (
+            f" (saved on {was} ranks, now {self._gather.world_size}; still "
+            f"{progress.global_batch_size} examples a step)")
+        self._say(f"resuming at step {progress.step} from {path}{ranks}")
+        if start != "auto" and Path(start) != path:
+            self._say(f"this run branched off at {start} before, so it goes on with what it saved "
+                      "since; to branch there once more, choose another run.dir")
+        return progress
+
+    def roll_back(self, progress: Progress, bad_step: int) -> Progress:
+        """Back to the last checkpoint; `bad_step` will be skipped when it comes again. Raises
+        NonFiniteError where there is none."""
+        self.wait()
+        path, state, _ = self.find("auto", own=True)
+        if path is None:
+            raise NonFiniteError(f"step {bad_step}: loss or gradient is not finite, and there is "
+                                 "no checkpoint yet to roll back to")
+        back = self._load_run(path, state)
+        back.skip = sorted({*back.skip, *progress.skip, bad_step})
+        self._say(f"rolled back to step {back.step}; step {bad_step} will be skipped")
+        return back
+
+    def _load_run(self, path: Path, state: dict) -> Progress:
+        self.load(path, self._tensors())
+        progress = Progress.from_json(state)
+        for of_parameter in self._optimizer.state.values():
+            of_parameter["step"].fill_(progress.optimizer_steps)
+        torch.set_rng_state(torch.tensor(state["rng"], dtype=torch.uint8))
+        return progress
