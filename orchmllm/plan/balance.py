@@ -176,12 +176,12 @@ def check_policy(policy: str) -> None:
 
 def _check_options(policy: str, **options: object) -> None:
     check_policy(policy)
-    given = {option for option, value in options.items() if value is not None}
-    for option in sorted(given - OPTIONS[policy]):
-        raise ValueError(f"policy {policy!r} does not honour {option}")
-    needed = {"quadratic": {"cost"}, "conv_transformer": {"padded_cost"}}.get(policy, set())
-    for option in needed - given:
-        raise ValueError(f"policy {policy!r} needs {option}")
+    needed = {"quadratic": "cost", "conv_transformer": "padded_cost"}.get(policy)
+    for option, value in options.items():
+        if value is not None and option not in OPTIONS[policy]:
+            raise ValueError(f"policy {policy!r} does not honour {option}")
+        if value is None and option == needed:
+            raise ValueError(f"policy {policy!r} needs {option}")
 
 
 def _check_cap(lengths: np.ndarray, num_ranks: int, cap: int) -> None:

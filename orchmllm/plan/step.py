@@ -240,10 +240,6 @@ class RankPlan:
         tokens = self.llm.lengths
         return ranges(np.zeros(len(tokens), np.int64), tokens)
 
-    def pack(self) -> None:
-        """Computes them now, in the thread that calls it."""
-        _ = self.position_ids
-
     def exchange(self, phase: str) -> Exchange:
         """How this rank's inputs of a phase travel."""
         return self.llm if phase == "llm" else self.encode[phase]

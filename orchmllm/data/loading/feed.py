@@ -69,7 +69,7 @@ class SegmentFeed:
 
     def announce(self, step: Step) -> None:
         for micro in step.micro:
-            micro.rank_plan.pack()
+            _ = micro.rank_plan.position_ids  # computed here, not in the training thread
         self._requested.append([
             _Request(micro, self.orchestrator.rank, self.dispatch, self.dataset, self._workers)
             for micro in step.micro])

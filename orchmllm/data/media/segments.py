@@ -37,8 +37,15 @@ class SegmentReader:
             for problem in (medium, picture):
                 if isinstance(problem, MediaError):
                     raise problem
-            return (_bytes_of(medium, picture) if encoded
-                    else self._decoded(medium, modality, rows, picture))
+            if encoded:
+                return _bytes_of(medium, picture)
+            decoded = (pixel_rows(picture, self.vision) if picture is not None
+                       else decode_image(medium, self.vision) if modality == VISION
+                       else decode_audio(medium, self.audio))
+            if len(decoded) == rows:
+                return decoded
+            raise MediaError(medium.name, f"decoded to {len(decoded)} rows where {rows} were "
+                             "planned: the file has changed since its header was read")
         except MediaError as error:
             error.modality = modality
             fail(segment, error, on_error)
@@ -47,16 +54,6 @@ class SegmentReader:
         if modality == AUDIO:
             return torch.zeros(rows, self.audio.row_size)
         return torch.zeros(rows, self.vision.row_size, dtype=torch.uint8)
-
-    def _decoded(self, medium: Medium, modality: int, rows: int,
-                 picture: np.ndarray | None) -> Tensor:
-        decoded = (pixel_rows(picture, self.vision) if picture is not None
-                   else decode_image(medium, self.vision) if modality == VISION
-                   else decode_audio(medium, self.audio))
-        if len(decoded) != rows:
-            raise MediaError(medium.name, f"decoded to {len(decoded)} rows where {rows} were "
-                                          "planned: the file has changed since its header was read")
-        return decoded
 
 
 def _bytes_of(medium: Medium, picture: np.ndarray | None) -> Tensor:
