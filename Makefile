@@ -26,14 +26,19 @@ test: setup-test
 # Each takes a few minutes on 2 quiet cores.
 SLOW_checkpoints := tests/runtime
 SLOW_clients := tests/dropin/test_clients.py
-SLOW_dropin := $(filter-out $(SLOW_clients), $(wildcard tests/dropin/test_*.py))
+SLOW_trainers := tests/dropin/test_trainer_clients.py
+SLOW_encoders := tests/dropin/test_encoder_families.py
+SLOW_dropin := $(filter-out $(SLOW_clients) $(SLOW_trainers) $(SLOW_encoders), \
+    $(wildcard tests/dropin/test_*.py))
 SLOW_data := tests/data tests/e2e/test_paper_mix.py tests/e2e/test_nothing_read.py
 SLOW_plan := tests/plan tests/comm tests/simulate tests/doctor
 SLOW_models := tests/models tests/sharding tests/hf
-SLOW_estimate := tests/estimate tests/planner
+SLOW_memory := tests/estimate/test_scale_memory.py tests/estimate/test_tracked_memory.py
+SLOW_estimate := tests/planner $(filter-out $(SLOW_memory), $(wildcard tests/estimate/test_*.py))
 SLOW_soak := tests/e2e/test_soak.py
 SLOW_learning := tests/e2e/test_demo.py tests/e2e/test_media_swap.py
-SLOW_GROUPS := checkpoints dropin clients data plan models estimate e2e soak learning
+SLOW_GROUPS := checkpoints dropin encoders clients trainers data plan models memory estimate e2e \
+    soak learning
 SLOW_e2e := tests/cli tests/recipe tests/report $(filter-out $(SLOW_data) $(SLOW_soak) $(SLOW_learning), \
     $(wildcard tests/e2e/test_*.py))
 

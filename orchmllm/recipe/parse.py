@@ -11,6 +11,7 @@ import dataclasses
 import difflib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import takewhile
 from operator import attrgetter
 from typing import Any, Generic, TypeVar
@@ -68,7 +69,7 @@ def read(
         for key in reversed(path):
             value = Section({key: value}, {key: FROM_FILE})
         tree = _merged(tree, value)
-    schema = _Schema(cls)
+    schema = _schema(cls)
     try:
         recipe = schema.adapter.validate_python(tree)
     except ValidationError as e:
@@ -252,6 +253,12 @@ class _Schema:
         if likely:
             return f"unknown key; did you mean {' or '.join(map(repr, likely[:4]))}?"
         return f"unknown key; {where or 'a recipe'} has {', '.join(names)}"
+
+
+@cache
+def _schema(cls: type) -> _Schema:
+    """Made once: most of the time of reading a recipe."""
+    return _Schema(cls)
 
 
 def _describe(value: Any) -> str:

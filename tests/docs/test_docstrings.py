@@ -31,10 +31,10 @@ def functions(tree: ast.Module) -> Iterator[tuple[str, ast.FunctionDef, str]]:
 
 
 def methods() -> dict[str, str]:
-    """Docstrings of all methods, by their names."""
+    """Docstrings of all methods of classes of a module, by their names."""
     found: dict[str, str] = {}
     for path in CODE:
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
             if isinstance(node, ast.ClassDef):
                 for item in node.body:
                     if isinstance(item, ast.FunctionDef) and not item.name.startswith("__"):

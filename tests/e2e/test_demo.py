@@ -4,33 +4,31 @@ from __future__ import annotations
 
 import json
 import math
-from pathlib import Path
 
 import pytest
 
+from orchmllm.cli import compare as command
 from orchmllm.cli.compare import largest_difference
 from orchmllm.runtime.metrics import read_rows
-from tests.lib.commands import TINY, make_demo_data, python
+from tests.lib import launched
+from tests.lib.commands import ROOT, TINY, make_demo_data, python
 from tests.lib.rows import row_problems
 
 KEYS = {"loss_off", "loss_on", "critical_path_ratio", "predicted_ratio", "on_over_mean",
         "wall_ratio_2ranks", "validation_loss_first", "validation_loss_last"}
 
 
-def compare(folder: Path, num_examples: int, *args: str) -> tuple[dict, str]:
-    """(comparison.json, standard output) on a corpus written into `folder`."""
-    make_demo_data(folder / "data", num_examples)
-    out = python("-m", "orchmllm", "compare", "--recipe", "recipes/demo.yaml",
-                 f"data.path={folder / 'data'}", f"run.dir={folder / 'run'}", *args)
-    print(out.stdout, out.stderr)
-    assert out.returncode == 0, out.stderr
-    return json.loads((folder / "run" / "comparison.json").read_text()), out.stdout
-
-
 @pytest.mark.dist
-def test_comparison_of_a_tiny_run(tmp_path):
-    result, stdout = compare(tmp_path, 20, "--pairs", "2", *TINY, "model.llm.num_heads=6",
-                             "data.num_validation=4", "train.num_steps=3", "train.warmup_steps=1")
+def test_comparison_of_a_tiny_run(tmp_path, demo_corpus, monkeypatch, capsys):
+    """In this process and ranks that it forks; with the launcher where it is slow."""
+    monkeypatch.setattr(command, "run_local", launched.run_local)
+    monkeypatch.chdir(ROOT)
+    assert command.main([
+        "--recipe", "recipes/demo.yaml", f"data.path={demo_corpus}", f"run.dir={tmp_path / 'run'}",
+        "--pairs", "2", *TINY, "model.llm.num_heads=6", "data.num_validation=4",
+        "train.num_steps=3", "train.warmup_steps=1"]) == 0
+    result = json.loads((tmp_path / "run" / "comparison.json").read_text())
+    stdout = capsys.readouterr().out
     assert result.keys() >= KEYS
     assert len(result["loss_off"]) == len(result["loss_on"]) == 3
     assert result["loss_on"] == pytest.approx(result["loss_off"], rel=1e-5)
@@ -58,7 +56,12 @@ def test_a_difference_of_losses_is_found():
 @pytest.mark.dist
 @pytest.mark.timeout(3600)
 def test_the_demo_shows_what_it_promises(tmp_path):
-    result, _ = compare(tmp_path, 400)
+    make_demo_data(tmp_path / "data", 400)
+    out = python("-m", "orchmllm", "compare", "--recipe", "recipes/demo.yaml",
+                 f"data.path={tmp_path / 'data'}", f"run.dir={tmp_path / 'run'}")
+    print(out.stdout, out.stderr)
+    assert out.returncode == 0, out.stderr
+    result = json.loads((tmp_path / "run" / "comparison.json").read_text())
     assert result["validation_loss_first"] == pytest.approx(
         math.log(result["vocab_size"]), rel=0.05)
     assert result["validation_loss_last"] <= 0.8 * result["validation_loss_first"]

@@ -9,6 +9,7 @@ import psutil
 import pytest
 
 from tests.lib.commands import python
+from tests.lib.launched import run_local
 
 pytestmark = pytest.mark.dist
 
@@ -41,11 +42,16 @@ def test_a_killed_rank_ends_all(tmp_path):
     assert code != 0 and "rank 1 was killed by SIGKILL" in stderr, stderr
 
 
+@pytest.mark.parametrize("launcher", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("fault, phase", [
     ("stall in vision", "phase vision"),
     pytest.param("stall in data", "phase data", marks=pytest.mark.slow)])
-def test_a_late_rank_is_named(tmp_path, fault, phase):
-    stderr, code = run(tmp_path, fault, 3)
+def test_a_late_rank_is_named(tmp_path, fault, phase, launcher, capsys):
+    if launcher:
+        stderr, code = run(tmp_path, fault, 3)
+    else:
+        code = run_local("tests.lib.faulty_train", [str(tmp_path), fault], 3)
+        stderr = capsys.readouterr().err
     assert code == 1, stderr
     assert "no progress for" in stderr and "rank 1 is late: step" in stderr, stderr
     assert phase in stderr and "faulty_train.py" in stderr, stderr

@@ -94,10 +94,16 @@ def policies_with(dispatch: str) -> set[str]:
     return {f"{policy}/{dispatch}" for policy in POLICIES}
 
 
+# What does not depend on how many ranks there are, if there are two.
+ON_TWO = {"off", "off/accumulate3", "accumulate3", "checkpointed", "frozen encoders", "frozen LLM",
+          "no targets at all"}
+
+
 @pytest.mark.parametrize("num_ranks, left_out", [  # each policy with either dispatch, fast
     (1, policies_with("tensors") | policies_with("load") - {"greedy/load"}),
-    (2, policies_with("load")), pytest.param(3, set(), marks=pytest.mark.slow),
-    (4, policies_with("tensors"))], ids=["1", "2", "3", "4"])
+    (2, policies_with("load")), (4, policies_with("tensors") | ON_TWO),
+    *(pytest.param(n, set(), marks=pytest.mark.slow) for n in (3, 4))],
+    ids=["1", "2", "4", "3, all", "4, all"])
 def test_gradients_equal_the_plain_loop(num_ranks, left_out, references):
     cases = {**PLAIN, **SPECIAL}
     assert cases.keys() >= left_out

@@ -14,7 +14,8 @@ import psutil
 import pytest
 
 from orchmllm.launch import SAME_REQUEST_S
-from tests.lib.commands import ROOT, python, train_args, train_demo
+from tests.lib.commands import ROOT, train_args
+from tests.lib.launched import run_local
 
 pytestmark = pytest.mark.dist
 LONG = ["train.num_steps=16", "data.prefetch=2", "data.num_workers=2", "train.batch_size=1"]
@@ -37,26 +38,29 @@ def started(folder: Path, data: Path) -> subprocess.Popen:
     return process
 
 
+def trained(folder: Path, data: Path) -> list[tuple[int, float]]:
+    """The losses of a run without the launcher, to its end."""
+    assert run_local("orchmllm.train", train_args(data, folder, *LONG)[2:], 2) == 0
+    return losses(folder)
+
+
 def left(folder: Path) -> list[psutil.Process]:
     return [p for p in psutil.process_iter(["cmdline"])
             if str(folder) in " ".join(p.info["cmdline"] or [])]
 
 
 def test_sigterm_to_the_launcher_then_resume_is_bit_equal(tmp_path, demo_corpus):
-    whole, cut = tmp_path / "run", tmp_path / "cut"
-    code, stderr, _ = train_demo(tmp_path, demo_corpus, *LONG)
-    assert code == 0, stderr
+    cut = tmp_path / "cut"
+    undisturbed = trained(tmp_path / "whole", demo_corpus)
     process = started(cut, demo_corpus)
     process.send_signal(signal.SIGTERM)
     stderr = process.communicate()[1]
     assert process.returncode == 143, stderr
     assert not left(cut)
     done = losses(cut)
-    assert 3 <= len(done) < 16 and done == losses(whole)[: len(done)]
+    assert 3 <= len(done) < 16 and done == undisturbed[: len(done)]
     assert (cut / "checkpoints" / "latest").read_text() == f"step_{len(done):08d}"
-    resumed = python(*train_args(demo_corpus, cut, *LONG))
-    assert resumed.returncode == 0, resumed.stderr
-    assert losses(cut) == losses(whole)
+    assert trained(cut, demo_corpus) == undisturbed
     assert not list(cut.glob("*.lock"))
 
 

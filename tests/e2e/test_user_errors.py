@@ -4,15 +4,15 @@ The real command line on the demo corpus."""
 from __future__ import annotations
 
 import json
+import resource
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from orchmllm.launch import exit_with
-from tests.lib.commands import ROOT, train_args, train_demo
+from tests.lib.commands import train_args, train_demo
+from tests.lib.launched import run_local
 
 pytestmark = pytest.mark.dist
 
@@ -80,14 +80,18 @@ def test_corrupt_jpeg_and_truncated_wav_are_quarantined(tmp_path, data):
     assert all(line["source"] and line["row"] and line["reason"] for line in lines)
 
 
-def test_disk_full_during_a_save(tmp_path, data):
+def small_files() -> None:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (40 * 1024, 40 * 1024))
+
+
+def test_disk_full_during_a_save(tmp_path, data, capsys):
     """A small file size limit stands in for a full disk; the first checkpoint stays."""
     args = train_args(data, tmp_path / "run", "checkpoint.every_steps=2")
-    out = subprocess.run(["bash", "-c", 'ulimit -f 40; exec "$@"', "bash", sys.executable, *args],
-                         cwd=ROOT, capture_output=True, text=True)
-    assert out.returncode not in (0, None)
-    assert "checkpoint 2: rank" in out.stderr and "File too large" in out.stderr, out.stderr
-    assert "Traceback" not in out.stderr
+    code = run_local("orchmllm.train", args[2:], 2, before=small_files)
+    stderr = capsys.readouterr().err
+    assert code == 1
+    assert "checkpoint 2: rank" in stderr and "File too large" in stderr, stderr
+    assert "Traceback" not in stderr
     assert not list((tmp_path / "run" / "checkpoints").glob("step_*"))
 
 

@@ -11,6 +11,7 @@ from orchmllm.estimate.dry_run import exchange_report
 from orchmllm.estimate.workload import MODELS, sample_layout
 from orchmllm.plan.step import plan_step
 from orchmllm.sharding.check import default_world
+from orchmllm.train import main
 from tests.lib.commands import python
 from tests.lib.recipes import read, small_spec
 
@@ -24,20 +25,32 @@ train: {batch_size: 2}
 """
 
 
-def dry_run(tmp_path, text: str, *args: str, code: int = 0) -> str:
-    path = tmp_path / "own.yaml"
-    path.write_text(text, encoding="utf-8")
-    run = python("-m", "orchmllm.train", "--recipe", path, "--dry-run", *args)
-    assert run.returncode == code, run.stderr
-    assert run.stderr == ""  # no warnings
-    assert "nan" not in run.stdout
-    assert [x for x in run.stdout.splitlines() if len(x) > 80] == []
-    return run.stdout
+@pytest.fixture
+def dry_run(tmp_path, capfd):
+    """What a dry run in this process prints."""
+    def run(text: str, *args: str) -> str:
+        path = tmp_path / "own.yaml"
+        path.write_text(text, encoding="utf-8")
+        code = main(["--recipe", str(path), "--dry-run", *args])
+        return checked(code, *capfd.readouterr())
+
+    return run
+
+
+def checked(code: int, stdout: str, stderr: str) -> str:
+    assert code == 0 and stderr == "", stderr  # no warnings
+    assert "nan" not in stdout
+    assert [x for x in stdout.splitlines() if len(x) > 80] == []
+    return stdout
 
 
 def test_a_recipe_without_a_number_of_ranks(tmp_path):
-    """One node, and said so; a verdict with the GB that are left; no figures of the paper."""
-    text = dry_run(tmp_path, TINY)
+    """In a process of its own. One node, and said so; a verdict with the GB that are left; no
+    figures of the paper."""
+    path = tmp_path / "own.yaml"
+    path.write_text(TINY, encoding="utf-8")
+    run = python("-m", "orchmllm.train", "--recipe", path, "--dry-run")
+    text = checked(run.returncode, run.stdout, run.stderr)
     assert text.startswith("8 ranks (one node")
     assert re.search(r"It fits: the fullest rank needs \d+\.\d GB; tensors may take 78\.2 GB", text)
     assert re.search(r"fsdp.memory_gb is not set\)\. \d+\.\d GB are left", text)
@@ -46,20 +59,20 @@ def test_a_recipe_without_a_number_of_ranks(tmp_path):
     assert "8 or more" in text  # the search ends at four times the mini-batch
 
 
-def test_one_example_draws_steps_without_audio(tmp_path):
-    text = dry_run(tmp_path, TINY, "--world-size", "1", "train.batch_size=1")
+def test_one_example_draws_steps_without_audio(dry_run):
+    text = dry_run(TINY, "--world-size", "1", "train.batch_size=1")
     assert text.startswith("1 rank (--world-size)\n1 example a rank")
     assert re.search(r"^  audio +1\.000 +1\.000 +1\.000$", text, re.MULTILINE)
 
 
-def test_the_global_batch_decides_what_a_rank_holds(tmp_path):
-    text = dry_run(tmp_path, TINY, "--world-size", "2", "train.global_batch_size=34",
+def test_the_global_batch_decides_what_a_rank_holds(dry_run):
+    text = dry_run(TINY, "--world-size", "2", "train.global_batch_size=34",
                    "train.accumulation_steps=3")
     assert "6 examples a rank and microbatch" in text  # 34 / (2 * 3), rounded up
 
 
-def test_an_encoder_that_the_recipe_does_not_have(tmp_path):
-    text = dry_run(tmp_path, "\n".join(x for x in TINY.splitlines() if "audio:" not in x))
+def test_an_encoder_that_the_recipe_does_not_have(dry_run):
+    text = dry_run("\n".join(x for x in TINY.splitlines() if "audio:" not in x))
     assert "The recipe has no model.audio" in text and "the paper's images and text" in text
     rows = {x.strip().split("  ")[0] for x in text.splitlines() if x.startswith("  ")}
     assert "vision forward" in rows and not rows & {

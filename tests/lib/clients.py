@@ -1,5 +1,5 @@
 """Training loops and trainers that we did not write, run on a BalancedDataLoader: what every client
-of the matrix (tests/dropin/test_clients.py) does with its batches, and what it should give.
+of the matrix (tests/lib/client_cells.py) does with its batches, and what it should give.
 
 Every example is known by its first token, so the model itself records what it was trained on; an
 independent loop over these examples in one process has to end with the same weights.
