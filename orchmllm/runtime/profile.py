@@ -12,7 +12,8 @@ import torch
 
 from orchmllm.config import ProfileConfig
 from orchmllm.data.loading.step_loader import Step
-from orchmllm.plan.step import PHASES
+from orchmllm.plan.rearrange import sums_of
+from orchmllm.plan.step import PHASES, StepPlan
 
 
 class StepProfiler:
@@ -80,7 +81,11 @@ def explained_oom(step: Step, rank: int, folder: Path) -> Iterator[None]:
 
 
 def _what_was_planned(step: Step, rank: int, error: BaseException) -> dict:
-    micro = [{"example_ids": one.rank_plan.example_ids.tolist(), "positions": {
-        phase: [int(one.plan.items_of(phase, r)[0].sum()) for r in range(one.plan.layout.num_ranks)]
-        for phase in PHASES}} for one in step.micro]
+    def positions(plan: StepPlan, phase: str) -> list[int]:
+        move = plan.rearrangement(phase)
+        return sums_of(plan.item_lengths(phase)[move.order], move.target_sizes).tolist()
+
+    micro = [{"example_ids": one.rank_plan.example_ids.tolist(),
+              "positions": {phase: positions(one.plan, phase) for phase in PHASES}}
+             for one in step.micro]
     return {"step": step.index, "rank": rank, "error": str(error), "microbatches": micro}
