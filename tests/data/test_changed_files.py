@@ -17,7 +17,7 @@ from orchmllm.data.media.headers import image_header
 from orchmllm.data.sampler import GlobalSampler
 from orchmllm.data.storage.clients import StorageError
 from orchmllm.data.tokenizer import ChatTokenizer
-from orchmllm.plan.step import BalanceConfig, plan_step
+from orchmllm.plan.step import BalanceConfig
 from orchmllm.runtime.build import build_orchestrators
 from tests.lib.formats import QUESTIONS, llava_row, write_jsonl, write_tar
 from tests.lib.ranks import RankFailure, run_ranks
@@ -73,7 +73,7 @@ def test_nor_is_a_medium_in_a_changed_tar(folder, tokenizer, tmp_path):
 def run(world, path: str, tokenizer: str, num_workers: int) -> None:
     chosen = recipe(balance=BalanceConfig(dispatch="tensors"))
     [orchestrator] = build_orchestrators(chosen, plan_spec(chosen, 2), 2, torch.device("cpu"),
-                                         plan_step, count=1)
+                                         count=1)
     def dataset() -> ConversationDataset:
         return ConversationDataset(
             [SourceConfig(path=path)], tokenizer=ChatTokenizer(tokenizer),
