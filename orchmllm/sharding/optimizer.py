@@ -29,6 +29,22 @@ def learning_parts(model: MultimodalModel) -> dict[str, list[nn.Parameter]]:
     return {part: found for part, found in parts.items() if found}
 
 
+class _ShardAdamW(torch.optim.AdamW):
+    """AdamW that computes on this rank's shards as plain tensors: DTensor's dispatch of every
+    operation would take most of a small model's step, and leaves the same bits."""
+
+    def _init_group(self, group: dict, *lists: list[Tensor]) -> bool:
+        """Fills the lists: parameters, gradients, moments and counts of steps of a group."""
+        has_complex = super()._init_group(group, *lists)
+        for tensors in lists:
+            tensors[:] = map(_local, tensors)
+        return has_complex
+
+
+def _local(x: Tensor) -> Tensor:
+    return x.to_local() if isinstance(x, DTensor) else x
+
+
 def make_optimizer(model: MultimodalModel, config: TrainConfig) -> torch.optim.AdamW:
     """AdamW over learning_parts; with a GPU its fused kernel. Each group has `lr_share`, its
     learning rate over train.lr. Norms, biases and the token embedding are not decayed."""
@@ -41,9 +57,7 @@ def make_optimizer(model: MultimodalModel, config: TrainConfig) -> torch.optim.A
         groups += [{"params": members, "lr": lr, "weight_decay": by, "lr_share": lr / config.lr}
                    for members, by in ((decayed, decay), (rest, 0.0)) if members]
     fused = torch.cuda.is_available()  # also for parameters that are offloaded to the host
-    return torch.optim.AdamW(  # on CPUs `foreach` spends its time in DTensor's dispatch
-        groups, betas=(config.beta1, config.beta2), fused=fused or None,
-        foreach=None if fused else False)
+    return _ShardAdamW(groups, betas=(config.beta1, config.beta2), fused=fused or None)
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
@@ -59,8 +73,7 @@ def clip_gradients(parts: Mapping[str, Sequence[nn.Parameter]], max_norm: float,
 
     Returns (1 + number of parts,) on `device`: the norm before, and that of each part, the same on
     all ranks. Collective, one all-reduce of a few numbers; nothing waits for the device."""
-    grads = [[p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad for p in parameters]
-             for parameters in parts.values()]
+    grads = [[_local(p.grad) for p in parameters] for parameters in parts.values()]
     squares = [torch.stack(torch._foreach_norm(g, 2, torch.promote_types(
         torch.float32, g[0].dtype))).square().sum() for g in grads]
     total = torch.stack(squares).to(device, non_blocking=True)
