@@ -17,11 +17,12 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from orchmllm import orchestrator
 from orchmllm.comm.exchange import exchange_group, hop_groups
-from orchmllm.config import FsdpConfig
+from orchmllm.config import FsdpConfig, TrainConfig
 from orchmllm.models import attention, audio, llm
 from orchmllm.models.mllm import MultimodalModel
 from orchmllm.orchestrator import Orchestrator
 from orchmllm.sharding.fsdp import shard
+from orchmllm.sharding.optimizer import clip_gradients, learning_parts, make_optimizer
 from tests.lib.accelerator import accelerator
 from tests.lib.no_sync import Mixes, NoSync, Waits, microbatch
 from tests.lib.ranks import run_ranks
@@ -71,7 +72,7 @@ def step(device: torch.device, fsdp: FsdpConfig, dispatch: str, audio_mode: str,
             model = MultimodalModel(model_config, group)
     model = shard(model, replace(fsdp, compile=False), device, ranks_per_node=2)
     model.to_empty(device=device)
-    optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
+    optimizer = make_optimizer(model, TrainConfig())
     planner = Orchestrator(spec, SimpleNamespace(rank=1, world_size=RANKS), device=device,
                            group=group, device_group=group, hop_groups=hops)
     if two_hop:
@@ -81,7 +82,7 @@ def step(device: torch.device, fsdp: FsdpConfig, dispatch: str, audio_mode: str,
         batch = planner.dispatch(micro, 10)
         loss = model(batch)
         (loss / 10).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=True)
+        clip_gradients(learning_parts(model), 1.0, device)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
     assert len(watch.own_operators) == 2 * fsdp.compile

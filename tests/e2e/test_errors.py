@@ -23,6 +23,15 @@ def run(tmp_path: Path, fault: str, num_ranks: int) -> tuple[str, int]:
     return out.stderr, out.returncode
 
 
+def told(tmp_path: Path, fault: str, num_ranks: int, launcher: bool, capsys) -> tuple[str, int]:
+    """`run`, or without the launcher the same ranks as forks, which start faster."""
+    if launcher:
+        return run(tmp_path, fault, num_ranks)
+    code = run_local("tests.lib.faulty_train", [str(tmp_path), fault], num_ranks)
+    return capsys.readouterr().err, code
+
+
+@pytest.mark.parametrize("launcher", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("fault, text", [
     pytest.param("raise", "rank 1 failed at step 3, phase data: KeyError: 'user hook broke'",
                  marks=pytest.mark.slow),
@@ -31,8 +40,8 @@ def run(tmp_path: Path, fault: str, num_ranks: int) -> tuple[str, int]:
     pytest.param("raise in data", "error: step 0: rank 1 failed: LookupError: no such thing",
                  marks=pytest.mark.slow),
 ])
-def test_an_exception_on_one_rank_ends_all(tmp_path, fault, text):
-    stderr, code = run(tmp_path, fault, 2)
+def test_an_exception_on_one_rank_ends_all(tmp_path, fault, text, launcher, capsys):
+    stderr, code = told(tmp_path, fault, 2, launcher, capsys)
     assert code == 1 and text in stderr, stderr
     assert stderr.count("error: ") == 1, stderr
 
@@ -47,11 +56,7 @@ def test_a_killed_rank_ends_all(tmp_path):
     ("stall in vision", "phase vision"),
     pytest.param("stall in data", "phase data", marks=pytest.mark.slow)])
 def test_a_late_rank_is_named(tmp_path, fault, phase, launcher, capsys):
-    if launcher:
-        stderr, code = run(tmp_path, fault, 3)
-    else:
-        code = run_local("tests.lib.faulty_train", [str(tmp_path), fault], 3)
-        stderr = capsys.readouterr().err
+    stderr, code = told(tmp_path, fault, 3, launcher, capsys)
     assert code == 1, stderr
     assert "no progress for" in stderr and "rank 1 is late: step" in stderr, stderr
     assert phase in stderr and "faulty_train.py" in stderr, stderr
