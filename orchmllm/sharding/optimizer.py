@@ -37,12 +37,13 @@ class _ShardAdamW(torch.optim.AdamW):
         """Fills the lists: parameters, gradients, moments and counts of steps of a group."""
         has_complex = super()._init_group(group, *lists)
         for tensors in lists:
-            tensors[:] = map(_local, tensors)
+            tensors[:] = _local(tensors)
         return has_complex
 
 
-def _local(x: Tensor) -> Tensor:
-    return x.to_local() if isinstance(x, DTensor) else x
+def _local(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """This rank's parts, which share the tensors' memory."""
+    return [x.to_local() if isinstance(x, DTensor) else x for x in tensors]
 
 
 def make_optimizer(model: MultimodalModel, config: TrainConfig) -> torch.optim.AdamW:
@@ -73,7 +74,7 @@ def clip_gradients(parts: Mapping[str, Sequence[nn.Parameter]], max_norm: float,
 
     Returns (1 + number of parts,) on `device`: the norm before, and that of each part, the same on
     all ranks. Collective, one all-reduce of a few numbers; nothing waits for the device."""
-    grads = [[_local(p.grad) for p in parameters] for parameters in parts.values()]
+    grads = [_local([p.grad for p in parameters]) for parameters in parts.values()]
     squares = [torch.stack(torch._foreach_norm(g, 2, torch.promote_types(
         torch.float32, g[0].dtype))).square().sum() for g in grads]
     total = torch.stack(squares).to(device, non_blocking=True)
