@@ -5,6 +5,7 @@ tenths of a second; a world that hangs is killed and fails the test."""
 from __future__ import annotations
 
 import multiprocessing
+import os
 import tempfile
 import time
 import traceback
@@ -34,9 +35,12 @@ def _rank_main(fn, world: World, store: str, timeout_s: float, pipe, args, kwarg
     multiprocessing.set_start_method("fork", force=True)
     torch.set_num_threads(1)
     try:
+        # A rank that destroys the group while others still connect would make them fail.
+        os.environ["TORCH_DIST_INIT_BARRIER"] = "1"
         dist.init_process_group(
             "gloo", store=dist.FileStore(store, world.world_size), rank=world.rank,
             world_size=world.world_size, timeout=timedelta(seconds=timeout_s))
+        del os.environ["TORCH_DIST_INIT_BARRIER"]
         try:
             pipe.send((True, fn(world, *args, **kwargs)))
         finally:
@@ -49,7 +53,8 @@ def run_ranks(fn, num_ranks: int, *args, timeout_s: float = 500.0, **kwargs) -> 
     """Results of fn(world, *args, **kwargs) by rank; fn must be importable (module level).
 
     Raises RankFailure if ranks raised, AssertionError naming the ranks that were still running
-    after timeout_s (it is generous, as the machine may be busy; pytest's limit is above it)."""
+    after timeout_s (it is generous, as the machine may be busy; pytest's limit is above it) and
+    what the others had raised."""
     with tempfile.TemporaryDirectory() as folder:
         ranks, pipes = [], []
         for rank in range(num_ranks):
@@ -81,7 +86,7 @@ def _collect(ranks, pipes, deadline: float) -> list:
     while waiting:
         ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
         if not ready:
-            raise AssertionError(f"ranks {sorted(waiting.values())} hang")
+            raise AssertionError(f"ranks {sorted(waiting.values())} hang\n{RankFailure(errors)}")
         for pipe in ready:
             rank = waiting.pop(pipe)
             try:
