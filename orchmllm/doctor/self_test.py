@@ -12,7 +12,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,7 +26,6 @@ from orchmllm.doctor.synthetic import SyntheticDataset, recipe
 from orchmllm.launch import World, device_of
 from orchmllm.plan.rearrange import Rearrangement
 from orchmllm.plan.step import PHASES, BalanceConfig, PhasePolicy
-from orchmllm.runtime.display import RunDisplay
 from orchmllm.sharding.init import plain_name
 from orchmllm.train import run_rank
 from orchmllm.trainer import Trainer
@@ -166,12 +165,12 @@ def trainer_of(world: World, how: Recipe, dataset: SyntheticDataset | None = Non
                ) -> Iterator[Trainer]:
     size = max(24, 2 * BATCH * world.world_size)
     torch.manual_seed(0)
-    trainer = Trainer(how, world, dataset=dataset or SyntheticDataset(size=size))
-    trainer.display = RunDisplay(how.run, shows=False)
-    try:
-        yield trainer
-    finally:
-        trainer.close()
+    with redirect_stdout(None):  # what a run says of itself is not for who reads the list of tests
+        trainer = Trainer(how, world, dataset=dataset or SyntheticDataset(size=size))
+        try:
+            yield trainer
+        finally:
+            trainer.close()
 
 
 def step_gradients(world: World, how: Recipe, in_order: bool = False,
