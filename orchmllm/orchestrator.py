@@ -12,6 +12,7 @@ Flow: layout (of this rank) -> gather_layout -> plan -> load_inputs -> commit ->
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import astuple, fields, replace
 from functools import partial
@@ -94,6 +95,7 @@ class Orchestrator:
         self._change: tuple[int, PlanSpec] | None = None
         self._last_step = -1
         self.programs = SharedPrograms(gather) if spec.balance.num_programs else None
+        self.closed_thread: threading.Thread | None = None  # of the last loader that was closed
 
     def change_costs(self, costs: Mapping[str, CostModel], from_step: int) -> None:
         """Plans of step `from_step` and later use these costs. All ranks have to say so, before any
@@ -103,8 +105,15 @@ class Orchestrator:
         self._derived = self._derived or self.spec
         self._change = from_step, replace(self._derived, costs=dict(costs))
 
+    def settle(self) -> None:
+        """Waits for the thread of a loader that was closed while it loaded: until it has ended, no
+        other may use the groups."""
+        if self.closed_thread is not None:
+            self.closed_thread.join()
+
     def reset_costs(self) -> None:
         """As before any change_costs: steps will be planned again."""
+        self.settle()
         self.spec, self._derived = self._derived or self.spec, None
         self._change, self._last_step = None, -1
 

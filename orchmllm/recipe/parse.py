@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import takewhile
@@ -54,10 +54,11 @@ def read(
         tree = parse(data)
     except YamlProblem as e:
         raise _error(name, [(e.line, f"not valid YAML: {e}")]) from None
+    schema = _schema(cls)
     problems, bad = [], set()  # (line, text); paths
     for item in overrides:
         try:
-            tree = _merged(tree, _override(item))
+            tree = _merged(tree, _override(item, schema.leaves))
         except ValueError as e:
             problems.append((COMMAND_LINE, str(e)))
             bad.add(tuple(item.partition("=")[0].split(".")))
@@ -69,7 +70,6 @@ def read(
         for key in reversed(path):
             value = Section({key: value}, {key: FROM_FILE})
         tree = _merged(tree, value)
-    schema = _schema(cls)
     try:
         recipe = schema.adapter.validate_python(tree)
     except ValidationError as e:
@@ -130,8 +130,9 @@ def show(value: object) -> str:
     return text if len(text) <= 80 else f"{text[:60]}... ({len(text)} characters)"
 
 
-def _override(item: str) -> Section:
-    """The sections around the value of one `section.key=value`; it is read as YAML."""
+def _override(item: str, leaves: Mapping[str, Leaf]) -> Section:
+    """The sections around the value of one `section.key=value`; it is read as YAML, but a number
+    is text where the key takes text: a shell removes the quotes that YAML would need."""
     path, sep, text = item.partition("=")
     if not sep or not path:
         raise ValueError(f"{item!r}: an override has the form section.key=value")
@@ -142,6 +143,8 @@ def _override(item: str) -> Section:
     if text.lstrip().startswith("#"):
         raise ValueError(f"{path}: {show(text)} is a comment in YAML: quote it")
     value = value if text else ""
+    if type(value) in (int, float) and path in leaves and leaves[path].kind is str:
+        value = text
     for name in reversed(path.split(".")):
         value = Section({name: value}, {name: COMMAND_LINE})
     return value

@@ -101,7 +101,8 @@ def data_of(where: str, name: str, tokenizer: str, **keys) -> DataConfig:
 def declared(store: ObjectStore, cache: Path, **keys):
     """moto does not ask who reads; the fork server of the ranks has no credentials."""
     root = RemoteRoot("s3://bucket/data", endpoint=store.endpoint, anonymous=True)
-    return remote(cache, root, attempts=40, **keys)
+    # A store that is away half of the time may be so at a dozen attempts in a row.
+    return remote(cache, root, attempts=40, deadline_s=250.0, **keys)
 
 
 @pytest.mark.dist

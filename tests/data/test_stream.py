@@ -12,6 +12,7 @@ import pytest
 
 from orchmllm.config import SourceConfig
 from orchmllm.data.dataset import ConversationDataset
+from orchmllm.data.formats.open import open_source
 from orchmllm.data.stream import LogicalShard, StoreUnit, StreamDataset
 from orchmllm.data.tokenizer import ChatTokenizer
 from orchmllm.plan.geometry import AudioGeometry, VisionGeometry
@@ -130,6 +131,19 @@ def test_columns_of_a_dataset_info_are_renamed_in_every_shard(folder, tmp_path):
     problems = [dataset.problem(i) for i in range(6)]
     assert problems.count(None) == 4
     assert all("unhashable" in str(p) for p in problems if p)  # and not an error of the run
+
+
+@pytest.mark.parametrize("entry, said", [
+    ({"num_samples": 5}, "num_samples = 5 is not supported"),
+    ({"columns": {"messages": "m", "kto_tag": "good"}}, "labels .kto_tag. are for preference"),
+    ({"ranking": True}, "chosen answer"),
+])
+def test_what_a_dataset_info_asks_for_and_is_not_done_is_refused(tmp_path, entry, said):
+    write_jsonl(tmp_path / "a.jsonl", [{}])
+    (tmp_path / "dataset_info.json").write_text(json.dumps({"mine": {
+        "file_name": "a.jsonl", **entry}}))
+    with pytest.raises(ValueError, match=f"dataset_info.json: mine: .*{said}"):
+        open_source(SourceConfig(path=str(tmp_path)), tmp_path / "cache")
 
 
 def test_weights_and_their_absence(folder):

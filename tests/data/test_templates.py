@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from orchmllm.cli.data import main
-from orchmllm.data.formats.conversation import Turn, chat
+from orchmllm.data.formats.conversation import Turn, chat, media_of
 from orchmllm.data.media.medium import Medium, RowError
 from orchmllm.data.media.root import MediaRoot
 from orchmllm.data.template_engine import TODAY
@@ -281,6 +281,22 @@ def test_tools_that_cannot_be_used_are_refused_by_name(both, change, reason):
     change(row)
     with pytest.raises(RowError, match=reason):
         ours.tokenize(chat(row, MediaRoot("")))
+
+
+@pytest.mark.parametrize("row, names", [
+    ({"images": ["a.png"], "image": "b.png"}, "'images' and 'image'"),
+    ({"audio": "a.wav", "sound": ["a.wav", "b.wav"]}, "'audio' and 'sound'"),
+    ({"images": ["a.png"], "image": "a.png"}, ""), ({"images": [], "image": "a.png"}, ""),
+])
+def test_media_of_two_columns_are_one_list_or_refused(row, names):
+    turns = [{"role": "user", "content": "<image>" if "image" in row else "<audio>"},
+             {"role": "assistant", "content": "b"}]
+    if names:
+        with pytest.raises(RowError, match=f"{names} have other media: keep one"):
+            chat({**row, "messages": turns}, MediaRoot(""))
+    else:
+        (medium,) = media_of(chat({**row, "messages": turns}, MediaRoot("")))
+        assert medium.name == "a.png"
 
 
 @pytest.mark.parametrize("template, reason", [

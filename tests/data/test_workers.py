@@ -11,6 +11,7 @@ import threading
 import time
 from dataclasses import replace
 from multiprocessing import connection
+from unittest.mock import patch
 
 import numpy as np
 import psutil
@@ -18,7 +19,7 @@ import pytest
 from torch.utils.data import DataLoader
 
 from orchmllm.config import CheckpointConfig
-from orchmllm.data.loading import forks
+from orchmllm.data.loading import forks, prefetch
 from orchmllm.data.loading.workers import Workers
 from orchmllm.data.media.medium import MediaError
 from orchmllm.plan.step import BalanceConfig
@@ -336,7 +337,7 @@ def test_a_worker_that_is_stuck_does_not_keep_the_loader_from_ending(tmp_path):
 
 HALF_STARTED = """
 import time
-from orchmllm.data.loading import forks
+from orchmllm.data.loading import forks, prefetch
 from orchmllm.data.loading.workers import Workers
 from tests.data.test_workers import Failing
 
@@ -371,3 +372,40 @@ def test_also_those_of_torch_s_loader(stuck_once):
     assert stuck_once.exists()
     assert forks.loader_context("forkserver", 2) == "forkserver"
     assert forks.loader_context(None, 0) is None
+
+
+class Slow(SyntheticDataset):
+    """The example `slow` comes when `there` is set."""
+
+    def __init__(self) -> None:
+        super().__init__(size=96)  # no example twice in the four steps
+        self.slow, self.there = -1, threading.Event()
+
+    def load(self, i, **how):
+        if i == self.slow:
+            self.there.wait()
+        return super().load(i, **how)
+
+
+def left_while_it_loads(world) -> tuple[bool, list, list]:
+    """Whether the loader's thread outlived close(); the examples of a whole loader's steps, and of
+    the one that comes after that."""
+    data = Slow()
+    trainer = Trainer(run_recipe(0), world, dataset=data)
+    plan = [step.example_ids_of_rank for step in trainer.loader()]
+    if world.rank == 1:
+        data.slow = plan[1][0]
+    steps = iter(trainer.loader())
+    next(steps)  # the thread goes on with the second step
+    with patch.object(prefetch.Prefetcher.close, "__defaults__", (0.05,)):
+        steps.close()
+    busy = trainer.orchestrator.closed_thread.is_alive()
+    threading.Timer(0.3, data.there.set).start()
+    return busy, plan, [step.example_ids_of_rank for step in trainer.loader()]
+
+
+@pytest.mark.dist
+def test_a_loader_waits_for_one_that_was_left_while_it_loads():
+    found = run_ranks(left_while_it_loads, 2)
+    for busy, plan, again in found:
+        assert busy and again == plan

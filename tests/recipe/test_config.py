@@ -44,6 +44,12 @@ def test_numbers_and_overrides(tmp_path):
     assert load_recipe(write(tmp_path, to_yaml(recipe))) == recipe
 
 
+def test_a_number_on_the_command_line_is_text_where_a_key_takes_text(tmp_path):
+    recipe = load_recipe(write(tmp_path, GOOD), ["profile.steps=10", "run.dir=007"])
+    assert list(recipe.profile.window) == [10] and recipe.run.dir == "007"
+    assert load_recipe(write(tmp_path, to_yaml(recipe))) == recipe
+
+
 @pytest.mark.parametrize("text, value", [
     ("1e-4", 1e-4), ("1E+2", 100.0), ("-.5", None), (".5", 0.5), ("1_000.5", 1000.5), ("3", 3.0),
     ("0x10", 16.0), ("+2.", 2.0),

@@ -47,7 +47,7 @@ def _text_of(row: Mapping, keys: tuple[str, ...]) -> str:
 def transcript(row: Mapping, root: MediaRoot, prompt: str = "") -> Conversation:
     """A clip and what is said in it: LibriSpeech and other corpora of the `datasets` layout. Raises
     RowError for a row that cannot be used."""
-    clips = listed(row, (*AUDIO_KEYS, "file", "path"))
+    clips = listed(row, AUDIO_KEYS) or listed(row, ("file",)) or listed(row, ("path",))
     if len(clips) != 1:
         raise RowError(f'needs one clip in "audio", got {len(clips)}')
     clip = root.medium(AUDIO, clips[0])

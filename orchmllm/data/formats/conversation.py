@@ -49,14 +49,19 @@ def media_of(turns: Conversation) -> list[Medium]:
 
 
 def listed(row: Mapping, keys: tuple[str, ...]) -> list:
-    """The media of a row under the first of `keys` that it has, as a list."""
+    """The media of a row under the one of `keys` that it has, as a list. Raises RowError where two
+    of them have other media."""
+    found = {}
     for key in keys:
         value = row.get(key)
-        if value is None or value == "":
+        if value is None or isinstance(value, str | list | tuple) and not value:
             continue
         many = isinstance(value, list | tuple) and not isinstance(value, Medium)
-        return list(value) if many else [value]
-    return []
+        found[key] = list(value) if many else [value]
+    values = list(found.values())
+    if any(value != values[0] for value in values):
+        raise RowError(f"{' and '.join(map(repr, found))} have other media: keep one of them")
+    return values[0] if values else []
 
 
 def _is_image(value: object) -> bool:

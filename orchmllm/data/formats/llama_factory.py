@@ -49,6 +49,14 @@ def choose(folder: Path, entries: Mapping[str, Mapping], name: str
     entry = entries[name]
     if entry.get("ranking"):
         raise ValueError(f"{where}: {name}: {PREFERENCES}")
+    if "kto_tag" in (entry.get("columns") or {}):
+        raise ValueError(f"{where}: {name}: answers with labels (kto_tag) are for preference "
+                         "tuning (KTO), which is not done here; for fine-tuning write the rows "
+                         "whose answers are good to a file of their own")
+    if entry.get("num_samples") is not None:
+        raise ValueError(f"{where}: {name}: num_samples = {entry['num_samples']!r} is not "
+                         "supported: remove it to train on all rows, or give `data.sources` "
+                         "weights for their shares")
     if not isinstance(entry.get("file_name"), str):
         raise ValueError(f'{where}: {name} has no "file_name"; a dataset of the hub is given as '
                          "`path: hf:org/name`")

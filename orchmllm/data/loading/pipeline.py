@@ -108,6 +108,7 @@ class Pipeline:
 
     def __iter__(self) -> Iterator[Step]:
         steps = self._steps()
+        self.orchestrator.settle()
         ready = Prefetcher(steps, self.prefetch) if self.prefetch else steps
         try:
             while True:
@@ -118,6 +119,8 @@ class Pipeline:
                 step.wait_s = time.perf_counter() - started
                 yield step
         finally:
+            if self.prefetch:
+                self.orchestrator.closed_thread = ready.thread
             ready.close()
 
     def _steps(self) -> Generator[Step, None, None]:

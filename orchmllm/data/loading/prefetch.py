@@ -35,11 +35,11 @@ class Prefetcher(Generic[T]):
         if ahead < 1:
             raise ValueError(f"ahead is {ahead}: must be >= 1")
         self._shared = shared = _Shared()
-        self._thread = threading.Thread(
+        self.thread = threading.Thread(
             target=_work, args=(shared, items, ahead), name=THREAD_NAME, daemon=True)
-        self._thread.start()
+        self.thread.start()
         # At exit too: a thread that is cut off inside a collective would abort the process.
-        self._finalizer = weakref.finalize(self, _stop, shared, self._thread, 5.0)
+        self._finalizer = weakref.finalize(self, _stop, shared, self.thread, 5.0)
         with shared.changed:
             shared.changed.wait_for(lambda: shared.ready)
 
@@ -59,8 +59,9 @@ class Prefetcher(Generic[T]):
         return item
 
     def close(self, timeout_s: float = 30.0) -> None:
-        """Lets the thread finish the items that all ranks work on, then joins it."""
-        _stop(self._shared, self._thread, timeout_s)
+        """Lets the thread finish the items that all ranks work on, then joins it; after timeout_s
+        it is left alone, since the other ranks may be gone."""
+        _stop(self._shared, self.thread, timeout_s)
         self._finalizer.detach()
 
 
