@@ -6,7 +6,8 @@ nothing, the LLM or everything recomputed.
 Measured by `orchmllm compare` (real gloo ranks; CPU time of each rank's thread in each phase, the
 slowest rank of each phase added up; what other processes do changes little). Predicted by
 orchmllm.estimate.step_time on the same batches. Exit code 1 if a ratio off / on is more than 10%
-off, or five settings on the same ranks have another order than predicted.
+off, or two of five settings on the same ranks that are predicted more than 10% apart come in the
+other order: settings that are closer are a tie for a model that may be off by as much.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from orchmllm.plan.layout import BatchLayout
 from orchmllm.plan.step import plan_step
 
 ROOT = Path(__file__).parents[1]
+TOLERANCE = 0.1  # relative
 CHOICES = {"nothing": ("none", "none"), "LLM": ("none", "full"), "everything": ("full", "full")}
 ORDERED = [("nothing", "on"), ("nothing", "off"), ("LLM", "on"), ("everything", "on"),
            ("everything", "off")]
@@ -90,17 +92,19 @@ def main(argv: list[str]) -> int:
             rows = []
             for name in CHOICES:
                 theirs, ours = (times[name, "off"][k] / times[name, "on"][k] for k in (1, 0))
-                wrong |= abs(ours / theirs - 1) > 0.1
+                wrong |= abs(ours / theirs - 1) > TOLERANCE
                 rows.append({"recomputed": name, "measured": theirs, "predicted": ours})
                 print(f"{ranks} ranks, recomputed: {name:<11} off / on measured {theirs:.3f}, "
                       f"predicted {ours:.3f} ({ours / theirs - 1:+.1%})", flush=True)
             orders = [sorted(ORDERED, key=lambda s, k=k: times[s][k]) for k in (0, 1)]
-            wrong |= orders[0] != orders[1]
+            swapped = [(a, b) for a in ORDERED for b in ORDERED
+                       if times[a][0] * (1 + TOLERANCE) < times[b][0] and times[a][1] > times[b][1]]
+            wrong |= bool(swapped)
             print(f"{ranks} ranks, fastest first: predicted {orders[0]}\n"
                   f"{'':9}{'the same' if orders[0] == orders[1] else 'another'} order measured: "
                   f"{orders[1]}", flush=True)
             report[ranks] = {"ratios": rows, "predicted_order": orders[0],
-                             "measured_order": orders[1]}
+                             "measured_order": orders[1], "swapped": swapped}
     if args.json:
         args.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     return int(wrong)
