@@ -8,6 +8,9 @@ import json
 import pytest
 from PIL import Image
 
+from orchmllm.data.formats.conversation import chat
+from orchmllm.data.media.medium import RowError
+from orchmllm.data.media.root import MediaRoot
 from tests.lib.formats import write_jsonl
 from tests.lib.sources import opened
 
@@ -131,3 +134,40 @@ def test_tags_keep_the_calls_of_a_turn(tokenizer, tmp_path):
         json.dumps({"mine": {"file_name": "rows.jsonl", **TAGS}}))
     turns = opened(tmp_path, tokenizer, tmp_path / "made").conversation(0)
     assert turns[1].calls == (calls[0],)
+
+
+@pytest.mark.parametrize("marks, learnt", [
+    (dict(weight=0), False), (dict(weight=0.0), False), (dict(train=False), False),
+    (dict(loss=False), False), (dict(loss=0), False), (dict(weight=1, train=False), False),
+    (dict(weight=1), True), (dict(train=True), True), (dict(loss=1.0), True),
+    (dict(weight=None), True), (dict(), True)])
+def test_marks_of_a_turn_say_whether_it_is_learnt(marks, learnt):
+    turns = chat({"messages": [*said("q", "first", **marks), *said("q", "second")]}, MediaRoot(""))
+    assert [turn.supervised for turn in turns] == [False, learnt, False, True]
+
+
+@pytest.mark.parametrize("keys, text", [
+    (dict(weight=0.5), '"weight" of a turn is 0.5: must be 0 or false'),
+    (dict(weight="0"), "\"weight\" of a turn is '0': must be 0 or false"),
+    (dict(train="no"), "\"train\" of a turn is 'no': must be 0 or false"),
+    (dict(loss=[]), '"loss" of a turn is []: must be 0 or false'),
+    (dict(reasoning_content="so"), '"reasoning_content" of a turn is not read: write it into'),
+    (dict(reasoning="so"), '"reasoning" of a turn is not read: write it into'),
+    (dict(thinking="so"), '"thinking" of a turn is not read: write it into')])
+def test_what_a_turn_says_beside_its_text_is_not_ignored(keys, text):
+    with pytest.raises(RowError) as error:
+        chat({"messages": said("q", "a", **keys)}, MediaRoot(""))
+    assert error.value.reason.startswith(text)
+
+
+def test_empty_reasoning_is_none():
+    turns = chat({"messages": said("q", "a", reasoning_content="", thinking=None)}, MediaRoot(""))
+    assert turns[1].parts == ("a",)
+
+
+@pytest.mark.parametrize("row", [
+    {"messages": [], "conversations": said("q", "a")},
+    {"messages": None, "conversations": said("q", "a")},
+    {"messages": said("q", "a"), "conversations": []}])
+def test_the_list_of_turns_that_is_not_empty_is_read(row):
+    assert [turn.parts for turn in chat(row, MediaRoot(""))] == [("q",), ("a",)]
