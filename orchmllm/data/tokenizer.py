@@ -73,6 +73,13 @@ class ChatTokenizer:
         self.tokenizer.no_padding()
         self.tokenizer.no_truncation()
         self.tokenizer.encode_special_tokens = True  # special tokens in data are read as text
+        tokens = self.tokenizer.encode("a", add_special_tokens=False).tokens
+        if tokens and tokens[0].startswith(("\u2581", "\u0120")):  # SentencePiece's, ByteLevel's
+            raise ValueError(
+                f"{path}: it puts a space before every text ('a' becomes {tokens[0]!r}); texts "
+                "are encoded one by one, so a conversation would get spaces that its chat "
+                "template does not write. Turn it off in that file: prepend_scheme: never, "
+                "add_prefix_space: false, or a normalizer without Prepend")
         added = self.tokenizer.get_added_tokens_decoder().values()
         either = "|".join(map(re.escape, sorted((t.content for t in added), key=len,
                                                 reverse=True)))

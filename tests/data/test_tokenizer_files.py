@@ -77,3 +77,43 @@ def test_generation_tags_of_every_kind(tmp_path, tag):
     assert tokenizer.decode(token_ids) == (
         "<|im_start|>What is drawn?<|im_end|><|im_start|>a red square<|im_end|>")
     assert tokenizer.decode(token_ids[mask]) == "a red square"
+
+
+def write_spaced(folder, *, prefix: str) -> None:
+    """A tokenizer.json that marks spaces, and may put one before every text."""
+    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.decoder = decoders.Metaspace()
+    if prefix == "normalizer":  # as Llama 2 has it
+        tokenizer.normalizer = normalizers.Sequence(
+            [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
+    elif prefix == "bytes":
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+        tokenizer.decoder = decoders.ByteLevel()
+    else:
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=prefix, split=False)
+        tokenizer.decoder = decoders.Metaspace(prepend_scheme=prefix)
+    tokenizer.train_from_iterator(["What is drawn? a red square user: assistant\n"] * 20,
+                                  trainers.BpeTrainer(vocab_size=300, show_progress=False,
+                                                      special_tokens=[*SPECIAL, "<s>", "</s>"]))
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "chat_template.jinja").write_text(ENDED)
+    (folder / "tokenizer_config.json").write_text(json.dumps(MAP))
+
+
+@pytest.mark.parametrize("prefix", ["normalizer", "always", "first", "bytes"])
+def test_a_space_before_every_text_is_refused(tmp_path, prefix):
+    """Each text is encoded alone: conversations got spaces that their template does not write."""
+    write_spaced(tmp_path, prefix=prefix)
+    with pytest.raises(ValueError, match=r"tokenizer\.json: it puts a space before every text"):
+        ChatTokenizer(tmp_path)
+
+
+def test_marked_spaces_are_no_prefix(tmp_path):
+    write_spaced(tmp_path, prefix="never")
+    tokenizer = ChatTokenizer(tmp_path)
+    token_ids, mask, [_] = tokenizer.tokenize(TALK)
+    assert tokenizer.decode(token_ids) == (
+        "<s>user: What is drawn?assistant: a red square</s>")
+    assert tokenizer.decode(token_ids[mask]) == "a red square</s>"
