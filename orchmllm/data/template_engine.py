@@ -43,6 +43,16 @@ def environment(*, marks: bool):
     return made
 
 
+def undeclared(source: str) -> set[str]:
+    """The variables that the template expects to be given; none of one that cannot be parsed."""
+    from jinja2 import TemplateError, meta
+
+    try:
+        return meta.find_undeclared_variables(environment(marks=False).parse(source))
+    except TemplateError:  # ChatTemplate says what is wrong with it
+        return set()
+
+
 def looked_for(source: str, special: Sequence[str]) -> re.Pattern | None:
     """The strings that the template looks for in texts; none that data must not write."""
     from jinja2 import nodes

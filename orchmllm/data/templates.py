@@ -154,7 +154,7 @@ class ChatTemplate:
 
     def _read(self, rendered: str, chunks: list[_Chunk], turns: Sequence[Turn]) -> list[Span]:
         """What was rendered with marks, as spans."""
-        if re.search(r"\{%-?\s*generation\s*-?%\}", self.source):
+        if re.search(r"\{%[-+]?\s*generation\s*[-+]?%\}", self.source):
             return _in_blocks(rendered, chunks, turns)
         out: list[Span] = []
         last: _Chunk | None = None

@@ -23,6 +23,7 @@ import numpy as np
 from orchmllm.data.formats.conversation import Turn
 from orchmllm.data.media.medium import Medium, RowError
 from orchmllm.data.spans import ALL, END, NONE, Span, Text, said
+from orchmllm.data.template_engine import undeclared
 from orchmllm.data.templates import ChatTemplate
 from orchmllm.plan.layout import TEXT
 
@@ -72,6 +73,13 @@ class ChatTokenizer:
         self.tokenizer.no_padding()
         self.tokenizer.no_truncation()
         self.tokenizer.encode_special_tokens = True  # special tokens in data are read as text
+        tokens = self.tokenizer.encode("a", add_special_tokens=False).tokens
+        if tokens and tokens[0].startswith(("\u2581", "\u0120")):  # SentencePiece's, ByteLevel's
+            raise ValueError(
+                f"{path}: it puts a space before every text ('a' becomes {tokens[0]!r}); texts "
+                "are encoded one by one, so a conversation would get spaces that its chat "
+                "template does not write. Turn it off in that file: prepend_scheme: never, "
+                "add_prefix_space: false, or a normalizer without Prepend")
         added = self.tokenizer.get_added_tokens_decoder().values()
         either = "|".join(map(re.escape, sorted((t.content for t in added), key=len,
                                                 reverse=True)))
@@ -205,10 +213,11 @@ def _merge(frames: list[_Encoded | Span], encoded) -> Tokenized:
 
 
 def _read_template(folder: Path) -> tuple[str, dict[str, str]] | None:
-    """(template, special tokens by name) of the model beside tokenizer.json."""
-    config = {}
-    if (folder / "tokenizer_config.json").is_file():
-        config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+    """(template, special tokens by name) of the model beside tokenizer.json. Raises ValueError for
+    a template that writes a token that no file names."""
+    config = _read_json(folder / "tokenizer_config.json")
+    if "added_tokens_decoder" not in config:  # as transformers does
+        config |= _read_json(folder / "special_tokens_map.json")
     template = config.get("chat_template")
     if (folder / "chat_template.jinja").is_file():
         template = (folder / "chat_template.jinja").read_text(encoding="utf-8")
@@ -216,6 +225,20 @@ def _read_template(folder: Path) -> tuple[str, dict[str, str]] | None:
         template = next((t["template"] for t in template if t.get("name") == "default"), None)
     if not template:
         return None
+    for name in ("bos_token", "eos_token"):
+        if name not in config and name in undeclared(template):
+            raise ValueError(
+                f"{folder}: the chat template writes {name}, which neither tokenizer_config.json "
+                f'nor special_tokens_map.json names: copy them from the model, or put "{name}" '
+                "(null if it has none) into tokenizer_config.json")
     tokens = {k: v["content"] if isinstance(v, dict) else v for k, v in config.items()
               if k.endswith("_token") and isinstance(v, str | dict)}
     return template, tokens
+
+
+def _read_json(path: Path) -> dict:
+    """What a file holds; nothing where there is none. Raises ValueError."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    except ValueError as error:
+        raise ValueError(f"{path}: not JSON: {error}") from error

@@ -147,7 +147,7 @@ def _content_parts(content: list, media: _RowMedia) -> Iterator[str | Medium]:
 def _chat_turns(row: Mapping) -> list:
     if "chosen" in row and "rejected" in row:
         raise RowError(PREFERENCES)
-    turns = row.get("messages") if "messages" in row else row.get("conversations")
+    turns = row.get("messages") or row.get("conversations")
     if not isinstance(turns, list) or not turns:
         raise RowError('needs a non-empty list "conversations" or "messages"')
     return turns
@@ -189,7 +189,21 @@ def _turn(turn: Mapping, media: _RowMedia) -> Turn:
     else:
         raise RowError(f'a turn needs a string or a list in "value" or "content", got '
                        f"{str(content)[:200]!r}")
-    return Turn(role, parts, role == "assistant" and turn.get("weight", 1) != 0, calls)
+    return Turn(role, parts, role == "assistant" and _learnt(turn), calls)
+
+
+def _learnt(turn: Mapping) -> bool:
+    """Whether a turn of the assistant is to be learnt. Raises RowError for what would be lost."""
+    for key in ("reasoning_content", "reasoning", "thinking"):
+        if turn.get(key):
+            raise RowError(f'"{key}" of a turn is not read: write it into "content" as the chat '
+                           "template does, e.g. <think>\n...\n</think>\n\n before the answer")
+    marks = {k: turn[k] for k in ("weight", "train", "loss") if turn.get(k) is not None}
+    for key, value in marks.items():
+        if value not in (0, 1):
+            raise RowError(f'"{key}" of a turn is {value!r:.80}: must be 0 or false (the turn is '
+                           "not learnt), or 1 or true (it is)")
+    return all(marks.values())
 
 
 def _calls(given: object) -> tuple[dict, ...]:

@@ -15,8 +15,11 @@ NAME = "dataset_info.json"
 # What a column is called there, and here, by the layout of its rows.
 _ALPACA = {"prompt": "instruction", "query": "input", "response": "output"}
 _SHAREGPT = {"messages": "conversations"}
+_TEXTS = ("instruction", "input", "output", "history", "system", "tools", "messages",
+          "conversations")  # what adapters read beside media
 _ROLES = {"user_tag": "user", "assistant_tag": "assistant", "observation_tag": "observation",
           "function_tag": "function_call", "system_tag": "system"}
+_SAID = ("role", "from", "content", "value", "text")  # of a turn; tags name them
 
 
 def read(folder: Path) -> Mapping[str, Mapping] | None:
@@ -76,11 +79,15 @@ def _renamed(columns: Mapping[str, str], tags: Mapping[str, str], row: dict) -> 
     """A row with the columns and roles that the adapters know. Raises RowError."""
     if columns and not columns.keys() & row.keys():
         raise RowError(f"none of the columns of {NAME} is there: {', '.join(columns)}")
-    row = {columns.get(k, k): v for k, v in row.items()}
+    if columns:  # of the texts those that it names, and no other that has their name here
+        row = {k: v for k, v in row.items()
+               if k not in columns and k not in _TEXTS and k not in columns.values()
+               } | {ours: row[theirs] for theirs, ours in columns.items() if theirs in row}
     if tags and isinstance(row.get("conversations"), list):
         roles = {said: _ROLES[tag] for tag, said in tags.items() if tag in _ROLES}
         role, content = tags.get("role_tag", "from"), tags.get("content_tag", "value")
         row["conversations"] = [
-            {"role": roles.get(turn.get(role), turn.get(role)), "content": turn.get(content)}
+            {**{k: v for k, v in turn.items() if k not in _SAID},
+             "role": roles.get(turn.get(role), turn.get(role)), "content": turn.get(content)}
             if isinstance(turn, Mapping) else turn for turn in row["conversations"]]
     return row

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -170,22 +170,26 @@ def _short_name(path: str) -> str:
     return last.split("{")[0].split("*")[0].rstrip("-_.") or Path(path).parent.name
 
 
-def _peek(store: RowStore) -> Iterator[dict]:
-    """The first rows; of shards no more are opened than hold them."""
+def _peek(store: RowStore, unread: list[RowError]) -> Iterator[dict]:
+    """The first rows; of shards no more are opened than hold them. unread: where the errors of
+    those that cannot be read go."""
     places = ((one, i) for one in getattr(store, "stores", [store]) for i in range(len(one)))
     for shard, i in islice(places, NUM_PEEKED):
-        with suppress(RowError):
+        try:
             yield store.rename(shard.row(i))
+        except RowError as error:
+            unread.append(error)
 
 
 def _chosen(layout: str, store: RowStore) -> str:
-    if layout == "llama_factory" and any("instruction" in row for row in _peek(store)):
+    if layout == "llama_factory" and any("instruction" in row for row in _peek(store, [])):
         return "llama_factory (alpaca)"
     return "asr" if layout == "librispeech" else layout  # a clip and what is said in it
 
 
 def _detected(store: RowStore, path: str) -> str:
-    rows = list(_peek(store))
+    unread: list[RowError] = []
+    rows = list(_peek(store, unread))
     if any("chosen" in row and "rejected" in row for row in rows):
         raise ValueError(f"{path}: {PREFERENCES}")
     votes = Counter(filter(None, map(detect, rows)))
@@ -195,6 +199,7 @@ def _detected(store: RowStore, path: str) -> str:
         return votes.most_common(1)[0][0]
     looked = "".join(f"\n  {name}: {what}" for name, what in LOOKED_FOR.items())
     keys = set().union(*rows)
-    seen = f"keys {', '.join(sorted(map(str, keys)))}" if keys else "no row that can be read"
+    seen = f"keys {', '.join(sorted(map(str, keys)))}" if keys else (
+        f"no row that can be read{''.join(f' ({error.reason})' for error in unread[:1])}")
     raise ValueError(f"{path}: {store.kind} of unknown layout: its first {NUM_PEEKED} rows have "
                      f"{seen}; looked for{looked}\nrename the columns, or name the format")

@@ -4,6 +4,7 @@ scanned once, media are slices of the tar, and members that would be unpickled a
 from __future__ import annotations
 
 import json
+import re
 import tarfile
 from collections.abc import Callable
 from typing import BinaryIO
@@ -43,7 +44,8 @@ class TarRows(RowStore):
         """The JSON member's keys, with "images" and "audios" replaced by the row's members. Raises
         RowError for a member that is not read."""
         row: dict = {}
-        media: dict[int, list[Medium]] = {VISION: [], AUDIO: [], VIDEO: []}
+        texts: dict[str, str] = {}  # a text's key -> the member that it came from
+        media: dict[int, list[tuple[str, Medium]]] = {VISION: [], AUDIO: [], VIDEO: []}
         for k in range(self._start[i], self._start[i + 1]):
             name, offset, size = self.names[k], int(self.members[k, 1]), int(self.members[k, 2])
             where = f"{name} in {self.files[0]}"
@@ -63,26 +65,51 @@ class TarRows(RowStore):
                     text = read_bytes(self.plain, offset, size).decode("utf-8-sig").strip()
                 except UnicodeDecodeError as error:
                     raise RowError(f"member {name!r} is not UTF-8: {error}", where) from error
-                row[kind if kind in ("caption", "transcript") else "text"] = text
+                key = kind if kind in ("caption", "transcript") else "text"
+                if key in texts:
+                    raise RowError(f"members {texts[key]!r} and {name!r} are both the {key} of "
+                                   "their row; write one, or a conversation as a json member",
+                                   where)
+                row[key], texts[key] = text, name
             elif kind in MODALITY_OF:
                 modality = MODALITY_OF[kind]
-                media[modality].append(Medium(modality, where, self.plain, offset, size))
+                media[modality].append(
+                    (name, Medium(modality, where, self.plain, offset, size)))
             else:
                 refuse_kind(where, kind)
         return _with_members(row, media)
 
 
-def _with_members(row: dict, media: dict[int, list[Medium]]) -> dict:
-    """Members take the place of the names that the row lists, in their order."""
+def _with_members(row: dict, media: dict[int, list[tuple[str, Medium]]]) -> dict:
+    """Members take the place of the names that the row lists."""
     for modality, keys in ((VISION, IMAGE_KEYS), (AUDIO, AUDIO_KEYS), (VIDEO, VIDEO_KEYS)):
         if media[modality]:
             kept = next((k for k in keys if k in row), keys[0] if "conversations" in row
                         or "messages" in row else keys[1])
+            found = _in_order(media[modality], row.get(kept))
             for key in keys:
                 row.pop(key, None)
-            row[kept] = media[modality] if kept == keys[0] or len(media[modality]) > 1 else (
-                media[modality][0])
+            row[kept] = found if kept == keys[0] or len(found) > 1 else found[0]
     return row
+
+
+def _in_order(found: list[tuple[str, Medium]], listed: object) -> list[Medium]:
+    """As the row lists their names; else by the numbers in their names, where the tar has them
+    sorted as text ("10.png" before "2.png"); else as the tar has them."""
+    asked = [_base(n) for n in listed if isinstance(n, str)] if isinstance(listed, list) else []
+    full = [_base(name) for name, _ in found]
+    for names in (full, [name.partition(".")[2] for name in full]):  # with and without the key
+        by_name = dict(zip(names, (medium for _, medium in found), strict=True))
+        if len(by_name) == len(found) and sorted(asked) == sorted(names):
+            return [by_name[name] for name in asked]
+    if full == sorted(full):
+        found = sorted(found, key=lambda pair: re.sub(
+            "[0-9]+", lambda digits: digits[0].zfill(20), pair[0]))
+    return [medium for _, medium in found]
+
+
+def _base(name: str) -> str:
+    return name.rpartition("/")[2]
 
 
 def scan_tar(path: File) -> tuple[np.ndarray, np.ndarray]:

@@ -1,0 +1,119 @@
+"""What lies beside a tokenizer.json is read as transformers reads it, or it is refused."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from orchmllm.data.formats.conversation import Turn
+from orchmllm.data.tokenizer import ChatTokenizer
+from tests.lib.tokenizers import SPECIAL, write_tokenizer
+
+TALK = [Turn("user", ("What is drawn?",), False), Turn("assistant", ("a red square",), True)]
+MESSAGES = [{"role": turn.role, "content": turn.parts[0]} for turn in TALK]
+ENDED = ("{{ bos_token }}{% for m in messages %}{{ m.role }}: {{ m.content }}"
+         "{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}")
+GENERATION = ("{% for m in messages %}<|im_start|>{% if m.role == 'assistant' %}@generation@"
+              "{{ m.content }}@endgeneration@{% else %}{{ m.content }}{% endif %}<|im_end|>"
+              "{% endfor %}")
+MAP = {"bos_token": "<s>", "eos_token": {"content": "</s>", "lstrip": False}}
+KNOWN = {"9": {"content": "<c>", "special": True}}
+
+
+def write(folder, template: str, **files) -> None:
+    """files: what tokenizer_config, special_tokens_map hold."""
+    write_tokenizer(folder, (*SPECIAL, "<s>", "</s>", "<c>"))
+    (folder / "chat_template.jinja").write_text(template)
+    for name, content in files.items():
+        (folder / f"{name}.json").write_text(json.dumps(content))
+
+
+@pytest.mark.parametrize("config, beside, ends", [
+    ({}, MAP, "</s>"), ({"eos_token": "<c>"}, MAP, "</s>"), ({"eos_token": None}, MAP, "</s>"),
+    ({**MAP, "eos_token": "<c>"}, {}, "<c>"),
+    ({**MAP, "eos_token": "<c>", "added_tokens_decoder": KNOWN}, MAP, "<c>"),
+    ({**MAP, "eos_token": None}, {}, "")])
+def test_special_tokens_are_those_of_transformers(tmp_path, config, beside, ends):
+    from transformers import AutoTokenizer
+
+    write(tmp_path, ENDED, special_tokens_map=beside, tokenizer_config={
+        "tokenizer_class": "PreTrainedTokenizerFast", **config})
+    ours = ChatTokenizer(tmp_path)
+    token_ids, mask, [_] = ours.tokenize(TALK)
+    expected = AutoTokenizer.from_pretrained(tmp_path).apply_chat_template(MESSAGES, tokenize=False)
+    assert ours.decode(token_ids) == expected and expected.startswith("<s>user")
+    assert ours.decode(token_ids[mask]) == f"a red square{ends}"
+
+
+@pytest.mark.parametrize("config, missing", [
+    ({}, "bos_token"), ({"bos_token": "<s>"}, "eos_token")])
+def test_a_token_that_no_file_names_is_refused(tmp_path, config, missing):
+    """It was rendered as nothing: answers did not learn to end."""
+    write(tmp_path, ENDED, tokenizer_config=config)
+    with pytest.raises(ValueError, match=f"template writes {missing}, which neither .*copy them"):
+        ChatTokenizer(tmp_path)
+    write(tmp_path, "{% set bos_token, eos_token = '<s>', '</s>' %}" + ENDED)
+    token_ids, mask, [_] = ChatTokenizer(tmp_path).tokenize(TALK)
+    assert ChatTokenizer(tmp_path).decode(token_ids[mask]) == "a red square</s>"
+
+
+def test_a_file_that_is_not_json_is_named(tmp_path):
+    write(tmp_path, ENDED)
+    (tmp_path / "special_tokens_map.json").write_text("{")
+    with pytest.raises(ValueError, match=r"special_tokens_map\.json: not JSON"):
+        ChatTokenizer(tmp_path)
+
+
+@pytest.mark.parametrize("tag", ["{%% %s %%}", "{%%- %s -%%}", "{%%+ %s +%%}", "{%%%s%%}"])
+def test_generation_tags_of_every_kind(tmp_path, tag):
+    """Marks stayed in the text around a tag with a plus."""
+    template = GENERATION
+    for word in ("generation", "endgeneration"):
+        template = template.replace(f"@{word}@", tag % word)
+    write(tmp_path, template)
+    tokenizer = ChatTokenizer(tmp_path)
+    token_ids, mask, [_] = tokenizer.tokenize(TALK)
+    assert tokenizer.decode(token_ids) == (
+        "<|im_start|>What is drawn?<|im_end|><|im_start|>a red square<|im_end|>")
+    assert tokenizer.decode(token_ids[mask]) == "a red square"
+
+
+def write_spaced(folder, *, prefix: str) -> None:
+    """A tokenizer.json that marks spaces, and may put one before every text."""
+    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.decoder = decoders.Metaspace()
+    if prefix == "normalizer":  # as Llama 2 has it
+        tokenizer.normalizer = normalizers.Sequence(
+            [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
+    elif prefix == "bytes":
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+        tokenizer.decoder = decoders.ByteLevel()
+    else:
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=prefix, split=False)
+        tokenizer.decoder = decoders.Metaspace(prepend_scheme=prefix)
+    tokenizer.train_from_iterator(["What is drawn? a red square user: assistant\n"] * 20,
+                                  trainers.BpeTrainer(vocab_size=300, show_progress=False,
+                                                      special_tokens=[*SPECIAL, "<s>", "</s>"]))
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "chat_template.jinja").write_text(ENDED)
+    (folder / "tokenizer_config.json").write_text(json.dumps(MAP))
+
+
+@pytest.mark.parametrize("prefix", ["normalizer", "always", "first", "bytes"])
+def test_a_space_before_every_text_is_refused(tmp_path, prefix):
+    """Each text is encoded alone: conversations got spaces that their template does not write."""
+    write_spaced(tmp_path, prefix=prefix)
+    with pytest.raises(ValueError, match=r"tokenizer\.json: it puts a space before every text"):
+        ChatTokenizer(tmp_path)
+
+
+def test_marked_spaces_are_no_prefix(tmp_path):
+    write_spaced(tmp_path, prefix="never")
+    tokenizer = ChatTokenizer(tmp_path)
+    token_ids, mask, [_] = tokenizer.tokenize(TALK)
+    assert tokenizer.decode(token_ids) == (
+        "<s>user: What is drawn?assistant: a red square</s>")
+    assert tokenizer.decode(token_ids[mask]) == "a red square</s>"
