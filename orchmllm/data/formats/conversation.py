@@ -197,7 +197,7 @@ def _learnt(turn: Mapping) -> bool:
     for key in ("reasoning_content", "reasoning", "thinking"):
         if turn.get(key):
             raise RowError(f'"{key}" of a turn is not read: write it into "content" as the chat '
-                           "template does, e.g. <think>\n...\n</think>\n\n before the answer")
+                           "template does, for example as <think>...</think> before the answer")
     marks = {k: turn[k] for k in ("weight", "train", "loss") if turn.get(k) is not None}
     for key, value in marks.items():
         if value not in (0, 1):
