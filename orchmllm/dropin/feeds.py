@@ -226,8 +226,9 @@ class ExampleFeed:
     def _filler(self, phases: dict[str, Phase]) -> Any:
         rank = self.collator.rank  # in the loader's group, of which a shard may be a part
         if phases:
-            raise ValueError(f"rank {rank} has no example in this step: use drop_last=True or more "
-                             "examples per step")
+            raise ValueError(f"rank {rank} has no example in this step, and with media of a Phase "
+                             "a batch cannot be empty: use drop_last=True, larger batches or fewer "
+                             "accumulation_steps")
         if self._spare is None:
             raise ValueError(f"rank {rank} never had an example and gets none in this step: give "
                              "its stream data, or use larger batches")

@@ -32,6 +32,7 @@ from orchmllm.dropin.source import (
 from orchmllm.dropin.versions import require
 from orchmllm.orchestrator import Orchestrator
 from orchmllm.plan.cost import CostModel
+from orchmllm.plan.fill import assign_filled, plan_filled
 
 STATE_VERSION = 1
 UNKNOWN_LEN = sys.maxsize
@@ -107,8 +108,8 @@ class BalancedDataLoader(DataLoader):
                                 dispatch, min_gain, exchange)
         self.rank, self.num_ranks, self.exchange_group = links.rank, len(ranks), links.device
         self._orchestrator = Orchestrator(
-            spec, links.gather, group=links.cpu, commit_gather=links.everyone,
-            hop_groups=links.hops)
+            spec, links.gather, planner=plan_filled, assigner=assign_filled, group=links.cpu,
+            commit_gather=links.everyone, hop_groups=links.hops)
         batches = self.num_ranks * accumulation_steps  # of a step
         if source.kind == "indices":
             self.global_batch_size = source.batch_size * batches

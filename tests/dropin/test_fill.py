@@ -1,0 +1,67 @@
+"""Every rank has an example in every microbatch, wherever there are enough."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from orchmllm import BalancedDataLoader, CostModel, Phase, Segment
+from orchmllm.plan.fill import at_least
+from tests.lib.ranks import run_ranks
+
+LENGTHS = np.random.default_rng(0).lognormal(4, 0.8, 96).astype(int).clip(2).tolist()
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_at_least_moves_the_fewest_items_that_fill_every_place(seed):
+    rng = np.random.default_rng(seed)
+    places, least = rng.integers(1, 6, 2).tolist()
+    lengths = rng.integers(0, 9, rng.integers(0, 40))
+    before = rng.integers(0, places, len(lengths)) ** 2 // places  # more in the first ones
+    after = at_least(before, lengths, places, least)
+    held, holds = (np.bincount(p, minlength=places) for p in (before, after))
+    if len(lengths) < places * least:
+        assert (after == before).all()
+    else:
+        assert holds.min() >= least
+        assert (after != before).sum() == np.maximum(least - held, 0).sum()
+        assert (holds >= np.minimum(held, least)).all()
+
+
+class Pictures(torch.utils.data.Dataset):
+    def __len__(self) -> int:
+        return len(LENGTHS)
+
+    def __getitem__(self, i: int) -> dict:
+        return {"id": i, "text": torch.zeros(LENGTHS[i]), "images": [torch.zeros(3)]}
+
+
+def pieces(example: dict) -> list[Segment]:
+    return [Segment("text", len(example["text"])), Segment("vision", 2, rows=2)]
+
+
+def numbers(world, cases: list[dict]) -> list[list[list[int]]]:
+    """Of the examples of each batch: collate gives no labels, so that a filler is an error."""
+    out = []
+    for how in cases:
+        if how.pop("media", False):
+            how["phases"] = {"vision": Phase(CostModel(1000, 0), "images", lambda media: media)}
+        loader = BalancedDataLoader(Pictures(), drop_last=True, shuffle=True, check_loss=False,
+                                    collate_fn=lambda e: [x["id"] for x in e], **how)
+        out.append([batch for batch in loader if loader.step.num_examples])
+    return out
+
+
+@pytest.mark.dist
+def test_no_rank_goes_without_an_example_beside_a_long_one():
+    """A long example takes a microbatch, or with `padded` some ranks, for itself."""
+    cases = [dict(batch_size=1, accumulation_steps=4, lengths=LENGTHS),
+             dict(batch_size=1, accumulation_steps=4, length_fn=pieces, media=True),
+             dict(batch_size=2, accumulation_steps=2, lengths=LENGTHS, policy="none"),
+             dict(batch_size=2, accumulation_steps=2, lengths=LENGTHS, min_gain=0.9),
+             dict(batch_size=4, lengths=LENGTHS, policy="padded")]
+    ranks = run_ranks(numbers, 2, cases)
+    for k, how in enumerate(cases):
+        assert [len(rank[k]) for rank in ranks] == [48 // how["batch_size"]] * 2
+        assert sorted(i for rank in ranks for batch in rank[k] for i in batch) == list(range(96))
