@@ -252,7 +252,7 @@ def test_lengths_in_an_array_are_taken_without_an_object_for_each(of):
         batch_layout([0], list(of([0.5])), None)
 
 
-def equivalence(world, wrong: bool) -> tuple[float, str]:
+def equivalence(world, wrong: bool, accumulation_steps: int = 1) -> tuple[float, str]:
     torch.manual_seed(0)
     model = DistributedDataParallel(nn.Sequential(nn.Embedding(32, 8), nn.Linear(8, 32)).double())
 
@@ -262,16 +262,19 @@ def equivalence(world, wrong: bool) -> tuple[float, str]:
         loss = nn.functional.cross_entropy(logits, batch["labels"].flatten(), reduction=reduction)
         (loss if wrong else loader.scale_sum(loss)).backward()
 
-    loader = BalancedDataLoader(Texts(), 4, collate_fn=collate, length_fn=token_count)
+    loader = BalancedDataLoader(Texts(), 4, collate_fn=collate, length_fn=token_count,
+                                accumulation_steps=accumulation_steps)
     try:
-        return check_equivalence(step, model.named_parameters, loader), ""
+        return check_equivalence(step, model.named_parameters, loader, num_steps=2), ""
     except AssertionError as e:
         return 1.0, str(e)
 
 
-def test_check_equivalence_passes_a_sum_and_finds_a_mean_per_rank():
-    assert all(worst < 1e-12 for worst, _ in run_ranks(equivalence, 2, False))
-    assert all("loader.scale_mean" in text for _, text in run_ranks(equivalence, 2, True))
+@pytest.mark.parametrize("accumulation_steps", [1, 3])
+def test_check_equivalence_passes_a_sum_and_finds_a_mean_per_rank(accumulation_steps):
+    right, wrong = (run_ranks(equivalence, 2, w, accumulation_steps) for w in (False, True))
+    assert all(worst < 1e-12 and not text for worst, text in right), right
+    assert all("loader.scale_mean" in text for _, text in wrong), wrong
 
 
 def used_in_one_run(world, balanced: bool) -> str:
