@@ -152,3 +152,10 @@ def check_state(state: Mapping[str, Any], mine: Mapping[str, Any]) -> None:
                    if name in ("num_ranks", "rank") else "")
             raise ValueError(f"loader state: {name} was {state.get(name)!r}, now it is "
                              f"{mine[name]!r}{why}")
+    if state["step"] and state.get("inner") is None and mine["kind"] != "indices":
+        for name in ("batch_size", "num_examples"):  # states of before do not have them
+            if state.get(name, mine[name]) != mine[name]:
+                raise ValueError(
+                    f"loader state: {name} was {state[name]}, now it is {mine[name]}, so the "
+                    f"{state['step']} steps that were done had other examples: go on with "
+                    f"{name} {state[name]}, or begin an epoch")

@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from operator import length_hint
 from typing import Any
 
 from torch.utils.data import (
@@ -72,6 +73,13 @@ class Source:
                       for p in parts]
         for part in {id(p): p for p in parts if hasattr(p, "set_epoch")}.values():
             part.set_epoch(epoch)
+
+    def counted(self) -> dict[str, int | None]:
+        """What the step of a state per rank counts: batches of this size, of a dataset that has so
+        many examples. None: not known."""
+        size = getattr(self.batch_sampler, "batch_size", self.batch_size)
+        held = length_hint(self.dataset, 0) if self.kind == "sampler" else 0
+        return {"batch_size": size if isinstance(size, int) else None, "num_examples": held or None}
 
     def is_undistributed(self) -> bool:
         """Whether the user's sampler gives every rank all the data."""
