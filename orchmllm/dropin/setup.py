@@ -44,6 +44,9 @@ def check_arguments(
          "a stream has no indices: give length_fn instead of lengths")
     need(kind == "indices" or not source.shuffle,
          "shuffle=True: the dataset, the sampler or the wrapped loader decides the order")
+    need(kind == "stream" or not source.workers["num_workers"] or source.workers["in_order"],
+         "in_order is False: a batch that a worker loaded early would be taken for another one; "
+         "leave it out")
     if kind == "indices":
         need(not source.shuffle or source.workers["generator"] is None,
              "generator: the loader shuffles by seed=, equal on all ranks; give the generator to a "
