@@ -1,13 +1,18 @@
-"""Every rank has an example in every microbatch, wherever there are enough."""
+"""Every rank has an example in every microbatch, wherever there are enough; fillers elsewhere; how
+many targets a batch has."""
 
 from __future__ import annotations
+
+import math
 
 import numpy as np
 import pytest
 import torch
 
 from orchmllm import BalancedDataLoader, CostModel, Phase, Segment
+from orchmllm.comm.agree import RemoteError
 from orchmllm.plan.fill import at_least
+from tests.lib.dropin import Texts, collate, length_of
 from tests.lib.ranks import run_ranks
 
 LENGTHS = np.random.default_rng(0).lognormal(4, 0.8, 96).astype(int).clip(2).tolist()
@@ -65,3 +70,54 @@ def test_no_rank_goes_without_an_example_beside_a_long_one():
     for k, how in enumerate(cases):
         assert [len(rank[k]) for rank in ranks] == [48 // how["batch_size"]] * 2
         assert sorted(i for rank in ranks for batch in rank[k] for i in batch) == list(range(96))
+
+
+class Batch:
+    """A class of batch whose copies share what holds its tensors."""
+
+    def __init__(self, examples: list[dict]) -> None:
+        self.tensors = collate(examples)
+
+    def __getitem__(self, key: str) -> torch.Tensor:
+        return self.tensors[key]
+
+    def __setitem__(self, key: str, value: torch.Tensor) -> None:
+        self.tensors[key] = value
+
+
+def labelled(world) -> list[tuple[int, int]]:
+    """(labels, targets) of each batch; 13 examples, so that the last batch is a filler."""
+    loader = BalancedDataLoader(Texts(13), 3, accumulation_steps=2, collate_fn=Batch,
+                                lengths=length_of)
+    return [(int((batch["labels"] != -100).sum()), loader.step.local_targets[0])
+            for batch in loader]
+
+
+@pytest.mark.dist
+def test_looking_for_a_fillers_labels_changes_no_batch():
+    batches, = run_ranks(labelled, 1)
+    assert [held for held, _ in batches] == [counted for _, counted in batches]
+    assert [held > 0 for held, _ in batches] == [True] * 5 + [False]
+
+
+def counts(world, given: list) -> list[str]:
+    out = []
+    for value in given:
+        loader = BalancedDataLoader(Texts(), 4, collate_fn=collate, lengths=length_of,
+                                    num_targets=lambda batch, value=value: value)
+        try:
+            next(iter(loader))
+            out.append(str(loader.step.num_global_targets))
+        except RemoteError as error:
+            out.append(str(error))
+    return out
+
+
+@pytest.mark.dist
+def test_num_targets_returns_a_whole_number():
+    right = [7, 7.0, np.int32(7), torch.tensor(7), True, 0]
+    wrong = [0.98, -1, math.nan, math.inf, torch.tensor(2.5), None]
+    texts, = run_ranks(counts, 1, right + wrong)
+    assert texts[:6] == ["7", "7", "7", "7", "1", "0"]
+    for text, value in zip(texts[6:], [0.98, -1, "nan", "inf", 2.5, None], strict=True):
+        assert f"num_targets returned {value}: return a whole number >= 0" in text
