@@ -61,7 +61,7 @@ class Orchestrator:
     spec: what the planner knows; the same on all ranks. gather: CPU groups owned by the thread that
     calls gather_layout and commit. planner: replaces plan_step (tests compare arbitrary
     rearrangements; where the spec has integer programs it is given their solver as `solve`).
-    assigner: replaces assign_microbatches, as in the loader for users' own loops. group:
+    assigner: replaces assign_microbatches, the microbatch (n,) of each example. group:
     CPU group of the ranks, owned by the same thread as `gather`; dispatch `bytes` needs it.
     hop_groups: rows travel in two hops over these groups (see orchmllm.comm.exchange.hop_groups),
     not in one. commit_gather: where the ranks of `gather` are one shard of those that share a step,

@@ -155,7 +155,7 @@ def ignore_labels(batch: Any, rank: int, *, counted: bool) -> Any:
 
 
 def with_labels(batch: Any, labels: Tensor) -> Any:
-    """The batch with other labels; a new one where it cannot be changed."""
+    """The batch with other labels, of any shape; a new one where it cannot be changed."""
     if hasattr(batch, "__setitem__"):
         batch["labels"] = labels
     elif dataclasses.is_dataclass(batch):
