@@ -26,7 +26,8 @@ def check_equivalence(
             loader.scale_mean(model(**batch).loss, batch["labels"], shifted=True).backward()
         check_equivalence(step, model.named_parameters, loader)
 
-    step: batch -> None, forward and backward (no optimizer). parameters: the model's
+    step: batch -> None, forward and backward (no optimizer); with accumulation_steps it is called
+    for each batch, and gradients are compared after the last. parameters: the model's
     named_parameters. loader: a BalancedDataLoader, which stands afterwards where it stood, or any
     other that yields the same batches each time. encoders: handles of balance_encoders, which move
     nothing in the run for comparison (`shadow`). Every rank then encodes what it has: under FSDP
@@ -76,11 +77,14 @@ def _as_sampled(loader: Any, encoders: Sequence[Any], off: bool) -> Iterator[Non
 
 def _gradients(step, parameters, loader, num_steps: int) -> list[dict[str, tuple[Tensor, float]]]:
     """Per step: name -> (gradient in float64, unit in the last place of its own type)."""
-    out = []
-    for batch in loader:
-        for _, p in parameters():
-            p.grad = None
+    out, per_step = [], getattr(loader, "accumulation_steps", 1)
+    for k, batch in enumerate(loader):
+        if k % per_step == 0:
+            for _, p in parameters():
+                p.grad = None
         step(batch)
+        if (k + 1) % per_step:
+            continue  # examples change their microbatch: gradients are equal in sum
         found = {n: torch.zeros_like(p) if p.grad is None else p.grad
                  for n, p in parameters() if p.requires_grad}
         out.append({n: (_whole(g), torch.finfo(g.dtype).eps) for n, g in found.items()})

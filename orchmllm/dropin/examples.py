@@ -131,7 +131,7 @@ def imbalances(plan: StepPlan) -> dict[str, tuple[float, float]]:
 def count_labels(batch: Any) -> tuple[int, int] | None:
     """Labels of a collated batch that are not -100: all of them, and without the first of each row,
     which a model that shifts the labels never predicts. None where there is no tensor "labels"."""
-    labels = _labels(batch)
+    labels = labels_of(batch)
     if labels is None:
         return None
     counted = labels != IGNORE_INDEX
@@ -142,7 +142,7 @@ def ignore_labels(batch: Any, rank: int, *, counted: bool) -> Any:
     """A filler batch whose labels are all ignored. counted: whether the user has a num_targets
     function; then a batch without "labels" is a filler for the loss scale alone. Raises ValueError
     for one that has neither."""
-    labels = _labels(batch)
+    labels = labels_of(batch)
     if labels is None:
         if counted:
             return batch
@@ -150,19 +150,25 @@ def ignore_labels(batch: Any, rank: int, *, counted: bool) -> Any:
             f"rank {rank} has no example in this step and cannot be given a filler, because the "
             'batch has no tensor "labels" to ignore: use drop_last=True, more examples, a '
             'collate_fn that returns "labels", or num_targets=')
-    ignored = torch.full_like(labels, IGNORE_INDEX)  # not in place: it may be the dataset's own
+    # not in place: it may be the dataset's own
+    return with_labels(batch, torch.full_like(labels, IGNORE_INDEX))
+
+
+def with_labels(batch: Any, labels: Tensor) -> Any:
+    """The batch with other labels, of any shape; a new one where it cannot be changed."""
     if hasattr(batch, "__setitem__"):
-        batch["labels"] = ignored
+        batch["labels"] = labels
     elif dataclasses.is_dataclass(batch):
-        batch = dataclasses.replace(batch, labels=ignored)
+        batch = dataclasses.replace(batch, labels=labels)
     elif hasattr(batch, "_replace"):
-        batch = batch._replace(labels=ignored)
+        batch = batch._replace(labels=labels)
     else:
-        batch.labels = ignored
+        batch.labels = labels
     return batch
 
 
-def _labels(batch: Any) -> Tensor | None:
+def labels_of(batch: Any) -> Tensor | None:
+    """The tensor "labels" of a batch, None where there is none."""
     try:
         labels = batch["labels"]
     except (TypeError, KeyError, IndexError):

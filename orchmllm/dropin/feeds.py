@@ -23,7 +23,14 @@ from orchmllm.comm.exchange_bytes import exchange_bytes
 from orchmllm.data.loading.pipeline import Postponed
 from orchmllm.dropin import wire
 from orchmllm.dropin.draws import END, Batches
-from orchmllm.dropin.examples import Phase, batch_layout, count_labels, ignore_labels
+from orchmllm.dropin.examples import (
+    Phase,
+    batch_layout,
+    count_labels,
+    ignore_labels,
+    labels_of,
+    with_labels,
+)
 from orchmllm.plan.layout import ENCODERS, BatchLayout
 from orchmllm.plan.rearrange import Rearrangement
 from orchmllm.plan.step import StepPlan
@@ -50,17 +57,31 @@ class Collator:
         counted = self.num_targets is not None
         is_filler = not len(micro.rank_plan.examples)
         if self._tail_is_filled or is_filler:  # fails at the first batch, not at the last
+            labels = labels_of(batch)
             filler = ignore_labels(copy.copy(batch), self.rank, counted=counted)
-            batch, self._tail_is_filled = filler if is_filler else batch, False
+            self._tail_is_filled = False
+            if is_filler:
+                batch = filler
+            elif labels_of(batch) is not labels:  # the copy shares what holds them
+                batch = with_labels(batch, labels)
         if is_filler:
             micro.num_targets = 0, 0
         elif counted:
-            micro.num_targets = (int(self.num_targets(batch)),) * 2
+            micro.num_targets = (_whole(self.num_targets(batch)),) * 2
         else:
             micro.num_targets = count_labels(batch) or UNCOUNTED
         if self._pins:
             batch, inputs = pin_memory(batch), pin_memory(inputs)
         micro.content, micro.inputs = batch, inputs
+
+
+def _whole(count: Any) -> int:
+    """What num_targets returned. ValueError for what is no count: cut to an integer it would weigh
+    the loss wrongly."""
+    value = count.item() if hasattr(count, "item") else count
+    if not isinstance(value, int | float) or not value >= 0 or value % 1:  # nan is neither
+        raise ValueError(f"num_targets returned {value!r}: return a whole number >= 0, of targets")
+    return int(value)
 
 
 def targets_of(step: Step) -> tuple[int, int]:
@@ -226,8 +247,9 @@ class ExampleFeed:
     def _filler(self, phases: dict[str, Phase]) -> Any:
         rank = self.collator.rank  # in the loader's group, of which a shard may be a part
         if phases:
-            raise ValueError(f"rank {rank} has no example in this step: use drop_last=True or more "
-                             "examples per step")
+            raise ValueError(f"rank {rank} has no example in this step, and with media of a Phase "
+                             "a batch cannot be empty: use drop_last=True, larger batches or fewer "
+                             "accumulation_steps")
         if self._spare is None:
             raise ValueError(f"rank {rank} never had an example and gets none in this step: give "
                              "its stream data, or use larger batches")

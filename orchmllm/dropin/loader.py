@@ -32,6 +32,7 @@ from orchmllm.dropin.source import (
 from orchmllm.dropin.versions import require
 from orchmllm.orchestrator import Orchestrator
 from orchmllm.plan.cost import CostModel
+from orchmllm.plan.fill import assign_filled, plan_filled
 
 STATE_VERSION = 1
 UNKNOWN_LEN = sys.maxsize
@@ -107,8 +108,8 @@ class BalancedDataLoader(DataLoader):
                                 dispatch, min_gain, exchange)
         self.rank, self.num_ranks, self.exchange_group = links.rank, len(ranks), links.device
         self._orchestrator = Orchestrator(
-            spec, links.gather, group=links.cpu, commit_gather=links.everyone,
-            hop_groups=links.hops)
+            spec, links.gather, planner=plan_filled, assigner=assign_filled, group=links.cpu,
+            commit_gather=links.everyone, hop_groups=links.hops)
         batches = self.num_ranks * accumulation_steps  # of a step
         if source.kind == "indices":
             self.global_batch_size = source.batch_size * batches
@@ -197,7 +198,7 @@ class BalancedDataLoader(DataLoader):
             self._reader.feed(self._order(), self.prefetch, epoch, first, state), orch,
             first_step=first, accumulation_steps=self.accumulation_steps, prefetch=self.prefetch)
         steps, yielded = iter(pipeline), 0  # batches
-        self._live, self._next = True, (epoch + 1, 0, None)
+        self._live, self._next = True, (after := (epoch + 1, 0, None))
         try:
             for step in steps:
                 self._log.told(step, epoch)
@@ -212,7 +213,8 @@ class BalancedDataLoader(DataLoader):
             self._done = epoch + 1, 0, None
         except GeneratorExit:
             done = first * self.accumulation_steps + yielded
-            if yielded <= 1 and done < length_hint(self, UNKNOWN_LEN):
+            looked = yielded <= 1 and done < length_hint(self, UNKNOWN_LEN)
+            if looked and self._next is after:  # no state or epoch was set meanwhile
                 self._next = before
             raise
         finally:
@@ -284,13 +286,14 @@ class BalancedDataLoader(DataLoader):
         state = {"version": STATE_VERSION, **self._order(), "epoch": epoch, "step": step}
         if self._source.kind == "indices":
             return state
-        return {**state, "rank": self.rank, "num_ranks": self.num_ranks, "inner": inner}
+        return {**state, "rank": self.rank, "num_ranks": self.num_ranks, "inner": inner,
+                **self._source.counted()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on where `state` was taken, on any number of ranks and workers for a map-style
         dataset without a sampler: the global batches stay what they were. Raises ValueError for
         another version, kind, dataset, order or accumulation, and for a per-rank state of another
-        rank or number of ranks."""
+        rank or number of ranks, or within an epoch of another batch size."""
         check_state(state, self.state_dict())
         if self._source.kind == "indices":
             self.global_batch_size = state["global_batch_size"]

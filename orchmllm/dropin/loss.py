@@ -35,8 +35,24 @@ def scale(
     denominator = max(info.denominator(shifted=shifted), 1)
     weight = info.local_targets[shifted] if mean else 1
     if not info.num_examples or not weight:
+        _drop_nan(loss)
         return loss.nan_to_num(posinf=0.0, neginf=0.0) * 0  # a mean of nothing is nan
     return loss * (factor * weight / denominator)
+
+
+def _drop_nan(loss: Tensor) -> None:
+    """Makes 0 of every nan in the backward pass of a loss of nothing: behind (ce * mask).sum() /
+    mask.sum() the gradient is 0 / 0, whatever the loss is multiplied by. Where a nan is born it
+    becomes 0, so gradients of other losses that come through the same nodes stay what they are."""
+    nodes, seen = [loss.grad_fn], set()
+    while nodes:
+        node = nodes.pop()
+        if node in seen or not getattr(node, "next_functions", ()):  # those of parameters stay
+            continue
+        seen.add(node)
+        node.register_hook(lambda into, _: tuple(
+            g if g is None else g.nan_to_num(0.0, torch.inf, -torch.inf) for g in into))
+        nodes += [following for following, _ in node.next_functions]
 
 
 def check_labels(labels: Tensor | None, info: StepInfo, *, shifted: bool) -> None:

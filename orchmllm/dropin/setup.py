@@ -44,6 +44,9 @@ def check_arguments(
          "a stream has no indices: give length_fn instead of lengths")
     need(kind == "indices" or not source.shuffle,
          "shuffle=True: the dataset, the sampler or the wrapped loader decides the order")
+    need(kind == "stream" or not source.workers["num_workers"] or source.workers["in_order"],
+         "in_order is False: a batch that a worker loaded early would be taken for another one; "
+         "leave it out")
     if kind == "indices":
         need(not source.shuffle or source.workers["generator"] is None,
              "generator: the loader shuffles by seed=, equal on all ranks; give the generator to a "
@@ -152,3 +155,10 @@ def check_state(state: Mapping[str, Any], mine: Mapping[str, Any]) -> None:
                    if name in ("num_ranks", "rank") else "")
             raise ValueError(f"loader state: {name} was {state.get(name)!r}, now it is "
                              f"{mine[name]!r}{why}")
+    if state["step"] and state.get("inner") is None and mine["kind"] != "indices":
+        for name in ("batch_size", "num_examples"):  # states of before do not have them
+            if state.get(name, mine[name]) != mine[name]:
+                raise ValueError(
+                    f"loader state: {name} was {state[name]}, now it is {mine[name]}, so the "
+                    f"{state['step']} steps that were done had other examples: go on with "
+                    f"{name} {state[name]}, or begin an epoch")

@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from operator import length_hint
 from typing import Any
 
 from torch.utils.data import (
@@ -73,6 +74,13 @@ class Source:
         for part in {id(p): p for p in parts if hasattr(p, "set_epoch")}.values():
             part.set_epoch(epoch)
 
+    def counted(self) -> dict[str, int | None]:
+        """What the step of a state per rank counts: batches of this size, of a dataset that has so
+        many examples. None: not known."""
+        size = getattr(self.batch_sampler, "batch_size", self.batch_size)
+        held = length_hint(self.dataset, 0) if self.kind == "sampler" else 0
+        return {"batch_size": size if isinstance(size, int) else None, "num_examples": held or None}
+
     def is_undistributed(self) -> bool:
         """Whether the user's sampler gives every rank all the data."""
         return (self.kind == "sampler" and type(self.batch_sampler) is BatchSampler
@@ -91,13 +99,11 @@ def open_source(
     workers = _WORKERS | workers
     known = Source("stream", dataset, **drawing, collate=collate_fn or default_collate,
                    pin_memory=pin_memory, workers=workers)
+    mapped = not isinstance(dataset, IterableDataset) and hasattr(dataset, "__getitem__")
+    _refuse_beside(dataset, mapped, drawing, workers)
     if isinstance(dataset, DataLoader):
-        for name, value in (drawing | workers).items():
-            if value != (_DRAWING | _WORKERS)[name]:
-                raise ValueError(f"{name} is {value!r}: the wrapped DataLoader decides that, so "
-                                 "give it that argument")
         _wrap(known, dataset, collate_fn, lengths)
-    elif not isinstance(dataset, IterableDataset) and hasattr(dataset, "__getitem__"):
+    elif mapped:
         known.kind = "indices" if known.sampler is known.batch_sampler is None else "sampler"
         if known.kind == "sampler":
             known.sampler = known.sampler or getattr(known.batch_sampler, "sampler", None)
@@ -106,6 +112,32 @@ def open_source(
     known.workers = {**known.workers, "multiprocessing_context": loader_context(
         known.workers["multiprocessing_context"], known.workers["num_workers"])}
     return known
+
+
+def _refuse_beside(
+    dataset: Any, mapped: bool, drawing: dict[str, Any], workers: dict[str, Any]
+) -> None:
+    """Raises ValueError for an argument that would have no effect beside the data that is given, or
+    beside another argument."""
+    given = {name: value for name, value in (drawing | workers).items()
+             if value != (_DRAWING | _WORKERS)[name]}
+    if isinstance(dataset, DataLoader):
+        unused, cure = set(given), "the wrapped DataLoader decides that, so give it that argument"
+    elif isinstance(dataset, IterableDataset):
+        unused = {"sampler", "batch_sampler"}
+        cure = "an IterableDataset decides what it yields: leave it out, or use a map-style dataset"
+    elif not mapped:
+        unused = given.keys() - {"shuffle", "drop_last"}
+        if drawing["drop_last"]:
+            unused -= {"batch_size"}  # of a batch that is not dropped
+        cure = ("an iterable of lists of examples decides that: leave it out, or give a dataset or "
+                "a DataLoader")
+    else:
+        unused = drawing.keys() - {"batch_sampler"} if "batch_sampler" in given else set()
+        cure = "the batch_sampler decides that: leave one of them out"
+    for name in given:
+        if name in unused:
+            raise ValueError(f"{name} is {given[name]!r}: {cure}")
 
 
 def _wrap(known: Source, loader: DataLoader, collate_fn: Callable | None, lengths: Any) -> None:

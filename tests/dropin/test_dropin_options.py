@@ -80,8 +80,10 @@ def refused(world, cases: list[dict]) -> list[str]:
     out = []
     for how in cases:
         data = Stream(0, 8) if how.pop("stream", False) else Texts()
+        data = iter([[data[0]]]) if how.pop("lists", False) else data
         how |= {"generator": torch.Generator()} if "generator" in how else {}
-        given = (DataLoader(data, 2),) if how.pop("wrapped", False) else (data, 2)
+        wrapped = how.pop("wrapped", False)
+        given = (DataLoader(data, 2),) if wrapped else (data, how.pop("batch_size", 2))
         try:
             BalancedDataLoader(*given, **{"lengths": LENGTHS, **how})
             out.append("")
@@ -91,6 +93,7 @@ def refused(world, cases: list[dict]) -> list[str]:
 
 
 def test_what_cannot_be_honoured_raises():
+    loaded = dict(lengths=None, length_fn=len)
     cases = [
         (dict(dispatch="tensors"), "use 'load' or 'bytes'"), (dict(lengths=None), "give either"),
         (dict(length_fn=len), "give either"), (dict(lengths=[1]), "lengths has 1 entries"),
@@ -106,11 +109,21 @@ def test_what_cannot_be_honoured_raises():
         (dict(phases={"video": CostModel(1, 0)}), "none of"),
         (dict(stream=True, lengths=None, length_fn=len, shard_size=1), "shard_size"),
         (dict(stream=True, lengths=None, length_fn=len, shuffle=True), "shuffle"),
+        (dict(in_order=False, num_workers=2), "in_order is False: a batch that a worker loaded"),
+        (dict(batch_sampler=[[0]]), "batch_size is 2: the batch_sampler decides"),
+        (dict(batch_sampler=[[0]], batch_size=1, sampler=[0]), "sampler is [0]: the batch_sampler"),
+        (dict(batch_sampler=[[0]], batch_size=1, drop_last=True), "drop_last is True: the batch"),
+        (dict(stream=True, sampler=[0], **loaded), "sampler is [0]: an IterableDataset decides"),
+        (dict(stream=True, batch_sampler=[[0]], **loaded), "batch_sampler is [[0]]: an Iterable"),
+        (dict(lists=True, **loaded), "batch_size is 2: an iterable of lists of examples decides"),
+        (dict(lists=True, batch_size=1, num_workers=2, **loaded), "num_workers is 2: an iterable"),
+        (dict(lists=True, batch_size=1, sampler=[0], **loaded), "sampler is [0]: an iterable"),
+        (dict(lists=True, drop_last=True, **loaded), ""),
         (dict(lenghts=LENGTHS), "BalancedDataLoader has no argument 'lenghts'"),
     ]
     for text, (_, want) in zip(run_ranks(refused, 2, [c for c, _ in cases])[0], cases,
                                strict=True):
-        assert want in text, (text, want)
+        assert want in text and bool(want) == bool(text), (text, want)
 
 
 def in_more_groups(world) -> str:
@@ -252,7 +265,7 @@ def test_lengths_in_an_array_are_taken_without_an_object_for_each(of):
         batch_layout([0], list(of([0.5])), None)
 
 
-def equivalence(world, wrong: bool) -> tuple[float, str]:
+def equivalence(world, wrong: bool, accumulation_steps: int = 1) -> tuple[float, str]:
     torch.manual_seed(0)
     model = DistributedDataParallel(nn.Sequential(nn.Embedding(32, 8), nn.Linear(8, 32)).double())
 
@@ -262,16 +275,19 @@ def equivalence(world, wrong: bool) -> tuple[float, str]:
         loss = nn.functional.cross_entropy(logits, batch["labels"].flatten(), reduction=reduction)
         (loss if wrong else loader.scale_sum(loss)).backward()
 
-    loader = BalancedDataLoader(Texts(), 4, collate_fn=collate, length_fn=token_count)
+    loader = BalancedDataLoader(Texts(), 4, collate_fn=collate, length_fn=token_count,
+                                accumulation_steps=accumulation_steps)
     try:
-        return check_equivalence(step, model.named_parameters, loader), ""
+        return check_equivalence(step, model.named_parameters, loader, num_steps=2), ""
     except AssertionError as e:
         return 1.0, str(e)
 
 
-def test_check_equivalence_passes_a_sum_and_finds_a_mean_per_rank():
-    assert all(worst < 1e-12 for worst, _ in run_ranks(equivalence, 2, False))
-    assert all("loader.scale_mean" in text for _, text in run_ranks(equivalence, 2, True))
+@pytest.mark.parametrize("accumulation_steps", [1, 3])
+def test_check_equivalence_passes_a_sum_and_finds_a_mean_per_rank(accumulation_steps):
+    right, wrong = (run_ranks(equivalence, 2, w, accumulation_steps) for w in (False, True))
+    assert all(worst < 1e-12 and not text for worst, text in right), right
+    assert all("loader.scale_mean" in text for _, text in wrong), wrong
 
 
 def used_in_one_run(world, balanced: bool) -> str:

@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from orchmllm import Encoder, Rows, balance_encoders
+from orchmllm.comm.agree import RemoteError
 from tests.lib.encoder_runs import gradients, mean_gradients, sharded, worst
 from tests.lib.examples import load
 from tests.lib.ranks import RankFailure, run_ranks
@@ -219,3 +220,38 @@ def test_an_error_amid_collectives_ends_all_ranks():
     assert set(failure.value.errors) == {0, 1} and time.monotonic() - started < 200
     assert failure.value.errors[1][0] == "KeyError"
     assert "the user's bug" in failure.value.errors[1][2]
+
+
+class Normed(nn.Module):
+    """A frozen tower with batch normalisation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tower = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)).requires_grad_(False)
+        self.head, self.embed = nn.Linear(8, 4), nn.Embedding(4, 4)
+
+    def forward(self, ids, photos):
+        return self.embed(ids).sum() + self.head(self.tower(photos)).square().sum()
+
+
+def normed(world, kept: bool) -> tuple[float, str]:
+    """kept: the loop leaves the normalisation in eval mode."""
+    torch.manual_seed(0)
+    model = Normed().double().eval()
+    inputs = torch.zeros(1, dtype=torch.int64), torch.randn(2 + 4 * world.rank, 8).double()
+    want = mean_gradients(model, lambda m: [m(*inputs)])
+    balance_encoders(model, [Encoder("photo", {"tower": Rows("photos")})], join="embed",
+                     min_gain=0.0)
+    model.train()
+    if kept:
+        model.tower[1].eval()
+    try:
+        return worst(mean_gradients(model, lambda m: [m(*inputs)]), want), ""
+    except RemoteError as error:
+        return 1.0, str(error)
+
+
+def test_a_batch_norm_that_train_mode_switches_on_is_refused():
+    assert all(difference < EXACT for difference, _ in run_ranks(normed, 2, True))
+    for _, text in run_ranks(normed, 2, False):
+        assert "tower.1 is a BatchNorm1d" in text and "call its eval() after" in text

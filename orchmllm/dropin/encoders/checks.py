@@ -1,4 +1,5 @@
-"""What is refused at the call of balance_encoders, before anything is hooked."""
+"""What is refused at the call of balance_encoders, before anything is hooked, and what is looked at
+again in each forward."""
 
 from __future__ import annotations
 
@@ -23,18 +24,27 @@ def check_encoder(owner: nn.Module, encoder: Encoder, captures: bool) -> None:
             raise ValueError(f"encoder {encoder.name!r}: {type(owner).__name__}.{name} is no "
                              "method or submodule")
     for path, tower in encoder.tower_modules(owner):
+        check_norms(encoder, path, tower)
         for name, module in tower.named_modules():
             at = f"encoder {encoder.name!r}: {'.'.join(p for p in (path, name) if p)}"
-            if isinstance(module, nn.modules.batchnorm._BatchNorm) and not _frozen(module):
-                raise ValueError(f"{at} is a {type(module).__name__}, whose result depends on the "
-                                 "other items of the rank: use another normalisation or "
-                                 "momentum=0 in eval mode")
             if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
                 raise ValueError(f"{at} has dropout {module.p}: its masks would depend on where an "
                                  "item is encoded; set it to 0")
         _check_config(encoder, path, getattr(tower, "config", None))
         if captures:
             check_capture(encoder, path, tower)
+
+
+def check_norms(encoder: Encoder, path: str, tower: nn.Module) -> None:
+    """Raises ValueError for batch normalisation over the items that a rank encodes. model.train()
+    switches on what was in eval mode at the call."""
+    for name, module in tower.named_modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and not _frozen(module):
+            raise ValueError(
+                f"encoder {encoder.name!r}: {'.'.join(p for p in (path, name) if p)} is a "
+                f"{type(module).__name__}, whose result depends on the other items of the rank: "
+                "use another normalisation, or freeze its parameters and call its eval() after "
+                "each model.train()")
 
 
 def check_capture(encoder: Encoder, path: str, tower: nn.Module) -> None:

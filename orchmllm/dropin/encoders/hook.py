@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from orchmllm.comm.exchange import RowGather
 from orchmllm.dropin.encoders import families
 from orchmllm.dropin.encoders.assignment import Assignment, assign
-from orchmllm.dropin.encoders.checks import check_capture, check_encoder
+from orchmllm.dropin.encoders.checks import check_capture, check_encoder, check_norms
 from orchmllm.dropin.encoders.exchange import Encoded, Stopwatch, encode_share, return_features
 from orchmllm.dropin.encoders.playback import Playback, shadow
 from orchmllm.dropin.encoders.results import rebuild
@@ -140,8 +140,9 @@ class EncoderHandle:
         if self._family:
             families.refuse_unknown(self.encoders, inputs)
         towers = encoder.tower_modules(module)
-        if self._family and self._family.captures:
-            for path, tower in towers:
+        for path, tower in towers:
+            check_norms(encoder, path, tower)
+            if self._family and self._family.captures:
                 check_capture(encoder, path, tower)
         dtype = next((p.dtype for p in towers[0][1].parameters() if p.is_floating_point()), None)
         return describe_local(encoder, module, inputs, dtype if encoder.cast else None)

@@ -1,0 +1,123 @@
+"""Every rank has an example in every microbatch, wherever there are enough; fillers elsewhere; how
+many targets a batch has."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from orchmllm import BalancedDataLoader, CostModel, Phase, Segment
+from orchmllm.comm.agree import RemoteError
+from orchmllm.plan.fill import at_least
+from tests.lib.dropin import Texts, collate, length_of
+from tests.lib.ranks import run_ranks
+
+LENGTHS = np.random.default_rng(0).lognormal(4, 0.8, 96).astype(int).clip(2).tolist()
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_at_least_moves_the_fewest_items_that_fill_every_place(seed):
+    rng = np.random.default_rng(seed)
+    places, least = rng.integers(1, 6, 2).tolist()
+    lengths = rng.integers(0, 9, rng.integers(0, 40))
+    before = rng.integers(0, places, len(lengths)) ** 2 // places  # more in the first ones
+    after = at_least(before, lengths, places, least)
+    held, holds = (np.bincount(p, minlength=places) for p in (before, after))
+    if len(lengths) < places * least:
+        assert (after == before).all()
+    else:
+        assert holds.min() >= least
+        assert (after != before).sum() == np.maximum(least - held, 0).sum()
+        assert (holds >= np.minimum(held, least)).all()
+
+
+class Pictures(torch.utils.data.Dataset):
+    def __len__(self) -> int:
+        return len(LENGTHS)
+
+    def __getitem__(self, i: int) -> dict:
+        return {"id": i, "text": torch.zeros(LENGTHS[i]), "images": [torch.zeros(3)]}
+
+
+def pieces(example: dict) -> list[Segment]:
+    return [Segment("text", len(example["text"])), Segment("vision", 2, rows=2)]
+
+
+def numbers(world, cases: list[dict]) -> list[list[list[int]]]:
+    """Of the examples of each batch: collate gives no labels, so that a filler is an error."""
+    out = []
+    for how in cases:
+        if how.pop("media", False):
+            how["phases"] = {"vision": Phase(CostModel(1000, 0), "images", lambda media: media)}
+        loader = BalancedDataLoader(Pictures(), drop_last=True, shuffle=True, check_loss=False,
+                                    collate_fn=lambda e: [x["id"] for x in e], **how)
+        out.append([batch for batch in loader if loader.step.num_examples])
+    return out
+
+
+@pytest.mark.dist
+def test_no_rank_goes_without_an_example_beside_a_long_one():
+    """A long example takes a microbatch, or with `padded` some ranks, for itself."""
+    cases = [dict(batch_size=1, accumulation_steps=4, lengths=LENGTHS),
+             dict(batch_size=1, accumulation_steps=4, length_fn=pieces, media=True),
+             dict(batch_size=2, accumulation_steps=2, lengths=LENGTHS, policy="none"),
+             dict(batch_size=2, accumulation_steps=2, lengths=LENGTHS, min_gain=0.9),
+             dict(batch_size=4, lengths=LENGTHS, policy="padded")]
+    ranks = run_ranks(numbers, 2, cases)
+    for k, how in enumerate(cases):
+        assert [len(rank[k]) for rank in ranks] == [48 // how["batch_size"]] * 2
+        assert sorted(i for rank in ranks for batch in rank[k] for i in batch) == list(range(96))
+
+
+class Batch:
+    """A class of batch whose copies share what holds its tensors."""
+
+    def __init__(self, examples: list[dict]) -> None:
+        self.tensors = collate(examples)
+
+    def __getitem__(self, key: str) -> torch.Tensor:
+        return self.tensors[key]
+
+    def __setitem__(self, key: str, value: torch.Tensor) -> None:
+        self.tensors[key] = value
+
+
+def labelled(world) -> list[tuple[int, int]]:
+    """(labels, targets) of each batch; 13 examples, so that the last batch is a filler."""
+    loader = BalancedDataLoader(Texts(13), 3, accumulation_steps=2, collate_fn=Batch,
+                                lengths=length_of)
+    return [(int((batch["labels"] != -100).sum()), loader.step.local_targets[0])
+            for batch in loader]
+
+
+@pytest.mark.dist
+def test_looking_for_a_fillers_labels_changes_no_batch():
+    batches, = run_ranks(labelled, 1)
+    assert [held for held, _ in batches] == [counted for _, counted in batches]
+    assert [held > 0 for held, _ in batches] == [True] * 5 + [False]
+
+
+def counts(world, given: list) -> list[str]:
+    out = []
+    for value in given:
+        loader = BalancedDataLoader(Texts(), 4, collate_fn=collate, lengths=length_of,
+                                    num_targets=lambda batch, value=value: value)
+        try:
+            next(iter(loader))
+            out.append(str(loader.step.num_global_targets))
+        except RemoteError as error:
+            out.append(str(error))
+    return out
+
+
+@pytest.mark.dist
+def test_num_targets_returns_a_whole_number():
+    right = [7, 7.0, np.int32(7), torch.tensor(7), True, 0]
+    wrong = [0.98, -1, math.nan, math.inf, torch.tensor(2.5), None]
+    texts, = run_ranks(counts, 1, right + wrong)
+    assert texts[:6] == ["7", "7", "7", "7", "1", "0"]
+    for text, value in zip(texts[6:], [0.98, -1, "nan", "inf", 2.5, None], strict=True):
+        assert f"num_targets returned {value}: return a whole number >= 0" in text
