@@ -160,17 +160,8 @@ def check_resumable(state: dict, recipe: Recipe, data: dict) -> None:
                 f"data.{name} is {now}, the checkpoint was trained with {was}: the order of all "
                 "examples would change; use that, or set run.allow_data_change=true to go on at "
                 "the same step of the new order")
-    was, now = dict(state["data"]), dict(data)
-    tokenizer = now.pop("tokenizer", None)
-    if was.pop("tokenizer", tokenizer) != tokenizer and not recipe.run.allow_data_change:
-        raise ValueError(
-            "data.tokenizer gives other token ids than the one of the checkpoint: the same text "
-            "would mean something else to the model; restore that tokenizer and chat template, or "
-            "set run.allow_data_change=true to go on with the new one")
-    if was != now and not recipe.run.allow_data_change:
-        raise ValueError(
-            f"the data changed since the checkpoint: was {was}, is {now}; restore it, "
-            "or set run.allow_data_change=true to go on at the same step of the new data")
+    if not recipe.run.allow_data_change:
+        _check_data(dict(state["data"]), dict(data))
 
 
 def describe_end(saved: Path | None, resume: str) -> str:
@@ -223,3 +214,26 @@ def _check_batch(state: dict, recipe: Recipe) -> None:
         named = " and ".join(f"train.{k} is {getattr(train, k)}, the checkpoint has {state[k]}"
                              for k in keys)
         raise ValueError(f"{named}; {cure}")
+
+
+def _check_data(was: dict, now: dict) -> None:
+    """Raises ValueError naming what differs between the data of a checkpoint and the data of now.
+    What older checkpoints do not record is not compared."""
+    tokenizer, lengths = ([x.pop(key, None) for x in (was, now)] for key in (
+        "tokenizer", "lengths"))
+    go_on = "set run.allow_data_change=true to go on"
+    if tokenizer[0] not in (None, tokenizer[1]):
+        raise ValueError(
+            "data.tokenizer gives other token ids than the one of the checkpoint: the same text "
+            "would mean something else to the model; restore that tokenizer and chat template, or "
+            f"{go_on} with the new one")
+    if was != now:
+        raise ValueError(f"the data changed since the checkpoint: was {was}, is {now}; restore it, "
+                         f"or {go_on} at the same step of the new data")
+    if lengths[0] not in (None, lengths[1]):
+        raise ValueError(
+            "the examples have other lengths than at the checkpoint, so data.batching=capped would "
+            "form other mini-batches, and examples would repeat or be left out. "
+            "data.max_example_tokens or a key of a source (prompt, video_fps, ...) was changed, or "
+            "the index was built again after media files were; restore them and build it again "
+            f"(orchmllm data index RECIPE), or {go_on} at the same step of the new order")
