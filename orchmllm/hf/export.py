@@ -77,7 +77,7 @@ def _write(model: ModelConfig, state: dict, tensors: dict[str, list[FileTensor]]
            max_file_bytes: int, folder: Path, say: Callable[[str], None]) -> dict:
     from tqdm import tqdm
 
-    from orchmllm.hf.describe import CLASSES, part_json
+    from orchmllm.hf.describe import CLASSES, lost, part_json
 
     total = sum(t.num_bytes for part in tensors.values() for t in part)
     note: dict = {"version": VERSION, "step": state["step"], "versions": _versions(),
@@ -85,6 +85,8 @@ def _write(model: ModelConfig, state: dict, tensors: dict[str, list[FileTensor]]
     # On a terminal only.
     with tqdm(total=total, unit="B", unit_scale=True, disable=None, leave=False) as bar:
         for part in PARTS:
+            if problem := lost(part, model):
+                say(f"warning: {problem}")
             (folder / part).mkdir()
             dtype = TORCH_DTYPES[tensors[part][0].dtype]
             for name, contents in part_json(part, model, dtype).items():

@@ -14,6 +14,7 @@ from orchmllm.comm.exchange import RowGather
 from orchmllm.config import Recipe
 from orchmllm.data.dataset import ConversationDataset
 from orchmllm.data.sampler import lengths_digest
+from orchmllm.plan.assign import PHASES
 from orchmllm.runtime.checkpoint import Checkpointer
 from orchmllm.runtime.run_state import NonFiniteError, Progress, check_resumable, resume_keys
 
@@ -32,6 +33,7 @@ class RunCheckpoints(Checkpointer):
             writers=list(range(recipe.fsdp.shard_size or gather.world_size)))
         self._recipe, self._dataset = recipe, dataset
         self._optimizer, self._tensors = optimizer, tensors
+        self._model = resume_keys(recipe)["model"]
 
     @property
     def _data(self) -> dict:
@@ -50,7 +52,7 @@ class RunCheckpoints(Checkpointer):
         if self.config.every_steps < 0:
             return
         self.save(progress.step, self._tensors(), {
-            **progress.to_json(), **resume_keys(self._recipe),
+            **progress.to_json(), **resume_keys(self._recipe), "model": self._model,
             "world_size": self._gather.world_size, "data": self._data,
             "rng": torch.get_rng_state().tolist()})  # of the CPU: nothing draws per rank
 
@@ -66,6 +68,9 @@ class RunCheckpoints(Checkpointer):
         if path is None:
             return None
         check_resumable(state, self._recipe, self._data)
+        for part in PHASES:  # `pretrained` may be left empty now, but an export asks for it
+            started = state["model"][part].get("pretrained", "")
+            self._model[part]["pretrained"] = self._model[part]["pretrained"] or started
         progress, was = self._load_run(path, state), state["world_size"]
         ranks = "" if was == self._gather.world_size else (
             f" (saved on {was} ranks, now {self._gather.world_size}; still "

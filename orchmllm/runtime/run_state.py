@@ -134,14 +134,7 @@ def check_resumable(state: dict, recipe: Recipe, data: dict) -> None:
     if state.get("version") != VERSION:
         raise ValueError(f"the checkpoint's state has version {state.get('version')}, this code "
                          f"reads {VERSION}")
-    saved, default = state["model"], asdict(ModelConfig())
-    for part in PHASES:
-        for key, value in asdict(getattr(recipe.model, part)).items():
-            was = saved[part].get(key, default[part][key])  # a key that came later
-            if was != value and key != "pretrained":  # where it started does not matter any more
-                raise ValueError(
-                    f"model.{part}.{key} is {value}, the checkpoint has {was}: "
-                    "use the same model, or another run.dir, or run.resume=never")
+    _check_model(state["model"], recipe.model)
     if state["seed"] != recipe.run.seed:
         raise ValueError(f"run.seed is {recipe.run.seed}, the checkpoint was sampled with "
                          f"{state['seed']}: the data would repeat; use that seed")
@@ -214,6 +207,23 @@ def _check_batch(state: dict, recipe: Recipe) -> None:
         named = " and ".join(f"train.{k} is {getattr(train, k)}, the checkpoint has {state[k]}"
                              for k in keys)
         raise ValueError(f"{named}; {cure}")
+
+
+def _check_model(saved: dict, model: ModelConfig) -> None:
+    """Raises ValueError naming a key of another value than that of the checkpoint."""
+    default = asdict(ModelConfig())
+    for part in PHASES:
+        start = saved[part].get("pretrained", "")
+        for key, value in asdict(getattr(model, part)).items():
+            was = saved[part].get(key, default[part][key])  # a key that came later
+            if was == value or key == "pretrained":  # where it started does not matter any more
+                continue
+            cure = "use the same model, or another run.dir, or run.resume=never"
+            if start and not getattr(model, part).pretrained and value == default[part][key]:
+                cure = (f"that was read in {start}/config.json perhaps, and is not while "
+                        f"model.{part}.pretrained is empty: start from recipe.yaml in run.dir, "
+                        "which holds every value")
+            raise ValueError(f"model.{part}.{key} is {value}, the checkpoint has {was}: {cure}")
 
 
 def _check_data(was: dict, now: dict) -> None:
