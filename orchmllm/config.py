@@ -178,6 +178,10 @@ class Recipe:
                         yield Conflict((f"train.{name}", f"model.{part}.frozen"),
                                        f"has no effect while model.{part}.frozen is true: leave it "
                                        "out, or set that to false")
+        if self.data.batching == "capped" and train.global_batch_size % train.batch_size:
+            yield Conflict(("train.global_batch_size", "train.batch_size"),
+                           f"has to be a multiple of train.batch_size ({train.batch_size}): with "
+                           "data.batching=capped so many of its examples stand for one mini-batch")
 
     def warnings(self) -> list[str]:
         """Values that work together, but hardly as meant."""

@@ -55,7 +55,8 @@ class TrainConfig:
                                at_least=0, aliases=("grad_clip", "clip_grad_norm"))
     global_batch_size: int = key(
         0, "Examples per step over all ranks and microbatches, kept when a run resumes on another "
-        "number of ranks; 0: batch_size * accumulation_steps * ranks.", at_least=0)
+        "number of ranks; 0: batch_size * accumulation_steps * ranks. With data.batching=capped, "
+        "batch_size of them stand for one mini-batch, whatever that holds.", at_least=0)
     nonfinite: str = key(
         "raise", "What a loss or gradient that is not finite does: `raise`, `skip` the step, or "
         "`rollback` to the last checkpoint and skip the step when it comes again.",
