@@ -22,12 +22,13 @@ from orchmllm.recipe.data_config import DataConfig, RemoteConfig, RemoteRoot, So
 from orchmllm.recipe.fsdp_config import DTYPE_BYTES, FsdpConfig
 from orchmllm.recipe.parse import Loaded, RecipeError, explain, read, to_yaml
 from orchmllm.recipe.schema import Conflict, key, section
+from orchmllm.recipe.train_config import TRAIN_PARTS, TrainConfig
 
-__all__ = ["DataConfig", "FsdpConfig", "Recipe", "RecipeError", "RemoteConfig", "RemoteRoot",
-           "SourceConfig", "explain", "load_recipe", "read_recipe", "to_yaml"]
+__all__ = ["TRAIN_PARTS", "DataConfig", "FsdpConfig", "Recipe", "RecipeError", "RemoteConfig",
+           "RemoteRoot", "SourceConfig", "TrainConfig", "explain", "load_recipe", "read_recipe",
+           "to_yaml"]
 
 PADDED = ("padded", "conv_transformer")  # policies that know of padding
-TRAIN_PARTS = ("vision", "audio", "connector", "llm")
 
 
 @dataclass(frozen=True)
@@ -82,76 +83,6 @@ class LaunchConfig:
 
 
 @dataclass(frozen=True)
-class TrainConfig:
-    """Steps, batches and the optimizer (AdamW)."""
-
-    num_steps: int = key(100, "Optimizer steps.", at_least=1, aliases=("max_steps", "steps"))
-    batch_size: int = key(4, "Examples per rank and microbatch.", at_least=1,
-                          aliases=("micro_batch_size", "per_device_train_batch_size"))
-    accumulation_steps: int = key(1, "Microbatches per step.", at_least=1,
-                                  aliases=("gradient_accumulation_steps", "grad_accum"))
-    validate_every_steps: int = key(0, "Steps between validations on data.num_validation rows; 0: "
-                                    "only before the first and after the last step.", at_least=0,
-                                    aliases=("eval_steps", "val_interval"))
-    lr: float = key(1e-3, "Peak learning rate: after warmup_steps of linear warm-up; then by "
-                    "train.schedule to lr * min_lr_ratio at num_steps.", above=0,
-                    aliases=("learning_rate",))
-    vision_lr: float = key(0.0, "Of the vision encoder, with the same schedule; 0: train.lr.",
-                           at_least=0)
-    audio_lr: float = key(0.0, "Of the audio encoder; 0: train.lr.", at_least=0)
-    connector_lr: float = key(0.0, "Of both connectors; 0: train.lr.", at_least=0)
-    llm_lr: float = key(0.0, "Of the LLM; 0: train.lr.", at_least=0)
-    warmup_steps: int = key(10, "Steps until lr is reached.", at_least=0)
-    schedule: str = key("cosine", "`cosine`, or `wsd`: lr stays, and falls linearly over the last "
-                        "train.decay_ratio of the steps.", choices=("cosine", "wsd"),
-                        aliases=("lr_scheduler_type",))
-    decay_ratio: float = key(0.1, "Share of the steps over which `wsd` falls.", above=0, at_most=1)
-    min_lr_ratio: float = key(0.1, "Learning rate of the last step / lr.", at_least=0, at_most=1)
-    weight_decay: float = key(0.01, "AdamW's decoupled weight decay; norms, biases and the token "
-                              "embedding have none.", at_least=0)
-    vision_weight_decay: float = key(-1.0, "Of the vision encoder; -1: train.weight_decay.",
-                                     at_least=-1)
-    audio_weight_decay: float = key(-1.0, "Of the audio encoder; -1: train.weight_decay.",
-                                    at_least=-1)
-    connector_weight_decay: float = key(-1.0, "Of both connectors; -1: train.weight_decay.",
-                                        at_least=-1)
-    llm_weight_decay: float = key(-1.0, "Of the LLM; -1: train.weight_decay.", at_least=-1)
-    beta1: float = key(0.9, "Decay of the mean of the gradients.", at_least=0, below=1,
-                       aliases=("adam_beta1", "betas"))
-    beta2: float = key(0.95, "Decay of the mean of their squares.", at_least=0, below=1,
-                       aliases=("adam_beta2",))
-    max_grad_norm: float = key(1.0, "Gradients are scaled down to this norm; 0: no clipping.",
-                               at_least=0, aliases=("grad_clip", "clip_grad_norm"))
-    global_batch_size: int = key(
-        0, "Examples per step over all ranks and microbatches, kept when a run resumes on another "
-        "number of ranks; 0: batch_size * accumulation_steps * ranks.", at_least=0)
-    nonfinite: str = key(
-        "raise", "What a loss or gradient that is not finite does: `raise`, `skip` the step, or "
-        "`rollback` to the last checkpoint and skip the step when it comes again.",
-        choices=("raise", "skip", "rollback"))
-
-    def lr_of(self, part: str) -> float:
-        """Peak learning rate of one of TRAIN_PARTS."""
-        return getattr(self, f"{part}_lr") or self.lr
-
-    def weight_decay_of(self, part: str) -> float:
-        """Of one of TRAIN_PARTS."""
-        own = getattr(self, f"{part}_weight_decay")
-        return self.weight_decay if own < 0 else own
-
-    def conflicts(self) -> Iterator[Conflict]:
-        """A train.warmup_steps above 10 is at most train.num_steps; train.global_batch_size has at
-        least one example per microbatch."""
-        if self.warmup_steps > max(self.num_steps, 10):  # a trial run of 5 steps keeps the default
-            yield Conflict(("warmup_steps", "num_steps"),
-                           f"must be at most train.num_steps ({self.num_steps})")
-        if 0 < self.global_batch_size < self.accumulation_steps:
-            yield Conflict(("global_batch_size", "accumulation_steps"),
-                           f"must be at least train.accumulation_steps "
-                           f"({self.accumulation_steps}): one example per microbatch")
-
-
-@dataclass(frozen=True)
 class CheckpointConfig:
     """When the run is saved."""
 
@@ -203,6 +134,7 @@ class Recipe:
     profile: ProfileConfig = section(ProfileConfig)
 
     def conflicts(self) -> Iterator[Conflict]:
+        yield from self._of_train()
         if self.train.nonfinite == "rollback" and self.checkpoint.every_steps < 1:
             yield Conflict(("train.nonfinite", "checkpoint.every_steps"),
                            "rollback needs checkpoints: set checkpoint.every_steps to 1 or more")
@@ -235,6 +167,21 @@ class Recipe:
                 ("balance.audio.policy", "model.audio.mode"),
                 "evens out sums of lengths, but with model.audio.mode=padded a rank takes as long "
                 "as its clips times the longest: set balance.audio.policy=padded")
+
+    def _of_train(self) -> Iterator[Conflict]:
+        """Keys of train.* that do not fit those of other sections."""
+        train = self.train
+        for part in PHASES:
+            if getattr(self.model, part).frozen:
+                for name, unset in ((f"{part}_lr", 0), (f"{part}_weight_decay", -1)):
+                    if getattr(train, name) != unset:
+                        yield Conflict((f"train.{name}", f"model.{part}.frozen"),
+                                       f"has no effect while model.{part}.frozen is true: leave it "
+                                       "out, or set that to false")
+        if self.data.batching == "capped" and train.global_batch_size % train.batch_size:
+            yield Conflict(("train.global_batch_size", "train.batch_size"),
+                           f"has to be a multiple of train.batch_size ({train.batch_size}): with "
+                           "data.batching=capped so many of its examples stand for one mini-batch")
 
     def warnings(self) -> list[str]:
         """Values that work together, but hardly as meant."""

@@ -34,7 +34,7 @@ from orchmllm.runtime.metrics import MetricsLog, open_log
 from orchmllm.runtime.plan_check import Canary
 from orchmllm.runtime.profile import StepProfiler, explained_oom
 from orchmllm.runtime.run_checkpoints import RunCheckpoints
-from orchmllm.runtime.run_state import Progress, describe_end
+from orchmllm.runtime.run_state import MediaCount, Progress, describe_end
 from orchmllm.runtime.stop import Stopped, StopSignal
 from orchmllm.sharding.fsdp import build_model, compute_dtype, reshard, state_tensors
 from orchmllm.sharding.optimizer import (
@@ -263,16 +263,16 @@ class Trainer:
     @torch.no_grad()
     def validate(self) -> float:
         """Mean loss per target over the held-out rows; nan without targets."""
-        train = self.recipe.train
-        sampler = GlobalSampler(self.validation_rows, train.batch_size * self.world.world_size,
-                                shuffle=False)
-        loader = StepLoader(
-            self.dataset, sampler, self._validation, num_steps=len(sampler),
-            prefetch=self.recipe.data.prefetch, num_workers=self.recipe.data.num_workers,
-            servers=self.servers)
+        data, count = self.recipe.data, self.recipe.train.batch_size * self.world.world_size
+        sampler = GlobalSampler(self.validation_rows, count, shuffle=False)
+        loader = StepLoader(self.dataset, sampler, self._validation, num_steps=len(sampler),
+                            prefetch=data.prefetch, num_workers=data.num_workers,
+                            servers=self.servers)
+        media = MediaCount()  # of this pass alone
         total = torch.zeros(2, dtype=torch.float64, device=self.device)
         self.model.eval()
         for step in loader:
+            self.incidents.media(step, media, self.dataset.describe)
             for batch in self._validation.batches(step):
                 total[0] += self.model(batch)
             total[1] += step.num_global_targets / self.world.world_size

@@ -278,15 +278,17 @@ class ConversationDataset:
         return row
 
     def _keep(self, i: int, row: MeasuredExample) -> None:
+        """Threads of a validation may do it, too: nothing is read that another changes midway."""
+        self._drop(i)
         self._cache[i] = row
-        self._cached_bytes += row.num_bytes
+        self._cached_bytes = row.num_bytes + self._cached_bytes
         while len(self._cache) > 1 and (len(self._cache) > self.cached_examples
                                         or self._cached_bytes > CACHED_BYTES):
-            self._drop(next(iter(self._cache)))
+            self._drop(next(iter(list(self._cache)), i))
 
     def _drop(self, i: int) -> None:
-        if i in self._cache:
-            self._cached_bytes -= self._cache.pop(i).num_bytes
+        if (row := self._cache.pop(i, None)) is not None:
+            self._cached_bytes = -row.num_bytes + self._cached_bytes
 
     def _file(self, i: int) -> tuple[str, int]:
         """Data file of example i and its row in it, from 1."""

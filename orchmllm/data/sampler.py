@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
+from hashlib import sha256
 
 import numpy as np
 
@@ -235,12 +236,26 @@ def make_sampler(dataset, rows: Sequence[int], batch_size: int, *, seed: int,
 def capped_groups(dataset, rows: np.ndarray, data: DataConfig, seed: int) -> Groups:
     """Mini-batches of positions in `rows` (n,) below the caps of a recipe's data section. Raises
     ValueError where a source has no index."""
+    sums = [of_all[rows] for of_all in _images_and_tokens(dataset)]
+    return capped(*sums, max_images=data.max_batch_images or int(sums[0].sum()) + 1,
+                  max_tokens=data.max_batch_tokens, seed=seed)
+
+
+def lengths_digest(dataset) -> str:
+    """Changes with anything that changes which mini-batches `capped_groups` forms of the same rows
+    and caps. Raises ValueError where a source has no index."""
+    found = sha256()
+    for numbers in _images_and_tokens(dataset):
+        found.update(numbers)
+    return found.hexdigest()[:16]
+
+
+def _images_and_tokens(dataset) -> list[np.ndarray]:
+    """(len(dataset),) int64 each: images and LLM tokens of every example."""
     if None in dataset.indexes:
         name = dataset.sources[dataset.indexes.index(None)].name
         raise ValueError(f"data.batching is 'capped', which needs the lengths of all rows: source "
                          f"{name} has no index; build it (orchmllm data index RECIPE)")
-    sums = [np.concatenate([np.add.reduceat(values, index.start[:-1]) for index, values in (
-        (i, np.asarray(of(i.table))) for i in dataset.indexes)])[rows]
-        for of in (lambda t: (t[:, 0] == VISION).astype(np.int64), lambda t: t[:, 3])]
-    return capped(*sums, max_images=data.max_batch_images or int(sums[0].sum()) + 1,
-                  max_tokens=data.max_batch_tokens, seed=seed)
+    return [np.concatenate([np.add.reduceat(values, index.start[:-1]) for index, values in (
+        (i, np.asarray(of(i.table), np.int64)) for i in dataset.indexes)])
+        for of in (lambda t: t[:, 0] == VISION, lambda t: t[:, 3])]

@@ -50,6 +50,22 @@ def positions_of(audio: AudioConfig) -> int:
     return _kept("audio", audio.pretrained).get("max_source_positions", WHISPER_POSITIONS)
 
 
+def lost(part: str, model: ModelConfig) -> str:
+    """What an export of a part lacks, and why; empty where the folder that training started from is
+    still there, or where it started from scratch."""
+    start = getattr(model, part).pretrained if part in KEPT else ""
+    path = Path(start).expanduser() / "config.json"
+    try:
+        if start:
+            read_json(path)
+        return ""
+    except ValueError:
+        also = ", and there is no generation_config.json" if part == "llm" else ""
+        return (f"{part}/config.json has defaults for {', '.join(KEPT[part])}{also}: {path} cannot "
+                f"be read (model.{part}.pretrained; a relative path begins in the current folder); "
+                "bring it back and export again")
+
+
 def _kept(part: str, pretrained: str) -> dict[str, Any]:
     if not pretrained:
         return {}

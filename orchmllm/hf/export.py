@@ -51,7 +51,7 @@ def export(checkpoint: Path, out: Path, *, dtype: str = "", max_file_bytes: int 
     staged.mkdir(parents=True)
     try:
         note = _write(model, state, tensors, max_file_bytes, staged, say)
-        note["tokenizer"] = _write_tokenizer(checkpoint, tokenizer, staged / "llm", say)
+        note["tokenizer"] = _write_tokenizer(checkpoint, state, tokenizer, staged / "llm", say)
         (staged / NOTE).write_text(json.dumps(note, indent=1), encoding="utf-8")
         _replace(out, staged)
     finally:
@@ -77,7 +77,7 @@ def _write(model: ModelConfig, state: dict, tensors: dict[str, list[FileTensor]]
            max_file_bytes: int, folder: Path, say: Callable[[str], None]) -> dict:
     from tqdm import tqdm
 
-    from orchmllm.hf.describe import CLASSES, part_json
+    from orchmllm.hf.describe import CLASSES, lost, part_json
 
     total = sum(t.num_bytes for part in tensors.values() for t in part)
     note: dict = {"version": VERSION, "step": state["step"], "versions": _versions(),
@@ -85,6 +85,8 @@ def _write(model: ModelConfig, state: dict, tensors: dict[str, list[FileTensor]]
     # On a terminal only.
     with tqdm(total=total, unit="B", unit_scale=True, disable=None, leave=False) as bar:
         for part in PARTS:
+            if problem := lost(part, model):
+                say(f"warning: {problem}")
             (folder / part).mkdir()
             dtype = TORCH_DTYPES[tensors[part][0].dtype]
             for name, contents in part_json(part, model, dtype).items():
@@ -160,17 +162,22 @@ def _model_of(state: dict) -> ModelConfig:
         raise ValueError("state.json is not that of a checkpoint of a run") from None
 
 
-def _write_tokenizer(checkpoint: Path, given: Path | None, folder: Path,
+def _write_tokenizer(checkpoint: Path, state: dict, given: Path | None, folder: Path,
                      say: Callable[[str], None]) -> str | None:
-    """Copies the tokenizer; returns where it is from, None if it is not known."""
+    """Copies the tokenizer; returns where it is from, None if it is not known. state: of the
+    checkpoint, which records the tokenizer that it was trained with."""
     from orchmllm.hf.tokenizer import copy_tokenizer
 
-    path = given
+    path, trained = given, state.get("data", {}).get("tokenizer")
     try:
         if path is None:
             data = load_recipe(checkpoint.parent.parent / "recipe.yaml").data
             path = Path(data.tokenizer or beside(
                 data.sources[0].path if data.sources else data.path))
+            # The recipe is that of the last run in the folder, which may have had another one.
+            if path.exists() and _is_other(path, trained):
+                raise ValueError(f"{path}, which run.dir/recipe.yaml names, is not the tokenizer "
+                                 "that the checkpoint was trained with")
         names = copy_tokenizer(path, folder)
     except (RecipeError, ValueError) as e:
         if given is not None:
@@ -179,7 +186,22 @@ def _write_tokenizer(checkpoint: Path, given: Path | None, folder: Path,
             "--tokenizer")
         return None
     say(f"llm/ tokenizer from {path}: {', '.join(names)}")
+    if given is not None and _is_other(given, trained):
+        say(f"warning: --tokenizer {given} differs from the one that the checkpoint was trained "
+            "with (tokenizer.json, chat template or special tokens): the same text may be other "
+            "token ids")
     return str(path)
+
+
+def _is_other(path: Path, trained: str | None) -> bool:
+    """Whether a tokenizer is not the one whose digest a checkpoint records; one of before that was
+    recorded is not known."""
+    from orchmllm.data.tokenizer import ChatTokenizer
+
+    try:
+        return trained is not None and ChatTokenizer(path).digest != trained
+    except ValueError:  # not one that a run can be trained with
+        return True
 
 
 def _versions() -> dict[str, str]:

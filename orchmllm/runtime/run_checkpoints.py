@@ -4,6 +4,7 @@ on from one of them."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -12,6 +13,8 @@ from torch import Tensor
 from orchmllm.comm.exchange import RowGather
 from orchmllm.config import Recipe
 from orchmllm.data.dataset import ConversationDataset
+from orchmllm.data.sampler import lengths_digest
+from orchmllm.plan.assign import PHASES
 from orchmllm.runtime.checkpoint import Checkpointer
 from orchmllm.runtime.run_state import NonFiniteError, Progress, check_resumable, resume_keys
 
@@ -30,14 +33,27 @@ class RunCheckpoints(Checkpointer):
             writers=list(range(recipe.fsdp.shard_size or gather.world_size)))
         self._recipe, self._dataset = recipe, dataset
         self._optimizer, self._tensors = optimizer, tensors
+        self._model = resume_keys(recipe)["model"]
+
+    @property
+    def _data(self) -> dict:
+        """What is recorded of the data."""
+        return {**self._dataset.fingerprint(), **self._lengths}
+
+    @cached_property
+    def _lengths(self) -> dict:
+        """Of all examples, which capped mini-batches follow from."""
+        if self._recipe.data.batching != "capped":
+            return {}
+        return {"lengths": lengths_digest(self._dataset)}
 
     def save_run(self, progress: Progress) -> None:
         """A checkpoint of the steps done so far; none with checkpoint.every_steps=-1."""
         if self.config.every_steps < 0:
             return
         self.save(progress.step, self._tensors(), {
-            **progress.to_json(), **resume_keys(self._recipe),
-            "world_size": self._gather.world_size, "data": self._dataset.fingerprint(),
+            **progress.to_json(), **resume_keys(self._recipe), "model": self._model,
+            "world_size": self._gather.world_size, "data": self._data,
             "rng": torch.get_rng_state().tolist()})  # of the CPU: nothing draws per rank
 
     def resume(self) -> Progress | None:
@@ -51,7 +67,10 @@ class RunCheckpoints(Checkpointer):
             self._say(f"warning: {line}; using the one before")
         if path is None:
             return None
-        check_resumable(state, self._recipe, self._dataset.fingerprint())
+        check_resumable(state, self._recipe, self._data)
+        for part in PHASES:  # `pretrained` may be left empty now, but an export asks for it
+            started = state["model"][part].get("pretrained", "")
+            self._model[part]["pretrained"] = self._model[part]["pretrained"] or started
         progress, was = self._load_run(path, state), state["world_size"]
         ranks = "" if was == self._gather.world_size else (
             f" (saved on {was} ranks, now {self._gather.world_size}; still "

@@ -134,14 +134,7 @@ def check_resumable(state: dict, recipe: Recipe, data: dict) -> None:
     if state.get("version") != VERSION:
         raise ValueError(f"the checkpoint's state has version {state.get('version')}, this code "
                          f"reads {VERSION}")
-    saved, default = state["model"], asdict(ModelConfig())
-    for part in PHASES:
-        for key, value in asdict(getattr(recipe.model, part)).items():
-            was = saved[part].get(key, default[part][key])  # a key that came later
-            if was != value and key != "pretrained":  # where it started does not matter any more
-                raise ValueError(
-                    f"model.{part}.{key} is {value}, the checkpoint has {was}: "
-                    "use the same model, or another run.dir, or run.resume=never")
+    _check_model(state["model"], recipe.model)
     if state["seed"] != recipe.run.seed:
         raise ValueError(f"run.seed is {recipe.run.seed}, the checkpoint was sampled with "
                          f"{state['seed']}: the data would repeat; use that seed")
@@ -160,17 +153,8 @@ def check_resumable(state: dict, recipe: Recipe, data: dict) -> None:
                 f"data.{name} is {now}, the checkpoint was trained with {was}: the order of all "
                 "examples would change; use that, or set run.allow_data_change=true to go on at "
                 "the same step of the new order")
-    was, now = dict(state["data"]), dict(data)
-    tokenizer = now.pop("tokenizer", None)
-    if was.pop("tokenizer", tokenizer) != tokenizer and not recipe.run.allow_data_change:
-        raise ValueError(
-            "data.tokenizer gives other token ids than the one of the checkpoint: the same text "
-            "would mean something else to the model; restore that tokenizer and chat template, or "
-            "set run.allow_data_change=true to go on with the new one")
-    if was != now and not recipe.run.allow_data_change:
-        raise ValueError(
-            f"the data changed since the checkpoint: was {was}, is {now}; restore it, "
-            "or set run.allow_data_change=true to go on at the same step of the new data")
+    if not recipe.run.allow_data_change:
+        _check_data(dict(state["data"]), dict(data))
 
 
 def describe_end(saved: Path | None, resume: str) -> str:
@@ -223,3 +207,43 @@ def _check_batch(state: dict, recipe: Recipe) -> None:
         named = " and ".join(f"train.{k} is {getattr(train, k)}, the checkpoint has {state[k]}"
                              for k in keys)
         raise ValueError(f"{named}; {cure}")
+
+
+def _check_model(saved: dict, model: ModelConfig) -> None:
+    """Raises ValueError naming a key of another value than that of the checkpoint."""
+    default = asdict(ModelConfig())
+    for part in PHASES:
+        start = saved[part].get("pretrained", "")
+        for key, value in asdict(getattr(model, part)).items():
+            was = saved[part].get(key, default[part][key])  # a key that came later
+            if was == value or key == "pretrained":  # where it started does not matter any more
+                continue
+            cure = "use the same model, or another run.dir, or run.resume=never"
+            if start and not getattr(model, part).pretrained and value == default[part][key]:
+                cure = (f"that was read in {start}/config.json perhaps, and is not while "
+                        f"model.{part}.pretrained is empty: start from recipe.yaml in run.dir, "
+                        "which holds every value")
+            raise ValueError(f"model.{part}.{key} is {value}, the checkpoint has {was}: {cure}")
+
+
+def _check_data(was: dict, now: dict) -> None:
+    """Raises ValueError naming what differs between the data of a checkpoint and the data of now.
+    What older checkpoints do not record is not compared."""
+    tokenizer, lengths = ([x.pop(key, None) for x in (was, now)] for key in (
+        "tokenizer", "lengths"))
+    go_on = "set run.allow_data_change=true to go on"
+    if tokenizer[0] not in (None, tokenizer[1]):
+        raise ValueError(
+            "data.tokenizer gives other token ids than the one of the checkpoint: the same text "
+            "would mean something else to the model; restore that tokenizer and chat template, or "
+            f"{go_on} with the new one")
+    if was != now:
+        raise ValueError(f"the data changed since the checkpoint: was {was}, is {now}; restore it, "
+                         f"or {go_on} at the same step of the new data")
+    if lengths[0] not in (None, lengths[1]):
+        raise ValueError(
+            "the examples have other lengths than at the checkpoint, so data.batching=capped would "
+            "form other mini-batches, and examples would repeat or be left out. "
+            "data.max_example_tokens or a key of a source (prompt, video_fps, ...) was changed, or "
+            "the index was built again after media files were; restore them and build it again "
+            f"(orchmllm data index RECIPE), or {go_on} at the same step of the new order")

@@ -90,7 +90,8 @@ def clip_gradients(parts: Mapping[str, Sequence[nn.Parameter]], max_norm: float,
 
 
 def learning_rate(step: int, config: TrainConfig) -> float:
-    """Of train.lr: linear warm-up, then by train.schedule to lr * min_lr_ratio at the last step."""
+    """Of train.lr: linear warm-up, then by train.schedule to lr * min_lr_ratio at num_steps, which
+    is one after the last step."""
     if step < config.warmup_steps:
         return config.lr * (step + 1) / config.warmup_steps
     decay = config.num_steps - config.warmup_steps

@@ -142,6 +142,26 @@ def test_limits(corpus, tmp_path, limits, text):
     assert expected[number] in message
 
 
+@pytest.mark.dist
+def test_held_out_rows_have_the_same_rules(corpus, tmp_path):
+    folder, expected = corpus
+    num_rows = len(opened(folder))
+    held = {n for n in expected if n > num_rows // 2}
+
+    def of(name: str, **data):
+        run = run_recipe(folder, tmp_path / name, "load", num_validation=num_rows - num_rows // 2,
+                         **data)
+        return replace(run, train=replace(run.train, num_steps=1))
+
+    run_ranks(failures_seen, 2, of("a"))
+    lines = [json.loads(line) for line in (tmp_path / "a" / "quarantine.jsonl").open()]
+    assert held and {x["row"] for x in lines if x["row"] > num_rows // 2} == held
+    assert len(lines) == len({x["row"] for x in lines})  # two validations
+    with pytest.raises(RankFailure) as failure:
+        run_ranks(failures_seen, 2, of("b", strict=True))
+    assert {e[1].split(":")[0] for e in failure.value.errors.values()} == {"data.strict"}
+
+
 def test_cut_never_crosses_a_medium(corpus):
     folder, expected = corpus
     whole = opened(folder)

@@ -15,7 +15,7 @@ from orchmllm.data.dataset import ConversationDataset
 from orchmllm.data.index import build_index
 from orchmllm.data.sampler import CappedSampler, GlobalSampler, make_sampler, shuffled
 from orchmllm.data.stats import global_batches
-from orchmllm.data.stream import StreamDataset
+from orchmllm.data.stream import StreamDataset, open_dataset
 from orchmllm.data.tokenizer import ChatTokenizer
 from orchmllm.plan.geometry import AudioGeometry, VisionGeometry
 from orchmllm.plan.grouping import capped
@@ -216,10 +216,33 @@ def test_another_order_is_refused_on_resume(folder, change, said):
     run = recipe_of(folder, folder / "x")
     state = {"version": 1, "data": {}, "global_batch_size": 2, **resume_keys(run)}
     check_resumable(state, run, {})
+    check_resumable(state, run, {"lengths": "a"})  # not recorded at first
     other = replace(run, data=replace(run.data, **change))
     with pytest.raises(ValueError, match=said):
         check_resumable(state, other, {})
     check_resumable(state, replace(other, run=replace(run.run, allow_data_change=True)), {})
+
+
+def resumed_with_other_lengths(world, run) -> None:
+    train(world, run)
+    more = replace(run, train=replace(run.train, num_steps=2))
+    other = replace(more, data=replace(more.data, max_example_tokens=120))
+    with pytest.raises(ValueError, match="other lengths than at the checkpoint, so data.batching="):
+        train(world, other)
+    for same in (more, replace(other, run=replace(run.run, allow_data_change=True),
+                               train=replace(run.train, num_steps=3))):
+        assert len(train(world, same)) == 1
+
+
+@pytest.mark.dist
+def test_other_lengths_of_capped_mini_batches_are_refused_on_resume(indexed, tmp_path):
+    run = recipe_of(indexed, tmp_path / "run")
+    run = replace(run, train=replace(run.train, num_steps=1))
+    cut = open_dataset(replace(run.data, max_example_tokens=120), MODEL.vision.geometry,
+                       MODEL.audio.geometry, seed=0)
+    for source in cut.sources:
+        build_index(source, cut.planner, indexed / "index", num_workers=1)
+    run_ranks(resumed_with_other_lengths, 1, run)
 
 
 @pytest.mark.parametrize("data, said", [

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import Array
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -109,3 +112,30 @@ def test_what_planning_keeps_is_bounded_in_bytes(data, tmp_path, monkeypatch):
         a, b = whole.load(i), bounded.load(i)
         assert a.labels.equal(b.labels) and all(a.media[s].equal(b.media[s]) for s in a.media)
         assert whole.kept(i) is not None
+
+
+class Planned:
+    """A row as the planner gives it, of 3 bytes."""
+
+    layout = None
+
+    @property
+    def num_bytes(self) -> int:
+        return sum([1, 1, 1])
+
+
+def test_a_validation_plans_beside_training(data, tmp_path):
+    """Two threads change what is kept, and take turns as often as they can."""
+    one = opened(data[0][1], data[1], tmp_path)
+    one.cached_examples = 4
+    one.bounds = np.array([0, 200_000])
+    one.planner = SimpleNamespace(plan=lambda read, rows, names: [Planned() for _ in rows])
+    every = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(2) as pool:
+            list(pool.map(lambda rows: [one.layout(i) for i in rows],
+                          (range(100_000), range(100_000, 200_000))))
+    finally:
+        sys.setswitchinterval(every)
+    assert 1 <= len(one._cache) <= 5 and one._cached_bytes == 3 * len(one._cache)

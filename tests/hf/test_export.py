@@ -7,7 +7,7 @@ import json
 import shutil
 import subprocess
 import sys
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -33,7 +33,13 @@ from orchmllm.sharding.init import plain_name
 from orchmllm.sharding.pretrained import load_pretrained
 from orchmllm.trainer import Trainer
 from tests.lib.commands import ROOT
-from tests.lib.hf_models import FRAMES, HF_MODEL, from_folders, write_models
+from tests.lib.hf_models import (
+    FRAMES,
+    HF_MODEL,
+    from_folders,
+    write_checkpoint,
+    write_models,
+)
 from tests.lib.ranks import run_ranks
 from tests.lib.submodules import logits
 from tests.lib.synthetic import SyntheticDataset
@@ -355,27 +361,6 @@ def test_what_is_said_about_checkpoints_that_cannot_be_exported(trip, tmp_path, 
     (broken / "state.json").write_text(json.dumps(state))
     assert "unknown model.llm.num_experts: the checkpoint is of a newer version" in said(
         broken, "--no-verify")
-
-
-def write_checkpoint(folder: Path, model: ModelConfig, shards: int) -> float:
-    """A checkpoint of random weights without optimizer, as `shards` ranks save it; returns MB."""
-    folder.mkdir(parents=True)
-    files: list[tuple[dict, dict]] = [({}, {}) for _ in range(shards)]
-    for part in ("vision", "audio", "llm", "connectors"):
-        for n in named(part, model):
-            row = 0
-            for (tensors, places), rows in zip(files, torch.rand(n.shape).chunk(shards),
-                                               strict=False):
-                tensors[f"model.{n.name}"] = rows.flatten(1).contiguous() if rows.dim() > 3 else (
-                    rows.contiguous())
-                places[f"model.{n.name}"] = {
-                    "saved_offsets": [row] + [0] * (tensors[f"model.{n.name}"].dim() - 1)}
-                row += len(rows)
-    for k, (tensors, places) in enumerate(files, 1):
-        save_file(tensors, folder / f"shard-{k:05d}-model-00001-of-00001.safetensors",
-                  metadata={"DCP_SHARDING_INFO": json.dumps(places)})
-    (folder / "state.json").write_text(json.dumps({"step": 1, "model": asdict(model)}))
-    return sum(f.stat().st_size for f in folder.glob("*.safetensors")) / 1e6
 
 
 def peak_mb(checkpoint: Path, out: Path) -> float:

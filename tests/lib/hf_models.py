@@ -4,12 +4,14 @@ is random, biases and norms included, so that no two can be mixed up unnoticed."
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
+from orchmllm.hf.names import named
 from orchmllm.models.config import AudioConfig, LLMConfig, ModelConfig, VisionConfig
 
 FRAMES = 100  # mel frames of the tiny Whisper's window
@@ -86,3 +88,26 @@ def _random(hf: nn.Module) -> nn.Module:
 def edit_config(folder: Path, **values: object) -> None:
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+def write_checkpoint(folder: Path, model: ModelConfig, shards: int, **state: object) -> float:
+    """A checkpoint of random weights without optimizer, as `shards` ranks save it; returns MB.
+    state: more that state.json says."""
+    folder.mkdir(parents=True)
+    files: list[tuple[dict, dict]] = [({}, {}) for _ in range(shards)]
+    for part in ("vision", "audio", "llm", "connectors"):
+        for n in named(part, model):
+            row = 0
+            for (tensors, places), rows in zip(files, torch.rand(n.shape).chunk(shards),
+                                               strict=False):
+                tensors[f"model.{n.name}"] = rows.flatten(1).contiguous() if rows.dim() > 3 else (
+                    rows.contiguous())
+                places[f"model.{n.name}"] = {
+                    "saved_offsets": [row] + [0] * (tensors[f"model.{n.name}"].dim() - 1)}
+                row += len(rows)
+    for k, (tensors, places) in enumerate(files, 1):
+        save_file(tensors, folder / f"shard-{k:05d}-model-00001-of-00001.safetensors",
+                  metadata={"DCP_SHARDING_INFO": json.dumps(places)})
+    (folder / "state.json").write_text(json.dumps(
+        {"step": 1, "model": asdict(model), **state}))
+    return sum(f.stat().st_size for f in folder.glob("*.safetensors")) / 1e6
