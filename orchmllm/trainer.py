@@ -73,7 +73,7 @@ class Trainer:
         gpu = (torch.cuda.get_device_properties(self.device)
                if self.device.type == "cuda" else None)
         self._peak_flops = peak_flops(gpu.name) if gpu else None
-        checkpointing = for_run(recipe, self.dataset.layout, self.train_rows, spec,
+        checkpointing = for_run(recipe, self.dataset, self.train_rows, spec,
                                 world.world_size, gpu.total_memory if gpu else 0)
         self.attention = describe_attention(recipe.model, self.device.type, compute_dtype(
             recipe.fsdp))  # chosen before the first step; a kernel that fails is found here

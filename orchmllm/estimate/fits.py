@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from orchmllm.config import Recipe
+from orchmllm.data.sampler import make_sampler
 from orchmllm.estimate.memory import Loads, MemoryModel, choose_checkpointing, loads_of
 from orchmllm.models.flops import Lengths, padded_phases
 from orchmllm.plan.assign import PHASES, PlanSpec
@@ -57,11 +58,14 @@ def decide(
     except ValueError as e:
         full = {p: fixed.get(p, "full") for p in PHASES}
         batch, whole = recipe.train.batch_size, recipe.train.global_batch_size
+        key, now = ("train.global_batch_size", whole) if whole else ("train.batch_size", batch)
+        if recipe.data.batching == "capped":  # the caps decide what a rank holds
+            key, now = "data.max_batch_tokens", recipe.data.max_batch_tokens
+            batch = now
         smaller = largest_fitting(
             lambda b: memory.peak(scaled(loads, b / batch), full), budget_bytes, batch)
         more = "fsdp.shard_size above" if recipe.fsdp.shard_size else "more ranks than"
-        given, fitting = (f"train.batch_size={b}" if not whole else  # the key that decides it
-                          f"train.global_batch_size={whole * b // batch}" for b in (batch, smaller))
+        given, fitting = (f"{key}={now * b // batch}" for b in (batch, smaller))
         cure = fitting if smaller else f"{more} {memory.shards}, or fewer parameters,"
         raise ValueError(
             f"the recipe does not fit: {given} on shard groups of {memory.shards} "
@@ -95,21 +99,15 @@ def largest_fitting(peak: Callable[[int], float], budget_bytes: float, high: int
     return low
 
 
-def sampled_layout(layouts: Callable[[int], BatchLayout], rows: Sequence[int], num_ranks: int,
-                   batch_size: int, seed: int) -> BatchLayout:
-    """A seeded global batch of a dataset: the same on all ranks."""
-    chosen = np.random.default_rng(seed).choice(len(rows), num_ranks * batch_size)
-    return BatchLayout.from_examples([layouts(rows[i]) for i in chosen.tolist()],
-                                     [batch_size] * num_ranks)
-
-
-def for_run(recipe: Recipe, layouts: Callable[[int], BatchLayout], rows: Sequence[int],
-            spec: PlanSpec, num_ranks: int, device_bytes: float) -> dict[str, str]:
+def for_run(recipe: Recipe, dataset, rows: Sequence[int], spec: PlanSpec, num_ranks: int,
+            device_bytes: float) -> dict[str, str]:
     """phase -> checkpointing of a run, from planned batches of its own data: the same on all
-    ranks. layouts: the lengths of an example. device_bytes: of the GPU, 0 on a CPU. Raises
-    ValueError if the recipe cannot fit.
+    ranks. dataset, rows: of the run. device_bytes: of the GPU, 0 on a CPU. Raises ValueError if
+    the recipe cannot fit.
 
-    Two global batches of at most 32 ranks are drawn: enough for the load of the fullest rank."""
+    The run's own sampler draws two global batches of at most 32 ranks: enough for the load of the
+    fullest rank."""
+    per_rank = recipe.train.batch_size  # of one mini-batch, with data.batching=capped
     recipe = with_real_batch(recipe, num_ranks)
     # An integer program takes long here, and under a time limit not all ranks find the same.
     spec = replace(spec, balance=replace(spec.balance, nodewise_solver="search"))
@@ -118,8 +116,12 @@ def for_run(recipe: Recipe, layouts: Callable[[int], BatchLayout], rows: Sequenc
     if "auto" not in asked.values() and not recipe.fsdp.memory_gb:
         return asked
     memory = MemoryModel.of(recipe, num_ranks, spec.ranks_per_node, on_cpu=not device_bytes)
-    drawn = [sampled_layout(layouts, rows, min(num_ranks, 32), recipe.train.batch_size,
-                            recipe.run.seed + k) for k in range(2)]
+    ranks = min(num_ranks, 32)
+    sampler = make_sampler(dataset, rows, ranks * recipe.train.batch_size, seed=recipe.run.seed,
+                           data=recipe.data, per_rank=per_rank)
+    drawn = [BatchLayout.from_examples(
+        [dataset.layout(i) for i in sampler.batch(k).tolist()],
+        [s.stop - s.start for s in sampler.shares(k, ranks)]) for k in range(2)]
     pad = padded_phases(recipe.model)
     return decide(recipe, memory, joined([loads_of(plan_step(x, spec), pad) for x in drawn]),
                   budget, why)
