@@ -116,6 +116,11 @@ def main(argv: list[str]) -> int:
     args, started = parse(argv), time.process_time()
     loaded = read_recipe(args.recipe, args.overrides)
     recipe, gpus = loaded.recipe, args.gpus
+    if recipe.data.batching == "capped":
+        raise ValueError(
+            "data.batching is capped: data.max_batch_tokens decides what a rank holds, and the "
+            "train.batch_size that is searched has no effect; try caps with orchmllm dry-run, or "
+            "search with data.batching=sample data.max_batch_tokens=0 data.max_batch_images=0")
     without = unnamed_encoders(loaded)
     train = recipe.train
     whole = args.global_batch if args.global_batch is not None else (

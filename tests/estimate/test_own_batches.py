@@ -5,16 +5,21 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from orchmllm.cli.data import index_all
+from orchmllm.cli.plan import main
 from orchmllm.config import DataConfig, FsdpConfig, SourceConfig, TrainConfig, plan_spec
 from orchmllm.data.formats.open import index_path
 from orchmllm.data.stats import global_batches
 from orchmllm.data.stream import open_dataset
+from orchmllm.estimate.dry_run import dry_run
 from orchmllm.estimate.fits import for_run, joined
-from orchmllm.estimate.lengths import open_recipe
+from orchmllm.estimate.hardware import Hardware
+from orchmllm.estimate.lengths import of_recipe, open_recipe
 from orchmllm.estimate.memory import MemoryModel, loads_of
+from orchmllm.estimate.text import dry_run_text
 from orchmllm.models.flops import padded_phases
 from orchmllm.plan.assign import PHASES
 from orchmllm.plan.step import plan_step
@@ -95,3 +100,41 @@ def test_a_run_on_a_stream_decides_by_its_first_examples(folder):
     rows, _ = dataset.split(0)
     assert for_run(asked, dataset, rows, plan_spec(asked, 8), RANKS, 0) == dict.fromkeys(
         PHASES, "none")
+
+
+def of_steps(batches) -> tuple[float, float]:
+    """Mean examples and LLM tokens of global batches."""
+    return (np.mean([b.num_examples for b in batches]),
+            np.mean([b.tokens_per_example.sum() for b in batches]))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_prediction_is_made_for_the_batches_that_a_run_draws(folder, case):
+    paths, data = CASES[case]
+    asked = own(folder, *paths, **data)
+    _, drawn = opened(asked)
+    predicted = of_recipe(asked)
+    got = of_steps([predicted.draw(RANKS, 2, seed) for seed in range(100)])
+    assert got == pytest.approx(of_steps(drawn), rel=0.15)
+    assert predicted.epoch == {"capped": 200, "weights": 80, "repeats": 800}[case]
+    assert predicted.draw(RANKS, 4, 0).num_ranks == RANKS
+
+
+def test_a_dry_run_of_capped_mini_batches_says_so(folder, capsys):
+    paths, data = CASES["capped"]
+    asked = replace(own(folder, *paths, **data), fsdp=FsdpConfig())
+    _, drawn = opened(asked)
+    found = dry_run(asked, RANKS, Hardware(), examples=of_recipe(asked))
+    assert found["batch_size"] == pytest.approx(of_steps(drawn)[0] / RANKS, rel=0.15)
+    assert found["examples_per_step"] == RANKS * found["batch_size"]
+    assert "in its capped mini-batches" in found["lengths"]
+    said = dry_run_text(found)
+    assert f"{found['batch_size']:.1f} examples a rank" in said
+    assert "Examples a rank that fit" not in said  # the caps decide, not train.batch_size
+    other = dry_run(asked, RANKS, Hardware(), steps=1)  # the paper's lengths, not in mini-batches
+    assert "data.batching=capped" in " ".join(other["not_modelled"])
+    path = folder / "r.yaml"
+    path.write_text(f"data: {{path: {folder / 'mixed.jsonl'}, batching: capped, "
+                    "max_batch_tokens: 4000}\n", encoding="utf-8")
+    assert main(["job", str(path), "--gpus", "4"]) == 2  # it searches what has no effect
+    assert "data.batching is capped" in capsys.readouterr().err
