@@ -33,7 +33,8 @@ NETWORK = ("--network", 400.0, "Gbit/s of each GPU between nodes")
 OPTIONS = {
     "units": (*DEVICE, NETWORK, ("--num-gpus", 64, "of the job"),
               ("--gpu-gb", 74.0, "memory to use of a GPU"),
-              ("--global-batch", 0, "samples of an iteration; 0: train.batch_size a GPU")),
+              ("--global-batch", 0, "samples of an iteration; 0: train.global_batch_size, or "
+               "train.batch_size a GPU")),
     "split": (*DEVICE, NETWORK, ("--stages", 4, "of the pipeline"),
               ("--microbatches", 16, "of an iteration")),
     "recompute": (*DEVICE, ("--free-gb", 20.0,
@@ -43,7 +44,8 @@ OPTIONS = {
 def units(recipe: Recipe, profiles_of, args: argparse.Namespace, hardware: Hardware) -> None:
     """Both placements, and how the verdict depends on the link and on images per sample. Raises
     ValueError if neither fits."""
-    batch = args.global_batch or args.num_gpus * recipe.train.batch_size
+    batch = (args.global_batch or recipe.train.global_batch_size
+             or args.num_gpus * recipe.train.batch_size)
     common = {"num_gpus": args.num_gpus, "global_batch": batch, "gpu_bytes": 1e9 * args.gpu_gb}
     found = rows(profiles_of(1), **common, hardware=hardware)
     if not found:

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from orchmllm.cli.data import index_all
+from orchmllm.cli.data import main as data_command
 from orchmllm.cli.plan import main
-from orchmllm.config import DataConfig, FsdpConfig, SourceConfig, TrainConfig, plan_spec
+from orchmllm.config import DataConfig, FsdpConfig, SourceConfig, TrainConfig, plan_spec, to_yaml
 from orchmllm.data.formats.open import index_path
 from orchmllm.data.stats import global_batches
 from orchmllm.data.stream import open_dataset
@@ -138,3 +139,19 @@ def test_a_dry_run_of_capped_mini_batches_says_so(folder, capsys):
                     "max_batch_tokens: 4000}\n", encoding="utf-8")
     assert main(["job", str(path), "--gpus", "4"]) == 2  # it searches what has no effect
     assert "data.batching is capped" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("case, said", [("weights", "4 ranks x 6 examples"),
+                                        ("capped", "4 ranks x 3 mini-batches")])
+def test_statistics_are_of_the_global_batch_of_the_recipe(folder, capsys, case, said):
+    paths, data = CASES[case]
+    asked = own(folder, *paths, **data)
+    _, alone = opened(asked)
+    asked = replace(asked, train=replace(asked.train, global_batch_size=48, accumulation_steps=2))
+    _, drawn = opened(asked)  # 24 examples, or 12 mini-batches of 2, a microbatch
+    assert of_steps(drawn) == pytest.approx([3 * x for x in of_steps(alone)], rel=0.15)
+    path = folder / "stats.yaml"
+    path.write_text(to_yaml(asked), encoding="utf-8")
+    assert data_command(["stats", str(path), "--ranks", "4", "--workers", "1", "--out",
+                         str(folder / "plot.png")]) == 0
+    assert said in capsys.readouterr().out
