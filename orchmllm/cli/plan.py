@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -112,6 +113,7 @@ def with_times(profiles: dict[str, ModuleProfile], path: Path) -> dict[str, Modu
 
 @in_one_line
 def main(argv: list[str]) -> int:
+    """Exit code. Raises ValueError for GB that cannot be."""
     parser = command_parser("plan", __doc__)
     parser.add_argument("what", choices=(*OPTIONS, "job"), metavar="WHAT",
                         help="`orchmllm plan WHAT --help` says what it takes")
@@ -121,6 +123,10 @@ def main(argv: list[str]) -> int:
 
         return job(argv[1:])
     args = lengths_parser(f"plan {what}", __doc__, OPTIONS[what]).parse_intermixed_args(argv[1:])
+    for flag, gb in (("--free-gb", vars(args).get("free_gb", 0)),
+                     ("--gpu-gb", vars(args).get("gpu_gb", 0))):
+        if not 0 <= gb < math.inf:
+            raise ValueError(f"{flag} {gb:g}: must be a number of GB from 0 on")
     recipe = load_recipe(args.recipe, args.overrides)
     hardware = cluster(args.gpu, gbit=getattr(args, "network", 400.0))
     drawn = lengths(recipe, EXAMPLES, args.mix)

@@ -46,7 +46,10 @@ def test_plan_units_split_and_recompute(recipe, capsys):
 def test_plan_errors(recipe, capsys):
     for command, message in (
             (["split", *recipe, "--stages", "99"], "num_stages 99 must be 1 to 12"),
-            (["units", *recipe, "--gpu-gb", "0.001"], "neither placement fits")):
+            (["units", *recipe, "--gpu-gb", "0.001"], "neither placement fits"),
+            (["units", *recipe, "--gpu-gb", "inf"], "--gpu-gb inf: must be a number of GB"),
+            (["recompute", *recipe, "--free-gb", "nan"], "--free-gb nan: must be a number of GB"),
+            (["recompute", *recipe, "--free-gb", "-5"], "--free-gb -5: must be a number of GB")):
         assert plan(command) == 2
         assert message in capsys.readouterr().err
     for command, message in (
