@@ -21,8 +21,10 @@ inline void padded(View<i64> weight, View<i64> home, i64 num_ranks, i64* rank_of
   };
   const auto fits = [&](i64 bound) {
     i64 first = 0;
-    for (i64 rank = 0; rank < num_ranks && first < n; ++rank) first += bound / longest_of(first);
-    return first >= n;
+    for (i64 rank = 0; rank < num_ranks && first < n; ++rank) {
+      first += std::min(n - first, bound / longest_of(first));
+    }
+    return first == n;
   };
   const i64 total = std::accumulate(weight.begin(), weight.end(), i64{0});
   i64 low = std::max(longest_of(0), total / num_ranks + (total % num_ranks != 0));
@@ -30,6 +32,9 @@ inline void padded(View<i64> weight, View<i64> home, i64 num_ranks, i64* rank_of
   i64 high = longest_of(0) > std::numeric_limits<i64>::max() / largest_batch
                  ? std::numeric_limits<i64>::max()
                  : std::max(low, longest_of(0) * largest_batch);
+  if (!fits(high)) {
+    throw std::invalid_argument("padded: a batch would cost 2^63 or more; use a larger unit");
+  }
   while (low < high) {
     const i64 middle = low + (high - low) / 2;
     if (fits(middle)) {
@@ -40,7 +45,7 @@ inline void padded(View<i64> weight, View<i64> home, i64 num_ranks, i64* rank_of
   }
   i64 first = 0;
   for (i64 rank = 0; first < n; ++rank) {
-    const i64 end = std::min(n, first + high / longest_of(first));
+    const i64 end = first + std::min(n - first, high / longest_of(first));
     for (; first < end; ++first) {
       rank_of[order[static_cast<std::size_t>(first)]] = rank;
     }

@@ -33,7 +33,7 @@ from orchmllm.runtime.measured import CLOCK_PHASES, StepTimer, Told
 from orchmllm.runtime.metrics import MetricsLog, open_log
 from orchmllm.runtime.plan_check import Canary
 from orchmllm.runtime.profile import StepProfiler, explained_oom
-from orchmllm.runtime.run_checkpoints import RunCheckpoints
+from orchmllm.runtime.run_checkpoints import RunCheckpoints, kept_batch
 from orchmllm.runtime.run_state import MediaCount, Progress, describe_end
 from orchmllm.runtime.stop import Stopped, StopSignal
 from orchmllm.sharding.fsdp import build_model, compute_dtype, reshard, state_tensors
@@ -70,11 +70,11 @@ class Trainer:
         self.orchestrator, self._validation = build_orchestrators(
             recipe, spec, world.world_size, self.device, count=2, device_group=group)
         self.calibration = Calibration(recipe.balance, self.orchestrator)
-        gpu = (torch.cuda.get_device_properties(self.device)
-               if self.device.type == "cuda" else None)
+        gpu = torch.cuda.get_device_properties(self.device) if self.device.type == "cuda" else None
         self._peak_flops = peak_flops(gpu.name) if gpu else None
-        checkpointing = for_run(recipe, self.dataset.layout, self.train_rows, spec,
-                                world.world_size, gpu.total_memory if gpu else 0)
+        checkpointing = for_run(
+            recipe, self.dataset, self.train_rows, spec, world.world_size,
+            gpu.total_memory if gpu else 0, partial(kept_batch, recipe, self._gather))
         self.attention = describe_attention(recipe.model, self.device.type, compute_dtype(
             recipe.fsdp))  # chosen before the first step; a kernel that fails is found here
         for source in sources:

@@ -30,7 +30,6 @@ from pathlib import Path
 import numpy as np
 
 from orchmllm import config
-from orchmllm.estimate.fits import sampled_layout
 from orchmllm.estimate.workload import MIXES, MODELS, batch_layout, sample_headers
 from orchmllm.models.flops import cost_model
 from orchmllm.plan.assign import (
@@ -205,8 +204,9 @@ def drawing(args: argparse.Namespace, recipe: config.Recipe | None) -> Callable[
             sample_headers(args.mix, ranks * args.batch_size, 0), model, ranks)
     from orchmllm.runtime.build import build_dataset  # needs torch
     dataset = build_dataset(recipe)
-    return lambda ranks: sampled_layout(dataset.layout, range(len(dataset)), ranks,
-                                        args.batch_size, 0)
+    return lambda ranks: BatchLayout.from_examples(
+        [dataset.layout(i) for i in np.random.default_rng(0).choice(
+            len(dataset), ranks * args.batch_size).tolist()], [args.batch_size] * ranks)
 
 
 COLUMNS = ("fixed", "planning", "node-wise", "composition", "link", "latency")

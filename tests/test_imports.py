@@ -40,7 +40,7 @@ ALLOWED = {
     "doctor": ("launch", "plan", "batch", "comm", "models", "config", "data", "runtime", "hf",
                "sharding", "trainer", "train"),
     "cli": ("launch", "plan", "batch", "models", "config", "data", "runtime", "hf", "estimate",
-            "simulate", "planner", "report", "trainer", "train", "doctor"),
+            "simulate", "planner", "report", "sharding", "trainer", "train", "doctor"),
     "__main__": ("cli",),
     "__init__": ("plan", "comm", "dropin"),
 }

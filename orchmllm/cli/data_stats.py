@@ -12,6 +12,7 @@ from orchmllm.config import DataConfig, Recipe, TrainConfig
 from orchmllm.data.formats.open import DataSource, beside, index_path
 from orchmllm.data.index import LengthIndex
 from orchmllm.data.stats import NUM_BATCHES, global_batches, plot, predict, read_lengths, table
+from orchmllm.estimate.fits import with_real_batch
 from orchmllm.estimate.workload import MODELS, sample_layout
 
 
@@ -52,9 +53,11 @@ def show(recipe: Recipe, args: argparse.Namespace, sources: Sequence[DataSource]
     print(table(lengths))
     ranks = args.ranks or recipe.launch.nproc_per_node or 8
     batches = global_batches(sources, indexes, recipe, ranks)
-    share = f"{recipe.train.batch_size} examples"
+    share = with_real_batch(recipe, ranks).train.batch_size
+    count = share // recipe.train.batch_size  # with capped mini-batches
     _gain(predict(batches, recipe), ranks,
-          share if recipe.data.batching == "sample" else "1 mini-batch")
+          f"{share} examples" if recipe.data.batching == "sample" else
+          f"{count} mini-batches" if count > 1 else "1 mini-batch")
     plot(lengths, args.out, f"{', '.join(lengths.names)}: {len(lengths.source)} examples")
     print(f"plot: {args.out}")
 

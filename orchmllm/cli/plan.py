@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -33,7 +34,8 @@ NETWORK = ("--network", 400.0, "Gbit/s of each GPU between nodes")
 OPTIONS = {
     "units": (*DEVICE, NETWORK, ("--num-gpus", 64, "of the job"),
               ("--gpu-gb", 74.0, "memory to use of a GPU"),
-              ("--global-batch", 0, "samples of an iteration; 0: train.batch_size a GPU")),
+              ("--global-batch", 0, "samples of an iteration; 0: train.global_batch_size, or "
+               "train.batch_size a GPU")),
     "split": (*DEVICE, NETWORK, ("--stages", 4, "of the pipeline"),
               ("--microbatches", 16, "of an iteration")),
     "recompute": (*DEVICE, ("--free-gb", 20.0,
@@ -43,7 +45,8 @@ OPTIONS = {
 def units(recipe: Recipe, profiles_of, args: argparse.Namespace, hardware: Hardware) -> None:
     """Both placements, and how the verdict depends on the link and on images per sample. Raises
     ValueError if neither fits."""
-    batch = args.global_batch or args.num_gpus * recipe.train.batch_size
+    batch = (args.global_batch or recipe.train.global_batch_size
+             or args.num_gpus * recipe.train.batch_size)
     common = {"num_gpus": args.num_gpus, "global_batch": batch, "gpu_bytes": 1e9 * args.gpu_gb}
     found = rows(profiles_of(1), **common, hardware=hardware)
     if not found:
@@ -110,6 +113,7 @@ def with_times(profiles: dict[str, ModuleProfile], path: Path) -> dict[str, Modu
 
 @in_one_line
 def main(argv: list[str]) -> int:
+    """Exit code. Raises ValueError for GB that cannot be."""
     parser = command_parser("plan", __doc__)
     parser.add_argument("what", choices=(*OPTIONS, "job"), metavar="WHAT",
                         help="`orchmllm plan WHAT --help` says what it takes")
@@ -119,6 +123,10 @@ def main(argv: list[str]) -> int:
 
         return job(argv[1:])
     args = lengths_parser(f"plan {what}", __doc__, OPTIONS[what]).parse_intermixed_args(argv[1:])
+    for flag, gb in (("--free-gb", vars(args).get("free_gb", 0)),
+                     ("--gpu-gb", vars(args).get("gpu_gb", 0))):
+        if not 0 <= gb < math.inf:
+            raise ValueError(f"{flag} {gb:g}: must be a number of GB from 0 on")
     recipe = load_recipe(args.recipe, args.overrides)
     hardware = cluster(args.gpu, gbit=getattr(args, "network", 400.0))
     drawn = lengths(recipe, EXAMPLES, args.mix)

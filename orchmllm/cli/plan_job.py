@@ -113,9 +113,18 @@ def picture(search: Search, best: Found, second: Found | None, given: Found | No
 
 @in_one_line
 def main(argv: list[str]) -> int:
+    """Exit code. Raises ValueError for what the search cannot take or write."""
     args, started = parse(argv), time.process_time()
     loaded = read_recipe(args.recipe, args.overrides)
     recipe, gpus = loaded.recipe, args.gpus
+    for flag, path in (("--out", args.out), ("--picture", args.picture)):  # before the search
+        if path and not path.parent.is_dir():
+            raise ValueError(f"{flag} {path}: {path.parent} is no folder; make it, or name another")
+    if recipe.data.batching == "capped":
+        raise ValueError(
+            "data.batching is capped: data.max_batch_tokens decides what a rank holds, and the "
+            "train.batch_size that is searched has no effect; try caps with orchmllm dry-run, or "
+            "search with data.batching=sample data.max_batch_tokens=0 data.max_batch_images=0")
     without = unnamed_encoders(loaded)
     train = recipe.train
     whole = args.global_batch if args.global_batch is not None else (

@@ -6,7 +6,8 @@ import os
 
 from orchmllm.cli.options import in_one_line, lengths_parser
 from orchmllm.config import Recipe, load_recipe
-from orchmllm.estimate.workload import batch_layout, sample_headers
+from orchmllm.estimate.fits import with_real_batch
+from orchmllm.estimate.lengths import of_indexes, of_mix, open_recipe
 from orchmllm.plan.layout import BatchLayout
 from orchmllm.simulate.compare import SCHEMES, run, table
 
@@ -15,10 +16,9 @@ def lengths(recipe: Recipe, count: int, mix: str | None) -> BatchLayout:
     """`count` examples on one rank: drawn from a mix, or of the recipe's data by its length index,
     which is made first if it is not there. Raises ValueError for data that cannot be read."""
     if mix:
-        return batch_layout(sample_headers(mix, count, recipe.run.seed), recipe.model, 1)
+        return of_mix(recipe, mix).draw(1, count, recipe.run.seed)
     from orchmllm.cli.data import index_all
     from orchmllm.data.formats.open import index_path
-    from orchmllm.estimate.lengths import of_indexes, open_recipe
 
     sources, planner = open_recipe(recipe)
     indexes = index_all(sources, planner, index_path(recipe.data.index_dir), os.cpu_count() or 1)
@@ -31,7 +31,7 @@ def main(argv: list[str]) -> int:
     args = lengths_parser("simulate", f"{__doc__}\n\n{schemes}", (
         ("--ranks", 64, "data-parallel ranks"), ("--steps", 5, "global batches that are drawn")),
         ("all", *SCHEMES)).parse_intermixed_args(argv)
-    recipe = load_recipe(args.recipe, args.overrides)
+    recipe = with_real_batch(load_recipe(args.recipe, args.overrides), args.ranks)
     batch = recipe.train.batch_size
     pool = lengths(recipe, args.ranks * batch * args.steps, args.mix)
     names = SCHEMES if args.what == "all" else [args.what]

@@ -88,12 +88,13 @@ def global_batches(
 ) -> Iterator[BatchLayout]:
     """Global batches as training samples them (a stream: without its order): 20, fewer where they
     are large."""
-    batch_size = recipe.train.batch_size
-    per_step = num_ranks * batch_size
+    train = recipe.train
+    per_step = (train.global_batch_size // train.accumulation_steps  # those of a microbatch
+                or num_ranks * train.batch_size)
     bounds = np.concatenate([[0], np.cumsum([len(i) for i in indexes])])
     sampler = make_sampler(SimpleNamespace(sources=sources, indexes=indexes),
                            range(int(bounds[-1])), per_step, seed=recipe.run.seed,
-                           data=recipe.data, per_rank=batch_size)
+                           data=recipe.data, per_rank=train.batch_size)
     for step in range(max(1, min(NUM_BATCHES, MAX_SAMPLED // per_step))):
         shares = [s.stop - s.start for s in sampler.shares(step, num_ranks)]
         yield joined_layouts(indexes, bounds, sampler.batch(step), examples_per_rank=shares)

@@ -41,9 +41,12 @@ NONE = BalanceConfig(enabled=False)
 PARTS = {"root": "front and norms", "block": "layers", "embed": "embedding", "head": "lm_head"}
 
 
-def not_modelled(recipe: Recipe) -> list[str]:
+def not_modelled(recipe: Recipe, examples: Examples) -> list[str]:
     """What of a recipe changes no figure of a prediction, though it may change a run."""
     said = ["waiting for data", "saving and validating"]
+    if recipe.data.batching == "capped" and not examples.capped:
+        said.append(f"data.batching=capped ({recipe.train.batch_size} examples a rank are taken: "
+                    "only the recipe's own index has its mini-batches)")
     if recipe.fsdp.compile:
         said.append("fsdp.compile, which makes blocks faster than the assumed share of the peak")
     if recipe.balance.enabled and recipe.balance.dispatch == "bytes":
@@ -77,22 +80,28 @@ def dry_run(recipe: Recipe, num_ranks: int, hardware: Hardware, steps: int = 20,
         raise ValueError(f"{e} (a GPU of {hardware.sheet.memory_bytes / 1e9:.0f} GB is assumed: "
                          f"{hardware.name})") from e
     count = num_ranks * train.batch_size * train.accumulation_steps
+    whole, held = whole or count, train.batch_size
+    if examples.capped:
+        held = float(np.mean([drawn(train.batch_size, recipe.run.seed + k).num_examples
+                              for k in range(steps)])) / num_ranks
     report = {
-        "world_size": num_ranks, "batch_size": train.batch_size, "steps": steps,
-        "microbatches": train.accumulation_steps, "examples_per_step": whole or count,
-        "lengths": examples.what, "epoch": examples.epoch, "not_modelled": not_modelled(recipe),
+        "world_size": num_ranks, "batch_size": held, "steps": steps,
+        "microbatches": train.accumulation_steps,
+        "examples_per_step": whole * held / train.batch_size,
+        "lengths": examples.what, "epoch": examples.epoch,
+        "not_modelled": not_modelled(recipe, examples), "capped": examples.capped,
         "hardware": asdict(hardware), "dtype": memory.dtype,
         "audio_mode": recipe.model.audio.mode,
         "without": sorted(without), "balanced": recipe.balance.enabled,
         "checkpointing": choice, "memory_budget_bytes": budget, "allowed_by": allowed_by,
         "parameters": parameters(recipe), "state_bytes": memory.state_bytes(),
     }
-    report |= _workload(recipe, drawn, spec, memory, choice, hardware, steps,
-                        (whole or count) / count)
+    report |= _workload(recipe, drawn, spec, memory, choice, hardware, steps, whole / count)
     report["exchange"] = exchange_report(first, recipe.fsdp.shard_size)
     peak = report["memory"]["balanced"]["peak_bytes"]
     report["fits"] = peak <= budget
-    report["largest_batch"] = _largest(recipe, drawn, spec, memory, choice, budget, peak)
+    report["largest_batch"] = {} if examples.capped else _largest(
+        recipe, drawn, spec, memory, choice, budget, peak)
     report["elapsed_s"] = time.perf_counter() - started
     report["peak_rss_bytes"] = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return report

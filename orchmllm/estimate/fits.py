@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from orchmllm.config import Recipe
+from orchmllm.data.sampler import make_sampler
 from orchmllm.estimate.memory import Loads, MemoryModel, choose_checkpointing, loads_of
 from orchmllm.models.flops import Lengths, padded_phases
 from orchmllm.plan.assign import PHASES, PlanSpec
@@ -17,13 +18,15 @@ from orchmllm.plan.step import plan_step
 DEVICE_SHARE = 0.92  # of a GPU's memory; the rest is CUDA's context, NCCL and fragments
 
 
-def with_real_batch(recipe: Recipe, num_ranks: int) -> Recipe:
+def with_real_batch(recipe: Recipe, num_ranks: int, kept: int = 0) -> Recipe:
     """The recipe with what a rank and microbatch gets at most as train.batch_size, where
-    train.global_batch_size decides it."""
+    train.global_batch_size decides it. kept: examples a step of the run that is resumed, which
+    decide it, too."""
     train = recipe.train
-    if not train.global_batch_size:
+    whole = train.global_batch_size or kept
+    if not whole:
         return recipe
-    share = -(-train.global_batch_size // (num_ranks * train.accumulation_steps))
+    share = -(-whole // (num_ranks * train.accumulation_steps))
     return replace(recipe, train=replace(train, batch_size=share))
 
 
@@ -41,10 +44,11 @@ def joined(loads: Sequence[Loads]) -> Loads:
 
 def decide(
     recipe: Recipe, memory: MemoryModel, loads: Loads, budget_bytes: float,
-    allowed_by: str = "fsdp.memory_gb"
+    allowed_by: str = "fsdp.memory_gb", kept: int = 0
 ) -> dict[str, str]:
     """phase -> checkpointing. Raises ValueError if the recipe cannot fit the budget, naming what
-    would; without a budget (0) `auto` cannot be decided and everything else is taken as it is."""
+    would; without a budget (0) `auto` cannot be decided and everything else is taken as it is.
+    kept: as in with_real_batch."""
     asked = {p: recipe.fsdp.checkpointing(p) for p in PHASES}
     if not budget_bytes:
         if "auto" in asked.values():
@@ -56,16 +60,38 @@ def decide(
         return choose_checkpointing(memory, loads, budget_bytes, fixed)
     except ValueError as e:
         full = {p: fixed.get(p, "full") for p in PHASES}
-        batch, whole = recipe.train.batch_size, recipe.train.global_batch_size
-        smaller = largest_fitting(
-            lambda b: memory.peak(scaled(loads, b / batch), full), budget_bytes, batch)
-        more = "fsdp.shard_size above" if recipe.fsdp.shard_size else "more ranks than"
-        given, fitting = (f"train.batch_size={b}" if not whole else  # the key that decides it
-                          f"train.global_batch_size={whole * b // batch}" for b in (batch, smaller))
-        cure = fitting if smaller else f"{more} {memory.shards}, or fewer parameters,"
+        given, cure = (_in_microbatches if kept else _smaller)(
+            recipe, memory, loads, full, budget_bytes, kept)
+        if not cure:
+            more = "fsdp.shard_size above" if recipe.fsdp.shard_size else "more ranks than"
+            cure = f"{more} {memory.shards}, or fewer parameters,"
         raise ValueError(
             f"the recipe does not fit: {given} on shard groups of {memory.shards} "
             f"{e} ({allowed_by}); {cure} would fit") from e
+
+
+def _smaller(recipe: Recipe, memory: MemoryModel, loads: Loads, choice: dict[str, str],
+             budget_bytes: float, _: int) -> tuple[str, str]:
+    """What a rank holds by the recipe, and the most of it that fits, "" if nothing does."""
+    batch, whole = recipe.train.batch_size, recipe.train.global_batch_size
+    key, now = ("train.global_batch_size", whole) if whole else ("train.batch_size", batch)
+    if recipe.data.batching == "capped":  # the caps decide what a rank holds
+        key, now = "data.max_batch_tokens", recipe.data.max_batch_tokens
+        batch = now
+    fits = largest_fitting(
+        lambda b: memory.peak(scaled(loads, b / batch), choice), budget_bytes, batch)
+    return f"{key}={now}", f"{key}={now * fits // batch}" if fits else ""
+
+
+def _in_microbatches(recipe: Recipe, memory: MemoryModel, loads: Loads, choice: dict[str, str],
+                     budget_bytes: float, kept: int) -> tuple[str, str]:
+    """The same of a resumed run, which keeps its examples a step: more microbatches, or ""."""
+    batch, count = recipe.train.batch_size, recipe.train.accumulation_steps
+    fits = (n for n in range(count + 1, batch * count + 1) if replace(memory, microbatches=n).peak(
+        scaled(loads, -(-batch * count // n) / batch), choice) <= budget_bytes)
+    more = next(fits, 0)
+    return f"the checkpoint's step of {kept} examples", (
+        f"train.global_batch_size={kept} train.accumulation_steps={more}" if more else "")
 
 
 def budget_of(recipe: Recipe, device_bytes: float) -> tuple[float, str]:
@@ -95,31 +121,33 @@ def largest_fitting(peak: Callable[[int], float], budget_bytes: float, high: int
     return low
 
 
-def sampled_layout(layouts: Callable[[int], BatchLayout], rows: Sequence[int], num_ranks: int,
-                   batch_size: int, seed: int) -> BatchLayout:
-    """A seeded global batch of a dataset: the same on all ranks."""
-    chosen = np.random.default_rng(seed).choice(len(rows), num_ranks * batch_size)
-    return BatchLayout.from_examples([layouts(rows[i]) for i in chosen.tolist()],
-                                     [batch_size] * num_ranks)
-
-
-def for_run(recipe: Recipe, layouts: Callable[[int], BatchLayout], rows: Sequence[int],
-            spec: PlanSpec, num_ranks: int, device_bytes: float) -> dict[str, str]:
+def for_run(recipe: Recipe, dataset, rows: Sequence[int], spec: PlanSpec, num_ranks: int,
+            device_bytes: float, kept_batch: Callable[[], int] = lambda: 0) -> dict[str, str]:
     """phase -> checkpointing of a run, from planned batches of its own data: the same on all
-    ranks. layouts: the lengths of an example. device_bytes: of the GPU, 0 on a CPU. Raises
-    ValueError if the recipe cannot fit.
+    ranks. dataset, rows: of the run. device_bytes: of the GPU, 0 on a CPU. kept_batch: gives the
+    examples a step of the checkpoint that the run goes on from, 0 without one; it is asked where
+    something has to be decided. Raises ValueError if the recipe cannot fit.
 
-    Two global batches of at most 32 ranks are drawn: enough for the load of the fullest rank."""
-    recipe = with_real_batch(recipe, num_ranks)
+    The run's own sampler draws two global batches of at most 32 ranks: enough for the load of the
+    fullest rank."""
     # An integer program takes long here, and under a time limit not all ranks find the same.
     spec = replace(spec, balance=replace(spec.balance, nodewise_solver="search"))
     budget, why = budget_of(recipe, device_bytes)
     asked = {p: recipe.fsdp.checkpointing(p) for p in PHASES}
     if "auto" not in asked.values() and not recipe.fsdp.memory_gb:
         return asked
+    per_rank = recipe.train.batch_size  # of one mini-batch, with data.batching=capped
+    kept = kept_batch()
+    recipe = with_real_batch(recipe, num_ranks, kept)
     memory = MemoryModel.of(recipe, num_ranks, spec.ranks_per_node, on_cpu=not device_bytes)
-    drawn = [sampled_layout(layouts, rows, min(num_ranks, 32), recipe.train.batch_size,
-                            recipe.run.seed + k) for k in range(2)]
-    pad = padded_phases(recipe.model)
-    return decide(recipe, memory, joined([loads_of(plan_step(x, spec), pad) for x in drawn]),
-                  budget, why)
+    ranks = min(num_ranks, 32)
+    sampler = make_sampler(dataset, rows, ranks * recipe.train.batch_size, seed=recipe.run.seed,
+                           data=recipe.data, per_rank=per_rank)
+    pad, loads = padded_phases(recipe.model), []
+    for step in range(2):
+        examples = sampler.batch(step)
+        shares = [s.stop - s.start for s in sampler.shares(step, ranks)]
+        layout = (dataset.layouts(examples, shares) if hasattr(dataset, "layouts") else
+                  BatchLayout.from_examples([dataset.layout(i) for i in examples.tolist()], shares))
+        loads.append(loads_of(plan_step(layout, spec), pad))
+    return decide(recipe, memory, joined(loads), budget, why, kept)

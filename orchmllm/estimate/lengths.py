@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Annotated
 
 import numpy as np
@@ -19,8 +20,9 @@ from orchmllm.data.formats.open import (
     open_tokenizer,
     sources_of,
 )
-from orchmllm.data.index import LengthIndex, open_index
+from orchmllm.data.index import LengthIndex, joined_layouts, open_index
 from orchmllm.data.lengths import LengthReader
+from orchmllm.data.sampler import make_sampler
 from orchmllm.data.storage.remote import Storage
 from orchmllm.estimate.workload import SAMPLE_RATE, Headers, batch_layout, sample_headers
 from orchmllm.plan.layout import BatchLayout
@@ -29,11 +31,13 @@ from orchmllm.plan.layout import BatchLayout
 @dataclass(frozen=True)
 class Examples:
     """What global batches are drawn from. what: in words. draw(num_ranks, batch_size, seed): a
-    global batch in equal shares. epoch: examples of an epoch, 0 if nobody knows."""
+    global batch in equal shares. epoch: examples of an epoch, 0 if nobody knows. capped: the draws
+    are capped mini-batches, one a rank where batch_size is the recipe's train.batch_size."""
 
     what: str
     draw: Callable[[int, int, int], BatchLayout]
     epoch: int = 0
+    capped: bool = False
 
 
 def _of_pool(what: str, pool: BatchLayout, epoch: int,
@@ -88,13 +92,36 @@ def of_recipe(recipe: Recipe) -> Examples | None:
     sources, reader = open_recipe(recipe)
     folder = index_path(recipe.data.index_dir)
     indexes = [open_index(source, reader, folder) for source in sources]
-    return None if None in indexes else of_indexes(recipe, sources, indexes)
+    if None in indexes:
+        return None
+    own = of_indexes(recipe, sources, indexes)
+    return _capped(recipe, sources, indexes, own) if recipe.data.batching == "capped" else own
+
+
+def _capped(recipe: Recipe, sources: Sequence[DataSource], indexes: Sequence[LengthIndex],
+            own: Examples) -> Examples:
+    """The recipe's examples in the mini-batches that a run with data.batching=capped forms."""
+    bounds = np.concatenate([[0], np.cumsum([len(i) for i in indexes])])
+    sampler = make_sampler(SimpleNamespace(sources=sources, indexes=indexes),
+                           range(int(bounds[-1])), 1, seed=recipe.run.seed, data=recipe.data)
+    index, offsets = sampler.groups.index, sampler.groups.offsets
+
+    def draw(num_ranks: int, batch_size: int, seed: int) -> BatchLayout:
+        count = max(1, num_ranks * batch_size // recipe.train.batch_size)
+        again = count > len(sampler.groups)
+        chosen = np.random.default_rng(seed).choice(len(sampler.groups), count, replace=again)
+        parts = [index[offsets[g]:offsets[g + 1]] for g in chosen.tolist()]
+        ends = np.cumsum([0, *map(len, parts)])[count * np.arange(num_ranks + 1) // num_ranks]
+        return joined_layouts(indexes, bounds, sampler.indices[np.concatenate(parts)],
+                              examples_per_rank=np.diff(ends))
+
+    return replace(own, draw=draw, capped=True, what=f"{own.what}, in its capped mini-batches")
 
 
 def of_indexes(recipe: Recipe, sources: Sequence[DataSource],
                indexes: Sequence[LengthIndex]) -> Examples:
-    """The usable rows of the recipe's sources, in proportion to their weights if they have any.
-    Raises ValueError if there is none."""
+    """The usable rows of the recipe's sources, in proportion to their weights or repeats if they
+    have any. Raises ValueError if there is no row."""
     parts = [_layout(index) for index in indexes]
     sizes = [p.num_examples for p in parts]
     if not sum(sizes):
@@ -104,9 +131,13 @@ def of_indexes(recipe: Recipe, sources: Sequence[DataSource],
     if weights.any():
         probability = np.repeat(weights / np.maximum(sizes, 1), sizes)
         probability = probability / probability.sum()
+    repeats = np.repeat([s.config.repeats for s in sources], sizes)
+    if (repeats > 1).any():
+        probability = repeats / repeats.sum()
+    trained = 1 - recipe.data.num_validation / sum(sizes)
     return _of_pool(f"the recipe's own, {sum(sizes)} rows by the length index of its data",
-                    BatchLayout.from_examples(parts),
-                    max(sum(sizes) - recipe.data.num_validation, 0), probability)
+                    BatchLayout.from_examples(parts), max(round(repeats.sum() * trained), 0),
+                    probability)
 
 
 def _layout(index: LengthIndex) -> BatchLayout:

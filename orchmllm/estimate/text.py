@@ -105,9 +105,10 @@ def gpu_text(h: dict) -> str:
             f"{h['network_bandwidth'] * 8 / 1e9:.0f} Gbit/s each")
 
 
-def _many(count: int, noun: str) -> str:
+def _many(count: float, noun: str) -> str:
     plural = "es" if noun.endswith("ch") else "s"
-    return f"{count} {noun}{'' if count == 1 else plural}"
+    number = f"{count:.0f}" if count == round(count) else f"{count:.1f}"
+    return f"{number} {noun}{'' if count == 1 else plural}"
 
 
 def _table(label: str, *cells: str, width: int = 12) -> str:
@@ -231,6 +232,8 @@ def _exchange_lines(x: dict, world_size: int) -> list[str]:
 
 
 def _batch_lines(r: dict) -> list[str]:
+    if r["capped"]:
+        return ["data.batching=capped: the caps decide how many examples a rank gets."]
     b, tried = r["largest_batch"], r["largest_batch"]["tried"]
     columns = {"balanced": "balanced", "none": "unbalanced"}
     if "audio" in r["phases"] and r["audio_mode"] == "packed":

@@ -76,7 +76,7 @@ def read_run(folder: Path) -> RunLog:
         raise NotALog(f"{folder}: no metrics.jsonl in it; give the run.dir of a run, which writes "
                       "its first line after its first step")
     rows, validations, cut = _read(path)
-    columns, restarts = _last_of_each(dict(zip(COLUMNS, rows.T, strict=True)))
+    columns, restarts = _that_count(dict(zip(COLUMNS, rows.T, strict=True)))
     return RunLog(
         folder, _measured_in_place(columns),
         np.array(sorted(validations.items()), float).reshape(-1, 2), restarts,
@@ -97,6 +97,8 @@ def _read(path: Path) -> tuple[np.ndarray, dict[int, float | None], bool]:
                 if version == SCHEMA_VERSION and "validation_loss" in row:
                     validations[row["step"]] = row["validation_loss"]  # a later one counts
                 elif version == SCHEMA_VERSION:
+                    if rows and row["step"] <= rows[-1][1]:  # it went back: see _that_count
+                        validations = {s: v for s, v in validations.items() if s <= row["step"]}
                     rows.append(_numbers(offset, row))
             except (ValueError, KeyError, TypeError) as e:
                 raise NotALog(f"{path}: what begins at byte {offset} is no line of a run's log "
@@ -125,16 +127,17 @@ def _measured_numbers(times: dict) -> list[float]:
     return out
 
 
-def _last_of_each(columns: dict[str, np.ndarray]
-                  ) -> tuple[dict[str, np.ndarray], list[tuple[int, int]]]:
-    """The last row of each step, and where the run went back."""
+def _that_count(columns: dict[str, np.ndarray]
+                ) -> tuple[dict[str, np.ndarray], list[tuple[int, int]]]:
+    """The rows that count, and where the run went back: it gave up all that it had done from there
+    on, also what it has not done again yet."""
     step = columns["step"]
     back = np.flatnonzero(np.diff(step) < 1) + 1  # a gap: rows that were lost on a full disk
     restarts = [(int(step[i]), int(step[i - 1] - step[i] + 1)) for i in back]
     stopped = np.flatnonzero(columns["stop_signal"][:-1] > 0)
     restarts += [(int(step[i]) + 1, 0) for i in stopped if step[i + 1] == step[i] + 1]
-    _, last = np.unique(step[::-1], return_index=True)
-    keep = len(step) - 1 - last
+    lowest_later = np.append(np.minimum.accumulate(step[::-1])[-2::-1], np.inf)
+    keep = np.flatnonzero(step < lowest_later)
     return {name: values[keep] for name, values in columns.items()}, sorted(restarts)
 
 

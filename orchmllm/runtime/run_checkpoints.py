@@ -3,11 +3,14 @@ on from one of them."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from orchmllm.comm.exchange import RowGather
@@ -16,7 +19,29 @@ from orchmllm.data.dataset import ConversationDataset
 from orchmllm.data.sampler import lengths_digest
 from orchmllm.plan.assign import PHASES
 from orchmllm.runtime.checkpoint import Checkpointer
+from orchmllm.runtime.lineage import candidates, list_saved, read_saved
 from orchmllm.runtime.run_state import NonFiniteError, Progress, check_resumable, resume_keys
+
+
+def kept_batch(recipe: Recipe, gather: Callable) -> int:
+    """Examples a step of the run that will be resumed, 0 where there is none. Collective: rank 0
+    looks, and what is wrong with a checkpoint is said when it is resumed. gather: values of every
+    rank."""
+    if recipe.run.resume == "never":
+        return 0
+    return int(gather([_kept_batch(recipe) if dist.get_rank() == 0 else 0])[0, 0])
+
+
+def _kept_batch(recipe: Recipe) -> int:
+    """By the newest checkpoint whose state can be read; those that led to it have the same."""
+    start = recipe.run.resume
+    with suppress(OSError):
+        saved = list_saved(Path(recipe.run.dir) / "checkpoints")
+        for one in candidates(saved, None if start == "auto" else read_saved(Path(start))):
+            with suppress(OSError, ValueError, LookupError, TypeError):
+                state = json.loads((one.path / "state.json").read_text(encoding="utf-8"))
+                return int(state["global_batch_size"])
+    return 0
 
 
 class RunCheckpoints(Checkpointer):

@@ -44,6 +44,17 @@ def test_comparison_of_a_tiny_run(tmp_path, demo_corpus, monkeypatch, capsys):
         assert len(rows) == 5 and not any(map(row_problems, rows))
 
 
+def test_ranks_that_a_part_cannot_have_are_refused_before_any_training(tmp_path, monkeypatch,
+                                                                       capsys):
+    monkeypatch.setattr(command, "run_local", None)
+    for size, said in (("4", "its pairs on 2 ranks: fsdp.shard_size is 4, which does not divide"),
+                       ("3", "its curves on 4 ranks: fsdp.shard_size is 3")):
+        assert command.main(["--recipe", str(ROOT / "recipes" / "demo.yaml"),
+                             f"run.dir={tmp_path / 'run'}", f"fsdp.shard_size={size}"]) == 2
+        assert said in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_difference_of_losses_is_found():
     assert largest_difference([2.0, 1.0], [2.0, 1.0]) == 0
     assert largest_difference([2.0, 1.0], [2.0, 1.1]) == pytest.approx(0.1 / 1.1)

@@ -123,8 +123,11 @@ def test_one_shard_of_all_ranks_is_named_where_shards_balance(tmp_path):
     (["--gpus", "1", "fsdp.memory_gb=5"], "nothing fits 1 GPUs of 5.0 GB (fsdp.memory_gb)"),
     (["--gpus", "8", "--gpu", "h1"], "choose one of h100-sxm"),
     (["--gpus", "8", "--network", "nan"], "--network nan"),
+    (["--gpus", "1", "--out", "/no/x", "fsdp.memory_gb=5"], "--out /no/x: /no is no folder"),
+    (["--gpus", "1", "--picture", "/no/x.svg", "fsdp.memory_gb=5"], "--picture /no/x.svg: /no is"),
 ])
 def test_what_cannot_be_is_one_line(args, says, capsys):
+    """Where nothing fits either, what is wrong with the options comes first."""
     assert main(["job", str(RECIPES / "mllm_1gpu.yaml"), "--steps", "1", *args]) == 2
     told = capsys.readouterr().err
     assert told.startswith("error: ") and says in told and told.count("\n") == 1

@@ -153,7 +153,7 @@ def least_gb(asked, data, spec) -> float:
         middle = (low * high)**0.5
         fsdp = FsdpConfig(memory_gb=middle)
         try:
-            for_run(replace(asked, fsdp=fsdp), data.layout, range(24), spec, 2, 0)
+            for_run(replace(asked, fsdp=fsdp), data, range(24), spec, 2, 0)
             high = middle
         except ValueError:
             low = middle
@@ -164,14 +164,14 @@ def test_auto_in_a_run_uses_its_own_data():
     data = SyntheticDataset()
     asked = recipe(fsdp=FsdpConfig(activation_checkpointing="auto", memory_gb=1.0))
     spec = small_spec(MODEL)
-    assert for_run(asked, data.layout, range(24), spec, 2, 0) == dict.fromkeys(PHASES, "none")
+    assert for_run(asked, data, range(24), spec, 2, 0) == dict.fromkeys(PHASES, "none")
     # From the second microbatch on the gradients are there from the start, and need their room.
     again = replace(asked, train=replace(asked.train, accumulation_steps=2))
     needs = [least_gb(r, data, spec) for r in (asked, again)]
     gradients = MemoryModel.of(asked, 2, 8).state_bytes()["gradients"]
     assert needs[1] - needs[0] == pytest.approx(gradients / 1e9, rel=0.3)
     with pytest.raises(ValueError, match="would fit"):
-        for_run(replace(asked, fsdp=replace(asked.fsdp, memory_gb=1e-4)), data.layout, range(24),
+        for_run(replace(asked, fsdp=replace(asked.fsdp, memory_gb=1e-4)), data, range(24),
                 spec, 2, 0)
 
 
@@ -182,7 +182,7 @@ def test_a_run_decides_without_integer_programs(monkeypatch):
     spec = replace(small_spec(MODEL), ranks_per_node=2, balance=BalanceConfig(
         dispatch="tensors", nodewise_solver="highs", **greedy))
     asked = recipe(fsdp=FsdpConfig(activation_checkpointing="auto", memory_gb=1.0))
-    assert for_run(asked, SyntheticDataset().layout, range(24), spec, 4, 0) == dict.fromkeys(
+    assert for_run(asked, SyntheticDataset(), range(24), spec, 4, 0) == dict.fromkeys(
         PHASES, "none")
 
 

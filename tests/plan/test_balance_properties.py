@@ -285,6 +285,16 @@ def test_padded_is_the_contiguous_optimum(seed: int) -> None:
     assert worst == contiguous_optimum(weight, d)
 
 
+def test_padded_refuses_costs_beyond_int64() -> None:
+    """8 items of 2^61 cost 2^64 on one rank; it went on to a second rank that is not there."""
+    weight = np.array([2**61] + [2**57] * 7)
+    with pytest.raises(ValueError, match="padded: a batch would cost 2.63 or more; use a larger"):
+        balance(weight, num_ranks=1, policy="padded")
+    assert balance(weight, num_ranks=2, policy="padded").tolist() == [0] + [1] * 7
+    small = np.array([2**61] + [1] * 7)
+    assert balance(small, num_ranks=2, policy="padded").tolist() == [0] + [1] * 7
+
+
 @pytest.mark.parametrize("name", SYNTHETIC)
 def test_least_move_reaches_the_bound(name: str) -> None:
     d, share = 32, 60

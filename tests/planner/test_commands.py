@@ -30,6 +30,8 @@ def test_plan_units_split_and_recompute(recipe, capsys):
     out = capsys.readouterr().out
     assert "16 GPUs, 64 samples" in out and re.search(r"advice: (colocated|units)", out)
     assert len(re.findall(r"^ +[\d.]+x +[\d.]+ +[\d.]+ +[\d.]+$", out, re.M)) == 4  # the sweep
+    assert plan(["units", *recipe, "--num-gpus", "16", "train.global_batch_size=32"]) == 0
+    assert "16 GPUs, 32 samples" in capsys.readouterr().out
     assert plan(["split", *recipe, "--stages", "3"]) == 0
     out = capsys.readouterr().out
     times = {m: float(t) for m, t in re.findall(r"^(\w+).*iteration ([\d.]+)", out, re.M)}
@@ -44,7 +46,10 @@ def test_plan_units_split_and_recompute(recipe, capsys):
 def test_plan_errors(recipe, capsys):
     for command, message in (
             (["split", *recipe, "--stages", "99"], "num_stages 99 must be 1 to 12"),
-            (["units", *recipe, "--gpu-gb", "0.001"], "neither placement fits")):
+            (["units", *recipe, "--gpu-gb", "0.001"], "neither placement fits"),
+            (["units", *recipe, "--gpu-gb", "inf"], "--gpu-gb inf: must be a number of GB"),
+            (["recompute", *recipe, "--free-gb", "nan"], "--free-gb nan: must be a number of GB"),
+            (["recompute", *recipe, "--free-gb", "-5"], "--free-gb -5: must be a number of GB")):
         assert plan(command) == 2
         assert message in capsys.readouterr().err
     for command, message in (

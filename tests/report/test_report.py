@@ -162,6 +162,21 @@ def test_nothing_is_shown_that_was_not_logged(tmp_path):
     assert "0 steps" in empty.text and "nothing logged yet" in empty.text
 
 
+def test_what_a_branch_or_rollback_gave_up_is_not_the_state_of_the_run(tmp_path):
+    """100 steps, bad from step 50 on; it went back there and has done 11 of them again."""
+    rows = [measured_row(s, loss=2.0 if s < 50 else 900.0) for s in range(100)]
+    rows += [{"schema": 1, "step": 40, "validation_loss": 1.9},
+             {"schema": 1, "step": 100, "validation_loss": 800.0}]
+    rows += [measured_row(s, loss=1.0) for s in range(50, 61)]
+    folder = write(tmp_path / "run", rows)
+    (folder / "recipe.yaml").write_text("train: {num_steps: 100}\n")
+    run = read_run(folder)
+    assert run["step"].tolist() == list(range(61)) and run["loss"].max() == 2.0
+    assert run.validations.tolist() == [[40, 1.9]] and run.restarts == [(50, 50)]
+    text = report(folder)[1].text
+    assert "61 of 100 steps" in text and "900" not in text
+
+
 def test_lost_rows_are_no_restart(tmp_path):
     """As where the disk was full for some steps."""
     folder = write(tmp_path / "run", [measured_row(s) for s in (0, 1, 5, 6, 6, 7)])

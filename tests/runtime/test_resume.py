@@ -7,6 +7,7 @@ import contextlib
 import io
 import json
 import os
+import re
 import shutil
 import signal
 from dataclasses import replace
@@ -89,6 +90,34 @@ def test_elastic(tmp_path, whole, num_ranks):
     want = whole(dtype="float64")[3:]
     assert [(s, ids) for s, _, ids in resumed] == [(s, ids) for s, _, ids in want]
     assert [x for _, x, _ in resumed] == pytest.approx([x for _, x, _ in want], rel=1e-6)
+
+
+def on_fewer_ranks(world, run) -> list[str]:
+    """What is said of the run resumed, and of one from scratch; the recipe that was advised ends
+    it."""
+    said = []
+    for resume in ("auto", "never"):
+        try:
+            Trainer(replace(run, run=replace(run.run, resume=resume)), world,
+                    dataset=SyntheticDataset()).close()
+            said.append("fits")
+        except ValueError as e:
+            said.append(str(e))
+    advised = re.findall(r"train\.(\w+)=(\d+)", said[0])
+    train_recorded(world, replace(run, train=replace(
+        run.train, **{key: int(value) for key, value in advised})))
+    return said
+
+
+def test_memory_on_fewer_ranks_is_that_of_the_checkpoints_batch(tmp_path):
+    """A step of 4 ranks with 2 examples each is one of 8 examples on 1 rank."""
+    run = run_recipe(tmp_path, train={"num_steps": 1, "global_batch_size": 0})
+    run_ranks(train_recorded, 4, run)
+    run = replace(run, train=replace(run.train, num_steps=2), fsdp=replace(
+        run.fsdp, memory_gb=0.002, activation_checkpointing="auto"))
+    ((resumed, fresh),) = run_ranks(on_fewer_ranks, 1, run)
+    assert "the checkpoint's step of 8 examples on shard groups of 1 needs" in resumed
+    assert "train.global_batch_size=8 train.accumulation_steps=" in resumed and fresh == "fits"
 
 
 def test_state_is_small_and_nothing_is_pickled(tmp_path):

@@ -92,6 +92,13 @@ def test_simulate_command(tmp_path, capsys):
     assert "8 ranks x 10 examples, 400 examples of natural" in out
     step = float(re.search(r"^per-phase +\S+ +\S+ +\S+ +(\S+)", out, re.M)[1])
     assert 1 <= step < 1.1
+    assert simulate(["random", *command[:-1], "train.global_batch_size=24"]) == 0
+    assert "8 ranks x 3 examples, 120 examples of natural" in capsys.readouterr().out
+    steps = {}
+    for limit in ("0", "300"):  # texts are cut there, as in training
+        simulate(["random", *command, f"data.max_example_tokens={limit}"])
+        steps[limit] = capsys.readouterr().out.splitlines()[-1]
+    assert steps["0"] != steps["300"]
     with pytest.raises(SystemExit) as stop:
         simulate(["random", *command, "--steps", "0"])
     assert stop.value.code == 2 and "--steps: 0: must be at least 1" in capsys.readouterr().err
