@@ -59,7 +59,7 @@ def listed(row: Mapping, keys: tuple[str, ...]) -> list:
         many = isinstance(value, list | tuple) and not isinstance(value, Medium)
         found[key] = list(value) if many else [value]
     values = list(found.values())
-    if any(value != values[0] for value in values):
+    if values and values.count(values[0]) < len(values):
         raise RowError(f"{' and '.join(map(repr, found))} have other media: keep one of them")
     return values[0] if values else []
 
@@ -198,12 +198,15 @@ def _learnt(turn: Mapping) -> bool:
         if turn.get(key):
             raise RowError(f'"{key}" of a turn is not read: write it into "content" as the chat '
                            "template does, for example as <think>...</think> before the answer")
-    marks = {k: turn[k] for k in ("weight", "train", "loss") if turn.get(k) is not None}
-    for key, value in marks.items():
+    learnt = True
+    for key in ("weight", "train", "loss"):
+        if (value := turn.get(key)) is None:
+            continue
         if value not in (0, 1):
             raise RowError(f'"{key}" of a turn is {value!r:.80}: must be 0 or false (the turn is '
                            "not learnt), or 1 or true (it is)")
-    return all(marks.values())
+        learnt = learnt and bool(value)
+    return learnt
 
 
 def _calls(given: object) -> tuple[dict, ...]:
