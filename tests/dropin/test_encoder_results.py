@@ -254,4 +254,4 @@ def normed(world, kept: bool) -> tuple[float, str]:
 def test_a_batch_norm_that_train_mode_switches_on_is_refused():
     assert all(difference < EXACT for difference, _ in run_ranks(normed, 2, True))
     for _, text in run_ranks(normed, 2, False):
-        assert "tower.1 is a BatchNorm1d" in text and "call its eval() after" in text
+        assert "tower.1 is a BatchNorm1d" in text and "put it in eval mode after" in text

@@ -43,7 +43,7 @@ def check_norms(encoder: Encoder, path: str, tower: nn.Module) -> None:
             raise ValueError(
                 f"encoder {encoder.name!r}: {'.'.join(p for p in (path, name) if p)} is a "
                 f"{type(module).__name__}, whose result depends on the other items of the rank: "
-                "use another normalisation, or freeze its parameters and call its eval() after "
+                "use another normalisation, or freeze its parameters and put it in eval mode after "
                 "each model.train()")
 
 
