@@ -32,7 +32,8 @@ def kinds(missing: str, ranks_without: int) -> list[str]:
 WITHOUT = {"one": 1, "all but one": NUM_RANKS - 1, "all": NUM_RANKS}  # ranks
 
 
-@pytest.mark.parametrize("missing", ["images", "audio", "both"])
+@pytest.mark.parametrize("missing", [
+    "images", pytest.param("audio", marks=pytest.mark.slow), "both"])
 def test_no_hang_and_right_gradients(missing):
     cases = {}
     for k, (pattern, ranks_without) in enumerate(WITHOUT.items()):
