@@ -25,8 +25,8 @@ class SourceConfig:
     repeats: int = key(1, "How often each of its rows comes in an epoch.", at_least=1)
     media_root: str = key("", "Folder that media paths are relative to and must stay in; empty: "
                           "where the data file is.")
-    split: str = key("", "Split of a Hugging Face dataset, a folder of LibriSpeech, or the files "
-                     "of a folder whose names begin so.")
+    split: str = key("", "Split of a Hugging Face dataset, or how the names of the files of a "
+                     "folder, or of LibriSpeech's folders, begin.")
     subset: str = key("", "Configuration of a Hugging Face dataset, or one of the datasets in "
                       "LLaMA-Factory's dataset_info.json.")
     prompt: str = key("", "Question put before a transcript or caption; empty: a default.")

@@ -256,8 +256,10 @@ def test_a_store_that_is_down_is_named(tokenizer, tmp_path):
 def test_bad_patterns_name_what_is_missing(store, tmp_path):
     root = RemoteRoot(store.upload(tmp_path, "patterns"), endpoint=store.endpoint)
     declared = storage(tmp_path / "cache", root)
-    store.client().put_object(Bucket="bucket", Key="patterns/s-0.tar", Body=b"")
-    for path, text in (("s-{0..1}.tar", "no such file: 's3://bucket/patterns/s-1.tar'"),
+    for key in ("s-0.tar", "energon/s-0.tar", "energon/.nv-meta/split.yaml"):
+        store.client().put_object(Bucket="bucket", Key=f"patterns/{key}", Body=b"")
+    for path, text in (("energon", "a dataset of Megatron Energon"),
+                       ("s-{0..1}.tar", "no such file: 's3://bucket/patterns/s-1.tar'"),
                        ("*.parquet", "no such file"), ("a.csv", "no such file"),
                        ("", "not an uncompressed tar|no row")):
         with pytest.raises(ValueError, match=text):

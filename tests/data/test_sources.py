@@ -101,6 +101,29 @@ def test_a_key_that_a_source_does_not_have_is_an_error(folder, tmp_path):
             open_source(SourceConfig(**keys), tmp_path)
 
 
+@pytest.mark.parametrize("names, choices", [
+    (("data/train-0-of-2.jsonl", "data/train-1-of-2.jsonl", "data/test-0-of-1.jsonl"),
+     "data: it holds several splits, .* one of test, train$"),
+    (("my_train.jsonl", "my_val.jsonl", "more.jsonl"), "set split .* one of my_train, my_val$"),
+    (("train-clean-100/1/1-1.trans.txt", "dev-clean/1/1-1.trans.txt"),
+     "several splits, .* one of dev, train$"),
+    (("s-0.tar", ".nv-meta/split.yaml"), "Megatron Energon .* give the tars of one split"),
+    (("train-0.jsonl", "train-1.jsonl", "latest.jsonl", "protest.jsonl"), "")])
+def test_a_folder_of_several_splits_is_not_trained_on_as_one(names, choices, tmp_path):
+    for name in names:
+        (tmp_path / "data" / name).parent.mkdir(parents=True, exist_ok=True)
+        write_jsonl(tmp_path / "data" / name, [TEXT_ROW])
+    config = SourceConfig(path=str(tmp_path / "data"))
+    if not choices:
+        assert len(open_source(config, tmp_path)) == len(names)
+        return
+    with pytest.raises(ValueError, match=choices) as error:
+        open_source(config, tmp_path)
+    for split in str(error.value).rpartition("one of ")[2].split(", ") * ("one of " in choices):
+        found = open_source(SourceConfig(path=config.path, split=split), tmp_path)
+        assert 0 < len(found) < len(names)  # the cure works
+
+
 def test_a_stream_has_no_split_either(folder, tokenizer, tmp_path):
     import datasets
 

@@ -26,7 +26,7 @@ from tests.lib.training import train
 
 RECIPE = ROOT / "recipes" / "paper_mix.yaml"
 TINY = replace(SHALLOW, llm=replace(SHALLOW.llm, vocab_size=512))
-BATCH, STEPS = 12, 8  # 96 draws of 57 examples: into the second epoch
+BATCH, STEPS = 12, 8  # 96 draws of 56 examples: into the second epoch
 
 
 @pytest.fixture(scope="module")

@@ -32,6 +32,8 @@ READABLE = (*JSON_SUFFIXES, *ARROW_SUFFIXES, ".tar")
 NOT_DATA = {"tokenizer.json", "tokenizer_config.json", "dataset_infos.json", "dataset_info.json",
             "config.json"}
 TELLING = {"state.json", "dataset_dict.json", llama_factory.NAME}  # what a folder is
+SPLIT = re.compile("(?<![a-z])(train(ing)?|val(id(ation)?)?|dev|test(ing)?|eval)(?![a-z])", re.I)
+ENERGON = ".nv-meta"
 Found = Callable[[], tuple[RowStore, str | None]]  # opens the rows; their layout if the place tells
 
 
@@ -110,8 +112,10 @@ def _find_in_folder(path: Path, config: SourceConfig, cache_dir: Path) -> Found:
         return _opener(metas, path, config, cache_dir, "air_bench")
     check_parts(config, "a folder of files", "split")
     if next(path.rglob("*.trans.txt"), None) is not None:
+        _check_one_split(config, sorted(p.name for p in path.iterdir() if p.is_dir()))
         return lambda: (TranscriptRows(path, config.split), "asr")
-    files = _data_files([*path.glob("*"), *path.glob("data/*")], config)
+    there = [f for below in ("*", "data/*", f"{ENERGON}/*") for f in path.glob(below)]
+    files = _data_files(there, config)
     if files:
         return _opener(files, path, config, cache_dir)
     raise ValueError(
@@ -131,6 +135,10 @@ def _data_files(there: Iterable[File], config: SourceConfig) -> list[File]:
     """The data files among those of a folder and of `data` in it: those of one kind, and of the
     source's split. Raises ValueError if there is none of that."""
     there = sorted((f for f in there if f.name not in NOT_DATA), key=str)
+    if any(Path(f.parent).name == ENERGON for f in there):
+        raise ValueError(f"{config.path}: the folder is a dataset of Megatron Energon ({ENERGON}), "
+                         "whose split.yaml and dataset.yaml are not read; give the tars of one "
+                         "split as the path, for example shard-{000..099}.tar in that folder")
     for names in ("data.jsonl", *(ARROW_SUFFIXES, (".tar",), JSON_SUFFIXES)):
         files = [f for f in there if (f.name == names if isinstance(names, str)
                                       else suffix_of(f) in names)]
@@ -140,8 +148,20 @@ def _data_files(there: Iterable[File], config: SourceConfig) -> list[File]:
         if not chosen:
             raise ValueError(f"{config.path}: split is {config.split!r}, but no file's name begins "
                              f"so: {', '.join(f.name for f in files[:5])}")
+        _check_one_split(config, [f.name for f in files])
         return chosen
     return []
+
+
+def _check_one_split(config: SourceConfig, names: Iterable[str]) -> None:
+    """Raises ValueError if the source has no `split` and the names of its files or folders are
+    those of several."""
+    found = [(match[1].lower(), name[: match.end()]) for name in names
+             if (match := SPLIT.search(name))]
+    if not config.split and len({split for split, _ in found}) > 1:
+        raise ValueError(f"{config.path}: it holds several splits, and all of them would be "
+                         "trained on; set split of the source to one of "
+                         f"{', '.join(dict.fromkeys(begin for _, begin in found))}")
 
 
 def _find_remote(config: SourceConfig, cache_dir: Path, storage: Storage) -> Found:

@@ -169,18 +169,19 @@ def scan_array(path: Path) -> tuple[np.ndarray, np.ndarray]:
 
 class TranscriptRows(RowStore):
     """LibriSpeech's folders: <speaker>/<chapter>/<speaker>-<chapter>.trans.txt, a line per clip,
-    beside <id>.flac. Raises ValueError for a split that is not there."""
+    beside <id>.flac. split: how the names of the folders that are read begin. Raises ValueError for
+    one that is not there."""
 
     kind = "LibriSpeech folder"
 
     def __init__(self, folder: Path, split: str) -> None:
         self.root = folder
-        base = folder / split if split else folder
-        if split and not base.is_dir():
-            found = sorted(p.name for p in folder.iterdir() if p.is_dir())
-            raise ValueError(f"{folder}: no folder {split!r} (split); there are: "
-                             f"{', '.join(found)}")
-        self.files = sorted(base.rglob("*.trans.txt"))
+        there = sorted(p for p in folder.iterdir() if p.is_dir())
+        chosen = [p for p in there if p.name.startswith(split)] if split else [folder]
+        if not chosen:
+            raise ValueError(f"{folder}: no folder's name begins with {split!r} (split); there "
+                             f"are: {', '.join(p.name for p in there)}")
+        self.files = sorted(file for base in chosen for file in base.rglob("*.trans.txt"))
         self._rows: list[tuple[int, int, str]] = []  # file, line, text
         for k, path in enumerate(self.files):
             for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):

@@ -172,9 +172,9 @@ class Storage:
         return file
 
     def listed(self, url: str, deep: bool = False) -> list[RemoteFile]:
-        """The file of a URL, those of a pattern, or those in a folder and its folder `data` (deep:
-        all below it), with their sizes and versions, by name. Raises as `file` and
-        `RemoteFile.open` do."""
+        """The file of a URL, those of a pattern, or those in a folder and its folders `data` and
+        `.nv-meta` (deep: all below it), with their sizes and versions, by name. Raises as `file`
+        and `RemoteFile.open` do."""
         root = declared(self.config, self.file(url).url)
 
         def attempt(left_s: float) -> list[tuple[str, dict]]:
@@ -192,8 +192,9 @@ class Storage:
                 return list(ask("find", detail=True).items())
             there = ask("ls", detail=True)
             folders = [d["name"] for d in there if d["type"] == "directory"]
-            if any(f.rstrip("/").endswith("/data") for f in folders):
-                there = [*there, *ask("ls", "/data", detail=True)]
+            for name in ("/data", "/.nv-meta"):
+                if any(f.rstrip("/").endswith(name) for f in folders):
+                    there = [*there, *ask("ls", name, detail=True)]
             return [(d["name"], d) for d in there]
 
         found = repeated(url, self.config, attempt)
