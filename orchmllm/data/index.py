@@ -33,7 +33,7 @@ from orchmllm.data.storage.remote import RemoteFile, Storage
 from orchmllm.plan.layout import BatchLayout
 from orchmllm.plan.rearrange import ranges
 
-VERSION = 4
+VERSION = 5
 CHUNK = 256  # rows a worker is given at a time
 ALONE_BELOW = 2000  # rows that are indexed faster than worker processes start
 

@@ -8,6 +8,7 @@ import json
 import pytest
 from PIL import Image
 
+from orchmllm.cli.data import main
 from orchmllm.data.formats.conversation import chat
 from orchmllm.data.media.medium import RowError
 from orchmllm.data.media.root import MediaRoot
@@ -140,7 +141,8 @@ def test_tags_keep_the_calls_of_a_turn(tokenizer, tmp_path):
     (dict(weight=0), False), (dict(weight=0.0), False), (dict(train=False), False),
     (dict(loss=False), False), (dict(loss=0), False), (dict(weight=1, train=False), False),
     (dict(weight=1), True), (dict(train=True), True), (dict(loss=1.0), True),
-    (dict(weight=None), True), (dict(), True)])
+    (dict(weight=None), True), (dict(), True), (dict(training=False), False),
+    (dict(trainable=0), False), (dict(train_on_turn=False), False), (dict(training=True), True)])
 def test_marks_of_a_turn_say_whether_it_is_learnt(marks, learnt):
     turns = chat({"messages": [*said("q", "first", **marks), *said("q", "second")]}, MediaRoot(""))
     assert [turn.supervised for turn in turns] == [False, learnt, False, True]
@@ -163,6 +165,62 @@ def test_what_a_turn_says_beside_its_text_is_not_ignored(keys, text):
 def test_empty_reasoning_is_none():
     turns = chat({"messages": said("q", "a", reasoning_content="", thinking=None)}, MediaRoot(""))
     assert turns[1].parts == ("a",)
+
+
+AUDIO, IMAGE = {"audio": "0.wav", "text": "low"}, {"image": "0.png", "text": "red"}  # 9/16 s
+CHAT = {"messages": said("q", "a")}
+LOOK = {"images": ["0.png", "3.png"]}
+
+
+def parts(*images: dict) -> dict:
+    return {"messages": [{"role": "user", "content": [{"type": "image", **i} for i in images]},
+                         {"role": "assistant", "content": "a"}]}
+
+
+IGNORED = {  # file -> rows, each with what is said of it (nothing: it is read)
+    "clips": [
+        (AUDIO | {"start": 0.1, "end": 0.3}, '"start" is 0.1, "end" is 0.3, but a medium is read'),
+        (AUDIO | {"start_time": "0:01", "end_time": "0:02"}, '"start_time" is \'0:01\', '),
+        (AUDIO | {"offset": 0.1, "duration": 0.2}, '"offset" is 0.1, "duration" is 0.2'),
+        (AUDIO | {"offset": 0, "duration": 0.2}, '"offset" is 0, "duration" is 0.2'),
+        (AUDIO | {"start": 0.1}, '"start" is 0.1, but a medium is read whole'),
+        ({"audio": {"path": "0.wav", "start_time": 0.0, "end_time": 0.25}, "text": "low"},
+         '0.wav: "start_time" is 0.0, "end_time" is 0.25, but a medium is read whole'),
+        ({"audio": {"path": "0.wav", "start_time": 3.0, "end_time": 3.5625}, "text": "low"}, ""),
+        (AUDIO | {"begin_time": 12.25, "end_time": 12.81}, ""),  # cut out, as in GigaSpeech
+        (AUDIO | {"start": 12250, "end": 12810}, ""), (AUDIO | {"start_time": 30}, ""),
+        (AUDIO | {"start": 0, "end": None}, ""), (AUDIO | {"duration": 100, "id": 7}, ""),
+        (AUDIO | {"label": False, "offset": 0.0, "duration": 0.56}, ""),
+        (AUDIO | {"question": "Who?", "answer": "she"}, '"question" is \'Who?\', and is not read')],
+    "pictures": [
+        (IMAGE | {"question": "Which?", "answer": "red"}, "one text is learnt of a row"),
+        (IMAGE | {"answers": ["red"]}, '"answers" is [\'red\'], and is not read'),
+        (IMAGE | {"question": "", "answers": None, "objects": {"bbox": [[1, 2, 3, 4]]}}, "")],
+    "turns": [
+        (CHAT | {"label": False}, "the answer is marked as a bad one; leave the row out"),
+        (CHAT | {"objects": {"bbox": [[1, 2, 3, 4]]}, "messages": said("q", "<bbox>")},
+         "write the names and boxes into the text"),
+        (CHAT | {"system_prompt": "Be brief."}, "is 'Be brief.', and is not read"),
+        (CHAT | {"images": ["0.png"]} | parts({"resized_height": 28}), '"resized_height" is 28'),
+        (LOOK | parts({"index": 1}, {"index": 0}), '"index" of a content part is 1'),
+        (LOOK | parts({"index": 0}, {"index": 1}), ""),
+        (CHAT | {"label": True, "objects": {"bbox": [1]}, "system_prompt": " ", "start": 3}, ""),
+        (CHAT | {"system_prompt": "Be brief.", "system": "Be brief.", "question": "q"}, "")],
+}
+
+
+def test_keys_that_would_change_what_is_learnt_are_not_ignored(folder, tokenizer, tmp_path, capsys):
+    for name, rows in IGNORED.items():
+        write_jsonl(folder / f"{name}.jsonl", [row for row, _ in rows])
+    sources = ", ".join(f"{{path: {folder}/{name}.jsonl}}" for name in IGNORED)
+    (tmp_path / "r.yaml").write_text(f"data: {{sources: [{sources}], index_dir: {tmp_path}/index, "
+                                     f"tokenizer: {tokenizer.path}}}\n")
+    assert main(["lint", str(tmp_path / "r.yaml"), "--workers", "1"]) == 1
+    told = {line.partition(": ")[0]: line for line in capsys.readouterr().out.splitlines()}
+    for name, rows in IGNORED.items():
+        for k, (row, reason) in enumerate(rows, 1):
+            line = told.get(f"{folder}/{name}.jsonl, row {k}", "")
+            assert reason in line and bool(reason) == bool(line), (row, line)
 
 
 @pytest.mark.parametrize("row", [

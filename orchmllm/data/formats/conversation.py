@@ -12,6 +12,7 @@ from typing import NamedTuple
 from orchmllm.data.media.kinds import MODALITY_OF
 from orchmllm.data.media.medium import Medium, RowError
 from orchmllm.data.media.root import MediaRoot, from_base64
+from orchmllm.data.media.unread import refuse_part, refuse_unread
 from orchmllm.data.media.video import expand
 from orchmllm.plan.layout import AUDIO, VISION
 
@@ -133,8 +134,14 @@ def _content_parts(content: list, media: _RowMedia) -> Iterator[str | Medium]:
             what = kind.removesuffix("_url")
             value = next((part[k] for k in (kind, what, "url", "path") if part.get(k)), None)
             # {"type": "image"}: the next of the row's list
-            yield from (media.take(f"<{what}>") if value is None
-                        else media.media(f"<{what}>", value, part))
+            if value is None and part.get("index") not in (None, media.asked[f"<{what}>"]):
+                raise RowError(f'"index" of a content part is {part["index"]!r:.80}, and is not '
+                               'read: list the media of the row in the order of the parts')
+            found = (media.take(f"<{what}>") if value is None
+                     else media.media(f"<{what}>", value, part))
+            refuse_unread(part, has_turns=True)
+            refuse_part(part, found)
+            yield from found
         elif kind == "input_audio" and isinstance(part.get(kind), Mapping):
             data = part[kind].get("data")
             yield (media.root.medium(AUDIO, part[kind]) if data is None
@@ -199,7 +206,7 @@ def _learnt(turn: Mapping) -> bool:
             raise RowError(f'"{key}" of a turn is not read: write it into "content" as the chat '
                            "template does, for example as <think>...</think> before the answer")
     learnt = True
-    for key in ("weight", "train", "loss"):
+    for key in ("weight", "train", "loss", "training", "trainable", "train_on_turn"):
         if (value := turn.get(key)) is None:
             continue
         if value not in (0, 1):

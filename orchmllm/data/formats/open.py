@@ -15,14 +15,22 @@ from pathlib import Path
 
 from orchmllm.config import DataConfig, SourceConfig
 from orchmllm.data.formats.adapters import ADAPTERS, LOOKED_FOR, detect
-from orchmllm.data.formats.conversation import PREFERENCES, Conversation, chat, instruction
+from orchmllm.data.formats.conversation import (
+    PREFERENCES,
+    Conversation,
+    chat,
+    instruction,
+    media_of,
+)
 from orchmllm.data.formats.find import find_store
 from orchmllm.data.formats.rows import RowStore
 from orchmllm.data.media.medium import RowError, VideoSampling
 from orchmllm.data.media.root import MediaRoot
+from orchmllm.data.media.unread import refuse_part, refuse_unread
 from orchmllm.data.storage.clients import StorageError, without_query
 from orchmllm.data.storage.remote import NOWHERE, Storage, is_url
 from orchmllm.data.tokenizer import ChatTokenizer
+from orchmllm.plan.layout import AUDIO
 
 NUM_PEEKED = 20  # first rows that detection looks at: some of them may be broken
 DEFAULT_INDEX_DIR = "~/.cache/orchmllm/index"
@@ -66,13 +74,16 @@ class DataSource:
         try:
             row = self.store.rename(row)
             conversation = ADAPTERS[self.layout](row, root, self.config.prompt)
+            texts = [p for t in conversation for p in t.parts if isinstance(p, str)]
+            refuse_unread(row, self.layout not in ("asr", "caption"), "\n".join(texts))
+            refuse_part(row, [m for m in media_of(conversation) if m.modality == AUDIO])
         except RowError:
             raise
         except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError,
                 ValueError) as error:  # adapters read a row as if it had the right types
             raise RowError(f"not a row of {self.layout} ({LOOKED_FOR.get(self.layout, '')}): "
                            f"{type(error).__name__}: {error}") from error
-        num_chars = sum(map(len, [p for t in conversation for p in t.parts if isinstance(p, str)]))
+        num_chars = sum(map(len, texts))
         if num_chars > MAX_ROW_CHARS:
             raise RowError(f"{num_chars} characters of text: more than the limit of "
                            f"{MAX_ROW_CHARS}")

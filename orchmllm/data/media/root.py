@@ -20,6 +20,7 @@ from orchmllm.data.media.medium import (
     VideoSampling,
     printable,
 )
+from orchmllm.data.media.unread import refuse_part
 from orchmllm.data.storage.clients import without_query
 from orchmllm.data.storage.remote import NOWHERE, RemoteFile, Storage, is_url
 from orchmllm.plan.layout import VISION
@@ -109,7 +110,10 @@ class MediaRoot:
         """What a row holds for one medium: a path, a data: URL, bytes, or Hugging Face's
         {"bytes", "path"}. Raises RowError."""
         try:
-            return self._medium(modality, value)
+            medium = self._medium(modality, value)
+            if isinstance(value, Mapping):
+                refuse_part(value, [medium])
+            return medium
         except RowError as error:
             error.modality = modality
             raise
