@@ -84,6 +84,14 @@ def test_two_texts_of_a_tar_row_are_refused(tokenizer, tmp_path):
         opened(path, tokenizer, tmp_path)
 
 
+def test_two_json_members_of_a_tar_row_are_refused(tokenizer, tmp_path):
+    """The keys of the one that came last were learnt."""
+    path = write_sample(tmp_path / "a.tar", {
+        "json": CHAT, "detail.json": {"messages": said("q", "another")}})
+    said_of_it = str(opened(path, tokenizer, tmp_path, row_format="openai").problem(0))
+    assert "'000.detail.json' and '000.json' are both the json of their row; join" in said_of_it
+
+
 MAPPED = {"columns": {"prompt": "question", "response": "answer"}}
 TALK = {"formatting": "sharegpt", "columns": {"messages": "talk", "images": "shown"}}
 TAGS = {"formatting": "sharegpt", "columns": {"messages": "messages"}, "tags": {

@@ -44,7 +44,7 @@ class TarRows(RowStore):
         """The JSON member's keys, with "images" and "audios" replaced by the row's members. Raises
         RowError for a member that is not read."""
         row: dict = {}
-        texts: dict[str, str] = {}  # a text's key -> the member that it came from
+        texts: dict[str, str] = {}  # "json", or a text's key -> the member that it came from
         media: dict[int, list[tuple[str, Medium]]] = {VISION: [], AUDIO: [], VIDEO: []}
         for k in range(self._start[i], self._start[i + 1]):
             name, offset, size = self.names[k], int(self.members[k, 1]), int(self.members[k, 2])
@@ -58,6 +58,12 @@ class TarRows(RowStore):
                                "write its content as json, txt or media", where)
             if size > (self.max_row_bytes if kind in ("json", *TEXTS) else MAX_MEMBER_BYTES):
                 raise RowError(f"member {name!r} has {size} bytes: more than the limit", where)
+            key = kind if kind in ("json", "caption", "transcript") else "text"
+            if kind in ("json", *TEXTS):
+                if key in texts:
+                    raise RowError(f"members {texts[key]!r} and {name!r} are both the {key} of "
+                                   "their row; join them into one member", where)
+                texts[key] = name
             if kind == "json":
                 row.update(parse_json(read_bytes(self.plain, offset, size)))
             elif kind in TEXTS:
@@ -65,12 +71,7 @@ class TarRows(RowStore):
                     text = read_bytes(self.plain, offset, size).decode("utf-8-sig").strip()
                 except UnicodeDecodeError as error:
                     raise RowError(f"member {name!r} is not UTF-8: {error}", where) from error
-                key = kind if kind in ("caption", "transcript") else "text"
-                if key in texts:
-                    raise RowError(f"members {texts[key]!r} and {name!r} are both the {key} of "
-                                   "their row; write one, or a conversation as a json member",
-                                   where)
-                row[key], texts[key] = text, name
+                row[key] = text
             elif kind in MODALITY_OF:
                 modality = MODALITY_OF[kind]
                 media[modality].append(
