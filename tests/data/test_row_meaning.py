@@ -187,21 +187,21 @@ def parts(*images: dict) -> dict:
 
 IGNORED = {  # file -> rows, each with what is said of it (nothing: it is read)
     "clips": [
-        (AUDIO | {"start": 0.1, "end": 0.3}, '"start" is 0.1, "end" is 0.3, but a medium is read'),
-        (AUDIO | {"start_time": "0:01", "end_time": "0:02"}, '"start_time" is \'0:01\', '),
-        (AUDIO | {"offset": 0.1, "duration": 0.2}, '"offset" is 0.1, "duration" is 0.2'),
-        (AUDIO | {"offset": 0, "duration": 0.2}, '"offset" is 0, "duration" is 0.2'),
-        (AUDIO | {"start": 0.1}, '"start" is 0.1, but a medium is read whole'),
+        (AUDIO | {"start": 0.1, "end": 0.3}, "'start': 0.1, 'end': 0.3: a medium is read whole"),
+        (AUDIO | {"start_time": "0:01", "end_time": "0:02"}, "'start_time': '0:01', 'end_time': "),
+        (AUDIO | {"offset": 0.1, "duration": 0.2}, "'offset': 0.1, 'duration': 0.2"),
+        (AUDIO | {"offset": 0, "duration": 0.2}, "'offset': 0, 'duration': 0.2"),
+        (AUDIO | {"start": 0.1}, "'start': 0.1: a medium is read whole"),
         ({"audio": {"path": "0.wav", "start_time": 0.0, "end_time": 0.25}, "text": "low"},
-         '0.wav: "start_time" is 0.0, "end_time" is 0.25, but a medium is read whole'),
+         "0.wav: 'start_time': 0.0, 'end_time': 0.25: a medium"),
         ({"audio": {"path": "0.wav", "start_time": 3.0, "end_time": 3.5625}, "text": "low"}, ""),
         (AUDIO | {"begin_time": 12.25, "end_time": 12.81}, ""),  # cut out, as in GigaSpeech
         (AUDIO | {"start": 12250, "end": 12810}, ""), (AUDIO | {"start_time": 30}, ""),
         (AUDIO | {"start": 0, "end": None}, ""), (AUDIO | {"duration": 100, "id": 7}, ""),
-        (AUDIO | {"label": False, "offset": 0.0, "duration": 0.56}, ""),
+        (AUDIO | {"label": 0, "offset": 0.0, "duration": 0.56}, ""),
         (AUDIO | {"question": "Who?", "answer": "she"}, '"question" is \'Who?\', and is not read')],
     "pictures": [
-        (IMAGE | {"question": "Which?", "answer": "red"}, "one text is learnt of a row"),
+        (IMAGE | {"question": "Which?", "answer": "red"}, "is not read beside a text: write"),
         (IMAGE | {"answers": ["red"]}, '"answers" is [\'red\'], and is not read'),
         (IMAGE | {"question": "", "answers": None, "objects": {"bbox": [[1, 2, 3, 4]]}}, "")],
     "turns": [

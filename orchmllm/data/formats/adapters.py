@@ -35,6 +35,10 @@ def _pair(question: tuple, answer: str) -> Conversation:
 
 
 def _text_of(row: Mapping, keys: tuple[str, ...]) -> str:
+    for key in ("question", "answer", "answers"):
+        if row.get(key):
+            raise RowError(f'"{key}" is {row[key]!r:.80}, and is not read beside a text'
+                           ': write "conversations", or leave it out if that text is meant')
     for key in keys:
         value = row.get(key)
         if isinstance(value, list) and value:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from orchmllm.data.media.kinds import MODALITY_OF
 from orchmllm.data.media.medium import Medium, RowError
 from orchmllm.data.media.root import MediaRoot, from_base64
-from orchmllm.data.media.unread import refuse_part, refuse_unread
+from orchmllm.data.media.unread import refuse_unread
 from orchmllm.data.media.video import expand
 from orchmllm.plan.layout import AUDIO, VISION
 
@@ -139,8 +139,7 @@ def _content_parts(content: list, media: _RowMedia) -> Iterator[str | Medium]:
                                'read: list the media of the row in the order of the parts')
             found = (media.take(f"<{what}>") if value is None
                      else media.media(f"<{what}>", value, part))
-            refuse_unread(part, has_turns=True)
-            refuse_part(part, found)
+            refuse_unread(part, found)
             yield from found
         elif kind == "input_audio" and isinstance(part.get(kind), Mapping):
             data = part[kind].get("data")

@@ -26,7 +26,7 @@ from orchmllm.data.formats.find import find_store
 from orchmllm.data.formats.rows import RowStore
 from orchmllm.data.media.medium import RowError, VideoSampling
 from orchmllm.data.media.root import MediaRoot
-from orchmllm.data.media.unread import refuse_part, refuse_unread
+from orchmllm.data.media.unread import refuse_unread
 from orchmllm.data.storage.clients import StorageError, without_query
 from orchmllm.data.storage.remote import NOWHERE, Storage, is_url
 from orchmllm.data.tokenizer import ChatTokenizer
@@ -75,8 +75,8 @@ class DataSource:
             row = self.store.rename(row)
             conversation = ADAPTERS[self.layout](row, root, self.config.prompt)
             texts = [p for t in conversation for p in t.parts if isinstance(p, str)]
-            refuse_unread(row, self.layout not in ("asr", "caption"), "\n".join(texts))
-            refuse_part(row, [m for m in media_of(conversation) if m.modality == AUDIO])
+            clips = [m for m in media_of(conversation) if m.modality == AUDIO]
+            refuse_unread(row, clips, "\n".join(texts))
         except RowError:
             raise
         except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError,

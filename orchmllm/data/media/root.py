@@ -20,7 +20,7 @@ from orchmllm.data.media.medium import (
     VideoSampling,
     printable,
 )
-from orchmllm.data.media.unread import refuse_part
+from orchmllm.data.media.unread import refuse_unread
 from orchmllm.data.storage.clients import without_query
 from orchmllm.data.storage.remote import NOWHERE, RemoteFile, Storage, is_url
 from orchmllm.plan.layout import VISION
@@ -112,7 +112,7 @@ class MediaRoot:
         try:
             medium = self._medium(modality, value)
             if isinstance(value, Mapping):
-                refuse_part(value, [medium])
+                refuse_unread(value, [medium])
             return medium
         except RowError as error:
             error.modality = modality

@@ -1,5 +1,5 @@
-"""Keys of rows that would change what is learnt, and that are not read: a row with one of them is
-refused, unless its value changes nothing."""
+"""Keys of rows, of content parts and of media that are not read: what has one of them is refused,
+unless its value changes nothing of what is learnt."""
 
 from __future__ import annotations
 
@@ -13,58 +13,48 @@ from orchmllm.plan.layout import AUDIO
 _START = ("start", "start_time", "start_s", "begin", "begin_time", "offset")
 _END = ("end", "end_time", "end_s")
 _CUT_S = 0.2  # by which a clip that has been cut out may differ from the part that its row names
-_ONE_TEXT = ('one text is learnt of a row with a medium; write the question and the answer as '
-             '"conversations", or leave both out if that text is meant')
 _SIZE = "pictures are resized by model.vision.max_side alone; leave it out"
-# key -> (the rows in which it counts: True with turns, False without, None all; whether its value
-# changes what is learnt, given all text of the row; what helps)
-ROW_KEYS = {
-    "label": (True, lambda value, text: value is False,
+UNREAD = {  # key -> (whether its value changes what is learnt beside the row's text, what helps)
+    "label": (lambda value, text: value is False,
               "the answer is marked as a bad one; leave the row out"),
-    "objects": (True, lambda value, text: value and re.search("<(bbox|ref-object)>", text),
+    "objects": (lambda value, text: value and re.search("<(bbox|ref-object)>", text),
                 "write the names and boxes into the text in place of <ref-object> and <bbox>"),
-    "system_prompt": (None, lambda value, text: str(value).strip() not in text,
+    "system_prompt": (lambda value, text: str(value).strip() not in text,
                       'call it "system", in a row with turns'),
-    **dict.fromkeys(("question", "answer", "answers"),
-                    (False, lambda value, text: bool(value), _ONE_TEXT)),
-    **dict.fromkeys(("resized_height", "resized_width"), (None, lambda value, text: True, _SIZE)),
+    "resized_height": (lambda value, text: True, _SIZE),
+    "resized_width": (lambda value, text: True, _SIZE),
 }
 
 
-def refuse_unread(row: Mapping, has_turns: bool, text: str = "") -> None:
-    """Raises RowError if a row, or a part of a turn, has one of ROW_KEYS. text: all of its text."""
-    for key, (where, matters, cure) in ROW_KEYS.items():
-        value = row.get(key)
-        if value is not None and where in (None, has_turns) and matters(value, text):
-            raise RowError(f'"{key}" is {value!r:.80}, and is not read: {cure}')
-
-
-def refuse_part(keys: Mapping, media: Sequence[Medium]) -> None:
-    """Raises RowError if `keys`, of a row or a medium, name a part of the media, which are read
+def refuse_unread(keys: Mapping, media: Sequence[Medium], text: str = "") -> None:
+    """Raises RowError if `keys` has one of UNREAD, or names a part of `media`, which are read
     whole. A start of 0 alone, a duration alone, and times of a clip that has been cut out already
-    change nothing."""
-    found = [next(((k, keys[k]) for k in names if keys.get(k) is not None), ("", None))
-             for names in (_START, _END, ("duration",))]
-    start, end, duration = (value for _, value in found)
-    if not media or end is None and (not start if duration is None else start is None):
+    change nothing. text: all that a row says."""
+    for key, (matters, cure) in UNREAD.items():
+        if (value := keys.get(key)) is not None and matters(value, text):
+            raise RowError(f'"{key}" is {value!r:.80}, and is not read: {cure}')
+    told = {k: keys[k] for k in (*_START, *_END, "duration") if keys.get(k) is not None}
+    if told.keys() <= {"duration"} or list(told.values()) == [0]:
         return
     try:
-        if all(m.modality == AUDIO and _is_cut(m, start, end, duration) for m in media):
+        if all(m.modality == AUDIO and _is_cut(m, told) for m in media):
             return
     except MediaError:
         return  # where lengths are read, it is raised again
     except (TypeError, ValueError):
-        pass  # no numbers
-    told = ", ".join(f'"{key}" is {value!r:.40}' for key, value in found if key)
-    raise RowError(f"{told}, but a medium is read whole; cut the part out (ffmpeg -i in -ss START "
-                   "-to END out.flac), or leave the keys out if that has been done", media[0].name)
+        pass  # they are no numbers
+    raise RowError(f"{str(told)[1:-1]:.200}: a medium is read whole; cut the part out (ffmpeg "
+                   "-i in -ss START -to END out.flac), or leave the keys out if that was done",
+                   media[0].name)
 
 
-def _is_cut(clip: Medium, start: object, end: object, duration: object) -> bool:
+def _is_cut(clip: Medium, told: Mapping) -> bool:
     """Whether a clip is as long as the part (given in seconds or milliseconds), or ends before the
     part starts. Raises MediaError for its header, TypeError and ValueError."""
     samples, rate = audio_header(clip)
-    if end is None and duration is None:
-        return float(start) >= samples / rate
-    part = float(duration) if end is None else float(end) - float(start or 0)
-    return min(abs(samples / rate - part / unit) for unit in (1, 1000)) <= _CUT_S
+    start, end = (next((float(told[k]) for k in names if k in told), None)
+                  for names in (_START, _END))
+    part = told.get("duration") if end is None else end - (start or 0)
+    if part is None:
+        return start >= samples / rate
+    return min(abs(samples / rate - float(part) / unit) for unit in (1, 1000)) <= _CUT_S
