@@ -82,8 +82,10 @@ def is_whole(data: bytes, num_samples: int, rate: int = RATE) -> bool:
 @pytest.mark.parametrize("change", [
     lambda mp3: mp3, untagged, with_vbri, lambda mp3: ID3V2 + untagged(mp3),
     lambda mp3: untagged(mp3) + ID3V1, lambda mp3: ID3V2 + mp3 + ID3V1,
-    lambda mp3: mp3 + b"APETAGEX" + bytes(500), lambda mp3: untagged(mp3) + bytes(3000),
-], ids=["tagged", "untagged", "vbri", "id3v2", "id3v1", "tagged id3", "ape", "zeros"])
+    lambda mp3: mp3 + b"APETAGEX" + bytes(500), lambda mp3: untagged(mp3) + bytes(1000),
+    lambda mp3: mp3 + bytes(3000),
+], ids=["tagged", "untagged", "vbri", "id3v2", "id3v1", "tagged id3", "ape", "zeros",
+        "tagged zeros"])
 def test_an_mp3_is_read_whole(mode, change):
     samples = tone()
     assert is_whole(change(encoded(samples, mode=mode)), len(samples))
@@ -150,6 +152,9 @@ REFUSED = {
     "chained vorbis": (OGG["VORBIS"] * 2, "several Ogg streams one after the other"),
     "chained opus": (OGG["OPUS"] * 2, "several Ogg streams one after the other"),
     "chained kinds": (OGG["OPUS"] + OGG["VORBIS"], "several Ogg streams one after the other"),
+    "zeros, untagged": (untagged(MP3)[:6000] + bytes(9000), "it ends in zeros"),
+    "zeros, vorbis": (OGG["VORBIS"][:-3000] + bytes(3000), "it ends in zeros"),
+    "cut at a page": (OGG["VORBIS"][: OGG["VORBIS"].rindex(b"OggS")], "does not end its stream"),
     "cut opus": (OGG["OPUS"][:-300], "truncated: the last Ogg page ends 300 bytes behind"),
 }
 

@@ -92,6 +92,32 @@ def test_every_file_in_installed_packages(tmp_path):
     assert said[".svg False"] >= 20 and len(said) >= 18, said
 
 
+def test_what_ends_in_zeros_is_refused_unless_silence_or_black_may_be_stored_so(tmp_path):
+    """A copy that was broken off after its room had been reserved."""
+    rng, said = np.random.default_rng(0), {}
+    pixels = rng.integers(0, 255, (200, 300, 3), dtype=np.uint8)
+    clip = rng.normal(0, 0.1, 48000)
+    pixels[60:], clip[20000:] = 0, 0  # kinds that store samples end so, too
+    for name, subtype in [*((name, None) for name in KINDS), ("CAF", "ALAC_16"), ("Ogg", "OPUS"),
+                          ("TIFF", "tiff_lzw")]:
+        file, kind = io.BytesIO(), KINDS[name]
+        if kind.modality == AUDIO:
+            soundfile.write(file, clip, 48000, format=kind.reader, subtype=subtype)
+        else:
+            Image.fromarray(pixels).save(file, kind.reader, compression=subtype)
+        said[name, subtype] = kind.modality, file.getvalue()
+    for name, how in {"a.weba": CLIPS["opus.weba"], "b.mka": CLIPS["mp3.mka"], "c.mp4": {
+            "codec": "libopus", "rate": 48000, "mux": {"movflags": "faststart"}}}.items():
+        said[name] = AUDIO, write_clip(tmp_path / name, **how).read_bytes()
+    said["d.webm"] = VIDEO, write_video(tmp_path / "d.webm", codec="libvpx-vp9").read_bytes()
+    stored = {(name, None) for name in ("BMP", "TIFF", "PNM", "WAV", "AIFF", "AU", "CAF")}
+    for kind, (modality, data) in said.items():
+        assert check(Medium(modality, "whole", data=data)) == "read", kind
+        broken = data[: len(data) // 2] + bytes(len(data) - len(data) // 2)
+        answer = check(Medium(modality, "broken", data=broken))
+        assert (answer == "read") == (kind in stored), (kind, answer)
+
+
 def seeds(folder: Path) -> list[tuple[int, bytes]]:
     """One small file of every format that is written here, and some of the installed ones."""
     rng = np.random.default_rng(0)

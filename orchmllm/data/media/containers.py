@@ -13,6 +13,8 @@ from typing import BinaryIO
 
 import numpy as np
 
+from orchmllm.data.media.medium import ZEROS_AT_END, ends_in_zeros
+
 # What people call them -> FFmpeg's decoders.
 VIDEO_NAMES = {"H.264": ("h264",), "H.265": ("hevc",), "AV1": ("libdav1d", "av1"), "VP8": ("vp8",),
                "VP9": ("vp9",), "MPEG-4": ("mpeg4",), "MJPEG": ("mjpeg",), "ProRes": ("prores",),
@@ -63,6 +65,8 @@ def check_whole(file: BinaryIO, demuxer: str, num_bytes: int) -> None:
             unknown = field == (1 << 7 * length) - 1
             if length and not unknown and at + 4 + length + field > num_bytes:
                 raise Refused(f"truncated: {num_bytes} of {at + 4 + length + field} bytes")
+        if ends_in_zeros(file):
+            raise Refused(ZEROS_AT_END)
     elif demuxer == "mov":
         at, kinds = 0, set()
         while at + 8 <= num_bytes:  # boxes, each of which begins with its length
@@ -102,6 +106,8 @@ def _num_samples(packet, stream) -> int:
     context, rate = stream.codec_context, stream.codec_context.sample_rate
     if context.name == "opus":
         data = bytes(packet)
+        if len(data) > 8 and not data.strip(b"\0"):
+            raise Refused(ZEROS_AT_END)
         code = data[0] & 3
         count = 1 if code == 0 else 2 if code < 3 else data[1] & 63 if len(data) > 1 else 0
         return int(count * _OPUS_MS[data[0] >> 3] * 48)

@@ -12,7 +12,7 @@ import struct
 from functools import lru_cache
 from typing import BinaryIO, NamedTuple
 
-from orchmllm.data.media.medium import MediaError
+from orchmllm.data.media.medium import ZEROS_AT_END, MediaError, ends_in_zeros
 
 _KBPS = {  # of a bitrate index from 1, by (MPEG version is 1, layer)
     (True, 1): (32, 64, 96, 128, 160, 192, 224, 256, 288, 320, 352, 384, 416, 448),
@@ -141,6 +141,8 @@ def _counted(data: bytes, offset: int, estimate: int, name: str) -> tuple[int, b
             raise MediaError(name, f"{how}: {count} MPEG frames where its {tag[:4].decode()} tag "
                                    f"says {declared}; {_JOIN}")
         return estimate, None
+    if ends_in_zeros(io.BytesIO(data), at):
+        raise MediaError(name, ZEROS_AT_END)
     num_samples = count * kind.num_samples
     if num_samples != estimate and kind.layer == 3:
         data = _info_frame(data[begin: begin + 4], kind, count) + data[begin:at]
@@ -161,8 +163,8 @@ def _info_frame(header: bytes, kind: _Frame, count: int) -> bytes:
 
 def check_ogg(file: BinaryIO, num_bytes: int, name: str) -> None:
     """Raises MediaError for an Ogg file that holds streams one after the other (only the first
-    would be read), or that ends within a page."""
-    at, sound = 0, False
+    would be read), that ends within a page, or whose last page does not end its stream."""
+    at, sound, ended = 0, False, 0
     while at < num_bytes:
         file.seek(at)
         head = file.read(27 + 255)
@@ -170,8 +172,8 @@ def check_ogg(file: BinaryIO, num_bytes: int, name: str) -> None:
             file.seek(at)
             if b"OggS" in file.read():
                 raise MediaError(name, f"damaged: no Ogg page at byte {at}, but more behind it")
-            return
-        begins = head[5] & 2
+            break
+        begins, ended = head[5] & 2, head[5] & 4
         if begins and sound:
             raise MediaError(name, f"several Ogg streams one after the other, the second from byte "
                                    f"{at}; {_JOIN}")
@@ -180,6 +182,9 @@ def check_ogg(file: BinaryIO, num_bytes: int, name: str) -> None:
     if at > num_bytes:
         raise MediaError(name, f"truncated: the last Ogg page ends {at - num_bytes} bytes behind "
                                "the file")
+    if not ended:
+        raise MediaError(name, "truncated: the last Ogg page does not end its stream; fetch it "
+                               "again, or mark the end of a whole one (ffmpeg -c copy)")
 
 
 def check_joined(file: BinaryIO, name: str) -> None:

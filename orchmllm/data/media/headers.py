@@ -18,10 +18,12 @@ from orchmllm.data.media import av_process
 from orchmllm.data.media.framing import check_joined, check_ogg, mpeg_samples
 from orchmllm.data.media.kinds import AUDIO_FORMATS, CONVERT_AUDIO, IMAGE_FORMATS, container
 from orchmllm.data.media.medium import (
+    ZEROS_AT_END,
     MediaError,
     Medium,
     MediumSource,
     binary,
+    ends_in_zeros,
     medium_of,
     reading,
 )
@@ -55,10 +57,13 @@ def _pillow():
 
 
 def open_image(name: str, file):
-    """The lazily opened image, its size checked. Raises MediaError."""
+    """The lazily opened image, its size and its end checked. Raises MediaError."""
     image = _pillow().open(file, formats=IMAGE_FORMATS)
     width, height = image.size
     problem = ""
+    if image.format in ("WEBP", "AVIF"):  # the other decoders notice that an end is missing
+        with binary(file) as opened:
+            problem = ZEROS_AT_END if ends_in_zeros(opened) else ""
     if width * height > MAX_IMAGE_PIXELS:
         problem = f"more than the limit of {MAX_IMAGE_PIXELS} pixels"
     elif max(width, height) > MAX_ASPECT * min(width, height):
@@ -115,6 +120,8 @@ def audio_clip(
         frames = info.frames
         if info.format not in AUDIO_FORMATS:
             raise MediaError(name, f"{info.format_info} is not read; {CONVERT_AUDIO}")
+        if (info.format == "OGG" or "ALAC" in info.subtype) and ends_in_zeros(opened):
+            raise MediaError(name, ZEROS_AT_END)
         if info.format == "MP3":
             frames, data = mpeg_samples(opened, num_bytes, frames, name, trust=not thorough)
         elif info.format == "OGG":

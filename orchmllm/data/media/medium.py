@@ -20,6 +20,8 @@ from orchmllm.data.storage.remote import RemoteFile
 from orchmllm.plan.layout import TEXT
 
 MAX_MEMBER_BYTES = 512 << 20  # a medium's encoded bytes
+ZEROS = 1024  # at the end of a file
+ZEROS_AT_END = "truncated: it ends in zeros, so its end was never written; fetch the file again"
 # What the machine has run out of says nothing of a file.
 OUT_OF = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
@@ -189,6 +191,14 @@ def binary(file: object) -> AbstractContextManager[BinaryIO]:
         return open(file, "rb")
     file.seek(0)
     return nullcontext(file)
+
+
+def ends_in_zeros(file: BinaryIO, begin: int = 0) -> bool:
+    """Whether a file ends in a KiB of zeros behind byte `begin`, as broken downloads and copies do;
+    uncompressed sound and pictures may end so, too."""
+    end = file.seek(0, os.SEEK_END)
+    file.seek(max(begin, end - ZEROS))
+    return end - begin >= ZEROS and not file.read().strip(b"\0")
 
 
 def head_of(medium: Medium) -> bytes:
