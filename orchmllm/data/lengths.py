@@ -118,7 +118,7 @@ class LengthReader:
         """One token that nothing is learnt from, in place of a row that cannot be used."""
         return MeasuredExample(
             layout or BatchLayout.from_segments(example_id, 0, [(TEXT, text_lengths(1))]),
-            np.array([self.tokenizer.end_id], np.int32), np.zeros(1, bool), [], problem)
+            np.array([self.tokenizer.end_id or 0], np.int32), np.zeros(1, bool), [], problem)
 
     def _measure(
         self, media: list[Medium], tokenized: Tokenized | RowError, example_id: int

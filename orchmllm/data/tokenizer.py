@@ -97,14 +97,12 @@ class ChatTokenizer:
         return max(self.tokenizer.get_vocab(with_added_tokens=True).values()) + 1
 
     @property
-    def end_id(self) -> int:
-        """Id of the token that ends an assistant's turn (0 if the template has none)."""
-        learnt = [f for f in self._frames([Turn("user", ("a",), False),
-                                           Turn("assistant", ("b",), True)])
-                  if isinstance(f, _Encoded) and f.num_learnt]
-        ids = learnt[-1].ids[: learnt[-1].num_learnt] if learnt else (0,)
+    def end_id(self) -> int | None:
+        """Id of the special token that ends an assistant's turn; None if the template has none."""
+        ids, learnt, _ = self.tokenize([Turn("user", ("a",), False),
+                                        Turn("assistant", ("b",), True)])
         added = self.tokenizer.get_added_tokens_decoder()
-        return next((i for i in reversed(ids) if i in added), ids[-1])
+        return next((i for i in reversed(ids[learnt].tolist()) if i in added), None)
 
     @property
     def digest(self) -> str:

@@ -166,7 +166,7 @@ def _write_tokenizer(checkpoint: Path, state: dict, given: Path | None, folder: 
                      say: Callable[[str], None]) -> str | None:
     """Copies the tokenizer; returns where it is from, None if it is not known. state: of the
     checkpoint, which records the tokenizer that it was trained with."""
-    from orchmllm.hf.tokenizer import copy_tokenizer
+    from orchmllm.hf.tokenizer import copy_tokenizer, write_ends
 
     path, trained = given, state.get("data", {}).get("tokenizer")
     try:
@@ -186,6 +186,11 @@ def _write_tokenizer(checkpoint: Path, state: dict, given: Path | None, folder: 
             "--tokenizer")
         return None
     say(f"llm/ tokenizer from {path}: {', '.join(names)}")
+    try:
+        if told := write_ends(path, folder):
+            say(f"warning: llm/: {told}")
+    except Exception as error:  # transformers raises many types on a tokenizer that it cannot load
+        say(f"warning: llm/: eos_token_id and pad_token_id are not written: {error}")
     if given is not None and _is_other(given, trained):
         say(f"warning: --tokenizer {given} differs from the one that the checkpoint was trained "
             "with (tokenizer.json, chat template or special tokens): the same text may be other "

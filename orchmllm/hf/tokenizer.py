@@ -6,6 +6,7 @@ import json
 import shutil
 from pathlib import Path
 
+from orchmllm.data.tokenizer import ChatTokenizer
 from orchmllm.hf.folder import read_json
 
 # ChatML as orchmllm.data.tokenizer writes it where a tokenizer brings no template of its own.
@@ -18,6 +19,8 @@ CHATML = (
 )
 COPIED = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
           "added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja")
+
+SAMPLE = "don't, 12345  \n\n caf\u00e9 e\u0301 \u00bd \u4e2d\u6587"
 
 
 def copy_tokenizer(path: Path, folder: Path) -> list[str]:
@@ -49,3 +52,29 @@ def _complete_configuration(folder: Path) -> None:
     if not config.get("chat_template") and not (folder / "chat_template.jinja").is_file():
         config["chat_template"] = CHATML
     path.write_text(json.dumps(config, indent=1), encoding="utf-8")
+
+
+def write_ends(path: Path, folder: Path) -> str:
+    """Writes the id of the token that ends an answer, and of padding, into the config.json and
+    generation_config.json of `folder`, which copy_tokenizer copied `path` to. Returns what differs
+    from training; empty: nothing, where AutoTokenizer encodes SAMPLE with the folder."""
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    ours = ChatTokenizer(path)
+    end = ours.end_id
+    auto, plain = (k.from_pretrained(folder) for k in (AutoTokenizer, PreTrainedTokenizerFast))
+    if end is None:
+        return "eos_token_id is not written: the chat template ends answers with no special token"
+    pad = ours.tokenizer.token_to_id(plain.pad_token or "")
+    for file in (folder / "config.json", folder / "generation_config.json"):
+        kept = read_json(file) if file.is_file() else {}
+        kept |= {"eos_token_id": end, "pad_token_id": end if pad is None else pad}
+        file.write_text(json.dumps(kept, indent=1), encoding="utf-8")
+    want, got, same = (t.encode(SAMPLE, add_special_tokens=False) for t in (
+        ours.tokenizer, auto, plain))
+    if got == want.ids:
+        return ""
+    cure = "PreTrainedTokenizerFast" if same == want.ids else "tokenizers.Tokenizer.from_file"
+    return (f"AutoTokenizer gives other ids than training (for {SAMPLE!r}), because it applies the "
+            f"rules of {type(auto).__name__} instead of those in tokenizer.json: load it with "
+            f"{cure}, which gives the ids of training")

@@ -8,16 +8,18 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from orchmllm.config import RunConfig, load_recipe, to_yaml
 from orchmllm.data.tokenizer import ChatTokenizer
 from orchmllm.hf import export
+from orchmllm.hf.tokenizer import SAMPLE
 from orchmllm.models.config import ModelConfig
 from orchmllm.runtime.run_state import check_resumable, resume_keys
 from tests.lib.hf_models import HF_MODEL, write_checkpoint, write_models
 from tests.lib.ranks import run_ranks
 from tests.lib.synthetic import SyntheticDataset, recipe
-from tests.lib.tokenizers import write_tokenizer
+from tests.lib.tokenizers import SPECIAL, write_tokenizer
 from tests.lib.training import train
 
 
@@ -26,7 +28,7 @@ def warnings(checkpoint: Path, tokenizer: Path | None = None) -> list[str]:
     lines: list[str] = []
     export.export(checkpoint, checkpoint.parents[2] / "out", tokenizer=tokenizer, verify=False,
                   say=lines.append)
-    return [x for x in lines if x.startswith("warning: ")]
+    return [x for x in lines if x.startswith("warning: ") and "AutoTokenizer gives" not in x]
 
 
 @pytest.fixture
@@ -68,6 +70,53 @@ def test_the_tokenizer_of_the_run_is_taken(tokenizers, tmp_path):
     for name in ("tokenizer.json", "chat_template.jinja"):
         assert (tmp_path / "out" / "llm" / name).read_bytes() == (
             tokenizers[1] / name).read_bytes()
+
+
+LLAMA = ("{% for m in messages %}<|head|>{{ m.role }}<|/head|>{{ m.content | trim }}<|eot|>"
+         "{% endfor %}")
+
+
+@pytest.mark.parametrize("special, template, end", [
+    (SPECIAL, "", "<|im_end|>"), (("<s>", "<|head|>", "<|/head|>", "<|eot|>"), LLAMA, "<|eot|>"),
+    (("<s>",), "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}", "")])
+def test_generation_stops_where_answers_ended_in_training(special, template, end, tmp_path):
+    """Whatever the folder said that training started from."""
+    (tmp_path / "tokenizer").mkdir()
+    write_tokenizer(tmp_path / "tokenizer", special)
+    if template:
+        (tmp_path / "tokenizer" / "chat_template.jinja").write_text(template)
+    model = write_models(tmp_path / "start")
+    (tmp_path / "start/llm/generation_config.json").write_text('{"eos_token_id": 5, "top_k": 7}')
+    checkpoint = tmp_path / "run" / "checkpoints" / "step_00000001"
+    write_checkpoint(checkpoint, model, 1)
+    told = warnings(checkpoint, tmp_path / "tokenizer")
+    tokenizer = ChatTokenizer(tmp_path / "tokenizer").tokenizer
+    ids = (tokenizer.token_to_id(end),) * 2 if end else (5, None)
+    if special == SPECIAL:  # tokenizer_config.json is made for ChatML, with what pads there
+        ids = ids[0], tokenizer.token_to_id("<|endoftext|>")
+    llm = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "llm")
+    for config in (llm.config, llm.generation_config):
+        assert (config.eos_token_id, config.pad_token_id) == ids
+    assert llm.generation_config.top_k == 7
+    assert bool(told) == (not end) and all("ends answers with no special token" in x for x in told)
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_ids_of_autotokenizer_are_compared_with_those_of_training(same, tmp_path, tokenizers):
+    """The tokenizer of Qwen2 itself is the one that AutoTokenizer makes of these files."""
+    if same:
+        from transformers import Qwen2TokenizerFast
+
+        Qwen2TokenizerFast.from_pretrained(tokenizers[0]).save_pretrained(tokenizers[0])
+    lines: list[str] = []
+    export.export(trained_with(tokenizers[0], tokenizers[0], tmp_path), tmp_path / "out",
+                  verify=False, say=lines.append)
+    told = [x for x in lines if "AutoTokenizer gives other ids than training" in x]
+    assert len(told) == (not same)
+    exported, kinds = tmp_path / "out" / "llm", (AutoTokenizer, PreTrainedTokenizerFast)
+    auto, plain = (kind.from_pretrained(exported).encode(SAMPLE) for kind in kinds)
+    assert plain == ChatTokenizer(tokenizers[0]).encode(SAMPLE) and (auto == plain) == same
+    assert same or "load it with PreTrainedTokenizerFast, which gives the ids of tr" in told[0]
 
 
 def test_what_the_start_had_and_an_export_lacks_is_named(tmp_path):
