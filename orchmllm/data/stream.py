@@ -1,9 +1,10 @@
 """Streaming: the shards of a source read in order, the same on any number of ranks and workers.
 
-A source's files are dealt to S logical shards; draw k of the source is example k // S of shard
-k % S. Inside a shard, files come in a seeded order per epoch and rows are shuffled in windows, so
-an example is a pure function of its number: a rank reads the shards it needs and skips the rest,
-and to resume is to ask for a later number. Nothing is random access but the position in a file.
+A source's files are dealt to logical shards, which take turns in proportion to their rows, so that
+every row of the source comes once an epoch. Inside a shard, files come in a seeded order per epoch
+and rows are shuffled in windows, so an example is a pure function of its number: a rank reads the
+shards it needs and skips the rest, and to resume is to ask for a later number. Nothing is random
+access but the position in a file.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
@@ -25,8 +27,10 @@ from orchmllm.data.formats.rows import RowStore
 from orchmllm.data.sampler import Mixture
 from orchmllm.data.storage.remote import RemoteFile, Storage, fetch_ahead
 from orchmllm.plan.geometry import AudioGeometry, VisionGeometry
+from orchmllm.plan.layout import ranges
 
 WINDOW = 256  # rows that are shuffled together
+TURNS = 1000  # draws of a source that are dealt to its shards at a time, about
 
 
 class StreamRow(NamedTuple):
@@ -64,8 +68,8 @@ class StoreUnit:
 
 @dataclass
 class IterableUnit:
-    """A shard of a `datasets.IterableDataset`, read as raw Arrow. num_rows: None until somebody
-    reached its end."""
+    """A shard of a `datasets.IterableDataset`, read as raw Arrow. num_rows: None where no file
+    tells it, until somebody reached its end."""
 
     dataset: object
     label: Path
@@ -140,6 +144,47 @@ class LogicalShard:
         return self._window[1]
 
 
+class Deal:
+    """Which shard each draw of a source comes from: in sum(sizes) draws each of them `size` times,
+    at equal distances; shards of one size take turns. sizes: rows of the shards, above 0."""
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        self.sizes, self.total = np.array(sizes, np.int64), sum(sizes)
+        self.num_parts = max(1, self.total // TURNS)
+        self._part = lru_cache(maxsize=4)(self._deal)
+
+    def __call__(self, draw: int) -> tuple[int, int]:
+        """(shard, how many draws of it came before) of a draw."""
+        epoch, at = divmod(draw, self.total)
+        part = at * self.num_parts // self.total
+        while at >= self._before(part + 1).sum():
+            part += 1
+        shard, before = self._part(part)[at - self._before(part).sum()].tolist()
+        return shard, epoch * int(self.sizes[shard]) + before
+
+    def _before(self, part: int) -> np.ndarray:
+        """(shards,) draws of each shard in the parts before one of the parts of an epoch."""
+        return self.sizes * part // self.num_parts
+
+    def _deal(self, part: int) -> np.ndarray:
+        """(draws of the part, 2) [shard, how many of its draws came before in the epoch]."""
+        first, counts = self._before(part), self._before(part + 1) - self._before(part)
+        shards, before = np.repeat(np.arange(len(counts)), counts), ranges(first, counts)
+        order = np.argsort((before - first[shards] + 0.5) / counts[shards], kind="stable")
+        return np.stack([shards, before], axis=1)[order]
+
+
+def _sizes(shards: Sequence[LogicalShard]) -> list[int]:
+    """Rows of each shard. Where they are not known before a shard has been fetched, its bytes stand
+    for them, and without bytes (`hf:`) the shards count as equally long."""
+    rows = [[unit.num_rows for unit in shard.units] for shard in shards]
+    if None not in sum(rows, []):
+        return list(map(sum, rows))
+    sizes = [sum(f.num_bytes() for unit in shard.units for f in getattr(unit, "files", ()))
+             for shard in shards]
+    return [max(1, 1_000_000 * size // max(1, *sizes)) for size in sizes]
+
+
 class StreamDataset(ConversationDataset):
     """Example n is draw n of an endless stream; no length, no index, nothing held out.
 
@@ -162,6 +207,7 @@ class StreamDataset(ConversationDataset):
             [LogicalShard(units[s::min(num_shards, len(units))], [seed, 3, k, s], window)
              for s in range(min(num_shards, len(units)))]
             for k, units in enumerate(units_of(s, num_shards) for s in self.sources)]
+        self._deals = [Deal(_sizes(shards)) for shards in self._shards]
         self.order_key = [num_shards, seed, window]
         self._check_cache()
         self._found: OrderedDict[int, tuple[int, StreamRow]] = OrderedDict()
@@ -194,7 +240,8 @@ class StreamDataset(ConversationDataset):
         return -1 if lazy else len(source)
 
     def fingerprint(self) -> dict:
-        return {**super().fingerprint(), "num_shards": [len(s) for s in self._shards]}
+        sizes = [deal.sizes.tolist() for deal in self._deals]
+        return {**super().fingerprint(), "num_shards": sizes}
 
     def where(self, i: int) -> tuple[int, int]:
         """(source, row from 0 in its file) of example i."""
@@ -208,8 +255,8 @@ class StreamDataset(ConversationDataset):
     def _locate(self, i: int) -> tuple[int, StreamRow]:
         if i not in self._found:
             (source,), (draw,) = self._mixture(np.array([i]))
-            shards = self._shards[source]
-            found = shards[draw % len(shards)].get(int(draw // len(shards)))
+            shard, position = self._deals[source](int(draw))
+            found = self._shards[source][shard].get(position)
             while len(self._found) >= self.cached_examples:
                 self._drop(self._found.popitem(last=False)[0])
             self._found[i] = int(source), found
@@ -239,7 +286,7 @@ def units_of(source: DataSource, num_shards: int) -> list[Unit]:
     """At least num_shards pieces of a source, where its rows can be divided that far."""
     store = source.store
     if hasattr(store, "shards"):
-        return [IterableUnit(shard, label) for shard, label in store.shards()]
+        return [IterableUnit(*shard) for shard in store.shards()]
     stores = getattr(store, "stores", [store])
     parts = -(-num_shards // len(stores))
     return [StoreUnit(one, part, parts) for one in stores for part in range(parts)

@@ -62,12 +62,9 @@ def test_every_row_once_an_epoch_in_another_order(name, folder):
     shards = dataset._shards[0]
     assert len(shards) == 4
     said = [answer(dataset, i) for i in range(4 * ROWS)]
-    assert set(said) == {f"{QUESTIONS[k % 12][1]} {k}" for k in range(ROWS)}
-    # A shard's epoch ends where its own rows do; shards of unequal length drift apart.
-    for s in range(4):
-        mine = said[s::4]
-        size = len(set(mine))
-        assert sorted(mine[:size]) == sorted(set(mine)) and mine[:size] != mine[size: 2 * size]
+    epochs = [said[start: start + ROWS] for start in range(0, 4 * ROWS, ROWS)]
+    every = sorted(f"{QUESTIONS[k % 12][1]} {k}" for k in range(ROWS))
+    assert all(sorted(epoch) == every for epoch in epochs) and epochs[0] != epochs[1]
     other = stream(folder, name, seed=1)
     assert said != [answer(other, i) for i in range(4 * ROWS)]
     with pytest.raises(ValueError, match="a stream holds nothing out"):
@@ -152,6 +149,22 @@ def test_weights_and_their_absence(folder):
     assert source == {0: 333, 1: 667}
     with pytest.raises(ValueError, match="needs a weight for each"):
         stream(folder, "tar", "jsonl", weights=(0.0, 0.0))
+
+
+@pytest.mark.parametrize("counts, num_shards", [
+    ([200] + [20] * 15, 16), ([7] * 100, 64), ([3000, 1, 2998], 3), ([5], 64)])
+def test_shards_of_unequal_length_give_each_row_equally_often(counts, num_shards, folder, tmp_path):
+    for k, count in enumerate(counts):
+        write_jsonl(tmp_path / f"{k:03d}.jsonl",
+                    [llava_row([("text", "?")], f"{k} {i}") for i in range(count)])
+    dataset = StreamDataset([SourceConfig(path=str(tmp_path / "*.jsonl"))], num_shards=num_shards,
+                            seed=0, tokenizer=ChatTokenizer(folder), index_dir=tmp_path, **GEOMETRY)
+    draws = [answer(dataset, i) for i in range(2 * sum(counts))]
+    for epoch in (draws[: sum(counts)], draws[sum(counts):]):
+        assert sorted(epoch) == sorted(f"{k} {i}" for k, n in enumerate(counts) for i in range(n))
+    half = Counter(said.split()[0] for said in draws[: sum(counts) // 2])
+    big = np.argmax(counts)  # its rows are spread over the epoch
+    assert abs(half[str(big)] - counts[big] / 2) <= 1 + len(set(counts)) * num_shards
 
 
 class Numbers:

@@ -65,6 +65,16 @@ def test_rows(videos, row, media):
             dataset.load(0, segments=[s]).media[s])
 
 
+def test_a_part_of_a_video_is_refused(videos):
+    part = {"type": "video", "video": "plain.mp4"}
+    for keys, told in (({"video_start": 1}, '"video_start" is 1, and is not read: .* timestamps'),
+                       ({"start": 1.0, "end": 2.0}, "'start': 1.0, 'end': 2.0: a medium is read")):
+        for row in ({"messages": [{"role": "user", "content": [part | keys]},
+                                  {"role": "assistant", "content": "x"}]},
+                    {"video": {"path": "plain.mp4"} | keys, "caption": "x"})[: 1 + ("end" in keys)]:
+            assert re.search(told, str(opened(videos, row).problem(0)))
+
+
 def test_members_of_a_tar_are_videos(videos):
     import webdataset
 

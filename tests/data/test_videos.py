@@ -101,8 +101,7 @@ def test_how_many_frames(sampling, options, count):
 @pytest.mark.parametrize("options, reason", [
     ({"timestamps": [3.0]}, "must be from 0 to below its 3 s"), ({"fps": -1}, "fps of a video"),
     ({"timestamps": []}, "must be a list of 1 to 64 seconds"), ({"nframes": 2.5}, "nframes of"),
-    ({"timestamps": [True]}, "a timestamp of a video is True"),
-    ({"video_start": 1}, "video_start of a video is not supported; give timestamps")])
+    ({"timestamps": [True]}, "a timestamp of a video is True")])
 def test_wrong_options_are_refused(videos, options, reason):
     with pytest.raises(RowError, match=re.escape(reason)):
         expand(as_medium(videos / "plain.mp4"), VideoSampling(), options)

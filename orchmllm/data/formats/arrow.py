@@ -61,11 +61,14 @@ class StreamRows(RowStore):
     def file(self, i: int) -> Path:
         return self.label
 
-    def shards(self) -> list[tuple[object, Path]]:
-        """Its shards (files), each with what to call it."""
+    def shards(self) -> list[tuple[object, Path, int | None]]:
+        """Its shards (files), each with what to call it, and its rows where a file tells them."""
+        from pyarrow.parquet import read_metadata
+
         count = self.dataset.num_shards
-        return [(self.dataset.shard(num_shards=count, index=k),
-                 self.files[k] if len(self.files) == count else self.label) for k in range(count)]
+        files = self.files if len(self.files) == count else [None] * count
+        return [(self.dataset.shard(num_shards=count, index=k), file or self.label,
+                 file and read_metadata(file).num_rows) for k, file in enumerate(files)]
 
 
 def clean(value):

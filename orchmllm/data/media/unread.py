@@ -13,7 +13,6 @@ from orchmllm.plan.layout import AUDIO
 _START = ("start", "start_time", "start_s", "begin", "begin_time", "offset")
 _END = ("end", "end_time", "end_s")
 _CUT_S = 0.2  # by which a clip that has been cut out may differ from the part that its row names
-_SIZE = "pictures are resized by model.vision.max_side alone; leave it out"
 UNREAD = {  # key -> (whether its value changes what is learnt beside the row's text, what helps)
     "label": (lambda value, text: value is False,
               "the answer is marked as a bad one; leave the row out"),
@@ -21,8 +20,10 @@ UNREAD = {  # key -> (whether its value changes what is learnt beside the row's 
                 "write the names and boxes into the text in place of <ref-object> and <bbox>"),
     "system_prompt": (lambda value, text: str(value).strip() not in text,
                       'call it "system", in a row with turns'),
-    "resized_height": (lambda value, text: True, _SIZE),
-    "resized_width": (lambda value, text: True, _SIZE),
+    **dict.fromkeys(
+        ("resized_height", "resized_width", "video_start", "video_end", "min_frames"),  # of Qwen
+        (lambda value, text: True, "pictures have the size that model.vision.max_side says, and "
+         "frames are chosen by timestamps (a list of seconds), fps, nframes or max_frames")),
 }
 
 

@@ -24,8 +24,6 @@ from orchmllm.data.media.medium import (
 from orchmllm.plan.geometry import VisionGeometry
 from orchmllm.plan.layout import AUDIO, VISION
 
-_UNUSED = ("video_start", "video_end", "min_frames")  # of Qwen's content parts
-
 
 def expand(medium: Medium, sampling: VideoSampling, options: Mapping) -> list[Medium]:
     """The frames of a video that are read, and its sound if that is asked for. options: keys of a
@@ -62,10 +60,6 @@ def chosen(header: VideoHeader, sampling: VideoSampling, options: Mapping) -> li
             raise ValueError(f"{key} of a video is {value!r:.80}: must be a number from 0 to 1e6")
         return value
 
-    unused = [key for key in _UNUSED if options.get(key) is not None]
-    if unused:
-        raise ValueError(f"{unused[0]} of a video is not supported; give timestamps (a list of "
-                         "seconds), fps, nframes or max_frames")
     most = min(sampling.max_frames, number("max_frames", sampling.max_frames, int)) or 1
     times = options.get("timestamps")
     if times is not None:
