@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,7 @@ from orchmllm.plan.assign import PHASES, BalanceConfig, PhasePolicy, PlanSpec, a
 from orchmllm.plan.balance import core, load_cap
 from orchmllm.plan.homes import example_bytes, feature_home
 from orchmllm.plan.geometry import text_lengths
-from orchmllm.plan.layout import ENCODERS, TEXT, VISION, BatchLayout
+from orchmllm.plan.layout import AUDIO, ENCODERS, TEXT, VISION, BatchLayout
 from orchmllm.plan.step import StepPlan, assign_microbatches, build_plan, plan_step
 from tests.lib.corpora import write_llava
 from tests.lib.tokenizers import write_tokenizer
@@ -145,17 +146,17 @@ def test_token_cap_holds_where_a_plan_without_it_is_above_it() -> None:
 
 
 def test_the_digest_changes_with_the_rank_of_any_item_of_any_phase() -> None:
-    plan = plan_step(LAYOUT, spec(**every_phase("least_move")))
-    encode = {m: move.target_rank[move.slot_of] for m, move in plan.encode.items()}
-    llm = plan.llm.target_rank[plan.llm.slot_of]
-
-    def moved(rank_of: np.ndarray) -> np.ndarray:
-        return np.where(np.arange(len(rank_of)) == 5, (rank_of + 1) % 32, rank_of)
-
-    assert build_plan(LAYOUT, encode, llm, plan.spec).digest == plan.digest
-    others = [build_plan(LAYOUT, encode, moved(llm), plan.spec)]
-    others += [build_plan(LAYOUT, encode | {m: moved(encode[m])}, llm, plan.spec) for m in ENCODERS]
-    assert len({plan.digest, *(other.digest for other in others)}) == 4
+    """All 64 plans of two examples with an image and a clip each, on two ranks."""
+    geometry = MODELS["84b"].vision.geometry, MODELS["84b"].audio.geometry
+    media = [(VISION, geometry[0].segment_lengths(56, 56)),
+             (AUDIO, geometry[1].segment_lengths(16000, 16000))]
+    layout = BatchLayout.from_examples(
+        [BatchLayout.from_segments(i, 1, [(TEXT, text_lengths(3)), *media]) for i in (0, 1)],
+        [1, 1])
+    ranks = [np.array(pair) for pair in product((0, 1), repeat=2)]
+    digests = [build_plan(layout, {"vision": vision, "audio": audio}, llm, spec()).digest
+               for vision, audio, llm in product(ranks, repeat=3)]
+    assert len(set(digests)) == len(digests) == 64
 
 
 @pytest.mark.parametrize(("options", "message"), [
