@@ -258,7 +258,8 @@ def test_a_move_has_to_pay():
 @pytest.mark.parametrize("name", ["qwen2_vl", "qwen3_vl", "glm4v", "qwen2_5_omni"])
 def test_attention_of_a_video_costs_what_one_of_its_frames_has(name):
     """An image of 64 patches, and a video of 16 frames of 4."""
-    items = World(np.ones((2, 1), np.int64), np.array([[1, 8, 8], [16, 2, 2]]), [None], *np.zeros((2, 2)))
+    items = World(np.ones((2, 1), np.int64), np.array([[1, 8, 8], [16, 2, 2]]), [None],
+                  *np.zeros((2, 2)))
     made = assignment.assign(families.FAMILIES[name].encoders[0], items, CostModel(1000, 3000),
                              min_gain=None, ranks_per_node=8)
     assert made.cost.tolist() == [64 + 3 * 64 * 64, 64 + 3 * 64 * 4]
