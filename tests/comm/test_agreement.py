@@ -9,7 +9,8 @@ import pytest
 import torch.distributed as dist
 
 from orchmllm import BalancedDataLoader
-from orchmllm.comm.exchange import RowGather
+from orchmllm.comm.agree import PlanMismatchError
+from orchmllm.comm.exchange import RowGather, gather_texts
 from orchmllm.plan.cost import CostModel
 from orchmllm.plan.step import BalanceConfig, PhasePolicy, build_plan, plan_step
 from orchmllm.trainer import Trainer
@@ -39,7 +40,7 @@ def failing_planner(layout, spec):
 
 class BrokenLengths(SyntheticDataset):
     def layout(self, i):
-        raise KeyError(f"no lengths for example {i}")
+        raise KeyError(f"no lengths for example {i}: größe?")
 
 
 class BrokenDecode(SyntheticDataset):
@@ -83,7 +84,7 @@ FAULTS = [
     ("config", "PlanMismatchError", "disagree on spec_digest"),
     ("cost", "PlanMismatchError", "disagree on spec_digest"),
     ("planner raises", "RemoteError", "rank 1 failed: ZeroDivisionError: planner broke"),
-    ("layout raises", "RemoteError", "rank 1 failed: KeyError: 'no lengths for example"),
+    ("layout raises", "RemoteError", ": größe?'"),  # whole, though it is not ASCII
     ("decode raises", "RemoteError", "rank 1 failed: MemoryError: decoder ran out of memory"),
 ]
 
@@ -99,6 +100,27 @@ def test_all_ranks_raise_in_the_same_step(fault, error, text, num_ranks):
     if error == "PlanMismatchError":
         both = "no majority" if num_ranks == 2 else "rank 1 differs"
         assert both in results[0][1]
+
+
+def ahead_by_its_rank(world) -> str:
+    """What a rank is told that plans a later step than rank 0 does."""
+    trainer = Trainer(RECIPE, world, dataset=SyntheticDataset())
+    with pytest.raises(PlanMismatchError) as error:
+        trainer.orchestrator.gather_layout(world.rank, SyntheticDataset().layout(0))
+    return str(error.value)
+
+
+def test_ranks_that_plan_other_steps_are_told():
+    for rank, said in enumerate(run_ranks(ahead_by_its_rank, 2)):
+        assert said.startswith(f"step {rank}: ranks disagree on step: no majority: rank 0 has 0, ")
+
+
+def texts(world) -> list[str]:
+    return gather_texts(RowGather(8), "äé☃" * world.rank)
+
+
+def test_texts_of_all_ranks_arrive_whole_whatever_they_are_written_in():
+    assert run_ranks(texts, 3) == [["", "äé☃", "äé☃äé☃"]] * 3
 
 
 def gathers(world, per_node: int) -> list[np.ndarray]:

@@ -7,18 +7,22 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
+from orchmllm.batch import IGNORE_INDEX
 from orchmllm.cli.data import main
 from orchmllm.config import DataConfig, RunConfig
 from orchmllm.data.dataset import ConversationDataset
 from orchmllm.data.media.medium import MediaError
 from orchmllm.data.tokenizer import ChatTokenizer
-from orchmllm.plan.layout import TEXT
+from orchmllm.plan.layout import TEXT, VISION
 from orchmllm.plan.step import BalanceConfig
+from orchmllm.trainer import Trainer
 from tests.lib.broken import write_broken_corpus
 from tests.lib.ranks import RankFailure, run_ranks
-from tests.lib.synthetic import SHALLOW, recipe
+from tests.lib.synthetic import SHALLOW, SyntheticDataset, recipe
 from tests.lib.training import train
 
 TINY = replace(SHALLOW, llm=replace(SHALLOW.llm, vocab_size=512))
@@ -122,6 +126,59 @@ def test_training_finishes_and_skips_alike(corpus, tmp_path, dispatch, num_worke
     assert rest == ranks[0][4:]
     resumed = [json.loads(line) for line in (tmp_path / "b" / "quarantine.jsonl").open()]
     assert sorted(line["row"] for line in resumed) == sorted(expected)
+
+
+class EveryThirdFails(SyntheticDataset):
+    """The media of every third example cannot be decoded, on whichever rank that is tried."""
+
+    def load(self, i, *, segments=None, encoded=(), on_error=None, **how):
+        example = super().load(i, segments=segments, encoded=encoded, **how)
+        for segment in set(example.media).difference(encoded) if i % 3 == 0 else ():
+            self._failed(list(self._segments(i))[segment][0], segment, on_error)
+        return example
+
+    def read(self, i, segment, *, on_error=None):
+        return b"broken" if i % 3 == 0 else super().read(i, segment)
+
+    def decode(self, modality, data, rows, *, segment, on_error=None):
+        if data != b"broken":
+            return super().decode(modality, data, rows, segment=segment)
+        self._failed(modality, segment, on_error)
+        return torch.zeros(rows, (self.vision if modality == VISION else self.audio).row_size,
+                           dtype=torch.uint8 if modality == VISION else torch.float32)
+
+    def _failed(self, modality, segment, on_error) -> None:
+        if on_error is not None:
+            error = MediaError("a file", "broken", segment)
+            error.modality = modality
+            on_error(segment, error)
+
+
+def labels_of_a_run(world, dispatch: str, accumulation: int) -> list[tuple]:
+    """Of each step (labels of this rank, denominator, examples, positions of those that failed)."""
+    run = recipe(model=TINY, balance=BalanceConfig(dispatch=dispatch, ranks_per_node=2))
+    run = replace(run, train=replace(run.train, num_steps=3, batch_size=3,
+                                     accumulation_steps=accumulation))
+    trainer = Trainer(run, world, dataset=EveryThirdFails(kinds=["TVT", "TAT", "VAT", "TVTAT"]))
+    return [([label for batch in trainer.orchestrator.batches(step)
+              for label in batch.labels.tolist() if label != IGNORE_INDEX],
+             step.num_global_targets, step.example_ids.tolist(),
+             sorted({f.example for f in step.failed})) for step in trainer.loader()]
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("dispatch", ["tensors", "load", "bytes"])
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_nothing_is_learnt_of_examples_that_failed_and_all_of_the_others(dispatch, accumulation):
+    """Of all ranks and microbatches, label by label."""
+    data = EveryThirdFails(kinds=["TVT", "TAT", "VAT", "TVTAT"])
+    for steps in zip(*run_ranks(labels_of_a_run, 2, dispatch, accumulation), strict=True):
+        _, denominator, examples, failed = steps[0]
+        assert [examples[k] for k in failed] == [i for i in examples if i % 3 == 0] != []
+        want = np.concatenate([data.load(i, segments=()).labels for i in examples if i % 3])
+        want = sorted(want[want != IGNORE_INDEX].tolist())
+        assert sorted(label for labels, *_ in steps for label in labels) == want
+        assert denominator == len(want)
 
 
 @pytest.mark.dist

@@ -21,16 +21,19 @@ VISION_GEOMETRY, AUDIO_GEOMETRY = VisionGeometry(max_side=224), AudioGeometry()
 # Images
 
 
-def test_patches_are_in_merge_group_order():
-    p, m = 2, 2
-    height, width = 3 * p * m, 2 * p * m
-    pixels = np.arange(height * width * 3).reshape(height, width, 3)
-    expected = [
-        pixels[y * p:(y + 1) * p, x * p:(x + 1) * p].transpose(2, 0, 1).ravel()
-        for gy in range(3) for gx in range(2)
-        for y in (gy * m, gy * m + 1) for x in (gx * m, gx * m + 1)
-    ]
-    np.testing.assert_array_equal(patchify(pixels, p, m), expected)
+def cut_out(pixels: np.ndarray, p: int, m: int) -> list[np.ndarray]:
+    """Patches of p x p pixels (height, width, 3), (channel, y, x) each: groups of m x m patches
+    from left to right, then down, and so the patches of a group."""
+    height, width = np.array(pixels.shape[:2]) // (p * m)
+    return [pixels[y * p:(y + 1) * p, x * p:(x + 1) * p].transpose(2, 0, 1).ravel()
+            for gy in range(height) for gx in range(width)
+            for y in range(gy * m, gy * m + m) for x in range(gx * m, gx * m + m)]
+
+
+@pytest.mark.parametrize("merge_size", [1, 2, 3])
+def test_patches_are_in_merge_group_order(merge_size):
+    pixels = np.arange(24 * 12 * 3).reshape(24, 12, 3)
+    np.testing.assert_array_equal(patchify(pixels, 2, merge_size), cut_out(pixels, 2, merge_size))
 
 
 @pytest.mark.parametrize("merge_size", [1, 2])
@@ -38,8 +41,9 @@ def test_decoded_patches_are_the_pixels(tmp_path, merge_size):
     geometry = VisionGeometry(merge_size=merge_size, max_side=112)
     pixels = np.random.default_rng(0).integers(0, 256, (56, 112, 3), dtype=np.uint8)
     Image.fromarray(pixels).save(tmp_path / "a.png")
-    expected = patchify(pixels, geometry.patch_size, merge_size)
-    np.testing.assert_array_equal(decode_image(tmp_path / "a.png", geometry), expected)
+    rows = decode_image(tmp_path / "a.png", geometry)
+    assert rows.dtype == torch.uint8
+    np.testing.assert_array_equal(rows, cut_out(pixels, 14, merge_size))
 
 
 def mean_colour(path, geometry=VISION_GEOMETRY):

@@ -13,7 +13,13 @@ from orchmllm.cli.data import main
 from orchmllm.config import DataConfig, RecipeError, RunConfig, SourceConfig, load_recipe
 from orchmllm.data.dataset import ConversationDataset
 from orchmllm.data.index import build_index
-from orchmllm.data.sampler import CappedSampler, GlobalSampler, make_sampler, shuffled
+from orchmllm.data.sampler import (
+    CappedSampler,
+    GlobalSampler,
+    MixtureSampler,
+    make_sampler,
+    shuffled,
+)
 from orchmllm.data.stats import global_batches
 from orchmllm.data.stream import StreamDataset, open_dataset
 from orchmllm.data.tokenizer import ChatTokenizer
@@ -97,6 +103,13 @@ def test_a_window_is_shuffled_in_itself_and_windows_among_each_other():
     whole = GlobalSampler(range(50), 7, seed=4)
     assert np.array_equal(drawn(GlobalSampler(range(50), 7, seed=4, window=50), 150),
                           drawn(whole, 150))
+
+
+def test_sources_of_one_size_are_drawn_in_orders_of_their_own():
+    draws = MixtureSampler([range(50), range(50, 100)], [1, 1], 100, seed=3).batch(0)
+    first, second = draws[draws < 50], draws[draws >= 50] - 50
+    common = min(len(first), len(second))
+    assert common > 40 and not np.array_equal(first[:common], second[:common])
 
 
 def test_the_window_of_a_stream(folder):

@@ -104,9 +104,11 @@ RECOVERED = ["stall", "silent", "cut", "too_long", 500, 503, 429]
 def test_a_fault_that_passes_is_survived(fault, web, tmp_path):
     (web.folder / "a.bin").write_bytes(bytes(range(256)) * 300)
     web.faults["/a.bin"] = deque([fault])
-    file = storage(tmp_path / "cache", web.url).known(f"{web.url}/a.bin")
+    waits = fault in ("stall", "silent")  # and so may an attempt on a busy machine
+    limits = dict(stall_s=0.5, attempts=50) if waits else {}
+    file = storage(tmp_path / "cache", web.url, **limits).known(f"{web.url}/a.bin")
     assert file.open().read() == bytes(range(256)) * 300
-    assert web.counts["/a.bin"] == 2
+    assert web.counts["/a.bin"] == 2 or waits and web.counts["/a.bin"] > 2
 
 
 @pytest.mark.parametrize("known, fault", [
@@ -114,7 +116,8 @@ def test_a_fault_that_passes_is_survived(fault, web, tmp_path):
     (True, "too_short")])  # of a medium nobody says another length
 def test_a_fault_that_stays_is_an_error_and_never_a_part_of_a_file(fault, known, web, tmp_path):
     (web.folder / "a.bin").write_bytes(bytes(range(256)) * 300)
-    declared = storage(tmp_path / "cache", web.url, attempts=2, stall_s=0.3)
+    limits = dict(stall_s=0.3) if fault in ("stall", "silent") else {}
+    declared = storage(tmp_path / "cache", web.url, attempts=2, **limits)
     file = declared.known(f"{web.url}/a.bin") if known else declared.file(f"{web.url}/a.bin?key=1")
     web.always["/a.bin"] = fault
     with pytest.raises(StorageError) as error:

@@ -102,7 +102,7 @@ def declared(store: ObjectStore, cache: Path, **keys):
     """moto does not ask who reads; the fork server of the ranks has no credentials."""
     root = RemoteRoot("s3://bucket/data", endpoint=store.endpoint, anonymous=True)
     # A store that is away half of the time may be so at a dozen attempts in a row.
-    return remote(cache, root, attempts=40, deadline_s=250.0, **keys)
+    return remote(cache, root, attempts=40, stall_s=1.0, deadline_s=250.0, **keys)
 
 
 @pytest.mark.dist

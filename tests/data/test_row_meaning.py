@@ -148,6 +148,7 @@ def test_tags_keep_the_calls_of_a_turn(tokenizer, tmp_path):
 @pytest.mark.parametrize("marks, learnt", [
     (dict(weight=0), False), (dict(weight=0.0), False), (dict(train=False), False),
     (dict(loss=False), False), (dict(loss=0), False), (dict(weight=1, train=False), False),
+    (dict(weight=0, train=True), False), (dict(train=False, loss=1), False),
     (dict(weight=1), True), (dict(train=True), True), (dict(loss=1.0), True),
     (dict(weight=None), True), (dict(), True), (dict(training=False), False),
     (dict(trainable=0), False), (dict(train_on_turn=False), False), (dict(training=True), True)])

@@ -70,7 +70,7 @@ def test_a_fork_has_connections_of_its_own(web, tmp_path):
     """Also one that is forked while a thread of its parent holds a lock of the cache."""
     for name in ("a", "b", "c", "slow"):
         (web.folder / name).write_bytes(name.encode() * 1000)
-    declared = storage(tmp_path / "cache", web.url, stall_s=30)
+    declared = storage(tmp_path / "cache", web.url)
     declared.file(f"{web.url}/a").open().close()
     web.faults["/slow"] = deque(["silent"])
     fetch_ahead([declared.file(f"{web.url}/slow"), declared.file(f"{web.url}/b")])
@@ -94,7 +94,7 @@ def test_a_fork_has_connections_of_its_own(web, tmp_path):
 
 def test_a_killed_fetch_leaves_nothing_that_passes_for_a_file(web, tmp_path):
     (web.folder / "a").write_bytes(bytes(1_000_000))
-    file = storage(tmp_path / "cache", web.url, stall_s=30).file(f"{web.url}/a")
+    file = storage(tmp_path / "cache", web.url).file(f"{web.url}/a")
     web.faults["/a"] = deque(["stall"])
     context = multiprocessing.get_context("fork")
     child = context.Process(target=_read, args=(file, context.Barrier(1), context.Queue()))

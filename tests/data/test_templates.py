@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from orchmllm.batch import IGNORE_INDEX
 from orchmllm.cli.data import main
 from orchmllm.data.formats.conversation import Turn, chat, media_of
 from orchmllm.data.media.medium import Medium, RowError
@@ -17,6 +18,7 @@ from orchmllm.data.template_engine import TODAY
 from orchmllm.data.tokenizer import ChatTokenizer
 from orchmllm.plan.layout import TEXT, VISION
 from tests.lib.formats import write_jsonl
+from tests.lib.sources import opened
 from tests.lib.tokenizers import SPECIAL, write_tokenizer
 
 # Reasoning in an answer is split off; only that after the last question is written again, and
@@ -119,6 +121,18 @@ def test_the_text_is_that_of_transformers(both, name):
         assert ends == len(turns) - (name == "folding" and turns[0].role == "system"), what
         checked += 1
     assert checked == len(TALKS)
+
+
+def test_a_token_that_nothing_comes_before_is_no_target(both, tmp_path):
+    """A template that writes nothing before the text of a turn, and an answer that comes first."""
+    ours, _ = both("{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}")
+    turns = [{"role": "assistant", "content": "red"}, {"role": "user", "content": "which colour?"},
+             {"role": "assistant", "content": "blue"}]
+    write_jsonl(tmp_path / "rows.jsonl", [{"messages": turns}])
+    dataset = opened(tmp_path / "rows.jsonl", ours, tmp_path)
+    answers = len(ours.encode("red")) + len(ours.encode("blue")) + 2
+    assert dataset.layout(0).num_targets.tolist() == [answers - 1]
+    assert int((dataset.load(0).labels != IGNORE_INDEX).sum()) == answers - 1
 
 
 AFTER = " \n\n blue<|im_end|>"

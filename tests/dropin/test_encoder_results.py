@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections import namedtuple
 
 import pytest
@@ -147,8 +146,8 @@ LOCAL = {  # what only a rank with media can see
 }
 
 
-def broken(world, how: str) -> tuple[str, str, float]:
-    """(what was raised, of which cause, seconds)."""
+def broken(world, how: str) -> tuple[str, str]:
+    """(what was raised, of which cause)."""
     e = load("own_model")
     torch.manual_seed(0)
     model = Broken(how, world.rank).double()
@@ -163,12 +162,11 @@ def broken(world, how: str) -> tuple[str, str, float]:
                             "other dtype": inputs["photos"].float(),
                             "other shape": torch.zeros(2, 3, 24, 24, dtype=torch.float64),
                             }.get(how, inputs["photos"])
-    started = time.monotonic()
     try:
         model(**inputs)
     except Exception as error:
-        return str(error), type(error.__cause__).__name__, time.monotonic() - started
-    return "", "", 0.0
+        return str(error), type(error.__cause__).__name__
+    return "", ""
 
 
 def every_way(world) -> dict:
@@ -179,7 +177,6 @@ def test_errors_reach_all_ranks():
     zero, one = run_ranks(every_way, 2)
     for how, text in BROKEN.items():
         assert zero[how][0] == one[how][0] and text in one[how][0], (how, zero[how], one[how])
-        assert max(zero[how][2], one[how][2]) < 60  # milliseconds on a quiet machine
     for how, text in LOCAL.items():
         assert text in zero[how][0] and text in one[how][0], (how, one[how])
     assert one["encoder raises"][1] == "KeyError" and zero["encoder raises"][1] == "NoneType"
@@ -214,10 +211,9 @@ def sharded_and_raising(world) -> None:
 @pytest.mark.slow
 def test_an_error_amid_collectives_ends_all_ranks():
     """The others wait inside FSDP2's gathers; the end of the rank that failed ends theirs."""
-    started = time.monotonic()
     with pytest.raises(RankFailure) as failure:
-        run_ranks(sharded_and_raising, 2)
-    assert set(failure.value.errors) == {0, 1} and time.monotonic() - started < 200
+        run_ranks(sharded_and_raising, 2, timeout_s=200.0)
+    assert set(failure.value.errors) == {0, 1}
     assert failure.value.errors[1][0] == "KeyError"
     assert "the user's bug" in failure.value.errors[1][2]
 

@@ -11,8 +11,9 @@ import torch.distributed as dist
 from torch import nn
 
 from orchmllm import balance_encoders
-from orchmllm.dropin.encoders import assignment
+from orchmllm.dropin.encoders import assignment, families
 from orchmllm.dropin.encoders.table import World
+from orchmllm.plan.cost import CostModel
 from tests.lib.encoder_models import FAMILIES, Item, batch
 from tests.lib.encoder_runs import (
     gradients,
@@ -252,6 +253,16 @@ def test_a_move_has_to_pay():
     assert pays(0, 0) and pays(0, 10**9) and pays(5, 0)  # not known yet
     assert pays(20_000, 1_999) and not pays(20_000, 2_001)  # 100 x 20 ns
     assert pays(1, 10**9, min_gain=0.33) and not pays(1, 1, min_gain=0.34)
+
+
+@pytest.mark.parametrize("name", ["qwen2_vl", "qwen3_vl", "glm4v", "qwen2_5_omni"])
+def test_attention_of_a_video_costs_what_one_of_its_frames_has(name):
+    """An image of 64 patches, and a video of 16 frames of 4."""
+    items = World(np.ones((2, 1), np.int64), np.array([[1, 8, 8], [16, 2, 2]]), [None],
+                  *np.zeros((2, 2)))
+    made = assignment.assign(families.FAMILIES[name].encoders[0], items, CostModel(1000, 3000),
+                             min_gain=None, ranks_per_node=8)
+    assert made.cost.tolist() == [64 + 3 * 64 * 64, 64 + 3 * 64 * 4]
 
 
 def in_pairs(world) -> tuple[float, dict]:

@@ -39,6 +39,22 @@ def test_a_state_or_an_epoch_that_is_set_within_an_iteration_stays():
     run_ranks(set_within_an_iteration, 1)
 
 
+def within_a_step(world) -> list[int]:
+    """Where a loop is that has seen one of a step's two batches, and then both."""
+    loader = BalancedDataLoader(Texts(), 4, collate_fn=collate, lengths=length_of,
+                                accumulation_steps=2)
+    iterator, steps = iter(loader), []
+    for _ in range(4):
+        next(iterator)
+        steps.append(loader.state_dict()["step"])
+    iterator.close()
+    return steps
+
+
+def test_a_step_counts_once_its_last_batch_was_yielded():
+    assert run_ranks(within_a_step, 2) == [[0, 1, 1, 2]] * 2
+
+
 def sampled(size: int, batch_size: int) -> BalancedDataLoader:
     data = Texts(size)
     return BalancedDataLoader(data, batch_size, sampler=SequentialSampler(data),

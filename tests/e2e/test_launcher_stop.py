@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -27,10 +29,16 @@ def losses(folder: Path) -> list[tuple[int, float]]:
 
 
 def started(folder: Path, data: Path) -> subprocess.Popen:
-    """The launcher of a run that has done a few steps."""
+    """The launcher of a run that has done a few steps, and does not end before `process.go()`: a
+    pipe that nobody reads holds what it prints of fewer steps than it has."""
+    reader, writer = os.pipe()
+    fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, 4096)
+    os.write(writer, b" " * 1500)
     process = subprocess.Popen(
         [sys.executable, *train_args(data, folder, *LONG)], cwd=ROOT,
-        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        stdout=writer, stderr=subprocess.PIPE, text=True)
+    os.close(writer)
+    process.go = threading.Thread(target=os.fdopen(reader, "rb").read, daemon=True).start
     log = folder / "metrics.jsonl"
     while not log.is_file() or log.read_bytes().count(b"\n") < 3:
         assert process.poll() is None, process.communicate()
@@ -54,6 +62,7 @@ def test_sigterm_to_the_launcher_then_resume_is_bit_equal(tmp_path, demo_corpus)
     undisturbed = trained(tmp_path / "whole", demo_corpus)
     process = started(cut, demo_corpus)
     process.send_signal(signal.SIGTERM)
+    process.go()
     stderr = process.communicate()[1]
     assert process.returncode == 143, stderr
     assert not left(cut)

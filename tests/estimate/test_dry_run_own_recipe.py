@@ -5,11 +5,13 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from orchmllm.estimate.dry_run import exchange_report
 from orchmllm.estimate.workload import MODELS, sample_layout
-from orchmllm.plan.step import plan_step
+from orchmllm.plan.layout import ENCODERS
+from orchmllm.plan.step import build_plan
 from orchmllm.sharding.check import default_world
 from orchmllm.train import main
 from tests.lib.commands import python
@@ -102,8 +104,24 @@ def test_ranks_fill_nodes_and_shard_groups():
             recipe.fsdp, shard_size=size)), 8)[0] == ranks
 
 
-def test_peers_of_one_node_are_at_most_those_that_exist():
-    layout = sample_layout("84b", num_ranks=8, batch_size=8, seed=0)
-    report = exchange_report(plan_step(layout, small_spec(MODELS["84b"])), 0)
-    for mean, most, bound in (report["peers_flat"], report["peers_two_hop"]):
-        assert mean <= most <= bound == 7
+@pytest.mark.parametrize("ranks, node, bounds", [(8, 8, (7, 7)), (12, 4, (11, 2 + 3))])
+def test_peers_are_the_ranks_that_a_rank_sends_rows_to(ranks, node, bounds):
+    """Counted item by item. In two hops: the nodes that it sends to, and the ranks of its own."""
+    layout = sample_layout("84b", num_ranks=ranks, batch_size=2, seed=0)
+    rng = np.random.default_rng(0)
+    encode = {m: rng.integers(0, ranks, len(layout.segments[code])) for m, code in ENCODERS.items()}
+    llm = rng.integers(0, ranks, layout.num_examples)
+    peers = {r: set() for r in range(ranks)}
+    for example, target in enumerate(llm):
+        peers[example // 2].add(int(target))
+    for m, code in ENCODERS.items():
+        for segment, encoder in zip(layout.segments[code], encode[m], strict=True):
+            example = int(layout.example_of_segment[segment])
+            peers[example // 2].add(int(encoder))
+            peers[int(encoder)].add(int(llm[example]))
+    flat = [len(met - {r}) for r, met in peers.items()]
+    hops = [len({p // node for p in met} - {r // node}) + node - 1 for r, met in peers.items()]
+    spec = replace(small_spec(MODELS["84b"]), ranks_per_node=node)
+    report = exchange_report(build_plan(layout, encode, llm, spec), 0)
+    assert report["peers_flat"] == [pytest.approx(np.mean(flat)), max(flat), bounds[0]]
+    assert report["peers_two_hop"] == [pytest.approx(np.mean(hops)), max(hops), bounds[1]]

@@ -18,7 +18,7 @@ from orchmllm.estimate.exchange import exchange_seconds
 from orchmllm.estimate.hardware import Hardware
 from orchmllm.estimate.lengths import of_mix
 from orchmllm.estimate.memory import MemoryModel
-from orchmllm.estimate.step_time import gather_bandwidth, timed, work_of
+from orchmllm.estimate.step_time import gather_bandwidth, timed, unit_traffic, work_of
 from orchmllm.estimate.text import ablation_text, dry_run_text
 from orchmllm.estimate.workload import MODELS, sample_layout
 from orchmllm.models.mllm import MultimodalModel
@@ -27,6 +27,7 @@ from orchmllm.plan.layout import BatchLayout
 from orchmllm.plan.step import plan_step
 from orchmllm.sharding.check import check_world
 from orchmllm.sharding.fsdp import shard
+from orchmllm.sharding.units import units
 from tests.lib.commands import python
 from tests.lib.recipes import read, small_spec
 from tests.lib.synthetic import recipe as tiny
@@ -156,6 +157,31 @@ def test_predicted_time_adds_up_by_hand():
     assert 0.37 < full.mfu < 0.39  # three quarters, but for embeddings and head
     cut = timed(work, replace(memory, shards=16), dict.fromkeys(PHASES, "none"), hardware)
     assert step.traffic == pytest.approx(0) and cut.traffic > 0
+
+
+def test_every_microbatch_computes_gathers_and_exchanges_and_the_optimizer_runs_once():
+    layout = sample_layout("10b", num_ranks=16, batch_size=4, seed=0)
+    work = work_of(plan_step(layout, small_spec(MODELS["10b"])), MODELS["10b"])
+    memory = MemoryModel(MODELS["10b"], replace(tiny().fsdp, compute_dtype="bfloat16"), 16)
+    slow = Hardware(network_bandwidth=1e8)  # gathers that no computing hides
+    one, three = (timed(work, replace(memory, microbatches=n), dict.fromkeys(PHASES, "none"), slow)
+                  for n in (1, 3))
+    assert one.traffic > one.exchange > 0 and three.update == one.update > 0
+    for name in ("traffic", "exchange", "useful", "tokens"):
+        assert getattr(three, name) == pytest.approx(3 * getattr(one, name)), name
+    for phase in PHASES:
+        assert three.phases[phase] == pytest.approx([3 * x for x in one.phases[phase]])
+        assert three.waiting[phase] == pytest.approx(3 * one.waiting[phase])
+
+
+def test_a_gradient_is_reduced_between_replicas_by_a_ring():
+    """By hand: of 4 replicas every rank sends and receives 2 x 3/4 of its shard, in float64, over
+    50 GB/s of which 70% are reached; and two hops for each doubling."""
+    block = next(u for u in units(MODELS["10b"]) if u.role == "block")
+    memory = MemoryModel(MODELS["10b"], tiny().fsdp, 8)
+    alone, shared = (unit_traffic(block, memory, Hardware(), n).reduce for n in (8, 32))
+    size = sum(np.prod(shape) for shape in block.trained) * 8 / 8
+    assert shared - alone == pytest.approx(2 * 3 / 4 * size / (50e9 * 0.7) + 2 * 2 * 5e-6)
 
 
 def test_a_shard_group_that_lies_on_two_nodes_has_the_links_of_the_smaller_part():

@@ -6,11 +6,10 @@ from functools import cache
 from itertools import product
 
 import numpy as np
-from hypothesis import HealthCheck, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 
-thorough = settings(max_examples=150, deadline=None,
-                    suppress_health_check=[HealthCheck.too_slow])
+thorough = settings(max_examples=150)
 
 
 @st.composite

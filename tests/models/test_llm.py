@@ -11,7 +11,7 @@ from transformers import Qwen2ForCausalLM
 
 from orchmllm.batch import IGNORE_INDEX, SequenceLengths
 from orchmllm.models.config import LLMConfig
-from orchmllm.models.llm import PackedQwen2, RMSNorm
+from orchmllm.models.llm import PackedQwen2, RMSNorm, RotaryEmbedding
 from tests.lib.submodules import LLM, TOKENS, build, inputs, logits, positions, relative, run
 
 
@@ -45,6 +45,18 @@ def test_llm_equals_stock_transformers_on_one_sequence():
         module.hf.model.rotary_emb(ours, angle), stock.model.rotary_emb(ours, angle), strict=True
     ):
         assert torch.equal(a, b)
+
+
+def test_rotary_angles_of_a_bfloat16_model_are_not_rounded():
+    """Against NumPy in float64: an angle of 2,999 in bfloat16 would be off by whole radians, what
+    rounds here is its cosine and sine alone."""
+    tables = RotaryEmbedding(64, 1e6)(torch.zeros(1, dtype=torch.bfloat16),
+                                      torch.arange(3000)[None])
+    angle = np.arange(3000)[:, None] / 1e6 ** (np.arange(0, 64, 2) / 64)
+    for table, wave in zip(tables, (np.cos, np.sin), strict=True):
+        assert table.dtype == torch.bfloat16
+        want = torch.from_numpy(wave(np.concatenate([angle, angle], 1)))
+        assert float((table[0].double() - want).abs().max()) < 2**-8
 
 
 @pytest.mark.parametrize("sequences", [[0], [0, 1, 2]])

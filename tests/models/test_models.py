@@ -18,7 +18,7 @@ from orchmllm.models.audio import AudioEncoder, packed_conv1d
 from orchmllm.models.config import AudioConfig, LLMConfig, VisionConfig
 from orchmllm.models.init import init_parameters
 from orchmllm.models.llm import PackedQwen2
-from orchmllm.models.vision import VisionEncoder, patch_positions
+from orchmllm.models.vision import VisionEncoder, patch_positions, rotary_2d
 from tests.lib.submodules import (
     AUDIO,
     GRIDS,
@@ -166,12 +166,34 @@ def test_vision_depends_on_the_shape_of_the_grid():
     assert relative(wide, tall) > 1e-4
 
 
-def test_uint8_pixels_are_scaled_to_one():
-    module, seqlens = build("vision"), SequenceLengths.from_lengths([4])
-    pixels = torch.randint(0, 256, (4, VISION.geometry.row_size), dtype=torch.uint8)
-    grid = np.array([[1, 2, 2]])
-    scaled = module(pixels.float() / 127.5 - 1, grid, seqlens)
-    assert torch.equal(module(pixels, grid, seqlens), scaled)
+@pytest.mark.parametrize("dtype, bits", [(torch.float32, 22), (torch.bfloat16, 8)])
+@pytest.mark.parametrize("name, mean, std", [
+    ("vision", [127.5] * 3, [127.5] * 3),
+    ("tower", [255 * 0.48145466, 255 * 0.4578275, 255 * 0.40821073],  # CLIP's
+     [255 * 0.26862954, 255 * 0.26130258, 255 * 0.27577711])])
+def test_pixels_are_normalised_before_they_are_rounded_to_the_weights(
+        name, mean, std, dtype, bits):
+    """Against NumPy in float64: the result is rounded to the dtype of the weights, once. (A
+    bfloat16 of 255 / 127.5 loses every pixel near the middle.)"""
+    module, seen = build(name, dtype), []
+    module.patch_embed.register_forward_pre_hook(lambda _, given: seen.append(given[0]))
+    side = VISION.geometry.patch_size
+    pixels = np.arange(12 * side * side * 3).reshape(12, 3, -1) % 256
+    module(torch.from_numpy(pixels.astype(np.uint8)).flatten(1), np.array([[1, 2, 6]]),
+           SequenceLengths.from_lengths([12]))
+    want = (pixels - np.array(mean)[:, None]) / np.array(std)[:, None]
+    got = seen[0].double().unflatten(1, (3, -1, side * side)).numpy()  # (12, 3, frames, pixels)
+    assert (np.abs(got - want[:, :, None]) <= np.abs(want[:, :, None]) * 2.0**-bits + 2e-7).all()
+
+
+def test_rotary_angles_of_patches_are_not_rounded():
+    """Of a bfloat16 tower, against NumPy in float64: row, then column."""
+    at = np.array([[0, 0], [1, 300], [299, 2]])
+    angle = (at[:, :, None] / 10_000 ** (np.arange(0, 16, 2) / 16)).reshape(3, -1)
+    for table, wave in zip(rotary_2d(torch.from_numpy(at), 32, torch.bfloat16), (np.cos, np.sin),
+                           strict=True):
+        want = torch.from_numpy(wave(np.concatenate([angle, angle], 1)))
+        assert float((table[:, 0].double() - want).abs().max()) < 2**-8
 
 
 # audio

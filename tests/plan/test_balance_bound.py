@@ -38,7 +38,7 @@ def awkward(draw):
     return weight, d
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(awkward())
 def test_bound_is_below_the_optimum(problem) -> None:
     weight, d = problem

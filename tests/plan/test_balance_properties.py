@@ -117,7 +117,7 @@ def test_least_move_equals_its_twin_on_batches(name: str, seed: int) -> None:
 
 @pytest.mark.parametrize("tolerance", [.001, .005])
 def test_planted_instances_are_within_the_tolerance(tolerance: float) -> None:
-    """An assignment at the lower bound exists, from 12 items a rank on; homes are random."""
+    """Ranks that all have the load `load` exist, from 12 items a rank on; homes are random."""
     rng = np.random.default_rng(1)
     for _ in range(400):
         d, share = int(rng.integers(2, 40)), int(rng.integers(12, 40))
@@ -127,9 +127,9 @@ def test_planted_instances_are_within_the_tolerance(tolerance: float) -> None:
         weight = np.diff(ends, axis=1).astype(np.int64).ravel()
         home = rng.permutation(d * share) % d
         assert core().lower_bound(weight, d) == load
-        got = core().least_move(weight, home, NOTHING, d, int(rng.choice([1, 4, 8])),
-                           load_cap(weight, d, tolerance))
-        assert loads(weight, got, d).max() <= load_cap(weight, d, tolerance)
+        got = balance(weight, num_ranks=d, policy="least_move", home=home, tolerance=tolerance,
+                      ranks_per_node=int(rng.choice([1, 4, 8])))
+        assert np.bincount(got, weight, d).max() <= load * (1 + tolerance)
 
 
 def test_tolerance_zero_is_never_worse_than_a_thousandth() -> None:

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -12,9 +13,10 @@ from orchmllm.estimate.workload import MODELS, sample_layout
 from orchmllm.models.flops import cost_model
 from orchmllm.plan.assign import PHASES, BalanceConfig, PhasePolicy, PlanSpec, assign_phases
 from orchmllm.plan.balance import core, load_cap
+from orchmllm.plan.geometry import text_lengths
 from orchmllm.plan.homes import example_bytes, feature_home
-from orchmllm.plan.layout import ENCODERS
-from orchmllm.plan.step import StepPlan, assign_microbatches, plan_step
+from orchmllm.plan.layout import AUDIO, ENCODERS, TEXT, VISION, BatchLayout
+from orchmllm.plan.step import StepPlan, assign_microbatches, build_plan, plan_step
 from tests.lib.corpora import write_llava
 from tests.lib.tokenizers import write_tokenizer
 
@@ -111,6 +113,14 @@ def test_what_a_run_of_2560_ranks_plans_with(tolerance: float) -> None:
     assert cost[rank_of // 8 != home // 8].sum() <= 1.3 * least
 
 
+def test_a_token_of_text_weighs_its_id_and_label_and_one_of_an_image_its_features() -> None:
+    image = MODELS["84b"].vision.geometry.segment_lengths(56, 56)  # 16 patches, 4 tokens
+    layout = BatchLayout.from_examples([
+        BatchLayout.from_segments(0, 1, [(TEXT, text_lengths(3)), (VISION, image)]),
+        BatchLayout.from_segments(1, 1, [(TEXT, text_lengths(7))])])
+    assert example_bytes(layout, 16384).tolist() == [3 * 8 + 4 * 16384, 7 * 8]
+
+
 def test_text_only_examples_move_first() -> None:
     plan = plan_step(LAYOUT, spec(**every_phase("least_move", tolerance=.005)))
     nodes = plan.llm.source_rank[plan.llm.order] // 8 != plan.llm.target_rank // 8
@@ -125,12 +135,28 @@ def test_whole_examples_keep_media_with_their_example() -> None:
                for move in plan.feature.values())
 
 
-def test_token_cap_holds() -> None:
-    cap = int(LAYOUT.tokens_per_example.sum() / 32 * 1.05)
-    policies = every_phase("least_move") | {"llm": PhasePolicy("least_move", max_rank_tokens=cap)}
-    plan = plan_step(LAYOUT, spec(**policies))
-    held = np.bincount(plan.llm.target_rank, LAYOUT.tokens_per_example[plan.llm.order])
-    assert held.max() <= cap
+def test_token_cap_holds_where_a_plan_without_it_is_above_it() -> None:
+    def most_tokens(cap: int) -> int:
+        llm = PhasePolicy("least_move", max_rank_tokens=cap)
+        plan = plan_step(LAYOUT, spec(**every_phase("least_move") | {"llm": llm}))
+        return np.bincount(plan.llm.target_rank, LAYOUT.tokens_per_example[plan.llm.order]).max()
+
+    cap = int(LAYOUT.tokens_per_example.sum() / 32 * 1.002)
+    assert most_tokens(cap) <= cap < most_tokens(0)
+
+
+def test_the_digest_changes_with_the_rank_of_any_item_of_any_phase() -> None:
+    """All 64 plans of two examples with an image and a clip each, on two ranks."""
+    geometry = MODELS["84b"].vision.geometry, MODELS["84b"].audio.geometry
+    media = [(VISION, geometry[0].segment_lengths(56, 56)),
+             (AUDIO, geometry[1].segment_lengths(16000, 16000))]
+    layout = BatchLayout.from_examples(
+        [BatchLayout.from_segments(i, 1, [(TEXT, text_lengths(3)), *media]) for i in (0, 1)],
+        [1, 1])
+    ranks = [np.array(pair) for pair in product((0, 1), repeat=2)]
+    digests = [build_plan(layout, {"vision": vision, "audio": audio}, llm, spec()).digest
+               for vision, audio, llm in product(ranks, repeat=3)]
+    assert len(set(digests)) == len(digests) == 64
 
 
 @pytest.mark.parametrize(("options", "message"), [

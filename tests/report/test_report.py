@@ -285,5 +285,9 @@ def test_the_log_of_a_real_run(tmp_path):
         assert slow[phase]["lengths"] == sorted(slow[phase]["lengths"], reverse=True)
     page = report(tmp_path)[1]
     assert "4 of" in page.text or "4 steps" in page.text
-    ids = {str(e) for e in slow["llm"]["example_ids"]}
-    assert ids and any(ids & set(re.findall(r"(\d+) \(", r[-1])) for r in page.rows if len(r) == 7)
+    shown = [r for r in page.rows if len(r) == 7 and r[0] != "step"]  # the slowest steps
+    assert shown
+    for step, phase, rank, *_, examples in shown:
+        slow = found.row(int(step))["measured"]["slowest"][phase]
+        assert rank == str(slow["rank"])
+        assert re.findall(r"(\d+) \(", examples) == [str(i) for i in slow["example_ids"]]

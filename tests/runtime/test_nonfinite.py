@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 
 import pytest
-import torch
 
 from orchmllm.config import CheckpointConfig
 from orchmllm.plan.step import BalanceConfig
@@ -27,18 +27,17 @@ def run_recipe(folder, policy: str):
         train=replace(base.train, num_steps=5, nonfinite=policy))
 
 
-def poisoned_run(world, run, where: str) -> tuple[list, list[float]]:
-    """([(step, nonfinite)], sum of |parameters| before and after step BAD)."""
-    def add_up(step, row: dict) -> None:
-        if step.index in (BAD - 1, BAD):
-            sums.append(total())
-
-    trainer = Trainer(run, world, dataset=SyntheticDataset(), on_step=add_up)
-    forward, sums = trainer.model.forward, []
+def poisoned_run(world, run, where: str, calls: tuple[int, ...] = (BAD,)) -> list[tuple]:
+    """[(step, nonfinite, sum of |parameters| after it)]. where: what is poisoned in the steps with
+    these numbers, counted as they are trained, on the last rank."""
+    seen: list[tuple] = []
+    trainer = Trainer(run, world, dataset=SyntheticDataset(), on_step=lambda step, row: seen.append(
+        (step.index, row["nonfinite"], total())))
+    forward = trainer.model.forward
 
     def poisoned(batch):
         out = forward(batch)
-        bad = trainer.progress.step == BAD and world.rank == 1
+        bad = len(seen) in calls and world.rank == world.world_size - 1
         if where == "loss":  # on every rank: FSDP gathers in the order of the graph
             out = out * (float("nan") if bad else 1.0)
         elif bad:
@@ -49,10 +48,9 @@ def poisoned_run(world, run, where: str) -> tuple[list, list[float]]:
         return sum(float(p.detach().full_tensor().abs().sum()) for p in trainer.model.parameters())
 
     trainer.model.forward = poisoned
-    rows: list[dict] = []
-    trainer.run(rows)
-    assert torch.isfinite(torch.tensor(total()))
-    return [(r["step"], r["nonfinite"]) for r in rows], sums
+    trainer.run()
+    assert math.isfinite(total())
+    return seen
 
 
 @pytest.mark.parametrize("where", ["loss", "gradient"])
@@ -66,18 +64,34 @@ def test_raise(tmp_path, where):
     assert len(json.loads(line)["example_ids"]) == 4 and json.loads(line)["step"] == BAD
 
 
+def story(seen: list[tuple]) -> str:
+    """The steps as they were trained, each with a letter for the weights after it. !: not finite.
+    """
+    letter = dict(zip(dict.fromkeys(weights for *_, weights in seen), "abcdef", strict=False))
+    return " ".join(f"{step}{'!' * bad}{letter[weights]}" for step, bad, weights in seen)
+
+
 @pytest.mark.parametrize("where", ["loss", "gradient"])
 def test_skip(tmp_path, where):
-    steps, sums = run_ranks(poisoned_run, 2, run_recipe(tmp_path, "skip"), where)[0]
-    assert steps == [(s, s == BAD) for s in range(5)]
-    assert sums[0] == sums[1]
+    ranks = run_ranks(poisoned_run, 2, run_recipe(tmp_path, "skip"), where)
+    assert ranks[0] == ranks[1] and story(ranks[0]) == "0a 1b 2c 3!c 4d"
 
 
-def test_rollback_skips_the_step_when_it_comes_again(tmp_path):
-    results = run_ranks(poisoned_run, 2, run_recipe(tmp_path, "rollback"), "loss")
-    assert results[0][0] == [(0, False), (1, False), (2, False), (3, True),
-                             (2, False), (3, True), (4, False)]
-    assert results[0][0] == results[1][0]
+@pytest.mark.parametrize("calls, steps", [
+    ((3,), "0a 1b 2c 3!c 2c 3c 4d"), ((3, 4), "0a 1b 2c 3!c 2!b 2b 3b 4d"),
+    pytest.param((3, 5), "0a 1b 2c 3!c 2c 3!c 4d", marks=pytest.mark.slow)])
+def test_a_rollback_leaves_out_each_step_that_was_not_finite(tmp_path, calls, steps):
+    """When it comes again, whether it is finite then or not, and after a second rollback."""
+    ranks = run_ranks(poisoned_run, 2, run_recipe(tmp_path, "rollback"), "loss", calls)
+    assert ranks[0] == ranks[1] and story(ranks[0]) == steps
+
+
+def test_a_resumed_run_goes_on_as_one_that_skipped_a_step_does(tmp_path):
+    """Adam's count is that of its updates, not of the steps."""
+    run = run_recipe(tmp_path, "skip")
+    whole = run_ranks(poisoned_run, 2, run, "loss", (1,))[0]
+    run = replace(run, run=replace(run.run, resume=str(tmp_path / "checkpoints/step_00000004")))
+    assert run_ranks(poisoned_run, 2, run, "loss", ())[0] == whole[4:]
 
 
 def test_no_rollback_to_a_checkpoint_of_another_run(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import re
@@ -71,6 +72,21 @@ def test_a_dead_holder_does_not_block(tmp_path, holder):
     unlock()
     assert not list(run.iterdir())
     lock_folder(run)()  # and once more
+
+
+def test_a_file_that_its_last_holder_removes_meanwhile_is_no_lock(tmp_path, monkeypatch):
+    """Between opening the file and locking it: a third run would lock the one at its path."""
+    path, lock = tmp_path / "run.lock", fcntl.lockf
+
+    def removed_first(*arguments) -> None:
+        monkeypatch.setattr(fcntl, "lockf", lock)
+        path.unlink()
+        lock(*arguments)
+
+    monkeypatch.setattr(fcntl, "lockf", removed_first)
+    unlock = lock_folder(tmp_path)
+    assert json.loads(path.read_text())["pid"] == os.getpid()
+    unlock()
 
 
 def test_the_lock_of_a_dead_host_is_taken_over(tmp_path, holder, capfd):
