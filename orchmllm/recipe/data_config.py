@@ -131,7 +131,8 @@ class DataConfig:
 
     def conflicts(self) -> Iterator[Conflict]:
         """data.path or data.sources, not both; every source has a weight, or none; weights,
-        repeats and capped batches exclude each other or a stream; capped batches have a cap."""
+        repeats and capped batches exclude each other or a stream, which holds out no rows; capped
+        batches have a cap."""
         if not self.path and not self.sources:
             yield Conflict(("path", "sources"), "give a JSONL file or a folder with data.jsonl, "
                            "or list data.sources")
@@ -143,6 +144,9 @@ class DataConfig:
         if any(s.repeats > 1 for s in self.sources) and (any(weights) or self.streaming):
             yield Conflict(("sources",), "repeats are counted in epochs of all rows, which neither "
                            "weights nor data.streaming have: use weights alone")
+        if self.streaming and self.num_validation:
+            yield Conflict(("num_validation", "streaming"),
+                           "a stream holds nothing out: set it to 0")
         capped = self.batching == "capped"
         if capped and (self.streaming or any(weights) or self.shuffle_window):
             yield Conflict(("batching",), "forms mini-batches of all rows once: without "

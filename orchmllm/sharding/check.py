@@ -54,7 +54,7 @@ def check_world(recipe: Recipe, world_size: int, ranks_per_node: int) -> None:
         raise ValueError(f"world size {world_size}: at least one rank is needed")
     check_shards(recipe.fsdp.shard_size, world_size)
     per_node = recipe.balance.ranks_per_node or ranks_per_node
-    if world_size > per_node and world_size % per_node:
+    if world_size % per_node and (world_size > per_node or recipe.balance.exchange == "two_hop"):
         raise ValueError(f"{world_size} ranks do not fill nodes of {per_node} ranks "
                          f"(balance.ranks_per_node): start {_multiples(per_node, world_size)}")
     size = recipe.fsdp.shard_size

@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
+import torch
+import torch.distributed as dist
 from torch.utils.data import BatchSampler, SequentialSampler
 
 from orchmllm import BalancedDataLoader
-from tests.lib.dropin import Stream, Texts, collate, length_of, token_count
+from tests.lib.dropin import (
+    VOCAB,
+    Stream,
+    Texts,
+    collate,
+    example_of,
+    length_of,
+    token_count,
+)
 from tests.lib.ranks import run_ranks
 
 pytestmark = pytest.mark.dist
@@ -96,3 +108,60 @@ def of_another_size(world, kind: str) -> None:
 @pytest.mark.parametrize("kind", ["sampler", "batch sampler", "stream"])
 def test_the_state_of_a_sampler_or_stream_refuses_another_batch_size(kind):
     run_ranks(of_another_size, 1, kind)
+
+
+class Learner:
+    """A model of one table of logits, and Adam."""
+
+    def __init__(self) -> None:
+        self.table = torch.zeros(VOCAB, VOCAB, dtype=torch.float64, requires_grad=True)
+        self.optimizer = torch.optim.Adam([self.table], lr=0.1)
+
+    def loss_sum(self, batch: dict) -> torch.Tensor:
+        return torch.nn.functional.cross_entropy(
+            self.table[batch["input_ids"]].flatten(0, 1), batch["labels"].flatten(),
+            reduction="sum")
+
+    def update(self) -> None:
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+def resumed_within_a_step(world, kind: str) -> torch.Tensor:
+    """The table after 3 steps of 2 microbatches; the loop ends between those of step 1, and begins
+    anew with what it had saved after step 0 and the loader's state of the moment of its end."""
+    def make() -> BalancedDataLoader:
+        how = {"lengths": length_of} if kind == "load" else {"length_fn": token_count}
+        data = Stream(100 * world.rank, 12) if kind == "stream" else Texts(12 * world.world_size)
+        return BalancedDataLoader(data, 2, collate_fn=collate, accumulation_steps=2, **how)
+
+    learner, loader, dies = Learner(), make(), True
+    saved = copy.deepcopy(learner)
+    while True:
+        for k, batch in enumerate(loader, start=1):
+            loader.scale_sum(learner.loss_sum(batch), gradients="sum").backward()
+            if k % 2 == 0:
+                dist.all_reduce(learner.table.grad)
+                learner.update()
+                saved = copy.deepcopy(learner) if dies else None
+            elif dies and k == 3:
+                break
+        else:
+            return learner.table.detach()
+        learner, state, loader, dies = saved, loader.state_dict(), make(), False
+        loader.load_state_dict(state)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+@pytest.mark.parametrize("kind", ["load", "bytes", "stream"])
+def test_weights_of_a_loop_that_ended_within_a_step_are_those_of_one_that_did_not(kind, num_ranks):
+    want = Learner()
+    for step in range(3):
+        ids = range(4 * num_ranks * step, 4 * num_ranks * (step + 1))
+        if kind == "stream":
+            ids = [100 * rank + 4 * step + k for rank in range(num_ranks) for k in range(4)]
+        batch = collate([example_of(i) for i in ids])
+        (want.loss_sum(batch) / (batch["labels"] >= 0).sum()).backward()
+        want.update()
+    for table in run_ranks(resumed_within_a_step, num_ranks, kind):
+        assert torch.allclose(table, want.table, rtol=0, atol=1e-12)

@@ -119,6 +119,10 @@ def test_check_world_takes_what_divides():
         check_world(recipe, ranks, 8)
     with pytest.raises(ValueError, match="at least one rank"):
         check_world(recipe, 0, 8)
+    hops = replace(read("demo"), balance=replace(recipe.balance, exchange="two_hop"))
+    check_world(hops, 8, 8)
+    with pytest.raises(ValueError, match="1 ranks do not fill nodes of 8 ranks.*: start 8"):
+        check_world(hops, 1, 8)
 
 
 @pytest.mark.parametrize("name, batch", [

@@ -234,6 +234,7 @@ def test_a_list_of_sources(tmp_path):
     ("sources: [{path: a, weight: 1}, {path: b}]", "give every source a weight, or none"),
     ("{path: a, sources: [{path: b}]}", "give data.path or data.sources, not both"),
     ("{streaming: true, sources: [{path: a}, {path: b}]}", "needs a weight for every source"),
+    ("{streaming: true, path: a, num_validation: 2}", "a stream holds nothing out: set it to 0"),
     ("sources: []", "give a JSONL file or a folder"),
 ])
 def test_broken_sources(tmp_path, data, said):
