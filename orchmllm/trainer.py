@@ -31,7 +31,7 @@ from orchmllm.runtime.health import HangWatchdog
 from orchmllm.runtime.incidents import Incidents
 from orchmllm.runtime.measured import CLOCK_PHASES, StepTimer, Told
 from orchmllm.runtime.metrics import MetricsLog, open_log
-from orchmllm.runtime.plan_check import Canary
+from orchmllm.runtime.plan_check import PlanCheck
 from orchmllm.runtime.profile import StepProfiler, explained_oom
 from orchmllm.runtime.run_checkpoints import RunCheckpoints, kept_batch
 from orchmllm.runtime.run_state import MediaCount, Progress, describe_end
@@ -95,7 +95,7 @@ class Trainer:
             recipe, RowGather(spec.ranks_per_node, recipe.launch.timeout_s), self.dataset,
             self.optimizer, partial(state_tensors, self.model, self.optimizer), self._say)
         self.stop = StopSignal()
-        self.canary = Canary(recipe.balance.enabled, world.rank, world.world_size)
+        self.plan_check = PlanCheck(recipe.balance.enabled, world.rank, world.world_size)
         self._log: MetricsLog | None = None
         self._rows: list[dict] | None = None
         self.profiler = StepProfiler(recipe.profile, Path(recipe.run.dir) / "profile", world.rank)
@@ -141,10 +141,11 @@ class Trainer:
             with self.stop:
                 while self.progress.step < num_steps:  # again after a rollback
                     self._train_steps()
-                self.canary.finish()
-                self._validate()
                 self.checkpointer.save_run(self.progress)
-                self.checkpointer.wait()
+                self.checkpointer.wait()  # an error of the validation ends the process
+                self._validate()
+                if warning := self.plan_check.warning():
+                    self._say(warning)
         self._finish()
         self.progress.media.check_modalities()  # also where a launcher has started it again
 
@@ -199,7 +200,7 @@ class Trainer:
         lr = learning_rate(step.index, train)
         set_learning_rate(self.optimizer, lr)
         loss_sum, processed = self._accumulate(step)
-        self.canary.check(step, processed)
+        self.plan_check.check(step, processed)
         clock.switch("update")
         norms = clip_gradients(self.parts, train.max_grad_norm, self.device)
         told = Told.of(self._gather([

@@ -1,5 +1,5 @@
-"""What the plans of a step really did: the figures of the log, and a guard against a balancer that
-silently does nothing."""
+"""What the plans of a step really did: the figures of the log, the comparison with what was
+processed, and whether balancing had any effect."""
 
 from __future__ import annotations
 
@@ -11,45 +11,38 @@ import numpy as np
 from orchmllm.data.loading.step_loader import Step
 from orchmllm.plan.step import PHASES, StepPlan, imbalance
 
-CANARY_STEPS = 10  # unbalanced steps without any rearrangement after which a run is stopped
 
-
-class Canary:
-    """Raises RuntimeError if balancing is on and is not applied. enabled: balance.enabled of the
-    recipe, read independently of the planner."""
+class PlanCheck:
+    """Compares what this rank processed with its plans, and notices a run in which balancing never
+    has an effect. enabled: balance.enabled of the recipe."""
 
     def __init__(self, enabled: bool, rank: int, world_size: int) -> None:
-        self.enabled, self.rank, self.world_size = enabled, rank, world_size
-        self._unmoved = 0
+        self._rank = rank
+        self._nothing_moved = enabled and world_size > 1  # until a plan moves something
+        self._unmoved = 0  # steps that could have been balanced
 
     def check(self, step: Step, processed: Mapping[str, Sequence[int]]) -> None:
-        """What this rank processed (phase -> item lengths of all microbatches) is what the plan
-        gave it, and plans do rearrange."""
+        """processed: phase -> lengths of the items of all microbatches, in their order. Raises
+        RuntimeError if they are not those of the plan."""
         planned: dict[str, list[int]] = {p: [] for p in PHASES}
         for micro in step.micro:
             for phase in PHASES:
                 planned[phase] += micro.rank_plan.exchange(phase).lengths.tolist()
         if planned != processed:
-            raise RuntimeError(f"step {step.index}: rank {self.rank} processed other items than "
+            raise RuntimeError(f"step {step.index}: rank {self._rank} processed other items than "
                                "its plan says; this is a bug in orchmllm")
-        if not self.enabled or self.world_size == 1:
-            return
-        on = [plan for plan in step.plans if plan.spec.balance.enabled]
-        if len(on) < len(step.plans) and not step.plans[0].spec.balance.min_gain:
-            raise RuntimeError("balance.enabled is true, but the plan was made without balancing")
-        if any(plan.can_improve for plan in on):
-            moved = any(plan.rearranges for plan in on)
-            self._unmoved = 0 if moved else self._unmoved + 1
-        if self._unmoved >= CANARY_STEPS:
-            self.finish()
+        if self._nothing_moved:
+            self._nothing_moved = not any(plan.rearranges for plan in step.plans)
+            self._unmoved += any(plan.can_improve for plan in step.plans)
 
-    def finish(self) -> None:
-        """At the end of a run, however short."""
-        if self._unmoved:
-            raise RuntimeError(
-                f"balance.enabled is true and the last {self._unmoved} unbalanced steps could have "
-                "been balanced, but no plan rearranged anything; set balance.enabled=false to run "
-                "unbalanced")
+    def warning(self) -> str:
+        """What a user should know of the balancing of the steps so far; '' for nothing."""
+        if not (self._nothing_moved and self._unmoved):
+            return ""
+        return (f"warning: balance.enabled is true, but balancing had no effect: {self._unmoved} "
+                "steps were sampled unbalanced, and no plan moved anything. Lower "
+                "balance.*.tolerance and balance.min_gain, set balance.whole_examples=false or "
+                "raise train.batch_size; or set balance.enabled=false")
 
 
 def combined_stats(plans: Sequence[StepPlan]) -> dict[str, dict[str, float]]:

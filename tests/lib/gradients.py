@@ -49,7 +49,7 @@ def step_gradients(world: World, case: Case) -> tuple[float, dict[str, np.ndarra
         accumulation_steps=case.accumulation_steps, prefetch=case.recipe.data.prefetch)
     (step,) = loader
     loss_sum, processed = trainer._accumulate(step)
-    trainer.canary.check(step, processed)
+    trainer.plan_check.check(step, processed)
     loss = trainer._gather([float(loss_sum)]).sum() / max(step.num_global_targets, 1)
     grads = {}
     for name, p in trainer.model.named_parameters():
