@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -18,9 +19,10 @@ from orchmllm.config import Recipe
 from orchmllm.data.dataset import ConversationDataset
 from orchmllm.data.sampler import lengths_digest
 from orchmllm.plan.assign import PHASES
-from orchmllm.runtime.checkpoint import Checkpointer
+from orchmllm.runtime.checkpoint import Checkpointer, CheckpointError
 from orchmllm.runtime.lineage import candidates, list_saved, read_saved
 from orchmllm.runtime.run_state import NonFiniteError, Progress, check_resumable, resume_keys
+from orchmllm.runtime.stop import FolderTaken
 
 
 def kept_batch(recipe: Recipe, gather: Callable) -> int:
@@ -80,6 +82,24 @@ class RunCheckpoints(Checkpointer):
             **progress.to_json(), **resume_keys(self._recipe), "model": self._model,
             "world_size": self._gather.world_size, "data": self._data,
             "rng": torch.get_rng_state().tolist()})  # of the CPU: nothing draws per rank
+
+    def rescue(self, progress: Progress) -> NoReturn:
+        """Saves the steps done so far in a new folder beside run.dir, which another run has taken;
+        raises FolderTaken, which tells how to go on from there."""
+        try:
+            self.wait()
+        except CheckpointError as e:  # the other run may delete what was being saved
+            self._say(f"warning: {e}")
+        folder = Path(self._from_first("rescue", lambda: (  # of rank 0: only its run's name counts
+            f"{Path(self._recipe.run.dir)}.rescued_step_{progress.step}_{self._line.run}")))
+        self.root = folder / "checkpoints"
+        self.save_run(progress)
+        self.wait()
+        raise FolderTaken(
+            f"run.dir: {self._recipe.run.dir} was taken over by another run, so this one stopped "
+            f"after step {progress.step}; " + (
+                "nothing was saved (checkpoint.every_steps=-1)" if self.config.every_steps < 0 else
+                f"its state is in {folder}: run.dir={folder} run.resume=auto goes on from there"))
 
     def resume(self) -> Progress | None:
         """Starts where the recipe says; None from scratch. Raises CheckpointError or ValueError on

@@ -18,6 +18,7 @@ from orchmllm.launch import World
 from orchmllm.models.mllm import MultimodalModel
 from orchmllm.plan.layout import AUDIO, ENCODERS, TEXT, VISION
 from orchmllm.plan.step import build_plan, plan_step
+from orchmllm.runtime.plan_check import check_processed
 from orchmllm.sharding.init import plain_name, seed_weights
 from orchmllm.trainer import Trainer
 from tests.lib.synthetic import SyntheticDataset
@@ -49,7 +50,7 @@ def step_gradients(world: World, case: Case) -> tuple[float, dict[str, np.ndarra
         accumulation_steps=case.accumulation_steps, prefetch=case.recipe.data.prefetch)
     (step,) = loader
     loss_sum, processed = trainer._accumulate(step)
-    trainer.plan_check.check(step, processed)
+    check_processed(step, world.rank, processed)
     loss = trainer._gather([float(loss_sum)]).sum() / max(step.num_global_targets, 1)
     grads = {}
     for name, p in trainer.model.named_parameters():

@@ -13,6 +13,7 @@ import pty
 import re
 import resource
 import select
+import shutil
 import signal
 import struct
 import sys
@@ -313,6 +314,18 @@ def test_a_full_disk_costs_rows_and_not_the_run(tmp_path, capsys):
     log.close()
     assert [json.loads(x)["step"] for x in (tmp_path / "metrics.jsonl").open()] == [0, 3]
     assert log.lost == 2 and capsys.readouterr().err.count("rows are lost") == 1
+
+
+def test_a_log_that_was_deleted_is_begun_again(tmp_path, capsys):
+    path = tmp_path / "run" / "metrics.jsonl"
+    log = MetricsLog(path)
+    for step in range(3):
+        if step == 1:
+            shutil.rmtree(path.parent)
+        log.write(a_row(step))
+    log.close()
+    assert [row["step"] for row in read_rows(path)] == [1, 2] and not log.lost
+    assert capsys.readouterr().err.count("was deleted: its rows so far are lost") == 1
 
 
 def rows_in_memory(world, run) -> int:
