@@ -214,12 +214,14 @@ class Trainer:
         loss = told.loss(step)
         nonfinite = not (math.isfinite(loss) and math.isfinite(told.norms[0]))
         if nonfinite:
-            self.incidents.nonfinite(step, loss, float(told.norms[0]))
+            self.incidents.nonfinite(step, loss, float(told.norms[0]), self.progress,
+                                     self.checkpointer.newest)
         # From here on every rank decides alike: loss, norm and targets are global.
         if nonfinite or not step.num_global_targets or step.index in self.progress.skip:
             self.progress.skipped_steps += 1
         else:
             self.optimizer.step()
+            self.progress.count_update(step.index)
         self.optimizer.zero_grad(set_to_none=True)
         self.progress.step = step.index + 1
         fitted = measured and self.calibration.add(

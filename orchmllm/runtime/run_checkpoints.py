@@ -83,6 +83,11 @@ class RunCheckpoints(Checkpointer):
             "world_size": self._gather.world_size, "data": self._data,
             "rng": torch.get_rng_state().tolist()})  # of the CPU: nothing draws per rank
 
+    def newest(self) -> Path | None:
+        """The newest checkpoint of the run, that of a save in progress included."""
+        self.wait()
+        return self.saved
+
     def rescue(self, progress: Progress) -> NoReturn:
         """Saves the steps done so far in a new folder beside run.dir, which another run has taken;
         raises FolderTaken, which tells how to go on from there."""
@@ -135,6 +140,7 @@ class RunCheckpoints(Checkpointer):
             raise NonFiniteError(f"step {bad_step}: loss or gradient is not finite, and there is "
                                  "no checkpoint yet to roll back to")
         back = self._load_run(path, state)
+        back.nonfinite_in_a_row = progress.nonfinite_in_a_row
         back.skip = sorted({*back.skip, *progress.skip, bad_step})
         self._say(f"rolled back to step {back.step}; step {bad_step} will be skipped")
         return back
