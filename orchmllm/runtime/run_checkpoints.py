@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from functools import cached_property
 from pathlib import Path
 from typing import NoReturn
 
@@ -46,6 +45,12 @@ def _kept_batch(recipe: Recipe) -> int:
     return 0
 
 
+def _describe_data(recipe: Recipe, dataset: ConversationDataset) -> dict:
+    """What is recorded of the data, with the lengths that capped mini-batches follow from."""
+    capped = recipe.data.batching == "capped"
+    return dataset.fingerprint() | ({"lengths": lengths_digest(dataset)} if capped else {})
+
+
 class RunCheckpoints(Checkpointer):
     """The checkpoints of one run. tensors: returns what is saved, and filled from a checkpoint, of
     any shapes; optimizer: its count of steps becomes that of the run. Construction and every method
@@ -58,21 +63,10 @@ class RunCheckpoints(Checkpointer):
             Path(recipe.run.dir) / "checkpoints", recipe.checkpoint, gather, say=say,
             timeout_s=recipe.launch.timeout_s,
             writers=list(range(recipe.fsdp.shard_size or gather.world_size)))
-        self._recipe, self._dataset = recipe, dataset
-        self._optimizer, self._tensors = optimizer, tensors
+        self._recipe, self._optimizer, self._tensors = recipe, optimizer, tensors
         self._model = resume_keys(recipe)["model"]
-
-    @property
-    def _data(self) -> dict:
-        """What is recorded of the data."""
-        return {**self._dataset.fingerprint(), **self._lengths}
-
-    @cached_property
-    def _lengths(self) -> dict:
-        """Of all examples, which capped mini-batches follow from."""
-        if self._recipe.data.batching != "capped":
-            return {}
-        return {"lengths": lengths_digest(self._dataset)}
+        # The data that the run has opened, whatever becomes of the files until a save.
+        self._data = self._from_first("of the data", lambda: _describe_data(recipe, dataset))
 
     def save_run(self, progress: Progress) -> None:
         """A checkpoint of the steps done so far; none with checkpoint.every_steps=-1."""
