@@ -191,7 +191,8 @@ class HangWatchdog:
         self._folder.mkdir(parents=True, exist_ok=True)
         with (self._folder / f"stacks_rank{self.rank}.txt").open("w", encoding="utf-8") as f:
             faulthandler.dump_traceback(file=f, all_threads=True)
-        dump = getattr(torch._C._distributed_c10d, "_dump_fr_trace_json", None)
+        recorder = "nccl" if dist.get_backend() == "nccl" else "fr"  # each backend has its own
+        dump = getattr(torch._C._distributed_c10d, f"_dump_{recorder}_trace_json", None)
         if dump is not None and os.environ.get("TORCH_FR_BUFFER_SIZE"):
             (self._folder / f"flight_recorder_rank{self.rank}.json").write_bytes(dump())
 
