@@ -3,7 +3,7 @@ the record of a step on its way."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -28,6 +28,20 @@ def on_device(values: np.ndarray | Tensor, device: torch.device | str) -> Tensor
     if device.type == "cuda" and tensor.device.type == "cpu" and not tensor.is_pinned():
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)
+
+
+def on_this_device(work: Callable[..., None]) -> Callable[..., None]:
+    """`work` for a new thread, which then has the current GPU of the thread that calls this. The
+    current GPU is a thread's own, and a new thread would make a context on the first one."""
+    if not torch.cuda.is_initialized():
+        return work
+    device = torch.cuda.current_device()
+
+    def run(*args: Any) -> None:
+        torch.cuda.set_device(device)
+        work(*args)
+
+    return run
 
 
 @dataclass(frozen=True)

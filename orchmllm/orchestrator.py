@@ -225,9 +225,8 @@ class Orchestrator:
         paid here, in the prefetch thread, and `dispatch` does not wait for the one to the device.
         """
         if self.device.type == "cuda":
-            with torch.cuda.device(self.device):
-                micro.inputs = {m: x.pin_memory() for m, x in micro.inputs.items()}
-                micro.content = micro.content.pin_memory()
+            micro.inputs = {m: x.pin_memory() for m, x in micro.inputs.items()}
+            micro.content = micro.content.pin_memory()
 
     def batches(self, step: Step) -> Iterator[Batch]:
         """Dispatches one microbatch of the trainer's at a time; every rank has to draw all."""

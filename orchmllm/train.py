@@ -86,7 +86,8 @@ def run_rank(recipe: Recipe, world: launch.World, work: Callable[[HangWatchdog],
     # At once: a rank that waits in a collective would not get to see a KeyboardInterrupt.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     with launch.process_group(world, recipe.launch.timeout_s) as store:
-        unlock, problem = _take_folder(store, world, folder)
+        unlock, problem = _take_folder(store, world, folder,
+                                       taken=lambda: watch.folder_taken.set())
         if problem:
             launch.report_failure(f"error: {problem}")
             return 2
@@ -108,9 +109,10 @@ def run_rank(recipe: Recipe, world: launch.World, work: Callable[[HangWatchdog],
     return 0
 
 
-def _take_folder(store: dist.Store, world: launch.World,
-                 folder: Path | None) -> tuple[Callable[[], object], str]:
-    """(what unlocks the run folder, why it cannot be written), the second on all ranks."""
+def _take_folder(store: dist.Store, world: launch.World, folder: Path | None,
+                 taken: Callable[[], object]) -> tuple[Callable[[], object], str]:
+    """(what unlocks the run folder, why it cannot be written), the second on all ranks. taken: is
+    called on rank 0 if another run takes the folder over."""
     import torch.distributed as dist
 
     unlock, problem = (lambda: None), ""
@@ -118,8 +120,7 @@ def _take_folder(store: dist.Store, world: launch.World,
         return unlock, problem
     if world.rank == 0:
         try:
-            unlock = lock_folder(folder, PREVIOUS_S if world.attempt else 0.0,
-                                 lost=lambda text: launch.exit_now(1, f"error: {text}"))
+            unlock = lock_folder(folder, PREVIOUS_S if world.attempt else 0.0, taken=taken)
         except FolderInUse as e:
             problem = str(e)
         store.set("folder", json.dumps(problem))

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -31,11 +30,11 @@ from orchmllm.runtime.health import HangWatchdog
 from orchmllm.runtime.incidents import Incidents
 from orchmllm.runtime.measured import CLOCK_PHASES, StepTimer, Told
 from orchmllm.runtime.metrics import MetricsLog, open_log
-from orchmllm.runtime.plan_check import PlanCheck
+from orchmllm.runtime.plan_check import check_processed
 from orchmllm.runtime.profile import StepProfiler, explained_oom
 from orchmllm.runtime.run_checkpoints import RunCheckpoints, kept_batch
 from orchmllm.runtime.run_state import MediaCount, Progress, describe_end
-from orchmllm.runtime.stop import Stopped, StopSignal
+from orchmllm.runtime.stop import FOLDER_TAKEN, Stopped, StopSignal
 from orchmllm.sharding.fsdp import build_model, compute_dtype, reshard, state_tensors
 from orchmllm.sharding.optimizer import (
     clip_gradients,
@@ -61,6 +60,7 @@ class Trainer:
         self.display = RunDisplay(recipe.run, shows=world.rank == 0)
         self._say = self.display.note
         self.device = device_of(world)
+        self._gather = partial(gather_scalars, device=self.device)  # a step's one synchronisation
         sources = find_sources(recipe.model)  # its errors come before any collective
         self.dataset = dataset if dataset is not None else build_dataset(recipe)
         self.servers = servers_of(recipe.data)
@@ -94,8 +94,7 @@ class Trainer:
         self.checkpointer = RunCheckpoints(
             recipe, RowGather(spec.ranks_per_node, recipe.launch.timeout_s), self.dataset,
             self.optimizer, partial(state_tensors, self.model, self.optimizer), self._say)
-        self.stop = StopSignal()
-        self.plan_check = PlanCheck(recipe.balance.enabled, world.rank, world.world_size)
+        self.stop = StopSignal(watch and watch.folder_taken)
         self._log: MetricsLog | None = None
         self._rows: list[dict] | None = None
         self.profiler = StepProfiler(recipe.profile, Path(recipe.run.dir) / "profile", world.rank)
@@ -144,8 +143,8 @@ class Trainer:
                 self.checkpointer.save_run(self.progress)
                 self.checkpointer.wait()  # an error of the validation ends the process
                 self._validate()
-                if warning := self.plan_check.warning():
-                    self._say(warning)
+                if self.recipe.balance.enabled:
+                    self.display.check_gain()
         self._finish()
         self.progress.media.check_modalities()  # also where a launcher has started it again
 
@@ -178,6 +177,8 @@ class Trainer:
         often, last = self.recipe.train.validate_every_steps, done == self.recipe.train.num_steps
         if often and done % often == 0 and not last and not stop:
             self._validate()
+        if stop == FOLDER_TAKEN:
+            self.checkpointer.rescue(self.progress)
         if stop or (every > 0 and done % every == 0 and not last):
             self.checkpointer.save_run(self.progress)
         if stop:
@@ -200,25 +201,27 @@ class Trainer:
         lr = learning_rate(step.index, train)
         set_learning_rate(self.optimizer, lr)
         loss_sum, processed = self._accumulate(step)
-        self.plan_check.check(step, processed)
+        check_processed(step, self.world.rank, processed)
         clock.switch("update")
         norms = clip_gradients(self.parts, train.max_grad_norm, self.device)
         told = Told.of(self._gather([
             loss_sum, clock.wall_s["exchange"], step.wait_s,
             step.preprocessed.remote, step.preprocessed.local,
-            self.stop.signal or self.display.stop_signal,
+            self.stop.asked or self.display.stop_signal,
             *(clock.cpu_s[p] for p in CLOCK_PHASES), *self.timer.tell(), *norms.unbind()]))
         self.incidents.preprocessed(step, int(told.local.sum()))
         measured = self.timer.hear(step.index, step.plans, told.measured_s)
         loss = told.loss(step)
         nonfinite = not (math.isfinite(loss) and math.isfinite(told.norms[0]))
         if nonfinite:
-            self.incidents.nonfinite(step, loss, float(told.norms[0]))
+            self.incidents.nonfinite(step, loss, float(told.norms[0]), self.progress,
+                                     self.checkpointer.newest)
         # From here on every rank decides alike: loss, norm and targets are global.
         if nonfinite or not step.num_global_targets or step.index in self.progress.skip:
             self.progress.skipped_steps += 1
         else:
             self.optimizer.step()
+            self.progress.count_update(step.index)
         self.optimizer.zero_grad(set_to_none=True)
         self.progress.step = step.index + 1
         fitted = measured and self.calibration.add(
@@ -281,10 +284,6 @@ class Trainer:
         self.model.train()
         dist.all_reduce(total)
         return float(total[0] / total[1])
-
-    def _gather(self, values: Sequence[float | torch.Tensor]) -> np.ndarray:
-        """(d, len(values)) of all ranks: the step's one synchronisation."""
-        return gather_scalars(values, self.device)
 
     def _emit(self, row: dict) -> dict:
         if self._log is not None:

@@ -158,6 +158,20 @@ def bytes_group(ranks: Sequence[int], timeout_s: float) -> dist.ProcessGroupGloo
     return gloo_group(ranks, f"bytes{next(_groups_made)}/{ranks[0]}", timeout_s)
 
 
+def local_group(ranks: Sequence[int], timeout: timedelta | None = None) -> dist.ProcessGroup:
+    """A group of `ranks` (global) on the default backend, made by them alone. timeout: of its
+    collectives; None: torch's default.
+
+    If the default group is bound to a device (init_process_group's device_id), torch would split
+    its communicator, which waits for ranks outside of `ranks` for ever (pytorch issue 129965)."""
+    default = dist.distributed_c10d._get_default_group()
+    device, default.bound_device_id = default.bound_device_id, None
+    try:
+        return dist.new_group(ranks, timeout=timeout, use_local_synchronization=True)
+    finally:
+        default.bound_device_id = device
+
+
 @dataclass(frozen=True)
 class RoutedExchange(Exchange):
     """An Exchange in two hops. cross: group of the ranks with this rank's place in their nodes;
@@ -180,8 +194,7 @@ def hop_groups(
     node, place = divmod(mine, ranks_per_node)
     members = (list(ranks[place::ranks_per_node]),
                list(ranks[node * ranks_per_node: (node + 1) * ranks_per_node]))
-    cross, inside = (dist.new_group(m, timeout=timedelta(seconds=timeout_s),
-                                    use_local_synchronization=True) for m in members)
+    cross, inside = (local_group(m, timedelta(seconds=timeout_s)) for m in members)
     return cross, inside
 
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import torch.distributed as dist
 
-from orchmllm.comm.exchange import RowGather, bytes_group, hop_groups
+from orchmllm.comm.exchange import RowGather, bytes_group, hop_groups, local_group
 from orchmllm.launch import current_world
 
 
@@ -115,7 +115,7 @@ def _connect(
     return Links(
         rank=mine, num_ranks=len(ranks), shard=shard, gather=gather, everyone=everyone,
         cpu=bytes_group(members, timeout_s) if cpu else None,
-        device=dist.new_group(members, use_local_synchronization=True) if is_part else None,
+        device=local_group(members) if is_part else None,
         hops=hop_groups(members, per_node, timeout_s) if hops else None)
 
 

@@ -125,35 +125,12 @@ class StepPlan:
                 cost.of_ranks(lengths[move.order], move.target_rank, self.layout.num_ranks))
 
     @property
-    def rearranges(self) -> bool:
-        """Whether any phase processes an item on another rank than the one that sampled it."""
-        return any(
-            np.any(m.source_rank[m.order] != m.target_rank)
-            for m in (self.llm, *self.encode.values())
-        )
-
-    @property
     def predicted_gain(self) -> float:
         """Share of the step's time that balancing is predicted to spare: phases run one after the
         other, each as long as its slowest rank, by the cost models; moving is not counted."""
         before, after = (sum(int(cost[i].max(initial=0)) for cost in map(self.phase_cost, PHASES))
                          for i in range(2))
         return 1.0 - after / before if before else 0.0
-
-    @property
-    def can_improve(self) -> bool:
-        """Whether some phase with a policy was sampled worse than its lower bound by over 5%, in
-        some group of ranks."""
-        d = self.layout.num_ranks
-        for phase in PHASES:
-            before, _ = self.phase_cost(phase)
-            largest = self.spec.costs[phase](self.item_lengths(phase)).max(initial=0)
-            policy = getattr(self.spec.balance, phase).policy
-            groups = before.reshape(-1, self.spec.group_size or d)
-            bound = np.maximum(groups.mean(axis=1), largest)
-            if policy != "none" and (groups.max(axis=1) > 1.05 * bound).any():
-                return True
-        return False
 
     def _phase_stats(self, phase: str) -> dict[str, int]:
         moved = internode = 0

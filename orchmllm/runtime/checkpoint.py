@@ -30,6 +30,7 @@ from torch.distributed.checkpoint.hf_storage import (
     HuggingFaceStorageWriter,
 )
 
+from orchmllm.batch import on_this_device
 from orchmllm.comm.errors import AgreedError
 from orchmllm.comm.exchange import RowGather, gather_texts
 from orchmllm.config import CheckpointConfig
@@ -96,8 +97,8 @@ class Checkpointer:
         if copied is not None:
             copied.record()
         self._thread = threading.Thread(
-            target=self._run, args=(step, copies, copied, json.dumps(state, sort_keys=True)),
-            name="orchmllm-checkpoint", daemon=True)
+            target=on_this_device(self._run), name="orchmllm-checkpoint", daemon=True,
+            args=(step, copies, copied, json.dumps(state, sort_keys=True)))
         self._thread.start()
         if not self.config.asynchronous:
             self.wait()

@@ -103,6 +103,11 @@ class RunDisplay:
         if self._shows:
             self._print(text)
 
+    def check_gain(self) -> None:
+        """At the end of a run with balancing on: a warning if balancing had no effect."""
+        if warning := self._totals.gain.warning():
+            self.note(warning)
+
     def _print(self, text: str) -> None:
         try:
             if self._line:

@@ -39,6 +39,7 @@ class Gain:
         self._phases: dict[int, dict] = {}  # of the newest two steps
         self._cost, self._seconds = np.zeros(2), np.zeros(2)
         self._step_s = self._wait_s = 0.0
+        self._unbalanced = 0  # steps that were sampled so by over 5% in some phase
 
     def add(self, row: dict) -> None:
         """row: of metrics; on a GPU it holds the times of the step before."""
@@ -46,6 +47,7 @@ class Gain:
         self._phases = {k: v for k, v in self._phases.items() if k == step - 1}
         self._phases[step] = row["phases"]
         self._cost += predicted(row["phases"])
+        self._unbalanced += any(p["imbalance_before"] > 1.05 for p in row["phases"].values())
         times = row["measured"]
         if times and times["step"] in self._phases:
             self._seconds += measured(self._phases[times["step"]], times)
@@ -55,6 +57,16 @@ class Gain:
     def predicted(self) -> float:
         """Share of the phases' time that balancing saved, 0 without any cost."""
         return saved(*self._cost)
+
+    def warning(self) -> str:
+        """What to change where balancing is on and had no effect in any step; '' where it had, or
+        where all steps were sampled balanced."""
+        if not self._unbalanced or self._cost[0] != self._cost[1]:
+            return ""
+        return ("warning: balance.enabled is true, but balancing had no effect: "
+                f"{self._unbalanced} steps were sampled unbalanced, and none became shorter. Lower "
+                "balance.*.tolerance and balance.min_gain, set balance.whole_examples=false or "
+                "raise train.batch_size; or set balance.enabled=false")
 
     def describe(self) -> str:
         """One line."""

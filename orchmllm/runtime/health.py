@@ -52,12 +52,14 @@ _CONNECTION_SIGNS = ("gloo", "connection", "socket", "peer", "nccl", "timed out"
 class HangWatchdog:
     """store: shared by all ranks of this attempt; its client takes one request at a time, from any
     thread, so none may wait for a key. exit_now: ends the process with an exit code and a message,
-    called if the main thread does not end by itself."""
+    called if the main thread does not end by itself. `folder_taken`: is set when another run
+    has taken the run folder."""
 
     def __init__(
         self, store: dist.Store, rank: int, world_size: int, *, folder: Path,
         stall_timeout_s: float, exit_now: Callable[[int, str], None], poll_s: float = 0.5,
     ) -> None:
+        self.folder_taken = threading.Event()
         self._store, self.rank, self.world_size = store, rank, world_size
         self._folder, self._stall_timeout_s, self._poll_s = folder, stall_timeout_s, poll_s
         self._exit_now = exit_now
@@ -189,7 +191,8 @@ class HangWatchdog:
         self._folder.mkdir(parents=True, exist_ok=True)
         with (self._folder / f"stacks_rank{self.rank}.txt").open("w", encoding="utf-8") as f:
             faulthandler.dump_traceback(file=f, all_threads=True)
-        dump = getattr(torch._C._distributed_c10d, "_dump_fr_trace_json", None)
+        recorder = "nccl" if dist.get_backend() == "nccl" else "fr"  # each backend has its own
+        dump = getattr(torch._C._distributed_c10d, f"_dump_{recorder}_trace_json", None)
         if dump is not None and os.environ.get("TORCH_FR_BUFFER_SIZE"):
             (self._folder / f"flight_recorder_rank{self.rank}.json").write_bytes(dump())
 

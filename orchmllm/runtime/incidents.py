@@ -9,7 +9,7 @@ from pathlib import Path
 from orchmllm.config import Recipe
 from orchmllm.data.loading.step_loader import Step
 from orchmllm.runtime.metrics import JsonLines, read_rows
-from orchmllm.runtime.run_state import MediaCount, NonFiniteError, name_of
+from orchmllm.runtime.run_state import MediaCount, NonFiniteError, Progress, name_of
 
 
 class Incidents:
@@ -48,17 +48,25 @@ class Incidents:
             self._say(f"data.preprocess: from step {step.index} on servers answer again")
         self._alone = bool(num_local)
 
-    def nonfinite(self, step: Step, loss: float, grad_norm: float) -> None:
-        """Writes which examples the step had. Raises NonFiniteError where the recipe says so."""
+    def nonfinite(self, step: Step, loss: float, grad_norm: float, progress: Progress,
+                  newest: Callable[[], Path | None]) -> None:
+        """Counts the step and writes which examples it had. newest: gives the newest checkpoint.
+        Raises NonFiniteError where the recipe says so."""
         where = self._folder / "nonfinite.jsonl"
         if self._writes:
             self._log(where).write({"step": step.index, "loss": loss, "grad_norm": grad_norm,
                                     "example_ids": step.example_ids.tolist()})
         message = (f"step {step.index}: loss {loss}, gradient norm {grad_norm}; the step's "
                    f"examples are in {where}")
-        if self._recipe.train.nonfinite == "raise":
-            raise NonFiniteError(f"{message}; parameters are those before the step "
-                                 "(train.nonfinite=skip or rollback goes on)")
+        progress.nonfinite_in_a_row += step.index not in progress.skip
+        train, count = self._recipe.train, progress.nonfinite_in_a_row
+        if train.nonfinite == "raise" or 0 < train.max_skipped_in_a_row <= count:
+            raise NonFiniteError(
+                f"{message}; " + (
+                    "train.nonfinite=skip or rollback goes on" if train.nonfinite == "raise" else
+                    f"{count} steps in a row did not update the parameters, the limit is "
+                    f"train.max_skipped_in_a_row={train.max_skipped_in_a_row}")
+                + f"; the newest checkpoint is {newest() or 'none'}")
         self._say(f"warning: {message}")
 
     def close(self) -> None:

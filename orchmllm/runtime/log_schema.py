@@ -99,7 +99,8 @@ STEP_ROW = {"title": "A step", **_object("One optimizer step of all ranks.", {
     }),
     "num_failed_media": _count("media of the step that could not be decoded"),
     "nonfinite": {"type": "boolean", "description": "loss or gradient was not finite"},
-    "stop_signal": _count("signal that asked a rank to stop after this step, 0: none"),
+    "stop_signal": _count("signal that asked a rank to stop after this step, 0: none, "
+                          "128: another run has taken the run folder"),
 }, optional=("preprocessed",))}
 VALIDATION_ROW = {"title": "A validation", **_object(
     "The held-out rows (data.num_validation), before the first and after the last step, and as "

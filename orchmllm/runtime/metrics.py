@@ -22,27 +22,37 @@ class JsonLines:
     """A file of JSON objects, one a line; written by one rank, appended to what is there.
 
     Raises ValueError at construction if the file cannot be written. Later on a write that fails
-    (the disk is full) costs the row and not the run: `lost` counts them."""
+    (the disk is full) costs the row and not the run: `lost` counts them. A file that was deleted
+    is made again, with a warning."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.lost = path, 0
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            _drop_torn_line(path)
-            self._file = path.open("ab", buffering=0)
+            self._open()
         except OSError as e:
             raise ValueError(f"run.dir: {path.parent} cannot be written ({e}); choose another "
                              "folder") from e
 
+    def _open(self) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        _drop_torn_line(self.path)
+        self._file = self.path.open("ab", buffering=0)
+
     def write(self, row: dict) -> None:
         """row: numbers that JSON does not have become null."""
         text = json.dumps(_finite(row), allow_nan=False)
-        data, start = f"{text}\n".encode(), self._file.seek(0, os.SEEK_END)
+        data, start = f"{text}\n".encode(), None
         try:
+            if not self.path.exists():
+                self._open()
+                print(f"warning: {self.path} was deleted: its rows so far are lost, and a new file "
+                      "is begun", file=sys.stderr, flush=True)
+            start = self._file.seek(0, os.SEEK_END)
             if self._file.write(data) != len(data):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as e:
-            self._file.truncate(start)
+            if start is not None:
+                self._file.truncate(start)
             if not self.lost:
                 print(f"warning: {self.path}: {e.strerror}: rows are lost, the run goes on",
                       file=sys.stderr, flush=True)

@@ -1,5 +1,5 @@
-"""What the plans of a step really did: the figures of the log, the comparison with what was
-processed, and whether balancing had any effect."""
+"""What the plans of a step really did: the figures of the log, and the comparison with what was
+processed."""
 
 from __future__ import annotations
 
@@ -12,37 +12,16 @@ from orchmllm.data.loading.step_loader import Step
 from orchmllm.plan.step import PHASES, StepPlan, imbalance
 
 
-class PlanCheck:
-    """Compares what this rank processed with its plans, and notices a run in which balancing never
-    has an effect. enabled: balance.enabled of the recipe."""
-
-    def __init__(self, enabled: bool, rank: int, world_size: int) -> None:
-        self._rank = rank
-        self._nothing_moved = enabled and world_size > 1  # until a plan moves something
-        self._unmoved = 0  # steps that could have been balanced
-
-    def check(self, step: Step, processed: Mapping[str, Sequence[int]]) -> None:
-        """processed: phase -> lengths of the items of all microbatches, in their order. Raises
-        RuntimeError if they are not those of the plan."""
-        planned: dict[str, list[int]] = {p: [] for p in PHASES}
-        for micro in step.micro:
-            for phase in PHASES:
-                planned[phase] += micro.rank_plan.exchange(phase).lengths.tolist()
-        if planned != processed:
-            raise RuntimeError(f"step {step.index}: rank {self._rank} processed other items than "
-                               "its plan says; this is a bug in orchmllm")
-        if self._nothing_moved:
-            self._nothing_moved = not any(plan.rearranges for plan in step.plans)
-            self._unmoved += any(plan.can_improve for plan in step.plans)
-
-    def warning(self) -> str:
-        """What a user should know of the balancing of the steps so far; '' for nothing."""
-        if not (self._nothing_moved and self._unmoved):
-            return ""
-        return (f"warning: balance.enabled is true, but balancing had no effect: {self._unmoved} "
-                "steps were sampled unbalanced, and no plan moved anything. Lower "
-                "balance.*.tolerance and balance.min_gain, set balance.whole_examples=false or "
-                "raise train.batch_size; or set balance.enabled=false")
+def check_processed(step: Step, rank: int, processed: Mapping[str, Sequence[int]]) -> None:
+    """Raises RuntimeError if a rank processed other items than its plans say. processed: phase ->
+    lengths of the items of all microbatches, in their order."""
+    planned: dict[str, list[int]] = {p: [] for p in PHASES}
+    for micro in step.micro:
+        for phase in PHASES:
+            planned[phase] += micro.rank_plan.exchange(phase).lengths.tolist()
+    if planned != processed:
+        raise RuntimeError(f"step {step.index}: rank {rank} processed other items than its plan "
+                           "says; this is a bug in orchmllm")
 
 
 def combined_stats(plans: Sequence[StepPlan]) -> dict[str, dict[str, float]]:

@@ -6,8 +6,8 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from functools import cached_property
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -18,9 +18,10 @@ from orchmllm.config import Recipe
 from orchmllm.data.dataset import ConversationDataset
 from orchmllm.data.sampler import lengths_digest
 from orchmllm.plan.assign import PHASES
-from orchmllm.runtime.checkpoint import Checkpointer
+from orchmllm.runtime.checkpoint import Checkpointer, CheckpointError
 from orchmllm.runtime.lineage import candidates, list_saved, read_saved
 from orchmllm.runtime.run_state import NonFiniteError, Progress, check_resumable, resume_keys
+from orchmllm.runtime.stop import FolderTaken
 
 
 def kept_batch(recipe: Recipe, gather: Callable) -> int:
@@ -44,6 +45,12 @@ def _kept_batch(recipe: Recipe) -> int:
     return 0
 
 
+def _describe_data(recipe: Recipe, dataset: ConversationDataset) -> dict:
+    """What is recorded of the data, with the lengths that capped mini-batches follow from."""
+    capped = recipe.data.batching == "capped"
+    return dataset.fingerprint() | ({"lengths": lengths_digest(dataset)} if capped else {})
+
+
 class RunCheckpoints(Checkpointer):
     """The checkpoints of one run. tensors: returns what is saved, and filled from a checkpoint, of
     any shapes; optimizer: its count of steps becomes that of the run. Construction and every method
@@ -56,21 +63,10 @@ class RunCheckpoints(Checkpointer):
             Path(recipe.run.dir) / "checkpoints", recipe.checkpoint, gather, say=say,
             timeout_s=recipe.launch.timeout_s,
             writers=list(range(recipe.fsdp.shard_size or gather.world_size)))
-        self._recipe, self._dataset = recipe, dataset
-        self._optimizer, self._tensors = optimizer, tensors
+        self._recipe, self._optimizer, self._tensors = recipe, optimizer, tensors
         self._model = resume_keys(recipe)["model"]
-
-    @property
-    def _data(self) -> dict:
-        """What is recorded of the data."""
-        return {**self._dataset.fingerprint(), **self._lengths}
-
-    @cached_property
-    def _lengths(self) -> dict:
-        """Of all examples, which capped mini-batches follow from."""
-        if self._recipe.data.batching != "capped":
-            return {}
-        return {"lengths": lengths_digest(self._dataset)}
+        # The data that the run has opened, whatever becomes of the files until a save.
+        self._data = self._from_first("of the data", lambda: _describe_data(recipe, dataset))
 
     def save_run(self, progress: Progress) -> None:
         """A checkpoint of the steps done so far; none with checkpoint.every_steps=-1."""
@@ -80,6 +76,29 @@ class RunCheckpoints(Checkpointer):
             **progress.to_json(), **resume_keys(self._recipe), "model": self._model,
             "world_size": self._gather.world_size, "data": self._data,
             "rng": torch.get_rng_state().tolist()})  # of the CPU: nothing draws per rank
+
+    def newest(self) -> Path | None:
+        """The newest checkpoint of the run, that of a save in progress included."""
+        self.wait()
+        return self.saved
+
+    def rescue(self, progress: Progress) -> NoReturn:
+        """Saves the steps done so far in a new folder beside run.dir, which another run has taken;
+        raises FolderTaken, which tells how to go on from there."""
+        try:
+            self.wait()
+        except CheckpointError as e:  # the other run may delete what was being saved
+            self._say(f"warning: {e}")
+        folder = Path(self._from_first("rescue", lambda: (  # of rank 0: only its run's name counts
+            f"{Path(self._recipe.run.dir)}.rescued_step_{progress.step}_{self._line.run}")))
+        self.root = folder / "checkpoints"
+        self.save_run(progress)
+        self.wait()
+        raise FolderTaken(
+            f"run.dir: {self._recipe.run.dir} was taken over by another run, so this one stopped "
+            f"after step {progress.step}; " + (
+                "nothing was saved (checkpoint.every_steps=-1)" if self.config.every_steps < 0 else
+                f"its state is in {folder}: run.dir={folder} run.resume=auto goes on from there"))
 
     def resume(self) -> Progress | None:
         """Starts where the recipe says; None from scratch. Raises CheckpointError or ValueError on
@@ -115,6 +134,7 @@ class RunCheckpoints(Checkpointer):
             raise NonFiniteError(f"step {bad_step}: loss or gradient is not finite, and there is "
                                  "no checkpoint yet to roll back to")
         back = self._load_run(path, state)
+        back.nonfinite_in_a_row = progress.nonfinite_in_a_row
         back.skip = sorted({*back.skip, *progress.skip, bad_step})
         self._say(f"rolled back to step {back.step}; step {bad_step} will be skipped")
         return back

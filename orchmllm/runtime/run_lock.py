@@ -6,16 +6,17 @@ It is a POSIX record lock, which a forked process does not hold too: a data work
 rank does not keep the folder.
 
 A file server may keep the lock of a host that died. Therefore a holder renews the time of the file,
-and a lock of another host that was not renewed for STALE_S is taken over. A holder that finds its
-file replaced ends: its host had only been away.
+and a lock of another host that was not renewed for STALE_S is taken over. A holder that finds the
+lock of another run is told so: its host had only been away. Where the file was deleted, or a file
+server does not show it for a moment, the holder makes it again.
 """
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import fcntl
 import json
+import math
 import os
 import socket
 import sys
@@ -35,30 +36,37 @@ class FolderInUse(ValueError):
 
 def lock_folder(
     folder: Path, patience_s: float = 0.0, *, renew_s: float = RENEW_S, stale_s: float = STALE_S,
-    lost: Callable[[str], object] = lambda text: os._exit(1),
+    taken: Callable[[], object],
 ) -> Callable[[], None]:
     """Locks a run folder, made if need be, for this process; returns what unlocks it. patience_s:
-    how long to wait for a holder that is about to end. lost: called, from a thread, if another run
-    has taken the folder over.
+    how long to wait for a holder that is about to end. taken: called once, from a thread, if
+    another run has taken the folder over.
 
     Raises FolderInUse naming the process that holds it, or why the folder cannot be written."""
     path, done = folder / NAME, threading.Event()
-    holder = json.dumps({"host": socket.gethostname(), "pid": os.getpid()})
     try:
         folder.mkdir(parents=True, exist_ok=True)
         descriptor = _taken(path, time.monotonic() + patience_s, stale_s)
-        os.ftruncate(descriptor, 0)
-        os.write(descriptor, holder.encode())
+        _sign(descriptor)
     except OSError as e:
         raise FolderInUse(f"run.dir: {folder} cannot be written ({e}); choose another folder"
                           ) from e
 
+    mine = _holder(descriptor)
+
     def renew() -> None:
+        nonlocal descriptor
         while not done.wait(renew_s):
-            with contextlib.suppress(OSError):  # the file server may come back
+            try:
                 if not _is_at(path, descriptor):
-                    return lost(f"run.dir: {folder} was taken over by another run")
+                    # The old one stays open: if the file is the same, to close it would end the
+                    # new lock too.
+                    descriptor = _made_again(path, mine)
                 os.utime(descriptor)
+            except FolderInUse:
+                return taken()
+            except OSError:  # the file server may come back
+                continue
 
     thread = threading.Thread(target=renew, name="orchmllm-lock", daemon=True)
     thread.start()
@@ -92,6 +100,20 @@ def _taken(path: Path, deadline: float, stale_s: float) -> int:
             time.sleep(0.2)
 
 
+def _made_again(path: Path, mine: dict[str, str]) -> int:
+    """The descriptor of the lock in place of one whose file is gone. mine: what that file said.
+    Raises FolderInUse, OSError."""
+    what = path if path.parent.exists() else f"{path.parent}, with all that was in it,"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = _taken(path, 0.0, math.inf)
+    if _holder(descriptor) not in ({}, mine):
+        raise FolderInUse(_told(descriptor, path))
+    _sign(descriptor)
+    print(f"warning: {what} was deleted during the run; the lock is made again, and the run goes "
+          "on", file=sys.stderr, flush=True)
+    return descriptor
+
+
 def check_folder(folder: Path) -> None:
     """Raises FolderInUse if another process holds the lock; changes nothing."""
     path = folder / NAME
@@ -104,6 +126,12 @@ def check_folder(folder: Path) -> None:
             raise FolderInUse(_told(descriptor, path))
     finally:
         os.close(descriptor)  # and with it the lock
+
+
+def _sign(descriptor: int) -> None:
+    holder = {"host": socket.gethostname(), "pid": os.getpid()}
+    os.ftruncate(descriptor, 0)
+    os.pwrite(descriptor, json.dumps(holder).encode(), 0)
 
 
 def _lock(descriptor: int, path: Path) -> bool:
@@ -142,7 +170,9 @@ def _is_at(path: Path, descriptor: int) -> bool:
     """Whether an open file is still the one at `path`: its last holder may have removed it."""
     try:
         return os.path.samestat(os.fstat(descriptor), os.stat(path))
-    except FileNotFoundError:
+    except OSError as e:  # a file server has forgotten a file that another host removed
+        if e.errno not in (errno.ENOENT, errno.ESTALE):
+            raise
         return False
 
 

@@ -104,7 +104,8 @@ class Progress:
     """step: the next one. skipped_steps: steps without an optimizer step. skip: steps whose update
     is left out (after a rollback). global_batch_size: examples per step over all ranks; it stays
     what it was when the number of ranks changes, and with it every global batch. fitted: costs that
-    replace the derived ones."""
+    replace the derived ones. nonfinite_in_a_row: steps that were not finite since the last update;
+    what is done again after a rollback does not count as one."""
 
     global_batch_size: int
     step: int = 0
@@ -112,10 +113,16 @@ class Progress:
     skip: list[int] = field(default_factory=list)
     media: MediaCount = field(default_factory=MediaCount)
     fitted: FittedCosts | None = None
+    nonfinite_in_a_row: int = 0
 
     @property
     def optimizer_steps(self) -> int:
         return self.step - self.skipped_steps
+
+    def count_update(self, step: int) -> None:
+        """Step `step` has updated the parameters."""
+        if step > max(self.skip, default=-1):
+            self.nonfinite_in_a_row = 0
 
     def to_json(self) -> dict:
         return {"version": VERSION, **asdict(self)}
@@ -126,7 +133,8 @@ class Progress:
             global_batch_size=state["global_batch_size"], step=state["step"],
             skipped_steps=state["skipped_steps"], skip=list(state["skip"]),
             media=MediaCount(**state["media"]),
-            fitted=FittedCosts(*state["fitted"]) if state.get("fitted") else None)
+            fitted=FittedCosts(*state["fitted"]) if state.get("fitted") else None,
+            nonfinite_in_a_row=state.get("nonfinite_in_a_row", 0))
 
 
 def check_resumable(state: dict, recipe: Recipe, data: dict) -> None:

@@ -1,14 +1,18 @@
-"""Signals that end a run at a step boundary: the first asks, a later one insists."""
+"""What ends a run at a step boundary: a signal, of which the first asks and a later one insists, or
+another run that has taken the run folder."""
 
 from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 
+from orchmllm.comm.errors import AgreedError
 from orchmllm.launch import SAME_REQUEST_S
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+FOLDER_TAKEN = 128  # in place of a signal's number; above all of them
 
 
 class Stopped(Exception):
@@ -20,14 +24,26 @@ class Stopped(Exception):
         super().__init__(f"stopped by {signal.Signals(number).name} after step {step}")
 
 
+class FolderTaken(AgreedError):
+    """Another run has taken the run folder, so this one stopped at a step boundary."""
+
+
 class StopSignal:
     """Context manager; `signal` is 0 until one of SIGNALS arrives, then its number. A second
-    request (later than SAME_REQUEST_S) ends the process at once."""
+    request (later than SAME_REQUEST_S) ends the process at once. folder_taken: is set when another
+    run has taken the run folder."""
 
-    def __init__(self) -> None:
+    def __init__(self, folder_taken: threading.Event | None) -> None:
+        self._folder_taken = folder_taken
         self.signal = 0
         self._at = 0.0
         self._previous: dict[int, object] = {}
+
+    @property
+    def asked(self) -> int:
+        """Why this rank is to stop: FOLDER_TAKEN, the number of a signal, or 0 for neither."""
+        taken = self._folder_taken is not None and self._folder_taken.is_set()
+        return FOLDER_TAKEN if taken else self.signal
 
     def __enter__(self) -> StopSignal:
         self._previous = {s: signal.signal(s, self._receive) for s in SIGNALS}

@@ -142,6 +142,23 @@ def test_ranks_in_unequally_many_groups_are_told_and_do_not_wait_for_each_other(
         assert "some are in 1 process groups and some in 2" in text
 
 
+def in_a_part_of_a_bound_job(world) -> int:
+    """Steps of a loader that ranks 1 and 2 make alone while the default group is bound to a device:
+    torch would look for the communicator of that device, to split it."""
+    default, part = dist.group.WORLD, dist.new_group([1, 2])
+    default.bound_device_id = bound = torch.device("cpu", 0)
+    if world.rank == 0:
+        return 0
+    loader = BalancedDataLoader(Texts(), 4, collate_fn=collate, lengths=LENGTHS, group=part,
+                                exchange="two_hop", ranks_per_node=1)
+    assert default.bound_device_id == bound
+    return sum(1 for _ in loader)
+
+
+def test_a_part_of_the_ranks_makes_groups_without_the_others():
+    assert run_ranks(in_a_part_of_a_bound_job, 3) == [0, 6, 6]
+
+
 def one_after_the_other(world, dispatch: str) -> list[int]:
     """Descriptors after each of some loaders, of which the last yields beside another one."""
     def make() -> BalancedDataLoader:

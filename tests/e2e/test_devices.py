@@ -4,9 +4,12 @@ operator mixes the two, none waits for the data. It stands in for CUDA where the
 from __future__ import annotations
 
 import sys
+import threading
+from collections import defaultdict
 from contextlib import suppress
 from dataclasses import replace
 from itertools import product
+from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
 
@@ -21,11 +24,14 @@ from orchmllm.config import FsdpConfig, TrainConfig
 from orchmllm.models import attention, audio, llm
 from orchmllm.models.mllm import MultimodalModel
 from orchmllm.orchestrator import Orchestrator
+from orchmllm.runtime.display import RunDisplay
 from orchmllm.sharding.fsdp import shard
 from orchmllm.sharding.optimizer import clip_gradients, learning_parts, make_optimizer
 from tests.lib.accelerator import accelerator
 from tests.lib.no_sync import Mixes, NoSync, Waits, microbatch
 from tests.lib.ranks import run_ranks
+from tests.lib.synthetic import SHALLOW, SyntheticDataset, recipe
+from tests.lib.training import train
 
 RANKS = 4
 CHECKPOINTING = [
@@ -169,3 +175,34 @@ def planted(world) -> dict[str, type | None]:
 @pytest.mark.dist
 def test_what_is_planted_is_noticed():
     assert run_ranks(planted, 1)[0] == {name: error for name, (_, error) in PLANTED.items()}
+
+
+def threads_devices(world, folder: Path) -> dict[str, set[int]]:
+    """The current GPUs of the threads of a run whose main thread has the fourth: a new thread has
+    the first until it chooses another. torch.cuda is a stand-in."""
+    current, seen = threading.local(), defaultdict(set)
+
+    def note(*_) -> None:
+        seen[threading.current_thread().name].add(getattr(current, "index", 0))
+
+    class Noted(SyntheticDataset):
+        def load(self, *args, **how):
+            note()
+            return super().load(*args, **how)
+
+    torch.cuda.is_initialized = lambda: True
+    torch.cuda.current_device = lambda: getattr(current, "index", 0)
+    torch.cuda.set_device = lambda index: setattr(current, "index", index)
+    torch.cuda.set_device(3)
+    RunDisplay.note = note  # a save is told by the thread that writes it
+    base = recipe(model=SHALLOW)
+    train(world, replace(
+        base, run=replace(base.run, dir=str(folder)), train=replace(base.train, num_steps=2),
+        data=replace(base.data, prefetch=1)), Noted())
+    return dict(seen)
+
+
+def test_threads_use_the_gpu_of_their_rank(tmp_path):
+    (seen,) = run_ranks(threads_devices, 1, tmp_path)
+    assert seen == {name: {3} for name in (
+        "MainThread", "orchmllm-prefetch", "orchmllm-checkpoint")}

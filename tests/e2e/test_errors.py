@@ -8,6 +8,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from orchmllm.runtime.checkpoint import problem_of
+from orchmllm.runtime.metrics import read_rows
 from tests.lib.commands import python
 from tests.lib.launched import run_local
 
@@ -44,6 +46,29 @@ def test_an_exception_on_one_rank_ends_all(tmp_path, fault, text, launcher, caps
     stderr, code = told(tmp_path, fault, 2, launcher, capsys)
     assert code == 1 and text in stderr, stderr
     assert stderr.count("error: ") == 1, stderr
+
+
+def test_a_run_whose_folder_was_deleted_ends_with_its_log_and_checkpoint(tmp_path, capfd):
+    code = run_local("tests.lib.faulty_train", [str(tmp_path / "run"), "folder deleted"], 2)
+    stderr = capfd.readouterr().err
+    assert code == 0, stderr
+    assert "with all that was in it, was deleted during the run" in stderr
+    assert "metrics.jsonl was deleted: its rows so far are lost" in stderr
+    rows = read_rows(tmp_path / "run" / "metrics.jsonl")
+    assert [row["step"] for row in rows] == [4, 5, 6, 7]
+    assert problem_of(tmp_path / "run" / "checkpoints" / "step_00000008") == ""
+
+
+def test_a_run_whose_folder_was_taken_over_saves_beside_it(tmp_path, capfd):
+    """At the end of the next step, on all ranks, and nothing in what is another run's now."""
+    code = run_local("tests.lib.faulty_train", [str(tmp_path / "run"), "folder taken"], 2)
+    stderr = capfd.readouterr().err
+    assert code == 1 and stderr.count("error: ") == 1, stderr
+    (rescued,) = tmp_path.glob("run.rescued_step_5_*")
+    assert f"this one stopped after step 5; its state is in {rescued}: run.dir=" in stderr
+    assert problem_of(rescued / "checkpoints" / "step_00000005") == ""
+    assert not (tmp_path / "run" / "checkpoints").exists()
+    assert '"another"' in (tmp_path / "run" / "run.lock").read_text()
 
 
 def test_a_killed_rank_ends_all(tmp_path):

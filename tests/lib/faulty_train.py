@@ -4,17 +4,20 @@ python -m tests.lib.faulty_train FOLDER FAULT [NUM_RANKS] [MAX_RESTARTS]."""
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import sys
+import threading
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
-from orchmllm import launch
+from orchmllm import launch, train
 from orchmllm.config import CheckpointConfig, LaunchConfig
 from orchmllm.plan.step import BalanceConfig
 from orchmllm.runtime.local_ranks import run_local
-from orchmllm.train import run_rank
+from orchmllm.runtime.run_lock import lock_folder
 from tests.lib.synthetic import SyntheticDataset, recipe
 
 ODD, AT, BATCH = 1, 3, 2  # the rank and the step of the fault; examples a rank
@@ -31,12 +34,12 @@ class Broken(SyntheticDataset):
         return super().load(i, **how)
 
 
-def run_recipe(folder: str, stall_timeout_s: int):
+def run_recipe(folder: str, fault: str):
     base = recipe(balance=BalanceConfig(ranks_per_node=2))
     return replace(
         base, run=replace(base.run, dir=folder), data=replace(base.data, prefetch=1),
-        launch=LaunchConfig(timeout_s=600, stall_timeout_s=stall_timeout_s),
-        checkpoint=CheckpointConfig(every_steps=-1),
+        launch=LaunchConfig(timeout_s=600, stall_timeout_s=10 if "stall" in fault else 500),
+        checkpoint=CheckpointConfig(every_steps=0 if "folder" in fault else -1),
         train=replace(base.train, num_steps=8, batch_size=BATCH))
 
 
@@ -52,6 +55,19 @@ def after_step(fault: str, odd: bool, step) -> None:
         raise KeyError("user hook broke")
     if odd and step.index == AT and fault == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def lose_folder(fault: str, folder: Path, taken: threading.Event) -> None:
+    """Returns when the thread that renews the lock has noticed."""
+    lock = folder / "run.lock"
+    if fault == "folder deleted":
+        shutil.rmtree(folder)
+        while not lock.exists():
+            time.sleep(0.01)
+    else:
+        lock.unlink()
+        lock.write_text('{"host": "another", "pid": 7}')
+        assert taken.wait(60)
 
 
 def install(trainer, fault: str) -> None:
@@ -95,10 +111,14 @@ def main(folder: str, fault: str, num_ranks: int = 3) -> int:
     def work(watch) -> None:
         from orchmllm.trainer import Trainer
 
+        def on_step(step, row: dict) -> None:
+            after_step(fault, odd, step)
+            if "folder" in fault and step.index == AT and world.rank == 0:
+                lose_folder(fault, Path(folder), watch.folder_taken)
+
         odd = world.rank == ODD
-        trainer = Trainer(run_recipe(folder, 10 if "stall" in fault else 500), world,
-                          dataset=dataset, watch=watch,
-                          on_step=lambda step, row: after_step(fault, odd, step))
+        trainer = Trainer(run_recipe(folder, fault), world, dataset=dataset, watch=watch,
+                          on_step=on_step)
         if odd:
             install(trainer, fault)
         try:
@@ -107,7 +127,9 @@ def main(folder: str, fault: str, num_ranks: int = 3) -> int:
             Path(folder, f"ended_rank{world.rank}").write_text(str(time.time()))
             trainer.close()
 
-    return run_rank(run_recipe(folder, 10 if "stall" in fault else 500), world, work)
+    train.lock_folder = partial(lock_folder, renew_s=0.05)
+    return train.run_rank(run_recipe(folder, fault), world, work,
+                          Path(folder) if "folder" in fault else None)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from orchmllm.launch import World
 from orchmllm.models.mllm import MultimodalModel
 from orchmllm.plan.layout import AUDIO, ENCODERS, TEXT, VISION
 from orchmllm.plan.step import build_plan, plan_step
+from orchmllm.runtime.plan_check import check_processed
 from orchmllm.sharding.init import plain_name, seed_weights
 from orchmllm.trainer import Trainer
 from tests.lib.synthetic import SyntheticDataset
@@ -49,7 +50,7 @@ def step_gradients(world: World, case: Case) -> tuple[float, dict[str, np.ndarra
         accumulation_steps=case.accumulation_steps, prefetch=case.recipe.data.prefetch)
     (step,) = loader
     loss_sum, processed = trainer._accumulate(step)
-    trainer.plan_check.check(step, processed)
+    check_processed(step, world.rank, processed)
     loss = trainer._gather([float(loss_sum)]).sum() / max(step.num_global_targets, 1)
     grads = {}
     for name, p in trainer.model.named_parameters():
@@ -77,7 +78,7 @@ def reference_gradients(case: Case) -> tuple[float, dict[str, np.ndarray]]:
         seed_weights(model, case.recipe.run.seed)
     total, targets = torch.zeros((), dtype=torch.float64), 0
     for i in range(BATCH):
-        loss, count = example_loss(model, case.dataset, i)
+        loss, count = _example_loss(model, case.dataset, i)
         total, targets = total + loss, targets + count
     loss = total / max(targets, 1)
     loss.backward()
@@ -86,7 +87,7 @@ def reference_gradients(case: Case) -> tuple[float, dict[str, np.ndarray]]:
     return float(loss.detach()), {n: g.numpy() for n, g in grads.items()}
 
 
-def example_loss(model: MultimodalModel, dataset: SyntheticDataset, i: int):
+def _example_loss(model: MultimodalModel, dataset: SyntheticDataset, i: int):
     layout, example = dataset.layout(i), dataset.load(i)
     parts, start = [], 0
     for k, modality in enumerate(layout.modality):

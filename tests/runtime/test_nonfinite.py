@@ -10,6 +10,7 @@ import pytest
 
 from orchmllm.config import CheckpointConfig
 from orchmllm.plan.step import BalanceConfig
+from orchmllm.runtime.run_state import NonFiniteError
 from orchmllm.trainer import Trainer
 from tests.lib.ranks import RankFailure, run_ranks
 from tests.lib.synthetic import SHALLOW, SyntheticDataset, recipe
@@ -92,6 +93,39 @@ def test_a_resumed_run_goes_on_as_one_that_skipped_a_step_does(tmp_path):
     whole = run_ranks(poisoned_run, 2, run, "loss", (1,))[0]
     run = replace(run, run=replace(run.run, resume=str(tmp_path / "checkpoints/step_00000004")))
     assert run_ranks(poisoned_run, 2, run, "loss", ())[0] == whole[4:]
+
+
+def poisoned_on_all(world, run, bad: set[int], empty: int) -> str:
+    """How a run ends in which the loss of some steps is nan; step `empty` has no targets."""
+    def train_step(step) -> dict:
+        if step.index == empty:
+            step.num_global_targets = 0
+        return trained(step)
+
+    trainer = Trainer(run, world, dataset=SyntheticDataset())
+    forward, trained = trainer.model.forward, trainer.train_step
+    trainer.train_step = train_step
+    trainer.model.forward = lambda batch: forward(batch) * (
+        float("nan") if trainer.progress.step in bad else 1.0)
+    try:
+        trainer.run()
+    except NonFiniteError as e:
+        return str(e)
+    return "finished"
+
+
+@pytest.mark.parametrize("policy", ["skip", "rollback"])
+def test_a_run_that_has_diverged_ends(tmp_path, policy):
+    """Steps without targets neither count nor end the row; an update does, but not one that is
+    made again after a rollback."""
+    run = run_recipe(tmp_path, policy)
+    run = replace(run, train=replace(run.train, num_steps=10, max_skipped_in_a_row=4))
+    (told, same) = run_ranks(poisoned_on_all, 2, run, {2, 5, 7, 8, 9}, 6)
+    assert told == same and told.startswith("step 9: loss nan"), told
+    assert "4 steps in a row did not update" in told
+    assert told.endswith(f"the newest checkpoint is {tmp_path / 'checkpoints' / 'step_00000008'}")
+    other = replace(run, run=replace(run.run, dir=str(tmp_path / "other")))
+    assert run_ranks(poisoned_on_all, 1, other, {2, 3, 4, 6, 7, 8}, 1) == ["finished"]
 
 
 def test_no_rollback_to_a_checkpoint_of_another_run(tmp_path):

@@ -14,8 +14,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from orchmllm.config import load_recipe
+from orchmllm.data.dataset import ConversationDataset
 from orchmllm.runtime.checkpoint import CheckpointError
 from orchmllm.runtime.metrics import read_rows
 from orchmllm.runtime.stop import Stopped
@@ -224,6 +226,47 @@ def runs_with_another_tokenizer(world, folder: Path, data: Path) -> None:
     logs = [[r["step"] for r in read_rows(folder / "run" / name)]
             for name in ("aside_1_metrics.jsonl", "metrics.jsonl")]
     assert logs == [[0, 1], [0]]
+
+
+def with_changing_data(world, folder: Path, data: Path) -> list[str]:
+    """A run whose data file is changed after its last step, and one whose file is gone by then,
+    each resumed: what is said of it. Only rank 0 looks at the files, once a run."""
+    seen, said = [], []
+    look = ConversationDataset.fingerprint
+    ConversationDataset.fingerprint = lambda self: [seen.append(1), look(self)][1]
+    for change in ("edited", "renamed"):
+        if world.rank == 0:
+            shutil.copytree(data, folder / change)
+        dist.barrier()
+        path = folder / change / "data.jsonl"
+
+        def last_step(step, row: dict, path=path, change=change) -> None:
+            if step.index == 1 and world.rank == 0:
+                path.rename(path.with_suffix(".gone"))
+                if change == "edited":
+                    path.write_bytes(path.with_suffix(".gone").read_bytes()[1:] + b"\n")
+
+        run = load_recipe("recipes/demo.yaml", [
+            *TINY, f"data.path={path.parent}", f"run.dir={folder / change / 'run'}",
+            "train.num_steps=2", "checkpoint.every_steps=1"])
+        train(world, run, on_step=last_step)
+        dist.barrier()
+        if change == "renamed" and world.rank == 0:
+            path.with_suffix(".gone").rename(path)
+        assert len(seen) == (1 - world.rank) * (2 * len(said) + 1)
+        dist.barrier()
+        try:
+            train(world, replace(run, train=replace(run.train, num_steps=3)))
+            said.append("resumed")
+        except ValueError as e:
+            said.append(str(e)[:33])
+    return said
+
+
+def test_data_that_change_during_a_run_neither_keep_it_from_saving_nor_are_recorded(
+        tmp_path, demo_corpus):
+    said = run_ranks(with_changing_data, 2, tmp_path, demo_corpus)
+    assert said == [["the data changed since the checkp", "resumed"]] * 2
 
 
 def test_another_tokenizer_and_a_fresh_start(tmp_path, demo_corpus):

@@ -10,17 +10,22 @@ import resource
 import socket
 import subprocess
 import sys
+import threading
 import time
+from functools import partial
 
 import pytest
 
-from orchmllm.runtime.run_lock import FolderInUse, check_folder, lock_folder
+from orchmllm.runtime import run_lock
+from orchmllm.runtime.run_lock import FolderInUse, check_folder
 from orchmllm.train import main
 from tests.lib.commands import ROOT, TINY, python
 
 HOLD = ("import sys, time; from pathlib import Path; "
         "from orchmllm.runtime.run_lock import lock_folder; "
-        "unlock = lock_folder(Path(sys.argv[1])); print('locked', flush=True); sys.stdin.read()")
+        "unlock = lock_folder(Path(sys.argv[1]), taken=print); print('locked', flush=True); "
+        "sys.stdin.read()")
+lock_folder = partial(run_lock.lock_folder, taken=os.abort)
 
 
 @pytest.fixture
@@ -99,19 +104,38 @@ def test_the_lock_of_a_dead_host_is_taken_over(tmp_path, holder, capfd):
             lock(run)
     os.utime(path, (0, 0))
     check_folder(run)
-    told = []
-    unlock = lock_folder(run, renew_s=0.05, lost=told.append)
+    lost = threading.Event()
+    unlock = lock_folder(run, renew_s=0.05, taken=lost.set)
     assert "locked by host gone, which has not renewed" in capfd.readouterr().err
     assert json.loads(path.read_text())["pid"] == os.getpid()
     os.utime(path, (0, 0))
     while not path.stat().st_mtime:  # until it is renewed
         time.sleep(0.01)
+    another = json.dumps({"host": "gone", "pid": 7})
     path.unlink()
-    path.write_text("another's")
-    while not told:
-        time.sleep(0.01)
+    path.write_text(another)
+    assert lost.wait(60)
     unlock()
-    assert "taken over" in told[0] and path.read_text() == "another's"
+    assert path.read_text() == another
+
+
+@pytest.mark.parametrize("what", ["file", "folder"])
+def test_a_lock_that_was_deleted_is_made_again(tmp_path, what, capfd):
+    run, path = tmp_path / "run", tmp_path / "run" / "run.lock"
+    unlock = lock_folder(run, renew_s=0.05)
+    path.unlink()
+    if what == "folder":
+        run.rmdir()
+    told = ""
+    while "the lock is made again" not in told:
+        time.sleep(0.01)
+        told += capfd.readouterr().err
+    assert ("with all that was in it" in told) == (what == "folder")
+    held = subprocess.run([sys.executable, "-c", HOLD, str(run)], cwd=ROOT, capture_output=True,
+                          text=True, input="")
+    assert f"being written by another run (process {os.getpid()} " in held.stderr
+    unlock()
+    assert not path.exists()
 
 
 def test_a_long_pause_on_this_host_is_no_death(tmp_path, holder):

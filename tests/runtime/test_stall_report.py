@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from orchmllm.runtime import stall_report
+from orchmllm.runtime.health import HangWatchdog
 from orchmllm.runtime.stall_report import (
     Report,
     count_collectives,
@@ -104,3 +105,19 @@ def counted(world) -> tuple[tuple[int, int], tuple[int, int]]:
 def test_collectives_are_counted():
     for rank, (before, after) in enumerate(run_ranks(counted, 2)):
         assert after[0] - before[0] == (2 if rank else 3), (before, after)
+
+
+@pytest.mark.parametrize("backend", ["nccl", "gloo"])
+def test_the_records_are_those_of_the_backend(backend, tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "2000")
+    monkeypatch.setattr(dist, "get_backend", lambda: backend)
+    for recorder, of in (("nccl", b"nccl"), ("fr", b"gloo")):
+        monkeypatch.setattr(torch._C._distributed_c10d, f"_dump_{recorder}_trace_json",
+                            lambda of=of: of, raising=False)
+    store = dist.HashStore()
+    watch = HangWatchdog(store, 0, 1, folder=tmp_path, stall_timeout_s=600, poll_s=0.01,
+                         exit_now=lambda code, text: None)
+    watch.post("no progress for 600 s")
+    store.wait(["read0"])
+    watch.close()  # the thread writes the files before it ends
+    assert (tmp_path / "flight_recorder_rank0.json").read_bytes() == backend.encode()

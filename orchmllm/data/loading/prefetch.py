@@ -11,6 +11,8 @@ import weakref
 from collections.abc import Generator
 from typing import Any, Generic, TypeVar
 
+from orchmllm.batch import on_this_device
+
 T = TypeVar("T")
 THREAD_NAME = "orchmllm-prefetch"
 _END = object()
@@ -36,7 +38,8 @@ class Prefetcher(Generic[T]):
             raise ValueError(f"ahead is {ahead}: must be >= 1")
         self._shared = shared = _Shared()
         self.thread = threading.Thread(
-            target=_work, args=(shared, items, ahead), name=THREAD_NAME, daemon=True)
+            target=on_this_device(_work), args=(shared, items, ahead), name=THREAD_NAME,
+            daemon=True)
         self.thread.start()
         # At exit too: a thread that is cut off inside a collective would abort the process.
         self._finalizer = weakref.finalize(self, _stop, shared, self.thread, 5.0)
