@@ -9,6 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from orchmllm import BalancedDataLoader
+from orchmllm.comm.agree import combined_digest
 from orchmllm.comm.exchange import RowGather
 from orchmllm.plan.cost import CostModel
 from orchmllm.plan.step import BalanceConfig, PhasePolicy, build_plan, plan_step
@@ -99,6 +100,11 @@ def test_all_ranks_raise_in_the_same_step(fault, error, text, num_ranks):
     if error == "PlanMismatchError":
         both = "no majority" if num_ranks == 2 else "rank 1 differs"
         assert both in results[0][1]
+
+
+def test_a_digest_is_of_the_order_too():
+    assert combined_digest([3, 5]) != combined_digest([5, 3])
+    assert -2**63 <= combined_digest([2**63 - 1, -2**63, -1]) < 2**63
 
 
 def gathers(world, per_node: int) -> list[np.ndarray]:

@@ -12,9 +12,10 @@ from orchmllm.estimate.workload import MODELS, sample_layout
 from orchmllm.models.flops import cost_model
 from orchmllm.plan.assign import PHASES, BalanceConfig, PhasePolicy, PlanSpec, assign_phases
 from orchmllm.plan.balance import core, load_cap
+from orchmllm.plan.geometry import text_lengths
 from orchmllm.plan.homes import example_bytes, feature_home
-from orchmllm.plan.layout import ENCODERS
-from orchmllm.plan.step import StepPlan, assign_microbatches, plan_step
+from orchmllm.plan.layout import ENCODERS, TEXT, BatchLayout
+from orchmllm.plan.step import StepPlan, assign_microbatches, build_plan, plan_step
 from tests.lib.corpora import write_llava
 from tests.lib.tokenizers import write_tokenizer
 
@@ -109,6 +110,16 @@ def test_what_a_run_of_2560_ranks_plans_with(tolerance: float) -> None:
     np.add.at(node_load, home // 8, cost)
     least = np.maximum(0, node_load - 8 * cap).sum()
     assert cost[rank_of // 8 != home // 8].sum() <= 1.3 * least
+
+
+def test_bytes_between_nodes_are_those_that_change_node() -> None:
+    """Four texts on ranks of two nodes: one moves inside its node, two to the other, one stays."""
+    texts = [BatchLayout.from_segments(k, n, [(TEXT, text_lengths(n))])
+             for k, n in enumerate((10, 20, 30, 40))]
+    plan = build_plan(BatchLayout.from_examples(texts, [1] * 4),
+                      {m: np.zeros(0, np.int64) for m in ENCODERS}, np.array([1, 3, 2, 0]),
+                      replace(spec(**every_phase("none")), ranks_per_node=2))
+    assert plan.stats["llm"] == {"moved_bytes": 8 * 70, "internode_bytes": 8 * 60}
 
 
 def test_text_only_examples_move_first() -> None:
