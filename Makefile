@@ -35,11 +35,12 @@ SLOW_plan := tests/plan tests/comm tests/simulate tests/doctor
 SLOW_models := tests/models tests/sharding tests/hf
 SLOW_memory := tests/estimate/test_scale_memory.py tests/estimate/test_tracked_memory.py
 SLOW_estimate := tests/planner $(filter-out $(SLOW_memory), $(wildcard tests/estimate/test_*.py))
+SLOW_mutations := tests/test_mutations.py
 SLOW_recipes := tests/e2e/test_any_recipe.py
 SLOW_soak := tests/e2e/test_soak.py
 SLOW_learning := tests/e2e/test_demo.py tests/e2e/test_media_swap.py
 SLOW_GROUPS := checkpoints dropin encoders clients trainers data plan models memory estimate e2e \
-    soak learning recipes
+    soak learning recipes mutations
 SLOW_e2e := tests/cli tests/recipe tests/report $(filter-out $(SLOW_data) $(SLOW_soak) $(SLOW_learning) \
     $(SLOW_recipes), $(wildcard tests/e2e/test_*.py))
 

@@ -9,7 +9,8 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchmllm.comm.exchange import exchange_rows
+from orchmllm.comm.exchange import bytes_group, exchange_rows
+from orchmllm.comm.exchange_bytes import exchange_bytes
 from orchmllm.plan.rearrange import Rearrangement
 from tests.lib.ranks import run_ranks
 
@@ -99,20 +100,44 @@ def test_round_trip_on_eight_ranks(num_items):
         assert all(fine.values()), (rank, fine)
 
 
-def gradient_of_exchange(world) -> float:
+def gradient_of_exchange(world) -> tuple[float, bool]:
+    """Largest error of a gradient; whether rows arrive in another order than they are kept in."""
     rng = np.random.default_rng(1)
     sizes = np.full(world.world_size, 4)
-    move = Rearrangement.from_rank_of(rng.integers(0, world.world_size, sizes.sum()), sizes)
+    before, after = (Rearrangement.from_rank_of(
+        rng.integers(0, world.world_size, sizes.sum()), sizes) for _ in range(2))
     rows = rng.integers(0, 5, sizes.sum())
-    exchange = move.exchange(rows, world.rank)
+    move = before.inverse().then(after)  # as features travel: what comes is put in another order
+    exchange = move.exchange(rows[before.order], world.rank)
     x = torch.randn(len(exchange.send_index), 3, dtype=torch.float64, requires_grad=True)
     (exchange_rows(x, exchange) ** 2).sum().backward()
-    return float((x.grad - 2 * x).abs().max()) if len(x) else 0.0
+    error = float((x.grad - 2 * x).abs().max()) if len(x) else 0.0
+    return error, bool((np.diff(exchange.recv_index) < 0).any())
 
 
 @pytest.mark.dist
 def test_gradients_return_to_their_rows():
-    assert max(run_ranks(gradient_of_exchange, 4)) == 0.0
+    errors, reordered = zip(*run_ranks(gradient_of_exchange, 4), strict=True)
+    assert max(errors) == 0.0 and any(reordered)
+
+
+def sent_bytes(world) -> list:
+    """Two items to every rank; the first one of rank 1's is not there."""
+    d, r = world.world_size, world.rank
+    move = Rearrangement.from_rank_of(np.tile(np.repeat(np.arange(d), 2), d), np.full(d, 2 * d))
+    items = [lambda k=k: None if (r, k % 2) == (1, 0) else np.full(3 * r + k, 10 * r + k, np.uint8)
+             for k in range(2 * d)]
+    came = exchange_bytes(items, move, r, bytes_group(range(d), 60.0))
+    return [x.tolist() if isinstance(x, np.ndarray) else x for x in came]
+
+
+@pytest.mark.dist
+def test_an_item_that_its_sender_lacks_shifts_no_other():
+    for rank, came in enumerate(run_ranks(sent_bytes, 3)):
+        want = [[10 * r + k] * (3 * r + k) for r in range(3) for k in (2 * rank, 2 * rank + 1)]
+        want[2] = None
+        want[2 * rank: 2 * rank + 2] = [2 * rank, 2 * rank + 1]  # stay: their places
+        assert came == want
 
 
 def wrong_number_of_rows(world) -> str:

@@ -92,6 +92,15 @@ def test_every_example_comes_as_often_as_its_source_says(folder, window):
     assert not np.array_equal(draws[:epoch], draws[epoch: 2 * epoch])
 
 
+def test_a_weighted_source_comes_whole_before_it_comes_again():
+    sizes, share = (1500, 700), (0.6, 0.4)
+    draws = drawn(MixtureSampler([range(1500), range(1500, 2200)], share, 50, seed=2), 5000)
+    for size, mine in zip(sizes, (draws[draws < 1500], draws[draws >= 1500]), strict=True):
+        assert len(mine) == 5000 * share[sizes.index(size)]
+        for at in range(0, len(mine) - size + 1, size):
+            assert len({*mine[at: at + size].tolist()}) == size
+
+
 def test_a_window_is_shuffled_in_itself_and_windows_among_each_other():
     order = shuffled(103, 10, [0, 1])
     assert sorted(order) == list(range(103))

@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from orchmllm.data.loading.prefetch import Prefetcher
 from orchmllm.data.loading.step_loader import StepLoader
 from orchmllm.data.sampler import GlobalSampler
 from orchmllm.trainer import Trainer
@@ -70,6 +71,23 @@ def test_prefetching_changes_nothing_and_threads_end():
 
 
 @pytest.mark.dist
+def test_a_stop_waits_for_the_steps_that_all_ranks_prepare():
+    made, go = [], threading.Event()
+
+    def items():
+        for k in range(9):
+            if k:
+                go.wait()
+            made.append(k)
+            yield k
+
+    prefetcher = Prefetcher(items(), 3)
+    prefetcher.close(timeout_s=0.0)
+    go.set()
+    prefetcher.thread.join()
+    assert made == [0, 1, 2]
+
+
 def test_ranks_may_stop_early_together():
     assert run_ranks(stop_after_two, 3) == [[]] * 3
 

@@ -19,6 +19,7 @@ from orchmllm.config import RemoteRoot
 from orchmllm.data.media.headers import image_header
 from orchmllm.data.media.medium import Medium
 from orchmllm.data.storage import clients
+from orchmllm.data.storage.cache import DiskCache
 from orchmllm.data.storage.clients import Refused, StorageError
 from orchmllm.data.storage.remote import fetch_ahead
 from orchmllm.plan.layout import VISION
@@ -44,6 +45,17 @@ def test_the_cache_keeps_its_size_and_what_is_used(web, tmp_path):
     (web.folder / "big").write_bytes(bytes(5000))
     with pytest.raises(Refused, match="5000 bytes or more: more than the limit of 4500.*cache_gib"):
         declared.file(f"{web.url}/big").open()
+
+
+def test_a_fetch_that_fails_takes_no_room(tmp_path):
+    def fetch(part, reserve) -> None:
+        reserve(900)
+        part.write_bytes(bytes(100))
+        raise StorageError("the connection was lost")
+
+    with pytest.raises(StorageError, match="lost"):
+        DiskCache(tmp_path, 1000, 5.0).open("abcd", fetch)
+    assert (tmp_path / "size").read_text() == "0" and not list(tmp_path.glob("ab/*"))
 
 
 def _read(file, barrier, out) -> None:

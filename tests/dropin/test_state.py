@@ -131,8 +131,11 @@ def resumed_within_a_step(world, kind: str) -> torch.Tensor:
     """The table after 3 steps of 2 microbatches; the loop ends between those of step 1, and begins
     anew with what it had saved after step 0 and the loader's state of the moment of its end."""
     def make() -> BalancedDataLoader:
-        how = {"lengths": length_of} if kind == "load" else {"length_fn": token_count}
+        how = {"bytes": {"length_fn": token_count}, "stream": {"length_fn": token_count}}.get(
+            kind, {"lengths": length_of})
         data = Stream(100 * world.rank, 12) if kind == "stream" else Texts(12 * world.world_size)
+        if kind == "sampler":
+            how["sampler"] = SequentialSampler(Texts(12))  # of every rank
         return BalancedDataLoader(data, 2, collate_fn=collate, accumulation_steps=2, **how)
 
     learner, loader, dies = Learner(), make(), True
@@ -153,13 +156,14 @@ def resumed_within_a_step(world, kind: str) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
-@pytest.mark.parametrize("kind", ["load", "bytes", "stream"])
+@pytest.mark.parametrize("kind", ["load", "bytes", "stream", "sampler"])
 def test_weights_of_a_loop_that_ended_within_a_step_are_those_of_one_that_did_not(kind, num_ranks):
     want = Learner()
     for step in range(3):
         ids = range(4 * num_ranks * step, 4 * num_ranks * (step + 1))
-        if kind == "stream":
-            ids = [100 * rank + 4 * step + k for rank in range(num_ranks) for k in range(4)]
+        if kind in ("stream", "sampler"):
+            ids = [100 * rank * (kind == "stream") + 4 * step + k for rank in range(num_ranks)
+                   for k in range(4)]
         batch = collate([example_of(i) for i in ids])
         (want.loss_sum(batch) / (batch["labels"] >= 0).sum()).backward()
         want.update()

@@ -20,7 +20,7 @@ SECTIONS = ("balance.", "train.", "fsdp.", "checkpoint.", "data.", "model.")
 # Limits are those that 5 examples of the demo corpus on a rank keep.
 NUMBERS = {
     "data.num_validation": (2,), "data.num_shards": (1, 3), "data.shuffle_window": (1, 5),
-    "data.max_batch_images": (3,), "data.max_example_tokens": (500,),
+    "data.max_batch_images": (3,), "data.max_example_tokens": (900,),
     "data.prefetch": (1, 2, 3), "data.num_workers": (1, 2),
     "balance.min_gain": (0.02, 0.5), "balance.ranks_per_node": (1, 2, 3, 4),
     "balance.calibrate_steps": (1,),

@@ -78,7 +78,7 @@ def reference_gradients(case: Case) -> tuple[float, dict[str, np.ndarray]]:
         seed_weights(model, case.recipe.run.seed)
     total, targets = torch.zeros((), dtype=torch.float64), 0
     for i in range(BATCH):
-        loss, count = _example_loss(model, case.dataset, i)
+        loss, count = example_loss(model, case.dataset, i)
         total, targets = total + loss, targets + count
     loss = total / max(targets, 1)
     loss.backward()
@@ -87,7 +87,7 @@ def reference_gradients(case: Case) -> tuple[float, dict[str, np.ndarray]]:
     return float(loss.detach()), {n: g.numpy() for n, g in grads.items()}
 
 
-def _example_loss(model: MultimodalModel, dataset: SyntheticDataset, i: int):
+def example_loss(model: MultimodalModel, dataset: SyntheticDataset, i: int):
     layout, example = dataset.layout(i), dataset.load(i)
     parts, start = [], 0
     for k, modality in enumerate(layout.modality):

@@ -122,6 +122,16 @@ def test_a_token_of_text_weighs_its_id_and_label_and_one_of_an_image_its_feature
     assert example_bytes(layout, 16384).tolist() == [3 * 8 + 4 * 16384, 7 * 8]
 
 
+def test_bytes_between_nodes_are_those_that_change_node() -> None:
+    """Four texts on ranks of two nodes: one moves inside its node, two to the other, one stays."""
+    texts = [BatchLayout.from_segments(k, n, [(TEXT, text_lengths(n))])
+             for k, n in enumerate((10, 20, 30, 40))]
+    plan = build_plan(BatchLayout.from_examples(texts, [1] * 4),
+                      {m: np.zeros(0, np.int64) for m in ENCODERS}, np.array([1, 3, 2, 0]),
+                      replace(spec(**every_phase("none")), ranks_per_node=2))
+    assert plan.stats["llm"] == {"moved_bytes": 8 * 70, "internode_bytes": 8 * 60}
+
+
 def test_text_only_examples_move_first() -> None:
     plan = plan_step(LAYOUT, spec(**every_phase("least_move", tolerance=.005)))
     nodes = plan.llm.source_rank[plan.llm.order] // 8 != plan.llm.target_rank // 8

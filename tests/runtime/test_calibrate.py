@@ -13,7 +13,7 @@ import pytest
 from orchmllm.config import RecipeError, load_recipe
 from orchmllm.plan.cost import CostModel
 from orchmllm.plan.fit_cost import Measured, fit_costs
-from orchmllm.plan.step import BalanceConfig
+from orchmllm.plan.step import PHASES, BalanceConfig
 from orchmllm.trainer import Trainer
 from tests.lib.gradients import Case, all_gradients, reference_gradients, worst_difference
 from tests.lib.ranks import run_ranks
@@ -117,6 +117,48 @@ def test_fitted_costs_are_agreed_and_resumed(tmp_path, num_ranks, saved) -> None
                     tmp_path / "resumed" / "checkpoints" / name)
     resumed = run_ranks(fitted, num_ranks, fitting(tmp_path / "resumed"))
     assert all(r[:2] == (whole[saved:], fit) for r in resumed)
+
+
+def rolled_back(world, run) -> list[tuple]:
+    """[(step, costs)] of a run whose step 6 is not finite the first time."""
+    trainer, poisoned = Trainer(run, world, dataset=SyntheticDataset()), []
+    forward = trainer.model.forward
+
+    def once(batch):
+        bad = trainer.progress.step == 6 and not poisoned
+        poisoned.extend([6] * bad)
+        return forward(batch) * (float("nan") if bad else 1.0)
+
+    trainer.model.forward = once
+    rows: list[dict] = []
+    trainer.run(rows)
+    trainer.close()
+    return [(r["step"], json.dumps(r["costs"])) for r in rows]
+
+
+@pytest.mark.dist
+def test_after_a_rollback_steps_have_the_costs_of_the_first_time(tmp_path) -> None:
+    (rows,) = run_ranks(rolled_back, 1, fitting(tmp_path, every_steps=4,
+                                                train={"nonfinite": "rollback"}))
+    assert [step for step, _ in rows] == [*range(7), *range(4, 8)]
+    assert rows[7:10] == rows[4:7] and rows[4][1] != rows[5][1]
+
+
+def fit_after(world, run, first: float) -> dict:
+    """The fit to steps that take as long as the derived costs say, the first one `first` times."""
+    trainer = Trainer(run, world, dataset=SyntheticDataset())
+    for step in trainer.loader():
+        seconds = 1e-9 * np.stack([step.plans[0].phase_cost(p)[1] for p in PHASES], axis=1)
+        fitted = trainer.calibration.add(
+            step.plans, seconds * (1.0 if step.index else first), 99)
+        if fitted:
+            return fitted.costs
+
+
+@pytest.mark.dist
+def test_the_first_step_does_not_count(tmp_path) -> None:
+    usual, slow = (run_ranks(fit_after, 1, fitting(tmp_path), first) for first in (1.0, 1000.0))
+    assert usual == slow
 
 
 def odd_costs(trainer) -> None:

@@ -23,7 +23,7 @@ PROBLEMS = {
     "data.tokenizer=FOLDER/none.json": "none.json: no such tokenizer file",
     "model.llm.vocab_size=20": "model.llm.vocab_size is 20, but the tokenizer has ",
     "run.dir=FOLDER/file/run": "file/run cannot be written",
-    "model.llm.hidden_size=1048576": "GB free, but 1 more checkpoint of ",
+    "model.llm.hidden_size=1048576 checkpoint.every_steps=1": "but 3 more checkpoints of ",
     "data.path=FOLDER/shard-{0..2}.tar": "shard-0.tar is missing",
     "run.tensorboard=true": "the package tensorboard is not installed",
 }
@@ -39,14 +39,14 @@ def folder(tmp_path, monkeypatch) -> Path:
     return tmp_path
 
 
-def arguments(folder: Path, data: Path, change: str) -> list[str]:
+def arguments(folder: Path, data: Path, *changes: str) -> list[str]:
     return ["--recipe", DEMO, "--validate", f"data.path={data}", f"run.dir={folder / 'run'}", *TINY,
-            change.replace("FOLDER", str(folder))]
+            *(change.replace("FOLDER", str(folder)) for change in changes)]
 
 
 @pytest.mark.parametrize("change", PROBLEMS)
 def test_validate_names_what_is_missing(folder, demo_corpus, change, capsys):
-    assert main(arguments(folder, demo_corpus, change)) == 2
+    assert main(arguments(folder, demo_corpus, *change.split())) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ") and PROBLEMS[change] in error, error
     assert not (folder / "run").exists()

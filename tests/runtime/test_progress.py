@@ -12,7 +12,6 @@ import os
 import pty
 import re
 import resource
-import select
 import shutil
 import signal
 import struct
@@ -40,7 +39,15 @@ from tests.lib.training import train
 
 
 @pytest.fixture
-def display(tmp_path):
+def now(monkeypatch):
+    """[seconds on the clock], which stands still unless a test moves it."""
+    seconds = [0.0]
+    monkeypatch.setattr(progress.time, "perf_counter", lambda: seconds[0])
+    return seconds
+
+
+@pytest.fixture
+def display(tmp_path, now):
     made = RunDisplay(RunConfig(dir=str(tmp_path)))
     yield made
     made.close()
@@ -67,9 +74,7 @@ def test_long_runs_are_not_a_line_a_step(display, capsys):
     assert lines[-1].startswith("step 10000/10000 ")
 
 
-def test_slow_steps_are_not_silent(display, capsys, monkeypatch):
-    now = [0.0]
-    monkeypatch.setattr(progress.time, "perf_counter", lambda: now[0])
+def test_slow_steps_are_not_silent(display, capsys, now):
     display.start(10_000)
     for step in range(20):
         now[0] += 20.0
@@ -93,11 +98,14 @@ class Screen:
         self.columns = columns
 
     def rows(self) -> list[str]:
-        """What is seen; a line that is too wide takes several rows."""
-        while select.select([self.master], [], [], 0.05)[0]:
-            text = os.read(self.master, 1 << 16).decode()
-            for part in re.findall(r"\x1b\[J|\r|\n|[^\x1b\r\n]+", text):
-                self._take(part)
+        """What is seen; a line that is too wide takes several rows. What was written before a bell
+        has come once that has."""
+        os.write(self.slave, b"\a")
+        text = ""
+        while not text.endswith("\a"):
+            text += os.read(self.master, 1 << 16).decode()
+        for part in re.findall(r"\x1b\[J|\r|\n|[^\x1b\r\n]+", text[:-1]):
+            self._take(part)
         return [line[i: i + self.columns] for line in self.lines
                 for i in range(0, max(len(line), 1), self.columns)]
 
@@ -179,9 +187,7 @@ def test_other_ranks_are_silent(tmp_path, capsys):
     assert capsys.readouterr() == ("", "") and not (tmp_path / "no").exists()
 
 
-def test_summary(display, capsys, monkeypatch):
-    now = [0.0]
-    monkeypatch.setattr(progress.time, "perf_counter", lambda: now[0])
+def test_summary(display, capsys, now):
     display.start(2)
     light = a_row(1, loss=1.5)
     for stats in light["phases"].values():  # a step of little work counts little

@@ -4,6 +4,7 @@ number of ranks, bit-equal losses; on another number the same global batches."""
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import io
 import json
 import os
@@ -19,6 +20,7 @@ import torch.distributed as dist
 from orchmllm.config import load_recipe
 from orchmllm.data.dataset import ConversationDataset
 from orchmllm.runtime.checkpoint import CheckpointError
+from orchmllm.runtime.files import identify
 from orchmllm.runtime.metrics import read_rows
 from orchmllm.runtime.stop import Stopped
 from orchmllm.trainer import Trainer
@@ -160,6 +162,16 @@ def test_damage_is_found_and_the_checkpoint_before_is_used(tmp_path, whole, how,
         assert path == "step_00000003" and name in why
 
 
+def test_a_change_anywhere_in_a_large_file_is_found(tmp_path):
+    data = bytearray(5 << 20)
+    found = []
+    for at in (0, 1 << 20, len(data) - 1):
+        data[at] = 1
+        (tmp_path / "file").write_bytes(data)
+        found.append(identify(tmp_path / "file")["sha256"])
+    assert found[-1] == hashlib.sha256(data).hexdigest() and len({*found}) == 3
+
+
 def test_nothing_sound_is_an_error_on_all_ranks(tmp_path):
     run = run_recipe(tmp_path, keep_last=1, train={"num_steps": 2})
     run_ranks(train_recorded, 2, run)
@@ -284,7 +296,8 @@ def stopped(world, run, rank: int, step: int) -> tuple[str, int]:
     next."""
     def signal_it(done, row: dict) -> None:
         if done.index == step and world.rank == rank:
-            os.kill(os.getpid(), signal.SIGTERM)
+            for _ in range(2):  # as a terminal and a launcher that passes it on
+                os.kill(os.getpid(), signal.SIGTERM)
 
     trainer = Trainer(run, world, dataset=SyntheticDataset(), on_step=signal_it)
     try:

@@ -1,0 +1,238 @@
+"""Dangerous changes of the package, each of which some fast test has to notice.
+
+    python -m tests.lib.mutations [NAME...]   applies them one at a time in a copy of the tree
+
+A row: name, file, text that stands there once, text instead, tests that are run, what it would do.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from tests.lib.commands import ROOT
+
+TEST_S, RUN_S = 90, 240  # after which a test, and all of a row, is taken to hang: noticed
+COMM, RUNTIME, DATA = "orchmllm/comm/", "orchmllm/runtime/", "orchmllm/data/"
+ABSENCE = "tests/runtime/test_absence.py"
+
+
+class Mutation(NamedTuple):
+    """tests: arguments of pytest, separated by spaces."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    tests: str
+    harm: str
+
+
+MUTATIONS = [Mutation(*row) for row in (
+    ("gradients by the forward permutation", COMM + "exchange.py",
+     "    returned = _back(_placed(grad, recv_index), ",
+     "    returned = _back(grad.index_select(0, recv_index), ", "tests/comm/test_rearrange.py",
+     "Gradients return to other rows than those that they are of."),
+    ("second hop back by the forward permutation", COMM + "exchange.py",
+     "passing = _placed(passing, on_device(hops.middle, rows.device))",
+     "passing = passing.index_select(0, on_device(hops.middle, rows.device))",
+     "tests/plan/test_two_hop.py", "With two hops gradients of one node go to another."),
+    ("lengths cut to the capacity", COMM + "exchange.py", "sent[0] = len(row)",
+     "sent[0] = min(len(row), self._capacity)", "tests/comm/test_agreement.py",
+     "Lengths beyond the first capacity are lost."),
+    ("a sender without bytes sends none", COMM + "exchange_bytes.py",
+     "-1 if b is None else len(b)", "0 if b is None else len(b)",
+     "tests/dropin/test_bytes_errors.py", "What a rank could not read passes for an empty item."),
+    ("bytes one place too early", COMM + "exchange_bytes.py", "incoming.numpy().clip(min=0)",
+     "incoming.numpy()", "tests/comm/test_rearrange.py",
+     "Behind an item that could not be read every item is shifted by a byte."),
+    ("a digest without order", COMM + "agree.py", "value * 0x9E3779B97F4A7C15 + d", "value + d",
+     "tests/comm/test_agreement.py",
+     "Ranks that have the microbatches in another order pass for agreed."),
+    ("only the first block is hashed", RUNTIME + "files.py", "while block := f.read(1 << 20):",
+     "if block := f.read(1 << 20):", "tests/runtime/test_resume.py",
+     "Damage beyond the first MiB of a file is not found."),
+    ("shards are not synced", RUNTIME + "checkpoint.py", "            fsync(path)\n",
+     "            pass\n", "tests/runtime/test_crash_points.py",
+     "After a loss of power a published checkpoint may be empty."),
+    ("saves overlap", RUNTIME + "checkpoint.py", "        self.wait()\n        # From a GPU",
+     "        # From a GPU", "tests/runtime/test_resume.py",
+     "A save begins while the one before is written, and the error of that one is lost."),
+    ("damaged checkpoints count as kept", RUNTIME + "lineage.py", "kept += is_sound(path)",
+     "kept += 1", "tests/runtime/test_lineage.py",
+     "The last sound checkpoint is deleted in favour of damaged ones."),
+    ("numbers of saves repeat", RUNTIME + "lineage.py",
+     "1 + max((s.sequence for s in saved), default=0)", "1 + len(saved)",
+     "tests/runtime/test_lineage.py",
+     "After the first deletion a new save counts as older than those that are there."),
+    ("the branch point is not of the line", RUNTIME + "lineage.py", "saved.sequence <= last",
+     "saved.sequence < last", "tests/runtime/test_lineage.py",
+     "A branch gives up the checkpoint that it began from."),
+    ("a whole last line is torn", RUNTIME + "metrics.py", 'tail.rfind(b"\\n") - 1',
+     'tail.rfind(b"\\n")', "tests/runtime/test_progress.py",
+     "A resumed run eats the end of the last row of its log."),
+    ("media in a row are never reset", RUNTIME + "run_state.py",
+     "                self.in_a_row = 0\n", "                pass\n",
+     "tests/data/test_bad_data.py", "Twenty bad media of a whole run end it."),
+    ("costs of the old plans stay", RUNTIME + "calibrate.py",
+     "        self._orchestrator.reset_costs()\n", "        pass\n",
+     "tests/runtime/test_calibrate.py",
+     "After a rollback steps are planned by costs that the first time came later."),
+    ("the first step is fitted", RUNTIME + "calibrate.py", "if self._seen and dist", "if dist",
+     "tests/runtime/test_calibrate.py",
+     "The slow first step is among those that costs are fitted to."),
+    ("times of this step for the last one", RUNTIME + "measured.py",
+     "return before and MeasuredStep(*before, seconds)",
+     "return MeasuredStep(index, plans, seconds)", "tests/runtime/test_measured.py",
+     "On a GPU the times of one step are told of the next."),
+    ("room for one checkpoint too few", RUNTIME + "preflight.py", "keep.keep_last + 1",
+     "keep.keep_last", "tests/runtime/test_preflight.py",
+     "A disk passes that is full when the second save is written."),
+    ("a repeated signal kills", RUNTIME + "stop.py",
+     " and time.monotonic() - self._at > SAME_REQUEST_S", "", "tests/runtime/test_resume.py",
+     "Ctrl-C reaches a rank twice and ends it without a checkpoint."),
+    ("blocks of a mixture repeat", DATA + "sampler.py", " + block * self.counts[source[here]]", "",
+     "tests/data/test_mixing.py", "Every 1,000 draws begin with the same rows again."),
+    ("the thread runs one step ahead", DATA + "loading/prefetch.py",
+     "made < shared.taken + ahead or shared.stopped",
+     "made <= shared.taken + ahead or shared.stopped", "tests/data/test_sampler_loader.py",
+     "A rank makes one agreement more than the others when all stop."),
+    ("a stop between agreements", DATA + "loading/prefetch.py",
+     "                if made >= shared.taken + ahead:\n", "                if shared.stopped:\n",
+     "tests/data/test_sampler_loader.py",
+     "Ranks that stop together have made unequally many agreements."),
+    ("failures by place in the microbatch", DATA + "loading/feed.py",
+     "            position = int(self.micro.positions[example])\n",
+     "            position = example\n", ABSENCE,
+     "With microbatches another example than the broken one is left out."),
+    ("no zeros after a clip", DATA + "media/decode.py", "else frames + 3", "else frames",
+     "tests/data/test_decode.py", "The last frames of a clip depend on its reflection."),
+    ("a window is read on from its end", DATA + "stream.py", "((unit, block + 1), rest)",
+     "((unit, block), rest)", "tests/data/test_stream.py",
+     "The second window of a shard of a stream holds rows of the third."),
+    ("failed fetches fill the cache", DATA + "storage/cache.py",
+     "            self._add(-reserved, 0)\n            raise", "            raise",
+     "tests/data/test_storage_cache.py",
+     "Every fetch that fails takes its size from the cache for good."),
+    ("all traffic is between nodes", "orchmllm/plan/step.py",
+     "volume[source // node != target // node]", "volume[source != target]",
+     "tests/plan/test_plan_schemes.py",
+     "Bytes inside a node are reported as bytes between nodes."),
+    ("filling empties another rank", "orchmllm/plan/fill.py", "counts[out[item]] > least",
+     "counts[out[item]] >= least", "tests/dropin/test_fill.py",
+     "A rank is filled with the only example of another."),
+    ("padding is heard", "orchmllm/models/audio.py", "        if not fixed:\n            x = x",
+     "        if False:\n            x = x", "tests/models/test_audio_modes.py",
+     "With padded audio the second convolution reads one frame beyond the end of a clip."),
+    ("every logit is learnt", "orchmllm/models/llm.py", "logits.masked_fill_(~learnt, 0.0)",
+     "logits", "tests/models/test_chunked_loss.py",
+     "With fsdp.loss_chunk_rows ignored positions have gradients."),
+    ("the norm of a part of the shards", "orchmllm/sharding/optimizer.py",
+     "    if isinstance(first, DTensor):\n", "    if False:\n", "tests/sharding/test_optimizer.py",
+     "Every rank clips by the norm of its own shards."),
+    ("a fitted cost is one step late", "orchmllm/orchestrator.py",
+     "if self._change is not None and step >= self._change[0]:",
+     "if self._change is not None and step > self._change[0]:", "tests/runtime/test_calibrate.py",
+     "A run that resumes plans a step by other costs than the run before."),
+    ("no final save", "orchmllm/trainer.py",
+     "_train_steps()\n                self.checkpointer.save_run(self.progress)\n",
+     "_train_steps()\n",
+     "tests/e2e/test_any_recipe.py",
+     "A run that is finished leaves no checkpoint."),
+    ("sources change places", DATA + "index.py", "joined.taken(np.argsort(order), ",
+     "joined.taken(order, ", "tests/data/test_sources.py tests/data/test_mixing.py",
+     "With several sources examples get the lengths of others."),
+    ("norms decay", "orchmllm/sharding/optimizer.py", "((decayed, decay), (rest, 0.0))",
+     "((decayed, decay), (rest, decay))", ABSENCE, "Norms, biases and the embedding shrink."),
+    ("a sampler resumes in microbatches", "orchmllm/dropin/draws.py",
+     "                             first_step * accumulation_steps, None)",
+     "                             first_step, None)", "tests/dropin/test_state.py",
+     "A resumed loop repeats half of what it has learnt."),
+    ("a loss that the caller divides again", "orchmllm/dropin/loss.py",
+     "    factor *= _divisor(info) if divided_by is None else divided_by\n", "",
+     "tests/dropin/test_loss.py tests/dropin/test_clients.py",
+     "Under gradient accumulation gradients are too small by its steps."),
+    ("the last target of a row is not counted", "orchmllm/dropin/examples.py",
+     "counted[..., 1:].sum()", "counted[..., :-1].sum()",
+     "tests/dropin/test_loss.py tests/dropin/test_fill.py tests/dropin/test_dropin.py",
+     "The denominator of a model that shifts labels is wrong."),
+    ("all ranks read the first rows", "orchmllm/sharding/pretrained.py",
+     "tensor[first + at: first + at + len(rows)]", "tensor[at: at + len(rows)]",
+     "tests/sharding/test_pretrained.py",
+     "A pretrained model is made of copies of its first rows."),
+    ("a validation loss of all ranks", "orchmllm/trainer.py",
+     "step.num_global_targets / self.world.world_size", "step.num_global_targets",
+     "tests/e2e/test_trainer.py tests/runtime/test_lineage.py",
+     "The validation loss falls with the number of ranks."),
+)]
+
+
+def copied(folder: Path) -> Path:
+    """A copy of what the tests need of this tree."""
+    shutil.copytree(ROOT, folder, symlinks=True, ignore=shutil.ignore_patterns(
+        ".*", "build", "runs", "demo_data", "*.egg-info"))
+    return folder
+
+
+def outcome(tests: str, tree: Path) -> tuple[str, str]:
+    """(`passed`, `failed`, `hung` or what pytest ended with, its last lines) of tests in a tree."""
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider",
+               "--timeout", str(TEST_S), *tests.split()]
+    env = os.environ | {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
+    try:
+        done = subprocess.run(command, cwd=tree, env=env, capture_output=True, text=True,
+                              timeout=RUN_S)
+    except subprocess.TimeoutExpired:
+        return "hung", ""
+    how = {0: "passed", 1: "failed"}.get(done.returncode, f"exit code {done.returncode}")
+    return how, "\n".join(done.stdout.splitlines()[-15:]) + done.stderr[-2000:]
+
+
+def noticed(mutation: Mutation, tree: Path) -> bool:
+    """Whether the row's tests fail in `tree`, a copy, which is as before afterwards. Raises
+    RuntimeError where they cannot be run."""
+    original, path = ROOT / mutation.file, tree / mutation.file
+    text = original.read_text(encoding="utf-8")
+    if text.count(mutation.old) != 1:
+        raise ValueError(f"{mutation.name}: its text stands {text.count(mutation.old)} times in "
+                         f"{mutation.file}: change the row as the file was changed")
+    path.write_text(text.replace(mutation.old, mutation.new), encoding="utf-8")
+    try:
+        how, said = outcome(mutation.tests, tree)
+    finally:
+        shutil.copy2(original, path)  # with its time, for which there is compiled code
+    if how.startswith("exit code"):
+        raise RuntimeError(f"{mutation.name}: {how} of {mutation.tests}\n{said}")
+    return how != "passed"
+
+
+def run(names: list[str]) -> Iterator[tuple[Mutation, bool]]:
+    """The rows of these names (all: none given), and whether each was noticed. A line on each is
+    printed. Raises RuntimeError where tests fail without any change."""
+    rows = [m for m in MUTATIONS if not names or m.name in names]
+    with tempfile.TemporaryDirectory() as folder:
+        tree = copied(Path(folder) / "tree")
+        for tests in dict.fromkeys(m.tests for m in rows):
+            how, said = outcome(tests, tree)
+            if how != "passed":
+                raise RuntimeError(f"{tests}: {how} without a mutation\n{said}")
+        for mutation in rows:
+            started = time.monotonic()
+            found = noticed(mutation, tree)
+            print(f"{'noticed' if found else 'NOT NOTICED':12}{mutation.name} "
+                  f"({time.monotonic() - started:.0f} s)", flush=True)
+            yield mutation, found
+
+
+if __name__ == "__main__":
+    unknown = {*sys.argv[1:]} - {m.name for m in MUTATIONS}
+    if unknown:
+        sys.exit(f"no such mutation: {', '.join(sorted(unknown))}")
+    sys.exit(0 if all([found for _, found in run(sys.argv[1:])]) else 1)
