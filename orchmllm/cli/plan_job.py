@@ -93,7 +93,7 @@ def picture(search: Search, best: Found, second: Found | None, given: Found | No
         points = [search.found(replace(best.setting, batch_size=b, microbatches=m,
                                        checkpointing=(choice,) * len(PHASES)))
                   for b, m in search.batches()
-                  if search.is_within_caps(b, best.setting.shard_size)]
+                  if search.drawn(b, best.setting.shard_size)]
         x = [p.setting.batch_size for p in points]
         y = [p.tokens_per_s / search.num_ranks for p in points]
         right.plot(x, y, color=f"C{k}", linewidth=1, label=f"recomputed: {choice}")

@@ -128,28 +128,24 @@ class Search:
             check_world(self.recipe, self.num_ranks, node)
         return out
 
-    def drawn(self, batch_size: int, group: int) -> tuple[list[PlanWork], Loads]:
-        """Work of the planned steps, and the loads of all of them."""
+    def drawn(self, batch_size: int, group: int) -> tuple[list[PlanWork], Loads] | None:
+        """Work of the planned steps, and the loads of all of them; None if one of them breaks a
+        max_rank_tokens of the recipe."""
         key = batch_size, group if self.recipe.balance.group == "shard" else 0
         if key not in self._drawn:
             recipe = replace(self.recipe, fsdp=replace(self.recipe.fsdp, shard_size=group))
             spec = plan_spec(recipe, self.hardware.ranks_per_node)
             pad, works, loads = padded_phases(recipe.model), [], []
-            for step in range(self.steps):
-                plan = plan_step(self.examples.draw(self.num_ranks, batch_size,
-                                                    recipe.run.seed + step), spec)
-                works.append(work_of(plan, recipe.model, pad))
-                loads.append(loads_of(plan, pad))
-            self._drawn[key] = works, joined(loads)
+            try:
+                for step in range(self.steps):
+                    plan = plan_step(self.examples.draw(self.num_ranks, batch_size,
+                                                        recipe.run.seed + step), spec)
+                    works.append(work_of(plan, recipe.model, pad))
+                    loads.append(loads_of(plan, pad))
+                self._drawn[key] = works, joined(loads)
+            except CapError:
+                self._drawn[key] = None
         return self._drawn[key]
-
-    def is_within_caps(self, batch_size: int, group: int) -> bool:
-        """Whether the steps can be planned: a max_rank_tokens of the recipe may forbid it."""
-        try:
-            self.drawn(batch_size, group)
-        except CapError:
-            return False
-        return True
 
     def memory(self, setting: Setting) -> MemoryModel:
         return MemoryModel.of(setting.of(self.recipe), self.num_ranks,
@@ -176,7 +172,7 @@ class Search:
         max_rank_tokens."""
         train, fsdp = self.recipe.train, self.recipe.fsdp
         size = fsdp.shard_size or self.num_ranks
-        if self.num_ranks % size or not self.is_within_caps(train.batch_size, size):
+        if self.num_ranks % size or not self.drawn(train.batch_size, size):
             return None
         setting = Setting(train.batch_size, train.accumulation_steps, size,
                           tuple(fsdp.reshard(p) for p in PHASES),
@@ -192,7 +188,7 @@ class Search:
         """All settings, the fastest first, by phases timed apart."""
         rows, speed = [], []
         for (batch, count), group in product(self.batches(), self.groups()):
-            if not self.is_within_caps(batch, group):
+            if not self.drawn(batch, group):
                 continue
             works, _ = self.drawn(batch, group)
             kinds = [k for k in KEEPS if k != "node" or 1 < self.hardware.ranks_per_node < group]
