@@ -92,7 +92,8 @@ def picture(search: Search, best: Found, second: Found | None, given: Found | No
     for k, choice in enumerate(("none", "selective", "full")):
         points = [search.found(replace(best.setting, batch_size=b, microbatches=m,
                                        checkpointing=(choice,) * len(PHASES)))
-                  for b, m in search.batches()]
+                  for b, m in search.batches()
+                  if search.drawn(b, best.setting.shard_size)]
         x = [p.setting.batch_size for p in points]
         y = [p.tokens_per_s / search.num_ranks for p in points]
         right.plot(x, y, color=f"C{k}", linewidth=1, label=f"recomputed: {choice}")

@@ -158,16 +158,13 @@ def bytes_group(ranks: Sequence[int], timeout_s: float) -> dist.ProcessGroupGloo
     return gloo_group(ranks, f"bytes{next(_groups_made)}/{ranks[0]}", timeout_s)
 
 
-def local_group(ranks: Sequence[int], timeout: timedelta | None = None) -> dist.ProcessGroup:
-    """A group of `ranks` (global) on the default backend, made by them alone. timeout: of its
-    collectives; None: torch's default.
-
-    If the default group is bound to a device (init_process_group's device_id), torch would split
-    its communicator, which waits for ranks outside of `ranks` for ever (pytorch issue 129965)."""
+def local_group(ranks: Sequence[int], timeout_s: float) -> dist.ProcessGroup:
+    """A group of `ranks` (global) on the default backend, made by them alone. From a default group
+    that is bound to a device torch would split it, which waits for all ranks (pytorch #129965)."""
     default = dist.distributed_c10d._get_default_group()
     device, default.bound_device_id = default.bound_device_id, None
     try:
-        return dist.new_group(ranks, timeout=timeout, use_local_synchronization=True)
+        return dist.new_group(ranks, timedelta(seconds=timeout_s), use_local_synchronization=True)
     finally:
         default.bound_device_id = device
 
@@ -185,17 +182,16 @@ class RoutedExchange(Exchange):
 def hop_groups(
     ranks: Sequence[int], ranks_per_node: int, timeout_s: float
 ) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-    """(cross, node) groups of this process among `ranks`, on the default backend; every rank of
-    the job calls it at the same place. Raises ValueError if nodes are of different sizes."""
+    """(cross, node) groups of this process among `ranks`, on the default backend; each of `ranks`
+    calls it at the same place. Raises ValueError if nodes are of different sizes."""
     if len(ranks) % ranks_per_node:
         raise ValueError(f"balance.exchange is two_hop: {ranks_per_node} ranks per node do not "
                          f"divide {len(ranks)} ranks; use flat")
     mine = list(ranks).index(dist.get_rank())
     node, place = divmod(mine, ranks_per_node)
-    members = (list(ranks[place::ranks_per_node]),
-               list(ranks[node * ranks_per_node: (node + 1) * ranks_per_node]))
-    cross, inside = (local_group(m, timedelta(seconds=timeout_s)) for m in members)
-    return cross, inside
+    inside = ranks[node * ranks_per_node: (node + 1) * ranks_per_node]
+    return (local_group(list(ranks[place::ranks_per_node]), timeout_s),
+            local_group(list(inside), timeout_s))
 
 
 def exchange_group(device: torch.device, timeout_s: float) -> dist.ProcessGroup | None:

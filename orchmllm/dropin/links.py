@@ -115,7 +115,7 @@ def _connect(
     return Links(
         rank=mine, num_ranks=len(ranks), shard=shard, gather=gather, everyone=everyone,
         cpu=bytes_group(members, timeout_s) if cpu else None,
-        device=local_group(members) if is_part else None,
+        device=local_group(members, timeout_s) if is_part else None,
         hops=hop_groups(members, per_node, timeout_s) if hops else None)
 
 

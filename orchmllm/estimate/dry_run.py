@@ -11,6 +11,7 @@ from orchmllm.estimate.lengths.
 from __future__ import annotations
 
 import functools
+import math
 import resource
 import time
 from collections.abc import Callable, Collection
@@ -32,6 +33,7 @@ from orchmllm.estimate.memory import Loads, MemoryModel, loads_of
 from orchmllm.estimate.step_time import StepTime, rank_seconds, timed, work_of
 from orchmllm.models.flops import padded_phases, step_flops
 from orchmllm.plan.assign import PHASES, BalanceConfig, PhasePolicy, PlanSpec
+from orchmllm.plan.balance import CapError
 from orchmllm.plan.layout import ENCODERS, BatchLayout
 from orchmllm.plan.step import StepPlan, imbalance, plan_step
 from orchmllm.sharding.check import check_world
@@ -185,8 +187,11 @@ def _largest(recipe: Recipe, drawn: Callable[..., BatchLayout], spec: PlanSpec,
     @functools.cache
     def peak(batch: int, balanced: bool, pad: frozenset[str]) -> float:
         scheme = spec if balanced else replace(spec, balance=NONE)
-        loads = [loads_of(plan_step(drawn(batch, recipe.run.seed + s), scheme), pad)
-                 for s in range(3)]
+        try:
+            loads = [loads_of(plan_step(drawn(batch, recipe.run.seed + s), scheme), pad)
+                     for s in range(3)]
+        except CapError:
+            return math.inf
         return memory.peak(joined(loads), choice)
 
     high = 4 * recipe.train.batch_size

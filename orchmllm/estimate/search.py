@@ -29,6 +29,7 @@ from orchmllm.estimate.step_time import (
 )
 from orchmllm.models.flops import padded_phases
 from orchmllm.plan.assign import PHASES
+from orchmllm.plan.balance import CapError
 from orchmllm.plan.step import plan_step
 from orchmllm.recipe.fsdp_config import RESHARD
 from orchmllm.sharding.check import check_world, divisors
@@ -127,19 +128,23 @@ class Search:
             check_world(self.recipe, self.num_ranks, node)
         return out
 
-    def drawn(self, batch_size: int, group: int) -> tuple[list[PlanWork], Loads]:
-        """Work of the planned steps, and the loads of all of them."""
+    def drawn(self, batch_size: int, group: int) -> tuple[list[PlanWork], Loads] | None:
+        """Work of the planned steps, and the loads of all of them; None if one of them breaks a
+        max_rank_tokens of the recipe."""
         key = batch_size, group if self.recipe.balance.group == "shard" else 0
         if key not in self._drawn:
             recipe = replace(self.recipe, fsdp=replace(self.recipe.fsdp, shard_size=group))
             spec = plan_spec(recipe, self.hardware.ranks_per_node)
             pad, works, loads = padded_phases(recipe.model), [], []
-            for step in range(self.steps):
-                plan = plan_step(self.examples.draw(self.num_ranks, batch_size,
-                                                    recipe.run.seed + step), spec)
-                works.append(work_of(plan, recipe.model, pad))
-                loads.append(loads_of(plan, pad))
-            self._drawn[key] = works, joined(loads)
+            try:
+                for step in range(self.steps):
+                    plan = plan_step(self.examples.draw(self.num_ranks, batch_size,
+                                                        recipe.run.seed + step), spec)
+                    works.append(work_of(plan, recipe.model, pad))
+                    loads.append(loads_of(plan, pad))
+                self._drawn[key] = works, joined(loads)
+            except CapError:
+                self._drawn[key] = None
         return self._drawn[key]
 
     def memory(self, setting: Setting) -> MemoryModel:
@@ -163,10 +168,11 @@ class Search:
 
     def given(self) -> Found | None:
         """The recipe's own setting, with what `auto` chooses in it (everything recomputed where
-        nothing fits); None if its shard groups do not divide the ranks."""
+        nothing fits); None if its shard groups do not divide the ranks, or its batch breaks a
+        max_rank_tokens."""
         train, fsdp = self.recipe.train, self.recipe.fsdp
         size = fsdp.shard_size or self.num_ranks
-        if self.num_ranks % size:
+        if self.num_ranks % size or not self.drawn(train.batch_size, size):
             return None
         setting = Setting(train.batch_size, train.accumulation_steps, size,
                           tuple(fsdp.reshard(p) for p in PHASES),
@@ -182,6 +188,8 @@ class Search:
         """All settings, the fastest first, by phases timed apart."""
         rows, speed = [], []
         for (batch, count), group in product(self.batches(), self.groups()):
+            if not self.drawn(batch, group):
+                continue
             works, _ = self.drawn(batch, group)
             kinds = [k for k in KEEPS if k != "node" or 1 < self.hardware.ranks_per_node < group]
             choices = list(product(kinds, CHOICES))
@@ -198,7 +206,7 @@ class Search:
             for index in np.ndindex(total.shape):
                 rows.append((batch, count, group, *index, choices))
             speed.append((tokens / total).ravel())
-        for i in np.argsort(-np.concatenate(speed), kind="stable"):
+        for i in np.argsort(-np.concatenate([[], *speed]), kind="stable"):
             batch, count, group, *index, choices = rows[i]
             reshard, checkpointing = zip(*(choices[k] for k in index), strict=True)
             yield Setting(batch, count, group, reshard, checkpointing)
@@ -225,7 +233,8 @@ class Search:
         if not fitting:
             raise ValueError(
                 f"nothing fits {self.num_ranks} GPUs of {self.budget / 1e9:.1f} GB "
-                f"({self.allowed_by}): give more GPUs, a smaller batch or model")
+                f"({self.allowed_by}): give more GPUs, a smaller batch or model, or a "
+                "larger balance.*.max_rank_tokens where the recipe sets one")
         return sorted(map(self.found, fitting), key=lambda f: -f.tokens_per_s)
 
 

@@ -37,6 +37,10 @@ MAX_SUM = 2**62  # room for the sum of two loads in int64
 NOTHING = np.zeros(0, np.int64)
 
 
+class CapError(ValueError):
+    """No plan was found in which every rank holds at most max_rank_tokens."""
+
+
 def core() -> ModuleType:
     """The compiled module `orchmllm._core`; ImportError with the cure when it was not built."""
     try:
@@ -130,8 +134,8 @@ def balance(
     max_rank_tokens: hard cap of the sum of lengths on a rank (activation memory).
     padded_cost: (n,) what the longest item of a batch costs more, per item of it; grows with l.
 
-    Raises ValueError for malformed input, for an option the policy does not honour (OPTIONS) and
-    when no plan below max_rank_tokens is found.
+    Raises ValueError for malformed input and for an option the policy does not honour (OPTIONS),
+    CapError when no plan below max_rank_tokens is found.
     """
     _check_options(policy, tolerance=tolerance, cost=cost, move_cost=move_cost,
                    max_rank_tokens=max_rank_tokens, padded_cost=padded_cost)
@@ -188,9 +192,9 @@ def _check_cap(lengths: np.ndarray, num_ranks: int, cap: int) -> None:
     cap = _count("max_rank_tokens", cap)
     if len(lengths) and int(lengths.max()) > cap:
         index = int(lengths.argmax())
-        raise ValueError(f"max_rank_tokens = {cap} is below lengths[{index}] = {lengths[index]}")
+        raise CapError(f"max_rank_tokens = {cap} is below lengths[{index}] = {lengths[index]}")
     if int(lengths.sum()) > cap * num_ranks:
-        raise ValueError(
+        raise CapError(
             f"max_rank_tokens = {cap} on {num_ranks} ranks holds less than the sum of lengths, "
             f"{int(lengths.sum())}"
         )
@@ -205,7 +209,7 @@ def _enforce_cap(
     held = np.zeros(num_ranks, np.int64)
     np.add.at(held, capped, lengths)
     if held.max() > cap:
-        raise ValueError(
+        raise CapError(
             f"max_rank_tokens = {cap}: no plan found; the mean is "
             f"{-(-int(lengths.sum()) // num_ranks)} tokens per rank"
         )

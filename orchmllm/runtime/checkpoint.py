@@ -200,11 +200,11 @@ class Checkpointer:
 
         self._together(step, drop)
 
-    def find(self, where: str, *, own: bool = False) -> tuple[Path | None, dict, list[str]]:
-        """(folder, its state, why newer ones were rejected) of the newest sound checkpoint of the
-        run (`auto`), or of those that were saved since a run branched off at path `where`, or else
-        the one there; (None, {}, ...) if `auto` finds none. own: `auto` looks at what this process
-        saved or started from, not at the newest of the folder.
+    def find(self, where: str, *, own: bool = False) -> tuple[Path | None, dict]:
+        """(folder, its state) of the newest sound checkpoint of the run (`auto`), or of those that
+        were saved since a run branched off at path `where`, or else the one there; (None, {}) if
+        `auto` finds none. What is wrong with newer ones is said. own: `auto` looks at what this
+        process saved or started from, not at the newest of the folder.
 
         Raises CheckpointError on all ranks if `where` is not sound, or if the run has checkpoints
         but none of them is."""
@@ -218,14 +218,16 @@ class Checkpointer:
             problem = self._verify(path)
             if not problem:
                 state = json.loads((path / "state.json").read_text(encoding="utf-8"))
-                return path, state, rejected
+                for line in rejected:
+                    self._say(f"warning: {line}; using the one before")
+                return path, state
             rejected.append(f"checkpoint {path}: {problem}")
         if rejected:
             raise CheckpointError(
                 "no sound checkpoint to resume from: " + "; ".join(rejected)
                 + ("; of other runs there are " + ", ".join(others) + ": give one as run.resume, or"
                    if others else ";") + " set run.resume=never to start from scratch")
-        return None, {}, []
+        return None, {}
 
     def _list(self, where: str, own: bool) -> list[list[str]]:
         """[folders of all checkpoints, those that `find` tries]."""

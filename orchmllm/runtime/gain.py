@@ -63,10 +63,10 @@ class Gain:
         where all steps were sampled balanced."""
         if not self._unbalanced or self._cost[0] != self._cost[1]:
             return ""
-        return ("warning: balance.enabled is true, but balancing had no effect: "
-                f"{self._unbalanced} steps were sampled unbalanced, and none became shorter. Lower "
-                "balance.*.tolerance and balance.min_gain, set balance.whole_examples=false or "
-                "raise train.batch_size; or set balance.enabled=false")
+        return ("warning: balancing had no effect: none of the "
+                f"{self._unbalanced} steps that were sampled unbalanced became shorter. Lower "
+                "balance.*.tolerance or balance.min_gain, set balance.whole_examples=false, raise "
+                "train.batch_size, or set balance.enabled=false")
 
     def describe(self) -> str:
         """One line."""

@@ -60,13 +60,11 @@ class Incidents:
                    f"examples are in {where}")
         progress.nonfinite_in_a_row += step.index not in progress.skip
         train, count = self._recipe.train, progress.nonfinite_in_a_row
-        if train.nonfinite == "raise" or 0 < train.max_skipped_in_a_row <= count:
+        if 0 < (1 if train.nonfinite == "raise" else train.max_skipped_in_a_row) <= count:
             raise NonFiniteError(
-                f"{message}; " + (
-                    "train.nonfinite=skip or rollback goes on" if train.nonfinite == "raise" else
-                    f"{count} steps in a row did not update the parameters, the limit is "
-                    f"train.max_skipped_in_a_row={train.max_skipped_in_a_row}")
-                + f"; the newest checkpoint is {newest() or 'none'}")
+                f"{message}; steps in a row without an update: {count} (train.nonfinite=skip or "
+                "rollback goes on for train.max_skipped_in_a_row); the newest checkpoint is "
+                f"{newest() or 'none'}")
         self._say(f"warning: {message}")
 
     def close(self) -> None:

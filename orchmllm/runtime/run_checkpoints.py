@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from orchmllm.comm.errors import AgreedError
 from orchmllm.comm.exchange import RowGather
 from orchmllm.config import Recipe
 from orchmllm.data.dataset import ConversationDataset
@@ -21,7 +22,6 @@ from orchmllm.plan.assign import PHASES
 from orchmllm.runtime.checkpoint import Checkpointer, CheckpointError
 from orchmllm.runtime.lineage import candidates, list_saved, read_saved
 from orchmllm.runtime.run_state import NonFiniteError, Progress, check_resumable, resume_keys
-from orchmllm.runtime.stop import FolderTaken
 
 
 def kept_batch(recipe: Recipe, gather: Callable) -> int:
@@ -84,17 +84,17 @@ class RunCheckpoints(Checkpointer):
 
     def rescue(self, progress: Progress) -> NoReturn:
         """Saves the steps done so far in a new folder beside run.dir, which another run has taken;
-        raises FolderTaken, which tells how to go on from there."""
+        raises AgreedError, which tells how to go on from there."""
         try:
             self.wait()
         except CheckpointError as e:  # the other run may delete what was being saved
             self._say(f"warning: {e}")
         folder = Path(self._from_first("rescue", lambda: (  # of rank 0: only its run's name counts
-            f"{Path(self._recipe.run.dir)}.rescued_step_{progress.step}_{self._line.run}")))
+            f"{Path(self._recipe.run.dir).absolute()}.rescued_step_{progress.step}_{self._line.run}")))
         self.root = folder / "checkpoints"
         self.save_run(progress)
         self.wait()
-        raise FolderTaken(
+        raise AgreedError(
             f"run.dir: {self._recipe.run.dir} was taken over by another run, so this one stopped "
             f"after step {progress.step}; " + (
                 "nothing was saved (checkpoint.every_steps=-1)" if self.config.every_steps < 0 else
@@ -106,9 +106,7 @@ class RunCheckpoints(Checkpointer):
         start = self._recipe.run.resume
         if start == "never":
             return None
-        path, state, rejected = self.find(start)
-        for line in rejected:
-            self._say(f"warning: {line}; using the one before")
+        path, state = self.find(start)
         if path is None:
             return None
         check_resumable(state, self._recipe, self._data)
@@ -129,7 +127,7 @@ class RunCheckpoints(Checkpointer):
         """Back to the last checkpoint; `bad_step` will be skipped when it comes again. Raises
         NonFiniteError where there is none."""
         self.wait()
-        path, state, _ = self.find("auto", own=True)
+        path, state = self.find("auto", own=True)
         if path is None:
             raise NonFiniteError(f"step {bad_step}: loss or gradient is not finite, and there is "
                                  "no checkpoint yet to roll back to")

@@ -8,7 +8,6 @@ import signal
 import threading
 import time
 
-from orchmllm.comm.errors import AgreedError
 from orchmllm.launch import SAME_REQUEST_S
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
@@ -22,10 +21,6 @@ class Stopped(Exception):
     def __init__(self, number: int, step: int) -> None:
         self.exit_code = 128 + number
         super().__init__(f"stopped by {signal.Signals(number).name} after step {step}")
-
-
-class FolderTaken(AgreedError):
-    """Another run has taken the run folder, so this one stopped at a step boundary."""
 
 
 class StopSignal:
@@ -42,8 +37,8 @@ class StopSignal:
     @property
     def asked(self) -> int:
         """Why this rank is to stop: FOLDER_TAKEN, the number of a signal, or 0 for neither."""
-        taken = self._folder_taken is not None and self._folder_taken.is_set()
-        return FOLDER_TAKEN if taken else self.signal
+        taken = self._folder_taken
+        return FOLDER_TAKEN if taken and taken.is_set() else self.signal
 
     def __enter__(self) -> StopSignal:
         self._previous = {s: signal.signal(s, self._receive) for s in SIGNALS}

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from itertools import product
 
 import pytest
 
+from orchmllm.cli.dry_run import main as dry_run_command
 from orchmllm.cli.plan import main
 from orchmllm.config import load_recipe
 from orchmllm.estimate.hardware import cluster
@@ -148,3 +150,18 @@ def test_the_chosen_setting_fits_by_tracking(name, ranks):
     peak, moments = tracked(short, ranks)
     assert max(moments.values()) == pytest.approx(peak, rel=0.05)
     assert best.peak_bytes <= made.budget and peak <= made.budget
+
+
+def test_a_batch_that_breaks_a_cap_does_not_fit(tmp_path, capsys):
+    """Its own batch is within the cap of the dry run, and breaks that of the search."""
+    demo, cap = str(RECIPES / "demo.yaml"), "balance.llm.max_rank_tokens"
+    assert dry_run_command([demo, "--world-size", "4", f"{cap}=4000"]) == 0
+    (fits,) = re.findall(r"GB that are allowed +(\S+) +20 or more", capsys.readouterr().out)
+    assert 5 < int(fits) < 20
+    job, picture = ["job", demo, "--gpus", "4", "--global-batch", "0"], tmp_path / "picture.svg"
+    assert main([*job, f"{cap}=2000", "--picture", str(picture)]) == 0
+    out = capsys.readouterr().out
+    assert "Overrides: train.batch_size=4 " in out and "as the recipe says" not in out
+    assert picture.exists()
+    assert main([*job, f"{cap}=10"]) == 2
+    assert "or a larger balance.*.max_rank_tokens" in capsys.readouterr().err

@@ -11,6 +11,7 @@ from orchmllm.config import CheckpointConfig, Recipe
 from orchmllm.plan.step import BalanceConfig
 from orchmllm.trainer import Trainer
 from tests.lib.synthetic import SHALLOW, SyntheticDataset, recipe
+from tests.lib.training import listened
 
 STEPS, BATCH = 8, 6  # the dataset's 24 examples are an epoch of 4 steps
 
@@ -49,10 +50,12 @@ def train_recorded(world, run: Recipe, kill_at: int | None = None) -> list[tuple
 
 
 def find(world, run: Recipe) -> tuple[str, str]:
-    """(folder of the checkpoint that `auto` takes, the first one that it rejects and why)."""
+    """(folder of the checkpoint that `auto` takes, what is said of the first one that it
+    rejects)."""
+    said = listened()
     trainer = Trainer(run, world, dataset=SyntheticDataset())
-    path, _, rejected = trainer.checkpointer.find("auto")
-    return path.name, rejected[0]
+    path, _ = trainer.checkpointer.find("auto")
+    return path.name, next((x for x in said if "using the one before" in x), "")
 
 
 def flip(path: Path) -> None:

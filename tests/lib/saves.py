@@ -20,14 +20,13 @@ class Run:
 
     def __init__(self, root: Path, resume: str, keep_last: int) -> None:
         self.said: list[str] = []
-        self.rejected: list[str] = []
         self.keeper = Checkpointer(
             root, CheckpointConfig(keep_last=keep_last, asynchronous=False), RowGather(8),
             say=self.said.append)
         self.start = ""
         if resume == "never":
             return
-        path, state, self.rejected = self.keeper.find(resume)
+        path, state = self.keeper.find(resume)
         if path is not None:
             tensors = {"tag": torch.zeros(64, dtype=torch.uint8)}
             self.keeper.load(path, tensors)
