@@ -142,7 +142,7 @@ MUTATIONS = [Mutation(*row) for row in (
      "if self._change is not None and step > self._change[0]:", "tests/runtime/test_calibrate.py",
      "A run that resumes plans a step by other costs than the run before."),
     ("no final save", "orchmllm/trainer.py",
-     "_train_steps()\n                self.checkpointer.save_run(self.progress)\n", "_train_steps()\n",
+     "_train_steps()\n                self.checkpointer.save_run(self.progress)", "_train_steps()",
      "tests/e2e/test_any_recipe.py",
      "A run that is finished leaves no checkpoint."),
     ("sources change places", DATA + "index.py", "joined.taken(np.argsort(order), ",
