@@ -55,7 +55,7 @@ def batches(world, dispatch: str, accumulation: int) -> tuple[list, int]:
     return out, seen[1]
 
 
-@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("accumulation", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_same_batches_bit_for_bit(accumulation):
     load, moved, tensors = (run_ranks(batches, 3, d, accumulation)
                             for d in ("load", "bytes", "tensors"))

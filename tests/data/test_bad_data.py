@@ -104,7 +104,8 @@ def failures_seen(world, run, stop_after: int = 0) -> list:
 
 @pytest.mark.dist
 @pytest.mark.parametrize("dispatch, num_workers", [
-    ("tensors", 0), ("load", 2), pytest.param("bytes", 2, marks=pytest.mark.slow)])
+    ("load", 2), *(pytest.param(*case, marks=pytest.mark.slow)
+                   for case in (("tensors", 0), ("bytes", 2)))])
 def test_training_finishes_and_skips_alike(corpus, tmp_path, dispatch, num_workers):
     folder, expected = corpus
     run = run_recipe(folder, tmp_path / "a", dispatch, num_workers=num_workers)

@@ -33,7 +33,7 @@ WITHOUT = {"one": 1, "all but one": NUM_RANKS - 1, "all": NUM_RANKS}  # ranks
 
 
 @pytest.mark.parametrize("missing", [
-    "images", pytest.param("audio", marks=pytest.mark.slow), "both"])
+    *(pytest.param(one, marks=pytest.mark.slow) for one in ("images", "audio")), "both"])
 def test_no_hang_and_right_gradients(missing):
     cases = {}
     for k, (pattern, ranks_without) in enumerate(WITHOUT.items()):

@@ -71,13 +71,13 @@ def sources_seen(world, run, stop_after: int = 0) -> tuple[list, list]:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("streaming, dispatch, num_workers", [
-    (False, "load", 2),
-    *(pytest.param(*case, marks=pytest.mark.slow) for case in (
-        (True, "load", 2), (False, "bytes", 0), (False, "tensors", 2), (True, "tensors", 0),
-        (True, "bytes", 2)))])
+@pytest.mark.parametrize("streaming, dispatch, num_workers, resumed_on", [
+    (False, "load", 2, (3,)),
+    *(pytest.param(*case, (1, 3), marks=pytest.mark.slow) for case in (
+        (False, "load", 2), (True, "load", 2), (False, "bytes", 0), (False, "tensors", 2),
+        (True, "tensors", 0), (True, "bytes", 2)))])
 def test_trained_together_and_resumed_on_other_ranks(root, tmp_path, streaming, dispatch,
-                                                     num_workers, monkeypatch):
+                                                     num_workers, resumed_on, monkeypatch):
     if dispatch == "load":  # with an index on every rank
         monkeypatch.chdir(root)
         assert main(["index", str(RECIPE), "data.index_dir=index", "--workers", "1",
@@ -98,7 +98,7 @@ def test_trained_together_and_resumed_on_other_ranks(root, tmp_path, streaming, 
         assert moved > 0 or dispatch == "load"  # which reads a medium where it is needed
     assert not (tmp_path / "two" / "quarantine.jsonl").exists()
     run_ranks(sources_seen, 2, run_recipe(data, tmp_path / "stopped", dispatch), 5)
-    for ranks in (1, 3):
+    for ranks in resumed_on:
         shutil.copytree(tmp_path / "stopped", tmp_path / f"resumed{ranks}")
         run = run_recipe(data, tmp_path / f"resumed{ranks}", dispatch)
         resumed, continued = run_ranks(sources_seen, ranks, run)[0]

@@ -140,6 +140,7 @@ def test_table_3_on_the_synthetic_mix():
     assert numbers["ISF"][1] == 0 and numbers["ISF"][2] <= .07 and numbers["ISF"][3] <= .22
 
 
+@pytest.mark.slow
 def test_every_table_and_figure_has_a_row(monkeypatch):
     for name, few in (("SCALES", disttrain.SCALES[-1:]), ("SIZES", disttrain.SIZES[:1])):
         monkeypatch.setattr(disttrain, name, few)  # the smallest sizes of the same rows

@@ -167,6 +167,7 @@ def odd_costs(trainer) -> None:
         for phase, model in trainer.orchestrator.spec.costs.items()}, 0)
 
 
+@pytest.mark.slow  # test_invariance.py has plans of all kinds
 @pytest.mark.dist
 def test_gradients_do_not_depend_on_costs() -> None:
     base = Case(recipe(balance=BalanceConfig(ranks_per_node=2)))

@@ -54,7 +54,7 @@ def poisoned_run(world, run, where: str, calls: tuple[int, ...] = (BAD,)) -> lis
     return seen
 
 
-@pytest.mark.parametrize("where", ["loss", "gradient"])
+@pytest.mark.parametrize("where", ["loss", pytest.param("gradient", marks=pytest.mark.slow)])
 def test_raise(tmp_path, where):
     with pytest.raises(RankFailure) as failure:
         run_ranks(poisoned_run, 2, run_recipe(tmp_path, "raise"), where)
@@ -72,7 +72,7 @@ def story(seen: list[tuple]) -> str:
     return " ".join(f"{step}{'!' * bad}{letter[weights]}" for step, bad, weights in seen)
 
 
-@pytest.mark.parametrize("where", ["loss", "gradient"])
+@pytest.mark.parametrize("where", [pytest.param("loss", marks=pytest.mark.slow), "gradient"])
 def test_skip(tmp_path, where):
     ranks = run_ranks(poisoned_run, 2, run_recipe(tmp_path, "skip"), where)
     assert ranks[0] == ranks[1] and story(ranks[0]) == "0a 1b 2c 3!c 4d"

@@ -114,6 +114,7 @@ def test_operations_equal_the_twins(schedule, p, l, v):  # noqa: E741
 RUNS = [("gpipe", 4, 1), ("1f1b", 6, 1), ("interleaved", 8, 2), ("interleaved", 10, 2)]
 
 
+@pytest.mark.slow  # the twins have the same orders
 @pytest.mark.dist
 def test_orders_are_torchs():
     """What four gloo ranks really run, operation by operation; the order of the microbatches
