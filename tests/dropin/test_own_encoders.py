@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from orchmllm import balance_encoders
+from orchmllm import CostModel, Encoder, Packed, balance_encoders
 from orchmllm.dropin.encoders import assignment
 from orchmllm.dropin.encoders.table import World
 from tests.lib.encoder_models import FAMILIES, Item, batch
@@ -284,6 +284,23 @@ def many(world) -> tuple[float, int]:
     handle = e.balanced(model)
     got = mean_gradients_of(model, lambda m: [m(**inputs).square().mean()])
     return worst(got, want), handle.last["clip"].moved
+
+
+def cheap(world) -> int:
+    """Frames as the cost, because the FLOPs are not known: in whole kFLOP every clip costs 0."""
+    e = load("own_model")
+    model = e.TwoTowers().double()
+    handle = balance_encoders(model, [
+        Encoder("clip", {"clip_tower": Packed("clips", "clip_lengths")}, outputs=(0,),
+                cost=CostModel(linear=1, quadratic=0))], join="embed", min_gain=0.0)
+    inputs = e.inputs_of(world.rank, 0)
+    inputs.pop("photos", None)
+    model(**inputs)
+    return handle.last["clip"].moved
+
+
+def test_a_small_cost_of_an_item_balances():
+    assert min(run_ranks(cheap, 2)) > 0
 
 
 def test_many_items():
