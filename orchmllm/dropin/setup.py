@@ -67,7 +67,8 @@ def check_arguments(
 
 
 def make_spec(
-    phases: CostModel | Mapping[str, CostModel | Phase] | None, policy: str | Mapping[str, str],
+    phases: CostModel | Mapping[str, CostModel | Phase] | None,
+    policy: str | Mapping[str, str] | None,
     tolerance: float | Mapping[str, float] | None, max_rank_tokens: int, ranks_per_node: int,
     dispatch: str, min_gain: float, exchange: str,
 ) -> tuple[PlanSpec, dict[str, Phase]]:
@@ -77,7 +78,7 @@ def make_spec(
     if not isinstance(phases, Mapping):
         phases = {"llm": phases or BY_LENGTH}
     phases = _by_phase("phases", phases, BY_LENGTH)
-    policies = _by_phase("policy", policy, "least_move")
+    policies = _by_phase("policy", policy or "least_move", "least_move")
     tolerances = _by_phase("tolerance", tolerance, None)
     if not 0.0 <= min_gain < 1.0:
         raise ValueError(f"min_gain is {min_gain}: must be in [0, 1) (0.02: 2%)")

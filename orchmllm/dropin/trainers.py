@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from orchmllm.dropin.examples import StepInfo
 from orchmllm.dropin.loader import BalancedDataLoader
 from orchmllm.dropin.loss import scale
+from orchmllm.dropin.padding import collator_pads
 from orchmllm.dropin.versions import require
 
 _STATE = "balanced_loader_{rank}.pt"
@@ -96,7 +97,8 @@ class _Balanced:
             config = getattr(self.model, "config", None)
             text = config.get_text_config() if hasattr(config, "get_text_config") else config
             how = dict(accumulation_steps=self.args.gradient_accumulation_steps, check_loss=False,
-                       context=getattr(text, "max_position_embeddings", 0) or 0)
+                       context=getattr(text, "max_position_embeddings", 0) or 0,
+                       policy={"llm": "padded"} if collator_pads(self.data_collator) else None)
             loader = BalancedDataLoader(plain, **{**how, **self._balance})
         if loader.accumulation_steps != self.args.gradient_accumulation_steps:
             raise ValueError(
