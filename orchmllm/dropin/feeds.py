@@ -31,6 +31,7 @@ from orchmllm.dropin.examples import (
     labels_of,
     with_labels,
 )
+from orchmllm.dropin.padding import PaddingWatch
 from orchmllm.plan.layout import ENCODERS, BatchLayout
 from orchmllm.plan.rearrange import Rearrangement
 from orchmllm.plan.step import StepPlan
@@ -38,22 +39,24 @@ from orchmllm.plan.step import StepPlan
 
 class Collator:
     """The user's functions, and what counts as a target. tail_is_filled: whether it is known that
-    some rank gets a filler at the end of the epoch."""
+    some rank gets a filler at the end of the epoch. without_padding: see PaddingWatch."""
 
     def __init__(
         self, collate: Callable, phases: dict[str, Phase], rank: int,
         num_targets: Callable[[Any], int] | None, pins: bool, tail_is_filled: bool,
+        without_padding: int,
     ) -> None:
         self.collate, self.phases, self.rank, self.num_targets = collate, phases, rank, num_targets
         self._pins = pins and torch.cuda.is_available()
-        self._tail_is_filled = tail_is_filled
+        self._tail_is_filled, self._padding = tail_is_filled, PaddingWatch(without_padding)
 
     def finish(self, micro: Microbatch, batch: Any, inputs: dict[str, Any]) -> None:
         """Puts them into the microbatch, with its targets. A filler's labels are ignored. Raises
         TypeError for None, ValueError if a filler, now or at the end of the epoch, has no labels to
-        ignore."""
+        ignore, or as PaddingWatch does."""
         if batch is None:
             raise TypeError("collate_fn returned None: it has to return the batch")
+        self._padding.see(micro, batch)
         counted = self.num_targets is not None
         is_filler = not len(micro.rank_plan.examples)
         if self._tail_is_filled or is_filler:  # fails at the first batch, not at the last

@@ -51,21 +51,21 @@ class BalancedDataLoader(DataLoader):
     lengths: length of every example by index, a sequence or a function; an integer, or Segments.
     length_fn: instead, length of a loaded example. phases: cost of an example by its length (a
     CostModel, default: its length), or phase -> CostModel or Phase. policy, tolerance: see
-    orchmllm.plan.balance.balance; one for all phases, or by phase. group: data-parallel ranks that
-    share the data (default: all). dispatch: `load` (each rank loads what it processes; needs
-    lengths) or `bytes` (examples are sent between ranks in the prefetch thread); default: `load`
-    with lengths, else `bytes`. max_rank_tokens: cap of a rank's tokens in a microbatch.
-    accumulation_steps: batches per optimizer step. num_targets: collated batch -> its labels
-    (default: entries of "labels" that are not -100). prefetch: steps prepared ahead. seed: of the
-    shuffling, equal on all ranks. min_gain: steps that balancing is predicted to shorten by less
-    (0.02: 2%) run as sampled. enabled: false runs every step as sampled, for comparisons.
-    exchange: how exchange_rows sends features, `flat` or `two_hop` (between equal places of nodes,
-    then inside the node). shard_size: balance within groups of so many consecutive ranks (0: all);
-    pass `loader.exchange_group` to exchange_rows then. ranks_per_node: default from the launcher.
-    timeout_s: of an agreement that a rank never joins. log_every: steps between lines of the logger
-    orchmllm.loader on rank 0 (0: none). context: longest sequence of the model; lengths above ten
-    times that are asked about in a warning (0: none). check_loss: warn if the loop never asks how
-    to scale its loss.
+    orchmllm.plan.balance.balance; one for all phases, or by phase; without a policy, least_move,
+    and collate_fn must not pad. group: ranks that share the data (default: all), one per replica.
+    dispatch: `load` (each rank loads what it processes; needs lengths) or `bytes` (examples are
+    sent between ranks in the prefetch thread); default: `load` with lengths, else `bytes`.
+    max_rank_tokens: cap of a rank's tokens in a microbatch. accumulation_steps: batches per
+    optimizer step. num_targets: collated batch -> its labels (default: entries of "labels" that are
+    not -100). prefetch: steps prepared ahead. seed: of the shuffling, equal on all ranks. min_gain:
+    steps predicted to gain less (0.02: 2%) run as sampled. enabled: false runs every step as
+    sampled, for comparisons. exchange: how exchange_rows sends features, `flat` or `two_hop`
+    (between equal places of nodes, then inside the node). shard_size: balance within groups of so
+    many consecutive ranks (0: all); pass `loader.exchange_group` to exchange_rows then.
+    ranks_per_node: default from the launcher. timeout_s: of an agreement that a rank never joins.
+    log_every: steps between lines of the logger orchmllm.loader on rank 0 (0: none). context:
+    longest sequence of the model; lengths above ten times that are asked about in a warning (0:
+    none). check_loss: warn if the loop never asks how to scale its loss.
 
     The user's batch is passed on untouched: what a loop needs to know of the batch last yielded is
     `loader.step`, and `loader.scale_sum` or `loader.scale_mean` scales its loss. Errors of any
@@ -83,11 +83,10 @@ class BalancedDataLoader(DataLoader):
         lengths: Sequence | Callable[[int], Any] | None = None,
         length_fn: Callable[[Any], Any] | None = None,
         phases: CostModel | Mapping[str, CostModel | Phase] | None = None,
-        policy: str | Mapping[str, str] = "least_move",
-        tolerance: float | Mapping[str, float] | None = None,
-        group: dist.ProcessGroup | None = None, dispatch: str | None = None,
-        max_rank_tokens: int = 0, accumulation_steps: int = 1,
-        num_targets: Callable[[Any], int] | None = None, prefetch: int = 2, seed: int = 0,
+        policy: str | Mapping[str, str] | None = None,
+        tolerance: float | Mapping[str, float] | None = None, dispatch: str | None = None,
+        group: dist.ProcessGroup | None = None, max_rank_tokens: int = 0, prefetch: int = 2,
+        num_targets: Callable[[Any], int] | None = None, accumulation_steps: int = 1, seed: int = 0,
         min_gain: float = 0.0, enabled: bool = True, exchange: str = "flat", shard_size: int = 0,
         ranks_per_node: int = 0, timeout_s: float = 600.0, log_every: int = 100, context: int = 0,
         check_loss: bool = True, **workers: Any,
@@ -114,7 +113,8 @@ class BalancedDataLoader(DataLoader):
         if source.kind == "indices":
             self.global_batch_size = source.batch_size * batches
         collator = Collator(source.collate, media, self.rank, num_targets, source.pin_memory,
-                            tail_is_filled(source, batches, has_media=bool(media)))
+                            tail_is_filled(source, batches, has_media=bool(media)),
+                            accumulation_steps if policy is None else 0)
         self._reader = Reader(source, dispatch, lengths, length_fn, collator, links)
         self._counts = num_targets
         self._log = StepLog(self.rank, log_every, context)

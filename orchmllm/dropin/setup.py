@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from orchmllm.batch import Step
@@ -11,7 +12,7 @@ from orchmllm.dropin.examples import Phase, imbalances
 from orchmllm.dropin.source import Source
 from orchmllm.plan.assign import PHASES, BalanceConfig, PhasePolicy, PlanSpec
 from orchmllm.plan.balance import DEFAULT_TOLERANCE, OPTIONS, check_policy
-from orchmllm.plan.cost import CostModel
+from orchmllm.plan.cost import CostModel, in_fine_unit
 
 log = logging.getLogger("orchmllm.loader")
 BY_LENGTH = CostModel(linear=1000, quadratic=0)
@@ -66,16 +67,18 @@ def check_arguments(
 
 
 def make_spec(
-    phases: CostModel | Mapping[str, CostModel | Phase] | None, policy: str | Mapping[str, str],
+    phases: CostModel | Mapping[str, CostModel | Phase] | None,
+    policy: str | Mapping[str, str] | None,
     tolerance: float | Mapping[str, float] | None, max_rank_tokens: int, ranks_per_node: int,
     dispatch: str, min_gain: float, exchange: str,
 ) -> tuple[PlanSpec, dict[str, Phase]]:
-    """(what the planner knows, the phases whose media the loader hands out). Raises ValueError for
-    an unknown phase or a policy or tolerance that cannot be honoured."""
+    """(what the planner knows, the phases whose media the loader hands out). A phase with policy
+    `padded` costs its items times the longest. Raises ValueError for an unknown phase, a cost of 0
+    for all items, or a policy or tolerance that cannot be honoured."""
     if not isinstance(phases, Mapping):
         phases = {"llm": phases or BY_LENGTH}
     phases = _by_phase("phases", phases, BY_LENGTH)
-    policies = _by_phase("policy", policy, "least_move")
+    policies = _by_phase("policy", policy or "least_move", "least_move")
     tolerances = _by_phase("tolerance", tolerance, None)
     if not 0.0 <= min_gain < 1.0:
         raise ValueError(f"min_gain is {min_gain}: must be in [0, 1) (0.02: 2%)")
@@ -89,7 +92,8 @@ def make_spec(
     if "llm" in media:
         raise ValueError("phases['llm'] is a Phase: the LLM's cost is a CostModel; its inputs are "
                          "what collate_fn returns")
-    costs = phases | {p: v.cost for p, v in media.items()}
+    costs = in_fine_unit(phases | {p: v.cost for p, v in media.items()})
+    costs = {p: replace(c, padded=c.padded or policies[p] == "padded") for p, c in costs.items()}
     spec = PlanSpec(costs=costs, row_bytes={"vision": _NOMINAL_BYTES, "audio": _NOMINAL_BYTES},
                     feature_bytes=_NOMINAL_BYTES, ranks_per_node=ranks_per_node, balance=balance)
     return spec, media

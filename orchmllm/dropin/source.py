@@ -159,7 +159,9 @@ def _wrap(known: Source, loader: DataLoader, collate_fn: Callable | None, length
         raise ValueError("the wrapped DataLoader has batch_size=None: give it a batch size")
     known.dataset = loader.dataset
     if _takes_all(loader):
-        known.kind, known.shuffle = "indices", isinstance(loader.sampler, RandomSampler)
+        drawn = loader.batch_sampler  # accelerate's loader of one process has these there alone
+        known.kind, known.shuffle = "indices", isinstance(drawn.sampler, RandomSampler)
+        known.batch_size, known.drop_last = drawn.batch_size, drawn.drop_last
     else:
         known.kind, known.batch_sampler = "sampler", loader.batch_sampler
         known.sampler = getattr(loader.batch_sampler, "sampler", loader.sampler)
@@ -168,7 +170,7 @@ def _wrap(known: Source, loader: DataLoader, collate_fn: Callable | None, length
 def _takes_all(loader: DataLoader) -> bool:
     """Whether torch made the samplers: every rank would draw the whole dataset, so the loader
     shares it out instead, as accelerate does."""
-    sampler = loader.sampler
+    sampler = getattr(loader.batch_sampler, "sampler", None)
     return type(loader.batch_sampler) is BatchSampler and (
         type(sampler) is SequentialSampler or type(sampler) is RandomSampler
         and not sampler.replacement and sampler._num_samples is None and sampler.generator is None)

@@ -1,5 +1,5 @@
-"""What exists already, with balanced batches: torch's DataLoader; transformers' Trainer, and its
-subclasses such as TRL's SFTTrainer."""
+"""What exists already, with balanced batches: torch's DataLoader; transformers' Trainer, and TRL's
+SFTTrainer, DPOTrainer and RewardTrainer."""
 
 from __future__ import annotations
 
@@ -11,11 +11,21 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 from orchmllm.dropin.examples import StepInfo
 from orchmllm.dropin.loader import BalancedDataLoader
 from orchmllm.dropin.loss import scale
+from orchmllm.dropin.padding import collator_pads
+from orchmllm.dropin.trainer_checks import (
+    check_scaled,
+    check_trainer,
+    column_lengths,
+    is_paired,
+    is_plain,
+    num_pairs,
+    undisturbed,
+)
 from orchmllm.dropin.versions import require
 
 _STATE = "balanced_loader_{rank}.pt"
@@ -44,38 +54,29 @@ def balance_trainer(
     """Makes `trainer.train()` run on balanced batches: the same global batches as before, the same
     loss and gradients. Returns the trainer. Call it before train(), on all ranks.
 
-    trainer: a transformers.Trainer or of a subclass. Its data set, sampler, collator, worker
-    processes and accumulation stay; if its get_train_dataloader returns a BalancedDataLoader, that
-    is used as it is. lengths, length_fn, options: see BalancedDataLoader; without the first two the
-    lengths of the column "input_ids" are taken. loss: what a compute_loss that is not of
-    transformers or TRL returns: `mean` over the rank's targets of the batch, or `scaled` if it
-    divides by the targets of all ranks and microbatches.
+    trainer: transformers' Trainer or Seq2SeqTrainer, TRL's SFTTrainer, DPOTrainer or RewardTrainer,
+    or of a subclass. Its data set, sampler, collator, worker processes and accumulation stay; if
+    its get_train_dataloader returns a BalancedDataLoader, that is used as it is. lengths,
+    length_fn, options: see BalancedDataLoader; without the first two the lengths of the columns
+    with token ids are taken, and policy is `padded` for a collator that is known to pad. loss: what
+    a compute_loss or compute_loss_func that is not of transformers or TRL, or a model that ignores
+    num_items_in_batch, returns: `mean` over the rank's targets of the batch, or `scaled` if it
+    divides by the targets of all ranks and microbatches. The first step computes the loss once
+    more, without gradients, to see that it depends on num_items_in_batch.
 
     Checkpoints hold the loader's state, and train(resume_from_checkpoint=...) goes on after the
     batch where the checkpoint was saved. Raises ValueError for a Trainer whose loss would be wrong
-    or whose batches cannot be balanced, RuntimeError for an older version than was tested."""
+    or whose batches cannot be balanced (in the first step, on all ranks, for a model that ignores
+    num_items_in_batch), RuntimeError for an older version than was tested."""
     require(*(c.__module__ for c in type(trainer).__mro__))
-    owner = next(c for c in type(trainer).__mro__ if "compute_loss" in vars(c))
-    known = owner.__module__.split(".")[0] in ("transformers", "trl")
-    if loss not in (None, "mean", "scaled"):
-        raise ValueError(f"loss is {loss!r}: use 'mean' or 'scaled'")
-    if not known and loss is None:
-        raise ValueError(
-            f"{owner.__name__} has a compute_loss of its own: say loss='mean' if it returns the "
-            "mean over the rank's targets of the batch, or loss='scaled' if it divides by "
-            "num_items_in_batch as transformers does")
-    if not trainer.args.average_tokens_across_devices:
-        raise ValueError("average_tokens_across_devices=False: each rank would divide by its own "
-                         "number of targets, which balancing makes unequal; set it to True")
-    if isinstance(trainer.train_dataset, IterableDataset):
-        raise ValueError("the train_dataset is iterable: return a BalancedDataLoader with "
-                         "length_fn from get_train_dataloader of your Trainer instead")
-    columns = getattr(trainer.train_dataset, "column_names", None) or ()
-    if lengths is None and length_fn is None and "input_ids" in columns:
-        lengths = [len(ids) for ids in trainer.train_dataset["input_ids"]]
+    check_trainer(trainer, loss, options.get("group"))
     kind = type(trainer)
     trainer.__class__ = type(f"Balanced{kind.__name__}", (_Balanced, kind), {})
+    if lengths is None and length_fn is None:
+        lengths = column_lengths(trainer.train_dataset)
     trainer._balance = dict(options, lengths=lengths, length_fn=length_fn)
+    if is_paired(kind):
+        trainer._balance.setdefault("num_targets", num_pairs)
     trainer._balance_loss, trainer._balance_steps = loss, deque()
     return trainer
 
@@ -87,6 +88,7 @@ class _Balanced:
     _balance_loss: str | None
     _balance_steps: deque[StepInfo]  # of batches that were fetched and not trained on
     _balance_step: StepInfo | None = None  # of the batch that is trained on
+    _balance_proven = False  # whether the loss is known to depend on num_items_in_batch
     _balance_loader: BalancedDataLoader
 
     def get_train_dataloader(self) -> BalancedDataLoader:
@@ -96,7 +98,8 @@ class _Balanced:
             config = getattr(self.model, "config", None)
             text = config.get_text_config() if hasattr(config, "get_text_config") else config
             how = dict(accumulation_steps=self.args.gradient_accumulation_steps, check_loss=False,
-                       context=getattr(text, "max_position_embeddings", 0) or 0)
+                       context=getattr(text, "max_position_embeddings", 0) or 0,
+                       policy={"llm": "padded"} if collator_pads(self.data_collator) else None)
             loader = BalancedDataLoader(plain, **{**how, **self._balance})
         if loader.accumulation_steps != self.args.gradient_accumulation_steps:
             raise ValueError(
@@ -125,16 +128,21 @@ class _Balanced:
         self, model: Any, inputs: Any, return_outputs: bool = False,
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
-        out = super().compute_loss(model, inputs, return_outputs=return_outputs,
-                                   num_items_in_batch=num_items_in_batch)
-        step = self._balance_step
-        if step is None:  # an evaluation
-            return out
+        compute, step = super().compute_loss, self._balance_step
         scaled = num_items_in_batch is not None if self._balance_loss is None else (
             self._balance_loss == "scaled")
-        if scaled:
-            return out
+        of_twice = None
+        if step is not None and scaled and not self._balance_proven and is_plain(self):
+            of_twice = undisturbed(model, lambda: compute(
+                model, {**inputs}, num_items_in_batch=2 * num_items_in_batch))
+        mean = step is not None and not scaled  # a Trainer multiplies what it believes is scaled
+        out = compute(model, inputs, return_outputs=return_outputs,
+                      num_items_in_batch=None if mean else num_items_in_batch)
         loss, *outputs = out if return_outputs else (out,)
+        if of_twice is not None:
+            self._balance_proven = check_scaled(self, loss, of_twice)
+        if step is None or scaled:  # None: an evaluation
+            return out
         loss = scale(loss, step, mean=True, shifted=self._loss_shifts_labels,
                      divided_by=self._divides_by(num_items_in_batch))
         return (loss, *outputs) if return_outputs else loss

@@ -5,6 +5,7 @@ model.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -69,3 +70,19 @@ class CostModel:
     def quadratic_part(self, lengths: np.ndarray) -> np.ndarray:
         """(n,) int64: attention of an item of each length."""
         return replace(self, linear=0, constant=0)(lengths)
+
+
+def in_fine_unit(costs: Mapping[str, CostModel]) -> dict[str, CostModel]:
+    """The same costs, all enlarged by one factor if an item of one position would cost 0 in some of
+    them: whole numbers of units could not tell short items apart. Raises ValueError for a cost that
+    is 0 for every item."""
+    factor = 1
+    for name, cost in costs.items():
+        of_one = cost.constant + cost.linear + cost.quadratic
+        if not of_one:
+            raise ValueError(f"the cost of {name} is 0 for every item, so nothing would be "
+                             "balanced: give CostModel(linear=1, quadratic=0) for the length")
+        if of_one < cost.unit:
+            factor = max(factor, cost.unit)
+    return {name: replace(cost, linear=factor * cost.linear, quadratic=factor * cost.quadratic,
+                          constant=factor * cost.constant) for name, cost in costs.items()}

@@ -7,12 +7,12 @@ import traceback
 
 import pytest
 
-from orchmllm import BalancedDataLoader, CostModel, Phase, Segment
+from orchmllm import CostModel, Phase, Segment
 from orchmllm.config import TrainConfig
 from orchmllm.plan.step import BalanceConfig
 from orchmllm.trainer import Trainer
 from tests.lib import pictures
-from tests.lib.dropin import Texts, collate, length_of, token_count
+from tests.lib.dropin import Texts, collate, length_of, loader_of, token_count
 from tests.lib.ranks import run_ranks
 from tests.lib.synthetic import SHALLOW, SyntheticDataset, recipe
 
@@ -44,7 +44,7 @@ class Unsendable(Texts):
 
 def unsendable(world) -> tuple:
     lengths = [40 if i // 4 % 3 == BAD else 1 for i in range(48)]
-    return outcome(BalancedDataLoader(
+    return outcome(loader_of(
         Unsendable(), 4, collate_fn=collate, lengths=lengths, dispatch="bytes",
         timeout_s=TIMEOUT_S))
 
@@ -55,7 +55,7 @@ def failing_collate(world) -> tuple:
             raise KeyError("of collate_fn")
         return collate(examples)
 
-    return outcome(BalancedDataLoader(
+    return outcome(loader_of(
         Texts(), 4, collate_fn=failing, length_fn=token_count, accumulation_steps=2,
         policy="greedy", timeout_s=TIMEOUT_S))
 
@@ -75,7 +75,7 @@ def with_pictures(world, collate_images, segments, wrap=lambda example: example)
         def __getitem__(self, i: int):
             return wrap(super().__getitem__(i))
 
-    return outcome(BalancedDataLoader(
+    return outcome(loader_of(
         Pictures(24), 4, collate_fn=pictures.collate, length_fn=segments, policy="greedy",
         phases={"vision": Phase(CostModel(1000, 0), "images", collate_images)},
         timeout_s=TIMEOUT_S))
@@ -166,8 +166,8 @@ def failing_dataset(world, dispatch: str, where: str) -> tuple:
     def failing(examples: list[dict]) -> dict:
         return {}["key"] if where == "collate" and world.rank == BAD else collate(examples)
 
-    return outcome(BalancedDataLoader(Data(), 4, collate_fn=failing, dispatch=dispatch,
-                                      lengths=[length_of(i) for i in range(48)]))
+    return outcome(loader_of(Data(), 4, collate_fn=failing, dispatch=dispatch,
+                             lengths=[length_of(i) for i in range(48)]))
 
 
 class Lists:
@@ -199,11 +199,11 @@ class Undrawable(Lists):
 def cannot_begin(world, what: str) -> tuple:
     how = dict(collate_fn=collate, length_fn=token_count, timeout_s=TIMEOUT_S)
     if what == "sampler":
-        return outcome(BalancedDataLoader(
+        return outcome(loader_of(
             Texts(), batch_sampler=Undrawable(world.rank, True), **how))
-    before = BalancedDataLoader(Lists(world.rank, False), **how)
+    before = loader_of(Lists(world.rank, False), **how)
     next(iter(before))
-    loader = BalancedDataLoader(Lists(world.rank, True), **how)
+    loader = loader_of(Lists(world.rank, True), **how)
     loader.load_state_dict(before.state_dict())
     return outcome(loader)
 
@@ -229,8 +229,8 @@ def untellable(world, error: Exception) -> tuple:
                 raise error
             return super().__getitem__(i)
 
-    return outcome(BalancedDataLoader(Data(), 4, collate_fn=collate, length_fn=token_count,
-                                      timeout_s=TIMEOUT_S))
+    return outcome(loader_of(Data(), 4, collate_fn=collate, length_fn=token_count,
+                             timeout_s=TIMEOUT_S))
 
 
 @pytest.mark.parametrize("error, text", [

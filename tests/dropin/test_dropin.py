@@ -15,9 +15,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, DistributedSampler
 
-from orchmllm import BalancedDataLoader
 from orchmllm.dropin import wire
-from tests.lib.dropin import Stream, Texts, collate, example_of, length_of, token_count
+from tests.lib.dropin import Stream, Texts, collate, example_of, length_of, loader_of, token_count
 from tests.lib.ranks import run_ranks
 
 LENGTHS = [length_of(i) for i in range(48)]
@@ -25,7 +24,7 @@ LENGTHS = [length_of(i) for i in range(48)]
 
 def epoch(world, how: dict, num_epochs: int = 1) -> list[list]:
     """Per step [ids, num_global_targets, own labels, num_examples] of this rank."""
-    loader = BalancedDataLoader(Texts(), batch_size=4, collate_fn=collate, **how)
+    loader = loader_of(Texts(), batch_size=4, collate_fn=collate, **how)
     return [[b["ids"].tolist() if loader.step.num_examples else [], loader.step.num_global_targets,
              int((b["labels"] != -100).sum()), loader.step.num_examples, loader.step.example_ids]
             for _ in range(num_epochs) for b in loader]
@@ -64,7 +63,7 @@ def test_load_equals_bytes_and_epochs_differ():
 
 
 def balanced_tokens(world) -> list[int]:
-    loader = BalancedDataLoader(Texts(), 8, lengths=LENGTHS, collate_fn=collate)
+    loader = loader_of(Texts(), 8, lengths=LENGTHS, collate_fn=collate)
     return [sum(length_of(i) for i in b["ids"].tolist()) for b in loader]
 
 
@@ -78,9 +77,9 @@ def uneven(world, drop_last: bool, wrapped: bool) -> tuple[list[int], int, int]:
     size = [20, 27, 0][world.rank]  # 5, 7 (the last of 3 examples) and 0 batches
     data = Stream(100 * world.rank, size)
     how = dict(collate_fn=collate, length_fn=token_count, drop_last=drop_last)
-    loader = (BalancedDataLoader(DataLoader(data, 4, collate_fn=collate, drop_last=drop_last),
-                                 length_fn=token_count) if wrapped
-              else BalancedDataLoader(data, 4, **how))
+    loader = (loader_of(DataLoader(data, 4, collate_fn=collate, drop_last=drop_last),
+                        length_fn=token_count) if wrapped
+              else loader_of(data, 4, **how))
     seen, steps = [], 0
     try:
         for b in loader:
@@ -106,7 +105,7 @@ def test_uneven_streams_end_together(drop_last, wrapped):
 
 def stopped(world, num_steps: int, state: dict | None, how: dict) -> tuple[list, dict]:
     """The first (or next) num_steps of an epoch; the state after them, taken inside the loop."""
-    loader = BalancedDataLoader(Texts(), collate_fn=collate, lengths=LENGTHS, shuffle=True, **how)
+    loader = loader_of(Texts(), collate_fn=collate, lengths=LENGTHS, shuffle=True, **how)
     if state is not None:
         loader.load_state_dict(json.loads(json.dumps(state)))
     out = []
@@ -140,7 +139,7 @@ def test_resume_on_other_ranks_and_workers(whole_and_first, num_ranks, workers):
 
 
 def refused(world, state: dict) -> str:
-    loader = BalancedDataLoader(Stream(0, 8), 2, collate_fn=collate, length_fn=token_count)
+    loader = loader_of(Stream(0, 8), 2, collate_fn=collate, length_fn=token_count)
     state = {**loader.state_dict(), **state}
     try:
         loader.load_state_dict(state)
@@ -179,7 +178,7 @@ def fails_with(world, where: str, kind: type, how: dict) -> tuple[str, str, int]
         def __getitem__(self, i):
             return maybe(super().__getitem__(i), "dataset")
 
-    loader = BalancedDataLoader(
+    loader = loader_of(
         Data(), 2, multiprocessing_context="fork" if "num_workers" in how else None,
         collate_fn=lambda e: maybe(collate(e), "collate_fn"), **{
             **({"length_fn": lambda e: maybe(token_count(e), "length_fn")}
@@ -207,8 +206,8 @@ def test_an_error_is_raised_on_all_ranks_with_the_same_text(where, how):
 
 
 def killed_worker(world, how: dict) -> tuple[str, int, list[str]]:
-    loader = BalancedDataLoader(Texts(4800), 2, collate_fn=collate, num_workers=1,
-                                multiprocessing_context="fork", **how)
+    loader = loader_of(Texts(4800), 2, collate_fn=collate, num_workers=1,
+                       multiprocessing_context="fork", **how)
     try:
         for k, _ in enumerate(loader):
             if k == 3 and world.rank == 1:
@@ -230,8 +229,8 @@ def test_a_killed_worker_is_told_by_all_ranks(how):
 
 
 def early(world) -> list[str]:
-    loader = BalancedDataLoader(Texts(), 2, collate_fn=collate, lengths=LENGTHS, num_workers=1,
-                                multiprocessing_context="fork")
+    loader = loader_of(Texts(), 2, collate_fn=collate, lengths=LENGTHS, num_workers=1,
+                       multiprocessing_context="fork")
     for k, _ in enumerate(loader):
         if k == 1:
             break
@@ -251,7 +250,7 @@ def distributed_sampler(world) -> list[int]:
     data = Texts()
     sampler = DistributedSampler(data, shuffle=True, seed=3)
     wrapped = DataLoader(data, 4, sampler=sampler, collate_fn=collate)
-    seen = [b["ids"].tolist() for b in BalancedDataLoader(wrapped, lengths=LENGTHS)]
+    seen = [b["ids"].tolist() for b in loader_of(wrapped, lengths=LENGTHS)]
     plain = [b["ids"].tolist() for b in wrapped]
     return [seen, plain]
 

@@ -24,7 +24,7 @@ from orchmllm import (
 )
 from orchmllm.dropin.examples import batch_layout
 from tests.lib import pictures
-from tests.lib.dropin import VOCAB, Stream, Texts, collate, length_of, token_count
+from tests.lib.dropin import VOCAB, Stream, Texts, collate, length_of, loader_of, token_count
 from tests.lib.ranks import run_ranks
 
 pytestmark = pytest.mark.dist
@@ -32,8 +32,8 @@ LENGTHS = [length_of(i) for i in range(48)]
 
 
 def yielded(world, how: dict) -> list[list[int]]:
-    loader = BalancedDataLoader(Texts(), 4, shuffle=True, collate_fn=collate, lengths=LENGTHS,
-                                **how)
+    loader = loader_of(Texts(), 4, shuffle=True, collate_fn=collate, lengths=LENGTHS,
+                       **how)
     return [[loader.step.num_global_targets, *loader.step.example_ids] for _ in loader]
 
 
@@ -63,8 +63,8 @@ def logged(world) -> list[str]:
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     for lengths in (LENGTHS, [7] * 48):
-        for _ in BalancedDataLoader(Texts(), 4, collate_fn=collate, lengths=lengths,
-                                    log_every=3, check_loss=False):
+        for _ in loader_of(Texts(), 4, collate_fn=collate, lengths=lengths,
+                           log_every=3, check_loss=False):
             pass
     return lines
 
@@ -85,7 +85,7 @@ def refused(world, cases: list[dict]) -> list[str]:
         wrapped = how.pop("wrapped", False)
         given = (DataLoader(data, 2),) if wrapped else (data, how.pop("batch_size", 2))
         try:
-            BalancedDataLoader(*given, **{"lengths": LENGTHS, **how})
+            loader_of(*given, **{"lengths": LENGTHS, **how})
             out.append("")
         except (ValueError, TypeError) as e:
             out.append(str(e))
@@ -130,8 +130,8 @@ def in_more_groups(world) -> str:
     """Ranks 0 and 1 are in one group more, whose number torch puts into names."""
     dist.new_group([0, 1])
     try:
-        BalancedDataLoader(Texts(), 4, lengths=LENGTHS, exchange="two_hop", ranks_per_node=2,
-                           timeout_s=30.0)
+        loader_of(Texts(), 4, lengths=LENGTHS, exchange="two_hop", ranks_per_node=2,
+                  timeout_s=30.0)
     except ValueError as error:
         return str(error)
     return ""
@@ -162,8 +162,8 @@ def test_a_part_of_the_ranks_makes_groups_without_the_others():
 def one_after_the_other(world, dispatch: str) -> list[int]:
     """Descriptors after each of some loaders, of which the last yields beside another one."""
     def make() -> BalancedDataLoader:
-        return BalancedDataLoader(Texts(), 4, collate_fn=collate, dispatch=dispatch,
-                                  lengths=LENGTHS)
+        return loader_of(Texts(), 4, collate_fn=collate, dispatch=dispatch,
+                         lengths=LENGTHS)
 
     held, kept = [], None
     for k in range(8):
@@ -187,7 +187,7 @@ def test_a_loader_takes_the_groups_of_one_that_is_no_more(dispatch):
 
 def unbatched(world) -> str:
     """A loader that yields single examples, which are dicts."""
-    loader = BalancedDataLoader(DataLoader(Stream(0, 4), None), length_fn=token_count)
+    loader = loader_of(DataLoader(Stream(0, 4), None), length_fn=token_count)
     try:
         next(iter(loader))
     except RuntimeError as error:
@@ -206,7 +206,7 @@ def iterated_before(world) -> list[list[int]]:
                         collate_fn=collate, multiprocessing_context="fork")
     for _ in loader:
         pass
-    return [b["ids"].tolist() for b in BalancedDataLoader(loader, length_fn=token_count)]
+    return [b["ids"].tolist() for b in loader_of(loader, length_fn=token_count)]
 
 
 def test_a_wrapped_loader_may_have_been_iterated_before():
@@ -237,8 +237,8 @@ class Epochs(Stream):
 
 def without_a_length(world) -> None:
     users = Budget(world)
-    loader = BalancedDataLoader(Texts(), batch_sampler=users, collate_fn=collate,
-                                lengths=LENGTHS)
+    loader = loader_of(Texts(), batch_sampler=users, collate_fn=collate,
+                       lengths=LENGTHS)
     with pytest.raises(TypeError, match="has no len"):
         len(loader)
     next(iter(loader))
@@ -256,7 +256,7 @@ def epochs_of_what_is_wrapped(world) -> None:
     sampler = DistributedSampler(data)
     for wrapped, part in ((DataLoader(stream, 4), stream),
                           (StatefulDataLoader(data, 4, sampler=sampler), sampler)):
-        loader = BalancedDataLoader(wrapped, length_fn=token_count)
+        loader = loader_of(wrapped, length_fn=token_count)
         assert loader.batch_size == 4
         loader.set_epoch(3)
         assert part.epoch == 3
@@ -292,8 +292,8 @@ def equivalence(world, wrong: bool, accumulation_steps: int = 1) -> tuple[float,
         loss = nn.functional.cross_entropy(logits, batch["labels"].flatten(), reduction=reduction)
         (loss if wrong else loader.scale_sum(loss)).backward()
 
-    loader = BalancedDataLoader(Texts(), 4, collate_fn=collate, length_fn=token_count,
-                                accumulation_steps=accumulation_steps)
+    loader = loader_of(Texts(), 4, collate_fn=collate, length_fn=token_count,
+                       accumulation_steps=accumulation_steps)
     try:
         return check_equivalence(step, model.named_parameters, loader, num_steps=2), ""
     except AssertionError as e:
@@ -311,7 +311,7 @@ def used_in_one_run(world, balanced: bool) -> str:
     """A parameter that has a gradient in one of the two runs only."""
     torch.manual_seed(0)
     first, second = nn.Linear(1, 1), nn.Linear(1, 1)
-    loader = BalancedDataLoader(Texts(), 4, collate_fn=collate, lengths=LENGTHS)
+    loader = loader_of(Texts(), 4, collate_fn=collate, lengths=LENGTHS)
 
     def step(batch) -> None:
         x = torch.ones(1, 1)
@@ -348,8 +348,8 @@ def rounding_alone(world, wrong: float) -> tuple[float, str]:
     torch.manual_seed(0)
     model = DistributedDataParallel(Attention())
     bias, keys = model.module.values.bias, model.module.keys.bias
-    loader = BalancedDataLoader(Texts(), 4, collate_fn=collate, lengths=LENGTHS, shuffle=True,
-                                policy="greedy")
+    loader = loader_of(Texts(), 4, collate_fn=collate, lengths=LENGTHS, shuffle=True,
+                       policy="greedy")
 
     def step(batch) -> None:
         loss = nn.functional.cross_entropy(model(batch["input_ids"]).flatten(0, 1),
@@ -372,7 +372,7 @@ def test_check_equivalence_does_not_take_rounding_for_an_error():
 
 def features(world, **how) -> list[list[float]]:
     """What arrives at the LLM of each step: the sum of each merged patch's pixels."""
-    loader = BalancedDataLoader(
+    loader = loader_of(
         pictures.Pictures(64), 4, shuffle=True, collate_fn=pictures.collate, policy="greedy",
         length_fn=pictures.segments, ranks_per_node=2, **how,
         phases={"vision": Phase(CostModel(linear=60_000, quadratic=800), "images",

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from orchmllm import BalancedDataLoader, CostModel, Phase, Segment
+from orchmllm import CostModel, Phase, Segment
 from orchmllm.comm.agree import RemoteError
 from orchmllm.plan.fill import at_least
-from tests.lib.dropin import Texts, collate, length_of
+from tests.lib.dropin import Texts, collate, length_of, loader_of
 from tests.lib.ranks import run_ranks
 
 LENGTHS = np.random.default_rng(0).lognormal(4, 0.8, 96).astype(int).clip(2).tolist()
@@ -52,8 +52,8 @@ def numbers(world, cases: list[dict]) -> list[list[list[int]]]:
     for how in cases:
         if how.pop("media", False):
             how["phases"] = {"vision": Phase(CostModel(1000, 0), "images", lambda media: media)}
-        loader = BalancedDataLoader(Pictures(), drop_last=True, shuffle=True, check_loss=False,
-                                    collate_fn=lambda e: [x["id"] for x in e], **how)
+        loader = loader_of(Pictures(), drop_last=True, shuffle=True, check_loss=False,
+                           collate_fn=lambda e: [x["id"] for x in e], **how)
         out.append([batch for batch in loader if loader.step.num_examples])
     return out
 
@@ -87,8 +87,8 @@ class Batch:
 
 def labelled(world) -> list[tuple[int, int]]:
     """(labels, targets) of each batch; 13 examples, so that the last batch is a filler."""
-    loader = BalancedDataLoader(Texts(13), 3, accumulation_steps=2, collate_fn=Batch,
-                                lengths=length_of)
+    loader = loader_of(Texts(13), 3, accumulation_steps=2, collate_fn=Batch,
+                       lengths=length_of)
     return [(int((batch["labels"] != -100).sum()), loader.step.local_targets[0])
             for batch in loader]
 
@@ -103,8 +103,8 @@ def test_looking_for_a_fillers_labels_changes_no_batch():
 def counts(world, given: list) -> list[str]:
     out = []
     for value in given:
-        loader = BalancedDataLoader(Texts(), 4, collate_fn=collate, lengths=length_of,
-                                    num_targets=lambda batch, value=value: value)
+        loader = loader_of(Texts(), 4, collate_fn=collate, lengths=length_of,
+                           num_targets=lambda batch, value=value: value)
         try:
             next(iter(loader))
             out.append(str(loader.step.num_global_targets))

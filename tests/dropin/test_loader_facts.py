@@ -13,11 +13,11 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, DistributedSampler
 
-from orchmllm import BalancedDataLoader, CostModel, Phase, StepInfo, balance
+from orchmllm import CostModel, Phase, StepInfo, balance
 from orchmllm.comm.agree import RemoteError
 from tests.lib import pictures
 from tests.lib.commands import ROOT
-from tests.lib.dropin import VOCAB, Stream, Texts, collate, length_of, token_count
+from tests.lib.dropin import VOCAB, Stream, Texts, collate, length_of, loader_of, token_count
 from tests.lib.ranks import run_ranks
 
 pytestmark = pytest.mark.dist
@@ -32,7 +32,7 @@ def moved(world) -> None:
         made.append(collate(examples))
         return made[-1]
 
-    loader = BalancedDataLoader(Texts(), 4, collate_fn=make, lengths=LENGTHS)
+    loader = loader_of(Texts(), 4, collate_fn=make, lengths=LENGTHS)
     with pytest.raises(RuntimeError, match="no batch was yielded yet"):
         loader.scale_sum(torch.ones(()))
     for at, batch in enumerate(loader):
@@ -78,7 +78,7 @@ def several_classes(world) -> list[list]:
     out = []
     for make in (transformers_batch, lambda e: Frozen(collate(e)["labels"]),
                  lambda e: Named(collate(e)["labels"])):
-        loader = BalancedDataLoader(Texts(9), 4, collate_fn=make, lengths=LENGTHS[:9])
+        loader = loader_of(Texts(9), 4, collate_fn=make, lengths=LENGTHS[:9])
         for batch in loader:
             labels = batch["labels"] if hasattr(batch, "keys") else batch.labels
             assert loader.step.local_targets[0] == int((labels != -100).sum())
@@ -103,8 +103,8 @@ def gradients(world, how: str) -> list[list[float]]:
     """Of every step of an epoch; 26 examples, so that one rank has a filler."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(VOCAB, 4), nn.Linear(4, VOCAB)).double()
-    loader = BalancedDataLoader(Texts(26), 4, collate_fn=all_labelled, lengths=LENGTHS[:26],
-                                accumulation_steps=2, enabled=how != "mean", policy="greedy")
+    loader = loader_of(Texts(26), 4, collate_fn=all_labelled, lengths=LENGTHS[:26],
+                       accumulation_steps=2, enabled=how != "mean", policy="greedy")
     out, fillers = [], 0
     for batch in loader:
         shifted = how == "shifted"
@@ -160,8 +160,8 @@ def watched(world) -> list[str]:
 
     def run(use, **how) -> list[str]:
         lines.clear()
-        loader = BalancedDataLoader(Texts(), 2, collate_fn=collate, lengths=LENGTHS,
-                                    enabled=False, **how)
+        loader = loader_of(Texts(), 2, collate_fn=collate, lengths=LENGTHS,
+                           enabled=False, **how)
         for batch in loader:
             use(loader, batch)
         return [*lines]
@@ -177,7 +177,7 @@ def watched(world) -> list[str]:
         out.append(run(lambda loader, batch: None))
     data = Texts()
     lines.clear()
-    BalancedDataLoader(data, 4, sampler=torch.utils.data.SequentialSampler(data), lengths=LENGTHS)
+    loader_of(data, 4, sampler=torch.utils.data.SequentialSampler(data), lengths=LENGTHS)
     return [*out, [*lines]]
 
 
@@ -192,7 +192,7 @@ def test_what_is_warned_about():
 
 
 def iterated(world) -> None:
-    loader = BalancedDataLoader(Texts(), 4, collate_fn=collate, lengths=LENGTHS, shuffle=True)
+    loader = loader_of(Texts(), 4, collate_fn=collate, lengths=LENGTHS, shuffle=True)
     peeked = next(iter(loader))["ids"].tolist()
     assert loader.epoch == 0
     first = [batch["ids"].tolist() for batch in loader]
@@ -233,22 +233,23 @@ def test_iterators_are_one_at_a_time_and_a_look_is_free():
 
 def as_a_dataloader(world) -> None:
     data = Texts(50)
-    loader = BalancedDataLoader(data, 4, collate_fn=collate, lengths=length_of, num_workers=1,
-                                drop_last=True)
+    loader = loader_of(data, 4, collate_fn=collate, lengths=length_of, num_workers=1,
+                       drop_last=True)
     assert isinstance(loader, DataLoader) and loader.dataset is data and loader.batch_size == 4
     assert (loader.num_workers, loader.drop_last, loader.collate_fn) == (1, True, collate)
     assert isinstance(loader.sampler, DistributedSampler) and len(loader.sampler) == 24
     with pytest.raises(RuntimeError, match="balance_trainer"):
         next(iter(DataLoader(loader.dataset, batch_sampler=loader.batch_sampler,
                              collate_fn=loader.collate_fn)))
-    stream = BalancedDataLoader(Stream(0, 8), 4, collate_fn=collate, length_fn=token_count)
+    stream = loader_of(Stream(0, 8), 4, collate_fn=collate, length_fn=token_count)
     with pytest.raises(RuntimeError, match="balance_trainer"):
         next(iter(DataLoader(stream.dataset, stream.batch_size, collate_fn=stream.collate_fn)))
     users = DistributedSampler(data)
-    loader = BalancedDataLoader(data, 4, sampler=users, collate_fn=collate, lengths=length_of)
+    loader = loader_of(data, 4, sampler=users, collate_fn=collate, lengths=length_of)
     loader.sampler.set_epoch(3)
     assert users.epoch == 3
-    wrapped = balance(DataLoader(data, 4, shuffle=True, collate_fn=collate), lengths=length_of)
+    wrapped = balance(DataLoader(data, 4, shuffle=True, collate_fn=collate), lengths=length_of,
+                      policy="padded")
     seen = [i for _ in wrapped for i in wrapped.step.example_ids]
     everywhere = [None] * world.world_size
     torch.distributed.all_gather_object(everywhere, seen)
@@ -281,7 +282,7 @@ def raised(world) -> list[str]:
             (Texts(9), dict(collate_fn=unlabelled, num_targets=lambda b: 5, **both))):
         seen = 0
         try:
-            loader = BalancedDataLoader(data, 4, **how)
+            loader = loader_of(data, 4, **how)
             for _ in loader:
                 seen += 1
                 scaled = float(loader.scale_sum(torch.ones(()))) if "num_targets" in how else 0
@@ -304,8 +305,8 @@ def test_fillers_work_or_are_refused_before_the_first_batch():
 
 
 def microbatches(world, prefetch: int) -> list[tuple]:
-    loader = BalancedDataLoader(Texts(), 2, collate_fn=collate, lengths=LENGTHS, shuffle=True,
-                                accumulation_steps=3, prefetch=prefetch)
+    loader = loader_of(Texts(), 2, collate_fn=collate, lengths=LENGTHS, shuffle=True,
+                       accumulation_steps=3, prefetch=prefetch)
     out = []
     for batch in loader:
         facts, one = loader.step, torch.ones((), dtype=torch.float64)

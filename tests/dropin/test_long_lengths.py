@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from orchmllm import BalancedDataLoader
-from tests.lib.dropin import Texts, collate, length_of
+from tests.lib.dropin import Texts, collate, length_of, loader_of
 from tests.lib.ranks import run_ranks
 
 pytestmark = pytest.mark.dist
@@ -14,8 +13,8 @@ UNIT = 10**13  # 8 bytes for each would be more than a process can address
 
 
 def ids(world, scale: int, dispatch: str) -> list[list[int]]:
-    loader = BalancedDataLoader(Texts(), 4, collate_fn=collate, dispatch=dispatch,
-                                lengths=[scale * length_of(i) for i in range(48)])
+    loader = loader_of(Texts(), 4, collate_fn=collate, dispatch=dispatch,
+                       lengths=[scale * length_of(i) for i in range(48)])
     return [batch["ids"].tolist() for batch in loader]
 
 
@@ -27,8 +26,8 @@ def test_the_plan_does_not_grow_with_the_lengths(dispatch):
 def positions(world) -> list[tuple]:
     """What a loop that packs its sequences reads is still there."""
     out = []
-    loader = BalancedDataLoader(Texts(), 4, collate_fn=collate,
-                                lengths=[length_of(i) for i in range(48)])
+    loader = loader_of(Texts(), 4, collate_fn=collate,
+                       lengths=[length_of(i) for i in range(48)])
     for batch in loader:
         plan, tokens = loader.step.plan, [length_of(i) for i in batch["ids"].tolist()]
         out.append((np.array_equal(plan.position_ids, np.concatenate([*map(np.arange, tokens)])),

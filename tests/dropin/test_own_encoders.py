@@ -10,9 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from orchmllm import balance_encoders
+from orchmllm import CostModel, Encoder, Packed, balance_encoders
 from orchmllm.dropin.encoders import assignment, families
 from orchmllm.dropin.encoders.table import World
+from orchmllm.dropin.trainer_checks import undisturbed
 from orchmllm.plan.cost import CostModel
 from tests.lib.encoder_models import FAMILIES, Item, batch
 from tests.lib.encoder_runs import (
@@ -295,6 +296,41 @@ def many(world) -> tuple[float, int]:
     handle = e.balanced(model)
     got = mean_gradients_of(model, lambda m: [m(**inputs).square().mean()])
     return worst(got, want), handle.last["clip"].moved
+
+
+def looked_at(world) -> tuple[bool, dict]:
+    """The loss as balance_trainer looks at it, in a forward without gradients on all ranks."""
+    e = load("own_model")
+    torch.manual_seed(0)
+    model = e.TwoTowers().double()
+    inputs = e.inputs_of(world.rank, 0)
+    want = e.loss_of(model, inputs).detach()
+    handle = e.balanced(model)
+    sharded(model)
+    got = undisturbed(model, lambda: e.loss_of(model, inputs))
+    return torch.allclose(got, want, atol=EXACT), handle.last
+
+
+def test_encoders_are_balanced_where_a_trainer_looks_at_its_loss():
+    for same, last in run_ranks(looked_at, 2):
+        assert same and last["photo"].moved > 0
+
+
+def cheap(world) -> int:
+    """Frames as the cost, because the FLOPs are not known: in whole kFLOP every clip costs 0."""
+    e = load("own_model")
+    model = e.TwoTowers().double()
+    handle = balance_encoders(model, [
+        Encoder("clip", {"clip_tower": Packed("clips", "clip_lengths")}, outputs=(0,),
+                cost=CostModel(linear=1, quadratic=0))], join="embed", min_gain=0.0)
+    inputs = e.inputs_of(world.rank, 0)
+    inputs.pop("photos", None)
+    model(**inputs)
+    return handle.last["clip"].moved
+
+
+def test_a_small_cost_of_an_item_balances():
+    assert min(run_ranks(cheap, 2)) > 0
 
 
 def test_many_items():

@@ -18,6 +18,7 @@ from tests.lib.dropin import (
     collate,
     example_of,
     length_of,
+    loader_of,
     token_count,
 )
 from tests.lib.ranks import run_ranks
@@ -28,7 +29,7 @@ pytestmark = pytest.mark.dist
 def set_within_an_iteration(world) -> None:
     """What is set while an iterator is live stays when the iterator is dropped."""
     def make() -> BalancedDataLoader:
-        return BalancedDataLoader(Texts(), 2, collate_fn=collate, lengths=length_of)
+        return loader_of(Texts(), 2, collate_fn=collate, lengths=length_of)
 
     loader = make()
     for k, _ in enumerate(loader):
@@ -70,20 +71,20 @@ def test_a_step_counts_once_its_last_batch_was_yielded():
 
 def sampled(size: int, batch_size: int) -> BalancedDataLoader:
     data = Texts(size)
-    return BalancedDataLoader(data, batch_size, sampler=SequentialSampler(data),
-                              collate_fn=collate, lengths=length_of)
+    return loader_of(data, batch_size, sampler=SequentialSampler(data),
+                     collate_fn=collate, lengths=length_of)
 
 
 def batched(size: int, batch_size: int) -> BalancedDataLoader:
     data = Texts(size)
-    return BalancedDataLoader(
+    return loader_of(
         data, batch_sampler=BatchSampler(SequentialSampler(data), batch_size, False),
         collate_fn=collate, lengths=length_of)
 
 
 def streamed(size: int, batch_size: int) -> BalancedDataLoader:
-    return BalancedDataLoader(Stream(0, size), batch_size, collate_fn=collate,
-                              length_fn=token_count)
+    return loader_of(Stream(0, size), batch_size, collate_fn=collate,
+                     length_fn=token_count)
 
 
 def of_another_size(world, kind: str) -> None:

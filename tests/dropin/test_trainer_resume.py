@@ -144,7 +144,7 @@ def refusals(world, folder: str) -> list[str]:
         def get_train_dataloader(self) -> BalancedDataLoader:
             return BalancedDataLoader(
                 self.train_dataset, self.args.per_device_train_batch_size, collate_fn=collate,
-                shuffle=True, lengths=self.train_dataset.lengths)
+                shuffle=True, lengths=self.train_dataset.lengths, policy="greedy")
 
     class Stream(IterableDataset):
         def __iter__(self):

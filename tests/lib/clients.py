@@ -356,7 +356,8 @@ def trainer(cell: Cell, folder: Path) -> Result:
         return balance_trainer(Trainer(
             model=model, args=TrainingArguments(**args), train_dataset=data,
             eval_dataset=Examples(4), data_collator=collate,
-            compute_loss_func=trainers_loss), lengths=data.lengths, policy="greedy")
+            compute_loss_func=trainers_loss), lengths=data.lengths, policy="greedy",
+            loss="scaled")
 
     return trainers_run(cell, folder, make)
 
@@ -383,7 +384,7 @@ def sft_trainer(cell: Cell, folder: Path, packed: bool) -> Result:
             eval_dataset=rows(Examples(4)), compute_loss_func=trainers_loss,
             args=SFTConfig(**args, packing=packed, max_length=28, bf16=False,
                            gradient_checkpointing=False, dataset_num_proc=None)),
-            policy="greedy")
+            policy="greedy", loss="scaled")
 
     return trainers_run(cell, folder, make)
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch.utils.data import Dataset, IterableDataset
+
+from orchmllm import BalancedDataLoader
 
 VOCAB = 32
 
@@ -56,3 +60,8 @@ def collate(examples: list[dict]) -> dict:
 
 def token_count(example: dict) -> int:
     return len(example["input_ids"])
+
+
+def loader_of(*data: Any, **how: Any) -> BalancedDataLoader:
+    """A loader that evens out sums of lengths, although `collate` pads."""
+    return BalancedDataLoader(*data, **{"policy": "least_move", **how})

@@ -33,6 +33,7 @@ from orchmllm.dropin.encoders.results import rebuild
 from orchmllm.dropin.encoders.spec import Encoder, resolve
 from orchmllm.dropin.encoders.table import Local, Tables, describe_local, same_on_all_ranks
 from orchmllm.dropin.links import node_size, rank_list
+from orchmllm.plan.cost import in_fine_unit
 from orchmllm.plan.step import imbalance
 
 log = logging.getLogger("orchmllm.encoders")
@@ -78,8 +79,9 @@ class EncoderHandle:
         self.rank = self.gather.rank
         same_on_all_ranks(self.gather, self.encoders)
         self._tables = Tables(self.encoders, self.gather)
-        self._costs = [e.cost(owner) if not hasattr(e.cost, "linear") else e.cost
-                       for e in self.encoders]
+        self._costs = list(in_fine_unit({
+            e.name: e.cost(owner) if not hasattr(e.cost, "linear") else e.cost
+            for e in self.encoders}).values())
         self._measured = [(0, 0)] * len(self.encoders)  # see Stopwatch.read
         self._stopwatches: dict[int, Stopwatch] = {}  # of the forward before
         self._count = 0
