@@ -14,7 +14,6 @@ from orchmllm import CostModel, Encoder, Packed, balance_encoders
 from orchmllm.dropin.encoders import assignment, families
 from orchmllm.dropin.encoders.table import World
 from orchmllm.dropin.trainer_checks import undisturbed
-from orchmllm.plan.cost import CostModel
 from tests.lib.encoder_models import FAMILIES, Item, batch
 from tests.lib.encoder_runs import (
     gradients,

@@ -55,7 +55,7 @@ def test_a_state_or_an_epoch_that_is_set_within_an_iteration_stays():
 
 def within_a_step(world) -> list[int]:
     """Where a loop is that has seen one of a step's two batches, and then both."""
-    loader = BalancedDataLoader(Texts(), 4, collate_fn=collate, lengths=length_of,
+    loader = loader_of(Texts(), 4, collate_fn=collate, lengths=length_of,
                                 accumulation_steps=2)
     iterator, steps = iter(loader), []
     for _ in range(4):
@@ -138,7 +138,7 @@ def resumed_within_a_step(world, kind: str) -> np.ndarray:
         data = Stream(100 * world.rank, 12) if kind == "stream" else Texts(12 * world.world_size)
         if kind == "sampler":
             how["sampler"] = SequentialSampler(Texts(12))  # of every rank
-        return BalancedDataLoader(data, 2, collate_fn=collate, accumulation_steps=2, **how)
+        return loader_of(data, 2, collate_fn=collate, accumulation_steps=2, **how)
 
     learner, loader, dies = Learner(), make(), True
     saved = copy.deepcopy(learner)

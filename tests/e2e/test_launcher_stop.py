@@ -58,7 +58,8 @@ def left(folder: Path) -> list[psutil.Process]:
 
 
 @pytest.mark.parametrize("resumed", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_sigterm_to_the_launcher_stops_its_run_which_goes_on_bit_equal(tmp_path, demo_corpus, resumed):
+def test_sigterm_to_the_launcher_stops_its_run_which_goes_on_bit_equal(
+        tmp_path, demo_corpus, resumed):
     """How ranks resume after a signal is a test of tests/runtime/test_resume.py, too."""
     cut = tmp_path / "cut"
     process = started(cut, demo_corpus)
