@@ -119,9 +119,9 @@ def undisturbed(model: nn.Module, compute: Callable[[], Tensor]) -> Tensor:
 
 
 def check_scaled(trainer: Any, loss: Tensor, of_twice: Tensor) -> bool:
-    """Whether a loss depends on num_items_in_batch, by the loss with twice the number; False if
-    that cannot be told on any rank, whose batches have no targets. Raises ValueError, on all ranks
-    alike, if it does not."""
+    """Whether a loss (), with its value `of_twice` () for twice the num_items_in_batch, depends on
+    that number; False if no rank can tell, because its batch has no targets. Raises ValueError, on
+    all ranks alike, if it does not."""
     a, b = float(loss.detach()), float(of_twice)
     told = 0 if not a or not math.isfinite(a) else 1 if abs(a - b) > 0.01 * abs(a) else -1
     everyone = trainer.accelerator.gather(torch.tensor([told], device=trainer.args.device))

@@ -124,7 +124,13 @@ class Broken(OneTower):
         if self.how == "in parts" and photos is not None:
             parts = [self.encode(p) for p in photos.split(1)]
             return self.head(self.embed(ids) + torch.cat(parts).mean())
-        if self.how == "no embedding":
+        if self.how == "another tensor" and photos is not None:
+            photos = (photos - 0.5) / 0.5
+        if self.how == "changed in place" and photos is not None:
+            photos.clamp_(0, 1)
+        if self.how == "called twice" and photos is not None:
+            self.encode(photos)
+        if self.how == "no embedding" and photos is None:
             return self.head(self.embed.weight[ids])
         return super().forward(ids, photos)
 
@@ -180,6 +186,34 @@ def test_errors_reach_all_ranks():
     for how, text in LOCAL.items():
         assert text in zero[how][0] and text in one[how][0], (how, one[how])
     assert one["encoder raises"][1] == "KeyError" and zero["encoder raises"][1] == "NoneType"
+
+
+def misused(world, how: str) -> list[str]:
+    """What each forward raises, of which the first or the second is wrong; on rank 0, which alone
+    has media."""
+    out = []
+    for wrong in (0, 1):
+        model = Broken("", world.rank).double()
+        balance_encoders(model, [Encoder("photo", {"encode": Rows("photos")}, towers=("tower",))],
+                         join="embed", min_gain=0.0)
+        for k in range(3):
+            model.how = how if k == wrong else ""
+            try:
+                model(**photo_inputs(world.rank))
+            except RuntimeError as error:
+                out.append(f"{wrong} {k} {error}")
+    return out
+
+
+@pytest.mark.parametrize("how, part", [
+    ("another tensor", "called encode with another tensor than its argument photos"),
+    ("changed in place", "called encode with another tensor"),
+    ("called twice", "called encode twice"), ("never called", "never called encode")])
+def test_features_of_other_calls_are_an_error_of_all_ranks(how, part):
+    """At once in the first forward, later at the begin of the next one."""
+    zero, one = run_ranks(misused, 2, how)
+    assert zero == one and [text[:3] for text in zero] == ["0 0", "1 2"]
+    assert all("rank 0 failed: RuntimeError: encoder 'photo'" in t and part in t for t in zero)
 
 
 def unjoined(world) -> str:

@@ -145,6 +145,13 @@ def return_features(
     return out
 
 
+def agree_on_forward(gather: RowGather, forward: int, error: Exception | None) -> None:
+    """At the end of a forward, on all ranks: RemoteError, with the same text, if it went wrong on
+    one of them."""
+    rows = _agreed(gather, np.array([len(describe(error).encode())], np.int64), error)
+    raise_first(forward, gather_texts(gather, describe(error), rows[:, 0]), error)
+
+
 def _agreed(gather: RowGather, row: np.ndarray, error: Exception | None) -> np.ndarray:
     """The rows of all ranks. A rank with an error does not wait for ever: the others may be inside
     a collective of the encoder, which only this rank's end will end."""

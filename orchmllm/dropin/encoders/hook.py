@@ -27,10 +27,16 @@ from orchmllm.comm.exchange import RowGather
 from orchmllm.dropin.encoders import families
 from orchmllm.dropin.encoders.assignment import Assignment, assign
 from orchmllm.dropin.encoders.checks import check_capture, check_encoder, check_norms
-from orchmllm.dropin.encoders.exchange import Encoded, Stopwatch, encode_share, return_features
+from orchmllm.dropin.encoders.exchange import (
+    Encoded,
+    Stopwatch,
+    agree_on_forward,
+    encode_share,
+    return_features,
+)
 from orchmllm.dropin.encoders.playback import Playback, shadow
 from orchmllm.dropin.encoders.results import rebuild
-from orchmllm.dropin.encoders.spec import Encoder, resolve
+from orchmllm.dropin.encoders.spec import Encoder, bind, resolve
 from orchmllm.dropin.encoders.table import Local, Tables, describe_local, same_on_all_ranks
 from orchmllm.dropin.links import node_size, rank_list
 from orchmllm.plan.cost import in_fine_unit
@@ -84,7 +90,8 @@ class EncoderHandle:
             for e in self.encoders}).values())
         self._measured = [(0, 0)] * len(self.encoders)  # see Stopwatch.read
         self._stopwatches: dict[int, Stopwatch] = {}  # of the forward before
-        self._count = 0
+        self._count, self._checked = 0, False  # forwards; whether one ended well on all ranks
+        self._error: Exception | None = None  # of the forward before
         self._forwards: dict[int, _Forward] = {}
         self._hooks = [
             owner.register_forward_pre_hook(self._before, with_kwargs=True),
@@ -105,11 +112,11 @@ class EncoderHandle:
         if not self._hooks or not active:
             return None
         self._count += 1
-        inputs, error = _bind(module, args, kwargs), None
+        inputs, error = bind(module, args, kwargs), self._error
         try:
             locals_ = [self._describe(module, e, inputs) for e in self.encoders]
         except Exception as e:
-            error, locals_ = e, []
+            error, locals_ = error or e, []
         for i, stopwatch in self._stopwatches.items():
             self._measured[i] = stopwatch.read(self._measured[i])
         self._stopwatches = {}
@@ -135,7 +142,7 @@ class EncoderHandle:
             self._stopwatches[i] = encoded[-1].stopwatch
         features = return_features(self.gather, self.group, self._count, self.rank, encoded)
         for share, rows in zip(encoded, features, strict=True):
-            self._answer(module, state, share, *rows)
+            self._answer(module, state, inputs, share, *rows)
         return self._attach(module, state, args, kwargs, inputs)
 
     def _describe(self, module: nn.Module, encoder: Encoder, inputs: dict[str, Any]) -> Local:
@@ -150,7 +157,8 @@ class EncoderHandle:
         return describe_local(encoder, module, inputs, dtype if encoder.cast else None)
 
     def _answer(
-        self, module: nn.Module, state: _Forward, share: Encoded, rows: Tensor, counts: np.ndarray
+        self, module: nn.Module, state: _Forward, inputs: dict, share: Encoded, rows: Tensor,
+        counts: np.ndarray,
     ) -> None:
         """Lets the calls of this rank's forward return its own items' features."""
         encoder, start, first = share.encoder, 0, 0
@@ -159,7 +167,8 @@ class EncoderHandle:
             part = rows[first: first + sum(sizes)]
             start, first = start + n, first + sum(sizes)
             result = rebuild(encoder, share.result, share.features.leaves, part, sizes)
-            state.playbacks.append(Playback(encoder, module, call, result, n, lead))
+            given = inputs[encoder.calls[call].arguments[0]] if n and not self._family else None
+            state.playbacks.append(Playback(encoder, module, call, result, n, lead, given))
             shadow(state.undo, module, call, state.playbacks[-1])
         for name in encoder.passes:
             shadow(state.undo, module, name, lambda x, *a, **k: x)
@@ -194,20 +203,27 @@ class EncoderHandle:
         state.undo.callback(embedding.register_forward_hook(join).remove)
         return None
 
+    @torch.compiler.disable
     def _after(self, module: nn.Module, args: tuple, kwargs: dict, result: Any) -> None:
+        """Errors of a forward are raised on all ranks: at the end of the first one, later in the
+        next one's gather, which costs nothing."""
         state = self._forwards.pop(id(module), None)
         if state is None:
             return
         state.undo.close()
-        if result is None and sys.exc_info()[0] is not None:
-            return  # the forward raised
-        for playback in state.playbacks:
-            playback.check_called()
-        if state.zero is not None:
-            raise RuntimeError(
+        error = sys.exc_info()[1] if result is None else None
+        raised = error is not None
+        if not raised and state.zero is not None:
+            error = RuntimeError(
                 f"{type(module).__name__}.forward did not call its embedding, to which the "
                 "features of a rank without media are joined: name the module whose output the "
                 "features join in balance_encoders(..., join=)")
+        error = next((e for e in (error, *(p.error for p in state.playbacks)) if e), None)
+        if not self._checked:
+            self._checked = True
+            agree_on_forward(self.gather, self._count, error)
+        elif not raised:
+            self._error = error
 
     def _report(self, plans: Mapping[int, Assignment]) -> None:
         self.last = {}
@@ -223,14 +239,6 @@ class EncoderHandle:
                      "; ".join(f"{name}: {s.num_items} items, imbalance {s.imbalance[0]:.2f}->"
                                f"{s.imbalance[1]:.2f}, {s.gain:.0%} of the slowest rank's time, "
                                f"{s.moved} moved" for name, s in self.last.items()))
-
-
-def _bind(module: nn.Module, args: tuple, kwargs: dict) -> dict[str, Any]:
-    """Arguments of forward by name; those of a dict among them, too."""
-    inputs = dict(zip(inspect.signature(module.forward).parameters, args, strict=False)) | kwargs
-    for value in [v for v in inputs.values() if isinstance(v, Mapping)]:
-        inputs = {**value, **inputs}
-    return inputs
 
 
 def _check_owner(owner: nn.Module, join: str) -> None:

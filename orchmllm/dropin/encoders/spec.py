@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -82,3 +83,11 @@ def resolve(owner: nn.Module, name: str) -> Any:
         return getattr(parent, last)
     except AttributeError:
         raise ValueError(f"{type(owner).__name__} has no {name!r}") from None
+
+
+def bind(module: nn.Module, args: tuple, kwargs: dict) -> dict[str, Any]:
+    """Arguments of forward by name; those of a dict among them, too."""
+    inputs = dict(zip(inspect.signature(module.forward).parameters, args, strict=False)) | kwargs
+    for value in [v for v in inputs.values() if isinstance(v, Mapping)]:
+        inputs = {**value, **inputs}
+    return inputs
