@@ -33,8 +33,8 @@ def _facts(value: Any) -> tuple:
 
 class Playback:
     """Stands for a method or a submodule; its attributes are those of the original. A call with
-    other rows than it was given raises RuntimeError. given: the argument (n, ...) of the forward that
-    was encoded, None where it is known that the model passes it on as it is."""
+    other rows than it was given raises RuntimeError. given: the argument (n, ...) of the forward
+    that was encoded, None where it is known that the model passes it on as it is."""
 
     def __init__(
         self, encoder: Encoder, owner: nn.Module, call: str, result: Any, num_items: int, lead: int,
