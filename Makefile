@@ -25,23 +25,24 @@ test: setup-test
 
 # Each takes a few minutes on 2 quiet cores.
 SLOW_checkpoints := tests/runtime
-SLOW_clients := tests/dropin/test_clients.py
-SLOW_trainers := tests/dropin/test_trainer_clients.py
-SLOW_encoders := tests/dropin/test_encoder_families.py
+SLOW_clients := tests/loader/test_clients.py
+SLOW_trainers := tests/loader/test_trainer_clients.py
+SLOW_encoders := tests/encoders/test_encoder_families.py
 SLOW_dropin := $(filter-out $(SLOW_clients) $(SLOW_trainers) $(SLOW_encoders), \
-    $(wildcard tests/dropin/test_*.py))
+    $(wildcard tests/loader/test_*.py tests/encoders/test_*.py))
 SLOW_data := tests/data tests/e2e/test_paper_mix.py tests/e2e/test_nothing_read.py
-SLOW_plan := tests/plan tests/comm tests/simulate tests/doctor
+SLOW_plan := tests/plan tests/comm tests/tools/doctor
 SLOW_models := tests/models tests/sharding tests/hf
-SLOW_memory := tests/estimate/test_scale_memory.py tests/estimate/test_tracked_memory.py
-SLOW_estimate := tests/planner $(filter-out $(SLOW_memory), $(wildcard tests/estimate/test_*.py))
+SLOW_memory := tests/tools/predict/test_scale_memory.py tests/tools/predict/test_tracked_memory.py
+SLOW_estimate := tests/papers tests/tools/data \
+    $(filter-out $(SLOW_memory), $(wildcard tests/tools/predict/test_*.py))
 SLOW_mutations := tests/test_mutations.py
 SLOW_recipes := tests/e2e/test_any_recipe.py
 SLOW_soak := tests/e2e/test_soak.py
 SLOW_learning := tests/e2e/test_demo.py tests/e2e/test_media_swap.py
 SLOW_GROUPS := checkpoints dropin encoders clients trainers data plan models memory estimate e2e \
     soak learning recipes mutations
-SLOW_e2e := tests/cli tests/recipe tests/report $(filter-out $(SLOW_data) $(SLOW_soak) $(SLOW_learning) \
+SLOW_e2e := tests/cli tests/config tests/tools/report $(filter-out $(SLOW_data) $(SLOW_soak) $(SLOW_learning) \
     $(SLOW_recipes), $(wildcard tests/e2e/test_*.py))
 
 ifeq ($(GROUP),)
@@ -82,7 +83,7 @@ sanitize: setup-test
 	    $$($${CXX:-c++} -print-file-name=libstdc++.so)" \
 	    $(CURDIR)/$(RUN) -m pytest -q -p no:cacheprovider --timeout 900 \
 	    tests/plan/test_balance*.py tests/plan/test_nodewise.py tests/plan/test_plan_schemes.py \
-	    tests/simulate/test_pipeline.py
+	    tests/papers/test_pipeline.py
 
 setup: $(READY)
 	@$(RUN) setup.py -q build_ext --inplace

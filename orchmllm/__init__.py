@@ -11,29 +11,29 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from orchmllm.comm.exchange import exchange_rows
-    from orchmllm.dropin.encoders.hook import balance_encoders
-    from orchmllm.dropin.encoders.items import Masked, Packed, Rows
-    from orchmllm.dropin.encoders.spec import Encoder
-    from orchmllm.dropin.equivalence import check_equivalence
-    from orchmllm.dropin.examples import Phase, Segment, StepInfo
-    from orchmllm.dropin.loader import BalancedDataLoader
-    from orchmllm.dropin.trainers import balance, balance_trainer
+    from orchmllm.encoders.hook import balance_encoders
+    from orchmllm.encoders.items import Masked, Packed, Rows
+    from orchmllm.encoders.spec import Encoder
+    from orchmllm.loader.equivalence import check_equivalence
+    from orchmllm.loader.examples import Phase, Segment, StepInfo
+    from orchmllm.loader.loader import BalancedDataLoader
+    from orchmllm.loader.trainers import balance, balance_trainer
     from orchmllm.plan.cost import CostModel
 
 _HOME = {
-    "BalancedDataLoader": "orchmllm.dropin.loader",
+    "BalancedDataLoader": "orchmllm.loader.loader",
     "CostModel": "orchmllm.plan.cost",
-    "Encoder": "orchmllm.dropin.encoders.spec",
-    "Masked": "orchmllm.dropin.encoders.items",
-    "Packed": "orchmllm.dropin.encoders.items",
-    "Phase": "orchmllm.dropin.examples",
-    "Rows": "orchmllm.dropin.encoders.items",
-    "Segment": "orchmllm.dropin.examples",
-    "StepInfo": "orchmllm.dropin.examples",
-    "balance": "orchmllm.dropin.trainers",
-    "balance_encoders": "orchmllm.dropin.encoders.hook",
-    "balance_trainer": "orchmllm.dropin.trainers",
-    "check_equivalence": "orchmllm.dropin.equivalence",
+    "Encoder": "orchmllm.encoders.spec",
+    "Masked": "orchmllm.encoders.items",
+    "Packed": "orchmllm.encoders.items",
+    "Phase": "orchmllm.loader.examples",
+    "Rows": "orchmllm.encoders.items",
+    "Segment": "orchmllm.loader.examples",
+    "StepInfo": "orchmllm.loader.examples",
+    "balance": "orchmllm.loader.trainers",
+    "balance_encoders": "orchmllm.encoders.hook",
+    "balance_trainer": "orchmllm.loader.trainers",
+    "check_equivalence": "orchmllm.loader.equivalence",
     "exchange_rows": "orchmllm.comm.exchange",
 }
 __all__ = [

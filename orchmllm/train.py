@@ -21,7 +21,7 @@ if __name__ == "__main__":
     launch.interrupt_quietly()
 
 from orchmllm.comm.errors import AgreedError
-from orchmllm.config import Recipe, RecipeError, explain, read_recipe
+from orchmllm.config.recipe import Recipe, RecipeError, explain, read_recipe
 from orchmllm.runtime import preflight
 from orchmllm.runtime.local_ranks import run_local
 from orchmllm.runtime.run_lock import FolderInUse, check_folder, lock_folder
@@ -192,7 +192,7 @@ def main(argv: list[str]) -> int:
             print(f"warning: recipe {args.recipe}: {warning}", file=sys.stderr)
         return 0
     if planned:
-        from orchmllm.estimate.text import run
+        from orchmllm.tools.predict.text import run
 
         return run(loaded, args.world_size, ablations=args.ablations, json_path=args.json)
     if world is None or world.rank == 0 and not world.checked:

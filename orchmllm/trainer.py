@@ -12,12 +12,11 @@ import torch
 import torch.distributed as dist
 
 from orchmllm.comm.exchange import RowGather, exchange_group, gather_scalars
-from orchmllm.config import Recipe, plan_spec
+from orchmllm.config.recipe import Recipe, plan_spec
 from orchmllm.data.dataset import ConversationDataset
+from orchmllm.data.loading.preprocess_handshake import servers_of
 from orchmllm.data.loading.step_loader import Step, StepLoader
-from orchmllm.data.preprocess.handshake import servers_of
 from orchmllm.data.sampler import GlobalSampler, make_sampler
-from orchmllm.estimate.fits import for_run
 from orchmllm.hf.sources import find_sources
 from orchmllm.launch import World, device_of
 from orchmllm.models.attention import describe_attention
@@ -35,6 +34,7 @@ from orchmllm.runtime.profile import StepProfiler, explained_oom
 from orchmllm.runtime.run_checkpoints import RunCheckpoints, kept_batch
 from orchmllm.runtime.run_state import MediaCount, Progress, describe_end
 from orchmllm.runtime.stop import FOLDER_TAKEN, Stopped, StopSignal
+from orchmllm.sharding.fits import for_run
 from orchmllm.sharding.fsdp import build_model, compute_dtype, reshard, state_tensors
 from orchmllm.sharding.optimizer import (
     clip_gradients,

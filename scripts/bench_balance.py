@@ -36,12 +36,12 @@ from pathlib import Path
 
 import numpy as np
 
-from orchmllm.config import load_recipe, plan_spec
-from orchmllm.estimate.workload import sample_layout
+from orchmllm.config.recipe import load_recipe, plan_spec
 from orchmllm.plan import assign as phases
 from orchmllm.plan.assign import PHASES, PhasePolicy, PlanSpec
 from orchmllm.plan.balance import core, load_cap
 from orchmllm.plan.cost import CostModel
+from orchmllm.tools.predict.workload import sample_layout
 
 RECIPES = Path(__file__).resolve().parent.parent / "recipes"
 NODE = 8

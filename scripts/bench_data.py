@@ -25,12 +25,12 @@ import soundfile
 from PIL import Image
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
-from orchmllm.config import SourceConfig
+from orchmllm.config.recipe import SourceConfig
 from orchmllm.data.formats.open import open_source
 from orchmllm.data.index import build_index
 from orchmllm.data.lengths import LengthReader
 from orchmllm.data.media.headers import audio_header, image_header
-from orchmllm.data.tokenizer import ChatTokenizer
+from orchmllm.data.text.tokenizer import ChatTokenizer
 from orchmllm.plan.geometry import AudioGeometry, VisionGeometry
 
 WORDS = ("what is the colour of this small round thing on a table near two people who walk along "
@@ -108,7 +108,7 @@ def write_tokenizer(path: Path) -> ChatTokenizer:
 
 def peak_mb(path: Path, folder: Path) -> float:
     """Most memory of a process that opens a data file and reads 1000 of its rows, in MB."""
-    code = ("import sys; from pathlib import Path; from orchmllm.config import "
+    code = ("import sys; from pathlib import Path; from orchmllm.config.recipe import "
             "SourceConfig; from orchmllm.data.formats.open import open_source; "
             "s = open_source(SourceConfig(path=sys.argv[1]), Path(sys.argv[2])); "
             "[s.conversation(k * len(s) // 1000) for k in range(1000)]; "

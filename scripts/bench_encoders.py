@@ -23,9 +23,9 @@ import torch.distributed as dist
 from torch import multiprocessing, nn
 
 from orchmllm import balance_encoders
-from orchmllm.dropin.encoders.assignment import assign
-from orchmllm.dropin.encoders.families import FAMILIES
-from orchmllm.dropin.encoders.table import Tables, describe_local
+from orchmllm.encoders.assignment import assign
+from orchmllm.encoders.families import FAMILIES
+from orchmllm.encoders.table import Tables, describe_local
 from orchmllm.plan.cost import CostModel
 
 QWEN2_VL = FAMILIES["qwen2_vl"].encoders[0]

@@ -5,8 +5,8 @@ phase by phase on one GPU, as sampled and balanced.
         [--mix natural,omni] [--layers 2] [--batches 4] [--repeat 3] [--seed 0] [--json FILE]
         [--out FILE]
 
-Real: lengths (orchmllm/estimate/workload.py), plans, modules at full width with --layers layers
-each and with twice as many, their forward and backward passes. The difference is the time of the
+Real: lengths (orchmllm/tools/predict/workload.py), plans, modules at full width with --layers
+layers each and with twice as many, their forward and backward passes. The difference is the time of the
 layers; what is left of the first is the head and fixed costs. A rank's time of a phase is that plus
 the time of all layers; a step is the sum over phases of the slowest rank. Not
 there: other ranks, and so FSDP's and the exchanges' traffic. MFU: useful FLOPs
@@ -15,7 +15,7 @@ there: other ranks, and so FSDP's and the exchanges' traffic. MFU: useful FLOPs
 Also: alpha and beta of a layer fitted to half of the batches and their error on the other half
 (--out writes them as the dry run reads them); encoders
 without rows; the attention kernel beside one call per sequence; audio by mode, on the clips of the
-rank that has most; the loss plain and in chunks; peak memory beside orchmllm.estimate.memory.
+rank that has most; the loss plain and in chunks; peak memory beside orchmllm.sharding.memory.
 Without a GPU it runs at small shapes on a CPU and says so.
 """
 
@@ -44,15 +44,15 @@ from gpu_parts import (
     step_memory,
 )
 
-from orchmllm.config import FsdpConfig
-from orchmllm.estimate.measure import Clock, PhaseRunner, Work, shortened
-from orchmllm.estimate.workload import MIXES, MODELS, batch_layout, sample_headers
-from orchmllm.models.config import AudioConfig, LLMConfig, ModelConfig, VisionConfig
+from orchmllm.config.model import AudioConfig, LLMConfig, ModelConfig, VisionConfig
+from orchmllm.config.recipe import FsdpConfig
 from orchmllm.models.flops import Lengths, cost_model, peak_flops, phase_work
 from orchmllm.models.gpus import kind_of
 from orchmllm.plan.assign import PHASES, BalanceConfig, PhasePolicy, PlanSpec
 from orchmllm.plan.layout import ENCODERS
 from orchmllm.plan.step import StepPlan, plan_step
+from orchmllm.tools.predict.phase_runner import Clock, PhaseRunner, Work, shortened
+from orchmllm.tools.predict.workload import MIXES, MODELS, batch_layout, sample_headers
 
 SMALL = ModelConfig(
     VisionConfig(45, 64, 256, 4, merge_size=2, max_side=448),

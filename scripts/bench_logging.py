@@ -54,7 +54,7 @@ def seconds(do: Callable[[], object]) -> float:
 
 def measure(trainer, folder: Path, num_steps: int, num_ranks: int) -> dict[str, list[float]]:
     """Way of logging -> seconds of each step; `step`: those of training."""
-    from orchmllm.config import RunConfig
+    from orchmllm.config.recipe import RunConfig
     from orchmllm.runtime.display import RunDisplay
     from orchmllm.runtime.metrics import MetricsLog
     from orchmllm.runtime.plan_check import combined_stats
@@ -90,7 +90,7 @@ def main(argv: list[str]) -> int:
     import torch
     import torch.distributed as dist
 
-    from orchmllm.config import load_recipe
+    from orchmllm.config.recipe import load_recipe
     from orchmllm.launch import World
     from orchmllm.trainer import Trainer
 

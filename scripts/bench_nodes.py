@@ -4,8 +4,8 @@
 
 Every node is a network namespace with a shaped link (tc tbf, both directions) to a common bridge;
 its ranks are real gloo processes that carry out the plans of realistic batches
-(orchmllm.estimate.workload): inputs, text and features forward, feature gradients back. Rows are
---scale times narrower than the model's, so that a step takes a fraction of a second; the plans see
+(orchmllm.tools.predict.workload): inputs, text and features forward, feature gradients back. Rows
+are --scale times narrower than the model's, so that a step takes a fraction of a second; the plans see
 the real widths. Bytes are what the nodes' interfaces counted (headers included).
 """
 
@@ -25,12 +25,12 @@ import torch
 import torch.distributed as dist
 
 from orchmllm.comm.exchange import RowGather, exchange_rows, hop_groups
-from orchmllm.estimate.workload import MODELS, sample_layout
 from orchmllm.models.flops import cost_model
 from orchmllm.orchestrator import Orchestrator
 from orchmllm.plan.assign import PHASES, BalanceConfig, PhasePolicy, PlanSpec
 from orchmllm.plan.layout import ENCODERS
 from orchmllm.plan.step import plan_step
+from orchmllm.tools.predict.workload import MODELS, sample_layout
 
 MODEL, NODES, PER_NODE = "10b", 4, 2
 WORLD = NODES * PER_NODE

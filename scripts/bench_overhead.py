@@ -29,8 +29,7 @@ from pathlib import Path
 
 import numpy as np
 
-from orchmllm import config
-from orchmllm.estimate.workload import MIXES, MODELS, batch_layout, sample_headers
+from orchmllm.config import recipe as config
 from orchmllm.models.flops import cost_model
 from orchmllm.plan.assign import (
     PHASES,
@@ -42,6 +41,7 @@ from orchmllm.plan.assign import (
 from orchmllm.plan.balance import core
 from orchmllm.plan.layout import BatchLayout
 from orchmllm.plan.step import StepPlan, build_plan
+from orchmllm.tools.predict.workload import MIXES, MODELS, batch_layout, sample_headers
 
 PAPER_MS = {64: 16.7, 128: 18.5, 256: 21.3, 512: 24.6, 1024: 31.4, 2560: 53.9}
 SCHEMES = ("recipe", "none", "llm-only", "whole", "greedy", "padded", "paper", "least_move")

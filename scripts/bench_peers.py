@@ -21,8 +21,8 @@ from pathlib import Path
 import numpy as np
 from peer_methods import METHODS
 
-from orchmllm.estimate.workload import sample_layout
 from orchmllm.plan.balance import core
+from orchmllm.tools.predict.workload import sample_layout
 
 
 def measure(method: Callable, weight, home, num_ranks: int, limit: float) -> dict:

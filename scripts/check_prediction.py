@@ -5,8 +5,8 @@ nothing, the LLM or everything recomputed.
 
 Measured by `orchmllm compare` (real gloo ranks; CPU time of each rank's thread in each phase, the
 slowest rank of each phase added up; what other processes do changes little). Predicted by
-orchmllm.estimate.step_time on the same batches. Exit code 1 if a ratio off / on is more than 10%
-off, or two of five settings on the same ranks that are predicted more than 10% apart come in the
+orchmllm.tools.predict.step_time on the same batches. Exit code 1 if a ratio off / on is more than
+10% off, or two of five settings on the same ranks that are predicted more than 10% apart come in the
 other order: settings that are closer are a tie for a model that may be off by as much.
 """
 
@@ -19,18 +19,18 @@ import sys
 import tempfile
 from pathlib import Path
 
-from orchmllm.cli.compare import main as compare
-from orchmllm.cli.compare import variant
-from orchmllm.cli.data import index_all
-from orchmllm.config import Recipe, load_recipe, plan_spec
+from orchmllm.config.recipe import Recipe, load_recipe, plan_spec
 from orchmllm.data.formats.open import index_path
 from orchmllm.data.sampler import GlobalSampler
-from orchmllm.estimate.hardware import Hardware
-from orchmllm.estimate.lengths import open_recipe
-from orchmllm.estimate.step_time import rank_seconds, work_of
 from orchmllm.plan.assign import PHASES
 from orchmllm.plan.layout import BatchLayout
 from orchmllm.plan.step import plan_step
+from orchmllm.tools.compare import main as compare
+from orchmllm.tools.compare import variant
+from orchmllm.tools.data.command import index_all
+from orchmllm.tools.predict.examples import open_recipe
+from orchmllm.tools.predict.hardware import Hardware
+from orchmllm.tools.predict.step_time import rank_seconds, work_of
 
 ROOT = Path(__file__).parents[1]
 TOLERANCE = 0.1  # relative

@@ -22,7 +22,7 @@ import soundfile
 import torch.distributed as dist
 from PIL import Image
 
-from orchmllm.config import Recipe, load_recipe
+from orchmllm.config.recipe import Recipe, load_recipe
 from orchmllm.launch import World
 from orchmllm.trainer import Trainer
 

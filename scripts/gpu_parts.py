@@ -1,5 +1,5 @@
 """Measures single parts on one device, each beside what it replaces: attention, the loss, audio
-modes, and a whole step's peak memory beside orchmllm.estimate.memory; also the work of a simulated
+modes, and a whole step's peak memory beside orchmllm.sharding.memory; also the work of a simulated
 rank and a fit of its times. Used by scripts/bench_gpu.py.
 """
 
@@ -16,11 +16,9 @@ import torch
 import torch.distributed as dist
 
 from orchmllm.batch import Microbatch, SequenceLengths
-from orchmllm.config import FsdpConfig
-from orchmllm.estimate.measure import Clock, PhaseRunner, Work
-from orchmllm.estimate.memory import Loads, MemoryModel, loads_of
+from orchmllm.config.model import AUDIO_MODES, ModelConfig
+from orchmllm.config.recipe import FsdpConfig
 from orchmllm.models.attention import attention_backend, sdpa_per_sequence
-from orchmllm.models.config import AUDIO_MODES, ModelConfig
 from orchmllm.models.flops import Lengths, padded_phases
 from orchmllm.models.llm import LossHead
 from orchmllm.orchestrator import Orchestrator
@@ -28,6 +26,8 @@ from orchmllm.plan.assign import PHASES, PlanSpec
 from orchmllm.plan.layout import ENCODERS, BatchLayout
 from orchmllm.plan.step import StepPlan, plan_step
 from orchmllm.sharding.fsdp import build_model
+from orchmllm.sharding.memory import Loads, MemoryModel, loads_of
+from orchmllm.tools.predict.phase_runner import Clock, PhaseRunner, Work
 
 
 def rank_work(plan: StepPlan, phase: str, rank: int) -> Work:

@@ -15,7 +15,9 @@ import sys
 from dataclasses import MISSING
 from pathlib import Path
 
-from orchmllm.config import Recipe
+from orchmllm.config import strict_yaml
+from orchmllm.config.recipe import Recipe
+from orchmllm.config.schema import Key, Leaf, leaves, sections
 from orchmllm.data.media.containers import AUDIO_NAMES, VIDEO_NAMES
 from orchmllm.data.media.frames import MAX_VIDEO_FRAMES, MAX_VIDEO_PIXELS, MAX_VIDEO_S
 from orchmllm.data.media.headers import (
@@ -27,8 +29,6 @@ from orchmllm.data.media.headers import (
 from orchmllm.data.media.kinds import CONTAINERS, KINDS, REFUSED, VIDEO
 from orchmllm.data.media.medium import MAX_MEMBER_BYTES
 from orchmllm.plan.layout import AUDIO, VISION
-from orchmllm.recipe import strict_yaml
-from orchmllm.recipe.schema import Key, Leaf, leaves, sections
 from orchmllm.runtime.log_schema import ROW_SCHEMA, SCHEMA_VERSION
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"

@@ -52,15 +52,15 @@ NARROWER = {
     "sharding.units": ("hf", "models"),
 }
 NO_TORCH = [
-    "orchmllm", "orchmllm.config", "orchmllm.launch", "orchmllm.train", "orchmllm.recipe.parse",
-    "orchmllm.plan.balance", "orchmllm.plan.step", "orchmllm.models.config",
+    "orchmllm", "orchmllm.config.recipe", "orchmllm.launch", "orchmllm.train", "orchmllm.config.parse",
+    "orchmllm.plan.balance", "orchmllm.plan.step", "orchmllm.config.model",
     "orchmllm.models.flops", "orchmllm.sharding.units", "orchmllm.data.index",
-    "orchmllm.data.stats",
-    "orchmllm.estimate.dry_run", "orchmllm.estimate.lengths", "orchmllm.models.gpus",
-    "orchmllm.estimate.memory", "orchmllm.estimate.step_time", "orchmllm.estimate.workload",
+    "orchmllm.tools.data.composition",
+    "orchmllm.tools.predict.dry_run", "orchmllm.tools.predict.examples", "orchmllm.models.gpus",
+    "orchmllm.sharding.memory", "orchmllm.tools.predict.step_time", "orchmllm.tools.predict.workload",
     "orchmllm.hf.sources", "orchmllm.runtime.display", "orchmllm.runtime.log_schema",
-    "orchmllm.report.page",
-    "orchmllm.cli.data", "orchmllm.simulate.compare", "orchmllm.planner.omnibal"]
+    "orchmllm.tools.report.page",
+    "orchmllm.tools.data.command", "orchmllm.papers.schemes", "orchmllm.papers.omnibal"]
 
 
 def modules() -> list[tuple[str, Path]]:

@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from orchmllm.data.storage.clients import StorageError
-from orchmllm.estimate.hardware import Hardware, cluster
-from orchmllm.estimate.workload import MIXES
 from orchmllm.models.gpus import GPUS
+from orchmllm.tools.predict.hardware import Hardware, cluster
+from orchmllm.tools.predict.workload import MIXES
 
 
 def in_one_line(command: Callable[[list[str]], int]) -> Callable[[list[str]], int]:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from orchmllm.batch import Example
-from orchmllm.config import SourceConfig
+from orchmllm.config.recipe import SourceConfig
 from orchmllm.data.formats.conversation import Conversation, media_of
 from orchmllm.data.formats.open import DataSource, index_path, open_source
 from orchmllm.data.formats.rows import sizes
@@ -26,9 +26,9 @@ from orchmllm.data.lengths import LengthReader, MeasuredExample
 from orchmllm.data.media.medium import MediaError, Medium, printable
 from orchmllm.data.media.segments import OnError, SegmentReader, fail
 from orchmllm.data.media.video import pictures
-from orchmllm.data.sequence import token_ids_and_labels
 from orchmllm.data.storage.remote import NOWHERE, RemoteFile, Storage, fetch_ahead
-from orchmllm.data.tokenizer import ChatTokenizer
+from orchmllm.data.text.sequence import token_ids_and_labels
+from orchmllm.data.text.tokenizer import ChatTokenizer
 from orchmllm.plan.geometry import AudioGeometry, VisionGeometry
 from orchmllm.plan.layout import TEXT, BatchLayout
 

@@ -17,7 +17,7 @@ from orchmllm.data.formats.conversation import Conversation, media_of
 from orchmllm.data.media.headers import audio_header, audio_lengths, image_header
 from orchmllm.data.media.medium import OUT_OF, MediaError, Medium, RowError
 from orchmllm.data.storage.remote import fetch_ahead
-from orchmllm.data.tokenizer import ChatTokenizer, Tokenized
+from orchmllm.data.text.tokenizer import ChatTokenizer, Tokenized
 from orchmllm.plan.geometry import AudioGeometry, SegmentLengths, VisionGeometry, text_lengths
 from orchmllm.plan.layout import TEXT, VISION, BatchLayout
 

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from orchmllm.config import DataConfig, SourceConfig
+from orchmllm.config.recipe import DataConfig, SourceConfig
 from orchmllm.data.dataset import ConversationDataset
 from orchmllm.data.formats.arrow import clean
 from orchmllm.data.formats.open import DataSource, open_source, open_tokenizer, sources_of

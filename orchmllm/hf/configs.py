@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from orchmllm.config.checkpoint_shapes import KEYS, MODEL_TYPES, part_config
+from orchmllm.config.model import CLIP_MEAN, CLIP_STD, ModelConfig
 from orchmllm.hf.folder import Folder, read_json
-from orchmllm.models.checkpoint_config import KEYS, MODEL_TYPES, part_config
-from orchmllm.models.config import CLIP_MEAN, CLIP_STD, ModelConfig
 
 # key of config.json -> (the value that can be computed, transformers' default)
 FIXED: dict[str, dict[str, tuple[Any, Any]]] = {

@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+from orchmllm.config.checkpoint_shapes import KEYS, OURS
+from orchmllm.config.model import CLIP_MEAN, CLIP_STD, AudioConfig, ModelConfig, VisionConfig
 from orchmllm.hf.folder import read_json
-from orchmllm.models.checkpoint_config import KEYS, OURS
-from orchmllm.models.config import CLIP_MEAN, CLIP_STD, AudioConfig, ModelConfig, VisionConfig
 
 CLASSES = {"llm": "Qwen2ForCausalLM", "audio": "WhisperEncoder",
            "qwen2_vl": "Qwen2VisionTransformerPretrainedModel", "vit": ""}

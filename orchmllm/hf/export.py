@@ -13,14 +13,14 @@ from dataclasses import fields
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from orchmllm.config import RecipeError, load_recipe
+from orchmllm.config.model import ModelConfig
+from orchmllm.config.recipe import RecipeError, load_recipe
 from orchmllm.data.formats.open import beside
 from orchmllm.hf.folder import read_json
-from orchmllm.hf.names import PARTS, named
 from orchmllm.hf.sharded import Sharded, read_sharded
 from orchmllm.hf.sources import POSITIONS
 from orchmllm.hf.writer import DTYPES, TORCH_DTYPES, FileTensor, renamed, write_file, write_folder
-from orchmllm.models.config import ModelConfig
+from orchmllm.models.names import PARTS, named
 
 VERSION = 1  # of orchmllm.json
 NOTE = "orchmllm.json"
@@ -201,7 +201,7 @@ def _write_tokenizer(checkpoint: Path, state: dict, given: Path | None, folder: 
 def _is_other(path: Path, trained: str | None) -> bool:
     """Whether a tokenizer is not the one whose digest a checkpoint records; one of before that was
     recorded is not known."""
-    from orchmllm.data.tokenizer import ChatTokenizer
+    from orchmllm.data.text.tokenizer import ChatTokenizer
 
     try:
         return trained is not None and ChatTokenizer(path).digest != trained

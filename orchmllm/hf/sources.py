@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
+from orchmllm.config.model import ModelConfig
 from orchmllm.hf.configs import mismatches
 from orchmllm.hf.folder import (
     ELEMENT_BYTES,
@@ -18,8 +19,7 @@ from orchmllm.hf.folder import (
     read_float64,
     read_headers,
 )
-from orchmllm.hf.names import PARTS, Named, named
-from orchmllm.models.config import ModelConfig
+from orchmllm.models.names import PARTS, Named, named
 
 # Where a larger model's folder keeps an encoder; the first that has it counts.
 PREFIXES = {"vision": ("", "visual.", "model.visual."), "audio": ("", "encoder.", "model.encoder.")}

@@ -6,10 +6,10 @@ import json
 import shutil
 from pathlib import Path
 
-from orchmllm.data.tokenizer import ChatTokenizer
+from orchmllm.data.text.tokenizer import ChatTokenizer
 from orchmllm.hf.folder import read_json
 
-# ChatML as orchmllm.data.tokenizer writes it where a tokenizer brings no template of its own.
+# ChatML as orchmllm.data.text.tokenizer writes it where a tokenizer brings no template of its own.
 CHATML = (
     "{% if messages[0]['role'] != 'system' %}<|im_start|>system\n"
     "You are a helpful assistant.<|im_end|>\n{% endif %}"

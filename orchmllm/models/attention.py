@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from orchmllm.batch import SequenceLengths
+from orchmllm.config.model import ModelConfig
 from orchmllm.models import attention_op
-from orchmllm.models.config import ModelConfig
 from orchmllm.plan.assign import PHASES
 
 

@@ -21,8 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from orchmllm.batch import SequenceLengths, on_device
+from orchmllm.config.model import WHISPER_FRAMES, AudioConfig
 from orchmllm.models.attention import packed_attention, padded_attention
-from orchmllm.models.config import WHISPER_FRAMES, AudioConfig
 from orchmllm.models.connector import Connector
 from orchmllm.models.init import check_sizes, init_parameters
 

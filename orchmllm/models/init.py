@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from orchmllm.models.config import AudioConfig, LLMConfig, VisionConfig
+from orchmllm.config.model import AudioConfig, LLMConfig, VisionConfig
 
 
 def check_sizes(config: VisionConfig | AudioConfig | LLMConfig) -> None:

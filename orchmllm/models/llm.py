@@ -16,8 +16,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention, apply_rotary_pos_emb
 
 from orchmllm.batch import IGNORE_INDEX, SequenceLengths
+from orchmllm.config.model import LLMConfig
 from orchmllm.models.attention import register_hf_attention
-from orchmllm.models.config import LLMConfig
 from orchmllm.models.init import check_sizes, init_parameters
 
 

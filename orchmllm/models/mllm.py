@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from orchmllm.batch import Batch
 from orchmllm.comm.exchange import exchange_rows
+from orchmllm.config.model import ModelConfig
 from orchmllm.models.audio import AudioEncoder
-from orchmllm.models.config import ModelConfig
 from orchmllm.models.llm import PackedQwen2
 from orchmllm.models.phase_clock import PhaseClock
 from orchmllm.models.vision import VisionEncoder

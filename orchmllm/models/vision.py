@@ -22,8 +22,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from orchmllm.batch import SequenceLengths, on_device
+from orchmllm.config.model import CLIP_MEAN, CLIP_STD, VisionConfig
 from orchmllm.models.attention import packed_attention
-from orchmllm.models.config import CLIP_MEAN, CLIP_STD, VisionConfig
 from orchmllm.models.connector import Connector
 from orchmllm.models.init import check_sizes, init_parameters
 

@@ -20,13 +20,13 @@ from functools import cached_property
 
 import numpy as np
 
+from orchmllm.config.schema import Conflict, key, section
 from orchmllm.plan import balance as balancing
 from orchmllm.plan.balance import DEFAULT_TOLERANCE, OPTIONS, POLICIES, RENAMED, balance
 from orchmllm.plan.cost import CostModel
 from orchmllm.plan.homes import Pieces, example_bytes, example_pieces, feature_home
 from orchmllm.plan.layout import ENCODERS, BatchLayout
 from orchmllm.plan.nodewise import OBJECTIVES, SOLVERS, assign_nodes
-from orchmllm.recipe.schema import Conflict, key, section
 
 PHASES = (*ENCODERS, "llm")
 DISPATCHES = ("tensors", "bytes", "load")

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from orchmllm.comm.exchange import RowGather, bytes_group, hop_groups
-from orchmllm.config import Recipe
+from orchmllm.config.recipe import Recipe
 from orchmllm.data.dataset import ConversationDataset
 from orchmllm.data.stream import open_dataset
 from orchmllm.orchestrator import Orchestrator

@@ -33,7 +33,7 @@ from torch.distributed.checkpoint.hf_storage import (
 from orchmllm.batch import on_this_device
 from orchmllm.comm.errors import AgreedError
 from orchmllm.comm.exchange import RowGather, gather_texts
-from orchmllm.config import CheckpointConfig
+from orchmllm.config.recipe import CheckpointConfig
 from orchmllm.runtime.files import fsync, identify, write_text
 from orchmllm.runtime.lineage import (
     candidates,

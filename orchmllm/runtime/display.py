@@ -16,7 +16,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from orchmllm.config import RunConfig
+from orchmllm.config.recipe import RunConfig
 from orchmllm.launch import drop_output
 from orchmllm.runtime.gain import Gain
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from orchmllm.config import Recipe
+from orchmllm.config.recipe import Recipe
 from orchmllm.data.loading.step_loader import Step
 from orchmllm.runtime.metrics import JsonLines, read_rows
 from orchmllm.runtime.run_state import MediaCount, NonFiniteError, Progress, name_of

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from orchmllm.config import TRAIN_PARTS
+from orchmllm.config.recipe import TRAIN_PARTS
 from orchmllm.plan.assign import PHASES
 
 SCHEMA_VERSION = 1

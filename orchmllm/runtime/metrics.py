@@ -11,7 +11,7 @@ from collections.abc import Callable
 from itertools import count
 from pathlib import Path
 
-from orchmllm.config import Recipe, to_yaml
+from orchmllm.config.recipe import Recipe, to_yaml
 from orchmllm.runtime.log_schema import SCHEMA_VERSION
 
 LOGS = ("metrics.jsonl", "quarantine.jsonl", "nonfinite.jsonl")  # that a run folder may hold

@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 
-from orchmllm.config import Recipe
+from orchmllm.config.model import LLMConfig
+from orchmllm.config.recipe import Recipe
 from orchmllm.data.formats.open import check_source, open_tokenizer, sources_of
-from orchmllm.data.preprocess.handshake import servers_of
+from orchmllm.data.loading.preprocess_handshake import servers_of
 from orchmllm.data.storage.remote import Storage
-from orchmllm.data.tokenizer import ChatTokenizer
-from orchmllm.models.config import LLMConfig
+from orchmllm.data.text.tokenizer import ChatTokenizer
 
 SPARE_BYTES = 64 << 20  # for logs and the state of a checkpoint
 

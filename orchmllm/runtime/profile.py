@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from orchmllm.config import ProfileConfig
+from orchmllm.config.recipe import ProfileConfig
 from orchmllm.data.loading.step_loader import Step
 from orchmllm.plan.rearrange import sums_of
 from orchmllm.plan.step import PHASES, StepPlan

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from orchmllm.comm.errors import AgreedError
 from orchmllm.comm.exchange import RowGather
-from orchmllm.config import Recipe
+from orchmllm.config.recipe import Recipe
 from orchmllm.data.dataset import ConversationDataset
 from orchmllm.data.sampler import lengths_digest
 from orchmllm.plan.assign import PHASES

@@ -7,9 +7,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from orchmllm.comm.errors import AgreedError
-from orchmllm.config import DataConfig, Recipe
+from orchmllm.config.model import ModelConfig
+from orchmllm.config.recipe import DataConfig, Recipe
 from orchmllm.data.loading.step_loader import Step
-from orchmllm.models.config import ModelConfig
 from orchmllm.plan.assign import PHASES
 from orchmllm.plan.layout import ENCODERS
 from orchmllm.runtime.calibrate import FittedCosts

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from orchmllm.config import DTYPE_BYTES, Recipe
+from orchmllm.config.recipe import DTYPE_BYTES, Recipe
 from orchmllm.plan.assign import PHASES
 from orchmllm.sharding.units import units
 

@@ -10,7 +10,7 @@ import torch
 import torch.fx.experimental._config
 from torch import Tensor, nn
 
-from orchmllm.models.config import ModelConfig
+from orchmllm.config.model import ModelConfig
 from orchmllm.plan.assign import PHASES
 
 GRAPHS = 64  # of all blocks together: phases, with and without gradients, and a margin

@@ -29,9 +29,9 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from orchmllm.config import FsdpConfig
+from orchmllm.config.model import ModelConfig
+from orchmllm.config.recipe import FsdpConfig
 from orchmllm.hf.sources import WeightSource
-from orchmllm.models.config import ModelConfig
 from orchmllm.models.mllm import MultimodalModel
 from orchmllm.sharding.check import check_shards
 from orchmllm.sharding.compiled import check_compiles, compile_block
@@ -92,7 +92,7 @@ def shard(model: MultimodalModel, config: FsdpConfig, device: torch.device,
 
     checkpointing: phase -> none, selective or full, instead of the recipe's. ranks_per_node: see
     orchmllm.sharding.gathers. Raises ValueError for `auto`, which
-    orchmllm.estimate.memory.choose_checkpointing has to decide before."""
+    orchmllm.sharding.memory.choose_checkpointing has to decide before."""
     on_meta = next(model.parameters()).is_meta
     model.to(device=None if on_meta else device, dtype=getattr(torch, config.param_dtype))
     model.llm.loss_chunk_rows = config.loss_chunk_rows

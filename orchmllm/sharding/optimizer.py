@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from orchmllm.config import TRAIN_PARTS, TrainConfig
+from orchmllm.config.recipe import TRAIN_PARTS, TrainConfig
 from orchmllm.models.mllm import MultimodalModel
 from orchmllm.sharding.init import plain_name
 

@@ -1,8 +1,8 @@
 """Every parameter of a model by its shape, grouped as FSDP2 shards it: pure arithmetic on the
 configuration, so that a model of any size is counted in no time and without torch.
 
-Shapes come from the table of names (orchmllm.hf.names). The order of units is that of the forward
-pass; tests compare them with the built model.
+Shapes come from the table of names (orchmllm.models.names). The order of units is that of the
+forward pass; tests compare them with the built model.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
-from orchmllm.hf.names import PARTS, Named, named
-from orchmllm.models.config import ModelConfig
+from orchmllm.config.model import ModelConfig
+from orchmllm.models.names import PARTS, Named, named
 
 Shape = tuple[int, ...]
 ROLES = ("root", "embed", "head")  # of units that are no block

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from orchmllm.comm.exchange import RowGather, bytes_group
 from orchmllm.comm.exchange_bytes import exchange_bytes
-from orchmllm.config import CheckpointConfig
+from orchmllm.config.recipe import CheckpointConfig
 from orchmllm.launch import World, process_group
 from orchmllm.plan.rearrange import Rearrangement
 from orchmllm.runtime.checkpoint import Checkpointer

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from orchmllm.data.tokenizer import ChatTokenizer
+from orchmllm.data.text.tokenizer import ChatTokenizer
 from tests.lib.commands import make_demo_data
 from tests.lib.formats import write_media
 from tests.lib.preprocess import SECRET, SMALL, Process

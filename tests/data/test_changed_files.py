@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from orchmllm.config import SourceConfig, plan_spec
+from orchmllm.config.recipe import SourceConfig, plan_spec
 from orchmllm.data.dataset import ConversationDataset
 from orchmllm.data.formats.conversation import media_of
 from orchmllm.data.index import build_index
@@ -16,7 +16,7 @@ from orchmllm.data.loading.step_loader import StepLoader
 from orchmllm.data.media.headers import image_header
 from orchmllm.data.sampler import GlobalSampler
 from orchmllm.data.storage.clients import StorageError
-from orchmllm.data.tokenizer import ChatTokenizer
+from orchmllm.data.text.tokenizer import ChatTokenizer
 from orchmllm.plan.step import BalanceConfig
 from orchmllm.runtime.build import build_orchestrators
 from tests.lib.formats import QUESTIONS, llava_row, write_jsonl, write_tar

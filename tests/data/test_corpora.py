@@ -8,13 +8,13 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from orchmllm.cli.data import main, open_recipe
-from orchmllm.config import SourceConfig, load_recipe
+from orchmllm.config.recipe import SourceConfig, load_recipe
 from orchmllm.data.dataset import ConversationDataset
 from orchmllm.data.sampler import MixtureSampler, make_sampler
-from orchmllm.data.tokenizer import ChatTokenizer
+from orchmllm.data.text.tokenizer import ChatTokenizer
 from orchmllm.plan.geometry import AudioGeometry, VisionGeometry
 from orchmllm.plan.layout import AUDIO, TEXT, VISION
+from orchmllm.tools.data.command import main, open_recipe
 from tests.lib.corpora import write_librispeech_hf, write_paper_mix
 from tests.lib.recipes import RECIPES
 

@@ -14,7 +14,7 @@ from orchmllm.data.dataset import ConversationDataset
 from orchmllm.data.formats.conversation import Turn
 from orchmllm.data.media.headers import audio_header, image_header
 from orchmllm.data.media.medium import MediaError, Medium
-from orchmllm.data.tokenizer import ChatTokenizer
+from orchmllm.data.text.tokenizer import ChatTokenizer
 from orchmllm.plan.geometry import AudioGeometry, VisionGeometry
 from orchmllm.plan.layout import AUDIO, TEXT, VISION
 from tests.lib.commands import make_demo_data

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from orchmllm.config import SourceConfig
+from orchmllm.config.recipe import SourceConfig
 from orchmllm.data.formats.open import open_source
 from orchmllm.data.media.medium import RowError, reading
 from orchmllm.plan.layout import AUDIO, TEXT, VISION

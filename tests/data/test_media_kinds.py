@@ -14,7 +14,7 @@ from orchmllm.data.formats.conversation import Turn
 from orchmllm.data.media.decode import decode_audio, decode_image
 from orchmllm.data.media.headers import audio_header, image_header
 from orchmllm.data.media.medium import Medium
-from orchmllm.data.tokenizer import ChatTokenizer
+from orchmllm.data.text.tokenizer import ChatTokenizer
 from orchmllm.plan.geometry import AudioGeometry, VisionGeometry
 from orchmllm.plan.layout import AUDIO, VISION
 from tests.lib.tokenizers import SPECIAL, write_tokenizer

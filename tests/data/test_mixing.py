@@ -9,8 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from orchmllm.cli.data import main
-from orchmllm.config import DataConfig, RecipeError, RunConfig, SourceConfig, load_recipe
+from orchmllm.config.recipe import DataConfig, RecipeError, RunConfig, SourceConfig, load_recipe
 from orchmllm.data.dataset import ConversationDataset
 from orchmllm.data.index import build_index
 from orchmllm.data.sampler import (
@@ -20,15 +19,16 @@ from orchmllm.data.sampler import (
     make_sampler,
     shuffled,
 )
-from orchmllm.data.stats import global_batches
 from orchmllm.data.stream import StreamDataset, open_dataset
-from orchmllm.data.tokenizer import ChatTokenizer
+from orchmllm.data.text.tokenizer import ChatTokenizer
 from orchmllm.plan.geometry import AudioGeometry, VisionGeometry
 from orchmllm.plan.grouping import capped
 from orchmllm.plan.layout import VISION
 from orchmllm.plan.step import BalanceConfig
 from orchmllm.runtime.build import build_dataset
 from orchmllm.runtime.run_state import check_resumable, resume_keys
+from orchmllm.tools.data.command import main
+from orchmllm.tools.data.composition import global_batches
 from tests.lib.formats import QUESTIONS, llava_row, write_jsonl, write_media
 from tests.lib.gradients import BATCH, Case, all_gradients, reference_gradients, worst_difference
 from tests.lib.ranks import run_ranks

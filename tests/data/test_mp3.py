@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 import soundfile
 
-from orchmllm.cli.data import main
 from orchmllm.data.media.decode import decode_audio
 from orchmllm.data.media.framing import _frame
 from orchmllm.data.media.headers import audio_header
 from orchmllm.data.media.medium import MediaError, Medium
 from orchmllm.plan.geometry import AudioGeometry
 from orchmllm.plan.layout import AUDIO
+from orchmllm.tools.data.command import main
 from tests.lib.formats import write_jsonl
 from tests.lib.tokenizers import write_tokenizer
 

@@ -13,16 +13,16 @@ import pytest
 import soundfile
 from PIL import Image
 
-from orchmllm.cli.data import main
-from orchmllm.config import SourceConfig
+from orchmllm.config.recipe import SourceConfig
 from orchmllm.data.dataset import ConversationDataset
 from orchmllm.data.formats import conversation
 from orchmllm.data.formats.conversation import media_of
 from orchmllm.data.formats.rows import parse_json
 from orchmllm.data.media.root import MediaRoot
-from orchmllm.data.tokenizer import ChatTokenizer
+from orchmllm.data.text.tokenizer import ChatTokenizer
 from orchmllm.plan.geometry import AudioGeometry, VisionGeometry
 from orchmllm.plan.layout import AUDIO, TEXT, VISION
+from orchmllm.tools.data.command import main
 from tests.lib.commands import python
 from tests.lib.formats import as_dataset, write_jsonl, write_media
 from tests.lib.tokenizers import write_tokenizer
@@ -259,8 +259,8 @@ def test_a_large_file_costs_little_memory(tmp_path):
     line = json.dumps({"messages": [{"role": "user", "content": "x" * 300},
                                     {"role": "assistant", "content": "y"}]})
     (tmp_path / "a.jsonl").write_text(f"{line}\n\n  \n" * 250_000)
-    code = ("import sys; from pathlib import Path; from orchmllm.config import SourceConfig; from "
-            "orchmllm.data.formats import open as o; from tests.lib.process import memory_kb; "
+    code = ("import sys; from pathlib import Path; from orchmllm.config.recipe import SourceConfig; "
+            "from orchmllm.data.formats import open as o; from tests.lib.process import memory_kb; "
             "before = memory_kb('VmHWM'); "
             "s = o.open_source(SourceConfig(path=sys.argv[1]), Path(sys.argv[2])); "
             "print(len(s), s.store.number(249_999), memory_kb('VmHWM') - before)")

@@ -14,13 +14,13 @@ import jsonschema
 import psutil
 import pytest
 
-from orchmllm.cli.preprocess import main
-from orchmllm.config import RecipeError, load_recipe
+from orchmllm.config.recipe import RecipeError, load_recipe
+from orchmllm.data.loading import preprocess_client as client
+from orchmllm.data.loading.preprocess_client import RemoteWorkers
+from orchmllm.data.loading.preprocess_handshake import Servers
 from orchmllm.data.loading.workers import Workers
-from orchmllm.data.preprocess import client
-from orchmllm.data.preprocess.client import RemoteWorkers
-from orchmllm.data.preprocess.handshake import Servers
 from orchmllm.runtime.log_schema import ROW_SCHEMA
+from orchmllm.tools.preprocess.command import main
 from tests.lib.commands import python
 from tests.lib.preprocess import Process, asked, calls_of, opened, same
 from tests.lib.ranks import RankFailure, run_ranks

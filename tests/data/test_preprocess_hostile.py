@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 import torch
 
+from orchmllm.data.loading import preprocess_handshake as handshake
+from orchmllm.data.loading.preprocess_handshake import admit, identity_of
+from orchmllm.data.loading.preprocess_messages import from_request, to_answer
 from orchmllm.data.loading.workers import Workers
-from orchmllm.data.preprocess import handshake
-from orchmllm.data.preprocess.examples import from_request, to_answer
-from orchmllm.data.preprocess.handshake import admit, identity_of
-from orchmllm.data.preprocess.server import FAILED_S
 from orchmllm.data.wire import MAGIC, Channel, WireError
 from orchmllm.plan.layout import VISION
+from orchmllm.tools.preprocess.server import FAILED_S
 from tests.lib.preprocess import SECRET, Process, asked, calls_of, opened, same
 
 

@@ -11,11 +11,11 @@ import pytest
 from PIL import Image
 
 from orchmllm.batch import IGNORE_INDEX
-from orchmllm.cli.data import dataset_of, main
-from orchmllm.cli.data_preview import on_terminal, stretches, unpatchify
-from orchmllm.config import load_recipe
+from orchmllm.config.recipe import load_recipe
 from orchmllm.data.media.decode import patchify
 from orchmllm.plan.geometry import VisionGeometry
+from orchmllm.tools.data.command import dataset_of, main
+from orchmllm.tools.data.preview import on_terminal, stretches, unpatchify
 from tests.lib.formats import QUESTIONS, llava_row, write_jsonl, write_media
 from tests.lib.tokenizers import write_tokenizer
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from orchmllm.config import RemoteRoot, SourceConfig
+from orchmllm.config.recipe import RemoteRoot, SourceConfig
 from orchmllm.data.formats.open import NUM_PEEKED, open_source
 from orchmllm.data.media.headers import image_header
 from orchmllm.data.storage.clients import Refused, StorageError

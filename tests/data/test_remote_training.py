@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from orchmllm.config import DataConfig, RemoteRoot, RunConfig, SourceConfig
+from orchmllm.config.recipe import DataConfig, RemoteRoot, RunConfig, SourceConfig
 from orchmllm.plan.step import BalanceConfig
 from orchmllm.runtime.build import build_dataset
 from tests.lib.commands import python

@@ -8,10 +8,10 @@ import json
 import pytest
 from PIL import Image
 
-from orchmllm.cli.data import main
 from orchmllm.data.formats.conversation import chat
 from orchmllm.data.media.medium import RowError
 from orchmllm.data.media.root import MediaRoot
+from orchmllm.tools.data.command import main
 from tests.lib.formats import write_jsonl
 from tests.lib.sources import opened
 

@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 import torch
 
-from orchmllm.config import SourceConfig, plan_spec
+from orchmllm.config.recipe import SourceConfig, plan_spec
 from orchmllm.data import dataset
 from orchmllm.data.dataset import ConversationDataset
 from orchmllm.data.index import build_index
 from orchmllm.data.loading.step_loader import StepLoader
 from orchmllm.data.sampler import GlobalSampler
-from orchmllm.data.tokenizer import ChatTokenizer
+from orchmllm.data.text.tokenizer import ChatTokenizer
 from orchmllm.plan.layout import BatchLayout
 from orchmllm.plan.step import BalanceConfig
 from orchmllm.runtime.build import build_orchestrators

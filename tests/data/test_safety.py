@@ -14,13 +14,13 @@ import pytest
 import soundfile
 from PIL import Image
 
-from orchmllm.config import SourceConfig
+from orchmllm.config.recipe import SourceConfig
 from orchmllm.data.dataset import ConversationDataset
 from orchmllm.data.formats.open import open_source
 from orchmllm.data.media.decode import decode_audio, decode_image
 from orchmllm.data.media.headers import audio_header, image_header
 from orchmllm.data.media.medium import MediaError, Medium, RowError
-from orchmllm.data.tokenizer import ChatTokenizer, Turn
+from orchmllm.data.text.tokenizer import ChatTokenizer, Turn
 from orchmllm.plan.geometry import AudioGeometry, VisionGeometry
 from orchmllm.plan.layout import AUDIO, VISION
 from tests.lib.broken import Sentinel, flac_expanding, png_claiming, wav_claiming

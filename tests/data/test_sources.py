@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from orchmllm.config import SourceConfig
+from orchmllm.config.recipe import SourceConfig
 from orchmllm.data.formats.open import open_source
 from orchmllm.data.index import build_index
+from orchmllm.data.loading.preprocess_handshake import identity_of
 from orchmllm.data.media.headers import image_header
 from orchmllm.data.media.medium import MediaError
-from orchmllm.data.preprocess.handshake import identity_of
 from orchmllm.data.stream import StreamDataset
 from orchmllm.plan.geometry import AudioGeometry, VisionGeometry
 from tests.data.test_safety import write_tar

@@ -14,8 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from PIL import Image
 
-from orchmllm.cli.data import main
-from orchmllm.config import RemoteRoot
+from orchmllm.config.recipe import RemoteRoot
 from orchmllm.data.media.headers import image_header
 from orchmllm.data.media.medium import Medium
 from orchmllm.data.storage import clients
@@ -23,6 +22,7 @@ from orchmllm.data.storage.cache import DiskCache
 from orchmllm.data.storage.clients import Refused, StorageError
 from orchmllm.data.storage.remote import fetch_ahead
 from orchmllm.plan.layout import VISION
+from orchmllm.tools.data.command import main
 from tests.lib.formats import llava_row, write_jsonl
 from tests.lib.servers import Hub, storage, web_server
 from tests.lib.tokenizers import write_tokenizer

@@ -10,11 +10,11 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from orchmllm.config import SourceConfig
+from orchmllm.config.recipe import SourceConfig
 from orchmllm.data.dataset import ConversationDataset
 from orchmllm.data.formats.open import open_source
 from orchmllm.data.stream import LogicalShard, StoreUnit, StreamDataset
-from orchmllm.data.tokenizer import ChatTokenizer
+from orchmllm.data.text.tokenizer import ChatTokenizer
 from orchmllm.plan.geometry import AudioGeometry, VisionGeometry
 from tests.lib.formats import QUESTIONS, llava_row, write_jsonl, write_media, write_tar
 from tests.lib.tokenizers import write_tokenizer

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 from orchmllm.batch import IGNORE_INDEX
-from orchmllm.cli.data import main
 from orchmllm.data.formats.conversation import Turn, chat, media_of
 from orchmllm.data.media.medium import Medium, RowError
 from orchmllm.data.media.root import MediaRoot
-from orchmllm.data.template_engine import TODAY
-from orchmllm.data.tokenizer import ChatTokenizer
+from orchmllm.data.text.template_engine import TODAY
+from orchmllm.data.text.tokenizer import ChatTokenizer
 from orchmllm.plan.layout import TEXT, VISION
+from orchmllm.tools.data.command import main
 from tests.lib.formats import write_jsonl
 from tests.lib.sources import opened
 from tests.lib.tokenizers import SPECIAL, write_tokenizer

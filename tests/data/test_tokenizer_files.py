@@ -7,7 +7,7 @@ import json
 import pytest
 
 from orchmllm.data.formats.conversation import Turn
-from orchmllm.data.tokenizer import ChatTokenizer
+from orchmllm.data.text.tokenizer import ChatTokenizer
 from tests.lib.tokenizers import SPECIAL, write_tokenizer
 
 TALK = [Turn("user", ("What is drawn?",), False), Turn("assistant", ("a red square",), True)]

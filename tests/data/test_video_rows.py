@@ -9,12 +9,12 @@ import sys
 import numpy as np
 import pytest
 
-from orchmllm.cli.data import dataset_of, main
-from orchmllm.config import SourceConfig, load_recipe
+from orchmllm.config.recipe import SourceConfig, load_recipe
 from orchmllm.data.dataset import ConversationDataset
-from orchmllm.data.tokenizer import ChatTokenizer
+from orchmllm.data.text.tokenizer import ChatTokenizer
 from orchmllm.plan.geometry import AudioGeometry, VisionGeometry
 from orchmllm.plan.layout import AUDIO, VISION
+from orchmllm.tools.data.command import dataset_of, main
 from tests.lib.commands import ROOT
 from tests.lib.formats import write_jsonl
 from tests.lib.ranks import run_ranks
@@ -121,7 +121,7 @@ def test_without_pyav_a_video_is_refused_with_the_command(videos):
     recipe = videos / "none.yaml"
     recipe.write_text(f"data: {{sources: [{{path: {videos}/data.jsonl}}], "
                       f"index_dir: {videos}/none}}\n")
-    code = ("import sys; sys.modules['av'] = None; from orchmllm.cli.data import main; "
+    code = ("import sys; sys.modules['av'] = None; from orchmllm.tools.data.command import main; "
             f"sys.exit(main(['lint', {str(recipe)!r}, '--decode']))")
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 1, done.stderr

@@ -18,7 +18,7 @@ import psutil
 import pytest
 from torch.utils.data import DataLoader
 
-from orchmllm.config import CheckpointConfig
+from orchmllm.config.recipe import CheckpointConfig
 from orchmllm.data.loading import forks, prefetch
 from orchmllm.data.loading.workers import Workers
 from orchmllm.data.media.medium import MediaError

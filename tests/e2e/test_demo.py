@@ -7,9 +7,9 @@ import math
 
 import pytest
 
-from orchmllm.cli import compare as command
-from orchmllm.cli.compare import largest_difference
 from orchmllm.runtime.metrics import read_rows
+from orchmllm.tools import compare as command
+from orchmllm.tools.compare import largest_difference
 from tests.lib import launched
 from tests.lib.commands import ROOT, TINY, make_demo_data, python
 from tests.lib.rows import row_problems

@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from orchmllm import orchestrator
 from orchmllm.comm.exchange import exchange_group, hop_groups
-from orchmllm.config import FsdpConfig, TrainConfig
+from orchmllm.config.recipe import FsdpConfig, TrainConfig
 from orchmllm.models import attention, audio, llm
 from orchmllm.models.mllm import MultimodalModel
 from orchmllm.orchestrator import Orchestrator

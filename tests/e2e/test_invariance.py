@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from orchmllm.config import FsdpConfig
+from orchmllm.config.recipe import FsdpConfig
 from orchmllm.plan.balance import POLICIES
 from orchmllm.plan.rearrange import Rearrangement
 from orchmllm.plan.step import BalanceConfig, PhasePolicy, plan_step

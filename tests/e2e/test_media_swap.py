@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from orchmllm.config import DataConfig, Recipe, RunConfig, TrainConfig
-from orchmllm.models.config import AudioConfig, LLMConfig, ModelConfig, VisionConfig
+from orchmllm.config.model import AudioConfig, LLMConfig, ModelConfig, VisionConfig
+from orchmllm.config.recipe import DataConfig, Recipe, RunConfig, TrainConfig
 from tests.lib.commands import ROOT
 from tests.lib.ranks import run_ranks
 

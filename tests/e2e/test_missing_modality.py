@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from orchmllm.config import FsdpConfig
+from orchmllm.config.recipe import FsdpConfig
 from orchmllm.plan.step import BalanceConfig
 from tests.lib.gradients import BATCH, Case, all_gradients, reference_gradients, worst_difference
 from tests.lib.ranks import run_ranks

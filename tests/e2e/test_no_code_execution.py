@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from orchmllm.config import RecipeError, load_recipe
+from orchmllm.config.recipe import RecipeError, load_recipe
 from orchmllm.runtime.checkpoint import CheckpointError
 from tests.lib.commands import ROOT
 from tests.lib.ranks import RankFailure, run_ranks

@@ -14,7 +14,7 @@ import pytest
 import soundfile
 from PIL import Image
 
-from orchmllm.config import CheckpointConfig, DataConfig, RunConfig
+from orchmllm.config.recipe import CheckpointConfig, DataConfig, RunConfig
 from orchmllm.data.media.medium import MediaError
 from orchmllm.plan.step import BalanceConfig
 from orchmllm.runtime.run_state import MIN_UNREADABLE

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from orchmllm.cli.data import main
-from orchmllm.config import DataConfig, RunConfig, load_recipe
+from orchmllm.config.recipe import DataConfig, RunConfig, load_recipe
 from orchmllm.data.stream import open_dataset
 from orchmllm.plan.layout import AUDIO, VISION
 from orchmllm.plan.step import PHASES, BalanceConfig
 from orchmllm.runtime.build import build_dataset
+from orchmllm.tools.data.command import main
 from tests.lib.commands import ROOT
 from tests.lib.corpora import write_paper_mix
 from tests.lib.ranks import run_ranks

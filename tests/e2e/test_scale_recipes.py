@@ -8,12 +8,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from orchmllm.config import Recipe
+from orchmllm.config.recipe import Recipe
 from orchmllm.data.loading.step_loader import StepLoader
 from orchmllm.data.sampler import GlobalSampler
-from orchmllm.estimate.workload import MODELS
 from orchmllm.models.mllm import MultimodalModel
 from orchmllm.sharding.units import num_parameters
+from orchmllm.tools.predict.workload import MODELS
 from orchmllm.trainer import Trainer
 from tests.lib.ranks import run_ranks
 from tests.lib.recipes import read

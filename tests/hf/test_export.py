@@ -18,17 +18,24 @@ from torch import Tensor, nn
 
 from orchmllm.batch import SequenceLengths
 from orchmllm.cli.export import main
-from orchmllm.config import CheckpointConfig, DataConfig, FsdpConfig, Recipe, RunConfig, TrainConfig
-from orchmllm.data.tokenizer import ChatTokenizer
+from orchmllm.config.model import LLMConfig, ModelConfig
+from orchmllm.config.recipe import (
+    CheckpointConfig,
+    DataConfig,
+    FsdpConfig,
+    Recipe,
+    RunConfig,
+    TrainConfig,
+)
+from orchmllm.data.text.tokenizer import ChatTokenizer
 from orchmllm.hf import export
-from orchmllm.hf.names import named
 from orchmllm.hf.sharded import read_sharded
 from orchmllm.hf.sources import PretrainedError, find_sources
 from orchmllm.hf.writer import renamed
 from orchmllm.models.attention import packed_attention, register_hf_attention
 from orchmllm.models.audio import packed_conv1d
-from orchmllm.models.config import LLMConfig, ModelConfig
 from orchmllm.models.mllm import MultimodalModel
+from orchmllm.models.names import named
 from orchmllm.sharding.init import plain_name
 from orchmllm.sharding.pretrained import load_pretrained
 from orchmllm.trainer import Trainer

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
-from orchmllm.config import RunConfig, load_recipe, to_yaml
-from orchmllm.data.tokenizer import ChatTokenizer
+from orchmllm.config.model import ModelConfig
+from orchmllm.config.recipe import RunConfig, load_recipe, to_yaml
+from orchmllm.data.text.tokenizer import ChatTokenizer
 from orchmllm.hf import export
 from orchmllm.hf.tokenizer import SAMPLE
-from orchmllm.models.config import ModelConfig
 from orchmllm.runtime.run_state import check_resumable, resume_keys
 from tests.lib.hf_models import HF_MODEL, write_checkpoint, write_models
 from tests.lib.ranks import run_ranks

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from orchmllm.config import Recipe, load_recipe
+from orchmllm.config.recipe import Recipe, load_recipe
 from orchmllm.data.sampler import make_sampler
 from orchmllm.models.mllm import MultimodalModel
 from orchmllm.runtime.build import build_dataset

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from orchmllm.cli import data
-from orchmllm.config import Recipe, load_recipe
-from orchmllm.recipe.schema import leaves
+from orchmllm.config.recipe import Recipe, load_recipe
+from orchmllm.config.schema import leaves
 from orchmllm.sharding.check import check_world
+from orchmllm.tools.data import command as data
 from orchmllm.trainer import Trainer
 from tests.lib.commands import TINY
 

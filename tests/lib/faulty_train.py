@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 
 from orchmllm import launch, train
-from orchmllm.config import CheckpointConfig, LaunchConfig
+from orchmllm.config.recipe import CheckpointConfig, LaunchConfig
 from orchmllm.plan.step import BalanceConfig
 from orchmllm.runtime.local_ranks import run_local
 from orchmllm.runtime.run_lock import lock_folder

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from orchmllm.batch import IGNORE_INDEX, SequenceLengths
-from orchmllm.config import Recipe
+from orchmllm.config.recipe import Recipe
 from orchmllm.data.loading.step_loader import StepLoader
 from orchmllm.data.sampler import GlobalSampler
 from orchmllm.launch import World

@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from orchmllm.batch import Microbatch
-from orchmllm.config import plan_spec
+from orchmllm.config.recipe import plan_spec
 from orchmllm.plan.layout import ENCODERS, BatchLayout
 from orchmllm.plan.step import BalanceConfig
 from tests.lib.gradients import RandomPlanner

@@ -12,10 +12,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from orchmllm.config import load_recipe
+from orchmllm.config.recipe import load_recipe
+from orchmllm.data.loading.preprocess_client import RemoteWorkers
+from orchmllm.data.loading.preprocess_handshake import Servers
 from orchmllm.data.loading.workers import Workers
-from orchmllm.data.preprocess.client import RemoteWorkers
-from orchmllm.data.preprocess.handshake import Servers
 from orchmllm.data.stream import open_dataset
 from orchmllm.plan.layout import TEXT
 from tests.lib.commands import ROOT

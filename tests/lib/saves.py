@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from orchmllm.comm.exchange import RowGather
-from orchmllm.config import CheckpointConfig
+from orchmllm.config.recipe import CheckpointConfig
 from orchmllm.runtime.checkpoint import Checkpointer
 from tests.lib.resume import flip
 

@@ -16,7 +16,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-from orchmllm.config import RemoteConfig, RemoteRoot
+from orchmllm.config.recipe import RemoteConfig, RemoteRoot
 from orchmllm.data.storage.remote import Storage
 
 BUCKET = "bucket"

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from orchmllm.batch import SequenceLengths
+from orchmllm.config.model import AudioConfig, LLMConfig, VisionConfig
 from orchmllm.models.audio import AudioEncoder
-from orchmllm.models.config import AudioConfig, LLMConfig, VisionConfig
 from orchmllm.models.llm import PackedQwen2
 from orchmllm.models.vision import VisionEncoder
 

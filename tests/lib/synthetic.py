@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from orchmllm.doctor.synthetic import MODEL, VOCAB, SyntheticDataset, recipe
+from orchmllm.tools.doctor.synthetic import MODEL, VOCAB, SyntheticDataset, recipe
 
 __all__ = ["MODEL", "SHALLOW", "VOCAB", "SyntheticDataset", "recipe"]
 SHALLOW = replace(MODEL, **{p: replace(getattr(MODEL, p), num_layers=1)

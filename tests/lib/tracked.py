@@ -12,16 +12,16 @@ from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from orchmllm.batch import Batch, SequenceLengths
-from orchmllm.config import Recipe, plan_spec
-from orchmllm.estimate.dry_run import NONE
-from orchmllm.estimate.lengths import of_mix
-from orchmllm.estimate.memory import MemoryModel, loads_of
+from orchmllm.config.recipe import Recipe, plan_spec
 from orchmllm.models.flops import padded_phases
 from orchmllm.models.mllm import MultimodalModel
 from orchmllm.plan.assign import PHASES
 from orchmllm.plan.layout import ENCODERS
 from orchmllm.plan.step import plan_step
 from orchmllm.sharding.fsdp import shard
+from orchmllm.sharding.memory import MemoryModel, loads_of
+from orchmllm.tools.predict.dry_run import NONE
+from orchmllm.tools.predict.examples import of_mix
 
 
 def tracked(recipe: Recipe, num_ranks: int) -> tuple[float, dict[str, float]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from orchmllm.config import Recipe
+from orchmllm.config.recipe import Recipe
 from orchmllm.runtime.display import RunDisplay
 from orchmllm.trainer import Trainer
 

@@ -11,6 +11,7 @@ import torch
 from transformers import Qwen2ForCausalLM
 
 from orchmllm.batch import SequenceLengths
+from orchmllm.config.model import ModelConfig
 from orchmllm.models import attention
 from orchmllm.models.attention import (
     attention_backend,
@@ -18,7 +19,6 @@ from orchmllm.models.attention import (
     packed_attention,
     register_hf_attention,
 )
-from orchmllm.models.config import ModelConfig
 from orchmllm.models.llm import hf_config
 from tests.lib.submodules import AUDIO, LLM, VISION, relative
 

@@ -15,17 +15,16 @@ from transformers import WhisperConfig, WhisperFeatureExtractor
 from transformers.models.whisper.modeling_whisper import WhisperEncoder
 
 from orchmllm.batch import SequenceLengths
-from orchmllm.config import FsdpConfig, SourceConfig, load_recipe, plan_spec
+from orchmllm.config.model import WHISPER_FRAMES, AudioConfig, LLMConfig, ModelConfig
+from orchmllm.config.recipe import FsdpConfig, SourceConfig, load_recipe, plan_spec
 from orchmllm.data.formats.open import open_source
 from orchmllm.data.index import index_folder
 from orchmllm.data.lengths import LengthReader
 from orchmllm.data.media.decode import decode_audio
 from orchmllm.data.media.medium import MediaError, Medium
-from orchmllm.data.tokenizer import ChatTokenizer
-from orchmllm.estimate.workload import batch_layout, sample_headers
+from orchmllm.data.text.tokenizer import ChatTokenizer
 from orchmllm.models import audio
 from orchmllm.models.audio import AudioEncoder
-from orchmllm.models.config import WHISPER_FRAMES, AudioConfig, LLMConfig, ModelConfig
 from orchmllm.models.flops import (
     Lengths,
     cost_model,
@@ -38,6 +37,7 @@ from orchmllm.plan.cost import CostModel
 from orchmllm.plan.geometry import AudioGeometry
 from orchmllm.plan.layout import AUDIO
 from orchmllm.plan.step import BalanceConfig, PhasePolicy, plan_step
+from orchmllm.tools.predict.workload import batch_layout, sample_headers
 from orchmllm.train import main
 from tests.lib.gradients import Case, all_gradients, reference_gradients, worst_difference
 from tests.lib.memory import WIDE, measured

@@ -10,7 +10,7 @@ import torch
 from transformers import Qwen2ForCausalLM
 
 from orchmllm.batch import IGNORE_INDEX, SequenceLengths
-from orchmllm.models.config import LLMConfig
+from orchmllm.config.model import LLMConfig
 from orchmllm.models.llm import PackedQwen2, RMSNorm, RotaryEmbedding
 from tests.lib.submodules import LLM, TOKENS, build, inputs, logits, positions, relative, run
 

@@ -9,11 +9,11 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from orchmllm.batch import IGNORE_INDEX
-from orchmllm.config import FsdpConfig
-from orchmllm.estimate.memory import Loads, MemoryModel
-from orchmllm.models.config import LLMConfig, ModelConfig
+from orchmllm.config.model import LLMConfig, ModelConfig
+from orchmllm.config.recipe import FsdpConfig
 from orchmllm.models.flops import Lengths
 from orchmllm.models.llm import LossHead
+from orchmllm.sharding.memory import Loads, MemoryModel
 
 
 def gradients(dtype: torch.dtype, num_targets: int) -> list[Tensor]:

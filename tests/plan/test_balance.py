@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from orchmllm.dropin.setup import make_spec
-from orchmllm.models.config import ModelConfig
+from orchmllm.config.model import ModelConfig
+from orchmllm.loader.setup import make_spec
 from orchmllm.models.flops import cost_model
 from orchmllm.plan.assign import PhasePolicy
 from orchmllm.plan.balance import DEFAULT_TOLERANCE, balance, core

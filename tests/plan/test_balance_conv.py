@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orchmllm.estimate.workload import sample_layout
 from orchmllm.plan.balance import core
 from orchmllm.plan.layout import AUDIO
+from orchmllm.tools.predict.workload import sample_layout
 from tests.plan.test_balance_properties import loads, problems, thorough
 from tests.twins import conv_transformer as reference_conv
 

@@ -6,11 +6,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from orchmllm.estimate.workload import MODELS, sample_layout
 from orchmllm.models.flops import cost_model
 from orchmllm.plan.balance import core, load_cap
 from orchmllm.plan.homes import example_bytes
 from orchmllm.plan.layout import VISION
+from orchmllm.tools.predict.workload import MODELS, sample_layout
 from tests.lib.balancing import loads
 
 sys.path.append(str(Path(__file__).parents[2] / "scripts"))  # as for a script that is started

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orchmllm.estimate.workload import MODELS, sample_layout
 from orchmllm.models.flops import cost_model
 from orchmllm.plan.balance import OPTIONS, assign_microbatches, balance, core, load_cap
 from orchmllm.plan.homes import example_bytes
 from orchmllm.plan.layout import AUDIO, VISION
+from orchmllm.tools.predict.workload import MODELS, sample_layout
 from tests.lib.balancing import brute_force, loads, problems, thorough
 from tests.lib.commands import ROOT
 from tests.twins import core as reference

@@ -8,8 +8,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from orchmllm.batch import SequenceLengths
+from orchmllm.config.model import AudioConfig, LLMConfig, ModelConfig, VisionConfig
 from orchmllm.models.audio import AudioEncoder
-from orchmllm.models.config import AudioConfig, LLMConfig, ModelConfig, VisionConfig
 from orchmllm.models.flops import cost_model
 from orchmllm.models.llm import PackedQwen2
 from orchmllm.models.vision import VisionEncoder

@@ -5,10 +5,10 @@ from itertools import permutations
 import numpy as np
 import pytest
 
-from orchmllm.estimate.workload import sample_layout
 from orchmllm.plan.balance import balance, core
 from orchmllm.plan.layout import AUDIO
 from orchmllm.plan.nodewise import assign_nodes
+from orchmllm.tools.predict.workload import sample_layout
 from tests.twins.nodewise import nodewise
 
 

@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from orchmllm.estimate.workload import MODELS, sample_layout
 from orchmllm.models.flops import cost_model
 from orchmllm.plan.assign import PHASES, BalanceConfig, PhasePolicy, PlanSpec, assign_phases
 from orchmllm.plan.balance import core, load_cap
@@ -17,6 +16,7 @@ from orchmllm.plan.geometry import text_lengths
 from orchmllm.plan.homes import example_bytes, feature_home
 from orchmllm.plan.layout import AUDIO, ENCODERS, TEXT, VISION, BatchLayout
 from orchmllm.plan.step import StepPlan, assign_microbatches, build_plan, plan_step
+from orchmllm.tools.predict.workload import MODELS, sample_layout
 from tests.lib.corpora import write_llava
 from tests.lib.tokenizers import write_tokenizer
 

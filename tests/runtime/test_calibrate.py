@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from orchmllm.config import RecipeError, load_recipe
+from orchmllm.config.recipe import RecipeError, load_recipe
 from orchmllm.plan.cost import CostModel
 from orchmllm.plan.fit_cost import Measured, fit_costs
 from orchmllm.plan.step import PHASES, BalanceConfig

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from orchmllm.comm.exchange import RowGather
-from orchmllm.config import CheckpointConfig
+from orchmllm.config.recipe import CheckpointConfig
 from orchmllm.runtime.checkpoint import Checkpointer, CheckpointError
 from orchmllm.trainer import Trainer
 from tests.lib.ranks import RankFailure, run_ranks

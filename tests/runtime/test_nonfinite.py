@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from orchmllm.config import CheckpointConfig
+from orchmllm.config.recipe import CheckpointConfig
 from orchmllm.plan.step import BalanceConfig
 from orchmllm.runtime.run_state import NonFiniteError
 from orchmllm.trainer import Trainer

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from orchmllm.config import ProfileConfig, RecipeError, load_recipe
+from orchmllm.config.recipe import ProfileConfig, RecipeError, load_recipe
 from orchmllm.data.loading.step_loader import Step
 from orchmllm.trainer import Trainer
 from tests.lib.ranks import run_ranks

@@ -25,7 +25,7 @@ from pathlib import Path
 import pytest
 from jsonschema import Draft202012Validator
 
-from orchmllm.config import RunConfig
+from orchmllm.config.recipe import RunConfig
 from orchmllm.plan.step import BalanceConfig
 from orchmllm.runtime import display as progress
 from orchmllm.runtime.display import RunDisplay

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from orchmllm.config import load_recipe
+from orchmllm.config.recipe import load_recipe
 from orchmllm.data.dataset import ConversationDataset
 from orchmllm.runtime.checkpoint import CheckpointError
 from orchmllm.runtime.files import identify

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch._dynamo.utils import counters
 
 from orchmllm.batch import SequenceLengths
-from orchmllm.config import FsdpConfig
+from orchmllm.config.recipe import FsdpConfig
 from orchmllm.models import attention_op
 from orchmllm.models.attention import packed_attention
 from orchmllm.models.mllm import MultimodalModel

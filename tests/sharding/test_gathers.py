@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
-from orchmllm.config import FsdpConfig
+from orchmllm.config.recipe import FsdpConfig
 from orchmllm.plan.step import BalanceConfig
 from orchmllm.sharding.check import check_world
 from tests.lib.gathers import Gather, log_gathers

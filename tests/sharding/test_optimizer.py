@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from orchmllm.config import DataConfig, FsdpConfig, TrainConfig
+from orchmllm.config.recipe import DataConfig, FsdpConfig, TrainConfig
 from orchmllm.models.mllm import MultimodalModel
 from orchmllm.sharding.init import plain_name
 from orchmllm.sharding.optimizer import (

@@ -17,13 +17,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from orchmllm.config import FsdpConfig, RecipeError, explain, load_recipe, read_recipe
+from orchmllm.config.model import LLMConfig, ModelConfig
+from orchmllm.config.recipe import FsdpConfig, RecipeError, explain, load_recipe, read_recipe
 from orchmllm.hf.configs import mismatches
 from orchmllm.hf.folder import Folder
-from orchmllm.hf.names import PARTS, named
 from orchmllm.hf.sources import PretrainedError, find_sources
-from orchmllm.models.config import LLMConfig, ModelConfig
 from orchmllm.models.mllm import MultimodalModel
+from orchmllm.models.names import PARTS, named
 from orchmllm.runtime.run_state import check_resumable
 from orchmllm.sharding.fsdp import build_model
 from orchmllm.sharding.init import plain_name, seed_weights

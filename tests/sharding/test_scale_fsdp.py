@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from orchmllm.config import FsdpConfig
+from orchmllm.config.recipe import FsdpConfig
 from orchmllm.models.llm import LossHead
 from orchmllm.models.mllm import MultimodalModel
 from orchmllm.plan.step import BalanceConfig, PhasePolicy

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from orchmllm.config import SourceConfig
+from orchmllm.config.recipe import SourceConfig
 from orchmllm.data.formats.rows import RowStore
 from orchmllm.data.storage.remote import RemoteFile
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 
-from orchmllm.config import SourceConfig
+from orchmllm.config.recipe import SourceConfig
 from orchmllm.data.formats import arrow, llama_factory
 from orchmllm.data.formats.copies import PACKED, cached, digest, suffix_of, unpacked
 from orchmllm.data.formats.rows import (

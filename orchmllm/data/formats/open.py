@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 
-from orchmllm.config import DataConfig, SourceConfig
+from orchmllm.config.recipe import DataConfig, SourceConfig
 from orchmllm.data.formats.adapters import ADAPTERS, LOOKED_FOR, detect
 from orchmllm.data.formats.conversation import (
     PREFERENCES,
@@ -29,7 +29,7 @@ from orchmllm.data.media.root import MediaRoot
 from orchmllm.data.media.unread import refuse_unread
 from orchmllm.data.storage.clients import StorageError, without_query
 from orchmllm.data.storage.remote import NOWHERE, Storage, is_url
-from orchmllm.data.tokenizer import ChatTokenizer
+from orchmllm.data.text.tokenizer import ChatTokenizer
 from orchmllm.plan.layout import AUDIO
 
 NUM_PEEKED = 20  # first rows that detection looks at: some of them may be broken

@@ -21,9 +21,9 @@ from torch import Tensor
 from orchmllm.batch import UNCOUNTED, Example, FailedSegment, Microbatch, Step
 from orchmllm.comm.exchange_bytes import exchange_bytes
 from orchmllm.data.loading.pipeline import Postponed
+from orchmllm.data.loading.preprocess_client import RemoteWorkers
+from orchmllm.data.loading.preprocess_handshake import Servers
 from orchmllm.data.loading.workers import Workers
-from orchmllm.data.preprocess.client import RemoteWorkers
-from orchmllm.data.preprocess.handshake import Servers
 from orchmllm.data.sampler import GlobalSampler
 from orchmllm.orchestrator import Orchestrator
 from orchmllm.plan.layout import ENCODERS, BatchLayout

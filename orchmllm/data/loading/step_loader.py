@@ -13,7 +13,7 @@ import numpy as np
 from orchmllm.batch import Example, Step
 from orchmllm.data.loading.feed import SegmentFeed
 from orchmllm.data.loading.pipeline import Pipeline
-from orchmllm.data.preprocess.handshake import Servers
+from orchmllm.data.loading.preprocess_handshake import Servers
 from orchmllm.data.sampler import GlobalSampler
 from orchmllm.orchestrator import Orchestrator
 from orchmllm.plan.geometry import AudioGeometry, VisionGeometry

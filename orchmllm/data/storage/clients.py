@@ -20,7 +20,7 @@ from urllib.parse import urljoin, urlsplit
 
 from fsspec.callbacks import Callback
 
-from orchmllm.config import RemoteConfig, RemoteRoot
+from orchmllm.config.recipe import RemoteConfig, RemoteRoot
 
 T = TypeVar("T")
 PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "hf": "huggingface_hub", "http": "aiohttp",

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import BinaryIO
 from urllib.parse import quote, unquote, urlsplit
 
-from orchmllm.config import RemoteConfig
+from orchmllm.config.recipe import RemoteConfig
 from orchmllm.data.storage.cache import DiskCache, written
 from orchmllm.data.storage.clients import (
     Progress,

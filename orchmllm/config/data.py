@@ -1,0 +1,159 @@
+"""Sections of a recipe on what is trained on: sources, how they are read, and what is remote."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import MISSING, dataclass
+
+from orchmllm.config.schema import Conflict, key, section
+
+ROW_FORMATS = ("auto", "llava", "sharegpt", "openai", "llama_factory", "asr", "caption",
+               "librispeech", "air_bench")
+
+
+@dataclass(frozen=True)
+class SourceConfig:
+    """One source of examples: a file, several shards, a folder, or a dataset of the hub."""
+
+    path: str = key(MISSING, "A JSON, JSONL, parquet, arrow or tar file, a pattern of them "
+                    "(`shards/*.tar`, `shard-{000..099}.tar`), a folder, or `hf:org/name`.")
+    row_format: str = key("auto", "How its rows are written; `auto` tells it from the first ones.",
+                          choices=ROW_FORMATS, aliases=("format",))
+    weight: float = key(0.0, "Share of what is drawn, in proportion to the other weights; 0 for "
+                        "all sources: every example once per epoch.", at_least=0)
+    repeats: int = key(1, "How often each of its rows comes in an epoch.", at_least=1)
+    media_root: str = key("", "Folder that media paths are relative to and must stay in; empty: "
+                          "where the data file is.")
+    split: str = key("", "Split of a Hugging Face dataset, or how the names of the files of a "
+                     "folder, or of LibriSpeech's folders, begin.")
+    subset: str = key("", "Configuration of a Hugging Face dataset, or one of the datasets in "
+                      "LLaMA-Factory's dataset_info.json.")
+    prompt: str = key("", "Question put before a transcript or caption; empty: a default.")
+    video_fps: float = key(1.0, "Frames that are read of a second of video.", above=0, at_most=240)
+    video_frames: int = key(0, "Frames that are read of a video, at equal distances; 0: by "
+                            "video_fps.", at_least=0)
+    video_max_frames: int = key(64, "At most so many frames of a video.", at_least=1)
+    video_audio: bool = key(False, "The sound of a video follows its frames as a clip, where it "
+                            "has any.")
+    name: str = key("", "In errors and statistics; empty: the last part of path.")
+    max_row_bytes: int = key(8 << 20, "A longer row of text is refused unread.", at_least=1)
+
+
+@dataclass(frozen=True)
+class RemoteRoot:
+    """A place on another machine that may be read."""
+
+    url: str = key(MISSING, "A folder, with all that is below it: `s3://bucket/folder`, "
+                   "`gs://bucket/folder`, `hf://datasets/org/name`, `https://host/folder`.")
+    endpoint: str = key("", "Address of another server that speaks the protocol of S3, Google "
+                        "Cloud Storage or the hub; empty: the provider's own.")
+    anonymous: bool = key(False, "Ask without credentials. Otherwise those of the environment are "
+                          "used (AWS_PROFILE, GOOGLE_APPLICATION_CREDENTIALS, HF_TOKEN, ...); a "
+                          "recipe holds none.")
+
+    def conflicts(self) -> Iterator[Conflict]:
+        """url: one of the schemes with a bucket or host, without a user, a query or `..`."""
+        if not re.fullmatch(r"(s3|gs|hf|https?)://[^/?#@\s\\]+(/[^?#\s\\]*)?", self.url) or (
+                ".." in self.url.split("/")):
+            yield Conflict(("url",), "write s3://bucket/folder, gs://bucket/folder, "
+                           "hf://datasets/org/name or https://host/folder, without a user, query "
+                           "or ..")
+
+
+@dataclass(frozen=True)
+class RemoteConfig:
+    """What is read from other machines, and how. Nothing is, unless it is declared here."""
+
+    roots: tuple[RemoteRoot, ...] = key((), "Places that data.path, data.sources and the rows of "
+                                        "the data may name; all others are refused.")
+    cache: str = key("", "Folder on a local disk for files that were fetched, shared by all ranks "
+                     "of the host; empty: ~/.cache/orchmllm/remote.")
+    cache_gib: float = key(100.0, "Size that it may have in GiB; files that were used least lately "
+                           "make room for others.", above=0)
+    attempts: int = key(10, "How often a file is asked for before the run ends.", at_least=1)
+    stall_s: float = key(30.0, "Seconds without an answer or a byte after which an attempt fails.",
+                         above=0)
+    deadline_s: float = key(240.0, "Seconds after which a file is given up, all attempts together; "
+                            "below launch.stall_timeout_s.", above=0)
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """What is read, and what happens when it cannot be."""
+
+    path: str = key("", "One source of examples; the same as `sources: [{path: ...}]`. It is "
+                    "required where data.sources is empty.",
+                    aliases=("dataset", "data_path", "train_file"))
+    sources: tuple[SourceConfig, ...] = key((), "Sources of examples, instead of data.path.",
+                                            aliases=("datasets", "mixture"))
+    tokenizer: str = key("", "A tokenizer.json, or a folder with one and its chat template; empty: "
+                         "the one beside the (first) data.")
+    num_validation: int = key(0, "Rows held out at the end of the sources.", at_least=0)
+    streaming: bool = key(False, "Read the shards of the sources in order instead of sampling "
+                          "rows.")
+    num_shards: int = key(64, "Logical shards of a stream. The order of examples depends on it, "
+                          "and not on ranks or workers.", at_least=1)
+    shuffle_window: int = key(0, "Rows in a row that are shuffled together; the windows come in an "
+                              "order drawn for each epoch (those of a stream in the order of the "
+                              "file); 0: all rows of the epoch (256 of a stream).", at_least=0)
+    batching: str = key("sample", "`sample`: train.batch_size examples for each rank and "
+                        "microbatch. `capped`: mini-batches of as many examples as fit "
+                        "data.max_batch_tokens and data.max_batch_images, formed once from an "
+                        "index and drawn in another order every epoch; nothing is left out.",
+                        choices=("sample", "capped"))
+    max_batch_tokens: int = key(0, "LLM tokens of a mini-batch with `capped`; a longer example is "
+                                "one of its own.", at_least=0)
+    max_batch_images: int = key(0, "Images of a mini-batch with `capped`; 0: no limit.",
+                                at_least=0)
+    max_example_tokens: int = key(0, "An example ends there; text is cut, a medium never; 0: no "
+                                  "limit.", at_least=0, aliases=("max_seq_length", "max_length"))
+    index_dir: str = key("", "Folder of length indexes (`orchmllm data index`); empty: "
+                         "~/.cache/orchmllm/index.")
+    prefetch: int = key(2, "Steps prepared ahead.", at_least=0, aliases=("prefetch_factor",))
+    num_workers: int = key(0, "Processes of each rank that read and decode; 0: its prefetch thread "
+                           "does.", at_least=0, at_most=64,
+                           aliases=("workers", "dataloader_workers"))
+    preprocess: tuple[str, ...] = key((), "Servers (`orchmllm preprocess`) that read and decode "
+                                      "for the ranks: host:port of each. The ranks do it while "
+                                      "none answers.")
+    preprocess_secret_file: str = key("", "File with the secret that these servers have; empty: "
+                                      "$ORCHMLLM_PREPROCESS_SECRET. Needed on other machines.")
+    preprocess_timeout_s: float = key(60.0, "Seconds after which a server that has not answered "
+                                      "whole is given up.", above=0)
+    strict: bool = key(False, "A medium that cannot be decoded is an error. Otherwise its example "
+                       "is not learnt from and gets a line in quarantine.jsonl.")
+    max_failed_in_a_row: int = key(20, "Consecutive media that cannot be decoded which are an "
+                                   "error all the same; 0: no limit.", at_least=0)
+    max_failed_percent: float = key(5.0, "Share of such media that is an error, once 100 were "
+                                    "read.", at_least=0, at_most=100)
+    remote: RemoteConfig = section(RemoteConfig)
+
+    def conflicts(self) -> Iterator[Conflict]:
+        """data.path or data.sources, not both; every source has a weight, or none; weights,
+        repeats and capped batches exclude each other or a stream, which holds out no rows; capped
+        batches have a cap."""
+        if not self.path and not self.sources:
+            yield Conflict(("path", "sources"), "give a JSONL file or a folder with data.jsonl, "
+                           "or list data.sources")
+        if self.path and self.sources:
+            yield Conflict(("path", "sources"), "give data.path or data.sources, not both")
+        weights = [source.weight for source in self.sources]
+        if any(weights) and not all(weights):
+            yield Conflict(("sources",), "give every source a weight, or none")
+        if any(s.repeats > 1 for s in self.sources) and (any(weights) or self.streaming):
+            yield Conflict(("sources",), "repeats are counted in epochs of all rows, which neither "
+                           "weights nor data.streaming have: use weights alone")
+        if self.streaming and self.num_validation:
+            yield Conflict(("num_validation", "streaming"),
+                           "a stream holds nothing out: set it to 0")
+        capped = self.batching == "capped"
+        if capped and (self.streaming or any(weights) or self.shuffle_window):
+            yield Conflict(("batching",), "forms mini-batches of all rows once: without "
+                           "data.streaming, data.shuffle_window and weights (repeats can be given)")
+        if capped != bool(self.max_batch_tokens) or (self.max_batch_images and not capped):
+            yield Conflict(("max_batch_tokens", "batching"), "data.batching=capped needs a number "
+                           "of tokens that a rank can hold, and `sample` has no caps")
+        if self.streaming and len(weights) > 1 and not any(weights):
+            yield Conflict(("streaming", "sources"), "needs a weight for every source: how many "
+                           "rows a stream has is not known")

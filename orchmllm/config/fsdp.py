@@ -1,0 +1,69 @@
+"""Section of a recipe on how the model is sharded over the ranks, in which numbers it computes, and
+what it keeps for the backward pass."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from orchmllm.config.schema import key
+
+DTYPE_BYTES = {"float32": 4, "float64": 8, "bfloat16": 2}
+CHECKPOINTING = ("none", "selective", "full", "auto")
+RESHARD = ("full", "node", "none")
+
+
+@dataclass(frozen=True)
+class FsdpConfig:
+    """How the model is sharded and computed."""
+
+    shard_size: int = key(0, "Ranks a parameter is sharded over, dividing their number; 0: all; "
+                          "else hybrid sharding, replicated over the rest.", at_least=0)
+    reshard_after_forward: bool = key(
+        True, "Free gathered parameters between forward and backward, where the backward pass "
+        "reads them; other units are always freed.")
+    vision_reshard: str = key("", "The same for the vision encoder: `full` frees them, `node` "
+                              "keeps them sharded over the ranks of the node, so that the "
+                              "backward pass gathers inside it, `none` keeps them whole; empty: "
+                              "as fsdp.reshard_after_forward.", choices=("", *RESHARD))
+    audio_reshard: str = key("", "The same for the audio encoder.", choices=("", *RESHARD))
+    llm_reshard: str = key("", "The same for the LLM's layers.", choices=("", *RESHARD))
+    cpu_offload: bool = key(
+        False, "Keep parameters, gradients and the optimizer's state in the memory of the host, "
+        "and update them there: slow, for a model that does not fit otherwise.")
+    activation_checkpointing: str = key(
+        "none", "What the blocks of all phases recompute in the backward pass: `selective`: what "
+        "is no matrix product and no attention; `full`: the whole block; `auto`: per phase, the "
+        "cheapest that fits fsdp.memory_gb.", choices=CHECKPOINTING)
+    vision_checkpointing: str = key("", "The same for the vision encoder; empty: as all phases.",
+                                    choices=("", *CHECKPOINTING))
+    audio_checkpointing: str = key("", "The same for the audio encoder; empty: as all phases.",
+                                   choices=("", *CHECKPOINTING))
+    llm_checkpointing: str = key("", "The same for the LLM; empty: as all phases.",
+                                 choices=("", *CHECKPOINTING))
+    memory_gb: float = key(0.0, "Memory of a rank, in 1e9 bytes, that tensors may take: for "
+                           "`auto` and the dry run; 0: 92% of the GPU's.", at_least=0)
+    loss_chunk_rows: int = key(
+        0, "Rows whose logits exist at the same time (with their gradient, 12 bytes times the "
+        "vocabulary each); 0: all.", at_least=0)
+    prefetch: int = key(0, "Units whose parameters are gathered ahead, in forward and backward; "
+                        "0: FSDP2's own choice.", at_least=0, at_most=8)
+    meta_init: bool = key(
+        False, "Build without memory, then draw each rank's part of the weights from a seed per "
+        "row: the same on any number of ranks, and nowhere a full copy.")
+    compile: bool = key(False, "torch.compile every block: one graph a phase, made in the first "
+                        "steps; blocks with fewer than two rows run without.")
+    param_dtype: str = key("float32", "Of parameters, gradients and optimizer.",
+                           choices=tuple(DTYPE_BYTES))
+    compute_dtype: str = key("", "Of forward and backward; empty: param_dtype.",
+                             choices=("", *DTYPE_BYTES),
+                             aliases=("dtype", "bf16", "mixed_precision"))
+
+    def reshard(self, phase: str) -> str:
+        """What is freed between forward and backward in `vision`, `audio` or `llm`: full, node or
+        none."""
+        return getattr(self, f"{phase}_reshard") or (
+            "full" if self.reshard_after_forward else "none")
+
+    def checkpointing(self, phase: str) -> str:
+        """The choice for `vision`, `audio` or `llm`."""
+        return getattr(self, f"{phase}_checkpointing") or self.activation_checkpointing

@@ -1,0 +1,176 @@
+"""Shapes of the three submodules as plain dataclasses (no torch: recipes are checked before it is
+imported). Names follow Hugging Face's configurations where one exists."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from orchmllm.config.schema import Conflict, key, section
+from orchmllm.plan.geometry import AudioGeometry, VisionGeometry
+
+# Of CLIP: mean and standard deviation of red, green and blue, of pixels scaled to [0, 1].
+CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
+CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
+AUDIO_MODES = ("packed", "padded", "fixed")
+WHISPER_FRAMES = 3000  # 30 s
+
+
+def _layers(default: int) -> int:
+    return key(default, "Transformer blocks.", at_least=1, aliases=("num_hidden_layers", "depth"))
+
+
+def _width(default: int) -> int:
+    return key(default, "Width of a position.", at_least=1,
+               aliases=("d_model", "hidden_dim", "dim"))
+
+
+def _mlp(default: int) -> int:
+    return key(default, "Width of a block's MLP.", at_least=1,
+               aliases=("ffn_dim", "ffn_hidden_size"))
+
+
+def _heads(default: int) -> int:
+    return key(default, "Attention heads.", at_least=1, aliases=("num_attention_heads", "n_heads"))
+
+
+def _frozen(doc: str) -> bool:
+    return key(False, doc)
+
+
+def _pretrained(model: str) -> str:
+    return key("", f"Folder with {model}: config.json and safetensors, read shard by shard; empty: "
+                   "start from run.seed. Implies fsdp.meta_init.",
+               aliases=("model_name_or_path", "pretrained_model_name_or_path"))
+
+
+@dataclass(frozen=True)
+class VisionConfig:
+    """Packed native-resolution ViT (pre-norm, 2-D rotary positions, attention within one image)
+    and its connector: merge_size x merge_size patches -> LayerNorm -> 2-layer MLP -> LLM width."""
+
+    num_layers: int = _layers(4)
+    hidden_size: int = _width(192)
+    intermediate_size: int = _mlp(768)
+    num_heads: int = _heads(4)
+    patch_size: int = key(14, "Side of a patch in pixels.", at_least=1)
+    merge_size: int = key(2, "merge_size x merge_size patches become one LLM token.", at_least=1,
+                          aliases=("spatial_merge_size",))
+    max_side: int = key(448, "Longest side of an image in pixels; only larger images are resized.",
+                        at_least=1, aliases=("image_size",))
+    family: str = key("vit", "`vit`: ours; `qwen2_vl`: exactly the vision tower of Qwen2-VL, its "
+                      "merger being the connector (docs/weights.md).", choices=("vit", "qwen2_vl"))
+    frozen: bool = _frozen("The encoder does not learn; its connector still does.")
+    pretrained: str = _pretrained("a Qwen2-VL model or its vision tower (family qwen2_vl), or an "
+                                  "exported encoder of ours")
+
+    def conflicts(self) -> Iterator[Conflict]:
+        """hidden_size is a multiple of 4 * num_heads; max_side is at least one token's side,
+        patch_size * merge_size; family qwen2_vl: intermediate_size is a multiple of
+        hidden_size."""
+        if self.family == "qwen2_vl" and self.intermediate_size % self.hidden_size:
+            yield Conflict(("intermediate_size", "hidden_size", "family"),
+                           f"must be a multiple of hidden_size ({self.hidden_size}) in family "
+                           "qwen2_vl: its configuration has an integer mlp_ratio"
+                           + _nearest(self.intermediate_size, self.hidden_size))
+        if self.hidden_size % (4 * self.num_heads):
+            yield Conflict(("hidden_size", "num_heads"),
+                           f"must be a multiple of 4 * num_heads ({4 * self.num_heads}): two "
+                           "axes, two values per rotation" + _nearest(
+                               self.hidden_size, 4 * self.num_heads))
+        unit = self.patch_size * self.merge_size
+        if self.max_side < unit:
+            yield Conflict(("max_side", "patch_size", "merge_size"),
+                           f"must be at least patch_size * merge_size ({unit}), one LLM token")
+
+    @property
+    def temporal_patch_size(self) -> int:
+        """Frames of a patch; an image repeats its one frame."""
+        return 2 if self.family == "qwen2_vl" else 1
+
+    def connector_hidden(self, out_size: int) -> int:
+        """Width between the connector's two layers. out_size: the LLM's width."""
+        return self.merge_size**2 * self.hidden_size if self.family == "qwen2_vl" else out_size
+
+    @property
+    def geometry(self) -> VisionGeometry:
+        return VisionGeometry(self.patch_size, self.merge_size, self.max_side)
+
+
+@dataclass(frozen=True)
+class AudioConfig:
+    """Whisper-style encoder on log-mel frames (two convolutions, the second with stride 2, then a
+    pre-norm transformer over one clip) and its connector: `stack` positions -> 2-layer MLP."""
+
+    num_layers: int = _layers(4)
+    hidden_size: int = _width(192)
+    intermediate_size: int = _mlp(768)
+    num_heads: int = _heads(4)
+    num_mels: int = key(80, "Mel bands of a frame.", at_least=1, aliases=("num_mel_bins",))
+    stack: int = key(2, "Encoder positions that become one LLM token.", at_least=1)
+    frozen: bool = _frozen("The encoder does not learn; its connector still does.")
+    pretrained: str = _pretrained("a Whisper model or its encoder")
+    mode: str = key(
+        "packed", "How clips of unequal length are computed: `packed`: one after the other, no "
+        "padding; `padded`: padded to the longest clip of the rank and masked, the same results at "
+        "the paper's cost; `fixed`: each filled with silence to 30 s and nothing masked, which is "
+        "what a pretrained Whisper has seen; longer clips are then unusable.", choices=AUDIO_MODES)
+
+    def conflicts(self) -> Iterator[Conflict]:
+        """hidden_size is even, at least 4 and a multiple of num_heads."""
+        if self.hidden_size % self.num_heads:
+            yield Conflict(("hidden_size", "num_heads"),
+                           f"must be a multiple of num_heads ({self.num_heads})"
+                           + _nearest(self.hidden_size, self.num_heads))
+        if self.hidden_size % 2 or self.hidden_size < 4:
+            yield Conflict(("hidden_size",), "must be even and at least 4: sine and cosine "
+                           "positions")
+
+    @property
+    def geometry(self) -> AudioGeometry:
+        return AudioGeometry(num_mels=self.num_mels, stack=self.stack,
+                             window_frames=WHISPER_FRAMES if self.mode == "fixed" else 0)
+
+
+@dataclass(frozen=True)
+class LLMConfig:
+    """Qwen2 backbone, of this shape; nothing is downloaded."""
+
+    vocab_size: int = key(512, "Tokens; at least as many as the tokenizer has.", at_least=1)
+    num_layers: int = _layers(4)
+    hidden_size: int = _width(256)
+    intermediate_size: int = _mlp(704)
+    num_heads: int = _heads(4)
+    num_kv_heads: int = key(2, "Heads of keys and values (grouped-query attention).", at_least=1,
+                            aliases=("num_key_value_heads",))
+    rope_theta: float = key(1_000_000.0, "Base of the rotary positions.", above=0)
+    rms_norm_eps: float = key(1e-6, "Epsilon of RMSNorm.", above=0)
+    frozen: bool = _frozen("The backbone does not learn, its head and embeddings included.")
+    pretrained: str = _pretrained("a Qwen2 model")
+
+    def conflicts(self) -> Iterator[Conflict]:
+        """hidden_size is a multiple of 2 * num_heads; num_kv_heads divides num_heads."""
+        if self.hidden_size % (2 * self.num_heads):
+            yield Conflict(("hidden_size", "num_heads"),
+                           f"must be a multiple of 2 * num_heads ({2 * self.num_heads}): rotary "
+                           "positions need heads of even size"
+                           + _nearest(self.hidden_size, 2 * self.num_heads))
+        if self.num_heads % self.num_kv_heads:
+            yield Conflict(("num_kv_heads", "num_heads"),
+                           f"must divide num_heads ({self.num_heads})")
+
+
+def _nearest(size: int, unit: int) -> str:
+    low = size // unit * unit
+    return f"; nearest: {f'{low} or ' if low else ''}{low + unit}"
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The whole model."""
+
+    vision: VisionConfig = section(VisionConfig)
+    audio: AudioConfig = section(AudioConfig)
+    llm: LLMConfig = section(LLMConfig)
+    connectors: str = key("", "connectors.safetensors of an export (docs/weights.md) to start the "
+                          "connectors from; empty: start them from run.seed.")

@@ -1,0 +1,245 @@
+"""The sections of a recipe: defaults < YAML file < `a.b=c` on the command line, checked before
+torch is imported. orchmllm.config.schema says how a key is written, orchmllm.config.parse how a
+file becomes these classes; docs/recipe.md is made from them.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib.util
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from orchmllm.config.checkpoint_shapes import shapes_of
+from orchmllm.config.data import DataConfig, RemoteConfig, RemoteRoot, SourceConfig
+from orchmllm.config.fsdp import DTYPE_BYTES, FsdpConfig
+from orchmllm.config.model import ModelConfig
+from orchmllm.config.parse import Loaded, RecipeError, explain, read, to_yaml
+from orchmllm.config.schema import Conflict, key, section
+from orchmllm.config.train import TRAIN_PARTS, TrainConfig
+from orchmllm.models.flops import cost_model
+from orchmllm.plan.assign import PHASES, BalanceConfig, PlanSpec
+from orchmllm.plan.layout import ENCODERS
+
+__all__ = ["TRAIN_PARTS", "DataConfig", "FsdpConfig", "Recipe", "RecipeError", "RemoteConfig",
+           "RemoteRoot", "SourceConfig", "TrainConfig", "explain", "load_recipe", "read_recipe",
+           "to_yaml"]
+
+PADDED = ("padded", "conv_transformer")  # policies that know of padding
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """What a run is called, starts from and writes."""
+
+    dir: str = key("runs/default", "Folder of metrics, checkpoints and the merged recipe; one run "
+                   "at a time writes it.",
+                   aliases=("output_dir", "out_dir", "save_dir"))
+    seed: int = key(0, "Of the weights and of the sampling.", at_least=0)
+    resume: str = key("auto", "`auto` (the sound checkpoint of run.dir that was saved last, else "
+                      "from scratch), `never`, or the path of a checkpoint to branch off from; "
+                      "later starts go on with what was saved since. With `never` every start is "
+                      "from scratch, also after a failure, and what is in run.dir is set aside.",
+                      aliases=("resume_from_checkpoint",))
+    allow_data_change: bool = key(
+        False, "Resume although the data is not what the checkpoint saw.")
+    tensorboard: bool = key(False, "Also write scalars for TensorBoard to run.dir/tensorboard.")
+
+    def conflicts(self) -> Iterator[Conflict]:
+        """run.resume: a path has to exist; run.dir cannot be empty; run.tensorboard: its package is
+        installed."""
+        if self.tensorboard and importlib.util.find_spec("tensorboard") is None:
+            yield Conflict(("tensorboard",), "the package tensorboard is not installed: "
+                           "pip install tensorboard, or set it to false")
+        if not self.dir.strip():
+            yield Conflict(("dir",), "give a folder")
+        if self.resume not in ("auto", "never") and not Path(self.resume).exists():
+            yield Conflict(("resume",), "no such folder: choose auto, never or the path of a "
+                           "checkpoint")
+
+
+@dataclass(frozen=True)
+class LaunchConfig:
+    """How ranks are started and watched."""
+
+    nproc_per_node: int = key(0, "Ranks to start when not already under torchrun or SLURM; 0: one "
+                              "per GPU.", at_least=0)
+    timeout_s: int = key(600, "Seconds after which a collective that a rank never joined fails.",
+                         at_least=1)
+    stall_timeout_s: int = key(
+        300, "Seconds without progress after which the late rank is named and the run ends; below "
+        "launch.timeout_s, so that the report comes first.", at_least=1)
+
+    def conflicts(self) -> Iterator[Conflict]:
+        """launch.stall_timeout_s has to be below launch.timeout_s."""
+        if self.stall_timeout_s >= self.timeout_s:
+            yield Conflict(
+                ("stall_timeout_s", "timeout_s"),
+                f"must be below launch.timeout_s ({self.timeout_s}), so that the late rank is "
+                "named before its collective fails")
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """When the run is saved."""
+
+    every_steps: int = key(0, "Steps between checkpoints; 0: only at the end and when stopped, "
+                           "-1: never.", at_least=-1, aliases=("save_steps", "interval"))
+    keep_last: int = key(2, "How many sound checkpoints of the run stay; those of other runs in "
+                         "the same folder are renamed to aside_... and stay too.", at_least=1,
+                         aliases=("save_total_limit",))
+    asynchronous: bool = key(True, "Write in a thread while training goes on.")
+
+
+WINDOW = re.compile(r"(\d{1,9})(?:-(\d{1,9}))?")  # steps: `10` or `10-12`
+
+
+@dataclass(frozen=True)
+class ProfileConfig:
+    """A closer look at some steps."""
+
+    steps: str = key("", "Steps to record as Chrome traces in run.dir/profile, such as `10-12` or "
+                     "`10`; empty: none.")
+    num_ranks: int = key(1, "How many ranks record, from rank 0 on.", at_least=1)
+
+    @property
+    def window(self) -> range:
+        """The steps; none where they are not written so."""
+        found = WINDOW.fullmatch(self.steps)
+        return range(int(found[1]), int(found[2] or found[1]) + 1) if found else range(0)
+
+    def conflicts(self) -> Iterator[Conflict]:
+        """profile.steps: one step, or the first and the last of several."""
+        if self.steps and not WINDOW.fullmatch(self.steps):
+            yield Conflict(("steps",), "write a step, or the first and the last of several: 10-12")
+        elif self.steps and not self.window:
+            yield Conflict(("steps",), "the last step is before the first")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Everything a run is defined by."""
+
+    run: RunConfig = section(RunConfig)
+    launch: LaunchConfig = section(LaunchConfig)
+    data: DataConfig = section(DataConfig)
+    model: ModelConfig = section(ModelConfig)
+    balance: BalanceConfig = section(BalanceConfig)
+    train: TrainConfig = section(TrainConfig)
+    fsdp: FsdpConfig = section(FsdpConfig)
+    checkpoint: CheckpointConfig = section(CheckpointConfig)
+    profile: ProfileConfig = section(ProfileConfig)
+
+    def conflicts(self) -> Iterator[Conflict]:
+        yield from self._of_train()
+        if self.train.nonfinite == "rollback" and self.checkpoint.every_steps < 1:
+            yield Conflict(("train.nonfinite", "checkpoint.every_steps"),
+                           "rollback needs checkpoints: set checkpoint.every_steps to 1 or more")
+        if self.train.validate_every_steps and not self.data.num_validation:
+            yield Conflict(("train.validate_every_steps", "data.num_validation"),
+                           "validates on the rows that data.num_validation holds out: set it")
+        if self.profile.window and self.profile.window[0] >= self.train.num_steps:
+            yield Conflict(("profile.steps", "train.num_steps"), "begins after the last step of "
+                           f"the run ({self.train.num_steps - 1})")
+        longest = (self.balance.num_programs * self.train.accumulation_steps
+                   * self.balance.nodewise_limit_s)
+        if longest >= self.launch.stall_timeout_s:
+            yield Conflict(
+                ("balance.nodewise_limit_s", "launch.stall_timeout_s"),
+                f"the integer programs of a step may take {longest:g} s, which has to be below "
+                f"launch.stall_timeout_s ({self.launch.stall_timeout_s}): lower it, or raise that")
+        remote = self.data.remote
+        if remote.roots and remote.deadline_s >= self.launch.stall_timeout_s:
+            yield Conflict(("data.remote.deadline_s", "launch.stall_timeout_s"),
+                           f"has to be below launch.stall_timeout_s "
+                           f"({self.launch.stall_timeout_s}), so that the file is named")
+        if self.balance.group == "shard" and not self.fsdp.shard_size:
+            yield Conflict(("balance.group", "fsdp.shard_size"),
+                           "one shard holds all ranks: set balance.group to world, or "
+                           "fsdp.shard_size to the ranks of a shard")
+        policy = self.balance.audio.policy
+        balances = self.balance.enabled and not self.balance.whole_examples
+        if balances and self.model.audio.mode == "padded" and policy not in ("none", *PADDED):
+            yield Conflict(
+                ("balance.audio.policy", "model.audio.mode"),
+                "evens out sums of lengths, but with model.audio.mode=padded a rank takes as long "
+                "as its clips times the longest: set balance.audio.policy=padded")
+
+    def _of_train(self) -> Iterator[Conflict]:
+        """Keys of train.* that do not fit those of other sections."""
+        train = self.train
+        for part in PHASES:
+            if getattr(self.model, part).frozen:
+                for name, unset in ((f"{part}_lr", 0), (f"{part}_weight_decay", -1)):
+                    if getattr(train, name) != unset:
+                        yield Conflict((f"train.{name}", f"model.{part}.frozen"),
+                                       f"has no effect while model.{part}.frozen is true: leave it "
+                                       "out, or set that to false")
+        if self.data.batching == "capped" and train.global_batch_size % train.batch_size:
+            yield Conflict(("train.global_batch_size", "train.batch_size"),
+                           f"has to be a multiple of train.batch_size ({train.batch_size}): with "
+                           "data.batching=capped so many of its examples stand for one mini-batch")
+
+    def warnings(self) -> list[str]:
+        """Values that work together, but hardly as meant."""
+        policy, mode = self.balance.audio.policy, self.model.audio.mode
+        if self.balance.enabled and policy in PADDED and mode != "padded":
+            return [f"balance.audio.policy={policy} shares out clips as if they were padded, but "
+                    f"model.audio.mode={mode} pads to no other clip: least_move or greedy is "
+                    "faster"]
+        return []
+
+
+def plan_spec(recipe: Recipe, ranks_per_node: int) -> PlanSpec:
+    """What the planner has to know of the recipe and the cluster. ranks_per_node: of the launcher,
+    where the recipe does not say it."""
+    model, compute = recipe.model, recipe.fsdp.compute_dtype or recipe.fsdp.param_dtype
+    return PlanSpec(
+        costs={phase: cost_model(phase, model) for phase in PHASES},
+        row_bytes={phase: getattr(model, phase).geometry.row_bytes for phase in ENCODERS},
+        feature_bytes=model.llm.hidden_size * DTYPE_BYTES[compute],
+        ranks_per_node=recipe.balance.ranks_per_node or ranks_per_node,
+        balance=recipe.balance,
+        group_size=recipe.fsdp.shard_size if recipe.balance.group == "shard" else 0)
+
+
+def read_recipe(path: str | Path, overrides: Sequence[str] | None = None) -> Loaded[Recipe]:
+    """Reads, merges and checks a recipe; keeps where each value was written. Raises RecipeError
+    listing every problem."""
+    try:
+        data = Path(path).read_bytes()
+    except OSError as e:
+        raise RecipeError(f"recipe {path}: {e.strerror or e}{_other_files(Path(path))}") from e
+    return read(Recipe, str(path), data, overrides or (), _from_checkpoints)
+
+
+def _from_checkpoints(tree: Mapping) -> Iterator[tuple[tuple, Any]]:
+    """Shapes that the recipe leaves out, from the config.json of its pretrained parts."""
+    model = tree.get("model")
+    for part in PHASES if isinstance(model, Mapping) else ():
+        given = model.get(part)
+        if isinstance(given, Mapping) and given.get("pretrained") and isinstance(
+                given["pretrained"], str):
+            try:
+                for key_, value in shapes_of(part, given).items():
+                    yield ("model", part, key_), value
+            except ValueError as error:
+                yield ("model", part, "pretrained"), error
+
+
+def load_recipe(path: str | Path, overrides: Sequence[str] | None = None) -> Recipe:
+    """Reads, merges and checks a recipe. Raises RecipeError listing every problem."""
+    return read_recipe(path, overrides).recipe
+
+
+def _other_files(path: Path) -> str:
+    """What may have been meant instead of a file that cannot be read."""
+    folder = path if path.is_dir() else path.parent
+    names = sorted(p.name for p in folder.glob("*.y*ml")) if folder.is_dir() else []
+    if path.is_file() or not names:
+        return ""
+    names = difflib.get_close_matches(path.name, names, n=1) or names[:5]
+    return f"; did you mean {' or '.join(str(folder / n) for n in names)}?"

@@ -1,0 +1,95 @@
+"""Section of a recipe on steps, batches and the optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from orchmllm.config.schema import Conflict, key
+
+TRAIN_PARTS = ("vision", "audio", "connector", "llm")
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """Steps, batches and the optimizer (AdamW)."""
+
+    num_steps: int = key(100, "Optimizer steps.", at_least=1, aliases=("max_steps", "steps"))
+    batch_size: int = key(4, "Examples per rank and microbatch.", at_least=1,
+                          aliases=("micro_batch_size", "per_device_train_batch_size"))
+    accumulation_steps: int = key(1, "Microbatches per step.", at_least=1,
+                                  aliases=("gradient_accumulation_steps", "grad_accum"))
+    validate_every_steps: int = key(0, "Steps between validations on data.num_validation rows; 0: "
+                                    "only before the first and after the last step.", at_least=0,
+                                    aliases=("eval_steps", "val_interval"))
+    lr: float = key(1e-3, "Peak learning rate: after warmup_steps of linear warm-up; then by "
+                    "train.schedule to lr * min_lr_ratio at num_steps.", above=0,
+                    aliases=("learning_rate",))
+    vision_lr: float = key(0.0, "Of the vision encoder, with the same schedule; 0: train.lr.",
+                           at_least=0)
+    audio_lr: float = key(0.0, "Of the audio encoder; 0: train.lr.", at_least=0)
+    connector_lr: float = key(0.0, "Of both connectors; 0: train.lr.", at_least=0)
+    llm_lr: float = key(0.0, "Of the LLM; 0: train.lr.", at_least=0)
+    warmup_steps: int = key(10, "Steps until lr is reached.", at_least=0)
+    schedule: str = key("cosine", "`cosine`, or `wsd`: lr stays, and falls linearly over the last "
+                        "train.decay_ratio of the steps.", choices=("cosine", "wsd"),
+                        aliases=("lr_scheduler_type",))
+    decay_ratio: float = key(0.1, "Share of the steps over which `wsd` falls.", above=0, at_most=1)
+    min_lr_ratio: float = key(0.1, "Share of lr to which train.schedule falls at num_steps; the "
+                              "last step, one before, is a little above it.", at_least=0,
+                              at_most=1)
+    weight_decay: float = key(0.01, "AdamW's decoupled weight decay; norms, biases and the token "
+                              "embedding have none.", at_least=0)
+    vision_weight_decay: float = key(-1.0, "Of the vision encoder; -1: train.weight_decay.",
+                                     at_least=-1)
+    audio_weight_decay: float = key(-1.0, "Of the audio encoder; -1: train.weight_decay.",
+                                    at_least=-1)
+    connector_weight_decay: float = key(-1.0, "Of both connectors; -1: train.weight_decay.",
+                                        at_least=-1)
+    llm_weight_decay: float = key(-1.0, "Of the LLM; -1: train.weight_decay.", at_least=-1)
+    beta1: float = key(0.9, "Decay of the mean of the gradients.", at_least=0, below=1,
+                       aliases=("adam_beta1", "betas"))
+    beta2: float = key(0.95, "Decay of the mean of their squares.", at_least=0, below=1,
+                       aliases=("adam_beta2",))
+    max_grad_norm: float = key(1.0, "Gradients are scaled down to this norm; 0: no clipping.",
+                               at_least=0, aliases=("grad_clip", "clip_grad_norm"))
+    global_batch_size: int = key(
+        0, "Examples per step over all ranks and microbatches, kept when a run resumes on another "
+        "number of ranks; 0: batch_size * accumulation_steps * ranks. With data.batching=capped, "
+        "batch_size of them stand for one mini-batch, whatever that holds.", at_least=0)
+    nonfinite: str = key(
+        "raise", "What a loss or gradient that is not finite does: `raise`, `skip` the step, or "
+        "`rollback` to the last checkpoint and skip the step when it comes again.",
+        choices=("raise", "skip", "rollback"))
+    max_skipped_in_a_row: int = key(
+        10, "With train.nonfinite=skip or rollback: so many steps in a row whose loss or gradient "
+        "is not finite end the run with an error, without a further checkpoint; steps without "
+        "targets do not count. 0: no limit.", at_least=0)
+
+    def lr_of(self, part: str) -> float:
+        """Peak learning rate of one of TRAIN_PARTS."""
+        return getattr(self, f"{part}_lr") or self.lr
+
+    def weight_decay_of(self, part: str) -> float:
+        """Of one of TRAIN_PARTS."""
+        own = getattr(self, f"{part}_weight_decay")
+        return self.weight_decay if own < 0 else own
+
+    def conflicts(self) -> Iterator[Conflict]:
+        """A train.warmup_steps above 10 is at most train.num_steps; train.decay_ratio is of `wsd`;
+        a weight decay below 0 is -1; train.global_batch_size has at least one example per
+        microbatch."""
+        if self.warmup_steps > max(self.num_steps, 10):  # a trial run of 5 steps keeps the default
+            yield Conflict(("warmup_steps", "num_steps"),
+                           f"must be at most train.num_steps ({self.num_steps})")
+        if self.schedule != "wsd" and self.decay_ratio != TrainConfig.decay_ratio:
+            yield Conflict(("decay_ratio", "schedule"), "has no effect with train.schedule="
+                           f"{self.schedule}: leave it out, or choose wsd")
+        for part in TRAIN_PARTS:
+            if -1 < getattr(self, f"{part}_weight_decay") < 0:
+                yield Conflict((f"{part}_weight_decay",),
+                               "must be at least 0, or -1 for that of train.weight_decay")
+        if 0 < self.global_batch_size < self.accumulation_steps:
+            yield Conflict(("global_batch_size", "accumulation_steps"),
+                           f"must be at least train.accumulation_steps "
+                           f"({self.accumulation_steps}): one example per microbatch")

@@ -1,0 +1,255 @@
+"""What all ranks know of the media of one forward: one gather of integers.
+
+A row holds a head, a block of fixed size per encoder, then the items' integers.
+"""
+
+from __future__ import annotations
+
+import re
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from orchmllm.comm.agree import PlanMismatchError, describe, raise_first, require_agreement
+from orchmllm.comm.exchange import RaggedGather, RowGather, gather_texts
+from orchmllm.encoders.items import Items
+from orchmllm.encoders.spec import Encoder
+from orchmllm.plan.rearrange import ranges
+
+_HEAD = 2  # number of the forward, bytes of an error text
+_FIXED = 4  # per encoder: columns, digest of its options, picoseconds per cost, overhead in ns
+_TENSOR = 8  # dtype, dimensions, sizes of up to 6
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32,
+           torch.uint8, torch.bool, torch.int16, torch.int8)
+PAD = "; pad to the same size and use the same dtype on all ranks"
+
+
+@dataclass(frozen=True)
+class Local:
+    """This rank's items of one encoder: those of its first call, then of its second. counts: items
+    per call; lead: rows of the first argument of each call, to know it again; options: keyword
+    arguments of the call."""
+
+    counts: list[int]
+    lead: list[int]
+    meta: np.ndarray
+    values: tuple[Tensor | None, ...]
+    options: dict[str, Any]
+
+    @property
+    def rows(self) -> list[tuple[torch.dtype, tuple[int, ...]] | None]:
+        """dtype and shape of a row of each of the values."""
+        return [None if v is None else (v.dtype, tuple(v.shape[1:])) for v in self.values]
+
+
+@dataclass(frozen=True)
+class World:
+    """The items of one encoder on all d ranks. counts (d, calls); meta (n, columns) in order of the
+    rank; tensors: (dtype, shape of a row) of each packed argument, None if it was not given.
+    pace (d,): picoseconds per unit of cost, overhead (d,): nanoseconds, both as measured, 0 where
+    not yet."""
+
+    counts: np.ndarray
+    meta: np.ndarray
+    tensors: list[tuple[torch.dtype, tuple[int, ...]] | None]
+    pace: np.ndarray
+    overhead: np.ndarray
+
+    @property
+    def sizes(self) -> np.ndarray:
+        """(d,) items per rank."""
+        return self.counts.sum(1)
+
+
+def num_tensors(encoder: Encoder) -> int:
+    """Packed arguments of an encoder's layout."""
+    return len(encoder.layout.rows(np.zeros((0, 3), np.int64)))
+
+
+def describe_local(
+    encoder: Encoder, owner: nn.Module, inputs: Mapping[str, Any], dtype: torch.dtype | None
+) -> Local:
+    """This rank's items of `encoder` in the arguments of a forward. dtype: the tower's, to which
+    larger floating tensors are cast before they move. Raises ValueError."""
+    parts: list[Items | None] = []
+    lead = []
+    for layout in encoder.calls.values():
+        given = inputs.get(layout.arguments[0])
+        parts.append(None if given is None else layout.describe(owner, inputs))
+        lead.append(0 if given is None else len(given))
+    there = [part for part in parts if part is not None]
+    values = []
+    for tensors in zip(*(part.values for part in there), strict=True):
+        known = [t for t in tensors if t is not None]
+        if known and len(known) < len(tensors):
+            raise ValueError(f"encoder {encoder.name!r}: an optional argument is given for one of "
+                             f"{', '.join(encoder.calls)} and not for the other")
+        value = (known[0] if len(known) == 1 else torch.cat(known)) if known else None
+        if (value is not None and dtype is not None and value.is_floating_point()
+                and value.dtype.itemsize > dtype.itemsize):
+            value = value.to(dtype)
+        values.append(value)
+    meta = (np.concatenate([part.meta for part in there]) if there
+            else np.zeros((0, 0), np.int64))
+    options = {k: inputs[k] for k in encoder.options if inputs.get(k) is not None}
+    return Local([0 if part is None else len(part.meta) for part in parts], lead, meta,
+                 tuple(values) if there else (None,) * num_tensors(encoder), options)
+
+
+def _block(encoder: Encoder, local: Local, pace: int, overhead: int) -> list[int]:
+    columns = local.meta.shape[1] if len(local.meta) else 0
+    options = zlib.crc32(repr(sorted(local.options.items())).encode())
+    block = [columns, options, pace, overhead, *local.counts]
+    for value in local.values:
+        entry = [0] * _TENSOR
+        if value is not None and len(local.meta):
+            if value.dtype not in _DTYPES or value.dim() > _TENSOR - 1:
+                raise ValueError(f"encoder {encoder.name!r}: cannot move a tensor of "
+                                 f"{value.dtype} and shape {tuple(value.shape)}")
+            entry[0] = 1 + _DTYPES.index(value.dtype)
+            entry[1: 1 + value.dim()] = [value.dim(), *value.shape[1:]]
+        block += entry
+    return block
+
+
+def _blank(encoder: Encoder, world: World, counts: list[int], meta: np.ndarray) -> Local:
+    """Items of a rank, of zeros."""
+    values = tuple(
+        None if spec is None else torch.zeros((int(rows.sum()), *spec[1]), dtype=spec[0])
+        for spec, rows in zip(world.tensors, encoder.layout.rows(meta), strict=True)
+    ) if world.tensors else ()
+    return Local(counts, [0] * len(counts), meta, values, {})
+
+
+class Tables:
+    """Gathers the tables of a model's encoders. Constructed by all ranks together."""
+
+    def __init__(self, encoders: Sequence[Encoder], gather: RowGather) -> None:
+        self.encoders, self.gather = encoders, gather
+        self._sizes = [_FIXED + len(e.calls) + _TENSOR * num_tensors(e) for e in encoders]
+        self._fixed = _HEAD + sum(self._sizes)
+        self._gather_tables = RaggedGather(gather, self._fixed + 128)
+        self._tensors: dict[str, list] = {}  # World.tensors of each encoder, once known
+
+    def informed(
+        self, lengths: Mapping[str, tuple[np.ndarray, np.ndarray]], locals_: Sequence[Local],
+        error: Exception | None,
+    ) -> tuple[list[World], list[Local], Exception | None] | None:
+        """The encoders' items from what all ranks know already, without a gather; see
+        balance_encoders. None where rows' dtypes and shapes are not known yet. A rank whose own
+        items are others than these, or that has an error, gets zeros in their place, so that it
+        takes part in the exchange, and the error to raise afterwards."""
+        worlds, blanks, d, rank = [], [], self.gather.world_size, self.gather.rank
+        for i, encoder in enumerate(self.encoders):
+            counts, meta = lengths.get(encoder.name, (np.zeros((d, len(encoder.calls))), None))
+            counts = np.asarray(counts, np.int64).reshape(d, len(encoder.calls))
+            total = int(counts.sum())
+            if total and encoder.name not in self._tensors:
+                return None
+            meta = (np.asarray(meta, np.int64).reshape(total, -1) if total
+                    else np.zeros((0, 0), np.int64))
+            worlds.append(World(counts, meta, self._tensors.get(encoder.name, []),
+                                np.zeros(d, np.int64), np.zeros(d, np.int64)))
+            first = int(counts[:rank].sum())
+            own, mine = meta[first: first + int(counts[rank].sum())], counts[rank].tolist()
+            blanks.append(partial(_blank, encoder, worlds[-1], mine, own))
+            if error is not None:
+                continue
+            given, rows = locals_[i], worlds[-1].tensors
+            if given.counts != mine or not np.array_equal(given.meta.ravel(), own.ravel()):
+                error = ValueError(
+                    f"encoder {encoder.name!r}: this rank's media are {given.meta.tolist()}, "
+                    f"`lengths` says {own.tolist()}")
+            elif len(own) and given.rows != rows:
+                error = ValueError(
+                    f"encoder {encoder.name!r}: its rows were {rows}, now they are {given.rows}: "
+                    "where `lengths` is given they stay the same")
+        return worlds, [blank() for blank in blanks] if error is not None else (
+            list(locals_)), error
+
+    def __call__(
+        self, forward: int, locals_: Sequence[Local], measured: Sequence[tuple[int, int]],
+        error: Exception | None,
+    ) -> list[World]:
+        """The encoders' items on all ranks. measured: (pace, overhead) of each encoder on this
+        rank. Raises, on all ranks alike, RemoteError if `error` is given on one of them,
+        PlanMismatchError if they disagree."""
+        row = np.zeros(self._fixed, np.int64)
+        try:
+            row = row if error else self._row(locals_, measured)
+        except ValueError as e:
+            error = e
+        row[:_HEAD] = forward, len(describe(error).encode())
+        rows, _ = self._gather_tables(row)
+        require_agreement(forward, "the number of forwards with media balancing", rows[:, 0])
+        raise_first(forward, gather_texts(self.gather, describe(error), rows[:, 1]), error)
+        return self._worlds(forward, rows)
+
+    def _row(self, locals_: Sequence[Local], measured: Sequence[tuple[int, int]]) -> np.ndarray:
+        blocks = [0] * _HEAD
+        for encoder, local, stats in zip(self.encoders, locals_, measured, strict=True):
+            blocks += _block(encoder, local, *stats)
+        return np.concatenate([np.array(blocks, np.int64)] + [x.meta.ravel() for x in locals_])
+
+    def _worlds(self, forward: int, rows: np.ndarray) -> list[World]:
+        worlds, at = [], _HEAD
+        flat, start = rows.ravel(), np.arange(len(rows)) * rows.shape[1] + self._fixed
+        for encoder, size in zip(self.encoders, self._sizes, strict=True):
+            block = rows[:, at: at + size]
+            counts = block[:, _FIXED: _FIXED + len(encoder.calls)]
+            sizes, holding = counts.sum(1), counts.sum(1) > 0
+            columns = int(_one(forward, f"the columns of encoder {encoder.name!r}", block[:, :1],
+                               holding)[0])
+            require_agreement(forward, f"the options {', '.join(encoder.options)} of encoder "
+                              f"{encoder.name!r} (digest)", block[:, 1])
+            length = sizes * columns
+            meta = flat[ranges(start, length)].reshape(-1, columns) if columns else np.zeros(
+                (int(sizes.sum()), 0), np.int64)
+            tensors = block[:, _FIXED + len(encoder.calls):].reshape(len(rows), -1, _TENSOR)
+            names = ", ".join(encoder.layout.arguments)
+            worlds.append(World(counts, meta, [
+                _tensor(_one(forward, f"argument {i} of encoder {encoder.name!r} ({names})",
+                             tensors[:, i], holding, _shown, PAD))
+                for i in range(tensors.shape[1])], block[:, 2], block[:, 3]))
+            if len(meta):
+                self._tensors[encoder.name] = worlds[-1].tensors
+            at, start = at + size, start + length
+        return worlds
+
+
+def _one(
+    forward: int, what: str, entries: np.ndarray, holding: np.ndarray,
+    show: Callable[[np.ndarray], object] = lambda entry: entry[0], cure: str = "",
+) -> np.ndarray:
+    """The entry (k,) of the ranks that hold items, zeros if none does. entries: (d, k). Raises
+    PlanMismatchError, which shows some, if they differ."""
+    there = np.unique(entries[holding], axis=0)
+    if len(there) > 1:
+        first = [int(np.argmax(holding & (entries == entry).all(1))) for entry in there[:4]]
+        raise PlanMismatchError(f"step {forward}: ranks disagree on {what}: " + ", ".join(
+            f"rank {rank} has {show(entries[rank])}" for rank in first) + cure)
+    return there[0] if len(there) else np.zeros_like(entries[0])
+
+
+def _tensor(entry: np.ndarray) -> tuple[torch.dtype, tuple[int, ...]] | None:
+    """dtype and shape of a row of a packed argument, None if it was not given."""
+    code, ndim, *shape = entry.tolist()
+    return (_DTYPES[code - 1], tuple(shape[: ndim - 1])) if code else None
+
+
+def _shown(entry: np.ndarray) -> str:
+    found = _tensor(entry)
+    return f"{found[0]} rows of shape {found[1]}" if found else "nothing"
+
+
+def same_on_all_ranks(gather: RowGather, encoders: Sequence[Encoder]) -> None:
+    """Raises PlanMismatchError if ranks were given other encoders."""
+    text = repr([(e.name, [(k, repr(v)) for k, v in e.calls.items()], e.outputs) for e in encoders])
+    digest = zlib.crc32(re.sub(" at 0x[0-9a-f]+", "", text).encode())
+    require_agreement(0, "the encoders (digest)", gather(np.array([digest], np.int64))[:, 0])

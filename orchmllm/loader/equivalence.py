@@ -1,0 +1,100 @@
+"""A check for a user's tests that balancing changes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from orchmllm.loader.loader import BalancedDataLoader
+
+ROUNDINGS = 10  # of the whole gradient that a parameter's own may differ by
+
+
+def check_equivalence(
+    step: Callable[[Any], None], parameters: Callable[[], Iterable[tuple[str, nn.Parameter]]],
+    loader: Iterable[Any], *, encoders: Sequence[Any] = (), num_steps: int = 3,
+    tolerance: float = 1e-5,
+) -> float:
+    """Runs `num_steps` steps of a loop with balancing and without, on the same parameters and the
+    same global batches, and compares their gradients; for a user's tests:
+
+        def step(batch):
+            loader.scale_mean(model(**batch).loss, batch["labels"], shifted=True).backward()
+        check_equivalence(step, model.named_parameters, loader)
+
+    step: batch -> None, forward and backward (no optimizer); with accumulation_steps it is called
+    for each batch, and gradients are compared after the last. parameters: the model's
+    named_parameters. loader: a BalancedDataLoader, which stands afterwards where it stood, or any
+    other that yields the same batches each time. encoders: handles of balance_encoders, which move
+    nothing in the run for comparison (`shadow`). Every rank then encodes what it has: under FSDP
+    each needs an item, as it would without balance_encoders.
+    Returns the largest ||g - g_plain|| / ||g_plain|| over steps and parameters. A difference is
+    rounding, and counts as none, up to ten units in the last place of the model's whole gradient:
+    some parameters' own gradient is 0 but for rounding (a bias of keys). Raises AssertionError
+    naming the parameter where it exceeds `tolerance`, ValueError if there is nothing to switch off
+    or the loader ends before num_steps. Collective: all ranks call it and see the same figures.
+    """
+    if not encoders and not (isinstance(loader, BalancedDataLoader) and loader.enabled):
+        raise ValueError("check_equivalence: nothing is balanced; pass a BalancedDataLoader that "
+                         "is enabled, or `encoders`")
+    gradients = []
+    for balanced in (True, False):
+        with _as_sampled(loader, () if balanced else encoders, not balanced):
+            gradients.append(_gradients(step, parameters, loader, num_steps))
+    worst = 0.0
+    for k, (got, want) in enumerate(zip(*gradients, strict=True)):
+        whole = torch.stack([g.norm() for g, _ in want.values()]).norm()
+        for name, (reference, rounding) in want.items():
+            scale, floor = float(reference.norm()), float(ROUNDINGS * rounding * whole)
+            error = float((got[name][0] - reference).norm())
+            relative = 0.0 if error <= floor else error / scale if scale else error
+            if not relative <= tolerance:  # nan fails too
+                raise AssertionError(
+                    f"step {k}: the gradient of {name} differs by {relative:.1e} relative, more "
+                    f"than {tolerance:.0e}: is the loss scaled by loader.scale_sum or "
+                    "loader.scale_mean?")
+            worst = max(worst, relative)
+    return worst
+
+
+@contextmanager
+def _as_sampled(loader: Any, encoders: Sequence[Any], off: bool) -> Iterator[None]:
+    """A run after which the loader stands where it stood; with nothing balanced if `off`."""
+    with ExitStack() as after:
+        for handle in encoders:
+            after.callback(setattr, handle, "shadow", handle.shadow)
+            handle.shadow = True
+        if isinstance(loader, BalancedDataLoader):
+            for name in ("_next", "_done", "enabled"):
+                after.callback(setattr, loader, name, getattr(loader, name))
+            loader.enabled = loader.enabled and not off
+        yield
+
+
+def _gradients(step, parameters, loader, num_steps: int) -> list[dict[str, tuple[Tensor, float]]]:
+    """Per step: name -> (gradient in float64, unit in the last place of its own type)."""
+    out, per_step = [], getattr(loader, "accumulation_steps", 1)
+    for k, batch in enumerate(loader):
+        if k % per_step == 0:
+            for _, p in parameters():
+                p.grad = None
+        step(batch)
+        if (k + 1) % per_step:
+            continue  # examples change their microbatch: gradients are equal in sum
+        found = {n: torch.zeros_like(p) if p.grad is None else p.grad
+                 for n, p in parameters() if p.requires_grad}
+        out.append({n: (_whole(g), torch.finfo(g.dtype).eps) for n, g in found.items()})
+        if len(out) == num_steps:
+            break
+    if len(out) < num_steps:
+        raise ValueError(f"the loader ended after {len(out)} of {num_steps} steps")
+    return out
+
+
+def _whole(gradient: Tensor) -> Tensor:
+    gradient = gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
+    return gradient.detach().double().clone()

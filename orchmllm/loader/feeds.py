@@ -1,0 +1,259 @@
+"""Feeds of the drop-in loader: where a user's examples come from and how a plan reaches them.
+
+- `IndexFeed` (dispatch `load`): lengths are known by index, so a plan is a list of indices that
+  torch's DataLoader loads and collates like any other batch, in worker processes if there are any.
+- `ExampleFeed` (dispatch `bytes`): examples are loaded first, then move between ranks.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader
+from torch.utils.data._utils.pin_memory import pin_memory
+
+from orchmllm.batch import UNCOUNTED, Microbatch, Step
+from orchmllm.comm.exchange_bytes import exchange_bytes
+from orchmllm.data.loading.pipeline import Postponed
+from orchmllm.loader import example_bytes as wire
+from orchmllm.loader.draws import END, Batches
+from orchmllm.loader.examples import (
+    Phase,
+    batch_layout,
+    count_labels,
+    ignore_labels,
+    labels_of,
+    with_labels,
+)
+from orchmllm.loader.padding import PaddingWatch
+from orchmllm.plan.layout import ENCODERS, BatchLayout
+from orchmllm.plan.rearrange import Rearrangement
+from orchmllm.plan.step import StepPlan
+
+
+class Collator:
+    """The user's functions, and what counts as a target. tail_is_filled: whether it is known that
+    some rank gets a filler at the end of the epoch. without_padding: see PaddingWatch."""
+
+    def __init__(
+        self, collate: Callable, phases: dict[str, Phase], rank: int,
+        num_targets: Callable[[Any], int] | None, pins: bool, tail_is_filled: bool,
+        without_padding: int,
+    ) -> None:
+        self.collate, self.phases, self.rank, self.num_targets = collate, phases, rank, num_targets
+        self._pins = pins and torch.cuda.is_available()
+        self._tail_is_filled, self._padding = tail_is_filled, PaddingWatch(without_padding)
+
+    def finish(self, micro: Microbatch, batch: Any, inputs: dict[str, Any]) -> None:
+        """Puts them into the microbatch, with its targets. A filler's labels are ignored. Raises
+        TypeError for None, ValueError if a filler, now or at the end of the epoch, has no labels to
+        ignore, or as PaddingWatch does."""
+        if batch is None:
+            raise TypeError("collate_fn returned None: it has to return the batch")
+        self._padding.see(micro, batch)
+        counted = self.num_targets is not None
+        is_filler = not len(micro.rank_plan.examples)
+        if self._tail_is_filled or is_filler:  # fails at the first batch, not at the last
+            labels = labels_of(batch)
+            filler = ignore_labels(copy.copy(batch), self.rank, counted=counted)
+            self._tail_is_filled = False
+            if is_filler:
+                batch = filler
+            elif labels_of(batch) is not labels:  # the copy shares what holds them
+                batch = with_labels(batch, labels)
+        if is_filler:
+            micro.num_targets = 0, 0
+        elif counted:
+            micro.num_targets = (_whole(self.num_targets(batch)),) * 2
+        else:
+            micro.num_targets = count_labels(batch) or UNCOUNTED
+        if self._pins:
+            batch, inputs = pin_memory(batch), pin_memory(inputs)
+        micro.content, micro.inputs = batch, inputs
+
+
+def _whole(count: Any) -> int:
+    """What num_targets returned. ValueError for what is no count: cut to an integer it would weigh
+    the loss wrongly."""
+    value = count.item() if hasattr(count, "item") else count
+    if not isinstance(value, int | float) or not value >= 0 or value % 1:  # nan is neither
+        raise ValueError(f"num_targets returned {value!r}: return a whole number >= 0, of targets")
+    return int(value)
+
+
+def targets_of(step: Step) -> tuple[int, int]:
+    """Of this rank's microbatches together (see Orchestrator.commit)."""
+    counts = [micro.num_targets for micro in step.micro]
+    return UNCOUNTED if UNCOUNTED in counts else tuple(map(sum, zip(*counts, strict=True)))
+
+
+class PlannedIndices:
+    """torch's batch_sampler: one list of indices per microbatch, as the plans come."""
+
+    def __init__(self) -> None:
+        self.lists: deque[list[int]] = deque()
+
+    def __iter__(self) -> Iterator[list[int]]:
+        while self.lists:  # until the last step: lookahead covers what torch asks for
+            yield self.lists.popleft()
+
+
+class IndexFeed:
+    """Each rank loads the examples that it processes.
+
+    source: draws index lists. lengths: index -> length or Segments. loader: torch's, with
+    `indices` as its batch_sampler. lookahead: see Feed; enough for what its workers prefetch.
+    """
+
+    def __init__(self, source, lengths: Callable[[int], Any], loader: DataLoader,
+                 indices: PlannedIndices, collator: Collator, config_digest: int,
+                 lookahead: int) -> None:
+        self.source, self.lengths, self.indices = source, lengths, indices
+        self.collator, self.config_digest, self.lookahead = collator, config_digest, lookahead
+        self.knows_all, self.num_dropped = source.knows_all, source.num_dropped
+        self._batches = Batches(loader)
+
+    def draw(self, index: int) -> BatchLayout | None:
+        drawn = self.source.draw()
+        if drawn is None:
+            return None
+        sampled, sizes = drawn
+        return batch_layout(sampled, [self.lengths(int(i)) for i in sampled], sizes)
+
+    def announce(self, step: Step) -> None:
+        for micro in step.micro:
+            self.indices.lists.append(micro.rank_plan.example_ids.tolist()
+                                      or [filler_of(micro.plan, step.layout)])
+
+    def load(self, step: Step) -> tuple[int, int]:
+        for micro in step.micro:
+            batch = self._batches.next()
+            if batch is END:
+                raise RuntimeError("the dataset raised StopIteration")
+            self.collator.finish(micro, batch, {})
+        return targets_of(step)
+
+    def close(self) -> None:
+        self._batches.stop()
+        self.indices.lists.clear()
+
+
+def filler_of(plan: StepPlan, layout: BatchLayout) -> int:
+    """The shortest example of the microbatch (of the step, if that is empty)."""
+    layout = plan.layout if plan.layout.num_examples else layout
+    return int(layout.example_id[layout.tokens_per_example.argmin()])
+
+
+def measured(length_fn: Callable[[Any], Any], examples: list[Any]) -> list[tuple[Any, Any]]:
+    """Examples with their lengths: collate_fn of worker processes. Raises TypeError where a batch
+    is no list of examples."""
+    if not isinstance(examples, list | tuple):
+        raise TypeError(f"the wrapped loader yielded a {type(examples).__name__}: wrap one that "
+                        "yields lists of examples, or a torch DataLoader")
+    return [(length_fn(e), e) for e in examples]
+
+
+class ExampleFeed:
+    """Each rank loads what it sampled; what another rank processes is sent there, encoded by
+    `wire`, on a CPU group. source: draws lists of (lengths, example)."""
+
+    knows_all, lookahead = False, 0  # so a step is loaded before the next is drawn
+
+    def __init__(self, source, collator: Collator, rank: int, group: dist.ProcessGroup,
+                 config_digest: int) -> None:
+        self.source, self.collator, self.config_digest = source, collator, config_digest
+        self.rank, self.group = rank, group
+        self._examples: list[Any] = []  # of the step last drawn
+        self._state: Any = None  # of the source after it
+        self._spare: Any = None
+
+    @property
+    def num_dropped(self) -> int:
+        return self.source.num_dropped
+
+    def draw(self, index: int) -> BatchLayout | None:
+        drawn = self.source.draw()
+        if drawn is None:
+            return None
+        measured, numbers = drawn
+        layout = batch_layout(numbers, [lengths for lengths, _ in measured], None)
+        self._examples = [example for _, example in measured]
+        self._check_media(layout, self._examples)
+        if self._examples:
+            self._spare = self._examples[0]
+        self._state = self.source.snapshot()
+        return layout
+
+    def announce(self, step: Step) -> None:
+        step.state = self._state
+
+    def load(self, step: Step) -> tuple[int, int]:
+        postponed = Postponed()
+        moved = [self._moved(step, micro, postponed) for micro in step.micro]
+        if not postponed.everything_came():
+            return UNCOUNTED
+        for micro, (media, here) in zip(step.micro, moved, strict=True):
+            phases = self.collator.phases
+            inputs = {m: phase.collate(media[m]) for m, phase in phases.items()}
+            batch = self.collator.collate(here or [self._filler(phases)])
+            self.collator.finish(micro, batch, inputs)
+        return targets_of(step)
+
+    def close(self) -> None:
+        self.source.stop()
+
+    def _check_media(self, layout: BatchLayout, examples: list[Any]) -> None:
+        """Raises TypeError if an example is no dict, ValueError if its Segments do not say how many
+        media it holds: here, where no other rank waits for it yet."""
+        for i, e in zip(layout.example_id, examples, strict=True):
+            if self.collator.phases and not isinstance(e, Mapping):
+                raise TypeError(f"example {i} is a {type(e).__name__}: with the media of a Phase "
+                                "it must be a dict")
+        for name, phase in self.collator.phases.items():
+            example = layout.example_of_segment[layout.segments[ENCODERS[name]]]
+            said = np.bincount(example, minlength=len(examples)).tolist()
+            for i, held in enumerate(len(e[phase.media]) for e in examples):
+                if held != said[i]:
+                    raise ValueError(
+                        f"phase {name}: example {layout.example_id[i]} holds {held} media under "
+                        f"{phase.media!r}, its lengths have {said[i]} Segments of {name}: give one "
+                        "Segment for each")
+
+    def _moved(
+        self, step: Step, micro: Microbatch, postponed: Postponed
+    ) -> tuple[dict[str, list], list]:
+        """(media that this rank encodes, by phase; examples that its LLM processes)."""
+        first = int(step.layout.examples_per_rank[: self.rank].sum())
+        own = micro.positions[micro.plan.layout.rank_of_example == self.rank] - first
+        examples = [self._examples[i] for i in own]
+        phases, plan = self.collator.phases, micro.plan
+        media = {m: [x for e in examples for x in e[phase.media]] for m, phase in phases.items()}
+        if phases:
+            keys = {phase.media for phase in phases.values()}
+            examples = [{k: v for k, v in e.items() if k not in keys} for e in examples]
+        return ({m: self._move(media[m], plan.encode[m], postponed) for m in phases},
+                self._move(examples, plan.llm, postponed))
+
+    def _move(self, items: list[Any], move: Rearrangement, postponed: Postponed) -> list[Any]:
+        came = exchange_bytes([lambda x=x: postponed.call(wire.encode, x) for x in items], move,
+                              self.rank, self.group)
+        postponed.incomplete |= any(c is None for c in came)
+        return [items[c] if isinstance(c, int) else c if c is None
+                else postponed.call(wire.decode, c) for c in came]
+
+    def _filler(self, phases: dict[str, Phase]) -> Any:
+        rank = self.collator.rank  # in the loader's group, of which a shard may be a part
+        if phases:
+            raise ValueError(f"rank {rank} has no example in this step, and with media of a Phase "
+                             "a batch cannot be empty: use drop_last=True, larger batches or fewer "
+                             "accumulation_steps")
+        if self._spare is None:
+            raise ValueError(f"rank {rank} never had an example and gets none in this step: give "
+                             "its stream data, or use larger batches")
+        return self._spare

@@ -1,0 +1,300 @@
+"""BalancedDataLoader: a drop-in for torch.utils.data.DataLoader that balances the ranks' work after
+sampling. docs/loader.md shows it in a loop; orchmllm.data.loading.step_loader has the mechanism.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from operator import length_hint
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, IterableDataset, Sampler
+
+from orchmllm.data.loading.pipeline import Pipeline
+from orchmllm.loader.examples import Phase, StepInfo
+from orchmllm.loader.feeds import Collator
+from orchmllm.loader.links import connect, rank_list
+from orchmllm.loader.loss import LossWatch, check_labels, scale
+from orchmllm.loader.setup import StepLog, check_arguments, check_state, make_spec
+from orchmllm.loader.source import (
+    PlannedSampler,
+    Reader,
+    open_source,
+    refuse,
+    refuse_ahead,
+    tail_is_filled,
+)
+from orchmllm.loader.versions import require
+from orchmllm.orchestrator import Orchestrator
+from orchmllm.plan.cost import CostModel
+from orchmllm.plan.fill import assign_filled, plan_filled
+
+STATE_VERSION = 1
+UNKNOWN_LEN = sys.maxsize
+
+
+class BalancedDataLoader(DataLoader):
+    """Iterates collated batches of this rank's examples, chosen so that ranks take equally long.
+
+    Constructing it, iterating it and loading its state are collective over the ranks of `group`.
+    The arguments up to drop_last, and `workers`, its other ones by keyword (timeout, generator,
+    prefetch_factor, ...), are those of torch's DataLoader (batch_size counts examples per rank and
+    microbatch; without a sampler the loader shards the data itself). dataset may also be a
+    DataLoader (see `balance`), which decides what it draws and how: these arguments are refused
+    then; or any iterable of lists of examples.
+
+    lengths: length of every example by index, a sequence or a function; an integer, or Segments.
+    length_fn: instead, length of a loaded example. phases: cost of an example by its length (a
+    CostModel, default: its length), or phase -> CostModel or Phase. policy, tolerance: see
+    orchmllm.plan.balance.balance; one for all phases, or by phase; without a policy, least_move,
+    and collate_fn must not pad. group: ranks that share the data (default: all), one per replica.
+    dispatch: `load` (each rank loads what it processes; needs lengths) or `bytes` (examples are
+    sent between ranks in the prefetch thread); default: `load` with lengths, else `bytes`.
+    max_rank_tokens: cap of a rank's tokens in a microbatch. accumulation_steps: batches per
+    optimizer step. num_targets: collated batch -> its labels (default: entries of "labels" that are
+    not -100). prefetch: steps prepared ahead. seed: of the shuffling, equal on all ranks. min_gain:
+    steps predicted to gain less (0.02: 2%) run as sampled. enabled: false runs every step as
+    sampled, for comparisons. exchange: how exchange_rows sends features, `flat` or `two_hop`
+    (between equal places of nodes, then inside the node). shard_size: balance within groups of so
+    many consecutive ranks (0: all); pass `loader.exchange_group` to exchange_rows then.
+    ranks_per_node: default from the launcher. timeout_s: of an agreement that a rank never joins.
+    log_every: steps between lines of the logger orchmllm.loader on rank 0 (0: none). context:
+    longest sequence of the model; lengths above ten times that are asked about in a warning (0:
+    none). check_loss: warn if the loop never asks how to scale its loss.
+
+    The user's batch is passed on untouched: what a loop needs to know of the batch last yielded is
+    `loader.step`, and `loader.scale_sum` or `loader.scale_mean` scales its loss. Errors of any
+    rank's dataset, length_fn, collate_fn or worker are raised on all ranks as RemoteError with the
+    same text; on the rank that failed its __cause__ is the exception itself.
+    Raises ValueError for options that cannot be honoured.
+    """
+
+    use_stateful_dataloader = True  # for accelerate: save_state and load_state use its state
+
+    def __init__(
+        self, dataset: Any, batch_size: int | None = 1, shuffle: bool | None = None,
+        sampler: Sampler | None = None, batch_sampler: Sampler | None = None, num_workers: int = 0,
+        collate_fn: Callable | None = None, pin_memory: bool = False, drop_last: bool = False, *,
+        lengths: Sequence | Callable[[int], Any] | None = None,
+        length_fn: Callable[[Any], Any] | None = None,
+        phases: CostModel | Mapping[str, CostModel | Phase] | None = None,
+        policy: str | Mapping[str, str] | None = None,
+        tolerance: float | Mapping[str, float] | None = None, dispatch: str | None = None,
+        group: dist.ProcessGroup | None = None, max_rank_tokens: int = 0, prefetch: int = 2,
+        num_targets: Callable[[Any], int] | None = None, accumulation_steps: int = 1, seed: int = 0,
+        min_gain: float = 0.0, enabled: bool = True, exchange: str = "flat", shard_size: int = 0,
+        ranks_per_node: int = 0, timeout_s: float = 600.0, log_every: int = 100, context: int = 0,
+        check_loss: bool = True, **workers: Any,
+    ) -> None:
+        self._source = source = open_source(
+            dataset, dict(batch_size=batch_size, shuffle=bool(shuffle), sampler=sampler,
+                          batch_sampler=batch_sampler, drop_last=drop_last),
+            {"num_workers": num_workers, **workers}, collate_fn, pin_memory, lengths)
+        self.accumulation_steps, self.prefetch, self.seed = accumulation_steps, prefetch, seed
+        self.enabled = enabled  # whether steps are balanced, from the next pass on
+        dispatch = dispatch or ("load" if lengths is not None else "bytes")
+        ranks = rank_list(group)
+        check_arguments(source, dispatch, lengths, length_fn, shard_size, len(ranks),
+                        accumulation_steps, prefetch)
+        links = connect(self, ranks, shard_size, ranks_per_node, exchange, timeout_s,
+                        cpu=dispatch == "bytes")
+        spec, media = make_spec(phases, policy, tolerance, max_rank_tokens, links.gather.per_node,
+                                dispatch, min_gain, exchange)
+        self.rank, self.num_ranks, self.exchange_group = links.rank, len(ranks), links.device
+        self._orchestrator = Orchestrator(
+            spec, links.gather, planner=plan_filled, assigner=assign_filled, group=links.cpu,
+            commit_gather=links.everyone, hop_groups=links.hops)
+        batches = self.num_ranks * accumulation_steps  # of a step
+        if source.kind == "indices":
+            self.global_batch_size = source.batch_size * batches
+        collator = Collator(source.collate, media, self.rank, num_targets, source.pin_memory,
+                            tail_is_filled(source, batches, has_media=bool(media)),
+                            accumulation_steps if policy is None else 0)
+        self._reader = Reader(source, dispatch, lengths, length_fn, collator, links)
+        self._counts = num_targets
+        self._log = StepLog(self.rank, log_every, context)
+        self._watch = LossWatch(done=not check_loss or self.rank != 0)
+        self.num_dropped = 0
+        # (epoch, steps done in it, state of a foreign loader): where the next pass begins, and
+        # where the loop is.
+        self._next = self._done = (0, 0, None)
+        self._step: StepInfo | None = None  # of the batch last yielded
+        self._live = False  # whether an iterator has begun and not ended
+        self._show()
+
+    @property
+    def _is_accelerate_prepared(self) -> bool:
+        """Read by Accelerator.prepare, which then leaves the loader alone, and sets it. Raises
+        RuntimeError for an older accelerate than was tested."""
+        require("accelerate")
+        return True
+
+    @_is_accelerate_prepared.setter
+    def _is_accelerate_prepared(self, value: bool) -> None:
+        pass
+
+    def _show(self) -> None:
+        """Sets the attributes of a DataLoader, for code that reads them."""
+        source = self._source
+        batches = 0 if source.kind == "stream" else length_hint(self, 0)
+        shown = None if isinstance(source.seen_dataset, IterableDataset) else PlannedSampler(
+            source, batches * (source.batch_size or 1), self.rank, self.num_ranks)
+        super().__init__(
+            source.seen_dataset, source.batch_size, sampler=shown, pin_memory=source.pin_memory,
+            collate_fn=refuse if source.kind == "stream" else source.collate,
+            drop_last=source.drop_last and source.batch_size is not None, **source.workers)
+
+    # Iterating.
+
+    def __len__(self) -> int:
+        """Batches of this rank in one pass (an estimate where other ranks hold other numbers).
+        TypeError for a stream or a batch sampler without a length."""
+        k, source = self.accumulation_steps, self._source
+        if source.kind == "indices":
+            cut = math.floor if source.drop_last else math.ceil
+            return cut(len(source.dataset) / self.global_batch_size) * k
+        batches = len(source.batch_sampler if source.kind == "sampler" else self._reader.loader)
+        return math.ceil(batches / k) * k
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that the next iteration runs (or goes on with, after load_state_dict)."""
+        return self._next[0]
+
+    def set_epoch(self, epoch: int) -> None:
+        """Chooses the order of the next iteration; without it every iteration is the next epoch.
+        Raises ValueError if a loaded state stands within another epoch."""
+        next_epoch, step, state = self._next
+        if step and epoch != next_epoch and self._source.kind != "stream":
+            done = step * self.accumulation_steps
+            if epoch != next_epoch + 1 or done < length_hint(self, UNKNOWN_LEN):
+                raise ValueError(
+                    f"set_epoch({epoch}): the state that was loaded is at step {step} of epoch "
+                    f"{next_epoch}; go on in that epoch, or load no state")
+            step, state = 0, None  # the end of that epoch
+        self._next = epoch, step, state
+        self._source.set_epoch(epoch)
+
+    def __iter__(self) -> Iterator[Any]:
+        """One pass. An iterator that is dropped after its first batch has cost no epoch, unless
+        that was the last batch of the pass: a loop that counts its batches asks for no more. Raises
+        RuntimeError, at its first batch, while another one is live."""
+        if self._live:
+            raise RuntimeError(
+                "a second iterator of this BalancedDataLoader begins while another one is live; "
+                "they would share plans: end the first (exhaust it, or `del iterator`), or make a "
+                "second loader")
+        refuse_ahead(sys._getframe(1).f_globals.get("__name__", ""), self)
+        before = self._done = self._next
+        epoch, first, state = before
+        orch = self._orchestrator
+        orch.spec = replace(orch.spec, balance=replace(orch.spec.balance, enabled=self.enabled))
+        pipeline = Pipeline(
+            self._reader.feed(self._order(), self.prefetch, epoch, first, state), orch,
+            first_step=first, accumulation_steps=self.accumulation_steps, prefetch=self.prefetch)
+        steps, yielded = iter(pipeline), 0  # batches
+        self._live, self._next = True, (after := (epoch + 1, 0, None))
+        try:
+            for step in steps:
+                self._log.told(step, epoch)
+                for k, micro in enumerate(step.micro):
+                    if k == self.accumulation_steps - 1:
+                        self._done = epoch, step.index + 1, step.state
+                    self._step = StepInfo.of(step, k, epoch, self.num_ranks, self._watch.asked)
+                    yielded += 1
+                    yield micro.content
+                    self._watch.fetched(self._step)
+            self.num_dropped += pipeline.num_dropped
+            self._done = epoch + 1, 0, None
+        except GeneratorExit:
+            done = first * self.accumulation_steps + yielded
+            looked = yielded <= 1 and done < length_hint(self, UNKNOWN_LEN)
+            if looked and self._next is after:  # no state or epoch was set meanwhile
+                self._next = before
+            raise
+        finally:
+            steps.close()
+            self._live = False
+
+    def _order(self) -> dict[str, Any]:
+        """What decides which examples a step has, the same on all ranks."""
+        source = self._source
+        order = {"kind": source.kind, "accumulation_steps": self.accumulation_steps}
+        if source.kind == "indices":
+            order |= {"global_batch_size": self.global_batch_size, "seed": self.seed,
+                      "shuffle": source.shuffle, "num_examples": len(source.dataset)}
+        return order
+
+    # What a loop needs to know.
+
+    @property
+    def step(self) -> StepInfo:
+        """Facts of the batch last yielded (of the microbatch, with accumulation_steps), whatever
+        was prefetched since. A loop that fetches several batches before it trains on the first
+        reads it after each fetch. Raises RuntimeError before the first batch."""
+        if self._step is None:
+            raise RuntimeError("loader.step: no batch was yielded yet; read it inside the loop")
+        return self._step
+
+    def scale_sum(
+        self, loss_sum: torch.Tensor, *, shifted: bool = False, gradients: str = "mean",
+        num_ranks: int | None = None, divided_by: int | None = None,
+    ) -> torch.Tensor:
+        """The loss to call backward on, for the batch last yielded: loss_sum * num_ranks /
+        loader.step.num_global_targets; 0 for a filler.
+
+        loss_sum: (), the sum of the loss over this rank's targets in the batch. shifted: whether
+        the model shifts the labels itself, as those of transformers do, so that the first of each
+        row is no target. FSDP and DDP average gradients over their ranks: the factor num_ranks
+        undoes that, so the gradient is that of the mean over the targets of all ranks.
+        gradients="sum" leaves the factor out, for a reduction that sums (FSDP2's
+        set_gradient_divide_factor(1.0)). num_ranks: over which gradients are averaged (default: the
+        ranks of the loader's group). With accumulation_steps the denominator is that of all
+        microbatches of the step: do not divide by their number. divided_by: by what the caller's
+        backward does (accelerator.gradient_accumulation_steps, or accumulate_grad_batches of
+        Lightning's Trainer; default 1).
+        Raises RuntimeError before the first batch, ValueError if the number of targets is not
+        known, `gradients` is neither, or accelerate or Lightning may divide and divided_by is
+        not given."""
+        return scale(loss_sum, self.step, mean=False, shifted=shifted, gradients=gradients,
+                     num_ranks=num_ranks, divided_by=divided_by)
+
+    def scale_mean(
+        self, loss: torch.Tensor, labels: torch.Tensor | None = None, *, shifted: bool,
+        gradients: str = "mean", num_ranks: int | None = None, divided_by: int | None = None,
+    ) -> torch.Tensor:
+        """As scale_sum, of a loss that is the mean over this rank's targets in the batch, such as
+        `model(**batch).loss`: it is weighed by their number. labels: of the batch, for a check that
+        it is the one last yielded (on the CPU alone). Raises ValueError if it is not."""
+        if self._counts is None:
+            check_labels(labels, self.step, shifted=shifted)
+        return scale(loss, self.step, mean=True, shifted=shifted, gradients=gradients,
+                     num_ranks=num_ranks, divided_by=divided_by)
+
+    # State.
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the loop is: after the last step whose batches were all yielded. JSON-able and the
+        same on all ranks for a map-style dataset without a sampler (under 4 kB); else of this rank,
+        with the wrapped loader's own state if it has one."""
+        epoch, step, inner = self._done
+        state = {"version": STATE_VERSION, **self._order(), "epoch": epoch, "step": step}
+        if self._source.kind == "indices":
+            return state
+        return {**state, "rank": self.rank, "num_ranks": self.num_ranks, "inner": inner,
+                **self._source.counted()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on where `state` was taken, on any number of ranks and workers for a map-style
+        dataset without a sampler: the global batches stay what they were. Raises ValueError for
+        another version, kind, dataset, order or accumulation, and for a per-rank state of another
+        rank or number of ranks, or within an epoch of another batch size."""
+        check_state(state, self.state_dict())
+        if self._source.kind == "indices":
+            self.global_batch_size = state["global_batch_size"]
+        self._next = self._done = state["epoch"], state["step"], state.get("inner")

@@ -1,0 +1,115 @@
+"""The loss of a batch whose ranks hold unequally many targets: its scale, and a warning for a loop
+that does without one."""
+
+from __future__ import annotations
+
+import logging
+import sys
+
+import torch
+from torch import Tensor
+
+from orchmllm.batch import IGNORE_INDEX
+from orchmllm.loader.examples import StepInfo
+
+log = logging.getLogger("orchmllm.loader")
+PATIENCE = 3
+MEND = ('loss = loader.scale_mean(loss, batch["labels"], shifted=True)  # False: the labels are '
+        "shifted in collate")
+
+
+def scale(
+    loss: Tensor, info: StepInfo, *, mean: bool, shifted: bool, gradients: str = "mean",
+    num_ranks: int | None = None, divided_by: int | None = None,
+) -> Tensor:
+    """See BalancedDataLoader.scale_sum and scale_mean, which call it. loss: (). Raises what they
+    say."""
+    if gradients not in ("mean", "sum"):
+        raise ValueError(f"gradients is {gradients!r}: use 'mean' or 'sum'")
+    if divided_by not in (None, 1, info.num_microbatches):
+        raise ValueError(f"divided_by is {divided_by}, but the loader plans steps of "
+                         f"{info.num_microbatches} batches: give BalancedDataLoader "
+                         f"accumulation_steps={divided_by}")
+    factor = (num_ranks or info.num_ranks) if gradients == "mean" else 1
+    factor *= _divisor(info) if divided_by is None else divided_by
+    denominator = max(info.denominator(shifted=shifted), 1)
+    weight = info.local_targets[shifted] if mean else 1
+    if not info.num_examples or not weight:
+        _drop_nan(loss)
+        return loss.nan_to_num(posinf=0.0, neginf=0.0) * 0  # a mean of nothing is nan
+    return loss * (factor * weight / denominator)
+
+
+def _drop_nan(loss: Tensor) -> None:
+    """Makes 0 of every nan in the backward pass of a loss of nothing: behind (ce * mask).sum() /
+    mask.sum() the gradient is 0 / 0, whatever the loss is multiplied by. Where a nan is born it
+    becomes 0, so gradients of other losses that come through the same nodes stay what they are."""
+    nodes, seen = [loss.grad_fn], set()
+    while nodes:
+        node = nodes.pop()
+        if node in seen or not getattr(node, "next_functions", ()):  # those of parameters stay
+            continue
+        seen.add(node)
+        node.register_hook(lambda into, _: tuple(
+            g if g is None else g.nan_to_num(0.0, torch.inf, -torch.inf) for g in into))
+        nodes += [following for following, _ in node.next_functions]
+
+
+def check_labels(labels: Tensor | None, info: StepInfo, *, shifted: bool) -> None:
+    """Raises ValueError if these are not the labels of the batch that `info` is of. On a device
+    nothing is read: the loop would wait for it. labels: (...), of any shape."""
+    if labels is None or labels.device.type != "cpu" or not info.num_examples:
+        return
+    held = int(((labels[..., 1:] if shifted else labels) != IGNORE_INDEX).sum())
+    if held != info.local_targets[shifted]:
+        raise ValueError(
+            f"scale_mean: these labels have {held} targets, the batch last yielded has "
+            f"{info.local_targets[shifted]}: pass the labels of that batch as collate_fn returned "
+            "them. A loop that fetches batches ahead cannot use loader.scale_mean")
+
+
+def _divisor(info: StepInfo) -> int:
+    """What the caller's backward divides the loss by, where that is known. Raises ValueError where
+    it is not."""
+    state = sys.modules.get("accelerate.state")
+    if state is not None and state.GradientState._shared_state:
+        steps = state.GradientState().num_steps
+        if steps > 1:
+            raise ValueError(
+                f"Accelerator(gradient_accumulation_steps={steps}): accelerator.backward divides "
+                f"the loss by {steps}; give the loader accumulation_steps={steps} and say "
+                "divided_by=accelerator.gradient_accumulation_steps here, or divided_by=1 if you "
+                "call loss.backward()")
+    lightning = {"lightning.pytorch", "pytorch_lightning"} & set(sys.modules)
+    if lightning and info.num_microbatches > 1:
+        raise ValueError(
+            "Lightning's Trainer divides the loss by its accumulate_grad_batches: say "
+            "divided_by=trainer.accumulate_grad_batches, or divided_by=1 in other loops")
+    return 1
+
+
+class LossWatch:
+    """Warns once if a loop never asks how to scale its loss although ranks hold unequally many
+    targets. Batches may be fetched ahead, so it waits for PATIENCE steps. done: says no more."""
+
+    def __init__(self, done: bool) -> None:
+        self.done, self._unequal = done, 0
+
+    def asked(self) -> None:
+        self.done = True
+
+    def fetched(self, info: StepInfo) -> None:
+        """Another batch was fetched after that of `info`."""
+        local, everywhere = info.local_targets[0], info.num_targets
+        if self.done or everywhere is None or not torch.is_grad_enabled():
+            return
+        share = everywhere / (info.num_ranks * info.num_microbatches)
+        self._unequal += abs(local - share) > 0.01 * share
+        if self._unequal > PATIENCE * info.num_microbatches:
+            self.done = True
+            log.warning(
+                "the loss was never scaled, and ranks hold unequally many targets (this one %d of "
+                "%d in %d batches): a mean over each rank's own weighs targets by the plan. Write\n"
+                "    %s\n(or loader.scale_sum for a sum; check_loss=False if your loop divides by "
+                "the targets of all ranks itself)", local, everywhere,
+                info.num_ranks * info.num_microbatches, MEND)

@@ -1,0 +1,297 @@
+"""What a BalancedDataLoader reads: from the arguments that it shares with torch's DataLoader to the
+feed of a pass over the data.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from operator import length_hint
+from typing import Any
+
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    default_collate,
+)
+
+from orchmllm.data.loading.forks import loader_context
+from orchmllm.loader.draws import (
+    ForeignStream,
+    GlobalIndices,
+    IndexedStream,
+    SampledIndices,
+    SharedIndices,
+)
+from orchmllm.loader.feeds import Collator, ExampleFeed, IndexFeed, PlannedIndices, measured
+from orchmllm.loader.links import Links
+from orchmllm.loader.versions import require
+from orchmllm.plan.assign import digest64
+
+# Arguments that a wrapped DataLoader has itself, as they are where they were not given.
+_WORKERS = {"num_workers": 0, "timeout": 0, "worker_init_fn": None, "multiprocessing_context": None,
+            "generator": None, "prefetch_factor": None, "persistent_workers": False,
+            "pin_memory_device": "", "in_order": True}
+_DRAWING = {"batch_size": 1, "shuffle": False, "sampler": None, "batch_sampler": None,
+            "drop_last": False}
+
+
+@dataclass
+class Source:
+    """kind: indices (sampled by the loader), sampler (the user's, per rank) or stream. dataset: the
+    user's, or for a stream what is iterated. sampler: the one that set_epoch is for. collate: of a
+    list of examples. workers: arguments of torch's DataLoader.
+    """
+
+    kind: str
+    dataset: Any
+    batch_size: int | None
+    shuffle: bool
+    drop_last: bool
+    sampler: Any
+    batch_sampler: Any
+    collate: Callable
+    pin_memory: bool
+    workers: dict[str, Any]
+
+    @property
+    def seen_dataset(self) -> Any:
+        """What loader.dataset shows."""
+        return self.dataset.dataset if isinstance(self.dataset, DataLoader) else self.dataset
+
+    def set_epoch(self, epoch: int) -> None:
+        parts = [self.sampler, self.batch_sampler, self.dataset, self.seen_dataset]
+        for _ in range(2):  # accelerate puts its shards around the user's batch sampler
+            parts += [getattr(p, name, None) for name in ("batch_sampler", "sampler")
+                      for p in parts]
+        for part in {id(p): p for p in parts if hasattr(p, "set_epoch")}.values():
+            part.set_epoch(epoch)
+
+    def counted(self) -> dict[str, int | None]:
+        """What the step of a state per rank counts: batches of this size, of a dataset that has so
+        many examples. None: not known."""
+        size = getattr(self.batch_sampler, "batch_size", self.batch_size)
+        held = length_hint(self.dataset, 0) if self.kind == "sampler" else 0
+        return {"batch_size": size if isinstance(size, int) else None, "num_examples": held or None}
+
+    def is_undistributed(self) -> bool:
+        """Whether the user's sampler gives every rank all the data."""
+        return (self.kind == "sampler" and type(self.batch_sampler) is BatchSampler
+                and type(self.sampler) in (SequentialSampler, RandomSampler))
+
+
+def open_source(
+    dataset: Any, drawing: dict[str, Any], workers: dict[str, Any], collate_fn: Callable | None,
+    pin_memory: bool, lengths: Any,
+) -> Source:
+    """The source of a loader's arguments. drawing: those that say which examples, workers: those
+    that only torch's DataLoader reads. Raises TypeError for an argument that it does not have,
+    ValueError for a loader that cannot be wrapped, or with arguments that are its own."""
+    for name in workers.keys() - _WORKERS.keys():
+        raise TypeError(f"BalancedDataLoader has no argument {name!r}")
+    workers = _WORKERS | workers
+    known = Source("stream", dataset, **drawing, collate=collate_fn or default_collate,
+                   pin_memory=pin_memory, workers=workers)
+    mapped = not isinstance(dataset, IterableDataset) and hasattr(dataset, "__getitem__")
+    _refuse_beside(dataset, mapped, drawing, workers)
+    if isinstance(dataset, DataLoader):
+        _wrap(known, dataset, collate_fn, lengths)
+    elif mapped:
+        known.kind = "indices" if known.sampler is known.batch_sampler is None else "sampler"
+        if known.kind == "sampler":
+            known.sampler = known.sampler or getattr(known.batch_sampler, "sampler", None)
+            known.batch_sampler = known.batch_sampler or BatchSampler(
+                known.sampler, known.batch_size, known.drop_last)
+    known.workers = {**known.workers, "multiprocessing_context": loader_context(
+        known.workers["multiprocessing_context"], known.workers["num_workers"])}
+    return known
+
+
+def _refuse_beside(
+    dataset: Any, mapped: bool, drawing: dict[str, Any], workers: dict[str, Any]
+) -> None:
+    """Raises ValueError for an argument that would have no effect beside the data that is given, or
+    beside another argument."""
+    given = {name: value for name, value in (drawing | workers).items()
+             if value != (_DRAWING | _WORKERS)[name]}
+    if isinstance(dataset, DataLoader):
+        unused, cure = set(given), "the wrapped DataLoader decides that, so give it that argument"
+    elif isinstance(dataset, IterableDataset):
+        unused = {"sampler", "batch_sampler"}
+        cure = "an IterableDataset decides what it yields: leave it out, or use a map-style dataset"
+    elif not mapped:
+        unused = given.keys() - {"shuffle", "drop_last"}
+        if drawing["drop_last"]:
+            unused -= {"batch_size"}  # of a batch that is not dropped
+        cure = ("an iterable of lists of examples decides that: leave it out, or give a dataset or "
+                "a DataLoader")
+    else:
+        unused = drawing.keys() - {"batch_sampler"} if "batch_sampler" in given else set()
+        cure = "the batch_sampler decides that: leave one of them out"
+    for name in given:
+        if name in unused:
+            raise ValueError(f"{name} is {given[name]!r}: {cure}")
+
+
+def _wrap(known: Source, loader: DataLoader, collate_fn: Callable | None, lengths: Any) -> None:
+    """Takes over a plain DataLoader: its indices are planned, its functions used. One with a
+    state, or over a stream, is iterated as it is."""
+    require(*(c.__module__ for c in type(loader).__mro__))
+    if hasattr(loader, "scale_mean"):
+        raise ValueError("the data set is a BalancedDataLoader already: iterate it as it is")
+    known.collate = collate_fn or loader.collate_fn
+    known.pin_memory = known.pin_memory or loader.pin_memory
+    known.batch_size, known.drop_last = loader.batch_size, loader.drop_last
+    known.workers = {name: getattr(loader, name) for name in _WORKERS}
+    keeps_state = hasattr(loader, "state_dict")
+    if keeps_state and lengths is not None:
+        raise ValueError("a loader with a state of its own takes length_fn, not lengths")
+    if keeps_state or isinstance(loader.dataset, IterableDataset):
+        return
+    if loader.batch_sampler is None:
+        raise ValueError("the wrapped DataLoader has batch_size=None: give it a batch size")
+    known.dataset = loader.dataset
+    if _takes_all(loader):
+        drawn = loader.batch_sampler  # accelerate's loader of one process has these there alone
+        known.kind, known.shuffle = "indices", isinstance(drawn.sampler, RandomSampler)
+        known.batch_size, known.drop_last = drawn.batch_size, drawn.drop_last
+    else:
+        known.kind, known.batch_sampler = "sampler", loader.batch_sampler
+        known.sampler = getattr(loader.batch_sampler, "sampler", loader.sampler)
+
+
+def _takes_all(loader: DataLoader) -> bool:
+    """Whether torch made the samplers: every rank would draw the whole dataset, so the loader
+    shares it out instead, as accelerate does."""
+    sampler = getattr(loader.batch_sampler, "sampler", None)
+    return type(loader.batch_sampler) is BatchSampler and (
+        type(sampler) is SequentialSampler or type(sampler) is RandomSampler
+        and not sampler.replacement and sampler._num_samples is None and sampler.generator is None)
+
+
+def tail_is_filled(source: Source, batches: int, *, has_media: bool) -> bool:
+    """Whether the last step of an epoch is known to have fewer examples than its `batches` on all
+    ranks. Raises ValueError if that cannot be: the media of a filler would belong to no rank."""
+    if source.kind != "indices" or source.drop_last:
+        return False
+    tail = len(source.dataset) % (source.batch_size * batches)
+    if has_media and 0 < tail < batches:
+        raise ValueError(
+            f"the last step of an epoch has {tail} examples for {batches} batches on all ranks, "
+            "and with media of a Phase a batch cannot be empty: use drop_last=True or another "
+            "batch_size")
+    return 0 < tail < batches
+
+
+class Reader:
+    """Loads a source's examples, and makes the feed of each pass over them.
+
+    lengths: of an example by index; length_fn: instead, of a loaded one. loader: torch's, over
+    planned indices with dispatch `load`, else over sampled ones; of a stream, the user's."""
+
+    def __init__(
+        self, source: Source, dispatch: str, lengths: Any, length_fn: Callable | None,
+        collator: Collator, links: Links,
+    ) -> None:
+        self._source, self._dispatch = source, dispatch
+        self._collator, self._links = collator, links
+        self._lengths = lengths.__getitem__ if hasattr(lengths, "__getitem__") else lengths
+        self._indices = PlannedIndices() if dispatch == "load" else SharedIndices()
+        self._measure: Callable = list
+        with_lengths = list if length_fn is None else partial(measured, length_fn)
+        if source.kind != "stream":
+            self.loader = DataLoader(
+                source.dataset, batch_sampler=self._indices, **source.workers,
+                collate_fn=source.collate if dispatch == "load" else with_lengths,
+                pin_memory=dispatch == "load" and source.pin_memory)  # in torch's own thread
+        elif isinstance(source.dataset, IterableDataset):
+            self.loader = DataLoader(source.dataset, source.batch_size, collate_fn=with_lengths,
+                                     **source.workers)
+        elif isinstance(source.dataset, DataLoader):
+            self.loader = copy.copy(source.dataset)  # the user's keeps its collate_fn
+            self.loader.collate_fn = with_lengths
+            self.loader._iterator = None  # persistent workers, which have the user's
+            if self.loader.num_workers:
+                self.loader.multiprocessing_context = source.workers["multiprocessing_context"]
+        else:
+            self.loader, self._measure = source.dataset, with_lengths
+
+    def feed(
+        self, order: Mapping[str, Any], prefetch: int, epoch: int, first: int, state: Any
+    ) -> IndexFeed | ExampleFeed:
+        """order, prefetch: of the loader. first: step to begin with; state: of a stream, to load
+        instead."""
+        source, links, k = self._source, self._links, order["accumulation_steps"]
+        config = digest64(repr((
+            order, self._dispatch, epoch, first, prefetch, source.drop_last,
+            source.workers["num_workers"], source.workers["prefetch_factor"])).encode())
+        if source.kind == "stream":
+            examples = ForeignStream(
+                self.loader, self._measure, k, rank=links.rank, first_step=first, state=state,
+                full_size=source.batch_size or 0 if source.drop_last else 0)
+        else:
+            drawn = (GlobalIndices(order, epoch, first, links, source.drop_last,
+                                   whole=self._dispatch == "load")
+                     if source.kind == "indices" else
+                     SampledIndices(source.batch_sampler, k, first))
+            if isinstance(self._indices, PlannedIndices):
+                fetched = self.loader.num_workers * (self.loader.prefetch_factor or 0)
+                return IndexFeed(drawn, self._lengths, self.loader, self._indices, self._collator,
+                                 config, lookahead=math.ceil(fetched / k))
+            examples = IndexedStream(self.loader, self._indices, drawn, self._lengths)
+        return ExampleFeed(examples, self._collator, links.gather.rank, links.cpu, config)
+
+
+class PlannedSampler(DistributedSampler):
+    """What loader.sampler shows: a distributed sampler, so that trainers do not put one of theirs
+    in its place. The loader alone can iterate what it plans; a copy of the loader cannot.
+
+    set_epoch reaches the user's sampler. Without one the loader counts epochs itself, and keeps
+    them in its state: trainers count from 0 after a resume."""
+
+    def __init__(self, source: Source, num_samples: int, rank: int, num_ranks: int) -> None:
+        self.dataset, self.num_replicas, self.rank = source.seen_dataset, num_ranks, rank
+        self.shuffle, self.drop_last, self.seed, self.epoch = source.shuffle, source.drop_last, 0, 0
+        self.num_samples, self.total_size = num_samples, num_samples * num_ranks
+        self._source = source
+
+    def set_epoch(self, epoch: int) -> None:
+        self._source.set_epoch(epoch)
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        raise RuntimeError(REBUILT)
+
+
+REBUILT = (
+    "a DataLoader was made of the parts of a BalancedDataLoader; it would load unbalanced batches. "
+    "accelerate's skip_first_batches, with which transformers' Trainer resumes, does that: use "
+    "orchmllm.balance_trainer(trainer, ...), or loader.load_state_dict in a loop of your own. Give "
+    "other libraries the BalancedDataLoader as it is")
+
+
+def refuse_ahead(caller: str, loader: DataLoader) -> None:
+    """Raises TypeError if Lightning's Trainer (the module that iterates) would fetch each batch
+    before it trained on the last: then loader.step is that of another batch. RuntimeError if the
+    caller is of an older version than was tested."""
+    require(caller)
+    if caller.startswith(("lightning.pytorch.", "pytorch_lightning.")):
+        try:
+            len(loader)
+        except TypeError as error:
+            raise TypeError(
+                "Lightning's Trainer fetches a batch ahead of a loader without a length, and "
+                "loader.step would be that of the wrong batch: give the stream a __len__"
+            ) from error
+
+
+def refuse(examples: list) -> Any:
+    """collate_fn that a loader over a stream shows. It raises RuntimeError."""
+    raise RuntimeError(REBUILT)

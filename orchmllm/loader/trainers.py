@@ -1,0 +1,207 @@
+"""What exists already, with balanced batches: torch's DataLoader; transformers' Trainer, and TRL's
+SFTTrainer, DPOTrainer and RewardTrainer."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from orchmllm.loader.examples import StepInfo
+from orchmllm.loader.loader import BalancedDataLoader
+from orchmllm.loader.loss import scale
+from orchmllm.loader.padding import collator_pads
+from orchmllm.loader.trainer_checks import (
+    check_scaled,
+    check_trainer,
+    column_lengths,
+    is_paired,
+    is_plain,
+    num_pairs,
+    undisturbed,
+)
+from orchmllm.loader.versions import require
+
+_STATE = "balanced_loader_{rank}.pt"
+
+
+def balance(loader: DataLoader, **options: Any) -> BalancedDataLoader:
+    """A BalancedDataLoader over an existing DataLoader, with its data set, batch size, collate_fn
+    and workers: balance(loader, lengths=...) or balance(loader, length_fn=...). options: those of
+    BalancedDataLoader from lengths on.
+
+    The loader's own sampler decides what this rank draws. If it has none (shuffle=True or False
+    alone), every rank would draw the whole data set; it is shared out over the ranks instead. A
+    loader with a state (torchdata's StatefulDataLoader) is iterated, and its state kept.
+    Raises ValueError for what cannot be wrapped or honoured, TypeError for what is no DataLoader.
+    """
+    if not isinstance(loader, DataLoader):
+        raise TypeError(f"balance takes a torch DataLoader, not a {type(loader).__name__}; "
+                        "BalancedDataLoader takes data sets and iterables of lists of examples")
+    return BalancedDataLoader(loader, **options)
+
+
+def balance_trainer(
+    trainer: Any, *, lengths: Any = None, length_fn: Any = None, loss: str | None = None,
+    **options: Any,
+) -> Any:
+    """Makes `trainer.train()` run on balanced batches: the same global batches as before, the same
+    loss and gradients. Returns the trainer. Call it before train(), on all ranks.
+
+    trainer: transformers' Trainer or Seq2SeqTrainer, TRL's SFTTrainer, DPOTrainer or RewardTrainer,
+    or of a subclass. Its data set, sampler, collator, worker processes and accumulation stay; if
+    its get_train_dataloader returns a BalancedDataLoader, that is used as it is. lengths,
+    length_fn, options: see BalancedDataLoader; without the first two the lengths of the columns
+    with token ids are taken, and policy is `padded` for a collator that is known to pad. loss: what
+    a compute_loss or compute_loss_func that is not of transformers or TRL, or a model that ignores
+    num_items_in_batch, returns: `mean` over the rank's targets of the batch, or `scaled` if it
+    divides by the targets of all ranks and microbatches. The first step computes the loss once
+    more, without gradients, to see that it depends on num_items_in_batch.
+
+    Checkpoints hold the loader's state, and train(resume_from_checkpoint=...) goes on after the
+    batch where the checkpoint was saved. Raises ValueError for a Trainer whose loss would be wrong
+    or whose batches cannot be balanced (in the first step, on all ranks, for a model that ignores
+    num_items_in_batch), RuntimeError for an older version than was tested."""
+    require(*(c.__module__ for c in type(trainer).__mro__))
+    check_trainer(trainer, loss, options.get("group"))
+    kind = type(trainer)
+    trainer.__class__ = type(f"Balanced{kind.__name__}", (_Balanced, kind), {})
+    if lengths is None and length_fn is None:
+        lengths = column_lengths(trainer.train_dataset)
+    trainer._balance = dict(options, lengths=lengths, length_fn=length_fn)
+    if is_paired(kind):
+        trainer._balance.setdefault("num_targets", num_pairs)
+    trainer._balance_loss, trainer._balance_steps = loss, deque()
+    return trainer
+
+
+class _Balanced:
+    """What balance_trainer puts before the class of a Trainer."""
+
+    _balance: dict[str, Any]
+    _balance_loss: str | None
+    _balance_steps: deque[StepInfo]  # of batches that were fetched and not trained on
+    _balance_step: StepInfo | None = None  # of the batch that is trained on
+    _balance_proven = False  # whether the loss is known to depend on num_items_in_batch
+    _balance_loader: BalancedDataLoader
+
+    def get_train_dataloader(self) -> BalancedDataLoader:
+        loader = super().get_train_dataloader()
+        if not isinstance(loader, BalancedDataLoader):
+            plain = getattr(loader, "base_dataloader", loader)  # accelerate's holds torch's
+            config = getattr(self.model, "config", None)
+            text = config.get_text_config() if hasattr(config, "get_text_config") else config
+            how = dict(accumulation_steps=self.args.gradient_accumulation_steps, check_loss=False,
+                       context=getattr(text, "max_position_embeddings", 0) or 0,
+                       policy={"llm": "padded"} if collator_pads(self.data_collator) else None)
+            loader = BalancedDataLoader(plain, **{**how, **self._balance})
+        if loader.accumulation_steps != self.args.gradient_accumulation_steps:
+            raise ValueError(
+                f"the BalancedDataLoader has accumulation_steps={loader.accumulation_steps}, the "
+                f"Trainer {self.args.gradient_accumulation_steps}: they have to be equal")
+        self._balance_loader = loader
+        return loader
+
+    def get_batch_samples(self, epoch_iterator: Iterator, *args: Any, **kwargs: Any) -> Any:
+        def noted() -> Iterator[Any]:
+            for batch in epoch_iterator:
+                self._balance_steps.append(self._balance_loader.step)
+                yield batch
+
+        self._balance_steps.clear()
+        return super().get_batch_samples(noted(), *args, **kwargs)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        self._balance_step = self._balance_steps.popleft()
+        try:
+            return super().training_step(*args, **kwargs)
+        finally:
+            self._balance_step = None
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False,
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> Any:
+        compute, step = super().compute_loss, self._balance_step
+        scaled = num_items_in_batch is not None if self._balance_loss is None else (
+            self._balance_loss == "scaled")
+        of_twice = None
+        if step is not None and scaled and not self._balance_proven and is_plain(self):
+            of_twice = undisturbed(model, lambda: compute(
+                model, {**inputs}, num_items_in_batch=2 * num_items_in_batch))
+        mean = step is not None and not scaled  # a Trainer multiplies what it believes is scaled
+        out = compute(model, inputs, return_outputs=return_outputs,
+                      num_items_in_batch=None if mean else num_items_in_batch)
+        loss, *outputs = out if return_outputs else (out,)
+        if of_twice is not None:
+            self._balance_proven = check_scaled(self, loss, of_twice)
+        if step is None or scaled:  # None: an evaluation
+            return out
+        loss = scale(loss, step, mean=True, shifted=self._loss_shifts_labels,
+                     divided_by=self._divides_by(num_items_in_batch))
+        return (loss, *outputs) if return_outputs else loss
+
+    def _divides_by(self, num_items_in_batch: Tensor | int | None) -> int:
+        """What Trainer.training_step divides the loss by."""
+        does_not = getattr(self, "loss_is_scaled_for_ga", None)  # since 5.20
+        if does_not is None:
+            does_not = self.compute_loss_func is not None or (
+                self.model_accepts_loss_kwargs and num_items_in_batch is not None)
+        return 1 if does_not else self.current_gradient_accumulation_steps
+
+    def _save_rng_state(self, output_dir: str) -> None:  # called on all ranks for a checkpoint
+        super()._save_rng_state(output_dir)
+        Path(output_dir).mkdir(parents=True, exist_ok=True)
+        torch.save(self._balance_loader.state_dict(),
+                   Path(output_dir) / _STATE.format(rank=self._balance_loader.rank))
+
+    def _run_epoch(self, **how: Any) -> Any:
+        loader, folder, epoch = (how[name] for name in (
+            "train_dataloader", "resume_from_checkpoint", "epoch"))
+        if folder is not None and epoch == how["epochs_trained"] and not self.args.ignore_data_skip:
+            _go_on(loader, Path(folder), epoch, how["steps_trained_in_current_epoch"])
+        with _nothing_skipped():
+            return super()._run_epoch(**how)
+
+
+def _go_on(loader: BalancedDataLoader, folder: Path, epoch: int, batches: int) -> None:
+    """Puts the loader where the checkpoint was saved: after `batches` of the epoch. Raises
+    ValueError if its state says otherwise. A checkpoint without one was saved before balancing."""
+    files = [folder / _STATE.format(rank=rank) for rank in (loader.rank, 0)]  # 0: more ranks now
+    path = next((file for file in files if file.exists()), None)
+    if path is not None:
+        state = torch.load(path, weights_only=True)
+    else:
+        state = {**loader.state_dict(), "epoch": epoch,
+                 "step": batches // loader.accumulation_steps}
+    batch_size = getattr(loader, "global_batch_size", None)
+    loader.load_state_dict(state)
+    done = state["step"] * loader.accumulation_steps
+    at_end = (state["epoch"], done) == (epoch - 1, len(loader)) and not batches
+    if getattr(loader, "global_batch_size", None) != batch_size or not (
+            at_end or (state["epoch"], done) == (epoch, batches)):
+        raise ValueError(
+            f"{folder}: the loader stands after {done} batches of epoch {state['epoch']}, the "
+            f"Trainer after {batches} of epoch {epoch}: resume with the batch size, accumulation "
+            "and number of ranks of the checkpoint")
+
+
+@contextmanager
+def _nothing_skipped() -> Iterator[None]:
+    """Within it the Trainer goes on with a BalancedDataLoader as it stands; otherwise it would
+    build a plain DataLoader that leaves out the first batches."""
+    from transformers import trainer
+
+    original = trainer.skip_first_batches
+    trainer.skip_first_batches = lambda loader, num_batches=0: (
+        loader if isinstance(loader, BalancedDataLoader) else original(loader, num_batches))
+    try:
+        yield
+    finally:
+        trainer.skip_first_batches = original

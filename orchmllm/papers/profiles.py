@@ -1,0 +1,129 @@
+"""What the planner knows of a module: its time, its memory, what it hands on. Analytic, from a
+configuration and a device; or measured (`orchmllm profile`) and interpolated in rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from orchmllm.config.model import AudioConfig, LLMConfig, ModelConfig, VisionConfig
+from orchmllm.models.flops import lengths_of, phase_work
+from orchmllm.sharding.activations import block_bytes
+from orchmllm.sharding.units import units
+from orchmllm.tools.predict.hardware import Hardware
+
+
+def state_of(parameters: float) -> tuple[float, float, float]:
+    """Bytes of weights (bfloat16), gradients (float32), float32 copy and AdamW's two moments."""
+    return 2 * parameters, 4 * parameters, 12 * parameters
+
+
+@dataclass(frozen=True)
+class ModuleProfile:
+    """A module of a multimodal model, for one training sample.
+
+    layers: that pipeline stages can divide. rows: positions of a sample. forward_ms(tp):
+    milliseconds of all layers on tp GPUs; the backward pass takes as long towards the input, and as
+    long again towards the weights. activation_bytes_per_row: that all layers keep for the backward
+    pass. boundary_bytes_per_row: that one layer hands to the next. forward_flops: of a sample.
+    trains: its weights learn.
+    input_gradient: something learns in it or before it. recompute: activations are made again."""
+
+    name: str
+    layers: int
+    rows: float
+    forward_ms: Callable[[int], float]
+    weight_bytes: float
+    gradient_bytes: float
+    optimizer_bytes: float
+    activation_bytes_per_row: float
+    boundary_bytes_per_row: float
+    forward_flops: float = 0.0
+    trains: bool = True
+    input_gradient: bool = True
+    recompute: bool = False
+
+    @property
+    def backward_units(self) -> float:
+        """Backward time, recomputation included, over forward time."""
+        return self.input_gradient * (1.0 + self.recompute) + self.trains
+
+    @property
+    def state_bytes(self) -> tuple[float, float]:
+        """(weights and gradients, optimizer), of the whole module."""
+        return (self.weight_bytes + self.trains * self.gradient_bytes,
+                self.trains * self.optimizer_bytes)
+
+    @property
+    def kept_bytes(self) -> float:
+        """Activations of a sample in all layers, from its forward to its backward pass."""
+        kept = self.layers * self.boundary_bytes_per_row if self.recompute else (
+            self.activation_bytes_per_row)
+        return self.rows * (kept if self.input_gradient else self.boundary_bytes_per_row)
+
+    def total_ms(self, tp: int) -> float:
+        """Forward and backward of a sample on tp GPUs."""
+        return self.forward_ms(tp) * (1 + self.backward_units)
+
+
+def with_frozen(profiles: Mapping[str, ModuleProfile],
+                frozen: Sequence[str]) -> dict[str, ModuleProfile]:
+    """The profiles in pipeline order with some modules frozen. Projectors always learn, so the LLM
+    and what follows it still pass gradients on; a frozen encoder has no backward pass. Raises
+    ValueError for an unknown name."""
+    for name in frozen:
+        if name not in profiles:
+            raise ValueError(f"frozen: no module {name!r}; there are {', '.join(profiles)}")
+    names = list(profiles)
+    behind = names.index("llm") if "llm" in names else len(names)
+    return {name: replace(p, trains=name not in frozen,
+                          input_gradient=name not in frozen or names.index(name) >= behind)
+            for name, p in profiles.items()}
+
+
+def interpolated(rows: Sequence[float], ms: Sequence[float], at: float) -> Callable[[int], float]:
+    """forward_ms of a sample of `at` rows from measurements on one GPU, linear between them, in
+    proportion beyond the last; tp GPUs are assumed to divide it. Raises ValueError for fewer than
+    two sizes, or sizes that do not grow."""
+    x, y = np.asarray(rows, float), np.asarray(ms, float)
+    if len(x) < 2 or len(x) != len(y) or not (np.diff(x) > 0).all() or not (y > 0).all():
+        raise ValueError(f"needs two or more growing sizes with positive times, got rows {rows} "
+                         f"and ms {ms}")
+    alone = float(np.interp(at, x, y) if at <= x[-1] else y[-1] * at / x[-1])
+    return lambda tp: alone / tp
+
+
+def analytic_ms(flops: float, rows: float, config: VisionConfig | AudioConfig | LLMConfig,
+                hardware: Hardware, efficiency: float) -> Callable[[int], float]:
+    """forward_ms from a sample's FLOPs at a share of the peak, and two all-reduces of its rows in
+    each layer when tp > 1."""
+    def forward_ms(tp: int) -> float:
+        moved = 2 * config.num_layers * 2 * (tp - 1) / tp * rows * config.hidden_size * 2
+        return 1e3 * (flops / (hardware.sheet.bfloat16 * efficiency * tp)
+                      + moved / hardware.sheet.node)
+    return forward_ms
+
+
+def analytic_profiles(model: ModelConfig, lengths: Mapping[str, float], hardware: Hardware,
+                      items: Mapping[str, float], efficiency: Mapping[str, float] | None = None
+                      ) -> dict[str, ModuleProfile]:
+    """Profiles of the phases named in lengths, in pipeline order. lengths: phase -> mean positions
+    of an item (patches, positions after the convolutions, tokens); items: phase -> items a sample
+    (default 1). efficiency: phase -> share of the peak, default the hardware's. Kept is what the
+    checkpointing choice `selective` keeps."""
+    out = {}
+    for phase in (p for p in ("vision", "audio", "llm") if lengths.get(p)):
+        config, length, count = getattr(model, phase), lengths[phase], items.get(phase, 1.0)
+        item = lengths_of(phase, config, np.array([length]))
+        flops = float(phase_work(phase, model, item).forward.sum())
+        share = (efficiency or {}).get(phase, hardware.product_efficiency)
+        size = sum(u.copies * u.size for u in units(model) if u.phase == phase)
+        block = block_bytes(phase, config, 2)
+        out[phase] = ModuleProfile(
+            phase, config.num_layers, length * count,
+            analytic_ms(flops * count, length * count, config, hardware, share),
+            *state_of(size), config.num_layers * block.kept["selective"],
+            2.0 * config.hidden_size, forward_flops=flops * count)
+    return with_frozen(out, [p for p in out if getattr(model, p).frozen])

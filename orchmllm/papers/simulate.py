@@ -1,0 +1,45 @@
+"""orchmllm simulate SCHEME: what a scheme of the papers would give on a recipe's own lengths."""
+
+from __future__ import annotations
+
+import os
+
+from orchmllm.cli.options import in_one_line, lengths_parser
+from orchmllm.config.recipe import Recipe, load_recipe
+from orchmllm.papers.schemes import SCHEMES, run, table
+from orchmllm.plan.layout import BatchLayout
+from orchmllm.sharding.fits import with_real_batch
+from orchmllm.tools.predict.examples import of_indexes, of_mix, open_recipe
+
+
+def lengths(recipe: Recipe, count: int, mix: str | None) -> BatchLayout:
+    """`count` examples on one rank: drawn from a mix, or of the recipe's data by its length index,
+    which is made first if it is not there. Raises ValueError for data that cannot be read."""
+    if mix:
+        return of_mix(recipe, mix).draw(1, count, recipe.run.seed)
+    from orchmllm.data.formats.open import index_path
+    from orchmllm.tools.data.command import index_all
+
+    sources, planner = open_recipe(recipe)
+    indexes = index_all(sources, planner, index_path(recipe.data.index_dir), os.cpu_count() or 1)
+    return of_indexes(recipe, sources, indexes).draw(1, count, recipe.run.seed)
+
+
+@in_one_line
+def main(argv: list[str]) -> int:
+    schemes = "\n".join(f"  {n:<18} {s.paper}" for n, s in SCHEMES.items())
+    args = lengths_parser("simulate", f"{__doc__}\n\n{schemes}", (
+        ("--ranks", 64, "data-parallel ranks"), ("--steps", 5, "global batches that are drawn")),
+        ("all", *SCHEMES)).parse_intermixed_args(argv)
+    recipe = with_real_batch(load_recipe(args.recipe, args.overrides), args.ranks)
+    batch = recipe.train.batch_size
+    pool = lengths(recipe, args.ranks * batch * args.steps, args.mix)
+    names = SCHEMES if args.what == "all" else [args.what]
+    found = {name: run(SCHEMES[name], pool, recipe.model, num_ranks=args.ranks, batch=batch,
+                       seed=recipe.run.seed) for name in names}
+    print(f"{args.ranks} ranks x {batch} examples, {pool.num_examples} examples of "
+          f"{args.mix or 'the recipe'}, seed {recipe.run.seed}; modelled from FLOPs, communication "
+          "not counted")
+    print("slowest rank over mean by phase; step: over perfect balance; MB a rank and step\n")
+    print(table(found))
+    return 0

@@ -1,0 +1,87 @@
+"""Bytes that autograd keeps for the backward pass, by tensor, from the code of the models.
+
+Everything here is per position of one phase; e is the element size of the compute dtype, f that of
+norms (at least 4). `none` keeps every tensor that some backward formula reads, `selective` the
+block's input and the outputs of products and attention, `full` the block's input alone.
+A frozen layer keeps what its input's gradient needs, and no inputs of products.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from orchmllm.config.model import AudioConfig, LLMConfig, VisionConfig
+
+
+@dataclass(frozen=True)
+class BlockBytes:
+    """Per position. kept: choice -> bytes that stay until the backward pass. forward: what exists
+    at the same time where nothing is kept. backward: gradients inside one block, beside what
+    `none` keeps."""
+
+    kept: dict[str, float]
+    forward: float
+    backward: float
+
+    def forward_work(self, choice: str) -> float:
+        """Bytes that one block needs for a moment, beside what it keeps."""
+        return min(self.kept["none"] - self.kept[choice], self.forward)
+
+    def backward_work(self, choice: str) -> float:
+        """Bytes that one block needs for a moment: what is recomputed, and gradients."""
+        return self.kept["none"] - self.kept[choice] + self.backward
+
+
+def block_bytes(phase: str, config: VisionConfig | AudioConfig | LLMConfig, e: int,
+                copies: int = 0) -> BlockBytes:
+    """Of one block of a phase. copies: further copies of the attention output (CPU joins the
+    sequences' outputs)."""
+    if phase == "llm":
+        return _llm_block(config, e, copies)
+    size, ffn, stats = config.hidden_size, config.intermediate_size, 4 * config.num_heads + 16
+    if config.frozen:  # nothing has a gradient
+        return BlockBytes(dict.fromkeys(("none", "selective", "full"), 0.0),
+                          e * (2 * ffn + size), 0.0)
+    # Input, norm, qkv (v is a view of it), attention; second residual, norm.
+    none = (8 + copies) * size + 2 * ffn
+    if phase == "vision":  # rotated q and k; quick GELU's gate
+        none += 2 * size + (config.family != "vit") * ffn
+    kept = {"none": e * none + stats, "selective": e * (7 * size + ffn) + stats - 16,
+            "full": e * size}
+    return BlockBytes(kept, e * (2 * ffn + 2 * size), e * (ffn + size))
+
+
+def _llm_block(config: LLMConfig, e: int, copies: int) -> BlockBytes:
+    size, ffn, f = config.hidden_size, config.intermediate_size, max(4, e)
+    kv = size // config.num_heads * config.num_kv_heads
+    learns = not config.frozen
+    norms = 2 * (f + 2 * e * learns) * size
+    attention = e * ((2 + copies) * size + 2 * kv) + 4 * config.num_heads
+    mlp = e * (4 if learns else 3) * ffn
+    kept = {"none": norms + attention + mlp,
+            "selective": e * (5 * size + 2 * kv + 2 * ffn) + 4 * config.num_heads,
+            "full": e * size}
+    return BlockBytes(kept, e * (3 * ffn + 2 * size), e * (ffn + 2 * size))
+
+
+def vision_root(config: VisionConfig, width: int, e: int) -> tuple[float, float, float]:
+    """What is kept around the blocks: (bytes per patch, 0, per token)."""
+    own = config.family == "vit"
+    # The connector's norm: input and output; of Qwen2-VL the output of the norm before it.
+    group = e * (2 if own else 1) * config.hidden_size
+    learns = not config.frozen
+    root = learns * e * (config.geometry.row_size * config.temporal_patch_size
+                         + config.hidden_size + 2 * config.hidden_size // config.num_heads)
+    return root + group, 0.0, e * 2 * config.connector_hidden(width)
+
+
+def audio_root(config: AudioConfig, width: int, e: int) -> tuple[float, float, float]:
+    """The same: (bytes per mel frame, per position, per token)."""
+    size, learns = config.hidden_size, not config.frozen
+    if config.mode == "packed":
+        frame = learns * (e * (3 * config.num_mels + size) + 24)  # windows and their row numbers
+        position = learns * (e * 5 * size + 24)  # windows, second convolution, last norm
+    else:
+        frame = learns * e * (config.num_mels + 2 * size)  # both convolutions' inputs, activation
+        position = learns * e * 2 * size  # second convolution, last norm
+    return frame, position, e * (2 * width + 2 * config.stack * size)

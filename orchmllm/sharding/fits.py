@@ -1,0 +1,153 @@
+"""What fits: the checkpointing that `auto` stands for, and the largest mini-batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from orchmllm.config.recipe import Recipe
+from orchmllm.data.sampler import make_sampler
+from orchmllm.models.flops import Lengths, padded_phases
+from orchmllm.plan.assign import PHASES, PlanSpec
+from orchmllm.plan.layout import ENCODERS, BatchLayout
+from orchmllm.plan.step import plan_step
+from orchmllm.sharding.memory import Loads, MemoryModel, choose_checkpointing, loads_of
+
+DEVICE_SHARE = 0.92  # of a GPU's memory; the rest is CUDA's context, NCCL and fragments
+
+
+def with_real_batch(recipe: Recipe, num_ranks: int, kept: int = 0) -> Recipe:
+    """The recipe with what a rank and microbatch gets at most as train.batch_size, where
+    train.global_batch_size decides it. kept: examples a step of the run that is resumed, which
+    decide it, too."""
+    train = recipe.train
+    whole = train.global_batch_size or kept
+    if not whole:
+        return recipe
+    share = -(-whole // (num_ranks * train.accumulation_steps))
+    return replace(recipe, train=replace(train, batch_size=share))
+
+
+def joined(loads: Sequence[Loads]) -> Loads:
+    """The ranks of several steps, as if of one."""
+    def join(parts) -> np.ndarray:
+        return np.concatenate([np.asarray(p, float) for p in parts])
+
+    return Loads(
+        {p: Lengths(*(join(getattr(x.phases[p], name) for x in loads)
+                      for name in ("rows", "positions", "tokens"))) for p in PHASES},
+        {p: join(x.received[p] for x in loads) for p in ENCODERS},
+        {p: join(x.pairs[p] for x in loads) for p in PHASES})
+
+
+def decide(
+    recipe: Recipe, memory: MemoryModel, loads: Loads, budget_bytes: float,
+    allowed_by: str = "fsdp.memory_gb", kept: int = 0
+) -> dict[str, str]:
+    """phase -> checkpointing. Raises ValueError if the recipe cannot fit the budget, naming what
+    would; without a budget (0) `auto` cannot be decided and everything else is taken as it is.
+    kept: as in with_real_batch."""
+    asked = {p: recipe.fsdp.checkpointing(p) for p in PHASES}
+    if not budget_bytes:
+        if "auto" in asked.values():
+            raise ValueError("fsdp.activation_checkpointing=auto has to know the memory of a rank: "
+                             "set fsdp.memory_gb")
+        return asked
+    fixed = {p: c for p, c in asked.items() if c != "auto"}
+    try:
+        return choose_checkpointing(memory, loads, budget_bytes, fixed)
+    except ValueError as e:
+        full = {p: fixed.get(p, "full") for p in PHASES}
+        given, cure = (_in_microbatches if kept else _smaller)(
+            recipe, memory, loads, full, budget_bytes, kept)
+        if not cure:
+            more = "fsdp.shard_size above" if recipe.fsdp.shard_size else "more ranks than"
+            cure = f"{more} {memory.shards}, or fewer parameters,"
+        raise ValueError(
+            f"the recipe does not fit: {given} on shard groups of {memory.shards} "
+            f"{e} ({allowed_by}); {cure} would fit") from e
+
+
+def _smaller(recipe: Recipe, memory: MemoryModel, loads: Loads, choice: dict[str, str],
+             budget_bytes: float, _: int) -> tuple[str, str]:
+    """What a rank holds by the recipe, and the most of it that fits, "" if nothing does."""
+    batch, whole = recipe.train.batch_size, recipe.train.global_batch_size
+    key, now = ("train.global_batch_size", whole) if whole else ("train.batch_size", batch)
+    if recipe.data.batching == "capped":  # the caps decide what a rank holds
+        key, now = "data.max_batch_tokens", recipe.data.max_batch_tokens
+        batch = now
+    fits = largest_fitting(
+        lambda b: memory.peak(scaled(loads, b / batch), choice), budget_bytes, batch)
+    return f"{key}={now}", f"{key}={now * fits // batch}" if fits else ""
+
+
+def _in_microbatches(recipe: Recipe, memory: MemoryModel, loads: Loads, choice: dict[str, str],
+                     budget_bytes: float, kept: int) -> tuple[str, str]:
+    """The same of a resumed run, which keeps its examples a step: more microbatches, or ""."""
+    batch, count = recipe.train.batch_size, recipe.train.accumulation_steps
+    fits = (n for n in range(count + 1, batch * count + 1) if replace(memory, microbatches=n).peak(
+        scaled(loads, -(-batch * count // n) / batch), choice) <= budget_bytes)
+    more = next(fits, 0)
+    return f"the checkpoint's step of {kept} examples", (
+        f"train.global_batch_size={kept} train.accumulation_steps={more}" if more else "")
+
+
+def budget_of(recipe: Recipe, device_bytes: float) -> tuple[float, str]:
+    """(bytes that tensors of a rank may take, where the figure comes from): fsdp.memory_gb if it is
+    set and no more than the GPU has, else a share of that. device_bytes: 0 on a CPU."""
+    asked = 1e9 * recipe.fsdp.memory_gb
+    if not device_bytes or 0 < asked <= device_bytes:
+        return asked, "fsdp.memory_gb"
+    return DEVICE_SHARE * device_bytes, f"{DEVICE_SHARE:.0%} of the GPU's; fsdp.memory_gb is " + (
+        f"{recipe.fsdp.memory_gb:g}" if asked else "not set")
+
+
+def scaled(loads: Loads, factor: float) -> Loads:
+    """The loads of a mini-batch `factor` times as large, to first order."""
+    return Loads({p: Lengths(x.rows * factor, x.positions * factor, x.tokens * factor)
+                  for p, x in loads.phases.items()},
+                 {p: x * factor for p, x in loads.received.items()},
+                 {p: x * factor for p, x in loads.pairs.items()})
+
+
+def largest_fitting(peak: Callable[[int], float], budget_bytes: float, high: int) -> int:
+    """Largest b in 1 .. high with peak(b) <= budget_bytes, by bisection; 0 if there is none."""
+    low = 0
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if peak(middle) <= budget_bytes else (low, middle - 1)
+    return low
+
+
+def for_run(recipe: Recipe, dataset, rows: Sequence[int], spec: PlanSpec, num_ranks: int,
+            device_bytes: float, kept_batch: Callable[[], int] = lambda: 0) -> dict[str, str]:
+    """phase -> checkpointing of a run, from planned batches of its own data: the same on all
+    ranks. dataset, rows: of the run. device_bytes: of the GPU, 0 on a CPU. kept_batch: gives the
+    examples a step of the checkpoint that the run goes on from, 0 without one; it is asked where
+    something has to be decided. Raises ValueError if the recipe cannot fit.
+
+    The run's own sampler draws two global batches of at most 32 ranks: enough for the load of the
+    fullest rank."""
+    # An integer program takes long here, and under a time limit not all ranks find the same.
+    spec = replace(spec, balance=replace(spec.balance, nodewise_solver="search"))
+    budget, why = budget_of(recipe, device_bytes)
+    asked = {p: recipe.fsdp.checkpointing(p) for p in PHASES}
+    if "auto" not in asked.values() and not recipe.fsdp.memory_gb:
+        return asked
+    per_rank = recipe.train.batch_size  # of one mini-batch, with data.batching=capped
+    kept = kept_batch()
+    recipe = with_real_batch(recipe, num_ranks, kept)
+    memory = MemoryModel.of(recipe, num_ranks, spec.ranks_per_node, on_cpu=not device_bytes)
+    ranks = min(num_ranks, 32)
+    sampler = make_sampler(dataset, rows, ranks * recipe.train.batch_size, seed=recipe.run.seed,
+                           data=recipe.data, per_rank=per_rank)
+    pad, loads = padded_phases(recipe.model), []
+    for step in range(2):
+        examples = sampler.batch(step)
+        shares = [s.stop - s.start for s in sampler.shares(step, ranks)]
+        layout = (dataset.layouts(examples, shares) if hasattr(dataset, "layouts") else
+                  BatchLayout.from_examples([dataset.layout(i) for i in examples.tolist()], shares))
+        loads.append(loads_of(plan_step(layout, spec), pad))
+    return decide(recipe, memory, joined(loads), budget, why, kept)

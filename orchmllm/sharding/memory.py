@@ -1,0 +1,283 @@
+"""Peak memory of a rank, predicted from shapes and lengths: no allocation, no torch.
+
+    peak = parameters, gradients and optimizer of the rank's shards + gathered units
+           + activations by checkpointing choice + batch + buffers of the exchange and of the loss
+
+taken at the moments of a step that can be the highest: the end of each phase's forward pass, the
+loss, the start of each phase's backward pass, the last gradients, and the optimizer step. Excluded
+are the CUDA context, NCCL's buffers and the allocator's fragments: fsdp.memory_gb has to leave room
+for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from itertools import product
+
+import numpy as np
+
+from orchmllm.config.model import ModelConfig
+from orchmllm.config.recipe import DTYPE_BYTES, FsdpConfig, Recipe
+from orchmllm.models.flops import Lengths, item_rank, padded_lengths, phase_lengths, phase_work
+from orchmllm.plan.assign import PHASES
+from orchmllm.plan.layout import ENCODERS
+from orchmllm.plan.step import StepPlan
+from orchmllm.sharding import activations
+from orchmllm.sharding.units import Unit, shard_sizes, units
+
+CHOICES = ("none", "selective", "full")  # cheapest to most expensive in time
+Choice = Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Loads:
+    """What each of d ranks processes in one microbatch: phase -> Lengths of (d,) sums.
+    received: encoder phase -> (d,) features that arrive for the rank's LLM sequences. pairs: phase
+    -> (d,) sums of the items' squared positions, which attention costs."""
+
+    phases: Mapping[str, Lengths]
+    received: Mapping[str, np.ndarray]
+    pairs: Mapping[str, np.ndarray] = field(default_factory=dict)
+
+
+def loads_of(plan: StepPlan, pad: frozenset[str] = frozenset()) -> Loads:
+    """The loads of a planned microbatch. pad: phases whose batches are padded."""
+    d = plan.layout.num_ranks
+    phases, received, pairs = {}, {}, {}
+    for phase in PHASES:
+        rank = item_rank(plan, phase)
+        lengths = padded_lengths(plan, phase) if phase in pad else phase_lengths(plan.layout, phase)
+        *sums, pairs[phase] = (np.bincount(rank, values, d) for values in (
+            lengths.rows, lengths.positions, lengths.tokens, lengths.positions.astype(float)**2))
+        phases[phase] = Lengths(*sums)
+        if phase in ENCODERS:
+            owner = plan.feature[phase]
+            tokens = lengths.tokens[plan.encode[phase].order][owner.order]
+            received[phase] = np.bincount(owner.target_rank, tokens, d)
+    return Loads(phases, received, pairs)
+
+
+@dataclass(frozen=True)
+class MemoryModel:
+    """shards: ranks a parameter is cut over. on_cpu: attention on CPU keeps a copy of its output.
+    all_gather: ranks whose rows everybody receives, if rows travel by all-gather instead of
+    all-to-all (OrchMLLM section 8.3), else 0; what a rank keeps of the gathered rows is a view, so
+    all of them stay: inputs for the step, features for the forward pass. ranks_per_node: for what
+    fsdp.*_reshard keeps over a node's ranks. microbatches: of a step; from the second on the
+    gradients are there from the start."""
+
+    model: ModelConfig
+    fsdp: FsdpConfig
+    shards: int
+    on_cpu: bool = False
+    all_gather: int = 0
+    ranks_per_node: int = 8
+    microbatches: int = 1
+
+    @classmethod
+    def of(cls, recipe: Recipe, num_ranks: int, ranks_per_node: int,
+           on_cpu: bool = False) -> MemoryModel:
+        """Of a rank of a recipe's run. ranks_per_node: where the recipe does not say it."""
+        return cls(recipe.model, recipe.fsdp, recipe.fsdp.shard_size or num_ranks, on_cpu,
+                   ranks_per_node=recipe.balance.ranks_per_node or ranks_per_node,
+                   microbatches=recipe.train.accumulation_steps)
+
+    @property
+    def dtype(self) -> str:
+        """Of forward and backward."""
+        return self.fsdp.compute_dtype or self.fsdp.param_dtype
+
+    @property
+    def element(self) -> int:
+        return DTYPE_BYTES[self.dtype]
+
+    def state_bytes(self) -> dict[str, int]:
+        """Parameters, gradients and AdamW's two moments on the fullest rank."""
+        size = DTYPE_BYTES[self.fsdp.param_dtype]
+        held, trained = map(sum, zip(*shard_sizes(self.model, self.shards).values(), strict=True))
+        return {"parameters": size * held, "gradients": size * trained,
+                "optimizer": 2 * size * trained}
+
+    def peaks(self, loads: Loads, choice: Choice) -> dict[str, np.ndarray]:
+        """moment -> (d,) bytes. choice: phase -> none, selective or full."""
+        state, grads = self.state_bytes(), self._gradients()
+        if self.fsdp.cpu_offload:
+            state, grads = dict.fromkeys(state, 0), dict.fromkeys(grads, 0)
+        static = state["parameters"] + state["optimizer"] + self._batch(loads)
+        again = state["gradients"] * (self.microbatches > 1)
+        kept = {p: self._kept(p, loads, choice[p]) for p in PHASES}
+        features = sum(self._features(p, loads) for p in ENCODERS)
+        done = static + float(again)
+        out = {}
+        for phase in ENCODERS:
+            done = done + kept[phase]
+            out[f"{phase} forward"] = done + self._gather(phase, False) + np.maximum(
+                self._forward_work(phase, loads, choice[phase]), self._exchange(phase, loads))
+        done = done + features + kept["llm"]
+        out["llm forward"] = done + self._gather("llm", False) + self._forward_work(
+            "llm", loads, choice["llm"])
+        head = 2.0 * self._units("llm")["head"].size * self.element + self._stays("llm")
+        out["loss"] = done + self.loss_bytes(loads) + head
+        done = done - features
+        made = 0.0
+        for phase in reversed(PHASES):
+            out[f"{phase} backward"] = done + made + self._waiting(phase) + self._gather(
+                phase, True) + self._backward_work(phase, loads, choice[phase])
+            made += grads[phase] * (not again)
+            done = done - kept[phase]
+        late = self._late()
+        out["last gradients"] = done + made + max(
+            self.element * sum(u.trained_size for u in late[i:])
+            + self._reduced * late[i].trained_size * (1 + 1 / self.shards)
+            for i in range(len(late)))
+        out["optimizer"] = static + state["gradients"]  # AdamW's fused kernel needs no more
+        return out
+
+    def peak(self, loads: Loads, choice: Choice) -> float:
+        """Bytes on the fullest rank at the highest moment."""
+        return max(float(np.max(v)) for v in self.peaks(loads, choice).values())
+
+    def _gradients(self) -> dict[str, int]:
+        size = DTYPE_BYTES[self.fsdp.param_dtype]
+        return {p: size * n for p, (_, n) in shard_sizes(self.model, self.shards).items()}
+
+    def _batch(self, loads: Loads) -> np.ndarray:
+        rows = sum((self.all_gather * float(loads.phases[p].rows.max()) if self.all_gather
+                    else loads.phases[p].rows) * getattr(self.model, p).geometry.row_bytes
+                   for p in ENCODERS)
+        return rows + loads.phases["llm"].tokens * 32.0
+
+    def _features(self, phase: str, loads: Loads) -> np.ndarray | float:
+        """Encoded rows as the LLM phase receives them."""
+        rows = (self.all_gather * float(loads.phases[phase].tokens.max()) if self.all_gather
+                else loads.received[phase])
+        return rows * float(self.element * self.model.llm.hidden_size)
+
+    def _block(self, phase: str) -> activations.BlockBytes:
+        return activations.block_bytes(phase, getattr(self.model, phase), self.element,
+                                       int(self.on_cpu))
+
+    def _kept(self, phase: str, loads: Loads, choice: str) -> np.ndarray:
+        lengths, e = loads.phases[phase], self.element
+        config = getattr(self.model, phase)
+        blocks = config.num_layers * self._block(phase).kept[choice] * lengths.positions
+        if phase == "llm":
+            last = (max(4, e) + 2 * e * (not config.frozen)) * config.hidden_size
+            rotary = 2 * e * config.hidden_size // config.num_heads
+            return blocks + (last + rotary) * lengths.tokens
+        make = getattr(activations, f"{phase}_root")
+        row, position, token = make(config, self.model.llm.hidden_size, e)
+        return (blocks + row * lengths.rows + position * lengths.positions
+                + token * lengths.tokens)
+
+    def _forward_work(self, phase: str, loads: Loads, choice: str) -> np.ndarray:
+        return self._block(phase).forward_work(choice) * loads.phases[phase].positions
+
+    def _backward_work(self, phase: str, loads: Loads, choice: str) -> np.ndarray:
+        """A block's recomputed activations and its gradients: as the weights' gradients are made,
+        the activations go, so that half of one is there with all of the other."""
+        block = self._units(phase)["block"]
+        moving = self._block(phase).backward_work(choice) * loads.phases[phase].positions
+        weights = float(self.element * block.trained_size)
+        return moving + weights - np.minimum(moving, weights) / 2
+
+    def _exchange(self, phase: str, loads: Loads) -> np.ndarray:
+        """Features as encoded, in sending order, as received, and in their own order."""
+        sent = loads.phases[phase].tokens * float(self.element * self.model.llm.hidden_size)
+        return (1 if self.all_gather else 2) * (sent + self._features(phase, loads))
+
+    def loss_bytes(self, loads: Loads) -> np.ndarray:
+        """(d,) bytes of the loss at its worst: logits, their log-softmax and gradient, or a chunk's
+        logits with the gradients that are made at once."""
+        config, e = self.model.llm, self.element
+        f, tokens, chunk = max(4, e), loads.phases["llm"].tokens, self.fsdp.loss_chunk_rows
+        plain = 3.0 * f * config.vocab_size * tokens
+        if not chunk:
+            return plain
+        learnt = config.hidden_size * (not config.frozen)  # columns of the weight's gradient
+        rows = np.minimum(tokens, chunk)
+        # A chunk's logits as computed and in float32, or their gradient and the product made of it.
+        moment = np.maximum((f + e * (e < f)) * rows, e * (rows + learnt))
+        chunked = e * config.hidden_size * tokens + (moment + f * learnt) * config.vocab_size
+        return np.where(tokens > chunk, chunked, plain)
+
+    def _units(self, phase: str) -> dict[str, Unit]:
+        """By role."""
+        return {u.role: u for u in units(self.model) if u.phase == phase}
+
+    def _gather(self, phase: str, backward: bool) -> float:
+        """Gathered parameters, at their worst: the encoder's root unit for the whole phase, the
+        current unit and the buffer of the next one; in the backward pass also the last
+        unit's gradients (at first the head's) on their way to their owners. What fsdp.*_reshard
+        keeps stays until its backward pass, which then gathers none."""
+        e, own = self.element, self._units(phase)
+        block = own["block"]
+        ahead = min(max(self.fsdp.prefetch, 1), max(block.copies - 1, 1))
+        current = e * (block.size * (1 + ahead) + own["root"].size)
+        if self.fsdp.reshard(phase) == "none" and block.read_in_backward:
+            current = 0 if backward else block.size * e * ahead
+        if backward:
+            current += self._reduced * max(
+                own[role].trained_size for role in ("block", "head") if role in own)
+        return float(self._stays(phase) + current)
+
+    @property
+    def _reduced(self) -> int:
+        """Bytes of a number as gradients are added up between ranks."""
+        return DTYPE_BYTES[self.fsdp.param_dtype] if self.fsdp.compute_dtype else self.element
+
+    def _late(self) -> list[Unit]:
+        """Units whose input has no gradient: FSDP2 reduces theirs at the end of the backward
+        pass."""
+        return [u for u in units(self.model)
+                if u.role == "embed" or u.role == "root" and u.phase != "llm"]
+
+    def _waiting(self, phase: str) -> float:
+        """Gradients of late units that were made before the blocks of a phase begin their backward
+        pass, as they were computed."""
+        done = PHASES[PHASES.index(phase) + 1:]
+        return float(self.element * sum(u.trained_size for u in self._late() if u.phase in done))
+
+    def _stays(self, phase: str) -> float:
+        """Bytes of the units that stay gathered, whole or over the ranks of a node, at the end of a
+        phase's forward pass or at the start of its backward pass."""
+        share = {"full": 0.0, "node": 1.0 / min(self.ranks_per_node, self.shards), "none": 1.0}
+        return self.element * sum(
+            share[self.fsdp.reshard(u.phase)] * u.copies * u.size for u in units(self.model)
+            if u.phase in PHASES[:PHASES.index(phase) + 1] and u.read_in_backward)
+
+    def extra_time(self, loads: Loads, choice: Choice) -> float:
+        """FLOP that the slowest rank of each phase repeats: what `auto` keeps low."""
+        total = 0.0
+        for phase in PHASES:
+            lengths = loads.phases[phase]
+            work = phase_work(phase, self.model, lengths, choice[phase])
+            again = work.recompute + SELECTIVE_SHARE * (choice[phase] == "selective") * work.forward
+            # Attention is that of one item as long as all of the rank's: it has more pairs.
+            share = loads.pairs[phase] / np.maximum(lengths.positions, 1.0)**2
+            total += float((again[0] + share * again[1]).max())
+        return total
+
+
+# Norms, activations and rotations of a block take about this share of its forward time.
+SELECTIVE_SHARE = 0.1
+
+
+def choose_checkpointing(memory: MemoryModel, loads: Loads, budget_bytes: float,
+                         fixed: Choice | None = None) -> dict[str, str]:
+    """phase -> the cheapest choice whose predicted peak is within the budget; `fixed` phases stay.
+
+    Raises ValueError if not even full checkpointing fits, with what it would need."""
+    fitting, least, fixed = [], np.inf, fixed or {}
+    for choices in product(*([fixed[p]] if p in fixed else CHOICES for p in PHASES)):
+        choice = dict(zip(PHASES, choices, strict=True))
+        peak = memory.peak(loads, choice)
+        least = min(least, peak)
+        if peak <= budget_bytes:
+            fitting.append(((memory.extra_time(loads, choice), peak), choice))
+    if not fitting:
+        raise ValueError(
+            f"needs {least / 1e9:.1f} GB a rank at least, {(least - budget_bytes) / 1e9:.1f} GB "
+            f"more than the {budget_bytes / 1e9:.1f} GB that are allowed")
+    return min(fitting, key=lambda x: x[0])[1]

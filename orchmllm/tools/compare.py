@@ -1,0 +1,192 @@
+"""Trains with balancing off and on, from the same seed, and shows that the losses are the same
+while the waiting is gone.
+
+    orchmllm compare --recipe recipes/demo.yaml [section.key=value ...]
+
+Two models train in the same processes, one without and one with balancing, on the same batches and
+step by step in turn, so that whatever else the machine does meets both alike. Ranks run on the CPU
+with one thread each:
+- curves: the recipe's run on launch.nproc_per_node ranks. Where several ranks share a core, wall
+  time does not show what a rank waits for, so the CPU time of each rank's thread in each phase is
+  compared.
+- pairs: some steps on 2 ranks, for their wall time.
+
+Writes comparison.json, and comparison.html, the report of both runs, into run.dir. Exit code 1 if
+the losses differ.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+
+from orchmllm import launch
+from orchmllm.cli.options import add_overrides, command_parser, in_one_line
+from orchmllm.config.recipe import Recipe, load_recipe
+from orchmllm.runtime.local_ranks import run_local
+from orchmllm.runtime.metrics import MetricsLog
+from orchmllm.sharding.check import check_world
+from orchmllm.train import run_rank
+
+PAIR_RANKS = 2
+WARM_UP_STEPS = 2  # first calls allocate and choose kernels; they would be charged to one side
+MAX_LOSS_DIFFERENCE = 1e-5  # relative, at any step: float32 sums in another order
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    parser = command_parser("compare", __doc__, (
+        ("--pairs", 20, "timed pairs of steps on 2 ranks"),))
+    parser.add_argument("--recipe", required=True, help="YAML file; every key has a default")
+    parser.add_argument("--part", choices=("curves", "pairs"), help=argparse.SUPPRESS)
+    parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
+    add_overrides(parser)
+    return parser.parse_intermixed_args(argv)  # overrides before and after options
+
+
+def variant(recipe: Recipe, enabled: bool) -> Recipe:
+    """The recipe with balancing on or off, from scratch and without checkpoints."""
+    return replace(
+        recipe, run=replace(recipe.run, resume="never"),
+        checkpoint=replace(recipe.checkpoint, every_steps=-1),
+        balance=replace(recipe.balance, enabled=enabled))
+
+
+def train_in_turn(
+    recipe: Recipe, world: launch.World, *, validates: bool
+) -> dict[str, list[dict]]:
+    """Rows of metrics ("off", "on") of two runs whose steps alternate, the first of a pair too;
+    wall_s in a row: seconds of the step, waiting for its data included. validates: a row with
+    validation_loss before and after."""
+    import torch.distributed as dist
+
+    from orchmllm.trainer import Trainer
+
+    warm_up = Trainer(variant(recipe, True), world)
+    for _, step in zip(range(WARM_UP_STEPS), warm_up.loader(), strict=False):
+        warm_up.train_step(step)
+    trainers = {name: Trainer(variant(recipe, name == "on"), world) for name in ("off", "on")}
+
+    def validation() -> dict[str, list[dict]]:
+        return {name: [{"step": t.progress.step, "validation_loss": t.validate()}]
+                if validates else []
+                for name, t in trainers.items()}
+
+    rows = validation()
+    steps = {name: iter(trainer.loader()) for name, trainer in trainers.items()}
+    for i in range(recipe.train.num_steps):
+        for name in ("off", "on") if i % 2 else ("on", "off"):
+            dist.barrier()
+            started = time.perf_counter()
+            row = trainers[name].train_step(next(steps[name]))
+            dist.barrier()
+            rows[name].append({**row, "wall_s": time.perf_counter() - started})
+        if world.rank == 0:
+            print(describe(rows["off"][-1], rows["on"][-1], recipe.train.num_steps), flush=True)
+    last = validation()
+    return {name: rows[name] + last[name] for name in rows}
+
+
+def describe(off: dict, on: dict, num_steps: int) -> str:
+    """One line on a step, each figure without and with balancing."""
+    phases = " | ".join(f"{p} {off['phases'][p]['imbalance_after']:.2f} "
+                        f"{on['phases'][p]['imbalance_after']:.2f}" for p in on["phases"])
+    return (f"step {on['step'] + 1:>2}/{num_steps} | loss {off['loss']:.4f} {on['loss']:.4f} | "
+            f"{phases} | {off['wall_s']:.2f} s {on['wall_s']:.2f} s")
+
+
+def run_part(args: argparse.Namespace, recipe: Recipe, world: launch.World) -> int:
+    """What a rank does; rank 0 writes the part's result to args.out."""
+    def work(watch: object) -> None:
+        part = recipe if args.part == "curves" else replace(
+            recipe, train=replace(recipe.train, num_steps=args.pairs))
+        if world.rank == 0:
+            print(f"\n{world.world_size} ranks, balancing off and on in turn. Off, on: loss, "
+                  "slowest rank / mean rank (predicted), wall time", flush=True)
+        validates = args.part == "curves" and recipe.data.num_validation > 0
+        result = train_in_turn(part, world, validates=validates)
+        if world.rank == 0:
+            args.out.write_text(json.dumps(result), encoding="utf-8")
+
+    return run_rank(recipe, world, work)
+
+
+def largest_difference(a: list[float], b: list[float]) -> float:
+    """Largest relative difference of two lists of losses, nan if one is not finite."""
+    if not all(math.isfinite(x) for x in (*a, *b)):
+        return math.nan
+    return max((abs(x - y) / max(abs(x), abs(y), 1e-12) for x, y in zip(a, b, strict=True)),
+               default=0.0)
+
+
+@in_one_line
+def main(argv: list[str]) -> int:
+    """Exit code. Raises ValueError under torchrun or srun: it starts its ranks itself."""
+    args = parse(argv)
+    recipe = load_recipe(args.recipe, args.overrides)
+    world = launch.current_world()
+    if world is not None and args.part is None:
+        raise ValueError("the comparison starts its ranks itself: run it without torchrun/srun")
+    if world is not None:
+        return run_part(args, recipe, world)
+    return run_all(args, recipe, argv)
+
+
+def log_of(rows: list[dict], folder: Path) -> Path:
+    """Writes rows, without their wall_s, as the log of a run in `folder`, in place of what is
+    there."""
+    (folder / "metrics.jsonl").unlink(missing_ok=True)
+    log = MetricsLog(folder / "metrics.jsonl")
+    for row in rows:
+        log.write({key: value for key, value in row.items() if key != "wall_s"})
+    log.close()
+    return folder
+
+
+def run_all(args: argparse.Namespace, recipe: Recipe, argv: list[str]) -> int:
+    """Launches both parts, then reports. Raises ValueError where one cannot have its ranks."""
+    run_dir, started = Path(recipe.run.dir), time.perf_counter()
+    ranks_of = {"curves": recipe.launch.nproc_per_node or 4, "pairs": PAIR_RANKS}
+    for part, num_ranks in ranks_of.items():  # before minutes of training
+        try:
+            check_world(recipe, num_ranks, num_ranks)
+        except ValueError as e:
+            raise ValueError(f"compare trains its {part} on {num_ranks} ranks: {e}") from e
+    run_dir.mkdir(parents=True, exist_ok=True)
+    parts = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for part, num_ranks in ranks_of.items():
+            out = Path(folder) / f"{part}.json"
+            code = run_local(
+                "orchmllm", ["compare", *argv, "--part", part, "--out", str(out)], num_ranks,
+                cpu_only=True, num_threads=1)
+            if code:
+                return code
+            parts[part] = json.loads(out.read_text(encoding="utf-8"))
+    from orchmllm.tools.report import comparison as report
+    from orchmllm.tools.report.log import read_run
+    from orchmllm.tools.report.page import page
+
+    result = report.summarize(parts["curves"], parts["pairs"])
+    result["training_s"] = time.perf_counter() - started
+    result["vocab_size"] = recipe.model.llm.vocab_size
+    result["loss_difference"] = largest_difference(result["loss_off"], result["loss_on"])
+    result["loss_difference_2ranks"] = largest_difference(
+        result["loss_off_2ranks"], result["loss_on_2ranks"])
+    (run_dir / "comparison.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    (run_dir / "comparison.html").write_text(page(*(
+        read_run(log_of(parts["curves"][name], run_dir / name)) for name in ("on", "off"))),
+        encoding="utf-8")
+    print(report.table(result, recipe))
+    print(f"\nwritten: {run_dir / 'comparison.json'} and {run_dir / 'comparison.html'}")
+    worst = max(result["loss_difference"], result["loss_difference_2ranks"])
+    if not worst <= MAX_LOSS_DIFFERENCE:  # nan fails too
+        print(f"error: losses with and without balancing differ by {worst:.1e} relative, more than "
+              f"{MAX_LOSS_DIFFERENCE:.0e}; balancing must not change the result", file=sys.stderr)
+        return 1
+    return 0

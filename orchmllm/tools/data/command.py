@@ -1,0 +1,140 @@
+"""Looks at a recipe's data before training on it.
+
+    orchmllm data index RECIPE   lengths of every row, for fast starts (dispatch: load)
+    orchmllm data lint RECIPE    every row and medium that cannot be used, and why
+    orchmllm data stats RECIPE   lengths, what balancing gives, a plot of the composition
+    orchmllm data stats DATA --ranks 64    the same of a data file or folder, without a recipe
+    orchmllm data preview RECIPE           examples as training sees them, with what is learnt
+
+Every command but preview builds or refreshes the length index first. Exit code: 0 fine, 1 problems
+found, 2 the recipe or a source cannot be read.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from dataclasses import replace
+from pathlib import Path
+
+from tqdm import tqdm
+
+from orchmllm.cli.options import add_overrides, command_parser, in_one_line
+from orchmllm.config.recipe import Recipe, load_recipe
+from orchmllm.data.formats.open import DataSource, index_path
+from orchmllm.data.index import LengthIndex, build_index
+from orchmllm.data.lengths import LengthReader
+from orchmllm.tools.data.stats import drawn, of_data, show
+from orchmllm.tools.predict.examples import open_recipe
+from orchmllm.tools.predict.workload import MODELS
+
+# What stands before a colon is the only command that has the option.
+OPTIONS = (
+    ("--workers", os.cpu_count() or 1, "processes that read rows and headers"),
+    ("--decode", False, "lint: also decode every medium, as training would (much slower)"),
+    ("--ranks", 0, "stats: ranks to predict for; 0: launch.nproc_per_node, or 8"),
+    ("--model", tuple(MODELS), "stats without a recipe: a model of OrchMLLM Table 1"),
+    ("--batch-size", 30, "stats without a recipe: examples a rank"),
+    ("--out", Path("composition.png"), "stats: where the plot goes"),
+    ("--row", 1, "preview: the first row, counted over all sources"),
+    ("--count", 3, "preview: rows to show"),
+    ("--html", Path, "preview: also a page with the pictures and spectrograms"))
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    parser = command_parser("data", __doc__, OPTIONS)
+    parser.add_argument("command", choices=("index", "lint", "stats", "preview"))
+    parser.add_argument("recipe", nargs="?", default="", metavar="RECIPE",
+                        help="YAML file; only data, model, balance and train are used. stats also "
+                        "takes a data file or folder instead, or nothing: a mix drawn from "
+                        "published length statistics")
+    add_overrides(parser)
+    args = parser.parse_intermixed_args(argv)
+    if not is_recipe(args.recipe) and (args.command != "stats" or args.overrides):
+        parser.error(f"{args.recipe or 'nothing'} is no recipe: index, lint and overrides need a "
+                     "YAML file")
+    command = args.command + " without a recipe" * (not is_recipe(args.recipe))
+    for flag, _, told in OPTIONS:
+        only, colon, _ = told.partition(": ")
+        name = flag[2:].replace("-", "_")
+        if colon and not command.startswith(only) and (
+                getattr(args, name) != parser.get_default(name)):
+            parser.error(f"{flag} is an option of {only}, and not of {args.command} here")
+    return args
+
+
+def is_recipe(path: str) -> bool:
+    """Whether `path` is a recipe and not a data file or folder."""
+    return path.endswith((".yaml", ".yml"))
+
+
+def index_all(
+    sources: list[DataSource], planner: LengthReader, folder: Path, num_workers: int
+) -> list[LengthIndex]:
+    """Builds or refreshes all indexes, with a progress bar; prints a line per source."""
+    out = []
+    for source in sources:
+        print(source, flush=True)
+        started = time.perf_counter()
+        with tqdm(total=len(source), unit="row", desc=source.name, disable=None) as bar:
+            index, num_read = build_index(source, planner, folder, num_workers=num_workers,
+                                          progress=bar.update)
+        print(f"  {len(index.start) and index.start[-1]} segments, {len(index.problems)} unusable "
+              f"rows; {num_read} rows read in {time.perf_counter() - started:.1f} s -> "
+              f"{index.folder}", flush=True)
+        out.append(index)
+    return out
+
+
+def lint(sources: list[DataSource], indexes: list[LengthIndex]) -> int:
+    """Prints a line per unusable row; returns their number."""
+    for source, index in zip(sources, indexes, strict=True):
+        for row, problem in sorted(index.problems.items()):
+            where = f"{source.store.file(row)}, row {source.store.number(row)}"
+            print(f"{where}: {problem.path + ': ' if problem.path else ''}{problem.reason}")
+    return sum(len(index.problems) for index in indexes)
+
+
+def dataset_of(recipe: Recipe):
+    """The map-style dataset of a recipe's sources. Raises ValueError naming what cannot be read."""
+    from orchmllm.data.stream import open_dataset
+
+    return open_dataset(replace(recipe.data, streaming=False), recipe.model.vision.geometry,
+                        recipe.model.audio.geometry, seed=recipe.run.seed)
+
+
+def lint_decoding(recipe: Recipe) -> int:
+    """Decodes every medium; prints a line per failure; returns their number."""
+    dataset, count = dataset_of(recipe), 0
+    for i in tqdm(range(len(dataset)), unit="row", desc="decoding", disable=None):
+        failures: list = []
+        if dataset.problem(i) is None:
+            dataset.load(i, on_error=lambda *failure, found=failures: found.append(failure))
+        for segment, error in failures:
+            line = dataset.describe(i, segment)
+            print(f"{line['data_file']}, row {line['row']}: {error.path}: {error.reason}")
+            count += 1
+    return count
+
+
+@in_one_line
+def main(argv: list[str]) -> int:
+    args = parse(argv)
+    recipe = (load_recipe(args.recipe, args.overrides) if is_recipe(args.recipe)
+              else of_data(args.recipe, args.model, args.batch_size))
+    if not args.recipe:
+        return drawn(recipe, args)
+    if args.command == "preview":
+        from orchmllm.tools.data.preview import preview
+
+        return preview(dataset_of(recipe), args.row - 1, args.count, args.html)
+    sources, planner = open_recipe(recipe)
+    indexes = index_all(sources, planner, index_path(recipe.data.index_dir), args.workers)
+    if args.command == "stats":
+        show(recipe, args, sources, indexes)
+    if args.command != "lint":
+        return 0
+    num_problems = lint(sources, indexes) + (lint_decoding(recipe) if args.decode else 0)
+    print(f"{num_problems} problem(s) in {sum(map(len, sources))} rows")
+    return int(num_problems > 0)

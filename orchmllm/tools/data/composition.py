@@ -1,0 +1,154 @@
+"""What a recipe's data looks like to training: lengths per modality and source, what balancing
+would give, and the composition-incoherence plot of OrchMLLM's Figure 3. Reads indexes only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+
+from orchmllm.config.recipe import Recipe, plan_spec
+from orchmllm.data.formats.open import DataSource
+from orchmllm.data.index import LengthIndex, joined_layouts
+from orchmllm.data.sampler import make_sampler
+from orchmllm.plan.layout import MODALITIES, BatchLayout
+from orchmllm.plan.step import PHASES, imbalance, plan_step
+
+NUM_BATCHES = 20  # global batches that the prediction averages over
+MAX_SAMPLED = 200_000  # examples that a prediction plans at most: minutes on a large world
+COLOURS = {"text": "#4c72b0", "vision": "#dd8452", "audio": "#55a868"}
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Lengths of all usable examples of a recipe. source (n,): index into names; tokens[m] (n,):
+    LLM positions of a modality; segments[m] (n,): its segments."""
+
+    names: list[str]
+    source: np.ndarray
+    tokens: dict[str, np.ndarray]
+    segments: dict[str, np.ndarray]
+
+    @property
+    def total(self) -> np.ndarray:
+        """(n,) LLM positions of each example."""
+        return sum(self.tokens.values())
+
+    def shares(self, modality: str) -> np.ndarray:
+        """(n,) part of each example's LLM positions that a modality takes."""
+        return self.tokens[modality] / np.maximum(self.total, 1)
+
+
+def read_lengths(names: Sequence[str], indexes: Sequence[LengthIndex]) -> Lengths:
+    """Joins the indexes; unusable rows are left out."""
+    source, tokens, segments = [], {m: [] for m in MODALITIES}, {m: [] for m in MODALITIES}
+    for k, index in enumerate(indexes):
+        usable = np.ones(len(index), bool)
+        usable[list(index.problems)] = False
+        row = np.repeat(np.arange(len(index)), np.diff(index.start))
+        keep = usable[row]
+        source.append(np.full(int(usable.sum()), k))
+        for name, code in MODALITIES.items():
+            mine = keep & (index.table[:, 0] == code)
+            per_row = np.bincount(row[mine], weights=index.table[mine, 3], minlength=len(index))
+            tokens[name].append(per_row[usable].astype(np.int64))
+            segments[name].append(np.bincount(row[mine], minlength=len(index))[usable])
+    return Lengths(list(names), np.concatenate(source),
+                   {m: np.concatenate(v) for m, v in tokens.items()},
+                   {m: np.concatenate(v) for m, v in segments.items()})
+
+
+def table(lengths: Lengths) -> str:
+    """Tokens per example and modality, of every source and of all together."""
+    out = [f"{'source':<24} {'modality':<8} {'examples':>9} {'segments':>9} {'mean':>8} "
+           f"{'p50':>7} {'p90':>7} {'p99':>7} {'max':>7} {'share':>6}"]
+    groups = [(name, lengths.source == k) for k, name in enumerate(lengths.names)]
+    if len(groups) > 1:
+        groups.append(("all", np.ones(len(lengths.source), bool)))
+    for name, mine in groups:
+        total = max(int(lengths.total[mine].sum()), 1)
+        for modality in MODALITIES:
+            count = lengths.segments[modality][mine].sum()
+            values = lengths.tokens[modality][mine]
+            values = values[values > 0]
+            if not len(values):
+                continue
+            p50, p90, p99 = np.percentile(values, [50, 90, 99])
+            out.append(f"{name[:24]:<24} {modality:<8} {len(values):>9} {count:>9} "
+                       f"{values.mean():>8.1f} {p50:>7.0f} {p90:>7.0f} {p99:>7.0f} "
+                       f"{values.max():>7} {values.sum() / total:>6.1%}")
+    return "\n".join(out)
+
+
+def global_batches(
+    sources: Sequence[DataSource], indexes: Sequence[LengthIndex], recipe: Recipe, num_ranks: int
+) -> Iterator[BatchLayout]:
+    """Global batches as training samples them (a stream: without its order): 20, fewer where they
+    are large."""
+    train = recipe.train
+    per_step = (train.global_batch_size // train.accumulation_steps  # those of a microbatch
+                or num_ranks * train.batch_size)
+    bounds = np.concatenate([[0], np.cumsum([len(i) for i in indexes])])
+    sampler = make_sampler(SimpleNamespace(sources=sources, indexes=indexes),
+                           range(int(bounds[-1])), per_step, seed=recipe.run.seed,
+                           data=recipe.data, per_rank=train.batch_size)
+    for step in range(max(1, min(NUM_BATCHES, MAX_SAMPLED // per_step))):
+        shares = [s.stop - s.start for s in sampler.shares(step, num_ranks)]
+        yield joined_layouts(indexes, bounds, sampler.batch(step), examples_per_rank=shares)
+
+
+def predict(batches: Iterable[BatchLayout], recipe: Recipe) -> dict[str, tuple[float, float]]:
+    """phase -> (imbalance as sampled, imbalance as planned), averaged over global batches; "step":
+    (1, predicted time of a balanced step over that of an unbalanced one), where every phase waits
+    for its slowest rank. Communication is not in it."""
+    spec = plan_spec(replace(recipe, balance=replace(recipe.balance, enabled=True)), 8)
+    costs = {phase: [] for phase in PHASES}  # (2, d) of each batch: as sampled, as planned
+    for layout in batches:
+        plan = plan_step(layout, spec)
+        for phase in PHASES:
+            costs[phase].append(plan.phase_cost(phase))
+    sides = {phase: np.stack(c, axis=1) for phase, c in costs.items()}
+    sampled, planned = sum(side.max(axis=2).sum(axis=1) for side in sides.values())
+    return {**{phase: (imbalance(a), imbalance(b)) for phase, (a, b) in sides.items()},
+            "step": (1.0, planned / max(sampled, 1))}
+
+
+def plot(lengths: Lengths, path: Path, title: str) -> None:
+    """Left: how the share of each modality varies from example to example (Figure 3 of the paper);
+    right: tokens per example of each modality."""
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import ScalarFormatter
+
+    figure = Figure(figsize=(11, 4.2), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    positive = np.concatenate([v[v > 0] for v in lengths.tokens.values()])
+    edges = np.linspace(0, 1, 41), np.geomspace(positive.min(initial=1 << 30) * 0.9,
+                                                positive.max(initial=1) * 1.1, 41)
+    percent = 100 / max(len(lengths.source), 1)
+    for modality, colour in COLOURS.items():
+        shares, values = lengths.shares(modality), lengths.tokens[modality]
+        values = values[values > 0]
+        if not len(values):
+            continue
+        names = (f"{modality}: {shares.mean():.2f} ± {shares.std():.2f}",
+                 f"{modality}: median {np.median(values):.0f}, max {values.max()}")
+        for axes, data, bins, name in zip((left, right), (shares, values), edges, names,
+                                          strict=True):
+            weights = np.full(len(data), percent)
+            axes.hist(data, bins, weights=weights, color=colour, alpha=0.18)
+            axes.hist(data, bins, weights=weights, color=colour, histtype="step", linewidth=1.6,
+                      label=name)
+    left.set(xlabel="share of an example's LLM tokens", title="Modality composition")
+    right.set(xlabel="tokens per example (where it has the modality)", title="Lengths")
+    right.set_xscale("log", base=2)
+    right.xaxis.set_major_formatter(ScalarFormatter())
+    for axes in (left, right):
+        axes.set_ylabel("% of examples")
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.legend(frameon=False, title="mean ± std" if axes is left else None)
+    figure.suptitle(title)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=130)

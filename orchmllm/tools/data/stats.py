@@ -1,0 +1,90 @@
+"""`orchmllm data stats`: what balancing would give for the data of a recipe, for a data file alone,
+or for a mix drawn from published length statistics."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from orchmllm.config.recipe import DataConfig, Recipe, TrainConfig
+from orchmllm.data.formats.open import DataSource, beside, index_path
+from orchmllm.data.index import LengthIndex
+from orchmllm.sharding.fits import with_real_batch
+from orchmllm.tools.data.composition import (
+    NUM_BATCHES,
+    global_batches,
+    plot,
+    predict,
+    read_lengths,
+    table,
+)
+from orchmllm.tools.predict.workload import MODELS, sample_layout
+
+
+def of_data(path: str, model: str, batch_size: int) -> Recipe:
+    """A recipe for a data file or folder: default balancing, a model of the paper, and the
+    tokenizer beside the data or, without one, words counted as tokens (said)."""
+    recipe = replace(Recipe(), model=MODELS[model], data=DataConfig(path=path),
+                     train=TrainConfig(batch_size=batch_size))
+    if not path or not Path(path).exists():
+        return recipe  # opening it says what is wrong
+    try:
+        beside(path)
+    except ValueError:
+        words = _word_tokenizer(index_path(None))
+        recipe = replace(recipe, data=replace(recipe.data, tokenizer=str(words)))
+        print("No tokenizer.json lies beside the data: every word counts as one token.")
+    return recipe
+
+
+def _word_tokenizer(folder: Path) -> Path:
+    """tokenizer.json that makes one token of each word, written below `folder`."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    tokenizer = Tokenizer(models.WordLevel({"[UNK]": 0}, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.add_special_tokens(["<|im_start|>", "<|im_end|>", "<|endoftext|>"])
+    path = folder / "words" / "tokenizer.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(path))
+    return path
+
+
+def show(recipe: Recipe, args: argparse.Namespace, sources: Sequence[DataSource],
+         indexes: Sequence[LengthIndex]) -> None:
+    """Prints lengths and what balancing gives; writes the plot."""
+    lengths = read_lengths([s.name for s in sources], indexes)
+    print("\nLLM tokens per example that has the modality (share: of all tokens of the source)")
+    print(table(lengths))
+    ranks = args.ranks or recipe.launch.nproc_per_node or 8
+    batches = global_batches(sources, indexes, recipe, ranks)
+    share = with_real_batch(recipe, ranks).train.batch_size
+    count = share // recipe.train.batch_size  # with capped mini-batches
+    _gain(predict(batches, recipe), ranks,
+          f"{share} examples" if recipe.data.batching == "sample" else
+          f"{count} mini-batches" if count > 1 else "1 mini-batch")
+    plot(lengths, args.out, f"{', '.join(lengths.names)}: {len(lengths.source)} examples")
+    print(f"plot: {args.out}")
+
+
+def drawn(recipe: Recipe, args: argparse.Namespace) -> int:
+    """What balancing gives for the paper's mix; returns the exit code."""
+    ranks = args.ranks or 64
+    print("No data are named: lengths are drawn from published statistics of LLaVA-1.5's mix,\n"
+          f"LibriSpeech and others. Model: {args.model} of OrchMLLM Table 1.")
+    layouts = (sample_layout(args.model, num_ranks=ranks, batch_size=args.batch_size, seed=seed)
+               for seed in range(NUM_BATCHES))
+    _gain(predict(layouts, recipe), ranks, f"{args.batch_size} examples")
+    return 0
+
+
+def _gain(predicted: dict[str, tuple[float, float]], ranks: int, share: str) -> None:
+    print(f"\nslowest rank / mean rank, {ranks} ranks x {share}, predicted from FLOPs")
+    print(f"{'phase':<8} {'sampled':>8} {'balanced':>9}")
+    for phase, (before, after) in predicted.items():
+        if phase != "step":
+            print(f"{phase:<8} {before:>8.2f} {after:>9.2f}")
+    print(f"As sampled, a step takes {1 / predicted['step'][1]:.2f}x as long as balanced "
+          "(communication is not counted).")

@@ -1,0 +1,218 @@
+"""Trains a tiny model on the ranks that are there, in every way in which a wrong exchange, a wrong
+group or a wrong order of collectives would show: as a difference of gradients, or as a hang.
+
+Started by `orchmllm doctor --self-test` under torchrun or srun. It ends at the first failure, which
+all ranks tell.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from orchmllm.comm.exchange import exchange_group, exchange_rows
+from orchmllm.config.recipe import CheckpointConfig, FsdpConfig, LaunchConfig, Recipe
+from orchmllm.launch import World, device_of
+from orchmllm.plan.rearrange import Rearrangement
+from orchmllm.plan.step import PHASES, BalanceConfig, PhasePolicy
+from orchmllm.sharding.init import plain_name
+from orchmllm.tools.doctor.synthetic import SyntheticDataset, recipe
+from orchmllm.train import run_rank
+from orchmllm.trainer import Trainer
+
+BATCH = 3  # examples of a rank
+LIMITS = LaunchConfig(timeout_s=90, stall_timeout_s=60)  # seconds after which a hang is told
+TOLERANCE = 1e-9  # relative, of a gradient in float64
+_PHASE = PhasePolicy("greedy")  # which moves much, so that what is moved wrongly shows
+GREEDY = BalanceConfig(vision=_PHASE, audio=_PHASE, llm=_PHASE, dispatch="tensors")
+NUM_STEPS = 4  # of the run that is stopped half-way
+
+
+def run(world: World) -> int:
+    """The exit code of this rank."""
+    def work(watch: object) -> None:
+        started = last = time.perf_counter()
+        for test in (exchanges, gradients, no_media, half_precision, save_and_resume):
+            for name in test(world):
+                now = time.perf_counter()
+                if world.rank == 0:
+                    print(f"ok    {name} ({now - last:.1f} s)", flush=True)
+                last = now
+        if world.rank == 0:
+            print(f"self-test on {world.world_size} ranks of {device_of(world).type}: no failure, "
+                  f"in {time.perf_counter() - started:.1f} s")
+
+    return run_rank(recipe_of(), world, work)
+
+
+def exchanges(world: World) -> Iterator[str]:
+    """All-to-alls whose parts are uneven, empty on some ranks, and all on one rank; on the default
+    group and on that of the exchanges, forward and backward. Raises RuntimeError if rows are not
+    where they belong."""
+    device, d = device_of(world), world.world_size
+    groups = {"the default group": None,
+              "the exchanges' group": exchange_group(device, LIMITS.timeout_s)}
+    rng = np.random.default_rng(5)
+    sizes = np.full(d, 4)
+    rows = rng.integers(0, 40, 4 * d)
+    rows[:4] = 0  # the first rank has nothing to send
+    cases = {"uneven": rng.integers(0, d, 4 * d), "to one rank": np.full(4 * d, d - 1),
+             "to all but one": rng.integers(0, max(d - 1, 1), 4 * d)}
+    starts = np.concatenate([[0], np.cumsum(rows)])
+    for where, group in groups.items():
+        for case, rank_of in cases.items():
+            move = Rearrangement.from_rank_of(rank_of, sizes)
+
+            def values(items: np.ndarray) -> torch.Tensor:
+                index = np.concatenate([np.arange(starts[i], starts[i + 1]) for i in items])
+                return torch.from_numpy(index).to(device, torch.float64)[:, None]
+
+            mine = np.arange(4 * world.rank, 4 * world.rank + 4)
+            x = values(mine).requires_grad_()
+            y = exchange_rows(x, move.exchange(rows, world.rank), group)
+            expected = values(move.items_on(world.rank)) if len(
+                move.items_on(world.rank)) else x.new_empty(0, 1)
+            (3.0 * y).sum().backward()
+            if not torch.equal(y.detach(), expected) or not bool((x.grad == 3.0).all()):
+                raise RuntimeError(f"all-to-all on {where}, {case}: rows did not arrive in order")
+        yield f"all-to-alls on {where}: {', '.join(cases)}, forward and backward"
+
+
+def gradients(world: World) -> Iterator[str]:
+    """The gradients of a step, balanced in several ways, are those of the step as sampled."""
+    plain = step_gradients(world, recipe_of())
+    on = replace(GREEDY, ranks_per_node=max(1, world.world_size // 2))
+    ways = {
+        "balanced, rows by all-to-all": recipe_of(balance=on),
+        "balanced, media over the control groups": recipe_of(balance=replace(on, dispatch="bytes")),
+        "exchanges beside gathers of two units ahead": recipe_of(
+            balance=on, fsdp=FsdpConfig(param_dtype="float64", prefetch=2)),
+    }
+    if world.world_size % 2 == 0:
+        ways["balanced, in two hops"] = recipe_of(
+            balance=replace(on, exchange="two_hop"))
+        ways["balanced, hybrid sharding"] = recipe_of(
+            balance=on, fsdp=FsdpConfig(param_dtype="float64", shard_size=world.world_size // 2))
+    for name, how in ways.items():
+        compare(name, step_gradients(world, how), plain)
+        yield f"the same gradients: {name}"
+
+
+def no_media(world: World) -> Iterator[str]:
+    """Ranks but the last sample text alone."""
+    kinds = ("TT",) * (BATCH * (world.world_size - 1)) + ("TVAVT",) * BATCH
+    data = {"dataset": SyntheticDataset(kinds=kinds, size=len(kinds))}
+    plain = step_gradients(world, recipe_of(), in_order=True, **data)
+    balanced = step_gradients(world, recipe_of(balance=GREEDY), in_order=True, **data)
+    compare("ranks without media", balanced, plain)
+    yield "the same gradients: ranks without media"
+
+
+def half_precision(world: World) -> Iterator[str]:
+    """A step in bfloat16, with the attention kernels of the device. Raises RuntimeError if its
+    gradients are not finite, or all zero."""
+    how = recipe_of(balance=GREEDY, fsdp=FsdpConfig(compute_dtype="bfloat16"))
+    norms = [float(g.norm()) for g in step_gradients(world, how).values()]
+    if not np.isfinite(norms).all() or not any(norms):
+        raise RuntimeError("a step in bfloat16 has gradients that are not finite, or none")
+    yield "a step in bfloat16"
+
+
+def save_and_resume(world: World) -> Iterator[str]:
+    """A run that is stopped half-way and goes on has the losses of one that is not. Raises
+    RuntimeError if it has others."""
+    # Nodes share the folder where the command is started rather than /tmp.
+    where = None if world.local_world_size == world.world_size else "."
+    folder = [os.path.abspath(tempfile.mkdtemp(dir=where)) if world.rank == 0 else ""]
+    dist.broadcast_object_list(folder)
+    losses = {}
+    for name, steps in (("whole", (NUM_STEPS,)), ("resumed", (NUM_STEPS // 2, NUM_STEPS))):
+        rows: list[dict] = []
+        for num_steps in steps:
+            how = recipe_of(num_steps=num_steps, balance=GREEDY)
+            how = replace(how, run=replace(how.run, dir=str(Path(folder[0]) / name)),
+                          checkpoint=CheckpointConfig())
+            with trainer_of(world, how) as trainer:
+                trainer.run(rows)
+        losses[name] = [row["loss"] for row in rows]
+    dist.barrier()
+    if world.rank == 0:
+        shutil.rmtree(folder[0])
+    if not np.allclose(losses["resumed"], losses["whole"], rtol=TOLERANCE, atol=0):
+        raise RuntimeError(f"a resumed run has other losses: {losses}")
+    yield f"a run of {NUM_STEPS} steps, saved and resumed half-way"
+
+
+def recipe_of(*, num_steps: int = 1, balance: BalanceConfig | None = None, **sections) -> Recipe:
+    """Of the tiny model; as sampled without `balance`."""
+    base = recipe(balance=balance or BalanceConfig(enabled=False), launch=LIMITS, **sections)
+    return replace(base, train=replace(base.train, num_steps=num_steps, batch_size=BATCH,
+                                       max_grad_norm=0.0, warmup_steps=0, min_lr_ratio=1.0))
+
+
+@contextmanager
+def trainer_of(world: World, how: Recipe, dataset: SyntheticDataset | None = None
+               ) -> Iterator[Trainer]:
+    size = max(24, 2 * BATCH * world.world_size)
+    torch.manual_seed(0)
+    with redirect_stdout(None):  # what a run says of itself is not for who reads the list of tests
+        trainer = Trainer(how, world, dataset=dataset or SyntheticDataset(size=size))
+        try:
+            yield trainer
+        finally:
+            trainer.close()
+
+
+def step_gradients(world: World, how: Recipe, in_order: bool = False,
+                   dataset: SyntheticDataset | None = None) -> dict[str, torch.Tensor]:
+    """Parameter -> its whole gradient in the first step, on every rank. in_order: each rank samples
+    consecutive examples. Raises RuntimeError if there was no update, or nothing moved in a step
+    that is balanced."""
+    found: dict[str, torch.Tensor] = {}
+    with trainer_of(world, how, dataset) as trainer:
+        def keep(*_: object) -> None:
+            for name, p in trainer.model.named_parameters():
+                if p.grad is not None:
+                    found[plain_name(name)] = p.grad.full_tensor().double().cpu()
+
+        trainer.optimizer.register_step_pre_hook(keep)
+        loader = trainer.loader() if not in_order else in_order_loader(trainer)
+        row = trainer.train_step(next(iter(loader)))
+    if not found:
+        raise RuntimeError("a step made no update")
+    if how.balance.enabled and world.world_size > 1 and not all(
+            row["phases"][p]["moved_bytes"] for p in PHASES):
+        raise RuntimeError("a step was balanced and moved nothing in some phase")
+    return found
+
+
+def in_order_loader(trainer: Trainer):
+    from orchmllm.data.loading.step_loader import StepLoader
+    from orchmllm.data.sampler import GlobalSampler
+
+    size = trainer.progress.global_batch_size
+    return StepLoader(trainer.dataset, GlobalSampler(range(size), size, shuffle=False),
+                      trainer.orchestrator, num_steps=1, prefetch=0)
+
+
+def compare(what: str, got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> None:
+    """Gradients of any shapes by parameter. Raises RuntimeError naming the one that differs most.
+    """
+    def error(name: str) -> float:
+        return float((got[name] - want[name]).norm()
+                     / want[name].norm().clamp(min=1e-12))
+
+    worst = max(want, key=error)
+    if got.keys() != want.keys() or not error(worst) <= TOLERANCE:
+        raise RuntimeError(f"{what}: the gradient of {worst} differs by {error(worst):.1e} of its "
+                           "size from that of the step as sampled")

@@ -1,0 +1,156 @@
+"""The paper's ablations, predicted: MFU, tokens per GPU, peak memory and bytes between nodes of
+every scheme on the same drawn steps (OrchMLLM section 8.3, Figures 8-13).
+
+The paper pads audio, so its schemes are predicted with padded audio; `least_move` is ours, with
+packed audio. Predictions keep what the schemes differ in: loads, traffic and memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from orchmllm.config.recipe import Recipe, plan_spec
+from orchmllm.plan.assign import PHASES, BalanceConfig, PhasePolicy
+from orchmllm.plan.layout import BatchLayout
+from orchmllm.plan.step import plan_step
+from orchmllm.sharding.check import check_world
+from orchmllm.sharding.fits import budget_of, decide, joined, largest_fitting, scaled
+from orchmllm.sharding.memory import Choice, MemoryModel, loads_of
+from orchmllm.tools.predict.dry_run import NONE
+from orchmllm.tools.predict.examples import Examples
+from orchmllm.tools.predict.hardware import Hardware
+from orchmllm.tools.predict.step_time import StepTime, timed, work_of
+
+PAD = frozenset({"audio"})
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A scheme. pad: phases that are padded. figure: where the paper has it."""
+
+    balance: BalanceConfig
+    pad: frozenset[str] = PAD
+    all_gather: bool = False
+    figure: str = ""
+
+
+def variants(tolerance: float) -> dict[str, Variant]:
+    """The paper's schemes and ours. Rows travel by all-to-all, as in the paper, except that
+    `least_move` also loads every item where it is processed."""
+    def scheme(vision: str, audio: str, llm: str, nodewise: bool = True, **options):
+        return BalanceConfig(dispatch="tensors", **options, **{
+            p: PhasePolicy(policy, nodewise=nodewise and policy != "none")
+            for p, policy in zip(PHASES, (vision, audio, llm), strict=True)})
+
+    paper = scheme("greedy", "padded", "greedy")
+    local = PhasePolicy("least_move", tolerance=tolerance)
+    return {
+        "none": Variant(NONE, figure="8, 9"),
+        "LLM only": Variant(scheme("none", "none", "greedy"), figure="10"),
+        "whole examples": Variant(scheme("none", "none", "greedy", whole_examples=True)),
+        "all packed": Variant(scheme("greedy", "greedy", "greedy"), figure="11"),
+        "all padded": Variant(scheme("padded", "padded", "greedy"), figure="11"),
+        "all-gather": Variant(paper, all_gather=True, figure="12"),
+        "no node-wise": Variant(scheme("greedy", "padded", "greedy", nodewise=False),
+                                figure="13"),
+        "paper": Variant(paper, figure="8-13"),
+        "least_move": Variant(BalanceConfig(dispatch="load", **dict.fromkeys(PHASES, local)),
+                         pad=frozenset()),
+    }
+
+
+class Predicted:
+    """A scheme on k global batches of a recipe. choice: phase -> checkpointing."""
+
+    def __init__(self, recipe: Recipe, variant: Variant, layouts: Sequence[BatchLayout],
+                 hardware: Hardware) -> None:
+        d, node = layouts[0].num_ranks, hardware.ranks_per_node
+        spec = replace(plan_spec(recipe, node), balance=variant.balance)
+        self.memory = replace(MemoryModel.of(recipe, d, node), all_gather=d * variant.all_gather)
+        self.hardware = hardware
+        self.plans = [plan_step(x, spec) for x in layouts]
+        self.works = [work_of(p, recipe.model, variant.pad, variant.all_gather)
+                      for p in self.plans]
+        self.loads = [loads_of(p, variant.pad) for p in self.plans]
+
+    def times(self, choice: Choice) -> list[StepTime]:
+        """The step of each batch."""
+        return [timed(w, self.memory, choice, self.hardware) for w in self.works]
+
+    def mfu(self, choice: Choice) -> np.ndarray:
+        """(k,) shares of the peak."""
+        return np.array([t.mfu for t in self.times(choice)])
+
+    def peaks(self, choice: Choice) -> np.ndarray:
+        """(k,) bytes of the fullest rank."""
+        return np.array([self.memory.peak(x, choice) for x in self.loads])
+
+    def internode(self, phases: Sequence[str] = PHASES) -> np.ndarray:
+        """(k,) bytes of a step between nodes."""
+        return self.memory.microbatches * np.array(
+            [sum(p.stats[phase]["internode_bytes"] for phase in phases) for p in self.plans], float)
+
+
+def ablate(recipe: Recipe, num_ranks: int, batch_size: int, hardware: Hardware, steps: int,
+           examples: Examples) -> dict:
+    """One table: scheme -> predicted figures, over `steps` steps of these examples. A world below
+    fsdp.shard_size is one shard group. Raises ValueError for one that the recipe does not fit."""
+    shards = min(recipe.fsdp.shard_size or num_ranks, num_ranks)
+    recipe = replace(recipe, fsdp=replace(recipe.fsdp, shard_size=shards), train=replace(
+        recipe.train, batch_size=batch_size, global_batch_size=0))
+    hardware = hardware.for_recipe(recipe)
+    check_world(recipe, num_ranks, hardware.ranks_per_node)
+    budget, _ = budget_of(recipe, hardware.sheet.memory_bytes)
+    layouts = [examples.draw(num_ranks, batch_size, recipe.run.seed + s) for s in range(steps)]
+    schemes = variants(0.005)
+    made = {name: Predicted(recipe, v, layouts, hardware) for name, v in schemes.items()}
+    # One choice for all schemes, made for the paper's: what differs is the schemes alone.
+    choice = decide(recipe, made["paper"].memory, joined(made["paper"].loads), budget)
+    rows = {}
+    for name, p in made.items():
+        times, loads = p.times(choice), joined(p.loads)
+        seeds = {"mfu": [t.mfu for t in times], "peak_bytes": p.peaks(choice).tolist(),
+                 "tokens_per_gpu": [t.tokens_per_gpu for t in times],
+                 "exchange_ms": [1e3 * t.exchange for t in times],
+                 "internode_mb_per_rank": (p.internode() / num_ranks / 1e6).tolist()}
+        peak = max(seeds["peak_bytes"])
+        rows[name] = {key: float(np.mean(found)) for key, found in seeds.items()} | {
+            "figure": schemes[name].figure, "seeds": seeds, "peak_bytes": peak,
+            "fits": peak <= budget,
+            "fitting_batch": batch_size if peak <= budget else largest_fitting(
+                lambda b, m=p.memory, x=loads: m.peak(scaled(x, b / batch_size), choice), budget,
+                batch_size),
+        }
+    best = rows["paper"]["mfu"]
+    for row in rows.values():
+        row["mfu_ratio"] = row["mfu"] / best
+    return {"ranks": num_ranks, "batch_size": batch_size, "shards": shards,
+            "checkpointing": choice, "budget_bytes": budget, "rows": rows,
+            "order": paper_order(rows)}
+
+
+def verdict(high: Sequence[float], low: Sequence[float]) -> str:
+    """`agrees` if `high` is above `low` by more than the difference varies from seed to seed (one
+    standard deviation), `differs` if it is below by as much, else `within the spread`."""
+    gap = np.asarray(high, float) - low
+    if len(gap) < 2 or abs(gap.mean()) <= gap.std(ddof=1):
+        return "within the spread"
+    return "agrees" if gap.mean() > 0 else "differs"
+
+
+def paper_order(rows: Mapping[str, Mapping]) -> dict[str, str]:
+    """What the paper reports of the order of schemes -> the verdict of the prediction."""
+    def above(high: str, low: str, key: str = "mfu") -> str:
+        return verdict(rows[high]["seeds"][key], rows[low]["seeds"][key])
+
+    claims = {f"MFU: paper > {low} (Figure {rows[low]['figure']})": above("paper", low)
+              for low in ("none", "LLM only", "all packed", "all padded", "all-gather")}
+    claims["MFU: LLM only > none (Figures 8, 10)"] = above("LLM only", "none")
+    claims["memory: LLM only > paper (Figure 10)"] = above("LLM only", "paper", "peak_bytes")
+    claims["memory: all-gather > paper (Figure 12)"] = above("all-gather", "paper", "peak_bytes")
+    claims["bytes between nodes: no node-wise > paper (Figure 13)"] = above(
+        "no node-wise", "paper", "internode_mb_per_rank")
+    return claims

@@ -1,0 +1,244 @@
+"""A recipe tried without its GPUs, on any number of ranks, by real plans of a drawn workload.
+
+    orchmllm dry-run recipes/mllm84b.yaml --world-size 2560
+
+Real: plans and their times, loads, bytes. Counted by the shapes that tests compare with the built
+and sharded model: parameters and their shards. Predicted: memory (orchmllm.sharding.memory) and
+time (orchmllm.tools.predict.step_time, a roofline with stated or measured efficiencies). Lengths
+come from orchmllm.tools.predict.examples.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import resource
+import time
+from collections.abc import Callable, Collection
+from dataclasses import asdict, replace
+
+import numpy as np
+
+from orchmllm.config.recipe import Recipe, plan_spec
+from orchmllm.models.flops import padded_phases, step_flops
+from orchmllm.plan.assign import PHASES, BalanceConfig, PhasePolicy, PlanSpec
+from orchmllm.plan.balance import CapError
+from orchmllm.plan.layout import ENCODERS, BatchLayout
+from orchmllm.plan.step import StepPlan, imbalance, plan_step
+from orchmllm.sharding.check import check_world
+from orchmllm.sharding.fits import (
+    budget_of,
+    decide,
+    joined,
+    largest_fitting,
+    with_real_batch,
+)
+from orchmllm.sharding.memory import Loads, MemoryModel, loads_of
+from orchmllm.sharding.units import num_parameters
+from orchmllm.tools.predict.examples import Examples, of_mix
+from orchmllm.tools.predict.hardware import Hardware
+from orchmllm.tools.predict.step_time import StepTime, rank_seconds, timed, work_of
+
+NONE = BalanceConfig(enabled=False)
+PARTS = {"root": "front and norms", "block": "layers", "embed": "embedding", "head": "lm_head"}
+
+
+def not_modelled(recipe: Recipe, examples: Examples) -> list[str]:
+    """What of a recipe changes no figure of a prediction, though it may change a run."""
+    said = ["waiting for data", "saving and validating"]
+    if recipe.data.batching == "capped" and not examples.capped:
+        said.append(f"data.batching=capped ({recipe.train.batch_size} examples a rank are taken: "
+                    "only the recipe's own index has its mini-batches)")
+    if recipe.fsdp.compile:
+        said.append("fsdp.compile, which makes blocks faster than the assumed share of the peak")
+    if recipe.balance.enabled and recipe.balance.dispatch == "bytes":
+        said.append("the exchange of stored media in the background (balance.dispatch: bytes)")
+    if recipe.balance.calibrate_steps:
+        said.append("balance.calibrate_steps: costs stay those of the model")
+    return said
+
+
+def dry_run(recipe: Recipe, num_ranks: int, hardware: Hardware, steps: int = 20,
+            without: Collection[str] = (), examples: Examples | None = None) -> dict:
+    """The report as plain data. without: encoder phases for which the recipe has no data. examples:
+    where lengths come from (the paper's mix). Raises ValueError, before anything is built, for a
+    world or a memory that the recipe does not fit."""
+    started = time.perf_counter()
+    hardware = hardware.for_recipe(recipe)
+    check_world(recipe, num_ranks, hardware.ranks_per_node)
+    whole = recipe.train.global_batch_size
+    recipe = with_real_batch(recipe, num_ranks)
+    spec = plan_spec(recipe, hardware.ranks_per_node)
+    memory = MemoryModel.of(recipe, num_ranks, hardware.ranks_per_node)
+    budget, allowed_by = budget_of(recipe, hardware.sheet.memory_bytes)
+    train = recipe.train
+    examples = examples or of_mix(recipe, without=without)
+    drawn = functools.partial(examples.draw, num_ranks)
+    first = plan_step(drawn(train.batch_size, recipe.run.seed), spec)
+    try:
+        choice = decide(recipe, memory, loads_of(first, padded_phases(recipe.model)), budget,
+                        allowed_by)
+    except ValueError as e:
+        raise ValueError(f"{e} (a GPU of {hardware.sheet.memory_bytes / 1e9:.0f} GB is assumed: "
+                         f"{hardware.name})") from e
+    count = num_ranks * train.batch_size * train.accumulation_steps
+    whole, held = whole or count, train.batch_size
+    if examples.capped:
+        held = float(np.mean([drawn(train.batch_size, recipe.run.seed + k).num_examples
+                              for k in range(steps)])) / num_ranks
+    report = {
+        "world_size": num_ranks, "batch_size": held, "steps": steps,
+        "microbatches": train.accumulation_steps,
+        "examples_per_step": whole * held / train.batch_size,
+        "lengths": examples.what, "epoch": examples.epoch,
+        "not_modelled": not_modelled(recipe, examples), "capped": examples.capped,
+        "hardware": asdict(hardware), "dtype": memory.dtype,
+        "audio_mode": recipe.model.audio.mode,
+        "without": sorted(without), "balanced": recipe.balance.enabled,
+        "checkpointing": choice, "memory_budget_bytes": budget, "allowed_by": allowed_by,
+        "parameters": parameters(recipe), "state_bytes": memory.state_bytes(),
+    }
+    report |= _workload(recipe, drawn, spec, memory, choice, hardware, steps, whole / count)
+    report["exchange"] = exchange_report(first, recipe.fsdp.shard_size)
+    peak = report["memory"]["balanced"]["peak_bytes"]
+    report["fits"] = peak <= budget
+    report["largest_batch"] = {} if examples.capped else _largest(
+        recipe, drawn, spec, memory, choice, budget, peak)
+    report["elapsed_s"] = time.perf_counter() - started
+    report["peak_rss_bytes"] = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return report
+
+
+def parameters(recipe: Recipe) -> dict[str, int]:
+    """Part of the model -> its parameters."""
+    return {f"{phase} {PARTS.get(role, role)}": count
+            for phase, roles in num_parameters(recipe.model).items()
+            for role, count in roles.items()}
+
+
+def _workload(recipe: Recipe, drawn: Callable[..., BatchLayout], spec: PlanSpec,
+              memory: MemoryModel, choice: dict[str, str], hardware: Hardware, steps: int,
+              share: float) -> dict:
+    """Imbalance, time, memory and plan cost over `steps` drawn steps. share: of the drawn examples
+    that a step has, which is below 1 where train.global_batch_size does not divide."""
+    without = dict.fromkeys(ENCODERS, PhasePolicy("none"))  # what balancing before sampling can do
+    schemes = {"none": replace(spec, balance=NONE), "balanced": spec,
+               "LLM only": replace(spec, balance=replace(spec.balance, **without))}
+    rows: dict[str, list[dict]] = {name: [] for name in schemes}
+    loads: dict[str, list[Loads]] = {name: [] for name in schemes}
+    for step in range(steps):
+        layout = drawn(recipe.train.batch_size, recipe.run.seed + step)
+        for name, scheme in schemes.items():
+            started = time.perf_counter()
+            plan = plan_step(replace(layout), scheme)
+            plan_s = time.perf_counter() - started
+            loads[name].append(loads_of(plan, padded_phases(recipe.model)))
+            rows[name].append({"plan_s": plan_s} | measure(plan, memory, choice, hardware, share))
+    moments = {n: {k: float(np.max(v)) for k, v in memory.peaks(joined(x), choice).items()}
+               for n, x in loads.items()}
+    best = _mean(rows["balanced"], "slowest_s")
+    ratios = {kind: {f"{n} / balanced": _mean(rows[n], kind) / best for n in ("none", "LLM only")}
+              for kind in ("slowest_s", "slowest_padded_s")}
+    uneven = {n: [r["imbalance"] for r in rows[n]] for n in schemes} | {
+        "padded none": [r["imbalance_padded"] for r in rows["none"]]}
+    return {
+        # A step that has nothing for a phase says nothing about its imbalance.
+        "phases": {p: {n: _mean([r for r in x if p in r], p) for n, x in uneven.items()}
+                   for p in PHASES if any(p in r for r in uneven["none"])},
+        "flops": {p: _mean([r["flops"] for r in rows["none"]], p) for p in PHASES},
+        "predicted": {n: {k: _mean(x, k) for k in x[0] if not isinstance(x[0][k], dict)}
+                      for n, x in rows.items()},
+        "ratio": ratios,
+        "plan_ms": {n: 1e3 * float(np.median([r["plan_s"] for r in rows[n]])) for n in schemes},
+        "memory": {n: {"moments": m, "peak_bytes": max(m.values())}
+                   for n, m in moments.items()},
+    }
+
+
+def measure(plan: StepPlan, memory: MemoryModel, choice: dict[str, str],
+            hardware: Hardware, share: float = 1.0) -> dict:
+    """One plan: imbalance (max / mean of computing) of the phases that have something to do, the
+    predicted step and where its time goes, bytes between nodes. share: see _workload."""
+    padded = padded_phases(memory.model)
+    works = {pad: work_of(plan, memory.model, pad) for pad in {padded, frozenset({"audio"})}}
+    slowest, padded_s, even, uneven = 0.0, 0.0, {}, {}
+    for phase in PHASES:
+        seconds, pad = (sum(rank_seconds(works[p], phase, hardware, "none", memory.dtype))
+                        for p in (padded, frozenset({"audio"})))
+        slowest, padded_s = slowest + float(seconds.max()), padded_s + float(pad.max())
+        if seconds.any():
+            even[phase] = imbalance(seconds)
+            uneven[phase] = imbalance(pad)
+    time_: StepTime = timed(works[padded], memory, choice, hardware)
+    return {"imbalance": even, "imbalance_padded": uneven, "slowest_s": slowest,
+            "slowest_padded_s": padded_s, "flops": step_flops(memory.model, plan.layout),
+            "step_s": time_.seconds, "mfu": share * time_.mfu, "exchange_s": time_.exchange,
+            "traffic_s": time_.traffic, "update_s": time_.update,
+            **{f"{p}_s": float(sum(x)) for p, x in time_.phases.items()},
+            "waiting_s": float(sum(time_.waiting.values())),
+            "tokens_per_gpu": share * time_.tokens_per_gpu,
+            "internode_bytes": float(sum(s["internode_bytes"] for s in plan.stats.values()))}
+
+
+def _largest(recipe: Recipe, drawn: Callable[..., BatchLayout], spec: PlanSpec,
+             memory: MemoryModel, choice: dict[str, str], budget: float, same: float) -> dict:
+    """Examples per rank that fit, over three drawn steps: within the budget, and within what the
+    recipe's balanced mini-batch takes. Nothing above `tried` was tried."""
+    @functools.cache
+    def peak(batch: int, balanced: bool, pad: frozenset[str]) -> float:
+        scheme = spec if balanced else replace(spec, balance=NONE)
+        try:
+            loads = [loads_of(plan_step(drawn(batch, recipe.run.seed + s), scheme), pad)
+                     for s in range(3)]
+        except CapError:
+            return math.inf
+        return memory.peak(joined(loads), choice)
+
+    high = 4 * recipe.train.batch_size
+    padded = padded_phases(recipe.model)
+    runs = {"balanced": (True, padded), "none": (False, padded),
+            "none, audio padded": (False, frozenset({"audio"}))}
+    return {where: {name: largest_fitting(lambda b, how=how: peak(b, *how), limit, high)
+                    for name, how in runs.items()}
+            for where, limit in (("budget", budget), ("same_memory", same))} | {"tried": high}
+
+
+def exchange_report(plan: StepPlan, shard_size: int) -> dict:
+    """Volume and peers of a plan; and what balancing inside shard groups costs."""
+    d = plan.layout.num_ranks
+    node = min(plan.spec.ranks_per_node, d)
+    pairs: list[np.ndarray] = []
+    send = np.zeros(d)
+    for phase in PHASES:
+        for move, volume in plan.transfers(phase):
+            source, target, held = move.volume(volume)
+            between = source // node != target // node
+            send += np.bincount(source[between], held[between], d)
+            pairs.append(source[(source != target) & (held > 0)] * d
+                         + target[(source != target) & (held > 0)])
+    met = np.unique(np.concatenate(pairs))
+    source, target = met // d, met % d
+    flat = np.bincount(source, minlength=d)
+    outside = source // node != target // node  # the own node is in the second hop
+    nodes = np.unique((source * (d // node + 1) + target // node)[outside])
+    hop = np.bincount(nodes // (d // node + 1), minlength=d)
+    out = {"ranks_per_node": node, "internode_bytes_per_rank": float(send.mean()),
+           "busiest_send_bytes": float(send.max()),
+           "peers_flat": [float(flat.mean()), int(flat.max()), d - 1],
+           "peers_two_hop": [float(hop.mean()) + node - 1, int(hop.max()) + node - 1,
+                             -(-d // node) + node - 2]}
+    if shard_size and shard_size < d:
+        out["shard_size"] = shard_size
+        out["imbalance_world"] = _imbalance(plan)
+        out["imbalance_shard_groups"] = _imbalance(
+            plan_step(plan.layout, replace(plan.spec, group_size=shard_size)))
+    return out
+
+
+def _imbalance(plan: StepPlan) -> dict[str, float]:
+    costs = {p: plan.phase_cost(p)[1] for p in PHASES}
+    return {p: imbalance(c) for p, c in costs.items() if c.any()}
+
+
+def _mean(rows: list[dict], key: str) -> float:
+    return float(np.mean([r[key] for r in rows]))

@@ -1,0 +1,205 @@
+"""The examples that a prediction is made for: a recipe's own, by the length index of its data,
+those of a statistics file, or a mix drawn from published statistics."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Annotated
+
+import numpy as np
+from pydantic import BaseModel, Field, ValidationError
+
+from orchmllm.config.recipe import Recipe
+from orchmllm.data.formats.open import (
+    DataSource,
+    index_path,
+    open_source,
+    open_tokenizer,
+    sources_of,
+)
+from orchmllm.data.index import LengthIndex, joined_layouts, open_index
+from orchmllm.data.lengths import LengthReader
+from orchmllm.data.sampler import make_sampler
+from orchmllm.data.storage.remote import Storage
+from orchmllm.plan.layout import BatchLayout
+from orchmllm.tools.predict.workload import SAMPLE_RATE, Headers, batch_layout, sample_headers
+
+
+@dataclass(frozen=True)
+class Examples:
+    """What global batches are drawn from. what: in words. draw(num_ranks, batch_size, seed): a
+    global batch in equal shares. epoch: examples of an epoch, 0 if nobody knows. capped: the draws
+    are capped mini-batches, one a rank where batch_size is the recipe's train.batch_size."""
+
+    what: str
+    draw: Callable[[int, int, int], BatchLayout]
+    epoch: int = 0
+    capped: bool = False
+
+
+def _of_pool(what: str, pool: BatchLayout, epoch: int,
+             probability: np.ndarray | None = None) -> Examples:
+    """Examples of one rank, drawn with `probability` (n,), None for all alike."""
+    def draw(num_ranks: int, batch_size: int, seed: int) -> BatchLayout:
+        count, n = num_ranks * batch_size, pool.num_examples
+        again = count > n or probability is not None  # an example may come twice
+        chosen = np.random.default_rng(seed).choice(n, count, replace=again, p=probability)
+        return pool.taken(chosen, np.full(num_ranks, batch_size))
+
+    return Examples(what, draw, epoch)
+
+
+def _cut(layout: BatchLayout, limit: int) -> BatchLayout:
+    """The layout with its examples' last texts cut to `limit` tokens an example (0: as it is)."""
+    if not limit:
+        return layout
+    tokens, last = layout.num_tokens.copy(), np.cumsum(layout.segments_per_example) - 1
+    excess = np.maximum(layout.tokens_per_example - limit, 0)
+    tokens[last] = np.maximum(tokens[last] - excess, 1)
+    return replace(layout, num_tokens=tokens,
+                   num_targets=np.minimum(layout.num_targets, tokens[last]))
+
+
+def of_mix(recipe: Recipe, mix: str = "natural", without: Collection[str] = (),
+           why: str = "") -> Examples:
+    """A mix of orchmllm.tools.predict.workload. why: said behind its name."""
+    media = [name for p, name in (("vision", "images"), ("audio", "audio")) if p not in without]
+    kinds = f"{', '.join(media)} and text" if media else "text"
+
+    def draw(num_ranks: int, batch_size: int, seed: int) -> BatchLayout:
+        headers = sample_headers(mix, num_ranks * batch_size, seed, without)
+        return _cut(batch_layout(headers, recipe.model, num_ranks), recipe.data.max_example_tokens)
+
+    return Examples(f"drawn from the paper's {kinds} (mix {mix}){why}", draw)
+
+
+def open_recipe(recipe: Recipe) -> tuple[list[DataSource], LengthReader]:
+    """The recipe's sources. Raises ValueError naming what cannot be read."""
+    folder = index_path(recipe.data.index_dir)
+    storage = Storage(recipe.data.remote)
+    sources = [open_source(config, folder, storage) for config in sources_of(recipe.data)]
+    return sources, LengthReader(
+        open_tokenizer(recipe.data), recipe.model.vision.geometry, recipe.model.audio.geometry,
+        recipe.data.max_example_tokens)
+
+
+def of_recipe(recipe: Recipe) -> Examples | None:
+    """The recipe's own examples by the indexes that are there, or None if one is missing. Raises
+    ValueError for data that cannot be read."""
+    sources, reader = open_recipe(recipe)
+    folder = index_path(recipe.data.index_dir)
+    indexes = [open_index(source, reader, folder) for source in sources]
+    if None in indexes:
+        return None
+    own = of_indexes(recipe, sources, indexes)
+    return _capped(recipe, sources, indexes, own) if recipe.data.batching == "capped" else own
+
+
+def _capped(recipe: Recipe, sources: Sequence[DataSource], indexes: Sequence[LengthIndex],
+            own: Examples) -> Examples:
+    """The recipe's examples in the mini-batches that a run with data.batching=capped forms."""
+    bounds = np.concatenate([[0], np.cumsum([len(i) for i in indexes])])
+    sampler = make_sampler(SimpleNamespace(sources=sources, indexes=indexes),
+                           range(int(bounds[-1])), 1, seed=recipe.run.seed, data=recipe.data)
+    index, offsets = sampler.groups.index, sampler.groups.offsets
+
+    def draw(num_ranks: int, batch_size: int, seed: int) -> BatchLayout:
+        count = max(1, num_ranks * batch_size // recipe.train.batch_size)
+        again = count > len(sampler.groups)
+        chosen = np.random.default_rng(seed).choice(len(sampler.groups), count, replace=again)
+        parts = [index[offsets[g]:offsets[g + 1]] for g in chosen.tolist()]
+        ends = np.cumsum([0, *map(len, parts)])[count * np.arange(num_ranks + 1) // num_ranks]
+        return joined_layouts(indexes, bounds, sampler.indices[np.concatenate(parts)],
+                              examples_per_rank=np.diff(ends))
+
+    return replace(own, draw=draw, capped=True, what=f"{own.what}, in its capped mini-batches")
+
+
+def of_indexes(recipe: Recipe, sources: Sequence[DataSource],
+               indexes: Sequence[LengthIndex]) -> Examples:
+    """The usable rows of the recipe's sources, in proportion to their weights or repeats if they
+    have any. Raises ValueError if there is no row."""
+    parts = [_layout(index) for index in indexes]
+    sizes = [p.num_examples for p in parts]
+    if not sum(sizes):
+        raise ValueError("the data of the recipe have no usable row")
+    weights = np.array([s.config.weight for s in sources])
+    probability = None
+    if weights.any():
+        probability = np.repeat(weights / np.maximum(sizes, 1), sizes)
+        probability = probability / probability.sum()
+    repeats = np.repeat([s.config.repeats for s in sources], sizes)
+    if (repeats > 1).any():
+        probability = repeats / repeats.sum()
+    trained = 1 - recipe.data.num_validation / sum(sizes)
+    return _of_pool(f"the recipe's own, {sum(sizes)} rows by the length index of its data",
+                    BatchLayout.from_examples(parts), max(round(repeats.sum() * trained), 0),
+                    probability)
+
+
+def _layout(index: LengthIndex) -> BatchLayout:
+    """All usable rows of an index, on one rank."""
+    usable = np.setdiff1d(np.arange(len(index)), list(index.problems))
+    return index.layout(usable, usable)
+
+
+Size = Annotated[int, Field(ge=1, lt=2**31)]
+Seconds = Annotated[float, Field(ge=1 / SAMPLE_RATE, lt=2**31 / SAMPLE_RATE)]
+
+
+class Row(BaseModel, extra="forbid"):
+    """A line of a statistics file."""
+
+    images: list[tuple[Size, Size]] = []
+    audio_s: list[Seconds] = []
+    text_tokens: int = Field(0, ge=0, lt=2**31)
+
+
+def of_file(recipe: Recipe, path: Path) -> Examples:
+    """The examples of a statistics file, a JSON object a line: {"images": [[width, height], ...],
+    "audio_s": [seconds, ...], "text_tokens": n}, each key optional. Raises ValueError naming the
+    line that is none."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as e:
+        raise ValueError(f"--lengths {path}: cannot be read ({e})") from e
+    rows, size, is_image = [], [], []
+    for number, line in enumerate(lines, 1):
+        try:
+            rows.append(row := Row.model_validate_json(line))
+        except ValidationError as e:
+            wrong = e.errors()[0]
+            raise ValueError(
+                f'--lengths {path}, line {number}: not {{"images": [[width, height]], "audio_s": '
+                f'[seconds], "text_tokens": n}} with sizes below 2**31: '
+                f"{'.'.join(map(str, wrong['loc']))}: {wrong['msg']}") from e
+        size += [*row.images, *((int(s * SAMPLE_RATE), SAMPLE_RATE) for s in row.audio_s)]
+        is_image += [True] * len(row.images) + [False] * len(row.audio_s)
+    if not lines:
+        raise ValueError(f"--lengths {path}: it is empty")
+    tokens = np.array([max(row.text_tokens, 1) for row in rows])
+    headers = Headers(
+        np.zeros_like(tokens), tokens, tokens,
+        np.array([len(row.images) + len(row.audio_s) for row in rows]), np.array(is_image, bool),
+        np.array(size, np.int64).reshape(-1, 2))
+    try:
+        pool = _cut(batch_layout(headers, recipe.model, 1), recipe.data.max_example_tokens)
+    except ValueError as e:  # longer than the model takes
+        raise ValueError(f"--lengths {path}: {e}") from e
+    return _of_pool(f"{len(lines)} examples of {path}", pool, len(lines))
+
+
+def examples_of(recipe: Recipe, mix: str = "", path: Path | None = None,
+                without: Collection[str] = ()) -> Examples:
+    """What --mix or --lengths asks for; else the recipe's own examples if their index is there;
+    else the paper's mix, which says why."""
+    if mix or path:
+        return of_file(recipe, path) if path else of_mix(recipe, mix, without)
+    try:
+        own, why = of_recipe(recipe), "`orchmllm data index` was not run"
+    except (ValueError, OSError) as e:
+        own, why = None, str(e).splitlines()[0]
+    return own or of_mix(recipe, "natural", without, f"; the recipe's own could not be used: {why}")

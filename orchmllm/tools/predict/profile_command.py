@@ -1,0 +1,70 @@
+"""orchmllm profile: forward times of a recipe's phases on the device at hand, for `orchmllm plan`.
+
+Two depths are measured and the difference scaled to the recipe's layers, so that a model fits that
+would not as a whole. Forward is taken as a third of forward and backward."""
+
+from __future__ import annotations
+
+import json
+from argparse import Namespace
+from dataclasses import replace
+from pathlib import Path
+
+from orchmllm.cli.options import in_one_line, lengths_parser
+from orchmllm.config.recipe import load_recipe
+from orchmllm.plan.assign import PHASES
+
+SIZES = (1, 2, 4, 8)  # items of a measurement, each of --rows positions
+
+
+OPTIONS = (("--out", Path("profile.json"), "where the times go"),
+           ("--device", str, "cuda or cpu (cuda if there is a GPU)"),
+           ("--rows", 256, "positions of an item"),
+           ("--repeat", 3, "runs of which the quickest counts"))
+
+
+def measure(recipe, phase: str, args: Namespace) -> dict[str, list[float]]:
+    """{rows, ms}: forward milliseconds of all the phase's layers at each size."""
+    import numpy as np
+    import torch
+
+    from orchmllm.models.flops import lengths_of
+    from orchmllm.tools.predict.phase_runner import PhaseRunner, Work, shortened
+
+    device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    config = getattr(recipe.model, phase)
+    side = config.merge_size if phase == "vision" else 1  # an image is a strip of whole tokens
+    group = side**2 if phase != "audio" else config.stack
+    length = max(args.rows // group, 1) * group
+    grid = [1, side, (2 if phase == "audio" else 1) * length // side]
+    totals = []
+    for depth in (1, 2):
+        model = shortened(recipe.model, depth)
+        model = replace(model, **{phase: replace(getattr(model, phase), pretrained="")})
+        runner = PhaseRunner(model, phase, device, dtype, recipe.run.seed,
+                             recipe.fsdp.loss_chunk_rows)
+        totals.append([runner.seconds(Work(
+            phase, lengths_of(phase, config, np.full(n, length)), np.tile(grid, (n, 1))),
+            args.repeat) for n in SIZES])
+    first, second = np.array(totals)
+    layers = max(config.num_layers - 1, 0)
+    ms = 1e3 / 3 * (first + layers * np.maximum(second - first, 1e-9))
+    return {"rows": [n * length for n in SIZES], "ms": ms.tolist()}
+
+
+@in_one_line
+def main(argv: list[str]) -> int:
+    """Exit code. Raises ValueError for a device that cannot measure."""
+    args = lengths_parser("profile", __doc__, OPTIONS).parse_intermixed_args(argv)
+    recipe, out = load_recipe(args.recipe, args.overrides), {}
+    try:
+        for phase in PHASES:
+            out[phase] = measure(recipe, phase, args)
+            print(f"{phase:<7} " + ", ".join(f"{r} rows {m:.2f} ms" for r, m in zip(
+                out[phase]["rows"], out[phase]["ms"], strict=True)), flush=True)
+    except RuntimeError as error:  # of torch: no such device, no memory
+        raise ValueError(str(error)) from error
+    args.out.write_text(json.dumps(out) + "\n", encoding="utf-8")
+    print(f"written: {args.out} (forward of all layers, one device)")
+    return 0

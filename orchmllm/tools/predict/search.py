@@ -1,0 +1,261 @@
+"""The setting of a job with the best throughput that fits: batch size, microbatches, shard group,
+what stays gathered and what is recomputed, by orchmllm.tools.predict.step_time and .memory.
+
+Loads are planned once per batch size. Each phase's time is computed apart for its 9 choices, so
+that all combinations are ranked at once; then memory is asked in that order, and the best that fit
+are timed as a whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from itertools import product
+
+import numpy as np
+
+from orchmllm.config.fsdp import RESHARD
+from orchmllm.config.recipe import Recipe, plan_spec
+from orchmllm.models.flops import padded_phases
+from orchmllm.plan.assign import PHASES
+from orchmllm.plan.balance import CapError
+from orchmllm.plan.step import plan_step
+from orchmllm.sharding.check import check_world, divisors
+from orchmllm.sharding.fits import budget_of, decide, joined, with_real_batch
+from orchmllm.sharding.memory import CHOICES, Loads, MemoryModel, loads_of
+from orchmllm.tools.predict.examples import Examples
+from orchmllm.tools.predict.hardware import Hardware
+from orchmllm.tools.predict.step_time import (
+    PlanWork,
+    StepTime,
+    phase_seconds,
+    timed,
+    update_seconds,
+    work_of,
+)
+
+KEEPS = RESHARD[::-1]  # none, node, full: from most memory to least, as CHOICES
+EXACT = 30  # of those that fit, timed as a whole
+
+
+@dataclass(frozen=True)
+class Setting:
+    """shard_size: ranks of a group; reshard, checkpointing: a value for each of PHASES."""
+
+    batch_size: int
+    microbatches: int
+    shard_size: int
+    reshard: tuple[str, ...]
+    checkpointing: tuple[str, ...]
+
+    def overrides(self, num_ranks: int) -> list[str]:
+        """As `train` takes them; a shard group of num_ranks is written as 0, all ranks."""
+        size = 0 if self.shard_size == num_ranks else self.shard_size
+        return [f"train.batch_size={self.batch_size}",
+                f"train.accumulation_steps={self.microbatches}", f"fsdp.shard_size={size}",
+                *(f"fsdp.{p}_reshard={r}" for p, r in zip(PHASES, self.reshard, strict=True)),
+                *(f"fsdp.{p}_checkpointing={c}"
+                  for p, c in zip(PHASES, self.checkpointing, strict=True))]
+
+    def of(self, recipe: Recipe) -> Recipe:
+        """The recipe with this setting."""
+        parts = {f"{p}_{key}": v for key, values in (
+            ("reshard", self.reshard), ("checkpointing", self.checkpointing))
+            for p, v in zip(PHASES, values, strict=True)}
+        return replace(recipe, fsdp=replace(recipe.fsdp, shard_size=self.shard_size, **parts),
+                       train=replace(recipe.train, batch_size=self.batch_size,
+                                     accumulation_steps=self.microbatches))
+
+
+@dataclass(frozen=True)
+class Found:
+    """A setting with its predicted step and the memory of the fullest rank."""
+
+    setting: Setting
+    time: StepTime
+    peak_bytes: float
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.time.tokens / self.time.seconds
+
+
+@dataclass
+class Search:
+    """A recipe on a cluster. global_batch: examples a step, kept by all settings; 0: any.
+    steps: planned for each batch size. Raises ValueError if the ranks cannot hold the batch."""
+
+    recipe: Recipe
+    num_ranks: int
+    hardware: Hardware
+    examples: Examples
+    global_batch: int = 0
+    steps: int = 2
+    _drawn: dict = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.global_batch % self.num_ranks:
+            raise ValueError(
+                f"--global-batch {self.global_batch} is no multiple of {self.num_ranks} GPUs: say "
+                f"{self.global_batch // self.num_ranks * self.num_ranks or self.num_ranks}")
+        self.hardware = self.hardware.for_recipe(self.recipe)
+        recipe = with_real_batch(self.recipe, self.num_ranks)
+        self.recipe = replace(recipe, train=replace(recipe.train, global_batch_size=0))
+        self.budget, self.allowed_by = budget_of(self.recipe, self.hardware.sheet.memory_bytes)
+
+    def batches(self) -> list[tuple[int, int]]:
+        """(batch size, microbatches) that are tried."""
+        if self.global_batch:
+            share = self.global_batch // self.num_ranks
+            return [(b, share // b) for b in divisors(share)]
+        high = 4 * self.recipe.train.batch_size
+        sizes = sorted({b for k in range(12) for b in (2**k, 3 * 2**k) if b <= high} | {
+            self.recipe.train.batch_size})
+        return [(b, self.recipe.train.accumulation_steps) for b in sizes]
+
+    def groups(self) -> list[int]:
+        """Shard groups that nodes are made of, or that are made of whole nodes."""
+        node, out = min(self.hardware.ranks_per_node, self.num_ranks), []
+        for size in divisors(self.num_ranks):
+            try:
+                check_world(replace(self.recipe, fsdp=replace(
+                    self.recipe.fsdp, shard_size=size)), self.num_ranks, node)
+            except ValueError:
+                continue
+            if node % size == 0 or size % node == 0:
+                out.append(size)
+        if not out:  # no group is possible: the same error as for a run
+            check_world(self.recipe, self.num_ranks, node)
+        return out
+
+    def drawn(self, batch_size: int, group: int) -> tuple[list[PlanWork], Loads] | None:
+        """Work of the planned steps, and the loads of all of them; None if one of them breaks a
+        max_rank_tokens of the recipe."""
+        key = batch_size, group if self.recipe.balance.group == "shard" else 0
+        if key not in self._drawn:
+            recipe = replace(self.recipe, fsdp=replace(self.recipe.fsdp, shard_size=group))
+            spec = plan_spec(recipe, self.hardware.ranks_per_node)
+            pad, works, loads = padded_phases(recipe.model), [], []
+            try:
+                for step in range(self.steps):
+                    plan = plan_step(self.examples.draw(self.num_ranks, batch_size,
+                                                        recipe.run.seed + step), spec)
+                    works.append(work_of(plan, recipe.model, pad))
+                    loads.append(loads_of(plan, pad))
+                self._drawn[key] = works, joined(loads)
+            except CapError:
+                self._drawn[key] = None
+        return self._drawn[key]
+
+    def memory(self, setting: Setting) -> MemoryModel:
+        return MemoryModel.of(setting.of(self.recipe), self.num_ranks,
+                              self.hardware.ranks_per_node)
+
+    def peak(self, setting: Setting) -> float:
+        """Bytes of the fullest rank in the worst of the steps."""
+        _, loads = self.drawn(setting.batch_size, setting.shard_size)
+        return self.memory(setting).peak(loads, _choice(setting))
+
+    def found(self, setting: Setting, hardware: Hardware | None = None) -> Found:
+        """The setting's prediction, the mean of the steps."""
+        works, _ = self.drawn(setting.batch_size, setting.shard_size)
+        memory = self.memory(setting)
+        times = [timed(w, memory, _choice(setting), hardware or self.hardware) for w in works]
+        slowest = max(times, key=lambda t: t.seconds)  # phases of one step; totals of the mean
+        mean = float(np.mean([t.seconds for t in times])) / slowest.seconds
+        return Found(setting, replace(
+            slowest, tokens=float(np.mean([t.tokens for t in times])) / mean), self.peak(setting))
+
+    def given(self) -> Found | None:
+        """The recipe's own setting, with what `auto` chooses in it (everything recomputed where
+        nothing fits); None if its shard groups do not divide the ranks, or its batch breaks a
+        max_rank_tokens."""
+        train, fsdp = self.recipe.train, self.recipe.fsdp
+        size = fsdp.shard_size or self.num_ranks
+        if self.num_ranks % size or not self.drawn(train.batch_size, size):
+            return None
+        setting = Setting(train.batch_size, train.accumulation_steps, size,
+                          tuple(fsdp.reshard(p) for p in PHASES),
+                          tuple(fsdp.checkpointing(p).replace("auto", "full") for p in PHASES))
+        try:
+            choice = decide(self.recipe, self.memory(setting),
+                            self.drawn(train.batch_size, size)[1], self.budget)
+        except ValueError:
+            return self.found(setting)
+        return self.found(replace(setting, checkpointing=tuple(choice[p] for p in PHASES)))
+
+    def ranked(self) -> Iterator[Setting]:
+        """All settings, the fastest first, by phases timed apart."""
+        rows, speed = [], []
+        for (batch, count), group in product(self.batches(), self.groups()):
+            if not self.drawn(batch, group):
+                continue
+            works, _ = self.drawn(batch, group)
+            kinds = [k for k in KEEPS if k != "node" or 1 < self.hardware.ranks_per_node < group]
+            choices = list(product(kinds, CHOICES))
+            tables = []
+            for phase in PHASES:
+                tables.append(np.array([np.mean([phase_seconds(
+                    w, phase, self.memory(Setting(batch, count, group, (k,) * 3, (c,) * 3)), c,
+                    self.hardware) for w in works]) for k, c in choices]))
+            exchange = sum(m.seconds(self.hardware) for w in works for m in w.moves) / len(works)
+            memory = self.memory(Setting(batch, count, group, ("full",) * 3, ("full",) * 3))
+            rest = update_seconds(memory, self.hardware) + count * exchange
+            total = rest + count * (tables[0][:, None, None] + tables[1][:, None] + tables[2])
+            tokens = count * float(np.mean([w.tokens for w in works]))
+            for index in np.ndindex(total.shape):
+                rows.append((batch, count, group, *index, choices))
+            speed.append((tokens / total).ravel())
+        for i in np.argsort(-np.concatenate([[], *speed]), kind="stable"):
+            batch, count, group, *index, choices = rows[i]
+            reshard, checkpointing = zip(*(choices[k] for k in index), strict=True)
+            yield Setting(batch, count, group, reshard, checkpointing)
+
+    def best(self) -> list[Found]:
+        """The fastest settings that fit, best first. Raises ValueError if none does."""
+        failed: dict[tuple, np.ndarray] = {}  # group -> (k, 6) savings that were not enough
+        fitting: list[Setting] = []
+        for setting in self.ranked():
+            key = setting.batch_size, setting.microbatches, setting.shard_size
+            saving = np.array([KEEPS.index(r) for r in setting.reshard] + [
+                CHOICES.index(c) for c in setting.checkpointing])
+            if key not in failed:  # nothing of this group fits if the most saving one does not
+                least = replace(setting, reshard=("full",) * 3, checkpointing=("full",) * 3)
+                failed[key] = np.full((1, 6), 2 if self.peak(least) > self.budget else -1)
+            if (saving <= failed[key]).all(axis=1).any():
+                continue  # one that saves more did not fit
+            if self.peak(setting) > self.budget:
+                failed[key] = np.concatenate([failed[key], [saving]])
+                continue
+            fitting.append(setting)
+            if len(fitting) == EXACT:
+                break
+        if not fitting:
+            raise ValueError(
+                f"nothing fits {self.num_ranks} GPUs of {self.budget / 1e9:.1f} GB "
+                f"({self.allowed_by}): give more GPUs, a smaller batch or model, or a "
+                "larger balance.*.max_rank_tokens where the recipe sets one")
+        return sorted(map(self.found, fitting), key=lambda f: -f.tokens_per_s)
+
+
+def _choice(setting: Setting) -> Mapping[str, str]:
+    return dict(zip(PHASES, setting.checkpointing, strict=True))
+
+
+def difference(best: Found, other: Found, num_ranks: int) -> str:
+    """Why `other` is slower: the keys in which it differs, and where its seconds per token go."""
+    ours, theirs = (f.setting.overrides(num_ranks) for f in (best, other))
+    changed = [b for a, b in zip(ours, theirs, strict=True) if a != b]
+
+    def parts(f: Found) -> dict[str, float]:
+        t = f.time
+        return {x: 1e9 * s / t.tokens for x, s in {
+            "computing": sum(map(sum, t.phases.values())), "gathers and reductions": t.traffic,
+            "exchange": t.exchange, "optimizer": t.update}.items()}
+
+    mine, other_parts = parts(best), parts(other)
+    more = {k: other_parts[k] - mine[k] for k in mine}
+    worst = max(more, key=more.get)
+    return (f"{', '.join(changed)}: {100 * (1 - other.tokens_per_s / best.tokens_per_s):.2f}% "
+            f"slower, most of it {worst} ({mine[worst]:.3g} -> {other_parts[worst]:.3g} ns a "
+            f"token); {other.peak_bytes / 1e9:.1f} GB instead of {best.peak_bytes / 1e9:.1f}")

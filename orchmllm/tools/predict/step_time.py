@@ -1,0 +1,270 @@
+"""Step time and MFU from the FLOPs of a plan: a roofline with stated or measured efficiencies.
+
+Every phase waits for its slowest rank, because FSDP gathers parameters block by block (OrchMLLM
+section 3). Units are gathered `fsdp.prefetch` ahead, one after the other over one link, and their
+gradients reduced behind them; what of it no computation hides is `traffic`. Exchanges of rows and
+the optimizer are added, since nothing hides them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import gcd, log2
+
+import numpy as np
+
+from orchmllm.config.model import ModelConfig
+from orchmllm.config.recipe import DTYPE_BYTES
+from orchmllm.models.flops import (
+    Lengths,
+    item_rank,
+    padded_lengths,
+    phase_lengths,
+    phase_work,
+)
+from orchmllm.plan.assign import PHASES
+from orchmllm.plan.step import StepPlan
+from orchmllm.sharding.memory import SELECTIVE_SHARE, MemoryModel
+from orchmllm.sharding.units import Unit, units
+from orchmllm.tools.predict.hardware import Hardware
+from orchmllm.tools.predict.transfers import Move, moves_of
+
+UPDATE_PASSES = 10  # reads and writes of a parameter's size: norm, clipping and AdamW's kernel
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of a step, its microbatches together. phases: phase -> computing of the slowest rank
+    (forward, backward); waiting: phase -> how much of it the mean rank waits; traffic: gathers and
+    reductions that no computing hides; exchange: rows between ranks; update: the optimizer.
+    useful: FLOP of all ranks without padding; tokens: LLM tokens of all ranks; peak: FLOP/s."""
+
+    phases: Mapping[str, tuple[float, float]]
+    waiting: Mapping[str, float]
+    traffic: float
+    exchange: float
+    update: float
+    useful: float
+    tokens: float
+    num_ranks: int
+    peak: float
+
+    @property
+    def seconds(self) -> float:
+        return (sum(map(sum, self.phases.values())) + self.traffic + self.exchange + self.update)
+
+    @property
+    def mfu(self) -> float:
+        return self.useful / (self.seconds * self.num_ranks * self.peak)
+
+    @property
+    def tokens_per_gpu(self) -> float:
+        return self.tokens / self.seconds / self.num_ranks
+
+
+@dataclass(frozen=True)
+class PlanWork:
+    """FLOP of the ranks in one microbatch. forward, backward, again: phase -> (2, d), products and
+    attention, `again` what full checkpointing repeats; head: (d,) forward FLOP of the head;
+    layers: of each phase; moves: of rows between ranks."""
+
+    forward: Mapping[str, np.ndarray]
+    backward: Mapping[str, np.ndarray]
+    again: Mapping[str, np.ndarray]
+    head: np.ndarray
+    layers: Mapping[str, int]
+    useful: float
+    tokens: float
+    num_ranks: int
+    moves: tuple[Move, ...]
+
+
+def work_of(plan: StepPlan, model: ModelConfig, pad: frozenset[str] = frozenset(),
+            all_gather: bool = False) -> PlanWork:
+    """What the ranks do in a planned microbatch. pad: phases whose batches are padded. all_gather:
+    rows travel by it."""
+    parts: dict[str, dict[str, np.ndarray]] = {"forward": {}, "backward": {}, "recompute": {}}
+    useful, d = 0.0, plan.layout.num_ranks
+    for phase in PHASES:
+        rank, real = item_rank(plan, phase), phase_lengths(plan.layout, phase)
+        lengths: Lengths = padded_lengths(plan, phase) if phase in pad else real
+        work = phase_work(phase, model, lengths, "full")
+        for name, into in parts.items():
+            into[phase] = np.stack([np.bincount(rank, x, d) for x in getattr(work, name)])
+        useful += float(phase_work(phase, model, real).useful.sum())
+    tokens = np.bincount(item_rank(plan, "llm"), plan.layout.tokens_per_example, d)
+    return PlanWork(
+        parts["forward"], parts["backward"], parts["recompute"],
+        head=2.0 * model.llm.hidden_size * model.llm.vocab_size * tokens, useful=useful,
+        layers={p: getattr(model, p).num_layers for p in PHASES}, tokens=float(tokens.sum()),
+        num_ranks=d, moves=tuple(moves_of(plan, all_gather)))
+
+
+def rank_seconds(work: PlanWork, phase: str, hardware: Hardware, choice: str,
+                 dtype: str = "bfloat16") -> tuple[np.ndarray, np.ndarray]:
+    """(d,) seconds of computing, forward and backward (with what is recomputed)."""
+    rate = hardware.peak(dtype) * np.array(hardware.efficiencies(phase))
+    fixed = hardware.fixed_s(phase, work.layers[phase])
+    forward, backward, again = (x[phase] / rate[:, None] for x in (
+        work.forward, work.backward, work.again))
+    if choice == "full":
+        backward = backward + again
+    elif choice == "selective" and again.any():  # a frozen encoder repeats nothing
+        backward = backward + SELECTIVE_SHARE * forward
+    return forward.sum(axis=0) + fixed / 3, backward.sum(axis=0) + 2 * fixed / 3
+
+
+def gather_bandwidth(shards: int, hardware: Hardware, num_ranks: int) -> float:
+    """Bytes of parameters that every rank of a shard group receives per second: a node receives
+    each once, through the links of the group's ranks there; inside it they are spread by NVLink.
+    One shard: inf."""
+    # The fewest ranks of a group in one node: groups need not begin where a node does.
+    together = gcd(min(hardware.ranks_per_node, num_ranks), shards)
+    if shards == 1:
+        return float("inf")
+    if shards == together:
+        return hardware.sheet.node * hardware.network_efficiency
+    return min(hardware.network_bandwidth * together * hardware.network_efficiency,
+               hardware.sheet.node)
+
+
+def ring_seconds(ranks: int, hardware: Hardware) -> float:
+    """Latency of a ring through all ranks."""
+    nodes = -(-ranks // hardware.ranks_per_node)
+    return (nodes > 1) * nodes * hardware.network_hop_s + (ranks - nodes) * hardware.node_hop_s
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Seconds on the link for one unit: gathered for the forward pass, for the backward pass (0
+    where it stays or is not read), and its gradients reduced."""
+
+    forward: float
+    backward: float
+    reduce: float
+
+
+def unit_traffic(unit: Unit, memory: MemoryModel, hardware: Hardware, num_ranks: int) -> Traffic:
+    """How long one unit occupies the link. Hybrid sharding all-reduces the shards between groups;
+    with CPU offload shards come from the host before they are gathered, and gradients go there."""
+    shards, reshard = memory.shards, memory.fsdp.reshard(unit.phase)
+    param = DTYPE_BYTES[memory.fsdp.param_dtype]
+    host = memory.fsdp.cpu_offload * param / shards / hardware.sheet.host
+
+    def gather(over: int) -> float:
+        return unit.size * (
+            memory.element / gather_bandwidth(over, hardware, num_ranks) + host) + (
+            ring_seconds(over, hardware))
+
+    over = shards if reshard == "full" else min(hardware.ranks_per_node, shards)
+    again = gather(over) if unit.gathers(reshard) > 1 else 0.0
+    reduce, size = 0.0, unit.trained_size * (param if memory.fsdp.compute_dtype
+                                             else memory.element)
+    if size:
+        reduce = size / gather_bandwidth(shards, hardware, num_ranks) + ring_seconds(
+            shards, hardware) + unit.trained_size * host
+        replicas = num_ranks // shards
+        if replicas > 1:
+            between = num_ranks > hardware.ranks_per_node
+            link = hardware.network_bandwidth if between else hardware.sheet.node
+            hop = hardware.network_hop_s if between else hardware.node_hop_s
+            reduce += (2 * (replicas - 1) / replicas * size / shards
+                       / (link * hardware.network_efficiency) + 2 * log2(replicas) * hop)
+    return Traffic(gather(shards), again, reduce)
+
+
+def pass_seconds(steps: list[tuple[float, float, float]], ahead: int) -> float:
+    """A pass over units, each (gather, compute, reduce) seconds. A unit computes once it is
+    gathered; when it starts, the `ahead` next ones are asked for. Gathers and reductions follow
+    each other on one link. Gradients of a unit wait for those of the one before."""
+    link = now = reduced = 0.0
+    ready, asked = [0.0] * len(steps), 0
+    for index, (_, compute, reduce) in enumerate(steps):
+        for last in (index, index + ahead):
+            while asked <= min(last, len(steps) - 1):
+                if steps[asked][0]:
+                    link = max(link, now) + steps[asked][0]
+                    ready[asked] = link
+                asked += 1
+            now = max(now, ready[index])
+        now += compute
+        if reduce:
+            now = max(now, reduced)
+            reduced = link = max(link, now) + reduce
+    return max(now, reduced)
+
+
+Compute = tuple[tuple[float, float], tuple[float, float]]
+
+
+def slowest_compute(work: PlanWork, phase: str, memory: MemoryModel, choice: str,
+                    hardware: Hardware) -> tuple[Compute, float]:
+    """(((forward, backward) seconds of the phase's slowest rank, of that the LLM's head), seconds
+    that the mean rank waits for it)."""
+    seconds = rank_seconds(work, phase, hardware, choice, memory.dtype)
+    total = seconds[0] + seconds[1]
+    slowest, head = int(total.argmax()), (0.0, 0.0)
+    if phase == "llm":
+        rate = hardware.peak(memory.dtype) * hardware.efficiencies(phase)[0]
+        passes = (1, 1 if memory.model.llm.frozen else 2)
+        head = tuple(n * float(work.head[slowest]) / rate for n in passes)
+    return (tuple(float(x[slowest]) for x in seconds), head), float(
+        total[slowest] - total.mean())
+
+
+def _passes(phase: str, memory: MemoryModel, hardware: Hardware, num_ranks: int,
+            compute: Compute) -> tuple[list, list]:
+    """The units of a phase in its forward and in its backward pass, each (gather, compute,
+    reduce) seconds."""
+    own = {u.role: u for u in units(memory.model) if u.phase == phase}
+    link = {role: unit_traffic(u, memory, hardware, num_ranks) for role, u in own.items()}
+    block = own["block"]
+    (forward, backward), head = compute
+    ahead, behind = forward - head[0], backward - head[1]
+    blocks = [(link["block"].forward, ahead / block.copies, 0.0)] * block.copies
+    learnt = block.trained_size > 0 or phase == "llm"
+    back = [(link["block"].backward, behind / block.copies, link["block"].reduce)
+            ] * block.copies if learnt else [(0.0, behind, 0.0)]
+    if phase == "llm":
+        return ([(link["embed"].forward, 0.0, 0.0), *blocks, (link["head"].forward, head[0], 0.0)],
+                [(0.0, head[1], link["head"].reduce), *back, (0.0, 0.0, link["embed"].reduce)])
+    return ([(link["root"].forward, 0.0, 0.0), *blocks],
+            [(link["root"].backward, 0.0, 0.0), *back, (0.0, 0.0, link["root"].reduce)])
+
+
+def phase_seconds(work: PlanWork, phase: str, memory: MemoryModel, choice: str,
+                  hardware: Hardware) -> float:
+    """Seconds of a phase as if it were alone: nothing is gathered before it begins."""
+    compute, _ = slowest_compute(work, phase, memory, choice, hardware)
+    ahead = max(memory.fsdp.prefetch, 1)
+    return sum(pass_seconds(p, ahead) for p in _passes(
+        phase, memory, hardware, work.num_ranks, compute))
+
+
+def update_seconds(memory: MemoryModel, hardware: Hardware) -> float:
+    """Norm, clipping and AdamW over the shards of a rank: as fast as memory is read, the host's
+    with CPU offload."""
+    bandwidth = (hardware.host_memory_bandwidth if memory.fsdp.cpu_offload
+                 else hardware.sheet.memory_bandwidth * hardware.memory_efficiency)
+    return UPDATE_PASSES * memory.state_bytes()["gradients"] / bandwidth
+
+
+def timed(work: PlanWork, memory: MemoryModel, choice: Mapping[str, str],
+          hardware: Hardware) -> StepTime:
+    """The step of memory.microbatches microbatches of this work."""
+    computed, waiting, forward, backward, microbatches = {}, {}, [], [], memory.microbatches
+    for phase in PHASES:
+        compute, waited = slowest_compute(work, phase, memory, choice[phase], hardware)
+        computed[phase], waiting[phase] = compute[0], microbatches * waited
+        ahead, behind = _passes(phase, memory, hardware, work.num_ranks, compute)
+        forward, backward = forward + ahead, behind + backward
+    units_ahead = max(memory.fsdp.prefetch, 1)  # FSDP2's own choice is one
+    total = sum(pass_seconds(p, units_ahead) for p in (forward, backward))
+    busy = sum(map(sum, computed.values()))
+    return StepTime(
+        {p: tuple(microbatches * x for x in c) for p, c in computed.items()}, waiting,
+        microbatches * max(total - busy, 0.0),
+        microbatches * sum(m.seconds(hardware) for m in work.moves),
+        update_seconds(memory, hardware), microbatches * work.useful, microbatches * work.tokens,
+        work.num_ranks, hardware.peak(memory.dtype))

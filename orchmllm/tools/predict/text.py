@@ -1,0 +1,269 @@
+"""The dry run and the ablations on the command line: run, print, write."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from textwrap import wrap
+
+from orchmllm.config.parse import Loaded
+from orchmllm.config.recipe import Recipe
+from orchmllm.plan.assign import PHASES
+from orchmllm.plan.layout import ENCODERS
+from orchmllm.sharding.check import default_world
+from orchmllm.sharding.fits import with_real_batch
+from orchmllm.tools.predict.hardware import Hardware
+
+# Hidden size of the LLM -> mini-batches at 128 ranks and at 2,560: the paper's own.
+PAPER_BATCHES = {3584: (75, 80), 5120: (50, 60), 8192: (25, 30)}
+
+
+def run(loaded: Loaded[Recipe], world_size: int, *, ablations: bool, json_path: Path | None,
+        hardware: Hardware | None = None, mix: str = "",
+        lengths: Path | None = None) -> int:
+    """Exit code: 2 if the recipe does not fit, or cannot run on this world, as `train` itself
+    answers. world_size: 0 if nobody said how many ranks. hardware: an H100 if nobody says; mix,
+    lengths: see orchmllm.tools.predict.examples."""
+    from orchmllm.tools.predict.ablations import ablate
+    from orchmllm.tools.predict.dry_run import dry_run
+    from orchmllm.tools.predict.examples import examples_of
+
+    recipe = loaded.recipe
+    try:
+        if json_path and not json_path.parent.is_dir():  # before minutes of work
+            raise ValueError(f"--json {json_path}: {json_path.parent} is no folder")
+        made, without = hardware or Hardware(), unnamed_encoders(loaded)
+        # Ablations are the paper's, so are their lengths unless others are asked for.
+        examples = examples_of(recipe, mix or "natural" * ablations, lengths, without)
+        if ablations:
+            found = {"tables": [ablate(recipe, d, b, made, steps, examples)
+                                for d, b, steps in _sizes(recipe, world_size)],
+                     "lengths": examples.what}
+            text = ablation_text(found)
+        else:
+            ranks, why = world_size, "--world-size"
+            if not ranks:
+                ranks, why = default_world(recipe, made.ranks_per_node)
+                why += "; --world-size N for others"
+            found = dry_run(recipe, ranks, made, without=without, examples=examples)
+            text = dry_run_text(found | {"world_size_from": why})
+        if json_path:
+            json_path.write_text(json.dumps(found, indent=1), encoding="utf-8")
+    except (ValueError, OSError) as e:
+        print(f"error: {e}", file=sys.stderr)
+        return 2
+    print(text)
+    return 0 if found.get("fits", True) else 2
+
+
+def unnamed_encoders(loaded: Loaded[Recipe]) -> frozenset[str]:
+    """Encoders without a single key in a recipe that describes other parts of its model: it has no
+    data for them, and they stay as small as the defaults are."""
+    named = {path.split(".")[1] for path in loaded.places if path.startswith("model.")}
+    return frozenset(p for p in ENCODERS if named and p not in named)
+
+
+def _sizes(recipe: Recipe, world_size: int) -> list[tuple[int, int, int]]:
+    """(ranks, mini-batch, steps) of the tables: the paper's two, or the one asked for."""
+    small, large = PAPER_BATCHES.get(recipe.model.llm.hidden_size, (0, 0))
+    batch = with_real_batch(recipe, world_size or 128).train.batch_size
+    if world_size:
+        return [(world_size, small or batch if world_size == 128 else batch, 3)]
+    return [(128, small or batch, 5), (2560, large or batch, 3)]
+
+
+SCHEMES = {"none": "unbalanced", "LLM only": "LLM only", "balanced": "balanced"}
+
+
+def dry_run_text(r: dict) -> str:
+    """The report as text, for a terminal of 80 columns."""
+    why = f" ({r['world_size_from']})" if "world_size_from" in r else ""
+    lines = [f"{_many(r['world_size'], 'rank')}{why}",
+             f"{_many(r['batch_size'], 'example')} a rank and microbatch, "
+             f"{_many(r['microbatches'], 'microbatch')} a step; "
+             f"{_many(r['steps'], 'step')} planned",
+             f"GPU assumed: {gpu_text(r['hardware'])}",
+             *wrap(f"Lengths: {r['lengths']}.", 79, subsequent_indent="  "),
+             "LLM only: the LLM phase alone is balanced."]
+    lines += [f"The recipe has no model.{p}: a small encoder is built that has nothing to do."
+              for p in r["without"]]
+    if not r["balanced"]:
+        lines.append("balance.enabled is false: the recipe runs unbalanced, in all columns below.")
+    return "\n".join([
+        *lines, "", *_memory_lines(r), "", *_parameter_lines(r["parameters"]), "",
+        *_imbalance_lines(r), "", *_predicted_lines(r), "",
+        *_exchange_lines(r["exchange"], r["world_size"]), "",
+        *_batch_lines(r), "", f"This took {r['elapsed_s']:.1f} s and "
+        f"{r['peak_rss_bytes'] / 1e9:.2f} GB of memory."])
+
+
+def gpu_text(h: dict) -> str:
+    """The hardware of a prediction in words."""
+    return (f"{h['name']}, {h['sheet']['memory_bytes'] / 1e9:.0f} GB; "
+            f"{h['ranks_per_node']} a node, "
+            f"{h['network_bandwidth'] * 8 / 1e9:.0f} Gbit/s each")
+
+
+def _many(count: float, noun: str) -> str:
+    plural = "es" if noun.endswith("ch") else "s"
+    number = f"{count:.0f}" if count == round(count) else f"{count:.1f}"
+    return f"{number} {noun}{'' if count == 1 else plural}"
+
+
+def _table(label: str, *cells: str, width: int = 12) -> str:
+    return f"{label:42s}" + "".join(f"{c:>{width}s}" for c in cells)
+
+
+def _present(r: dict) -> list[str]:
+    """Phases that something was drawn for."""
+    return [p for p in PHASES if p in r["phases"]]
+
+
+def _memory_lines(r: dict) -> list[str]:
+    memory, budget = r["memory"], r["memory_budget_bytes"]
+    peak = memory["balanced"]["peak_bytes"]
+    verdict, rest = (("It fits", "are left") if r["fits"] else ("It does not fit", "are missing"))
+    moment = max(memory["balanced"]["moments"], key=memory["balanced"]["moments"].get)
+    scale, unit = (1e9, "GB") if peak >= 1e10 else (1e6, "MB")
+    return [
+        f"{verdict}: the fullest rank needs {peak / 1e9:.1f} GB; tensors may take "
+        f"{budget / 1e9:.1f} GB",
+        f"({r['allowed_by']}). {abs(budget - peak) / 1e9:.1f} GB {rest} on its GPU.",
+        f"The worst of {_many(r['steps'], 'step')} is at the moment `{moment}`.",
+        f"Parameters, gradients and AdamW's moments of a rank: "
+        f"{sum(r['state_bytes'].values()) / scale:.2f} {unit}",
+        "Activation checkpointing: " + ", ".join(
+            f"{p} {c}" for p, c in r["checkpointing"].items()),
+        "", _table(f"Predicted peak memory of a rank, {unit}", *SCHEMES.values()),
+        *(_table(f"  {moment}", *(f"{memory[n]['moments'][moment] / scale:.1f}" for n in SCHEMES))
+          for moment in memory["balanced"]["moments"] if moment.split()[0] not in r["without"])]
+
+
+def _parameter_lines(counts: dict[str, int]) -> list[str]:
+    total = sum(counts.values())
+    scale, unit = (1e9, "B") if total >= 1e9 else (1e6, "M")
+    return ["Parameters", *(f"  {name:24s} {n / scale:9.3f} {unit}"
+                            for name, n in {**counts, "total": total}.items())]
+
+
+def _imbalance_lines(r: dict) -> list[str]:
+    lines = [_table("Imbalance: slowest rank / mean rank", *SCHEMES.values())]
+    for p in _present(r):
+        lines.append(_table(f"  {p}", *(f"{r['phases'][p][n]:.3f}" for n in SCHEMES)))
+        if p == "audio" and r["audio_mode"] == "packed":
+            padded = r["phases"][p]["padded none"]
+            lines.append(_table("  audio if it were padded", f"{padded:.3f}"))
+    return [*lines, "", "FLOP of a step, without padding: " + ", ".join(
+        f"{p} {r['flops'][p]:.3g}" for p in _present(r))]
+
+
+def _predicted_lines(r: dict) -> list[str]:
+    """The step: how long, where the time goes, what it costs."""
+    predicted = [r["predicted"][n] for n in SCHEMES]
+    short = max(p["step_s"] for p in predicted) < 1
+    scale = 1e3 if short else 1
+
+    def row(label: str, key: str, form: str = ".2f", by: float = scale) -> str:
+        return _table(f"  {label}", *(f"{by * p[key]:{form}}" for p in predicted))
+
+    epoch = r["epoch"] or 1_000_000
+    hours = epoch / r["examples_per_step"] * r["world_size"] / 3600
+    whose = f"an epoch of {epoch:,} examples" if r["epoch"] else "a million examples"
+    lines = [
+        _table("Predicted step, " + ("milliseconds" if short else "seconds"), *SCHEMES.values()),
+        row("whole", "step_s"),
+        *(row(f"{p}, forward and backward", f"{p}_s") for p in _present(r)),
+        row("gathers and reductions not hidden", "traffic_s"),
+        row("exchange of rows", "exchange_s", ".4f" if not short else ".2f"),
+        row("optimizer", "update_s", ".3f" if not short else ".2f"),
+        row("of it, waiting for the slowest rank", "waiting_s"),
+        row("MFU, %", "mfu", ".1f", 100),
+        row("tokens a second and GPU", "tokens_per_gpu", ".0f", 1),
+        row("tokens a second", "tokens_per_gpu", ".4g", r["world_size"]),
+        row(f"GPU-hours, {whose}"[:39], "step_s", ".4g", hours),
+        _table("  planning, ms (in the background)", *(
+            f"{r['plan_ms'][n] * r['microbatches']:.1f}" for n in SCHEMES)),
+        *_assumed_lines(r), "",
+        _table("Computing alone, relative to balanced", "unbalanced", "LLM only")]
+    keys = [f"{n} / balanced" for n in ("none", "LLM only")]
+    kinds = {"slowest_s": "as the recipe computes it"}
+    if "audio" in r["phases"] and r["audio_mode"] == "packed":
+        kinds = {"slowest_padded_s": "audio padded where it is not balanced",
+                 "slowest_s": "audio packed everywhere"}
+    lines += [_table(f"  {label}", *(f"{r['ratio'][kind][k]:.3f}" for k in keys))
+              for kind, label in kinds.items()]
+    return lines
+
+
+def _assumed_lines(r: dict) -> list[str]:
+    """What the prediction rests on, and what it leaves out."""
+    h = r["hardware"]
+    shares = [f"  Assumed shares of the {r['dtype']} peak: products {h['product_efficiency']:g}, "
+              f"attention {h['attention_efficiency']:g}; network {h['network_efficiency']:g}."]
+    if h["measured"]:
+        shares = [f"  Measured shares of the {r['dtype']} peak, products and attention:"] + [
+            f"    {p}: {m['products']:.3f} and {m['attention']:.3f}" for p, m in
+            h["measured"].items()]
+    return [*shares, *wrap("Not modelled: " + ", ".join(r["not_modelled"]) + ".", 78,
+                           initial_indent="  ", subsequent_indent="  ")]
+
+
+def _exchange_lines(x: dict, world_size: int) -> list[str]:
+    """What balancing moves."""
+    mean, most, bound = x["peers_flat"]
+    lines = ["Exchange of a balanced microbatch",
+             f"  A rank sends to {mean:.1f} other ranks on average, to {most} at most, of {bound}."]
+    if x["ranks_per_node"] < world_size:
+        mean, most, bound = x["peers_two_hop"]
+        lines += [f"  With balance.exchange=two_hop: {mean:.1f} on average, {most} at most, of "
+                  f"{bound}.",
+                  f"  Between nodes: {x['internode_bytes_per_rank'] / 1e6:.2f} MB a rank on "
+                  f"average, {x['busiest_send_bytes'] / 1e6:.1f} MB from the busiest."]
+    else:
+        lines.append("  All ranks are on one node: nothing moves between nodes.")
+    if "imbalance_shard_groups" in x:
+        phases = list(x["imbalance_world"])
+        lines += ["", _table("Slowest rank / mean rank, by planned cost", *phases),
+                  *(_table(label, *(f"{x[key][p]:.4f}" for p in phases)) for label, key in (
+                      (f"  balanced among all {world_size} ranks", "imbalance_world"),
+                      (f"  inside shard groups of {x['shard_size']}", "imbalance_shard_groups")))]
+    return lines
+
+
+def _batch_lines(r: dict) -> list[str]:
+    if r["capped"]:
+        return ["data.batching=capped: the caps decide how many examples a rank gets."]
+    b, tried = r["largest_batch"], r["largest_batch"]["tried"]
+    columns = {"balanced": "balanced", "none": "unbalanced"}
+    if "audio" in r["phases"] and r["audio_mode"] == "packed":
+        columns["none, audio padded"] = "padded"
+    peak = r["memory"]["balanced"]["peak_bytes"]
+    rows = ((f"  the {r['memory_budget_bytes'] / 1e9:.1f} GB that are allowed", b["budget"]),
+            (f"  the {peak / 1e9:.1f} GB that this recipe needs", b["same_memory"]))
+    lines = [_table("Examples a rank that fit in", *columns.values()), *(
+        _table(label, *(f"{fitting[n]}{' or more' * (fitting[n] == tried)}" for n in columns))
+        for label, fitting in rows)]
+    if "padded" in columns.values():
+        lines.append("  padded: unbalanced, and audio padded to the longest clip of a rank")
+    return lines
+
+
+def ablation_text(found: dict) -> str:
+    """All tables as text."""
+    lines = [*wrap(f"Lengths: {found['lengths']}.", 79, subsequent_indent="  "), ""]
+    for table in found["tables"]:
+        lines += [f"{table['ranks']} ranks, mini-batch {table['batch_size']}, sharded over "
+                  f"{table['shards']}, checkpointing "
+                  + ", ".join(f"{p} {c}" for p, c in table["checkpointing"].items()),
+                  f"  {'':15s}{'MFU':>7s}{'ratio':>7s}{'tok/s/GPU':>11s}{'peak GB':>9s}"
+                  f"{'between MB':>12s}{'exchange ms':>13s}  figure"]
+        for name, row in table["rows"].items():
+            note = "" if row["fits"] else f"  does not fit; {row['fitting_batch']} would"
+            lines.append(
+                f"  {name:15s}{100 * row['mfu']:6.1f}%{row['mfu_ratio']:7.3f}"
+                f"{row['tokens_per_gpu']:11.0f}{row['peak_bytes'] / 1e9:9.1f}"
+                f"{row['internode_mb_per_rank']:12.2f}{row['exchange_ms']:13.1f}  "
+                f"{row['figure']}{note}")
+        lines += [f"  {said}: {claim}" for claim, said in table["order"].items()] + [""]
+    return "\n".join(lines[:-1])

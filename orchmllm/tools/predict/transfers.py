@@ -1,0 +1,77 @@
+"""What a plan moves between ranks in the training thread, and how long that takes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from orchmllm.plan.assign import PHASES
+from orchmllm.plan.layout import ENCODERS
+from orchmllm.plan.step import StepPlan
+from orchmllm.tools.predict.hardware import Hardware
+
+
+@dataclass(frozen=True)
+class Move:
+    """One exchange of rows. between, inside: bytes of the rank that sends or receives most between
+    nodes, and inside them; peers: of the rank that has most; times: how often it happens."""
+
+    between: float
+    inside: float
+    peers: int
+    two_hop: bool
+    times: int
+
+    def seconds(self, hardware: Hardware) -> float:
+        """As long as the busiest rank of either link takes, and a moment for each peer."""
+        network, node = (size / (bandwidth * hardware.network_efficiency) for size, bandwidth in (
+            (self.between, hardware.network_bandwidth), (self.inside, hardware.sheet.node)))
+        hops = hardware.network_hop_s if self.between else hardware.node_hop_s
+        both = max(network, node)
+        if self.two_hop:  # one after the other
+            both, hops = network + node, hardware.network_hop_s + hardware.node_hop_s
+        return self.times * (both + self.peers * hardware.message_s + hops)
+
+
+def moves_of(plan: StepPlan, all_gather: bool = False) -> Iterator[Move]:
+    """What moves: forward, and features' gradients backward. With dispatch `bytes` inputs travel in
+    the background. all_gather: every rank receives all ranks' padded shares instead."""
+    balance, d, node = plan.spec.balance, plan.layout.num_ranks, plan.spec.ranks_per_node
+    two_hop = balance.exchange == "two_hop" and d > node
+    for phase in PHASES:
+        for index, (move, volume) in enumerate(plan.transfers(phase)):
+            features = phase in ENCODERS and index == 0
+            if balance.dispatch == "bytes" and not features:
+                continue
+            times = 2 if features else 1
+            if all_gather:
+                held = float(np.bincount(move.source_rank, volume, d).max())
+                yield Move(held * max(d - node, 0) / node, held * (d - 1), 0, False, times)
+                continue
+            moved = move.volume(volume)
+            if len(moved[0]):
+                yield _all_to_all(*moved, d, node, two_hop, times)
+
+
+def _all_to_all(source: np.ndarray, target: np.ndarray, moved: np.ndarray, d: int, node: int,
+                two_hop: bool, times: int) -> Move:
+    """moved[i] > 0 bytes go from source[i] to another rank, target[i]."""
+    between = source // node != target // node
+
+    def busiest(which: np.ndarray) -> float:
+        return max(float(np.bincount(at[which], moved[which], d).max()) for at in (source, target))
+
+    outside = busiest(between)
+    if two_hop:  # to the same local rank of the target's node, then inside it
+        peers = np.unique(source[between] * d + target[between] // node) // d
+        most = int(np.bincount(peers, minlength=1).max()) + node - 1
+        return Move(outside, busiest(np.ones_like(between)), most, True, times)
+    most = int(np.bincount(np.unique(source * d + target) // d).max())
+    return Move(outside, busiest(~between), most, False, times)
+
+
+def exchange_seconds(plan: StepPlan, hardware: Hardware, all_gather: bool = False) -> float:
+    """Seconds of moving the rows of a microbatch."""
+    return sum(move.seconds(hardware) for move in moves_of(plan, all_gather))

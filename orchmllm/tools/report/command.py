@@ -1,0 +1,37 @@
+"""What a run did, as one HTML page that needs nothing else: losses, throughput, where each
+step's time went, imbalance, gain, bytes, the slowest ranks and their examples. Works while
+the run goes on.
+
+    orchmllm report runs/mine
+    orchmllm report runs/mine --compare runs/plain --out comparison.html
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from orchmllm.cli.options import command_parser, in_one_line
+
+
+@in_one_line
+def main(argv: list[str]) -> int:
+    """Exit code. Raises ValueError for a page that cannot be written."""
+    from orchmllm.tools.report.log import read_run
+    from orchmllm.tools.report.page import page
+
+    parser = command_parser("report", __doc__, (
+        ("--compare", Path, "run.dir of another run"),
+        ("--out", Path, "default: RUN_DIR/report.html")))
+    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="run.dir of a run")
+    args, started = parser.parse_args(argv), time.perf_counter()
+    out = args.out or args.run_dir / "report.html"
+    run = read_run(args.run_dir)
+    text = page(run, read_run(args.compare) if args.compare else None)
+    try:
+        out.write_text(text, encoding="utf-8")
+    except OSError as e:
+        raise ValueError(f"{out}: {e.strerror}; choose another file with --out") from e
+    print(f"written: {out} ({run.num_steps} steps, {out.stat().st_size / 1e3:.0f} kB, "
+          f"{time.perf_counter() - started:.1f} s)")
+    return 0

@@ -1,0 +1,276 @@
+"""A run as one HTML page without scripts, servers or other files: what
+orchmllm.tools.report.log read, and nothing that it did not."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Sequence
+from html import escape
+
+import numpy as np
+
+from orchmllm.plan.assign import PHASES
+from orchmllm.runtime import gain
+from orchmllm.tools.report.log import PHASE_STATS, RunLog
+from orchmllm.tools.report.svg import Line, chart, figure, number
+
+SLOW_STEPS = 10  # rows of a table
+CSS = """
+:root{color-scheme:light dark;--bg:#fff;--ink:#1c1c1e;--muted:#6b6b70;--line:#dcdce0;--card:#f6f6f8;
+--vision:#d1781a;--audio:#5f8f1e;--llm:#3b62b8;--exchange:#a03b8f;--wait:#c0392b;--rest:#a0a0a8;
+--run:#2f6f8f;--sampled:#c8553d;--processed:#2f6f8f;--measured:#7a5cc0}
+@media(prefers-color-scheme:dark){:root{--bg:#17171a;--ink:#ececf0;--muted:#a0a0a8;--line:#38383f;
+--card:#212126;--vision:#f0a04b;--audio:#9ccc4f;--llm:#7f9ff0;--exchange:#dd7fce;--wait:#ff7b6b;
+--rest:#6f6f78;--run:#6fb7d8;--sampled:#f08a72;--processed:#6fb7d8;--measured:#b39bf0}}
+*{box-sizing:border-box}body{margin:0 auto;max-width:1240px;padding:16px;background:var(--bg);
+color:var(--ink);font:15px/1.45 system-ui,sans-serif}
+h1{font-size:22px;margin:0;overflow-wrap:anywhere}
+h2{font-size:17px;margin:28px 0 8px}h3{font-size:14px;margin:0}p{margin:4px 0}
+.muted,.note,.none{color:var(--muted);font-size:13px}.tiles,.charts{display:grid;gap:12px}
+.tiles{grid-template-columns:repeat(auto-fill,minmax(150px,1fr));margin-top:14px}
+.tiles div,figure{background:var(--card);border-radius:8px;padding:10px 12px;margin:0}
+.tiles b{display:block;font-size:19px}.tiles span{color:var(--muted);font-size:13px}
+.charts{grid-template-columns:repeat(auto-fill,minmax(min(340px,100%),1fr))}
+svg{display:block;width:100%;height:auto}svg text{fill:var(--muted);font-size:11px}
+svg .grid{stroke:var(--line)}polyline{fill:none;stroke-width:1.6;stroke-linejoin:round}
+.legend{font-size:12px;color:var(--muted);min-height:18px}.legend span{margin-right:10px;
+white-space:nowrap}.legend b{color:var(--ink)}.legend i{display:inline-block;width:10px;height:10px;
+border-radius:2px;margin-right:4px}.legend i.other{height:3px;margin-bottom:3px}
+.scroll{overflow-x:auto}table{border-collapse:collapse;font-size:13px}
+td,th{padding:4px 12px 4px 0;text-align:left;border-bottom:1px solid var(--line);
+vertical-align:top}td.n,th.n{text-align:right;font-variant-numeric:tabular-nums}
+"""
+
+
+def page(run: RunLog, other: RunLog | None = None) -> str:
+    """The whole HTML. other: a run to compare with, dashed in the charts."""
+    runs = [run] if other is None else [run, other]
+    body = [f"<h1>{escape(run.name)}</h1>", f"<p class=muted>{escape(_state(run))}</p>"]
+    if other is not None:
+        body.append(f"<p class=muted>dashed, and in the second column: {escape(other.name)}, "
+                    f"{escape(_state(other))}</p>")
+    body += [_tiles(run), "<div class=charts style='margin-top:16px'>", *_charts(runs), "</div>"]
+    if other is not None:
+        body += ["<h2>Comparison</h2>", _comparison(run, other)]
+    body += ["<h2>Slowest ranks, and what they had to do</h2>", *_slowest(run),
+             "<h2>Media that could not be used, by source</h2>", _quarantine(run),
+             "<h2>Restarts</h2>", _restarts(run)]
+    return ("<!doctype html><html lang=en><head><meta charset=utf-8><meta name=viewport "
+            f'content="width=device-width,initial-scale=1"><title>{escape(run.name)}</title>'
+            f"<style>{CSS}</style></head><body>" + "\n".join(body) + "</body></html>\n")
+
+
+def _state(run: RunLog) -> str:
+    done = int(run["step"][-1]) + 1 if run.num_steps else 0
+    ranks = f", {int(run['num_ranks'][-1])} ranks" if run.num_steps else ""
+    when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(run.written_at))
+    total = f" of {run.total_steps}" if run.total_steps else ""
+    return (f"{done}{total} steps{ranks}; last written {when}"
+            + (" (its last line is still being written)" if run.cut else ""))
+
+
+def figures(run: RunLog) -> dict[str, tuple[float, str]]:
+    """What is compared: name -> (value, unit)."""
+    before, after, seconds_before, seconds_after = _gains(run)
+    known = np.isfinite(seconds_after)
+    steps = run.num_steps
+
+    def median(column: str) -> float:
+        return float(np.median(run[column])) if steps else np.nan
+
+    loss = run["loss"][np.isfinite(run["loss"])]
+    waited, total = run["data_wait_s"].sum(), run["step_s"].sum()
+    moved, between = _bytes(run)
+    return {
+        "loss, mean of the last 5% of the steps": (
+            float(loss[-max(1, len(loss) // 20):].mean()) if len(loss) else np.nan, ""),
+        "validation loss, last": (
+            float(run.validations[-1, 1]) if len(run.validations) else np.nan, ""),
+        "tokens/s, median": (median("tokens_per_s"), ""),
+        "seconds a step, median": (median("step_s"), "s"),
+        "saved by balancing, predicted": (gain.saved(before.sum(), after.sum()), "%"),
+        "saved by balancing, measured": (
+            gain.saved(seconds_before[known].sum(), seconds_after[known].sum())
+            if known.any() else np.nan, "%"),
+        "data wait": (float(waited / total) if total else np.nan, "%"),
+        "bytes moved a step": (float(moved.mean()) if steps else np.nan, "B"),
+        "of them between nodes": (float(between.mean()) if steps else np.nan, "B"),
+        "steps without an update": (float(run["skipped_steps"][-1]) if steps else 0.0, ""),
+        "media not decoded": (float(run["num_failed_media"].sum()), ""),
+        "restarts": (float(len(run.restarts)), ""),
+    }
+
+
+def _tiles(run: RunLog) -> str:
+    return "<div class=tiles>" + "".join(
+        f"<div><b>{number(value, unit)}</b><span>{escape(name)}</span></div>"
+        for name, (value, unit) in figures(run).items()) + "</div>"
+
+
+def _gains(run: RunLog) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Of every step: cost before and after, seconds before and after (nan: not measured)."""
+    phases = {p: {name: run[f"{p}.{name}"] for name in PHASE_STATS} for p in PHASES}
+    times = {"imbalance": {p: run[f"{p}.measured.imbalance"] for p in PHASES},
+             "slowest_s": {**{p: run[f"{p}.measured.slowest_s"] for p in PHASES},
+                           "exchange": run["exchange.slowest_s"]}}
+    return *gain.predicted(phases), *gain.measured(phases, times)
+
+
+def _bytes(run: RunLog) -> tuple[np.ndarray, np.ndarray]:
+    """Of every step, all phases: moved, and of them between nodes."""
+    moved, between = (sum(run[f"{p}.{name}"] for p in PHASES)
+                      for name in ("moved_bytes", "internode_bytes"))
+    return moved, between
+
+
+def _charts(runs: Sequence[RunLog]) -> list[str]:
+    def lines(name: str, colour: str, values, **more) -> list[Line]:
+        return [Line(name if not i else f"{name}, {run.name}", colour, run["step"], values(run),
+                     other=i > 0, **more) for i, run in enumerate(runs)]
+
+    validation = [Line("validation" if not i else f"validation, {run.name}", "sampled",
+                       run.validations[:, 0], run.validations[:, 1], other=i > 0, dots=True)
+                  for i, run in enumerate(runs) if len(run.validations)]
+    out = [
+        chart("Loss", lines("training", "run", lambda r: r["loss"]) + validation, least=None,
+              note="" if validation else "Validation is not logged: set data.num_validation."),
+        chart("Throughput", lines("tokens/s", "run", lambda r: r["tokens_per_s"])),
+        _step_time(runs[0]),
+    ]
+    for phase in PHASES:
+        columns = (("sampled", "imbalance_before"), ("processed", "imbalance_after"),
+                   ("measured", "measured.imbalance"))
+        out.append(chart(
+            f"Imbalance, {phase}", [
+                line for name, column in columns
+                for line in lines(name, name, lambda r, c=f"{phase}.{column}": r[c])], least=1.0,
+            note="" if phase != "llm" else "Slowest rank / mean rank; 1: nobody waits. As sampled "
+            "and as processed by the cost model, and as measured."))
+
+    def share(run: RunLog, first: int) -> np.ndarray:
+        before, after = _gains(run)[first: first + 2]
+        return 1 - np.cumsum(np.nan_to_num(after)) / np.maximum(np.cumsum(np.nan_to_num(before)),
+                                                                1e-12)
+    out += [
+        chart("Saved by balancing so far", [
+            *lines("predicted", "processed", lambda r: share(r, 0)),
+            *(lines("measured", "measured", lambda r: share(r, 2))
+              if np.isfinite(runs[0]["measured.step"]).any() else [])], unit="%",
+            note="Of what the phases would take as sampled. Measured: the means that were measured "
+            "times the sampled imbalance, against the slowest ranks and moving rows."),
+        chart("Bytes moved a step", [
+            *lines("all", "run", lambda r: _bytes(r)[0]),
+            *lines("between nodes", "wait", lambda r: _bytes(r)[1])], unit="B"),
+        chart("Waiting for data", lines(
+            "share of the step", "wait",
+            lambda r: r["data_wait_s"] / np.maximum(r["step_s"], 1e-12)), unit="%"),
+    ]
+    return out
+
+
+def _step_time(run: RunLog) -> str:
+    places = np.flatnonzero(np.isfinite(run["exchange.slowest_s"]))
+    title = "Where a step's time goes"
+    if not len(places):
+        return figure(title, "", '<p class="none">no step was measured yet</p>', "")
+    parts = {p: run[f"{p}.measured.slowest_s"][places] for p in PHASES}
+    parts["exchange"] = run["exchange.slowest_s"][places]
+    parts["data wait"] = run["data_wait_s"][places]
+    parts["rest"] = np.maximum(run["step_s"][places] - sum(parts.values()), 0.0)
+    return chart(title, [Line(name, name.removeprefix("data "), run["step"][places], values)
+                         for name, values in parts.items()], unit="s", stacked=True,
+                 note="Phases: the slowest rank's CPU time, on a GPU the device's time. Rest: the "
+                 "optimizer, waiting for parameters and for other ranks.")
+
+
+def _comparison(run: RunLog, other: RunLog) -> str:
+    a, b = figures(run), figures(other)
+    rows = []
+    for (name, (x, unit)), (y, _) in zip(a.items(), b.values(), strict=True):
+        change = number(x / y - 1, "%") if unit != "%" and y and np.isfinite(x / y) else ""
+        rows.append((name, number(x, unit), number(y, unit), change))
+    both = np.intersect1d(run["step"], other["step"])
+    if len(both):
+        at = [r["loss"][np.searchsorted(r["step"], both)] for r in (run, other)]
+        rows.append((f"loss of step {int(both[-1])}, the last of both", number(at[0][-1]),
+                     number(at[1][-1]), number(at[0][-1] / at[1][-1] - 1, "%")))
+        difference = np.abs(at[0] - at[1]) / np.maximum(np.abs(at[1]), 1e-12)
+        worst = float(np.nanmax(difference)) if np.isfinite(difference).any() else np.nan
+        rows.append((f"largest relative difference of a loss, {len(both)} steps", "", "",
+                     f"{worst:.1e}"))
+    return _table(("", run.name, other.name, "difference"), rows, numbers=3)
+
+
+def _slowest(run: RunLog) -> list[str]:
+    waits = {p: run[f"{p}.measured.slowest_s"] * (
+        1 - 1 / np.maximum(run[f"{p}.measured.imbalance"], 1.0)) for p in PHASES}
+    ranks = {p: run[f"{p}.measured.rank"] for p in PHASES}
+    waits = {p: np.where(np.isfinite(ranks[p]), waits[p], 0.0) for p in PHASES}
+    if not any(np.isfinite(r).any() for r in ranks.values()):
+        return ["<p class=none>Not logged: <code>measured.slowest</code> is written by runs of "
+                "this version, of every step that was measured.</p>"]
+    rows = []
+    for p in PHASES:
+        known = waits[p] > 0
+        total = waits[p][known].sum()
+        by_rank = np.bincount(ranks[p][known].astype(int), waits[p][known])
+        steps = np.bincount(ranks[p][known].astype(int))
+        for r in np.argsort(-by_rank, kind="stable")[:3]:
+            if by_rank[r]:
+                rows.append((p, int(r), int(steps[r]), number(by_rank[r], "s"),
+                             number(by_rank[r] / total, "%")))
+    stacked = np.array([waits[p] for p in PHASES])  # (phases, steps)
+    worst = []
+    for place in np.argsort(-stacked, axis=None, kind="stable")[:SLOW_STEPS]:
+        phase, at = PHASES[place // run.num_steps], place % run.num_steps
+        if not stacked.flat[place]:
+            break
+        slow = run.row(int(run["measured.at"][at]))["measured"]["slowest"][phase]
+        worst.append((
+            int(run["step"][at]), phase, slow["rank"], number(stacked.flat[place], "s"),
+            f"{run[f'{phase}.measured.imbalance'][at]:.2f}", slow["positions"],
+            ", ".join(f"{e} ({n})" for e, n in zip(slow["example_ids"], slow["lengths"],
+                                                   strict=True))))
+    return [
+        "<p class=muted>How long the mean rank waited for the slowest one.</p>",
+        _table(("phase", "rank", "steps as the slowest", "others waited", "of all such waiting"),
+               rows, numbers=4),
+        "<p class=muted style='margin-top:12px'>The steps with the longest waits. Examples are row "
+        "numbers of the data set, from 0, with the positions of their longest items.</p>",
+        _table(("step", "phase", "rank", "others waited", "slowest / mean", "positions",
+                "longest examples"), worst, numbers=0)]
+
+
+def _quarantine(run: RunLog) -> str:
+    if not run.quarantine:
+        return "<p class=none>none</p>"
+    rows = []
+    for source, count in Counter(q["source"] for q in run.quarantine).most_common():
+        reasons = Counter(q["reason"] for q in run.quarantine if q["source"] == source)
+        first = next(q for q in run.quarantine if q["source"] == source)
+        reason, times = reasons.most_common(1)[0]
+        rows.append((source, count, f"{reason} ({times})",
+                     f"{first['file']} (row {first['row']}, step {first['step']})"))
+    return _table(("source", "media", "most common reason", "the first"), rows, numbers=0)
+
+
+def _restarts(run: RunLog) -> str:
+    if not run.restarts:
+        return ("<p class=none>none that the log shows: a run that was killed right after a "
+                "checkpoint goes on without a trace</p>")
+    return _table(("went on at step", "steps done again"), run.restarts, numbers=2)
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence], numbers: int) -> str:
+    """numbers: how many of the last columns are right-aligned."""
+    if not rows:
+        return "<p class=none>none</p>"
+
+    def line(cells: Sequence, tag: str) -> str:
+        return "<tr>" + "".join(
+            f"<{tag}{' class=n' * (i >= len(cells) - numbers)}>{escape(str(c))}</{tag}>"
+            for i, c in enumerate(cells)) + "</tr>"
+
+    return ("<div class=scroll><table>" + line(head, "th")
+            + "".join(line(row, "td") for row in rows) + "</table></div>")

@@ -1,0 +1,259 @@
+"""Recipes: what is read, merged and kept; what is refused is in test_recipes.py."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from orchmllm.config.model import AudioConfig, LLMConfig, VisionConfig
+from orchmllm.config.recipe import (
+    DataConfig,
+    Recipe,
+    RecipeError,
+    RunConfig,
+    TrainConfig,
+    explain,
+    load_recipe,
+    read_recipe,
+    to_yaml,
+)
+from orchmllm.config.schema import leaves, sections
+from orchmllm.launch import World, world_from
+from orchmllm.plan.balance import balance
+from tests.lib.commands import ROOT
+
+GOOD = "data: {path: x}\n"
+
+
+def write(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "r.yaml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def test_numbers_and_overrides(tmp_path):
+    recipe = load_recipe(write(tmp_path, GOOD + "train: {lr: 1e-4}\n"),
+                         ["train.lr=3E-5", "balance.vision.policy=none", "train.num_steps=7"])
+    assert (recipe.train.lr, recipe.balance.vision.policy, recipe.train.num_steps) == (
+        3e-5, "none", 7)
+    assert load_recipe(write(tmp_path, to_yaml(recipe))) == recipe
+
+
+def test_a_number_on_the_command_line_is_text_where_a_key_takes_text(tmp_path):
+    recipe = load_recipe(write(tmp_path, GOOD), ["profile.steps=10", "run.dir=007"])
+    assert list(recipe.profile.window) == [10] and recipe.run.dir == "007"
+    assert load_recipe(write(tmp_path, to_yaml(recipe))) == recipe
+
+
+@pytest.mark.parametrize("text, value", [
+    ("1e-4", 1e-4), ("1E+2", 100.0), ("-.5", None), (".5", 0.5), ("1_000.5", 1000.5), ("3", 3.0),
+    ("0x10", 16.0), ("+2.", 2.0),
+])
+def test_numbers(tmp_path, text, value):
+    recipe = write(tmp_path, GOOD + f"train: {{lr: {text}}}\n")
+    if value is None:  # negative: a number, but not a learning rate
+        with pytest.raises(RecipeError, match="must be > 0"):
+            load_recipe(recipe)
+    else:
+        assert load_recipe(recipe).train.lr == value
+
+
+@pytest.mark.parametrize("text", [
+    "plain", "1e5", "1e-4", "010", "yes", "null", "2024-01-01", "a: b", "# c", "'", '"', "1:30",
+    ".inf", "-", "~", "<<", "=", "ä/ü", "x" * 300, "a ", "{b}", "%", "*a", "&a", "!a", "0x1F", ".5",
+])
+def test_text_survives_the_round_trip(tmp_path, text):
+    recipe = Recipe(run=RunConfig(dir=text), data=DataConfig(path="x"))
+    assert load_recipe(write(tmp_path, to_yaml(recipe))) == recipe
+
+
+@pytest.mark.parametrize("number", [0.1, 1e-300, 1e16, 123456789.123, 1 / 3, 5e-324, 1.0])
+def test_numbers_survive_the_round_trip(tmp_path, number):
+    recipe = Recipe(data=DataConfig(path="x"), train=TrainConfig(lr=number))
+    assert load_recipe(write(tmp_path, to_yaml(recipe))) == recipe
+
+
+def test_aliases_and_merge_keys(tmp_path):
+    recipe = load_recipe(write(tmp_path, GOOD + """
+balance:
+  vision: &p {policy: none, tolerance: 0}
+  audio: *p
+  llm: {<<: *p, policy: greedy}
+"""))
+    b = recipe.balance
+    assert (b.vision.policy, b.audio.policy, b.llm.policy) == ("none", "none", "greedy")
+
+
+def test_what_the_command_line_replaces_is_not_judged(tmp_path):
+    path = write(tmp_path, "data: {path: 5}\ntrain: {lr: 0}\n")
+    assert load_recipe(path, ["data.path=x", "train.lr=1", "train={batch_size: 2}",
+                              "train.lr=2"]).train == TrainConfig(lr=2.0, batch_size=2)
+
+
+def test_a_trial_run_keeps_the_default_warm_up(tmp_path):
+    recipe = load_recipe(write(tmp_path, GOOD), ["train.num_steps=5"])
+    assert load_recipe(write(tmp_path, to_yaml(recipe))).train.warmup_steps == 10
+
+
+def test_values_say_where_they_come_from(tmp_path):
+    path = write(tmp_path, "# a recipe\ndata:\n  path: x\ntrain: {lr: 1e-4}\n")
+    loaded = read_recipe(path, ["train.num_steps=7"])
+    text = explain(loaded)
+    said = {(x.split(":")[0].strip(), x.partition("  # ")[2]) for x in text.splitlines()}
+    assert {("path", "recipe line 3"), ("lr", "recipe line 4"), ("num_steps", "command line"),
+            ("batch_size", "default")} <= said
+    assert load_recipe(write(tmp_path, text)) == loaded.recipe
+    lists = ("data.sources.", "data.remote.roots.")  # which are empty here
+    keys = sum(not leaf.path.startswith(lists) for leaf in leaves(Recipe))
+    assert sum("  # " in x for x in text.splitlines()) == keys
+
+
+def test_missing_recipe(tmp_path):
+    path = write(tmp_path, GOOD)
+    with pytest.raises(RecipeError) as error:
+        load_recipe(tmp_path / "rr.yaml")
+    assert str(error.value) == (
+        f"recipe {tmp_path / 'rr.yaml'}: No such file or directory; did you mean {path}?")
+    with pytest.raises(RecipeError, match="Is a directory; did you mean"):
+        load_recipe(tmp_path)
+    with pytest.raises(RecipeError, match="No such file or directory$"):
+        load_recipe("no/such/recipe.yaml")
+
+
+def test_every_key_is_documented_and_its_default_allowed(tmp_path):
+    for leaf in leaves(Recipe):
+        assert leaf.key.doc, leaf.path
+        assert type(leaf.default) is leaf.kind or leaf.path in (
+            "data.sources.path", "data.remote.roots.url"), leaf.path
+    recipe = Recipe(data=DataConfig(path="x"))
+    assert load_recipe(write(tmp_path, to_yaml(recipe))) == recipe
+    for path, cls in sections(Recipe):
+        assert cls.__doc__ and not cls.__doc__.startswith(cls.__name__ + "("), path
+
+
+def test_recipe_section_of_the_models_agree(tmp_path):
+    """A shape that the recipe accepts can be built, and one that it refuses cannot."""
+    from orchmllm.models.audio import AudioEncoder
+    from orchmllm.models.llm import PackedQwen2
+    from orchmllm.models.vision import VisionEncoder
+
+    build = {"vision": lambda c: VisionEncoder(c, 8), "audio": lambda c: AudioEncoder(c, 8),
+             "llm": PackedQwen2}
+    small = {"num_layers": 1, "intermediate_size": 4}
+    for name, hidden, heads in ((n, h, k) for n in build for h in (2, 3, 4, 6, 8, 12)
+                                for k in (1, 2, 3)):
+        shape = {**small, "hidden_size": hidden, "num_heads": heads}
+        if name == "llm":
+            shape |= {"num_kv_heads": 1 + heads // 3, "vocab_size": 8}
+        section = ", ".join(f"{k}: {v}" for k, v in shape.items())
+        path = write(tmp_path, GOOD + f"model: {{{name}: {{{section}}}}}\n")
+        try:
+            config = getattr(load_recipe(path).model, name)
+        except RecipeError:
+            kind = {"vision": VisionConfig, "audio": AudioConfig, "llm": LLMConfig}[name]
+            with pytest.raises((ValueError, ZeroDivisionError)):
+                build[name](kind(**shape))
+        else:
+            build[name](config)
+
+
+def test_reference_pages_are_up_to_date():
+    """`python scripts/make_recipe_reference.py` writes them."""
+    run = subprocess.run([sys.executable, "scripts/make_recipe_reference.py", "--check"], cwd=ROOT,
+                         capture_output=True, text=True,
+                         env={**os.environ, "PYTHONPATH": str(ROOT)})
+    assert run.returncode == 0, run.stderr
+
+
+def test_recipes_of_the_repository():
+    for path in (ROOT / "recipes").glob("*.yaml"):
+        load_recipe(path)
+
+
+@pytest.mark.parametrize("overrides, said", [
+    (["train.validate_every_steps=2", "data.num_validation=0"],
+     "train.validate_every_steps = 2: validates on the rows that data.num_validation holds out"),
+    (["profile.steps=9-10", "train.num_steps=9"],
+     "profile.steps = '9-10': begins after the last step of the run (8)"),
+])
+def test_options_that_would_do_nothing_are_refused(overrides, said):
+    with pytest.raises(RecipeError) as error:
+        load_recipe(ROOT / "recipes" / "demo.yaml", overrides)
+    assert said in str(error.value)
+
+
+def test_ranks_from_launchers():
+    torchrun = dict(RANK="5", WORLD_SIZE="8", LOCAL_RANK="1", LOCAL_WORLD_SIZE="4",
+                    MASTER_ADDR="a", MASTER_PORT="1", TORCHELASTIC_RESTART_COUNT="2")
+    assert world_from(torchrun) == World(5, 8, 1, 4, "a", 1, 2)
+    slurm = dict(SLURM_STEP_ID="0", SLURM_PROCID="9", SLURM_NTASKS="16", SLURM_NNODES="2",
+                 SLURM_LOCALID="1", MASTER_ADDR="n0", SLURM_JOB_ID="77")
+    assert world_from(slurm) == World(9, 16, 1, 8, "n0", 20077)
+    assert world_from({}) is None
+    with pytest.raises(ValueError, match="MASTER_ADDR"):
+        world_from({k: v for k, v in torchrun.items() if k != "MASTER_ADDR"})
+    with pytest.raises(ValueError, match="variable RANK is 'x', expected a number"):
+        world_from(torchrun | {"RANK": "x"})
+
+
+SOURCES = """data:
+  sources:
+    - {path: a.json, weight: 2}
+    - path: b
+      row_format: asr
+      weight: 1.5
+  prefetch: 1
+"""
+
+
+def test_a_list_of_sources(tmp_path):
+    loaded = read_recipe(write(tmp_path, SOURCES))
+    first, second = loaded.recipe.data.sources
+    assert (first.path, first.weight, first.row_format) == ("a.json", 2.0, "auto")
+    assert (second.path, second.weight, second.row_format) == ("b", 1.5, "asr")
+    text = explain(loaded)
+    assert "prefetch: 1" in text and text.split("prefetch: 1")[1].split("\n")[0].endswith("line 7")
+    assert load_recipe(write(tmp_path, text)) == loaded.recipe
+    one = load_recipe(write(tmp_path, SOURCES), ["data.sources=[{path: c}]"])
+    assert [s.path for s in one.data.sources] == ["c"]
+
+
+@pytest.mark.parametrize("data, said", [
+    ("sources: x", "line 2: data.sources is the value 'x', expected a list of sections with keys"),
+    ("sources: [x]", "line 2: data.sources[0] is the value 'x', expected a section with keys"),
+    ("sources: [{path: a, wieght: 1}]", "line 2: data.sources[0].wieght: unknown key; did you mean "
+     "'data.sources.weight'?"),
+    ("sources: [{path: a}, {weight: 1}]", "data.sources[1].path is missing: A JSON"),
+    ("sources: [{path: a, row_format: llva}]",
+     "data.sources[0].row_format = 'llva': did you mean 'llava'"),
+    ("sources: [{path: a, weight: 1}, {path: b}]", "give every source a weight, or none"),
+    ("{path: a, sources: [{path: b}]}", "give data.path or data.sources, not both"),
+    ("{streaming: true, sources: [{path: a}, {path: b}]}", "needs a weight for every source"),
+    ("{streaming: true, path: a, num_validation: 2}", "a stream holds nothing out: set it to 0"),
+    ("sources: []", "give a JSONL file or a folder"),
+])
+def test_broken_sources(tmp_path, data, said):
+    with pytest.raises(RecipeError) as error:
+        load_recipe(write(tmp_path, f"data:\n  {data}\n"))
+    assert said in str(error.value) and ": 1 problem\n" in str(error.value), str(error.value)
+
+
+@pytest.mark.parametrize("override, said", [
+    ("balance.llm.policy=local", "is now called 'least_move'"),
+    ("balance.audio.policy=conv", "is now called 'conv_transformer'"),
+    ("balance.fit_steps=3", "did you mean 'balance.calibrate_steps'?"),
+    ("data.sources=[{path: a, format: llava}]", "did you mean 'data.sources.row_format'?"),
+])
+def test_names_of_version_0_1_are_refused_with_the_new_ones(tmp_path, override, said):
+    with pytest.raises(RecipeError, match=re.escape(said)):
+        load_recipe(write(tmp_path, GOOD), [override])
+
+
+def test_policies_of_version_0_1_are_refused_by_the_planner_too():
+    with pytest.raises(ValueError, match="'local' is now called 'least_move'"):
+        balance([1, 2], num_ranks=1, policy="local")

@@ -1,0 +1,348 @@
+"""balance_encoders with a model that is not from transformers: exact, or an error on all ranks."""
+
+from __future__ import annotations
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from orchmllm import CostModel, Encoder, Packed, balance_encoders
+from orchmllm.encoders import assignment, families
+from orchmllm.encoders.table import World
+from orchmllm.loader.trainer_checks import undisturbed
+from tests.lib.encoder_models import FAMILIES, Item, batch
+from tests.lib.encoder_runs import (
+    gradients,
+    mean_gradients,
+    mean_gradients_of,
+    sharded,
+    worst,
+)
+from tests.lib.examples import EXAMPLES, load
+from tests.lib.ranks import run_ranks
+
+pytestmark = pytest.mark.dist
+EXACT = 1e-13
+
+
+def two_towers(world, **options) -> dict:
+    """Three steps, of which two make one backward; a deep copy; evaluation; removal."""
+    e = load("own_model")
+    torch.manual_seed(0)
+    model = e.TwoTowers().double()
+    out = {}
+
+    def losses(steps):
+        return lambda m: [e.loss_of(m, e.inputs_of(world.rank, s)) for s in steps]
+
+    want = {key: mean_gradients(model, losses(steps))
+            for key, steps in (("one", [0]), ("two at once", [1, 2]))}
+    twin = copy.deepcopy(model)
+    handle = e.balanced(model, **options)
+    sharded(model)
+    for key, steps in (("one", [0]), ("two at once", [1, 2])):
+        model.zero_grad()
+        sum(losses(steps)(model)).backward()
+        out[key] = worst(gradients(model), want[key])
+        out[f"{key}, last"] = handle.last
+    model.eval()
+    with torch.no_grad():  # the ranks make unequal numbers of forwards without the hook
+        for _ in range(world.rank):
+            e.loss_of(twin.eval(), e.inputs_of(world.rank, 0))
+    handle.last = {}
+    e.loss_of(model, e.inputs_of(0, 0))  # all ranks hold media, so FSDP2 needs no help
+    out["eval"] = handle.last
+    model.train()
+    ours = len(model._forward_pre_hooks), len(model._forward_hooks)
+    handle.remove()
+    out["hooks"] = (ours[0] - len(model._forward_pre_hooks), ours[1] - len(model._forward_hooks))
+    e.loss_of(model, e.inputs_of(0, 0))
+    out["removed"] = handle.last
+    return out
+
+
+def test_a_model_of_ones_own_is_exact():
+    out = run_ranks(two_towers, 3)
+    for rank in out:
+        assert rank["one"] < EXACT and rank["two at once"] < EXACT
+        assert rank["eval"] == {} and rank["removed"] == {} and rank["hooks"] == (1, 1)
+        last = rank["one, last"]
+        assert set(last) == {"photo", "clip"} and last["photo"].moved > 0
+        before, after = last["photo"].imbalance
+        assert after < before and last["photo"].gain > 0.3
+
+
+def informed(world) -> tuple[float, int, str]:
+    """Lengths that all ranks know: gathers of the second forward; then wrong ones on rank 1."""
+    e = load("own_model")
+    torch.manual_seed(0)
+    model = e.TwoTowers().double()
+    told = {}
+    handle = e.balanced(model, lengths=lambda: told)
+    gathers, gather = [], handle._tables.gather
+    handle._tables.gather = handle.gather = Counted(gather, gathers)
+    sharded(model)
+    for step in (0, 1):
+        held = [e.inputs_of(r, step) for r in range(world.world_size)]
+        told["photo"] = [len(x.get("photos", ())) for x in held], np.zeros((sum(
+            len(x.get("photos", ())) for x in held), 0))
+        lengths = [x["clip_lengths"] for x in held if "clip_lengths" in x]
+        told["clip"] = [len(x.get("clip_lengths", ())) for x in held], torch.cat(lengths).numpy()
+        before = len(gathers)
+        model.zero_grad()
+        want = mean_gradients_of(plain_towers(), lambda m, x=held: [e.loss_of(m, x[world.rank])])
+        e.loss_of(model, held[world.rank]).backward()
+    difference, count = worst(gradients(model), want), len(gathers) - before
+    if world.rank == 1:
+        held[1]["clip_lengths"] = held[1]["clip_lengths"].flip(0) + torch.tensor([-1, 1])
+    try:
+        model(**held[world.rank])
+    except RuntimeError as error:
+        return difference, count, str(error)
+    return difference, count, ""
+
+
+def plain_towers() -> nn.Module:
+    torch.manual_seed(0)
+    return load("own_model").TwoTowers().double()
+
+
+class Counted:
+    def __init__(self, gather, calls: list) -> None:
+        self.gather, self.calls = gather, calls
+        self.rank, self.world_size = gather.rank, gather.world_size
+
+    def __call__(self, row):
+        self.calls.append(len(row))
+        return self.gather(row)
+
+
+def test_lengths_that_are_known_are_not_gathered():
+    for difference, gathers, text in run_ranks(informed, 2):
+        assert difference < EXACT and gathers == 1  # the agreement on the results
+        assert "rank 1 failed: ValueError: encoder 'clip': this rank's media are" in text
+
+
+def informed_of_other_rows(world) -> str:
+    """Lengths that all ranks know, and then photos of another size on rank 1."""
+    e = load("own_model")
+    model = e.TwoTowers().double()
+    e.balanced(model, lengths=lambda: {"photo": ([3, 1], np.zeros((4, 0)))})
+    inputs = {"ids": torch.full((1, 12), e.PHOTO)[:, : 12 if world.rank == 0 else 4],
+              "photos": torch.randn(3 - 2 * world.rank, 3, 16, 16).double()}
+    model(**inputs)
+    if world.rank == 1:
+        inputs["photos"] = torch.zeros(1, 3, 24, 24).double()
+    try:
+        model(**inputs)
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_rows_that_change_while_lengths_are_known_are_told_by_all_ranks():
+    for text in run_ranks(informed_of_other_rows, 2):
+        assert "rank 1 failed: ValueError: encoder 'photo': its rows were [" in text
+
+
+def test_one_rank_is_exact():
+    (rank,) = run_ranks(two_towers, 1)
+    assert rank["one"] < EXACT and rank["one, last"]["photo"].moved == 0
+
+
+def given_embeddings(world) -> float:
+    """inputs_embeds instead of input_ids, with a rank without media; by keyword and by place."""
+    torch.manual_seed(0)
+    model = FAMILIES["llava"].build()
+    inputs = batch(FAMILIES["llava"], model, [Item("image", 1)] * 3 * (world.rank == 0), world.rank)
+    labels, ids, images = inputs["labels"], inputs["input_ids"], inputs.get("pixel_values")
+
+    def loss(m):
+        embeds = m.get_input_embeddings()(ids)
+        if images is None:  # input_ids, pixel_values, attention_mask, position_ids, cache, ...
+            hidden = m.model(None, None, None, None, None, embeds)[0]
+        else:
+            hidden = m.model(inputs_embeds=embeds, pixel_values=images)[0]
+        return [m.loss_function(m.lm_head(hidden), labels, vocab_size=64)]
+
+    want = mean_gradients(model, loss)
+    balance_encoders(model, min_gain=0.0)
+    return worst(mean_gradients_of(model, loss), want)
+
+
+def test_embeddings_may_be_given():
+    assert max(run_ranks(given_embeddings, 2)) < EXACT
+
+
+def test_a_model_is_balanced_once():
+    assert "balanced already: call remove()" in run_ranks(twice, 1)[0]
+
+
+def twice(world) -> str:
+    e = load("own_model")
+    model = e.TwoTowers()
+    e.balanced(model).remove()
+    e.balanced(model)
+    try:
+        e.balanced(model)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_it_takes_few_lines():
+    source = (EXAMPLES / "own_model.py").read_text()
+    call = source[source.index("    return balance_encoders("):].split("\n\n")[0]
+    assert "Encoder(" in call and len(call.splitlines()) <= 15
+
+
+def copied_and_shadowed(world) -> dict:
+    e = load("own_model")
+    torch.manual_seed(0)
+    model = e.TwoTowers().double()
+    inputs = e.inputs_of(world.rank, 0)
+    want = mean_gradients(model, lambda m: [e.loss_of(m, inputs)])
+    e.balanced(model)
+    second = copy.deepcopy(model)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.zero_()  # the copy's hooks must use the copy's weights
+    # Media are given, but of no items.
+    given = inputs | {"photos": torch.zeros(0, 3, 16, 16, dtype=torch.float64)} | inputs
+    out = {"copy": worst(mean_gradients_of(second, lambda m: [e.loss_of(m, given)]), want)}
+    third = e.TwoTowers().double()
+    before = e.loss_of(third, inputs)
+    shadow = e.balanced(third, shadow=True)
+    calls = []
+    third.photo_tower.register_forward_hook(lambda m, a, r: calls.append(len(a[0])))
+    out["same"] = bool(torch.equal(e.loss_of(third, inputs), before))
+    out["calls"], out["last"] = list(calls), shadow.last
+    shadow.shadow = False  # from now on
+    e.loss_of(third, inputs)
+    out["moved"] = shadow.last["photo"].moved
+    fourth = e.TwoTowers().double()
+    skipping = e.balanced(fourth, min_gain=0.99)
+    want = mean_gradients(fourth, lambda m: [e.loss_of(m, inputs)])
+    e.loss_of(sharded(fourth), inputs).backward()
+    out["skipped"], out["skip"] = worst(gradients(fourth), want), skipping.last
+    return out
+
+
+def test_copies_shadow_and_the_skip_rule():
+    out = run_ranks(copied_and_shadowed, 3)
+    for rank, seen in enumerate(out):
+        assert seen["copy"] < EXACT
+        assert seen["same"] and seen["calls"] == ([4] if rank == 0 else [])
+        assert seen["last"]["photo"].moved == 0 and seen["last"]["photo"].gain > 0.3
+        assert seen["moved"] > 0
+        assert seen["skipped"] < EXACT
+        assert seen["skip"]["photo"].moved == 0 and seen["skip"]["photo"].gain == 0
+
+
+def test_a_move_has_to_pay():
+    """Saved cost x pace against the measured exchange, by the median over the ranks."""
+    def pays(pace: int, overhead: int, min_gain: float | None = None) -> bool:
+        world = World(np.ones((2, 1)), np.ones((2, 0)), [], np.array([pace, pace]),
+                      np.array([overhead, overhead]))
+        return assignment._pays(np.array([300, 100]), np.array([200, 200]), world, min_gain)
+
+    assert pays(0, 0) and pays(0, 10**9) and pays(5, 0)  # not known yet
+    assert pays(20_000, 1_999) and not pays(20_000, 2_001)  # 100 x 20 ns
+    assert pays(1, 10**9, min_gain=0.33) and not pays(1, 1, min_gain=0.34)
+
+
+@pytest.mark.parametrize("name", ["qwen2_vl", "qwen3_vl", "glm4v", "qwen2_5_omni"])
+def test_attention_of_a_video_costs_what_one_of_its_frames_has(name):
+    """An image of 64 patches, and a video of 16 frames of 4."""
+    items = World(np.ones((2, 1), np.int64), np.array([[1, 8, 8], [16, 2, 2]]), [None],
+                  *np.zeros((2, 2)))
+    made = assignment.assign(families.FAMILIES[name].encoders[0], items, CostModel(1000, 3000),
+                             min_gain=None, ranks_per_node=8)
+    assert made.cost.tolist() == [64 + 3 * 64 * 64, 64 + 3 * 64 * 4]
+
+
+def in_pairs(world) -> tuple[float, dict]:
+    """Two groups of two ranks that share their media; the gradients are of all four."""
+    e = load("own_model")
+    torch.manual_seed(0)
+    model = e.TwoTowers().double()
+    inputs = e.inputs_of(world.rank % 2, 0)
+    want = mean_gradients(model, lambda m: [e.loss_of(m, inputs)])
+    group, _ = dist.new_subgroups(2)
+    handle = e.balanced(model, group=group)
+    e.loss_of(sharded(model), inputs).backward()
+    return worst(gradients(model), want), handle.last
+
+
+def test_groups_share_their_media():
+    for difference, last in run_ranks(in_pairs, 4):
+        assert difference < EXACT and last["photo"].num_items == 4 and last["photo"].moved == 2
+
+
+def many(world) -> tuple[float, int]:
+    """More items than the table of a forward first has room for, on one rank."""
+    e = load("own_model")
+    torch.manual_seed(0)
+    model = e.TwoTowers().double()
+    n = 300 if world.rank == 1 else 1
+    inputs = {"ids": torch.full((1, n), e.CLIP), "clips": torch.randn(n, 8).double(),
+              "clip_lengths": torch.ones(n, dtype=torch.int64)}
+    want = mean_gradients(model, lambda m: [m(**inputs).square().mean()])
+    handle = e.balanced(model)
+    got = mean_gradients_of(model, lambda m: [m(**inputs).square().mean()])
+    return worst(got, want), handle.last["clip"].moved
+
+
+def looked_at(world) -> tuple[bool, dict]:
+    """The loss as balance_trainer looks at it, in a forward without gradients on all ranks."""
+    e = load("own_model")
+    torch.manual_seed(0)
+    model = e.TwoTowers().double()
+    inputs = e.inputs_of(world.rank, 0)
+    want = e.loss_of(model, inputs).detach()
+    handle = e.balanced(model)
+    sharded(model)
+    got = undisturbed(model, lambda: e.loss_of(model, inputs))
+    return torch.allclose(got, want, atol=EXACT), handle.last
+
+
+def test_encoders_are_balanced_where_a_trainer_looks_at_its_loss():
+    for same, last in run_ranks(looked_at, 2):
+        assert same and last["photo"].moved > 0
+
+
+def cheap(world) -> int:
+    """Frames as the cost, because the FLOPs are not known: in whole kFLOP every clip costs 0."""
+    e = load("own_model")
+    model = e.TwoTowers().double()
+    handle = balance_encoders(model, [
+        Encoder("clip", {"clip_tower": Packed("clips", "clip_lengths")}, outputs=(0,),
+                cost=CostModel(linear=1, quadratic=0))], join="embed", min_gain=0.0)
+    inputs = e.inputs_of(world.rank, 0)
+    inputs.pop("photos", None)
+    model(**inputs)
+    return handle.last["clip"].moved
+
+
+def test_a_small_cost_of_an_item_balances():
+    assert min(run_ranks(cheap, 2)) > 0
+
+
+def test_many_items():
+    for difference, moved in run_ranks(many, 2):
+        assert difference < EXACT and moved > 100
+
+
+def runs(world) -> dict:
+    return load("own_model").main(3)
+
+
+def test_the_example_runs():
+    seen = run_ranks(runs, 2)
+    assert seen[0] == seen[1] and len(seen[0]["losses"]) == 3
+    for before, after in (step["photo"] for step in seen[0]["imbalance"]):
+        assert after < before

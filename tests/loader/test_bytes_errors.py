@@ -1,0 +1,251 @@
+"""With dispatch `bytes` ranks wait for each other's data while a step is loaded: an error of one
+rank still reaches all of them, as itself and not as a timeout."""
+
+from __future__ import annotations
+
+import traceback
+
+import pytest
+
+from orchmllm import CostModel, Phase, Segment
+from orchmllm.config.recipe import TrainConfig
+from orchmllm.plan.step import BalanceConfig
+from orchmllm.trainer import Trainer
+from tests.lib import pictures
+from tests.lib.dropin import Texts, collate, length_of, loader_of, token_count
+from tests.lib.ranks import run_ranks
+from tests.lib.synthetic import SHALLOW, SyntheticDataset, recipe
+
+pytestmark = pytest.mark.dist
+BAD = 1  # the rank that fails
+TIMEOUT_S = 120.0  # of an agreement: longer than a test may take
+
+
+def outcome(steps) -> tuple[str, str, str]:
+    """(type, text, traceback of the cause) of what ends a loop."""
+    try:
+        for _ in steps:
+            pass
+    except Exception as e:
+        cause = e.__cause__
+        return (type(e).__name__, str(e),
+                "".join(traceback.format_exception(cause)) if cause is not None else "")
+    return "", "", ""
+
+
+class Unsendable(Texts):
+    """Long examples on the failing rank, short ones elsewhere, so that it sends and gets nothing;
+    one of its examples holds an object."""
+
+    def __getitem__(self, i: int) -> dict:
+        example = super().__getitem__(i)
+        return {**example, "extra": {3} if i // 4 % 3 == BAD else 0}
+
+
+def unsendable(world) -> tuple:
+    lengths = [40 if i // 4 % 3 == BAD else 1 for i in range(48)]
+    return outcome(loader_of(
+        Unsendable(), 4, collate_fn=collate, lengths=lengths, dispatch="bytes",
+        timeout_s=TIMEOUT_S))
+
+
+def failing_collate(world) -> tuple:
+    def failing(examples: list[dict]) -> dict:
+        if world.rank == BAD:
+            raise KeyError("of collate_fn")
+        return collate(examples)
+
+    return outcome(loader_of(
+        Texts(), 4, collate_fn=failing, length_fn=token_count, accumulation_steps=2,
+        policy="greedy", timeout_s=TIMEOUT_S))
+
+
+class Listed:
+    """An example with keys that is no dict."""
+
+    def __init__(self, example: dict) -> None:
+        self.example = example
+
+    def __getitem__(self, key: str):
+        return self.example[key]
+
+
+def with_pictures(world, collate_images, segments, wrap=lambda example: example) -> tuple:
+    class Pictures(pictures.Pictures):
+        def __getitem__(self, i: int):
+            return wrap(super().__getitem__(i))
+
+    return outcome(loader_of(
+        Pictures(24), 4, collate_fn=pictures.collate, length_fn=segments, policy="greedy",
+        phases={"vision": Phase(CostModel(1000, 0), "images", collate_images)},
+        timeout_s=TIMEOUT_S))
+
+
+def failing_phase(world) -> tuple:
+    def failing(images: list[dict]):
+        if world.rank == BAD:
+            raise KeyError("of Phase.collate")
+        return pictures.collate_images(images)
+
+    return with_pictures(world, failing, pictures.segments)
+
+
+def wrong_segments(world) -> tuple:
+    def wrong(example: dict) -> list[Segment]:
+        segments = pictures.segments(example)
+        return segments[:-1] if world.rank == BAD and len(segments) > 1 else segments
+
+    return with_pictures(world, pictures.collate_images, wrong)
+
+
+def no_dict(world) -> tuple:
+    return with_pictures(world, pictures.collate_images, pictures.segments,
+                         wrap=Listed if world.rank == BAD else dict)
+
+
+@pytest.mark.parametrize("case, cause", [
+    (unsendable, "TypeError: example['extra'] is a builtins.set, which cannot be sent"),
+    (failing_collate, "KeyError: 'of collate_fn'"),
+    (failing_phase, "KeyError: 'of Phase.collate'"),
+    (wrong_segments, "give one Segment for each"), (no_dict, "is a Listed: with the media"),
+], ids=lambda value: getattr(value, "__name__", ""))
+def test_the_drop_in_tells_all_ranks(case, cause):
+    ranks = run_ranks(case, 3)
+    assert {r[0] for r in ranks} == {"RemoteError"}, ranks
+    assert len({r[1] for r in ranks}) == 1, ranks
+    assert f"rank {BAD} failed" in ranks[0][1] and cause in ranks[0][1]
+
+
+class Broken(SyntheticDataset):
+    """One method fails on one rank, with what is not an unreadable medium."""
+
+    def __init__(self, method: str, rank: int) -> None:
+        super().__init__()
+        self.method, self.rank = method, rank
+
+    def _fail(self, method: str) -> None:
+        if self.rank == BAD and self.method == method:
+            raise KeyError(f"of {method}")
+
+    def read(self, *args, **how):
+        self._fail("read")
+        return super().read(*args, **how)
+
+    def decode(self, *args, **how):
+        self._fail("decode")
+        return super().decode(*args, **how)
+
+    def load(self, i, **how):
+        if "on_error" in how:  # not for its layout
+            self._fail("load")
+        return super().load(i, **how)
+
+
+def broken(world, method: str) -> tuple:
+    run = recipe(model=SHALLOW, balance=BalanceConfig(dispatch="bytes", ranks_per_node=2),
+                 train=TrainConfig(num_steps=4, batch_size=6, accumulation_steps=2))
+    trainer = Trainer(run, world, dataset=Broken(method, world.rank))
+    return outcome(trainer.loader())
+
+
+@pytest.mark.parametrize("method", ["read", "load", "decode"])
+def test_the_trainers_loader_tells_all_ranks(method):
+    ranks = run_ranks(broken, 3, method)
+    assert {r[0] for r in ranks} == {"RemoteError"}, ranks
+    assert len({r[1] for r in ranks}) == 1 and f"KeyError: 'of {method}'" in ranks[0][1], ranks
+
+
+def failing_dataset(world, dispatch: str, where: str) -> tuple:
+    class Data(Texts):
+        def __getitem__(self, i: int) -> dict:
+            return self.look_up(i) if where == "dataset" else super().__getitem__(i)
+
+        def look_up(self, i: int) -> dict:
+            return {}[i] if world.rank == BAD else super().__getitem__(i)
+
+    def failing(examples: list[dict]) -> dict:
+        return {}["key"] if where == "collate" and world.rank == BAD else collate(examples)
+
+    return outcome(loader_of(Data(), 4, collate_fn=failing, dispatch=dispatch,
+                             lengths=[length_of(i) for i in range(48)]))
+
+
+class Lists:
+    """Lists of examples with a state; on the failing rank they cannot go on from it."""
+
+    def __init__(self, rank: int, fails: bool) -> None:
+        self.rank, self.fails = rank, fails and rank == BAD
+
+    def state_dict(self) -> dict:
+        return {"at": 0}
+
+    def load_state_dict(self, state: dict) -> None:
+        if self.fails:
+            raise KeyError("at another place")
+
+    def __iter__(self):
+        return iter([[Texts()[4 * k + self.rank]] for k in range(3)])
+
+
+class Undrawable(Lists):
+    """A batch sampler that cannot begin."""
+
+    def __iter__(self):
+        if self.fails:
+            raise KeyError("of the sampler")
+        return iter([[4 * k + self.rank] for k in range(3)])
+
+
+def cannot_begin(world, what: str) -> tuple:
+    how = dict(collate_fn=collate, length_fn=token_count, timeout_s=TIMEOUT_S)
+    if what == "sampler":
+        return outcome(loader_of(
+            Texts(), batch_sampler=Undrawable(world.rank, True), **how))
+    before = loader_of(Lists(world.rank, False), **how)
+    next(iter(before))
+    loader = loader_of(Lists(world.rank, True), **how)
+    loader.load_state_dict(before.state_dict())
+    return outcome(loader)
+
+
+@pytest.mark.parametrize("what, text", [("sampler", "of the sampler"), ("state", "at another")])
+def test_a_rank_whose_data_cannot_begin_tells_all(what, text):
+    ranks = run_ranks(cannot_begin, 2, what)
+    assert {r[0] for r in ranks} == {"RemoteError"} and text in ranks[0][1], ranks
+    assert ranks[0][1] == ranks[1][1]
+
+
+class Silent(Exception):
+    """One whose text raises, as that of a library may that formats what it does not have."""
+
+    def __str__(self) -> str:
+        return {}["text"]
+
+
+def untellable(world, error: Exception) -> tuple:
+    class Data(Texts):
+        def __getitem__(self, i: int) -> dict:
+            if world.rank == BAD:
+                raise error
+            return super().__getitem__(i)
+
+    return outcome(loader_of(Data(), 4, collate_fn=collate, length_fn=token_count,
+                             timeout_s=TIMEOUT_S))
+
+
+@pytest.mark.parametrize("error, text", [
+    (ValueError("a\udcff.jpg"), "ValueError: a\\udcff.jpg"), (Silent(), "Silent: ")])
+def test_an_error_whose_text_cannot_be_sent_reaches_all_ranks(error, text):
+    """A name of a file that is no UTF-8, and a text that cannot be had."""
+    ranks = run_ranks(untellable, 2, error)
+    assert {r[0] for r in ranks} == {"RemoteError"} and ranks[0][1] == ranks[1][1], ranks
+    assert f"rank {BAD} failed: {text}" in ranks[0][1]
+
+
+@pytest.mark.parametrize("dispatch, where, line", [
+    ("load", "dataset", "in look_up"), ("bytes", "dataset", "in look_up"),
+    ("bytes", "collate", "in failing")])
+def test_the_rank_that_failed_shows_its_traceback(dispatch, where, line):
+    ranks = run_ranks(failing_dataset, 2, dispatch, where)
+    assert line in ranks[BAD][2] and "KeyError" in ranks[BAD][2]
+    assert ranks[0][2] == "" and ranks[0][1] == ranks[BAD][1]

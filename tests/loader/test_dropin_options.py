@@ -1,0 +1,403 @@
+"""Options of BalancedDataLoader: each does what it says or raises."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from orchmllm import (
+    BalancedDataLoader,
+    CostModel,
+    Phase,
+    check_equivalence,
+    exchange_rows,
+)
+from orchmllm.loader.examples import batch_layout
+from tests.lib import pictures
+from tests.lib.dropin import VOCAB, Stream, Texts, collate, length_of, loader_of, token_count
+from tests.lib.ranks import run_ranks
+
+pytestmark = pytest.mark.dist
+LENGTHS = [length_of(i) for i in range(48)]
+
+
+def yielded(world, how: dict) -> list[list[int]]:
+    loader = loader_of(Texts(), 4, shuffle=True, collate_fn=collate, lengths=LENGTHS,
+                       **how)
+    return [[loader.step.num_global_targets, *loader.step.example_ids] for _ in loader]
+
+
+@pytest.mark.parametrize("dispatch", ["load", "bytes"])
+def test_shards_keep_their_examples_and_share_targets(dispatch):
+    shards = run_ranks(yielded, 4, dict(shard_size=2, dispatch=dispatch))
+    plain = run_ranks(yielded, 4, dict(enabled=False))
+    for rank in range(0, 4, 2):
+        for got, want in zip(zip(*shards[rank: rank + 2], strict=True),
+                             zip(*plain[rank: rank + 2], strict=True), strict=True):
+            assert sorted(got[0][1:] + got[1][1:]) == sorted(want[0][1:] + want[1][1:])
+            assert got[0][0] == got[1][0] == want[0][0]
+    assert shards != plain
+
+
+def test_min_gain_runs_steps_as_sampled():
+    off = run_ranks(yielded, 2, dict(enabled=False))
+    assert run_ranks(yielded, 2, dict(min_gain=0.9)) == off
+    assert run_ranks(yielded, 2, dict(min_gain=0.001)) != off
+
+
+def logged(world) -> list[str]:
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logger = logging.getLogger("orchmllm.loader")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    for lengths in (LENGTHS, [7] * 48):
+        for _ in loader_of(Texts(), 4, collate_fn=collate, lengths=lengths,
+                           log_every=3, check_loss=False):
+            pass
+    return lines
+
+
+def test_the_log_says_when_it_does_not_pay():
+    first, second = run_ranks(logged, 2)
+    assert second == [] and len(first) == 4  # 6 steps, every third, twice
+    assert "imbalance llm" in first[0] and "gains little" not in first[0]
+    assert "gains little" in first[-1]
+
+
+def refused(world, cases: list[dict]) -> list[str]:
+    out = []
+    for how in cases:
+        data = Stream(0, 8) if how.pop("stream", False) else Texts()
+        data = iter([[data[0]]]) if how.pop("lists", False) else data
+        how |= {"generator": torch.Generator()} if "generator" in how else {}
+        wrapped = how.pop("wrapped", False)
+        given = (DataLoader(data, 2),) if wrapped else (data, how.pop("batch_size", 2))
+        try:
+            loader_of(*given, **{"lengths": LENGTHS, **how})
+            out.append("")
+        except (ValueError, TypeError) as e:
+            out.append(str(e))
+    return out
+
+
+def test_what_cannot_be_honoured_raises():
+    loaded = dict(lengths=None, length_fn=len)
+    cases = [
+        (dict(dispatch="tensors"), "use 'load' or 'bytes'"), (dict(lengths=None), "give either"),
+        (dict(length_fn=len), "give either"), (dict(lengths=[1]), "lengths has 1 entries"),
+        (dict(stream=True), "needs a map-style"), (dict(policy="fast"), "choose one of"),
+        (dict(policy="greedy", tolerance=0.1), "no tolerance"),
+        (dict(policy="padded", max_rank_tokens=9), "no such cap"), (dict(shard_size=3), "divide"),
+        (dict(exchange="quick"), "two_hop"), (dict(min_gain=2.0), "min_gain"),
+        (dict(shuffle=True, generator=True), "shuffles by seed="),
+        (dict(accumulation_steps=0), "must be >= 1"), (dict(prefetch=-1), "must be >= 0"),
+        (dict(wrapped=True, shuffle=True), "shuffle is True: the wrapped DataLoader decides"),
+        (dict(wrapped=True, drop_last=True), "drop_last is True"),
+        (dict(wrapped=True, num_workers=2), "num_workers is 2"),
+        (dict(phases={"video": CostModel(1, 0)}), "none of"),
+        (dict(stream=True, lengths=None, length_fn=len, shard_size=1), "shard_size"),
+        (dict(stream=True, lengths=None, length_fn=len, shuffle=True), "shuffle"),
+        (dict(in_order=False, num_workers=2), "in_order is False: a batch that a worker loaded"),
+        (dict(batch_sampler=[[0]]), "batch_size is 2: the batch_sampler decides"),
+        (dict(batch_sampler=[[0]], batch_size=1, sampler=[0]), "sampler is [0]: the batch_sampler"),
+        (dict(batch_sampler=[[0]], batch_size=1, drop_last=True), "drop_last is True: the batch"),
+        (dict(stream=True, sampler=[0], **loaded), "sampler is [0]: an IterableDataset decides"),
+        (dict(stream=True, batch_sampler=[[0]], **loaded), "batch_sampler is [[0]]: an Iterable"),
+        (dict(lists=True, **loaded), "batch_size is 2: an iterable of lists of examples decides"),
+        (dict(lists=True, batch_size=1, num_workers=2, **loaded), "num_workers is 2: an iterable"),
+        (dict(lists=True, batch_size=1, sampler=[0], **loaded), "sampler is [0]: an iterable"),
+        (dict(lists=True, drop_last=True, **loaded), ""),
+        (dict(lenghts=LENGTHS), "BalancedDataLoader has no argument 'lenghts'"),
+    ]
+    for text, (_, want) in zip(run_ranks(refused, 2, [c for c, _ in cases])[0], cases,
+                               strict=True):
+        assert want in text and bool(want) == bool(text), (text, want)
+
+
+def in_more_groups(world) -> str:
+    """Ranks 0 and 1 are in one group more, whose number torch puts into names."""
+    dist.new_group([0, 1])
+    try:
+        loader_of(Texts(), 4, lengths=LENGTHS, exchange="two_hop", ranks_per_node=2,
+                  timeout_s=30.0)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_in_unequally_many_groups_are_told_and_do_not_wait_for_each_other():
+    for text in run_ranks(in_more_groups, 4):
+        assert "some are in 1 process groups and some in 2" in text
+
+
+def in_a_part_of_a_bound_job(world) -> int:
+    """Steps of a loader that ranks 1 and 2 make alone while the default group is bound to a device:
+    torch would look for the communicator of that device, to split it."""
+    default, part = dist.group.WORLD, dist.new_group([1, 2])
+    default.bound_device_id = bound = torch.device("cpu", 0)
+    if world.rank == 0:
+        return 0
+    loader = BalancedDataLoader(Texts(), 4, collate_fn=collate, lengths=LENGTHS, group=part,
+                                exchange="two_hop", ranks_per_node=1)
+    assert default.bound_device_id == bound
+    return sum(1 for _ in loader)
+
+
+def test_a_part_of_the_ranks_makes_groups_without_the_others():
+    assert run_ranks(in_a_part_of_a_bound_job, 3) == [0, 6, 6]
+
+
+def one_after_the_other(world, dispatch: str) -> list[int]:
+    """Descriptors after each of some loaders, of which the last yields beside another one."""
+    def make() -> BalancedDataLoader:
+        return loader_of(Texts(), 4, collate_fn=collate, dispatch=dispatch,
+                         lengths=LENGTHS)
+
+    held, kept = [], None
+    for k in range(8):
+        loader = make()
+        if world.rank == 0 and k == 2:
+            kept = loader  # one rank drops this one later than the other
+        yielded = [loader.step.example_ids for _ in loader]
+        held.append(len(os.listdir("/proc/self/fd")))
+    del kept
+    beside = [loader.step.example_ids + other.step.example_ids
+              for other in [make()] for _ in zip(loader, other, strict=True)]
+    assert beside == [ids + ids for ids in yielded]
+    return held
+
+
+@pytest.mark.parametrize("dispatch", ["load", "bytes"])
+def test_a_loader_takes_the_groups_of_one_that_is_no_more(dispatch):
+    for held in run_ranks(one_after_the_other, 2, dispatch):
+        assert held[-1] == held[-2] == held[-3], held
+
+
+def unbatched(world) -> str:
+    """A loader that yields single examples, which are dicts."""
+    loader = loader_of(DataLoader(Stream(0, 4), None), length_fn=token_count)
+    try:
+        next(iter(loader))
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_a_wrapped_loader_of_single_examples_is_told_so():
+    assert "yielded a dict: wrap one that yields lists of examples" in run_ranks(unbatched, 1)[0]
+
+
+def iterated_before(world) -> list[list[int]]:
+    """A loader over a stream whose worker processes were started, and stay, before it is wrapped.
+    """
+    loader = DataLoader(Stream(0, 8), 4, num_workers=1, persistent_workers=True,
+                        collate_fn=collate, multiprocessing_context="fork")
+    for _ in loader:
+        pass
+    return [b["ids"].tolist() for b in loader_of(loader, length_fn=token_count)]
+
+
+def test_a_wrapped_loader_may_have_been_iterated_before():
+    assert run_ranks(iterated_before, 1) == [[[0, 1, 2, 3], [4, 5, 6, 7]]]
+
+
+class Budget:
+    """A batch sampler as people write it, without a length."""
+
+    def __init__(self, world) -> None:
+        self.first, self.epoch = 24 * world.rank, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self):
+        yield from ([self.first + i for i in range(k, k + 4)] for k in range(0, 24, 4))
+
+
+class Epochs(Stream):
+    """A stream with an order for each epoch."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+
+def without_a_length(world) -> None:
+    users = Budget(world)
+    loader = loader_of(Texts(), batch_sampler=users, collate_fn=collate,
+                       lengths=LENGTHS)
+    with pytest.raises(TypeError, match="has no len"):
+        len(loader)
+    next(iter(loader))
+    assert len(list(loader)) == 6 and loader.epoch == 1
+    loader.set_epoch(5)
+    assert users.epoch == 5
+
+
+def test_a_batch_sampler_needs_no_length():
+    run_ranks(without_a_length, 2)
+
+
+def epochs_of_what_is_wrapped(world) -> None:
+    stream, data = Epochs(0, 8), Texts()
+    sampler = DistributedSampler(data)
+    for wrapped, part in ((DataLoader(stream, 4), stream),
+                          (StatefulDataLoader(data, 4, sampler=sampler), sampler)):
+        loader = loader_of(wrapped, length_fn=token_count)
+        assert loader.batch_size == 4
+        loader.set_epoch(3)
+        assert part.epoch == 3
+
+
+def test_set_epoch_reaches_the_data_and_the_sampler_of_a_wrapped_loader():
+    run_ranks(epochs_of_what_is_wrapped, 1)
+
+
+@pytest.mark.parametrize("of", [np.array, torch.tensor], ids=["array", "tensor"])
+def test_lengths_in_an_array_are_taken_without_an_object_for_each(of):
+    """A step of a large job has tens of thousands, on every rank."""
+    called = []
+    sys.setprofile(lambda frame, event, arg: called.append(frame.f_code.co_name))
+    try:
+        layout = batch_layout(range(48), list(of(LENGTHS)), None)
+    finally:
+        sys.setprofile(None)
+    assert layout.num_tokens.tolist() == LENGTHS and "_rows_of" not in called
+    with pytest.raises(ValueError, match="example 1 has length -2"):
+        batch_layout([0, 1], list(of([3, -2])), None)
+    with pytest.raises(TypeError, match="example 0: its length is"):
+        batch_layout([0], list(of([0.5])), None)
+
+
+def equivalence(world, wrong: bool, accumulation_steps: int = 1) -> tuple[float, str]:
+    torch.manual_seed(0)
+    model = DistributedDataParallel(nn.Sequential(nn.Embedding(32, 8), nn.Linear(8, 32)).double())
+
+    def step(batch) -> None:
+        logits = model(batch["input_ids"]).flatten(0, 1)
+        reduction = "mean" if wrong else "sum"
+        loss = nn.functional.cross_entropy(logits, batch["labels"].flatten(), reduction=reduction)
+        (loss if wrong else loader.scale_sum(loss)).backward()
+
+    loader = loader_of(Texts(), 4, collate_fn=collate, length_fn=token_count,
+                       accumulation_steps=accumulation_steps)
+    try:
+        return check_equivalence(step, model.named_parameters, loader, num_steps=2), ""
+    except AssertionError as e:
+        return 1.0, str(e)
+
+
+@pytest.mark.parametrize("accumulation_steps", [1, 3])
+def test_check_equivalence_passes_a_sum_and_finds_a_mean_per_rank(accumulation_steps):
+    right, wrong = (run_ranks(equivalence, 2, w, accumulation_steps) for w in (False, True))
+    assert all(worst < 1e-12 and not text for worst, text in right), right
+    assert all("loader.scale_mean" in text for _, text in wrong), wrong
+
+
+def used_in_one_run(world, balanced: bool) -> str:
+    """A parameter that has a gradient in one of the two runs only."""
+    torch.manual_seed(0)
+    first, second = nn.Linear(1, 1), nn.Linear(1, 1)
+    loader = loader_of(Texts(), 4, collate_fn=collate, lengths=LENGTHS)
+
+    def step(batch) -> None:
+        x = torch.ones(1, 1)
+        (first(x) + (second(x) if loader.enabled == balanced else 0)).sum().backward()
+
+    try:
+        check_equivalence(step, nn.ModuleList([first, second]).named_parameters, loader)
+    except AssertionError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("balanced", [True, False])
+def test_check_equivalence_finds_a_gradient_that_one_run_lacks(balanced):
+    assert "the gradient of 1." in run_ranks(used_in_one_run, 1, balanced)[0]
+
+
+class Attention(nn.Module):
+    """Without positions, so that the gradient of the keys' bias is 0 but for rounding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(VOCAB, 8), nn.Linear(8, VOCAB)
+        self.queries, self.keys, self.values = (nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        return self.head(nn.functional.scaled_dot_product_attention(
+            self.queries(x), self.keys(x), self.values(x), is_causal=True))
+
+
+def rounding_alone(world, wrong: float) -> tuple[float, str]:
+    """wrong: relative error of one rank's gradient of a bias while steps are balanced."""
+    torch.manual_seed(0)
+    model = DistributedDataParallel(Attention())
+    bias, keys = model.module.values.bias, model.module.keys.bias
+    loader = loader_of(Texts(), 4, collate_fn=collate, lengths=LENGTHS, shuffle=True,
+                       policy="greedy")
+
+    def step(batch) -> None:
+        loss = nn.functional.cross_entropy(model(batch["input_ids"]).flatten(0, 1),
+                                           batch["labels"].flatten())
+        loader.scale_mean(loss, batch["labels"], shifted=False).backward()
+        bias.grad += wrong * bias.grad.norm() * loader.enabled
+
+    try:
+        worst = check_equivalence(step, model.named_parameters, loader)
+    except AssertionError as e:
+        return 1.0, str(e)
+    assert 0 < keys.grad.norm() < 1e-5 * bias.grad.norm() and loader.epoch == 0 and loader.enabled
+    return worst, ""
+
+
+def test_check_equivalence_does_not_take_rounding_for_an_error():
+    assert all(worst < 1e-5 for worst, _ in run_ranks(rounding_alone, 2, 0.0))
+    assert all("values.bias differs" in text for _, text in run_ranks(rounding_alone, 2, 1e-3))
+
+
+def features(world, **how) -> list[list[float]]:
+    """What arrives at the LLM of each step: the sum of each merged patch's pixels."""
+    loader = loader_of(
+        pictures.Pictures(64), 4, shuffle=True, collate_fn=pictures.collate, policy="greedy",
+        length_fn=pictures.segments, ranks_per_node=2, **how,
+        phases={"vision": Phase(CostModel(linear=60_000, quadratic=800), "images",
+                                pictures.collate_images),
+                "llm": CostModel(linear=100_000, quadratic=400)})
+    out = []
+    for batch in loader:
+        rows, _ = loader.step.inputs["vision"]
+        sums = rows.reshape(-1, pictures.MERGE**2 * pictures.ROW).sum(1, keepdim=True)
+        arrived = exchange_rows(sums, loader.step.plan.feature["vision"], loader.exchange_group)
+        assert len(arrived) == int((batch["input_ids"] == pictures.IMAGE).sum())
+        out.append(arrived.flatten().tolist())
+    return out
+
+
+def test_two_hops_bring_the_same_features():
+    flat, hops = (run_ranks(features, 4, exchange=way) for way in ("flat", "two_hop"))
+    assert flat == hops and sum(map(len, flat[0])) > 0
+
+
+def test_shards_exchange_features_among_themselves():
+    world, shards, sampled = (run_ranks(features, 4, **how) for how in (
+        {}, {"shard_size": 2}, {"enabled": False}))
+    assert len(world[0]) == len(shards[0]) and shards not in (world, sampled)
+    for step in range(len(world[0])):
+        for first in (0, 2):  # what a shard sampled is what it processes
+            assert sorted(shards[first][step] + shards[first + 1][step]) == sorted(
+                sampled[first][step] + sampled[first + 1][step])

@@ -1,0 +1,179 @@
+"""`orchmllm plan`, `orchmllm profile` and the rows of `orchmllm reproduce`."""
+
+from __future__ import annotations
+
+import json
+import re
+from itertools import islice
+
+import pytest
+
+from orchmllm.papers import disttrain, omnibal
+from orchmllm.papers.advice import ratio, rows
+from orchmllm.papers.plan import main as plan
+from orchmllm.papers.profiles import with_frozen
+from orchmllm.papers.reproduce import main as reproduce
+from orchmllm.papers.units import plan_units
+from orchmllm.tools.predict.profile_command import main as profile
+from tests.papers.modules import plan_bytes
+
+
+@pytest.fixture
+def recipe(tmp_path) -> list[str]:
+    path = tmp_path / "r.yaml"
+    path.write_text("data: {path: none}\ntrain: {batch_size: 4}\n", encoding="utf-8")
+    return ["--recipe", str(path), "--mix", "natural"]
+
+
+def test_plan_units_split_and_recompute(recipe, capsys):
+    assert plan(["units", *recipe, "--num-gpus", "16", "--network", "100"]) == 0
+    out = capsys.readouterr().out
+    assert "16 GPUs, 64 samples" in out and re.search(r"advice: (colocated|units)", out)
+    assert len(re.findall(r"^ +[\d.]+x +[\d.]+ +[\d.]+ +[\d.]+$", out, re.M)) == 4  # the sweep
+    assert plan(["units", *recipe, "--num-gpus", "16", "train.global_batch_size=32"]) == 0
+    assert "16 GPUs, 32 samples" in capsys.readouterr().out
+    assert plan(["split", *recipe, "--stages", "3"]) == 0
+    out = capsys.readouterr().out
+    times = {m: float(t) for m, t in re.findall(r"^(\w+).*iteration ([\d.]+)", out, re.M)}
+    assert set(times) == {"even", "parameters", "profile", "exact", "search"}
+    assert times["search"] == min(times.values())
+    assert plan(["recompute", *recipe, "--free-gb", "1000"]) == 0
+    assert "llm        4 of 4 layers" in capsys.readouterr().out
+    assert plan(["recompute", *recipe, "--free-gb", "0"]) == 0
+    assert "llm        0 of 4 layers" in capsys.readouterr().out
+
+
+def test_plan_errors(recipe, capsys):
+    for command, message in (
+            (["split", *recipe, "--stages", "99"], "num_stages 99 must be 1 to 12"),
+            (["units", *recipe, "--gpu-gb", "0.001"], "neither placement fits"),
+            (["units", *recipe, "--gpu-gb", "inf"], "--gpu-gb inf: must be a number of GB"),
+            (["recompute", *recipe, "--free-gb", "nan"], "--free-gb nan: must be a number of GB"),
+            (["recompute", *recipe, "--free-gb", "-5"], "--free-gb -5: must be a number of GB")):
+        assert plan(command) == 2
+        assert message in capsys.readouterr().err
+    for command, message in (
+            (["units", *recipe, "--num-gpus", "0"], "--num-gpus: 0: must be at least 1"),
+            (["units", *recipe, "--global-batch", "-1"], "--global-batch: -1"),
+            (["split", *recipe, "--num-gpus", "8"], "unrecognized arguments: --num-gpus"),
+            (["layers", *recipe], "invalid choice: 'layers'")):
+        with pytest.raises(SystemExit) as stop:
+            plan(command)
+        assert stop.value.code == 2 and message in capsys.readouterr().err
+
+
+def test_profile_measures_and_plan_reads_it(recipe, tmp_path, capsys):
+    out = tmp_path / "p.json"
+    small = [f"model.{p}.{k}" for p in ("vision", "audio", "llm")
+             for k in ("hidden_size=32", "intermediate_size=64", "num_heads=4")]
+    assert profile([*recipe[:2], *small, "model.llm.num_kv_heads=2", "--out", str(out), "--rows",
+                    "16", "--repeat", "2"]) == 0
+    table = json.loads(out.read_text(encoding="utf-8"))
+    assert set(table) == {"vision", "audio", "llm"}
+    for t in table.values():
+        assert t["rows"] == [16, 32, 64, 128] and all(ms > 0 for ms in t["ms"])
+    capsys.readouterr()
+    table["llm"]["ms"] = [1e3 * ms for ms in table["llm"]["ms"]]  # an LLM that takes all the time
+    out.write_text(json.dumps(table), encoding="utf-8")
+    assert plan(["units", *recipe, "--profile", str(out), "--num-gpus", "8"]) == 0
+    gpus = dict(re.findall(r"^    (\w+) +(\d+) GPUs", capsys.readouterr().out, re.M))
+    assert int(gpus["llm"]) >= 4
+    for wrong in ("[]", '{"lm": {"rows": [1, 2], "ms": [1, 2]}}'):
+        out.write_text(wrong, encoding="utf-8")
+        assert plan(["units", *recipe, "--profile", str(out)]) == 2
+        assert f"--profile {out}: not what `orchmllm profile` writes" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("gpus, batch", [(1296, 1920), (112, 240)])
+def test_paper_sized_plans_fit_and_beat_the_baselines(gpus, batch):
+    profiles = disttrain.disttrain_profiles("72B")
+    made = disttrain.plan("72B", gpus, batch)
+    choice = [(u.tp, u.dp, u.pp) for u in made.units.values()]
+    held = plan_bytes(profiles, made.units["llm"].dp, batch, choice)
+    assert max(held) <= disttrain.ROOM and made.gpus <= gpus
+    for method in ("ratio", "megatron"):
+        other = disttrain.plan("72B", gpus, batch, method=method, llm_pp=10)
+        assert other.iteration_ms > made.iteration_ms
+    assert made.simulated_ms <= made.iteration_ms
+
+
+def test_few_combinations_are_tried_at_1296_gpus(monkeypatch):
+    """The operation count behind the planning time: DPs that are opened at all, of 32."""
+    from orchmllm.papers.units import Problem
+
+    opened, original = [], Problem._of_dp
+    monkeypatch.setattr(Problem, "_of_dp", lambda self, dp, *a: opened.append(dp) or original(
+        self, dp, *a))
+    disttrain.plan("72B", 1296, 1920)
+    assert len(opened) <= 16
+
+
+def test_verdict_follows_the_link():
+    profiles = disttrain.disttrain_profiles("72B")
+    found = [ratio(rows(profiles, num_gpus=1296, global_batch=2592, gpu_bytes=disttrain.ROOM,
+                        hardware=disttrain.replace(disttrain.A800, network_bandwidth=b)))
+             for b in (0.5e9, 5e9, 50e9)]
+    assert found[0] < 1 < found[2]  # slow links: units; fast ones: colocated
+
+
+def test_reordering_beside_figure_18():
+    found = disttrain.reordering(128, 8, 3, seeds=2)
+    assert found["random"] > found["descending, equal counts"] > found["+ Algorithm 3 repaired"]
+    assert found["+ Algorithm 3 repaired"] >= found["+ search"]
+    assert found["pooled slots, longest first"] < min(1.05, found["pooled slots, random"])
+
+
+def test_table_8_unfitted_and_fitted():
+    off = [omnibal.deviation(*row, 1.0)[0] for row in omnibal.TABLE_8]
+    assert off == [1, 4, 9, 11, 24, 4, 2, 6]  # what one ratio a row, fitted, would hide
+    fitted = [min(omnibal.deviation(*row, r / 50)[0] for r in range(30, 140))
+              for row in omnibal.TABLE_8]
+    assert max(fitted) <= 2 and fitted[5:] == [0, 0, 0]
+
+
+def test_table_3_on_the_synthetic_mix():
+    lines = {line.what.partition(":")[0]: line.ours for line in islice(
+        omnibal.grouping_lines(60_000), 4)}
+    numbers = {k: [float(x) for x in v.split(", ")] for k, v in lines.items()}
+    batch, pad, vit, llm = numbers["baseline"]
+    assert (batch, pad, vit, llm) == pytest.approx((4, .31, .34, .30), abs=.03)
+    assert numbers["ISF"][1] == 0 and numbers["ISF"][2] <= .07 and numbers["ISF"][3] <= .22
+
+
+@pytest.mark.slow
+def test_every_table_and_figure_has_a_row(monkeypatch):
+    for name, few in (("SCALES", disttrain.SCALES[-1:]), ("SIZES", disttrain.SIZES[:1])):
+        monkeypatch.setattr(disttrain, name, few)  # the smallest sizes of the same rows
+    for paper, tables, figures in (("disttrain", 2, 22), ("mmscale", 3, 22)):
+        where = [line.where for line in disttrain.lines(paper)]
+        for kind, count in (("Table", tables), ("Figure", figures)):
+            named = {n for w in where if w.startswith(kind) for n in w.split()[1:]}
+            assert {str(k) for k in range(1, count + 1)} <= named, (paper, kind)
+    where = [line.where for line in omnibal.lines(5_000)]
+    for kind, count in (("Table", 16), ("Figure", 4)):
+        named = {n for w in where if w.startswith(kind) for n in w.split()[1:]}
+        assert {str(k) for k in range(1, count + 1)} <= named, kind
+
+
+def test_reproduce_one_table(capsys):
+    assert reproduce(["omnibal", "--samples", "3000", "--table", "8"]) == 0
+    out = capsys.readouterr().out
+    assert out.count("Table 8 |") == 10 and "Table 3" not in out and "unfitted" in out
+    assert reproduce(["omnibal", "--samples", "3000", "--table", "99"]) == 2
+    assert "no such table" in capsys.readouterr().err
+    for command, message in (
+            (["omnibal", "--table", "3", "--figure", "4"], "not allowed with argument --table"),
+            (["mmscale", "--ranks", "8"], "unrecognized arguments: --ranks 8"),
+            (["compare", "--table", "3"], "unrecognized arguments: --table 3"),
+            (["compare", "--ranks", "0"], "--ranks: 0: must be at least 1")):
+        with pytest.raises(SystemExit) as stop:
+            reproduce(command)
+        assert stop.value.code == 2 and message in capsys.readouterr().err
+
+
+def test_plans_with_a_frozen_encoder_have_no_backward_of_it():
+    profiles = disttrain.disttrain_profiles("9B")
+    times = [plan_units(with_frozen(profiles, f), num_gpus=96, global_batch=128,
+                        gpu_bytes=disttrain.ROOM).iteration_ms
+             for f in ((), ("vision",), tuple(profiles))]
+    assert times == sorted(times, reverse=True)

@@ -1,0 +1,124 @@
+"""All schemes on equal data: what must hold of each, on two mixes; and the commands around them."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import pytest
+
+from orchmllm.config.recipe import Recipe, plan_spec
+from orchmllm.papers.reproduce import main as reproduce
+from orchmllm.papers.schemes import (
+    ASSIGN,
+    SCHEMES,
+    grouped,
+    run,
+)
+from orchmllm.papers.simulate import main as simulate
+from orchmllm.plan.assign import PHASES, example_costs
+from orchmllm.plan.layout import ENCODERS
+from orchmllm.tools.predict.workload import MODELS, batch_layout, sample_headers
+from tests.lib.corpora import write_llava
+from tests.lib.tokenizers import write_tokenizer
+
+MODEL, RANKS, BATCH = MODELS["84b"], 64, 30
+
+
+@pytest.fixture(scope="module", params=["natural", "omni"])
+def results(request):
+    pool = batch_layout(sample_headers(request.param, 2 * RANKS * BATCH, 3), MODEL, 1)
+    return {name: run(scheme, pool, MODEL, num_ranks=RANKS, batch=BATCH)
+            for name, scheme in SCHEMES.items() if name != "orchmllm"}
+
+
+def test_a_plan_per_phase_is_near_perfect_and_no_other_is(results):
+    best = {n: r for n, r in results.items() if "per-phase" in n}
+    assert all(r.over_perfect <= 1.06 for r in best.values())
+    assert all(r.over_perfect > 1.02 for n, r in results.items() if n not in best)
+    for r in results.values():
+        assert all(x >= 1 - 1e-9 for x in r.imbalance.values()) and r.steps >= 1
+
+
+def test_what_each_scheme_is_known_for(results):
+    r = results
+    assert r["random-padded"].over_perfect > r["random"].over_perfect
+    assert r["length-group"].over_perfect > r["random"].over_perfect  # unequal across ranks
+    assert r["device-group"].length_cv > 1.5 * r["random"].length_cv  # randomness is lost
+    assert r["intra"].imbalance["vision"] < 1.05 < r["intra"].imbalance["llm"]
+    assert r["pre-balance"].imbalance["llm"] < 1.01 < r["pre-balance"].imbalance["vision"]
+    grouped_before = ("random-padded", "random", "length-group", "device-group", "isf", "capped")
+    for name, result in results.items():
+        assert (result.moved_mb == 0) == (name in grouped_before), name
+        assert (result.dropped > 0) == (name == "isf"), name
+
+
+def test_examples_and_costs_survive_regrouping():
+    pool = batch_layout(sample_headers("omni", 400, 0), MODEL, 1)
+    spec = plan_spec(Recipe(model=MODEL), 8)
+    index = np.random.default_rng(0).permutation(400)
+    sizes = np.array([100, 0, 250, 50])
+    layout = pool.taken(index, sizes)
+    assert layout.examples_per_rank.tolist() == sizes.tolist()
+    assert (layout.example_id == index).all()
+    before, after = example_costs(pool, spec), example_costs(layout, spec)
+    assert (after == before[index]).all()
+    for phase, cost in zip(PHASES, before.T, strict=True):
+        for assign in ("none", "intra", "phase"):
+            assert ASSIGN[assign](layout, spec).phase_cost(phase)[1].sum() == cost.sum()
+    mine = layout.segments[ENCODERS["vision"]]
+    assert layout.rows[mine].sum() == pool.rows[pool.segments[ENCODERS["vision"]]].sum()
+
+
+def test_every_grouping_takes_each_example_at_most_once():
+    pool = batch_layout(sample_headers("natural", 1000, 0), MODEL, 1)
+    for kind in ("random", "length", "device", "isf", "capped"):
+        made = grouped(kind, pool, 8, 5, 0)
+        assert sorted([*made.index, *made.dropped]) == list(range(1000)), kind
+
+
+def test_too_few_examples():
+    pool = batch_layout(sample_headers("natural", 20, 0), MODEL, 1)
+    with pytest.raises(ValueError, match="20 examples make 10 mini-batches, fewer than 64 ranks"):
+        run(SCHEMES["random"], pool, MODEL, num_ranks=64, batch=2)
+
+
+def test_simulate_command(tmp_path, capsys):
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text("data: {path: none}\n", encoding="utf-8")
+    command = ["--recipe", str(recipe), "--mix", "natural", "--ranks", "8", "train.batch_size=10"]
+    assert simulate(["per-phase", *command]) == 0
+    out = capsys.readouterr().out
+    assert "8 ranks x 10 examples, 400 examples of natural" in out
+    step = float(re.search(r"^per-phase +\S+ +\S+ +\S+ +(\S+)", out, re.M)[1])
+    assert 1 <= step < 1.1
+    assert simulate(["random", *command[:-1], "train.global_batch_size=24"]) == 0
+    assert "8 ranks x 3 examples, 120 examples of natural" in capsys.readouterr().out
+    steps = {}
+    for limit in ("0", "300"):  # texts are cut there, as in training
+        simulate(["random", *command, f"data.max_example_tokens={limit}"])
+        steps[limit] = capsys.readouterr().out.splitlines()[-1]
+    assert steps["0"] != steps["300"]
+    with pytest.raises(SystemExit) as stop:
+        simulate(["random", *command, "--steps", "0"])
+    assert stop.value.code == 2 and "--steps: 0: must be at least 1" in capsys.readouterr().err
+    assert simulate(["random", "--recipe", str(recipe)]) == 2  # its own data, which is not there
+    assert "none" in capsys.readouterr().err
+
+
+def test_simulate_on_the_recipes_own_data(tmp_path, capsys):
+    path = write_llava(tmp_path / "llava")
+    write_tokenizer(tmp_path / "llava")
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text(f"data: {{path: {path}, tokenizer: {tmp_path / 'llava'}, index_dir: "
+                      f"{tmp_path / 'index'}}}\ntrain: {{batch_size: 3}}\n", encoding="utf-8")
+    assert simulate(["per-phase", "--recipe", str(recipe), "--ranks", "2", "--steps", "2"]) == 0
+    assert "examples of the recipe" in capsys.readouterr().out
+
+
+def test_reproduce_compare(tmp_path, capsys):
+    out = tmp_path / "schemes.png"
+    assert reproduce(["compare", "--ranks", "8", "16", "--batch-size", "6", "--out", str(out)]) == 0
+    text = capsys.readouterr().out
+    assert text.count("per-phase") >= 8 and "omni mix, 84b costs, 16 ranks" in text
+    assert out.stat().st_size > 10_000 and (tmp_path / "schemes_omni.png").exists()

@@ -1,0 +1,86 @@
+"""`orchmllm data stats` without a recipe: on a data file with and without a tokenizer, and on drawn
+lengths."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+from orchmllm.tools.data.command import main
+from tests.lib.formats import QUESTIONS, llava_row, write_jsonl, write_media
+from tests.lib.tokenizers import write_tokenizer
+
+GAIN = re.compile(r"As sampled, a step takes (\d\.\d\d)x as long as balanced")
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A folder with data.jsonl and its media; the index cache is below it too."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    write_media(tmp_path)
+    write_jsonl(tmp_path / "data.jsonl", [llava_row(*q) for q in QUESTIONS])
+    return tmp_path
+
+
+def test_a_data_file_without_a_tokenizer_counts_words(folder, capsys):
+    assert main(["stats", "data.jsonl", "--ranks", "2", "--batch-size", "3"]) == 0
+    words = capsys.readouterr().out
+    assert "every word counts as one token" in words and "2 ranks x 3 examples" in words
+    assert float(GAIN.search(words)[1]) >= 1
+    write_tokenizer(folder)
+    assert main(["stats", "data.jsonl", "--ranks", "2", "--batch-size", "3"]) == 0
+    tokens = capsys.readouterr().out
+    assert "every word" not in tokens and (folder / "composition.png").stat().st_size > 1000
+    by_words, by_tokens = (re.search(r" text +12 +(\d+) +(\S+)", out) for out in (words, tokens))
+    assert by_words[1] == by_tokens[1] and float(by_words[2]) < float(by_tokens[2])
+
+
+def test_without_data_lengths_are_drawn_and_torch_is_not_loaded():
+    code = ("import sys; from orchmllm.cli import dispatch; "
+            "assert not dispatch(['data', 'stats', '--ranks', '16', '--model', '84b']); "
+            "sys.exit('torch' in sys.modules)")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert float(GAIN.search(done.stdout)[1]) > 1.1 and "84b of OrchMLLM Table 1" in done.stdout
+
+
+@pytest.mark.parametrize("argv, said", [
+    (["stats", "nowhere.jsonl"], "nowhere.jsonl: no such file"),
+    (["lint", "data.jsonl"], "data.jsonl is no recipe"),
+    (["stats", "data.jsonl", "train.batch_size=2"], "overrides need a YAML file"),
+])
+def test_mistakes(folder, argv, said, capsys):
+    try:
+        code = main(argv)
+    except SystemExit as e:
+        code = e.code
+    assert code == 2 and said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("argv, text", [
+    (["index", "r.yaml", "--decode"], "--decode is an option of lint"),
+    (["lint", "r.yaml", "--ranks", "4"], "--ranks is an option of stats"),
+    (["stats", "r.yaml", "--row", "2"], "--row is an option of preview"),
+    (["stats", "r.yaml", "--batch-size", "4"], "--batch-size is an option of stats without a rec"),
+    (["preview", "r.yaml", "--out", "a.png"], "--out is an option of stats")])
+def test_an_option_that_has_no_effect_is_an_error(argv, text, capsys):
+    with pytest.raises(SystemExit):
+        main(argv)
+    assert text in capsys.readouterr().err
+
+
+def test_a_reader_that_has_left_is_no_error(folder):
+    """As `orchmllm data stats data.jsonl | head -0`."""
+    read, write = os.pipe()
+    os.close(read)
+    try:
+        done = subprocess.run([sys.executable, "-m", "orchmllm", "data", "stats", "data.jsonl"],
+                              stdout=write, stderr=subprocess.PIPE, text=True)
+    finally:
+        os.close(write)
+    assert done.returncode == 141 and "error" not in done.stderr, done.stderr

@@ -1,0 +1,150 @@
+"""scripts/bench_gpu.py at a tiny size: what its report has to satisfy whatever the machine."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import platform
+import sys
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from orchmllm.plan.step import plan_step
+from orchmllm.tools.predict.hardware import cluster
+from orchmllm.tools.predict.step_time import rank_seconds, work_of
+from orchmllm.tools.predict.workload import MODELS, sample_layout
+from tests.lib.commands import ROOT
+from tests.lib.recipes import small_spec
+
+sys.path.append(str(ROOT / "scripts"))  # as for a script that is started
+PHASES = ("vision", "audio", "llm")
+
+pytestmark = pytest.mark.slow  # one run of the benchmark takes 13 s
+
+
+def script():
+    return importlib.import_module("bench_gpu")
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory):
+    path = tmp_path_factory.mktemp("bench") / "new" / "out.json"
+    script().main(["--device", "cpu", "--ranks", "3", "--batch-size", "4", "--repeat", "1",
+                   "--chunk-rows", "32", "--json", str(path)])
+    return json.loads(path.read_text())
+
+
+def test_figures_are_consistent(report):
+    assert set(report["mixes"]) == {"natural", "omni"}
+    for mix, found in report["mixes"].items():
+        assert found["none_over_balanced"] == pytest.approx(
+            found["step_s"]["none"] / found["step_s"]["balanced"])
+        assert found["balanced_over_mean"] >= 1
+        for phase, figures in found["phases"].items():
+            none, balanced = figures["none"], figures["balanced"]
+            assert balanced["predicted_max_cost"] <= none["predicted_max_cost"], (mix, phase)
+            for scheme in (none, balanced):
+                assert scheme["max_s"] >= scheme["mean_s"] > 0 and scheme["max_over_mean"] >= 1
+            assert figures["flop_per_s"] > 0 and figures["mfu"] is None
+        for scheme, step in found["step_s"].items():
+            phases = sum(p[scheme]["max_s"] for p in found["phases"].values())
+            assert step == pytest.approx(phases)
+    assert sum(f["phases"]["vision"]["balanced"]["predicted_max_cost"]
+               < f["phases"]["vision"]["none"]["predicted_max_cost"]
+               for f in report["mixes"].values()), "balancing changed nothing"
+
+
+def test_every_rank_was_measured(report):
+    settings = report["settings"]
+    for phase in PHASES:
+        runs = report["ranks"][phase]
+        assert len(runs) == 2 * settings["batches"] * 2
+        assert all(len(x) == settings["ranks"] and min(x) > 0 for x in runs.values())
+        fit = report["fit"][phase]
+        assert 0 <= fit["error_p50"] <= fit["error_p95"] < np.inf
+        assert sum(fit["layer"].values()) > 0
+    assert all(0 < x["share_of_mean"] < 1 for x in report["no_rows"].values())
+
+
+def test_padding_costs_time(report):
+    """Windows of 30 s around shorter clips take several times as long: far more than noise."""
+    modes = report["audio_modes"]
+    assert modes.keys() == {"packed", "padded", "fixed"}
+    assert 0 < modes["packed"] < modes["fixed"] and modes["padded"] > 0
+
+
+def test_memory_is_what_the_model_says(report):
+    plain, chunked = report["loss"]
+    assert (plain["chunk_rows"], chunked["chunk_rows"]) == (0, 32)
+    assert plain["peak_bytes"] >= 4 * chunked["peak_bytes"]
+    for entry in (*report["loss"], report["memory"]):
+        assert entry["predicted_bytes"] == pytest.approx(entry["peak_bytes"], rel=0.15)
+
+
+def test_head_and_fixed_costs_are_told_apart_from_layers():
+    rng = np.random.default_rng(0)
+    batches = [rng.integers(10, 3000, rng.integers(5, 40)) for _ in range(20)] * 2
+    depths = np.repeat([2, 4], 20)
+    sums, squares = (np.array([(x.astype(float)**k).sum() for x in batches]) for k in (1, 2))
+    true = 4e-3 + 7e-6 * sums + depths * (1e-4 + 2e-6 * sums + 3e-10 * squares)
+    fit = importlib.import_module("gpu_parts").fit_depths
+    layer, rest = fit(batches, depths, true)
+    assert [layer.constant, layer.alpha, layer.beta] == pytest.approx([1e-4, 2e-6, 3e-10])
+    assert [rest.constant, rest.alpha, rest.beta] == pytest.approx([4e-3, 7e-6, 0])
+    assert depths * layer.seconds(batches) + rest.seconds(batches) == pytest.approx(true)
+    with pytest.raises(ValueError, match="at two depths"):
+        fit(batches[:20], depths[:20], true[:20])
+
+
+def test_the_dry_run_reads_what_it_writes(report, tmp_path):
+    """Products that reach half of the measured share take twice as long."""
+    path = tmp_path / "bench.json"
+    path.write_text(json.dumps(script().for_dry_run(report, script().SMALL)), encoding="utf-8")
+    hardware = cluster(measured=path)
+    assert hardware.name == "h100-sxm as slow as a CPU" and set(hardware.measured) == set(PHASES)
+    for phase in PHASES:
+        assert min(hardware.efficiencies(phase)) > 0
+    layout = sample_layout("10b", num_ranks=1, batch_size=4, seed=0)
+    work = work_of(plan_step(layout, small_spec(MODELS["10b"])), MODELS["10b"])
+    seconds = sum(rank_seconds(work, "llm", hardware, "none", "float32"))[0]
+    half = replace(hardware, measured={"llm": {k: v * (0.5 if k in ("products", "attention") else 1)
+                                               for k, v in hardware.measured["llm"].items()}})
+    fixed = hardware.fixed_s("llm", work.layers["llm"])
+    slower = sum(rank_seconds(work, "llm", half, "none", "float32"))[0]
+    assert slower - fixed == pytest.approx(2 * (seconds - fixed))
+
+
+def test_it_says_what_ran_and_nothing_of_the_machine(report):
+    assert report["command"].startswith("python scripts/bench_gpu.py --device cpu --ranks 3")
+    assert set(report["versions"]) == {"python", "torch", "cuda", "transformers"}
+    text = json.dumps({k: v for k, v in report.items() if k != "command"})
+    assert platform.node() not in text and str(ROOT) not in text
+
+
+def test_the_kept_result_is_of_this_script(report):
+    path = "benchmarks/gpu_cpu_fallback.json"
+    kept = json.loads((ROOT / path).read_text())
+    assert kept["command"] == f"python scripts/bench_gpu.py --json {path}"
+    assert kept["command"] in (ROOT / "docs" / "gpu.md").read_text()
+    assert kept.keys() == report.keys()
+    for part in PHASES:  # a key that came later has its default in both
+        assert kept["shapes"][part].items() <= report["shapes"][part].items()
+    for mix, found in kept["mixes"].items():
+        for what in ("none_over_balanced", "balanced_over_mean"):
+            digits = 2 if what.startswith("none") else 3
+            assert f"{found[what]:.{digits}f}" in (ROOT / "docs" / "gpu.md").read_text(), mix
+
+
+def test_a_cpu_is_told_on_the_first_line_and_wrong_arguments_at_once(capsys, monkeypatch):
+    module = script()
+    for args, said in ((["--mix", "natural,nature"], "nature: choose of natural, half, omni"),
+                       (["--batches", "1"], "--batches 1: too few")):
+        with pytest.raises(SystemExit) as stop:
+            module.main(args)
+        assert stop.value.code == 2 and said in capsys.readouterr().err
+    monkeypatch.setattr(module, "plans_of", lambda *args: 1 / 0)  # ends it after the first line
+    with pytest.raises(ZeroDivisionError):
+        module.main(["--device", "cpu"])
+    assert capsys.readouterr().out.startswith("no GPU used: small shapes on a CPU")

@@ -1,0 +1,127 @@
+"""`--dry-run` of one's own recipe: what it prints is about this recipe, and readable."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from orchmllm.plan.layout import ENCODERS
+from orchmllm.plan.step import build_plan
+from orchmllm.sharding.check import default_world
+from orchmllm.tools.predict.dry_run import exchange_report
+from orchmllm.tools.predict.workload import MODELS, sample_layout
+from orchmllm.train import main
+from tests.lib.commands import python
+from tests.lib.recipes import read, small_spec
+
+TINY = """
+data: {path: nowhere}
+model:
+  vision: {num_layers: 1, hidden_size: 16, intermediate_size: 32, num_heads: 2}
+  audio: {num_layers: 1, hidden_size: 16, intermediate_size: 32, num_heads: 2}
+  llm: {num_layers: 1, hidden_size: 32, intermediate_size: 48, num_heads: 4}
+train: {batch_size: 2}
+"""
+
+
+@pytest.fixture
+def dry_run(tmp_path, capfd):
+    """What a dry run in this process prints."""
+    def run(text: str, *args: str) -> str:
+        path = tmp_path / "own.yaml"
+        path.write_text(text, encoding="utf-8")
+        code = main(["--recipe", str(path), "--dry-run", *args])
+        return checked(code, *capfd.readouterr())
+
+    return run
+
+
+def checked(code: int, stdout: str, stderr: str) -> str:
+    assert code == 0 and stderr == "", stderr  # no warnings
+    assert "nan" not in stdout
+    assert [x for x in stdout.splitlines() if len(x) > 80] == []
+    return stdout
+
+
+def test_a_recipe_without_a_number_of_ranks(tmp_path):
+    """In a process of its own. One node, and said so; a verdict with the GB that are left; no
+    figures of the paper."""
+    path = tmp_path / "own.yaml"
+    path.write_text(TINY, encoding="utf-8")
+    run = python("-m", "orchmllm.train", "--recipe", path, "--dry-run")
+    text = checked(run.returncode, run.stdout, run.stderr)
+    assert text.startswith("8 ranks (one node")
+    assert re.search(r"It fits: the fullest rank needs \d+\.\d GB; tensors may take 78\.2 GB", text)
+    assert re.search(r"fsdp.memory_gb is not set\)\. \d+\.\d GB are left", text)
+    assert "h100-sxm, 85 GB; 8 a node" in text
+    assert "of 7." in text and "two_hop" not in text
+    assert "8 or more" in text  # the search ends at four times the mini-batch
+
+
+def test_one_example_draws_steps_without_audio(dry_run):
+    text = dry_run(TINY, "--world-size", "1", "train.batch_size=1")
+    assert text.startswith("1 rank (--world-size)\n1 example a rank")
+    assert re.search(r"^  audio +1\.000 +1\.000 +1\.000$", text, re.MULTILINE)
+
+
+def test_the_global_batch_decides_what_a_rank_holds(dry_run):
+    text = dry_run(TINY, "--world-size", "2", "train.global_batch_size=34",
+                   "train.accumulation_steps=3")
+    assert "6 examples a rank and microbatch" in text  # 34 / (2 * 3), rounded up
+
+
+def test_an_encoder_that_the_recipe_does_not_have(dry_run):
+    text = dry_run("\n".join(x for x in TINY.splitlines() if "audio:" not in x))
+    assert "The recipe has no model.audio" in text and "the paper's images and text" in text
+    rows = {x.strip().split("  ")[0] for x in text.splitlines() if x.startswith("  ")}
+    assert "vision forward" in rows and not rows & {
+        "audio", "audio forward", "audio backward", "audio packed everywhere"}
+
+
+def test_it_does_not_fit_by_so_much(tmp_path):
+    path = tmp_path / "own.yaml"
+    path.write_text(TINY, encoding="utf-8")
+    run = python("-m", "orchmllm.train", "--recipe", path, "--dry-run", "fsdp.memory_gb=0.01")
+    assert run.returncode == 2 and run.stdout == "" and run.stderr.count("\n") == 1
+    assert re.match(r"error: the recipe does not fit: .* needs \d\.\d GB a rank at least, \d\.\d "
+                    r"GB more than the 0\.0 GB that are allowed \(fsdp.memory_gb\); .* would fit "
+                    r"\(a GPU of 85 GB is assumed: h100-sxm", run.stderr)
+
+
+@pytest.mark.parametrize("name, ranks", [
+    ("demo", 4), ("mllm84b", 256), ("pretrained_7b", 8), ("librispeech", 8)])
+def test_ranks_of_a_recipe(name, ranks):
+    assert default_world(read(name), 8)[0] == ranks
+
+
+def test_ranks_fill_nodes_and_shard_groups():
+    recipe = read("mllm84b")
+    for size, ranks in ((12, 24), (4, 8), (6, 24), (16, 16)):
+        assert default_world(replace(recipe, fsdp=replace(
+            recipe.fsdp, shard_size=size)), 8)[0] == ranks
+
+
+@pytest.mark.parametrize("ranks, node, bounds", [(8, 8, (7, 7)), (12, 4, (11, 2 + 3))])
+def test_peers_are_the_ranks_that_a_rank_sends_rows_to(ranks, node, bounds):
+    """Counted item by item. In two hops: the nodes that it sends to, and the ranks of its own."""
+    layout = sample_layout("84b", num_ranks=ranks, batch_size=2, seed=0)
+    rng = np.random.default_rng(0)
+    encode = {m: rng.integers(0, ranks, len(layout.segments[code])) for m, code in ENCODERS.items()}
+    llm = rng.integers(0, ranks, layout.num_examples)
+    peers = {r: set() for r in range(ranks)}
+    for example, target in enumerate(llm):
+        peers[example // 2].add(int(target))
+    for m, code in ENCODERS.items():
+        for segment, encoder in zip(layout.segments[code], encode[m], strict=True):
+            example = int(layout.example_of_segment[segment])
+            peers[example // 2].add(int(encoder))
+            peers[int(encoder)].add(int(llm[example]))
+    flat = [len(met - {r}) for r, met in peers.items()]
+    hops = [len({p // node for p in met} - {r // node}) + node - 1 for r, met in peers.items()]
+    spec = replace(small_spec(MODELS["84b"]), ranks_per_node=node)
+    report = exchange_report(build_plan(layout, encode, llm, spec), 0)
+    assert report["peers_flat"] == [pytest.approx(np.mean(flat)), max(flat), bounds[0]]
+    assert report["peers_two_hop"] == [pytest.approx(np.mean(hops)), max(hops), bounds[1]]

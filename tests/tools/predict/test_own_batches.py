@@ -1,0 +1,164 @@
+"""Predictions are made for the batches that a run draws: of streams, weighted and repeated sources
+and capped mini-batches."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from orchmllm.config.recipe import (
+    DataConfig,
+    FsdpConfig,
+    SourceConfig,
+    TrainConfig,
+    plan_spec,
+    to_yaml,
+)
+from orchmllm.data.formats.open import index_path
+from orchmllm.data.stream import open_dataset
+from orchmllm.models.flops import padded_phases
+from orchmllm.papers.plan import main
+from orchmllm.plan.assign import PHASES
+from orchmllm.plan.step import plan_step
+from orchmllm.sharding.fits import for_run, joined
+from orchmllm.sharding.memory import MemoryModel, loads_of
+from orchmllm.tools.data.command import index_all
+from orchmllm.tools.data.command import main as data_command
+from orchmllm.tools.data.composition import global_batches
+from orchmllm.tools.predict.dry_run import dry_run
+from orchmllm.tools.predict.examples import of_recipe, open_recipe
+from orchmllm.tools.predict.hardware import Hardware
+from orchmllm.tools.predict.text import dry_run_text
+from tests.lib.formats import write_jsonl
+from tests.lib.synthetic import recipe
+from tests.lib.tokenizers import write_tokenizer
+
+RANKS = 4
+FULL = dict.fromkeys(PHASES, "full")
+
+
+def talk(words: int) -> dict:
+    return {"conversations": [{"from": "human", "value": "what " * words},
+                              {"from": "gpt", "value": "red " * words}]}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("texts")
+    write_tokenizer(folder)
+    write_jsonl(folder / "long.jsonl", [talk(200 + i) for i in range(40)])
+    write_jsonl(folder / "short.jsonl", [talk(3 + i % 7) for i in range(40)])
+    write_jsonl(folder / "mixed.jsonl", [talk(3 + i % 7 if i % 10 else 200) for i in range(200)])
+    return folder
+
+
+def own(folder, *paths: str, sources: dict | None = None, **data):
+    """A recipe of these files."""
+    configs = tuple(SourceConfig(path=str(folder / p), **(sources or {}).get(p, {}))
+                    for p in paths)
+    return recipe(fsdp=FsdpConfig(activation_checkpointing="auto", memory_gb=1.0),
+                  train=TrainConfig(batch_size=2), data=DataConfig(
+                      tokenizer=str(folder / "tokenizer.json"), index_dir=str(folder / "index"),
+                      sources=configs, **data))
+
+
+CASES = {
+    "capped": (["mixed.jsonl"], {"batching": "capped", "max_batch_tokens": 4000}),
+    "weights": (["long.jsonl", "short.jsonl"], {"sources": {
+        "long.jsonl": {"weight": 19.0}, "short.jsonl": {"weight": 1.0}}}),
+    "repeats": (["short.jsonl", "long.jsonl"], {"sources": {"long.jsonl": {"repeats": 19}}}),
+}
+
+
+def opened(asked):
+    """(dataset, global batches as training draws them) of a recipe whose index is made."""
+    sources, reader = open_recipe(asked)
+    indexes = index_all(sources, reader, index_path(asked.data.index_dir), 1)
+    dataset = open_dataset(asked.data, asked.model.vision.geometry, asked.model.audio.geometry,
+                           seed=asked.run.seed)
+    return dataset, list(global_batches(sources, indexes, asked, RANKS))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_run_decides_by_the_batches_that_it_draws(folder, case):
+    """The memory that it asks for is what its first two steps need."""
+    paths, data = CASES[case]
+    asked = own(folder, *paths, **data)
+    dataset, drawn = opened(asked)
+    spec, pad = plan_spec(asked, 8), padded_phases(asked.model)
+    needed = MemoryModel.of(asked, RANKS, 8, on_cpu=True).peak(
+        joined([loads_of(plan_step(x, spec), pad) for x in drawn[:2]]), FULL)
+
+    def decided(share: float) -> dict[str, str]:
+        fsdp = replace(asked.fsdp, memory_gb=share * needed / 1e9)
+        return for_run(replace(asked, fsdp=fsdp), dataset, range(len(dataset)), spec, RANKS, 0)
+
+    assert decided(1.001)["llm"] == "full"
+    key = "data.max_batch_tokens" if case == "capped" else "train.batch_size"
+    with pytest.raises(ValueError, match=rf"does not fit: {key}=\d+ .*; {key}=\d+ would fit"):
+        decided(0.98)
+
+
+def test_a_run_on_a_stream_decides_by_its_first_examples(folder):
+    asked = own(folder, "mixed.jsonl", streaming=True)
+    dataset = open_dataset(asked.data, asked.model.vision.geometry, asked.model.audio.geometry,
+                           seed=0)
+    rows, _ = dataset.split(0)
+    assert for_run(asked, dataset, rows, plan_spec(asked, 8), RANKS, 0) == dict.fromkeys(
+        PHASES, "none")
+
+
+def of_steps(batches) -> tuple[float, float]:
+    """Mean examples and LLM tokens of global batches."""
+    return (np.mean([b.num_examples for b in batches]),
+            np.mean([b.tokens_per_example.sum() for b in batches]))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_prediction_is_made_for_the_batches_that_a_run_draws(folder, case):
+    paths, data = CASES[case]
+    asked = own(folder, *paths, **data)
+    _, drawn = opened(asked)
+    predicted = of_recipe(asked)
+    got = of_steps([predicted.draw(RANKS, 2, seed) for seed in range(100)])
+    assert got == pytest.approx(of_steps(drawn), rel=0.15)
+    assert predicted.epoch == {"capped": 200, "weights": 80, "repeats": 800}[case]
+    assert predicted.draw(RANKS, 4, 0).num_ranks == RANKS
+
+
+def test_a_dry_run_of_capped_mini_batches_says_so(folder, capsys):
+    paths, data = CASES["capped"]
+    asked = replace(own(folder, *paths, **data), fsdp=FsdpConfig())
+    _, drawn = opened(asked)
+    found = dry_run(asked, RANKS, Hardware(), examples=of_recipe(asked))
+    assert found["batch_size"] == pytest.approx(of_steps(drawn)[0] / RANKS, rel=0.15)
+    assert found["examples_per_step"] == RANKS * found["batch_size"]
+    assert "in its capped mini-batches" in found["lengths"]
+    said = dry_run_text(found)
+    assert f"{found['batch_size']:.1f} examples a rank" in said
+    assert "Examples a rank that fit" not in said  # the caps decide, not train.batch_size
+    other = dry_run(asked, RANKS, Hardware(), steps=1)  # the paper's lengths, not in mini-batches
+    assert "data.batching=capped" in " ".join(other["not_modelled"])
+    path = folder / "r.yaml"
+    path.write_text(f"data: {{path: {folder / 'mixed.jsonl'}, batching: capped, "
+                    "max_batch_tokens: 4000}\n", encoding="utf-8")
+    assert main(["job", str(path), "--gpus", "4"]) == 2  # it searches what has no effect
+    assert "data.batching is capped" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("case, said", [("weights", "4 ranks x 6 examples"),
+                                        ("capped", "4 ranks x 3 mini-batches")])
+def test_statistics_are_of_the_global_batch_of_the_recipe(folder, capsys, case, said):
+    paths, data = CASES[case]
+    asked = own(folder, *paths, **data)
+    _, alone = opened(asked)
+    asked = replace(asked, train=replace(asked.train, global_batch_size=48, accumulation_steps=2))
+    _, drawn = opened(asked)  # 24 examples, or 12 mini-batches of 2, a microbatch
+    assert of_steps(drawn) == pytest.approx([3 * x for x in of_steps(alone)], rel=0.15)
+    path = folder / "stats.yaml"
+    path.write_text(to_yaml(asked), encoding="utf-8")
+    assert data_command(["stats", str(path), "--ranks", "4", "--workers", "1", "--out",
+                         str(folder / "plot.png")]) == 0
+    assert said in capsys.readouterr().out

@@ -1,0 +1,155 @@
+"""orchmllm.models.flops against counted matrix products: torch's FlopCounterMode on the real model,
+which leaves CPU attention out; attention is added from the definition, pair by pair."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from orchmllm.batch import SequenceLengths
+from orchmllm.config.model import AudioConfig, LLMConfig, ModelConfig, VisionConfig
+from orchmllm.models.flops import (
+    Lengths,
+    cost_model,
+    mfu,
+    peak_flops,
+    phase_lengths,
+    phase_work,
+    step_flops,
+    tokens_per_gpu,
+)
+from orchmllm.models.mllm import MultimodalModel
+from orchmllm.tools.predict.workload import sample_layout
+
+MODEL = ModelConfig(
+    VisionConfig(2, 32, 96, 2, merge_size=2), AudioConfig(2, 48, 128, 3, num_mels=20, stack=4),
+    LLMConfig(320, 3, 64, 160, 4, 1))
+FROZEN = {"trained": (), "frozen encoders": ("vision", "audio"), "frozen llm": ("llm",),
+          "connectors": ("vision", "audio", "llm")}
+GRIDS = np.array([[1, 4, 6], [1, 2, 2], [1, 8, 10]])
+FRAMES = np.array([37, 8, 120])
+TOKENS = np.array([50, 3, 81])
+
+
+def frozen(parts):
+    return replace(MODEL, **{p: replace(getattr(MODEL, p), frozen=True) for p in parts})
+
+
+def attention_flops(config, lengths, causal: bool, backward: int) -> float:
+    """Pairs of positions times two products of the head size each, all heads and layers."""
+    pairs = sum(n * (n + 1) // 2 if causal else n * n for n in lengths.tolist())
+    return pairs * 2 * 2 * config.hidden_size * config.num_layers * (1 + backward)
+
+
+def counted(run) -> float:
+    """FLOP of matrix products in run(), forward and backward."""
+    with FlopCounterMode(display=False) as counter:
+        run().sum().backward()
+    by_op = counter.get_flop_counts()["Global"]
+    return float(sum(n for op, n in by_op.items() if "attention" not in str(op)))
+
+
+def run_phase(model: MultimodalModel, phase: str, frames=FRAMES):
+    if phase == "vision":
+        rows = GRIDS.prod(1)
+        return model.vision(torch.rand(rows.sum(), 588), GRIDS, SequenceLengths.from_lengths(rows))
+    if phase == "audio":
+        return model.audio(torch.rand(frames.sum(), 20), SequenceLengths.from_lengths(frames))
+    x = torch.rand(TOKENS.sum(), 64, requires_grad=True)  # gradients go on to the connectors
+    position = torch.cat([torch.arange(n) for n in TOKENS])
+    labels = torch.randint(0, 320, (len(x),))
+    return model.llm(x, position, SequenceLengths.from_lengths(TOKENS), labels)
+
+
+def lengths_of(phase: str, frames=FRAMES) -> Lengths:
+    if phase == "vision":
+        rows = GRIDS.prod(1)
+        return Lengths(rows, rows, rows // 4)
+    if phase == "audio":
+        positions = (frames + 1) // 2
+        return Lengths(frames, positions, -(-positions // 4))
+    return Lengths(TOKENS, TOKENS, TOKENS)
+
+
+@pytest.mark.parametrize("phase", ["vision", "audio", "llm"])
+@pytest.mark.parametrize("case", FROZEN)
+def test_flops_equal_what_is_counted(phase, case):
+    config = frozen(FROZEN[case])
+    part = getattr(config, phase)
+    lengths = lengths_of(phase)
+    backward = 2 if phase == "llm" or not part.frozen else 0
+    want = counted(lambda: run_phase(MultimodalModel(config), phase)) + attention_flops(
+        part, lengths.positions, phase == "llm", backward)
+    got = phase_work(phase, config, lengths).useful.sum()
+    assert got == pytest.approx(want, rel=0.02)
+    assert got == pytest.approx(want, rel=1e-9)  # and in fact exactly
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_flops_of_the_tower_of_qwen2_vl(frozen):
+    """Two frames a patch, and a connector as wide as a group."""
+    config = replace(MODEL, vision=replace(MODEL.vision, family="qwen2_vl", frozen=frozen))
+    lengths = lengths_of("vision")
+    want = counted(lambda: run_phase(MultimodalModel(config), "vision")) + attention_flops(
+        config.vision, lengths.positions, False, 0 if frozen else 2)
+    assert phase_work("vision", config, lengths).useful.sum() == pytest.approx(want, rel=1e-9)
+
+
+@pytest.mark.parametrize("chunk_rows", [0, 40])
+def test_a_chunked_loss_computes_no_product_twice(chunk_rows):
+    model = MultimodalModel(MODEL)
+    model.llm.loss_chunk_rows = chunk_rows
+    want = counted(lambda: run_phase(model, "llm")) + attention_flops(MODEL.llm, TOKENS, True, 2)
+    assert phase_work("llm", MODEL, lengths_of("llm")).useful.sum() == pytest.approx(want)
+
+
+def test_padding_is_work_but_not_useful():
+    """Clips padded to the longest cost what the accounting says of their padded lengths, and the
+    useful FLOPs stay those of the real ones."""
+    padded = np.full(3, FRAMES.max())
+    want = counted(lambda: run_phase(MultimodalModel(MODEL), "audio", padded)) + attention_flops(
+        MODEL.audio, lengths_of("audio", padded).positions, False, 2)
+    got = phase_work("audio", MODEL, lengths_of("audio", padded)).useful.sum()
+    assert got == pytest.approx(want, rel=0.02)
+    assert phase_work("audio", MODEL, lengths_of("audio")).useful.sum() < 0.6 * got
+
+
+@pytest.mark.parametrize("case", FROZEN)
+def test_the_balancing_cost_follows_the_flops(case):
+    """Per item, cost / FLOP is one constant to 2%: balancing by it balances the work."""
+    config = frozen(FROZEN[case])
+    config = replace(
+        config, vision=replace(config.vision, num_layers=24), llm=replace(config.llm, vocab_size=9),
+        audio=replace(config.audio, num_layers=24))
+    layout = sample_layout("10b", num_ranks=4, batch_size=50, seed=0)
+    for phase in ("vision", "audio", "llm"):
+        lengths = phase_lengths(layout, phase)
+        if phase == "vision":
+            lengths = replace(lengths, tokens=lengths.rows / 4)
+        if phase == "audio":
+            lengths = replace(lengths, tokens=lengths.positions / 4)
+        ratio = cost_model(phase, config)(lengths.positions) * 1e3 / phase_work(
+            phase, config, lengths).useful
+        assert ratio.max() / ratio.min() < 1.02
+
+
+def test_checkpointing_adds_the_blocks_forward_once():
+    for phase in ("vision", "audio", "llm"):
+        lengths = lengths_of(phase)
+        full, none = (phase_work(phase, MODEL, lengths, c) for c in ("full", "none"))
+        assert (none.recompute == 0).all() and (full.useful == none.useful).all()
+        assert (full.recompute[1] == none.forward[1]).all()
+        assert (full.recompute[0] < none.forward[0]).all()
+
+
+def test_mfu_and_throughput():
+    layout = sample_layout("84b", num_ranks=8, batch_size=2, seed=0)
+    flops = step_flops(replace(MODEL, vision=replace(MODEL.vision, merge_size=2)), layout)
+    assert set(flops) == {"vision", "audio", "llm"}
+    assert mfu(8 * 989e12, 2.0, 8, 989e12) == 0.5
+    assert tokens_per_gpu(layout, 0.5) == layout.num_tokens.sum() / 4
+    assert peak_flops("NVIDIA H100 80GB HBM3") == 989e12 and peak_flops("cpu") is None

@@ -1,0 +1,194 @@
+"""The memory model against measured peaks of scaled-down runs, and `auto` against brute force."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from itertools import product
+
+import numpy as np
+import pytest
+
+from orchmllm.config.recipe import FsdpConfig
+from orchmllm.models.flops import item_rank, phase_lengths, phase_work
+from orchmllm.models.mllm import MultimodalModel
+from orchmllm.plan.assign import PHASES, BalanceConfig, PhasePolicy
+from orchmllm.plan.step import plan_step
+from orchmllm.sharding.fits import decide, for_run, largest_fitting, scaled
+from orchmllm.sharding.memory import CHOICES, MemoryModel, choose_checkpointing, loads_of
+from orchmllm.sharding.units import num_parameters, units
+from orchmllm.tools.predict.workload import sample_layout
+from tests.lib.memory import TOWER, WIDE, measured
+from tests.lib.ranks import run_ranks
+from tests.lib.recipes import frozen, small_spec
+from tests.lib.synthetic import MODEL, SyntheticDataset, recipe
+
+KINDS = (("TVT",), ("TAT",), ("TVT", "TAT", "T"))
+
+
+def measured_all(world, fsdp: FsdpConfig) -> list[tuple[float, float]]:
+    return [measured(world, fsdp, kinds) for kinds in KINDS]
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+@pytest.mark.parametrize("choice", CHOICES)
+def test_predicted_peak_is_the_measured_one(choice):
+    fsdp = FsdpConfig(activation_checkpointing=choice, compute_dtype="bfloat16")
+    for rank in run_ranks(measured_all, 2, fsdp):
+        for (peak, predicted), kinds in zip(rank, KINDS, strict=True):
+            assert predicted == pytest.approx(peak, rel=0.10), kinds
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+@pytest.mark.parametrize("choice", CHOICES)
+@pytest.mark.parametrize("compute", ["", "bfloat16"])
+def test_predicted_peak_of_the_tower_of_qwen2_vl(choice, compute):
+    fsdp = FsdpConfig(activation_checkpointing=choice, compute_dtype=compute)
+    for peak, predicted in run_ranks(measured, 2, fsdp, ("TVT",), TOWER):
+        assert predicted == pytest.approx(peak, rel=0.10)
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+@pytest.mark.parametrize("choice", CHOICES)
+@pytest.mark.parametrize("parts", [("llm",), ("vision", "audio")])
+def test_predicted_peak_with_frozen_parts(choice, parts):
+    model = replace(WIDE, **{p: replace(getattr(WIDE, p), frozen=True) for p in parts})
+    fsdp = FsdpConfig(activation_checkpointing=choice, compute_dtype="bfloat16")
+    for peak, predicted in run_ranks(measured, 2, fsdp, ("TVT", "TAT", "T"), model):
+        assert predicted == pytest.approx(peak, rel=0.05)
+
+
+@pytest.mark.parametrize("model", [MODEL, WIDE, TOWER, frozen("vision", "audio"), frozen("llm")])
+def test_shapes_are_those_of_the_built_model(model):
+    built = MultimodalModel(model)
+    want = {True: [], False: []}
+    for p in built.parameters():
+        want[p.requires_grad].append(tuple(p.shape))
+    for trained in (True, False):
+        got = [s for u in units(model) for _ in range(u.copies)
+               for s in (u.trained if trained else u.frozen)]
+        assert sorted(got) == sorted(want[trained])
+    total = sum(sum(roles.values()) for roles in num_parameters(model).values())
+    assert total == sum(p.numel() for p in built.parameters())
+
+
+def test_frozen_parts_have_no_gradients_or_optimizer():
+    whole, part = (MemoryModel(m, FsdpConfig(), 2).state_bytes()
+                   for m in (MODEL, frozen("vision", "audio", "llm")))
+    assert part["parameters"] == whole["parameters"]
+    assert part["gradients"] < 0.3 * whole["gradients"]
+    assert part["optimizer"] == 2 * part["gradients"]
+
+
+def small_cases():
+    """(memory, plan) of the paper's smallest and largest shapes, few ranks."""
+    for name, shards in (("10b", 64), ("84b", 256)):
+        from orchmllm.tools.predict.workload import MODELS
+
+        layout = sample_layout(name, num_ranks=8, batch_size=6, seed=1)
+        yield MemoryModel(MODELS[name], FsdpConfig(compute_dtype="bfloat16", loss_chunk_rows=1024),
+                          shards), plan_step(layout, small_spec(MODELS[name]))
+
+
+def one_case():
+    memory, plan = next(iter(small_cases()))
+    return memory, loads_of(plan)
+
+
+def test_auto_picks_what_brute_force_picks():
+    """Over budgets from nothing fits to everything fits: the cheapest of the 27 that fits, with
+    costs computed here item by item, and peaks from one phase at a time."""
+    for memory, plan in small_cases():
+        table, loads, d = {}, loads_of(plan), plan.layout.num_ranks
+        for combination in product(CHOICES, repeat=3):
+            choice = dict(zip(PHASES, combination, strict=True))
+            cost = 0.0
+            for phase in PHASES:
+                work = phase_work(phase, memory.model, phase_lengths(plan.layout, phase),
+                                  choice[phase])
+                again = 0.1 * work.forward if choice[phase] == "selective" else work.recompute
+                cost += np.bincount(item_rank(plan, phase), again.sum(0), d).max()
+            assert memory.extra_time(loads, choice) == pytest.approx(cost, rel=0.01)
+            peak = max(v.max() for v in memory.peaks(loads, choice).values())
+            table[combination] = (cost, peak)
+        peaks = sorted(p for _, p in table.values())
+        for budget in [*np.linspace(peaks[0], peaks[-1], 23), peaks[-1] * 2]:
+            fitting = {c: v for c, v in table.items() if v[1] <= budget}
+            want = min(fitting, key=fitting.get)
+            got = choose_checkpointing(memory, loads, budget)
+            assert tuple(got.values()) == want
+        with pytest.raises(ValueError, match=r"needs \d+\.\d GB a rank at least"):
+            choose_checkpointing(memory, loads, peaks[0] * 0.99)
+
+
+def test_what_is_fixed_stays():
+    memory, loads = one_case()
+    got = choose_checkpointing(memory, loads, 1e15, {"llm": "full"})
+    assert got == {"vision": "none", "audio": "none", "llm": "full"}
+
+
+def test_a_recipe_that_cannot_fit_names_what_would():
+    memory, loads = one_case()
+    tight = recipe(fsdp=FsdpConfig(activation_checkpointing="auto"))
+    tight = replace(tight, train=replace(tight.train, batch_size=6))
+    full = dict.fromkeys(PHASES, "full")
+    least = memory.peak(loads, full)
+    with pytest.raises(ValueError, match=r"train.batch_size=[1-5] would fit"):
+        decide(tight, memory, loads, 0.9 * least)
+    fitting = largest_fitting(lambda b: memory.peak(scaled(loads, b / 6), full), 0.9 * least, 6)
+    assert memory.peak(scaled(loads, fitting / 6), full) <= 0.9 * least
+    with pytest.raises(ValueError, match="more ranks than 64"):
+        decide(tight, memory, loads, 1e6)
+    with pytest.raises(ValueError, match="set fsdp.memory_gb"):
+        decide(tight, memory, loads, 0)
+
+
+def least_gb(asked, data, spec) -> float:
+    """fsdp.memory_gb below which a run without recomputation is refused, within 1%."""
+    low, high = 1e-5, 1.0
+    while high > 1.01 * low:
+        middle = (low * high)**0.5
+        fsdp = FsdpConfig(memory_gb=middle)
+        try:
+            for_run(replace(asked, fsdp=fsdp), data, range(24), spec, 2, 0)
+            high = middle
+        except ValueError:
+            low = middle
+    return high
+
+
+def test_auto_in_a_run_uses_its_own_data():
+    data = SyntheticDataset()
+    asked = recipe(fsdp=FsdpConfig(activation_checkpointing="auto", memory_gb=1.0))
+    spec = small_spec(MODEL)
+    assert for_run(asked, data, range(24), spec, 2, 0) == dict.fromkeys(PHASES, "none")
+    # From the second microbatch on the gradients are there from the start, and need their room.
+    again = replace(asked, train=replace(asked.train, accumulation_steps=2))
+    needs = [least_gb(r, data, spec) for r in (asked, again)]
+    gradients = MemoryModel.of(asked, 2, 8).state_bytes()["gradients"]
+    assert needs[1] - needs[0] == pytest.approx(gradients / 1e9, rel=0.3)
+    with pytest.raises(ValueError, match="would fit"):
+        for_run(replace(asked, fsdp=replace(asked.fsdp, memory_gb=1e-4)), data, range(24),
+                spec, 2, 0)
+
+
+def test_a_run_decides_without_integer_programs(monkeypatch):
+    """Each rank decides by itself: what a solver finds in its time may differ between them."""
+    monkeypatch.setitem(sys.modules, "cvxpy", None)  # `import cvxpy` fails
+    greedy = dict.fromkeys(PHASES, PhasePolicy("greedy", nodewise=True))
+    spec = replace(small_spec(MODEL), ranks_per_node=2, balance=BalanceConfig(
+        dispatch="tensors", nodewise_solver="highs", **greedy))
+    asked = recipe(fsdp=FsdpConfig(activation_checkpointing="auto", memory_gb=1.0))
+    assert for_run(asked, SyntheticDataset(), range(24), spec, 4, 0) == dict.fromkeys(
+        PHASES, "none")
+
+
+def test_more_memory_for_more_of_everything():
+    memory, loads = one_case()
+    choice = dict.fromkeys(PHASES, "full")
+    assert memory.peak(scaled(loads, 2), choice) > memory.peak(loads, choice)
+    assert replace(memory, all_gather=8).peak(loads, choice) > memory.peak(loads, choice)
+    assert replace(memory, shards=1).peak(loads, choice) > memory.peak(loads, choice)

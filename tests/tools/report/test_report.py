@@ -1,0 +1,293 @@
+"""`orchmllm report`: what a page shows of a log, also of one that is still written, is long, or
+is no log at all."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from orchmllm.cli import dispatch
+from orchmllm.config.recipe import RunConfig
+from orchmllm.plan.step import PHASES, BalanceConfig
+from orchmllm.runtime.gain import Gain
+from orchmllm.tools.report.log import read_run
+from orchmllm.tools.report.svg import MAX_POINTS, number, thin
+from tests.lib.ranks import run_ranks
+from tests.lib.rows import a_row
+from tests.lib.synthetic import SyntheticDataset, recipe
+from tests.lib.training import train
+
+
+def measured_row(step: int, of: int | None = None, **changes) -> dict:
+    """of: the step whose times it has; they grow with it."""
+    of = step if of is None else of
+    slow = {"rank": of % 2, "positions": 90 + of, "example_ids": [1000 + of, 7], "lengths": [50, 3]}
+    return {"schema": 1, **a_row(step), "measured": {
+        "step": of, "imbalance": dict.fromkeys(PHASES, 1.25),
+        "slowest_s": {**dict.fromkeys(PHASES, 0.1 * (1 + of)), "exchange": 0.01},
+        "slowest": dict.fromkeys(PHASES, slow)}, **changes}
+
+
+def write(folder: Path, rows: list[dict], tail: str = "") -> Path:
+    folder.mkdir(exist_ok=True)
+    text = "".join(json.dumps(r) + "\n" for r in rows)
+    (folder / "metrics.jsonl").write_text(text + tail, encoding="utf-8")
+    return folder
+
+
+class Page(HTMLParser):
+    """Checks that every element is closed, and keeps the cells of tables."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.open, self.rows, self.text = [], [], ""
+        self.feed(html)
+        assert self.open == []
+
+    def handle_starttag(self, tag, attrs):
+        if tag not in ("meta",):
+            self.open.append(tag)
+        if tag == "tr":
+            self.rows.append([])
+        if tag in ("td", "th"):
+            self.rows[-1].append("")
+
+    def handle_startendtag(self, tag, attrs):
+        pass
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.text += data
+        if self.open and self.open[-1] in ("td", "th"):
+            self.rows[-1][-1] += data
+
+
+def report(folder: Path, *more: str) -> tuple[str, Page]:
+    assert dispatch(["report", str(folder), *more]) == 0
+    html = (folder / "report.html").read_text(encoding="utf-8")
+    assert not re.search(r"<script|https?:|src=|url\(|@import", html)  # nothing from elsewhere
+    for points in re.findall(r'points="([^"]*)"', html):
+        xy = np.array([p.split(",") for p in points.split()], float)
+        assert (xy >= 0).all() and (xy[:, 0] <= 360).all() and (xy[:, 1] <= 190).all()
+    return html, Page(html)
+
+
+def test_a_run_that_was_killed_and_is_still_written(tmp_path):
+    rows = [measured_row(s) for s in (0, 1, 2, 3, 2, 3, 4)]
+    rows[2]["loss"], rows[4]["loss"] = 9.0, 1.0  # of step 2 the later row counts
+    rows.insert(4, {"schema": 1, "step": 2, "validation_loss": 1.5})
+    folder = write(tmp_path / "<b>run", rows, tail=json.dumps(measured_row(5))[:77])
+    (folder / "recipe.yaml").write_text("train: {num_steps: 10}\n")
+    quarantine = [{"step": 1, "example_id": 4, "segment": 0, "source": s, "row": 5,
+                   "data_file": "d.jsonl", "file": f, "reason": "truncated <i>"}
+                  for s, f in (("web", "a.png"), ("web", "b.png"), ("asr", "c.wav"))]
+    (folder / "quarantine.jsonl").write_text(
+        "".join(json.dumps(q) + "\n" for q in quarantine) + '{"step"')
+    run = read_run(folder)
+    assert run["loss"].tolist() == [2, 2, 1, 2, 2] and run.restarts == [(2, 2)] and run.cut
+    html, page = report(folder)
+    assert "<i>run" not in html and "&lt;b&gt;run" in html and "truncated &lt;i&gt;" in html
+    assert "5 of 10 steps, 2 ranks" in page.text and "still being written" in page.text
+    assert ["2", "2"] in page.rows
+    assert [["web", "2", "truncated <i> (2)", "a.png (row 5, step 1)"]] == [
+        r for r in page.rows if r[0] == "web"]
+    # Step 4 took longest: a fifth of 0.5 s is what the mean rank waited.
+    worst = next(r for r in page.rows if r[-1] == "1004 (50), 7 (3)")
+    assert worst == ["4", "vision", "0", "100 ms", "1.25", "94", "1004 (50), 7 (3)"]
+    assert "Validation is not logged" not in page.text
+
+
+def test_figures_are_those_of_the_rows(tmp_path):
+    rows = [measured_row(s) for s in range(4)]
+    gain = Gain()
+    for row in rows:
+        gain.add(row)
+    # Imbalance 1.5, 2.5, 3.5 -> 1, 1.125, 1.25 of equal means.
+    assert gain.predicted() == pytest.approx(1 - 3.375 / 7.5)
+    # A mean of 0.08 s a phase in step 0, times 7.5, against 3 slowest of 0.1 s and 0.01 s.
+    without = sum(0.08 * (1 + s) * 7.5 for s in range(4))
+    with_it = sum(0.3 * (1 + s) + 0.01 for s in range(4))
+    said = f"{100 * (1 - with_it / without):.1f}%"
+    assert gain.describe() == (f"balancing saved 55.0% of the step (predicted), {said} measured; "
+                               "data wait 1.0%")
+    page = report(write(tmp_path / "run", rows))[1]
+    assert f"{said}saved by balancing, measured" in page.text
+    assert "55.0%saved by balancing, predicted" in page.text and "1.0%data wait" in page.text
+    assert "4.5 kBbytes moved a step" in page.text
+
+
+def test_what_is_said_where_nothing_is_balanced(tmp_path):
+    gain, row = Gain(), measured_row(0)
+    for stats in row["phases"].values():
+        stats["imbalance_after"] = stats["imbalance_before"]
+    gain.add(row)
+    assert gain.describe() == "balancing moved nothing; data wait 1.0%"
+    rows = [{**row, "step": s, "measured": {**row["measured"], "step": s}} for s in range(2)]
+    for one in rows:
+        one["measured"]["slowest_s"]["exchange"] = 0.0
+    page = report(write(tmp_path / "run", rows))[1]
+    assert "0.0%saved by balancing, measured" in page.text
+
+
+def test_times_of_the_step_before_are_put_there(tmp_path):
+    rows = [measured_row(s, of=s - 1) for s in range(4)]
+    rows[0]["measured"] = None
+    run = read_run(write(tmp_path / "run", rows))
+    np.testing.assert_allclose(run["llm.measured.slowest_s"], [0.1, 0.2, 0.3, np.nan])
+    page = report(tmp_path / "run")[1]
+    assert ["2", "vision", "0", "60 ms", "1.25", "92", "1002 (50), 7 (3)"] in page.rows
+    gain = Gain()
+    for row in rows:
+        gain.add(row)
+    assert "not measured" not in gain.describe()
+    other = Gain()
+    other.add(measured_row(9, of=7))  # of a step that it was not told
+    assert "not measured" in other.describe()
+
+
+def test_nothing_is_shown_that_was_not_logged(tmp_path):
+    page = report(write(tmp_path / "run", [{"schema": 1, **a_row(s)} for s in range(3)]))[1]
+    assert "Not logged: measured.slowest" in page.text
+    assert "Validation is not logged: set data.num_validation." in page.text
+    assert "no step was measured yet" in page.text
+    empty = report(write(tmp_path / "empty", []))[1]
+    assert "0 steps" in empty.text and "nothing logged yet" in empty.text
+
+
+def test_what_a_branch_or_rollback_gave_up_is_not_the_state_of_the_run(tmp_path):
+    """100 steps, bad from step 50 on; it went back there and has done 11 of them again."""
+    rows = [measured_row(s, loss=2.0 if s < 50 else 900.0) for s in range(100)]
+    rows += [{"schema": 1, "step": 40, "validation_loss": 1.9},
+             {"schema": 1, "step": 100, "validation_loss": 800.0}]
+    rows += [measured_row(s, loss=1.0) for s in range(50, 61)]
+    folder = write(tmp_path / "run", rows)
+    (folder / "recipe.yaml").write_text("train: {num_steps: 100}\n")
+    run = read_run(folder)
+    assert run["step"].tolist() == list(range(61)) and run["loss"].max() == 2.0
+    assert run.validations.tolist() == [[40, 1.9]] and run.restarts == [(50, 50)]
+    text = report(folder)[1].text
+    assert "61 of 100 steps" in text and "900" not in text
+
+
+def test_lost_rows_are_no_restart(tmp_path):
+    """As where the disk was full for some steps."""
+    folder = write(tmp_path / "run", [measured_row(s) for s in (0, 1, 5, 6, 6, 7)])
+    assert read_run(folder).restarts == [(6, 1)]
+    assert "1restarts" in report(folder)[1].text
+
+
+def test_a_run_that_an_older_version_began(tmp_path):
+    """It did not log which rank was the slowest."""
+    rows = [measured_row(s) for s in range(4)]
+    del rows[3]["measured"]["slowest"]  # of the step with the longest wait
+    page = report(write(tmp_path / "run", rows))[1]
+    assert [r[0] for r in page.rows if len(r) == 7] == ["step"] + ["2"] * 3 + ["1"] * 3 + ["0"] * 3
+
+
+def test_runs_of_other_lengths_are_compared_by_the_same_figures(tmp_path):
+    a = write(tmp_path / "a", [measured_row(s, loss=3.0) for s in range(40)])
+    b = write(tmp_path / "b", [measured_row(s, loss=2.0) for s in range(4)])
+    (row,) = (r for r in report(a, "--compare", str(b))[1].rows if r[0].startswith("loss, mean"))
+    assert row == ["loss, mean of the last 5% of the steps", "3", "2", "50.0%"]
+
+
+def test_the_file_that_cannot_be_read_is_named(tmp_path, capsys):
+    folder = write(tmp_path / "run", [measured_row(0)])
+    (folder / "recipe.yaml").write_text("train: {num_steps: [")
+    assert dispatch(["report", str(folder)]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: {folder / 'recipe.yaml'}: ") and "--out" not in error
+    assert dispatch(["report", str(tmp_path / ("x" * 300))]) == 2
+    error = capsys.readouterr().err
+    assert "File name too long" in error and "report.html" not in error
+
+
+def test_two_runs(tmp_path):
+    a = write(tmp_path / "a", [measured_row(s, loss=3.0) for s in range(6)])
+    b = write(tmp_path / "b", [measured_row(s, loss=2.0) for s in range(4)])
+    html, page = report(a, "--compare", str(b))
+    assert ["loss of step 3, the last of both", "3", "2", "50.0%"] in page.rows
+    assert ["largest relative difference of a loss, 4 steps", "", "", "5.0e-01"] in page.rows
+    assert "stroke-dasharray" in html and "training, b" in html
+
+
+def test_what_is_no_log_is_refused(tmp_path, capsys):
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "no_log").mkdir()
+    write(tmp_path / "other", [], tail='{"epoch": 1}\n')
+    write(tmp_path / "text", [measured_row(0)], tail="hello\n")
+    write(tmp_path / "newer", [measured_row(0, schema=9)])
+    good = write(tmp_path / "good", [measured_row(0)])
+    for name, said in (("nowhere", "no such folder; give the run.dir of a run"),
+                       ("file", "is a file; give the folder"),
+                       ("no_log", "no metrics.jsonl in it; give the run.dir"),
+                       ("other", "what begins at byte 0 is no line of a run's log"),
+                       ("text", "is no line of a run's log (ValueError"),
+                       ("newer", "schema 9, this version reads 1; use the version")):
+        assert dispatch(["report", str(tmp_path / name)]) == 2
+        assert said in capsys.readouterr().err, name
+        assert dispatch(["report", str(good), "--compare", str(tmp_path / name)]) == 2
+        assert said in capsys.readouterr().err, name
+    assert dispatch(["report", str(good), "--out", str(tmp_path / "no" / "x.html")]) == 2
+    assert "choose another file with --out" in capsys.readouterr().err
+
+
+def test_a_validation_without_a_number(tmp_path):
+    run = read_run(write(tmp_path / "run", [
+        measured_row(0), {"schema": 1, "step": 1, "validation_loss": None}]))
+    assert run.num_steps == 1 and np.isnan(run.validations[0, 1])
+
+
+def test_many_points_become_few_with_their_range():
+    y = np.zeros(10_000)
+    y[[3, 7000]] = 5.0, -1.0
+    x, mean, low, high = thin(np.arange(10_000.0), y)
+    assert len(x) == MAX_POINTS and high.max() == 5 and low.min() == -1
+    assert [number(v, u) for v, u in ((1234, ""), (0.0123, "s"), (90, "s"), (2.5e6, "B"),
+                                      (0.125, "%"), (np.nan, ""))] == [
+        "1.234k", "12.3 ms", "90 s", "2.5 MB", "12.5%", "-"]
+
+
+@pytest.mark.slow
+def test_100_000_steps_are_a_small_page(tmp_path):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    with (folder / "metrics.jsonl").open("w") as f:
+        for step in range(100_000):
+            f.write(json.dumps(measured_row(step)) + "\n")
+    html, page = report(folder)
+    assert len(html) < 5e6 and "100000 steps" in page.text
+
+
+@pytest.mark.dist
+def test_the_log_of_a_real_run(tmp_path):
+    base = recipe(balance=BalanceConfig(ranks_per_node=1))
+    run = replace(base, run=RunConfig(dir=str(tmp_path)),
+                  data=replace(base.data, num_validation=4),
+                  train=replace(base.train, num_steps=4))
+    run_ranks(train, 2, run, SyntheticDataset())
+    found = read_run(tmp_path)
+    assert found["num_ranks"].tolist() == [2] * 4 and len(found.validations) == 2
+    slow = found.row(2)["measured"]["slowest"]
+    cpu_s = found.row(2)["cpu_s"]
+    for phase in PHASES:
+        assert slow[phase]["rank"] == int(np.argmax(cpu_s[phase]))
+        assert len(slow[phase]["example_ids"]) == len(slow[phase]["lengths"]) <= 3
+        assert sum(slow[phase]["lengths"]) <= slow[phase]["positions"]
+        assert slow[phase]["lengths"] == sorted(slow[phase]["lengths"], reverse=True)
+    page = report(tmp_path)[1]
+    assert "4 of" in page.text or "4 steps" in page.text
+    shown = [r for r in page.rows if len(r) == 7 and r[0] != "step"]  # the slowest steps
+    assert shown
+    for step, phase, rank, *_, examples in shown:
+        slow = found.row(int(step))["measured"]["slowest"][phase]
+        assert rank == str(slow["rank"])
+        assert re.findall(r"(\d+) \(", examples) == [str(i) for i in slow["example_ids"]]
