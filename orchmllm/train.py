@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from orchmllm import launch
+from orchmllm import cli, launch
 
 if __name__ == "__main__":
     launch.interrupt_quietly()
@@ -171,6 +171,11 @@ def _announcement(recipe: Recipe, world: launch.World | None) -> str:
 
 def main(argv: list[str]) -> int:
     args = parse(argv)
+    if args.dry_run or args.ablations:  # other spellings of a command that predicts
+        return cli.dispatch(["dry-run", args.recipe, *args.overrides,
+                             "--world-size", str(args.world_size),
+                             *(["--ablations"] if args.ablations else []),
+                             *(["--json", str(args.json)] if args.json else [])])
     try:
         loaded = read_recipe(args.recipe, args.overrides)
         world = launch.current_world()
@@ -178,8 +183,7 @@ def main(argv: list[str]) -> int:
         print(f"error: {e}", file=sys.stderr)
         return 2
     recipe = loaded.recipe
-    planned = args.dry_run or args.ablations
-    problems = [] if planned else _start_problems(
+    problems = _start_problems(
         recipe, world, args.world_size, starts=not (args.validate or args.print_config),
         machine=not (args.print_config or (world is not None and world.checked)))
     if problems:
@@ -191,10 +195,6 @@ def main(argv: list[str]) -> int:
         for warning in recipe.warnings():  # a run says them itself
             print(f"warning: recipe {args.recipe}: {warning}", file=sys.stderr)
         return 0
-    if planned:
-        from orchmllm.tools.predict.text import run
-
-        return run(loaded, args.world_size, ablations=args.ablations, json_path=args.json)
     if world is None or world.rank == 0 and not world.checked:
         print(_announcement(recipe, world), flush=True)
     if world is None:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from orchmllm.comm.exchange import RowGather, exchange_group, gather_scalars
-from orchmllm.config.recipe import Recipe, plan_spec
+from orchmllm.config.recipe import Recipe
 from orchmllm.data.dataset import ConversationDataset
 from orchmllm.data.loading.preprocess_handshake import servers_of
 from orchmllm.data.loading.step_loader import Step, StepLoader
@@ -20,7 +20,7 @@ from orchmllm.data.sampler import GlobalSampler, make_sampler
 from orchmllm.hf.sources import find_sources
 from orchmllm.launch import World, device_of
 from orchmllm.models.attention import describe_attention
-from orchmllm.models.flops import mfu, peak_flops, step_flops
+from orchmllm.models.flops import mfu, peak_flops, plan_spec, step_flops
 from orchmllm.plan.step import PHASES
 from orchmllm.runtime.build import build_dataset, build_orchestrators
 from orchmllm.runtime.calibrate import Calibration

@@ -36,7 +36,8 @@ from pathlib import Path
 
 import numpy as np
 
-from orchmllm.config.recipe import load_recipe, plan_spec
+from orchmllm.config.recipe import load_recipe
+from orchmllm.models.flops import plan_spec
 from orchmllm.plan import assign as phases
 from orchmllm.plan.assign import PHASES, PhasePolicy, PlanSpec
 from orchmllm.plan.balance import core, load_cap

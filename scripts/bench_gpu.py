@@ -6,9 +6,9 @@ phase by phase on one GPU, as sampled and balanced.
         [--out FILE]
 
 Real: lengths (orchmllm/tools/predict/workload.py), plans, modules at full width with --layers
-layers each and with twice as many, their forward and backward passes. The difference is the time of the
-layers; what is left of the first is the head and fixed costs. A rank's time of a phase is that plus
-the time of all layers; a step is the sum over phases of the slowest rank. Not
+layers each and with twice as many, their forward and backward passes. The difference is the time of
+the layers; what is left of the first is the head and fixed costs. A rank's time of a phase is that
+plus the time of all layers; a step is the sum over phases of the slowest rank. Not
 there: other ranks, and so FSDP's and the exchanges' traffic. MFU: useful FLOPs
 (orchmllm/models/flops.py), nothing recomputed, over rank batches of at least 8192 packed positions.
 
@@ -44,11 +44,12 @@ from gpu_parts import (
     step_memory,
 )
 
+from orchmllm.config.balance import BalanceConfig
 from orchmllm.config.model import AudioConfig, LLMConfig, ModelConfig, VisionConfig
 from orchmllm.config.recipe import FsdpConfig
 from orchmllm.models.flops import Lengths, cost_model, peak_flops, phase_work
 from orchmllm.models.gpus import kind_of
-from orchmllm.plan.assign import PHASES, BalanceConfig, PhasePolicy, PlanSpec
+from orchmllm.plan.assign import PHASES, PhasePolicy, PlanSpec
 from orchmllm.plan.layout import ENCODERS
 from orchmllm.plan.step import StepPlan, plan_step
 from orchmllm.tools.predict.phase_runner import Clock, PhaseRunner, Work, shortened

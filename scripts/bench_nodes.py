@@ -5,8 +5,8 @@
 Every node is a network namespace with a shaped link (tc tbf, both directions) to a common bridge;
 its ranks are real gloo processes that carry out the plans of realistic batches
 (orchmllm.tools.predict.workload): inputs, text and features forward, feature gradients back. Rows
-are --scale times narrower than the model's, so that a step takes a fraction of a second; the plans see
-the real widths. Bytes are what the nodes' interfaces counted (headers included).
+are --scale times narrower than the model's, so that a step takes a fraction of a second; the
+plans see the real widths. Bytes are what the nodes' interfaces counted (headers included).
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ import torch
 import torch.distributed as dist
 
 from orchmllm.comm.exchange import RowGather, exchange_rows, hop_groups
+from orchmllm.config.balance import BalanceConfig
 from orchmllm.models.flops import cost_model
 from orchmllm.orchestrator import Orchestrator
-from orchmllm.plan.assign import PHASES, BalanceConfig, PhasePolicy, PlanSpec
+from orchmllm.plan.assign import PHASES, PhasePolicy, PlanSpec
 from orchmllm.plan.layout import ENCODERS
 from orchmllm.plan.step import plan_step
 from orchmllm.tools.predict.workload import MODELS, sample_layout

@@ -30,14 +30,9 @@ from pathlib import Path
 import numpy as np
 
 from orchmllm.config import recipe as config
+from orchmllm.config.balance import BalanceConfig
 from orchmllm.models.flops import cost_model
-from orchmllm.plan.assign import (
-    PHASES,
-    BalanceConfig,
-    PhasePolicy,
-    PlanSpec,
-    assign_phases,
-)
+from orchmllm.plan.assign import PHASES, PhasePolicy, PlanSpec, assign_phases
 from orchmllm.plan.balance import core
 from orchmllm.plan.layout import BatchLayout
 from orchmllm.plan.step import StepPlan, build_plan

@@ -25,10 +25,11 @@ import torch.distributed as dist
 from PIL import Image
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
-from orchmllm.config.recipe import load_recipe, plan_spec
+from orchmllm.config.recipe import load_recipe
 from orchmllm.data.loading.preprocess_handshake import servers_of
 from orchmllm.data.loading.step_loader import StepLoader
 from orchmllm.data.sampler import make_sampler
+from orchmllm.models.flops import plan_spec
 from orchmllm.runtime.build import build_dataset, build_orchestrators
 
 RECIPE = """

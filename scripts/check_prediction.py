@@ -6,8 +6,8 @@ nothing, the LLM or everything recomputed.
 Measured by `orchmllm compare` (real gloo ranks; CPU time of each rank's thread in each phase, the
 slowest rank of each phase added up; what other processes do changes little). Predicted by
 orchmllm.tools.predict.step_time on the same batches. Exit code 1 if a ratio off / on is more than
-10% off, or two of five settings on the same ranks that are predicted more than 10% apart come in the
-other order: settings that are closer are a tie for a model that may be off by as much.
+10% off, or two of five settings on the same ranks that are predicted more than 10% apart come in
+the other order: settings that are closer are a tie for a model that may be off by as much.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ import sys
 import tempfile
 from pathlib import Path
 
-from orchmllm.config.recipe import Recipe, load_recipe, plan_spec
+from orchmllm.config.recipe import Recipe, load_recipe
 from orchmllm.data.formats.open import index_path
 from orchmllm.data.sampler import GlobalSampler
+from orchmllm.models.flops import plan_spec
 from orchmllm.plan.assign import PHASES
 from orchmllm.plan.layout import BatchLayout
 from orchmllm.plan.step import plan_step

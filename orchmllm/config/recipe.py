@@ -13,16 +13,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from orchmllm.config.balance import BalanceConfig
 from orchmllm.config.checkpoint_shapes import shapes_of
 from orchmllm.config.data import DataConfig, RemoteConfig, RemoteRoot, SourceConfig
-from orchmllm.config.fsdp import DTYPE_BYTES, FsdpConfig
+from orchmllm.config.fsdp import FsdpConfig
 from orchmllm.config.model import ModelConfig
 from orchmllm.config.parse import Loaded, RecipeError, explain, read, to_yaml
 from orchmllm.config.schema import Conflict, key, section
 from orchmllm.config.train import TRAIN_PARTS, TrainConfig
-from orchmllm.models.flops import cost_model
-from orchmllm.plan.assign import PHASES, BalanceConfig, PlanSpec
-from orchmllm.plan.layout import ENCODERS
+from orchmllm.plan.assign import PHASES
 
 __all__ = ["TRAIN_PARTS", "DataConfig", "FsdpConfig", "Recipe", "RecipeError", "RemoteConfig",
            "RemoteRoot", "SourceConfig", "TrainConfig", "explain", "load_recipe", "read_recipe",
@@ -191,19 +190,6 @@ class Recipe:
                     f"model.audio.mode={mode} pads to no other clip: least_move or greedy is "
                     "faster"]
         return []
-
-
-def plan_spec(recipe: Recipe, ranks_per_node: int) -> PlanSpec:
-    """What the planner has to know of the recipe and the cluster. ranks_per_node: of the launcher,
-    where the recipe does not say it."""
-    model, compute = recipe.model, recipe.fsdp.compute_dtype or recipe.fsdp.param_dtype
-    return PlanSpec(
-        costs={phase: cost_model(phase, model) for phase in PHASES},
-        row_bytes={phase: getattr(model, phase).geometry.row_bytes for phase in ENCODERS},
-        feature_bytes=model.llm.hidden_size * DTYPE_BYTES[compute],
-        ranks_per_node=recipe.balance.ranks_per_node or ranks_per_node,
-        balance=recipe.balance,
-        group_size=recipe.fsdp.shard_size if recipe.balance.group == "shard" else 0)
 
 
 def read_recipe(path: str | Path, overrides: Sequence[str] | None = None) -> Loaded[Recipe]:

@@ -10,7 +10,7 @@ from typing import Any
 from orchmllm.batch import Step
 from orchmllm.loader.examples import Phase, imbalances
 from orchmllm.loader.source import Source
-from orchmllm.plan.assign import PHASES, BalanceConfig, PhasePolicy, PlanSpec
+from orchmllm.plan.assign import PHASES, BalancePolicy, PhasePolicy, PlanSpec
 from orchmllm.plan.balance import DEFAULT_TOLERANCE, OPTIONS, check_policy
 from orchmllm.plan.cost import CostModel, in_fine_unit
 
@@ -82,7 +82,7 @@ def make_spec(
     tolerances = _by_phase("tolerance", tolerance, None)
     if not 0.0 <= min_gain < 1.0:
         raise ValueError(f"min_gain is {min_gain}: must be in [0, 1) (0.02: 2%)")
-    balance = BalanceConfig(dispatch=dispatch, min_gain=min_gain, exchange=exchange, **{
+    balance = BalancePolicy(dispatch=dispatch, min_gain=min_gain, exchange=exchange, **{
         p: _policy(policies[p], tolerances[p], max_rank_tokens if p == "llm" else 0)
         for p in PHASES})
     media = {p: v for p, v in phases.items() if isinstance(v, Phase)}

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from orchmllm.cli.options import command_parser, in_one_line, lengths_parser
+from orchmllm.cli.options import command_parser, in_one_line
 from orchmllm.config.recipe import Recipe, load_recipe
 from orchmllm.models.gpus import GPUS
 from orchmllm.papers.advice import ratio, recipe_profiles, rows
@@ -24,6 +24,7 @@ from orchmllm.papers.simulate import lengths
 from orchmllm.papers.split import METHODS, split_layers
 from orchmllm.sharding.activations import block_bytes
 from orchmllm.tools.predict.hardware import Hardware, cluster
+from orchmllm.tools.predict.options import lengths_parser
 
 GBITS, IMAGES, EXAMPLES = (25, 100, 400), (0.5, 1, 2, 4), 2000
 

@@ -12,10 +12,12 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from orchmllm.config.balance import BalanceConfig
 from orchmllm.config.model import ModelConfig
-from orchmllm.config.recipe import FsdpConfig, Recipe, plan_spec
+from orchmllm.config.recipe import FsdpConfig, Recipe
+from orchmllm.models.flops import plan_spec
 from orchmllm.plan import grouping
-from orchmllm.plan.assign import PHASES, BalanceConfig, PhasePolicy, PlanSpec, example_costs
+from orchmllm.plan.assign import PHASES, PhasePolicy, PlanSpec, example_costs
 from orchmllm.plan.grouping import Groups, intra_reorder
 from orchmllm.plan.layout import ENCODERS, BatchLayout
 from orchmllm.plan.rearrange import ranges

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 
-from orchmllm.cli.options import in_one_line, lengths_parser
+from orchmllm.cli.options import in_one_line
 from orchmllm.config.recipe import Recipe, load_recipe
 from orchmllm.papers.schemes import SCHEMES, run, table
 from orchmllm.plan.layout import BatchLayout
 from orchmllm.sharding.fits import with_real_batch
 from orchmllm.tools.predict.examples import of_indexes, of_mix, open_recipe
+from orchmllm.tools.predict.options import lengths_parser
 
 
 def lengths(recipe: Recipe, count: int, mix: str | None) -> BatchLayout:

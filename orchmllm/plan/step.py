@@ -17,7 +17,7 @@ import numpy as np
 
 from orchmllm.plan.assign import (
     PHASES,
-    BalanceConfig,
+    BalancePolicy,
     NodeSolver,
     PhasePolicy,
     PlanSpec,
@@ -31,7 +31,7 @@ from orchmllm.plan.nodewise import assign_nodes
 from orchmllm.plan.rearrange import Exchange, Rearrangement, no_exchange, ranges
 
 __all__ = [
-    "PHASES", "BalanceConfig", "PhasePolicy", "PlanSpec", "RankPlan", "StepPlan",
+    "PHASES", "BalancePolicy", "PhasePolicy", "PlanSpec", "RankPlan", "StepPlan",
     "assign_microbatches", "build_plan", "feature_home", "plan_step",
 ]
 

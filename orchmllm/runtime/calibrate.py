@@ -17,10 +17,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from orchmllm.config.balance import BalanceConfig
 from orchmllm.orchestrator import Orchestrator
 from orchmllm.plan.cost import CostModel
 from orchmllm.plan.fit_cost import Measured, fit_costs
-from orchmllm.plan.step import PHASES, BalanceConfig, StepPlan
+from orchmllm.plan.step import PHASES, StepPlan
 
 FIELDS = ("linear", "quadratic", "constant")
 # Policies for which a cost is a sum over items.

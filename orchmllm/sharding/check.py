@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 
-from orchmllm.config.recipe import DTYPE_BYTES, Recipe
+from orchmllm.config.fsdp import DTYPE_BYTES
+from orchmllm.config.recipe import Recipe
 from orchmllm.plan.assign import PHASES
 from orchmllm.sharding.units import units
 

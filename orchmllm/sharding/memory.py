@@ -17,8 +17,9 @@ from itertools import product
 
 import numpy as np
 
+from orchmllm.config.fsdp import DTYPE_BYTES
 from orchmllm.config.model import ModelConfig
-from orchmllm.config.recipe import DTYPE_BYTES, FsdpConfig, Recipe
+from orchmllm.config.recipe import FsdpConfig, Recipe
 from orchmllm.models.flops import Lengths, item_rank, padded_lengths, phase_lengths, phase_work
 from orchmllm.plan.assign import PHASES
 from orchmllm.plan.layout import ENCODERS

@@ -11,8 +11,9 @@ import torch.distributed as dist
 from orchmllm import BalancedDataLoader
 from orchmllm.comm.agree import PlanMismatchError, combined_digest
 from orchmllm.comm.exchange import RowGather, gather_texts
+from orchmllm.config.balance import BalanceConfig
 from orchmllm.plan.cost import CostModel
-from orchmllm.plan.step import BalanceConfig, PhasePolicy, build_plan, plan_step
+from orchmllm.plan.step import PhasePolicy, build_plan, plan_step
 from orchmllm.trainer import Trainer
 from tests.lib.dropin import Texts, collate, length_of
 from tests.lib.ranks import run_ranks

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from orchmllm.comm import exchange as comm
+from orchmllm.config.balance import BalanceConfig
 from orchmllm.data.loading.step_loader import StepLoader
 from orchmllm.data.sampler import GlobalSampler
-from orchmllm.plan.step import BalanceConfig, PhasePolicy
+from orchmllm.plan.step import PhasePolicy
 from orchmllm.trainer import Trainer
 from tests.lib.ranks import run_ranks
 from tests.lib.synthetic import SyntheticDataset, recipe

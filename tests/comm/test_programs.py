@@ -10,10 +10,11 @@ import pytest
 
 import orchmllm.plan.assign as phases
 from orchmllm.comm.ilp import ProgramSolver
+from orchmllm.config.balance import BalanceConfig
 from orchmllm.config.recipe import RecipeError, load_recipe
 from orchmllm.plan.balance import balance
 from orchmllm.plan.nodewise import assign_nodes
-from orchmllm.plan.step import BalanceConfig, PhasePolicy
+from orchmllm.plan.step import PhasePolicy
 from orchmllm.tools.predict.workload import sample_layout
 from orchmllm.trainer import Trainer
 from tests.lib.ranks import run_ranks

@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from orchmllm.batch import IGNORE_INDEX
+from orchmllm.config.balance import BalanceConfig
 from orchmllm.config.recipe import DataConfig, RunConfig
 from orchmllm.data.dataset import ConversationDataset
 from orchmllm.data.media.medium import MediaError
 from orchmllm.data.text.tokenizer import ChatTokenizer
 from orchmllm.plan.layout import TEXT, VISION
-from orchmllm.plan.step import BalanceConfig
 from orchmllm.tools.data.command import main
 from orchmllm.trainer import Trainer
 from tests.lib.broken import write_broken_corpus

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from orchmllm.config.recipe import SourceConfig, plan_spec
+from orchmllm.config.balance import BalanceConfig
+from orchmllm.config.recipe import SourceConfig
 from orchmllm.data.dataset import ConversationDataset
 from orchmllm.data.formats.conversation import media_of
 from orchmllm.data.index import build_index
@@ -17,7 +18,7 @@ from orchmllm.data.media.headers import image_header
 from orchmllm.data.sampler import GlobalSampler
 from orchmllm.data.storage.clients import StorageError
 from orchmllm.data.text.tokenizer import ChatTokenizer
-from orchmllm.plan.step import BalanceConfig
+from orchmllm.models.flops import plan_spec
 from orchmllm.runtime.build import build_orchestrators
 from tests.lib.formats import QUESTIONS, llava_row, write_jsonl, write_tar
 from tests.lib.ranks import RankFailure, run_ranks

@@ -9,6 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from orchmllm.config.balance import BalanceConfig
 from orchmllm.config.recipe import DataConfig, RecipeError, RunConfig, SourceConfig, load_recipe
 from orchmllm.data.dataset import ConversationDataset
 from orchmllm.data.index import build_index
@@ -24,7 +25,6 @@ from orchmllm.data.text.tokenizer import ChatTokenizer
 from orchmllm.plan.geometry import AudioGeometry, VisionGeometry
 from orchmllm.plan.grouping import capped
 from orchmllm.plan.layout import VISION
-from orchmllm.plan.step import BalanceConfig
 from orchmllm.runtime.build import build_dataset
 from orchmllm.runtime.run_state import check_resumable, resume_keys
 from orchmllm.tools.data.command import main

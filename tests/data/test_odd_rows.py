@@ -259,7 +259,8 @@ def test_a_large_file_costs_little_memory(tmp_path):
     line = json.dumps({"messages": [{"role": "user", "content": "x" * 300},
                                     {"role": "assistant", "content": "y"}]})
     (tmp_path / "a.jsonl").write_text(f"{line}\n\n  \n" * 250_000)
-    code = ("import sys; from pathlib import Path; from orchmllm.config.recipe import SourceConfig; "
+    code = ("import sys; from pathlib import Path; "
+            "from orchmllm.config.recipe import SourceConfig; "
             "from orchmllm.data.formats import open as o; from tests.lib.process import memory_kb; "
             "before = memory_kb('VmHWM'); "
             "s = o.open_source(SourceConfig(path=sys.argv[1]), Path(sys.argv[2])); "

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from orchmllm.config.balance import BalanceConfig
 from orchmllm.config.recipe import DataConfig, RemoteRoot, RunConfig, SourceConfig
-from orchmllm.plan.step import BalanceConfig
 from orchmllm.runtime.build import build_dataset
 from tests.lib.commands import python
 from tests.lib.formats import QUESTIONS, llava_row, write_jsonl, write_media, write_tar

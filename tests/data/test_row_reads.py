@@ -12,15 +12,16 @@ import numpy as np
 import pytest
 import torch
 
-from orchmllm.config.recipe import SourceConfig, plan_spec
+from orchmllm.config.balance import BalanceConfig
+from orchmllm.config.recipe import SourceConfig
 from orchmllm.data import dataset
 from orchmllm.data.dataset import ConversationDataset
 from orchmllm.data.index import build_index
 from orchmllm.data.loading.step_loader import StepLoader
 from orchmllm.data.sampler import GlobalSampler
 from orchmllm.data.text.tokenizer import ChatTokenizer
+from orchmllm.models.flops import plan_spec
 from orchmllm.plan.layout import BatchLayout
-from orchmllm.plan.step import BalanceConfig
 from orchmllm.runtime.build import build_orchestrators
 from tests.lib.formats import FORMATS, QUESTIONS, write_media
 from tests.lib.ranks import run_ranks

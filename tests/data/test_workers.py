@@ -18,11 +18,11 @@ import psutil
 import pytest
 from torch.utils.data import DataLoader
 
+from orchmllm.config.balance import BalanceConfig
 from orchmllm.config.recipe import CheckpointConfig
 from orchmllm.data.loading import forks, prefetch
 from orchmllm.data.loading.workers import Workers
 from orchmllm.data.media.medium import MediaError
-from orchmllm.plan.step import BalanceConfig
 from orchmllm.runtime.stop import Stopped
 from orchmllm.trainer import Trainer
 from tests.lib.commands import ROOT

@@ -7,10 +7,11 @@ from dataclasses import replace
 
 import pytest
 
+from orchmllm.config.balance import BalanceConfig
 from orchmllm.config.recipe import FsdpConfig
 from orchmllm.plan.balance import POLICIES
 from orchmllm.plan.rearrange import Rearrangement
-from orchmllm.plan.step import BalanceConfig, PhasePolicy, plan_step
+from orchmllm.plan.step import PhasePolicy, plan_step
 from tests.lib.gradients import (
     Case,
     RandomPlanner,

@@ -9,8 +9,8 @@ from dataclasses import replace
 
 import pytest
 
+from orchmllm.config.balance import BalanceConfig
 from orchmllm.config.recipe import FsdpConfig
-from orchmllm.plan.step import BalanceConfig
 from tests.lib.gradients import BATCH, Case, all_gradients, reference_gradients, worst_difference
 from tests.lib.ranks import run_ranks
 from tests.lib.synthetic import SyntheticDataset, recipe

@@ -14,9 +14,9 @@ import pytest
 import soundfile
 from PIL import Image
 
+from orchmllm.config.balance import BalanceConfig
 from orchmllm.config.recipe import CheckpointConfig, DataConfig, RunConfig
 from orchmllm.data.media.medium import MediaError
-from orchmllm.plan.step import BalanceConfig
 from orchmllm.runtime.run_state import MIN_UNREADABLE
 from tests.lib.formats import write_jsonl
 from tests.lib.ranks import run_ranks

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from orchmllm import BalancedDataLoader
-from orchmllm.plan.step import BalanceConfig
+from orchmllm.config.balance import BalanceConfig
 from orchmllm.trainer import Trainer
 from tests.lib.dropin import Texts, collate, token_count
 from tests.lib.ranks import run_ranks

@@ -10,7 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from orchmllm.plan.step import BalanceConfig, PhasePolicy
+from orchmllm.config.balance import BalanceConfig
+from orchmllm.plan.step import PhasePolicy
 from orchmllm.runtime.run_state import MediaLimitError
 from orchmllm.sharding.optimizer import learning_rate
 from orchmllm.trainer import Trainer

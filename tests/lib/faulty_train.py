@@ -14,8 +14,8 @@ from functools import partial
 from pathlib import Path
 
 from orchmllm import launch, train
+from orchmllm.config.balance import BalanceConfig
 from orchmllm.config.recipe import CheckpointConfig, LaunchConfig
-from orchmllm.plan.step import BalanceConfig
 from orchmllm.runtime.local_ranks import run_local
 from orchmllm.runtime.run_lock import lock_folder
 from tests.lib.synthetic import SyntheticDataset, recipe

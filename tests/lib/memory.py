@@ -8,13 +8,13 @@ from dataclasses import replace
 import numpy as np
 from torch.profiler import ProfilerActivity, profile
 
+from orchmllm.config.balance import BalanceConfig
 from orchmllm.config.model import AudioConfig, LLMConfig, ModelConfig, VisionConfig
 from orchmllm.config.recipe import FsdpConfig
 from orchmllm.data.loading.step_loader import StepLoader
 from orchmllm.data.sampler import GlobalSampler
 from orchmllm.models.flops import padded_phases
 from orchmllm.plan.assign import PHASES
-from orchmllm.plan.step import BalanceConfig
 from orchmllm.sharding.memory import MemoryModel, loads_of
 from orchmllm.trainer import Trainer
 from tests.lib.synthetic import SyntheticDataset, recipe

@@ -9,9 +9,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from orchmllm.batch import Microbatch
-from orchmllm.config.recipe import plan_spec
+from orchmllm.config.balance import BalanceConfig
+from orchmllm.models.flops import plan_spec
 from orchmllm.plan.layout import ENCODERS, BatchLayout
-from orchmllm.plan.step import BalanceConfig
 from tests.lib.gradients import RandomPlanner
 from tests.lib.synthetic import MODEL, SyntheticDataset, recipe
 

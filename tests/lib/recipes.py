@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from orchmllm.config.model import ModelConfig
-from orchmllm.config.recipe import Recipe, load_recipe, plan_spec
+from orchmllm.config.recipe import Recipe, load_recipe
+from orchmllm.models.flops import plan_spec
 from orchmllm.plan.step import PlanSpec
 from tests.lib.commands import ROOT
 from tests.lib.synthetic import MODEL, recipe

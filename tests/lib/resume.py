@@ -7,8 +7,8 @@ import signal
 from dataclasses import replace
 from pathlib import Path
 
+from orchmllm.config.balance import BalanceConfig
 from orchmllm.config.recipe import CheckpointConfig, Recipe
-from orchmllm.plan.step import BalanceConfig
 from orchmllm.trainer import Trainer
 from tests.lib.synthetic import SHALLOW, SyntheticDataset, recipe
 from tests.lib.training import listened

@@ -12,8 +12,8 @@ from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from orchmllm.batch import Batch, SequenceLengths
-from orchmllm.config.recipe import Recipe, plan_spec
-from orchmllm.models.flops import padded_phases
+from orchmllm.config.recipe import Recipe
+from orchmllm.models.flops import padded_phases, plan_spec
 from orchmllm.models.mllm import MultimodalModel
 from orchmllm.plan.assign import PHASES
 from orchmllm.plan.layout import ENCODERS

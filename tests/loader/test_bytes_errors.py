@@ -8,8 +8,8 @@ import traceback
 import pytest
 
 from orchmllm import CostModel, Phase, Segment
+from orchmllm.config.balance import BalanceConfig
 from orchmllm.config.recipe import TrainConfig
-from orchmllm.plan.step import BalanceConfig
 from orchmllm.trainer import Trainer
 from tests.lib import pictures
 from tests.lib.dropin import Texts, collate, length_of, loader_of, token_count

@@ -15,8 +15,9 @@ from transformers import WhisperConfig, WhisperFeatureExtractor
 from transformers.models.whisper.modeling_whisper import WhisperEncoder
 
 from orchmllm.batch import SequenceLengths
+from orchmllm.config.balance import BalanceConfig
 from orchmllm.config.model import WHISPER_FRAMES, AudioConfig, LLMConfig, ModelConfig
-from orchmllm.config.recipe import FsdpConfig, SourceConfig, load_recipe, plan_spec
+from orchmllm.config.recipe import FsdpConfig, SourceConfig, load_recipe
 from orchmllm.data.formats.open import open_source
 from orchmllm.data.index import index_folder
 from orchmllm.data.lengths import LengthReader
@@ -32,11 +33,12 @@ from orchmllm.models.flops import (
     padded_lengths,
     padded_phases,
     phase_work,
+    plan_spec,
 )
 from orchmllm.plan.cost import CostModel
 from orchmllm.plan.geometry import AudioGeometry
 from orchmllm.plan.layout import AUDIO
-from orchmllm.plan.step import BalanceConfig, PhasePolicy, plan_step
+from orchmllm.plan.step import PhasePolicy, plan_step
 from orchmllm.tools.predict.workload import batch_layout, sample_headers
 from orchmllm.train import main
 from tests.lib.gradients import Case, all_gradients, reference_gradients, worst_difference

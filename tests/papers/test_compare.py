@@ -7,7 +7,8 @@ import re
 import numpy as np
 import pytest
 
-from orchmllm.config.recipe import Recipe, plan_spec
+from orchmllm.config.recipe import Recipe
+from orchmllm.models.flops import plan_spec
 from orchmllm.papers.reproduce import main as reproduce
 from orchmllm.papers.schemes import (
     ASSIGN,

@@ -9,8 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from orchmllm.config.balance import BalanceConfig
 from orchmllm.models.flops import cost_model
-from orchmllm.plan.assign import PHASES, BalanceConfig, PhasePolicy, PlanSpec, assign_phases
+from orchmllm.plan.assign import PHASES, PhasePolicy, PlanSpec, assign_phases
 from orchmllm.plan.balance import core, load_cap
 from orchmllm.plan.geometry import text_lengths
 from orchmllm.plan.homes import example_bytes, feature_home

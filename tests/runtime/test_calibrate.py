@@ -10,10 +10,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from orchmllm.config.balance import BalanceConfig
 from orchmllm.config.recipe import RecipeError, load_recipe
 from orchmllm.plan.cost import CostModel
 from orchmllm.plan.fit_cost import Measured, fit_costs
-from orchmllm.plan.step import PHASES, BalanceConfig
+from orchmllm.plan.step import PHASES
 from orchmllm.trainer import Trainer
 from tests.lib.gradients import Case, all_gradients, reference_gradients, worst_difference
 from tests.lib.ranks import run_ranks

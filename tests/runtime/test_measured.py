@@ -9,8 +9,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from orchmllm.config.balance import BalanceConfig
 from orchmllm.models.phase_clock import PhaseClock
-from orchmllm.plan.step import BalanceConfig
 from orchmllm.trainer import Trainer
 from tests.lib.events import QueuedEvent
 from tests.lib.ranks import run_ranks

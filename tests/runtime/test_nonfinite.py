@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import pytest
 
+from orchmllm.config.balance import BalanceConfig
 from orchmllm.config.recipe import CheckpointConfig
-from orchmllm.plan.step import BalanceConfig
 from orchmllm.runtime.run_state import NonFiniteError
 from orchmllm.trainer import Trainer
 from tests.lib.ranks import RankFailure, run_ranks

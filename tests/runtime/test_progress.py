@@ -25,8 +25,8 @@ from pathlib import Path
 import pytest
 from jsonschema import Draft202012Validator
 
+from orchmllm.config.balance import BalanceConfig
 from orchmllm.config.recipe import RunConfig
-from orchmllm.plan.step import BalanceConfig
 from orchmllm.runtime import display as progress
 from orchmllm.runtime.display import RunDisplay
 from orchmllm.runtime.log_schema import ROW_SCHEMA

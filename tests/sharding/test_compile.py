@@ -15,12 +15,13 @@ import torch.distributed as dist
 from torch._dynamo.utils import counters
 
 from orchmllm.batch import SequenceLengths
+from orchmllm.config.balance import BalanceConfig
 from orchmllm.config.recipe import FsdpConfig
 from orchmllm.models import attention_op
 from orchmllm.models.attention import packed_attention
 from orchmllm.models.mllm import MultimodalModel
 from orchmllm.models.phase_clock import PhaseClock
-from orchmllm.plan.step import BalanceConfig, PhasePolicy
+from orchmllm.plan.step import PhasePolicy
 from orchmllm.runtime.health import HangWatchdog
 from orchmllm.sharding.compiled import check_compiles, compile_block
 from orchmllm.sharding.fsdp import stacks

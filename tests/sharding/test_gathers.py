@@ -10,8 +10,8 @@ import pytest
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
+from orchmllm.config.balance import BalanceConfig
 from orchmllm.config.recipe import FsdpConfig
-from orchmllm.plan.step import BalanceConfig
 from orchmllm.sharding.check import check_world
 from tests.lib.gathers import Gather, log_gathers
 from tests.lib.gradients import Case, step_gradients

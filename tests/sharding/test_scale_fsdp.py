@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 import torch
 
+from orchmllm.config.balance import BalanceConfig
 from orchmllm.config.recipe import FsdpConfig
 from orchmllm.models.llm import LossHead
 from orchmllm.models.mllm import MultimodalModel
-from orchmllm.plan.step import BalanceConfig, PhasePolicy
+from orchmllm.plan.step import PhasePolicy
 from orchmllm.sharding.fsdp import build_model
 from orchmllm.sharding.init import plain_name, seed_weights
 from tests.lib.gradients import Case, all_gradients, reference_gradients, worst_difference

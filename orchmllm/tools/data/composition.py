@@ -10,10 +10,11 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from orchmllm.config.recipe import Recipe, plan_spec
+from orchmllm.config.recipe import Recipe
 from orchmllm.data.formats.open import DataSource
 from orchmllm.data.index import LengthIndex, joined_layouts
 from orchmllm.data.sampler import make_sampler
+from orchmllm.models.flops import plan_spec
 from orchmllm.plan.layout import MODALITIES, BatchLayout
 from orchmllm.plan.step import PHASES, imbalance, plan_step
 

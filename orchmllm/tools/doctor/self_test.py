@@ -21,10 +21,11 @@ import torch
 import torch.distributed as dist
 
 from orchmllm.comm.exchange import exchange_group, exchange_rows
+from orchmllm.config.balance import BalanceConfig
 from orchmllm.config.recipe import CheckpointConfig, FsdpConfig, LaunchConfig, Recipe
 from orchmllm.launch import World, device_of
 from orchmllm.plan.rearrange import Rearrangement
-from orchmllm.plan.step import PHASES, BalanceConfig, PhasePolicy
+from orchmllm.plan.step import PHASES, PhasePolicy
 from orchmllm.sharding.init import plain_name
 from orchmllm.tools.doctor.synthetic import SyntheticDataset, recipe
 from orchmllm.train import run_rank

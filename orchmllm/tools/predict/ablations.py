@@ -12,8 +12,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from orchmllm.config.recipe import Recipe, plan_spec
-from orchmllm.plan.assign import PHASES, BalanceConfig, PhasePolicy
+from orchmllm.config.balance import BalanceConfig
+from orchmllm.config.recipe import Recipe
+from orchmllm.models.flops import plan_spec
+from orchmllm.plan.assign import PHASES, PhasePolicy
 from orchmllm.plan.layout import BatchLayout
 from orchmllm.plan.step import plan_step
 from orchmllm.sharding.check import check_world

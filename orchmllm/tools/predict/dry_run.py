@@ -19,9 +19,10 @@ from dataclasses import asdict, replace
 
 import numpy as np
 
-from orchmllm.config.recipe import Recipe, plan_spec
-from orchmllm.models.flops import padded_phases, step_flops
-from orchmllm.plan.assign import PHASES, BalanceConfig, PhasePolicy, PlanSpec
+from orchmllm.config.balance import BalanceConfig
+from orchmllm.config.recipe import Recipe
+from orchmllm.models.flops import padded_phases, plan_spec, step_flops
+from orchmllm.plan.assign import PHASES, PhasePolicy, PlanSpec
 from orchmllm.plan.balance import CapError
 from orchmllm.plan.layout import ENCODERS, BatchLayout
 from orchmllm.plan.step import StepPlan, imbalance, plan_step

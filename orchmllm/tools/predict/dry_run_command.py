@@ -11,8 +11,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from orchmllm.cli.options import cluster_of, cluster_options, in_one_line, recipe_parser
+from orchmllm.cli.options import in_one_line, recipe_parser
 from orchmllm.config.recipe import read_recipe
+from orchmllm.tools.predict.options import cluster_of, cluster_options
 from orchmllm.tools.predict.text import run
 
 

@@ -16,10 +16,11 @@ import time
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from orchmllm.cli.options import at_least, cluster_of, cluster_options, in_one_line, recipe_parser
+from orchmllm.cli.options import at_least, in_one_line, recipe_parser
 from orchmllm.config.recipe import read_recipe
 from orchmllm.plan.assign import PHASES
 from orchmllm.tools.predict.examples import examples_of
+from orchmllm.tools.predict.options import cluster_of, cluster_options
 from orchmllm.tools.predict.search import Found, Search, difference
 from orchmllm.tools.predict.text import gpu_text, unnamed_encoders
 

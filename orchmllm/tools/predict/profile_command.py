@@ -10,9 +10,10 @@ from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
 
-from orchmllm.cli.options import in_one_line, lengths_parser
+from orchmllm.cli.options import in_one_line
 from orchmllm.config.recipe import load_recipe
 from orchmllm.plan.assign import PHASES
+from orchmllm.tools.predict.options import lengths_parser
 
 SIZES = (1, 2, 4, 8)  # items of a measurement, each of --rows positions
 

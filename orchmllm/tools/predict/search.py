@@ -15,8 +15,8 @@ from itertools import product
 import numpy as np
 
 from orchmllm.config.fsdp import RESHARD
-from orchmllm.config.recipe import Recipe, plan_spec
-from orchmllm.models.flops import padded_phases
+from orchmllm.config.recipe import Recipe
+from orchmllm.models.flops import padded_phases, plan_spec
 from orchmllm.plan.assign import PHASES
 from orchmllm.plan.balance import CapError
 from orchmllm.plan.step import plan_step

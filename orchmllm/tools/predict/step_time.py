@@ -14,8 +14,8 @@ from math import gcd, log2
 
 import numpy as np
 
+from orchmllm.config.fsdp import DTYPE_BYTES
 from orchmllm.config.model import ModelConfig
-from orchmllm.config.recipe import DTYPE_BYTES
 from orchmllm.models.flops import (
     Lengths,
     item_rank,

@@ -20,11 +20,10 @@ PAPER_BATCHES = {3584: (75, 80), 5120: (50, 60), 8192: (25, 30)}
 
 
 def run(loaded: Loaded[Recipe], world_size: int, *, ablations: bool, json_path: Path | None,
-        hardware: Hardware | None = None, mix: str = "",
-        lengths: Path | None = None) -> int:
+        hardware: Hardware, mix: str, lengths: Path | None) -> int:
     """Exit code: 2 if the recipe does not fit, or cannot run on this world, as `train` itself
-    answers. world_size: 0 if nobody said how many ranks. hardware: an H100 if nobody says; mix,
-    lengths: see orchmllm.tools.predict.examples."""
+    answers. world_size: 0 if nobody said how many ranks. mix, lengths: see
+    orchmllm.tools.predict.examples."""
     from orchmllm.tools.predict.ablations import ablate
     from orchmllm.tools.predict.dry_run import dry_run
     from orchmllm.tools.predict.examples import examples_of
@@ -33,20 +32,20 @@ def run(loaded: Loaded[Recipe], world_size: int, *, ablations: bool, json_path: 
     try:
         if json_path and not json_path.parent.is_dir():  # before minutes of work
             raise ValueError(f"--json {json_path}: {json_path.parent} is no folder")
-        made, without = hardware or Hardware(), unnamed_encoders(loaded)
+        without = unnamed_encoders(loaded)
         # Ablations are the paper's, so are their lengths unless others are asked for.
         examples = examples_of(recipe, mix or "natural" * ablations, lengths, without)
         if ablations:
-            found = {"tables": [ablate(recipe, d, b, made, steps, examples)
+            found = {"tables": [ablate(recipe, d, b, hardware, steps, examples)
                                 for d, b, steps in _sizes(recipe, world_size)],
                      "lengths": examples.what}
             text = ablation_text(found)
         else:
             ranks, why = world_size, "--world-size"
             if not ranks:
-                ranks, why = default_world(recipe, made.ranks_per_node)
+                ranks, why = default_world(recipe, hardware.ranks_per_node)
                 why += "; --world-size N for others"
-            found = dry_run(recipe, ranks, made, without=without, examples=examples)
+            found = dry_run(recipe, ranks, hardware, without=without, examples=examples)
             text = dry_run_text(found | {"world_size_from": why})
         if json_path:
             json_path.write_text(json.dumps(found, indent=1), encoding="utf-8")

@@ -9,9 +9,11 @@ from functools import cache
 
 import pytest
 
-from orchmllm.config.recipe import load_recipe, plan_spec
+from orchmllm.config.balance import BalanceConfig
+from orchmllm.config.recipe import load_recipe
+from orchmllm.models.flops import plan_spec
 from orchmllm.models.gpus import GPUS, kind_of
-from orchmllm.plan.assign import PHASES, BalanceConfig, PhasePolicy
+from orchmllm.plan.assign import PHASES, PhasePolicy
 from orchmllm.plan.step import plan_step
 from orchmllm.tools.data.command import main as data_command
 from orchmllm.tools.predict.dry_run import dry_run

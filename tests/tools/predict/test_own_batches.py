@@ -8,17 +8,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from orchmllm.config.recipe import (
-    DataConfig,
-    FsdpConfig,
-    SourceConfig,
-    TrainConfig,
-    plan_spec,
-    to_yaml,
-)
+from orchmllm.config.recipe import DataConfig, FsdpConfig, SourceConfig, TrainConfig, to_yaml
 from orchmllm.data.formats.open import index_path
 from orchmllm.data.stream import open_dataset
-from orchmllm.models.flops import padded_phases
+from orchmllm.models.flops import padded_phases, plan_spec
 from orchmllm.papers.plan import main
 from orchmllm.plan.assign import PHASES
 from orchmllm.plan.step import plan_step

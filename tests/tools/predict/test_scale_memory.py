@@ -9,10 +9,11 @@ from itertools import product
 import numpy as np
 import pytest
 
+from orchmllm.config.balance import BalanceConfig
 from orchmllm.config.recipe import FsdpConfig
 from orchmllm.models.flops import item_rank, phase_lengths, phase_work
 from orchmllm.models.mllm import MultimodalModel
-from orchmllm.plan.assign import PHASES, BalanceConfig, PhasePolicy
+from orchmllm.plan.assign import PHASES, PhasePolicy
 from orchmllm.plan.step import plan_step
 from orchmllm.sharding.fits import decide, for_run, largest_fitting, scaled
 from orchmllm.sharding.memory import CHOICES, MemoryModel, choose_checkpointing, loads_of

@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 
 from orchmllm.cli import dispatch
+from orchmllm.config.balance import BalanceConfig
 from orchmllm.config.recipe import RunConfig
-from orchmllm.plan.step import PHASES, BalanceConfig
+from orchmllm.plan.step import PHASES
 from orchmllm.runtime.gain import Gain
 from orchmllm.tools.report.log import read_run
 from orchmllm.tools.report.svg import MAX_POINTS, number, thin

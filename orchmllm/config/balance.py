@@ -1,0 +1,114 @@
+"""Section of a recipe on which rank processes what."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from orchmllm.config.schema import Conflict, key, section
+from orchmllm.plan.assign import DISPATCHES, NODE_BLIND, BalancePolicy, PhasePolicy
+from orchmllm.plan.balance import DEFAULT_TOLERANCE, OPTIONS, POLICIES, RENAMED
+from orchmllm.plan.nodewise import OBJECTIVES, SOLVERS
+
+SOLVER_PACKAGES = {"cbc": ("cvxpy", "cylp"), "highs": ("cvxpy", "highspy")}
+
+
+@dataclass(frozen=True)
+class PhaseConfig(PhasePolicy):
+    """How one phase is balanced."""
+
+    policy: str = key("least_move", "Which algorithm chooses the ranks; see orchmllm.plan.balance.",
+                      choices=POLICIES, renamed=RENAMED)
+    tolerance: float = key(
+        DEFAULT_TOLERANCE, "Allowed excess of the largest load over its lower bound (0.005: half a "
+        "percent), for policies that trade balance for movement; others ignore the default.",
+        at_least=0, at_most=1)
+    max_rank_tokens: int = key(
+        0, "Hard cap of a rank's positions (activation memory); 0: none.", at_least=0)
+    nodewise: bool = key(
+        False, "Permute the finished batches over the ranks to spare the network between nodes "
+        "(OrchMLLM Algorithm 3), for policies that ignore nodes.")
+
+    def conflicts(self) -> Iterator[Conflict]:
+        """What the policy would have to ignore."""
+        honoured = OPTIONS[self.policy]
+        if self.sets_tolerance and "tolerance" not in honoured:
+            yield Conflict(("tolerance", "policy"),
+                           f"policy {self.policy!r} has no tolerance: leave it out")
+        if self.max_rank_tokens and "max_rank_tokens" not in honoured:
+            yield Conflict(("max_rank_tokens", "policy"),
+                           f"policy {self.policy!r} has no token cap: set it to 0")
+        if self.nodewise and self.policy not in NODE_BLIND:
+            yield Conflict(("nodewise", "policy"),
+                           f"policy {self.policy!r} knows nodes already: set it to false")
+
+
+@dataclass(frozen=True)
+class BalanceConfig(BalancePolicy):
+    """Which rank processes what, phase by phase."""
+
+    enabled: bool = key(True, "false runs the sampled mini-batches as they are (policy `none` "
+                        "everywhere).")
+    dispatch: str = key(
+        "tensors", "How inputs reach the rank that processes them: `tensors` moves decoded rows by "
+        "all-to-all, `bytes` encoded media (in the prefetch thread, to be decoded there), `load` "
+        "lets each rank read what it will process.", choices=DISPATCHES)
+    group: str = key(
+        "world", "Ranks that balance with each other: all, or those of a `shard` (hybrid "
+        "sharding's fsdp.shard_size), which nothing leaves then.", choices=("world", "shard"))
+    exchange: str = key(
+        "flat", "How rows travel: `flat` from rank to rank, `two_hop` between equal places of the "
+        "nodes, then inside the node.", choices=("flat", "two_hop"))
+    min_gain: float = key(
+        0.0, "Steps that balancing is predicted to shorten by less run as sampled (0.02: 2%).",
+        at_least=0, below=1)
+    ranks_per_node: int = key(0, "Ranks that share a node; 0 takes the launcher's "
+                              "LOCAL_WORLD_SIZE.", at_least=0)
+    whole_examples: bool = key(
+        False, "Move whole examples by the total cost of their phases with the LLM's policy, as "
+        "balancing before sampling would; the encoder phases then stay unbalanced (a baseline).")
+    calibrate_steps: int = key(
+        0, "Fit the cost of a position and of a pair of positions to the phase times of so many "
+        "steps (after a first one), from then on and in checkpoints; 0: as derived from the "
+        "model.", at_least=0, aliases=("fit_steps",))
+    nodewise_solver: str = key(
+        "search", "How the permutation of `nodewise` is found: `search`, or the paper's integer "
+        "program by `cbc` or `highs` (pip install cvxpy highspy cylp), solved on one rank and sent "
+        "to all.", choices=SOLVERS)
+    nodewise_objective: str = key(
+        "send", "What it keeps low: what the busiest rank sends to other nodes, or the larger of "
+        "what it sends and receives.", choices=OBJECTIVES)
+    nodewise_limit_s: float = key(
+        60.0, "Seconds for each integer program; the best permutation found by then is used, and "
+        "none found is an error.", above=0, at_most=86400)
+    vision: PhaseConfig = section(PhaseConfig)
+    audio: PhaseConfig = section(PhaseConfig)
+    llm: PhaseConfig = section(PhaseConfig)
+
+    @property
+    def num_programs(self) -> int:
+        """Integer programs of a microbatch."""
+        if self.nodewise_solver == "search" or not self.enabled:
+            return 0
+        phases = (self.llm,) if self.whole_examples else (self.vision, self.audio, self.llm)
+        return sum(phase.nodewise for phase in phases)
+
+    def conflicts(self) -> Iterator[Conflict]:
+        """balance.nodewise_solver: its packages are installed, some phase has `nodewise`, and
+        balance.group is world; balance.calibrate_steps needs balance.enabled."""
+        if self.calibrate_steps and not self.enabled:
+            yield Conflict(("calibrate_steps", "enabled"), "nothing is balanced: set it to 0")
+        if self.nodewise_solver == "search":
+            return
+        if not self.num_programs:
+            yield Conflict(("nodewise_solver",), "nothing would be solved: set nodewise of a phase "
+                           "to true, or use search")
+        if self.group != "world":
+            yield Conflict(("nodewise_solver", "group"), "one rank would solve for all shards, one "
+                           "after the other: set balance.group to world, or use search")
+        missing = [p for p in SOLVER_PACKAGES[self.nodewise_solver]
+                   if importlib.util.find_spec(p) is None]
+        if missing:
+            yield Conflict(("nodewise_solver",), f"needs {' and '.join(missing)}: "
+                           f"pip install {' '.join(missing)}, or use search")

@@ -1,0 +1,49 @@
+"""Options of commands that predict: where lengths come from, and the cluster."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from orchmllm.cli.options import add_options, add_overrides, command_parser
+from orchmllm.models.gpus import GPUS
+from orchmllm.tools.predict.hardware import Hardware, cluster
+from orchmllm.tools.predict.workload import MIXES
+
+
+def lengths_parser(name: str, text: str, options: Sequence[tuple],
+                   what: Sequence[str] = ()) -> argparse.ArgumentParser:
+    """A parser of `orchmllm NAME [WHAT] --recipe R [--mix MIX] [section.key=value ...]`. options:
+    see add_options."""
+    made = command_parser(name, text, options)
+    if what:
+        made.add_argument("what", choices=what, metavar="WHAT", help=", ".join(what))
+    made.add_argument("--recipe", required=True, help="YAML file; data, model and train are used")
+    made.add_argument("--mix", choices=MIXES, help="drawn lengths instead of the recipe's data")
+    add_overrides(made)
+    return made
+
+
+def cluster_options(parser: argparse.ArgumentParser) -> None:
+    """Adds what `cluster_of` reads, --mix and --lengths."""
+    add_options(parser, (
+        ("--gpu", "h100-sxm", f"of the data sheets: {', '.join(GPUS)}"),
+        ("--network", 400.0, "Gbit/s of each GPU between nodes"),
+        ("--gpus-per-node", 8, "of the cluster")))
+    add_options(parser.add_mutually_exclusive_group(), (
+        ("--efficiency", 0.0, "share of the peak that products reach, attention two thirds of it; "
+         "0: products 0.6, attention 0.4"),
+        ("--measured", Path, "shares measured by scripts/bench_gpu.py --out FILE")))
+    lengths = parser.add_mutually_exclusive_group()
+    lengths.add_argument("--mix", choices=MIXES, default="",
+                         help="drawn lengths instead of the recipe's data")
+    add_options(lengths, (("--lengths", Path, "lengths of a file, a line an example: "
+                           '{"images": [[width, height]], "audio_s": [seconds], '
+                           '"text_tokens": n}'),))
+
+
+def cluster_of(args: argparse.Namespace) -> Hardware:
+    """The hardware of the options. Raises ValueError."""
+    return cluster(args.gpu, gbit=args.network, per_node=args.gpus_per_node,
+                   efficiency=args.efficiency, measured=args.measured)
