@@ -11,10 +11,10 @@ import sys
 import numpy as np
 
 from orchmllm.papers import disttrain, omnibal
+from orchmllm.papers.grouping import isf
 from orchmllm.papers.pipeline import search_order
 from orchmllm.papers.split import split_layers
 from orchmllm.plan.balance import core
-from orchmllm.plan.grouping import isf
 
 
 def rows():

@@ -13,11 +13,11 @@ import numpy as np
 from orchmllm.config.model import LLMConfig, ModelConfig, VisionConfig
 from orchmllm.models.gpus import GPUS
 from orchmllm.papers.advice import ratio, rows
+from orchmllm.papers.grouping import intra_reorder
 from orchmllm.papers.pipeline import inter_reorder, search_order, simulate
 from orchmllm.papers.profiles import ModuleProfile, analytic_profiles, state_of, with_frozen
 from orchmllm.papers.units import UnitsPlan, plan_units
 from orchmllm.plan.balance import core
-from orchmllm.plan.grouping import intra_reorder
 from orchmllm.tools.predict.hardware import Hardware
 
 A800 = Hardware("A800, 8 a node, 4 x 200 Gbit/s per node", network_bandwidth=12.5e9,

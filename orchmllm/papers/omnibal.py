@@ -8,10 +8,11 @@ import numpy as np
 
 from orchmllm.config.model import LLMConfig, ModelConfig, VisionConfig
 from orchmllm.models.flops import Lengths, phase_work
+from orchmllm.papers import grouping
 from orchmllm.papers.disttrain import Line, seconds
+from orchmllm.papers.grouping import bias, isf
 from orchmllm.papers.split import Split, split_layers
-from orchmllm.plan import grouping
-from orchmllm.plan.grouping import Groups, bias, isf
+from orchmllm.plan.grouping import Groups
 from orchmllm.tools.predict.workload import sample_headers
 
 RANKS, TILE, LLM_TILE, TEXT = 16, 1025, 256, 3500  # ranks; ViT and LLM tokens of a tile; Qt used

@@ -16,9 +16,10 @@ from orchmllm.config.balance import BalanceConfig
 from orchmllm.config.model import ModelConfig
 from orchmllm.config.recipe import FsdpConfig, Recipe
 from orchmllm.models.flops import plan_spec
-from orchmllm.plan import grouping
+from orchmllm.papers import grouping
+from orchmllm.papers.grouping import intra_reorder
 from orchmllm.plan.assign import PHASES, PhasePolicy, PlanSpec, example_costs
-from orchmllm.plan.grouping import Groups, intra_reorder
+from orchmllm.plan.grouping import Groups
 from orchmllm.plan.layout import ENCODERS, BatchLayout
 from orchmllm.plan.rearrange import ranges
 from orchmllm.plan.step import StepPlan, build_plan, plan_step

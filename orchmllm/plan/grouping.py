@@ -1,14 +1,13 @@
-"""Mini-batches formed before sampling (OmniBal 4.1 and the baselines of its Table 3), and the
-reordering of a global batch (DistTrain 6.1). Each is a pure function of lengths and a seed."""
+"""Mini-batches formed before sampling, below caps (OmniBal 4.1): a pure function of lengths and a
+seed."""
 
 from __future__ import annotations
 
-import heapq
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
-from orchmllm.plan.balance import as_int64, core
+from orchmllm.plan.balance import as_int64
 
 
 @dataclass(frozen=True)
@@ -38,54 +37,13 @@ class Groups:
         return np.maximum.reduceat(np.asarray(values)[self.index], self.offsets[:-1])
 
 
-def _groups(index: list[np.ndarray], sizes: list[np.ndarray], n: int) -> Groups:
-    """Groups of these sizes, one after the other, out of n items."""
+def groups_of(index: list[np.ndarray], sizes: list[np.ndarray], n: int) -> Groups:
+    """Groups of these sizes, one after the other, out of n items. index, sizes: of
+    (items,) and (groups,) arrays, joined."""
     index, sizes = (np.concatenate([np.zeros(0, np.int64), *x]) for x in (index, sizes))
     left = np.ones(n, bool)
     left[index] = False
     return Groups(index, np.concatenate([[0], np.cumsum(sizes)]), np.flatnonzero(left))
-
-
-def fixed(order: np.ndarray, batch: int) -> Groups:
-    """Groups of `batch` consecutive items of an order; a last incomplete group is dropped. order:
-    (n,)."""
-    batch = _at_least_1("batch", batch)
-    count = len(order) // batch
-    return _groups([order[:count * batch]], [np.full(count, batch)], len(order))
-
-
-def random_groups(n: int, batch: int, seed: int) -> Groups:
-    """Groups of `batch` items sampled at random: plain sampling."""
-    return fixed(np.random.default_rng(seed).permutation(n), batch)
-
-
-def _windows(lengths: np.ndarray, window: int, rng: np.random.Generator) -> list[np.ndarray]:
-    """A random order cut into windows, each sorted by length."""
-    order = rng.permutation(len(lengths))
-    return [part[np.argsort(lengths[part], kind="stable")]
-            for part in np.split(order, range(_at_least_1("window", window), len(order), window))]
-
-
-def length_group(lengths: np.ndarray, batch: int, *, window: int, seed: int) -> Groups:
-    """Groups of similar lengths: random windows, sorted, cut into batches, in random order.
-    lengths: (n,)."""
-    rng = np.random.default_rng(seed)
-    made = fixed(np.concatenate(_windows(as_int64("lengths", lengths), window, rng)), batch)
-    return replace(made, index=made.index.reshape(-1, batch)[
-        rng.permutation(len(made))].ravel())
-
-
-def device_group(lengths: np.ndarray, batch: int, *, num_ranks: int, window: int,
-                 seed: int) -> Groups:
-    """Groups that are alike across ranks: num_ranks items of neighbouring lengths go to one rank
-    each, and a step has `batch` such rows. Groups [t * num_ranks, ...) are step t. lengths: (n,).
-    """
-    rng = np.random.default_rng(seed)
-    order = np.concatenate(_windows(as_int64("lengths", lengths), window, rng))
-    rows = order[:len(order) // num_ranks * num_ranks].reshape(-1, num_ranks)
-    rows = rng.permuted(rng.permutation(rows), axis=1)
-    steps = rows[:len(rows) // batch * batch].reshape(-1, batch, num_ranks).swapaxes(1, 2)
-    return _groups([steps.ravel()], [np.full(steps.size // batch, batch)], len(order))
 
 
 def capped(images: np.ndarray, tokens: np.ndarray, *, max_images: int, max_tokens: int,
@@ -93,9 +51,9 @@ def capped(images: np.ndarray, tokens: np.ndarray, *, max_images: int, max_token
     """Groups below both caps by best fit: each starts with the item that has waited longest and
     takes the fullest one that fits from a window of items in random order. An item above a cap is a
     group of its own. Nothing is dropped. images, tokens: (n,)."""
-    size = _sizes(images, tokens, max_images, max_tokens)
+    size = shares_of_caps(images, tokens, max_images, max_tokens)
     order = np.random.default_rng(seed).permutation(len(size))
-    parts, at = [], min(_at_least_1("window", window), len(order))
+    parts, at = [], min(at_least_1("window", window), len(order))
     waiting = order[:at]
     while len(waiting):
         chosen, left, right = [0], *size[waiting].T  # of the two caps
@@ -112,126 +70,20 @@ def capped(images: np.ndarray, tokens: np.ndarray, *, max_images: int, max_token
         rest = np.delete(waiting, chosen)
         waiting = np.concatenate([rest, order[at:at + len(chosen)]])
         at += len(chosen)
-    return _groups(parts, [np.array([len(part) for part in parts], np.int64)], len(size))
+    return groups_of(parts, [np.array([len(part) for part in parts], np.int64)], len(size))
 
 
-def isf(images: np.ndarray, tokens: np.ndarray, *, max_images: int, max_tokens: int,
-        min_images: int | None = None, min_tokens: int | None = None, rounds: int = 10,
-        leftovers: str = "pack", seed: int = 0) -> Groups:
-    """OmniBal's Algorithm 1, iterative sampling and filtering: per round, items in random order
-    fill a group until one more would exceed a cap; groups with min_images or min_tokens are kept
-    (by default max_images and max_tokens - 128), the others' items try again, as do those of the
-    last group, which was never completed. An item above a cap is a group of its own.
-
-    leftovers: what no round placed: `pack` into groups below the caps, or `drop` as the paper does,
-    which is a bias (`bias` reports it). Raises ValueError for malformed input. images, tokens:
-    (n,)."""
-    if leftovers not in ("pack", "drop"):
-        raise ValueError(f"leftovers must be pack or drop, got {leftovers!r}")
-    _sizes(images, tokens, max_images, max_tokens)  # raises for malformed input
-    images, tokens = (np.asarray(x, np.int64) for x in (images, tokens))
-    min_images = max_images if min_images is None else min_images
-    min_tokens = max_tokens - 128 if min_tokens is None else min_tokens
-    rng, left = np.random.default_rng(seed), np.arange(len(images))
-    index, sizes = [], []
-    for _ in range(rounds if len(left) else 0):
-        left = rng.permutation(left)
-        starts = np.array(_next_fit(images[left], tokens[left], max_images, max_tokens))
-        sums = [np.add.reduceat(x[left], starts) for x in (images, tokens)]
-        kept = (sums[0] >= min_images) | (sums[1] >= min_tokens)
-        kept[-1] = False  # the last group was never completed
-        size = np.diff(np.append(starts, len(left)))
-        mine = np.repeat(kept, size)
-        index.append(left[mine])
-        sizes.append(size[kept])
-        left = left[~mine]
-        if not len(left):
-            break
-    if leftovers == "pack" and len(left):
-        rest = capped(images[left], tokens[left], max_images=max_images, max_tokens=max_tokens,
-                      window=min(len(left), 256), seed=seed)
-        index.append(left[rest.index])
-        sizes.append(rest.sizes)
-    return _groups(index, sizes, len(images))
-
-
-def _next_fit(images: np.ndarray, tokens: np.ndarray, max_images: int,
-              max_tokens: int) -> list[int]:
-    """First items of the groups that a single pass makes: each takes items while both sums fit."""
-    n = len(images)
-    ends = np.full(n, n)
-    for values, cap in ((images, max_images), (tokens, max_tokens)):
-        total = np.concatenate([[0], np.cumsum(values)])
-        np.minimum(ends, np.searchsorted(total, total[:-1] + cap, side="right") - 1, out=ends)
-    following = np.maximum(ends, np.arange(n) + 1).tolist()
-    starts, at = [], 0
-    while at < n:
-        starts.append(at)
-        at = following[at]
-    return starts
-
-
-def bias(groups: Groups, values: np.ndarray) -> tuple[float, float, float]:
-    """(share of items dropped, their mean value, the mean value of all items)."""
-    values = np.asarray(values, float)
-    dropped = values[groups.dropped]
-    return (len(dropped) / max(len(values), 1),
-            float(dropped.mean()) if len(dropped) else float("nan"), float(values.mean()))
-
-
-def intra_reorder(sizes: np.ndarray, num_groups: int, *, descending: bool = False,
-                  equal_counts: bool = False) -> np.ndarray:
-    """(n,) data-parallel group of each sample by DistTrain's Algorithm 2: sorted by size, each to
-    the group with the least load. As printed it sorts ascending, which is no 4/3 approximation.
-
-    equal_counts: round by round, the larger samples of a round to the lighter groups, so that
-    counts differ by one at most (sequences of a fixed length need it); implies descending."""
-    sizes = as_int64("sizes", sizes)
-    group = np.zeros(len(sizes), np.int64)
-    if equal_counts:
-        order, load = np.argsort(-sizes, kind="stable"), np.zeros(num_groups, np.int64)
-        for k in range(0, len(order), num_groups):
-            items = order[k:k + num_groups]
-            lightest = np.argsort(load, kind="stable")[:len(items)]
-            group[items] = lightest
-            load[lightest] += sizes[items]
-        return group
-    if descending:
-        return core().greedy(sizes, group, num_groups)
-    heap = [(0, g) for g in range(num_groups)]
-    for item in np.argsort(sizes, kind="stable").tolist():
-        load, g = heap[0]
-        group[item] = g
-        heapq.heapreplace(heap, (load + int(sizes[item]), g))
-    return group
-
-
-def pad_ratio(lengths: np.ndarray, groups: Groups) -> float:
-    """OmniBal's eq. 1, averaged over mini-batches: share of a padded mini-batch that is padding.
-    lengths: (n,)."""
-    longest = groups.largest(lengths) * groups.sizes
-    return float(np.mean(1 - groups.sums(lengths) / np.maximum(longest, 1) - (longest == 0)))
-
-
-def dist_ratio(totals: np.ndarray, num_ranks: int) -> float:
-    """OmniBal's eq. 2, averaged over steps: idle share of num_ranks ranks that wait for the fullest
-    of them. totals (k,): of each mini-batch; consecutive ones form a step, the rest is left out.
-    A step without any work counts 0."""
-    steps = np.asarray(totals, float)[:len(totals) // num_ranks * num_ranks].reshape(-1, num_ranks)
-    most = steps.max(axis=1)
-    return float(np.mean(np.where(most > 0, 1 - steps.mean(axis=1) / np.maximum(most, 1e-300), 0)))
-
-
-def _at_least_1(name: str, value: int) -> int:
+def at_least_1(name: str, value: int) -> int:
+    """The value. Raises ValueError naming it where it is below 1."""
     if value < 1:
         raise ValueError(f"{name} = {value} must be >= 1")
     return value
 
 
-def _sizes(images: np.ndarray, tokens: np.ndarray, max_images: int,
+def shares_of_caps(images: np.ndarray, tokens: np.ndarray, max_images: int,
            max_tokens: int) -> np.ndarray:
     """(n, 2) sizes as shares of the caps, checked."""
     images = as_int64("images", images)
     tokens = as_int64("tokens", tokens, len(images))
-    caps = [_at_least_1("max_images", max_images), _at_least_1("max_tokens", max_tokens)]
+    caps = [at_least_1("max_images", max_images), at_least_1("max_tokens", max_tokens)]
     return np.stack([images, tokens], axis=1) / caps

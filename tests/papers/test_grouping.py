@@ -5,9 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from orchmllm.plan.grouping import (
+from orchmllm.papers.grouping import (
     bias,
-    capped,
     device_group,
     dist_ratio,
     fixed,
@@ -17,6 +16,7 @@ from orchmllm.plan.grouping import (
     pad_ratio,
     random_groups,
 )
+from orchmllm.plan.grouping import capped
 
 CAPS = {"max_images": 9, "max_tokens": 4096}
 

@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
+from orchmllm.config.balance import PhaseConfig
 from orchmllm.config.model import ModelConfig
 from orchmllm.loader.setup import make_spec
 from orchmllm.models.flops import cost_model
-from orchmllm.plan.assign import PhasePolicy
 from orchmllm.plan.balance import DEFAULT_TOLERANCE, balance, core
 from orchmllm.plan.cost import CostModel
 from tests.twins import core as reference
@@ -41,11 +41,11 @@ def test_default_tolerance_is_half_a_percent() -> None:
     default, half, none = (balance(weight, num_ranks=32, policy="least_move", **given)
                            for given in ({}, {"tolerance": .005}, {"tolerance": 0.}))
     assert np.array_equal(default, half) and not np.array_equal(default, none)
-    assert PhasePolicy().tolerance == DEFAULT_TOLERANCE == .005
+    assert PhaseConfig().tolerance == DEFAULT_TOLERANCE == .005
     spec, _ = make_spec(None, "least_move", None, 0, 8, "load", 0.0, "flat")
     assert spec.balance.llm.tolerance == .005
-    assert list(PhasePolicy("greedy").conflicts()) == []
-    assert len(list(PhasePolicy("greedy", tolerance=.1).conflicts())) == 1
+    assert list(PhaseConfig("greedy").conflicts()) == []
+    assert len(list(PhaseConfig("greedy", tolerance=.1).conflicts())) == 1
 
 
 def test_greedy_balances_cost() -> None:
