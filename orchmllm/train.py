@@ -92,7 +92,7 @@ def run_rank(recipe: Recipe, world: launch.World, work: Callable[[HangWatchdog],
             launch.report_failure(f"error: {problem}")
             return 2
         watch = HangWatchdog(
-            store, world.rank, world.world_size, folder=Path(recipe.run.dir) / "hang",
+            store, world.rank, world.world_size, folder=recipe.run.folder / "hang",
             stall_timeout_s=recipe.launch.stall_timeout_s, exit_now=launch.exit_now)
         try:
             work(watch)
@@ -137,20 +137,20 @@ def _start_problems(
     weights. starts: this process starts the ranks, else `expected` are started elsewhere.
     machine: also what this machine lacks for it."""
     from orchmllm.hf.sources import find_sources
-    from orchmllm.sharding.check import checkpoint_bytes
+    from orchmllm.sharding.units import checkpoint_bytes
 
     checks = [lambda: find_sources(recipe.model),
               lambda: _check_ranks(recipe, world, expected, starts)]
     if machine:
         checks += [check for _, check in preflight.checks(recipe, checkpoint_bytes(recipe))]
     if machine and world is None:
-        checks.insert(0, lambda: check_folder(Path(recipe.run.dir)))
+        checks.insert(0, lambda: check_folder(recipe.run.folder))
     return preflight.problems(checks)
 
 
 def _check_ranks(recipe: Recipe, world: launch.World | None, expected: int, starts: bool) -> None:
     """Raises ValueError if the recipe cannot run on so many ranks."""
-    from orchmllm.sharding.check import check_world
+    from orchmllm.config.job import check_world, resolve
 
     ranks = world.world_size if world else (
         not starts and expected or recipe.launch.nproc_per_node or expected)
@@ -158,7 +158,7 @@ def _check_ranks(recipe: Recipe, world: launch.World | None, expected: int, star
         raise ValueError(f"--world-size {expected}, but there are {ranks} ranks: start {expected} "
                          "or drop the flag")
     if ranks:
-        check_world(recipe, ranks, world.local_world_size if world else 1)
+        check_world(resolve(recipe, ranks, world.local_world_size if world else 1))
 
 
 def _announcement(recipe: Recipe, world: launch.World | None) -> str:
@@ -213,7 +213,7 @@ def main(argv: list[str]) -> int:
         finally:
             trainer.close()
 
-    return run_rank(recipe, world, work, Path(recipe.run.dir))
+    return run_rank(recipe, world, work, recipe.run.folder)
 
 
 if __name__ == "__main__":

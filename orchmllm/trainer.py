@@ -6,12 +6,12 @@ import math
 import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from orchmllm.comm.exchange import RowGather, exchange_group, gather_scalars
+from orchmllm.config.job import resolve
 from orchmllm.config.recipe import Recipe
 from orchmllm.data.dataset import ConversationDataset
 from orchmllm.data.loading.preprocess_handshake import servers_of
@@ -65,7 +65,8 @@ class Trainer:
         self.dataset = dataset if dataset is not None else build_dataset(recipe)
         self.servers = servers_of(recipe.data)
         self.train_rows, self.validation_rows = self.dataset.split(recipe.data.num_validation)
-        spec = plan_spec(recipe, world.local_world_size)
+        job = resolve(recipe, world.world_size, world.local_world_size)
+        spec = plan_spec(job)
         group = exchange_group(self.device, recipe.launch.timeout_s)
         self.orchestrator, self._validation = build_orchestrators(
             recipe, spec, world.world_size, self.device, count=2, device_group=group)
@@ -89,15 +90,14 @@ class Trainer:
         if not self.parts:
             raise ValueError("model.*.frozen: every submodule is frozen, nothing would be trained")
         self.optimizer = make_optimizer(self.model, train)
-        self.progress = Progress(global_batch_size=train.global_batch_size or (
-            train.batch_size * train.accumulation_steps * world.world_size))
+        self.progress = Progress(global_batch_size=job.global_batch_size)
         self.checkpointer = RunCheckpoints(
-            recipe, RowGather(spec.ranks_per_node, recipe.launch.timeout_s), self.dataset,
+            job, RowGather(spec.ranks_per_node, recipe.launch.timeout_s), self.dataset,
             self.optimizer, partial(state_tensors, self.model, self.optimizer), self._say)
         self.stop = StopSignal(watch and watch.folder_taken)
         self._log: MetricsLog | None = None
         self._rows: list[dict] | None = None
-        self.profiler = StepProfiler(recipe.profile, Path(recipe.run.dir) / "profile", world.rank)
+        self.profiler = StepProfiler(recipe.profile, recipe.run.folder / "profile", world.rank)
         self.incidents = Incidents(recipe, writes=world.rank == 0, say=self._say)
         self._ahead = 0  # steps that may be planned beyond the current one
 
@@ -152,7 +152,7 @@ class Trainer:
         """To the last step, or back to a checkpoint before a step that is not finite."""
         for step in self.loader():
             self.profiler.before(step.index)
-            with explained_oom(step, self.world.rank, Path(self.recipe.run.dir) / "oom"):
+            with explained_oom(step, self.world.rank, self.recipe.run.folder / "oom"):
                 row = self._emit(self.train_step(step))
             if trace := self.profiler.after(step.index):
                 self._say(f"profile of steps {self.recipe.profile.steps}: {trace}")

@@ -36,6 +36,7 @@ from pathlib import Path
 
 import numpy as np
 
+from orchmllm.config.job import resolve
 from orchmllm.config.recipe import load_recipe
 from orchmllm.models.flops import plan_spec
 from orchmllm.plan import assign as phases
@@ -152,7 +153,8 @@ class Recorder:
 
 
 def spec_of(recipe: str, dispatch: str) -> PlanSpec:
-    spec = plan_spec(load_recipe(RECIPES / f"{recipe.replace('tokens', 'mllm84b')}.yaml"), NODE)
+    spec = plan_spec(resolve(
+        load_recipe(RECIPES / f"{recipe.replace('tokens', 'mllm84b')}.yaml"), NODE, NODE))
     every = {phase: PhasePolicy("least_move") for phase in PHASES}
     spec = replace(spec, balance=replace(spec.balance, dispatch=dispatch, **every))
     if recipe == "tokens":

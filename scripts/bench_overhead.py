@@ -31,7 +31,8 @@ import numpy as np
 
 from orchmllm.config import recipe as config
 from orchmllm.config.balance import BalanceConfig
-from orchmllm.models.flops import cost_model
+from orchmllm.config.job import resolve
+from orchmllm.models.flops import cost_model, plan_spec
 from orchmllm.plan.assign import PHASES, PhasePolicy, PlanSpec, assign_phases
 from orchmllm.plan.balance import core
 from orchmllm.plan.layout import BatchLayout
@@ -60,7 +61,7 @@ def scheme(name: str, tolerance: float) -> BalanceConfig:
     return BalanceConfig(whole_examples=name == "whole", vision=vision, audio=audio, llm=llm)
 
 
-def plan_spec(model: str, balance: BalanceConfig) -> PlanSpec:
+def table_spec(model: str, balance: BalanceConfig) -> PlanSpec:
     """bf16 features, uint8 patches and fp32 mel frames; 8 ranks per node."""
     config = MODELS[model]
     return PlanSpec(
@@ -173,8 +174,8 @@ def main() -> None:
         layout = draw(ranks)
         for name in policies:
             balance = recipe.balance if name == "recipe" else scheme(name, args.tolerance)
-            spec = (replace(config.plan_spec(recipe, 8), balance=balance) if recipe
-                    else plan_spec(args.model, balance))
+            spec = (replace(plan_spec(resolve(recipe, 8, 8)), balance=balance) if recipe
+                    else table_spec(args.model, balance))
             times, plan = measure_time(layout, spec, args.repeats)
             row = {"ranks": ranks, "scheme": name, "gather_bytes": layout.to_payload().nbytes,
                    "paper_ms": PAPER_MS.get(ranks), "times": times, **measure_plan(plan),

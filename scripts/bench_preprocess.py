@@ -25,6 +25,7 @@ import torch.distributed as dist
 from PIL import Image
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
+from orchmllm.config.job import resolve
 from orchmllm.config.recipe import load_recipe
 from orchmllm.data.loading.preprocess_handshake import servers_of
 from orchmllm.data.loading.step_loader import StepLoader
@@ -60,7 +61,8 @@ def measure(recipe, args: argparse.Namespace, prefetch: int) -> tuple[list[float
     """(seconds waited by step, CPU seconds of this process a step, examples by where)."""
     dataset = build_dataset(recipe)
     rows, _ = dataset.split(0)
-    [orchestrator] = build_orchestrators(recipe, plan_spec(recipe, 1), 1, torch.device("cpu"),
+    [orchestrator] = build_orchestrators(recipe, plan_spec(resolve(recipe, 1, 1)), 1,
+                                         torch.device("cpu"),
                                          count=1)
     sampler = make_sampler(dataset, rows, args.images, seed=0)
     loader = StepLoader(dataset, sampler, orchestrator, num_steps=args.steps, prefetch=prefetch,

@@ -19,6 +19,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+from orchmllm.config.job import resolve
 from orchmllm.config.recipe import Recipe, load_recipe
 from orchmllm.data.formats.open import index_path
 from orchmllm.data.sampler import GlobalSampler
@@ -52,7 +53,8 @@ def predicted(recipe: Recipe, ranks: int, steps: int) -> dict[str, float]:
         layout = BatchLayout.from_examples([index.layout(*[sampler.batch(step)] * 2)],
                                            [batch] * ranks)
         for name in found:
-            plan = plan_step(layout, plan_spec(variant(recipe, name == "on"), 2))
+            plan = plan_step(layout, plan_spec(resolve(
+                variant(recipe, name == "on"), layout.num_ranks, 2)))
             work = work_of(plan, recipe.model)
             found[name] += sum(float(sum(rank_seconds(
                 work, p, Hardware(), recipe.fsdp.checkpointing(p))).max()) for p in PHASES)

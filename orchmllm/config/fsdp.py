@@ -58,6 +58,11 @@ class FsdpConfig:
                              choices=("", *DTYPE_BYTES),
                              aliases=("dtype", "bf16", "mixed_precision"))
 
+    @property
+    def forward_dtype(self) -> str:
+        """Name of the dtype of forward and backward."""
+        return self.compute_dtype or self.param_dtype
+
     def reshard(self, phase: str) -> str:
         """What is freed between forward and backward in `vision`, `audio` or `llm`: full, node or
         none."""

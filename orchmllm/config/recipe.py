@@ -47,6 +47,11 @@ class RunConfig:
         False, "Resume although the data is not what the checkpoint saw.")
     tensorboard: bool = key(False, "Also write scalars for TensorBoard to run.dir/tensorboard.")
 
+    @property
+    def folder(self) -> Path:
+        """`dir` as a path."""
+        return Path(self.dir)
+
     def conflicts(self) -> Iterator[Conflict]:
         """run.resume: a path has to exist; run.dir cannot be empty; run.tensorboard: its package is
         installed."""

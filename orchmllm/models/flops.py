@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from orchmllm.config.fsdp import DTYPE_BYTES
+from orchmllm.config.job import Job
 from orchmllm.config.model import AudioConfig, LLMConfig, ModelConfig, VisionConfig
-from orchmllm.config.recipe import Recipe
 from orchmllm.models.gpus import GPUS, kind_of
 from orchmllm.plan.assign import PHASES, PlanSpec
 from orchmllm.plan.cost import CostModel
@@ -217,14 +217,12 @@ def tokens_per_gpu(layout: BatchLayout, seconds: float) -> float:
     return float(layout.num_tokens.sum()) / seconds / layout.num_ranks
 
 
-def plan_spec(recipe: Recipe, ranks_per_node: int) -> PlanSpec:
-    """What the planner has to know of the recipe and the cluster. ranks_per_node: of the launcher,
-    where the recipe does not say it."""
-    model, compute = recipe.model, recipe.fsdp.compute_dtype or recipe.fsdp.param_dtype
+def plan_spec(job: Job) -> PlanSpec:
+    """What the planner has to know of the recipe and the cluster."""
+    recipe, model = job.recipe, job.recipe.model
     return PlanSpec(
         costs={phase: cost_model(phase, model) for phase in PHASES},
         row_bytes={phase: getattr(model, phase).geometry.row_bytes for phase in ENCODERS},
-        feature_bytes=model.llm.hidden_size * DTYPE_BYTES[compute],
-        ranks_per_node=recipe.balance.ranks_per_node or ranks_per_node,
-        balance=recipe.balance,
-        group_size=recipe.fsdp.shard_size if recipe.balance.group == "shard" else 0)
+        feature_bytes=model.llm.hidden_size * DTYPE_BYTES[recipe.fsdp.forward_dtype],
+        ranks_per_node=job.ranks_per_node, balance=recipe.balance,
+        group_size=job.shard_size if recipe.balance.group == "shard" else 0)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from orchmllm.config.balance import BalanceConfig
+from orchmllm.config.job import resolve
 from orchmllm.config.model import ModelConfig
 from orchmllm.config.recipe import FsdpConfig, Recipe
 from orchmllm.models.flops import plan_spec
@@ -121,7 +122,8 @@ def run(scheme: Scheme, pool: BatchLayout, model: ModelConfig, *, num_ranks: int
     """A scheme on all examples of a pool, num_ranks mini-batches a step; a last incomplete step is
     left out. Raises ValueError if the pool does not fill one step."""
     groups = grouped(scheme.group, pool, num_ranks, batch, seed)
-    spec = plan_spec(Recipe(model=model, fsdp=FsdpConfig(compute_dtype="bfloat16")), 8)
+    recipe = Recipe(model=model, fsdp=FsdpConfig(compute_dtype="bfloat16"))
+    spec = plan_spec(resolve(recipe, num_ranks, 8))
     order = np.arange(len(groups))
     if scheme.group != "device":  # whose steps are composed already
         order = np.random.default_rng(seed + 1).permutation(order)

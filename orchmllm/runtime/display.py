@@ -12,7 +12,6 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 from tqdm import tqdm
 
@@ -56,7 +55,7 @@ class RunDisplay:
         if self._run.tensorboard:
             from torch.utils.tensorboard import SummaryWriter
 
-            self._writer = SummaryWriter(str(Path(self._run.dir) / "tensorboard"))
+            self._writer = SummaryWriter(str(self._run.folder / "tensorboard"))
         self._draws = _width() > 0
 
     def step(self, row: dict) -> None:
@@ -133,7 +132,7 @@ class RunDisplay:
         if self._shows:
             seconds = time.perf_counter() - self._started_at
             self._print(f"{how}: {self._totals.summary(seconds)}\n  "
-                        f"logs        {Path(self._run.dir) / 'metrics.jsonl'}"
+                        f"logs        {self._run.folder / 'metrics.jsonl'}"
                         + (f"\n  checkpoint  {saved}" if saved else ""))
 
     def close(self) -> None:

@@ -17,7 +17,7 @@ class Incidents:
 
     def __init__(self, recipe: Recipe, *, writes: bool, say: Callable[[str], None]) -> None:
         self._recipe, self._writes, self._say = recipe, writes, say
-        self._folder = Path(recipe.run.dir)
+        self._folder = recipe.run.folder
         self._logs: dict[Path, JsonLines] = {}
         self._listed: set[tuple] = set()  # what quarantine.jsonl has
         self._warned = False  # of a medium that cannot be decoded

@@ -72,7 +72,7 @@ class MetricsLog(JsonLines):
 def open_log(recipe: Recipe, say: Callable[[str], None]) -> MetricsLog:
     """metrics.jsonl of a run, with the merged recipe beside it. Tells which logs of earlier runs
     were set aside."""
-    folder = Path(recipe.run.dir)
+    folder = recipe.run.folder
     for line in set_logs_aside(folder) if recipe.run.resume == "never" else ():
         say(line)
     log = MetricsLog(folder / "metrics.jsonl")

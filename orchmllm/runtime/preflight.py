@@ -7,7 +7,6 @@ import os
 import shutil
 from collections.abc import Callable, Iterable
 from functools import partial
-from pathlib import Path
 
 from orchmllm.config.model import LLMConfig
 from orchmllm.config.recipe import Recipe
@@ -51,7 +50,7 @@ def check_vocabulary(tokenizer: ChatTokenizer, llm: LLMConfig) -> None:
 def check_run_folder(recipe: Recipe, state_bytes: int) -> None:
     """Raises ValueError if run.dir cannot be written, or its disk has no room for the checkpoints
     that will be there at the same time, those that are there already not counted."""
-    folder = Path(recipe.run.dir).absolute()
+    folder = recipe.run.folder.absolute()
     there = next(p for p in (folder, *folder.parents) if p.exists())
     if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
         raise ValueError(f"run.dir: {recipe.run.dir} cannot be written (see {there}); choose "

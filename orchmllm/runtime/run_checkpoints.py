@@ -15,6 +15,7 @@ from torch import Tensor
 
 from orchmllm.comm.errors import AgreedError
 from orchmllm.comm.exchange import RowGather
+from orchmllm.config.job import Job
 from orchmllm.config.recipe import Recipe
 from orchmllm.data.dataset import ConversationDataset
 from orchmllm.data.sampler import lengths_digest
@@ -37,7 +38,7 @@ def _kept_batch(recipe: Recipe) -> int:
     """By the newest checkpoint whose state can be read; those that led to it have the same."""
     start = recipe.run.resume
     with suppress(OSError):
-        saved = list_saved(Path(recipe.run.dir) / "checkpoints")
+        saved = list_saved(recipe.run.folder / "checkpoints")
         for one in candidates(saved, None if start == "auto" else read_saved(Path(start))):
             with suppress(OSError, ValueError, LookupError, TypeError):
                 state = json.loads((one.path / "state.json").read_text(encoding="utf-8"))
@@ -56,13 +57,14 @@ class RunCheckpoints(Checkpointer):
     any shapes; optimizer: its count of steps becomes that of the run. Construction and every method
     are collective; see Checkpointer."""
 
-    def __init__(self, recipe: Recipe, gather: RowGather, dataset: ConversationDataset,
+    def __init__(self, job: Job, gather: RowGather, dataset: ConversationDataset,
                  optimizer: torch.optim.Optimizer, tensors: Callable[[], Mapping[str, Tensor]],
                  say: Callable[[str], None]) -> None:
+        recipe = job.recipe
         super().__init__(
-            Path(recipe.run.dir) / "checkpoints", recipe.checkpoint, gather, say=say,
+            recipe.run.folder / "checkpoints", recipe.checkpoint, gather, say=say,
             timeout_s=recipe.launch.timeout_s,
-            writers=list(range(recipe.fsdp.shard_size or gather.world_size)))
+            writers=list(range(job.shard_size)))
         self._recipe, self._optimizer, self._tensors = recipe, optimizer, tensors
         self._model = resume_keys(recipe)["model"]
         # The data that the run has opened, whatever becomes of the files until a save.
@@ -90,7 +92,7 @@ class RunCheckpoints(Checkpointer):
         except CheckpointError as e:  # the other run may delete what was being saved
             self._say(f"warning: {e}")
         folder = Path(self._from_first("rescue", lambda: (  # of rank 0: only its run's name counts
-            f"{Path(self._recipe.run.dir).absolute()}.rescued_step_{progress.step}_{self._line.run}")))
+            f"{self._recipe.run.folder.absolute()}.rescued_step_{progress.step}_{self._line.run}")))
         self.root = folder / "checkpoints"
         self.save_run(progress)
         self.wait()

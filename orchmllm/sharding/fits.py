@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from orchmllm.config.job import resolve
 from orchmllm.config.recipe import Recipe
 from orchmllm.data.sampler import make_sampler
 from orchmllm.models.flops import Lengths, padded_phases
@@ -22,12 +23,8 @@ def with_real_batch(recipe: Recipe, num_ranks: int, kept: int = 0) -> Recipe:
     """The recipe with what a rank and microbatch gets at most as train.batch_size, where
     train.global_batch_size decides it. kept: examples a step of the run that is resumed, which
     decide it, too."""
-    train = recipe.train
-    whole = train.global_batch_size or kept
-    if not whole:
-        return recipe
-    share = -(-whole // (num_ranks * train.accumulation_steps))
-    return replace(recipe, train=replace(train, batch_size=share))
+    share = resolve(recipe, num_ranks, 1, kept=kept).rank_batch
+    return replace(recipe, train=replace(recipe.train, batch_size=share))
 
 
 def joined(loads: Sequence[Loads]) -> Loads:
@@ -139,7 +136,8 @@ def for_run(recipe: Recipe, dataset, rows: Sequence[int], spec: PlanSpec, num_ra
     per_rank = recipe.train.batch_size  # of one mini-batch, with data.batching=capped
     kept = kept_batch()
     recipe = with_real_batch(recipe, num_ranks, kept)
-    memory = MemoryModel.of(recipe, num_ranks, spec.ranks_per_node, on_cpu=not device_bytes)
+    memory = MemoryModel.of(resolve(recipe, num_ranks, spec.ranks_per_node),
+                            on_cpu=not device_bytes)
     ranks = min(num_ranks, 32)
     sampler = make_sampler(dataset, rows, ranks * recipe.train.batch_size, seed=recipe.run.seed,
                            data=recipe.data, per_rank=per_rank)

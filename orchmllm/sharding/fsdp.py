@@ -29,11 +29,11 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
+from orchmllm.config.job import check_shards
 from orchmllm.config.model import ModelConfig
 from orchmllm.config.recipe import FsdpConfig
 from orchmllm.hf.sources import WeightSource
 from orchmllm.models.mllm import MultimodalModel
-from orchmllm.sharding.check import check_shards
 from orchmllm.sharding.compiled import check_compiles, compile_block
 from orchmllm.sharding.gathers import shard_units
 from orchmllm.sharding.init import plain_name, seed_weights
@@ -42,16 +42,16 @@ from orchmllm.sharding.pretrained import load_pretrained
 
 def compute_dtype(config: FsdpConfig) -> torch.dtype:
     """Of forward and backward."""
-    return getattr(torch, config.compute_dtype or config.param_dtype)
+    return getattr(torch, config.forward_dtype)
 
 
 def make_mesh(shard_size: int, device_type: str) -> DeviceMesh:
     """1-D mesh over all ranks (shard_size 0 or the world), else the 2-D (replicate, shard) mesh of
     hybrid sharding. Raises ValueError if shard_size does not divide the world."""
     world = dist.get_world_size()
-    check_shards(shard_size, world)
     if shard_size in (0, world):
         return init_device_mesh(device_type, (world,), mesh_dim_names=("shard",))
+    check_shards(shard_size, world)
     return init_device_mesh(device_type, (world // shard_size, shard_size),
                             mesh_dim_names=("replicate", "shard"))
 

@@ -18,8 +18,9 @@ from itertools import product
 import numpy as np
 
 from orchmllm.config.fsdp import DTYPE_BYTES
+from orchmllm.config.job import Job
 from orchmllm.config.model import ModelConfig
-from orchmllm.config.recipe import FsdpConfig, Recipe
+from orchmllm.config.recipe import FsdpConfig
 from orchmllm.models.flops import Lengths, item_rank, padded_lengths, phase_lengths, phase_work
 from orchmllm.plan.assign import PHASES
 from orchmllm.plan.layout import ENCODERS
@@ -77,21 +78,16 @@ class MemoryModel:
     microbatches: int = 1
 
     @classmethod
-    def of(cls, recipe: Recipe, num_ranks: int, ranks_per_node: int,
-           on_cpu: bool = False) -> MemoryModel:
-        """Of a rank of a recipe's run. ranks_per_node: where the recipe does not say it."""
-        return cls(recipe.model, recipe.fsdp, recipe.fsdp.shard_size or num_ranks, on_cpu,
-                   ranks_per_node=recipe.balance.ranks_per_node or ranks_per_node,
-                   microbatches=recipe.train.accumulation_steps)
-
-    @property
-    def dtype(self) -> str:
-        """Of forward and backward."""
-        return self.fsdp.compute_dtype or self.fsdp.param_dtype
+    def of(cls, job: Job, on_cpu: bool = False) -> MemoryModel:
+        """Of a rank of a job."""
+        return cls(job.recipe.model, job.recipe.fsdp, job.shard_size, on_cpu,
+                   ranks_per_node=job.ranks_per_node,
+                   microbatches=job.recipe.train.accumulation_steps)
 
     @property
     def element(self) -> int:
-        return DTYPE_BYTES[self.dtype]
+        """Bytes of a number in forward and backward."""
+        return DTYPE_BYTES[self.fsdp.forward_dtype]
 
     def state_bytes(self) -> dict[str, int]:
         """Parameters, gradients and AdamW's two moments on the fullest rank."""

@@ -12,7 +12,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
+from orchmllm.config.fsdp import DTYPE_BYTES
 from orchmllm.config.model import ModelConfig
+from orchmllm.config.recipe import Recipe
 from orchmllm.models.names import PARTS, Named, named
 
 Shape = tuple[int, ...]
@@ -117,3 +119,9 @@ def num_parameters(model: ModelConfig) -> dict[str, dict[str, int]]:
         counts[phase]["connector"] = connector
         counts[phase]["root"] -= connector
     return counts
+
+
+def checkpoint_bytes(recipe: Recipe) -> int:
+    """Size of a checkpoint: parameters, and two moments of those that learn."""
+    state = sum(u.copies * (u.size + 2 * u.trained_size) for u in units(recipe.model))
+    return state * DTYPE_BYTES[recipe.fsdp.param_dtype]

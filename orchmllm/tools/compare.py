@@ -28,10 +28,10 @@ from pathlib import Path
 
 from orchmllm import launch
 from orchmllm.cli.options import add_overrides, command_parser, in_one_line
+from orchmllm.config.job import check_world, resolve
 from orchmllm.config.recipe import Recipe, load_recipe
 from orchmllm.runtime.local_ranks import run_local
 from orchmllm.runtime.metrics import MetricsLog
-from orchmllm.sharding.check import check_world
 from orchmllm.train import run_rank
 
 PAIR_RANKS = 2
@@ -150,11 +150,11 @@ def log_of(rows: list[dict], folder: Path) -> Path:
 
 def run_all(args: argparse.Namespace, recipe: Recipe, argv: list[str]) -> int:
     """Launches both parts, then reports. Raises ValueError where one cannot have its ranks."""
-    run_dir, started = Path(recipe.run.dir), time.perf_counter()
+    run_dir, started = recipe.run.folder, time.perf_counter()
     ranks_of = {"curves": recipe.launch.nproc_per_node or 4, "pairs": PAIR_RANKS}
     for part, num_ranks in ranks_of.items():  # before minutes of training
         try:
-            check_world(recipe, num_ranks, num_ranks)
+            check_world(resolve(recipe, num_ranks, num_ranks))
         except ValueError as e:
             raise ValueError(f"compare trains its {part} on {num_ranks} ranks: {e}") from e
     run_dir.mkdir(parents=True, exist_ok=True)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from orchmllm.config.balance import BalanceConfig
+from orchmllm.config.job import resolve
 from orchmllm.config.recipe import SourceConfig
 from orchmllm.data.dataset import ConversationDataset
 from orchmllm.data.formats.conversation import media_of
@@ -73,7 +74,8 @@ def test_nor_is_a_medium_in_a_changed_tar(folder, tokenizer, tmp_path):
 
 def run(world, path: str, tokenizer: str, num_workers: int) -> None:
     chosen = recipe(balance=BalanceConfig(dispatch="tensors"))
-    [orchestrator] = build_orchestrators(chosen, plan_spec(chosen, 2), 2, torch.device("cpu"),
+    [orchestrator] = build_orchestrators(chosen, plan_spec(resolve(chosen, 2, 2)), 2,
+                                         torch.device("cpu"),
                                          count=1)
     def dataset() -> ConversationDataset:
         return ConversationDataset(

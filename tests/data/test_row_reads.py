@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from orchmllm.config.balance import BalanceConfig
+from orchmllm.config.job import resolve
 from orchmllm.config.recipe import SourceConfig
 from orchmllm.data import dataset
 from orchmllm.data.dataset import ConversationDataset
@@ -57,7 +58,8 @@ def reads(world, paths: list[str], tokenizer, index_dir: str) -> dict[tuple, lis
     out = {}
     for dispatch, num_workers in WAYS:
         chosen = recipe(balance=BalanceConfig(dispatch=dispatch))
-        [orchestrator] = build_orchestrators(chosen, plan_spec(chosen, 1), 1, torch.device("cpu"),
+        [orchestrator] = build_orchestrators(chosen, plan_spec(resolve(chosen, 1, 1)), 1,
+                                             torch.device("cpu"),
                                              count=1)
         for path in paths:
             data = opened(path, tokenizer, index_dir)

@@ -50,7 +50,8 @@ def told_by(name: str) -> str:
     """The source of a command, with the modules that it shares options with."""
     path = ROOT / (COMMANDS[name][0].replace(".", "/") + ".py")
     text = path.read_text(encoding="utf-8")
-    shared = re.findall(r"from orchmllm\.([\w.]+\.options|tools\.\w+\.plan_job|train) import|import train\b", text)
+    shared = re.findall(r"from orchmllm\.([\w.]+\.options|[\w.]+\.plan_job|train) import"
+                        r"|import train\b", text)
     return text + "".join(
         (ROOT / "orchmllm" / ((s or "train").replace(".", "/") + ".py")).read_text(encoding="utf-8")
         for s in shared)

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from orchmllm.config.job import check_world, resolve
 from orchmllm.config.recipe import Recipe, load_recipe
 from orchmllm.config.schema import leaves
-from orchmllm.sharding.check import check_world
 from orchmllm.tools.data import command as data
 from orchmllm.trainer import Trainer
 from tests.lib.commands import TINY
@@ -56,7 +56,7 @@ def draw(num_ranks: int, seed: int, corpus: Path, folder: Path) -> tuple[list[st
     for path, values in rng.sample(sorted(VALUES.items()), rng.choice((5, 15, 30))):
         tried = [*overrides, *WITH.get(path, "").split(), f"{path}={rng.choice(values)}"]
         try:
-            check_world(load_recipe(DEMO, tried), num_ranks, num_ranks)
+            check_world(resolve(load_recipe(DEMO, tried), num_ranks, num_ranks))
             overrides, taken = tried, taken + 1
         except ValueError:  # by itself, or beside what was drawn before
             refused += 1

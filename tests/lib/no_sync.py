@@ -10,6 +10,7 @@ from torch.utils._pytree import tree_leaves
 
 from orchmllm.batch import Microbatch
 from orchmllm.config.balance import BalanceConfig
+from orchmllm.config.job import resolve
 from orchmllm.models.flops import plan_spec
 from orchmllm.plan.layout import ENCODERS, BatchLayout
 from tests.lib.gradients import RandomPlanner
@@ -98,7 +99,8 @@ def microbatch(num_ranks: int, rank: int, audio_mode: str, dispatch: str):
     """(spec, a rank's microbatch with inputs on the CPU) of a random rearrangement."""
     model = replace(MODEL, audio=replace(MODEL.audio, mode=audio_mode))
     chosen = recipe(model=model, balance=BalanceConfig(dispatch=dispatch))
-    spec, data = plan_spec(chosen, num_ranks), SyntheticDataset(audio=model.audio.geometry)
+    spec = plan_spec(resolve(chosen, num_ranks, num_ranks))
+    data = SyntheticDataset(audio=model.audio.geometry)
     layout = BatchLayout.from_examples([data.layout(i) for i in range(4 * num_ranks)],
                                        [4] * num_ranks)
     plan = RandomPlanner(0)(layout, spec)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from orchmllm.config.job import resolve
 from orchmllm.config.model import ModelConfig
 from orchmllm.config.recipe import Recipe, load_recipe
 from orchmllm.models.flops import plan_spec
@@ -25,4 +26,4 @@ def frozen(*phases: str) -> ModelConfig:
 
 def small_spec(model: ModelConfig) -> PlanSpec:
     """What a plan of the tiny recipe depends on, with another model, on nodes of 8 ranks."""
-    return plan_spec(recipe(model=model), 8)
+    return plan_spec(resolve(recipe(model=model), 8, 8))

@@ -12,6 +12,7 @@ from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from orchmllm.batch import Batch, SequenceLengths
+from orchmllm.config.job import resolve
 from orchmllm.config.recipe import Recipe
 from orchmllm.models.flops import padded_phases, plan_spec
 from orchmllm.models.mllm import MultimodalModel
@@ -28,8 +29,8 @@ def tracked(recipe: Recipe, num_ranks: int) -> tuple[float, dict[str, float]]:
     """(tracked peak, predicted bytes by moment) of rank 0 in a drawn step without balancing:
     parameters, gradients, activations and exchanges, without the optimizer's moments."""
     plan = plan_step(of_mix(recipe).draw(num_ranks, recipe.train.batch_size, 0),
-                     replace(plan_spec(recipe, 8), balance=NONE))
-    memory = MemoryModel.of(recipe, num_ranks, 8, on_cpu=True)
+                     replace(plan_spec(resolve(recipe, num_ranks, 8)), balance=NONE))
+    memory = MemoryModel.of(resolve(recipe, num_ranks, 8), on_cpu=True)
     choice = {p: recipe.fsdp.checkpointing(p) for p in PHASES}
     moments = memory.peaks(loads_of(plan, padded_phases(recipe.model)), choice)
     moments.pop("optimizer")

@@ -16,6 +16,7 @@ from transformers.models.whisper.modeling_whisper import WhisperEncoder
 
 from orchmllm.batch import SequenceLengths
 from orchmllm.config.balance import BalanceConfig
+from orchmllm.config.job import resolve
 from orchmllm.config.model import WHISPER_FRAMES, AudioConfig, LLMConfig, ModelConfig
 from orchmllm.config.recipe import FsdpConfig, SourceConfig, load_recipe
 from orchmllm.data.formats.open import open_source
@@ -251,8 +252,9 @@ def test_flops_of_a_rank_are_counted(mode):
 
 
 def spec(mode: str, policy: str):
-    return plan_spec(recipe(model=replace(MODEL, audio=replace(MODEL.audio, mode=mode)),
-                             balance=BalanceConfig(audio=PhasePolicy(policy))), 4)
+    return plan_spec(resolve(
+        recipe(model=replace(MODEL, audio=replace(MODEL.audio, mode=mode)),
+               balance=BalanceConfig(audio=PhasePolicy(policy))), 4, 4))
 
 
 def test_the_padded_policy_is_the_one_for_padded_audio():

@@ -7,6 +7,7 @@ import re
 import numpy as np
 import pytest
 
+from orchmllm.config.job import resolve
 from orchmllm.config.recipe import Recipe
 from orchmllm.models.flops import plan_spec
 from orchmllm.papers.reproduce import main as reproduce
@@ -56,7 +57,7 @@ def test_what_each_scheme_is_known_for(results):
 
 def test_examples_and_costs_survive_regrouping():
     pool = batch_layout(sample_headers("omni", 400, 0), MODEL, 1)
-    spec = plan_spec(Recipe(model=MODEL), 8)
+    spec = plan_spec(resolve(Recipe(model=MODEL), 8, 8))
     index = np.random.default_rng(0).permutation(400)
     sizes = np.array([100, 0, 250, 50])
     layout = pool.taken(index, sizes)

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
 from orchmllm.config.balance import BalanceConfig
+from orchmllm.config.job import check_world, resolve
 from orchmllm.config.recipe import FsdpConfig
-from orchmllm.sharding.check import check_world
 from tests.lib.gathers import Gather, log_gathers
 from tests.lib.gradients import Case, step_gradients
 from tests.lib.ranks import run_ranks
@@ -127,8 +127,8 @@ def test_units_stay_sharded_over_the_ranks_of_a_node():
 def test_nodes_that_no_group_is_made_of_are_refused():
     one = recipe(fsdp=FsdpConfig(audio_reshard="node", shard_size=6))
     for per_node in (2, 3, 6, 8):  # 8: the group is inside the node
-        check_world(one, 24, per_node)
+        check_world(resolve(one, 24, per_node))
     for per_node in (1, 4):
         with pytest.raises(ValueError, match=f"fsdp.audio_reshard is node, but shard groups of 6 "
                                              f"ranks are not made of whole nodes of {per_node}"):
-            check_world(one, 24, per_node)
+            check_world(resolve(one, 24, per_node))

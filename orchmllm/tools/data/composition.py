@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
+from orchmllm.config.job import resolve
 from orchmllm.config.recipe import Recipe
 from orchmllm.data.formats.open import DataSource
 from orchmllm.data.index import LengthIndex, joined_layouts
@@ -105,10 +106,10 @@ def predict(batches: Iterable[BatchLayout], recipe: Recipe) -> dict[str, tuple[f
     """phase -> (imbalance as sampled, imbalance as planned), averaged over global batches; "step":
     (1, predicted time of a balanced step over that of an unbalanced one), where every phase waits
     for its slowest rank. Communication is not in it."""
-    spec = plan_spec(replace(recipe, balance=replace(recipe.balance, enabled=True)), 8)
+    balanced = replace(recipe, balance=replace(recipe.balance, enabled=True))
     costs = {phase: [] for phase in PHASES}  # (2, d) of each batch: as sampled, as planned
     for layout in batches:
-        plan = plan_step(layout, spec)
+        plan = plan_step(layout, plan_spec(resolve(balanced, layout.num_ranks, 8)))
         for phase in PHASES:
             costs[phase].append(plan.phase_cost(phase))
     sides = {phase: np.stack(c, axis=1) for phase, c in costs.items()}

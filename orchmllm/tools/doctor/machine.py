@@ -263,14 +263,14 @@ def disk(folder: Path, state_bytes: int) -> Iterator[Check]:
 
 def recipe_checks(recipe: Recipe, world: World | None, state_bytes: int) -> Iterator[Check]:
     """What a start of the recipe would refuse."""
+    from orchmllm.config.job import check_world, default_world, resolve
     from orchmllm.hf.sources import find_sources
-    from orchmllm.sharding.check import check_world, default_world
 
     ranks, per_node = ((world.world_size, world.local_world_size) if world
                        else (default_world(recipe, 8)[0], 8))
     checks = [*preflight.checks(recipe, state_bytes),
               ("pretrained", lambda: find_sources(recipe.model)),
-              ("ranks", lambda: check_world(recipe, ranks, per_node))]
+              ("ranks", lambda: check_world(resolve(recipe, ranks, per_node)))]
     for name in dict.fromkeys(name for name, _ in checks):
         found = preflight.problems([check for n, check in checks if n == name])
         yield Check(name, not found, "; ".join(found) or (
@@ -287,7 +287,7 @@ def examine(recipe_path: str, overrides: list[str], world: World | None) -> list
         except RecipeError as e:
             found.append(Check("recipe", False, str(e), "correct what it names"))
     if recipe:
-        from orchmllm.sharding.check import checkpoint_bytes
+        from orchmllm.sharding.units import checkpoint_bytes
 
         state_bytes = checkpoint_bytes(recipe)
         found += guarded("recipe", recipe_checks, recipe, world, state_bytes)

@@ -13,12 +13,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from orchmllm.config.balance import BalanceConfig
+from orchmllm.config.job import check_world, resolve
 from orchmllm.config.recipe import Recipe
 from orchmllm.models.flops import plan_spec
 from orchmllm.plan.assign import PHASES, PhasePolicy
 from orchmllm.plan.layout import BatchLayout
 from orchmllm.plan.step import plan_step
-from orchmllm.sharding.check import check_world
 from orchmllm.sharding.fits import budget_of, decide, joined, largest_fitting, scaled
 from orchmllm.sharding.memory import Choice, MemoryModel, loads_of
 from orchmllm.tools.predict.dry_run import NONE
@@ -69,9 +69,10 @@ class Predicted:
 
     def __init__(self, recipe: Recipe, variant: Variant, layouts: Sequence[BatchLayout],
                  hardware: Hardware) -> None:
-        d, node = layouts[0].num_ranks, hardware.ranks_per_node
-        spec = replace(plan_spec(recipe, node), balance=variant.balance)
-        self.memory = replace(MemoryModel.of(recipe, d, node), all_gather=d * variant.all_gather)
+        d = layouts[0].num_ranks
+        job = resolve(recipe, d, hardware.ranks_per_node)
+        spec = replace(plan_spec(job), balance=variant.balance)
+        self.memory = replace(MemoryModel.of(job), all_gather=d * variant.all_gather)
         self.hardware = hardware
         self.plans = [plan_step(x, spec) for x in layouts]
         self.works = [work_of(p, recipe.model, variant.pad, variant.all_gather)
@@ -100,11 +101,11 @@ def ablate(recipe: Recipe, num_ranks: int, batch_size: int, hardware: Hardware, 
            examples: Examples) -> dict:
     """One table: scheme -> predicted figures, over `steps` steps of these examples. A world below
     fsdp.shard_size is one shard group. Raises ValueError for one that the recipe does not fit."""
-    shards = min(recipe.fsdp.shard_size or num_ranks, num_ranks)
+    shards = min(resolve(recipe, num_ranks, 1).shard_size, num_ranks)
     recipe = replace(recipe, fsdp=replace(recipe.fsdp, shard_size=shards), train=replace(
         recipe.train, batch_size=batch_size, global_batch_size=0))
-    hardware = hardware.for_recipe(recipe)
-    check_world(recipe, num_ranks, hardware.ranks_per_node)
+    job, hardware = hardware.job(recipe, num_ranks)
+    check_world(job)
     budget, _ = budget_of(recipe, hardware.sheet.memory_bytes)
     layouts = [examples.draw(num_ranks, batch_size, recipe.run.seed + s) for s in range(steps)]
     schemes = variants(0.005)

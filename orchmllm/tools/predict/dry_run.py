@@ -20,13 +20,13 @@ from dataclasses import asdict, replace
 import numpy as np
 
 from orchmllm.config.balance import BalanceConfig
+from orchmllm.config.job import check_world
 from orchmllm.config.recipe import Recipe
 from orchmllm.models.flops import padded_phases, plan_spec, step_flops
 from orchmllm.plan.assign import PHASES, PhasePolicy, PlanSpec
 from orchmllm.plan.balance import CapError
 from orchmllm.plan.layout import ENCODERS, BatchLayout
 from orchmllm.plan.step import StepPlan, imbalance, plan_step
-from orchmllm.sharding.check import check_world
 from orchmllm.sharding.fits import (
     budget_of,
     decide,
@@ -65,12 +65,10 @@ def dry_run(recipe: Recipe, num_ranks: int, hardware: Hardware, steps: int = 20,
     where lengths come from (the paper's mix). Raises ValueError, before anything is built, for a
     world or a memory that the recipe does not fit."""
     started = time.perf_counter()
-    hardware = hardware.for_recipe(recipe)
-    check_world(recipe, num_ranks, hardware.ranks_per_node)
-    whole = recipe.train.global_batch_size
+    job, hardware = hardware.job(recipe, num_ranks)
+    check_world(job)
+    spec, memory = plan_spec(job), MemoryModel.of(job)
     recipe = with_real_batch(recipe, num_ranks)
-    spec = plan_spec(recipe, hardware.ranks_per_node)
-    memory = MemoryModel.of(recipe, num_ranks, hardware.ranks_per_node)
     budget, allowed_by = budget_of(recipe, hardware.sheet.memory_bytes)
     train = recipe.train
     examples = examples or of_mix(recipe, without=without)
@@ -83,24 +81,25 @@ def dry_run(recipe: Recipe, num_ranks: int, hardware: Hardware, steps: int = 20,
         raise ValueError(f"{e} (a GPU of {hardware.sheet.memory_bytes / 1e9:.0f} GB is assumed: "
                          f"{hardware.name})") from e
     count = num_ranks * train.batch_size * train.accumulation_steps
-    whole, held = whole or count, train.batch_size
+    held = train.batch_size
     if examples.capped:
         held = float(np.mean([drawn(train.batch_size, recipe.run.seed + k).num_examples
                               for k in range(steps)])) / num_ranks
     report = {
         "world_size": num_ranks, "batch_size": held, "steps": steps,
         "microbatches": train.accumulation_steps,
-        "examples_per_step": whole * held / train.batch_size,
+        "examples_per_step": job.global_batch_size * held / train.batch_size,
         "lengths": examples.what, "epoch": examples.epoch,
         "not_modelled": not_modelled(recipe, examples), "capped": examples.capped,
-        "hardware": asdict(hardware), "dtype": memory.dtype,
+        "hardware": asdict(hardware), "dtype": memory.fsdp.forward_dtype,
         "audio_mode": recipe.model.audio.mode,
         "without": sorted(without), "balanced": recipe.balance.enabled,
         "checkpointing": choice, "memory_budget_bytes": budget, "allowed_by": allowed_by,
         "parameters": parameters(recipe), "state_bytes": memory.state_bytes(),
     }
-    report |= _workload(recipe, drawn, spec, memory, choice, hardware, steps, whole / count)
-    report["exchange"] = exchange_report(first, recipe.fsdp.shard_size)
+    report |= _workload(recipe, drawn, spec, memory, choice, hardware, steps,
+                        job.global_batch_size / count)
+    report["exchange"] = exchange_report(first, job.shard_size)
     peak = report["memory"]["balanced"]["peak_bytes"]
     report["fits"] = peak <= budget
     report["largest_batch"] = {} if examples.capped else _largest(
@@ -164,7 +163,8 @@ def measure(plan: StepPlan, memory: MemoryModel, choice: dict[str, str],
     works = {pad: work_of(plan, memory.model, pad) for pad in {padded, frozenset({"audio"})}}
     slowest, padded_s, even, uneven = 0.0, 0.0, {}, {}
     for phase in PHASES:
-        seconds, pad = (sum(rank_seconds(works[p], phase, hardware, "none", memory.dtype))
+        seconds, pad = (sum(rank_seconds(works[p], phase, hardware, "none",
+                                          memory.fsdp.forward_dtype))
                         for p in (padded, frozenset({"audio"})))
         slowest, padded_s = slowest + float(seconds.max()), padded_s + float(pad.max())
         if seconds.any():
@@ -228,7 +228,7 @@ def exchange_report(plan: StepPlan, shard_size: int) -> dict:
            "peers_flat": [float(flat.mean()), int(flat.max()), d - 1],
            "peers_two_hop": [float(hop.mean()) + node - 1, int(hop.max()) + node - 1,
                              -(-d // node) + node - 2]}
-    if shard_size and shard_size < d:
+    if shard_size < d:
         out["shard_size"] = shard_size
         out["imbalance_world"] = _imbalance(plan)
         out["imbalance_shard_groups"] = _imbalance(

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from orchmllm.config.job import Job, resolve
 from orchmllm.config.recipe import Recipe
 from orchmllm.models.gpus import GPUS, Gpu, gpu_named
 from orchmllm.plan.assign import PHASES
@@ -41,9 +42,10 @@ class Hardware:
         """FLOP/s of products in a dtype."""
         return getattr(self.sheet, dtype)
 
-    def for_recipe(self, recipe: Recipe) -> Hardware:
-        """With the nodes that the recipe names, if it names any."""
-        return replace(self, ranks_per_node=recipe.balance.ranks_per_node or self.ranks_per_node)
+    def job(self, recipe: Recipe, num_ranks: int) -> tuple[Job, Hardware]:
+        """The recipe on so many GPUs of this cluster, and the cluster with the job's nodes."""
+        job = resolve(recipe, num_ranks, self.ranks_per_node)
+        return job, replace(self, ranks_per_node=job.ranks_per_node)
 
     def fixed_s(self, phase: str, layers: int) -> float:
         """Measured seconds of a phase's forward and backward pass without rows, else 0."""

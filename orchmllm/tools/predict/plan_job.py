@@ -17,6 +17,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from orchmllm.cli.options import at_least, in_one_line, recipe_parser
+from orchmllm.config.job import resolve
 from orchmllm.config.recipe import read_recipe
 from orchmllm.plan.assign import PHASES
 from orchmllm.tools.predict.examples import examples_of
@@ -130,7 +131,7 @@ def main(argv: list[str]) -> int:
     without = unnamed_encoders(loaded)
     train = recipe.train
     whole = args.global_batch if args.global_batch is not None else (
-        train.global_batch_size or train.batch_size * train.accumulation_steps * gpus)
+        resolve(recipe, gpus, 1).global_batch_size)
     search = Search(recipe, gpus, cluster_of(args),
                     examples_of(recipe, args.mix, args.lengths, without), whole, args.steps)
     best = search.best()

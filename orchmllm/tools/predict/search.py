@@ -15,12 +15,12 @@ from itertools import product
 import numpy as np
 
 from orchmllm.config.fsdp import RESHARD
+from orchmllm.config.job import check_world, divisors, resolve
 from orchmllm.config.recipe import Recipe
 from orchmllm.models.flops import padded_phases, plan_spec
 from orchmllm.plan.assign import PHASES
 from orchmllm.plan.balance import CapError
 from orchmllm.plan.step import plan_step
-from orchmllm.sharding.check import check_world, divisors
 from orchmllm.sharding.fits import budget_of, decide, joined, with_real_batch
 from orchmllm.sharding.memory import CHOICES, Loads, MemoryModel, loads_of
 from orchmllm.tools.predict.examples import Examples
@@ -98,7 +98,7 @@ class Search:
             raise ValueError(
                 f"--global-batch {self.global_batch} is no multiple of {self.num_ranks} GPUs: say "
                 f"{self.global_batch // self.num_ranks * self.num_ranks or self.num_ranks}")
-        self.hardware = self.hardware.for_recipe(self.recipe)
+        _, self.hardware = self.hardware.job(self.recipe, self.num_ranks)
         recipe = with_real_batch(self.recipe, self.num_ranks)
         self.recipe = replace(recipe, train=replace(recipe.train, global_batch_size=0))
         self.budget, self.allowed_by = budget_of(self.recipe, self.hardware.sheet.memory_bytes)
@@ -118,14 +118,14 @@ class Search:
         node, out = min(self.hardware.ranks_per_node, self.num_ranks), []
         for size in divisors(self.num_ranks):
             try:
-                check_world(replace(self.recipe, fsdp=replace(
-                    self.recipe.fsdp, shard_size=size)), self.num_ranks, node)
+                check_world(resolve(replace(self.recipe, fsdp=replace(
+                    self.recipe.fsdp, shard_size=size)), self.num_ranks, node))
             except ValueError:
                 continue
             if node % size == 0 or size % node == 0:
                 out.append(size)
         if not out:  # no group is possible: the same error as for a run
-            check_world(self.recipe, self.num_ranks, node)
+            check_world(resolve(self.recipe, self.num_ranks, node))
         return out
 
     def drawn(self, batch_size: int, group: int) -> tuple[list[PlanWork], Loads] | None:
@@ -134,7 +134,7 @@ class Search:
         key = batch_size, group if self.recipe.balance.group == "shard" else 0
         if key not in self._drawn:
             recipe = replace(self.recipe, fsdp=replace(self.recipe.fsdp, shard_size=group))
-            spec = plan_spec(recipe, self.hardware.ranks_per_node)
+            spec = plan_spec(resolve(recipe, self.num_ranks, self.hardware.ranks_per_node))
             pad, works, loads = padded_phases(recipe.model), [], []
             try:
                 for step in range(self.steps):
@@ -148,8 +148,8 @@ class Search:
         return self._drawn[key]
 
     def memory(self, setting: Setting) -> MemoryModel:
-        return MemoryModel.of(setting.of(self.recipe), self.num_ranks,
-                              self.hardware.ranks_per_node)
+        return MemoryModel.of(resolve(setting.of(self.recipe), self.num_ranks,
+                                      self.hardware.ranks_per_node))
 
     def peak(self, setting: Setting) -> float:
         """Bytes of the fullest rank in the worst of the steps."""
@@ -171,7 +171,7 @@ class Search:
         nothing fits); None if its shard groups do not divide the ranks, or its batch breaks a
         max_rank_tokens."""
         train, fsdp = self.recipe.train, self.recipe.fsdp
-        size = fsdp.shard_size or self.num_ranks
+        size = resolve(self.recipe, self.num_ranks, 1).shard_size
         if self.num_ranks % size or not self.drawn(train.batch_size, size):
             return None
         setting = Setting(train.batch_size, train.accumulation_steps, size,

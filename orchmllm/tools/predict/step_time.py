@@ -202,11 +202,11 @@ def slowest_compute(work: PlanWork, phase: str, memory: MemoryModel, choice: str
                     hardware: Hardware) -> tuple[Compute, float]:
     """(((forward, backward) seconds of the phase's slowest rank, of that the LLM's head), seconds
     that the mean rank waits for it)."""
-    seconds = rank_seconds(work, phase, hardware, choice, memory.dtype)
+    seconds = rank_seconds(work, phase, hardware, choice, memory.fsdp.forward_dtype)
     total = seconds[0] + seconds[1]
     slowest, head = int(total.argmax()), (0.0, 0.0)
     if phase == "llm":
-        rate = hardware.peak(memory.dtype) * hardware.efficiencies(phase)[0]
+        rate = hardware.peak(memory.fsdp.forward_dtype) * hardware.efficiencies(phase)[0]
         passes = (1, 1 if memory.model.llm.frozen else 2)
         head = tuple(n * float(work.head[slowest]) / rate for n in passes)
     return (tuple(float(x[slowest]) for x in seconds), head), float(
@@ -267,4 +267,4 @@ def timed(work: PlanWork, memory: MemoryModel, choice: Mapping[str, str],
         microbatches * max(total - busy, 0.0),
         microbatches * sum(m.seconds(hardware) for m in work.moves),
         update_seconds(memory, hardware), microbatches * work.useful, microbatches * work.tokens,
-        work.num_ranks, hardware.peak(memory.dtype))
+        work.num_ranks, hardware.peak(memory.fsdp.forward_dtype))

@@ -7,11 +7,11 @@ import sys
 from pathlib import Path
 from textwrap import wrap
 
+from orchmllm.config.job import default_world
 from orchmllm.config.parse import Loaded
 from orchmllm.config.recipe import Recipe
 from orchmllm.plan.assign import PHASES
 from orchmllm.plan.layout import ENCODERS
-from orchmllm.sharding.check import default_world
 from orchmllm.sharding.fits import with_real_batch
 from orchmllm.tools.predict.hardware import Hardware
 

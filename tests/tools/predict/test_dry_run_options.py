@@ -10,6 +10,7 @@ from functools import cache
 import pytest
 
 from orchmllm.config.balance import BalanceConfig
+from orchmllm.config.job import resolve
 from orchmllm.config.recipe import load_recipe
 from orchmllm.models.flops import plan_spec
 from orchmllm.models.gpus import GPUS, kind_of
@@ -116,7 +117,7 @@ def test_how_rows_travel_has_its_effect():
     tensors, stored = (report(balance__dispatch=d) for d in ("tensors", "bytes"))
     assert figure(stored, "exchange_s") < figure(tensors, "exchange_s")
     greedy = dict.fromkeys(PHASES, PhasePolicy("greedy"))
-    layout, spec = of_mix(BASE).draw(64, 30, 0), plan_spec(BASE, 8)
+    layout, spec = of_mix(BASE).draw(64, 30, 0), plan_spec(resolve(BASE, 64, 8))
     flat, hop = (plan_step(layout, replace(spec, balance=BalanceConfig(exchange=way, **greedy)))
                  for way in ("flat", "two_hop"))
     for message_s, gain in ((0.0, False), (1e-3, True)):

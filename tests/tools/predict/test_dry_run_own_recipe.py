@@ -8,9 +8,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from orchmllm.config.job import default_world
 from orchmllm.plan.layout import ENCODERS
 from orchmllm.plan.step import build_plan
-from orchmllm.sharding.check import default_world
 from orchmllm.tools.predict.dry_run import exchange_report
 from orchmllm.tools.predict.workload import MODELS, sample_layout
 from orchmllm.train import main

@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from orchmllm.config.job import resolve
 from orchmllm.config.recipe import DataConfig, FsdpConfig, SourceConfig, TrainConfig, to_yaml
 from orchmllm.data.formats.open import index_path
 from orchmllm.data.stream import open_dataset
@@ -80,8 +81,8 @@ def test_a_run_decides_by_the_batches_that_it_draws(folder, case):
     paths, data = CASES[case]
     asked = own(folder, *paths, **data)
     dataset, drawn = opened(asked)
-    spec, pad = plan_spec(asked, 8), padded_phases(asked.model)
-    needed = MemoryModel.of(asked, RANKS, 8, on_cpu=True).peak(
+    spec, pad = plan_spec(resolve(asked, RANKS, 8)), padded_phases(asked.model)
+    needed = MemoryModel.of(resolve(asked, RANKS, 8), on_cpu=True).peak(
         joined([loads_of(plan_step(x, spec), pad) for x in drawn[:2]]), FULL)
 
     def decided(share: float) -> dict[str, str]:
@@ -99,7 +100,8 @@ def test_a_run_on_a_stream_decides_by_its_first_examples(folder):
     dataset = open_dataset(asked.data, asked.model.vision.geometry, asked.model.audio.geometry,
                            seed=0)
     rows, _ = dataset.split(0)
-    assert for_run(asked, dataset, rows, plan_spec(asked, 8), RANKS, 0) == dict.fromkeys(
+    assert for_run(asked, dataset, rows, plan_spec(resolve(asked, RANKS, 8)), RANKS,
+                   0) == dict.fromkeys(
         PHASES, "none")
 
 

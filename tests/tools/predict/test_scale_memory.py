@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from orchmllm.config.balance import BalanceConfig
+from orchmllm.config.job import resolve
 from orchmllm.config.recipe import FsdpConfig
 from orchmllm.models.flops import item_rank, phase_lengths, phase_work
 from orchmllm.models.mllm import MultimodalModel
@@ -169,7 +170,7 @@ def test_auto_in_a_run_uses_its_own_data():
     # From the second microbatch on the gradients are there from the start, and need their room.
     again = replace(asked, train=replace(asked.train, accumulation_steps=2))
     needs = [least_gb(r, data, spec) for r in (asked, again)]
-    gradients = MemoryModel.of(asked, 2, 8).state_bytes()["gradients"]
+    gradients = MemoryModel.of(resolve(asked, 2, 8)).state_bytes()["gradients"]
     assert needs[1] - needs[0] == pytest.approx(gradients / 1e9, rel=0.3)
     with pytest.raises(ValueError, match="would fit"):
         for_run(replace(asked, fsdp=replace(asked.fsdp, memory_gb=1e-4)), data, range(24),
