@@ -2,8 +2,8 @@
 
     python scripts/count_code.py [REVISION] [--max-lines 300] [--max-function 50]
 
-Prints a line per subpackage, the total, functions over --max-function lines and files over
---max-lines lines (those two with everything in them).
+Prints a line per subpackage and per room (docs/design.md), functions over --max-function lines and
+files over --max-lines lines (those two with everything in them).
 """
 
 from __future__ import annotations
@@ -49,6 +49,39 @@ def python_lines(text: str) -> int:
     return len(code - docs)
 
 
+def part_of(name: str) -> str:
+    """The subpackage of a file, `orchmllm` for a module of the root; `cpp` for the native core."""
+    if name.startswith("cpp/"):
+        return "cpp"
+    parts = Path(name).parts[:-1]
+    return "/".join(parts[:3 if parts[1:2] == ("tools",) else 2])
+
+
+def room_of(part: str) -> str:
+    """base (what trains), tools, papers, or cpp."""
+    names = part.split("/")
+    return names[1] if names[1:2] in (["tools"], ["papers"]) else "cpp" if part == "cpp" else "base"
+
+
+def count_parts(files: dict[str, str]) -> Counter[str]:
+    """Subpackage -> its lines of code."""
+    count: Counter[str] = Counter()
+    for name, text in files.items():
+        if name.endswith(".py"):
+            count[part_of(name)] += python_lines(text)
+        elif name.endswith((".hpp", ".cpp")):
+            count[part_of(name)] += cpp_lines(text)
+    return count
+
+
+def count_rooms(count: Counter[str]) -> Counter[str]:
+    """Room -> its lines of code."""
+    rooms: Counter[str] = Counter()
+    for part, lines in count.items():
+        rooms[room_of(part)] += lines
+    return rooms
+
+
 def cpp_lines(text: str) -> int:
     """Lines of a C++ file that are neither blank nor a `//` comment."""
     return sum(bool(s) and not s.startswith("//") for s in map(str.strip, text.splitlines()))
@@ -69,16 +102,12 @@ def main() -> None:
     parser.add_argument("--max-function", type=int, default=50)
     args = parser.parse_args()
     files = read_all(args.revision)
-    count: Counter[str] = Counter()
-    for name, text in files.items():
-        folder = "cpp" if name.startswith("cpp/") else "/".join(Path(name).parts[:-1][:2])
-        if name.endswith(".py"):
-            count[folder] += python_lines(text)
-        elif name.endswith((".hpp", ".cpp")):
-            count[folder] += cpp_lines(text)
-    for folder, lines in sorted(count.items()):
-        print(f"{lines:>7,}  {folder}")
-    print(f"{count.total() - count['cpp']:>7,}  orchmllm/ in all, code lines of Python")
+    count = count_parts(files)
+    for part, lines in sorted(count.items()):
+        print(f"{lines:>7,}  {part}")
+    print("rooms:")
+    for room, lines in sorted(count_rooms(count).items()):
+        print(f"{lines:>7,}  {room}")
     for name, text in sorted(files.items()):
         if name.endswith(".py"):
             for lines, function in long_functions(text, args.max_function):
