@@ -92,7 +92,7 @@ setup-test: setup $(READY)-test
 
 SETUP_FILES := pyproject.toml constraints.txt scripts/setup_venv.sh
 $(READY): $(SETUP_FILES)
-	@sh scripts/setup_venv.sh "$(PYTHON)" $(VENV) '.[ilp,tensorboard,video]'
+	@sh scripts/setup_venv.sh "$(PYTHON)" $(VENV) '.[tools]'
 	@touch $@
 
 $(READY)-test: $(READY)

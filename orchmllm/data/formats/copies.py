@@ -3,11 +3,14 @@ compressed ones."""
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import json
 import shutil
+import zlib
 from collections.abc import Callable
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 
@@ -33,18 +36,25 @@ def unpacked(path: File, cache_dir: Path) -> File:
     position. Raises ValueError."""
     if path.suffix not in PACKED:
         return path
-    import pyarrow
-
     copy = cache_dir / f"unpacked-{digest(list(sizes([path])))}{suffix_of(path)}"
     if not copy.is_file():
         try:
             with (path.open("rb") as file, written(copy) as plain,
-                  pyarrow.input_stream(file, compression=PACKED[path.suffix]) as packed):
+                  _decompressing(file, path.suffix) as packed):
                 shutil.copyfileobj(packed, plain, 8 << 20)
-        except OSError as error:
+        except (OSError, EOFError, zlib.error) as error:
             raise ValueError(f"{path}: not a whole {PACKED[path.suffix]} file, or no room for its "
                              f"{copy} ({error})") from error
     return copy
+
+
+def _decompressing(file: BinaryIO, suffix: str) -> BinaryIO:
+    """The plain bytes of a file that ends in .gz or .zst."""
+    if suffix == ".gz":
+        return gzip.GzipFile(fileobj=file)
+    import pyarrow
+
+    return pyarrow.input_stream(file, compression="zstd")
 
 
 def cached(cache_dir: Path, kind: str, file: File, build: Callable) -> tuple[np.ndarray, ...]:
