@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import astuple, fields, replace
+from dataclasses import astuple, replace
 from functools import partial
 
 import numpy as np
@@ -36,7 +36,6 @@ from orchmllm.batch import (
 from orchmllm.comm.agree import combined_digest, describe, raise_first, require_agreement
 from orchmllm.comm.exchange import (
     RaggedGather,
-    RoutedExchange,
     RowGather,
     exchange_rows,
     gather_texts,
@@ -45,9 +44,7 @@ from orchmllm.comm.ilp import SharedPrograms
 from orchmllm.plan.assign import DISPATCHES
 from orchmllm.plan.cost import CostModel
 from orchmllm.plan.layout import ENCODERS, BatchLayout
-from orchmllm.plan.rearrange import Exchange, Rearrangement
-from orchmllm.plan.step import PlanSpec, RankPlan, StepPlan, assign_microbatches, plan_step
-from orchmllm.plan.two_hop import two_hops
+from orchmllm.plan.step import PlanSpec, StepPlan, assign_microbatches, plan_step
 
 PROTOCOL_VERSION = 3
 _LAYOUT_FIELDS = ("version", "step", "num_examples", "num_segments", "exhausted", "error_bytes",
@@ -63,8 +60,7 @@ class Orchestrator:
     rearrangements; where the spec has integer programs it is given their solver as `solve`).
     assigner: replaces assign_microbatches, the microbatch (n,) of each example. group:
     CPU group of the ranks, owned by the same thread as `gather`; dispatch `bytes` needs it.
-    hop_groups: rows travel in two hops over these groups (see orchmllm.comm.exchange.hop_groups),
-    not in one. commit_gather: where the ranks of `gather` are one shard of those that share a step,
+    commit_gather: where the ranks of `gather` are one shard of those that share a step,
     all of these: they fail together and count targets together, but each shard has its own plans.
     device_group: of `dispatch`, on the device (default: the default group). Raises ValueError for a
     dispatch that does not exist, or lacks its group."""
@@ -78,7 +74,6 @@ class Orchestrator:
         planner: Callable[[BatchLayout, PlanSpec], StepPlan] = plan_step,
         assigner: Callable[[BatchLayout, PlanSpec, int], np.ndarray] = assign_microbatches,
         group: dist.ProcessGroup | None = None,
-        hop_groups: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None,
         commit_gather: RowGather | None = None,
         device_group: dist.ProcessGroup | None = None,
     ) -> None:
@@ -87,7 +82,7 @@ class Orchestrator:
                              f"use one of {', '.join(DISPATCHES)}")
         self.spec, self.device, self.planner = spec, torch.device(device), planner
         self._assigner = assigner
-        self.group, self._hop_groups, self._device_group = group, hop_groups, device_group
+        self.group, self._device_group = group, device_group
         if spec.balance.dispatch == "bytes" and group is None:
             raise ValueError("balance.dispatch is 'bytes': needs a CPU group to move them on")
         self.rank, self.world_size = gather.rank, gather.world_size
@@ -161,7 +156,7 @@ class Orchestrator:
         else:
             planned = self.programs.plan(lambda solve: self._plan_all(
                 layout, num_microbatches, partial(self.planner, solve=solve)))
-        return [Microbatch(plan, self.rank_plan(plan), positions=at) for at, plan in planned]
+        return [Microbatch(plan, plan.for_rank(self.rank), positions=at) for at, plan in planned]
 
     def _plan_all(
         self, layout: BatchLayout, num_microbatches: int, planner: Callable[..., StepPlan]
@@ -171,28 +166,6 @@ class Orchestrator:
         micro = self._assigner(layout, self.spec, num_microbatches)
         return [(np.flatnonzero(micro == k), planner(layout.select(micro == k), self.spec))
                 for k in range(num_microbatches)]
-
-    def rank_plan(self, plan: StepPlan) -> RankPlan:
-        """This rank's part, its exchanges routed as configured."""
-        mine = plan.for_rank(self.rank)
-        if self._hop_groups is None:
-            return mine
-        layout = plan.layout
-        segments = {m: layout.segments[code] for m, code in ENCODERS.items()}
-        return replace(
-            mine,
-            encode={m: self._routed(e, plan.encode[m], layout.rows[segments[m]])
-                    for m, e in mine.encode.items()},
-            feature={m: self._routed(e, plan.feature[m],
-                                     layout.num_tokens[segments[m]][plan.encode[m].order])
-                     for m, e in mine.feature.items()},
-            make_llm=lambda: self._routed(mine.llm, plan.llm, layout.tokens_per_example))
-
-    def _routed(self, exchange: Exchange, move: Rearrangement, rows: np.ndarray) -> RoutedExchange:
-        hops = two_hops(move, rows, self.rank, self.spec.ranks_per_node)
-        known = {f.name: getattr(exchange, f.name) for f in fields(Exchange)}
-        return RoutedExchange(**known, hops=hops, cross=self._hop_groups[0],
-                              node=self._hop_groups[1])
 
     def commit(
         self, step: int, plans: Sequence[StepPlan], *, error: Exception | None = None,

@@ -24,10 +24,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from orchmllm.comm.exchange import RowGather, exchange_rows, hop_groups
+from orchmllm.comm.exchange import exchange_rows
 from orchmllm.config.balance import BalanceConfig
 from orchmllm.models.flops import cost_model
-from orchmllm.orchestrator import Orchestrator
 from orchmllm.plan.assign import PHASES, PhasePolicy, PlanSpec
 from orchmllm.plan.layout import ENCODERS
 from orchmllm.plan.step import plan_step
@@ -71,34 +70,30 @@ def sent_bytes() -> int:
 
 
 def run_rank(rank: int, args: argparse.Namespace) -> dict:
-    """(scheme, exchange) -> MB between nodes and seconds of a step, largest phase imbalance."""
+    """scheme -> MB between nodes and seconds of a step, largest phase imbalance."""
     torch.set_num_threads(1)
     store = dist.TCPStore(f"{SUBNET}.1", 29511, WORLD, rank == 0)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD,
                             timeout=timedelta(seconds=120))
     out = {}
     try:
-        hops = hop_groups(range(WORLD), PER_NODE, 120.0)
-        gather = RowGather(PER_NODE, 120.0)
         for name, policy in SCHEMES.items():
             spec = spec_of(policy)
             layouts = [sample_layout(MODEL, num_ranks=WORLD, batch_size=args.items, seed=s)
                        for s in range(args.steps)]
             plans = [plan_step(layout, spec) for layout in layouts]
-            for how in ("flat", "two_hop"):
-                orch = Orchestrator(spec, gather, hop_groups=hops if how == "two_hop" else None)
-                out[f"{name} {how}"] = measure(rank, plans, orch, args.scale)
+            out[name] = measure(rank, plans, spec, args.scale)
     finally:
         dist.destroy_process_group()
     return out
 
 
-def measure(rank: int, plans: list, orch: Orchestrator, scale: int) -> dict:
-    mine = [orch.rank_plan(plan) for plan in plans]
+def measure(rank: int, plans: list, spec: PlanSpec, scale: int) -> dict:
+    mine = [plan.for_rank(rank) for plan in plans]
     dist.barrier()
     before, started = sent_bytes(), time.perf_counter()
     for part in mine:
-        exchange_step(part, orch.spec, scale)
+        exchange_step(part, spec, scale)
     dist.barrier()
     seconds, sent = time.perf_counter() - started, sent_bytes() - before
     total = torch.tensor([float(sent if rank % PER_NODE == 0 else 0)], dtype=torch.float64)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import atexit
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 
 import numpy as np
@@ -21,7 +20,6 @@ from torch import Tensor
 
 from orchmllm.batch import on_device
 from orchmllm.plan.rearrange import Exchange
-from orchmllm.plan.two_hop import TwoHops
 
 _groups_made = itertools.count()
 _groups: list[dist.ProcessGroupGloo] = []
@@ -169,31 +167,6 @@ def local_group(ranks: Sequence[int], timeout_s: float) -> dist.ProcessGroup:
         default.bound_device_id = device
 
 
-@dataclass(frozen=True)
-class RoutedExchange(Exchange):
-    """An Exchange in two hops. cross: group of the ranks with this rank's place in their nodes;
-    node: group of this rank's node (see `hop_groups`)."""
-
-    hops: TwoHops
-    cross: dist.ProcessGroup
-    node: dist.ProcessGroup
-
-
-def hop_groups(
-    ranks: Sequence[int], ranks_per_node: int, timeout_s: float
-) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-    """(cross, node) groups of this process among `ranks`, on the default backend; each of `ranks`
-    calls it at the same place. Raises ValueError if nodes are of different sizes."""
-    if len(ranks) % ranks_per_node:
-        raise ValueError(f"balance.exchange is two_hop: {ranks_per_node} ranks per node do not "
-                         f"divide {len(ranks)} ranks; use flat")
-    mine = list(ranks).index(dist.get_rank())
-    node, place = divmod(mine, ranks_per_node)
-    inside = ranks[node * ranks_per_node: (node + 1) * ranks_per_node]
-    return (local_group(list(ranks[place::ranks_per_node]), timeout_s),
-            local_group(list(inside), timeout_s))
-
-
 def exchange_group(device: torch.device, timeout_s: float) -> dist.ProcessGroup | None:
     """The group of all ranks for exchanges in the training thread; every rank of the job calls it
     at the same place. On a GPU it has a communicator of its own: on that of FSDP2 an exchange would
@@ -211,43 +184,21 @@ class _AllToAllRows(torch.autograd.Function):
     def forward(ctx, x, send_index, recv_index, exchange, group):
         ctx.save_for_backward(send_index, recv_index)
         ctx.exchange, ctx.group = exchange, group
-        received = _there(x.index_select(0, send_index), exchange, group)
+        received = all_to_all(x.index_select(0, send_index), exchange.output_splits.tolist(),
+                              exchange.input_splits.tolist(), group)
         return received.index_select(0, recv_index)
 
     @staticmethod
     def backward(ctx, grad):
         send_index, recv_index = ctx.saved_tensors
-        returned = _back(_placed(grad, recv_index), ctx.exchange, ctx.group)
+        returned = all_to_all(_placed(grad, recv_index), ctx.exchange.input_splits.tolist(),
+                              ctx.exchange.output_splits.tolist(), ctx.group)
         return _placed(returned, send_index), *(None,) * 4
 
 
 def _placed(rows: Tensor, index: Tensor) -> Tensor:
     """Inverse of index_select by a permutation."""
     return torch.empty_like(rows).index_copy_(0, index, rows)
-
-
-def _there(rows: Tensor, exchange: Exchange, group: dist.ProcessGroup | None) -> Tensor:
-    """The send buffer -> the receive buffer, in order of the source rank."""
-    if not isinstance(exchange, RoutedExchange):
-        return all_to_all(rows, exchange.output_splits.tolist(), exchange.input_splits.tolist(),
-                           group)
-    hops = exchange.hops
-    passing = all_to_all(rows, hops.cross_out.tolist(), hops.cross_in.tolist(), exchange.cross)
-    passing = passing.index_select(0, on_device(hops.middle, rows.device))
-    arrived = all_to_all(passing, hops.node_out.tolist(), hops.node_in.tolist(), exchange.node)
-    return arrived.index_select(0, on_device(hops.last, rows.device))
-
-
-def _back(rows: Tensor, exchange: Exchange, group: dist.ProcessGroup | None) -> Tensor:
-    """Inverse of `_there`."""
-    if not isinstance(exchange, RoutedExchange):
-        return all_to_all(rows, exchange.input_splits.tolist(), exchange.output_splits.tolist(),
-                           group)
-    hops = exchange.hops
-    arrived = _placed(rows, on_device(hops.last, rows.device))
-    passing = all_to_all(arrived, hops.node_in.tolist(), hops.node_out.tolist(), exchange.node)
-    passing = _placed(passing, on_device(hops.middle, rows.device))
-    return all_to_all(passing, hops.cross_in.tolist(), hops.cross_out.tolist(), exchange.cross)
 
 
 def all_to_all(
@@ -285,7 +236,7 @@ def exchange_rows(
     """Moves rows to the ranks and slots of `exchange` (differentiable in x).
 
     x (R_in, ...) any dtype -> (R_out, ...), on x's device; group: the process group whose ranks the
-    exchange was planned for (default: all; a RoutedExchange has its own). An exchange that moves
+    exchange was planned for (default: all). An exchange that moves
     nothing on any rank issues no collective on any rank. Raises ValueError if x does not have the
     planned number of rows. OrchMLLM sections 5.2.1 and 6.
     """

@@ -57,9 +57,6 @@ class BalanceConfig(BalancePolicy):
     group: str = key(
         "world", "Ranks that balance with each other: all, or those of a `shard` (hybrid "
         "sharding's fsdp.shard_size), which nothing leaves then.", choices=("world", "shard"))
-    exchange: str = key(
-        "flat", "How rows travel: `flat` from rank to rank, `two_hop` between equal places of the "
-        "nodes, then inside the node.", choices=("flat", "two_hop"))
     min_gain: float = key(
         0.0, "Steps that balancing is predicted to shorten by less run as sampled (0.02: 2%).",
         at_least=0, below=1)
@@ -85,14 +82,6 @@ class BalanceConfig(BalancePolicy):
     vision: PhaseConfig = section(PhaseConfig)
     audio: PhaseConfig = section(PhaseConfig)
     llm: PhaseConfig = section(PhaseConfig)
-
-    @property
-    def num_programs(self) -> int:
-        """Integer programs of a microbatch."""
-        if self.nodewise_solver == "search" or not self.enabled:
-            return 0
-        phases = (self.llm,) if self.whole_examples else (self.vision, self.audio, self.llm)
-        return sum(phase.nodewise for phase in phases)
 
     def conflicts(self) -> Iterator[Conflict]:
         """balance.nodewise_solver: its packages are installed, some phase has `nodewise`, and

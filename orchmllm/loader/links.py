@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import torch.distributed as dist
 
-from orchmllm.comm.exchange import RowGather, bytes_group, hop_groups, local_group
+from orchmllm.comm.exchange import RowGather, bytes_group, local_group
 from orchmllm.launch import current_world
 
 
@@ -41,7 +41,7 @@ class Links(NamedTuple):
     """Groups of one loader. rank: in the group of num_ranks. shard: ranks of the group that are
     planned together, this one among them. gather: among the shard; everyone: among all, if that is
     more. cpu: group for bytes. device: the shard's group on the default backend, None if it is the
-    whole job. hops: see comm.hop_groups."""
+    whole job."""
 
     rank: int
     num_ranks: int
@@ -50,7 +50,6 @@ class Links(NamedTuple):
     everyone: RowGather | None
     cpu: dist.ProcessGroup | None
     device: dist.ProcessGroup | None
-    hops: tuple[dist.ProcessGroup, dist.ProcessGroup] | None
 
 
 class _Made:
@@ -77,46 +76,42 @@ _made: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple, _Made]] = (
 
 
 def connect(
-    owner: object, ranks: list[int], shard_size: int, ranks_per_node: int, exchange: str,
-    timeout_s: float, *, cpu: bool,
+    owner: object, ranks: list[int], shard_size: int, ranks_per_node: int, timeout_s: float, *,
+    cpu: bool,
 ) -> Links:
     """The groups of a loader, made by all ranks in one order, or those of one that is no more: a
     group costs descriptors and threads to the end of the process. owner: the loader. Raises
     ValueError."""
-    key = tuple(ranks), shard_size, ranks_per_node, exchange, timeout_s, cpu
+    key = tuple(ranks), shard_size, ranks_per_node, timeout_s, cpu
     made = _made.setdefault(dist.group.WORLD, {}).setdefault(key, _Made())
     number = made.common_idle(ranks, node_size(ranks, ranks_per_node), timeout_s)
     if number is None:
         number = len(made.links)
-        made.links.append(_connect(ranks, shard_size, ranks_per_node, exchange, timeout_s, cpu))
+        made.links.append(_connect(ranks, shard_size, ranks_per_node, timeout_s, cpu))
     made.idle.discard(number)
     weakref.finalize(owner, made.idle.add, number).atexit = False
     return made.links[number]
 
 
 def _connect(
-    ranks: list[int], shard_size: int, ranks_per_node: int, exchange: str, timeout_s: float,
-    cpu: bool,
+    ranks: list[int], shard_size: int, ranks_per_node: int, timeout_s: float, cpu: bool
 ) -> Links:
     size, mine = shard_size or len(ranks), ranks.index(dist.get_rank())
     if size < 1 or len(ranks) % size:
         raise ValueError(f"shard_size is {shard_size}: must divide the {len(ranks)} ranks")
-    if exchange not in ("flat", "two_hop"):
-        raise ValueError(f"exchange is {exchange!r}: use 'flat' or 'two_hop'")
     shard = range(mine // size * size, mine // size * size + size)
     members = [ranks[r] for r in shard]
     per_node = min(node_size(members, ranks_per_node), size)
     gather = RowGather(per_node, timeout_s, members)
     everyone = (RowGather(node_size(ranks, ranks_per_node), timeout_s, ranks)
                 if size < len(ranks) else None)
-    is_part, hops = size < dist.get_world_size(), exchange == "two_hop"
-    if is_part or hops:
+    is_part = size < dist.get_world_size()
+    if is_part:
         _require_equal_names(everyone or gather, ranks, size)
     return Links(
         rank=mine, num_ranks=len(ranks), shard=shard, gather=gather, everyone=everyone,
         cpu=bytes_group(members, timeout_s) if cpu else None,
-        device=local_group(members, timeout_s) if is_part else None,
-        hops=hop_groups(members, per_node, timeout_s) if hops else None)
+        device=local_group(members, timeout_s) if is_part else None)
 
 
 def _require_equal_names(gather: RowGather, ranks: list[int], size: int) -> None:
@@ -129,4 +124,4 @@ def _require_equal_names(gather: RowGather, ranks: list[int], size: int) -> None
             raise ValueError(
                 f"of the {size} ranks from rank {first} some are in {shard.min()} process groups "
                 f"and some in {shard.max()}: make the BalancedDataLoader before groups that only "
-                "some of its ranks are in, or leave out shard_size, group and exchange='two_hop'")
+                "some of its ranks are in, or leave out shard_size and group")

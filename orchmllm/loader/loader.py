@@ -59,9 +59,8 @@ class BalancedDataLoader(DataLoader):
     optimizer step. num_targets: collated batch -> its labels (default: entries of "labels" that are
     not -100). prefetch: steps prepared ahead. seed: of the shuffling, equal on all ranks. min_gain:
     steps predicted to gain less (0.02: 2%) run as sampled. enabled: false runs every step as
-    sampled, for comparisons. exchange: how exchange_rows sends features, `flat` or `two_hop`
-    (between equal places of nodes, then inside the node). shard_size: balance within groups of so
-    many consecutive ranks (0: all); pass `loader.exchange_group` to exchange_rows then.
+    sampled, for comparisons. shard_size: balance within groups of so many consecutive ranks (0: all);
+    pass `loader.exchange_group` to exchange_rows then.
     ranks_per_node: default from the launcher. timeout_s: of an agreement that a rank never joins.
     log_every: steps between lines of the logger orchmllm.loader on rank 0 (0: none). context:
     longest sequence of the model; lengths above ten times that are asked about in a warning (0:
@@ -87,7 +86,7 @@ class BalancedDataLoader(DataLoader):
         tolerance: float | Mapping[str, float] | None = None, dispatch: str | None = None,
         group: dist.ProcessGroup | None = None, max_rank_tokens: int = 0, prefetch: int = 2,
         num_targets: Callable[[Any], int] | None = None, accumulation_steps: int = 1, seed: int = 0,
-        min_gain: float = 0.0, enabled: bool = True, exchange: str = "flat", shard_size: int = 0,
+        min_gain: float = 0.0, enabled: bool = True, shard_size: int = 0,
         ranks_per_node: int = 0, timeout_s: float = 600.0, log_every: int = 100, context: int = 0,
         check_loss: bool = True, **workers: Any,
     ) -> None:
@@ -101,14 +100,14 @@ class BalancedDataLoader(DataLoader):
         ranks = rank_list(group)
         check_arguments(source, dispatch, lengths, length_fn, shard_size, len(ranks),
                         accumulation_steps, prefetch)
-        links = connect(self, ranks, shard_size, ranks_per_node, exchange, timeout_s,
+        links = connect(self, ranks, shard_size, ranks_per_node, timeout_s,
                         cpu=dispatch == "bytes")
         spec, media = make_spec(phases, policy, tolerance, max_rank_tokens, links.gather.per_node,
-                                dispatch, min_gain, exchange)
+                                dispatch, min_gain)
         self.rank, self.num_ranks, self.exchange_group = links.rank, len(ranks), links.device
         self._orchestrator = Orchestrator(
             spec, links.gather, planner=plan_filled, assigner=assign_filled, group=links.cpu,
-            commit_gather=links.everyone, hop_groups=links.hops)
+            commit_gather=links.everyone)
         batches = self.num_ranks * accumulation_steps  # of a step
         if source.kind == "indices":
             self.global_batch_size = source.batch_size * batches

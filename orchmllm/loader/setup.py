@@ -70,7 +70,7 @@ def make_spec(
     phases: CostModel | Mapping[str, CostModel | Phase] | None,
     policy: str | Mapping[str, str] | None,
     tolerance: float | Mapping[str, float] | None, max_rank_tokens: int, ranks_per_node: int,
-    dispatch: str, min_gain: float, exchange: str,
+    dispatch: str, min_gain: float,
 ) -> tuple[PlanSpec, dict[str, Phase]]:
     """(what the planner knows, the phases whose media the loader hands out). A phase with policy
     `padded` costs its items times the longest. Raises ValueError for an unknown phase, a cost of 0
@@ -82,7 +82,7 @@ def make_spec(
     tolerances = _by_phase("tolerance", tolerance, None)
     if not 0.0 <= min_gain < 1.0:
         raise ValueError(f"min_gain is {min_gain}: must be in [0, 1) (0.02: 2%)")
-    balance = BalancePolicy(dispatch=dispatch, min_gain=min_gain, exchange=exchange, **{
+    balance = BalancePolicy(dispatch=dispatch, min_gain=min_gain, **{
         p: _policy(policies[p], tolerances[p], max_rank_tokens if p == "llm" else 0)
         for p in PHASES})
     media = {p: v for p, v in phases.items() if isinstance(v, Phase)}

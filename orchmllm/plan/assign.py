@@ -53,7 +53,6 @@ class BalancePolicy:
     enabled: bool = True
     dispatch: str = "tensors"
     group: str = "world"
-    exchange: str = "flat"
     min_gain: float = 0.0
     ranks_per_node: int = 0
     whole_examples: bool = False
@@ -64,6 +63,14 @@ class BalancePolicy:
     vision: PhasePolicy = PhasePolicy()
     audio: PhasePolicy = PhasePolicy()
     llm: PhasePolicy = PhasePolicy()
+
+    @property
+    def num_programs(self) -> int:
+        """Integer programs of a microbatch."""
+        if self.nodewise_solver == "search" or not self.enabled:
+            return 0
+        phases = (self.llm,) if self.whole_examples else (self.vision, self.audio, self.llm)
+        return sum(phase.nodewise for phase in phases)
 
 
 @dataclass(frozen=True)

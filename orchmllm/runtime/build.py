@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from orchmllm.comm.exchange import RowGather, bytes_group, hop_groups
+from orchmllm.comm.exchange import RowGather, bytes_group
 from orchmllm.config.recipe import Recipe
 from orchmllm.data.dataset import ConversationDataset
 from orchmllm.data.stream import open_dataset
@@ -29,11 +29,9 @@ def build_orchestrators(
     """`count` of them, each with groups of its own: one for each prefetch thread. Collective.
     device_group: see Orchestrator."""
     timeout, ranks = recipe.launch.timeout_s, range(world_size)
-    hops = (hop_groups(ranks, spec.ranks_per_node, timeout)
-            if recipe.balance.exchange == "two_hop" else None)
     return [
         Orchestrator(
             spec, RowGather(spec.ranks_per_node, timeout), device=device,
             group=bytes_group(ranks, timeout) if recipe.balance.dispatch == "bytes" else None,
-            hop_groups=hops, device_group=device_group)
+            device_group=device_group)
         for _ in range(count)]

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-import orchmllm.plan.assign as phases
+import orchmllm.config.balance as section
 from orchmllm.comm.ilp import ProgramSolver
 from orchmllm.config.balance import BalanceConfig
 from orchmllm.config.recipe import RecipeError, load_recipe
@@ -21,7 +21,7 @@ from tests.lib.ranks import run_ranks
 from tests.lib.synthetic import SyntheticDataset, recipe
 
 needs_solvers = pytest.mark.skipif(
-    any(phases.importlib.util.find_spec(p) is None for p in ("cvxpy", "highspy", "cylp")),
+    any(section.importlib.util.find_spec(p) is None for p in ("cvxpy", "highspy", "cylp")),
     reason="the extra ilp is not installed")
 
 
@@ -128,7 +128,7 @@ def test_a_recipe_names_what_is_missing(tmp_path, monkeypatch):
     path.write_text("data: {path: x}\nbalance: {nodewise_solver: highs, "
                     "llm: {policy: greedy, nodewise: true}}\n")
     assert load_recipe(path).balance.num_programs == 1
-    monkeypatch.setattr(phases.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(section.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(RecipeError, match="needs cvxpy and highspy: pip install cvxpy highspy, "):
         load_recipe(path)
 

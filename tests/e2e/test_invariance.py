@@ -45,9 +45,6 @@ PLAIN = {
 }
 ROUTED = {  # four ranks, two nodes
     "bytes": Case(recipe(balance=replace(balanced(), dispatch="bytes"))),
-    "two hops": Case(recipe(balance=replace(balanced(), exchange="two_hop"))),
-    "two hops, accumulated, local": Case(recipe(balance=replace(
-        balanced("least_move"), exchange="two_hop")), accumulation_steps=2),
     "within shards": Case(recipe(balance=replace(balanced(), group="shard"))),
     "within shards, accumulated, load": Case(recipe(balance=replace(
         balanced("least_move", "load"), group="shard")), accumulation_steps=3),

@@ -100,8 +100,6 @@ def gradients(world: World) -> Iterator[str]:
             balance=on, fsdp=FsdpConfig(param_dtype="float64", prefetch=2)),
     }
     if world.world_size % 2 == 0:
-        ways["balanced, in two hops"] = recipe_of(
-            balance=replace(on, exchange="two_hop"))
         ways["balanced, hybrid sharding"] = recipe_of(
             balance=on, fsdp=FsdpConfig(param_dtype="float64", shard_size=world.world_size // 2))
     for name, how in ways.items():

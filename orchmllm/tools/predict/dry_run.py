@@ -218,16 +218,10 @@ def exchange_report(plan: StepPlan, shard_size: int) -> dict:
             pairs.append(source[(source != target) & (held > 0)] * d
                          + target[(source != target) & (held > 0)])
     met = np.unique(np.concatenate(pairs))
-    source, target = met // d, met % d
-    flat = np.bincount(source, minlength=d)
-    outside = source // node != target // node  # the own node is in the second hop
-    nodes = np.unique((source * (d // node + 1) + target // node)[outside])
-    hop = np.bincount(nodes // (d // node + 1), minlength=d)
+    flat = np.bincount(met // d, minlength=d)
     out = {"ranks_per_node": node, "internode_bytes_per_rank": float(send.mean()),
            "busiest_send_bytes": float(send.max()),
-           "peers_flat": [float(flat.mean()), int(flat.max()), d - 1],
-           "peers_two_hop": [float(hop.mean()) + node - 1, int(hop.max()) + node - 1,
-                             -(-d // node) + node - 2]}
+           "peers": [float(flat.mean()), int(flat.max()), d - 1]}
     if shard_size < d:
         out["shard_size"] = shard_size
         out["imbalance_world"] = _imbalance(plan)

@@ -210,14 +210,11 @@ def _assumed_lines(r: dict) -> list[str]:
 
 def _exchange_lines(x: dict, world_size: int) -> list[str]:
     """What balancing moves."""
-    mean, most, bound = x["peers_flat"]
+    mean, most, bound = x["peers"]
     lines = ["Exchange of a balanced microbatch",
              f"  A rank sends to {mean:.1f} other ranks on average, to {most} at most, of {bound}."]
     if x["ranks_per_node"] < world_size:
-        mean, most, bound = x["peers_two_hop"]
-        lines += [f"  With balance.exchange=two_hop: {mean:.1f} on average, {most} at most, of "
-                  f"{bound}.",
-                  f"  Between nodes: {x['internode_bytes_per_rank'] / 1e6:.2f} MB a rank on "
+        lines += [f"  Between nodes: {x['internode_bytes_per_rank'] / 1e6:.2f} MB a rank on "
                   f"average, {x['busiest_send_bytes'] / 1e6:.1f} MB from the busiest."]
     else:
         lines.append("  All ranks are on one node: nothing moves between nodes.")

@@ -21,7 +21,6 @@ class Move:
     between: float
     inside: float
     peers: int
-    two_hop: bool
     times: int
 
     def seconds(self, hardware: Hardware) -> float:
@@ -29,17 +28,13 @@ class Move:
         network, node = (size / (bandwidth * hardware.network_efficiency) for size, bandwidth in (
             (self.between, hardware.network_bandwidth), (self.inside, hardware.sheet.node)))
         hops = hardware.network_hop_s if self.between else hardware.node_hop_s
-        both = max(network, node)
-        if self.two_hop:  # one after the other
-            both, hops = network + node, hardware.network_hop_s + hardware.node_hop_s
-        return self.times * (both + self.peers * hardware.message_s + hops)
+        return self.times * (max(network, node) + self.peers * hardware.message_s + hops)
 
 
 def moves_of(plan: StepPlan, all_gather: bool = False) -> Iterator[Move]:
     """What moves: forward, and features' gradients backward. With dispatch `bytes` inputs travel in
     the background. all_gather: every rank receives all ranks' padded shares instead."""
     balance, d, node = plan.spec.balance, plan.layout.num_ranks, plan.spec.ranks_per_node
-    two_hop = balance.exchange == "two_hop" and d > node
     for phase in PHASES:
         for index, (move, volume) in enumerate(plan.transfers(phase)):
             features = phase in ENCODERS and index == 0
@@ -48,28 +43,23 @@ def moves_of(plan: StepPlan, all_gather: bool = False) -> Iterator[Move]:
             times = 2 if features else 1
             if all_gather:
                 held = float(np.bincount(move.source_rank, volume, d).max())
-                yield Move(held * max(d - node, 0) / node, held * (d - 1), 0, False, times)
+                yield Move(held * max(d - node, 0) / node, held * (d - 1), 0, times)
                 continue
             moved = move.volume(volume)
             if len(moved[0]):
-                yield _all_to_all(*moved, d, node, two_hop, times)
+                yield _all_to_all(*moved, d, node, times)
 
 
 def _all_to_all(source: np.ndarray, target: np.ndarray, moved: np.ndarray, d: int, node: int,
-                two_hop: bool, times: int) -> Move:
+                times: int) -> Move:
     """moved[i] > 0 bytes go from source[i] to another rank, target[i]."""
     between = source // node != target // node
 
     def busiest(which: np.ndarray) -> float:
         return max(float(np.bincount(at[which], moved[which], d).max()) for at in (source, target))
 
-    outside = busiest(between)
-    if two_hop:  # to the same local rank of the target's node, then inside it
-        peers = np.unique(source[between] * d + target[between] // node) // d
-        most = int(np.bincount(peers, minlength=1).max()) + node - 1
-        return Move(outside, busiest(np.ones_like(between)), most, True, times)
     most = int(np.bincount(np.unique(source * d + target) // d).max())
-    return Move(outside, busiest(~between), most, False, times)
+    return Move(busiest(between), busiest(~between), most, times)
 
 
 def exchange_seconds(plan: StepPlan, hardware: Hardware, all_gather: bool = False) -> float:

@@ -9,12 +9,11 @@ from functools import cache
 
 import pytest
 
-from orchmllm.config.balance import BalanceConfig
 from orchmllm.config.job import resolve
 from orchmllm.config.recipe import load_recipe
 from orchmllm.models.flops import plan_spec
 from orchmllm.models.gpus import GPUS, kind_of
-from orchmllm.plan.assign import PHASES, PhasePolicy
+from orchmllm.plan.assign import PHASES
 from orchmllm.plan.step import plan_step
 from orchmllm.tools.data.command import main as data_command
 from orchmllm.tools.predict.dry_run import dry_run
@@ -113,16 +112,12 @@ def test_an_option_of_the_cluster_has_its_effect(gpu, less, more):
 
 
 def test_how_rows_travel_has_its_effect():
-    """In the background with `bytes`; with many peers and slow messages two_hop is faster."""
+    """In the background with `bytes`; the longer the more a message takes."""
     tensors, stored = (report(balance__dispatch=d) for d in ("tensors", "bytes"))
     assert figure(stored, "exchange_s") < figure(tensors, "exchange_s")
-    greedy = dict.fromkeys(PHASES, PhasePolicy("greedy"))
-    layout, spec = of_mix(BASE).draw(64, 30, 0), plan_spec(resolve(BASE, 64, 8))
-    flat, hop = (plan_step(layout, replace(spec, balance=BalanceConfig(exchange=way, **greedy)))
-                 for way in ("flat", "two_hop"))
-    for message_s, gain in ((0.0, False), (1e-3, True)):
-        hardware = Hardware(message_s=message_s)
-        assert (exchange_seconds(hop, hardware) < exchange_seconds(flat, hardware)) == gain
+    plan = plan_step(of_mix(BASE).draw(64, 30, 0), plan_spec(resolve(BASE, 64, 8)))
+    quick, slow = (exchange_seconds(plan, Hardware(message_s=s)) for s in (0.0, 1e-3))
+    assert 0 < quick < slow
 
 
 def test_a_mix_has_its_effect_and_the_global_batch_is_what_counts():
