@@ -13,6 +13,7 @@ from pathlib import Path
 from orchmllm.cli.options import add_options, at_least, in_one_line
 from orchmllm.papers.disttrain import Line
 from orchmllm.papers.schemes import SCHEMES, plot, run, table
+from orchmllm.tools.pictures import check_can_draw
 from orchmllm.tools.predict.workload import MODELS, batch_layout, sample_headers
 
 RANKS = (32, 64, 128, 512, 2560)
@@ -88,6 +89,8 @@ def main(argv: list[str]) -> int:
           f"{os.cpu_count()} cores, Python {platform.python_version()}; times are CPU seconds of "
           "one thread; seeds are fixed\n")
     if args.what == "compare":
+        if args.out:
+            check_can_draw("--out")
         return compare(args)
     from orchmllm.papers import disttrain, omnibal
     from orchmllm.papers import orchmllm as paper

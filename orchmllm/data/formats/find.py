@@ -8,6 +8,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 
 from orchmllm.config.recipe import SourceConfig
@@ -28,6 +29,7 @@ from orchmllm.data.media.root import refuse_kind
 from orchmllm.data.storage.remote import RemoteFile, Storage, is_url
 
 JSON_SUFFIXES, ARROW_SUFFIXES = (".jsonl", ".json", ".ndjson"), (".parquet", ".arrow")
+ARROW_PACKAGES = ("datasets", "pyarrow")
 READABLE = (*JSON_SUFFIXES, *ARROW_SUFFIXES, ".tar")
 NOT_DATA = {"tokenizer.json", "tokenizer_config.json", "dataset_infos.json", "dataset_info.json",
             "config.json"}
@@ -45,6 +47,7 @@ def find_store(config: SourceConfig, cache_dir: Path, storage: Storage,
     if is_url(config.path):
         return _find_remote(config, cache_dir, storage)
     if config.path.startswith("hf:"):
+        check_installed(config.path, *ARROW_PACKAGES)
         return lambda: (arrow.open_stream(config, []) if streaming
                         else arrow.open_hub(config, cache_dir), None)
     path = Path(config.path)
@@ -56,8 +59,17 @@ def find_store(config: SourceConfig, cache_dir: Path, storage: Storage,
         raise ValueError(f"{config.path}: no such file or folder; give a JSON, JSONL, parquet, "
                          "arrow or tar file, a pattern of them, a folder, or hf:org/name")
     if streaming and all(f.suffix == ".parquet" for f in files):
+        check_installed(config.path, *ARROW_PACKAGES)
         return lambda: (arrow.open_stream(config, files), None)
     return _opener(files, files[0].parent, config, cache_dir)
+
+
+def check_installed(path: str, *packages: str) -> None:
+    """Raises ValueError if packages that reading `path` needs are not installed."""
+    missing = [name for name in packages if find_spec(name) is None]
+    if missing:
+        raise ValueError(f"{path}: reading it needs {' and '.join(missing)}: pip install "
+                         "'.[parquet]' in the clone")
 
 
 def check_parts(config: SourceConfig, what: str, *known: str) -> None:
@@ -96,9 +108,11 @@ def expand(pattern: str) -> list[Path]:
 def _find_in_folder(path: Path, config: SourceConfig, cache_dir: Path) -> Found:
     if (path / "dataset_dict.json").is_file():
         check_parts(config, "a saved folder", "split")
+        check_installed(config.path, *ARROW_PACKAGES)
         return lambda: (arrow.open_saved(path, config), None)
     if (path / "state.json").is_file():
         check_parts(config, "a saved folder without dataset_dict.json")
+        check_installed(config.path, *ARROW_PACKAGES)
         return lambda: (arrow.open_saved(path, config), None)
     listed = llama_factory.read(path)
     if listed:
@@ -215,8 +229,13 @@ def _opener(files: Sequence[File], root: Path | str, config: SourceConfig, cache
     if len(kinds) > 1:
         raise ValueError(f"{config.path}: files of several kinds ({', '.join(sorted(kinds))}); "
                          "give a source for each")
-    opened = (arrow.open_files if suffix_of(files[0]) in ARROW_SUFFIXES
-              else partial(_open_files, config))
+    if suffix_of(files[0]) in ARROW_SUFFIXES:
+        check_installed(config.path, *ARROW_PACKAGES)
+        opened = arrow.open_files
+    else:
+        if any(path.suffix == ".zst" for path in files):
+            check_installed(config.path, "pyarrow")
+        opened = partial(_open_files, config)
     return lambda: (opened(files, root, cache_dir), layout)
 
 

@@ -26,6 +26,7 @@ from orchmllm.data.formats.open import DataSource, index_path
 from orchmllm.data.index import LengthIndex, build_index
 from orchmllm.data.lengths import LengthReader
 from orchmllm.tools.data.stats import drawn, of_data, show
+from orchmllm.tools.pictures import check_can_draw
 from orchmllm.tools.predict.examples import open_recipe
 from orchmllm.tools.predict.workload import MODELS
 
@@ -61,6 +62,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
         if colon and not command.startswith(only) and (
                 getattr(args, name) != parser.get_default(name)):
             parser.error(f"{flag} is an option of {only}, and not of {args.command} here")
+    if args.out != parser.get_default("out"):
+        check_can_draw("--out")
     return args
 
 

@@ -20,6 +20,7 @@ from orchmllm.tools.data.composition import (
     read_lengths,
     table,
 )
+from orchmllm.tools.pictures import CURE, can_draw
 from orchmllm.tools.predict.workload import MODELS, sample_layout
 
 
@@ -65,6 +66,9 @@ def show(recipe: Recipe, args: argparse.Namespace, sources: Sequence[DataSource]
     _gain(predict(batches, recipe), ranks,
           f"{share} examples" if recipe.data.batching == "sample" else
           f"{count} mini-batches" if count > 1 else "1 mini-batch")
+    if not can_draw():
+        print(f"no plot: {CURE}")
+        return
     plot(lengths, args.out, f"{', '.join(lengths.names)}: {len(lengths.source)} examples")
     print(f"plot: {args.out}")
 

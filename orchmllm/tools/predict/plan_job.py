@@ -20,6 +20,7 @@ from orchmllm.cli.options import at_least, in_one_line, recipe_parser
 from orchmllm.config.job import resolve
 from orchmllm.config.recipe import read_recipe
 from orchmllm.plan.assign import PHASES
+from orchmllm.tools.pictures import check_can_draw
 from orchmllm.tools.predict.examples import examples_of
 from orchmllm.tools.predict.options import cluster_of, cluster_options
 from orchmllm.tools.predict.search import Found, Search, difference
@@ -123,6 +124,8 @@ def main(argv: list[str]) -> int:
     for flag, path in (("--out", args.out), ("--picture", args.picture)):  # before the search
         if path and not path.parent.is_dir():
             raise ValueError(f"{flag} {path}: {path.parent} is no folder; make it, or name another")
+    if args.picture:
+        check_can_draw("--picture")
     if recipe.data.batching == "capped":
         raise ValueError(
             "data.batching is capped: data.max_batch_tokens decides what a rank holds, and the "

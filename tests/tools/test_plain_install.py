@@ -1,0 +1,50 @@
+"""What a plain install lacks is named before anything starts."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+
+from orchmllm.data.formats import find
+from orchmllm.papers.reproduce import main as reproduce
+from orchmllm.tools import pictures
+from orchmllm.tools.data.command import main as data
+from orchmllm.tools.predict.plan_job import main as plan_job
+from orchmllm.train import main as train
+from tests.lib.tokenizers import write_tokenizer
+
+OPTIONAL = ("datasets", "pyarrow", "matplotlib")
+
+
+@pytest.fixture
+def plain(monkeypatch):
+    """No package of an extra can be found."""
+    there = importlib.util.find_spec
+    for module in (find, pictures):
+        monkeypatch.setattr(module, "find_spec", lambda name: None if name in OPTIONAL
+                            else there(name))
+
+
+@pytest.mark.parametrize("name, missing", [("a.parquet", "datasets and pyarrow"),
+                                           ("a.arrow", "datasets and pyarrow"),
+                                           ("a.jsonl.zst", "pyarrow")])
+def test_data_that_need_an_extra_are_refused_before_ranks_start(plain, tmp_path, capsys, name,
+                                                                missing):
+    (tmp_path / name).write_bytes(b"")
+    write_tokenizer(tmp_path)
+    assert train(["--recipe", "recipes/demo.yaml", f"data.path={tmp_path / name}",
+                  f"data.tokenizer={tmp_path / 'tokenizer.json'}",
+                  f"run.dir={tmp_path / 'run'}"]) == 2
+    said = capsys.readouterr().err
+    assert f"{name}: reading it needs {missing}: pip install '.[parquet]'" in said
+    assert not (tmp_path / "run").exists()
+
+
+def test_pictures_that_were_asked_for_are_refused_without_matplotlib(plain, tmp_path, capsys):
+    for command, *argv in ((data, "stats", "--out", f"{tmp_path}/a.png"),
+                           (plan_job, "recipes/demo.yaml", "--gpus", "8", "--picture",
+                            f"{tmp_path}/a.svg"),
+                           (reproduce, "compare", "--ranks", "8", "--out", f"{tmp_path}/a.png")):
+        assert command(argv) == 2
+        assert "matplotlib is not installed: pip install '.[tools]'" in capsys.readouterr().err
