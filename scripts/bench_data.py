@@ -27,11 +27,11 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 from orchmllm.config.recipe import SourceConfig
 from orchmllm.data.formats.open import open_source
-from orchmllm.data.index import build_index
 from orchmllm.data.lengths import LengthReader
 from orchmllm.data.media.headers import audio_header, image_header
 from orchmllm.data.text.tokenizer import ChatTokenizer
 from orchmllm.plan.geometry import AudioGeometry, VisionGeometry
+from orchmllm.tools.data.build_index import build_index
 
 WORDS = ("what is the colour of this small round thing on a table near two people who walk along "
          "the river while it rains and somebody plays").split()

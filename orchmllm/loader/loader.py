@@ -59,9 +59,9 @@ class BalancedDataLoader(DataLoader):
     optimizer step. num_targets: collated batch -> its labels (default: entries of "labels" that are
     not -100). prefetch: steps prepared ahead. seed: of the shuffling, equal on all ranks. min_gain:
     steps predicted to gain less (0.02: 2%) run as sampled. enabled: false runs every step as
-    sampled, for comparisons. shard_size: balance within groups of so many consecutive ranks (0: all);
-    pass `loader.exchange_group` to exchange_rows then.
-    ranks_per_node: default from the launcher. timeout_s: of an agreement that a rank never joins.
+    sampled, for comparisons. shard_size: balance within groups of so many consecutive ranks (0:
+    all); pass `loader.exchange_group` to exchange_rows then. ranks_per_node: default from the
+    launcher. timeout_s: of an agreement that a rank never joins.
     log_every: steps between lines of the logger orchmllm.loader on rank 0 (0: none). context:
     longest sequence of the model; lengths above ten times that are asked about in a warning (0:
     none). check_loss: warn if the loop never asks how to scale its loss.

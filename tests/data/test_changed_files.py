@@ -13,7 +13,6 @@ from orchmllm.config.job import resolve
 from orchmllm.config.recipe import SourceConfig
 from orchmllm.data.dataset import ConversationDataset
 from orchmllm.data.formats.conversation import media_of
-from orchmllm.data.index import build_index
 from orchmllm.data.loading.step_loader import StepLoader
 from orchmllm.data.media.headers import image_header
 from orchmllm.data.sampler import GlobalSampler
@@ -21,6 +20,7 @@ from orchmllm.data.storage.clients import StorageError
 from orchmllm.data.text.tokenizer import ChatTokenizer
 from orchmllm.models.flops import plan_spec
 from orchmllm.runtime.build import build_orchestrators
+from orchmllm.tools.data.build_index import build_index
 from tests.lib.formats import QUESTIONS, llava_row, write_jsonl, write_tar
 from tests.lib.ranks import RankFailure, run_ranks
 from tests.lib.sources import opened

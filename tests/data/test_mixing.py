@@ -12,7 +12,6 @@ import pytest
 from orchmllm.config.balance import BalanceConfig
 from orchmllm.config.recipe import DataConfig, RecipeError, RunConfig, SourceConfig, load_recipe
 from orchmllm.data.dataset import ConversationDataset
-from orchmllm.data.index import build_index
 from orchmllm.data.sampler import (
     CappedSampler,
     GlobalSampler,
@@ -27,6 +26,7 @@ from orchmllm.plan.grouping import capped
 from orchmllm.plan.layout import VISION
 from orchmllm.runtime.build import build_dataset
 from orchmllm.runtime.run_state import check_resumable, resume_keys
+from orchmllm.tools.data.build_index import build_index
 from orchmllm.tools.data.command import main
 from orchmllm.tools.data.composition import global_batches
 from tests.lib.formats import QUESTIONS, llava_row, write_jsonl, write_media

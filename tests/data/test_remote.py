@@ -287,7 +287,7 @@ def test_bad_patterns_name_what_is_missing(store, tmp_path):
 
 def test_index_and_training_path_of_remote_media(web, folder, tokenizer, tmp_path):
     """An index is built by processes of its own, and loads need no row read twice."""
-    from orchmllm.data.index import build_index
+    from orchmllm.tools.data.build_index import build_index
 
     for path in folder.glob("[0-9].*"):
         shutil.copy(path, web.folder)

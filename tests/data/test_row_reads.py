@@ -17,13 +17,13 @@ from orchmllm.config.job import resolve
 from orchmllm.config.recipe import SourceConfig
 from orchmllm.data import dataset
 from orchmllm.data.dataset import ConversationDataset
-from orchmllm.data.index import build_index
 from orchmllm.data.loading.step_loader import StepLoader
 from orchmllm.data.sampler import GlobalSampler
 from orchmllm.data.text.tokenizer import ChatTokenizer
 from orchmllm.models.flops import plan_spec
 from orchmllm.plan.layout import BatchLayout
 from orchmllm.runtime.build import build_orchestrators
+from orchmllm.tools.data.build_index import build_index
 from tests.lib.formats import FORMATS, QUESTIONS, write_media
 from tests.lib.ranks import run_ranks
 from tests.lib.synthetic import MODEL, recipe

@@ -13,12 +13,12 @@ from PIL import Image
 
 from orchmllm.config.recipe import SourceConfig
 from orchmllm.data.formats.open import open_source
-from orchmllm.data.index import build_index
 from orchmllm.data.loading.preprocess_handshake import identity_of
 from orchmllm.data.media.headers import image_header
 from orchmllm.data.media.medium import MediaError
 from orchmllm.data.stream import StreamDataset
 from orchmllm.plan.geometry import AudioGeometry, VisionGeometry
+from orchmllm.tools.data.build_index import build_index
 from tests.data.test_safety import write_tar
 from tests.lib.formats import llava_row, write_jsonl
 from tests.lib.sources import opened

@@ -23,8 +23,9 @@ from tqdm import tqdm
 from orchmllm.cli.options import add_overrides, command_parser, in_one_line
 from orchmllm.config.recipe import Recipe, load_recipe
 from orchmllm.data.formats.open import DataSource, index_path
-from orchmllm.data.index import LengthIndex, build_index
+from orchmllm.data.index import LengthIndex
 from orchmllm.data.lengths import LengthReader
+from orchmllm.tools.data.build_index import build_index
 from orchmllm.tools.data.stats import drawn, of_data, show
 from orchmllm.tools.pictures import check_can_draw
 from orchmllm.tools.predict.examples import open_recipe
