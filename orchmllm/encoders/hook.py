@@ -13,7 +13,7 @@ from __future__ import annotations
 import inspect
 import logging
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -74,12 +74,12 @@ class EncoderHandle:
     def __init__(
         self, owner: nn.Module, encoders: Sequence[Encoder], family: families.Family | None, *,
         group: dist.ProcessGroup | None, when: str, shadow: bool, min_gain: float | None, join: str,
-        lengths: Callable[[], Mapping] | None, timeout_s: float,
+        timeout_s: float,
     ) -> None:
         ranks = rank_list(group)
         self.encoders, self.group, self.shadow = tuple(encoders), group, shadow
         self.last: dict[str, EncoderStep] = {}
-        self._family, self._when, self._join, self._lengths = family, when, join, lengths
+        self._family, self._when, self._join = family, when, join
         self._options = {"min_gain": min_gain, "ranks_per_node": node_size(ranks, 0)}
         self.gather = RowGather(self._options["ranks_per_node"], timeout_s, ranks)
         self.rank = self.gather.rank
@@ -120,15 +120,11 @@ class EncoderHandle:
         for i, stopwatch in self._stopwatches.items():
             self._measured[i] = stopwatch.read(self._measured[i])
         self._stopwatches = {}
-        told = self._tables.informed(self._lengths(), locals_, error) if self._lengths else None
-        worlds, locals_, error = told or (
-            self._tables(self._count, locals_, self._measured, error), locals_, None)
+        worlds = self._tables(self._count, locals_, self._measured, error)
         plans = {i: assign(e, world, self._costs[i], **self._options)
                  for i, (e, world) in enumerate(zip(self.encoders, worlds, strict=True))
                  if len(world.meta)}
         self._report(plans)
-        if error is not None and not plans:
-            raise error
         if self.shadow or not plans:
             return None
         state = self._forwards[id(module)] = _Forward()
@@ -138,7 +134,7 @@ class EncoderHandle:
         encoded = []
         for i, plan in plans.items():
             encoded.append(encode_share(self.encoders[i], module, locals_[i], worlds[i], plan,
-                                        self.rank, device, self.group, error))
+                                        self.rank, device, self.group))
             self._stopwatches[i] = encoded[-1].stopwatch
         features = return_features(self.gather, self.group, self._count, self.rank, encoded)
         for share, rows in zip(encoded, features, strict=True):
@@ -258,7 +254,6 @@ def balance_encoders(
     model: nn.Module, encoders: Sequence[Encoder] | None = None, *,
     group: dist.ProcessGroup | None = None, when: str = "training", shadow: bool = False,
     min_gain: float | None = None, join: str = "",
-    lengths: Callable[[], Mapping[str, tuple[np.ndarray, np.ndarray]]] | None = None,
     timeout_s: float = 600.0,
 ) -> EncoderHandle:
     """Balances the encoders of `model` over the ranks in every forward; its code, its data and the
@@ -272,10 +267,7 @@ def balance_encoders(
     the same forwards). shadow: plan, log and record the gain, move nothing. min_gain: move only if
     the slowest rank's cost falls by this share; None: if the time saved exceeds the measured time
     of the exchange. join: submodule whose output the features join (default: the input embeddings).
-    lengths: called before each forward, where all ranks know all media before, say from a loader:
-    encoder -> (items of each rank and call (d, calls), integers of each item (n, columns), in order
-    of the ranks), the same on all ranks; nothing is gathered then, except in the first forward with
-    media, whose rows' dtype and size the later ones keep. timeout_s: of a gather that a rank never
+    timeout_s: of a gather that a rank never
     joins.
 
     Raises ValueError for a model that it cannot balance exactly: an unknown architecture, dropout
@@ -297,4 +289,4 @@ def balance_encoders(
     _check_owner(owner, join)
     return EncoderHandle(
         owner, encoders, family, group=group, when=when, shadow=shadow, min_gain=min_gain,
-        join=join, lengths=lengths, timeout_s=timeout_s)
+        join=join, timeout_s=timeout_s)

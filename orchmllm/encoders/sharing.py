@@ -70,10 +70,10 @@ class Encoded:
 
 def encode_share(
     encoder: Encoder, owner: nn.Module, local: Local, world: World, plan: Assignment, rank: int,
-    device: torch.device, group: dist.ProcessGroup | None, error: Exception | None,
+    device: torch.device, group: dist.ProcessGroup | None,
 ) -> Encoded:
     """Moves the media and runs the encoder on this rank's share, or on a placeholder. Never raises
-    for the encoder: the other ranks are waiting. error: of before, for which the same holds."""
+    for the encoder: the other ranks are waiting."""
     items = plan.move.items_on(rank)
     meta = world.meta[items]
     stopwatch = Stopwatch(device, plan.moves, int(plan.cost[items].sum()))
@@ -97,10 +97,8 @@ def encode_share(
         values = [None if spec is None else torch.ones(
             (int(rows[cheapest]), *spec[1]), dtype=spec[0], device=device)
             for spec, rows in zip(world.tensors, all_rows, strict=True)]
-    result, features = None, None
+    result, features, error = None, None, None
     try:
-        if error is not None:
-            raise error
         run = partial(encoder.run, owner) if encoder.run else (
             resolve(owner, next(iter(encoder.calls))))
         result = run(*encoder.layout.build(meta, tuple(values)), **encoder.keywords,

@@ -9,7 +9,6 @@ import re
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -41,11 +40,6 @@ class Local:
     meta: np.ndarray
     values: tuple[Tensor | None, ...]
     options: dict[str, Any]
-
-    @property
-    def rows(self) -> list[tuple[torch.dtype, tuple[int, ...]] | None]:
-        """dtype and shape of a row of each of the values."""
-        return [None if v is None else (v.dtype, tuple(v.shape[1:])) for v in self.values]
 
 
 @dataclass(frozen=True)
@@ -118,15 +112,6 @@ def _block(encoder: Encoder, local: Local, pace: int, overhead: int) -> list[int
     return block
 
 
-def _blank(encoder: Encoder, world: World, counts: list[int], meta: np.ndarray) -> Local:
-    """Items of a rank, of zeros."""
-    values = tuple(
-        None if spec is None else torch.zeros((int(rows.sum()), *spec[1]), dtype=spec[0])
-        for spec, rows in zip(world.tensors, encoder.layout.rows(meta), strict=True)
-    ) if world.tensors else ()
-    return Local(counts, [0] * len(counts), meta, values, {})
-
-
 class Tables:
     """Gathers the tables of a model's encoders. Constructed by all ranks together."""
 
@@ -135,43 +120,6 @@ class Tables:
         self._sizes = [_FIXED + len(e.calls) + _TENSOR * num_tensors(e) for e in encoders]
         self._fixed = _HEAD + sum(self._sizes)
         self._gather_tables = RaggedGather(gather, self._fixed + 128)
-        self._tensors: dict[str, list] = {}  # World.tensors of each encoder, once known
-
-    def informed(
-        self, lengths: Mapping[str, tuple[np.ndarray, np.ndarray]], locals_: Sequence[Local],
-        error: Exception | None,
-    ) -> tuple[list[World], list[Local], Exception | None] | None:
-        """The encoders' items from what all ranks know already, without a gather; see
-        balance_encoders. None where rows' dtypes and shapes are not known yet. A rank whose own
-        items are others than these, or that has an error, gets zeros in their place, so that it
-        takes part in the exchange, and the error to raise afterwards."""
-        worlds, blanks, d, rank = [], [], self.gather.world_size, self.gather.rank
-        for i, encoder in enumerate(self.encoders):
-            counts, meta = lengths.get(encoder.name, (np.zeros((d, len(encoder.calls))), None))
-            counts = np.asarray(counts, np.int64).reshape(d, len(encoder.calls))
-            total = int(counts.sum())
-            if total and encoder.name not in self._tensors:
-                return None
-            meta = (np.asarray(meta, np.int64).reshape(total, -1) if total
-                    else np.zeros((0, 0), np.int64))
-            worlds.append(World(counts, meta, self._tensors.get(encoder.name, []),
-                                np.zeros(d, np.int64), np.zeros(d, np.int64)))
-            first = int(counts[:rank].sum())
-            own, mine = meta[first: first + int(counts[rank].sum())], counts[rank].tolist()
-            blanks.append(partial(_blank, encoder, worlds[-1], mine, own))
-            if error is not None:
-                continue
-            given, rows = locals_[i], worlds[-1].tensors
-            if given.counts != mine or not np.array_equal(given.meta.ravel(), own.ravel()):
-                error = ValueError(
-                    f"encoder {encoder.name!r}: this rank's media are {given.meta.tolist()}, "
-                    f"`lengths` says {own.tolist()}")
-            elif len(own) and given.rows != rows:
-                error = ValueError(
-                    f"encoder {encoder.name!r}: its rows were {rows}, now they are {given.rows}: "
-                    "where `lengths` is given they stay the same")
-        return worlds, [blank() for blank in blanks] if error is not None else (
-            list(locals_)), error
 
     def __call__(
         self, forward: int, locals_: Sequence[Local], measured: Sequence[tuple[int, int]],
@@ -217,8 +165,6 @@ class Tables:
                 _tensor(_one(forward, f"argument {i} of encoder {encoder.name!r} ({names})",
                              tensors[:, i], holding, _shown, PAD))
                 for i in range(tensors.shape[1])], block[:, 2], block[:, 3]))
-            if len(meta):
-                self._tensors[encoder.name] = worlds[-1].tensors
             at, start = at + size, start + length
         return worlds
 

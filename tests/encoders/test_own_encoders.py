@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from orchmllm import CostModel, Encoder, Packed, balance_encoders
 from orchmllm.encoders import assignment, families
@@ -74,79 +73,6 @@ def test_a_model_of_ones_own_is_exact():
         assert set(last) == {"photo", "clip"} and last["photo"].moved > 0
         before, after = last["photo"].imbalance
         assert after < before and last["photo"].gain > 0.3
-
-
-def informed(world) -> tuple[float, int, str]:
-    """Lengths that all ranks know: gathers of the second forward; then wrong ones on rank 1."""
-    e = load("own_model")
-    torch.manual_seed(0)
-    model = e.TwoTowers().double()
-    told = {}
-    handle = e.balanced(model, lengths=lambda: told)
-    gathers, gather = [], handle._tables.gather
-    handle._tables.gather = handle.gather = Counted(gather, gathers)
-    sharded(model)
-    for step in (0, 1):
-        held = [e.inputs_of(r, step) for r in range(world.world_size)]
-        told["photo"] = [len(x.get("photos", ())) for x in held], np.zeros((sum(
-            len(x.get("photos", ())) for x in held), 0))
-        lengths = [x["clip_lengths"] for x in held if "clip_lengths" in x]
-        told["clip"] = [len(x.get("clip_lengths", ())) for x in held], torch.cat(lengths).numpy()
-        before = len(gathers)
-        model.zero_grad()
-        want = mean_gradients_of(plain_towers(), lambda m, x=held: [e.loss_of(m, x[world.rank])])
-        e.loss_of(model, held[world.rank]).backward()
-    difference, count = worst(gradients(model), want), len(gathers) - before
-    if world.rank == 1:
-        held[1]["clip_lengths"] = held[1]["clip_lengths"].flip(0) + torch.tensor([-1, 1])
-    try:
-        model(**held[world.rank])
-    except RuntimeError as error:
-        return difference, count, str(error)
-    return difference, count, ""
-
-
-def plain_towers() -> nn.Module:
-    torch.manual_seed(0)
-    return load("own_model").TwoTowers().double()
-
-
-class Counted:
-    def __init__(self, gather, calls: list) -> None:
-        self.gather, self.calls = gather, calls
-        self.rank, self.world_size = gather.rank, gather.world_size
-
-    def __call__(self, row):
-        self.calls.append(len(row))
-        return self.gather(row)
-
-
-def test_lengths_that_are_known_are_not_gathered():
-    for difference, gathers, text in run_ranks(informed, 2):
-        assert difference < EXACT and gathers == 1  # the agreement on the results
-        assert "rank 1 failed: ValueError: encoder 'clip': this rank's media are" in text
-
-
-def informed_of_other_rows(world) -> str:
-    """Lengths that all ranks know, and then photos of another size on rank 1."""
-    e = load("own_model")
-    model = e.TwoTowers().double()
-    e.balanced(model, lengths=lambda: {"photo": ([3, 1], np.zeros((4, 0)))})
-    inputs = {"ids": torch.full((1, 12), e.PHOTO)[:, : 12 if world.rank == 0 else 4],
-              "photos": torch.randn(3 - 2 * world.rank, 3, 16, 16).double()}
-    model(**inputs)
-    if world.rank == 1:
-        inputs["photos"] = torch.zeros(1, 3, 24, 24).double()
-    try:
-        model(**inputs)
-    except RuntimeError as error:
-        return str(error)
-    return ""
-
-
-def test_rows_that_change_while_lengths_are_known_are_told_by_all_ranks():
-    for text in run_ranks(informed_of_other_rows, 2):
-        assert "rank 1 failed: ValueError: encoder 'photo': its rows were [" in text
 
 
 def test_one_rank_is_exact():
