@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from packaging.version import Version
 from torch import Tensor, nn
 
 from orchmllm.encoders.items import Cropped, Masked, Packed, Rows, Slots, Tiles
 from orchmllm.encoders.spec import EQUAL, Encoder
-from orchmllm.loader.versions import is_older
 from orchmllm.plan.cost import CostModel
 
 # An encoder of transformers: it returns a ModelOutput and casts its media to its own dtype.
@@ -181,7 +181,7 @@ def find_family(model: nn.Module) -> tuple[nn.Module, Family]:
     if len(found) == 1:
         owner, name = found[0]
         have, since = import_module("transformers").__version__, FAMILIES[name].since
-        if is_older(have, since):
+        if Version(have).release[:2] < Version(since).release:
             raise ValueError(f"{name} of transformers {have}: balance_encoders was tested with "
                              f"{since} and newer; upgrade transformers")
         return owner, FAMILIES[name]

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from orchmllm.comm.exchange import RowGather
+from orchmllm.comm.ranks import node_size, rank_list
 from orchmllm.encoders import families
 from orchmllm.encoders.assignment import Assignment, assign
 from orchmllm.encoders.checks import check_capture, check_encoder, check_norms
@@ -38,7 +39,6 @@ from orchmllm.encoders.sharing import (
 )
 from orchmllm.encoders.spec import Encoder, bind, resolve
 from orchmllm.encoders.table import Local, Tables, describe_local, same_on_all_ranks
-from orchmllm.loader.links import node_size, rank_list
 from orchmllm.plan.cost import in_fine_unit
 from orchmllm.plan.step import imbalance
 

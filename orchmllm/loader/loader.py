@@ -15,10 +15,11 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, IterableDataset, Sampler
 
+from orchmllm.comm.ranks import rank_list
 from orchmllm.data.loading.pipeline import Pipeline
 from orchmllm.loader.examples import Phase, StepInfo
 from orchmllm.loader.feeds import Collator
-from orchmllm.loader.links import connect, rank_list
+from orchmllm.loader.links import connect
 from orchmllm.loader.loss import LossWatch, check_labels, scale
 from orchmllm.loader.setup import StepLog, check_arguments, check_state, make_spec
 from orchmllm.loader.source import (
