@@ -25,18 +25,11 @@ from torch import Tensor, nn
 
 from orchmllm.comm.exchange import RowGather
 from orchmllm.comm.ranks import node_size, rank_list
-from orchmllm.encoders import families
+from orchmllm.encoders import families, sharing
 from orchmllm.encoders.assignment import Assignment, assign
 from orchmllm.encoders.checks import check_capture, check_encoder, check_norms
 from orchmllm.encoders.playback import Playback, shadow
 from orchmllm.encoders.results import rebuild
-from orchmllm.encoders.sharing import (
-    Encoded,
-    Stopwatch,
-    agree_on_forward,
-    encode_share,
-    return_features,
-)
 from orchmllm.encoders.spec import Encoder, bind, resolve
 from orchmllm.encoders.table import Local, Tables, describe_local, same_on_all_ranks
 from orchmllm.plan.cost import in_fine_unit
@@ -71,6 +64,8 @@ class EncoderHandle:
     """What balance_encoders returns. last: an EncoderStep by encoder that had items in the forward
     last balanced; remove(): the model is as before."""
 
+    without_gradients = False  # whether a trainer looks at its loss, on all ranks
+
     def __init__(
         self, owner: nn.Module, encoders: Sequence[Encoder], family: families.Family | None, *,
         group: dist.ProcessGroup | None, when: str, shadow: bool, min_gain: float | None, join: str,
@@ -88,8 +83,8 @@ class EncoderHandle:
         self._costs = list(in_fine_unit({
             e.name: e.cost(owner) if not hasattr(e.cost, "linear") else e.cost
             for e in self.encoders}).values())
-        self._measured = [(0, 0)] * len(self.encoders)  # see Stopwatch.read
-        self._stopwatches: dict[int, Stopwatch] = {}  # of the forward before
+        self._measured = [(0, 0)] * len(self.encoders)  # see sharing.Stopwatch.read
+        self._stopwatches: dict[int, sharing.Stopwatch] = {}  # of the forward before
         self._count, self._checked = 0, False  # forwards; whether one ended well on all ranks
         self._error: Exception | None = None  # of the forward before
         self._forwards: dict[int, _Forward] = {}
@@ -108,7 +103,8 @@ class EncoderHandle:
 
     @torch.compiler.disable
     def _before(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
-        active = self._when == "always" or (module.training and torch.is_grad_enabled())
+        active = self._when == "always" or (
+            module.training and (torch.is_grad_enabled() or EncoderHandle.without_gradients))
         if not self._hooks or not active:
             return None
         self._count += 1
@@ -133,12 +129,14 @@ class EncoderHandle:
             module.parameters()).device
         encoded = []
         for i, plan in plans.items():
-            encoded.append(encode_share(self.encoders[i], module, locals_[i], worlds[i], plan,
-                                        self.rank, device, self.group))
+            encoded.append(sharing.encode_share(
+                self.encoders[i], module, locals_[i], worlds[i], plan, self.rank, device,
+                self.group))
             self._stopwatches[i] = encoded[-1].stopwatch
-        features = return_features(self.gather, self.group, self._count, self.rank, encoded)
+        features = sharing.return_features(self.gather, self.group, self._count, self.rank,
+                                            encoded)
         for share, rows in zip(encoded, features, strict=True):
-            self._answer(module, state, inputs, share, *rows)
+            self._answer(module, state, share, *rows)
         return self._attach(module, state, args, kwargs, inputs)
 
     def _describe(self, module: nn.Module, encoder: Encoder, inputs: dict[str, Any]) -> Local:
@@ -153,22 +151,22 @@ class EncoderHandle:
         return describe_local(encoder, module, inputs, dtype if encoder.cast else None)
 
     def _answer(
-        self, module: nn.Module, state: _Forward, inputs: dict, share: Encoded, rows: Tensor,
+        self, module: nn.Module, state: _Forward, share: sharing.Encoded, rows: Tensor,
         counts: np.ndarray,
     ) -> None:
         """Lets the calls of this rank's forward return its own items' features."""
-        encoder, start, first = share.encoder, 0, 0
-        for call, n, lead in zip(encoder.calls, share.local.counts, share.local.lead, strict=True):
+        encoder, local, start, first = share.encoder, share.local, 0, 0
+        for call, n, given in zip(encoder.calls, local.counts, local.given, strict=True):
             sizes = counts[start: start + n].tolist()
             part = rows[first: first + sum(sizes)]
             start, first = start + n, first + sum(sizes)
             result = rebuild(encoder, share.result, share.features.leaves, part, sizes)
-            given = inputs[encoder.calls[call].arguments[0]] if n and not self._family else None
-            state.playbacks.append(Playback(encoder, module, call, result, n, lead, given))
+            state.playbacks.append(Playback(encoder, module, call, result, n, given,
+                                            strict=self._family is None))
             shadow(state.undo, module, call, state.playbacks[-1])
         for name in encoder.passes:
             shadow(state.undo, module, name, lambda x, *a, **k: x)
-        if rows.requires_grad and not all(share.local.counts):
+        if rows.requires_grad and not all(local.counts):
             zero = rows[:0].sum()
             state.zero = zero if state.zero is None else state.zero + zero.to(state.zero.dtype)
 
@@ -217,7 +215,7 @@ class EncoderHandle:
         error = next((e for e in (error, *(p.error for p in state.playbacks)) if e), None)
         if not self._checked:
             self._checked = True
-            agree_on_forward(self.gather, self._count, error)
+            sharing.agree_on_forward(self.gather, self._count, error)
         elif not raised:
             self._error = error
 

@@ -34,18 +34,23 @@ def _facts(value: Any) -> tuple:
 class Playback:
     """Stands for a method or a submodule; its attributes are those of the original. A call with
     other rows than it was given raises RuntimeError. given: the argument (n, ...) of the forward
-    that was encoded, None where it is known that the model passes it on as it is."""
+    that was encoded; strict: whether the call has to get it as it is, and once. error: what the
+    forward did so far that makes gradients wrong."""
 
     def __init__(
-        self, encoder: Encoder, owner: nn.Module, call: str, result: Any, num_items: int, lead: int,
-        given: Tensor | None,
+        self, encoder: Encoder, owner: nn.Module, call: str, result: Any, num_items: int,
+        given: Tensor | None, strict: bool,
     ) -> None:
         parent, name = parent_of(owner, call)
         self._original = getattr(parent, name)
         self._what = f"encoder {encoder.name!r}: {type(owner).__name__}.forward"
-        self._call, self._result, self._num_items, self._lead = call, result, num_items, lead
-        self._given, self._argument = _facts(given), encoder.calls[call].arguments[0]
-        self._called, self._misuse = False, ""
+        self._call, self._result, self._called = call, result, False
+        self._given = given
+        self._strict = strict and num_items > 0 and not given.is_inference()  # has no _version
+        self._version = given._version if self._strict else 0
+        self.error = RuntimeError(
+            f"{self._what} was given {num_items} items but never called {call}: their features "
+            "were not used") if num_items else None
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._original, name)
@@ -53,34 +58,18 @@ class Playback:
     @torch.compiler.disable
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         tensors = [v for v in (*args, *kwargs.values()) if isinstance(v, Tensor)]
-        if tensors and len(tensors[0]) != self._lead:
+        lead = 0 if self._given is None else len(self._given)
+        if tensors and len(tensors[0]) != lead:
             raise RuntimeError(
                 f"{self._what} called {self._call} with {len(tensors[0])} rows, but was given "
-                f"{self._lead}: it encodes its media in parts, which cannot be balanced")
-        if self._given and self._called:
-            self._misuse = (f"{self._what} called {self._call} twice: what it returned the first "
-                            "time would be returned again; call it once")
-        elif self._given and self._given not in map(_facts, tensors):
-            self._misuse = (
-                f"{self._what} called {self._call} with another tensor than its argument "
-                f"{self._argument}, which is encoded before the forward: what is done to it in "
-                f"between would be lost; do it in the data set or in {self._call}")
+                f"{lead}: it encodes its media in parts, which cannot be balanced")
+        if not self._called:
+            self.error = None
+        if self._strict and (self._called or self._given._version != self._version or not any(
+                t is self._given for t in tensors)):
+            self.error = RuntimeError(
+                f"{self._what} called {self._call} twice, or with another tensor than its argument,"
+                " whose features it would get: what happens to media in the forward belongs into "
+                "the encoder or the data set")
         self._called = True
         return self._result
-
-    @property
-    def error(self) -> RuntimeError | None:
-        """What the forward did that makes gradients wrong; also if there were items and it did not
-        ask for them."""
-        if self._num_items and not self._called:
-            return RuntimeError(f"{self._what} was given {self._num_items} items but never called "
-                                f"{self._call}: their features were not used")
-        return RuntimeError(self._misuse) if self._misuse else None
-
-
-def _facts(value: Tensor | None) -> tuple:
-    """What tells a tensor from every other one, and from itself after a change in place."""
-    if value is None:
-        return ()
-    version = 0 if value.is_inference() else value._version
-    return value.data_ptr(), value.shape, value.stride(), value.dtype, version

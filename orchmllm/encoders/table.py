@@ -32,11 +32,11 @@ PAD = "; pad to the same size and use the same dtype on all ranks"
 @dataclass(frozen=True)
 class Local:
     """This rank's items of one encoder: those of its first call, then of its second. counts: items
-    per call; lead: rows of the first argument of each call, to know it again; options: keyword
+    per call; given: first argument (n, ...) of each call, to know it again; options: keyword
     arguments of the call."""
 
     counts: list[int]
-    lead: list[int]
+    given: list[Tensor | None]
     meta: np.ndarray
     values: tuple[Tensor | None, ...]
     options: dict[str, Any]
@@ -72,11 +72,11 @@ def describe_local(
     """This rank's items of `encoder` in the arguments of a forward. dtype: the tower's, to which
     larger floating tensors are cast before they move. Raises ValueError."""
     parts: list[Items | None] = []
-    lead = []
+    firsts = []
     for layout in encoder.calls.values():
         given = inputs.get(layout.arguments[0])
         parts.append(None if given is None else layout.describe(owner, inputs))
-        lead.append(0 if given is None else len(given))
+        firsts.append(given)
     there = [part for part in parts if part is not None]
     values = []
     for tensors in zip(*(part.values for part in there), strict=True):
@@ -92,7 +92,7 @@ def describe_local(
     meta = (np.concatenate([part.meta for part in there]) if there
             else np.zeros((0, 0), np.int64))
     options = {k: inputs[k] for k in encoder.options if inputs.get(k) is not None}
-    return Local([0 if part is None else len(part.meta) for part in parts], lead, meta,
+    return Local([0 if part is None else len(part.meta) for part in parts], firsts, meta,
                  tuple(values) if there else (None,) * num_tensors(encoder), options)
 
 

@@ -13,20 +13,15 @@ from torch import Tensor
 from orchmllm.batch import Microbatch
 
 log = logging.getLogger("orchmllm.loader")
-# By their names, as neither library is imported here; those of TRL do not pad if `padding_free`.
-PADDING_COLLATORS = {
-    "DataCollatorWithPadding", "DataCollatorForTokenClassification", "DataCollatorForSeq2Seq",
-    "DataCollatorForLanguageModeling", "DataCollatorForMultipleChoice",
-    "DataCollatorForPreference", "DataCollatorForVisionPreference",
-    "DataCollatorForVisionLanguageModeling"}
+_PADDING = {f"DataCollator{name}" for name in (  # of transformers and TRL
+    "WithPadding", "ForTokenClassification", "ForSeq2Seq", "ForLanguageModeling", "ForPreference",
+    "ForMultipleChoice", "ForVisionPreference", "ForVisionLanguageModeling")}
 
 
 def collator_pads(collator: Any) -> bool:
-    """Whether it is known to pad a batch to its longest example: a collator of transformers or TRL,
-    or of a subclass."""
-    known = any(c.__module__.split(".")[0] in ("transformers", "trl")
-                and c.__name__ in PADDING_COLLATORS for c in type(collator).__mro__)
-    return (known and not getattr(collator, "padding_free", False)
+    """Whether it is known to pad a batch to its longest example."""
+    return (any(c.__name__ in _PADDING for c in type(collator).__mro__)
+            and not getattr(collator, "padding_free", False)
             and getattr(collator, "padding", True) in (True, "longest"))
 
 
@@ -43,15 +38,15 @@ class PaddingWatch:
         """Raises ValueError."""
         self._first -= 1
         plan = micro.plan
-        if self._done or not plan.spec.balance.enabled or plan.layout.num_ranks == 1:
-            return
         lengths = plan.layout.tokens_per_example[micro.rank_plan.examples]
-        padded = next((v for v in _values(batch) if _is_padded(v, lengths)), None)
-        if padded is None:
+        values = batch.values() if isinstance(batch, Mapping) else (
+            batch if isinstance(batch, list | tuple) else [batch])
+        padded = [v.shape for v in values if isinstance(v, Tensor) and _is_padded(v.shape, lengths)]
+        if self._done or not padded or not plan.spec.balance.enabled or plan.layout.num_ranks == 1:
             return
         self._done = True
         text = (f"collate_fn pads: examples of lengths {lengths.tolist()[:8]} became a tensor of "
-                f"shape {tuple(padded.shape)}, which costs their number times the longest, and the "
+                f"shape {tuple(padded[0])}, which costs their number times the longest, and the "
                 "default policy evens out sums of lengths, so that steps can take longer than "
                 "without it: give policy='padded', or policy='least_move' if the model computes "
                 "no padding")
@@ -60,19 +55,9 @@ class PaddingWatch:
         log.warning(text)
 
 
-def _values(batch: Any) -> list[Any]:
-    if isinstance(batch, Mapping):
-        return list(batch.values())
-    if isinstance(batch, list | tuple):
-        return list(batch)
-    return [batch, *getattr(batch, "__dict__", {}).values()]
-
-
-def _is_padded(value: Any, lengths: np.ndarray) -> bool:
-    """Whether a tensor (n, T, ...) holds the n examples at the length of the longest: some more for
+def _is_padded(shape: tuple[int, ...], lengths: np.ndarray) -> bool:
+    """Whether a tensor (n, T, ...) holds n examples at the length of the longest: some more for
     special tokens and multiples of 8, not any size, as lengths may have another unit."""
-    if not isinstance(value, Tensor) or value.dim() < 2 or len(value) != len(lengths) or (
-            not len(lengths)):
-        return False
-    longest, size = int(lengths.max()), value.shape[1]
-    return longest <= size <= 1.25 * longest + 8 and size * len(lengths) > 1.1 * lengths.sum()
+    longest = int(lengths.max(initial=0))
+    return (len(shape) > 1 and shape[0] == len(lengths) and longest <= shape[1] <= (
+        1.25 * longest + 8) and shape[0] * shape[1] > 1.1 * lengths.sum())

@@ -3,32 +3,29 @@ SFTTrainer, DPOTrainer and RewardTrainer."""
 
 from __future__ import annotations
 
+import inspect
+import math
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.utils.data import DataLoader
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset
 
+from orchmllm.encoders.hook import EncoderHandle
 from orchmllm.loader.examples import StepInfo
 from orchmllm.loader.loader import BalancedDataLoader
 from orchmllm.loader.loss import scale
 from orchmllm.loader.padding import collator_pads
-from orchmllm.loader.trainer_checks import (
-    check_scaled,
-    check_trainer,
-    column_lengths,
-    is_paired,
-    is_plain,
-    num_pairs,
-    undisturbed,
-)
 from orchmllm.loader.versions import require
 
 _STATE = "balanced_loader_{rank}.pt"
+_LIBRARIES = ("transformers", "trl")
+_PAIRS = ("DPOTrainer", "RewardTrainer")  # whose loss is a mean over pairs of answers
+_KNOWN = ("Trainer", "Seq2SeqTrainer", "SFTTrainer", *_PAIRS)
 
 
 def balance(loader: DataLoader, **options: Any) -> BalancedDataLoader:
@@ -57,8 +54,8 @@ def balance_trainer(
     trainer: transformers' Trainer or Seq2SeqTrainer, TRL's SFTTrainer, DPOTrainer or RewardTrainer,
     or of a subclass. Its data set, sampler, collator, worker processes and accumulation stay; if
     its get_train_dataloader returns a BalancedDataLoader, that is used as it is. lengths,
-    length_fn, options: see BalancedDataLoader; without the first two the lengths of the columns
-    with token ids are taken, and policy is `padded` for a collator that is known to pad. loss: what
+    length_fn, options: see BalancedDataLoader; without the first two the lengths of the column
+    "input_ids" are taken, and policy is `padded` for a collator that is known to pad. loss: what
     a compute_loss or compute_loss_func that is not of transformers or TRL, or a model that ignores
     num_items_in_batch, returns: `mean` over the rank's targets of the batch, or `scaled` if it
     divides by the targets of all ranks and microbatches. The first step computes the loss once
@@ -69,14 +66,15 @@ def balance_trainer(
     or whose batches cannot be balanced (in the first step, on all ranks, for a model that ignores
     num_items_in_batch), RuntimeError for an older version than was tested."""
     require(*(c.__module__ for c in type(trainer).__mro__))
-    check_trainer(trainer, loss, options.get("group"))
+    base = _check(trainer, loss, options.get("group"))
     kind = type(trainer)
     trainer.__class__ = type(f"Balanced{kind.__name__}", (_Balanced, kind), {})
-    if lengths is None and length_fn is None:
-        lengths = column_lengths(trainer.train_dataset)
+    columns = getattr(trainer.train_dataset, "column_names", None) or ()
+    if lengths is None and length_fn is None and "input_ids" in columns:
+        lengths = [len(ids) for ids in trainer.train_dataset["input_ids"]]
+    if base.__name__ in _PAIRS:  # chosen answers, then rejected ones
+        options.setdefault("num_targets", lambda batch: len(batch["input_ids"]) // 2)
     trainer._balance = dict(options, lengths=lengths, length_fn=length_fn)
-    if is_paired(kind):
-        trainer._balance.setdefault("num_targets", num_pairs)
     trainer._balance_loss, trainer._balance_steps = loss, deque()
     return trainer
 
@@ -132,15 +130,16 @@ class _Balanced:
         scaled = num_items_in_batch is not None if self._balance_loss is None else (
             self._balance_loss == "scaled")
         of_twice = None
-        if step is not None and scaled and not self._balance_proven and is_plain(self):
-            of_twice = undisturbed(model, lambda: compute(
+        owner = next(c for c in type(self).__mro__[2:] if "compute_loss" in vars(c))
+        if step and scaled and not self._balance_proven and _library(owner) == "transformers":
+            of_twice = _undisturbed(model, lambda: compute(
                 model, {**inputs}, num_items_in_batch=2 * num_items_in_batch))
         mean = step is not None and not scaled  # a Trainer multiplies what it believes is scaled
         out = compute(model, inputs, return_outputs=return_outputs,
                       num_items_in_batch=None if mean else num_items_in_batch)
         loss, *outputs = out if return_outputs else (out,)
         if of_twice is not None:
-            self._balance_proven = check_scaled(self, loss, of_twice)
+            self._balance_proven = _depends(self, loss, of_twice)
         if step is None or scaled:  # None: an evaluation
             return out
         loss = scale(loss, step, mean=True, shifted=self._loss_shifts_labels,
@@ -168,6 +167,74 @@ class _Balanced:
             _go_on(loader, Path(folder), epoch, how["steps_trained_in_current_epoch"])
         with _nothing_skipped():
             return super()._run_epoch(**how)
+
+
+def _library(kind: type) -> str:
+    return kind.__module__.split(".")[0]
+
+
+def _check(trainer: Any, loss: str | None, group: Any) -> type:
+    """The class of transformers or TRL that the Trainer is of. Raises ValueError, with the cure,
+    for one whose loss would change with the ranks that hold the examples, and where ranks that
+    share a replica would get different ones."""
+    kinds = type(trainer).__mro__
+    base = next((c for c in kinds if _library(c) in _LIBRARIES), kinds[0])
+    if base.__name__ not in _KNOWN:
+        raise ValueError(f"{base.__name__} is none of {', '.join(_KNOWN)}: its loss may compare "
+                         "the examples of a rank with each other, and balancing changes these")
+    model = getattr(trainer.model, "get_base_model", lambda: trainer.model)()  # of an adapter
+    if "return_loss" in inspect.signature(model.forward).parameters:
+        raise ValueError(f"{type(model).__name__} has a contrastive loss, which compares the "
+                         "examples of a rank with each other, and balancing changes these")
+    owner = next(c for c in kinds if "compute_loss" in vars(c))
+    if loss not in (None, "mean", "scaled"):
+        raise ValueError(f"loss is {loss!r}: use 'mean' or 'scaled'")
+    own = "compute_loss_func" if trainer.compute_loss_func else f"{owner.__name__}.compute_loss"
+    if loss is None and (trainer.compute_loss_func or _library(owner) not in _LIBRARIES):
+        raise ValueError(
+            f"{own} is not of transformers: say loss='mean' if it returns the mean over the rank's "
+            "targets of the batch, or loss='scaled' if it divides by num_items_in_batch as "
+            "transformers does. A loss that compares examples with each other cannot be balanced")
+    if not trainer.args.average_tokens_across_devices:
+        raise ValueError("average_tokens_across_devices=False: each rank would divide by its own "
+                         "number of targets, which balancing makes unequal; set it to True")
+    if isinstance(trainer.train_dataset, IterableDataset):
+        raise ValueError("the train_dataset is iterable: return a BalancedDataLoader with "
+                         "length_fn from get_train_dataloader of your Trainer instead")
+    sizes = {f"{n}_size": getattr(trainer, f"get_{n}_size")() for n in ("tp", "cp", "sp")}
+    if group is None and math.prod(sizes.values()) > 1:
+        raise ValueError(f"{sizes}: the ranks of a replica need the same examples. Give group=, "
+                         "the data-parallel group of this rank, such as mesh['fsdp'].get_group()")
+    return base
+
+
+def _undisturbed(model: nn.Module, compute: Callable[[], Tensor]) -> Tensor:
+    """compute() in a forward without gradients, in which encoders are balanced as in training;
+    random numbers and buffers are then what they were."""
+    buffers = [(b, b.clone()) for b in model.buffers()]
+    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+    EncoderHandle.without_gradients = True
+    with torch.no_grad(), torch.random.fork_rng(devices):
+        loss = compute()
+        for buffer, before in buffers:
+            buffer.copy_(before)
+    EncoderHandle.without_gradients = False
+    return loss
+
+
+def _depends(trainer: Any, loss: Tensor, of_twice: Tensor) -> bool:
+    """Whether the loss depends on num_items_in_batch; False if no rank can tell, because its batch
+    has no targets. of_twice: for twice the number. Raises ValueError, on all ranks alike, if it
+    does not."""
+    a, b = float(loss.detach()), float(of_twice)
+    told = 0 if not a or not math.isfinite(a) else 1 if abs(a - b) > 0.01 * abs(a) else -1
+    told = trainer.accelerator.gather(torch.tensor([told], device=trainer.args.device)).tolist()
+    if set(told) <= {0, -1} and -1 in told:
+        raise ValueError(
+            f"the loss of {type(trainer.model).__name__} is the same for twice the "
+            "num_items_in_batch: it is a mean over the rank's own targets, whose number balancing "
+            "makes unequal. Say loss='mean', so that it is weighed by their number")
+    return 1 in told
 
 
 def _go_on(loader: BalancedDataLoader, folder: Path, epoch: int, batches: int) -> None:

@@ -76,13 +76,10 @@ def in_fine_unit(costs: Mapping[str, CostModel]) -> dict[str, CostModel]:
     """The same costs, all enlarged by one factor if an item of one position would cost 0 in some of
     them: whole numbers of units could not tell short items apart. Raises ValueError for a cost that
     is 0 for every item."""
-    factor = 1
-    for name, cost in costs.items():
-        of_one = cost.constant + cost.linear + cost.quadratic
-        if not of_one:
-            raise ValueError(f"the cost of {name} is 0 for every item, so nothing would be "
-                             "balanced: give CostModel(linear=1, quadratic=0) for the length")
-        if of_one < cost.unit:
-            factor = max(factor, cost.unit)
+    of_one = {name: cost.constant + cost.linear + cost.quadratic for name, cost in costs.items()}
+    if free := [name for name, flop in of_one.items() if not flop]:
+        raise ValueError(f"the cost of {free[0]} is 0 for every item, so nothing would be "
+                         "balanced: give CostModel(linear=1, quadratic=0) for the length")
+    factor = max((c.unit for name, c in costs.items() if of_one[name] < c.unit), default=1)
     return {name: replace(cost, linear=factor * cost.linear, quadratic=factor * cost.quadratic,
                           constant=factor * cost.constant) for name, cost in costs.items()}

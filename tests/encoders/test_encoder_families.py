@@ -127,12 +127,12 @@ def test_the_table_in_the_docs_is_that_of_the_tests():
 
 def swapped(world) -> float:
     """Features of two items change places."""
-    right = hook.return_features
+    right = sharing.return_features
 
     def wrong(*arguments):
         return [(rows.flip(0), counts) for rows, counts in right(*arguments)]
 
-    hook.return_features = wrong
+    sharing.return_features = wrong
     items = scenarios(FAMILIES["llava"])["uneven"][world.rank]
     return one_step(FAMILIES["llava"], "fsdp2", "none", items, world.rank)["difference"]
 

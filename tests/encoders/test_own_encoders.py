@@ -12,7 +12,7 @@ import torch.distributed as dist
 from orchmllm import CostModel, Encoder, Packed, balance_encoders
 from orchmllm.encoders import assignment, families
 from orchmllm.encoders.table import World
-from orchmllm.loader.trainer_checks import undisturbed
+from orchmllm.loader.trainers import _undisturbed
 from tests.lib.encoder_models import FAMILIES, Item, batch
 from tests.lib.encoder_runs import (
     gradients,
@@ -232,7 +232,7 @@ def looked_at(world) -> tuple[bool, dict]:
     want = e.loss_of(model, inputs).detach()
     handle = e.balanced(model)
     sharded(model)
-    got = undisturbed(model, lambda: e.loss_of(model, inputs))
+    got = _undisturbed(model, lambda: e.loss_of(model, inputs))
     return torch.allclose(got, want, atol=EXACT), handle.last
 
 
