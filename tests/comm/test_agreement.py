@@ -8,14 +8,13 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
-from orchmllm import BalancedDataLoader
 from orchmllm.comm.agree import PlanMismatchError, combined_digest
-from orchmllm.comm.exchange import RowGather, gather_texts
+from orchmllm.comm.exchange import RaggedGather, RowGather, gather_texts
 from orchmllm.config.balance import BalanceConfig
 from orchmllm.plan.cost import CostModel
 from orchmllm.plan.step import PhasePolicy, build_plan, plan_step
 from orchmllm.trainer import Trainer
-from tests.lib.dropin import Texts, collate, length_of
+from tests.lib.dropin import Texts, collate, length_of, loader_of
 from tests.lib.ranks import run_ranks
 from tests.lib.synthetic import SHALLOW, SyntheticDataset, recipe
 
@@ -116,6 +115,16 @@ def test_ranks_that_plan_other_steps_are_told():
         assert said.startswith(f"step {rank}: ranks disagree on step: no majority: rank 0 has 0, ")
 
 
+def ragged(world) -> list[list[int]]:
+    """Rows of which only later ranks' are longer than the capacity."""
+    rows, lengths = RaggedGather(RowGather(2), 2)(np.arange(3 * world.rank + 1))
+    return [row[:n].tolist() for row, n in zip(rows, lengths, strict=True)]
+
+
+def test_rows_of_any_rank_may_be_longer_than_the_capacity():
+    assert run_ranks(ragged, 3) == [[list(range(n)) for n in (1, 4, 7)]] * 3
+
+
 def texts(world) -> list[str]:
     return gather_texts(RowGather(8), "äé☃" * world.rank)
 
@@ -163,8 +172,8 @@ def bytes_of_gathers(world, dispatch: str) -> list[int]:
         return gather(self, row)
 
     RowGather.__call__ = counted
-    for _ in BalancedDataLoader(Texts(), 4, collate_fn=collate, dispatch=dispatch,
-                                lengths=[length_of(i) for i in range(48)]):
+    for _ in loader_of(Texts(), 4, collate_fn=collate, dispatch=dispatch,
+                       lengths=[length_of(i) for i in range(48)]):
         pass
     return seen
 
