@@ -199,7 +199,7 @@ def main(argv: list[str]) -> int:
         print(_announcement(recipe, world), flush=True)
     if world is None:
         return run_local("orchmllm.train", argv, recipe.launch.nproc_per_node,
-                         say=lambda text: print(text, flush=True))
+                         log=lambda text: print(text, flush=True))
 
     def work(watch: HangWatchdog) -> None:
         from orchmllm.trainer import Trainer

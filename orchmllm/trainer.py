@@ -58,7 +58,7 @@ class Trainer:
     ) -> None:
         self.recipe, self.world, self.watch, self.on_step = recipe, world, watch, on_step
         self.display = RunDisplay(recipe.run, shows=world.rank == 0)
-        self._say = self.display.note
+        self._log = self.display.note
         self.device = device_of(world)
         self._gather = partial(gather_scalars, device=self.device)  # a step's one synchronisation
         sources = find_sources(recipe.model)  # its errors come before any collective
@@ -79,7 +79,7 @@ class Trainer:
         self.attention = describe_attention(recipe.model, self.device.type, compute_dtype(
             recipe.fsdp))  # chosen before the first step; a kernel that fails is found here
         for source in sources:
-            self._say(source.describe())
+            self._log(source.describe())
         if sources:
             check_same(self._gather([fingerprint(sources)])[:, 0])
         self.model = build_model(recipe.model, recipe.fsdp, self.device, recipe.run.seed,
@@ -93,12 +93,12 @@ class Trainer:
         self.progress = Progress(global_batch_size=job.global_batch_size)
         self.checkpointer = RunCheckpoints(
             job, RowGather(spec.ranks_per_node, recipe.launch.timeout_s), self.dataset,
-            self.optimizer, partial(state_tensors, self.model, self.optimizer), self._say)
+            self.optimizer, partial(state_tensors, self.model, self.optimizer), self._log)
         self.stop = StopSignal(watch and watch.folder_taken)
-        self._log: MetricsLog | None = None
+        self._metrics: MetricsLog | None = None
         self._rows: list[dict] | None = None
         self.profiler = StepProfiler(recipe.profile, recipe.run.folder / "profile", world.rank)
-        self.incidents = Incidents(recipe, writes=world.rank == 0, say=self._say)
+        self.incidents = Incidents(recipe, writes=world.rank == 0, log=self._log)
         self._ahead = 0  # steps that may be planned beyond the current one
 
     def loader(self) -> StepLoader:
@@ -128,12 +128,12 @@ class Trainer:
         self.progress = self.checkpointer.resume() or self.progress
         if self.progress.step < num_steps:
             if self.world.rank == 0:
-                self._log = open_log(self.recipe, self._say)
+                self._metrics = open_log(self.recipe, self._log)
             if self.watch is not None:
                 self.watch.clock = self.model.clock
-            self._say(self.attention)
+            self._log(self.attention)
             for warning in self.recipe.warnings():
-                self._say(f"warning: recipe: {warning}")
+                self._log(f"warning: recipe: {warning}")
             if self.progress.step == 0:
                 self._validate()
             self.display.start(num_steps, first_step=self.progress.step)
@@ -155,7 +155,7 @@ class Trainer:
             with explained_oom(step, self.world.rank, self.recipe.run.folder / "oom"):
                 row = self._emit(self.train_step(step))
             if trace := self.profiler.after(step.index):
-                self._say(f"profile of steps {self.recipe.profile.steps}: {trace}")
+                self._log(f"profile of steps {self.recipe.profile.steps}: {trace}")
             self.display.step(row)
             if self.on_step is not None:
                 self.on_step(step, row)
@@ -228,7 +228,7 @@ class Trainer:
             measured.plans, measured.seconds[:, : len(PHASES)], step.index + self._ahead + 1)
         if fitted:
             self.progress.fitted = fitted
-            self._say(fitted.describe(self.calibration.derived))
+            self._log(fitted.describe(self.calibration.derived))
         clock.switch("data")
         step_s = time.perf_counter() - started + step.wait_s
         return {
@@ -286,8 +286,8 @@ class Trainer:
         return float(total[0] / total[1])
 
     def _emit(self, row: dict) -> dict:
-        if self._log is not None:
-            self._log.write(row)
+        if self._metrics is not None:
+            self._metrics.write(row)
         if self._rows is not None:
             self._rows.append(row)
         return row
@@ -296,5 +296,5 @@ class Trainer:
         self.display.close()
         self.profiler.close()
         self.incidents.close()
-        if self._log is not None:
-            self._log.close()
+        if self._metrics is not None:
+            self._metrics.close()

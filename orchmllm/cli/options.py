@@ -37,17 +37,17 @@ def add_options(to: argparse._ActionsContainer, options: Sequence[tuple]) -> Non
     """Adds (flag, default, help) each. A default of False makes a switch, a tuple holds the
     choices, the default first, and a type or another callable reads what has no default. A whole
     number with a default above 0 has to be above 0 itself, others at least 0."""
-    for flag, default, told in options:
+    for flag, default, text in options:
         if default is False:
-            to.add_argument(flag, action="store_true", help=told)
+            to.add_argument(flag, action="store_true", help=text)
         elif callable(default):
-            to.add_argument(flag, type=default, help=told)
+            to.add_argument(flag, type=default, help=text)
         elif isinstance(default, tuple):
             first = default[0]
-            to.add_argument(flag, choices=default, default=first, help=f"{told} ({first})")
+            to.add_argument(flag, choices=default, default=first, help=f"{text} ({first})")
         else:
             kind = at_least(1 if default else 0) if isinstance(default, int) else type(default)
-            to.add_argument(flag, type=kind, default=default, help=f"{told} ({default})")
+            to.add_argument(flag, type=kind, default=default, help=f"{text} ({default})")
 
 
 def command_parser(name: str, text: str, options: Sequence[tuple] = ()) -> argparse.ArgumentParser:

@@ -58,9 +58,9 @@ def shapes_of(part: str, given: Mapping[str, Any]) -> dict[str, Any]:
     if not kinds:
         return {}
     found = {"family": kinds[0]} if part == "vision" else {}
-    said = part_config(kinds[0], config)
-    found |= {ours: said[theirs] for ours, theirs in KEYS[kinds[0]].items()
-              if said.get(theirs) is not None}
+    keys = part_config(kinds[0], config)
+    found |= {ours: keys[theirs] for ours, theirs in KEYS[kinds[0]].items()
+              if keys.get(theirs) is not None}
     return {key: value for key, value in found.items() if key not in given}
 
 

@@ -78,7 +78,7 @@ def read(
             path = error["loc"]
             sound = _without(sound, path)
             if error["input"] is not None or _dotted(path) not in schema.sections:
-                problems.append((_find(tree, path)[0], schema.said(error, tree)))
+                problems.append((_find(tree, path)[0], schema.message(error, tree)))
                 bad.add(tuple(takewhile(lambda part: isinstance(part, str), path)))
         recipe = schema.adapter.validate_python(sound)
     problems += _broken_rules(recipe, (), tree, bad)
@@ -216,7 +216,7 @@ class _Schema:
             part.__pydantic_config__ = {"extra": "forbid", "allow_inf_nan": False}
         self.adapter = TypeAdapter(cls)
 
-    def said(self, error: dict, tree: Any) -> str:
+    def message(self, error: dict, tree: Any) -> str:
         """What is wrong with the value of one of pydantic's errors, and the cure."""
         path, value, kind = error["loc"], error["input"], error["type"]
         place, name = _dotted(path), ".".join(p for p in path if isinstance(p, str))

@@ -64,10 +64,10 @@ class ConversationDataset:
         folder, self.storage = index_path(index_dir), storage
         self.sources = [self._open(config, folder) for config in sources]
         self.tokenizer, self.vision, self.audio = tokenizer, vision, audio
-        self.planner = LengthReader(tokenizer, vision, audio, max_example_tokens)
+        self.reader = LengthReader(tokenizer, vision, audio, max_example_tokens)
         self._rows = SegmentReader(vision, audio)
         self.indexes: list[LengthIndex | None] = [
-            None if self.streaming else open_index(source, self.planner, folder)
+            None if self.streaming else open_index(source, self.reader, folder)
             for source in self.sources]
         self.bounds = np.zeros(1, np.int64) if self.streaming else np.concatenate(
             [[0], np.cumsum([len(s) for s in self.sources])])
@@ -134,7 +134,7 @@ class ConversationDataset:
         for start in range(0, len(examples), MEASURED_AT_ONCE):
             part, found = examples[start: start + MEASURED_AT_ONCE], {}
             new = [i for i in dict.fromkeys(part) if i not in self._cache]
-            for i, row in zip(new, self.planner.plan(self.conversation, new, new), strict=True):
+            for i, row in zip(new, self.reader.plan(self.conversation, new, new), strict=True):
                 self._keep(i, row)
                 found[i] = row.layout  # by now it may be dropped again
             out += [found[i] if i in found else self.layout(i) for i in part]
@@ -254,7 +254,7 @@ class ConversationDataset:
             return self._planned(i)
         layout, problem = self.layout(i), index.problems.get(number)
         if problem is not None:
-            return self.planner.stand_in(problem, i, layout)
+            return self.reader.stand_in(problem, i, layout)
         media: list[Medium] = []
         changed = ""
         count = layout.num_tokens[layout.modality == TEXT].sum()
@@ -263,7 +263,7 @@ class ConversationDataset:
             turns = self.conversation(i)
             media = media_of(turns)
             if text:
-                token_ids, supervised = self.planner.text_like(layout, turns)
+                token_ids, supervised = self.reader.text_like(layout, turns)
         except ValueError as error:
             changed = str(error)
         return MeasuredExample(layout, token_ids, supervised, media, None, changed)
@@ -273,7 +273,7 @@ class ConversationDataset:
         kept is bounded in bytes, too."""
         row = self._cache.get(i)
         if row is None:
-            [row] = self.planner.plan(self.conversation, [i], [i])
+            [row] = self.reader.plan(self.conversation, [i], [i])
             self._keep(i, row)
         return row
 

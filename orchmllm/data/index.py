@@ -84,18 +84,18 @@ def _problem(file: str, reason: str, segment: int | None, modality: int) -> Medi
     return problem
 
 
-def index_folder(source: DataSource, planner: LengthReader, index_dir: Path) -> Path:
+def index_folder(source: DataSource, reader: LengthReader, index_dir: Path) -> Path:
     """Where the source's index is or would be."""
     key = digest([VERSION, list(sizes(source.store.files)), len(source), source.root.path,
-                  source.settings, planner.tokenizer.digest, asdict(planner.vision),
-                  asdict(planner.audio), planner.max_example_tokens])
+                  source.settings, reader.tokenizer.digest, asdict(reader.vision),
+                  asdict(reader.audio), reader.max_example_tokens])
     safe = "".join(c if c.isalnum() or c in "-_." else "_" for c in source.name)
     return index_dir / f"{safe}-{key}"
 
 
-def open_index(source: DataSource, planner: LengthReader, index_dir: Path) -> LengthIndex | None:
+def open_index(source: DataSource, reader: LengthReader, index_dir: Path) -> LengthIndex | None:
     """The source's index if there is one that fits it. Raises ValueError if it is damaged."""
-    folder = index_folder(source, planner, index_dir)
+    folder = index_folder(source, reader, index_dir)
     if not folder.is_dir():
         return None
     try:

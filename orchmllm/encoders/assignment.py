@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from orchmllm.encoders.spec import Encoder
-from orchmllm.encoders.table import World
+from orchmllm.encoders.table import Gathered
 from orchmllm.plan.balance import balance
 from orchmllm.plan.cost import CostModel
 from orchmllm.plan.rearrange import Rearrangement
@@ -29,7 +29,7 @@ class Assignment:
 
 
 def assign(
-    encoder: Encoder, world: World, cost_model: CostModel, *, min_gain: float | None,
+    encoder: Encoder, world: Gathered, cost_model: CostModel, *, min_gain: float | None,
     ranks_per_node: int,
 ) -> Assignment:
     """The assignment of one encoder's items. min_gain: move only if the slowest rank's cost falls
@@ -52,7 +52,7 @@ def assign(
                       after, moves)
 
 
-def _pays(before: np.ndarray, after: np.ndarray, world: World, min_gain: float | None) -> bool:
+def _pays(before: np.ndarray, after: np.ndarray, world: Gathered, min_gain: float | None) -> bool:
     saved = int(before.max()) - int(after.max())
     if saved <= 0:
         return False

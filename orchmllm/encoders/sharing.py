@@ -20,7 +20,7 @@ from orchmllm.comm.exchange import RowGather, exchange_rows, gather_texts
 from orchmllm.encoders.assignment import Assignment
 from orchmllm.encoders.results import Features, flatten
 from orchmllm.encoders.spec import Encoder, resolve
-from orchmllm.encoders.table import Local, World
+from orchmllm.encoders.table import Gathered, Local
 
 _PATIENCE_S = 5.0  # for ranks that an error keeps from the agreement
 
@@ -69,7 +69,7 @@ class Encoded:
 
 
 def encode_share(
-    encoder: Encoder, owner: nn.Module, local: Local, world: World, plan: Assignment, rank: int,
+    encoder: Encoder, owner: nn.Module, local: Local, world: Gathered, plan: Assignment, rank: int,
     device: torch.device, group: dist.ProcessGroup | None,
 ) -> Encoded:
     """Moves the media and runs the encoder on this rank's share, or on a placeholder. Never raises

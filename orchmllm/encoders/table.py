@@ -43,7 +43,7 @@ class Local:
 
 
 @dataclass(frozen=True)
-class World:
+class Gathered:
     """The items of one encoder on all d ranks. counts (d, calls); meta (n, columns) in order of the
     rank; tensors: (dtype, shape of a row) of each packed argument, None if it was not given.
     pace (d,): picoseconds per unit of cost, overhead (d,): nanoseconds, both as measured, 0 where
@@ -124,7 +124,7 @@ class Tables:
     def __call__(
         self, forward: int, locals_: Sequence[Local], measured: Sequence[tuple[int, int]],
         error: Exception | None,
-    ) -> list[World]:
+    ) -> list[Gathered]:
         """The encoders' items on all ranks. measured: (pace, overhead) of each encoder on this
         rank. Raises, on all ranks alike, RemoteError if `error` is given on one of them,
         PlanMismatchError if they disagree."""
@@ -145,7 +145,7 @@ class Tables:
             blocks += _block(encoder, local, *stats)
         return np.concatenate([np.array(blocks, np.int64)] + [x.meta.ravel() for x in locals_])
 
-    def _worlds(self, forward: int, rows: np.ndarray) -> list[World]:
+    def _worlds(self, forward: int, rows: np.ndarray) -> list[Gathered]:
         worlds, at = [], _HEAD
         flat, start = rows.ravel(), np.arange(len(rows)) * rows.shape[1] + self._fixed
         for encoder, size in zip(self.encoders, self._sizes, strict=True):
@@ -161,7 +161,7 @@ class Tables:
                 (int(sizes.sum()), 0), np.int64)
             tensors = block[:, _FIXED + len(encoder.calls):].reshape(len(rows), -1, _TENSOR)
             names = ", ".join(encoder.layout.arguments)
-            worlds.append(World(counts, meta, [
+            worlds.append(Gathered(counts, meta, [
                 _tensor(_one(forward, f"argument {i} of encoder {encoder.name!r} ({names})",
                              tensors[:, i], holding, _shown, PAD))
                 for i in range(tensors.shape[1])], block[:, 2], block[:, 3]))

@@ -51,9 +51,9 @@ def _normalisation(given: str, folder: Folder) -> Iterator[str]:
     """Pixels have to be normalised as in training: CLIP's mean and deviation."""
     if not (folder.path / "preprocessor_config.json").is_file():
         return
-    said = read_json(folder.path / "preprocessor_config.json")
+    processor = read_json(folder.path / "preprocessor_config.json")
     for key, known in (("image_mean", CLIP_MEAN), ("image_std", CLIP_STD)):
-        values = said.get(key)
+        values = processor.get(key)
         if values is not None and any(abs(a - b) > 1e-4 for a, b in
                                       zip(values, known, strict=True)):
             yield (f"{given}: preprocessor_config.json has {key} {values}; only CLIP's "

@@ -28,7 +28,7 @@ NOTE = "orchmllm.json"
 
 def export(checkpoint: Path, out: Path, *, dtype: str = "", max_file_bytes: int = 5 * 10**9,
            tokenizer: Path | None = None, verify: bool = True,
-           say: Callable[[str], None] = print) -> dict:
+           log: Callable[[str], None] = print) -> dict:
     """Writes the folders and returns the contents of orchmllm.json. dtype: float32, bfloat16, ...;
     empty: as saved. tokenizer: instead of the run's. Raises ValueError or OSError; `out` is then
     what it was."""
@@ -42,7 +42,7 @@ def export(checkpoint: Path, out: Path, *, dtype: str = "", max_file_bytes: int 
         if problem := problem_of(checkpoint):
             raise ValueError(f"checkpoint {checkpoint}: {problem}: export an earlier one, or see "
                              "what is left with --no-verify")
-        say(f"checkpoint {checkpoint}: every file is what was saved (SHA-256)")
+        log(f"checkpoint {checkpoint}: every file is what was saved (SHA-256)")
     model, saved = _model_of(state), read_sharded(checkpoint)
     tensors = {part: _tensors(part, model, saved, DTYPES[dtype] if dtype else "")
                for part in (*PARTS, "connectors")}
@@ -50,13 +50,13 @@ def export(checkpoint: Path, out: Path, *, dtype: str = "", max_file_bytes: int 
     shutil.rmtree(staged, ignore_errors=True)  # left by an export that was cut off
     staged.mkdir(parents=True)
     try:
-        note = _write(model, state, tensors, max_file_bytes, staged, say)
-        note["tokenizer"] = _write_tokenizer(checkpoint, state, tokenizer, staged / "llm", say)
+        note = _write(model, state, tensors, max_file_bytes, staged, log)
+        note["tokenizer"] = _write_tokenizer(checkpoint, state, tokenizer, staged / "llm", log)
         (staged / NOTE).write_text(json.dumps(note, indent=1), encoding="utf-8")
         _replace(out, staged)
     finally:
         shutil.rmtree(staged, ignore_errors=True)
-    say(f"written: {out}")
+    log(f"written: {out}")
     return note
 
 
@@ -74,7 +74,7 @@ def _tensors(part: str, model: ModelConfig, saved: dict[str, Sharded],
 
 
 def _write(model: ModelConfig, state: dict, tensors: dict[str, list[FileTensor]],
-           max_file_bytes: int, folder: Path, say: Callable[[str], None]) -> dict:
+           max_file_bytes: int, folder: Path, log: Callable[[str], None]) -> dict:
     from tqdm import tqdm
 
     from orchmllm.hf.describe import CLASSES, lost, part_json
@@ -86,7 +86,7 @@ def _write(model: ModelConfig, state: dict, tensors: dict[str, list[FileTensor]]
     with tqdm(total=total, unit="B", unit_scale=True, disable=None, leave=False) as bar:
         for part in PARTS:
             if problem := lost(part, model):
-                say(f"warning: {problem}")
+                log(f"warning: {problem}")
             (folder / part).mkdir()
             dtype = TORCH_DTYPES[tensors[part][0].dtype]
             for name, contents in part_json(part, model, dtype).items():
@@ -98,9 +98,9 @@ def _write(model: ModelConfig, state: dict, tensors: dict[str, list[FileTensor]]
                                    "tensors": len(tensors[part]), "files": files}
             what = name or ("orchmllm.models.vision.VisionEncoder (model.vision.family vit has no "
                             "class in transformers)")
-            say(_line(f"{part}/", tensors[part], files, what))
+            log(_line(f"{part}/", tensors[part], files, what))
         write_file(folder / "connectors.safetensors", tensors["connectors"], bar.update)
-    say(_line("connectors.safetensors", tensors["connectors"], 1, "names of orchmllm"))
+    log(_line("connectors.safetensors", tensors["connectors"], 1, "names of orchmllm"))
     return note
 
 
@@ -163,7 +163,7 @@ def _model_of(state: dict) -> ModelConfig:
 
 
 def _write_tokenizer(checkpoint: Path, state: dict, given: Path | None, folder: Path,
-                     say: Callable[[str], None]) -> str | None:
+                     log: Callable[[str], None]) -> str | None:
     """Copies the tokenizer; returns where it is from, None if it is not known. state: of the
     checkpoint, which records the tokenizer that it was trained with."""
     from orchmllm.hf.tokenizer import copy_tokenizer, write_ends
@@ -182,17 +182,17 @@ def _write_tokenizer(checkpoint: Path, state: dict, given: Path | None, folder: 
     except (RecipeError, ValueError) as e:
         if given is not None:
             raise
-        say(f"warning: llm/ has no tokenizer: {str(e).splitlines()[-1].strip()}; name it with "
+        log(f"warning: llm/ has no tokenizer: {str(e).splitlines()[-1].strip()}; name it with "
             "--tokenizer")
         return None
-    say(f"llm/ tokenizer from {path}: {', '.join(names)}")
+    log(f"llm/ tokenizer from {path}: {', '.join(names)}")
     try:
         if told := write_ends(path, folder):
-            say(f"warning: llm/: {told}")
+            log(f"warning: llm/: {told}")
     except Exception as error:  # transformers raises many types on a tokenizer that it cannot load
-        say(f"warning: llm/: eos_token_id and pad_token_id are not written: {error}")
+        log(f"warning: llm/: eos_token_id and pad_token_id are not written: {error}")
     if given is not None and _is_other(given, trained):
-        say(f"warning: --tokenizer {given} differs from the one that the checkpoint was trained "
+        log(f"warning: --tokenizer {given} differs from the one that the checkpoint was trained "
             "with (tokenizer.json, chat template or special tokens): the same text may be other "
             "token ids")
     return str(path)

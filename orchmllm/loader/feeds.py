@@ -217,13 +217,13 @@ class ExampleFeed:
                                 "it must be a dict")
         for name, phase in self.collator.phases.items():
             example = layout.example_of_segment[layout.segments[ENCODERS[name]]]
-            said = np.bincount(example, minlength=len(examples)).tolist()
+            planned = np.bincount(example, minlength=len(examples)).tolist()
             for i, held in enumerate(len(e[phase.media]) for e in examples):
-                if held != said[i]:
+                if held != planned[i]:
                     raise ValueError(
                         f"phase {name}: example {layout.example_id[i]} holds {held} media under "
-                        f"{phase.media!r}, its lengths have {said[i]} Segments of {name}: give one "
-                        "Segment for each")
+                        f"{phase.media!r}, its lengths have {planned[i]} Segments of {name}: give "
+                        "one Segment for each")
 
     def _moved(
         self, step: Step, micro: Microbatch, postponed: Postponed

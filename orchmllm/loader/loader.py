@@ -201,7 +201,7 @@ class BalancedDataLoader(DataLoader):
         self._live, self._next = True, (after := (epoch + 1, 0, None))
         try:
             for step in steps:
-                self._log.told(step, epoch)
+                self._log.log_step(step, epoch)
                 for k, micro in enumerate(step.micro):
                     if k == self.accumulation_steps - 1:
                         self._done = epoch, step.index + 1, step.state

@@ -125,7 +125,7 @@ class StepLog:
     def __init__(self, rank: int, every: int, context: int) -> None:
         self._rank, self._every, self._context = rank, every, context
 
-    def told(self, step: Step, epoch: int) -> None:
+    def log_step(self, step: Step, epoch: int) -> None:
         """One line in a while: imbalance by phase as sampled and as planned, wait, and whether it
         pays."""
         if self._rank != 0:

@@ -59,7 +59,7 @@ SIZES = ((128, 8, 3), (240, 6, 6), (1920, 30, 12), (1920, 120, 12))  # batch, DP
 
 
 @dataclass(frozen=True)
-class Line:
+class Fact:
     """where: table or figure. kind: `modelled`, `measured here` or `not reproduced: why`."""
 
     where: str
@@ -145,64 +145,64 @@ def reordering(batch: int, dp: int, p: int, seeds: int = 3) -> dict[str, float]:
     return out
 
 
-def overheads() -> Iterator[Line]:
+def overheads() -> Iterator[Fact]:
     """MMScale Table 3, on one core: the division of 1,920 samples, the order of one group."""
     for dp, intra, inter in ((30, 1.82, 5.87), (60, 1.87, 3.02), (120, 1.89, 1.71)):
         times = sample_times(1920, dp)
         size, home = np.round(1e6 * times.sum(axis=0)).astype(np.int64), np.zeros(1920, np.int64)
         stages = stage_times(times[:, :1920 // dp], 12)
-        yield Line("Table 3", f"DP {dp}: intra, inter (ms)", f"{intra}, {inter}",
+        yield Fact("Table 3", f"DP {dp}: intra, inter (ms)", f"{intra}, {inter}",
                    f"{1e3 * seconds(lambda s=size, h=home, d=dp: core().greedy(s, h, d), 20):.3f}, "
                    f"{1e3 * seconds(lambda s=stages: search_order(*s), 20):.3f} (search, 300 "
                    f"evaluations); {1e3 * seconds(lambda s=stages: inter_reorder(*s), 20):.3f} "
                    "(Algorithm 3)", "measured here")
 
 
-def table2() -> Iterator[Line]:
+def table2() -> Iterator[Fact]:
     import cvxpy  # noqa: F401  (its import is not the papers' overhead)
 
     for gpus, batch, ms in SCALES:
         exact, relaxed = (plan("72B", gpus, batch, method=m) for m in ("exact", "convex"))
         took = [1e3 * seconds(lambda g=gpus, b=batch, m=m: plan("72B", g, b, method=m), repeat)
                 for m, repeat in (("exact", 5), ("convex", 1))]
-        yield Line("Table 2", f"72B on {gpus} GPUs, batch {batch}: planning", f"{ms} ms",
+        yield Fact("Table 2", f"72B on {gpus} GPUs, batch {batch}: planning", f"{ms} ms",
                    f"{took[0]:.1f} ms, exact; {took[1]:.0f} ms by CVXPY", "measured here")
-        yield Line("Table 2", "  its plan", "-", ", ".join(
+        yield Fact("Table 2", "  its plan", "-", ", ".join(
             f"{n} {u.gpus} (tp {u.tp}, dp {u.dp}, pp {u.pp})" for n, u in exact.units.items())
             + f"; rounded convex plan {relaxed.iteration_ms / exact.iteration_ms:.3f}x as long, "
             f"relaxation {exact.iteration_ms / relaxed.relaxed_ms:.3f}x too short")
 
 
-def figures(slip: str) -> Iterator[Line]:
+def figures(slip: str) -> Iterator[Fact]:
     small, frozen_gain = "MFU 1.7-2.8x, throughput 1.7-2.2x", "MFU 1.4-2.9x, throughput 1.2-2.9x"
     for name, batch in BATCHES.items():
         for images in (5, 10, 20):
-            yield Line("Figures 15 16", f"{name}, {images} images a sample, over Megatron-like",
+            yield Fact("Figures 15 16", f"{name}, {images} images a sample, over Megatron-like",
                        small if name != "72B" else "MFU 1.2x, throughput 1.3x",
                        against(name, 1296, 1920, "megatron", images))
         for method in ("megatron", "ratio"):
-            yield Line("Figure 17", f"{name} on 96 GPUs, over {method}",
+            yield Fact("Figure 17", f"{name} on 96 GPUs, over {method}",
                        "MFU 1.3-2.7x, throughput 1.4-2.7x", against(name, 96, batch, method))
         for kind, frozen in FROZEN.items():
-            yield Line("Figures 19 20", f"{name}, frozen: {kind}; over Megatron-like", frozen_gain,
+            yield Fact("Figures 19 20", f"{name}, frozen: {kind}; over Megatron-like", frozen_gain,
                        against(name, 96, batch, "megatron", frozen=frozen))
     for size in SIZES:
         found = reordering(*size)
         gain = [found["random"] / found[k] for k in ("+ Algorithm 3 repaired",
                                                      "pooled slots, longest first")]
-        yield Line("Figure 18", "batch {}, DP {}, {} stages: random over reordered".format(*size),
+        yield Fact("Figure 18", "batch {}, DP {}, {} stages: random over reordered".format(*size),
                    "1.03-1.11x" + slip, f"{gain[0]:.2f}x; over pooled slots {gain[1]:.2f}x; over "
                    "ideal: " + ", ".join(f"{n} {v:.3f}" for n, v in found.items()))
 
 
-def verdict() -> Iterator[Line]:
+def verdict() -> Iterator[Fact]:
     """Not in the papers: units against every module on all GPUs under FSDP."""
     for images in (2, 5, 10, 20):
         profiles = disttrain_profiles("72B", images=images)
         found = {gbit: ratio(rows(profiles, num_gpus=1296, global_batch=2592, gpu_bytes=ROOM,
                                   hardware=replace(A800, network_bandwidth=gbit * 1e9 / 8)))
                  for gbit in (25, 100, 400)}
-        yield Line("verdict", f"72B, 1296 A800, batch 2592, {images} images: units over colocated",
+        yield Fact("verdict", f"72B, 1296 A800, batch 2592, {images} images: units over colocated",
                    "-", ", ".join(f"{x:.2f}x at {g} Gbit/s a GPU" for g, x in found.items())
                    + " (above 1 colocated FSDP wins)")
 
@@ -216,9 +216,9 @@ LEFT_OUT = (("Figures 1 2 4 6 7 8 9 10 11 13 14", "method", "-", "drawings, with
              "preprocessing on other machines is not built"))
 
 
-def lines(paper: str) -> Iterator[Line]:
+def lines(paper: str) -> Iterator[Fact]:
     """All rows of `disttrain` or `mmscale`."""
-    yield Line("Table 1", "LLM configurations", "7B, 13B, 70B", ", ".join(
+    yield Fact("Table 1", "LLM configurations", "7B, 13B, 70B", ", ".join(
         f"{disttrain_profiles(n)['llm'].weight_bytes / 2e9:.1f} billion parameters" for n in LLMS)
         + " counted")
     yield from table2()
@@ -226,5 +226,5 @@ def lines(paper: str) -> Iterator[Line]:
         yield from overheads()
     yield from figures(" (printed 1.03%-1.11%)" if paper == "mmscale" else "")
     for where, what, value, why in LEFT_OUT:
-        yield Line(where, what, value, "-", f"not reproduced: {why}")
+        yield Fact(where, what, value, "-", f"not reproduced: {why}")
     yield from verdict()

@@ -9,7 +9,7 @@ import numpy as np
 from orchmllm.config.model import LLMConfig, ModelConfig, VisionConfig
 from orchmllm.models.flops import Lengths, phase_work
 from orchmllm.papers import grouping
-from orchmllm.papers.disttrain import Line, seconds
+from orchmllm.papers.disttrain import Fact, seconds
 from orchmllm.papers.grouping import bias, isf
 from orchmllm.papers.split import Split, split_layers
 from orchmllm.plan.grouping import Groups
@@ -58,7 +58,7 @@ def _shown(*values: float) -> str:
     return ", ".join(f"{v:.3f}" for v in values)
 
 
-def grouping_lines(n: int) -> Iterator[Line]:
+def grouping_lines(n: int) -> Iterator[Fact]:
     """Tables 3 and 6, Figure 4 and what ISF drops, on n synthetic samples."""
     tiles, tokens = mix(n, 0)
     dropping = {**CAPS, "leftovers": "drop"}
@@ -72,23 +72,23 @@ def grouping_lines(n: int) -> Iterator[Line]:
              {"padded": True, "as_made": True}),
             ("ISF", "4.6, 0, .02, .14", kept, {}),
             ("ISF with its leftovers packed", "-", isf(tiles, tokens, **CAPS), {})):
-        yield Line("Table 3", f"{name}: batch, pad, dist ViT, dist LLM", paper,
+        yield Fact("Table 3", f"{name}: batch, pad, dist ViT, dist LLM", paper,
                    _shown(groups.sizes.mean(), *ratios(tiles, tokens, groups, **options)))
     share, lost, everything = bias(kept, tiles)
-    yield Line("Algorithm 1", "what ISF drops", "not told", f"{share:.2%} of the samples, with "
+    yield Fact("Algorithm 1", "what ISF drops", "not told", f"{share:.2%} of the samples, with "
                f"{lost:.2f} tiles instead of {everything:.2f} and {bias(kept, tokens)[1]:.0f} "
                f"tokens instead of {tokens.mean():.0f}")
-    yield Line("section 5.4", f"ten rounds on {n:,} samples", "less than a minute",
+    yield Fact("section 5.4", f"ten rounds on {n:,} samples", "less than a minute",
                f"{seconds(lambda: isf(tiles, tokens, **dropping), 1):.2f} s, with leftovers packed "
                f"{seconds(lambda: isf(tiles, tokens, **CAPS), 1):.2f} s", "measured here")
     for images, words, paper in ((9, 64, ".0156, .145"), (9, 128, ".0159, .144"),
                                  (9, 256, ".018, .141"), (8, 128, ".0417, .20")):
         made = isf(tiles, tokens, **dropping, min_images=images, min_tokens=4096 - words)
-        yield Line("Table 6", f"Qv' {images}, Qt' Qt - {words}: dist ViT, LLM", paper,
+        yield Fact("Table 6", f"Qv' {images}, Qt' Qt - {words}: dist ViT, LLM", paper,
                    _shown(*ratios(tiles, tokens, made)[1:]))
     for rounds in (1, 2, 5, 10):
         made = isf(tiles, tokens, **dropping, rounds=rounds)
-        yield Line("Figure 4", f"{rounds} rounds: dist ViT, LLM, samples left", "steady from 5",
+        yield Fact("Figure 4", f"{rounds} rounds: dist ViT, LLM, samples left", "steady from 5",
                    _shown(*ratios(tiles, tokens, made)[1:], bias(made, tiles)[0]))
 
 
@@ -125,7 +125,7 @@ def deviation(tower: str, backbone: str, paper: list[int], ratio: float) -> tupl
     return int(np.abs(np.array(made.layers) - paper).max()), made
 
 
-def partition_lines() -> Iterator[Line]:
+def partition_lines() -> Iterator[Fact]:
     """Tables 4 and 8: partitions, at 100 Gbit/s between stages."""
     layers = layer_ms("InternVL-6B", "InternLM2-20B")
     for method, paper, what in (
@@ -135,20 +135,20 @@ def partition_lines() -> Iterator[Line]:
         made = split(layers, 4, method)
         size = np.add.reduceat(layers["parameters"], [0, *made.cuts]) / 1e9
         comm = layers["bytes"][np.array(made.cuts) - 1].sum() / 1e6
-        yield Line("Table 4", f"{what}: VAR(parameters, layers, forward)", paper,
+        yield Fact("Table 4", f"{what}: VAR(parameters, layers, forward)", paper,
                    f"{size.var():.2f}, {np.var(made.layers):.1f}, {np.var(made.stage_ms / 3):.1f} "
                    f"ms^2; {comm:.0f} MB, layers {list(made.layers)}, iteration "
                    f"{made.simulated_ms:.0f} ms")
     for tower, backbone, paper in TABLE_8:
         plain = [deviation(tower, backbone, paper, r) for r in (1.0, 1.4)]
         fitted = min((deviation(tower, backbone, paper, r)[0], r) for r in np.arange(.6, 2.8, .02))
-        yield Line("Table 8", f"{tower} + {backbone}: layers", str(paper),
+        yield Fact("Table 8", f"{tower} + {backbone}: layers", str(paper),
                    f"unfitted {list(plain[0][1].layers)}, off by {plain[0][0]} (ViT 1.4 times "
                    f"slower a FLOP: {plain[1][0]}); fitted to this row, ratio {fitted[1]:.2f}: off "
                    f"by {fitted[0]}")
 
 
-def setting_lines(n: int) -> Iterator[Line]:
+def setting_lines(n: int) -> Iterator[Fact]:
     """Tables 11, 14, 15 and 16, as far as lengths and links decide them."""
     headers = sample_headers("natural", 2 * n, 0)  # images are those of LLaVA-665K
     owner = np.repeat(np.arange(2 * n), headers.media_per_example)
@@ -167,13 +167,13 @@ def setting_lines(n: int) -> Iterator[Line]:
         made = isf(images, tokens, max_images=most, max_tokens=4096, min_images=int(share * most),
                    leftovers="drop")
         plain = ratios(images, tokens, grouping.random_groups(len(keep), 4, 0), padded=True)
-        yield Line(where, f"{what}, Qv {most}: dist ViT, LLM", paper, _shown(
+        yield Fact(where, f"{what}, Qv {most}: dist ViT, LLM", paper, _shown(
             *ratios(images, tokens, made)[1:]) + "; without balance " + _shown(*plain[1:]))
     layers = layer_ms("InternVL-6B", "InternLM2-20B")
     for name, gbit, paper in (("A100, 4x200G", 100, "21.3 days"), ("A100, 2x200G", 50, "24.8 days"),
                               ("H100, 8x400G", 400, "12.2 days, other GPUs")):
         even, best = (split(layers, 4, m, gbit).simulated_ms for m in ("even", "search"))
-        yield Line("Table 15", f"{name} a node: iteration", paper,
+        yield Fact("Table 15", f"{name} a node: iteration", paper,
                    f"search {best:.0f} ms, even {even:.0f} ms, on the same GPUs")
     tiles, tokens = mix(n, 1)
     made = {"isf": isf(tiles, tokens, **CAPS, leftovers="drop"),
@@ -182,7 +182,7 @@ def setting_lines(n: int) -> Iterator[Line]:
         found = {k: ratios(tiles, tokens, g, k == "plain", ranks=gpus // 32)
                  for k, g in made.items()}
         time = {k: 1 / (1 - x[2]) / (1 - x[0]) for k, x in found.items()}
-        yield Line("Table 16", f"{gpus} GPUs, DP {gpus // 32}: dist LLM; LLM time over ISF's",
+        yield Fact("Table 16", f"{gpus} GPUs, DP {gpus // 32}: dist LLM; LLM time over ISF's",
                    ".139; 2.48-2.76x in GPU days",
                    f"{found['isf'][2]:.3f}; {time['plain'] / time['isf']:.2f}x")
 
@@ -199,10 +199,10 @@ LEFT_OUT = (("Tables 1 5", "time and memory by stage", "-", GPU),
             ("Figures 1 2 3", "method", "-", "drawings, without figures"))
 
 
-def lines(n: int = 1_200_000) -> Iterator[Line]:
+def lines(n: int = 1_200_000) -> Iterator[Fact]:
     """All rows. n: samples of the synthetic mix of Tables 3 and 6."""
     yield from grouping_lines(n)
     yield from partition_lines()
     yield from setting_lines(min(n, 200_000))
     for where, what, paper, why in LEFT_OUT:
-        yield Line(where, what, paper, "-", f"not reproduced: {why}")
+        yield Fact(where, what, paper, "-", f"not reproduced: {why}")

@@ -12,7 +12,7 @@ import numpy as np
 
 from orchmllm.config.recipe import FsdpConfig, Recipe, TrainConfig
 from orchmllm.models.gpus import GPUS
-from orchmllm.papers.disttrain import Line
+from orchmllm.papers.disttrain import Fact
 from orchmllm.plan.assign import PHASES
 from orchmllm.plan.step import plan_step
 from orchmllm.sharding.memory import CHOICES
@@ -40,14 +40,14 @@ def recipe_of(model: str, batch: int, shards: int) -> Recipe:
 
 
 def value(where: str, what: str, paper: float, ours: float, form: str = ".3g", unit: str = "",
-          needs: Callable[[], str] | None = None, spread: float = 0.0) -> Line:
+          needs: Callable[[], str] | None = None, spread: float = 0.0) -> Fact:
     """A row of one value. needs: for an error above LARGE, what would have to be true."""
     error = ours / paper - 1
-    said = f"{ours:{form}}{unit}" + (f" +- {spread:{form}}" if spread else "")
-    text = f"{said}; error {error:+.1%}"
+    text = f"{ours:{form}}{unit}" + (f" +- {spread:{form}}" if spread else "")
+    text = f"{text}; error {error:+.1%}"
     if needs and abs(error) > LARGE:
         text += f"; for the paper's value {needs()}"
-    return Line(where, what, f"{paper:{form}}{unit}", text)
+    return Fact(where, what, f"{paper:{form}}{unit}", text)
 
 
 def predicted(model: str, ranks: int, batch: int, scheme: str, seeds: int = SEEDS) -> Predicted:
@@ -62,7 +62,7 @@ def same(choice: str) -> dict[str, str]:
     return dict.fromkeys(PHASES, choice)
 
 
-def lines() -> Iterator[Line]:
+def lines() -> Iterator[Fact]:
     """All rows."""
     yield from table_1()
     yield from overall()
@@ -70,7 +70,7 @@ def lines() -> Iterator[Line]:
     yield from ablations()
 
 
-def table_1() -> Iterator[Line]:
+def table_1() -> Iterator[Fact]:
     for model, sizes in TABLE_1.items():
         counts = num_parameters(MODELS[model])
         for phase, paper in zip(("llm", "vision", "audio"), sizes, strict=True):
@@ -81,7 +81,7 @@ def table_1() -> Iterator[Line]:
 
 def _by_choice(where: str, what: str, paper: float, of: Callable[[Mapping], np.ndarray],
                scale: float, unit: str,
-               needs: Callable[[float], str] | None = None) -> Iterator[Line]:
+               needs: Callable[[float], str] | None = None) -> Iterator[Fact]:
     """A row for each checkpointing choice."""
     for choice in CHOICES:
         found = scale * of(same(choice))
@@ -97,7 +97,7 @@ def faster(mean: float, paper: float) -> str:
             f"{Hardware().product_efficiency:.0%}")
 
 
-def overall() -> Iterator[Line]:
+def overall() -> Iterator[Fact]:
     """Section 8.1: 2,560 GPUs, shard groups of 256."""
     ratios: dict[str, list[float]] = {"MFU": [], "throughput": []}
     for model, (batch, small, _) in BATCHES.items():
@@ -115,18 +115,18 @@ def overall() -> Iterator[Line]:
         for paper, model, ratio in zip((low, None, high), NAMES, ratios[key], strict=True):
             what = f"{NAMES[model]}, {key} over no balancing, each at its own mini-batch"
             if paper is None:
-                yield Line(where, what, f"between {low} and {high}", f"{ratio:.2f}")
+                yield Fact(where, what, f"between {low} and {high}", f"{ratio:.2f}")
             else:
                 yield value(where, what, paper, ratio, ".2f", "x", lambda r=ratio, p=paper: (
                     f"the unbalanced run would have to be another {p / r:.2f} times slower, by "
                     "what grows neither with loads nor with traffic"))
     for where, key, span in (("Figure 8", "MFU", "3.1-4.1x"), ("Figure 9", "throughput",
                                                               "3.1-4.2x")):
-        yield Line(where, f"{key} over Megatron-LM", span, "-",
+        yield Fact(where, f"{key} over Megatron-LM", span, "-",
                    "not reproduced: Megatron-LM is not modelled")
 
 
-def table_2() -> Iterator[Line]:
+def table_2() -> Iterator[Fact]:
     """Section 8.2: MLLM-10B, mini-batch 60."""
     peak = GPUS["h100-sxm"].bfloat16
     for ranks, overhead in PAPER_OVERHEAD_MS.items():
@@ -149,7 +149,7 @@ def table_2() -> Iterator[Line]:
                         f"{f / PAPER_FORWARD_S[r] / peak:.0%} of the peak"))
 
 
-def ablations() -> Iterator[Line]:
+def ablations() -> Iterator[Fact]:
     """Section 8.3: 128 GPUs."""
     for where, scheme, batch, mfu, memory in (("Figure 10", "LLM only", 18, 24.16, 62.7),
                                               ("Figure 12", "all-gather", 20, 25.51, 61.8)):
@@ -170,15 +170,15 @@ def ablations() -> Iterator[Line]:
             mfu = label == "MFU"
             best, other = (100 * made[s].mfu(same("full")) if mfu else
                            made[s].peaks(same("full")) / 1e9 for s in ("paper", scheme))
-            said = verdict(best, other) if mfu else verdict(other, best)
+            text = verdict(best, other) if mfu else verdict(other, best)
             more = "above" if mfu else "below"
-            yield Line(where, f"{NAMES[model]}, {label}: OrchMLLM {more} {scheme}", "yes",
-                       f"{best.mean():.1f} and {other.mean():.1f}: {said}")
+            yield Fact(where, f"{NAMES[model]}, {label}: OrchMLLM {more} {scheme}", "yes",
+                       f"{best.mean():.1f} and {other.mean():.1f}: {text}")
         few = {s: predicted(model, 128, FEW, s) for s in ("paper", "no node-wise")}
         for phase in PHASES:
             share, least = (1 - of["paper"].internode([phase]) / np.maximum(
                 of["no node-wise"].internode([phase]), 1) for of in (made, few))
-            yield Line("Figure 13", f"{NAMES[model]}, reduction between nodes, {phase}",
+            yield Fact("Figure 13", f"{NAMES[model]}, reduction between nodes, {phase}",
                        "between 0.436 and 0.722", f"{share.mean():.3f} +- {share.std(ddof=1):.3f}; "
                        f"for the paper's value ranks would have to hold few items: at mini-batch "
                        f"{FEW} it is {least.mean():.3f} here")

@@ -11,8 +11,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from orchmllm.cli.options import add_options, at_least, in_one_line
-from orchmllm.papers.disttrain import Line
-from orchmllm.papers.schemes import SCHEMES, plot, run, table
+from orchmllm.papers.disttrain import Fact
+from orchmllm.papers.schemes import SCHEMES, plot, run, scheme_table
 from orchmllm.tools.pictures import check_can_draw
 from orchmllm.tools.predict.workload import MODELS, batch_layout, sample_headers
 
@@ -38,7 +38,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     return made.parse_args(argv)
 
 
-def wanted(line: Line, args: argparse.Namespace) -> bool:
+def wanted(line: Fact, args: argparse.Namespace) -> bool:
     """Whether --table and --figure ask for a row."""
     if args.table is None and args.figure is None:
         return True
@@ -46,7 +46,7 @@ def wanted(line: Line, args: argparse.Namespace) -> bool:
     return line.where.startswith(kind) and number in line.where.split()
 
 
-def show(lines: Iterable[Line], args: argparse.Namespace) -> None:
+def show(lines: Iterable[Fact], args: argparse.Namespace) -> None:
     """Prints the rows that are asked for. Raises ValueError if there is none."""
     line = None
     for line in filter(lambda line: wanted(line, args), lines):
@@ -68,8 +68,8 @@ def compare(args: argparse.Namespace) -> int:
             results.append({name: run(s, pool, model, num_ranks=d, batch=args.batch_size,
                                       seed=args.seed) for name, s in SCHEMES.items()})
             print(f"\n{mix} mix, {args.model} costs, {d} ranks x {args.batch_size} examples, "
-                  f"{steps} steps [modelled; communication not counted]\n{table(results[-1])}",
-                  flush=True)
+                  f"{steps} steps [modelled; communication not counted]\n"
+                  f"{scheme_table(results[-1])}", flush=True)
             missed |= d == 64 and not results[-1]["per-phase"].over_perfect <= BEST
         if args.out:
             path = args.out.with_stem(args.out.stem + ("_" + mix) * (mix == HELD_OUT))

@@ -153,7 +153,7 @@ def run(scheme: Scheme, pool: BatchLayout, model: ModelConfig, *, num_ranks: int
         float(np.std(lengths) / np.mean(lengths)), count)
 
 
-def table(results: Mapping[str, Result]) -> str:
+def scheme_table(results: Mapping[str, Result]) -> str:
     """A line per scheme."""
     out = [f"{'scheme':<17} {'vision':>7} {'audio':>7} {'llm':>7} {'step':>7} {'MB moved':>9} "
            f"{'between nodes':>13} {'dropped':>8} {'length cv':>9}  what"]

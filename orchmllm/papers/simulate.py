@@ -6,7 +6,7 @@ import os
 
 from orchmllm.cli.options import in_one_line
 from orchmllm.config.recipe import Recipe, load_recipe
-from orchmllm.papers.schemes import SCHEMES, run, table
+from orchmllm.papers.schemes import SCHEMES, run, scheme_table
 from orchmllm.plan.layout import BatchLayout
 from orchmllm.sharding.fits import with_real_batch
 from orchmllm.tools.predict.examples import of_indexes, of_mix, open_recipe
@@ -21,8 +21,8 @@ def lengths(recipe: Recipe, count: int, mix: str | None) -> BatchLayout:
     from orchmllm.data.formats.open import index_path
     from orchmllm.tools.data.command import index_all
 
-    sources, planner = open_recipe(recipe)
-    indexes = index_all(sources, planner, index_path(recipe.data.index_dir), os.cpu_count() or 1)
+    sources, reader = open_recipe(recipe)
+    indexes = index_all(sources, reader, index_path(recipe.data.index_dir), os.cpu_count() or 1)
     return of_indexes(recipe, sources, indexes).draw(1, count, recipe.run.seed)
 
 
@@ -42,5 +42,5 @@ def main(argv: list[str]) -> int:
           f"{args.mix or 'the recipe'}, seed {recipe.run.seed}; modelled from FLOPs, communication "
           "not counted")
     print("slowest rank over mean by phase; step: over perfect balance; MB a rank and step\n")
-    print(table(found))
+    print(scheme_table(found))
     return 0

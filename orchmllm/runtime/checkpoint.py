@@ -60,7 +60,7 @@ class Checkpointer:
 
     root: folder of the checkpoints, on storage that all ranks see. gather: CPU groups used by
     nobody else (the saving thread owns them while it runs). writers: ranks that hold all shards
-    (with hybrid sharding one replica; default all). say: told what is saved, and what is renamed
+    (with hybrid sharding one replica; default all). log: told what is saved, and what is renamed
     out of the way. `saved`: the newest checkpoint of the run, None before there is one.
 
     What is saved belongs to a run of its own, and to that of a checkpoint once it was loaded.
@@ -69,7 +69,7 @@ class Checkpointer:
     def __init__(
         self, root: Path, config: CheckpointConfig, gather: RowGather, *,
         writers: list[int] | None = None, timeout_s: float = 600.0,
-        say: Callable[[str], None] = print,
+        log: Callable[[str], None] = print,
     ) -> None:
         self.root, self.config, self._gather = root, config, gather
         self._line = new_line()  # rank 0's counts: only that rank looks at it
@@ -77,7 +77,7 @@ class Checkpointer:
         self._named: Path | None = None  # the checkpoint that the user asked for: stays
         self._problems: dict[Path, str] = {}  # of what was verified; the same on all ranks
         self.rank = gather.rank
-        self._say = say if self.rank == 0 else lambda text: None
+        self._log = log if self.rank == 0 else lambda text: None
         self._writers = writers or list(range(gather.world_size))
         # One group on every rank, for the reason given in RowGather.
         self._group = dist.new_group(
@@ -126,7 +126,7 @@ class Checkpointer:
         if self._from_first(step, lambda: self._line.holds(read_saved(final))) and (
                 not self._verify(final)):
             self.saved = final
-            return self._say(f"checkpoint {final} is there already and sound: not saved again")
+            return self._log(f"checkpoint {final} is there already and sound: not saved again")
         self._together(step, lambda: self._stage(staged))
         files = self._together(step, lambda: self._write(staged, tensors))
         hashes = [json.loads(f) for f in gather_texts(self._gather, json.dumps(files))]
@@ -134,7 +134,7 @@ class Checkpointer:
             step, staged, final, {k: v for h in hashes for k, v in h.items()}, state))
         self._problems[final], self.saved = "", final
         self._retain(step)
-        self._say(f"saved step {step}: {final}")
+        self._log(f"saved step {step}: {final}")
 
     def _stage(self, staged: Path) -> None:
         if self.rank == 0:
@@ -179,7 +179,7 @@ class Checkpointer:
 
     def _set_aside(self, path: Path) -> None:
         aside = set_aside(read_saved(path))
-        self._say(f"warning: checkpoint {path} is of another run or branch, or damaged: it is now "
+        self._log(f"warning: checkpoint {path} is of another run or branch, or damaged: it is now "
                   f"{aside}; delete it when nobody needs it")
 
     def _retain(self, step: int) -> None:
@@ -219,7 +219,7 @@ class Checkpointer:
             if not problem:
                 state = json.loads((path / "state.json").read_text(encoding="utf-8"))
                 for line in rejected:
-                    self._say(f"warning: {line}; using the one before")
+                    self._log(f"warning: {line}; using the one before")
                 return path, state
             rejected.append(f"checkpoint {path}: {problem}")
         if rejected:

@@ -13,10 +13,10 @@ from orchmllm.runtime.run_state import MediaCount, NonFiniteError, Progress, nam
 
 
 class Incidents:
-    """writes: on one rank. say: shows a line."""
+    """writes: on one rank. log: shows a line."""
 
-    def __init__(self, recipe: Recipe, *, writes: bool, say: Callable[[str], None]) -> None:
-        self._recipe, self._writes, self._say = recipe, writes, say
+    def __init__(self, recipe: Recipe, *, writes: bool, log: Callable[[str], None]) -> None:
+        self._recipe, self._writes, self._log = recipe, writes, log
         self._folder = recipe.run.folder
         self._logs: dict[Path, JsonLines] = {}
         self._listed: set[tuple] = set()  # what quarantine.jsonl has
@@ -32,7 +32,7 @@ class Incidents:
             self._quarantine(where, lines)
         if lines and not self._warned:
             self._warned = True
-            self._say(f"warning: not usable, so its example is not learnt: {name_of(lines[0])}; "
+            self._log(f"warning: not usable, so its example is not learnt: {name_of(lines[0])}; "
                       f"this and further ones are listed in {where}")
         counted.check(self._recipe.data, lines)
 
@@ -40,12 +40,12 @@ class Incidents:
         """Tells what happened to servers of data.preprocess. num_local: examples that ranks read
         because none answered."""
         for note in step.preprocessed.notes:
-            self._say(f"warning: {note}")
+            self._log(f"warning: {note}")
         if num_local and not self._alone:
-            self._say(f"warning: data.preprocess: no server answered for {num_local} examples of "
+            self._log(f"warning: data.preprocess: no server answered for {num_local} examples of "
                       f"step {step.index}; the ranks read and decode them")
         elif self._alone and not num_local:
-            self._say(f"data.preprocess: from step {step.index} on servers answer again")
+            self._log(f"data.preprocess: from step {step.index} on servers answer again")
         self._alone = bool(num_local)
 
     def nonfinite(self, step: Step, loss: float, grad_norm: float, progress: Progress,
@@ -65,7 +65,7 @@ class Incidents:
                 f"{message}; steps in a row without an update: {count} (train.nonfinite=skip or "
                 "rollback goes on for train.max_skipped_in_a_row); the newest checkpoint is "
                 f"{newest() or 'none'}")
-        self._say(f"warning: {message}")
+        self._log(f"warning: {message}")
 
     def close(self) -> None:
         """Closes its files."""

@@ -40,7 +40,7 @@ class Saved(NamedTuple):
         return self.path.name.startswith("aside_")
 
 
-class Line(NamedTuple):
+class Lineage(NamedTuple):
     """A run and what it branched from."""
 
     run: str
@@ -52,9 +52,9 @@ class Line(NamedTuple):
             saved.run == run and saved.sequence <= last for run, last in self.ancestors))
 
 
-def new_line(ancestors: tuple[tuple[str, int], ...] = ()) -> Line:
+def new_line(ancestors: tuple[tuple[str, int], ...] = ()) -> Lineage:
     """A run of its own."""
-    return Line(secrets.token_hex(6), ancestors)
+    return Lineage(secrets.token_hex(6), ancestors)
 
 
 def read_saved(path: Path) -> Saved:
@@ -86,16 +86,16 @@ def candidates(saved: Sequence[Saved], start: Saved | None = None) -> list[Saved
     unreadable = [s for s in saved if s.sequence < 0 and not s.is_aside]
     if not saved or saved[0].sequence < 0:
         return unreadable
-    newest = Line(saved[0].run, saved[0].ancestors)
+    newest = Lineage(saved[0].run, saved[0].ancestors)
     return unreadable + [s for s in saved if newest.holds(s)]
 
 
-def line_after(start: Saved, saved: Sequence[Saved], *, branch: bool = False) -> Line:
+def line_after(start: Saved, saved: Sequence[Saved], *, branch: bool = False) -> Lineage:
     """The run that goes on from checkpoint `start` in the folder whose checkpoints are `saved`: the
     run that wrote it if that is the newest of the folder, else a branch. branch: in any case."""
     newest = saved and saved[0].path.resolve() == start.path.resolve()
     if start.run and newest and not branch:
-        return Line(start.run, start.ancestors)
+        return Lineage(start.run, start.ancestors)
     return new_line((*start.ancestors, (start.run, start.sequence)))
 
 

@@ -54,12 +54,12 @@ def _kill_ranks() -> None:
 
 
 def run_local(module: str, args: list[str], num_ranks: int, *, cpu_only: bool = False,
-              num_threads: int = 0, say: Callable[[str], object] = lambda text: None) -> int:
+              num_threads: int = 0, log: Callable[[str], object] = lambda text: None) -> int:
     """Runs `python -m module args` on num_ranks local ranks (0: one per GPU, else 1); returns the
     exit code of the first rank that failed, or 0. Shows one message for a failure.
 
     cpu_only: hides the GPUs from the ranks. num_threads: of each rank's CPU operators (0: on GPUs
-    what the environment says, else the cores divided by the ranks). say: told the devices."""
+    what the environment says, else the cores divided by the ranks). log: reports the devices."""
     if cpu_only:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     handlers = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)}
@@ -69,7 +69,7 @@ def run_local(module: str, args: list[str], num_ranks: int, *, cpu_only: bool = 
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    say(describe_devices())
+    log(describe_devices())
     num_ranks = num_ranks or max(torch.cuda.device_count(), 1)
     _set_environment(num_ranks, num_threads)
     config = LaunchConfig(
@@ -123,15 +123,15 @@ def _silence_elastic() -> None:
 def _explain(failures: Mapping[int, ProcessFailure]) -> str:
     """The earliest message of a rank, and the ranks that died without one. Nothing of ranks that
     were asked to stop, which say so themselves."""
-    told = {r: f.message for r, f in failures.items() if isinstance(f.message, dict)}
+    reports = {r: f.message for r, f in failures.items() if isinstance(f.message, dict)}
     lines = []
-    if told:
-        first = min(told, key=lambda r: told[r]["extraInfo"].get("time_s", 0.0))
-        lines.append(f"{told[first]['message']}\n(rank {first}; all ranks were stopped)")
+    if reports:
+        first = min(reports, key=lambda r: reports[r]["extraInfo"].get("time_s", 0.0))
+        lines.append(f"{reports[first]['message']}\n(rank {first}; all ranks were stopped)")
     for rank, failure in failures.items():
         if failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM:  # the launcher's own
             lines.append(f"error: rank {rank} was killed by {failure.signal_name()}")
-        elif failure.exitcode > 0 and failure.exitcode not in STOPPED and not told:
+        elif failure.exitcode > 0 and failure.exitcode not in STOPPED and not reports:
             lines.append(f"error: rank {rank} ended with exit code {failure.exitcode}")
     stopped = any(f.exitcode in STOPPED for f in failures.values())
     return "\n".join(lines or ([] if stopped else ["error: the ranks were terminated"]))

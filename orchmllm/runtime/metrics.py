@@ -69,12 +69,12 @@ class MetricsLog(JsonLines):
         super().write({"schema": SCHEMA_VERSION, **row})
 
 
-def open_log(recipe: Recipe, say: Callable[[str], None]) -> MetricsLog:
+def open_log(recipe: Recipe, log: Callable[[str], None]) -> MetricsLog:
     """metrics.jsonl of a run, with the merged recipe beside it. Tells which logs of earlier runs
     were set aside."""
     folder = recipe.run.folder
     for line in set_logs_aside(folder) if recipe.run.resume == "never" else ():
-        say(line)
+        log(line)
     log = MetricsLog(folder / "metrics.jsonl")
     (folder / "recipe.yaml").write_text(to_yaml(recipe), encoding="utf-8")
     return log

@@ -59,10 +59,10 @@ class RunCheckpoints(Checkpointer):
 
     def __init__(self, job: Job, gather: RowGather, dataset: ConversationDataset,
                  optimizer: torch.optim.Optimizer, tensors: Callable[[], Mapping[str, Tensor]],
-                 say: Callable[[str], None]) -> None:
+                 log: Callable[[str], None]) -> None:
         recipe = job.recipe
         super().__init__(
-            recipe.run.folder / "checkpoints", recipe.checkpoint, gather, say=say,
+            recipe.run.folder / "checkpoints", recipe.checkpoint, gather, log=log,
             timeout_s=recipe.launch.timeout_s,
             writers=list(range(job.shard_size)))
         self._recipe, self._optimizer, self._tensors = recipe, optimizer, tensors
@@ -90,7 +90,7 @@ class RunCheckpoints(Checkpointer):
         try:
             self.wait()
         except CheckpointError as e:  # the other run may delete what was being saved
-            self._say(f"warning: {e}")
+            self._log(f"warning: {e}")
         folder = Path(self._from_first("rescue", lambda: (  # of rank 0: only its run's name counts
             f"{self._recipe.run.folder.absolute()}.rescued_step_{progress.step}_{self._line.run}")))
         self.root = folder / "checkpoints"
@@ -119,9 +119,9 @@ class RunCheckpoints(Checkpointer):
         ranks = "" if was == self._gather.world_size else (
             f" (saved on {was} ranks, now {self._gather.world_size}; still "
             f"{progress.global_batch_size} examples a step)")
-        self._say(f"resuming at step {progress.step} from {path}{ranks}")
+        self._log(f"resuming at step {progress.step} from {path}{ranks}")
         if start != "auto" and Path(start) != path:
-            self._say(f"this run branched off at {start} before, so it goes on with what it saved "
+            self._log(f"this run branched off at {start} before, so it goes on with what it saved "
                       "since; to branch there once more, choose another run.dir")
         return progress
 
@@ -136,7 +136,7 @@ class RunCheckpoints(Checkpointer):
         back = self._load_run(path, state)
         back.nonfinite_in_a_row = progress.nonfinite_in_a_row
         back.skip = sorted({*back.skip, *progress.skip, bad_step})
-        self._say(f"rolled back to step {back.step}; step {bad_step} will be skipped")
+        self._log(f"rolled back to step {back.step}; step {bad_step} will be skipped")
         return back
 
     def _load_run(self, path: Path, state: dict) -> Progress:

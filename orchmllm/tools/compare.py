@@ -182,7 +182,7 @@ def run_all(args: argparse.Namespace, recipe: Recipe, argv: list[str]) -> int:
     (run_dir / "comparison.html").write_text(page(*(
         read_run(log_of(parts["curves"][name], run_dir / name)) for name in ("on", "off"))),
         encoding="utf-8")
-    print(report.table(result, recipe))
+    print(report.comparison_table(result, recipe))
     print(f"\nwritten: {run_dir / 'comparison.json'} and {run_dir / 'comparison.html'}")
     worst = max(result["loss_difference"], result["loss_difference_2ranks"])
     if not worst <= MAX_LOSS_DIFFERENCE:  # nan fails too

@@ -110,18 +110,18 @@ def test_a_stopped_server_is_given_up_and_asked_again_later(recipe, monkeypatch)
     workers = RemoteWorkers(dataset, Servers([server.address], "", 300.0), Workers(dataset, 0), 0)
     try:
         workers.request("load", calls)()
-        assert workers.tell().remote == 6
+        assert workers.counts().remote == 6
         workers._servers[0]._channel.timeout_s = 2.0
         os.kill(server.popen.pid, signal.SIGSTOP)
         workers.request("load", calls)()
-        told = workers.tell()
+        told = workers.counts()
         assert told.local == 6 and "no whole message within 2 s" in told.notes[0]
         os.kill(server.popen.pid, signal.SIGCONT)
         workers.request("load", calls)()
-        assert workers.tell().local == 6, "it rests"
+        assert workers.counts().local == 6, "it rests"
         monkeypatch.setattr(client.time, "monotonic", lambda now=time.monotonic: now() + 100)
         workers.request("load", calls)()
-        assert workers.tell().remote == 6
+        assert workers.counts().remote == 6
     finally:
         workers.close()
         code, out, err = server.end(signal.SIGINT)

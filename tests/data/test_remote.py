@@ -16,7 +16,7 @@ from PIL import Image
 from orchmllm.config.recipe import RemoteRoot, SourceConfig
 from orchmllm.data.formats.open import NUM_PEEKED, open_source
 from orchmllm.data.media.headers import image_header
-from orchmllm.data.storage.clients import Refused, StorageError
+from orchmllm.data.storage.clients import NoAccess, StorageError
 from orchmllm.data.stream import StreamDataset
 from orchmllm.plan.geometry import AudioGeometry, VisionGeometry
 from tests.data.test_formats import same_examples
@@ -132,7 +132,7 @@ def test_a_fault_that_stays_is_an_error_and_never_a_part_of_a_file(fault, known,
 def test_a_file_of_unknown_length_is_refused(web, tmp_path):
     (web.folder / "a.bin").write_bytes(bytes(5000))
     web.always["/a.bin"] = "unknown_length"
-    with pytest.raises(Refused, match="a.bin: the server does not say how long the file is"):
+    with pytest.raises(NoAccess, match="a.bin: the server does not say how long the file is"):
         storage(tmp_path / "cache", web.url).file(f"{web.url}/a.bin").open()
 
 
@@ -150,7 +150,7 @@ def test_what_cannot_pass_is_not_repeated(web, tmp_path):
     (web.folder / "a").write_bytes(b"x")
     for status in (401, 403, 410):
         web.always["/a"] = status
-        with pytest.raises(Refused, match=f"{web.url}/a: .*{status}"):
+        with pytest.raises(NoAccess, match=f"{web.url}/a: .*{status}"):
             declared.file(f"{web.url}/a").open()
     assert web.counts == {"/none": 1, "/a": 3}
 
@@ -161,13 +161,13 @@ def test_redirects_only_to_declared_hosts(web, tmp_path):
     (tmp_path / "other" / "b").write_bytes(b"there")
     with web_server(tmp_path / "other") as other:
         web.always["/a"] = f"{other.url}/b?token=secret"
-        with pytest.raises(Refused, match=f"redirects to {other.url}/b, whose host is not") as e:
+        with pytest.raises(NoAccess, match=f"redirects to {other.url}/b, whose host is not") as e:
             storage(tmp_path / "1", web.url).file(f"{web.url}/a").open()
         assert not other.counts and "secret" not in str(e.value)
         both = storage(tmp_path / "2", web.url, other.url)
         assert both.file(f"{web.url}/a").open().read() == b"there"
         web.always["/a"] = "file:///etc/hostname"
-        with pytest.raises((Refused, StorageError)):
+        with pytest.raises((NoAccess, StorageError)):
             storage(tmp_path / "3", web.url, attempts=1).file(f"{web.url}/a").open()
 
 

@@ -19,7 +19,7 @@ from orchmllm.data.media.headers import image_header
 from orchmllm.data.media.medium import Medium
 from orchmllm.data.storage import clients
 from orchmllm.data.storage.cache import DiskCache
-from orchmllm.data.storage.clients import Refused, StorageError
+from orchmllm.data.storage.clients import NoAccess, StorageError
 from orchmllm.data.storage.remote import fetch_ahead
 from orchmllm.plan.layout import VISION
 from orchmllm.tools.data.command import main
@@ -43,7 +43,8 @@ def test_the_cache_keeps_its_size_and_what_is_used(web, tmp_path):
     files[1].open().close()
     assert web.counts["/1"] == 2
     (web.folder / "big").write_bytes(bytes(5000))
-    with pytest.raises(Refused, match="5000 bytes or more: more than the limit of 4500.*cache_gib"):
+    with pytest.raises(NoAccess, match="5000 bytes or more: more than the limit of 4500.*"
+                                       "cache_gib"):
         declared.file(f"{web.url}/big").open()
 
 

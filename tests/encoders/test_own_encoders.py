@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from orchmllm import CostModel, Encoder, Packed, balance_encoders
 from orchmllm.encoders import assignment, families
-from orchmllm.encoders.table import World
+from orchmllm.encoders.table import Gathered
 from orchmllm.loader.trainers import _undisturbed
 from tests.lib.encoder_models import FAMILIES, Item, batch
 from tests.lib.encoder_runs import (
@@ -172,7 +172,7 @@ def test_copies_shadow_and_the_skip_rule():
 def test_a_move_has_to_pay():
     """Saved cost x pace against the measured exchange, by the median over the ranks."""
     def pays(pace: int, overhead: int, min_gain: float | None = None) -> bool:
-        world = World(np.ones((2, 1)), np.ones((2, 0)), [], np.array([pace, pace]),
+        world = Gathered(np.ones((2, 1)), np.ones((2, 0)), [], np.array([pace, pace]),
                       np.array([overhead, overhead]))
         return assignment._pays(np.array([300, 100]), np.array([200, 200]), world, min_gain)
 
@@ -184,7 +184,7 @@ def test_a_move_has_to_pay():
 @pytest.mark.parametrize("name", ["qwen2_vl", "qwen3_vl", "glm4v", "qwen2_5_omni"])
 def test_attention_of_a_video_costs_what_one_of_its_frames_has(name):
     """An image of 64 patches, and a video of 16 frames of 4."""
-    items = World(np.ones((2, 1), np.int64), np.array([[1, 8, 8], [16, 2, 2]]), [None],
+    items = Gathered(np.ones((2, 1), np.int64), np.array([[1, 8, 8], [16, 2, 2]]), [None],
                   *np.zeros((2, 2)))
     made = assignment.assign(families.FAMILIES[name].encoders[0], items, CostModel(1000, 3000),
                              min_gain=None, ranks_per_node=8)

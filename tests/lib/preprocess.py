@@ -85,6 +85,6 @@ def asked(dataset, addresses: list[str], calls, secret_file: str = "", timeout_s
                             Workers(dataset, 0), 0)
     try:
         results = workers.request("load", calls)()
-        return results, workers.tell()
+        return results, workers.counts()
     finally:
         workers.close()

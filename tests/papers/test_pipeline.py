@@ -1,4 +1,4 @@
-"""The pipeline simulator: a hand-worked table, its twin, torch's orders, bounds and searches."""
+"""The pipeline simulator: a table worked by hand, its twin, torch's orders, bounds and searches."""
 
 from __future__ import annotations
 

@@ -176,14 +176,14 @@ def chat(row: Mapping, root: MediaRoot, prompt: str = "") -> Conversation:
 
 
 def _turn(turn: Mapping, media: _RowMedia) -> Turn:
-    said = turn.get("role", turn.get("from"))
-    role = ROLES.get(said) if isinstance(said, str) else None
+    name = turn.get("role", turn.get("from"))
+    role = ROLES.get(name) if isinstance(name, str) else None
     if role is None:
-        raise RowError(f'a turn needs "from" or "role" (one of {", ".join(ROLES)}), got {said!r}')
+        raise RowError(f'a turn needs "from" or "role" (one of {", ".join(ROLES)}), got {name!r}')
     content = next((turn[key] for key in ("content", "value", "text")
                     if turn.get(key) is not None), None)
     calls = turn.get("tool_calls") or turn.get("function_call")
-    if said == "function_call":
+    if name == "function_call":
         calls, content = content, None
     calls = _calls(calls)
     if isinstance(content, str):

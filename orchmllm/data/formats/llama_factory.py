@@ -84,7 +84,7 @@ def _renamed(columns: Mapping[str, str], tags: Mapping[str, str], row: dict) -> 
                if k not in columns and k not in _TEXTS and k not in columns.values()
                } | {ours: row[theirs] for theirs, ours in columns.items() if theirs in row}
     if tags and isinstance(row.get("conversations"), list):
-        roles = {said: _ROLES[tag] for tag, said in tags.items() if tag in _ROLES}
+        roles = {written: _ROLES[tag] for tag, written in tags.items() if tag in _ROLES}
         role, content = tags.get("role_tag", "from"), tags.get("content_tag", "value")
         row["conversations"] = [
             {**{k: v for k, v in turn.items() if k not in _SAID},

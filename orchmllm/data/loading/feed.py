@@ -89,7 +89,7 @@ class SegmentFeed:
             micro.content = torch.cat([torch.empty(0, 2, dtype=torch.int32), *texts])
             self.orchestrator.pin(micro)
         if isinstance(self._workers, RemoteWorkers):
-            step.preprocessed = self._workers.tell()
+            step.preprocessed = self._workers.counts()
         return UNCOUNTED  # the lengths tell it
 
     def close(self) -> None:

@@ -55,8 +55,8 @@ class SureFork(ForkProcess):
         ours.close()
         with theirs:
             theirs.send(b"1")
-            told = theirs.recv(1)
-        if told:
+            answer = theirs.recv(1)
+        if answer:
             super().run()
 
 

@@ -17,7 +17,7 @@ from typing import Any
 from orchmllm.batch import Preprocessed
 from orchmllm.data.loading.preprocess_handshake import (
     HANDSHAKE_S,
-    Refused,
+    NotAdmitted,
     Servers,
     greet,
     identity_of,
@@ -64,7 +64,7 @@ class RemoteWorkers:
         return lambda: [result for future, chunk in zip(futures, chunks, strict=True)
                         for result in self._come(future.result(), chunk)]
 
-    def tell(self) -> Preprocessed:
+    def counts(self) -> Preprocessed:
         """What has happened since the last call."""
         with self._lock:
             notes, self._notes = self._notes, []
@@ -88,7 +88,7 @@ class RemoteWorkers:
             server.identity = identity
             try:
                 server.connect()
-            except Refused as error:
+            except NotAdmitted as error:
                 raise RuntimeError(f"data.preprocess: {server.address} refuses this run: {error}"
                                    ) from error
             except (OSError, EOFError) as error:
@@ -100,7 +100,7 @@ class RemoteWorkers:
             server = self._servers[(first + k) % len(self._servers)]
             try:
                 results = server.ask(chunk, layouts, self.dataset)
-            except (OSError, EOFError, Refused) as error:
+            except (OSError, EOFError, NotAdmitted) as error:
                 self._gave_up(server, error)
             else:
                 if results is not None:
@@ -139,7 +139,7 @@ class _Server:
         self._lock, self._rests_until = threading.Lock(), 0.0
 
     def ask(self, chunk: list[Call], layouts: list, dataset: Any) -> list[Result] | None:
-        """None where it has failed a short while ago. Raises OSError, EOFError or Refused."""
+        """None where it has failed a short while ago. Raises OSError, EOFError or NotAdmitted."""
         with self._lock:
             if time.monotonic() < self._rests_until:
                 return None
@@ -148,18 +148,18 @@ class _Server:
             try:
                 self._channel.send(to_request(chunk))
                 vision, audio = dataset.vision, dataset.audio
-                said, arrays = self._channel.receive(answer_bytes(
+                message, arrays = self._channel.receive(answer_bytes(
                     chunk, layouts, (vision.row_bytes, audio.row_bytes), MAX_MEMBER_BYTES))
-                if "error" in said:
-                    raise WireError(str(said["error"])[:1000])
-                return from_answer(said, arrays, chunk, layouts,
+                if "error" in message:
+                    raise WireError(str(message["error"])[:1000])
+                return from_answer(message, arrays, chunk, layouts,
                                    (vision.row_size, audio.row_size))
             except BaseException:
                 self.drop()
                 raise
 
     def connect(self) -> None:
-        """Raises OSError, EOFError or Refused."""
+        """Raises OSError, EOFError or NotAdmitted."""
         try:
             sock = socket.create_connection(split_address(self.address), CONNECT_S)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -30,7 +30,7 @@ HANDSHAKE_S = 30.0
 MAX_HELLO_BYTES = 1 << 16
 
 
-class Refused(Exception):
+class NotAdmitted(Exception):
     """The other side is there and does not do what is asked: the settings have to be changed."""
 
 
@@ -95,34 +95,34 @@ def servers_of(data: DataConfig) -> Servers | None:
         raise ValueError(f"data.preprocess: {error}") from error
 
 
-def _proof(secret: bytes, who: str, *said: object) -> str:
-    text = json.dumps([VERSION, who, *said], sort_keys=True).encode()
+def _proof(secret: bytes, who: str, *message: object) -> str:
+    text = json.dumps([VERSION, who, *message], sort_keys=True).encode()
     return hmac.new(secret, text, hashlib.sha256).hexdigest()
 
 
 def greet(channel: Channel, secret: bytes, identity: dict[str, str]) -> None:
-    """The client's side. Raises Refused; WireError or EOFError where no server answers so."""
-    said, _ = channel.receive(0, max_header=MAX_HELLO_BYTES)
-    if said.get("orchmllm") != VERSION or not isinstance(said.get("nonce"), str):
+    """The client's side. Raises NotAdmitted; WireError or EOFError where no server answers so."""
+    message, _ = channel.receive(0, max_header=MAX_HELLO_BYTES)
+    if message.get("orchmllm") != VERSION or not isinstance(message.get("nonce"), str):
         raise WireError("it is no server of this version of remote preprocessing")
-    theirs, ours = said["nonce"], secrets.token_hex(32)
+    theirs, ours = message["nonce"], secrets.token_hex(32)
     channel.send({"nonce": ours, "identity": identity,
                   "proof": _proof(secret, "client", theirs, ours, identity)})
     answer, _ = channel.receive(0, max_header=MAX_HELLO_BYTES)
     if "refused" in answer:
-        raise Refused(str(answer["refused"])[:1000])
+        raise NotAdmitted(str(answer["refused"])[:1000])
     if not _same(answer.get("proof"), _proof(secret, "server", theirs, ours)):
-        raise Refused("it does not have our secret")
+        raise NotAdmitted("it does not have our secret")
 
 
 def admit(channel: Channel, secret: bytes, identity: dict[str, str]) -> None:
-    """The server's side. Raises Refused after it has told the client."""
+    """The server's side. Raises NotAdmitted after it has told the client."""
     ours = secrets.token_hex(32)
     channel.send({"orchmllm": VERSION, "nonce": ours})
-    said, _ = channel.receive(0, max_header=MAX_HELLO_BYTES)
-    theirs, asked = said.get("nonce"), said.get("identity")
+    message, _ = channel.receive(0, max_header=MAX_HELLO_BYTES)
+    theirs, asked = message.get("nonce"), message.get("identity")
     problem = ""
-    if not _same(said.get("proof"), _proof(secret, "client", ours, theirs, asked)):
+    if not _same(message.get("proof"), _proof(secret, "client", ours, theirs, asked)):
         problem = "the secrets are not the same"
     elif asked != identity:
         keys = [k for k in identity if not isinstance(asked, dict) or asked.get(k) != identity[k]]
@@ -130,7 +130,7 @@ def admit(channel: Channel, secret: bytes, identity: dict[str, str]) -> None:
                    "the server with the recipe of the run")
     if problem:
         channel.send({"refused": problem})
-        raise Refused(problem)
+        raise NotAdmitted(problem)
     channel.send({"proof": _proof(secret, "server", ours, theirs)})
 
 
@@ -143,7 +143,7 @@ def identity_of(dataset) -> dict[str, str]:
     parts = {
         "the files or the tokenizer": dataset.fingerprint(),
         "model.vision (patches)": repr(dataset.vision), "model.audio (frames)": repr(dataset.audio),
-        "data.max_example_tokens": dataset.planner.max_example_tokens,
+        "data.max_example_tokens": dataset.reader.max_example_tokens,
         "how data.sources are read": [[*s.settings, s.config.media_root] for s in dataset.sources],
         "the order of the stream": getattr(dataset, "order_key", None),
     }

@@ -19,10 +19,10 @@ def to_request(calls: list[Call]) -> dict:
                      for (index,), keys in calls]}
 
 
-def from_request(said: dict, num_examples: int | None) -> list[Call]:
+def from_request(message: dict, num_examples: int | None) -> list[Call]:
     """Raises ValueError for what is no request. num_examples: None where they have no end."""
     calls = []
-    for item in _list(said.get("load")):
+    for item in _list(message.get("load")):
         index, keys = _list(item, 2)
         if type(index) is not int or not 0 <= index < (num_examples or 1 << 60):
             raise ValueError(f"example {index!r:.80} does not exist")
@@ -44,31 +44,31 @@ def _list(value: object, length: int | None = None) -> list:
 
 def to_answer(results: list[Result]) -> tuple[dict, list[np.ndarray]]:
     """(header, arrays) of what calls of `load` returned."""
-    said, arrays = [], []
+    message, arrays = [], []
     for example, failed in results:
         text = example.token_ids is not None
-        said.append({"text": text, "segments": list(example.media), "failed": failed})
+        message.append({"text": text, "segments": list(example.media), "failed": failed})
         arrays += [t.numpy() for t in (example.token_ids, example.labels) if text]
         arrays += [m.numpy() for m in example.media.values()]
-    return {"results": said}, arrays
+    return {"results": message}, arrays
 
 
-def from_answer(said: dict, arrays: list[np.ndarray], calls: list[Call],
+def from_answer(message: dict, arrays: list[np.ndarray], calls: list[Call],
                 layouts: list[BatchLayout], row_sizes: tuple[int, int]) -> list[Result]:
     """arrays: tokens and labels, each (L,), and media (rows, values) of each example. row_sizes:
     values of a row of vision and audio. Raises WireError where the answer is not what was asked
     for, in lengths or types."""
     left, out = iter(arrays), []
     try:
-        for ((index,), keys), layout, told in zip(calls, layouts, said["results"], strict=True):
+        for ((index,), keys), layout, got in zip(calls, layouts, message["results"], strict=True):
             text, segments = keys.get("text", True), sorted(keys["segments"])
-            if told["text"] is not text or told["segments"] != segments:
+            if got["text"] is not text or got["segments"] != segments:
                 raise WireError(f"another part of example {index} came than was asked for")
             token_ids, labels = [_tokens(next(left), layout) if text else None for _ in range(2)]
             media = {s: _rows(next(left), layout, s, s in keys.get("encoded", ()), row_sizes)
                      for s in segments}
             failed = [(int(s), str(reason), int(modality))
-                      for s, reason, modality in told["failed"]]
+                      for s, reason, modality in got["failed"]]
             out.append((Example(index, token_ids, labels, media), failed))
         if next(left, None) is not None:
             raise WireError("more came than was asked for")

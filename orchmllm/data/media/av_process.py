@@ -215,7 +215,7 @@ def _answer(request: dict, arrays: list[np.ndarray]) -> tuple[dict, list[np.ndar
         with file:
             size = [size] if request["what"].endswith("header") else []
             values = function(file, request["demuxer"], *size, *request["args"])
-    except containers.Refused as error:
+    except containers.BadFile as error:
         return {"refused": str(error)}, []
     except (MemoryError, OSError, ArithmeticError, LookupError, TypeError) as error:
         return {"refused": f"{type(error).__name__}: {error}"}, []

@@ -24,13 +24,13 @@ AUDIO_NAMES = {"AAC": ("aac",), "Opus": ("opus",), "MP3": ("mp3float", "mp3"), "
 _OPUS_MS = (10, 20, 40, 60) * 3 + (10, 20) * 2 + (2.5, 5, 10, 20) * 4  # by the first 5 bits
 
 
-class Refused(Exception):
+class BadFile(Exception):
     """A file that is not read; the text says why."""
 
 
 @contextmanager
 def opened(file: BinaryIO, demuxer: str, kind: str):
-    """(container, its first stream of `kind`: "video" or "audio"). Raises Refused."""
+    """(container, its first stream of `kind`: "video" or "audio"). Raises BadFile."""
     import av
 
     names = {"video": VIDEO_NAMES, "audio": AUDIO_NAMES}
@@ -40,21 +40,21 @@ def opened(file: BinaryIO, demuxer: str, kind: str):
             streams = [s for s in getattr(container.streams, kind)
                        if not s.disposition & av.stream.Disposition.attached_pic]
             if not streams:
-                raise Refused(f"it has no {kind} track")
+                raise BadFile(f"it has no {kind} track")
             context = streams[0].codec_context
             if context is None or not any(context.name in c for c in names[kind].values()):
                 name = context.name if context else "unknown"
-                raise Refused(f"its codec is {name}, or it is damaged or truncated; the codec must "
+                raise BadFile(f"its codec is {name}, or it is damaged or truncated; the codec must "
                               f"be one of {', '.join(names[kind])} "
                               "(ffmpeg -i in -c:v libx264 -c:a aac out.mp4)")
             context.thread_count = 1
             yield container, streams[0]
     except (av.FFmpegError, ValueError, EOFError) as error:
-        raise Refused(f"it cannot be read: {getattr(error, 'strerror', error)}") from error
+        raise BadFile(f"it cannot be read: {getattr(error, 'strerror', error)}") from error
 
 
 def check_whole(file: BinaryIO, demuxer: str, num_bytes: int) -> None:
-    """Raises Refused for a file that says itself that its end is missing."""
+    """Raises BadFile for a file that says itself that its end is missing."""
     file.seek(0)
     head = file.read(256)
     if demuxer == "matroska":
@@ -64,9 +64,9 @@ def check_whole(file: BinaryIO, demuxer: str, num_bytes: int) -> None:
             field = int.from_bytes(head[at + 4: at + 4 + length], "big") - (1 << 7 * length)
             unknown = field == (1 << 7 * length) - 1
             if length and not unknown and at + 4 + length + field > num_bytes:
-                raise Refused(f"truncated: {num_bytes} of {at + 4 + length + field} bytes")
+                raise BadFile(f"truncated: {num_bytes} of {at + 4 + length + field} bytes")
         if ends_in_zeros(file):
-            raise Refused(ZEROS_AT_END)
+            raise BadFile(ZEROS_AT_END)
     elif demuxer == "mov":
         at, kinds = 0, set()
         while at + 8 <= num_bytes:  # boxes, each of which begins with its length
@@ -77,18 +77,18 @@ def check_whole(file: BinaryIO, demuxer: str, num_bytes: int) -> None:
             kinds.add(box[4:8])
             at += max(size, 8)
         if at > num_bytes:
-            raise Refused(f"truncated: {num_bytes} of {at} bytes")
+            raise BadFile(f"truncated: {num_bytes} of {at} bytes")
         if b"moov" not in kinds:
-            raise Refused("truncated: its index (moov) is missing, so the recording was not ended")
+            raise BadFile("truncated: its index (moov) is missing, so the recording was not ended")
     elif demuxer == "gif":
         file.seek(max(0, num_bytes - 64))
         if not file.read().rstrip(b"\0\r\n").endswith(b";"):
-            raise Refused("truncated: the mark at the end of a GIF is missing")
+            raise BadFile("truncated: the mark at the end of a GIF is missing")
     file.seek(0)
 
 
 def audio_header(file: BinaryIO, demuxer: str, num_bytes: int) -> tuple[int, int, int]:
-    """(samples per channel, rate in Hz, channels) of the first audio track. Raises Refused."""
+    """(samples per channel, rate in Hz, channels) of the first audio track. Raises BadFile."""
     check_whole(file, demuxer, num_bytes)
     with opened(file, demuxer, "audio") as (container, stream):
         context, total, first = stream.codec_context, 0, True
@@ -107,7 +107,7 @@ def _num_samples(packet, stream) -> int:
     if context.name == "opus":
         data = bytes(packet)
         if len(data) > 8 and not data.strip(b"\0"):
-            raise Refused(ZEROS_AT_END)
+            raise BadFile(ZEROS_AT_END)
         code = data[0] & 3
         count = 1 if code == 0 else 2 if code < 3 else data[1] & 63 if len(data) > 1 else 0
         return int(count * _OPUS_MS[data[0] >> 3] * 48)
@@ -115,7 +115,7 @@ def _num_samples(packet, stream) -> int:
         return context.frame_size
     exact = packet.duration and packet.duration * stream.time_base * rate
     if not exact or stream.time_base.denominator % rate:
-        raise Refused(f"its container does not tell the samples of {context.name}; copy the sound "
+        raise BadFile(f"its container does not tell the samples of {context.name}; copy the sound "
                       "out without a loss (ffmpeg -i in -c:a copy out.ogg, .flac or .wav)")
     return int(exact)
 
@@ -130,7 +130,7 @@ def _skipped(packet) -> int:
 
 
 def read_audio(file: BinaryIO, demuxer: str) -> np.ndarray:
-    """(samples, channels) float32 of the first audio track. Raises Refused."""
+    """(samples, channels) float32 of the first audio track. Raises BadFile."""
     import av
 
     with opened(file, demuxer, "audio") as (container, stream):
@@ -139,5 +139,5 @@ def read_audio(file: BinaryIO, demuxer: str) -> np.ndarray:
             parts += [f.to_ndarray() for f in resampler.resample(frame)]
         parts += [f.to_ndarray() for f in resampler.resample(None)]
     if not parts:
-        raise Refused("no sound of it can be decoded")
+        raise BadFile("no sound of it can be decoded")
     return np.concatenate(parts, axis=1).T

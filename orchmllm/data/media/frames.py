@@ -13,7 +13,7 @@ from typing import BinaryIO, NamedTuple
 
 import numpy as np
 
-from orchmllm.data.media.containers import Refused, check_whole, opened
+from orchmllm.data.media.containers import BadFile, check_whole, opened
 
 MAX_VIDEO_PIXELS = 36_000_000  # of a frame: 8K
 MAX_VIDEO_S = 4 * 3600
@@ -37,7 +37,7 @@ class VideoHeader(NamedTuple):
 
 
 def video_header(file: BinaryIO, demuxer: str, num_bytes: int) -> VideoHeader:
-    """Lengths, with one frame decoded for its size and rotation. Raises Refused."""
+    """Lengths, with one frame decoded for its size and rotation. Raises BadFile."""
     check_whole(file, demuxer, num_bytes)
     with opened(file, demuxer, "video") as (container, stream):
         _check_size(stream.width, stream.height)
@@ -49,13 +49,13 @@ def video_header(file: BinaryIO, demuxer: str, num_bytes: int) -> VideoHeader:
             num_frames, duration = table
         has_audio = bool(container.streams.audio)
     if num_frames > MAX_VIDEO_FRAMES or not 0 <= duration <= MAX_VIDEO_S:
-        raise Refused(f"{num_frames} frames, {duration:.6g} s: the limits are {MAX_VIDEO_FRAMES} "
+        raise BadFile(f"{num_frames} frames, {duration:.6g} s: the limits are {MAX_VIDEO_FRAMES} "
                       f"frames and {MAX_VIDEO_S} s")
     file.seek(0)
     with opened(file, demuxer, "video") as (container, stream):
         first = next(container.decode(stream), None)
         if first is None:
-            raise Refused("no frame of it can be decoded")
+            raise BadFile("no frame of it can be decoded")
         _check_size(first.width, first.height)
         size = first.width, first.height
         turned = getattr(first, "rotation", 0) % 180 != 0
@@ -64,7 +64,7 @@ def video_header(file: BinaryIO, demuxer: str, num_bytes: int) -> VideoHeader:
 
 def _check_size(width: int, height: int) -> None:
     if not 0 < width * height <= MAX_VIDEO_PIXELS:
-        raise Refused(f"{width}x{height} pixels: the limit is {MAX_VIDEO_PIXELS} a frame")
+        raise BadFile(f"{width}x{height} pixels: the limit is {MAX_VIDEO_PIXELS} a frame")
 
 
 def _sample_table(stream, demuxer: str, num_bytes: int) -> tuple[int, float] | None:
@@ -74,7 +74,7 @@ def _sample_table(stream, demuxer: str, num_bytes: int) -> tuple[int, float] | N
         return None
     end = max(e.pos + e.size for e in entries)
     if end > num_bytes:
-        raise Refused(f"truncated: {num_bytes} of at least {end} bytes")
+        raise BadFile(f"truncated: {num_bytes} of at least {end} bytes")
     return sum(not e.is_discard for e in entries), float(stream.duration * stream.time_base)
 
 
@@ -85,10 +85,10 @@ def _packets(container, stream) -> Iterator[tuple[int, bool]]:
         if not _is_shown(packet, stream):
             continue
         if packet.pts is None:
-            raise Refused(f"a frame has no time; {_REMUX}")
+            raise BadFile(f"a frame has no time; {_REMUX}")
         count += 1
         if count > MAX_VIDEO_FRAMES:
-            raise Refused(f"more than the limit of {MAX_VIDEO_FRAMES} frames")
+            raise BadFile(f"more than the limit of {MAX_VIDEO_FRAMES} frames")
         yield packet.pts, packet.is_keyframe
 
 
@@ -101,7 +101,7 @@ def _is_shown(packet, stream) -> bool:
 def _span(times: list[int], stream) -> float:
     """Seconds of the frames, the last one as long as the mean of the others."""
     if not times:
-        raise Refused("it has no frames")
+        raise BadFile("it has no frames")
     if len(times) == 1:
         return float(1 / stream.average_rate) if stream.average_rate else 0.0
     span = float((times[-1] - times[0]) * stream.time_base)
@@ -112,13 +112,13 @@ def read_frames(file: BinaryIO, demuxer: str, seconds: list[float], num_frames: 
                 displayed: tuple[int, int], size: tuple[int, int]) -> list[np.ndarray]:
     """The frames that are seen at `seconds` after the first one, upright, resized to `size` =
     (width, height): (height, width, 3) uint8. num_frames, displayed: what the header said. Raises
-    Refused where decoding yields something else."""
+    BadFile where decoding yields something else."""
     with opened(file, demuxer, "video") as (container, stream):
         packets = list(_packets(container, stream))
         base = stream.time_base
     times = sorted({pts for pts, _ in packets})
     if len(times) != num_frames:
-        raise Refused(f"its header says {num_frames} frames, and it holds {len(times)}; {_REMUX}")
+        raise BadFile(f"its header says {num_frames} frames, and it holds {len(times)}; {_REMUX}")
     at = np.searchsorted(np.array(times), [times[0] + float(s / base) for s in seconds],
                          side="right") - 1
     wanted = [times[k] for k in np.clip(at, 0, len(times) - 1)]
@@ -132,7 +132,7 @@ def read_frames(file: BinaryIO, demuxer: str, seconds: list[float], num_frames: 
         if asked <= found.keys():
             return [found[pts] for pts in wanted]
     lost = next(s for s, pts in zip(seconds, wanted, strict=True) if pts not in found)
-    raise Refused(f"damaged: the frame at {lost:.2f} s, or one that it rests on, cannot be decoded")
+    raise BadFile(f"damaged: the frame at {lost:.2f} s, or one that it rests on, cannot be decoded")
 
 
 def _needed(packets: list[tuple[int, bool]], wanted: set[int]) -> list[bool]:
@@ -192,7 +192,7 @@ def _picture(frame, displayed: tuple[int, int], size: tuple[int, int]) -> np.nda
     if turns % 90 == 0 and turns:
         image = image.rotate(turns, expand=True)
     if image.size != tuple(displayed):
-        raise Refused("a frame has {}x{} pixels, and the first one has {}x{}; {}".format(
+        raise BadFile("a frame has {}x{} pixels, and the first one has {}x{}; {}".format(
             *image.size, *displayed, "convert it to one size (ffmpeg -i in -c:v libx264 out.mp4)"))
     if image.size != tuple(size):
         image = image.resize(size, Image.Resampling.BICUBIC)

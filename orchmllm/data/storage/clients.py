@@ -42,7 +42,7 @@ class StorageError(RuntimeError):
     changed since it was opened: training cannot go on as if it were damaged."""
 
 
-class Refused(PermissionError):
+class NoAccess(PermissionError):
     """A request that must not be made, or whose answer must not be used; it is not repeated."""
 
 
@@ -93,7 +93,7 @@ def _new_system(root: RemoteRoot, config: RemoteConfig):
             options["asynchronous"] = True
         system = kind(**options)
     except ImportError as error:
-        raise Refused(f"needs the package {PACKAGES[scheme]}: pip install '.[remote]'") from error
+        raise NoAccess(f"needs the package {PACKAGES[scheme]}: pip install '.[remote]'") from error
     system.retries = 1  # they are counted here
     return system
 
@@ -104,7 +104,7 @@ def _guarded(config: RemoteConfig) -> Callable:
         location = params.response.headers.get("Location", "")
         target = urljoin(str(params.response.url), location)
         if urlsplit(target)[:2] not in [urlsplit(r.url)[:2] for r in config.roots]:
-            raise Refused(f"the server redirects to {without_query(target)}, whose host is not "
+            raise NoAccess(f"the server redirects to {without_query(target)}, whose host is not "
                           "among data.remote.roots: declare it if it is meant")
 
     async def session(loop=None, **keys):
@@ -130,7 +130,7 @@ def call(root: RemoteRoot, config: RemoteConfig, method: str, url: str, *args: A
 
 def repeated(url: str, config: RemoteConfig, attempt: Callable[[float], T]) -> T:
     """attempt(seconds left), again after an error that may pass. Raises FileNotFoundError or
-    Refused where it cannot pass, and StorageError after all attempts, and at once where this
+    NoAccess where it cannot pass, and StorageError after all attempts, and at once where this
     machine is the reason: its files are not to pass for damaged."""
     started, count, wait_s = time.monotonic(), 0, FIRST_WAIT_S
     url = without_query(url)
@@ -141,16 +141,17 @@ def repeated(url: str, config: RemoteConfig, attempt: Callable[[float], T]) -> T
         except StorageError:
             raise
         except Exception as error:  # each library has types of its own
-            said = SIGNED.sub(r"\1", f"{type(error).__name__}: {error}".removesuffix(": "))
+            reason = SIGNED.sub(r"\1", f"{type(error).__name__}: {error}".removesuffix(": "))
             if getattr(error, "errno", None) in DISK_ERRNOS or (
                     type(error).__name__ in LOCAL_ERRORS):
-                raise StorageError(f"{url} cannot be read on this machine: {said}; see its "
+                raise StorageError(f"{url} cannot be read on this machine: {reason}; see its "
                                    "credentials, and the room in data.remote.cache") from error
             if isinstance(error, FileNotFoundError) and not os.path.isabs(error.filename or ""):
                 raise FileNotFoundError(errno.ENOENT, "the server has no such file", url
                                         ) from error  # and not that the cache was removed
             if _is_final(error):
-                raise Refused(f"{url}: {error if isinstance(error, Refused) else said}") from error
+                why = error if isinstance(error, NoAccess) else reason
+                raise NoAccess(f"{url}: {why}") from error
             taken = time.monotonic() - started
             wait_s = min(2 * wait_s, LONGEST_WAIT_S) * random.uniform(0.5, 1.0)
             if count < config.attempts and taken + wait_s < config.deadline_s:
@@ -158,7 +159,7 @@ def repeated(url: str, config: RemoteConfig, attempt: Callable[[float], T]) -> T
                 continue
             raise StorageError(
                 f"{url} cannot be read: {count} attempt{'s' if count > 1 else ''} in {taken:.1f} s "
-                f"failed, the last with {said}; see whether the server answers and start again "
+                f"failed, the last with {reason}; see whether the server answers and start again "
                 "(a run resumes where it was saved), or raise data.remote.attempts "
                 f"({config.attempts}) and data.remote.deadline_s ({config.deadline_s:g})"
             ) from error
@@ -180,7 +181,7 @@ def without_query(url: str) -> str:
 
 class Progress(Callback):
     """Of one file. begins: called with the number of bytes that the server promises, if it says it.
-    limit: of bytes; more are Refused, promised or not."""
+    limit: of bytes; more are NoAccess, promised or not."""
 
     def __init__(self, begins: Callable[[int], object], limit: int) -> None:
         super().__init__()
@@ -197,7 +198,7 @@ class Progress(Callback):
 
     def _check(self, size: int) -> None:
         if size > self.limit:
-            raise Refused(f"it has {size} bytes or more: more than the limit of {self.limit} (of "
+            raise NoAccess(f"it has {size} bytes or more: more than the limit of {self.limit} (of "
                           "one medium, or of the cache: data.remote.cache_gib)")
 
 

@@ -26,8 +26,8 @@ from urllib.parse import quote, unquote, urlsplit
 from orchmllm.config.recipe import RemoteConfig
 from orchmllm.data.storage.cache import DiskCache, written
 from orchmllm.data.storage.clients import (
+    NoAccess,
     Progress,
-    Refused,
     StorageError,
     call,
     declared,
@@ -84,11 +84,11 @@ class RemoteFile:
     def key(self) -> str:
         """What its copy on disk is called."""
         root = declared(self.storage.config, self.url)
-        said = "\n".join((self.url, self.version, str(self.size), root.endpoint))
-        return hashlib.sha256(said.encode()).hexdigest()[:40]
+        identity = "\n".join((self.url, self.version, str(self.size), root.endpoint))
+        return hashlib.sha256(identity.encode()).hexdigest()[:40]
 
     def open(self, mode: str = "rb") -> BinaryIO:
-        """The whole file, fetched if it is not on disk. Raises FileNotFoundError or Refused where
+        """The whole file, fetched if it is not on disk. Raises FileNotFoundError or NoAccess where
         the server has or gives no such file, StorageError where it cannot be reached."""
         return self.storage.cache.open(self.key, partial(self.storage.fetch, self))
 
@@ -153,7 +153,7 @@ class Storage:
             if size is None or file.version:
                 info = call(root, self.config, "info", file.url, timeout_s=left_s)
                 if size is None and info.get("size") is None:
-                    raise Refused("the server does not say how long the file is, so a part of it "
+                    raise NoAccess("the server does not say how long the file is, so a part of it "
                                   "would pass for the whole")
                 size = info["size"] if size is None else size
                 if file.version not in ("", version_of(info)):

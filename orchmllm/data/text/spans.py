@@ -33,7 +33,7 @@ def with_calls(turn: Turn) -> Turn:
     return turn._replace(parts=(*turn.parts, between + text), calls=()) if text else turn
 
 
-def said(parts: Sequence[str | Medium], supervised: bool) -> list[Span]:
+def spans_of(parts: Sequence[str | Medium], supervised: bool) -> list[Span]:
     """A turn's parts as spans."""
     learnt = ALL if supervised else NONE
     return [p if isinstance(p, Medium) else Text(p, learnt, True) for p in parts if p]

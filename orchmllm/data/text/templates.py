@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from orchmllm.data.formats.conversation import Turn
 from orchmllm.data.media.medium import Medium, RowError
-from orchmllm.data.text.spans import ALL, END, NONE, Span, Text, said, with_calls
+from orchmllm.data.text.spans import ALL, END, NONE, Span, Text, spans_of, with_calls
 from orchmllm.data.text.template_engine import environment, looked_for
 
 _MARK = re.compile("\ue000(\\d+)\ue001")  # private use
@@ -169,7 +169,7 @@ class ChatTemplate:
                 out += self._between(text, last, after, turns)
             if after:
                 learnt = turns[after.turn].supervised
-                out += said(after.parts, learnt)
+                out += spans_of(after.parts, learnt)
                 last = after
         return [s for s in out if isinstance(s, Medium) or s.text]
 
@@ -209,7 +209,7 @@ def _in_blocks(rendered: str, chunks: list[_Chunk], turns: Sequence[Turn]) -> li
         text, *texts = _MARK.split(block)[::2]
         out.append(Text(text, ALL if any(learnt[:1]) else NONE))
         for chunk, mine, text in zip(there, learnt, texts, strict=True):
-            out += said(chunk.parts, mine)
+            out += spans_of(chunk.parts, mine)
             out.append(Text(text, ALL if learnt[0] else NONE))
     return [s for s in out if isinstance(s, Medium) or s.text]
 

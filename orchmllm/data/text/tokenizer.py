@@ -22,7 +22,7 @@ import numpy as np
 
 from orchmllm.data.formats.conversation import Turn
 from orchmllm.data.media.medium import Medium, RowError
-from orchmllm.data.text.spans import ALL, END, NONE, Span, Text, said
+from orchmllm.data.text.spans import ALL, END, NONE, Span, Text, spans_of
 from orchmllm.data.text.template_engine import undeclared
 from orchmllm.data.text.templates import ChatTemplate
 from orchmllm.plan.layout import TEXT
@@ -184,7 +184,7 @@ def _chatml(turns: Sequence[Turn]) -> list[Span]:
     spans: list[Span] = []
     for turn in turns:
         spans.append(Text(f"{IM_START}{turn.role}\n", NONE))
-        spans += said(turn.parts, turn.supervised)
+        spans += spans_of(turn.parts, turn.supervised)
         spans.append(Text(f"{IM_END}\n", END if turn.supervised else NONE))
     return spans
 

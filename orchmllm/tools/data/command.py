@@ -57,8 +57,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
         parser.error(f"{args.recipe or 'nothing'} is no recipe: index, lint and overrides need a "
                      "YAML file")
     command = args.command + " without a recipe" * (not is_recipe(args.recipe))
-    for flag, _, told in OPTIONS:
-        only, colon, _ = told.partition(": ")
+    for flag, _, text in OPTIONS:
+        only, colon, _ = text.partition(": ")
         name = flag[2:].replace("-", "_")
         if colon and not command.startswith(only) and (
                 getattr(args, name) != parser.get_default(name)):
@@ -74,7 +74,7 @@ def is_recipe(path: str) -> bool:
 
 
 def index_all(
-    sources: list[DataSource], planner: LengthReader, folder: Path, num_workers: int
+    sources: list[DataSource], reader: LengthReader, folder: Path, num_workers: int
 ) -> list[LengthIndex]:
     """Builds or refreshes all indexes, with a progress bar; prints a line per source."""
     out = []
@@ -82,7 +82,7 @@ def index_all(
         print(source, flush=True)
         started = time.perf_counter()
         with tqdm(total=len(source), unit="row", desc=source.name, disable=None) as bar:
-            index, num_read = build_index(source, planner, folder, num_workers=num_workers,
+            index, num_read = build_index(source, reader, folder, num_workers=num_workers,
                                           progress=bar.update)
         print(f"  {len(index.start) and index.start[-1]} segments, {len(index.problems)} unusable "
               f"rows; {num_read} rows read in {time.perf_counter() - started:.1f} s -> "
@@ -133,8 +133,8 @@ def main(argv: list[str]) -> int:
         from orchmllm.tools.data.preview import preview
 
         return preview(dataset_of(recipe), args.row - 1, args.count, args.html)
-    sources, planner = open_recipe(recipe)
-    indexes = index_all(sources, planner, index_path(recipe.data.index_dir), args.workers)
+    sources, reader = open_recipe(recipe)
+    indexes = index_all(sources, reader, index_path(recipe.data.index_dir), args.workers)
     if args.command == "stats":
         show(recipe, args, sources, indexes)
     if args.command != "lint":

@@ -63,7 +63,7 @@ def read_lengths(names: Sequence[str], indexes: Sequence[LengthIndex]) -> Length
                    {m: np.concatenate(v) for m, v in segments.items()})
 
 
-def table(lengths: Lengths) -> str:
+def lengths_table(lengths: Lengths) -> str:
     """Tokens per example and modality, of every source and of all together."""
     out = [f"{'source':<24} {'modality':<8} {'examples':>9} {'segments':>9} {'mean':>8} "
            f"{'p50':>7} {'p90':>7} {'p99':>7} {'max':>7} {'share':>6}"]

@@ -15,10 +15,10 @@ from orchmllm.sharding.fits import with_real_batch
 from orchmllm.tools.data.composition import (
     NUM_BATCHES,
     global_batches,
+    lengths_table,
     plot,
     predict,
     read_lengths,
-    table,
 )
 from orchmllm.tools.pictures import CURE, can_draw
 from orchmllm.tools.predict.workload import MODELS, sample_layout
@@ -58,7 +58,7 @@ def show(recipe: Recipe, args: argparse.Namespace, sources: Sequence[DataSource]
     """Prints lengths and what balancing gives; writes the plot."""
     lengths = read_lengths([s.name for s in sources], indexes)
     print("\nLLM tokens per example that has the modality (share: of all tokens of the source)")
-    print(table(lengths))
+    print(lengths_table(lengths))
     ranks = args.ranks or recipe.launch.nproc_per_node or 8
     batches = global_batches(sources, indexes, recipe, ranks)
     share = with_real_batch(recipe, ranks).train.batch_size

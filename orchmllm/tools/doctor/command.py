@@ -101,14 +101,14 @@ def examine_together(meeting: Meeting, args: argparse.Namespace, started: float)
         checks = bounded(partial(examine, args.recipe, args.overrides, world), args.timeout)
     except futures.TimeoutError:
         checks = [Check("answers", False, "late at its own checks", LATE_CURE)]
-    meeting.tell(checks, [], "the network")
+    meeting.report(checks, [], "the network")
     pairs = network.meet_in_pairs(meeting)
     if torch.cuda.is_available() and not missing and world.world_size > 1:
-        meeting.tell(checks, pairs, "NCCL")
+        meeting.report(checks, pairs, "NCCL")
         checks.append(network.nccl(meeting, launch.device_of(world)))
-    meeting.tell(checks, pairs, "")
+    meeting.report(checks, pairs, "")
     if world.rank == 0:
-        found, pairs, late = meeting.hear()
+        found, pairs, late = meeting.gather()
         rows = table.merged(found)
         if len(meeting.present) > 1:
             nodes = {r for p in pairs for r in p["ranks"]}

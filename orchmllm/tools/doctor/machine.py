@@ -213,11 +213,11 @@ def names(world: World) -> Iterator[Check]:
     connection, one after another."""
     try:
         seconds = bounded(partial(_lookup_s, world), LOOKUP_S)
-        said = f"{1e3 * seconds:.0f} ms for the name of an address"
+        found = f"{1e3 * seconds:.0f} ms for the name of an address"
     except futures.TimeoutError:
-        seconds, said = LOOKUP_S, f"no name of an address in {LOOKUP_S:.0f} s"
+        seconds, found = LOOKUP_S, f"no name of an address in {LOOKUP_S:.0f} s"
     count = CONNECTIONS * world.world_size
-    yield Check("name server", count * seconds <= MOST_LOOKUPS_S, said,
+    yield Check("name server", count * seconds <= MOST_LOOKUPS_S, found,
                 f"list all nodes in /etc/hosts, or mend the name server of /etc/resolv.conf: the "
                 f"{count} connections to rank 0 wait {count * seconds:.0f} s for it")
 

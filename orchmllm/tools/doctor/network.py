@@ -39,11 +39,11 @@ class Meeting:
     present: dict[int, tuple[str, int]]
     timeout_s: float
 
-    def tell(self, checks: list[Check], pairs: list[dict], at: str) -> None:
+    def report(self, checks: list[Check], pairs: list[dict], at: str) -> None:
         """To rank 0. at: what this rank does next, empty when it is done."""
         self.store.set(f"found/{self.world.rank}", json.dumps([checks, pairs, at]))
 
-    def hear(self) -> tuple[dict[int, list[Check]], list[dict], dict[int, str]]:
+    def gather(self) -> tuple[dict[int, list[Check]], list[dict], dict[int, str]]:
         """Of all ranks: checks, pairs, and what those did last that were not done in time."""
         deadline, found = time.monotonic() + self.timeout_s, {}
         while time.monotonic() < deadline:

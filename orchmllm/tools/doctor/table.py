@@ -41,10 +41,10 @@ def _merge(by_rank: Mapping[int, Check], alone: bool) -> list[Check]:
     texts = Counter(c.what for c in by_rank.values())
     if first.alike and len(texts) > 1:
         (most, count), *odd = texts.most_common()
-        said = [f"{ranks([r for r, c in by_rank.items() if c.what == what])}: {what}"
+        lines = [f"{ranks([r for r, c in by_rank.items() if c.what == what])}: {what}"
                 for what, _ in odd]
         return [Check(first.name, False, "; ".join(
-            [*said, f"the other{'s' * (count > 1)}: {most}"]),
+            [*lines, f"the other{'s' * (count > 1)}: {most}"]),
             "give all nodes the same image or environment")]
     values = {r: c.value for r, c in by_rank.items() if c.value}
     usual = median(values.values()) if values else 0.0

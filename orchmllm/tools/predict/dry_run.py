@@ -46,17 +46,17 @@ PARTS = {"root": "front and norms", "block": "layers", "embed": "embedding", "he
 
 def not_modelled(recipe: Recipe, examples: Examples) -> list[str]:
     """What of a recipe changes no figure of a prediction, though it may change a run."""
-    said = ["waiting for data", "saving and validating"]
+    left = ["waiting for data", "saving and validating"]
     if recipe.data.batching == "capped" and not examples.capped:
-        said.append(f"data.batching=capped ({recipe.train.batch_size} examples a rank are taken: "
+        left.append(f"data.batching=capped ({recipe.train.batch_size} examples a rank are taken: "
                     "only the recipe's own index has its mini-batches)")
     if recipe.fsdp.compile:
-        said.append("fsdp.compile, which makes blocks faster than the assumed share of the peak")
+        left.append("fsdp.compile, which makes blocks faster than the assumed share of the peak")
     if recipe.balance.enabled and recipe.balance.dispatch == "bytes":
-        said.append("the exchange of stored media in the background (balance.dispatch: bytes)")
+        left.append("the exchange of stored media in the background (balance.dispatch: bytes)")
     if recipe.balance.calibrate_steps:
-        said.append("balance.calibrate_steps: costs stay those of the model")
-    return said
+        left.append("balance.calibrate_steps: costs stay those of the model")
+    return left
 
 
 def dry_run(recipe: Recipe, num_ranks: int, hardware: Hardware, steps: int = 20,

@@ -41,7 +41,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     return parser.parse_intermixed_args(argv)
 
 
-def table(best: list[Found], given: Found | None, search: Search) -> str:
+def settings_table(best: list[Found], given: Found | None, search: Search) -> str:
     """The best settings and the recipe's own."""
     lines = [f"{'batch x micro':>13} {'shards':>6}  {'stays gathered':<16}{'recomputed':<30}"
              f"{'tok/s/GPU':>9}{'s':>7}{'GB':>7}"]
@@ -143,7 +143,7 @@ def main(argv: list[str]) -> int:
           f"tensors ({search.allowed_by})\n"
           f"{f'{whole} examples a step' if whole else 'any number of examples a step'}, lengths "
           f"{search.examples.what}\n\nPredicted, the best that fit (vision/audio/llm):\n"
-          f"{table(best, given, search)}\n")
+          f"{settings_table(best, given, search)}\n")
     second = runner_up(best)
     if second:
         print(f"Runner-up: {difference(best[0], second, gpus)}")

@@ -13,7 +13,7 @@ from typing import Any
 
 from orchmllm.data.loading.preprocess_handshake import (
     HANDSHAKE_S,
-    Refused,
+    NotAdmitted,
     admit,
     check_reachable,
     identity_of,
@@ -69,11 +69,11 @@ class Server:
         except TimeoutError:
             return
         except OSError as error:  # of one that has left, or no descriptor is left
-            self._say(f"a connection failed: {error}")
+            self._log(f"a connection failed: {error}")
             time.sleep(FAILED_S)
             return
         if not self._threads.acquire(blocking=False):
-            self._say(f"{host}:{port}: turned away: {MAX_CONNECTIONS} connections")
+            self._log(f"{host}:{port}: turned away: {MAX_CONNECTIONS} connections")
             connection.close()
             return
         threading.Thread(target=self._serve, args=(connection, f"{host}:{port}"),
@@ -87,20 +87,20 @@ class Server:
             admit(channel, self._secret, self._identity)
             channel.timeout_s = SEND_S
             while True:
-                said, _ = channel.receive(0, idle=True)
-                channel.send(*self._answer(said))
-        except (Refused, WireError) as error:
-            self._say(f"{name}: refused: {error}")
+                message, _ = channel.receive(0, idle=True)
+                channel.send(*self._answer(message))
+        except (NotAdmitted, WireError) as error:
+            self._log(f"{name}: refused: {error}")
         except (OSError, EOFError):
             pass  # it has left
         finally:
             channel.close()
             self._threads.release()
 
-    def _answer(self, said: dict):
+    def _answer(self, message: dict):
         try:
             stream = getattr(self.dataset, "streaming", False)
-            calls = from_request(said, None if stream else len(self.dataset))
+            calls = from_request(message, None if stream else len(self.dataset))
             with nullcontext() if self._workers.num_workers else self._alone:
                 results = self._workers.request("load", calls)()
         except Exception as error:  # one request is not answered; the client goes to another server
@@ -111,5 +111,5 @@ class Server:
         return to_answer(results)
 
     @staticmethod
-    def _say(text: str) -> None:
+    def _log(text: str) -> None:
         print(f"preprocess: {text}", file=sys.stderr, flush=True)

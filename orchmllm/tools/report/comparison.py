@@ -62,7 +62,7 @@ def _phase_ratio(rows: list[dict], phase: str, when: str) -> float:
     return sum(ratio * mean for ratio, mean in cost) / total if total else 1.0
 
 
-def table(result: dict, recipe: Recipe) -> str:
+def comparison_table(result: dict, recipe: Recipe) -> str:
     """The figures in words, for a terminal of 80 columns."""
     r, ranks, steps = result, result["num_ranks"], result["num_steps"]
     first, last = r["validation_loss_first"], r["validation_loss_last"]

@@ -13,7 +13,7 @@ import numpy as np
 from orchmllm.plan.assign import PHASES
 from orchmllm.runtime import gain
 from orchmllm.tools.report.log import PHASE_STATS, RunLog
-from orchmllm.tools.report.svg import Line, chart, figure, number
+from orchmllm.tools.report.svg import Series, chart, figure, number
 
 SLOW_STEPS = 10  # rows of a table
 CSS = """
@@ -125,11 +125,11 @@ def _bytes(run: RunLog) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _charts(runs: Sequence[RunLog]) -> list[str]:
-    def lines(name: str, colour: str, values, **more) -> list[Line]:
-        return [Line(name if not i else f"{name}, {run.name}", colour, run["step"], values(run),
+    def lines(name: str, colour: str, values, **more) -> list[Series]:
+        return [Series(name if not i else f"{name}, {run.name}", colour, run["step"], values(run),
                      other=i > 0, **more) for i, run in enumerate(runs)]
 
-    validation = [Line("validation" if not i else f"validation, {run.name}", "sampled",
+    validation = [Series("validation" if not i else f"validation, {run.name}", "sampled",
                        run.validations[:, 0], run.validations[:, 1], other=i > 0, dots=True)
                   for i, run in enumerate(runs) if len(run.validations)]
     out = [
@@ -178,7 +178,7 @@ def _step_time(run: RunLog) -> str:
     parts["exchange"] = run["exchange.slowest_s"][places]
     parts["data wait"] = run["data_wait_s"][places]
     parts["rest"] = np.maximum(run["step_s"][places] - sum(parts.values()), 0.0)
-    return chart(title, [Line(name, name.removeprefix("data "), run["step"][places], values)
+    return chart(title, [Series(name, name.removeprefix("data "), run["step"][places], values)
                          for name, values in parts.items()], unit="s", stacked=True,
                  note="Phases: the slowest rank's CPU time, on a GPU the device's time. Rest: the "
                  "optimizer, waiting for parameters and for other ranks.")

@@ -16,7 +16,7 @@ MAX_POINTS = 300  # of a line; more become the mean of equally many steps, with 
 
 
 @dataclass(frozen=True)
-class Line:
+class Series:
     """name: in the legend. colour: a CSS variable without its dashes. x, y: (n,); y may have nan.
     other: of the run that is compared with, dashed."""
 
@@ -54,7 +54,7 @@ def thin(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarr
             np.minimum.reduceat(y, starts), np.maximum.reduceat(y, starts))
 
 
-def latest(line: Line) -> float:
+def latest(line: Series) -> float:
     """Mean of its last twentieth."""
     known = line.y[np.isfinite(line.y)]
     return float(known[-max(1, len(known) // 20):].mean()) if len(known) else math.nan
@@ -69,7 +69,7 @@ def ticks(low: float, high: float) -> list[float]:
     return [k * step for k in range(first, last + 1)]
 
 
-def chart(title: str, lines: Sequence[Line], *, unit: str = "", least: float | None = 0.0,
+def chart(title: str, lines: Sequence[Series], *, unit: str = "", least: float | None = 0.0,
           stacked: bool = False, note: str = "") -> str:
     """An HTML figure. least: the axis begins there at most; None: near the lowest value. stacked:
     the lines, with the same x, lie on each other as areas."""
