@@ -27,7 +27,7 @@ from orchmllm.runtime.calibrate import Calibration
 from orchmllm.runtime.display import RunDisplay
 from orchmllm.runtime.health import HangWatchdog
 from orchmllm.runtime.incidents import Incidents
-from orchmllm.runtime.measured import CLOCK_PHASES, StepTimer, Told
+from orchmllm.runtime.measured import CLOCK_PHASES, StepFacts, StepTimer
 from orchmllm.runtime.metrics import MetricsLog, open_log
 from orchmllm.runtime.plan_check import check_processed
 from orchmllm.runtime.profile import StepProfiler, explained_oom
@@ -204,18 +204,18 @@ class Trainer:
         check_processed(step, self.world.rank, processed)
         clock.switch("update")
         norms = clip_gradients(self.parts, train.max_grad_norm, self.device)
-        told = Told.of(self._gather([
-            loss_sum, clock.wall_s["exchange"], step.wait_s,
-            step.preprocessed.remote, step.preprocessed.local,
-            self.stop.asked or self.display.stop_signal,
-            *(clock.cpu_s[p] for p in CLOCK_PHASES), *self.timer.tell(), *norms.unbind()]))
-        self.incidents.preprocessed(step, int(told.local.sum()))
-        measured = self.timer.hear(step.index, step.plans, told.measured_s)
-        loss = told.loss(step)
-        nonfinite = not (math.isfinite(loss) and math.isfinite(told.norms[0]))
+        facts = StepFacts.gathered(
+            self._gather, loss_sum=loss_sum, exchange_s=clock.wall_s["exchange"],
+            wait_s=step.wait_s, remote=step.preprocessed.remote, local=step.preprocessed.local,
+            signal=self.stop.asked or self.display.stop_signal,
+            cpu_s=[clock.cpu_s[p] for p in CLOCK_PHASES], measured_s=self.timer.seconds(),
+            norms=list(norms.unbind()))
+        self.incidents.preprocessed(step, int(facts.local.sum()))
+        measured = self.timer.measured(step.index, step.plans, facts.measured_s)
+        loss, norm = facts.loss(step), float(facts.norms[0, 0])
+        nonfinite = not (math.isfinite(loss) and math.isfinite(norm))
         if nonfinite:
-            self.incidents.nonfinite(step, loss, float(told.norms[0]), self.progress,
-                                     self.checkpointer.newest)
+            self.incidents.nonfinite(step, loss, norm, self.progress, self.checkpointer.newest)
         # From here on every rank decides alike: loss, norm and targets are global.
         if nonfinite or not step.num_global_targets or step.index in self.progress.skip:
             self.progress.skipped_steps += 1
@@ -234,8 +234,8 @@ class Trainer:
         return {
             "lr": lr, "step_s": step_s, "mfu": self._mfu(step, step_s), "nonfinite": nonfinite,
             "skipped_steps": self.progress.skipped_steps,
-            **({"preprocessed": told.preprocessed()} if self.servers else {}),
-            **told.row(step, step_s, list(self.parts), on_device=clock.has_events),
+            **({"preprocessed": facts.preprocessed()} if self.servers else {}),
+            **facts.row(step, step_s, list(self.parts), on_device=clock.has_events),
             "measured": measured and measured.row()}
 
     def _mfu(self, step: Step, step_s: float) -> float | None:

@@ -54,7 +54,7 @@ class Incidents:
         Raises NonFiniteError where the recipe says so."""
         where = self._folder / "nonfinite.jsonl"
         if self._writes:
-            self._log(where).write({"step": step.index, "loss": loss, "grad_norm": grad_norm,
+            self._file(where).write({"step": step.index, "loss": loss, "grad_norm": grad_norm,
                                     "example_ids": step.example_ids.tolist()})
         message = (f"step {step.index}: loss {loss}, gradient norm {grad_norm}; the step's "
                    f"examples are in {where}")
@@ -72,7 +72,7 @@ class Incidents:
         for log in self._logs.values():
             log.close()
 
-    def _log(self, path: Path) -> JsonLines:
+    def _file(self, path: Path) -> JsonLines:
         if path not in self._logs:
             self._logs[path] = JsonLines(path)
         return self._logs[path]
@@ -84,9 +84,9 @@ class Incidents:
             return line["data_file"], line["row"], line["segment"]
 
         if path not in self._logs:
-            self._log(path)  # leaves whole lines
+            self._file(path)  # leaves whole lines
             self._listed = set(map(key, read_rows(path)))
         for line in lines:
             if key(line) not in self._listed:
                 self._listed.add(key(line))
-                self._log(path).write(line)
+                self._file(path).write(line)

@@ -8,7 +8,7 @@ the other ranks in that of the next step; waiting for parameters on their way co
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -53,10 +53,10 @@ class MeasuredStep:
                 "example_ids": examples[longest].tolist(), "lengths": lengths[longest].tolist()}
 
 
-class Told(NamedTuple):
-    """What all d ranks told each other at the end of a step. loss_sum, exchange_s, wait_s, remote,
-    local, signal: (d,); cpu_s, measured_s: (d, CLOCK_PHASES); norms: of the gradient and of its
-    parts, the same on all."""
+class StepFacts(NamedTuple):
+    """What all d ranks reported at the end of a step. loss_sum, exchange_s, wait_s, remote, local,
+    signal: (d,); cpu_s, measured_s: (d, CLOCK_PHASES); norms (d, 1 + parts): of the gradient and of
+    its parts, the same on all ranks."""
 
     loss_sum: np.ndarray
     exchange_s: np.ndarray
@@ -69,11 +69,15 @@ class Told(NamedTuple):
     norms: np.ndarray
 
     @classmethod
-    def of(cls, gathered: np.ndarray) -> Told:
-        """gathered: (d, numbers), in the order of the fields."""
-        n = len(CLOCK_PHASES)
-        return cls(*gathered[:, :6].T, gathered[:, 6: 6 + n], gathered[:, 6 + n: 6 + 2 * n],
-                   gathered[0, 6 + 2 * n:])
+    def gathered(cls, gather: Callable[[list], np.ndarray], **mine) -> StepFacts:
+        """mine: this rank's value of each field, a number, or a list of numbers. gather: numbers ->
+        (d, numbers) of all ranks; it is called once."""
+        ordered = [mine[name] for name in cls._fields]
+        lists = [value if isinstance(value, list) else [value] for value in ordered]
+        rows = gather([number for one in lists for number in one])
+        columns = np.split(rows, np.cumsum([len(one) for one in lists])[:-1], axis=1)
+        return cls(*(column if isinstance(value, list) else column[:, 0]
+                     for value, column in zip(ordered, columns, strict=True)))
 
     def preprocessed(self) -> dict:
         """Examples that servers read, and that ranks did."""
@@ -86,7 +90,7 @@ class Told(NamedTuple):
     def row(self, step: Step, step_s: float, parts: Sequence[str], on_device: bool) -> dict:
         """Its part of the step's row of metrics. on_device: measured_s are times of a GPU."""
         exchange_s = self.measured_s[:, -1] if on_device else self.exchange_s
-        norm, *part_norms = self.norms.tolist()
+        norm, *part_norms = self.norms[0].tolist()
         return {
             "step": step.index, "loss": self.loss(step) if step.num_global_targets else math.nan,
             "grad_norm": norm, "grad_norms": dict(zip(parts, part_norms, strict=True)),
@@ -114,16 +118,16 @@ class StepTimer:
         self._before: tuple[int, Sequence[StepPlan]] | None = None
         self._seconds = [0.0] * len(CLOCK_PHASES)
 
-    def tell(self) -> list[float]:
+    def seconds(self) -> list[float]:
         """This rank's seconds (CLOCK_PHASES), for the step's synchronisation."""
         if self._clock.has_events:
             return self._seconds
         return [self._clock.cpu_s[p] for p in CLOCK_PHASES]
 
-    def hear(self, index: int, plans: Sequence[StepPlan], seconds: np.ndarray
-             ) -> MeasuredStep | None:
-        """seconds: (d, CLOCK_PHASES), what all ranks told in the synchronisation of step `index`
-        -> the step that was measured: this one, or with events the one before."""
+    def measured(self, index: int, plans: Sequence[StepPlan], seconds: np.ndarray
+                 ) -> MeasuredStep | None:
+        """seconds: (d, CLOCK_PHASES), what all ranks reported in the synchronisation of step
+        `index` -> the step that was measured: this one, or with events the one before."""
         if not self._clock.has_events:
             return MeasuredStep(index, plans, seconds)
         device_s = self._clock.device_s()
