@@ -62,7 +62,7 @@ def counts(world: World, folder: Path) -> tuple[int, int, int]:
         start = count("start")
         group, gather = bytes_group(range(RANKS), 300.0), RowGather(RANKS, 300.0)
         keeper = Checkpointer(folder / "saved", CheckpointConfig(asynchronous=False), gather,
-                              say=lambda text: None)
+                              log=lambda text: None)
         made = count("made")
         order = np.roll(np.arange(RANKS), 1)  # rank r gets what rank r - 1 has
         one = np.ones(RANKS, np.int64)

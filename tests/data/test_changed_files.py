@@ -85,7 +85,7 @@ def run(world, path: str, tokenizer: str, num_workers: int) -> None:
 
     first = dataset()
     if num_workers:  # with an index they are the only ones that read rows
-        build_index(first.sources[0], first.planner, Path(f"{path}-index{world.rank}"),
+        build_index(first.sources[0], first.reader, Path(f"{path}-index{world.rank}"),
                     num_workers=1)
     steps = StepLoader(dataset(), GlobalSampler(range(len(first)), 4), orchestrator,
                        num_steps=9, prefetch=1, num_workers=num_workers)

@@ -184,7 +184,7 @@ def test_index_is_used_and_knows_what_changed(recipe, root, tmp_path, capsys, mo
 
 
 def test_two_workers_build_the_same_index(recipe, monkeypatch, tmp_path):
-    from orchmllm.data import index
+    from orchmllm.tools.data import build_index as index
 
     sources, planner = open_recipe(recipe("paper_mix"))
     monkeypatch.setattr(index, "ALONE_BELOW", 1)

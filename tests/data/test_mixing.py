@@ -263,7 +263,7 @@ def test_other_lengths_of_capped_mini_batches_are_refused_on_resume(indexed, tmp
     cut = open_dataset(replace(run.data, max_example_tokens=120), MODEL.vision.geometry,
                        MODEL.audio.geometry, seed=0)
     for source in cut.sources:
-        build_index(source, cut.planner, indexed / "index", num_workers=1)
+        build_index(source, cut.reader, indexed / "index", num_workers=1)
     run_ranks(resumed_with_other_lengths, 1, run)
 
 
@@ -295,7 +295,7 @@ def test_stats_are_of_batches_as_training_draws_them(how, folder, tmp_path):
     loaded = load_recipe(tmp_path / "r.yaml", [o for o in how.split() if "=" in o])
     dataset = opened(loaded.data)
     for source in dataset.sources:
-        build_index(source, dataset.planner, folder / "index", num_workers=1)
+        build_index(source, dataset.reader, folder / "index", num_workers=1)
     dataset = opened(loaded.data)
     sampler = make_sampler(dataset, dataset.split(0)[0], 8, data=loaded.data, per_rank=2,
                            seed=loaded.run.seed)

@@ -294,7 +294,7 @@ def test_index_and_training_path_of_remote_media(web, folder, tokenizer, tmp_pat
     write_jsonl(web.folder / "rows.jsonl", [llava_row(*QUESTIONS[k % 12]) for k in range(24)])
     declared = storage(tmp_path / "cache", web.url)
     plain = opened(f"{web.url}/rows.jsonl", tokenizer, tmp_path, storage=declared)
-    index, count = build_index(plain.sources[0], plain.planner, tmp_path / "index", num_workers=1)
+    index, count = build_index(plain.sources[0], plain.reader, tmp_path / "index", num_workers=1)
     assert count == 24 and not index.problems
     again = opened(f"{web.url}/rows.jsonl", tokenizer, tmp_path, storage=declared)
     assert again.indexes[0] is not None
@@ -303,7 +303,7 @@ def test_index_and_training_path_of_remote_media(web, folder, tokenizer, tmp_pat
     assert all(keys["row"] is not None for _, keys in calls)
     assert json.loads((web.folder / "rows.jsonl").read_text().splitlines()[0])
     same_examples(again, plain)
-    assert build_index(again.sources[0], again.planner, tmp_path / "index", num_workers=1)[1] == 0
+    assert build_index(again.sources[0], again.reader, tmp_path / "index", num_workers=1)[1] == 0
 
 
 def test_bombs_and_evil_tars_through_a_web_server(web, folder, tokenizer, tmp_path):

@@ -85,7 +85,7 @@ def test_each_row_is_read_once(data, indexed, tmp_path):
     paths, tokenizer = data
     for path in paths if indexed else ():
         plain = opened(path, tokenizer, tmp_path)
-        build_index(plain.sources[0], plain.planner, tmp_path, num_workers=1)
+        build_index(plain.sources[0], plain.reader, tmp_path, num_workers=1)
     [counts] = run_ranks(reads, 1, paths, tokenizer, str(tmp_path))
     assert counts == {(Path(path).name, *way): [1] * len(QUESTIONS)
                       for path in paths for way in WAYS}
@@ -132,7 +132,7 @@ def test_a_validation_plans_beside_training(data, tmp_path):
     one = opened(data[0][1], data[1], tmp_path)
     one.cached_examples = 4
     one.bounds = np.array([0, 200_000])
-    one.planner = SimpleNamespace(plan=lambda read, rows, names: [Planned() for _ in rows])
+    one.reader = SimpleNamespace(plan=lambda read, rows, names: [Planned() for _ in rows])
     every = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:

@@ -62,7 +62,7 @@ def test_text_that_is_not_utf_8_makes_its_row_unusable(tokenizer, folder, tmp_pa
 def test_a_damaged_index_is_named(tokenizer, tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", [TEXT_ROW] * 3)
     dataset = opened(path, tokenizer, tmp_path)
-    index, _ = build_index(dataset.sources[0], dataset.planner, tmp_path / "index", num_workers=1)
+    index, _ = build_index(dataset.sources[0], dataset.reader, tmp_path / "index", num_workers=1)
     for name in ("table", "start", "targets", "stamps"):
         file = index.folder / f"{name}.i64"
         content = file.read_bytes()
@@ -214,7 +214,7 @@ def test_an_index_belongs_to_what_the_source_says(folder, tokenizer, tmp_path, m
             (dict(path=f"hf:{tmp_path}/halves", split="train[:50%]"),
              dict(path=f"hf:{tmp_path}/halves", split="train[50%:]"))):
         one = opened(tokenizer=tokenizer, folder=tmp_path, **first)
-        build_index(one.sources[0], one.planner, tmp_path / "index", num_workers=1)
+        build_index(one.sources[0], one.reader, tmp_path / "index", num_workers=1)
         other = opened(tokenizer=tokenizer, folder=tmp_path, **second)
         assert other.indexes == [None] and identity_of(one) != identity_of(other)
         again = opened(tokenizer=tokenizer, folder=tmp_path, **first)
@@ -224,8 +224,8 @@ def test_an_index_belongs_to_what_the_source_says(folder, tokenizer, tmp_path, m
 def test_what_a_killed_build_left_does_not_stop_the_next(tokenizer, tmp_path):
     """In a container the next one has the same process id."""
     dataset = opened(write_jsonl(tmp_path / "a.jsonl", [TEXT_ROW]), tokenizer, tmp_path)
-    source, planner = dataset.sources[0], dataset.planner
-    index, _ = build_index(source, planner, tmp_path / "index", num_workers=1)
+    source, reader = dataset.sources[0], dataset.reader
+    index, _ = build_index(source, reader, tmp_path / "index", num_workers=1)
     index.folder.rename(index.folder.with_name(f"{index.folder.name}.{os.getpid()}.part"))
-    again, count = build_index(source, planner, tmp_path / "index", num_workers=1)
+    again, count = build_index(source, reader, tmp_path / "index", num_workers=1)
     assert count == 1 and np.array_equal(again.table, index.table)

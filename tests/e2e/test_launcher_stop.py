@@ -57,7 +57,8 @@ def left(folder: Path) -> list[psutil.Process]:
             if str(folder) in " ".join(p.info["cmdline"] or [])]
 
 
-@pytest.mark.parametrize("resumed", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("resumed", [False, True])
 def test_sigterm_to_the_launcher_stops_its_run_which_goes_on_bit_equal(
         tmp_path, demo_corpus, resumed):
     """How ranks resume after a signal is a test of tests/runtime/test_resume.py, too."""

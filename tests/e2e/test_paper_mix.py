@@ -73,7 +73,7 @@ def sources_seen(world, run, stop_after: int = 0) -> tuple[list, list]:
 
 @pytest.mark.dist
 @pytest.mark.parametrize("streaming, dispatch, num_workers, resumed_on", [
-    (False, "load", 2, (3,)),
+    pytest.param(False, "load", 2, (3,), marks=pytest.mark.slow),
     *(pytest.param(*case, (1, 3), marks=pytest.mark.slow) for case in (
         (False, "load", 2), (True, "load", 2), (False, "bytes", 0), (False, "tensors", 2),
         (True, "tensors", 0), (True, "bytes", 2)))])

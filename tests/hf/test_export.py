@@ -87,7 +87,7 @@ class Trip:
         self.parameters = run_ranks(trained_parameters, ranks, recipe)[0]
         self.checkpoint = root / "run" / "checkpoints" / "step_00000002"
         self.lines: list[str] = []
-        self.note = export.export(self.checkpoint, self.out, say=self.lines.append, **options)
+        self.note = export.export(self.checkpoint, self.out, log=self.lines.append, **options)
 
     def exported(self, part: str) -> dict[str, Tensor]:
         folder = self.out if part == "connectors" else self.out / part

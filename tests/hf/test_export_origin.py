@@ -27,7 +27,7 @@ def warnings(checkpoint: Path, tokenizer: Path | None = None) -> list[str]:
     """Those of an export of ROOT/run/checkpoints/NAME to ROOT/out."""
     lines: list[str] = []
     export.export(checkpoint, checkpoint.parents[2] / "out", tokenizer=tokenizer, verify=False,
-                  say=lines.append)
+                  log=lines.append)
     return [x for x in lines if x.startswith("warning: ") and "AutoTokenizer gives" not in x]
 
 
@@ -110,7 +110,7 @@ def test_ids_of_autotokenizer_are_compared_with_those_of_training(same, tmp_path
         Qwen2TokenizerFast.from_pretrained(tokenizers[0]).save_pretrained(tokenizers[0])
     lines: list[str] = []
     export.export(trained_with(tokenizers[0], tokenizers[0], tmp_path), tmp_path / "out",
-                  verify=False, say=lines.append)
+                  verify=False, log=lines.append)
     told = [x for x in lines if "AutoTokenizer gives other ids than training" in x]
     assert len(told) == (not same)
     exported, kinds = tmp_path / "out" / "llm", (AutoTokenizer, PreTrainedTokenizerFast)

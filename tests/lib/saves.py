@@ -22,7 +22,7 @@ class Run:
         self.said: list[str] = []
         self.keeper = Checkpointer(
             root, CheckpointConfig(keep_last=keep_last, asynchronous=False), RowGather(8),
-            say=self.said.append)
+            log=self.said.append)
         self.start = ""
         if resume == "never":
             return

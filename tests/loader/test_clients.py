@@ -29,6 +29,7 @@ def test_the_fast_cells_cover_all_pairs():
         assert any(((f in c.features), (g in c.features)) == (on, also) for c in cells), (f, g)
 
 
+@pytest.mark.slow
 def test_pairs():
     check(fast_cells(LOOPS))
 

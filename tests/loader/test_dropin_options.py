@@ -148,7 +148,7 @@ def in_a_part_of_a_bound_job(world) -> int:
     default.bound_device_id = bound = torch.device("cpu", 0)
     if world.rank == 0:
         return 0
-    loader = BalancedDataLoader(Texts(), 4, collate_fn=collate, lengths=LENGTHS, group=part)
+    loader = loader_of(Texts(), 4, collate_fn=collate, lengths=LENGTHS, group=part)
     assert default.bound_device_id == bound
     return sum(1 for _ in loader)
 

@@ -39,7 +39,7 @@ def test_balanced_losses_are_the_plain_ones(num_ranks):
 @pytest.mark.dist
 @pytest.mark.parametrize("name", [
     "fsdp1", "with_accelerate", pytest.param("with_lightning", marks=pytest.mark.slow),
-    "hf_trainer", "stateful"])
+    pytest.param("hf_trainer", marks=pytest.mark.slow), "stateful"])
 def test_off_equals_on(name):
     """Each example's main(balance) returns its losses (or what it compares)."""
     off = run_ranks(run, 2, name, False)
@@ -48,6 +48,7 @@ def test_off_equals_on(name):
 
 
 @pytest.mark.dist
+@pytest.mark.slow
 def test_qwen2_vl_is_balanced_in_both_phases():
     """Stock transformers code: the same losses, and the imbalance of both phases goes."""
     off, on = (run_ranks(run, 2, "qwen2_vl", balance)[0] for balance in (False, True))

@@ -9,6 +9,7 @@ from tests.lib.client_cells import PARTS, TRAINERS, cells_of_part, check, fast_c
 pytestmark = pytest.mark.dist
 
 
+@pytest.mark.slow
 def test_pairs():
     check(fast_cells(TRAINERS))
 

@@ -118,6 +118,7 @@ def test_simulate_on_the_recipes_own_data(tmp_path, capsys):
     assert "examples of the recipe" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_reproduce_compare(tmp_path, capsys):
     out = tmp_path / "schemes.png"
     assert reproduce(["compare", "--ranks", "8", "16", "--batch-size", "6", "--out", str(out)]) == 0

@@ -46,6 +46,7 @@ CASES = {
 
 
 @pytest.mark.dist
+@pytest.mark.slow
 def test_hybrid_2x2_gradients_equal_one_process():
     results = run_ranks(all_gradients, 4, CASES)
     references = {}
