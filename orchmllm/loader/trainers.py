@@ -214,12 +214,13 @@ def _undisturbed(model: nn.Module, compute: Callable[[], Tensor]) -> Tensor:
     buffers = [(b, b.clone()) for b in model.buffers()]
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     EncoderHandle.without_gradients = True
-    with torch.no_grad(), torch.random.fork_rng(devices):
-        loss = compute()
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices):
+            return compute()
+    finally:
+        EncoderHandle.without_gradients = False
         for buffer, before in buffers:
-            buffer.copy_(before)
-    EncoderHandle.without_gradients = False
-    return loss
+            buffer.data.copy_(before)
 
 
 def _depends(trainer: Any, loss: Tensor, of_twice: Tensor) -> bool:
