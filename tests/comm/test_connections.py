@@ -77,6 +77,7 @@ def counts(world: World, folder: Path) -> tuple[int, int, int]:
     return made - start, sent - made, saved - sent
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_groups_connect_only_ranks_that_talk(tmp_path):
     found = run_ranks(counts, RANKS, tmp_path)

@@ -71,8 +71,9 @@ def digests_and_losses(world, run, solver: str = "") -> tuple[list, str]:
 
 @pytest.mark.dist
 @needs_solvers
+@pytest.mark.slow
 @pytest.mark.parametrize("solver, num_ranks, accumulation_steps", [
-    ("highs", 4, 1), pytest.param("cbc", 3, 2, marks=pytest.mark.slow)])
+    ("highs", 4, 1), ("cbc", 3, 2)])
 def test_one_rank_solves_for_all(solver, num_ranks, accumulation_steps):
     results = run_ranks(digests_and_losses, num_ranks, run_of(
         permuted(solver, "send_receive", nodewise_limit_s=20.0), accumulation_steps))

@@ -102,10 +102,9 @@ def failures_seen(world, run, stop_after: int = 0) -> list:
     return seen
 
 
+@pytest.mark.slow
 @pytest.mark.dist
-@pytest.mark.parametrize("dispatch, num_workers", [
-    ("load", 2), *(pytest.param(*case, marks=pytest.mark.slow)
-                   for case in (("tensors", 0), ("bytes", 2)))])
+@pytest.mark.parametrize("dispatch, num_workers", [("load", 2), ("tensors", 0), ("bytes", 2)])
 def test_training_finishes_and_skips_alike(corpus, tmp_path, dispatch, num_workers):
     folder, expected = corpus
     run = run_recipe(folder, tmp_path / "a", dispatch, num_workers=num_workers)

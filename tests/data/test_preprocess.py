@@ -54,6 +54,7 @@ def losses_and_counts(world, recipe: Path, addresses: tuple[str, ...], pids: tup
     return [(r["loss"], r["grad_norm"], r.get("preprocessed"), r["data_wait_s"]) for r in rows]
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_losses_when_one_server_is_killed_and_then_the_other(recipe):
     servers = [Process(recipe), Process(recipe)]

@@ -105,6 +105,7 @@ def declared(store: ObjectStore, cache: Path, **keys):
     return remote(cache, root, attempts=40, stall_s=1.0, deadline_s=250.0, **keys)
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_resumed_while_the_store_restarts(files, store, tokenizer, tmp_path):
     name = "s-{0..5}.tar"

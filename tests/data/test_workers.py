@@ -359,6 +359,7 @@ except RuntimeError as error:
 """
 
 
+@pytest.mark.slow
 def test_a_pool_of_which_one_worker_does_not_start_leaves_none_and_the_rank_can_exit():
     done = subprocess.run([sys.executable, "-c", HALF_STARTED], text=True,
                           stdout=subprocess.PIPE, check=True, cwd=ROOT)

@@ -78,6 +78,7 @@ def test_sigterm_to_the_launcher_stops_its_run_which_goes_on_bit_equal(
     assert not list(cut.glob("*.lock"))
 
 
+@pytest.mark.slow
 def test_the_first_ctrl_c_is_answered_and_a_second_one_ends_it_at_once(tmp_path, demo_corpus):
     process = started(tmp_path / "cut", demo_corpus)
     ranks = [p for p in psutil.Process(process.pid).children() if p.is_running()]

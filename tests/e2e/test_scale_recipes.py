@@ -121,6 +121,7 @@ def one_step(world, names):
     return rows
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_a_step_of_each_at_a_fraction_of_its_size():
     first, second = run_ranks(one_step, 2, NAMES)

@@ -160,6 +160,7 @@ def test_a_worker_that_outlives_its_rank_does_not_block(tmp_path):
     os.close(reader)
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_ranks_of_another_launcher_end_alike(tmp_path, demo_corpus, holder):
     """torchrun's ranks meet first, then all hear what rank 0 found."""

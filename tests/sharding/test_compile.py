@@ -87,7 +87,7 @@ def run_block(block, first: bool, phase: str, lengths: list[int], padded: bool
 
 @pytest.mark.parametrize("phase, padded", [
     ("vision", False), pytest.param("audio", False, marks=pytest.mark.slow), ("audio", True),
-    ("llm", False)])
+    pytest.param("llm", False, marks=pytest.mark.slow)])
 def test_blocks_of_a_phase_share_one_graph(phase, padded):
     """Compiled without the code generator, which takes minutes; two blocks, many lengths."""
     torch._dynamo.reset()
