@@ -52,6 +52,7 @@ def test_the_choice_of_attention_is_said_once(tmp_path):
     assert "balance.audio.policy=padded" in said[1]
 
 
+@pytest.mark.slow
 def test_off_and_on_agree_at_every_step(tmp_path):
     recipes = [longer(tmp_path / name, balance=b) for name, b in
                (("off", BalanceConfig(enabled=False)), ("on", ON),

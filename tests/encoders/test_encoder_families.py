@@ -63,6 +63,7 @@ def check(cells, results) -> float:
     return max(seen["difference"] for rank in results for seen in rank)
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_gradients_of_some_cells():
     cells = [cell for cell in FAST if installed(cell[0])]

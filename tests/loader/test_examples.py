@@ -28,7 +28,8 @@ def test_five_lines_apart():
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("num_ranks", [pytest.param(2, marks=pytest.mark.slow), 3])
+@pytest.mark.slow
+@pytest.mark.parametrize("num_ranks", [2, 3])
 def test_balanced_losses_are_the_plain_ones(num_ranks):
     plain = run_ranks(run, num_ranks, "fsdp_plain", 20)
     balanced = run_ranks(run, num_ranks, "fsdp_balanced", 20)
