@@ -156,7 +156,7 @@ MUTATIONS = [Mutation(*row) for row in (
      "A resumed loop repeats half of what it has learnt."),
     ("a loss that the caller divides again", "orchmllm/loader/loss.py",
      "    factor *= _divisor(info) if divided_by is None else divided_by\n", "",
-     "tests/loader/test_loss.py tests/loader/test_clients.py",
+     "tests/loader/test_loss.py",
      "Under gradient accumulation gradients are too small by its steps."),
     ("the last target of a row is not counted", "orchmllm/loader/examples.py",
      "counted[..., 1:].sum()", "counted[..., :-1].sum()",
@@ -168,7 +168,7 @@ MUTATIONS = [Mutation(*row) for row in (
      "A pretrained model is made of copies of its first rows."),
     ("a validation loss of all ranks", "orchmllm/trainer.py",
      "step.num_global_targets / self.world.world_size", "step.num_global_targets",
-     "tests/e2e/test_trainer.py tests/runtime/test_lineage.py",
+     "tests/runtime/test_progress.py",
      "The validation loss falls with the number of ranks."),
 )]
 

@@ -54,6 +54,13 @@ def test_a_loss_of_nothing_has_a_gradient_of_zero(info, mean, how):
     assert scale(torch.tensor(torch.nan), info, mean=True, shifted=False) == 0  # an evaluation's
 
 
+@pytest.mark.parametrize("divided_by, want", [(1, 2 * 3 / 8), (4, 2 * 4 * 3 / 8)])
+def test_what_the_caller_divides_the_loss_by_is_multiplied_in(divided_by, want):
+    """A mean over 3 of 8 targets, of which two ranks' gradients are averaged."""
+    info = dataclasses.replace(FILLER, num_examples=1, num_microbatches=4, local_targets=(3, 2))
+    assert scale(torch.tensor(1.0), info, mean=True, shifted=False, divided_by=divided_by) == want
+
+
 def test_another_loss_of_the_same_batch_keeps_its_gradient():
     got, want = Model("divided"), Model("divided")
     want.load_state_dict(got.state_dict())

@@ -249,6 +249,9 @@ def test_real_rows_keep_to_the_schema(tmp_path):
     rows = read_rows(tmp_path / "metrics.jsonl")
     assert [sum(k in r for r in rows) for k in ("loss", "validation_loss")] == [3, 2]
     assert [row_problems(r) for r in rows] == [[]] * 5
+    (alone,) = run_ranks(train, 1, replace(run, run=RunConfig(dir=str(tmp_path / "alone"))),
+                         SyntheticDataset())
+    assert rows[0]["validation_loss"] == pytest.approx(alone[0]["validation_loss"], rel=1e-5)
 
 
 def test_rows_that_do_not_keep_to_the_schema():
