@@ -1,6 +1,6 @@
 """Writes the reference pages that are made from the code: docs/recipe.md (every key of a recipe)
 and docs/metrics.md (every key of a row of metrics.jsonl) with its JSON Schema beside it, and
-docs/formats.md (images and clips that are read).
+docs/formats.md (images and clips that are read). docs/balancing.md has one table that is made here.
 
     python scripts/make_recipe_reference.py [--check]
 
@@ -28,6 +28,7 @@ from orchmllm.data.media.headers import (
 )
 from orchmllm.data.media.kinds import CONTAINERS, KINDS, REFUSED, VIDEO
 from orchmllm.data.media.medium import MAX_MEMBER_BYTES
+from orchmllm.plan.balance import POLICIES
 from orchmllm.plan.layout import AUDIO, VISION
 from orchmllm.runtime.log_schema import ROW_SCHEMA, SCHEMA_VERSION
 
@@ -46,6 +47,8 @@ cure; the exit code is then 2.
 Numbers are those of YAML 1.2: `1e-4` is a number, while `010`, `1:30` and `2024-01-01` are text.
 The merged recipe of a run is saved as `recipe.yaml` in `run.dir` and can be used as a recipe.
 """
+POLICIES_BEGIN = "<!-- The table is made by scripts/make_recipe_reference.py. -->\n"
+POLICIES_END = "<!-- End of the table. -->\n"
 METRICS_HEAD = f"""# metrics.jsonl
 
 One JSON object a line, in `run.dir`, written by rank 0 as the run goes. `schema` is the version of
@@ -142,9 +145,25 @@ def _suffixes(suffixes: tuple[str, ...]) -> str:
     return ", ".join(f".{s}" for s in suffixes)
 
 
+def balancing_page() -> str:
+    """The page as it is, with the table of policies made anew."""
+    before, _, rest = (DOCS / "balancing.md").read_text(encoding="utf-8").partition(POLICIES_BEGIN)
+    after = rest.partition(POLICIES_END)[2]
+    options = ("tolerance", "cost", "move_cost", "max_rank_tokens", "padded_cost")
+    lines = [f"| policy | cost of a rank that it keeps low | {' | '.join(options)} | nodewise |",
+             "|---" * (len(options) + 3) + "|"]
+    for name, policy in POLICIES.items():
+        cells = ["needed" if option == policy.needs else "yes" * (option in policy.options)
+                 for option in options]
+        lines.append(f"| `{name}` | {policy.minimises} | {' | '.join(cells)} | "
+                     f"{'yes' * policy.node_blind} |")
+    return before + POLICIES_BEGIN + "\n".join([*lines, ""]) + POLICIES_END + after
+
+
 def pages() -> dict[str, str]:
     """File name in docs/ -> text."""
-    return {"recipe.md": recipe_page(), "metrics.md": metrics_page(),
+    return {"balancing.md": balancing_page(), "recipe.md": recipe_page(),
+            "metrics.md": metrics_page(),
             "formats.md": formats_page(),
             "metrics.schema.json": json.dumps(ROW_SCHEMA, indent=1) + "\n"}
 

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from orchmllm.config.schema import Conflict, key, section
-from orchmllm.plan.assign import DISPATCHES, NODE_BLIND, BalancePolicy, PhasePolicy
-from orchmllm.plan.balance import DEFAULT_TOLERANCE, OPTIONS, POLICIES, RENAMED
+from orchmllm.plan.assign import DISPATCHES, BalancePolicy, PhasePolicy
+from orchmllm.plan.balance import DEFAULT_TOLERANCE, POLICIES, RENAMED
 from orchmllm.plan.nodewise import OBJECTIVES, SOLVERS
 
 SOLVER_PACKAGES = {"cbc": ("cvxpy", "cylp"), "highs": ("cvxpy", "highspy")}
@@ -18,8 +18,9 @@ SOLVER_PACKAGES = {"cbc": ("cvxpy", "cylp"), "highs": ("cvxpy", "highspy")}
 class PhaseConfig(PhasePolicy):
     """How one phase is balanced."""
 
-    policy: str = key("least_move", "Which algorithm chooses the ranks; see orchmllm.plan.balance.",
-                      choices=POLICIES, renamed=RENAMED)
+    policy: str = key("least_move", "Which algorithm chooses the ranks; docs/balancing.md says "
+                      "what cost of a rank each keeps low.", choices=tuple(POLICIES),
+                      renamed=RENAMED)
     tolerance: float = key(
         DEFAULT_TOLERANCE, "Allowed excess of the largest load over its lower bound (0.005: half a "
         "percent), for policies that trade balance for movement; others ignore the default.",
@@ -32,14 +33,14 @@ class PhaseConfig(PhasePolicy):
 
     def conflicts(self) -> Iterator[Conflict]:
         """What the policy would have to ignore."""
-        honoured = OPTIONS[self.policy]
-        if self.sets_tolerance and "tolerance" not in honoured:
+        chosen = POLICIES[self.policy]
+        if self.sets_tolerance and "tolerance" not in chosen.options:
             yield Conflict(("tolerance", "policy"),
                            f"policy {self.policy!r} has no tolerance: leave it out")
-        if self.max_rank_tokens and "max_rank_tokens" not in honoured:
+        if self.max_rank_tokens and "max_rank_tokens" not in chosen.options:
             yield Conflict(("max_rank_tokens", "policy"),
                            f"policy {self.policy!r} has no token cap: set it to 0")
-        if self.nodewise and self.policy not in NODE_BLIND:
+        if self.nodewise and not chosen.node_blind:
             yield Conflict(("nodewise", "policy"),
                            f"policy {self.policy!r} knows nodes already: set it to false")
 

@@ -22,12 +22,11 @@ from orchmllm.config.parse import Loaded, RecipeError, explain, read, to_yaml
 from orchmllm.config.schema import Conflict, key, section
 from orchmllm.config.train import TRAIN_PARTS, TrainConfig
 from orchmllm.plan.assign import PHASES
+from orchmllm.plan.balance import POLICIES
 
 __all__ = ["TRAIN_PARTS", "DataConfig", "FsdpConfig", "Recipe", "RecipeError", "RemoteConfig",
            "RemoteRoot", "SourceConfig", "TrainConfig", "explain", "load_recipe", "read_recipe",
            "to_yaml"]
-
-PADDED = ("padded", "conv_transformer")  # policies that know of padding
 
 
 @dataclass(frozen=True)
@@ -166,7 +165,8 @@ class Recipe:
                            "fsdp.shard_size to the ranks of a shard")
         policy = self.balance.audio.policy
         balances = self.balance.enabled and not self.balance.whole_examples
-        if balances and self.model.audio.mode == "padded" and policy not in ("none", *PADDED):
+        if balances and self.model.audio.mode == "padded" and policy != "none" and not (
+                POLICIES[policy].padded):
             yield Conflict(
                 ("balance.audio.policy", "model.audio.mode"),
                 "evens out sums of lengths, but with model.audio.mode=padded a rank takes as long "
@@ -190,7 +190,7 @@ class Recipe:
     def warnings(self) -> list[str]:
         """Values that work together, but hardly as meant."""
         policy, mode = self.balance.audio.policy, self.model.audio.mode
-        if self.balance.enabled and policy in PADDED and mode != "padded":
+        if self.balance.enabled and POLICIES[policy].padded and mode != "padded":
             return [f"balance.audio.policy={policy} shares out clips as if they were padded, but "
                     f"model.audio.mode={mode} pads to no other clip: least_move or greedy is "
                     "faster"]

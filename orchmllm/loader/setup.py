@@ -11,7 +11,7 @@ from orchmllm.batch import Step
 from orchmllm.loader.examples import Phase, imbalances
 from orchmllm.loader.source import Source
 from orchmllm.plan.assign import PHASES, BalancePolicy, PhasePolicy, PlanSpec
-from orchmllm.plan.balance import DEFAULT_TOLERANCE, OPTIONS, check_policy
+from orchmllm.plan.balance import DEFAULT_TOLERANCE, POLICIES, check_policy
 from orchmllm.plan.cost import CostModel, in_fine_unit
 
 log = logging.getLogger("orchmllm.loader")
@@ -110,9 +110,9 @@ def _by_phase(what: str, given: Any, default: Any) -> dict[str, Any]:
 
 def _policy(name: str, tolerance: float | None, max_rank_tokens: int) -> PhasePolicy:
     check_policy(name)
-    if tolerance and "tolerance" not in OPTIONS[name]:
+    if tolerance and "tolerance" not in POLICIES[name].options:
         raise ValueError(f"tolerance is {tolerance}, but policy {name!r} has no tolerance")
-    if max_rank_tokens and "max_rank_tokens" not in OPTIONS[name]:
+    if max_rank_tokens and "max_rank_tokens" not in POLICIES[name].options:
         raise ValueError(f"max_rank_tokens: policy {name!r} has no such cap")
     return PhasePolicy(name, DEFAULT_TOLERANCE if tolerance is None else tolerance,
                        max_rank_tokens)

@@ -20,7 +20,7 @@ from functools import cached_property
 import numpy as np
 
 from orchmllm.plan import balance as balancing
-from orchmllm.plan.balance import DEFAULT_TOLERANCE, OPTIONS, balance
+from orchmllm.plan.balance import DEFAULT_TOLERANCE, POLICIES, balance, check_policy
 from orchmllm.plan.cost import CostModel
 from orchmllm.plan.homes import Pieces, example_bytes, example_pieces, feature_home
 from orchmllm.plan.layout import ENCODERS, BatchLayout
@@ -28,7 +28,6 @@ from orchmllm.plan.nodewise import assign_nodes
 
 PHASES = (*ENCODERS, "llm")
 DISPATCHES = ("tensors", "bytes", "load")
-NODE_BLIND = ("greedy", "padded", "conv_transformer")  # policies whose batches may be permuted
 
 
 @dataclass(frozen=True)
@@ -189,22 +188,24 @@ def _assign(
 ) -> np.ndarray:
     """(n,) rank of each item by the phase's policy; options the policy has no use for stay out."""
     chosen: PhasePolicy = getattr(spec.balance, phase)
-    honoured = OPTIONS.get(chosen.policy, frozenset())
-    model = spec.costs[phase]
-    options = {"cost": cost, "move_cost": move_cost}
-    if chosen.policy == "conv_transformer":
+    check_policy(chosen.policy)
+    policy, model = POLICIES[chosen.policy], spec.costs[phase]
+    options = {"cost": cost, "move_cost": move_cost, "tolerance": chosen.tolerance}
+    if "padded_cost" in policy.options:
         options = {"cost": model.linear_part(lengths), "padded_cost": model.quadratic_part(lengths)}
+    options = {name: value for name, value in options.items() if name in policy.options}
+    if chosen.sets_tolerance:  # refused by balance() where the policy has none
+        options["tolerance"] = chosen.tolerance
     rank_of = np.zeros(0, np.int64) if not len(lengths) else balance(
         lengths, num_ranks=num_ranks, policy=chosen.policy, home=home,
-        tolerance=chosen.tolerance if chosen.sets_tolerance or "tolerance" in honoured else None,
         ranks_per_node=spec.ranks_per_node, max_rank_tokens=chosen.max_rank_tokens or None,
-        **{option: value for option, value in options.items() if option in honoured},
-    )
+        **options)
     if not chosen.nodewise:
         return rank_of
-    if chosen.policy not in NODE_BLIND:
+    if not policy.node_blind:
+        blind = ", ".join(name for name, row in POLICIES.items() if row.node_blind)
         raise ValueError(f"balance.{phase}: policy {chosen.policy!r} does not honour nodewise; "
-                         f"only {', '.join(NODE_BLIND)} do")
+                         f"only {blind} do")
     chosen_solver = spec.balance.nodewise_solver
     rank, item, num_bytes = pieces
     return solve(

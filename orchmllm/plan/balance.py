@@ -1,40 +1,57 @@
 """Batch post-balancing: which rank processes which item (OrchMLLM section 5.1, Appendix A).
 
-`balance` is the one entry point. It checks its input, gives every option a meaning or an error
-(table OPTIONS: which policy honours what) and calls the C++ core; tests/twins/ has the slow
-twins. Deterministic: exact integers, ties to the lowest index, no clock.
-
-policy            cost of a rank (l: lengths, or `cost` if given) and how it is kept low
-none              nothing moves
-greedy            sum(l), longest first (Algorithm 1)
-padded            count * max(l), optimal (Algorithm 2)
-quadratic         sum(cost) with cost = l + lambda * l^2 (Algorithm 4's objective), as `least_move`
-conv_transformer  sum(l) + count * max(padded_cost) (Algorithm 5's objective)
-least_move        sum(l) within `tolerance` of its lower bound, moving as little as possible
+`balance` is the one entry point. It checks its input, gives every option a meaning or an error and
+calls the C++ core; the table POLICIES says what there is, and tests/twins/ has the slow twins.
+Deterministic: exact integers, ties to the lowest index, no clock.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from types import ModuleType
+from typing import NamedTuple
 
 import numpy as np
 
-# policy -> options it honours; anything else that is given raises. `home` and `ranks_per_node` are
-# accepted by all: items of weight zero stay at home, and only `least_move` looks at nodes.
-_ADDITIVE = frozenset({"tolerance", "cost", "move_cost", "max_rank_tokens"})
-OPTIONS: dict[str, frozenset[str]] = {
-    "none": frozenset(),
-    "greedy": frozenset({"cost", "max_rank_tokens"}),
-    "padded": frozenset({"cost"}),
-    "quadratic": _ADDITIVE,  # must be given a cost
-    "conv_transformer": frozenset({"cost", "padded_cost"}),  # must be given a padded_cost
-    "least_move": _ADDITIVE,
-}
-POLICIES = tuple(OPTIONS)
 RENAMED = (("local", "least_move"), ("conv", "conv_transformer"))  # what version 0.1 called them
 DEFAULT_TOLERANCE = 0.005  # smaller ones cost far more movement and planning time than they gain
 MAX_SUM = 2**62  # room for the sum of two loads in int64
 NOTHING = np.zeros(0, np.int64)
+
+
+class Items(NamedTuple):
+    """What a policy assigns: n items, checked, on num_ranks ranks.
+
+    weight (n,): the cost that adds up on a rank; home (n,): where each item is. padded_cost (n,),
+    move_cost (n,): empty where they are not given. tolerance: the accepted excess."""
+
+    weight: np.ndarray
+    home: np.ndarray
+    num_ranks: int
+    ranks_per_node: int
+    tolerance: float
+    padded_cost: np.ndarray
+    move_cost: np.ndarray
+
+
+@dataclass(frozen=True)
+class Policy:
+    """A row of POLICIES.
+
+    minimises: the cost of a rank that it keeps low; l: the length of an item, or its `cost` if that
+    is given. assign: items -> (n,) the rank of each. options: those of `balance` that it honours;
+    any other that is given raises. `home` and `ranks_per_node` are taken by all. needs: the option
+    that has to be given. padded: a rank pads its items to the longest, so that its cost is no sum
+    over them. node_blind: it does not look at nodes, so that its batches may be permuted over the
+    ranks (`nodewise`)."""
+
+    minimises: str
+    assign: Callable[[Items], np.ndarray]
+    options: frozenset[str] = frozenset()
+    needs: str = ""
+    padded: bool = False
+    node_blind: bool = False
 
 
 class CapError(ValueError):
@@ -51,6 +68,37 @@ def core() -> ModuleType:
             f"checkout (or `pip install -e .`): {error}"
         ) from error
     return _core
+
+
+def _least_move(items: Items) -> np.ndarray:
+    cap = load_cap(items.weight, items.num_ranks, items.tolerance)
+    return core().least_move(items.weight, items.home, items.move_cost, items.num_ranks,
+                             items.ranks_per_node, cap)
+
+
+_ADDITIVE = frozenset({"tolerance", "cost", "move_cost", "max_rank_tokens"})
+POLICIES: dict[str, Policy] = {
+    "none": Policy("nothing moves", lambda items: items.home.copy()),
+    "greedy": Policy(
+        "sum(l), longest first (Algorithm 1)",
+        lambda items: core().greedy(items.weight, items.home, items.num_ranks),
+        frozenset({"cost", "max_rank_tokens"}), node_blind=True),
+    "padded": Policy(
+        "count * max(l), optimal (Algorithm 2)",
+        lambda items: core().padded(items.weight, items.home, items.num_ranks),
+        frozenset({"cost"}), padded=True, node_blind=True),
+    "quadratic": Policy(
+        "sum(cost) with cost = l + lambda * l^2 (Algorithm 4's objective), as `least_move`",
+        _least_move, _ADDITIVE, needs="cost"),
+    "conv_transformer": Policy(
+        "sum(l) + count * max(padded_cost) (Algorithm 5's objective)",
+        lambda items: core().conv_transformer(items.weight, items.padded_cost, items.home,
+                                              items.num_ranks),
+        frozenset({"cost", "padded_cost"}), needs="padded_cost", padded=True, node_blind=True),
+    "least_move": Policy(
+        "sum(l) within `tolerance` of its lower bound, moving as little as possible",
+        _least_move, _ADDITIVE),
+}
 
 
 def as_int64(name: str, values: object, size: int | None = None) -> np.ndarray:
@@ -125,7 +173,7 @@ def balance(
     """rank_of (n,) int64: the rank that processes each of n items.
 
     lengths: (n,) integers, tokens (or patches, positions) of each item.
-    policy: what the cost of a rank is and how it is kept low; see the head of this module.
+    policy: what the cost of a rank is and how it is kept low; see POLICIES.
     home: (n,) rank where each item is now; default: equal contiguous shares.
     ranks_per_node: ranks [k * ranks_per_node, ...) are node k; the last node may be smaller.
     tolerance: accepted excess of the largest load over its lower bound; default 0.005.
@@ -134,7 +182,7 @@ def balance(
     max_rank_tokens: hard cap of the sum of lengths on a rank (activation memory).
     padded_cost: (n,) what the longest item of a batch costs more, per item of it; grows with l.
 
-    Raises ValueError for malformed input and for an option the policy does not honour (OPTIONS),
+    Raises ValueError for malformed input and for an option the policy does not honour (POLICIES),
     CapError when no plan below max_rank_tokens is found.
     """
     _check_options(policy, tolerance=tolerance, cost=cost, move_cost=move_cost,
@@ -145,17 +193,11 @@ def balance(
     n = len(lengths)
     weight = lengths if cost is None else as_int64("cost", cost, n)
     home = check_ranks("home", default_home(n, num_ranks) if home is None else home, n, num_ranks)
-    if policy == "none":
-        return home.copy()
-    if policy in ("greedy", "padded"):
-        rank_of = getattr(core(), policy)(weight, home, num_ranks)
-    elif policy == "conv_transformer":
-        padded = _padded_cost(weight, padded_cost)
-        rank_of = core().conv_transformer(weight, padded, home, num_ranks)
-    else:
-        move = NOTHING if move_cost is None else as_int64("move_cost", move_cost, n)
-        cap = load_cap(weight, num_ranks, DEFAULT_TOLERANCE if tolerance is None else tolerance)
-        rank_of = core().least_move(weight, home, move, num_ranks, ranks_per_node, cap)
+    rank_of = POLICIES[policy].assign(Items(
+        weight, home, num_ranks, ranks_per_node,
+        tolerance=DEFAULT_TOLERANCE if tolerance is None else tolerance,
+        padded_cost=NOTHING if padded_cost is None else _padded_cost(weight, padded_cost),
+        move_cost=NOTHING if move_cost is None else as_int64("move_cost", move_cost, n)))
     if max_rank_tokens is None:
         return rank_of
     return _enforce_cap(lengths, rank_of, num_ranks, ranks_per_node, max_rank_tokens)
@@ -174,17 +216,17 @@ def check_policy(policy: str) -> None:
     """Raises ValueError for a policy that does not exist, naming those that do."""
     if policy in dict(RENAMED):
         raise ValueError(f"policy {policy!r} is now called {dict(RENAMED)[policy]!r}")
-    if policy not in OPTIONS:
+    if policy not in POLICIES:
         raise ValueError(f"unknown policy {policy!r}; choose one of {', '.join(POLICIES)}")
 
 
 def _check_options(policy: str, **options: object) -> None:
     check_policy(policy)
-    needed = {"quadratic": "cost", "conv_transformer": "padded_cost"}.get(policy)
+    row = POLICIES[policy]
     for option, value in options.items():
-        if value is not None and option not in OPTIONS[policy]:
+        if value is not None and option not in row.options:
             raise ValueError(f"policy {policy!r} does not honour {option}")
-        if value is None and option == needed:
+        if value is None and option == row.needs:
             raise ValueError(f"policy {policy!r} needs {option}")
 
 

@@ -19,13 +19,12 @@ import torch.distributed as dist
 
 from orchmllm.config.balance import BalanceConfig
 from orchmllm.orchestrator import Orchestrator
+from orchmllm.plan.balance import POLICIES
 from orchmllm.plan.cost import CostModel
 from orchmllm.plan.fit_cost import Measured, fit_costs
 from orchmllm.plan.step import PHASES, StepPlan
 
 FIELDS = ("linear", "quadratic", "constant")
-# Policies for which a cost is a sum over items.
-ADDITIVE = ("none", "greedy", "quadratic", "least_move")
 
 
 class FittedCosts(NamedTuple):
@@ -56,7 +55,7 @@ class Calibration:
         self.derived, self._orchestrator = orchestrator.spec.costs, orchestrator
         self._num_steps, self._done = balance.calibrate_steps, True  # until restart()
         self._scaled_only = [p for p in PHASES if self.derived[p].padded
-                             or getattr(balance, p).policy not in ADDITIVE]
+                             or POLICIES[getattr(balance, p).policy].padded]
 
     def restart(self, fitted: FittedCosts | None) -> None:
         """Steps come (again) and are planned by the derived models. fitted: costs that were fitted

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from orchmllm.models.flops import cost_model
-from orchmllm.plan.balance import OPTIONS, assign_microbatches, balance, core, load_cap
+from orchmllm.plan.balance import POLICIES, assign_microbatches, balance, core, load_cap
 from orchmllm.plan.homes import example_bytes
 from orchmllm.plan.layout import AUDIO, VISION
 from orchmllm.tools.predict.workload import MODELS, sample_layout
@@ -350,7 +350,7 @@ def test_microbatches(num_microbatches: int, seed: int) -> None:
     assert (load.max(axis=0) <= costs.sum(axis=0) / num_microbatches + 2 * costs.max()).all()
 
 
-@pytest.mark.parametrize("policy", OPTIONS)
+@pytest.mark.parametrize("policy", POLICIES)
 def test_every_option_is_honoured_or_raises(policy: str) -> None:
     options = {"tolerance": .1, "cost": [1, 2, 3], "move_cost": [1, 1, 1], "max_rank_tokens": 100,
                "padded_cost": [1, 1, 1]}
@@ -358,7 +358,7 @@ def test_every_option_is_honoured_or_raises(policy: str) -> None:
               "conv_transformer": {"padded_cost": [1, 1, 1]}}.get(policy, {})
     for option, value in options.items():
         arguments = needed | {option: value}
-        if option in OPTIONS[policy]:
+        if option in POLICIES[policy].options:
             assert len(balance([5, 6, 7], num_ranks=2, policy=policy, **arguments)) == 3
         else:
             with pytest.raises(ValueError, match=f"'{policy}' does not honour {option}"):
