@@ -354,8 +354,8 @@ def test_microbatches(num_microbatches: int, seed: int) -> None:
 def test_every_option_is_honoured_or_raises(policy: str) -> None:
     options = {"tolerance": .1, "cost": [1, 2, 3], "move_cost": [1, 1, 1], "max_rank_tokens": 100,
                "padded_cost": [1, 1, 1]}
-    needed = {"quadratic": {"cost": [1, 2, 3]},
-              "conv_transformer": {"padded_cost": [1, 1, 1]}}.get(policy, {})
+    needs = POLICIES[policy].needs
+    needed = {needs: options[needs]} if needs else {}
     for option, value in options.items():
         arguments = needed | {option: value}
         if option in POLICIES[policy].options:

@@ -12,7 +12,7 @@ import pytest
 from orchmllm.config.balance import BalanceConfig
 from orchmllm.models.flops import cost_model
 from orchmllm.plan.assign import PHASES, PhasePolicy, PlanSpec, assign_phases
-from orchmllm.plan.balance import core, load_cap
+from orchmllm.plan.balance import POLICIES, core, load_cap
 from orchmllm.plan.geometry import text_lengths
 from orchmllm.plan.homes import example_bytes, feature_home
 from orchmllm.plan.layout import AUDIO, ENCODERS, TEXT, VISION, BatchLayout
@@ -46,8 +46,7 @@ def internode_bytes(plan: StepPlan) -> int:
     return sum(phase["internode_bytes"] for phase in plan.stats.values())
 
 
-@pytest.mark.parametrize(
-    "policy", ["none", "greedy", "padded", "quadratic", "conv_transformer", "least_move"])
+@pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("dispatch", ["tensors", "load"])
 def test_every_policy_plans_every_phase(policy: str, dispatch: str) -> None:
     plan = plan_step(LAYOUT, spec(dispatch=dispatch, **every_phase(policy)))

@@ -1,0 +1,46 @@
+"""What CONTRIBUTING.md shows of a policy is all that a new one needs."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.lib.commands import ROOT, python
+from tests.lib.mutations import copied, outcome
+
+ALL_POLICIES = "tests/plan/test_balance_properties.py::test_every_option_is_honoured_or_raises"
+
+
+def replace_once(path: Path, old: str, new: str) -> None:
+    text = path.read_text(encoding="utf-8")
+    assert text.count(old) == 1, (path, old)
+    path.write_text(text.replace(old, new), encoding="utf-8")
+
+
+@pytest.mark.slow  # it compiles the core
+def test_the_shown_policy_balances(tmp_path):
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    section = re.search(r"^## A policy\n.*?(?=^## |\Z)", text, re.M | re.S)[0]
+    core, binding, row, test = re.findall(r"```\w+\n(.*?)```", section, re.S)
+    header, bindings, table, test_file = re.findall(r"`((?:cpp|orchmllm|tests)/\S+\.\w+)`", section)
+    tree = copied(tmp_path / "tree")
+    (tree / header).write_text(core, encoding="utf-8")
+    include = '#include "padded.hpp"\n'
+    replace_once(tree / bindings, include, f'{include}#include "{Path(header).name}"\n')
+    place = '  m.def("padded", '
+    replace_once(tree / bindings, place, binding + place)
+    place = '    "least_move": Policy('
+    replace_once(tree / table, place, row + place)
+    (tree / test_file).write_text(test, encoding="utf-8")
+    subprocess.run([sys.executable, "setup.py", "-q", "build_ext", "--inplace"], cwd=tree,
+                   check=True, capture_output=True, env={**os.environ, "CFLAGS": "-O0"})
+    how, said = outcome(f"{test_file} {ALL_POLICIES}", tree)
+    assert how == "passed", said
+    python("scripts/make_recipe_reference.py", cwd=tree, env={"PYTHONPATH": str(tree)})
+    assert "| `snake` | sum(l), by dealing" in (tree / "docs/balancing.md").read_text()
+    assert "`snake`" in (tree / "docs/recipe.md").read_text()
