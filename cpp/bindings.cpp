@@ -176,13 +176,13 @@ Array heaviest_holder(const Array& example, const Array& rank, const Array& byte
 }
 
 Array nodewise(const Array& source, const Array& batch, const Array& volume, i64 num_ranks,
-               i64 ranks_per_node, bool count_receives, i64 steps) {
+               i64 ranks_per_node, i64 steps) {
   check_count("num_ranks", num_ranks);
   check_count("ranks_per_node", ranks_per_node);
   const View<i64> v = weights(volume, "volume");
   const orchmllm::Transfers transfers{homes(source, v.size, num_ranks),
                                       homes(batch, v.size, num_ranks), v, num_ranks,
-                                      std::min(ranks_per_node, num_ranks), count_receives};
+                                      std::min(ranks_per_node, num_ranks)};
   Array rank_of_batch(num_ranks);
   i64* out = rank_of_batch.mutable_data();
   py::gil_scoped_release release;
@@ -287,7 +287,7 @@ PYBIND11_MODULE(_core, m) {
   m.def("expand_order", &expand_order, array("order"), array("counts"));
   m.def("heaviest_holder", &heaviest_holder, array("example"), array("rank"), array("bytes"), home);
   m.def("nodewise", &nodewise, array("source"), array("batch"), array("volume"), num_ranks,
-        ranks_per_node, py::arg("count_receives"), py::arg("steps"));
+        ranks_per_node, py::arg("steps"));
   const auto ops = array("ops"), duration = array("duration"), comm = array("comm"),
              order = array("order");
   m.def("pipeline_times", &pipeline_times, ops, duration, comm, order);

@@ -1,5 +1,5 @@
 // Node-wise rearrangement (OrchMLLM Algorithm 3): which node processes which given batch, so that
-// the busiest rank sends (or sends or receives) as little as possible to other nodes.
+// the busiest rank sends as little as possible to other nodes.
 //
 // A deterministic tabu search over swaps of two batches. Each step relieves the busiest rank: its
 // node gets a batch that the rank holds much of, for one of its own. Among those swaps the one with
@@ -14,7 +14,6 @@ namespace orchmllm {
 struct Transfers {
   View<i64> source, batch, volume;  // (m,) triplets
   i64 num_ranks, ranks_per_node;
-  bool count_receives;  // objective max(send, receive) instead of send
 };
 
 class NodewiseSearch {
@@ -82,26 +81,20 @@ class NodewiseSearch {
     for (; e != end && e->other < (k + 1) * t_.ranks_per_node; ++e) visit(e->other, e->volume);
   }
 
-  // traffic_[i]: what rank i sends to other nodes; traffic_[d + b]: what batch b receives.
+  // traffic_[i]: what rank i sends to other nodes.
   void measure() {
-    traffic_.assign(t_.count_receives ? 2 * d_ : d_, 0);
+    traffic_.assign(d_, 0);
     for (std::size_t b = 0; b < d_; ++b) {
       for (std::size_t e = batch_start_[b]; e < batch_start_[b + 1]; ++e) {
         if (node(by_batch_[e].other) == node_of_[b]) continue;
         traffic_[size(by_batch_[e].other)] += by_batch_[e].volume;
-        if (t_.count_receives) traffic_[d_ + b] += by_batch_[e].volume;
       }
     }
   }
 
   // Adds the traffic of batch b leaving node k (sign 1) or coming to it (-1) to `change`.
   void shift(i64 b, i64 k, i64 sign, std::vector<std::pair<std::size_t, i64>>& change) const {
-    i64 total = 0;
-    held(b, k, [&](i64 rank, i64 volume) {
-      change.emplace_back(size(rank), sign * volume);
-      total += volume;
-    });
-    if (t_.count_receives) change.emplace_back(d_ + size(b), sign * total);
+    held(b, k, [&](i64 rank, i64 volume) { change.emplace_back(size(rank), sign * volume); });
   }
 
   double excess(i64 traffic) const {  // doubles hold these integers and their squares' order exactly
@@ -151,7 +144,7 @@ class NodewiseSearch {
     return static_cast<i64>((random_ >> 33) % d_);
   }
 
-  // One swap for the busiest rank (or batch). False if there is none to make.
+  // One swap for the busiest rank. False if there is none to make.
   bool relieve(i64 step, std::vector<i64>& rests) {
     delta_.resize(traffic_.size());
     const std::size_t busiest =
@@ -163,21 +156,11 @@ class NodewiseSearch {
       const double p = price(a, b);
       if (p < best_price) best_price = p, best_a = a, best_b = b;
     };
-    if (busiest < d_) {
-      const i64 home = node(static_cast<i64>(busiest));
-      for (std::size_t e = source_start_[busiest]; e < source_start_[busiest + 1]; ++e) {
-        const i64 b = by_source_[e].other;
-        if (node_of_[size(b)] == home) continue;
-        for (const i64 a : members_[size(home)]) offer(a, b);
-      }
-    } else {
-      const i64 b = static_cast<i64>(busiest - d_);
-      for (std::size_t e = batch_start_[size(b)]; e < batch_start_[size(b) + 1]; ++e) {
-        const i64 k = node(by_batch_[e].other);
-        if (k == node_of_[size(b)]) continue;
-        if (e > batch_start_[size(b)] && k == node(by_batch_[e - 1].other)) continue;
-        for (const i64 a : members_[size(k)]) offer(a, b);
-      }
+    const i64 home = node(static_cast<i64>(busiest));
+    for (std::size_t e = source_start_[busiest]; e < source_start_[busiest + 1]; ++e) {
+      const i64 b = by_source_[e].other;
+      if (node_of_[size(b)] == home) continue;
+      for (const i64 a : members_[size(home)]) offer(a, b);
     }
     if (best_a < 0) return false;
     swap(best_a, best_b);

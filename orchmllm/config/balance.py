@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from orchmllm.config.schema import Conflict, key, section
 from orchmllm.plan.assign import DISPATCHES, BalancePolicy, PhasePolicy
 from orchmllm.plan.balance import DEFAULT_TOLERANCE, POLICIES, RENAMED
-from orchmllm.plan.nodewise import OBJECTIVES, SOLVERS
+from orchmllm.plan.nodewise import SOLVERS
 
 SOLVER_PACKAGES = {"cbc": ("cvxpy", "cylp"), "highs": ("cvxpy", "highspy")}
 
@@ -74,9 +74,6 @@ class BalanceConfig(BalancePolicy):
         "search", "How the permutation of `nodewise` is found: `search`, or the paper's integer "
         "program by `cbc` or `highs` (pip install cvxpy highspy cylp), solved on one rank and sent "
         "to all.", choices=SOLVERS)
-    nodewise_objective: str = key(
-        "send", "What it keeps low: what the busiest rank sends to other nodes, or the larger of "
-        "what it sends and receives.", choices=OBJECTIVES)
     nodewise_limit_s: float = key(
         60.0, "Seconds for each integer program; the best permutation found by then is used, and "
         "none found is an error.", above=0, at_most=86400)

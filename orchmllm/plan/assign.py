@@ -57,7 +57,6 @@ class BalancePolicy:
     whole_examples: bool = False
     calibrate_steps: int = 0
     nodewise_solver: str = "search"
-    nodewise_objective: str = "send"
     nodewise_limit_s: float = 60.0
     vision: PhasePolicy = PhasePolicy()
     audio: PhasePolicy = PhasePolicy()
@@ -206,12 +205,10 @@ def _assign(
         blind = ", ".join(name for name, row in POLICIES.items() if row.node_blind)
         raise ValueError(f"balance.{phase}: policy {chosen.policy!r} does not honour nodewise; "
                          f"only {blind} do")
-    chosen_solver = spec.balance.nodewise_solver
-    rank, item, num_bytes = pieces
+    solver, (rank, item, num_bytes) = spec.balance.nodewise_solver, pieces
     return solve(
         rank, rank_of[item], num_bytes, num_ranks=num_ranks, ranks_per_node=spec.ranks_per_node,
-        solver=chosen_solver, objective=spec.balance.nodewise_objective,
-        limit=None if chosen_solver == "search" else spec.balance.nodewise_limit_s)[rank_of]
+        solver=solver, limit=None if solver == "search" else spec.balance.nodewise_limit_s)[rank_of]
 
 
 def assign_microbatches(layout: BatchLayout, spec: PlanSpec, num_microbatches: int) -> np.ndarray:

@@ -19,7 +19,6 @@ import numpy as np
 from orchmllm.plan.balance import _count, as_int64, check_ranks, core
 
 SOLVERS = ("search", "cbc", "highs")
-OBJECTIVES = ("send", "send_receive")
 CBC_SHARE = 0.7  # of the limit: it looks at its clock rarely
 
 
@@ -31,7 +30,6 @@ def assign_nodes(
     num_ranks: int,
     ranks_per_node: int,
     solver: str = "search",
-    objective: str = "send",
     limit: float | None = None,
     begin: Callable[[], None] = lambda: None,
 ) -> np.ndarray:
@@ -39,11 +37,10 @@ def assign_nodes(
 
     source_rank, batch, volume: (m,) triplets: volume bytes of batch are on source_rank. Triplets of
     the same pair add up.
-    objective: `send`, or `send_receive` for the larger of what a rank sends and receives.
     limit: for `search` the number of swaps (default 40000), for a solver its seconds
     (default 60).
     begin: called when the program is written and the solver is about to begin.
-    Raises ValueError for malformed input, an unknown solver or objective, and RuntimeError if a
+    Raises ValueError for malformed input, an unknown solver, and RuntimeError if a
     solver finds nothing within its limit.
     """
     num_ranks = _count("num_ranks", num_ranks)
@@ -53,15 +50,11 @@ def assign_nodes(
     batch = check_ranks("batch", batch, len(volume), num_ranks)
     if solver not in SOLVERS:
         raise ValueError(f"unknown solver {solver!r}; choose one of {', '.join(SOLVERS)}")
-    if objective not in OBJECTIVES:
-        raise ValueError(f"unknown objective {objective!r}; choose one of {', '.join(OBJECTIVES)}")
-    receives = objective == "send_receive"
     if solver == "search":
         steps = 40000 if limit is None else int(limit)
-        return core().nodewise(source_rank, batch, volume, num_ranks, ranks_per_node, receives,
-                               steps)
-    node_of = _solve(source_rank, batch, volume, num_ranks, ranks_per_node, receives,
-                     solver, 60.0 if limit is None else float(limit), begin)
+        return core().nodewise(source_rank, batch, volume, num_ranks, ranks_per_node, steps)
+    node_of = _solve(source_rank, batch, volume, num_ranks, ranks_per_node, solver,
+                     60.0 if limit is None else float(limit), begin)
     rank_of = np.empty(num_ranks, np.int64)  # inside a node in ascending order of batch
     rank_of[np.argsort(node_of, kind="stable")] = np.arange(num_ranks)
     return rank_of
@@ -69,7 +62,7 @@ def assign_nodes(
 
 def _solve(
     source_rank: np.ndarray, batch: np.ndarray, volume: np.ndarray, num_ranks: int,
-    ranks_per_node: int, receives: bool, solver: str, seconds: float, begin: Callable[[], None],
+    ranks_per_node: int, solver: str, seconds: float, begin: Callable[[], None],
 ) -> np.ndarray:
     """(d,) node of each batch, best found by the solver."""
     try:
@@ -86,18 +79,13 @@ def _solve(
     x = cvxpy.Variable((num_ranks * num_nodes,), boolean=True)  # x[b * num_nodes + k]
     bound = cvxpy.Variable()
 
-    def kept(row: np.ndarray) -> object:
-        """(d, d * nodes) volume that stays inside the node, by source rank or by batch."""
-        return scipy.sparse.csr_matrix(
-            (volume / scale, (row, batch * num_nodes + node)),
-            shape=(num_ranks, num_ranks * num_nodes))
-
+    # (d, d * nodes): what stays inside the node of its source rank.
+    kept = scipy.sparse.csr_matrix((volume / scale, (source_rank, batch * num_nodes + node)),
+                                   shape=(num_ranks, num_ranks * num_nodes))
     total = np.bincount(source_rank, volume / scale, num_ranks)
     grid = cvxpy.reshape(x, (num_ranks, num_nodes), order="C")
     constraints = [cvxpy.sum(grid, axis=1) == 1, cvxpy.sum(grid, axis=0) == sizes,
-                   total - kept(source_rank) @ x <= bound]
-    if receives:
-        constraints.append(np.bincount(batch, volume / scale, num_ranks) - kept(batch) @ x <= bound)
+                   total - kept @ x <= bound]
     problem = cvxpy.Problem(cvxpy.Minimize(bound), constraints)
     name, options = {"cbc": (cvxpy.CBC, {"maximumSeconds": CBC_SHARE * seconds}),
                      "highs": (cvxpy.HIGHS, {"time_limit": seconds})}[solver]

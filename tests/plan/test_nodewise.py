@@ -17,33 +17,30 @@ def triplets(seed: int, d: int, m: int):
     return rng.integers(0, d, m), rng.integers(0, d, m), rng.integers(0, 1000, m)
 
 
-def busiest(problem, rank_of: np.ndarray, c: int, objective: str) -> int:
+def busiest(problem, rank_of: np.ndarray, c: int) -> int:
+    """Volume that the busiest rank sends to other nodes."""
     source, batch, volume = problem
     target = rank_of[batch]
     between = source // c != target // c
-    send, receive = (np.bincount(at[between], volume[between], len(rank_of))
-                     for at in (source, target))
-    return int(max(send.max(), receive.max()) if objective == "send_receive" else send.max())
+    return int(np.bincount(source[between], volume[between], len(rank_of)).max())
 
 
-@pytest.mark.parametrize("objective", ["send", "send_receive"])
 @pytest.mark.parametrize(("d", "c", "m"), [(1, 8, 3), (6, 2, 40), (7, 3, 30), (12, 4, 200),
                                            (10, 1, 50), (8, 8, 20), (9, 4, 0)])
-def test_search_is_a_permutation_and_equals_its_twin(d, c, m, objective) -> None:
+def test_search_is_a_permutation_and_equals_its_twin(d, c, m) -> None:
     for seed in range(3):
         problem = triplets(seed, d, m)
-        got = assign_nodes(*problem, num_ranks=d, ranks_per_node=c, objective=objective, limit=240)
+        got = assign_nodes(*problem, num_ranks=d, ranks_per_node=c, limit=240)
         assert sorted(got.tolist()) == list(range(d))
-        assert np.array_equal(got, nodewise(*problem, d, c, objective == "send_receive", 240))
+        assert np.array_equal(got, nodewise(*problem, d, c, 240))
 
 
-@pytest.mark.parametrize("objective", ["send", "send_receive"])
-def test_search_finds_the_optimum(objective: str) -> None:
+def test_search_finds_the_optimum() -> None:
     for seed in range(8):
         problem = triplets(seed, 6, 50)
-        got = assign_nodes(*problem, num_ranks=6, ranks_per_node=2, objective=objective)
-        least = min(busiest(problem, np.array(p), 2, objective) for p in permutations(range(6)))
-        assert busiest(problem, got, 2, objective) == least
+        got = assign_nodes(*problem, num_ranks=6, ranks_per_node=2)
+        least = min(busiest(problem, np.array(p), 2) for p in permutations(range(6)))
+        assert busiest(problem, got, 2) == least
 
 
 # The busiest sender of an optimal assignment, proved by HiGHS: natural mix, `greedy` batches.
@@ -61,33 +58,32 @@ def test_search_finds_what_a_solver_proved(num_ranks, seed, phase, least) -> Non
         weight, policy = layout.attn_len[segments], "padded"
     problem = (home, balance(weight, num_ranks=num_ranks, policy=policy, home=home), weight)
     got = assign_nodes(*problem, num_ranks=num_ranks, ranks_per_node=8)
-    assert busiest(problem, got, 8, "send") == least
+    assert busiest(problem, got, 8) == least
 
 
 @pytest.mark.parametrize("solver", ["highs", "cbc"])
-@pytest.mark.parametrize("objective", ["send", "send_receive"])
-def test_solvers_find_the_optimum(solver: str, objective: str) -> None:
+def test_solvers_find_the_optimum(solver: str) -> None:
     cvxpy = pytest.importorskip("cvxpy")
     if {"highs": "HIGHS", "cbc": "CBC"}[solver] not in cvxpy.installed_solvers():
         pytest.skip(f"{solver} is not installed")
     problem = triplets(0, 7, 60)
-    got = assign_nodes(*problem, num_ranks=7, ranks_per_node=3, solver=solver, objective=objective)
+    got = assign_nodes(*problem, num_ranks=7, ranks_per_node=3, solver=solver)
     assert sorted(got.tolist()) == list(range(7))
-    search = assign_nodes(*problem, num_ranks=7, ranks_per_node=3, objective=objective)
-    assert busiest(problem, got, 3, objective) <= busiest(problem, search, 3, objective)
+    search = assign_nodes(*problem, num_ranks=7, ranks_per_node=3)
+    assert busiest(problem, got, 3) <= busiest(problem, search, 3)
 
 
 def test_search_beats_the_identity() -> None:
     layout = sample_layout("84b", num_ranks=64, batch_size=30, seed=0)
     weight, home = layout.tokens_per_example, layout.rank_of_example
     batch = balance(weight, num_ranks=64, policy="greedy")
-    got = core().nodewise(home, batch, weight, 64, 8, False, 2000)
+    got = core().nodewise(home, batch, weight, 64, 8, 2000)
     problem = (home, batch, weight)
-    assert busiest(problem, got, 8, "send") < .85 * busiest(problem, np.arange(64), 8, "send")
+    assert busiest(problem, got, 8) < .85 * busiest(problem, np.arange(64), 8)
 
 
 @pytest.mark.parametrize(("change", "message"), [
-    ({"solver": "gurobi"}, "unknown solver"), ({"objective": "receive"}, "unknown objective"),
+    ({"solver": "gurobi"}, "unknown solver"),
     ({"num_ranks": 2}, r"source_rank\[2\] = 2 is not a rank of 2"),
     ({"ranks_per_node": 0}, "ranks_per_node must be"),
 ])

@@ -11,22 +11,20 @@ FEW = 32  # batches
 
 
 class Traffic:
-    """What every rank sends to (and, if counted, every batch receives from) other nodes."""
+    """What every rank sends to other nodes."""
 
-    def __init__(self, source, batch, volume, num_ranks, width, count_receives):
-        self.d, self.width, self.receives = num_ranks, width, count_receives
+    def __init__(self, source, batch, volume, num_ranks, width):
+        self.d, self.width = num_ranks, width
         shares = sorted((b, r, v) for v, b, r in largest_shares(source, batch, volume) if v > 0)
         self.of_batch = [[(r, v) for b, r, v in shares if b == k] for k in range(num_ranks)]
         self.of_source = [[b for b, r, _ in shares if r == k] for k in range(num_ranks)]
 
     def of(self, node_of: list[int]) -> list[int]:
-        out = [0] * (self.d * (2 if self.receives else 1))
+        out = [0] * self.d
         for b, pieces in enumerate(self.of_batch):
             for rank, volume in pieces:
                 if rank // self.width != node_of[b]:
                     out[rank] += volume
-                    if self.receives:
-                        out[self.d + b] += volume
         return out
 
     def change(self, a: int, b: int, node_of: list[int]) -> dict[int, int]:
@@ -34,32 +32,25 @@ class Traffic:
         out: dict[int, int] = {}
         p, q = node_of[a], node_of[b]
         for batch, node, sign in ((a, p, 1), (b, q, 1), (a, q, -1), (b, p, -1)):
-            held = [(r, v) for r, v in self.of_batch[batch] if r // self.width == node]
-            for rank, volume in held:
-                out[rank] = out.get(rank, 0) + sign * volume
-            if self.receives:
-                key = self.d + batch
-                out[key] = out.get(key, 0) + sign * sum(v for _, v in held)
+            for rank, volume in self.of_batch[batch]:
+                if rank // self.width == node:
+                    out[rank] = out.get(rank, 0) + sign * volume
         return out
 
     def swaps(self, busiest: int, node_of: list[int], members: list[list[int]]):
         """Pairs (batch of the node that gets relief, batch of another node) worth a look."""
-        if busiest < self.d:
-            home = busiest // self.width
-            return [(a, b) for b in self.of_source[busiest] if node_of[b] != home
-                    for a in members[home]]
-        b = busiest - self.d
-        nodes = dict.fromkeys(r // self.width for r, _ in self.of_batch[b])
-        return [(a, b) for k in nodes if k != node_of[b] for a in members[k]]
+        home = busiest // self.width
+        return [(a, b) for b in self.of_source[busiest] if node_of[b] != home
+                for a in members[home]]
 
 
 def nodewise(
     source: np.ndarray, batch: np.ndarray, volume: np.ndarray, num_ranks: int,
-    ranks_per_node: int, count_receives: bool, steps: int,
+    ranks_per_node: int, steps: int,
 ) -> np.ndarray:
     """rank_of_batch (num_ranks,) with a busy rank that sends little to other nodes."""
     width = min(ranks_per_node, num_ranks)
-    traffic = Traffic(source, batch, volume, num_ranks, width, count_receives)
+    traffic = Traffic(source, batch, volume, num_ranks, width)
     start = near_home(source, batch, volume, num_ranks, width)
     node_of = [int(r) // width for r in start]
     members = [[b for b in range(num_ranks) if node_of[b] == k]
