@@ -3,13 +3,16 @@ does so on all of them, before the model runs."""
 
 from __future__ import annotations
 
+import subprocess
 from dataclasses import replace
+from unittest import mock
 
 import numpy as np
 import pytest
 
 import orchmllm.config.balance as section
-from orchmllm.comm.ilp import ProgramSolver
+from orchmllm.comm import ilp
+from orchmllm.comm.ilp import solve_program
 from orchmllm.config.balance import BalanceConfig
 from orchmllm.config.recipe import RecipeError, load_recipe
 from orchmllm.plan.balance import balance
@@ -25,10 +28,10 @@ needs_solvers = pytest.mark.skipif(
     reason="the extra ilp is not installed")
 
 
-def permuted(solver: str, objective: str = "send", **options) -> BalanceConfig:
+def permuted(solver: str, **options) -> BalanceConfig:
     phase = PhasePolicy("greedy", nodewise=True)
     return BalanceConfig(ranks_per_node=2, vision=phase, audio=phase, llm=phase,
-                         nodewise_solver=solver, nodewise_objective=objective, **options)
+                         nodewise_solver=solver, **options)
 
 
 def run_of(balance: BalanceConfig, accumulation_steps: int = 1):
@@ -38,20 +41,19 @@ def run_of(balance: BalanceConfig, accumulation_steps: int = 1):
                                  accumulation_steps=accumulation_steps))
 
 
-class Killed(ProgramSolver):
+def killed(*problem, **options):
     """A solver whose process is gone at once, as if the kernel had wanted its memory."""
-
-    def _start(self) -> None:
-        super()._start()
-        self.process.kill()
-        self.process.wait()
+    run = subprocess.run
+    with mock.patch.object(subprocess, "run", lambda _, **how: run(["sh", "-c", "kill -9 $$"],
+                                                                   **how)):
+        return solve_program(*problem, **options)
 
 
 def broken(*problem, **options):
     raise RuntimeError("no licence")
 
 
-SOLVERS = {"raises": broken, "killed": Killed(), "late": ProgramSolver(grace_s=0.0)}
+SOLVERS = {"raises": broken, "killed": killed}
 
 
 def digests_and_losses(world, run, solver: str = "") -> tuple[list, str]:
@@ -76,7 +78,7 @@ def digests_and_losses(world, run, solver: str = "") -> tuple[list, str]:
     ("highs", 4, 1), ("cbc", 3, 2)])
 def test_one_rank_solves_for_all(solver, num_ranks, accumulation_steps):
     results = run_ranks(digests_and_losses, num_ranks, run_of(
-        permuted(solver, "send_receive", nodewise_limit_s=20.0), accumulation_steps))
+        permuted(solver, nodewise_limit_s=20.0), accumulation_steps))
     assert all(r == results[0] for r in results) and len(results[0][0]) == 1
     want = run_ranks(digests_and_losses, num_ranks,
                      run_of(permuted("search"), accumulation_steps))[0]
@@ -87,7 +89,6 @@ def test_one_rank_solves_for_all(solver, num_ranks, accumulation_steps):
 @pytest.mark.parametrize("solver, text", [
     ("raises", "rank 0 (also ranks [1, 2]) failed: RuntimeError: no licence"),
     ("killed", "the process of solver 'highs' died (exit code -9"),
-    ("late", "had no answer 0 s after its limit of 0.01 s and was killed"),
 ])
 def test_a_solver_that_fails_fails_on_all_ranks(solver, text):
     results = run_ranks(digests_and_losses, 3,
@@ -98,30 +99,29 @@ def test_a_solver_that_fails_fails_on_all_ranks(solver, text):
 
 @needs_solvers
 def test_a_child_process_answers_like_the_library():
-    rng, solver = np.random.default_rng(0), ProgramSolver()
+    rng = np.random.default_rng(0)
     options = {"num_ranks": 6, "ranks_per_node": 2, "solver": "highs", "limit": 20.0}
-    for _ in range(2):
-        problem = rng.integers(0, 6, 30), rng.integers(0, 6, 30), rng.integers(0, 9, 30)
-        assert np.array_equal(solver(*problem, **options), assign_nodes(*problem, **options))
+    problem = rng.integers(0, 6, 30), rng.integers(0, 6, 30), rng.integers(0, 9, 30)
+    assert np.array_equal(solve_program(*problem, **options), assign_nodes(*problem, **options))
     with pytest.raises(RuntimeError, match=r"ValueError: batch\[0\] = 7 is not a rank of 6"):
-        solver(np.array([0]), np.array([7]), np.array([1]), **options)
-    process = solver.process
-    del solver
-    assert process.poll() is not None  # ended and waited for
+        solve_program(np.array([0]), np.array([7]), np.array([1]), **options)
 
 
 @needs_solvers
-def test_a_solver_that_ignores_its_limit_is_ended():
+def test_a_solver_that_ignores_its_limit_is_ended(monkeypatch):
     """CBC looks at its clock rarely: it needs a tenth of a second here, whatever its limit."""
-    layout, solver = sample_layout("84b", num_ranks=128, batch_size=60, seed=0), ProgramSolver()
+    layout = sample_layout("84b", num_ranks=128, batch_size=60, seed=0)
     weight, home = layout.tokens_per_example, layout.rank_of_example
     problem = home, balance(weight, num_ranks=128, policy="greedy", home=home), weight
     text = r"1\.2 times its limit of 0\.01 s and was ended; raise balance\.nodewise_limit_s"
     few = [part[:20] % 8 for part in problem]
-    found = solver(*few, num_ranks=8, ranks_per_node=4, solver="cbc", limit=20.0)
+    found = solve_program(*few, num_ranks=8, ranks_per_node=4, solver="cbc", limit=20.0)
     assert sorted(found) == list(range(8))
     with pytest.raises(RuntimeError, match=text):
-        solver(*problem, num_ranks=128, ranks_per_node=8, solver="cbc", limit=.01)
+        solve_program(*problem, num_ranks=128, ranks_per_node=8, solver="cbc", limit=.01)
+    monkeypatch.setattr(ilp, "GRACE_S", 1e-3)  # it does not get to begin
+    with pytest.raises(RuntimeError, match="was ended"):
+        solve_program(*few, num_ranks=8, ranks_per_node=4, solver="cbc", limit=20.0)
 
 
 def test_a_recipe_names_what_is_missing(tmp_path, monkeypatch):
