@@ -55,7 +55,7 @@ def build_plan(
     """The plan for given ranks: encode[m] (s_m,) per segment, llm (n,) per example."""
     llm_move = Rearrangement.from_rank_of(llm, layout.examples_per_rank)
     encode_moves, feature_moves = {}, {}
-    for phase, modality in ENCODERS.items():
+    for phase, modality in spec.encoders.items():
         seg = layout.segments[modality]
         counts = np.bincount(layout.example_of_segment[seg], minlength=layout.num_examples)
         sizes = np.bincount(layout.rank_of_example[layout.example_of_segment[seg]],
@@ -91,14 +91,14 @@ class StepPlan:
         """64 bits over lengths, plan and configuration (compared by all ranks in COMMIT)."""
         parts = [self.layout.to_payload(), self.layout.examples_per_rank, self.llm.order,
                  self.llm.target_sizes]
-        for phase in ENCODERS:
+        for phase in self.spec.encoders:
             parts += [self.encode[phase].order, self.encode[phase].target_sizes]
         return digest64(np.concatenate([*parts, [self.spec.digest]], dtype=np.int64).tobytes())
 
     @cached_property
     def stats(self) -> dict[str, dict[str, int]]:
         """Per phase: bytes of inputs and features that change rank, and that change node."""
-        return {phase: self._phase_stats(phase) for phase in PHASES}
+        return {phase: self._phase_stats(phase) for phase in self.spec.phases}
 
     def rearrangement(self, phase: str) -> Rearrangement:
         """How the items of a phase move: segments of an encoder, examples of the LLM."""
@@ -128,8 +128,8 @@ class StepPlan:
     def predicted_gain(self) -> float:
         """Share of the step's time that balancing is predicted to spare: phases run one after the
         other, each as long as its slowest rank, by the cost models; moving is not counted."""
-        before, after = (sum(int(cost[i].max(initial=0)) for cost in map(self.phase_cost, PHASES))
-                         for i in range(2))
+        costs = [self.phase_cost(phase) for phase in self.spec.phases]
+        before, after = (sum(int(cost[i].max(initial=0)) for cost in costs) for i in range(2))
         return 1.0 - after / before if before else 0.0
 
     def _phase_stats(self, phase: str) -> dict[str, int]:
@@ -158,7 +158,7 @@ class StepPlan:
         layout = self.layout
         encode, feature, media, grid, scatter = {}, {}, {}, {}, {}
         examples = self.llm.items_on(rank)
-        for phase, modality in ENCODERS.items():
+        for phase, modality in self.spec.encoders.items():
             seg = layout.segments[modality]
             if not len(seg):
                 encode[phase] = feature[phase] = no_exchange(layout.num_ranks)
