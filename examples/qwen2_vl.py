@@ -93,7 +93,7 @@ def main(balance: bool = True, num_steps: int = 20) -> dict:
     loader = BalancedDataLoader(
         Pictures(), batch_size=12, shuffle=True, collate_fn=collate,
         length_fn=lambda e: len(e["input_ids"]),
-        phases={"llm": CostModel(linear=100_000, quadratic=400)}, policy="padded",
+        phases=CostModel(linear=100_000, quadratic=400), policy="padded",
         enabled=balance)
     losses, seen = [], []
     while len(losses) < num_steps:
@@ -106,7 +106,7 @@ def main(balance: bool = True, num_steps: int = 20) -> dict:
             dist.all_reduce(loss)
             losses.append(loss.item() / dist.get_world_size())
             seen.append({"vision": encoders.last["vision"].imbalance,
-                         "llm": loader.step.imbalance["llm"]})
+                         "llm": loader.step.imbalance})
             if len(losses) == num_steps:
                 break
     mean = {phase: tuple(sum(s[phase][i] for s in seen) / len(seen) for i in range(2))

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 from orchmllm.comm.ranks import rank_list
 from orchmllm.data.loading.pipeline import Pipeline
-from orchmllm.loader.examples import Phase, StepInfo
+from orchmllm.loader.examples import StepInfo
 from orchmllm.loader.feeds import Collator
 from orchmllm.loader.links import connect
 from orchmllm.loader.loss import LossWatch, check_labels, scale
@@ -49,11 +49,11 @@ class BalancedDataLoader(DataLoader):
     DataLoader (see `balance`), which decides what it draws and how: these arguments are refused
     then; or any iterable of lists of examples.
 
-    lengths: length of every example by index, a sequence or a function; an integer, or Segments.
-    length_fn: instead, length of a loaded example. phases: cost of an example by its length (a
-    CostModel, default: its length), or phase -> CostModel or Phase. policy, tolerance: see
-    orchmllm.plan.balance.balance; one for all phases, or by phase; without a policy, least_move,
-    and collate_fn must not pad. group: ranks that share the data (default: all), one per replica.
+    lengths: length of every example by index, a sequence or a function; an integer. length_fn:
+    instead, length of a loaded example. phases: cost of an example by its length (default: its
+    length); the encoders of a model are balanced by balance_encoders. policy, tolerance: see
+    orchmllm.plan.balance.balance; without a policy, least_move, and collate_fn must not pad.
+    group: ranks that share the data (default: all), one per replica.
     dispatch: `load` (each rank loads what it processes; needs lengths) or `bytes` (examples are
     sent between ranks in the prefetch thread); default: `load` with lengths, else `bytes`.
     max_rank_tokens: cap of a rank's tokens in a microbatch. accumulation_steps: batches per
@@ -61,11 +61,10 @@ class BalancedDataLoader(DataLoader):
     not -100). prefetch: steps prepared ahead. seed: of the shuffling, equal on all ranks. min_gain:
     steps predicted to gain less (0.02: 2%) run as sampled. enabled: false runs every step as
     sampled, for comparisons. shard_size: balance within groups of so many consecutive ranks (0:
-    all); pass `loader.exchange_group` to exchange_rows then. ranks_per_node: default from the
-    launcher. timeout_s: of an agreement that a rank never joins.
-    log_every: steps between lines of the logger orchmllm.loader on rank 0 (0: none). context:
-    longest sequence of the model; lengths above ten times that are asked about in a warning (0:
-    none). check_loss: warn if the loop never asks how to scale its loss.
+    all). ranks_per_node: default from the launcher. timeout_s: of an agreement that a rank never
+    joins. log_every: steps between lines of the logger orchmllm.loader on rank 0 (0: none).
+    context: longest sequence of the model; lengths above ten times that are asked about in a
+    warning (0: none). check_loss: warn if the loop never asks how to scale its loss.
 
     The user's batch is passed on untouched: what a loop needs to know of the batch last yielded is
     `loader.step`, and `loader.scale_sum` or `loader.scale_mean` scales its loss. Errors of any
@@ -82,9 +81,8 @@ class BalancedDataLoader(DataLoader):
         collate_fn: Callable | None = None, pin_memory: bool = False, drop_last: bool = False, *,
         lengths: Sequence | Callable[[int], Any] | None = None,
         length_fn: Callable[[Any], Any] | None = None,
-        phases: CostModel | Mapping[str, CostModel | Phase] | None = None,
-        policy: str | Mapping[str, str] | None = None,
-        tolerance: float | Mapping[str, float] | None = None, dispatch: str | None = None,
+        phases: CostModel | None = None, policy: str | None = None,
+        tolerance: float | None = None, dispatch: str | None = None,
         group: dist.ProcessGroup | None = None, max_rank_tokens: int = 0, prefetch: int = 2,
         num_targets: Callable[[Any], int] | None = None, accumulation_steps: int = 1, seed: int = 0,
         min_gain: float = 0.0, enabled: bool = True, shard_size: int = 0,
@@ -103,17 +101,17 @@ class BalancedDataLoader(DataLoader):
                         accumulation_steps, prefetch)
         links = connect(self, ranks, shard_size, ranks_per_node, timeout_s,
                         cpu=dispatch == "bytes")
-        spec, media = make_spec(phases, policy, tolerance, max_rank_tokens, links.gather.per_node,
-                                dispatch, min_gain)
-        self.rank, self.num_ranks, self.exchange_group = links.rank, len(ranks), links.device
+        spec = make_spec(phases, policy, tolerance, max_rank_tokens, links.gather.per_node,
+                         dispatch, min_gain)
+        self.rank, self.num_ranks = links.rank, len(ranks)
         self._orchestrator = Orchestrator(
             spec, links.gather, planner=plan_filled, assigner=assign_filled, group=links.cpu,
             commit_gather=links.everyone)
         batches = self.num_ranks * accumulation_steps  # of a step
         if source.kind == "indices":
             self.global_batch_size = source.batch_size * batches
-        collator = Collator(source.collate, media, self.rank, num_targets, source.pin_memory,
-                            tail_is_filled(source, batches, has_media=bool(media)),
+        collator = Collator(source.collate, self.rank, num_targets, source.pin_memory,
+                            tail_is_filled(source, batches),
                             accumulation_steps if policy is None else 0)
         self._reader = Reader(source, dispatch, lengths, length_fn, collator, links)
         self._counts = num_targets

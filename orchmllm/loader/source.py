@@ -176,18 +176,12 @@ def _takes_all(loader: DataLoader) -> bool:
         and not sampler.replacement and sampler._num_samples is None and sampler.generator is None)
 
 
-def tail_is_filled(source: Source, batches: int, *, has_media: bool) -> bool:
+def tail_is_filled(source: Source, batches: int) -> bool:
     """Whether the last step of an epoch is known to have fewer examples than its `batches` on all
-    ranks. Raises ValueError if that cannot be: the media of a filler would belong to no rank."""
+    ranks."""
     if source.kind != "indices" or source.drop_last:
         return False
-    tail = len(source.dataset) % (source.batch_size * batches)
-    if has_media and 0 < tail < batches:
-        raise ValueError(
-            f"the last step of an epoch has {tail} examples for {batches} batches on all ranks, "
-            "and with media of a Phase a batch cannot be empty: use drop_last=True or another "
-            "batch_size")
-    return 0 < tail < batches
+    return 0 < len(source.dataset) % (source.batch_size * batches) < batches
 
 
 class Reader:

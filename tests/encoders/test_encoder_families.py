@@ -282,7 +282,7 @@ def test_arguments_are_checked():
 
 
 def test_old_names_say_the_new_one():
-    for name in ("rebalance_encoder", "at_least_one"):
+    for name in ("Phase", "Segment", "exchange_rows", "rebalance_encoder", "at_least_one"):
         with pytest.raises(ImportError, match=f"{name} is gone: use orchmllm.balance_encoders"):
             exec(f"from orchmllm import {name}")
 

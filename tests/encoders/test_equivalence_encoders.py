@@ -23,7 +23,7 @@ def checked(world, balance_loader: bool, wrong: float) -> tuple[float, str, bool
     loader = BalancedDataLoader(
         e.Pictures(24), batch_size=6, collate_fn=e.collate, policy="greedy",
         length_fn=lambda x: len(x["input_ids"]), enabled=balance_loader,
-        phases={"llm": CostModel(linear=100_000, quadratic=400)})
+        phases=CostModel(linear=100_000, quadratic=400))
     moved = set()
 
     def step(batch) -> None:
