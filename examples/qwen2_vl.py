@@ -87,8 +87,7 @@ def main(balance: bool = True, num_steps: int = 20) -> dict:
                  model.model.visual):
         fully_shard(unit)
     fully_shard(model)
-    # min_gain=0: whatever is uneven moves; by default the time saved must exceed the exchange's.
-    encoders = balance_encoders(model, min_gain=0.0, shadow=not balance)
+    encoders = balance_encoders(model, shadow=not balance)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     loader = BalancedDataLoader(
         Pictures(), batch_size=12, shuffle=True, collate_fn=collate,

@@ -29,11 +29,11 @@ class Assignment:
 
 
 def assign(
-    encoder: Encoder, world: Gathered, cost_model: CostModel, *, min_gain: float | None,
+    encoder: Encoder, world: Gathered, cost_model: CostModel, *, min_gain: float,
     ranks_per_node: int,
 ) -> Assignment:
     """The assignment of one encoder's items. min_gain: move only if the slowest rank's cost falls
-    by this share; None: if the time that this saves exceeds the measured overhead."""
+    by this share."""
     d, sizes = len(world.sizes), world.sizes
     home = np.repeat(np.arange(d), sizes)
     lengths, frames = encoder.layout.lengths(world.meta)
@@ -47,18 +47,7 @@ def assign(
                       ranks_per_node=min(ranks_per_node, d))
     before, after = (np.bincount(r, weights=cost, minlength=d).astype(np.int64)
                      for r in (home, rank_of))
-    moves = _pays(before, after, world, min_gain)
+    saved = int(before.max()) - int(after.max())
+    moves = saved > 0 and saved >= min_gain * int(before.max())
     return Assignment(Rearrangement.from_rank_of(rank_of if moves else home, sizes), cost, before,
                       after, moves)
-
-
-def _pays(before: np.ndarray, after: np.ndarray, world: Gathered, min_gain: float | None) -> bool:
-    saved = int(before.max()) - int(after.max())
-    if saved <= 0:
-        return False
-    if min_gain is not None:
-        return saved >= min_gain * int(before.max())
-    # Both are known once an encoder has run and something has moved on every rank.
-    if not (world.pace.all() and world.overhead.all()):
-        return True
-    return saved * float(np.median(world.pace)) / 1e3 > float(np.median(world.overhead))

@@ -68,7 +68,7 @@ class EncoderHandle:
 
     def __init__(
         self, owner: nn.Module, encoders: Sequence[Encoder], family: families.Family | None, *,
-        group: dist.ProcessGroup | None, when: str, shadow: bool, min_gain: float | None, join: str,
+        group: dist.ProcessGroup | None, when: str, shadow: bool, min_gain: float, join: str,
         timeout_s: float,
     ) -> None:
         ranks = rank_list(group)
@@ -83,8 +83,6 @@ class EncoderHandle:
         self._costs = list(in_fine_unit({
             e.name: e.cost(owner) if not hasattr(e.cost, "linear") else e.cost
             for e in self.encoders}).values())
-        self._measured = [(0, 0)] * len(self.encoders)  # see sharing.Stopwatch.read
-        self._stopwatches: dict[int, sharing.Stopwatch] = {}  # of the forward before
         self._count, self._checked = 0, False  # forwards; whether one ended well on all ranks
         self._error: Exception | None = None  # of the forward before
         self._forwards: dict[int, _Forward] = {}
@@ -113,10 +111,7 @@ class EncoderHandle:
             locals_ = [self._describe(module, e, inputs) for e in self.encoders]
         except Exception as e:
             error, locals_ = error or e, []
-        for i, stopwatch in self._stopwatches.items():
-            self._measured[i] = stopwatch.read(self._measured[i])
-        self._stopwatches = {}
-        worlds = self._tables(self._count, locals_, self._measured, error)
+        worlds = self._tables(self._count, locals_, error)
         plans = {i: assign(e, world, self._costs[i], **self._options)
                  for i, (e, world) in enumerate(zip(self.encoders, worlds, strict=True))
                  if len(world.meta)}
@@ -132,7 +127,6 @@ class EncoderHandle:
             encoded.append(sharing.encode_share(
                 self.encoders[i], module, locals_[i], worlds[i], plan, self.rank, device,
                 self.group))
-            self._stopwatches[i] = encoded[-1].stopwatch
         features = sharing.return_features(self.gather, self.group, self._count, self.rank,
                                             encoded)
         for share, rows in zip(encoded, features, strict=True):
@@ -251,8 +245,7 @@ def _check_owner(owner: nn.Module, join: str) -> None:
 def balance_encoders(
     model: nn.Module, encoders: Sequence[Encoder] | None = None, *,
     group: dist.ProcessGroup | None = None, when: str = "training", shadow: bool = False,
-    min_gain: float | None = None, join: str = "",
-    timeout_s: float = 600.0,
+    min_gain: float = 0.0, join: str = "", timeout_s: float = 600.0,
 ) -> EncoderHandle:
     """Balances the encoders of `model` over the ranks in every forward; its code, its data and the
     loop around it stay as they are. Every rank of the group calls it at the same place, before or
@@ -263,10 +256,9 @@ def balance_encoders(
     that share the media (default: all); those that shard the encoder must all be in it. when:
     "training" (train mode with gradients) or "always" (also evaluation; all ranks must then make
     the same forwards). shadow: plan, log and record the gain, move nothing. min_gain: move only if
-    the slowest rank's cost falls by this share; None: if the time saved exceeds the measured time
-    of the exchange. join: submodule whose output the features join (default: the input embeddings).
-    timeout_s: of a gather that a rank never
-    joins.
+    the slowest rank's cost falls by this share (0.02: 2%; 0: whenever it falls). join: submodule
+    whose output the features join (default: the input embeddings). timeout_s: of a gather that a
+    rank never joins.
 
     Raises ValueError for a model that it cannot balance exactly: an unknown architecture, dropout
     or batch normalisation in the encoder, a tower whose hidden states fully_shard hides. In a
@@ -274,7 +266,7 @@ def balance_encoders(
     """
     if when not in ("training", "always"):
         raise ValueError(f"when is {when!r}: use 'training' or 'always'")
-    if min_gain is not None and not 0.0 <= min_gain < 1.0:
+    if min_gain is None or not 0.0 <= min_gain < 1.0:
         raise ValueError(f"min_gain is {min_gain}: must be in [0, 1) (0.02: 2%)")
     owner, family = model, None
     if encoders is None:

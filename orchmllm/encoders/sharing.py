@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,35 +24,6 @@ from orchmllm.encoders.table import Gathered, Local
 _PATIENCE_S = 5.0  # for ranks that an error keeps from the agreement
 
 
-class Stopwatch:
-    """Times of one exchange and one run of an encoder, read later and without waiting for the
-    device. moves: whether anything moved; cost: of what was encoded, 0 of a placeholder."""
-
-    def __init__(self, device: torch.device, moves: bool, cost: int) -> None:
-        self._cuda, self._moves, self._cost = device.type == "cuda", moves, cost
-        self._marks: list[Any] = []
-
-    def mark(self) -> None:
-        """Now, in the order of what was given to the device."""
-        if not self._cuda:
-            self._marks.append(time.perf_counter())
-            return
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        self._marks.append(event)
-
-    def read(self, before: tuple[int, int]) -> tuple[int, int]:
-        """(picoseconds per cost, nanoseconds of the exchange); `before` where nothing new is
-        known."""
-        if self._cuda and not self._marks[-1].query():
-            return before
-        exchange_s, encoder_s = (
-            1e-3 * a.elapsed_time(b) if self._cuda else b - a
-            for a, b in zip(self._marks, self._marks[1:], strict=False))
-        return (max(1, int(encoder_s * 1e12 / self._cost)) if self._cost else before[0],
-                int(exchange_s * 1e9) if self._moves else before[1])
-
-
 @dataclass(frozen=True)
 class Encoded:
     """What this rank encoded of one encoder's items. result: as the encoder returned it; features:
@@ -65,7 +35,6 @@ class Encoded:
     result: Any
     features: Features | None
     error: Exception | None
-    stopwatch: Stopwatch
 
 
 def encode_share(
@@ -76,8 +45,6 @@ def encode_share(
     for the encoder: the other ranks are waiting."""
     items = plan.move.items_on(rank)
     meta = world.meta[items]
-    stopwatch = Stopwatch(device, plan.moves, int(plan.cost[items].sum()))
-    stopwatch.mark()
     all_rows = encoder.layout.rows(world.meta)
     exchanges: dict[int, Any] = {}  # by the array of rows: most arguments share one
     values: list[Tensor | None] = []
@@ -89,7 +56,6 @@ def encode_share(
             exchanges[id(rows)] = plan.move.exchange(rows, rank)
         mine = value if value is not None else torch.empty((0, *spec[1]), dtype=spec[0])
         values.append(exchange_rows(mine.to(device), exchanges[id(rows)], group))
-    stopwatch.mark()
     empty = not len(meta)
     if empty:  # a placeholder like the cheapest item
         cheapest = int(plan.cost.argmin())
@@ -106,8 +72,7 @@ def encode_share(
         features = flatten(encoder, owner, result, meta, empty)
     except Exception as e:
         error = e
-    stopwatch.mark()
-    return Encoded(encoder, local, plan, result, features, error, stopwatch)
+    return Encoded(encoder, local, plan, result, features, error)
 
 
 def return_features(

@@ -22,7 +22,7 @@ from orchmllm.encoders.spec import Encoder
 from orchmllm.plan.rearrange import ranges
 
 _HEAD = 2  # number of the forward, bytes of an error text
-_FIXED = 4  # per encoder: columns, digest of its options, picoseconds per cost, overhead in ns
+_FIXED = 2  # per encoder: columns, digest of its options
 _TENSOR = 8  # dtype, dimensions, sizes of up to 6
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32,
            torch.uint8, torch.bool, torch.int16, torch.int8)
@@ -45,15 +45,11 @@ class Local:
 @dataclass(frozen=True)
 class Gathered:
     """The items of one encoder on all d ranks. counts (d, calls); meta (n, columns) in order of the
-    rank; tensors: (dtype, shape of a row) of each packed argument, None if it was not given.
-    pace (d,): picoseconds per unit of cost, overhead (d,): nanoseconds, both as measured, 0 where
-    not yet."""
+    rank; tensors: (dtype, shape of a row) of each packed argument, None if it was not given."""
 
     counts: np.ndarray
     meta: np.ndarray
     tensors: list[tuple[torch.dtype, tuple[int, ...]] | None]
-    pace: np.ndarray
-    overhead: np.ndarray
 
     @property
     def sizes(self) -> np.ndarray:
@@ -96,10 +92,10 @@ def describe_local(
                  tuple(values) if there else (None,) * num_tensors(encoder), options)
 
 
-def _block(encoder: Encoder, local: Local, pace: int, overhead: int) -> list[int]:
+def _block(encoder: Encoder, local: Local) -> list[int]:
     columns = local.meta.shape[1] if len(local.meta) else 0
     options = zlib.crc32(repr(sorted(local.options.items())).encode())
-    block = [columns, options, pace, overhead, *local.counts]
+    block = [columns, options, *local.counts]
     for value in local.values:
         entry = [0] * _TENSOR
         if value is not None and len(local.meta):
@@ -122,15 +118,13 @@ class Tables:
         self._gather_tables = RaggedGather(gather, self._fixed + 128)
 
     def __call__(
-        self, forward: int, locals_: Sequence[Local], measured: Sequence[tuple[int, int]],
-        error: Exception | None,
+        self, forward: int, locals_: Sequence[Local], error: Exception | None
     ) -> list[Gathered]:
-        """The encoders' items on all ranks. measured: (pace, overhead) of each encoder on this
-        rank. Raises, on all ranks alike, RemoteError if `error` is given on one of them,
-        PlanMismatchError if they disagree."""
+        """The encoders' items on all ranks. Raises, on all ranks alike, RemoteError if `error` is
+        given on one of them, PlanMismatchError if they disagree."""
         row = np.zeros(self._fixed, np.int64)
         try:
-            row = row if error else self._row(locals_, measured)
+            row = row if error else self._row(locals_)
         except ValueError as e:
             error = e
         row[:_HEAD] = forward, len(describe(error).encode())
@@ -139,10 +133,10 @@ class Tables:
         raise_first(forward, gather_texts(self.gather, describe(error), rows[:, 1]), error)
         return self._worlds(forward, rows)
 
-    def _row(self, locals_: Sequence[Local], measured: Sequence[tuple[int, int]]) -> np.ndarray:
+    def _row(self, locals_: Sequence[Local]) -> np.ndarray:
         blocks = [0] * _HEAD
-        for encoder, local, stats in zip(self.encoders, locals_, measured, strict=True):
-            blocks += _block(encoder, local, *stats)
+        for encoder, local in zip(self.encoders, locals_, strict=True):
+            blocks += _block(encoder, local)
         return np.concatenate([np.array(blocks, np.int64)] + [x.meta.ravel() for x in locals_])
 
     def _worlds(self, forward: int, rows: np.ndarray) -> list[Gathered]:
@@ -164,7 +158,7 @@ class Tables:
             worlds.append(Gathered(counts, meta, [
                 _tensor(_one(forward, f"argument {i} of encoder {encoder.name!r} ({names})",
                              tensors[:, i], holding, _shown, PAD))
-                for i in range(tensors.shape[1])], block[:, 2], block[:, 3]))
+                for i in range(tensors.shape[1])]))
             at, start = at + size, start + length
         return worlds
 

@@ -143,7 +143,7 @@ def without_deepstack(world) -> str:
     family = FAMILIES["qwen3_vl"]
     model = family.build()
     inputs = batch(family, model, [Item("image", 2)], world.rank)
-    balance_encoders(model.model, [encoder], min_gain=0.0)
+    balance_encoders(model.model, [encoder])
     try:
         model(**inputs)
     except TypeError as error:
@@ -272,6 +272,7 @@ def test_arguments_are_checked():
     spec = Encoder("photo", {"tower": Rows("photos")})
     for arguments, text in [
             (dict(when="ever"), "when is 'ever'"), (dict(min_gain=2.0), "min_gain is 2.0"),
+            (dict(min_gain=None), "min_gain is None"),
             (dict(encoders=[]), "at least one Encoder"), (dict(encoders=[spec]), "has no 'tower'"),
             (dict(encoders=[Encoder("a", {"0": Rows("x")})]), "no get_input_embeddings"),
             (dict(encoders=[Encoder("a", {"0": Rows("x")})], join="embed"), "has no 'embed'")]:

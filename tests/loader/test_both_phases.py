@@ -49,7 +49,7 @@ def step(world, kind: str) -> tuple[float, tuple, tuple]:
     for unit in (*model.model.visual.blocks, *model.model.language_model.layers):
         fully_shard(unit)
     fully_shard(model)
-    handle = balance_encoders(model, min_gain=0.0)
+    handle = balance_encoders(model)
     loader = BalancedDataLoader(
         e.Pictures(NUM), batch_size=NUM // world.world_size, collate_fn=collate,
         length_fn=lambda x: len(x["input_ids"]), policy="greedy",
