@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from orchmllm import Encoder, Rows, balance_encoders
-from orchmllm.encoders import families, hook, sharing
+from orchmllm.encoders import answers, families, sharing
 from orchmllm.encoders.table import describe_local
 from tests.lib.commands import ROOT
 from tests.lib.encoder_models import ALL, FAMILIES, Item, batch
@@ -131,7 +131,8 @@ def swapped(world) -> float:
     right = sharing.return_features
 
     def wrong(*arguments):
-        return [(rows.flip(0), counts) for rows, counts in right(*arguments)]
+        rows, counts = right(*arguments)
+        return rows.flip(0), counts
 
     sharing.return_features = wrong
     items = scenarios(FAMILIES["llava"])["uneven"][world.rank]
@@ -152,7 +153,7 @@ def without_deepstack(world) -> str:
 
 
 def without_zero(world) -> float:
-    hook.EncoderHandle._attach = lambda *arguments: None
+    answers.Answers.join_zero = lambda *arguments: None
     items = scenarios(FAMILIES["llava"])["text only"][world.rank]
     return one_step(FAMILIES["llava"], "fsdp2", "none", items, world.rank)["difference"]
 
