@@ -1,8 +1,8 @@
 """Feeds of the drop-in loader: where a user's examples come from and how a plan reaches them.
 
-- `IndexFeed` (dispatch `load`): lengths are known by index, so a plan is a list of indices that
-  torch's DataLoader loads and collates like any other batch, in worker processes if there are any.
-- `ExampleFeed` (dispatch `bytes`): examples are loaded first, then move between ranks.
+- `IndexFeed`: lengths are known by index, so a plan is a list of indices that torch's DataLoader
+  loads and collates like any other batch, in worker processes if there are any.
+- `ExampleFeed`: examples are loaded first, then move between ranks.
 """
 
 from __future__ import annotations

@@ -49,13 +49,13 @@ class BalancedDataLoader(DataLoader):
     DataLoader (see `balance`), which decides what it draws and how: these arguments are refused
     then; or any iterable of lists of examples.
 
-    lengths: length of every example by index, a sequence or a function; an integer. length_fn:
-    instead, length of a loaded example. phases: cost of an example by its length (default: its
-    length); the encoders of a model are balanced by balance_encoders. policy, tolerance: see
-    orchmllm.plan.balance.balance; without a policy, least_move, and collate_fn must not pad.
+    lengths: length of every example by index, a sequence or a function; an integer; each rank loads
+    what it processes. length_fn: instead, length of a loaded example; examples are loaded where
+    they are sampled and sent between ranks in the prefetch thread. phases: cost of an example by
+    its length (default: its length); the encoders of a model are balanced by balance_encoders.
+    policy, tolerance: see orchmllm.plan.balance.balance; without a policy, least_move, and
+    collate_fn must not pad.
     group: ranks that share the data (default: all), one per replica.
-    dispatch: `load` (each rank loads what it processes; needs lengths) or `bytes` (examples are
-    sent between ranks in the prefetch thread); default: `load` with lengths, else `bytes`.
     max_rank_tokens: cap of a rank's tokens in a microbatch. accumulation_steps: batches per
     optimizer step. num_targets: collated batch -> its labels (default: entries of "labels" that are
     not -100). prefetch: steps prepared ahead. seed: of the shuffling, equal on all ranks. min_gain:
@@ -82,8 +82,8 @@ class BalancedDataLoader(DataLoader):
         lengths: Sequence | Callable[[int], Any] | None = None,
         length_fn: Callable[[Any], Any] | None = None,
         phases: CostModel | None = None, policy: str | None = None,
-        tolerance: float | None = None, dispatch: str | None = None,
-        group: dist.ProcessGroup | None = None, max_rank_tokens: int = 0, prefetch: int = 2,
+        tolerance: float | None = None, group: dist.ProcessGroup | None = None,
+        max_rank_tokens: int = 0, prefetch: int = 2,
         num_targets: Callable[[Any], int] | None = None, accumulation_steps: int = 1, seed: int = 0,
         min_gain: float = 0.0, enabled: bool = True, shard_size: int = 0,
         ranks_per_node: int = 0, timeout_s: float = 600.0, log_every: int = 100, context: int = 0,
@@ -95,12 +95,11 @@ class BalancedDataLoader(DataLoader):
             {"num_workers": num_workers, **workers}, collate_fn, pin_memory, lengths)
         self.accumulation_steps, self.prefetch, self.seed = accumulation_steps, prefetch, seed
         self.enabled = enabled  # whether steps are balanced, from the next pass on
-        dispatch = dispatch or ("load" if lengths is not None else "bytes")
         ranks = rank_list(group)
-        check_arguments(source, dispatch, lengths, length_fn, shard_size, len(ranks),
-                        accumulation_steps, prefetch)
-        links = connect(self, ranks, shard_size, ranks_per_node, timeout_s,
-                        cpu=dispatch == "bytes")
+        check_arguments(source, lengths, length_fn, shard_size, len(ranks), accumulation_steps,
+                        prefetch)
+        dispatch = "bytes" if lengths is None else "load"
+        links = connect(self, ranks, shard_size, ranks_per_node, timeout_s, cpu=lengths is None)
         spec = make_spec(phases, policy, tolerance, max_rank_tokens, links.gather.per_node,
                          dispatch, min_gain)
         self.rank, self.num_ranks = links.rank, len(ranks)
@@ -113,7 +112,7 @@ class BalancedDataLoader(DataLoader):
         collator = Collator(source.collate, self.rank, num_targets, source.pin_memory,
                             tail_is_filled(source, batches),
                             accumulation_steps if policy is None else 0)
-        self._reader = Reader(source, dispatch, lengths, length_fn, collator, links)
+        self._reader = Reader(source, lengths, length_fn, collator, links)
         self._counts = num_targets
         self._log = StepLog(self.rank, log_every, context)
         self._watch = LossWatch(done=not check_loss or self.rank != 0)

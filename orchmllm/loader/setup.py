@@ -20,7 +20,7 @@ LITTLE = 0.01  # predicted gain under which the log says so
 
 
 def check_arguments(
-    source: Source, dispatch: str, lengths: Any, length_fn: Any, shard_size: int, num_ranks: int,
+    source: Source, lengths: Any, length_fn: Any, shard_size: int, num_ranks: int,
     accumulation_steps: int, prefetch: int,
 ) -> None:
     """What a BalancedDataLoader's arguments have to be for its kind of data. Raises ValueError
@@ -32,14 +32,9 @@ def check_arguments(
     kind = source.kind
     need(accumulation_steps >= 1, f"accumulation_steps is {accumulation_steps}: must be >= 1")
     need(prefetch >= 0, f"prefetch is {prefetch}: must be >= 0")
-    need(dispatch in ("load", "bytes"),
-         f"dispatch is {dispatch!r}: use 'load' or 'bytes' ('tensors' is for datasets that "
-         "decode single segments, with the Trainer)")
     need((lengths is None) != (length_fn is None),
          "give either lengths or length_fn (where this call is not yours, a library makes a loader "
          "anew from a BalancedDataLoader's attributes: it has to take that loader as it is)")
-    need(dispatch == "bytes" or (lengths is not None and kind != "stream"),
-         "dispatch is 'load': it needs a map-style dataset and lengths by index")
     need(lengths is None or kind != "stream",
          "a stream has no indices: give length_fn instead of lengths")
     need(kind == "indices" or not source.shuffle,

@@ -16,6 +16,7 @@ from tests.lib.synthetic import SHALLOW, SyntheticDataset, recipe
 
 pytestmark = pytest.mark.dist
 BAD = 1  # the rank that fails
+LENGTHS_FOR = {"load": {"lengths": length_of}, "bytes": {"length_fn": token_count}}
 TIMEOUT_S = 120.0  # of an agreement: longer than a test may take
 
 
@@ -41,10 +42,9 @@ class Unsendable(Texts):
 
 
 def unsendable(world) -> tuple:
-    lengths = [40 if i // 4 % 3 == BAD else 1 for i in range(48)]
     return outcome(loader_of(
-        Unsendable(), 4, collate_fn=collate, lengths=lengths, dispatch="bytes",
-        timeout_s=TIMEOUT_S))
+        Unsendable(), 4, collate_fn=collate,
+        length_fn=lambda e: 40 if e["id"] // 4 % 3 == BAD else 1, timeout_s=TIMEOUT_S))
 
 
 def failing_collate(world) -> tuple:
@@ -119,8 +119,7 @@ def failing_dataset(world, dispatch: str, where: str) -> tuple:
     def failing(examples: list[dict]) -> dict:
         return {}["key"] if where == "collate" and world.rank == BAD else collate(examples)
 
-    return outcome(loader_of(Data(), 4, collate_fn=failing, dispatch=dispatch,
-                             lengths=[length_of(i) for i in range(48)]))
+    return outcome(loader_of(Data(), 4, collate_fn=failing, **LENGTHS_FOR[dispatch]))
 
 
 class Lists:

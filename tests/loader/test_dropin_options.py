@@ -21,17 +21,19 @@ from tests.lib.ranks import run_ranks
 
 pytestmark = pytest.mark.dist
 LENGTHS = [length_of(i) for i in range(48)]
+LENGTHS_FOR = {"load": {"lengths": LENGTHS},
+               "bytes": {"lengths": None, "length_fn": token_count}}
 
 
 def yielded(world, how: dict) -> list[list[int]]:
-    loader = loader_of(Texts(), 4, shuffle=True, collate_fn=collate, lengths=LENGTHS,
-                       **how)
+    loader = loader_of(Texts(), 4, shuffle=True, collate_fn=collate,
+                       **{"lengths": LENGTHS, **how})
     return [[loader.step.num_global_targets, *loader.step.example_ids] for _ in loader]
 
 
 @pytest.mark.parametrize("dispatch", ["load", "bytes"])
 def test_shards_keep_their_examples_and_share_targets(dispatch):
-    shards = run_ranks(yielded, 4, dict(shard_size=2, dispatch=dispatch))
+    shards = run_ranks(yielded, 4, dict(shard_size=2, **LENGTHS_FOR[dispatch]))
     plain = run_ranks(yielded, 4, dict(enabled=False))
     for rank in range(0, 4, 2):
         for got, want in zip(zip(*shards[rank: rank + 2], strict=True),
@@ -87,9 +89,9 @@ def refused(world, cases: list[dict]) -> list[str]:
 def test_what_cannot_be_honoured_raises():
     loaded = dict(lengths=None, length_fn=len)
     cases = [
-        (dict(dispatch="tensors"), "use 'load' or 'bytes'"), (dict(lengths=None), "give either"),
+        (dict(dispatch="load"), "no argument 'dispatch'"), (dict(lengths=None), "give either"),
         (dict(length_fn=len), "give either"), (dict(lengths=[1]), "lengths has 1 entries"),
-        (dict(stream=True), "needs a map-style"), (dict(policy="fast"), "choose one of"),
+        (dict(stream=True), "give length_fn instead"), (dict(policy="fast"), "choose one of"),
         (dict(policy="greedy", tolerance=0.1), "no tolerance"),
         (dict(policy="padded", max_rank_tokens=9), "no such cap"), (dict(shard_size=3), "divide"),
         (dict(exchange="flat"), "no argument 'exchange'"), (dict(min_gain=2.0), "min_gain"),
@@ -149,8 +151,7 @@ def test_a_part_of_the_ranks_makes_groups_without_the_others():
 def one_after_the_other(world, dispatch: str) -> list[int]:
     """Descriptors after each of some loaders, of which the last yields beside another one."""
     def make() -> BalancedDataLoader:
-        return loader_of(Texts(), 4, collate_fn=collate, dispatch=dispatch,
-                         lengths=LENGTHS)
+        return loader_of(Texts(), 4, collate_fn=collate, **LENGTHS_FOR[dispatch])
 
     held, kept = [], None
     for k in range(8):

@@ -41,6 +41,10 @@ class Sized(torch.utils.data.Dataset):
         return {"id": i, "text": torch.zeros(LENGTHS[i])}
 
 
+def num_tokens(example: dict) -> int:
+    return len(example["text"])
+
+
 def numbers(world, cases: list[dict]) -> list[list[list[int]]]:
     """Of the examples of each batch: collate gives no labels, so that a filler is an error."""
     out = []
@@ -55,7 +59,7 @@ def numbers(world, cases: list[dict]) -> list[list[list[int]]]:
 def test_no_rank_goes_without_an_example_beside_a_long_one():
     """A long example takes a microbatch, or with `padded` some ranks, for itself."""
     cases = [dict(batch_size=1, accumulation_steps=4, lengths=LENGTHS),
-             dict(batch_size=1, accumulation_steps=4, dispatch="bytes", lengths=LENGTHS),
+             dict(batch_size=1, accumulation_steps=4, length_fn=num_tokens),
              dict(batch_size=2, accumulation_steps=2, lengths=LENGTHS, policy="none"),
              dict(batch_size=2, accumulation_steps=2, lengths=LENGTHS, min_gain=0.9),
              dict(batch_size=4, lengths=LENGTHS, policy="padded")]

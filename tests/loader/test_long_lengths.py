@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.lib.dropin import Texts, collate, length_of, loader_of
+from tests.lib.dropin import Texts, collate, length_of, loader_of, token_count
 from tests.lib.ranks import run_ranks
 
 pytestmark = pytest.mark.dist
@@ -12,8 +12,9 @@ UNIT = 10**13  # 8 bytes for each would be more than a process can address
 
 
 def ids(world, scale: int, dispatch: str) -> list[list[int]]:
-    loader = loader_of(Texts(), 4, collate_fn=collate, dispatch=dispatch,
-                       lengths=[scale * length_of(i) for i in range(48)])
+    how = {"load": dict(lengths=lambda i: scale * length_of(i)),
+           "bytes": dict(length_fn=lambda e: scale * token_count(e))}[dispatch]
+    loader = loader_of(Texts(), 4, collate_fn=collate, **how)
     return [batch["ids"].tolist() for batch in loader]
 
 
