@@ -28,7 +28,7 @@ from orchmllm.plan.assign import (
 from orchmllm.plan.homes import TEXT_BYTES, feature_home
 from orchmllm.plan.layout import ENCODERS, BatchLayout
 from orchmllm.plan.nodewise import assign_nodes
-from orchmllm.plan.rearrange import Exchange, Rearrangement, no_exchange, ranges
+from orchmllm.plan.rearrange import Exchange, Rearrangement, no_exchange, ranges, sums_of
 
 __all__ = [
     "PHASES", "BalancePolicy", "PhasePolicy", "PlanSpec", "RankPlan", "StepPlan",
@@ -40,12 +40,15 @@ def plan_step(
     layout: BatchLayout, spec: PlanSpec, solve: NodeSolver = assign_nodes
 ) -> StepPlan:
     """Balances every phase of one step or microbatch, or leaves it as sampled where that gains less
-    than balance.min_gain. solve: permutes finished batches over the ranks, in place of
-    assign_nodes. Raises ValueError for a policy or option that cannot be honoured."""
+    than balance.min_gain and no rank holds more than its max_rank_tokens. solve: permutes finished
+    batches over the ranks, in place of assign_nodes. Raises ValueError for a policy or option that
+    cannot be honoured."""
     plan = build_plan(layout, *assign_phases(layout, spec, solve), spec)
     if spec.balance.min_gain and plan.predicted_gain < spec.balance.min_gain:
         off = replace(spec, balance=replace(spec.balance, enabled=False))
-        return build_plan(layout, *assign_phases(layout, off), off)
+        sampled = build_plan(layout, *assign_phases(layout, off), off)
+        if sampled.is_within_caps:
+            return sampled
     return plan
 
 
@@ -123,6 +126,16 @@ class StepPlan:
         lengths, cost = self.item_lengths(phase), self.spec.costs[phase]
         return (cost.of_ranks(lengths, move.source_rank, self.layout.num_ranks),
                 cost.of_ranks(lengths[move.order], move.target_rank, self.layout.num_ranks))
+
+    @property
+    def is_within_caps(self) -> bool:
+        """Whether no rank holds more than a phase's max_rank_tokens."""
+        for phase in self.spec.phases:
+            cap, move = getattr(self.spec.balance, phase).max_rank_tokens, self.rearrangement(phase)
+            held = sums_of(self.item_lengths(phase)[move.order], move.target_sizes)
+            if cap and held.max() > cap:
+                return False
+        return True
 
     @property
     def predicted_gain(self) -> float:

@@ -85,6 +85,18 @@ def test_min_gain_leaves_a_step_as_sampled() -> None:
         assert moved == plan.spec.balance.enabled == rearranges
 
 
+@pytest.mark.parametrize("room, rearranges", [(1.01, True), (2.0, False)])
+def test_a_step_as_sampled_keeps_the_cap(room: float, rearranges: bool) -> None:
+    """A step that would gain too little stays as sampled only where every rank has room for it."""
+    tokens = LAYOUT.tokens_per_example
+    sampled = np.bincount(LAYOUT.rank_of_example, weights=tokens)
+    cap = int(room * sampled.mean())
+    plan = plan_step(LAYOUT, spec(min_gain=0.99, **every_phase("none") | {
+        "llm": PhasePolicy("least_move", max_rank_tokens=cap)}))
+    held = np.bincount(plan.llm.target_rank, weights=tokens[plan.llm.order])
+    assert (sampled.max() > cap) == plan.spec.balance.enabled == rearranges and held.max() <= cap
+
+
 def test_a_phase_without_a_cost_is_not_planned() -> None:
     """A loader of whole examples has the LLM phase alone, and its plan is the same."""
     texts = batch_layout(range(192), range(5, 197), [6] * 32)
