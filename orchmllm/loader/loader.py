@@ -21,7 +21,7 @@ from orchmllm.loader.examples import StepInfo
 from orchmllm.loader.feeds import Collator
 from orchmllm.loader.links import connect
 from orchmllm.loader.loss import LossWatch, check_labels, scale
-from orchmllm.loader.setup import StepLog, check_arguments, check_state, make_spec
+from orchmllm.loader.setup import check_arguments, check_state, log_step, make_spec
 from orchmllm.loader.source import (
     PlannedSampler,
     Reader,
@@ -63,8 +63,7 @@ class BalancedDataLoader(DataLoader):
     sampled, for comparisons. shard_size: balance within groups of so many consecutive ranks (0:
     all). ranks_per_node: default from the launcher. timeout_s: of an agreement that a rank never
     joins. log_every: steps between lines of the logger orchmllm.loader on rank 0 (0: none).
-    context: longest sequence of the model; lengths above ten times that are asked about in a
-    warning (0: none). check_loss: warn if the loop never asks how to scale its loss.
+    check_loss: warn if the loop never asks how to scale its loss.
 
     The user's batch is passed on untouched: what a loop needs to know of the batch last yielded is
     `loader.step`, and `loader.scale_sum` or `loader.scale_mean` scales its loss. Errors of any
@@ -86,7 +85,7 @@ class BalancedDataLoader(DataLoader):
         max_rank_tokens: int = 0, prefetch: int = 2,
         num_targets: Callable[[Any], int] | None = None, accumulation_steps: int = 1, seed: int = 0,
         min_gain: float = 0.0, enabled: bool = True, shard_size: int = 0,
-        ranks_per_node: int = 0, timeout_s: float = 600.0, log_every: int = 100, context: int = 0,
+        ranks_per_node: int = 0, timeout_s: float = 600.0, log_every: int = 100,
         check_loss: bool = True, **workers: Any,
     ) -> None:
         self._source = source = open_source(
@@ -114,7 +113,7 @@ class BalancedDataLoader(DataLoader):
                             accumulation_steps if policy is None else 0)
         self._reader = Reader(source, lengths, length_fn, collator, links)
         self._counts = num_targets
-        self._log = StepLog(self.rank, log_every, context)
+        self._log_every = log_every if self.rank == 0 else 0
         self._watch = LossWatch(done=not check_loss or self.rank != 0)
         self.num_dropped = 0
         # (epoch, steps done in it, state of a foreign loader): where the next pass begins, and
@@ -198,7 +197,8 @@ class BalancedDataLoader(DataLoader):
         self._live, self._next = True, (after := (epoch + 1, 0, None))
         try:
             for step in steps:
-                self._log.log_step(step, epoch)
+                if self._log_every and not step.index % self._log_every:
+                    log_step(step, epoch)
                 for k, micro in enumerate(step.micro):
                     if k == self.accumulation_steps - 1:
                         self._done = epoch, step.index + 1, step.state

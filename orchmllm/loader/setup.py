@@ -88,31 +88,15 @@ def make_spec(
                     balance=BalancePolicy(dispatch=dispatch, min_gain=min_gain, llm=llm))
 
 
-class StepLog:
-    """What rank 0 says of the steps that a loader yields. every: steps between two lines (0: none).
-    context: of the model; a length above ten times that is asked about, once (0: never)."""
-
-    def __init__(self, rank: int, every: int, context: int) -> None:
-        self._rank, self._every, self._context = rank, every, context
-
-    def log_step(self, step: Step, epoch: int) -> None:
-        """One line in a while: imbalance as sampled and as planned, wait, and whether it pays."""
-        if self._rank != 0:
-            return
-        if self._every and not step.index % self._every:
-            before, after = imbalance_of(step.plans[0])
-            gain = sum(plan.predicted_gain for plan in step.plans) / len(step.plans)
-            note = "" if gain >= LITTLE or not step.plans[0].spec.balance.enabled else (
-                f"; balancing gains little here (under {LITTLE:.0%}: few ranks or uniform data), "
-                "min_gain skips such steps")
-            log.info("epoch %d step %d: imbalance %.2f->%.2f; predicted gain %.1f%%; waited %.1f "
-                     "ms%s", epoch, step.index, before, after, 100 * gain, 1e3 * step.wait_s, note)
-        longest = int(step.layout.tokens_per_example.max(initial=0))
-        if 0 < 10 * self._context < longest:
-            log.warning("an example has length %d, more than ten times the model's context of %d: "
-                        "do `lengths` count tokens? The cost grows with them",
-                        longest, self._context)
-            self._context = 0
+def log_step(step: Step, epoch: int) -> None:
+    """One line: imbalance as sampled and as planned, wait, and whether it pays."""
+    before, after = imbalance_of(step.plans[0])
+    gain = sum(plan.predicted_gain for plan in step.plans) / len(step.plans)
+    note = "" if gain >= LITTLE or not step.plans[0].spec.balance.enabled else (
+        f"; balancing gains little here (under {LITTLE:.0%}: few ranks or uniform data), min_gain "
+        "skips such steps")
+    log.info("epoch %d step %d: imbalance %.2f->%.2f; predicted gain %.1f%%; waited %.1f ms%s",
+             epoch, step.index, before, after, 100 * gain, 1e3 * step.wait_s, note)
 
 
 def check_state(state: Mapping[str, Any], mine: Mapping[str, Any]) -> None:
