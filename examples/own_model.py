@@ -71,7 +71,7 @@ def balanced(model: TwoTowers, **options):
         Encoder("photo", {"photo_tower": Rows("photos")}),
         Encoder("clip", {"clip_tower": Packed("clips", "clip_lengths")}, outputs=(0,),
                 cost=CostModel(linear=40_000, quadratic=400)),
-    ], join="embed", **{"min_gain": 0.0, **options})
+    ], join="embed", **options)
 
 
 def inputs_of(rank: int, step: int, device: torch.device | str = "cpu") -> dict[str, Tensor]:

@@ -87,13 +87,12 @@ def main(balance: bool = True, num_steps: int = 20) -> dict:
                  model.model.visual):
         fully_shard(unit)
     fully_shard(model)
-    # min_gain=0: whatever is uneven moves; by default the time saved must exceed the exchange's.
-    encoders = balance_encoders(model, min_gain=0.0, shadow=not balance)
+    encoders = balance_encoders(model, shadow=not balance)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     loader = BalancedDataLoader(
         Pictures(), batch_size=12, shuffle=True, collate_fn=collate,
         length_fn=lambda e: len(e["input_ids"]),
-        phases={"llm": CostModel(linear=100_000, quadratic=400)}, policy="padded",
+        phases=CostModel(linear=100_000, quadratic=400), policy="padded",
         enabled=balance)
     losses, seen = [], []
     while len(losses) < num_steps:
@@ -106,7 +105,7 @@ def main(balance: bool = True, num_steps: int = 20) -> dict:
             dist.all_reduce(loss)
             losses.append(loss.item() / dist.get_world_size())
             seen.append({"vision": encoders.last["vision"].imbalance,
-                         "llm": loader.step.imbalance["llm"]})
+                         "llm": loader.step.imbalance})
             if len(losses) == num_steps:
                 break
     mean = {phase: tuple(sum(s[phase][i] for s in seen) / len(seen) for i in range(2))

@@ -10,12 +10,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from orchmllm.comm.exchange import exchange_rows
     from orchmllm.encoders.hook import balance_encoders
     from orchmllm.encoders.items import Masked, Packed, Rows
     from orchmllm.encoders.spec import Encoder
     from orchmllm.loader.equivalence import check_equivalence
-    from orchmllm.loader.examples import Phase, Segment, StepInfo
+    from orchmllm.loader.examples import StepInfo
     from orchmllm.loader.loader import BalancedDataLoader
     from orchmllm.loader.trainers import balance, balance_trainer
     from orchmllm.plan.cost import CostModel
@@ -26,23 +25,20 @@ _HOME = {
     "Encoder": "orchmllm.encoders.spec",
     "Masked": "orchmllm.encoders.items",
     "Packed": "orchmllm.encoders.items",
-    "Phase": "orchmllm.loader.examples",
     "Rows": "orchmllm.encoders.items",
-    "Segment": "orchmllm.loader.examples",
     "StepInfo": "orchmllm.loader.examples",
     "balance": "orchmllm.loader.trainers",
     "balance_encoders": "orchmllm.encoders.hook",
     "balance_trainer": "orchmllm.loader.trainers",
     "check_equivalence": "orchmllm.loader.equivalence",
-    "exchange_rows": "orchmllm.comm.exchange",
 }
 __all__ = [
-    "BalancedDataLoader", "CostModel", "Encoder", "Masked", "Packed", "Phase", "Rows", "Segment",
-    "StepInfo", "balance", "balance_encoders", "balance_trainer", "check_equivalence",
-    "exchange_rows",
+    "BalancedDataLoader", "CostModel", "Encoder", "Masked", "Packed", "Rows", "StepInfo", "balance",
+    "balance_encoders", "balance_trainer", "check_equivalence",
 ]
 _BY_HOOK = "orchmllm.balance_encoders(model), called once before the loop (docs/encoders.md)"
-_GONE = {"rebalance_encoder": _BY_HOOK, "at_least_one": _BY_HOOK,
+_GONE = {**dict.fromkeys(("Phase", "Segment", "exchange_rows", "rebalance_encoder", "at_least_one"),
+                         _BY_HOOK),
          "scale_loss": "loader.scale_sum(loss_sum) (docs/loader.md)"}
 
 

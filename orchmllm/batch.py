@@ -129,8 +129,8 @@ class Microbatch:
 
     inputs[m] (R_in, row_size) and content (T, 2) int32 [token id, label] on the CPU, in source
     order for dispatch `tensors`, in slot order for `load` and `bytes`; ignored: positions (in the
-    microbatch's layout) of examples without labels. Of a loader of whole examples: inputs[m] is
-    what Phase.collate returned, content what collate_fn did, num_targets its labels (see commit).
+    microbatch's layout) of examples without labels. Of a loader of whole examples: content is
+    what collate_fn returned, num_targets its labels (see commit).
     """
 
     plan: StepPlan

@@ -63,14 +63,14 @@ def measure(num_ranks: int, most: int, repeat: int) -> dict[str, list[float]]:
         inputs = [images(rng, most) for _ in range(num_ranks)]
         locals_ = [describe_local(QWEN2_VL, owner, x, torch.bfloat16) for x in inputs]
         tables = Tables([QWEN2_VL], Simulated([]))
-        rows = [tables._row([x], [(1, 1)]) for x in locals_]
+        rows = [tables._row([x]) for x in locals_]
         for row in rows:
             row[:2] = 1, 0
         tables = Tables([QWEN2_VL], Simulated([np.array([len(r), *r]) for r in rows[1:]]))
         marks = [time.perf_counter()]
         describe_local(QWEN2_VL, owner, inputs[0], torch.bfloat16)
         marks.append(time.perf_counter())
-        (world,) = tables(1, locals_[:1], [(1, 1)], None)
+        (world,) = tables(1, locals_[:1], None)
         marks.append(time.perf_counter())
         plan = assign(QWEN2_VL, world, COST, min_gain=0.0, ranks_per_node=8)
         marks.append(time.perf_counter())
@@ -121,7 +121,7 @@ def real(rank: int, folder: str, repeat: int) -> None:
 
     model(**inputs)
     out = {"without": forward()}
-    for name, options in (("planned only", {"shadow": True}), ("balanced", {"min_gain": 0.0})):
+    for name, options in (("planned only", {"shadow": True}), ("balanced", {})):
         handle = balance_encoders(model, **options)
         model(**inputs)
         out[name] = forward()

@@ -71,16 +71,19 @@ def collate(examples: list[dict]) -> dict[str, torch.Tensor]:
     return {k: torch.cat([e[k] for e in examples]) for k in examples[0]}
 
 
+def num_tokens(example: dict[str, torch.Tensor]) -> int:
+    return len(example["labels"])
+
+
 def wait(rank: int, args: argparse.Namespace) -> dict:
     """Milliseconds by prefetch: mean and p99 of the worst rank."""
     data, out = Texts.uneven(args.batch * args.ranks * (args.steps + 2)), {}
     for prefetch in (2, 0):
         loader = BalancedDataLoader(data, args.batch, shuffle=True, collate_fn=collate,
-                                    length_fn=lambda e: len(e["labels"]), phases=COST,
-                                    prefetch=prefetch)
+                                    length_fn=num_tokens, phases=COST, prefetch=prefetch)
         waits = []
-        for batch in loader:
-            waits.append(1e3 * batch.wait_s)
+        for _ in loader:
+            waits.append(1e3 * loader.step.wait_s)
             time.sleep(args.sleep_ms / 1e3)
             dist.barrier()  # the step's collectives
         mine = torch.tensor([np.mean(waits[2:]), np.percentile(waits[2:], 99)])  # 2: warming up
@@ -101,7 +104,7 @@ def model(rank: int, args: argparse.Namespace) -> dict:
     loader = BalancedDataLoader(data, args.batch, shuffle=True, collate_fn=collate,
                                 lengths=data.lengths, phases=COST)
     for batch in loader:
-        waits.append(1e3 * batch.wait_s)
+        waits.append(1e3 * loader.step.wait_s)
         started.append(1e3 * time.perf_counter())
         net(batch["input_ids"][::4, 0]).square().sum().backward()
         net.zero_grad()
@@ -154,8 +157,9 @@ def dispatch(rank: int, args: argparse.Namespace) -> dict:
             everyone(data, args, received)
         else:
             with received:
+                how = {"load": {"lengths": data.lengths}, "bytes": {"length_fn": num_tokens}}[name]
                 for _ in BalancedDataLoader(data, args.batch, collate_fn=collate, phases=COST,
-                                            lengths=data.lengths, dispatch=name):
+                                            **how):
                     pass
         dist.barrier()
         out[name] = {"pass_s": time.perf_counter() - started, "received_mb": received.bytes / 1e6,

@@ -156,17 +156,6 @@ def bytes_group(ranks: Sequence[int], timeout_s: float) -> dist.ProcessGroupGloo
     return gloo_group(ranks, f"bytes{next(_groups_made)}/{ranks[0]}", timeout_s)
 
 
-def local_group(ranks: Sequence[int], timeout_s: float) -> dist.ProcessGroup:
-    """A group of `ranks` (global) on the default backend, made by them alone. From a default group
-    that is bound to a device torch would split it, which waits for all ranks (pytorch #129965)."""
-    default = dist.distributed_c10d._get_default_group()
-    device, default.bound_device_id = default.bound_device_id, None
-    try:
-        return dist.new_group(ranks, timedelta(seconds=timeout_s), use_local_synchronization=True)
-    finally:
-        default.bound_device_id = device
-
-
 def exchange_group(device: torch.device, timeout_s: float) -> dist.ProcessGroup | None:
     """The group of all ranks for exchanges in the training thread; every rank of the job calls it
     at the same place. On a GPU it has a communicator of its own: on that of FSDP2 an exchange would

@@ -2,7 +2,7 @@
 
 Before the inner model's forward runs, hook.py describes this rank's media (items.py), gathers the
 descriptions of all ranks (table.py), plans (assignment.py), moves the media, encodes this rank's
-share, and moves the features back (results.py); the model's own calls of its encoder then return
-these features. families.py names the architectures of transformers that were tested; spec.py
-describes any other encoder.
+share, and moves the features back (sharing.py, results.py); the model's own calls of its encoder
+then return these features (answers.py). families.py names the architectures of transformers that
+were tested; spec.py describes any other encoder.
 """

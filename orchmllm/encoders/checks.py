@@ -23,38 +23,34 @@ def check_encoder(owner: nn.Module, encoder: Encoder, captures: bool) -> None:
         if not callable(resolve(owner, name)):
             raise ValueError(f"encoder {encoder.name!r}: {type(owner).__name__}.{name} is no "
                              "method or submodule")
+    check_towers(encoder, owner, captures)
     for path, tower in encoder.tower_modules(owner):
-        check_norms(encoder, path, tower)
         for name, module in tower.named_modules():
-            at = f"encoder {encoder.name!r}: {'.'.join(p for p in (path, name) if p)}"
             if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
-                raise ValueError(f"{at} has dropout {module.p}: its masks would depend on where an "
-                                 "item is encoded; set it to 0")
+                at = ".".join(p for p in (path, name) if p)
+                raise ValueError(f"encoder {encoder.name!r}: {at} has dropout {module.p}: its "
+                                 "masks would depend on where an item is encoded; set it to 0")
         _check_config(encoder, path, getattr(tower, "config", None))
-        if captures:
-            check_capture(encoder, path, tower)
 
 
-def check_norms(encoder: Encoder, path: str, tower: nn.Module) -> None:
-    """Raises ValueError for batch normalisation over the items that a rank encodes. model.train()
-    switches on what was in eval mode at the call."""
-    for name, module in tower.named_modules():
-        if isinstance(module, nn.modules.batchnorm._BatchNorm) and not _frozen(module):
+def check_towers(encoder: Encoder, owner: nn.Module, captures: bool) -> None:
+    """What may change after the call. Raises ValueError for batch normalisation over the items that
+    a rank encodes, which model.train() switches on where it was in eval mode. transformers finds
+    the hidden states to record by the name of the tower's class, which fully_shard changes: then
+    the model fails with or without balancing, and ValueError says so."""
+    for path, tower in encoder.tower_modules(owner):
+        for name, module in tower.named_modules():
+            if isinstance(module, nn.modules.batchnorm._BatchNorm) and not _frozen(module):
+                raise ValueError(
+                    f"encoder {encoder.name!r}: {'.'.join(p for p in (path, name) if p)} is a "
+                    f"{type(module).__name__}, whose result depends on the other items of the "
+                    "rank: use another normalisation, or freeze its parameters and put it in eval "
+                    "mode after each model.train()")
+        if captures and isinstance(tower, FSDPModule):
             raise ValueError(
-                f"encoder {encoder.name!r}: {'.'.join(p for p in (path, name) if p)} is a "
-                f"{type(module).__name__}, whose result depends on the other items of the rank: "
-                "use another normalisation, or freeze its parameters and put it in eval mode after "
-                "each model.train()")
-
-
-def check_capture(encoder: Encoder, path: str, tower: nn.Module) -> None:
-    """transformers finds the hidden states to record by the name of the tower's class, which
-    fully_shard changes: the model fails with or without balancing. Raises ValueError."""
-    if isinstance(tower, FSDPModule):
-        raise ValueError(
-            f"encoder {encoder.name!r}: {path} was given to fully_shard, which renames its class, "
-            "and transformers then records no hidden states, which this model reads: give the "
-            "layers of the tower to fully_shard, not the tower itself")
+                f"encoder {encoder.name!r}: {path} was given to fully_shard, which renames its "
+                "class, and transformers then records no hidden states, which this model reads: "
+                "give the layers of the tower to fully_shard, not the tower itself")
 
 
 def _frozen(module: nn.Module) -> bool:

@@ -38,8 +38,10 @@ class Leaf:
 
 @dataclasses.dataclass(frozen=True)
 class Features:
-    """rows (R, sum of the widths): of n items one after the other, counts (n,) of each."""
+    """result: as the encoder returned it. rows (R, sum of the widths): the features in it of n
+    items one after the other, counts (n,) of each."""
 
+    result: Any
     rows: Tensor
     counts: np.ndarray
     leaves: tuple[Leaf, ...]
@@ -73,7 +75,7 @@ def flatten(
     if placeholder:  # by index_select, not as a slice: FSDP2 does not want views from what it wraps
         nothing = torch.empty(0, dtype=torch.int64, device=rows.device)
         rows, counts = rows.index_select(0, nothing), counts[:0]
-    return Features(rows, counts, tuple(leaves))
+    return Features(result, rows, counts, tuple(leaves))
 
 
 def _name(field: str | int | None, layer: int | None) -> str:
@@ -138,11 +140,11 @@ def _rows_of(
     return rows, _STACKED, np.full(n, int(np.prod(inner, dtype=np.int64))), inner
 
 
-def rebuild(
-    encoder: Encoder, result: Any, leaves: Sequence[Leaf], rows: Tensor, counts: Sequence[int]
-) -> Any:
-    """A result like `result` with the features `rows` (sum of counts, W) of len(counts) items."""
+def rebuild(encoder: Encoder, like: Features, rows: Tensor, counts: Sequence[int]) -> Any:
+    """A result like that of `like` with the features `rows` (sum of counts, W) of len(counts)
+    items."""
     values: dict[Any, Any] = {}
+    leaves = like.leaves
     for leaf, part in zip(leaves, rows.split([leaf.width for leaf in leaves], -1), strict=True):
         if leaf.form == _LISTED:
             # transformers joins the list, and nothing cannot be joined.
@@ -155,7 +157,7 @@ def rebuild(
             values[leaf.field] = value
         else:
             values.setdefault(leaf.field, []).append(value)
-    return values[None] if not encoder.outputs else _like(result, values)
+    return values[None] if not encoder.outputs else _like(like.result, values)
 
 
 def _like(result: Any, values: Mapping[Any, Any]) -> Any:

@@ -1,14 +1,12 @@
-"""Media to the ranks that encode them, one run of the encoder, features back."""
+"""Media to the ranks that encode them, one run of each encoder, features back."""
 
 from __future__ import annotations
 
 import threading
-import time
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
@@ -20,137 +18,121 @@ from orchmllm.comm.exchange import RowGather, exchange_rows, gather_texts
 from orchmllm.encoders.assignment import Assignment
 from orchmllm.encoders.results import Features, flatten
 from orchmllm.encoders.spec import Encoder, resolve
-from orchmllm.encoders.table import Gathered, Local
+from orchmllm.encoders.table import GatheredItems, LocalItems
+from orchmllm.plan.rearrange import ranges
 
 _PATIENCE_S = 5.0  # for ranks that an error keeps from the agreement
 
 
-class Stopwatch:
-    """Times of one exchange and one run of an encoder, read later and without waiting for the
-    device. moves: whether anything moved; cost: of what was encoded, 0 of a placeholder."""
-
-    def __init__(self, device: torch.device, moves: bool, cost: int) -> None:
-        self._cuda, self._moves, self._cost = device.type == "cuda", moves, cost
-        self._marks: list[Any] = []
-
-    def mark(self) -> None:
-        """Now, in the order of what was given to the device."""
-        if not self._cuda:
-            self._marks.append(time.perf_counter())
-            return
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        self._marks.append(event)
-
-    def read(self, before: tuple[int, int]) -> tuple[int, int]:
-        """(picoseconds per cost, nanoseconds of the exchange); `before` where nothing new is
-        known."""
-        if self._cuda and not self._marks[-1].query():
-            return before
-        exchange_s, encoder_s = (
-            1e-3 * a.elapsed_time(b) if self._cuda else b - a
-            for a, b in zip(self._marks, self._marks[1:], strict=False))
-        return (max(1, int(encoder_s * 1e12 / self._cost)) if self._cost else before[0],
-                int(exchange_s * 1e9) if self._moves else before[1])
-
-
 @dataclass(frozen=True)
-class Encoded:
-    """What this rank encoded of one encoder's items. result: as the encoder returned it; features:
-    None if it raised `error`."""
+class Share:
+    """One encoder in one forward: the items of this rank, those of all, and who encodes which."""
 
     encoder: Encoder
-    local: Local
+    local: LocalItems
+    world: GatheredItems
     plan: Assignment
-    result: Any
-    features: Features | None
-    error: Exception | None
-    stopwatch: Stopwatch
 
 
-def encode_share(
-    encoder: Encoder, owner: nn.Module, local: Local, world: Gathered, plan: Assignment, rank: int,
-    device: torch.device, group: dist.ProcessGroup | None,
-) -> Encoded:
-    """Moves the media and runs the encoder on this rank's share, or on a placeholder. Never raises
-    for the encoder: the other ranks are waiting."""
-    items = plan.move.items_on(rank)
-    meta = world.meta[items]
-    stopwatch = Stopwatch(device, plan.moves, int(plan.cost[items].sum()))
-    stopwatch.mark()
-    all_rows = encoder.layout.rows(world.meta)
-    exchanges: dict[int, Any] = {}  # by the array of rows: most arguments share one
+def encode_all(
+    shares: Sequence[Share], owner: nn.Module, rank: int, device: torch.device,
+    group: dist.ProcessGroup | None,
+) -> tuple[list[Features], Exception | None]:
+    """(features of what this rank encodes, by encoder; the first error of an encoder). It does not
+    raise that error, because the other ranks are waiting: all of them raise it in
+    `agree_on_features`."""
+    features, error = [], None
+    for share in shares:
+        values = _move_media(share, rank, device, group)
+        try:
+            features.append(_encode(share, owner, rank, device, values))
+        except Exception as e:
+            error = error or e
+    return features, error
+
+
+def _move_media(
+    share: Share, rank: int, device: torch.device, group: dist.ProcessGroup | None
+) -> list[Tensor | None]:
+    """The packed tensors of the items that this rank encodes."""
     values: list[Tensor | None] = []
-    for value, spec, rows in zip(local.values, world.tensors, all_rows, strict=True):
-        if spec is None:
+    for value, tensor, rows in zip(share.local.values, share.world.tensors,
+                                   share.encoder.layout.rows(share.world.meta), strict=True):
+        if tensor is None:
             values.append(None)
             continue
-        if id(rows) not in exchanges:
-            exchanges[id(rows)] = plan.move.exchange(rows, rank)
-        mine = value if value is not None else torch.empty((0, *spec[1]), dtype=spec[0])
-        values.append(exchange_rows(mine.to(device), exchanges[id(rows)], group))
-    stopwatch.mark()
-    empty = not len(meta)
-    if empty:  # a placeholder like the cheapest item
-        cheapest = int(plan.cost.argmin())
-        meta = world.meta[[cheapest]]
-        values = [None if spec is None else torch.ones(
-            (int(rows[cheapest]), *spec[1]), dtype=spec[0], device=device)
-            for spec, rows in zip(world.tensors, all_rows, strict=True)]
-    result, features, error = None, None, None
-    try:
-        run = partial(encoder.run, owner) if encoder.run else (
-            resolve(owner, next(iter(encoder.calls))))
-        result = run(*encoder.layout.build(meta, tuple(values)), **encoder.keywords,
-                     **local.options)
-        features = flatten(encoder, owner, result, meta, empty)
-    except Exception as e:
-        error = e
-    stopwatch.mark()
-    return Encoded(encoder, local, plan, result, features, error, stopwatch)
+        dtype, shape = tensor
+        held = torch.empty((0, *shape), dtype=dtype) if value is None else value
+        values.append(exchange_rows(held.to(device), share.plan.move.exchange(rows, rank), group))
+    return values
 
 
-def return_features(
-    gather: RowGather, group: dist.ProcessGroup | None, forward: int, rank: int,
-    encoded: Sequence[Encoded],
-) -> list[tuple[Tensor, np.ndarray]]:
-    """(features (R, W), rows per item) of this rank's own items, by encoder. All ranks raise
-    RemoteError if an encoder raised on one of them, PlanMismatchError if results do not fit."""
-    error = next((share.error for share in encoded if share.error), None)
-    sizes = [share.plan.move.target_sizes for share in encoded]
-    row = np.zeros(1 + len(encoded) + int(sum(sizes).max()), np.int64)
+def _encode(
+    share: Share, owner: nn.Module, rank: int, device: torch.device, values: list[Tensor | None]
+) -> Features:
+    """Runs the encoder on this rank's items, or on a placeholder like the cheapest item."""
+    encoder, world = share.encoder, share.world
+    meta = world.meta[share.plan.move.items_on(rank)]
+    is_placeholder = not len(meta)
+    if is_placeholder:
+        meta = world.meta[[int(share.plan.cost.argmin())]]
+        values = [None if tensor is None else torch.ones(
+            (int(rows[0]), *tensor[1]), dtype=tensor[0], device=device)
+            for tensor, rows in zip(world.tensors, encoder.layout.rows(meta), strict=True)]
+    run = partial(encoder.run, owner) if encoder.run else resolve(owner, next(iter(encoder.calls)))
+    result = run(*encoder.layout.build(meta, tuple(values)), **encoder.keywords,
+                 **share.local.options)
+    return flatten(encoder, owner, result, meta, is_placeholder)
+
+
+def agree_on_features(
+    gather: RowGather, forward: int, shares: Sequence[Share], features: Sequence[Features],
+    error: Exception | None,
+) -> list[np.ndarray]:
+    """(n,) rows of features of each item, in the order of the ranks that encoded them, by encoder.
+    All ranks raise RemoteError if an encoder raised on one of them (`error`), PlanMismatchError if
+    its results differ in kind."""
+    first = 1 + len(shares)  # size of the error's text, a digest of each encoder's result, counts
+    sizes = [share.plan.move.target_sizes for share in shares]
+    row = np.zeros(first + int(sum(sizes).max()), np.int64)
     row[0] = len(describe(error).encode())
     if error is None:
-        row[1: 1 + len(encoded)] = [
-            zlib.crc32(share.features.describe().encode()) for share in encoded]
-        counts = np.concatenate([share.features.counts for share in encoded])
-        row[1 + len(encoded): 1 + len(encoded) + len(counts)] = counts
-    rows = _agreed(gather, row, error)
+        row[1:first] = [zlib.crc32(encoded.describe().encode()) for encoded in features]
+        counts = np.concatenate([encoded.counts for encoded in features])
+        row[first: first + len(counts)] = counts
+    rows = _gather_or_raise(gather, row, error)
     raise_first(forward, gather_texts(gather, describe(error), rows[:, 0]), error)
-    starts = np.full(len(rows), 1 + len(encoded), np.int64)
-    out = []
-    for k, (share, size) in enumerate(zip(encoded, sizes, strict=True)):
+    start, out = np.arange(len(rows)) * rows.shape[1] + first, []
+    for k, (share, size) in enumerate(zip(shares, sizes, strict=True)):
         if len(np.unique(rows[:, 1 + k])) > 1:
-            texts = gather_texts(gather, share.features.describe())
+            texts = gather_texts(gather, features[k].describe())
             raise PlanMismatchError(
                 f"step {forward}: ranks disagree on what encoder {share.encoder.name!r} returns: "
                 + ", ".join(f"rank {texts.index(t)} has {t}" for t in sorted(set(texts))[:4]))
-        index = np.repeat(starts - np.cumsum(size) + size, size) + np.arange(int(size.sum()))
-        counts = rows[share.plan.move.target_rank, index]
-        back = share.plan.move.inverse().exchange(counts, rank)
-        out.append((exchange_rows(share.features.rows, back, group), back.lengths))
-        starts = starts + size
+        out.append(rows.ravel()[ranges(start, size)])
+        start = start + size
     return out
+
+
+def return_features(
+    share: Share, features: Features, counts: np.ndarray, rank: int,
+    group: dist.ProcessGroup | None,
+) -> tuple[Tensor, np.ndarray]:
+    """(features (R, W), rows of each item (n,)) of the items that this rank holds. counts: what
+    agree_on_features returned."""
+    back = share.plan.move.inverse().exchange(counts, rank)
+    return exchange_rows(features.rows, back, group), back.lengths
 
 
 def agree_on_forward(gather: RowGather, forward: int, error: Exception | None) -> None:
     """At the end of a forward, on all ranks: RemoteError, with the same text, if it went wrong on
     one of them."""
-    rows = _agreed(gather, np.array([len(describe(error).encode())], np.int64), error)
+    row = np.array([len(describe(error).encode())], np.int64)
+    rows = _gather_or_raise(gather, row, error)
     raise_first(forward, gather_texts(gather, describe(error), rows[:, 0]), error)
 
 
-def _agreed(gather: RowGather, row: np.ndarray, error: Exception | None) -> np.ndarray:
+def _gather_or_raise(gather: RowGather, row: np.ndarray, error: Exception | None) -> np.ndarray:
     """The rows of all ranks. A rank with an error does not wait for ever: the others may be inside
     a collective of the encoder, which only this rank's end will end."""
     if error is None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import torch
 from torch import nn
 
 from orchmllm.encoders.items import Layout
@@ -68,6 +69,13 @@ class Encoder:
             raise ValueError(f"Encoder {self.name!r}: name the submodules that encode in `towers`; "
                              f"{', '.join(self.calls)} are methods")
         return [(name, owner.get_submodule(name)) for name in names]
+
+
+    def media_dtype(self, owner: nn.Module) -> torch.dtype | None:
+        """The tower's, if media may be moved in it."""
+        _, tower = self.tower_modules(owner)[0]
+        floating = (p.dtype for p in tower.parameters() if p.is_floating_point())
+        return next(floating, None) if self.cast else None
 
 
 def parent_of(owner: nn.Module, name: str) -> tuple[nn.Module, str]:

@@ -22,7 +22,7 @@ from orchmllm.encoders.spec import Encoder
 from orchmllm.plan.rearrange import ranges
 
 _HEAD = 2  # number of the forward, bytes of an error text
-_FIXED = 4  # per encoder: columns, digest of its options, picoseconds per cost, overhead in ns
+_FIXED = 3  # per encoder: items of this rank, integers of each, digest of the encoder's options
 _TENSOR = 8  # dtype, dimensions, sizes of up to 6
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32,
            torch.uint8, torch.bool, torch.int16, torch.int8)
@@ -30,35 +30,25 @@ PAD = "; pad to the same size and use the same dtype on all ranks"
 
 
 @dataclass(frozen=True)
-class Local:
+class LocalItems(Items):
     """This rank's items of one encoder: those of its first call, then of its second. counts: items
     per call; given: first argument (n, ...) of each call, to know it again; options: keyword
     arguments of the call."""
 
     counts: list[int]
     given: list[Tensor | None]
-    meta: np.ndarray
-    values: tuple[Tensor | None, ...]
     options: dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Gathered:
-    """The items of one encoder on all d ranks. counts (d, calls); meta (n, columns) in order of the
-    rank; tensors: (dtype, shape of a row) of each packed argument, None if it was not given.
-    pace (d,): picoseconds per unit of cost, overhead (d,): nanoseconds, both as measured, 0 where
-    not yet."""
+class GatheredItems:
+    """The items of one encoder on all d ranks. sizes (d,): items of each; meta (n, columns) in
+    order of the rank; tensors: (dtype, shape of a row) of each packed argument, None if it was not
+    given."""
 
-    counts: np.ndarray
+    sizes: np.ndarray
     meta: np.ndarray
     tensors: list[tuple[torch.dtype, tuple[int, ...]] | None]
-    pace: np.ndarray
-    overhead: np.ndarray
-
-    @property
-    def sizes(self) -> np.ndarray:
-        """(d,) items per rank."""
-        return self.counts.sum(1)
 
 
 def num_tensors(encoder: Encoder) -> int:
@@ -68,41 +58,47 @@ def num_tensors(encoder: Encoder) -> int:
 
 def describe_local(
     encoder: Encoder, owner: nn.Module, inputs: Mapping[str, Any], dtype: torch.dtype | None
-) -> Local:
+) -> LocalItems:
     """This rank's items of `encoder` in the arguments of a forward. dtype: the tower's, to which
     larger floating tensors are cast before they move. Raises ValueError."""
-    parts: list[Items | None] = []
-    firsts = []
-    for layout in encoder.calls.values():
-        given = inputs.get(layout.arguments[0])
-        parts.append(None if given is None else layout.describe(owner, inputs))
-        firsts.append(given)
-    there = [part for part in parts if part is not None]
-    values = []
-    for tensors in zip(*(part.values for part in there), strict=True):
-        known = [t for t in tensors if t is not None]
-        if known and len(known) < len(tensors):
-            raise ValueError(f"encoder {encoder.name!r}: an optional argument is given for one of "
-                             f"{', '.join(encoder.calls)} and not for the other")
-        value = (known[0] if len(known) == 1 else torch.cat(known)) if known else None
-        if (value is not None and dtype is not None and value.is_floating_point()
-                and value.dtype.itemsize > dtype.itemsize):
-            value = value.to(dtype)
-        values.append(value)
-    meta = (np.concatenate([part.meta for part in there]) if there
-            else np.zeros((0, 0), np.int64))
-    options = {k: inputs[k] for k in encoder.options if inputs.get(k) is not None}
-    return Local([0 if part is None else len(part.meta) for part in parts], firsts, meta,
-                 tuple(values) if there else (None,) * num_tensors(encoder), options)
+    given = [inputs.get(layout.arguments[0]) for layout in encoder.calls.values()]
+    parts = [None if value is None else layout.describe(owner, inputs)
+             for layout, value in zip(encoder.calls.values(), given, strict=True)]
+    held = [part for part in parts if part is not None]
+    meta, values = np.zeros((0, 0), np.int64), [None] * num_tensors(encoder)
+    if held:
+        meta = np.concatenate([part.meta for part in held])
+        values = [_joined(encoder, tensors, dtype)
+                  for tensors in zip(*(part.values for part in held), strict=True)]
+    return LocalItems(
+        meta, tuple(values), counts=[0 if part is None else len(part.meta) for part in parts],
+        given=given,
+        options={k: inputs[k] for k in encoder.options if inputs.get(k) is not None})
 
 
-def _block(encoder: Encoder, local: Local, pace: int, overhead: int) -> list[int]:
-    columns = local.meta.shape[1] if len(local.meta) else 0
+def _joined(
+    encoder: Encoder, tensors: Sequence[Tensor | None], dtype: torch.dtype | None
+) -> Tensor | None:
+    """One argument of all calls that have items, in `dtype` if that is smaller."""
+    known = [t for t in tensors if t is not None]
+    if not known:
+        return None
+    if len(known) < len(tensors):
+        raise ValueError(f"encoder {encoder.name!r}: an optional argument is given for one of "
+                         f"{', '.join(encoder.calls)} and not for the other")
+    value = known[0] if len(known) == 1 else torch.cat(known)
+    if dtype is None or not value.is_floating_point() or value.dtype.itemsize <= dtype.itemsize:
+        return value
+    return value.to(dtype)
+
+
+def _block(encoder: Encoder, local: LocalItems) -> list[int]:
+    size, columns = local.meta.shape
     options = zlib.crc32(repr(sorted(local.options.items())).encode())
-    block = [columns, options, pace, overhead, *local.counts]
+    block = [size, columns if size else 0, options]
     for value in local.values:
         entry = [0] * _TENSOR
-        if value is not None and len(local.meta):
+        if value is not None and size:
             if value.dtype not in _DTYPES or value.dim() > _TENSOR - 1:
                 raise ValueError(f"encoder {encoder.name!r}: cannot move a tensor of "
                                  f"{value.dtype} and shape {tuple(value.shape)}")
@@ -117,56 +113,53 @@ class Tables:
 
     def __init__(self, encoders: Sequence[Encoder], gather: RowGather) -> None:
         self.encoders, self.gather = encoders, gather
-        self._sizes = [_FIXED + len(e.calls) + _TENSOR * num_tensors(e) for e in encoders]
+        self._sizes = [_FIXED + _TENSOR * num_tensors(e) for e in encoders]
         self._fixed = _HEAD + sum(self._sizes)
         self._gather_tables = RaggedGather(gather, self._fixed + 128)
 
     def __call__(
-        self, forward: int, locals_: Sequence[Local], measured: Sequence[tuple[int, int]],
-        error: Exception | None,
-    ) -> list[Gathered]:
-        """The encoders' items on all ranks. measured: (pace, overhead) of each encoder on this
-        rank. Raises, on all ranks alike, RemoteError if `error` is given on one of them,
-        PlanMismatchError if they disagree."""
+        self, forward: int, items: Sequence[LocalItems], error: Exception | None
+    ) -> list[GatheredItems]:
+        """The encoders' items on all ranks. Raises, on all ranks alike, RemoteError if `error` is
+        given on one of them, PlanMismatchError if they disagree."""
         row = np.zeros(self._fixed, np.int64)
         try:
-            row = row if error else self._row(locals_, measured)
+            row = row if error else self._row(items)
         except ValueError as e:
             error = e
         row[:_HEAD] = forward, len(describe(error).encode())
         rows, _ = self._gather_tables(row)
         require_agreement(forward, "the number of forwards with media balancing", rows[:, 0])
         raise_first(forward, gather_texts(self.gather, describe(error), rows[:, 1]), error)
-        return self._worlds(forward, rows)
+        return self._items_of_all(forward, rows)
 
-    def _row(self, locals_: Sequence[Local], measured: Sequence[tuple[int, int]]) -> np.ndarray:
+    def _row(self, items: Sequence[LocalItems]) -> np.ndarray:
         blocks = [0] * _HEAD
-        for encoder, local, stats in zip(self.encoders, locals_, measured, strict=True):
-            blocks += _block(encoder, local, *stats)
-        return np.concatenate([np.array(blocks, np.int64)] + [x.meta.ravel() for x in locals_])
+        for encoder, local in zip(self.encoders, items, strict=True):
+            blocks += _block(encoder, local)
+        return np.concatenate([np.array(blocks, np.int64)] + [x.meta.ravel() for x in items])
 
-    def _worlds(self, forward: int, rows: np.ndarray) -> list[Gathered]:
-        worlds, at = [], _HEAD
+    def _items_of_all(self, forward: int, rows: np.ndarray) -> list[GatheredItems]:
+        out, at = [], _HEAD
         flat, start = rows.ravel(), np.arange(len(rows)) * rows.shape[1] + self._fixed
         for encoder, size in zip(self.encoders, self._sizes, strict=True):
             block = rows[:, at: at + size]
-            counts = block[:, _FIXED: _FIXED + len(encoder.calls)]
-            sizes, holding = counts.sum(1), counts.sum(1) > 0
-            columns = int(_one(forward, f"the columns of encoder {encoder.name!r}", block[:, :1],
+            sizes, holding = block[:, 0], block[:, 0] > 0
+            columns = int(_one(forward, f"the columns of encoder {encoder.name!r}", block[:, 1:2],
                                holding)[0])
             require_agreement(forward, f"the options {', '.join(encoder.options)} of encoder "
-                              f"{encoder.name!r} (digest)", block[:, 1])
+                              f"{encoder.name!r} (digest)", block[:, 2])
             length = sizes * columns
             meta = flat[ranges(start, length)].reshape(-1, columns) if columns else np.zeros(
                 (int(sizes.sum()), 0), np.int64)
-            tensors = block[:, _FIXED + len(encoder.calls):].reshape(len(rows), -1, _TENSOR)
+            tensors = block[:, _FIXED:].reshape(len(rows), -1, _TENSOR)
             names = ", ".join(encoder.layout.arguments)
-            worlds.append(Gathered(counts, meta, [
+            out.append(GatheredItems(sizes, meta, [
                 _tensor(_one(forward, f"argument {i} of encoder {encoder.name!r} ({names})",
                              tensors[:, i], holding, _shown, PAD))
-                for i in range(tensors.shape[1])], block[:, 2], block[:, 3]))
+                for i in range(tensors.shape[1])]))
             at, start = at + size, start + length
-        return worlds
+        return out
 
 
 def _one(

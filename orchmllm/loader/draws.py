@@ -116,13 +116,12 @@ class IndexedStream:
     """Examples of this rank's indices, loaded before anything is planned.
 
     loader: torch's, over `indices`, which are those `drawn` in this pass; it yields lists of
-    (lengths, example), or of examples where `lengths` tells them by index."""
+    (length, example)."""
 
     def __init__(
-        self, loader: Iterable, indices: SharedIndices, drawn: GlobalIndices | SampledIndices,
-        lengths: Callable[[int], Any] | None,
+        self, loader: Iterable, indices: SharedIndices, drawn: GlobalIndices | SampledIndices
     ) -> None:
-        self._indices, self._lengths, self._batches = indices, lengths, Batches(loader)
+        self._indices, self._batches = indices, Batches(loader)
         indices.source, self.num_dropped = drawn, drawn.num_dropped
         self.stop = self._batches.stop
 
@@ -134,10 +133,7 @@ class IndexedStream:
             if self._indices.drawn:
                 raise RuntimeError("the dataset raised StopIteration")
             return None
-        ids = self._indices.drawn.popleft()
-        if self._lengths is not None:
-            measured = [(self._lengths(i), e) for i, e in zip(ids, measured, strict=True)]
-        return measured, ids
+        return measured, self._indices.drawn.popleft()
 
     def snapshot(self) -> None:
         return None

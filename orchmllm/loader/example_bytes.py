@@ -63,7 +63,7 @@ def _pack(value: Any, path: str, buffers: list[np.ndarray]) -> list:
     raise TypeError(
         f"{path} is a {kind.__module__}.{kind.__qualname__}, which cannot be sent to another rank: "
         "use tensors, arrays, numbers, strings, bytes, and dicts, lists, tuples or NamedTuples (of "
-        "a module, not of a function) of them; or dispatch='load', which sends nothing")
+        "a module, not of a function) of them; or give `lengths`, with which nothing is sent")
 
 
 def _named_tuple(module: str, name: str) -> Any:

@@ -1,79 +1,43 @@
-"""How a user's examples are described to the loader, and the facts that it tells of a batch."""
+"""The lengths of a user's examples, and the facts that the loader tells of a batch."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from operator import index
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from orchmllm.batch import IGNORE_INDEX, Step
-from orchmllm.plan.assign import PHASES
-from orchmllm.plan.cost import CostModel
-from orchmllm.plan.layout import MODALITIES, TEXT, BatchLayout
-from orchmllm.plan.step import RankPlan, StepPlan, imbalance
-
-
-class Segment(NamedTuple):
-    """One piece of an example, in reading order.
-
-    modality: text, vision or audio. num_tokens: LLM positions it becomes. rows: rows that travel to
-    its encoder (patches, frames; 0 for text). attn_len: positions that the encoder's attention sees
-    (default: rows). grid: (t, h, w) of an image.
-    """
-
-    modality: str
-    num_tokens: int
-    rows: int = 0
-    attn_len: int | None = None
-    grid: tuple[int, int, int] = (0, 0, 0)
-
-
-@dataclass(frozen=True)
-class Phase:
-    """How one encoder's inputs are found in a user's example.
-
-    cost: of one medium, by its attn_len. media: key of the example (a dict) that holds the list of
-    its media of this modality, in reading order. collate: list of the media that this rank encodes
-    (possibly empty) -> the encoder's input, `batch.inputs[phase]`.
-    """
-
-    cost: CostModel
-    media: str
-    collate: Callable[[list[Any]], Any]
+from orchmllm.plan.layout import TEXT, BatchLayout
+from orchmllm.plan.step import StepPlan, imbalance
 
 
 @dataclass(frozen=True)
 class StepInfo:
     """What balancing knows of a batch: `BalancedDataLoader.step`. The batch itself is untouched.
 
-    plan: this rank's part of the plan; plan.feature[phase] is for exchange_rows,
-    plan.scatter[phase] where feature rows go in the packed sequence. inputs: encoder phase -> what
-    its Phase.collate made of the media this rank encodes. num_examples: in this batch; 0 for a
-    filler, whose loss must not count. example_ids: their dataset indices (of a stream: numbers
-    within it). step, epoch: of the loader. microbatch: place of this batch in its step, from 0;
-    num_microbatches: batches of a step. imbalance: phase -> (slowest rank's cost / mean as
-    sampled, as planned). wait_s: seconds the loop waited for this step. num_ranks: ranks that
-    share the step. num_targets: labels of the step on all ranks and microbatches, None if unknown;
-    num_shifted_targets: those that a model predicts which shifts the labels itself (all but the
-    first of each row). local_targets: both counts for this batch alone, -1 if unknown.
+    num_examples: in this batch; 0 for a filler, whose loss must not count. example_ids: their
+    dataset indices (of a stream: numbers within it). step, epoch: of the loader. microbatch: place
+    of this batch in its step, from 0; num_microbatches: batches of a step. imbalance: (slowest
+    rank's cost / mean as sampled, as planned). wait_s: seconds the loop waited for this step.
+    num_ranks: ranks that share the step. num_targets: labels of the step on all ranks and
+    microbatches, None if unknown; num_shifted_targets: those that a model predicts which shifts the
+    labels itself (all but the first of each row). local_targets: both counts for this batch alone,
+    -1 if unknown.
     """
 
-    plan: RankPlan
-    inputs: Mapping[str, Any]
     num_examples: int
     example_ids: list[int]
     step: int
     epoch: int
     microbatch: int
     num_microbatches: int
-    imbalance: Mapping[str, tuple[float, float]]
+    imbalance: tuple[float, float]
     wait_s: float
     num_ranks: int
     num_targets: int | None
@@ -88,12 +52,12 @@ class StepInfo:
         """Of the k-th microbatch of a step. on_read: called when somebody asks for the targets."""
         micro, mine = step.micro[k], step.micro[k].rank_plan
         return cls(
-            plan=mine, inputs=micro.inputs, num_examples=len(mine.examples),
-            example_ids=mine.example_ids.tolist(), step=step.index, epoch=epoch, microbatch=k,
-            num_microbatches=len(step.micro), imbalance=imbalances(micro.plan),
-            wait_s=step.wait_s if k == 0 else 0.0, num_ranks=num_ranks,
-            num_targets=step.num_global_targets, num_shifted_targets=step.num_shifted_targets,
-            local_targets=micro.num_targets, _on_read=on_read)
+            num_examples=len(mine.examples), example_ids=mine.example_ids.tolist(),
+            step=step.index, epoch=epoch, microbatch=k, num_microbatches=len(step.micro),
+            imbalance=imbalance_of(micro.plan), wait_s=step.wait_s if k == 0 else 0.0,
+            num_ranks=num_ranks, num_targets=step.num_global_targets,
+            num_shifted_targets=step.num_shifted_targets, local_targets=micro.num_targets,
+            _on_read=on_read)
 
     @property
     def is_last_microbatch(self) -> bool:
@@ -118,14 +82,10 @@ class StepInfo:
         return count
 
 
-def imbalances(plan: StepPlan) -> dict[str, tuple[float, float]]:
-    """Phase -> (slowest rank's cost / mean as sampled, as planned), of phases that have items."""
-    out = {}
-    for phase in PHASES:
-        before, after = plan.phase_cost(phase)
-        if before.sum():
-            out[phase] = imbalance(before), imbalance(after)
-    return out
+def imbalance_of(plan: StepPlan) -> tuple[float, float]:
+    """(slowest rank's cost / mean as sampled, as planned)."""
+    before, after = plan.phase_cost("llm")
+    return imbalance(before), imbalance(after)
 
 
 def count_labels(batch: Any) -> tuple[int, int] | None:
@@ -179,37 +139,20 @@ def labels_of(batch: Any) -> Tensor | None:
 def batch_layout(
     example_ids: Sequence[int], lengths: Sequence[Any], examples_per_rank: Sequence[int] | None
 ) -> BatchLayout:
-    """The layout of examples of these lengths, each an integer (a sequence model's tokens) or a
-    list of Segments in reading order; without examples_per_rank they all sit on one rank. Raises
-    TypeError or ValueError naming the example for anything else."""
+    """The layout of examples of these lengths, each a whole number; without examples_per_rank they
+    all sit on one rank. Raises TypeError or ValueError naming the example for anything else."""
     n = len(lengths)
-    try:  # integers alone need no object for each
-        tokens = np.array([index(length) for length in lengths], np.int64)
-    except TypeError:
-        tokens = None
-    if tokens is None or tokens.min(initial=0) < 0:
-        pieces = [_rows_of(*pair) for pair in zip(example_ids, lengths, strict=True)]
-        counts = np.array([len(rows) for rows in pieces], np.int64)
-        table = np.array([row for rows in pieces for row in rows], np.int64).reshape(-1, 7)
-    else:
-        counts, table = np.ones(n, np.int64), np.zeros((n, 7), np.int64)
-        table[:, 0], table[:, 3] = TEXT, tokens
-    return BatchLayout.from_table(np.asarray(example_ids, np.int64), np.zeros(n, np.int64), counts,
-                                  table, examples_per_rank)
-
-
-def _rows_of(example_id: int, lengths: Any) -> list[tuple[int, ...]]:
-    """(modality, rows, attn_len, num_tokens, t, h, w) of each of an example's segments."""
-    with suppress(TypeError):
-        lengths = [Segment("text", index(lengths))]
-    if not isinstance(lengths, Sequence) or not all(isinstance(s, Segment) for s in lengths):
-        raise TypeError(f"example {example_id}: its length is {lengths!r}; give an integer, or a "
-                        "list of orchmllm.Segment")
-    for s in lengths:
-        if s.modality not in MODALITIES:
-            raise ValueError(f"example {example_id}: modality {s.modality!r} is none of "
-                             f"{', '.join(MODALITIES)}")
-        if s.num_tokens < 0:
-            raise ValueError(f"example {example_id} has length {s.num_tokens}: must be >= 0")
-    return [(MODALITIES[s.modality], s.rows, s.rows if s.attn_len is None else s.attn_len,
-             s.num_tokens, *s.grid) for s in lengths]
+    table = np.zeros((n, 7), np.int64)
+    table[:, 0] = TEXT
+    for k, given in enumerate(lengths):
+        try:
+            length = index(given)
+        except TypeError as error:
+            raise TypeError(
+                f"example {example_ids[k]}: its length is {given!r}; give a whole number (media "
+                "are balanced by orchmllm.balance_encoders)") from error
+        if length < 0:
+            raise ValueError(f"example {example_ids[k]} has length {length}: must be >= 0")
+        table[k, 3] = length
+    return BatchLayout.from_table(np.asarray(example_ids, np.int64), np.zeros(n, np.int64),
+                                  np.ones(n, np.int64), table, examples_per_rank)

@@ -1,18 +1,17 @@
 """Feeds of the drop-in loader: where a user's examples come from and how a plan reaches them.
 
-- `IndexFeed` (dispatch `load`): lengths are known by index, so a plan is a list of indices that
-  torch's DataLoader loads and collates like any other batch, in worker processes if there are any.
-- `ExampleFeed` (dispatch `bytes`): examples are loaded first, then move between ranks.
+- `IndexFeed`: lengths are known by index, so a plan is a list of indices that torch's DataLoader
+  loads and collates like any other batch, in worker processes if there are any.
+- `ExampleFeed`: examples are loaded first, then move between ranks.
 """
 
 from __future__ import annotations
 
 import copy
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
@@ -24,7 +23,6 @@ from orchmllm.data.loading.pipeline import Postponed
 from orchmllm.loader import example_bytes as wire
 from orchmllm.loader.draws import END, Batches
 from orchmllm.loader.examples import (
-    Phase,
     batch_layout,
     count_labels,
     ignore_labels,
@@ -32,8 +30,7 @@ from orchmllm.loader.examples import (
     with_labels,
 )
 from orchmllm.loader.padding import PaddingWatch
-from orchmllm.plan.layout import ENCODERS, BatchLayout
-from orchmllm.plan.rearrange import Rearrangement
+from orchmllm.plan.layout import BatchLayout
 from orchmllm.plan.step import StepPlan
 
 
@@ -42,18 +39,17 @@ class Collator:
     some rank gets a filler at the end of the epoch. without_padding: see PaddingWatch."""
 
     def __init__(
-        self, collate: Callable, phases: dict[str, Phase], rank: int,
-        num_targets: Callable[[Any], int] | None, pins: bool, tail_is_filled: bool,
-        without_padding: int,
+        self, collate: Callable, rank: int, num_targets: Callable[[Any], int] | None, pins: bool,
+        tail_is_filled: bool, without_padding: int,
     ) -> None:
-        self.collate, self.phases, self.rank, self.num_targets = collate, phases, rank, num_targets
+        self.collate, self.rank, self.num_targets = collate, rank, num_targets
         self._pins = pins and torch.cuda.is_available()
         self._tail_is_filled, self._padding = tail_is_filled, PaddingWatch(without_padding)
 
-    def finish(self, micro: Microbatch, batch: Any, inputs: dict[str, Any]) -> None:
-        """Puts them into the microbatch, with its targets. A filler's labels are ignored. Raises
-        TypeError for None, ValueError if a filler, now or at the end of the epoch, has no labels to
-        ignore, or as PaddingWatch does."""
+    def finish(self, micro: Microbatch, batch: Any) -> None:
+        """Puts the batch into the microbatch, with its targets. A filler's labels are ignored.
+        Raises TypeError for None, ValueError if a filler, now or at the end of the epoch, has no
+        labels to ignore, or as PaddingWatch does."""
         if batch is None:
             raise TypeError("collate_fn returned None: it has to return the batch")
         self._padding.see(micro, batch)
@@ -73,9 +69,7 @@ class Collator:
             micro.num_targets = (_whole(self.num_targets(batch)),) * 2
         else:
             micro.num_targets = count_labels(batch) or UNCOUNTED
-        if self._pins:
-            batch, inputs = pin_memory(batch), pin_memory(inputs)
-        micro.content, micro.inputs = batch, inputs
+        micro.content = pin_memory(batch) if self._pins else batch
 
 
 def _whole(count: Any) -> int:
@@ -107,7 +101,7 @@ class PlannedIndices:
 class IndexFeed:
     """Each rank loads the examples that it processes.
 
-    source: draws index lists. lengths: index -> length or Segments. loader: torch's, with
+    source: draws index lists. lengths: index -> length. loader: torch's, with
     `indices` as its batch_sampler. lookahead: see Feed; enough for what its workers prefetch.
     """
 
@@ -136,7 +130,7 @@ class IndexFeed:
             batch = self._batches.next()
             if batch is END:
                 raise RuntimeError("the dataset raised StopIteration")
-            self.collator.finish(micro, batch, {})
+            self.collator.finish(micro, batch)
         return targets_of(step)
 
     def close(self) -> None:
@@ -184,7 +178,6 @@ class ExampleFeed:
         measured, numbers = drawn
         layout = batch_layout(numbers, [lengths for lengths, _ in measured], None)
         self._examples = [example for _, example in measured]
-        self._check_media(layout, self._examples)
         if self._examples:
             self._spare = self._examples[0]
         self._state = self.source.snapshot()
@@ -198,62 +191,28 @@ class ExampleFeed:
         moved = [self._moved(step, micro, postponed) for micro in step.micro]
         if not postponed.everything_came():
             return UNCOUNTED
-        for micro, (media, here) in zip(step.micro, moved, strict=True):
-            phases = self.collator.phases
-            inputs = {m: phase.collate(media[m]) for m, phase in phases.items()}
-            batch = self.collator.collate(here or [self._filler(phases)])
-            self.collator.finish(micro, batch, inputs)
+        for micro, examples in zip(step.micro, moved, strict=True):
+            batch = self.collator.collate(examples or [self._filler()])
+            self.collator.finish(micro, batch)
         return targets_of(step)
 
     def close(self) -> None:
         self.source.stop()
 
-    def _check_media(self, layout: BatchLayout, examples: list[Any]) -> None:
-        """Raises TypeError if an example is no dict, ValueError if its Segments do not say how many
-        media it holds: here, where no other rank waits for it yet."""
-        for i, e in zip(layout.example_id, examples, strict=True):
-            if self.collator.phases and not isinstance(e, Mapping):
-                raise TypeError(f"example {i} is a {type(e).__name__}: with the media of a Phase "
-                                "it must be a dict")
-        for name, phase in self.collator.phases.items():
-            example = layout.example_of_segment[layout.segments[ENCODERS[name]]]
-            planned = np.bincount(example, minlength=len(examples)).tolist()
-            for i, held in enumerate(len(e[phase.media]) for e in examples):
-                if held != planned[i]:
-                    raise ValueError(
-                        f"phase {name}: example {layout.example_id[i]} holds {held} media under "
-                        f"{phase.media!r}, its lengths have {planned[i]} Segments of {name}: give "
-                        "one Segment for each")
-
-    def _moved(
-        self, step: Step, micro: Microbatch, postponed: Postponed
-    ) -> tuple[dict[str, list], list]:
-        """(media that this rank encodes, by phase; examples that its LLM processes)."""
+    def _moved(self, step: Step, micro: Microbatch, postponed: Postponed) -> list[Any]:
+        """The examples that this rank processes."""
         first = int(step.layout.examples_per_rank[: self.rank].sum())
         own = micro.positions[micro.plan.layout.rank_of_example == self.rank] - first
         examples = [self._examples[i] for i in own]
-        phases, plan = self.collator.phases, micro.plan
-        media = {m: [x for e in examples for x in e[phase.media]] for m, phase in phases.items()}
-        if phases:
-            keys = {phase.media for phase in phases.values()}
-            examples = [{k: v for k, v in e.items() if k not in keys} for e in examples]
-        return ({m: self._move(media[m], plan.encode[m], postponed) for m in phases},
-                self._move(examples, plan.llm, postponed))
-
-    def _move(self, items: list[Any], move: Rearrangement, postponed: Postponed) -> list[Any]:
-        came = exchange_bytes([lambda x=x: postponed.call(wire.encode, x) for x in items], move,
-                              self.rank, self.group)
+        came = exchange_bytes([lambda x=x: postponed.call(wire.encode, x) for x in examples],
+                              micro.plan.llm, self.rank, self.group)
         postponed.incomplete |= any(c is None for c in came)
-        return [items[c] if isinstance(c, int) else c if c is None
+        return [examples[c] if isinstance(c, int) else c if c is None
                 else postponed.call(wire.decode, c) for c in came]
 
-    def _filler(self, phases: dict[str, Phase]) -> Any:
-        rank = self.collator.rank  # in the loader's group, of which a shard may be a part
-        if phases:
-            raise ValueError(f"rank {rank} has no example in this step, and with media of a Phase "
-                             "a batch cannot be empty: use drop_last=True, larger batches or fewer "
-                             "accumulation_steps")
+    def _filler(self) -> Any:
         if self._spare is None:
+            rank = self.collator.rank  # in the loader's group, of which a shard may be a part
             raise ValueError(f"rank {rank} never had an example and gets none in this step: give "
                              "its stream data, or use larger batches")
         return self._spare

@@ -8,15 +8,14 @@ from typing import NamedTuple
 import numpy as np
 import torch.distributed as dist
 
-from orchmllm.comm.exchange import RowGather, bytes_group, local_group
+from orchmllm.comm.exchange import RowGather, bytes_group
 from orchmllm.comm.ranks import node_size
 
 
 class Links(NamedTuple):
     """Groups of one loader. rank: in the group of num_ranks. shard: ranks of the group that are
     planned together, this one among them. gather: among the shard; everyone: among all, if that is
-    more. cpu: group for bytes. device: the shard's group on the default backend, None if it is the
-    whole job."""
+    more. cpu: group for bytes."""
 
     rank: int
     num_ranks: int
@@ -24,7 +23,6 @@ class Links(NamedTuple):
     gather: RowGather
     everyone: RowGather | None
     cpu: dist.ProcessGroup | None
-    device: dist.ProcessGroup | None
 
 
 class _Made:
@@ -80,23 +78,6 @@ def _connect(
     gather = RowGather(per_node, timeout_s, members)
     everyone = (RowGather(node_size(ranks, ranks_per_node), timeout_s, ranks)
                 if size < len(ranks) else None)
-    is_part = size < dist.get_world_size()
-    if is_part:
-        _require_equal_names(everyone or gather, ranks, size)
     return Links(
         rank=mine, num_ranks=len(ranks), shard=shard, gather=gather, everyone=everyone,
-        cpu=bytes_group(members, timeout_s) if cpu else None,
-        device=local_group(members, timeout_s) if is_part else None)
-
-
-def _require_equal_names(gather: RowGather, ranks: list[int], size: int) -> None:
-    """Raises ValueError, on all ranks, where torch would name a new group of a shard differently on
-    its ranks, which then wait for each other: the name holds the number of groups of a process."""
-    own = len(dist.distributed_c10d._world.pg_names)
-    counts = gather(np.array([own], np.int64)).reshape(-1, size)
-    for first, shard in zip(ranks[::size], counts, strict=True):
-        if len(set(shard.tolist())) > 1:
-            raise ValueError(
-                f"of the {size} ranks from rank {first} some are in {shard.min()} process groups "
-                f"and some in {shard.max()}: make the BalancedDataLoader before groups that only "
-                "some of its ranks are in, or leave out shard_size and group")
+        cpu=bytes_group(members, timeout_s) if cpu else None)

@@ -17,11 +17,11 @@ from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 from orchmllm.comm.ranks import rank_list
 from orchmllm.data.loading.pipeline import Pipeline
-from orchmllm.loader.examples import Phase, StepInfo
+from orchmllm.loader.examples import StepInfo
 from orchmllm.loader.feeds import Collator
 from orchmllm.loader.links import connect
 from orchmllm.loader.loss import LossWatch, check_labels, scale
-from orchmllm.loader.setup import StepLog, check_arguments, check_state, make_spec
+from orchmllm.loader.setup import check_arguments, check_state, log_step, make_spec
 from orchmllm.loader.source import (
     PlannedSampler,
     Reader,
@@ -49,23 +49,21 @@ class BalancedDataLoader(DataLoader):
     DataLoader (see `balance`), which decides what it draws and how: these arguments are refused
     then; or any iterable of lists of examples.
 
-    lengths: length of every example by index, a sequence or a function; an integer, or Segments.
-    length_fn: instead, length of a loaded example. phases: cost of an example by its length (a
-    CostModel, default: its length), or phase -> CostModel or Phase. policy, tolerance: see
-    orchmllm.plan.balance.balance; one for all phases, or by phase; without a policy, least_move,
-    and collate_fn must not pad. group: ranks that share the data (default: all), one per replica.
-    dispatch: `load` (each rank loads what it processes; needs lengths) or `bytes` (examples are
-    sent between ranks in the prefetch thread); default: `load` with lengths, else `bytes`.
+    lengths: length of every example by index, a sequence or a function; an integer; each rank loads
+    what it processes. length_fn: instead, length of a loaded example; examples are loaded where
+    they are sampled and sent between ranks in the prefetch thread. phases: cost of an example by
+    its length (default: its length); the encoders of a model are balanced by balance_encoders.
+    policy, tolerance: see orchmllm.plan.balance.balance; without a policy, least_move, and
+    collate_fn must not pad.
+    group: ranks that share the data (default: all), one per replica.
     max_rank_tokens: cap of a rank's tokens in a microbatch. accumulation_steps: batches per
     optimizer step. num_targets: collated batch -> its labels (default: entries of "labels" that are
     not -100). prefetch: steps prepared ahead. seed: of the shuffling, equal on all ranks. min_gain:
     steps predicted to gain less (0.02: 2%) run as sampled. enabled: false runs every step as
     sampled, for comparisons. shard_size: balance within groups of so many consecutive ranks (0:
-    all); pass `loader.exchange_group` to exchange_rows then. ranks_per_node: default from the
-    launcher. timeout_s: of an agreement that a rank never joins.
-    log_every: steps between lines of the logger orchmllm.loader on rank 0 (0: none). context:
-    longest sequence of the model; lengths above ten times that are asked about in a warning (0:
-    none). check_loss: warn if the loop never asks how to scale its loss.
+    all). ranks_per_node: default from the launcher. timeout_s: of an agreement that a rank never
+    joins. log_every: steps between lines of the logger orchmllm.loader on rank 0 (0: none).
+    check_loss: warn if the loop never asks how to scale its loss.
 
     The user's batch is passed on untouched: what a loop needs to know of the batch last yielded is
     `loader.step`, and `loader.scale_sum` or `loader.scale_mean` scales its loss. Errors of any
@@ -82,13 +80,12 @@ class BalancedDataLoader(DataLoader):
         collate_fn: Callable | None = None, pin_memory: bool = False, drop_last: bool = False, *,
         lengths: Sequence | Callable[[int], Any] | None = None,
         length_fn: Callable[[Any], Any] | None = None,
-        phases: CostModel | Mapping[str, CostModel | Phase] | None = None,
-        policy: str | Mapping[str, str] | None = None,
-        tolerance: float | Mapping[str, float] | None = None, dispatch: str | None = None,
-        group: dist.ProcessGroup | None = None, max_rank_tokens: int = 0, prefetch: int = 2,
+        phases: CostModel | None = None, policy: str | None = None,
+        tolerance: float | None = None, group: dist.ProcessGroup | None = None,
+        max_rank_tokens: int = 0, prefetch: int = 2,
         num_targets: Callable[[Any], int] | None = None, accumulation_steps: int = 1, seed: int = 0,
         min_gain: float = 0.0, enabled: bool = True, shard_size: int = 0,
-        ranks_per_node: int = 0, timeout_s: float = 600.0, log_every: int = 100, context: int = 0,
+        ranks_per_node: int = 0, timeout_s: float = 600.0, log_every: int = 100,
         check_loss: bool = True, **workers: Any,
     ) -> None:
         self._source = source = open_source(
@@ -97,27 +94,26 @@ class BalancedDataLoader(DataLoader):
             {"num_workers": num_workers, **workers}, collate_fn, pin_memory, lengths)
         self.accumulation_steps, self.prefetch, self.seed = accumulation_steps, prefetch, seed
         self.enabled = enabled  # whether steps are balanced, from the next pass on
-        dispatch = dispatch or ("load" if lengths is not None else "bytes")
         ranks = rank_list(group)
-        check_arguments(source, dispatch, lengths, length_fn, shard_size, len(ranks),
-                        accumulation_steps, prefetch)
-        links = connect(self, ranks, shard_size, ranks_per_node, timeout_s,
-                        cpu=dispatch == "bytes")
-        spec, media = make_spec(phases, policy, tolerance, max_rank_tokens, links.gather.per_node,
-                                dispatch, min_gain)
-        self.rank, self.num_ranks, self.exchange_group = links.rank, len(ranks), links.device
+        check_arguments(source, lengths, length_fn, shard_size, len(ranks), accumulation_steps,
+                        prefetch)
+        dispatch = "bytes" if lengths is None else "load"
+        links = connect(self, ranks, shard_size, ranks_per_node, timeout_s, cpu=lengths is None)
+        spec = make_spec(phases, policy, tolerance, max_rank_tokens, links.gather.per_node,
+                         dispatch, min_gain)
+        self.rank, self.num_ranks = links.rank, len(ranks)
         self._orchestrator = Orchestrator(
             spec, links.gather, planner=plan_filled, assigner=assign_filled, group=links.cpu,
             commit_gather=links.everyone)
         batches = self.num_ranks * accumulation_steps  # of a step
         if source.kind == "indices":
             self.global_batch_size = source.batch_size * batches
-        collator = Collator(source.collate, media, self.rank, num_targets, source.pin_memory,
-                            tail_is_filled(source, batches, has_media=bool(media)),
+        collator = Collator(source.collate, self.rank, num_targets, source.pin_memory,
+                            tail_is_filled(source, batches),
                             accumulation_steps if policy is None else 0)
-        self._reader = Reader(source, dispatch, lengths, length_fn, collator, links)
+        self._reader = Reader(source, lengths, length_fn, collator, links)
         self._counts = num_targets
-        self._log = StepLog(self.rank, log_every, context)
+        self._log_every = log_every if self.rank == 0 else 0
         self._watch = LossWatch(done=not check_loss or self.rank != 0)
         self.num_dropped = 0
         # (epoch, steps done in it, state of a foreign loader): where the next pass begins, and
@@ -201,7 +197,8 @@ class BalancedDataLoader(DataLoader):
         self._live, self._next = True, (after := (epoch + 1, 0, None))
         try:
             for step in steps:
-                self._log.log_step(step, epoch)
+                if self._log_every and not step.index % self._log_every:
+                    log_step(step, epoch)
                 for k, micro in enumerate(step.micro):
                     if k == self.accumulation_steps - 1:
                         self._done = epoch, step.index + 1, step.state

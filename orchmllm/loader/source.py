@@ -176,41 +176,36 @@ def _takes_all(loader: DataLoader) -> bool:
         and not sampler.replacement and sampler._num_samples is None and sampler.generator is None)
 
 
-def tail_is_filled(source: Source, batches: int, *, has_media: bool) -> bool:
+def tail_is_filled(source: Source, batches: int) -> bool:
     """Whether the last step of an epoch is known to have fewer examples than its `batches` on all
-    ranks. Raises ValueError if that cannot be: the media of a filler would belong to no rank."""
+    ranks."""
     if source.kind != "indices" or source.drop_last:
         return False
-    tail = len(source.dataset) % (source.batch_size * batches)
-    if has_media and 0 < tail < batches:
-        raise ValueError(
-            f"the last step of an epoch has {tail} examples for {batches} batches on all ranks, "
-            "and with media of a Phase a batch cannot be empty: use drop_last=True or another "
-            "batch_size")
-    return 0 < tail < batches
+    return 0 < len(source.dataset) % (source.batch_size * batches) < batches
 
 
 class Reader:
     """Loads a source's examples, and makes the feed of each pass over them.
 
     lengths: of an example by index; length_fn: instead, of a loaded one. loader: torch's, over
-    planned indices with dispatch `load`, else over sampled ones; of a stream, the user's."""
+    planned indices with `lengths`, else over sampled ones; of a stream, the user's."""
 
     def __init__(
-        self, source: Source, dispatch: str, lengths: Any, length_fn: Callable | None,
-        collator: Collator, links: Links,
+        self, source: Source, lengths: Any, length_fn: Callable | None, collator: Collator,
+        links: Links,
     ) -> None:
-        self._source, self._dispatch = source, dispatch
-        self._collator, self._links = collator, links
+        self._source, self._collator, self._links = source, collator, links
         self._lengths = lengths.__getitem__ if hasattr(lengths, "__getitem__") else lengths
-        self._indices = PlannedIndices() if dispatch == "load" else SharedIndices()
+        self._indices = SharedIndices() if lengths is None else PlannedIndices()
         self._measure: Callable = list
-        with_lengths = list if length_fn is None else partial(measured, length_fn)
-        if source.kind != "stream":
+        with_lengths = partial(measured, length_fn)
+        if lengths is not None:
             self.loader = DataLoader(
-                source.dataset, batch_sampler=self._indices, **source.workers,
-                collate_fn=source.collate if dispatch == "load" else with_lengths,
-                pin_memory=dispatch == "load" and source.pin_memory)  # in torch's own thread
+                source.dataset, batch_sampler=self._indices, collate_fn=source.collate,
+                pin_memory=source.pin_memory, **source.workers)  # pinned in torch's own thread
+        elif source.kind != "stream":
+            self.loader = DataLoader(source.dataset, batch_sampler=self._indices,
+                                     collate_fn=with_lengths, **source.workers)
         elif isinstance(source.dataset, IterableDataset):
             self.loader = DataLoader(source.dataset, source.batch_size, collate_fn=with_lengths,
                                      **source.workers)
@@ -230,7 +225,7 @@ class Reader:
         instead."""
         source, links, k = self._source, self._links, order["accumulation_steps"]
         config = digest64(repr((
-            order, self._dispatch, epoch, first, prefetch, source.drop_last,
+            order, self._lengths is None, epoch, first, prefetch, source.drop_last,
             source.workers["num_workers"], source.workers["prefetch_factor"])).encode())
         if source.kind == "stream":
             examples = ForeignStream(
@@ -238,14 +233,14 @@ class Reader:
                 full_size=source.batch_size or 0 if source.drop_last else 0)
         else:
             drawn = (GlobalIndices(order, epoch, first, links, source.drop_last,
-                                   whole=self._dispatch == "load")
+                                   whole=self._lengths is not None)
                      if source.kind == "indices" else
                      SampledIndices(source.batch_sampler, k, first))
-            if isinstance(self._indices, PlannedIndices):
+            if self._lengths is not None:
                 fetched = self.loader.num_workers * (self.loader.prefetch_factor or 0)
                 return IndexFeed(drawn, self._lengths, self.loader, self._indices, self._collator,
                                  config, lookahead=math.ceil(fetched / k))
-            examples = IndexedStream(self.loader, self._indices, drawn, self._lengths)
+            examples = IndexedStream(self.loader, self._indices, drawn)
         return ExampleFeed(examples, self._collator, links.gather.rank, links.cpu, config)
 
 

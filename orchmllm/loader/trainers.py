@@ -93,11 +93,8 @@ class _Balanced:
         loader = super().get_train_dataloader()
         if not isinstance(loader, BalancedDataLoader):
             plain = getattr(loader, "base_dataloader", loader)  # accelerate's holds torch's
-            config = getattr(self.model, "config", None)
-            text = config.get_text_config() if hasattr(config, "get_text_config") else config
             how = dict(accumulation_steps=self.args.gradient_accumulation_steps, check_loss=False,
-                       context=getattr(text, "max_position_embeddings", 0) or 0,
-                       policy={"llm": "padded"} if collator_pads(self.data_collator) else None)
+                       policy="padded" if collator_pads(self.data_collator) else None)
             loader = BalancedDataLoader(plain, **{**how, **self._balance})
         if loader.accumulation_steps != self.args.gradient_accumulation_steps:
             raise ValueError(

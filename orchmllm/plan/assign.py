@@ -75,7 +75,8 @@ class BalancePolicy:
 class PlanSpec:
     """What the planner knows of the model and the cluster; equal on all ranks.
 
-    costs: phase -> cost of one item. row_bytes: encoder phase -> bytes of one input row.
+    costs: phase -> cost of one item; an encoder phase without one is not planned (a loader of whole
+    examples has the LLM phase alone). row_bytes: encoder phase -> bytes of one input row.
     feature_bytes: bytes of one feature row (LLM width in the compute dtype). group_size:
     consecutive ranks that balance among themselves; 0: all.
     """
@@ -86,6 +87,16 @@ class PlanSpec:
     ranks_per_node: int
     balance: BalancePolicy
     group_size: int = 0
+
+    @cached_property
+    def encoders(self) -> dict[str, int]:
+        """Encoder phases that are planned, in their fixed order -> modality."""
+        return {phase: code for phase, code in ENCODERS.items() if phase in self.costs}
+
+    @cached_property
+    def phases(self) -> tuple[str, ...]:
+        """All phases that are planned, in their fixed order."""
+        return (*self.encoders, "llm")
 
     @cached_property
     def digest(self) -> int:
@@ -106,18 +117,19 @@ def assign_phases(
     example. Raises ValueError for a policy or option that cannot be honoured."""
     sampled = layout.rank_of_example
     if not spec.balance.enabled:
-        return {m: sampled[_owner(layout, m)] for m in ENCODERS}, sampled
+        return {m: sampled[_owner(layout, m)] for m in spec.encoders}, sampled
     if 0 < spec.group_size < layout.num_ranks:
         groups = [(first, *assign_phases(part, inside, solve))
                   for first, part, inside in _groups(layout, spec)]
-        return ({m: np.concatenate([first + e[m] for first, e, _ in groups]) for m in ENCODERS},
+        return ({m: np.concatenate([first + e[m] for first, e, _ in groups])
+                 for m in spec.encoders},
                 np.concatenate([first + llm for first, _, llm in groups]))
     if spec.balance.whole_examples:
         return _assign_whole_examples(layout, spec, solve)
     if spec.balance.dispatch == "load":
         llm = _assign_llm(layout, sampled, None, spec, solve)
-        return {m: _assign_encoder(layout, m, llm, spec, solve) for m in ENCODERS}, llm
-    encode = {m: _assign_encoder(layout, m, sampled, spec, solve) for m in ENCODERS}
+        return {m: _assign_encoder(layout, m, llm, spec, solve) for m in spec.encoders}, llm
+    encode = {m: _assign_encoder(layout, m, sampled, spec, solve) for m in spec.encoders}
     home = feature_home(layout, encode, spec.feature_bytes)
     return encode, _assign_llm(layout, home, encode, spec, solve)
 
@@ -162,11 +174,11 @@ def _assign_llm(
 
 
 def example_costs(layout: BatchLayout, spec: PlanSpec) -> np.ndarray:
-    """(n, 3) cost of each example in each of PHASES."""
-    cost = np.zeros((layout.num_examples, len(PHASES)), np.int64)
-    cost[:, PHASES.index("llm")] = spec.costs["llm"](layout.tokens_per_example)
-    for phase, modality in ENCODERS.items():
-        np.add.at(cost[:, PHASES.index(phase)], _owner(layout, phase),
+    """(n, phases) cost of each example in each of spec.phases."""
+    cost = np.zeros((layout.num_examples, len(spec.phases)), np.int64)
+    cost[:, -1] = spec.costs["llm"](layout.tokens_per_example)
+    for k, (phase, modality) in enumerate(spec.encoders.items()):
+        np.add.at(cost[:, k], _owner(layout, phase),
                   spec.costs[phase](layout.attn_len[layout.segments[modality]]))
     return cost
 
@@ -178,7 +190,7 @@ def _assign_whole_examples(
     pieces = example_pieces(layout, None, spec.feature_bytes) if spec.balance.llm.nodewise else None
     llm = _assign("llm", layout.tokens_per_example, cost, layout.rank_of_example, pieces,
                   layout.num_ranks, spec, solve)
-    return {m: llm[_owner(layout, m)] for m in ENCODERS}, llm
+    return {m: llm[_owner(layout, m)] for m in spec.encoders}, llm
 
 
 def _assign(

@@ -28,7 +28,7 @@ from orchmllm.plan.assign import (
 from orchmllm.plan.homes import TEXT_BYTES, feature_home
 from orchmllm.plan.layout import ENCODERS, BatchLayout
 from orchmllm.plan.nodewise import assign_nodes
-from orchmllm.plan.rearrange import Exchange, Rearrangement, no_exchange, ranges
+from orchmllm.plan.rearrange import Exchange, Rearrangement, no_exchange, ranges, sums_of
 
 __all__ = [
     "PHASES", "BalancePolicy", "PhasePolicy", "PlanSpec", "RankPlan", "StepPlan",
@@ -40,12 +40,15 @@ def plan_step(
     layout: BatchLayout, spec: PlanSpec, solve: NodeSolver = assign_nodes
 ) -> StepPlan:
     """Balances every phase of one step or microbatch, or leaves it as sampled where that gains less
-    than balance.min_gain. solve: permutes finished batches over the ranks, in place of
-    assign_nodes. Raises ValueError for a policy or option that cannot be honoured."""
+    than balance.min_gain and no rank holds more than its max_rank_tokens. solve: permutes finished
+    batches over the ranks, in place of assign_nodes. Raises ValueError for a policy or option that
+    cannot be honoured."""
     plan = build_plan(layout, *assign_phases(layout, spec, solve), spec)
     if spec.balance.min_gain and plan.predicted_gain < spec.balance.min_gain:
         off = replace(spec, balance=replace(spec.balance, enabled=False))
-        return build_plan(layout, *assign_phases(layout, off), off)
+        sampled = build_plan(layout, *assign_phases(layout, off), off)
+        if sampled.is_within_caps:
+            return sampled
     return plan
 
 
@@ -55,7 +58,7 @@ def build_plan(
     """The plan for given ranks: encode[m] (s_m,) per segment, llm (n,) per example."""
     llm_move = Rearrangement.from_rank_of(llm, layout.examples_per_rank)
     encode_moves, feature_moves = {}, {}
-    for phase, modality in ENCODERS.items():
+    for phase, modality in spec.encoders.items():
         seg = layout.segments[modality]
         counts = np.bincount(layout.example_of_segment[seg], minlength=layout.num_examples)
         sizes = np.bincount(layout.rank_of_example[layout.example_of_segment[seg]],
@@ -91,14 +94,14 @@ class StepPlan:
         """64 bits over lengths, plan and configuration (compared by all ranks in COMMIT)."""
         parts = [self.layout.to_payload(), self.layout.examples_per_rank, self.llm.order,
                  self.llm.target_sizes]
-        for phase in ENCODERS:
+        for phase in self.spec.encoders:
             parts += [self.encode[phase].order, self.encode[phase].target_sizes]
         return digest64(np.concatenate([*parts, [self.spec.digest]], dtype=np.int64).tobytes())
 
     @cached_property
     def stats(self) -> dict[str, dict[str, int]]:
         """Per phase: bytes of inputs and features that change rank, and that change node."""
-        return {phase: self._phase_stats(phase) for phase in PHASES}
+        return {phase: self._phase_stats(phase) for phase in self.spec.phases}
 
     def rearrangement(self, phase: str) -> Rearrangement:
         """How the items of a phase move: segments of an encoder, examples of the LLM."""
@@ -125,11 +128,21 @@ class StepPlan:
                 cost.of_ranks(lengths[move.order], move.target_rank, self.layout.num_ranks))
 
     @property
+    def is_within_caps(self) -> bool:
+        """Whether no rank holds more than a phase's max_rank_tokens."""
+        for phase in self.spec.phases:
+            cap, move = getattr(self.spec.balance, phase).max_rank_tokens, self.rearrangement(phase)
+            held = sums_of(self.item_lengths(phase)[move.order], move.target_sizes)
+            if cap and held.max() > cap:
+                return False
+        return True
+
+    @property
     def predicted_gain(self) -> float:
         """Share of the step's time that balancing is predicted to spare: phases run one after the
         other, each as long as its slowest rank, by the cost models; moving is not counted."""
-        before, after = (sum(int(cost[i].max(initial=0)) for cost in map(self.phase_cost, PHASES))
-                         for i in range(2))
+        costs = [self.phase_cost(phase) for phase in self.spec.phases]
+        before, after = (sum(int(cost[i].max(initial=0)) for cost in costs) for i in range(2))
         return 1.0 - after / before if before else 0.0
 
     def _phase_stats(self, phase: str) -> dict[str, int]:
@@ -158,7 +171,7 @@ class StepPlan:
         layout = self.layout
         encode, feature, media, grid, scatter = {}, {}, {}, {}, {}
         examples = self.llm.items_on(rank)
-        for phase, modality in ENCODERS.items():
+        for phase, modality in self.spec.encoders.items():
             seg = layout.segments[modality]
             if not len(seg):
                 encode[phase] = feature[phase] = no_exchange(layout.num_ranks)

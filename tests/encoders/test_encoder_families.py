@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from orchmllm import Encoder, Rows, balance_encoders
-from orchmllm.encoders import families, hook, sharing
+from orchmllm.encoders import answers, families, sharing
 from orchmllm.encoders.table import describe_local
 from tests.lib.commands import ROOT
 from tests.lib.encoder_models import ALL, FAMILIES, Item, batch
@@ -131,7 +131,8 @@ def swapped(world) -> float:
     right = sharing.return_features
 
     def wrong(*arguments):
-        return [(rows.flip(0), counts) for rows, counts in right(*arguments)]
+        rows, counts = right(*arguments)
+        return rows.flip(0), counts
 
     sharing.return_features = wrong
     items = scenarios(FAMILIES["llava"])["uneven"][world.rank]
@@ -143,7 +144,7 @@ def without_deepstack(world) -> str:
     family = FAMILIES["qwen3_vl"]
     model = family.build()
     inputs = batch(family, model, [Item("image", 2)], world.rank)
-    balance_encoders(model.model, [encoder], min_gain=0.0)
+    balance_encoders(model.model, [encoder])
     try:
         model(**inputs)
     except TypeError as error:
@@ -152,7 +153,7 @@ def without_deepstack(world) -> str:
 
 
 def without_zero(world) -> float:
-    hook.EncoderHandle._attach = lambda *arguments: None
+    answers.Answers.join_zero = lambda *arguments: None
     items = scenarios(FAMILIES["llava"])["text only"][world.rank]
     return one_step(FAMILIES["llava"], "fsdp2", "none", items, world.rank)["difference"]
 
@@ -272,6 +273,7 @@ def test_arguments_are_checked():
     spec = Encoder("photo", {"tower": Rows("photos")})
     for arguments, text in [
             (dict(when="ever"), "when is 'ever'"), (dict(min_gain=2.0), "min_gain is 2.0"),
+            (dict(min_gain=None), "min_gain is None"),
             (dict(encoders=[]), "at least one Encoder"), (dict(encoders=[spec]), "has no 'tower'"),
             (dict(encoders=[Encoder("a", {"0": Rows("x")})]), "no get_input_embeddings"),
             (dict(encoders=[Encoder("a", {"0": Rows("x")})], join="embed"), "has no 'embed'")]:
@@ -282,7 +284,7 @@ def test_arguments_are_checked():
 
 
 def test_old_names_say_the_new_one():
-    for name in ("rebalance_encoder", "at_least_one"):
+    for name in ("Phase", "Segment", "exchange_rows", "rebalance_encoder", "at_least_one"):
         with pytest.raises(ImportError, match=f"{name} is gone: use orchmllm.balance_encoders"):
             exec(f"from orchmllm import {name}")
 

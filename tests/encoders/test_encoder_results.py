@@ -84,7 +84,7 @@ def each_kind(world) -> dict[str, float]:
         want = mean_gradients(model, lambda m, i=inputs: [e.loss_of(m, i)])
         balance_encoders(model, [Encoder(
             "photo", {"encode": Rows("photos")}, outputs=outputs, towers=("tower",),
-            layers=("deep",) if kind == "layers" else ())], join="embed", min_gain=0.0)
+            layers=("deep",) if kind == "layers" else ())], join="embed")
         e.loss_of(sharded(model), inputs).backward()
         out[kind] = worst(gradients(model), want)
     return out
@@ -159,7 +159,7 @@ def broken(world, how: str) -> tuple[str, str]:
     model = Broken(how, world.rank).double()
     outputs = {"rows differ": ("features", "norm"), "dtypes differ": ("features", "norm")}
     balance_encoders(model, [Encoder("photo", {"encode": Rows("photos")}, towers=("tower",),
-                                     outputs=outputs.get(how, ()))], join="embed", min_gain=0.0)
+                                     outputs=outputs.get(how, ()))], join="embed")
     inputs = e.inputs_of(0, 0) | {"photos": torch.randn(
         2, 3, 16, 16, dtype=torch.float64)}
     inputs = {"ids": inputs["ids"], "photos": inputs["photos"]}
@@ -195,7 +195,7 @@ def misused(world, how: str) -> list[str]:
     for wrong in (0, 1):
         model = Broken("", world.rank).double()
         balance_encoders(model, [Encoder("photo", {"encode": Rows("photos")}, towers=("tower",))],
-                         join="embed", min_gain=0.0)
+                         join="embed")
         for k in range(3):
             model.how = how if k == wrong else ""
             try:
@@ -220,7 +220,7 @@ def unjoined(world) -> str:
     """A rank without media whose forward does not call the module named in join."""
     model = Broken("no embedding", world.rank).double()
     balance_encoders(model, [Encoder("photo", {"encode": Rows("photos")}, towers=("tower",))],
-                     join="embed", min_gain=0.0)
+                     join="embed")
     try:
         model(**photo_inputs(world.rank))
     except RuntimeError as error:
@@ -236,7 +236,7 @@ def sharded_and_raising(world) -> None:
     torch.manual_seed(0)
     model = Broken("encoder raises", world.rank).double()
     balance_encoders(model, [Encoder("photo", {"encode": Rows("photos")}, towers=("tower",))],
-                     join="embed", min_gain=0.0)
+                     join="embed")
     fully_shard(model.tower.block)
     fully_shard(model.layers[0])
     fully_shard(model)(**photo_inputs(world.rank))
@@ -270,8 +270,7 @@ def normed(world, kept: bool) -> tuple[float, str]:
     model = Normed().double().eval()
     inputs = torch.zeros(1, dtype=torch.int64), torch.randn(2 + 4 * world.rank, 8).double()
     want = mean_gradients(model, lambda m: [m(*inputs)])
-    balance_encoders(model, [Encoder("photo", {"tower": Rows("photos")})], join="embed",
-                     min_gain=0.0)
+    balance_encoders(model, [Encoder("photo", {"tower": Rows("photos")})], join="embed")
     model.train()
     if kept:
         model.tower[1].eval()

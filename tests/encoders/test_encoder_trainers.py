@@ -52,7 +52,7 @@ def hf_trainer(world, balance: bool) -> tuple[dict[str, np.ndarray], int]:
     e = load("qwen2_vl")
     torch.manual_seed(0)
     model = e.tiny_model()
-    handle = balance_encoders(model, min_gain=0.0) if balance else None
+    handle = balance_encoders(model) if balance else None
     data = WithLabels()
     with tempfile.TemporaryDirectory() as folder:
         Trainer(model=model, train_dataset=data, eval_dataset=data, data_collator=e.collate,
@@ -84,7 +84,7 @@ def with_accelerate(world) -> list[float]:
     model = family.build()
     inputs = batch(family, model, scenarios(family)["text only"][world.rank], world.rank)
     want = reference(model, inputs)[1]
-    handle = balance_encoders(model, min_gain=0.0)
+    handle = balance_encoders(model)
     accelerator = Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin(
         fsdp_version=2, auto_wrap_policy="transformer_based_wrap",
         transformer_cls_names_to_wrap=["Qwen3VLTextDecoderLayer", "Qwen3VLVisionBlock"]))
@@ -108,7 +108,7 @@ def compiled(world, wrap: str) -> list[float]:
     for seed, scenario in enumerate(("uneven", "text only", "uneven")):
         inputs = batch(family, model, scenarios(family)[scenario][world.rank], 3 * seed)
         steps.append((inputs, reference(model, inputs)[1]))
-    balance_encoders(model, min_gain=0.0)
+    balance_encoders(model)
     if wrap == "ddp":
         model = DistributedDataParallel(model, find_unused_parameters=True)
     else:

@@ -18,12 +18,12 @@ def checked(world, balance_loader: bool, wrong: float) -> tuple[float, str, bool
     e = load("qwen2_vl")
     torch.manual_seed(0)
     inner = e.tiny_model().train()
-    handle = balance_encoders(inner, min_gain=0.0)
+    handle = balance_encoders(inner)
     model = DistributedDataParallel(inner, find_unused_parameters=True)
     loader = BalancedDataLoader(
         e.Pictures(24), batch_size=6, collate_fn=e.collate, policy="greedy",
         length_fn=lambda x: len(x["input_ids"]), enabled=balance_loader,
-        phases={"llm": CostModel(linear=100_000, quadratic=400)})
+        phases=CostModel(linear=100_000, quadratic=400))
     moved = set()
 
     def step(batch) -> None:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from orchmllm import CostModel, Encoder, Packed, balance_encoders
 from orchmllm.encoders import assignment, families
-from orchmllm.encoders.table import Gathered
+from orchmllm.encoders.table import GatheredItems
 from orchmllm.loader.trainers import _undisturbed
 from tests.lib.encoder_models import FAMILIES, Item, batch
 from tests.lib.encoder_runs import (
@@ -96,7 +96,7 @@ def given_embeddings(world) -> float:
         return [m.loss_function(m.lm_head(hidden), labels, vocab_size=64)]
 
     want = mean_gradients(model, loss)
-    balance_encoders(model, min_gain=0.0)
+    balance_encoders(model)
     return worst(mean_gradients_of(model, loss), want)
 
 
@@ -169,25 +169,29 @@ def test_copies_shadow_and_the_skip_rule():
         assert seen["skip"]["photo"].moved == 0 and seen["skip"]["photo"].gain == 0
 
 
-def test_a_move_has_to_pay():
-    """Saved cost x pace against the measured exchange, by the median over the ranks."""
-    def pays(pace: int, overhead: int, min_gain: float | None = None) -> bool:
-        world = Gathered(np.ones((2, 1)), np.ones((2, 0)), [], np.array([pace, pace]),
-                      np.array([overhead, overhead]))
-        return assignment._pays(np.array([300, 100]), np.array([200, 200]), world, min_gain)
+@pytest.mark.parametrize("min_gain, moves", [(0.0, True), (0.33, True), (0.34, False)])
+def test_a_move_has_to_gain_its_share(min_gain, moves):
+    """Rank 0 has three of four equal items: with two each the slowest has a third less."""
+    items = GatheredItems(np.array([3, 1]), np.full((4, 1), 8), [None])
+    encoder = Encoder("clip", {"tower": Packed("clips", "lengths")})
+    made = assignment.assign(encoder, items, CostModel(1000, 0), min_gain=min_gain,
+                             ranks_per_node=8)
+    assert made.move.target_sizes.tolist() == ([2, 2] if moves else [3, 1])
 
-    assert pays(0, 0) and pays(0, 10**9) and pays(5, 0)  # not known yet
-    assert pays(20_000, 1_999) and not pays(20_000, 2_001)  # 100 x 20 ns
-    assert pays(1, 10**9, min_gain=0.33) and not pays(1, 1, min_gain=0.34)
+
+def test_what_is_even_does_not_move():
+    items = GatheredItems(np.array([2, 2]), np.full((4, 1), 8), [None])
+    encoder = Encoder("clip", {"tower": Packed("clips", "lengths")})
+    made = assignment.assign(encoder, items, CostModel(1000, 0), min_gain=0.0, ranks_per_node=8)
+    assert made.move.order.tolist() == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("name", ["qwen2_vl", "qwen3_vl", "glm4v", "qwen2_5_omni"])
 def test_attention_of_a_video_costs_what_one_of_its_frames_has(name):
     """An image of 64 patches, and a video of 16 frames of 4."""
-    items = Gathered(np.ones((2, 1), np.int64), np.array([[1, 8, 8], [16, 2, 2]]), [None],
-                  *np.zeros((2, 2)))
+    items = GatheredItems(np.ones(2, np.int64), np.array([[1, 8, 8], [16, 2, 2]]), [None])
     made = assignment.assign(families.FAMILIES[name].encoders[0], items, CostModel(1000, 3000),
-                             min_gain=None, ranks_per_node=8)
+                             min_gain=0.0, ranks_per_node=8)
     assert made.cost.tolist() == [64 + 3 * 64 * 64, 64 + 3 * 64 * 4]
 
 
@@ -247,7 +251,7 @@ def cheap(world) -> int:
     model = e.TwoTowers().double()
     handle = balance_encoders(model, [
         Encoder("clip", {"clip_tower": Packed("clips", "clip_lengths")}, outputs=(0,),
-                cost=CostModel(linear=1, quadratic=0))], join="embed", min_gain=0.0)
+                cost=CostModel(linear=1, quadratic=0))], join="embed")
     inputs = e.inputs_of(world.rank, 0)
     inputs.pop("photos", None)
     model(**inputs)

@@ -94,7 +94,7 @@ def one_step(
     inputs = batch(family, model, items, seed)
     want_loss, want = reference(model, inputs)
     model = wrapped(model, wrap, checkpoint)
-    handle = balance_encoders(model, **{"min_gain": 0.0, **arguments})
+    handle = balance_encoders(model, **arguments)
     loss = model(**inputs, use_cache=False).loss
     loss.backward()
     return {"difference": worst(gradients(model), want), "size": max(

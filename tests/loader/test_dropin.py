@@ -39,7 +39,7 @@ def targets_of(ids: list[int]) -> int:
     dict(lengths=LENGTHS, shuffle=True), dict(lengths=length_of, num_workers=2, shuffle=True,
          multiprocessing_context="fork"),
     dict(length_fn=token_count), dict(length_fn=token_count, num_workers=1, shuffle=True),
-    dict(lengths=LENGTHS, dispatch="bytes", shuffle=True, prefetch=0),
+    dict(length_fn=token_count, shuffle=True, prefetch=0),
     dict(lengths=LENGTHS, accumulation_steps=2), dict(length_fn=token_count, accumulation_steps=3),
     dict(lengths=LENGTHS, policy="greedy"), dict(lengths=LENGTHS, max_rank_tokens=400),
 ], ids=lambda how: "-".join(how))
@@ -56,9 +56,8 @@ def test_every_example_once_with_global_targets(how):
 
 @pytest.mark.dist
 def test_load_equals_bytes_and_epochs_differ():
-    how = dict(lengths=LENGTHS, shuffle=True)
-    load = run_ranks(epoch, 2, how, 2)
-    assert load == run_ranks(epoch, 2, {**how, "dispatch": "bytes"}, 2)
+    load = run_ranks(epoch, 2, dict(lengths=LENGTHS, shuffle=True), 2)
+    assert load == run_ranks(epoch, 2, dict(length_fn=token_count, shuffle=True), 2)
     assert load[0][:6] != load[0][6:]
 
 

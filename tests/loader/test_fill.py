@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-from orchmllm import CostModel, Phase, Segment
 from orchmllm.comm.agree import RemoteError
 from orchmllm.plan.fill import at_least
 from tests.lib.dropin import Texts, collate, length_of, loader_of
@@ -34,25 +33,23 @@ def test_at_least_moves_the_fewest_items_that_fill_every_place(seed):
         assert (holds >= np.minimum(held, least)).all()
 
 
-class Pictures(torch.utils.data.Dataset):
+class Sized(torch.utils.data.Dataset):
     def __len__(self) -> int:
         return len(LENGTHS)
 
     def __getitem__(self, i: int) -> dict:
-        return {"id": i, "text": torch.zeros(LENGTHS[i]), "images": [torch.zeros(3)]}
+        return {"id": i, "text": torch.zeros(LENGTHS[i])}
 
 
-def pieces(example: dict) -> list[Segment]:
-    return [Segment("text", len(example["text"])), Segment("vision", 2, rows=2)]
+def num_tokens(example: dict) -> int:
+    return len(example["text"])
 
 
 def numbers(world, cases: list[dict]) -> list[list[list[int]]]:
     """Of the examples of each batch: collate gives no labels, so that a filler is an error."""
     out = []
     for how in cases:
-        if how.pop("media", False):
-            how["phases"] = {"vision": Phase(CostModel(1000, 0), "images", lambda media: media)}
-        loader = loader_of(Pictures(), drop_last=True, shuffle=True, check_loss=False,
+        loader = loader_of(Sized(), drop_last=True, shuffle=True, check_loss=False,
                            collate_fn=lambda e: [x["id"] for x in e], **how)
         out.append([batch for batch in loader if loader.step.num_examples])
     return out
@@ -62,7 +59,7 @@ def numbers(world, cases: list[dict]) -> list[list[list[int]]]:
 def test_no_rank_goes_without_an_example_beside_a_long_one():
     """A long example takes a microbatch, or with `padded` some ranks, for itself."""
     cases = [dict(batch_size=1, accumulation_steps=4, lengths=LENGTHS),
-             dict(batch_size=1, accumulation_steps=4, length_fn=pieces, media=True),
+             dict(batch_size=1, accumulation_steps=4, length_fn=num_tokens),
              dict(batch_size=2, accumulation_steps=2, lengths=LENGTHS, policy="none"),
              dict(batch_size=2, accumulation_steps=2, lengths=LENGTHS, min_gain=0.9),
              dict(batch_size=4, lengths=LENGTHS, policy="padded")]

@@ -13,9 +13,8 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, DistributedSampler
 
-from orchmllm import CostModel, Phase, StepInfo, balance
+from orchmllm import StepInfo, balance
 from orchmllm.comm.agree import RemoteError
-from tests.lib import pictures
 from tests.lib.commands import ROOT
 from tests.lib.dropin import VOCAB, Stream, Texts, collate, length_of, loader_of, token_count
 from tests.lib.ranks import run_ranks
@@ -41,7 +40,7 @@ def moved(world) -> None:
         batch = {k: v.to("cpu") for k, v in batch.items()}
         assert isinstance(step, StepInfo) and (step.step, step.epoch) == (at, 0)
         assert step.example_ids == batch["ids"].tolist() and step.num_examples == len(batch["ids"])
-        assert step.is_last_microbatch and step.imbalance["llm"][1] <= step.imbalance["llm"][0]
+        assert step.is_last_microbatch and step.imbalance[1] <= step.imbalance[0]
         assert step.local_targets[0] == int(total)
         torch.distributed.all_reduce(total)
         assert step.num_global_targets == int(total)
@@ -171,8 +170,7 @@ def watched(world) -> list[str]:
         run(lambda loader, batch: None),
         run(lambda loader, batch: loader.scale_mean(one, batch["labels"], shifted=False)),
         run(lambda loader, batch: loader.step.num_global_targets),
-        run(lambda loader, batch: None, check_loss=False),
-        run(lambda loader, batch: None, context=4)]
+        run(lambda loader, batch: None, check_loss=False)]
     with torch.no_grad():
         out.append(run(lambda loader, batch: None))
     data = Texts()
@@ -183,12 +181,11 @@ def watched(world) -> list[str]:
 
 def test_what_is_warned_about():
     ranks = run_ranks(watched, 2)
-    unscaled, *fine, context, evaluating, sampler = ranks[0]
+    unscaled, *fine, evaluating, sampler = ranks[0]
     assert len(unscaled) == 1 and "loader.scale_mean(loss, batch[\"labels\"]" in unscaled[0]
     assert fine == [[], [], []] and evaluating == []
-    assert "do `lengths` count tokens?" in context[0] and len(context) == 2  # and the loss, once
     assert "DistributedSampler" in sampler[0]
-    assert ranks[1][:-1] == [[]] * 6
+    assert ranks[1][:-1] == [[]] * 5
 
 
 def iterated(world) -> None:
@@ -271,14 +268,10 @@ def unlabelled(examples: list) -> dict:
 def raised(world) -> list[str]:
     """9 examples on two ranks: a step of 8 and one with a filler."""
     both = dict(lengths=LENGTHS[:9])
-    picture = dict(collate_fn=pictures.collate, length_fn=pictures.segments, phases={
-        "vision": Phase(CostModel(1, 0), "images", pictures.collate_images)})
     out = []
     for data, how in (
             (Texts(9), dict(collate_fn=lambda e: None, **both)),
             (Texts(9), dict(collate_fn=unlabelled, **both)),
-            (pictures.Pictures(9), picture),
-            (pictures.Pictures(9), dict(drop_last=True, **picture)),
             (Texts(9), dict(collate_fn=unlabelled, num_targets=lambda b: 5, **both))):
         seen = 0
         try:
@@ -294,14 +287,12 @@ def raised(world) -> list[str]:
 
 def test_fillers_work_or_are_refused_before_the_first_batch():
     ranks = run_ranks(raised, 2)
-    nothing, unlabelled, phases, dropped, counted = ranks[0]
+    nothing, unlabelled, _ = ranks[0]
     assert nothing.startswith("0 batches") and "collate_fn returned None" in nothing
     assert unlabelled.startswith("0 batches") and "num_targets=" in unlabelled
-    assert phases.startswith("0 batches: the last step of an epoch has 1 examples for 2 batches")
-    assert "batches" not in dropped
-    assert [float(r[4].split()[1]) for r in sorted(ranks, key=lambda r: r[4])] == pytest.approx(
+    assert [float(r[2].split()[1]) for r in sorted(ranks, key=lambda r: r[2])] == pytest.approx(
         [0.0, 2 / 5])  # 2 ranks, 5 targets
-    assert [r[:3] for r in ranks[1:]] == [ranks[0][:3]]
+    assert [r[:2] for r in ranks[1:]] == [ranks[0][:2]]
 
 
 def microbatches(world, prefetch: int) -> list[tuple]:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 
-from tests.lib.dropin import Texts, collate, length_of, loader_of
+from tests.lib.dropin import Texts, collate, length_of, loader_of, token_count
 from tests.lib.ranks import run_ranks
 
 pytestmark = pytest.mark.dist
@@ -13,27 +12,12 @@ UNIT = 10**13  # 8 bytes for each would be more than a process can address
 
 
 def ids(world, scale: int, dispatch: str) -> list[list[int]]:
-    loader = loader_of(Texts(), 4, collate_fn=collate, dispatch=dispatch,
-                       lengths=[scale * length_of(i) for i in range(48)])
+    how = {"load": dict(lengths=lambda i: scale * length_of(i)),
+           "bytes": dict(length_fn=lambda e: scale * token_count(e))}[dispatch]
+    loader = loader_of(Texts(), 4, collate_fn=collate, **how)
     return [batch["ids"].tolist() for batch in loader]
 
 
 @pytest.mark.parametrize("dispatch", ["load", "bytes"])
 def test_the_plan_does_not_grow_with_the_lengths(dispatch):
     assert run_ranks(ids, 3, UNIT, dispatch) == run_ranks(ids, 3, 1000, dispatch)
-
-
-def positions(world) -> list[tuple]:
-    """What a loop that packs its sequences reads is still there."""
-    out = []
-    loader = loader_of(Texts(), 4, collate_fn=collate,
-                       lengths=[length_of(i) for i in range(48)])
-    for batch in loader:
-        plan, tokens = loader.step.plan, [length_of(i) for i in batch["ids"].tolist()]
-        out.append((np.array_equal(plan.position_ids, np.concatenate([*map(np.arange, tokens)])),
-                    plan.llm.lengths.tolist() == tokens))
-    return out
-
-
-def test_positions_are_computed_for_who_reads_them():
-    assert all(rank == [(True, True)] * 4 for rank in run_ranks(positions, 3))

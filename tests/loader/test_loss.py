@@ -13,9 +13,9 @@ from orchmllm.loader.examples import StepInfo
 from orchmllm.loader.loss import scale
 
 FILLER = StepInfo(
-    plan=None, inputs={}, num_examples=0, example_ids=[], step=0, epoch=0, microbatch=0,
-    num_microbatches=1, imbalance={}, wait_s=0.0, num_ranks=2, num_targets=8,
-    num_shifted_targets=6, local_targets=(0, 0))
+    num_examples=0, example_ids=[], step=0, epoch=0, microbatch=0, num_microbatches=1,
+    imbalance=(1.0, 1.0), wait_s=0.0, num_ranks=2, num_targets=8, num_shifted_targets=6,
+    local_targets=(0, 0))
 MEANS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "divided": lambda ce, mask: (ce * mask).sum() / mask.sum(),
     "multiplied": lambda ce, mask: (ce * mask).sum() * mask.sum().reciprocal(),

@@ -19,7 +19,7 @@ from tests.lib.ranks import run_ranks
 pytestmark = pytest.mark.dist
 SIZE = 96
 LENGTHS = [length_of(i) for i in range(SIZE)]
-LINE = re.compile(r"llm ([\d.]+)->([\d.]+); predicted gain (-?[\d.]+)%")
+LINE = re.compile(r"imbalance ([\d.]+)->([\d.]+); predicted gain (-?[\d.]+)%")
 
 
 def messages() -> list[str]:

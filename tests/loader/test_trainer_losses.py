@@ -90,7 +90,7 @@ def weights(world, kind: str, folder: str) -> list[float]:
         model = trainer.model
         trainer.train()
     forget_accelerate()
-    assert all(trainer._balance_loader.step.imbalance["llm"])
+    assert all(trainer._balance_loader.step.imbalance)
     return torch.cat([p.detach().flatten() for p in model.parameters()]).tolist()
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from orchmllm.config.balance import BalanceConfig
+from orchmllm.loader.examples import batch_layout
 from orchmllm.models.flops import cost_model
 from orchmllm.plan.assign import PHASES, PhasePolicy, PlanSpec, assign_phases
 from orchmllm.plan.balance import POLICIES, core, load_cap
@@ -81,6 +82,31 @@ def test_min_gain_leaves_a_step_as_sampled() -> None:
         plan = plan_step(LAYOUT, spec(min_gain=least, **every_phase("least_move")))
         moved = any(stats["moved_bytes"] for stats in plan.stats.values())
         assert moved == plan.spec.balance.enabled == rearranges
+
+
+@pytest.mark.parametrize("room, rearranges", [(1.01, True), (2.0, False)])
+def test_a_step_as_sampled_keeps_the_cap(room: float, rearranges: bool) -> None:
+    """A step that would gain too little stays as sampled only where every rank has room for it."""
+    tokens = LAYOUT.tokens_per_example
+    sampled = np.bincount(LAYOUT.rank_of_example, weights=tokens)
+    cap = int(room * sampled.mean())
+    plan = plan_step(LAYOUT, spec(min_gain=0.99, **every_phase("none") | {
+        "llm": PhasePolicy("least_move", max_rank_tokens=cap)}))
+    held = np.bincount(plan.llm.target_rank, weights=tokens[plan.llm.order])
+    assert (sampled.max() > cap) == plan.spec.balance.enabled == rearranges and held.max() <= cap
+
+
+def test_a_phase_without_a_cost_is_not_planned() -> None:
+    """A loader of whole examples has the LLM phase alone, and its plan is the same."""
+    texts = batch_layout(range(192), range(5, 197), [6] * 32)
+    every = spec(dispatch="load", **every_phase("least_move"))
+    alone = replace(every, costs={"llm": every.costs["llm"]})
+    plan, among_all = plan_step(texts, alone), plan_step(texts, every)
+    assert plan.encode == plan.feature == plan.for_rank(3).encode == {}
+    assert list(plan.stats) == ["llm"] and plan.predicted_gain == among_all.predicted_gain > 0
+    np.testing.assert_array_equal(plan.llm.order, among_all.llm.order)
+    np.testing.assert_array_equal(assign_microbatches(texts, alone, 3),
+                                  assign_microbatches(texts, every, 3))
 
 
 def test_local_moves_far_less_than_the_papers_scheme() -> None:

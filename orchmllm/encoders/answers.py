@@ -1,0 +1,141 @@
+"""What the model's own forward gets in place of its encoders: calls that answer with features."""
+
+from __future__ import annotations
+
+import inspect
+from contextlib import ExitStack
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from orchmllm.encoders.results import Features, rebuild
+from orchmllm.encoders.spec import Encoder, parent_of
+from orchmllm.encoders.table import LocalItems
+
+
+class Answer:
+    """Stands for a method or a submodule; its attributes are those of the original. A call with
+    other rows than it was given raises RuntimeError. given: the argument (n, ...) of the forward
+    that was encoded; strict: whether the call has to get it as it is, and once. error: what the
+    forward did so far that makes gradients wrong."""
+
+    def __init__(
+        self, encoder: Encoder, owner: nn.Module, call: str, result: Any, num_items: int,
+        given: Tensor | None, strict: bool,
+    ) -> None:
+        parent, name = parent_of(owner, call)
+        self._original = getattr(parent, name)
+        self._what = f"encoder {encoder.name!r}: {type(owner).__name__}.forward"
+        self._call, self._result, self._called = call, result, False
+        self._given = given
+        self._strict = strict and num_items > 0 and not given.is_inference()  # has no _version
+        self._version = given._version if self._strict else 0
+        self.error = RuntimeError(
+            f"{self._what} was given {num_items} items but never called {call}: their features "
+            "were not used") if num_items else None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._original, name)
+
+    @torch.compiler.disable
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        tensors = [v for v in (*args, *kwargs.values()) if isinstance(v, Tensor)]
+        lead = 0 if self._given is None else len(self._given)
+        if tensors and len(tensors[0]) != lead:
+            raise RuntimeError(
+                f"{self._what} called {self._call} with {len(tensors[0])} rows, but was given "
+                f"{lead}: it encodes its media in parts, which cannot be balanced")
+        if not self._called:
+            self.error = None
+        if self._strict and (self._called or self._given._version != self._version or not any(
+                t is self._given for t in tensors)):
+            self.error = RuntimeError(
+                f"{self._what} called {self._call} twice, or with another tensor than its argument,"
+                " whose features it would get: what happens to media in the forward belongs into "
+                "the encoder or the data set")
+        self._called = True
+        return self._result
+
+
+class Answers:
+    """Those of one forward of `owner`, until `close`. join: submodule whose output the features of
+    a rank without media join ("": the input embeddings)."""
+
+    def __init__(self, owner: nn.Module, join: str) -> None:
+        self._owner, self._join = owner, join
+        self._answers: list[Answer] = []
+        self._undo = ExitStack()
+        self._zero: Tensor | None = None  # of features that this rank's own forward does not read
+
+    def add(
+        self, encoder: Encoder, local: LocalItems, features: Features, rows: Tensor,
+        counts: np.ndarray, strict: bool,
+    ) -> None:
+        """Lets the calls of an encoder return the features of this rank's own items: rows (R, W),
+        counts (n,) of each. features: what the encoder returned here, for some items. strict: see
+        Answer."""
+        start, first = 0, 0
+        for call, n, given in zip(encoder.calls, local.counts, local.given, strict=True):
+            sizes = counts[start: start + n].tolist()
+            part = rows[first: first + sum(sizes)]
+            start, first = start + n, first + sum(sizes)
+            result = rebuild(encoder, features, part, sizes)
+            answer = Answer(encoder, self._owner, call, result, n, given, strict)
+            self._answers.append(answer)
+            self._replace(call, answer)
+        for name in encoder.passes:
+            self._replace(name, lambda x, *a, **k: x)
+        if rows.requires_grad and not all(local.counts):
+            zero = rows[:0].sum()
+            self._zero = zero if self._zero is None else self._zero + zero.to(self._zero.dtype)
+
+    def _replace(self, name: str, value: Any) -> None:
+        """Until `close` the owner's attribute is `value`. A method or a submodule alike: an entry
+        of the instance comes before both, and the submodule itself, with the hooks of FSDP, is not
+        called."""
+        parent, name = parent_of(self._owner, name)
+        if name in parent.__dict__:
+            self._undo.callback(parent.__dict__.__setitem__, name, parent.__dict__[name])
+        else:
+            self._undo.callback(parent.__dict__.pop, name)
+        parent.__dict__[name] = value
+
+    def join_zero(
+        self, args: tuple, kwargs: dict, inputs: dict[str, Any]
+    ) -> tuple[tuple, dict] | None:
+        """Adds 0 to the embeddings, so that the backward pass of a rank without media reaches the
+        features' exchange at the same place as that of the others. Returns the arguments of the
+        forward where they change."""
+        if self._zero is None:
+            return None
+        given = inputs.get("inputs_embeds")
+        if given is not None and not self._join:
+            joined = self._with_zero(given)
+            place = list(inspect.signature(self._owner.forward).parameters).index("inputs_embeds")
+            if place < len(args):
+                return (*args[:place], joined, *args[place + 1:]), kwargs
+            return args, {**kwargs, "inputs_embeds": joined}
+        embedding = (self._owner.get_submodule(self._join) if self._join
+                     else self._owner.get_input_embeddings())
+        hook = embedding.register_forward_hook(
+            lambda module, inputs, out: None if self._zero is None else self._with_zero(out))
+        self._undo.callback(hook.remove)
+        return None
+
+    def _with_zero(self, embeddings: Tensor) -> Tensor:
+        """Once: from then on nothing is left to join."""
+        zero, self._zero = self._zero, None
+        return embeddings + zero.to(embeddings.dtype)
+
+    def close(self) -> Exception | None:
+        """The model calls its encoders again. Returns what the forward did that makes gradients
+        wrong."""
+        self._undo.close()
+        if self._zero is not None:
+            return RuntimeError(
+                f"{type(self._owner).__name__}.forward did not call its embedding, to which the "
+                "features of a rank without media are joined: name the module whose output the "
+                "features join in balance_encoders(..., join=)")
+        return next((answer.error for answer in self._answers if answer.error), None)
