@@ -190,7 +190,7 @@ def _find_remote(config: SourceConfig, cache_dir: Path, storage: Storage) -> Fou
         return _opener(files, files[0].parent, config, cache_dir)
     data = _data_files(files, config)
     if (data and not TELLING.intersection(f.name for f in files)
-            and config.row_format not in ("air_bench", "librispeech")):
+            and config.row_format != "air_bench"):
         check_parts(config, "a folder of files", "split")
         return _opener(data, url, config, cache_dir)
     return partial(_open_copied, url, config, cache_dir, storage)

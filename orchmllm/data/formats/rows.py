@@ -28,7 +28,7 @@ _BLOCK = 8 << 20  # characters of a JSON array scanned at a time
 class RowStore(ABC):
     """kind: what it is, for people. files: those whose change changes the rows. root: folder that
     media paths are relative to unless the recipe says otherwise. rename: gives the columns of a row
-    the names that adapters know."""
+    the names that FORMATS know."""
 
     kind: str
     files: list[File]
