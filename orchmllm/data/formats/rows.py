@@ -6,7 +6,6 @@ paths, bytes, or slices of a tar. Rows are read when asked for; opening costs on
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import re
@@ -22,7 +21,7 @@ from orchmllm.data.media.medium import RowError
 from orchmllm.data.storage.remote import RemoteFile
 
 File = Path | RemoteFile
-_BLOCK = 8 << 20  # characters of a JSON array scanned at a time
+_BLOCK = 8 << 20  # bytes that are scanned at a time
 
 
 class RowStore(ABC):
@@ -128,42 +127,40 @@ def scan_lines(path: File) -> tuple[np.ndarray, np.ndarray]:
             np.flatnonzero(kept).astype(np.int64) + 1)
 
 
-def scan_array(path: Path) -> tuple[np.ndarray, np.ndarray]:
+def scan_array(path: File) -> tuple[np.ndarray, np.ndarray]:
     """(n, 2) byte spans and (n,) positions, from 1, of the elements of a JSON array, read in
     blocks: the file may be larger than memory. Raises ValueError where it is not one."""
     decoder, spans = json.JSONDecoder(), []
-    space = re.compile(r"[\s,]*")
+    between = re.compile(r"[ \t\r\n,]*")
     with path.open("rb") as file:
-        skipped = len(b"\xef\xbb\xbf") if file.read(3) == b"\xef\xbb\xbf" else 0
-        file.seek(0)
-        f = io.TextIOWrapper(file, encoding="utf-8-sig", newline="")
-        text, at = f.read(_BLOCK), 0
+        def read(size: int) -> str:
+            return file.read(size).decode("latin-1")  # a character for each byte
+
+        text, begin = read(_BLOCK), 0  # begin: the place of `text` in the file
         at = text.index("[") + 1
-        offset = skipped + len(text[:at].encode())
         while True:
-            after = space.match(text, at).end()
-            offset, at = offset + len(text[at:after].encode()), after
-            if at < len(text) and text[at] == "]":
-                if (text[at + 1:] + f.read(_BLOCK)).strip():
+            at = between.match(text, at).end()
+            if text[at: at + 1] == "]":
+                if (text[at + 1:] + read(_BLOCK)).strip():
                     raise ValueError(f"{path}: more follows the JSON array that ends at byte "
-                                     f"{offset}; write one array, or one object a line (.jsonl)")
+                                     f"{begin + at}; write one array, or one object a line "
+                                     "(.jsonl)")
                 break
             try:
                 _, end = decoder.raw_decode(text, at)
             except (ValueError, RecursionError) as error:
-                more = f.read(max(_BLOCK, len(text) - at))
+                more = read(max(_BLOCK, len(text) - at))
                 if not more:
                     raise ValueError(
-                        f"{path}: element {len(spans) + 1} (byte {offset}) of the JSON array is "
-                        f"not JSON ({error}); mend it, or write one object a line (.jsonl), where "
-                        "a bad line costs only itself") from error
-                text, at = text[at:] + more, 0
+                        f"{path}: element {len(spans) + 1} (byte {begin + at}) of the JSON array "
+                        f"is not JSON ({error}); mend it, or write one object a line (.jsonl), "
+                        "where a bad line costs only itself") from error
+                text, begin, at = text[at:] + more, begin + at, 0
                 continue
-            length = len(text[at:end].encode())
-            spans.append((offset, offset + length))
-            offset, at = offset + length, end
+            spans.append((begin + at, begin + end))
+            at = end
             if at > _BLOCK:
-                text, at = text[at:], 0
+                text, begin, at = text[at:], begin + at, 0
     return np.array(spans, np.int64).reshape(-1, 2), np.arange(1, len(spans) + 1)
 
 
