@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from orchmllm.batch import Example
+from orchmllm.batch import IGNORE_INDEX, Example
 from orchmllm.config.recipe import SourceConfig
 from orchmllm.data.formats.conversation import Conversation, media_of
 from orchmllm.data.formats.open import DataSource, index_path, open_source
@@ -27,7 +27,6 @@ from orchmllm.data.media.medium import MediaError, Medium, printable
 from orchmllm.data.media.segments import OnError, SegmentReader, fail
 from orchmllm.data.media.video import pictures
 from orchmllm.data.storage.remote import NOWHERE, RemoteFile, Storage, fetch_ahead
-from orchmllm.data.text.sequence import token_ids_and_labels
 from orchmllm.data.text.tokenizer import ChatTokenizer
 from orchmllm.plan.geometry import AudioGeometry, VisionGeometry
 from orchmllm.plan.layout import TEXT, BatchLayout
@@ -77,12 +76,6 @@ class ConversationDataset:
     def _open(self, config: SourceConfig, folder: Path) -> DataSource:
         return open_source(config, folder, self.storage)
 
-    @property
-    def weights(self) -> list[float] | None:
-        """Shares of the sources in what is drawn; None: every example once per epoch."""
-        weights = [s.config.weight for s in self.sources]
-        return weights if any(weights) else None
-
     def __len__(self) -> int:
         return int(self.bounds[-1])
 
@@ -118,27 +111,31 @@ class ConversationDataset:
         """Lengths of example i from the index, or from headers and tokens; nothing is decoded."""
         source, row = self.where(i)
         index = self.indexes[source]
-        return self._planned(i).layout if index is None else index.layout(*np.array([[row], [i]]))
+        if index is None:
+            return self._measured([i])[0].layout
+        return index.layout(*np.array([[row], [i]]))
 
     def layouts(
         self, examples: np.ndarray, examples_per_rank: Sequence[int] | None = None
     ) -> BatchLayout:
-        """`layout` of each of the (n,) examples, joined; see BatchLayout.from_examples."""
-        return joined_layouts(self.indexes, self.bounds, examples, self._measured,
-                              examples_per_rank)
+        """`layout` of each of the (n,) examples, joined; see BatchLayout.from_examples. Those that
+        no index knows are measured MEASURED_AT_ONCE at a time."""
+        def measure(rest: list[int]) -> list[BatchLayout]:
+            return [row.layout for start in range(0, len(rest), MEASURED_AT_ONCE)
+                    for row in self._measured(rest[start: start + MEASURED_AT_ONCE])]
 
-    def _measured(self, examples: list[int]) -> list[BatchLayout]:
-        """`layout` of examples that no index knows, measured MEASURED_AT_ONCE at a time: what they
-        need of other machines is fetched at the same time."""
-        out = []
-        for start in range(0, len(examples), MEASURED_AT_ONCE):
-            part, found = examples[start: start + MEASURED_AT_ONCE], {}
-            new = [i for i in dict.fromkeys(part) if i not in self._cache]
-            for i, row in zip(new, self.reader.plan(self.conversation, new, new), strict=True):
+        return joined_layouts(self.indexes, self.bounds, examples, measure, examples_per_rank)
+
+    def _measured(self, examples: Sequence[int]) -> list[MeasuredExample]:
+        """Examples as they were kept, or read and measured together: what they need of other
+        machines is fetched at the same time."""
+        found = {i: self._cache.get(i) for i in examples}
+        new = [i for i, row in found.items() if row is None]
+        if new:
+            for i, row in zip(new, self.reader.plan(self.conversation, new), strict=True):
                 self._keep(i, row)
-                found[i] = row.layout  # by now it may be dropped again
-            out += [found[i] if i in found else self.layout(i) for i in part]
-        return out
+                found[i] = row  # by now it may be dropped again
+        return [found[i] for i in examples]
 
     def prepare_loads(self, calls: Sequence[tuple[tuple, dict]]) -> None:
         """Reads the rows of calls of `load`, and begins to fetch their media where those are on
@@ -157,7 +154,7 @@ class ConversationDataset:
         """Why example i is a stand-in, None if it is not."""
         source, row = self.where(i)
         index = self.indexes[source]
-        return self._planned(i).problem if index is None else index.problems.get(row)
+        return self._measured([i])[0].problem if index is None else index.problems.get(row)
 
     def describe(self, i: int, segment: int) -> dict[str, str | int]:
         """A quarantine line's source, row (line or position from 1) and file."""
@@ -213,7 +210,7 @@ class ConversationDataset:
         elif row.changed:
             fail(0, MediaError(self._name(i), "the row has changed since it was indexed: "
                                 f"{row.changed}"), on_error)
-        tokens, labels = token_ids_and_labels(layout, row.token_ids, row.supervised)
+        tokens, labels = token_ids_and_labels(row)
         return Example(i, torch.from_numpy(tokens), torch.from_numpy(labels), media)
 
     def kept(self, i: int) -> MeasuredExample | None:
@@ -251,7 +248,7 @@ class ConversationDataset:
         source, number = self.where(i)
         index = self.indexes[source]
         if index is None:
-            return self._planned(i)
+            return self._measured([i])[0]
         layout, problem = self.layout(i), index.problems.get(number)
         if problem is not None:
             return self.reader.stand_in(problem, i, layout)
@@ -268,17 +265,9 @@ class ConversationDataset:
             changed = str(error)
         return MeasuredExample(layout, token_ids, supervised, media, None, changed)
 
-    def _planned(self, i: int) -> MeasuredExample:
-        """Row i read and measured, or as it was kept: its media may be bytes of the row, so what is
-        kept is bounded in bytes, too."""
-        row = self._cache.get(i)
-        if row is None:
-            [row] = self.reader.plan(self.conversation, [i], [i])
-            self._keep(i, row)
-        return row
-
     def _keep(self, i: int, row: MeasuredExample) -> None:
-        """Threads of a validation may do it, too: nothing is read that another changes midway."""
+        """A row's media may be its own bytes, so what is kept is bounded in bytes, too. Threads of
+        a validation may call this, too: nothing is read that another changes midway."""
         self._drop(i)
         self._cache[i] = row
         self._cached_bytes = row.num_bytes + self._cached_bytes
@@ -298,3 +287,14 @@ class ConversationDataset:
 
     def _name(self, i: int) -> str:
         return "{}, row {}".format(*self._file(i))
+
+
+def token_ids_and_labels(row: MeasuredExample) -> tuple[np.ndarray, np.ndarray]:
+    """(L,) int32 token ids of an example's whole sequence, 0 at media positions; (L,) int32 labels:
+    the token at t + 1 where that is learnt, else IGNORE_INDEX."""
+    is_text = np.repeat(row.layout.modality == TEXT, row.layout.num_tokens)
+    tokens = np.zeros(len(is_text), np.int32)
+    tokens[is_text] = row.token_ids
+    labels = np.full(len(tokens) + 1, IGNORE_INDEX, np.int32)  # of the position before each token
+    labels[:-1][is_text] = np.where(row.supervised, row.token_ids, IGNORE_INDEX)
+    return tokens, labels[1:]

@@ -57,11 +57,10 @@ class LengthReader:
         self.tokenizer, self.vision, self.audio = tokenizer, vision, audio
         self.max_example_tokens = max_example_tokens
 
-    def plan(
-        self, read_row: Callable[[int], Conversation], rows: Sequence[int], ids: Sequence[int]
-    ) -> list[MeasuredExample]:
-        """Lengths of `rows`, as `read_row` (DataSource.conversation) gives them; ids: their example
-        ids. Never raises for bad data."""
+    def plan(self, read_row: Callable[[int], Conversation], rows: Sequence[int]
+             ) -> list[MeasuredExample]:
+        """Lengths of `rows`, as `read_row` (DataSource.conversation) gives them; their numbers are
+        the ids of the examples. Never raises for bad data."""
         read = [self._read(read_row, row) for row in rows]
         fetch_ahead([medium.path for turns in read if not isinstance(turns, MediaError)
                      for medium in media_of(turns)])
@@ -69,34 +68,32 @@ class LengthReader:
             [turns for turns in read if not isinstance(turns, MediaError)]))
         return [self.stand_in(found, i) if isinstance(found, MediaError)
                 else self._measure(media_of(found), next(texts), i)
-                for found, i in zip(read, ids, strict=True)]
+                for found, i in zip(read, rows, strict=True)]
 
     def text_like(self, layout: BatchLayout, turns: Conversation) -> tuple[np.ndarray, np.ndarray]:
         """(token ids, learnt) of a conversation, cut as it was when `layout` was measured. Raises
         RowError, and ValueError if its text has other lengths."""
         token_ids, learnt, segments = self.tokenizer.tokenize(turns)
         counts = iter(layout.num_tokens[layout.modality != TEXT].tolist())
-        kept = self._cut([(modality, n if modality == TEXT else next(counts, _TOO_LONG))
-                          for modality, n in segments])
+        kept, end = self._cut([(modality, n if modality == TEXT else next(counts, _TOO_LONG))
+                               for modality, n in segments])
         if kept != list(zip(layout.modality.tolist(), layout.num_tokens.tolist(), strict=True)):
             raise ValueError("its text does not have the indexed lengths")
-        end = _text_tokens(kept)
         return token_ids[:end], learnt[:end]
 
-    def _cut(self, segments: list[tuple[int, int]]) -> list[tuple[int, int]]:
-        """Those of (modality, LLM positions) that fit into max_example_tokens; text is cut, a
-        medium never."""
-        left = self.max_example_tokens
-        if not left:
-            return segments
-        kept = []
-        for modality, count in segments:
-            if count > left:
-                kept += [(TEXT, left)] if modality == TEXT and left else []
-                break
-            kept.append((modality, count))
-            left -= count
-        return kept
+    def _cut(self, segments: list[tuple[int, int]]) -> tuple[list[tuple[int, int]], int]:
+        """(Those of (modality, LLM positions) that fit into max_example_tokens, tokens of text
+        among them); text is cut, a medium never."""
+        kept, left = segments, self.max_example_tokens
+        if left:
+            kept = []
+            for modality, count in segments:
+                if count > left:
+                    kept += [(TEXT, left)] if modality == TEXT and left else []
+                    break
+                kept.append((modality, count))
+                left -= count
+        return kept, sum([count for modality, count in kept if modality == TEXT])
 
     def _read(
         self, read_row: Callable[[int], Conversation], row: int
@@ -136,8 +133,7 @@ class LengthReader:
             error.segment, error.modality = len(lengths), segments[len(lengths)][0]
             return self.stand_in(error, example_id)
         every = [(m, n.num_tokens) for (m, _), n in zip(segments, lengths, strict=True)]
-        kept = self._cut(every)
-        end = _text_tokens(kept)
+        kept, end = self._cut(every)
         token_ids, learnt = token_ids[:end], learnt[:end]
         targets = int(learnt.sum())
         if targets and kept[0][0] == TEXT and learnt[0]:
@@ -157,7 +153,3 @@ class LengthReader:
         if medium.modality == VISION:
             return self.vision.segment_lengths(*image_header(medium))
         return audio_lengths(medium, *audio_header(medium), self.audio)
-
-
-def _text_tokens(segments: list[tuple[int, int]]) -> int:
-    return sum([count for modality, count in segments if modality == TEXT])

@@ -132,7 +132,7 @@ def test_a_validation_plans_beside_training(data, tmp_path):
     one = opened(data[0][1], data[1], tmp_path)
     one.cached_examples = 4
     one.bounds = np.array([0, 200_000])
-    one.reader = SimpleNamespace(plan=lambda read, rows, names: [Planned() for _ in rows])
+    one.reader = SimpleNamespace(plan=lambda read, rows: [Planned() for _ in rows])
     every = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:
