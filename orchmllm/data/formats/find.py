@@ -5,7 +5,6 @@ from __future__ import annotations
 import glob
 import os
 import re
-import shutil
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from importlib.util import find_spec
@@ -13,7 +12,7 @@ from pathlib import Path
 
 from orchmllm.config.recipe import SourceConfig
 from orchmllm.data.formats import arrow, llama_factory
-from orchmllm.data.formats.copies import PACKED, cached, digest, suffix_of, unpacked
+from orchmllm.data.formats.copies import PACKED, cached, suffix_of, unpacked
 from orchmllm.data.formats.rows import (
     File,
     JoinedRows,
@@ -21,10 +20,8 @@ from orchmllm.data.formats.rows import (
     LaterRows,
     RowStore,
     TranscriptRows,
-    sizes,
 )
 from orchmllm.data.formats.tars import TarRows
-from orchmllm.data.media.kinds import MODALITY_OF
 from orchmllm.data.media.root import refuse_kind
 from orchmllm.data.storage.remote import RemoteFile, Storage, is_url
 
@@ -33,8 +30,8 @@ ARROW_PACKAGES = ("datasets", "pyarrow")
 READABLE = (*JSON_SUFFIXES, *ARROW_SUFFIXES, ".tar")
 NOT_DATA = {"tokenizer.json", "tokenizer_config.json", "dataset_infos.json", "dataset_info.json",
             "config.json"}
-TELLING = {"state.json", "dataset_dict.json", llama_factory.NAME}  # what a folder is
 SPLIT = re.compile("(?<![a-z])(train(ing)?|val(id(ation)?)?|dev|test(ing)?|eval)(?![a-z])", re.I)
+OF_FOLDERS = {"state.json", "dataset_dict.json", llama_factory.NAME}  # a layout of its own
 ENERGON = ".nv-meta"
 Found = Callable[[], tuple[RowStore, str | None]]  # opens the rows; their layout if the place tells
 
@@ -179,8 +176,7 @@ def _check_one_split(config: SourceConfig, names: Iterable[str]) -> None:
 
 
 def _find_remote(config: SourceConfig, cache_dir: Path, storage: Storage) -> Found:
-    """Data files are opened where they are, one after the other. Of a folder that tells its layout
-    all but the media is copied into cache_dir."""
+    """Data files are opened where they are, one after the other."""
     numbered, url = _numbered(config.path), config.path.rstrip("/")
     files = storage.each(numbered) if numbered else storage.listed(url)
     if not files:
@@ -189,31 +185,12 @@ def _find_remote(config: SourceConfig, cache_dir: Path, storage: Storage) -> Fou
         check_parts(config, "a data file")
         return _opener(files, files[0].parent, config, cache_dir)
     data = _data_files(files, config)
-    if (data and not TELLING.intersection(f.name for f in files)
-            and config.row_format != "air_bench"):
-        check_parts(config, "a folder of files", "split")
-        return _opener(data, url, config, cache_dir)
-    return partial(_open_copied, url, config, cache_dir, storage)
-
-
-def _open_copied(url: str, config: SourceConfig, cache_dir: Path, storage: Storage
-                 ) -> tuple[RowStore, str | None]:
-    files = [f for f in storage.listed(url, deep=True) if f.suffix[1:].lower() not in MODALITY_OF]
-    folder = cache_dir / f"remote-{digest(list(sizes(files)))}"
-    if not folder.is_dir():
-        part = folder.with_name(f"{folder.name}.{os.getpid()}.part")
-        for file in files:
-            path = part / file.url[len(url) + 1:]
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with file.open() as there, path.open("wb") as here:
-                shutil.copyfileobj(there, here, 8 << 20)
-        try:
-            part.replace(folder)
-        except OSError:  # another rank was faster
-            shutil.rmtree(part)
-    store, layout = _find_in_folder(folder, config, cache_dir)()
-    store.media_root = url
-    return store, layout
+    if not data or OF_FOLDERS.intersection(f.name for f in files):
+        raise ValueError(f"{url}: a folder behind a URL is read if it holds data files alone; copy "
+                         "the rows of one with a layout of its own (save_to_disk, LLaMA-Factory, "
+                         "AIR-Bench, LibriSpeech) to a disk, and give media_root: the URL")
+    check_parts(config, "a folder of files", "split")
+    return _opener(data, url, config, cache_dir)
 
 
 def _opener(files: Sequence[File], root: Path | str, config: SourceConfig, cache_dir: Path,

@@ -160,7 +160,7 @@ def _check_keys(config: SourceConfig, storage: Storage) -> None:
 
 def _as_source(config: SourceConfig, store: RowStore, layout: str | None,
                storage: Storage) -> DataSource:
-    root = config.media_root or getattr(store, "media_root", "") or store.root
+    root = config.media_root or store.root
     root = root if is_url(root) else os.path.realpath(root)
     _check_keys(config, storage)
     name = config.name or _short_name(config.path)
