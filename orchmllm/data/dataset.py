@@ -20,7 +20,7 @@ from orchmllm.batch import IGNORE_INDEX, Example
 from orchmllm.config.recipe import SourceConfig
 from orchmllm.data.formats.conversation import Conversation, media_of
 from orchmllm.data.formats.open import DataSource, index_path, open_source
-from orchmllm.data.formats.rows import sizes
+from orchmllm.data.formats.scanned import sizes
 from orchmllm.data.index import LengthIndex, joined_layouts, open_index
 from orchmllm.data.lengths import LengthReader, MeasuredExample
 from orchmllm.data.media.medium import MediaError, Medium, printable

@@ -83,13 +83,14 @@ def test_unknown_layout_lists_what_was_looked_for(tmp_path, tokenizer):
 
 @pytest.mark.parametrize("name, text", [
     ("none.jsonl", "no such file or folder"), ("a.csv", "convert .csv"),
-    ("a.tar.gz", "not a whole gzip file"),
+    ("a.tar.gz", "gzip is not read; decompress it"), ("a.jsonl.zst", "decompress it .unzstd"),
     ("clip.mp4", ".mp4 is not read"), ("bad.parquet", "not parquet that can be read"),
     ("bad.arrow", "not arrow that can be read"), ("bad.tar", "not an uncompressed tar"),
     ("cut.json", "element 2 .*not JSON"), ("empty", "nothing to read; looked for"),
     ("two", "no row that can be read"), ("s-{0..2}.tar", "s-0.tar is missing")])
 def test_places_that_cannot_be_read(name, text, tmp_path, tokenizer):
-    for file in ("a.csv", "a.tar.gz", "clip.mp4", "bad.parquet", "bad.arrow", "bad.tar"):
+    for file in ("a.csv", "a.tar.gz", "a.jsonl.zst", "clip.mp4", "bad.parquet", "bad.arrow",
+                 "bad.tar"):
         (tmp_path / file).write_bytes(b"junk" * 200)
     (tmp_path / "cut.json").write_text('[{"conversations": []}, {"conv')
     (tmp_path / "empty").mkdir()
@@ -109,7 +110,7 @@ def test_json_array_spans_blocks(tmp_path, monkeypatch):
         path = tmp_path / "a.json"
         path.write_text(bom + json.dumps(items, ensure_ascii=False, indent=indent),
                         encoding="utf-8")
-        store = rows.JsonRows(path, path, 1 << 20, lambda kind, file, build: build())
+        store = rows.JsonRows(path, 1 << 20, tmp_path)
         assert [store.row(i) for i in range(len(store))] == items
 
 

@@ -33,7 +33,7 @@ def store():
         yield store
 
 
-FAST = ("llava.json", "webdataset", "parquet", "tar.gz", "dataset_info.json")
+FAST = ("llava.json", "webdataset", "parquet", "one tar", "dataset_info.json")
 # Folders with a layout of their own: their rows are on a disk, and their media behind a URL.
 ON_A_DISK = ("saved datasets", "only split", "dataset_info.json")
 

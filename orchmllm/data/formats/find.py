@@ -12,15 +12,8 @@ from pathlib import Path
 
 from orchmllm.config.recipe import SourceConfig
 from orchmllm.data.formats import arrow, llama_factory
-from orchmllm.data.formats.copies import PACKED, cached, suffix_of, unpacked
-from orchmllm.data.formats.rows import (
-    File,
-    JoinedRows,
-    JsonRows,
-    LaterRows,
-    RowStore,
-    TranscriptRows,
-)
+from orchmllm.data.formats.rows import JoinedRows, JsonRows, LaterRows, RowStore, TranscriptRows
+from orchmllm.data.formats.scanned import File
 from orchmllm.data.formats.tars import TarRows
 from orchmllm.data.media.root import refuse_kind
 from orchmllm.data.storage.remote import RemoteFile, Storage, is_url
@@ -132,7 +125,7 @@ def _find_in_folder(path: Path, config: SourceConfig, cache_dir: Path) -> Found:
     raise ValueError(
         f"{config.path}: nothing to read; looked for a saved `datasets` folder (state.json), "
         "dataset_info.json (LLaMA-Factory), *_meta.json (AIR-Bench), *.trans.txt (LibriSpeech), "
-        "data.jsonl, *.parquet, *.arrow, *.tar, *.json and *.jsonl, and those as .gz or .zst")
+        "data.jsonl, *.parquet, *.arrow, *.tar, *.json and *.jsonl (decompress .gz and .zst)")
 
 
 def _open_renamed(found: Found, info: Path, rename: Callable[[dict], dict]
@@ -152,7 +145,7 @@ def _data_files(there: Iterable[File], config: SourceConfig) -> list[File]:
                          "split as the path, for example shard-{000..099}.tar in that folder")
     for names in ("data.jsonl", *(ARROW_SUFFIXES, (".tar",), JSON_SUFFIXES)):
         files = [f for f in there if (f.name == names if isinstance(names, str)
-                                      else suffix_of(f) in names)]
+                                      else f.suffix in names)]
         if not files:
             continue
         chosen = [f for f in files if f.name.startswith(config.split)]
@@ -196,33 +189,26 @@ def _find_remote(config: SourceConfig, cache_dir: Path, storage: Storage) -> Fou
 def _opener(files: Sequence[File], root: Path | str, config: SourceConfig, cache_dir: Path,
             layout: str | None = None) -> Found:
     for path in files:
-        refuse_kind(path.stem if path.suffix in PACKED else str(path))
-        readable = READABLE if path.suffix not in PACKED else (*JSON_SUFFIXES, ".tar")
-        if suffix_of(path) not in readable:
+        refuse_kind(str(path))
+        if path.suffix not in READABLE:
             raise ValueError(f"{path}: {path.suffix or 'no suffix'} is not read; it must be one of "
-                             f"{', '.join(READABLE)} (JSON and tars also as .gz or .zst; convert "
-                             ".csv to .jsonl)")
-    kinds = {"JSON" if suffix_of(path) in JSON_SUFFIXES else suffix_of(path) for path in files}
+                             f"{', '.join(READABLE)} (convert .csv to .jsonl)")
+    kinds = {"JSON" if path.suffix in JSON_SUFFIXES else path.suffix for path in files}
     if len(kinds) > 1:
         raise ValueError(f"{config.path}: files of several kinds ({', '.join(sorted(kinds))}); "
                          "give a source for each")
-    if suffix_of(files[0]) in ARROW_SUFFIXES:
-        check_installed(config.path, *ARROW_PACKAGES)
-        opened = arrow.open_files
-    else:
-        if any(path.suffix == ".zst" for path in files):
-            check_installed(config.path, "pyarrow")
-        opened = partial(_open_files, config)
-    return lambda: (opened(files, root, cache_dir), layout)
+    if files[0].suffix not in ARROW_SUFFIXES:
+        return lambda: (_open_files(config, files, root, cache_dir), layout)
+    check_installed(config.path, *ARROW_PACKAGES)
+    return lambda: (arrow.open_files(files, root, cache_dir), layout)
 
 
 def _open_files(config: SourceConfig, files: Sequence[File], root: Path | str, cache_dir: Path
                 ) -> RowStore:
-    opened = TarRows if suffix_of(files[0]) == ".tar" else JsonRows
-    kept = partial(cached, cache_dir)
+    opened = TarRows if files[0].suffix == ".tar" else JsonRows
 
     def open_file(path: File) -> RowStore:
-        return opened(path, unpacked(path, cache_dir), config.max_row_bytes, kept)
+        return opened(path, config.max_row_bytes, cache_dir)
 
     stores = [LaterRows(partial(open_file, path), path) if isinstance(path, RemoteFile)
               else open_file(path) for path in files]

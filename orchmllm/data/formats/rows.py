@@ -10,17 +10,15 @@ import json
 import os
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 
-from orchmllm.data.formats.scanned import read_bytes, scanned
+from orchmllm.data.formats.scanned import File, cached, read_bytes, scanned
 from orchmllm.data.media.medium import RowError
-from orchmllm.data.storage.remote import RemoteFile
 
-File = Path | RemoteFile
 _BLOCK = 8 << 20  # bytes that are scanned at a time
 
 
@@ -79,16 +77,16 @@ def parse_json(data: bytes) -> dict:
 
 
 class JsonRows(RowStore):
-    """JSONL, or a JSON array of objects. plain: `path` or a copy of it that is not compressed.
-    spans: (n, 2) int64 first and last byte of each row in it."""
+    """JSONL, or a JSON array of objects. spans: (n, 2) int64 first and last byte of each row in
+    it."""
 
-    def __init__(self, path: File, plain: File, max_row_bytes: int, cached: Callable) -> None:
-        self.plain, self.max_row_bytes = scanned(plain), max_row_bytes
+    def __init__(self, path: File, max_row_bytes: int, cache_dir: Path) -> None:
+        self.data, self.max_row_bytes = scanned(path), max_row_bytes
         self.files, self.root = [path], path.parent
-        first = _first_byte(plain)
+        first = _first_byte(path)
         self.kind = "JSON array" if first == b"[" else "JSONL"
         scan = scan_array if first == b"[" else scan_lines
-        self.spans, self.numbers = cached("spans", plain, lambda: scan(plain))
+        self.spans, self.numbers = cached(cache_dir, "spans", path, lambda: scan(path))
 
     def __len__(self) -> int:
         return len(self.spans)
@@ -98,7 +96,7 @@ class JsonRows(RowStore):
         if end - start > self.max_row_bytes:
             raise RowError(f"{end - start} bytes: more than max_row_bytes={self.max_row_bytes}; "
                            "raise it in the recipe's source if such rows are meant")
-        return parse_json(read_bytes(self.plain, start, end - start))
+        return parse_json(read_bytes(self.data, start, end - start))
 
     def number(self, i: int) -> int:
         return int(self.numbers[i])
@@ -255,14 +253,3 @@ class JoinedRows(RowStore):
     def file(self, i: int) -> Path:
         store, k = self._at(i)
         return store.file(k)
-
-
-def sizes(files: Sequence[File]) -> Iterator[tuple[str, int, int | str]]:
-    """(real path, bytes, mtime in ns) of each file, or (URL, bytes, version): what a cache is keyed
-    by."""
-    for path in files:
-        if isinstance(path, RemoteFile):
-            yield path.url, path.num_bytes(), path.version
-            continue
-        info = os.stat(path)
-        yield os.path.realpath(path), info.st_size, info.st_mtime_ns
