@@ -161,7 +161,7 @@ class ConversationDataset:
         source, problem = self.sources[self.where(i)[0]], self.problem(i)
         media = {s: m.name for s, _, m in self.media_of(i)}
         file = media.get(segment, "") if problem is None else problem.path
-        data_file, number = self._file(i)
+        data_file, number = self._place(i)
         return {"source": source.name, "row": number, "data_file": data_file,
                 "file": printable(file or data_file)}
 
@@ -279,14 +279,14 @@ class ConversationDataset:
         if (row := self._cache.pop(i, None)) is not None:
             self._cached_bytes = -row.num_bytes + self._cached_bytes
 
-    def _file(self, i: int) -> tuple[str, int]:
+    def _place(self, i: int) -> tuple[str, int]:
         """Data file of example i and its row in it, from 1."""
         source, row = self.where(i)
-        store = self.sources[source].store
-        return str(store.file(row)), store.number(row)
+        file, number = self.sources[source].store.place(row)
+        return str(file), number
 
     def _name(self, i: int) -> str:
-        return "{}, row {}".format(*self._file(i))
+        return "{}, row {}".format(*self._place(i))
 
 
 def token_ids_and_labels(row: MeasuredExample) -> tuple[np.ndarray, np.ndarray]:

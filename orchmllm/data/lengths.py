@@ -62,10 +62,9 @@ class LengthReader:
         """Lengths of `rows`, as `read_row` (DataSource.conversation) gives them; their numbers are
         the ids of the examples. Never raises for bad data."""
         read = [self._read(read_row, row) for row in rows]
-        fetch_ahead([medium.path for turns in read if not isinstance(turns, MediaError)
-                     for medium in media_of(turns)])
-        texts = iter(self.tokenizer.tokenize_batch(
-            [turns for turns in read if not isinstance(turns, MediaError)]))
+        usable = [turns for turns in read if not isinstance(turns, MediaError)]
+        fetch_ahead([medium.path for turns in usable for medium in media_of(turns)])
+        texts = iter(self.tokenizer.tokenize_batch(usable))
         return [self.stand_in(found, i) if isinstance(found, MediaError)
                 else self._measure(media_of(found), next(texts), i)
                 for found, i in zip(read, rows, strict=True)]
@@ -127,8 +126,13 @@ class LengthReader:
         left = iter(media)
         try:
             for modality, count in segments:
-                lengths.append(text_lengths(count) if modality == TEXT
-                               else self.medium_lengths(next(left)))
+                if modality == TEXT:
+                    lengths.append(text_lengths(count))
+                elif modality == VISION:
+                    lengths.append(self.vision.segment_lengths(*image_header(next(left))))
+                else:
+                    clip = next(left)
+                    lengths.append(audio_lengths(clip, *audio_header(clip), self.audio))
         except MediaError as error:
             error.segment, error.modality = len(lengths), segments[len(lengths)][0]
             return self.stand_in(error, example_id)
@@ -147,9 +151,3 @@ class LengthReader:
                     for (modality, count), n in zip(kept, lengths, strict=False)]
         return MeasuredExample(BatchLayout.from_segments(example_id, targets, segments),
                                token_ids, learnt, media, None)
-
-    def medium_lengths(self, medium) -> SegmentLengths:
-        """From the header alone. Raises MediaError."""
-        if medium.modality == VISION:
-            return self.vision.segment_lengths(*image_header(medium))
-        return audio_lengths(medium, *audio_header(medium), self.audio)

@@ -58,7 +58,7 @@ class DataSource:
 
     def conversation(self, i: int) -> Conversation:
         """Row i as the canonical example. Raises RowError."""
-        return self.parse(self.store.row(i), self.store.file(i))
+        return self.parse(self.store.row(i), self.store.place(i)[0])
 
     def parse(self, row: dict, file: Path) -> Conversation:
         """A row of `file` as the canonical example. Raises RowError."""

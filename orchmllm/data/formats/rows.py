@@ -40,13 +40,9 @@ class RowStore(ABC):
     def row(self, i: int) -> dict:
         """Row i as its file holds it. Raises RowError if it cannot be read."""
 
-    def number(self, i: int) -> int:
-        """The row's line or position in its file, from 1."""
-        return i + 1
-
-    def file(self, i: int) -> File:
-        """The file of a row; of a store of one file."""
-        return self.files[0]
+    def place(self, i: int) -> tuple[File, int]:
+        """The file of row i, and its line or position in it from 1; of a store of one file."""
+        return self.files[0], i + 1
 
 
 def _unique(pairs: list[tuple[str, object]]) -> dict:
@@ -98,8 +94,8 @@ class JsonRows(RowStore):
                            "raise it in the recipe's source if such rows are meant")
         return parse_json(read_bytes(self.data, start, end - start))
 
-    def number(self, i: int) -> int:
-        return int(self.numbers[i])
+    def place(self, i: int) -> tuple[File, int]:
+        return self.files[0], int(self.numbers[i])
 
 
 def _first_byte(path: Path) -> bytes:
@@ -177,25 +173,22 @@ class TranscriptRows(RowStore):
             raise ValueError(f"{folder}: no folder's name begins with {split!r} (split); there "
                              f"are: {', '.join(p.name for p in there)}")
         self.files = sorted(file for base in chosen for file in base.rglob("*.trans.txt"))
-        self._rows: list[tuple[int, int, str]] = []  # file, line, text
-        for k, path in enumerate(self.files):
+        self._rows: list[tuple[Path, int, str]] = []  # file, line, text
+        for path in self.files:
             for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
                 if line.strip():
-                    self._rows.append((k, number, line))
+                    self._rows.append((path, number, line))
 
     def __len__(self) -> int:
         return len(self._rows)
 
     def row(self, i: int) -> dict:
-        name, _, text = self._rows[i][2].partition(" ")
-        return {"audio": str((self.file(i).parent / f"{name}.flac").relative_to(self.root)),
-                "text": text}
+        path, _, line = self._rows[i]
+        name, _, text = line.partition(" ")
+        return {"audio": str((path.parent / f"{name}.flac").relative_to(self.root)), "text": text}
 
-    def number(self, i: int) -> int:
-        return self._rows[i][1]
-
-    def file(self, i: int) -> Path:
-        return self.files[self._rows[i][0]]
+    def place(self, i: int) -> tuple[File, int]:
+        return self._rows[i][:2]
 
 
 class LaterRows(RowStore):
@@ -220,8 +213,8 @@ class LaterRows(RowStore):
     def row(self, i: int) -> dict:
         return self._store.row(i)
 
-    def number(self, i: int) -> int:
-        return self._store.number(i)
+    def place(self, i: int) -> tuple[File, int]:
+        return self._store.place(i)
 
 
 class JoinedRows(RowStore):
@@ -246,10 +239,6 @@ class JoinedRows(RowStore):
         store, k = self._at(i)
         return store.row(k)
 
-    def number(self, i: int) -> int:
+    def place(self, i: int) -> tuple[File, int]:
         store, k = self._at(i)
-        return store.number(k)
-
-    def file(self, i: int) -> Path:
-        store, k = self._at(i)
-        return store.file(k)
+        return store.place(k)

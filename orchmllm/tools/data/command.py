@@ -94,8 +94,9 @@ def lint(sources: list[DataSource], indexes: list[LengthIndex]) -> int:
     """Prints a line per unusable row; returns their number."""
     for source, index in zip(sources, indexes, strict=True):
         for row, problem in sorted(index.problems.items()):
-            where = f"{source.store.file(row)}, row {source.store.number(row)}"
-            print(f"{where}: {problem.path + ': ' if problem.path else ''}{problem.reason}")
+            file, number = source.store.place(row)
+            about = f"{problem.path}: " if problem.path else ""
+            print(f"{file}, row {number}: {about}{problem.reason}")
     return sum(len(index.problems) for index in indexes)
 
 
