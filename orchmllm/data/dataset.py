@@ -200,16 +200,13 @@ class ConversationDataset:
         frames = pictures([at[s] for s in wanted if s in at], self.vision)
         for s in wanted:
             medium = at.get(s) or MediaError(self._name(i), "the row has changed since its lengths "
-                                             f"were read: {row.changed or s}")
+                                             "were read")
             media[s] = self._rows(medium, int(layout.modality[s]), int(layout.rows[s]), s, on_error,
                                   encoded=s in encoded, picture=frames.get(medium))
         if not text:
             return Example(i, None, None, media)
         if row.problem is not None:
             fail(0, row.problem, on_error)
-        elif row.changed:
-            fail(0, MediaError(self._name(i), "the row has changed since it was indexed: "
-                                f"{row.changed}"), on_error)
         tokens, labels = token_ids_and_labels(row)
         return Example(i, torch.from_numpy(tokens), torch.from_numpy(labels), media)
 
@@ -253,7 +250,6 @@ class ConversationDataset:
         if problem is not None:
             return self.reader.stand_in(problem, i, layout)
         media: list[Medium] = []
-        changed = ""
         count = layout.num_tokens[layout.modality == TEXT].sum()
         token_ids, supervised = np.zeros(count, np.int32), np.zeros(count, bool)
         try:
@@ -262,8 +258,9 @@ class ConversationDataset:
             if text:
                 token_ids, supervised = self.reader.text_like(layout, turns)
         except ValueError as error:
-            changed = str(error)
-        return MeasuredExample(layout, token_ids, supervised, media, None, changed)
+            problem = MediaError(self._name(i), "the row has changed since it was indexed: "
+                                 f"{error}")
+        return MeasuredExample(layout, token_ids, supervised, media, problem)
 
     def _keep(self, i: int, row: MeasuredExample) -> None:
         """A row's media may be its own bytes, so what is kept is bounded in bytes, too. Threads of

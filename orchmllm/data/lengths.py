@@ -26,15 +26,14 @@ _TOO_LONG = 1 << 30  # of a medium after the cut, whatever its length
 
 class MeasuredExample(NamedTuple):
     """One example as planned. token_ids (T,) int32, supervised (T,) bool: of its text. media: in
-    reading order, those after the cut too. problem: why it is a stand-in, or None. changed: how its
-    row differs from the index."""
+    reading order, those after the cut too. problem: why it is a stand-in, or how its row differs
+    from the index, or None."""
 
     layout: BatchLayout
     token_ids: np.ndarray
     supervised: np.ndarray
     media: list[Medium]
     problem: MediaError | None
-    changed: str = ""
 
     @property
     def media_at(self) -> dict[int, Medium]:
