@@ -60,7 +60,18 @@ class LengthReader:
              ) -> list[MeasuredExample]:
         """Lengths of `rows`, as `read_row` (DataSource.conversation) gives them; their numbers are
         the ids of the examples. Never raises for bad data."""
-        read = [self._read(read_row, row) for row in rows]
+        read: list[Conversation | MediaError] = []
+        for row in rows:
+            try:
+                read.append(read_row(row))
+            except RowError as error:
+                problem = MediaError(error.file, error.reason)
+                problem.modality = error.modality
+                read.append(problem)
+            except OSError as error:
+                if error.errno in OUT_OF:
+                    raise
+                read.append(MediaError(str(error.filename or ""), f"cannot be read: {error}"))
         usable = [turns for turns in read if not isinstance(turns, MediaError)]
         fetch_ahead([medium.path for turns in usable for medium in media_of(turns)])
         texts = iter(self.tokenizer.tokenize_batch(usable))
@@ -92,20 +103,6 @@ class LengthReader:
                 kept.append((modality, count))
                 left -= count
         return kept, sum([count for modality, count in kept if modality == TEXT])
-
-    def _read(
-        self, read_row: Callable[[int], Conversation], row: int
-    ) -> Conversation | MediaError:
-        try:
-            return read_row(row)
-        except RowError as error:
-            problem = MediaError(error.file, error.reason)
-            problem.modality = error.modality
-            return problem
-        except OSError as error:
-            if error.errno in OUT_OF:
-                raise
-            return MediaError(str(error.filename or ""), f"cannot be read: {error}")
 
     def stand_in(
         self, problem: MediaError, example_id: int, layout: BatchLayout | None = None

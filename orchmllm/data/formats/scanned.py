@@ -42,7 +42,8 @@ class ScannedFile(os.PathLike):
             file = open(self.path, mode, buffering=0)
         except FileNotFoundError:
             raise self._changed("it is no longer there") from None
-        now = _stamp(os.fstat(file.fileno()))
+        info = os.fstat(file.fileno())
+        now = info.st_size, info.st_mtime_ns
         if now != self.stamp:
             file.close()
             raise self._changed("its bytes and its time in ns were {} and {}, and are {} and {}"
@@ -58,11 +59,10 @@ class ScannedFile(os.PathLike):
 
 def scanned(path: File) -> ScannedFile | RemoteFile:
     """A file that is about to be scanned. A remote one has a version, which is compared already."""
-    return path if isinstance(path, RemoteFile) else ScannedFile(str(path), _stamp(os.stat(path)))
-
-
-def _stamp(info: os.stat_result) -> tuple[int, int]:
-    return info.st_size, info.st_mtime_ns
+    if isinstance(path, RemoteFile):
+        return path
+    info = os.stat(path)
+    return ScannedFile(str(path), (info.st_size, info.st_mtime_ns))
 
 
 def read_bytes(path: ScannedFile | RemoteFile, offset: int, size: int) -> bytes:
