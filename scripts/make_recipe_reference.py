@@ -1,6 +1,7 @@
 """Writes the reference pages that are made from the code: docs/recipe.md (every key of a recipe)
 and docs/metrics.md (every key of a row of metrics.jsonl) with its JSON Schema beside it, and
-docs/formats.md (images and clips that are read). docs/balancing.md has one table that is made here.
+docs/formats.md (rows, images and clips that are read). docs/balancing.md has one table that is made
+here.
 
     python scripts/make_recipe_reference.py [--check]
 
@@ -18,6 +19,7 @@ from pathlib import Path
 from orchmllm.config import strict_yaml
 from orchmllm.config.recipe import Recipe
 from orchmllm.config.schema import Key, Leaf, leaves, sections
+from orchmllm.data.formats.row_formats import FORMATS
 from orchmllm.data.media.containers import AUDIO_NAMES, VIDEO_NAMES
 from orchmllm.data.media.frames import MAX_VIDEO_FRAMES, MAX_VIDEO_PIXELS, MAX_VIDEO_S
 from orchmllm.data.media.headers import (
@@ -125,7 +127,11 @@ def _type(value: dict) -> str:
 
 
 def formats_page() -> str:
-    parts = [MADE, FORMATS_HEAD]
+    parts = [MADE, FORMATS_HEAD, ROWS_HEAD, "| `row_format` | what a row has |", "|---|---|"]
+    for name, known in FORMATS.items():
+        holds = known.holds.replace('"', "`")
+        parts.append(f"| `{name}` | {holds} |")
+    parts.append("")
     for title, modality in (("Images", VISION), ("Clips", AUDIO)):
         parts += [f"## {title}\n", "| format | suffixes | notes |", "|---|---|---|"]
         parts += [f"| {name} | {_suffixes(kind.suffixes)} | {kind.note} |"
@@ -168,7 +174,7 @@ def pages() -> dict[str, str]:
             "metrics.schema.json": json.dumps(ROW_SCHEMA, indent=1) + "\n"}
 
 
-FORMATS_HEAD = f"""# Images, clips and videos that are read
+FORMATS_HEAD = f"""# Rows, images, clips and videos that are read
 
 The content of a file decides, and not its name; in a tar the suffix of a member tells whether it is
 an image or a clip. A header fixes every length: what decoding then yields has exactly that length,
@@ -178,6 +184,13 @@ or the file is refused. A file that is refused is named in quarantine.jsonl with
 Limits: images of {MAX_IMAGE_PIXELS:,} pixels, sides that differ by {MAX_ASPECT} times; clips of
 {MAX_AUDIO_S} s, from {MIN_AUDIO_HZ} Hz on; videos of {MAX_VIDEO_PIXELS:,} pixels a frame,
 {MAX_VIDEO_S} s and {MAX_VIDEO_FRAMES:,} frames; {MAX_MEMBER_BYTES >> 20} MiB a file.
+"""
+ROWS_HEAD = """\
+## Rows
+
+A row has the first of these formats that it fits, and a source has the one that most of its first
+rows have, unless `row_format` names another. [CONTRIBUTING.md](../CONTRIBUTING.md) shows how a
+format is added.
 """
 CONTAINERS_HEAD = f"""\
 With PyAV (`pip install '.[video]'` in the clone). FFmpeg runs in a process of its own: what it

@@ -8,9 +8,6 @@ from dataclasses import MISSING, dataclass
 
 from orchmllm.config.schema import Conflict, key, section
 
-ROW_FORMATS = ("auto", "llava", "sharegpt", "openai", "llama_factory", "asr", "caption",
-               "librispeech", "air_bench")
-
 
 @dataclass(frozen=True)
 class SourceConfig:
@@ -18,8 +15,8 @@ class SourceConfig:
 
     path: str = key(MISSING, "A JSON, JSONL, parquet, arrow or tar file, a pattern of them "
                     "(`shards/*.tar`, `shard-{000..099}.tar`), a folder, or `hf:org/name`.")
-    row_format: str = key("auto", "How its rows are written; `auto` tells it from the first ones.",
-                          choices=ROW_FORMATS, aliases=("format",))
+    row_format: str = key("auto", "How its rows are written: a name in [formats.md](formats.md); "
+                          "`auto` tells it from the first ones.", aliases=("format",))
     weight: float = key(0.0, "Share of what is drawn, in proportion to the other weights; 0 for "
                         "all sources: every example once per epoch.", at_least=0)
     repeats: int = key(1, "How often each of its rows comes in an epoch.", at_least=1)

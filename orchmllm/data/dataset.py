@@ -16,18 +16,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from orchmllm.batch import Example
+from orchmllm.batch import IGNORE_INDEX, Example
 from orchmllm.config.recipe import SourceConfig
 from orchmllm.data.formats.conversation import Conversation, media_of
 from orchmllm.data.formats.open import DataSource, index_path, open_source
-from orchmllm.data.formats.rows import sizes
+from orchmllm.data.formats.scanned import sizes
 from orchmllm.data.index import LengthIndex, joined_layouts, open_index
 from orchmllm.data.lengths import LengthReader, MeasuredExample
 from orchmllm.data.media.medium import MediaError, Medium, printable
 from orchmllm.data.media.segments import OnError, SegmentReader, fail
 from orchmllm.data.media.video import pictures
 from orchmllm.data.storage.remote import NOWHERE, RemoteFile, Storage, fetch_ahead
-from orchmllm.data.text.sequence import token_ids_and_labels
 from orchmllm.data.text.tokenizer import ChatTokenizer
 from orchmllm.plan.geometry import AudioGeometry, VisionGeometry
 from orchmllm.plan.layout import TEXT, BatchLayout
@@ -77,12 +76,6 @@ class ConversationDataset:
     def _open(self, config: SourceConfig, folder: Path) -> DataSource:
         return open_source(config, folder, self.storage)
 
-    @property
-    def weights(self) -> list[float] | None:
-        """Shares of the sources in what is drawn; None: every example once per epoch."""
-        weights = [s.config.weight for s in self.sources]
-        return weights if any(weights) else None
-
     def __len__(self) -> int:
         return int(self.bounds[-1])
 
@@ -118,27 +111,31 @@ class ConversationDataset:
         """Lengths of example i from the index, or from headers and tokens; nothing is decoded."""
         source, row = self.where(i)
         index = self.indexes[source]
-        return self._planned(i).layout if index is None else index.layout(*np.array([[row], [i]]))
+        if index is None:
+            return self._measured([i])[0].layout
+        return index.layout(*np.array([[row], [i]]))
 
     def layouts(
         self, examples: np.ndarray, examples_per_rank: Sequence[int] | None = None
     ) -> BatchLayout:
-        """`layout` of each of the (n,) examples, joined; see BatchLayout.from_examples."""
-        return joined_layouts(self.indexes, self.bounds, examples, self._measured,
-                              examples_per_rank)
+        """`layout` of each of the (n,) examples, joined; see BatchLayout.from_examples. Those that
+        no index knows are measured MEASURED_AT_ONCE at a time."""
+        def measure(rest: list[int]) -> list[BatchLayout]:
+            return [row.layout for start in range(0, len(rest), MEASURED_AT_ONCE)
+                    for row in self._measured(rest[start: start + MEASURED_AT_ONCE])]
 
-    def _measured(self, examples: list[int]) -> list[BatchLayout]:
-        """`layout` of examples that no index knows, measured MEASURED_AT_ONCE at a time: what they
-        need of other machines is fetched at the same time."""
-        out = []
-        for start in range(0, len(examples), MEASURED_AT_ONCE):
-            part, found = examples[start: start + MEASURED_AT_ONCE], {}
-            new = [i for i in dict.fromkeys(part) if i not in self._cache]
-            for i, row in zip(new, self.reader.plan(self.conversation, new, new), strict=True):
+        return joined_layouts(self.indexes, self.bounds, examples, measure, examples_per_rank)
+
+    def _measured(self, examples: Sequence[int]) -> list[MeasuredExample]:
+        """Examples as they were kept, or read and measured together: what they need of other
+        machines is fetched at the same time."""
+        found = {i: self._cache.get(i) for i in examples}
+        new = [i for i, row in found.items() if row is None]
+        if new:
+            for i, row in zip(new, self.reader.plan(self.conversation, new), strict=True):
                 self._keep(i, row)
-                found[i] = row.layout  # by now it may be dropped again
-            out += [found[i] if i in found else self.layout(i) for i in part]
-        return out
+                found[i] = row  # by now it may be dropped again
+        return [found[i] for i in examples]
 
     def prepare_loads(self, calls: Sequence[tuple[tuple, dict]]) -> None:
         """Reads the rows of calls of `load`, and begins to fetch their media where those are on
@@ -157,14 +154,14 @@ class ConversationDataset:
         """Why example i is a stand-in, None if it is not."""
         source, row = self.where(i)
         index = self.indexes[source]
-        return self._planned(i).problem if index is None else index.problems.get(row)
+        return self._measured([i])[0].problem if index is None else index.problems.get(row)
 
     def describe(self, i: int, segment: int) -> dict[str, str | int]:
         """A quarantine line's source, row (line or position from 1) and file."""
         source, problem = self.sources[self.where(i)[0]], self.problem(i)
         media = {s: m.name for s, _, m in self.media_of(i)}
         file = media.get(segment, "") if problem is None else problem.path
-        data_file, number = self._file(i)
+        data_file, number = self._place(i)
         return {"source": source.name, "row": number, "data_file": data_file,
                 "file": printable(file or data_file)}
 
@@ -203,17 +200,14 @@ class ConversationDataset:
         frames = pictures([at[s] for s in wanted if s in at], self.vision)
         for s in wanted:
             medium = at.get(s) or MediaError(self._name(i), "the row has changed since its lengths "
-                                             f"were read: {row.changed or s}")
+                                             "were read")
             media[s] = self._rows(medium, int(layout.modality[s]), int(layout.rows[s]), s, on_error,
                                   encoded=s in encoded, picture=frames.get(medium))
         if not text:
             return Example(i, None, None, media)
         if row.problem is not None:
             fail(0, row.problem, on_error)
-        elif row.changed:
-            fail(0, MediaError(self._name(i), "the row has changed since it was indexed: "
-                                f"{row.changed}"), on_error)
-        tokens, labels = token_ids_and_labels(layout, row.token_ids, row.supervised)
+        tokens, labels = token_ids_and_labels(row)
         return Example(i, torch.from_numpy(tokens), torch.from_numpy(labels), media)
 
     def kept(self, i: int) -> MeasuredExample | None:
@@ -251,12 +245,11 @@ class ConversationDataset:
         source, number = self.where(i)
         index = self.indexes[source]
         if index is None:
-            return self._planned(i)
+            return self._measured([i])[0]
         layout, problem = self.layout(i), index.problems.get(number)
         if problem is not None:
             return self.reader.stand_in(problem, i, layout)
         media: list[Medium] = []
-        changed = ""
         count = layout.num_tokens[layout.modality == TEXT].sum()
         token_ids, supervised = np.zeros(count, np.int32), np.zeros(count, bool)
         try:
@@ -265,20 +258,13 @@ class ConversationDataset:
             if text:
                 token_ids, supervised = self.reader.text_like(layout, turns)
         except ValueError as error:
-            changed = str(error)
-        return MeasuredExample(layout, token_ids, supervised, media, None, changed)
-
-    def _planned(self, i: int) -> MeasuredExample:
-        """Row i read and measured, or as it was kept: its media may be bytes of the row, so what is
-        kept is bounded in bytes, too."""
-        row = self._cache.get(i)
-        if row is None:
-            [row] = self.reader.plan(self.conversation, [i], [i])
-            self._keep(i, row)
-        return row
+            problem = MediaError(self._name(i), "the row has changed since it was indexed: "
+                                 f"{error}")
+        return MeasuredExample(layout, token_ids, supervised, media, problem)
 
     def _keep(self, i: int, row: MeasuredExample) -> None:
-        """Threads of a validation may do it, too: nothing is read that another changes midway."""
+        """A row's media may be its own bytes, so what is kept is bounded in bytes, too. Threads of
+        a validation may call this, too: nothing is read that another changes midway."""
         self._drop(i)
         self._cache[i] = row
         self._cached_bytes = row.num_bytes + self._cached_bytes
@@ -290,11 +276,22 @@ class ConversationDataset:
         if (row := self._cache.pop(i, None)) is not None:
             self._cached_bytes = -row.num_bytes + self._cached_bytes
 
-    def _file(self, i: int) -> tuple[str, int]:
+    def _place(self, i: int) -> tuple[str, int]:
         """Data file of example i and its row in it, from 1."""
         source, row = self.where(i)
-        store = self.sources[source].store
-        return str(store.file(row)), store.number(row)
+        file, number = self.sources[source].store.place(row)
+        return str(file), number
 
     def _name(self, i: int) -> str:
-        return "{}, row {}".format(*self._file(i))
+        return "{}, row {}".format(*self._place(i))
+
+
+def token_ids_and_labels(row: MeasuredExample) -> tuple[np.ndarray, np.ndarray]:
+    """(L,) int32 token ids of an example's whole sequence, 0 at media positions; (L,) int32 labels:
+    the token at t + 1 where that is learnt, else IGNORE_INDEX."""
+    is_text = np.repeat(row.layout.modality == TEXT, row.layout.num_tokens)
+    tokens = np.zeros(len(is_text), np.int32)
+    tokens[is_text] = row.token_ids
+    labels = np.full(len(tokens) + 1, IGNORE_INDEX, np.int32)  # of the position before each token
+    labels[:-1][is_text] = np.where(row.supervised, row.token_ids, IGNORE_INDEX)
+    return tokens, labels[1:]

@@ -18,9 +18,8 @@ from pathlib import Path
 
 import numpy as np
 
-from orchmllm.data.formats.copies import digest
 from orchmllm.data.formats.open import DataSource
-from orchmllm.data.formats.rows import sizes
+from orchmllm.data.formats.scanned import digest, sizes
 from orchmllm.data.lengths import LengthReader
 from orchmllm.data.media.medium import MediaError
 from orchmllm.plan.layout import BatchLayout

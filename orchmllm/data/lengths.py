@@ -26,15 +26,14 @@ _TOO_LONG = 1 << 30  # of a medium after the cut, whatever its length
 
 class MeasuredExample(NamedTuple):
     """One example as planned. token_ids (T,) int32, supervised (T,) bool: of its text. media: in
-    reading order, those after the cut too. problem: why it is a stand-in, or None. changed: how its
-    row differs from the index."""
+    reading order, those after the cut too. problem: why it is a stand-in, or how its row differs
+    from the index, or None."""
 
     layout: BatchLayout
     token_ids: np.ndarray
     supervised: np.ndarray
     media: list[Medium]
     problem: MediaError | None
-    changed: str = ""
 
     @property
     def media_at(self) -> dict[int, Medium]:
@@ -57,60 +56,53 @@ class LengthReader:
         self.tokenizer, self.vision, self.audio = tokenizer, vision, audio
         self.max_example_tokens = max_example_tokens
 
-    def plan(
-        self, read_row: Callable[[int], Conversation], rows: Sequence[int], ids: Sequence[int]
-    ) -> list[MeasuredExample]:
-        """Lengths of `rows`, as `read_row` (DataSource.conversation) gives them; ids: their example
-        ids. Never raises for bad data."""
-        read = [self._read(read_row, row) for row in rows]
-        fetch_ahead([medium.path for turns in read if not isinstance(turns, MediaError)
-                     for medium in media_of(turns)])
-        texts = iter(self.tokenizer.tokenize_batch(
-            [turns for turns in read if not isinstance(turns, MediaError)]))
+    def plan(self, read_row: Callable[[int], Conversation], rows: Sequence[int]
+             ) -> list[MeasuredExample]:
+        """Lengths of `rows`, as `read_row` (DataSource.conversation) gives them; their numbers are
+        the ids of the examples. Never raises for bad data."""
+        read: list[Conversation | MediaError] = []
+        for row in rows:
+            try:
+                read.append(read_row(row))
+            except RowError as error:
+                problem = MediaError(error.file, error.reason)
+                problem.modality = error.modality
+                read.append(problem)
+            except OSError as error:
+                if error.errno in OUT_OF:
+                    raise
+                read.append(MediaError(str(error.filename or ""), f"cannot be read: {error}"))
+        usable = [turns for turns in read if not isinstance(turns, MediaError)]
+        fetch_ahead([medium.path for turns in usable for medium in media_of(turns)])
+        texts = iter(self.tokenizer.tokenize_batch(usable))
         return [self.stand_in(found, i) if isinstance(found, MediaError)
                 else self._measure(media_of(found), next(texts), i)
-                for found, i in zip(read, ids, strict=True)]
+                for found, i in zip(read, rows, strict=True)]
 
     def text_like(self, layout: BatchLayout, turns: Conversation) -> tuple[np.ndarray, np.ndarray]:
         """(token ids, learnt) of a conversation, cut as it was when `layout` was measured. Raises
         RowError, and ValueError if its text has other lengths."""
         token_ids, learnt, segments = self.tokenizer.tokenize(turns)
         counts = iter(layout.num_tokens[layout.modality != TEXT].tolist())
-        kept = self._cut([(modality, n if modality == TEXT else next(counts, _TOO_LONG))
-                          for modality, n in segments])
+        kept, end = self._cut([(modality, n if modality == TEXT else next(counts, _TOO_LONG))
+                               for modality, n in segments])
         if kept != list(zip(layout.modality.tolist(), layout.num_tokens.tolist(), strict=True)):
             raise ValueError("its text does not have the indexed lengths")
-        end = _text_tokens(kept)
         return token_ids[:end], learnt[:end]
 
-    def _cut(self, segments: list[tuple[int, int]]) -> list[tuple[int, int]]:
-        """Those of (modality, LLM positions) that fit into max_example_tokens; text is cut, a
-        medium never."""
-        left = self.max_example_tokens
-        if not left:
-            return segments
-        kept = []
-        for modality, count in segments:
-            if count > left:
-                kept += [(TEXT, left)] if modality == TEXT and left else []
-                break
-            kept.append((modality, count))
-            left -= count
-        return kept
-
-    def _read(
-        self, read_row: Callable[[int], Conversation], row: int
-    ) -> Conversation | MediaError:
-        try:
-            return read_row(row)
-        except RowError as error:
-            problem = MediaError(error.file, error.reason)
-            problem.modality = error.modality
-            return problem
-        except OSError as error:
-            if error.errno in OUT_OF:
-                raise
-            return MediaError(str(error.filename or ""), f"cannot be read: {error}")
+    def _cut(self, segments: list[tuple[int, int]]) -> tuple[list[tuple[int, int]], int]:
+        """(Those of (modality, LLM positions) that fit into max_example_tokens, tokens of text
+        among them); text is cut, a medium never."""
+        kept, left = segments, self.max_example_tokens
+        if left:
+            kept = []
+            for modality, count in segments:
+                if count > left:
+                    kept += [(TEXT, left)] if modality == TEXT and left else []
+                    break
+                kept.append((modality, count))
+                left -= count
+        return kept, sum([count for modality, count in kept if modality == TEXT])
 
     def stand_in(
         self, problem: MediaError, example_id: int, layout: BatchLayout | None = None
@@ -130,14 +122,18 @@ class LengthReader:
         left = iter(media)
         try:
             for modality, count in segments:
-                lengths.append(text_lengths(count) if modality == TEXT
-                               else self.medium_lengths(next(left)))
+                if modality == TEXT:
+                    lengths.append(text_lengths(count))
+                elif modality == VISION:
+                    lengths.append(self.vision.segment_lengths(*image_header(next(left))))
+                else:
+                    clip = next(left)
+                    lengths.append(audio_lengths(clip, *audio_header(clip), self.audio))
         except MediaError as error:
             error.segment, error.modality = len(lengths), segments[len(lengths)][0]
             return self.stand_in(error, example_id)
         every = [(m, n.num_tokens) for (m, _), n in zip(segments, lengths, strict=True)]
-        kept = self._cut(every)
-        end = _text_tokens(kept)
+        kept, end = self._cut(every)
         token_ids, learnt = token_ids[:end], learnt[:end]
         targets = int(learnt.sum())
         if targets and kept[0][0] == TEXT and learnt[0]:
@@ -151,13 +147,3 @@ class LengthReader:
                     for (modality, count), n in zip(kept, lengths, strict=False)]
         return MeasuredExample(BatchLayout.from_segments(example_id, targets, segments),
                                token_ids, learnt, media, None)
-
-    def medium_lengths(self, medium) -> SegmentLengths:
-        """From the header alone. Raises MediaError."""
-        if medium.modality == VISION:
-            return self.vision.segment_lengths(*image_header(medium))
-        return audio_lengths(medium, *audio_header(medium), self.audio)
-
-
-def _text_tokens(segments: list[tuple[int, int]]) -> int:
-    return sum([count for modality, count in segments if modality == TEXT])

@@ -111,10 +111,6 @@ class CappedSampler:
         self.indices, self.groups = np.asarray(indices, np.int64), groups
         self._order = GlobalSampler(range(len(groups)), per_step, seed=seed)
 
-    def __len__(self) -> int:
-        """Steps of one epoch, rounded up."""
-        return len(self._order)
-
     def batch(self, step: int) -> np.ndarray:
         """(n,) dataset indices of one step, mini-batch after mini-batch."""
         return self.indices[np.concatenate(self._chosen(step))]
@@ -182,10 +178,6 @@ class MixtureSampler(_Sampler):
         self.groups = [np.asarray(g, np.int64) for g in groups]
         self._mixture = Mixture(weights, seed)
         self._orders = [_orders(len(g), window, seed, 2, k) for k, g in enumerate(groups)]
-
-    def __len__(self) -> int:
-        """Steps in which as many examples are drawn as there are."""
-        return -(-sum(map(len, self.groups)) // self.batch_size)
 
     def batch(self, step: int) -> np.ndarray:
         """(batch_size,) dataset indices of one step, in source order."""

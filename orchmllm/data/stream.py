@@ -63,7 +63,7 @@ class StoreUnit:
     def rows(self, start: int) -> Iterator[StreamRow]:
         store = self.store
         for i in range(self.part + start * self.parts, len(store), self.parts):
-            yield StreamRow(store.file(i), store.number(i), lambda i=i: store.row(i))
+            yield StreamRow(*store.place(i), lambda i=i: store.row(i))
 
 
 @dataclass
@@ -262,7 +262,7 @@ class StreamDataset(ConversationDataset):
             self._found[i] = int(source), found
         return self._found[i]
 
-    def _file(self, i: int) -> tuple[str, int]:
+    def _place(self, i: int) -> tuple[str, int]:
         found = self._locate(i)[1]
         return str(found.file), found.number
 

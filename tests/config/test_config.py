@@ -229,8 +229,6 @@ def test_a_list_of_sources(tmp_path):
     ("sources: [{path: a, wieght: 1}]", "line 2: data.sources[0].wieght: unknown key; did you mean "
      "'data.sources.weight'?"),
     ("sources: [{path: a}, {weight: 1}]", "data.sources[1].path is missing: A JSON"),
-    ("sources: [{path: a, row_format: llva}]",
-     "data.sources[0].row_format = 'llva': did you mean 'llava'"),
     ("sources: [{path: a, weight: 1}, {path: b}]", "give every source a weight, or none"),
     ("{path: a, sources: [{path: b}]}", "give data.path or data.sources, not both"),
     ("{streaming: true, sources: [{path: a}, {path: b}]}", "needs a weight for every source"),

@@ -205,7 +205,7 @@ def test_malformed_files(tmp_path, tokenizer):
     with pytest.raises(ValueError, match="nothing to read; looked for"):
         open_dataset(tmp_path, tokenizer)
     (tmp_path / "data.jsonl").write_text("{}\n")
-    with pytest.raises(ValueError, match="of unknown layout.*looked for\n  llava"):
+    with pytest.raises(ValueError, match="of unknown layout.*looked for\n  air_bench"):
         open_dataset(tmp_path, tokenizer)
     (tmp_path / "data.jsonl").write_text("{")
     with pytest.raises(ValueError, match="no row that can be read"):

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from orchmllm.config.recipe import SourceConfig
-from orchmllm.data.formats.open import open_source
+from orchmllm.data.formats.open import check_source, open_source
+from orchmllm.data.formats.row_formats import FORMATS as ROW_FORMATS
 from orchmllm.data.media.medium import RowError, reading
 from orchmllm.plan.layout import AUDIO, TEXT, VISION
 from tests.lib.formats import FORMATS, QUESTIONS, llava_row, write_jsonl
@@ -76,19 +77,20 @@ def test_unknown_layout_lists_what_was_looked_for(tmp_path, tokenizer):
         opened(tmp_path / "a.jsonl", tokenizer, tmp_path)
     text = str(error.value)
     assert "keys picture, words" in text
-    for word in ("llava", "sharegpt", "openai", "llama_factory", "asr", "caption", "air_bench"):
-        assert f"\n  {word}: " in text
+    for name, known in ROW_FORMATS.items():
+        assert f"\n  {name}: {known.holds}" in text
 
 
 @pytest.mark.parametrize("name, text", [
     ("none.jsonl", "no such file or folder"), ("a.csv", "convert .csv"),
-    ("a.tar.gz", "not a whole gzip file"),
+    ("a.tar.gz", "gzip is not read; decompress it"), ("a.jsonl.zst", "decompress it .unzstd"),
     ("clip.mp4", ".mp4 is not read"), ("bad.parquet", "not parquet that can be read"),
     ("bad.arrow", "not arrow that can be read"), ("bad.tar", "not an uncompressed tar"),
     ("cut.json", "element 2 .*not JSON"), ("empty", "nothing to read; looked for"),
     ("two", "no row that can be read"), ("s-{0..2}.tar", "s-0.tar is missing")])
 def test_places_that_cannot_be_read(name, text, tmp_path, tokenizer):
-    for file in ("a.csv", "a.tar.gz", "clip.mp4", "bad.parquet", "bad.arrow", "bad.tar"):
+    for file in ("a.csv", "a.tar.gz", "a.jsonl.zst", "clip.mp4", "bad.parquet", "bad.arrow",
+                 "bad.tar"):
         (tmp_path / file).write_bytes(b"junk" * 200)
     (tmp_path / "cut.json").write_text('[{"conversations": []}, {"conv')
     (tmp_path / "empty").mkdir()
@@ -108,7 +110,7 @@ def test_json_array_spans_blocks(tmp_path, monkeypatch):
         path = tmp_path / "a.json"
         path.write_text(bom + json.dumps(items, ensure_ascii=False, indent=indent),
                         encoding="utf-8")
-        store = rows.JsonRows(path, path, 1 << 20, lambda kind, file, build: build())
+        store = rows.JsonRows(path, 1 << 20, tmp_path)
         assert [store.row(i) for i in range(len(store))] == items
 
 
@@ -136,8 +138,17 @@ def test_named_format_is_taken(folder, tokenizer):
     question, answer = dataset.conversation(0)
     assert question.parts[1] == "\nSay it." and answer.parts == ("words",)
     path = write_jsonl(folder / "words.jsonl", [{"image": "0.png", "text": "words"}])
-    said = opened(path, tokenizer, folder, row_format="librispeech").problem(0)
+    said = opened(path, tokenizer, folder, row_format="asr").problem(0)
     assert 'needs one clip in "audio", got 0' in str(said)  # and not read as a caption
+
+
+@pytest.mark.parametrize("check", [check_source, lambda c: open_source(c, Path(c.path).parent)])
+def test_a_format_that_is_not_there_is_refused_with_those_that_are(folder, check):
+    path = write_jsonl(folder / "any.jsonl", [llava_row(*QUESTIONS[0])])
+    with pytest.raises(ValueError) as error:
+        check(SourceConfig(path=str(path), row_format="llva"))
+    assert str(error.value) == (f"{path}: row_format is 'llva': did you mean 'llava'? choose one "
+                                f"of auto, {', '.join(ROW_FORMATS)}")
 
 
 def test_unsupervised_assistant_turn(folder, tokenizer):

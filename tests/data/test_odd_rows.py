@@ -264,7 +264,7 @@ def test_a_large_file_costs_little_memory(tmp_path):
             "from orchmllm.data.formats import open as o; from tests.lib.process import memory_kb; "
             "before = memory_kb('VmHWM'); "
             "s = o.open_source(SourceConfig(path=sys.argv[1]), Path(sys.argv[2])); "
-            "print(len(s), s.store.number(249_999), memory_kb('VmHWM') - before)")
+            "print(len(s), s.store.place(249_999)[1], memory_kb('VmHWM') - before)")
     done = python("-c", code, tmp_path / "a.jsonl", tmp_path / "index")
     rows, line, grown = map(int, done.stdout.split())
     assert rows == 250_000 and line == 3 * 249_999 + 1

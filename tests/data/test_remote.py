@@ -33,7 +33,9 @@ def store():
         yield store
 
 
-FAST = ("llava.json", "webdataset", "parquet", "tar.gz", "dataset_info.json")
+FAST = ("llava.json", "webdataset", "parquet", "one tar", "dataset_info.json")
+# Folders with a layout of their own: their rows are on a disk, and their media behind a URL.
+ON_A_DISK = ("saved datasets", "only split", "dataset_info.json")
 
 
 @pytest.mark.parametrize("name", [
@@ -46,7 +48,13 @@ def test_every_format_from_every_storage_gives_the_same_examples(
     inside = path.relative_to(folder)
     root = RemoteRoot(store.upload(folder, "formats"), endpoint=store.endpoint)
     declared = storage(tmp_path / "cache", root)
-    dataset = opened(f"{root.url}/{inside}", tokenizer, tmp_path, storage=declared)
+    url = f"{root.url}/{inside}"
+    if name in ON_A_DISK:
+        with pytest.raises(ValueError, match=f"{url}: a folder behind a URL is read if .* copy"):
+            opened(url, tokenizer, tmp_path, storage=declared)
+        dataset = opened(path, tokenizer, tmp_path, storage=declared, media_root=url)
+    else:
+        dataset = opened(url, tokenizer, tmp_path, storage=declared)
     assert said in str(dataset.sources[0])
     same_examples(dataset, reference)
     if path.is_dir():  # a web server has no folders

@@ -91,6 +91,21 @@ def test_each_row_is_read_once(data, indexed, tmp_path):
                       for path in paths for way in WAYS}
 
 
+def test_a_row_that_is_not_as_it_was_indexed_is_not_learnt(data, tmp_path):
+    paths, tokenizer = data
+    plain = opened(paths[1], tokenizer, tmp_path)
+    build_index(plain.sources[0], plain.reader, tmp_path, num_workers=1)
+    indexed = opened(paths[1], tokenizer, tmp_path)
+    read, failures = indexed.sources[0].store.row, []
+    indexed.sources[0].store.row = lambda i: read(i + 1)
+    example = indexed.load(0, on_error=lambda *failure: failures.append(failure))
+    layout = indexed.layout(0)
+    assert len(example.labels) == layout.num_tokens.sum() and (example.labels < 0).all()
+    assert [len(rows) for rows in example.media.values()] == layout.rows[layout.rows > 0].tolist()
+    assert failures[-1][0] == 0 and str(failures[-1][1]).endswith(
+        "the row has changed since it was indexed: its text does not have the indexed lengths")
+
+
 def test_more_rows_than_are_kept_are_measured_once(data, tmp_path, monkeypatch):
     paths, tokenizer = data
     one, many = (opened(paths[1], tokenizer, tmp_path) for _ in range(2))
@@ -132,7 +147,7 @@ def test_a_validation_plans_beside_training(data, tmp_path):
     one = opened(data[0][1], data[1], tmp_path)
     one.cached_examples = 4
     one.bounds = np.array([0, 200_000])
-    one.reader = SimpleNamespace(plan=lambda read, rows, names: [Planned() for _ in rows])
+    one.reader = SimpleNamespace(plan=lambda read, rows: [Planned() for _ in rows])
     every = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:

@@ -177,11 +177,8 @@ class Numbers:
     def row(self, i: int) -> dict:
         return {"i": i}
 
-    def number(self, i: int) -> int:
-        return i + 1
-
-    def file(self, i: int) -> str:
-        return "x"
+    def place(self, i: int) -> tuple[str, int]:
+        return "x", i + 1
 
 
 def test_windows_shuffle_within_themselves():

@@ -189,21 +189,6 @@ def _jsonl(name: str, make: Callable) -> Callable[[Path], Path]:
     return lambda folder: write_jsonl(folder / f"{name}.jsonl", [make(*q) for q in QUESTIONS])
 
 
-def _packed(write: Callable[[Path], Path], compression: str, suffix: str):
-    """What `write` writes, compressed, without the plain file."""
-    def packed(folder: Path) -> Path:
-        import pyarrow
-
-        plain = write(folder)
-        path = plain.with_name(plain.name + suffix)
-        with pyarrow.output_stream(str(path), compression=compression) as out:
-            out.write(plain.read_bytes())
-        plain.unlink()
-        return path
-
-    return packed
-
-
 def _write_tar(folder: Path) -> Path:
     return write_tar(folder / "all.tar", [llava_row(*q) for q in QUESTIONS], folder)
 
@@ -264,9 +249,7 @@ FORMATS: dict[str, tuple[Callable[[Path], Path], str]] = {
     "openai parquet": (_write_openai_parquet, "openai in parquet file"),
     "arrow": (_write_arrow, "llava in arrow file"),
     "webdataset": (_write_tars, "llava in webdataset tar"),
-    "jsonl.gz": (_packed(_jsonl("z", llava_row), "gzip", ".gz"), "llava in JSONL"),
-    "json.zst": (_packed(_write_json, "zstd", ".zst"), "llava in JSON array"),
-    "tar.gz": (_packed(_write_tar, "gzip", ".gz"), "llava in webdataset tar"),
+    "one tar": (_write_tar, "llava in webdataset tar"),
     "several files": (_write_parts, "llava in JSON"),
     "dataset_info.json": (_write_listed, "llama_factory in JSONL"),
     "only split": (_write_splits, "llava in saved datasets folder"),

@@ -200,11 +200,11 @@ def test_a_long_clip_is_quarantined_and_the_index_knows_the_mode(tmp_path):
     planners = {mode: LengthReader(ChatTokenizer(tmp_path), MODEL.vision.geometry,
                               replace(MODEL.audio, mode=mode).geometry)
                 for mode in ("packed", "padded", "fixed")}
-    short, long = planners["fixed"].plan(source.conversation, [0, 1], [0, 1])
+    short, long = planners["fixed"].plan(source.conversation, [0, 1])
     assert short.problem is None and short.layout.rows.max() == WHISPER_FRAMES
     assert "longer than the window of 30 s" in long.problem.reason
     assert long.problem.path.endswith("long.wav") and long.media == []
-    assert planners["packed"].plan(source.conversation, [1], [1])[0].problem is None
+    assert planners["packed"].plan(source.conversation, [1])[0].problem is None
     folders = {m: index_folder(source, p, tmp_path) for m, p in planners.items()}
     assert folders["packed"] == folders["padded"] != folders["fixed"]
     with pytest.raises(MediaError, match="longer than the window"):

@@ -27,8 +27,7 @@ def plain(monkeypatch):
 
 
 @pytest.mark.parametrize("name, missing", [("a.parquet", "datasets and pyarrow"),
-                                           ("a.arrow", "datasets and pyarrow"),
-                                           ("a.jsonl.zst", "pyarrow")])
+                                           ("a.arrow", "datasets and pyarrow")])
 def test_data_that_need_an_extra_are_refused_before_ranks_start(plain, tmp_path, capsys, name,
                                                                 missing):
     (tmp_path / name).write_bytes(b"")

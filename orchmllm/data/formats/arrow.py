@@ -12,6 +12,7 @@ import numpy as np
 
 from orchmllm.config.recipe import SourceConfig
 from orchmllm.data.formats.rows import RowStore
+from orchmllm.data.formats.scanned import File
 from orchmllm.data.storage.remote import RemoteFile
 
 
@@ -31,14 +32,9 @@ class ArrowRows(RowStore):
     def row(self, i: int) -> dict:
         return clean(self.dataset[int(i)].slice(0, 1).to_pylist()[0])
 
-    def _part(self, i: int) -> int:
-        return int(np.searchsorted(self._start, i, side="right")) - 1
-
-    def number(self, i: int) -> int:
-        return int(i - self._start[self._part(i)]) + 1
-
-    def file(self, i: int) -> Path:
-        return self._parts[self._part(i)]
+    def place(self, i: int) -> tuple[File, int]:
+        part = int(np.searchsorted(self._start, i, side="right")) - 1
+        return self._parts[part], int(i - self._start[part]) + 1
 
 
 class StreamRows(RowStore):
@@ -58,8 +54,8 @@ class StreamRows(RowStore):
     def row(self, i: int) -> dict:
         return self._first[i]
 
-    def file(self, i: int) -> Path:
-        return self.label
+    def place(self, i: int) -> tuple[File, int]:
+        return self.label, i + 1
 
     def shards(self) -> list[tuple[object, Path, int | None]]:
         """Its shards (files), each with what to call it, and its rows where a file tells them."""

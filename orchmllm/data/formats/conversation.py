@@ -150,24 +150,20 @@ def _content_parts(content: list, media: _RowMedia) -> Iterator[str | Medium]:
                            "image, input_audio, audio or video, with its value")
 
 
-def _chat_turns(row: Mapping) -> list:
+def chat(row: Mapping, root: MediaRoot, prompt: str = "") -> Conversation:
+    """LLaVA, ShareGPT, OpenAI messages and LLaMA-Factory's conversations: turns with from/value or
+    role/content; media in the text as placeholders or as content parts. Raises RowError for a row
+    that cannot be used."""
     if "chosen" in row and "rejected" in row:
         raise RowError(PREFERENCES)
     turns = row.get("messages") or row.get("conversations")
     if not isinstance(turns, list) or not turns:
         raise RowError('needs a non-empty list "conversations" or "messages"')
-    return turns
-
-
-def chat(row: Mapping, root: MediaRoot, prompt: str = "") -> Conversation:
-    """LLaVA, ShareGPT, OpenAI messages and LLaMA-Factory's conversations: turns with from/value or
-    role/content; media in the text as placeholders or as content parts. Raises RowError for a row
-    that cannot be used."""
     media = _RowMedia(row, root)
     out = _tools(row)
     if isinstance(row.get("system"), str) and row["system"]:
         out.append(Turn("system", (row["system"],), False))
-    for turn in _chat_turns(row):
+    for turn in turns:
         if not isinstance(turn, Mapping):
             raise RowError(f"a turn is {str(turn)[:200]!r}, not an object")
         out.append(_turn(turn, media))

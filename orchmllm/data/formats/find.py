@@ -5,7 +5,6 @@ from __future__ import annotations
 import glob
 import os
 import re
-import shutil
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from importlib.util import find_spec
@@ -13,18 +12,9 @@ from pathlib import Path
 
 from orchmllm.config.recipe import SourceConfig
 from orchmllm.data.formats import arrow, llama_factory
-from orchmllm.data.formats.copies import PACKED, cached, digest, suffix_of, unpacked
-from orchmllm.data.formats.rows import (
-    File,
-    JoinedRows,
-    JsonRows,
-    LaterRows,
-    RowStore,
-    TranscriptRows,
-    sizes,
-)
+from orchmllm.data.formats.rows import JoinedRows, JsonRows, LaterRows, RowStore, TranscriptRows
+from orchmllm.data.formats.scanned import File
 from orchmllm.data.formats.tars import TarRows
-from orchmllm.data.media.kinds import MODALITY_OF
 from orchmllm.data.media.root import refuse_kind
 from orchmllm.data.storage.remote import RemoteFile, Storage, is_url
 
@@ -33,8 +23,8 @@ ARROW_PACKAGES = ("datasets", "pyarrow")
 READABLE = (*JSON_SUFFIXES, *ARROW_SUFFIXES, ".tar")
 NOT_DATA = {"tokenizer.json", "tokenizer_config.json", "dataset_infos.json", "dataset_info.json",
             "config.json"}
-TELLING = {"state.json", "dataset_dict.json", llama_factory.NAME}  # what a folder is
 SPLIT = re.compile("(?<![a-z])(train(ing)?|val(id(ation)?)?|dev|test(ing)?|eval)(?![a-z])", re.I)
+OF_FOLDERS = {"state.json", "dataset_dict.json", llama_factory.NAME}  # a layout of its own
 ENERGON = ".nv-meta"
 Found = Callable[[], tuple[RowStore, str | None]]  # opens the rows; their layout if the place tells
 
@@ -135,7 +125,7 @@ def _find_in_folder(path: Path, config: SourceConfig, cache_dir: Path) -> Found:
     raise ValueError(
         f"{config.path}: nothing to read; looked for a saved `datasets` folder (state.json), "
         "dataset_info.json (LLaMA-Factory), *_meta.json (AIR-Bench), *.trans.txt (LibriSpeech), "
-        "data.jsonl, *.parquet, *.arrow, *.tar, *.json and *.jsonl, and those as .gz or .zst")
+        "data.jsonl, *.parquet, *.arrow, *.tar, *.json and *.jsonl (decompress .gz and .zst)")
 
 
 def _open_renamed(found: Found, info: Path, rename: Callable[[dict], dict]
@@ -155,7 +145,7 @@ def _data_files(there: Iterable[File], config: SourceConfig) -> list[File]:
                          "split as the path, for example shard-{000..099}.tar in that folder")
     for names in ("data.jsonl", *(ARROW_SUFFIXES, (".tar",), JSON_SUFFIXES)):
         files = [f for f in there if (f.name == names if isinstance(names, str)
-                                      else suffix_of(f) in names)]
+                                      else f.suffix in names)]
         if not files:
             continue
         chosen = [f for f in files if f.name.startswith(config.split)]
@@ -179,8 +169,7 @@ def _check_one_split(config: SourceConfig, names: Iterable[str]) -> None:
 
 
 def _find_remote(config: SourceConfig, cache_dir: Path, storage: Storage) -> Found:
-    """Data files are opened where they are, one after the other. Of a folder that tells its layout
-    all but the media is copied into cache_dir."""
+    """Data files are opened where they are, one after the other."""
     numbered, url = _numbered(config.path), config.path.rstrip("/")
     files = storage.each(numbered) if numbered else storage.listed(url)
     if not files:
@@ -189,63 +178,37 @@ def _find_remote(config: SourceConfig, cache_dir: Path, storage: Storage) -> Fou
         check_parts(config, "a data file")
         return _opener(files, files[0].parent, config, cache_dir)
     data = _data_files(files, config)
-    if (data and not TELLING.intersection(f.name for f in files)
-            and config.row_format not in ("air_bench", "librispeech")):
-        check_parts(config, "a folder of files", "split")
-        return _opener(data, url, config, cache_dir)
-    return partial(_open_copied, url, config, cache_dir, storage)
-
-
-def _open_copied(url: str, config: SourceConfig, cache_dir: Path, storage: Storage
-                 ) -> tuple[RowStore, str | None]:
-    files = [f for f in storage.listed(url, deep=True) if f.suffix[1:].lower() not in MODALITY_OF]
-    folder = cache_dir / f"remote-{digest(list(sizes(files)))}"
-    if not folder.is_dir():
-        part = folder.with_name(f"{folder.name}.{os.getpid()}.part")
-        for file in files:
-            path = part / file.url[len(url) + 1:]
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with file.open() as there, path.open("wb") as here:
-                shutil.copyfileobj(there, here, 8 << 20)
-        try:
-            part.replace(folder)
-        except OSError:  # another rank was faster
-            shutil.rmtree(part)
-    store, layout = _find_in_folder(folder, config, cache_dir)()
-    store.media_root = url
-    return store, layout
+    if not data or OF_FOLDERS.intersection(f.name for f in files):
+        raise ValueError(f"{url}: a folder behind a URL is read if it holds data files alone; copy "
+                         "the rows of one with a layout of its own (save_to_disk, LLaMA-Factory, "
+                         "AIR-Bench, LibriSpeech) to a disk, and give media_root: the URL")
+    check_parts(config, "a folder of files", "split")
+    return _opener(data, url, config, cache_dir)
 
 
 def _opener(files: Sequence[File], root: Path | str, config: SourceConfig, cache_dir: Path,
             layout: str | None = None) -> Found:
     for path in files:
-        refuse_kind(path.stem if path.suffix in PACKED else str(path))
-        readable = READABLE if path.suffix not in PACKED else (*JSON_SUFFIXES, ".tar")
-        if suffix_of(path) not in readable:
+        refuse_kind(str(path))
+        if path.suffix not in READABLE:
             raise ValueError(f"{path}: {path.suffix or 'no suffix'} is not read; it must be one of "
-                             f"{', '.join(READABLE)} (JSON and tars also as .gz or .zst; convert "
-                             ".csv to .jsonl)")
-    kinds = {"JSON" if suffix_of(path) in JSON_SUFFIXES else suffix_of(path) for path in files}
+                             f"{', '.join(READABLE)} (convert .csv to .jsonl)")
+    kinds = {"JSON" if path.suffix in JSON_SUFFIXES else path.suffix for path in files}
     if len(kinds) > 1:
         raise ValueError(f"{config.path}: files of several kinds ({', '.join(sorted(kinds))}); "
                          "give a source for each")
-    if suffix_of(files[0]) in ARROW_SUFFIXES:
-        check_installed(config.path, *ARROW_PACKAGES)
-        opened = arrow.open_files
-    else:
-        if any(path.suffix == ".zst" for path in files):
-            check_installed(config.path, "pyarrow")
-        opened = partial(_open_files, config)
-    return lambda: (opened(files, root, cache_dir), layout)
+    if files[0].suffix not in ARROW_SUFFIXES:
+        return lambda: (_open_files(config, files, root, cache_dir), layout)
+    check_installed(config.path, *ARROW_PACKAGES)
+    return lambda: (arrow.open_files(files, root, cache_dir), layout)
 
 
 def _open_files(config: SourceConfig, files: Sequence[File], root: Path | str, cache_dir: Path
                 ) -> RowStore:
-    opened = TarRows if suffix_of(files[0]) == ".tar" else JsonRows
-    kept = partial(cached, cache_dir)
+    opened = TarRows if files[0].suffix == ".tar" else JsonRows
 
     def open_file(path: File) -> RowStore:
-        return opened(path, unpacked(path, cache_dir), config.max_row_bytes, kept)
+        return opened(path, config.max_row_bytes, cache_dir)
 
     stores = [LaterRows(partial(open_file, path), path) if isinstance(path, RemoteFile)
               else open_file(path) for path in files]

@@ -16,7 +16,7 @@ NAME = "dataset_info.json"
 _ALPACA = {"prompt": "instruction", "query": "input", "response": "output"}
 _SHAREGPT = {"messages": "conversations"}
 _TEXTS = ("instruction", "input", "output", "history", "system", "tools", "messages",
-          "conversations")  # what adapters read beside media
+          "conversations")  # what formats read beside media
 _ROLES = {"user_tag": "user", "assistant_tag": "assistant", "observation_tag": "observation",
           "function_tag": "function_call", "system_tag": "system"}
 _SAID = ("role", "from", "content", "value", "text")  # of a turn; tags name them
@@ -76,7 +76,7 @@ def choose(folder: Path, entries: Mapping[str, Mapping], name: str
 
 
 def _renamed(columns: Mapping[str, str], tags: Mapping[str, str], row: dict) -> dict:
-    """A row with the columns and roles that the adapters know. Raises RowError."""
+    """A row with the columns and roles that FORMATS know. Raises RowError."""
     if columns and not columns.keys() & row.keys():
         raise RowError(f"none of the columns of {NAME} is there: {', '.join(columns)}")
     if columns:  # of the texts those that it names, and no other that has their name here

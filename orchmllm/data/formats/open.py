@@ -1,6 +1,6 @@
-"""A recipe's source -> rows and the adapter that reads them, told from what is there.
+"""A recipe's source -> its rows and the format in which they are written.
 
-Flow: path -> row store (how rows are kept) -> first rows -> layout (what they say) -> DataSource.
+Flow: path -> row store (how rows are kept) -> first rows -> row format -> DataSource.
 """
 
 from __future__ import annotations
@@ -14,15 +14,10 @@ from itertools import islice
 from pathlib import Path
 
 from orchmllm.config.recipe import DataConfig, SourceConfig
-from orchmllm.data.formats.adapters import ADAPTERS, LOOKED_FOR, detect
-from orchmllm.data.formats.conversation import (
-    PREFERENCES,
-    Conversation,
-    chat,
-    instruction,
-    media_of,
-)
+from orchmllm.config.schema import did_you_mean
+from orchmllm.data.formats.conversation import PREFERENCES, Conversation, media_of
 from orchmllm.data.formats.find import find_store
+from orchmllm.data.formats.row_formats import FORMATS
 from orchmllm.data.formats.rows import RowStore
 from orchmllm.data.media.medium import RowError, VideoSampling
 from orchmllm.data.media.root import MediaRoot
@@ -39,7 +34,7 @@ MAX_ROW_CHARS = 1 << 20  # of all turns: about 250,000 tokens
 
 @dataclass
 class DataSource:
-    """Rows of one source of a recipe. layout: a key of ADAPTERS. root: where its media may be."""
+    """Rows of one source of a recipe. layout: a key of FORMATS. root: where its media may be."""
 
     config: SourceConfig
     name: str
@@ -63,25 +58,25 @@ class DataSource:
 
     def conversation(self, i: int) -> Conversation:
         """Row i as the canonical example. Raises RowError."""
-        return self.parse(self.store.row(i), self.store.file(i))
+        return self.parse(self.store.row(i), self.store.place(i)[0])
 
     def parse(self, row: dict, file: Path) -> Conversation:
         """A row of `file` as the canonical example. Raises RowError."""
-        root = self.root
-        if self.layout == "air_bench":  # media are beside the meta file, not beside the source
+        row_format, root = FORMATS[self.layout], self.root
+        if row_format.beside_file:
             folder = os.path.relpath(file.parent, self.store.root)
             root = replace(root, prefix="" if folder[0] == "." else folder)
         try:
             row = self.store.rename(row)
-            conversation = ADAPTERS[self.layout](row, root, self.config.prompt)
+            conversation = row_format.read(row, root, self.config.prompt)
             texts = [p for t in conversation for p in t.parts if isinstance(p, str)]
             clips = [m for m in media_of(conversation) if m.modality == AUDIO]
             refuse_unread(row, clips, "\n".join(texts))
         except RowError:
             raise
         except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError,
-                ValueError) as error:  # adapters read a row as if it had the right types
-            raise RowError(f"not a row of {self.layout} ({LOOKED_FOR.get(self.layout, '')}): "
+                ValueError) as error:  # formats read a row as if it had the right types
+            raise RowError(f"not a row of {self.layout} ({row_format.holds}): "
                            f"{type(error).__name__}: {error}") from error
         num_chars = sum(map(len, texts))
         if num_chars > MAX_ROW_CHARS:
@@ -130,11 +125,11 @@ def open_source(config: SourceConfig, cache_dir: Path, storage: Storage = NOWHER
 
 
 def check_source(config: SourceConfig, storage: Storage = NOWHERE) -> None:
-    """Raises ValueError if a source's files or its media_root are not there; opens
-    nothing."""
+    """Raises ValueError if a source's files or its media_root are not there, or its row_format is
+    unknown; opens nothing."""
     with _explained(config):
         find_store(config, Path(), storage)
-    _check_media_root(config, storage)
+    _check_keys(config, storage)
 
 
 @contextmanager
@@ -151,23 +146,28 @@ def _explained(config: SourceConfig) -> Iterator[None]:
         raise ValueError(f"{'' if path in str(error) else path + ': '}{error}") from error
 
 
-def _check_media_root(config: SourceConfig, storage: Storage) -> None:
+def _check_keys(config: SourceConfig, storage: Storage) -> None:
     if is_url(config.media_root):
         storage.below(config.media_root, "name")
     elif config.media_root and not os.path.isdir(config.media_root):
         raise ValueError(f"{config.path}: media_root {config.media_root!r} is not a folder")
+    choices = ("auto", *FORMATS)
+    if config.row_format not in choices:
+        raise ValueError(f"{config.path}: row_format is {config.row_format!r}: "
+                         f"{did_you_mean(config.row_format, choices)}choose one of "
+                         f"{', '.join(choices)}")
 
 
 def _as_source(config: SourceConfig, store: RowStore, layout: str | None,
                storage: Storage) -> DataSource:
-    root = config.media_root or getattr(store, "media_root", "") or store.root
+    root = config.media_root or store.root
     root = root if is_url(root) else os.path.realpath(root)
-    _check_media_root(config, storage)
+    _check_keys(config, storage)
     name = config.name or _short_name(config.path)
     if config.row_format != "auto":
         layout = _chosen(config.row_format, store)
     layout = layout or _detected(store, config.path)
-    if config.prompt and ADAPTERS[layout] in (chat, instruction):
+    if config.prompt and not FORMATS[layout].takes_prompt:
         raise ValueError(f"{config.path}: prompt is {config.prompt!r:.80}, but rows of {layout} "
                          "hold their questions: leave it out")
     video = VideoSampling(config.video_fps, config.video_frames, config.video_max_frames,
@@ -195,7 +195,7 @@ def _peek(store: RowStore, unread: list[RowError]) -> Iterator[dict]:
 def _chosen(layout: str, store: RowStore) -> str:
     if layout == "llama_factory" and any("instruction" in row for row in _peek(store, [])):
         return "llama_factory (alpaca)"
-    return "asr" if layout == "librispeech" else layout  # a clip and what is said in it
+    return layout
 
 
 def _detected(store: RowStore, path: str) -> str:
@@ -203,12 +203,14 @@ def _detected(store: RowStore, path: str) -> str:
     rows = list(_peek(store, unread))
     if any("chosen" in row and "rejected" in row for row in rows):
         raise ValueError(f"{path}: {PREFERENCES}")
-    votes = Counter(filter(None, map(detect, rows)))
+    fits = [next((name for name, known in FORMATS.items() if known.fits(row)), None)
+            for row in rows]
+    votes = Counter(filter(None, fits))
     if votes.keys() == {"llava", "sharegpt"}:  # LLaVA's mix holds rows without media
         return "llava"
     if votes:
         return votes.most_common(1)[0][0]
-    looked = "".join(f"\n  {name}: {what}" for name, what in LOOKED_FOR.items())
+    looked = "".join(f"\n  {name}: {known.holds}" for name, known in FORMATS.items())
     keys = set().union(*rows)
     seen = f"keys {', '.join(sorted(map(str, keys)))}" if keys else (
         f"no row that can be read{''.join(f' ({error.reason})' for error in unread[:1])}")

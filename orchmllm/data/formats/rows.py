@@ -6,29 +6,26 @@ paths, bytes, or slices of a tar. Rows are read when asked for; opening costs on
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 
-from orchmllm.data.formats.scanned import read_bytes, scanned
+from orchmllm.data.formats.scanned import File, cached, read_bytes, scanned
 from orchmllm.data.media.medium import RowError
-from orchmllm.data.storage.remote import RemoteFile
 
-File = Path | RemoteFile
-_BLOCK = 8 << 20  # characters of a JSON array scanned at a time
+_BLOCK = 8 << 20  # bytes that are scanned at a time
 
 
 class RowStore(ABC):
     """kind: what it is, for people. files: those whose change changes the rows. root: folder that
     media paths are relative to unless the recipe says otherwise. rename: gives the columns of a row
-    the names that adapters know."""
+    the names that FORMATS know."""
 
     kind: str
     files: list[File]
@@ -43,13 +40,9 @@ class RowStore(ABC):
     def row(self, i: int) -> dict:
         """Row i as its file holds it. Raises RowError if it cannot be read."""
 
-    def number(self, i: int) -> int:
-        """The row's line or position in its file, from 1."""
-        return i + 1
-
-    def file(self, i: int) -> File:
-        """The file of a row; of a store of one file."""
-        return self.files[0]
+    def place(self, i: int) -> tuple[File, int]:
+        """The file of row i, and its line or position in it from 1; of a store of one file."""
+        return self.files[0], i + 1
 
 
 def _unique(pairs: list[tuple[str, object]]) -> dict:
@@ -80,16 +73,16 @@ def parse_json(data: bytes) -> dict:
 
 
 class JsonRows(RowStore):
-    """JSONL, or a JSON array of objects. plain: `path` or a copy of it that is not compressed.
-    spans: (n, 2) int64 first and last byte of each row in it."""
+    """JSONL, or a JSON array of objects. spans: (n, 2) int64 first and last byte of each row in
+    it."""
 
-    def __init__(self, path: File, plain: File, max_row_bytes: int, cached: Callable) -> None:
-        self.plain, self.max_row_bytes = scanned(plain), max_row_bytes
+    def __init__(self, path: File, max_row_bytes: int, cache_dir: Path) -> None:
+        self.data, self.max_row_bytes = scanned(path), max_row_bytes
         self.files, self.root = [path], path.parent
-        first = _first_byte(plain)
+        first = _first_byte(path)
         self.kind = "JSON array" if first == b"[" else "JSONL"
         scan = scan_array if first == b"[" else scan_lines
-        self.spans, self.numbers = cached("spans", plain, lambda: scan(plain))
+        self.spans, self.numbers = cached(cache_dir, "spans", path, lambda: scan(path))
 
     def __len__(self) -> int:
         return len(self.spans)
@@ -99,10 +92,10 @@ class JsonRows(RowStore):
         if end - start > self.max_row_bytes:
             raise RowError(f"{end - start} bytes: more than max_row_bytes={self.max_row_bytes}; "
                            "raise it in the recipe's source if such rows are meant")
-        return parse_json(read_bytes(self.plain, start, end - start))
+        return parse_json(read_bytes(self.data, start, end - start))
 
-    def number(self, i: int) -> int:
-        return int(self.numbers[i])
+    def place(self, i: int) -> tuple[File, int]:
+        return self.files[0], int(self.numbers[i])
 
 
 def _first_byte(path: Path) -> bytes:
@@ -128,42 +121,40 @@ def scan_lines(path: File) -> tuple[np.ndarray, np.ndarray]:
             np.flatnonzero(kept).astype(np.int64) + 1)
 
 
-def scan_array(path: Path) -> tuple[np.ndarray, np.ndarray]:
+def scan_array(path: File) -> tuple[np.ndarray, np.ndarray]:
     """(n, 2) byte spans and (n,) positions, from 1, of the elements of a JSON array, read in
     blocks: the file may be larger than memory. Raises ValueError where it is not one."""
     decoder, spans = json.JSONDecoder(), []
-    space = re.compile(r"[\s,]*")
+    between = re.compile(r"[ \t\r\n,]*")
     with path.open("rb") as file:
-        skipped = len(b"\xef\xbb\xbf") if file.read(3) == b"\xef\xbb\xbf" else 0
-        file.seek(0)
-        f = io.TextIOWrapper(file, encoding="utf-8-sig", newline="")
-        text, at = f.read(_BLOCK), 0
+        def read(size: int) -> str:
+            return file.read(size).decode("latin-1")  # a character for each byte
+
+        text, begin = read(_BLOCK), 0  # begin: the place of `text` in the file
         at = text.index("[") + 1
-        offset = skipped + len(text[:at].encode())
         while True:
-            after = space.match(text, at).end()
-            offset, at = offset + len(text[at:after].encode()), after
-            if at < len(text) and text[at] == "]":
-                if (text[at + 1:] + f.read(_BLOCK)).strip():
+            at = between.match(text, at).end()
+            if text[at: at + 1] == "]":
+                if (text[at + 1:] + read(_BLOCK)).strip():
                     raise ValueError(f"{path}: more follows the JSON array that ends at byte "
-                                     f"{offset}; write one array, or one object a line (.jsonl)")
+                                     f"{begin + at}; write one array, or one object a line "
+                                     "(.jsonl)")
                 break
             try:
                 _, end = decoder.raw_decode(text, at)
             except (ValueError, RecursionError) as error:
-                more = f.read(max(_BLOCK, len(text) - at))
+                more = read(max(_BLOCK, len(text) - at))
                 if not more:
                     raise ValueError(
-                        f"{path}: element {len(spans) + 1} (byte {offset}) of the JSON array is "
-                        f"not JSON ({error}); mend it, or write one object a line (.jsonl), where "
-                        "a bad line costs only itself") from error
-                text, at = text[at:] + more, 0
+                        f"{path}: element {len(spans) + 1} (byte {begin + at}) of the JSON array "
+                        f"is not JSON ({error}); mend it, or write one object a line (.jsonl), "
+                        "where a bad line costs only itself") from error
+                text, begin, at = text[at:] + more, begin + at, 0
                 continue
-            length = len(text[at:end].encode())
-            spans.append((offset, offset + length))
-            offset, at = offset + length, end
+            spans.append((begin + at, begin + end))
+            at = end
             if at > _BLOCK:
-                text, at = text[at:], 0
+                text, begin, at = text[at:], begin + at, 0
     return np.array(spans, np.int64).reshape(-1, 2), np.arange(1, len(spans) + 1)
 
 
@@ -182,25 +173,22 @@ class TranscriptRows(RowStore):
             raise ValueError(f"{folder}: no folder's name begins with {split!r} (split); there "
                              f"are: {', '.join(p.name for p in there)}")
         self.files = sorted(file for base in chosen for file in base.rglob("*.trans.txt"))
-        self._rows: list[tuple[int, int, str]] = []  # file, line, text
-        for k, path in enumerate(self.files):
+        self._rows: list[tuple[Path, int, str]] = []  # file, line, text
+        for path in self.files:
             for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
                 if line.strip():
-                    self._rows.append((k, number, line))
+                    self._rows.append((path, number, line))
 
     def __len__(self) -> int:
         return len(self._rows)
 
     def row(self, i: int) -> dict:
-        name, _, text = self._rows[i][2].partition(" ")
-        return {"audio": str((self.file(i).parent / f"{name}.flac").relative_to(self.root)),
-                "text": text}
+        path, _, line = self._rows[i]
+        name, _, text = line.partition(" ")
+        return {"audio": str((path.parent / f"{name}.flac").relative_to(self.root)), "text": text}
 
-    def number(self, i: int) -> int:
-        return self._rows[i][1]
-
-    def file(self, i: int) -> Path:
-        return self.files[self._rows[i][0]]
+    def place(self, i: int) -> tuple[File, int]:
+        return self._rows[i][:2]
 
 
 class LaterRows(RowStore):
@@ -225,8 +213,8 @@ class LaterRows(RowStore):
     def row(self, i: int) -> dict:
         return self._store.row(i)
 
-    def number(self, i: int) -> int:
-        return self._store.number(i)
+    def place(self, i: int) -> tuple[File, int]:
+        return self._store.place(i)
 
 
 class JoinedRows(RowStore):
@@ -251,21 +239,6 @@ class JoinedRows(RowStore):
         store, k = self._at(i)
         return store.row(k)
 
-    def number(self, i: int) -> int:
+    def place(self, i: int) -> tuple[File, int]:
         store, k = self._at(i)
-        return store.number(k)
-
-    def file(self, i: int) -> Path:
-        store, k = self._at(i)
-        return store.file(k)
-
-
-def sizes(files: Sequence[File]) -> Iterator[tuple[str, int, int | str]]:
-    """(real path, bytes, mtime in ns) of each file, or (URL, bytes, version): what a cache is keyed
-    by."""
-    for path in files:
-        if isinstance(path, RemoteFile):
-            yield path.url, path.num_bytes(), path.version
-            continue
-        info = os.stat(path)
-        yield os.path.realpath(path), info.st_size, info.st_mtime_ns
+        return store.place(k)

@@ -1,14 +1,24 @@
-"""Files in which rows are found by their positions: they have to stay what they were."""
+"""Files in which rows are found by their positions: they have to stay what they were, and scans of
+large ones are kept in the index folder."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
+import numpy as np
+
+from orchmllm.data.storage.cache import written
 from orchmllm.data.storage.clients import StorageError
 from orchmllm.data.storage.remote import RemoteFile
+
+File = Path | RemoteFile
+MAPPED_BYTES = 1 << 20  # of an array that is read from the disk when it is needed
 
 
 @dataclass(frozen=True)
@@ -32,7 +42,8 @@ class ScannedFile(os.PathLike):
             file = open(self.path, mode, buffering=0)
         except FileNotFoundError:
             raise self._changed("it is no longer there") from None
-        now = _stamp(os.fstat(file.fileno()))
+        info = os.fstat(file.fileno())
+        now = info.st_size, info.st_mtime_ns
         if now != self.stamp:
             file.close()
             raise self._changed("its bytes and its time in ns were {} and {}, and are {} and {}"
@@ -46,13 +57,12 @@ class ScannedFile(os.PathLike):
             "back and resume, or start a new run with the file as it is")
 
 
-def scanned(path: Path | RemoteFile) -> ScannedFile | RemoteFile:
+def scanned(path: File) -> ScannedFile | RemoteFile:
     """A file that is about to be scanned. A remote one has a version, which is compared already."""
-    return path if isinstance(path, RemoteFile) else ScannedFile(str(path), _stamp(os.stat(path)))
-
-
-def _stamp(info: os.stat_result) -> tuple[int, int]:
-    return info.st_size, info.st_mtime_ns
+    if isinstance(path, RemoteFile):
+        return path
+    info = os.stat(path)
+    return ScannedFile(str(path), (info.st_size, info.st_mtime_ns))
 
 
 def read_bytes(path: ScannedFile | RemoteFile, offset: int, size: int) -> bytes:
@@ -61,3 +71,35 @@ def read_bytes(path: ScannedFile | RemoteFile, offset: int, size: int) -> bytes:
     file that has changed."""
     with path.open("rb") as file:
         return os.pread(file.fileno(), size, offset)
+
+
+def digest(value: object) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+def sizes(files: Sequence[File]) -> Iterator[tuple[str, int, int | str]]:
+    """(real path, bytes, mtime in ns) of each file, or (URL, bytes, version): what a cache is keyed
+    by."""
+    for path in files:
+        if isinstance(path, RemoteFile):
+            yield path.url, path.num_bytes(), path.version
+            continue
+        info = os.stat(path)
+        yield os.path.realpath(path), info.st_size, info.st_mtime_ns
+
+
+def cached(cache_dir: Path, kind: str, file: File, build: Callable) -> tuple[np.ndarray, ...]:
+    """build()'s two arrays, kept below cache_dir under the file's size and time where building took
+    long enough to matter."""
+    # Of a remote file they save fetching it.
+    if not isinstance(file, RemoteFile) and file.stat().st_size < 4 << 20:
+        return build()
+    base = cache_dir / f"{kind}-{digest(list(sizes([file])))}"
+    paths = [base.with_suffix(f".{k}.npy") for k in range(2)]
+    if not all(p.is_file() for p in paths):
+        for path, array in zip(paths, build(), strict=True):
+            with written(path) as f:
+                np.save(f, array, allow_pickle=False)
+    # A mapped file is an open one, of which a process may not have many thousands.
+    return tuple(np.load(p, mmap_mode="r" if p.stat().st_size > MAPPED_BYTES else None,
+                         allow_pickle=False) for p in paths)

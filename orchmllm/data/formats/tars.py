@@ -6,14 +6,14 @@ from __future__ import annotations
 import json
 import re
 import tarfile
-from collections.abc import Callable
+from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
 
 from orchmllm.data.formats.conversation import AUDIO_KEYS, IMAGE_KEYS, VIDEO_KEYS
-from orchmllm.data.formats.rows import File, RowStore, parse_json
-from orchmllm.data.formats.scanned import read_bytes, scanned
+from orchmllm.data.formats.rows import RowStore, parse_json
+from orchmllm.data.formats.scanned import File, cached, read_bytes, scanned
 from orchmllm.data.media.kinds import MODALITY_OF, VIDEO
 from orchmllm.data.media.medium import MAX_MEMBER_BYTES, Medium, RowError
 from orchmllm.data.media.root import refuse_kind
@@ -24,15 +24,14 @@ PICKLED = ("pyd", "pkl", "pickle", "pth", "pt", "npy", "npz", "ten", "joblib")
 
 
 class TarRows(RowStore):
-    """Rows of one tar. plain: `path` or a copy of it that is not compressed. members: (n, 3) int64
-    [row, offset, size]; names: (n,)."""
+    """Rows of one tar. members: (n, 3) int64 [row, offset, size]; names: (n,)."""
 
     kind = "webdataset tar"
 
-    def __init__(self, path: File, plain: File, max_row_bytes: int, cached: Callable) -> None:
-        self.plain, self.max_row_bytes = scanned(plain), max_row_bytes
+    def __init__(self, path: File, max_row_bytes: int, cache_dir: Path) -> None:
+        self.data, self.max_row_bytes = scanned(path), max_row_bytes
         self.files, self.root = [path], path.parent
-        self.members, names = cached("members", plain, lambda: scan_tar(plain))
+        self.members, names = cached(cache_dir, "members", path, lambda: scan_tar(path))
         self.names: list[str] = json.loads(names.tobytes().decode())
         rows = self.members[:, 0]
         self._start = np.searchsorted(rows, np.arange(rows[-1] + 2 if len(rows) else 1))
@@ -65,17 +64,17 @@ class TarRows(RowStore):
                                    "their row; join them into one member", where)
                 texts[key] = name
             if kind == "json":
-                row.update(parse_json(read_bytes(self.plain, offset, size)))
+                row.update(parse_json(read_bytes(self.data, offset, size)))
             elif kind in TEXTS:
                 try:
-                    text = read_bytes(self.plain, offset, size).decode("utf-8-sig").strip()
+                    text = read_bytes(self.data, offset, size).decode("utf-8-sig").strip()
                 except UnicodeDecodeError as error:
                     raise RowError(f"member {name!r} is not UTF-8: {error}", where) from error
                 row[key] = text
             elif kind in MODALITY_OF:
                 modality = MODALITY_OF[kind]
                 media[modality].append(
-                    (name, Medium(modality, where, self.plain, offset, size)))
+                    (name, Medium(modality, where, self.data, offset, size)))
             else:
                 refuse_kind(where, kind)
         return _with_members(row, media)

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from orchmllm.config.recipe import DataConfig
-from orchmllm.data.formats.copies import digest
+from orchmllm.data.formats.scanned import digest
 from orchmllm.data.wire import Channel, WireError
 
 VERSION = 1

@@ -171,10 +171,10 @@ class Storage:
         [file] = self.listed(url)
         return file
 
-    def listed(self, url: str, deep: bool = False) -> list[RemoteFile]:
+    def listed(self, url: str) -> list[RemoteFile]:
         """The file of a URL, those of a pattern, or those in a folder and its folders `data` and
-        `.nv-meta` (deep: all below it), with their sizes and versions, by name. Raises as `file`
-        and `RemoteFile.open` do."""
+        `.nv-meta`, with their sizes and versions, by name. Raises as `file` and `RemoteFile.open`
+        do."""
         root = declared(self.config, self.file(url).url)
 
         def attempt(left_s: float) -> list[tuple[str, dict]]:
@@ -188,8 +188,6 @@ class Storage:
             info = ask("info")
             if info["type"] == "file":
                 return [(url, info)]
-            if deep:
-                return list(ask("find", detail=True).items())
             there = ask("ls", detail=True)
             folders = [d["name"] for d in there if d["type"] == "directory"]
             for name in ("/data", "/.nv-meta"):

@@ -115,7 +115,7 @@ def _index_chunk(
         stamps = {row: tuple(old.stamps[row].tolist()) for row in rows}
         stale = [row for row in rows
                  if row in old.problems or _stamp_now(source, row) != stamps[row]]
-    planned = dict(zip(stale, planner.plan(source.conversation, stale, stale), strict=True))
+    planned = dict(zip(stale, planner.plan(source.conversation, stale), strict=True))
     stamps |= {row: _stamp(p.media) for row, p in planned.items()}
     every = BatchLayout.from_examples([planned[row].layout if row in planned else
                                        old.layout(*np.array([[row], [row]])) for row in rows])

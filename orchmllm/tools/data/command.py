@@ -40,8 +40,7 @@ OPTIONS = (
     ("--batch-size", 30, "stats without a recipe: examples a rank"),
     ("--out", Path("composition.png"), "stats: where the plot goes"),
     ("--row", 1, "preview: the first row, counted over all sources"),
-    ("--count", 3, "preview: rows to show"),
-    ("--html", Path, "preview: also a page with the pictures and spectrograms"))
+    ("--count", 3, "preview: rows to show"))
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -95,8 +94,9 @@ def lint(sources: list[DataSource], indexes: list[LengthIndex]) -> int:
     """Prints a line per unusable row; returns their number."""
     for source, index in zip(sources, indexes, strict=True):
         for row, problem in sorted(index.problems.items()):
-            where = f"{source.store.file(row)}, row {source.store.number(row)}"
-            print(f"{where}: {problem.path + ': ' if problem.path else ''}{problem.reason}")
+            file, number = source.store.place(row)
+            about = f"{problem.path}: " if problem.path else ""
+            print(f"{file}, row {number}: {about}{problem.reason}")
     return sum(len(index.problems) for index in indexes)
 
 
@@ -132,7 +132,7 @@ def main(argv: list[str]) -> int:
     if args.command == "preview":
         from orchmllm.tools.data.preview import preview
 
-        return preview(dataset_of(recipe), args.row - 1, args.count, args.html)
+        return preview(dataset_of(recipe), args.row - 1, args.count)
     sources, reader = open_recipe(recipe)
     indexes = index_all(sources, reader, index_path(recipe.data.index_dir), args.workers)
     if args.command == "stats":

@@ -1,11 +1,11 @@
-"""ADAPTERS turn a row (a dict, as its file holds it) into a Conversation; `detect` tells from a
-row's keys which of them fits. A row that cannot be used raises RowError with the cure."""
+"""FORMATS: the ways in which rows are written, each with the function that reads such a row as a
+Conversation. CONTRIBUTING.md shows how one is added."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import NamedTuple
 
 from orchmllm.data.formats.conversation import (
     AUDIO_KEYS,
@@ -24,6 +24,7 @@ from orchmllm.plan.layout import AUDIO, VISION
 
 TRANSCRIPT_KEYS = ("text", "sentence", "transcript", "transcription")
 CAPTION_KEYS = ("caption", "text")
+AIR_BENCH_KEYS = ("path", "question", "answer_gt", "task_name", "dataset_name")
 TRANSCRIBE, DESCRIBE = "Transcribe the speech.", "Describe the image."
 DESCRIBE_VIDEO = "Describe the video."
 CHOOSE = ("Choose the most suitable answer from options A, B, C, and D to respond the question in "
@@ -74,7 +75,7 @@ def air_bench(row: Mapping, root: MediaRoot, prompt: str = "") -> Conversation:
     """AIR-Bench's Foundation (four choices) and Chat rows; the clip of a row is
     <task_name>_<dataset_name>/<path> beside the meta file. Raises RowError for a row that cannot be
     used."""
-    for key in ("path", "question", "answer_gt", "task_name", "dataset_name"):
+    for key in AIR_BENCH_KEYS:
         if not isinstance(row.get(key), str):
             raise RowError(f'needs a string "{key}"')
     name = row["path"]
@@ -95,39 +96,53 @@ def air_bench(row: Mapping, root: MediaRoot, prompt: str = "") -> Conversation:
     return _pair((clip, f"\n{question}"), answer)
 
 
-ADAPTERS: dict[str, Callable[..., Conversation]] = {
-    "llava": chat, "sharegpt": chat, "openai": chat, "llama_factory": chat,
-    "llama_factory (alpaca)": instruction, "asr": transcript, "caption": caption,
-    "air_bench": air_bench,
-}
-LOOKED_FOR = {
-    "llava": '"conversations" of {from, value} with "image", "images" or "audios"',
-    "sharegpt": '"conversations" of {from, value} without media',
-    "openai": '"messages" of {role, content}',
-    "llama_factory": '"messages" or "conversations" with "images", "audios" or "videos"; '
-                     '"instruction" and "output"',
-    "asr": '"audio" with ' + ", ".join(f'"{k}"' for k in TRANSCRIPT_KEYS),
-    "caption": '"image" or "video" with "caption" or "text"',
-    "air_bench": '"path", "question", "answer_gt", "task_name", "dataset_name"',
-}
+def has(*groups: tuple[str, ...], turns: str = "") -> Callable[[Mapping], bool]:
+    """A test of rows: whether a row has a value under at least one key of each group, and, where
+    `turns` is given, a list under that key."""
+    def fits(row: Mapping) -> bool:
+        if turns and not isinstance(row.get(turns), list):
+            return False
+        return all(any(row.get(key) is not None for key in group) for group in groups)
+
+    return fits
 
 
-def detect(row: Any) -> str | None:
-    """The key of ADAPTERS that fits a row, None if none does."""
-    if not isinstance(row, Mapping):
-        return None
-    has = {key for key, value in row.items() if value is not None}
-    lists = bool(has & {"images", "audios", "videos"})
-    if {"path", "question", "answer_gt", "task_name", "dataset_name"} <= has:
-        return "air_bench"
-    if isinstance(row.get("messages"), list):
-        return "llama_factory" if lists else "openai"
-    if isinstance(row.get("conversations"), list):
-        return "llava" if lists or has & {"image", "audio", "sound", "video"} else "sharegpt"
-    if {"instruction", "output"} <= has:
-        return "llama_factory (alpaca)"
-    if has & {"audio", "file"} and has & set(TRANSCRIPT_KEYS):
-        return "asr"
-    if has & {"image", "video"} and has & set(CAPTION_KEYS):
-        return "caption"
-    return None
+class RowFormat(NamedTuple):
+    """One way in which rows are written. read(row, root, prompt): the row (a dict, as its file
+    holds it) as a Conversation; raises RowError with the cure for a row that cannot be used. holds:
+    what such a row has, for errors and docs/formats.md. fits: whether a row is written so, which
+    `row_format: auto` asks. takes_prompt: whether rows lack a question, so that `prompt` of the
+    source may give it. beside_file: media are in the folder of the row's file, and not in that of
+    the source."""
+
+    read: Callable[[Mapping, MediaRoot, str], Conversation]
+    holds: str
+    fits: Callable[[Mapping], bool]
+    takes_prompt: bool = False
+    beside_file: bool = False
+
+
+# The values that `row_format` of a source may have. A row has the first format that it fits.
+FORMATS: dict[str, RowFormat] = {
+    "air_bench": RowFormat(
+        air_bench, ", ".join(f'"{key}"' for key in AIR_BENCH_KEYS),
+        has(*((key,) for key in AIR_BENCH_KEYS)), takes_prompt=True, beside_file=True),
+    "llama_factory": RowFormat(
+        chat, '"messages" with "images", "audios" or "videos"',
+        has(("images", "audios", "videos"), turns="messages")),
+    "openai": RowFormat(chat, '"messages" of {role, content}', has(turns="messages")),
+    "llava": RowFormat(
+        chat, '"conversations" of {from, value} with "image", "images", "audio", "audios", '
+        '"video" or "videos"',
+        has((*IMAGE_KEYS, *AUDIO_KEYS, *VIDEO_KEYS), turns="conversations")),
+    "sharegpt": RowFormat(
+        chat, '"conversations" of {from, value} without media', has(turns="conversations")),
+    "llama_factory (alpaca)": RowFormat(
+        instruction, '"instruction" and "output"', has(("instruction",), ("output",))),
+    "asr": RowFormat(
+        transcript, '"audio" with ' + ", ".join(f'"{key}"' for key in TRANSCRIPT_KEYS),
+        has(("audio", "file"), TRANSCRIPT_KEYS), takes_prompt=True),
+    "caption": RowFormat(
+        caption, '"image" or "video" with "caption" or "text"',
+        has(("image", "video"), CAPTION_KEYS), takes_prompt=True),
+}
