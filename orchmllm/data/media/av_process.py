@@ -118,9 +118,7 @@ def _ask(medium: Medium, demuxer: str, what: str, *args) -> tuple[list, list[np.
     request = {"what": what, "demuxer": demuxer, "args": args, "path": str(medium.path),
                "offset": medium.offset, "size": medium.size, "cpu_s": CPU_S}
     with reading(medium) as file:
-        data = []
-        if not (_is_local(medium) and os.path.isfile(medium.path)):
-            data = [np.frombuffer(file.read(), np.uint8)]
+        data = [] if _is_local(medium) else [np.frombuffer(file.read(), np.uint8)]
         answer, arrays = _answered(request, data, medium.name)
     if "refused" in answer:
         raise MediaError(medium.name, answer["refused"])
