@@ -159,6 +159,9 @@ class Recipe:
             yield Conflict(("data.remote.deadline_s", "launch.stall_timeout_s"),
                            f"has to be below launch.stall_timeout_s "
                            f"({self.launch.stall_timeout_s}), so that the file is named")
+        if self.data.preprocess and self.balance.dispatch == "bytes":
+            yield Conflict(("data.preprocess", "balance.dispatch"),
+                           "servers send decoded media: set balance.dispatch to load or tensors")
         if self.balance.group == "shard" and not self.fsdp.shard_size:
             yield Conflict(("balance.group", "fsdp.shard_size"),
                            "one shard holds all ranks: set balance.group to world, or "

@@ -79,13 +79,10 @@ class Channel:
         data = np.empty(size, np.uint8)
         view, at = memoryview(data), 0
         while at < size:
-            left = deadline - time.monotonic()
+            self.sock.settimeout(max(deadline - time.monotonic(), 1e-3))
             try:
-                self.sock.settimeout(max(left, 1e-3))
                 count = self.sock.recv_into(view[at:])
             except TimeoutError as error:
-                if time.monotonic() < deadline:
-                    continue
                 raise WireError(f"no whole message within {self.timeout_s:g} s") from error
             if not count:
                 raise EOFError("the other side has closed the connection")

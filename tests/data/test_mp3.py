@@ -174,26 +174,6 @@ def test_a_frame_that_is_missing_is_seen_by_the_tag():
         audio_header(clip(MP3[:first] + MP3[second:]))
 
 
-def falsely_tagged(mp3: bytes) -> bytes:
-    """With a tag that has the right number of bytes, and half the frames."""
-    at = mp3.index(b"Xing") + 8
-    count = int.from_bytes(mp3[at: at + 4], "big")
-    return mp3[:at] + (count // 2).to_bytes(4, "big") + mp3[at + 4:]
-
-
-FLAC, WAV = (encoded(tone(), kind=kind) for kind in ("FLAC", "WAV"))
-JOINED = {"flac": FLAC * 2,
-          "flac of another rate": FLAC + encoded(tone(rate=8000), 8000, kind="FLAC"),
-          "wav": WAV * 2, "mp3 with a false tag": falsely_tagged(MP3)}
-
-
-@pytest.mark.parametrize("name", JOINED)
-def test_what_a_header_cannot_tell_is_refused_when_it_is_decoded(name):
-    """Reading all of every file would make planning slow; decoding reads it anyway."""
-    with pytest.raises(MediaError, match="several files in one|its Xing tag says|No 'RIFF' chunk"):
-        decode_audio(clip(JOINED[name]), GEOMETRY)
-
-
 def test_lint_says_what_training_would_do(tmp_path, capsys):
     write_tokenizer(tmp_path)
     files = {"good.mp3": MP3, "untagged.mp3": untagged(MP3), "joined.mp3": MP3 * 2,

@@ -175,7 +175,7 @@ def fuzz(folder: Path, count: int, seed: int) -> Counter:
     for modality, data in originals:
         assert "PyAV" not in check(Medium(modality, "whole", data=data))
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    ffmpeg = psutil.Process(av_process._process._popen.pid)
+    ffmpeg = psutil.Process(av_process._child.process.pid)
     held = ffmpeg.memory_info().rss
     for k in range(count):
         modality, data = originals[k % len(originals)]

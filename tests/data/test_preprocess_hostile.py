@@ -67,9 +67,11 @@ def test_garbage_and_oversized_messages_are_refused(recipe, running, data):
 
 
 @pytest.mark.parametrize("request_", [
-    {"load": [[10**9, {"segments": []}]]}, {"load": [[0, {"segments": [99]}]]},
-    {"load": [[0, {"segments": [0], "row": 1}]]}, {"load": [["x", {}]]}, {"load": 3}, {},
-    {"load": [[0, {"segments": "ab"}]]}, {"load": [[True, {"segments": []}]]}])
+    {"load": [[10**9, {"text": True, "segments": []}]]},
+    {"load": [[0, {"text": True, "segments": [99]}]]},
+    {"load": [[0, {"text": True, "segments": [0], "row": 1}]]}, {"load": [["x", {}]]}, {"load": 3},
+    {}, {"load": [[0, {"text": True, "segments": "ab"}]]}, {"load": [[0, {"segments": [0]}]]},
+    {"load": [[True, {"text": True, "segments": []}]]}])
 def test_requests_for_what_is_not_there_are_answered_with_an_error(recipe, running, request_):
     sock = socket.create_connection(tuple(running[0].address.split(":")), 30)
     channel = Channel(sock, 60)
@@ -109,8 +111,8 @@ def oversized(channel, said, dataset) -> None:
 
 
 def shorter(channel, said, dataset) -> None:
-    channel.send({"results": [{"text": True, "segments": s["segments"], "failed": []}
-                              for _, s in said["load"]]}, [np.zeros(3, np.int32)] * 9)
+    planned = to_answer(Workers(dataset, 0).request("load", from_request(said, None))())[1]
+    channel.send({"failed": [[] for _ in said["load"]]}, [np.zeros(3, np.int32)] * len(planned))
 
 
 def narrower(channel, said, dataset) -> None:
@@ -120,13 +122,11 @@ def narrower(channel, said, dataset) -> None:
 
 
 def fewer(channel, said, dataset) -> None:
-    channel.send({"results": [{"text": True, "segments": s["segments"], "failed": []}
-                              for _, s in said["load"]]})
+    channel.send({"failed": [[] for _ in said["load"]]})
 
 
 def endless(channel, said, dataset) -> None:
-    channel.send({"results": [{"text": s["text"], "segments": s["segments"],
-                               "failed": [[float("inf"), "", 0]]} for _, s in said["load"]]},
+    channel.send({"failed": [[[float("inf"), "", 0]] for _ in said["load"]]},
                  to_answer(Workers(dataset, 0).request("load", from_request(said, None))())[1])
 
 
@@ -146,8 +146,8 @@ def trickles(channel, said, dataset) -> None:
 
 
 @pytest.mark.parametrize("answer, reason", [
-    (oversized, "1099511627776 bytes: more than the limit of"), (shorter, "came for"),
-    (narrower, "came where"), (fewer, "an answer cannot be read: StopIteration"),
+    (oversized, "1099511627776 bytes: more than the limit of"), (shorter, "int32 (3,) came where"),
+    (narrower, "came where"), (fewer, "0 arrays came where"),
     (endless, "an answer cannot be read: OverflowError"),
     (junk, "this is no message: it begins with b'\\x80\\x04ju'"), (closes, "closed"),
     (trickles, "no whole message within 1 s")])
@@ -165,8 +165,8 @@ def test_answers_that_are_no_answers_are_read_by_the_rank(recipe, answer, reason
 def blind(channel, said, dataset) -> None:
     """Of a machine on which the folder of the media is not mounted."""
     header, arrays = to_answer(Workers(dataset, 0).request("load", from_request(said, None))())
-    for told in header["results"]:
-        told["failed"] = [[s, "the file is missing", VISION] for s in told["segments"]]
+    header["failed"] = [[[s, "the file is missing", VISION] for s in keys["segments"]]
+                        for _, keys in said["load"]]
     channel.send(header, [np.zeros_like(a) if a.ndim == 2 else a for a in arrays])
 
 

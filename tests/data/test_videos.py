@@ -226,20 +226,20 @@ def test_frames_that_are_never_shown_do_not_count(videos):
 def test_a_process_that_dies_or_hangs_costs_one_file(videos, monkeypatch):
     medium = Medium(VISION, "x", data=(videos / "plain.mp4").read_bytes())
     expand(medium, VideoSampling(), {})
-    pid = av_process._process._popen.pid
+    pid = av_process._child.process.pid
     os.kill(pid, signal.SIGSEGV)  # while it was idle: it is not this file's fault
     assert len(expand(medium, VideoSampling(), {})) == 3
-    assert av_process._process._popen.pid != pid
+    assert av_process._child.process.pid != pid
     av_process.close()
-    start = av_process._Process.__init__
+    start = av_process.Child.__init__
 
-    def stopped(self) -> None:
-        start(self)
-        self._channel.timeout_s = 2.0
-        os.kill(self._popen.pid, signal.SIGSTOP)
+    def stopped(self, *args) -> None:
+        start(self, *args)
+        self.channel.timeout_s = 2.0
+        os.kill(self.process.pid, signal.SIGSTOP)
 
     with monkeypatch.context() as patch:
-        patch.setattr(av_process._Process, "__init__", stopped)
+        patch.setattr(av_process.Child, "__init__", stopped)
         with pytest.raises(RowError, match="no answer within .*; the file is damaged"):
             expand(medium, VideoSampling(), {})
     assert len(expand(medium, VideoSampling(), {})) == 3
@@ -248,13 +248,13 @@ def test_a_process_that_dies_or_hangs_costs_one_file(videos, monkeypatch):
 def test_a_fork_leaves_the_process_to_the_one_that_started_it(videos):
     medium = Medium(VISION, "x", data=(videos / "plain.mp4").read_bytes())
     expand(medium, VideoSampling(), {})
-    pid = av_process._process._popen.pid
+    pid = av_process._child.process.pid
     child = os.fork()
     if not child:
         os._exit(len(expand(medium, VideoSampling(), {})))  # by a process of its own
     assert os.waitpid(child, 0)[1] == 3 << 8
     assert len(expand(medium, VideoSampling(), {})) == 3
-    assert av_process._process._popen.pid == pid
+    assert av_process._child.process.pid == pid
 
 
 def test_too_much_cpu_time_costs_one_file(videos, monkeypatch):

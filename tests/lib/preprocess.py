@@ -61,13 +61,12 @@ def opened(recipe: Path, *overrides: str):
                         seed=loaded.run.seed)
 
 
-def calls_of(dataset, examples, encoded: bool = False) -> list:
-    """Everything of some examples, as dispatch `load` and `bytes` ask for it."""
+def calls_of(dataset, examples) -> list:
+    """Most of some examples, as dispatch `load` asks for it."""
     calls = []
     for i in examples:
         media = np.flatnonzero(dataset.layout(i).modality != TEXT).tolist()
-        calls.append(((i,), {"text": i % 3 != 0, "segments": media[:2],
-                             **({"encoded": media[:1]} if encoded else {})}))
+        calls.append(((i,), {"text": i % 3 != 0, "segments": media[:2]}))
     return calls
 
 

@@ -7,6 +7,7 @@ What comes is what the rank would have read, so losses do not depend on who deco
 
 from __future__ import annotations
 
+import math
 import socket
 import threading
 import time
@@ -23,9 +24,8 @@ from orchmllm.data.loading.preprocess_handshake import (
     identity_of,
     split_address,
 )
-from orchmllm.data.loading.preprocess_messages import answer_bytes, from_answer, to_request
+from orchmllm.data.loading.preprocess_messages import from_answer, planned_arrays, to_request
 from orchmllm.data.loading.workers import Call, Result, Workers
-from orchmllm.data.media.medium import MAX_MEMBER_BYTES
 from orchmllm.data.wire import Channel, WireError
 
 RETRY_S = 30.0
@@ -146,14 +146,13 @@ class _Server:
             if self._channel is None:
                 self.connect()
             try:
+                planned = planned_arrays(chunk, layouts, dataset.vision, dataset.audio)
                 self._channel.send(to_request(chunk))
-                vision, audio = dataset.vision, dataset.audio
-                message, arrays = self._channel.receive(answer_bytes(
-                    chunk, layouts, (vision.row_bytes, audio.row_bytes), MAX_MEMBER_BYTES))
+                message, arrays = self._channel.receive(
+                    sum(dtype.itemsize * math.prod(shape) for dtype, shape in planned))
                 if "error" in message:
                     raise WireError(str(message["error"])[:1000])
-                return from_answer(message, arrays, chunk, layouts,
-                                   (vision.row_size, audio.row_size))
+                return from_answer(message, arrays, chunk, planned)
             except BaseException:
                 self.drop()
                 raise

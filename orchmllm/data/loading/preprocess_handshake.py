@@ -23,7 +23,7 @@ from orchmllm.config.recipe import DataConfig
 from orchmllm.data.formats.scanned import digest
 from orchmllm.data.wire import Channel, WireError
 
-VERSION = 1
+VERSION = 2  # of the messages
 SECRET_VARIABLE = "ORCHMLLM_PREPROCESS_SECRET"
 MIN_SECRET_BYTES = 16
 HANDSHAKE_S = 30.0

@@ -18,9 +18,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
-from contextlib import suppress
-from functools import lru_cache
+from typing import BinaryIO
 
 import numpy as np
 
@@ -34,30 +32,16 @@ INSTALL = "it is read with PyAV, which is not installed: pip install '.[video]' 
 CPU_S = 120  # of a request
 WALL_S = 900.0  # a request that only waits
 MEMORY_BYTES = 8 << 30  # of the process, addresses included
-MAX_ANSWER_BYTES = 4 << 30
-
-
-@lru_cache(maxsize=1)
-def _installed() -> bool:
-    return importlib.util.find_spec("av") is not None
+MAX_BYTES = 4 << 30  # of a request or an answer
 
 
 def video_header(medium: Medium, demuxer: str) -> VideoHeader:
     """Raises MediaError."""
-    if _is_local(medium):
-        with suppress(OSError):  # `reading` says what is wrong
-            info = os.stat(medium.path)
-            return _header(medium, demuxer, (info.st_size, info.st_mtime_ns))
-    return _header.__wrapped__(medium, demuxer, None)  # which keeps nothing
+    return VideoHeader(*_ask(medium, demuxer, "video_header")[0])
 
 
 def _is_local(medium: Medium) -> bool:
     return medium.data is None and isinstance(medium.path, str | os.PathLike)
-
-
-@lru_cache(maxsize=4096)
-def _header(medium: Medium, demuxer: str, stamp: tuple[int, int] | None) -> VideoHeader:
-    return VideoHeader(*_ask(medium, demuxer, "video_header")[0])
 
 
 def frames(medium: Medium, demuxer: str, seconds: list[float], num_frames: int,
@@ -76,51 +60,44 @@ def audio_samples(medium: Medium, demuxer: str) -> np.ndarray:
     return _ask(medium, demuxer, "read_audio")[1][0]
 
 
-class _Process:
-    """One asks at a time. It ends with the process that started it."""
+class Child:
+    """The process. It ends with the one that started it, at the latest after a request."""
 
     def __init__(self) -> None:
         ours, theirs = socket.socketpair()
-        code = ("import sys; from orchmllm.data.media.av_process import serve; "
-                "serve(int(sys.argv[1]))")
-        env = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+        code = (f"import sys; sys.path[:] = {sys.path!r}; "
+                f"from orchmllm.data.media.av_process import serve; serve({theirs.fileno()})")
         with theirs:
-            self._popen = subprocess.Popen(
-                [sys.executable, "-c", code, str(theirs.fileno())],
-                stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], env=env)
-        self._channel = Channel(ours, WALL_S)
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", code], stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()])
+        self.channel = Channel(ours, WALL_S)
 
-    def ask(self, request: dict, arrays: list[np.ndarray]) -> tuple[object, list[np.ndarray]]:
-        self._channel.send(request, arrays)
-        return self._channel.receive(MAX_ANSWER_BYTES)
+    def ask(self, request: dict, data: list[np.ndarray]) -> tuple[dict, list[np.ndarray]]:
+        """data: the bytes of a file, (n,) uint8, or nothing. Raises WireError if it is late,
+        EOFError or another OSError if it has died."""
+        self.channel.send(request, data)
+        return self.channel.receive(MAX_BYTES)
 
-    def end(self, late: bool) -> str:
-        """Says how it ended. late: it has not."""
-        if late:
-            self._popen.kill()
-        self._channel.close()
-        code = -self._popen.wait()
-        if late:
-            return f"no answer within {self._channel.timeout_s:g} s"
-        if code == signal.SIGXCPU:
-            return f"more than {CPU_S} s of CPU time"
-        return f"FFmpeg crashed ({signal.Signals(code).name})" if code > 0 else "FFmpeg ended"
+    def end(self) -> int:
+        """Kills it if it is still there. Returns its exit code, -n where signal n ended it."""
+        self.channel.close()
+        self.process.kill()
+        return self.process.wait()
 
 
 _lock = threading.Lock()
-_process: _Process | None = None
+_child: Child | None = None
 
 
 def _ask(medium: Medium, demuxer: str, what: str, *args) -> tuple[list, list[np.ndarray]]:
     """What a function of containers returns: (values, arrays)."""
-    if not _installed():
+    if importlib.util.find_spec("av") is None:
         raise MediaError(medium.name, INSTALL)
     request = {"what": what, "demuxer": demuxer, "args": args, "path": str(medium.path),
                "offset": medium.offset, "size": medium.size, "cpu_s": CPU_S}
     with reading(medium) as file:
-        data = []
-        if not (_is_local(medium) and os.path.isfile(medium.path)):
-            data = [np.frombuffer(file.read(), np.uint8)]
+        data = [] if _is_local(medium) else [np.frombuffer(file.read(), np.uint8)]
         answer, arrays = _answered(request, data, medium.name)
     if "refused" in answer:
         raise MediaError(medium.name, answer["refused"])
@@ -130,17 +107,16 @@ def _ask(medium: Medium, demuxer: str, what: str, *args) -> tuple[list, list[np.
 def _answered(request: dict, data: list[np.ndarray], name: str) -> tuple[dict, list[np.ndarray]]:
     """Asks again where the process had answered others before: what ended it may be no fault of
     this file."""
-    global _process
+    global _child
     with _lock:
         while True:
-            fresh = _process is None
+            fresh = _child is None
             try:
-                if _process is None:
-                    _process = _Process()
-                return _process.ask(request, data)
+                if _child is None:
+                    _child = Child()
+                return _child.ask(request, data)
             except (OSError, EOFError) as error:
-                ended, _process = _process, None
-                how = ended.end(isinstance(error, WireError)) if ended else str(error)
+                how = str(error) if _child is None else _ended(error)
                 if fresh:
                     raise MediaError(name, f"{how}; the file is damaged, or takes too long: "
                                            "convert it (ffmpeg -i in -c:v libx264 out.mp4)"
@@ -150,20 +126,29 @@ def _answered(request: dict, data: list[np.ndarray], name: str) -> tuple[dict, l
                 raise
 
 
-def close() -> None:
-    """Ends the process of this process."""
-    global _process
-    ended, _process = _process, None
-    if ended is not None:
-        ended.end(late=True)
+def _ended(error: Exception) -> str:
+    """Ends the process; says how it ended."""
+    seconds, code = _child.channel.timeout_s, close()
+    if isinstance(error, WireError):
+        return f"no answer within {seconds:g} s"
+    if code == -signal.SIGXCPU:
+        return f"more than {CPU_S} s of CPU time"
+    return f"FFmpeg crashed ({signal.Signals(-code).name})" if code < 0 else "FFmpeg ended"
+
+
+def close() -> int:
+    """Ends the process of this process; its exit code."""
+    global _child
+    ended, _child = _child, None
+    return 0 if ended is None else ended.end()
 
 
 def _forked() -> None:
     """A fork has neither the process nor, perhaps, the lock."""
-    global _lock, _process
-    if _process is not None:
-        _process._channel.sock.close()  # without a shutdown, which would reach the one that forked
-    _lock, _process = threading.Lock(), None
+    global _lock, _child
+    if _child is not None:
+        _child.channel.sock.close()  # without a shutdown, which would reach the one that forked
+    _lock, _child = threading.Lock(), None
 
 
 atexit.register(close)
@@ -178,21 +163,18 @@ def serve(fd: int) -> None:
         signal.signal(number, signal.SIG_IGN)  # the one who asks decides when it ends
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
-    most = resource.getrlimit(resource.RLIMIT_CPU)[1]
     import av
 
     av.logging.set_level(None)
     channel = Channel(socket.socket(fileno=fd), WALL_S)
     while True:
         try:
-            request, arrays = channel.receive(MAX_ANSWER_BYTES, idle=True)
+            request, data = channel.receive(MAX_BYTES, idle=True)
         except (EOFError, OSError):
             return
-        used = resource.getrusage(resource.RUSAGE_SELF)
-        limit = int(used.ru_utime + used.ru_stime) + 1 + request["cpu_s"]
-        resource.setrlimit(resource.RLIMIT_CPU, (limit, most))
+        answer = _answer(request, data)
         try:
-            channel.send(*_answer(request, arrays))
+            channel.send(*answer)
         except OSError:
             return
 
@@ -202,24 +184,23 @@ _FUNCTIONS = {function.__name__: function for function in (
     containers.read_audio)}
 
 
-def _answer(request: dict, arrays: list[np.ndarray]) -> tuple[dict, list[np.ndarray]]:
-    function: Callable = _FUNCTIONS[request["what"]]
-    if arrays:
-        file, size = io.BytesIO(arrays[0].tobytes()), arrays[0].nbytes
-    elif request["size"] >= 0:
-        size = request["size"]
-        file = io.BufferedReader(_Slice(request["path"], request["offset"], size), 1 << 16)
-    else:
-        file, size = open(request["path"], "rb"), os.path.getsize(request["path"])
+def _answer(request: dict, data: list[np.ndarray]) -> tuple[dict, list[np.ndarray]]:
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    limit = int(used.ru_utime + used.ru_stime) + 1 + request["cpu_s"]
+    resource.setrlimit(resource.RLIMIT_CPU, (limit, resource.getrlimit(resource.RLIMIT_CPU)[1]))
     try:
-        with file:
-            size = [size] if request["what"].endswith("header") else []
-            values = function(file, request["demuxer"], *size, *request["args"])
+        with _file(request, data) as file:
+            out = _FUNCTIONS[request["what"]](file, request["demuxer"], *request["args"])
     except containers.BadFile as error:
         return {"refused": str(error)}, []
     except (MemoryError, OSError, ArithmeticError, LookupError, TypeError) as error:
         return {"refused": f"{type(error).__name__}: {error}"}, []
-    if request["what"] == "read_frames":
-        return {"values": []}, values
-    return ({"values": []}, [values]) if isinstance(values, np.ndarray) else (
-        {"values": list(values)}, [])
+    return ({"values": []}, out) if request["what"].startswith("read") else ({"values": out}, [])
+
+
+def _file(request: dict, data: list[np.ndarray]) -> BinaryIO:
+    if data:
+        return io.BytesIO(data[0])
+    path, size = request["path"], request["size"]
+    size = os.path.getsize(path) if size < 0 else size
+    return io.BufferedReader(_Slice(path, request["offset"], size), 1 << 16)

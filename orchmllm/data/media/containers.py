@@ -8,6 +8,7 @@ nothing in it can make FFmpeg open another file or an address.
 
 from __future__ import annotations
 
+import os
 from contextlib import contextmanager
 from typing import BinaryIO
 
@@ -53,8 +54,9 @@ def opened(file: BinaryIO, demuxer: str, kind: str):
         raise BadFile(f"it cannot be read: {getattr(error, 'strerror', error)}") from error
 
 
-def check_whole(file: BinaryIO, demuxer: str, num_bytes: int) -> None:
+def check_whole(file: BinaryIO, demuxer: str) -> None:
     """Raises BadFile for a file that says itself that its end is missing."""
+    num_bytes = file.seek(0, os.SEEK_END)
     file.seek(0)
     head = file.read(256)
     if demuxer == "matroska":
@@ -87,9 +89,9 @@ def check_whole(file: BinaryIO, demuxer: str, num_bytes: int) -> None:
     file.seek(0)
 
 
-def audio_header(file: BinaryIO, demuxer: str, num_bytes: int) -> tuple[int, int, int]:
+def audio_header(file: BinaryIO, demuxer: str) -> tuple[int, int, int]:
     """(samples per channel, rate in Hz, channels) of the first audio track. Raises BadFile."""
-    check_whole(file, demuxer, num_bytes)
+    check_whole(file, demuxer)
     with opened(file, demuxer, "audio") as (container, stream):
         context, total, first = stream.codec_context, 0, True
         for packet in container.demux(stream):
@@ -129,8 +131,8 @@ def _skipped(packet) -> int:
     return int.from_bytes(data[:4], "little") + int.from_bytes(data[4:8], "little")
 
 
-def read_audio(file: BinaryIO, demuxer: str) -> np.ndarray:
-    """(samples, channels) float32 of the first audio track. Raises BadFile."""
+def read_audio(file: BinaryIO, demuxer: str) -> list[np.ndarray]:
+    """[(samples, channels) float32] of the first audio track. Raises BadFile."""
     import av
 
     with opened(file, demuxer, "audio") as (container, stream):
@@ -140,4 +142,4 @@ def read_audio(file: BinaryIO, demuxer: str) -> np.ndarray:
         parts += [f.to_ndarray() for f in resampler.resample(None)]
     if not parts:
         raise BadFile("no sound of it can be decoded")
-    return np.concatenate(parts, axis=1).T
+    return [np.concatenate(parts, axis=1).T]

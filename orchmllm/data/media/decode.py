@@ -75,15 +75,11 @@ def decode_image(source: MediumSource, geometry: VisionGeometry) -> Tensor:
         if image.format == "TIFF" and orientation(image) != turned:
             turned = 1  # this release of Pillow has turned it while it loaded it
         upright = _upright(_to_rgb(image), turned)
-        lengths = geometry.segment_lengths(*upright.size)
-        _, height, width = lengths.grid
-        size = width * geometry.patch_size, height * geometry.patch_size
+        size = geometry.resized(*upright.size)
         if size != upright.size:
             upright = upright.resize(size, Image.Resampling.BICUBIC)
         pixels = np.asarray(upright)
-    rows = pixel_rows(pixels, geometry)
-    assert len(rows) == lengths.rows
-    return rows
+    return pixel_rows(pixels, geometry)
 
 
 def pixel_rows(pixels: np.ndarray, geometry: VisionGeometry) -> Tensor:
@@ -126,7 +122,7 @@ def decode_audio(source: MediumSource, geometry: AudioGeometry) -> Tensor:
 
     medium = medium_of(source)
     samples, rate = audio_samples(medium)
-    lengths = audio_lengths(medium, len(samples), rate, geometry)
+    audio_lengths(medium, len(samples), rate, geometry)  # refuses one beyond the window
     if not np.isfinite(samples).all():
         raise MediaError(medium.name, "NaN or infinite samples")
     mono = samples.mean(axis=1)
@@ -134,6 +130,4 @@ def decode_audio(source: MediumSource, geometry: AudioGeometry) -> Tensor:
         mono = soxr.resample(mono, rate, geometry.sample_rate)
     length = geometry.resampled(len(samples), rate)  # the resampler may be a sample off
     mono = np.pad(mono[:length], (0, max(0, length - len(mono))))
-    rows = log_mel(mono, geometry)
-    assert len(rows) == lengths.rows
-    return torch.from_numpy(rows)
+    return torch.from_numpy(log_mel(mono, geometry))

@@ -36,12 +36,12 @@ class VideoHeader(NamedTuple):
     has_audio: bool
 
 
-def video_header(file: BinaryIO, demuxer: str, num_bytes: int) -> VideoHeader:
+def video_header(file: BinaryIO, demuxer: str) -> VideoHeader:
     """Lengths, with one frame decoded for its size and rotation. Raises BadFile."""
-    check_whole(file, demuxer, num_bytes)
+    check_whole(file, demuxer)
     with opened(file, demuxer, "video") as (container, stream):
         _check_size(stream.width, stream.height)
-        table = _sample_table(stream, demuxer, num_bytes)
+        table = _sample_table(stream, demuxer)
         if table is None:
             times = sorted({pts for pts, _ in _packets(container, stream)})
             num_frames, duration = len(times), _span(times, stream)
@@ -67,28 +67,21 @@ def _check_size(width: int, height: int) -> None:
         raise BadFile(f"{width}x{height} pixels: the limit is {MAX_VIDEO_PIXELS} a frame")
 
 
-def _sample_table(stream, demuxer: str, num_bytes: int) -> tuple[int, float] | None:
+def _sample_table(stream, demuxer: str) -> tuple[int, float] | None:
     """(frames, seconds) as the table of an MP4 tells them; None where it does not."""
     entries = getattr(stream, "index_entries", None) if demuxer == "mov" else None
     if not entries or not stream.frames == len(entries) or not stream.duration:
         return None
-    end = max(e.pos + e.size for e in entries)
-    if end > num_bytes:
-        raise BadFile(f"truncated: {num_bytes} of at least {end} bytes")
     return sum(not e.is_discard for e in entries), float(stream.duration * stream.time_base)
 
 
 def _packets(container, stream) -> Iterator[tuple[int, bool]]:
     """(time, whether decoding can begin there) of each packet that becomes a frame."""
-    count = 0
     for packet in container.demux(stream):
         if not _is_shown(packet, stream):
             continue
         if packet.pts is None:
             raise BadFile(f"a frame has no time; {_REMUX}")
-        count += 1
-        if count > MAX_VIDEO_FRAMES:
-            raise BadFile(f"more than the limit of {MAX_VIDEO_FRAMES} frames")
         yield packet.pts, packet.is_keyframe
 
 

@@ -14,13 +14,9 @@ from typing import BinaryIO, NamedTuple
 
 from orchmllm.data.media.medium import ZEROS_AT_END, MediaError, ends_in_zeros
 
-_KBPS = {  # of a bitrate index from 1, by (MPEG version is 1, layer)
-    (True, 1): (32, 64, 96, 128, 160, 192, 224, 256, 288, 320, 352, 384, 416, 448),
-    (True, 2): (32, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384),
-    (True, 3): (32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320),
-    (False, 1): (32, 48, 56, 64, 80, 96, 112, 128, 144, 160, 176, 192, 224, 256),
-    (False, 2): (8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 144, 160),
-    (False, 3): (8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 144, 160),
+_KBPS = {  # of layer III and a bitrate index from 1, by whether the MPEG version is 1
+    True: (32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320),
+    False: (8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 144, 160),
 }
 _RATES = {3: (44100, 48000, 32000), 2: (22050, 24000, 16000), 0: (11025, 12000, 8000)}
 _HEAD_BYTES = 8192  # read to find the first frame and its tag
@@ -28,9 +24,8 @@ _JOIN = "split it, or join its parts by decoding them (ffmpeg -i in -c:a flac ou
 
 
 class _Frame(NamedTuple):
-    """num_bytes and num_samples of an MPEG frame; side: offset of a Xing tag in it."""
+    """num_bytes and num_samples of an MP3 frame; side: offset of a Xing tag in it."""
 
-    layer: int
     rate: int
     mono: bool
     num_bytes: int
@@ -40,21 +35,21 @@ class _Frame(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def _frame(header: bytes) -> _Frame | None:
-    """What a frame's 4 bytes say; None if they are no header, or leave the bitrate open."""
+    """What a frame's 4 bytes say; None if they are no header of layer III, or leave the bitrate
+    open."""
     if len(header) < 4:
         return None
     bits = int.from_bytes(header, "big")
-    version, layer = bits >> 19 & 3, 4 - (bits >> 17 & 3)
+    version, layer_3 = bits >> 19 & 3, bits >> 17 & 3 == 1
     bitrate, rate = bits >> 12 & 15, bits >> 10 & 3
-    if bits >> 21 != 0x7FF or version == 1 or layer == 4 or bitrate in (0, 15) or rate == 3:
+    if bits >> 21 != 0x7FF or version == 1 or not layer_3 or bitrate in (0, 15) or rate == 3:
         return None
     first, mono = version == 3, bits >> 6 & 3 == 3
-    hertz, bps = _RATES[version][rate], 1000 * _KBPS[first, layer][bitrate - 1]
-    samples = 384 if layer == 1 else 576 if layer == 3 and not first else 1152
-    slot = 4 if layer == 1 else 1
-    size = (samples // 8 // slot * bps // hertz + (bits >> 9 & 1)) * slot
+    hertz, bps = _RATES[version][rate], 1000 * _KBPS[first][bitrate - 1]
+    samples = 1152 if first else 576
+    size = samples // 8 * bps // hertz + (bits >> 9 & 1)
     side = 4 + ((17 if mono else 32) if first else (9 if mono else 17))
-    return _Frame(layer, hertz, mono, size, samples, side)
+    return _Frame(hertz, mono, size, samples, side)
 
 
 def _tag(frame: bytes, side: int) -> bytes:
@@ -82,18 +77,16 @@ def _first(data: bytes, at: int) -> int:
     while (at := data.find(b"\xff", at)) >= 0:
         frame = _frame(data[at: at + 4])
         after = frame and _frame(data[at + frame.num_bytes: at + frame.num_bytes + 4])
-        if after and after[:3] == frame[:3]:
+        if after and after[:2] == frame[:2]:
             return at
         at += 1
     return -1
 
 
-def mpeg_samples(
-    file: BinaryIO, num_bytes: int, estimate: int, name: str, *, trust: bool = True
-) -> tuple[int, bytes | None]:
-    """(samples per channel of an MPEG file, what a decoder has to be given instead of the file to
-    get all of them, or None). estimate: what libsndfile says. trust: a tag that knows the size of
-    the file is believed, and no frame is counted.
+def whole_mpeg(file: BinaryIO, num_bytes: int, estimate: int, name: str) -> bytes | None:
+    """What a decoder has to be given instead of an MP3 file to get all of its sound, or None: the
+    file itself. estimate: samples per channel as libsndfile says. A tag that knows the size of the
+    file is believed, and no frame is counted.
 
     Raises MediaError where the frames are not those that the file's tag announces, or are not one
     stream."""
@@ -101,30 +94,29 @@ def mpeg_samples(
     file.seek(start)
     head = file.read(_HEAD_BYTES)
     at = _first(head, 0)
-    if at >= 0 and trust:
+    if at >= 0:
         frame = _frame(head[at: at + 4])
         tag = _tag(head[at: at + frame.num_bytes], frame.side)
         if tag[:4] in (b"Xing", b"Info") and len(tag) >= 16 and tag[7] & 3 == 3:
             file.seek(max(0, num_bytes - 128))
             trailer = 128 if file.read(3) == b"TAG" else 0  # ID3v1
             if int.from_bytes(tag[12:16], "big") == num_bytes - start - at - trailer:
-                return estimate, None  # the tag knows the file as it is
+                return None  # the tag knows the file as it is
     file.seek(start)
     return _counted(file.read(), start, estimate, name)
 
 
-def _counted(data: bytes, offset: int, estimate: int, name: str) -> tuple[int, bytes | None]:
-    """mpeg_samples by a walk over all frames. data: the file from byte `offset` on."""
-    import soundfile
-
+def _counted(data: bytes, offset: int, estimate: int, name: str) -> bytes | None:
+    """whole_mpeg by a walk over all frames. data: the file from byte `offset` on."""
     first = _first(data, 0)
     if first < 0:
-        raise MediaError(name, "no MPEG frames of a known bitrate; encode it again (ffmpeg)")
+        raise MediaError(name, "no MP3 frames (MPEG layer III) of a known bitrate; convert it to "
+                               "FLAC (ffmpeg -i in -c:a flac out.flac)")
     frame = kind = _frame(data[first: first + 4])
     tag = _tag(data[first: first + frame.num_bytes], frame.side)
     begin = at = first + frame.num_bytes if tag else first
     count = 0
-    while (frame := _frame(data[at: at + 4])) is not None and frame[:3] == kind[:3]:
+    while (frame := _frame(data[at: at + 4])) is not None and frame[:2] == kind[:2]:
         if at + frame.num_bytes > len(data):
             raise MediaError(name, f"truncated: the last MPEG frame has {len(data) - at} of "
                                    f"{frame.num_bytes} bytes")
@@ -140,17 +132,12 @@ def _counted(data: bytes, offset: int, estimate: int, name: str) -> tuple[int, b
             how = "truncated" if count < declared else "joined, or its tag is wrong"
             raise MediaError(name, f"{how}: {count} MPEG frames where its {tag[:4].decode()} tag "
                                    f"says {declared}; {_JOIN}")
-        return estimate, None
+        return None
     if ends_in_zeros(io.BytesIO(data), at):
         raise MediaError(name, ZEROS_AT_END)
-    num_samples = count * kind.num_samples
-    if num_samples != estimate and kind.layer == 3:
-        data = _info_frame(data[begin: begin + 4], kind, count) + data[begin:at]
-        return soundfile.info(io.BytesIO(data)).frames, data
-    if num_samples != estimate:
-        raise MediaError(name, f"{num_samples} samples, of which {estimate} would be read: MPEG "
-                               f"layer {kind.layer} without a constant bitrate; convert it to FLAC")
-    return num_samples, None
+    if count * kind.num_samples == estimate:
+        return None
+    return _info_frame(data[begin: begin + 4], kind, count) + data[begin:at]
 
 
 def _info_frame(header: bytes, kind: _Frame, count: int) -> bytes:
@@ -185,17 +172,3 @@ def check_ogg(file: BinaryIO, num_bytes: int, name: str) -> None:
     if not ended:
         raise MediaError(name, "truncated: the last Ogg page does not end its stream; fetch it "
                                "again, or mark the end of a whole one (ffmpeg -c copy)")
-
-
-def check_joined(file: BinaryIO, name: str) -> None:
-    """Raises MediaError for a FLAC or WAV file that another one follows: only the first is read."""
-    file.seek(0)
-    data, at = file.read(), -1
-    if data[:4] == b"fLaC":
-        first = data[:4] + bytes([data[4] & 127]) + data[5:8]  # and the head of its first block
-        at = max(data.find(first, 8), data.find(first[:4] + b"\x80" + first[5:], 8))
-    elif data[:4] == b"RIFF":
-        end = 8 + int.from_bytes(data[4:8], "little")
-        at = next((k for k in (end, end + 1) if data[k: k + 4] == b"RIFF"), -1)
-    if at >= 0:
-        raise MediaError(name, f"several files in one: the second begins at byte {at}; {_JOIN}")

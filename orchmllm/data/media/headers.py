@@ -9,20 +9,21 @@ from __future__ import annotations
 import io
 import os
 import re
-from functools import lru_cache
-from importlib import import_module
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import BinaryIO
 
 import numpy as np
 
 from orchmllm.data.media import av_process
-from orchmllm.data.media.framing import check_joined, check_ogg, mpeg_samples
+from orchmllm.data.media.framing import check_ogg, whole_mpeg
 from orchmllm.data.media.kinds import AUDIO_FORMATS, CONVERT_AUDIO, IMAGE_FORMATS, container
 from orchmllm.data.media.medium import (
     ZEROS_AT_END,
     MediaError,
     Medium,
     MediumSource,
-    binary,
     ends_in_zeros,
     medium_of,
     reading,
@@ -43,27 +44,16 @@ WAV_STREAM_BYTES = 0x7FFF0000
 _DATA_CHUNK = re.compile(r"^ *(?:data|SSND|Data Size|Riff size|riff) *: (\d+) \(should be (\d+)\)",
                          re.MULTILINE)
 
-_PLUGINS = {"WEBP": "WebP", "JPEG2000": "Jpeg2K"}  # the others are spelt like Bmp
 
-
-@lru_cache(maxsize=1)
-def _pillow():
-    """Pillow with the readers of IMAGE_FORMATS only (others would be imported on a bad file)."""
+def open_image(name: str, file: BinaryIO):
+    """The lazily opened image, its size and its end checked. Raises MediaError."""
     from PIL import Image
 
-    for reader in IMAGE_FORMATS:
-        import_module(f"PIL.{_PLUGINS.get(reader, reader.title())}ImagePlugin")
-    return Image
-
-
-def open_image(name: str, file):
-    """The lazily opened image, its size and its end checked. Raises MediaError."""
-    image = _pillow().open(file, formats=IMAGE_FORMATS)
+    image = Image.open(file, formats=IMAGE_FORMATS)
     width, height = image.size
     problem = ""
-    if image.format in ("WEBP", "AVIF"):  # the other decoders notice that an end is missing
-        with binary(file) as opened:
-            problem = ZEROS_AT_END if ends_in_zeros(opened) else ""
+    if image.format in ("WEBP", "AVIF") and ends_in_zeros(file):  # other decoders notice it
+        problem = ZEROS_AT_END
     if width * height > MAX_IMAGE_PIXELS:
         problem = f"more than the limit of {MAX_IMAGE_PIXELS} pixels"
     elif max(width, height) > MAX_ASPECT * min(width, height):
@@ -79,7 +69,9 @@ def orientation(image) -> int:
     look for a chunk after them."""
     if "exif" not in image.info and image.format not in ("PNG", "TIFF"):
         return 1
-    value = _pillow().Image.getexif(image).get(EXIF_ORIENTATION, 1)
+    from PIL import Image
+
+    value = Image.Image.getexif(image).get(EXIF_ORIENTATION, 1)
     return value if value in range(1, 9) else 1
 
 
@@ -97,43 +89,54 @@ def image_header(source: MediumSource) -> tuple[int, int]:
 def audio_header(source: MediumSource) -> tuple[int, int]:
     """(samples per channel, rate in Hz), read from the file's header, or counted where the format
     has none. Raises MediaError."""
-    return audio_clip(medium_of(source))[:2]
+    with open_clip(medium_of(source)) as (num_samples, rate, _):
+        return num_samples, rate
 
 
-def audio_clip(
-    medium: Medium, *, thorough: bool = False
-) -> tuple[int, int, bytes | None, str]:
-    """(samples per channel; rate in Hz; what has to be decoded in place of the file, or None: the
-    file itself; FFmpeg's demuxer of a container, or "": libsndfile reads it). thorough: reads the
-    whole file to make sure that it holds nothing else. Raises MediaError."""
-    import soundfile
-
-    name, data = medium.name, None
-    with reading(medium) as file, binary(file) as opened:
-        demuxer, num_bytes = container(opened.read(32)), opened.seek(0, os.SEEK_END)
-        opened.seek(0)
+@contextmanager
+def open_clip(medium: Medium) -> Iterator[tuple[int, int, Callable[[], np.ndarray]]]:
+    """(samples per channel, rate in Hz, a function that decodes them into (n, channels) float32),
+    the header checked. Raises MediaError, also for what the function raises."""
+    with reading(medium) as file, ExitStack() as opened:
+        demuxer, num_bytes = container(file.read(32)), file.seek(0, os.SEEK_END)
         if demuxer:
             frames, rate, channels = av_process.audio_header(medium, demuxer)
-            _check_clip(name, frames, rate, channels, num_bytes)
-            return frames, rate, None, demuxer
-        info = soundfile.info(file, verbose=True)
-        frames = info.frames
-        if info.format not in AUDIO_FORMATS:
-            raise MediaError(name, f"{info.format_info} is not read; {CONVERT_AUDIO}")
-        if (info.format == "OGG" or "ALAC" in info.subtype) and ends_in_zeros(opened):
-            raise MediaError(name, ZEROS_AT_END)
-        if info.format == "MP3":
-            frames, data = mpeg_samples(opened, num_bytes, frames, name, trust=not thorough)
-        elif info.format == "OGG":
-            check_ogg(opened, num_bytes, name)
-        elif thorough:
-            check_joined(opened, name)
-    _check_clip(name, frames, info.samplerate, info.channels, num_bytes)
+            read = partial(av_process.audio_samples, medium, demuxer)
+        else:
+            sound = _open_sound(medium, file, num_bytes, opened)
+            frames, rate, channels = sound.frames, sound.samplerate, sound.channels
+            read = partial(_all_of, sound)
+        _check_clip(medium.name, frames, rate, channels, num_bytes)
+        yield frames, rate, read
+
+
+def _open_sound(medium: Medium, file: BinaryIO, num_bytes: int, opened: ExitStack):
+    """libsndfile's reader of a clip, the framing of `file`, its bytes, checked. Raises
+    MediaError."""
+    from soundfile import SoundFile
+
+    name, source = medium.name, medium.whole_file or opened.enter_context(reading(medium))
+    sound = opened.enter_context(SoundFile(source))
+    if sound.format not in AUDIO_FORMATS:
+        raise MediaError(name, f"{sound.format_info} is not read; {CONVERT_AUDIO}")
+    if (sound.format == "OGG" or "ALAC" in sound.subtype) and ends_in_zeros(file):
+        raise MediaError(name, ZEROS_AT_END)
     # libsndfile silently shortens a clip whose data chunk runs past the end of the file.
-    sizes = _DATA_CHUNK.search(info.extra_info)
+    sizes = _DATA_CHUNK.search(sound.extra_info)
     if sizes and int(sizes[2]) < int(sizes[1]) < WAV_STREAM_BYTES:
         raise MediaError(name, f"truncated: {sizes[2]} of {sizes[1]} bytes of samples")
-    return frames, info.samplerate, data, ""
+    if sound.format == "OGG":
+        check_ogg(file, num_bytes, name)
+    if sound.format == "MP3":
+        data = whole_mpeg(file, num_bytes, sound.frames, name)
+        if data is not None:
+            return opened.enter_context(SoundFile(io.BytesIO(data)))
+    return sound
+
+
+def _all_of(sound) -> np.ndarray:
+    sound.seek(0)  # as soundfile.read does: without it the last bits of an MP3 differ
+    return sound.read(dtype="float32", always_2d=True)
 
 
 def _check_clip(name: str, frames: int, rate: int, channels: int, num_bytes: int) -> None:
@@ -153,15 +156,8 @@ def _check_clip(name: str, frames: int, rate: int, channels: int, num_bytes: int
 
 def audio_samples(medium: Medium) -> tuple[np.ndarray, int]:
     """((n, channels) float32, rate in Hz) of a clip that was read whole. Raises MediaError."""
-    import soundfile
-
-    num_samples, rate, data, demuxer = audio_clip(medium, thorough=True)
-    if demuxer:
-        samples = av_process.audio_samples(medium, demuxer)
-    else:
-        with reading(medium) as file:
-            samples, _ = soundfile.read(file if data is None else io.BytesIO(data),
-                                        dtype="float32", always_2d=True)
+    with open_clip(medium) as (num_samples, rate, read):
+        samples = read()
     if len(samples) != num_samples:
         raise MediaError(medium.name,
                          f"truncated: {len(samples)} of {num_samples} samples")

@@ -36,7 +36,7 @@ KINDS = {
     "AU": Kind(AUDIO, "AU", ("au", "snd")),
     "CAF": Kind(AUDIO, "CAF", ("caf",), "PCM and ALAC"),
     "FLAC": Kind(AUDIO, "FLAC", ("flac",), "one stream in a file"),
-    "MP3": Kind(AUDIO, "MP3", ("mp3", "mp2"), "one stream in a file; with and without a Xing tag"),
+    "MP3": Kind(AUDIO, "MP3", ("mp3",), "one stream in a file; with and without a Xing tag"),
     "Ogg": Kind(AUDIO, "OGG", ("ogg", "oga", "opus"), "Vorbis, Opus, FLAC; one stream in a file"),
 }
 VIDEO = 3  # of a file that becomes frames, which are VISION, and perhaps a clip

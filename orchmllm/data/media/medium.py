@@ -11,7 +11,7 @@ import re
 import stat
 import unicodedata
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import BinaryIO, NamedTuple
 
 from orchmllm.data.media.kinds import container, listed, refusal
@@ -93,6 +93,12 @@ class Medium(NamedTuple):
     data: bytes | None = None
     frame: Frame | None = None
 
+    @property
+    def whole_file(self) -> str | os.PathLike | None:
+        """Path of the file of this machine that it is all of, or None."""
+        is_part = self.data is not None or self.size >= 0 or isinstance(self.path, RemoteFile)
+        return None if is_part else self.path
+
 
 class _Slice(io.RawIOBase):
     """Read-only view of `size` bytes at `offset` of a file."""
@@ -136,9 +142,8 @@ def medium_of(source: MediumSource) -> Medium:
 
 
 @contextmanager
-def reading(medium: Medium) -> Iterator[object]:
-    """What a decoder reads: the path of a whole file, else a binary file object. Names the medium
-    in whatever the decoder raises. Raises MediaError."""
+def reading(medium: Medium) -> Iterator[BinaryIO]:
+    """The medium as a file. Names the medium in whatever its decoder raises. Raises MediaError."""
     try:
         with _opened(medium) as file:
             yield file
@@ -150,7 +155,7 @@ def reading(medium: Medium) -> Iterator[object]:
         raise MediaError(medium.name, _reason(error, medium)) from error
 
 
-def _opened(medium: Medium) -> AbstractContextManager[object]:
+def _opened(medium: Medium) -> BinaryIO:
     """What `reading` gives. Raises MediaError for a file that is not there or has a wrong size, and
     OSError."""
     path = medium.name
@@ -180,17 +185,9 @@ def _opened(medium: Medium) -> AbstractContextManager[object]:
         raise MediaError(path, f"{size} bytes: more than the limit of {MAX_MEMBER_BYTES}")
     if medium.data is not None:
         return io.BytesIO(medium.data)
-    if medium.size >= 0 or isinstance(medium.path, RemoteFile):
+    if medium.whole_file is None:
         return io.BufferedReader(_Slice(medium.path, medium.offset, size), 16384)
-    return nullcontext(medium.path)
-
-
-def binary(file: object) -> AbstractContextManager[BinaryIO]:
-    """What `reading` gives, as a file object at its start."""
-    if not isinstance(file, io.IOBase):
-        return open(file, "rb")
-    file.seek(0)
-    return nullcontext(file)
+    return open(medium.path, "rb")
 
 
 def ends_in_zeros(file: BinaryIO, begin: int = 0) -> bool:
@@ -203,16 +200,16 @@ def ends_in_zeros(file: BinaryIO, begin: int = 0) -> bool:
 
 def head_of(medium: Medium) -> bytes:
     """The first 32 bytes, by which a file's kind is told. Raises MediaError."""
-    with reading(medium) as file, binary(file) as opened:
-        return opened.read(32)
+    with reading(medium) as file:
+        return file.read(32)
 
 
 def _reason(error: Exception, medium: Medium) -> str:
     """What a decoder says, or what the file is where that is known to be something else. Raises
     OSError where the machine has run out of something."""
     try:
-        with _opened(medium) as file, binary(file) as opened:
-            head = opened.read(32)
+        with _opened(medium) as file:
+            head = file.read(32)
     except OSError as unread:
         if unread.errno in OUT_OF:
             raise

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -62,7 +61,7 @@ def _bytes_of(medium: Medium, picture: np.ndarray | None) -> Tensor:
         data = ppm(picture)
     else:
         with reading(medium) as file:
-            data = Path(file).read_bytes() if isinstance(file, str) else file.read()
+            data = file.read()
     return torch.from_numpy(np.frombuffer(bytearray(data), np.uint8))
 
 
