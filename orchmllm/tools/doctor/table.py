@@ -50,7 +50,8 @@ def _merge(by_rank: Mapping[int, Check], alone: bool) -> list[Check]:
     if slow:
         return [Check(first.name, False, f"{ranks(slow)}: {by_rank[slow[0]].what}, less than "
                       f"{SLOW:.0%} of the median rank's",
-                      "look at clocks, cooling and links of that machine, or leave it out")]
+                      "look at clocks, cooling and links of that machine (nvidia-smi -q -d "
+                      "PERFORMANCE), or leave it out")]
     others = f" ({len(texts) - 1} other values)" if len(texts) > 1 else ""
     return [first._replace(what=first.what + others)]
 
