@@ -27,7 +27,7 @@ from orchmllm.runtime.calibrate import Calibration
 from orchmllm.runtime.display import RunDisplay
 from orchmllm.runtime.health import HangWatchdog
 from orchmllm.runtime.incidents import Incidents
-from orchmllm.runtime.measured import CLOCK_PHASES, StepFacts, StepTimer
+from orchmllm.runtime.measured import StepTimer
 from orchmllm.runtime.metrics import MetricsLog, open_log
 from orchmllm.runtime.plan_check import check_processed
 from orchmllm.runtime.profile import StepProfiler, explained_oom
@@ -204,12 +204,8 @@ class Trainer:
         check_processed(step, self.world.rank, processed)
         clock.switch("update")
         norms = clip_gradients(self.parts, train.max_grad_norm, self.device)
-        facts = StepFacts.gathered(
-            self._gather, loss_sum=loss_sum, exchange_s=clock.wall_s["exchange"],
-            wait_s=step.wait_s, remote=step.preprocessed.remote, local=step.preprocessed.local,
-            signal=self.stop.asked or self.display.stop_signal,
-            cpu_s=[clock.cpu_s[p] for p in CLOCK_PHASES], measured_s=self.timer.seconds(),
-            norms=list(norms.unbind()))
+        facts = self.timer.gather(self._gather, step, loss_sum, norms,
+                                  signal=self.stop.asked or self.display.stop_signal)
         self.incidents.preprocessed(step, int(facts.local.sum()))
         measured = self.timer.measured(step.index, step.plans, facts.measured_s)
         loss, norm = facts.loss(step), float(facts.norms[0, 0])

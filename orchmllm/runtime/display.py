@@ -18,6 +18,7 @@ from tqdm import tqdm
 from orchmllm.config.recipe import RunConfig
 from orchmllm.launch import drop_output
 from orchmllm.runtime.gain import Gain
+from orchmllm.runtime.log_schema import METRICS, NUMBERS
 
 MAX_LINES = 100  # plain lines of a run whose steps are fast ...
 LINE_EVERY_S = 30.0  # ... and the longest silence of one whose steps are slow
@@ -216,25 +217,27 @@ class Totals:
 
 
 def facts(row: dict, left: str, saved: float) -> list[str]:
-    """Of a step, the most important ones first. left: the time that the run still takes. saved: the
-    share of a step that balancing saved so far, as predicted."""
-    return [
-        f"loss {row['loss']:.4f}" if row["num_global_targets"] else "no targets",
-        f"{row['tokens_per_s']:.0f} tok/s", f"{left} left", f"saved {100 * saved:.0f}%",
-        *(f"{p} {s['imbalance_before']:.2f}->{s['imbalance_after']:.2f}"
-          for p, s in row["phases"].items()),
-        f"wait {1e3 * row['data_wait_s']:.1f} ms"]
+    """Of a step, the most important ones first: the METRICS that have a `line`, then those that
+    follow from several. left: the time that the run still takes. saved: the share of a step that
+    balancing saved so far, as predicted."""
+    shown = {name: metric.line.format(row[name]) for name, metric in METRICS.items()
+             if metric.line and row[name] is not None}
+    if not row["num_global_targets"]:
+        shown["loss"] = "no targets"
+    return [*shown.values(), f"{left} left", f"saved {100 * saved:.0f}%",
+            *(f"{p} {s['imbalance_before']:.2f}->{s['imbalance_after']:.2f}"
+              for p, s in row["phases"].items())]
 
 
 def scalars(row: dict) -> Iterator[tuple[str, float]]:
     """(TensorBoard tag, value) of a step."""
-    for name in ("loss", "lr", "grad_norm", "tokens_per_s", "step_s", "data_wait_s"):
-        if name != "loss" or row["num_global_targets"]:
+    for name in NUMBERS:
+        if row[name] is not None and (name != "loss" or row["num_global_targets"]):
             yield name, row[name]
     for part, norm in row["grad_norms"].items():
         yield f"{part}/grad_norm", norm
     for phase, value in (row["measured"] or {"imbalance": {}})["imbalance"].items():
         yield f"{phase}/imbalance_measured", value
     for phase, stats in row["phases"].items():
-        for name in ("imbalance_before", "imbalance_after", "moved_bytes", "internode_bytes"):
-            yield f"{phase}/{name}", stats[name]
+        for name, value in stats.items():
+            yield f"{phase}/{name}", value

@@ -54,9 +54,9 @@ class MeasuredStep:
 
 
 class StepFacts(NamedTuple):
-    """What all d ranks reported at the end of a step. loss_sum, exchange_s, wait_s, remote, local,
-    signal: (d,); cpu_s, measured_s: (d, CLOCK_PHASES); norms (d, 1 + parts): of the gradient and of
-    its parts, the same on all ranks."""
+    """What all d ranks reported at the end of a step (StepTimer.gather). loss_sum, exchange_s,
+    wait_s, remote, local, signal: (d,); cpu_s, measured_s: (d, CLOCK_PHASES); norms (d, 1 + parts):
+    of the gradient and of its parts, the same on all ranks."""
 
     loss_sum: np.ndarray
     exchange_s: np.ndarray
@@ -118,11 +118,17 @@ class StepTimer:
         self._before: tuple[int, Sequence[StepPlan]] | None = None
         self._seconds = [0.0] * len(CLOCK_PHASES)
 
-    def seconds(self) -> list[float]:
-        """This rank's seconds (CLOCK_PHASES), for the step's synchronisation."""
-        if self._clock.has_events:
-            return self._seconds
-        return [self._clock.cpu_s[p] for p in CLOCK_PHASES]
+    def gather(self, gather: Callable[[list], np.ndarray], step: Step, loss_sum: torch.Tensor,
+               norms: torch.Tensor, signal: int) -> StepFacts:
+        """What all ranks report of a step: its one synchronisation. gather: see StepFacts. norms:
+        (1 + parts,). signal: that asked this rank to stop."""
+        cpu_s = [self._clock.cpu_s[p] for p in CLOCK_PHASES]
+        return StepFacts.gathered(
+            gather, loss_sum=loss_sum, exchange_s=self._clock.wall_s["exchange"],
+            wait_s=step.wait_s, remote=step.preprocessed.remote, local=step.preprocessed.local,
+            signal=signal, cpu_s=cpu_s,
+            measured_s=self._seconds if self._clock.has_events else cpu_s,
+            norms=list(norms.unbind()))
 
     def measured(self, index: int, plans: Sequence[StepPlan], seconds: np.ndarray
                  ) -> MeasuredStep | None:

@@ -12,7 +12,8 @@ import numpy as np
 
 from orchmllm.plan.assign import PHASES
 from orchmllm.runtime import gain
-from orchmllm.tools.report.log import PHASE_STATS, RunLog
+from orchmllm.runtime.log_schema import METRICS, PHASE_METRICS
+from orchmllm.tools.report.log import RunLog
 from orchmllm.tools.report.svg import Series, chart, figure, number
 
 SLOW_STEPS = 10  # rows of a table
@@ -110,7 +111,7 @@ def _tiles(run: RunLog) -> str:
 
 def _gains(run: RunLog) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Of every step: cost before and after, seconds before and after (nan: not measured)."""
-    phases = {p: {name: run[f"{p}.{name}"] for name in PHASE_STATS} for p in PHASES}
+    phases = {p: {name: run[f"{p}.{name}"] for name in PHASE_METRICS} for p in PHASES}
     times = {"imbalance": {p: run[f"{p}.measured.imbalance"] for p in PHASES},
              "slowest_s": {**{p: run[f"{p}.measured.slowest_s"] for p in PHASES},
                            "exchange": run["exchange.slowest_s"]}}
@@ -135,7 +136,8 @@ def _charts(runs: Sequence[RunLog]) -> list[str]:
     out = [
         chart("Loss", lines("training", "run", lambda r: r["loss"]) + validation, least=None,
               note="" if validation else "Validation is not logged: set data.num_validation."),
-        chart("Throughput", lines("tokens/s", "run", lambda r: r["tokens_per_s"])),
+        *(chart(metric.chart, lines(metric.unit, "run", lambda r, name=name: r[name]))
+          for name, metric in METRICS.items() if metric.chart),
         _step_time(runs[0]),
     ]
     for phase in PHASES:
