@@ -13,11 +13,13 @@ import sys
 import time
 from collections.abc import Iterator
 
+import numpy as np
 from tqdm import tqdm
 
 from orchmllm.config.recipe import RunConfig
 from orchmllm.launch import drop_output
-from orchmllm.runtime.gain import Gain
+from orchmllm.plan.assign import PHASES
+from orchmllm.runtime.gain import saved
 from orchmllm.runtime.log_schema import METRICS, NUMBERS
 
 MAX_LINES = 100  # plain lines of a run whose steps are fast ...
@@ -75,7 +77,7 @@ class RunDisplay:
         if self._draws or self._line_is_due(now):
             left = tqdm.format_interval(self._step_s * (self._total - self._done))
             line = (f"step {self._done}/{self._total} "
-                    + " | ".join(facts(row, left, self._totals.gain.predicted())))
+                    + " | ".join(facts(row, left, self._totals.saved())))
             if not self._draws:
                 self._shown_at = now
                 self._print(line)
@@ -83,7 +85,7 @@ class RunDisplay:
                 self._drawn_at, self._line = now, line
                 self._draw()
         if self._done % GAIN_EVERY == 0 and self._done < self._total:
-            self._print(f"step {self._done}: {self._totals.gain.describe()}")
+            self._print(f"step {self._done}: {self._totals.gain()}")
 
     def _line_is_due(self, now: float) -> bool:
         every = -(-self._total // MAX_LINES)
@@ -105,7 +107,7 @@ class RunDisplay:
 
     def check_gain(self) -> None:
         """At the end of a run with balancing on: a warning if balancing had no effect."""
-        if warning := self._totals.gain.warning():
+        if warning := self._totals.warning():
             self.note(warning)
 
     def _print(self, text: str) -> None:
@@ -167,13 +169,13 @@ class Totals:
 
     def __init__(self) -> None:
         self.num_steps = self.num_failed_media = self.skipped_steps = 0
-        self.step_s = 0.0
+        self.num_unbalanced = 0  # steps that were sampled so by over 5% in some phase
+        self.step_s = self.wait_s = 0.0
         self.first_loss: float | None = None  # of the first step with targets
         self.last_loss: float | None = None
         self.bytes = {"moved_bytes": 0, "internode_bytes": 0}
-        self.gain = Gain()
         # phase -> cost of the slowest rank before, after, and of the mean rank
-        self.cost: dict[str, list[float]] = {}
+        self.cost = {phase: np.zeros(3) for phase in PHASES}
 
     def add(self, row: dict) -> None:
         if row["num_global_targets"]:
@@ -181,15 +183,38 @@ class Totals:
             self.last_loss = row["loss"]
         self.num_steps += 1
         self.step_s += row["step_s"]
+        self.wait_s += row["data_wait_s"]
         self.skipped_steps = row["skipped_steps"]
         self.num_failed_media += row["num_failed_media"]
-        self.gain.add(row)
-        for phase, stats in row["phases"].items():
-            cost, mean = self.cost.setdefault(phase, [0.0] * 3), stats["mean_cost_kflop"]
-            for i, factor in enumerate((stats["imbalance_before"], stats["imbalance_after"], 1.0)):
-                cost[i] += factor * mean
+        phases = row["phases"]
+        self.num_unbalanced += any(p["imbalance_before"] > 1.05 for p in phases.values())
+        for phase, stats in phases.items():
+            self.cost[phase] += stats["mean_cost_kflop"] * np.array(
+                [stats["imbalance_before"], stats["imbalance_after"], 1.0])
             for name in self.bytes:
                 self.bytes[name] += stats[name]
+
+    def saved(self) -> float:
+        """Share of the phases' time that balancing saved, by the cost model; 0 without any cost."""
+        before, after, _ = sum(self.cost.values())
+        return saved(before, after)
+
+    def gain(self) -> str:
+        """What balancing saved, and what waiting for data cost, in one line."""
+        wait = f"data wait {100 * self.wait_s / max(self.step_s, 1e-9):.1f}%"
+        if not self.saved():  # one rank, or balancing is off
+            return f"balancing moved nothing; {wait}"
+        return f"balancing saved {100 * self.saved():.1f}% of the step (predicted); {wait}"
+
+    def warning(self) -> str:
+        """What to change where balancing is on and had no effect in any step; '' where it had, or
+        where all steps were sampled balanced."""
+        if not self.num_unbalanced or self.saved():
+            return ""
+        return ("warning: balancing had no effect: none of the "
+                f"{self.num_unbalanced} steps that were sampled unbalanced became shorter. Lower "
+                "balance.*.tolerance or balance.min_gain, set balance.whole_examples=false, raise "
+                "train.batch_size, or set balance.enabled=false")
 
     def summary(self, seconds: float) -> str:
         """Lines about the run; `seconds` it took, validation and checkpoints included."""
@@ -208,7 +233,7 @@ class Totals:
             f"loss        {self.first_loss:.4f} -> {self.last_loss:.4f}",
             f"imbalance   {imbalance} (slowest rank / mean, as sampled -> as processed)",
             f"moved       {moved} a step, {between} of it between nodes",
-            f"gain        {self.gain.describe()}",
+            f"gain        {self.gain()}",
         ]
         if self.skipped_steps or self.num_failed_media:
             lines.append(f"skipped     {self.skipped_steps} steps; {self.num_failed_media} media "

@@ -160,7 +160,7 @@ def check_resizing(display: RunDisplay, screen: Screen) -> None:
     display.finish("stopped", "none")
     rows = screen.rows()
     assert rows[0] == "validation"
-    assert rows[1].startswith("step 50: balancing saved 55.0% of the step (predicted), not")
+    assert rows[1].startswith("step 50: balancing saved 55.0% of the step (predicted); data")
     assert rows[2].startswith("step 50/1000 loss 2.0000 | 1234 tok/s | ")
     assert rows[3].startswith("stopped: 9 steps in") and "gain  " in "".join(rows[4:])
     assert screen.line == len(screen.lines) - 1 and screen.lines[-1] == ""
@@ -203,7 +203,7 @@ stopped by SIGTERM: 2 steps in 01:05 (0.5 s a step)
   imbalance   vision 1.50 -> 1.00 | audio 2.50 -> 1.12 | llm 3.50 -> 1.25 (slowest rank / mean, \
 as sampled -> as processed)
   moved       4.50kB a step, 1.50kB of it between nodes
-  gain        balancing saved 55.0% of the step (predicted), not measured; data wait 1.0%
+  gain        balancing saved 55.0% of the step (predicted); data wait 1.0%
   skipped     1 steps; 3 media could not be decoded
   logs        {Path(display._run.dir) / 'metrics.jsonl'}
 """
