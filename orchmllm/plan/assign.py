@@ -56,7 +56,6 @@ class BalancePolicy:
     min_gain: float = 0.0
     ranks_per_node: int = 0
     whole_examples: bool = False
-    calibrate_steps: int = 0
     nodewise_solver: str = "search"
     nodewise_objective: str = "send"
     nodewise_limit_s: float = 60.0

@@ -101,7 +101,7 @@ METRICS = {
     "skipped_steps": Metric(COUNT, "steps so far that did not update the parameters"),
     "phases": Metric(_keys(dict.fromkeys(PHASES, _PHASE)), "per phase"),
     "costs": Metric(_keys(dict.fromkeys(PHASES, _COSTS)), "per phase, what the step was planned "
-                    "by: derived from the model, or fitted (balance.calibrate_steps)"),
+                    "by, as derived from the model"),
     "cpu_s": Metric(_keys(dict.fromkeys((*PHASES, "exchange"), Metric(
         {"type": "array", "items": NUMBER}, "one number a rank"))),
         "per phase, CPU time of each rank's thread, forward and backward", "s"),

@@ -19,8 +19,7 @@ import torch
 from orchmllm.data.loading.step_loader import Step
 from orchmllm.models.phase_clock import PhaseClock
 from orchmllm.plan.step import PHASES, StepPlan, imbalance
-from orchmllm.runtime.calibrate import coefficients
-from orchmllm.runtime.plan_check import combined_stats
+from orchmllm.runtime.plan_check import combined_stats, cost_coefficients
 
 CLOCK_PHASES = (*PHASES, "exchange")
 NAMED_ITEMS = 3  # of the slowest rank, the longest ones
@@ -98,7 +97,7 @@ class StepFacts(NamedTuple):
             "data_wait_s": float(self.wait_s.max()), "plan_ms": 1e3 * step.plan_s,
             "exchange_ms": 1e3 * float(exchange_s.max()),
             "num_global_targets": step.num_global_targets,
-            "phases": combined_stats(step.plans), "costs": coefficients(step.plans[0].spec.costs),
+            "phases": combined_stats(step.plans), "costs": cost_coefficients(step.plans),
             "cpu_s": dict(zip(CLOCK_PHASES, self.cpu_s.T.tolist(), strict=True)),
             "num_failed_media": len(step.failed), "stop_signal": int(self.signal.max()),
         }

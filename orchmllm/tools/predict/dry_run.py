@@ -46,8 +46,6 @@ def not_modelled(recipe: Recipe, examples: Examples) -> list[str]:
         left.append("fsdp.compile, which makes blocks faster than the assumed share of the peak")
     if recipe.balance.enabled and recipe.balance.dispatch == "bytes":
         left.append("the exchange of stored media in the background (balance.dispatch: bytes)")
-    if recipe.balance.calibrate_steps:
-        left.append("balance.calibrate_steps: costs stay those of the model")
     return left
 
 
