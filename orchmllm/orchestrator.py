@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import astuple, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import astuple
 from functools import partial
 
 import numpy as np
@@ -42,7 +42,6 @@ from orchmllm.comm.exchange import (
 )
 from orchmllm.comm.ilp import SharedPrograms
 from orchmllm.plan.assign import DISPATCHES
-from orchmllm.plan.cost import CostModel
 from orchmllm.plan.layout import ENCODERS, BatchLayout
 from orchmllm.plan.step import PlanSpec, StepPlan, assign_microbatches, plan_step
 
@@ -89,31 +88,14 @@ class Orchestrator:
         self._gather = gather
         self._commit_gather = commit_gather or gather
         self._gather_layouts = RaggedGather(gather, len(_LAYOUT_FIELDS))
-        self._derived: PlanSpec | None = None  # while other costs are in use
-        self._change: tuple[int, PlanSpec] | None = None
-        self._last_step = -1
         self.programs = SharedPrograms(gather) if spec.balance.num_programs else None
         self.closed_thread: threading.Thread | None = None  # of the last loader that was closed
-
-    def change_costs(self, costs: Mapping[str, CostModel], from_step: int) -> None:
-        """Plans of step `from_step` and later use these costs. All ranks have to say so, before any
-        of them planned it. Raises RuntimeError if this rank did."""
-        if self._last_step >= from_step:
-            raise RuntimeError(f"costs for step {from_step}, but step {self._last_step} is planned")
-        self._derived = self._derived or self.spec
-        self._change = from_step, replace(self._derived, costs=dict(costs))
 
     def settle(self) -> None:
         """Waits for the thread of a loader that was closed while it loaded: until it has ended, no
         other may use the groups."""
         if self.closed_thread is not None:
             self.closed_thread.join()
-
-    def reset_costs(self) -> None:
-        """As before any change_costs: steps will be planned again."""
-        self.settle()
-        self.spec, self._derived = self._derived or self.spec, None
-        self._change, self._last_step = None, -1
 
     def gather_layout(
         self, step: int, layout: BatchLayout | None, *, error: Exception | None = None,
@@ -127,9 +109,6 @@ class Orchestrator:
 
         Raises RemoteError if any rank passed an `error`, its cause on that rank, and
         PlanMismatchError if steps, versions or configurations differ."""
-        self._last_step = step
-        if self._change is not None and step >= self._change[0]:
-            self.spec, self._change = self._change[1], None
         part = layout if layout is not None else BatchLayout.from_examples([])
         text = describe(error)
         header = [PROTOCOL_VERSION, step, part.num_examples, len(part.modality),

@@ -23,11 +23,10 @@ from orchmllm.models.attention import describe_attention
 from orchmllm.models.flops import mfu, peak_flops, plan_spec, step_flops
 from orchmllm.plan.step import PHASES
 from orchmllm.runtime.build import build_dataset, build_orchestrators
-from orchmllm.runtime.calibrate import Calibration
 from orchmllm.runtime.display import RunDisplay
 from orchmllm.runtime.health import HangWatchdog
 from orchmllm.runtime.incidents import Incidents
-from orchmllm.runtime.measured import CLOCK_PHASES, StepFacts, StepTimer
+from orchmllm.runtime.measured import StepTimer
 from orchmllm.runtime.metrics import MetricsLog, open_log
 from orchmllm.runtime.plan_check import check_processed
 from orchmllm.runtime.profile import StepProfiler, explained_oom
@@ -70,7 +69,6 @@ class Trainer:
         group = exchange_group(self.device, recipe.launch.timeout_s)
         self.orchestrator, self._validation = build_orchestrators(
             recipe, spec, world.world_size, self.device, count=2, device_group=group)
-        self.calibration = Calibration(recipe.balance, self.orchestrator)
         gpu = torch.cuda.get_device_properties(self.device) if self.device.type == "cuda" else None
         self._peak_flops = peak_flops(gpu.name) if gpu else None
         checkpointing = for_run(
@@ -99,7 +97,6 @@ class Trainer:
         self._rows: list[dict] | None = None
         self.profiler = StepProfiler(recipe.profile, recipe.run.folder / "profile", world.rank)
         self.incidents = Incidents(recipe, writes=world.rank == 0, log=self._log)
-        self._ahead = 0  # steps that may be planned beyond the current one
 
     def loader(self) -> StepLoader:
         """The recipe's training steps that are still to come."""
@@ -108,14 +105,11 @@ class Trainer:
                                data=self.recipe.data, per_rank=train.batch_size,
                                seed=self.recipe.run.seed)
         self.timer.restart()
-        self.calibration.restart(self.progress.fitted)
-        loader = StepLoader(
+        return StepLoader(
             self.dataset, sampler, self.orchestrator, num_steps=train.num_steps,
             first_step=self.progress.step, accumulation_steps=train.accumulation_steps,
             prefetch=self.recipe.data.prefetch, num_workers=self.recipe.data.num_workers,
             servers=self.servers)
-        self._ahead = loader.ahead
-        return loader
 
     def run(self, rows: list[dict] | None = None) -> None:
         """Trains to the last step. A run that was finished before does nothing. rows: takes every
@@ -204,12 +198,8 @@ class Trainer:
         check_processed(step, self.world.rank, processed)
         clock.switch("update")
         norms = clip_gradients(self.parts, train.max_grad_norm, self.device)
-        facts = StepFacts.gathered(
-            self._gather, loss_sum=loss_sum, exchange_s=clock.wall_s["exchange"],
-            wait_s=step.wait_s, remote=step.preprocessed.remote, local=step.preprocessed.local,
-            signal=self.stop.asked or self.display.stop_signal,
-            cpu_s=[clock.cpu_s[p] for p in CLOCK_PHASES], measured_s=self.timer.seconds(),
-            norms=list(norms.unbind()))
+        facts = self.timer.gather(self._gather, step, loss_sum, norms,
+                                  signal=self.stop.asked or self.display.stop_signal)
         self.incidents.preprocessed(step, int(facts.local.sum()))
         measured = self.timer.measured(step.index, step.plans, facts.measured_s)
         loss, norm = facts.loss(step), float(facts.norms[0, 0])
@@ -224,11 +214,6 @@ class Trainer:
             self.progress.count_update(step.index)
         self.optimizer.zero_grad(set_to_none=True)
         self.progress.step = step.index + 1
-        fitted = measured and self.calibration.add(
-            measured.plans, measured.seconds[:, : len(PHASES)], step.index + self._ahead + 1)
-        if fitted:
-            self.progress.fitted = fitted
-            self._log(fitted.describe(self.calibration.derived))
         clock.switch("data")
         step_s = time.perf_counter() - started + step.wait_s
         return {

@@ -66,10 +66,6 @@ class BalanceConfig(BalancePolicy):
     whole_examples: bool = key(
         False, "Move whole examples by the total cost of their phases with the LLM's policy, as "
         "balancing before sampling would; the encoder phases then stay unbalanced (a baseline).")
-    calibrate_steps: int = key(
-        0, "Fit the cost of a position and of a pair of positions to the phase times of so many "
-        "steps (after a first one), from then on and in checkpoints; 0: as derived from the "
-        "model.", at_least=0, aliases=("fit_steps",))
     nodewise_solver: str = key(
         "search", "How the permutation of `nodewise` is found: `search`, or the paper's integer "
         "program by `cbc` or `highs` (pip install cvxpy highspy cylp), solved on one rank and sent "
@@ -83,9 +79,7 @@ class BalanceConfig(BalancePolicy):
 
     def conflicts(self) -> Iterator[Conflict]:
         """balance.nodewise_solver: its packages are installed, some phase has `nodewise`, and
-        balance.group is world; balance.calibrate_steps needs balance.enabled."""
-        if self.calibrate_steps and not self.enabled:
-            yield Conflict(("calibrate_steps", "enabled"), "nothing is balanced: set it to 0")
+        balance.group is world."""
         if self.nodewise_solver == "search":
             return
         if not self.num_programs:

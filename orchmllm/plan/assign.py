@@ -55,7 +55,6 @@ class BalancePolicy:
     min_gain: float = 0.0
     ranks_per_node: int = 0
     whole_examples: bool = False
-    calibrate_steps: int = 0
     nodewise_solver: str = "search"
     nodewise_limit_s: float = 60.0
     vision: PhasePolicy = PhasePolicy()

@@ -16,10 +16,9 @@ class CostModel:
     """cost(l) = (constant + linear * l + quadratic * l * span) // unit, exact in int64, where span
     is how many positions each position attends to: l, or less with frames or a window.
 
-    linear, quadratic, constant: FLOP (forward + backward) per position, attended pair, item; of a
-    fitted model (orchmllm.plan.fit_cost) what counts as so many. window: positions of an attention
-    window; 0: none. padded: a rank pads its items to the longest, so that its cost is their number
-    times that one's.
+    linear, quadratic, constant: FLOP (forward + backward) per position, attended pair, item.
+    window: positions of an attention window; 0: none. padded: a rank pads its items to the longest,
+    so that its cost is their number times that one's.
     unit: FLOP per unit of the result. The default gives kFLOP: the sum over a global batch of an
     84B model on 2560 ranks is near 2^65 FLOP but fits int64 in kFLOP, and rounding per item
     (never per coefficient) loses less than 1 kFLOP an item on the smallest model.

@@ -13,11 +13,14 @@ import sys
 import time
 from collections.abc import Iterator
 
+import numpy as np
 from tqdm import tqdm
 
 from orchmllm.config.recipe import RunConfig
 from orchmllm.launch import drop_output
-from orchmllm.runtime.gain import Gain
+from orchmllm.plan.assign import PHASES
+from orchmllm.runtime.gain import saved
+from orchmllm.runtime.log_schema import METRICS, NUMBERS
 
 MAX_LINES = 100  # plain lines of a run whose steps are fast ...
 LINE_EVERY_S = 30.0  # ... and the longest silence of one whose steps are slow
@@ -74,7 +77,7 @@ class RunDisplay:
         if self._draws or self._line_is_due(now):
             left = tqdm.format_interval(self._step_s * (self._total - self._done))
             line = (f"step {self._done}/{self._total} "
-                    + " | ".join(facts(row, left, self._totals.gain.predicted())))
+                    + " | ".join(facts(row, left, self._totals.saved())))
             if not self._draws:
                 self._shown_at = now
                 self._print(line)
@@ -82,7 +85,7 @@ class RunDisplay:
                 self._drawn_at, self._line = now, line
                 self._draw()
         if self._done % GAIN_EVERY == 0 and self._done < self._total:
-            self._print(f"step {self._done}: {self._totals.gain.describe()}")
+            self._print(f"step {self._done}: {self._totals.gain()}")
 
     def _line_is_due(self, now: float) -> bool:
         every = -(-self._total // MAX_LINES)
@@ -104,7 +107,7 @@ class RunDisplay:
 
     def check_gain(self) -> None:
         """At the end of a run with balancing on: a warning if balancing had no effect."""
-        if warning := self._totals.gain.warning():
+        if warning := self._totals.warning():
             self.note(warning)
 
     def _print(self, text: str) -> None:
@@ -166,13 +169,13 @@ class Totals:
 
     def __init__(self) -> None:
         self.num_steps = self.num_failed_media = self.skipped_steps = 0
-        self.step_s = 0.0
+        self.num_unbalanced = 0  # steps that were sampled so by over 5% in some phase
+        self.step_s = self.wait_s = 0.0
         self.first_loss: float | None = None  # of the first step with targets
         self.last_loss: float | None = None
         self.bytes = {"moved_bytes": 0, "internode_bytes": 0}
-        self.gain = Gain()
         # phase -> cost of the slowest rank before, after, and of the mean rank
-        self.cost: dict[str, list[float]] = {}
+        self.cost = {phase: np.zeros(3) for phase in PHASES}
 
     def add(self, row: dict) -> None:
         if row["num_global_targets"]:
@@ -180,15 +183,38 @@ class Totals:
             self.last_loss = row["loss"]
         self.num_steps += 1
         self.step_s += row["step_s"]
+        self.wait_s += row["data_wait_s"]
         self.skipped_steps = row["skipped_steps"]
         self.num_failed_media += row["num_failed_media"]
-        self.gain.add(row)
-        for phase, stats in row["phases"].items():
-            cost, mean = self.cost.setdefault(phase, [0.0] * 3), stats["mean_cost_kflop"]
-            for i, factor in enumerate((stats["imbalance_before"], stats["imbalance_after"], 1.0)):
-                cost[i] += factor * mean
+        phases = row["phases"]
+        self.num_unbalanced += any(p["imbalance_before"] > 1.05 for p in phases.values())
+        for phase, stats in phases.items():
+            self.cost[phase] += stats["mean_cost_kflop"] * np.array(
+                [stats["imbalance_before"], stats["imbalance_after"], 1.0])
             for name in self.bytes:
                 self.bytes[name] += stats[name]
+
+    def saved(self) -> float:
+        """Share of the phases' time that balancing saved, by the cost model; 0 without any cost."""
+        before, after, _ = sum(self.cost.values())
+        return saved(before, after)
+
+    def gain(self) -> str:
+        """What balancing saved, and what waiting for data cost, in one line."""
+        wait = f"data wait {100 * self.wait_s / max(self.step_s, 1e-9):.1f}%"
+        if not self.saved():  # one rank, or balancing is off
+            return f"balancing moved nothing; {wait}"
+        return f"balancing saved {100 * self.saved():.1f}% of the step (predicted); {wait}"
+
+    def warning(self) -> str:
+        """What to change where balancing is on and had no effect in any step; '' where it had, or
+        where all steps were sampled balanced."""
+        if not self.num_unbalanced or self.saved():
+            return ""
+        return ("warning: balancing had no effect: none of the "
+                f"{self.num_unbalanced} steps that were sampled unbalanced became shorter. Lower "
+                "balance.*.tolerance or balance.min_gain, set balance.whole_examples=false, raise "
+                "train.batch_size, or set balance.enabled=false")
 
     def summary(self, seconds: float) -> str:
         """Lines about the run; `seconds` it took, validation and checkpoints included."""
@@ -207,7 +233,7 @@ class Totals:
             f"loss        {self.first_loss:.4f} -> {self.last_loss:.4f}",
             f"imbalance   {imbalance} (slowest rank / mean, as sampled -> as processed)",
             f"moved       {moved} a step, {between} of it between nodes",
-            f"gain        {self.gain.describe()}",
+            f"gain        {self.gain()}",
         ]
         if self.skipped_steps or self.num_failed_media:
             lines.append(f"skipped     {self.skipped_steps} steps; {self.num_failed_media} media "
@@ -216,25 +242,27 @@ class Totals:
 
 
 def facts(row: dict, left: str, saved: float) -> list[str]:
-    """Of a step, the most important ones first. left: the time that the run still takes. saved: the
-    share of a step that balancing saved so far, as predicted."""
-    return [
-        f"loss {row['loss']:.4f}" if row["num_global_targets"] else "no targets",
-        f"{row['tokens_per_s']:.0f} tok/s", f"{left} left", f"saved {100 * saved:.0f}%",
-        *(f"{p} {s['imbalance_before']:.2f}->{s['imbalance_after']:.2f}"
-          for p, s in row["phases"].items()),
-        f"wait {1e3 * row['data_wait_s']:.1f} ms"]
+    """Of a step, the most important ones first: the METRICS that have a `line`, then those that
+    follow from several. left: the time that the run still takes. saved: the share of a step that
+    balancing saved so far, as predicted."""
+    shown = {name: metric.line.format(row[name]) for name, metric in METRICS.items()
+             if metric.line and row[name] is not None}
+    if not row["num_global_targets"]:
+        shown["loss"] = "no targets"
+    return [*shown.values(), f"{left} left", f"saved {100 * saved:.0f}%",
+            *(f"{p} {s['imbalance_before']:.2f}->{s['imbalance_after']:.2f}"
+              for p, s in row["phases"].items())]
 
 
 def scalars(row: dict) -> Iterator[tuple[str, float]]:
     """(TensorBoard tag, value) of a step."""
-    for name in ("loss", "lr", "grad_norm", "tokens_per_s", "step_s", "data_wait_s"):
-        if name != "loss" or row["num_global_targets"]:
+    for name in NUMBERS:
+        if row[name] is not None and (name != "loss" or row["num_global_targets"]):
             yield name, row[name]
     for part, norm in row["grad_norms"].items():
         yield f"{part}/grad_norm", norm
     for phase, value in (row["measured"] or {"imbalance": {}})["imbalance"].items():
         yield f"{phase}/imbalance_measured", value
     for phase, stats in row["phases"].items():
-        for name in ("imbalance_before", "imbalance_after", "moved_bytes", "internode_bytes"):
-            yield f"{phase}/{name}", stats[name]
+        for name, value in stats.items():
+            yield f"{phase}/{name}", value

@@ -19,8 +19,7 @@ import torch
 from orchmllm.data.loading.step_loader import Step
 from orchmllm.models.phase_clock import PhaseClock
 from orchmllm.plan.step import PHASES, StepPlan, imbalance
-from orchmllm.runtime.calibrate import coefficients
-from orchmllm.runtime.plan_check import combined_stats
+from orchmllm.runtime.plan_check import combined_stats, cost_coefficients
 
 CLOCK_PHASES = (*PHASES, "exchange")
 NAMED_ITEMS = 3  # of the slowest rank, the longest ones
@@ -54,9 +53,9 @@ class MeasuredStep:
 
 
 class StepFacts(NamedTuple):
-    """What all d ranks reported at the end of a step. loss_sum, exchange_s, wait_s, remote, local,
-    signal: (d,); cpu_s, measured_s: (d, CLOCK_PHASES); norms (d, 1 + parts): of the gradient and of
-    its parts, the same on all ranks."""
+    """What all d ranks reported at the end of a step (StepTimer.gather). loss_sum, exchange_s,
+    wait_s, remote, local, signal: (d,); cpu_s, measured_s: (d, CLOCK_PHASES); norms (d, 1 + parts):
+    of the gradient and of its parts, the same on all ranks."""
 
     loss_sum: np.ndarray
     exchange_s: np.ndarray
@@ -98,7 +97,7 @@ class StepFacts(NamedTuple):
             "data_wait_s": float(self.wait_s.max()), "plan_ms": 1e3 * step.plan_s,
             "exchange_ms": 1e3 * float(exchange_s.max()),
             "num_global_targets": step.num_global_targets,
-            "phases": combined_stats(step.plans), "costs": coefficients(step.plans[0].spec.costs),
+            "phases": combined_stats(step.plans), "costs": cost_coefficients(step.plans),
             "cpu_s": dict(zip(CLOCK_PHASES, self.cpu_s.T.tolist(), strict=True)),
             "num_failed_media": len(step.failed), "stop_signal": int(self.signal.max()),
         }
@@ -118,11 +117,17 @@ class StepTimer:
         self._before: tuple[int, Sequence[StepPlan]] | None = None
         self._seconds = [0.0] * len(CLOCK_PHASES)
 
-    def seconds(self) -> list[float]:
-        """This rank's seconds (CLOCK_PHASES), for the step's synchronisation."""
-        if self._clock.has_events:
-            return self._seconds
-        return [self._clock.cpu_s[p] for p in CLOCK_PHASES]
+    def gather(self, gather: Callable[[list], np.ndarray], step: Step, loss_sum: torch.Tensor,
+               norms: torch.Tensor, signal: int) -> StepFacts:
+        """What all ranks report of a step: its one synchronisation. gather: see StepFacts. norms:
+        (1 + parts,). signal: that asked this rank to stop."""
+        cpu_s = [self._clock.cpu_s[p] for p in CLOCK_PHASES]
+        return StepFacts.gathered(
+            gather, loss_sum=loss_sum, exchange_s=self._clock.wall_s["exchange"],
+            wait_s=step.wait_s, remote=step.preprocessed.remote, local=step.preprocessed.local,
+            signal=signal, cpu_s=cpu_s,
+            measured_s=self._seconds if self._clock.has_events else cpu_s,
+            norms=list(norms.unbind()))
 
     def measured(self, index: int, plans: Sequence[StepPlan], seconds: np.ndarray
                  ) -> MeasuredStep | None:

@@ -38,3 +38,9 @@ def combined_stats(plans: Sequence[StepPlan]) -> dict[str, dict[str, float]]:
             **{name: sum(map(itemgetter(name), stats)) for name in stats[0]},
         }
     return out
+
+
+def cost_coefficients(plans: Sequence[StepPlan]) -> dict[str, dict[str, int]]:
+    """Per phase, the FLOP of a position and of a pair of positions that a step was planned by."""
+    return {phase: {"linear": model.linear, "quadratic": model.quadratic}
+            for phase, model in plans[0].spec.costs.items()}

@@ -12,7 +12,6 @@ from orchmllm.config.recipe import DataConfig, Recipe
 from orchmllm.data.loading.step_loader import Step
 from orchmllm.plan.assign import PHASES
 from orchmllm.plan.layout import ENCODERS
-from orchmllm.runtime.calibrate import FittedCosts
 
 VERSION = 1
 MIN_MEDIA_FOR_PERCENT = 100
@@ -103,16 +102,15 @@ def name_of(line: dict) -> str:
 class Progress:
     """step: the next one. skipped_steps: steps without an optimizer step. skip: steps whose update
     is left out (after a rollback). global_batch_size: examples per step over all ranks; it stays
-    what it was when the number of ranks changes, and with it every global batch. fitted: costs that
-    replace the derived ones. nonfinite_in_a_row: steps that were not finite since the last update;
-    what is done again after a rollback does not count as one."""
+    what it was when the number of ranks changes, and with it every global batch.
+    nonfinite_in_a_row: steps that were not finite since the last update; what is done again after a
+    rollback does not count as one."""
 
     global_batch_size: int
     step: int = 0
     skipped_steps: int = 0
     skip: list[int] = field(default_factory=list)
     media: MediaCount = field(default_factory=MediaCount)
-    fitted: FittedCosts | None = None
     nonfinite_in_a_row: int = 0
 
     @property
@@ -133,7 +131,6 @@ class Progress:
             global_batch_size=state["global_batch_size"], step=state["step"],
             skipped_steps=state["skipped_steps"], skip=list(state["skip"]),
             media=MediaCount(**state["media"]),
-            fitted=FittedCosts(*state["fitted"]) if state.get("fitted") else None,
             nonfinite_in_a_row=state.get("nonfinite_in_a_row", 0))
 
 

@@ -4,12 +4,10 @@ while the waiting is gone.
     orchmllm compare --recipe recipes/demo.yaml [section.key=value ...]
 
 Two models train in the same processes, one without and one with balancing, on the same batches and
-step by step in turn, so that whatever else the machine does meets both alike. Ranks run on the CPU
-with one thread each:
-- curves: the recipe's run on launch.nproc_per_node ranks. Where several ranks share a core, wall
-  time does not show what a rank waits for, so the CPU time of each rank's thread in each phase is
-  compared.
-- pairs: some steps on 2 ranks, for their wall time.
+step by step in turn, so that whatever else the machine does meets both alike.
+launch.nproc_per_node ranks run on the CPU with one thread each. Where several ranks share a core,
+wall time does not show what a rank waits for, so the CPU time of each rank's thread in each phase
+is compared beside it.
 
 Writes comparison.json, and comparison.html, the report of both runs, into run.dir. Exit code 1 if
 the losses differ.
@@ -34,16 +32,14 @@ from orchmllm.runtime.local_ranks import run_local
 from orchmllm.runtime.metrics import MetricsLog
 from orchmllm.train import run_rank
 
-PAIR_RANKS = 2
+NUM_RANKS = 4  # where the recipe does not say how many
 WARM_UP_STEPS = 2  # first calls allocate and choose kernels; they would be charged to one side
 MAX_LOSS_DIFFERENCE = 1e-5  # relative, at any step: float32 sums in another order
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    parser = command_parser("compare", __doc__, (
-        ("--pairs", 20, "timed pairs of steps on 2 ranks"),))
+    parser = command_parser("compare", __doc__)
     parser.add_argument("--recipe", required=True, help="YAML file; every key has a default")
-    parser.add_argument("--part", choices=("curves", "pairs"), help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
     add_overrides(parser)
     return parser.parse_intermixed_args(argv)  # overrides before and after options
@@ -57,12 +53,10 @@ def variant(recipe: Recipe, enabled: bool) -> Recipe:
         balance=replace(recipe.balance, enabled=enabled))
 
 
-def train_in_turn(
-    recipe: Recipe, world: launch.World, *, validates: bool
-) -> dict[str, list[dict]]:
+def train_in_turn(recipe: Recipe, world: launch.World) -> dict[str, list[dict]]:
     """Rows of metrics ("off", "on") of two runs whose steps alternate, the first of a pair too;
-    wall_s in a row: seconds of the step, waiting for its data included. validates: a row with
-    validation_loss before and after."""
+    wall_s in a row: seconds of the step, waiting for its data included. With rows to validate on, a
+    row with validation_loss before and after."""
     import torch.distributed as dist
 
     from orchmllm.trainer import Trainer
@@ -74,7 +68,7 @@ def train_in_turn(
 
     def validation() -> dict[str, list[dict]]:
         return {name: [{"step": t.progress.step, "validation_loss": t.validate()}]
-                if validates else []
+                if recipe.data.num_validation else []
                 for name, t in trainers.items()}
 
     rows = validation()
@@ -100,18 +94,15 @@ def describe(off: dict, on: dict, num_steps: int) -> str:
             f"{phases} | {off['wall_s']:.2f} s {on['wall_s']:.2f} s")
 
 
-def run_part(args: argparse.Namespace, recipe: Recipe, world: launch.World) -> int:
-    """What a rank does; rank 0 writes the part's result to args.out."""
+def run_ranks(recipe: Recipe, world: launch.World, out: Path) -> int:
+    """What a rank does; rank 0 writes the rows to `out`."""
     def work(watch: object) -> None:
-        part = recipe if args.part == "curves" else replace(
-            recipe, train=replace(recipe.train, num_steps=args.pairs))
         if world.rank == 0:
             print(f"\n{world.world_size} ranks, balancing off and on in turn. Off, on: loss, "
                   "slowest rank / mean rank (predicted), wall time", flush=True)
-        validates = args.part == "curves" and recipe.data.num_validation > 0
-        result = train_in_turn(part, world, validates=validates)
+        result = train_in_turn(recipe, world)
         if world.rank == 0:
-            args.out.write_text(json.dumps(result), encoding="utf-8")
+            out.write_text(json.dumps(result), encoding="utf-8")
 
     return run_rank(recipe, world, work)
 
@@ -130,11 +121,11 @@ def main(argv: list[str]) -> int:
     args = parse(argv)
     recipe = load_recipe(args.recipe, args.overrides)
     world = launch.current_world()
-    if world is not None and args.part is None:
+    if world is not None and args.out is None:
         raise ValueError("the comparison starts its ranks itself: run it without torchrun/srun")
     if world is not None:
-        return run_part(args, recipe, world)
-    return run_all(args, recipe, argv)
+        return run_ranks(recipe, world, args.out)
+    return run_all(recipe, argv)
 
 
 def log_of(rows: list[dict], folder: Path) -> Path:
@@ -148,43 +139,34 @@ def log_of(rows: list[dict], folder: Path) -> Path:
     return folder
 
 
-def run_all(args: argparse.Namespace, recipe: Recipe, argv: list[str]) -> int:
-    """Launches both parts, then reports. Raises ValueError where one cannot have its ranks."""
+def run_all(recipe: Recipe, argv: list[str]) -> int:
+    """Launches the ranks, then reports. Raises ValueError for a number of ranks that cannot be."""
     run_dir, started = recipe.run.folder, time.perf_counter()
-    ranks_of = {"curves": recipe.launch.nproc_per_node or 4, "pairs": PAIR_RANKS}
-    for part, num_ranks in ranks_of.items():  # before minutes of training
-        try:
-            check_world(resolve(recipe, num_ranks, num_ranks))
-        except ValueError as e:
-            raise ValueError(f"compare trains its {part} on {num_ranks} ranks: {e}") from e
+    num_ranks = recipe.launch.nproc_per_node or NUM_RANKS
+    check_world(resolve(recipe, num_ranks, num_ranks))  # before minutes of training
     run_dir.mkdir(parents=True, exist_ok=True)
-    parts = {}
     with tempfile.TemporaryDirectory() as folder:
-        for part, num_ranks in ranks_of.items():
-            out = Path(folder) / f"{part}.json"
-            code = run_local(
-                "orchmllm", ["compare", *argv, "--part", part, "--out", str(out)], num_ranks,
-                cpu_only=True, num_threads=1)
-            if code:
-                return code
-            parts[part] = json.loads(out.read_text(encoding="utf-8"))
+        out = Path(folder) / "rows.json"
+        code = run_local("orchmllm", ["compare", *argv, "--out", str(out)], num_ranks,
+                         cpu_only=True, num_threads=1)
+        if code:
+            return code
+        rows = json.loads(out.read_text(encoding="utf-8"))
     from orchmllm.tools.report import comparison as report
     from orchmllm.tools.report.log import read_run
     from orchmllm.tools.report.page import page
 
-    result = report.summarize(parts["curves"], parts["pairs"])
+    result = report.summarize(rows)
     result["training_s"] = time.perf_counter() - started
     result["vocab_size"] = recipe.model.llm.vocab_size
     result["loss_difference"] = largest_difference(result["loss_off"], result["loss_on"])
-    result["loss_difference_2ranks"] = largest_difference(
-        result["loss_off_2ranks"], result["loss_on_2ranks"])
     (run_dir / "comparison.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     (run_dir / "comparison.html").write_text(page(*(
-        read_run(log_of(parts["curves"][name], run_dir / name)) for name in ("on", "off"))),
+        read_run(log_of(rows[name], run_dir / name)) for name in ("on", "off"))),
         encoding="utf-8")
     print(report.comparison_table(result, recipe))
     print(f"\nwritten: {run_dir / 'comparison.json'} and {run_dir / 'comparison.html'}")
-    worst = max(result["loss_difference"], result["loss_difference_2ranks"])
+    worst = result["loss_difference"]
     if not worst <= MAX_LOSS_DIFFERENCE:  # nan fails too
         print(f"error: losses with and without balancing differ by {worst:.1e} relative, more than "
               f"{MAX_LOSS_DIFFERENCE:.0e}; balancing must not change the result", file=sys.stderr)

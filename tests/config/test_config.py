@@ -244,7 +244,6 @@ def test_broken_sources(tmp_path, data, said):
 @pytest.mark.parametrize("override, said", [
     ("balance.llm.policy=local", "is now called 'least_move'"),
     ("balance.audio.policy=conv", "is now called 'conv_transformer'"),
-    ("balance.fit_steps=3", "did you mean 'balance.calibrate_steps'?"),
     ("data.sources=[{path: a, format: llava}]", "did you mean 'data.sources.row_format'?"),
 ])
 def test_names_of_version_0_1_are_refused_with_the_new_ones(tmp_path, override, said):

@@ -23,7 +23,6 @@ NUMBERS = {
     "data.max_batch_images": (3,), "data.max_example_tokens": (900,),
     "data.prefetch": (1, 2, 3), "data.num_workers": (1, 2),
     "balance.min_gain": (0.02, 0.5), "balance.ranks_per_node": (1, 2, 3, 4),
-    "balance.calibrate_steps": (1,),
     **{f"balance.{phase}.{key}": values for phase in ("vision", "audio", "llm") for key, values in (
         ("tolerance", (0.0, 0.05, 0.3, 1.0)), ("max_rank_tokens", (10_000,)))},
     "train.batch_size": (1, 2, 3, 4, 5), "train.accumulation_steps": (2, 3),

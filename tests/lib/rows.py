@@ -5,7 +5,7 @@ from __future__ import annotations
 from jsonschema import Draft202012Validator
 
 from orchmllm.plan.assign import PHASES
-from orchmllm.runtime.log_schema import STEP_ROW, VALIDATION_ROW
+from orchmllm.runtime.log_schema import NUMBERS, STEP_ROW, VALIDATION_ROW
 
 
 def row_problems(row: dict) -> list[str]:
@@ -19,10 +19,9 @@ def a_row(step: int, loss: float = 2.0) -> dict:
     phases = {p: {"imbalance_before": 1.5 + i, "imbalance_after": 1.0 + i / 8,
                   "mean_cost_kflop": 100.0, "moved_bytes": 1500, "internode_bytes": 500}
               for i, p in enumerate(PHASES)}
-    return {"step": step, "loss": loss, "grad_norm": 1.0, "lr": 0.1, "tokens_per_s": 1234.5,
-            "mfu": None, "step_s": 0.5, "data_wait_s": 0.005, "plan_ms": 1.0, "exchange_ms": 2.0,
-            "num_global_targets": 7, "skipped_steps": 0, "phases": phases,
+    return {**dict.fromkeys(NUMBERS, 0), "step": step, "loss": loss, "grad_norm": 1.0, "lr": 0.1,
+            "tokens_per_s": 1234.5, "mfu": None, "step_s": 0.5, "data_wait_s": 0.005,
+            "num_global_targets": 7, "phases": phases,
             "costs": {p: {"linear": 6, "quadratic": 1} for p in PHASES},
-            "cpu_s": {p: [0.1, 0.2] for p in (*PHASES, "exchange")}, "num_failed_media": 0,
-            "grad_norms": {"connector": 0.5, "llm": 0.75}, "measured": None,
-            "nonfinite": False, "stop_signal": 0}
+            "cpu_s": {p: [0.1, 0.2] for p in (*PHASES, "exchange")},
+            "grad_norms": {"connector": 0.5, "llm": 0.75}, "measured": None, "nonfinite": False}

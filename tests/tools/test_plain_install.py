@@ -10,7 +10,6 @@ from orchmllm.data.formats import find
 from orchmllm.papers.reproduce import main as reproduce
 from orchmllm.tools import pictures
 from orchmllm.tools.data.command import main as data
-from orchmllm.tools.predict.plan_job import main as plan_job
 from orchmllm.train import main as train
 from tests.lib.tokenizers import write_tokenizer
 
@@ -42,8 +41,6 @@ def test_data_that_need_an_extra_are_refused_before_ranks_start(plain, tmp_path,
 
 def test_pictures_that_were_asked_for_are_refused_without_matplotlib(plain, tmp_path, capsys):
     for command, *argv in ((data, "stats", "--out", f"{tmp_path}/a.png"),
-                           (plan_job, "recipes/demo.yaml", "--gpus", "8", "--picture",
-                            f"{tmp_path}/a.svg"),
                            (reproduce, "compare", "--ranks", "8", "--out", f"{tmp_path}/a.png")):
         assert command(argv) == 2
         assert "matplotlib is not installed: pip install '.[tools]'" in capsys.readouterr().err

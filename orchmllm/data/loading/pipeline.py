@@ -101,11 +101,6 @@ class Pipeline:
         self.accumulation_steps, self.prefetch = accumulation_steps, prefetch
         self.num_dropped = 0
 
-    @property
-    def ahead(self) -> int:
-        """Steps that may be planned beyond the one last yielded."""
-        return self.prefetch + self.feed.lookahead
-
     def __iter__(self) -> Iterator[Step]:
         steps = self._steps()
         self.orchestrator.settle()

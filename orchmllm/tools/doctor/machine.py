@@ -34,7 +34,6 @@ IN_TREE = "in the clone: pip install ."
 CONNECTIONS = 2  # of a rank to the store of rank 0
 LOOKUP_S, MOST_LOOKUPS_S = 20.0, 30.0  # that one name may take; those of all connections
 BOUNDED_THREAD = "doctor"
-THROTTLING = ("hw_slowdown", "hw_thermal_slowdown", "hw_power_brake_slowdown")
 
 T = TypeVar("T")
 
@@ -123,13 +122,13 @@ def _packages() -> Iterator[Check]:
 
 
 def device(world: World | None, recipe: Recipe | None) -> Iterator[Check]:
-    """torch, CUDA, NCCL, the GPU of this rank, its clocks, attention."""
+    """torch, CUDA, NCCL, the GPU of this rank, attention."""
     import torch
 
     yield Check("torch", True, torch.__version__, alike=True)
     if not torch.cuda.is_available():
-        gpus = shutil.which("nvidia-smi") and _smi("name")
-        yield Check("GPU", not gpus, f"torch {torch.__version__} cannot use {gpus[0][0]}" if gpus
+        gpus = _gpus_of_the_driver()
+        yield Check("GPU", not gpus, f"torch {torch.__version__} cannot use {gpus[0]}" if gpus
                     else "none found: ranks compute on the CPU",
                     "install a torch for the driver's CUDA (nvidia-smi shows its version)",
                     alike=True)
@@ -173,25 +172,15 @@ def _gpu(world: World | None) -> Iterator[Check]:
     end.synchronize()
     speed = 20 * 2 * 4096**3 / (start.elapsed_time(end) * 1e-3)
     yield Check("GPU speed", True, f"{speed / 1e12:.0f} TFLOP/s in bfloat16", value=speed)
-    if shutil.which("nvidia-smi"):
-        uuid = f"GPU-{torch.cuda.get_device_properties(where).uuid}"
-        rows = [row for reasons in ("clocks_event_reasons", "clocks_throttle_reasons")
-                for row in _smi("clocks.sm", "clocks.max.sm",
-                                *(f"{reasons}.{t}" for t in THROTTLING), gpu=uuid)]
-        for now, most, *reasons in rows[:1]:
-            slowed = [t for t, r in zip(THROTTLING, reasons, strict=True) if r == "Active"]
-            yield Check("GPU clocks", not slowed, f"{now} of {most} MHz"
-                        + f", slowed: {', '.join(slowed)}" * bool(slowed),
-                        "cool the machine or check its power; nvidia-smi -q -d PERFORMANCE")
 
 
-def _smi(*fields: str, gpu: str = "") -> list[list[str]]:
-    """Rows of nvidia-smi; none where it fails."""
-    done = subprocess.run(["nvidia-smi", f"--query-gpu={','.join(fields)}",
-                           "--format=csv,noheader,nounits", *([f"--id={gpu}"] if gpu else [])],
+def _gpus_of_the_driver() -> list[str]:
+    """Names of the GPUs that nvidia-smi shows; none where it fails."""
+    if not shutil.which("nvidia-smi"):
+        return []
+    done = subprocess.run(["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"],
                           capture_output=True, text=True, timeout=30)
-    return [[x.strip() for x in line.split(",")] for line in done.stdout.splitlines()
-            ] if done.returncode == 0 else []
+    return done.stdout.splitlines() if done.returncode == 0 else []
 
 
 def limits(world_size: int) -> Iterator[Check]:

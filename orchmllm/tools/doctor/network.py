@@ -1,6 +1,5 @@
 """What the ranks of a job find out together: who is there, whether every node is reached and how
-fast, how far clocks are apart. All waiting is bounded, and what is known of a rank that is late or
-dead is told by rank 0.
+fast. All waiting is bounded, and what is known of a rank that is late or dead is told by rank 0.
 
 Nodes (ranks, on a single node) meet in pairs: in round k those whose numbers differ in bit k, so
 that log2(n) rounds connect all of them. Each pair has a connection of its own, as a broken one must
@@ -25,7 +24,6 @@ from orchmllm.tools.doctor.machine import BOUNDED_THREAD, Check, bounded
 
 FIRST_BYTES, MOST_BYTES = 1 << 20, 16 << 20  # that a pair sends each way
 FAST_S = 0.05  # for the first bytes: then the most are sent, too
-PINGS = 5
 NCCL_CURE = ("set NCCL_DEBUG=INFO and, between nodes, NCCL_SOCKET_IFNAME to the interface "
              "towards the others")
 
@@ -87,9 +85,9 @@ def pairs_of(members: list[int], rank: int) -> list[tuple[int, int]]:
     return [(k, members[mine ^ 1 << k]) for k in rounds if mine ^ 1 << k < len(members)]
 
 
-def meet_in_pairs(meeting: Meeting, clock=time.time) -> list[dict]:
-    """This rank's pairs, both ranks of which describe it: ranks, bytes_per_s each way, latency_s,
-    skew_s (the partner's clock less this one's) or error."""
+def meet_in_pairs(meeting: Meeting) -> list[dict]:
+    """This rank's pairs, both ranks of which describe it: ranks, and bytes_per_s each way or error.
+    """
     rank, found = meeting.world.rank, []
     nodes = {r for r, (_, place) in meeting.present.items() if place == 0}
     members = sorted(nodes if len(nodes) > 1 else meeting.present)
@@ -98,15 +96,17 @@ def meet_in_pairs(meeting: Meeting, clock=time.time) -> list[dict]:
         try:  # a partner is late by what its rounds before have waited
             limit = meeting.timeout_s / 4 * (k + 1)
             name = f"pair{k}/{min(rank, partner)}"
-            one |= bounded(partial(_measure, dist.PrefixStore(name, meeting.store),
-                                   int(rank > partner), limit, clock), limit)
+            one["bytes_per_s"] = bounded(partial(
+                _bytes_per_s, dist.PrefixStore(name, meeting.store), int(rank > partner), limit),
+                limit)
         except Exception as e:
             one["error"] = _first_line(e)
         found.append(one)
     return found
 
 
-def _measure(store: dist.Store, me: int, timeout_s: float, clock) -> dict:
+def _bytes_per_s(store: dist.Store, me: int, timeout_s: float) -> float:
+    """What a pair's link carries each way at the same time."""
     group = dist.ProcessGroupGloo(store, me, 2, timedelta(seconds=timeout_s))
 
     def swap(sent: torch.Tensor) -> tuple[torch.Tensor, float]:
@@ -118,9 +118,6 @@ def _measure(store: dist.Store, me: int, timeout_s: float, clock) -> dict:
         return got, time.perf_counter() - started
 
     swap(torch.zeros(1))  # connects
-    latency, skew = min((seconds, float(theirs) - now) for now, (theirs, seconds) in (
-        (now, swap(torch.tensor([now], dtype=torch.float64)))
-        for now in (clock() for _ in range(PINGS))))
 
     def slower(seconds: float) -> float:
         """Of both ranks: what is sent may still be in a buffer."""
@@ -130,7 +127,7 @@ def _measure(store: dist.Store, me: int, timeout_s: float, clock) -> dict:
     if seconds < FAST_S:
         much = torch.zeros(MOST_BYTES, dtype=torch.uint8)
         size, seconds = MOST_BYTES, slower(min(swap(much)[1] for _ in range(3)))
-    return {"bytes_per_s": size / seconds, "latency_s": latency, "skew_s": skew}
+    return size / seconds
 
 
 def is_left_behind() -> bool:

@@ -20,11 +20,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from orchmllm.comm.exchange import exchange_group, exchange_rows
 from orchmllm.config.balance import BalanceConfig
 from orchmllm.config.recipe import CheckpointConfig, FsdpConfig, LaunchConfig, Recipe
 from orchmllm.launch import World, device_of
-from orchmllm.plan.rearrange import Rearrangement
 from orchmllm.plan.step import PHASES, PhasePolicy
 from orchmllm.sharding.init import plain_name
 from orchmllm.tools.doctor.synthetic import SyntheticDataset, recipe
@@ -43,7 +41,7 @@ def run(world: World) -> int:
     """The exit code of this rank."""
     def work(watch: object) -> None:
         started = last = time.perf_counter()
-        for test in (exchanges, gradients, no_media, half_precision, save_and_resume):
+        for test in (gradients, no_media, half_precision, save_and_resume):
             for name in test(world):
                 now = time.perf_counter()
                 if world.rank == 0:
@@ -54,39 +52,6 @@ def run(world: World) -> int:
                   f"in {time.perf_counter() - started:.1f} s")
 
     return run_rank(recipe_of(), world, work)
-
-
-def exchanges(world: World) -> Iterator[str]:
-    """All-to-alls whose parts are uneven, empty on some ranks, and all on one rank; on the default
-    group and on that of the exchanges, forward and backward. Raises RuntimeError if rows are not
-    where they belong."""
-    device, d = device_of(world), world.world_size
-    groups = {"the default group": None,
-              "the exchanges' group": exchange_group(device, LIMITS.timeout_s)}
-    rng = np.random.default_rng(5)
-    sizes = np.full(d, 4)
-    rows = rng.integers(0, 40, 4 * d)
-    rows[:4] = 0  # the first rank has nothing to send
-    cases = {"uneven": rng.integers(0, d, 4 * d), "to one rank": np.full(4 * d, d - 1),
-             "to all but one": rng.integers(0, max(d - 1, 1), 4 * d)}
-    starts = np.concatenate([[0], np.cumsum(rows)])
-    for where, group in groups.items():
-        for case, rank_of in cases.items():
-            move = Rearrangement.from_rank_of(rank_of, sizes)
-
-            def values(items: np.ndarray) -> torch.Tensor:
-                index = np.concatenate([np.arange(starts[i], starts[i + 1]) for i in items])
-                return torch.from_numpy(index).to(device, torch.float64)[:, None]
-
-            mine = np.arange(4 * world.rank, 4 * world.rank + 4)
-            x = values(mine).requires_grad_()
-            y = exchange_rows(x, move.exchange(rows, world.rank), group)
-            expected = values(move.items_on(world.rank)) if len(
-                move.items_on(world.rank)) else x.new_empty(0, 1)
-            (3.0 * y).sum().backward()
-            if not torch.equal(y.detach(), expected) or not bool((x.grad == 3.0).all()):
-                raise RuntimeError(f"all-to-all on {where}, {case}: rows did not arrive in order")
-        yield f"all-to-alls on {where}: {', '.join(cases)}, forward and backward"
 
 
 def gradients(world: World) -> Iterator[str]:

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from math import copysign
 from statistics import median
 
 from orchmllm.tools.doctor.machine import Check
 
-MAX_SKEW_S = 1.0
 SLOW = 0.7  # of the median, for a figure that all ranks should reach
 RANKS_SHOWN = 8
 
@@ -52,7 +50,8 @@ def _merge(by_rank: Mapping[int, Check], alone: bool) -> list[Check]:
     if slow:
         return [Check(first.name, False, f"{ranks(slow)}: {by_rank[slow[0]].what}, less than "
                       f"{SLOW:.0%} of the median rank's",
-                      "look at clocks, cooling and links of that machine, or leave it out")]
+                      "look at clocks, cooling and links of that machine (nvidia-smi -q -d "
+                      "PERFORMANCE), or leave it out")]
     others = f" ({len(texts) - 1} other values)" if len(texts) > 1 else ""
     return [first._replace(what=first.what + others)]
 
@@ -86,26 +85,7 @@ def network(pairs: Sequence[Mapping], num_nodes: int, least_gbit: float) -> list
                      f"at least {least_gbit:g} Gbit/s (--network) and {SLOW / 2:.0%} of the median "
                      "are expected: look at the link of these nodes, and whether "
                      "GLOO_SOCKET_IFNAME names the fast network"))
-    skew = _skews(fine)
-    far = sorted(r for r, s in skew.items() if abs(s) > MAX_SKEW_S)
-    worst = max(skew, key=lambda r: abs(skew[r]))
-    out.append(Check("clocks", not far, (f"{ranks(far)}: " if far else "")
-                     + f"{skew[worst]:+.3f} s at most, against rank {min(skew)}",
-                     "start a time service (chrony, ntp) on these nodes"))
     return out
-
-
-def _skews(pairs: Sequence[Mapping]) -> dict[int, float]:
-    """Rank -> its clock less that of the lowest rank, along the pairs, as far as it is certain: two
-    clocks are compared as well as a message is fast."""
-    skew = {min(r for p in pairs for r in p["ranks"]): 0.0}
-    for _ in pairs:
-        for p in pairs:
-            here, there = p["ranks"]
-            if here in skew and there not in skew:
-                known = max(abs(p["skew_s"]) - p["latency_s"], 0.0)
-                skew[there] = skew[here] + copysign(known, p["skew_s"])
-    return skew
 
 
 def text(checks: Sequence[Check], seconds: float) -> str:

@@ -11,7 +11,6 @@ come from orchmllm.tools.predict.examples.
 from __future__ import annotations
 
 import functools
-import math
 import resource
 import time
 from collections.abc import Callable, Collection
@@ -24,16 +23,9 @@ from orchmllm.config.job import check_world
 from orchmllm.config.recipe import Recipe
 from orchmllm.models.flops import padded_phases, plan_spec, step_flops
 from orchmllm.plan.assign import PHASES, PhasePolicy, PlanSpec
-from orchmllm.plan.balance import CapError
 from orchmllm.plan.layout import ENCODERS, BatchLayout
 from orchmllm.plan.step import StepPlan, imbalance, plan_step
-from orchmllm.sharding.fits import (
-    budget_of,
-    decide,
-    joined,
-    largest_fitting,
-    with_real_batch,
-)
+from orchmllm.sharding.fits import budget_of, decide, joined, with_real_batch
 from orchmllm.sharding.memory import Loads, MemoryModel, loads_of
 from orchmllm.sharding.units import num_parameters
 from orchmllm.tools.predict.examples import Examples, of_mix
@@ -54,8 +46,6 @@ def not_modelled(recipe: Recipe, examples: Examples) -> list[str]:
         left.append("fsdp.compile, which makes blocks faster than the assumed share of the peak")
     if recipe.balance.enabled and recipe.balance.dispatch == "bytes":
         left.append("the exchange of stored media in the background (balance.dispatch: bytes)")
-    if recipe.balance.calibrate_steps:
-        left.append("balance.calibrate_steps: costs stay those of the model")
     return left
 
 
@@ -90,7 +80,7 @@ def dry_run(recipe: Recipe, num_ranks: int, hardware: Hardware, steps: int = 20,
         "microbatches": train.accumulation_steps,
         "examples_per_step": job.global_batch_size * held / train.batch_size,
         "lengths": examples.what, "epoch": examples.epoch,
-        "not_modelled": not_modelled(recipe, examples), "capped": examples.capped,
+        "not_modelled": not_modelled(recipe, examples),
         "hardware": asdict(hardware), "dtype": memory.fsdp.forward_dtype,
         "audio_mode": recipe.model.audio.mode,
         "without": sorted(without), "balanced": recipe.balance.enabled,
@@ -100,10 +90,7 @@ def dry_run(recipe: Recipe, num_ranks: int, hardware: Hardware, steps: int = 20,
     report |= _workload(recipe, drawn, spec, memory, choice, hardware, steps,
                         job.global_batch_size / count)
     report["exchange"] = exchange_report(first, job.shard_size)
-    peak = report["memory"]["balanced"]["peak_bytes"]
-    report["fits"] = peak <= budget
-    report["largest_batch"] = {} if examples.capped else _largest(
-        recipe, drawn, spec, memory, choice, budget, peak)
+    report["fits"] = report["memory"]["balanced"]["peak_bytes"] <= budget
     report["elapsed_s"] = time.perf_counter() - started
     report["peak_rss_bytes"] = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return report
@@ -179,29 +166,6 @@ def measure(plan: StepPlan, memory: MemoryModel, choice: dict[str, str],
             "waiting_s": float(sum(time_.waiting.values())),
             "tokens_per_gpu": share * time_.tokens_per_gpu,
             "internode_bytes": float(sum(s["internode_bytes"] for s in plan.stats.values()))}
-
-
-def _largest(recipe: Recipe, drawn: Callable[..., BatchLayout], spec: PlanSpec,
-             memory: MemoryModel, choice: dict[str, str], budget: float, same: float) -> dict:
-    """Examples per rank that fit, over three drawn steps: within the budget, and within what the
-    recipe's balanced mini-batch takes. Nothing above `tried` was tried."""
-    @functools.cache
-    def peak(batch: int, balanced: bool, pad: frozenset[str]) -> float:
-        scheme = spec if balanced else replace(spec, balance=NONE)
-        try:
-            loads = [loads_of(plan_step(drawn(batch, recipe.run.seed + s), scheme), pad)
-                     for s in range(3)]
-        except CapError:
-            return math.inf
-        return memory.peak(joined(loads), choice)
-
-    high = 4 * recipe.train.batch_size
-    padded = padded_phases(recipe.model)
-    runs = {"balanced": (True, padded), "none": (False, padded),
-            "none, audio padded": (False, frozenset({"audio"}))}
-    return {where: {name: largest_fitting(lambda b, how=how: peak(b, *how), limit, high)
-                    for name, how in runs.items()}
-            for where, limit in (("budget", budget), ("same_memory", same))} | {"tried": high}
 
 
 def exchange_report(plan: StepPlan, shard_size: int) -> dict:

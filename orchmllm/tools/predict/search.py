@@ -156,11 +156,11 @@ class Search:
         _, loads = self.drawn(setting.batch_size, setting.shard_size)
         return self.memory(setting).peak(loads, _choice(setting))
 
-    def found(self, setting: Setting, hardware: Hardware | None = None) -> Found:
+    def found(self, setting: Setting) -> Found:
         """The setting's prediction, the mean of the steps."""
         works, _ = self.drawn(setting.batch_size, setting.shard_size)
         memory = self.memory(setting)
-        times = [timed(w, memory, _choice(setting), hardware or self.hardware) for w in works]
+        times = [timed(w, memory, _choice(setting), self.hardware) for w in works]
         slowest = max(times, key=lambda t: t.seconds)  # phases of one step; totals of the mean
         mean = float(np.mean([t.seconds for t in times])) / slowest.seconds
         return Found(setting, replace(
@@ -240,22 +240,3 @@ class Search:
 
 def _choice(setting: Setting) -> Mapping[str, str]:
     return dict(zip(PHASES, setting.checkpointing, strict=True))
-
-
-def difference(best: Found, other: Found, num_ranks: int) -> str:
-    """Why `other` is slower: the keys in which it differs, and where its seconds per token go."""
-    ours, theirs = (f.setting.overrides(num_ranks) for f in (best, other))
-    changed = [b for a, b in zip(ours, theirs, strict=True) if a != b]
-
-    def parts(f: Found) -> dict[str, float]:
-        t = f.time
-        return {x: 1e9 * s / t.tokens for x, s in {
-            "computing": sum(map(sum, t.phases.values())), "gathers and reductions": t.traffic,
-            "exchange": t.exchange, "optimizer": t.update}.items()}
-
-    mine, other_parts = parts(best), parts(other)
-    more = {k: other_parts[k] - mine[k] for k in mine}
-    worst = max(more, key=more.get)
-    return (f"{', '.join(changed)}: {100 * (1 - other.tokens_per_s / best.tokens_per_s):.2f}% "
-            f"slower, most of it {worst} ({mine[worst]:.3g} -> {other_parts[worst]:.3g} ns a "
-            f"token); {other.peak_bytes / 1e9:.1f} GB instead of {best.peak_bytes / 1e9:.1f}")

@@ -93,7 +93,7 @@ def dry_run_text(r: dict) -> str:
         *lines, "", *_memory_lines(r), "", *_parameter_lines(r["parameters"]), "",
         *_imbalance_lines(r), "", *_predicted_lines(r), "",
         *_exchange_lines(r["exchange"], r["world_size"]), "",
-        *_batch_lines(r), "", f"This took {r['elapsed_s']:.1f} s and "
+        f"This took {r['elapsed_s']:.1f} s and "
         f"{r['peak_rss_bytes'] / 1e9:.2f} GB of memory."])
 
 
@@ -224,24 +224,6 @@ def _exchange_lines(x: dict, world_size: int) -> list[str]:
                   *(_table(label, *(f"{x[key][p]:.4f}" for p in phases)) for label, key in (
                       (f"  balanced among all {world_size} ranks", "imbalance_world"),
                       (f"  inside shard groups of {x['shard_size']}", "imbalance_shard_groups")))]
-    return lines
-
-
-def _batch_lines(r: dict) -> list[str]:
-    if r["capped"]:
-        return ["data.batching=capped: the caps decide how many examples a rank gets."]
-    b, tried = r["largest_batch"], r["largest_batch"]["tried"]
-    columns = {"balanced": "balanced", "none": "unbalanced"}
-    if "audio" in r["phases"] and r["audio_mode"] == "packed":
-        columns["none, audio padded"] = "padded"
-    peak = r["memory"]["balanced"]["peak_bytes"]
-    rows = ((f"  the {r['memory_budget_bytes'] / 1e9:.1f} GB that are allowed", b["budget"]),
-            (f"  the {peak / 1e9:.1f} GB that this recipe needs", b["same_memory"]))
-    lines = [_table("Examples a rank that fit in", *columns.values()), *(
-        _table(label, *(f"{fitting[n]}{' or more' * (fitting[n] == tried)}" for n in columns))
-        for label, fitting in rows)]
-    if "padded" in columns.values():
-        lines.append("  padded: unbalanced, and audio padded to the longest clip of a rank")
     return lines
 
 

@@ -15,18 +15,18 @@ from orchmllm.runtime.gain import predicted
 PATH_PHASES = (*PHASES, "exchange")
 
 
-def summarize(curves: dict[str, list[dict]], pairs: dict[str, list[dict]]) -> dict:
-    """The figures of comparison.json. curves, pairs: rows of metrics ("off", "on"), see
-    orchmllm.tools.compare. Times in seconds of CPU time unless called wall.
+def summarize(rows: dict[str, list[dict]]) -> dict:
+    """The figures of comparison.json. rows: of metrics ("off", "on"), see orchmllm.tools.compare.
+    Times in seconds of CPU time unless called wall.
 
     critical path: sum over steps and phases of the slowest rank's time in that phase, because FSDP
     gathers parameters phase by phase and every rank waits for the slowest.
     """
-    steps = {name: [r for r in rows if "loss" in r] for name, rows in curves.items()}
-    validation = {name: [r["validation_loss"] for r in rows if "validation_loss" in r]
-                  for name, rows in curves.items()}
-    cpu_s = {name: np.array([[r["cpu_s"][p] for p in PATH_PHASES] for r in rows])
-             for name, rows in steps.items()}  # (steps, phases, ranks)
+    steps = {name: [r for r in found if "loss" in r] for name, found in rows.items()}
+    validation = {name: [r["validation_loss"] for r in found if "validation_loss" in r]
+                  for name, found in rows.items()}
+    cpu_s = {name: np.array([[r["cpu_s"][p] for p in PATH_PHASES] for r in found])
+             for name, found in steps.items()}  # (steps, phases, ranks)
     path = {name: float(x.max(axis=2).sum()) for name, x in cpu_s.items()}
     cost = {"off": sum(predicted(r["phases"])[0] for r in steps["off"]),
             "on": sum(predicted(r["phases"])[1] for r in steps["on"])}
@@ -35,14 +35,13 @@ def summarize(curves: dict[str, list[dict]], pairs: dict[str, list[dict]]) -> di
         "critical_path_ratio": path["off"] / path["on"],
         "predicted_ratio": cost["off"] / cost["on"],
         "on_over_mean": path["on"] / float(cpu_s["on"].mean(axis=2).sum()),
-        "wall_ratio_2ranks": statistics.median(
+        "wall_ratio": statistics.median(
             on["wall_s"] / off["wall_s"]
-            for on, off in zip(pairs["on"], pairs["off"], strict=True)),
+            for on, off in zip(steps["on"], steps["off"], strict=True)),
         "validation_loss_first": (validation["on"] or [math.nan])[0],
         "validation_loss_last": (validation["on"] or [math.nan])[-1],
         "validation_loss_last_off": (validation["off"] or [math.nan])[-1],
-        **{f"{key}_{name}_2ranks": [r[key] for r in pairs[name]]
-           for key in ("loss", "wall_s") for name in ("off", "on")},
+        "wall_s": {name: [r["wall_s"] for r in found] for name, found in steps.items()},
         "num_ranks": cpu_s["on"].shape[2], "num_steps": len(steps["on"]),
         "critical_path_s": path,
         "imbalance": {p: {"off": _phase_ratio(steps["off"], p, "imbalance_before"),
@@ -68,7 +67,7 @@ def comparison_table(result: dict, recipe: Recipe) -> str:
     first, last = r["validation_loss_first"], r["validation_loss_last"]
     path = {name: s / steps for name, s in r["critical_path_s"].items()}
     waiting = {name: sum(map(sum, x)) / ranks / steps for name, x in r["waiting_s"].items()}
-    wall = {name: statistics.median(r[f"wall_s_{name}_2ranks"]) for name in ("off", "on")}
+    wall = {name: statistics.median(seconds) for name, seconds in r["wall_s"].items()}
     title = (f"Balancing off and on: {ranks} ranks x {recipe.train.batch_size} examples, {steps} "
              "steps, same seed and batches")
     lines = [
@@ -78,8 +77,7 @@ def comparison_table(result: dict, recipe: Recipe) -> str:
         _line("  training loss, last step", r["loss_off"][-1], r["loss_on"][-1], ".4f"),
         _line(f"  validation loss on {recipe.data.num_validation} held-out examples",
               r["validation_loss_last_off"], last, ".4f"),
-        f"  largest difference of a step's loss: {r['loss_difference']:.1e} relative "
-        f"(2 ranks: {r['loss_difference_2ranks']:.1e})",
+        f"  largest difference of a step's loss: {r['loss_difference']:.1e} relative",
         f"  validation loss before training {first:.3f} (ln(vocabulary) is "
         f"{math.log(r['vocab_size']):.3f}), after {last:.3f}: {100 * (last / first - 1):+.0f}%",
         "", _line("Less waiting", "off", "on") + "   moved a step",
@@ -88,14 +86,13 @@ def comparison_table(result: dict, recipe: Recipe) -> str:
           for p in PHASES),
         _line("  waiting, CPU seconds a step and rank", waiting["off"], waiting["on"], ".3f"),
         _line("  critical path, CPU seconds a step (*)", path["off"], path["on"], ".3f"),
-        _line("  wall time of a step on 2 ranks, s (median)",
-              wall["off"], wall["on"], ".3f"),
+        _line("  wall time of a step, s (median)", wall["off"], wall["on"], ".3f"),
         "",
         f"  critical path, off / on            {r['critical_path_ratio']:.2f}   "
         f"(cost model: {r['predicted_ratio']:.2f})",
         f"  critical path on / mean rank       {r['on_over_mean']:.2f}   (1.00: nobody waits)",
-        f"  wall time on 2 ranks, on / off     {r['wall_ratio_2ranks']:.2f}   "
-        "(median over pairs of steps)",
+        f"  wall time, on / off                {r['wall_ratio']:.2f}   "
+        "(median over steps; needs a core for every rank)",
         "",
         "(*) All ranks wait for the slowest one in each phase: vision encoder, audio encoder,",
         "    LLM. The critical path adds up the slowest rank's CPU time of each phase, and of",

@@ -12,16 +12,12 @@ import yaml
 from pydantic_core import from_json
 
 from orchmllm.plan.assign import PHASES
-from orchmllm.runtime.log_schema import SCHEMA_VERSION
+from orchmllm.runtime.log_schema import NUMBERS, PHASE_METRICS, SCHEMA_VERSION
 
-SCALARS = ("step", "loss", "tokens_per_s", "step_s", "data_wait_s", "skipped_steps", "nonfinite",
-           "num_failed_media", "stop_signal")
-PHASE_STATS = ("imbalance_before", "imbalance_after", "mean_cost_kflop", "moved_bytes",
-               "internode_bytes")
 MEASURED = ("imbalance", "slowest_s", "rank")
 COLUMNS = (
-    "offset", *SCALARS, "num_ranks",
-    *(f"{phase}.{name}" for phase in PHASES for name in PHASE_STATS),
+    "offset", "step", *NUMBERS, "num_ranks",
+    *(f"{phase}.{name}" for phase in PHASES for name in PHASE_METRICS),
     "measured.step", "exchange.slowest_s",
     *(f"{phase}.measured.{name}" for phase in PHASES for name in MEASURED))
 NOTHING_MEASURED = (np.nan,) * (2 + len(PHASES) * len(MEASURED))
@@ -112,10 +108,10 @@ def _read(path: Path) -> tuple[np.ndarray, dict[int, float | None], bool]:
 
 
 def _numbers(offset: int, row: dict) -> tuple[float | None, ...]:
-    """In the order of COLUMNS; None becomes nan in an array."""
+    """In the order of COLUMNS; None, and a number that a run did not log yet, becomes nan."""
     phases, times = row["phases"], row["measured"]
-    return (offset, *[row[name] for name in SCALARS], len(row["cpu_s"]["llm"]),
-            *[phases[p][name] for p in PHASES for name in PHASE_STATS],
+    return (offset, row["step"], *[row.get(name) for name in NUMBERS], len(row["cpu_s"]["llm"]),
+            *[phases[p][name] for p in PHASES for name in PHASE_METRICS],
             *(_measured_numbers(times) if times else NOTHING_MEASURED))
 
 

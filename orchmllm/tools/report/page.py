@@ -12,7 +12,8 @@ import numpy as np
 
 from orchmllm.plan.assign import PHASES
 from orchmllm.runtime import gain
-from orchmllm.tools.report.log import PHASE_STATS, RunLog
+from orchmllm.runtime.log_schema import METRICS, PHASE_METRICS
+from orchmllm.tools.report.log import RunLog
 from orchmllm.tools.report.svg import Series, chart, figure, number
 
 SLOW_STEPS = 10  # rows of a table
@@ -72,8 +73,7 @@ def _state(run: RunLog) -> str:
 
 def figures(run: RunLog) -> dict[str, tuple[float, str]]:
     """What is compared: name -> (value, unit)."""
-    before, after, seconds_before, seconds_after = _gains(run)
-    known = np.isfinite(seconds_after)
+    before, after = _costs(run)
     steps = run.num_steps
 
     def median(column: str) -> float:
@@ -90,9 +90,6 @@ def figures(run: RunLog) -> dict[str, tuple[float, str]]:
         "tokens/s, median": (median("tokens_per_s"), ""),
         "seconds a step, median": (median("step_s"), "s"),
         "saved by balancing, predicted": (gain.saved(before.sum(), after.sum()), "%"),
-        "saved by balancing, measured": (
-            gain.saved(seconds_before[known].sum(), seconds_after[known].sum())
-            if known.any() else np.nan, "%"),
         "data wait": (float(waited / total) if total else np.nan, "%"),
         "bytes moved a step": (float(moved.mean()) if steps else np.nan, "B"),
         "of them between nodes": (float(between.mean()) if steps else np.nan, "B"),
@@ -108,13 +105,10 @@ def _tiles(run: RunLog) -> str:
         for name, (value, unit) in figures(run).items()) + "</div>"
 
 
-def _gains(run: RunLog) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Of every step: cost before and after, seconds before and after (nan: not measured)."""
-    phases = {p: {name: run[f"{p}.{name}"] for name in PHASE_STATS} for p in PHASES}
-    times = {"imbalance": {p: run[f"{p}.measured.imbalance"] for p in PHASES},
-             "slowest_s": {**{p: run[f"{p}.measured.slowest_s"] for p in PHASES},
-                           "exchange": run["exchange.slowest_s"]}}
-    return *gain.predicted(phases), *gain.measured(phases, times)
+def _costs(run: RunLog) -> tuple[np.ndarray, np.ndarray]:
+    """Of every step: cost of the slowest ranks as sampled and as processed."""
+    return gain.predicted({p: {name: run[f"{p}.{name}"] for name in PHASE_METRICS}
+                           for p in PHASES})
 
 
 def _bytes(run: RunLog) -> tuple[np.ndarray, np.ndarray]:
@@ -135,7 +129,8 @@ def _charts(runs: Sequence[RunLog]) -> list[str]:
     out = [
         chart("Loss", lines("training", "run", lambda r: r["loss"]) + validation, least=None,
               note="" if validation else "Validation is not logged: set data.num_validation."),
-        chart("Throughput", lines("tokens/s", "run", lambda r: r["tokens_per_s"])),
+        *(chart(metric.chart, lines(metric.unit, "run", lambda r, name=name: r[name]))
+          for name, metric in METRICS.items() if metric.chart),
         _step_time(runs[0]),
     ]
     for phase in PHASES:
@@ -148,17 +143,13 @@ def _charts(runs: Sequence[RunLog]) -> list[str]:
             note="" if phase != "llm" else "Slowest rank / mean rank; 1: nobody waits. As sampled "
             "and as processed by the cost model, and as measured."))
 
-    def share(run: RunLog, first: int) -> np.ndarray:
-        before, after = _gains(run)[first: first + 2]
-        return 1 - np.cumsum(np.nan_to_num(after)) / np.maximum(np.cumsum(np.nan_to_num(before)),
-                                                                1e-12)
+    def share(run: RunLog) -> np.ndarray:
+        before, after = map(np.cumsum, _costs(run))
+        return 1 - after / np.maximum(before, 1e-12)
+
     out += [
-        chart("Saved by balancing so far", [
-            *lines("predicted", "processed", lambda r: share(r, 0)),
-            *(lines("measured", "measured", lambda r: share(r, 2))
-              if np.isfinite(runs[0]["measured.step"]).any() else [])], unit="%",
-            note="Of what the phases would take as sampled. Measured: the means that were measured "
-            "times the sampled imbalance, against the slowest ranks and moving rows."),
+        chart("Saved by balancing so far", lines("predicted", "processed", share), unit="%",
+              note="Of what the phases would take as sampled, by the cost model."),
         chart("Bytes moved a step", [
             *lines("all", "run", lambda r: _bytes(r)[0]),
             *lines("between nodes", "wait", lambda r: _bytes(r)[1])], unit="B"),

@@ -167,23 +167,18 @@ def test_pairs_connect_all_in_few_rounds():
         assert network.pairs_of(members, 3) == []
 
 
-def pair(a: int, b: int, gbit: float, skew: float = 0.0) -> list[dict]:
-    return [{"ranks": r, "bytes_per_s": gbit / 8e-9, "latency_s": 1e-4, "skew_s": s}
-            for r, s in (([a, b], skew), ([b, a], -skew))]
+def pair(a: int, b: int, gbit: float) -> list[dict]:
+    return [{"ranks": r, "bytes_per_s": gbit / 8e-9} for r in ([a, b], [b, a])]
 
 
-def test_slow_links_and_far_clocks():
+def test_slow_and_broken_links():
     good = [p for a, b in ((0, 8), (16, 24), (0, 16), (8, 24)) for p in pair(a, b, 90)]
-    assert [c.ok for c in judged(good, 4, 1)] == [True] * 3
+    assert [c.ok for c in judged(good, 4, 1)] == [True] * 2
     slow = [*pair(0, 8, 90), *pair(16, 24, 9), *pair(0, 16, 90), *pair(8, 24, 9)]
     rows = judged(slow, 4, 1)
-    assert [c.ok for c in rows] == [True, False, True] and "rank 24: 9 .. 90" in rows[1].what
+    assert [c.ok for c in rows] == [True, False] and "rank 24: 9 .. 90" in rows[1].what
     rows = judged(good, 4, 100)  # nobody is odd, all are below what is asked
     assert rows[1].what.startswith("ranks 0, 8, 16, 24: ") and "(--network)" in rows[1].cure
-    far = [*pair(0, 8, 90), *pair(16, 24, 90, 30.0), *pair(0, 16, 90), *pair(8, 24, 90, 30.0)]
-    assert judged(far, 4, 1)[2].what == "rank 24: +30.000 s at most, against rank 0"
-    far = [{**p, "skew_s": 5.0, "latency_s": 4.5} for p in good]  # on a busy machine
-    assert judged(far, 4, 1)[2].ok
     broken = [{"ranks": [8, 24], "error": "x"}, {"ranks": [16, 24], "error": "x"}, *pair(0, 8, 90)]
     first = judged(broken, 4, 1)[0]
     assert not first.ok and first.what.startswith("rank 24: no connection between ranks 16-24, 8-2")
@@ -195,17 +190,14 @@ def free_port() -> int:
         return s.getsockname()[1]
 
 
-def of_a_job(world: World, port: int, world_size: int, late: int, skew: float, done: Path
-             ) -> tuple[int, str]:
+def of_a_job(world: World, port: int, world_size: int, late: int, done: Path) -> tuple[int, str]:
     """(exit code, output) of a rank of a job of world_size. late: this rank hangs in its own
-    checks until rank 0 has ended; -1: none does, and few checks are made. skew: of rank 1's clock,
-    in seconds. done: a file that rank 0 makes at its end."""
+    checks until rank 0 has ended; -1: none does, and few checks are made. done: a file that rank 0
+    makes at its end."""
     world = replace(world, master_addr="127.0.0.1", master_port=port, world_size=world_size)
     args = doctor.parse(["--timeout", "20" if late >= 0 else "200", "--network", "0"])
     machine.WRITTEN_BYTES = 1 << 20
     network.is_left_behind = lambda: False  # it would end the process before its result is told
-    if world.rank == 1:
-        network.meet_in_pairs = partial(network.meet_in_pairs, clock=lambda: time.time() + skew)
     if late < 0:
         machine.examine = lambda *a: list(machine.limits(world_size))
     if world.rank == late:
@@ -226,23 +218,21 @@ def wait_for(done: Path, *_: object) -> list[Check]:
 
 
 @pytest.mark.dist
-def test_ranks_of_a_job_and_a_clock_that_is_wrong(tmp_path):
-    (code, out), *others = run_ranks(of_a_job, 3, free_port(), 3, -1, 90.0, tmp_path / "done")
+def test_ranks_of_a_job(tmp_path):
+    (code, out), *others = run_ranks(of_a_job, 3, free_port(), 3, -1, tmp_path / "done")
     lines = {line[6:22].strip(): line for line in out.splitlines()}
-    assert code == 1 and others == [(0, "")] * 2, out
+    assert others == [(0, "")] * 2, out
     assert "met in 2 rounds" in lines["network"] and lines["network"].startswith("ok")
-    assert lines["clocks"].startswith("FAIL") and "rank 1: +" in lines["clocks"]
-    assert float(lines["clocks"].split("+")[1].split()[0]) == pytest.approx(90.0, abs=20.0)
     failed = {name for name, line in lines.items() if line.startswith("FAIL")}
-    assert failed - {"bandwidth"} == {"clocks"}, out  # the machine may be busy
-    assert "3 of 3" in lines["ranks there"] and "chrony" in out
+    assert failed <= {"bandwidth"} and code == len(failed), out  # the machine may be busy
+    assert "3 of 3" in lines["ranks there"]
 
 
 @pytest.mark.slow
 @pytest.mark.dist
 @pytest.mark.parametrize("late", [2, 0])
 def test_ranks_that_do_not_come_or_hang_are_named(tmp_path, late):
-    (code, out), *_ = run_ranks(of_a_job, 3, free_port(), 4, late, 0.0, tmp_path / "done")
+    (code, out), *_ = run_ranks(of_a_job, 3, free_port(), 4, late, tmp_path / "done")
     assert code == 1 and "FAIL  ranks there" in out, out
     assert "3 of 4: rank 3 did not come in 20 s" in out
     assert f"FAIL  answers           rank {late}: late at its own checks" in out

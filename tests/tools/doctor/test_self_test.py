@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from orchmllm.models import mllm
@@ -15,16 +13,15 @@ pytestmark = pytest.mark.dist
 
 
 def all_tests(world) -> list[str]:
-    tests = (self_test.exchanges, self_test.gradients, self_test.no_media,
-             self_test.half_precision, self_test.save_and_resume)
+    tests = (self_test.gradients, self_test.no_media, self_test.half_precision,
+             self_test.save_and_resume)
     return [name for test in tests for name in test(world)]
 
 
 @pytest.mark.slow
 def test_it_passes_on_two_ranks():
     said, other = run_ranks(all_tests, 2)
-    assert said == other and len(said) == 2 + 5 + 3
-    assert sum("all-to-alls" in s for s in said) == 2
+    assert said == other and len(said) == 4 + 3
 
 
 def broken(world) -> None:
@@ -45,26 +42,11 @@ def test_a_wrong_exchange_is_found():
         run_ranks(broken, 2)
 
 
-def lossy(world) -> None:
-    right = self_test.exchange_rows
-
-    def wrong(x, exchange, group):
-        return right(x, replace(exchange, recv_index=exchange.recv_index[::-1].copy()), group)
-
-    self_test.exchange_rows = wrong
-    list(self_test.exchanges(world))
-
-
-def test_rows_in_the_wrong_order_are_found():
-    with pytest.raises(RankFailure, match="all-to-all on the default group, .*: rows did not arr"):
-        run_ranks(lossy, 2)
-
-
 @pytest.mark.slow
 def test_the_command_under_torchrun():
     done = python("-m", "torch.distributed.run", "--nproc-per-node", "4", "-m", "orchmllm",
                   "doctor", "--self-test", env={"OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
-    assert len(lines) == 11 and all(line.startswith("ok    ") for line in lines[:-1]), lines
+    assert len(lines) == 8 and all(line.startswith("ok    ") for line in lines[:-1]), lines
     assert lines[-1].startswith("self-test on 4 ranks of cpu: no failure")

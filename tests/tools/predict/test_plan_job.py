@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 from itertools import product
 
@@ -52,13 +51,11 @@ def test_a_slower_link_and_less_memory_cost_throughput():
 
 
 def test_another_link_also_carries_the_exchange():
-    """What the picture shows at 25 Gbit/s is what a search there finds."""
     recipe = read("mllm10b")
     fast, slow = (Search(replace(recipe, model=shortened(recipe.model, 2), balance=replace(
         recipe.balance, dispatch="tensors")), 16, cluster(gbit=g), of_mix(recipe), 64, steps=1)
         for g in (400, 25))
     setting = Setting(4, 1, 16, ("full",) * 3, ("full",) * 3)
-    assert fast.found(setting, slow.hardware) == slow.found(setting)
     assert slow.found(setting).time.exchange > 5 * fast.found(setting).time.exchange
 
 
@@ -100,16 +97,14 @@ def test_any_batch_is_at_least_as_good():
 def test_the_command(tmp_path, capsys):
     path, out = RECIPES / "mllm_1gpu.yaml", tmp_path / "job.txt"
     code = main(["job", str(path), "--gpus", "8", "--steps", "1", "--gpu", "a100", "--mix",
-                 "natural", "--out", str(out), "--picture", str(tmp_path / "job.svg")])
+                 "natural", "--out", str(out)])
     said = capsys.readouterr()
     assert code == 0, said.err
-    assert "Runner-up: " in said.out and "% slower" in said.out and "a100" in said.out
+    assert "as the recipe says" in said.out and "a100" in said.out
     overrides = out.read_text().split()
     recipe = load_recipe(path, overrides)  # as train takes them
     assert recipe.train.batch_size * recipe.train.accumulation_steps == 16
     assert " ".join(overrides) in said.out
-    picture = (tmp_path / "job.svg").read_text()
-    assert picture.startswith("<?xml") and len(picture) > 10_000
 
 
 def test_one_shard_of_all_ranks_is_named_where_shards_balance(tmp_path):
@@ -126,7 +121,6 @@ def test_one_shard_of_all_ranks_is_named_where_shards_balance(tmp_path):
     (["--gpus", "8", "--gpu", "h1"], "choose one of h100-sxm"),
     (["--gpus", "8", "--network", "nan"], "--network nan"),
     (["--gpus", "1", "--out", "/no/x", "fsdp.memory_gb=5"], "--out /no/x: /no is no folder"),
-    (["--gpus", "1", "--picture", "/no/x.svg", "fsdp.memory_gb=5"], "--picture /no/x.svg: /no is"),
 ])
 def test_what_cannot_be_is_one_line(args, says, capsys):
     """Where nothing fits either, what is wrong with the options comes first."""
@@ -152,16 +146,14 @@ def test_the_chosen_setting_fits_by_tracking(name, ranks):
     assert best.peak_bytes <= made.budget and peak <= made.budget
 
 
-def test_a_batch_that_breaks_a_cap_does_not_fit(tmp_path, capsys):
+def test_a_batch_that_breaks_a_cap_does_not_fit(capsys):
     """Its own batch is within the cap of the dry run, and breaks that of the search."""
     demo, cap = str(RECIPES / "demo.yaml"), "balance.llm.max_rank_tokens"
     assert dry_run_command([demo, "--world-size", "4", f"{cap}=4000"]) == 0
-    (fits,) = re.findall(r"GB that are allowed +(\S+) +20 or more", capsys.readouterr().out)
-    assert 5 < int(fits) < 20
-    job, picture = ["job", demo, "--gpus", "4", "--global-batch", "0"], tmp_path / "picture.svg"
-    assert main([*job, f"{cap}=2000", "--picture", str(picture)]) == 0
+    capsys.readouterr()
+    job = ["job", demo, "--gpus", "4", "--global-batch", "0"]
+    assert main([*job, f"{cap}=2000"]) == 0
     out = capsys.readouterr().out
     assert "Overrides: train.batch_size=4 " in out and "as the recipe says" not in out
-    assert picture.exists()
     assert main([*job, f"{cap}=10"]) == 2
     assert "or a larger balance.*.max_rank_tokens" in capsys.readouterr().err
