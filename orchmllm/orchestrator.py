@@ -57,8 +57,7 @@ class Orchestrator:
     spec: what the planner knows; the same on all ranks. gather: CPU groups owned by the thread that
     calls gather_layout and commit. planner: replaces plan_step (tests compare arbitrary
     rearrangements; where the spec has integer programs it is given their solver as `solve`).
-    assigner: replaces assign_microbatches, the microbatch (n,) of each example. group:
-    CPU group of the ranks, owned by the same thread as `gather`; dispatch `bytes` needs it.
+    group: CPU group of the ranks, owned by the same thread as `gather`; dispatch `bytes` needs it.
     commit_gather: where the ranks of `gather` are one shard of those that share a step,
     all of these: they fail together and count targets together, but each shard has its own plans.
     device_group: of `dispatch`, on the device (default: the default group). Raises ValueError for a
@@ -71,7 +70,6 @@ class Orchestrator:
         *,
         device: torch.device | str = "cpu",
         planner: Callable[[BatchLayout, PlanSpec], StepPlan] = plan_step,
-        assigner: Callable[[BatchLayout, PlanSpec, int], np.ndarray] = assign_microbatches,
         group: dist.ProcessGroup | None = None,
         commit_gather: RowGather | None = None,
         device_group: dist.ProcessGroup | None = None,
@@ -80,7 +78,6 @@ class Orchestrator:
             raise ValueError(f"balance.dispatch is {spec.balance.dispatch!r}: "
                              f"use one of {', '.join(DISPATCHES)}")
         self.spec, self.device, self.planner = spec, torch.device(device), planner
-        self._assigner = assigner
         self.group, self._device_group = group, device_group
         if spec.balance.dispatch == "bytes" and group is None:
             raise ValueError("balance.dispatch is 'bytes': needs a CPU group to move them on")
@@ -142,7 +139,7 @@ class Orchestrator:
     ) -> list[tuple[np.ndarray, StepPlan]]:
         if num_microbatches == 1:
             return [(np.arange(layout.num_examples), planner(layout, self.spec))]
-        micro = self._assigner(layout, self.spec, num_microbatches)
+        micro = assign_microbatches(layout, self.spec, num_microbatches)
         return [(np.flatnonzero(micro == k), planner(layout.select(micro == k), self.spec))
                 for k in range(num_microbatches)]
 

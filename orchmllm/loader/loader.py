@@ -33,7 +33,6 @@ from orchmllm.loader.source import (
 from orchmllm.loader.versions import require
 from orchmllm.orchestrator import Orchestrator
 from orchmllm.plan.cost import CostModel
-from orchmllm.plan.fill import assign_filled, plan_filled
 
 STATE_VERSION = 1
 UNKNOWN_LEN = sys.maxsize
@@ -102,9 +101,8 @@ class BalancedDataLoader(DataLoader):
         spec = make_spec(phases, policy, tolerance, max_rank_tokens, links.gather.per_node,
                          dispatch, min_gain)
         self.rank, self.num_ranks = links.rank, len(ranks)
-        self._orchestrator = Orchestrator(
-            spec, links.gather, planner=plan_filled, assigner=assign_filled, group=links.cpu,
-            commit_gather=links.everyone)
+        self._orchestrator = Orchestrator(spec, links.gather, group=links.cpu,
+                                          commit_gather=links.everyone)
         batches = self.num_ranks * accumulation_steps  # of a step
         if source.kind == "indices":
             self.global_batch_size = source.batch_size * batches

@@ -77,7 +77,9 @@ class PlanSpec:
     costs: phase -> cost of one item; an encoder phase without one is not planned (a loader of whole
     examples has the LLM phase alone). row_bytes: encoder phase -> bytes of one input row.
     feature_bytes: bytes of one feature row (LLM width in the compute dtype). group_size:
-    consecutive ranks that balance among themselves; 0: all.
+    consecutive ranks that balance among themselves; 0: all. fills: whether every rank gets an
+    example in every microbatch where there are enough: beside a long example balancing may leave a
+    rank without one.
     """
 
     costs: Mapping[str, CostModel]
@@ -86,6 +88,7 @@ class PlanSpec:
     ranks_per_node: int
     balance: BalancePolicy
     group_size: int = 0
+    fills: bool = False
 
     @cached_property
     def encoders(self) -> dict[str, int]:
@@ -102,7 +105,7 @@ class PlanSpec:
         """64 bits over every field."""
         text = repr((sorted((k, astuple(v)) for k, v in self.costs.items()),
                      sorted(self.row_bytes.items()), self.feature_bytes, self.ranks_per_node,
-                     astuple(self.balance), self.group_size))
+                     astuple(self.balance), self.group_size, self.fills))
         return digest64(text.encode())
 
 
@@ -233,7 +236,27 @@ def assign_microbatches(layout: BatchLayout, spec: PlanSpec, num_microbatches: i
     if 0 < spec.group_size < layout.num_ranks:
         return np.concatenate([assign_microbatches(part, inside, num_microbatches)
                                for _, part, inside in _groups(layout, spec)])
-    return balancing.assign_microbatches(example_costs(layout, spec), num_microbatches)
+    micro = balancing.assign_microbatches(example_costs(layout, spec), num_microbatches)
+    if not spec.fills:
+        return micro
+    return at_least(micro, layout.tokens_per_example, num_microbatches, layout.num_ranks)
+
+
+def at_least(place_of: np.ndarray, lengths: np.ndarray, num_places: int, least: int) -> np.ndarray:
+    """(n,) places of n items, the shortest moved from places with more than `least` items to those
+    with fewer; as they are where n is less than least * num_places."""
+    counts = np.bincount(place_of, minlength=num_places)
+    if len(place_of) < least * num_places or counts.min() >= least:
+        return place_of
+    out = place_of.copy()
+    wanting = iter(np.repeat(np.arange(num_places), np.maximum(least - counts, 0)).tolist())
+    for item in np.argsort(lengths, kind="stable"):
+        if counts[out[item]] > least:
+            if (place := next(wanting, None)) is None:
+                break
+            counts[out[item]] -= 1
+            out[item] = place
+    return out
 
 
 def digest64(*parts: bytes) -> int:

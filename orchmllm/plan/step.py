@@ -23,6 +23,7 @@ from orchmllm.plan.assign import (
     PlanSpec,
     assign_microbatches,
     assign_phases,
+    at_least,
     digest64,
 )
 from orchmllm.plan.homes import TEXT_BYTES, feature_home
@@ -43,10 +44,16 @@ def plan_step(
     than balance.min_gain and no rank holds more than its max_rank_tokens. solve: permutes finished
     batches over the ranks, in place of assign_nodes. Raises ValueError for a policy or option that
     cannot be honoured."""
-    plan = build_plan(layout, *assign_phases(layout, spec, solve), spec)
+    def planned(by: PlanSpec) -> StepPlan:
+        encode, llm = assign_phases(layout, by, solve)
+        if spec.fills and spec.balance.enabled:
+            # The slowest rank takes no longer: what moves is alone there, and was not before.
+            llm = at_least(llm, layout.tokens_per_example, layout.num_ranks, 1)
+        return build_plan(layout, encode, llm, by)
+
+    plan = planned(spec)
     if spec.balance.min_gain and plan.predicted_gain < spec.balance.min_gain:
-        off = replace(spec, balance=replace(spec.balance, enabled=False))
-        sampled = build_plan(layout, *assign_phases(layout, off), off)
+        sampled = planned(replace(spec, balance=replace(spec.balance, enabled=False)))
         if sampled.is_within_caps:
             return sampled
     return plan

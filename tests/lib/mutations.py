@@ -19,7 +19,8 @@ from typing import NamedTuple
 
 from tests.lib.commands import ROOT
 
-TEST_S, RUN_S = 90, 240  # after which a test, and all of a row, is taken to hang: noticed
+RUN_S = 1800.0  # after which tests are taken to hang
+AS_LONG = 4  # times as long as without the mutation, and a minute: a row's tests hang, so noticed
 COMM, RUNTIME, DATA = "orchmllm/comm/", "orchmllm/runtime/", "orchmllm/data/"
 ABSENCE = "tests/runtime/test_absence.py"
 
@@ -117,7 +118,7 @@ MUTATIONS = [Mutation(*row) for row in (
      "volume[source // node != target // node]", "volume[source != target]",
      "tests/plan/test_plan_schemes.py",
      "Bytes inside a node are reported as bytes between nodes."),
-    ("filling empties another rank", "orchmllm/plan/fill.py", "counts[out[item]] > least",
+    ("filling empties another rank", "orchmllm/plan/assign.py", "counts[out[item]] > least",
      "counts[out[item]] >= least", "tests/loader/test_fill.py",
      "A rank is filled with the only example of another."),
     ("padding is heard", "orchmllm/models/audio.py", "        if not fixed:\n            x = x",
@@ -169,23 +170,23 @@ def copied(folder: Path) -> Path:
     return folder
 
 
-def outcome(tests: str, tree: Path) -> tuple[str, str]:
+def outcome(tests: str, tree: Path, limit_s: float = RUN_S) -> tuple[str, str]:
     """(`passed`, `failed`, `hung` or what pytest ended with, its last lines) of tests in a tree."""
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider",
-               "--timeout", str(TEST_S), *tests.split()]
+               "--timeout", str(limit_s), *tests.split()]
     env = os.environ | {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
     try:
         done = subprocess.run(command, cwd=tree, env=env, capture_output=True, text=True,
-                              timeout=RUN_S)
+                              timeout=limit_s + 30)
     except subprocess.TimeoutExpired:
         return "hung", ""
     how = {0: "passed", 1: "failed"}.get(done.returncode, f"exit code {done.returncode}")
     return how, "\n".join(done.stdout.splitlines()[-15:]) + done.stderr[-2000:]
 
 
-def noticed(mutation: Mutation, tree: Path) -> bool:
-    """Whether the row's tests fail in `tree`, a copy, which is as before afterwards. Raises
-    RuntimeError where they cannot be run."""
+def noticed(mutation: Mutation, tree: Path, limit_s: float) -> bool:
+    """Whether the row's tests fail in `tree`, a copy, which is as before afterwards, or take longer
+    than limit_s. Raises RuntimeError where they cannot be run."""
     original, path = ROOT / mutation.file, tree / mutation.file
     text = original.read_text(encoding="utf-8")
     if text.count(mutation.old) != 1:
@@ -193,7 +194,7 @@ def noticed(mutation: Mutation, tree: Path) -> bool:
                          f"{mutation.file}: change the row as the file was changed")
     path.write_text(text.replace(mutation.old, mutation.new), encoding="utf-8")
     try:
-        how, said = outcome(mutation.tests, tree)
+        how, said = outcome(mutation.tests, tree, limit_s)
     finally:
         shutil.copy2(original, path)  # with its time, for which there is compiled code
     if how.startswith("exit code"):
@@ -207,13 +208,16 @@ def run(names: list[str]) -> Iterator[tuple[Mutation, bool]]:
     rows = [m for m in MUTATIONS if not names or m.name in names]
     with tempfile.TemporaryDirectory() as folder:
         tree = copied(Path(folder) / "tree")
+        limit_s = {}
         for tests in dict.fromkeys(m.tests for m in rows):
+            started = time.monotonic()
             how, said = outcome(tests, tree)
+            limit_s[tests] = 60 + AS_LONG * (time.monotonic() - started)
             if how != "passed":
                 raise RuntimeError(f"{tests}: {how} without a mutation\n{said}")
         for mutation in rows:
             started = time.monotonic()
-            found = noticed(mutation, tree)
+            found = noticed(mutation, tree, limit_s[mutation.tests])
             print(f"{'noticed' if found else 'NOT NOTICED':12}{mutation.name} "
                   f"({time.monotonic() - started:.0f} s)", flush=True)
             yield mutation, found

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from orchmllm.comm.agree import RemoteError
-from orchmllm.plan.fill import at_least
+from orchmllm.plan.assign import at_least
 from tests.lib.dropin import Texts, collate, length_of, loader_of
 from tests.lib.ranks import run_ranks
 

@@ -42,7 +42,7 @@ def test_default_tolerance_is_half_a_percent() -> None:
                            for given in ({}, {"tolerance": .005}, {"tolerance": 0.}))
     assert np.array_equal(default, half) and not np.array_equal(default, none)
     assert PhaseConfig().tolerance == DEFAULT_TOLERANCE == .005
-    spec, _ = make_spec(None, "least_move", None, 0, 8, "load", 0.0)
+    spec = make_spec(None, "least_move", None, 0, 8, "load", 0.0)
     assert spec.balance.llm.tolerance == .005
     assert list(PhaseConfig("greedy").conflicts()) == []
     assert len(list(PhaseConfig("greedy", tolerance=.1).conflicts())) == 1
