@@ -46,8 +46,6 @@ def check_arguments(
         need(not source.shuffle or source.workers["generator"] is None,
              "generator: the loader shuffles by seed=, equal on all ranks; give the generator to a "
              "sampler of your own")
-        need(isinstance(source.batch_size, int) and source.batch_size >= 1,
-             f"batch_size is {source.batch_size!r}: must be an integer >= 1")
         need(len(source.dataset) > 0, "the dataset is empty")
     if lengths is not None and hasattr(lengths, "__len__"):
         need(len(lengths) == len(source.dataset), f"lengths has {len(lengths)} entries, the "

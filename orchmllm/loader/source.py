@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from operator import length_hint
@@ -99,45 +99,31 @@ def open_source(
     workers = _WORKERS | workers
     known = Source("stream", dataset, **drawing, collate=collate_fn or default_collate,
                    pin_memory=pin_memory, workers=workers)
-    mapped = not isinstance(dataset, IterableDataset) and hasattr(dataset, "__getitem__")
-    _refuse_beside(dataset, mapped, drawing, workers)
     if isinstance(dataset, DataLoader):
+        _refuse_beside(drawing | workers, (),
+                       "the wrapped DataLoader decides that, so give it that argument")
         _wrap(known, dataset, collate_fn, lengths)
-    elif mapped:
-        known.kind = "indices" if known.sampler is known.batch_sampler is None else "sampler"
-        if known.kind == "sampler":
-            known.sampler = known.sampler or getattr(known.batch_sampler, "sampler", None)
-            known.batch_sampler = known.batch_sampler or BatchSampler(
-                known.sampler, known.batch_size, known.drop_last)
+    elif isinstance(dataset, IterableDataset) or hasattr(dataset, "__getitem__"):
+        loader = DataLoader(dataset, **drawing, **workers)  # refuses what excludes each other
+        if not isinstance(dataset, IterableDataset):
+            has_sampler = drawing["sampler"] is not None or drawing["batch_sampler"] is not None
+            _plan_indices(known, loader, shared=not has_sampler)
+    else:
+        used = {"shuffle", "drop_last"}
+        if drawing["drop_last"]:
+            used.add("batch_size")  # of a batch that is not dropped
+        _refuse_beside(drawing | workers, used, "an iterable of lists of examples decides that: "
+                       "leave it out, or give a dataset or a DataLoader")
     known.workers = {**known.workers, "multiprocessing_context": loader_context(
         known.workers["multiprocessing_context"], known.workers["num_workers"])}
     return known
 
 
-def _refuse_beside(
-    dataset: Any, mapped: bool, drawing: dict[str, Any], workers: dict[str, Any]
-) -> None:
-    """Raises ValueError for an argument that would have no effect beside the data that is given, or
-    beside another argument."""
-    given = {name: value for name, value in (drawing | workers).items()
-             if value != (_DRAWING | _WORKERS)[name]}
-    if isinstance(dataset, DataLoader):
-        unused, cure = set(given), "the wrapped DataLoader decides that, so give it that argument"
-    elif isinstance(dataset, IterableDataset):
-        unused = {"sampler", "batch_sampler"}
-        cure = "an IterableDataset decides what it yields: leave it out, or use a map-style dataset"
-    elif not mapped:
-        unused = given.keys() - {"shuffle", "drop_last"}
-        if drawing["drop_last"]:
-            unused -= {"batch_size"}  # of a batch that is not dropped
-        cure = ("an iterable of lists of examples decides that: leave it out, or give a dataset or "
-                "a DataLoader")
-    else:
-        unused = drawing.keys() - {"batch_sampler"} if "batch_sampler" in given else set()
-        cure = "the batch_sampler decides that: leave one of them out"
-    for name in given:
-        if name in unused:
-            raise ValueError(f"{name} is {given[name]!r}: {cure}")
+def _refuse_beside(arguments: Mapping[str, Any], used: Collection[str], cure: str) -> None:
+    """Raises ValueError for an argument that was given and would have no effect beside the data."""
+    for name, value in arguments.items():
+        if name not in used and value != (_DRAWING | _WORKERS)[name]:
+            raise ValueError(f"{name} is {value!r}: {cure}")
 
 
 def _wrap(known: Source, loader: DataLoader, collate_fn: Callable | None, lengths: Any) -> None:
@@ -155,16 +141,22 @@ def _wrap(known: Source, loader: DataLoader, collate_fn: Callable | None, length
         raise ValueError("a loader with a state of its own takes length_fn, not lengths")
     if keeps_state or isinstance(loader.dataset, IterableDataset):
         return
-    if loader.batch_sampler is None:
-        raise ValueError("the wrapped DataLoader has batch_size=None: give it a batch size")
-    known.dataset = loader.dataset
-    if _takes_all(loader):
-        drawn = loader.batch_sampler  # accelerate's loader of one process has these there alone
+    _plan_indices(known, loader, shared=_takes_all(loader))
+
+
+def _plan_indices(known: Source, loader: DataLoader, shared: bool) -> None:
+    """Plans what the loader would draw. shared: by indices that are shared out over the ranks, in
+    place of samplers that torch made. Raises ValueError for a loader of single examples."""
+    known.dataset, drawn = loader.dataset, loader.batch_sampler
+    if drawn is None:
+        raise ValueError("batch_size is None: give the DataLoader a batch size")
+    if shared:
+        # accelerate's loader of one process has these there alone.
         known.kind, known.shuffle = "indices", isinstance(drawn.sampler, RandomSampler)
         known.batch_size, known.drop_last = drawn.batch_size, drawn.drop_last
     else:
-        known.kind, known.batch_sampler = "sampler", loader.batch_sampler
-        known.sampler = getattr(loader.batch_sampler, "sampler", loader.sampler)
+        known.kind, known.batch_sampler = "sampler", drawn
+        known.sampler = getattr(drawn, "sampler", loader.sampler)
 
 
 def _takes_all(loader: DataLoader) -> bool:
