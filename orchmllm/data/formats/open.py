@@ -119,6 +119,7 @@ def open_source(config: SourceConfig, cache_dir: Path, storage: Storage = NOWHER
     naming the path, what was looked for and the cure."""
     if not config.path:
         raise ValueError("data.sources: a source needs a path")
+    _check_keys(config, storage)
     with _explained(config):
         return _as_source(config, *find_store(config, cache_dir, storage, streaming)(),
                           storage)
@@ -162,7 +163,6 @@ def _as_source(config: SourceConfig, store: RowStore, layout: str | None,
                storage: Storage) -> DataSource:
     root = config.media_root or store.root
     root = root if is_url(root) else os.path.realpath(root)
-    _check_keys(config, storage)
     name = config.name or _short_name(config.path)
     if config.row_format != "auto":
         layout = _chosen(config.row_format, store)
@@ -184,7 +184,7 @@ def _short_name(path: str) -> str:
 def _peek(store: RowStore, unread: list[RowError]) -> Iterator[dict]:
     """The first rows; of shards no more are opened than hold them. unread: where the errors of
     those that cannot be read go."""
-    places = ((one, i) for one in getattr(store, "stores", [store]) for i in range(len(one)))
+    places = ((one, i) for one in store.parts() for i in range(len(one)))
     for shard, i in islice(places, NUM_PEEKED):
         try:
             yield store.rename(shard.row(i))
