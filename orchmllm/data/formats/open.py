@@ -5,6 +5,7 @@ Flow: path -> row store (how rows are kept) -> first rows -> row format -> DataS
 
 from __future__ import annotations
 
+import json
 import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -72,8 +73,13 @@ class DataSource:
             texts = [p for t in conversation for p in t.parts if isinstance(p, str)]
             clips = [m for m in media_of(conversation) if m.modality == AUDIO]
             refuse_unread(row, clips, "\n".join(texts))
+            calls = [json.dumps(t.calls, ensure_ascii=False) for t in conversation if t.calls]
+            "\n".join([*texts, *calls]).encode()
         except RowError:
             raise
+        except UnicodeEncodeError as error:
+            raise RowError(f"text cannot be written as UTF-8 ({error}); remove the lone surrogate"
+                           ) from error
         except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError,
                 ValueError) as error:  # formats read a row as if it had the right types
             raise RowError(f"not a row of {self.layout} ({row_format.holds}): "
