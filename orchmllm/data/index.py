@@ -1,12 +1,11 @@
 """A length index: the lengths of every row of a source, built once, read by memory map.
 
-    <index_dir>/<source>-<key>/  table.i64 start.i64 targets.i64 stamps.i64 problems.jsonl
+    <index_dir>/<source>-<key>/  table.i64 start.i64 targets.i64 problems.jsonl
 
 The key is the size and time of the source's files, the tokenizer, the geometry of the media and
 what the recipe says of the source: whatever changes lengths, changes the key. The arrays are int64
 without a header: table (s, 7) [modality, rows, attn_len, num_tokens, t, h, w]; start (n + 1,) first
-segments of the rows; targets (n,); stamps (n, 2) bytes of a row's media files and their latest time
-in ns, by which a later build finds those that changed. orchmllm.tools.data.build_index writes it.
+segments of the rows; targets (n,). orchmllm.tools.data.build_index writes it.
 """
 
 from __future__ import annotations
@@ -34,12 +33,10 @@ class LengthIndex:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.table, self.start, self.targets, self.stamps = (
+        self.table, self.start, self.targets = (
             np.asarray(np.memmap(folder / f"{name}.i64", np.int64, "r")).reshape(shape)
-            for name, shape in (("table", (-1, 7)), ("start", -1), ("targets", -1),
-                                ("stamps", (-1, 2))))
-        if not (len(self.table) == self.start[-1]
-                and len(self.targets) == len(self.stamps) == len(self.start) - 1):
+            for name, shape in (("table", (-1, 7)), ("start", -1), ("targets", -1)))
+        if not (len(self.table) == self.start[-1] and len(self.targets) == len(self.start) - 1):
             raise ValueError("its files do not have the same rows")
         with (folder / "problems.jsonl").open(encoding="utf-8") as f:
             self.problems = {p.pop("row"): _problem(**p) for p in map(json.loads, f)}

@@ -21,9 +21,9 @@ import numpy as np
 
 from orchmllm.config.recipe import DataConfig, SourceConfig
 from orchmllm.data.dataset import ConversationDataset
-from orchmllm.data.formats.arrow import clean
+from orchmllm.data.formats.arrow import StreamRows, clean
 from orchmllm.data.formats.open import DataSource, open_source, open_tokenizer, sources_of
-from orchmllm.data.formats.rows import RowStore
+from orchmllm.data.formats.rows import LaterRows, RowStore
 from orchmllm.data.sampler import Mixture
 from orchmllm.data.storage.remote import RemoteFile, Storage, fetch_ahead
 from orchmllm.plan.geometry import AudioGeometry, VisionGeometry
@@ -52,7 +52,7 @@ class StoreUnit:
 
     @property
     def num_rows(self) -> int | None:
-        if not getattr(self.store, "is_open", True):
+        if not self.store.is_open:
             return None
         return len(range(self.part, len(self.store), self.parts))
 
@@ -236,7 +236,7 @@ class StreamDataset(ConversationDataset):
 
     def _num_rows(self, source: DataSource) -> int:
         """-1 where counting them would fetch all shards."""
-        lazy = any(hasattr(s, "is_open") for s in getattr(source.store, "stores", [source.store]))
+        lazy = any(isinstance(store, LaterRows) for store in source.store.parts())
         return -1 if lazy else len(source)
 
     def fingerprint(self) -> dict:
@@ -285,9 +285,9 @@ def open_dataset(
 def units_of(source: DataSource, num_shards: int) -> list[Unit]:
     """At least num_shards pieces of a source, where its rows can be divided that far."""
     store = source.store
-    if hasattr(store, "shards"):
+    if isinstance(store, StreamRows):
         return [IterableUnit(*shard) for shard in store.shards()]
-    stores = getattr(store, "stores", [store])
+    stores = store.parts()
     parts = -(-num_shards // len(stores))
     return [StoreUnit(one, part, parts) for one in stores for part in range(parts)
             if parts == 1 or len(one) > part]

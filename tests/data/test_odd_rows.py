@@ -18,6 +18,7 @@ from orchmllm.data.dataset import ConversationDataset
 from orchmllm.data.formats import conversation
 from orchmllm.data.formats.conversation import media_of
 from orchmllm.data.formats.rows import parse_json
+from orchmllm.data.media.medium import RowError
 from orchmllm.data.media.root import MediaRoot
 from orchmllm.data.text.tokenizer import ChatTokenizer
 from orchmllm.plan.geometry import AudioGeometry, VisionGeometry
@@ -194,6 +195,15 @@ def test_odd_turns_are_unusable_rows(folder, tmp_path, row):
     dataset = opened(tmp_path / "a.jsonl", folder)
     assert dataset.problem(0) is None and dataset.problem(1) is not None
     str(dataset.problem(1)).encode()
+
+
+@pytest.mark.parametrize("answer", [
+    {"content": "\ud800"}, {"content": "b", "tool_calls": [{"function": {"name": "\ud800"}}]}])
+def test_text_that_cannot_be_tokenized_is_an_unusable_row(folder, tmp_path, answer):
+    row = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", **answer}]}
+    (tmp_path / "a.jsonl").write_text(json.dumps(row))
+    with pytest.raises(RowError, match="cannot be written as UTF-8 .* remove the lone surrogate"):
+        opened(tmp_path / "a.jsonl", folder).conversation(0)
 
 
 def test_many_keys_are_checked_in_linear_time(monkeypatch):

@@ -63,7 +63,7 @@ def test_a_damaged_index_is_named(tokenizer, tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", [TEXT_ROW] * 3)
     dataset = opened(path, tokenizer, tmp_path)
     index, _ = build_index(dataset.sources[0], dataset.reader, tmp_path / "index", num_workers=1)
-    for name in ("table", "start", "targets", "stamps"):
+    for name in ("table", "start", "targets"):
         file = index.folder / f"{name}.i64"
         content = file.read_bytes()
         for damaged in (content[:-56], content[:-3], content + content[-16:], b""):

@@ -168,6 +168,8 @@ def test_shards_of_unequal_length_give_each_row_equally_often(counts, num_shards
 
 
 class Numbers:
+    is_open = True
+
     def __init__(self, count: int) -> None:
         self.count = count
 

@@ -5,6 +5,7 @@ Flow: path -> row store (how rows are kept) -> first rows -> row format -> DataS
 
 from __future__ import annotations
 
+import json
 import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -72,8 +73,13 @@ class DataSource:
             texts = [p for t in conversation for p in t.parts if isinstance(p, str)]
             clips = [m for m in media_of(conversation) if m.modality == AUDIO]
             refuse_unread(row, clips, "\n".join(texts))
+            calls = [json.dumps(t.calls, ensure_ascii=False) for t in conversation if t.calls]
+            "\n".join([*texts, *calls]).encode()
         except RowError:
             raise
+        except UnicodeEncodeError as error:
+            raise RowError(f"text cannot be written as UTF-8 ({error}); remove the lone surrogate"
+                           ) from error
         except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError,
                 ValueError) as error:  # formats read a row as if it had the right types
             raise RowError(f"not a row of {self.layout} ({row_format.holds}): "
@@ -119,6 +125,7 @@ def open_source(config: SourceConfig, cache_dir: Path, storage: Storage = NOWHER
     naming the path, what was looked for and the cure."""
     if not config.path:
         raise ValueError("data.sources: a source needs a path")
+    _check_keys(config, storage)
     with _explained(config):
         return _as_source(config, *find_store(config, cache_dir, storage, streaming)(),
                           storage)
@@ -162,7 +169,6 @@ def _as_source(config: SourceConfig, store: RowStore, layout: str | None,
                storage: Storage) -> DataSource:
     root = config.media_root or store.root
     root = root if is_url(root) else os.path.realpath(root)
-    _check_keys(config, storage)
     name = config.name or _short_name(config.path)
     if config.row_format != "auto":
         layout = _chosen(config.row_format, store)
@@ -184,7 +190,7 @@ def _short_name(path: str) -> str:
 def _peek(store: RowStore, unread: list[RowError]) -> Iterator[dict]:
     """The first rows; of shards no more are opened than hold them. unread: where the errors of
     those that cannot be read go."""
-    places = ((one, i) for one in getattr(store, "stores", [store]) for i in range(len(one)))
+    places = ((one, i) for one in store.parts() for i in range(len(one)))
     for shard, i in islice(places, NUM_PEEKED):
         try:
             yield store.rename(shard.row(i))

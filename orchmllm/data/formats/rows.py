@@ -25,12 +25,13 @@ _BLOCK = 8 << 20  # bytes that are scanned at a time
 class RowStore(ABC):
     """kind: what it is, for people. files: those whose change changes the rows. root: folder that
     media paths are relative to unless the recipe says otherwise. rename: gives the columns of a row
-    the names that FORMATS know."""
+    the names that FORMATS know. is_open: whether its rows have been counted."""
 
     kind: str
     files: list[File]
     root: Path | str
     rename: Callable[[dict], dict] = dict  # as they are
+    is_open = True
 
     @abstractmethod
     def __len__(self) -> int:
@@ -43,6 +44,10 @@ class RowStore(ABC):
     def place(self, i: int) -> tuple[File, int]:
         """The file of row i, and its line or position in it from 1; of a store of one file."""
         return self.files[0], i + 1
+
+    def parts(self) -> Sequence[RowStore]:
+        """The stores that it consists of."""
+        return [self]
 
 
 def _unique(pairs: list[tuple[str, object]]) -> dict:
@@ -230,6 +235,9 @@ class JoinedRows(RowStore):
 
     def __len__(self) -> int:
         return int(self._start[-1])
+
+    def parts(self) -> Sequence[RowStore]:
+        return self.stores
 
     def _at(self, i: int) -> tuple[RowStore, int]:
         k = int(np.searchsorted(self._start, i, side="right")) - 1

@@ -144,14 +144,6 @@ class ChatTokenizer:
                 for frames in rendered]
 
     def _frames(self, turns: Sequence[Turn]) -> list[_Encoded | Span]:
-        for turn in turns:
-            for part in turn.parts:
-                if isinstance(part, str):
-                    try:
-                        part.encode()
-                    except UnicodeEncodeError as error:
-                        raise RowError(f"text cannot be written as UTF-8 ({error}); remove the "
-                                       "lone surrogate") from error
         spans = _chatml(turns) if self._chat is None else self._chat.spans(turns)
         return [self._frame(s.text, s.learnt) if isinstance(s, Text) and not s.of_data else s
                 for s in spans]

@@ -14,11 +14,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from orchmllm.data.formats.conversation import media_of
 from orchmllm.data.formats.open import DataSource, open_source
 from orchmllm.data.index import LengthIndex, index_folder, open_index
 from orchmllm.data.lengths import LengthReader
-from orchmllm.data.storage.remote import RemoteFile, Storage
+from orchmllm.data.storage.remote import Storage
 from orchmllm.plan.layout import BatchLayout
 
 CHUNK = 256  # rows a worker is given at a time
@@ -27,27 +26,29 @@ ALONE_BELOW = 2000  # rows that are indexed faster than worker processes start
 
 class Part(NamedTuple):
     """Rows of a chunk. table: (s, 7) int64 [modality, rows, attn_len, num_tokens, t, h, w];
-    counts, targets: (n,) segments and labels of each row; stamps: (n, 2) int64 bytes of the row's
-    media files and their latest time in ns; problems: row, file, reason, segment, modality."""
+    counts, targets: (n,) segments and labels of each row; problems: row, file, reason, segment,
+    modality."""
 
     table: np.ndarray
     counts: np.ndarray
     targets: np.ndarray
-    stamps: np.ndarray
     problems: list[dict]
 
 
 def build_index(
-    source: DataSource, planner: LengthReader, index_dir: Path, *, num_workers: int,
-    progress: Callable[[int], object] = lambda count: None,
+    source: DataSource, reader: LengthReader, index_dir: Path, *, num_workers: int,
+    fresh: bool = False, progress: Callable[[int], object] = lambda count: None,
 ) -> tuple[LengthIndex, int]:
-    """(the index, rows that had to be read): all of them the first time; later those whose media
-    changed, or that were unusable. progress: called with the number of rows done. Raises ValueError
-    for a source without rows."""
+    """(the index, rows that had to be read): all of them the first time and with `fresh`; later
+    those that were unusable. progress: called with the number of rows done. Raises ValueError for a
+    source without rows."""
     if not len(source):
         raise ValueError(f"{source.config.path}: there are no rows to index")
-    folder = index_folder(source, planner, index_dir)
-    old = open_index(source, planner, index_dir)
+    folder = index_folder(source, reader, index_dir)
+    old = None if fresh else open_index(source, reader, index_dir)
+    if old is not None and not old.problems:
+        progress(len(old))
+        return old, 0
     # Written aside and renamed: a reader sees a whole one or none.
     new = folder.with_name(f"{folder.name}.{os.getpid()}.part")
     shutil.rmtree(new, ignore_errors=True)  # of a killed process with the same number
@@ -55,18 +56,14 @@ def build_index(
     counts, num_read = [np.zeros(1, np.int64)], 0
     try:
         with (open(new / "table.i64", "wb") as table, open(new / "targets.i64", "wb") as targets,
-              open(new / "stamps.i64", "wb") as stamps,
               open(new / "problems.jsonl", "w", encoding="utf-8") as problems):
-            for part, count in _parts(source, planner, index_dir, old, num_workers):
+            for part, count in _parts(source, reader, index_dir, old, num_workers):
                 part.table.tofile(table)
                 part.targets.tofile(targets)
-                part.stamps.tofile(stamps)
                 problems.writelines(json.dumps(problem) + "\n" for problem in part.problems)
                 counts.append(part.counts)
                 num_read += count
                 progress(len(part.counts))
-        if old is not None and not num_read:
-            return old, 0
         np.cumsum(np.concatenate(counts)).tofile(new / "start.i64")
         if folder.is_dir():
             shutil.rmtree(folder)
@@ -77,15 +74,15 @@ def build_index(
 
 
 def _parts(
-    source: DataSource, planner: LengthReader, index_dir: Path, old: LengthIndex | None,
+    source: DataSource, reader: LengthReader, index_dir: Path, old: LengthIndex | None,
     num_workers: int,
 ) -> Iterator[tuple[Part, int]]:
     chunks = [range(k, min(k + CHUNK, len(source))) for k in range(0, len(source), CHUNK)]
     if num_workers < 2 or len(source) < ALONE_BELOW:
         for chunk in chunks:
-            yield _index_chunk(source, planner, old, chunk)
+            yield _index_chunk(source, reader, old, chunk)
         return
-    state = (source.config, index_dir, source.root.storage, planner, old.folder if old else None)
+    state = (source.config, index_dir, source.root.storage, reader, old.folder if old else None)
     # spawn: threads of tokenizers and pyarrow do not survive a fork
     with ProcessPoolExecutor(num_workers, get_context("spawn"), _start_worker, state) as pool:
         yield from pool.map(_work, chunks)
@@ -94,10 +91,10 @@ def _parts(
 _worker: dict[str, object] = {}  # a worker process's own source, opened once
 
 
-def _start_worker(config, index_dir: Path, storage: Storage, planner: LengthReader,
+def _start_worker(config, index_dir: Path, storage: Storage, reader: LengthReader,
                   old: Path | None) -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one core a worker
-    _worker["run"] = partial(_index_chunk, open_source(config, index_dir, storage), planner,
+    _worker["run"] = partial(_index_chunk, open_source(config, index_dir, storage), reader,
                              LengthIndex(old) if old else None)
 
 
@@ -106,17 +103,11 @@ def _work(chunk: range) -> tuple[Part, int]:
 
 
 def _index_chunk(
-    source: DataSource, planner: LengthReader, old: LengthIndex | None, chunk: range
+    source: DataSource, reader: LengthReader, old: LengthIndex | None, chunk: range
 ) -> tuple[Part, int]:
     rows = list(chunk)
-    if old is None:
-        stamps, stale = {}, rows
-    else:
-        stamps = {row: tuple(old.stamps[row].tolist()) for row in rows}
-        stale = [row for row in rows
-                 if row in old.problems or _stamp_now(source, row) != stamps[row]]
-    planned = dict(zip(stale, planner.plan(source.conversation, stale), strict=True))
-    stamps |= {row: _stamp(p.media) for row, p in planned.items()}
+    stale = rows if old is None else [row for row in rows if row in old.problems]
+    planned = dict(zip(stale, reader.plan(source.conversation, stale), strict=True))
     every = BatchLayout.from_examples([planned[row].layout if row in planned else
                                        old.layout(*np.array([[row], [row]])) for row in rows])
     problems = [{"row": row, "file": p.path, "reason": p.reason, "segment": p.segment,
@@ -124,26 +115,4 @@ def _index_chunk(
                 for row, p in ((row, found.problem) for row, found in planned.items()) if p]
     table = np.column_stack(
         [every.modality, every.rows, every.attn_len, every.num_tokens, every.grid])
-    return Part(table, every.segments_per_example, every.num_targets,
-                np.array([stamps[r] for r in rows], np.int64), problems), len(planned)
-
-
-def _stamp_now(source: DataSource, row: int) -> tuple[int, int]:
-    try:
-        return _stamp(media_of(source.conversation(row)))
-    except ValueError:
-        return -1, -1
-
-
-def _stamp(media) -> tuple[int, int]:
-    """(bytes, latest time in ns) of an example's media files; remote ones are taken to stay what
-    they are."""
-    total, latest = 0, 0
-    for medium in media:
-        if medium.path and medium.size < 0 and not isinstance(medium.path, RemoteFile):
-            try:
-                info = os.stat(medium.path)
-            except OSError:
-                return -1, -1
-            total, latest = total + info.st_size, max(latest, info.st_mtime_ns)
-    return total, latest
+    return Part(table, every.segments_per_example, every.num_targets, problems), len(planned)

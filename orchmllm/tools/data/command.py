@@ -6,8 +6,9 @@
     orchmllm data stats DATA --ranks 64    the same of a data file or folder, without a recipe
     orchmllm data preview RECIPE           examples as training sees them, with what is learnt
 
-Every command but preview builds or refreshes the length index first. Exit code: 0 fine, 1 problems
-found, 2 the recipe or a source cannot be read.
+Every command but preview builds the length index first. Where there is one, only the rows that were
+unusable are read again; lint reads all. Exit code: 0 fine, 1 problems found, 2 the recipe or a
+source cannot be read.
 """
 
 from __future__ import annotations
@@ -73,16 +74,18 @@ def is_recipe(path: str) -> bool:
 
 
 def index_all(
-    sources: list[DataSource], reader: LengthReader, folder: Path, num_workers: int
+    sources: list[DataSource], reader: LengthReader, folder: Path, num_workers: int, *,
+    fresh: bool = False,
 ) -> list[LengthIndex]:
-    """Builds or refreshes all indexes, with a progress bar; prints a line per source."""
+    """Builds or refreshes all indexes, with a progress bar; prints a line per source. fresh: all
+    rows are read, whether there is an index or not."""
     out = []
     for source in sources:
         print(source, flush=True)
         started = time.perf_counter()
         with tqdm(total=len(source), unit="row", desc=source.name, disable=None) as bar:
             index, num_read = build_index(source, reader, folder, num_workers=num_workers,
-                                          progress=bar.update)
+                                          fresh=fresh, progress=bar.update)
         print(f"  {len(index.start) and index.start[-1]} segments, {len(index.problems)} unusable "
               f"rows; {num_read} rows read in {time.perf_counter() - started:.1f} s -> "
               f"{index.folder}", flush=True)
@@ -134,7 +137,8 @@ def main(argv: list[str]) -> int:
 
         return preview(dataset_of(recipe), args.row - 1, args.count)
     sources, reader = open_recipe(recipe)
-    indexes = index_all(sources, reader, index_path(recipe.data.index_dir), args.workers)
+    indexes = index_all(sources, reader, index_path(recipe.data.index_dir), args.workers,
+                        fresh=args.command == "lint")
     if args.command == "stats":
         show(recipe, args, sources, indexes)
     if args.command != "lint":
