@@ -13,11 +13,12 @@ import os
 import signal
 import threading
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
-from multiprocessing.pool import ExceptionWithTraceback
+from multiprocessing.pool import RemoteTraceback
 from multiprocessing.reduction import ForkingPickler
 from multiprocessing.util import Finalize
 from queue import SimpleQueue
@@ -28,6 +29,7 @@ import torch
 from torch import Tensor
 
 from orchmllm.batch import Example
+from orchmllm.comm.agree import describe
 from orchmllm.data.loading.forks import SureFork
 from orchmllm.plan.layout import TEXT
 
@@ -87,7 +89,8 @@ class Workers:
         """Starts calls of the dataset's `load` or `decode`; what is returned waits for their
         results, in order.
 
-        It raises what a call raised, and RuntimeError if a worker died or could not be started."""
+        It raises RuntimeError with the text of what a call raised in a worker, and if a worker died
+        or could not be started."""
         if not self.num_workers:
             return lambda: _results(self.dataset, method, calls)
         self.start()
@@ -144,10 +147,10 @@ def _end(processes: list[_Worker]) -> None:
 
 
 def _answer(pickled: bytes) -> list[Result]:
-    fine, value = ForkingPickler.loads(pickled)
-    if not fine:
-        raise value
-    return value
+    results, error, traceback_text = ForkingPickler.loads(pickled)
+    if error:
+        raise RuntimeError(f"a data worker failed: {error}") from RemoteTraceback(traceback_text)
+    return results
 
 
 # In the worker.
@@ -163,22 +166,10 @@ def _serve(dataset: Any, parent: int, pipe: Connection) -> None:
     while True:
         method, calls = pipe.recv()
         try:
-            answer = True, _run_all(dataset, method, calls)
-        except Exception as error:
-            answer = False, ExceptionWithTraceback(error, error.__traceback__)
-        pipe.send_bytes(_pickled(answer))
-
-
-def _pickled(answer: tuple[bool, Any]) -> bytes:
-    try:
-        pickled = ForkingPickler.dumps(answer)
-        if not answer[0]:
-            ForkingPickler.loads(pickled)  # where some exceptions fail: with arguments of their own
-        return pickled
-    except Exception as error:
-        what = answer[1] if answer[0] else answer[1].exc
-        return ForkingPickler.dumps((False, RuntimeError(
-            f"a data worker cannot send {what!r:.200}, as it cannot be pickled: {error}")))
+            answer = ForkingPickler.dumps((_run_all(dataset, method, calls), "", ""))
+        except Exception as error:  # as text: not every exception can be pickled
+            answer = ForkingPickler.dumps(([], describe(error), traceback.format_exc()))
+        pipe.send_bytes(answer)
 
 
 def _end_with(parent: int) -> None:

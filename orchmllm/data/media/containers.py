@@ -93,14 +93,10 @@ def audio_header(file: BinaryIO, demuxer: str) -> tuple[int, int, int]:
     """(samples per channel, rate in Hz, channels) of the first audio track. Raises BadFile."""
     check_whole(file, demuxer)
     with opened(file, demuxer, "audio") as (container, stream):
-        context, total, first = stream.codec_context, 0, True
-        for packet in container.demux(stream):
-            if packet.size and not packet.is_discard:
-                skipped = _skipped(packet)
-                if first and not skipped and context.name == "opus":  # FFmpeg before version 8
-                    skipped = int.from_bytes((context.extradata or b"")[10:12], "little")
-                total, first = total + _num_samples(packet, stream) - skipped, False
-        return total, context.sample_rate, context.channels
+        total = sum(_num_samples(packet, stream) - _skipped(packet)
+                    for packet in container.demux(stream)
+                    if packet.size and not packet.is_discard)
+        return total, stream.codec_context.sample_rate, stream.codec_context.channels
 
 
 def _num_samples(packet, stream) -> int:

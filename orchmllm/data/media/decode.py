@@ -72,8 +72,6 @@ def decode_image(source: MediumSource, geometry: VisionGeometry) -> Tensor:
     with reading(medium) as file, open_image(medium.name, file) as image:
         turned = orientation(image)
         image.load()
-        if image.format == "TIFF" and orientation(image) != turned:
-            turned = 1  # this release of Pillow has turned it while it loaded it
         upright = _upright(_to_rgb(image), turned)
         size = geometry.resized(*upright.size)
         if size != upright.size:

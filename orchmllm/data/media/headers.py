@@ -65,9 +65,9 @@ def open_image(name: str, file: BinaryIO):
 
 
 def orientation(image) -> int:
-    """EXIF orientation, 1 to 8. The base class's getexif: that of PNG would decode the pixels to
-    look for a chunk after them."""
-    if "exif" not in image.info and image.format not in ("PNG", "TIFF"):
+    """EXIF orientation, 1 to 8; that of a TIFF is 1, since Pillow turns it. The base class's
+    getexif: that of PNG would decode the pixels to look for a chunk after them."""
+    if image.format == "TIFF" or "exif" not in image.info and image.format != "PNG":
         return 1
     from PIL import Image
 
@@ -81,9 +81,7 @@ def image_header(source: MediumSource) -> tuple[int, int]:
     if medium.frame is not None:
         return medium.frame.width, medium.frame.height
     with reading(medium) as file, open_image(medium.name, file) as image:
-        # Releases of Pillow differ in whether the size of a TIFF is that of the upright image.
-        size = (image.tag_v2[256], image.tag_v2[257]) if image.format == "TIFF" else image.size
-        return size[::-1] if orientation(image) >= 5 else size
+        return image.size[::-1] if orientation(image) >= 5 else image.size
 
 
 def audio_header(source: MediumSource) -> tuple[int, int]:

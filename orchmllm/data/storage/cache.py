@@ -3,7 +3,7 @@
     <folder>/<2 digits>/<key>          a whole file; its time is that of its last use
     <folder>/<2 digits>/<key>.part     one that a process is fetching
     <folder>/locks/<3 digits>          locked by the process that fetches a file of such a key
-    <folder>/size                      bytes of all files and of those that are being fetched
+    <folder>/size                      bytes of all whole files
 
 A file appears by a rename when all of it is there. The key holds the version of a data file, so a
 file that changed is another file.
@@ -46,10 +46,10 @@ class DiskCache:
     def __init__(self, folder: Path, limit: int, wait_s: float) -> None:
         self.folder, self.limit, self.wait_s = folder, limit, wait_s
 
-    def open(self, key: str, fetch: Callable[[Path, Callable[[int], None]], None]) -> BinaryIO:
-        """The file `key`, open, so that it may be removed meanwhile. fetch(part, reserve) writes
-        it to the path `part` where it is not there, and says its size to `reserve` before or
-        after. Raises StorageError if another process takes too long, and what fetch raises."""
+    def open(self, key: str, fetch: Callable[[Path], None]) -> BinaryIO:
+        """The file `key`, open, so that it may be removed meanwhile. fetch(part) writes it to the
+        path `part` where it is not there. Raises StorageError if another process takes too long,
+        and what fetch raises."""
         path = self.folder / key[:2] / key
         deadline = time.monotonic() + self.wait_s
         while True:
@@ -65,35 +65,26 @@ class DiskCache:
                 if not path.is_file():
                     self._fetch(path, fetch)
 
-    def _fetch(self, path: Path, fetch: Callable) -> None:
+    def _fetch(self, path: Path, fetch: Callable[[Path], None]) -> None:
         path.parent.mkdir(exist_ok=True)
         part = path.with_name(path.name + ".part")
-        reserved = 0
-
-        def reserve(size: int) -> None:
-            nonlocal reserved
-            if size != reserved:
-                self._add(size - reserved, size)
-                reserved = size
-
         try:
-            fetch(part, reserve)
+            fetch(part)
             with part.open("rb") as f:
                 os.fsync(f.fileno())
+            self._make_room(part.stat().st_size)
             part.replace(path)
-        except BaseException:
+        finally:
             part.unlink(missing_ok=True)
-            self._add(-reserved, 0)
-            raise
 
-    def _add(self, change: int, size: int) -> None:
-        """Counts bytes, and makes room for a file of `size` among them."""
+    def _make_room(self, size: int) -> None:
+        """Counts a file of `size` bytes that is there, and removes others if all are too large."""
         with self._locked(self.folder / "size", time.monotonic() + self.wait_s) as number:
-            total = int(os.pread(number, 32, 0) or 0) + change
+            total = int(os.pread(number, 32, 0) or 0) + size
             if total > self.limit:
-                total = size + self._remove_oldest(int(self.limit * FILL) - size)
+                total = self._remove_oldest(int(self.limit * FILL))
             os.ftruncate(number, 0)
-            os.pwrite(number, str(max(total, 0)).encode(), 0)
+            os.pwrite(number, str(total).encode(), 0)
 
     def _remove_oldest(self, target: int) -> int:
         """Removes files that were used least lately until `target` bytes are left at most; returns

@@ -180,17 +180,16 @@ def without_query(url: str) -> str:
 
 
 class Progress(Callback):
-    """Of one file. begins: called with the number of bytes that the server promises, if it says it.
-    limit: of bytes; more are NoAccess, promised or not."""
+    """Of one file. size: the number of bytes that the server promises, or None. limit: of bytes;
+    more are NoAccess, promised or not."""
 
-    def __init__(self, begins: Callable[[int], object], limit: int) -> None:
+    def __init__(self, limit: int) -> None:
         super().__init__()
-        self.begins, self.limit = begins, limit
+        self.limit = limit
 
     def set_size(self, size: int | None) -> None:
         super().set_size(size)
         self._check(size or 0)
-        self.begins(size or 0)
 
     def relative_update(self, inc: int = 1) -> None:
         super().relative_update(inc)

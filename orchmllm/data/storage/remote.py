@@ -13,7 +13,7 @@ import queue
 import re
 import shutil
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -141,12 +141,12 @@ class Storage:
         name = quote(name) if folder.startswith("http") else name
         return self.file(f"{folder.rstrip('/')}/{name}", limit)
 
-    def fetch(self, file: RemoteFile, part: Path, reserve: Callable[[int], None]) -> None:
+    def fetch(self, file: RemoteFile, part: Path) -> None:
         """Writes a whole file to `part`; a part of it never passes for the whole."""
         root = declared(self.config, file.url)
 
         def attempt(left_s: float) -> None:
-            promised = Progress(reserve, file.limit or self.cache.limit)
+            promised = Progress(file.limit or self.cache.limit)
             call(root, self.config, "get_file", file.url, str(part), callback=promised,
                  timeout_s=left_s)
             size = promised.size
@@ -160,7 +160,6 @@ class Storage:
                     raise StorageError(f"{file} has changed since this run opened it; start again "
                                        "to read it as it is now")
             there = part.stat().st_size
-            reserve(there)
             if there != size or file.size not in (-1, there):
                 raise ConnectionError(f"{there} bytes came of {max(size, file.size)}")
 
