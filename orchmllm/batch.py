@@ -161,7 +161,8 @@ class Step:
     model that shifts the labels itself (loaders of whole examples). failed: media that could not
     be decoded, of this rank until COMMIT, then of all. plan_s: seconds spent in agreements and
     planning. wait_s: seconds the caller waited. state: of a stream of examples after the step.
-    error: why it cannot be loaded. preprocessed: where servers read (data.preprocess).
+    error: why it cannot be loaded. preprocessed: where servers read (data.preprocess). phases:
+    figures of the plans (orchmllm.plan.step.phase_figures), of the trainer's steps.
     """
 
     index: int
@@ -175,6 +176,7 @@ class Step:
     state: Any = None
     error: Exception | None = None
     preprocessed: Preprocessed = Preprocessed()
+    phases: dict[str, dict[str, float]] = field(default_factory=dict)
 
     @cached_property
     def plans(self) -> list[StepPlan]:

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from orchmllm import cli, launch
+from orchmllm import launch
 
 if __name__ == "__main__":
     launch.interrupt_quietly()
@@ -58,21 +58,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
                       "packages, run folder, disk), list every problem, start nothing")
     what.add_argument("--print-config", action="store_true",
                       help="print every key, its value and where it comes from, start nothing")
-    what.add_argument("--dry-run", action="store_true",
-                      help="plan a drawn workload, print whether it fits and what to expect; needs "
-                      "no GPU and no data")
-    what.add_argument("--ablations", action="store_true",
-                      help="compare balancing schemes on a drawn workload, by prediction")
     parser.add_argument("--world-size", type=int, default=0, metavar="N",
-                        help="ranks of a dry run (otherwise those that the recipe starts, or one "
-                        "shard group, or one node of 8) or of the ablations; in a run the number "
-                        "of ranks that has to be there")
-    parser.add_argument("--json", type=Path, metavar="FILE",
-                        help="also write what --dry-run or --ablations found")
-    args = parser.parse_intermixed_args(argv)
-    if args.json and not (args.dry_run or args.ablations):
-        parser.error("--json is for --dry-run and --ablations")
-    return args
+                        help="the number of ranks that has to be there")
+    return parser.parse_intermixed_args(argv)
 
 
 def run_rank(recipe: Recipe, world: launch.World, work: Callable[[HangWatchdog], None],
@@ -171,11 +159,6 @@ def _announcement(recipe: Recipe, world: launch.World | None) -> str:
 
 def main(argv: list[str]) -> int:
     args = parse(argv)
-    if args.dry_run or args.ablations:  # other spellings of a command that predicts
-        return cli.dispatch(["dry-run", args.recipe, *args.overrides,
-                             "--world-size", str(args.world_size),
-                             *(["--ablations"] if args.ablations else []),
-                             *(["--json", str(args.json)] if args.json else [])])
     try:
         loaded = read_recipe(args.recipe, args.overrides)
         world = launch.current_world()

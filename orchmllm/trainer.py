@@ -26,9 +26,8 @@ from orchmllm.runtime.build import build_dataset, build_orchestrators
 from orchmllm.runtime.display import RunDisplay
 from orchmllm.runtime.health import HangWatchdog
 from orchmllm.runtime.incidents import Incidents
-from orchmllm.runtime.measured import StepTimer
+from orchmllm.runtime.measured import StepTimer, check_processed
 from orchmllm.runtime.metrics import MetricsLog, open_log
-from orchmllm.runtime.plan_check import check_processed
 from orchmllm.runtime.profile import StepProfiler, explained_oom
 from orchmllm.runtime.run_checkpoints import RunCheckpoints, kept_batch
 from orchmllm.runtime.run_state import MediaCount, Progress, describe_end

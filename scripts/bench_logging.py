@@ -57,7 +57,6 @@ def measure(trainer, folder: Path, num_steps: int, num_ranks: int) -> dict[str, 
     from orchmllm.config.recipe import RunConfig
     from orchmllm.runtime.display import RunDisplay
     from orchmllm.runtime.metrics import MetricsLog
-    from orchmllm.runtime.plan_check import combined_stats
 
     run, log = RunConfig(dir=str(folder)), MetricsLog(folder / "metrics.jsonl")
     displays = {"plain lines": RunDisplay(run), "bar": RunDisplay(run)}
@@ -69,13 +68,10 @@ def measure(trainer, folder: Path, num_steps: int, num_ranks: int) -> dict[str, 
             display.start(num_steps)
     out = defaultdict(list)
     for step in trainer.loader():
-        # Timed here the first time, so that its sums are not cached yet.
-        common = seconds(lambda step=step: combined_stats(step.plans))
         row = {}
         out["step"].append(seconds(lambda step=step, row=row: row.update(trainer.train_step(step))))
         row["cpu_s"] = {p: x * num_ranks for p, x in row["cpu_s"].items()}
-        common += seconds(lambda row=row: log.write(row))
-        out["metrics.jsonl"].append(common)
+        out["metrics.jsonl"].append(seconds(lambda row=row: log.write(row)))
         for name, display in displays.items():
             with contextlib.redirect_stdout(streams[name]):
                 out[name].append(seconds(lambda d=display, row=row: d.step(row)))

@@ -9,7 +9,7 @@ Flow: BatchLayout + PlanSpec -> rank of every item per phase -> StepPlan -> for_
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
@@ -240,3 +240,19 @@ class RankPlan:
     def exchange(self, phase: str) -> Exchange:
         """How this rank's inputs of a phase travel."""
         return self.llm if phase == "llm" else self.encode[phase]
+
+
+def phase_figures(plans: Sequence[StepPlan]) -> dict[str, dict[str, float]]:
+    """Per phase, over a step's microbatches: imbalance before and after (sum of the slowest rank's
+    cost / sum of the mean), that mean in kFLOP, and bytes moved between ranks and between nodes."""
+    out = {}
+    for phase in PHASES:
+        before, after = np.array([plan.phase_cost(phase) for plan in plans], float).swapaxes(0, 1)
+        stats = [plan.stats[phase] for plan in plans]
+        out[phase] = {
+            "imbalance_before": imbalance(before),
+            "imbalance_after": imbalance(after),
+            "mean_cost_kflop": float(before.mean(axis=1).sum()),
+            **{name: sum(one[name] for one in stats) for name in stats[0]},
+        }
+    return out

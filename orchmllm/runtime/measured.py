@@ -8,7 +8,7 @@ the other ranks in that of the next step; waiting for parameters on their way co
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -19,10 +19,21 @@ import torch
 from orchmllm.data.loading.step_loader import Step
 from orchmllm.models.phase_clock import PhaseClock
 from orchmllm.plan.step import PHASES, StepPlan, imbalance
-from orchmllm.runtime.plan_check import combined_stats, cost_coefficients
 
 CLOCK_PHASES = (*PHASES, "exchange")
 NAMED_ITEMS = 3  # of the slowest rank, the longest ones
+
+
+def check_processed(step: Step, rank: int, processed: Mapping[str, Sequence[int]]) -> None:
+    """Raises RuntimeError if a rank processed other items than its plans say. processed: phase ->
+    lengths of the items of all microbatches, in their order."""
+    planned: dict[str, list[int]] = {p: [] for p in PHASES}
+    for micro in step.micro:
+        for phase in PHASES:
+            planned[phase] += micro.rank_plan.exchange(phase).lengths.tolist()
+    if planned != processed:
+        raise RuntimeError(f"step {step.index}: rank {rank} processed other items than its plan "
+                           "says; this is a bug in orchmllm")
 
 
 @dataclass(frozen=True)
@@ -97,7 +108,9 @@ class StepFacts(NamedTuple):
             "data_wait_s": float(self.wait_s.max()), "plan_ms": 1e3 * step.plan_s,
             "exchange_ms": 1e3 * float(exchange_s.max()),
             "num_global_targets": step.num_global_targets,
-            "phases": combined_stats(step.plans), "costs": cost_coefficients(step.plans),
+            "phases": step.phases,
+            "costs": {phase: {"linear": cost.linear, "quadratic": cost.quadratic}
+                      for phase, cost in step.plans[0].spec.costs.items()},
             "cpu_s": dict(zip(CLOCK_PHASES, self.cpu_s.T.tolist(), strict=True)),
             "num_failed_media": len(step.failed), "stop_signal": int(self.signal.max()),
         }

@@ -39,7 +39,7 @@ def test_the_console_script_is_this_command():
     assert script.value == "orchmllm.cli:main"
 
 
-def test_a_dry_run_is_that_of_train(tmp_path):
+def test_a_dry_run_of_a_wrong_recipe_is_refused(tmp_path):
     wrong = tmp_path / "r.yaml"
     wrong.write_text("train: {lr: -1}\n", encoding="utf-8")
     done = orchmllm("dry-run", str(wrong), "--world-size", "4")

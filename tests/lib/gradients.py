@@ -18,7 +18,7 @@ from orchmllm.launch import World
 from orchmllm.models.mllm import MultimodalModel
 from orchmllm.plan.layout import AUDIO, ENCODERS, TEXT, VISION
 from orchmllm.plan.step import build_plan, plan_step
-from orchmllm.runtime.plan_check import check_processed
+from orchmllm.runtime.measured import check_processed
 from orchmllm.sharding.init import plain_name, seed_weights
 from orchmllm.trainer import Trainer
 from tests.lib.synthetic import SyntheticDataset

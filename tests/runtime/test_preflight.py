@@ -52,12 +52,6 @@ def test_validate_names_what_is_missing(folder, demo_corpus, change, capsys):
     assert not (folder / "run").exists()
 
 
-def test_json_without_a_dry_run_is_refused(folder, demo_corpus, capsys):
-    with pytest.raises(SystemExit):
-        main([*arguments(folder, demo_corpus, "train.lr=1e-3"), "--json", str(folder / "x")])
-    assert "--json is for --dry-run and --ablations" in capsys.readouterr().err
-
-
 def test_every_source_is_checked(folder, demo_corpus, capsys):
     """Two of them may read the same file."""
     sources = f"data.sources=[{{path: {demo_corpus}, media_root: {folder}/gone}}, {{path: " \

@@ -18,6 +18,7 @@ from orchmllm.data.sampler import GlobalSampler
 from orchmllm.orchestrator import Orchestrator
 from orchmllm.plan.geometry import AudioGeometry, VisionGeometry
 from orchmllm.plan.layout import BatchLayout
+from orchmllm.plan.step import phase_figures
 
 __all__ = ["Dataset", "Step", "StepLoader"]
 
@@ -68,8 +69,10 @@ class StepLoader(Pipeline):
         return self.num_steps - self.first_step
 
     def _load(self, step: Step) -> Step:
-        """With labels as the lengths tell them, without those of examples that failed."""
+        """With the figures of its plans, and labels as the lengths tell them, without those of
+        examples that failed."""
         super()._load(step)
+        step.phases = phase_figures(step.plans)
         lost = np.zeros(step.layout.num_examples, bool)
         lost[[f.example for f in step.failed]] = True
         step.num_global_targets = int(step.layout.num_targets[~lost].sum())

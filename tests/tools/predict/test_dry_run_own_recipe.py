@@ -1,4 +1,4 @@
-"""`--dry-run` of one's own recipe: what it prints is about this recipe, and readable."""
+"""`orchmllm dry-run` of one's own recipe: what it prints is about this recipe, and readable."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from orchmllm.config.job import default_world
 from orchmllm.plan.layout import ENCODERS
 from orchmllm.plan.step import build_plan
 from orchmllm.tools.predict.dry_run import exchange_report
+from orchmllm.tools.predict.dry_run_command import main
 from orchmllm.tools.predict.workload import MODELS, sample_layout
-from orchmllm.train import main
 from tests.lib.commands import python
 from tests.lib.recipes import read, small_spec
 
@@ -33,7 +33,7 @@ def dry_run(tmp_path, capfd):
     def run(text: str, *args: str) -> str:
         path = tmp_path / "own.yaml"
         path.write_text(text, encoding="utf-8")
-        code = main(["--recipe", str(path), "--dry-run", *args])
+        code = main([str(path), *args])
         return checked(code, *capfd.readouterr())
 
     return run
@@ -51,7 +51,7 @@ def test_a_recipe_without_a_number_of_ranks(tmp_path):
     figures of the paper."""
     path = tmp_path / "own.yaml"
     path.write_text(TINY, encoding="utf-8")
-    run = python("-m", "orchmllm.train", "--recipe", path, "--dry-run")
+    run = python("-m", "orchmllm", "dry-run", path)
     text = checked(run.returncode, run.stdout, run.stderr)
     assert text.startswith("8 ranks (one node")
     assert re.search(r"It fits: the fullest rank needs \d+\.\d GB; tensors may take 78\.2 GB", text)
@@ -83,7 +83,7 @@ def test_an_encoder_that_the_recipe_does_not_have(dry_run):
 def test_it_does_not_fit_by_so_much(tmp_path):
     path = tmp_path / "own.yaml"
     path.write_text(TINY, encoding="utf-8")
-    run = python("-m", "orchmllm.train", "--recipe", path, "--dry-run", "fsdp.memory_gb=0.01")
+    run = python("-m", "orchmllm", "dry-run", path, "fsdp.memory_gb=0.01")
     assert run.returncode == 2 and run.stdout == "" and run.stderr.count("\n") == 1
     assert re.match(r"error: the recipe does not fit: .* needs \d\.\d GB a rank at least, \d\.\d "
                     r"GB more than the 0\.0 GB that are allowed \(fsdp.memory_gb\); .* would fit "

@@ -33,6 +33,7 @@ from tests.lib.recipes import read, small_spec
 from tests.lib.synthetic import recipe as tiny
 
 TRAIN = ("-m", "orchmllm.train", "--recipe")
+DRY_RUN = ("-m", "orchmllm", "dry-run")
 
 
 def built(recipe, num_ranks: int) -> tuple[dict[str, int], dict[str, int]]:
@@ -62,8 +63,7 @@ def test_dry_run_of_84b_on_2560_ranks(tmp_path):
     """The figures of issue and documentation, in under 60 s (of CPU: the machine may be busy) and
     4 GB."""
     out = tmp_path / "r.json"
-    run = python(*TRAIN, "recipes/mllm84b.yaml", "--dry-run", "--world-size", "2560",
-                 "--json", out)
+    run = python(*DRY_RUN, "recipes/mllm84b.yaml", "--world-size", "2560", "--json", out)
     assert run.returncode == 0, run.stderr
     r = json.loads(out.read_text())
     assert r["peak_rss_bytes"] < 4e9 and r["steps"] == 20
@@ -98,7 +98,7 @@ def test_small_dry_run_is_consistent():
     (("--world-size", "256", "train.global_batch_size=100"), "start at most 100 ranks"),
 ])
 def test_one_message_for_what_cannot_run(changes, says):
-    run = python(*TRAIN, "recipes/mllm84b.yaml", "--dry-run", *changes)
+    run = python(*DRY_RUN, "recipes/mllm84b.yaml", *changes)
     assert run.returncode == 2 and run.stdout == ""
     assert run.stderr.count("\n") == 1 and run.stderr.startswith("error: ") and says in run.stderr
 
