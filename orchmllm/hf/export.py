@@ -1,7 +1,7 @@
 """Writes a checkpoint as Hugging Face folders (the command is orchmllm.cli.export).
 
-Tensors are streamed from the checkpoint's shard files, block by block: neither ranks nor memory for
-the model are needed, and nothing is pickled.
+Tensors are read from the checkpoint's shard files, those of one file at a time: neither ranks nor
+memory for the model are needed, and nothing is pickled.
 """
 
 from __future__ import annotations
@@ -143,8 +143,7 @@ def _positions(model: ModelConfig, dtype: str) -> FileTensor:
 
     table = sinusoids(torch.arange(positions_of(model.audio)), model.audio.hidden_size,
                       getattr(torch, TORCH_DTYPES[dtype]))
-    data = table.view(torch.uint8).numpy().tobytes()
-    return FileTensor(POSITIONS, dtype, tuple(table.shape), lambda: iter((data,)))
+    return FileTensor(POSITIONS, dtype, tuple(table.shape), lambda: table)
 
 
 def _model_of(state: dict) -> ModelConfig:

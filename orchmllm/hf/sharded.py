@@ -1,10 +1,9 @@
-"""A checkpoint's shard files as whole tensors, read block by block: a tensor's rows lie in several
-files, one behind the other."""
+"""A checkpoint's shard files as whole tensors: a tensor's rows lie in several files, one behind the
+other."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,8 +15,6 @@ from orchmllm.hf.folder import Stored, read_header
 if TYPE_CHECKING:
     from torch import Tensor
 
-BLOCK_BYTES = 1 << 24
-
 
 @dataclass(frozen=True)
 class Sharded:
@@ -28,14 +25,16 @@ class Sharded:
     shape: tuple[int, ...]
     chunks: tuple[Stored, ...]
 
-    def blocks(self) -> Iterator[Tensor]:
-        """All its rows in order. A file is opened for each block: its pages, mapped while they are
-        read, count as memory."""
+    def load(self) -> Tensor:
+        """All its rows. A file is opened for each part: its pages, mapped while they are read,
+        count as memory."""
+        import torch
+
+        parts = []
         for chunk in self.chunks:
-            rows = max(1, BLOCK_BYTES * chunk.shape[0] // max(chunk.num_bytes, 1))
-            for at in range(0, chunk.shape[0], rows):
-                with safe_open(chunk.file, framework="pt") as f:
-                    yield f.get_slice(chunk.key)[at: at + rows]
+            with safe_open(chunk.file, framework="pt") as f:
+                parts.append(f.get_tensor(chunk.key))
+        return torch.cat(parts) if len(parts) > 1 else parts[0]
 
 
 def read_sharded(folder: Path) -> dict[str, Sharded]:

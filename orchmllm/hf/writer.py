@@ -1,16 +1,20 @@
-"""Safetensors files written as a stream: the header first, then one tensor after the other, so that
-no more than a block of a tensor is in memory."""
+"""Safetensors files of a folder, written one after the other: no more than the tensors of one file
+are in memory."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from orchmllm.hf.folder import ELEMENT_BYTES, INDEX, SINGLE
 from orchmllm.hf.sharded import Sharded
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 DTYPES = {"float64": "F64", "float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 TORCH_DTYPES = {short: name for name, short in DTYPES.items()}
@@ -18,12 +22,12 @@ TORCH_DTYPES = {short: name for name, short in DTYPES.items()}
 
 @dataclass(frozen=True)
 class FileTensor:
-    """key, dtype and shape in the file; blocks: its bytes in order."""
+    """key, dtype and shape in the file; load: reads it."""
 
     key: str
     dtype: str
     shape: tuple[int, ...]
-    blocks: Callable[[], Iterator[bytes]]
+    load: Callable[[], Tensor]
 
     @property
     def num_bytes(self) -> int:
@@ -32,8 +36,8 @@ class FileTensor:
 
 def renamed(tensor: Sharded, key: str, shape: tuple[int, ...], dtype: str = "") -> FileTensor:
     """`tensor` under another name, in another shape of as many values, and converted to `dtype`
-    unless empty. Raises ValueError if the number of values differs, and its blocks if a value is
-    too large for the dtype."""
+    unless empty. Raises ValueError if the number of values differs, and `load` if a value is too
+    large for the dtype."""
     if math.prod(shape) != math.prod(tensor.shape):
         raise ValueError(f"{tensor.key} has shape {tensor.shape}, {key} needs {shape}: the "
                          "checkpoint is of another model")
@@ -41,39 +45,27 @@ def renamed(tensor: Sharded, key: str, shape: tuple[int, ...], dtype: str = "") 
 
     name = TORCH_DTYPES[dtype or tensor.dtype]
 
-    def converted() -> Iterator[bytes]:
-        for block in tensor.blocks():
-            out = block.to(getattr(torch, name))
-            if out.isinf().any() and not block.isinf().any():
-                raise ValueError(f"{tensor.key} has values that {name} does not have: export "
-                                 "bfloat16 or float32")
-            yield out.reshape(-1).view(torch.uint8).numpy().tobytes()
+    def converted() -> Tensor:
+        values = tensor.load()
+        out = values.to(getattr(torch, name))
+        if out.isinf().any() and not values.isinf().any():
+            raise ValueError(f"{tensor.key} has values that {name} does not have: export bfloat16 "
+                             "or float32")
+        return out.reshape(shape)
 
     return FileTensor(key, dtype or tensor.dtype, shape, converted)
 
 
 def write_file(path: Path, tensors: Sequence[FileTensor],
                progress: Callable[[int], object]) -> None:
-    """One safetensors file. progress: told the bytes of each block written. Raises ValueError if a
-    tensor gives other bytes than its shape says."""
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}  # transformers asks for it
-    at = 0
+    """One safetensors file. progress: is told the bytes of each tensor."""
+    from safetensors.torch import save_file
+
+    loaded = {}
     for tensor in tensors:
-        end = at + tensor.num_bytes
-        header[tensor.key] = {"dtype": tensor.dtype, "shape": list(tensor.shape),
-                              "data_offsets": [at, end]}
-        at = end
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)  # data starts aligned
-    with path.open("wb") as f:
-        f.write(len(text).to_bytes(8, "little") + text)
-        for tensor in tensors:
-            written = 0
-            for block in tensor.blocks():
-                written += f.write(block)
-                progress(len(block))
-            if written != tensor.num_bytes:
-                raise ValueError(f"{tensor.key}: {written} bytes instead of {tensor.num_bytes}")
+        loaded[tensor.key] = tensor.load()
+        progress(tensor.num_bytes)
+    save_file(loaded, path, metadata={"format": "pt"})  # transformers asks for it
 
 
 def write_folder(folder: Path, tensors: Sequence[FileTensor], max_file_bytes: int,

@@ -129,9 +129,9 @@ def test_every_tensor_is_the_trained_one(trip):
 def test_values_that_a_dtype_does_not_have_are_refused(tmp_path):
     save_file({"w": torch.tensor([1.0, 70_000.0])}, tmp_path / "w.safetensors")
     tensor = read_sharded(tmp_path)["w"]
-    assert len(b"".join(renamed(tensor, "w", (2,), "BF16").blocks())) == 4
+    assert renamed(tensor, "w", (2,), "BF16").load().dtype == torch.bfloat16
     with pytest.raises(ValueError, match="w has values that float16 does not have: export bf"):
-        list(renamed(tensor, "w", (2,), "F16").blocks())
+        renamed(tensor, "w", (2,), "F16").load()
 
 
 @torch.no_grad()
@@ -383,8 +383,8 @@ def peak_mb(checkpoint: Path, out: Path) -> float:
 
 
 @pytest.mark.slow
-def test_export_streams(tmp_path):
-    """A model of more than a gigabyte takes hardly more memory than a tiny one."""
+def test_export_has_one_file_in_memory(tmp_path):
+    """A model of more than a gigabyte takes no more memory than two files beyond a tiny one."""
     write_checkpoint(tmp_path / "tiny", HF_MODEL, 4)
     large = replace(HF_MODEL, llm=LLMConfig(
         vocab_size=32_000, num_layers=18, hidden_size=1024, intermediate_size=3072, num_heads=16,
@@ -392,5 +392,5 @@ def test_export_streams(tmp_path):
     size = write_checkpoint(tmp_path / "large", large, 4)
     base, peak = (peak_mb(tmp_path / name, tmp_path / f"out_{name}") for name in ("tiny", "large"))
     print(f"checkpoint {size:.0f} MB: export takes {peak:.0f} MB, of a tiny one {base:.0f} MB")
-    assert size > 1000 and peak - base < 150
+    assert size > 1000 and peak - base < 600
     assert len(list((tmp_path / "out_large" / "llm").glob("model-*"))) > 1
