@@ -38,7 +38,8 @@ def solve_program(
     source_rank: np.ndarray, batch: np.ndarray, volume: np.ndarray, *, num_ranks: int,
     ranks_per_node: int, solver: str, limit: float,
 ) -> np.ndarray:
-    """`assign_nodes` with an integer program's solver, in a child process. Raises RuntimeError with
+    """`assign_nodes` with an integer program's solver, in a child process: (m,) arrays in, the rank
+    of each batch (num_ranks,) out. Raises RuntimeError with
     the solver's error, or if its process died or was ended because it was late."""
     options = {"num_ranks": num_ranks, "ranks_per_node": ranks_per_node, "solver": solver,
                "limit": limit}

@@ -14,7 +14,7 @@ from orchmllm.config.balance import BalanceConfig
 from orchmllm.plan.cost import CostModel
 from orchmllm.plan.step import PhasePolicy, build_plan, plan_step
 from orchmllm.trainer import Trainer
-from tests.lib.dropin import Texts, collate, length_of, loader_of
+from tests.lib.dropin import Texts, collate, length_of, loader_of, token_count
 from tests.lib.ranks import run_ranks
 from tests.lib.synthetic import SHALLOW, SyntheticDataset, recipe
 
@@ -172,8 +172,9 @@ def bytes_of_gathers(world, dispatch: str) -> list[int]:
         return gather(self, row)
 
     RowGather.__call__ = counted
-    for _ in loader_of(Texts(), 4, collate_fn=collate, dispatch=dispatch,
-                       lengths=[length_of(i) for i in range(48)]):
+    how = {"load": {"lengths": [length_of(i) for i in range(48)]},
+           "bytes": {"length_fn": token_count}}[dispatch]
+    for _ in loader_of(Texts(), 4, collate_fn=collate, **how):
         pass
     return seen
 
