@@ -18,6 +18,7 @@ from orchmllm.data.sampler import make_sampler
 from orchmllm.models.flops import plan_spec
 from orchmllm.plan.layout import MODALITIES, BatchLayout
 from orchmllm.plan.step import PHASES, imbalance, plan_step
+from orchmllm.tools.predict.examples import usable_rows
 
 NUM_BATCHES = 20  # global batches that the prediction averages over
 MAX_SAMPLED = 200_000  # examples that a prediction plans at most: minutes on a large world
@@ -46,21 +47,13 @@ class Lengths:
 
 def read_lengths(names: Sequence[str], indexes: Sequence[LengthIndex]) -> Lengths:
     """Joins the indexes; unusable rows are left out."""
-    source, tokens, segments = [], {m: [] for m in MODALITIES}, {m: [] for m in MODALITIES}
-    for k, index in enumerate(indexes):
-        usable = np.ones(len(index), bool)
-        usable[list(index.problems)] = False
-        row = np.repeat(np.arange(len(index)), np.diff(index.start))
-        keep = usable[row]
-        source.append(np.full(int(usable.sum()), k))
-        for name, code in MODALITIES.items():
-            mine = keep & (index.table[:, 0] == code)
-            per_row = np.bincount(row[mine], weights=index.table[mine, 3], minlength=len(index))
-            tokens[name].append(per_row[usable].astype(np.int64))
-            segments[name].append(np.bincount(row[mine], minlength=len(index))[usable])
-    return Lengths(list(names), np.concatenate(source),
-                   {m: np.concatenate(v) for m, v in tokens.items()},
-                   {m: np.concatenate(v) for m, v in segments.items()})
+    layouts = [usable_rows(index) for index in indexes]
+    every = BatchLayout.from_examples(layouts)
+    source = np.repeat(np.arange(len(layouts)), [layout.num_examples for layout in layouts])
+    of = {m: every.modality == code for m, code in MODALITIES.items()}
+    return Lengths(list(names), source,
+                   {m: every.sum_segments(mine * every.num_tokens) for m, mine in of.items()},
+                   {m: every.sum_segments(mine) for m, mine in of.items()})
 
 
 def lengths_table(lengths: Lengths) -> str:

@@ -122,7 +122,7 @@ def of_indexes(recipe: Recipe, sources: Sequence[DataSource],
                indexes: Sequence[LengthIndex]) -> Examples:
     """The usable rows of the recipe's sources, in proportion to their weights or repeats if they
     have any. Raises ValueError if there is no row."""
-    parts = [_layout(index) for index in indexes]
+    parts = [usable_rows(index) for index in indexes]
     sizes = [p.num_examples for p in parts]
     if not sum(sizes):
         raise ValueError("the data of the recipe have no usable row")
@@ -140,7 +140,7 @@ def of_indexes(recipe: Recipe, sources: Sequence[DataSource],
                     probability)
 
 
-def _layout(index: LengthIndex) -> BatchLayout:
+def usable_rows(index: LengthIndex) -> BatchLayout:
     """All usable rows of an index, on one rank."""
     usable = np.setdiff1d(np.arange(len(index)), list(index.problems))
     return index.layout(usable, usable)
