@@ -6,18 +6,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 
 from orchmllm.config.job import resolve
 from orchmllm.config.recipe import Recipe
 from orchmllm.data.formats.open import DataSource
-from orchmllm.data.index import LengthIndex, joined_layouts
-from orchmllm.data.sampler import make_sampler
+from orchmllm.data.index import LengthIndex
 from orchmllm.models.flops import plan_spec
 from orchmllm.plan.layout import MODALITIES, BatchLayout
 from orchmllm.plan.step import PHASES, imbalance, plan_step
+from orchmllm.tools.predict.examples import drawn_by_a_run, usable_rows
 
 NUM_BATCHES = 20  # global batches that the prediction averages over
 MAX_SAMPLED = 200_000  # examples that a prediction plans at most: minutes on a large world
@@ -46,21 +45,13 @@ class Lengths:
 
 def read_lengths(names: Sequence[str], indexes: Sequence[LengthIndex]) -> Lengths:
     """Joins the indexes; unusable rows are left out."""
-    source, tokens, segments = [], {m: [] for m in MODALITIES}, {m: [] for m in MODALITIES}
-    for k, index in enumerate(indexes):
-        usable = np.ones(len(index), bool)
-        usable[list(index.problems)] = False
-        row = np.repeat(np.arange(len(index)), np.diff(index.start))
-        keep = usable[row]
-        source.append(np.full(int(usable.sum()), k))
-        for name, code in MODALITIES.items():
-            mine = keep & (index.table[:, 0] == code)
-            per_row = np.bincount(row[mine], weights=index.table[mine, 3], minlength=len(index))
-            tokens[name].append(per_row[usable].astype(np.int64))
-            segments[name].append(np.bincount(row[mine], minlength=len(index))[usable])
-    return Lengths(list(names), np.concatenate(source),
-                   {m: np.concatenate(v) for m, v in tokens.items()},
-                   {m: np.concatenate(v) for m, v in segments.items()})
+    layouts = [usable_rows(index) for index in indexes]
+    every = BatchLayout.from_examples(layouts)
+    source = np.repeat(np.arange(len(layouts)), [layout.num_examples for layout in layouts])
+    of = {m: every.modality == code for m, code in MODALITIES.items()}
+    return Lengths(list(names), source,
+                   {m: every.sum_segments(mine * every.num_tokens) for m, mine in of.items()},
+                   {m: every.sum_segments(mine) for m, mine in of.items()})
 
 
 def lengths_table(lengths: Lengths) -> str:
@@ -93,13 +84,9 @@ def global_batches(
     train = recipe.train
     per_step = (train.global_batch_size // train.accumulation_steps  # those of a microbatch
                 or num_ranks * train.batch_size)
-    bounds = np.concatenate([[0], np.cumsum([len(i) for i in indexes])])
-    sampler = make_sampler(SimpleNamespace(sources=sources, indexes=indexes),
-                           range(int(bounds[-1])), per_step, seed=recipe.run.seed,
-                           data=recipe.data, per_rank=train.batch_size)
+    draw = drawn_by_a_run(recipe, sources, indexes)
     for step in range(max(1, min(NUM_BATCHES, MAX_SAMPLED // per_step))):
-        shares = [s.stop - s.start for s in sampler.shares(step, num_ranks)]
-        yield joined_layouts(indexes, bounds, sampler.batch(step), examples_per_rank=shares)
+        yield draw(num_ranks, per_step, step)
 
 
 def predict(batches: Iterable[BatchLayout], recipe: Recipe) -> dict[str, tuple[float, float]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated
@@ -38,18 +39,6 @@ class Examples:
     draw: Callable[[int, int, int], BatchLayout]
     epoch: int = 0
     capped: bool = False
-
-
-def _of_pool(what: str, pool: BatchLayout, epoch: int,
-             probability: np.ndarray | None = None) -> Examples:
-    """Examples of one rank, drawn with `probability` (n,), None for all alike."""
-    def draw(num_ranks: int, batch_size: int, seed: int) -> BatchLayout:
-        count, n = num_ranks * batch_size, pool.num_examples
-        again = count > n or probability is not None  # an example may come twice
-        chosen = np.random.default_rng(seed).choice(n, count, replace=again, p=probability)
-        return pool.taken(chosen, np.full(num_ranks, batch_size))
-
-    return Examples(what, draw, epoch)
 
 
 def _cut(layout: BatchLayout, limit: int) -> BatchLayout:
@@ -92,55 +81,48 @@ def of_recipe(recipe: Recipe) -> Examples | None:
     sources, reader = open_recipe(recipe)
     folder = index_path(recipe.data.index_dir)
     indexes = [open_index(source, reader, folder) for source in sources]
-    if None in indexes:
-        return None
-    own = of_indexes(recipe, sources, indexes)
-    return _capped(recipe, sources, indexes, own) if recipe.data.batching == "capped" else own
+    return None if None in indexes else of_indexes(recipe, sources, indexes)
 
 
-def _capped(recipe: Recipe, sources: Sequence[DataSource], indexes: Sequence[LengthIndex],
-            own: Examples) -> Examples:
-    """The recipe's examples in the mini-batches that a run with data.batching=capped forms."""
+def drawn_by_a_run(recipe: Recipe, sources: Sequence[DataSource], indexes: Sequence[LengthIndex]
+                   ) -> Callable[[int, int, int], BatchLayout]:
+    """(number of ranks, examples of a step, step) -> the global batch that a run has in this step
+    (of a stream: without its order)."""
     bounds = np.concatenate([[0], np.cumsum([len(i) for i in indexes])])
-    sampler = make_sampler(SimpleNamespace(sources=sources, indexes=indexes),
-                           range(int(bounds[-1])), 1, seed=recipe.run.seed, data=recipe.data)
-    index, offsets = sampler.groups.index, sampler.groups.offsets
+    dataset = SimpleNamespace(sources=sources, indexes=indexes)
 
-    def draw(num_ranks: int, batch_size: int, seed: int) -> BatchLayout:
-        count = max(1, num_ranks * batch_size // recipe.train.batch_size)
-        again = count > len(sampler.groups)
-        chosen = np.random.default_rng(seed).choice(len(sampler.groups), count, replace=again)
-        parts = [index[offsets[g]:offsets[g + 1]] for g in chosen.tolist()]
-        ends = np.cumsum([0, *map(len, parts)])[count * np.arange(num_ranks + 1) // num_ranks]
-        return joined_layouts(indexes, bounds, sampler.indices[np.concatenate(parts)],
-                              examples_per_rank=np.diff(ends))
+    @cache
+    def sampler_of(per_step: int):
+        return make_sampler(dataset, range(int(bounds[-1])), per_step, seed=recipe.run.seed,
+                            data=recipe.data, per_rank=recipe.train.batch_size)
 
-    return replace(own, draw=draw, capped=True, what=f"{own.what}, in its capped mini-batches")
+    def draw(num_ranks: int, per_step: int, step: int) -> BatchLayout:
+        sampler = sampler_of(per_step)
+        shares = [s.stop - s.start for s in sampler.shares(step, num_ranks)]
+        return joined_layouts(indexes, bounds, sampler.batch(step), examples_per_rank=shares)
+
+    return draw
 
 
 def of_indexes(recipe: Recipe, sources: Sequence[DataSource],
                indexes: Sequence[LengthIndex]) -> Examples:
-    """The usable rows of the recipe's sources, in proportion to their weights or repeats if they
-    have any. Raises ValueError if there is no row."""
-    parts = [_layout(index) for index in indexes]
-    sizes = [p.num_examples for p in parts]
-    if not sum(sizes):
+    """The rows of the recipe's sources, in the global batches of a run: seeds are steps. Raises
+    ValueError if there is no usable row."""
+    sizes = np.array([len(index) - len(index.problems) for index in indexes])
+    if not sizes.sum():
         raise ValueError("the data of the recipe have no usable row")
-    weights = np.array([s.config.weight for s in sources])
-    probability = None
-    if weights.any():
-        probability = np.repeat(weights / np.maximum(sizes, 1), sizes)
-        probability = probability / probability.sum()
-    repeats = np.repeat([s.config.repeats for s in sources], sizes)
-    if (repeats > 1).any():
-        probability = repeats / repeats.sum()
-    trained = 1 - recipe.data.num_validation / sum(sizes)
-    return _of_pool(f"the recipe's own, {sum(sizes)} rows by the length index of its data",
-                    BatchLayout.from_examples(parts), max(round(repeats.sum() * trained), 0),
-                    probability)
+    draw = drawn_by_a_run(recipe, sources, indexes)
+    repeated = sizes @ np.array([s.config.repeats for s in sources])
+    trained = 1 - recipe.data.num_validation / sizes.sum()
+    capped = recipe.data.batching == "capped"
+    return Examples(
+        f"the recipe's own, {sizes.sum()} rows by the length index of its data"
+        + (", in its capped mini-batches" if capped else ""),
+        lambda num_ranks, batch_size, seed: draw(num_ranks, num_ranks * batch_size, seed),
+        max(round(repeated * trained), 0), capped)
 
 
-def _layout(index: LengthIndex) -> BatchLayout:
+def usable_rows(index: LengthIndex) -> BatchLayout:
     """All usable rows of an index, on one rank."""
     usable = np.setdiff1d(np.arange(len(index)), list(index.problems))
     return index.layout(usable, usable)
@@ -189,7 +171,12 @@ def of_file(recipe: Recipe, path: Path) -> Examples:
         pool = _cut(batch_layout(headers, recipe.model, 1), recipe.data.max_example_tokens)
     except ValueError as e:  # longer than the model takes
         raise ValueError(f"--lengths {path}: {e}") from e
-    return _of_pool(f"{len(lines)} examples of {path}", pool, len(lines))
+    def draw(num_ranks: int, batch_size: int, seed: int) -> BatchLayout:
+        count = num_ranks * batch_size
+        chosen = np.random.default_rng(seed).choice(len(lines), count, replace=count > len(lines))
+        return pool.taken(chosen, np.full(num_ranks, batch_size))
+
+    return Examples(f"{len(lines)} examples of {path}", draw, len(lines))
 
 
 def examples_of(recipe: Recipe, mix: str = "", path: Path | None = None,

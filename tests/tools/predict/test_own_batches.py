@@ -127,7 +127,7 @@ def test_a_dry_run_of_capped_mini_batches_says_so(folder, capsys):
     paths, data = CASES["capped"]
     asked = replace(own(folder, *paths, **data), fsdp=FsdpConfig())
     _, drawn = opened(asked)
-    found = dry_run(asked, RANKS, Hardware(), examples=of_recipe(asked))
+    found = dry_run(asked, RANKS, Hardware(), steps=5, examples=of_recipe(asked))
     assert found["batch_size"] == pytest.approx(of_steps(drawn)[0] / RANKS, rel=0.15)
     assert found["examples_per_step"] == RANKS * found["batch_size"]
     assert "in its capped mini-batches" in found["lengths"]
