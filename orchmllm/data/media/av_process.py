@@ -72,12 +72,6 @@ class Child:
                 pass_fds=[theirs.fileno()])
         self.channel = Channel(ours, WALL_S)
 
-    def ask(self, request: dict, data: list[np.ndarray]) -> tuple[dict, list[np.ndarray]]:
-        """data: the bytes of a file, (n,) uint8, or nothing. Raises WireError if it is late,
-        EOFError or another OSError if it has died."""
-        self.channel.send(request, data)
-        return self.channel.receive(MAX_BYTES)
-
     def end(self) -> int:
         """Kills it if it is still there. Returns its exit code, -n where signal n ended it."""
         self.channel.close()
@@ -113,7 +107,8 @@ def _answered(request: dict, data: list[np.ndarray], name: str) -> tuple[dict, l
             try:
                 if _child is None:
                     _child = Child()
-                return _child.ask(request, data)
+                _child.channel.send(request, data)
+                return _child.channel.receive(MAX_BYTES)
             except (OSError, EOFError) as error:
                 how = str(error) if _child is None else _ended(error)
                 if fresh:
