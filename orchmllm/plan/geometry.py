@@ -1,7 +1,8 @@
 """How a medium becomes rows, positions and tokens: its lengths, from its header alone.
 
-`segment_lengths` is the one method per modality that turns a media header into lengths; decoding
-asserts that it produces exactly `rows`, the encoder that it produces exactly `num_tokens`.
+`segment_lengths` is the one method per modality that turns a media header into lengths. A medium
+that decodes to other than `rows` is refused, and the encoder asserts that it produces exactly
+`num_tokens`.
 """
 
 from __future__ import annotations

@@ -13,9 +13,14 @@ import pytest
 
 from orchmllm.data.media import av_process
 from orchmllm.data.media.decode import decode_audio
-from orchmllm.data.media.frames import VideoHeader
 from orchmllm.data.media.headers import audio_header
-from orchmllm.data.media.medium import MediaError, Medium, RowError, VideoSampling
+from orchmllm.data.media.medium import (
+    MediaError,
+    Medium,
+    RowError,
+    VideoHeader,
+    VideoSampling,
+)
 from orchmllm.data.media.video import chosen, expand, pictures
 from orchmllm.plan.geometry import AudioGeometry, VisionGeometry
 from orchmllm.plan.layout import AUDIO, VISION
@@ -46,7 +51,7 @@ def test_lengths_are_those_of_decoding(videos, name):
         assert len(frames) == len(want)
         got = pictures(frames, GEOMETRY)
         for medium in frames:
-            h, w = GEOMETRY.segment_lengths(medium.frame.width, medium.frame.height).grid[1:]
+            h, w = GEOMETRY.segment_lengths(*medium.frame.video[:2]).grid[1:]
             assert got[medium].shape == (h * 14, w * 14, 3)
     if name not in ("turned.mp4", "over.mp4", "left.mp4") and "times" not in VIDEOS[name]:
         if VIDEOS[name].get("size", SIZE) != (101, 57) and not name.endswith("gif"):
@@ -80,7 +85,7 @@ def test_uneven_frames_are_chosen_by_their_times(videos):
 def test_a_turned_video_is_upright(videos, name, size, bright):
     """bright: (bottom, right) quarter that the top left one of the file becomes."""
     [medium] = expand(as_medium(videos / name), VideoSampling(frames=1), {})
-    assert medium.frame[1:3] == size
+    assert medium.frame.video[:2] == size
     pixels = pictures([medium], GEOMETRY)[medium].mean(axis=2)
     h, w = pixels.shape
     quarters = pixels.reshape(2, h // 2, 2, w // 2).mean(axis=(1, 3))
@@ -180,7 +185,8 @@ def test_frames_of_another_size_are_refused(videos):
 def test_a_header_that_decoding_contradicts_is_refused(videos):
     """The table of an MP4 is believed, and counted when it is decoded."""
     [medium] = expand(as_medium(videos / "plain.mp4"), VideoSampling(frames=1), {})
-    wrong = medium._replace(frame=medium.frame._replace(num_frames=25))
+    header = medium.frame.video._replace(num_frames=25)
+    wrong = medium._replace(frame=medium.frame._replace(video=header))
     assert "its header says 25 frames, and it holds 24" in pictures([wrong], GEOMETRY)[wrong].reason
 
 
@@ -264,5 +270,5 @@ def test_too_much_cpu_time_costs_one_file(videos, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(av_process, "CPU_S", 0)  # and what is left of a second
         with pytest.raises(MediaError, match="more than 0 s of CPU time; the file is damaged"):
-            av_process.frames(medium, "mov", [0.0] * 3_000_000, 24, SIZE, SIZE)
+            av_process.frames(medium, "mov", [0.0] * 3_000_000, frame.frame.video, SIZE)
     assert isinstance(pictures([frame], GEOMETRY)[frame], np.ndarray)

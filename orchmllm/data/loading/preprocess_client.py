@@ -33,8 +33,8 @@ CONNECT_S = 5.0
 
 
 class RemoteWorkers:
-    """The same as Workers, which it falls back on. rank: of this process, so that not all begin
-    with the same server. Used by one thread."""
+    """The same as Workers, which it falls back on, for `load` alone. rank: of this process, so that
+    not all begin with the same server. Used by one thread."""
 
     num_workers = 0  # a server reads rows itself
 
@@ -51,16 +51,15 @@ class RemoteWorkers:
 
     def request(self, method: str, calls: Sequence[Call]) -> Callable[[], list[Result]]:
         """See Workers.request. Raises RuntimeError for a server that refuses this run."""
-        if method != "load":
-            return self._local.request(method, calls)
+        assert method == "load", "a recipe refuses servers with balance.dispatch=bytes"
         if self._threads is None:
             self._connect()
         count = len(self._servers)
         size = max(1, -(-len(calls) // count))
         chunks = [list(calls[at: at + size]) for at in range(0, len(calls), size)]
-        layouts = [[self.dataset.layout(index) for (index,), _ in chunk] for chunk in chunks]
-        futures = [self._threads.submit(self._ask, chunk, known, (k + self._rank) % count)
-                   for k, (chunk, known) in enumerate(zip(chunks, layouts, strict=True))]
+        futures = [self._threads.submit(self._ask, chunk, planned_arrays(chunk, self.dataset),
+                                        (k + self._rank) % count)
+                   for k, chunk in enumerate(chunks)]
         return lambda: [result for future, chunk in zip(futures, chunks, strict=True)
                         for result in self._come(future.result(), chunk)]
 
@@ -94,12 +93,12 @@ class RemoteWorkers:
             except (OSError, EOFError) as error:
                 self._gave_up(server, error)
 
-    def _ask(self, chunk: list[Call], layouts: list, first: int) -> list[Result] | None:
-        """None if no server answers."""
+    def _ask(self, chunk: list[Call], planned: list, first: int) -> list[Result] | None:
+        """None if no server answers. planned: see planned_arrays."""
         for k in range(len(self._servers)):
             server = self._servers[(first + k) % len(self._servers)]
             try:
-                results = server.ask(chunk, layouts, self.dataset)
+                results = server.ask(chunk, planned)
             except (OSError, EOFError, NotAdmitted) as error:
                 self._gave_up(server, error)
             else:
@@ -138,7 +137,7 @@ class _Server:
         self._channel: Channel | None = None
         self._lock, self._rests_until = threading.Lock(), 0.0
 
-    def ask(self, chunk: list[Call], layouts: list, dataset: Any) -> list[Result] | None:
+    def ask(self, chunk: list[Call], planned: list) -> list[Result] | None:
         """None where it has failed a short while ago. Raises OSError, EOFError or NotAdmitted."""
         with self._lock:
             if time.monotonic() < self._rests_until:
@@ -146,7 +145,6 @@ class _Server:
             if self._channel is None:
                 self.connect()
             try:
-                planned = planned_arrays(chunk, layouts, dataset.vision, dataset.audio)
                 self._channel.send(to_request(chunk))
                 message, arrays = self._channel.receive(
                     sum(dtype.itemsize * math.prod(shape) for dtype, shape in planned))

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 
 from orchmllm.batch import Example
 from orchmllm.data.loading.workers import Call, Result
 from orchmllm.data.wire import WireError
-from orchmllm.plan.geometry import AudioGeometry, VisionGeometry
-from orchmllm.plan.layout import AUDIO, BatchLayout
+from orchmllm.plan.layout import AUDIO
 
 _KEYS = {"text", "segments"}
+ArrayKind = tuple[np.dtype, tuple[int, ...]]  # dtype and shape
 
 
 def to_request(calls: list[Call]) -> dict:
     """calls: of `load`, of whose keys text and segments are sent."""
-    assert not any("encoded" in keys for _, keys in calls), "a recipe refuses it"
     return {"load": [[index, {k: v for k, v in keys.items() if k in _KEYS}]
                      for (index,), keys in calls]}
 
@@ -52,24 +53,24 @@ def to_answer(results: list[Result]) -> tuple[dict, list[np.ndarray]]:
     return {"failed": [failed for _, failed in results]}, arrays
 
 
-def planned_arrays(calls: list[Call], layouts: list[BatchLayout], vision: VisionGeometry,
-                   audio: AudioGeometry) -> list[tuple[np.dtype, tuple[int, ...]]]:
-    """(dtype, shape) of each array that answers calls of `load`: of an example its token ids and
-    labels, if they are asked for, and its media by segment."""
+def planned_arrays(calls: list[Call], dataset: Any) -> list[ArrayKind]:
+    """The arrays that answer calls of the dataset's `load`: of an example its token ids and labels,
+    if they are asked for, and its media by segment."""
     out = []
-    for (_, keys), layout in zip(calls, layouts, strict=True):
+    for (index,), keys in calls:
+        layout = dataset.layout(index)
         if keys["text"]:
             out += 2 * [(np.dtype(np.int32), (int(layout.num_tokens.sum()),))]
         for segment in sorted(keys["segments"]):
             rows = int(layout.rows[segment])
-            out.append((np.dtype(np.float32), (rows, audio.row_size))
+            out.append((np.dtype(np.float32), (rows, dataset.audio.row_size))
                        if layout.modality[segment] == AUDIO
-                       else (np.dtype(np.uint8), (rows, vision.row_size)))
+                       else (np.dtype(np.uint8), (rows, dataset.vision.row_size)))
     return out
 
 
 def from_answer(message: dict, arrays: list[np.ndarray], calls: list[Call],
-                planned: list[tuple[np.dtype, tuple[int, ...]]]) -> list[Result]:
+                planned: list[ArrayKind]) -> list[Result]:
     """arrays: of the shapes in `planned`. Raises WireError where they are not, and for a message
     that is no answer to `calls`."""
     if len(arrays) != len(planned):

@@ -24,8 +24,7 @@ import numpy as np
 
 from orchmllm.data.media import containers
 from orchmllm.data.media import frames as video_frames
-from orchmllm.data.media.frames import VideoHeader
-from orchmllm.data.media.medium import MediaError, Medium, _Slice, reading
+from orchmllm.data.media.medium import MediaError, Medium, VideoHeader, _Slice, reading
 from orchmllm.data.wire import Channel, WireError
 
 INSTALL = "it is read with PyAV, which is not installed: pip install '.[video]' in the clone"
@@ -44,10 +43,10 @@ def _is_local(medium: Medium) -> bool:
     return medium.data is None and isinstance(medium.path, str | os.PathLike)
 
 
-def frames(medium: Medium, demuxer: str, seconds: list[float], num_frames: int,
-           displayed: tuple[int, int], size: tuple[int, int]) -> list[np.ndarray]:
+def frames(medium: Medium, demuxer: str, seconds: list[float], header: VideoHeader,
+           size: tuple[int, int]) -> list[np.ndarray]:
     """See orchmllm.data.media.frames.read_frames. Raises MediaError."""
-    return _ask(medium, demuxer, "read_frames", seconds, num_frames, displayed, size)[1]
+    return _ask(medium, demuxer, "read_frames", seconds, header, size)[1]
 
 
 def audio_header(medium: Medium, demuxer: str) -> tuple[int, int, int]:
@@ -72,12 +71,6 @@ class Child:
                 [sys.executable, "-c", code], stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()])
         self.channel = Channel(ours, WALL_S)
-
-    def ask(self, request: dict, data: list[np.ndarray]) -> tuple[dict, list[np.ndarray]]:
-        """data: the bytes of a file, (n,) uint8, or nothing. Raises WireError if it is late,
-        EOFError or another OSError if it has died."""
-        self.channel.send(request, data)
-        return self.channel.receive(MAX_BYTES)
 
     def end(self) -> int:
         """Kills it if it is still there. Returns its exit code, -n where signal n ended it."""
@@ -114,7 +107,8 @@ def _answered(request: dict, data: list[np.ndarray], name: str) -> tuple[dict, l
             try:
                 if _child is None:
                     _child = Child()
-                return _child.ask(request, data)
+                _child.channel.send(request, data)
+                return _child.channel.receive(MAX_BYTES)
             except (OSError, EOFError) as error:
                 how = str(error) if _child is None else _ended(error)
                 if fresh:

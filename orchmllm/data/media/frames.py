@@ -7,13 +7,14 @@ decoding. Decoding counts again, and refuses a file where the two differ.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from typing import BinaryIO, NamedTuple
+from typing import BinaryIO
 
 import numpy as np
 
 from orchmllm.data.media.containers import BadFile, check_whole, opened
+from orchmllm.data.media.medium import VideoHeader
 
 MAX_VIDEO_PIXELS = 36_000_000  # of a frame: 8K
 MAX_VIDEO_S = 4 * 3600
@@ -23,17 +24,6 @@ _REMUX = "write it anew without a loss (ffmpeg -i in -c copy out.mp4)"
 
 class _Damaged(Exception):
     """A packet cannot be decoded whole."""
-
-
-class VideoHeader(NamedTuple):
-    """Size in pixels as displayed. num_frames: that decoding yields. duration_s: from the first
-    frame to the end of the last. has_audio: whether there is an audio track."""
-
-    width: int
-    height: int
-    num_frames: int
-    duration_s: float
-    has_audio: bool
 
 
 def video_header(file: BinaryIO, demuxer: str) -> VideoHeader:
@@ -101,11 +91,12 @@ def _span(times: list[int], stream) -> float:
     return span * len(times) / (len(times) - 1)
 
 
-def read_frames(file: BinaryIO, demuxer: str, seconds: list[float], num_frames: int,
-                displayed: tuple[int, int], size: tuple[int, int]) -> list[np.ndarray]:
+def read_frames(file: BinaryIO, demuxer: str, seconds: list[float], header: Sequence,
+                size: tuple[int, int]) -> list[np.ndarray]:
     """The frames that are seen at `seconds` after the first one, upright, resized to `size` =
-    (width, height): (height, width, 3) uint8. num_frames, displayed: what the header said. Raises
-    BadFile where decoding yields something else."""
+    (width, height): (height, width, 3) uint8. header: the fields of the VideoHeader. Raises BadFile
+    where decoding yields something else."""
+    width, height, num_frames, *_ = header
     with opened(file, demuxer, "video") as (container, stream):
         packets = list(_packets(container, stream))
         base = stream.time_base
@@ -121,7 +112,7 @@ def read_frames(file: BinaryIO, demuxer: str, seconds: list[float], num_frames: 
         with suppress(_Damaged), opened(file, demuxer, "video") as (container, stream):
             for frame in _decoded(container, stream, needed):
                 if frame.pts in asked and frame.pts not in found:
-                    found[frame.pts] = _picture(frame, displayed, size)
+                    found[frame.pts] = _picture(frame, (width, height), size)
         if asked <= found.keys():
             return [found[pts] for pts in wanted]
     lost = next(s for s, pts in zip(seconds, wanted, strict=True) if pts not in found)
@@ -184,7 +175,7 @@ def _picture(frame, displayed: tuple[int, int], size: tuple[int, int]) -> np.nda
     turns = getattr(frame, "rotation", 0) % 360  # degrees against the clock
     if turns % 90 == 0 and turns:
         image = image.rotate(turns, expand=True)
-    if image.size != tuple(displayed):
+    if image.size != displayed:
         raise BadFile("a frame has {}x{} pixels, and the first one has {}x{}; {}".format(
             *image.size, *displayed, "convert it to one size (ffmpeg -i in -c:v libx264 out.mp4)"))
     if image.size != tuple(size):

@@ -79,7 +79,7 @@ def image_header(source: MediumSource) -> tuple[int, int]:
     """(width, height) in pixels as displayed, read from the file's header. Raises MediaError."""
     medium = medium_of(source)
     if medium.frame is not None:
-        return medium.frame.width, medium.frame.height
+        return medium.frame.video.width, medium.frame.video.height
     with reading(medium) as file, open_image(medium.name, file) as image:
         return image.size[::-1] if orientation(image) >= 5 else image.size
 

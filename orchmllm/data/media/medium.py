@@ -60,14 +60,23 @@ class MediaError(Exception):
         return f"{self.path}{where}: {self.reason}" if self.path else self.reason
 
 
-class Frame(NamedTuple):
-    """A picture of a video: the one that is seen `second` after the first. width, height: as
-    displayed; num_frames: of the whole video, by its header. demuxer: see CONTAINERS."""
+class VideoHeader(NamedTuple):
+    """Size in pixels as displayed. num_frames: that decoding yields. duration_s: from the first
+    frame to the end of the last. has_audio: whether there is an audio track."""
 
-    second: float
     width: int
     height: int
     num_frames: int
+    duration_s: float
+    has_audio: bool
+
+
+class Frame(NamedTuple):
+    """A picture of a video: the one that is seen `second` after the first. demuxer: see
+    CONTAINERS."""
+
+    second: float
+    video: VideoHeader
     demuxer: str
 
 

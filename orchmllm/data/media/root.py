@@ -54,11 +54,8 @@ def resolve(name: str, root: str, *, absolute: bool) -> str:
         raise RowError(f"media path {name!r} leaves the folder {root}; write a path below it "
                        "without ..", name)
     full = os.path.join(root, path)
-    try:
-        real = os.path.realpath(full) if os.path.islink(full) else os.path.join(
-            _real_folder(os.path.dirname(full)), os.path.basename(full))
-    except (OSError, ValueError) as error:
-        raise RowError(f"media path {name!r}: {error}", name) from error
+    real = os.path.realpath(full) if os.path.islink(full) else os.path.join(
+        _real_folder(os.path.dirname(full)), os.path.basename(full))
     if not (real + os.sep).startswith(root.rstrip(os.sep) + os.sep):
         how = "a symbolic link leads" if full.startswith(root) else "leads"
         raise RowError(f"media path {name!r}: {how} out of {root}; declare a media_root that holds "

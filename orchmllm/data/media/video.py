@@ -11,13 +11,13 @@ from collections.abc import Collection, Mapping
 import numpy as np
 
 from orchmllm.data.media import av_process
-from orchmllm.data.media.frames import VideoHeader
 from orchmllm.data.media.kinds import VIDEO, container, listed, refusal
 from orchmllm.data.media.medium import (
     Frame,
     MediaError,
     Medium,
     RowError,
+    VideoHeader,
     VideoSampling,
     head_of,
 )
@@ -42,8 +42,8 @@ def expand(medium: Medium, sampling: VideoSampling, options: Mapping) -> list[Me
         wrong = RowError(getattr(error, "reason", str(error)), medium.name)
         wrong.modality = VISION
         raise wrong from error
-    out = [medium._replace(modality=VISION, frame=Frame(
-        s, header.width, header.height, header.num_frames, demuxer)) for s in seconds]
+    out = [medium._replace(modality=VISION, frame=Frame(second, header, demuxer))
+           for second in seconds]
     if sampling.audio and header.has_audio:
         out.append(medium._replace(modality=AUDIO))
     return out
@@ -89,13 +89,11 @@ def pictures(media: Collection[Medium], geometry: VisionGeometry
         if medium.frame is not None:
             videos.setdefault(medium._replace(frame=None), []).append(medium)
     for video, wanted in videos.items():
-        first = wanted[0].frame
-        displayed = first.width, first.height
-        width, height = size = geometry.resized(*displayed)
+        header, seconds = wanted[0].frame.video, [m.frame.second for m in wanted]
+        width, height = size = geometry.resized(header.width, header.height)
         try:
-            out |= zip(wanted, av_process.frames(
-                video, first.demuxer, [m.frame.second for m in wanted], first.num_frames,
-                displayed, size), strict=True)
+            out |= zip(wanted, av_process.frames(video, wanted[0].frame.demuxer, seconds, header,
+                                                 size), strict=True)
         except MediaError as error:
             out |= dict.fromkeys(wanted, np.zeros((height, width, 3), np.uint8))
             out[wanted[0]] = error

@@ -23,8 +23,6 @@ from fsspec.callbacks import Callback
 from orchmllm.config.recipe import RemoteConfig, RemoteRoot
 
 T = TypeVar("T")
-PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "hf": "huggingface_hub", "http": "aiohttp",
-            "https": "aiohttp"}
 DISK_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)  # of the cache
 # Of botocore and huggingface_hub, which are imported only where they are used.
 LOCAL_ERRORS = {"NoCredentialsError", "PartialCredentialsError", "OfflineModeIsEnabled"}
@@ -93,7 +91,7 @@ def _new_system(root: RemoteRoot, config: RemoteConfig):
             options["asynchronous"] = True
         system = kind(**options)
     except ImportError as error:
-        raise NoAccess(f"needs the package {PACKAGES[scheme]}: pip install '.[remote]'") from error
+        raise NoAccess(f"{error}: pip install '.[remote]' in the clone") from error
     system.retries = 1  # they are counted here
     return system
 
