@@ -174,6 +174,18 @@ def test_a_frame_that_is_missing_is_seen_by_the_tag():
         audio_header(clip(MP3[:first] + MP3[second:]))
 
 
+FLAC, WAV = (encoded(tone(), kind=kind) for kind in ("FLAC", "WAV"))
+JOINED = {"flac": FLAC * 2, "wav": WAV * 2,
+          "flac of another rate": FLAC + encoded(tone(rate=8000), 8000, kind="FLAC")}
+
+
+@pytest.mark.parametrize("name", JOINED)
+def test_what_a_header_cannot_tell_is_refused_when_it_is_decoded(name):
+    """Reading all of every file would make planning slow; decoding reads it anyway."""
+    with pytest.raises(MediaError, match="several files in one"):
+        decode_audio(clip(JOINED[name]), GEOMETRY)
+
+
 def test_lint_says_what_training_would_do(tmp_path, capsys):
     write_tokenizer(tmp_path)
     files = {"good.mp3": MP3, "untagged.mp3": untagged(MP3), "joined.mp3": MP3 * 2,

@@ -17,7 +17,7 @@ from typing import BinaryIO
 import numpy as np
 
 from orchmllm.data.media import av_process
-from orchmllm.data.media.framing import check_ogg, whole_mpeg
+from orchmllm.data.media.framing import check_joined, check_ogg, whole_mpeg
 from orchmllm.data.media.kinds import AUDIO_FORMATS, CONVERT_AUDIO, IMAGE_FORMATS, container
 from orchmllm.data.media.medium import (
     ZEROS_AT_END,
@@ -103,7 +103,7 @@ def open_clip(medium: Medium) -> Iterator[tuple[int, int, Callable[[], np.ndarra
         else:
             sound = _open_sound(medium, file, num_bytes, opened)
             frames, rate, channels = sound.frames, sound.samplerate, sound.channels
-            read = partial(_all_of, sound)
+            read = partial(_all_of, sound, file, medium.name)
         _check_clip(medium.name, frames, rate, channels, num_bytes)
         yield frames, rate, read
 
@@ -132,7 +132,8 @@ def _open_sound(medium: Medium, file: BinaryIO, num_bytes: int, opened: ExitStac
     return sound
 
 
-def _all_of(sound) -> np.ndarray:
+def _all_of(sound, file: BinaryIO, name: str) -> np.ndarray:
+    check_joined(file, name)
     sound.seek(0)  # as soundfile.read does: without it the last bits of an MP3 differ
     return sound.read(dtype="float32", always_2d=True)
 
