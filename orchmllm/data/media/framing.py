@@ -173,15 +173,11 @@ def check_ogg(file: BinaryIO, num_bytes: int, name: str) -> None:
 
 
 def check_joined(file: BinaryIO, name: str) -> None:
-    """Raises MediaError for a FLAC or WAV file that another one follows: only the first is read. It
-    reads the whole file, as decoding does."""
+    """Raises MediaError for a FLAC file that another one follows, of which only the first would be
+    read (libsndfile refuses the same of WAV). It reads the whole file, as decoding does."""
     file.seek(0)
-    data, at = file.read(), -1
-    if data[:4] == b"fLaC":
-        first = data[:4] + bytes([data[4] & 127]) + data[5:8]  # and the head of its first block
-        at = max(data.find(first, 8), data.find(first[:4] + b"\x80" + first[5:], 8))
-    elif data[:4] == b"RIFF":
-        end = 8 + int.from_bytes(data[4:8], "little")
-        at = next((k for k in (end, end + 1) if data[k: k + 4] == b"RIFF"), -1)
+    data = file.read()
+    first = data[:4] + bytes([data[4] & 127]) + data[5:8]  # and the head of its first block
+    at = max(data.find(first, 8), data.find(first[:4] + b"\x80" + first[5:], 8))
     if at >= 0:
         raise MediaError(name, f"several files in one: the second begins at byte {at}; {_JOIN}")

@@ -133,7 +133,8 @@ def _open_sound(medium: Medium, file: BinaryIO, num_bytes: int, opened: ExitStac
 
 
 def _all_of(sound, file: BinaryIO, name: str) -> np.ndarray:
-    check_joined(file, name)
+    if sound.format == "FLAC":
+        check_joined(file, name)
     sound.seek(0)  # as soundfile.read does: without it the last bits of an MP3 differ
     return sound.read(dtype="float32", always_2d=True)
 
