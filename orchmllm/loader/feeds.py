@@ -27,7 +27,6 @@ from orchmllm.loader.examples import (
     count_labels,
     ignore_labels,
     labels_of,
-    with_labels,
 )
 from orchmllm.loader.padding import PaddingWatch
 from orchmllm.plan.layout import BatchLayout
@@ -53,20 +52,18 @@ class Collator:
         if batch is None:
             raise TypeError("collate_fn returned None: it has to return the batch")
         self._padding.see(micro, batch)
-        counted = self.num_targets is not None
+        counts = self.num_targets
         is_filler = not len(micro.rank_plan.examples)
-        if self._tail_is_filled or is_filler:  # fails at the first batch, not at the last
-            labels = labels_of(batch)
-            filler = ignore_labels(copy.copy(batch), self.rank, counted=counted)
-            self._tail_is_filled = False
-            if is_filler:
-                batch = filler
-            elif labels_of(batch) is not labels:  # the copy shares what holds them
-                batch = with_labels(batch, labels)
+        # It fails at the first batch of an epoch that ends with fillers, not at the last.
+        if (is_filler or self._tail_is_filled) and counts is None and labels_of(batch) is None:
+            raise ValueError(
+                f"rank {self.rank} has no example in this step and cannot be given a filler, "
+                'because the batch has no tensor "labels" to ignore: use drop_last=True, more '
+                'examples, a collate_fn that returns "labels", or num_targets=')
         if is_filler:
-            micro.num_targets = 0, 0
-        elif counted:
-            micro.num_targets = (_whole(self.num_targets(batch)),) * 2
+            batch, micro.num_targets = ignore_labels(copy.copy(batch)), (0, 0)
+        elif counts is not None:
+            micro.num_targets = (_whole(counts(batch)),) * 2
         else:
             micro.num_targets = count_labels(batch) or UNCOUNTED
         micro.content = pin_memory(batch) if self._pins else batch
