@@ -153,8 +153,10 @@ class EncoderHandle:
 
 def _device_of(module: nn.Module, inputs: dict[str, Any]) -> torch.device:
     """That of the inputs: FSDP may keep parameters on the CPU."""
-    tensors = (value for value in inputs.values() if isinstance(value, Tensor))
-    return next(tensors, next(module.parameters())).device
+    for value in inputs.values():
+        if isinstance(value, Tensor):
+            return value.device
+    return next(module.parameters()).device
 
 
 def _check_owner(owner: nn.Module, join: str) -> None:

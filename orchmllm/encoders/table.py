@@ -87,21 +87,21 @@ def _joined(
         raise ValueError(f"encoder {encoder.name!r}: an optional argument is given for one of "
                          f"{', '.join(encoder.calls)} and not for the other")
     value = known[0] if len(known) == 1 else torch.cat(known)
+    if value.dtype not in _DTYPES or value.dim() > _TENSOR - 1:
+        raise ValueError(f"encoder {encoder.name!r}: cannot move a tensor of {value.dtype} and "
+                         f"shape {tuple(value.shape)}")
     if dtype is None or not value.is_floating_point() or value.dtype.itemsize <= dtype.itemsize:
         return value
     return value.to(dtype)
 
 
-def _block(encoder: Encoder, local: LocalItems) -> list[int]:
+def _block(local: LocalItems) -> list[int]:
     size, columns = local.meta.shape
     options = zlib.crc32(repr(sorted(local.options.items())).encode())
     block = [size, columns if size else 0, options]
     for value in local.values:
         entry = [0] * _TENSOR
         if value is not None and size:
-            if value.dtype not in _DTYPES or value.dim() > _TENSOR - 1:
-                raise ValueError(f"encoder {encoder.name!r}: cannot move a tensor of "
-                                 f"{value.dtype} and shape {tuple(value.shape)}")
             entry[0] = 1 + _DTYPES.index(value.dtype)
             entry[1: 1 + value.dim()] = [value.dim(), *value.shape[1:]]
         block += entry
@@ -122,11 +122,7 @@ class Tables:
     ) -> list[GatheredItems]:
         """The encoders' items on all ranks. Raises, on all ranks alike, RemoteError if `error` is
         given on one of them, PlanMismatchError if they disagree."""
-        row = np.zeros(self._fixed, np.int64)
-        try:
-            row = row if error else self._row(items)
-        except ValueError as e:
-            error = e
+        row = np.zeros(self._fixed, np.int64) if error else self._row(items)
         row[:_HEAD] = forward, len(describe(error).encode())
         rows, _ = self._gather_tables(row)
         require_agreement(forward, "the number of forwards with media balancing", rows[:, 0])
@@ -135,8 +131,8 @@ class Tables:
 
     def _row(self, items: Sequence[LocalItems]) -> np.ndarray:
         blocks = [0] * _HEAD
-        for encoder, local in zip(self.encoders, items, strict=True):
-            blocks += _block(encoder, local)
+        for local in items:
+            blocks += _block(local)
         return np.concatenate([np.array(blocks, np.int64)] + [x.meta.ravel() for x in items])
 
     def _items_of_all(self, forward: int, rows: np.ndarray) -> list[GatheredItems]:

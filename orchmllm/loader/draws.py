@@ -1,16 +1,16 @@
 """What is drawn for each step of a pass: global indices, a sampler's own, or a stream's examples.
 
-An index source's draw() -> (indices, sizes): with sizes (d,), those of all ranks; without, this
-rank's share. A stream's draw() -> (measured, ids): the (lengths, example) pairs of this rank and a
-number for each. Both return None after the last step. `num_dropped`: examples left out by this rank
-(drop_last).
+Indices come from an iterator of (indices, sizes): with sizes (d,), those of all ranks; without,
+this rank's share. A stream's draw() -> (measured, ids): the (length, example) pairs of this rank
+and a number for each, or None after the last step; its `num_dropped`: examples left out by this
+rank (drop_last).
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from itertools import chain, islice
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,7 @@ from orchmllm.data.sampler import GlobalSampler
 from orchmllm.loader.links import Links
 
 END = object()  # no batch: the user's may be None
+Draws = Iterator[tuple[Sequence[int], list[int] | None]]
 
 
 class Batches:
@@ -52,63 +53,45 @@ class Batches:
         self._iterator = None
 
 
-class GlobalIndices:
+def global_indices(
+    order: Mapping[str, Any], epoch: int, first_step: int, links: Links, num_left_out: int,
+    whole: bool,
+) -> Draws:
     """A seeded order of the whole dataset, cut into global batches: no state but the step.
 
-    order: of the loader: global_batch_size, seed, shuffle, num_examples. epoch: with shuffle, each
-    has an order of its own. whole: draw() gives the shares of all ranks that are planned together,
-    else this rank's alone."""
-
-    knows_all = True
-
-    def __init__(self, order: Mapping[str, Any], epoch: int, first_step: int, links: Links,
-                 drop_last: bool, whole: bool) -> None:
-        num_examples, self.batch_size = order["num_examples"], order["global_batch_size"]
-        self._all = (np.random.default_rng([order["seed"], epoch]).permutation(num_examples)
-                     if order["shuffle"] else np.arange(num_examples))
-        self.num_ranks = links.num_ranks
-        self.ranks = links.shard if whole else [links.rank]
-        left = num_examples % self.batch_size if drop_last else 0
-        self.num_dropped = left if links.gather.rank == 0 else 0  # summed over links.shard
-        self.num_examples, self._step = num_examples - left, first_step
-
-    def draw(self) -> tuple[np.ndarray, list[int]] | None:
-        first = self._step * self.batch_size
-        if first >= self.num_examples:
-            return None
-        sampled = self._all[first: min(first + self.batch_size, self.num_examples)]
-        self._step += 1
-        shares = [GlobalSampler.share(len(sampled), r, self.num_ranks) for r in self.ranks]
-        return sampled[shares[0].start: shares[-1].stop], [s.stop - s.start for s in shares]
+    order: of the loader: global_batch_size, seed, shuffle, num_examples; the last num_left_out
+    examples are in no batch. epoch: with shuffle, each has an order of its own. whole: yields the
+    shares of all ranks that are planned together, else this rank's alone."""
+    num_examples, batch_size = order["num_examples"], order["global_batch_size"]
+    indices = (np.random.default_rng([order["seed"], epoch]).permutation(num_examples)
+               if order["shuffle"] else np.arange(num_examples))[: num_examples - num_left_out]
+    for first in range(first_step * batch_size, len(indices), batch_size):
+        sampled = indices[first: first + batch_size]
+        shares = [GlobalSampler.share(len(sampled), rank, links.num_ranks)
+                  for rank in (links.shard if whole else [links.rank])]
+        yield sampled[shares[0].start: shares[-1].stop], [s.stop - s.start for s in shares]
 
 
-class SampledIndices:
-    """Index lists of the user's batch_sampler on this rank, `accumulation_steps` of them a step."""
-
-    knows_all, num_dropped = False, 0
-
-    def __init__(self, batch_sampler: Iterable, accumulation_steps: int, first_step: int) -> None:
-        # chain asks for an iterator at the first draw, where an error reaches all ranks.
-        self._lists = islice(chain.from_iterable([batch_sampler]),
-                             first_step * accumulation_steps, None)
-        self.accumulation_steps = accumulation_steps
-
-    def draw(self) -> tuple[list[int], None] | None:
-        lists = list(islice(self._lists, self.accumulation_steps))
-        return ([int(i) for indices in lists for i in indices], None) if lists else None
+def sampled_indices(batch_sampler: Iterable, accumulation_steps: int, first_step: int) -> Draws:
+    """Index lists of the user's batch_sampler on this rank, `accumulation_steps` of them a step.
+    The batch_sampler is asked for an iterator at the first draw, where an error reaches all
+    ranks."""
+    lists = islice(batch_sampler, first_step * accumulation_steps, None)
+    while drawn := list(islice(lists, accumulation_steps)):
+        yield [int(i) for indices in drawn for i in indices], None
 
 
 class SharedIndices:
     """torch's batch_sampler for examples that are loaded where they are sampled."""
 
     def __init__(self) -> None:
-        self.source: GlobalIndices | SampledIndices | None = None
+        self.source: Draws = iter(())
         self.drawn: deque[list[int]] = deque()
 
     def __iter__(self) -> Iterator[list[int]]:
         self.drawn.clear()
-        while (drawn := self.source.draw()) is not None:
-            self.drawn.append([int(i) for i in drawn[0]])
+        for indices, _ in self.source:
+            self.drawn.append([int(i) for i in indices])
             yield self.drawn[-1]
 
 
@@ -119,10 +102,10 @@ class IndexedStream:
     (length, example)."""
 
     def __init__(
-        self, loader: Iterable, indices: SharedIndices, drawn: GlobalIndices | SampledIndices
+        self, loader: Iterable, indices: SharedIndices, drawn: Draws, num_dropped: int
     ) -> None:
         self._indices, self._batches = indices, Batches(loader)
-        indices.source, self.num_dropped = drawn, drawn.num_dropped
+        indices.source, self.num_dropped = drawn, num_dropped
         self.stop = self._batches.stop
 
     def draw(self) -> tuple[list, list[int]] | None:

@@ -98,32 +98,20 @@ def count_labels(batch: Any) -> tuple[int, int] | None:
     return int(counted.sum()), int(counted[..., 1:].sum()) if labels.dim() else 0
 
 
-def ignore_labels(batch: Any, rank: int, *, counted: bool) -> Any:
-    """A filler batch whose labels are all ignored. counted: whether the user has a num_targets
-    function; then a batch without "labels" is a filler for the loss scale alone. Raises ValueError
-    for one that has neither."""
+def ignore_labels(batch: Any) -> Any:
+    """The batch with labels that are all ignored; a new one where it cannot be changed."""
     labels = labels_of(batch)
     if labels is None:
-        if counted:
-            return batch
-        raise ValueError(
-            f"rank {rank} has no example in this step and cannot be given a filler, because the "
-            'batch has no tensor "labels" to ignore: use drop_last=True, more examples, a '
-            'collate_fn that returns "labels", or num_targets=')
-    # not in place: it may be the dataset's own
-    return with_labels(batch, torch.full_like(labels, IGNORE_INDEX))
-
-
-def with_labels(batch: Any, labels: Tensor) -> Any:
-    """The batch with other labels, of any shape; a new one where it cannot be changed."""
+        return batch
+    ignored = torch.full_like(labels, IGNORE_INDEX)  # not in place: it may be the dataset's own
     if hasattr(batch, "__setitem__"):
-        batch["labels"] = labels
+        batch["labels"] = ignored
     elif dataclasses.is_dataclass(batch):
-        batch = dataclasses.replace(batch, labels=labels)
+        batch = dataclasses.replace(batch, labels=ignored)
     elif hasattr(batch, "_replace"):
-        batch = batch._replace(labels=labels)
+        batch = batch._replace(labels=ignored)
     else:
-        batch.labels = labels
+        batch.labels = ignored
     return batch
 
 

@@ -10,24 +10,23 @@ from __future__ import annotations
 import copy
 from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader
 from torch.utils.data._utils.pin_memory import pin_memory
 
 from orchmllm.batch import UNCOUNTED, Microbatch, Step
 from orchmllm.comm.exchange_bytes import exchange_bytes
 from orchmllm.data.loading.pipeline import Postponed
 from orchmllm.loader import example_bytes as wire
-from orchmllm.loader.draws import END, Batches
+from orchmllm.loader.draws import END, Batches, Draws
 from orchmllm.loader.examples import (
     batch_layout,
     count_labels,
     ignore_labels,
     labels_of,
-    with_labels,
 )
 from orchmllm.loader.padding import PaddingWatch
 from orchmllm.plan.layout import BatchLayout
@@ -53,20 +52,18 @@ class Collator:
         if batch is None:
             raise TypeError("collate_fn returned None: it has to return the batch")
         self._padding.see(micro, batch)
-        counted = self.num_targets is not None
+        counts = self.num_targets
         is_filler = not len(micro.rank_plan.examples)
-        if self._tail_is_filled or is_filler:  # fails at the first batch, not at the last
-            labels = labels_of(batch)
-            filler = ignore_labels(copy.copy(batch), self.rank, counted=counted)
-            self._tail_is_filled = False
-            if is_filler:
-                batch = filler
-            elif labels_of(batch) is not labels:  # the copy shares what holds them
-                batch = with_labels(batch, labels)
+        # It fails at the first batch of an epoch that ends with fillers, not at the last.
+        if (is_filler or self._tail_is_filled) and counts is None and labels_of(batch) is None:
+            raise ValueError(
+                f"rank {self.rank} has no example in this step and cannot be given a filler, "
+                'because the batch has no tensor "labels" to ignore: use drop_last=True, more '
+                'examples, a collate_fn that returns "labels", or num_targets=')
         if is_filler:
-            micro.num_targets = 0, 0
-        elif counted:
-            micro.num_targets = (_whole(self.num_targets(batch)),) * 2
+            batch, micro.num_targets = ignore_labels(copy.copy(batch)), (0, 0)
+        elif counts is not None:
+            micro.num_targets = (_whole(counts(batch)),) * 2
         else:
             micro.num_targets = count_labels(batch) or UNCOUNTED
         micro.content = pin_memory(batch) if self._pins else batch
@@ -98,23 +95,26 @@ class PlannedIndices:
             yield self.lists.popleft()
 
 
+@dataclass
 class IndexFeed:
     """Each rank loads the examples that it processes.
 
-    source: draws index lists. lengths: index -> length. loader: torch's, with
-    `indices` as its batch_sampler. lookahead: see Feed; enough for what its workers prefetch.
+    source: of index lists. lengths: index -> length. batches: of torch's loader, with `indices` as
+    its batch_sampler. lookahead: see Feed; enough for what its workers prefetch.
     """
 
-    def __init__(self, source, lengths: Callable[[int], Any], loader: DataLoader,
-                 indices: PlannedIndices, collator: Collator, config_digest: int,
-                 lookahead: int) -> None:
-        self.source, self.lengths, self.indices = source, lengths, indices
-        self.collator, self.config_digest, self.lookahead = collator, config_digest, lookahead
-        self.knows_all, self.num_dropped = source.knows_all, source.num_dropped
-        self._batches = Batches(loader)
+    source: Draws
+    lengths: Callable[[int], Any]
+    batches: Batches
+    indices: PlannedIndices
+    collator: Collator
+    config_digest: int
+    lookahead: int
+    knows_all: bool
+    num_dropped: int
 
     def draw(self, index: int) -> BatchLayout | None:
-        drawn = self.source.draw()
+        drawn = next(self.source, None)
         if drawn is None:
             return None
         sampled, sizes = drawn
@@ -127,14 +127,14 @@ class IndexFeed:
 
     def load(self, step: Step) -> tuple[int, int]:
         for micro in step.micro:
-            batch = self._batches.next()
+            batch = self.batches.next()
             if batch is END:
                 raise RuntimeError("the dataset raised StopIteration")
             self.collator.finish(micro, batch)
         return targets_of(step)
 
     def close(self) -> None:
-        self._batches.stop()
+        self.batches.stop()
         self.indices.lists.clear()
 
 

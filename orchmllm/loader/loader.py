@@ -53,8 +53,7 @@ class BalancedDataLoader(DataLoader):
     they are sampled and sent between ranks in the prefetch thread. phases: cost of an example by
     its length (default: its length); the encoders of a model are balanced by balance_encoders.
     policy, tolerance: see orchmllm.plan.balance.balance; without a policy, least_move, and
-    collate_fn must not pad.
-    group: ranks that share the data (default: all), one per replica.
+    collate_fn must not pad. group: ranks that share the data (default: all), one per replica.
     max_rank_tokens: cap of a rank's tokens in a microbatch. accumulation_steps: batches per
     optimizer step. num_targets: collated batch -> its labels (default: entries of "labels" that are
     not -100). prefetch: steps prepared ahead. seed: of the shuffling, equal on all ranks. min_gain:

@@ -24,11 +24,12 @@ from torch.utils.data import (
 
 from orchmllm.data.loading.forks import loader_context
 from orchmllm.loader.draws import (
+    Batches,
     ForeignStream,
-    GlobalIndices,
     IndexedStream,
-    SampledIndices,
     SharedIndices,
+    global_indices,
+    sampled_indices,
 )
 from orchmllm.loader.feeds import Collator, ExampleFeed, IndexFeed, PlannedIndices, measured
 from orchmllm.loader.links import Links
@@ -224,15 +225,21 @@ class Reader:
                 self.loader, self._measure, k, rank=links.rank, first_step=first, state=state,
                 full_size=source.batch_size or 0 if source.drop_last else 0)
         else:
-            drawn = (GlobalIndices(order, epoch, first, links, source.drop_last,
-                                   whole=self._lengths is not None)
-                     if source.kind == "indices" else
-                     SampledIndices(source.batch_sampler, k, first))
-            if self._lengths is not None:
+            loads, num_left_out = self._lengths is not None, 0
+            if source.kind == "indices":
+                if source.drop_last:
+                    num_left_out = order["num_examples"] % order["global_batch_size"]
+                drawn = global_indices(order, epoch, first, links, num_left_out, whole=loads)
+            else:
+                drawn = sampled_indices(source.batch_sampler, k, first)
+            num_dropped = num_left_out if links.gather.rank == 0 else 0  # summed over the ranks
+            if loads:
                 fetched = self.loader.num_workers * (self.loader.prefetch_factor or 0)
-                return IndexFeed(drawn, self._lengths, self.loader, self._indices, self._collator,
-                                 config, lookahead=math.ceil(fetched / k))
-            examples = IndexedStream(self.loader, self._indices, drawn)
+                return IndexFeed(
+                    drawn, self._lengths, Batches(self.loader), self._indices, self._collator,
+                    config, lookahead=math.ceil(fetched / k), knows_all=source.kind == "indices",
+                    num_dropped=num_dropped)
+            examples = IndexedStream(self.loader, self._indices, drawn, num_dropped)
         return ExampleFeed(examples, self._collator, links.gather.rank, links.cpu, config)
 
 

@@ -144,6 +144,7 @@ BROKEN = {
     "dtypes differ": "output 'norm' is torch.float32",
     "bad counts": "rank 1 failed: ValueError: photos is a list",
     "other dtype": "ranks disagree on argument 0 of encoder 'photo'",
+    "complex": "rank 1 failed: ValueError: encoder 'photo': cannot move a tensor of torch.com",
     "other shape": "rows of shape (3, 24, 24)",
 }
 LOCAL = {  # what only a rank with media can see
@@ -166,6 +167,7 @@ def broken(world, how: str) -> tuple[str, str]:
     if world.rank == 1:
         inputs["photos"] = {"bad counts": [inputs["photos"]],
                             "other dtype": inputs["photos"].float(),
+                            "complex": inputs["photos"].to(torch.complex64),
                             "other shape": torch.zeros(2, 3, 24, 24, dtype=torch.float64),
                             }.get(how, inputs["photos"])
     try:
