@@ -82,7 +82,6 @@ def dry_run(recipe: Recipe, num_ranks: int, hardware: Hardware, steps: int = 20,
         "lengths": examples.what, "epoch": examples.epoch,
         "not_modelled": not_modelled(recipe, examples),
         "hardware": asdict(hardware), "dtype": memory.fsdp.forward_dtype,
-        "audio_mode": recipe.model.audio.mode,
         "without": sorted(without), "balanced": recipe.balance.enabled,
         "checkpointing": choice, "memory_budget_bytes": budget, "allowed_by": allowed_by,
         "parameters": parameters(recipe), "state_bytes": memory.state_bytes(),
@@ -124,10 +123,7 @@ def _workload(recipe: Recipe, drawn: Callable[..., BatchLayout], spec: PlanSpec,
     moments = {n: {k: float(np.max(v)) for k, v in memory.peaks(joined(x), choice).items()}
                for n, x in loads.items()}
     best = _mean(rows["balanced"], "slowest_s")
-    ratios = {kind: {f"{n} / balanced": _mean(rows[n], kind) / best for n in ("none", "LLM only")}
-              for kind in ("slowest_s", "slowest_padded_s")}
-    uneven = {n: [r["imbalance"] for r in rows[n]] for n in schemes} | {
-        "padded none": [r["imbalance_padded"] for r in rows["none"]]}
+    uneven = {n: [r["imbalance"] for r in rows[n]] for n in schemes}
     return {
         # A step that has nothing for a phase says nothing about its imbalance.
         "phases": {p: {n: _mean([r for r in x if p in r], p) for n, x in uneven.items()}
@@ -135,7 +131,8 @@ def _workload(recipe: Recipe, drawn: Callable[..., BatchLayout], spec: PlanSpec,
         "flops": {p: _mean([r["flops"] for r in rows["none"]], p) for p in PHASES},
         "predicted": {n: {k: _mean(x, k) for k in x[0] if not isinstance(x[0][k], dict)}
                       for n, x in rows.items()},
-        "ratio": ratios,
+        "ratio": {f"{n} / balanced": _mean(rows[n], "slowest_s") / best
+                  for n in ("none", "LLM only")},
         "plan_ms": {n: 1e3 * float(np.median([r["plan_s"] for r in rows[n]])) for n in schemes},
         "memory": {n: {"moments": m, "peak_bytes": max(m.values())}
                    for n, m in moments.items()},
@@ -146,20 +143,16 @@ def measure(plan: StepPlan, memory: MemoryModel, choice: dict[str, str],
             hardware: Hardware, share: float = 1.0) -> dict:
     """One plan: imbalance (max / mean of computing) of the phases that have something to do, the
     predicted step and where its time goes, bytes between nodes. share: see _workload."""
-    padded = padded_phases(memory.model)
-    works = {pad: work_of(plan, memory.model, pad) for pad in {padded, frozenset({"audio"})}}
-    slowest, padded_s, even, uneven = 0.0, 0.0, {}, {}
+    work = work_of(plan, memory.model, padded_phases(memory.model))
+    slowest, even = 0.0, {}
     for phase in PHASES:
-        seconds, pad = (sum(rank_seconds(works[p], phase, hardware, "none",
-                                          memory.fsdp.forward_dtype))
-                        for p in (padded, frozenset({"audio"})))
-        slowest, padded_s = slowest + float(seconds.max()), padded_s + float(pad.max())
+        seconds = sum(rank_seconds(work, phase, hardware, "none", memory.fsdp.forward_dtype))
+        slowest += float(seconds.max())
         if seconds.any():
             even[phase] = imbalance(seconds)
-            uneven[phase] = imbalance(pad)
-    time_: StepTime = timed(works[padded], memory, choice, hardware)
-    return {"imbalance": even, "imbalance_padded": uneven, "slowest_s": slowest,
-            "slowest_padded_s": padded_s, "flops": step_flops(memory.model, plan.layout),
+    time_: StepTime = timed(work, memory, choice, hardware)
+    return {"imbalance": even, "slowest_s": slowest,
+            "flops": step_flops(memory.model, plan.layout),
             "step_s": time_.seconds, "mfu": share * time_.mfu, "exchange_s": time_.exchange,
             "traffic_s": time_.traffic, "update_s": time_.update,
             **{f"{p}_s": float(sum(x)) for p, x in time_.phases.items()},

@@ -150,9 +150,6 @@ def _imbalance_lines(r: dict) -> list[str]:
     lines = [_table("Imbalance: slowest rank / mean rank", *SCHEMES.values())]
     for p in _present(r):
         lines.append(_table(f"  {p}", *(f"{r['phases'][p][n]:.3f}" for n in SCHEMES)))
-        if p == "audio" and r["audio_mode"] == "packed":
-            padded = r["phases"][p]["padded none"]
-            lines.append(_table("  audio if it were padded", f"{padded:.3f}"))
     return [*lines, "", "FLOP of a step, without padding: " + ", ".join(
         f"{p} {r['flops'][p]:.3g}" for p in _present(r))]
 
@@ -184,14 +181,9 @@ def _predicted_lines(r: dict) -> list[str]:
         _table("  planning, ms (in the background)", *(
             f"{r['plan_ms'][n] * r['microbatches']:.1f}" for n in SCHEMES)),
         *_assumed_lines(r), "",
-        _table("Computing alone, relative to balanced", "unbalanced", "LLM only")]
-    keys = [f"{n} / balanced" for n in ("none", "LLM only")]
-    kinds = {"slowest_s": "as the recipe computes it"}
-    if "audio" in r["phases"] and r["audio_mode"] == "packed":
-        kinds = {"slowest_padded_s": "audio padded where it is not balanced",
-                 "slowest_s": "audio packed everywhere"}
-    lines += [_table(f"  {label}", *(f"{r['ratio'][kind][k]:.3f}" for k in keys))
-              for kind, label in kinds.items()]
+        _table("Computing alone, relative to balanced", "unbalanced", "LLM only"),
+        _table("  the slowest rank of each phase",
+               *(f"{r['ratio'][f'{n} / balanced']:.3f}" for n in ("none", "LLM only")))]
     return lines
 
 
