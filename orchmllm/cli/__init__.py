@@ -19,13 +19,14 @@ COMMANDS = {
                 "predict memory, time and balance without GPUs"),
     "compare": ("orchmllm.tools.compare", "train with balancing off and on, and compare"),
     "simulate": ("orchmllm.papers.simulate", "try a scheme of the papers on a recipe's lengths"),
+    "ablations": ("orchmllm.papers.ablations", "compare the paper's balancing schemes, predicted"),
     "plan": ("orchmllm.papers.plan", "decide on units, splits or recomputation before a run"),
     "profile": ("orchmllm.tools.predict.profile_command",
                 "measure a recipe's phases on the device at hand"),
     "doctor": ("orchmllm.tools.doctor.command", "check this machine, or all machines of a job"),
     "report": ("orchmllm.tools.report.command", "show a run, or two, as one HTML page"),
     "reproduce": ("orchmllm.papers.reproduce", "print the papers' tables beside ours"),
-    "export": ("orchmllm.cli.export", "write a checkpoint as Hugging Face folders"),
+    "export": ("orchmllm.tools.export.command", "write a checkpoint as Hugging Face folders"),
 }
 
 

@@ -12,12 +12,12 @@ import numpy as np
 
 from orchmllm.config.recipe import FsdpConfig, Recipe, TrainConfig
 from orchmllm.models.gpus import GPUS
+from orchmllm.papers.ablations import Predicted, variants, verdict
 from orchmllm.papers.disttrain import Fact
 from orchmllm.plan.assign import PHASES
 from orchmllm.plan.step import plan_step
 from orchmllm.sharding.memory import CHOICES
 from orchmllm.sharding.units import num_parameters
-from orchmllm.tools.predict.ablations import Predicted, variants, verdict
 from orchmllm.tools.predict.examples import of_mix
 from orchmllm.tools.predict.hardware import Hardware
 from orchmllm.tools.predict.transfers import exchange_seconds

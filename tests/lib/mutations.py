@@ -170,7 +170,7 @@ MUTATIONS = [Mutation(*row) for row in (
      "With min_gain a step as sampled runs out of memory."),
     ("an export writes infinities", "orchmllm/hf/writer.py",
      "if out.isinf().any() and not values.isinf().any():", "if False:",
-     "tests/hf/test_export.py::test_values_that_a_dtype_does_not_have_are_refused",
+     "tests/tools/export/test_export.py::test_values_that_a_dtype_does_not_have_are_refused",
      "Weights beyond float16 become infinite in an export."),
 )]
 

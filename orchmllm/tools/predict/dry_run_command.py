@@ -22,11 +22,9 @@ def main(argv: list[str]) -> int:
     parser = recipe_parser("dry-run", __doc__, (
         ("--world-size", 0, "number of ranks; 0: those that the recipe starts, or one shard group, "
          "or one node"),
-        ("--ablations", False, "compare balancing schemes instead; lengths are drawn unless --mix "
-         "or --lengths says otherwise"),
         ("--json", Path, "also write what was found")))
     cluster_options(parser)
     args = parser.parse_intermixed_args(argv)
     loaded = read_recipe(args.recipe, args.overrides)
-    return run(loaded, args.world_size, ablations=args.ablations, json_path=args.json,
+    return run(loaded, args.world_size, json_path=args.json,
                hardware=cluster_of(args), mix=args.mix, lengths=args.lengths)

@@ -1,4 +1,4 @@
-"""The dry run and the ablations on the command line: run, print, write."""
+"""The dry run on the command line: run, print, write."""
 
 from __future__ import annotations
 
@@ -12,19 +12,14 @@ from orchmllm.config.parse import Loaded
 from orchmllm.config.recipe import Recipe
 from orchmllm.plan.assign import PHASES
 from orchmllm.plan.layout import ENCODERS
-from orchmllm.sharding.fits import with_real_batch
 from orchmllm.tools.predict.hardware import Hardware
 
-# Hidden size of the LLM -> mini-batches at 128 ranks and at 2,560: the paper's own.
-PAPER_BATCHES = {3584: (75, 80), 5120: (50, 60), 8192: (25, 30)}
 
-
-def run(loaded: Loaded[Recipe], world_size: int, *, ablations: bool, json_path: Path | None,
-        hardware: Hardware, mix: str, lengths: Path | None) -> int:
+def run(loaded: Loaded[Recipe], world_size: int, *, json_path: Path | None, hardware: Hardware,
+        mix: str, lengths: Path | None) -> int:
     """Exit code: 2 if the recipe does not fit, or cannot run on this world, as `train` itself
     answers. world_size: 0 if nobody said how many ranks. mix, lengths: see
     orchmllm.tools.predict.examples."""
-    from orchmllm.tools.predict.ablations import ablate
     from orchmllm.tools.predict.dry_run import dry_run
     from orchmllm.tools.predict.examples import examples_of
 
@@ -33,27 +28,19 @@ def run(loaded: Loaded[Recipe], world_size: int, *, ablations: bool, json_path: 
         if json_path and not json_path.parent.is_dir():  # before minutes of work
             raise ValueError(f"--json {json_path}: {json_path.parent} is no folder")
         without = unnamed_encoders(loaded)
-        # Ablations are the paper's, so are their lengths unless others are asked for.
-        examples = examples_of(recipe, mix or "natural" * ablations, lengths, without)
-        if ablations:
-            found = {"tables": [ablate(recipe, d, b, hardware, steps, examples)
-                                for d, b, steps in _sizes(recipe, world_size)],
-                     "lengths": examples.what}
-            text = ablation_text(found)
-        else:
-            ranks, why = world_size, "--world-size"
-            if not ranks:
-                ranks, why = default_world(recipe, hardware.ranks_per_node)
-                why += "; --world-size N for others"
-            found = dry_run(recipe, ranks, hardware, without=without, examples=examples)
-            text = dry_run_text(found | {"world_size_from": why})
+        examples = examples_of(recipe, mix, lengths, without)
+        ranks, why = world_size, "--world-size"
+        if not ranks:
+            ranks, why = default_world(recipe, hardware.ranks_per_node)
+            why += "; --world-size N for others"
+        found = dry_run(recipe, ranks, hardware, without=without, examples=examples)
         if json_path:
             json_path.write_text(json.dumps(found, indent=1), encoding="utf-8")
     except (ValueError, OSError) as e:
         print(f"error: {e}", file=sys.stderr)
         return 2
-    print(text)
-    return 0 if found.get("fits", True) else 2
+    print(dry_run_text(found | {"world_size_from": why}))
+    return 0 if found["fits"] else 2
 
 
 def unnamed_encoders(loaded: Loaded[Recipe]) -> frozenset[str]:
@@ -61,15 +48,6 @@ def unnamed_encoders(loaded: Loaded[Recipe]) -> frozenset[str]:
     data for them, and they stay as small as the defaults are."""
     named = {path.split(".")[1] for path in loaded.places if path.startswith("model.")}
     return frozenset(p for p in ENCODERS if named and p not in named)
-
-
-def _sizes(recipe: Recipe, world_size: int) -> list[tuple[int, int, int]]:
-    """(ranks, mini-batch, steps) of the tables: the paper's two, or the one asked for."""
-    small, large = PAPER_BATCHES.get(recipe.model.llm.hidden_size, (0, 0))
-    batch = with_real_batch(recipe, world_size or 128).train.batch_size
-    if world_size:
-        return [(world_size, small or batch if world_size == 128 else batch, 3)]
-    return [(128, small or batch, 5), (2560, large or batch, 3)]
 
 
 SCHEMES = {"none": "unbalanced", "LLM only": "LLM only", "balanced": "balanced"}
@@ -217,23 +195,3 @@ def _exchange_lines(x: dict, world_size: int) -> list[str]:
                       (f"  balanced among all {world_size} ranks", "imbalance_world"),
                       (f"  inside shard groups of {x['shard_size']}", "imbalance_shard_groups")))]
     return lines
-
-
-def ablation_text(found: dict) -> str:
-    """All tables as text."""
-    lines = [*wrap(f"Lengths: {found['lengths']}.", 79, subsequent_indent="  "), ""]
-    for table in found["tables"]:
-        lines += [f"{table['ranks']} ranks, mini-batch {table['batch_size']}, sharded over "
-                  f"{table['shards']}, checkpointing "
-                  + ", ".join(f"{p} {c}" for p, c in table["checkpointing"].items()),
-                  f"  {'':15s}{'MFU':>7s}{'ratio':>7s}{'tok/s/GPU':>11s}{'peak GB':>9s}"
-                  f"{'between MB':>12s}{'exchange ms':>13s}  figure"]
-        for name, row in table["rows"].items():
-            note = "" if row["fits"] else f"  does not fit; {row['fitting_batch']} would"
-            lines.append(
-                f"  {name:15s}{100 * row['mfu']:6.1f}%{row['mfu_ratio']:7.3f}"
-                f"{row['tokens_per_gpu']:11.0f}{row['peak_bytes'] / 1e9:9.1f}"
-                f"{row['internode_mb_per_rank']:12.2f}{row['exchange_ms']:13.1f}  "
-                f"{row['figure']}{note}")
-        lines += [f"  {said}: {claim}" for claim, said in table["order"].items()] + [""]
-    return "\n".join(lines[:-1])

@@ -205,25 +205,6 @@ def test_a_measured_file_is_whole_and_replaces_the_assumed_shares(tmp_path, own)
         own("--measured", str(path), "--efficiency", "0.5")
 
 
-def test_ablations_are_of_the_lengths_and_the_world_that_are_asked_for(tmp_path, own):
-    lines = tmp_path / "lengths.jsonl"
-    lines.write_text('{"images": [[640, 480]], "text_tokens": 50}\n' * 30, encoding="utf-8")
-    found = {}
-    for name, args in (("drawn", ()), ("omni", ("--mix", "omni")),
-                       ("file", ("--lengths", str(lines))),
-                       ("twice", ("train.accumulation_steps=2",))):
-        path = tmp_path / f"{name}.json"
-        code, said, told = own("--ablations", "--json", str(path), *args)
-        assert code == 0, told
-        assert said.startswith("Lengths: ")
-        table = json.loads(path.read_text())["tables"][0]
-        found[name] = [row["tokens_per_gpu"] for row in table["rows"].values()]
-    assert len({tuple(f) for f in found.values()}) == 4
-    assert found["file"][0] == pytest.approx(found["file"][-1])  # all alike: nothing to balance
-    code, _, told = own("--ablations", "--world-size", "9", "fsdp.shard_size=2")
-    assert code == 2 and "which does not divide the 9 ranks" in told
-
-
 def test_lengths_of_a_statistics_file(tmp_path, own):
     lines = tmp_path / "lengths.jsonl"
     lines.write_text('{"images": [[640, 480]], "text_tokens": 50}\n{"text_tokens": 9}\n' * 30,

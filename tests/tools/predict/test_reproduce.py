@@ -8,8 +8,8 @@ import re
 import pytest
 
 from orchmllm.papers import orchmllm as paper
+from orchmllm.papers.ablations import verdict
 from orchmllm.papers.reproduce import main
-from orchmllm.tools.predict.ablations import verdict
 
 
 @pytest.mark.slow

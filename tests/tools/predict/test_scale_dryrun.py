@@ -15,13 +15,13 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from orchmllm.config.job import check_world, resolve
 from orchmllm.models.flops import plan_spec
 from orchmllm.models.mllm import MultimodalModel
+from orchmllm.papers.ablations import ablate, ablation_text, variants
 from orchmllm.plan.assign import PHASES, PhasePolicy
 from orchmllm.plan.layout import ENCODERS, BatchLayout
 from orchmllm.plan.step import plan_step
 from orchmllm.sharding.fsdp import shard
 from orchmllm.sharding.memory import MemoryModel
 from orchmllm.sharding.units import units
-from orchmllm.tools.predict.ablations import ablate, variants
 from orchmllm.tools.predict.dry_run import NONE, dry_run, exchange_report
 from orchmllm.tools.predict.examples import of_mix
 from orchmllm.tools.predict.hardware import Hardware
@@ -32,7 +32,7 @@ from orchmllm.tools.predict.step_time import (
     unit_traffic,
     work_of,
 )
-from orchmllm.tools.predict.text import ablation_text, dry_run_text
+from orchmllm.tools.predict.text import dry_run_text
 from orchmllm.tools.predict.transfers import exchange_seconds
 from orchmllm.tools.predict.workload import MODELS, sample_layout
 from tests.lib.commands import python

@@ -1,32 +1,50 @@
 """The paper's ablations, predicted: MFU, tokens per GPU, peak memory and bytes between nodes of
 every scheme on the same drawn steps (OrchMLLM section 8.3, Figures 8-13).
 
+    orchmllm ablations recipes/mllm84b.yaml [--world-size 2560] [section.key=value ...]
+
 The paper pads audio, so its schemes are predicted with padded audio; `least_move` is ours, with
-packed audio. Predictions keep what the schemes differ in: loads, traffic and memory.
+packed audio. Predictions keep what the schemes differ in: loads, traffic and memory. Lengths are
+drawn, unless --mix or --lengths says otherwise.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
+from textwrap import wrap
 
 import numpy as np
 
+from orchmllm.cli.options import in_one_line, recipe_parser
 from orchmllm.config.balance import BalanceConfig
 from orchmllm.config.job import check_world, resolve
-from orchmllm.config.recipe import Recipe
+from orchmllm.config.recipe import Recipe, read_recipe
 from orchmllm.models.flops import plan_spec
 from orchmllm.plan.assign import PHASES, PhasePolicy
 from orchmllm.plan.layout import BatchLayout
 from orchmllm.plan.step import plan_step
-from orchmllm.sharding.fits import budget_of, decide, joined, largest_fitting, scaled
+from orchmllm.sharding.fits import (
+    budget_of,
+    decide,
+    joined,
+    largest_fitting,
+    scaled,
+    with_real_batch,
+)
 from orchmllm.sharding.memory import Choice, MemoryModel, loads_of
 from orchmllm.tools.predict.dry_run import NONE
-from orchmllm.tools.predict.examples import Examples
+from orchmllm.tools.predict.examples import Examples, examples_of
 from orchmllm.tools.predict.hardware import Hardware
+from orchmllm.tools.predict.options import cluster_of, cluster_options
 from orchmllm.tools.predict.step_time import StepTime, timed, work_of
+from orchmllm.tools.predict.text import unnamed_encoders
 
 PAD = frozenset({"audio"})
+# Hidden size of the LLM -> mini-batches at 128 ranks and at 2,560: the paper's own.
+PAPER_BATCHES = {3584: (75, 80), 5120: (50, 60), 8192: (25, 30)}
 
 
 @dataclass(frozen=True)
@@ -157,3 +175,51 @@ def paper_order(rows: Mapping[str, Mapping]) -> dict[str, str]:
     claims["bytes between nodes: no node-wise > paper (Figure 13)"] = above(
         "no node-wise", "paper", "internode_mb_per_rank")
     return claims
+
+
+def ablation_text(found: dict) -> str:
+    """All tables as text. found: lengths, in words, and tables of ablate()."""
+    lines = [*wrap(f"Lengths: {found['lengths']}.", 79, subsequent_indent="  "), ""]
+    for table in found["tables"]:
+        lines += [f"{table['ranks']} ranks, mini-batch {table['batch_size']}, sharded over "
+                  f"{table['shards']}, checkpointing "
+                  + ", ".join(f"{p} {c}" for p, c in table["checkpointing"].items()),
+                  f"  {'':15s}{'MFU':>7s}{'ratio':>7s}{'tok/s/GPU':>11s}{'peak GB':>9s}"
+                  f"{'between MB':>12s}{'exchange ms':>13s}  figure"]
+        for name, row in table["rows"].items():
+            note = "" if row["fits"] else f"  does not fit; {row['fitting_batch']} would"
+            lines.append(
+                f"  {name:15s}{100 * row['mfu']:6.1f}%{row['mfu_ratio']:7.3f}"
+                f"{row['tokens_per_gpu']:11.0f}{row['peak_bytes'] / 1e9:9.1f}"
+                f"{row['internode_mb_per_rank']:12.2f}{row['exchange_ms']:13.1f}  "
+                f"{row['figure']}{note}")
+        lines += [f"  {said}: {claim}" for claim, said in table["order"].items()] + [""]
+    return "\n".join(lines[:-1])
+
+
+def _sizes(recipe: Recipe, world_size: int) -> list[tuple[int, int, int]]:
+    """(ranks, mini-batch, steps) of the tables: the paper's two, or the one asked for."""
+    small, large = PAPER_BATCHES.get(recipe.model.llm.hidden_size, (0, 0))
+    batch = with_real_batch(recipe, world_size or 128).train.batch_size
+    if world_size:
+        return [(world_size, small or batch if world_size == 128 else batch, 3)]
+    return [(128, small or batch, 5), (2560, large or batch, 3)]
+
+
+@in_one_line
+def main(argv: list[str]) -> int:
+    parser = recipe_parser("ablations", __doc__, (
+        ("--world-size", 0, "number of ranks; 0: a table at 128 and one at 2560"),
+        ("--json", Path, "also write what was found")))
+    cluster_options(parser)
+    args = parser.parse_intermixed_args(argv)
+    loaded, hardware = read_recipe(args.recipe, args.overrides), cluster_of(args)
+    examples = examples_of(loaded.recipe, args.mix or "natural", args.lengths,
+                           unnamed_encoders(loaded))
+    found = {"tables": [ablate(loaded.recipe, ranks, batch, hardware, steps, examples)
+                        for ranks, batch, steps in _sizes(loaded.recipe, args.world_size)],
+             "lengths": examples.what}
+    if args.json:
+        args.json.write_text(json.dumps(found, indent=1), encoding="utf-8")
+    print(ablation_text(found))
+    return 0

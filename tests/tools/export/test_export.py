@@ -17,7 +17,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from orchmllm.batch import SequenceLengths
-from orchmllm.cli.export import main
 from orchmllm.config.model import LLMConfig, ModelConfig
 from orchmllm.config.recipe import (
     CheckpointConfig,
@@ -28,7 +27,6 @@ from orchmllm.config.recipe import (
     TrainConfig,
 )
 from orchmllm.data.text.tokenizer import ChatTokenizer
-from orchmllm.hf import export
 from orchmllm.hf.sharded import read_sharded
 from orchmllm.hf.sources import PretrainedError, find_sources
 from orchmllm.hf.writer import renamed
@@ -38,6 +36,8 @@ from orchmllm.models.mllm import MultimodalModel
 from orchmllm.models.names import named
 from orchmllm.sharding.init import plain_name
 from orchmllm.sharding.pretrained import load_pretrained
+from orchmllm.tools.export import export
+from orchmllm.tools.export.command import main
 from orchmllm.trainer import Trainer
 from tests.lib.commands import ROOT
 from tests.lib.hf_models import (
@@ -374,7 +374,7 @@ def peak_mb(checkpoint: Path, out: Path) -> float:
     """Peak resident memory of an export in a process of its own."""
     argv = ["--checkpoint", checkpoint, "--out", out, "--no-verify", "--dtype", "bfloat16",
             "--max-file-gb", "0.3"]
-    code = ("import sys; from orchmllm.cli.export import main; "
+    code = ("import sys; from orchmllm.tools.export.command import main; "
             "from tests.lib.process import memory_kb; "
             "code = main(sys.argv[1:]); print(memory_kb('VmHWM')); sys.exit(code)")
     done = subprocess.run([sys.executable, "-c", code, *map(str, argv)], check=True,

@@ -13,8 +13,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from orchmllm.cli.options import command_parser, in_one_line
-from orchmllm.hf.export import NOTE, export
 from orchmllm.hf.writer import DTYPES
+from orchmllm.tools.export.export import NOTE, export
 
 
 def check_out(out: Path, overwrite: bool) -> None:
