@@ -7,7 +7,7 @@ import inspect
 import math
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -132,8 +132,9 @@ class _Balanced:
             of_twice = _undisturbed(model, lambda: compute(
                 model, {**inputs}, num_items_in_batch=2 * num_items_in_batch))
         mean = step is not None and not scaled  # a Trainer multiplies what it believes is scaled
-        out = compute(model, inputs, return_outputs=return_outputs,
-                      num_items_in_batch=None if mean else num_items_in_batch)
+        with _unequal_lengths(self.accelerator) if step else nullcontext():
+            out = compute(model, inputs, return_outputs=return_outputs,
+                          num_items_in_batch=None if mean else num_items_in_batch)
         loss, *outputs = out if return_outputs else (out,)
         if of_twice is not None:
             self._balance_proven = _depends(self, loss, of_twice)
@@ -255,6 +256,28 @@ def _go_on(loader: BalancedDataLoader, folder: Path, epoch: int, batches: int) -
             f"{folder}: the loader stands after {done} batches of epoch {state['epoch']}, the "
             f"Trainer after {batches} of epoch {epoch}: resume with the batch size, accumulation "
             "and number of ranks of the checkpoint")
+
+
+@contextmanager
+def _unequal_lengths(accelerator: Any) -> Iterator[None]:
+    """Within it accelerator.gather joins tensors of unequally many rows: TRL gathers a value of
+    each pair for its metrics, and balancing gives ranks unequally many pairs."""
+    gather = accelerator.gather
+
+    def joined(values: Any) -> Any:
+        if not isinstance(values, Tensor) or not values.dim():
+            return gather(values)
+        sizes = gather(torch.tensor([len(values)], device=values.device)).tolist()
+        padded = values.new_zeros(max(sizes), *values.shape[1:])
+        padded[: len(values)] = values
+        parts = gather(padded).split(max(sizes))
+        return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
+
+    accelerator.gather = joined
+    try:
+        yield
+    finally:
+        del accelerator.gather
 
 
 @contextmanager
