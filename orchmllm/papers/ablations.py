@@ -11,7 +11,7 @@ drawn, unless --mix or --lengths says otherwise.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from textwrap import wrap
@@ -26,14 +26,7 @@ from orchmllm.models.flops import plan_spec
 from orchmllm.plan.assign import PHASES, PhasePolicy
 from orchmllm.plan.layout import BatchLayout
 from orchmllm.plan.step import plan_step
-from orchmllm.sharding.fits import (
-    budget_of,
-    decide,
-    joined,
-    largest_fitting,
-    scaled,
-    with_real_batch,
-)
+from orchmllm.sharding.fits import budget_of, decide, joined, with_real_batch
 from orchmllm.sharding.memory import Choice, MemoryModel, loads_of
 from orchmllm.tools.predict.dry_run import NONE
 from orchmllm.tools.predict.examples import Examples, examples_of
@@ -132,7 +125,7 @@ def ablate(recipe: Recipe, num_ranks: int, batch_size: int, hardware: Hardware, 
     choice = decide(recipe, made["paper"].memory, joined(made["paper"].loads), budget)
     rows = {}
     for name, p in made.items():
-        times, loads = p.times(choice), joined(p.loads)
+        times = p.times(choice)
         seeds = {"mfu": [t.mfu for t in times], "peak_bytes": p.peaks(choice).tolist(),
                  "tokens_per_gpu": [t.tokens_per_gpu for t in times],
                  "exchange_ms": [1e3 * t.exchange for t in times],
@@ -140,17 +133,12 @@ def ablate(recipe: Recipe, num_ranks: int, batch_size: int, hardware: Hardware, 
         peak = max(seeds["peak_bytes"])
         rows[name] = {key: float(np.mean(found)) for key, found in seeds.items()} | {
             "figure": schemes[name].figure, "seeds": seeds, "peak_bytes": peak,
-            "fits": peak <= budget,
-            "fitting_batch": batch_size if peak <= budget else largest_fitting(
-                lambda b, m=p.memory, x=loads: m.peak(scaled(x, b / batch_size), choice), budget,
-                batch_size),
-        }
+            "fits": peak <= budget}
     best = rows["paper"]["mfu"]
     for row in rows.values():
         row["mfu_ratio"] = row["mfu"] / best
     return {"ranks": num_ranks, "batch_size": batch_size, "shards": shards,
-            "checkpointing": choice, "budget_bytes": budget, "rows": rows,
-            "order": paper_order(rows)}
+            "checkpointing": choice, "budget_bytes": budget, "rows": rows}
 
 
 def verdict(high: Sequence[float], low: Sequence[float]) -> str:
@@ -160,21 +148,6 @@ def verdict(high: Sequence[float], low: Sequence[float]) -> str:
     if len(gap) < 2 or abs(gap.mean()) <= gap.std(ddof=1):
         return "within the spread"
     return "agrees" if gap.mean() > 0 else "differs"
-
-
-def paper_order(rows: Mapping[str, Mapping]) -> dict[str, str]:
-    """What the paper reports of the order of schemes -> the verdict of the prediction."""
-    def above(high: str, low: str, key: str = "mfu") -> str:
-        return verdict(rows[high]["seeds"][key], rows[low]["seeds"][key])
-
-    claims = {f"MFU: paper > {low} (Figure {rows[low]['figure']})": above("paper", low)
-              for low in ("none", "LLM only", "all packed", "all padded", "all-gather")}
-    claims["MFU: LLM only > none (Figures 8, 10)"] = above("LLM only", "none")
-    claims["memory: LLM only > paper (Figure 10)"] = above("LLM only", "paper", "peak_bytes")
-    claims["memory: all-gather > paper (Figure 12)"] = above("all-gather", "paper", "peak_bytes")
-    claims["bytes between nodes: no node-wise > paper (Figure 13)"] = above(
-        "no node-wise", "paper", "internode_mb_per_rank")
-    return claims
 
 
 def ablation_text(found: dict) -> str:
@@ -187,13 +160,13 @@ def ablation_text(found: dict) -> str:
                   f"  {'':15s}{'MFU':>7s}{'ratio':>7s}{'tok/s/GPU':>11s}{'peak GB':>9s}"
                   f"{'between MB':>12s}{'exchange ms':>13s}  figure"]
         for name, row in table["rows"].items():
-            note = "" if row["fits"] else f"  does not fit; {row['fitting_batch']} would"
+            note = "" if row["fits"] else "  does not fit"
             lines.append(
                 f"  {name:15s}{100 * row['mfu']:6.1f}%{row['mfu_ratio']:7.3f}"
                 f"{row['tokens_per_gpu']:11.0f}{row['peak_bytes'] / 1e9:9.1f}"
                 f"{row['internode_mb_per_rank']:12.2f}{row['exchange_ms']:13.1f}  "
                 f"{row['figure']}{note}")
-        lines += [f"  {said}: {claim}" for claim, said in table["order"].items()] + [""]
+        lines.append("")
     return "\n".join(lines[:-1])
 
 
