@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from orchmllm.config.schema import Conflict, key
 
 TRAIN_PARTS = ("vision", "audio", "connector", "llm")
+# What the optimizer (orchmllm.sharding.optimizer) keeps of a parameter that learns, in its shape.
+OPTIMIZER_STATE = ("exp_avg", "exp_avg_sq")
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from orchmllm.config.job import check_shards
 from orchmllm.config.model import ModelConfig
 from orchmllm.config.recipe import FsdpConfig
+from orchmllm.config.train import OPTIMIZER_STATE
 from orchmllm.hf.sources import WeightSource
 from orchmllm.models.mllm import MultimodalModel
 from orchmllm.sharding.compiled import check_compiles, compile_block
@@ -130,8 +131,8 @@ def reshard(model: nn.Module) -> None:
 
 
 def state_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """What has to be saved: parameters as model.NAME, Adam's moments as exp_avg.NAME and
-    exp_avg_sq.NAME (zeros where the optimizer has not run yet). The tensors are the live ones.
+    """What has to be saved: parameters as model.NAME, the optimizer's state as exp_avg.NAME
+    and so on (zeros where it has not run yet). The tensors are the live ones.
 
     Raises ValueError for a parameter that is gathered, or that learns and is not the optimizer's.
     """
@@ -153,8 +154,8 @@ def state_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[st
             optimizer.state[p] = {
                 # AdamW's fused kernel reads it on the device.
                 "step": torch.zeros((), dtype=torch.float32, device=p.device),
-                "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
-        for key in ("exp_avg", "exp_avg_sq"):
+                **{key: torch.zeros_like(p) for key in OPTIMIZER_STATE}}
+        for key in OPTIMIZER_STATE:
             out[f"{key}.{name}"] = optimizer.state[p][key].detach()
     return out
 

@@ -21,6 +21,7 @@ from orchmllm.config.fsdp import DTYPE_BYTES
 from orchmllm.config.job import Job
 from orchmllm.config.model import ModelConfig
 from orchmllm.config.recipe import FsdpConfig
+from orchmllm.config.train import OPTIMIZER_STATE
 from orchmllm.models.flops import Lengths, item_rank, padded_lengths, phase_lengths, phase_work
 from orchmllm.plan.assign import PHASES
 from orchmllm.plan.layout import ENCODERS
@@ -90,11 +91,11 @@ class MemoryModel:
         return DTYPE_BYTES[self.fsdp.forward_dtype]
 
     def state_bytes(self) -> dict[str, int]:
-        """Parameters, gradients and AdamW's two moments on the fullest rank."""
+        """Parameters, gradients and the optimizer's state on the fullest rank."""
         size = DTYPE_BYTES[self.fsdp.param_dtype]
         held, trained = map(sum, zip(*shard_sizes(self.model, self.shards).values(), strict=True))
         return {"parameters": size * held, "gradients": size * trained,
-                "optimizer": 2 * size * trained}
+                "optimizer": len(OPTIMIZER_STATE) * size * trained}
 
     def peaks(self, loads: Loads, choice: Choice) -> dict[str, np.ndarray]:
         """moment -> (d,) bytes. choice: phase -> none, selective or full."""

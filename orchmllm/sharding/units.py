@@ -15,6 +15,7 @@ from functools import cached_property, lru_cache
 from orchmllm.config.fsdp import DTYPE_BYTES
 from orchmllm.config.model import ModelConfig
 from orchmllm.config.recipe import Recipe
+from orchmllm.config.train import OPTIMIZER_STATE
 from orchmllm.models.names import PARTS, Named, named
 
 Shape = tuple[int, ...]
@@ -122,6 +123,7 @@ def num_parameters(model: ModelConfig) -> dict[str, dict[str, int]]:
 
 
 def checkpoint_bytes(recipe: Recipe) -> int:
-    """Size of a checkpoint: parameters, and two moments of those that learn."""
-    state = sum(u.copies * (u.size + 2 * u.trained_size) for u in units(recipe.model))
+    """Size of a checkpoint: parameters, and the optimizer's state of those that learn."""
+    state = sum(u.copies * (u.size + len(OPTIMIZER_STATE) * u.trained_size)
+                for u in units(recipe.model))
     return state * DTYPE_BYTES[recipe.fsdp.param_dtype]
