@@ -288,8 +288,6 @@ def _cure(leaf: Leaf, kind: str, value: Any) -> str:
         return "does not fit 64 bits"
     if not isinstance(value, str):
         return f"must be {leaf.key.bounds}"
-    if value in dict(leaf.key.renamed):
-        return f"is now called {dict(leaf.key.renamed)[value]!r}"
     if not leaf.key.choices:
         return "must be one line of printable characters"
     allowed = ", ".join(c or "'' (empty)" for c in leaf.key.choices)
