@@ -113,14 +113,9 @@ def test_values_say_where_they_come_from(tmp_path):
 
 
 def test_missing_recipe(tmp_path):
-    path = write(tmp_path, GOOD)
-    with pytest.raises(RecipeError) as error:
-        load_recipe(tmp_path / "rr.yaml")
-    assert str(error.value) == (
-        f"recipe {tmp_path / 'rr.yaml'}: No such file or directory; did you mean {path}?")
-    with pytest.raises(RecipeError, match="Is a directory; did you mean"):
+    with pytest.raises(RecipeError, match=f"recipe {tmp_path}: Is a directory$"):
         load_recipe(tmp_path)
-    with pytest.raises(RecipeError, match="No such file or directory$"):
+    with pytest.raises(RecipeError, match="no/such/recipe.yaml: No such file or directory$"):
         load_recipe("no/such/recipe.yaml")
 
 
