@@ -36,15 +36,9 @@ __all__ = [
     "BalancedDataLoader", "CostModel", "Encoder", "Masked", "Packed", "Rows", "StepInfo", "balance",
     "balance_encoders", "balance_trainer", "check_equivalence",
 ]
-_BY_HOOK = "orchmllm.balance_encoders(model), called once before the loop (docs/encoders.md)"
-_GONE = {**dict.fromkeys(("Phase", "Segment", "exchange_rows", "rebalance_encoder", "at_least_one"),
-                         _BY_HOOK),
-         "scale_loss": "loader.scale_sum(loss_sum) (docs/loader.md)"}
 
 
 def __getattr__(name: str) -> object:
-    if name in _GONE:  # an AttributeError would lose its text in `from orchmllm import ...`
-        raise ImportError(f"orchmllm.{name} is gone: use {_GONE[name]}")
     if name not in _HOME:
         raise AttributeError(f"module 'orchmllm' has no attribute {name!r}; it exports "
                              f"{', '.join(__all__)}")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from orchmllm.config.schema import Conflict, key, section
 from orchmllm.plan.assign import DISPATCHES, BalancePolicy, PhasePolicy
-from orchmllm.plan.balance import DEFAULT_TOLERANCE, POLICIES, RENAMED
+from orchmllm.plan.balance import DEFAULT_TOLERANCE, POLICIES
 from orchmllm.plan.nodewise import SOLVERS
 
 SOLVER_PACKAGES = {"cbc": ("cvxpy", "cylp"), "highs": ("cvxpy", "highspy")}
@@ -19,8 +19,7 @@ class PhaseConfig(PhasePolicy):
     """How one phase is balanced."""
 
     policy: str = key("least_move", "Which algorithm chooses the ranks; docs/balancing.md says "
-                      "what cost of a rank each keeps low.", choices=tuple(POLICIES),
-                      renamed=RENAMED)
+                      "what cost of a rank each keeps low.", choices=tuple(POLICIES))
     tolerance: float = key(
         DEFAULT_TOLERANCE, "Allowed excess of the largest load over its lower bound (0.005: half a "
         "percent), for policies that trade balance for movement; others ignore the default.",

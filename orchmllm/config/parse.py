@@ -19,7 +19,7 @@ from typing import Any, Generic, TypeVar
 from pydantic import TypeAdapter, ValidationError
 
 from orchmllm.config.schema import MAX_INT, Leaf, did_you_mean, leaves, members, sections
-from orchmllm.config.strict_yaml import AGAIN, Section, Tagged, YamlProblem, dump, parse
+from orchmllm.config.strict_yaml import Section, YamlProblem, dump, parse
 
 T = TypeVar("T")
 Path = tuple  # of a key: names, and numbers for the items of a list
@@ -140,8 +140,6 @@ def _override(item: str, leaves: Mapping[str, Leaf]) -> Section:
         value = parse(text, COMMAND_LINE)
     except YamlProblem as e:
         raise ValueError(f"{path}: {show(text)} is not a YAML value: {e}") from None
-    if text.lstrip().startswith("#"):
-        raise ValueError(f"{path}: {show(text)} is a comment in YAML: quote it")
     value = value if text else ""
     if type(value) in (int, float) and path in leaves and leaves[path].kind is str:
         value = text
@@ -221,7 +219,7 @@ class _Schema:
         path, value, kind = error["loc"], error["input"], error["type"]
         place, name = _dotted(path), ".".join(p for p in path if isinstance(p, str))
         if kind == "unexpected_keyword_argument":
-            return f"{place}: {self._unknown(path, tree)}"
+            return f"{place}: {self._unknown(path)}"
         if name in self.sections and kind != "missing":
             expected = (f"a {'list of sections' if kind == 'tuple_type' else 'section'} with keys: "
                         f"{', '.join(members(self.sections[name]))}")
@@ -231,18 +229,13 @@ class _Schema:
             return f"{place} is missing: {leaf.key.doc}"
         if isinstance(value, dict | list):
             return f"{place} is {_describe(value)}, expected {NAMES[leaf.kind]}"
-        if isinstance(value, Tagged):
-            return f"{place}: the YAML tag {value.tag} is not allowed here: write a plain value"
         cure = _type_cure(leaf.kind, value) if kind.endswith("_type") else _cure(leaf, kind, value)
         return f"{place} = {show(value)}: {cure}"
 
-    def _unknown(self, path: Path, tree: Any) -> str:
+    def _unknown(self, path: Path) -> str:
         """What is wrong with a key that does not exist, and where it might belong."""
         *above, name = path
         where = ".".join(p for p in above if isinstance(p, str))
-        if name.endswith(AGAIN):
-            first = (*above, name.removesuffix(AGAIN))
-            return f"duplicate key, also on line {_find(tree, first)[0]}: keep one of them"
         everywhere = (*self.leaves, *self.sections)
         if name in everywhere:  # a dotted path as one key
             *outer, last = name.split(".")
@@ -275,10 +268,7 @@ def _type_cure(wanted: type, value: Any) -> str:
         return f"no value, {expected}: give one or remove the key"
     if wanted is str:
         return f"YAML reads this as {NAMES[type(value)]}, {expected}: quote it"
-    try:  # what may be meant
-        return f"{expected}: write {show(TypeAdapter(wanted).validate_python(value))}"
-    except ValidationError:
-        return expected
+    return expected
 
 
 def _cure(leaf: Leaf, kind: str, value: Any) -> str:
@@ -288,8 +278,6 @@ def _cure(leaf: Leaf, kind: str, value: Any) -> str:
         return "does not fit 64 bits"
     if not isinstance(value, str):
         return f"must be {leaf.key.bounds}"
-    if value in dict(leaf.key.renamed):
-        return f"is now called {dict(leaf.key.renamed)[value]!r}"
     if not leaf.key.choices:
         return "must be one line of printable characters"
     allowed = ", ".join(c or "'' (empty)" for c in leaf.key.choices)

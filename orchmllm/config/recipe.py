@@ -5,7 +5,6 @@ file becomes these classes; docs/recipe.md is made from them.
 
 from __future__ import annotations
 
-import difflib
 import importlib.util
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -206,7 +205,7 @@ def read_recipe(path: str | Path, overrides: Sequence[str] | None = None) -> Loa
     try:
         data = Path(path).read_bytes()
     except OSError as e:
-        raise RecipeError(f"recipe {path}: {e.strerror or e}{_other_files(Path(path))}") from e
+        raise RecipeError(f"recipe {path}: {e.strerror or e}") from e
     return read(Recipe, str(path), data, overrides or (), _from_checkpoints)
 
 
@@ -227,13 +226,3 @@ def _from_checkpoints(tree: Mapping) -> Iterator[tuple[tuple, Any]]:
 def load_recipe(path: str | Path, overrides: Sequence[str] | None = None) -> Recipe:
     """Reads, merges and checks a recipe. Raises RecipeError listing every problem."""
     return read_recipe(path, overrides).recipe
-
-
-def _other_files(path: Path) -> str:
-    """What may have been meant instead of a file that cannot be read."""
-    folder = path if path.is_dir() else path.parent
-    names = sorted(p.name for p in folder.glob("*.y*ml")) if folder.is_dir() else []
-    if path.is_file() or not names:
-        return ""
-    names = difflib.get_close_matches(path.name, names, n=1) or names[:5]
-    return f"; did you mean {' or '.join(str(folder / n) for n in names)}?"

@@ -32,14 +32,12 @@ BOUNDS = (("at_least", "ge", ">="), ("above", "gt", ">"), ("at_most", "le", "<="
 @dataclass(frozen=True)
 class Key:
     """doc: one or more sentences. bounds: as text, `>= 1`, `> 0 and < 1` or nothing. choices: the
-    only values. aliases: names other programs use for it, for "did you mean". renamed: (earlier
-    name, name now) of choices."""
+    only values. aliases: names other programs use for it, for "did you mean"."""
 
     doc: str
     bounds: str = ""
     choices: tuple[str, ...] = ()
     aliases: tuple[str, ...] = ()
-    renamed: tuple[tuple[str, str], ...] = ()
 
 
 class Conflict(NamedTuple):

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import yaml
@@ -16,7 +15,6 @@ TAG = "tag:yaml.org,2002:"
 _INT = re.compile(r"(?:[-+]?(?:0|[1-9][0-9_]*)|0x[0-9a-fA-F]+)$")  # 010 is text: eight or ten?
 _FLOAT = re.compile(r"(?:[-+]?(?=[0-9_]*[.eE])([0-9][0-9_]*\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?"
                     r"|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$")
-AGAIN = " (again)"  # ends a key that its section has already
 
 
 class YamlProblem(ValueError):
@@ -35,13 +33,6 @@ class Section(dict):
         self.lines = dict(lines)
 
 
-@dataclass(frozen=True)
-class Tagged:
-    """A value with a tag other than the plain ones."""
-
-    tag: str
-
-
 class Loader(yaml.SafeLoader):
     """SafeLoader with the core schema's plain scalars. at_line: of every key; 0: as written."""
 
@@ -55,14 +46,16 @@ class Loader(yaml.SafeLoader):
         """A mapping. Raises ConstructorError for a key that is no word, or that is there twice."""
         section = Section({}, {})
         yield section  # before what is below, where an alias may stand for it
-        own = set()
+        lines: dict[str, int] = {}
         for key, _ in node.value:
             if not isinstance(key, yaml.ScalarNode):
                 raise yaml.constructor.ConstructorError(
                     None, None, "a list or a section as a key: keys are words", key.start_mark)
-            if key.value in own and key.value != "<<":
-                key.value += AGAIN
-            own.add(key.value)
+            if key.value in lines and key.value != "<<":
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"duplicate key {key.value!r}, also on line {lines[key.value]}: "
+                    "keep one of them", key.start_mark)
+            lines[key.value] = key.start_mark.line + 1
         self.flatten_mapping(node)
         for key, value in node.value:
             section[key.value] = self.construct_object(value)
@@ -72,10 +65,12 @@ class Loader(yaml.SafeLoader):
         try:
             return yaml.SafeLoader.yaml_constructors[node.tag](self, node)
         except (ValueError, KeyError):  # `!!int x`, or more digits than Python reads
-            return self.tagged(node)
+            self.tagged(node)
 
     def tagged(self, node):
-        return Tagged(node.tag.replace(TAG, "!!"))
+        raise yaml.constructor.ConstructorError(
+            None, None, f"the tag {node.tag.replace(TAG, '!!')} is not allowed here: write a plain "
+            "value", node.start_mark)
 
 
 class Dumper(yaml.SafeDumper):
@@ -135,16 +130,8 @@ def _explain(error: yaml.MarkedYAMLError, text: str, line: int) -> str:
     cures = {
         "mapping values are not allowed here": "quote a value that has ': ' in it, and indent keys "
                                                "of one section alike",
-        "expected ',' or ']'": "close the bracket",
-        "expected ',' or '}'": "close the brace",
-        "expected the node content": "close the bracket or brace, or give a value",
-        "could not find expected ':'": "a key is followed by ': '",
         "found another document": "keep one document: remove '---'",
-        "undefined alias": "define it before with &name",
-        "duplicate anchor": "rename one of them",
-        "found unexpected end of stream": "close the quote",
         "expected <block end>": "indent keys of one section alike",
-        "for merging": "<< takes the alias of a section",
         "cannot start any token": "quote the value",
     }
     cure = next((c for k, c in cures.items() if k in cause), "")

@@ -27,7 +27,7 @@ def part_json(part: str, model: ModelConfig, dtype: str) -> dict[str, dict]:
         return {"config.json": _written(_tower(model.vision, model.llm.hidden_size),
                                         CLASSES["qwen2_vl"], dtype),
                 "preprocessor_config.json": _image_processor(model.vision)}
-    kept = _kept(part, getattr(model, part).pretrained)
+    kept, _ = started_from(part, model)
     if part == "audio":
         return {"config.json": _written(_whisper(model.audio, kept), CLASSES["audio"], dtype),
                 "preprocessor_config.json": _mel_extractor(model.audio)}
@@ -45,35 +45,28 @@ def part_json(part: str, model: ModelConfig, dtype: str) -> dict[str, dict]:
     return files
 
 
-def positions_of(audio: AudioConfig) -> int:
+def positions_of(model: ModelConfig) -> int:
     """Rows of Whisper's position table."""
-    return _kept("audio", audio.pretrained).get("max_source_positions", WHISPER_POSITIONS)
+    kept, _ = started_from("audio", model)
+    return kept.get("max_source_positions", WHISPER_POSITIONS)
 
 
-def lost(part: str, model: ModelConfig) -> str:
-    """What an export of a part lacks, and why; empty where the folder that training started from is
-    still there, or where it started from scratch."""
+def started_from(part: str, model: ModelConfig) -> tuple[dict[str, Any], str]:
+    """The keys KEPT of a part, from the folder that training started from, and what an export
+    lacks if that folder is gone; empty where it is there, or training started from scratch."""
     start = getattr(model, part).pretrained if part in KEPT else ""
+    if not start:
+        return {}, ""
     path = Path(start).expanduser() / "config.json"
     try:
-        if start:
-            read_json(path)
-        return ""
+        config = read_json(path)
     except ValueError:
         also = ", and there is no generation_config.json" if part == "llm" else ""
-        return (f"{part}/config.json has defaults for {', '.join(KEPT[part])}{also}: {path} cannot "
-                f"be read (model.{part}.pretrained; a relative path begins in the current folder); "
-                "bring it back and export again")
-
-
-def _kept(part: str, pretrained: str) -> dict[str, Any]:
-    if not pretrained:
-        return {}
-    try:
-        config = read_json(Path(pretrained).expanduser() / "config.json")
-    except ValueError:  # the folder is gone
-        return {}
-    return {key: config[key] for key in KEPT[part] if config.get(key) is not None}
+        return {}, (
+            f"{part}/config.json has defaults for {', '.join(KEPT[part])}{also}: {path} cannot "
+            f"be read (model.{part}.pretrained; a relative path begins in the current folder); "
+            "bring it back and export again")
+    return {key: config[key] for key in KEPT[part] if config.get(key) is not None}, ""
 
 
 def _written(config: Any, name: str, dtype: str) -> dict:

@@ -5,13 +5,12 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from orchmllm.hf.folder import ELEMENT_BYTES, INDEX, SINGLE
-from orchmllm.hf.sharded import Sharded
+from orchmllm.hf.folder import INDEX, SINGLE
+from orchmllm.hf.sharded import FileTensor
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -20,21 +19,7 @@ DTYPES = {"float64": "F64", "float32": "F32", "bfloat16": "BF16", "float16": "F1
 TORCH_DTYPES = {short: name for name, short in DTYPES.items()}
 
 
-@dataclass(frozen=True)
-class FileTensor:
-    """key, dtype and shape in the file; load: reads it."""
-
-    key: str
-    dtype: str
-    shape: tuple[int, ...]
-    load: Callable[[], Tensor]
-
-    @property
-    def num_bytes(self) -> int:
-        return math.prod(self.shape) * ELEMENT_BYTES[self.dtype]
-
-
-def renamed(tensor: Sharded, key: str, shape: tuple[int, ...], dtype: str = "") -> FileTensor:
+def renamed(tensor: FileTensor, key: str, shape: tuple[int, ...], dtype: str = "") -> FileTensor:
     """`tensor` under another name, in another shape of as many values, and converted to `dtype`
     unless empty. Raises ValueError if the number of values differs, and `load` if a value is too
     large for the dtype."""
@@ -56,20 +41,15 @@ def renamed(tensor: Sharded, key: str, shape: tuple[int, ...], dtype: str = "") 
     return FileTensor(key, dtype or tensor.dtype, shape, converted)
 
 
-def write_file(path: Path, tensors: Sequence[FileTensor],
-               progress: Callable[[int], object]) -> None:
-    """One safetensors file. progress: is told the bytes of each tensor."""
+def write_file(path: Path, tensors: Sequence[FileTensor]) -> None:
+    """One safetensors file."""
     from safetensors.torch import save_file
 
-    loaded = {}
-    for tensor in tensors:
-        loaded[tensor.key] = tensor.load()
-        progress(tensor.num_bytes)
+    loaded = {tensor.key: tensor.load() for tensor in tensors}
     save_file(loaded, path, metadata={"format": "pt"})  # transformers asks for it
 
 
-def write_folder(folder: Path, tensors: Sequence[FileTensor], max_file_bytes: int,
-                 progress: Callable[[int], object]) -> int:
+def write_folder(folder: Path, tensors: Sequence[FileTensor], max_file_bytes: int) -> int:
     """model.safetensors, or several files and their index where it would be larger than
     max_file_bytes; returns the number of files."""
     files: list[list[FileTensor]] = [[]]
@@ -78,11 +58,11 @@ def write_folder(folder: Path, tensors: Sequence[FileTensor], max_file_bytes: in
             files.append([])
         files[-1].append(tensor)
     if len(files) == 1:
-        write_file(folder / SINGLE, files[0], progress)
+        write_file(folder / SINGLE, files[0])
         return 1
     names = [f"model-{k:05d}-of-{len(files):05d}.safetensors" for k in range(1, len(files) + 1)]
     for name, part in zip(names, files, strict=True):
-        write_file(folder / name, part, progress)
+        write_file(folder / name, part)
     weights = {t.key: name for name, part in zip(names, files, strict=True) for t in part}
     total = sum(t.num_bytes for t in tensors)
     (folder / INDEX).write_text(json.dumps(

@@ -14,7 +14,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-RENAMED = (("local", "least_move"), ("conv", "conv_transformer"))  # what version 0.1 called them
 DEFAULT_TOLERANCE = 0.005  # smaller ones cost far more movement and planning time than they gain
 MAX_SUM = 2**62  # room for the sum of two loads in int64
 NOTHING = np.zeros(0, np.int64)
@@ -214,8 +213,6 @@ def load_cap(weight: np.ndarray, num_ranks: int, tolerance: float) -> int:
 
 def check_policy(policy: str) -> None:
     """Raises ValueError for a policy that does not exist, naming those that do."""
-    if policy in dict(RENAMED):
-        raise ValueError(f"policy {policy!r} is now called {dict(RENAMED)[policy]!r}")
     if policy not in POLICIES:
         raise ValueError(f"unknown policy {policy!r}; choose one of {', '.join(POLICIES)}")
 

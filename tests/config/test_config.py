@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -114,14 +113,9 @@ def test_values_say_where_they_come_from(tmp_path):
 
 
 def test_missing_recipe(tmp_path):
-    path = write(tmp_path, GOOD)
-    with pytest.raises(RecipeError) as error:
-        load_recipe(tmp_path / "rr.yaml")
-    assert str(error.value) == (
-        f"recipe {tmp_path / 'rr.yaml'}: No such file or directory; did you mean {path}?")
-    with pytest.raises(RecipeError, match="Is a directory; did you mean"):
+    with pytest.raises(RecipeError, match=f"recipe {tmp_path}: Is a directory$"):
         load_recipe(tmp_path)
-    with pytest.raises(RecipeError, match="No such file or directory$"):
+    with pytest.raises(RecipeError, match="no/such/recipe.yaml: No such file or directory$"):
         load_recipe("no/such/recipe.yaml")
 
 
@@ -241,16 +235,11 @@ def test_broken_sources(tmp_path, data, said):
     assert said in str(error.value) and ": 1 problem\n" in str(error.value), str(error.value)
 
 
-@pytest.mark.parametrize("override, said", [
-    ("balance.llm.policy=local", "is now called 'least_move'"),
-    ("balance.audio.policy=conv", "is now called 'conv_transformer'"),
-    ("data.sources=[{path: a, format: llava}]", "did you mean 'data.sources.row_format'?"),
-])
-def test_names_of_version_0_1_are_refused_with_the_new_ones(tmp_path, override, said):
-    with pytest.raises(RecipeError, match=re.escape(said)):
-        load_recipe(write(tmp_path, GOOD), [override])
+def test_names_of_other_programs_are_known(tmp_path):
+    with pytest.raises(RecipeError, match="did you mean 'data.sources.row_format'?"):
+        load_recipe(write(tmp_path, GOOD), ["data.sources=[{path: a, format: llava}]"])
 
 
-def test_policies_of_version_0_1_are_refused_by_the_planner_too():
-    with pytest.raises(ValueError, match="'local' is now called 'least_move'"):
+def test_unknown_policies_are_refused_by_the_planner_too():
+    with pytest.raises(ValueError, match="unknown policy 'local'; choose one of none, "):
         balance([1, 2], num_ranks=1, policy="local")

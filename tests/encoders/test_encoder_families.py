@@ -283,12 +283,6 @@ def test_arguments_are_checked():
         Encoder("none", {})
 
 
-def test_old_names_say_the_new_one():
-    for name in ("Phase", "Segment", "exchange_rows", "rebalance_encoder", "at_least_one"):
-        with pytest.raises(ImportError, match=f"{name} is gone: use orchmllm.balance_encoders"):
-            exec(f"from orchmllm import {name}")
-
-
 def hidden_and_given(world) -> list[str]:
     """A tower that fully_shard renamed before the call and after it; features given."""
     texts = []

@@ -9,17 +9,15 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
-from dataclasses import fields
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from orchmllm.config.model import ModelConfig
 from orchmllm.config.recipe import RecipeError, load_recipe
 from orchmllm.data.formats.open import beside
 from orchmllm.hf.folder import read_json
-from orchmllm.hf.sharded import Sharded, read_sharded
+from orchmllm.hf.sharded import FileTensor, read_sharded
 from orchmllm.hf.sources import POSITIONS
-from orchmllm.hf.writer import DTYPES, TORCH_DTYPES, FileTensor, renamed, write_file, write_folder
+from orchmllm.hf.writer import DTYPES, TORCH_DTYPES, renamed, write_file, write_folder
 from orchmllm.models.names import PARTS, named
 
 VERSION = 1  # of orchmllm.json
@@ -36,7 +34,7 @@ def export(checkpoint: Path, out: Path, *, dtype: str = "", max_file_bytes: int 
 
     if not (checkpoint / "state.json").is_file():
         raise ValueError(f"--checkpoint {checkpoint} is no checkpoint: give one of the folders "
-                         f"run.dir/checkpoints/step_...{_steps_near(checkpoint)}")
+                         "run.dir/checkpoints/step_...")
     state = read_json(checkpoint / "state.json")
     if verify:
         if problem := problem_of(checkpoint):
@@ -46,21 +44,25 @@ def export(checkpoint: Path, out: Path, *, dtype: str = "", max_file_bytes: int 
     model, saved = _model_of(state), read_sharded(checkpoint)
     tensors = {part: _tensors(part, model, saved, DTYPES[dtype] if dtype else "")
                for part in (*PARTS, "connectors")}
-    staged = out.parent / f".staged_{out.name}"
-    shutil.rmtree(staged, ignore_errors=True)  # left by an export that was cut off
+    staged, old = (out.parent / f".{what}_{out.name}" for what in ("staged", "old"))
+    for folder in (staged, old):  # left by an export that was cut off
+        shutil.rmtree(folder, ignore_errors=True)
     staged.mkdir(parents=True)
     try:
         note = _write(model, state, tensors, max_file_bytes, staged, log)
         note["tokenizer"] = _write_tokenizer(checkpoint, state, tokenizer, staged / "llm", log)
         (staged / NOTE).write_text(json.dumps(note, indent=1), encoding="utf-8")
-        _replace(out, staged)
+        if out.exists():
+            out.rename(old)
+        staged.rename(out)
     finally:
         shutil.rmtree(staged, ignore_errors=True)
+    shutil.rmtree(old, ignore_errors=True)
     log(f"written: {out}")
     return note
 
 
-def _tensors(part: str, model: ModelConfig, saved: dict[str, Sharded],
+def _tensors(part: str, model: ModelConfig, saved: dict[str, FileTensor],
              dtype: str) -> list[FileTensor]:
     """Those of a part. dtype: safetensors' name, empty: as saved. Raises ValueError naming one that
     the checkpoint lacks."""
@@ -75,57 +77,27 @@ def _tensors(part: str, model: ModelConfig, saved: dict[str, Sharded],
 
 def _write(model: ModelConfig, state: dict, tensors: dict[str, list[FileTensor]],
            max_file_bytes: int, folder: Path, log: Callable[[str], None]) -> dict:
-    from tqdm import tqdm
+    from orchmllm.hf.describe import CLASSES, part_json, started_from
 
-    from orchmllm.hf.describe import CLASSES, lost, part_json
-
-    total = sum(t.num_bytes for part in tensors.values() for t in part)
-    note: dict = {"version": VERSION, "step": state["step"], "versions": _versions(),
-                  "model": state["model"], "parts": {}}
-    # On a terminal only.
-    with tqdm(total=total, unit="B", unit_scale=True, disable=None, leave=False) as bar:
-        for part in PARTS:
-            if problem := lost(part, model):
-                log(f"warning: {problem}")
-            (folder / part).mkdir()
-            dtype = TORCH_DTYPES[tensors[part][0].dtype]
-            for name, contents in part_json(part, model, dtype).items():
-                (folder / part / name).write_text(json.dumps(contents, indent=1),
-                                                  encoding="utf-8")
-            files = write_folder(folder / part, tensors[part], max_file_bytes, bar.update)
-            name = CLASSES[model.vision.family if part == "vision" else part]
-            note["parts"][part] = {"class": f"transformers.{name}" if name else None,
-                                   "tensors": len(tensors[part]), "files": files}
-            what = name or ("orchmllm.models.vision.VisionEncoder (model.vision.family vit has no "
-                            "class in transformers)")
-            log(_line(f"{part}/", tensors[part], files, what))
-        write_file(folder / "connectors.safetensors", tensors["connectors"], bar.update)
+    note: dict = {"version": VERSION, "step": state["step"], "model": state["model"], "parts": {}}
+    for part in PARTS:
+        _, problem = started_from(part, model)
+        if problem:
+            log(f"warning: {problem}")
+        (folder / part).mkdir()
+        dtype = TORCH_DTYPES[tensors[part][0].dtype]
+        for name, contents in part_json(part, model, dtype).items():
+            (folder / part / name).write_text(json.dumps(contents, indent=1), encoding="utf-8")
+        files = write_folder(folder / part, tensors[part], max_file_bytes)
+        name = CLASSES[model.vision.family if part == "vision" else part]
+        note["parts"][part] = {"class": f"transformers.{name}" if name else None,
+                               "tensors": len(tensors[part]), "files": files}
+        what = name or ("orchmllm.models.vision.VisionEncoder (model.vision.family vit has no "
+                        "class in transformers)")
+        log(_line(f"{part}/", tensors[part], files, what))
+    write_file(folder / "connectors.safetensors", tensors["connectors"])
     log(_line("connectors.safetensors", tensors["connectors"], 1, "names of orchmllm"))
     return note
-
-
-def _replace(out: Path, staged: Path) -> None:
-    """`staged` becomes `out`; what was there goes when its successor is in place."""
-    old = out.parent / f".old_{out.name}"
-    shutil.rmtree(old, ignore_errors=True)
-    if out.exists():
-        out.rename(old)
-    try:
-        staged.rename(out)
-    except OSError:
-        if old.exists():
-            old.rename(out)
-        raise
-    shutil.rmtree(old, ignore_errors=True)
-
-
-def _steps_near(path: Path) -> str:
-    """Checkpoints in or beside a folder, for a message."""
-    for folder in (path, path / "checkpoints", path.parent):
-        found = sorted(p.parent for p in folder.glob("step_*/state.json"))
-        if found:
-            return f", e.g. {found[-1]}"
-    return ""
 
 
 def _line(name: str, tensors: list[FileTensor], files: int, what: str) -> str:
@@ -141,7 +113,7 @@ def _positions(model: ModelConfig, dtype: str) -> FileTensor:
     from orchmllm.hf.describe import positions_of
     from orchmllm.models.audio import sinusoids
 
-    table = sinusoids(torch.arange(positions_of(model.audio)), model.audio.hidden_size,
+    table = sinusoids(torch.arange(positions_of(model)), model.audio.hidden_size,
                       getattr(torch, TORCH_DTYPES[dtype]))
     return FileTensor(POSITIONS, dtype, tuple(table.shape), lambda: table)
 
@@ -150,15 +122,10 @@ def _model_of(state: dict) -> ModelConfig:
     """The shapes that a checkpoint was saved with; keys that came later have their defaults."""
     kinds = {part: type(getattr(ModelConfig(), part)) for part in PARTS}
     try:
-        model = state["model"]
-        unknown = [f"model.{p}.{k}" for p, kind in kinds.items()
-                   for k in set(model[p]) - {f.name for f in fields(kind)}]
-        if unknown:
-            raise ValueError(f"state.json: unknown {', '.join(sorted(unknown))}: the checkpoint is "
-                             "of a newer version of orchmllm")
-        return ModelConfig(**{part: kind(**model[part]) for part, kind in kinds.items()})
-    except (KeyError, TypeError):
-        raise ValueError("state.json is not that of a checkpoint of a run") from None
+        return ModelConfig(**{p: kind(**state["model"][p]) for p, kind in kinds.items()})
+    except (KeyError, TypeError) as e:
+        raise ValueError("state.json is not that of a checkpoint of a run, or of a newer version "
+                         f"of orchmllm: {e}") from None
 
 
 def _write_tokenizer(checkpoint: Path, state: dict, given: Path | None, folder: Path,
@@ -206,13 +173,3 @@ def _is_other(path: Path, trained: str | None) -> bool:
         return trained is not None and ChatTokenizer(path).digest != trained
     except ValueError:  # not one that a run can be trained with
         return True
-
-
-def _versions() -> dict[str, str]:
-    found = {}
-    for name in ("orchmllm", "torch", "transformers"):
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:  # run from its sources
-            found[name] = "unknown"
-    return found
