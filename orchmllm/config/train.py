@@ -77,8 +77,7 @@ class TrainConfig:
 
     def conflicts(self) -> Iterator[Conflict]:
         """A train.warmup_steps above 10 is at most train.num_steps; train.decay_ratio is of `wsd`;
-        a weight decay below 0 is -1; train.global_batch_size has at least one example per
-        microbatch."""
+        a weight decay below 0 is -1."""
         if self.warmup_steps > max(self.num_steps, 10):  # a trial run of 5 steps keeps the default
             yield Conflict(("warmup_steps", "num_steps"),
                            f"must be at most train.num_steps ({self.num_steps})")
@@ -89,7 +88,3 @@ class TrainConfig:
             if -1 < getattr(self, f"{part}_weight_decay") < 0:
                 yield Conflict((f"{part}_weight_decay",),
                                "must be at least 0, or -1 for that of train.weight_decay")
-        if 0 < self.global_batch_size < self.accumulation_steps:
-            yield Conflict(("global_batch_size", "accumulation_steps"),
-                           f"must be at least train.accumulation_steps "
-                           f"({self.accumulation_steps}): one example per microbatch")
