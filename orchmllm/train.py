@@ -175,8 +175,6 @@ def main(argv: list[str]) -> int:
     if args.validate or args.print_config:
         print(explain(loaded) if args.print_config else f"recipe {args.recipe}: no problems\n",
               end="")
-        for warning in recipe.warnings():  # a run says them itself
-            print(f"warning: recipe {args.recipe}: {warning}", file=sys.stderr)
         return 0
     if world is None or world.rank == 0 and not world.checked:
         print(_announcement(recipe, world), flush=True)

@@ -125,8 +125,6 @@ class Trainer:
             if self.watch is not None:
                 self.watch.clock = self.model.clock
             self._log(self.attention)
-            for warning in self.recipe.warnings():
-                self._log(f"warning: recipe: {warning}")
             if self.progress.step == 0:
                 self._validate()
             self.display.start(num_steps, first_step=self.progress.step)

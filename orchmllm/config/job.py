@@ -54,22 +54,6 @@ def default_world(recipe: Recipe, ranks_per_node: int) -> tuple[int, str]:
     return math.lcm(job.shard_size, job.ranks_per_node), "one node, for want of a number"
 
 
-def divisors(n: int) -> list[int]:
-    return [k for k in range(1, n + 1) if n % k == 0]
-
-
-def check_shards(shard_size: int, num_ranks: int) -> None:
-    """Raises ValueError if shard groups of `shard_size` ranks do not divide the ranks, naming the
-    groups that do and the nearest numbers of ranks that would."""
-    if num_ranks % shard_size == 0:
-        return
-    nearest = sorted(divisors(num_ranks), key=lambda k: (abs(k - shard_size), k))[:4]
-    raise ValueError(
-        f"fsdp.shard_size is {shard_size}, which does not divide the {num_ranks} ranks: start "
-        f"{_multiples(shard_size, num_ranks)} ranks, or set it to 0 (all ranks) or one of "
-        f"{sorted(nearest)}")
-
-
 def _multiples(unit: int, near: int) -> str:
     """Those of `unit` below and above a number."""
     below, above = near // unit * unit, -(-near // unit) * unit
@@ -81,7 +65,10 @@ def check_world(job: Job) -> None:
     recipe, ranks, per_node, size = job.recipe, job.num_ranks, job.ranks_per_node, job.shard_size
     if ranks < 1:
         raise ValueError(f"world size {ranks}: at least one rank is needed")
-    check_shards(size, ranks)
+    if ranks % size:
+        raise ValueError(f"fsdp.shard_size is {size}, which does not divide the {ranks} ranks: "
+                         f"start {_multiples(size, ranks)} ranks, or set it to 0 (all ranks) or a "
+                         "number that divides them")
     if ranks > per_node and ranks % per_node:
         raise ValueError(f"{ranks} ranks do not fill nodes of {per_node} ranks "
                          f"(balance.ranks_per_node): start {_multiples(per_node, ranks)}")

@@ -34,10 +34,6 @@ def _heads(default: int) -> int:
     return key(default, "Attention heads.", at_least=1, aliases=("num_attention_heads", "n_heads"))
 
 
-def _frozen(doc: str) -> bool:
-    return key(False, doc)
-
-
 def _pretrained(model: str) -> str:
     return key("", f"Folder with {model}: config.json and safetensors, read shard by shard; empty: "
                    "start from run.seed. Implies fsdp.meta_init.",
@@ -60,7 +56,7 @@ class VisionConfig:
                         at_least=1, aliases=("image_size",))
     family: str = key("vit", "`vit`: ours; `qwen2_vl`: exactly the vision tower of Qwen2-VL, its "
                       "merger being the connector (docs/weights.md).", choices=("vit", "qwen2_vl"))
-    frozen: bool = _frozen("The encoder does not learn; its connector still does.")
+    frozen: bool = key(False, "The encoder does not learn; its connector still does.")
     pretrained: str = _pretrained("a Qwen2-VL model or its vision tower (family qwen2_vl), or an "
                                   "exported encoder of ours")
 
@@ -71,13 +67,11 @@ class VisionConfig:
         if self.family == "qwen2_vl" and self.intermediate_size % self.hidden_size:
             yield Conflict(("intermediate_size", "hidden_size", "family"),
                            f"must be a multiple of hidden_size ({self.hidden_size}) in family "
-                           "qwen2_vl: its configuration has an integer mlp_ratio"
-                           + _nearest(self.intermediate_size, self.hidden_size))
+                           "qwen2_vl: its configuration has an integer mlp_ratio")
         if self.hidden_size % (4 * self.num_heads):
             yield Conflict(("hidden_size", "num_heads"),
                            f"must be a multiple of 4 * num_heads ({4 * self.num_heads}): two "
-                           "axes, two values per rotation" + _nearest(
-                               self.hidden_size, 4 * self.num_heads))
+                           "axes, two values per rotation")
         unit = self.patch_size * self.merge_size
         if self.max_side < unit:
             yield Conflict(("max_side", "patch_size", "merge_size"),
@@ -108,7 +102,7 @@ class AudioConfig:
     num_heads: int = _heads(4)
     num_mels: int = key(80, "Mel bands of a frame.", at_least=1, aliases=("num_mel_bins",))
     stack: int = key(2, "Encoder positions that become one LLM token.", at_least=1)
-    frozen: bool = _frozen("The encoder does not learn; its connector still does.")
+    frozen: bool = key(False, "The encoder does not learn; its connector still does.")
     pretrained: str = _pretrained("a Whisper model or its encoder")
     mode: str = key(
         "packed", "How clips of unequal length are computed: `packed`: one after the other, no "
@@ -120,8 +114,7 @@ class AudioConfig:
         """hidden_size is even, at least 4 and a multiple of num_heads."""
         if self.hidden_size % self.num_heads:
             yield Conflict(("hidden_size", "num_heads"),
-                           f"must be a multiple of num_heads ({self.num_heads})"
-                           + _nearest(self.hidden_size, self.num_heads))
+                           f"must be a multiple of num_heads ({self.num_heads})")
         if self.hidden_size % 2 or self.hidden_size < 4:
             yield Conflict(("hidden_size",), "must be even and at least 4: sine and cosine "
                            "positions")
@@ -145,7 +138,7 @@ class LLMConfig:
                             aliases=("num_key_value_heads",))
     rope_theta: float = key(1_000_000.0, "Base of the rotary positions.", above=0)
     rms_norm_eps: float = key(1e-6, "Epsilon of RMSNorm.", above=0)
-    frozen: bool = _frozen("The backbone does not learn, its head and embeddings included.")
+    frozen: bool = key(False, "The backbone does not learn, its head and embeddings included.")
     pretrained: str = _pretrained("a Qwen2 model")
 
     def conflicts(self) -> Iterator[Conflict]:
@@ -153,16 +146,10 @@ class LLMConfig:
         if self.hidden_size % (2 * self.num_heads):
             yield Conflict(("hidden_size", "num_heads"),
                            f"must be a multiple of 2 * num_heads ({2 * self.num_heads}): rotary "
-                           "positions need heads of even size"
-                           + _nearest(self.hidden_size, 2 * self.num_heads))
+                           "positions need heads of even size")
         if self.num_heads % self.num_kv_heads:
             yield Conflict(("num_kv_heads", "num_heads"),
                            f"must divide num_heads ({self.num_heads})")
-
-
-def _nearest(size: int, unit: int) -> str:
-    low = size // unit * unit
-    return f"; nearest: {f'{low} or ' if low else ''}{low + unit}"
 
 
 @dataclass(frozen=True)

@@ -18,15 +18,13 @@ from typing import Any, Generic, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
-from orchmllm.config.schema import MAX_INT, Leaf, did_you_mean, leaves, members, sections
+from orchmllm.config.schema import Leaf, did_you_mean, leaves, members, sections
 from orchmllm.config.strict_yaml import Section, YamlProblem, dump, parse
 
 T = TypeVar("T")
 Path = tuple  # of a key: names, and numbers for the items of a list
 # As line numbers, so that problems are sorted by them.
 COMMAND_LINE, NOWHERE, FROM_FILE = 2**31, 2**31 + 1, 2**31 + 2
-NAMES = {bool: "true or false", int: "a whole number", float: "a number", str: "text",
-         tuple: "a list of texts"}
 
 
 class RecipeError(ValueError):
@@ -227,10 +225,8 @@ class _Schema:
         leaf = self.leaves[name]
         if kind == "missing":
             return f"{place} is missing: {leaf.key.doc}"
-        if isinstance(value, dict | list):
-            return f"{place} is {_describe(value)}, expected {NAMES[leaf.kind]}"
-        cure = _type_cure(leaf.kind, value) if kind.endswith("_type") else _cure(leaf, kind, value)
-        return f"{place} = {show(value)}: {cure}"
+        given = f"is {_describe(value)}" if isinstance(value, dict | list) else f"= {show(value)}"
+        return f"{place} {given}: {_cure(leaf, kind, value, error['msg'])}"
 
     def _unknown(self, path: Path) -> str:
         """What is wrong with a key that does not exist, and where it might belong."""
@@ -262,22 +258,14 @@ def _describe(value: Any) -> str:
     return {Section: "a section", list: "a list"}.get(type(value), f"the value {show(value)}")
 
 
-def _type_cure(wanted: type, value: Any) -> str:
-    expected = f"expected {NAMES[wanted]}"
-    if value is None:
-        return f"no value, {expected}: give one or remove the key"
-    if wanted is str:
-        return f"YAML reads this as {NAMES[type(value)]}, {expected}: quote it"
-    return expected
-
-
-def _cure(leaf: Leaf, kind: str, value: Any) -> str:
-    if kind == "finite_number":
-        return "must be a finite number"
-    if isinstance(value, int) and value > MAX_INT:
-        return "does not fit 64 bits"
-    if not isinstance(value, str):
-        return f"must be {leaf.key.bounds}"
+def _cure(leaf: Leaf, kind: str, value: Any, said: str) -> str:
+    """What the value has to be. kind, said: of pydantic's error."""
+    if kind == "string_type" and type(value) in (bool, int, float):
+        return "YAML reads this as no text: quote it"
+    if kind == "tuple_type":
+        return "must be a list of texts"
+    if kind != "string_pattern_mismatch":
+        return said.replace("Input should", "must")
     if not leaf.key.choices:
         return "must be one line of printable characters"
     allowed = ", ".join(c or "'' (empty)" for c in leaf.key.choices)

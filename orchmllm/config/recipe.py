@@ -109,16 +109,14 @@ class ProfileConfig:
 
     @property
     def window(self) -> range:
-        """The steps; none where they are not written so."""
+        """The steps; none where they are not written so, or the last is before the first."""
         found = WINDOW.fullmatch(self.steps)
         return range(int(found[1]), int(found[2] or found[1]) + 1) if found else range(0)
 
     def conflicts(self) -> Iterator[Conflict]:
         """profile.steps: one step, or the first and the last of several."""
-        if self.steps and not WINDOW.fullmatch(self.steps):
+        if self.steps and not self.window:
             yield Conflict(("steps",), "write a step, or the first and the last of several: 10-12")
-        elif self.steps and not self.window:
-            yield Conflict(("steps",), "the last step is before the first")
 
 
 @dataclass(frozen=True)
@@ -188,15 +186,6 @@ class Recipe:
             yield Conflict(("train.global_batch_size", "train.batch_size"),
                            f"has to be a multiple of train.batch_size ({train.batch_size}): with "
                            "data.batching=capped so many of its examples stand for one mini-batch")
-
-    def warnings(self) -> list[str]:
-        """Values that work together, but hardly as meant."""
-        policy, mode = self.balance.audio.policy, self.model.audio.mode
-        if self.balance.enabled and POLICIES[policy].padded and mode != "padded":
-            return [f"balance.audio.policy={policy} shares out clips as if they were padded, but "
-                    f"model.audio.mode={mode} pads to no other clip: least_move or greedy is "
-                    "faster"]
-        return []
 
 
 def read_recipe(path: str | Path, overrides: Sequence[str] | None = None) -> Loaded[Recipe]:

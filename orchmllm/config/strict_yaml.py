@@ -68,6 +68,7 @@ class Loader(yaml.SafeLoader):
             self.tagged(node)
 
     def tagged(self, node):
+        """Raises ConstructorError naming the tag."""
         raise yaml.constructor.ConstructorError(
             None, None, f"the tag {node.tag.replace(TAG, '!!')} is not allowed here: write a plain "
             "value", node.start_mark)

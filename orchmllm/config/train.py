@@ -42,13 +42,13 @@ class TrainConfig:
                               at_most=1)
     weight_decay: float = key(0.01, "AdamW's decoupled weight decay; norms, biases and the token "
                               "embedding have none.", at_least=0)
-    vision_weight_decay: float = key(-1.0, "Of the vision encoder; -1: train.weight_decay.",
+    vision_weight_decay: float = key(-1.0, "Of the vision encoder; below 0: train.weight_decay.",
                                      at_least=-1)
-    audio_weight_decay: float = key(-1.0, "Of the audio encoder; -1: train.weight_decay.",
+    audio_weight_decay: float = key(-1.0, "Of the audio encoder; below 0: train.weight_decay.",
                                     at_least=-1)
-    connector_weight_decay: float = key(-1.0, "Of both connectors; -1: train.weight_decay.",
+    connector_weight_decay: float = key(-1.0, "Of both connectors; below 0: train.weight_decay.",
                                         at_least=-1)
-    llm_weight_decay: float = key(-1.0, "Of the LLM; -1: train.weight_decay.", at_least=-1)
+    llm_weight_decay: float = key(-1.0, "Of the LLM; below 0: train.weight_decay.", at_least=-1)
     beta1: float = key(0.9, "Decay of the mean of the gradients.", at_least=0, below=1,
                        aliases=("adam_beta1", "betas"))
     beta2: float = key(0.95, "Decay of the mean of their squares.", at_least=0, below=1,
@@ -78,20 +78,11 @@ class TrainConfig:
         return self.weight_decay if own < 0 else own
 
     def conflicts(self) -> Iterator[Conflict]:
-        """A train.warmup_steps above 10 is at most train.num_steps; train.decay_ratio is of `wsd`;
-        a weight decay below 0 is -1; train.global_batch_size has at least one example per
-        microbatch."""
+        """A train.warmup_steps above 10 is at most train.num_steps; train.decay_ratio is of
+        `wsd`."""
         if self.warmup_steps > max(self.num_steps, 10):  # a trial run of 5 steps keeps the default
             yield Conflict(("warmup_steps", "num_steps"),
                            f"must be at most train.num_steps ({self.num_steps})")
         if self.schedule != "wsd" and self.decay_ratio != TrainConfig.decay_ratio:
             yield Conflict(("decay_ratio", "schedule"), "has no effect with train.schedule="
                            f"{self.schedule}: leave it out, or choose wsd")
-        for part in TRAIN_PARTS:
-            if -1 < getattr(self, f"{part}_weight_decay") < 0:
-                yield Conflict((f"{part}_weight_decay",),
-                               "must be at least 0, or -1 for that of train.weight_decay")
-        if 0 < self.global_batch_size < self.accumulation_steps:
-            yield Conflict(("global_batch_size", "accumulation_steps"),
-                           f"must be at least train.accumulation_steps "
-                           f"({self.accumulation_steps}): one example per microbatch")

@@ -29,7 +29,6 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from orchmllm.config.job import check_shards
 from orchmllm.config.model import ModelConfig
 from orchmllm.config.recipe import FsdpConfig
 from orchmllm.config.train import OPTIMIZER_STATE
@@ -48,11 +47,10 @@ def compute_dtype(config: FsdpConfig) -> torch.dtype:
 
 def make_mesh(shard_size: int, device_type: str) -> DeviceMesh:
     """1-D mesh over all ranks (shard_size 0 or the world), else the 2-D (replicate, shard) mesh of
-    hybrid sharding. Raises ValueError if shard_size does not divide the world."""
+    hybrid sharding. shard_size: divides the world (orchmllm.config.job.check_world)."""
     world = dist.get_world_size()
     if shard_size in (0, world):
         return init_device_mesh(device_type, (world,), mesh_dim_names=("shard",))
-    check_shards(shard_size, world)
     return init_device_mesh(device_type, (world // shard_size, shard_size),
                             mesh_dim_names=("replicate", "shard"))
 

@@ -43,7 +43,7 @@ def test_a_dry_run_of_a_wrong_recipe_is_refused(tmp_path):
     wrong = tmp_path / "r.yaml"
     wrong.write_text("train: {lr: -1}\n", encoding="utf-8")
     done = orchmllm("dry-run", str(wrong), "--world-size", "4")
-    assert done.returncode == 2 and "train.lr = -1: must be > 0" in done.stderr
+    assert done.returncode == 2 and "train.lr = -1: must be greater than 0" in done.stderr
 
 
 @pytest.mark.parametrize("error", [ValueError("a value"), FileNotFoundError("a file"),

@@ -56,7 +56,7 @@ def test_a_number_on_the_command_line_is_text_where_a_key_takes_text(tmp_path):
 def test_numbers(tmp_path, text, value):
     recipe = write(tmp_path, GOOD + f"train: {{lr: {text}}}\n")
     if value is None:  # negative: a number, but not a learning rate
-        with pytest.raises(RecipeError, match="must be > 0"):
+        with pytest.raises(RecipeError, match="must be greater than 0"):
             load_recipe(recipe)
     else:
         assert load_recipe(recipe).train.lr == value

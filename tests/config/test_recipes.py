@@ -58,8 +58,8 @@ def test_cli_reports_before_torch_is_imported(tmp_path):
     assert said == [
         "error: recipe r.yaml: 4 problems",
         "  line 1: trian: unknown key; did you mean 'train'?",
-        "  line 3: train.batch_size = 0: must be >= 1",
-        "  command line: train.lr = 0: must be > 0",
+        "  line 3: train.batch_size = 0: must be greater than or equal to 1",
+        "  command line: train.lr = 0: must be greater than 0",
         "  data.path is missing: give a JSONL file or a folder with data.jsonl, or list "
         "data.sources",
     ]

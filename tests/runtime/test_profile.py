@@ -59,13 +59,11 @@ def test_a_window_of_steps_is_recorded(tmp_path):
     assert any("FSDP::all_gather" in e.get("name", "") for e in events)
 
 
-@pytest.mark.parametrize("steps, says", [
-    ("2-1", "the last step is before the first"), ("a", "write a step, or the first and the last"),
-    ("1-", "write a step, or the first and the last")])
-def test_a_window_that_is_none(tmp_path, steps, says):
+@pytest.mark.parametrize("steps", ["2-1", "a", "1-"])
+def test_a_window_that_is_none(tmp_path, steps):
     path = tmp_path / "r.yaml"
     path.write_text(f"data: {{path: x}}\nprofile: {{steps: '{steps}'}}\n")
-    with pytest.raises(RecipeError, match=f"profile.steps.*{says}"):
+    with pytest.raises(RecipeError, match="profile.steps.*write a step, or the first and"):
         load_recipe(path)
 
 

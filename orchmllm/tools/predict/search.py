@@ -15,7 +15,7 @@ from itertools import product
 import numpy as np
 
 from orchmllm.config.fsdp import RESHARD
-from orchmllm.config.job import check_world, divisors, resolve
+from orchmllm.config.job import check_world, resolve
 from orchmllm.config.recipe import Recipe
 from orchmllm.models.flops import padded_phases, plan_spec
 from orchmllm.plan.assign import PHASES
@@ -107,7 +107,7 @@ class Search:
         """(batch size, microbatches) that are tried."""
         if self.global_batch:
             share = self.global_batch // self.num_ranks
-            return [(b, share // b) for b in divisors(share)]
+            return [(b, share // b) for b in _divisors(share)]
         high = 4 * self.recipe.train.batch_size
         sizes = sorted({b for k in range(12) for b in (2**k, 3 * 2**k) if b <= high} | {
             self.recipe.train.batch_size})
@@ -116,7 +116,7 @@ class Search:
     def groups(self) -> list[int]:
         """Shard groups that nodes are made of, or that are made of whole nodes."""
         node, out = min(self.hardware.ranks_per_node, self.num_ranks), []
-        for size in divisors(self.num_ranks):
+        for size in _divisors(self.num_ranks):
             try:
                 check_world(resolve(replace(self.recipe, fsdp=replace(
                     self.recipe.fsdp, shard_size=size)), self.num_ranks, node))
@@ -240,3 +240,7 @@ class Search:
 
 def _choice(setting: Setting) -> Mapping[str, str]:
     return dict(zip(PHASES, setting.checkpointing, strict=True))
+
+
+def _divisors(n: int) -> list[int]:
+    return [k for k in range(1, n + 1) if n % k == 0]

@@ -93,7 +93,7 @@ def test_what_is_wrong_with_a_machine(capsys, monkeypatch, tmp_path):
     ("run.dir=FOLDER/file/run", "run folder", "cannot be written"),
     ("model.llm.hidden_size=1048576", "run folder", "GB free, but 1 more checkpoint of"),
     ("fsdp.shard_size=3", "ranks", "fsdp.shard_size is 3, which does not divide the 4 ranks"),
-    ("train.lr=-1", "recipe", "train.lr = -1: must be > 0"),
+    ("train.lr=-1", "recipe", "train.lr = -1: must be greater than 0"),
 ])
 def test_what_is_wrong_with_a_recipe(capsys, demo_corpus, tmp_path, change, name, what):
     (tmp_path / "file").write_text("")
