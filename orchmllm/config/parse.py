@@ -261,7 +261,7 @@ def _describe(value: Any) -> str:
 def _cure(leaf: Leaf, kind: str, value: Any, said: str) -> str:
     """What the value has to be. kind, said: of pydantic's error."""
     if kind == "string_type" and type(value) in (bool, int, float):
-        return "YAML reads this as no text: quote it"
+        return "YAML does not read this as text: quote it"
     if kind == "tuple_type":
         return "must be a list of texts"
     if kind != "string_pattern_mismatch":
