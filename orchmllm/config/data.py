@@ -24,8 +24,7 @@ class SourceConfig:
                           "where the data file is.")
     split: str = key("", "Split of a Hugging Face dataset, or how the names of the files of a "
                      "folder, or of LibriSpeech's folders, begin.")
-    subset: str = key("", "Configuration of a Hugging Face dataset, or one of the datasets in "
-                      "LLaMA-Factory's dataset_info.json.")
+    subset: str = key("", "Configuration of a Hugging Face dataset.")
     prompt: str = key("", "Question put before a transcript or caption; empty: a default.")
     video_fps: float = key(1.0, "Frames that are read of a second of video.", above=0, at_most=240)
     video_frames: int = key(0, "Frames that are read of a video, at equal distances; 0: by "

@@ -33,9 +33,9 @@ def store():
         yield store
 
 
-FAST = ("llava.json", "webdataset", "parquet", "one tar", "dataset_info.json")
+FAST = ("llava.json", "webdataset", "parquet", "one tar")
 # Folders with a layout of their own: their rows are on a disk, and their media behind a URL.
-ON_A_DISK = ("saved datasets", "only split", "dataset_info.json")
+ON_A_DISK = ("saved datasets", "only split")
 
 
 @pytest.mark.parametrize("name", [

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 
 import pytest
 from PIL import Image
@@ -92,57 +91,10 @@ def test_two_json_members_of_a_tar_row_are_refused(tokenizer, tmp_path):
     assert "'000.detail.json' and '000.json' are both the json of their row; join" in said_of_it
 
 
-MAPPED = {"columns": {"prompt": "question", "response": "answer"}}
-TALK = {"formatting": "sharegpt", "columns": {"messages": "talk", "images": "shown"}}
-TAGS = {"formatting": "sharegpt", "columns": {"messages": "messages"}, "tags": {
-    "role_tag": "role", "content_tag": "content", "user_tag": "user",
-    "assistant_tag": "assistant"}}
-
-
 def said(*texts: str, **last) -> list[dict]:
     turns = [{"role": ("user", "assistant")[k % 2], "content": text}
              for k, text in enumerate(texts)]
     return [*turns[:-1], turns[-1] | last]
-
-
-LISTED = {  # name -> (entry of dataset_info.json, row, its turns as (text, learnt))
-    "output after": (MAPPED, {"question": "q", "answer": "good", "output": "raw"},
-                     [("q", False), ("good", True)]),
-    "output before": (MAPPED, {"output": "raw", "question": "q", "answer": "good"},
-                      [("q", False), ("good", True)]),
-    "input that is not listed": (MAPPED, {"question": "q", "input": "raw", "answer": "good"},
-                                 [("q", False), ("good", True)]),
-    "no columns": ({}, {"instruction": "q", "input": "i", "output": "good"},
-                   [("q\ni", False), ("good", True)]),
-    "conversations": (TALK, {"talk": said("q", "good"), "conversations": said("q", "raw")},
-                      [("q", False), ("good", True)]),
-    "messages": (TALK, {"talk": said("q", "good"), "messages": said("q", "raw")},
-                 [("q", False), ("good", True)]),
-    "images": (TALK, {"talk": said("q", "good"), "shown": [], "images": ["a.png"]},
-               [("q", False), ("good", True)]),
-    "tags and weight": (TAGS, {"messages": [*said("q", "bad", weight=0), *said("q", "good")]},
-                        [("q", False), ("bad", False), ("q", False), ("good", True)]),
-}
-
-
-@pytest.mark.parametrize("name", LISTED)
-def test_the_columns_that_dataset_info_names_are_read(tokenizer, tmp_path, name):
-    entry, row, turns = LISTED[name]
-    write_jsonl(tmp_path / "rows.jsonl", [row])
-    (tmp_path / "dataset_info.json").write_text(
-        json.dumps({"mine": {"file_name": "rows.jsonl", **entry}}))
-    read = opened(tmp_path, tokenizer, tmp_path / "made").conversation(0)
-    assert [("".join(turn.parts), turn.supervised) for turn in read] == turns
-
-
-def test_tags_keep_the_calls_of_a_turn(tokenizer, tmp_path):
-    calls = [{"name": "look", "arguments": {"at": "x"}}]
-    row = {"messages": said("q", None, tool_calls=calls)}
-    write_jsonl(tmp_path / "rows.jsonl", [row])
-    (tmp_path / "dataset_info.json").write_text(
-        json.dumps({"mine": {"file_name": "rows.jsonl", **TAGS}}))
-    turns = opened(tmp_path, tokenizer, tmp_path / "made").conversation(0)
-    assert turns[1].calls == (calls[0],)
 
 
 @pytest.mark.parametrize("marks, learnt", [

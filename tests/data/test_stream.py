@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
 import os
 from collections import Counter
 
@@ -12,7 +11,6 @@ import pytest
 
 from orchmllm.config.recipe import SourceConfig
 from orchmllm.data.dataset import ConversationDataset
-from orchmllm.data.formats.open import open_source
 from orchmllm.data.stream import LogicalShard, StoreUnit, StreamDataset
 from orchmllm.data.text.tokenizer import ChatTokenizer
 from orchmllm.plan.geometry import AudioGeometry, VisionGeometry
@@ -111,36 +109,6 @@ def test_stream_and_map_style_agree_on_an_example(folder):
         assert all(x.media[s].equal(y.media[s]) for s in y.media)
         assert dataset.describe(i, 0)["row"] == k % 12 + 1
         assert dataset.describe(i, 0)["data_file"].endswith(f"s-{k // 12}.parquet")
-
-
-def test_columns_of_a_dataset_info_are_renamed_in_every_shard(folder, tmp_path):
-    (tmp_path / "parts").mkdir()
-    for k in range(2):
-        write_jsonl(tmp_path / "parts" / f"{k}.jsonl", [
-            {"talk": [{"who": who, "words": f"{k}"} for who in ("asker", speaker)]}
-            for speaker in ("bot", "bot", ["bot"])])
-    (tmp_path / "dataset_info.json").write_text(json.dumps({"mine": {
-        "file_name": "parts", "formatting": "sharegpt", "columns": {"messages": "talk"},
-        "tags": {"role_tag": "who", "content_tag": "words", "user_tag": "asker",
-                 "assistant_tag": "bot"}}}))
-    dataset = StreamDataset([SourceConfig(path=str(tmp_path))], num_shards=2, seed=0, **GEOMETRY,
-                            tokenizer=ChatTokenizer(folder), index_dir=tmp_path / "index")
-    problems = [dataset.problem(i) for i in range(6)]
-    assert problems.count(None) == 4
-    assert all("unhashable" in str(p) for p in problems if p)  # and not an error of the run
-
-
-@pytest.mark.parametrize("entry, said", [
-    ({"num_samples": 5}, "num_samples = 5 is not supported"),
-    ({"columns": {"messages": "m", "kto_tag": "good"}}, "labels .kto_tag. are for preference"),
-    ({"ranking": True}, "chosen answer"),
-])
-def test_what_a_dataset_info_asks_for_and_is_not_done_is_refused(tmp_path, entry, said):
-    write_jsonl(tmp_path / "a.jsonl", [{}])
-    (tmp_path / "dataset_info.json").write_text(json.dumps({"mine": {
-        "file_name": "a.jsonl", **entry}}))
-    with pytest.raises(ValueError, match=f"dataset_info.json: mine: .*{said}"):
-        open_source(SourceConfig(path=str(tmp_path)), tmp_path / "cache")
 
 
 def test_weights_and_their_absence(folder):

@@ -205,27 +205,6 @@ def _write_parts(folder: Path, name: str = "parts") -> Path:
     return parts
 
 
-def _write_listed(folder: Path) -> Path:
-    """LLaMA-Factory's dataset_info.json with columns and roles of other names."""
-    parts = _write_parts(folder, "listed")
-    for old in ("a.jsonl", "b.json"):
-        (parts / old).unlink()
-    rows = []
-    for question in QUESTIONS:
-        row = llava_row(*question)
-        row["talk"] = [{"who": {"human": "asker", "gpt": "bot"}[t["from"]], "words": t["value"]}
-                       for t in row.pop("conversations")]
-        row["pictures"] = row.pop("images", [])
-        rows.append(row)
-    write_jsonl(parts / "rows.jsonl", rows)
-    (parts / "dataset_info.json").write_text(json.dumps({"mine": {
-        "file_name": "rows.jsonl", "formatting": "sharegpt",
-        "columns": {"messages": "talk", "images": "pictures", "audios": "audios"},
-        "tags": {"role_tag": "who", "content_tag": "words", "user_tag": "asker",
-                 "assistant_tag": "bot"}}}))
-    return parts
-
-
 def _write_splits(folder: Path) -> Path:
     import datasets
 
@@ -251,6 +230,5 @@ FORMATS: dict[str, tuple[Callable[[Path], Path], str]] = {
     "webdataset": (_write_tars, "llava in webdataset tar"),
     "one tar": (_write_tar, "llava in webdataset tar"),
     "several files": (_write_parts, "llava in JSON"),
-    "dataset_info.json": (_write_listed, "llama_factory in JSONL"),
     "only split": (_write_splits, "llava in saved datasets folder"),
 }

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from orchmllm.config.recipe import SourceConfig
-from orchmllm.data.formats import arrow, llama_factory
+from orchmllm.data.formats import arrow
 from orchmllm.data.formats.rows import JoinedRows, JsonRows, LaterRows, RowStore, TranscriptRows
 from orchmllm.data.formats.scanned import File
 from orchmllm.data.formats.tars import TarRows
@@ -24,7 +24,8 @@ READABLE = (*JSON_SUFFIXES, *ARROW_SUFFIXES, ".tar")
 NOT_DATA = {"tokenizer.json", "tokenizer_config.json", "dataset_infos.json", "dataset_info.json",
             "config.json"}
 SPLIT = re.compile("(?<![a-z])(train(ing)?|val(id(ation)?)?|dev|test(ing)?|eval)(?![a-z])", re.I)
-OF_FOLDERS = {"state.json", "dataset_dict.json", llama_factory.NAME}  # a layout of its own
+LLAMA_FACTORY = "dataset_info.json"
+OF_FOLDERS = {"state.json", "dataset_dict.json", LLAMA_FACTORY}  # a layout of its own
 ENERGON = ".nv-meta"
 Found = Callable[[], tuple[RowStore, str | None]]  # opens the rows; their layout if the place tells
 
@@ -104,12 +105,10 @@ def _find_in_folder(path: Path, config: SourceConfig, cache_dir: Path) -> Found:
         check_parts(config, "a saved folder without dataset_dict.json")
         check_installed(config.path, *ARROW_PACKAGES)
         return lambda: (arrow.open_saved(path, config), None)
-    listed = llama_factory.read(path)
-    if listed:
-        check_parts(config, llama_factory.NAME, "subset")
-        files, rename, layout = llama_factory.choose(path, listed, config.subset)
-        return partial(_open_renamed, _opener(files, path, config, cache_dir, layout),
-                       path / llama_factory.NAME, rename)
+    if (path / LLAMA_FACTORY).is_file() and next(path.glob("*.arrow"), None) is None:
+        raise ValueError(f"{config.path}: {LLAMA_FACTORY} of LLaMA-Factory is not read; give the "
+                         "file of one dataset as the path, and write its columns and roles as "
+                         "docs/formats.md lists them")
     metas = sorted(p for p in (*path.glob("*_meta.json"), *path.glob("*/*_meta.json")))
     if metas and config.row_format in ("auto", "air_bench"):
         check_parts(config, "AIR-Bench")
@@ -124,15 +123,8 @@ def _find_in_folder(path: Path, config: SourceConfig, cache_dir: Path) -> Found:
         return _opener(files, path, config, cache_dir)
     raise ValueError(
         f"{config.path}: nothing to read; looked for a saved `datasets` folder (state.json), "
-        "dataset_info.json (LLaMA-Factory), *_meta.json (AIR-Bench), *.trans.txt (LibriSpeech), "
+        "*_meta.json (AIR-Bench), *.trans.txt (LibriSpeech), "
         "data.jsonl, *.parquet, *.arrow, *.tar, *.json and *.jsonl (decompress .gz and .zst)")
-
-
-def _open_renamed(found: Found, info: Path, rename: Callable[[dict], dict]
-                  ) -> tuple[RowStore, str | None]:
-    store, layout = found()
-    store.files, store.rename = [*store.files, info], rename
-    return store, layout
 
 
 def _data_files(there: Iterable[File], config: SourceConfig) -> list[File]:
@@ -180,7 +172,7 @@ def _find_remote(config: SourceConfig, cache_dir: Path, storage: Storage) -> Fou
     data = _data_files(files, config)
     if not data or OF_FOLDERS.intersection(f.name for f in files):
         raise ValueError(f"{url}: a folder behind a URL is read if it holds data files alone; copy "
-                         "the rows of one with a layout of its own (save_to_disk, LLaMA-Factory, "
+                         "the rows of one with a layout of its own (save_to_disk, "
                          "AIR-Bench, LibriSpeech) to a disk, and give media_root: the URL")
     check_parts(config, "a folder of files", "split")
     return _opener(data, url, config, cache_dir)

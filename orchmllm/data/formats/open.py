@@ -68,7 +68,6 @@ class DataSource:
             folder = os.path.relpath(file.parent, self.store.root)
             root = replace(root, prefix="" if folder[0] == "." else folder)
         try:
-            row = self.store.rename(row)
             conversation = row_format.read(row, root, self.config.prompt)
             texts = [p for t in conversation for p in t.parts if isinstance(p, str)]
             clips = [m for m in media_of(conversation) if m.modality == AUDIO]
@@ -193,7 +192,7 @@ def _peek(store: RowStore, unread: list[RowError]) -> Iterator[dict]:
     places = ((one, i) for one in store.parts() for i in range(len(one)))
     for shard, i in islice(places, NUM_PEEKED):
         try:
-            yield store.rename(shard.row(i))
+            yield shard.row(i)
         except RowError as error:
             unread.append(error)
 

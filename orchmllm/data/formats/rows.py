@@ -24,13 +24,12 @@ _BLOCK = 8 << 20  # bytes that are scanned at a time
 
 class RowStore(ABC):
     """kind: what it is, for people. files: those whose change changes the rows. root: folder that
-    media paths are relative to unless the recipe says otherwise. rename: gives the columns of a row
-    the names that FORMATS know. is_open: whether its rows have been counted."""
+    media paths are relative to unless the recipe says otherwise. is_open: whether its rows have
+    been counted."""
 
     kind: str
     files: list[File]
     root: Path | str
-    rename: Callable[[dict], dict] = dict  # as they are
     is_open = True
 
     @abstractmethod
