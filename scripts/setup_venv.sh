@@ -30,7 +30,7 @@ sys.exit(not os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.
     fail "Python.h is missing for $python. Debian, Ubuntu: apt install python3-dev"
 
 has_torch='import sys, torch
-if tuple(int(x) for x in torch.__version__.split(".")[:2]) < (2, 8): sys.exit(1)'
+if tuple(int(x) for x in torch.__version__.split(".")[:2]) < (2, 10): sys.exit(1)'
 echo "Installing $package into $venv (a minute or two; longer if torch has to be downloaded)"
 "$venv/bin/python" -c '' 2>/dev/null || rm -rf "$venv"  # a moved or half-made environment
 if test ! -d "$venv" && "$python" -c "$has_torch" 2>/dev/null; then

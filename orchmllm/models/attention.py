@@ -7,7 +7,6 @@ implementations once per (device type, dtype, head size) and describes it for th
 from __future__ import annotations
 
 import functools
-import importlib.util
 import inspect
 from collections.abc import Callable
 from itertools import groupby
@@ -66,8 +65,8 @@ def padded_attention(q: Tensor, k: Tensor, v: Tensor, real: Tensor) -> Tensor:
 
 @functools.cache
 def attention_backend(device_type: str, dtype: torch.dtype, head_dim: int) -> AttentionBackend:
-    """The implementation used for these tensors: torch's varlen_attn or the flash-attn package on
-    CUDA in half precision, else one F.scaled_dot_product_attention per run of equal lengths."""
+    """The implementation used for these tensors: torch's varlen_attn on CUDA in half precision,
+    else one F.scaled_dot_product_attention per run of equal lengths."""
     half = dtype in (torch.bfloat16, torch.float16)
     if device_type == "cuda" and half and head_dim % 8 == 0 and head_dim <= 256:
         backend, reason = _flash_backend(dtype, head_dim)
@@ -96,23 +95,16 @@ def describe_attention(model: ModelConfig, device_type: str, dtype: torch.dtype)
 
 
 def _flash_backend(dtype: torch.dtype, head_dim: int) -> tuple[AttentionBackend | None, str]:
-    """The first flash kernel that is there and works on this GPU, or why there is none."""
+    """torch's flash kernel for packed sequences, or why it does not work on this GPU."""
     capability = torch.cuda.get_device_capability()
     if capability < (8, 0):
         return None, f"flash kernels need sm_80, this GPU is sm_{capability[0]}{capability[1]}"
-    reasons = []
-    for name, make in (("torch.nn.attention.varlen", _varlen_backend),
-                       ("flash_attn", _flash_attn_backend)):
-        if not importlib.util.find_spec(name):
-            reasons.append(f"no {name}")
-            continue
-        try:  # a build of torch may have the function and not the kernel
-            backend = make()
-            _try_out(backend, dtype, head_dim)
-            return backend, ""
-        except (RuntimeError, ImportError, TypeError) as error:
-            reasons.append(f"{name} fails: {str(error).splitlines()[0][:100]}")
-    return None, ", ".join(reasons)
+    try:  # a build of torch may have the function and not the kernel
+        backend = _varlen_backend()
+        _try_out(backend, dtype, head_dim)
+        return backend, ""
+    except (RuntimeError, ImportError, TypeError) as error:
+        return None, f"torch.nn.attention.varlen fails: {str(error).splitlines()[0][:100]}"
 
 
 def _try_out(backend: AttentionBackend, dtype: torch.dtype, head_dim: int) -> None:
@@ -164,16 +156,6 @@ def _varlen_backend() -> AttentionBackend:
         return varlen_attn(q, k, v, cu, cu, longest, longest, **kwargs)
 
     return AttentionBackend("torch.nn.attention.varlen.varlen_attn", run)
-
-
-def _flash_attn_backend() -> AttentionBackend:
-    from flash_attn import flash_attn_varlen_func
-
-    def run(q: Tensor, k: Tensor, v: Tensor, seqlens: SequenceLengths, causal: bool) -> Tensor:
-        cu, longest = seqlens.cu_seqlens, seqlens.max_seqlen
-        return flash_attn_varlen_func(q, k, v, cu, cu, longest, longest, causal=causal)
-
-    return AttentionBackend("flash_attn.flash_attn_varlen_func", run)
 
 
 HF_ATTENTION = "orchmllm_packed"  # no "flash" in it: transformers treats such names specially

@@ -52,14 +52,6 @@ GPUS = {
 }
 
 
-def gpu_named(name: str) -> Gpu:
-    """A row of GPUS. Raises ValueError for another name."""
-    try:
-        return GPUS[name.lower()]
-    except KeyError:
-        raise ValueError(f"--gpu {name}: choose one of {', '.join(GPUS)}") from None
-
-
 def kind_of(device_name: str) -> str | None:
     """The key of GPUS that fits torch's name of a device best; None for one that is not there."""
     fitting = [key for key, gpu in GPUS.items() if all(p in device_name for p in gpu.parts)]

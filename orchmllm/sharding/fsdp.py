@@ -173,7 +173,7 @@ def _keep_products(ctx, op, *args, **kwargs) -> CheckpointPolicy:
     """Keeps what costs FLOPs: outputs of matrix products and of attention kernels."""
     name = str(op)
     product = name.startswith(("aten.mm", "aten.addmm", "aten.bmm")) or (
-        "attention" in name or "varlen" in name or "flash_attn" in name)
+        "attention" in name or "varlen" in name)
     backward = "backward" in name
     return (CheckpointPolicy.MUST_SAVE if product and not backward
             else CheckpointPolicy.PREFER_RECOMPUTE)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from orchmllm.config.job import Job, resolve
 from orchmllm.config.recipe import Recipe
-from orchmllm.models.gpus import GPUS, Gpu, gpu_named
+from orchmllm.models.gpus import GPUS, Gpu
 from orchmllm.plan.assign import PHASES
 
 MEASURED = ("products", "attention", "layer", "fixed")  # of each phase
@@ -69,7 +69,9 @@ def cluster(gpu: str = "h100-sxm", *, gbit: float = 400, per_node: int = 8,
         raise ValueError(f"--network {gbit:g}, --gpus-per-node {per_node} and --efficiency "
                          f"{efficiency:g}: needs more than 0, at least 1, and a share of the peak "
                          "from 0 (as assumed) to 1")
-    hardware = Hardware(gpu.lower(), gpu_named(gpu), per_node, gbit * 1e9 / 8)
+    if gpu.lower() not in GPUS:
+        raise ValueError(f"--gpu {gpu}: choose one of {', '.join(GPUS)}")
+    hardware = Hardware(gpu.lower(), GPUS[gpu.lower()], per_node, gbit * 1e9 / 8)
     if efficiency:
         hardware = replace(hardware, product_efficiency=efficiency,
                            attention_efficiency=efficiency * 2 / 3)
