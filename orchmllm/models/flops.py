@@ -212,11 +212,6 @@ def mfu(flops: float, seconds: float, num_ranks: int, peak: float) -> float:
     return flops / (seconds * num_ranks * peak)
 
 
-def tokens_per_gpu(layout: BatchLayout, seconds: float) -> float:
-    """LLM tokens per second and GPU (the paper's TPT)."""
-    return float(layout.num_tokens.sum()) / seconds / layout.num_ranks
-
-
 def plan_spec(job: Job) -> PlanSpec:
     """What the planner has to know of the recipe and the cluster."""
     recipe, model = job.recipe, job.recipe.model
