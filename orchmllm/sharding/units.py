@@ -108,20 +108,6 @@ def _unit_name(parameter: str) -> str:
     return {"embed_tokens": "embed", "lm_head": "head"}.get(parameter.split(".")[-2], "root")
 
 
-def num_parameters(model: ModelConfig) -> dict[str, dict[str, int]]:
-    """phase -> role -> parameters, connectors apart from the rest of their encoder's root."""
-    counts: dict[str, dict[str, int]] = {}
-    for unit in units(model):
-        roles = counts.setdefault(unit.phase, {})
-        roles[unit.role] = roles.get(unit.role, 0) + unit.copies * unit.size
-    for phase in ("vision", "audio"):
-        connector = sum(math.prod(n.shape) for n in _parameters(phase, model)
-                        if ".connector." in n.name)
-        counts[phase]["connector"] = connector
-        counts[phase]["root"] -= connector
-    return counts
-
-
 def checkpoint_bytes(recipe: Recipe) -> int:
     """Size of a checkpoint: parameters, and the optimizer's state of those that learn."""
     state = sum(u.copies * (u.size + len(OPTIMIZER_STATE) * u.trained_size)

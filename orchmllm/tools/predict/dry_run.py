@@ -11,6 +11,7 @@ come from orchmllm.tools.predict.examples.
 from __future__ import annotations
 
 import functools
+import math
 import resource
 import time
 from collections.abc import Callable, Collection
@@ -20,14 +21,16 @@ import numpy as np
 
 from orchmllm.config.balance import BalanceConfig
 from orchmllm.config.job import check_world
+from orchmllm.config.model import ModelConfig
 from orchmllm.config.recipe import Recipe
 from orchmllm.models.flops import padded_phases, plan_spec, step_flops
+from orchmllm.models.names import named
 from orchmllm.plan.assign import PHASES, PhasePolicy, PlanSpec
 from orchmllm.plan.layout import ENCODERS, BatchLayout
 from orchmllm.plan.step import StepPlan, imbalance, plan_step
 from orchmllm.sharding.fits import budget_of, decide, joined, with_real_batch
 from orchmllm.sharding.memory import Loads, MemoryModel, loads_of
-from orchmllm.sharding.units import num_parameters
+from orchmllm.sharding.units import units
 from orchmllm.tools.predict.examples import Examples, of_mix
 from orchmllm.tools.predict.hardware import Hardware
 from orchmllm.tools.predict.step_time import StepTime, rank_seconds, timed, work_of
@@ -84,7 +87,7 @@ def dry_run(recipe: Recipe, num_ranks: int, hardware: Hardware, steps: int = 20,
         "hardware": asdict(hardware), "dtype": memory.fsdp.forward_dtype,
         "without": sorted(without), "balanced": recipe.balance.enabled,
         "checkpointing": choice, "memory_budget_bytes": budget, "allowed_by": allowed_by,
-        "parameters": parameters(recipe), "state_bytes": memory.state_bytes(),
+        "parameters": parameters(recipe.model), "state_bytes": memory.state_bytes(),
     }
     report |= _workload(recipe, drawn, spec, memory, choice, hardware, steps,
                         job.global_batch_size / count)
@@ -95,11 +98,18 @@ def dry_run(recipe: Recipe, num_ranks: int, hardware: Hardware, steps: int = 20,
     return report
 
 
-def parameters(recipe: Recipe) -> dict[str, int]:
-    """Part of the model -> its parameters."""
-    return {f"{phase} {PARTS.get(role, role)}": count
-            for phase, roles in num_parameters(recipe.model).items()
-            for role, count in roles.items()}
+def parameters(model: ModelConfig) -> dict[str, int]:
+    """Part of the model -> its parameters, connectors apart from the rest of their encoder."""
+    counts = {}
+    for phase in PHASES:
+        own = {u.role: u.copies * u.size for u in units(model) if u.phase == phase}
+        connector = sum(math.prod(n.shape) for n in named("connectors", model)
+                        if n.name.startswith(f"{phase}."))
+        if connector:
+            own["root"] -= connector
+            own["connector"] = connector
+        counts |= {f"{phase} {PARTS.get(role, role)}": count for role, count in own.items()}
+    return counts
 
 
 def _workload(recipe: Recipe, drawn: Callable[..., BatchLayout], spec: PlanSpec,

@@ -18,7 +18,8 @@ from orchmllm.plan.assign import PHASES, PhasePolicy
 from orchmllm.plan.step import plan_step
 from orchmllm.sharding.fits import decide, for_run, largest_fitting, scaled
 from orchmllm.sharding.memory import CHOICES, MemoryModel, choose_checkpointing, loads_of
-from orchmllm.sharding.units import num_parameters, units
+from orchmllm.sharding.units import units
+from orchmllm.tools.predict.dry_run import parameters
 from orchmllm.tools.predict.workload import sample_layout
 from tests.lib.memory import TOWER, WIDE, measured
 from tests.lib.ranks import run_ranks
@@ -73,8 +74,7 @@ def test_shapes_are_those_of_the_built_model(model):
         got = [s for u in units(model) for _ in range(u.copies)
                for s in (u.trained if trained else u.frozen)]
         assert sorted(got) == sorted(want[trained])
-    total = sum(sum(roles.values()) for roles in num_parameters(model).values())
-    assert total == sum(p.numel() for p in built.parameters())
+    assert sum(parameters(model).values()) == sum(p.numel() for p in built.parameters())
 
 
 def test_frozen_parts_have_no_gradients_or_optimizer():
