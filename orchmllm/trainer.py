@@ -10,12 +10,13 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
+from orchmllm.batch import Step
 from orchmllm.comm.exchange import RowGather, exchange_group, gather_scalars
 from orchmllm.config.job import resolve
 from orchmllm.config.recipe import Recipe
 from orchmllm.data.dataset import ConversationDataset
 from orchmllm.data.loading.preprocess_handshake import servers_of
-from orchmllm.data.loading.step_loader import Step, StepLoader
+from orchmllm.data.loading.step_loader import StepLoader
 from orchmllm.data.sampler import GlobalSampler, make_sampler
 from orchmllm.hf.sources import find_sources
 from orchmllm.launch import World, device_of

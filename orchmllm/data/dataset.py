@@ -23,8 +23,8 @@ from orchmllm.data.formats.open import DataSource, index_path, open_source
 from orchmllm.data.formats.scanned import sizes
 from orchmllm.data.index import LengthIndex, joined_layouts, open_index
 from orchmllm.data.lengths import LengthReader, MeasuredExample
+from orchmllm.data.media.decode import OnError, SegmentReader, fail
 from orchmllm.data.media.medium import MediaError, Medium, printable
-from orchmllm.data.media.segments import OnError, SegmentReader, fail
 from orchmllm.data.media.video import pictures
 from orchmllm.data.storage.remote import NOWHERE, RemoteFile, Storage, fetch_ahead
 from orchmllm.data.text.tokenizer import ChatTokenizer

@@ -19,7 +19,6 @@ from tqdm import tqdm
 from orchmllm.config.recipe import RunConfig
 from orchmllm.launch import drop_output
 from orchmllm.plan.assign import PHASES
-from orchmllm.runtime.gain import saved
 from orchmllm.runtime.log_schema import METRICS, NUMBERS
 
 MAX_LINES = 100  # plain lines of a run whose steps are fast ...
@@ -197,7 +196,7 @@ class Totals:
     def saved(self) -> float:
         """Share of the phases' time that balancing saved, by the cost model; 0 without any cost."""
         before, after, _ = sum(self.cost.values())
-        return saved(before, after)
+        return float(1 - after / before) if before else 0.0
 
     def gain(self) -> str:
         """What balancing saved, and what waiting for data cost, in one line."""

@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+from orchmllm.batch import Step
 from orchmllm.config.recipe import Recipe
-from orchmllm.data.loading.step_loader import Step
 from orchmllm.runtime.metrics import JsonLines, read_rows
 from orchmllm.runtime.run_state import MediaCount, NonFiniteError, Progress, name_of
 

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from orchmllm.data.loading.step_loader import Step
+from orchmllm.batch import Step
 from orchmllm.models.phase_clock import PhaseClock
 from orchmllm.plan.step import PHASES, StepPlan, imbalance
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import torch
 
+from orchmllm.batch import Step
 from orchmllm.config.recipe import ProfileConfig
-from orchmllm.data.loading.step_loader import Step
 from orchmllm.plan.rearrange import sums_of
 from orchmllm.plan.step import PHASES, StepPlan
 

@@ -6,10 +6,10 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from orchmllm.batch import Step
 from orchmllm.comm.errors import AgreedError
 from orchmllm.config.model import ModelConfig
 from orchmllm.config.recipe import DataConfig, Recipe
-from orchmllm.data.loading.step_loader import Step
 from orchmllm.plan.assign import PHASES
 from orchmllm.plan.layout import ENCODERS
 

@@ -101,7 +101,7 @@ MUTATIONS = [Mutation(*row) for row in (
      "    wanted.put(False)\n",
      "tests/data/test_sampler_loader.py",
      "Ranks that stop together have made unequally many agreements."),
-    ("failures by place in the microbatch", DATA + "loading/feed.py",
+    ("failures by place in the microbatch", DATA + "loading/step_loader.py",
      "            position = int(self.micro.positions[example])\n",
      "            position = example\n", ABSENCE,
      "With microbatches another example than the broken one is left out."),

@@ -9,8 +9,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from orchmllm.batch import Step
 from orchmllm.config.recipe import ProfileConfig, RecipeError, load_recipe
-from orchmllm.data.loading.step_loader import Step
 from orchmllm.trainer import Trainer
 from tests.lib.ranks import run_ranks
 from tests.lib.synthetic import SHALLOW, SyntheticDataset, recipe

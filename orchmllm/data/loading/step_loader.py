@@ -1,26 +1,40 @@
 """The trainer's front end: steps of a dataset that knows lengths before it decodes, and decodes
-single segments. orchmllm.data.loading.pipeline has the mechanism, orchmllm.data.loading.feed what
-is loaded.
+single segments. orchmllm.data.loading.pipeline has the mechanism; here stands what each rank reads,
+by dispatch, and in whose process:
+
+- `load`: the media that this rank encodes and the text that its LLM takes.
+- `tensors`: whole examples that it sampled; rows move later, on the device's group.
+- `bytes`: whole examples that it sampled, of which the media that leave stay encoded; media and
+  text move here, and are decoded after.
+
+An example is one call of the dataset on each rank that needs something of it.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
-from typing import Protocol
+from functools import partial
+from typing import Any, Protocol
 
 import numpy as np
+import torch
+from torch import Tensor
 
-from orchmllm.batch import Example, Step
-from orchmllm.data.loading.feed import SegmentFeed
-from orchmllm.data.loading.pipeline import Pipeline
+from orchmllm.batch import UNCOUNTED, Example, FailedSegment, Microbatch, Step
+from orchmllm.comm.exchange_bytes import exchange_bytes
+from orchmllm.data.loading.pipeline import Pipeline, Postponed
+from orchmllm.data.loading.preprocess_client import RemoteWorkers
 from orchmllm.data.loading.preprocess_handshake import Servers
+from orchmllm.data.loading.workers import Workers
 from orchmllm.data.sampler import GlobalSampler
 from orchmllm.orchestrator import Orchestrator
 from orchmllm.plan.geometry import AudioGeometry, VisionGeometry
-from orchmllm.plan.layout import BatchLayout
+from orchmllm.plan.layout import ENCODERS, BatchLayout
+from orchmllm.plan.rearrange import Rearrangement
 from orchmllm.plan.step import phase_figures
 
-__all__ = ["Dataset", "Step", "StepLoader"]
+_ROW_DTYPE = {"vision": torch.uint8, "audio": torch.float32}
 
 
 class Dataset(Protocol):
@@ -44,6 +58,162 @@ class Dataset(Protocol):
     # kept(index) -> what planning read, or None; it is passed to load(..., row=) in a worker.
     # And to read several examples at once: layouts(indices, examples_per_rank), joined, and
     # prepare_loads(calls of load) before those are made.
+
+
+class SegmentFeed:
+    """Examples of a dataset that knows lengths before
+    it decodes, and decodes single segments. With worker processes the next step is planned before
+    one is taken, so that they have work meanwhile. servers: read and decode instead. Raises
+    ValueError if a dispatch needs what the dataset cannot do."""
+
+    num_dropped = 0
+
+    def __init__(self, dataset: Any, sampler: GlobalSampler, orchestrator: Orchestrator,
+                 num_steps: int, num_workers: int = 0, servers: Servers | None = None) -> None:
+        self.dataset, self.sampler, self.orchestrator = dataset, sampler, orchestrator
+        self.num_steps, self.config_digest = num_steps, 0
+        self.lookahead = self.config_digest = int(num_workers > 0 or servers is not None)
+        self.dispatch = orchestrator.spec.balance.dispatch
+        self.knows_all = self.dispatch == "load"  # every rank can probe every example
+        if self.dispatch == "bytes" and not hasattr(dataset, "decode"):
+            raise ValueError("balance.dispatch is 'bytes', but the dataset cannot read encoded "
+                             "media (no method decode): use 'load' or 'tensors'")
+        self._workers: Workers | RemoteWorkers = Workers(dataset, num_workers)
+        if servers is not None:
+            self._workers = RemoteWorkers(dataset, servers, self._workers, orchestrator.rank)
+        self._requested: deque[list[_Request]] = deque()
+
+    def draw(self, index: int) -> BatchLayout | None:
+        if index >= self.num_steps:
+            return None
+        self._workers.start()  # before this process has threads that fetch
+        sampled, rank = self.sampler.batch(index), self.orchestrator.rank
+        shares = self.sampler.shares(index, self.orchestrator.world_size)
+        probed = sampled if self.knows_all else sampled[shares[rank]]
+        sizes = [s.stop - s.start for s in shares] if self.knows_all else None
+        if hasattr(self.dataset, "layouts"):
+            return self.dataset.layouts(probed, sizes)
+        return BatchLayout.from_examples([self.dataset.layout(int(i)) for i in probed], sizes)
+
+    def announce(self, step: Step) -> None:
+        for micro in step.micro:
+            _ = micro.rank_plan.position_ids  # computed here, not in the training thread
+        self._requested.append([
+            _Request(micro, self.orchestrator.rank, self.dispatch, self.dataset, self._workers)
+            for micro in step.micro])
+
+    def load(self, step: Step) -> tuple[int, int]:
+        requests = self._requested.popleft()
+        if self.dispatch == "bytes":
+            postponed = Postponed()
+            contents = [self._moved(request, step, postponed) for request in requests]
+            if not postponed.everything_came():
+                return UNCOUNTED
+            self._decode(contents, step)
+        else:
+            contents = [request.content(step) for request in requests]
+        for micro, (media, texts) in zip(step.micro, contents, strict=True):
+            micro.inputs = {p: torch.cat([self._zeros(p, 0), *media[p]]) for p in ENCODERS}
+            micro.content = torch.cat([torch.empty(0, 2, dtype=torch.int32), *texts])
+            self.orchestrator.pin(micro)
+        if isinstance(self._workers, RemoteWorkers):
+            step.preprocessed = self._workers.counts()
+        return UNCOUNTED  # the lengths tell it
+
+    def close(self) -> None:
+        self._requested.clear()
+        self._workers.close()
+
+    def _moved(self, request: _Request, step: Step, postponed: Postponed
+               ) -> tuple[dict[str, list], list[Tensor | None]]:
+        """Media and text of a microbatch, on the ranks that process them, in slot order: a medium
+        that came from another rank is still encoded, with no bytes where it could not be read."""
+        plan = request.micro.plan
+        media, texts = postponed.call(request.content, step) or (None, None)
+        there = {p: self._exchanged(media and media[p], len(request.media[p]), plan.encode[p],
+                                    postponed) for p in ENCODERS}
+        came = self._exchanged(texts, len(request.texts), plan.llm, postponed)
+        return there, [torch.from_numpy(t.copy().view(np.int32)).reshape(-1, 2)
+                       if isinstance(t, np.ndarray) else t for t in came]
+
+    def _exchanged(self, items: list[Tensor] | None, count: int, move: Rearrangement,
+                   postponed: Postponed) -> list[Tensor | np.ndarray | None]:
+        """items: `count` of them, or None where this rank has none to send."""
+        def data(item: int) -> np.ndarray | None:
+            return None if items is None else items[item].numpy().reshape(-1).view(np.uint8)
+
+        came = exchange_bytes([partial(data, k) for k in range(count)], move,
+                              self.orchestrator.rank, self.orchestrator.group)
+        postponed.incomplete |= any(c is None for c in came)
+        return [items and items[c] if isinstance(c, int) else c for c in came]
+
+    def _decode(self, contents: list[tuple[dict[str, list], list[Tensor]]], step: Step) -> None:
+        """Rows in place of what came encoded, zeros in place of what its sender could not read."""
+        calls, places = [], []
+        for micro, (media, _) in zip(step.micro, contents, strict=True):
+            layout = micro.plan.layout
+            for phase, came in media.items():
+                for slot, (example, segment) in enumerate(micro.rank_plan.media[phase].tolist()):
+                    data = came[slot]
+                    if not isinstance(data, np.ndarray):
+                        continue
+                    rows = int(layout.rows[layout.segment_start[example] + segment])
+                    came[slot] = self._zeros(phase, rows)
+                    if len(data):  # else its sender reported it
+                        calls.append(((ENCODERS[phase], data.tobytes(), rows),
+                                      {"segment": segment}))
+                        places.append((came, slot, int(micro.positions[example])))
+        results = self._workers.request("decode", calls)()
+        for (came, slot, position), (rows, failures) in zip(places, results, strict=True):
+            came[slot] = rows
+            step.failed += [FailedSegment(position, *failure) for failure in failures]
+
+    def _zeros(self, phase: str, rows: int) -> Tensor:
+        return torch.zeros(rows, getattr(self.dataset, phase).row_size, dtype=_ROW_DTYPE[phase])
+
+
+class _Request:
+    """What this rank reads of a microbatch, one call for each example: for `load` what it
+    processes, in slot order, else what it sampled, in source order. media[phase]: (example,
+    segment); texts: examples."""
+
+    def __init__(self, micro: Microbatch, rank: int, dispatch: str, dataset: Any, workers: Workers
+                 ) -> None:
+        layout, mine = micro.plan.layout, micro.rank_plan
+        sampled = layout.rank_of_example == rank
+        self.micro, self.media = micro, {}
+        self.texts = (mine.examples if dispatch == "load" else np.flatnonzero(sampled)).tolist()
+        wanted: dict[int, dict] = {e: {"text": True, "segments": []} for e in self.texts}
+        for phase, code in ENCODERS.items():
+            self.media[phase] = here = list(map(tuple, mine.media[phase].tolist()))
+            if dispatch != "load":
+                at = layout.places(layout.segments[code])
+                self.media[phase] = list(map(tuple, at[sampled[at[:, 0]]].tolist()))
+            leaving = set(self.media[phase]).difference(here) if dispatch == "bytes" else ()
+            for example, segment in self.media[phase]:
+                keys = wanted.setdefault(example, {"text": False, "segments": []})
+                keys["segments"].append(segment)
+                if (example, segment) in leaving:
+                    keys.setdefault("encoded", []).append(segment)
+        kept = getattr(dataset, "kept", None) if workers.num_workers else None
+        calls = []
+        for example, keys in wanted.items():
+            index = int(layout.example_id[example])
+            if kept is not None:  # a worker would have to read the row again
+                keys["row"] = kept(index)
+            calls.append(((index,), keys))
+        self._examples, self._results = list(wanted), workers.request("load", calls)
+
+    def content(self, step: Step) -> tuple[dict[str, list[Tensor]], list[Tensor]]:
+        """Waits. (Rows of the media by phase, texts (L, 2) int32 [token id, label]); what could not
+        be decoded is added to step.failed."""
+        loaded: dict[int, Example] = {}
+        for example, (value, failures) in zip(self._examples, self._results(), strict=True):
+            loaded[example] = value
+            position = int(self.micro.positions[example])
+            step.failed += [FailedSegment(position, *failure) for failure in failures]
+        return ({p: [loaded[e].media[s] for e, s in at] for p, at in self.media.items()},
+                [torch.stack([loaded[e].token_ids, loaded[e].labels], dim=1) for e in self.texts])
 
 
 class StepLoader(Pipeline):

@@ -9,7 +9,7 @@ import numpy as np
 
 from orchmllm.config.recipe import Recipe
 from orchmllm.plan.step import PHASES
-from orchmllm.runtime.gain import predicted
+from orchmllm.tools.report.log import predicted
 
 # The exchange is what balancing costs, so it counts in the critical path.
 PATH_PHASES = (*PHASES, "exchange")

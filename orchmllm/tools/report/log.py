@@ -4,8 +4,10 @@ lines need to be parsed."""
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import yaml
@@ -21,6 +23,15 @@ COLUMNS = (
     "measured.step", "exchange.slowest_s",
     *(f"{phase}.measured.{name}" for phase in PHASES for name in MEASURED))
 NOTHING_MEASURED = (np.nan,) * (2 + len(PHASES) * len(MEASURED))
+
+
+def predicted(phases: Mapping[str, Mapping[str, Any]]) -> tuple[Any, Any]:
+    """`phases` of a row of metrics -> cost as sampled and as processed, in kFLOP: phases run one
+    after the other, and all ranks wait for the slowest one in each; moving rows costs nothing here.
+    Numbers, or arrays with one number for each row."""
+    before, after = (sum(p[f"imbalance_{when}"] * p["mean_cost_kflop"] for p in phases.values())
+                     for when in ("before", "after"))
+    return before, after
 
 
 class NotALog(ValueError):

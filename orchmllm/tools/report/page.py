@@ -11,9 +11,8 @@ from html import escape
 import numpy as np
 
 from orchmllm.plan.assign import PHASES
-from orchmllm.runtime import gain
 from orchmllm.runtime.log_schema import METRICS, PHASE_METRICS
-from orchmllm.tools.report.log import RunLog
+from orchmllm.tools.report.log import RunLog, predicted
 from orchmllm.tools.report.svg import Series, chart, figure, number
 
 SLOW_STEPS = 10  # rows of a table
@@ -89,7 +88,8 @@ def figures(run: RunLog) -> dict[str, tuple[float, str]]:
             float(run.validations[-1, 1]) if len(run.validations) else np.nan, ""),
         "tokens/s, median": (median("tokens_per_s"), ""),
         "seconds a step, median": (median("step_s"), "s"),
-        "saved by balancing, predicted": (gain.saved(before.sum(), after.sum()), "%"),
+        "saved by balancing, predicted": (
+            float(1 - after.sum() / before.sum()) if before.sum() else 0.0, "%"),
         "data wait": (float(waited / total) if total else np.nan, "%"),
         "bytes moved a step": (float(moved.mean()) if steps else np.nan, "B"),
         "of them between nodes": (float(between.mean()) if steps else np.nan, "B"),
@@ -107,8 +107,7 @@ def _tiles(run: RunLog) -> str:
 
 def _costs(run: RunLog) -> tuple[np.ndarray, np.ndarray]:
     """Of every step: cost of the slowest ranks as sampled and as processed."""
-    return gain.predicted({p: {name: run[f"{p}.{name}"] for name in PHASE_METRICS}
-                           for p in PHASES})
+    return predicted({p: {name: run[f"{p}.{name}"] for name in PHASE_METRICS} for p in PHASES})
 
 
 def _bytes(run: RunLog) -> tuple[np.ndarray, np.ndarray]:
