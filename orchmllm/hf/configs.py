@@ -9,14 +9,13 @@ from orchmllm.config.checkpoint_shapes import KEYS, MODEL_TYPES, part_config
 from orchmllm.config.model import CLIP_MEAN, CLIP_STD, ModelConfig
 from orchmllm.hf.folder import Folder, read_json
 
-# key of config.json -> (the value that can be computed, transformers' default)
-FIXED: dict[str, dict[str, tuple[Any, Any]]] = {
+# key of config.json -> the value that can be computed, which is transformers' default, too
+FIXED: dict[str, dict[str, Any]] = {
     "vit": {},
-    "qwen2_vl": {"hidden_act": ("quick_gelu", "quick_gelu"), "in_channels": (3, 3),
-                 "temporal_patch_size": (2, 2), "rope_theta": (10_000.0, 10_000.0)},
-    "audio": {"activation_function": ("gelu", "gelu"), "scale_embedding": (False, False)},
-    "llm": {"hidden_act": ("silu", "silu"), "use_sliding_window": (False, False),
-            "rope_type": ("default", "default")},
+    "qwen2_vl": {"hidden_act": "quick_gelu", "in_channels": 3, "temporal_patch_size": 2,
+                 "rope_theta": 10_000.0},
+    "audio": {"activation_function": "gelu", "scale_embedding": False},
+    "llm": {"hidden_act": "silu", "use_sliding_window": False, "rope_type": "default"},
 }
 
 
@@ -39,8 +38,8 @@ def mismatches(part: str, model: ModelConfig, folder: Folder) -> Iterator[str]:
             yield f"{given}: config.json lacks {theirs}"
         elif value != want:
             yield f"{where}.{ours}: recipe {want}, checkpoint {value}"
-    for key, (needed, default) in FIXED[kind].items():
-        value = config.get(key, default)
+    for key, needed in FIXED[kind].items():
+        value = config.get(key, needed)
         if value != needed:
             yield f"{given}: config.json has {key} {value!r}; only {needed!r} can be computed"
     if kind == "qwen2_vl":
