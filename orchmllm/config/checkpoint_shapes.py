@@ -68,8 +68,6 @@ def part_config(kind: str, config: dict) -> dict:
     """The part's own keys of a config.json, as a flat dictionary; spellings of older versions of
     transformers are those of newer ones."""
     flat = dict(config.get("vision_config", config) if kind == "qwen2_vl" else config)
-    if "in_chans" in flat:
-        flat.setdefault("in_channels", flat["in_chans"])
     rope = {**(flat.get("rope_scaling") or {}), **(flat.get("rope_parameters") or {})}
     if "rope_theta" in rope:
         flat["rope_theta"] = rope["rope_theta"]
