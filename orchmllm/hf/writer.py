@@ -42,10 +42,12 @@ def renamed(tensor: FileTensor, key: str, shape: tuple[int, ...], dtype: str = "
 
 
 def write_file(path: Path, tensors: Sequence[FileTensor]) -> None:
-    """One safetensors file."""
+    """One safetensors file, with a bar on a terminal."""
     from safetensors.torch import save_file
+    from tqdm import tqdm
 
-    loaded = {tensor.key: tensor.load() for tensor in tensors}
+    shown = tqdm(tensors, path.name, unit=" tensors", disable=None, leave=False)
+    loaded = {tensor.key: tensor.load() for tensor in shown}
     save_file(loaded, path, metadata={"format": "pt"})  # transformers asks for it
 
 

@@ -17,7 +17,7 @@ from orchmllm.papers.disttrain import Fact
 from orchmllm.plan.assign import PHASES
 from orchmllm.plan.step import plan_step
 from orchmllm.sharding.memory import CHOICES
-from orchmllm.sharding.units import num_parameters
+from orchmllm.tools.predict.dry_run import parameters
 from orchmllm.tools.predict.examples import of_mix
 from orchmllm.tools.predict.hardware import Hardware
 from orchmllm.tools.predict.transfers import exchange_seconds
@@ -72,9 +72,10 @@ def lines() -> Iterator[Fact]:
 
 def table_1() -> Iterator[Fact]:
     for model, sizes in TABLE_1.items():
-        counts = num_parameters(MODELS[model])
+        counts = parameters(MODELS[model])
         for phase, paper in zip(("llm", "vision", "audio"), sizes, strict=True):
-            ours = sum(n for role, n in counts[phase].items() if role != "connector") / 1e9
+            ours = sum(n for part, n in counts.items() if part.startswith(phase)
+                       and part != f"{phase} connector") / 1e9
             yield value("Table 1", f"{NAMES[model]}, parameters of {phase}", paper, ours, ".2f",
                         " B")
 

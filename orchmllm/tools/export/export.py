@@ -54,7 +54,12 @@ def export(checkpoint: Path, out: Path, *, dtype: str = "", max_file_bytes: int 
         (staged / NOTE).write_text(json.dumps(note, indent=1), encoding="utf-8")
         if out.exists():
             out.rename(old)
-        staged.rename(out)
+        try:
+            staged.rename(out)
+        except OSError:
+            if old.exists():
+                old.rename(out)
+            raise
     finally:
         shutil.rmtree(staged, ignore_errors=True)
     shutil.rmtree(old, ignore_errors=True)
