@@ -23,7 +23,7 @@ from orchmllm.launch import World, device_of
 from orchmllm.models.attention import describe_attention
 from orchmllm.models.flops import mfu, peak_flops, plan_spec, step_flops
 from orchmllm.plan.step import PHASES
-from orchmllm.runtime.build import build_dataset, build_orchestrators
+from orchmllm.runtime.build import build_dataset, build_orchestrator
 from orchmllm.runtime.display import RunDisplay
 from orchmllm.runtime.health import HangWatchdog
 from orchmllm.runtime.incidents import Incidents
@@ -67,8 +67,9 @@ class Trainer:
         job = resolve(recipe, world.world_size, world.local_world_size)
         spec = plan_spec(job)
         group = exchange_group(self.device, recipe.launch.timeout_s)
-        self.orchestrator, self._validation = build_orchestrators(
-            recipe, spec, world.world_size, self.device, count=2, device_group=group)
+        self.orchestrator, self._validation = (
+            build_orchestrator(recipe, spec, world.world_size, self.device, group)
+            for _ in range(2))
         gpu = torch.cuda.get_device_properties(self.device) if self.device.type == "cuda" else None
         self._peak_flops = peak_flops(gpu.name) if gpu else None
         checkpointing = for_run(

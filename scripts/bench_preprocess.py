@@ -31,7 +31,7 @@ from orchmllm.data.loading.preprocess_handshake import servers_of
 from orchmllm.data.loading.step_loader import StepLoader
 from orchmllm.data.sampler import make_sampler
 from orchmllm.models.flops import plan_spec
-from orchmllm.runtime.build import build_dataset, build_orchestrators
+from orchmllm.runtime.build import build_dataset, build_orchestrator
 
 RECIPE = """
 data: {{path: {folder}/data.jsonl, index_dir: {folder}/index}}
@@ -61,9 +61,8 @@ def measure(recipe, args: argparse.Namespace, prefetch: int) -> tuple[list[float
     """(seconds waited by step, CPU seconds of this process a step, examples by where)."""
     dataset = build_dataset(recipe)
     rows, _ = dataset.split(0)
-    [orchestrator] = build_orchestrators(recipe, plan_spec(resolve(recipe, 1, 1)), 1,
-                                         torch.device("cpu"),
-                                         count=1)
+    orchestrator = build_orchestrator(recipe, plan_spec(resolve(recipe, 1, 1)), 1,
+                                      torch.device("cpu"))
     sampler = make_sampler(dataset, rows, args.images, seed=0)
     loader = StepLoader(dataset, sampler, orchestrator, num_steps=args.steps, prefetch=prefetch,
                         servers=servers_of(recipe.data))

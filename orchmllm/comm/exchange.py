@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from orchmllm.batch import on_device
+from orchmllm.launch import current_world
 from orchmllm.plan.rearrange import Exchange
 
 _groups_made = itertools.count()
@@ -134,6 +135,30 @@ def gather_texts(
     row[: len(data)] = np.frombuffer(data, np.uint8)
     rows = gather(row.view(np.int64)).view(np.uint8)
     return [rows[r, : num_bytes[r]].tobytes().decode() for r in range(gather.world_size)]
+
+
+def rank_list(group: dist.ProcessGroup | None) -> list[int]:
+    """Global ranks of a group (default: all). Raises ValueError if this process is not in it, or
+    if there is no process group."""
+    if not dist.is_initialized():
+        raise ValueError("torch.distributed is not initialised: start under torchrun and call "
+                         "init_process_group first (one process is a group of one)")
+    ranks = list(range(dist.get_world_size())) if group is None else (
+        dist.get_process_group_ranks(group))
+    if dist.get_rank() not in ranks:
+        raise ValueError(f"rank {dist.get_rank()} is not in the group {ranks}")
+    return ranks
+
+
+def node_size(ranks: Sequence[int], given: int) -> int:
+    """Consecutive ranks of the group that share a node: as given, else from the launcher. Raises
+    ValueError for a negative number."""
+    if given < 0:
+        raise ValueError(f"ranks_per_node is {given}: must be >= 0")
+    world = current_world()
+    if given or world is None:
+        return given or len(ranks)
+    return sum(r // world.local_world_size == ranks[0] // world.local_world_size for r in ranks)
 
 
 def gloo_group(ranks: Sequence[int], name: str, timeout_s: float) -> dist.ProcessGroupGloo:

@@ -20,8 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from orchmllm.comm.exchange import RowGather
-from orchmllm.comm.ranks import node_size, rank_list
+from orchmllm.comm.exchange import RowGather, node_size, rank_list
 from orchmllm.encoders import families, sharing, table
 from orchmllm.encoders.answers import Answers
 from orchmllm.encoders.assignment import EncoderStep, assign

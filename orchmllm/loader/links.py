@@ -8,8 +8,7 @@ from typing import NamedTuple
 import numpy as np
 import torch.distributed as dist
 
-from orchmllm.comm.exchange import RowGather, bytes_group
-from orchmllm.comm.ranks import node_size
+from orchmllm.comm.exchange import RowGather, bytes_group, node_size
 
 
 class Links(NamedTuple):

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, IterableDataset, Sampler
 
-from orchmllm.comm.ranks import rank_list
+from orchmllm.comm.exchange import rank_list
 from orchmllm.data.loading.pipeline import Pipeline
 from orchmllm.loader.examples import StepInfo
 from orchmllm.loader.feeds import Collator

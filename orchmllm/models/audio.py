@@ -23,8 +23,7 @@ from torch import Tensor, nn
 from orchmllm.batch import SequenceLengths, on_device
 from orchmllm.config.model import WHISPER_FRAMES, AudioConfig
 from orchmllm.models.attention import packed_attention, padded_attention
-from orchmllm.models.connector import Connector
-from orchmllm.models.init import check_sizes, init_parameters
+from orchmllm.models.parts import Connector, check_sizes, init_parameters
 
 
 def index_in_sequence(lengths: np.ndarray) -> np.ndarray:

@@ -18,7 +18,7 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention, apply_rotar
 from orchmllm.batch import IGNORE_INDEX, SequenceLengths
 from orchmllm.config.model import LLMConfig
 from orchmllm.models.attention import register_hf_attention
-from orchmllm.models.init import check_sizes, init_parameters
+from orchmllm.models.parts import check_sizes, init_parameters
 
 
 class RMSNorm(nn.Module):

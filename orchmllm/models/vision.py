@@ -24,8 +24,7 @@ from torch import Tensor, nn
 from orchmllm.batch import SequenceLengths, on_device
 from orchmllm.config.model import CLIP_MEAN, CLIP_STD, VisionConfig
 from orchmllm.models.attention import packed_attention
-from orchmllm.models.connector import Connector
-from orchmllm.models.init import check_sizes, init_parameters
+from orchmllm.models.parts import Connector, check_sizes, init_parameters
 
 ROPE_THETA = 10_000.0
 

@@ -22,16 +22,13 @@ def build_dataset(recipe: Recipe) -> ConversationDataset:
     return dataset
 
 
-def build_orchestrators(
-    recipe: Recipe, spec: PlanSpec, world_size: int, device: torch.device, *, count: int,
+def build_orchestrator(
+    recipe: Recipe, spec: PlanSpec, world_size: int, device: torch.device,
     device_group: dist.ProcessGroup | None = None,
-) -> list[Orchestrator]:
-    """`count` of them, each with groups of its own: one for each prefetch thread. Collective.
-    device_group: see Orchestrator."""
-    timeout, ranks = recipe.launch.timeout_s, range(world_size)
-    return [
-        Orchestrator(
-            spec, RowGather(spec.ranks_per_node, timeout), device=device,
-            group=bytes_group(ranks, timeout) if recipe.balance.dispatch == "bytes" else None,
-            device_group=device_group)
-        for _ in range(count)]
+) -> Orchestrator:
+    """One with groups of its own, for one prefetch thread. Collective. device_group: see
+    Orchestrator."""
+    timeout = recipe.launch.timeout_s
+    group = bytes_group(range(world_size), timeout) if spec.balance.dispatch == "bytes" else None
+    return Orchestrator(spec, RowGather(spec.ranks_per_node, timeout), device=device, group=group,
+                        device_group=device_group)

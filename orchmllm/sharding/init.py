@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from orchmllm.models.init import init_parameters
 from orchmllm.models.mllm import MultimodalModel
+from orchmllm.models.parts import init_parameters
 
 
 def plain_name(name: str) -> str:

@@ -19,7 +19,7 @@ from orchmllm.data.sampler import GlobalSampler
 from orchmllm.data.storage.clients import StorageError
 from orchmllm.data.text.tokenizer import ChatTokenizer
 from orchmllm.models.flops import plan_spec
-from orchmllm.runtime.build import build_orchestrators
+from orchmllm.runtime.build import build_orchestrator
 from orchmllm.tools.data.build_index import build_index
 from tests.lib.formats import QUESTIONS, llava_row, write_jsonl, write_tar
 from tests.lib.ranks import RankFailure, run_ranks
@@ -74,9 +74,8 @@ def test_nor_is_a_medium_in_a_changed_tar(folder, tokenizer, tmp_path):
 
 def run(world, path: str, tokenizer: str, num_workers: int) -> None:
     chosen = recipe(balance=BalanceConfig(dispatch="tensors"))
-    [orchestrator] = build_orchestrators(chosen, plan_spec(resolve(chosen, 2, 2)), 2,
-                                         torch.device("cpu"),
-                                         count=1)
+    orchestrator = build_orchestrator(chosen, plan_spec(resolve(chosen, 2, 2)), 2,
+                                      torch.device("cpu"))
     def dataset() -> ConversationDataset:
         return ConversationDataset(
             [SourceConfig(path=path)], tokenizer=ChatTokenizer(tokenizer),

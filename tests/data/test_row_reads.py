@@ -22,7 +22,7 @@ from orchmllm.data.sampler import GlobalSampler
 from orchmllm.data.text.tokenizer import ChatTokenizer
 from orchmllm.models.flops import plan_spec
 from orchmllm.plan.layout import BatchLayout
-from orchmllm.runtime.build import build_orchestrators
+from orchmllm.runtime.build import build_orchestrator
 from orchmllm.tools.data.build_index import build_index
 from tests.lib.formats import FORMATS, QUESTIONS, write_media
 from tests.lib.ranks import run_ranks
@@ -58,9 +58,8 @@ def reads(world, paths: list[str], tokenizer, index_dir: str) -> dict[tuple, lis
     out = {}
     for dispatch, num_workers in WAYS:
         chosen = recipe(balance=BalanceConfig(dispatch=dispatch))
-        [orchestrator] = build_orchestrators(chosen, plan_spec(resolve(chosen, 1, 1)), 1,
-                                             torch.device("cpu"),
-                                             count=1)
+        orchestrator = build_orchestrator(chosen, plan_spec(resolve(chosen, 1, 1)), 1,
+                                      torch.device("cpu"))
         for path in paths:
             data = opened(path, tokenizer, index_dir)
             counts = count_reads(data.sources[0].store, len(data))

@@ -168,7 +168,7 @@ MUTATIONS = [Mutation(*row) for row in (
     ("a gain that is too small breaks the cap", "orchmllm/plan/step.py",
      "if sampled.is_within_caps:", "if True:", "tests/plan/test_plan_schemes.py",
      "With min_gain a step as sampled runs out of memory."),
-    ("an export writes infinities", "orchmllm/hf/writer.py",
+    ("an export writes infinities", "orchmllm/hf/tensors.py",
      "if out.isinf().any() and not values.isinf().any():", "if False:",
      "tests/tools/export/test_export.py::test_values_that_a_dtype_does_not_have_are_refused",
      "Weights beyond float16 become infinite in an export."),

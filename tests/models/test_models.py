@@ -16,8 +16,8 @@ from torch.utils.checkpoint import checkpoint
 from orchmllm.batch import SequenceLengths
 from orchmllm.config.model import AudioConfig, LLMConfig, VisionConfig
 from orchmllm.models.audio import AudioEncoder, packed_conv1d
-from orchmllm.models.init import init_parameters
 from orchmllm.models.llm import PackedQwen2
+from orchmllm.models.parts import init_parameters
 from orchmllm.models.vision import VisionEncoder, patch_positions, rotary_2d
 from tests.lib.submodules import (
     AUDIO,

@@ -13,7 +13,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from orchmllm.cli.options import command_parser, in_one_line
-from orchmllm.hf.writer import DTYPES
+from orchmllm.hf.tensors import DTYPES
 from orchmllm.tools.export.export import NOTE, export
 
 

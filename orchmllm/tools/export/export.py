@@ -14,10 +14,9 @@ from pathlib import Path
 from orchmllm.config.model import ModelConfig
 from orchmllm.config.recipe import RecipeError, load_recipe
 from orchmllm.data.formats.open import beside
+from orchmllm.hf import tensors as hf_tensors
 from orchmllm.hf.folder import read_json
-from orchmllm.hf.sharded import FileTensor, read_sharded
 from orchmllm.hf.sources import POSITIONS
-from orchmllm.hf.writer import DTYPES, TORCH_DTYPES, renamed, write_file, write_folder
 from orchmllm.models.names import PARTS, named
 
 VERSION = 1  # of orchmllm.json
@@ -41,8 +40,8 @@ def export(checkpoint: Path, out: Path, *, dtype: str = "", max_file_bytes: int 
             raise ValueError(f"checkpoint {checkpoint}: {problem}: export an earlier one, or see "
                              "what is left with --no-verify")
         log(f"checkpoint {checkpoint}: every file is what was saved (SHA-256)")
-    model, saved = _model_of(state), read_sharded(checkpoint)
-    tensors = {part: _tensors(part, model, saved, DTYPES[dtype] if dtype else "")
+    model, saved = _model_of(state), hf_tensors.read_sharded(checkpoint)
+    tensors = {part: _tensors(part, model, saved, hf_tensors.DTYPES[dtype] if dtype else "")
                for part in (*PARTS, "connectors")}
     staged, old = (out.parent / f".{what}_{out.name}" for what in ("staged", "old"))
     for folder in (staged, old):  # left by an export that was cut off
@@ -67,8 +66,8 @@ def export(checkpoint: Path, out: Path, *, dtype: str = "", max_file_bytes: int 
     return note
 
 
-def _tensors(part: str, model: ModelConfig, saved: dict[str, FileTensor],
-             dtype: str) -> list[FileTensor]:
+def _tensors(part: str, model: ModelConfig, saved: dict[str, hf_tensors.FileTensor],
+             dtype: str) -> list[hf_tensors.FileTensor]:
     """Those of a part. dtype: safetensors' name, empty: as saved. Raises ValueError naming one that
     the checkpoint lacks."""
     out = []
@@ -76,11 +75,11 @@ def _tensors(part: str, model: ModelConfig, saved: dict[str, FileTensor],
         if f"model.{n.name}" not in saved:
             raise ValueError(f"the checkpoint lacks model.{n.name}: it is of another model "
                              "than its state.json says")
-        out.append(renamed(saved[f"model.{n.name}"], n.hf, n.shape, dtype))
+        out.append(hf_tensors.renamed(saved[f"model.{n.name}"], n.hf, n.shape, dtype))
     return [*out, _positions(model, out[0].dtype)] if part == "audio" else out
 
 
-def _write(model: ModelConfig, state: dict, tensors: dict[str, list[FileTensor]],
+def _write(model: ModelConfig, state: dict, tensors: dict[str, list[hf_tensors.FileTensor]],
            max_file_bytes: int, folder: Path, log: Callable[[str], None]) -> dict:
     from orchmllm.hf.describe import CLASSES, part_json, started_from
 
@@ -90,28 +89,28 @@ def _write(model: ModelConfig, state: dict, tensors: dict[str, list[FileTensor]]
         if problem:
             log(f"warning: {problem}")
         (folder / part).mkdir()
-        dtype = TORCH_DTYPES[tensors[part][0].dtype]
+        dtype = hf_tensors.TORCH_DTYPES[tensors[part][0].dtype]
         for name, contents in part_json(part, model, dtype).items():
             (folder / part / name).write_text(json.dumps(contents, indent=1), encoding="utf-8")
-        files = write_folder(folder / part, tensors[part], max_file_bytes)
+        files = hf_tensors.write_folder(folder / part, tensors[part], max_file_bytes)
         name = CLASSES[model.vision.family if part == "vision" else part]
         note["parts"][part] = {"class": f"transformers.{name}" if name else None,
                                "tensors": len(tensors[part]), "files": files}
         what = name or ("orchmllm.models.vision.VisionEncoder (model.vision.family vit has no "
                         "class in transformers)")
         log(_line(f"{part}/", tensors[part], files, what))
-    write_file(folder / "connectors.safetensors", tensors["connectors"])
+    hf_tensors.write_file(folder / "connectors.safetensors", tensors["connectors"])
     log(_line("connectors.safetensors", tensors["connectors"], 1, "names of orchmllm"))
     return note
 
 
-def _line(name: str, tensors: list[FileTensor], files: int, what: str) -> str:
+def _line(name: str, tensors: list[hf_tensors.FileTensor], files: int, what: str) -> str:
     size = sum(t.num_bytes for t in tensors) / 1e6
     return (f"{name:<24}{len(tensors):>5} tensors {size:>10.1f} MB in {files} "
             f"file{'s' if files > 1 else ' '}  {what}")
 
 
-def _positions(model: ModelConfig, dtype: str) -> FileTensor:
+def _positions(model: ModelConfig, dtype: str) -> hf_tensors.FileTensor:
     """Whisper's position table, which is computed here and stored there."""
     import torch
 
@@ -119,8 +118,8 @@ def _positions(model: ModelConfig, dtype: str) -> FileTensor:
     from orchmllm.models.audio import sinusoids
 
     table = sinusoids(torch.arange(positions_of(model)), model.audio.hidden_size,
-                      getattr(torch, TORCH_DTYPES[dtype]))
-    return FileTensor(POSITIONS, dtype, tuple(table.shape), lambda: table)
+                      getattr(torch, hf_tensors.TORCH_DTYPES[dtype]))
+    return hf_tensors.FileTensor(POSITIONS, dtype, tuple(table.shape), lambda: table)
 
 
 def _model_of(state: dict) -> ModelConfig:

@@ -16,8 +16,8 @@ from orchmllm.batch import IGNORE_INDEX, SequenceLengths, on_device
 from orchmllm.config.model import ModelConfig
 from orchmllm.models.audio import AudioEncoder
 from orchmllm.models.flops import Lengths, phase_work
-from orchmllm.models.init import init_parameters
 from orchmllm.models.llm import PackedQwen2
+from orchmllm.models.parts import init_parameters
 from orchmllm.models.vision import VisionEncoder
 from orchmllm.plan.assign import PHASES
 

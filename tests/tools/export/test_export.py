@@ -27,9 +27,8 @@ from orchmllm.config.recipe import (
     TrainConfig,
 )
 from orchmllm.data.text.tokenizer import ChatTokenizer
-from orchmllm.hf.sharded import read_sharded
 from orchmllm.hf.sources import PretrainedError, find_sources
-from orchmllm.hf.writer import renamed
+from orchmllm.hf.tensors import read_sharded, renamed
 from orchmllm.models.attention import packed_attention, register_hf_attention
 from orchmllm.models.audio import packed_conv1d
 from orchmllm.models.mllm import MultimodalModel
