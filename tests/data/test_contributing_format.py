@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import re
 
+import pytest
+
 from tests.lib.commands import ROOT, python
 from tests.lib.mutations import copied, outcome
 
 TABLE = "orchmllm/data/formats/row_formats.py"
 
 
+@pytest.mark.slow  # it runs pytest twice in a copy of the tree
 def test_the_shown_format_is_read(tmp_path):
     text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     section = re.search(r"^## A row format\n.*?(?=^## |\Z)", text, re.M | re.S)[0]
