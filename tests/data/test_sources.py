@@ -125,6 +125,18 @@ def test_a_folder_of_several_splits_is_not_trained_on_as_one(names, choices, tmp
         assert 0 < len(found) < len(names)  # the cure works
 
 
+def test_a_folder_that_datasets_prepared_is_read(tmp_path):
+    """Its dataset_info.json has the name of LLaMA-Factory's."""
+    import datasets
+
+    write_jsonl(tmp_path / "a.jsonl", [{"instruction": "Hi.", "output": "Hello."}] * 3)
+    builder = datasets.load_dataset_builder(
+        "json", data_files=str(tmp_path / "a.jsonl"), cache_dir=str(tmp_path / "cache"))
+    builder.download_and_prepare(str(tmp_path / "prepared"), file_format="parquet")
+    assert (tmp_path / "prepared" / "dataset_info.json").is_file()
+    assert len(open_source(SourceConfig(path=str(tmp_path / "prepared")), tmp_path)) == 3
+
+
 def test_a_stream_has_no_split_either(folder, tokenizer, tmp_path):
     import datasets
 

@@ -25,7 +25,7 @@ NOT_DATA = {"tokenizer.json", "tokenizer_config.json", "dataset_infos.json", "da
             "config.json"}
 SPLIT = re.compile("(?<![a-z])(train(ing)?|val(id(ation)?)?|dev|test(ing)?|eval)(?![a-z])", re.I)
 LLAMA_FACTORY = "dataset_info.json"
-OF_FOLDERS = {"state.json", "dataset_dict.json", LLAMA_FACTORY}  # a layout of its own
+SPLITS, ONE_SPLIT = SAVED = ("dataset_dict.json", "state.json")  # of what save_to_disk wrote
 ENERGON = ".nv-meta"
 Found = Callable[[], tuple[RowStore, str | None]]  # opens the rows; their layout if the place tells
 
@@ -97,18 +97,12 @@ def expand(pattern: str) -> list[Path]:
 
 
 def _find_in_folder(path: Path, config: SourceConfig, cache_dir: Path) -> Found:
-    if (path / "dataset_dict.json").is_file():
-        check_parts(config, "a saved folder", "split")
+    has_splits = (path / SPLITS).is_file()
+    if has_splits or (path / ONE_SPLIT).is_file():
+        check_parts(config, "a saved folder" if has_splits else f"a saved folder without {SPLITS}",
+                    *["split"] * has_splits)
         check_installed(config.path, *ARROW_PACKAGES)
         return lambda: (arrow.open_saved(path, config), None)
-    if (path / "state.json").is_file():
-        check_parts(config, "a saved folder without dataset_dict.json")
-        check_installed(config.path, *ARROW_PACKAGES)
-        return lambda: (arrow.open_saved(path, config), None)
-    if (path / LLAMA_FACTORY).is_file() and next(path.glob("*.arrow"), None) is None:
-        raise ValueError(f"{config.path}: {LLAMA_FACTORY} of LLaMA-Factory is not read; give the "
-                         "file of one dataset as the path, and write its columns and roles as "
-                         "docs/formats.md lists them")
     metas = sorted(p for p in (*path.glob("*_meta.json"), *path.glob("*/*_meta.json")))
     if metas and config.row_format in ("auto", "air_bench"):
         check_parts(config, "AIR-Bench")
@@ -127,9 +121,20 @@ def _find_in_folder(path: Path, config: SourceConfig, cache_dir: Path) -> Found:
         "data.jsonl, *.parquet, *.arrow, *.tar, *.json and *.jsonl (decompress .gz and .zst)")
 
 
-def _data_files(there: Iterable[File], config: SourceConfig) -> list[File]:
+def _is_of_datasets(info: File) -> bool:
+    """Whether a dataset_info.json is that of the `datasets` package, which describes one dataset by
+    its features; LLaMA-Factory's lists several."""
+    with info.open("rb") as file:
+        return b'"features"' in file.read()
+
+
+def _data_files(there: Sequence[File], config: SourceConfig) -> list[File]:
     """The data files among those of a folder and of `data` in it: those of one kind, and of the
     source's split. Raises ValueError if there is none of that."""
+    if any(f.name == LLAMA_FACTORY and not _is_of_datasets(f) for f in there):
+        raise ValueError(f"{config.path}: {LLAMA_FACTORY} of LLaMA-Factory is not read; give the "
+                         "file of one dataset as the path, and write its columns and roles as "
+                         "docs/formats.md lists them")
     there = sorted((f for f in there if f.name not in NOT_DATA), key=str)
     if any(Path(f.parent).name == ENERGON for f in there):
         raise ValueError(f"{config.path}: the folder is a dataset of Megatron Energon ({ENERGON}), "
@@ -170,7 +175,7 @@ def _find_remote(config: SourceConfig, cache_dir: Path, storage: Storage) -> Fou
         check_parts(config, "a data file")
         return _opener(files, files[0].parent, config, cache_dir)
     data = _data_files(files, config)
-    if not data or OF_FOLDERS.intersection(f.name for f in files):
+    if not data or any(f.name in SAVED for f in files):
         raise ValueError(f"{url}: a folder behind a URL is read if it holds data files alone; copy "
                          "the rows of one with a layout of its own (save_to_disk, "
                          "AIR-Bench, LibriSpeech) to a disk, and give media_root: the URL")
