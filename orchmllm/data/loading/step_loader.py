@@ -61,10 +61,10 @@ class Dataset(Protocol):
 
 
 class SegmentFeed:
-    """Examples of a dataset that knows lengths before
-    it decodes, and decodes single segments. With worker processes the next step is planned before
-    one is taken, so that they have work meanwhile. servers: read and decode instead. Raises
-    ValueError if a dispatch needs what the dataset cannot do."""
+    """Examples of a dataset that knows lengths before it decodes, and decodes single segments. With
+    worker processes the next step is planned before one is taken, so that they have work meanwhile.
+    servers: read and decode instead. Raises ValueError if a dispatch needs what the dataset cannot
+    do."""
 
     num_dropped = 0
 
