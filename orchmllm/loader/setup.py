@@ -77,9 +77,8 @@ def make_spec(
         raise ValueError(f"max_rank_tokens: policy {policy!r} has no such cap")
     if not 0.0 <= min_gain < 1.0:
         raise ValueError(f"min_gain is {min_gain}: must be in [0, 1) (0.02: 2%)")
-    costs = in_fine_unit({"llm": cost or BY_LENGTH})
-    if policy == "padded":
-        costs = {"llm": replace(costs["llm"], padded=True)}
+    cost = cost or BY_LENGTH
+    costs = in_fine_unit({"llm": replace(cost, padded=cost.padded or policy == "padded")})
     llm = PhasePolicy(policy, DEFAULT_TOLERANCE if tolerance is None else tolerance,
                       max_rank_tokens)
     return PlanSpec(costs=costs, row_bytes={}, feature_bytes=0, ranks_per_node=ranks_per_node,
