@@ -12,11 +12,6 @@ from orchmllm.papers.ablations import main
 def test_ablations_are_of_the_lengths_and_the_world_that_are_asked_for(tmp_path, capsys):
     recipe = tmp_path / "r.yaml"
     recipe.write_text("data: {path: nowhere}\ntrain: {batch_size: 2}\n", encoding="utf-8")
-
-    def own(*args: str) -> tuple[int, str, str]:
-        code = main([str(recipe), "--world-size", "2", *args])
-        return code, *capsys.readouterr()
-
     lines = tmp_path / "lengths.jsonl"
     lines.write_text('{"images": [[640, 480]], "text_tokens": 50}\n' * 30, encoding="utf-8")
     found = {}
@@ -24,12 +19,11 @@ def test_ablations_are_of_the_lengths_and_the_world_that_are_asked_for(tmp_path,
                        ("file", ("--lengths", str(lines))),
                        ("twice", ("train.accumulation_steps=2",))):
         path = tmp_path / f"{name}.json"
-        code, said, told = own("--json", str(path), *args)
-        assert code == 0, told
-        assert said.startswith("Lengths: ")
+        assert main([str(recipe), "--world-size", "2", "--json", str(path), *args]) == 0
+        assert capsys.readouterr().out.startswith("Lengths: ")
         table = json.loads(path.read_text())["tables"][0]
         found[name] = [row["tokens_per_gpu"] for row in table["rows"].values()]
     assert len({tuple(f) for f in found.values()}) == 4
     assert found["file"][0] == pytest.approx(found["file"][-1])  # all alike: nothing to balance
-    code, _, told = own("--world-size", "9", "fsdp.shard_size=2")
-    assert code == 2 and "which does not divide the 9 ranks" in told
+    assert main([str(recipe), "--world-size", "9", "fsdp.shard_size=2"]) == 2
+    assert "which does not divide the 9 ranks" in capsys.readouterr().err
