@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch.distributed as dist
@@ -44,15 +45,17 @@ VALUES = {leaf.path: drawn for leaf in leaves(Recipe) if leaf.path.startswith(SE
                or [not leaf.default] * (leaf.kind is bool))}
 
 
-def draw(num_ranks: int, seed: int, corpus: Path, folder: Path) -> tuple[list[str], int, int]:
+def draw(num_ranks: int, seed: int, corpus: Path, folder: Path, without: Sequence[str] = ()
+         ) -> tuple[list[str], int, int]:
     """(overrides of a recipe that so many ranks can run, how many of the values that were drawn for
     it were taken and refused). corpus: demo examples; folder: of the run, beside which an index may
-    be written."""
+    be written; without: keys that keep the recipe's value."""
     rng, taken, refused = random.Random(100 * seed + num_ranks), 0, 0
     overrides = [*TINY, f"launch.nproc_per_node={num_ranks}", "train.num_steps=3",
                  "balance.ranks_per_node=0", "fsdp.memory_gb=8", f"data.path={corpus}",
                  f"data.index_dir={folder.parent / 'index'}", f"run.dir={folder}"]
-    for path, values in rng.sample(sorted(VALUES.items()), rng.choice((5, 15, 30))):
+    drawn = sorted(item for item in VALUES.items() if item[0] not in without)
+    for path, values in rng.sample(drawn, rng.choice((5, 15, 30))):
         tried = [*overrides, *WITH.get(path, "").split(), f"{path}={rng.choice(values)}"]
         try:
             check_world(resolve(load_recipe(DEMO, tried), num_ranks, num_ranks))
