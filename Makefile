@@ -34,7 +34,7 @@ SLOW_data := tests/data tests/e2e/test_paper_mix.py tests/e2e/test_nothing_read.
 SLOW_plan := tests/plan tests/comm tests/tools/doctor
 SLOW_models := tests/models tests/sharding tests/tools/export
 SLOW_memory := tests/tools/predict/test_scale_memory.py tests/tools/predict/test_tracked_memory.py
-SLOW_estimate := tests/papers tests/tools/data \
+SLOW_estimate := tests/papers tests/tools/data tests/docs \
     $(filter-out $(SLOW_memory), $(wildcard tests/tools/predict/test_*.py))
 SLOW_mutations := tests/test_mutations.py
 SLOW_recipes := tests/e2e/test_any_recipe.py

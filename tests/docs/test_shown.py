@@ -21,6 +21,21 @@ def test_the_readme_shows_what_data_stats_prints(capsys):
     assert text.count("\n") <= 120
 
 
+@pytest.mark.slow
+def test_the_dry_runs_of_docs_scale_are_what_the_command_prints(capsys):
+    def without_clock(text: str) -> list[str]:
+        return [line for line in text.rstrip().splitlines()
+                if not re.match(r"  planning, ms|This took ", line)]
+
+    text = (ROOT / "docs/scale.md").read_text(encoding="utf-8")
+    shown = re.findall(r"^\$ (orchmllm dry-run .*)\n((?:(?!```|\$ ).*\n)+)", text, re.M)
+    assert len(shown) == 5
+    for line, output in shown:
+        failed = dispatch(shlex.split(line)[1:])
+        printed = capsys.readouterr()
+        assert without_clock(printed.err if failed else printed.out) == without_clock(output), line
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
 def test_links_lead_to_files(page):
     text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.S)
