@@ -163,7 +163,8 @@ class SegmentReader:
             if len(decoded) == rows:
                 return decoded
             raise MediaError(medium.name, f"decoded to {len(decoded)} rows where {rows} were "
-                             "planned: the file has changed since its header was read")
+                             "planned: the file has changed since its header was read; "
+                             "orchmllm data lint reads all headers of an index again")
         except MediaError as error:
             error.modality = modality
             fail(segment, error, on_error)
