@@ -83,5 +83,5 @@ def check_world(job: Job) -> None:
     if 0 < batch < ranks * steps:
         raise ValueError(
             f"train.global_batch_size is {batch}, less than one example for each of {ranks} "
-            f"ranks and {steps} microbatches: raise it to {ranks * steps} or start at most "
-            f"{batch // steps} ranks")
+            f"ranks and {steps} microbatches: raise it to {ranks * steps}, or lower "
+            "train.accumulation_steps or the number of ranks")
