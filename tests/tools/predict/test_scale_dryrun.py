@@ -119,7 +119,8 @@ def test_small_dry_run_is_consistent():
     (("--world-size", "2560", "fsdp.memory_gb=40", "train.global_batch_size=76800"),
      "train.global_batch_size=53760 would fit"),
     (("--world-size", "2560", "fsdp.memory_gb=4"), "fsdp.shard_size above 256"),
-    (("--world-size", "256", "train.global_batch_size=100"), "raise it to 256, or lower train.accumulation_steps"),
+    (("--world-size", "256", "train.global_batch_size=100"),
+     "raise it to 256, or lower train.accumulation_steps"),
 ])
 def test_one_message_for_what_cannot_run(changes, says):
     run = python(*DRY_RUN, "recipes/mllm84b.yaml", *changes)
