@@ -258,8 +258,8 @@ class ConversationDataset:
             if text:
                 token_ids, supervised = self.reader.text_like(layout, turns)
         except ValueError as error:
-            problem = MediaError(self._name(i), "the row has changed since it was indexed (orchmllm "
-                                 f"data lint reads all rows again): {error}")
+            problem = MediaError(self._name(i), "the row has changed since it was indexed (`data "
+                                 f"lint` reads all rows again): {error}")
         return MeasuredExample(layout, token_ids, supervised, media, problem)
 
     def _keep(self, i: int, row: MeasuredExample) -> None:

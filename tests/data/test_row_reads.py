@@ -102,7 +102,7 @@ def test_a_row_that_is_not_as_it_was_indexed_is_not_learnt(data, tmp_path):
     assert len(example.labels) == layout.num_tokens.sum() and (example.labels < 0).all()
     assert [len(rows) for rows in example.media.values()] == layout.rows[layout.rows > 0].tolist()
     assert failures[-1][0] == 0 and str(failures[-1][1]).endswith(
-        "the row has changed since it was indexed (orchmllm data lint reads all rows again): its "
+        "the row has changed since it was indexed (`data lint` reads all rows again): its "
         "text does not have the indexed lengths")
 
 
