@@ -31,11 +31,9 @@ class LocalSearch {
     if (high_ <= p_.cap) return 0;
     order_ = order_ascending(p_.weight);
     const i64 bound = lower_bound_load(p_.weight, p_.num_ranks);
-    // Of one attempt: the looser the cap, the fewer.
-    const i64 unit = bound / 1000 + 1, loose = std::max(p_.cap, bound + bound / 1000);
+    const i64 loose = std::max(p_.cap, bound + bound / 1000);
     num_items_ = std::count_if(p_.weight.begin(), p_.weight.end(), [](i64 w) { return w > 0; });
-    const i128 most = std::min<i64>(32000000, 4000 * num_items_) + 80 * num_items_;
-    const i64 operations = static_cast<i64>(most * 2 * unit / (unit + loose - bound));
+    const i64 operations = std::min<i64>(32000000, 4000 * num_items_) + 80 * num_items_;
     const bool home_is_near = !nearly_all_moves();
     if (home_is_near) {
       const i64 left = attempt_from_home(loose, operations);
@@ -43,7 +41,12 @@ class LocalSearch {
     }
     if (high_ > loose) {
       start_from_greedy();
-      tighten(loose, attempt(loose, operations / 4, false));
+      if (high_ > loose) {
+        // Where that one is not kept, nothing but the cap is worth all that it moves.
+        if (max_load(trial_.data()) > high_) high_ = loose + 1;
+        tighten(loose, attempt(loose, operations / 4, false));
+        high_ = max_load(best_);
+      }
     }
     if (high_ > p_.cap && high_ <= loose) {
       tighten(p_.cap, operations);

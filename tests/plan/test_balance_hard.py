@@ -38,13 +38,41 @@ def test_homes_as_bad_as_they_come(kind: str) -> None:
 
 def test_no_input_takes_much_longer_than_others() -> None:
     """Operations, of which every loop counts its own, and which hold the time within a factor of
-    two: at most five times the median of inputs with as many items."""
+    two: at most ten times the median of inputs with as many items."""
     rows = {name: measure(problem, .005)[0] for name, problem in adversarial(153600).items()}
     operations = {name: row["operations"] for name, row in rows.items()}
     median = np.median(list(operations.values()))
-    assert {name: n / median for name, n in operations.items() if n > 5 * median} == {}
+    assert {name: n / median for name, n in operations.items() if n > 10 * median} == {}
     assert sum(row["worse"] for row in rows.values()) == 0
-    assert max(row["volume"] for name, row in rows.items() if name.startswith("sorted")) <= 1.2
+    most = {name: 1.2 if name.startswith("sorted") else 10 for name in rows}
+    assert {name: row["volume"] for name, row in rows.items() if row["volume"] > most[name]} == {}
+
+
+@pytest.mark.parametrize("tolerance", [.005, .02, .05])
+def test_clips_of_two_lengths_are_not_all_shipped(tolerance: float) -> None:
+    """Clips of about 1 s and 29 s, 21 a rank. Where the search gave up early, `greedy` took its
+    place, which changes the node of 86% of the load."""
+    d, rng = 512, np.random.default_rng(0)
+    n = 21 * d
+    seconds = np.where(rng.random(n) < .5, rng.normal(1, .1, n), rng.normal(29, .3, n))
+    weight = cost_model("audio", MODELS["84b"])((50 * seconds.clip(.3, 30)).astype(np.int64))
+    home = np.arange(n) // 21
+    got = core().least_move(weight, home, NOTHING, d, 8, load_cap(weight, d, tolerance))
+    shipped = core().greedy(weight, home, d)
+    assert loads(weight, got, d).max() <= max(loads(weight, shipped, d).max(),
+                                              load_cap(weight, d, tolerance))
+    least = surplus(weight, home, loads(weight, got, d).max())
+    assert moved(weight, home, got) <= 3 * least
+
+
+def test_items_on_one_rank_of_each_node_stay_in_their_node() -> None:
+    d = 1024
+    weight = synthetic_lengths("lognormal", d * 30, 3)
+    home = np.arange(d * 30) // 240 * 8
+    cap = load_cap(weight, d, .02)
+    got = core().least_move(weight, home, NOTHING, d, 8, cap)
+    assert loads(weight, got, d).max() <= cap
+    assert moved(weight, home, got) <= .06 * weight.sum()
 
 
 def images_of_few_sizes(ranks: int, batch_size: int, seed: int) -> tuple[np.ndarray, np.ndarray]:

@@ -301,16 +301,19 @@ class Search:
             return self.best
         n = sum(w > 0 for w in self.weight)
         bound = lower_bound(np.array(self.weight), self.num_ranks)
-        unit, loose = bound // 1000 + 1, max(self.cap, bound + bound // 1000)
-        most = min(32000000, 4000 * n) + 80 * n
-        operations = most * 2 * unit // (unit + loose - bound)
+        loose = max(self.cap, bound + bound // 1000)
+        operations = min(32000000, 4000 * n) + 80 * n
         home_is_near = not self.nearly_all_moves()
         if home_is_near:
             left = self.attempt(list(self.home), loose, operations, from_home=True)
             self.tighten(loose, left + operations // 2)
         if self.high > loose:
             start = self.start_from_greedy()
-            self.tighten(loose, self.attempt(start, loose, operations // 4))
+            if self.high > loose:
+                if self.max_load(start) > self.high:
+                    self.high = loose + 1
+                self.tighten(loose, self.attempt(start, loose, operations // 4))
+                self.high = self.max_load(self.best)
         if self.cap < self.high <= loose:
             self.tighten(self.cap, operations)
             if self.high > self.cap:
