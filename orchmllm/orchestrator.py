@@ -42,7 +42,7 @@ from orchmllm.comm.exchange import (
 )
 from orchmllm.comm.ilp import SharedPrograms
 from orchmllm.plan.assign import DISPATCHES
-from orchmllm.plan.layout import ENCODERS, BatchLayout
+from orchmllm.plan.layout import ENCODERS, NO_EXAMPLES, BatchLayout
 from orchmllm.plan.step import PlanSpec, StepPlan, assign_microbatches, plan_step
 
 PROTOCOL_VERSION = 3
@@ -106,7 +106,7 @@ class Orchestrator:
 
         Raises RemoteError if any rank passed an `error`, its cause on that rank, and
         PlanMismatchError if steps, versions or configurations differ."""
-        part = layout if layout is not None else BatchLayout.from_examples([])
+        part = NO_EXAMPLES if layout is None else layout
         text = describe(error)
         header = [PROTOCOL_VERSION, step, part.num_examples, len(part.modality),
                   int(exhausted) and 1 + num_dropped, len(text.encode()),

@@ -22,12 +22,11 @@ from orchmllm.hf.sources import find_sources
 from orchmllm.launch import World, device_of
 from orchmllm.models.attention import describe_attention
 from orchmllm.models.flops import mfu, peak_flops, plan_spec, step_flops
-from orchmllm.plan.step import PHASES
 from orchmllm.runtime.build import build_dataset, build_orchestrator
 from orchmllm.runtime.display import RunDisplay
 from orchmllm.runtime.health import HangWatchdog
 from orchmllm.runtime.incidents import Incidents
-from orchmllm.runtime.measured import StepTimer, check_processed
+from orchmllm.runtime.measured import StepTimer
 from orchmllm.runtime.metrics import MetricsLog, open_log
 from orchmllm.runtime.profile import StepProfiler, explained_oom
 from orchmllm.runtime.run_checkpoints import RunCheckpoints, kept_batch
@@ -193,8 +192,7 @@ class Trainer:
         clock.reset()
         lr = learning_rate(step.index, train)
         set_learning_rate(self.optimizer, lr)
-        loss_sum, processed = self._accumulate(step)
-        check_processed(step, self.world.rank, processed)
+        loss_sum = self._accumulate(step)
         clock.switch("update")
         norms = clip_gradients(self.parts, train.max_grad_norm, self.device)
         facts = self.timer.gather(self._gather, step, loss_sum, norms,
@@ -229,12 +227,10 @@ class Trainer:
         useful = sum(sum(step_flops(self.recipe.model, p.layout).values()) for p in step.plans)
         return mfu(useful, step_s, self.world.world_size, self._peak_flops)
 
-    def _accumulate(self, step: Step) -> tuple[torch.Tensor, dict[str, list[int]]]:
-        """Forward and backward of all microbatches -> (this rank's loss sum, the item lengths its
-        phases really processed)."""
+    def _accumulate(self, step: Step) -> torch.Tensor:
+        """Forward and backward of all microbatches -> this rank's loss sum."""
         clock = self.model.clock
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
-        processed: dict[str, list[int]] = {phase: [] for phase in PHASES}
         clock.switch("exchange")
         for batch in self.orchestrator.batches(step):
             clock.switch(None)
@@ -243,10 +239,7 @@ class Trainer:
             (out / max(step.num_global_targets, 1)).backward()
             clock.switch("exchange")
             loss_sum += out.detach()
-            for phase, lengths in batch.input_lengths.items():
-                processed[phase] += lengths.lengths
-            processed["llm"] += batch.text_lengths.lengths
-        return loss_sum, processed
+        return loss_sum
 
     @torch.no_grad()
     def validate(self) -> float:

@@ -83,7 +83,7 @@ def explained_oom(step: Step, rank: int, folder: Path) -> Iterator[None]:
 def _what_was_planned(step: Step, rank: int, error: BaseException) -> dict:
     def positions(plan: StepPlan, phase: str) -> list[int]:
         move = plan.rearrangement(phase)
-        return sums_of(plan.item_lengths(phase)[move.order], move.target_sizes).tolist()
+        return sums_of(plan.layout.item_lengths(phase)[move.order], move.target_sizes).tolist()
 
     micro = [{"example_ids": one.rank_plan.example_ids.tolist(),
               "positions": {phase: positions(one.plan, phase) for phase in PHASES}}

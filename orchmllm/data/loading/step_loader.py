@@ -90,10 +90,10 @@ class SegmentFeed:
         sampled, rank = self.sampler.batch(index), self.orchestrator.rank
         shares = self.sampler.shares(index, self.orchestrator.world_size)
         probed = sampled if self.knows_all else sampled[shares[rank]]
-        sizes = [s.stop - s.start for s in shares] if self.knows_all else None
+        sizes = [s.stop - s.start for s in shares] if self.knows_all else [len(probed)]
         if hasattr(self.dataset, "layouts"):
             return self.dataset.layouts(probed, sizes)
-        return BatchLayout.from_examples([self.dataset.layout(int(i)) for i in probed], sizes)
+        return BatchLayout.concat([self.dataset.layout(int(i)) for i in probed], sizes)
 
     def announce(self, step: Step) -> None:
         for micro in step.micro:
