@@ -3,7 +3,7 @@ the record of a step on its way."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -137,7 +137,7 @@ class Microbatch:
     rank_plan: RankPlan
     inputs: dict[str, Any] = field(default_factory=dict)
     content: Any = None
-    ignored: Collection[int] = ()
+    ignored: Sequence[int] = ()
     positions: np.ndarray | None = None
     num_targets: tuple[int, int] = UNCOUNTED
 
@@ -181,12 +181,6 @@ class Step:
     @cached_property
     def plans(self) -> list[StepPlan]:
         return [m.plan for m in self.micro]
-
-    @property
-    def media(self) -> list[tuple[int, int]]:
-        """(example position, segment) of every medium of the global batch, in source order."""
-        at = self.layout.places(np.flatnonzero(self.layout.modality != TEXT))
-        return list(map(tuple, at.tolist()))
 
     @property
     def example_ids(self) -> np.ndarray:

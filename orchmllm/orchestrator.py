@@ -13,14 +13,13 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import astuple
 from functools import partial
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from orchmllm.batch import (
     IGNORE_INDEX,
@@ -30,7 +29,6 @@ from orchmllm.batch import (
     FailedSegment,
     Microbatch,
     SequenceLengths,
-    Step,
     on_device,
 )
 from orchmllm.comm.agree import combined_digest, describe, raise_first, require_agreement
@@ -42,7 +40,7 @@ from orchmllm.comm.exchange import (
 )
 from orchmllm.comm.ilp import SharedPrograms
 from orchmllm.plan.assign import DISPATCHES
-from orchmllm.plan.layout import ENCODERS, BatchLayout
+from orchmllm.plan.layout import ENCODERS, NO_EXAMPLES, BatchLayout
 from orchmllm.plan.step import PlanSpec, StepPlan, assign_microbatches, plan_step
 
 PROTOCOL_VERSION = 3
@@ -106,7 +104,7 @@ class Orchestrator:
 
         Raises RemoteError if any rank passed an `error`, its cause on that rank, and
         PlanMismatchError if steps, versions or configurations differ."""
-        part = layout if layout is not None else BatchLayout.from_examples([])
+        part = NO_EXAMPLES if layout is None else layout
         text = describe(error)
         header = [PROTOCOL_VERSION, step, part.num_examples, len(part.modality),
                   int(exhausted) and 1 + num_dropped, len(text.encode()),
@@ -169,21 +167,9 @@ class Orchestrator:
                 [None if (head[name] == UNKNOWN).any() else int(head[name].sum())
                  for name in ("num_targets", "num_shifted")])
 
-    def pin(self, micro: Microbatch) -> None:
-        """Moves what was loaded to pinned memory where the device is a GPU: the copy into it is
-        paid here, in the prefetch thread, and `dispatch` does not wait for the one to the device.
-        """
-        if self.device.type == "cuda":
-            micro.inputs = {m: x.pin_memory() for m, x in micro.inputs.items()}
-            micro.content = micro.content.pin_memory()
-
-    def batches(self, step: Step) -> Iterator[Batch]:
-        """Dispatches one microbatch of the trainer's at a time; every rank has to draw all."""
-        for micro in step.micro:
-            yield self.dispatch(micro, step.num_global_targets)
-
     def dispatch(self, micro: Microbatch, num_global_targets: int) -> Batch:
-        """Moves one microbatch's inputs to the ranks that process them (training thread)."""
+        """Moves one of the trainer's microbatches to the ranks that process it (training thread).
+        Collective: every rank dispatches all microbatches of a step, in their order."""
         plan, group = micro.rank_plan, self._device_group
         moves = self.spec.balance.dispatch == "tensors"
         inputs, input_lengths, scatter = {}, {}, {}
@@ -195,18 +181,12 @@ class Orchestrator:
         text = on_device(micro.content, self.device)
         text = exchange_rows(text, plan.llm, group) if moves else text
         token_ids, labels = text.long().unbind(1)
+        if len(micro.ignored):
+            lost = np.repeat(np.isin(plan.examples, micro.ignored), plan.llm.lengths)
+            labels = labels.masked_fill(on_device(lost, self.device), IGNORE_INDEX)
         return Batch(
             plan=plan, inputs=inputs, input_lengths=input_lengths, token_ids=token_ids,
-            labels=self._ignore(labels, micro),
+            labels=labels,
             text_lengths=SequenceLengths.from_lengths(plan.llm.lengths, self.device),
             position_ids=on_device(plan.position_ids, self.device), scatter=scatter,
             num_global_targets=num_global_targets)
-
-    def _ignore(self, labels: Tensor, micro: Microbatch) -> Tensor:
-        if not len(micro.ignored):
-            return labels
-        dropped = np.isin(micro.rank_plan.examples, list(micro.ignored))
-        if not dropped.any():
-            return labels
-        rows = on_device(np.repeat(dropped, micro.rank_plan.llm.lengths), labels.device)
-        return labels.masked_fill(rows, IGNORE_INDEX)

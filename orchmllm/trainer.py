@@ -22,16 +22,16 @@ from orchmllm.hf.sources import find_sources
 from orchmllm.launch import World, device_of
 from orchmllm.models.attention import describe_attention
 from orchmllm.models.flops import mfu, peak_flops, plan_spec, step_flops
-from orchmllm.plan.step import PHASES
 from orchmllm.runtime.build import build_dataset, build_orchestrator
 from orchmllm.runtime.display import RunDisplay
 from orchmllm.runtime.health import HangWatchdog
-from orchmllm.runtime.incidents import Incidents
-from orchmllm.runtime.measured import StepTimer, check_processed
-from orchmllm.runtime.metrics import MetricsLog, open_log
-from orchmllm.runtime.profile import StepProfiler, explained_oom
+from orchmllm.runtime.log_schema import SCHEMA_VERSION
+from orchmllm.runtime.measured import StepTimer
+from orchmllm.runtime.metrics import JsonLines, open_log
+from orchmllm.runtime.profile import StepProfiler
+from orchmllm.runtime.resumable import describe_end
 from orchmllm.runtime.run_checkpoints import RunCheckpoints, kept_batch
-from orchmllm.runtime.run_state import MediaCount, Progress, describe_end
+from orchmllm.runtime.run_state import Incidents, MediaCount, Progress
 from orchmllm.runtime.stop import FOLDER_TAKEN, Stopped, StopSignal
 from orchmllm.sharding.fits import for_run
 from orchmllm.sharding.fsdp import build_model, compute_dtype, reshard, state_tensors
@@ -40,7 +40,6 @@ from orchmllm.sharding.optimizer import (
     learning_parts,
     learning_rate,
     make_optimizer,
-    set_learning_rate,
 )
 from orchmllm.sharding.pretrained import check_same, fingerprint
 
@@ -94,9 +93,9 @@ class Trainer:
             job, RowGather(spec.ranks_per_node, recipe.launch.timeout_s), self.dataset,
             self.optimizer, partial(state_tensors, self.model, self.optimizer), self._log)
         self.stop = StopSignal(watch and watch.folder_taken)
-        self._metrics: MetricsLog | None = None
+        self._metrics: JsonLines | None = None
         self._rows: list[dict] | None = None
-        self.profiler = StepProfiler(recipe.profile, recipe.run.folder / "profile", world.rank)
+        self.profiler = StepProfiler(recipe, world.rank, self._log)
         self.incidents = Incidents(recipe, writes=world.rank == 0, log=self._log)
 
     def loader(self) -> StepLoader:
@@ -144,11 +143,8 @@ class Trainer:
     def _train_steps(self) -> None:
         """To the last step, or back to a checkpoint before a step that is not finite."""
         for step in self.loader():
-            self.profiler.before(step.index)
-            with explained_oom(step, self.world.rank, self.recipe.run.folder / "oom"):
+            with self.profiler.around(step):
                 row = self._emit(self.train_step(step))
-            if trace := self.profiler.after(step.index):
-                self._log(f"profile of steps {self.recipe.profile.steps}: {trace}")
             self.display.step(row)
             if self.on_step is not None:
                 self.on_step(step, row)
@@ -192,16 +188,17 @@ class Trainer:
         self.incidents.media(step, self.progress.media, self.dataset.describe)
         clock.reset()
         lr = learning_rate(step.index, train)
-        set_learning_rate(self.optimizer, lr)
-        loss_sum, processed = self._accumulate(step)
-        check_processed(step, self.world.rank, processed)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr * group["lr_share"]
+        loss_sum = self._accumulate(step)
         clock.switch("update")
         norms = clip_gradients(self.parts, train.max_grad_norm, self.device)
         facts = self.timer.gather(self._gather, step, loss_sum, norms,
                                   signal=self.stop.asked or self.display.stop_signal)
         self.incidents.preprocessed(step, int(facts.local.sum()))
         measured = self.timer.measured(step.index, step.plans, facts.measured_s)
-        loss, norm = facts.loss(step), float(facts.norms[0, 0])
+        loss = float(facts.loss_sum.sum()) / max(step.num_global_targets, 1)
+        norm = float(facts.norms[0, 0])
         nonfinite = not (math.isfinite(loss) and math.isfinite(norm))
         if nonfinite:
             self.incidents.nonfinite(step, loss, norm, self.progress, self.checkpointer.newest)
@@ -210,7 +207,8 @@ class Trainer:
             self.progress.skipped_steps += 1
         else:
             self.optimizer.step()
-            self.progress.count_update(step.index)
+            if step.index > max(self.progress.skip, default=-1):
+                self.progress.nonfinite_in_a_row = 0
         self.optimizer.zero_grad(set_to_none=True)
         self.progress.step = step.index + 1
         clock.switch("data")
@@ -219,8 +217,7 @@ class Trainer:
             "lr": lr, "step_s": step_s, "mfu": self._mfu(step, step_s), "nonfinite": nonfinite,
             "skipped_steps": self.progress.skipped_steps,
             **({"preprocessed": facts.preprocessed()} if self.servers else {}),
-            **facts.row(step, step_s, list(self.parts), on_device=clock.has_events),
-            "measured": measured and measured.row()}
+            **facts.row(step, loss, step_s, list(self.parts)), "measured": measured}
 
     def _mfu(self, step: Step, step_s: float) -> float | None:
         """Share of the GPUs' bf16 peak that was useful; None on a device without a known peak."""
@@ -229,24 +226,20 @@ class Trainer:
         useful = sum(sum(step_flops(self.recipe.model, p.layout).values()) for p in step.plans)
         return mfu(useful, step_s, self.world.world_size, self._peak_flops)
 
-    def _accumulate(self, step: Step) -> tuple[torch.Tensor, dict[str, list[int]]]:
-        """Forward and backward of all microbatches -> (this rank's loss sum, the item lengths its
-        phases really processed)."""
+    def _accumulate(self, step: Step) -> torch.Tensor:
+        """Forward and backward of all microbatches -> this rank's loss sum."""
         clock = self.model.clock
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
-        processed: dict[str, list[int]] = {phase: [] for phase in PHASES}
         clock.switch("exchange")
-        for batch in self.orchestrator.batches(step):
+        for micro in step.micro:
+            batch = self.orchestrator.dispatch(micro, step.num_global_targets)
             clock.switch(None)
             out = self.model(batch)
             clock.switch("llm")
             (out / max(step.num_global_targets, 1)).backward()
             clock.switch("exchange")
             loss_sum += out.detach()
-            for phase, lengths in batch.input_lengths.items():
-                processed[phase] += lengths.lengths
-            processed["llm"] += batch.text_lengths.lengths
-        return loss_sum, processed
+        return loss_sum
 
     @torch.no_grad()
     def validate(self) -> float:
@@ -261,7 +254,8 @@ class Trainer:
         self.model.eval()
         for step in loader:
             self.incidents.media(step, media, self.dataset.describe)
-            for batch in self._validation.batches(step):
+            for micro in step.micro:
+                batch = self._validation.dispatch(micro, step.num_global_targets)
                 total[0] += self.model(batch)
             total[1] += step.num_global_targets / self.world.world_size
         reshard(self.model)
@@ -271,7 +265,7 @@ class Trainer:
 
     def _emit(self, row: dict) -> dict:
         if self._metrics is not None:
-            self._metrics.write(row)
+            self._metrics.write({"schema": SCHEMA_VERSION, **row})
         if self._rows is not None:
             self._rows.append(row)
         return row

@@ -76,7 +76,7 @@ def measure(num_ranks: int, most: int, repeat: int) -> dict[str, list[float]]:
         marks.append(time.perf_counter())
         patches = QWEN2_VL.layout.rows(world.meta)[0]
         plan.move.exchange(patches, 0)
-        plan.move.inverse().exchange(patches[plan.move.order] // 4, 0)
+        plan.move.inverse.exchange(patches[plan.move.order] // 4, 0)
         marks.append(time.perf_counter())
         parts = 1e3 * np.diff(marks)
         for name, ms in zip(("describe", "table", "plan", "indices"), parts, strict=True):

@@ -186,8 +186,8 @@ def media(rank: int, args: argparse.Namespace) -> dict:
                 for step in loader:
                     if step.index == 1:  # warm from here
                         started = time.perf_counter()
-                    for _ in orchestrator.batches(step):
-                        pass
+                    for micro in step.micro:
+                        orchestrator.dispatch(micro, step.num_global_targets)
             took = 1e3 * (time.perf_counter() - started) / max(1, len(loader) - 2)
             out[f"{name}, {workers} workers"] = {
                 "step_ms": took, "received_mb": received.bytes / 1e6,

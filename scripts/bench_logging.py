@@ -56,9 +56,9 @@ def measure(trainer, folder: Path, num_steps: int, num_ranks: int) -> dict[str, 
     """Way of logging -> seconds of each step; `step`: those of training."""
     from orchmllm.config.recipe import RunConfig
     from orchmllm.runtime.display import RunDisplay
-    from orchmllm.runtime.metrics import MetricsLog
+    from orchmllm.runtime.metrics import JsonLines
 
-    run, log = RunConfig(dir=str(folder)), MetricsLog(folder / "metrics.jsonl")
+    run, log = RunConfig(dir=str(folder)), JsonLines(folder / "metrics.jsonl")
     displays = {"plain lines": RunDisplay(run), "bar": RunDisplay(run)}
     if importlib.util.find_spec("tensorboard"):
         displays["TensorBoard"] = RunDisplay(dataclasses.replace(run, tensorboard=True))

@@ -125,7 +125,7 @@ def measure_plan(plan: StepPlan) -> dict:
     excess, busiest, peers, moved, internode = {}, {}, {}, 0, 0
     for phase in PHASES:
         _, after = plan.phase_cost(phase)
-        cost = plan.spec.costs[phase](plan.item_lengths(phase))
+        cost = plan.spec.costs[phase](plan.layout.item_lengths(phase))
         excess[phase] = float(after.max() / max(1, core().lower_bound(cost, d)))
     for name, source, target, held in exchanges(plan):
         between = source // node != target // node
@@ -200,7 +200,7 @@ def drawing(args: argparse.Namespace, recipe: config.Recipe | None) -> Callable[
             sample_headers(args.mix, ranks * args.batch_size, 0), model, ranks)
     from orchmllm.runtime.build import build_dataset  # needs torch
     dataset = build_dataset(recipe)
-    return lambda ranks: BatchLayout.from_examples(
+    return lambda ranks: BatchLayout.concat(
         [dataset.layout(i) for i in np.random.default_rng(0).choice(
             len(dataset), ranks * args.batch_size).tolist()], [args.batch_size] * ranks)
 

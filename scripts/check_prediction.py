@@ -50,8 +50,7 @@ def predicted(recipe: Recipe, ranks: int, steps: int) -> dict[str, float]:
     sampler = GlobalSampler(rows, ranks * batch, seed=recipe.run.seed)
     found = dict.fromkeys(("off", "on"), 0.0)
     for step in range(steps):
-        layout = BatchLayout.from_examples([index.layout(*[sampler.batch(step)] * 2)],
-                                           [batch] * ranks)
+        layout = BatchLayout.concat([index.layout(*[sampler.batch(step)] * 2)], [batch] * ranks)
         for name in found:
             plan = plan_step(layout, plan_spec(resolve(
                 variant(recipe, name == "on"), layout.num_ranks, 2)))

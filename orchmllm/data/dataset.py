@@ -116,15 +116,15 @@ class ConversationDataset:
         return index.layout(*np.array([[row], [i]]))
 
     def layouts(
-        self, examples: np.ndarray, examples_per_rank: Sequence[int] | None = None
+        self, examples: np.ndarray, examples_per_rank: Sequence[int]
     ) -> BatchLayout:
-        """`layout` of each of the (n,) examples, joined; see BatchLayout.from_examples. Those that
+        """`layout` of each of the (n,) examples, joined; see BatchLayout.concat. Those that
         no index knows are measured MEASURED_AT_ONCE at a time."""
         def measure(rest: list[int]) -> list[BatchLayout]:
             return [row.layout for start in range(0, len(rest), MEASURED_AT_ONCE)
                     for row in self._measured(rest[start: start + MEASURED_AT_ONCE])]
 
-        return joined_layouts(self.indexes, self.bounds, examples, measure, examples_per_rank)
+        return joined_layouts(self.indexes, self.bounds, examples, examples_per_rank, measure)
 
     def _measured(self, examples: Sequence[int]) -> list[MeasuredExample]:
         """Examples as they were kept, or read and measured together: what they need of other

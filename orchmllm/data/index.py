@@ -53,12 +53,12 @@ class LengthIndex:
 
 def joined_layouts(
     indexes: Sequence[LengthIndex | None], bounds: np.ndarray, examples: np.ndarray,
+    examples_per_rank: Sequence[int],
     measure: Callable[[list[int]], Iterable[BatchLayout]] = lambda examples: (),
-    examples_per_rank: Sequence[int] | None = None,
 ) -> BatchLayout:
     """Lengths of examples (n,), in that order, of sources that follow each other. bounds (sources +
-    1,): the first example of each source; measure: gives the layouts of those that no index knows;
-    examples_per_rank: as of BatchLayout.from_table."""
+    1,): the first example of each source; examples_per_rank: how many each rank has of them;
+    measure: gives the layouts of those that no index knows."""
     parts, places, rest = [], [], np.arange(len(examples))
     for k, index in enumerate(indexes):
         if index is not None:
@@ -66,8 +66,7 @@ def joined_layouts(
             places.append(rest[here])
             parts.append(index.layout(examples[rest[here]] - bounds[k], examples[rest[here]]))
             rest = rest[~here]
-    joined = BatchLayout.from_examples([*parts, *measure(examples[rest].tolist())],
-                                       examples_per_rank)
+    joined = BatchLayout.concat([*parts, *measure(examples[rest].tolist())], examples_per_rank)
     order = np.concatenate([*places, rest])
     if np.array_equal(order, np.arange(len(order))):
         return joined

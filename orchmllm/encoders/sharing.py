@@ -120,7 +120,7 @@ def return_features(
 ) -> tuple[Tensor, np.ndarray]:
     """(features (R, W), rows of each item (n,)) of the items that this rank holds. counts: what
     agree_on_features returned."""
-    back = share.plan.move.inverse().exchange(counts, rank)
+    back = share.plan.move.inverse.exchange(counts, rank)
     return exchange_rows(features.rows, back, group), back.lengths
 
 

@@ -84,7 +84,7 @@ def padded_phases(model: ModelConfig) -> frozenset[str]:
 def item_rank(plan: StepPlan, phase: str) -> np.ndarray:
     """(n,) rank that processes each item, items in source order."""
     move = plan.rearrangement(phase)
-    return move.target_rank[move.slot_of]
+    return move.target_rank[move.inverse.order]
 
 
 def lengths_of(phase: str, config: VisionConfig | AudioConfig | LLMConfig,

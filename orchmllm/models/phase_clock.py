@@ -20,7 +20,8 @@ from torch import Tensor
 
 class PhaseClock:
     """Seconds per phase since the last `reset`: wall_s and cpu_s, by phase name. phase: the current
-    one. switches: how often it changed, ever (another thread sees progress by it)."""
+    one. switches: how often it changed, ever (another thread sees progress by it). has_events:
+    whether a device measures, too."""
 
     def __init__(self) -> None:
         self.wall_s: dict[str, float] = defaultdict(float)
@@ -28,17 +29,13 @@ class PhaseClock:
         self.phase: str | None = None
         self.switches = 0
         self._since = (0.0, 0.0)
-        self._new_event: Callable[[], Any] | None = None
+        self.has_events = False
         self._marks: list[tuple[str | None, Any]] = []  # the phase from that event on
-
-    @property
-    def has_events(self) -> bool:
-        return self._new_event is not None
 
     def use_events(self, new_event: Callable[[], Any]) -> None:
         """From now on every switch also records an event on the device's current stream.
         new_event: makes one, with the methods `record` and `elapsed_time` of torch.cuda.Event."""
-        self._new_event = new_event
+        self.has_events, self._new_event = True, new_event
 
     def device_s(self) -> dict[str, float]:
         """Seconds of the device per phase since the last `reset`. Nothing waits, so the host has to
@@ -64,7 +61,7 @@ class PhaseClock:
             self.cpu_s[self.phase] += now[1] - self._since[1]
         self.phase, self._since = phase, now
         self.switches += 1
-        if self._new_event is not None:
+        if self.has_events:
             event = self._new_event()
             event.record()
             self._marks.append((phase, event))

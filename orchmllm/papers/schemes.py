@@ -22,7 +22,7 @@ from orchmllm.papers.grouping import intra_reorder
 from orchmllm.plan.assign import PHASES, PhasePolicy, PlanSpec, example_costs
 from orchmllm.plan.grouping import Groups
 from orchmllm.plan.layout import ENCODERS, BatchLayout
-from orchmllm.plan.rearrange import ranges
+from orchmllm.plan.rearrange import ranges, sums_of
 from orchmllm.plan.step import StepPlan, build_plan, plan_step
 
 PER_PHASE = BalanceConfig(**{p: PhasePolicy(tolerance=0.005) for p in PHASES})
@@ -60,7 +60,8 @@ def grouped(kind: str, pool: BatchLayout, num_ranks: int, batch: int, seed: int)
     """Mini-batches of the pool's examples. Caps of `isf` and `capped`, in patches and in tokens:
     the mean load of a mini-batch or the largest example, whichever is more."""
     tokens = pool.tokens_per_example
-    images = pool.sum_segments(np.where(pool.modality == ENCODERS["vision"], pool.rows, 0))
+    images = sums_of(np.where(pool.modality == ENCODERS["vision"], pool.rows, 0),
+                     pool.segments_per_example)
     caps = {f"max_{n}": max(1, int(x.max()), int(batch * x.mean()))
             for n, x in (("images", images), ("tokens", tokens))}
     if kind == "random":

@@ -20,14 +20,15 @@ from functools import cached_property
 import numpy as np
 
 from orchmllm.plan import balance as balancing
-from orchmllm.plan.balance import DEFAULT_TOLERANCE, POLICIES, balance, check_policy
+from orchmllm.plan.balance import DEFAULT_TOLERANCE, POLICIES, balance, check_policy, core
 from orchmllm.plan.cost import CostModel
-from orchmllm.plan.homes import Pieces, example_bytes, example_pieces, feature_home
-from orchmllm.plan.layout import ENCODERS, BatchLayout
+from orchmllm.plan.layout import ENCODERS, TEXT, BatchLayout
 from orchmllm.plan.nodewise import assign_nodes
+from orchmllm.plan.rearrange import sums_of
 
 PHASES = (*ENCODERS, "llm")
 DISPATCHES = ("tensors", "bytes", "load")
+TEXT_BYTES = 8  # an int32 token id and an int32 label
 
 
 @dataclass(frozen=True)
@@ -118,22 +119,26 @@ def assign_phases(
     """(encode, llm): encode[m] (s_m,) rank of each of the phase's segments, llm (n,) rank of each
     example. Raises ValueError for a policy or option that cannot be honoured."""
     sampled = layout.rank_of_example
+    owner = {m: layout.example_of_segment[layout.segments[code]]  # (s_m,) example of each segment
+             for m, code in spec.encoders.items()}
     if not spec.balance.enabled:
-        return {m: sampled[_owner(layout, m)] for m in spec.encoders}, sampled
+        return {m: sampled[owner[m]] for m in owner}, sampled
     if 0 < spec.group_size < layout.num_ranks:
         groups = [(first, *assign_phases(part, inside, solve))
                   for first, part, inside in _groups(layout, spec)]
-        return ({m: np.concatenate([first + e[m] for first, e, _ in groups])
-                 for m in spec.encoders},
+        return ({m: np.concatenate([first + e[m] for first, e, _ in groups]) for m in owner},
                 np.concatenate([first + llm for first, _, llm in groups]))
     if spec.balance.whole_examples:
-        return _assign_whole_examples(layout, spec, solve)
+        llm = _assign(layout, "llm", sampled, spec, solve,
+                      cost=example_costs(layout, spec).sum(axis=1))
+        return {m: llm[owner[m]] for m in owner}, llm
+    price = example_bytes(layout, spec.feature_bytes)
     if spec.balance.dispatch == "load":
-        llm = _assign_llm(layout, sampled, None, spec, solve)
-        return {m: _assign_encoder(layout, m, llm, spec, solve) for m in spec.encoders}, llm
-    encode = {m: _assign_encoder(layout, m, sampled, spec, solve) for m in spec.encoders}
+        llm = _assign(layout, "llm", sampled, spec, solve, move_cost=price)
+        return {m: _assign(layout, m, llm[owner[m]], spec, solve) for m in owner}, llm
+    encode = {m: _assign(layout, m, sampled[owner[m]], spec, solve) for m in owner}
     home = feature_home(layout, encode, spec.feature_bytes)
-    return encode, _assign_llm(layout, home, encode, spec, solve)
+    return encode, _assign(layout, "llm", home, spec, solve, encode, move_cost=price)
 
 
 def _groups(layout: BatchLayout, spec: PlanSpec) -> Iterator[tuple[int, BatchLayout, PlanSpec]]:
@@ -144,35 +149,37 @@ def _groups(layout: BatchLayout, spec: PlanSpec) -> Iterator[tuple[int, BatchLay
         yield k * size, part, inside
 
 
-def _owner(layout: BatchLayout, phase: str) -> np.ndarray:
-    """(s_m,) example of each of the phase's segments."""
-    return layout.example_of_segment[layout.segments[ENCODERS[phase]]]
+def segment_bytes(layout: BatchLayout, feature_bytes: int) -> np.ndarray:
+    """(s,) bytes of each segment in the LLM's input."""
+    return layout.num_tokens * np.where(layout.modality == TEXT, TEXT_BYTES, feature_bytes)
 
 
-def _assign_encoder(
-    layout: BatchLayout, phase: str, rank_of_example: np.ndarray, spec: PlanSpec,
-    solve: NodeSolver,
+def example_pieces(
+    layout: BatchLayout, encode: Mapping[str, np.ndarray] | None, feature_bytes: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Where each segment of the LLM's input is: (rank, example, bytes), (s,) each. Features are on
+    encoder ranks (without `encode`: all on the sampling rank), text is on the sampling rank.
+    encode: modality -> (segments,) encoder ranks."""
+    rank = layout.rank_of_example[layout.example_of_segment]
+    for phase, rank_of in (encode or {}).items():
+        rank[layout.segments[ENCODERS[phase]]] = rank_of
+    return rank, layout.example_of_segment, segment_bytes(layout, feature_bytes)
+
+
+def example_bytes(layout: BatchLayout, feature_bytes: int) -> np.ndarray:
+    """(n,) bytes of an example's LLM input: text-only examples are by far the cheapest to move."""
+    return sums_of(segment_bytes(layout, feature_bytes), layout.segments_per_example)
+
+
+def feature_home(
+    layout: BatchLayout, encode: Mapping[str, np.ndarray], feature_bytes: int
 ) -> np.ndarray:
-    seg = layout.segments[ENCODERS[phase]]
-    home = rank_of_example[layout.example_of_segment[seg]]
-    lengths = layout.attn_len[seg]
-    pieces = None
-    if getattr(spec.balance, phase).nodewise:
-        pieces = home, np.arange(len(seg)), layout.rows[seg] * spec.row_bytes[phase]
-    return _assign(phase, lengths, spec.costs[phase](lengths), home, pieces, layout.num_ranks, spec,
-                   solve)
-
-
-def _assign_llm(
-    layout: BatchLayout, home: np.ndarray, encode: Mapping[str, np.ndarray] | None, spec: PlanSpec,
-    solve: NodeSolver,
-) -> np.ndarray:
-    lengths = layout.tokens_per_example
-    pieces = None
-    if spec.balance.llm.nodewise:
-        pieces = example_pieces(layout, encode, spec.feature_bytes)
-    return _assign("llm", lengths, spec.costs["llm"](lengths), home, pieces, layout.num_ranks, spec,
-                   solve, example_bytes(layout, spec.feature_bytes))
+    """(n,) rank from which each example's LLM input is cheapest: the one that holds most of its
+    feature bytes; ties go to the sampling rank, then to the lowest. Text-only: the sampling rank.
+    """
+    media = layout.modality != TEXT
+    rank, example, num_bytes = [x[media] for x in example_pieces(layout, encode, feature_bytes)]
+    return core().heaviest_holder(example, rank, num_bytes, layout.rank_of_example)
 
 
 def example_costs(layout: BatchLayout, spec: PlanSpec) -> np.ndarray:
@@ -180,37 +187,29 @@ def example_costs(layout: BatchLayout, spec: PlanSpec) -> np.ndarray:
     cost = np.zeros((layout.num_examples, len(spec.phases)), np.int64)
     cost[:, -1] = spec.costs["llm"](layout.tokens_per_example)
     for k, (phase, modality) in enumerate(spec.encoders.items()):
-        np.add.at(cost[:, k], _owner(layout, phase),
-                  spec.costs[phase](layout.attn_len[layout.segments[modality]]))
+        np.add.at(cost[:, k], layout.example_of_segment[layout.segments[modality]],
+                  spec.costs[phase](layout.item_lengths(phase)))
     return cost
 
 
-def _assign_whole_examples(
-    layout: BatchLayout, spec: PlanSpec, solve: NodeSolver
-) -> tuple[dict[str, np.ndarray], np.ndarray]:
-    cost = example_costs(layout, spec).sum(axis=1)
-    pieces = example_pieces(layout, None, spec.feature_bytes) if spec.balance.llm.nodewise else None
-    llm = _assign("llm", layout.tokens_per_example, cost, layout.rank_of_example, pieces,
-                  layout.num_ranks, spec, solve)
-    return {m: llm[_owner(layout, m)] for m in spec.encoders}, llm
-
-
 def _assign(
-    phase: str, lengths: np.ndarray, cost: np.ndarray, home: np.ndarray, pieces: Pieces | None,
-    num_ranks: int, spec: PlanSpec, solve: NodeSolver, move_cost: np.ndarray | None = None,
+    layout: BatchLayout, phase: str, home: np.ndarray, spec: PlanSpec, solve: NodeSolver,
+    encode: Mapping[str, np.ndarray] | None = None, **given: np.ndarray,
 ) -> np.ndarray:
-    """(n,) rank of each item by the phase's policy; options the policy has no use for stay out."""
+    """(n,) rank of each item by the phase's policy. home (n,): where each is. encode: of the LLM
+    phase, see example_pieces. given: options of `balance`; the policy's cost by default. Those that
+    the policy has no use for stay out."""
     chosen: PhasePolicy = getattr(spec.balance, phase)
     check_policy(chosen.policy)
-    policy, model = POLICIES[chosen.policy], spec.costs[phase]
-    options = {"cost": cost, "move_cost": move_cost, "tolerance": chosen.tolerance}
+    policy, model, lengths = POLICIES[chosen.policy], spec.costs[phase], layout.item_lengths(phase)
+    options = {"cost": model(lengths), "tolerance": chosen.tolerance} | given
     if "padded_cost" in policy.options:
         options = {"cost": model.linear_part(lengths), "padded_cost": model.quadratic_part(lengths)}
     options = {name: value for name, value in options.items() if name in policy.options}
     if chosen.sets_tolerance:  # refused by balance() where the policy has none
         options["tolerance"] = chosen.tolerance
     rank_of = np.zeros(0, np.int64) if not len(lengths) else balance(
-        lengths, num_ranks=num_ranks, policy=chosen.policy, home=home,
+        lengths, num_ranks=layout.num_ranks, policy=chosen.policy, home=home,
         ranks_per_node=spec.ranks_per_node, max_rank_tokens=chosen.max_rank_tokens or None,
         **options)
     if not chosen.nodewise:
@@ -219,10 +218,16 @@ def _assign(
         blind = ", ".join(name for name, row in POLICIES.items() if row.node_blind)
         raise ValueError(f"balance.{phase}: policy {chosen.policy!r} does not honour nodewise; "
                          f"only {blind} do")
-    solver, (rank, item, num_bytes) = spec.balance.nodewise_solver, pieces
+    if phase == "llm":
+        rank, item, num_bytes = example_pieces(layout, encode, spec.feature_bytes)
+    else:
+        rank, item = home, np.arange(len(home))
+        num_bytes = layout.rows[layout.segments[ENCODERS[phase]]] * spec.row_bytes[phase]
+    solver = spec.balance.nodewise_solver
     return solve(
-        rank, rank_of[item], num_bytes, num_ranks=num_ranks, ranks_per_node=spec.ranks_per_node,
-        solver=solver, limit=None if solver == "search" else spec.balance.nodewise_limit_s)[rank_of]
+        rank, rank_of[item], num_bytes, num_ranks=layout.num_ranks,
+        ranks_per_node=spec.ranks_per_node, solver=solver,
+        limit=None if solver == "search" else spec.balance.nodewise_limit_s)[rank_of]
 
 
 def assign_microbatches(layout: BatchLayout, spec: PlanSpec, num_microbatches: int) -> np.ndarray:

@@ -9,9 +9,8 @@ Flow: media header -> SegmentLengths -> BatchLayout of an example -> of a rank -
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from functools import cached_property
-from operator import attrgetter
 
 import numpy as np
 
@@ -77,19 +76,16 @@ class BatchLayout:
                               table)
 
     @classmethod
-    def from_examples(
-        cls, examples: Sequence[BatchLayout], examples_per_rank: Sequence[int] | None = None
+    def concat(
+        cls, parts: Sequence[BatchLayout], examples_per_rank: Sequence[int] | None = None
     ) -> BatchLayout:
-        """Joins layouts of examples; without `examples_per_rank` they all sit on one rank."""
-        joined = cls.concat(examples or [cls.from_table(*np.zeros((3, 0), np.int64),
-                                                        np.zeros((0, 7), np.int64))])
-        counts = [joined.num_examples] if examples_per_rank is None else examples_per_rank
-        return replace(joined, examples_per_rank=np.asarray(counts, np.int64))
-
-    @classmethod
-    def concat(cls, parts: Sequence[BatchLayout]) -> BatchLayout:
-        """The ranks of `parts` one after the other."""
-        return cls(*[np.concatenate(list(map(attrgetter(f.name), parts))) for f in fields(cls)])
+        """The examples of `parts` one after the other, and so their ranks; examples_per_rank: they
+        are on other ranks, which hold so many each."""
+        joined = {f.name: np.concatenate([getattr(part, f.name) for part in (NO_EXAMPLES, *parts)])
+                  for f in fields(cls)}
+        if examples_per_rank is not None:
+            joined["examples_per_rank"] = np.asarray(examples_per_rank, np.int64)
+        return cls(**joined)
 
     @cached_property
     def num_examples(self) -> int:
@@ -117,11 +113,14 @@ class BatchLayout:
     @cached_property
     def tokens_per_example(self) -> np.ndarray:
         """(n,) length of the whole interleaved sequence, media tokens included."""
-        return self.sum_segments(self.num_tokens)
+        return sums_of(self.num_tokens, self.segments_per_example)
 
-    def sum_segments(self, values: np.ndarray) -> np.ndarray:
-        """(n,) int64 sums of values (s,) over each example's segments."""
-        return sums_of(values, self.segments_per_example)
+    def item_lengths(self, phase: str) -> np.ndarray:
+        """Length of each item of a phase (an encoder's segments, the LLM's examples) in source
+        order, as its cost model takes it."""
+        if phase == "llm":
+            return self.tokens_per_example
+        return self.attn_len[self.segments[ENCODERS[phase]]]
 
     @cached_property
     def segments(self) -> list[np.ndarray]:
@@ -186,3 +185,6 @@ class BatchLayout:
             segments_per_example=a[2], modality=a[3], rows=a[4], attn_len=a[5], num_tokens=a[6],
             grid=a[7].reshape(s, 3),
         )
+
+
+NO_EXAMPLES = BatchLayout(*np.zeros((8, 0), np.int64), np.zeros((0, 3), np.int64))  # and no ranks

@@ -15,11 +15,6 @@ import numpy as np
 from orchmllm.plan.balance import core
 
 
-def starts_of(counts: np.ndarray) -> np.ndarray:
-    """(n + 1,) exclusive prefix sum."""
-    return np.concatenate([np.zeros(1, np.int64), np.cumsum(counts, dtype=np.int64)])
-
-
 def sums_of(values: np.ndarray, sizes: np.ndarray) -> np.ndarray:
     """(d,) int64: sums over consecutive runs of values (n,), of sizes (d,) values each."""
     return np.diff(np.append(0, np.cumsum(values))[np.append(0, np.cumsum(sizes))])
@@ -58,20 +53,17 @@ class Rearrangement:
         """(n,) rank of each target slot."""
         return np.repeat(np.arange(len(self.target_sizes)), self.target_sizes)
 
-    @cached_property
-    def slot_of(self) -> np.ndarray:
-        """(n,) target slot of each source item."""
-        slot_of = np.empty_like(self.order)
-        slot_of[self.order] = np.arange(len(self.order))
-        return slot_of
-
     def items_on(self, rank: int) -> np.ndarray:
         """Source items at the slots of a target rank."""
         first = self.target_sizes[:rank].sum()
         return self.order[first: first + self.target_sizes[rank]]
 
+    @cached_property
     def inverse(self) -> Rearrangement:
-        return Rearrangement(self.slot_of, self.target_sizes, self.source_sizes)
+        """The way back; its order (n,) is the target slot of each source item."""
+        slot_of = np.empty_like(self.order)
+        slot_of[self.order] = np.arange(len(self.order))
+        return Rearrangement(slot_of, self.target_sizes, self.source_sizes)
 
     def then(self, after: Rearrangement) -> Rearrangement:
         """First self, then `after`: x[self.order][after.order]. Raises ValueError if `after` does
@@ -107,7 +99,7 @@ class Rearrangement:
 
         first = self.source_sizes[:rank].sum()
         own = slice(first, first + self.source_sizes[rank])
-        slot_of, mine = self.slot_of[own], rows[own]
+        slot_of, mine = self.inverse.order[own], rows[own]
         send = np.argsort(slot_of, kind="stable")  # by target slot: grouped by target rank
         sent = mine[send]
         input_splits, output_splits = np.zeros((2, d), np.int64)
@@ -123,8 +115,7 @@ class Rearrangement:
         return Exchange(
             send_index=ranges((np.cumsum(mine) - mine)[send], sent),
             input_splits=input_splits, output_splits=output_splits,
-            recv_index=ranges(buffer_start, recv_rows), cu_seqlens=starts_of(recv_rows),
-            moves=moves,
+            recv_index=ranges(buffer_start, recv_rows), lengths=recv_rows, moves=moves,
         )
 
 
@@ -134,7 +125,7 @@ class Exchange:
 
     send_index (R_in,): local row at each position of the send buffer. input_splits (d,),
     output_splits (d,): rows to and from each rank. recv_index (R_out,): position in the receive
-    buffer of each target row. cu_seqlens (n_out + 1,): row boundaries of the target items.
+    buffer of each target row. lengths (n_out,): rows of each target item.
     moves: whether ANY rank sends a row to another; if not, all ranks skip the collective.
     """
 
@@ -142,13 +133,8 @@ class Exchange:
     input_splits: np.ndarray
     output_splits: np.ndarray
     recv_index: np.ndarray
-    cu_seqlens: np.ndarray
+    lengths: np.ndarray
     moves: bool
-
-    @cached_property
-    def lengths(self) -> np.ndarray:
-        """(n_out,) rows per target item."""
-        return np.diff(self.cu_seqlens)
 
     @property
     def is_identity(self) -> bool:
@@ -161,7 +147,7 @@ class Exchange:
 @lru_cache(maxsize=8)
 def no_exchange(num_ranks: int) -> Exchange:
     """That of a rearrangement without items; its arrays cannot be written to."""
-    nothing, splits, starts = (np.zeros(n, np.int64) for n in (0, num_ranks, 1))
-    for array in (nothing, splits, starts):
+    nothing, splits = (np.zeros(n, np.int64) for n in (0, num_ranks))
+    for array in (nothing, splits):
         array.flags.writeable = False
-    return Exchange(nothing, splits, splits, nothing, starts, moves=False)
+    return Exchange(nothing, splits, splits, nothing, nothing, moves=False)

@@ -17,6 +17,7 @@ import numpy as np
 
 from orchmllm.plan.assign import (
     PHASES,
+    TEXT_BYTES,
     BalancePolicy,
     NodeSolver,
     PhasePolicy,
@@ -25,8 +26,8 @@ from orchmllm.plan.assign import (
     assign_phases,
     at_least,
     digest64,
+    feature_home,
 )
-from orchmllm.plan.homes import TEXT_BYTES, feature_home
 from orchmllm.plan.layout import ENCODERS, BatchLayout
 from orchmllm.plan.nodewise import assign_nodes
 from orchmllm.plan.rearrange import Exchange, Rearrangement, no_exchange, ranges, sums_of
@@ -44,16 +45,10 @@ def plan_step(
     than balance.min_gain and no rank holds more than its max_rank_tokens. solve: permutes finished
     batches over the ranks, in place of assign_nodes. Raises ValueError for a policy or option that
     cannot be honoured."""
-    def planned(by: PlanSpec) -> StepPlan:
-        encode, llm = assign_phases(layout, by, solve)
-        if spec.fills and spec.balance.enabled:
-            # The slowest rank takes no longer: what moves is alone there, and was not before.
-            llm = at_least(llm, layout.tokens_per_example, layout.num_ranks, 1)
-        return build_plan(layout, encode, llm, by)
-
-    plan = planned(spec)
+    plan = build_plan(layout, *assign_phases(layout, spec, solve), spec)
     if spec.balance.min_gain and plan.predicted_gain < spec.balance.min_gain:
-        sampled = planned(replace(spec, balance=replace(spec.balance, enabled=False)))
+        unmoved = replace(spec, balance=replace(spec.balance, enabled=False))
+        sampled = build_plan(layout, *assign_phases(layout, unmoved, solve), unmoved)
         if sampled.is_within_caps:
             return sampled
     return plan
@@ -62,7 +57,11 @@ def plan_step(
 def build_plan(
     layout: BatchLayout, encode: Mapping[str, np.ndarray], llm: np.ndarray, spec: PlanSpec
 ) -> StepPlan:
-    """The plan for given ranks: encode[m] (s_m,) per segment, llm (n,) per example."""
+    """The plan for given ranks: encode[m] (s_m,) per segment, llm (n,) per example; with spec.fills
+    a rank without an example is given one."""
+    if spec.fills and spec.balance.enabled:
+        # The slowest rank takes no longer: what moves is alone there, and was not before.
+        llm = at_least(llm, layout.tokens_per_example, layout.num_ranks, 1)
     llm_move = Rearrangement.from_rank_of(llm, layout.examples_per_rank)
     encode_moves, feature_moves = {}, {}
     for phase, modality in spec.encoders.items():
@@ -71,7 +70,7 @@ def build_plan(
         sizes = np.bincount(layout.rank_of_example[layout.example_of_segment[seg]],
                             minlength=layout.num_ranks).astype(np.int64)
         encode_moves[phase] = Rearrangement.from_rank_of(encode[phase], sizes)
-        feature_moves[phase] = encode_moves[phase].inverse().then(llm_move.expand(counts))
+        feature_moves[phase] = encode_moves[phase].inverse.then(llm_move.expand(counts))
     return StepPlan(layout, spec, encode_moves, feature_moves, llm_move)
 
 
@@ -108,29 +107,31 @@ class StepPlan:
     @cached_property
     def stats(self) -> dict[str, dict[str, int]]:
         """Per phase: bytes of inputs and features that change rank, and that change node."""
-        return {phase: self._phase_stats(phase) for phase in self.spec.phases}
+        out, node = {}, self.spec.ranks_per_node
+        for phase in self.spec.phases:
+            moved = internode = 0
+            for move, weight in self.transfers(phase):
+                source, target, volume = move.volume(weight)
+                moved += int(volume.sum())
+                internode += int(volume[source // node != target // node].sum())
+            out[phase] = {"moved_bytes": moved, "internode_bytes": internode}
+        return out
 
     def rearrangement(self, phase: str) -> Rearrangement:
         """How the items of a phase move: segments of an encoder, examples of the LLM."""
         return self.llm if phase == "llm" else self.encode[phase]
-
-    def item_lengths(self, phase: str) -> np.ndarray:
-        """Length of each of a phase's items in source order, as its cost model takes it."""
-        if phase == "llm":
-            return self.layout.tokens_per_example
-        return self.layout.attn_len[self.layout.segments[ENCODERS[phase]]]
 
     def items_of(self, phase: str, rank: int) -> tuple[np.ndarray, np.ndarray]:
         """(length, dataset index of the example) of each item that a rank processes."""
         items, ids = self.rearrangement(phase).items_on(rank), self.layout.example_id
         if phase != "llm":
             ids = ids[self.layout.example_of_segment[self.layout.segments[ENCODERS[phase]]]]
-        return self.item_lengths(phase)[items], ids[items]
+        return self.layout.item_lengths(phase)[items], ids[items]
 
     def phase_cost(self, phase: str) -> tuple[np.ndarray, np.ndarray]:
         """(d,) predicted cost per rank, as sampled and as planned, in kFLOP."""
         move = self.rearrangement(phase)
-        lengths, cost = self.item_lengths(phase), self.spec.costs[phase]
+        lengths, cost = self.layout.item_lengths(phase), self.spec.costs[phase]
         return (cost.of_ranks(lengths, move.source_rank, self.layout.num_ranks),
                 cost.of_ranks(lengths[move.order], move.target_rank, self.layout.num_ranks))
 
@@ -139,7 +140,7 @@ class StepPlan:
         """Whether no rank holds more than a phase's max_rank_tokens."""
         for phase in self.spec.phases:
             cap, move = getattr(self.spec.balance, phase).max_rank_tokens, self.rearrangement(phase)
-            held = sums_of(self.item_lengths(phase)[move.order], move.target_sizes)
+            held = sums_of(self.layout.item_lengths(phase)[move.order], move.target_sizes)
             if cap and held.max() > cap:
                 return False
         return True
@@ -151,15 +152,6 @@ class StepPlan:
         costs = [self.phase_cost(phase) for phase in self.spec.phases]
         before, after = (sum(int(cost[i].max(initial=0)) for cost in costs) for i in range(2))
         return 1.0 - after / before if before else 0.0
-
-    def _phase_stats(self, phase: str) -> dict[str, int]:
-        moved = internode = 0
-        for move, weight in self.transfers(phase):
-            source, target, volume = move.volume(weight)
-            node = self.spec.ranks_per_node
-            moved += int(volume.sum())
-            internode += int(volume[source // node != target // node].sum())
-        return {"moved_bytes": moved, "internode_bytes": internode}
 
     def transfers(self, phase: str):
         """(rearrangement, bytes per source item) of everything that moves for a phase."""
@@ -236,10 +228,6 @@ class RankPlan:
     def position_ids(self) -> np.ndarray:
         tokens = self.llm.lengths
         return ranges(np.zeros(len(tokens), np.int64), tokens)
-
-    def exchange(self, phase: str) -> Exchange:
-        """How this rank's inputs of a phase travel."""
-        return self.llm if phase == "llm" else self.encode[phase]
 
 
 def phase_figures(plans: Sequence[StepPlan]) -> dict[str, dict[str, float]]:

@@ -8,8 +8,7 @@ the other ranks in that of the next step; waiting for parameters on their way co
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -24,49 +23,10 @@ CLOCK_PHASES = (*PHASES, "exchange")
 NAMED_ITEMS = 3  # of the slowest rank, the longest ones
 
 
-def check_processed(step: Step, rank: int, processed: Mapping[str, Sequence[int]]) -> None:
-    """Raises RuntimeError if a rank processed other items than its plans say. processed: phase ->
-    lengths of the items of all microbatches, in their order."""
-    planned: dict[str, list[int]] = {p: [] for p in PHASES}
-    for micro in step.micro:
-        for phase in PHASES:
-            planned[phase] += micro.rank_plan.exchange(phase).lengths.tolist()
-    if planned != processed:
-        raise RuntimeError(f"step {step.index}: rank {rank} processed other items than its plan "
-                           "says; this is a bug in orchmllm")
-
-
-@dataclass(frozen=True)
-class MeasuredStep:
-    """seconds: (d, CLOCK_PHASES)."""
-
-    index: int
-    plans: Sequence[StepPlan]
-    seconds: np.ndarray
-
-    def row(self) -> dict:
-        """What metrics.jsonl says of it."""
-        return {"step": self.index,
-                "imbalance": {p: imbalance(self.seconds[None, :, i])
-                              for i, p in enumerate(PHASES)},
-                "slowest_s": dict(zip(CLOCK_PHASES, self.seconds.max(axis=0).tolist(),
-                                      strict=True)),
-                "slowest": {p: self._slowest(p, int(self.seconds[:, i].argmax()))
-                            for i, p in enumerate(PHASES)}}
-
-    def _slowest(self, phase: str, rank: int) -> dict:
-        """What the slowest rank of a phase had to do."""
-        items = [plan.items_of(phase, rank) for plan in self.plans]
-        lengths, examples = (np.concatenate(x) for x in zip(*items, strict=True))
-        longest = np.argsort(-lengths, kind="stable")[:NAMED_ITEMS]
-        return {"rank": rank, "positions": int(lengths.sum()),
-                "example_ids": examples[longest].tolist(), "lengths": lengths[longest].tolist()}
-
-
 class StepFacts(NamedTuple):
     """What all d ranks reported at the end of a step (StepTimer.gather). loss_sum, exchange_s,
-    wait_s, remote, local, signal: (d,); cpu_s, measured_s: (d, CLOCK_PHASES); norms (d, 1 + parts):
-    of the gradient and of its parts, the same on all ranks."""
+    wait_s, remote, local, signal: (d, 1); cpu_s, measured_s: (d, CLOCK_PHASES); norms (d, 1 +
+    parts): of the gradient and of its parts, the same on all ranks."""
 
     loss_sum: np.ndarray
     exchange_s: np.ndarray
@@ -78,35 +38,19 @@ class StepFacts(NamedTuple):
     measured_s: np.ndarray
     norms: np.ndarray
 
-    @classmethod
-    def gathered(cls, gather: Callable[[list], np.ndarray], **mine) -> StepFacts:
-        """mine: this rank's value of each field, a number, or a list of numbers. gather: numbers ->
-        (d, numbers) of all ranks; it is called once."""
-        ordered = [mine[name] for name in cls._fields]
-        lists = [value if isinstance(value, list) else [value] for value in ordered]
-        rows = gather([number for one in lists for number in one])
-        columns = np.split(rows, np.cumsum([len(one) for one in lists])[:-1], axis=1)
-        return cls(*(column if isinstance(value, list) else column[:, 0]
-                     for value, column in zip(ordered, columns, strict=True)))
-
     def preprocessed(self) -> dict:
         """Examples that servers read, and that ranks did."""
         return {"remote": int(self.remote.sum()), "local": int(self.local.sum())}
 
-    def loss(self, step: Step) -> float:
-        """Mean over the step's targets; 0 without any."""
-        return float(self.loss_sum.sum()) / max(step.num_global_targets, 1)
-
-    def row(self, step: Step, step_s: float, parts: Sequence[str], on_device: bool) -> dict:
-        """Its part of the step's row of metrics. on_device: measured_s are times of a GPU."""
-        exchange_s = self.measured_s[:, -1] if on_device else self.exchange_s
+    def row(self, step: Step, loss: float, step_s: float, parts: Sequence[str]) -> dict:
+        """Its part of the step's row of metrics. parts: those of the gradient."""
         norm, *part_norms = self.norms[0].tolist()
         return {
-            "step": step.index, "loss": self.loss(step) if step.num_global_targets else math.nan,
+            "step": step.index, "loss": loss if step.num_global_targets else math.nan,
             "grad_norm": norm, "grad_norms": dict(zip(parts, part_norms, strict=True)),
             "tokens_per_s": sum(int(p.layout.num_tokens.sum()) for p in step.plans) / step_s,
             "data_wait_s": float(self.wait_s.max()), "plan_ms": 1e3 * step.plan_s,
-            "exchange_ms": 1e3 * float(exchange_s.max()),
+            "exchange_ms": 1e3 * float(self.exchange_s.max()),
             "num_global_targets": step.num_global_targets,
             "phases": step.phases,
             "costs": {phase: {"linear": cost.linear, "quadratic": cost.quadratic}
@@ -132,23 +76,40 @@ class StepTimer:
 
     def gather(self, gather: Callable[[list], np.ndarray], step: Step, loss_sum: torch.Tensor,
                norms: torch.Tensor, signal: int) -> StepFacts:
-        """What all ranks report of a step: its one synchronisation. gather: see StepFacts. norms:
-        (1 + parts,). signal: that asked this rank to stop."""
-        cpu_s = [self._clock.cpu_s[p] for p in CLOCK_PHASES]
-        return StepFacts.gathered(
-            gather, loss_sum=loss_sum, exchange_s=self._clock.wall_s["exchange"],
-            wait_s=step.wait_s, remote=step.preprocessed.remote, local=step.preprocessed.local,
-            signal=signal, cpu_s=cpu_s,
-            measured_s=self._seconds if self._clock.has_events else cpu_s,
-            norms=list(norms.unbind()))
+        """What all ranks report of a step: its one synchronisation. gather: numbers -> (d, numbers)
+        of all ranks. norms: (1 + parts,). signal: that asked this rank to stop."""
+        clock = self._clock
+        cpu_s = [clock.cpu_s[p] for p in CLOCK_PHASES]
+        mine = StepFacts(  # lists of this rank's numbers
+            loss_sum=[loss_sum], wait_s=[step.wait_s], remote=[step.preprocessed.remote],
+            local=[step.preprocessed.local], signal=[signal], cpu_s=cpu_s,
+            exchange_s=self._seconds[-1:] if clock.has_events else [clock.wall_s["exchange"]],
+            measured_s=self._seconds if clock.has_events else cpu_s, norms=list(norms))
+        rows = gather([number for numbers in mine for number in numbers])
+        return StepFacts(*np.split(rows, np.cumsum([len(n) for n in mine])[:-1], axis=1))
 
-    def measured(self, index: int, plans: Sequence[StepPlan], seconds: np.ndarray
-                 ) -> MeasuredStep | None:
-        """seconds: (d, CLOCK_PHASES), what all ranks reported in the synchronisation of step
-        `index` -> the step that was measured: this one, or with events the one before."""
-        if not self._clock.has_events:
-            return MeasuredStep(index, plans, seconds)
-        device_s = self._clock.device_s()
-        self._seconds = [device_s.get(p, 0.0) for p in CLOCK_PHASES]
-        before, self._before = self._before, (index, plans)
-        return before and MeasuredStep(*before, seconds)
+    def measured(self, index: int, plans: Sequence[StepPlan], seconds: np.ndarray) -> dict | None:
+        """What metrics.jsonl says of the step that was measured: this one, or with events the one
+        before. seconds: (d, CLOCK_PHASES), what all ranks reported in the synchronisation of step
+        `index`."""
+        if self._clock.has_events:
+            device_s = self._clock.device_s()
+            self._seconds = [device_s.get(p, 0.0) for p in CLOCK_PHASES]
+            before, self._before = self._before, (index, plans)
+            if before is None:
+                return None
+            index, plans = before
+        return {"step": index,
+                "imbalance": {p: imbalance(seconds[:, i]) for i, p in enumerate(PHASES)},
+                "slowest_s": dict(zip(CLOCK_PHASES, seconds.max(axis=0).tolist(), strict=True)),
+                "slowest": {p: _had_to_do(plans, p, int(seconds[:, i].argmax()))
+                            for i, p in enumerate(PHASES)}}
+
+
+def _had_to_do(plans: Sequence[StepPlan], phase: str, rank: int) -> dict:
+    """A rank's items of a phase in a step, with the longest of them."""
+    items = [plan.items_of(phase, rank) for plan in plans]
+    lengths, examples = (np.concatenate(x) for x in zip(*items, strict=True))
+    longest = np.argsort(-lengths, kind="stable")[:NAMED_ITEMS]
+    return {"rank": rank, "positions": int(lengths.sum()),
+            "example_ids": examples[longest].tolist(), "lengths": lengths[longest].tolist()}

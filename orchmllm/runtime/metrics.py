@@ -12,7 +12,6 @@ from itertools import count
 from pathlib import Path
 
 from orchmllm.config.recipe import Recipe, to_yaml
-from orchmllm.runtime.log_schema import SCHEMA_VERSION
 
 LOGS = ("metrics.jsonl", "quarantine.jsonl", "nonfinite.jsonl")  # that a run folder may hold
 MAX_ROW_BYTES = 2**24  # of one row; rows grow with the number of ranks
@@ -62,20 +61,13 @@ class JsonLines:
         self._file.close()
 
 
-class MetricsLog(JsonLines):
-    """metrics.jsonl (orchmllm.runtime.log_schema)."""
-
-    def write(self, row: dict) -> None:
-        super().write({"schema": SCHEMA_VERSION, **row})
-
-
-def open_log(recipe: Recipe, log: Callable[[str], None]) -> MetricsLog:
+def open_log(recipe: Recipe, log: Callable[[str], None]) -> JsonLines:
     """metrics.jsonl of a run, with the merged recipe beside it. Tells which logs of earlier runs
     were set aside."""
     folder = recipe.run.folder
     for line in set_logs_aside(folder) if recipe.run.resume == "never" else ():
         log(line)
-    log = MetricsLog(folder / "metrics.jsonl")
+    log = JsonLines(folder / "metrics.jsonl")
     (folder / "recipe.yaml").write_text(to_yaml(recipe), encoding="utf-8")
     return log
 

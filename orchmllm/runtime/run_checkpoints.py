@@ -22,7 +22,8 @@ from orchmllm.data.sampler import lengths_digest
 from orchmllm.plan.assign import PHASES
 from orchmllm.runtime.checkpoint import Checkpointer, CheckpointError
 from orchmllm.runtime.lineage import candidates, list_saved, read_saved
-from orchmllm.runtime.run_state import NonFiniteError, Progress, check_resumable, resume_keys
+from orchmllm.runtime.resumable import check_resumable, resume_keys
+from orchmllm.runtime.run_state import NonFiniteError, Progress
 
 
 def kept_batch(recipe: Recipe, gather: Callable) -> int:

@@ -1,4 +1,6 @@
-"""What a run has done so far, as JSON: enough to go on anywhere, on any number of ranks."""
+"""What a run has done so far, as JSON: enough to go on anywhere, on any number of ranks. And what
+goes wrong in a step without ending the run, unless the recipe says so: media that cannot be
+decoded, a loss or gradient that is not finite. The same decision on all ranks; rank 0 writes."""
 
 from __future__ import annotations
 
@@ -6,12 +8,13 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+import numpy as np
+
 from orchmllm.batch import Step
 from orchmllm.comm.errors import AgreedError
-from orchmllm.config.model import ModelConfig
 from orchmllm.config.recipe import DataConfig, Recipe
-from orchmllm.plan.assign import PHASES
-from orchmllm.plan.layout import ENCODERS
+from orchmllm.plan.layout import ENCODERS, TEXT
+from orchmllm.runtime.metrics import JsonLines, read_rows
 
 VERSION = 1
 MIN_MEDIA_FOR_PERCENT = 100
@@ -43,13 +46,14 @@ class MediaCount:
         """Adds a step's media and unusable rows, in source order; returns the quarantine's lines of
         the failed. describe: (example id, segment) -> source, row and file."""
         failures = {(f.example, f.segment): f for f in step.failed}
-        start, lines = step.layout.segment_start, []
-        for example, segment in sorted({*step.media, *failures}):
+        layout, lines = step.layout, []
+        media = layout.places(np.flatnonzero(layout.modality != TEXT)).tolist()
+        for example, segment in sorted({*map(tuple, media), *failures}):
             self.read += 1
             failure = failures.get((example, segment))
             if failure is None:
                 self.in_a_row = 0
-                name = _NAMES[int(step.layout.modality[start[example] + segment])]
+                name = _NAMES[int(layout.modality[layout.segment_start[example] + segment])]
                 self.decoded[name] = self.decoded.get(name, 0) + 1
                 continue
             self.failed += 1
@@ -117,11 +121,6 @@ class Progress:
     def optimizer_steps(self) -> int:
         return self.step - self.skipped_steps
 
-    def count_update(self, step: int) -> None:
-        """Step `step` has updated the parameters."""
-        if step > max(self.skip, default=-1):
-            self.nonfinite_in_a_row = 0
-
     def to_json(self) -> dict:
         return {"version": VERSION, **asdict(self)}
 
@@ -134,121 +133,81 @@ class Progress:
             nonfinite_in_a_row=state.get("nonfinite_in_a_row", 0))
 
 
-def check_resumable(state: dict, recipe: Recipe, data: dict) -> None:
-    """Raises ValueError naming what differs between a checkpoint and the recipe."""
-    if state.get("version") != VERSION:
-        raise ValueError(f"the checkpoint's state has version {state.get('version')}, this code "
-                         f"reads {VERSION}")
-    _check_model(state["model"], recipe.model)
-    if state["seed"] != recipe.run.seed:
-        raise ValueError(f"run.seed is {recipe.run.seed}, the checkpoint was sampled with "
-                         f"{state['seed']}: the data would repeat; use that seed")
-    was = state.get("param_dtype", recipe.fsdp.param_dtype)  # not recorded at first
-    if was != recipe.fsdp.param_dtype:
-        raise ValueError(
-            f"fsdp.param_dtype is {recipe.fsdp.param_dtype}, the checkpoint's parameters and "
-            f"moments are {was}: use {was}, or export the checkpoint and start a new run from it")
-    _check_batch(state, recipe)
-    held_out = recipe.data.num_validation
-    order = {"num_validation": state.get("num_validation", held_out), **state.get("order", {})}
-    for name, now in {"num_validation": held_out, **_order_keys(recipe)}.items():
-        was = order[name] if name in order else _order_keys(Recipe())[name]
-        if was != now and not recipe.run.allow_data_change:
-            raise ValueError(
-                f"data.{name} is {now}, the checkpoint was trained with {was}: the order of all "
-                "examples would change; use that, or set run.allow_data_change=true to go on at "
-                "the same step of the new order")
-    if not recipe.run.allow_data_change:
-        _check_data(dict(state["data"]), dict(data))
+class Incidents:
+    """writes: on one rank. log: shows a line."""
 
+    def __init__(self, recipe: Recipe, *, writes: bool, log: Callable[[str], None]) -> None:
+        self._recipe, self._writes, self._log = recipe, writes, log
+        self._folder = recipe.run.folder
+        self._logs: dict[Path, JsonLines] = {}
+        self._listed: set[tuple] = set()  # what quarantine.jsonl has
+        self._warned = False  # of a medium that cannot be decoded
+        self._alone = False  # no server has answered in the step before
 
-def describe_end(saved: Path | None, resume: str) -> str:
-    """Where the newest checkpoint of a run is, and what a next start does. resume: run.resume."""
-    if saved is None:
-        return "none was saved (checkpoint.every_steps=-1): the same command starts anew"
-    return f"{saved}; " + (
-        "run.resume=auto goes on from it, the same command starts anew" if resume == "never"
-        else "the same command goes on from it")
+    def media(self, step: Step, counted: MediaCount, describe: Callable[[int, int], dict]) -> None:
+        """Counts and quarantines what could not be decoded. describe: of the dataset. Raises
+        MediaLimitError as the recipe says."""
+        lines = counted.count(step, describe)
+        where = self._folder / "quarantine.jsonl"
+        if lines and self._writes:
+            self._quarantine(where, lines)
+        if lines and not self._warned:
+            self._warned = True
+            self._log(f"warning: not usable, so its example is not learnt: {name_of(lines[0])}; "
+                      f"this and further ones are listed in {where}")
+        counted.check(self._recipe.data, lines)
 
+    def preprocessed(self, step: Step, num_local: int) -> None:
+        """Tells what happened to servers of data.preprocess. num_local: examples that ranks read
+        because none answered."""
+        for note in step.preprocessed.notes:
+            self._log(f"warning: {note}")
+        if num_local and not self._alone:
+            self._log(f"warning: data.preprocess: no server answered for {num_local} examples of "
+                      f"step {step.index}; the ranks read and decode them")
+        elif self._alone and not num_local:
+            self._log(f"data.preprocess: from step {step.index} on servers answer again")
+        self._alone = bool(num_local)
 
-def resume_keys(recipe: Recipe) -> dict:
-    """What of the recipe a checkpoint records, to be compared when the run is resumed."""
-    train = recipe.train
-    return {"seed": recipe.run.seed, "model": asdict(recipe.model),
-            "num_validation": recipe.data.num_validation, "param_dtype": recipe.fsdp.param_dtype,
-            "order": _order_keys(recipe),
-            "batch_size": train.batch_size, "accumulation_steps": train.accumulation_steps,
-            "chosen_global_batch_size": train.global_batch_size}
+    def nonfinite(self, step: Step, loss: float, grad_norm: float, progress: Progress,
+                  newest: Callable[[], Path | None]) -> None:
+        """Counts the step and writes which examples it had. newest: gives the newest checkpoint.
+        Raises NonFiniteError where the recipe says so."""
+        where = self._folder / "nonfinite.jsonl"
+        if self._writes:
+            self._file(where).write({"step": step.index, "loss": loss, "grad_norm": grad_norm,
+                                    "example_ids": step.example_ids.tolist()})
+        message = (f"step {step.index}: loss {loss}, gradient norm {grad_norm}; the step's "
+                   f"examples are in {where}")
+        progress.nonfinite_in_a_row += step.index not in progress.skip
+        train, count = self._recipe.train, progress.nonfinite_in_a_row
+        if 0 < (1 if train.nonfinite == "raise" else train.max_skipped_in_a_row) <= count:
+            raise NonFiniteError(
+                f"{message}; steps in a row without an update: {count} (train.nonfinite=skip or "
+                "rollback goes on for train.max_skipped_in_a_row); the newest checkpoint is "
+                f"{newest() or 'none'}")
+        self._log(f"warning: {message}")
 
+    def close(self) -> None:
+        """Closes its files."""
+        for log in self._logs.values():
+            log.close()
 
-def _order_keys(recipe: Recipe) -> dict:
-    """What the order of examples depends on, beside the data, the seed and the batch."""
-    data = recipe.data
-    repeats = [source.repeats for source in data.sources]
-    return {"shuffle_window": data.shuffle_window, "batching": data.batching,
-            "max_batch_tokens": data.max_batch_tokens, "max_batch_images": data.max_batch_images,
-            "sources.repeats": repeats if any(k > 1 for k in repeats) else [],
-            "batching with train.batch_size": (data.batching == "capped"
-                                               and recipe.train.batch_size)}
+    def _file(self, path: Path) -> JsonLines:
+        if path not in self._logs:
+            self._logs[path] = JsonLines(path)
+        return self._logs[path]
 
+    def _quarantine(self, path: Path, lines: list[dict]) -> None:
+        """Appends the lines of rows and media that are not there yet: an example comes again in the
+        next epoch, and after a resume."""
+        def key(line: dict) -> tuple:
+            return line["data_file"], line["row"], line["segment"]
 
-def _check_batch(state: dict, recipe: Recipe) -> None:
-    """Raises ValueError if the recipe asks for another number of examples a step than the
-    checkpoint's, which a resumed run keeps on any number of ranks."""
-    train, kept = recipe.train, state["global_batch_size"]
-    wanted = train.global_batch_size
-    if wanted and wanted != kept:
-        raise ValueError(f"train.global_batch_size is {wanted}, the checkpoint has {kept}: "
-                         "examples would repeat or be left out")
-    if wanted or "batch_size" not in state:  # saved before it was recorded
-        return
-    cure = (f"a resumed run keeps its {kept} examples a step, or examples would repeat or be left "
-            f"out: restore it, set train.global_batch_size={kept}, or choose another run.dir")
-    if state["chosen_global_batch_size"]:
-        raise ValueError(f"train.global_batch_size is not set, the checkpoint has {kept}; {cure}")
-    keys = [k for k in ("batch_size", "accumulation_steps") if getattr(train, k) != state[k]]
-    per_rank = state["batch_size"] * state["accumulation_steps"]
-    if keys and train.batch_size * train.accumulation_steps != per_rank:
-        named = " and ".join(f"train.{k} is {getattr(train, k)}, the checkpoint has {state[k]}"
-                             for k in keys)
-        raise ValueError(f"{named}; {cure}")
-
-
-def _check_model(saved: dict, model: ModelConfig) -> None:
-    """Raises ValueError naming a key of another value than that of the checkpoint."""
-    default = asdict(ModelConfig())
-    for part in PHASES:
-        start = saved[part].get("pretrained", "")
-        for key, value in asdict(getattr(model, part)).items():
-            was = saved[part].get(key, default[part][key])  # a key that came later
-            if was == value or key == "pretrained":  # where it started does not matter any more
-                continue
-            cure = "use the same model, or another run.dir, or run.resume=never"
-            if start and not getattr(model, part).pretrained and value == default[part][key]:
-                cure = (f"that was read in {start}/config.json perhaps, and is not while "
-                        f"model.{part}.pretrained is empty: start from recipe.yaml in run.dir, "
-                        "which holds every value")
-            raise ValueError(f"model.{part}.{key} is {value}, the checkpoint has {was}: {cure}")
-
-
-def _check_data(was: dict, now: dict) -> None:
-    """Raises ValueError naming what differs between the data of a checkpoint and the data of now.
-    What older checkpoints do not record is not compared."""
-    tokenizer, lengths = ([x.pop(key, None) for x in (was, now)] for key in (
-        "tokenizer", "lengths"))
-    go_on = "set run.allow_data_change=true to go on"
-    if tokenizer[0] not in (None, tokenizer[1]):
-        raise ValueError(
-            "data.tokenizer gives other token ids than the one of the checkpoint: the same text "
-            "would mean something else to the model; restore that tokenizer and chat template, or "
-            f"{go_on} with the new one")
-    if was != now:
-        raise ValueError(f"the data changed since the checkpoint: was {was}, is {now}; restore it, "
-                         f"or {go_on} at the same step of the new data")
-    if lengths[0] not in (None, lengths[1]):
-        raise ValueError(
-            "the examples have other lengths than at the checkpoint, so data.batching=capped would "
-            "form other mini-batches, and examples would repeat or be left out. "
-            "data.max_example_tokens or a key of a source (prompt, video_fps, ...) was changed, or "
-            "the index was built again after media files were; restore them and build it again "
-            f"(orchmllm data index RECIPE), or {go_on} at the same step of the new order")
+        if path not in self._logs:
+            self._file(path)  # leaves whole lines
+            self._listed = set(map(key, read_rows(path)))
+        for line in lines:
+            if key(line) not in self._listed:
+                self._listed.add(key(line))
+                self._file(path).write(line)

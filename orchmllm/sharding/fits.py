@@ -146,6 +146,6 @@ def for_run(recipe: Recipe, dataset, rows: Sequence[int], spec: PlanSpec, num_ra
         examples = sampler.batch(step)
         shares = [s.stop - s.start for s in sampler.shares(step, ranks)]
         layout = (dataset.layouts(examples, shares) if hasattr(dataset, "layouts") else
-                  BatchLayout.from_examples([dataset.layout(i) for i in examples.tolist()], shares))
+                  BatchLayout.concat([dataset.layout(i) for i in examples.tolist()], shares))
         loads.append(loads_of(plan_step(layout, spec), pad))
     return decide(recipe, memory, joined(loads), budget, why, kept)

@@ -61,12 +61,6 @@ def make_optimizer(model: MultimodalModel, config: TrainConfig) -> torch.optim.A
     return _ShardAdamW(groups, betas=(config.beta1, config.beta2), fused=fused or None)
 
 
-def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """lr: that of train.lr in this step."""
-    for group in optimizer.param_groups:
-        group["lr"] = lr * group["lr_share"]
-
-
 @torch.no_grad()
 def clip_gradients(parts: Mapping[str, Sequence[nn.Parameter]], max_norm: float,
                    device: torch.device) -> Tensor:

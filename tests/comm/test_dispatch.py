@@ -50,7 +50,8 @@ def batches(world, dispatch: str, accumulation: int) -> tuple[list, int]:
     out = []
     with counted() as seen:
         for step in loader:
-            for b in loader.orchestrator.batches(step):
+            for micro in step.micro:
+                b = loader.orchestrator.dispatch(micro, step.num_global_targets)
                 out.append([b.num_global_targets, *(x.numpy() for x in (
                     b.token_ids, b.labels, *b.inputs.values(), b.position_ids))])
     return out, seen[1]

@@ -160,8 +160,8 @@ def labels_of_a_run(world, dispatch: str, accumulation: int) -> list[tuple]:
     run = replace(run, train=replace(run.train, num_steps=3, batch_size=3,
                                      accumulation_steps=accumulation))
     trainer = Trainer(run, world, dataset=EveryThirdFails(kinds=["TVT", "TAT", "VAT", "TVTAT"]))
-    return [([label for batch in trainer.orchestrator.batches(step)
-              for label in batch.labels.tolist() if label != IGNORE_INDEX],
+    return [([label for micro in step.micro for label in trainer.orchestrator.dispatch(
+                  micro, step.num_global_targets).labels.tolist() if label != IGNORE_INDEX],
              step.num_global_targets, step.example_ids.tolist(),
              sorted({f.example for f in step.failed})) for step in trainer.loader()]
 

@@ -25,7 +25,7 @@ from orchmllm.plan.geometry import AudioGeometry, VisionGeometry
 from orchmllm.plan.grouping import capped
 from orchmllm.plan.layout import VISION
 from orchmllm.runtime.build import build_dataset
-from orchmllm.runtime.run_state import check_resumable, resume_keys
+from orchmllm.runtime.resumable import check_resumable, resume_keys
 from orchmllm.tools.data.build_index import build_index
 from orchmllm.tools.data.command import main
 from orchmllm.tools.data.composition import global_batches

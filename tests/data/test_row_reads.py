@@ -112,9 +112,9 @@ def test_more_rows_than_are_kept_are_measured_once(data, tmp_path, monkeypatch):
     counts, rows = count_reads(many.sources[0].store, len(many)), list(range(len(many)))
     monkeypatch.setattr(dataset, "CACHED_BYTES", 1)
     monkeypatch.setattr(dataset, "MEASURED_AT_ONCE", 5)
-    found = many.layouts(np.array([*rows, 0]))
+    found = many.layouts(np.array([*rows, 0]), [len(rows) + 1])
     assert list(counts) == [2] + [1] * (len(rows) - 1) and len(many._cache) == 1
-    expected = BatchLayout.from_examples([one.layout(i) for i in [*rows, 0]])
+    expected = BatchLayout.concat([one.layout(i) for i in [*rows, 0]], [len(rows) + 1])
     assert repr(found) == repr(expected) and found.num_ranks == 1
 
 

@@ -57,7 +57,8 @@ def batches(world, prefetch: int, accumulation: int, dispatch: str) -> list:
                                 num_steps=5, prefetch=prefetch, accumulation_steps=accumulation)
     out = []
     for step in loader:
-        for b in loader.orchestrator.batches(step):
+        for micro in step.micro:
+            b = loader.orchestrator.dispatch(micro, step.num_global_targets)
             out.append([b.token_ids.tolist(), b.labels.tolist(), b.num_global_targets,
                         *(b.inputs[m].sum().item() for m in b.inputs)])
     return out, [t.name for t in threading.enumerate() if t.name == "orchmllm-prefetch"]

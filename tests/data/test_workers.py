@@ -58,7 +58,8 @@ def drawn(world, num_workers: int, dispatch: str) -> tuple[list, list, int]:
     arrays, failed = [], []
     for step in trainer.loader():
         failed.append(sorted((f.example, f.segment, f.reason) for f in step.failed))
-        for b in trainer.orchestrator.batches(step):
+        for micro in step.micro:
+            b = trainer.orchestrator.dispatch(micro, step.num_global_targets)
             arrays += [b.num_global_targets, *(x.numpy() for x in (
                 b.token_ids, b.labels, *b.inputs.values()))]
     return arrays, failed, len(psutil.Process().children())

@@ -101,8 +101,7 @@ def microbatch(num_ranks: int, rank: int, audio_mode: str, dispatch: str):
     chosen = recipe(model=model, balance=BalanceConfig(dispatch=dispatch))
     spec = plan_spec(resolve(chosen, num_ranks, num_ranks))
     data = SyntheticDataset(audio=model.audio.geometry)
-    layout = BatchLayout.from_examples([data.layout(i) for i in range(4 * num_ranks)],
-                                       [4] * num_ranks)
+    layout = BatchLayout.concat([data.layout(i) for i in range(4 * num_ranks)], [4] * num_ranks)
     plan = RandomPlanner(0)(layout, spec)
     mine = plan.for_rank(rank)
     moved = dispatch == "tensors"

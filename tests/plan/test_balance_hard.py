@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from orchmllm.models.flops import cost_model
+from orchmllm.plan.assign import example_bytes
 from orchmllm.plan.balance import core, load_cap
-from orchmllm.plan.homes import example_bytes
 from orchmllm.plan.layout import VISION
 from orchmllm.tools.predict.workload import MODELS, sample_layout
 from tests.lib.balancing import loads

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from orchmllm.models.flops import cost_model
+from orchmllm.plan.assign import example_bytes
 from orchmllm.plan.balance import POLICIES, assign_microbatches, balance, core, load_cap
-from orchmllm.plan.homes import example_bytes
 from orchmllm.plan.layout import AUDIO, VISION
 from orchmllm.tools.predict.workload import MODELS, sample_layout
 from tests.lib.balancing import brute_force, loads, problems, thorough

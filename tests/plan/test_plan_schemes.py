@@ -12,10 +12,16 @@ import pytest
 from orchmllm.config.balance import BalanceConfig
 from orchmllm.loader.examples import batch_layout
 from orchmllm.models.flops import cost_model
-from orchmllm.plan.assign import PHASES, PhasePolicy, PlanSpec, assign_phases
+from orchmllm.plan.assign import (
+    PHASES,
+    PhasePolicy,
+    PlanSpec,
+    assign_phases,
+    example_bytes,
+    feature_home,
+)
 from orchmllm.plan.balance import POLICIES, core, load_cap
 from orchmllm.plan.geometry import text_lengths
-from orchmllm.plan.homes import example_bytes, feature_home
 from orchmllm.plan.layout import AUDIO, ENCODERS, TEXT, VISION, BatchLayout
 from orchmllm.plan.step import StepPlan, assign_microbatches, build_plan, plan_step
 from orchmllm.tools.predict.workload import MODELS, sample_layout
@@ -39,7 +45,7 @@ def every_phase(policy: str, **options) -> dict[str, PhasePolicy]:
 
 def excess(plan: StepPlan, phase: str) -> float:
     """Largest load over its lower bound."""
-    cost = plan.spec.costs[phase](plan.item_lengths(phase))
+    cost = plan.spec.costs[phase](plan.layout.item_lengths(phase))
     return plan.phase_cost(phase)[1].max() / core().lower_bound(cost, plan.layout.num_ranks)
 
 
@@ -142,7 +148,7 @@ def test_what_a_run_of_2560_ranks_plans_with(tolerance: float) -> None:
 
 def test_a_token_of_text_weighs_its_id_and_label_and_one_of_an_image_its_features() -> None:
     image = MODELS["84b"].vision.geometry.segment_lengths(56, 56)  # 16 patches, 4 tokens
-    layout = BatchLayout.from_examples([
+    layout = BatchLayout.concat([
         BatchLayout.from_segments(0, 1, [(TEXT, text_lengths(3)), (VISION, image)]),
         BatchLayout.from_segments(1, 1, [(TEXT, text_lengths(7))])])
     assert example_bytes(layout, 16384).tolist() == [3 * 8 + 4 * 16384, 7 * 8]
@@ -152,7 +158,7 @@ def test_bytes_between_nodes_are_those_that_change_node() -> None:
     """Four texts on ranks of two nodes: one moves inside its node, two to the other, one stays."""
     texts = [BatchLayout.from_segments(k, n, [(TEXT, text_lengths(n))])
              for k, n in enumerate((10, 20, 30, 40))]
-    plan = build_plan(BatchLayout.from_examples(texts, [1] * 4),
+    plan = build_plan(BatchLayout.concat(texts),
                       {m: np.zeros(0, np.int64) for m in ENCODERS}, np.array([1, 3, 2, 0]),
                       replace(spec(**every_phase("none")), ranks_per_node=2))
     assert plan.stats["llm"] == {"moved_bytes": 8 * 70, "internode_bytes": 8 * 60}
@@ -187,9 +193,8 @@ def test_the_digest_changes_with_the_rank_of_any_item_of_any_phase() -> None:
     geometry = MODELS["84b"].vision.geometry, MODELS["84b"].audio.geometry
     media = [(VISION, geometry[0].segment_lengths(56, 56)),
              (AUDIO, geometry[1].segment_lengths(16000, 16000))]
-    layout = BatchLayout.from_examples(
-        [BatchLayout.from_segments(i, 1, [(TEXT, text_lengths(3)), *media]) for i in (0, 1)],
-        [1, 1])
+    layout = BatchLayout.concat(
+        [BatchLayout.from_segments(i, 1, [(TEXT, text_lengths(3)), *media]) for i in (0, 1)])
     ranks = [np.array(pair) for pair in product((0, 1), repeat=2)]
     digests = [build_plan(layout, {"vision": vision, "audio": audio}, llm, spec()).digest
                for vision, audio, llm in product(ranks, repeat=3)]

@@ -24,7 +24,7 @@ from orchmllm.hf.folder import Folder
 from orchmllm.hf.sources import PretrainedError, find_sources
 from orchmllm.models.mllm import MultimodalModel
 from orchmllm.models.names import PARTS, named
-from orchmllm.runtime.run_state import check_resumable
+from orchmllm.runtime.resumable import check_resumable
 from orchmllm.sharding.fsdp import build_model
 from orchmllm.sharding.init import plain_name, seed_weights
 from orchmllm.trainer import Trainer

@@ -90,10 +90,10 @@ class SegmentFeed:
         sampled, rank = self.sampler.batch(index), self.orchestrator.rank
         shares = self.sampler.shares(index, self.orchestrator.world_size)
         probed = sampled if self.knows_all else sampled[shares[rank]]
-        sizes = [s.stop - s.start for s in shares] if self.knows_all else None
+        sizes = [s.stop - s.start for s in shares] if self.knows_all else [len(probed)]
         if hasattr(self.dataset, "layouts"):
             return self.dataset.layouts(probed, sizes)
-        return BatchLayout.from_examples([self.dataset.layout(int(i)) for i in probed], sizes)
+        return BatchLayout.concat([self.dataset.layout(int(i)) for i in probed], sizes)
 
     def announce(self, step: Step) -> None:
         for micro in step.micro:
@@ -115,7 +115,11 @@ class SegmentFeed:
         for micro, (media, texts) in zip(step.micro, contents, strict=True):
             micro.inputs = {p: torch.cat([self._zeros(p, 0), *media[p]]) for p in ENCODERS}
             micro.content = torch.cat([torch.empty(0, 2, dtype=torch.int32), *texts])
-            self.orchestrator.pin(micro)
+            if self.orchestrator.device.type == "cuda":
+                # The copy into pinned memory is paid here, in the prefetch thread; that to the
+                # device is then one that the training thread does not wait for.
+                micro.inputs = {p: rows.pin_memory() for p, rows in micro.inputs.items()}
+                micro.content = micro.content.pin_memory()
         if isinstance(self._workers, RemoteWorkers):
             step.preprocessed = self._workers.counts()
         return UNCOUNTED  # the lengths tell it

@@ -108,8 +108,8 @@ def _index_chunk(
     rows = list(chunk)
     stale = rows if old is None else [row for row in rows if row in old.problems]
     planned = dict(zip(stale, reader.plan(source.conversation, stale), strict=True))
-    every = BatchLayout.from_examples([planned[row].layout if row in planned else
-                                       old.layout(*np.array([[row], [row]])) for row in rows])
+    every = BatchLayout.concat([planned[row].layout if row in planned else
+                                old.layout(*np.array([[row], [row]])) for row in rows])
     problems = [{"row": row, "file": p.path, "reason": p.reason, "segment": p.segment,
                  "modality": p.modality}
                 for row, p in ((row, found.problem) for row, found in planned.items()) if p]

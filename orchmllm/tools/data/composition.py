@@ -15,6 +15,7 @@ from orchmllm.data.formats.open import DataSource
 from orchmllm.data.index import LengthIndex
 from orchmllm.models.flops import plan_spec
 from orchmllm.plan.layout import MODALITIES, BatchLayout
+from orchmllm.plan.rearrange import sums_of
 from orchmllm.plan.step import PHASES, imbalance, plan_step
 from orchmllm.tools.predict.examples import drawn_by_a_run, usable_rows
 
@@ -46,12 +47,12 @@ class Lengths:
 def read_lengths(names: Sequence[str], indexes: Sequence[LengthIndex]) -> Lengths:
     """Joins the indexes; unusable rows are left out."""
     layouts = [usable_rows(index) for index in indexes]
-    every = BatchLayout.from_examples(layouts)
+    every = BatchLayout.concat(layouts)
     source = np.repeat(np.arange(len(layouts)), [layout.num_examples for layout in layouts])
     of = {m: every.modality == code for m, code in MODALITIES.items()}
-    return Lengths(list(names), source,
-                   {m: every.sum_segments(mine * every.num_tokens) for m, mine in of.items()},
-                   {m: every.sum_segments(mine) for m, mine in of.items()})
+    tokens, counts = ({m: sums_of(mine * values, every.segments_per_example)
+                       for m, mine in of.items()} for values in (every.num_tokens, 1))
+    return Lengths(list(names), source, tokens, counts)
 
 
 def lengths_table(lengths: Lengths) -> str:

@@ -99,7 +99,7 @@ def drawn_by_a_run(recipe: Recipe, sources: Sequence[DataSource], indexes: Seque
     def draw(num_ranks: int, per_step: int, step: int) -> BatchLayout:
         sampler = sampler_of(per_step)
         shares = [s.stop - s.start for s in sampler.shares(step, num_ranks)]
-        return joined_layouts(indexes, bounds, sampler.batch(step), examples_per_rank=shares)
+        return joined_layouts(indexes, bounds, sampler.batch(step), shares)
 
     return draw
 

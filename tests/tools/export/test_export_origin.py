@@ -14,7 +14,7 @@ from orchmllm.config.model import ModelConfig
 from orchmllm.config.recipe import RunConfig, load_recipe, to_yaml
 from orchmllm.data.text.tokenizer import ChatTokenizer
 from orchmllm.hf.tokenizer import SAMPLE
-from orchmllm.runtime.run_state import check_resumable, resume_keys
+from orchmllm.runtime.resumable import check_resumable, resume_keys
 from orchmllm.tools.export import export
 from tests.lib.hf_models import HF_MODEL, write_checkpoint, write_models
 from tests.lib.ranks import run_ranks
