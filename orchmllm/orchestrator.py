@@ -43,7 +43,7 @@ from orchmllm.plan.assign import DISPATCHES
 from orchmllm.plan.layout import ENCODERS, NO_EXAMPLES, BatchLayout
 from orchmllm.plan.step import PlanSpec, StepPlan, assign_microbatches, plan_step
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 _LAYOUT_FIELDS = ("version", "step", "num_examples", "num_segments", "exhausted", "error_bytes",
                   "spec_digest")
 _COMMIT_FIELDS = ("step", "digest", "detail_bytes", "num_targets", "num_shifted")
@@ -109,7 +109,7 @@ class Orchestrator:
         header = [PROTOCOL_VERSION, step, part.num_examples, len(part.modality),
                   int(exhausted) and 1 + num_dropped, len(text.encode()),
                   combined_digest([self.spec.digest, config_digest])]
-        rows, lengths = self._gather_layouts(
+        rows, _ = self._gather_layouts(
             np.concatenate([np.array(header, np.int64), part.to_payload()]))
         head = dict(zip(_LAYOUT_FIELDS, rows.T, strict=False))  # the payload comes after them
         raise_first(step, gather_texts(self._gather, text, head["error_bytes"]), error)
@@ -117,10 +117,8 @@ class Orchestrator:
             require_agreement(step, name, head[name])
         if head["exhausted"].all():
             return None, int(head["exhausted"].sum()) - self.world_size
-        return BatchLayout.concat([
-            BatchLayout.from_payload(row[len(header): length], int(num_examples), int(num_segments))
-            for row, length, num_examples, num_segments in zip(
-                rows, lengths, head["num_examples"], head["num_segments"], strict=True)]), 0
+        return BatchLayout.from_payloads(
+            rows[:, len(header):], head["num_examples"], head["num_segments"]), 0
 
     def plan(self, layout: BatchLayout, num_microbatches: int = 1) -> list[Microbatch]:
         """The step's microbatches, each planned as a global batch of its own; positions ascend.

@@ -8,9 +8,12 @@
 scheme `recipe`. --own-lengths: lengths of its data (drawn with replacement, from its index where
 there is one) instead of the natural mix.
 
-Columns, milliseconds a step. fixed: reading the gathered lengths, whatever is planned from them.
-planning: which rank computes what. node-wise: what its search adds. composition: plan and index
-maps of one rank. These are CPU times of one thread and run in the prefetch thread, beside training.
+Columns, milliseconds a step. lengths: of all ranks, read from what LAYOUT gathered. planning: which
+rank computes what. node-wise: what its search adds. composition: plan and index maps of one rank.
+agreement: the plan's digest, COMMIT, and the figures of the step's log. Together they are what one
+rank's CPU does between drawing its examples and training on them, but for reading and decoding
+them: the orchestrator runs over a gather that answers at once. CPU times of one thread; all of it
+runs in the prefetch thread, beside training.
 link: of every exchange of a step, forward and back, one after the other, the busiest rank's bytes
 to or from other nodes over --link-gbps. latency: its peers there times --latency-us. The paper's
 column (section 8.4, per iteration) contains both computation and communication, its all-to-alls
@@ -23,7 +26,7 @@ import argparse
 import json
 import resource
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -33,10 +36,11 @@ from orchmllm.config import recipe as config
 from orchmllm.config.balance import BalanceConfig
 from orchmllm.config.job import resolve
 from orchmllm.models.flops import cost_model, plan_spec
+from orchmllm.orchestrator import Orchestrator
 from orchmllm.plan.assign import PHASES, PhasePolicy, PlanSpec, assign_phases
 from orchmllm.plan.balance import core
 from orchmllm.plan.layout import BatchLayout
-from orchmllm.plan.step import StepPlan, build_plan
+from orchmllm.plan.step import StepPlan, build_plan, phase_figures
 from orchmllm.tools.predict.workload import MIXES, MODELS, batch_layout, sample_headers
 
 PAPER_MS = {64: 16.7, 128: 18.5, 256: 21.3, 512: 24.6, 1024: 31.4, 2560: 53.9}
@@ -78,26 +82,67 @@ def timed(times: list[float], call: Callable):
     return result
 
 
+class AnsweringGather:
+    """In place of the CPU groups: the answer is there at once. rows: what each of all ranks sends
+    in LAYOUT, of any length; without, all send what this one does."""
+
+    rank = 0
+
+    def __init__(self, num_ranks: int, rows: Sequence[np.ndarray] = ()) -> None:
+        self.world_size, self.rows, self.sent = num_ranks, rows, np.zeros(0, np.int64)
+        self._padded: dict[int, np.ndarray] = {}
+
+    def __call__(self, row: np.ndarray) -> np.ndarray:
+        self.sent = row
+        if not len(self.rows):
+            return np.tile(row, (self.world_size, 1))
+        if len(row) not in self._padded:
+            answer = self._padded[len(row)] = np.zeros((self.world_size, len(row)), np.int64)
+            for out, sent in zip(answer, self.rows, strict=True):
+                out[0] = len(sent)
+                out[1: 1 + len(sent)] = sent[: len(row) - 1]
+        return self._padded[len(row)]
+
+
+def layout_rows(layout: BatchLayout, spec: PlanSpec) -> list[np.ndarray]:
+    """What each rank sends in LAYOUT."""
+    alone, rows = AnsweringGather(1), []
+    orchestrator = Orchestrator(spec, alone, group=alone)
+    for part in layout.split_ranks(1):
+        orchestrator.gather_layout(0, part)
+        rows.append(alone.sent[1: 1 + alone.sent[0]])
+    return rows
+
+
 def measure_time(layout: BatchLayout, spec: PlanSpec, repeats: int) -> tuple[dict, StepPlan]:
-    """Median and p99 in ms of each part; every repeat starts from a layout without caches."""
+    """Median and p99 in ms of each part; every repeat starts from what was gathered."""
     without = replace(spec, balance=replace(spec.balance, **{
         phase: replace(getattr(spec.balance, phase), nodewise=False) for phase in PHASES}))
-    has_nodewise = without != spec
-    parts: dict[str, list[float]] = {
-        name: [] for name in ("fixed", "balance", "nodewise", "composition", "index_maps", "total")}
-    gathered = layout.to_payload(), layout.num_examples, len(layout.modality)
+    parts: dict[str, list[float]] = {name: [] for name in (*CPU_COLUMNS, "total")}
+    rows, part = layout_rows(layout, spec), next(layout.split_ranks(1))
+    layouts, outcomes = AnsweringGather(len(rows), rows), AnsweringGather(len(rows))
+    orchestrator = Orchestrator(spec, layouts, commit_gather=outcomes, group=layouts)
+
+    def compose(*assigned) -> StepPlan:
+        plan = build_plan(*assigned, spec)
+        plan.for_rank(0)
+        return plan
+
+    def agree(plan: StepPlan) -> None:
+        orchestrator.commit(0, [plan], num_targets=(1, 1))
+        phase_figures([plan])
+
     for _ in range(repeats):
-        timed(parts["fixed"], lambda: BatchLayout.from_payload(*gathered))
-        fresh = replace(layout)
-        encode, llm = timed(parts["balance"], lambda: assign_phases(fresh, without))  # noqa: B023
-        with_nodewise = [parts["balance"][-1]]
-        if has_nodewise:
+        fresh, _ = timed(parts["lengths"], lambda: orchestrator.gather_layout(0, part))
+        encode, llm = timed(parts["planning"], lambda: assign_phases(fresh, without))  # noqa: B023
+        with_nodewise = [parts["planning"][-1]]
+        if without != spec:
             again = replace(layout)
             encode, llm = timed(with_nodewise, lambda: assign_phases(again, spec))  # noqa: B023
-        parts["nodewise"].append(with_nodewise[-1] - parts["balance"][-1])
-        plan = timed(parts["composition"], lambda: build_plan(fresh, encode, llm, spec))  # noqa: B023
-        timed(parts["index_maps"], lambda: plan.for_rank(0))  # noqa: B023
-        parts["total"].append(sum(parts[p][-1] for p in parts if p != "total"))
+        parts["node-wise"].append(with_nodewise[-1] - parts["planning"][-1])
+        plan = timed(parts["composition"], lambda: compose(fresh, encode, llm))  # noqa: B023
+        timed(parts["agreement"], lambda: agree(plan))  # noqa: B023
+        parts["total"].append(sum(parts[name][-1] for name in CPU_COLUMNS))
     return {name: {"median_ms": float(np.median(t)), "p99_ms": float(np.percentile(t, 99))}
             for name, t in parts.items()}, plan
 
@@ -205,14 +250,13 @@ def drawing(args: argparse.Namespace, recipe: config.Recipe | None) -> Callable[
             len(dataset), ranks * args.batch_size).tolist()], [args.batch_size] * ranks)
 
 
-COLUMNS = ("fixed", "planning", "node-wise", "composition", "link", "latency")
+CPU_COLUMNS = ("lengths", "planning", "node-wise", "composition", "agreement")
+COLUMNS = (*CPU_COLUMNS, "link", "latency")
 
 
 def columns(row: dict, link_gbps: float, latency_us: float) -> dict[str, float]:
     """COLUMNS of one row, ms."""
-    times = {name: t["median_ms"] for name, t in row["times"].items()}
-    return {"fixed": times["fixed"], "planning": times["balance"], "node-wise": times["nodewise"],
-            "composition": times["composition"] + times["index_maps"],
+    return {**{name: row["times"][name]["median_ms"] for name in CPU_COLUMNS},
             "link": sum(row["busiest_bytes"].values()) * 8e-6 / link_gbps,
             "latency": sum(row["busiest_peers"].values()) * latency_us * 1e-3}
 

@@ -13,7 +13,7 @@ Schemes: the paper's is `greedy` with nodewise (audio `padded`); its ablations a
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import astuple, dataclass, replace
 from functools import cached_property
 
@@ -27,6 +27,7 @@ from orchmllm.plan.nodewise import assign_nodes
 from orchmllm.plan.rearrange import sums_of
 
 PHASES = (*ENCODERS, "llm")
+_FACTORS = np.random.PCG64(0).random_raw(2**16) | np.uint64(1)  # the same everywhere
 DISPATCHES = ("tensors", "bytes", "load")
 TEXT_BYTES = 8  # an int32 token id and an int32 label
 
@@ -262,6 +263,19 @@ def at_least(place_of: np.ndarray, lengths: np.ndarray, num_places: int, least: 
             counts[out[item]] -= 1
             out[item] = place
     return out
+
+
+def digest_of_arrays(arrays: Iterable[np.ndarray]) -> int:
+    """64 bits over the values of int64 arrays in their order. Each block of values is summed, every
+    value times a number that belongs to its place; a cryptographic hash is taken of the sums only,
+    as it would take longer than planning."""
+    sums = []
+    for array in arrays:
+        words = np.ascontiguousarray(array).reshape(-1).view(np.uint64)
+        for first in range(0, len(words), len(_FACTORS)):
+            block = words[first: first + len(_FACTORS)]
+            sums.append((block * _FACTORS[: len(block)]).sum())
+    return digest64(np.array(sums, np.uint64).tobytes())
 
 
 def digest64(*parts: bytes) -> int:

@@ -165,26 +165,34 @@ class BatchLayout:
                 self.rows[s], self.attn_len[s], self.num_tokens[s], self.grid[s])
 
     def to_payload(self) -> np.ndarray:
-        """(3n + 7s,) int64: this layout as it travels (sizes travel in the gather's header)."""
-        return np.concatenate([
-            self.example_id, self.num_targets, self.segments_per_example, self.modality,
-            self.rows, self.attn_len, self.num_tokens, self.grid.ravel(),
-        ])
+        """(words,) int64: this layout as it travels; how many examples and segments it has travels
+        in the gather's header. Dataset indices take a word each, the rest half a word. Raises
+        ValueError for a length that does not fit 32 bits."""
+        examples = np.stack([self.num_targets, self.segments_per_example], axis=1)
+        segments = np.column_stack(
+            [self.modality, self.rows, self.attn_len, self.num_tokens, self.grid])
+        halves = np.concatenate([examples.ravel(), segments.ravel()])
+        if halves.max(initial=0) >= 2**31:
+            raise ValueError(f"an example has a length of {halves.max()}, above 2147483647")
+        halves = np.append(halves, np.zeros(len(halves) % 2, np.int64))
+        return np.concatenate([self.example_id, halves.astype(np.int32).view(np.int64)])
 
     @classmethod
-    def from_payload(cls, payload: np.ndarray, num_examples: int, num_segments: int) -> BatchLayout:
-        """Inverse of `to_payload` for one rank's part. payload: (values,). Raises ValueError for
-        another number of values."""
-        n, s = num_examples, num_segments
-        sizes = [n, n, n, s, s, s, s, 3 * s]
-        if len(payload) != sum(sizes):
-            raise ValueError(f"layout payload has {len(payload)} values, expected {sum(sizes)}")
-        a = np.split(payload, np.cumsum(sizes)[:-1])
-        return cls(
-            example_id=a[0], examples_per_rank=np.array([n], np.int64), num_targets=a[1],
-            segments_per_example=a[2], modality=a[3], rows=a[4], attn_len=a[5], num_tokens=a[6],
-            grid=a[7].reshape(s, 3),
-        )
+    def from_payloads(
+        cls, payloads: np.ndarray, num_examples: np.ndarray, num_segments: np.ndarray
+    ) -> BatchLayout:
+        """Inverse of `to_payload` for those of d ranks. payloads: (d, at least words) int64;
+        num_examples, num_segments: (d,)."""
+        n, s = num_examples.tolist(), num_segments.tolist()
+        ids = np.concatenate([row[:k] for row, k in zip(payloads, n, strict=True)])
+        halves = payloads.view(np.int32)
+        examples, segments = (
+            np.concatenate([row[i: j] for row, i, j in zip(halves, first, end, strict=True)])
+            .astype(np.int64).reshape(-1, width)
+            for first, end, width in (
+                ([2 * k for k in n], [4 * k for k in n], 2),
+                ([4 * k for k in n], [4 * k + 7 * m for k, m in zip(n, s, strict=True)], 7)))
+        return cls.from_table(ids, *examples.T.copy(), segments, num_examples)
 
 
 NO_EXAMPLES = BatchLayout(*np.zeros((8, 0), np.int64), np.zeros((0, 3), np.int64))  # and no ranks

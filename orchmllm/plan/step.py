@@ -10,7 +10,7 @@ Flow: BatchLayout + PlanSpec -> rank of every item per phase -> StepPlan -> for_
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property, partial
 
 import numpy as np
@@ -25,7 +25,7 @@ from orchmllm.plan.assign import (
     assign_microbatches,
     assign_phases,
     at_least,
-    digest64,
+    digest_of_arrays,
     feature_home,
 )
 from orchmllm.plan.layout import ENCODERS, BatchLayout
@@ -98,11 +98,11 @@ class StepPlan:
     @cached_property
     def digest(self) -> int:
         """64 bits over lengths, plan and configuration (compared by all ranks in COMMIT)."""
-        parts = [self.layout.to_payload(), self.layout.examples_per_rank, self.llm.order,
-                 self.llm.target_sizes]
-        for phase in self.spec.encoders:
-            parts += [self.encode[phase].order, self.encode[phase].target_sizes]
-        return digest64(np.concatenate([*parts, [self.spec.digest]], dtype=np.int64).tobytes())
+        moves = [self.llm, *self.encode.values()]
+        return digest_of_arrays([
+            *(getattr(self.layout, field.name) for field in fields(self.layout)),
+            *(move.order for move in moves), *(move.target_sizes for move in moves),
+            np.array([self.spec.digest])])
 
     @cached_property
     def stats(self) -> dict[str, dict[str, int]]:

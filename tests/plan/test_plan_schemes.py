@@ -2,7 +2,7 @@
 
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import fields, replace
 from itertools import product
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from orchmllm.plan.assign import (
     PhasePolicy,
     PlanSpec,
     assign_phases,
+    digest_of_arrays,
     example_bytes,
     feature_home,
 )
@@ -199,6 +200,35 @@ def test_the_digest_changes_with_the_rank_of_any_item_of_any_phase() -> None:
     digests = [build_plan(layout, {"vision": vision, "audio": audio}, llm, spec()).digest
                for vision, audio, llm in product(ranks, repeat=3)]
     assert len(set(digests)) == len(digests) == 64
+
+
+def test_the_digest_changes_with_any_value_and_any_order() -> None:
+    values = np.arange(200_000)
+    digests = {digest_of_arrays([values])}
+    for a, b in ((0, 1), (0, 65_536), (65_535, 131_071), (199_998, 199_999)):
+        swapped, other = values.copy(), values.copy()
+        swapped[[a, b]] = swapped[[b, a]]
+        other[b] ^= 1 << 62
+        digests |= {digest_of_arrays([swapped]), digest_of_arrays([other])}
+    assert len(digests) == 9 and digest_of_arrays([values]) in digests
+
+
+def test_a_layout_arrives_as_it_was_sent() -> None:
+    """Also of ranks that have no examples, or an odd number of values."""
+    whole = replace(LAYOUT, example_id=LAYOUT.example_id + 2**40)
+    sizes = np.array([0, 1, 0, 29, *LAYOUT.examples_per_rank[1:], 0])
+    parts = list(replace(whole, examples_per_rank=sizes).split_ranks(1))
+    sent = [part.to_payload() for part in parts]
+    rows = np.full((len(sent), max(map(len, sent))), -1, np.int64)
+    for row, payload in zip(rows, sent, strict=True):
+        row[: len(payload)] = payload
+    got = BatchLayout.from_payloads(rows, np.array([part.num_examples for part in parts]),
+                                    np.array([len(part.modality) for part in parts]))
+    for field in fields(BatchLayout):
+        expected = sizes if field.name == "examples_per_rank" else getattr(whole, field.name)
+        assert np.array_equal(getattr(got, field.name), expected), field.name
+    with pytest.raises(ValueError, match="a length of 2147483648"):
+        replace(LAYOUT, rows=LAYOUT.rows + 2**31 - LAYOUT.rows.max()).to_payload()
 
 
 @pytest.mark.parametrize(("options", "message"), [
