@@ -118,21 +118,35 @@ class LocalSearch {
         std::max<i128>(0, slack) / 2 / p_.num_ranks, s.typical / 64));
   }
 
+  // The least that no rank of a node has to send more than, for the node to be rid of `surplus`:
+  // those that hold less send all that they hold.
+  i64 even_share(const Placement& s, i64 node, i64 surplus) const {
+    std::vector<i64> held(s.load.begin() + s.first_rank(node), s.load.begin() + s.end_rank(node));
+    std::sort(held.begin(), held.end());
+    for (std::size_t k = 0; k < held.size(); ++k) {
+      const i64 share = surplus / static_cast<i64>(held.size() - k);
+      if (held[k] >= share) return share;
+      surplus -= held[k];
+    }
+    return surplus;
+  }
+
   // A rank is to send and receive little more than an even share of the largest surplus of a node,
   // or one item. What is cheap to move goes at once.
   void limit_moves(Placement& s, i64 target) const {
-    i64 most = 0, room = 0, surplus = 0;
+    i64 most = 0, share = 0, room = 0, surplus = 0;
     for (i64 node = 0; node < s.num_nodes; ++node) {
       const i64 width = s.end_rank(node) - s.first_rank(node);
       i64 mean = 0;
       for (i64 r = s.first_rank(node); r < s.end_rank(node); ++r) mean += s.load[at(r)] / width;
       most = std::max(most, mean - target);
+      share = std::max(share, even_share(s, node, (mean - target) * width));
       room = std::max(room, target - mean);
       surplus += std::max<i64>(0, mean - target) * width;
     }
     // Ranks need not receive more than the largest surplus just because one node is nearly empty.
     room = std::max(most, std::min(room, most + most / 2));
-    s.send_limit = s.cost_of_weight(std::max(most + most / 16, s.typical));
+    s.send_limit = s.cost_of_weight(std::max(share + share / 16, s.typical));
     s.receive_limit = s.cost_of_weight(std::max(room + room / 16, s.typical));
     if (p_.move_cost.size == 0) return;
     const PriceLimit price(p_, surplus);
