@@ -72,7 +72,7 @@ def test_items_on_one_rank_of_each_node_stay_in_their_node() -> None:
     cap = load_cap(weight, d, .02)
     got = core().least_move(weight, home, NOTHING, d, 8, cap)
     assert loads(weight, got, d).max() <= cap
-    assert moved(weight, home, got) <= .06 * weight.sum()
+    assert moved(weight, home, got) <= 1.05 * surplus(weight, home, cap)
 
 
 def images_of_few_sizes(ranks: int, batch_size: int, seed: int) -> tuple[np.ndarray, np.ndarray]:

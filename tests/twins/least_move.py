@@ -285,6 +285,19 @@ class PriceLimit:
         return d >= 0 and self.price[i] * self.weight[d] <= self.price[d] * self.weight[i]
 
 
+def even_share(held: list[int], surplus: int) -> int:
+    """The least limit under which ranks that hold so much can send `surplus` together."""
+    if surplus <= 0:
+        return 0
+    share = 0
+    for k, load in enumerate(sorted(held)):
+        share = surplus // (len(held) - k)
+        if load >= share:
+            return share
+        surplus -= load
+    return surplus
+
+
 class Search:
     """See cpp/least_move.hpp."""
 
@@ -365,11 +378,13 @@ class Search:
 
     def limit_moves(self, s: Placement, target: int) -> None:
         """To an even share of the largest surplus; what is cheap to move goes at once."""
-        means, widths = [], []
+        means, widths, share = [], [], 0
         for k in range(self.num_nodes):
             ranks = range(k * self.width, min(self.num_ranks, (k + 1) * self.width))
             means.append(sum(s.load[r] // len(ranks) for r in ranks))
             widths.append(len(ranks))
+            share = max(share, even_share([s.load[r] for r in ranks],
+                                          (means[-1] - target) * len(ranks)))
         most, room = max(0, max(means) - target), max(0, target - min(means))
         room = max(most, min(room, most + most // 2))
 
@@ -377,7 +392,7 @@ class Search:
             return (min(NO_LIMIT, sum(self.price) * weight // max(1, s.total)) if self.price
                     else weight)
 
-        s.send_limit = cost_of(max(most + most // 16, s.typical))
+        s.send_limit = cost_of(max(share + share // 16, s.typical))
         s.receive_limit = cost_of(max(room + room // 16, s.typical))
         if self.price:
             surplus = sum(max(0, m - target) * w for m, w in zip(means, widths, strict=True))
