@@ -16,11 +16,10 @@ from torch import Tensor
 
 from orchmllm.data.media.headers import (
     audio_lengths,
-    audio_samples,
+    open_clip,
     open_image,
-    orientation,
 )
-from orchmllm.data.media.medium import MediaError, Medium, MediumSource, medium_of, reading
+from orchmllm.data.media.medium import MediaError, Medium, reading
 from orchmllm.data.media.video import ppm
 from orchmllm.plan.geometry import AudioGeometry, VisionGeometry
 from orchmllm.plan.layout import AUDIO, VISION
@@ -68,16 +67,14 @@ def patchify(pixels: np.ndarray, patch_size: int, merge_size: int) -> np.ndarray
     return blocks.transpose(0, 3, 1, 4, 6, 2, 5).reshape(-1, 3 * p * p)
 
 
-def decode_image(source: MediumSource, geometry: VisionGeometry) -> Tensor:
+def decode_image(medium: Medium, geometry: VisionGeometry) -> Tensor:
     """(rows, 3 * patch_size^2) uint8 patches in the order of `patchify`, upright, RGB, resized
     (bicubic) to `geometry.resized`. Raises MediaError."""
     from PIL import Image
 
-    medium = medium_of(source)
-    with reading(medium) as file, open_image(medium.name, file) as image:
-        turned = orientation(image)
+    with open_image(medium) as (image, orientation):
         image.load()
-        upright = _upright(_to_rgb(image), turned)
+        upright = _upright(_to_rgb(image), orientation)
         size = geometry.resized(*upright.size)
         if size != upright.size:
             upright = upright.resize(size, Image.Resampling.BICUBIC)
@@ -118,13 +115,15 @@ def log_mel(samples: np.ndarray, geometry: AudioGeometry) -> np.ndarray:
     return np.ascontiguousarray(features[:, :frames].T, dtype=np.float32)
 
 
-def decode_audio(source: MediumSource, geometry: AudioGeometry) -> Tensor:
+def decode_audio(medium: Medium, geometry: AudioGeometry) -> Tensor:
     """(rows, num_mels) float32 log-mel frames of the mean over channels, resampled to
     geometry.sample_rate. Raises MediaError, also for NaN or infinite samples."""
     import soxr
 
-    medium = medium_of(source)
-    samples, rate = audio_samples(medium)
+    with open_clip(medium) as (num_samples, rate, read):
+        samples = read()
+    if len(samples) != num_samples:
+        raise MediaError(medium.name, f"truncated: {len(samples)} of {num_samples} samples")
     audio_lengths(medium, len(samples), rate, geometry)  # refuses one beyond the window
     if not np.isfinite(samples).all():
         raise MediaError(medium.name, "NaN or infinite samples")

@@ -141,7 +141,7 @@ def test_the_llm_computes_the_same_in_transformers(trip):
     ids = torch.randint(0, 64, (1, n), generator=torch.Generator().manual_seed(1))
     seqlens = SequenceLengths.from_lengths(np.array([n]))
     ours = trip.ours().llm
-    want = logits(ours, ours.embed(ids[0]), torch.arange(n), seqlens)
+    want = logits(ours, ours.embed_tokens(ids[0]), torch.arange(n), seqlens)
     hf = AutoModelForCausalLM.from_pretrained(trip.out / "llm",
                                               attn_implementation=register_hf_attention())
     assert (hf.config.bos_token_id, hf.config.eos_token_id) == (3, 5)  # of the start's folder
