@@ -34,7 +34,8 @@ def cut_out(pixels: np.ndarray, p: int, m: int) -> list[np.ndarray]:
 @pytest.mark.parametrize("merge_size", [1, 2, 3])
 def test_patches_are_in_merge_group_order(merge_size):
     pixels = np.arange(24 * 12 * 3).reshape(24, 12, 3)
-    np.testing.assert_array_equal(patchify(pixels, 2, merge_size), cut_out(pixels, 2, merge_size))
+    geometry = VisionGeometry(patch_size=2, merge_size=merge_size)
+    np.testing.assert_array_equal(patchify(pixels, geometry), cut_out(pixels, 2, merge_size))
 
 
 @pytest.mark.parametrize("merge_size", [1, 2])

@@ -54,17 +54,19 @@ def _upright(image, orientation: int):
     return image if method is None else image.transpose(method)
 
 
-def patchify(pixels: np.ndarray, patch_size: int, merge_size: int) -> np.ndarray:
-    """(H, W, 3) -> (h * w, 3 * patch_size^2), h = H / patch_size, w = W / patch_size.
+def patchify(pixels: np.ndarray, geometry: VisionGeometry) -> Tensor:
+    """(H, W, 3), of the size that `geometry` resizes to -> (h * w, 3 * patch_size^2),
+    h = H / patch_size, w = W / patch_size.
 
     Order: the merge_size x merge_size neighbourhoods in raster order, and inside each its patches
     in raster order, so that the connector merges consecutive rows. A row is (channel, y, x).
     """
-    p, m = patch_size, merge_size
+    p, m = geometry.patch_size, geometry.merge_size
     height, width, _ = pixels.shape
     blocks = pixels.reshape(height // (p * m), m, p, width // (p * m), m, p, 3)
     # (h/m, m, p, w/m, m, p, 3) -> (h/m, w/m, m, m, 3, p, p)
-    return blocks.transpose(0, 3, 1, 4, 6, 2, 5).reshape(-1, 3 * p * p)
+    rows = blocks.transpose(0, 3, 1, 4, 6, 2, 5).reshape(-1, 3 * p * p)
+    return torch.from_numpy(np.ascontiguousarray(rows))
 
 
 def decode_image(medium: Medium, geometry: VisionGeometry) -> Tensor:
@@ -79,13 +81,7 @@ def decode_image(medium: Medium, geometry: VisionGeometry) -> Tensor:
         if size != upright.size:
             upright = upright.resize(size, Image.Resampling.BICUBIC)
         pixels = np.asarray(upright)
-    return pixel_rows(pixels, geometry)
-
-
-def pixel_rows(pixels: np.ndarray, geometry: VisionGeometry) -> Tensor:
-    """(H, W, 3) uint8 of the size that `geometry` resizes to -> rows as of decode_image."""
-    rows = patchify(pixels, geometry.patch_size, geometry.merge_size)
-    return torch.from_numpy(np.ascontiguousarray(rows))
+    return patchify(pixels, geometry)
 
 
 @lru_cache(maxsize=8)
@@ -156,7 +152,7 @@ class SegmentReader:
                     raise problem
             if encoded:
                 return _bytes_of(medium, picture)
-            decoded = (pixel_rows(picture, self.vision) if picture is not None
+            decoded = (patchify(picture, self.vision) if picture is not None
                        else decode_image(medium, self.vision) if modality == VISION
                        else decode_audio(medium, self.audio))
             if len(decoded) == rows:
