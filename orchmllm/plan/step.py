@@ -59,7 +59,7 @@ def build_plan(
 ) -> StepPlan:
     """The plan for given ranks: encode[m] (s_m,) per segment, llm (n,) per example; with spec.fills
     a rank without an example is given one."""
-    if spec.fills and spec.balance.enabled:
+    if spec.fills:
         # The slowest rank takes no longer: what moves is alone there, and was not before.
         llm = at_least(llm, layout.tokens_per_example, layout.num_ranks, 1)
     llm_move = Rearrangement.from_rank_of(llm, layout.examples_per_rank)
