@@ -195,7 +195,8 @@ class Trainer:
         norms = clip_gradients(self.parts, train.max_grad_norm, self.device)
         facts = self.timer.gather(self._gather, step, loss_sum, norms,
                                   signal=self.stop.asked or self.display.stop_signal)
-        self.incidents.preprocessed(step, int(facts.local.sum()))
+        if self.servers:
+            self.incidents.preprocessed(step, int(facts.local.sum()))
         measured = self.timer.measured(step.index, step.plans, facts.measured_s)
         loss = float(facts.loss_sum.sum()) / max(step.num_global_targets, 1)
         norm = float(facts.norms[0, 0])

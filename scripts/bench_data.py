@@ -29,8 +29,10 @@ from orchmllm.config.recipe import SourceConfig
 from orchmllm.data.formats.open import open_source
 from orchmllm.data.lengths import LengthReader
 from orchmllm.data.media.headers import audio_header, image_header
+from orchmllm.data.media.medium import Medium
 from orchmllm.data.text.tokenizer import ChatTokenizer
 from orchmllm.plan.geometry import AudioGeometry, VisionGeometry
+from orchmllm.plan.layout import TEXT
 from orchmllm.tools.data.build_index import build_index
 
 WORDS = ("what is the colour of this small round thing on a table near two people who walk along "
@@ -156,7 +158,7 @@ def main() -> None:
         files = write_media(folder, args.files, rng)
         for suffix, read in (("jpg", image_header), ("png", image_header),
                              ("wav", audio_header), ("flac", audio_header)):
-            per_s = rate(read, [folder / f for f in files[suffix]])
+            per_s = rate(read, [Medium(TEXT, f, folder / f) for f in files[suffix]])
             print(f"{suffix:<5} {per_s:>8.0f} headers/s on one core", flush=True)
         if not args.rows:
             return

@@ -257,9 +257,9 @@ def exchange_rows(
     if len(x) != len(exchange.send_index):
         raise ValueError(f"exchange_rows got {len(x)} rows, the plan says "
                          f"{len(exchange.send_index)}: rows and lengths of a segment disagree")
-    if exchange.is_identity:
-        return x
-    send, recv = (on_device(i, x.device) for i in (exchange.send_index, exchange.recv_index))
     if not exchange.moves:
-        return x.index_select(0, send.index_select(0, recv))
+        order = exchange.send_index[exchange.recv_index]
+        stays = np.array_equal(order, np.arange(len(x)))
+        return x if stays else x.index_select(0, on_device(order, x.device))
+    send, recv = (on_device(i, x.device) for i in (exchange.send_index, exchange.recv_index))
     return _AllToAllRows.apply(x, send, recv, exchange, group)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -11,6 +12,8 @@ from torch import Tensor
 
 from orchmllm.comm import exchange as comm
 from orchmllm.plan.rearrange import Rearrangement
+
+T = TypeVar("T")
 
 
 def exchange_bytes(
@@ -59,3 +62,29 @@ def _without(splits: np.ndarray, rank: int) -> list[int]:
 def _sums(sizes: Tensor, splits: list[int]) -> list[int]:
     """Bytes per rank of consecutive items."""
     return [int(part.clamp(min=0).sum()) for part in sizes.split(splits)]
+
+
+class Postponed:
+    """What failed on this rank between exchanges of one step, until all of them are done: the other
+    ranks are waiting in them, and learn of it in COMMIT.
+
+    incomplete: whether another rank had nothing to send in place of an item."""
+
+    def __init__(self) -> None:
+        self._error: Exception | None = None
+        self.incomplete = False
+
+    def call(self, function: Callable[..., T], *args: Any) -> T | None:
+        """function(*args); None if it raises."""
+        try:
+            return function(*args)
+        except Exception as e:
+            self._error = self._error or e
+            return None
+
+    def everything_came(self) -> bool:
+        """After the last exchange: raises this rank's first error; False if that of another rank
+        leaves nothing to do but to go to COMMIT, where it is raised."""
+        if self._error is not None:
+            raise self._error
+        return not self.incomplete

@@ -18,8 +18,7 @@ import torch.distributed as dist
 from torch.utils.data._utils.pin_memory import pin_memory
 
 from orchmllm.batch import UNCOUNTED, Microbatch, Step
-from orchmllm.comm.exchange_bytes import exchange_bytes
-from orchmllm.data.loading.pipeline import Postponed
+from orchmllm.comm.exchange_bytes import Postponed, exchange_bytes
 from orchmllm.loader import example_bytes as wire
 from orchmllm.loader.draws import END, Batches, Draws
 from orchmllm.loader.examples import (

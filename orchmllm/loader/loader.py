@@ -186,7 +186,8 @@ class BalancedDataLoader(DataLoader):
         before = self._done = self._next
         epoch, first, state = before
         orch = self._orchestrator
-        orch.spec = replace(orch.spec, balance=replace(orch.spec.balance, enabled=self.enabled))
+        orch.spec = replace(orch.spec, fills=self.enabled,
+                            balance=replace(orch.spec.balance, enabled=self.enabled))
         pipeline = Pipeline(
             self._reader.feed(self._order(), self.prefetch, epoch, first, state), orch,
             first_step=first, accumulation_steps=self.accumulation_steps, prefetch=self.prefetch)

@@ -82,7 +82,6 @@ def make_spec(
     llm = PhasePolicy(policy, DEFAULT_TOLERANCE if tolerance is None else tolerance,
                       max_rank_tokens)
     return PlanSpec(costs=costs, row_bytes={}, feature_bytes=0, ranks_per_node=ranks_per_node,
-                    fills=True,
                     balance=BalancePolicy(dispatch=dispatch, min_gain=min_gain, llm=llm))
 
 

@@ -31,25 +31,17 @@ def index_in_sequence(lengths: np.ndarray) -> np.ndarray:
     return np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
 
 
-def window_index(
-    lengths: np.ndarray, out_lengths: np.ndarray, first: int, stride: int, width: int
-) -> np.ndarray:
-    """Rows that each output position reads: position j of a clip reads its clip's frames
-    first + stride * j + (0 .. width - 1).
-
-    lengths, out_lengths: (n,) int64, rows of each clip before and after. Returns
-    (sum of out_lengths, width) int64 rows; those outside the clip are the sum of lengths, i.e. the
-    zero row that `gather_rows` appends.
-    """
+def windows(
+    x: Tensor, lengths: np.ndarray, out_lengths: np.ndarray, first: int, stride: int, width: int
+) -> Tensor:
+    """The rows of clips x (R, C) that each output position reads, (sum of out_lengths, width, C):
+    position j of a clip reads its clip's rows first + stride * j + (0 .. width - 1), zeros outside
+    the clip. lengths, out_lengths: (n,) int64, rows of each clip before and after."""
     frame = (first + stride * index_in_sequence(out_lengths))[:, None] + np.arange(width)
     start = np.repeat(np.cumsum(lengths) - lengths, out_lengths)[:, None]
     length = np.repeat(lengths, out_lengths)[:, None]
-    return np.where((frame >= 0) & (frame < length), start + frame, lengths.sum())
-
-
-def gather_rows(x: Tensor, index: np.ndarray) -> Tensor:
-    """x: (R, C), index: (N, width) from `window_index` -> (N, width, C)."""
-    rows = torch.cat([x, x.new_zeros(1, x.shape[1])])
+    index = np.where((frame >= 0) & (frame < length), start + frame, len(x))
+    rows = torch.cat([x, x.new_zeros(1, x.shape[1])])  # the last one is read outside a clip
     # One gather per column: inside a column no real row is read twice, so the backward adds in a
     # fixed order on every device.
     columns = on_device(index, x.device).unbind(1)
@@ -64,9 +56,9 @@ def packed_conv1d(x: Tensor, conv: nn.Conv1d, lengths: np.ndarray) -> tuple[Tens
     """
     stride = conv.stride[0]
     out_lengths = -(-lengths // stride)
-    windows = gather_rows(x, window_index(lengths, out_lengths, -1, stride, 3))  # (R', 3, C_in)
+    read = windows(x, lengths, out_lengths, -1, stride, 3)  # (R', 3, C_in)
     weight = conv.weight.transpose(1, 2).flatten(1)  # (C_out, 3 * C_in)
-    return F.linear(windows.flatten(1), weight, conv.bias), out_lengths
+    return F.linear(read.flatten(1), weight, conv.bias), out_lengths
 
 
 def sinusoids(position: Tensor, size: int, dtype: torch.dtype) -> Tensor:
@@ -199,5 +191,5 @@ class AudioEncoder(nn.Module):
             raise ValueError(f"{len(mel)} mel frames, but seqlens covers {seqlens.total}")
         x, lengths = self.encode(mel, np.array(seqlens.lengths, np.int64))
         stack = self.config.stack
-        groups = window_index(lengths, -(-lengths // stack), 0, stack, stack)  # (tokens, stack)
-        return self.connector(gather_rows(x, groups).flatten(0, 1))
+        groups = windows(x, lengths, -(-lengths // stack), 0, stack, stack)  # (tokens, stack, C)
+        return self.connector(groups.flatten(0, 1))

@@ -198,11 +198,6 @@ class PackedQwen2(nn.Module):
     def lm_head(self) -> nn.Linear:
         return self.hf.lm_head
 
-    def embed(self, token_ids: Tensor) -> Tensor:
-        """token_ids: (R,) int32 or int64 -> (R, D). Media positions hold token 0 and are
-        overwritten by `compose`."""
-        return self.embed_tokens(token_ids)
-
     def hidden(self, x: Tensor, position_ids: Tensor, seqlens: SequenceLengths) -> Tensor:
         """x: (R, D) embeddings, position_ids: (R,) int64 restarting in each example, seqlens:
         positions per example. Returns what the head takes, (R, D) in x's dtype. R = 0 runs and

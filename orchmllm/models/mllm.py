@@ -42,22 +42,20 @@ class MultimodalModel(nn.Module):
         features = {}
         for phase in ENCODERS:  # one order on all ranks: each step is a collective
             clock.switch(phase)
-            encoded = self._encode(phase, batch)
+            rows, lengths = batch.inputs[phase], batch.input_lengths[phase]
+            if phase == "vision":
+                encoded = self.vision(rows, batch.plan.grid[phase], lengths)
+            else:
+                encoded = self.audio(rows, lengths)
             encoded = clock.mark(encoded, before=phase, after="exchange")
             received = exchange_rows(encoded, batch.plan.feature[phase], self._group)
             features[phase] = clock.mark(received, before="exchange", after="llm")
-        x = self.llm.embed(batch.token_ids)
+        x = self.llm.embed_tokens(batch.token_ids)  # what media positions hold is replaced
         for phase, rows in features.items():
             x = x.index_copy(0, batch.scatter[phase], rows)
         loss_sum = self.llm(x, batch.position_ids, batch.text_lengths, batch.labels)
         clock.switch(None)
         return loss_sum
-
-    def _encode(self, phase: str, batch: Batch) -> Tensor:
-        if phase == "vision":
-            return self.vision(batch.inputs[phase], batch.plan.grid[phase],
-                               batch.input_lengths[phase])
-        return self.audio(batch.inputs[phase], batch.input_lengths[phase])
 
 
 def _freeze(part: nn.Module) -> None:

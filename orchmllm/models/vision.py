@@ -146,7 +146,12 @@ class VisionEncoder(nn.Module):
             # In float32 first: a bfloat16 division would round before the shift by one does.
             pixels = normalise(pixels.to(torch.promote_types(torch.float32, dtype)),
                                self.config.family)
-        x = self.patch_embed(self._frames(pixels.to(dtype)))  # (R, C)
+        x = pixels.to(dtype)
+        if self.config.family == "qwen2_vl":  # every frame of a patch is the image
+            frames = self.config.temporal_patch_size
+            x = x.unflatten(1, (3, 1, -1)).expand(-1, -1, frames, -1)  # channel, frame, (y, x)
+            x = x.flatten(1)
+        x = self.patch_embed(x)  # (R, C)
         head_dim = self.config.hidden_size // self.config.num_heads
         # Qwen2-VL rotates in float32 whatever its weights are.
         exact = dtype if self.config.family == "vit" else torch.promote_types(torch.float32, dtype)
@@ -154,11 +159,3 @@ class VisionEncoder(nn.Module):
         for block in self.blocks:
             x = block(x, rotary, seqlens)
         return self.connector(self.norm(x))
-
-    def _frames(self, pixels: Tensor) -> Tensor:
-        """(R, 3 * patch^2) -> (R, 3 * temporal_patch_size * patch^2): (channel, frame, y, x)."""
-        frames = self.config.temporal_patch_size
-        if frames == 1:
-            return pixels
-        channels = pixels.unflatten(1, (3, 1, -1))  # (R, 3, 1, patch^2)
-        return channels.expand(-1, -1, frames, -1).flatten(1)

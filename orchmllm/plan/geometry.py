@@ -100,10 +100,6 @@ class AudioGeometry:
         """Samples after resampling from `sample_rate` Hz to that of the geometry, rounded up."""
         return -(-num_samples * self.sample_rate // sample_rate)
 
-    def conv_frames(self, frames: int) -> int:
-        """Positions after Whisper's stride-2 convolution (kernel 3, padding 1)."""
-        return (frames + 1) // 2
-
     def segment_lengths(self, num_samples: int, sample_rate: int) -> SegmentLengths:
         """Of a clip of num_samples a channel at sample_rate Hz. Raises ValueError for an empty
         one, and one beyond the window."""
@@ -118,6 +114,6 @@ class AudioGeometry:
                     f"audio of {num_samples / sample_rate:.6g} s is longer than the "
                     f"window of {window_s:g} s: cut the clip, or use model.audio.mode=packed")
             frames = self.window_frames
-        positions = self.conv_frames(frames)
+        positions = (frames + 1) // 2  # after Whisper's stride-2 convolution (kernel 3, padding 1)
         return SegmentLengths(frames, positions, -(-positions // self.stack), (1, 1, frames))
 

@@ -136,13 +136,6 @@ class Exchange:
     lengths: np.ndarray
     moves: bool
 
-    @property
-    def is_identity(self) -> bool:
-        """True where the rows stay in place on this rank and no rank moves any."""
-        n = len(self.send_index)
-        return (not self.moves and n == len(self.recv_index)
-                and bool(np.array_equal(self.send_index[self.recv_index], np.arange(n))))
-
 
 @lru_cache(maxsize=8)
 def no_exchange(num_ranks: int) -> Exchange:

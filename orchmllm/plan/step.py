@@ -59,7 +59,7 @@ def build_plan(
 ) -> StepPlan:
     """The plan for given ranks: encode[m] (s_m,) per segment, llm (n,) per example; with spec.fills
     a rank without an example is given one."""
-    if spec.fills and spec.balance.enabled:
+    if spec.fills:
         # The slowest rank takes no longer: what moves is alone there, and was not before.
         llm = at_least(llm, layout.tokens_per_example, layout.num_ranks, 1)
     llm_move = Rearrangement.from_rank_of(llm, layout.examples_per_rank)
@@ -170,6 +170,9 @@ class StepPlan:
         layout = self.layout
         encode, feature, media, grid, scatter = {}, {}, {}, {}, {}
         examples = self.llm.items_on(rank)
+        packed = ranges(layout.segment_start[examples], layout.segments_per_example[examples])
+        count = layout.num_tokens[packed]  # of each segment in the sequence of the rank's examples
+        start = np.cumsum(count) - count
         for phase, modality in self.spec.encoders.items():
             seg = layout.segments[modality]
             if not len(seg):
@@ -182,19 +185,13 @@ class StepPlan:
             feature[phase] = self.feature[phase].exchange(layout.num_tokens[seg][move.order], rank)
             mine = seg[move.items_on(rank)]
             grid[phase], media[phase] = layout.grid[mine], layout.places(mine)
-            scatter[phase] = _media_positions(layout, examples, modality)
+            chosen = layout.modality[packed] == modality
+            scatter[phase] = ranges(start[chosen], count[chosen])
         return RankPlan(
             rank=rank, encode=encode, feature=feature, media=media, grid=grid, examples=examples,
             example_ids=layout.example_id[examples], scatter=scatter,
             make_llm=partial(self.llm.exchange, layout.tokens_per_example, rank),
         )
-
-
-def _media_positions(layout: BatchLayout, examples: np.ndarray, modality: int) -> np.ndarray:
-    """(R_f,) positions of one modality's tokens in the packed sequence of `examples`."""
-    seg = ranges(layout.segment_start[examples], layout.segments_per_example[examples])
-    count, chosen = layout.num_tokens[seg], layout.modality[seg] == modality
-    return ranges((np.cumsum(count) - count)[chosen], count[chosen])
 
 
 @dataclass(frozen=True)

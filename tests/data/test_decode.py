@@ -14,6 +14,7 @@ from orchmllm.plan.geometry import (
     AudioGeometry,
     VisionGeometry,
 )
+from tests.lib.sources import medium_at
 
 VISION_GEOMETRY, AUDIO_GEOMETRY = VisionGeometry(max_side=224), AudioGeometry()
 
@@ -33,7 +34,8 @@ def cut_out(pixels: np.ndarray, p: int, m: int) -> list[np.ndarray]:
 @pytest.mark.parametrize("merge_size", [1, 2, 3])
 def test_patches_are_in_merge_group_order(merge_size):
     pixels = np.arange(24 * 12 * 3).reshape(24, 12, 3)
-    np.testing.assert_array_equal(patchify(pixels, 2, merge_size), cut_out(pixels, 2, merge_size))
+    geometry = VisionGeometry(patch_size=2, merge_size=merge_size)
+    np.testing.assert_array_equal(patchify(pixels, geometry), cut_out(pixels, 2, merge_size))
 
 
 @pytest.mark.parametrize("merge_size", [1, 2])
@@ -41,13 +43,13 @@ def test_decoded_patches_are_the_pixels(tmp_path, merge_size):
     geometry = VisionGeometry(merge_size=merge_size, max_side=112)
     pixels = np.random.default_rng(0).integers(0, 256, (56, 112, 3), dtype=np.uint8)
     Image.fromarray(pixels).save(tmp_path / "a.png")
-    rows = decode_image(tmp_path / "a.png", geometry)
+    rows = decode_image(medium_at(tmp_path / "a.png"), geometry)
     assert rows.dtype == torch.uint8
     np.testing.assert_array_equal(rows, cut_out(pixels, 14, merge_size))
 
 
 def mean_colour(path, geometry=VISION_GEOMETRY):
-    return decode_image(path, geometry).float().reshape(-1, 3, 196).mean((0, 2)).tolist()
+    return decode_image(medium_at(path), geometry).float().reshape(-1, 3, 196).mean((0, 2)).tolist()
 
 
 @pytest.mark.parametrize("suffix", ["jpg", "png", "webp"])
@@ -63,9 +65,9 @@ def test_exif_orientation(tmp_path, orientation, suffix):
     exif[0x0112] = orientation
     path = tmp_path / f"a.{suffix}"
     stored.save(path, exif=exif, quality=95)
-    assert image_header(path) == (112, 56)
-    rows = decode_image(path, VisionGeometry(merge_size=1)).float().mean(1)  # 4 x 8 patches
-    dark = (rows < 128).reshape(4, 8)
+    assert image_header(medium_at(path)) == (112, 56)
+    rows = decode_image(medium_at(path), VisionGeometry(merge_size=1)).float()
+    dark = (rows.mean(1) < 128).reshape(4, 8)  # patches
     expected = torch.zeros(4, 8, dtype=torch.bool)
     expected[:2, :4] = True
     assert torch.equal(dark, expected)
@@ -94,7 +96,7 @@ def test_image_modes(tmp_path):
 
 def test_image_is_resized_whole(tmp_path):
     Image.new("RGB", (1000, 300), (1, 2, 3)).save(tmp_path / "a.png")
-    rows = decode_image(tmp_path / "a.png", VISION_GEOMETRY)
+    rows = decode_image(medium_at(tmp_path / "a.png"), VISION_GEOMETRY)
     assert len(rows) == (224 // 14) * (56 // 14)
     assert mean_colour(tmp_path / "a.png") == [1, 2, 3]
 
@@ -109,7 +111,7 @@ def test_mel_is_that_of_whisper(tmp_path, num_samples, num_mels):
 
     samples = np.random.default_rng(0).uniform(-0.5, 0.5, num_samples).astype(np.float32)
     soundfile.write(tmp_path / "a.wav", samples, 16000, subtype="FLOAT")
-    rows = decode_audio(tmp_path / "a.wav", AudioGeometry(num_mels=num_mels))
+    rows = decode_audio(medium_at(tmp_path / "a.wav"), AudioGeometry(num_mels=num_mels))
     extractor = WhisperFeatureExtractor(feature_size=num_mels)
     padded = extractor(samples, sampling_rate=16000, return_tensors="pt").input_features[0].T
     assert rows.shape == (-(-num_samples // 160), num_mels)
@@ -120,9 +122,9 @@ def test_mel_is_that_of_whisper(tmp_path, num_samples, num_mels):
 @pytest.mark.parametrize("num_samples", [1, 7, 1000, 12345])
 def test_resampled_length(tmp_path, rate, num_samples):
     soundfile.write(tmp_path / "a.flac", np.zeros((num_samples, 2)), rate)
-    header = audio_header(tmp_path / "a.flac")
+    header = audio_header(medium_at(tmp_path / "a.flac"))
     assert header == (num_samples, rate)
-    rows = decode_audio(tmp_path / "a.flac", AUDIO_GEOMETRY)
+    rows = decode_audio(medium_at(tmp_path / "a.flac"), AUDIO_GEOMETRY)
     assert len(rows) == AUDIO_GEOMETRY.segment_lengths(*header).rows
 
 
@@ -130,11 +132,12 @@ def test_resampling_keeps_the_pitch_and_channels_are_averaged(tmp_path):
     for rate in (16000, 44100):
         wave = 0.5 * np.sin(2 * np.pi * 700 * np.arange(rate) / rate)
         soundfile.write(tmp_path / f"{rate}.wav", np.stack([wave, 0 * wave], 1), rate)
-    mono, resampled = (decode_audio(tmp_path / f"{r}.wav", AUDIO_GEOMETRY) for r in (16000, 44100))
+    mono, resampled = (decode_audio(medium_at(tmp_path / f"{rate}.wav"), AUDIO_GEOMETRY)
+                       for rate in (16000, 44100))
     torch.testing.assert_close(mono.argmax(1), resampled.argmax(1))
     soundfile.write(tmp_path / "half.wav", 0.25 * np.sin(2 * np.pi * 700 * np.arange(16000) / 16e3),
                     16000)
-    half = decode_audio(tmp_path / "half.wav", AUDIO_GEOMETRY)
+    half = decode_audio(medium_at(tmp_path / "half.wav"), AUDIO_GEOMETRY)
     torch.testing.assert_close(mono.max(), half.max(), atol=1e-3, rtol=0)
 
 
@@ -157,28 +160,28 @@ def test_unusable_media(tmp_path):
         probe = image_header if image else audio_header
         read, geometry = ((decode_image, VISION_GEOMETRY) if image
                           else (decode_audio, AUDIO_GEOMETRY))
-        read(tmp_path / name, geometry)
+        read(medium_at(tmp_path / name), geometry)
         with pytest.raises(MediaError, match=f"cut_{name}"):
-            read(tmp_path / f"cut_{name}", geometry)
+            read(medium_at(tmp_path / f"cut_{name}"), geometry)
         for bad, reason in (("empty", "empty"), ("junk", ""), ("no", "missing")):
-            for call in (probe, lambda path, f=read, g=geometry: f(path, g)):
+            for call in (probe, lambda medium, f=read, g=geometry: f(medium, g)):
                 with pytest.raises(MediaError, match=f"{bad}_{name}: .*{reason}") as caught:
-                    call(tmp_path / f"{bad}_{name}")
+                    call(medium_at(tmp_path / f"{bad}_{name}"))
                 assert caught.value.path == str(tmp_path / f"{bad}_{name}")
                 assert caught.value.reason
     with pytest.raises(MediaError, match="not a regular file"):
-        image_header(tmp_path)
+        image_header(medium_at(tmp_path))
 
 
 def test_unusable_samples(tmp_path):
     soundfile.write(tmp_path / "none.wav", np.zeros(0), 16000)
     with pytest.raises(MediaError, match="the clip is empty"):
-        audio_header(tmp_path / "none.wav")
+        audio_header(medium_at(tmp_path / "none.wav"))
     for value in (np.nan, np.inf):
         soundfile.write(tmp_path / "nan.wav", np.array([0, value, 0], np.float32), 16000,
                         subtype="FLOAT")
         with pytest.raises(MediaError, match="NaN or infinite"):
-            decode_audio(tmp_path / "nan.wav", AUDIO_GEOMETRY)
+            decode_audio(medium_at(tmp_path / "nan.wav"), AUDIO_GEOMETRY)
 
 
 def test_streamed_wav_is_accepted(tmp_path):
@@ -187,7 +190,7 @@ def test_streamed_wav_is_accepted(tmp_path):
     at = content.index(b"data") + 4
     content[at:at + 4] = content[4:8] = b"\xff" * 4
     (tmp_path / "a.wav").write_bytes(content)
-    assert audio_header(tmp_path / "a.wav")[0] == 100
+    assert audio_header(medium_at(tmp_path / "a.wav"))[0] == 100
 
 
 def test_bombs_are_refused_by_their_header(tmp_path, monkeypatch):
@@ -195,16 +198,16 @@ def test_bombs_are_refused_by_their_header(tmp_path, monkeypatch):
     soundfile.write(tmp_path / "a.flac", np.zeros(16000), 16000)
     monkeypatch.setattr(headers, "MAX_IMAGE_PIXELS", 60 * 40 - 1)
     with pytest.raises(MediaError, match="more than the limit"):
-        decode_image(tmp_path / "a.png", VISION_GEOMETRY)
+        decode_image(medium_at(tmp_path / "a.png"), VISION_GEOMETRY)
     monkeypatch.setattr(headers, "MAX_AUDIO_S", 0.9)
     with pytest.raises(MediaError, match="more than the limit"):
-        decode_audio(tmp_path / "a.flac", AUDIO_GEOMETRY)
+        decode_audio(medium_at(tmp_path / "a.flac"), AUDIO_GEOMETRY)
 
 
 def test_a_twin_of_a_missing_name_is_pointed_out(tmp_path):
     composed, decomposed = "caf\u00e9.png", "cafe\u0301.png"
     Image.new("RGB", (28, 28)).save(tmp_path / decomposed)
     with pytest.raises(MediaError, match="missing, but one whose name.*row as NFD"):
-        image_header(tmp_path / composed)
+        image_header(medium_at(tmp_path / composed))
     with pytest.raises(MediaError, match="the file is missing$"):
-        image_header(tmp_path / "other.png")
+        image_header(medium_at(tmp_path / "other.png"))

@@ -17,6 +17,7 @@ from orchmllm.data.media.medium import Medium
 from orchmllm.data.text.tokenizer import ChatTokenizer
 from orchmllm.plan.geometry import AudioGeometry, VisionGeometry
 from orchmllm.plan.layout import AUDIO, VISION
+from tests.lib.sources import medium_at
 from tests.lib.tokenizers import SPECIAL, write_tokenizer
 
 VISION_GEOMETRY, AUDIO_GEOMETRY = VisionGeometry(max_side=224), AudioGeometry()
@@ -38,7 +39,7 @@ def variants(path, modality: int) -> list:
     data = path.read_bytes()
     whole = path.with_suffix(".pack")
     whole.write_bytes(b"before" + data + b"after")
-    return [path, Medium(modality, "bytes", data=data),
+    return [medium_at(path, modality), Medium(modality, "bytes", data=data),
             Medium(modality, "slice", str(whole), 6, len(data))]
 
 

@@ -26,6 +26,7 @@ from orchmllm.plan.layout import AUDIO, VISION
 from tests.lib.broken import Sentinel, flac_expanding, png_claiming, wav_claiming
 from tests.lib.commands import ROOT
 from tests.lib.formats import QUESTIONS, as_dataset, llava_row, write_media
+from tests.lib.sources import medium_at
 from tests.lib.tokenizers import write_tokenizer
 
 GEOMETRY = dict(vision=VisionGeometry(max_side=112), audio=AudioGeometry())
@@ -52,8 +53,8 @@ def folder(tmp_path):
 def test_bombs_are_rejected_from_their_headers(folder):
     Image.new("RGB", (60, 40)).save(folder / "warm.png")
     soundfile.write(folder / "warm.wav", np.zeros(1000), 16000)
-    decode_image(folder / "warm.png", GEOMETRY["vision"])
-    decode_audio(folder / "warm.wav", GEOMETRY["audio"])  # imports are not what is measured
+    decode_image(medium_at(folder / "warm.png"), GEOMETRY["vision"])
+    decode_audio(medium_at(folder / "warm.wav"), GEOMETRY["audio"])  # its imports do not count
     flac_expanding(folder / "bomb.flac")
     decoded = 2 * 8 * 16000 * 150
     assert decoded > 1000 * (folder / "bomb.flac").stat().st_size
@@ -74,7 +75,7 @@ def test_bombs_are_rejected_from_their_headers(folder):
         for read in ((image_header, lambda p: decode_image(p, GEOMETRY["vision"])) if image
                      else (audio_header, lambda p: decode_audio(p, GEOMETRY["audio"]))):
             with pytest.raises(MediaError) as error:
-                read(folder / name)
+                read(medium_at(folder / name))
             assert error.value.path.endswith(name)
     rise = peak_mb() - before
     print(f"RSS rise {rise:.0f} MB")

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from orchmllm.data.loading.prefetch import Prefetcher
+from orchmllm.data.loading.pipeline import Prefetcher
 from orchmllm.data.loading.step_loader import StepLoader
 from orchmllm.data.sampler import GlobalSampler
 from orchmllm.trainer import Trainer

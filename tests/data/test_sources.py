@@ -21,7 +21,7 @@ from orchmllm.plan.geometry import AudioGeometry, VisionGeometry
 from orchmllm.tools.data.build_index import build_index
 from tests.data.test_safety import write_tar
 from tests.lib.formats import llava_row, write_jsonl
-from tests.lib.sources import opened
+from tests.lib.sources import medium_at, opened
 
 TEXT_ROW = llava_row([("text", "hello")], "one")
 
@@ -184,20 +184,20 @@ def test_a_source_may_have_more_shards_than_open_files(folder, tokenizer, tmp_pa
 
 def test_no_file_is_blamed_for_what_the_machine_lacks(tokenizer, tmp_path):
     Image.new("RGB", (28, 28)).save(tmp_path / "a.png")
-    image_header(tmp_path / "a.png")  # with all that it imports
+    image_header(medium_at(tmp_path / "a.png"))  # with all that it imports
     path = write_jsonl(tmp_path / "a.jsonl", [TEXT_ROW])
     dataset = opened(path, tokenizer, tmp_path)
     dataset.layout(0)
     dataset._cache.clear()
     with few_open_files(0), pytest.raises(OSError, match="Too many open files"):
-        image_header(tmp_path / "a.png")
+        image_header(medium_at(tmp_path / "a.png"))
     with few_open_files(0), pytest.raises(OSError, match="Too many open files"):
         dataset.layout(0)
 
 
 def test_a_file_that_must_not_be_read_is_one_bad_file(tmp_path):
     Image.new("RGB", (28, 28)).save(tmp_path / "a.png")
-    image_header(tmp_path / "a.png")
+    image_header(medium_at(tmp_path / "a.png"))
     (tmp_path / "a.png").chmod(0)
     here, root = Path.cwd(), os.geteuid() == 0
     os.chdir(tmp_path)  # whose parents are root's
@@ -206,7 +206,7 @@ def test_a_file_that_must_not_be_read_is_one_bad_file(tmp_path):
         if root:
             os.seteuid(65534)
         with pytest.raises(MediaError, match=r"a.png: cannot be read: .*Permission denied"):
-            image_header("a.png")
+            image_header(medium_at("a.png"))
     finally:
         if root:
             os.seteuid(0)

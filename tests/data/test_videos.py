@@ -25,14 +25,11 @@ from orchmllm.data.media.video import chosen, expand, pictures
 from orchmllm.plan.geometry import AudioGeometry, VisionGeometry
 from orchmllm.plan.layout import AUDIO, VISION
 from tests.data.test_media_kinds import variants
+from tests.lib.sources import medium_at
 from tests.lib.videos import CLIPS, SIZE, VIDEOS, write_clip, write_video
 
 GEOMETRY = VisionGeometry(max_side=224)
 ALL = VideoSampling(frames=1000, max_frames=1000)
-
-
-def as_medium(source) -> Medium:
-    return source if isinstance(source, Medium) else Medium(VISION, str(source), str(source))
 
 
 def decoded_by_pyav(path) -> list[np.ndarray]:
@@ -47,7 +44,7 @@ def test_lengths_are_those_of_decoding(videos, name):
     want = decoded_by_pyav(videos / name)
     assert len(want) == VIDEOS[name].get("count", 24)
     for source in variants(videos / name, VISION):
-        frames = expand(as_medium(source), ALL, {})
+        frames = expand(source, ALL, {})
         assert len(frames) == len(want)
         got = pictures(frames, GEOMETRY)
         for medium in frames:
@@ -62,7 +59,7 @@ def test_lengths_are_those_of_decoding(videos, name):
 @pytest.mark.parametrize("name", ["groups.mp4", "open.mp4", "parts.mp4", "uneven.mkv", "vp8.webm"])
 def test_one_frame_is_the_same_as_among_all(videos, name):
     """Only the groups of frames that are needed are decoded."""
-    frames = expand(as_medium(videos / name), ALL, {})
+    frames = expand(medium_at(videos / name), ALL, {})
     together = pictures(frames, GEOMETRY)
     for k in range(0, len(frames), 7):
         np.testing.assert_array_equal(pictures([frames[k]], GEOMETRY)[frames[k]],
@@ -72,7 +69,7 @@ def test_one_frame_is_the_same_as_among_all(videos, name):
 def test_uneven_frames_are_chosen_by_their_times(videos):
     times = np.array(VIDEOS["uneven.mkv"]["times"]) / 1000
     at = [0.0, 0.5, 2.0, 3.3]
-    frames = expand(as_medium(videos / "uneven.mkv"), VideoSampling(), {"timestamps": at})
+    frames = expand(medium_at(videos / "uneven.mkv"), VideoSampling(), {"timestamps": at})
     want = decoded_by_pyav(videos / "uneven.mkv")
     for medium, second in zip(frames, at, strict=True):
         k = int(np.searchsorted(times - times[0], second, side="right")) - 1
@@ -84,7 +81,7 @@ def test_uneven_frames_are_chosen_by_their_times(videos):
     ("over.mp4", (112, 56), (1, 1)), ("left.mp4", (56, 112), (1, 0))])
 def test_a_turned_video_is_upright(videos, name, size, bright):
     """bright: (bottom, right) quarter that the top left one of the file becomes."""
-    [medium] = expand(as_medium(videos / name), VideoSampling(frames=1), {})
+    [medium] = expand(medium_at(videos / name), VideoSampling(frames=1), {})
     assert medium.frame.video[:2] == size
     pixels = pictures([medium], GEOMETRY)[medium].mean(axis=2)
     h, w = pixels.shape
@@ -109,7 +106,7 @@ def test_how_many_frames(sampling, options, count):
     ({"timestamps": [True]}, "a timestamp of a video is True")])
 def test_wrong_options_are_refused(videos, options, reason):
     with pytest.raises(RowError, match=re.escape(reason)):
-        expand(as_medium(videos / "plain.mp4"), VideoSampling(), options)
+        expand(medium_at(videos / "plain.mp4"), VideoSampling(), options)
 
 
 @pytest.mark.parametrize("name", [*CLIPS, "sound.mp4", "vp9.webm", "plain.mkv", "browser.webm"])
@@ -184,7 +181,7 @@ def test_frames_of_another_size_are_refused(videos):
 
 def test_a_header_that_decoding_contradicts_is_refused(videos):
     """The table of an MP4 is believed, and counted when it is decoded."""
-    [medium] = expand(as_medium(videos / "plain.mp4"), VideoSampling(frames=1), {})
+    [medium] = expand(medium_at(videos / "plain.mp4"), VideoSampling(frames=1), {})
     header = medium.frame.video._replace(num_frames=25)
     wrong = medium._replace(frame=medium.frame._replace(video=header))
     assert "its header says 25 frames, and it holds 24" in pictures([wrong], GEOMETRY)[wrong].reason
@@ -221,9 +218,9 @@ def test_frames_that_are_never_shown_do_not_count(videos):
                 hidden.is_keyframe, hidden.stream = packet.is_keyframe, stream
                 out.mux(hidden)
     want = decoded_by_pyav(videos / "h.webm")
-    assert len(expand(as_medium(videos / "h.webm"), ALL, {})) == len(want) == 48
+    assert len(expand(medium_at(videos / "h.webm"), ALL, {})) == len(want) == 48
     shown = [k / 8 + 0.01 for k in range(60) if k % 5 != 3]
-    frames = expand(as_medium(videos / "h.webm"), VideoSampling(), {"timestamps": shown})
+    frames = expand(medium_at(videos / "h.webm"), VideoSampling(), {"timestamps": shown})
     got = pictures(frames, GEOMETRY)
     for medium, pixels in zip(frames, want, strict=True):
         np.testing.assert_array_equal(got[medium], pixels)
@@ -264,7 +261,7 @@ def test_a_fork_leaves_the_process_to_the_one_that_started_it(videos):
 
 
 def test_too_much_cpu_time_costs_one_file(videos, monkeypatch):
-    medium = as_medium(videos / "plain.mp4")
+    medium = medium_at(videos / "plain.mp4")
     [frame] = expand(medium, VideoSampling(frames=1), {})
     av_process.close()
     with monkeypatch.context() as patch:

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 
 from orchmllm.config.balance import BalanceConfig
 from orchmllm.config.recipe import CheckpointConfig
-from orchmllm.data.loading import forks, prefetch
+from orchmllm.data.loading import forks, pipeline
 from orchmllm.data.loading.workers import Workers
 from orchmllm.data.media.medium import MediaError
 from orchmllm.runtime.stop import Stopped
@@ -339,7 +339,7 @@ def test_a_worker_that_is_stuck_does_not_keep_the_loader_from_ending(tmp_path):
 
 HALF_STARTED = """
 import time
-from orchmllm.data.loading import forks, prefetch
+from orchmllm.data.loading import forks, pipeline
 from orchmllm.data.loading.workers import Workers
 from tests.data.test_workers import Failing
 
@@ -400,7 +400,7 @@ def left_while_it_loads(world) -> tuple[bool, list, list]:
         data.slow = plan[1][0]
     steps = iter(trainer.loader())
     next(steps)  # the thread goes on with the second step
-    with patch.object(prefetch.Prefetcher.close, "__defaults__", (0.05,)):
+    with patch.object(pipeline.Prefetcher.close, "__defaults__", (0.05,)):
         steps.close()
     busy = trainer.orchestrator.closed_thread.is_alive()
     threading.Timer(0.3, data.there.set).start()

@@ -91,7 +91,7 @@ def example_loss(model: MultimodalModel, dataset: SyntheticDataset, i: int):
     for k, modality in enumerate(layout.modality):
         n = int(layout.num_tokens[k])
         if modality == TEXT:
-            parts.append(model.llm.embed(example.token_ids[start: start + n]))
+            parts.append(model.llm.embed_tokens(example.token_ids[start: start + n]))
         elif modality == VISION:
             parts.append(model.vision(example.media[k], layout.grid[k: k + 1],
                                       SequenceLengths.from_lengths(layout.rows[k: k + 1])))

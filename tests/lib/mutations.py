@@ -92,10 +92,10 @@ MUTATIONS = [Mutation(*row) for row in (
      "Ctrl-C reaches a rank twice and ends it without a checkpoint."),
     ("blocks of a mixture repeat", DATA + "sampler.py", " + block * self.counts[source[here]]", "",
      "tests/data/test_mixing.py", "Every 1,000 draws begin with the same rows again."),
-    ("the thread runs one step ahead", DATA + "loading/prefetch.py",
+    ("the thread runs one step ahead", DATA + "loading/pipeline.py",
      "in range(ahead)", "in range(ahead + 1)", "tests/data/test_sampler_loader.py",
      "A rank makes one agreement more than the others when all stop."),
-    ("a stop between agreements", DATA + "loading/prefetch.py",
+    ("a stop between agreements", DATA + "loading/pipeline.py",
      "    wanted.put(False)\n", "    while not wanted.empty():\n        wanted.get()\n"
      "    wanted.put(False)\n",
      "tests/data/test_sampler_loader.py",

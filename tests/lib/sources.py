@@ -1,4 +1,4 @@
-"""A dataset of one source."""
+"""A dataset of one source, and a medium of one file."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ from pathlib import Path
 
 from orchmllm.config.recipe import SourceConfig
 from orchmllm.data.dataset import ConversationDataset
+from orchmllm.data.media.medium import Medium
 from orchmllm.data.storage.remote import NOWHERE, Storage
 from orchmllm.data.text.tokenizer import ChatTokenizer
 from orchmllm.plan.geometry import AudioGeometry, VisionGeometry
+from orchmllm.plan.layout import VISION
 
 
 def opened(path: Path | str, tokenizer: ChatTokenizer, folder: Path, storage: Storage = NOWHERE,
@@ -17,3 +19,7 @@ def opened(path: Path | str, tokenizer: ChatTokenizer, folder: Path, storage: St
     return ConversationDataset(
         [SourceConfig(path=str(path), **keys)], tokenizer=tokenizer, index_dir=folder / "index",
         storage=storage, vision=VisionGeometry(max_side=224), audio=AudioGeometry())
+
+
+def medium_at(path: Path | str, modality: int = VISION) -> Medium:
+    return Medium(modality, str(path), str(path))

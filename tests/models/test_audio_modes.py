@@ -44,6 +44,7 @@ from orchmllm.tools.predict.workload import batch_layout, sample_headers
 from tests.lib.gradients import Case, all_gradients, reference_gradients, worst_difference
 from tests.lib.memory import WIDE, measured
 from tests.lib.ranks import run_ranks
+from tests.lib.sources import medium_at
 from tests.lib.synthetic import MODEL, SyntheticDataset, recipe
 from tests.lib.tokenizers import write_tokenizer
 
@@ -166,7 +167,7 @@ def test_a_decoded_clip_is_what_whisper_gets(tmp_path):
     samples = np.random.default_rng(0).normal(0, 0.1, 50_000).astype(np.float32)
     soundfile.write(tmp_path / "a.wav", samples, 16000, subtype="FLOAT")
     want = WhisperFeatureExtractor()(samples, sampling_rate=16000, return_tensors="np")
-    got = decode_audio(tmp_path / "a.wav", geometry).numpy()
+    got = decode_audio(medium_at(tmp_path / "a.wav"), geometry).numpy()
     assert got.shape == (WHISPER_FRAMES, 80)
     np.testing.assert_array_equal(got.T, want["input_features"][0])
 

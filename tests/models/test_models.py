@@ -74,7 +74,7 @@ def test_no_gradient_leaks_between_sequences(name):
 def test_no_rows_give_zero_gradients_to_every_parameter(name, dtype):
     module, x = build(name, dtype), inputs(name, dtype)[:0]
     if name == "llm":
-        x = module.embed(torch.zeros(0, dtype=torch.int32))
+        x = module.embed_tokens(torch.zeros(0, dtype=torch.int32))
     output = loss_of(name, module, x, [])
     assert output.item() == 0.0 and output.requires_grad
     output.backward()
@@ -99,7 +99,7 @@ def test_checkpointed_blocks_give_the_same_gradients(name, sequences):
     for module in (plain, wrapped):
         x = inputs(name)[: rows_of(name, sequences).sum()]
         if name == "llm":
-            x = module.embed(torch.arange(len(x)))
+            x = module.embed_tokens(torch.arange(len(x)))
         loss_of(name, module, x, sequences).backward()
     for p, q in zip(plain.parameters(), wrapped.parameters(), strict=True):
         assert torch.equal(p.grad, q.grad)

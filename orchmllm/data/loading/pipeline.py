@@ -8,14 +8,16 @@ asks for (worker processes want work early).
 
 from __future__ import annotations
 
+import threading
 import time
+import weakref
 from collections import deque
-from collections.abc import Callable, Generator, Iterator
-from typing import Any, Protocol, TypeVar
+from collections.abc import Generator, Iterator
+from queue import SimpleQueue
+from typing import Any, Generic, Protocol, TypeVar
 
-from orchmllm.batch import UNCOUNTED, Step
+from orchmllm.batch import UNCOUNTED, Step, on_this_device
 from orchmllm.comm.errors import AgreedError
-from orchmllm.data.loading.prefetch import Prefetcher
 from orchmllm.orchestrator import Orchestrator
 from orchmllm.plan.layout import BatchLayout
 
@@ -55,32 +57,6 @@ class Feed(Protocol):
     def close(self) -> None:
         """Ends worker processes."""
         ...
-
-
-class Postponed:
-    """What failed on this rank between exchanges of one step, until all of them are done: the other
-    ranks are waiting in them, and learn of it in COMMIT.
-
-    incomplete: whether another rank had nothing to send in place of an item."""
-
-    def __init__(self) -> None:
-        self._error: Exception | None = None
-        self.incomplete = False
-
-    def call(self, function: Callable[..., T], *args: Any) -> T | None:
-        """function(*args); None if it raises."""
-        try:
-            return function(*args)
-        except Exception as e:
-            self._error = self._error or e
-            return None
-
-    def everything_came(self) -> bool:
-        """After the last exchange: raises this rank's first error; False if that of another rank
-        leaves nothing to do but to go to COMMIT, where it is raised."""
-        if self._error is not None:
-            raise self._error
-        return not self.incomplete
 
 
 class Pipeline:
@@ -180,3 +156,61 @@ class Pipeline:
         step.num_global_targets, step.num_shifted_targets = counts
         step.plan_s += time.perf_counter() - started
         return step
+
+
+class Prefetcher(Generic[T]):
+    """Iterates a generator in a thread that works `ahead` items beyond the one last taken and no
+    further, so that all ranks have made the same agreements whenever they stop together. The
+    constructor waits for the first item: the generator
+    starts its worker processes for it, and no other Python thread should be at work while processes
+    are forked. An exception of the generator is raised by next()."""
+
+    def __init__(self, items: Generator[T, None, None], ahead: int) -> None:
+        if ahead < 1:
+            raise ValueError(f"ahead is {ahead}: must be >= 1")
+        self._wanted: SimpleQueue[bool] = SimpleQueue()  # True for each item, False: to stop
+        self._ready: SimpleQueue[tuple[Any, BaseException | None]] = SimpleQueue()
+        for _ in range(ahead):
+            self._wanted.put(True)
+        begun = threading.Event()
+        self.thread = threading.Thread(
+            target=on_this_device(_work), args=(items, self._wanted, self._ready, begun),
+            name="orchmllm-prefetch", daemon=True)
+        self.thread.start()
+        # At exit too: a thread that is cut off inside a collective would abort the process.
+        self._finalizer = weakref.finalize(self, _stop, self._wanted, self.thread, 5.0)
+        begun.wait()
+
+    def __next__(self) -> T:
+        item, error = self._ready.get()
+        if error is not None:
+            self._ready.put((None, error))  # also for a later call
+            raise error
+        self._wanted.put(True)
+        return item
+
+    def close(self, timeout_s: float = 30.0) -> None:
+        """Lets the thread finish the items that all ranks work on, then joins it; after timeout_s
+        it is left alone, since the other ranks may be gone."""
+        _stop(self._wanted, self.thread, timeout_s)
+        self._finalizer.detach()
+
+
+def _stop(wanted: SimpleQueue[bool], thread: threading.Thread, timeout_s: float) -> None:
+    """It takes effect behind the items that are wanted: by then all ranks have made the same
+    agreements."""
+    wanted.put(False)
+    thread.join(timeout_s)
+
+
+def _work(items: Generator, wanted: SimpleQueue[bool], ready: SimpleQueue,
+          begun: threading.Event) -> None:
+    try:
+        while wanted.get():
+            ready.put((next(items), None))
+            begun.set()
+    except BaseException as error:  # for the caller's thread; StopIteration is the end
+        ready.put((None, error))
+    finally:
+        begun.set()
+        items.close()

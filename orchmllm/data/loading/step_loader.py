@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from orchmllm.batch import UNCOUNTED, Example, FailedSegment, Microbatch, Step
-from orchmllm.comm.exchange_bytes import exchange_bytes
-from orchmllm.data.loading.pipeline import Pipeline, Postponed
+from orchmllm.comm.exchange_bytes import Postponed, exchange_bytes
+from orchmllm.data.loading.pipeline import Pipeline
 from orchmllm.data.loading.preprocess_client import RemoteWorkers
 from orchmllm.data.loading.preprocess_handshake import Servers
 from orchmllm.data.loading.workers import Workers

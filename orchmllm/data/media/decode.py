@@ -16,11 +16,10 @@ from torch import Tensor
 
 from orchmllm.data.media.headers import (
     audio_lengths,
-    audio_samples,
+    open_clip,
     open_image,
-    orientation,
 )
-from orchmllm.data.media.medium import MediaError, Medium, MediumSource, medium_of, reading
+from orchmllm.data.media.medium import MediaError, Medium, reading
 from orchmllm.data.media.video import ppm
 from orchmllm.plan.geometry import AudioGeometry, VisionGeometry
 from orchmllm.plan.layout import AUDIO, VISION
@@ -55,40 +54,34 @@ def _upright(image, orientation: int):
     return image if method is None else image.transpose(method)
 
 
-def patchify(pixels: np.ndarray, patch_size: int, merge_size: int) -> np.ndarray:
-    """(H, W, 3) -> (h * w, 3 * patch_size^2), h = H / patch_size, w = W / patch_size.
+def patchify(pixels: np.ndarray, geometry: VisionGeometry) -> Tensor:
+    """(H, W, 3), of the size that `geometry` resizes to -> (h * w, 3 * patch_size^2),
+    h = H / patch_size, w = W / patch_size.
 
     Order: the merge_size x merge_size neighbourhoods in raster order, and inside each its patches
     in raster order, so that the connector merges consecutive rows. A row is (channel, y, x).
     """
-    p, m = patch_size, merge_size
+    p, m = geometry.patch_size, geometry.merge_size
     height, width, _ = pixels.shape
     blocks = pixels.reshape(height // (p * m), m, p, width // (p * m), m, p, 3)
     # (h/m, m, p, w/m, m, p, 3) -> (h/m, w/m, m, m, 3, p, p)
-    return blocks.transpose(0, 3, 1, 4, 6, 2, 5).reshape(-1, 3 * p * p)
+    rows = blocks.transpose(0, 3, 1, 4, 6, 2, 5).reshape(-1, 3 * p * p)
+    return torch.from_numpy(np.ascontiguousarray(rows))
 
 
-def decode_image(source: MediumSource, geometry: VisionGeometry) -> Tensor:
+def decode_image(medium: Medium, geometry: VisionGeometry) -> Tensor:
     """(rows, 3 * patch_size^2) uint8 patches in the order of `patchify`, upright, RGB, resized
     (bicubic) to `geometry.resized`. Raises MediaError."""
     from PIL import Image
 
-    medium = medium_of(source)
-    with reading(medium) as file, open_image(medium.name, file) as image:
-        turned = orientation(image)
+    with open_image(medium) as (image, orientation):
         image.load()
-        upright = _upright(_to_rgb(image), turned)
+        upright = _upright(_to_rgb(image), orientation)
         size = geometry.resized(*upright.size)
         if size != upright.size:
             upright = upright.resize(size, Image.Resampling.BICUBIC)
         pixels = np.asarray(upright)
-    return pixel_rows(pixels, geometry)
-
-
-def pixel_rows(pixels: np.ndarray, geometry: VisionGeometry) -> Tensor:
-    """(H, W, 3) uint8 of the size that `geometry` resizes to -> rows as of decode_image."""
-    rows = patchify(pixels, geometry.patch_size, geometry.merge_size)
-    return torch.from_numpy(np.ascontiguousarray(rows))
+    return patchify(pixels, geometry)
 
 
 @lru_cache(maxsize=8)
@@ -118,13 +111,15 @@ def log_mel(samples: np.ndarray, geometry: AudioGeometry) -> np.ndarray:
     return np.ascontiguousarray(features[:, :frames].T, dtype=np.float32)
 
 
-def decode_audio(source: MediumSource, geometry: AudioGeometry) -> Tensor:
+def decode_audio(medium: Medium, geometry: AudioGeometry) -> Tensor:
     """(rows, num_mels) float32 log-mel frames of the mean over channels, resampled to
     geometry.sample_rate. Raises MediaError, also for NaN or infinite samples."""
     import soxr
 
-    medium = medium_of(source)
-    samples, rate = audio_samples(medium)
+    with open_clip(medium) as (num_samples, rate, read):
+        samples = read()
+    if len(samples) != num_samples:
+        raise MediaError(medium.name, f"truncated: {len(samples)} of {num_samples} samples")
     audio_lengths(medium, len(samples), rate, geometry)  # refuses one beyond the window
     if not np.isfinite(samples).all():
         raise MediaError(medium.name, "NaN or infinite samples")
@@ -157,7 +152,7 @@ class SegmentReader:
                     raise problem
             if encoded:
                 return _bytes_of(medium, picture)
-            decoded = (pixel_rows(picture, self.vision) if picture is not None
+            decoded = (patchify(picture, self.vision) if picture is not None
                        else decode_image(medium, self.vision) if modality == VISION
                        else decode_audio(medium, self.audio))
             if len(decoded) == rows:

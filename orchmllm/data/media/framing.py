@@ -20,7 +20,7 @@ _KBPS = {  # of layer III and a bitrate index from 1, by whether the MPEG versio
 }
 _RATES = {3: (44100, 48000, 32000), 2: (22050, 24000, 16000), 0: (11025, 12000, 8000)}
 _HEAD_BYTES = 8192  # read to find the first frame and its tag
-_JOIN = "split it, or join its parts by decoding them (ffmpeg -i in -c:a flac out.flac)"
+JOIN = "split it, or join its parts by decoding them (ffmpeg -i in -c:a flac out.flac)"
 
 
 class _Frame(NamedTuple):
@@ -125,13 +125,13 @@ def _counted(data: bytes, offset: int, estimate: int, name: str) -> bytes | None
         count, at = count + 1, at + frame.num_bytes
     if frame is not None or _first(data, at) >= 0:
         raise MediaError(name, f"several MPEG streams in one file, or damage: the first ends after "
-                               f"{count} frames at byte {offset + at}; {_JOIN}")
+                               f"{count} frames at byte {offset + at}; {JOIN}")
     if tag[:4] in (b"Xing", b"Info") and len(tag) >= 12 and tag[7] & 1:
         declared = int.from_bytes(tag[8:12], "big")
         if declared != count:
             how = "truncated" if count < declared else "joined, or its tag is wrong"
             raise MediaError(name, f"{how}: {count} MPEG frames where its {tag[:4].decode()} tag "
-                                   f"says {declared}; {_JOIN}")
+                                   f"says {declared}; {JOIN}")
         return None
     if ends_in_zeros(io.BytesIO(data), at):
         raise MediaError(name, ZEROS_AT_END)
@@ -160,7 +160,7 @@ def check_ogg(file: BinaryIO, num_bytes: int, name: str) -> None:
         begins, ended = head[5] & 2, head[5] & 4
         if begins and sound:
             raise MediaError(name, f"several Ogg streams one after the other, the second from byte "
-                                   f"{at}; {_JOIN}")
+                                   f"{at}; {JOIN}")
         sound = sound or not begins
         at += 27 + head[26] + sum(head[27: 27 + head[26]])
     if at > num_bytes:
@@ -170,14 +170,3 @@ def check_ogg(file: BinaryIO, num_bytes: int, name: str) -> None:
         raise MediaError(name, "truncated or damaged: the last Ogg page does not "
                                "end its stream; fetch it again, or mark the end of a whole one "
                                "(ffmpeg -c copy)")
-
-
-def check_joined(file: BinaryIO, name: str) -> None:
-    """Raises MediaError for a FLAC file that another one follows, of which only the first would be
-    read (libsndfile refuses the same of WAV). It reads the whole file, as decoding does."""
-    file.seek(0)
-    data = file.read()
-    first = data[:4] + bytes([data[4] & 127]) + data[5:8]  # and the head of its first block
-    at = max(data.find(first, 8), data.find(first[:4] + b"\x80" + first[5:], 8))
-    if at >= 0:
-        raise MediaError(name, f"several files in one: the second begins at byte {at}; {_JOIN}")

@@ -17,15 +17,13 @@ from typing import BinaryIO
 import numpy as np
 
 from orchmllm.data.media import av_process
-from orchmllm.data.media.framing import check_joined, check_ogg, whole_mpeg
+from orchmllm.data.media.framing import JOIN, check_ogg, whole_mpeg
 from orchmllm.data.media.kinds import AUDIO_FORMATS, CONVERT_AUDIO, IMAGE_FORMATS, container
 from orchmllm.data.media.medium import (
     ZEROS_AT_END,
     MediaError,
     Medium,
-    MediumSource,
     ends_in_zeros,
-    medium_of,
     reading,
 )
 from orchmllm.plan.geometry import AudioGeometry, SegmentLengths
@@ -45,49 +43,42 @@ _DATA_CHUNK = re.compile(r"^ *(?:data|SSND|Data Size|Riff size|riff) *: (\d+) \(
                          re.MULTILINE)
 
 
-def open_image(name: str, file: BinaryIO):
-    """The lazily opened image, its size and its end checked. Raises MediaError."""
-    from PIL import Image
-
-    image = Image.open(file, formats=IMAGE_FORMATS)
-    width, height = image.size
-    problem = ""
-    if image.format in ("WEBP", "AVIF") and ends_in_zeros(file):  # other decoders notice it
-        problem = ZEROS_AT_END
-    if width * height > MAX_IMAGE_PIXELS:
-        problem = f"more than the limit of {MAX_IMAGE_PIXELS} pixels"
-    elif max(width, height) > MAX_ASPECT * min(width, height):
-        problem = f"sides differ by more than the limit of {MAX_ASPECT} times"
-    if problem:
-        image.close()
-        raise MediaError(name, f"{width}x{height} pixels: {problem}")
-    return image
-
-
-def orientation(image) -> int:
-    """EXIF orientation, 1 to 8; that of a TIFF is 1, since Pillow turns it. The base class's
-    getexif: that of PNG would decode the pixels to look for a chunk after them."""
-    if image.format == "TIFF" or "exif" not in image.info and image.format != "PNG":
-        return 1
-    from PIL import Image
-
-    value = Image.Image.getexif(image).get(EXIF_ORIENTATION, 1)
-    return value if value in range(1, 9) else 1
-
-
-def image_header(source: MediumSource) -> tuple[int, int]:
+def image_header(medium: Medium) -> tuple[int, int]:
     """(width, height) in pixels as displayed, read from the file's header. Raises MediaError."""
-    medium = medium_of(source)
     if medium.frame is not None:
         return medium.frame.video.width, medium.frame.video.height
-    with reading(medium) as file, open_image(medium.name, file) as image:
-        return image.size[::-1] if orientation(image) >= 5 else image.size
+    with open_image(medium) as (image, orientation):
+        return image.size[::-1] if orientation >= 5 else image.size
 
 
-def audio_header(source: MediumSource) -> tuple[int, int]:
+@contextmanager
+def open_image(medium: Medium) -> Iterator[tuple]:
+    """(The lazily opened image, its EXIF orientation from 1 to 8), its size and its end checked.
+    Raises MediaError, also for what decoding it raises."""
+    from PIL import Image
+
+    with reading(medium) as file, Image.open(file, formats=IMAGE_FORMATS) as image:
+        width, height = image.size
+        problem = ""
+        if image.format in ("WEBP", "AVIF") and ends_in_zeros(file):  # other decoders notice it
+            problem = ZEROS_AT_END
+        if width * height > MAX_IMAGE_PIXELS:
+            problem = f"more than the limit of {MAX_IMAGE_PIXELS} pixels"
+        elif max(width, height) > MAX_ASPECT * min(width, height):
+            problem = f"sides differ by more than the limit of {MAX_ASPECT} times"
+        if problem:
+            raise MediaError(medium.name, f"{width}x{height} pixels: {problem}")
+        orientation = 1  # also of a TIFF, since Pillow turns it
+        if image.format == "PNG" or image.format != "TIFF" and "exif" in image.info:
+            # The base class's getexif: that of PNG would decode the pixels to look behind them.
+            orientation = Image.Image.getexif(image).get(EXIF_ORIENTATION, 1)
+        yield image, orientation if orientation in range(1, 9) else 1
+
+
+def audio_header(medium: Medium) -> tuple[int, int]:
     """(samples per channel, rate in Hz), read from the file's header, or counted where the format
     has none. Raises MediaError."""
-    with open_clip(medium_of(source)) as (num_samples, rate, _):
+    with open_clip(medium) as (num_samples, rate, _):
         return num_samples, rate
 
 
@@ -133,8 +124,15 @@ def _open_sound(medium: Medium, file: BinaryIO, num_bytes: int, opened: ExitStac
 
 
 def _all_of(sound, file: BinaryIO, name: str) -> np.ndarray:
+    """Decodes a clip. Raises MediaError for a FLAC file that another one follows, of which only the
+    first would be read (libsndfile refuses the same of WAV)."""
     if sound.format == "FLAC":
-        check_joined(file, name)
+        file.seek(0)
+        data = file.read()
+        first = data[:4] + bytes([data[4] & 127]) + data[5:8]  # and the head of its first block
+        at = max(data.find(first, 8), data.find(first[:4] + b"\x80" + first[5:], 8))
+        if at >= 0:
+            raise MediaError(name, f"several files in one: the second begins at byte {at}; {JOIN}")
     sound.seek(0)  # as soundfile.read does: without it the last bits of an MP3 differ
     return sound.read(dtype="float32", always_2d=True)
 
@@ -152,16 +150,6 @@ def _check_clip(name: str, frames: int, rate: int, channels: int, num_bytes: int
     if decoded > EXPANSION_FROM_BYTES and decoded > MAX_EXPANSION * num_bytes:
         raise MediaError(name, size + f"a file of {num_bytes} bytes expands more than "
                                f"{MAX_EXPANSION} times")
-
-
-def audio_samples(medium: Medium) -> tuple[np.ndarray, int]:
-    """((n, channels) float32, rate in Hz) of a clip that was read whole. Raises MediaError."""
-    with open_clip(medium) as (num_samples, rate, read):
-        samples = read()
-    if len(samples) != num_samples:
-        raise MediaError(medium.name,
-                         f"truncated: {len(samples)} of {num_samples} samples")
-    return samples, rate
 
 
 def audio_lengths(

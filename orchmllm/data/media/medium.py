@@ -142,14 +142,6 @@ class _Slice(io.RawIOBase):
         super().close()
 
 
-MediumSource = Medium | str | os.PathLike
-
-
-def medium_of(source: MediumSource) -> Medium:
-    """The medium of a path."""
-    return source if isinstance(source, Medium) else Medium(0, os.fspath(source), os.fspath(source))
-
-
 @contextmanager
 def reading(medium: Medium) -> Iterator[BinaryIO]:
     """The medium as a file. Names the medium in whatever its decoder raises. Raises MediaError."""

@@ -123,7 +123,7 @@ class PhaseRunner:
             [np.zeros(0, np.int64), *map(np.arange, tokens)]), self.device)
 
         def step() -> None:
-            self.module(self.module.embed(ids), positions, lengths, labels).backward()
+            self.module(self.module.embed_tokens(ids), positions, lengths, labels).backward()
 
         return step
 

@@ -141,7 +141,7 @@ def test_the_llm_computes_the_same_in_transformers(trip):
     ids = torch.randint(0, 64, (1, n), generator=torch.Generator().manual_seed(1))
     seqlens = SequenceLengths.from_lengths(np.array([n]))
     ours = trip.ours().llm
-    want = logits(ours, ours.embed(ids[0]), torch.arange(n), seqlens)
+    want = logits(ours, ours.embed_tokens(ids[0]), torch.arange(n), seqlens)
     hf = AutoModelForCausalLM.from_pretrained(trip.out / "llm",
                                               attn_implementation=register_hf_attention())
     assert (hf.config.bos_token_id, hf.config.eos_token_id) == (3, 5)  # of the start's folder
@@ -229,12 +229,13 @@ def test_uint8_images_are_normalised_as_by_the_image_processor(trip):
 
     from orchmllm.data.media.decode import patchify
     from orchmllm.models.vision import normalise
+    from orchmllm.plan.geometry import VisionGeometry
 
     pixels = np.random.default_rng(0).integers(0, 256, (56, 84, 3), dtype=np.uint8)
     processor = AutoImageProcessor.from_pretrained(trip.out / "vision")
     want = processor(Image.fromarray(pixels), return_tensors="pt")
     assert want["image_grid_thw"].tolist() == [[1, 4, 6]]
-    rows = normalise(torch.from_numpy(patchify(pixels, 14, 2)).float(), "qwen2_vl")
+    rows = normalise(patchify(pixels, VisionGeometry(patch_size=14)).float(), "qwen2_vl")
     frames = rows.unflatten(1, (3, 1, -1)).expand(-1, -1, 2, -1).flatten(1)
     torch.testing.assert_close(frames, want["pixel_values"], rtol=0, atol=1e-6)
 
