@@ -29,6 +29,7 @@ from orchmllm.encoders.spec import (
     Encoder,
     check_encoder,
     check_towers,
+    known_arguments,
     refuse_unknown,
     resolve,
 )
@@ -57,6 +58,7 @@ class EncoderHandle:
         self.gather = RowGather(node_size(ranks, 0), timeout_s, ranks)
         self.rank = self.gather.rank
         table.same_on_all_ranks(self.gather, self.encoders)
+        self._known = known_arguments(self.encoders)
         self._tables = table.Tables(self.encoders, self.gather)
         self._costs = list(in_fine_unit({
             e.name: e.cost(owner) if not hasattr(e.cost, "linear") else e.cost
@@ -114,7 +116,7 @@ class EncoderHandle:
         """This rank's items by encoder, or why there are none: all ranks learn of it."""
         try:
             if self._family:
-                refuse_unknown(self.encoders, inputs)
+                refuse_unknown(self._known, inputs)
             for encoder in self.encoders:
                 check_towers(encoder, module, self._family is not None and self._family.captures)
             return [table.describe_local(e, module, inputs) for e in self.encoders], None

@@ -51,7 +51,9 @@ def table_of(name: str, value: Any, num_items: int | None = None) -> np.ndarray:
 
 
 class Layout(ABC):
-    """How the arguments of a forward divide into items."""
+    """How the arguments of a forward divide into items. value: the argument that holds them."""
+
+    value: str
 
     @abstractmethod
     def describe(self, module: nn.Module, inputs: Mapping[str, Any]) -> Items:

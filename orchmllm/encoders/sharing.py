@@ -43,13 +43,15 @@ class EncoderStep:
 @dataclass(frozen=True)
 class Share:
     """One encoder in one forward: the items of this rank, those of all, and who encodes which.
-    move: n items from the ranks that hold them to those that encode them; cost (n,) of each."""
+    move: n items from the ranks that hold them to those that encode them; cost (n,) of each; rows
+    (n,): of each in each packed tensor."""
 
     encoder: Encoder
     local: LocalItems
     world: GatheredItems
     move: Rearrangement
     cost: np.ndarray
+    rows: list[np.ndarray]
     step: EncoderStep
 
 
@@ -64,10 +66,11 @@ def assign(
     home = np.repeat(np.arange(num_ranks), world.sizes)
     cost = cost_model(*encoder.layout.lengths(world.meta))
     num_bytes = np.zeros(len(home), np.int64)
-    for tensor, rows in zip(world.tensors, encoder.layout.rows(world.meta), strict=True):
+    rows = encoder.layout.rows(world.meta)
+    for tensor, of_each in zip(world.tensors, rows, strict=True):
         if tensor is not None:
             dtype, shape = tensor
-            num_bytes += dtype.itemsize * math.prod(shape) * rows
+            num_bytes += dtype.itemsize * math.prod(shape) * of_each
     rank_of = balance(cost, num_ranks=num_ranks, policy="least_move", home=home, cost=cost,
                       move_cost=num_bytes * MOVED_BOTH_WAYS,
                       ranks_per_node=min(ranks_per_node, num_ranks))
@@ -79,7 +82,7 @@ def assign(
     step = EncoderStep(len(cost), (imbalance(before), imbalance(after)),
                        int((rank_of != home).sum()), gain)
     move = Rearrangement.from_rank_of(rank_of, world.sizes)
-    return Share(encoder, local, world, move, cost, step)
+    return Share(encoder, local, world, move, cost, rows, step)
 
 
 def encode_all(
@@ -104,8 +107,7 @@ def _move_media(
 ) -> list[Tensor | None]:
     """The packed tensors of the items that this rank encodes."""
     values: list[Tensor | None] = []
-    for k, (tensor, rows) in enumerate(zip(
-            share.world.tensors, share.encoder.layout.rows(share.world.meta), strict=True)):
+    for k, (tensor, rows) in enumerate(zip(share.world.tensors, share.rows, strict=True)):
         if tensor is None:
             values.append(None)
             continue
@@ -124,10 +126,11 @@ def _encode(
     meta = world.meta[share.move.items_on(rank)]
     is_placeholder = not len(meta)
     if is_placeholder:
-        meta = world.meta[[int(share.cost.argmin())]]
+        cheapest = int(share.cost.argmin())
+        meta = world.meta[[cheapest]]
         values = [None if tensor is None else torch.ones(
-            (int(rows[0]), *tensor[1]), dtype=tensor[0], device=device)
-            for tensor, rows in zip(world.tensors, encoder.layout.rows(meta), strict=True)]
+            (int(rows[cheapest]), *tensor[1]), dtype=tensor[0], device=device)
+            for tensor, rows in zip(world.tensors, share.rows, strict=True)]
     run = partial(encoder.run, owner) if encoder.run else resolve(owner, next(iter(encoder.calls)))
     result = run(*encoder.layout.build(meta, tuple(values)), **encoder.keywords,
                  **share.local.options)

@@ -140,11 +140,15 @@ def _check_config(encoder: Encoder, path: str, config: Any) -> None:
                              "before the model is built")
 
 
-def refuse_unknown(encoders: Sequence[Encoder], inputs: dict[str, Any]) -> None:
-    """Raises ValueError for an argument about media that the encoders do not read, such as
-    features computed before."""
-    known = _HARMLESS.union(*(e.options for e in encoders), *(
+def known_arguments(encoders: Sequence[Encoder]) -> set[str]:
+    """Names of the arguments about media that a forward may have."""
+    return _HARMLESS.union(*(e.options for e in encoders), *(
         layout.arguments for e in encoders for layout in e.calls.values()))
+
+
+def refuse_unknown(known: set[str], inputs: Mapping[str, Any]) -> None:
+    """Raises ValueError for an argument about media that is not `known`, such as features computed
+    before."""
     for name, value in inputs.items():
         if value is None or name in known or not name.startswith(_MEDIA):
             continue

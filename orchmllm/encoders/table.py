@@ -55,7 +55,7 @@ def describe_local(
     encoder: Encoder, owner: nn.Module, inputs: Mapping[str, Any]
 ) -> LocalItems:
     """This rank's items of `encoder` in the arguments of a forward. Raises ValueError."""
-    given = [inputs.get(layout.arguments[0]) for layout in encoder.calls.values()]
+    given = [inputs.get(layout.value) for layout in encoder.calls.values()]
     parts = [None if value is None else layout.describe(owner, inputs)
              for layout, value in zip(encoder.calls.values(), given, strict=True)]
     held = [part for part in parts if part is not None]
@@ -110,6 +110,7 @@ class Tables:
         self.encoders, self.gather = encoders, gather
         empty = np.zeros((0, 3), np.int64)  # the layouts look at three columns at most
         self._sizes = [_FIXED + _TENSOR * len(e.layout.rows(empty)) for e in encoders]
+        self._names = [", ".join(e.layout.arguments) for e in encoders]
         self._fixed = _HEAD + sum(self._sizes)
         self._gather_tables = RaggedGather(gather, self._fixed + 128)
 
@@ -129,7 +130,7 @@ class Tables:
     def _items_of_all(self, forward: int, rows: np.ndarray) -> list[GatheredItems]:
         out, at = [], _HEAD
         flat, start = rows.ravel(), np.arange(len(rows)) * rows.shape[1] + self._fixed
-        for encoder, size in zip(self.encoders, self._sizes, strict=True):
+        for encoder, size, names in zip(self.encoders, self._sizes, self._names, strict=True):
             block = rows[:, at: at + size]
             sizes, holding = block[:, 0], block[:, 0] > 0
             columns = int(_one(forward, f"the columns of encoder {encoder.name!r}", block[:, 1:2],
@@ -140,7 +141,6 @@ class Tables:
             meta = flat[ranges(start, length)].reshape(-1, columns) if columns else np.zeros(
                 (int(sizes.sum()), 0), np.int64)
             tensors = block[:, _FIXED:].reshape(len(rows), -1, _TENSOR)
-            names = ", ".join(encoder.layout.arguments)
             out.append(GatheredItems(sizes, meta, [
                 _tensor(_one(forward, f"argument {i} of encoder {encoder.name!r} ({names})",
                              tensors[:, i], holding, _shown, PAD))
