@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from orchmllm.batch import Step
-from orchmllm.loader.collator import count_labels
+from orchmllm.batch import IGNORE_INDEX, Step
 from orchmllm.plan.step import imbalance
 
 log = logging.getLogger("orchmllm.loader")
@@ -129,7 +128,7 @@ def check_labels(labels: Tensor | None, info: StepInfo, *, shifted: bool) -> Non
     nothing is read: the loop would wait for it. labels: (...), of any shape."""
     if labels is None or labels.device.type != "cpu" or not info.num_examples:
         return
-    held = count_labels(labels)[shifted]
+    held = int(((labels[..., 1:] if shifted else labels) != IGNORE_INDEX).sum())
     if held != info.local_targets[shifted]:
         raise ValueError(
             f"scale_mean: these labels have {held} targets, the batch last yielded has "
