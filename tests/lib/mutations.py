@@ -149,7 +149,7 @@ MUTATIONS = [Mutation(*row) for row in (
      "Under gradient accumulation gradients are too small by its steps."),
     ("the last target of a row is not counted", "orchmllm/loader/collator.py",
      "counted[..., 1:].sum()", "counted[..., :-1].sum()",
-     "tests/loader/test_loss.py tests/loader/test_fill.py tests/loader/test_dropin.py",
+     "tests/loader/test_loader_facts.py",
      "The denominator of a model that shifts labels is wrong."),
     ("all ranks read the first rows", "orchmllm/sharding/pretrained.py",
      "tensor[first + at: first + at + len(rows)]", "tensor[at: at + len(rows)]",
