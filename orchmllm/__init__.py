@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from orchmllm.encoders.items import Masked, Packed, Rows
     from orchmllm.encoders.spec import Encoder
     from orchmllm.loader.equivalence import check_equivalence
-    from orchmllm.loader.examples import StepInfo
     from orchmllm.loader.loader import BalancedDataLoader
+    from orchmllm.loader.loss import StepInfo
     from orchmllm.loader.trainers import balance, balance_trainer
     from orchmllm.plan.cost import CostModel
 
@@ -26,7 +26,7 @@ _HOME = {
     "Masked": "orchmllm.encoders.items",
     "Packed": "orchmllm.encoders.items",
     "Rows": "orchmllm.encoders.items",
-    "StepInfo": "orchmllm.loader.examples",
+    "StepInfo": "orchmllm.loader.loss",
     "balance": "orchmllm.loader.trainers",
     "balance_encoders": "orchmllm.encoders.hook",
     "balance_trainer": "orchmllm.loader.trainers",

@@ -23,8 +23,8 @@ import torch.distributed as dist
 from torch import multiprocessing, nn
 
 from orchmllm import balance_encoders
-from orchmllm.encoders.assignment import assign
 from orchmllm.encoders.families import FAMILIES
+from orchmllm.encoders.sharing import assign
 from orchmllm.encoders.table import Tables, describe_local
 from orchmllm.plan.cost import CostModel
 
@@ -34,12 +34,14 @@ ROW = 1176  # values of a patch of Qwen2-VL
 
 
 class Simulated:
-    """Stands for the gather of one rank among many: the other rows are there already."""
+    """Stands for the gather of one rank among many: the other rows are there already.
+    sent: its own row."""
 
     def __init__(self, others: list[np.ndarray]) -> None:
         self.others, self.world_size = others, len(others) + 1
 
     def __call__(self, row: np.ndarray) -> np.ndarray:
+        self.sent = row
         rows = np.zeros((self.world_size, len(row)), np.int64)
         rows[0] = row
         for out, other in zip(rows[1:], self.others, strict=True):
@@ -58,21 +60,22 @@ def images(rng: np.random.Generator, most: int) -> dict[str, torch.Tensor]:
 def measure(num_ranks: int, most: int, repeat: int) -> dict[str, list[float]]:
     """Milliseconds of each part, `repeat` times."""
     rng, owner = np.random.default_rng(0), nn.Module()
+    owner.visual = nn.Linear(1, 1, dtype=torch.bfloat16)
     out: dict[str, list[float]] = {}
     for _ in range(repeat):
         inputs = [images(rng, most) for _ in range(num_ranks)]
-        locals_ = [describe_local(QWEN2_VL, owner, x, torch.bfloat16) for x in inputs]
-        tables = Tables([QWEN2_VL], Simulated([]))
-        rows = [tables._row([x]) for x in locals_]
-        for row in rows:
-            row[:2] = 1, 0
-        tables = Tables([QWEN2_VL], Simulated([np.array([len(r), *r]) for r in rows[1:]]))
+        locals_ = [describe_local(QWEN2_VL, owner, x) for x in inputs]
+        alone, others = Simulated([]), []
+        for local in locals_[1:]:
+            Tables([QWEN2_VL], alone)(1, [local], None)
+            others.append(alone.sent)
+        tables = Tables([QWEN2_VL], Simulated(others))
         marks = [time.perf_counter()]
-        describe_local(QWEN2_VL, owner, inputs[0], torch.bfloat16)
+        describe_local(QWEN2_VL, owner, inputs[0])
         marks.append(time.perf_counter())
         (world,) = tables(1, locals_[:1], None)
         marks.append(time.perf_counter())
-        plan = assign(QWEN2_VL, world, COST, min_gain=0.0, ranks_per_node=8)
+        plan = assign(QWEN2_VL, locals_[0], world, COST, min_gain=0.0, ranks_per_node=8)
         marks.append(time.perf_counter())
         patches = QWEN2_VL.layout.rows(world.meta)[0]
         plan.move.exchange(patches, 0)

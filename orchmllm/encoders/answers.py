@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from orchmllm.encoders.results import Features, rebuild
-from orchmllm.encoders.spec import Encoder, parent_of
+from orchmllm.encoders.spec import Encoder, resolve
 from orchmllm.encoders.table import LocalItems
 
 
@@ -25,8 +25,7 @@ class Answer:
         self, encoder: Encoder, owner: nn.Module, call: str, result: Any, num_items: int,
         given: Tensor | None, strict: bool,
     ) -> None:
-        parent, name = parent_of(owner, call)
-        self._original = getattr(parent, name)
+        self._original = resolve(owner, call)
         self._what = f"encoder {encoder.name!r}: {type(owner).__name__}.forward"
         self._call, self._result, self._called = call, result, False
         self._given = given
@@ -95,7 +94,8 @@ class Answers:
         """Until `close` the owner's attribute is `value`. A method or a submodule alike: an entry
         of the instance comes before both, and the submodule itself, with the hooks of FSDP, is not
         called."""
-        parent, name = parent_of(self._owner, name)
+        path, _, name = name.rpartition(".")
+        parent = self._owner.get_submodule(path)
         if name in parent.__dict__:
             self._undo.callback(parent.__dict__.__setitem__, name, parent.__dict__[name])
         else:

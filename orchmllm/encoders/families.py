@@ -3,7 +3,7 @@ signature is not the same meaning. docs/encoders.md has the table."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
@@ -74,7 +74,7 @@ def _tiles(model: str) -> Callable[[nn.Module, list[int]], int]:
 
 
 def _audio_rows(owner: nn.Module, meta: np.ndarray) -> np.ndarray:
-    lengths = torch.from_numpy(np.ascontiguousarray(meta[:, 0]))
+    lengths = torch.tensor(meta[:, 0])
     return owner.audio_tower._get_feat_extract_output_lengths(lengths)[1].numpy()
 
 
@@ -148,27 +148,6 @@ FAMILIES: dict[str, Family] = {
         outputs=("last_hidden_state",), towers=("audio_tower",), run=_qwen2_audio,
         passes=("multi_modal_projector",), cast=True),)),
 }
-
-# Arguments about media that only the LLM reads; others that no encoder names are refused.
-_HARMLESS = {"mm_token_type_ids", "video_second_per_grid", "use_audio_in_video",
-             "audio_feature_lengths", "vision_aspect_ratio"}
-_MEDIA = ("pixel_", "image", "video", "audio", "vision_", "input_features", "feature_", "mm_",
-          "batch_num_images")
-
-
-def refuse_unknown(encoders: Sequence[Encoder], inputs: dict[str, Any]) -> None:
-    """Raises ValueError for an argument about media that the encoders do not read, such as
-    features computed before."""
-    known = _HARMLESS.union(*(e.options for e in encoders), *(
-        layout.arguments for e in encoders for layout in e.calls.values()))
-    for name, value in inputs.items():
-        if value is None or name in known or not name.startswith(_MEDIA):
-            continue
-        if name == "batch_num_images" and (torch.as_tensor(value) == 1).all():
-            continue
-        raise ValueError(f"the argument {name} is not understood by balance_encoders: leave it "
-                         "out, or do not balance this model's encoders")
-
 
 def find_family(model: nn.Module) -> tuple[nn.Module, Family]:
     """The inner model whose forward calls the encoders, and its family. Raises ValueError if there

@@ -10,12 +10,14 @@ collectives everywhere.
 
 from __future__ import annotations
 
+import inspect
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -23,9 +25,14 @@ from torch import Tensor, nn
 from orchmllm.comm.exchange import RowGather, node_size, rank_list
 from orchmllm.encoders import families, sharing, table
 from orchmllm.encoders.answers import Answers
-from orchmllm.encoders.assignment import EncoderStep, assign
-from orchmllm.encoders.checks import check_encoder, check_towers
-from orchmllm.encoders.spec import Encoder, bind, resolve
+from orchmllm.encoders.spec import (
+    Encoder,
+    check_encoder,
+    check_towers,
+    known_arguments,
+    refuse_unknown,
+    resolve,
+)
 from orchmllm.plan.cost import in_fine_unit
 
 log = logging.getLogger("orchmllm.encoders")
@@ -45,12 +52,13 @@ class EncoderHandle:
     ) -> None:
         ranks = rank_list(group)
         self.encoders, self.group, self.shadow = tuple(encoders), group, shadow
-        self.last: dict[str, EncoderStep] = {}
+        self.last: dict[str, sharing.EncoderStep] = {}
         self._family, self._when, self._join = family, when, join
         self._min_gain = min_gain
         self.gather = RowGather(node_size(ranks, 0), timeout_s, ranks)
         self.rank = self.gather.rank
         table.same_on_all_ranks(self.gather, self.encoders)
+        self._known = known_arguments(self.encoders)
         self._tables = table.Tables(self.encoders, self.gather)
         self._costs = list(in_fine_unit({
             e.name: e.cost(owner) if not hasattr(e.cost, "linear") else e.cost
@@ -79,18 +87,23 @@ class EncoderHandle:
         if not self._hooks or not (trains or self._when == "always"):
             return None
         self._count += 1
-        inputs = bind(module, args, kwargs)
+        inputs = _bind(module, args, kwargs)
         items, error = self._describe(module, inputs)
         worlds = self._tables(self._count, items, self._error or error)
-        shares = self._plan(items, worlds)
+        shares = [
+            sharing.assign(encoder, local, world, cost, min_gain=self._min_gain,
+                           ranks_per_node=self.gather.per_node)
+            for encoder, local, world, cost in zip(
+                self.encoders, items, worlds, self._costs, strict=True) if len(world.meta)]
         self._report(shares)
         if self.shadow or not shares:
             return None
-        features, error = sharing.encode_all(shares, module, self.rank,
-                                             _device_of(module, inputs), self.group)
-        counts = sharing.agree_on_features(self.gather, self._count, shares, features, error)
-        returned = [sharing.return_features(*one, self.rank, self.group)
-                    for one in zip(shares, features, counts, strict=True)]
+        # That of the inputs: FSDP may keep parameters on the CPU.
+        device = next((v.device for v in inputs.values() if isinstance(v, Tensor)),
+                      next(module.parameters()).device)
+        features, error = sharing.encode_all(shares, module, self.rank, device, self.group)
+        returned = sharing.return_features(self.gather, self._count, shares, features, error,
+                                           self.group)
         answers = self._answers[id(module)] = Answers(module, self._join)
         for share, encoded, (rows, sizes) in zip(shares, features, returned, strict=True):
             answers.add(share.encoder, share.local, encoded, rows, sizes,
@@ -103,26 +116,12 @@ class EncoderHandle:
         """This rank's items by encoder, or why there are none: all ranks learn of it."""
         try:
             if self._family:
-                families.refuse_unknown(self.encoders, inputs)
+                refuse_unknown(self._known, inputs)
             for encoder in self.encoders:
                 check_towers(encoder, module, self._family is not None and self._family.captures)
-            return [table.describe_local(e, module, inputs, e.media_dtype(module))
-                    for e in self.encoders], None
+            return [table.describe_local(e, module, inputs) for e in self.encoders], None
         except Exception as error:
             return [], error
-
-    def _plan(
-        self, items: Sequence[table.LocalItems], worlds: Sequence[table.GatheredItems]
-    ) -> list[sharing.Share]:
-        """Of the encoders that have items on any rank."""
-        shares = []
-        for encoder, cost, local, world in zip(
-                self.encoders, self._costs, items, worlds, strict=True):
-            if len(world.meta):
-                plan = assign(encoder, world, cost, min_gain=self._min_gain,
-                              ranks_per_node=self.gather.per_node)
-                shares.append(sharing.Share(encoder, local, world, plan))
-        return shares
 
     @torch.compiler.disable
     def _after(self, module: nn.Module, args: tuple, kwargs: dict, result: Any) -> None:
@@ -135,12 +134,12 @@ class EncoderHandle:
         error = answers.close()
         if not self._checked:
             self._checked = True
-            sharing.agree_on_forward(self.gather, self._count, raised or error)
+            sharing.agree(self.gather, self._count, np.zeros(1, np.int64), raised or error)
         elif raised is None:
             self._error = error
 
     def _report(self, shares: Sequence[sharing.Share]) -> None:
-        self.last = {share.encoder.name: share.plan.step for share in shares}
+        self.last = {share.encoder.name: share.step for share in shares}
         if self.shadow:
             self.last = {name: replace(step, moved=0) for name, step in self.last.items()}
         if shares and (self._count == 1 or self._count % _LOG_EVERY == 0) and self.rank == 0:
@@ -150,12 +149,12 @@ class EncoderHandle:
                                f"{s.moved} moved" for name, s in self.last.items()))
 
 
-def _device_of(module: nn.Module, inputs: dict[str, Any]) -> torch.device:
-    """That of the inputs: FSDP may keep parameters on the CPU."""
-    for value in inputs.values():
-        if isinstance(value, Tensor):
-            return value.device
-    return next(module.parameters()).device
+def _bind(module: nn.Module, args: tuple, kwargs: dict) -> dict[str, Any]:
+    """Arguments of forward by name; those of a dict among them, too."""
+    inputs = dict(zip(inspect.signature(module.forward).parameters, args, strict=False)) | kwargs
+    for value in [v for v in inputs.values() if isinstance(v, Mapping)]:
+        inputs = {**value, **inputs}
+    return inputs
 
 
 def _check_owner(owner: nn.Module, join: str) -> None:

@@ -50,12 +50,10 @@ def table_of(name: str, value: Any, num_items: int | None = None) -> np.ndarray:
     return array
 
 
-def _as_tensor(meta: np.ndarray, device: torch.device) -> Tensor:
-    return torch.from_numpy(np.ascontiguousarray(meta)).to(device)
-
-
 class Layout(ABC):
-    """How the arguments of a forward divide into items."""
+    """How the arguments of a forward divide into items. value: the argument that holds them."""
+
+    value: str
 
     @abstractmethod
     def describe(self, module: nn.Module, inputs: Mapping[str, Any]) -> Items:
@@ -143,7 +141,7 @@ class Packed(Layout):
         return meta.prod(1), meta[:, 0] if self.frames else None
 
     def build(self, meta: np.ndarray, values: tuple[Tensor | None, ...]) -> tuple[Any, ...]:
-        counts = _as_tensor(meta, values[0].device)
+        counts = torch.tensor(meta, device=values[0].device)
         return values[0], counts if meta.shape[1] > 1 else counts[:, 0]
 
 
@@ -167,7 +165,7 @@ class Masked(Layout):
 
     def build(self, meta: np.ndarray, values: tuple[Tensor | None, ...]) -> tuple[Any, ...]:
         rows = values[0]  # (sum of lengths, C)
-        lengths = _as_tensor(meta[:, 0], rows.device)
+        lengths = torch.tensor(meta[:, 0], device=rows.device)
         mask = torch.arange(int(meta[:, 0].max(initial=0)), device=rows.device) < lengths[:, None]
         padded = rows.new_zeros((*mask.shape, *rows.shape[1:]))
         padded[mask] = rows
@@ -206,7 +204,7 @@ class Tiles(Layout):
         return meta[:, 2], meta[:, 2]  # a tile is a frame: attention stays inside
 
     def build(self, meta: np.ndarray, values: tuple[Tensor | None, ...]) -> tuple[Any, ...]:
-        return values[0], _as_tensor(meta[:, :2], values[0].device)
+        return values[0], torch.tensor(meta[:, :2], device=values[0].device)
 
 
 @dataclass(frozen=True)
@@ -242,7 +240,7 @@ class Cropped(Layout):
             part = rows[start: start + h * w].unflatten(0, (h, w)).permute(2, 0, 3, 1, 4)
             image[:, : h * p, : w * p] = part.reshape(-1, h * p, w * p)
             start += h * w
-        return out, _as_tensor(sizes, rows.device)
+        return out, torch.tensor(sizes, device=rows.device)
 
 
 @dataclass(frozen=True)

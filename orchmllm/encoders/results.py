@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -59,16 +59,15 @@ def flatten(
     computed them. Raises ValueError naming the field if the features cannot be told apart by item.
     meta: (n, integers) of the items."""
     leaves, columns, counts, first = [], [], None, ""
-    for field, layer, value in _fields(encoder, result):
-        rows, form, sizes, inner = _rows_of(encoder, owner, _name(field, layer), value, meta,
-                                             placeholder)
+    for name, field, layer, value in _fields(encoder, result):
+        rows, form, sizes, inner = _rows_of(encoder, owner, name, value, meta, placeholder)
         if counts is not None and not np.array_equal(counts, sizes):
-            raise ValueError(f"encoder {encoder.name!r}: {_name(field, layer)} has "
-                             f"{sizes.tolist()} rows per item, {first} has {counts.tolist()}")
+            raise ValueError(f"encoder {encoder.name!r}: {name} has {sizes.tolist()} rows per "
+                             f"item, {first} has {counts.tolist()}")
         if columns and columns[0].dtype != rows.dtype:
-            raise ValueError(f"encoder {encoder.name!r}: {_name(field, layer)} is {rows.dtype}, "
-                             f"{first} is {columns[0].dtype}; return one dtype")
-        counts, first = sizes, first or _name(field, layer)
+            raise ValueError(f"encoder {encoder.name!r}: {name} is {rows.dtype}, {first} is "
+                             f"{columns[0].dtype}; return one dtype")
+        counts, first = sizes, first or name
         columns.append(rows)
         leaves.append(Leaf(field, layer, form, rows.shape[1], inner))
     rows = columns[0] if len(columns) == 1 else torch.cat(columns, -1)
@@ -78,37 +77,33 @@ def flatten(
     return Features(result, rows, counts, tuple(leaves))
 
 
-def _name(field: str | int | None, layer: int | None) -> str:
-    name = "the result" if field is None else f"output {field!r}"
-    return name if layer is None else f"{name}, layer {layer}"
-
-
-def _fields(encoder: Encoder, result: Any):
-    """(field, layer, value) of everything that the model reads. Raises ValueError."""
+def _fields(
+    encoder: Encoder, result: Any
+) -> Iterator[tuple[str, str | int | None, int | None, Any]]:
+    """(name in errors, field, layer, value) of everything that the model reads. Raises
+    ValueError."""
     if not encoder.outputs:
         if not isinstance(result, Tensor | list | tuple):
             raise ValueError(
                 f"encoder {encoder.name!r} returns a {type(result).__name__}, neither a tensor nor "
                 "a list with a tensor per item: name the fields that the model reads in `outputs`")
-        yield None, None, result
+        yield "the result", None, None, result
     for field in encoder.outputs:
-        value = _get(result, field)
-        if value is None:
-            raise ValueError(f"encoder {encoder.name!r}: its {type(result).__name__} has no "
-                             f"{_name(field, None)}")
-        if field in encoder.layers:
-            yield from ((field, i, layer) for i, layer in enumerate(value))
+        name = f"output {field!r}"
+        if isinstance(field, int):
+            held = isinstance(result, Sequence) and field < len(result)
+            value = result[field] if held else None
+        elif isinstance(result, Mapping):
+            value = result.get(field)
         else:
-            yield field, None, value
-
-
-def _get(result: Any, field: str | int) -> Any:
-    if isinstance(field, int):
-        ok = isinstance(result, Sequence) and field < len(result)
-        return result[field] if ok else None
-    if isinstance(result, Mapping):
-        return result.get(field)
-    return getattr(result, field, None)
+            value = getattr(result, field, None)
+        if value is None:
+            raise ValueError(f"encoder {encoder.name!r}: its {type(result).__name__} has no {name}")
+        if field in encoder.layers:
+            for layer, part in enumerate(value):
+                yield f"{name}, layer {layer}", field, layer, part
+        else:
+            yield name, field, None, value
 
 
 def _rows_of(

@@ -1,7 +1,8 @@
-"""Media to the ranks that encode them, one run of each encoder, features back."""
+"""Who encodes which item, the media on their way there, one run of each encoder, features back."""
 
 from __future__ import annotations
 
+import math
 import threading
 import zlib
 from collections.abc import Sequence
@@ -15,23 +16,73 @@ from torch import Tensor, nn
 
 from orchmllm.comm.agree import PlanMismatchError, describe, raise_first
 from orchmllm.comm.exchange import RowGather, exchange_rows, gather_texts
-from orchmllm.encoders.assignment import Assignment
 from orchmllm.encoders.results import Features, flatten
 from orchmllm.encoders.spec import Encoder, resolve
 from orchmllm.encoders.table import GatheredItems, LocalItems
-from orchmllm.plan.rearrange import ranges
+from orchmllm.plan.balance import balance
+from orchmllm.plan.cost import CostModel
+from orchmllm.plan.rearrange import Rearrangement, ranges
+from orchmllm.plan.step import imbalance
 
+MOVED_BOTH_WAYS = 2  # the media there, the features back
 _PATIENCE_S = 5.0  # for ranks that an error keeps from the agreement
 
 
 @dataclass(frozen=True)
+class EncoderStep:
+    """One encoder in the forward last balanced. num_items: in the world; imbalance: cost of the
+    slowest rank / mean, as sampled and as planned; moved: items that changed rank; gain: share by
+    which the slowest rank's encoder time falls, by the plan."""
+
+    num_items: int
+    imbalance: tuple[float, float]
+    moved: int
+    gain: float
+
+
+@dataclass(frozen=True)
 class Share:
-    """One encoder in one forward: the items of this rank, those of all, and who encodes which."""
+    """One encoder in one forward: the items of this rank, those of all, and who encodes which.
+    move: n items from the ranks that hold them to those that encode them; cost (n,) of each; rows
+    (n,): of each in each packed tensor."""
 
     encoder: Encoder
     local: LocalItems
     world: GatheredItems
-    plan: Assignment
+    move: Rearrangement
+    cost: np.ndarray
+    rows: list[np.ndarray]
+    step: EncoderStep
+
+
+def assign(
+    encoder: Encoder, local: LocalItems, world: GatheredItems, cost_model: CostModel, *,
+    min_gain: float, ranks_per_node: int,
+) -> Share:
+    """Which rank encodes which item: a pure function of what was gathered, equal on all ranks.
+    min_gain: all stay where they are unless the cost of the slowest rank falls, and by this
+    share."""
+    num_ranks = len(world.sizes)
+    home = np.repeat(np.arange(num_ranks), world.sizes)
+    cost = cost_model(*encoder.layout.lengths(world.meta))
+    num_bytes = np.zeros(len(home), np.int64)
+    rows = encoder.layout.rows(world.meta)
+    for tensor, of_each in zip(world.tensors, rows, strict=True):
+        if tensor is not None:
+            dtype, shape = tensor
+            num_bytes += dtype.itemsize * math.prod(shape) * of_each
+    rank_of = balance(cost, num_ranks=num_ranks, policy="least_move", home=home, cost=cost,
+                      move_cost=num_bytes * MOVED_BOTH_WAYS,
+                      ranks_per_node=min(ranks_per_node, num_ranks))
+    before, after = (np.bincount(rank, weights=cost, minlength=num_ranks).astype(np.int64)
+                     for rank in (home, rank_of))
+    gain = 1 - int(after.max()) / max(int(before.max()), 1)
+    if gain <= 0 or gain < min_gain:
+        rank_of, after, gain = home, before, 0.0
+    step = EncoderStep(len(cost), (imbalance(before), imbalance(after)),
+                       int((rank_of != home).sum()), gain)
+    move = Rearrangement.from_rank_of(rank_of, world.sizes)
+    return Share(encoder, local, world, move, cost, rows, step)
 
 
 def encode_all(
@@ -40,7 +91,7 @@ def encode_all(
 ) -> tuple[list[Features], Exception | None]:
     """(features of what this rank encodes, by encoder; the first error of an encoder). It does not
     raise that error, because the other ranks are waiting: all of them raise it in
-    `agree_on_features`."""
+    `return_features`."""
     features, error = [], None
     for share in shares:
         values = _move_media(share, rank, device, group)
@@ -56,14 +107,14 @@ def _move_media(
 ) -> list[Tensor | None]:
     """The packed tensors of the items that this rank encodes."""
     values: list[Tensor | None] = []
-    for value, tensor, rows in zip(share.local.values, share.world.tensors,
-                                   share.encoder.layout.rows(share.world.meta), strict=True):
+    for k, (tensor, rows) in enumerate(zip(share.world.tensors, share.rows, strict=True)):
         if tensor is None:
             values.append(None)
             continue
         dtype, shape = tensor
-        held = torch.empty((0, *shape), dtype=dtype) if value is None else value
-        values.append(exchange_rows(held.to(device), share.plan.move.exchange(rows, rank), group))
+        held = (share.local.values[k] if share.local.values
+                else torch.empty((0, *shape), dtype=dtype))
+        values.append(exchange_rows(held.to(device), share.move.exchange(rows, rank), group))
     return values
 
 
@@ -72,75 +123,68 @@ def _encode(
 ) -> Features:
     """Runs the encoder on this rank's items, or on a placeholder like the cheapest item."""
     encoder, world = share.encoder, share.world
-    meta = world.meta[share.plan.move.items_on(rank)]
+    meta = world.meta[share.move.items_on(rank)]
     is_placeholder = not len(meta)
     if is_placeholder:
-        meta = world.meta[[int(share.plan.cost.argmin())]]
+        cheapest = int(share.cost.argmin())
+        meta = world.meta[[cheapest]]
         values = [None if tensor is None else torch.ones(
-            (int(rows[0]), *tensor[1]), dtype=tensor[0], device=device)
-            for tensor, rows in zip(world.tensors, encoder.layout.rows(meta), strict=True)]
+            (int(rows[cheapest]), *tensor[1]), dtype=tensor[0], device=device)
+            for tensor, rows in zip(world.tensors, share.rows, strict=True)]
     run = partial(encoder.run, owner) if encoder.run else resolve(owner, next(iter(encoder.calls)))
     result = run(*encoder.layout.build(meta, tuple(values)), **encoder.keywords,
                  **share.local.options)
     return flatten(encoder, owner, result, meta, is_placeholder)
 
 
-def agree_on_features(
+def return_features(
     gather: RowGather, forward: int, shares: Sequence[Share], features: Sequence[Features],
-    error: Exception | None,
-) -> list[np.ndarray]:
-    """(n,) rows of features of each item, in the order of the ranks that encoded them, by encoder.
-    All ranks raise RemoteError if an encoder raised on one of them (`error`), PlanMismatchError if
-    its results differ in kind."""
+    error: Exception | None, group: dist.ProcessGroup | None,
+) -> list[tuple[Tensor, np.ndarray]]:
+    """(features (R, W), rows of each item (n,)) of the items that this rank holds, by encoder. All
+    ranks raise RemoteError if an encoder raised on one of them (`error`), PlanMismatchError if its
+    results differ in kind."""
     first = 1 + len(shares)  # size of the error's text, a digest of each encoder's result, counts
-    sizes = [share.plan.move.target_sizes for share in shares]
+    sizes = [share.move.target_sizes for share in shares]
     row = np.zeros(first + int(sum(sizes).max()), np.int64)
-    row[0] = len(describe(error).encode())
     if error is None:
         row[1:first] = [zlib.crc32(encoded.describe().encode()) for encoded in features]
         counts = np.concatenate([encoded.counts for encoded in features])
         row[first: first + len(counts)] = counts
-    rows = _gather_or_raise(gather, row, error)
-    raise_first(forward, gather_texts(gather, describe(error), rows[:, 0]), error)
-    start, out = np.arange(len(rows)) * rows.shape[1] + first, []
-    for k, (share, size) in enumerate(zip(shares, sizes, strict=True)):
+    rows = agree(gather, forward, row, error)
+    for k, share in enumerate(shares):
         if len(np.unique(rows[:, 1 + k])) > 1:
             texts = gather_texts(gather, features[k].describe())
             raise PlanMismatchError(
                 f"step {forward}: ranks disagree on what encoder {share.encoder.name!r} returns: "
                 + ", ".join(f"rank {texts.index(t)} has {t}" for t in sorted(set(texts))[:4]))
-        out.append(rows.ravel()[ranges(start, size)])
+    start, out = np.arange(len(rows)) * rows.shape[1] + first, []
+    for share, encoded, size in zip(shares, features, sizes, strict=True):
+        back = share.move.inverse.exchange(rows.ravel()[ranges(start, size)], gather.rank)
+        out.append((exchange_rows(encoded.rows, back, group), back.lengths))
         start = start + size
     return out
 
 
-def return_features(
-    share: Share, features: Features, counts: np.ndarray, rank: int,
-    group: dist.ProcessGroup | None,
-) -> tuple[Tensor, np.ndarray]:
-    """(features (R, W), rows of each item (n,)) of the items that this rank holds. counts: what
-    agree_on_features returned."""
-    back = share.plan.move.inverse.exchange(counts, rank)
-    return exchange_rows(features.rows, back, group), back.lengths
+def agree(
+    gather: RowGather, forward: int, row: np.ndarray, error: Exception | None
+) -> np.ndarray:
+    """The rows (L,) of all ranks; if one of them has an error, all raise RemoteError with the same
+    text. row[0]: of the size of that text.
 
-
-def agree_on_forward(gather: RowGather, forward: int, error: Exception | None) -> None:
-    """At the end of a forward, on all ranks: RemoteError, with the same text, if it went wrong on
-    one of them."""
-    row = np.array([len(describe(error).encode())], np.int64)
-    rows = _gather_or_raise(gather, row, error)
-    raise_first(forward, gather_texts(gather, describe(error), rows[:, 0]), error)
-
-
-def _gather_or_raise(gather: RowGather, row: np.ndarray, error: Exception | None) -> np.ndarray:
-    """The rows of all ranks. A rank with an error does not wait for ever: the others may be inside
-    a collective of the encoder, which only this rank's end will end."""
+    A rank with an error does not wait for ever: the others may be inside a collective of the
+    encoder, which only this rank's end will end."""
+    text = describe(error)
+    row[0] = len(text.encode())
     if error is None:
-        return gather(row)
-    out: list[np.ndarray] = []
-    thread = threading.Thread(target=lambda: out.append(gather(row)), daemon=True)
-    thread.start()
-    thread.join(_PATIENCE_S)
-    if not out:
-        raise error
-    return out[0]
+        rows = gather(row)
+    else:
+        out: list[np.ndarray] = []
+        thread = threading.Thread(target=lambda: out.append(gather(row)), daemon=True)
+        thread.start()
+        thread.join(_PATIENCE_S)
+        if not out:
+            raise error
+        rows = out[0]
+    raise_first(forward, gather_texts(gather, text, rows[:, 0]), error)
+    return rows

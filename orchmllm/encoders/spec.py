@@ -1,20 +1,29 @@
-"""`Encoder`: what balance_encoders has to know of one encoder of a model."""
+"""`Encoder`: what balance_encoders has to know of one encoder of a model, and what it refuses: some
+at its call, before anything is hooked, some in each forward."""
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from orchmllm.encoders.items import Layout
 from orchmllm.plan.cost import CostModel
 
 EQUAL = "equal"  # Encoder.rows: every item has as many rows of features
+_RANDOM = ("dropout", "attention_dropout", "activation_dropout", "hidden_dropout",
+           "hidden_dropout_prob", "attention_probs_dropout_prob", "layerdrop", "encoder_layerdrop",
+           "drop_path_rate", "attn_dropout", "proj_dropout")
+# Arguments about media that only the LLM reads; others that no encoder names are refused.
+_HARMLESS = {"mm_token_type_ids", "video_second_per_grid", "use_audio_in_video",
+             "audio_feature_lengths", "vision_aspect_ratio"}
+_MEDIA = ("pixel_", "image", "video", "audio", "vision_", "input_features", "feature_", "mm_",
+          "batch_num_images")
 
 
 @dataclass(frozen=True)
@@ -71,31 +80,79 @@ class Encoder:
         return [(name, owner.get_submodule(name)) for name in names]
 
 
-    def media_dtype(self, owner: nn.Module) -> torch.dtype | None:
-        """The tower's, if media may be moved in it."""
-        _, tower = self.tower_modules(owner)[0]
-        floating = (p.dtype for p in tower.parameters() if p.is_floating_point())
-        return next(floating, None) if self.cast else None
-
-
-def parent_of(owner: nn.Module, name: str) -> tuple[nn.Module, str]:
-    """The module that holds the attribute of a dotted `name`, and its last part."""
-    path, _, last = name.rpartition(".")
-    return owner.get_submodule(path), last
-
-
 def resolve(owner: nn.Module, name: str) -> Any:
     """The attribute of a dotted name. Raises ValueError if it does not exist."""
+    path, _, last = name.rpartition(".")
     try:
-        parent, last = parent_of(owner, name)
-        return getattr(parent, last)
+        return getattr(owner.get_submodule(path), last)
     except AttributeError:
         raise ValueError(f"{type(owner).__name__} has no {name!r}") from None
 
 
-def bind(module: nn.Module, args: tuple, kwargs: dict) -> dict[str, Any]:
-    """Arguments of forward by name; those of a dict among them, too."""
-    inputs = dict(zip(inspect.signature(module.forward).parameters, args, strict=False)) | kwargs
-    for value in [v for v in inputs.values() if isinstance(v, Mapping)]:
-        inputs = {**value, **inputs}
-    return inputs
+def check_encoder(owner: nn.Module, encoder: Encoder, captures: bool) -> None:
+    """Raises ValueError naming the encoder, the module and the cure, if the result for an item
+    depends on the items beside it or on the rank's random numbers. captures: the model reads
+    hidden states that transformers records."""
+    for name in (*encoder.calls, *encoder.passes):
+        if not callable(resolve(owner, name)):
+            raise ValueError(f"encoder {encoder.name!r}: {type(owner).__name__}.{name} is no "
+                             "method or submodule")
+    check_towers(encoder, owner, captures)
+    for path, tower in encoder.tower_modules(owner):
+        for name, module in tower.named_modules():
+            if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
+                at = ".".join(p for p in (path, name) if p)
+                raise ValueError(f"encoder {encoder.name!r}: {at} has dropout {module.p}: its "
+                                 "masks would depend on where an item is encoded; set it to 0")
+        _check_config(encoder, path, getattr(tower, "config", None))
+
+
+def check_towers(encoder: Encoder, owner: nn.Module, captures: bool) -> None:
+    """What may change after the call. Raises ValueError for batch normalisation over the items that
+    a rank encodes, which model.train() switches on where it was in eval mode. transformers finds
+    the hidden states to record by the name of the tower's class, which fully_shard changes: then
+    the model fails with or without balancing, and ValueError says so."""
+    for path, tower in encoder.tower_modules(owner):
+        for name, module in tower.named_modules():
+            if isinstance(module, nn.modules.batchnorm._BatchNorm) and not _frozen(module):
+                raise ValueError(
+                    f"encoder {encoder.name!r}: {'.'.join(p for p in (path, name) if p)} is a "
+                    f"{type(module).__name__}, whose result depends on the other items of the "
+                    "rank: use another normalisation, or freeze its parameters and put it in eval "
+                    "mode after each model.train()")
+        if captures and isinstance(tower, FSDPModule):
+            raise ValueError(
+                f"encoder {encoder.name!r}: {path} was given to fully_shard, which renames its "
+                "class, and transformers then records no hidden states, which this model reads: "
+                "give the layers of the tower to fully_shard, not the tower itself")
+
+
+def _frozen(module: nn.Module) -> bool:
+    return not module.training and not any(p.requires_grad for p in module.parameters())
+
+
+def _check_config(encoder: Encoder, path: str, config: Any) -> None:
+    for name in _RANDOM:
+        value = getattr(config, name, 0)
+        if isinstance(value, float | int) and value > 0:
+            raise ValueError(f"encoder {encoder.name!r}: {path}.config.{name} is {value}: its "
+                             "random masks would depend on where an item is encoded; set it to 0 "
+                             "before the model is built")
+
+
+def known_arguments(encoders: Sequence[Encoder]) -> set[str]:
+    """Names of the arguments about media that a forward may have."""
+    return _HARMLESS.union(*(e.options for e in encoders), *(
+        layout.arguments for e in encoders for layout in e.calls.values()))
+
+
+def refuse_unknown(known: set[str], inputs: Mapping[str, Any]) -> None:
+    """Raises ValueError for an argument about media that is not `known`, such as features computed
+    before."""
+    for name, value in inputs.items():
+        if value is None or name in known or not name.startswith(_MEDIA):
+            continue
+        if name == "batch_num_images" and (torch.as_tensor(value) == 1).all():
+            continue
+        raise ValueError(f"the argument {name} is not understood by balance_encoders: leave it "
+                         "out, or do not balance this model's encoders")

@@ -51,35 +51,27 @@ class GatheredItems:
     tensors: list[tuple[torch.dtype, tuple[int, ...]] | None]
 
 
-def num_tensors(encoder: Encoder) -> int:
-    """Packed arguments of an encoder's layout."""
-    return len(encoder.layout.rows(np.zeros((0, 3), np.int64)))
-
-
 def describe_local(
-    encoder: Encoder, owner: nn.Module, inputs: Mapping[str, Any], dtype: torch.dtype | None
+    encoder: Encoder, owner: nn.Module, inputs: Mapping[str, Any]
 ) -> LocalItems:
-    """This rank's items of `encoder` in the arguments of a forward. dtype: the tower's, to which
-    larger floating tensors are cast before they move. Raises ValueError."""
-    given = [inputs.get(layout.arguments[0]) for layout in encoder.calls.values()]
+    """This rank's items of `encoder` in the arguments of a forward. Raises ValueError."""
+    given = [inputs.get(layout.value) for layout in encoder.calls.values()]
     parts = [None if value is None else layout.describe(owner, inputs)
              for layout, value in zip(encoder.calls.values(), given, strict=True)]
     held = [part for part in parts if part is not None]
-    meta, values = np.zeros((0, 0), np.int64), [None] * num_tensors(encoder)
-    if held:
-        meta = np.concatenate([part.meta for part in held])
-        values = [_joined(encoder, tensors, dtype)
-                  for tensors in zip(*(part.values for part in held), strict=True)]
     return LocalItems(
-        meta, tuple(values), counts=[0 if part is None else len(part.meta) for part in parts],
-        given=given,
+        np.concatenate([part.meta for part in held]) if held else np.zeros((0, 0), np.int64),
+        tuple(_joined(encoder, owner, tensors)
+              for tensors in zip(*(part.values for part in held), strict=True)),
+        counts=[0 if part is None else len(part.meta) for part in parts], given=given,
         options={k: inputs[k] for k in encoder.options if inputs.get(k) is not None})
 
 
 def _joined(
-    encoder: Encoder, tensors: Sequence[Tensor | None], dtype: torch.dtype | None
+    encoder: Encoder, owner: nn.Module, tensors: Sequence[Tensor | None]
 ) -> Tensor | None:
-    """One argument of all calls that have items, in `dtype` if that is smaller."""
+    """One argument of all calls that have items; in the dtype of the tower, where that is smaller
+    and the encoder casts to it anyway."""
     known = [t for t in tensors if t is not None]
     if not known:
         return None
@@ -90,22 +82,25 @@ def _joined(
     if value.dtype not in _DTYPES or value.dim() > _TENSOR - 1:
         raise ValueError(f"encoder {encoder.name!r}: cannot move a tensor of {value.dtype} and "
                          f"shape {tuple(value.shape)}")
-    if dtype is None or not value.is_floating_point() or value.dtype.itemsize <= dtype.itemsize:
+    if not encoder.cast or not value.is_floating_point():
         return value
-    return value.to(dtype)
+    _, tower = encoder.tower_modules(owner)[0]
+    dtype = next((p.dtype for p in tower.parameters() if p.is_floating_point()), value.dtype)
+    return value.to(dtype) if dtype.itemsize < value.dtype.itemsize else value
 
 
-def _block(local: LocalItems) -> list[int]:
-    size, columns = local.meta.shape
+def _block(local: LocalItems, size: int) -> list[int]:
+    """What the items of one encoder have in common, in `size` integers."""
+    num_items, columns = local.meta.shape
     options = zlib.crc32(repr(sorted(local.options.items())).encode())
-    block = [size, columns if size else 0, options]
-    for value in local.values:
+    block = [num_items, columns if num_items else 0, options]
+    for value in local.values if num_items else ():
         entry = [0] * _TENSOR
-        if value is not None and size:
+        if value is not None:
             entry[0] = 1 + _DTYPES.index(value.dtype)
             entry[1: 1 + value.dim()] = [value.dim(), *value.shape[1:]]
         block += entry
-    return block
+    return block + [0] * (size - len(block))
 
 
 class Tables:
@@ -113,7 +108,9 @@ class Tables:
 
     def __init__(self, encoders: Sequence[Encoder], gather: RowGather) -> None:
         self.encoders, self.gather = encoders, gather
-        self._sizes = [_FIXED + _TENSOR * num_tensors(e) for e in encoders]
+        empty = np.zeros((0, 3), np.int64)  # the layouts look at three columns at most
+        self._sizes = [_FIXED + _TENSOR * len(e.layout.rows(empty)) for e in encoders]
+        self._names = [", ".join(e.layout.arguments) for e in encoders]
         self._fixed = _HEAD + sum(self._sizes)
         self._gather_tables = RaggedGather(gather, self._fixed + 128)
 
@@ -122,23 +119,18 @@ class Tables:
     ) -> list[GatheredItems]:
         """The encoders' items on all ranks. Raises, on all ranks alike, RemoteError if `error` is
         given on one of them, PlanMismatchError if they disagree."""
-        row = np.zeros(self._fixed, np.int64) if error else self._row(items)
-        row[:_HEAD] = forward, len(describe(error).encode())
-        rows, _ = self._gather_tables(row)
+        fixed = [forward, len(describe(error).encode())]
+        for local, size in zip(items, self._sizes, strict=False):  # none with an error
+            fixed += _block(local, size)
+        rows, _ = self._gather_tables(np.concatenate([fixed, *(x.meta.ravel() for x in items)]))
         require_agreement(forward, "the number of forwards with media balancing", rows[:, 0])
         raise_first(forward, gather_texts(self.gather, describe(error), rows[:, 1]), error)
         return self._items_of_all(forward, rows)
 
-    def _row(self, items: Sequence[LocalItems]) -> np.ndarray:
-        blocks = [0] * _HEAD
-        for local in items:
-            blocks += _block(local)
-        return np.concatenate([np.array(blocks, np.int64)] + [x.meta.ravel() for x in items])
-
     def _items_of_all(self, forward: int, rows: np.ndarray) -> list[GatheredItems]:
         out, at = [], _HEAD
         flat, start = rows.ravel(), np.arange(len(rows)) * rows.shape[1] + self._fixed
-        for encoder, size in zip(self.encoders, self._sizes, strict=True):
+        for encoder, size, names in zip(self.encoders, self._sizes, self._names, strict=True):
             block = rows[:, at: at + size]
             sizes, holding = block[:, 0], block[:, 0] > 0
             columns = int(_one(forward, f"the columns of encoder {encoder.name!r}", block[:, 1:2],
@@ -149,7 +141,6 @@ class Tables:
             meta = flat[ranges(start, length)].reshape(-1, columns) if columns else np.zeros(
                 (int(sizes.sum()), 0), np.int64)
             tensors = block[:, _FIXED:].reshape(len(rows), -1, _TENSOR)
-            names = ", ".join(encoder.layout.arguments)
             out.append(GatheredItems(sizes, meta, [
                 _tensor(_one(forward, f"argument {i} of encoder {encoder.name!r} ({names})",
                              tensors[:, i], holding, _shown, PAD))

@@ -17,10 +17,9 @@ from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 from orchmllm.comm.exchange import rank_list
 from orchmllm.data.loading.pipeline import Pipeline
-from orchmllm.loader.examples import StepInfo
-from orchmllm.loader.feeds import Collator
+from orchmllm.loader.collator import Collator
 from orchmllm.loader.links import connect
-from orchmllm.loader.loss import LossWatch, check_labels, scale
+from orchmllm.loader.loss import LossWatch, StepInfo, check_labels, scale
 from orchmllm.loader.setup import check_arguments, check_state, log_step, make_spec
 from orchmllm.loader.source import (
     PlannedSampler,
@@ -195,12 +194,12 @@ class BalancedDataLoader(DataLoader):
         self._live, self._next = True, (after := (epoch + 1, 0, None))
         try:
             for step in steps:
-                if self._log_every and not step.index % self._log_every:
-                    log_step(step, epoch)
                 for k, micro in enumerate(step.micro):
                     if k == self.accumulation_steps - 1:
                         self._done = epoch, step.index + 1, step.state
                     self._step = StepInfo.of(step, k, epoch, self.num_ranks, self._watch.asked)
+                    if k == 0 and self._log_every and not step.index % self._log_every:
+                        log_step(step, self._step)
                     yielded += 1
                     yield micro.content
                     self._watch.fetched(self._step)

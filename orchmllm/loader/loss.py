@@ -1,21 +1,89 @@
-"""The loss of a batch whose ranks hold unequally many targets: its scale, and a warning for a loop
-that does without one."""
+"""What a loop needs to know of the batch last yielded: its facts, the scale of its loss, and a
+warning for a loop that does without one."""
 
 from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from orchmllm.batch import IGNORE_INDEX
-from orchmllm.loader.examples import StepInfo
+from orchmllm.batch import IGNORE_INDEX, Step
+from orchmllm.plan.step import imbalance
 
 log = logging.getLogger("orchmllm.loader")
 PATIENCE = 3
 MEND = ('loss = loader.scale_mean(loss, batch["labels"], shifted=True)  # False: the labels are '
         "shifted in collate")
+
+
+@dataclass(frozen=True)
+class StepInfo:
+    """What balancing knows of a batch: `BalancedDataLoader.step`. The batch itself is untouched.
+
+    num_examples: in this batch; 0 for a filler, whose loss must not count. example_ids: their
+    dataset indices (of a stream: numbers within it). step, epoch: of the loader. microbatch: place
+    of this batch in its step, from 0; num_microbatches: batches of a step. imbalance: (slowest
+    rank's cost / mean as sampled, as planned). wait_s: seconds the loop waited for this step.
+    num_ranks: ranks that share the step. num_targets: labels of the step on all ranks and
+    microbatches, None if unknown; num_shifted_targets: those that a model predicts which shifts the
+    labels itself (all but the first of each row). local_targets: both counts for this batch alone,
+    -1 if unknown.
+    """
+
+    num_examples: int
+    example_ids: list[int]
+    step: int
+    epoch: int
+    microbatch: int
+    num_microbatches: int
+    imbalance: tuple[float, float]
+    wait_s: float
+    num_ranks: int
+    num_targets: int | None
+    num_shifted_targets: int | None
+    local_targets: tuple[int, int]
+    _on_read: Callable[[], None] = field(default=lambda: None, repr=False, compare=False)
+
+    @classmethod
+    def of(
+        cls, step: Step, k: int, epoch: int, num_ranks: int, on_read: Callable[[], None]
+    ) -> StepInfo:
+        """Of the k-th microbatch of a step. on_read: called when somebody asks for the targets."""
+        micro, mine = step.micro[k], step.micro[k].rank_plan
+        return cls(
+            num_examples=len(mine.examples), example_ids=mine.example_ids.tolist(),
+            step=step.index, epoch=epoch, microbatch=k, num_microbatches=len(step.micro),
+            imbalance=tuple(map(imbalance, micro.plan.phase_cost("llm"))),
+            wait_s=step.wait_s if k == 0 else 0.0,
+            num_ranks=num_ranks, num_targets=step.num_global_targets,
+            num_shifted_targets=step.num_shifted_targets, local_targets=micro.num_targets,
+            _on_read=on_read)
+
+    @property
+    def is_last_microbatch(self) -> bool:
+        """Whether the optimizer steps after this batch."""
+        return self.microbatch == self.num_microbatches - 1
+
+    @property
+    def num_global_targets(self) -> int:
+        """Labels of the step on all ranks and microbatches: the loss's denominator. Raises
+        ValueError if they are not known."""
+        return self.denominator(shifted=False)
+
+    def denominator(self, *, shifted: bool) -> int:
+        """num_targets or num_shifted_targets. Raises ValueError if they are not known."""
+        self._on_read()
+        count = self.num_shifted_targets if shifted else self.num_targets
+        if count is None:
+            raise ValueError(
+                "num_global_targets: the number of targets is not known, because the batch has no "
+                'tensor "labels"; give BalancedDataLoader a num_targets function (collated batch '
+                "-> int)")
+        return count
 
 
 def scale(

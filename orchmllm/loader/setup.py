@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from orchmllm.batch import Step
-from orchmllm.loader.examples import imbalance_of
+from orchmllm.loader.loss import StepInfo
 from orchmllm.loader.source import Source
 from orchmllm.plan.assign import BalancePolicy, PhasePolicy, PlanSpec
 from orchmllm.plan.balance import DEFAULT_TOLERANCE, POLICIES, check_policy
@@ -85,15 +85,15 @@ def make_spec(
                     balance=BalancePolicy(dispatch=dispatch, min_gain=min_gain, llm=llm))
 
 
-def log_step(step: Step, epoch: int) -> None:
-    """One line: imbalance as sampled and as planned, wait, and whether it pays."""
-    before, after = imbalance_of(step.plans[0])
+def log_step(step: Step, info: StepInfo) -> None:
+    """One line: imbalance as sampled and as planned, wait, and whether it pays. info: of the step's
+    first batch."""
     gain = sum(plan.predicted_gain for plan in step.plans) / len(step.plans)
     note = "" if gain >= LITTLE or not step.plans[0].spec.balance.enabled else (
         f"; balancing gains little here (under {LITTLE:.0%}: few ranks or uniform data), min_gain "
         "skips such steps")
     log.info("epoch %d step %d: imbalance %.2f->%.2f; predicted gain %.1f%%; waited %.1f ms%s",
-             epoch, step.index, before, after, 100 * gain, 1e3 * step.wait_s, note)
+             info.epoch, info.step, *info.imbalance, 100 * gain, 1e3 * info.wait_s, note)
 
 
 def check_state(state: Mapping[str, Any], mine: Mapping[str, Any]) -> None:

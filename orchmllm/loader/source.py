@@ -23,16 +23,22 @@ from torch.utils.data import (
 )
 
 from orchmllm.data.loading.forks import loader_context
-from orchmllm.loader.draws import (
+from orchmllm.loader.collator import Collator
+from orchmllm.loader.indices import (
     Batches,
-    ForeignStream,
-    IndexedStream,
-    SharedIndices,
+    IndexFeed,
+    PlannedIndices,
     global_indices,
     sampled_indices,
 )
-from orchmllm.loader.feeds import Collator, ExampleFeed, IndexFeed, PlannedIndices, measured
 from orchmllm.loader.links import Links
+from orchmllm.loader.streams import (
+    ExampleFeed,
+    ForeignStream,
+    IndexedStream,
+    SharedIndices,
+    measured,
+)
 from orchmllm.loader.versions import require
 from orchmllm.plan.assign import digest64
 

@@ -16,10 +16,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from orchmllm.encoders.hook import EncoderHandle
-from orchmllm.loader.examples import StepInfo
+from orchmllm.loader.collator import collator_pads
 from orchmllm.loader.loader import BalancedDataLoader
-from orchmllm.loader.loss import scale
-from orchmllm.loader.padding import collator_pads
+from orchmllm.loader.loss import StepInfo, scale
 from orchmllm.loader.versions import require
 
 _STATE = "balanced_loader_{rank}.pt"

@@ -131,8 +131,7 @@ def swapped(world) -> float:
     right = sharing.return_features
 
     def wrong(*arguments):
-        rows, counts = right(*arguments)
-        return rows.flip(0), counts
+        return [(rows.flip(0), counts) for rows, counts in right(*arguments)]
 
     sharing.return_features = wrong
     items = scenarios(FAMILIES["llava"])["uneven"][world.rank]
@@ -233,7 +232,8 @@ def test_media_move_in_the_dtype_of_the_tower():
                                 (torch.bfloat16, torch.float32, torch.bfloat16)]:
         both = {k: v.to(given) if k.startswith("pixel") else v for k, v in inputs.items()}
         (encoder,) = families.FAMILIES["qwen2_vl"].encoders
-        assert describe_local(encoder, model.model, both, tower).values[0].dtype == moved
+        model.model.visual.to(tower)
+        assert describe_local(encoder, model.model, both).values[0].dtype == moved
 
 
 def test_gemma3n_is_refused():

@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 
 from orchmllm import CostModel, Encoder, Packed, balance_encoders
-from orchmllm.encoders import assignment, families
+from orchmllm.encoders import families
+from orchmllm.encoders.sharing import assign
 from orchmllm.encoders.table import GatheredItems
 from orchmllm.loader.trainers import _undisturbed
 from tests.lib.encoder_models import FAMILIES, Item, batch
@@ -174,15 +175,14 @@ def test_a_move_has_to_gain_its_share(min_gain, moves):
     """Rank 0 has three of four equal items: with two each the slowest has a third less."""
     items = GatheredItems(np.array([3, 1]), np.full((4, 1), 8), [None])
     encoder = Encoder("clip", {"tower": Packed("clips", "lengths")})
-    made = assignment.assign(encoder, items, CostModel(1000, 0), min_gain=min_gain,
-                             ranks_per_node=8)
+    made = assign(encoder, None, items, CostModel(1000, 0), min_gain=min_gain, ranks_per_node=8)
     assert made.move.target_sizes.tolist() == ([2, 2] if moves else [3, 1])
 
 
 def test_what_is_even_does_not_move():
     items = GatheredItems(np.array([2, 2]), np.full((4, 1), 8), [None])
     encoder = Encoder("clip", {"tower": Packed("clips", "lengths")})
-    made = assignment.assign(encoder, items, CostModel(1000, 0), min_gain=0.0, ranks_per_node=8)
+    made = assign(encoder, None, items, CostModel(1000, 0), min_gain=0.0, ranks_per_node=8)
     assert made.move.order.tolist() == [0, 1, 2, 3]
 
 
@@ -190,8 +190,8 @@ def test_what_is_even_does_not_move():
 def test_attention_of_a_video_costs_what_one_of_its_frames_has(name):
     """An image of 64 patches, and a video of 16 frames of 4."""
     items = GatheredItems(np.ones(2, np.int64), np.array([[1, 8, 8], [16, 2, 2]]), [None])
-    made = assignment.assign(families.FAMILIES[name].encoders[0], items, CostModel(1000, 3000),
-                             min_gain=0.0, ranks_per_node=8)
+    made = assign(families.FAMILIES[name].encoders[0], None, items, CostModel(1000, 3000),
+                  min_gain=0.0, ranks_per_node=8)
     assert made.cost.tolist() == [64 + 3 * 64 * 64, 64 + 3 * 64 * 4]
 
 

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from orchmllm import BalancedDataLoader, CostModel, check_equivalence
-from orchmllm.loader.examples import batch_layout
+from orchmllm.loader.indices import batch_layout
 from tests.lib.dropin import VOCAB, Stream, Texts, collate, length_of, loader_of, token_count
 from tests.lib.ranks import run_ranks
 

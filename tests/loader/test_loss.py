@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from orchmllm.loader.examples import StepInfo
-from orchmllm.loader.loss import scale
+from orchmllm.loader.loss import StepInfo, scale
 
 FILLER = StepInfo(
     num_examples=0, example_ids=[], step=0, epoch=0, microbatch=0, num_microbatches=1,

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from orchmllm.config.balance import BalanceConfig
-from orchmllm.loader.examples import batch_layout
+from orchmllm.loader.indices import batch_layout
 from orchmllm.models.flops import cost_model
 from orchmllm.plan.assign import (
     PHASES,
