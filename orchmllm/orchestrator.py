@@ -109,7 +109,7 @@ class Orchestrator:
         header = [PROTOCOL_VERSION, step, part.num_examples, len(part.modality),
                   int(exhausted) and 1 + num_dropped, len(text.encode()),
                   combined_digest([self.spec.digest, config_digest])]
-        rows, _ = self._gather_layouts(
+        rows, lengths = self._gather_layouts(
             np.concatenate([np.array(header, np.int64), part.to_payload()]))
         head = dict(zip(_LAYOUT_FIELDS, rows.T, strict=False))  # the payload comes after them
         raise_first(step, gather_texts(self._gather, text, head["error_bytes"]), error)
@@ -118,7 +118,8 @@ class Orchestrator:
         if head["exhausted"].all():
             return None, int(head["exhausted"].sum()) - self.world_size
         return BatchLayout.from_payloads(
-            rows[:, len(header):], head["num_examples"], head["num_segments"]), 0
+            rows[:, len(header):], lengths - len(header), head["num_examples"],
+            head["num_segments"]), 0
 
     def plan(self, layout: BatchLayout, num_microbatches: int = 1) -> list[Microbatch]:
         """The step's microbatches, each planned as a global batch of its own; positions ascend.

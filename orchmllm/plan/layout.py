@@ -8,7 +8,7 @@ Flow: media header -> SegmentLengths -> BatchLayout of an example -> of a rank -
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 
@@ -166,33 +166,38 @@ class BatchLayout:
 
     def to_payload(self) -> np.ndarray:
         """(words,) int64: this layout as it travels; how many examples and segments it has travels
-        in the gather's header. Dataset indices take a word each, the rest half a word. Raises
-        ValueError for a length that does not fit 32 bits."""
-        examples = np.stack([self.num_targets, self.segments_per_example], axis=1)
+        in the gather's header. Dataset indices take a word each, lengths half a word, or a word
+        where one of this rank's needs that."""
         segments = np.column_stack(
             [self.modality, self.rows, self.attn_len, self.num_tokens, self.grid])
-        halves = np.concatenate([examples.ravel(), segments.ravel()])
-        if halves.max(initial=0) >= 2**31:
-            raise ValueError(f"an example has a length of {halves.max()}, above 2147483647")
-        halves = np.append(halves, np.zeros(len(halves) % 2, np.int64))
-        return np.concatenate([self.example_id, halves.astype(np.int32).view(np.int64)])
+        lengths = np.concatenate([self.num_targets, self.segments_per_example, segments.ravel()])
+        if lengths.max(initial=0) < 2**31:
+            even = np.append(lengths, np.zeros(len(lengths) % 2, np.int64))
+            lengths = even.astype(np.int32).view(np.int64)
+        return np.concatenate([self.example_id, lengths])
 
     @classmethod
     def from_payloads(
-        cls, payloads: np.ndarray, num_examples: np.ndarray, num_segments: np.ndarray
+        cls, payloads: np.ndarray, num_words: np.ndarray, num_examples: np.ndarray,
+        num_segments: np.ndarray,
     ) -> BatchLayout:
-        """Inverse of `to_payload` for those of d ranks. payloads: (d, at least words) int64;
-        num_examples, num_segments: (d,)."""
-        n, s = num_examples.tolist(), num_segments.tolist()
-        ids = np.concatenate([row[:k] for row, k in zip(payloads, n, strict=True)])
-        halves = payloads.view(np.int32)
-        examples, segments = (
-            np.concatenate([row[i: j] for row, i, j in zip(halves, first, end, strict=True)])
-            .astype(np.int64).reshape(-1, width)
-            for first, end, width in (
-                ([2 * k for k in n], [4 * k for k in n], 2),
-                ([4 * k for k in n], [4 * k + 7 * m for k, m in zip(n, s, strict=True)], 7)))
-        return cls.from_table(ids, *examples.T.copy(), segments, num_examples)
+        """Inverse of `to_payload` for those of d ranks. payloads: (d, at least as many) int64;
+        num_words, num_examples, num_segments: (d,)."""
+        counts = list(zip(num_examples.tolist(), num_segments.tolist(), strict=True))
+        lengths = [
+            row[n:] if words == 3 * n + 7 * s else row[n:].view(np.int32)
+            for row, words, (n, s) in zip(payloads, num_words.tolist(), counts, strict=True)]
+
+        def joined(parts: Iterable[np.ndarray]) -> np.ndarray:
+            return np.concatenate(list(parts)).astype(np.int64, copy=False)
+
+        each = list(zip(payloads, lengths, counts, strict=True))
+        return cls.from_table(
+            joined(row[:n] for row, _, (n, _) in each),
+            joined(values[:n] for _, values, (n, _) in each),
+            joined(values[n: 2 * n] for _, values, (n, _) in each),
+            joined(values[2 * n: 2 * n + 7 * s] for _, values, (n, s) in each).reshape(-1, 7),
+            num_examples.copy())
 
 
 NO_EXAMPLES = BatchLayout(*np.zeros((8, 0), np.int64), np.zeros((0, 3), np.int64))  # and no ranks
