@@ -15,7 +15,7 @@ def main(balance: bool = True, num_steps: int = 20) -> list[float]:
     model = FullyShardedDataParallel(tiny_llm(), device_id=device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     loader = BalancedDataLoader(data, batch_size=4, shuffle=True, collate_fn=collate,
-                                lengths=data.lengths, policy="padded", enabled=balance)
+                                lengths=data.lengths, enabled=balance)
     losses = []
     for _, batch in zip(range(num_steps), loader, strict=False):
         batch = {k: v.to(device) for k, v in batch.items()}

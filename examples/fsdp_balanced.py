@@ -22,7 +22,7 @@ def main(num_steps: int = 20) -> list[float]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     sampler = DistributedSampler(data, shuffle=True)
     loader = BalancedDataLoader(data, batch_size=4, sampler=sampler, collate_fn=collate,
-                                lengths=data.lengths, policy="padded")
+                                lengths=data.lengths)
     losses = []
     for _, batch in zip(range(num_steps), loader, strict=False):
         batch = {k: v.to(device) for k, v in batch.items()}

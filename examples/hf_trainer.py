@@ -30,7 +30,7 @@ def main(balance: bool = True, num_steps: int = 20) -> list[float]:
                 learning_rate=1e-3, use_cpu=not torch.cuda.is_available(), report_to=[],
                 save_strategy="no", disable_tqdm=True, average_tokens_across_devices=True))
         if balance:
-            balance_trainer(trainer, lengths=data.lengths, policy="padded")
+            balance_trainer(trainer, lengths=data.lengths)
         trainer.train()
         return [row["loss"] for row in trainer.state.log_history if "loss" in row]
 

@@ -92,8 +92,7 @@ def main(balance: bool = True, num_steps: int = 20) -> dict:
     loader = BalancedDataLoader(
         Pictures(), batch_size=12, shuffle=True, collate_fn=collate,
         length_fn=lambda e: len(e["input_ids"]),
-        phases=CostModel(linear=100_000, quadratic=400), policy="padded",
-        enabled=balance)
+        phases=CostModel(linear=100_000, quadratic=400), enabled=balance)
     losses, seen = [], []
     while len(losses) < num_steps:
         for batch in loader:

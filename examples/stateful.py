@@ -16,7 +16,7 @@ def make_loader(balance: bool) -> BalancedDataLoader:
     data = TextDataset()
     wrapped = StatefulDataLoader(data, batch_size=4, collate_fn=collate,
                                  sampler=DistributedSampler(data, shuffle=True))
-    return BalancedDataLoader(wrapped, length_fn=lambda e: len(e["input_ids"]), policy="padded",
+    return BalancedDataLoader(wrapped, length_fn=lambda e: len(e["input_ids"]),
                               enabled=balance)
 
 

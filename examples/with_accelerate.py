@@ -20,7 +20,7 @@ def main(balance: bool = True, num_steps: int = 20) -> list[float]:
     model = tiny_llm()
     loader = BalancedDataLoader(
         data, batch_size=4, shuffle=True, collate_fn=collate, lengths=data.lengths,
-        accumulation_steps=ACCUMULATION, policy="padded", enabled=balance)
+        accumulation_steps=ACCUMULATION, enabled=balance)
     model, optimizer, loader = accelerator.prepare(
         model, torch.optim.AdamW(model.parameters(), lr=1e-3), loader)
     losses, total = [], torch.zeros((), dtype=torch.float64, device=accelerator.device)

@@ -24,8 +24,7 @@ class Model(lightning.LightningModule):
         """Made here, where the process group exists."""
         data = TextDataset()
         self.loader = BalancedDataLoader(data, batch_size=4, shuffle=True, collate_fn=collate,
-                                         lengths=data.lengths, policy="padded",
-                                         enabled=self.balance)
+                                         lengths=data.lengths, enabled=self.balance)
         return self.loader
 
     def training_step(self, batch: dict[str, torch.Tensor], index: int) -> torch.Tensor:

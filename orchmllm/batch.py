@@ -18,6 +18,7 @@ from orchmllm.plan.step import RankPlan, StepPlan
 IGNORE_INDEX = -100
 UNKNOWN = -1  # number of targets that a rank cannot count
 UNCOUNTED = (UNKNOWN, UNKNOWN)
+PACKED, PADDED = 1, 2  # what a collated batch costs: the sum of its lengths, or n times the longest
 
 
 def on_device(values: np.ndarray | Tensor, device: torch.device | str) -> Tensor:
@@ -130,7 +131,8 @@ class Microbatch:
     inputs[m] (R_in, row_size) and content (T, 2) int32 [token id, label] on the CPU, in source
     order for dispatch `tensors`, in slot order for `load` and `bytes`; ignored: positions (in the
     microbatch's layout) of examples without labels. Of a loader of whole examples: content is
-    what collate_fn returned, num_targets its labels (see commit).
+    what collate_fn returned, num_targets its labels (see commit), geometry whether it is padded
+    (PADDED, PACKED, or 0 where it does not show).
     """
 
     plan: StepPlan
@@ -140,6 +142,7 @@ class Microbatch:
     ignored: Sequence[int] = ()
     positions: np.ndarray | None = None
     num_targets: tuple[int, int] = UNCOUNTED
+    geometry: int = 0
 
 
 @dataclass(frozen=True)
@@ -162,7 +165,8 @@ class Step:
     be decoded, of this rank until COMMIT, then of all. plan_s: seconds spent in agreements and
     planning. wait_s: seconds the caller waited. state: of a stream of examples after the step.
     error: why it cannot be loaded. preprocessed: where servers read (data.preprocess). phases:
-    figures of the plans (orchmllm.plan.step.phase_figures), of the trainer's steps.
+    figures of the plans (orchmllm.plan.step.phase_figures), of the trainer's steps. geometry: of
+    the batches of all ranks: PADDED if one of them is, else PACKED if one is that, else 0.
     """
 
     index: int
@@ -171,6 +175,7 @@ class Step:
     num_global_targets: int | None = None
     num_shifted_targets: int | None = None
     failed: list[FailedSegment] = field(default_factory=list)
+    geometry: int = 0
     plan_s: float = 0.0
     wait_s: float = 0.0
     state: Any = None

@@ -46,7 +46,7 @@ from orchmllm.plan.step import PlanSpec, StepPlan, assign_microbatches, plan_ste
 PROTOCOL_VERSION = 4
 _LAYOUT_FIELDS = ("version", "step", "num_examples", "num_segments", "exhausted", "error_bytes",
                   "spec_digest")
-_COMMIT_FIELDS = ("step", "digest", "detail_bytes", "num_targets", "num_shifted")
+_COMMIT_FIELDS = ("step", "digest", "detail_bytes", "geometry", "num_targets", "num_shifted")
 
 
 class Orchestrator:
@@ -143,10 +143,12 @@ class Orchestrator:
     def commit(
         self, step: int, plans: Sequence[StepPlan], *, error: Exception | None = None,
         failed: Sequence[FailedSegment] = (), num_targets: tuple[int, int] = UNCOUNTED,
-    ) -> tuple[list[FailedSegment], list[int | None]]:
+        geometry: int = 0,
+    ) -> tuple[list[FailedSegment], list[int | None], int]:
         """COMMIT: agrees that this step is sound. num_targets: labels of this rank's batches, and
-        those that a model which shifts labels itself predicts. Returns (what all ranks could not
-        decode; both counts of all ranks, None if some rank could not count its own).
+        those that a model which shifts labels itself predicts. geometry: of them, see Step. Returns
+        (what all ranks could not decode; both counts of all ranks, None if some rank could not
+        count its own; the geometry of the step).
 
         Raises RemoteError if any rank passed an `error`, its cause on that rank, and
         PlanMismatchError if plans differ."""
@@ -155,7 +157,8 @@ class Orchestrator:
         if error or failed:
             detail = json.dumps([describe(error), [astuple(f) for f in failed]])
         everyone = self._commit_gather
-        rows = everyone(np.array([step, digest, len(detail.encode()), *num_targets], np.int64))
+        rows = everyone(np.array(
+            [step, digest, len(detail.encode()), geometry, *num_targets], np.int64))
         head = dict(zip(_COMMIT_FIELDS, rows.T, strict=True))
         details = [json.loads(t) if t else [None, []]
                    for t in gather_texts(everyone, detail, head["detail_bytes"])]
@@ -164,7 +167,8 @@ class Orchestrator:
         require_agreement(step, "plan", head["digest"][first: first + self.world_size], first)
         return ([FailedSegment(*f) for _, items in details for f in items],
                 [None if (head[name] == UNKNOWN).any() else int(head[name].sum())
-                 for name in ("num_targets", "num_shifted")])
+                 for name in ("num_targets", "num_shifted")],
+                int(head["geometry"].max()))
 
     def dispatch(self, micro: Microbatch, num_global_targets: int) -> Batch:
         """Moves one of the trainer's microbatches to the ranks that process it (training thread).

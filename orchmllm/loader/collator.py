@@ -5,43 +5,36 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data._utils.pin_memory import pin_memory
 
-from orchmllm.batch import IGNORE_INDEX, UNCOUNTED, Microbatch, Step
-
-log = logging.getLogger("orchmllm.loader")
-_PADDING = {f"DataCollator{name}" for name in (  # of transformers and TRL
-    "WithPadding", "ForTokenClassification", "ForSeq2Seq", "ForLanguageModeling", "ForPreference",
-    "ForMultipleChoice", "ForVisionPreference", "ForVisionLanguageModeling")}
+from orchmllm.batch import IGNORE_INDEX, PACKED, PADDED, UNCOUNTED, Microbatch, Step
 
 
 class Collator:
     """The user's functions, and what counts as a target. tail_is_filled: whether it is known that
-    some rank gets a filler at the end of the epoch. without_padding: see PaddingWatch."""
+    some rank gets a filler at the end of the epoch."""
 
     def __init__(
         self, collate: Callable, rank: int, num_targets: Callable[[Any], int] | None, pins: bool,
-        tail_is_filled: bool, without_padding: int,
+        tail_is_filled: bool,
     ) -> None:
         self.collate, self.rank, self.num_targets = collate, rank, num_targets
         self._pins = pins and torch.cuda.is_available()
-        self._tail_is_filled, self._padding = tail_is_filled, PaddingWatch(without_padding)
+        self._tail_is_filled = tail_is_filled
 
     def finish(self, micro: Microbatch, batch: Any) -> None:
-        """Puts the batch into the microbatch, with its targets. A filler's labels are ignored.
-        Raises TypeError for None, ValueError if a filler, now or at the end of the epoch, has no
-        labels to ignore, or as PaddingWatch does."""
+        """Puts the batch into the microbatch, with its targets and geometry. A filler's labels are
+        ignored. Raises TypeError for None, ValueError if a filler, now or at the end of the epoch,
+        has no labels to ignore."""
         if batch is None:
             raise TypeError("collate_fn returned None: it has to return the batch")
-        self._padding.see(micro, batch)
         counts, is_filler = self.num_targets, not len(micro.rank_plan.examples)
+        micro.geometry = 0 if is_filler else geometry_of(micro, batch)
         labels = labels_of(batch) if counts is None or is_filler else None
         # It fails at the first batch of an epoch that ends with fillers, not at the last.
         if (is_filler or self._tail_is_filled) and counts is None and labels is None:
@@ -105,51 +98,21 @@ def ignore_labels(batch: Any, labels: Tensor | None) -> Any:
     return batch
 
 
-class PaddingWatch:
-    """Whether collate pads: then a batch costs its number of examples times the longest, and a plan
-    that evens out the sums of lengths can make steps longer. Compares the sizes of batches with the
-    lengths that were planned, until one shows padding.
-
-    Padding in the `first` batches, those of the first step, is an error, which all ranks raise
-    before anything was trained; later it is a warning, as on ranks whose first batches held one
-    example or equal lengths. first: 0 if nothing is compared, because the user chose a policy."""
-
-    def __init__(self, first: int) -> None:
-        self._first, self._done = first, not first
-
-    def see(self, micro: Microbatch, batch: Any) -> None:
-        """Raises ValueError."""
-        self._first -= 1
-        plan = micro.plan
-        if self._done or not plan.spec.balance.enabled or plan.layout.num_ranks == 1:
-            return
-        lengths = plan.layout.tokens_per_example[micro.rank_plan.examples]
-        values = batch.values() if isinstance(batch, Mapping) else (
-            batch if isinstance(batch, list | tuple) else [batch])
-        padded = [v.shape for v in values if isinstance(v, Tensor) and _is_padded(v.shape, lengths)]
-        if not padded:
-            return
-        self._done = True
-        text = (f"collate_fn pads: examples of lengths {lengths.tolist()[:8]} became a tensor of "
-                f"shape {tuple(padded[0])}, which costs their number times the longest, and the "
-                "default policy evens out sums of lengths, so that steps can take longer than "
-                "without it: give policy='padded', or policy='least_move' if the model computes "
-                "no padding")
-        if self._first >= 0:
-            raise ValueError(text)
-        log.warning(text)
-
-
-def _is_padded(shape: tuple[int, ...], lengths: np.ndarray) -> bool:
-    """Whether a tensor (n, T, ...) holds n examples at the length of the longest: some more for
-    special tokens and multiples of 8, not any size, as lengths may have another unit."""
-    longest = int(lengths.max(initial=0))
-    return (len(shape) > 1 and shape[0] == len(lengths) and longest <= shape[1] <= (
-        1.25 * longest + 8) and shape[0] * shape[1] > 1.1 * lengths.sum())
-
-
-def collator_pads(collator: Any) -> bool:
-    """Whether it is known to pad a batch to its longest example."""
-    return (any(c.__name__ in _PADDING for c in type(collator).__mro__)
-            and not getattr(collator, "padding_free", False)
-            and getattr(collator, "padding", True) in (True, "longest"))
+def geometry_of(micro: Microbatch, batch: Any) -> int:
+    """Whether a tensor of the batch shows that examples of the planned lengths were padded to the
+    longest (PADDED) or joined (PACKED); 0 where none does, as with a single example or equal
+    lengths."""
+    lengths = micro.plan.layout.tokens_per_example[micro.rank_plan.examples]
+    longest, total = int(lengths.max(initial=0)), int(lengths.sum())
+    values = batch.values() if isinstance(batch, Mapping) else (
+        batch if isinstance(batch, list | tuple) else [batch])
+    shown = 0
+    for shape in (value.shape for value in values if isinstance(value, Tensor)):
+        # Some more for special tokens and multiples of 8, not any size: lengths may have another
+        # unit.
+        if (len(shape) > 1 and shape[0] == len(lengths) and longest <= shape[1] <= (
+                1.25 * longest + 8) and shape[0] * shape[1] > 1.1 * total):
+            return PADDED
+        if 1.1 * longest < total <= max(shape[:2], default=0) <= 1.25 * total + 8:
+            shown = PACKED
+    return shown

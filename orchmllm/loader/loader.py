@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from functools import partial
 from operator import length_hint
 from typing import Any
 
@@ -20,7 +20,7 @@ from orchmllm.data.loading.pipeline import Pipeline
 from orchmllm.loader.collator import Collator
 from orchmllm.loader.links import connect
 from orchmllm.loader.loss import LossWatch, StepInfo, check_labels, scale
-from orchmllm.loader.setup import check_arguments, check_state, log_step, make_spec
+from orchmllm.loader.setup import Planning, check_arguments, check_state, log_step
 from orchmllm.loader.source import (
     PlannedSampler,
     Reader,
@@ -51,8 +51,10 @@ class BalancedDataLoader(DataLoader):
     what it processes. length_fn: instead, length of a loaded example; examples are loaded where
     they are sampled and sent between ranks in the prefetch thread. phases: cost of an example by
     its length (default: its length); the encoders of a model are balanced by balance_encoders.
-    policy, tolerance: see orchmllm.plan.balance.balance; without a policy, least_move, and
-    collate_fn must not pad. group: ranks that share the data (default: all), one per replica.
+    policy, tolerance: see orchmllm.plan.balance.balance. `auto` plans by `padded` until the first
+    step was collated, then by what all ranks see: `padded` where collate_fn pads, else `least_move`
+    (always with a tolerance or max_rank_tokens, which `padded` has not). group: ranks that share
+    the data (default: all), one per replica.
     max_rank_tokens: cap of a rank's tokens in a microbatch. accumulation_steps: batches per
     optimizer step. num_targets: collated batch -> its labels (default: entries of "labels" that are
     not -100). prefetch: steps prepared ahead. seed: of the shuffling, equal on all ranks. min_gain:
@@ -77,7 +79,7 @@ class BalancedDataLoader(DataLoader):
         collate_fn: Callable | None = None, pin_memory: bool = False, drop_last: bool = False, *,
         lengths: Sequence | Callable[[int], Any] | None = None,
         length_fn: Callable[[Any], Any] | None = None,
-        phases: CostModel | None = None, policy: str | None = None,
+        phases: CostModel | None = None, policy: str = "auto",
         tolerance: float | None = None, group: dist.ProcessGroup | None = None,
         max_rank_tokens: int = 0, prefetch: int = 2,
         num_targets: Callable[[Any], int] | None = None, accumulation_steps: int = 1, seed: int = 0,
@@ -96,17 +98,18 @@ class BalancedDataLoader(DataLoader):
                         prefetch)
         dispatch = "bytes" if lengths is None else "load"
         links = connect(self, ranks, shard_size, ranks_per_node, timeout_s, cpu=lengths is None)
-        spec = make_spec(phases, policy, tolerance, max_rank_tokens, links.gather.per_node,
-                         dispatch, min_gain)
         self.rank, self.num_ranks = links.rank, len(ranks)
-        self._orchestrator = Orchestrator(spec, links.gather, group=links.cpu,
-                                          commit_gather=links.everyone)
+        self._planning = Planning(
+            policy, tolerance, max_rank_tokens, cost=phases, min_gain=min_gain, dispatch=dispatch,
+            ranks_per_node=links.gather.per_node, says=self.rank == 0)
+        self._orchestrator = Orchestrator(
+            self._planning.spec(enabled), links.gather, group=links.cpu,
+            commit_gather=links.everyone)
         batches = self.num_ranks * accumulation_steps  # of a step
         if source.kind == "indices":
             self.global_batch_size = source.batch_size * batches
         collator = Collator(source.collate, self.rank, num_targets, source.pin_memory,
-                            tail_is_filled(source, batches),
-                            accumulation_steps if policy is None else 0)
+                            tail_is_filled(source, batches))
         self._reader = Reader(source, lengths, length_fn, collator, links)
         self._counts = num_targets
         self._log_every = log_every if self.rank == 0 else 0
@@ -185,11 +188,12 @@ class BalancedDataLoader(DataLoader):
         before = self._done = self._next
         epoch, first, state = before
         orch = self._orchestrator
-        orch.spec = replace(orch.spec, fills=self.enabled,
-                            balance=replace(orch.spec.balance, enabled=self.enabled))
+        orch.settle()  # a thread of the pass before may be at work
+        orch.spec = self._planning.spec(self.enabled)
         pipeline = Pipeline(
             self._reader.feed(self._order(), self.prefetch, epoch, first, state), orch,
-            first_step=first, accumulation_steps=self.accumulation_steps, prefetch=self.prefetch)
+            first_step=first, accumulation_steps=self.accumulation_steps, prefetch=self.prefetch,
+            committed=partial(self._planning.look, orch))
         steps, yielded = iter(pipeline), 0  # batches
         self._live, self._next = True, (after := (epoch + 1, 0, None))
         try:
@@ -277,7 +281,8 @@ class BalancedDataLoader(DataLoader):
         same on all ranks for a map-style dataset without a sampler (under 4 kB); else of this rank,
         with the wrapped loader's own state if it has one."""
         epoch, step, inner = self._done
-        state = {"version": STATE_VERSION, **self._order(), "epoch": epoch, "step": step}
+        state = {"version": STATE_VERSION, **self._order(), "epoch": epoch, "step": step,
+                 "geometry": self._planning.geometry}
         if self._source.kind == "indices":
             return state
         return {**state, "rank": self.rank, "num_ranks": self.num_ranks, "inner": inner,
@@ -289,6 +294,7 @@ class BalancedDataLoader(DataLoader):
         another version, kind, dataset, order or accumulation, and for a per-rank state of another
         rank or number of ranks, or within an epoch of another batch size."""
         check_state(state, self.state_dict())
+        self._planning.geometry = state.get("geometry", 0)  # states of before do not have it
         if self._source.kind == "indices":
             self.global_batch_size = state["global_batch_size"]
         self._next = self._done = state["epoch"], state["step"], state.get("inner")

@@ -7,9 +7,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from orchmllm.batch import Step
+from orchmllm.batch import PACKED, PADDED, Step
 from orchmllm.loader.loss import StepInfo
 from orchmllm.loader.source import Source
+from orchmllm.orchestrator import Orchestrator
 from orchmllm.plan.assign import BalancePolicy, PhasePolicy, PlanSpec
 from orchmllm.plan.balance import DEFAULT_TOLERANCE, POLICIES, check_policy
 from orchmllm.plan.cost import CostModel, in_fine_unit
@@ -58,8 +59,53 @@ def check_arguments(
                     "DistributedSampler, or no sampler", type(source.sampler).__name__, num_ranks)
 
 
+class Planning:
+    """By which policy a loader's steps are planned: the one that was given, or with `auto` what
+    fits the batches that all ranks saw.
+
+    policy, tolerance, max_rank_tokens: as of the loader. says: whether this rank writes to the log.
+    known: the other arguments of make_spec, which raises. geometry: PADDED once a batch of any rank
+    was, PACKED where no batch of a whole step showed padding, 0 before the first step."""
+
+    def __init__(self, policy: str, tolerance: float | None, max_rank_tokens: int, *, says: bool,
+                 **known: Any) -> None:
+        self._chooses = policy == "auto" and tolerance is None and not max_rank_tokens
+        self._says, self.geometry = says, 0
+        otherwise = "least_move" if policy == "auto" else policy
+        first = "padded" if self._chooses else otherwise
+        self._specs = {geometry: make_spec(name, tolerance, max_rank_tokens, **known)
+                       for geometry, name in ((0, first), (PACKED, otherwise), (PADDED, first))}
+
+    def spec(self, enabled: bool) -> PlanSpec:
+        """Of the steps that are planned next; not enabled: they stay as sampled."""
+        spec = self._specs[self.geometry]
+        return replace(spec, fills=enabled, balance=replace(spec.balance, enabled=enabled))
+
+    def look(self, orchestrator: Orchestrator, step: Step) -> None:
+        """After COMMIT of a step, on all ranks alike: chooses for the steps that follow. A policy
+        that was given and does not fit is said once."""
+        before, self.geometry = self.geometry, max(self.geometry, step.geometry, PACKED)
+        if self.geometry == before:
+            return
+        orchestrator.spec = self.spec(orchestrator.spec.balance.enabled)
+        policy, pads = orchestrator.spec.balance.llm.policy, self.geometry == PADDED
+        if not self._says or policy == "none" or not orchestrator.spec.balance.enabled:
+            return
+        if self._chooses:
+            log.info("%s: steps are planned by the policy %s",
+                     "collate_fn pads" if pads else "batches show no padding", policy)
+        elif pads and policy != "padded":
+            log.warning("collate_fn pads, so a batch costs its number of examples times the "
+                        "longest, and the policy %s evens out sums of lengths: steps can take "
+                        "longer than without it. Leave out policy, tolerance and max_rank_tokens, "
+                        "unless the model computes no padding", policy)
+        elif step.geometry == PACKED and policy == "padded":
+            log.warning("collate_fn joins examples without padding, and the policy padded plans "
+                        "batches that are padded to the longest: leave out policy")
+
+
 def make_spec(
-    cost: CostModel | None, policy: str | None, tolerance: float | None, max_rank_tokens: int,
+    policy: str, tolerance: float | None, max_rank_tokens: int, *, cost: CostModel | None,
     ranks_per_node: int, dispatch: str, min_gain: float,
 ) -> PlanSpec:
     """What the planner knows. With policy `padded` a rank costs its examples times the longest.
@@ -69,7 +115,6 @@ def make_spec(
         raise TypeError(f"phases is a {type(cost).__name__}: give one CostModel, the cost of an "
                         "example by its length; encoders are balanced by "
                         "orchmllm.balance_encoders(model) (docs/encoders.md)")
-    policy = policy or "least_move"
     check_policy(policy)
     if tolerance and "tolerance" not in POLICIES[policy].options:
         raise ValueError(f"tolerance is {tolerance}, but policy {policy!r} has no tolerance")

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from orchmllm.encoders.hook import EncoderHandle
-from orchmllm.loader.collator import collator_pads
 from orchmllm.loader.loader import BalancedDataLoader
 from orchmllm.loader.loss import StepInfo, scale
 from orchmllm.loader.versions import require
@@ -54,7 +53,7 @@ def balance_trainer(
     or of a subclass. Its data set, sampler, collator, worker processes and accumulation stay; if
     its get_train_dataloader returns a BalancedDataLoader, that is used as it is. lengths,
     length_fn, options: see BalancedDataLoader; without the first two the lengths of the column
-    "input_ids" are taken, and policy is `padded` for a collator that is known to pad. loss: what
+    "input_ids" are taken. loss: what
     a compute_loss or compute_loss_func that is not of transformers or TRL, or a model that ignores
     num_items_in_batch, returns: `mean` over the rank's targets of the batch, or `scaled` if it
     divides by the targets of all ranks and microbatches. The first step computes the loss once
@@ -92,9 +91,8 @@ class _Balanced:
         loader = super().get_train_dataloader()
         if not isinstance(loader, BalancedDataLoader):
             plain = getattr(loader, "base_dataloader", loader)  # accelerate's holds torch's
-            how = dict(accumulation_steps=self.args.gradient_accumulation_steps, check_loss=False,
-                       policy="padded" if collator_pads(self.data_collator) else None)
-            loader = BalancedDataLoader(plain, **{**how, **self._balance})
+            loader = BalancedDataLoader(plain, check_loss=False, **{
+                "accumulation_steps": self.args.gradient_accumulation_steps, **self._balance})
         if loader.accumulation_steps != self.args.gradient_accumulation_steps:
             raise ValueError(
                 f"the BalancedDataLoader has accumulation_steps={loader.accumulation_steps}, the "

@@ -47,7 +47,7 @@ def counted(world, how: dict) -> tuple[list, list, list[str]]:
         loader = BalancedDataLoader(Texts(SIZE), 4, shuffle=True, collate_fn=collate, log_every=1,
                                     lengths=LENGTHS, enabled=enabled, check_loss=False, **how)
         sizes.append(by_rank([batch["input_ids"].numel() for batch in loader]).tolist())
-    return *sizes, lines
+    return *sizes, [line for line in lines if LINE.search(line)]
 
 
 def test_a_padded_plan_is_measured_in_padded_tokens():
@@ -80,41 +80,118 @@ def test_a_small_cost_balances_as_a_large_one():
     assert max(float(before) for before, *_ in said(CostModel(0, 1))[1]) > 1.1
 
 
-def watched(world, lengths: list[int], **how) -> tuple[int, str, list[str]]:
-    """(steps, the error, what is said of padding) of a loader whose collate pads."""
-    class Data(Texts):
-        def __getitem__(self, i: int) -> dict:
-            ids = torch.ones(lengths[i], dtype=torch.int64)
-            return {"id": i, "input_ids": ids, "labels": ids}
-
-    lines, seen, text = messages(), 0, ""
-    try:
-        for _ in BalancedDataLoader(Data(len(lengths)), 4, lengths=lengths, check_loss=False,
-                                    **{"collate_fn": collate, **how}):
-            seen += 1
-    except RuntimeError as error:
-        text = str(error)
-    return seen, text, [line for line in lines if "collate_fn pads" in line]
-
-
 def packed(examples: list[dict]) -> dict:
     return {key: torch.cat([e[key] for e in examples])[None] for key in ("input_ids", "labels")}
 
 
-def all_watched(world, lengths: list[int]) -> list[tuple]:
-    return [watched(world, lengths, **how) for how in (
-        dict(tolerance=1.0), dict(policy="greedy"), dict(policy="padded"), dict(enabled=False),
-        dict(collate_fn=packed))] + [watched(world, [8] * 8 + lengths)]
+class Given(Texts):
+    """Examples of given lengths."""
+
+    def __init__(self, lengths: list[int]) -> None:
+        super().__init__(len(lengths))
+        self.lengths = lengths
+
+    def __getitem__(self, i: int) -> dict:
+        ids = torch.ones(self.lengths[i], dtype=torch.int64)
+        return {"id": i, "input_ids": ids, "labels": ids}
 
 
-def test_padding_that_was_not_planned_is_an_error_before_the_first_step():
-    """Of one rank alone whose examples are not equally long, and on all ranks."""
-    uneven = [8, 8, 8, 8, 30, 9, 12, 20] * 3
-    for (seen, error, _), *fine, (later, text, lines) in run_ranks(all_watched, 2, uneven):
-        assert seen == 0 and "rank 1 failed" in error and "give policy='padded'" in error
-        assert fine == [(3, "", [])] * 4
-        assert later == 4 and not text and len(lines) == 1  # nothing ends what has begun
-    assert run_ranks(watched, 1, uneven) == [(6, "", [])]
+def lengths_of(kind: str, n: int) -> list[int]:
+    random = np.random.default_rng(0)
+    return {"uniform": random.integers(16, 513, n), "lognormal": random.lognormal(4.5, 1, n) + 8,
+            "bimodal": np.where(random.random(n) < .9, 40, 400) + random.integers(0, 20, n),
+            }[kind].clip(1, 2048).astype(int).tolist()
+
+
+CASES = [(kind, together) for kind in ("uniform", "lognormal", "bimodal")
+         for together in (collate, packed)]
+
+
+def computed(world) -> list[list[tuple[int, list[float]]]]:
+    """Of each case, as sampled, by the loader's choice and by each policy: positions of the slowest
+    rank in all steps, and the gains that the log gives."""
+    lines, out = messages(), []
+    for kind, together in CASES:
+        lengths, case = lengths_of(kind, 768), []
+        for how in (dict(enabled=False), {}, *(
+                dict(policy=policy) for policy in ("padded", "least_move", "greedy"))):
+            del lines[:]
+            loader = BalancedDataLoader(
+                Given(lengths), 8, shuffle=True, collate_fn=together, lengths=lengths, log_every=1,
+                check_loss=False, **how)
+            sizes = by_rank([batch["input_ids"].numel() for batch in loader])
+            gains = [float(m[3]) for line in lines if (m := LINE.search(line))]
+            case.append((int(sizes.max(0).values.sum()), gains))
+        out.append(case)
+    return out
+
+
+def test_without_a_policy_the_loader_finds_the_one_that_fits():
+    for (kind, together), of_case in zip(CASES, run_ranks(computed, 4)[0], strict=True):
+        (off, _), (auto, gains), *fixed = of_case
+        counted = 100 * (1 - auto / off)
+        print(f"{kind}, {together.__name__}: {off} positions of the slowest rank as sampled, "
+              f"{auto} planned, {[positions for positions, _ in fixed]} by each policy; gain "
+              f"{counted:.1f}% counted, {np.mean(gains):.1f}% logged")
+        assert auto <= 1.03 * min(positions for positions, _ in fixed) and auto <= 1.01 * off
+        assert len(gains) == 24 and abs(np.mean(gains) - counted) <= 5
+
+
+def said(world, lengths: list[int], hows: list[dict]) -> list[tuple[list[str], dict]]:
+    """What the log says but for its lines of steps, and the geometry in the state at the end."""
+    lines, out = messages(), []
+    for how in hows:
+        del lines[:]
+        loader = BalancedDataLoader(Given(lengths), 4, lengths=lengths, check_loss=False,
+                                    **{"collate_fn": collate, **how})
+        for _ in loader:
+            pass
+        shown = [line for line in lines if not LINE.search(line)]
+        out.append((shown, loader.state_dict()["geometry"]))
+    return out
+
+
+def test_what_is_seen_of_batches_is_said_once():
+    """Of one rank alone whose examples are not equally long, and later than in the first step."""
+    uneven, chosen = [8, 8, 8, 8, 30, 9, 12, 20] * 3, "steps are planned by the policy"
+    first, other = run_ranks(said, 2, uneven, [
+        {}, dict(collate_fn=packed), dict(tolerance=.1), dict(policy="least_move"),
+        dict(policy="padded"), dict(policy="padded", collate_fn=packed), dict(policy="none")])
+    (auto, joined, *misfits, fits, joins, none) = (lines for lines, _ in first)
+    assert auto == [f"collate_fn pads: {chosen} padded"]
+    assert joined == [f"batches show no padding: {chosen} least_move"]
+    assert all(len(m) == 1 and m[0].startswith("collate_fn pads, so") for m in misfits)
+    assert len(misfits) == 2 and fits == none == []
+    assert len(joins) == 1 and joins[0].startswith("collate_fn joins examples without padding")
+    assert [geometry for _, geometry in first] == [2, 1, 2, 2, 2, 1, 2]
+    assert other == [([], geometry) for _, geometry in first]
+    later = run_ranks(said, 2, [8] * 8 + uneven, [{}])[0][0][0]
+    assert later == [f"batches show no padding: {chosen} least_move",
+                     f"collate_fn pads: {chosen} padded"]
+
+
+def resumed(world) -> tuple[list, list]:
+    """Shapes of the batches of the second half, without a break and after a resume."""
+    lengths = lengths_of("uniform", 96)
+
+    def loader(**how):
+        return BalancedDataLoader(Given(lengths), 4, shuffle=True, collate_fn=packed, prefetch=0,
+                                  lengths=lengths, check_loss=False, **how)
+
+    whole = loader()
+    shapes = []
+    for batch in whole:
+        shapes.append(batch["input_ids"].shape)
+        if whole.step.step == 5:
+            state = whole.state_dict()
+    again = loader()
+    again.load_state_dict(state)
+    return shapes[6:], [batch["input_ids"].shape for batch in again]
+
+
+def test_a_resumed_loader_keeps_what_it_saw():
+    for rest, again in run_ranks(resumed, 2):
+        assert rest == again and len(rest) == 6
 
 
 def trained(world, folder: str) -> tuple[list, list, list[str]]:
@@ -149,7 +226,7 @@ def trained(world, folder: str) -> tuple[list, list, list[str]]:
                 lengths=lengths, enabled=enabled, log_every=1).train()
         forget_accelerate()
         sizes.append(by_rank(own).tolist())
-    return *sizes, lines
+    return *sizes, [line for line in lines if LINE.search(line)]
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from queue import SimpleQueue
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -66,16 +66,18 @@ class Pipeline:
     An exception of any rank while drawing, planning or loading is raised on all ranks as
     RemoteError with the same text, after the steps that were complete before it. On the rank that
     failed its __cause__ is the exception, with its traceback.
-    num_dropped: examples that all ranks together left out; known at the end.
+    num_dropped: examples that all ranks together left out; known at the end. committed: called
+    after COMMIT, before another step is planned; it may change the orchestrator's spec.
     """
 
     def __init__(
         self, feed: Feed, orchestrator: Orchestrator, *, first_step: int = 0,
         accumulation_steps: int = 1, prefetch: int = 2,
+        committed: Callable[[Step], None] = lambda step: None,
     ) -> None:
         self.feed, self.orchestrator, self.first_step = feed, orchestrator, first_step
         self.accumulation_steps, self.prefetch = accumulation_steps, prefetch
-        self.num_dropped = 0
+        self.committed, self.num_dropped = committed, 0
 
     def __iter__(self) -> Iterator[Step]:
         steps = self._steps()
@@ -151,10 +153,12 @@ class Pipeline:
             except Exception as e:  # shared in COMMIT, so that every rank raises it
                 step.error = e
         started = time.perf_counter()
-        step.failed, counts = self.orchestrator.commit(
-            step.index, step.plans, error=step.error, failed=step.failed, num_targets=num_targets)
+        step.failed, counts, step.geometry = self.orchestrator.commit(
+            step.index, step.plans, error=step.error, failed=step.failed, num_targets=num_targets,
+            geometry=max((micro.geometry for micro in step.micro), default=0))
         step.num_global_targets, step.num_shifted_targets = counts
         step.plan_s += time.perf_counter() - started
+        self.committed(step)
         return step
 
 
