@@ -4,8 +4,8 @@ and after a resume on another number of ranks."""
 from __future__ import annotations
 
 import shutil
-import sys
 import threading
+import time
 import weakref
 from collections import Counter
 from dataclasses import replace
@@ -144,28 +144,24 @@ def test_what_is_kept_in_memory(tokenizer, web, tmp_path, monkeypatch):
     assert 2 <= most <= 2 * 2 + 1
 
 
-def test_threads_that_ask_at_the_same_time(tokenizer, web, tmp_path):
+def test_threads_that_ask_at_the_same_time(tokenizer, web, tmp_path, monkeypatch):
     """The training thread asks for the places of media that failed on other ranks."""
-    path = str(web.folder / write_rows(web.folder, "jsonl", [600, 700], "a"))
-    said = [answer(d, i) for d in [opened([SourceConfig(path=path)], tokenizer, tmp_path,
-                                          num_shards=2, window=8)] for i in range(1300)]
-    dataset = opened([SourceConfig(path=path)], tokenizer, tmp_path, num_shards=2, window=8)
-    switch, found = sys.getswitchinterval(), {}
+    path = str(web.folder / write_rows(web.folder, "jsonl", [60, 70], "a"))
+    alone, together = (opened([SourceConfig(path=path)], tokenizer, tmp_path, num_shards=2,
+                              window=8) for _ in range(2))
+    said, found, place = {i: answer(alone, i) for i in range(130)}, {}, JsonRows.place
+    monkeypatch.setattr(JsonRows, "place", lambda *args: [time.sleep(1e-3), place(*args)][1])
 
     def read(draws) -> None:
         for i in draws:
-            found[i] = answer(dataset, i)
+            found[i] = answer(together, i)
 
-    threads = [threading.Thread(target=read, args=(range(1300)[k::4],)) for k in range(4)]
-    sys.setswitchinterval(1e-6)
-    try:
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    finally:
-        sys.setswitchinterval(switch)
-    assert [found[i] for i in range(1300)] == said
+    threads = [threading.Thread(target=read, args=(range(k, 130, 2),)) for k in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == said
 
 
 def test_only_another_order_is_refused(tokenizer, web, tmp_path):
