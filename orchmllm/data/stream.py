@@ -13,7 +13,6 @@ import threading
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
 from itertools import islice
 
 import numpy as np
@@ -40,8 +39,8 @@ class LogicalShard:
     def __init__(self, units: Sequence[StoreUnit | IterableUnit], key: Sequence[int],
                  window: int = WINDOW) -> None:
         self.units, self.key, self.window = list(units), list(key), window
-        # Two, as rows are counted shortly before they are drawn.
-        self._window = lru_cache(maxsize=2)(self._read)
+        # The last two, as rows are counted shortly before they are drawn.
+        self._windows: dict[tuple[int, int, int], list[StreamRow]] = {}
         self._rest: tuple[tuple[int, int], Iterator[StreamRow]] | None = None
         self._begun: tuple[int, int] | None = None  # (epoch, unit) of which rows were drawn last
         self._later = [unit.store for unit in units if isinstance(unit, StoreUnit)
@@ -64,7 +63,7 @@ class LogicalShard:
             self._begun = epoch, units[0]
             fetch_ahead(f for k in units[1:2] for f in self.units[k].files)
         block = row // self.window
-        window = self._window(epoch, units[0], block)
+        window = self._read(epoch, units[0], block)
         order = np.random.default_rng([*self.key, 1, epoch, units[0], block])
         return window[order.permutation(len(window))[row % self.window]]
 
@@ -75,7 +74,7 @@ class LogicalShard:
         order = self.order(epoch)
         for at, k in enumerate(order):
             unit, (block, offset) = self.units[k], divmod(row, self.window)
-            if unit.num_rows is None and offset < len(self._window(epoch, k, block)):
+            if unit.num_rows is None and offset < len(self._read(epoch, k, block)):
                 return order[at:], row
             if unit.num_rows is None:  # a row far behind its end was asked for
                 unit.num_rows = sum(1 for _ in unit.rows(0))
@@ -84,19 +83,21 @@ class LogicalShard:
             row -= unit.num_rows
         return [], row
 
-    def _read(self, epoch: int, unit: int, block: int) -> list[StreamRow]:
+    def _read(self, epoch: int, k: int, block: int) -> list[StreamRow]:
         """A window of a unit; behind its end it is empty."""
-        opened, start = self.units[unit], block * self.window
-        goes_on = self._rest is not None and self._rest[0] == (unit, block)
-        for store in () if goes_on else self._later:
-            store.close()
-        rest = self._rest[1] if goes_on else opened.rows(start)
-        window = list(islice(rest, self.window))
-        is_end = len(window) < self.window and (window or goes_on or block == 0)
-        if is_end and opened.num_rows is None:
-            opened.num_rows = start + len(window)
-        self._rest = (unit, block + 1), rest
-        return window
+        unit, start = self.units[k], block * self.window
+        if (epoch, k, block) not in self._windows:
+            goes_on = self._rest is not None and self._rest[0] == (k, block)
+            for store in () if goes_on else self._later:
+                store.close()
+            rest = self._rest[1] if goes_on else unit.rows(start)
+            window = list(islice(rest, self.window))
+            is_end = len(window) < self.window and (window or goes_on or block == 0)
+            if is_end and unit.num_rows is None:
+                unit.num_rows = start + len(window)
+            self._windows = dict([*self._windows.items(), ((epoch, k, block), window)][-2:])
+            self._rest = (k, block + 1), rest
+        return self._windows[epoch, k, block]
 
 
 class Deal:
