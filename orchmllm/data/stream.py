@@ -19,7 +19,6 @@ import numpy as np
 
 from orchmllm.config.recipe import DataConfig, SourceConfig
 from orchmllm.data.dataset import ConversationDataset
-from orchmllm.data.formats.arrow import IterableUnit
 from orchmllm.data.formats.open import DataSource, open_tokenizer, sources_of
 from orchmllm.data.formats.rows import LaterRows, StoreUnit, StreamRow
 from orchmllm.data.sampler import Mixture
@@ -33,11 +32,10 @@ UNCOUNTED = 1 << 40  # in place of the rows of a shard that nobody has read to i
 
 
 class LogicalShard:
-    """Epochs of its units in seeded order. key: what its randomness is derived from. window: rows
-    that are shuffled together."""
+    """Epochs of its units in seeded order. units: StoreUnit or IterableUnit. key: what its
+    randomness is derived from. window: rows that are shuffled together."""
 
-    def __init__(self, units: Sequence[StoreUnit | IterableUnit], key: Sequence[int],
-                 window: int = WINDOW) -> None:
+    def __init__(self, units: Sequence, key: Sequence[int], window: int = WINDOW) -> None:
         self.units, self.key, self.window = list(units), list(key), window
         # The last two, as rows are counted shortly before they are drawn.
         self._windows: dict[tuple[int, int, int], list[StreamRow]] = {}
