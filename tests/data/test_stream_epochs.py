@@ -14,6 +14,7 @@ import datasets
 import pytest
 
 from orchmllm.config.recipe import Recipe, SourceConfig
+from orchmllm.data import stream
 from orchmllm.data.formats.rows import JsonRows
 from orchmllm.data.sampler import StreamSampler
 from orchmllm.data.stream import StreamDataset
@@ -115,19 +116,20 @@ def test_sources_have_epochs_of_their_own(tokenizer, web, tmp_path):
                       tmp_path, num_shards=2), 0)
 
 
-def test_shards_that_were_counted_are_not_fetched_again(tokenizer, web, tmp_path):
+def test_shards_that_were_counted_are_not_fetched_again(tokenizer, web, tmp_path, monkeypatch):
     """Where the rows are is kept in the index folder, so a resumed run fetches what it reads."""
     name = write_rows(web.folder, "jsonl", [22, *[5] * 11], "a")
     source = SourceConfig(path=f"{web.url}/{name}", row_format="llava")
     keys = dict(num_shards=3, window=4)
+    monkeypatch.setattr(stream, "fetch_ahead", list)  # its threads would go on meanwhile
     first = opened([source], tokenizer, tmp_path, web, **keys)
     said = [answer(first, i) for i in range(2 * 77)]
     shutil.rmtree(tmp_path / "cache")
     web.counts.clear()
     dataset = opened([source], tokenizer, tmp_path, web, **keys)
     assert [answer(dataset, i) for i in (77 + 30, 77 + 31)] == said[77 + 30: 77 + 32]
-    # The first, which tells the kind; those of 2 rows, and what follows them.
-    assert sum(count > 0 for count in web.counts.values()) <= 5
+    # The first, which tells the kind, and those of 2 rows.
+    assert sum(count > 0 for count in web.counts.values()) <= 3
 
 
 def test_what_is_kept_in_memory(tokenizer, web, tmp_path, monkeypatch):
