@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Collection, Sequence
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -61,7 +60,8 @@ class ConversationDataset:
         if isinstance(sources, str | os.PathLike):
             sources = [SourceConfig(path=os.fspath(sources))]
         folder, self.storage = index_path(index_dir), storage
-        self.sources = [self._open(config, folder) for config in sources]
+        self.sources = [open_source(config, folder, storage, streaming=self.streaming)
+                        for config in sources]
         self.tokenizer, self.vision, self.audio = tokenizer, vision, audio
         self.reader = LengthReader(tokenizer, vision, audio, max_example_tokens)
         self._rows = SegmentReader(vision, audio)
@@ -72,9 +72,6 @@ class ConversationDataset:
             [[0], np.cumsum([len(s) for s in self.sources])])
         self._cache: dict[int, MeasuredExample] = {}  # in the order in which they were planned
         self._cached_bytes = 0
-
-    def _open(self, config: SourceConfig, folder: Path) -> DataSource:
-        return open_source(config, folder, self.storage)
 
     def __len__(self) -> int:
         return int(self.bounds[-1])

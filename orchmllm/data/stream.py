@@ -1,29 +1,26 @@
 """Streaming: the shards of a source read in order, the same on any number of ranks and workers.
 
-A source's files are dealt to logical shards, which take turns in proportion to their rows, so that
-every row of the source comes once an epoch. Inside a shard, files come in a seeded order per epoch
-and rows are shuffled in windows, so an example is a pure function of its number: a rank reads the
-shards it needs and skips the rest, and to resume is to ask for a later number. Nothing is random
-access but the position in a file.
+A source's files are dealt to logical shards, which take turns in proportion to their rows until
+each of them has given all of its rows: that is an epoch. Inside a shard, files come in a seeded
+order per epoch and rows are shuffled in windows. So an example is a pure function of its number and
+of the numbers of rows: a rank reads the shards it needs and skips the rest, and to resume is to ask
+for a later number. Nothing is random access but the position in a file.
 """
 
 from __future__ import annotations
 
+import threading
+from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
+from collections.abc import Iterator, Sequence
 from itertools import islice
-from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
 from orchmllm.config.recipe import DataConfig, SourceConfig
 from orchmllm.data.dataset import ConversationDataset
-from orchmllm.data.formats.arrow import StreamRows, clean
-from orchmllm.data.formats.open import DataSource, open_source, open_tokenizer, sources_of
-from orchmllm.data.formats.rows import LaterRows, RowStore
+from orchmllm.data.formats.open import DataSource, open_tokenizer, sources_of
+from orchmllm.data.formats.rows import LaterRows, StoreUnit, StreamRow
 from orchmllm.data.sampler import Mixture
 from orchmllm.data.storage.remote import RemoteFile, Storage, fetch_ahead
 from orchmllm.plan.geometry import AudioGeometry, VisionGeometry
@@ -31,166 +28,143 @@ from orchmllm.plan.layout import ranges
 
 WINDOW = 256  # rows that are shuffled together
 TURNS = 1000  # draws of a source that are dealt to its shards at a time, about
-
-
-class StreamRow(NamedTuple):
-    """A row before it is read. number: from 1. read: its dict."""
-
-    file: Path
-    number: int
-    read: Callable[[], dict]
-
-
-@dataclass
-class StoreUnit:
-    """A piece of a source that is read in order: rows part, part + parts, ... of a store. num_rows:
-    None until it is opened."""
-
-    store: RowStore
-    part: int = 0
-    parts: int = 1
-
-    @property
-    def num_rows(self) -> int | None:
-        if not self.store.is_open:
-            return None
-        return len(range(self.part, len(self.store), self.parts))
-
-    @property
-    def files(self) -> list:
-        return self.store.files
-
-    def rows(self, start: int) -> Iterator[StreamRow]:
-        store = self.store
-        for i in range(self.part + start * self.parts, len(store), self.parts):
-            yield StreamRow(*store.place(i), lambda i=i: store.row(i))
-
-
-@dataclass
-class IterableUnit:
-    """A shard of a `datasets.IterableDataset`, read as raw Arrow. num_rows: None where no file
-    tells it, until somebody reached its end."""
-
-    dataset: object
-    label: Path
-    num_rows: int | None = None
-
-    def rows(self, start: int) -> Iterator[StreamRow]:
-        number = start
-        for table in self.dataset.skip(start).with_format("arrow"):
-            for k in range(len(table)):
-                number, row = number + 1, table.slice(k, 1)
-                yield StreamRow(self.label, number, lambda row=row: clean(row.to_pylist()[0]))
-
-
-Unit = StoreUnit | IterableUnit
+UNCOUNTED = 1 << 40  # in place of the rows of a shard that nobody has read to its end
 
 
 class LogicalShard:
-    """Endless: epochs of its units in seeded order. key: what its randomness is derived from.
-    window: rows that are shuffled together."""
+    """Epochs of its units in seeded order. units: StoreUnit or IterableUnit. key: what its
+    randomness is derived from. window: rows that are shuffled together."""
 
-    def __init__(self, units: Sequence[Unit], key: Sequence[int], window: int = WINDOW) -> None:
+    def __init__(self, units: Sequence, key: Sequence[int], window: int = WINDOW) -> None:
         self.units, self.key, self.window = list(units), list(key), window
-        self._window: tuple[tuple[int, int, int], list[StreamRow]] | None = None
+        # The last two, as rows are counted shortly before they are drawn.
+        self._windows: dict[tuple[int, int, int], list[StreamRow]] = {}
         self._rest: tuple[tuple[int, int], Iterator[StreamRow]] | None = None
-        self._begun: tuple[int, int] | None = None  # (epoch, unit) whose next one is being fetched
+        self._begun: tuple[int, int] | None = None  # (epoch, unit) of which rows were drawn last
+        self._later = [unit.store for unit in units if isinstance(unit, StoreUnit)
+                       and isinstance(unit.store, LaterRows)]
 
-    def get(self, position: int) -> StreamRow:
-        """The example at `position` of this shard. Raises ValueError for a shard without rows."""
-        epoch = 0
-        while True:
-            counts = [u.num_rows for u in self.units]
-            if None not in counts:
-                total = sum(counts)
-                if total == 0:
-                    raise ValueError("a shard of the stream has no rows; lower data.num_shards")
-                epoch, position = epoch + position // total, position % total
-            order = np.random.default_rng([*self.key, 0, epoch]).permutation(len(self.units))
-            for at, k in enumerate(order.tolist()):
-                found = self._in_unit(epoch, k, position)
-                if found is not None:
-                    if self._begun != (epoch, k):
-                        self._begun = epoch, k
-                        for unit in order[at + 1: at + 2]:
-                            fetch_ahead(getattr(self.units[unit], "files", ()))
-                    return found
-                position -= self.units[k].num_rows
-            epoch += 1
+    @property
+    def num_rows(self) -> int | None:
+        """Of an epoch; None until all units are counted."""
+        counts = [unit.num_rows for unit in self.units]
+        return None if None in counts else sum(counts)
 
-    def _in_unit(self, epoch: int, unit: int, position: int) -> StreamRow | None:
-        """None if the unit has no row `position`; its num_rows is known then."""
-        count = self.units[unit].num_rows
-        if count is not None and position >= count:
-            return None
-        block = position // self.window
-        window = self._read(epoch, unit, block)
-        if position % self.window < len(window):
-            order = np.random.default_rng([*self.key, 1, epoch, unit, block])
-            return window[order.permutation(len(window))[position % self.window]]
-        if self.units[unit].num_rows is None:
-            self.units[unit].num_rows = sum(1 for _ in self.units[unit].rows(0))
-        return None
+    def order(self, epoch: int) -> list[int]:
+        """The units as they come in an epoch."""
+        return np.random.default_rng([*self.key, 0, epoch]).permutation(len(self.units)).tolist()
 
-    def _read(self, epoch: int, unit: int, block: int) -> list[StreamRow]:
-        key = (epoch, unit, block)
-        if self._window is None or self._window[0] != key:
-            rest = self._rest[1] if self._rest and self._rest[0] == (unit, block) else (
-                self.units[unit].rows(block * self.window))
+    def get(self, epoch: int, row: int) -> StreamRow:
+        """A row that an epoch has."""
+        units, row = self.find(epoch, row)
+        if self._begun != (epoch, units[0]):
+            self._begun = epoch, units[0]
+            fetch_ahead(f for k in units[1:2] for f in self.units[k].files)
+        block = row // self.window
+        window = self._read(epoch, units[0], block)
+        order = np.random.default_rng([*self.key, 1, epoch, units[0], block])
+        return window[order.permutation(len(window))[row % self.window]]
+
+    def find(self, epoch: int, row: int) -> tuple[list[int], int]:
+        """The units of an epoch from the one that a row is in, none where it has not so many rows;
+        and which row of that unit it is. Units before it are counted, and nothing is read beyond
+        its window."""
+        order = self.order(epoch)
+        for at, k in enumerate(order):
+            unit, (block, offset) = self.units[k], divmod(row, self.window)
+            if unit.num_rows is None and offset < len(self._read(epoch, k, block)):
+                return order[at:], row
+            if unit.num_rows is None:  # a row far behind its end was asked for
+                unit.num_rows = sum(1 for _ in unit.rows(0))
+            if row < unit.num_rows:
+                return order[at:], row
+            row -= unit.num_rows
+        return [], row
+
+    def _read(self, epoch: int, k: int, block: int) -> list[StreamRow]:
+        """A window of a unit; behind its end it is empty."""
+        unit, start = self.units[k], block * self.window
+        if (epoch, k, block) not in self._windows:
+            goes_on = self._rest is not None and self._rest[0] == (k, block)
+            for store in () if goes_on else self._later:
+                store.close()
+            rest = self._rest[1] if goes_on else unit.rows(start)
             window = list(islice(rest, self.window))
-            if 0 < len(window) < self.window and self.units[unit].num_rows is None:
-                self.units[unit].num_rows = block * self.window + len(window)
-            self._window, self._rest = (key, window), ((unit, block + 1), rest)
-        return self._window[1]
+            is_end = len(window) < self.window and (window or goes_on or block == 0)
+            if is_end and unit.num_rows is None:
+                unit.num_rows = start + len(window)
+            self._windows = dict([*self._windows.items(), ((epoch, k, block), window)][-2:])
+            self._rest = (k, block + 1), rest
+        return self._windows[epoch, k, block]
 
 
 class Deal:
-    """Which shard each draw of a source comes from: in sum(sizes) draws each of them `size` times,
-    at equal distances; shards of one size take turns. sizes: rows of the shards, above 0."""
+    """Which row each draw of a source is. In an epoch every shard gives each of its rows once: the
+    shards take turns at distances that follow from their sizes, shards of one size one after the
+    other, and one that has no more rows is passed over. Where some rows are not counted before a
+    shard has been fetched, its bytes are its size, and without bytes (`hf:`) all have one size."""
 
-    def __init__(self, sizes: Sequence[int]) -> None:
-        self.sizes, self.total = np.array(sizes, np.int64), sum(sizes)
-        self.num_parts = max(1, self.total // TURNS)
-        self._part = lru_cache(maxsize=4)(self._deal)
+    def __init__(self, name: str, shards: Sequence[LogicalShard]) -> None:
+        self.name, self.shards = name, shards
+        sizes = [shard.num_rows for shard in shards]
+        self.is_counted = None not in sizes
+        if not self.is_counted:
+            sizes = [sum(f.num_bytes() for unit in shard.units for f in unit.files)
+                     for shard in shards]
+            sizes = [max(1, 1_000_000 * size // max(1, *sizes)) for size in sizes]
+        self.sizes = np.array(sizes, np.int64)
+        self._num_rows = self.sizes.copy() if self.is_counted else np.full(len(sizes), UNCOUNTED)
+        turns = TURNS if self.is_counted else min(TURNS, shards[0].window)
+        self._num_parts = max(1, sum(sizes) // turns)
+        # Draws of each shard in so many parts, as long as it has rows.
+        self._in_parts = self.sizes * max(1, turns // max(1, sum(sizes)))
+        self._dealt = range(0), 0, np.zeros((0, 2), np.int64)
 
-    def __call__(self, draw: int) -> tuple[int, int]:
-        """(shard, how many draws of it came before) of a draw."""
-        epoch, at = divmod(draw, self.total)
-        part = at * self.num_parts // self.total
-        while at >= self._before(part + 1).sum():
-            part += 1
-        shard, before = self._part(part)[at - self._before(part).sum()].tolist()
-        return shard, epoch * int(self.sizes[shard]) + before
+    def __call__(self, draw: int) -> StreamRow:
+        """Raises ValueError for a source without rows."""
+        if draw not in self._dealt[0]:
+            self._dealt = self._deal(draw)
+        draws, epoch, rows = self._dealt
+        shard, row = rows[draw - draws.start].tolist()
+        return self.shards[shard].get(epoch, row)
+
+    def _deal(self, draw: int) -> tuple[range, int, np.ndarray]:
+        """The part of an epoch that a draw is in: its draws, the epoch, (draws, 2) [shard, row]."""
+        end = None
+        while end is None or (end > self._num_rows).any():
+            total = int(self._num_rows.sum())
+            if total == 0:
+                raise ValueError(f"{self.name}: the source has no rows; leave it out")
+            epoch, at = divmod(draw, total)
+            part = bisect_right(range(self._num_parts << 30), at,
+                                key=lambda k: self._before(k + 1).sum())
+            first, end = self._before(part), self._before(part + 1)
+            if not first.any():  # all shards begin
+                fetch_ahead(f for shard in self.shards
+                            for k in shard.order(epoch)[:1] for f in shard.units[k].files)
+            for k in np.flatnonzero((self._num_rows == UNCOUNTED) & (end > 0)).tolist():
+                if not self.shards[k].find(epoch, int(end[k]) - 1)[0]:
+                    self._num_rows[k] = self.shards[k].num_rows
+        counts = end - first
+        shards, before = np.repeat(np.arange(len(counts)), counts), ranges(first, counts)
+        order = np.argsort((before - first[shards] + 0.5) / counts[shards], kind="stable")
+        start = draw - at + int(first.sum())
+        return (range(start, start + len(order)), epoch,
+                np.stack([shards, before], axis=1)[order])
 
     def _before(self, part: int) -> np.ndarray:
         """(shards,) draws of each shard in the parts before one of the parts of an epoch."""
-        return self.sizes * part // self.num_parts
-
-    def _deal(self, part: int) -> np.ndarray:
-        """(draws of the part, 2) [shard, how many of its draws came before in the epoch]."""
-        first, counts = self._before(part), self._before(part + 1) - self._before(part)
-        shards, before = np.repeat(np.arange(len(counts)), counts), ranges(first, counts)
-        order = np.argsort((before - first[shards] + 0.5) / counts[shards], kind="stable")
-        return np.stack([shards, before], axis=1)[order]
-
-
-def _sizes(shards: Sequence[LogicalShard]) -> list[int]:
-    """Rows of each shard. Where they are not known before a shard has been fetched, its bytes stand
-    for them, and without bytes (`hf:`) the shards count as equally long."""
-    rows = [[unit.num_rows for unit in shard.units] for shard in shards]
-    if None not in sum(rows, []):
-        return list(map(sum, rows))
-    sizes = [sum(f.num_bytes() for unit in shard.units for f in getattr(unit, "files", ()))
-             for shard in shards]
-    return [max(1, 1_000_000 * size // max(1, *sizes)) for size in sizes]
+        turns, part = divmod(part, self._num_parts)  # a product of all three could overflow
+        return np.minimum(self._in_parts * turns + self._in_parts * part // self._num_parts,
+                          self._num_rows)
 
 
 class StreamDataset(ConversationDataset):
     """Example n is draw n of an endless stream; no length, no index, nothing held out.
 
-    sources: with weights where there are several. num_shards: S, logical shards of each source (at
+    sources: drawn in proportion to their weights. num_shards: S, logical shards of each source (at
     most as many as it has pieces). seed: of the order. window: rows that are shuffled together. The
-    rest as in ConversationDataset. Raises ValueError for several sources without weights."""
+    rest as in ConversationDataset."""
 
     streaming = True
     cached_examples = 1024
@@ -198,40 +172,32 @@ class StreamDataset(ConversationDataset):
     def __init__(self, sources: Sequence[SourceConfig], *, num_shards: int, seed: int,
                  window: int = WINDOW, **keys):
         super().__init__(sources, **keys)
-        weights = [s.config.weight for s in self.sources]
-        if len(sources) > 1 and not all(weights):
-            raise ValueError("data.streaming with several sources needs a weight for each: how "
-                             "many rows a stream has is not known")
-        self._mixture = Mixture(weights if all(weights) else [1.0], seed)
-        self._shards = [
-            [LogicalShard(units[s::min(num_shards, len(units))], [seed, 3, k, s], window)
-             for s in range(min(num_shards, len(units)))]
-            for k, units in enumerate(units_of(s, num_shards) for s in self.sources)]
-        self._deals = [Deal(_sizes(shards)) for shards in self._shards]
+        self._mixture = Mixture([s.config.weight or 1.0 for s in self.sources], seed)
+        self._deals = []
+        for k, source in enumerate(self.sources):
+            units = source.store.units(num_shards)
+            self._deals.append(Deal(source.config.path, [
+                LogicalShard(units[s::num_shards], [seed, 3, k, s], window)
+                for s in range(min(num_shards, len(units)))]))
         self.order_key = [num_shards, seed, window]
         self._check_cache()
+        self._one_reads = threading.Lock()
         self._found: OrderedDict[int, tuple[int, StreamRow]] = OrderedDict()
 
     def _check_cache(self) -> None:
         """Raises ValueError if the shards that are read at the same time, and as many that follow
         them, do not fit the cache on disk: each of them would be fetched for a few rows."""
         needed = 0
-        for source, shards in zip(self.sources, self._shards, strict=True):
+        for source, deal in zip(self.sources, self._deals, strict=True):
             bytes_ = sorted(f.num_bytes() for f in source.store.files if isinstance(f, RemoteFile))
-            needed += sum(bytes_[-2 * len(shards):])
+            needed += sum(bytes_[-2 * len(deal.shards):])
         if needed > self.storage.config.cache_gib * 2**30:
             raise ValueError(f"data.remote.cache_gib is {self.storage.config.cache_gib:g}, but the "
                              f"shards that are read at the same time have {needed / 2**30:.2f} "
                              "GiB: raise it, or lower data.num_shards")
 
-    def _open(self, config: SourceConfig, folder: Path) -> DataSource:
-        return open_source(config, folder, self.storage, streaming=True)
-
     def split(self, num_validation: int) -> tuple[Sequence[int], Sequence[int]]:
-        """Nothing: a stream has no end to hold rows out of. Raises ValueError if asked to."""
-        if num_validation:
-            raise ValueError(f"data.num_validation is {num_validation}, but a stream holds nothing "
-                             "out; set it to 0")
+        """Nothing: a stream has no end to hold rows out of."""
         return range(0), range(0)
 
     def _num_rows(self, source: DataSource) -> int:
@@ -240,8 +206,11 @@ class StreamDataset(ConversationDataset):
         return -1 if lazy else len(source)
 
     def fingerprint(self) -> dict:
-        sizes = [deal.sizes.tolist() for deal in self._deals]
-        return {**super().fingerprint(), "num_shards": sizes}
+        out = {**super().fingerprint(), "num_shards": [d.sizes.tolist() for d in self._deals]}
+        if later := [k for k, deal in enumerate(self._deals)
+                     if len(deal.shards) > 1 and not deal.is_counted]:
+            out["rows counted as they are read"] = later
+        return out
 
     def where(self, i: int) -> tuple[int, int]:
         """(source, row from 0 in its file) of example i."""
@@ -253,14 +222,14 @@ class StreamDataset(ConversationDataset):
         return self.sources[source].parse(found.read(), found.file)
 
     def _locate(self, i: int) -> tuple[int, StreamRow]:
-        if i not in self._found:
-            (source,), (draw,) = self._mixture(np.array([i]))
-            shard, position = self._deals[source](int(draw))
-            found = self._shards[source][shard].get(position)
-            while len(self._found) >= self.cached_examples:
-                self._drop(self._found.popitem(last=False)[0])
-            self._found[i] = int(source), found
-        return self._found[i]
+        with self._one_reads:  # the training thread asks for the places of what failed
+            if i not in self._found:
+                (source,), (draw,) = self._mixture(np.array([i]))
+                found = self._deals[source](int(draw))
+                while len(self._found) >= self.cached_examples:
+                    self._drop(self._found.popitem(last=False)[0])
+                self._found[i] = int(source), found
+            return self._found[i]
 
     def _place(self, i: int) -> tuple[str, int]:
         found = self._locate(i)[1]
@@ -280,14 +249,3 @@ def open_dataset(
         return StreamDataset(configs, num_shards=data.num_shards, seed=seed,
                              window=data.shuffle_window or WINDOW, **keys)
     return ConversationDataset(configs, **keys)
-
-
-def units_of(source: DataSource, num_shards: int) -> list[Unit]:
-    """At least num_shards pieces of a source, where its rows can be divided that far."""
-    store = source.store
-    if isinstance(store, StreamRows):
-        return [IterableUnit(*shard) for shard in store.shards()]
-    stores = store.parts()
-    parts = -(-num_shards // len(stores))
-    return [StoreUnit(one, part, parts) for one in stores for part in range(parts)
-            if parts == 1 or len(one) > part]

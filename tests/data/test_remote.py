@@ -7,7 +7,7 @@ import pickle
 import resource
 import shutil
 import tarfile
-from collections import Counter, deque
+from collections import deque
 from pathlib import Path
 
 import pytest
@@ -17,8 +17,6 @@ from orchmllm.config.recipe import RemoteRoot, SourceConfig
 from orchmllm.data.formats.open import NUM_PEEKED, open_source
 from orchmllm.data.media.headers import image_header
 from orchmllm.data.storage.clients import NoAccess, StorageError
-from orchmllm.data.stream import StreamDataset
-from orchmllm.plan.geometry import AudioGeometry, VisionGeometry
 from tests.data.test_formats import same_examples
 from tests.data.test_safety import link, write_tar
 from tests.lib.broken import Sentinel, flac_expanding, png_claiming, wav_claiming
@@ -257,20 +255,6 @@ def test_a_stream_opens_no_more_shards_than_tell_its_layout(web, tokenizer, tmp_
     source = open_source(SourceConfig(path=f"{web.url}/{{0..3}}.jsonl"), tmp_path,
                          storage(tmp_path / "cache", web.url))
     assert [shard.is_open for shard in source.store.stores] == [True, False, False, False]
-
-
-def test_shards_elsewhere_take_turns_by_their_bytes(web, tokenizer, tmp_path):
-    """How many rows they have is known once they are fetched."""
-    for k, count in enumerate((60, 30, 30, 30)):
-        write_jsonl(web.folder / f"{k}.jsonl", [
-            llava_row([("text", "hello")], f"{k} {i + 100}") for i in range(count)])
-    dataset = StreamDataset(
-        [SourceConfig(path=f"{web.url}/{{0..3}}.jsonl")], num_shards=4, seed=0,
-        tokenizer=tokenizer, vision=VisionGeometry(), audio=AudioGeometry(), index_dir=tmp_path,
-        storage=storage(tmp_path / "cache", web.url))
-    assert [shard.is_open for shard in dataset.sources[0].store.stores] == [True, *[False] * 3]
-    drawn = Counter(dataset.conversation(i)[1].parts[0] for i in range(300))
-    assert len(drawn) == 150 and set(drawn.values()) == {2}
 
 
 def test_a_store_that_is_down_is_named(tokenizer, tmp_path):

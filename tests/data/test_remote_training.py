@@ -142,6 +142,50 @@ def test_a_store_that_restarts_all_the_time(name, streaming, dispatch, files, st
     assert then == pytest.approx(said[SAVED:], rel=1e-9)  # other ranks, another order of sums
 
 
+def rows_read(world, run, stop_after: int = -1) -> list[tuple[int, str, int]]:
+    """(example, file, row) of what the LLM of this rank took."""
+    dataset, seen = build_dataset(run), []
+
+    def record(step, row: dict) -> None:
+        for i in step.example_ids_of_rank:
+            place = dataset.describe(i, 0)
+            seen.append((i, Path(place["data_file"]).name, place["row"]))
+        if step.index == stop_after:
+            raise KeyboardInterrupt
+
+    with contextlib.suppress(KeyboardInterrupt):
+        train(world, run, dataset, on_step=record)
+    return seen
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+@pytest.mark.parametrize("dispatch", ["load", "tensors"])
+def test_a_stream_gives_each_row_once_an_epoch_on_2_ranks_and_then_on_3(
+        dispatch, web, tokenizer, tmp_path):
+    """From shards that are counted as they are fetched; the 3 ranks are on another machine."""
+    sizes = [10, 1, 0, 7]
+    for k, count in enumerate(sizes):
+        write_jsonl(web.folder / f"s-{k}.jsonl", [
+            llava_row([("text", "?" * (1 + 50 * k))], f"{k} {i}") for i in range(count)])
+
+    def run_on(machine: str):
+        data = data_of(web.url, "s-{0..3}.jsonl", tokenizer, streaming=True, num_shards=2,
+                       remote=remote(tmp_path / machine / "cache", web.url))
+        data = replace(data, sources=(replace(data.sources[0], row_format="llava"),))
+        run = run_recipe(tmp_path / "run", data, dispatch)
+        return replace(run, data=replace(run.data, index_dir=str(tmp_path / machine / "index")))
+
+    first = run_ranks(rows_read, 2, run_on("a"), SAVED)
+    then = run_ranks(rows_read, 3, run_on("b"))
+    assert [len(sum(seen, [])) for seen in (first, then)] == [
+        (SAVED + 1) * BATCH, (STEPS - SAVED) * BATCH]  # the step after the save is done twice
+    drawn = {i: place for seen in (*first, *then) for i, *place in seen}
+    for start in (0, sum(sizes)):
+        assert sorted(drawn[i] for i in range(start, start + sum(sizes))) == [
+            [f"s-{k}.jsonl", row + 1] for k, count in enumerate(sizes) for row in range(count)]
+
+
 @pytest.mark.dist
 def test_an_error_of_one_rank_is_raised_on_all(files, tokenizer, tmp_path):
     """Only the rank that drew the row reads the medium."""

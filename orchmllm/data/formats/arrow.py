@@ -5,13 +5,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
 import numpy as np
 
 from orchmllm.config.recipe import SourceConfig
-from orchmllm.data.formats.rows import RowStore
+from orchmllm.data.formats.rows import RowStore, StreamRow
 from orchmllm.data.formats.scanned import File
 from orchmllm.data.storage.remote import RemoteFile
 
@@ -57,14 +58,33 @@ class StreamRows(RowStore):
     def place(self, i: int) -> tuple[File, int]:
         return self.label, i + 1
 
-    def shards(self) -> list[tuple[object, Path, int | None]]:
-        """Its shards (files), each with what to call it, and its rows where a file tells them."""
+    def units(self, num: int) -> list:
+        """Its shards (files)."""
         from pyarrow.parquet import read_metadata
 
         count = self.dataset.num_shards
         files = self.files if len(self.files) == count else [None] * count
-        return [(self.dataset.shard(num_shards=count, index=k), file or self.label,
-                 file and read_metadata(file).num_rows) for k, file in enumerate(files)]
+        return [IterableUnit(self.dataset.shard(num_shards=count, index=k), file or self.label,
+                             file and read_metadata(file).num_rows)
+                for k, file in enumerate(files)]
+
+
+@dataclass
+class IterableUnit:
+    """A shard of a `datasets.IterableDataset`, read as raw Arrow. num_rows: None where no file
+    tells it, until somebody reached its end."""
+
+    dataset: object
+    label: Path
+    num_rows: int | None = None
+    files = ()
+
+    def rows(self, start: int) -> Iterator[StreamRow]:
+        number = start
+        for table in self.dataset.skip(start).with_format("arrow"):
+            for k in range(len(table)):
+                number, row = number + 1, table.slice(k, 1)
+                yield StreamRow(self.label, number, lambda row=row: clean(row.to_pylist()[0]))
 
 
 def clean(value):

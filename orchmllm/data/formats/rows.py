@@ -10,9 +10,11 @@ import json
 import os
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -47,6 +49,46 @@ class RowStore(ABC):
     def parts(self) -> Sequence[RowStore]:
         """The stores that it consists of."""
         return [self]
+
+    def units(self, num: int) -> list:
+        """At least `num` pieces that a stream reads in order, where it can be divided that far."""
+        stores = self.parts()
+        parts = -(-num // len(stores))
+        return [StoreUnit(one, part, parts) for one in stores for part in range(parts)
+                if parts == 1 or len(one) > part]
+
+
+class StreamRow(NamedTuple):
+    """A row before it is read. number: from 1. read: its dict."""
+
+    file: File
+    number: int
+    read: Callable[[], dict]
+
+
+@dataclass
+class StoreUnit:
+    """A piece of a source that is read in order: rows part, part + parts, ... of a store. num_rows:
+    None until it is opened."""
+
+    store: RowStore
+    part: int = 0
+    parts: int = 1
+
+    @property
+    def num_rows(self) -> int | None:
+        if not self.store.is_open:
+            return None
+        return len(range(self.part, len(self.store), self.parts))
+
+    @property
+    def files(self) -> Sequence[File]:
+        return self.store.files
+
+    def rows(self, start: int) -> Iterator[StreamRow]:
+        store = self.store
+        for i in range(self.part + start * self.parts, len(store), self.parts):
+            yield StreamRow(*store.place(i), lambda i=i: store.row(i))
 
 
 def _unique(pairs: list[tuple[str, object]]) -> dict:
@@ -83,10 +125,12 @@ class JsonRows(RowStore):
     def __init__(self, path: File, max_row_bytes: int, cache_dir: Path) -> None:
         self.data, self.max_row_bytes = scanned(path), max_row_bytes
         self.files, self.root = [path], path.parent
-        first = _first_byte(path)
-        self.kind = "JSON array" if first == b"[" else "JSONL"
-        scan = scan_array if first == b"[" else scan_lines
-        self.spans, self.numbers = cached(cache_dir, "spans", path, lambda: scan(path))
+        self.spans, self.numbers = cached(cache_dir, "spans", path, lambda: (
+            scan_array if _is_array(path) else scan_lines)(path))
+
+    @property
+    def kind(self) -> str:
+        return "JSON array" if _is_array(self.files[0]) else "JSONL"
 
     def __len__(self) -> int:
         return len(self.spans)
@@ -102,10 +146,10 @@ class JsonRows(RowStore):
         return self.files[0], int(self.numbers[i])
 
 
-def _first_byte(path: Path) -> bytes:
+def _is_array(path: File) -> bool:
     with path.open("rb") as f:
         head = f.read(4096)
-    return head.removeprefix(b"\xef\xbb\xbf").lstrip()[:1]
+    return head.removeprefix(b"\xef\xbb\xbf").lstrip()[:1] == b"["
 
 
 def scan_lines(path: File) -> tuple[np.ndarray, np.ndarray]:
@@ -204,21 +248,26 @@ class LaterRows(RowStore):
 
     @cached_property
     def _store(self) -> RowStore:
-        store, self.is_open = self._open(), True
-        return store
+        return self._open()
 
     @property
     def kind(self) -> str:
         return self._store.kind
 
     def __len__(self) -> int:
-        return len(self._store)
+        if not self.is_open:
+            self._num_rows, self.is_open = len(self._store), True
+        return self._num_rows
 
     def row(self, i: int) -> dict:
         return self._store.row(i)
 
     def place(self, i: int) -> tuple[File, int]:
         return self._store.place(i)
+
+    def close(self) -> None:
+        """Keeps the number of its rows alone."""
+        self.__dict__.pop("_store", None)
 
 
 class JoinedRows(RowStore):
