@@ -148,13 +148,13 @@ def return_features(
     sizes = [share.move.target_sizes for share in shares]
     row = np.zeros(first + int(sum(sizes).max()), np.int64)
     if error is None:
-        row[1:first] = [zlib.crc32(encoded.describe().encode()) for encoded in features]
+        row[1:first] = [zlib.crc32(encoded.kind.encode()) for encoded in features]
         counts = np.concatenate([encoded.counts for encoded in features])
         row[first: first + len(counts)] = counts
     rows = agree(gather, forward, row, error)
     for k, share in enumerate(shares):
         if len(np.unique(rows[:, 1 + k])) > 1:
-            texts = gather_texts(gather, features[k].describe())
+            texts = gather_texts(gather, features[k].kind)
             raise PlanMismatchError(
                 f"step {forward}: ranks disagree on what encoder {share.encoder.name!r} returns: "
                 + ", ".join(f"rank {texts.index(t)} has {t}" for t in sorted(set(texts))[:4]))
