@@ -8,6 +8,7 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 
 import numpy as np
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from orchmllm.comm.agree import PlanMismatchError, describe, raise_first
 from orchmllm.comm.exchange import RowGather, exchange_rows, gather_texts
 from orchmllm.encoders.results import Features, flatten
-from orchmllm.encoders.spec import Encoder, resolve
+from orchmllm.encoders.spec import Encoder
 from orchmllm.encoders.table import GatheredItems, LocalItems
 from orchmllm.plan.balance import balance
 from orchmllm.plan.cost import CostModel
@@ -131,7 +132,8 @@ def _encode(
         values = [None if tensor is None else torch.ones(
             (int(rows[cheapest]), *tensor[1]), dtype=tensor[0], device=device)
             for tensor, rows in zip(world.tensors, share.rows, strict=True)]
-    run = partial(encoder.run, owner) if encoder.run else resolve(owner, next(iter(encoder.calls)))
+    call = next(iter(encoder.calls))
+    run = partial(encoder.run, owner) if encoder.run else attrgetter(call)(owner)
     result = run(*encoder.layout.build(meta, tuple(values)), **encoder.keywords,
                  **share.local.options)
     return flatten(encoder, owner, result, meta, is_placeholder)
