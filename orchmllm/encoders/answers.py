@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import inspect
+from collections.abc import Mapping
 from contextlib import ExitStack
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from orchmllm.encoders.results import Features, rebuild
-from orchmllm.encoders.spec import Encoder, resolve
+from orchmllm.encoders.spec import Encoder
 from orchmllm.encoders.table import LocalItems
 
 
@@ -25,7 +26,7 @@ class Answer:
         self, encoder: Encoder, owner: nn.Module, call: str, result: Any, num_items: int,
         given: Tensor | None, strict: bool,
     ) -> None:
-        self._original = resolve(owner, call)
+        self._original = attrgetter(call)(owner)
         self._what = f"encoder {encoder.name!r}: {type(owner).__name__}.forward"
         self._call, self._result, self._called = call, result, False
         self._given = given
@@ -103,17 +104,17 @@ class Answers:
         parent.__dict__[name] = value
 
     def join_zero(
-        self, args: tuple, kwargs: dict, inputs: dict[str, Any]
+        self, args: tuple, kwargs: dict, inputs: Mapping[str, Any], parameters: list[str]
     ) -> tuple[tuple, dict] | None:
         """Adds 0 to the embeddings, so that the backward pass of a rank without media reaches the
         features' exchange at the same place as that of the others. Returns the arguments of the
-        forward where they change."""
+        forward, whose `parameters` are these, where they change."""
         if self._zero is None:
             return None
         given = inputs.get("inputs_embeds")
         if given is not None and not self._join:
             joined = self._with_zero(given)
-            place = list(inspect.signature(self._owner.forward).parameters).index("inputs_embeds")
+            place = parameters.index("inputs_embeds")
             if place < len(args):
                 return (*args[:place], joined, *args[place + 1:]), kwargs
             return args, {**kwargs, "inputs_embeds": joined}

@@ -13,6 +13,7 @@ from __future__ import annotations
 import inspect
 import logging
 import sys
+from collections import ChainMap
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -58,6 +59,7 @@ class EncoderHandle:
         self.gather = RowGather(node_size(ranks, 0), timeout_s, ranks)
         self.rank = self.gather.rank
         table.same_on_all_ranks(self.gather, self.encoders)
+        self._parameters = list(inspect.signature(owner.forward).parameters)
         self._known = known_arguments(self.encoders)
         self._tables = table.Tables(self.encoders, self.gather)
         self._costs = list(in_fine_unit({
@@ -87,7 +89,9 @@ class EncoderHandle:
         if not self._hooks or not (trains or self._when == "always"):
             return None
         self._count += 1
-        inputs = _bind(module, args, kwargs)
+        given = dict(zip(self._parameters, args, strict=False)) | kwargs
+        # What a dict among the arguments holds is an argument, too.
+        inputs = ChainMap(given, *(v for v in given.values() if isinstance(v, Mapping)))
         items, error = self._describe(module, inputs)
         worlds = self._tables(self._count, items, self._error or error)
         shares = [
@@ -108,10 +112,10 @@ class EncoderHandle:
         for share, encoded, (rows, sizes) in zip(shares, features, returned, strict=True):
             answers.add(share.encoder, share.local, encoded, rows, sizes,
                         strict=self._family is None)
-        return answers.join_zero(args, kwargs, inputs)
+        return answers.join_zero(args, kwargs, inputs, self._parameters)
 
     def _describe(
-        self, module: nn.Module, inputs: dict[str, Any]
+        self, module: nn.Module, inputs: Mapping[str, Any]
     ) -> tuple[list[table.LocalItems], Exception | None]:
         """This rank's items by encoder, or why there are none: all ranks learn of it."""
         try:
@@ -147,14 +151,6 @@ class EncoderHandle:
                      "; ".join(f"{name}: {s.num_items} items, imbalance {s.imbalance[0]:.2f}->"
                                f"{s.imbalance[1]:.2f}, {s.gain:.0%} of the slowest rank's time, "
                                f"{s.moved} moved" for name, s in self.last.items()))
-
-
-def _bind(module: nn.Module, args: tuple, kwargs: dict) -> dict[str, Any]:
-    """Arguments of forward by name; those of a dict among them, too."""
-    inputs = dict(zip(inspect.signature(module.forward).parameters, args, strict=False)) | kwargs
-    for value in [v for v in inputs.values() if isinstance(v, Mapping)]:
-        inputs = {**value, **inputs}
-    return inputs
 
 
 def _check_owner(owner: nn.Module, join: str) -> None:

@@ -39,16 +39,13 @@ class Leaf:
 @dataclasses.dataclass(frozen=True)
 class Features:
     """result: as the encoder returned it. rows (R, sum of the widths): the features in it of n
-    items one after the other, counts (n,) of each."""
+    items one after the other, counts (n,) of each. kind: what has to be equal on all ranks."""
 
     result: Any
     rows: Tensor
     counts: np.ndarray
     leaves: tuple[Leaf, ...]
-
-    def describe(self) -> str:
-        """What has to be equal on all ranks."""
-        return f"{self.rows.dtype} {[dataclasses.astuple(leaf) for leaf in self.leaves]}"
+    kind: str
 
 
 def flatten(
@@ -74,7 +71,8 @@ def flatten(
     if placeholder:  # by index_select, not as a slice: FSDP2 does not want views from what it wraps
         nothing = torch.empty(0, dtype=torch.int64, device=rows.device)
         rows, counts = rows.index_select(0, nothing), counts[:0]
-    return Features(result, rows, counts, tuple(leaves))
+    kind = f"{rows.dtype} {[dataclasses.astuple(leaf) for leaf in leaves]}"
+    return Features(result, rows, counts, tuple(leaves), kind)
 
 
 def _fields(

@@ -8,6 +8,7 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 
 import numpy as np
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from orchmllm.comm.agree import PlanMismatchError, describe, raise_first
 from orchmllm.comm.exchange import RowGather, exchange_rows, gather_texts
 from orchmllm.encoders.results import Features, flatten
-from orchmllm.encoders.spec import Encoder, resolve
+from orchmllm.encoders.spec import Encoder
 from orchmllm.encoders.table import GatheredItems, LocalItems
 from orchmllm.plan.balance import balance
 from orchmllm.plan.cost import CostModel
@@ -131,7 +132,8 @@ def _encode(
         values = [None if tensor is None else torch.ones(
             (int(rows[cheapest]), *tensor[1]), dtype=tensor[0], device=device)
             for tensor, rows in zip(world.tensors, share.rows, strict=True)]
-    run = partial(encoder.run, owner) if encoder.run else resolve(owner, next(iter(encoder.calls)))
+    call = next(iter(encoder.calls))
+    run = partial(encoder.run, owner) if encoder.run else attrgetter(call)(owner)
     result = run(*encoder.layout.build(meta, tuple(values)), **encoder.keywords,
                  **share.local.options)
     return flatten(encoder, owner, result, meta, is_placeholder)
@@ -148,13 +150,13 @@ def return_features(
     sizes = [share.move.target_sizes for share in shares]
     row = np.zeros(first + int(sum(sizes).max()), np.int64)
     if error is None:
-        row[1:first] = [zlib.crc32(encoded.describe().encode()) for encoded in features]
+        row[1:first] = [zlib.crc32(encoded.kind.encode()) for encoded in features]
         counts = np.concatenate([encoded.counts for encoded in features])
         row[first: first + len(counts)] = counts
     rows = agree(gather, forward, row, error)
     for k, share in enumerate(shares):
         if len(np.unique(rows[:, 1 + k])) > 1:
-            texts = gather_texts(gather, features[k].describe())
+            texts = gather_texts(gather, features[k].kind)
             raise PlanMismatchError(
                 f"step {forward}: ranks disagree on what encoder {share.encoder.name!r} returns: "
                 + ", ".join(f"rank {texts.index(t)} has {t}" for t in sorted(set(texts))[:4]))

@@ -201,7 +201,7 @@ class BalancedDataLoader(DataLoader):
                 for k, micro in enumerate(step.micro):
                     if k == self.accumulation_steps - 1:
                         self._done = epoch, step.index + 1, step.state
-                    self._step = StepInfo.of(step, k, epoch, self.num_ranks, self._watch.asked)
+                    self._step = StepInfo.of(step, k, epoch, self.num_ranks, self._watch)
                     if k == 0 and self._log_every and not step.index % self._log_every:
                         log_step(step, self._step)
                     yielded += 1

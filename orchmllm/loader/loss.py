@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -46,13 +45,11 @@ class StepInfo:
     num_targets: int | None
     num_shifted_targets: int | None
     local_targets: tuple[int, int]
-    _on_read: Callable[[], None] = field(default=lambda: None, repr=False, compare=False)
+    _watch: LossWatch | None = field(default=None, repr=False, compare=False)
 
     @classmethod
-    def of(
-        cls, step: Step, k: int, epoch: int, num_ranks: int, on_read: Callable[[], None]
-    ) -> StepInfo:
-        """Of the k-th microbatch of a step. on_read: called when somebody asks for the targets."""
+    def of(cls, step: Step, k: int, epoch: int, num_ranks: int, watch: LossWatch) -> StepInfo:
+        """Of the k-th microbatch of a step. watch: ends when somebody asks for the targets."""
         micro, mine = step.micro[k], step.micro[k].rank_plan
         return cls(
             num_examples=len(mine.examples), example_ids=mine.example_ids.tolist(),
@@ -61,7 +58,7 @@ class StepInfo:
             wait_s=step.wait_s if k == 0 else 0.0,
             num_ranks=num_ranks, num_targets=step.num_global_targets,
             num_shifted_targets=step.num_shifted_targets, local_targets=micro.num_targets,
-            _on_read=on_read)
+            _watch=watch)
 
     @property
     def is_last_microbatch(self) -> bool:
@@ -76,7 +73,8 @@ class StepInfo:
 
     def denominator(self, *, shifted: bool) -> int:
         """num_targets or num_shifted_targets. Raises ValueError if they are not known."""
-        self._on_read()
+        if self._watch is not None:
+            self._watch.done = True
         count = self.num_shifted_targets if shifted else self.num_targets
         if count is None:
             raise ValueError(
@@ -162,9 +160,6 @@ class LossWatch:
 
     def __init__(self, done: bool) -> None:
         self.done, self._unequal = done, 0
-
-    def asked(self) -> None:
-        self.done = True
 
     def fetched(self, info: StepInfo) -> None:
         """Another batch was fetched after that of `info`."""
