@@ -25,7 +25,6 @@ from orchmllm.models.flops import mfu, peak_flops, plan_spec, step_flops
 from orchmllm.runtime.build import build_dataset, build_orchestrator
 from orchmllm.runtime.display import RunDisplay
 from orchmllm.runtime.health import HangWatchdog
-from orchmllm.runtime.log_schema import SCHEMA_VERSION
 from orchmllm.runtime.measured import StepTimer
 from orchmllm.runtime.metrics import JsonLines, open_log
 from orchmllm.runtime.profile import StepProfiler
@@ -266,7 +265,7 @@ class Trainer:
 
     def _emit(self, row: dict) -> dict:
         if self._metrics is not None:
-            self._metrics.write({"schema": SCHEMA_VERSION, **row})
+            self._metrics.write(row)
         if self._rows is not None:
             self._rows.append(row)
         return row

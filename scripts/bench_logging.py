@@ -56,9 +56,9 @@ def measure(trainer, folder: Path, num_steps: int, num_ranks: int) -> dict[str, 
     """Way of logging -> seconds of each step; `step`: those of training."""
     from orchmllm.config.recipe import RunConfig
     from orchmllm.runtime.display import RunDisplay
-    from orchmllm.runtime.metrics import JsonLines
+    from orchmllm.runtime.metrics import metrics_log
 
-    run, log = RunConfig(dir=str(folder)), JsonLines(folder / "metrics.jsonl")
+    run, log = RunConfig(dir=str(folder)), metrics_log(folder)
     displays = {"plain lines": RunDisplay(run), "bar": RunDisplay(run)}
     if importlib.util.find_spec("tensorboard"):
         displays["TensorBoard"] = RunDisplay(dataclasses.replace(run, tensorboard=True))

@@ -12,20 +12,22 @@ from itertools import count
 from pathlib import Path
 
 from orchmllm.config.recipe import Recipe, to_yaml
+from orchmllm.runtime.log_schema import SCHEMA_VERSION
 
 LOGS = ("metrics.jsonl", "quarantine.jsonl", "nonfinite.jsonl")  # that a run folder may hold
 MAX_ROW_BYTES = 2**24  # of one row; rows grow with the number of ranks
 
 
 class JsonLines:
-    """A file of JSON objects, one a line; written by one rank, appended to what is there.
+    """A file of JSON objects, one a line; written by one rank, appended to what is there. first:
+    what every row begins with.
 
     Raises ValueError at construction if the file cannot be written. Later on a write that fails
     (the disk is full) costs the row and not the run: `lost` counts them. A file that was deleted
     is made again, with a warning."""
 
-    def __init__(self, path: Path) -> None:
-        self.path, self.lost = path, 0
+    def __init__(self, path: Path, **first: object) -> None:
+        self.path, self.lost, self._first = path, 0, first
         try:
             self._open()
         except OSError as e:
@@ -39,7 +41,7 @@ class JsonLines:
 
     def write(self, row: dict) -> None:
         """row: numbers that JSON does not have become null."""
-        text = json.dumps(_finite(row), allow_nan=False)
+        text = json.dumps(_finite(self._first | row), allow_nan=False)
         data, start = f"{text}\n".encode(), None
         try:
             if not self.path.exists():
@@ -61,13 +63,18 @@ class JsonLines:
         self._file.close()
 
 
+def metrics_log(folder: Path) -> JsonLines:
+    """metrics.jsonl of a run in `folder` (orchmllm.runtime.log_schema)."""
+    return JsonLines(folder / "metrics.jsonl", schema=SCHEMA_VERSION)
+
+
 def open_log(recipe: Recipe, log: Callable[[str], None]) -> JsonLines:
     """metrics.jsonl of a run, with the merged recipe beside it. Tells which logs of earlier runs
     were set aside."""
     folder = recipe.run.folder
     for line in set_logs_aside(folder) if recipe.run.resume == "never" else ():
         log(line)
-    log = JsonLines(folder / "metrics.jsonl")
+    log = metrics_log(folder)
     (folder / "recipe.yaml").write_text(to_yaml(recipe), encoding="utf-8")
     return log
 

@@ -29,8 +29,7 @@ from orchmllm.cli.options import add_overrides, command_parser, in_one_line
 from orchmllm.config.job import check_world, resolve
 from orchmllm.config.recipe import Recipe, load_recipe
 from orchmllm.runtime.local_ranks import run_local
-from orchmllm.runtime.log_schema import SCHEMA_VERSION
-from orchmllm.runtime.metrics import JsonLines
+from orchmllm.runtime.metrics import metrics_log
 from orchmllm.train import run_rank
 
 NUM_RANKS = 4  # where the recipe does not say how many
@@ -133,10 +132,9 @@ def log_of(rows: list[dict], folder: Path) -> Path:
     """Writes rows, without their wall_s, as the log of a run in `folder`, in place of what is
     there."""
     (folder / "metrics.jsonl").unlink(missing_ok=True)
-    log = JsonLines(folder / "metrics.jsonl")
+    log = metrics_log(folder)
     for row in rows:
-        log.write({"schema": SCHEMA_VERSION,
-                   **{key: value for key, value in row.items() if key != "wall_s"}})
+        log.write({key: value for key, value in row.items() if key != "wall_s"})
     log.close()
     return folder
 

@@ -30,7 +30,7 @@ from orchmllm.config.recipe import RunConfig
 from orchmllm.runtime import display as progress
 from orchmllm.runtime.display import RunDisplay
 from orchmllm.runtime.log_schema import ROW_SCHEMA
-from orchmllm.runtime.metrics import JsonLines, read_rows, set_logs_aside
+from orchmllm.runtime.metrics import metrics_log, read_rows, set_logs_aside
 from orchmllm.trainer import Trainer
 from tests.lib.ranks import run_ranks
 from tests.lib.rows import a_row, row_problems
@@ -282,13 +282,13 @@ def test_the_schema_is_one():
 
 def test_log_is_json_and_goes_on_after_a_kill(tmp_path):
     path = tmp_path / "run" / "metrics.jsonl"
-    log = JsonLines(path)
-    log.write({"schema": 1, **a_row(0, loss=float("nan"))})
+    log = metrics_log(path.parent)
+    log.write(a_row(0, loss=float("nan")))
     log.close()
     whole = path.read_bytes()
     path.write_bytes(whole + whole[:50])  # what kill -9 leaves
-    log = JsonLines(path)
-    log.write({"schema": 1, **a_row(1)})
+    log = metrics_log(path.parent)
+    log.write(a_row(1))
     log.close()
     rows = read_rows(path)
     assert [(r["step"], r["loss"]) for r in rows] == [(0, None), (1, 2.0)]
@@ -309,7 +309,7 @@ def test_logs_of_earlier_runs_are_never_replaced(tmp_path):
 
 
 def test_a_full_disk_costs_rows_and_not_the_run(tmp_path, capsys):
-    log = JsonLines(tmp_path / "metrics.jsonl")
+    log = metrics_log(tmp_path)
     log.write(a_row(0))
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     size = (tmp_path / "metrics.jsonl").stat().st_size
@@ -327,7 +327,7 @@ def test_a_full_disk_costs_rows_and_not_the_run(tmp_path, capsys):
 
 def test_a_log_that_was_deleted_is_begun_again(tmp_path, capsys):
     path = tmp_path / "run" / "metrics.jsonl"
-    log = JsonLines(path)
+    log = metrics_log(path.parent)
     for step in range(3):
         if step == 1:
             shutil.rmtree(path.parent)

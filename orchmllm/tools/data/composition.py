@@ -49,9 +49,8 @@ def read_lengths(names: Sequence[str], indexes: Sequence[LengthIndex]) -> Length
     layouts = [usable_rows(index) for index in indexes]
     every = BatchLayout.concat(layouts)
     source = np.repeat(np.arange(len(layouts)), [layout.num_examples for layout in layouts])
-    of = {m: every.modality == code for m, code in MODALITIES.items()}
-    tokens, counts = ({m: sums_of(mine * values, every.segments_per_example)
-                       for m, mine in of.items()} for values in (every.num_tokens, 1))
+    tokens, counts = ({m: sums_of((every.modality == code) * values, every.segments_per_example)
+                       for m, code in MODALITIES.items()} for values in (every.num_tokens, 1))
     return Lengths(list(names), source, tokens, counts)
 
 

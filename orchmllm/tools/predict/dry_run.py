@@ -182,8 +182,7 @@ def exchange_report(plan: StepPlan, shard_size: int) -> dict:
             source, target, held = move.volume(volume)
             between = source // node != target // node
             send += np.bincount(source[between], held[between], d)
-            pairs.append(source[(source != target) & (held > 0)] * d
-                         + target[(source != target) & (held > 0)])
+            pairs.append(source * d + target)
     met = np.unique(np.concatenate(pairs))
     flat = np.bincount(met // d, minlength=d)
     out = {"ranks_per_node": node, "internode_bytes_per_rank": float(send.mean()),
