@@ -1,10 +1,10 @@
-"""A row `agrees` if ours is at most a tenth off the paper's value or the nearest end of its range,
-or rounds to it; of several values the one that is furthest off counts. The error of a gain is
-relative to the gain: 1.2x where the paper has 1.5x is 60% off. A gain of another size is `sign
-only` if ours is above its spread over seeds (one standard deviation) and above a tenth of the
-paper's, and so is a claim in words that names no size; `significant` and `substantial` mean 10% or
-more. All else is `off`. Counted apart: `calibrated` to this very value, `other machine` (times)
-and `not modelled`."""
+"""The verdict of a row of `orchmllm reproduce`. It `agrees` if ours is at most a tenth off the
+paper's value or the nearest end of its range, or rounds to it; of several values the one that is
+furthest off counts. The error of a gain is relative to the gain: 1.2x where the paper has 1.5x is
+60% off. A gain of another size is `sign only` if ours is above its spread over seeds (one standard
+deviation) and above a tenth of the paper's, and so is a claim in words that names no size;
+`significant` and `substantial` mean 10% or more. All else is `off`. Counted apart: `calibrated` to
+this very value, `other machine` (times) and `not modelled`."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Fact:
 
     def compared(self) -> list[tuple[float, float, float]]:
         """(ours, the least and the most of the paper's) of each value that can be compared."""
-        spans = [(float(x),) * 2 for x in re.findall(r"(?<!\d)-?\d*\.?\d+", self.paper)]
+        spans = [(float(x),) * 2 for x in re.findall(r"\d*\.?\d+", self.paper)]
         if self.means or re.fullmatch(r"[\d.]+-[\d.]+", self.paper):
             spans = [self.means or tuple(map(float, self.paper.split("-")))]
         if self.ours is None or not spans:

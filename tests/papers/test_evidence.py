@@ -101,7 +101,8 @@ def test_a_row_agrees_is_of_one_sign_or_off():
         "agrees", "sign only", "sign only", "off", "off"]
     assert verdict("1.2", 1.1, 1, spread=0.2) == "off"  # seeds differ by more
     assert verdict("0.436-0.722", -0.02, 0) == "off"
-    assert verdict("[16,17]", [16, 18]) == "agrees" and verdict("[16,17]", [16, 20]) == "off"
+    assert [verdict("[16,17]", x) for x in ([16, 18], [16, 20], [17, 10])] == [
+        "agrees", "off", "off"]
     # Claims in words.
     assert [verdict("outperforms", x, 0, spread=1) for x in (30, 0.5, -3)] == [
         "sign only", "off", "off"]
