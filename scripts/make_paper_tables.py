@@ -59,10 +59,10 @@ def comparison() -> str:
         ("natural", 64), ("natural", 2560), *((mix, 64) for mix in MIXES[1:]))}
     first = next(iter(found.values()))
     body = [[name, *(f"{of[name].over_perfect:.3f}" for of in found.values()),
-             f"{first[name].internode_mb:.1f}"] for name in SCHEMES]
+             f"{first[name].internode_mb:.1f}", scheme.paper] for name, scheme in SCHEMES.items()]
     gains = [of["pre-balance"].over_perfect / of["per-phase"].over_perfect for of in found.values()]
-    body.append(["**pre-balance over per-phase**", *(f"**{x:.3f}**" for x in gains), ""])
-    return table(("scheme", *found, "MB a rank and step between nodes"), body) + (
+    body.append(["**pre-balance over per-phase**", *(f"**{x:.3f}**" for x in gains), "", ""])
+    return table(("scheme", *found, "MB a rank and step between nodes", "what"), body) + (
         f"\n\nThe gain of a plan per phase over pre-balancing is {min(gains):.3f}x to "
         f"{max(gains):.3f}x here.")
 

@@ -28,9 +28,9 @@ class Fact:
     which model or setting. paper: as printed: a number, a range `low-high`, several numbers, words
     or nothing. means: the range that is meant where words or a slip are printed. base: what a gain
     is above (1 of a ratio, 0 of a difference), None of what is no gain. spread: of ours, over
-    seeds. kind: why it is counted apart. note: is always told; needs: what would have to be true,
-    told of a row that does not agree, with {up} for the paper's value over ours and {down} for its
-    inverse."""
+    seeds. kind: why it is counted apart. note: is always told. needs: what would have to be true,
+    told of a row that does not agree; of what is no gain with {up} for the paper's value over ours
+    and {down} for its inverse."""
 
     where: str
     what: str
@@ -92,7 +92,8 @@ class Fact:
         more = [self.note] if self.note else []
         if self.needs and verdict in ("off", "sign only"):
             down = 1 + (self.error or 0)
-            more.append("for the paper's value " + self.needs.format(up=1 / down, down=down))
+            more.append("for the paper's value " + self.needs.format(
+                up=1 / down if down else inf, down=down))
         return "\n    ".join((
             f"{self.where} | {self.what}{': ' * bool(self.case)}{self.case}",
             f"paper {paper} | ours {ours} | error {error} | {verdict}", *more))

@@ -126,9 +126,9 @@ def deviation(tower: str, backbone: str, paper: Sequence[int], ratio: float) -> 
 
 def table_8(printed: Printed) -> dict[tuple[str, str], list[int]]:
     """(tower, LLM) -> the paper's layers of each stage, of towers with known shapes."""
-    found = {tuple(case.split(" + ")): json.loads(row["value"])
-             for (_, what, case), row in printed.left.items() if what == "layers of the stages"}
-    return {names: layers for names, layers in found.items() if names[0] in TOWERS}
+    return {tuple(case.split(" + ")): json.loads(row["value"])
+            for (where, _, case), row in printed.left.items()
+            if where == "Table 8" and case.startswith(tuple(TOWERS))}
 
 
 def partition_lines(printed: Printed) -> Iterator[Fact]:

@@ -123,6 +123,8 @@ def test_a_row_shows_its_error_and_what_would_have_to_be_true():
     assert "paper 10 GB | ours 20 GB | error +100.0% | off" in str(rows[1])
     assert "for the paper's value pigs would have to fly 0.50 times" in str(rows[1])
     assert counts(rows) == "1 agrees, 0 sign only, 1 off"
+    nothing = Fact("T", "w", "", "0.436-0.722", base=0, ours=0.0, needs="few items")
+    assert "error -100.0% | off\n    for the paper's value few items" in str(nothing)
 
 
 def test_a_value_is_asked_for_once_and_what_nobody_asks_for_has_a_reason():
