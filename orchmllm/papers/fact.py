@@ -13,7 +13,6 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from math import inf
 from pathlib import Path
 
 import numpy as np
@@ -62,7 +61,7 @@ class Fact:
     def _error(self, ours: float, low: float, high: float) -> float:
         near = min(max(ours, low), high)
         over = abs(near - (self.base or 0))
-        return (ours - near) / over if over else 0.0 if ours == near else inf
+        return (ours - near) / over if over else 0.0 if ours == near else np.inf
 
     @property
     def verdict(self) -> str:
@@ -93,7 +92,7 @@ class Fact:
         if self.needs and verdict in ("off", "sign only"):
             down = 1 + (self.error or 0)
             more.append("for the paper's value " + self.needs.format(
-                up=1 / down if down else inf, down=down))
+                up=1 / down if down else np.inf, down=down))
         return "\n    ".join((
             f"{self.where} | {self.what}{': ' * bool(self.case)}{self.case}",
             f"paper {paper} | ours {ours} | error {error} | {verdict}", *more))
