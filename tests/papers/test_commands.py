@@ -16,6 +16,7 @@ from orchmllm.papers.profiles import with_frozen
 from orchmllm.papers.reproduce import main as reproduce
 from orchmllm.papers.units import plan_units
 from orchmllm.tools.predict.profile_command import main as profile
+from scripts import bench_schemes
 from tests.papers.modules import plan_bytes
 
 
@@ -156,6 +157,12 @@ def test_reproduce_one_table(capsys):
         with pytest.raises(SystemExit) as stop:
             reproduce(command)
         assert stop.value.code == 2 and message in capsys.readouterr().err
+
+
+def test_the_benchmark_prints_the_papers_times():
+    papers = {what: paper for what, paper, *_ in bench_schemes.rows()}
+    assert papers["plan_units, 72B on 112 GPUs"] == "133"
+    assert papers["inter, 32 microbatches, search"] == "3.02"
 
 
 def test_plans_with_a_frozen_encoder_have_no_backward_of_it():
