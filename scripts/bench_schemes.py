@@ -11,6 +11,7 @@ import sys
 import numpy as np
 
 from orchmllm.papers import disttrain, omnibal
+from orchmllm.papers.fact import Printed
 from orchmllm.papers.grouping import isf
 from orchmllm.papers.pipeline import search_order
 from orchmllm.papers.split import split_layers
@@ -19,11 +20,15 @@ from orchmllm.plan.balance import core
 
 def rows():
     """(what, the paper's ms, our limit in ms, a call)."""
-    for gpus, batch, paper in disttrain.SCALES:
+    printed = Printed("mmscale").left
+    for gpus, batch in disttrain.SCALES:
         limit = 5 if gpus == 112 else 20
+        paper = printed["Table 2", "planning", f"MLLM-72B on {gpus} GPUs, batch {batch}"]["value"]
         yield (f"plan_units, 72B on {gpus} GPUs", paper, limit,
                lambda g=gpus, b=batch: disttrain.plan("72B", g, b))
-    for dp, intra, inter in ((30, 1.82, 5.87), (60, 1.87, 3.02), (120, 1.89, 1.71)):
+    for dp in (30, 60, 120):
+        intra, inter = (printed["Table 3", f"{what}-microbatch reordering", f"DP {dp}"]["value"]
+                        for what in ("intra", "inter"))
         times = disttrain.sample_times(1920, dp)
         size, home = np.round(1e6 * times.sum(axis=0)).astype(np.int64), np.zeros(1920, np.int64)
         stages = disttrain.stage_times(times[:, :1920 // dp], 12)

@@ -141,15 +141,6 @@ def ablate(recipe: Recipe, num_ranks: int, batch_size: int, hardware: Hardware, 
             "checkpointing": choice, "budget_bytes": budget, "rows": rows}
 
 
-def verdict(high: Sequence[float], low: Sequence[float]) -> str:
-    """`agrees` if `high` is above `low` by more than the difference varies from seed to seed (one
-    standard deviation), `differs` if it is below by as much, else `within the spread`."""
-    gap = np.asarray(high, float) - low
-    if len(gap) < 2 or abs(gap.mean()) <= gap.std(ddof=1):
-        return "within the spread"
-    return "agrees" if gap.mean() > 0 else "differs"
-
-
 def ablation_text(found: dict) -> str:
     """All tables as text. found: lengths, in words, and tables of ablate()."""
     lines = [*wrap(f"Lengths: {found['lengths']}.", 79, subsequent_indent="  "), ""]

@@ -1,18 +1,18 @@
-"""Tables and figures of DistTrain and MMScale, one row each: the paper's value beside ours. What
-the papers leave open of their models and machines is an argument or stands in ASSUMED."""
+"""Tables and figures of DistTrain and MMScale: the papers' values beside ours. What they leave open
+of their models and machines is an argument or stands in ASSUMED."""
 
 from __future__ import annotations
 
 import time
 import timeit
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from orchmllm.config.model import LLMConfig, ModelConfig, VisionConfig
 from orchmllm.models.gpus import GPUS
-from orchmllm.papers.advice import ratio, rows
+from orchmllm.papers.fact import MEASURED, Fact, Printed
 from orchmllm.papers.grouping import intra_reorder
 from orchmllm.papers.pipeline import inter_reorder, search_order, simulate
 from orchmllm.papers.profiles import ModuleProfile, analytic_profiles, state_of, with_frozen
@@ -49,24 +49,14 @@ def disttrain_profiles(name: str, *, images: float = 5) -> dict[str, ModuleProfi
     return made
 
 
+METHODS = {"megatron": "Megatron-like", "ratio": "GPUs by FLOPs"}
 FROZEN = {"all modules": ("vision", "llm", "generator"),
           "all but the encoder": ("llm", "generator"), "all but the LLM": ("vision", "generator"),
           "all but the generator": ("vision", "llm")}
 ROOM = 0.9 * A800.sheet.memory_bytes  # the rest is CUDA's context, NCCL and fragments
-SCALES = ((1296, 1920, 922), (648, 960, 641), (324, 480, 441), (112, 240, 133))
+SCALES = ((1296, 1920), (648, 960), (324, 480), (112, 240))  # of Table 2: GPUs, batch
 BATCHES = {"9B": 128, "15B": 64, "72B": 40}  # section 8.2, on 96 GPUs here
 SIZES = ((128, 8, 3), (240, 6, 6), (1920, 30, 12), (1920, 120, 12))  # batch, DP, stages
-
-
-@dataclass(frozen=True)
-class Fact:
-    """where: table or figure. kind: `modelled`, `measured here` or `not reproduced: why`."""
-
-    where: str
-    what: str
-    paper: str
-    ours: str
-    kind: str = "modelled"
 
 
 def seconds(call: Callable[[], object], repeat: int = 5) -> float:
@@ -81,18 +71,28 @@ def plan(name: str, num_gpus: int, batch: int, images: float = 5,
     return plan_units(profiles, num_gpus=num_gpus, global_batch=batch, gpu_bytes=ROOM, **options)
 
 
-def against(name: str, num_gpus: int, batch: int, method: str, images: float = 5,
-            frozen: tuple[str, ...] = ()) -> str:
-    """MFU and throughput of the exact plan over those of a baseline."""
-    peak = A800.sheet.bfloat16
-    ours = plan(name, num_gpus, batch, images, frozen=frozen)
+def over(method: str, name: str, num_gpus: int, batch: int, images: float = 5,
+         frozen: tuple[str, ...] = ()) -> tuple[float, float] | None:
+    """MFU and throughput of the exact plan over those of a baseline; None if that does not fit."""
+    peak, ours = A800.sheet.bfloat16, plan(name, num_gpus, batch, images, frozen)
     try:
-        other = plan(name, num_gpus, batch, images, method=method, frozen=frozen,
-                     llm_pp=LLMS[name][2])
+        other = plan(name, num_gpus, batch, images, frozen, method=method, llm_pp=LLMS[name][2])
     except ValueError:
-        return f"MFU {ours.mfu(peak):.1%}; the {method} plan does not fit without recomputation"
-    return (f"MFU {ours.mfu(peak) / other.mfu(peak):.2f}x, throughput "
-            f"{other.simulated_ms / ours.simulated_ms:.2f}x")
+        return None
+    return ours.mfu(peak) / other.mfu(peak), other.simulated_ms / ours.simulated_ms
+
+
+def gains(printed: Printed, figures: Sequence[str], method: str, frozen: str, name: str,
+          *setting) -> Iterator[Fact]:
+    """A row of MFU and one of throughput, with 5 images a sample; the papers tell no number."""
+    found = {images: over(method, name, *setting, images, FROZEN.get(frozen, ()))
+             for images in (5, 10, 20)}
+    what = METHODS[method] + f", frozen: {frozen}" * bool(frozen)
+    for k, quantity in enumerate(("MFU", "throughput")):
+        _, *more = (f"{x[k]:.2f}x" if x else "nothing that fits" for x in found.values())
+        yield printed.row(figures[k], f"{quantity} over {what}", f"MLLM-{name}",
+                          found[5] and found[5][k],
+                          note=f"with 10 and 20 images a sample {' and '.join(more)}")
 
 
 def sample_times(n: int, seed: int, cv: float = 0.6) -> np.ndarray:
@@ -145,86 +145,67 @@ def reordering(batch: int, dp: int, p: int, seeds: int = 3) -> dict[str, float]:
     return out
 
 
-def overheads() -> Iterator[Fact]:
-    """MMScale Table 3, on one core: the division of 1,920 samples, the order of one group."""
-    for dp, intra, inter in ((30, 1.82, 5.87), (60, 1.87, 3.02), (120, 1.89, 1.71)):
+def table_2(printed: Printed) -> Iterator[Fact]:
+    """Units of 72B on four scales."""
+    for gpus, batch in SCALES:
+        exact, relaxed = (plan("72B", gpus, batch, method=m) for m in ("exact", "convex"))
+        yield printed.row(
+            "Table 2", "planning", f"MLLM-72B on {gpus} GPUs, batch {batch}",
+            1e3 * seconds(lambda g=gpus, b=batch: plan("72B", g, b)), kind=MEASURED,
+            note="exact; the convex plan, rounded, takes "
+            f"{relaxed.iteration_ms / exact.iteration_ms:.3f}x as long and its relaxation is "
+            f"{exact.iteration_ms / relaxed.relaxed_ms:.3f}x too short; " + ", ".join(
+                f"{n} {u.gpus} GPUs (tp {u.tp}, dp {u.dp}, pp {u.pp})"
+                for n, u in exact.units.items()))
+
+
+def table_3(printed: Printed) -> Iterator[Fact]:
+    """MMScale, on one core: the division of 1,920 samples, the order of one group."""
+    for dp in (30, 60, 120):
         times = sample_times(1920, dp)
         size, home = np.round(1e6 * times.sum(axis=0)).astype(np.int64), np.zeros(1920, np.int64)
         stages = stage_times(times[:, :1920 // dp], 12)
-        yield Fact("Table 3", f"DP {dp}: intra, inter (ms)", f"{intra}, {inter}",
-                   f"{1e3 * seconds(lambda s=size, h=home, d=dp: core().greedy(s, h, d), 20):.3f}, "
-                   f"{1e3 * seconds(lambda s=stages: search_order(*s), 20):.3f} (search, 300 "
-                   f"evaluations); {1e3 * seconds(lambda s=stages: inter_reorder(*s), 20):.3f} "
-                   "(Algorithm 3)", "measured here")
+        for what, call in (("intra", lambda s=size, h=home, d=dp: core().greedy(s, h, d)),
+                           ("inter", lambda s=stages: search_order(*s))):
+            yield printed.row("Table 3", f"{what}-microbatch reordering", f"DP {dp}",
+                              1e3 * seconds(call, 20), kind=MEASURED)
 
 
-def table2() -> Iterator[Fact]:
-    import cvxpy  # noqa: F401  (its import is not the papers' overhead)
-
-    for gpus, batch, ms in SCALES:
-        exact, relaxed = (plan("72B", gpus, batch, method=m) for m in ("exact", "convex"))
-        took = [1e3 * seconds(lambda g=gpus, b=batch, m=m: plan("72B", g, b, method=m), repeat)
-                for m, repeat in (("exact", 5), ("convex", 1))]
-        yield Fact("Table 2", f"72B on {gpus} GPUs, batch {batch}: planning", f"{ms} ms",
-                   f"{took[0]:.1f} ms, exact; {took[1]:.0f} ms by CVXPY", "measured here")
-        yield Fact("Table 2", "  its plan", "-", ", ".join(
-            f"{n} {u.gpus} (tp {u.tp}, dp {u.dp}, pp {u.pp})" for n, u in exact.units.items())
-            + f"; rounded convex plan {relaxed.iteration_ms / exact.iteration_ms:.3f}x as long, "
-            f"relaxation {exact.iteration_ms / relaxed.relaxed_ms:.3f}x too short")
-
-
-def figures(slip: str) -> Iterator[Fact]:
-    small, frozen_gain = "MFU 1.7-2.8x, throughput 1.7-2.2x", "MFU 1.4-2.9x, throughput 1.2-2.9x"
+def figures(printed: Printed) -> Iterator[Fact]:
+    """Figures 15 to 20. MFU is that of the shares of the peak in ASSUMED."""
+    assumed = ", ".join(f"{n} {x:.0%}" for n, x in ASSUMED.items())
     for name, batch in BATCHES.items():
-        for images in (5, 10, 20):
-            yield Fact("Figures 15 16", f"{name}, {images} images a sample, over Megatron-like",
-                       small if name != "72B" else "MFU 1.2x, throughput 1.3x",
-                       against(name, 1296, 1920, "megatron", images))
-        for method in ("megatron", "ratio"):
-            yield Fact("Figure 17", f"{name} on 96 GPUs, over {method}",
-                       "MFU 1.3-2.7x, throughput 1.4-2.7x", against(name, 96, batch, method))
-        for kind, frozen in FROZEN.items():
-            yield Fact("Figures 19 20", f"{name}, frozen: {kind}; over Megatron-like", frozen_gain,
-                       against(name, 96, batch, "megatron", frozen=frozen))
+        mfu = plan(name, 1296, 1920).mfu(A800.sheet.bfloat16)
+        yield printed.row("Figure 15", "MFU", f"MLLM-{name}", 100 * mfu,
+                          note=f"assumed shares of the peak: {assumed}",
+                          needs="they would have to be {up:.2f} times as large")
+        yield from gains(printed, ("Figure 15", "Figure 16"), "megatron", "", name, 1296, 1920)
+        for method in METHODS:
+            yield from gains(printed, ("Figure 17",) * 2, method, "", name, 96, batch)
+        for frozen in FROZEN:
+            yield from gains(printed, ("Figure 19", "Figure 20"), "megatron", frozen, name, 96,
+                             batch)
     for size in SIZES:
         found = reordering(*size)
-        gain = [found["random"] / found[k] for k in ("+ Algorithm 3 repaired",
-                                                     "pooled slots, longest first")]
-        yield Fact("Figure 18", "batch {}, DP {}, {} stages: random over reordered".format(*size),
-                   "1.03-1.11x" + slip, f"{gain[0]:.2f}x; over pooled slots {gain[1]:.2f}x; over "
-                   "ideal: " + ", ".join(f"{n} {v:.3f}" for n, v in found.items()))
-
-
-def verdict() -> Iterator[Fact]:
-    """Not in the papers: units against every module on all GPUs under FSDP."""
-    for images in (2, 5, 10, 20):
-        profiles = disttrain_profiles("72B", images=images)
-        found = {gbit: ratio(rows(profiles, num_gpus=1296, global_batch=2592, gpu_bytes=ROOM,
-                                  hardware=replace(A800, network_bandwidth=gbit * 1e9 / 8)))
-                 for gbit in (25, 100, 400)}
-        yield Fact("verdict", f"72B, 1296 A800, batch 2592, {images} images: units over colocated",
-                   "-", ", ".join(f"{x:.2f}x at {g} Gbit/s a GPU" for g, x in found.items())
-                   + " (above 1 colocated FSDP wins)")
-
-
-LEFT_OUT = (("Figures 1 2 4 6 7 8 9 10 11 13 14", "method", "-", "drawings, without figures"),
-            ("Figure 12", "Algorithm 3 as printed, 4 stages and 6 microbatches", "an order",
-             "it needs 8 microbatches and runs dry; its bound is right for 2 stages only"),
-            ("Figures 3 22", "times of modules; StepCCL", "1.10-1.17x", "needs several GPUs"),
-            ("Figure 5", "skew of LAION-400M", "-", "its statistics are not here"),
-            ("Figure 21", "preprocessing in the trainer against remote", "seconds to ms",
-             "preprocessing on other machines is not built"))
+        pooled = found["random"] / found["pooled slots, longest first"]
+        yield printed.row(
+            "Figure 18", "random over reordered", "batch {}, DP {}, {} stages".format(*size),
+            found["random"] / found["+ Algorithm 3 repaired"], note=(
+                f"over pooled slots {pooled:.2f}x; over ideal: " + ", ".join(
+                    f"{n} {v:.3f}" for n, v in found.items())))
 
 
 def lines(paper: str) -> Iterator[Fact]:
     """All rows of `disttrain` or `mmscale`."""
-    yield Fact("Table 1", "LLM configurations", "7B, 13B, 70B", ", ".join(
-        f"{disttrain_profiles(n)['llm'].weight_bytes / 2e9:.1f} billion parameters" for n in LLMS)
-        + " counted")
-    yield from table2()
+    printed = Printed(paper)
+    for name in LLMS:
+        yield printed.row("Table 1", "LLM parameters", f"MLLM-{name}",
+                          disttrain_profiles(name)["llm"].weight_bytes / 2e9)
+    yield from table_2(printed)
     if paper == "mmscale":
-        yield from overheads()
-    yield from figures(" (printed 1.03%-1.11%)" if paper == "mmscale" else "")
-    for where, what, value, why in LEFT_OUT:
-        yield Fact(where, what, value, "-", f"not reproduced: {why}")
-    yield from verdict()
+        yield from table_3(printed)
+    yield from figures(printed)
+    yield printed.row("Figure 21", "preprocessing a step, in the trainer and elsewhere",
+                      kind=MEASURED, note="`orchmllm preprocess` does it elsewhere; "
+                      "scripts/bench_preprocess.py measures what a step then waits")
+    yield from printed.rest()

@@ -1,15 +1,17 @@
-"""Tables and figures of OmniBal, one row each: the paper's value beside ours."""
+"""Tables and figures of OmniBal: the paper's values beside ours."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import json
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
 from orchmllm.config.model import LLMConfig, ModelConfig, VisionConfig
 from orchmllm.models.flops import Lengths, phase_work
 from orchmllm.papers import grouping
-from orchmllm.papers.disttrain import Fact, seconds
+from orchmllm.papers.disttrain import seconds
+from orchmllm.papers.fact import CALIBRATED, MEASURED, Fact, Printed
 from orchmllm.papers.grouping import bias, isf
 from orchmllm.papers.split import Split, split_layers
 from orchmllm.plan.grouping import Groups
@@ -25,14 +27,9 @@ BACKBONES = {"Llama3-8B": (32, 4096, 14336, 32, 8, 128256),
              "Yi-34B": (60, 7168, 20480, 56, 8, 64000),
              "Llama3-70B": (80, 8192, 28672, 64, 8, 128256),
              "Qwen1.5-110B": (80, 8192, 49152, 64, 8, 152064)}
-TABLE_8 = [("InternVL-6B", "Llama3-8B", [16, 17, 20, 24]),
-           ("InternVL-6B", "InternLM2-20B", [22, 23, 24, 24]),
-           ("InternVL-6B", "Yi-34B", [28, 29, 24, 24]),
-           ("InternVL-6B", "Llama3-70B", [22, 23, 13, 14, 14, 14, 13, 12]),
-           ("InternVL-6B", "Qwen1.5-110B", [21, 22, 13, 13, 14, 14, 14, 14]),
-           ("EVA-CLIP-1B", "InternLM2-20B", [43, 16, 15, 14]),
-           ("EVA-CLIP-8B", "InternLM2-20B", [17, 18, 23, 22]),
-           ("EVA-CLIP-18B", "InternLM2-20B", [18, 19, 25, 34])]
+RATIOS = ("pad", "dist ViT", "dist LLM")
+PARTITIONS = {"(1) parameter-based": "parameters", "(2) layer-based": "even",
+              "(3) profile-based": "profile", "(4) BMP": "search"}  # of Table 4
 
 
 def mix(n: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
@@ -54,42 +51,44 @@ def ratios(tiles: np.ndarray, tokens: np.ndarray, groups: Groups, padded: bool =
             grouping.dist_ratio(load[order], ranks))
 
 
-def _shown(*values: float) -> str:
-    return ", ".join(f"{v:.3f}" for v in values)
+def shares(printed: Printed, where: str, case: str, ours: Sequence[float],
+           kind: str = "") -> Iterator[Fact]:
+    """A row for each ratio. ours: the last of RATIOS."""
+    for what, value in zip(RATIOS[-len(ours):], ours, strict=True):
+        yield printed.row(where, what, case, value, kind=kind)
 
 
-def grouping_lines(n: int) -> Iterator[Fact]:
-    """Tables 3 and 6, Figure 4 and what ISF drops, on n synthetic samples."""
+def grouping_lines(printed: Printed, n: int) -> Iterator[Fact]:
+    """Tables 3 and 6, Figure 4 and section 5.4, on n synthetic samples."""
     tiles, tokens = mix(n, 0)
     dropping = {**CAPS, "leftovers": "drop"}
-    kept = isf(tiles, tokens, **dropping)
-    for name, paper, groups, options in (
-            ("baseline", "4, .31, .34, .30", grouping.random_groups(n, 4, 0), {"padded": True}),
-            ("length-group", "4, .20, .26, .13", grouping.length_group(
-                tokens, 4, window=400, seed=0), {"padded": True}),
-            ("device-group", "4, .378, .125, .15", grouping.device_group(
-                tokens, 4, num_ranks=RANKS, window=6400, seed=0),
-             {"padded": True, "as_made": True}),
-            ("ISF", "4.6, 0, .02, .14", kept, {}),
-            ("ISF with its leftovers packed", "-", isf(tiles, tokens, **CAPS), {})):
-        yield Fact("Table 3", f"{name}: batch, pad, dist ViT, dist LLM", paper,
-                   _shown(groups.sizes.mean(), *ratios(tiles, tokens, groups, **options)))
-    share, lost, everything = bias(kept, tiles)
-    yield Fact("Algorithm 1", "what ISF drops", "not told", f"{share:.2%} of the samples, with "
-               f"{lost:.2f} tiles instead of {everything:.2f} and {bias(kept, tokens)[1]:.0f} "
-               f"tokens instead of {tokens.mean():.0f}")
-    yield Fact("section 5.4", f"ten rounds on {n:,} samples", "less than a minute",
-               f"{seconds(lambda: isf(tiles, tokens, **dropping), 1):.2f} s, with leftovers packed "
-               f"{seconds(lambda: isf(tiles, tokens, **CAPS), 1):.2f} s", "measured here")
-    for images, words, paper in ((9, 64, ".0156, .145"), (9, 128, ".0159, .144"),
-                                 (9, 256, ".018, .141"), (8, 128, ".0417, .20")):
-        made = isf(tiles, tokens, **dropping, min_images=images, min_tokens=4096 - words)
-        yield Fact("Table 6", f"Qv' {images}, Qt' Qt - {words}: dist ViT, LLM", paper,
-                   _shown(*ratios(tiles, tokens, made)[1:]))
-    for rounds in (1, 2, 5, 10):
-        made = isf(tiles, tokens, **dropping, rounds=rounds)
-        yield Fact("Figure 4", f"{rounds} rounds: dist ViT, LLM, samples left", "steady from 5",
-                   _shown(*ratios(tiles, tokens, made)[1:], bias(made, tiles)[0]))
+    kept, packed = isf(tiles, tokens, **dropping), isf(tiles, tokens, **CAPS)
+    plain = ratios(tiles, tokens, grouping.random_groups(n, 4, 0), padded=True)
+    yield from shares(printed, "Table 3", "baseline", plain, CALIBRATED)
+    yield from shares(printed, "Table 3", "length-group", ratios(
+        tiles, tokens, grouping.length_group(tokens, 4, window=400, seed=0), padded=True))
+    yield from shares(printed, "Table 3", "device-group", ratios(
+        tiles, tokens, grouping.device_group(tokens, 4, num_ranks=RANKS, window=6400, seed=0),
+        padded=True, as_made=True))
+    yield from shares(printed, "Table 3", "ISF", ratios(tiles, tokens, kept))
+    dropped, lost, everything = bias(kept, tiles)
+    yield printed.row("Table 3", "average batch", "ISF", kept.sizes.mean(), note=(
+        f"{dropped:.2%} of the samples are dropped, with {lost:.2f} tiles instead of "
+        f"{everything:.2f}; with these packed, too, {packed.sizes.mean():.3f}, dist ViT and LLM "
+        "{:.3f} and {:.3f}".format(*ratios(tiles, tokens, packed)[1:])))
+    yield printed.row("section 5.4", "ten rounds of ISF", "1.2 M samples",
+                      seconds(lambda: isf(tiles, tokens, **dropping), 1), kind=MEASURED)
+    for images, words in ((0, 64), (0, 128), (0, 256), (1, 128)):
+        made = isf(tiles, tokens, **dropping, min_images=CAPS["max_images"] - images,
+                   min_tokens=CAPS["max_tokens"] - words)
+        yield from shares(printed, "Table 6", f"Qv - {images}, Qt - {words}",
+                          ratios(tiles, tokens, made)[1:])
+    after = {k: ratios(tiles, tokens, isf(tiles, tokens, **dropping, rounds=k)) for k in (1, 5, 10)}
+    for k, what in enumerate(RATIOS[1:], 1):
+        yield printed.row("Figure 4", f"{what}, fall in one round", "",
+                          100 * (1 - after[1][k] / plain[k]))
+        yield printed.row("Figure 4", f"{what} after ten rounds over that after five", "",
+                          after[10][k] / after[5][k])
 
 
 def layer_ms(tower: str, backbone: str, ratio: float = 1.0, tp: int = 2) -> dict[str, np.ndarray]:
@@ -119,37 +118,41 @@ def split(layers: Mapping[str, np.ndarray], stages: int, method: str, gbit: floa
                         parameters=layers["parameters"], bytes_per_s=gbit * 1e9 / 8)
 
 
-def deviation(tower: str, backbone: str, paper: list[int], ratio: float) -> tuple[int, Split]:
+def deviation(tower: str, backbone: str, paper: Sequence[int], ratio: float) -> tuple[int, Split]:
     """(largest difference from the paper's layers in a stage, the exact split)."""
     made = split(layer_ms(tower, backbone, ratio), len(paper), "exact")
     return int(np.abs(np.array(made.layers) - paper).max()), made
 
 
-def partition_lines() -> Iterator[Fact]:
+def table_8(printed: Printed) -> dict[tuple[str, str], list[int]]:
+    """(tower, LLM) -> the paper's layers of each stage, of towers with known shapes."""
+    return {tuple(case.split(" + ")): json.loads(row["value"])
+            for (where, _, case), row in printed.left.items()
+            if where == "Table 8" and case.startswith(tuple(TOWERS))}
+
+
+def partition_lines(printed: Printed) -> Iterator[Fact]:
     """Tables 4 and 8: partitions, at 100 Gbit/s between stages."""
     layers = layer_ms("InternVL-6B", "InternLM2-20B")
-    for method, paper, what in (
-            ("parameters", ".03, 13.4, 93.6", "(1) parameters"),
-            ("even", ".64, 1.2, 20.1", "(2) layers"), ("profile", ".85, 2.1, 6.5", "(3) profile"),
-            ("search", ".83, 1.5, 12.2", "(4) BMP; ours: search"), ("exact", "-", "exact min-max")):
+    for name, method in PARTITIONS.items():
         made = split(layers, 4, method)
         size = np.add.reduceat(layers["parameters"], [0, *made.cuts]) / 1e9
         comm = layers["bytes"][np.array(made.cuts) - 1].sum() / 1e6
-        yield Fact("Table 4", f"{what}: VAR(parameters, layers, forward)", paper,
-                   f"{size.var():.2f}, {np.var(made.layers):.1f}, {np.var(made.stage_ms / 3):.1f} "
-                   f"ms^2; {comm:.0f} MB, layers {list(made.layers)}, iteration "
-                   f"{made.simulated_ms:.0f} ms")
-    for tower, backbone, paper in TABLE_8:
-        plain = [deviation(tower, backbone, paper, r) for r in (1.0, 1.4)]
+        note = f"ours: {method}, layers {list(made.layers)}, {comm:.0f} MB between stages"
+        for what, values in (("param", size), ("num_layer", made.layers),
+                             ("fwd_time", made.stage_ms / 3)):
+            yield printed.row("Table 4", f"VAR({what})", name, np.var(values), note=note)
+    for (tower, backbone), paper in table_8(printed).items():
+        (off, plain), (slow, _) = (deviation(tower, backbone, paper, r) for r in (1.0, 1.4))
         fitted = min((deviation(tower, backbone, paper, r)[0], r) for r in np.arange(.6, 2.8, .02))
-        yield Fact("Table 8", f"{tower} + {backbone}: layers", str(paper),
-                   f"unfitted {list(plain[0][1].layers)}, off by {plain[0][0]} (ViT 1.4 times "
-                   f"slower a FLOP: {plain[1][0]}); fitted to this row, ratio {fitted[1]:.2f}: off "
-                   f"by {fitted[0]}")
+        yield printed.row(
+            "Table 8", "layers of the stages", f"{tower} + {backbone}", plain.layers,
+            note=f"off by {off} layers (with a ViT 1.4 times slower a FLOP: {slow}); with a ratio "
+            f"fitted to this row, {fitted[1]:.2f}: {fitted[0]}")
 
 
-def setting_lines(n: int) -> Iterator[Fact]:
-    """Tables 11, 14, 15 and 16, as far as lengths and links decide them."""
+def setting_lines(printed: Printed, n: int) -> Iterator[Fact]:
+    """Tables 11, 14 and 16, as far as lengths decide them."""
     headers = sample_headers("natural", 2 * n, 0)  # images are those of LLaVA-665K
     owner = np.repeat(np.arange(2 * n), headers.media_per_example)
     spoken, patches = np.zeros(2 * n, bool), np.zeros(2 * n, np.int64)
@@ -157,52 +160,31 @@ def setting_lines(n: int) -> Iterator[Fact]:
     np.add.at(patches, owner[headers.is_image], 4 * (headers.size[headers.is_image] // 28).prod(1))
     keep = np.flatnonzero(~spoken)[:n]
     text = headers.text[keep] + headers.prefix[keep]
-    for where, what, paper, images, each, share in (
-            ("Table 11", "LLaVA-665K, one tile an image", ".02, .145",
-             headers.media_per_example[keep], LLM_TILE, 1.0),
-            ("Table 14", "images at their own resolution (LLaVA's)", ".12, .06", patches[keep],
-             0.25, 0.97)):
+    for where, case, images, each, share in (
+            ("Table 11", "LLaVA-665K", headers.media_per_example[keep], LLM_TILE, 1.0),
+            ("Table 14", "ISF", patches[keep], 0.25, 0.97)):  # LLaVA's at their own resolution
         tokens = np.minimum(each * images + text, 4096).astype(np.int64)
         most = max(1, int(4096 * images.sum() / tokens.sum()))  # the paper's rule for Qv
         made = isf(images, tokens, max_images=most, max_tokens=4096, min_images=int(share * most),
                    leftovers="drop")
-        plain = ratios(images, tokens, grouping.random_groups(len(keep), 4, 0), padded=True)
-        yield Fact(where, f"{what}, Qv {most}: dist ViT, LLM", paper, _shown(
-            *ratios(images, tokens, made)[1:]) + "; without balance " + _shown(*plain[1:]))
-    layers = layer_ms("InternVL-6B", "InternLM2-20B")
-    for name, gbit, paper in (("A100, 4x200G", 100, "21.3 days"), ("A100, 2x200G", 50, "24.8 days"),
-                              ("H100, 8x400G", 400, "12.2 days, other GPUs")):
-        even, best = (split(layers, 4, m, gbit).simulated_ms for m in ("even", "search"))
-        yield Fact("Table 15", f"{name} a node: iteration", paper,
-                   f"search {best:.0f} ms, even {even:.0f} ms, on the same GPUs")
+        yield from shares(printed, where, case, ratios(images, tokens, made)[1:])
+    yield from shares(printed, where, "without balance", ratios(
+        images, tokens, grouping.random_groups(len(keep), 4, 0), padded=True))
     tiles, tokens = mix(n, 1)
-    made = {"isf": isf(tiles, tokens, **CAPS, leftovers="drop"),
-            "plain": grouping.random_groups(n, 4, 0)}
+    made = isf(tiles, tokens, **CAPS, leftovers="drop")
     for gpus in (64, 128, 256, 512):
-        found = {k: ratios(tiles, tokens, g, k == "plain", ranks=gpus // 32)
-                 for k, g in made.items()}
-        time = {k: 1 / (1 - x[2]) / (1 - x[0]) for k, x in found.items()}
-        yield Fact("Table 16", f"{gpus} GPUs, DP {gpus // 32}: dist LLM; LLM time over ISF's",
-                   ".139; 2.48-2.76x in GPU days",
-                   f"{found['isf'][2]:.3f}; {time['plain'] / time['isf']:.2f}x")
-
-
-GPU = "GPU measurements, which are not claimed"
-LEFT_OUT = (("Tables 1 5", "time and memory by stage", "-", GPU),
-            ("Table 2", "accuracy and GPU days", "-", GPU),
-            ("Table 7", "components", "61.8, 51.9, 21.3 days", GPU + "; rows are shifted there"),
-            ("Table 8", "EVA-CLIP-4B + InternLM2-20B", "[39, 22, 21, 20]",
-             "the row has 102 layers, the public tower and LLM fewer"),
-            ("Table 8", "recomputed layers, GPU days", "-", "free memory is not told; " + GPU),
-            ("Tables 9 10 12 13", "other resolutions, pretraining, LLaVA-1.6", "-",
-             "lengths of these data are not here"),
-            ("Figures 1 2 3", "method", "-", "drawings, without figures"))
+        ours = ratios(tiles, tokens, made, ranks=gpus // 32)
+        pad, _, idle = ratios(tiles, tokens, grouping.random_groups(n, 4, 0), True, gpus // 32)
+        yield from shares(printed, "Table 16", f"{gpus} GPUs", ours[1:])
+        yield printed.row("Table 16", "times faster than without balance", f"{gpus} GPUs",
+                          (1 - ours[2]) / (1 - idle) / (1 - pad), note="ours: of the LLM's phase "
+                          "alone")
 
 
 def lines(n: int = 1_200_000) -> Iterator[Fact]:
     """All rows. n: samples of the synthetic mix of Tables 3 and 6."""
-    yield from grouping_lines(n)
-    yield from partition_lines()
-    yield from setting_lines(min(n, 200_000))
-    for where, what, paper, why in LEFT_OUT:
-        yield Fact(where, what, paper, "-", f"not reproduced: {why}")
+    printed = Printed("omnibal")
+    yield from grouping_lines(printed, n)
+    yield from partition_lines(printed)
+    yield from setting_lines(printed, min(n, 200_000))
+    yield from printed.rest()

@@ -7,7 +7,7 @@ of the project's plans. Nothing here is a measurement of time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -164,24 +164,3 @@ def scheme_table(results: Mapping[str, Result]) -> str:
                    f"{r.internode_mb:>13.1f} {r.dropped:>8.2%} {r.length_cv:>9.4f}  "
                    f"{SCHEMES[name].paper}")
     return "\n".join(out)
-
-
-def plot(ranks: Sequence[int], results: Sequence[Mapping[str, Result]], title: str,
-         path: str) -> None:
-    """Time lost to imbalance against the number of ranks, a line per scheme."""
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import ScalarFormatter
-
-    figure = Figure(figsize=(8.5, 4.8), layout="constrained")
-    axes = figure.subplots()
-    for k, name in enumerate(sorted(results[-1], key=lambda n: -results[-1][n].over_perfect)):
-        axes.plot(ranks, [100 * (r[name].over_perfect - 1) for r in results], label=name,
-                  marker="os^v"[k % 4], color=f"C{k % 10}",
-                  linewidth=2.4 if "per-phase" in name else 1.2)
-    axes.set(xlabel="data-parallel ranks", title=title, xscale="log", yscale="log",
-             ylabel="step beyond perfect balance, %", xticks=list(ranks))
-    axes.xaxis.set_major_formatter(ScalarFormatter())
-    axes.yaxis.set_major_formatter(ScalarFormatter())
-    axes.minorticks_off()
-    axes.legend(frameon=False, bbox_to_anchor=(1.0, 1.0), loc="upper left")
-    figure.savefig(path, dpi=130)

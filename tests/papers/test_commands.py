@@ -10,11 +10,13 @@ import pytest
 
 from orchmllm.papers import disttrain, omnibal
 from orchmllm.papers.advice import ratio, rows
+from orchmllm.papers.fact import Printed
 from orchmllm.papers.plan import main as plan
 from orchmllm.papers.profiles import with_frozen
 from orchmllm.papers.reproduce import main as reproduce
 from orchmllm.papers.units import plan_units
 from orchmllm.tools.predict.profile_command import main as profile
+from scripts import bench_schemes
 from tests.papers.modules import plan_bytes
 
 
@@ -124,41 +126,27 @@ def test_reordering_beside_figure_18():
 
 
 def test_table_8_unfitted_and_fitted():
-    off = [omnibal.deviation(*row, 1.0)[0] for row in omnibal.TABLE_8]
+    table = omnibal.table_8(Printed("omnibal")).items()
+    off = [omnibal.deviation(*names, paper, 1.0)[0] for names, paper in table]
     assert off == [1, 4, 9, 11, 24, 4, 2, 6]  # what one ratio a row, fitted, would hide
-    fitted = [min(omnibal.deviation(*row, r / 50)[0] for r in range(30, 140))
-              for row in omnibal.TABLE_8]
+    fitted = [min(omnibal.deviation(*names, paper, r / 50)[0] for r in range(30, 140))
+              for names, paper in table]
     assert max(fitted) <= 2 and fitted[5:] == [0, 0, 0]
 
 
 def test_table_3_on_the_synthetic_mix():
-    lines = {line.what.partition(":")[0]: line.ours for line in islice(
-        omnibal.grouping_lines(60_000), 4)}
-    numbers = {k: [float(x) for x in v.split(", ")] for k, v in lines.items()}
-    batch, pad, vit, llm = numbers["baseline"]
-    assert (batch, pad, vit, llm) == pytest.approx((4, .31, .34, .30), abs=.03)
-    assert numbers["ISF"][1] == 0 and numbers["ISF"][2] <= .07 and numbers["ISF"][3] <= .22
-
-
-@pytest.mark.slow
-def test_every_table_and_figure_has_a_row(monkeypatch):
-    for name, few in (("SCALES", disttrain.SCALES[-1:]), ("SIZES", disttrain.SIZES[:1])):
-        monkeypatch.setattr(disttrain, name, few)  # the smallest sizes of the same rows
-    for paper, tables, figures in (("disttrain", 2, 22), ("mmscale", 3, 22)):
-        where = [line.where for line in disttrain.lines(paper)]
-        for kind, count in (("Table", tables), ("Figure", figures)):
-            named = {n for w in where if w.startswith(kind) for n in w.split()[1:]}
-            assert {str(k) for k in range(1, count + 1)} <= named, (paper, kind)
-    where = [line.where for line in omnibal.lines(5_000)]
-    for kind, count in (("Table", 16), ("Figure", 4)):
-        named = {n for w in where if w.startswith(kind) for n in w.split()[1:]}
-        assert {str(k) for k in range(1, count + 1)} <= named, kind
+    rows = islice(omnibal.grouping_lines(Printed("omnibal"), 60_000), 13)
+    found = {(row.what, row.case): row.ours for row in rows}
+    assert [found[what, "baseline"] for what in omnibal.RATIOS] == pytest.approx(
+        (.31, .34, .30), abs=.03)
+    assert found["pad", "ISF"] == 0 and found["dist ViT", "ISF"] <= .07
+    assert found["dist LLM", "ISF"] <= .22
 
 
 def test_reproduce_one_table(capsys):
     assert reproduce(["omnibal", "--samples", "3000", "--table", "8"]) == 0
     out = capsys.readouterr().out
-    assert out.count("Table 8 |") == 10 and "Table 3" not in out and "unfitted" in out
+    assert out.count("Table 8 |") == 10 and "Table 3 |" not in out and "fitted to this row" in out
     assert reproduce(["omnibal", "--samples", "3000", "--table", "99"]) == 2
     assert "no such table" in capsys.readouterr().err
     for command, message in (
@@ -169,6 +157,12 @@ def test_reproduce_one_table(capsys):
         with pytest.raises(SystemExit) as stop:
             reproduce(command)
         assert stop.value.code == 2 and message in capsys.readouterr().err
+
+
+def test_the_benchmark_prints_the_papers_times():
+    papers = {what: paper for what, paper, *_ in bench_schemes.rows()}
+    assert papers["plan_units, 72B on 112 GPUs"] == "133"
+    assert papers["inter, 32 microbatches, search"] == "3.02"
 
 
 def test_plans_with_a_frozen_encoder_have_no_backward_of_it():

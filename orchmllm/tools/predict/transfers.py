@@ -60,8 +60,3 @@ def _all_to_all(source: np.ndarray, target: np.ndarray, moved: np.ndarray, d: in
 
     most = int(np.bincount(np.unique(source * d + target) // d).max())
     return Move(busiest(between), busiest(~between), most, times)
-
-
-def exchange_seconds(plan: StepPlan, hardware: Hardware, all_gather: bool = False) -> float:
-    """Seconds of moving the rows of a microbatch."""
-    return sum(move.seconds(hardware) for move in moves_of(plan, all_gather))

@@ -21,7 +21,7 @@ from orchmllm.tools.predict.dry_run_command import main
 from orchmllm.tools.predict.examples import of_mix, of_recipe
 from orchmllm.tools.predict.hardware import Hardware, cluster
 from orchmllm.tools.predict.phase_runner import shortened
-from orchmllm.tools.predict.transfers import exchange_seconds
+from orchmllm.tools.predict.transfers import moves_of
 from tests.lib.corpora import write_llava
 from tests.lib.recipes import read
 from tests.lib.tokenizers import write_tokenizer
@@ -116,7 +116,8 @@ def test_how_rows_travel_has_its_effect():
     tensors, stored = (report(balance__dispatch=d) for d in ("tensors", "bytes"))
     assert figure(stored, "exchange_s") < figure(tensors, "exchange_s")
     plan = plan_step(of_mix(BASE).draw(64, 30, 0), plan_spec(resolve(BASE, 64, 8)))
-    quick, slow = (exchange_seconds(plan, Hardware(message_s=s)) for s in (0.0, 1e-3))
+    quick, slow = (sum(move.seconds(Hardware(message_s=s)) for move in moves_of(plan))
+                   for s in (0.0, 1e-3))
     assert 0 < quick < slow
 
 
