@@ -7,7 +7,7 @@ import pytest
 from scripts.count_code import count_parts, count_rooms, read_all
 
 # Lines of code. What grows a room says here by how much, and why in its commit.
-MOST = {"base": 14_800, "tools": 3_600, "papers": 1_700, "cpp": 1_600}
+MOST = {"base": 14_800, "tools": 3_600, "papers": 1_700, "cpp": 1_610}
 
 
 @pytest.mark.parametrize("room", list(MOST))

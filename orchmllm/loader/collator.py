@@ -76,14 +76,15 @@ def labels_of(batch: Any) -> Tensor | None:
 
 
 def count_labels(labels: Tensor) -> tuple[int, int]:
-    """Labels (...) that are not -100: all of them, and without the first of each row, which a model
-    that shifts the labels never predicts."""
+    """Labels, of any shape, that are not -100: all of them, and those without the first of each
+    row, which a model that shifts the labels never predicts."""
     counted = labels != IGNORE_INDEX
     return int(counted.sum()), int(counted[..., 1:].sum()) if labels.dim() else 0
 
 
 def ignore_labels(batch: Any, labels: Tensor | None) -> Any:
-    """The batch with its `labels` all ignored; a new one where it cannot be changed."""
+    """The batch with its `labels`, of any shape, all ignored; a new one where it cannot be changed.
+    """
     if labels is None:
         return batch
     ignored = torch.full_like(labels, IGNORE_INDEX)  # not in place: it may be the dataset's own

@@ -266,9 +266,9 @@ def at_least(place_of: np.ndarray, lengths: np.ndarray, num_places: int, least: 
 
 
 def digest_of_arrays(arrays: Iterable[np.ndarray]) -> int:
-    """64 bits over the values of int64 arrays in their order. Each block of values is summed, every
-    value times a number that belongs to its place; a cryptographic hash is taken of the sums only,
-    as it would take longer than planning."""
+    """64 bits over the values of int64 arrays of any shape, in their order. Each block of values is
+    summed, every value times a number that belongs to its place. A cryptographic hash is taken of
+    the sums only: of all values it would take longer than planning."""
     sums = []
     for array in arrays:
         words = np.ascontiguousarray(array).reshape(-1).view(np.uint64)
