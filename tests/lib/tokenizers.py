@@ -21,3 +21,29 @@ def write_tokenizer(folder: Path, special: tuple[str, ...] = SPECIAL) -> Path:
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet())))
     tokenizer.save(str(folder / "tokenizer.json"))
     return folder / "tokenizer.json"
+
+
+def write_merged_tokenizer(folder: Path, special: tuple[str, ...] = SPECIAL) -> Path:
+    """Writes tokenizer.json of a byte-level BPE that cuts texts as Qwen2's does, whose merges are
+    listed and not trained: its ids are the same in every version of `tokenizers`."""
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+
+    symbols = sorted(pre_tokenizers.ByteLevel.alphabet())
+    merges = []
+    for word in ("\u0120the", "\u0120is", "\u0120red", "\u0120square", "\u010a\u010a", ".\u010a",
+                 "user", "assistant", "system", "\u0120drawn", "What", "think", "\u0120helpful",
+                 "\u00f0\u0141\u013a", "\u0120\u0120", "lines", "\u010a\u0120", "</"):
+        for end in range(2, len(word) + 1):
+            if word[:end] not in symbols:
+                merges.append((word[: end - 1], word[end - 1]))
+                symbols.append(word[:end])
+    tokenizer = Tokenizer(models.BPE({s: k for k, s in enumerate(symbols)}, merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
+        pre_tokenizers.Split(Regex(
+            r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+            r"|\s*[\r\n]+|\s+(?!\S)|\s+"), "isolated"),
+        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(s, special=True, normalized=False) for s in special])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return folder / "tokenizer.json"
