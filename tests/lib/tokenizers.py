@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from string import printable
 
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 WORDS = ("system user assistant You are a helpful assistant. What is drawn? which colour? red blue "
@@ -46,4 +48,33 @@ def write_merged_tokenizer(folder: Path, special: tuple[str, ...] = SPECIAL) -> 
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(s, special=True, normalized=False) for s in special])
     tokenizer.save(str(folder / "tokenizer.json"))
+    return folder / "tokenizer.json"
+
+
+def write_spaced_tokenizer(folder: Path, special: tuple[str, ...] = SPECIAL,
+                           prefix: str = "first") -> Path:
+    """Writes tokenizer.json of one that marks spaces, as SentencePiece does, and may put one before
+    texts. prefix: never | first | always (before every stretch between special tokens) | normalizer
+    (the same, as Llama 2 has it) | bytes."""
+    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE(byte_fallback=True))
+    tokenizer.decoder = decoders.Sequence([
+        decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()])
+    if prefix == "normalizer":
+        tokenizer.normalizer = normalizers.Sequence(
+            [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
+    elif prefix == "bytes":
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+        tokenizer.decoder = decoders.ByteLevel()
+    else:
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=prefix, split=False)
+    tokenizer.train_from_iterator(WORDS.split("\n"), trainers.BpeTrainer(
+        vocab_size=400, show_progress=False, special_tokens=[*special], initial_alphabet=sorted(
+            pre_tokenizers.ByteLevel.alphabet() if prefix == "bytes" else set(printable))))
+    content = json.loads(tokenizer.to_str())
+    vocabulary = content["model"]["vocab"]
+    for byte in range(256) if prefix != "bytes" else ():
+        vocabulary[f"<0x{byte:02X}>"] = len(vocabulary)
+    (folder / "tokenizer.json").write_text(json.dumps(content))
     return folder / "tokenizer.json"
