@@ -14,10 +14,11 @@ import numpy as np
 from orchmllm.data.formats.conversation import Turn, media_of
 from orchmllm.data.media.medium import Medium, RowError
 from orchmllm.data.text.spans import Placeholder, Span, Text
-from orchmllm.data.text.traced import BEGUN, ENDED, ENTERED, LEFT, origin_of
+from orchmllm.data.text.traced import BLOCK, CALL, SOURCE, TURN, codes_of
 
 CHANGED = ("the chat template changes the texts of turns or leaves out turns, so what is learnt "
            "cannot be told from the rest; write one that puts them in as they are")
+LOST_MEDIUM = "the chat template leaves out an image or a clip, repeats or moves it"
 CONTENT, REASONING, NAME, ARGUMENT = "content", "reasoning", "name", "argument"
 
 
@@ -30,58 +31,29 @@ class Source(NamedTuple):
     value: str | Medium
 
 
-class Page(NamedTuple):
-    """Of each character of `text`: source (n,): its number in `sources` from 1, 0 for the
-    template's; turn (n,): the one that a loop of the template was at, or -1; in_call (n,) bool:
-    whether a loop was at a call of a tool; block (n,) bool: whether {% generation %} is around it.
-    """
+class Page:
+    """text: what was written. Of each of its characters (n,): source: its number in `sources` from
+    1, 0 for the template's; said: the turn whose text it is of, or -1; turn: that which a loop was
+    at, or -1; in_call, in_block: see orchmllm.data.text.traced."""
 
-    text: str
-    sources: list[Source]
-    source: np.ndarray
-    turn: np.ndarray
-    in_call: np.ndarray
-    block: np.ndarray
-
-    @classmethod
-    def of(cls, written: str, sources: list[Source]) -> Page:
-        """written: with the events of orchmllm.data.text.template_engine."""
-        codes = np.frombuffer(origin_of(written).encode("utf-32-le", "surrogatepass"), np.uint32)
-        events = np.flatnonzero(codes >= LEFT).tolist()
-        plain, at, in_block = "".join([written]), [], False
-        turn, in_call, block = np.full(len(codes), -1), *np.zeros((2, len(codes)), bool)
-        for start, end in pairwise([*events, len(codes)]):
-            code, loop = int(codes[start]), plain[start]
-            if code in (BEGUN, ENDED):
-                in_block = code == BEGUN
-            else:
-                while loop in [number for number, _ in at]:
-                    at.pop()
-                at += [(loop, code - ENTERED)] if code >= ENTERED else []
-            turn[start:end] = at[-1][1] // 2 if at else -1
-            in_call[start:end] = at[-1][1] % 2 if at else False
-            block[start:end] = in_block
-        kept = codes < LEFT
-        texts = [plain[a + 1: b] for a, b in pairwise([-1, *events, len(plain)])]
-        return cls("".join(texts), sources, codes[kept].astype(np.int64), turn[kept],
-                   in_call[kept], block[kept])
-
-    @property
-    def said(self) -> np.ndarray:
-        """(n,) The turn whose text each character is of, or -1."""
-        return np.array([-1, *(source.turn for source in self.sources)])[self.source]
+    def __init__(self, written: str, sources: Sequence[Source]) -> None:
+        codes = codes_of(written)
+        self.text, self.sources = "".join([written]), sources
+        self.source = codes & SOURCE
+        self.said = np.array([-1, *(source.turn for source in sources)])[self.source]
+        self.turn = (codes & CALL - 1) // TURN - 1
+        self.in_call, self.in_block = codes & CALL > 0, codes & BLOCK > 0
 
     def check(self) -> None:
         """Raises RowError where turns or calls are left out, or turns are repeated or moved."""
-        said, there = self.said, set(self.source.tolist())
-        turns = set(said.tolist())
-        if (np.diff(said[said >= 0]) < 0).any():
+        there, turns = set(self.source.tolist()), set(self.said.tolist())
+        if (np.diff(self.said[self.said >= 0]) < 0).any():
             raise RowError("the chat template repeats or reorders turns")
         for number, (turn, kind, value) in enumerate(self.sources, 1):
             if number in there or isinstance(value, str) and not value.strip():
                 continue
             if isinstance(value, Medium):
-                raise RowError("the chat template leaves out an image or a clip")
+                raise RowError(LOST_MEDIUM)
             if kind == NAME:
                 raise RowError("the chat template does not write calls of tools; write them into "
                                "the text of the answer, as the model is to say them")
@@ -101,46 +73,40 @@ class Page(NamedTuple):
     def in_blocks(self, turns: Sequence[Turn]) -> np.ndarray:
         """(n,) bool: learnt is what stands in {% generation %}, if its turn is to be learnt. A
         block outside all turns belongs to the one before it."""
-        turn = np.where(self.turn >= 0, self.turn, self.said)
+        turn = np.maximum(self.turn, self.said)
         latest = np.maximum.accumulate(np.where(turn >= 0, np.arange(len(turn)), -1))
         supervised = np.array([turn.supervised for turn in turns])
-        return self.block & (latest >= 0) & supervised[turn[latest]]
+        return self.in_block & (latest >= 0) & supervised[turn[latest]]
 
     def answer(self, turn: int, opening: str | None, ending: re.Pattern) -> tuple[int, int]:
         """First and last character of an answer that are learnt: its texts, what the template
         writes between them, before them for reasoning and calls, and the special tokens that end
         it. opening: what comes before every answer, if it is known; ending: a run of special
-        tokens."""
-        said, text = self.said, self.text
-        there = np.flatnonzero(self.turn == turn)
-        if not len(there):  # not written by a loop: the next turn may begin anywhere
-            own = np.flatnonzero(said == turn)
-            if not len(own):
-                return 0, 0
-            found = re.compile(rf"\s*{ending.pattern}").match(text, own[-1] + 1)
-            return own[0], found.end() if found else own[-1] + 1
-        mine, called = self.turn == turn, (self.turn == turn) & self.in_call
+        tokens. Raises RowError where no loop wrote the turn."""
+        mine = self.turn == turn
+        if not mine.any():
+            raise RowError(CHANGED)
+        called = mine & self.in_call
         names = np.array([False, *(source.kind == NAME for source in self.sources)])[self.source]
         # The name of a tool may be written again before its answer.
-        own = np.flatnonzero((said == turn) & mine & (called | ~names | ~called.any()))
-        last = max([there[0] - 1, *own[-1:], *np.flatnonzero(called)[-1:]]) + 1
-        others = np.flatnonzero(((self.turn[last:] >= 0) & ~mine[last:]) | (said[last:] > turn))
-        end = last + others[0] if len(others) else len(text)
-        begin = _after(opening, text[there[0]: own[0] if len(own) else end], ending)
-        begin += there[0] * (begin >= 0)
+        own = np.flatnonzero((self.said == turn) & mine & (called | ~names | ~called.any()))
+        first = np.flatnonzero(mine)[0]
+        last = max([first - 1, *own[-1:], *np.flatnonzero(called)[-1:]]) + 1
+        others = np.flatnonzero(((self.turn >= 0) & ~mine | (self.said > turn))[last:])
+        end = last + others[0] if len(others) else len(self.text)
+        begin = _after(opening, self.text[first: own[0] if len(own) else end], ending)
         if not len(own):
-            found = ending.search(text, begin, end) if begin >= 0 else None
+            found = ending.search(self.text, first + begin, end) if begin >= 0 else None
             return found.span() if found else (0, 0)
-        start = own[0] if begin < 0 or self._is_start(own[0]) else begin
-        found = ending.search(text, last, end)
-        return start, found.end() if found else last + len(text[last:end].rstrip())
+        start = own[0] if begin < 0 or self._is_start(own[0]) else first + begin
+        found = ending.search(self.text, last, end)
+        return start, found.end() if found else last + len(self.text[last:end].rstrip())
 
     def _is_start(self, at: int) -> bool:
         """Whether an answer begins as its content does: nothing of it has been put before it."""
-        source = self.source[at]
-        rest = np.flatnonzero(self.source[at:] != source)
+        rest = np.flatnonzero(self.source[at:] != self.source[at])
         written = self.text[at: at + rest[0] if len(rest) else None]
-        _, kind, value = self.sources[source - 1]
+        _, kind, value = self.sources[self.source[at] - 1]
         return kind == CONTENT and value.lstrip().startswith(written.lstrip())
 
     def media(self, turns: Sequence[Turn], placeholders: dict[int, Placeholder]
@@ -151,21 +117,19 @@ class Page(NamedTuple):
         found = {}
         for number, (_, _, value) in enumerate(self.sources, 1):
             if isinstance(value, Medium):
-                for at in np.flatnonzero(self.source == number).tolist():
-                    found[at] = at + 1, value, Placeholder("")
+                found |= {at: (at + 1, value, Placeholder(""))
+                          for at in np.flatnonzero(self.source == number).tolist()}
+        placed = {medium for _, medium, _ in found.values()}
         for modality, placeholder in placeholders.items():
-            media = [m for m in every if m.modality == modality]
-            if not media or any(s.value in media for s in self.sources):
-                continue
+            media = [m for m in every if m.modality == modality and m not in placed]
             places = [m.span() for m in re.finditer(re.escape(placeholder.text), self.text)
-                      if not self.source[m.start(): m.end()].any()]
-            found |= {start: (end, medium, placeholder)
-                      for (start, end), medium in zip(places, media, strict=False)}
+                      if not self.source[m.start(): m.end()].any()] if media else []
             if len(places) != len(media):
-                found.clear()
-                break
+                raise RowError(LOST_MEDIUM)
+            found |= {start: (end, medium, placeholder)
+                      for (start, end), medium in zip(places, media, strict=True)}
         if [found[at][1] for at in sorted(found)] != every:
-            raise RowError("the chat template leaves out an image or a clip, repeats or moves it")
+            raise RowError(LOST_MEDIUM)
         return found
 
     def spans(self, learnt: np.ndarray, media: dict[int, tuple[int, Medium, Placeholder]]
@@ -173,18 +137,18 @@ class Page(NamedTuple):
         """The page cut where it changes from text of the template to text of the data, and where
         what is learnt begins and ends."""
         of_data = self.source > 0
-        changes = np.flatnonzero(np.diff(2 * learnt + of_data)) + 1
-        cuts = sorted({0, len(self.text), *changes.tolist(), *media,
-                       *(end for end, _, _ in media.values())})
+        cuts = {0, len(self.text), *media, *(end for end, _, _ in media.values()),
+                *(np.flatnonzero(np.diff(2 * learnt + of_data)) + 1).tolist()}
         out: list[Span] = []
-        for start, end in pairwise(cuts):
+        for start, end in pairwise(sorted(cuts)):
+            is_learnt = bool(learnt[start])
             if start in media:
                 _, medium, placeholder = media[start]
-                out += [Text(placeholder.before, bool(learnt[start])), medium,
-                        Text(placeholder.after, bool(learnt[start]))]
-            elif not any(a < end and start < b for a, (b, _, _) in media.items()):
-                out.append(Text(self.text[start:end], bool(learnt[start]), bool(of_data[start])))
-        return [s for s in out if isinstance(s, Medium) or s.text]
+                out += [Text(placeholder.before, is_learnt), medium,
+                        Text(placeholder.after, is_learnt)]
+            else:
+                out.append(Text(self.text[start:end], is_learnt, bool(of_data[start])))
+        return out
 
 
 def _after(opening: str | None, text: str, ending: re.Pattern) -> int:

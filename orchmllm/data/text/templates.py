@@ -20,7 +20,7 @@ from orchmllm.data.media.medium import Medium, RowError
 from orchmllm.data.text.page import ARGUMENT, CHANGED, CONTENT, NAME, REASONING, Page, Source
 from orchmllm.data.text.spans import PART, PLACEHOLDERS, Placeholder, Span
 from orchmllm.data.text.template_engine import Environment, Message, TracingEnvironment
-from orchmllm.data.text.traced import Traced, as_json, joined
+from orchmllm.data.text.traced import as_json, joined, traced
 
 _MEDIUM = "\ufffc"  # stands for a medium in a text
 _TALK = [Turn("user", ("Who is it?",), False), Turn("assistant", ("It is I, Anna.",), True)]
@@ -116,9 +116,9 @@ class ChatTemplate:
         lists = self._lists or bool(modalities & self.placeholders.keys())
         sources: list[Source] = []
 
-        def traced(source: Source, text: str) -> str:
+        def trace(source: Source, text: str) -> str:
             sources.append(source)
-            return Traced(text, chr(len(sources)) * len(text))
+            return traced(text, len(sources))
 
         for as_text in (False, True):  # arguments of calls as objects, or as JSON
             try:
@@ -128,8 +128,8 @@ class ChatTemplate:
             except RowError:
                 if as_text or not any(turn.calls for turn in turns):
                     raise
-        page = Page.of(self._render(
-            self._tracing, self._messages(turns, lists, traced, as_text), tools), sources)
+        page = Page(self._render(
+            self._tracing, self._messages(turns, lists, trace, as_text), tools), sources)
         if page.text != truth:
             raise RowError(CHANGED)
         page.check()

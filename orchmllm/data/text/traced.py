@@ -1,35 +1,32 @@
-"""Texts that know where their characters are from, through what a chat template does with them.
-
-The origin of a text is a string of the same length: its k-th character stands for the source of the
-text's k-th. NOWHERE is the template; the characters below LEFT are the sources that the caller has
-numbered from 1; LEFT and those above are events in what the template writes, see
-orchmllm.data.text.template_engine.
-"""
+"""Texts that know where their characters are from, through what a chat template does with them."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
 
-NOWHERE = "\0"
-LEFT, BEGUN, ENDED = 0x20000, 0x20001, 0x20002  # of a loop over turns; of a {% generation %} block
-ENTERED = 0x20003  # + 2 * turn (+ 1: a call of it), where a loop comes to it
+import numpy as np
+
+# Of the code of a character: its text of the data, from 1 (0: the template wrote it); the turn that
+# a loop was at, from 1 (0: none); whether that was at a call of a tool, and whether
+# {% generation %} is around it.
+SOURCE, TURN, CALL, BLOCK = (1 << 28) - 1, 1 << 28, 1 << 60, 1 << 61
 
 
 class Traced(str):
-    """A text with an origin. What a method loses (format, upper) is a plain string, which reads as
-    the template's."""
+    """A text with the code (n,) int64 of each character. What other methods than those below make
+    of it (format, upper) is a plain string, which reads as the template's."""
 
-    def __new__(cls, text: str, origin: str) -> Traced:
+    def __new__(cls, text: str, codes: np.ndarray) -> Traced:
         made = super().__new__(cls, text)
-        made.origin = origin
+        made.codes = codes
         return made
 
     def __str__(self) -> Traced:
         return self
 
     def __getitem__(self, key: int | slice) -> Traced:
-        return Traced(super().__getitem__(key), self.origin[key])
+        return Traced(super().__getitem__(key), np.atleast_1d(self.codes[key]))
 
     def __add__(self, other: str) -> str:
         return joined((self, other))
@@ -37,67 +34,46 @@ class Traced(str):
     def __radd__(self, other: str) -> str:
         return joined((other, self))
 
-    def lstrip(self, chars: str | None = None) -> Traced:
-        return self[len(self) - len(super().lstrip(chars)):]
-
-    def rstrip(self, chars: str | None = None) -> Traced:
-        return self[: len(super().rstrip(chars))]
-
-    def strip(self, chars: str | None = None) -> Traced:
-        return self.lstrip(chars).rstrip(chars)
-
-    def removeprefix(self, prefix: str) -> Traced:
-        return self[len(self) - len(super().removeprefix(prefix)):]
-
-    def removesuffix(self, suffix: str) -> Traced:
-        return self[: len(super().removesuffix(suffix))]
-
-    def split(self, sep: str | None = None, maxsplit: int = -1) -> list[Traced]:
-        return self._cut(super().split(sep, maxsplit), sep)
-
-    def rsplit(self, sep: str | None = None, maxsplit: int = -1) -> list[Traced]:
-        return self._cut(super().rsplit(sep, maxsplit), sep)
-
-    def splitlines(self, keepends: bool = False) -> list[Traced]:
-        return self._cut(super().splitlines(keepends), None)
-
-    def partition(self, sep: str) -> tuple[Traced, ...]:
-        return tuple(self._cut(super().partition(sep), ""))
-
-    def rpartition(self, sep: str) -> tuple[Traced, ...]:
-        return tuple(self._cut(super().rpartition(sep), ""))
-
-    def replace(self, old: str, new: str, count: int = -1) -> str:
-        if old not in self:
-            return self
-        return joined(between(new, self.split(old, count))) if old else super().replace(
-            old, new, count)
-
     def join(self, texts: Iterable[str]) -> str:
         return joined(between(self, texts))
 
-    def _cut(self, pieces: Sequence[str], sep: str | None) -> list[Traced]:
-        """Where `pieces` are. sep: what is between two of them, None for any space."""
-        out, at = [], 0
-        for piece in pieces:
-            if sep is None:
-                at = self.find(piece, at)
-            out.append(self[at: at + len(piece)])
-            at += len(piece) + len(sep or "")
-        return out
+    def replace(self, old: str, new: str, count: int = -1) -> str:
+        return joined(between(new, self.split(old, count))) if old in self else self
 
 
-def origin_of(text: str) -> str:
-    return text.origin if isinstance(text, Traced) else NOWHERE * len(text)
+def _in_parts(name: str):
+    """A method of strings that gives one part of the string, or several one after the other."""
+    def method(self: Traced, *args, **keys):
+        found = getattr(str, name)(self, *args, **keys)
+        parts, end = [], 0
+        for part in [found] if isinstance(found, str) else found:
+            start = self.find(part, end)
+            end = start + len(part)
+            parts.append(self[start:end])
+        return parts[0] if isinstance(found, str) else type(found)(parts)
+
+    return method
+
+
+for _name in ("strip", "lstrip", "rstrip", "removeprefix", "removesuffix", "split", "rsplit",
+              "splitlines", "partition", "rpartition"):
+    setattr(Traced, _name, _in_parts(_name))
+
+
+def traced(text: str, code: int) -> Traced:
+    return Traced(text, np.full(len(text), code, np.int64))
+
+
+def codes_of(text: str) -> np.ndarray:
+    return text.codes if isinstance(text, Traced) else np.zeros(len(text), np.int64)
 
 
 def joined(texts: Iterable[str]) -> str:
-    """"".join(texts) with the origins, if there are any."""
+    """"".join(texts) with the codes, if there are any."""
     texts = list(texts)
-    text = "".join(texts)
-    if not any(isinstance(t, Traced) for t in texts):
-        return text
-    return Traced(text, "".join(map(origin_of, texts)))
+    if not any(isinstance(text, Traced) for text in texts):
+        return "".join(texts)
+    return Traced("".join(texts), np.concatenate([codes_of(text) for text in texts]))
 
 
 def between(sep: str, texts: Iterable[str]) -> list[str]:
@@ -110,13 +86,11 @@ def as_json(value: object, ensure_ascii: bool = False, indent: int | None = None
     """transformers' tojson. All of it is from where the first text in it is from."""
     text = json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators,
                       sort_keys=sort_keys)
-    origin = _first_origin(value)
-    return Traced(text, origin * len(text)) if origin else text
-
-
-def _first_origin(value: object) -> str:
-    if isinstance(value, Mapping):
-        value = list(value.values())
-    if isinstance(value, list | tuple):
-        return next(filter(None, map(_first_origin, value)), "")
-    return value.origin[:1] if isinstance(value, Traced) else ""
+    found = [value]
+    while found:
+        first = found.pop(0)
+        if isinstance(first, Traced) and first:
+            return traced(text, first.codes[0])
+        found[:0] = (first.values() if isinstance(first, Mapping) else
+                     first if isinstance(first, Sequence) and not isinstance(first, str) else ())
+    return text
