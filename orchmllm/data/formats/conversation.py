@@ -201,7 +201,8 @@ def _turn(turn: Mapping, media: _RowMedia) -> Turn:
         return Turn(role, parts, False, named=tuple(named))
     reasoning = turn.get("reasoning_content") or turn.get("thinking") or turn.get("reasoning") or ""
     if not isinstance(reasoning, str):
-        raise RowError(f"the reasoning of a turn must be a text, got {str(reasoning)[:200]!r}")
+        raise RowError("the reasoning of a turn must be a text, got "
+                       f"{str(reasoning)[:200]}")
     return Turn(role, parts, role == "assistant" and _learnt(turn), calls, reasoning)
 
 
@@ -264,4 +265,4 @@ def instruction(row: Mapping, root: MediaRoot, prompt: str = "") -> Conversation
             raise RowError('needs strings "instruction" and "output"; "history" is a list of '
                            "[question, answer]")
         turns += [{"role": "user", "content": pair[0]}, {"role": "assistant", "content": pair[1]}]
-    return chat({**row, "messages": turns}, root)
+    return chat(row | {"messages": turns}, root)

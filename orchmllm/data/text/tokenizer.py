@@ -122,6 +122,15 @@ class ChatTokenizer:
         content += b"encoded as one text" * bool(self.template)  # and not piece by piece
         return hashlib.sha256(content).hexdigest()[:16]
 
+    def coverage(self, turns: Sequence[Turn]) -> tuple[int, int, int]:
+        """Of what the assistant says in a conversation: the characters that the chat template
+        leaves out, all of them (see Page.num_left_out), and the special tokens that are learnt.
+        Raises RowError."""
+        ids, learnt, _ = self.tokenize(turns)
+        left_out, said = (0, 0) if self._chat is None else self._chat.num_left_out(turns)
+        special = self.tokenizer.get_added_tokens_decoder()
+        return left_out, said, sum(special[i].special for i in ids[learnt].tolist() if i in special)
+
     def encode(self, text: str) -> list[int]:
         """Ids of plain text; special tokens in it are read as text."""
         return self.tokenizer.encode(text, add_special_tokens=False).ids
