@@ -60,16 +60,6 @@ class Page:
             if kind == CONTENT and turn not in turns:
                 raise RowError(CHANGED)
 
-    def num_left_out(self, turns: Sequence[Turn]) -> tuple[int, int]:
-        """(Characters of the texts that are to be learnt and were not written, all of them);
-        space does not count."""
-        space = np.array([c.isspace() for c in self.text], bool)
-        written = np.bincount(self.source[~space], minlength=len(self.sources) + 1).tolist()
-        sizes = [(len("".join(value.split())), written[number])
-                 for number, (turn, _, value) in enumerate(self.sources, 1)
-                 if turns[turn].supervised and isinstance(value, str)]
-        return sum(max(0, n - w) for n, w in sizes), sum(n for n, _ in sizes)
-
     def in_blocks(self, turns: Sequence[Turn]) -> np.ndarray:
         """(n,) bool: learnt is what stands in {% generation %}, if its turn is to be learnt. A
         block outside all turns belongs to the one before it."""

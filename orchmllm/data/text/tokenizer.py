@@ -123,13 +123,19 @@ class ChatTokenizer:
         return hashlib.sha256(content).hexdigest()[:16]
 
     def coverage(self, turns: Sequence[Turn]) -> tuple[int, int, int]:
-        """Of what the assistant says in a conversation: the characters that the chat template
-        leaves out, all of them (see Page.num_left_out), and the special tokens that are learnt.
-        Raises RowError."""
-        ids, learnt, _ = self.tokenize(turns)
-        left_out, said = (0, 0) if self._chat is None else self._chat.num_left_out(turns)
-        special = self.tokenizer.get_added_tokens_decoder()
-        return left_out, said, sum(special[i].special for i in ids[learnt].tolist() if i in special)
+        """Of a conversation: characters of what the assistant says that are not learnt because the
+        chat template leaves them out, all of them, and special tokens that are learnt. Space and
+        calls of tools do not count. Raises RowError."""
+        said = [text for turn in turns if turn.supervised for text in (*turn.parts, turn.reasoning)
+                if isinstance(text, str)]
+        learnt = [span for span in self._spans(turns) if isinstance(span, Text) and span.learnt]
+        written = [s.text if s.of_data else self._special.sub("", s.text) for s in learnt]
+        num_said, num_written = (len("".join("".join(t).split())) for t in (said, written))
+        num_special = sum(len(self._special.findall(s.text)) for s in learnt if not s.of_data)
+        return max(0, num_said - num_written), num_said, num_special
+
+    def _spans(self, turns: Sequence[Turn]) -> list[Span]:
+        return _chatml(turns) if self._chat is None else self._chat.spans(turns)
 
     def encode(self, text: str) -> list[int]:
         """Ids of plain text; special tokens in it are read as text."""
@@ -155,8 +161,7 @@ class ChatTokenizer:
         rendered: list[_Marked | RowError] = []
         for turns in conversations:
             try:
-                rendered.append(self._marked(
-                    _chatml(turns) if self._chat is None else self._chat.spans(turns)))
+                rendered.append(self._marked(self._spans(turns)))
             except RowError as error:
                 rendered.append(error)
         encoded = iter(self.tokenizer.encode_batch(
