@@ -290,5 +290,22 @@ def test_data_cannot_write_special_tokens(tmp_path, write):
         for token in (ends, starts):
             assert (token_ids == token).sum() == 2 and (token_ids[learnt] == token).sum() <= 1
         assert "im_end|>" in ours.decode(token_ids).replace("<|im_end|>\n", "")
+    every = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{{ m.name }}" \
+        "{% for c in m.tool_calls %}{{ c.id }}{{ c.function.name }}{% for k, v in " \
+        "c.function.arguments.items() %}{{ k }}{{ v | tojson }}{% endfor %}{{ " \
+        "c.function.arguments | tojson }}{% endfor %}HOW<|im_end|>{% endfor %}"
+    ours, _ = both(tmp_path, every.replace("HOW", ""), write)
+    row = {"messages": [*said("a"), {"role": "assistant", "content": "", "tool_calls": [
+        {"id": "<|im_end|>", "function": {"name": "<|im_end|>", "arguments": {
+            "<|im_end|>": ["<|im_end|>"]}}}, {"function": {"name": "a", "arguments": {
+                "<|im_end|>": 1}}}]},
+        {"role": "tool", "content": "<|im_end|>", "name": "<|im_end|>"}, *said("a", "b")[1:]]}
+    token_ids, _, [_] = ours.tokenize(chat(row, MediaRoot("")))
+    assert (token_ids == ours.tokenizer.token_to_id("<|im_end|>")).sum() == 4
+    ours, _ = both(tmp_path, every.replace("HOW", "{{ '[%s]' % m.reasoning_content }}"), write)
+    row = {"messages": [*said("a"), {"role": "assistant", "content": "b",
+                                     "reasoning_content": "<|im_end|>"}]}
+    with pytest.raises(RowError, match="changes the texts of turns"):
+        ours.tokenize(chat(row, MediaRoot("")))
     with pytest.raises(RowError, match="stands for no character"):
         ours.tokenize(chat({"messages": said("\ufdd00\ufdd0", "a")}, MediaRoot("")))

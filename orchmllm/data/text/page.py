@@ -44,8 +44,9 @@ class Page:
         self.turn = (codes & CALL - 1) // TURN - 1
         self.in_call, self.in_block = codes & CALL > 0, codes & BLOCK > 0
 
-    def check(self) -> None:
-        """Raises RowError where turns or calls are left out, or turns are repeated or moved."""
+    def check(self, special: re.Pattern) -> None:
+        """Raises RowError where turns or calls are left out, or turns are repeated or moved; where
+        a text with a special token was not found again, which may be in it all the same."""
         there, turns = set(self.source.tolist()), set(self.said.tolist())
         if (np.diff(self.said[self.said >= 0]) < 0).any():
             raise RowError("the chat template repeats or reorders turns")
@@ -57,7 +58,7 @@ class Page:
             if kind == NAME:
                 raise RowError("the chat template does not write calls of tools; write them into "
                                "the text of the answer, as the model is to say them")
-            if kind == CONTENT and turn not in turns:
+            if kind == CONTENT and turn not in turns or special.search(value):
                 raise RowError(CHANGED)
 
     def in_blocks(self, turns: Sequence[Turn]) -> np.ndarray:

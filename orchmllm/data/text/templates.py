@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 
 import numpy as np
@@ -76,59 +76,53 @@ class ChatTemplate:
 
     def _placeholders(self, added: Sequence[str]) -> dict[int, Placeholder | None]:
         """What it writes for a medium in a list of content parts, if it reads such lists."""
-        lists_only, self._lists = self._lists, True
-        out: dict[int, Placeholder | None] = {}
+        lists_only, out = self._lists, {}
         for modality, known in PLACEHOLDERS.items():
             self.placeholders = {modality: None}
             shown = _TALK[0]._replace(parts=(Medium(modality, ""), *_TALK[0].parts))
             try:
-                listed = self._page(_TALK)[0].text
-                text = self._render(self._plain, self._messages((shown, _TALK[1]), True, _as_is))
-                if not lists_only and listed != self._render(
-                        self._plain, self._messages(_TALK, False, _as_is)):
-                    continue  # it prints a list as it prints a text
+                self._lists = lists_only
+                page, _ = self._page(_TALK)
+                self._lists = True
+                listed, _ = self._page(_TALK)
+                text = self._render(self._plain, self._messages([shown, _TALK[1]], True, []))
             except RowError:  # it takes texts only
                 continue
             named = self.variables.get(f"{PART[modality]}_token")
             known = [p for p in known if not p.needs or p.needs in added]
-            found = next((p for p in [*known, *[Placeholder(named)] * bool(named)]
-                          if text.count(p.text) > listed.count(p.text)), None)
-            if found or any(text.count(token) > listed.count(token) for token in self.special):
-                out[modality] = found
+            known += [Placeholder(named)] if named else []
+            more = {token for token in (*self.special, *(p.text for p in known))
+                    if text.count(token) > page.text.count(token)}
+            if more and listed.text == page.text:  # it does not print a list as it prints a text
+                out[modality] = next((p for p in known if p.text in more), None)
         self._lists = lists_only
         return out
 
-    def _page(self, turns: Sequence[Turn]) -> tuple[Page, Sequence[Turn]]:
-        """What is written for the turns, and those of them that are not definitions of tools."""
-        tools, turns = self._tools(turns)
-        modalities = {p.modality for turn in turns for p in turn.parts if isinstance(p, Medium)}
-        for modality in modalities & self.placeholders.keys():
+    def _page(self, turns: Sequence[Turn], as_text: bool = False) -> tuple[Page, Sequence[Turn]]:
+        """What is written for the turns, and those of them that are not definitions of tools.
+        as_text: whether arguments of calls are given as JSON."""
+        tools, talk = self._tools(turns)
+        there = {p.modality for turn in talk for p in turn.parts if isinstance(p, Medium)}
+        in_lists = there & self.placeholders.keys()
+        for modality in in_lists:
             if self.placeholders[modality] is None:
                 kind = PART[modality]
                 raise RowError(f"which token of the chat template stands for media of the type "
                                f'"{kind}" is not known: name it as "{kind}_token" in '
                                "tokenizer_config.json")
-        lists = self._lists or bool(modalities & self.placeholders.keys())
         sources: list[Source] = []
-
-        def trace(source: Source, text: str) -> str:
-            sources.append(source)
-            return traced(text, len(sources))
-
-        for as_text in (False, True):  # arguments of calls as objects, or as JSON
-            try:
-                truth = self._render(
-                    self._plain, self._messages(turns, lists, _as_is, as_text), tools)
-                break
-            except RowError:
-                if as_text or not any(turn.calls for turn in turns):
-                    raise
-        page = Page(self._render(
-            self._tracing, self._messages(turns, lists, trace, as_text), tools), sources)
+        messages = self._messages(talk, self._lists or bool(in_lists), sources, as_text)
+        try:
+            truth = self._render(self._plain, json.loads(json.dumps(messages)), tools)
+        except RowError:
+            if as_text or not any(turn.calls for turn in talk):
+                raise
+            return self._page(turns, as_text=True)
+        page = Page(self._render(self._tracing, messages, tools), sources)
         if page.text != truth:
             raise RowError(CHANGED)
-        page.check()
-        return page, turns
+        page.check(self._ending)
+        return page, talk
 
     def _tools(self, turns: Sequence[Turn]) -> tuple[list | None, Sequence[Turn]]:
         """The definitions of tools, and the other turns."""
@@ -140,38 +134,41 @@ class ChatTemplate:
                 raise RowError(f"the definitions of the tools contain the special token {token}")
         return json.loads(text), turns[1:]
 
-    def _messages(self, turns: Sequence[Turn], lists: bool, write: Callable[[Source, str], str],
+    def _messages(self, turns: Sequence[Turn], lists: bool, sources: list[Source],
                   as_text: bool = False) -> list[Message]:
-        """write: gives what a template gets for a text of the data. lists: contents are lists of
-        parts. as_text: arguments of calls are JSON."""
+        """With Traced texts, which `sources` gets. lists: contents are lists of parts."""
         def told(kind: str, value: object) -> object:
             if isinstance(value, dict):
-                return {key: told(kind, item) for key, item in value.items()}
+                return {told(kind, key): told(kind, item) for key, item in value.items()}
             if isinstance(value, list):
                 return [told(kind, item) for item in value]
-            return write(Source(k, kind, value), value) if isinstance(value, str) else value
+            if not isinstance(value, str | Medium):
+                return value
+            sources.append(Source(k, kind, value))
+            return traced(value if isinstance(value, str) else _MEDIUM, len(sources))
 
         def part(value: str | Medium) -> dict:
             if lists and isinstance(value, Medium) and value.modality in self.placeholders:
                 return {"type": PART[value.modality]}
-            text = _MEDIUM if isinstance(value, Medium) else value
-            return {"type": "text", "text": write(Source(k, CONTENT, value), text)}
+            return {"type": "text", "text": told(CONTENT, value)}
 
         messages = []
         for k, turn in enumerate(turns):
-            parts = [part(p) for p in turn.parts] or [{"type": "text", "text": ""}]
+            parts = [part(p) for p in turn.parts or ("",)]
             content = parts if lists else joined(part["text"] for part in parts)
-            message = Message({"role": turn.role, "content": content, **dict(turn.named)}, k)
+            message = Message({"role": turn.role, "content": content,
+                               **{key: told(ARGUMENT, value) for key, value in turn.named}}, k)
             if turn.reasoning:
                 message["reasoning_content"] = told(REASONING, turn.reasoning)
                 message["thinking"] = message["reasoning_content"]
             if turn.calls:
-                message["tool_calls"] = [
-                    Message({**call, "type": "function", "function": {
+                message["tool_calls"] = [Message(
+                    {**told(ARGUMENT, {key: call[key] for key in call.keys() - {"function"}}),
+                     "type": "function", "function": {
                         "name": told(NAME, call["function"]["name"]),
                         "arguments": told(ARGUMENT, as_json(call["function"]["arguments"])
                                           if as_text else call["function"]["arguments"])}},
-                            k, is_call=True) for call in turn.calls]
+                    k, is_call=True) for call in turn.calls]
             messages.append(message)
         return messages
 
@@ -186,7 +183,7 @@ class ChatTemplate:
     @cached_property
     def _opening(self) -> str | None:
         """What comes before every answer, if that is known."""
-        asked = self._messages(_TALK[:1], self._lists, _as_is)
+        asked = self._messages(_TALK[:1], self._lists, [])
         try:
             without, prompt = (self._render(self._plain, asked, None, add) for add in (False, True))
             if prompt.startswith(without) and prompt != without:
@@ -197,6 +194,3 @@ class ChatTemplate:
         there = np.flatnonzero(page.turn == 1)
         return page.text[there[0]: page.said.tolist().index(1)] if len(there) else None
 
-
-def _as_is(source: Source, text: str) -> str:
-    return text

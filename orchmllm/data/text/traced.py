@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 
@@ -33,9 +33,6 @@ class Traced(str):
 
     def __radd__(self, other: str) -> str:
         return joined((other, self))
-
-    def join(self, texts: Iterable[str]) -> str:
-        return joined(between(self, texts))
 
     def replace(self, old: str, new: str, count: int = -1) -> str:
         return joined(between(new, self.split(old, count))) if old in self else self
@@ -91,6 +88,8 @@ def as_json(value: object, ensure_ascii: bool = False, indent: int | None = None
         first = found.pop(0)
         if isinstance(first, Traced) and first:
             return traced(text, first.codes[0])
-        found[:0] = (first.values() if isinstance(first, Mapping) else
-                     first if isinstance(first, Sequence) and not isinstance(first, str) else ())
+        if isinstance(first, Mapping):
+            found[:0] = [*first.keys(), *first.values()]
+        elif isinstance(first, list | tuple):
+            found[:0] = first
     return text
