@@ -18,7 +18,6 @@ from orchmllm.data.dataset import ConversationDataset
 from orchmllm.data.loading.preprocess_handshake import servers_of
 from orchmllm.data.loading.step_loader import StepLoader
 from orchmllm.data.sampler import GlobalSampler, make_sampler
-from orchmllm.data.survey import survey
 from orchmllm.hf.sources import find_sources
 from orchmllm.launch import World, device_of
 from orchmllm.models.attention import describe_attention
@@ -62,9 +61,8 @@ class Trainer:
         self.device = device_of(world)
         self._gather = partial(gather_scalars, device=self.device)  # a step's one synchronisation
         sources = find_sources(recipe.model)  # its errors come before any collective
-        self.dataset = dataset if dataset is not None else build_dataset(recipe)
-        survey(self.dataset.sources, self.dataset.tokenizer, log=self._log,
-               streaming=self.dataset.streaming, allow_left_out=recipe.data.allow_left_out)
+        self.dataset = dataset if dataset is not None else build_dataset(
+            recipe, self._log)
         self.servers = servers_of(recipe.data)
         self.train_rows, self.validation_rows = self.dataset.split(recipe.data.num_validation)
         job = resolve(recipe, world.world_size, world.local_world_size)

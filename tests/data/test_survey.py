@@ -4,11 +4,14 @@ keys that nothing reads."""
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
+from orchmllm.config.recipe import load_recipe
 from orchmllm.data.survey import survey
 from orchmllm.data.text.tokenizer import ChatTokenizer
+from orchmllm.runtime.build import build_dataset
 from orchmllm.tools.data.command import main
 from tests.data.test_templates import THINK
 from tests.lib.formats import write_jsonl
@@ -71,13 +74,20 @@ def test_keys_that_nothing_reads_are_named(tmp_path, row, unread):
     assert found == ([f"data.jsonl: keys that nothing reads: {unread}"] if unread else [])
 
 
-def test_lint_says_it(tmp_path, capsys):
+def test_lint_and_a_run_say_it(tmp_path, capsys):
     lost = said("What?", "<think>warm</think>one", "two", "<think>low</think>one")
     lines(tmp_path, THINK, [lost | {"id": 1}], allow_left_out=True)
+    told: list[str] = []
     recipe = {"data": {"path": str(tmp_path), "index_dir": str(tmp_path / "index")}}
     (tmp_path / "r.yaml").write_text(json.dumps(recipe))
     assert main(["lint", str(tmp_path / "r.yaml"), "--workers", "1"]) == 2
     shown = capsys.readouterr()
     assert "keys that nothing reads: id" in shown.out and "set data.allow_left_out" in shown.err
     assert main(["lint", str(tmp_path / "r.yaml"), "data.allow_left_out=true"]) == 0
-    assert "leaves out 4" in capsys.readouterr().out
+    assert "leaves out 44.2%" in capsys.readouterr().out
+    written = load_recipe(tmp_path / "r.yaml", ["model.llm.vocab_size=1000"])
+    with pytest.raises(ValueError, match="leaves out 44.2%.*set data.allow_left_out=true"):
+        build_dataset(written)
+    build_dataset(replace(written, data=replace(written.data, allow_left_out=True)), told.append)
+    assert [line.split(": ", 1)[1][:24] for line in told] == [
+        "keys that nothing reads:", "the chat template leaves"]

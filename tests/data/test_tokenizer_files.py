@@ -79,3 +79,13 @@ def test_generation_tags_of_every_kind(tmp_path, tag):
     assert tokenizer.decode(token_ids[mask]) == "a red square"
 
 
+
+
+def test_ids_with_gaps_are_refused(tmp_path):
+    """A token that is added in memory would get the id of another."""
+    content = json.loads(write_tokenizer(tmp_path).read_text())
+    vocabulary = content["model"]["vocab"]
+    vocabulary[max(vocabulary, key=vocabulary.get)] += 100
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(ValueError, match="its token ids have gaps"):
+        ChatTokenizer(tmp_path)

@@ -69,6 +69,7 @@ class ChatTokenizer:
                     "ChatML model (Qwen2), put the chat template of the model beside it, or add "
                     "the token with tokenizers.Tokenizer.add_special_tokens and save it again"
                 )
+        # Rows that an embedding needs.
         self.vocab_size = max(self.tokenizer.get_vocab(with_added_tokens=True).values()) + 1
         self.tokenizer.no_padding()
         self.tokenizer.no_truncation()
@@ -100,8 +101,11 @@ class ChatTokenizer:
             self.tokenizer.add_tokens([AddedToken(
                 out[meant], single_word=t.single_word, lstrip=t.lstrip, rstrip=t.rstrip,
                 normalized=t.normalized)])
-            ids[self.tokenizer.token_to_id(out[meant])] = (
-                -meant if meant in PART else self.tokenizer.token_to_id(meant))
+            at = self.tokenizer.token_to_id(out[meant])
+            if at < self.vocab_size:
+                raise ValueError(f"{self.path}: its token ids have gaps, so no token can be added "
+                                 "to it: number them from 0 on")
+            ids[at] = -meant if meant in PART else self.tokenizer.token_to_id(meant)
         return out, ids
 
     def __reduce__(self):

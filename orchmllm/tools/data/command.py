@@ -100,7 +100,8 @@ def lint(sources: list[DataSource], indexes: list[LengthIndex]) -> int:
     for source, index in zip(sources, indexes, strict=True):
         for row, problem in sorted(index.problems.items()):
             file, number = source.store.place(row)
-            print(f"{file}, row {number}: {problem}")
+            about = f"{problem.path}: " if problem.path else ""
+            print(f"{file}, row {number}: {about}{problem.reason}")
     return sum(len(index.problems) for index in indexes)
 
 
