@@ -8,6 +8,7 @@ from itertools import islice
 
 import numpy as np
 
+from orchmllm.config.recipe import DataConfig
 from orchmllm.data.formats.open import DataSource
 from orchmllm.data.formats.rows import RowStore
 from orchmllm.data.media.medium import RowError
@@ -49,16 +50,15 @@ class _Watched(dict):
             f"{key} of a turn" for turn in turns for key in turn.unread()}
 
 
-def survey(sources: Sequence[DataSource], tokenizer: ChatTokenizer, num_rows: int = NUM_ROWS, *,
-           log: Callable[[str], object], streaming: bool = False, allow_left_out: bool = False
-           ) -> None:
+def survey(sources: Sequence[DataSource], tokenizer: ChatTokenizer, data: DataConfig,
+           log: Callable[[str], object], num_rows: int = NUM_ROWS) -> None:
     """Tells `log` what is never learnt, by num_rows rows of each source at equal distances, of a
     stream by its first ones. Raises ValueError where the chat template leaves out more than
-    MAX_LEFT_OUT of what the assistant says, unless that is allowed."""
+    MAX_LEFT_OUT of what the assistant says, unless `data` allows it."""
     for source in sources:
         unread: set[str] = set()
         seen = []  # of each row: characters left out, characters, special tokens that are learnt
-        for store, i in _places(source.store, num_rows, streaming):
+        for store, i in _places(source.store, num_rows, data.streaming):
             try:
                 row = _Watched(store.row(i))
                 seen.append(tokenizer.coverage(source.parse(row, store.place(i)[0])))
@@ -74,7 +74,7 @@ def survey(sources: Sequence[DataSource], tokenizer: ChatTokenizer, num_rows: in
         if left_out:
             line = (f"{source.name}: the chat template leaves out {left_out / said:.1%} of what "
                     f"the assistant says (in {len(seen)} rows)")
-            if left_out > MAX_LEFT_OUT * said and not allow_left_out:
+            if left_out > MAX_LEFT_OUT * said and not data.allow_left_out:
                 raise ValueError(f"{line}: take a chat template that keeps it, or set "
                                  "data.allow_left_out=true")
             log(line)

@@ -24,8 +24,7 @@ def build_dataset(recipe: Recipe, log: Callable[[str], object] = lambda line: No
     dataset = open_dataset(recipe.data, recipe.model.vision.geometry, recipe.model.audio.geometry,
                            seed=recipe.run.seed)
     check_vocabulary(dataset.tokenizer, recipe.model.llm)
-    survey(dataset.sources, dataset.tokenizer, log=log, streaming=dataset.streaming,
-           allow_left_out=recipe.data.allow_left_out)
+    survey(dataset.sources, dataset.tokenizer, recipe.data, log)
     return dataset
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from orchmllm.config.recipe import load_recipe
+from orchmllm.config.recipe import DataConfig, load_recipe
 from orchmllm.data.survey import survey
 from orchmllm.data.text.tokenizer import ChatTokenizer
 from orchmllm.runtime.build import build_dataset
@@ -35,7 +35,7 @@ def lines(folder, template: str | None, rows: list[dict], **keys) -> list[str]:
     write_jsonl(folder / "data.jsonl", rows)
     tokenizer, out = ChatTokenizer(folder), []
     dataset = opened(folder / "data.jsonl", tokenizer, folder)
-    survey(dataset.sources, tokenizer, log=out.append, **keys)
+    survey(dataset.sources, tokenizer, DataConfig(**keys), out.append)
     return out
 
 

@@ -146,7 +146,6 @@ def main(argv: list[str]) -> int:
     if args.command != "lint":
         return 0
     num_problems = lint(sources, indexes) + (lint_decoding(recipe) if args.decode else 0)
-    survey(sources, reader.tokenizer, 2000, log=print,
-           allow_left_out=recipe.data.allow_left_out)
+    survey(sources, reader.tokenizer, recipe.data, print, 2000)
     print(f"{num_problems} problem(s) in {sum(map(len, sources))} rows")
     return int(num_problems > 0)
