@@ -123,6 +123,8 @@ class DataConfig:
                                    "error all the same; 0: no limit.", at_least=0)
     max_failed_percent: float = key(5.0, "Share of such media that is an error, once 100 were "
                                     "read.", at_least=0, at_most=100)
+    allow_left_out: bool = key(False, "Train although the chat template leaves out more than 20% "
+                               "of what the assistant says, as reasoning of earlier answers.")
     remote: RemoteConfig = section(RemoteConfig)
 
     def conflicts(self) -> Iterator[Conflict]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.distributed as dist
 
@@ -9,16 +11,20 @@ from orchmllm.comm.exchange import RowGather, bytes_group
 from orchmllm.config.recipe import Recipe
 from orchmllm.data.dataset import ConversationDataset
 from orchmllm.data.stream import open_dataset
+from orchmllm.data.survey import survey
 from orchmllm.orchestrator import Orchestrator
 from orchmllm.plan.step import PlanSpec
 from orchmllm.runtime.preflight import check_vocabulary
 
 
-def build_dataset(recipe: Recipe) -> ConversationDataset:
-    """Raises ValueError naming the file if data or tokenizer cannot be used with the model."""
+def build_dataset(recipe: Recipe, log: Callable[[str], object] = lambda line: None
+                  ) -> ConversationDataset:
+    """log: is told what of the data is never learnt. Raises ValueError naming the file if data or
+    tokenizer cannot be used with the model."""
     dataset = open_dataset(recipe.data, recipe.model.vision.geometry, recipe.model.audio.geometry,
                            seed=recipe.run.seed)
     check_vocabulary(dataset.tokenizer, recipe.model.llm)
+    survey(dataset.sources, dataset.tokenizer, recipe.data, log)
     return dataset
 
 

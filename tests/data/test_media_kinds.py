@@ -98,7 +98,7 @@ TURNS = [Turn("user", ("  What is drawn?\n",), False), Turn("assistant", ("red "
 @pytest.mark.parametrize("template, special, learnt", [
     (QWEN, SPECIAL, "red <|im_end|> blue<|im_end|>"),
     (LLAMA, ("<s>", "<|head|>", "<|/head|>", "<|eot|>"), "red<|eot|>blue<|eot|>"),
-    (VICUNA, ("<s>", "</s>"), "red </s> blue</s>"),
+    (VICUNA, ("<s>", "</s>"), " red </s> blue</s>"),  # a token with its space
 ])
 def test_chat_templates(tmp_path, template, special, learnt):
     """The same text as transformers renders; the answers and the token that ends them learnt."""

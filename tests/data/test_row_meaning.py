@@ -114,18 +114,19 @@ def test_marks_of_a_turn_say_whether_it_is_learnt(marks, learnt):
     (dict(weight="0"), "\"weight\" of a turn is '0': must be 0 or false"),
     (dict(train="no"), "\"train\" of a turn is 'no': must be 0 or false"),
     (dict(loss=[]), '"loss" of a turn is []: must be 0 or false'),
-    (dict(reasoning_content="so"), '"reasoning_content" of a turn is not read: write it into'),
-    (dict(reasoning="so"), '"reasoning" of a turn is not read: write it into'),
-    (dict(thinking="so"), '"thinking" of a turn is not read: write it into')])
+    (dict(reasoning=["so"]), "the reasoning of a turn must be a text, got ['so']")])
 def test_what_a_turn_says_beside_its_text_is_not_ignored(keys, text):
     with pytest.raises(RowError) as error:
         chat({"messages": said("q", "a", **keys)}, MediaRoot(""))
     assert error.value.reason.startswith(text)
 
 
-def test_empty_reasoning_is_none():
-    turns = chat({"messages": said("q", "a", reasoning_content="", thinking=None)}, MediaRoot(""))
-    assert turns[1].parts == ("a",)
+@pytest.mark.parametrize("keys, reasoning", [
+    (dict(reasoning_content="", thinking=None), ""), (dict(reasoning_content="so"), "so"),
+    (dict(reasoning="so", thinking=""), "so"), (dict(thinking="so"), "so")])
+def test_reasoning_is_read(keys, reasoning):
+    turns = chat({"messages": said("q", "a", **keys)}, MediaRoot(""))
+    assert turns[1].parts == ("a",) and turns[1].reasoning == reasoning
 
 
 AUDIO, IMAGE = {"audio": "0.wav", "text": "low"}, {"image": "0.png", "text": "red"}  # 9/16 s

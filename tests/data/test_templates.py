@@ -211,7 +211,8 @@ def test_what_cannot_be_followed_is_refused_before_training(tmp_path, capsys, te
 def test_a_row_that_the_template_would_change_is_named(tmp_path, capsys):
     write_tokenizer(tmp_path)
     Path(tmp_path / "chat_template.jinja").write_text(
-        "{% for m in messages %}{{ m.content.replace('cat', 'dog') }}<|im_end|>{% endfor %}")
+        "{% for m in messages %}{{ m.content | upper if 'cat' in m.content else m.content }}"
+        "<|im_end|>{% endfor %}")
     rows = [{"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": v}]}
             for v in ("a bird", "a cat")]
     write_jsonl(tmp_path / "data.jsonl", rows)
@@ -314,11 +315,15 @@ def test_media_of_two_columns_are_one_list_or_refused(row, names):
 
 
 @pytest.mark.parametrize("template, reason", [
-    (OTHER_TOOLS, "writes tool calls in a way of its own"), (None, "need the chat template")])
-def test_calls_that_a_template_writes_otherwise_are_refused(both, tmp_path, template, reason):
+    (OTHER_TOOLS, "does not write calls of tools"), (None, "need the chat template")])
+def test_calls_that_a_template_leaves_out_are_refused(both, tmp_path, template, reason):
     ours, _ = both(template or TOOLS)
+    rows = [{"messages": OPENAI["messages"]}]
     if template is None:
         (tmp_path / "chat_template.jinja").unlink()
         ours = ChatTokenizer(tmp_path)
-    with pytest.raises(RowError, match=reason):
-        ours.tokenize(chat({"messages": OPENAI["messages"]}, MediaRoot("")))
+        rows.append({"messages": [{"role": "user", "content": "What?"}, {
+            "role": "assistant", "content": "red", "reasoning_content": "It is warm."}]})
+    for row in rows:
+        with pytest.raises(RowError, match=reason):
+            ours.tokenize(chat(row, MediaRoot("")))

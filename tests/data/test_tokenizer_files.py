@@ -43,7 +43,7 @@ def test_special_tokens_are_those_of_transformers(tmp_path, config, beside, ends
     token_ids, mask, [_] = ours.tokenize(TALK)
     expected = AutoTokenizer.from_pretrained(tmp_path).apply_chat_template(MESSAGES, tokenize=False)
     assert ours.decode(token_ids) == expected and expected.startswith("<s>user")
-    assert ours.decode(token_ids[mask]) == f"a red square{ends}"
+    assert ours.decode(token_ids[mask]) == f" a red square{ends}"  # a token with its space
 
 
 @pytest.mark.parametrize("config, missing", [
@@ -55,7 +55,7 @@ def test_a_token_that_no_file_names_is_refused(tmp_path, config, missing):
         ChatTokenizer(tmp_path)
     write(tmp_path, "{% set bos_token, eos_token = '<s>', '</s>' %}" + ENDED)
     token_ids, mask, [_] = ChatTokenizer(tmp_path).tokenize(TALK)
-    assert ChatTokenizer(tmp_path).decode(token_ids[mask]) == "a red square</s>"
+    assert ChatTokenizer(tmp_path).decode(token_ids[mask]) == " a red square</s>"
 
 
 def test_a_file_that_is_not_json_is_named(tmp_path):
@@ -79,41 +79,13 @@ def test_generation_tags_of_every_kind(tmp_path, tag):
     assert tokenizer.decode(token_ids[mask]) == "a red square"
 
 
-def write_spaced(folder, *, prefix: str) -> None:
-    """A tokenizer.json that marks spaces, and may put one before every text."""
-    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
-
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.decoder = decoders.Metaspace()
-    if prefix == "normalizer":  # as Llama 2 has it
-        tokenizer.normalizer = normalizers.Sequence(
-            [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
-    elif prefix == "bytes":
-        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
-        tokenizer.decoder = decoders.ByteLevel()
-    else:
-        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=prefix, split=False)
-        tokenizer.decoder = decoders.Metaspace(prepend_scheme=prefix)
-    tokenizer.train_from_iterator(["What is drawn? a red square user: assistant\n"] * 20,
-                                  trainers.BpeTrainer(vocab_size=300, show_progress=False,
-                                                      special_tokens=[*SPECIAL, "<s>", "</s>"]))
-    tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "chat_template.jinja").write_text(ENDED)
-    (folder / "tokenizer_config.json").write_text(json.dumps(MAP))
 
 
-@pytest.mark.parametrize("prefix", ["normalizer", "always", "first", "bytes"])
-def test_a_space_before_every_text_is_refused(tmp_path, prefix):
-    """Each text is encoded alone: conversations got spaces that their template does not write."""
-    write_spaced(tmp_path, prefix=prefix)
-    with pytest.raises(ValueError, match=r"tokenizer\.json: it puts a space before every text"):
+def test_ids_with_gaps_are_refused(tmp_path):
+    """A token that is added in memory would get the id of another."""
+    content = json.loads(write_tokenizer(tmp_path).read_text())
+    vocabulary = content["model"]["vocab"]
+    vocabulary[max(vocabulary, key=vocabulary.get)] += 100
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(ValueError, match="its token ids have gaps"):
         ChatTokenizer(tmp_path)
-
-
-def test_marked_spaces_are_no_prefix(tmp_path):
-    write_spaced(tmp_path, prefix="never")
-    tokenizer = ChatTokenizer(tmp_path)
-    token_ids, mask, [_] = tokenizer.tokenize(TALK)
-    assert tokenizer.decode(token_ids) == (
-        "<s>user: What is drawn?assistant: a red square</s>")
-    assert tokenizer.decode(token_ids[mask]) == "a red square</s>"

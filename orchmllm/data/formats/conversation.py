@@ -29,12 +29,16 @@ _PLACEHOLDER = re.compile("(<image>|<audio>|<video>)")
 class Turn(NamedTuple):
     """role: system | user | assistant | tool | tools (the definitions of a row's tools, as JSON,
     before all others). parts: text and media in reading order. supervised: whether its text is
-    learnt. calls: {"name", "arguments"} of the tools that it calls, after its text."""
+    learnt. calls: {"function": {"name", "arguments"}} of the tools that it calls, after its text,
+    with "id" where the row has it. reasoning: before its text. named: (key, value) of what else
+    templates read of a tool's turn: its name, and the id of the call."""
 
     role: str
     parts: tuple[str | Medium, ...]
     supervised: bool
     calls: tuple[dict, ...] = ()
+    reasoning: str = ""
+    named: tuple[tuple[str, str], ...] = ()
 
 
 Conversation = tuple[Turn, ...]  # the canonical example
@@ -191,15 +195,19 @@ def _turn(turn: Mapping, media: _RowMedia) -> Turn:
     else:
         raise RowError(f'a turn needs a string or a list in "value" or "content", got '
                        f"{str(content)[:200]!r}")
-    return Turn(role, parts, role == "assistant" and _learnt(turn), calls)
+    if role == "tool":
+        named = [(key, turn[key]) for key in ("name", "tool_call_id")
+                 if isinstance(turn.get(key), str)]
+        return Turn(role, parts, False, named=tuple(named))
+    reasoning = turn.get("reasoning_content") or turn.get("thinking") or turn.get("reasoning") or ""
+    if not isinstance(reasoning, str):
+        raise RowError("the reasoning of a turn must be a text, got "
+                       f"{str(reasoning)[:200]}")
+    return Turn(role, parts, role == "assistant" and _learnt(turn), calls, reasoning)
 
 
 def _learnt(turn: Mapping) -> bool:
-    """Whether a turn of the assistant is to be learnt. Raises RowError for what would be lost."""
-    for key in ("reasoning_content", "reasoning", "thinking"):
-        if turn.get(key):
-            raise RowError(f'"{key}" of a turn is not read: write it into "content" as the chat '
-                           "template does, for example as <think>...</think> before the answer")
+    """Whether a turn of the assistant is to be learnt. Raises RowError."""
     learnt = True
     for key in ("weight", "train", "loss", "training", "trainable", "train_on_turn"):
         if (value := turn.get(key)) is None:
@@ -216,11 +224,13 @@ def _calls(given: object) -> tuple[dict, ...]:
     given = _from_json(given)
     out = []
     for call in given if isinstance(given, list) else [given] if given else []:
+        known = {"id": call["id"]} if isinstance(call, Mapping) and call.get("id") else {}
         call = call.get("function", call) if isinstance(call, Mapping) else call
         if not isinstance(call, Mapping) or not isinstance(call.get("name"), str):
             raise RowError('a tool call needs a "name" and "arguments", got '
                            f"{str(call)[:200]!r}")
-        out.append({"name": call["name"], "arguments": _from_json(call.get("arguments") or {})})
+        out.append({**known, "function": {
+            "name": call["name"], "arguments": _from_json(call.get("arguments") or {})}})
     return tuple(out)
 
 
@@ -255,4 +265,4 @@ def instruction(row: Mapping, root: MediaRoot, prompt: str = "") -> Conversation
             raise RowError('needs strings "instruction" and "output"; "history" is a list of '
                            "[question, answer]")
         turns += [{"role": "user", "content": pair[0]}, {"role": "assistant", "content": pair[1]}]
-    return chat({**row, "messages": turns}, root)
+    return chat(row | {"messages": turns}, root)

@@ -72,6 +72,7 @@ class DataSource:
             texts = [p for t in conversation for p in t.parts if isinstance(p, str)]
             clips = [m for m in media_of(conversation) if m.modality == AUDIO]
             refuse_unread(row, clips, "\n".join(texts))
+            texts += [text for t in conversation for text in (t.reasoning, *dict(t.named).values())]
             calls = [json.dumps(t.calls, ensure_ascii=False) for t in conversation if t.calls]
             "\n".join([*texts, *calls]).encode()
         except RowError:

@@ -1,39 +1,48 @@
-"""A conversation as it is tokenized: what the template writes, the texts of the data, and media."""
+"""A conversation as it is encoded: what the template writes, the texts of the data, and media."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
 from typing import NamedTuple
 
-from orchmllm.data.formats.conversation import Turn
 from orchmllm.data.media.medium import Medium
-
-NONE, END, ALL = "none", "end", "all"
+from orchmllm.plan.layout import AUDIO, VISION
 
 
 class Text(NamedTuple):
-    """learnt: NONE, ALL, or END: the special token that ends an answer, if nothing but space comes
-    before it. of_data: whether it is the data's text, which cannot write special tokens, and not
-    the template's."""
+    """learnt: whether it is supervised. of_data: whether it is the data's text, which cannot write
+    special tokens, and not the template's."""
 
     text: str
-    learnt: str
+    learnt: bool
     of_data: bool = False
 
 
 Span = Text | Medium
 
 
-def with_calls(turn: Turn) -> Turn:
-    """A turn whose calls of tools are text, as Qwen's and Hermes' templates write them."""
-    text = "\n".join("<tool_call>\n" + json.dumps(call, ensure_ascii=False) + "\n</tool_call>"
-                     for call in turn.calls)
-    between = "\n" if text and any(turn.parts) else ""
-    return turn._replace(parts=(*turn.parts, between + text), calls=()) if text else turn
+class Placeholder(NamedTuple):
+    """What a template writes for a medium, and what the processor of the model makes of it: text
+    before and after the features. needs: a token that the tokenizer of such a model has."""
+
+    text: str
+    before: str = ""
+    after: str = ""
+    needs: str = ""
 
 
-def spans_of(parts: Sequence[str | Medium], supervised: bool) -> list[Span]:
-    """A turn's parts as spans."""
-    learnt = ALL if supervised else NONE
-    return [p if isinstance(p, Medium) else Text(p, learnt, True) for p in parts if p]
+# Those of a template are the first of them that it writes, and that the tokenizer knows.
+PLACEHOLDERS = {
+    VISION: (
+        Placeholder("<|image_pad|>"),  # Qwen2-VL and later
+        Placeholder("<start_of_image>", "\n\n<start_of_image>", "<end_of_image>\n\n"),  # Gemma 3
+        Placeholder("<image>", "<fake_token_around_image><global-img>",  # Idefics3, SmolVLM
+                    "<fake_token_around_image>", needs="<fake_token_around_image>"),
+        Placeholder("<image>"),  # LLaVA
+        Placeholder("<image_soft_token>"), Placeholder("<|image|>"), Placeholder("[IMG]"),
+        Placeholder("<IMG_CONTEXT>")),
+    AUDIO: (
+        Placeholder("<|audio_pad|>"), Placeholder("<|AUDIO|>"),  # Qwen3-Omni; Qwen2-Audio
+        Placeholder("<audio_soft_token>"), Placeholder("<|audio|>"), Placeholder("<audio>"),
+        Placeholder("[AUDIO]")),
+}
+PART = {VISION: "image", AUDIO: "audio"}  # the type of a content part

@@ -1,9 +1,8 @@
 """Conversations -> token ids, with media between the text.
 
 The tokenizer's chat template when it has one (rendered in jinja's sandbox), else ChatML as in
-Qwen2. Only what the assistant says is supervised, and the special token that ends its turn.
-Text of the data is encoded apart from the template: a conversation that spells out "<|im_end|>"
-cannot end its turn.
+Qwen2. A conversation is encoded as one text, as transformers does it. Other tokens stand in it for
+the special tokens of the template, so one that spells out "<|im_end|>" cannot end its turn.
 """
 
 from __future__ import annotations
@@ -12,8 +11,7 @@ import hashlib
 import json
 import os
 import re
-from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
@@ -22,12 +20,13 @@ import numpy as np
 
 from orchmllm.data.formats.conversation import Turn
 from orchmllm.data.media.medium import Medium, RowError
-from orchmllm.data.text.spans import ALL, END, NONE, Span, Text, spans_of
+from orchmllm.data.text.spans import PART, Span, Text
 from orchmllm.data.text.template_engine import undeclared
 from orchmllm.data.text.templates import ChatTemplate
 from orchmllm.plan.layout import TEXT
 
 IM_START, IM_END, END_OF_TEXT = "<|im_start|>", "<|im_end|>", "<|endoftext|>"
+_MARK = "\ufdd0"  # begins and ends what stands for another token; a noncharacter
 DEFAULT_SYSTEM = "You are a helpful assistant."  # Qwen2's, when a conversation brings none
 
 
@@ -36,11 +35,11 @@ DEFAULT_SYSTEM = "You are a helpful assistant."  # Qwen2's, when a conversation 
 Tokenized = tuple[np.ndarray, np.ndarray, list[tuple[int, int]]]
 
 
-class _Encoded(NamedTuple):
-    """Text of the template: ids, of which the first num_learnt are supervised."""
+class _Marked(NamedTuple):
+    """A conversation to encode. learnt: (first, last + 1) characters, in order."""
 
-    ids: tuple[int, ...]
-    num_learnt: int
+    text: str
+    learnt: list[tuple[int, int]]
 
 
 class ChatTokenizer:
@@ -70,31 +69,47 @@ class ChatTokenizer:
                     "ChatML model (Qwen2), put the chat template of the model beside it, or add "
                     "the token with tokenizers.Tokenizer.add_special_tokens and save it again"
                 )
+        # Rows that an embedding needs.
+        self.vocab_size = max(self.tokenizer.get_vocab(with_added_tokens=True).values()) + 1
         self.tokenizer.no_padding()
         self.tokenizer.no_truncation()
         self.tokenizer.encode_special_tokens = True  # special tokens in data are read as text
-        tokens = self.tokenizer.encode("a", add_special_tokens=False).tokens
-        if tokens and tokens[0].startswith(("\u2581", "\u0120")):  # SentencePiece's, ByteLevel's
-            raise ValueError(
-                f"{path}: it puts a space before every text ('a' becomes {tokens[0]!r}); texts "
-                "are encoded one by one, so a conversation would get spaces that its chat "
-                "template does not write. Turn it off in that file: prepend_scheme: never, "
-                "add_prefix_space: false, or a normalizer without Prepend")
-        added = self.tokenizer.get_added_tokens_decoder().values()
-        either = "|".join(map(re.escape, sorted((t.content for t in added), key=len,
-                                                reverse=True)))
-        self._special = re.compile(f"({either or '(?!)'})")
-        self._frame = lru_cache(maxsize=4096)(self._encode_frame)
+        self.tokenizer.post_processor = None  # it would cut space off the offsets
+        added = self.tokenizer.get_added_tokens_decoder()
+        special = [t.content for t in added.values() if t.special]
+        either = "|".join(map(re.escape, sorted(special, key=len, reverse=True)))
+        self._special = re.compile(either or "(?!)")
         self._chat = self.template and ChatTemplate(
-            *self.template, [t.content for t in added if t.special], str(path))
+            *self.template, special, [t.content for t in added.values()], str(path))
+        self._stand_ins, self._ids = self._add_stand_ins(added)
+        self._of_template = lru_cache(maxsize=4096)(
+            lambda text: self._special.sub(lambda m: self._stand_ins[m[0]], text))
+
+    def _add_stand_ins(self, added: dict) -> tuple[dict[str | int, str], np.ndarray]:
+        """Adds tokens that stand for the special tokens that a template writes, which data cannot
+        write, and for media. Returns them by special token and modality; and the id that each token
+        has in the model, of media minus the modality."""
+        from tokenizers import AddedToken
+
+        like = {t.content: t for t in added.values()}
+        out: dict[str | int, str] = {}
+        ids = np.arange(self.vocab_size + len(added) + len(PART), dtype=np.int32)
+        for meant in (*(t.content for t in added.values() if t.special), *PART):
+            placeholder = self._chat and self._chat.placeholders.get(meant)
+            t = like.get(placeholder.text if placeholder else meant, AddedToken(normalized=False))
+            out[meant] = f"{_MARK}{len(out)}{_MARK}"
+            self.tokenizer.add_tokens([AddedToken(
+                out[meant], single_word=t.single_word, lstrip=t.lstrip, rstrip=t.rstrip,
+                normalized=t.normalized)])
+            at = self.tokenizer.token_to_id(out[meant])
+            if at < self.vocab_size:
+                raise ValueError(f"{self.path}: its token ids have gaps, so no token can be added "
+                                 "to it: number them from 0 on")
+            ids[at] = -meant if meant in PART else self.tokenizer.token_to_id(meant)
+        return out, ids
 
     def __reduce__(self):
         return ChatTokenizer, (self.path,)  # worker processes open the file themselves
-
-    @property
-    def vocab_size(self) -> int:
-        """Rows that an embedding needs: the largest token id plus one."""
-        return max(self.tokenizer.get_vocab(with_added_tokens=True).values()) + 1
 
     @property
     def end_id(self) -> int | None:
@@ -108,7 +123,23 @@ class ChatTokenizer:
     def digest(self) -> str:
         """Changes with anything that changes token ids."""
         content = self.path.read_bytes() + json.dumps(self.template).encode()
+        content += b"encoded as one text" * bool(self.template)  # and not piece by piece
         return hashlib.sha256(content).hexdigest()[:16]
+
+    def coverage(self, turns: Sequence[Turn]) -> tuple[int, int, int]:
+        """Of a conversation: characters of what the assistant says that are not learnt because the
+        chat template leaves them out, all of them, and special tokens that are learnt. Space and
+        calls of tools do not count. Raises RowError."""
+        said = [text for turn in turns if turn.supervised for text in (*turn.parts, turn.reasoning)
+                if isinstance(text, str)]
+        learnt = [span for span in self._spans(turns) if isinstance(span, Text) and span.learnt]
+        written = [s.text if s.of_data else self._special.sub("", s.text) for s in learnt]
+        num_said, num_written = (len("".join("".join(t).split())) for t in (said, written))
+        num_special = sum(len(self._special.findall(s.text)) for s in learnt if not s.of_data)
+        return max(0, num_said - num_written), num_said, num_special
+
+    def _spans(self, turns: Sequence[Turn]) -> list[Span]:
+        return _chatml(turns) if self._chat is None else self._chat.spans(turns)
 
     def encode(self, text: str) -> list[int]:
         """Ids of plain text; special tokens in it are read as text."""
@@ -131,75 +162,77 @@ class ChatTokenizer:
     ) -> list[Tokenized | RowError]:
         """`tokenize` of many conversations together; a RowError in place of those that cannot
         be."""
-        rendered: list[list | RowError] = []
+        rendered: list[_Marked | RowError] = []
         for turns in conversations:
             try:
-                rendered.append(self._frames(turns))
+                rendered.append(self._marked(self._spans(turns)))
             except RowError as error:
                 rendered.append(error)
-        texts = [item.text for frames in rendered if isinstance(frames, list)
-                 for item in frames if isinstance(item, Text)]
-        ids = iter(self.tokenizer.encode_batch_fast(texts, add_special_tokens=False))
-        return [frames if isinstance(frames, RowError) else _merge(frames, ids)
-                for frames in rendered]
+        encoded = iter(self.tokenizer.encode_batch(
+            [marked.text for marked in rendered if isinstance(marked, _Marked)],
+            add_special_tokens=False))
+        return [self._tokenized(marked, next(encoded)) if isinstance(marked, _Marked) else marked
+                for marked in rendered]
 
-    def _frames(self, turns: Sequence[Turn]) -> list[_Encoded | Span]:
-        spans = _chatml(turns) if self._chat is None else self._chat.spans(turns)
-        return [self._frame(s.text, s.learnt) if isinstance(s, Text) and not s.of_data else s
-                for s in spans]
+    def _marked(self, spans: Sequence[Span]) -> _Marked:
+        """The spans as one text, in which stand-ins are for special tokens and media."""
+        texts, learnt, end = [], [], 0
+        for span in spans:
+            if isinstance(span, Medium):
+                text = self._stand_ins[span.modality]
+            elif not span.of_data:
+                text = self._of_template(span.text)
+            elif _MARK in span.text:
+                raise RowError(f"a text contains {_MARK!r}, which stands for no character")
+            else:
+                text = span.text
+            texts.append(text)
+            start, end = end, end + len(text)
+            if isinstance(span, Text) and span.learnt:
+                learnt.append((start, end))
+        return _Marked("".join(texts), learnt)
 
-    def _encode_frame(self, text: str, supervised: str) -> _Encoded:
-        """Template text; special tokens in it are meant."""
-        ids: list[int] = []
-        learnt = 0
-        for part in self._special.split(text):
-            special = self.tokenizer.token_to_id(part) if self._special.fullmatch(part) else None
-            if special is not None:
-                if supervised == END and not learnt:
-                    learnt = len(ids) + 1
-                ids.append(special)
-            elif part:
-                ids += self.encode(part)
-        if supervised == ALL:
-            return _Encoded(tuple(ids), len(ids))
-        first = self._special.search(text)
-        ends = first is not None and not text[: first.start()].strip()
-        return _Encoded(tuple(ids), learnt if ends else 0)
+    def _tokenized(self, marked: _Marked, encoded) -> Tokenized:
+        """A token is learnt if one of its characters is."""
+        ids = self._ids[encoded.ids]
+        learnt = np.zeros(len(ids), bool)
+        for start, end in marked.learnt:
+            first = _token_at(encoded, range(start, end))
+            if first is not None:
+                last = _token_at(encoded, range(end - 1, start - 1, -1))
+                while last + 1 < len(ids) and encoded.token_to_chars(last + 1)[0] < end:
+                    last += 1  # a character may be in several tokens
+                learnt[first: last + 1] = True
+        segments, before, is_text = [], 0, ids >= 0
+        for at in [] if is_text.all() else np.flatnonzero(~is_text).tolist():
+            segments += [(TEXT, at - before)] * (at > before) + [(-int(ids[at]), 0)]
+            before = at + 1
+        segments += [(TEXT, len(ids) - before)] * (len(ids) > before)
+        return ids[is_text], learnt[is_text], segments
+
+
+def _token_at(encoded, characters: Iterable[int]) -> int | None:
+    """The first token of the first of `characters` that has one: a tokenizer may drop some."""
+    for character in characters:
+        token = encoded.char_to_token(character)
+        if token is not None:
+            return token
+    return None
 
 
 def _chatml(turns: Sequence[Turn]) -> list[Span]:
-    if any([turn.role in ("tool", "tools") or turn.calls for turn in turns]):
-        raise RowError("tools need the chat template of the model; put its chat_template.jinja or "
-                       "tokenizer_config.json beside the tokenizer")
+    if any([turn.role in ("tool", "tools") or turn.calls or turn.reasoning for turn in turns]):
+        raise RowError("tools and reasoning need the chat template of the model; put its "
+                       "chat_template.jinja or tokenizer_config.json beside the tokenizer")
     if not turns or turns[0].role != "system":
         turns = [Turn("system", (DEFAULT_SYSTEM,), False), *turns]
     spans: list[Span] = []
     for turn in turns:
-        spans.append(Text(f"{IM_START}{turn.role}\n", NONE))
-        spans += spans_of(turn.parts, turn.supervised)
-        spans.append(Text(f"{IM_END}\n", END if turn.supervised else NONE))
+        spans.append(Text(f"{IM_START}{turn.role}\n", False))
+        spans += [p if isinstance(p, Medium) else Text(p, turn.supervised, True)
+                  for p in turn.parts]
+        spans += [Text(IM_END, turn.supervised), Text("\n", False)]
     return spans
-
-
-def _merge(frames: list[_Encoded | Span], encoded) -> Tokenized:
-    """encoded: encodings of the data's texts in their order."""
-    ids, learnt = array("i"), bytearray()
-    segments: list[tuple[int, int]] = []
-    start = 0  # of the text since the last medium
-    for item in frames:
-        if isinstance(item, Medium):
-            segments += [(TEXT, len(ids) - start)] if len(ids) > start else []
-            segments.append((item.modality, 0))
-            start = len(ids)
-        elif isinstance(item, Text):
-            tokens = next(encoded).ids
-            ids.extend(tokens)
-            learnt += (b"\1" if item.learnt == ALL else b"\0") * len(tokens)
-        else:
-            ids.extend(item.ids)
-            learnt += b"\1" * item.num_learnt + b"\0" * (len(item.ids) - item.num_learnt)
-    segments += [(TEXT, len(ids) - start)] if len(ids) > start else []
-    return np.array(ids, np.int32), np.frombuffer(learnt, bool), segments
 
 
 def _read_template(folder: Path) -> tuple[str, dict[str, str]] | None:

@@ -1,7 +1,8 @@
 """Looks at a recipe's data before training on it.
 
     orchmllm data index RECIPE   lengths of every row, for fast starts (dispatch: load)
-    orchmllm data lint RECIPE    every row and medium that cannot be used, and why
+    orchmllm data lint RECIPE    every row and medium that cannot be used, and why; and, by 2,000
+                                 rows of each source, what is never learnt
     orchmllm data stats RECIPE   lengths, what balancing gives, a plot of the composition
     orchmllm data stats DATA --ranks 64    the same of a data file or folder, without a recipe
     orchmllm data preview RECIPE           examples as training sees them, with what is learnt
@@ -26,6 +27,7 @@ from orchmllm.config.recipe import Recipe, load_recipe
 from orchmllm.data.formats.open import DataSource, index_path
 from orchmllm.data.index import LengthIndex
 from orchmllm.data.lengths import LengthReader
+from orchmllm.data.survey import survey
 from orchmllm.tools.data.build_index import build_index
 from orchmllm.tools.data.stats import drawn, of_data, show
 from orchmllm.tools.pictures import check_can_draw
@@ -144,5 +146,6 @@ def main(argv: list[str]) -> int:
     if args.command != "lint":
         return 0
     num_problems = lint(sources, indexes) + (lint_decoding(recipe) if args.decode else 0)
+    survey(sources, reader.tokenizer, recipe.data, print, 2000)
     print(f"{num_problems} problem(s) in {sum(map(len, sources))} rows")
     return int(num_problems > 0)

@@ -1,0 +1,154 @@
+"""What a chat template wrote for a conversation: where its texts and its turns are, which of it is
+learnt, and where media stand."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+
+from orchmllm.data.formats.conversation import Turn, media_of
+from orchmllm.data.media.medium import Medium, RowError
+from orchmllm.data.text.spans import Placeholder, Span, Text
+from orchmllm.data.text.traced import BLOCK, CALL, SOURCE, TURN, codes_of
+
+CHANGED = ("the chat template changes the texts of turns or leaves out turns, so what is learnt "
+           "cannot be told from the rest; write one that puts them in as they are")
+LOST_MEDIUM = "the chat template leaves out an image or a clip, repeats or moves it"
+CONTENT, REASONING, NAME, ARGUMENT = "content", "reasoning", "name", "argument"
+
+
+class Source(NamedTuple):
+    """A text or a medium of the data. turn: its number. kind: CONTENT, REASONING, or NAME or
+    ARGUMENT of a call of a tool."""
+
+    turn: int
+    kind: str
+    value: str | Medium
+
+
+class Page:
+    """text: what was written. Of each of its characters (n,): source: its number in `sources` from
+    1, 0 for the template's; said: the turn whose text it is of, or -1; turn: that which a loop was
+    at, or -1; in_call, in_block: see orchmllm.data.text.traced."""
+
+    def __init__(self, written: str, sources: Sequence[Source]) -> None:
+        codes = codes_of(written)
+        self.text, self.sources = "".join([written]), sources
+        self.source = codes & SOURCE
+        self.said = np.array([-1, *(source.turn for source in sources)])[self.source]
+        self.turn = (codes & CALL - 1) // TURN - 1
+        self.in_call, self.in_block = codes & CALL > 0, codes & BLOCK > 0
+
+    def check(self, special: re.Pattern) -> None:
+        """Raises RowError where turns or calls are left out, or turns are repeated or moved; where
+        a text with a special token was not found again, which may be in it all the same."""
+        there, turns = set(self.source.tolist()), set(self.said.tolist())
+        if (np.diff(self.said[self.said >= 0]) < 0).any():
+            raise RowError("the chat template repeats or reorders turns")
+        for number, (turn, kind, value) in enumerate(self.sources, 1):
+            if number in there or isinstance(value, str) and not value.strip():
+                continue
+            if isinstance(value, Medium):
+                raise RowError(LOST_MEDIUM)
+            if kind == NAME:
+                raise RowError("the chat template does not write calls of tools; write them into "
+                               "the text of the answer, as the model is to say them")
+            if kind == CONTENT and turn not in turns or special.search(value):
+                raise RowError(CHANGED)
+
+    def in_blocks(self, turns: Sequence[Turn]) -> np.ndarray:
+        """(n,) bool: learnt is what stands in {% generation %}, if its turn is to be learnt. A
+        block outside all turns belongs to the one before it."""
+        turn = np.maximum(self.turn, self.said)
+        latest = np.maximum.accumulate(np.where(turn >= 0, np.arange(len(turn)), -1))
+        supervised = np.array([turn.supervised for turn in turns])
+        return self.in_block & (latest >= 0) & supervised[turn[latest]]
+
+    def answer(self, turn: int, opening: str | None, ending: re.Pattern) -> tuple[int, int]:
+        """First and last character of an answer that are learnt: its texts, what the template
+        writes between them, before them for reasoning and calls, and the special tokens that end
+        it. opening: what comes before every answer, if it is known; ending: a run of special
+        tokens. Raises RowError where no loop wrote the turn."""
+        mine = self.turn == turn
+        if not mine.any():
+            raise RowError(CHANGED)
+        called = mine & self.in_call
+        names = np.array([False, *(source.kind == NAME for source in self.sources)])[self.source]
+        # The name of a tool may be written again before its answer.
+        own = np.flatnonzero((self.said == turn) & mine & (called | ~names | ~called.any()))
+        first = np.flatnonzero(mine)[0]
+        last = max([first - 1, *own[-1:], *np.flatnonzero(called)[-1:]]) + 1
+        others = np.flatnonzero(((self.turn >= 0) & ~mine | (self.said > turn))[last:])
+        end = last + others[0] if len(others) else len(self.text)
+        begin = _after(opening, self.text[first: own[0] if len(own) else end], ending)
+        if not len(own):
+            found = ending.search(self.text, first + begin, end) if begin >= 0 else None
+            return found.span() if found else (0, 0)
+        start = own[0] if begin < 0 or self._is_start(own[0]) else first + begin
+        found = ending.search(self.text, last, end)
+        return start, found.end() if found else last + len(self.text[last:end].rstrip())
+
+    def _is_start(self, at: int) -> bool:
+        """Whether an answer begins as its content does: nothing of it has been put before it."""
+        rest = np.flatnonzero(self.source[at:] != self.source[at])
+        written = self.text[at: at + rest[0] if len(rest) else None]
+        _, kind, value = self.sources[self.source[at] - 1]
+        return kind == CONTENT and value.lstrip().startswith(written.lstrip())
+
+    def media(self, turns: Sequence[Turn], placeholders: dict[int, Placeholder]
+              ) -> dict[int, tuple[int, Medium, Placeholder]]:
+        """First character -> (the one after the last, medium, its placeholder). Raises RowError
+        where the placeholders are not those of the media, in their order."""
+        every = media_of(turns)
+        found = {}
+        for number, (_, _, value) in enumerate(self.sources, 1):
+            if isinstance(value, Medium):
+                found |= {at: (at + 1, value, Placeholder(""))
+                          for at in np.flatnonzero(self.source == number).tolist()}
+        placed = {medium for _, medium, _ in found.values()}
+        for modality, placeholder in placeholders.items():
+            media = [m for m in every if m.modality == modality and m not in placed]
+            places = [m.span() for m in re.finditer(re.escape(placeholder.text), self.text)
+                      if not self.source[m.start(): m.end()].any()] if media else []
+            if len(places) != len(media):
+                raise RowError(LOST_MEDIUM)
+            found |= {start: (end, medium, placeholder)
+                      for (start, end), medium in zip(places, media, strict=True)}
+        if [found[at][1] for at in sorted(found)] != every:
+            raise RowError(LOST_MEDIUM)
+        return found
+
+    def spans(self, learnt: np.ndarray, media: dict[int, tuple[int, Medium, Placeholder]]
+              ) -> list[Span]:
+        """The page cut where it changes from text of the template to text of the data, and where
+        what is learnt begins and ends."""
+        of_data = self.source > 0
+        cuts = {0, len(self.text), *media, *(end for end, _, _ in media.values()),
+                *(np.flatnonzero(np.diff(2 * learnt + of_data)) + 1).tolist()}
+        out: list[Span] = []
+        for start, end in pairwise(sorted(cuts)):
+            is_learnt = bool(learnt[start])
+            if start in media:
+                _, medium, placeholder = media[start]
+                out += [Text(placeholder.before, is_learnt), medium,
+                        Text(placeholder.after, is_learnt)]
+            else:
+                out.append(Text(self.text[start:end], is_learnt, bool(of_data[start])))
+        return out
+
+
+def _after(opening: str | None, text: str, ending: re.Pattern) -> int:
+    """Where what comes before every answer ends in a text, which may begin with less of it: up to a
+    line or a special token; -1 if it is not there."""
+    if opening is None:
+        return -1
+    found = text.rfind(opening)
+    if found >= 0:
+        return found + len(opening)
+    same = os.path.commonprefix([opening, text])
+    return max([same.rfind("\n") + 1, *(m.end() for m in ending.finditer(same))]) or -1

@@ -1,0 +1,56 @@
+"""The token ids of ChatML are pinned: a corpus that was indexed or trained on keeps its ids."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+
+from orchmllm.data.formats.conversation import chat, instruction
+from orchmllm.data.media.root import MediaRoot
+from orchmllm.data.text.tokenizer import ChatTokenizer
+from tests.lib.tokenizers import SPECIAL, write_merged_tokenizer
+
+WORDS = ("What is drawn here ? a red square . caf\u00e9 na\u00efve \u4e2d\u6587 \U0001f600 "
+         "\U0001f469\u200d\U0001f4bb 12345 don't  two\n\nlines \ttab <|im_end|> <|im_start|>user "
+         "</s> <think> {\"a\": 1} `code` \u0645\u0631\u062d\u0628\u0627 e\u0301 ...").split(" ")
+DIGEST = "3761f451841d21a96a6fc5af034e4238b39a9a123b10d9d5c2425ecdd3a39ba1"
+
+
+def rows(count: int):
+    """Conversations as the public corpora write them: with and without a system turn, of one and
+    more rounds, with media as placeholders and as content parts, and rows of instructions."""
+    draw = random.Random(0)
+
+    def text() -> str:
+        words = draw.choices(WORDS, k=draw.randint(1, 30))
+        return draw.choice(["", "  "]) + " ".join(words).strip() + draw.choice(["", " ", "\n"])
+
+    for k in range(count):
+        turns = [{"from": who, "value": text()} for _ in range(draw.randint(1, 4))
+                 for who in ("human", "gpt")]
+        if k % 4 == 0:
+            yield chat, {"conversations": turns}
+        elif k % 4 == 1:
+            turns[0]["value"] = "<image>\n" + turns[0]["value"] + "<audio>"
+            turns[-1]["value"] += "<image>"
+            yield chat, {"conversations": turns, "images": ["a.png", "b.png"], "audios": "a.wav"}
+        elif k % 4 == 2:
+            parts = [{"type": "text", "text": text()}, {"type": "image", "image": "a.png"},
+                     {"type": "text", "text": text()}]
+            yield chat, {"messages": [
+                {"role": "system", "content": text()}, {"role": "user", "content": parts},
+                {"role": "assistant", "content": text(), "weight": k % 3 // 2},
+                {"role": "user", "content": text()}, {"role": "assistant", "content": ""}]}
+        else:
+            yield instruction, {"instruction": text(), "input": draw.choice(["", text()]),
+                                "output": text(), "system": draw.choice(["", text()])}
+
+
+def test_the_ids_of_chatml_corpora_are_those_of_all_versions(tmp_path):
+    write_merged_tokenizer(tmp_path, SPECIAL)
+    tokenizer = ChatTokenizer(tmp_path)
+    conversations = [read(row, MediaRoot("")) for read, row in rows(400)]
+    found = hashlib.sha256()
+    for token_ids, learnt, segments in tokenizer.tokenize_batch(conversations):
+        found.update(repr((token_ids.tolist(), learnt.tolist(), segments)).encode())
+    assert found.hexdigest() == DIGEST

@@ -1,0 +1,93 @@
+"""What is never learnt is said before training: text that the template leaves out, ends of answers,
+keys that nothing reads."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from orchmllm.config.recipe import DataConfig, load_recipe
+from orchmllm.data.survey import survey
+from orchmllm.data.text.tokenizer import ChatTokenizer
+from orchmllm.runtime.build import build_dataset
+from orchmllm.tools.data.command import main
+from tests.data.test_templates import THINK
+from tests.lib.formats import write_jsonl
+from tests.lib.sources import opened
+from tests.lib.tokenizers import write_tokenizer
+
+NO_END = ("{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}\n"
+          "{% endfor %}<|endoftext|>")
+PLAIN = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>{% endfor %}"
+
+
+def said(*texts: str, **keys) -> dict:
+    return {"messages": [{"role": "assistant" if k % 2 else "user", "content": text,
+                          **(keys if k % 2 else {})} for k, text in enumerate(texts)]}
+
+
+def lines(folder, template: str | None, rows: list[dict], **keys) -> list[str]:
+    write_tokenizer(folder)
+    if template is not None:
+        (folder / "chat_template.jinja").write_text(template)
+    write_jsonl(folder / "data.jsonl", rows)
+    tokenizer, out = ChatTokenizer(folder), []
+    dataset = opened(folder / "data.jsonl", tokenizer, folder)
+    survey(dataset.sources, tokenizer, DataConfig(**keys), out.append)
+    return out
+
+
+def test_text_that_is_left_out_is_counted(tmp_path):
+    """Reasoning of all answers but the last, and that of a key which the template does not read."""
+    kept = [said("What?", "red square"), said("What?", "<think>low</think>one")]
+    lost = said("What?", "<think>warm</think>one", "two", "<think>low</think>one")
+    assert lines(tmp_path, THINK, kept) == []
+    [line] = lines(tmp_path, THINK, [*kept * 4, lost])
+    share = 19 / (4 * (9 + 21) + 22 + 21)  # <think>warm</think> of all letters
+    assert line == (f"data.jsonl: the chat template leaves out {share:.1%} of what the assistant "
+                    "says (in 9 rows)")
+    with pytest.raises(ValueError, match="leaves out 44.2%.*set data.allow_left_out=true"):
+        lines(tmp_path, THINK, [lost])
+    assert len(lines(tmp_path, THINK, [lost], allow_left_out=True)) == 1
+    with pytest.raises(ValueError, match="leaves out 50.0% of what the assistant says"):
+        lines(tmp_path, PLAIN, [said("What?", "a red", reasoning_content="It is")])
+
+
+def test_answers_that_end_with_no_special_token_are_warned_of(tmp_path):
+    rows = [said("What?", "red")]
+    assert lines(tmp_path, PLAIN, rows) == []
+    [line] = lines(tmp_path, NO_END.replace("<|endoftext|>", ""), rows)
+    assert line.startswith("warning: data.jsonl: no special token is learnt (in 1 rows)")
+
+
+@pytest.mark.parametrize("row, unread", [
+    (said("q", "a") | {"id": 7, "meta": {"by": "me"}, "empty": "", "tools": None}, "id, meta"),
+    (said("q", "a", name="me", weight=1), "name of a turn"),
+    ({"conversations": [{"from": "human", "value": "q", "score": 1},
+                        {"from": "gpt", "value": "a"}]}, "score of a turn"),
+    ({"instruction": "q", "output": "a", "input": "", "system": "s", "license": "MIT"}, "license"),
+    (said("q", "a") | {"system": "s", "label": True}, "")])
+def test_keys_that_nothing_reads_are_named(tmp_path, row, unread):
+    found = lines(tmp_path, None, [row])
+    assert found == ([f"data.jsonl: keys that nothing reads: {unread}"] if unread else [])
+
+
+def test_lint_and_a_run_say_it(tmp_path, capsys):
+    lost = said("What?", "<think>warm</think>one", "two", "<think>low</think>one")
+    lines(tmp_path, THINK, [lost | {"id": 1}], allow_left_out=True)
+    told: list[str] = []
+    recipe = {"data": {"path": str(tmp_path), "index_dir": str(tmp_path / "index")}}
+    (tmp_path / "r.yaml").write_text(json.dumps(recipe))
+    assert main(["lint", str(tmp_path / "r.yaml"), "--workers", "1"]) == 2
+    shown = capsys.readouterr()
+    assert "keys that nothing reads: id" in shown.out and "set data.allow_left_out" in shown.err
+    assert main(["lint", str(tmp_path / "r.yaml"), "data.allow_left_out=true"]) == 0
+    assert "leaves out 44.2%" in capsys.readouterr().out
+    written = load_recipe(tmp_path / "r.yaml", ["model.llm.vocab_size=1000"])
+    with pytest.raises(ValueError, match="leaves out 44.2%.*set data.allow_left_out=true"):
+        build_dataset(written)
+    build_dataset(replace(written, data=replace(written.data, allow_left_out=True)), told.append)
+    assert [line.split(": ", 1)[1][:24] for line in told] == [
+        "keys that nothing reads:", "the chat template leaves"]
