@@ -19,7 +19,7 @@ from orchmllm.data.formats.rows import JsonRows
 from orchmllm.data.sampler import StreamSampler
 from orchmllm.data.stream import StreamDataset
 from orchmllm.plan.geometry import AudioGeometry, VisionGeometry
-from orchmllm.runtime.run_state import check_resumable, resume_keys
+from orchmllm.runtime.resumable import check_resumable, resume_keys
 from tests.lib.formats import llava_row, write_jsonl, write_tar
 from tests.lib.servers import storage
 

@@ -42,7 +42,8 @@ def test_default_tolerance_is_half_a_percent() -> None:
                            for given in ({}, {"tolerance": .005}, {"tolerance": 0.}))
     assert np.array_equal(default, half) and not np.array_equal(default, none)
     assert PhaseConfig().tolerance == DEFAULT_TOLERANCE == .005
-    spec = make_spec(None, "least_move", None, 0, 8, "load", 0.0)
+    spec = make_spec("least_move", None, 0, cost=None, ranks_per_node=8, dispatch="load",
+                     min_gain=0.0)
     assert spec.balance.llm.tolerance == .005
     assert list(PhaseConfig("greedy").conflicts()) == []
     assert len(list(PhaseConfig("greedy", tolerance=.1).conflicts())) == 1
