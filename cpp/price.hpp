@@ -22,7 +22,7 @@ class PriceLimit {
     });
     for (const i32 id : sample) {
       dearest_ = id;
-      held += p_.weight[at(id)] * static_cast<i64>(stride);
+      held += static_cast<i128>(p_.weight[at(id)]) * static_cast<i64>(stride);
       if (held >= 2 * static_cast<i128>(surplus)) break;
     }
   }

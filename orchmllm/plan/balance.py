@@ -151,8 +151,9 @@ def check_ranks(name: str, values: object, size: int, num_ranks: int) -> np.ndar
 
 
 def _count(name: str, value: object) -> int:
-    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
-        raise ValueError(f"{name} must be an integer >= 1, got {value!r}")
+    if isinstance(value, bool) or not isinstance(value, int | np.integer) or not (
+            1 <= value < 2**63):
+        raise ValueError(f"{name} must be an integer >= 1 and below 2**63, got {value!r}")
     return int(value)
 
 

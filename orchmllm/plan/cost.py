@@ -45,6 +45,8 @@ class CostModel:
         if len(lengths):
             index = int(lengths.argmax())
             longest = int(lengths[index])
+            if lengths.min() < 0:
+                raise ValueError(f"a length is {lengths.min()}: must be >= 0")
             if self.constant + longest * (self.linear + self.quadratic * longest) >= 2**63:
                 raise ValueError(f"lengths[{index}] = {longest}: its cost overflows int64")
         span = lengths if frames is None else lengths // np.maximum(frames, 1)
