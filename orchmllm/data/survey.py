@@ -63,7 +63,7 @@ def survey(sources: Sequence[DataSource], tokenizer: ChatTokenizer, data: DataCo
                 row = _Watched(store.row(i))
                 seen.append(tokenizer.coverage(source.parse(row, store.place(i)[0])))
                 unread |= row.unread()
-            except RowError:  # it gets a line of its own when it is read to be trained on
+            except (RowError, OSError):  # told of when it is read to be trained on
                 continue
         left_out, said, num_ends = np.sum(seen, axis=0).tolist() if seen else (0, 0, 0)
         if unread:

@@ -1,9 +1,7 @@
 """Header-only lengths equal decoded lengths for every kind of file, as file, bytes and tar member;
-chat templates against transformers' own rendering."""
+built-in ChatML against Qwen's template."""
 
 from __future__ import annotations
-
-import json
 
 import numpy as np
 import pytest
@@ -18,7 +16,7 @@ from orchmllm.data.text.tokenizer import ChatTokenizer
 from orchmllm.plan.geometry import AudioGeometry, VisionGeometry
 from orchmllm.plan.layout import AUDIO, VISION
 from tests.lib.sources import medium_at
-from tests.lib.tokenizers import SPECIAL, write_tokenizer
+from tests.lib.tokenizers import write_tokenizer
 
 VISION_GEOMETRY, AUDIO_GEOMETRY = VisionGeometry(max_side=224), AudioGeometry()
 MODES = [("jpg", "RGB"), ("jpg", "L"), ("jpg", "CMYK"), ("png", "RGB"), ("png", "RGBA"),
@@ -87,36 +85,8 @@ def test_clips(tmp_path, suffix, subtype, rate, channels):
 QWEN = ("{% for m in messages %}{% if loop.first and m.role != 'system' %}<|im_start|>system\n"
         "You are a helpful assistant.<|im_end|>\n{% endif %}<|im_start|>{{ m.role }}\n"
         "{{ m.content }}<|im_end|>\n{% endfor %}")
-LLAMA = ("{{ bos_token }}{% for m in messages %}<|head|>{{ m.role }}<|/head|>\n\n"
-         "{{ m.content | trim }}<|eot|>{% endfor %}")
-VICUNA = ("{% for m in messages %}{% if m.role == 'user' %}USER: {{ m.content }} {% else %}"
-          "ASSISTANT: {{ m.content }}</s>{% endif %}{% endfor %}")
 TURNS = [Turn("user", ("  What is drawn?\n",), False), Turn("assistant", ("red ",), True),
          Turn("user", ("one two",), False), Turn("assistant", (" blue",), True)]
-
-
-@pytest.mark.parametrize("template, special, learnt", [
-    (QWEN, SPECIAL, "red <|im_end|> blue<|im_end|>"),
-    (LLAMA, ("<s>", "<|head|>", "<|/head|>", "<|eot|>"), "red<|eot|>blue<|eot|>"),
-    (VICUNA, ("<s>", "</s>"), " red </s> blue</s>"),  # a token with its space
-])
-def test_chat_templates(tmp_path, template, special, learnt):
-    """The same text as transformers renders; the answers and the token that ends them learnt."""
-    from transformers import PreTrainedTokenizerFast
-
-    write_tokenizer(tmp_path, special)
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(
-        {"chat_template": template, "bos_token": special[0]}))
-    tokenizer = ChatTokenizer(tmp_path)
-    token_ids, mask, [_] = tokenizer.tokenize(TURNS)
-    theirs = PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "tokenizer.json"),
-                                     bos_token=special[0], chat_template=template)
-    expected = theirs.apply_chat_template(
-        [{"role": t.role, "content": t.parts[0]} for t in TURNS], tokenize=False)
-    assert tokenizer.decode(token_ids) == expected
-    assert tokenizer.decode(token_ids[mask]) == learnt
-    assert tokenizer.end_id == tokenizer.tokenizer.token_to_id(
-        {QWEN: "<|im_end|>", LLAMA: "<|eot|>", VICUNA: "</s>"}[template])
 
 
 def test_built_in_chatml_is_qwens_template(tmp_path):

@@ -58,7 +58,16 @@ FOLDING = ("{% if messages[0].role == 'system' %}{% set first = messages[0].cont
            "{{ raise_exception('roles must alternate') }}{% endif %}<|im_start|>{{ m.role }}\n"
            "{{ (first if loop.first else '') + m.content | trim }}<|im_end|>\n{% endfor %}")
 CUTTING = "{% for m in messages %}[{{ m.role }}]{{ m.content.strip('\n') }}<|im_end|>{% endfor %}"
-TEMPLATES = dict(think=THINK, generation=GENERATION, dated=DATED, folding=FOLDING, cutting=CUTTING)
+# Nothing that a loop over turns writes says which turn it was at; one goes on before it ends.
+COUNTING = ("{% for i in range(messages | length) %}<|im_start|>{{ messages[i].role }}\n"
+            "{{ messages[i].content }}<|im_end|>\n{% endfor %}")
+COLLECTING = ("{% set ns = namespace(out='') %}{% for m in messages %}{% set ns.out = ns.out + "
+              "'<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' %}{% endfor %}"
+              "{{ ns.out }}")
+CONTINUING = ("{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
+              "{% if m.role == 'user' %}{% continue %}{% endif %}{% endfor %}")
+TEMPLATES = dict(think=THINK, generation=GENERATION, dated=DATED, folding=FOLDING, cutting=CUTTING,
+                 counting=COUNTING, collecting=COLLECTING, continuing=CONTINUING)
 WHY = "<think>\nred is\n\nwarm </think> \n\n blue"
 
 
@@ -119,6 +128,9 @@ def test_the_text_is_that_of_transformers(both, name):
         # What data spells out is never a special token.
         ends = int((token_ids == ours.tokenizer.token_to_id("<|im_end|>")).sum())
         assert ends == len(turns) - (name == "folding" and turns[0].role == "system"), what
+        if name in ("counting", "collecting", "continuing") and "" not in turns[1].parts:
+            assert ours.decode(token_ids[mask]) == "".join(
+                f"{t.parts[0]}<|im_end|>" for t in turns if t.supervised), what
         checked += 1
     assert checked == len(TALKS)
 

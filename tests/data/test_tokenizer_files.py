@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 
 import pytest
@@ -89,3 +90,18 @@ def test_ids_with_gaps_are_refused(tmp_path):
     (tmp_path / "tokenizer.json").write_text(json.dumps(content))
     with pytest.raises(ValueError, match="its token ids have gaps"):
         ChatTokenizer(tmp_path)
+
+
+def test_runs_with_a_template_do_not_go_on_with_other_ids(tmp_path):
+    """A conversation was encoded piece by piece before: the digest of a checkpoint of then, and the
+    key of an index, are others. The ids of ChatML are as they were."""
+    def before(template) -> str:
+        content = (tmp_path / "tokenizer.json").read_bytes() + json.dumps(template).encode()
+        return hashlib.sha256(content).hexdigest()[:16]
+
+    write(tmp_path, ENDED, tokenizer_config=MAP)
+    tokens = {"bos_token": "<s>", "eos_token": "</s>"}
+    assert ChatTokenizer(tmp_path).template == (ENDED, tokens)
+    assert ChatTokenizer(tmp_path).digest != before((ENDED, tokens))
+    (tmp_path / "chat_template.jinja").unlink()
+    assert ChatTokenizer(tmp_path).digest == before(None)

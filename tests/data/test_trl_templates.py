@@ -81,9 +81,10 @@ LEARNT = {
         GEMMA + "<|tool_response>")),
     "glm4moe": (
         "", "\n<think>It is warm.</think>\nred",
-        "\n<think></think>\nred\n<think>It is warm.</think>\nyes.",
+        "\n<think></think>\nred<|user|>\n<think>It is warm.</think>\nyes.",
         "\n<think></think>\n<tool_call>look\n<arg_key>at</arg_key>\n<arg_value>the \u00e9 \"red\" "
-        "one</arg_value>\n<arg_key>n</arg_key>\n<arg_value>2</arg_value>\n</tool_call>"),
+        "one</arg_value>\n<arg_key>n</arg_key>\n<arg_value>2</arg_value>\n</tool_call>"
+        "<|observation|>"),
     "gptoss": (
         "<|return|>", "<|channel|>analysis<|message|>It is warm.<|end|><|start|>assistant"
         "<|channel|>final<|message|>red", "",
@@ -114,7 +115,8 @@ LEARNT = {
     "qwen3_8": (NO, THOUGHT[8:] + "red", THOUGHT + "red{end}" + THOUGHT + "yes.",
                 "\n\n</think>\n\n" + XML + "{end}"),
 }
-EARLIER = {"phi3": "<|end|>", "gptoss": "<|end|>"}  # what ends answers but the last
+# What ends answers but the last. GLM's end as the next turn begins.
+EARLIER = {"phi3": "<|end|>", "gptoss": "<|end|>", "glm4moe": "<|user|>"}
 # With the reason; transformers writes them without a word of the call.
 NO_CALLS = ("deepseek_r1_distill", "idefics3", "lfm2", "llama3", "phi3", "phi3_5", "qwen2_5_vl",
             "smolvlm")

@@ -69,29 +69,33 @@ class Page:
         supervised = np.array([turn.supervised for turn in turns])
         return self.in_block & (latest >= 0) & supervised[turn[latest]]
 
-    def answer(self, turn: int, opening: str | None, ending: re.Pattern) -> tuple[int, int]:
+    def answer(self, turn: int, opening: str | None, ending: re.Pattern, following: re.Pattern
+               ) -> tuple[int, int]:
         """First and last character of an answer that are learnt: its texts, what the template
         writes between them, before them for reasoning and calls, and the special tokens that end
         it. opening: what comes before every answer, if it is known; ending: a run of special
-        tokens. Raises RowError where no loop wrote the turn."""
-        mine = self.turn == turn
-        if not mine.any():
-            raise RowError(CHANGED)
-        called = mine & self.in_call
+        tokens; following: the first of them after an answer whose turn has none."""
+        mine, text = self.turn == turn, self.text
+        looped, called = mine.any(), mine & self.in_call
         names = np.array([False, *(source.kind == NAME for source in self.sources)])[self.source]
         # The name of a tool may be written again before its answer.
-        own = np.flatnonzero((self.said == turn) & mine & (called | ~names | ~called.any()))
-        first = np.flatnonzero(mine)[0]
+        own = np.flatnonzero((self.said == turn) & (mine if looped else True)
+                             & (called | ~names | ~called.any()))
+        first = _first(mine) if looped else _first(self.said == turn)
         last = max([first - 1, *own[-1:], *np.flatnonzero(called)[-1:]]) + 1
-        others = np.flatnonzero(((self.turn >= 0) & ~mine | (self.said > turn))[last:])
-        end = last + others[0] if len(others) else len(self.text)
-        begin = _after(opening, self.text[first: own[0] if len(own) else end], ending)
+        others = self.said[last:] > turn
+        data = last + _first(others)
+        end = last + _first(others | (self.turn[last:] >= 0) & ~mine[last:]) if looped else last
+        begin = _after(opening, text[first: own[0] if len(own) else end], ending) if looped else -1
         if not len(own):
-            found = ending.search(self.text, first + begin, end) if begin >= 0 else None
+            found = ending.search(text, first + begin, end) if begin >= 0 else None
             return found.span() if found else (0, 0)
         start = own[0] if begin < 0 or self._is_start(own[0]) else first + begin
-        found = ending.search(self.text, last, end)
-        return start, found.end() if found else last + len(self.text[last:end].rstrip())
+        found = ending.search(text, last, end)
+        close = last + len(text[last:end].rstrip())
+        if not found and close not in [run.end() for run in ending.finditer(text, start, close)]:
+            found = following.match(text, close, data)
+        return start, found.end() if found else close
 
     def _is_start(self, at: int) -> bool:
         """Whether an answer begins as its content does: nothing of it has been put before it."""
@@ -140,6 +144,11 @@ class Page:
             else:
                 out.append(Text(self.text[start:end], is_learnt, bool(of_data[start])))
         return out
+
+
+def _first(where: np.ndarray) -> int:
+    """The place of the first that is true, len(where) if there is none."""
+    return int(np.append(np.flatnonzero(where), len(where))[0])
 
 
 def _after(opening: str | None, text: str, ending: re.Pattern) -> int:

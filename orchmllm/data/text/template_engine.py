@@ -70,19 +70,21 @@ class Environment(ImmutableSandboxedEnvironment):
 
 
 class TracingEnvironment(Environment):
-    """Writes Traced texts."""
+    """Writes Traced texts. captures: whether they say which turn a loop was at; then what a loop
+    writes before it goes on to the next with `continue` is lost."""
 
     concat = staticmethod(joined)
 
-    def __init__(self) -> None:
+    def __init__(self, captures: bool) -> None:
         super().__init__()
+        self._captures = captures
         self.filters |= {
             "join": self._join, "concatenated": lambda texts: joined(map(str, texts)),
             "safe": lambda value: value if isinstance(value, Traced) else Markup(value),
             "written_at": _written_at}
 
     def _parse(self, *args):
-        return _Instrumented().visit(super()._parse(*args))
+        return _Instrumented(self._captures).visit(super()._parse(*args))
 
     def _join(self, texts: Iterable, sep: str = "", attribute: str | None = None) -> str:
         if attribute is not None:
@@ -101,9 +103,12 @@ def _written_at(text: str, value: object) -> str:
 class _Instrumented(NodeTransformer):
     """Captures what the body of a loop writes, and says what the loop was at."""
 
+    def __init__(self, captures: bool) -> None:
+        self._captures = captures
+
     def visit_For(self, node: nodes.For):
         self.generic_visit(node)
-        if isinstance(node.target, nodes.Name):
+        if self._captures and isinstance(node.target, nodes.Name):
             at = nodes.Name(node.target.name, "load")
             written = nodes.Filter(nodes.Name("written_", "load"), "written_at", [at], [], None,
                                    None)

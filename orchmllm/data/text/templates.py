@@ -37,9 +37,11 @@ class ChatTemplate:
         self._has_blocks = re.search(r"\{%[-+]?\s*generation\s*[-+]?%\}", source) is not None
         either = "|".join(map(re.escape, sorted(special, key=len, reverse=True))) or "(?!)"
         self._ending = re.compile(rf"(?:{either})(?:\s*(?:{either}))*")
+        self._following = re.compile(rf"\s*(?:{either})")
         try:
             self._plain = Environment().from_string(source)
-            self._tracing = TracingEnvironment().from_string(source)
+            self._tracing = [TracingEnvironment(captures).from_string(source)
+                             for captures in (True, False)]
         except Exception as error:  # of jinja's parser
             raise RowError(f"{path}: the chat template cannot be read: {error}") from error
         # Of media that it writes in lists of content parts; None: which is not known.
@@ -56,7 +58,7 @@ class ChatTemplate:
         else:
             learnt = np.zeros(len(page.text), bool)
             for k in [k for k, turn in enumerate(turns) if turn.supervised]:
-                start, end = page.answer(k, self._opening, self._ending)
+                start, end = page.answer(k, self._opening, self._ending, self._following)
                 learnt[start:end] = True
         return page.spans(learnt, page.media(turns, self.placeholders))
 
@@ -118,11 +120,12 @@ class ChatTemplate:
             if as_text or not any(turn.calls for turn in talk):
                 raise
             return self._page(turns, as_text=True)
-        page = Page(self._render(self._tracing, messages, tools), sources)
-        if page.text != truth:
-            raise RowError(CHANGED)
-        page.check(self._ending)
-        return page, talk
+        for template in self._tracing:
+            page = Page(self._render(template, messages, tools), sources)
+            if page.text == truth:
+                page.check(self._ending)
+                return page, talk
+        raise RowError(CHANGED)
 
     def _tools(self, turns: Sequence[Turn]) -> tuple[list | None, Sequence[Turn]]:
         """The definitions of tools, and the other turns."""
