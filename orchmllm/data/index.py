@@ -39,7 +39,8 @@ class LengthIndex:
         if not (len(self.table) == self.start[-1] and len(self.targets) == len(self.start) - 1):
             raise ValueError("its files do not have the same rows")
         with (folder / "problems.jsonl").open(encoding="utf-8") as f:
-            self.problems = {p.pop("row"): _problem(**p) for p in map(json.loads, f)}
+            self.problems = {p.pop("row"): MediaError(p.pop("file"), **p)
+                             for p in map(json.loads, f)}
 
     def __len__(self) -> int:
         return len(self.targets)
@@ -71,12 +72,6 @@ def joined_layouts(
     if np.array_equal(order, np.arange(len(order))):
         return joined
     return joined.taken(np.argsort(order), joined.examples_per_rank)
-
-
-def _problem(file: str, reason: str, segment: int | None, modality: int) -> MediaError:
-    problem = MediaError(file, reason, segment)
-    problem.modality = modality
-    return problem
 
 
 def index_folder(source: DataSource, reader: LengthReader, index_dir: Path) -> Path:

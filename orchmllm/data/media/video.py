@@ -39,9 +39,7 @@ def expand(medium: Medium, sampling: VideoSampling, options: Mapping) -> list[Me
         header = av_process.video_header(medium, demuxer)
         seconds = chosen(header, sampling, options)
     except (MediaError, ValueError) as error:
-        wrong = RowError(getattr(error, "reason", str(error)), medium.name)
-        wrong.modality = VISION
-        raise wrong from error
+        raise RowError(getattr(error, "reason", str(error)), medium.name, VISION) from error
     out = [medium._replace(modality=VISION, frame=Frame(second, header, demuxer))
            for second in seconds]
     if sampling.audio and header.has_audio:
