@@ -73,10 +73,6 @@ class RemoteFile:
         return Path(self.name).suffix
 
     @property
-    def stem(self) -> str:
-        return Path(self.name).stem
-
-    @property
     def parent(self) -> str:
         return without_query(self.url).rpartition("/")[0]
 
