@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from orchmllm.data.media.headers import (
+    EXIF_ORIENTATION,
     audio_lengths,
     open_clip,
     open_image,
@@ -45,13 +46,12 @@ def _to_rgb(image):
 
 
 def _upright(image, orientation: int):
-    from PIL.Image import Transpose as T
+    """orientation: of its header, whatever else its EXIF data say."""
+    from PIL import ImageOps
 
-    method = {
-        2: T.FLIP_LEFT_RIGHT, 3: T.ROTATE_180, 4: T.FLIP_TOP_BOTTOM, 5: T.TRANSPOSE,
-        6: T.ROTATE_270, 7: T.TRANSVERSE, 8: T.ROTATE_90,
-    }.get(orientation)
-    return image if method is None else image.transpose(method)
+    image.info.clear()
+    image.getexif()[EXIF_ORIENTATION] = orientation
+    return ImageOps.exif_transpose(image)
 
 
 def patchify(pixels: np.ndarray, geometry: VisionGeometry) -> Tensor:
