@@ -89,9 +89,6 @@ def open_index(source: DataSource, reader: LengthReader, index_dir: Path) -> Len
     if not folder.is_dir():
         return None
     try:
-        index = LengthIndex(folder)
+        return LengthIndex(folder)
     except (OSError, ValueError, KeyError) as error:
         raise ValueError(f"{folder}: damaged index ({error}); delete it") from error
-    if len(index) != len(source):
-        raise ValueError(f"{folder}: {len(index)} rows for a source of {len(source)}; delete it")
-    return index

@@ -196,12 +196,6 @@ def ends_in_zeros(file: BinaryIO, begin: int = 0) -> bool:
     return end - begin >= ZEROS and not file.read().strip(b"\0")
 
 
-def head_of(medium: Medium) -> bytes:
-    """The first 32 bytes, by which a file's kind is told. Raises MediaError."""
-    with reading(medium) as file:
-        return file.read(32)
-
-
 def _reason(error: Exception, medium: Medium) -> str:
     """What a decoder says, or what the file is where that is known to be something else. Raises
     OSError where the machine has run out of something."""

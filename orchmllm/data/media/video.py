@@ -19,7 +19,7 @@ from orchmllm.data.media.medium import (
     RowError,
     VideoHeader,
     VideoSampling,
-    head_of,
+    reading,
 )
 from orchmllm.plan.geometry import VisionGeometry
 from orchmllm.plan.layout import AUDIO, VISION
@@ -30,7 +30,8 @@ def expand(medium: Medium, sampling: VideoSampling, options: Mapping) -> list[Me
     row's content part that go before `sampling`: fps, nframes, max_frames, timestamps (seconds).
     Raises RowError."""
     try:
-        head = head_of(medium)
+        with reading(medium) as file:
+            head = file.read(32)
         demuxer = container(head)
         if demuxer in ("", "aac"):
             raise ValueError(refusal(head) or (
