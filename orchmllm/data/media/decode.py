@@ -21,7 +21,6 @@ from orchmllm.data.media.headers import (
     open_image,
 )
 from orchmllm.data.media.medium import MediaError, Medium, reading
-from orchmllm.data.media.video import ppm
 from orchmllm.plan.geometry import AudioGeometry, VisionGeometry
 from orchmllm.plan.layout import AUDIO, VISION
 
@@ -171,9 +170,10 @@ class SegmentReader:
 
 
 def _bytes_of(medium: Medium, picture: np.ndarray | None) -> Tensor:
-    """Of the file; of a frame of a video, as it is cut into patches."""
+    """Of the file; of a frame of a video (H, W, 3) as a PPM file, as it is cut into patches."""
     if picture is not None:
-        data = ppm(picture)
+        height, width, _ = picture.shape
+        data = b"P6 %d %d 255\n" % (width, height) + picture.tobytes()
     else:
         with reading(medium) as file:
             data = file.read()

@@ -97,10 +97,3 @@ def pictures(media: Collection[Medium], geometry: VisionGeometry
             out |= dict.fromkeys(wanted, np.zeros((height, width, 3), np.uint8))
             out[wanted[0]] = error
     return out
-
-
-def ppm(pixels: np.ndarray) -> bytes:
-    """(H, W, 3) uint8 as a file: how a frame travels that is decoded elsewhere."""
-    height, width, _ = pixels.shape
-    return b"P6 %d %d 255\n" % (width, height) + pixels.tobytes()
-
