@@ -188,7 +188,7 @@ def media(rank: int, args: argparse.Namespace) -> dict:
                         started = time.perf_counter()
                     for micro in step.micro:
                         orchestrator.dispatch(micro, step.num_global_targets)
-            took = 1e3 * (time.perf_counter() - started) / max(1, len(loader) - 2)
+            took = 1e3 * (time.perf_counter() - started) / max(1, args.steps // 2 - 2)
             out[f"{name}, {workers} workers"] = {
                 "step_ms": took, "received_mb": received.bytes / 1e6,
                 "peak_rss_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3}

@@ -106,11 +106,7 @@ class ConversationDataset:
 
     def layout(self, i: int) -> BatchLayout:
         """Lengths of example i from the index, or from headers and tokens; nothing is decoded."""
-        source, row = self.where(i)
-        index = self.indexes[source]
-        if index is None:
-            return self._measured([i])[0].layout
-        return index.layout(*np.array([[row], [i]]))
+        return self.layouts(np.array([i]), [1])
 
     def layouts(
         self, examples: np.ndarray, examples_per_rank: Sequence[int]
@@ -229,8 +225,6 @@ class ConversationDataset:
         if num_validation < 0 or total - num_validation < 1:
             raise ValueError(
                 f"{num_validation} rows to hold out of {total}; must be between 0 and {total - 1}")
-        if len(self.sources) == 1:
-            return range(total - num_validation), range(total - num_validation, total)
         held = np.diff(np.floor(self.bounds * (num_validation / total) + 0.5).astype(int))
         stops = self.bounds[1:] - held
         train = np.concatenate(list(map(np.arange, self.bounds[:-1], stops)))

@@ -39,7 +39,8 @@ class LengthIndex:
         if not (len(self.table) == self.start[-1] and len(self.targets) == len(self.start) - 1):
             raise ValueError("its files do not have the same rows")
         with (folder / "problems.jsonl").open(encoding="utf-8") as f:
-            self.problems = {p.pop("row"): _problem(**p) for p in map(json.loads, f)}
+            self.problems = {p.pop("row"): MediaError(p.pop("file"), **p)
+                             for p in map(json.loads, f)}
 
     def __len__(self) -> int:
         return len(self.targets)
@@ -73,12 +74,6 @@ def joined_layouts(
     return joined.taken(np.argsort(order), joined.examples_per_rank)
 
 
-def _problem(file: str, reason: str, segment: int | None, modality: int) -> MediaError:
-    problem = MediaError(file, reason, segment)
-    problem.modality = modality
-    return problem
-
-
 def index_folder(source: DataSource, reader: LengthReader, index_dir: Path) -> Path:
     """Where the source's index is or would be."""
     key = digest([VERSION, list(sizes(source.store.files)), len(source), source.root.path,
@@ -94,9 +89,6 @@ def open_index(source: DataSource, reader: LengthReader, index_dir: Path) -> Len
     if not folder.is_dir():
         return None
     try:
-        index = LengthIndex(folder)
+        return LengthIndex(folder)
     except (OSError, ValueError, KeyError) as error:
         raise ValueError(f"{folder}: damaged index ({error}); delete it") from error
-    if len(index) != len(source):
-        raise ValueError(f"{folder}: {len(index)} rows for a source of {len(source)}; delete it")
-    return index

@@ -65,9 +65,7 @@ class LengthReader:
             try:
                 read.append(read_row(row))
             except RowError as error:
-                problem = MediaError(error.file, error.reason)
-                problem.modality = error.modality
-                read.append(problem)
+                read.append(MediaError(error.file, error.reason, modality=error.modality))
             except OSError as error:
                 if error.errno in OUT_OF:
                     raise

@@ -49,15 +49,11 @@ class _Sampler:
         """(batch_size,) numbers of the draws of one step."""
         return np.arange(step * self.batch_size, (step + 1) * self.batch_size)
 
-    @staticmethod
-    def share(num_examples: int, rank: int, num_ranks: int) -> slice:
-        """`rank`'s slice of a batch of num_examples; shares differ by one example at most."""
-        return slice(num_examples * rank // num_ranks, num_examples * (rank + 1) // num_ranks)
-
     def shares(self, step: int, num_ranks: int) -> list[slice]:
-        """The slices of `batch(step)`, rank by rank."""
+        """The slices of `batch(step)`, rank by rank; they differ by one example at most."""
         count = len(self.batch(step))
-        return [self.share(count, rank, num_ranks) for rank in range(num_ranks)]
+        return [slice(count * rank // num_ranks, count * (rank + 1) // num_ranks)
+                for rank in range(num_ranks)]
 
 
 def _in_epochs(draws: np.ndarray, count: int, order: Callable[[int], np.ndarray]) -> np.ndarray:

@@ -149,9 +149,7 @@ class EveryThirdFails(SyntheticDataset):
 
     def _failed(self, modality, segment, on_error) -> None:
         if on_error is not None:
-            error = MediaError("a file", "broken", segment)
-            error.modality = modality
-            on_error(segment, error)
+            on_error(segment, MediaError("a file", "broken", segment, modality))
 
 
 def labels_of_a_run(world, dispatch: str, accumulation: int) -> list[tuple]:

@@ -87,7 +87,7 @@ def test_names_are_taken_as_they_are(where, store, tokenizer, tmp_path, monkeypa
         if where == "hf":
             assert {f.name for f in declared.listed(root.url)} == {*ODD_NAMES, "rows.jsonl"}
             with pytest.raises(FileNotFoundError):
-                declared.known(f"{root.url}/none.jsonl")
+                declared.listed(f"{root.url}/none.jsonl")
 
 
 def test_rows_here_may_name_media_elsewhere(folder, tokenizer, tmp_path):
@@ -112,7 +112,7 @@ def test_a_fault_that_passes_is_survived(fault, web, tmp_path):
     web.faults["/a.bin"] = deque([fault])
     waits = fault in ("stall", "silent")  # and so may an attempt on a busy machine
     limits = dict(stall_s=0.5, attempts=50) if waits else {}
-    file = storage(tmp_path / "cache", web.url, **limits).known(f"{web.url}/a.bin")
+    [file] = storage(tmp_path / "cache", web.url, **limits).listed(f"{web.url}/a.bin")
     assert file.open().read() == bytes(range(256)) * 300
     assert web.counts["/a.bin"] == 2 or waits and web.counts["/a.bin"] > 2
 
@@ -124,7 +124,8 @@ def test_a_fault_that_stays_is_an_error_and_never_a_part_of_a_file(fault, known,
     (web.folder / "a.bin").write_bytes(bytes(range(256)) * 300)
     limits = dict(stall_s=0.3) if fault in ("stall", "silent") else {}
     declared = storage(tmp_path / "cache", web.url, attempts=2, **limits)
-    file = declared.known(f"{web.url}/a.bin") if known else declared.file(f"{web.url}/a.bin?key=1")
+    [file] = (declared.listed(f"{web.url}/a.bin") if known
+              else [declared.file(f"{web.url}/a.bin?key=1")])
     web.always["/a.bin"] = fault
     with pytest.raises(StorageError) as error:
         file.open()

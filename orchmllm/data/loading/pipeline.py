@@ -41,22 +41,18 @@ class Feed(Protocol):
     def draw(self, index: int) -> BatchLayout | None:
         """The examples of a step, this rank's or all; called once for each, in order. None after
         the last one."""
-        ...
 
     def announce(self, step: Step) -> None:
         """A step was planned; up to `lookahead` more follow before it is loaded."""
-        ...
 
     def load(self, step: Step) -> tuple[int, int]:
         """Adds what this rank processes to the microbatches, and to step.failed what could not be
         decoded; returns how many labels that holds (see Orchestrator.commit), or UNCOUNTED. Called
         once for each announced step, in order. If it exchanges data with other ranks it takes part
         in all exchanges whatever fails on this rank (see Postponed)."""
-        ...
 
     def close(self) -> None:
         """Ends worker processes."""
-        ...
 
 
 class Pipeline:
@@ -163,15 +159,13 @@ class Pipeline:
 
 
 class Prefetcher(Generic[T]):
-    """Iterates a generator in a thread that works `ahead` items beyond the one last taken and no
-    further, so that all ranks have made the same agreements whenever they stop together. The
-    constructor waits for the first item: the generator
-    starts its worker processes for it, and no other Python thread should be at work while processes
-    are forked. An exception of the generator is raised by next()."""
+    """Iterates a generator in a thread that works `ahead` items (>= 1) beyond the one last taken
+    and no further, so that all ranks have made the same agreements whenever they stop together. The
+    constructor waits for the first item: the generator starts its worker processes for it, and no
+    other Python thread should be at work while processes are forked. An exception of the generator
+    is raised by next()."""
 
     def __init__(self, items: Generator[T, None, None], ahead: int) -> None:
-        if ahead < 1:
-            raise ValueError(f"ahead is {ahead}: must be >= 1")
         self._wanted: SimpleQueue[bool] = SimpleQueue()  # True for each item, False: to stop
         self._ready: SimpleQueue[tuple[Any, BaseException | None]] = SimpleQueue()
         for _ in range(ahead):

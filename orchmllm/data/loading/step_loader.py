@@ -13,9 +13,8 @@ An example is one call of the dataset on each rank that needs something of it.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,7 +28,6 @@ from orchmllm.data.loading.preprocess_handshake import Servers
 from orchmllm.data.loading.workers import Workers
 from orchmllm.data.sampler import GlobalSampler
 from orchmllm.orchestrator import Orchestrator
-from orchmllm.plan.geometry import AudioGeometry, VisionGeometry
 from orchmllm.plan.layout import ENCODERS, BatchLayout
 from orchmllm.plan.rearrange import Rearrangement
 from orchmllm.plan.step import phase_figures
@@ -37,34 +35,15 @@ from orchmllm.plan.step import phase_figures
 _ROW_DTYPE = {"vision": torch.uint8, "audio": torch.float32}
 
 
-class Dataset(Protocol):
-    """What the loader needs of a dataset (see orchmllm.data.dataset.ConversationDataset)."""
-
-    vision: VisionGeometry
-    audio: AudioGeometry
-
-    def layout(self, index: int) -> BatchLayout: ...
-
-    def load(self, index: int, *, text: bool = True, segments: Sequence[int] | None = None,
-             on_error=None) -> Example: ...
-
-    def describe(self, index: int, segment: int) -> dict[str, str | int]: ...
-
-    # For dispatch `bytes` also:
-    # load(..., encoded=segments): of these the bytes as stored, (n,) uint8; none of them after
-    #     on_error(segment, error) was called;
-    # decode(modality, data, rows, *, segment, on_error) -> the rows of such bytes, zeros after
-    #     on_error.
-    # kept(index) -> what planning read, or None; it is passed to load(..., row=) in a worker.
-    # And to read several examples at once: layouts(indices, examples_per_rank), joined, and
-    # prepare_loads(calls of load) before those are made.
-
-
 class SegmentFeed:
     """Examples of a dataset that knows lengths before it decodes, and decodes single segments. With
     worker processes the next step is planned before one is taken, so that they have work meanwhile.
-    servers: read and decode instead. Raises ValueError if a dispatch needs what the dataset cannot
-    do."""
+    servers: read and decode instead.
+
+    dataset: has vision, audio, layout, load and describe of
+    orchmllm.data.dataset.ConversationDataset; for dispatch `bytes` also decode, and load with
+    `encoded`. If it has them, kept, layouts and prepare_loads are used, too: to give a worker what
+    planning read, and to read several examples at once."""
 
     num_dropped = 0
 
@@ -75,9 +54,6 @@ class SegmentFeed:
         self.lookahead = self.config_digest = int(num_workers > 0 or servers is not None)
         self.dispatch = orchestrator.spec.balance.dispatch
         self.knows_all = self.dispatch == "load"  # every rank can probe every example
-        if self.dispatch == "bytes" and not hasattr(dataset, "decode"):
-            raise ValueError("balance.dispatch is 'bytes', but the dataset cannot read encoded "
-                             "media (no method decode): use 'load' or 'tensors'")
         self._workers: Workers | RemoteWorkers = Workers(dataset, num_workers)
         if servers is not None:
             self._workers = RemoteWorkers(dataset, servers, self._workers, orchestrator.rank)
@@ -224,23 +200,19 @@ class StepLoader(Pipeline):
     """The trainer's front end: yields `Step`s from first_step to num_steps (exclusive), or until
     the sampler's pass ends.
 
-    dataset: map-style, with `layout` (no decoding) and `load`. sampler: global batches.
+    dataset: see SegmentFeed. sampler: global batches.
     num_workers: processes that read and decode; 0: the prefetch thread does. servers: do it
     instead, as long as one of them answers. Other arguments and errors: see Pipeline.
     """
 
     def __init__(
-        self, dataset: Dataset, sampler: GlobalSampler, orchestrator: Orchestrator, *,
+        self, dataset: Any, sampler: GlobalSampler, orchestrator: Orchestrator, *,
         num_steps: int, first_step: int = 0, accumulation_steps: int = 1, prefetch: int = 2,
         num_workers: int = 0, servers: Servers | None = None,
     ) -> None:
         feed = SegmentFeed(dataset, sampler, orchestrator, num_steps, num_workers, servers)
         super().__init__(feed, orchestrator, first_step=first_step, prefetch=prefetch,
                          accumulation_steps=accumulation_steps)
-        self.num_steps = num_steps
-
-    def __len__(self) -> int:
-        return self.num_steps - self.first_step
 
     def _load(self, step: Step) -> Step:
         """With the figures of its plans, and labels as the lengths tell them, without those of

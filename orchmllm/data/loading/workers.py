@@ -166,7 +166,11 @@ def _serve(dataset: Any, parent: int, pipe: Connection) -> None:
     while True:
         method, calls = pipe.recv()
         try:
-            answer = ForkingPickler.dumps((_run_all(dataset, method, calls), "", ""))
+            # Tensors would travel as descriptors of shared memory and need their worker to stay
+            # alive.
+            results = [(_convert(value, Tensor, Tensor.numpy), failed)
+                       for value, failed in _results(dataset, method, calls)]
+            answer = ForkingPickler.dumps((results, "", ""))
         except Exception as error:  # as text: not every exception can be pickled
             answer = ForkingPickler.dumps(([], describe(error), traceback.format_exc()))
         pipe.send_bytes(answer)
@@ -176,13 +180,6 @@ def _end_with(parent: int) -> None:
     while os.getppid() == parent:
         time.sleep(ORPHAN_CHECK_S)
     os._exit(1)
-
-
-def _run_all(dataset: Any, method: str, calls: Sequence[Call]) -> list[Result]:
-    """With arrays for tensors, which would travel as descriptors of shared memory and need their
-    worker to stay alive."""
-    return [(_convert(value, Tensor, Tensor.numpy), failed)
-            for value, failed in _results(dataset, method, calls)]
 
 
 def _results(dataset: Any, method: str, calls: Sequence[Call]) -> list[Result]:

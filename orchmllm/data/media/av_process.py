@@ -39,10 +39,6 @@ def video_header(medium: Medium, demuxer: str) -> VideoHeader:
     return VideoHeader(*_ask(medium, demuxer, "video_header")[0])
 
 
-def _is_local(medium: Medium) -> bool:
-    return medium.data is None and isinstance(medium.path, str | os.PathLike)
-
-
 def frames(medium: Medium, demuxer: str, seconds: list[float], header: VideoHeader,
            size: tuple[int, int]) -> list[np.ndarray]:
     """See orchmllm.data.media.frames.read_frames. Raises MediaError."""
@@ -90,7 +86,8 @@ def _ask(medium: Medium, demuxer: str, what: str, *args) -> tuple[list, list[np.
     request = {"what": what, "demuxer": demuxer, "args": args, "path": str(medium.path),
                "offset": medium.offset, "size": medium.size, "cpu_s": CPU_S}
     with reading(medium) as file:
-        data = [] if _is_local(medium) else [np.frombuffer(file.read(), np.uint8)]
+        is_local = medium.data is None and isinstance(medium.path, str | os.PathLike)
+        data = [] if is_local else [np.frombuffer(file.read(), np.uint8)]
         answer, arrays = _answered(request, data, medium.name)
     if "refused" in answer:
         raise MediaError(medium.name, answer["refused"])

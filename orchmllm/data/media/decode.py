@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from orchmllm.data.media.headers import (
+    EXIF_ORIENTATION,
     audio_lengths,
     open_clip,
     open_image,
 )
 from orchmllm.data.media.medium import MediaError, Medium, reading
-from orchmllm.data.media.video import ppm
 from orchmllm.plan.geometry import AudioGeometry, VisionGeometry
 from orchmllm.plan.layout import AUDIO, VISION
 
@@ -45,13 +45,12 @@ def _to_rgb(image):
 
 
 def _upright(image, orientation: int):
-    from PIL.Image import Transpose as T
+    """orientation: of its header, whatever else its EXIF data say."""
+    from PIL import ImageOps
 
-    method = {
-        2: T.FLIP_LEFT_RIGHT, 3: T.ROTATE_180, 4: T.FLIP_TOP_BOTTOM, 5: T.TRANSPOSE,
-        6: T.ROTATE_270, 7: T.TRANSVERSE, 8: T.ROTATE_90,
-    }.get(orientation)
-    return image if method is None else image.transpose(method)
+    image.info.clear()
+    image.getexif()[EXIF_ORIENTATION] = orientation
+    return ImageOps.exif_transpose(image)
 
 
 def patchify(pixels: np.ndarray, geometry: VisionGeometry) -> Tensor:
@@ -171,9 +170,10 @@ class SegmentReader:
 
 
 def _bytes_of(medium: Medium, picture: np.ndarray | None) -> Tensor:
-    """Of the file; of a frame of a video, as it is cut into patches."""
+    """Of the file; of a frame of a video (H, W, 3) as a PPM file, as it is cut into patches."""
     if picture is not None:
-        data = ppm(picture)
+        height, width, _ = picture.shape
+        data = b"P6 %d %d 255\n" % (width, height) + picture.tobytes()
     else:
         with reading(medium) as file:
             data = file.read()

@@ -19,7 +19,6 @@ _KBPS = {  # of layer III and a bitrate index from 1, by whether the MPEG versio
     False: (8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 144, 160),
 }
 _RATES = {3: (44100, 48000, 32000), 2: (22050, 24000, 16000), 0: (11025, 12000, 8000)}
-_HEAD_BYTES = 8192  # read to find the first frame and its tag
 JOIN = "split it, or join its parts by decoding them (ffmpeg -i in -c:a flac out.flac)"
 
 
@@ -83,31 +82,15 @@ def _first(data: bytes, at: int) -> int:
     return -1
 
 
-def whole_mpeg(file: BinaryIO, num_bytes: int, estimate: int, name: str) -> bytes | None:
+def whole_mpeg(file: BinaryIO, estimate: int, name: str) -> bytes | None:
     """What a decoder has to be given instead of an MP3 file to get all of its sound, or None: the
-    file itself. estimate: samples per channel as libsndfile says. A tag that knows the size of the
-    file is believed, and no frame is counted.
+    file itself. estimate: samples per channel as libsndfile says. All frames are counted.
 
     Raises MediaError where the frames are not those that the file's tag announces, or are not one
     stream."""
     start = _after_id3(file)
     file.seek(start)
-    head = file.read(_HEAD_BYTES)
-    at = _first(head, 0)
-    if at >= 0:
-        frame = _frame(head[at: at + 4])
-        tag = _tag(head[at: at + frame.num_bytes], frame.side)
-        if tag[:4] in (b"Xing", b"Info") and len(tag) >= 16 and tag[7] & 3 == 3:
-            file.seek(max(0, num_bytes - 128))
-            trailer = 128 if file.read(3) == b"TAG" else 0  # ID3v1
-            if int.from_bytes(tag[12:16], "big") == num_bytes - start - at - trailer:
-                return None  # the tag knows the file as it is
-    file.seek(start)
-    return _counted(file.read(), start, estimate, name)
-
-
-def _counted(data: bytes, offset: int, estimate: int, name: str) -> bytes | None:
-    """whole_mpeg by a walk over all frames. data: the file from byte `offset` on."""
+    data = file.read()
     first = _first(data, 0)
     if first < 0:
         raise MediaError(name, "no MP3 frames (MPEG layer III) of a known bitrate; convert it to "
@@ -125,7 +108,7 @@ def _counted(data: bytes, offset: int, estimate: int, name: str) -> bytes | None
         count, at = count + 1, at + frame.num_bytes
     if frame is not None or _first(data, at) >= 0:
         raise MediaError(name, f"several MPEG streams in one file, or damage: the first ends after "
-                               f"{count} frames at byte {offset + at}; {JOIN}")
+                               f"{count} frames at byte {start + at}; {JOIN}")
     if tag[:4] in (b"Xing", b"Info") and len(tag) >= 12 and tag[7] & 1:
         declared = int.from_bytes(tag[8:12], "big")
         if declared != count:

@@ -117,7 +117,7 @@ def _open_sound(medium: Medium, file: BinaryIO, num_bytes: int, opened: ExitStac
     if sound.format == "OGG":
         check_ogg(file, num_bytes, name)
     if sound.format == "MP3":
-        data = whole_mpeg(file, num_bytes, sound.frames, name)
+        data = whole_mpeg(file, sound.frames, name)
         if data is not None:
             return opened.enter_context(SoundFile(io.BytesIO(data)))
     return sound

@@ -35,11 +35,9 @@ class RowError(ValueError):
     """A row that cannot be used. reason: what is wrong and the cure. file: the medium it is about,
     or empty. modality: that medium's, or TEXT."""
 
-    modality = TEXT
-
-    def __init__(self, reason: str, file: str = ""):
+    def __init__(self, reason: str, file: str = "", modality: int = TEXT):
         super().__init__(reason)
-        self.reason, self.file = printable(reason), printable(file)
+        self.reason, self.file, self.modality = printable(reason), printable(file), modality
 
 
 class MediaError(Exception):
@@ -47,13 +45,12 @@ class MediaError(Exception):
     position in the example's segment list, where a dataset raised it; modality: the medium's, or
     TEXT where the row itself cannot be used."""
 
-    modality = TEXT
-
-    def __init__(self, path: str | os.PathLike, reason: str, segment: int | None = None):
+    def __init__(self, path: str | os.PathLike, reason: str, segment: int | None = None,
+                 modality: int = TEXT):
         super().__init__(str(path), reason, segment)
         self.path = printable(str(path))
         self.reason = printable(reason)
-        self.segment = segment
+        self.segment, self.modality = segment, modality
 
     def __str__(self) -> str:
         where = "" if self.segment is None else f" (segment {self.segment})"
@@ -197,12 +194,6 @@ def ends_in_zeros(file: BinaryIO, begin: int = 0) -> bool:
     end = file.seek(0, os.SEEK_END)
     file.seek(max(begin, end - ZEROS))
     return end - begin >= ZEROS and not file.read().strip(b"\0")
-
-
-def head_of(medium: Medium) -> bytes:
-    """The first 32 bytes, by which a file's kind is told. Raises MediaError."""
-    with reading(medium) as file:
-        return file.read(32)
 
 
 def _reason(error: Exception, medium: Medium) -> str:

@@ -19,7 +19,7 @@ from orchmllm.data.media.medium import (
     RowError,
     VideoHeader,
     VideoSampling,
-    head_of,
+    reading,
 )
 from orchmllm.plan.geometry import VisionGeometry
 from orchmllm.plan.layout import AUDIO, VISION
@@ -30,7 +30,8 @@ def expand(medium: Medium, sampling: VideoSampling, options: Mapping) -> list[Me
     row's content part that go before `sampling`: fps, nframes, max_frames, timestamps (seconds).
     Raises RowError."""
     try:
-        head = head_of(medium)
+        with reading(medium) as file:
+            head = file.read(32)
         demuxer = container(head)
         if demuxer in ("", "aac"):
             raise ValueError(refusal(head) or (
@@ -39,9 +40,7 @@ def expand(medium: Medium, sampling: VideoSampling, options: Mapping) -> list[Me
         header = av_process.video_header(medium, demuxer)
         seconds = chosen(header, sampling, options)
     except (MediaError, ValueError) as error:
-        wrong = RowError(getattr(error, "reason", str(error)), medium.name)
-        wrong.modality = VISION
-        raise wrong from error
+        raise RowError(getattr(error, "reason", str(error)), medium.name, VISION) from error
     out = [medium._replace(modality=VISION, frame=Frame(second, header, demuxer))
            for second in seconds]
     if sampling.audio and header.has_audio:
@@ -98,10 +97,3 @@ def pictures(media: Collection[Medium], geometry: VisionGeometry
             out |= dict.fromkeys(wanted, np.zeros((height, width, 3), np.uint8))
             out[wanted[0]] = error
     return out
-
-
-def ppm(pixels: np.ndarray) -> bytes:
-    """(H, W, 3) uint8 as a file: how a frame travels that is decoded elsewhere."""
-    height, width, _ = pixels.shape
-    return b"P6 %d %d 255\n" % (width, height) + pixels.tobytes()
-

@@ -73,10 +73,6 @@ class RemoteFile:
         return Path(self.name).suffix
 
     @property
-    def stem(self) -> str:
-        return Path(self.name).stem
-
-    @property
     def parent(self) -> str:
         return without_query(self.url).rpartition("/")[0]
 
@@ -165,11 +161,6 @@ class Storage:
 
         repeated(file.url, self.config, attempt)
 
-    def known(self, url: str) -> RemoteFile:
-        """The file of a URL with its size and version. Raises as `file` and `open` do."""
-        [file] = self.listed(url)
-        return file
-
     def listed(self, url: str) -> list[RemoteFile]:
         """The file of a URL, those of a pattern, or those in a folder and its folders `data` and
         `.nv-meta`, with their sizes and versions, by name. Raises as `file` and `RemoteFile.open`
@@ -204,9 +195,9 @@ class Storage:
                 for file, info in files]
 
     def each(self, urls: list[str]) -> list[RemoteFile]:
-        """`known` of many. The threads that ask end with it."""
+        """The files of many URLs, as `listed`. The threads that ask end with it."""
         with ThreadPoolExecutor(min(NUM_THREADS, len(urls))) as threads:
-            return list(threads.map(self.known, urls))
+            return [file for [file] in threads.map(self.listed, urls)]
 
 
 NOWHERE = Storage()  # nothing is declared
