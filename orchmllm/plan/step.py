@@ -18,24 +18,15 @@ import numpy as np
 from orchmllm.plan.assign import (
     PHASES,
     TEXT_BYTES,
-    BalancePolicy,
     NodeSolver,
-    PhasePolicy,
     PlanSpec,
-    assign_microbatches,
     assign_phases,
     at_least,
     digest_of_arrays,
-    feature_home,
 )
 from orchmllm.plan.layout import ENCODERS, BatchLayout
 from orchmllm.plan.nodewise import assign_nodes
 from orchmllm.plan.rearrange import Exchange, Rearrangement, ranges, sums_of
-
-__all__ = [
-    "PHASES", "BalancePolicy", "PhasePolicy", "PlanSpec", "RankPlan", "StepPlan",
-    "assign_microbatches", "build_plan", "feature_home", "plan_step",
-]
 
 
 def plan_step(
