@@ -31,7 +31,7 @@ from orchmllm.batch import (
     SequenceLengths,
     on_device,
 )
-from orchmllm.comm.agree import combined_digest, describe, raise_first, require_agreement
+from orchmllm.comm.agree import describe, raise_first, require_agreement
 from orchmllm.comm.exchange import (
     RaggedGather,
     RowGather,
@@ -39,9 +39,9 @@ from orchmllm.comm.exchange import (
     gather_texts,
 )
 from orchmllm.comm.ilp import SharedPrograms
-from orchmllm.plan.assign import DISPATCHES
+from orchmllm.plan.assign import DISPATCHES, PlanSpec, assign_microbatches, digest_of_arrays
 from orchmllm.plan.layout import ENCODERS, NO_EXAMPLES, BatchLayout
-from orchmllm.plan.step import PlanSpec, StepPlan, assign_microbatches, plan_step
+from orchmllm.plan.step import StepPlan, plan_step
 
 PROTOCOL_VERSION = 4
 _LAYOUT_FIELDS = ("version", "step", "num_examples", "num_segments", "exhausted", "error_bytes",
@@ -108,7 +108,7 @@ class Orchestrator:
         text = describe(error)
         header = [PROTOCOL_VERSION, step, part.num_examples, len(part.modality),
                   int(exhausted) and 1 + num_dropped, len(text.encode()),
-                  combined_digest([self.spec.digest, config_digest])]
+                  digest_of_arrays([np.array([self.spec.digest, config_digest])])]
         rows, lengths = self._gather_layouts(
             np.concatenate([np.array(header, np.int64), part.to_payload()]))
         head = dict(zip(_LAYOUT_FIELDS, rows.T, strict=False))  # the payload comes after them
@@ -152,7 +152,7 @@ class Orchestrator:
 
         Raises RemoteError if any rank passed an `error`, its cause on that rank, and
         PlanMismatchError if plans differ."""
-        digest = combined_digest([p.digest for p in plans])
+        digest = digest_of_arrays([np.array([p.digest for p in plans], np.int64)])
         detail = ""
         if error or failed:
             detail = json.dumps([describe(error), [astuple(f) for f in failed]])

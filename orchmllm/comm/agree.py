@@ -63,11 +63,3 @@ def require_agreement(step: int, what: str, values: np.ndarray, first: int = 0) 
         + ", ".join(f"rank {r} has {v}" for r, v in shown.items())
         + "; check that all ranks run the same code, recipe and data"
     )
-
-
-def combined_digest(digests: Sequence[int]) -> int:
-    """One 64-bit value for the microbatches' digests, order included."""
-    value = 0
-    for d in digests:
-        value = (value * 0x9E3779B97F4A7C15 + d) % 2**64
-    return value - 2**64 if value >= 2**63 else value

@@ -48,10 +48,9 @@ def default_world(recipe: Recipe, ranks_per_node: int) -> tuple[int, str]:
     if recipe.launch.nproc_per_node:
         return recipe.launch.nproc_per_node, "launch.nproc_per_node"
     job = resolve(recipe, 1, ranks_per_node)
-    if job.shard_size > job.ranks_per_node:
-        return (math.lcm(job.shard_size, job.ranks_per_node),
-                "one shard group of fsdp.shard_size, for want of a number")
-    return math.lcm(job.shard_size, job.ranks_per_node), "one node, for want of a number"
+    what = ("one shard group of fsdp.shard_size" if job.shard_size > job.ranks_per_node
+            else "one node")
+    return math.lcm(job.shard_size, job.ranks_per_node), f"{what}, for want of a number"
 
 
 def _multiples(unit: int, near: int) -> str:

@@ -156,33 +156,3 @@ def _varlen_backend() -> AttentionBackend:
         return varlen_attn(q, k, v, cu, cu, longest, longest, **kwargs)
 
     return AttentionBackend("torch.nn.attention.varlen.varlen_attn", run)
-
-
-HF_ATTENTION = "orchmllm_packed"  # no "flash" in it: transformers treats such names specially
-
-
-def register_hf_attention() -> str:
-    """Makes `attn_implementation=HF_ATTENTION` known to transformers and returns the name.
-
-    A model called with `packed_seqlens=SequenceLengths` and (1, R, D) embeddings then attends
-    within the packed sequences. Idempotent."""
-    from transformers import AttentionInterface, AttentionMaskInterface
-
-    AttentionInterface.register(HF_ATTENTION, _hf_packed_attention)
-    AttentionMaskInterface.register(HF_ATTENTION, lambda *args, **kwargs: None)
-    return HF_ATTENTION
-
-
-def _hf_packed_attention(
-    module, query: Tensor, key: Tensor, value: Tensor, attention_mask: object = None, *,
-    packed_seqlens: SequenceLengths, scaling: float | None = None, dropout: float = 0.0,
-    **_: object,
-) -> tuple[Tensor, None]:
-    """query (1, Hq, R, Dh), key and value (1, Hkv, R, Dh) -> ((1, R, Hq, Dh), None)."""
-    head_dim = query.shape[-1]
-    if dropout or (scaling is not None and abs(scaling * head_dim**0.5 - 1) > 1e-6):
-        raise ValueError(f"{HF_ATTENTION} has no dropout ({dropout}) and scales by "
-                         f"1/sqrt({head_dim}), not {scaling}")
-    q, k, v = [x.squeeze(0).transpose(0, 1) for x in (query, key, value)]
-    out = packed_attention(q, k, v, packed_seqlens, causal=bool(module.is_causal))
-    return out.unsqueeze(0), None

@@ -12,12 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import Qwen2Config, Qwen2ForCausalLM
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention, apply_rotary_pos_emb
 
 from orchmllm.batch import IGNORE_INDEX, SequenceLengths
 from orchmllm.config.model import LLMConfig
-from orchmllm.models.attention import register_hf_attention
+from orchmllm.models.attention import packed_attention
 from orchmllm.models.parts import check_sizes, init_parameters
 
 
@@ -60,15 +59,15 @@ class RotaryEmbedding(nn.Module):
 
 class PackedQwen2Attention(Qwen2Attention):
     """Qwen2Attention that also takes 0 rows: the stock forward reshapes with a -1, which 0 rows
-    make ambiguous (an error), so sizes are explicit here. Attention itself goes through its
-    registry, as in the stock class."""
+    make ambiguous (an error), so sizes are explicit here. It attends within the packed
+    sequences."""
 
     def forward(
         self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor],
-        attention_mask: None = None, **kwargs: object,
+        attention_mask: None = None, *, packed_seqlens: SequenceLengths, **_: object,
     ) -> tuple[Tensor, None]:
         """hidden_states: (1, R, D), position_embeddings: (1, R, Dh) each -> ((1, R, D), None).
-        kwargs: what the model was called with, `packed_seqlens` among it."""
+        packed_seqlens: positions per example; what else the model was called with is ignored."""
         q, k, v = [
             proj(hidden_states)
             .unflatten(-1, (proj.out_features // self.head_dim, self.head_dim))
@@ -76,9 +75,9 @@ class PackedQwen2Attention(Qwen2Attention):
             for proj in (self.q_proj, self.k_proj, self.v_proj)
         ]  # (1, H, R, Dh)
         q, k = apply_rotary_pos_emb(q, k, *position_embeddings)
-        attend = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]
-        out, _ = attend(self, q, k, v, attention_mask, scaling=self.scaling, **kwargs)
-        return self.o_proj(out.flatten(2)), None
+        q, k, v = [x.squeeze(0).transpose(0, 1) for x in (q, k, v)]  # (R, H, Dh)
+        out = packed_attention(q, k, v, packed_seqlens, causal=True)
+        return self.o_proj(out.flatten(1).unsqueeze(0)), None
 
 
 class _ChunkedLoss(torch.autograd.Function):
@@ -166,7 +165,7 @@ class PackedQwen2(nn.Module):
         super().__init__()
         check_sizes(config)
         self.config = config
-        self.hf = Qwen2ForCausalLM(hf_config(config, register_hf_attention()))
+        self.hf = Qwen2ForCausalLM(hf_config(config))
         self.hf.lm_head = LossHead(config.hidden_size, config.vocab_size)
         model = self.hf.model
         model.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -226,10 +225,9 @@ class PackedQwen2(nn.Module):
                             self.loss_chunk_rows)
 
 
-def hf_config(config: LLMConfig, attention: str = "sdpa") -> Qwen2Config:
-    """transformers' configuration of the same shape. attention: its attn_implementation."""
+def hf_config(config: LLMConfig) -> Qwen2Config:
+    """transformers' configuration of the same shape."""
     return Qwen2Config(
-        attn_implementation=attention,
         vocab_size=config.vocab_size,
         hidden_size=config.hidden_size,
         intermediate_size=config.intermediate_size,

@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from orchmllm.plan.balance import as_int64, core
-from orchmllm.plan.grouping import Groups, at_least_1, capped, groups_of, shares_of_caps
+from orchmllm.plan.balance import as_int64, at_least_1, core
+from orchmllm.plan.grouping import Groups, capped, groups_of, shares_of_caps
 
 
 def fixed(order: np.ndarray, batch: int) -> Groups:

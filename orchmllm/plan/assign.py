@@ -278,8 +278,6 @@ def digest_of_arrays(arrays: Iterable[np.ndarray]) -> int:
     return digest64(np.array(sums, np.uint64).tobytes())
 
 
-def digest64(*parts: bytes) -> int:
-    h = hashlib.blake2b(digest_size=8)
-    for p in parts:
-        h.update(p)
-    return int.from_bytes(h.digest(), "little", signed=True)
+def digest64(data: bytes) -> int:
+    digest = hashlib.blake2b(data, digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True)

@@ -150,7 +150,9 @@ def check_ranks(name: str, values: object, size: int, num_ranks: int) -> np.ndar
     return array
 
 
-def _count(name: str, value: object) -> int:
+def at_least_1(name: str, value: object) -> int:
+    """The value as a Python integer. Raises ValueError naming it where it is none, below 1, or of
+    more than 64 bits."""
     if isinstance(value, bool) or not isinstance(value, int | np.integer) or not (
             1 <= value < 2**63):
         raise ValueError(f"{name} must be an integer >= 1 and below 2**63, got {value!r}")
@@ -187,8 +189,8 @@ def balance(
     """
     _check_options(policy, tolerance=tolerance, cost=cost, move_cost=move_cost,
                    max_rank_tokens=max_rank_tokens, padded_cost=padded_cost)
-    num_ranks = _count("num_ranks", num_ranks)
-    ranks_per_node = _count("ranks_per_node", ranks_per_node)
+    num_ranks = at_least_1("num_ranks", num_ranks)
+    ranks_per_node = at_least_1("ranks_per_node", ranks_per_node)
     lengths = as_int64("lengths", lengths)
     n = len(lengths)
     weight = lengths if cost is None else as_int64("cost", cost, n)
@@ -229,7 +231,7 @@ def _check_options(policy: str, **options: object) -> None:
 
 
 def _check_cap(lengths: np.ndarray, num_ranks: int, cap: int) -> None:
-    cap = _count("max_rank_tokens", cap)
+    cap = at_least_1("max_rank_tokens", cap)
     if len(lengths) and int(lengths.max()) > cap:
         index = int(lengths.argmax())
         raise CapError(f"max_rank_tokens = {cap} is below lengths[{index}] = {lengths[index]}")
@@ -271,7 +273,7 @@ def assign_microbatches(costs: np.ndarray, num_microbatches: int) -> np.ndarray:
 
     costs: (n, phases) int64, non-negative, any unit per phase. Raises ValueError.
     """
-    num_microbatches = _count("num_microbatches", num_microbatches)
+    num_microbatches = at_least_1("num_microbatches", num_microbatches)
     costs = np.asarray(costs)
     if costs.ndim != 2:
         raise ValueError(f"costs must be 2-D, got shape {costs.shape}")

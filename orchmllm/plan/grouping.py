@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from orchmllm.plan.balance import as_int64
+from orchmllm.plan.balance import as_int64, at_least_1
 
 
 @dataclass(frozen=True)
@@ -71,13 +71,6 @@ def capped(images: np.ndarray, tokens: np.ndarray, *, max_images: int, max_token
         waiting = np.concatenate([rest, order[at:at + len(chosen)]])
         at += len(chosen)
     return groups_of(parts, [np.array([len(part) for part in parts], np.int64)], len(size))
-
-
-def at_least_1(name: str, value: int) -> int:
-    """The value. Raises ValueError naming it where it is below 1."""
-    if value < 1:
-        raise ValueError(f"{name} = {value} must be >= 1")
-    return value
 
 
 def shares_of_caps(images: np.ndarray, tokens: np.ndarray, max_images: int,

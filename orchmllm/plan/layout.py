@@ -134,16 +134,8 @@ class BatchLayout:
 
     def select(self, keep: np.ndarray) -> BatchLayout:
         """The examples where `keep` (n,) bool is true, on the same ranks."""
-        seg = np.repeat(keep, self.segments_per_example)
-        return BatchLayout(
-            example_id=self.example_id[keep],
-            examples_per_rank=np.bincount(
-                self.rank_of_example[keep], minlength=self.num_ranks).astype(np.int64),
-            num_targets=self.num_targets[keep],
-            segments_per_example=self.segments_per_example[keep],
-            modality=self.modality[seg], rows=self.rows[seg], attn_len=self.attn_len[seg],
-            num_tokens=self.num_tokens[seg], grid=self.grid[seg],
-        )
+        counts = np.bincount(self.rank_of_example[keep], minlength=self.num_ranks)
+        return self.taken(np.flatnonzero(keep), counts)
 
     def taken(self, index: np.ndarray, examples_per_rank: np.ndarray) -> BatchLayout:
         """The examples `index` (n,), in that order, on ranks that hold so many each."""
@@ -158,11 +150,7 @@ class BatchLayout:
         ends = np.concatenate([[0], np.cumsum(self.examples_per_rank)])
         for first in range(0, self.num_ranks, size):
             e0, e1 = ends[first], ends[min(first + size, self.num_ranks)]
-            s = slice(self.segment_start[e0], self.segment_start[e1])
-            yield BatchLayout(
-                self.example_id[e0:e1], self.examples_per_rank[first: first + size],
-                self.num_targets[e0:e1], self.segments_per_example[e0:e1], self.modality[s],
-                self.rows[s], self.attn_len[s], self.num_tokens[s], self.grid[s])
+            yield self.taken(np.arange(e0, e1), self.examples_per_rank[first: first + size])
 
     def to_payload(self) -> np.ndarray:
         """(words,) int64: this layout as it travels; how many examples and segments it has travels

@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from orchmllm.plan.balance import _count, as_int64, check_ranks, core
+from orchmllm.plan.balance import as_int64, at_least_1, check_ranks, core
 
 SOLVERS = ("search", "cbc", "highs")
 CBC_SHARE = 0.7  # of the limit: it looks at its clock rarely
@@ -43,8 +43,8 @@ def assign_nodes(
     Raises ValueError for malformed input, an unknown solver, and RuntimeError if a
     solver finds nothing within its limit.
     """
-    num_ranks = _count("num_ranks", num_ranks)
-    ranks_per_node = _count("ranks_per_node", ranks_per_node)
+    num_ranks = at_least_1("num_ranks", num_ranks)
+    ranks_per_node = at_least_1("ranks_per_node", ranks_per_node)
     volume = as_int64("volume", volume)
     source_rank = check_ranks("source_rank", source_rank, len(volume), num_ranks)
     batch = check_ranks("batch", batch, len(volume), num_ranks)

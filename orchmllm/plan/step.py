@@ -18,24 +18,15 @@ import numpy as np
 from orchmllm.plan.assign import (
     PHASES,
     TEXT_BYTES,
-    BalancePolicy,
     NodeSolver,
-    PhasePolicy,
     PlanSpec,
-    assign_microbatches,
     assign_phases,
     at_least,
     digest_of_arrays,
-    feature_home,
 )
 from orchmllm.plan.layout import ENCODERS, BatchLayout
 from orchmllm.plan.nodewise import assign_nodes
-from orchmllm.plan.rearrange import Exchange, Rearrangement, no_exchange, ranges, sums_of
-
-__all__ = [
-    "PHASES", "BalancePolicy", "PhasePolicy", "PlanSpec", "RankPlan", "StepPlan",
-    "assign_microbatches", "build_plan", "feature_home", "plan_step",
-]
+from orchmllm.plan.rearrange import Exchange, Rearrangement, ranges, sums_of
 
 
 def plan_step(
@@ -175,11 +166,6 @@ class StepPlan:
         start = np.cumsum(count) - count
         for phase, modality in self.spec.encoders.items():
             seg = layout.segments[modality]
-            if not len(seg):
-                encode[phase] = feature[phase] = no_exchange(layout.num_ranks)
-                grid[phase], media[phase] = np.zeros((0, 3), np.int64), np.zeros((0, 2), np.int64)
-                scatter[phase] = np.zeros(0, np.int64)
-                continue
             move = self.encode[phase]
             encode[phase] = move.exchange(layout.rows[seg], rank)
             feature[phase] = self.feature[phase].exchange(layout.num_tokens[seg][move.order], rank)

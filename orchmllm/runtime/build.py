@@ -13,7 +13,7 @@ from orchmllm.data.dataset import ConversationDataset
 from orchmllm.data.stream import open_dataset
 from orchmllm.data.survey import survey
 from orchmllm.orchestrator import Orchestrator
-from orchmllm.plan.step import PlanSpec
+from orchmllm.plan.assign import PlanSpec
 from orchmllm.runtime.preflight import check_vocabulary
 
 

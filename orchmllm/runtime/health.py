@@ -182,19 +182,16 @@ class HangWatchdog:
                    for top in sys._current_frames().values() for frame in _stack(top))
 
     def _leave_stacks(self) -> None:
-        try:
-            self._write_stacks()
-        except OSError as e:  # must not keep this rank from ending
-            print(f"warning: no stacks in {self._folder}: {e}", file=sys.stderr)
-
-    def _write_stacks(self) -> None:
-        self._folder.mkdir(parents=True, exist_ok=True)
-        with (self._folder / f"stacks_rank{self.rank}.txt").open("w", encoding="utf-8") as f:
-            faulthandler.dump_traceback(file=f, all_threads=True)
         recorder = "nccl" if dist.get_backend() == "nccl" else "fr"  # each backend has its own
         dump = getattr(torch._C._distributed_c10d, f"_dump_{recorder}_trace_json", None)
-        if dump is not None and os.environ.get("TORCH_FR_BUFFER_SIZE"):
-            (self._folder / f"flight_recorder_rank{self.rank}.json").write_bytes(dump())
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            with (self._folder / f"stacks_rank{self.rank}.txt").open("w", encoding="utf-8") as f:
+                faulthandler.dump_traceback(file=f, all_threads=True)
+            if dump is not None and os.environ.get("TORCH_FR_BUFFER_SIZE"):
+                (self._folder / f"flight_recorder_rank{self.rank}.json").write_bytes(dump())
+        except OSError as e:  # must not keep this rank from ending
+            print(f"warning: no stacks in {self._folder}: {e}", file=sys.stderr)
 
 
 def _stack(frame: FrameType | None) -> Iterator[FrameType]:

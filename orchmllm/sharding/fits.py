@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -111,11 +112,7 @@ def scaled(loads: Loads, factor: float) -> Loads:
 
 def largest_fitting(peak: Callable[[int], float], budget_bytes: float, high: int) -> int:
     """Largest b in 1 .. high with peak(b) <= budget_bytes, by bisection; 0 if there is none."""
-    low = 0
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if peak(middle) <= budget_bytes else (low, middle - 1)
-    return low
+    return bisect_right(range(1, high + 1), budget_bytes, key=peak)
 
 
 def for_run(recipe: Recipe, dataset, rows: Sequence[int], spec: PlanSpec, num_ranks: int,

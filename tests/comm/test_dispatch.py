@@ -12,7 +12,7 @@ from orchmllm.comm import exchange as comm
 from orchmllm.config.balance import BalanceConfig
 from orchmllm.data.loading.step_loader import StepLoader
 from orchmllm.data.sampler import GlobalSampler
-from orchmllm.plan.step import PhasePolicy
+from orchmllm.plan.assign import PhasePolicy
 from orchmllm.trainer import Trainer
 from tests.lib.ranks import run_ranks
 from tests.lib.synthetic import SyntheticDataset, recipe

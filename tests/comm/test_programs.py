@@ -15,9 +15,9 @@ from orchmllm.comm import ilp
 from orchmllm.comm.ilp import solve_program
 from orchmllm.config.balance import BalanceConfig
 from orchmllm.config.recipe import RecipeError, load_recipe
+from orchmllm.plan.assign import PhasePolicy
 from orchmllm.plan.balance import balance
 from orchmllm.plan.nodewise import assign_nodes
-from orchmllm.plan.step import PhasePolicy
 from orchmllm.tools.predict.workload import sample_layout
 from orchmllm.trainer import Trainer
 from tests.lib.ranks import run_ranks

@@ -9,9 +9,10 @@ import pytest
 
 from orchmllm.config.balance import BalanceConfig
 from orchmllm.config.recipe import FsdpConfig
+from orchmllm.plan.assign import PhasePolicy
 from orchmllm.plan.balance import POLICIES
 from orchmllm.plan.rearrange import Rearrangement
-from orchmllm.plan.step import PhasePolicy, plan_step
+from orchmllm.plan.step import plan_step
 from tests.lib.gradients import (
     Case,
     RandomPlanner,

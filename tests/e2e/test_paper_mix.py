@@ -15,8 +15,8 @@ import pytest
 from orchmllm.config.balance import BalanceConfig
 from orchmllm.config.recipe import DataConfig, RunConfig, load_recipe
 from orchmllm.data.stream import open_dataset
+from orchmllm.plan.assign import PHASES
 from orchmllm.plan.layout import AUDIO, VISION
-from orchmllm.plan.step import PHASES
 from orchmllm.runtime.build import build_dataset
 from orchmllm.tools.data.command import main
 from tests.lib.commands import ROOT

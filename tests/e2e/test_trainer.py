@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from orchmllm.config.balance import BalanceConfig
-from orchmllm.plan.step import PhasePolicy
+from orchmllm.plan.assign import PhasePolicy
 from orchmllm.runtime.run_state import MediaLimitError
 from orchmllm.sharding.optimizer import learning_rate
 from orchmllm.trainer import Trainer

@@ -9,9 +9,11 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
-from torch import nn
+from torch import Tensor, nn
 
+from orchmllm.batch import SequenceLengths
 from orchmllm.config.model import AudioConfig, LLMConfig, ModelConfig, VisionConfig
+from orchmllm.models.attention import packed_attention
 from orchmllm.models.names import named
 
 FRAMES = 100  # mel frames of the tiny Whisper's window
@@ -111,3 +113,23 @@ def write_checkpoint(folder: Path, model: ModelConfig, shards: int, **state: obj
     (folder / "state.json").write_text(json.dumps(
         {"step": 1, "model": asdict(model), **state}))
     return sum(f.stat().st_size for f in folder.glob("*.safetensors")) / 1e6
+
+
+def register_packed_attention() -> str:
+    """Makes our attention known to transformers and returns its name: a model of transformers that
+    is called with `packed_seqlens` then computes attention with the same kernels as ours."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    name = "test_packed"  # no "flash" in it: transformers treats such names specially
+    AttentionInterface.register(name, _packed)
+    AttentionMaskInterface.register(name, lambda *args, **kwargs: None)
+    return name
+
+
+def _packed(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: object = None, *,
+            packed_seqlens: SequenceLengths, scaling: float, **_: object) -> tuple[Tensor, None]:
+    """query (1, Hq, R, Dh), key and value (1, Hkv, R, Dh) -> ((1, R, Hq, Dh), None)."""
+    assert abs(scaling * query.shape[-1]**0.5 - 1) < 1e-6
+    q, k, v = [x.squeeze(0).transpose(0, 1) for x in (query, key, value)]
+    out = packed_attention(q, k, v, packed_seqlens, causal=bool(module.is_causal))
+    return out.unsqueeze(0), None

@@ -8,7 +8,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from transformers import Qwen2ForCausalLM
 
 from orchmllm.batch import SequenceLengths
 from orchmllm.config.model import ModelConfig
@@ -17,9 +16,7 @@ from orchmllm.models.attention import (
     attention_backend,
     describe_attention,
     packed_attention,
-    register_hf_attention,
 )
-from orchmllm.models.llm import hf_config
 from tests.lib.submodules import AUDIO, LLM, VISION, relative
 
 
@@ -97,20 +94,3 @@ def test_cuda_attention_is_close_to_the_cpu(causal):
     assert relative(out.float().cpu(), exact) < 0.02
     out.sum().backward()
     assert all(x.grad.isfinite().all() for x in on_gpu)
-
-
-def test_stock_qwen2_attends_within_packed_sequences_through_the_registry():
-    """The registered attention serves transformers' own classes, not only ours."""
-    torch.manual_seed(0)
-    model = Qwen2ForCausalLM(hf_config(LLM, register_hf_attention())).eval()
-    ids = torch.randint(0, LLM.vocab_size, (11,))
-    seqlens = SequenceLengths.from_lengths(np.array([4, 7]))
-    positions = torch.tensor([*range(4), *range(7)])
-    packed = model(input_ids=ids[None], position_ids=positions[None], packed_seqlens=seqlens,
-                   attention_mask={"full_attention": None}).logits[0]
-    alone = torch.cat([
-        model(input_ids=part[None], packed_seqlens=SequenceLengths.from_lengths([len(part)]),
-              attention_mask={"full_attention": None}).logits[0]
-        for part in ids.split([4, 7])
-    ])
-    torch.testing.assert_close(packed, alone, rtol=1e-5, atol=1e-6)

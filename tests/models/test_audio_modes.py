@@ -36,10 +36,11 @@ from orchmllm.models.flops import (
     phase_work,
     plan_spec,
 )
+from orchmllm.plan.assign import PhasePolicy
 from orchmllm.plan.cost import CostModel
 from orchmllm.plan.geometry import AudioGeometry
 from orchmllm.plan.layout import AUDIO
-from orchmllm.plan.step import PhasePolicy, plan_step
+from orchmllm.plan.step import plan_step
 from orchmllm.tools.predict.workload import batch_layout, sample_headers
 from tests.lib.gradients import Case, all_gradients, reference_gradients, worst_difference
 from tests.lib.memory import WIDE, measured

@@ -16,6 +16,7 @@ from orchmllm.plan.assign import (
     PHASES,
     PhasePolicy,
     PlanSpec,
+    assign_microbatches,
     assign_phases,
     digest_of_arrays,
     example_bytes,
@@ -24,7 +25,7 @@ from orchmllm.plan.assign import (
 from orchmllm.plan.balance import POLICIES, core, load_cap
 from orchmllm.plan.geometry import text_lengths
 from orchmllm.plan.layout import AUDIO, ENCODERS, TEXT, VISION, BatchLayout
-from orchmllm.plan.step import StepPlan, assign_microbatches, build_plan, plan_step
+from orchmllm.plan.step import StepPlan, build_plan, plan_step
 from orchmllm.tools.predict.workload import MODELS, sample_layout
 from tests.lib.corpora import write_llava
 from tests.lib.tokenizers import write_tokenizer

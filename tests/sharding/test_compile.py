@@ -21,7 +21,7 @@ from orchmllm.models import attention_op
 from orchmllm.models.attention import packed_attention
 from orchmllm.models.mllm import MultimodalModel
 from orchmllm.models.phase_clock import PhaseClock
-from orchmllm.plan.step import PhasePolicy
+from orchmllm.plan.assign import PhasePolicy
 from orchmllm.runtime.health import HangWatchdog
 from orchmllm.sharding.compiled import check_compiles, compile_block
 from orchmllm.sharding.fsdp import stacks

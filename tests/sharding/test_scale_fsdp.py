@@ -13,7 +13,7 @@ from orchmllm.config.balance import BalanceConfig
 from orchmllm.config.recipe import FsdpConfig
 from orchmllm.models.llm import LossHead
 from orchmllm.models.mllm import MultimodalModel
-from orchmllm.plan.step import PhasePolicy
+from orchmllm.plan.assign import PhasePolicy
 from orchmllm.sharding.fsdp import build_model
 from orchmllm.sharding.init import plain_name, seed_weights
 from tests.lib.gradients import Case, all_gradients, reference_gradients, worst_difference

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from orchmllm.config.balance import BalanceConfig
 from orchmllm.config.recipe import CheckpointConfig, FsdpConfig, LaunchConfig, Recipe
 from orchmllm.launch import World, device_of
-from orchmllm.plan.step import PHASES, PhasePolicy
+from orchmllm.plan.assign import PHASES, PhasePolicy
 from orchmllm.sharding.init import plain_name
 from orchmllm.tools.doctor.synthetic import SyntheticDataset, recipe
 from orchmllm.train import run_rank

@@ -8,7 +8,7 @@ import statistics
 import numpy as np
 
 from orchmllm.config.recipe import Recipe
-from orchmllm.plan.step import PHASES
+from orchmllm.plan.assign import PHASES
 from orchmllm.tools.report.log import predicted
 
 # The exchange is what balancing costs, so it counts in the critical path.

@@ -29,7 +29,7 @@ from orchmllm.config.recipe import (
 from orchmllm.data.text.tokenizer import ChatTokenizer
 from orchmllm.hf.sources import PretrainedError, find_sources
 from orchmllm.hf.tensors import read_sharded, renamed
-from orchmllm.models.attention import packed_attention, register_hf_attention
+from orchmllm.models.attention import packed_attention
 from orchmllm.models.audio import packed_conv1d
 from orchmllm.models.mllm import MultimodalModel
 from orchmllm.models.names import named
@@ -43,6 +43,7 @@ from tests.lib.hf_models import (
     FRAMES,
     HF_MODEL,
     from_folders,
+    register_packed_attention,
     write_checkpoint,
     write_models,
 )
@@ -143,7 +144,7 @@ def test_the_llm_computes_the_same_in_transformers(trip):
     ours = trip.ours().llm
     want = logits(ours, ours.embed_tokens(ids[0]), torch.arange(n), seqlens)
     hf = AutoModelForCausalLM.from_pretrained(trip.out / "llm",
-                                              attn_implementation=register_hf_attention())
+                                              attn_implementation=register_packed_attention())
     assert (hf.config.bos_token_id, hf.config.eos_token_id) == (3, 5)  # of the start's folder
     assert torch.equal(hf(ids, packed_seqlens=seqlens).logits[0], want)
     stock = AutoModelForCausalLM.from_pretrained(trip.out / "llm", attn_implementation="sdpa")
@@ -178,7 +179,7 @@ def test_the_vision_tower_computes_the_same_in_transformers(trip):
     torch.testing.assert_close(hf(frames, thw).pooler_output, want, rtol=0, atol=1e-5)
     hf.patch_embed = Linear(hf.patch_embed.proj)
     assert torch.equal(hf(frames, thw).pooler_output, want)  # its sdpa, image by image
-    hf.set_attn_implementation(register_hf_attention())
+    hf.set_attn_implementation(register_packed_attention())
     one = SequenceLengths.from_lengths(rows[:1])
     for dtype in (torch.float32, torch.bfloat16):  # it rotates in float32, whatever the dtype
         ours = trip.ours().vision.to(dtype)

@@ -15,7 +15,7 @@ import pytest
 from orchmllm.cli import dispatch
 from orchmllm.config.balance import BalanceConfig
 from orchmllm.config.recipe import RunConfig
-from orchmllm.plan.step import PHASES
+from orchmllm.plan.assign import PHASES
 from orchmllm.runtime.display import Totals
 from orchmllm.tools.report.log import read_run
 from orchmllm.tools.report.svg import MAX_POINTS, number, thin
