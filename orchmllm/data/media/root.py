@@ -8,6 +8,7 @@ import binascii
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path, PurePosixPath
 from urllib.parse import unquote
 
@@ -23,6 +24,11 @@ from orchmllm.data.media.unread import refuse_unread
 from orchmllm.data.storage.clients import without_query
 from orchmllm.data.storage.remote import NOWHERE, RemoteFile, Storage, is_url
 from orchmllm.plan.layout import VISION
+
+
+@lru_cache(maxsize=65536)
+def _real_folder(folder: str) -> str:
+    return os.path.realpath(folder)
 
 
 def resolve(name: str, root: str, *, absolute: bool) -> str:
@@ -48,7 +54,8 @@ def resolve(name: str, root: str, *, absolute: bool) -> str:
         raise RowError(f"media path {name!r} leaves the folder {root}; write a path below it "
                        "without ..", name)
     full = os.path.join(root, path)
-    real = os.path.realpath(full)
+    real = os.path.realpath(full) if os.path.islink(full) else os.path.join(
+        _real_folder(os.path.dirname(full)), os.path.basename(full))
     if not (real + os.sep).startswith(root.rstrip(os.sep) + os.sep):
         how = "a symbolic link leads" if full.startswith(root) else "leads"
         raise RowError(f"media path {name!r}: {how} out of {root}; declare a media_root that holds "
