@@ -39,7 +39,7 @@ from orchmllm.comm.exchange import (
     gather_texts,
 )
 from orchmllm.comm.ilp import SharedPrograms
-from orchmllm.plan.assign import DISPATCHES, PlanSpec, assign_microbatches, digest_of_arrays
+from orchmllm.plan.assign import PlanSpec, assign_microbatches, digest_of_arrays
 from orchmllm.plan.layout import ENCODERS, NO_EXAMPLES, BatchLayout
 from orchmllm.plan.step import StepPlan, plan_step
 
@@ -58,8 +58,7 @@ class Orchestrator:
     group: CPU group of the ranks, owned by the same thread as `gather`; dispatch `bytes` needs it.
     commit_gather: where the ranks of `gather` are one shard of those that share a step,
     all of these: they fail together and count targets together, but each shard has its own plans.
-    device_group: of `dispatch`, on the device (default: the default group). Raises ValueError for a
-    dispatch that does not exist, or lacks its group."""
+    device_group: of `dispatch`, on the device (default: the default group)."""
 
     def __init__(
         self,
@@ -72,13 +71,8 @@ class Orchestrator:
         commit_gather: RowGather | None = None,
         device_group: dist.ProcessGroup | None = None,
     ) -> None:
-        if spec.balance.dispatch not in DISPATCHES:
-            raise ValueError(f"balance.dispatch is {spec.balance.dispatch!r}: "
-                             f"use one of {', '.join(DISPATCHES)}")
         self.spec, self.device, self.planner = spec, torch.device(device), planner
         self.group, self._device_group = group, device_group
-        if spec.balance.dispatch == "bytes" and group is None:
-            raise ValueError("balance.dispatch is 'bytes': needs a CPU group to move them on")
         self.rank, self.world_size = gather.rank, gather.world_size
         self._gather = gather
         self._commit_gather = commit_gather or gather

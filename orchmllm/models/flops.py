@@ -49,11 +49,6 @@ class Work:
         """(n,) forward and backward."""
         return (self.forward + self.backward).sum(axis=0)
 
-    @property
-    def total(self) -> np.ndarray:
-        """(n,) with what is recomputed."""
-        return self.useful + self.recompute.sum(axis=0)
-
 
 def phase_lengths(layout: BatchLayout, phase: str) -> Lengths:
     """The items of a phase in source order."""

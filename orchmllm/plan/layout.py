@@ -45,13 +45,9 @@ class BatchLayout:
         n, s = len(self.example_id), len(self.modality)
         if int(self.examples_per_rank.sum()) != n:
             raise ValueError(f"examples_per_rank sums to {self.examples_per_rank.sum()}, not {n}")
-        if len(self.num_targets) != n or len(self.segments_per_example) != n:
-            raise ValueError("num_targets and segments_per_example need one entry per example")
         if int(self.segments_per_example.sum()) != s:
             raise ValueError(f"segments_per_example sums to {self.segments_per_example.sum()}, "
                              f"but there are {s} segments")
-        if not len(self.rows) == len(self.attn_len) == len(self.num_tokens) == len(self.grid) == s:
-            raise ValueError("rows, attn_len, num_tokens and grid need one entry per segment")
 
     @classmethod
     def from_table(

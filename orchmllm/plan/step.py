@@ -126,13 +126,17 @@ class StepPlan:
         return (cost.of_ranks(lengths, move.source_rank, self.layout.num_ranks),
                 cost.of_ranks(lengths[move.order], move.target_rank, self.layout.num_ranks))
 
+    def positions(self, phase: str) -> np.ndarray:
+        """(d,) positions that each rank processes."""
+        move = self.rearrangement(phase)
+        return sums_of(self.layout.item_lengths(phase)[move.order], move.target_sizes)
+
     @property
     def is_within_caps(self) -> bool:
         """Whether no rank holds more than a phase's max_rank_tokens."""
         for phase in self.spec.phases:
-            cap, move = getattr(self.spec.balance, phase).max_rank_tokens, self.rearrangement(phase)
-            held = sums_of(self.layout.item_lengths(phase)[move.order], move.target_sizes)
-            if cap and held.max() > cap:
+            cap = getattr(self.spec.balance, phase).max_rank_tokens
+            if cap and self.positions(phase).max() > cap:
                 return False
         return True
 

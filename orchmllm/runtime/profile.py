@@ -12,8 +12,7 @@ import torch
 
 from orchmllm.batch import Step
 from orchmllm.config.recipe import Recipe
-from orchmllm.plan.rearrange import sums_of
-from orchmllm.plan.step import PHASES, StepPlan
+from orchmllm.plan.assign import PHASES
 
 
 class StepProfiler:
@@ -87,11 +86,7 @@ def _report(step: Step, rank: int, error: BaseException, folder: Path) -> Path:
 
 
 def _what_was_planned(step: Step, rank: int, error: BaseException) -> dict:
-    def positions(plan: StepPlan, phase: str) -> list[int]:
-        move = plan.rearrangement(phase)
-        return sums_of(plan.layout.item_lengths(phase)[move.order], move.target_sizes).tolist()
-
     micro = [{"example_ids": one.rank_plan.example_ids.tolist(),
-              "positions": {phase: positions(one.plan, phase) for phase in PHASES}}
+              "positions": {phase: one.plan.positions(phase).tolist() for phase in PHASES}}
              for one in step.micro]
     return {"step": step.index, "rank": rank, "error": str(error), "microbatches": micro}
