@@ -66,7 +66,13 @@ class Rearrangement:
         return Rearrangement(slot_of, self.target_sizes, self.source_sizes)
 
     def then(self, after: Rearrangement) -> Rearrangement:
-        """First self, then `after`, which starts where self ends: x[self.order][after.order]."""
+        """First self, then `after`: x[self.order][after.order]. Raises ValueError if `after` does
+        not start where self ends."""
+        if not np.array_equal(self.target_sizes, after.source_sizes):
+            raise ValueError(
+                f"cannot compose: the first ends with {self.target_sizes.tolist()} items per rank, "
+                f"the second starts with {after.source_sizes.tolist()}"
+            )
         return Rearrangement(self.order[after.order], self.source_sizes, after.target_sizes)
 
     def expand(self, counts: np.ndarray) -> Rearrangement:

@@ -62,6 +62,12 @@ def test_exchanges_of_all_ranks_carry_out_the_rearrangement(move, random):
     assert all(v.moves == crossing for v in views)
 
 
+def test_composition_checks_its_ends():
+    a = Rearrangement.from_rank_of(np.array([0, 1, 1]), np.array([2, 1]))
+    with pytest.raises(ValueError, match="cannot compose"):
+        a.then(Rearrangement.from_rank_of(np.array([0, 1, 1]), np.array([2, 1])))
+
+
 def round_trip(world, num_items: int, seed: int) -> dict[str, bool]:
     rng = np.random.default_rng(seed)
     d = world.world_size
