@@ -106,7 +106,11 @@ class ConversationDataset:
 
     def layout(self, i: int) -> BatchLayout:
         """Lengths of example i from the index, or from headers and tokens; nothing is decoded."""
-        return self.layouts(np.array([i]), [1])
+        source, row = self.where(i)
+        index = self.indexes[source]
+        if index is None:
+            return self._measured([i])[0].layout
+        return index.layout(*np.array([[row], [i]]))
 
     def layouts(
         self, examples: np.ndarray, examples_per_rank: Sequence[int]
