@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import sys
-from io import BytesIO
 from typing import Any
 
 import numpy as np
@@ -30,11 +29,11 @@ def encode(example: Any) -> np.ndarray:
 def decode(data: np.ndarray) -> Any:
     """Inverse of `encode`; arrays and tensors own their memory and are writable. data: (bytes,)
     uint8. Raises ValueError for bytes that `encode` did not write."""
-    rest = BytesIO(data)
-    [size] = _read(rest, 8).view("<i8")
-    value = _unpack(json.loads(_read(rest, size).tobytes()), rest)
-    if rest.read(1):
-        raise ValueError(f"an example of {len(data)} bytes ends before its last byte")
+    end = 8 + int(data[:8].view("<i8")[0])
+    skeleton = json.loads(data[8:end].tobytes())
+    value, used = _unpack(skeleton, data, end)
+    if used != len(data):
+        raise ValueError(f"an example of {len(data)} bytes was read to byte {used}")
     return value
 
 
@@ -86,31 +85,29 @@ def _pack_tensor(value: Tensor, path: str, buffers: list[np.ndarray]) -> list:
     return ["t", len(buffers[-1]), str(value.dtype).removeprefix("torch."), list(value.shape)]
 
 
-def _unpack(node: list, rest: BytesIO) -> Any:
-    """rest: of the example, from the first of its bytes that the node says on."""
+def _unpack(node: list, data: np.ndarray, at: int) -> tuple[Any, int]:
+    """(value, position after its bytes)."""
     kind, content = node[0], node[1]
     if kind == "v":
-        return content
+        return content, at
     if kind == "d":
-        return {key: _unpack(child, rest) for key, child in content}
+        out = {}
+        for key, child in content:
+            out[key], at = _unpack(child, data, at)
+        return out, at
     if kind in "lun":
-        items = [_unpack(child, rest) for child in content]
+        items = []
+        for child in content:
+            item, at = _unpack(child, data, at)
+            items.append(item)
         if kind == "n":
-            return _named_tuple(*node[2:])._make(items)
-        return items if kind == "l" else tuple(items)
-    data = _read(rest, content)
+            return _named_tuple(*node[2:])._make(items), at
+        return (items if kind == "l" else tuple(items)), at
+    end = at + content
     if kind == "b":
-        return data.tobytes()
+        return data[at:end].tobytes(), end
     dtype, shape = node[2:]
     if kind == "t":
-        return torch.from_numpy(data).view(getattr(torch, dtype)).reshape(shape)
-    array = data.view(dtype).reshape(shape)
-    return array[()] if kind == "s" else array
-
-
-def _read(rest: BytesIO, size: int) -> np.ndarray:
-    """The next bytes, in memory of their own."""
-    data = np.empty(size, np.uint8)
-    if rest.readinto(data) != size:
-        raise ValueError(f"an example ends within {size} of its bytes")
-    return data
+        return torch.tensor(data[at:end]).view(getattr(torch, dtype)).reshape(shape), end
+    array = data[at:end].copy().view(dtype).reshape(shape)
+    return (array[()] if kind == "s" else array), end

@@ -22,7 +22,6 @@ from typing import BinaryIO
 from orchmllm.data.storage.clients import StorageError
 
 FILL = 0.9  # of the limit, after old files were removed
-TOUCH_AFTER_S = 30.0
 STALE_PART_S = 3600.0  # without a byte: of a process that was killed
 
 
@@ -58,8 +57,7 @@ class DiskCache:
             except FileNotFoundError:
                 pass
             else:
-                if time.time() - os.fstat(file.fileno()).st_mtime > TOUCH_AFTER_S:
-                    os.utime(file.fileno())
+                os.utime(file.fileno())
                 return file
             with self._locked(self.folder / "locks" / key[:3], deadline):
                 if not path.is_file():
