@@ -14,6 +14,7 @@ from orchmllm.papers.ablations import Predicted, variants
 from orchmllm.papers.fact import Fact, Printed
 from orchmllm.plan.assign import PHASES
 from orchmllm.plan.layout import ENCODERS
+from orchmllm.plan.rearrange import sums_of
 from orchmllm.sharding.fits import joined
 from orchmllm.sharding.memory import Choice, choose_checkpointing
 from orchmllm.tools.predict.dry_run import parameters
@@ -53,8 +54,8 @@ def lines() -> Iterator[Fact]:
             yield printed.row("Table 1", f"{phase} parameters", f"MLLM-{model}", ours)
     drawn = sample_layout("84b", num_ranks=1, batch_size=20_000, seed=0)
     for phase, modality in ENCODERS.items():
-        share = drawn.sum_segments(np.where(drawn.modality == modality, drawn.num_tokens, 0)
-                                   ) / drawn.tokens_per_example
+        tokens = np.where(drawn.modality == modality, drawn.num_tokens, 0)
+        share = sums_of(tokens, drawn.segments_per_example) / drawn.tokens_per_example
         yield printed.row("Figure 3", f"{phase} share of a sequence, deviation over mean", "",
                           100 * share.std() / share.mean())
     yield from overall(printed)
