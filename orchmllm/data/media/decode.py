@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from orchmllm.data.media.headers import (
-    EXIF_ORIENTATION,
     audio_lengths,
     open_clip,
     open_image,
@@ -45,12 +44,13 @@ def _to_rgb(image):
 
 
 def _upright(image, orientation: int):
-    """orientation: of its header, whatever else its EXIF data say."""
-    from PIL import ImageOps
+    from PIL.Image import Transpose as T
 
-    image.info.clear()
-    image.getexif()[EXIF_ORIENTATION] = orientation
-    return ImageOps.exif_transpose(image)
+    method = {
+        2: T.FLIP_LEFT_RIGHT, 3: T.ROTATE_180, 4: T.FLIP_TOP_BOTTOM, 5: T.TRANSPOSE,
+        6: T.ROTATE_270, 7: T.TRANSVERSE, 8: T.ROTATE_90,
+    }.get(orientation)
+    return image if method is None else image.transpose(method)
 
 
 def patchify(pixels: np.ndarray, geometry: VisionGeometry) -> Tensor:
