@@ -32,12 +32,7 @@ from orchmllm.batch import (
     on_device,
 )
 from orchmllm.comm.agree import describe, raise_first, require_agreement
-from orchmllm.comm.exchange import (
-    RaggedGather,
-    RowGather,
-    exchange_rows,
-    gather_texts,
-)
+from orchmllm.comm.exchange import RaggedGather, RowGather, exchange_rows, gather_texts
 from orchmllm.comm.ilp import SharedPrograms
 from orchmllm.plan.assign import PlanSpec, assign_microbatches, digest_of_arrays
 from orchmllm.plan.layout import ENCODERS, NO_EXAMPLES, BatchLayout

@@ -59,8 +59,7 @@ class Trainer:
         self.device = device_of(world)
         self._gather = partial(gather_scalars, device=self.device)  # a step's one synchronisation
         sources = find_sources(recipe.model)  # its errors come before any collective
-        self.dataset = dataset if dataset is not None else build_dataset(
-            recipe, self._log)
+        self.dataset = dataset if dataset is not None else build_dataset(recipe, self._log)
         self.servers = servers_of(recipe.data)
         self.train_rows, self.validation_rows = self.dataset.split(recipe.data.num_validation)
         job = resolve(recipe, world.world_size, world.local_world_size)

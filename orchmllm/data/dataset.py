@@ -229,6 +229,8 @@ class ConversationDataset:
         if num_validation < 0 or total - num_validation < 1:
             raise ValueError(
                 f"{num_validation} rows to hold out of {total}; must be between 0 and {total - 1}")
+        if len(self.sources) == 1:  # ranges take no memory
+            return range(total - num_validation), range(total - num_validation, total)
         held = np.diff(np.floor(self.bounds * (num_validation / total) + 0.5).astype(int))
         stops = self.bounds[1:] - held
         train = np.concatenate(list(map(np.arange, self.bounds[:-1], stops)))

@@ -159,8 +159,8 @@ class Pipeline:
 
 
 class Prefetcher(Generic[T]):
-    """Iterates a generator in a thread that works `ahead` (>= 1) items beyond the one last taken and
-    no further, so that all ranks have made the same agreements whenever they stop together. The
+    """Iterates a generator in a thread that works `ahead` items (>= 1) beyond the one last taken
+    and no further, so that all ranks have made the same agreements whenever they stop together. The
     constructor waits for the first item: the generator starts its worker processes for it, and no
     other Python thread should be at work while processes are forked. An exception of the generator
     is raised by next()."""
