@@ -1,7 +1,7 @@
 """Trains with balancing off and on, from the same seed, and shows that the losses are the same
 while the waiting is gone.
 
-    orchmllm compare --recipe recipes/demo.yaml [section.key=value ...]
+    orchmllm compare recipes/demo.yaml [section.key=value ...]
 
 Two models train in the same processes, one without and one with balancing, on the same batches and
 step by step in turn, so that whatever else the machine does meets both alike.
@@ -25,7 +25,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from orchmllm import launch
-from orchmllm.cli.options import add_overrides, command_parser, in_one_line
+from orchmllm.cli.options import in_one_line, recipe_parser
 from orchmllm.config.job import check_world, resolve
 from orchmllm.config.recipe import Recipe, load_recipe
 from orchmllm.runtime.local_ranks import run_local
@@ -38,11 +38,9 @@ MAX_LOSS_DIFFERENCE = 1e-5  # relative, at any step: float32 sums in another ord
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    parser = command_parser("compare", __doc__)
-    parser.add_argument("--recipe", required=True, help="YAML file; every key has a default")
+    parser = recipe_parser("compare", __doc__)
     parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
-    add_overrides(parser)
-    return parser.parse_intermixed_args(argv)  # overrides before and after options
+    return parser.parse_recipe(argv)
 
 
 def variant(recipe: Recipe, enabled: bool) -> Recipe:

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from orchmllm.cli.options import add_overrides, command_parser, in_one_line
+from orchmllm.cli.options import command_parser, in_one_line
 from orchmllm.config.recipe import Recipe, load_recipe
 from orchmllm.data.formats.open import DataSource, index_path
 from orchmllm.data.index import LengthIndex
@@ -49,12 +49,10 @@ OPTIONS = (
 def parse(argv: list[str]) -> argparse.Namespace:
     parser = command_parser("data", __doc__, OPTIONS)
     parser.add_argument("command", choices=("index", "lint", "stats", "preview"))
-    parser.add_argument("recipe", nargs="?", default="", metavar="RECIPE",
-                        help="YAML file; only data, model, balance and train are used. stats also "
-                        "takes a data file or folder instead, or nothing: a mix drawn from "
-                        "published length statistics")
-    add_overrides(parser)
-    args = parser.parse_intermixed_args(argv)
+    parser.add_recipe("YAML file; only data, model, balance and train are used. stats also takes a "
+                      "data file or folder instead, or nothing: a mix drawn from published length "
+                      "statistics")
+    args = parser.parse_recipe(argv, optional=True)
     if not is_recipe(args.recipe) and (args.command != "stats" or args.overrides):
         parser.error(f"{args.recipe or 'nothing'} is no recipe: index, lint and overrides need a "
                      "YAML file")

@@ -1,6 +1,6 @@
 """A recipe tried without its GPUs, on any number of ranks, by real plans of a drawn workload.
 
-    orchmllm dry-run recipes/mllm84b.yaml --world-size 2560
+    orchmllm dry-run recipes/mllm84b.yaml --ranks 2560
 
 Real: plans and their times, loads, bytes. Counted by the shapes that tests compare with the built
 and sharded model: parameters and their shards. Predicted: memory (orchmllm.sharding.memory) and

@@ -57,7 +57,7 @@ def measure(recipe, phase: str, args: Namespace) -> dict[str, list[float]]:
 @in_one_line
 def main(argv: list[str]) -> int:
     """Exit code. Raises ValueError for a device that cannot measure."""
-    args = lengths_parser("profile", __doc__, OPTIONS).parse_intermixed_args(argv)
+    args = lengths_parser("profile", __doc__, OPTIONS).parse_recipe(argv)
     recipe, out = load_recipe(args.recipe, args.overrides), {}
     try:
         for phase in PHASES:
