@@ -7,6 +7,7 @@ import difflib
 import functools
 import re
 import sys
+import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from typing import NoReturn
 
@@ -66,6 +67,15 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     return f"; did you mean {near[0]}?" if near else ""
 
 
+class Formatter(argparse.RawDescriptionHelpFormatter):
+    """Fills the paragraphs of a help text, and leaves those with indented lines as they are."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        return "\n\n".join(
+            part if re.search("^ ", part, re.M) else textwrap.fill(part, width)
+            for part in text.strip().split("\n\n"))
+
+
 class Parser(argparse.ArgumentParser):
     """The parser of a command, which knows what a recipe on the command line looks like."""
 
@@ -76,8 +86,11 @@ class Parser(argparse.ArgumentParser):
             message += did_you_mean(unknown[1], re.findall("--[a-z-]+", self.format_help()))
         super().error(message)
 
-    def add_recipe(self, text: str = "every key of it is in docs/recipe.md") -> None:
-        """Adds RECIPE and the overrides that follow it. `--recipe R` is the older form."""
+    def add_recipe(self, text: str = "every key of it is in docs/recipe.md",
+                   before: str = "") -> None:
+        """Adds RECIPE and the overrides that follow it. `--recipe R` is the older form. before: the
+        usage's words for the arguments that come before it."""
+        self.usage = f"%(prog)s [options] {before}RECIPE [section.key=value ...]"
         self.add_argument("recipe", nargs="?", default="", metavar="RECIPE", help=text)
         self.add_argument("overrides", nargs="*", metavar="section.key=value",
                           help="replaces a value of the recipe, e.g. train.lr=1e-4")
@@ -98,7 +111,7 @@ class Parser(argparse.ArgumentParser):
 def command_parser(name: str, text: str, options: Sequence[tuple] = ()) -> Parser:
     """A parser of `orchmllm NAME`. options: see add_options."""
     made = Parser(prog=f"orchmllm {name}", description=text,
-                  formatter_class=argparse.RawDescriptionHelpFormatter)
+                  formatter_class=Formatter)
     add_options(made, options)
     return made
 

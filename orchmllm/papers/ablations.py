@@ -1,7 +1,7 @@
 """The paper's ablations, predicted: MFU, tokens per GPU, peak memory and bytes between nodes of
 every scheme on the same drawn steps (OrchMLLM section 8.3, Figures 8-13).
 
-    orchmllm papers ablations recipes/mllm84b.yaml [--ranks 2560] [section.key=value ...]
+    orchmllm papers ablations recipes/mllm84b.yaml --ranks 2560
 
 The paper pads audio, so its schemes are predicted with padded audio; `least_move` is ours, with
 packed audio. Predictions keep what the schemes differ in: loads, traffic and memory. Lengths are

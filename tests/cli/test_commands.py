@@ -19,11 +19,13 @@ def orchmllm(*argv: str) -> subprocess.CompletedProcess:
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_every_command_explains_itself(command, capsys):
+def test_every_command_explains_itself(command, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
     with pytest.raises(SystemExit) as stop:
         dispatch([*command.split(), "--help"])
     said = capsys.readouterr().out
     assert stop.value.code == 0 and said.startswith(f"usage: orchmllm {command} ")
+    assert len(said.splitlines()) <= 40 and max(map(len, said.splitlines())) <= 80
 
 
 def said_by(argv: list[str], capsys) -> tuple[object, str]:

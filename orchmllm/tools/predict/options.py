@@ -19,7 +19,7 @@ def lengths_parser(name: str, text: str, options: Sequence[tuple],
     made = command_parser(name, text, options)
     if what:
         made.add_argument("what", choices=what, metavar="WHAT", help=", ".join(what))
-    made.add_recipe("YAML file; data, model and train are used")
+    made.add_recipe("YAML file; data, model and train are used", before="WHAT " if what else "")
     made.add_argument("--mix", choices=MIXES, help="drawn lengths instead of the recipe's data")
     return made
 
