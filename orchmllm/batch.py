@@ -167,6 +167,8 @@ class Step:
     error: why it cannot be loaded. preprocessed: where servers read (data.preprocess). phases:
     figures of the plans (orchmllm.plan.step.phase_figures), of the trainer's steps. geometry: of
     the batches of all ranks: PADDED if one of them is, else PACKED if one is that, else 0.
+    as_sampled: whether it is not balanced, to be compared with steps that are
+    (balance.measure_every); kept_balanced: why it is balanced although it should not have been.
     """
 
     index: int
@@ -181,6 +183,8 @@ class Step:
     state: Any = None
     error: Exception | None = None
     preprocessed: Preprocessed = Preprocessed()
+    as_sampled: bool = False
+    kept_balanced: str = ""
     phases: dict[str, dict[str, float]] = field(default_factory=dict)
 
     @cached_property

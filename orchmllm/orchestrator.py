@@ -67,6 +67,7 @@ class Orchestrator:
         device_group: dist.ProcessGroup | None = None,
     ) -> None:
         self.spec, self.device, self.planner = spec, torch.device(device), planner
+        self.refuses: Callable[[StepPlan], str] = lambda plan: ""  # why one as sampled cannot run
         self.group, self._device_group = group, device_group
         self.rank, self.world_size = gather.rank, gather.world_size
         self._gather = gather
@@ -114,19 +115,41 @@ class Orchestrator:
         """The step's microbatches, each planned as a global batch of its own; positions ascend.
         Collective only where the spec has integer programs."""
         if self.programs is None:
-            planned = self._plan_all(layout, num_microbatches, self.planner)
+            planned = self._plan_all(layout, num_microbatches, self.planner, self.spec)
         else:
             planned = self.programs.plan(lambda solve: self._plan_all(
-                layout, num_microbatches, partial(self.planner, solve=solve)))
+                layout, num_microbatches, partial(self.planner, solve=solve), self.spec))
+        return self._microbatches(planned)
+
+    def plan_as_sampled(
+        self, layout: BatchLayout, num_microbatches: int = 1
+    ) -> tuple[list[Microbatch], str]:
+        """The same step unbalanced: every example stays on the rank that drew it, the loss and the
+        gradients are the same. And why it must not run so, "" if it may."""
+        micro = self._microbatches(self._plan_all(
+            layout, num_microbatches, self.planner, self.spec.as_sampled))
+        return micro, next(filter(None, (self._misfit(m.plan) for m in micro)), "")
+
+    def _misfit(self, plan: StepPlan) -> str:
+        """Why a plan as sampled must not run, "" if it may."""
+        if not plan.is_within_caps:
+            return "a rank would hold more than its max_rank_tokens"
+        if self.spec.fills and not plan.llm.target_sizes.all():
+            return "a rank would have no example"
+        return self.refuses(plan)
+
+    def _microbatches(self, planned: list[tuple[np.ndarray, StepPlan]]) -> list[Microbatch]:
         return [Microbatch(plan, plan.for_rank(self.rank), positions=at) for at, plan in planned]
 
+    @staticmethod
     def _plan_all(
-        self, layout: BatchLayout, num_microbatches: int, planner: Callable[..., StepPlan]
+        layout: BatchLayout, num_microbatches: int, planner: Callable[..., StepPlan],
+        spec: PlanSpec,
     ) -> list[tuple[np.ndarray, StepPlan]]:
         if num_microbatches == 1:
-            return [(np.arange(layout.num_examples), planner(layout, self.spec))]
-        micro = assign_microbatches(layout, self.spec, num_microbatches)
-        return [(np.flatnonzero(micro == k), planner(layout.select(micro == k), self.spec))
+            return [(np.arange(layout.num_examples), planner(layout, spec))]
+        micro = assign_microbatches(layout, spec, num_microbatches)
+        return [(np.flatnonzero(micro == k), planner(layout.select(micro == k), spec))
                 for k in range(num_microbatches)]
 
     def commit(

@@ -78,8 +78,8 @@ class Planning:
 
     def spec(self, enabled: bool) -> PlanSpec:
         """Of the steps that are planned next; not enabled: they stay as sampled."""
-        spec = self._specs[self.geometry]
-        return replace(spec, fills=enabled, balance=replace(spec.balance, enabled=enabled))
+        spec = replace(self._specs[self.geometry], fills=True)
+        return spec if enabled else spec.as_sampled
 
     def look(self, orchestrator: Orchestrator, step: Step) -> None:
         """After COMMIT of a step, on all ranks alike: chooses for the steps that follow. A policy

@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 import time
+from collections import deque
 from collections.abc import Iterator
 
 import numpy as np
@@ -19,12 +20,14 @@ from tqdm import tqdm
 from orchmllm.config.recipe import RunConfig
 from orchmllm.launch import drop_output
 from orchmllm.plan.assign import PHASES
+from orchmllm.plan.gain import Gain, describe
 from orchmllm.runtime.log_schema import METRICS, NUMBERS
 
 MAX_LINES = 100  # plain lines of a run whose steps are fast ...
 LINE_EVERY_S = 30.0  # ... and the longest silence of one whose steps are slow
 DRAW_EVERY_S = 0.1  # on a terminal
 GAIN_EVERY = 50  # steps
+LAST_GAINS = 1000  # measured ones that are summed up
 UNKNOWN_WIDTH = 80  # columns
 # Clears from the cursor to the end of the screen. The cursor waits at the first column of the line
 # that is drawn: where a terminal that became narrower has broken it, all of it is still cleared.
@@ -175,6 +178,7 @@ class Totals:
         self.bytes = {"moved_bytes": 0, "internode_bytes": 0}
         # phase -> cost of the slowest rank before, after, and of the mean rank
         self.cost = {phase: np.zeros(3) for phase in PHASES}
+        self.gains: deque[Gain] = deque(maxlen=LAST_GAINS)
 
     def add(self, row: dict) -> None:
         if row["num_global_targets"]:
@@ -185,6 +189,8 @@ class Totals:
         self.wait_s += row["data_wait_s"]
         self.skipped_steps = row["skipped_steps"]
         self.num_failed_media += row["num_failed_media"]
+        if gain := (row["measured"] or {}).get("gain"):
+            self.gains.append(Gain(**gain))
         phases = row["phases"]
         self.num_unbalanced += any(p["imbalance_before"] > 1.05 for p in phases.values())
         for phase, stats in phases.items():
@@ -203,7 +209,9 @@ class Totals:
         wait = f"data wait {100 * self.wait_s / max(self.step_s, 1e-9):.1f}%"
         if not self.saved():  # one rank, or balancing is off
             return f"balancing moved nothing; {wait}"
-        return f"balancing saved {100 * self.saved():.1f}% of the step (predicted); {wait}"
+        measured = f"; {describe(self.gains)}" if self.gains else ""
+        return (f"balancing saved {100 * self.saved():.1f}% of the step (predicted); {wait}"
+                + measured)
 
     def warning(self) -> str:
         """What to change where balancing is on and had no effect in any step; '' where it had, or
@@ -248,7 +256,7 @@ def facts(row: dict, left: str, saved: float) -> list[str]:
              if metric.line and row[name] is not None}
     if not row["num_global_targets"]:
         shown["loss"] = "no targets"
-    return [*shown.values(), f"{left} left", f"saved {100 * saved:.0f}%",
+    return [*shown.values(), f"{left} left", f"saved {100 * saved:.0f}% (predicted)",
             *(f"{p} {s['imbalance_before']:.2f}->{s['imbalance_after']:.2f}"
               for p, s in row["phases"].items())]
 
@@ -260,8 +268,11 @@ def scalars(row: dict) -> Iterator[tuple[str, float]]:
             yield name, row[name]
     for part, norm in row["grad_norms"].items():
         yield f"{part}/grad_norm", norm
-    for phase, value in (row["measured"] or {"imbalance": {}})["imbalance"].items():
+    measured = row["measured"] or {"imbalance": {}}
+    for phase, value in measured["imbalance"].items():
         yield f"{phase}/imbalance_measured", value
+    for how, value in (measured.get("gain") or {}).items():
+        yield f"gain/{how}", value
     for phase, stats in row["phases"].items():
         for name, value in stats.items():
             yield f"{phase}/{name}", value

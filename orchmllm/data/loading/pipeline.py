@@ -133,7 +133,12 @@ class Pipeline:
             return None
         step = Step(index, drawn if self.feed.knows_all else layout)
         try:
-            step.micro = orch.plan(step.layout, self.accumulation_steps)
+            if orch.spec.balance.measures(index):
+                step.micro, step.kept_balanced = orch.plan_as_sampled(
+                    step.layout, self.accumulation_steps)
+                step.as_sampled = not step.kept_balanced
+            if not step.as_sampled:
+                step.micro = orch.plan(step.layout, self.accumulation_steps)
             step.plan_s = time.perf_counter() - started
             self.feed.announce(step)
         except Exception as e:  # shared in COMMIT

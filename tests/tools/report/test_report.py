@@ -115,6 +115,17 @@ def test_figures_are_those_of_the_rows(tmp_path):
     assert totals.saved() == pytest.approx(1 - 3.375 / 7.5)
     assert totals.gain() == "balancing saved 55.0% of the step (predicted); data wait 1.0%"
     page = report(write(tmp_path / "run", rows))[1]
+    assert "Not measured: set balance.measure_every." in page.text
+    for step, measured in ((1, 0.4), (3, 0.5)):
+        rows[step]["measured"]["gain"] = {"predicted": 0.25, "measured": measured}
+        totals.add(rows[step])
+    assert totals.gain().endswith(
+        "gain predicted 25.0% (25.0 to 25.0%), measured 45.0% (42.5 to 47.5%): median and "
+        "quartiles of 2 comparisons with a step as sampled")
+    page = report(write(tmp_path / "run", rows), "--compare", str(tmp_path / "run"))[1]
+    for name, *shares in (("predicted", "25.0%", "25.0%", "25.0%"),
+                          ("measured", "42.5%", "45.0%", "47.5%")):
+        assert page.rows.count(["run", name, *shares, "2"]) == 2
     assert "55.0%saved by balancing, predicted" in page.text and "1.0%data wait" in page.text
     assert "4.5 kBbytes moved a step" in page.text
 
