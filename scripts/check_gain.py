@@ -1,6 +1,6 @@
 """The gain of balancing that a run measures of itself, beside that of `orchmllm compare`.
 
-    python scripts/check_gain.py [--ranks 4] [--steps 200] [--every 4] [--compare-steps 60]
+    python scripts/check_gain.py [--ranks 4] [--steps 200] [--every 4] [--compare-steps 20]
 
 The first is what `orchmllm train` says of the demo with balance.measure_every: the median over its
 comparisons. The second trains two models in turn, with balancing off and on. Both are ratios of
@@ -32,8 +32,9 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--steps", type=int, default=200, help="of the run that measures (200)")
     parser.add_argument("--every", type=int, default=4, help="balance.measure_every (4)")
-    parser.add_argument("--compare-steps", type=int, default=60,
-                        help="of each run of the comparison (60)")
+    parser.add_argument("--compare-steps", type=int, default=20,
+                        help="of each run of the comparison (20); over many more, rounding makes "
+                        "its losses differ")
     args = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as folder:
         data, trained, compared = (f"{folder}/{name}" for name in ("data", "trained", "compared"))

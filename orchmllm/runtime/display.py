@@ -209,9 +209,9 @@ class Totals:
         wait = f"data wait {100 * self.wait_s / max(self.step_s, 1e-9):.1f}%"
         if not self.saved():  # one rank, or balancing is off
             return f"balancing moved nothing; {wait}"
-        measured = f"; {describe(self.gains)}" if self.gains else ""
-        return (f"balancing saved {100 * self.saved():.1f}% of the step (predicted); {wait}"
-                + measured)
+        if self.gains:
+            return f"{describe(self.gains)}; {wait}"
+        return f"balancing saved {100 * self.saved():.1f}% of the step (predicted); {wait}"
 
     def warning(self) -> str:
         """What to change where balancing is on and had no effect in any step; '' where it had, or
