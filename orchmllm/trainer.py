@@ -188,7 +188,8 @@ class Trainer:
         if self.watch is not None:
             self.watch.enter_step(step.index, step.example_ids_of_rank)
         self.incidents.media(step, self.progress.media, self.dataset.describe)
-        self.incidents.kept_balanced(step)
+        if step.kept_balanced:
+            self._log(f"step {step.index} is not measured as sampled: {step.kept_balanced}")
         clock.reset()
         lr = learning_rate(step.index, train)
         for group in self.optimizer.param_groups:

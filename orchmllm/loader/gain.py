@@ -3,8 +3,6 @@ time that the loop spends on it is compared with that of the balanced steps befo
 
 from __future__ import annotations
 
-from collections import deque
-
 from orchmllm.batch import UNKNOWN, Step
 from orchmllm.plan.cost import CostModel
 from orchmllm.plan.gain import Gain, GainMeter
@@ -23,7 +21,7 @@ class LoopGain:
     """gains: those measured so far, the newest last, in all passes over a loader."""
 
     def __init__(self) -> None:
-        self.gains: deque[Gain] = deque(maxlen=1000)
+        self.gains: list[Gain] = []
         self._meter, self._model = GainMeter(), None
         # Of steps whose time is not known yet: cost model, costs, and whether as sampled.
         self._waiting: dict[int, tuple[CostModel, tuple[int, int], bool]] = {}

@@ -74,7 +74,6 @@ class Planning:
                  **known: Any) -> None:
         self._chooses = policy == "auto" and tolerance is None and not max_rank_tokens
         self._says, self.geometry, self.loop = says, 0, LoopGain()
-        self._kept_balanced = not says  # whether it was said that a step could not be measured
         otherwise = "least_move" if policy == "auto" else policy
         first = "padded" if self._chooses else otherwise
         self._specs = {geometry: make_spec(name, tolerance, max_rank_tokens, **known)
@@ -90,10 +89,8 @@ class Planning:
         that was given and does not fit is said once."""
         if orchestrator.spec.balance.measure_every:
             self.loop.committed(step)
-        if step.kept_balanced and not self._kept_balanced:
-            self._kept_balanced = True
-            log.info("measure_every: step %d stays balanced: as sampled %s; the gain is measured "
-                     "at those steps that can run so", step.index, step.kept_balanced)
+        if step.kept_balanced and self._says:
+            log.info("step %d is not measured as sampled: %s", step.index, step.kept_balanced)
         before, self.geometry = self.geometry, max(self.geometry, step.geometry, PACKED)
         if self.geometry == before:
             return
@@ -153,7 +150,7 @@ def log_step(step: Step, info: StepInfo, loop: LoopGain) -> None:
         f"; balancing gains little here (under {LITTLE:.0%}: few ranks or uniform data), min_gain "
         "skips such steps")
     if loop.gains:
-        note += f"; {describe(list(loop.gains))}"
+        note += f"; {describe(loop.gains)}"
     log.info("epoch %d step %d: imbalance %.2f->%.2f; predicted gain %.1f%%; waited %.1f ms%s",
              info.epoch, info.step, *info.imbalance, 100 * gain, 1e3 * info.wait_s, note)
 

@@ -11,7 +11,6 @@ import os
 import signal
 import sys
 import time
-from collections import deque
 from collections.abc import Iterator
 
 import numpy as np
@@ -27,7 +26,6 @@ MAX_LINES = 100  # plain lines of a run whose steps are fast ...
 LINE_EVERY_S = 30.0  # ... and the longest silence of one whose steps are slow
 DRAW_EVERY_S = 0.1  # on a terminal
 GAIN_EVERY = 50  # steps
-LAST_GAINS = 1000  # measured ones that are summed up
 UNKNOWN_WIDTH = 80  # columns
 # Clears from the cursor to the end of the screen. The cursor waits at the first column of the line
 # that is drawn: where a terminal that became narrower has broken it, all of it is still cleared.
@@ -167,7 +165,7 @@ def _width() -> int:
 
 
 class Totals:
-    """Sums over the steps of a run, in constant memory."""
+    """Sums over the steps of a run, and every gain that was measured."""
 
     def __init__(self) -> None:
         self.num_steps = self.num_failed_media = self.skipped_steps = 0
@@ -178,7 +176,7 @@ class Totals:
         self.bytes = {"moved_bytes": 0, "internode_bytes": 0}
         # phase -> cost of the slowest rank before, after, and of the mean rank
         self.cost = {phase: np.zeros(3) for phase in PHASES}
-        self.gains: deque[Gain] = deque(maxlen=LAST_GAINS)
+        self.gains: list[Gain] = []
 
     def add(self, row: dict) -> None:
         if row["num_global_targets"]:
@@ -268,11 +266,8 @@ def scalars(row: dict) -> Iterator[tuple[str, float]]:
             yield name, row[name]
     for part, norm in row["grad_norms"].items():
         yield f"{part}/grad_norm", norm
-    measured = row["measured"] or {"imbalance": {}}
-    for phase, value in measured["imbalance"].items():
+    for phase, value in (row["measured"] or {"imbalance": {}})["imbalance"].items():
         yield f"{phase}/imbalance_measured", value
-    for how, value in (measured.get("gain") or {}).items():
-        yield f"gain/{how}", value
     for phase, stats in row["phases"].items():
         for name, value in stats.items():
             yield f"{phase}/{name}", value

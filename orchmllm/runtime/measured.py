@@ -73,7 +73,7 @@ class StepTimer:
 
     def restart(self) -> None:
         """The next step does not follow the last one."""
-        self._before: _Timed | None = None
+        self._before: tuple | None = None  # of the step whose times are not known yet
         self._gain = GainMeter()
         self._seconds = [0.0] * len(CLOCK_PHASES)
 
@@ -95,30 +95,22 @@ class StepTimer:
         """What metrics.jsonl says of the step that was measured: this one, or with events the one
         before. seconds: (d, CLOCK_PHASES), what all ranks reported in the synchronisation of
         `step`."""
-        timed = _Timed(step.index, step.plans, slowest_costs(step.phases), step.as_sampled)
+        timed = step.index, step.plans, slowest_costs(step.phases), step.as_sampled
         if self._clock.has_events:
             device_s = self._clock.device_s()
             self._seconds = [device_s.get(p, 0.0) for p in CLOCK_PHASES]
             timed, self._before = self._before, timed
             if timed is None:
                 return None
+        index, plans, costs, as_sampled = timed
         slowest_s = seconds.max(axis=0)
-        gain = self._gain.add(*timed.costs, float(slowest_s.sum()), timed.as_sampled)
-        return {"step": timed.index,
+        gain = self._gain.add(*costs, float(slowest_s.sum()), as_sampled)
+        return {"step": index,
                 "imbalance": {p: imbalance(seconds[:, i]) for i, p in enumerate(PHASES)},
                 "slowest_s": dict(zip(CLOCK_PHASES, slowest_s.tolist(), strict=True)),
-                "slowest": {p: _had_to_do(timed.plans, p, int(seconds[:, i].argmax()))
+                "slowest": {p: _had_to_do(plans, p, int(seconds[:, i].argmax()))
                             for i, p in enumerate(PHASES)},
                 "gain": gain and gain._asdict()}
-
-
-class _Timed(NamedTuple):
-    """Of a step, what is needed when its times are known. costs: see slowest_costs."""
-
-    index: int
-    plans: Sequence[StepPlan]
-    costs: tuple[float, float]
-    as_sampled: bool
 
 
 def _had_to_do(plans: Sequence[StepPlan], phase: str, rank: int) -> dict:

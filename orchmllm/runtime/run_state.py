@@ -143,7 +143,6 @@ class Incidents:
         self._listed: set[tuple] = set()  # what quarantine.jsonl has
         self._warned = False  # of a medium that cannot be decoded
         self._alone = False  # no server has answered in the step before
-        self._unmeasured = False  # some step could not run as sampled
 
     def media(self, step: Step, counted: MediaCount, describe: Callable[[int, int], dict]) -> None:
         """Counts and quarantines what could not be decoded. describe: of the dataset. Raises
@@ -157,13 +156,6 @@ class Incidents:
             self._log(f"warning: not usable, so its example is not learnt: {name_of(lines[0])}; "
                       f"this and further ones are listed in {where}")
         counted.check(self._recipe.data, lines)
-
-    def kept_balanced(self, step: Step) -> None:
-        """Tells of the first step that should have run as sampled and could not."""
-        if step.kept_balanced and not self._unmeasured:
-            self._unmeasured = True
-            self._log(f"balance.measure_every: step {step.index} stays balanced: as sampled "
-                      f"{step.kept_balanced}; the gain is measured at those steps that can run so")
 
     def preprocessed(self, step: Step, num_local: int) -> None:
         """Tells what happened to servers of data.preprocess. num_local: examples that ranks read

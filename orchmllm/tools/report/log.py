@@ -56,6 +56,11 @@ class RunLog:
     def name(self) -> str:
         return self.folder.resolve().name
 
+    def median(self, column: str) -> float:
+        """Over the steps where it is known; nan if it is of none."""
+        known = self[column][np.isfinite(self[column])]
+        return float(np.median(known)) if len(known) else np.nan
+
     def row(self, index: int) -> dict:
         """The whole row of a step by its place in the columns."""
         with (self.folder / "metrics.jsonl").open("rb") as f:

@@ -76,10 +76,6 @@ def figures(run: RunLog) -> dict[str, tuple[float, str]]:
     """What is compared: name -> (value, unit)."""
     before, after = _costs(run)
     steps = run.num_steps
-
-    def median(column: str) -> float:
-        return float(np.median(run[column])) if steps else np.nan
-
     loss = run["loss"][np.isfinite(run["loss"])]
     waited, total = run["data_wait_s"].sum(), run["step_s"].sum()
     moved, between = _bytes(run)
@@ -88,8 +84,8 @@ def figures(run: RunLog) -> dict[str, tuple[float, str]]:
             float(loss[-max(1, len(loss) // 20):].mean()) if len(loss) else np.nan, ""),
         "validation loss, last": (
             float(run.validations[-1, 1]) if len(run.validations) else np.nan, ""),
-        "tokens/s, median": (median("tokens_per_s"), ""),
-        "seconds a step, median": (median("step_s"), "s"),
+        "tokens/s, median": (run.median("tokens_per_s"), ""),
+        "seconds a step, median": (run.median("step_s"), "s"),
         "saved by balancing, predicted": (
             float(1 - after.sum() / before.sum()) if before.sum() else 0.0, "%"),
         "data wait": (float(waited / total) if total else np.nan, "%"),

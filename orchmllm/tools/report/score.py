@@ -28,7 +28,7 @@ def score(run: RunLog, args: argparse.Namespace) -> str:
     expected = tried["predicted"]["balanced"]
     rows = [
         ("gain of balancing, cost model", "measured.gain.measured", "%",
-         _median(run["measured.gain.predicted"])),
+         run.median("measured.gain.predicted")),
         ("gain of balancing, dry run", "measured.gain.measured", "%",
          1 - 1 / tried["ratio"]["none / balanced"]),
         ("seconds a step, dry run", "step_s", "s", expected["step_s"]),
@@ -39,15 +39,9 @@ def score(run: RunLog, args: argparse.Namespace) -> str:
     lines = [f"{ranks} ranks; GPU assumed: {gpu_text(tried['hardware'])}",
              f"Lengths: {examples.what}", f"{'':30}{'measured':>10}{'predicted':>11}{'error':>14}"]
     for name, column, unit, predicted in rows:
-        measured = _median(run[column])
+        measured = run.median(column)
         error = (f"{100 * (predicted - measured):+.1f} points" if unit == "%"
                  else f"{100 * (predicted / measured - 1):+.1f}%")
         lines.append(f"{name:30}{number(measured, unit):>10}{number(predicted, unit):>11}"
                      + f"{error if np.isfinite(measured) else '':>14}")
     return "\n".join(lines)
-
-
-def _median(values: np.ndarray) -> float:
-    """Of the values that are known; nan if none is."""
-    known = values[np.isfinite(values)]
-    return float(np.median(known)) if len(known) else np.nan
