@@ -121,7 +121,8 @@ def memory_check(
 ) -> Callable[[StepPlan], str]:
     """Plan of a microbatch -> why it does not fit the memory of a rank, by the prediction, "" if it
     does, or where no budget is known. choice: phase -> checkpointing. device_bytes: of this rank's
-    GPU, 0 on a CPU. gather: a number of every rank, since the smallest GPU decides."""
+    GPU, 0 on a CPU. gather: (n,) numbers of this rank -> (d, n) of all; the smallest GPU decides.
+    """
     memory = MemoryModel.of(job, on_cpu=not device_bytes)
     budget = float(gather([budget_of(job.recipe, device_bytes)[0]]).min())
 
