@@ -55,6 +55,6 @@ def describe(gains: Sequence[Gain]) -> str:
     said = []
     for name, values in zip(Gain._fields, zip(*gains, strict=True), strict=True):
         low, middle, high = (100 * share for share in spread(values))
-        said.append(f"{name} {middle:.1f}% ({low:.1f} to {high:.1f}%)")
-    return (f"gain {', '.join(said)}: median and quartiles of {len(gains)} comparisons with a step "
-            "as sampled")
+        said.append(f"{middle:.1f}% ({low:.1f} to {high:.1f}%) as {name}")
+    return (f"balancing saved {', '.join(said)} (medians and quartiles; compared with steps as "
+            f"sampled: {len(gains)})")

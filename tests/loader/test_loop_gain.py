@@ -72,10 +72,10 @@ def test_the_gain_is_that_of_the_loops_clock(how):
         gains.append((1 - after[0] / before[0], 1 - after[1] / as_sampled_s))
     predicted, measured = 100 * np.median(gains, axis=0)
     assert abs(predicted - measured) > 0.2  # the constant part is not balanced
-    assert len(lines) == 2 and "comparisons" not in lines[0] and silent == []
-    assert f"; gain predicted {predicted:.1f}% (" in lines[1]
-    assert f", measured {measured:.1f}% (" in lines[1]
-    assert f"of {len(gains)} comparisons with a step as sampled" in lines[1]
+    assert len(lines) == 2 and "as measured" not in lines[0] and silent == []
+    assert f"; balancing saved {predicted:.1f}% (" in lines[1]
+    assert f"%) as predicted, {measured:.1f}% (" in lines[1]
+    assert f"compared with steps as sampled: {len(gains)})" in lines[1]
 
 
 def short(world) -> list[str]:

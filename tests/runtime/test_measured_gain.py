@@ -39,8 +39,8 @@ def test_gain_by_hand():
     assert meter.add(2.0, 2.0, 3.0, as_sampled=True) is None  # what was compared does not count on
     assert spread([0.1, 0.2, 0.3, 0.4, 0.5]) == pytest.approx((0.2, 0.3, 0.4))
     assert describe([Gain(0.25, 0.2), Gain(0.35, 0.1)]) == (
-        "gain predicted 30.0% (27.5 to 32.5%), measured 15.0% (12.5 to 17.5%): median and "
-        "quartiles of 2 comparisons with a step as sampled")
+        "balancing saved 30.0% (27.5 to 32.5%) as predicted, 15.0% (12.5 to 17.5%) as measured "
+        "(medians and quartiles; compared with steps as sampled: 2)")
 
 
 def test_every_step_as_sampled_is_refused():

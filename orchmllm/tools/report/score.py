@@ -30,12 +30,13 @@ def score(run: RunLog, args: argparse.Namespace) -> str:
         ("gain of balancing, cost model", "measured.gain.measured", "%",
          run.median("measured.gain.predicted")),
         ("gain of balancing, dry run", "measured.gain.measured", "%",
-         1 - 1 / tried["ratio"]["none / balanced"]),
-        ("seconds a step, dry run", "step_s", "s", expected["step_s"]),
-        ("tokens/s, dry run", "tokens_per_s", "", ranks * expected["tokens_per_gpu"])]
-    if planned := Search(recipe, ranks, hardware, examples).given():
-        rows += [("seconds a step, plan job", "step_s", "s", planned.time.seconds),
-                 ("tokens/s, plan job", "tokens_per_s", "", planned.tokens_per_s)]
+         1 - 1 / tried["ratio"]["none / balanced"])]
+    if np.isfinite(run["mfu"]).any():  # predictions of time are for GPUs
+        rows += [("seconds a step, dry run", "step_s", "s", expected["step_s"]),
+                 ("tokens/s, dry run", "tokens_per_s", "", ranks * expected["tokens_per_gpu"])]
+        if planned := Search(recipe, ranks, hardware, examples).given():
+            rows += [("seconds a step, plan job", "step_s", "s", planned.time.seconds),
+                     ("tokens/s, plan job", "tokens_per_s", "", planned.tokens_per_s)]
     lines = [f"{ranks} ranks; GPU assumed: {gpu_text(tried['hardware'])}",
              f"Lengths: {examples.what}", f"{'':30}{'measured':>10}{'predicted':>11}{'error':>14}"]
     for name, column, unit, predicted in rows:

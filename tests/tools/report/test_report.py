@@ -121,8 +121,8 @@ def test_figures_are_those_of_the_rows(tmp_path):
         rows[step]["measured"]["gain"] = {"predicted": 0.25, "measured": measured}
         totals.add(rows[step])
     assert totals.gain() == (
-        "gain predicted 25.0% (25.0 to 25.0%), measured 45.0% (42.5 to 47.5%): median and "
-        "quartiles of 2 comparisons with a step as sampled; data wait 1.0%")
+        "balancing saved 25.0% (25.0 to 25.0%) as predicted, 45.0% (42.5 to 47.5%) as measured "
+        "(medians and quartiles; compared with steps as sampled: 2); data wait 1.0%")
     page = report(write(tmp_path / "run", rows), "--compare", str(tmp_path / "run"))[1]
     for name, *shares in (("predicted", "25.0%", "25.0%", "25.0%"),
                           ("measured", "42.5%", "45.0%", "47.5%")):
@@ -209,13 +209,13 @@ def test_the_file_that_cannot_be_read_is_named(tmp_path, capsys):
 
 
 def test_predictions_are_scored_by_what_a_run_measured(tmp_path, capsys):
-    rows = [measured_row(s, step_s=0.1 * s, tokens_per_s=50.0) for s in range(5)]
+    rows = [measured_row(s, step_s=0.1 * s, tokens_per_s=50.0, mfu=0.4) for s in range(5)]
     folder = write(tmp_path / "run", rows)
     (folder / "recipe.yaml").write_text(to_yaml(load_recipe(RECIPES / "demo.yaml")))
 
     def scored() -> dict[str, list[str]]:
         assert dispatch(["report", str(folder), "--score", "--mix", "natural"]) == 0
-        lines = capsys.readouterr().out.splitlines()[4:]
+        lines = capsys.readouterr().out.partition("error\n")[2].splitlines()
         return {line[:30].strip(): [line[30:40].strip(), line[40:51].strip(), line[51:].strip()]
                 for line in lines}
 
@@ -238,6 +238,8 @@ def test_predictions_are_scored_by_what_a_run_measured(tmp_path, capsys):
     for name in ("dry run", "plan job"):
         assert found[f"tokens/s, {name}"][0] == "50"
     assert found["seconds a step, plan job"][0] == "200 ms"
+    write(folder, [row | {"mfu": None} for row in rows])  # as on a CPU
+    assert list(scored()) == ["gain of balancing, cost model", "gain of balancing, dry run"]
 
 
 def test_two_runs(tmp_path):
