@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -32,7 +33,7 @@ from orchmllm.runtime.resumable import describe_end
 from orchmllm.runtime.run_checkpoints import RunCheckpoints, kept_batch
 from orchmllm.runtime.run_state import Incidents, MediaCount, Progress
 from orchmllm.runtime.stop import FOLDER_TAKEN, Stopped, StopSignal
-from orchmllm.sharding.fits import for_run
+from orchmllm.sharding.fits import for_run, memory_check
 from orchmllm.sharding.fsdp import build_model, compute_dtype, reshard, state_tensors
 from orchmllm.sharding.optimizer import (
     clip_gradients,
@@ -66,13 +67,15 @@ class Trainer:
         spec = plan_spec(job)
         group = exchange_group(self.device, recipe.launch.timeout_s)
         self.orchestrator, self._validation = (
-            build_orchestrator(recipe, spec, world.world_size, self.device, group)
-            for _ in range(2))
+            build_orchestrator(recipe, one, world.world_size, self.device, group)
+            for one in (spec, replace(spec, balance=replace(spec.balance, measure_every=0))))
         gpu = torch.cuda.get_device_properties(self.device) if self.device.type == "cuda" else None
         self._peak_flops = peak_flops(gpu.name) if gpu else None
+        device_bytes = gpu.total_memory if gpu else 0
         checkpointing = for_run(
             recipe, self.dataset, self.train_rows, spec, world.world_size,
-            gpu.total_memory if gpu else 0, partial(kept_batch, recipe, self._gather))
+            device_bytes, partial(kept_batch, recipe, self._gather))
+        self.orchestrator.refuses = memory_check(job, checkpointing, device_bytes, self._gather)
         self.attention = describe_attention(recipe.model, self.device.type, compute_dtype(
             recipe.fsdp))  # chosen before the first step; a kernel that fails is found here
         for source in sources:
@@ -185,6 +188,8 @@ class Trainer:
         if self.watch is not None:
             self.watch.enter_step(step.index, step.example_ids_of_rank)
         self.incidents.media(step, self.progress.media, self.dataset.describe)
+        if step.kept_balanced:
+            self._log(f"step {step.index} is not measured as sampled: {step.kept_balanced}")
         clock.reset()
         lr = learning_rate(step.index, train)
         for group in self.optimizer.param_groups:
@@ -196,7 +201,7 @@ class Trainer:
                                   signal=self.stop.asked or self.display.stop_signal)
         if self.servers:
             self.incidents.preprocessed(step, int(facts.local.sum()))
-        measured = self.timer.measured(step.index, step.plans, facts.measured_s)
+        measured = self.timer.measured(step, facts.measured_s)
         loss = float(facts.loss_sum.sum()) / max(step.num_global_targets, 1)
         norm = float(facts.norms[0, 0])
         nonfinite = not (math.isfinite(loss) and math.isfinite(norm))

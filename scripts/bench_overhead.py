@@ -130,7 +130,7 @@ def measure_time(layout: BatchLayout, spec: PlanSpec, repeats: int) -> tuple[dic
 
     def agree(plan: StepPlan) -> None:
         orchestrator.commit(0, [plan], num_targets=(1, 1))
-        phase_figures([plan])
+        phase_figures(plan.layout, [plan])
 
     for _ in range(repeats):
         fresh, _ = timed(parts["lengths"], lambda: orchestrator.gather_layout(0, part))

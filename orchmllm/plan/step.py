@@ -20,6 +20,7 @@ from orchmllm.plan.assign import (
     TEXT_BYTES,
     NodeSolver,
     PlanSpec,
+    assign_microbatches,
     assign_phases,
     at_least,
     digest_of_arrays,
@@ -38,7 +39,7 @@ def plan_step(
     cannot be honoured."""
     plan = build_plan(layout, *assign_phases(layout, spec, solve), spec)
     if spec.balance.min_gain and plan.predicted_gain < spec.balance.min_gain:
-        unmoved = replace(spec, balance=replace(spec.balance, enabled=False))
+        unmoved = replace(spec.as_sampled, fills=spec.fills)
         sampled = build_plan(layout, *assign_phases(layout, unmoved, solve), unmoved)
         if sampled.is_within_caps:
             return sampled
@@ -72,6 +73,20 @@ def imbalance(costs: np.ndarray) -> float:
     costs = np.atleast_2d(np.asarray(costs, float))
     mean = costs.mean(axis=1).sum()
     return float(costs.max(axis=1).sum() / mean) if mean else 1.0
+
+
+def sampled_costs(
+    layout: BatchLayout, spec: PlanSpec, phase: str, num_microbatches: int = 1
+) -> np.ndarray:
+    """(num_microbatches, d) predicted cost per rank of a step as it was sampled, in kFLOP: each
+    rank's share is cut in order."""
+    micro = assign_microbatches(layout, spec.as_sampled, num_microbatches)
+    place = micro * layout.num_ranks + layout.rank_of_example
+    if phase != "llm":
+        place = place[layout.example_of_segment[layout.segments[ENCODERS[phase]]]]
+    return spec.costs[phase].of_ranks(
+        layout.item_lengths(phase), place, num_microbatches * layout.num_ranks
+    ).reshape(num_microbatches, layout.num_ranks)
 
 
 @dataclass(frozen=True)
@@ -121,10 +136,13 @@ class StepPlan:
 
     def phase_cost(self, phase: str) -> tuple[np.ndarray, np.ndarray]:
         """(d,) predicted cost per rank, as sampled and as planned, in kFLOP."""
+        return sampled_costs(self.layout, self.spec, phase)[0], self.planned_cost(phase)
+
+    def planned_cost(self, phase: str) -> np.ndarray:
+        """(d,) predicted cost per rank as planned, in kFLOP."""
         move = self.rearrangement(phase)
-        lengths, cost = self.layout.item_lengths(phase), self.spec.costs[phase]
-        return (cost.of_ranks(lengths, move.source_rank, self.layout.num_ranks),
-                cost.of_ranks(lengths[move.order], move.target_rank, self.layout.num_ranks))
+        return self.spec.costs[phase].of_ranks(
+            self.layout.item_lengths(phase)[move.order], move.target_rank, self.layout.num_ranks)
 
     def positions(self, phase: str) -> np.ndarray:
         """(d,) positions that each rank processes."""
@@ -217,12 +235,16 @@ class RankPlan:
         return ranges(np.zeros(len(tokens), np.int64), tokens)
 
 
-def phase_figures(plans: Sequence[StepPlan]) -> dict[str, dict[str, float]]:
+def phase_figures(
+    layout: BatchLayout, plans: Sequence[StepPlan]
+) -> dict[str, dict[str, float]]:
     """Per phase, over a step's microbatches: imbalance before and after (sum of the slowest rank's
-    cost / sum of the mean), that mean in kFLOP, and bytes moved between ranks and between nodes."""
+    cost / sum of the mean), that mean in kFLOP, and bytes moved between ranks and between nodes.
+    layout: of the whole step."""
     out = {}
     for phase in PHASES:
-        before, after = np.array([plan.phase_cost(phase) for plan in plans], float).swapaxes(0, 1)
+        before = sampled_costs(layout, plans[0].spec, phase, len(plans))
+        after = np.array([plan.planned_cost(phase) for plan in plans])
         stats = [plan.stats[phase] for plan in plans]
         out[phase] = {
             "imbalance_before": imbalance(before),

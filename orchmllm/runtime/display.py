@@ -19,6 +19,7 @@ from tqdm import tqdm
 from orchmllm.config.recipe import RunConfig
 from orchmllm.launch import drop_output
 from orchmllm.plan.assign import PHASES
+from orchmllm.plan.gain import Gain, describe
 from orchmllm.runtime.log_schema import METRICS, NUMBERS
 
 MAX_LINES = 100  # plain lines of a run whose steps are fast ...
@@ -164,7 +165,7 @@ def _width() -> int:
 
 
 class Totals:
-    """Sums over the steps of a run, in constant memory."""
+    """Sums over the steps of a run, and every gain that was measured."""
 
     def __init__(self) -> None:
         self.num_steps = self.num_failed_media = self.skipped_steps = 0
@@ -175,6 +176,7 @@ class Totals:
         self.bytes = {"moved_bytes": 0, "internode_bytes": 0}
         # phase -> cost of the slowest rank before, after, and of the mean rank
         self.cost = {phase: np.zeros(3) for phase in PHASES}
+        self.gains: list[Gain] = []
 
     def add(self, row: dict) -> None:
         if row["num_global_targets"]:
@@ -185,6 +187,8 @@ class Totals:
         self.wait_s += row["data_wait_s"]
         self.skipped_steps = row["skipped_steps"]
         self.num_failed_media += row["num_failed_media"]
+        if gain := (row["measured"] or {}).get("gain"):
+            self.gains.append(Gain(**gain))
         phases = row["phases"]
         self.num_unbalanced += any(p["imbalance_before"] > 1.05 for p in phases.values())
         for phase, stats in phases.items():
@@ -203,6 +207,8 @@ class Totals:
         wait = f"data wait {100 * self.wait_s / max(self.step_s, 1e-9):.1f}%"
         if not self.saved():  # one rank, or balancing is off
             return f"balancing moved nothing; {wait}"
+        if self.gains:
+            return f"{describe(self.gains)}; {wait}"
         return f"balancing saved {100 * self.saved():.1f}% of the step (predicted); {wait}"
 
     def warning(self) -> str:
@@ -248,7 +254,7 @@ def facts(row: dict, left: str, saved: float) -> list[str]:
              if metric.line and row[name] is not None}
     if not row["num_global_targets"]:
         shown["loss"] = "no targets"
-    return [*shown.values(), f"{left} left", f"saved {100 * saved:.0f}%",
+    return [*shown.values(), f"{left} left", f"saved {100 * saved:.0f}% (predicted)",
             *(f"{p} {s['imbalance_before']:.2f}->{s['imbalance_after']:.2f}"
               for p, s in row["phases"].items())]
 

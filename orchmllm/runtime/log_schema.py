@@ -74,10 +74,19 @@ _MEASURED = {
         for p in (*PHASES, "exchange")}), "time of the slowest rank: CPU time of its thread, or "
         "time on the GPU, waiting for parameters included", "s"),
     "slowest": Metric(_keys(dict.fromkeys(PHASES, _SLOWEST)), "what the slowest rank had to do"),
+    "gain": Metric(_keys({
+        "predicted": Metric(NUMBER, "by the cost model"),
+        "measured": Metric(NUMBER, "by the times of the slowest ranks (slowest_s), each divided by "
+                           "its predicted cost as sampled"),
+    }) | {"type": ["object", "null"]}, "where the step that was measured is as_sampled: share of "
+        "their time that balancing saved in the balanced steps since the last such step; else "
+        "null"),
 }
 _SCHEMA = {"schema": Metric({"type": "integer", "const": SCHEMA_VERSION}, "version of this format")}
 METRICS = {
     "step": Metric(COUNT, "index of the step, from 0"),
+    "as_sampled": Metric(FLAG, "the step ran unbalanced to measure what balancing gains "
+                         "(balance.measure_every)"),
     "loss": Metric(MEASURED, "cross entropy per target, over the whole step; null where the step "
                    "has no target (num_global_targets is 0) or the loss is not finite",
                    line="loss {:.4f}"),

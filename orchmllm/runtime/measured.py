@@ -17,6 +17,7 @@ import torch
 
 from orchmllm.batch import Step
 from orchmllm.models.phase_clock import PhaseClock
+from orchmllm.plan.gain import GainMeter, slowest_costs
 from orchmllm.plan.step import PHASES, StepPlan, imbalance
 
 CLOCK_PHASES = (*PHASES, "exchange")
@@ -46,7 +47,8 @@ class StepFacts(NamedTuple):
         """Its part of the step's row of metrics. parts: those of the gradient."""
         norm, *part_norms = self.norms[0].tolist()
         return {
-            "step": step.index, "loss": loss if step.num_global_targets else math.nan,
+            "step": step.index, "as_sampled": step.as_sampled,
+            "loss": loss if step.num_global_targets else math.nan,
             "grad_norm": norm, "grad_norms": dict(zip(parts, part_norms, strict=True)),
             "tokens_per_s": sum(int(p.layout.num_tokens.sum()) for p in step.plans) / step_s,
             "data_wait_s": float(self.wait_s.max()), "plan_ms": 1e3 * step.plan_s,
@@ -71,7 +73,8 @@ class StepTimer:
 
     def restart(self) -> None:
         """The next step does not follow the last one."""
-        self._before: tuple[int, Sequence[StepPlan]] | None = None
+        self._before: tuple | None = None  # of the step whose times are not known yet
+        self._gain = GainMeter()
         self._seconds = [0.0] * len(CLOCK_PHASES)
 
     def gather(self, gather: Callable[[list], np.ndarray], step: Step, loss_sum: torch.Tensor,
@@ -88,22 +91,26 @@ class StepTimer:
         rows = gather([number for numbers in mine for number in numbers])
         return StepFacts(*np.split(rows, np.cumsum([len(n) for n in mine])[:-1], axis=1))
 
-    def measured(self, index: int, plans: Sequence[StepPlan], seconds: np.ndarray) -> dict | None:
+    def measured(self, step: Step, seconds: np.ndarray) -> dict | None:
         """What metrics.jsonl says of the step that was measured: this one, or with events the one
-        before. seconds: (d, CLOCK_PHASES), what all ranks reported in the synchronisation of step
-        `index`."""
+        before. seconds: (d, CLOCK_PHASES), what all ranks reported in the synchronisation of
+        `step`."""
+        timed = step.index, step.plans, slowest_costs(step.phases), step.as_sampled
         if self._clock.has_events:
             device_s = self._clock.device_s()
             self._seconds = [device_s.get(p, 0.0) for p in CLOCK_PHASES]
-            before, self._before = self._before, (index, plans)
-            if before is None:
+            timed, self._before = self._before, timed
+            if timed is None:
                 return None
-            index, plans = before
+        index, plans, costs, as_sampled = timed
+        slowest_s = seconds.max(axis=0)
+        gain = self._gain.add(*costs, float(slowest_s.sum()), as_sampled)
         return {"step": index,
                 "imbalance": {p: imbalance(seconds[:, i]) for i, p in enumerate(PHASES)},
-                "slowest_s": dict(zip(CLOCK_PHASES, seconds.max(axis=0).tolist(), strict=True)),
+                "slowest_s": dict(zip(CLOCK_PHASES, slowest_s.tolist(), strict=True)),
                 "slowest": {p: _had_to_do(plans, p, int(seconds[:, i].argmax()))
-                            for i, p in enumerate(PHASES)}}
+                            for i, p in enumerate(PHASES)},
+                "gain": gain and gain._asdict()}
 
 
 def _had_to_do(plans: Sequence[StepPlan], phase: str, rank: int) -> dict:

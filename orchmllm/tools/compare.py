@@ -44,11 +44,11 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 
 def variant(recipe: Recipe, enabled: bool) -> Recipe:
-    """The recipe with balancing on or off, from scratch and without checkpoints."""
+    """The recipe with balancing on or off in all steps, from scratch and without checkpoints."""
     return replace(
         recipe, run=replace(recipe.run, resume="never"),
         checkpoint=replace(recipe.checkpoint, every_steps=-1),
-        balance=replace(recipe.balance, enabled=enabled))
+        balance=replace(recipe.balance, enabled=enabled, measure_every=0))
 
 
 def train_in_turn(recipe: Recipe, world: launch.World) -> dict[str, list[dict]]:

@@ -24,4 +24,5 @@ def a_row(step: int, loss: float = 2.0) -> dict:
             "num_global_targets": 7, "phases": phases,
             "costs": {p: {"linear": 6, "quadratic": 1} for p in PHASES},
             "cpu_s": {p: [0.1, 0.2] for p in (*PHASES, "exchange")},
-            "grad_norms": {"connector": 0.5, "llm": 0.75}, "measured": None, "nonfinite": False}
+            "grad_norms": {"connector": 0.5, "llm": 0.75}, "measured": None, "nonfinite": False,
+            "as_sampled": False}

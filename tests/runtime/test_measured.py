@@ -39,6 +39,7 @@ def run(world, folder: str) -> tuple[list[dict], int]:
     """Five steps with events, of which the step's own gather is the only wait; rank 1 is slow."""
     one = recipe(model=SHALLOW)
     one = replace(one, run=replace(one.run, dir=folder),
+                  balance=replace(one.balance, measure_every=3),
                   train=replace(one.train, num_steps=6, lr=1e-2),
                   data=replace(one.data, prefetch=1))
     trainer = Trainer(one, world, dataset=SyntheticDataset())
@@ -71,6 +72,7 @@ def test_rows_use_the_step_before(tmp_path):
             assert measured["step"] == i - 1 and measured == others[i]["measured"]
             assert measured["slowest_s"]["llm"] > SLEEP_S
             assert 1.0 < measured["imbalance"]["llm"] < 2.0 + 1e-9
+            assert bool(measured["gain"]) == (i == 3) == rows[i - 1]["as_sampled"]
             assert row["exchange_ms"] == pytest.approx(1e3 * measured["slowest_s"]["exchange"])
 
 

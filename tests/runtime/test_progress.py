@@ -61,7 +61,7 @@ def test_plain_lines(display, capsys):
     assert out.err == ""
     lines = out.out.splitlines()
     assert lines[0] == ("step 2/4 loss 2.0000 | 1234 tok/s | wait 0.005 s | 00:00 left | saved 55% "
-                        "| vision 1.50->1.00 | audio 2.50->1.12 | llm 3.50->1.25")
+                        "(predicted) | vision 1.50->1.00 | audio 2.50->1.12 | llm 3.50->1.25")
     assert [x.split()[1] for x in lines] == ["2/4", "3/4", "4/4"]
 
 
@@ -142,11 +142,11 @@ def test_the_line_of_a_terminal_fits_and_resizing_leaves_nothing_behind(display,
 
 
 def check_resizing(display: RunDisplay, screen: Screen) -> None:
-    facts = ["step 51/1000 loss 2.0000", "1234 tok/s", "wait 0.005 s", "saved 55%",
+    facts = ["step 51/1000 loss 2.0000", "1234 tok/s", "wait 0.005 s", "saved 55% (predicted)",
              "vision 1.50->1.00", "audio 2.50->1.12", "llm 3.50->1.25"]
     display.start(1000, first_step=48)
     display.step(a_row(48))
-    for columns, shown in ((80, 4), (200, 7), (120, 6), (30, 1), (80, 4), (12, 0), (80, 4)):
+    for columns, shown in ((80, 3), (200, 7), (120, 5), (30, 1), (80, 3), (12, 0), (80, 3)):
         os.kill(os.getpid(), signal.SIGWINCH)
         screen.resize(columns)
         display.step(a_row(50))

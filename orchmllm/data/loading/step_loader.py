@@ -218,7 +218,7 @@ class StepLoader(Pipeline):
         """With the figures of its plans, and labels as the lengths tell them, without those of
         examples that failed."""
         super()._load(step)
-        step.phases = phase_figures(step.plans)
+        step.phases = phase_figures(step.layout, step.plans)
         lost = np.zeros(step.layout.num_examples, bool)
         lost[[f.example for f in step.failed]] = True
         step.num_global_targets = int(step.layout.num_targets[~lost].sum())

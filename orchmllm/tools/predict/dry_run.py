@@ -47,6 +47,8 @@ def not_modelled(recipe: Recipe, examples: Examples) -> list[str]:
                     "only the recipe's own index has its mini-batches)")
     if recipe.fsdp.compile:
         left.append("fsdp.compile, which makes blocks faster than the assumed share of the peak")
+    if recipe.balance.measure_every:
+        left.append("steps as sampled (balance.measure_every)")
     if recipe.balance.enabled and recipe.balance.dispatch == "bytes":
         left.append("the exchange of stored media in the background (balance.dispatch: bytes)")
     return left

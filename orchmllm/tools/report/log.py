@@ -4,34 +4,24 @@ lines need to be parsed."""
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import yaml
 from pydantic_core import from_json
 
 from orchmllm.plan.assign import PHASES
+from orchmllm.plan.gain import Gain
 from orchmllm.runtime.log_schema import NUMBERS, PHASE_METRICS, SCHEMA_VERSION
 
 MEASURED = ("imbalance", "slowest_s", "rank")
 COLUMNS = (
     "offset", "step", *NUMBERS, "num_ranks",
     *(f"{phase}.{name}" for phase in PHASES for name in PHASE_METRICS),
-    "measured.step", "exchange.slowest_s",
+    "measured.step", "exchange.slowest_s", *(f"measured.gain.{name}" for name in Gain._fields),
     *(f"{phase}.measured.{name}" for phase in PHASES for name in MEASURED))
-NOTHING_MEASURED = (np.nan,) * (2 + len(PHASES) * len(MEASURED))
-
-
-def predicted(phases: Mapping[str, Mapping[str, Any]]) -> tuple[Any, Any]:
-    """`phases` of a row of metrics -> cost as sampled and as processed, in kFLOP: phases run one
-    after the other, and all ranks wait for the slowest one in each; moving rows costs nothing here.
-    Numbers, or arrays with one number for each row."""
-    before, after = (sum(p[f"imbalance_{when}"] * p["mean_cost_kflop"] for p in phases.values())
-                     for when in ("before", "after"))
-    return before, after
+NOTHING_MEASURED = (np.nan,) * (2 + len(Gain._fields) + len(PHASES) * len(MEASURED))
 
 
 class NotALog(ValueError):
@@ -65,6 +55,11 @@ class RunLog:
     @property
     def name(self) -> str:
         return self.folder.resolve().name
+
+    def median(self, column: str) -> float:
+        """Over the steps where it is known; nan if it is of none."""
+        known = self[column][np.isfinite(self[column])]
+        return float(np.median(known)) if len(known) else np.nan
 
     def row(self, index: int) -> dict:
         """The whole row of a step by its place in the columns."""
@@ -128,7 +123,8 @@ def _numbers(offset: int, row: dict) -> tuple[float | None, ...]:
 
 def _measured_numbers(times: dict) -> list[float]:
     imbalance, slowest, who = times["imbalance"], times["slowest_s"], times.get("slowest", {})
-    out = [times["step"], slowest["exchange"]]
+    gain = times.get("gain") or {}
+    out = [times["step"], slowest["exchange"], *(gain.get(name, np.nan) for name in Gain._fields)]
     for p in PHASES:
         out += [imbalance[p], slowest[p], who[p]["rank"] if p in who else np.nan]
     return out

@@ -11,8 +11,9 @@ from html import escape
 import numpy as np
 
 from orchmllm.plan.assign import PHASES
+from orchmllm.plan.gain import Gain, slowest_costs, spread
 from orchmllm.runtime.log_schema import METRICS, PHASE_METRICS
-from orchmllm.tools.report.log import RunLog, predicted
+from orchmllm.tools.report.log import RunLog
 from orchmllm.tools.report.svg import Series, chart, figure, number
 
 SLOW_STEPS = 10  # rows of a table
@@ -50,7 +51,8 @@ def page(run: RunLog, other: RunLog | None = None) -> str:
     if other is not None:
         body.append(f"<p class=muted>dashed, and in the second column: {escape(other.name)}, "
                     f"{escape(_state(other))}</p>")
-    body += [_tiles(run), "<div class=charts style='margin-top:16px'>", *_charts(runs), "</div>"]
+    body += [_tiles(run), "<div class=charts style='margin-top:16px'>", *_charts(runs), "</div>",
+             "<h2>Gain of balancing</h2>", *_gain(runs)]
     if other is not None:
         body += ["<h2>Comparison</h2>", _comparison(run, other)]
     body += ["<h2>Slowest ranks, and what they had to do</h2>", *_slowest(run),
@@ -74,10 +76,6 @@ def figures(run: RunLog) -> dict[str, tuple[float, str]]:
     """What is compared: name -> (value, unit)."""
     before, after = _costs(run)
     steps = run.num_steps
-
-    def median(column: str) -> float:
-        return float(np.median(run[column])) if steps else np.nan
-
     loss = run["loss"][np.isfinite(run["loss"])]
     waited, total = run["data_wait_s"].sum(), run["step_s"].sum()
     moved, between = _bytes(run)
@@ -86,8 +84,8 @@ def figures(run: RunLog) -> dict[str, tuple[float, str]]:
             float(loss[-max(1, len(loss) // 20):].mean()) if len(loss) else np.nan, ""),
         "validation loss, last": (
             float(run.validations[-1, 1]) if len(run.validations) else np.nan, ""),
-        "tokens/s, median": (median("tokens_per_s"), ""),
-        "seconds a step, median": (median("step_s"), "s"),
+        "tokens/s, median": (run.median("tokens_per_s"), ""),
+        "seconds a step, median": (run.median("step_s"), "s"),
         "saved by balancing, predicted": (
             float(1 - after.sum() / before.sum()) if before.sum() else 0.0, "%"),
         "data wait": (float(waited / total) if total else np.nan, "%"),
@@ -105,9 +103,26 @@ def _tiles(run: RunLog) -> str:
         for name, (value, unit) in figures(run).items()) + "</div>"
 
 
+def _gain(runs: Sequence[RunLog]) -> list[str]:
+    """What was measured beside what was predicted of the same steps."""
+    rows = []
+    for run in runs:
+        for name in Gain._fields:
+            gains = run[f"measured.gain.{name}"]
+            known = gains[np.isfinite(gains)]
+            if len(known):
+                rows.append((run.name, name, *(number(x, "%") for x in spread(known)), len(known)))
+    if not rows:
+        return ["<p class=none>Not measured: set balance.measure_every.</p>"]
+    return [_table(("run", "", "lower quartile", "median", "upper quartile", "comparisons"), rows,
+                   numbers=4),
+            "<p class=muted>Each comparison is of the balanced steps between two that ran as "
+            "sampled: the share of time that balancing saved in them.</p>"]
+
+
 def _costs(run: RunLog) -> tuple[np.ndarray, np.ndarray]:
     """Of every step: cost of the slowest ranks as sampled and as processed."""
-    return predicted({p: {name: run[f"{p}.{name}"] for name in PHASE_METRICS} for p in PHASES})
+    return slowest_costs({p: {name: run[f"{p}.{name}"] for name in PHASE_METRICS} for p in PHASES})
 
 
 def _bytes(run: RunLog) -> tuple[np.ndarray, np.ndarray]:

@@ -14,12 +14,13 @@ import pytest
 
 from orchmllm.cli import dispatch
 from orchmllm.config.balance import BalanceConfig
-from orchmllm.config.recipe import RunConfig
+from orchmllm.config.recipe import RunConfig, load_recipe, to_yaml
 from orchmllm.plan.assign import PHASES
 from orchmllm.runtime.display import Totals
 from orchmllm.tools.report.log import read_run
 from orchmllm.tools.report.svg import MAX_POINTS, number, thin
 from tests.lib.ranks import run_ranks
+from tests.lib.recipes import RECIPES
 from tests.lib.rows import a_row
 from tests.lib.synthetic import SyntheticDataset, recipe
 from tests.lib.training import train
@@ -115,6 +116,17 @@ def test_figures_are_those_of_the_rows(tmp_path):
     assert totals.saved() == pytest.approx(1 - 3.375 / 7.5)
     assert totals.gain() == "balancing saved 55.0% of the step (predicted); data wait 1.0%"
     page = report(write(tmp_path / "run", rows))[1]
+    assert "Not measured: set balance.measure_every." in page.text
+    for step, measured in ((1, 0.4), (3, 0.5)):
+        rows[step]["measured"]["gain"] = {"predicted": 0.25, "measured": measured}
+        totals.add(rows[step])
+    assert totals.gain() == (
+        "balancing saved 25.0% (25.0 to 25.0%) as predicted, 45.0% (42.5 to 47.5%) as measured "
+        "(medians and quartiles; compared with steps as sampled: 2); data wait 1.0%")
+    page = report(write(tmp_path / "run", rows), "--compare", str(tmp_path / "run"))[1]
+    for name, *shares in (("predicted", "25.0%", "25.0%", "25.0%"),
+                          ("measured", "42.5%", "45.0%", "47.5%")):
+        assert page.rows.count(["run", name, *shares, "2"]) == 2
     assert "55.0%saved by balancing, predicted" in page.text and "1.0%data wait" in page.text
     assert "4.5 kBbytes moved a step" in page.text
 
@@ -194,6 +206,40 @@ def test_the_file_that_cannot_be_read_is_named(tmp_path, capsys):
     assert dispatch(["report", str(tmp_path / ("x" * 300))]) == 2
     error = capsys.readouterr().err
     assert "File name too long" in error and "report.html" not in error
+
+
+def test_predictions_are_scored_by_what_a_run_measured(tmp_path, capsys):
+    rows = [measured_row(s, step_s=0.1 * s, tokens_per_s=50.0, mfu=0.4) for s in range(5)]
+    folder = write(tmp_path / "run", rows)
+    (folder / "recipe.yaml").write_text(to_yaml(load_recipe(RECIPES / "demo.yaml")))
+
+    def scored() -> dict[str, list[str]]:
+        assert dispatch(["report", str(folder), "--score", "--mix", "natural"]) == 0
+        lines = capsys.readouterr().out.partition("error\n")[2].splitlines()
+        return {line[:30].strip(): [line[30:40].strip(), line[40:51].strip(), line[51:].strip()]
+                for line in lines}
+
+    unmeasured = scored()
+    assert unmeasured["gain of balancing, cost model"] == ["-", "-", ""]
+    for step, measured in ((2, 0.2), (3, 0.4), (4, 0.1)):
+        rows[step]["measured"]["gain"] = {"predicted": 0.25, "measured": measured}
+    write(folder, rows)
+    found = scored()
+    assert found["gain of balancing, cost model"] == ["20.0%", "25.0%", "+5.0 points"]
+    dispatch(["dry-run", str(folder / "recipe.yaml"), "--world-size", "2", "--mix", "natural",
+              "--json", str(tmp_path / "tried.json")])
+    tried = json.loads((tmp_path / "tried.json").read_text())
+    gain = 1 - 1 / tried["ratio"]["none / balanced"]
+    step_s = tried["predicted"]["balanced"]["step_s"]
+    assert found["gain of balancing, dry run"] == [
+        "20.0%", number(gain, "%"), f"{100 * (gain - 0.2):+.1f} points"]
+    assert found["seconds a step, dry run"] == [
+        "200 ms", number(step_s, "s"), f"{100 * (step_s / 0.2 - 1):+.1f}%"]
+    for name in ("dry run", "plan job"):
+        assert found[f"tokens/s, {name}"][0] == "50"
+    assert found["seconds a step, plan job"][0] == "200 ms"
+    write(folder, [row | {"mfu": None} for row in rows])  # as on a CPU
+    assert list(scored()) == ["gain of balancing, cost model", "gain of balancing, dry run"]
 
 
 def test_two_runs(tmp_path):
