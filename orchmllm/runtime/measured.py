@@ -8,8 +8,10 @@ the other ranks in that of the next step; waiting for parameters on their way co
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -19,8 +21,19 @@ from orchmllm.batch import Step
 from orchmllm.models.phase_clock import PhaseClock
 from orchmllm.plan.step import PHASES, StepPlan, imbalance
 
-CLOCK_PHASES = (*PHASES, "exchange")
+CLOCK_PHASES = (*PHASES, "update", "exchange")
 NAMED_ITEMS = 3  # of the slowest rank, the longest ones
+SCHEDSTAT = Path("/proc/thread-self/schedstat")
+
+
+def thread_times() -> np.ndarray:
+    """Seconds of this thread so far: by the wall clock, on a core, and ready to run while it waited
+    for a core (nan where the system does not count that)."""
+    try:
+        core_wait_s = int(SCHEDSTAT.read_text().split()[1]) / 1e9
+    except (OSError, LookupError):
+        core_wait_s = math.nan
+    return np.array([time.perf_counter(), time.thread_time(), core_wait_s])
 
 
 class StepFacts(NamedTuple):
@@ -79,7 +92,8 @@ class StepTimer:
         """What all ranks report of a step: its one synchronisation. gather: numbers -> (d, numbers)
         of all ranks. norms: (1 + parts,). signal: that asked this rank to stop."""
         clock = self._clock
-        cpu_s = [clock.cpu_s[p] for p in CLOCK_PHASES]
+        # What follows, the optimizer's update, is reported with the next step.
+        cpu_s = [clock.cpu_s.pop(p, 0.0) for p in CLOCK_PHASES]
         mine = StepFacts(  # lists of this rank's numbers
             loss_sum=[loss_sum], wait_s=[step.wait_s], remote=[step.preprocessed.remote],
             local=[step.preprocessed.local], signal=[signal], cpu_s=cpu_s,

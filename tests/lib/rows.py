@@ -6,6 +6,7 @@ from jsonschema import Draft202012Validator
 
 from orchmllm.plan.assign import PHASES
 from orchmllm.runtime.log_schema import NUMBERS, STEP_ROW, VALIDATION_ROW
+from orchmllm.runtime.measured import CLOCK_PHASES
 
 
 def row_problems(row: dict) -> list[str]:
@@ -21,7 +22,7 @@ def a_row(step: int, loss: float = 2.0) -> dict:
               for i, p in enumerate(PHASES)}
     return {**dict.fromkeys(NUMBERS, 0), "step": step, "loss": loss, "grad_norm": 1.0, "lr": 0.1,
             "tokens_per_s": 1234.5, "mfu": None, "step_s": 0.5, "data_wait_s": 0.005,
-            "num_global_targets": 7, "phases": phases,
+            "core_wait_s": None, "num_global_targets": 7, "phases": phases,
             "costs": {p: {"linear": 6, "quadratic": 1} for p in PHASES},
-            "cpu_s": {p: [0.1, 0.2] for p in (*PHASES, "exchange")},
+            "cpu_s": {p: [0.1, 0.2] for p in CLOCK_PHASES},
             "grad_norms": {"connector": 0.5, "llm": 0.75}, "measured": None, "nonfinite": False}

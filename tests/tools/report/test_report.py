@@ -31,7 +31,7 @@ def measured_row(step: int, of: int | None = None, **changes) -> dict:
     slow = {"rank": of % 2, "positions": 90 + of, "example_ids": [1000 + of, 7], "lengths": [50, 3]}
     return {"schema": 1, **a_row(step), "measured": {
         "step": of, "imbalance": dict.fromkeys(PHASES, 1.25),
-        "slowest_s": {**dict.fromkeys(PHASES, 0.1 * (1 + of)), "exchange": 0.01},
+        "slowest_s": {**dict.fromkeys(PHASES, 0.1 * (1 + of)), "exchange": 0.01, "update": 0.02},
         "slowest": dict.fromkeys(PHASES, slow)}, **changes}
 
 
