@@ -70,10 +70,9 @@ _MEASURED = {
     "imbalance": Metric(_keys({p: Metric(SIZE, f"{p} phase") for p in PHASES}),
                         "slowest rank / mean rank, beside phases.*.imbalance_after"),
     "slowest_s": Metric(_keys({
-        **{p: Metric(SIZE, f"{p} phase") for p in PHASES},
-        "update": Metric(SIZE, "clipping the gradients, and the optimizer in the step before"),
-        "exchange": Metric(SIZE, "moving rows and features")}), "time of the slowest rank: CPU "
-        "time of its thread, or time on the GPU, waiting for parameters included", "s"),
+        p: Metric(SIZE, f"{p} phase" if p in PHASES else "moving rows and features")
+        for p in (*PHASES, "exchange")}), "time of the slowest rank: CPU time of its thread, or "
+        "time on the GPU, waiting for parameters included", "s"),
     "slowest": Metric(_keys(dict.fromkeys(PHASES, _SLOWEST)), "what the slowest rank had to do"),
 }
 _SCHEMA = {"schema": Metric({"type": "integer", "const": SCHEMA_VERSION}, "version of this format")}
@@ -92,6 +91,9 @@ METRICS = {
     "mfu": Metric(MEASURED, "share of the GPUs' dense bf16 peak spent on useful FLOPs (no padding, "
                   "nothing recomputed); null where the peak is unknown, as on a CPU"),
     "step_s": Metric(SIZE, "duration of the step on rank 0, waiting for data included", "s"),
+    "update_s": Metric(SIZE, "CPU time of the slowest rank's thread to clip the gradients, and to "
+                       "update the parameters in the step before; on a GPU the device's time, "
+                       "told a step later", "s"),
     "waiting_s": Metric(SIZE, "how long rank 0's thread was on no core in the step: it waited for "
                         "a core, for other ranks or its GPU; waiting for data is left out", "s"),
     "core_wait_s": Metric(MEASURED, "how much of waiting_s it was ready to run and waited for a "
@@ -109,7 +111,7 @@ METRICS = {
     "phases": Metric(_keys(dict.fromkeys(PHASES, _PHASE)), "per phase"),
     "costs": Metric(_keys(dict.fromkeys(PHASES, _COSTS)), "per phase, what the step was planned "
                     "by, as derived from the model"),
-    "cpu_s": Metric(_keys(dict.fromkeys((*PHASES, "update", "exchange"), Metric(
+    "cpu_s": Metric(_keys(dict.fromkeys((*PHASES, "exchange"), Metric(
         {"type": "array", "items": NUMBER}, "one number a rank"))),
         "per phase, CPU time of each rank's thread, forward and backward", "s"),
     "measured": Metric(_keys(_MEASURED) | {"type": ["object", "null"]}, "the phases as all ranks "

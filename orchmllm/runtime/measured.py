@@ -21,7 +21,7 @@ from orchmllm.batch import Step
 from orchmllm.models.phase_clock import PhaseClock
 from orchmllm.plan.step import PHASES, StepPlan, imbalance
 
-CLOCK_PHASES = (*PHASES, "update", "exchange")
+CLOCK_PHASES = (*PHASES, "exchange")
 NAMED_ITEMS = 3  # of the slowest rank, the longest ones
 SCHEDSTAT = Path("/proc/thread-self/schedstat")
 
@@ -37,11 +37,12 @@ def thread_times() -> np.ndarray:
 
 
 class StepFacts(NamedTuple):
-    """What all d ranks reported at the end of a step (StepTimer.gather). loss_sum, exchange_s,
-    wait_s, remote, local, signal: (d, 1); cpu_s, measured_s: (d, CLOCK_PHASES); norms (d, 1 +
-    parts): of the gradient and of its parts, the same on all ranks."""
+    """What all d ranks reported at the end of a step (StepTimer.gather). loss_sum, update_s,
+    exchange_s, wait_s, remote, local, signal: (d, 1); cpu_s, measured_s: (d, CLOCK_PHASES); norms
+    (d, 1 + parts): of the gradient and of its parts, the same on all ranks."""
 
     loss_sum: np.ndarray
+    update_s: np.ndarray
     exchange_s: np.ndarray
     wait_s: np.ndarray
     remote: np.ndarray
@@ -62,6 +63,7 @@ class StepFacts(NamedTuple):
             "step": step.index, "loss": loss if step.num_global_targets else math.nan,
             "grad_norm": norm, "grad_norms": dict(zip(parts, part_norms, strict=True)),
             "tokens_per_s": sum(int(p.layout.num_tokens.sum()) for p in step.plans) / step_s,
+            "update_s": float(self.update_s.max()),
             "data_wait_s": float(self.wait_s.max()), "plan_ms": 1e3 * step.plan_s,
             "exchange_ms": 1e3 * float(self.exchange_s.max()),
             "num_global_targets": step.num_global_targets,
@@ -85,18 +87,19 @@ class StepTimer:
     def restart(self) -> None:
         """The next step does not follow the last one."""
         self._before: tuple[int, Sequence[StepPlan]] | None = None
-        self._seconds = [0.0] * len(CLOCK_PHASES)
+        self._seconds, self._update_s = [0.0] * len(CLOCK_PHASES), 0.0
 
     def gather(self, gather: Callable[[list], np.ndarray], step: Step, loss_sum: torch.Tensor,
                norms: torch.Tensor, signal: int) -> StepFacts:
         """What all ranks report of a step: its one synchronisation. gather: numbers -> (d, numbers)
         of all ranks. norms: (1 + parts,). signal: that asked this rank to stop."""
         clock = self._clock
-        # What follows, the optimizer's update, is reported with the next step.
-        cpu_s = [clock.cpu_s.pop(p, 0.0) for p in CLOCK_PHASES]
+        cpu_s = [clock.cpu_s[p] for p in CLOCK_PHASES]
+        update_s = clock.cpu_s.pop("update")  # what follows is reported with the next step
         mine = StepFacts(  # lists of this rank's numbers
             loss_sum=[loss_sum], wait_s=[step.wait_s], remote=[step.preprocessed.remote],
             local=[step.preprocessed.local], signal=[signal], cpu_s=cpu_s,
+            update_s=[self._update_s if clock.has_events else update_s],
             exchange_s=self._seconds[-1:] if clock.has_events else [clock.wall_s["exchange"]],
             measured_s=self._seconds if clock.has_events else cpu_s, norms=list(norms))
         rows = gather([number for numbers in mine for number in numbers])
@@ -109,6 +112,7 @@ class StepTimer:
         if self._clock.has_events:
             device_s = self._clock.device_s()
             self._seconds = [device_s.get(p, 0.0) for p in CLOCK_PHASES]
+            self._update_s = device_s.get("update", 0.0)
             before, self._before = self._before, (index, plans)
             if before is None:
                 return None

@@ -6,7 +6,6 @@ from jsonschema import Draft202012Validator
 
 from orchmllm.plan.assign import PHASES
 from orchmllm.runtime.log_schema import NUMBERS, STEP_ROW, VALIDATION_ROW
-from orchmllm.runtime.measured import CLOCK_PHASES
 
 
 def row_problems(row: dict) -> list[str]:
@@ -24,5 +23,5 @@ def a_row(step: int, loss: float = 2.0) -> dict:
             "tokens_per_s": 1234.5, "mfu": None, "step_s": 0.5, "data_wait_s": 0.005,
             "core_wait_s": None, "num_global_targets": 7, "phases": phases,
             "costs": {p: {"linear": 6, "quadratic": 1} for p in PHASES},
-            "cpu_s": {p: [0.1, 0.2] for p in CLOCK_PHASES},
+            "cpu_s": {p: [0.1, 0.2] for p in (*PHASES, "exchange")},
             "grad_norms": {"connector": 0.5, "llm": 0.75}, "measured": None, "nonfinite": False}
