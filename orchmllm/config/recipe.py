@@ -208,7 +208,8 @@ def read_recipe(path: str | Path, overrides: Sequence[str] | None = None) -> Loa
 
 
 def _from_checkpoints(tree: Mapping) -> Iterator[tuple[tuple, Any]]:
-    """Shapes that the recipe leaves out, from the config.json of its pretrained parts."""
+    """What the recipe leaves out and its pretrained parts have: shapes, from their config.json, and
+    the tokenizer."""
     model = tree.get("model")
     for part in PHASES if isinstance(model, Mapping) else ():
         given = model.get(part)
@@ -219,6 +220,15 @@ def _from_checkpoints(tree: Mapping) -> Iterator[tuple[tuple, Any]]:
                     yield ("model", part, key_), value
             except ValueError as error:
                 yield ("model", part, "pretrained"), error
+    try:
+        data, folder = tree["data"], Path(tree["model"]["llm"]["pretrained"])
+        first = Path(data.get("path") or data["sources"][0]["path"])
+    except (AttributeError, LookupError, TypeError):  # not named, or told below
+        return
+    beside = first if first.is_dir() else first.parent
+    if (not data.get("tokenizer") and not (beside / "tokenizer.json").is_file()
+            and (folder / "tokenizer.json").is_file()):
+        yield ("data", "tokenizer"), str(folder)
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] | None = None) -> Recipe:

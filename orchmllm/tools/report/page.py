@@ -233,14 +233,15 @@ def _slowest(run: RunLog) -> list[str]:
         worst.append((
             int(run["step"][at]), phase, slow["rank"], number(stacked.flat[place], "s"),
             f"{run[f'{phase}.measured.imbalance'][at]:.2f}", slow["positions"],
-            ", ".join(f"{e} ({n})" for e, n in zip(slow["example_ids"], slow["lengths"],
+            ", ".join(f"{e + 1} ({n})" for e, n in zip(slow["example_ids"], slow["lengths"],
                                                    strict=True))))
     return [
         "<p class=muted>How long the mean rank waited for the slowest one.</p>",
         _table(("phase", "rank", "steps as the slowest", "others waited", "of all such waiting"),
                rows, numbers=4),
-        "<p class=muted style='margin-top:12px'>The steps with the longest waits. Examples are row "
-        "numbers of the data set, from 0, with the positions of their longest items.</p>",
+        "<p class=muted style='margin-top:12px'>The steps with the longest waits. Examples are "
+        "rows of all sources, counted from 1 as by <code>orchmllm data preview --row</code>, with "
+        "the positions of their longest items.</p>",
         _table(("step", "phase", "rank", "others waited", "slowest / mean", "positions",
                 "longest examples"), worst, numbers=0)]
 

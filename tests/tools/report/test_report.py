@@ -101,8 +101,8 @@ def test_a_run_that_was_killed_and_is_still_written(tmp_path):
     assert [["web", "2", "truncated <i> (2)", "a.png (row 5, step 1)"]] == [
         r for r in page.rows if r[0] == "web"]
     # Step 4 took longest: a fifth of 0.5 s is what the mean rank waited.
-    worst = next(r for r in page.rows if r[-1] == "1004 (50), 7 (3)")
-    assert worst == ["4", "vision", "0", "100 ms", "1.25", "94", "1004 (50), 7 (3)"]
+    worst = next(r for r in page.rows if r[-1] == "1005 (50), 8 (3)")
+    assert worst == ["4", "vision", "0", "100 ms", "1.25", "94", "1005 (50), 8 (3)"]
     assert "Validation is not logged" not in page.text
 
 
@@ -146,7 +146,7 @@ def test_times_of_the_step_before_are_put_there(tmp_path):
     run = read_run(write(tmp_path / "run", rows))
     np.testing.assert_allclose(run["llm.measured.slowest_s"], [0.1, 0.2, 0.3, np.nan])
     page = report(tmp_path / "run")[1]
-    assert ["2", "vision", "0", "60 ms", "1.25", "92", "1002 (50), 7 (3)"] in page.rows
+    assert ["2", "vision", "0", "60 ms", "1.25", "92", "1003 (50), 8 (3)"] in page.rows
 
 
 def test_nothing_is_shown_that_was_not_logged(tmp_path):
@@ -308,4 +308,5 @@ def test_the_log_of_a_real_run(tmp_path):
     for step, phase, rank, *_, examples in shown:
         slow = found.row(int(step))["measured"]["slowest"][phase]
         assert rank == str(slow["rank"])
-        assert re.findall(r"(\d+) \(", examples) == [str(i) for i in slow["example_ids"]]
+        assert re.findall(r"(\d+) \(", examples) == [
+            str(i + 1) for i in slow["example_ids"]]
