@@ -100,6 +100,15 @@ METRICS = {
     "mfu": Metric(MEASURED, "share of the GPUs' dense bf16 peak spent on useful FLOPs (no padding, "
                   "nothing recomputed); null where the peak is unknown, as on a CPU"),
     "step_s": Metric(SIZE, "duration of the step on rank 0, waiting for data included", "s"),
+    "update_s": Metric(SIZE, "CPU time of the slowest rank's thread to clip the gradients, and to "
+                       "update the parameters in the step before; on a GPU the device's time, "
+                       "told a step later", "s"),
+    "waiting_s": Metric(SIZE, "how long rank 0's thread was on no core in the step: it waited for "
+                        "a core, for other ranks or its GPU; waiting for data is left out", "s"),
+    "core_wait_s": Metric(MEASURED, "how much of waiting_s it was ready to run and waited for a "
+                          "core; null where the system does not count that", "s"),
+    "logging_s": Metric(SIZE, "duration of writing and showing the row of the step before, on rank "
+                        "0; it comes on top of step_s", "s"),
     "data_wait_s": Metric(SIZE, "how long the slowest rank waited for its data", "s",
                           line="wait {:.3f} s"),
     "plan_ms": Metric(SIZE, "time to plan the step; hidden behind the step before when "

@@ -8,8 +8,10 @@ the other ranks in that of the next step; waiting for parameters on their way co
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -22,14 +24,26 @@ from orchmllm.plan.step import PHASES, StepPlan, imbalance
 
 CLOCK_PHASES = (*PHASES, "exchange")
 NAMED_ITEMS = 3  # of the slowest rank, the longest ones
+SCHEDSTAT = Path("/proc/thread-self/schedstat")
+
+
+def thread_times() -> np.ndarray:
+    """Seconds of this thread so far: by the wall clock, on a core, and ready to run while it waited
+    for a core (nan where the system does not count that)."""
+    try:
+        core_wait_s = int(SCHEDSTAT.read_text().split()[1]) / 1e9
+    except (OSError, LookupError):
+        core_wait_s = math.nan
+    return np.array([time.perf_counter(), time.thread_time(), core_wait_s])
 
 
 class StepFacts(NamedTuple):
-    """What all d ranks reported at the end of a step (StepTimer.gather). loss_sum, exchange_s,
-    wait_s, remote, local, signal: (d, 1); cpu_s, measured_s: (d, CLOCK_PHASES); norms (d, 1 +
-    parts): of the gradient and of its parts, the same on all ranks."""
+    """What all d ranks reported at the end of a step (StepTimer.gather). loss_sum, update_s,
+    exchange_s, wait_s, remote, local, signal: (d, 1); cpu_s, measured_s: (d, CLOCK_PHASES); norms
+    (d, 1 + parts): of the gradient and of its parts, the same on all ranks."""
 
     loss_sum: np.ndarray
+    update_s: np.ndarray
     exchange_s: np.ndarray
     wait_s: np.ndarray
     remote: np.ndarray
@@ -51,6 +65,7 @@ class StepFacts(NamedTuple):
             "loss": loss if step.num_global_targets else math.nan,
             "grad_norm": norm, "grad_norms": dict(zip(parts, part_norms, strict=True)),
             "tokens_per_s": sum(int(p.layout.num_tokens.sum()) for p in step.plans) / step_s,
+            "update_s": float(self.update_s.max()),
             "data_wait_s": float(self.wait_s.max()), "plan_ms": 1e3 * step.plan_s,
             "exchange_ms": 1e3 * float(self.exchange_s.max()),
             "num_global_targets": step.num_global_targets,
@@ -75,7 +90,7 @@ class StepTimer:
         """The next step does not follow the last one."""
         self._before: tuple | None = None  # of the step whose times are not known yet
         self._gain = GainMeter()
-        self._seconds = [0.0] * len(CLOCK_PHASES)
+        self._seconds, self._update_s = [0.0] * len(CLOCK_PHASES), 0.0
 
     def gather(self, gather: Callable[[list], np.ndarray], step: Step, loss_sum: torch.Tensor,
                norms: torch.Tensor, signal: int) -> StepFacts:
@@ -83,9 +98,11 @@ class StepTimer:
         of all ranks. norms: (1 + parts,). signal: that asked this rank to stop."""
         clock = self._clock
         cpu_s = [clock.cpu_s[p] for p in CLOCK_PHASES]
+        update_s = clock.cpu_s.pop("update")  # what follows is reported with the next step
         mine = StepFacts(  # lists of this rank's numbers
             loss_sum=[loss_sum], wait_s=[step.wait_s], remote=[step.preprocessed.remote],
             local=[step.preprocessed.local], signal=[signal], cpu_s=cpu_s,
+            update_s=[self._update_s if clock.has_events else update_s],
             exchange_s=self._seconds[-1:] if clock.has_events else [clock.wall_s["exchange"]],
             measured_s=self._seconds if clock.has_events else cpu_s, norms=list(norms))
         rows = gather([number for numbers in mine for number in numbers])
@@ -99,6 +116,7 @@ class StepTimer:
         if self._clock.has_events:
             device_s = self._clock.device_s()
             self._seconds = [device_s.get(p, 0.0) for p in CLOCK_PHASES]
+            self._update_s = device_s.get("update", 0.0)
             timed, self._before = self._before, timed
             if timed is None:
                 return None

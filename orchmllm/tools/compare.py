@@ -27,7 +27,7 @@ from pathlib import Path
 from orchmllm import launch
 from orchmllm.cli.options import in_one_line, recipe_parser
 from orchmllm.config.job import check_world, resolve
-from orchmllm.config.recipe import Recipe, load_recipe
+from orchmllm.config.recipe import Recipe, load_recipe, to_yaml
 from orchmllm.runtime.local_ranks import run_local
 from orchmllm.runtime.metrics import metrics_log
 from orchmllm.train import run_rank
@@ -126,11 +126,12 @@ def main(argv: list[str]) -> int:
     return run_all(recipe, argv)
 
 
-def log_of(rows: list[dict], folder: Path) -> Path:
+def log_of(rows: list[dict], recipe: Recipe, folder: Path) -> Path:
     """Writes rows, without their wall_s, as the log of a run in `folder`, in place of what is
-    there."""
+    there, with its recipe."""
     (folder / "metrics.jsonl").unlink(missing_ok=True)
     log = metrics_log(folder)
+    (folder / "recipe.yaml").write_text(to_yaml(recipe), encoding="utf-8")
     for row in rows:
         log.write({key: value for key, value in row.items() if key != "wall_s"})
     log.close()
@@ -159,8 +160,10 @@ def run_all(recipe: Recipe, argv: list[str]) -> int:
     result["vocab_size"] = recipe.model.llm.vocab_size
     result["loss_difference"] = largest_difference(result["loss_off"], result["loss_on"])
     (run_dir / "comparison.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    (run_dir / "comparison.html").write_text(page(*(
-        read_run(log_of(rows[name], run_dir / name)) for name in ("on", "off"))),
+    (run_dir / "comparison.html").write_text(page(
+        *(read_run(log_of(rows[name], variant(recipe, name == "on"), run_dir / name))
+          for name in ("on", "off")),
+        title=f"Balancing on and off: {run_dir.resolve().name}"),
         encoding="utf-8")
     print(report.comparison_table(result, recipe))
     print(f"\nwritten: {run_dir / 'comparison.json'} and {run_dir / 'comparison.html'}")

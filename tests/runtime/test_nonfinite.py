@@ -141,9 +141,28 @@ def test_no_rollback_to_a_checkpoint_of_another_run(tmp_path):
         run_ranks(poisoned_on_one_rank, 1, new)
 
 
-def poisoned_on_one_rank(world, run) -> None:
-    trainer = Trainer(run, world, dataset=SyntheticDataset())
+def test_a_rollback_says_why_newer_checkpoints_were_rejected(tmp_path):
+    run = run_recipe(tmp_path, "rollback")
+    run = replace(run, checkpoint=replace(run.checkpoint, every_steps=1))
+    (said,) = run_ranks(poisoned_on_one_rank, 1, run, "step_00000003/manifest.json")
+    at = said.index("rolled back to step 2; step 3 will be skipped")
+    assert "step_00000003: JSONDecodeError: " in said[at - 1]
+    assert said[at - 1].endswith("; using the one before")
+
+
+def poisoned_on_one_rank(world, run, damaged: str = "") -> list[str]:
+    """What is said of checkpoints. damaged: a file of them that is half-written when step BAD is
+    done."""
+    said: list[str] = []
+
+    def damage(step, row: dict) -> None:
+        if damaged and row["nonfinite"]:
+            (run.run.folder / "checkpoints" / damaged).write_text("{")
+
+    trainer = Trainer(run, world, dataset=SyntheticDataset(), on_step=damage)
     forward = trainer.model.forward
     trainer.model.forward = lambda batch: forward(batch) * (
         float("nan") if trainer.progress.step == BAD else 1.0)
+    trainer.checkpointer._log = said.append
     trainer.run()
+    return said

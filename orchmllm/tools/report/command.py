@@ -20,7 +20,8 @@ from orchmllm.tools.predict.options import cluster_options
 def main(argv: list[str]) -> int:
     """Exit code. Raises ValueError for a page that cannot be written."""
     from orchmllm.tools.report.log import read_run
-    from orchmllm.tools.report.page import page
+    from orchmllm.tools.report.page import figures, page
+    from orchmllm.tools.report.verdict import compared, verdict
 
     parser = command_parser("report", __doc__, (
         ("--compare", Path, "run.dir of another run"),
@@ -32,11 +33,13 @@ def main(argv: list[str]) -> int:
     args, started = parser.parse_args(argv), time.perf_counter()
     out = args.out or args.run_dir / "report.html"
     run = read_run(args.run_dir)
-    text = page(run, read_run(args.compare) if args.compare else None)
+    other = read_run(args.compare) if args.compare else None
+    text = page(run, other)
     try:
         out.write_text(text, encoding="utf-8")
     except OSError as e:
         raise ValueError(f"{out}: {e.strerror}; choose another file with --out") from e
+    print(compared(run, other) if other else verdict(run, figures(run)))
     print(f"written: {out} ({run.num_steps} steps, {out.stat().st_size / 1e3:.0f} kB, "
           f"{time.perf_counter() - started:.1f} s)")
     if args.score:

@@ -4,8 +4,10 @@ lines need to be parsed."""
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import yaml
@@ -33,7 +35,7 @@ class RunLog:
     """steps: column (see COLUMNS) -> (n,) float64, one for each step that counts, by step; nan
     where nothing was logged. measured.* belong to the step of their place. validations: (m, 2) of
     steps done and loss. restarts: (step where it went on, steps done again). quarantine: lines of
-    quarantine.jsonl. total_steps: train.num_steps of recipe.yaml, None where there is none. cut:
+    quarantine.jsonl. settings: dotted key -> value of all that the run was started with last. cut:
     the last line is still being written."""
 
     folder: Path
@@ -41,7 +43,7 @@ class RunLog:
     validations: np.ndarray
     restarts: list[tuple[int, int]]
     quarantine: list[dict]
-    total_steps: int | None
+    settings: dict[str, Any]
     cut: bool
     written_at: float
 
@@ -60,6 +62,11 @@ class RunLog:
         """Over the steps where it is known; nan if it is of none."""
         known = self[column][np.isfinite(self[column])]
         return float(np.median(known)) if len(known) else np.nan
+
+    @property
+    def total_steps(self) -> int | None:
+        """Steps of the whole run, where it is known."""
+        return self.settings.get("train.num_steps")
 
     def row(self, index: int) -> dict:
         """The whole row of a step by its place in the columns."""
@@ -82,8 +89,8 @@ def read_run(folder: Path) -> RunLog:
     return RunLog(
         folder, _measured_in_place(columns),
         np.array(sorted(validations.items()), float).reshape(-1, 2), restarts,
-        _quarantine(folder / "quarantine.jsonl"), _total_steps(folder / "recipe.yaml"),
-        cut, written_at=path.stat().st_mtime)
+        _lines(folder / "quarantine.jsonl"), _settings(folder), cut,
+        written_at=path.stat().st_mtime)
 
 
 def _read(path: Path) -> tuple[np.ndarray, dict[int, float | None], bool]:
@@ -159,7 +166,7 @@ def _measured_in_place(columns: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     return out
 
 
-def _quarantine(path: Path) -> list[dict]:
+def _lines(path: Path) -> list[dict]:
     """Its whole lines."""
     if not path.is_file():
         return []
@@ -170,10 +177,22 @@ def _quarantine(path: Path) -> list[dict]:
         raise NotALog(f"{path}: {e}; delete that line") from None
 
 
-def _total_steps(path: Path) -> int | None:
-    if not path.is_file():
-        return None
+def _settings(folder: Path) -> dict[str, Any]:
+    """By attempts.jsonl, which also has versions, host and data, or else by recipe.yaml."""
+    attempts = [row for row in _lines(folder / "attempts.jsonl") if "settings" in row]
+    path = folder / "recipe.yaml"
+    if attempts or not path.is_file():
+        return attempts[-1]["settings"] if attempts else {}
     try:
-        return int(yaml.safe_load(path.read_text(encoding="utf-8"))["train"]["num_steps"])
-    except (yaml.YAMLError, ValueError, LookupError, TypeError) as e:
+        return dict(_flat(yaml.safe_load(path.read_text(encoding="utf-8"))))
+    except (yaml.YAMLError, ValueError) as e:
         raise NotALog(f"{path}: no recipe of a run ({type(e).__name__}); delete it") from None
+
+
+def _flat(value: object, where: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted key, value) of sections within sections."""
+    if not isinstance(value, Mapping):
+        yield where, value
+        return
+    for name, part in value.items():
+        yield from _flat(part, f"{where}.{name}" if where else name)
