@@ -8,7 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from orchmllm.config.balance import BalanceConfig
+from orchmllm.config.job import resolve
 from orchmllm.config.recipe import CheckpointConfig, Recipe
+from orchmllm.runtime.attempts import settings_of
 from orchmllm.trainer import Trainer
 from tests.lib.synthetic import SHALLOW, SyntheticDataset, recipe
 from tests.lib.training import listened
@@ -47,6 +49,11 @@ def train_recorded(world, run: Recipe, kill_at: int | None = None) -> list[tuple
     finally:
         trainer.close()
     return seen
+
+
+def settings(run: Recipe, dataset=None) -> dict:
+    """What an attempt on one rank is compared by. dataset: instead of examples without files."""
+    return settings_of(resolve(run, 1, 1), SyntheticDataset() if dataset is None else dataset)
 
 
 def find(world, run: Recipe) -> tuple[str, str]:
