@@ -41,18 +41,18 @@ def flat(value: object, where: str = "") -> dict:
         inner = {f"{where}.{name}".lstrip("."): part for name, part in value.items()}
     elif isinstance(value, list | tuple) and value and isinstance(value[0], Mapping):
         inner = {f"{where}[{k}]": part for k, part in enumerate(value)}
-    elif isinstance(value, tuple):
-        return {where: list(value)}
     else:
         return {where: without_query(value) if isinstance(value, str) else value}
     return {key: leaf for name, part in inner.items() for key, leaf in flat(part, name).items()}
 
 
 def settings_of(job: Job, dataset) -> dict:
-    """Everything that an attempt is compared by. Raises OSError for a data file that is gone."""
+    """Everything that an attempt is compared by, for JSON. Raises OSError for a data file that is
+    gone."""
     recipe, content = job.recipe, dataset.fingerprint()
     if recipe.data.batching == "capped":
-        content |= {"lengths": lengths_digest(dataset), "mini_batch": recipe.train.batch_size}
+        content |= {"capped_lengths": lengths_digest(dataset),
+                    "capped_batch_size": recipe.train.batch_size}
     versions = {d.name: d.version for d in distributions() if d.name in PACKAGES}
     return flat({
         **asdict(recipe), "content": content,

@@ -17,23 +17,19 @@ from orchmllm.config.recipe import Recipe
 from orchmllm.config.schema import leaves
 
 # What a difference in a setting means, or in any setting of a section: it is refused for one of
-# CURES, `said`, or nothing (`start`): it is of this start alone, or another line says it.
+# CURES, or nothing is said (`start`), because it is of this start alone or another line says it. A
+# setting that is not named here is said.
 CLASSES = {
-    "run": "said", "run.dir": "start", "run.resume": "start", "run.allow_data_change": "start",
-    "run.seed": "order",
-    "launch": "said", "launch.nproc_per_node": "start",
-    "data": "said", "data.num_validation": "order", "data.streaming": "order",
+    "run.dir": "start", "run.resume": "start", "run.allow_data_change": "start",
+    "launch.nproc_per_node": "start", "world.ranks": "start", "world.host": "start",
+    "run.seed": "order", "data.num_validation": "order", "data.streaming": "order",
     "data.shuffle_window": "order", "data.batching": "order", "data.max_batch_tokens": "order",
-    "data.max_batch_images": "order", "data.sources.repeats": "order",
-    "model": "model", "model.connectors": "said", "model.vision.pretrained": "said",
-    "model.audio.pretrained": "said", "model.llm.pretrained": "said",
-    "balance": "said",
-    "train": "said", "train.batch_size": "batch", "train.accumulation_steps": "batch",
+    "data.max_batch_images": "order", "data.sources.repeats": "order", "content": "content",
+    "train.batch_size": "batch", "train.accumulation_steps": "batch",
     "train.global_batch_size": "batch",
-    "fsdp": "said", "fsdp.param_dtype": "model",
-    "checkpoint": "said", "profile": "said",
-    "content": "content", "versions": "said", "world": "said", "world.ranks": "start",
-    "world.host": "start",
+    "model": "model", "fsdp.param_dtype": "model",
+    "model.connectors": "said", "model.vision.pretrained": "said",
+    "model.audio.pretrained": "said", "model.llm.pretrained": "said",
 }
 CURES = {
     "model": "the checkpoint's tensors are those of another model: use its values (recipe.yaml in "
@@ -41,12 +37,11 @@ CURES = {
              "with another run.dir or run.resume=never",
     "order": "the order of all examples would change: use the checkpoint's values, or set "
              "run.allow_data_change=true to go on at the same step of the new order",
-    "content": "what is trained on is not what the checkpoint saw (content.sources: the files and "
-               "weights of data.sources; content.tokenizer: tokenizer.json or the chat template, "
-               "so that the same text would mean something else to the model; content.shards: the "
-               "shards of a stream; content.lengths and content.mini_batch: what mini-batches of "
-               "data.batching=capped are formed by): restore it, or set "
-               "run.allow_data_change=true to go on at the same step of the new data",
+    "content": "what is trained on is not what the checkpoint saw (the files or weights of "
+               "data.sources; the tokenizer or its chat template, so that the same text would mean "
+               "something else; or capped_*, what data.batching=capped forms mini-batches by): "
+               "restore it, or set run.allow_data_change=true to go on at the same step of the "
+               "new data",
     "batch": "a resumed run keeps its {kept} examples a step, or examples would repeat or be left "
              "out: restore it, set train.global_batch_size={kept}, or choose another run.dir",
 }
@@ -57,9 +52,9 @@ DEFAULTS = {leaf.path: list(leaf.default) if leaf.kind is tuple else leaf.defaul
 def class_of(key: str) -> str:
     """The class of a setting, that of its section where it has none of its own."""
     path = _in_any_list(key)
-    while path not in CLASSES and "." in path:
+    while path and path not in CLASSES:
         path = path.rpartition(".")[0]
-    return CLASSES.get(path, "said")  # of another version of this code
+    return CLASSES.get(path, "said")
 
 
 def differences(was: Mapping, now: Mapping) -> dict[str, list]:

@@ -232,7 +232,7 @@ def resumed_with_other_lengths(world, run) -> None:
     train(world, run)
     more = replace(run, train=replace(run.train, num_steps=2))
     other = replace(more, data=replace(more.data, max_example_tokens=120))
-    with pytest.raises(ValueError, match="content.lengths is .*of data.batching=capped"):
+    with pytest.raises(ValueError, match="content.capped_lengths is .*data.batching=capped"):
         train(world, other)
     for same in (more, replace(other, run=replace(run.run, allow_data_change=True),
                                train=replace(run.train, num_steps=3))):

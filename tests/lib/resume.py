@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from dataclasses import replace
@@ -53,7 +54,8 @@ def train_recorded(world, run: Recipe, kill_at: int | None = None) -> list[tuple
 
 def settings(run: Recipe, dataset=None) -> dict:
     """What an attempt on one rank is compared by. dataset: instead of examples without files."""
-    return settings_of(resolve(run, 1, 1), SyntheticDataset() if dataset is None else dataset)
+    found = settings_of(resolve(run, 1, 1), SyntheticDataset() if dataset is None else dataset)
+    return json.loads(json.dumps(found))
 
 
 def find(world, run: Recipe) -> tuple[str, str]:

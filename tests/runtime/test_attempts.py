@@ -247,7 +247,8 @@ def test_what_is_read_of_large_and_of_many_files(tmp_path, monkeypatch):
     for k, file in enumerate(many):
         file.write_bytes(b"x" * (k + 1))
     was, opens, real = sampled(many), [], Path.open
-    monkeypatch.setattr(Path, "open", lambda *args: [opens.append(1), real(*args)][1])
+    monkeypatch.setattr(Path, "open", lambda *args, **how: [
+        opens.append(1), real(*args, **how)][1])
     assert sampled(many) == was and len(opens) == SAMPLED_FILES
     many[17].write_bytes(b"y" * 500)
     assert sampled(many) != was  # whichever it is: the sizes of all are compared
