@@ -120,8 +120,9 @@ class Trainer:
         num_steps = self.recipe.train.num_steps
         self._rows = rows
         self.progress = self.checkpointer.resume() or self.progress
-        with self.checkpointer.attempt():
-            if self.progress.step < num_steps:
+        trains = self.progress.step < num_steps
+        with self.checkpointer.attempt(trains=trains):
+            if trains:
                 self._train(num_steps)
             self._finish()
             self.progress.media.check_modalities()  # also where a launcher has started it again

@@ -87,9 +87,11 @@ class RunCheckpoints(Checkpointer):
                 "nothing was saved (checkpoint.every_steps=-1)" if self.config.every_steps < 0 else
                 f"its state is in {folder}: run.dir={folder} run.resume=auto goes on from there"))
 
-    def attempt(self) -> AbstractContextManager[None]:
-        """Within it the attempt runs: its start and its end are recorded in the run folder."""
-        return nullcontext() if self.rank else recorded(self._recipe.run.folder, self._attempt)
+    def attempt(self, *, trains: bool) -> AbstractContextManager[None]:
+        """Within it the attempt runs: its start and its end are recorded in the run folder, unless
+        it has nothing to do. trains: whether a step is left."""
+        writes = trains and self.rank == 0
+        return recorded(self._recipe.run.folder, self._attempt) if writes else nullcontext()
 
     def _going_on(self, path: Path, state: dict) -> dict:
         """What the attempt records of the checkpoint that it goes on from. Raises ValueError if it

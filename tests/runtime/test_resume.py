@@ -28,7 +28,7 @@ from tests.lib.commands import TINY
 from tests.lib.ranks import RankFailure, run_ranks
 from tests.lib.resume import STEPS, find, flip, run_recipe, train_recorded
 from tests.lib.synthetic import SyntheticDataset
-from tests.lib.training import train
+from tests.lib.training import listened, train
 
 pytestmark = pytest.mark.dist
 def killed(num_ranks: int, run, **how) -> None:
@@ -185,32 +185,35 @@ def test_nothing_sound_is_an_error_on_all_ranks(tmp_path):
 
 
 OTHER_RUNS = {
-    "run.seed is 5": lambda r: replace(r, run=replace(r.run, seed=5)),
+    "run.seed is 5, the checkpoint has 0": lambda r: replace(r, run=replace(r.run, seed=5)),
     "global_batch_size is 12": lambda r: replace(r, train=replace(r.train, global_batch_size=12)),
     "model.llm.num_layers is 3": lambda r: replace(
         r, model=replace(r.model, llm=replace(r.model.llm, num_layers=3))),
-    "fsdp.param_dtype is bfloat16": lambda r: replace(
+    "fsdp.param_dtype is 'bfloat16'": lambda r: replace(
         r, fsdp=replace(r.fsdp, param_dtype="bfloat16")),
     "manifest.json": lambda r: replace(r, run=replace(r.run, resume="no/such/folder")),
 }
 
 
 def refusals(world, run) -> dict[str, str]:
-    """What is said of each of OTHER_RUNS in the folder of `run`."""
+    """What is said of each of OTHER_RUNS in the folder of `run`, and of one that goes on."""
     train_recorded(world, run)
-    said = {}
+    said, heard = {}, listened()
     for text, change in OTHER_RUNS.items():
         try:
             train_recorded(world, change(run))
         except (ValueError, CheckpointError) as e:
             said[text] = str(e)
-    return said
+    train_recorded(world, replace(run, train=replace(run.train, num_steps=3, lr=5e-3)))
+    changed = [line for line in heard if "changed since" in line]  # on rank 0
+    return {**said, "train.lr 0.01 -> 0.005, train.num_steps 2 -> 3": "".join(changed)}
 
 
-def test_another_run_is_refused(tmp_path):
-    for said in run_ranks(refusals, 2, run_recipe(tmp_path, train={"num_steps": 2})):
-        assert said.keys() == OTHER_RUNS.keys()
-        assert all(text in message for text, message in said.items()), said
+def test_another_run_is_refused_and_other_settings_are_said(tmp_path):
+    first, second = run_ranks(refusals, 2, run_recipe(tmp_path, train={"num_steps": 2}))
+    assert first.keys() >= OTHER_RUNS.keys() and len(first) == len(OTHER_RUNS) + 1
+    assert all(text in message for text, message in first.items()), first
+    assert {key: second[key] for key in OTHER_RUNS} == {key: first[key] for key in OTHER_RUNS}
 
 
 def with_another_tokenizer(world, folder: Path, data: Path) -> str:
@@ -229,7 +232,7 @@ def runs_with_another_tokenizer(world, folder: Path, data: Path) -> None:
     template.write_text("{% for m in messages %}{{ m.role }}: {{ m.content }}<|im_end|>"
                         "{% endfor %}")
     more = replace(run, train=replace(run.train, num_steps=2))
-    with pytest.raises(ValueError, match="content.tokenizer is .* tokenizer.json or the"):
+    with pytest.raises(ValueError, match="content.tokenizer is .* or its chat template"):
         train(world, more)
     (row,) = train(world, replace(more, run=replace(more.run, allow_data_change=True)))
     assert row["step"] == 1
