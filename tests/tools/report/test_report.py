@@ -186,6 +186,27 @@ def test_what_a_branch_or_rollback_gave_up_is_not_the_state_of_the_run(tmp_path)
     assert "61 of 100 steps" in text and "900" not in text
 
 
+def test_a_changed_setting_is_marked_on_the_loss(tmp_path, capsys):
+    """Not one that was given up when the run went back behind it, nor one beyond the log."""
+    def start(number: int, step: int, lr: float) -> dict:
+        return {"attempt": number, "settings": {}, "resumed_from": {
+            "step": step, "changed": {"train.lr": [0.1, lr]}}}
+
+    starts = [{"attempt": 1, "settings": {}, "resumed_from": None}, start(2, 2, 0.2),
+              start(3, 7, 0.3), start(4, 5, 0.4), start(5, 99, 0.5)]
+    folder = write(tmp_path / "run", [measured_row(s, loss=1.0 + s) for s in range(9)])
+    (folder / "attempts.jsonl").write_text("".join(json.dumps(a) + "\n" for a in starts) + '{"a')
+    html, page = report(folder)
+    marks = re.findall(r"<line class=mark x1=([\d.]+) .*?<title>(.*?)</title>", html)
+    assert [text for _, text in marks] == [f"train.lr 0.1 -&gt; {lr}" for lr in (0.2, 0.4)]
+    assert [float(x) for x, _ in marks] == pytest.approx([46 + 306 * s / 8 for s in (2, 5)], abs=1)
+    assert [r for r in page.rows if "train.lr" in r[-1]] == [
+        [step, f"train.lr 0.1 -> {lr}"] for step, lr in (("2", 0.2), ("5", 0.4), ("99", 0.5))]
+    (folder / "attempts.jsonl").write_text('{"attempt": 1\n{}\n')
+    assert dispatch(["report", str(folder)]) == 2
+    assert "attempts.jsonl: line 1 is damaged" in capsys.readouterr().err
+
+
 def test_lost_rows_are_no_restart(tmp_path):
     """As where the disk was full for some steps."""
     folder = write(tmp_path / "run", [measured_row(s) for s in (0, 1, 5, 6, 6, 7)])
@@ -273,8 +294,9 @@ def test_two_runs(tmp_path):
 def test_versions_and_hosts_are_those_of_the_last_attempt(tmp_path, capsys):
     a, b = (write(tmp_path / name, [measured_row(0)]) for name in "ab")
     for folder, *hosts in ((a, "old", "n1"), (b, "n2")):
-        starts = [{"attempt": i, "settings": {"train.lr": 0.1, "versions.torch": "2.13",
-                                              "world.host": host}} for i, host in enumerate(hosts)]
+        starts = [{"attempt": i, "resumed_from": None, "settings": {
+            "train.lr": 0.1, "versions.torch": "2.13", "world.host": host}}
+            for i, host in enumerate(hosts)]
         ends = [{"attempt": i, "ended": "finished"} for i in range(len(hosts))]
         (folder / "attempts.jsonl").write_text(
             "".join(json.dumps(line) + "\n" for line in starts + ends) + '{"attempt"')
