@@ -66,9 +66,9 @@ class Planning:
     fits the batches that all ranks saw.
 
     policy, tolerance, max_rank_tokens: as of the loader. says: whether this rank writes to the log.
-    known: the other arguments of make_spec, which raises. geometry: PADDED
-    once a batch of any rank was, PACKED where no batch of a whole step showed padding, 0 before the
-    first step. loop: what balancing gained so far, with measure_every."""
+    known: the other arguments of make_spec, which raises. geometry: PADDED once a batch of any rank
+    was, PACKED where no batch of a whole step showed padding, 0 before the first step. loop: what
+    balancing gained so far, with measure_every."""
 
     def __init__(self, policy: str, tolerance: float | None, max_rank_tokens: int, *, says: bool,
                  **known: Any) -> None:
@@ -85,8 +85,8 @@ class Planning:
         return spec if enabled else spec.as_sampled
 
     def look(self, orchestrator: Orchestrator, step: Step) -> None:
-        """After COMMIT of a step, on all ranks alike: chooses for the steps that follow. A policy
-        that was given and does not fit is said once."""
+        """After COMMIT of a step, on all ranks alike: measures the gain, and chooses for the steps
+        that follow. A policy that was given and does not fit is said once."""
         if orchestrator.spec.balance.measure_every:
             self.loop.committed(step)
         if step.kept_balanced and self._says:
