@@ -332,7 +332,7 @@ def said(how: str, dtype: torch.dtype) -> str:
     torch.manual_seed(0)
     model = DistributedDataParallel(Attention().to(dtype))
     bias, keys = model.module.values.bias, model.module.keys.bias
-    loader = loader_of(Texts(), 4, collate_fn=collate, lengths=LENGTHS, shuffle=True,
+    loader = loader_of(Texts(), 8, collate_fn=collate, lengths=LENGTHS, shuffle=True,
                        policy="greedy")
 
     def step(batch) -> None:
