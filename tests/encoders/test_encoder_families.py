@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from orchmllm import Encoder, Rows, balance_encoders
-from orchmllm.encoders import answers, families, sharing
+from orchmllm.encoders import answers, sharing
 from orchmllm.encoders.table import describe_local
 from tests.lib.commands import ROOT
 from tests.lib.encoder_models import ALL, FAMILIES, Item, batch
