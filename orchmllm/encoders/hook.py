@@ -136,10 +136,12 @@ class EncoderHandle:
                       next(module.parameters()).device)
         self._inside = self._balanced = True
         proof = proofs.Proof([s for s in shares if s.encoder.name in self._unproved])
-        proof.encode(module, self.rank, device)
+        if proof.shares:
+            proof.encode(module, self.rank, device)
+            sharing.agree(self.gather, self._count, np.zeros(1, np.int64), proof.error)
         features, error = sharing.encode_all(shares, module, self.rank, device, self.group)
-        returned = sharing.return_features(self.gather, self._count, shares, features,
-                                           proof.error or error, self.group)
+        returned = sharing.return_features(self.gather, self._count, shares, features, error,
+                                           self.group)
         answers = self._answers[id(module)] = Answers(module, self._join)
         for share, encoded, (rows, sizes) in zip(shares, features, returned, strict=True):
             proof.compare(share, rows, sizes)

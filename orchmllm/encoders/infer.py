@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dis
 import inspect
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -22,8 +23,9 @@ from orchmllm.plan.cost import CostModel
 
 _METHODS = {kind: f"get_{kind}_features" for kind in ("image", "video", "audio")}
 # Arguments with one row for each row of the media.
-_BESIDE = ("pixel_mask", "pixel_attention_mask", "spatial_shapes", "image_position_ids",
-           "high_res_pixel_values", "qformer_input_ids", "qformer_attention_mask")
+_BESIDE = ("pixel_mask", "pixel_attention_mask", "image_position_ids", "high_res_pixel_values",
+           "qformer_input_ids", "qformer_attention_mask")
+_AFTER = re.compile("projector|projection|connector|aligner|merger|adapter")
 _LOADS = ("LOAD_ATTR", "LOAD_METHOD")
 _SIZES = ((("embed_dim", "hidden_size", "d_model"), 1024),
           (("intermediate_size", "encoder_ffn_dim", "mlp_ratio"), 4096),
@@ -49,7 +51,12 @@ def infer_encoders(model: nn.Module) -> tuple[nn.Module, tuple[Encoder, ...]]:
             f"{' or '.join(_METHODS.values())} encodes. Describe its encoders with "
             "orchmllm.Encoder (docs/encoders.md)")
     (owner,) = owners
-    return owner, tuple(_joined(owner, {k: _encoder(owner, k, n) for k, n in _methods(owner)}))
+    # A method of a medium that this configuration has no encoder for reads no submodule.
+    found = {k: _encoder(owner, k, n) for k, n in _methods(owner) if any(_towers(owner, n, set()))}
+    if not found:
+        raise ValueError(f"no encoder was found in {type(owner).__name__}: describe what encodes "
+                         "with orchmllm.Encoder (docs/encoders.md)")
+    return owner, tuple(_joined(owner, found))
 
 
 def _methods(module: nn.Module) -> list[tuple[str, str]]:
@@ -74,12 +81,10 @@ def _parameters(module: nn.Module, method: str) -> list[str]:
 def _encoder(owner: nn.Module, kind: str, method: str) -> Encoder:
     names = _parameters(owner, method)
     towers = dict(_towers(owner, method, set()))
-    if not towers:
-        raise ValueError(f"{type(owner).__name__}.{method} reads no submodule: describe what "
-                         "encodes with orchmllm.Encoder (docs/encoders.md)")
     main = max(towers, key=lambda path: sum(p.numel() for p in towers[path].parameters()))
     layout = _layout(owner, main, method, names)
     free = [n for n in names if n not in layout.arguments and n not in HARMLESS]
+    _refuse(owner, method, free, towers)
     given = inspect.signature(owner.forward).parameters
     lengths = isinstance(layout, Masked) or isinstance(layout, Rows) and layout.length
     rows = partial(_audio_rows, main) if lengths and _output_lengths(towers[main]) else EQUAL
@@ -92,6 +97,26 @@ def _encoder(owner: nn.Module, kind: str, method: str) -> Encoder:
             n: getattr(owner.config, n) for n in free
             if n not in given and hasattr(owner.config, n)},
         captures="vision_feature_layer" in names, cast=True)
+
+
+def _refuse(
+    owner: nn.Module, method: str, free: list[str], towers: dict[str, nn.Module]
+) -> None:
+    """Raises ValueError if a method needs an argument that is in no layout, or if the forward
+    encodes further what it returns. free: arguments that are in no layout."""
+    parameters = inspect.signature(_function(owner, method)).parameters
+    unknown = [n for n in free if parameters[n].default is inspect.Parameter.empty]
+    if unknown:
+        raise ValueError(
+            f"{type(owner).__name__}.{method} needs {unknown[0]}, and what this says of each item "
+            "is not known: describe the encoder with orchmllm.Encoder (docs/encoders.md)")
+    after = [n for n in _names_in(_function(owner, "forward").__code__) if n not in towers
+             and _AFTER.search(n) and isinstance(getattr(owner, n, None), nn.Module)]
+    if after:
+        raise ValueError(
+            f"the forward of {type(owner).__name__} itself applies {after[0]} to the features of "
+            f"{method}: a rank without media would not call it, and the others would wait in "
+            "FSDP2. Describe the encoder with orchmllm.Encoder (docs/encoders.md)")
 
 
 def _layout(owner: nn.Module, main: str, method: str, names: list[str]) -> Layout:

@@ -65,7 +65,7 @@ def _reference(
             held.append(flatten(encoder, owner, result, meta[items], False))
     first = next(iter(encoder.calls))
     meta, values = placeholder(share, device)
-    for _ in range(num_calls - len(held)):
+    for _ in range(num_calls + 1 - len(held)):  # once everywhere, as later ranks may have none
         run_call(share, owner, first, encoder.layout.build(meta, tuple(values)))
     if len(local.meta):
         meta = local.meta[:1]
