@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping
 from contextlib import ExitStack
+from functools import lru_cache
 from operator import attrgetter
 from typing import Any
 
@@ -78,17 +79,20 @@ class Answer:
 
     def _other_option(self, args: tuple, kwargs: dict) -> str:
         """An option of the call that is not the one that was encoded with."""
-        signature = inspect.signature(self._original)
+        signature = _signature(self._original.__func__)
         used = self._encoder.keywords | self._local.options
-        for name, value in signature.bind(*args, **kwargs).arguments.items():
+        for name, value in signature.bind(self._owner, *args, **kwargs).arguments.items():
             parameter = signature.parameters[name]
-            if (name in self._given or name in HARMLESS or value is None
+            if (name in self._given or name in HARMLESS or value is None or value is self._owner
                     or parameter.kind == parameter.VAR_KEYWORD):
                 continue
             default = getattr(self._owner.config, name, parameter.default)
             if isinstance(value, Tensor) or value != used.get(name, default):
                 return f"with {name}={_short(value)}"
         return ""
+
+
+_signature = lru_cache(inspect.signature)
 
 
 def _is(tensor: Tensor, given: Tensor) -> bool:

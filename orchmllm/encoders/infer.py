@@ -134,7 +134,7 @@ def _layout(owner: nn.Module, main: str, method: str, names: list[str]) -> Layou
     pixtral = "Pixtral" in "".join(c.__name__ for c in type(owner.get_submodule(main)).__mro__)
     if "image_sizes" in others and pixtral:
         return Cropped(value, "image_sizes", partial(_patch_size, main))
-    if "pixel_attention_mask" in others and "spatial_shapes" not in others:
+    if others == ["pixel_attention_mask"]:
         return Slots(value, "pixel_attention_mask")
     return Rows(value, tuple(n for n in others if n in _BESIDE))
 

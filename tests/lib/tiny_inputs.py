@@ -75,13 +75,14 @@ def _rows(
     across = torch.arange(4)
     places = torch.stack(torch.meshgrid(across, across, indexing="xy"), -1).reshape(-1, 2)
     beside = {"image_position_ids": places.expand(n, -1, -1),
-              "pixel_attention_mask": torch.ones(n, 16, dtype=torch.int64),
+              "pixel_attention_mask": torch.ones(n, 2, dtype=torch.bool),
               "pixel_mask": torch.ones(n, side, side, dtype=torch.bool),
               "qformer_input_ids": torch.randint(3, 90, (n, 4), generator=g),
               "qformer_attention_mask": torch.ones(n, 4, dtype=torch.int64),
               "high_res_pixel_values": _noise(g, n, 3, side, side)}
     more = {name: beside[name] for name in names[1:] if name in beside}
-    shapes = ([(2, 3, side, side)] if kind == "video" else []) + [
+    several = kind == "video" or "pixel_attention_mask" in more
+    shapes = ([(2, 3, side, side)] if several else []) + [
         (3, side, side), (16, 3 * p * p), (16, 12 * p * p), (16, 27 * p * p), (1, 3, side, side)]
     for shape in shapes:
         yield {names[0]: _noise(g, n, *shape), **more}
@@ -93,7 +94,7 @@ def _audio(
     mels = _first(configs, "num_mel_bins", "n_mel_bins", "input_feat_size", "input_dim",
                   "feature_size", default=8)
     most = 2 * _first(configs, "max_source_positions", default=16)
-    for longest in (most, 2 * most, 40, 8 * most):
+    for longest in (most, 2 * most, 200, 8 * most):
         lengths = torch.tensor([longest - 4 * (s % 3) for s in sizes])
         mask = torch.arange(longest) < lengths[:, None]
         value = _noise(g, len(sizes), mels, longest) * mask[:, None]
