@@ -22,13 +22,13 @@ import torch
 import torch.distributed as dist
 from torch import multiprocessing, nn
 
-from orchmllm import balance_encoders
-from orchmllm.encoders.families import FAMILIES
+from orchmllm import Encoder, Packed, balance_encoders
 from orchmllm.encoders.sharing import assign
 from orchmllm.encoders.table import Tables, describe_local
 from orchmllm.plan.cost import CostModel
 
-QWEN2_VL = FAMILIES["qwen2_vl"].encoders[0]
+QWEN2_VL = Encoder("vision", {"get_image_features": Packed(
+    "pixel_values", "image_grid_thw", frames=True)}, towers=("visual",), cast=True)
 COST = CostModel(6 * 32 * (4 * 1280**2 + 8 * 1280**2), 12 * 32 * 1280)
 ROW = 1176  # values of a patch of Qwen2-VL
 
