@@ -44,17 +44,18 @@ def _of_mesh(mesh: dist.DeviceMesh) -> list[int]:
 
 
 def trainer_group(trainer: Any, loss: str | None) -> dist.DeviceMesh | None:
-    """What says which ranks of a Trainer share the data: the mesh of a model that transformers
-    loaded by a DistributedConfig, or accelerate's; None: all ranks do. loss: as of balance_trainer.
-    Raises ValueError where ranks have to share examples and no mesh says which."""
+    """The mesh of a model that transformers loaded by a DistributedConfig; None: see data_ranks.
+    loss: as of balance_trainer. Raises ValueError where ranks of the Trainer have to share examples
+    and no mesh says which."""
     manager = getattr(trainer.model, "_mesh_manager", None)
-    mesh = trainer.accelerator.torch_device_mesh if manager is None else (
-        manager.get_mesh(("pp", "dp_replicate", "fsdp", "tp")))
+    mesh = manager and manager.get_mesh(("pp", "dp_replicate", "fsdp", "tp"))
     sizes = {f"{n}_size": getattr(trainer, f"get_{n}_size")() for n in ("tp", "cp", "sp")}
-    if len(data_ranks(mesh)) * math.prod(sizes.values()) != dist.get_world_size():
+    ranks = data_ranks(mesh)
+    if len(ranks) * math.prod(sizes.values()) != dist.get_world_size():
         raise ValueError(
-            f"{sizes} and the device mesh {mesh} do not say which of {dist.get_world_size()} ranks "
-            f"share the data; the ranks of a replica need the same examples. Give group=: {_CURE}")
+            f"{sizes}, and by the device mesh ranks {ranks} of {dist.get_world_size()} share the "
+            f"data: the ranks of a replica need the same examples, and which these are is not "
+            f"known. Give group=: {_CURE}")
     if loss == "mean" and sizes["cp_size"] * sizes["sp_size"] > 1:
         raise ValueError(f"loss='mean' with {sizes}: each rank has the mean over a part of its "
                          "sequences, whose targets are not counted; divide by num_items_in_batch")

@@ -57,8 +57,8 @@ def balance_trainer(
     length_fn, options: see BalancedDataLoader; without the first two the lengths of the column
     "input_ids" are taken. Lengths count tokens: the cost of an example is cost_of(trainer.model),
     or its length where that cannot be known, unless phases is given. The ranks that share the data
-    are those that the mesh of the model or of accelerate names, unless group is given. loss: what
-    a compute_loss or compute_loss_func that is not of transformers or TRL, or a model that ignores
+    are those that the mesh of the model or of accelerate names, unless group is given. loss: what a
+    compute_loss or compute_loss_func that is not of transformers or TRL, or a model that ignores
     num_items_in_batch, returns: `mean` over the rank's targets of the batch, or `scaled` if it
     divides by the targets of all ranks and microbatches. The first step computes the loss once
     more, without gradients, to see that it depends on num_items_in_batch.
@@ -239,9 +239,7 @@ def _depends(trainer: Any, loss: Tensor, of_twice: Tensor) -> bool:
     return 1 in told
 
 
-def _go_on(
-    loader: BalancedDataLoader, folder: Path, rank: int, epoch: int, batches: int
-) -> None:
+def _go_on(loader: BalancedDataLoader, folder: Path, rank: int, epoch: int, batches: int) -> None:
     """Puts the loader where the checkpoint was saved: after `batches` of the epoch. rank: of this
     process. Raises ValueError if its state says otherwise. A checkpoint without one was saved
     before balancing."""

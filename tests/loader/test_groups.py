@@ -4,7 +4,10 @@ examples, and those of all replicas are every example once."""
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -27,19 +30,19 @@ def batches(mesh) -> list:
             for batch in loader]
 
 
+@contextmanager
+def accelerates(mesh) -> Iterator[None]:
+    """Where accelerate keeps its mesh, which it refuses to make without a GPU."""
+    state = SimpleNamespace(AcceleratorState=SimpleNamespace(_shared_state={"device_mesh": mesh}))
+    with mock.patch.dict(sys.modules, {"accelerate.state": state}):
+        yield
+
+
 def on_two_by_two(world) -> tuple:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "tp"))
     given = batches(mesh)
-    # accelerate keeps its mesh here; with it nothing needs to be given.
-    state = SimpleNamespace(AcceleratorState=SimpleNamespace(_shared_state={"device_mesh": mesh}))
-    sys.modules["accelerate.state"], before = state, sys.modules.get("accelerate.state")
-    try:
-        found = batches(None)
-    finally:
-        sys.modules["accelerate.state"] = before
-        if before is None:
-            del sys.modules["accelerate.state"]
-    return given, found == given
+    with accelerates(mesh):  # with it nothing needs to be given
+        return given, batches(None) == given
 
 
 @pytest.mark.slow
@@ -69,14 +72,13 @@ def by_name(world) -> tuple:
     says = [refused(lambda: ranks((2, 2), "odd", "fsdp")), refused(lambda: ranks((2, 2)))]
     # Trainers: sizes without a mesh that explains them, a mean of parts of sequences.
     trainer = SimpleNamespace(
-        model=torch.nn.Linear(1, 1), accelerator=SimpleNamespace(torch_device_mesh=None),
-        get_tp_size=lambda: 1, get_cp_size=lambda: 2, get_sp_size=lambda: 1)
+        model=torch.nn.Linear(1, 1), get_tp_size=lambda: 1,
+        get_cp_size=lambda: 2, get_sp_size=lambda: 1)
     says.append(refused(lambda: trainer_group(trainer, None)))
-    trainer.accelerator.torch_device_mesh = mesh = init_device_mesh(
-        "cpu", (2, 2), mesh_dim_names=("dp_shard", "cp"))
-    assert trainer_group(trainer, "scaled") is mesh
-    says.append(refused(lambda: trainer_group(trainer, "mean")))
-    says.append(refused(lambda: check_group(SimpleNamespace(num_ranks=4), mesh)))
+    with accelerates(init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "cp"))):
+        assert trainer_group(trainer, "scaled") is None and len(data_ranks(None)) == 2
+        says.append(refused(lambda: trainer_group(trainer, "mean")))
+        says.append(refused(lambda: check_group(SimpleNamespace(num_ranks=4), None)))
     assert data_ranks(dist.group.WORLD) == data_ranks(None) == [0, 1, 2, 3]
     return out, says
 
@@ -89,6 +91,7 @@ def test_dimensions_by_their_names():
                        [rank]]
         for text, part in zip(says, (
                 "the name 'odd' of a dimension", "the name '' of a dimension",
-                "do not say which of 4 ranks", "loss='mean' with", "is over 4 ranks, but ranks"),
+                "by the device mesh ranks [0, 1, 2, 3] of 4 share", "loss='mean' with",
+                "is over 4 ranks, but ranks"),
                 strict=True):
             assert part in text, text

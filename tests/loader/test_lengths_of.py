@@ -76,7 +76,7 @@ def test_equals_the_processor_on_real_images(name, tmp_path, monkeypatch):
 
 
 class Patches:
-    """As the processors of transformers: one token for 10 x 10 pixels. It records what it gets."""
+    """As the processors of transformers: one token for 10 x 10 pixels, and one a line. It records what it gets."""
 
     def __init__(self, reads: bool = False) -> None:
         self.seen, self.reads = [], reads
@@ -87,7 +87,7 @@ class Patches:
         if self.reads:
             images = [torch.from_numpy(np.ascontiguousarray(i)) for i in images]
         return {"pixel_values": torch.zeros(1000, 10),
-                "tokens": [i.shape[1] // 10 * (i.shape[2] // 10) for i in images]}
+                "tokens": [i.shape[1] // 10 * (i.shape[2] // 10 + 1) for i in images]}
 
 
 class Processor:
@@ -123,7 +123,7 @@ def test_images_have_a_size_alone_and_each_size_is_computed_once(tmp_path):
         {"messages": [{"role": "user", "content": shown}]}]
     for reads in (False, True):
         made = Processor(reads)
-        assert lengths_of(made, kinds) == [2, 20, 38, 20, 20, 20]
+        assert lengths_of(made, kinds) == [2, 23, 44, 23, 26, 23]
         known, where = made.image_processor.seen, "cpu" if reads else "meta"
         assert [shape for shape, at in known if at == where] == [
             (3, 30, 60), (3, 30, 60), (3, 30, 60), (3, 60, 30)]  # alone, twice, turned
