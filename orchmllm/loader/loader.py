@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, IterableDataset, Sampler
 
-from orchmllm.comm.exchange import rank_list
 from orchmllm.data.loading.pipeline import Pipeline
 from orchmllm.loader.collator import Collator
+from orchmllm.loader.groups import data_ranks
 from orchmllm.loader.links import connect
 from orchmllm.loader.loss import LossWatch, StepInfo
 from orchmllm.loader.setup import Planning, check_arguments, check_state, log_step
@@ -54,12 +54,13 @@ class BalancedDataLoader(DataLoader):
     policy, tolerance: see orchmllm.plan.balance.balance. `auto` plans by `padded` until the first
     step was collated, then by what all ranks see: `padded` where collate_fn pads, else `least_move`
     (always with a tolerance or max_rank_tokens, which `padded` has not). group: ranks that share
-    the data (default: all), one per replica. max_rank_tokens: cap of a rank's tokens in a
-    microbatch. accumulation_steps: batches per optimizer step. num_targets: collated batch -> its
-    labels (default: entries of "labels" that are not -100). prefetch: steps prepared ahead. seed:
-    of the shuffling, equal on all ranks. min_gain: steps predicted to gain less (0.02: 2%) run as
-    sampled. measure_every: every Nth step does, to measure the gain (docs/loader.md). enabled:
-    false runs every step as sampled, for comparisons. shard_size: balance within groups of so many
+    the data, one per replica, or a device mesh that names its dimensions (default: accelerate's
+    mesh, else all ranks). max_rank_tokens: cap of a rank's tokens in a microbatch.
+    accumulation_steps: batches per optimizer step. num_targets: collated batch -> its labels
+    (default: entries of "labels" that are not -100). prefetch: steps prepared ahead. seed: of the
+    shuffling, equal on all ranks. min_gain: steps predicted to gain less (0.02: 2%) run as sampled.
+    measure_every: every Nth step does, to measure the gain (docs/loader.md). enabled: false runs
+    every step as sampled, for comparisons. shard_size: balance within groups of so many
     consecutive ranks (0: all). ranks_per_node: default from the launcher. timeout_s: of an
     agreement that a rank never joins. log_every: steps between lines of the logger orchmllm.loader
     on rank 0 (0: none). check_loss: warn if the loop never asks how to scale its loss.
@@ -80,7 +81,7 @@ class BalancedDataLoader(DataLoader):
         lengths: Sequence | Callable[[int], Any] | None = None,
         length_fn: Callable[[Any], Any] | None = None,
         phases: CostModel | None = None, policy: str = "auto",
-        tolerance: float | None = None, group: dist.ProcessGroup | None = None,
+        tolerance: float | None = None, group: dist.ProcessGroup | dist.DeviceMesh | None = None,
         max_rank_tokens: int = 0, prefetch: int = 2,
         num_targets: Callable[[Any], int] | None = None, accumulation_steps: int = 1, seed: int = 0,
         min_gain: float = 0.0, measure_every: int = 0, enabled: bool = True, shard_size: int = 0,
@@ -93,7 +94,7 @@ class BalancedDataLoader(DataLoader):
             {"num_workers": num_workers, **workers}, collate_fn, pin_memory, lengths)
         self.accumulation_steps, self.prefetch, self.seed = accumulation_steps, prefetch, seed
         self.enabled = enabled  # whether steps are balanced, from the next pass on
-        ranks = rank_list(group)
+        ranks = data_ranks(group)
         check_arguments(source, lengths, length_fn, shard_size, len(ranks), accumulation_steps,
                         prefetch)
         dispatch = "bytes" if lengths is None else "load"

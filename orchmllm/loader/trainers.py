@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
+from orchmllm.loader.costs import known_cost
+from orchmllm.loader.groups import check_group, trainer_group
 from orchmllm.loader.loader import BalancedDataLoader
 from orchmllm.loader.loss import StepInfo, scale
 from orchmllm.loader.trial import SCALED, SHIFTED, SUM, TARGETS, Trial
@@ -61,8 +63,11 @@ def balance_trainer(
     or of a subclass. Its data set, sampler, collator, worker processes and accumulation stay; if
     its get_train_dataloader returns a BalancedDataLoader, that is used as it is. lengths,
     length_fn, options: see BalancedDataLoader; without the first two the lengths of the column
-    "input_ids", or of TRL's pairs, are taken. loss: says what the loss is, instead of the try:
-    `mean` over the rank's targets of the batch, or `scaled` if it divides by num_items_in_batch.
+    "input_ids", or of TRL's pairs, are taken. Lengths count tokens: the cost of an example is
+    cost_of(trainer.model), or its length where that cannot be known, unless phases is given. The
+    ranks that share the data are those that the mesh of the model or of accelerate names, unless
+    group is given. loss: says what the loss is, instead of the try: `mean` over the rank's targets
+    of the batch, or `scaled` if it divides by num_items_in_batch.
 
     What the loss is, is tried in the first step: it is computed for num_items_in_batch and for
     twice as many; if that changes nothing, for parts of the batch, to find the sum or the mean over
@@ -73,11 +78,16 @@ def balance_trainer(
     changes anything else when it is called needs `loss`.
 
     Checkpoints hold the loader's state, and train(resume_from_checkpoint=...) goes on after the
-    batch where the checkpoint was saved. Raises ValueError for a Trainer whose loss would be wrong
-    or whose batches cannot be balanced (in the first step, on all ranks, for what the try finds),
-    RuntimeError for an older version than was tested."""
+    batch where the checkpoint was saved. Raises ValueError for a Trainer whose loss would be wrong,
+    whose ranks that share examples are not known, or whose batches cannot be balanced (in the first
+    step, on all ranks, for what the try finds), RuntimeError for an older version than was
+    tested."""
     require(*(c.__module__ for c in type(trainer).__mro__))
-    base = _check(trainer, loss, options.get("group"))
+    base = _check(trainer, loss)
+    if options.get("group") is None:
+        options["group"] = trainer_group(trainer, loss)
+    if "phases" not in options:
+        options["phases"] = known_cost(trainer.model)
     kind = type(trainer)
     trainer.__class__ = type(f"Balanced{kind.__name__}", (_Balanced, kind), {})
     if lengths is None and length_fn is None:
@@ -115,6 +125,7 @@ class _Balanced:
             raise ValueError(
                 f"the BalancedDataLoader has accumulation_steps={loader.accumulation_steps}, the "
                 f"Trainer {self.args.gradient_accumulation_steps}: they have to be equal")
+        check_group(loader, self._balance["group"])
         self._balance_loader = loader
         return loader
 
@@ -168,13 +179,14 @@ class _Balanced:
         super()._save_rng_state(output_dir)
         Path(output_dir).mkdir(parents=True, exist_ok=True)
         torch.save(self._balance_loader.state_dict(),
-                   Path(output_dir) / _STATE.format(rank=self._balance_loader.rank))
+                   Path(output_dir) / _STATE.format(rank=self.args.process_index))
 
     def _run_epoch(self, **how: Any) -> Any:
         loader, folder, epoch = (how[name] for name in (
             "train_dataloader", "resume_from_checkpoint", "epoch"))
         if folder is not None and epoch == how["epochs_trained"] and not self.args.ignore_data_skip:
-            _go_on(loader, Path(folder), epoch, how["steps_trained_in_current_epoch"])
+            _go_on(loader, Path(folder), self.args.process_index, epoch,
+                   how["steps_trained_in_current_epoch"])
         with _nothing_skipped():
             return super()._run_epoch(**how)
 
@@ -183,10 +195,9 @@ def _library(kind: type) -> str:
     return kind.__module__.split(".")[0]
 
 
-def _check(trainer: Any, loss: str | None, group: Any) -> type:
+def _check(trainer: Any, loss: str | None) -> type:
     """The class of transformers or TRL that the Trainer is of. Raises ValueError, with the cure,
-    for one whose loss would change with the ranks that hold the examples, and where ranks that
-    share a replica would get different ones."""
+    for one whose loss would change with the ranks that hold the examples."""
     kinds = type(trainer).__mro__
     base = next((c for c in kinds if _library(c) in _LIBRARIES), kinds[0])
     if base.__name__ not in _KNOWN:
@@ -208,10 +219,6 @@ def _check(trainer: Any, loss: str | None, group: Any) -> type:
     if not trainer.args.average_tokens_across_devices:
         raise ValueError("average_tokens_across_devices=False: each rank would divide by its own "
                          "number of targets, which balancing makes unequal; set it to True")
-    sizes = {f"{n}_size": getattr(trainer, f"get_{n}_size")() for n in ("tp", "cp", "sp")}
-    if group is None and math.prod(sizes.values()) > 1:
-        raise ValueError(f"{sizes}: the ranks of a replica need the same examples. Give group=, "
-                         "the data-parallel group of this rank, such as mesh['fsdp'].get_group()")
     return base
 
 
@@ -232,10 +239,11 @@ def _known_lengths(trainer: Any) -> list[int] | None:
             in zip(prompts, data["chosen_ids"], data["rejected_ids"], strict=True)]
 
 
-def _go_on(loader: BalancedDataLoader, folder: Path, epoch: int, batches: int) -> None:
-    """Puts the loader where the checkpoint was saved: after `batches` of the epoch. Raises
-    ValueError if its state says otherwise. A checkpoint without one was saved before balancing."""
-    files = [folder / _STATE.format(rank=rank) for rank in (loader.rank, 0)]  # 0: more ranks now
+def _go_on(loader: BalancedDataLoader, folder: Path, rank: int, epoch: int, batches: int) -> None:
+    """Puts the loader where the checkpoint was saved: after `batches` of the epoch. rank: of this
+    process. Raises ValueError if its state says otherwise. A checkpoint without one was saved
+    before balancing."""
+    files = [folder / _STATE.format(rank=r) for r in (rank, 0)]  # 0: more ranks now
     path = next((file for file in files if file.exists()), None)
     if path is not None:
         state = torch.load(path, weights_only=True)
