@@ -22,6 +22,7 @@ from orchmllm.loader.loader import BalancedDataLoader
 from orchmllm.loader.loss import StepInfo, scale
 from orchmllm.loader.trial import SCALED, SHIFTED, SUM, TARGETS, Trial
 from orchmllm.loader.versions import require
+from orchmllm.loader.wrapped import plain
 
 _STATE = "balanced_loader_{rank}.pt"
 _LIBRARIES = ("transformers", "trl")
@@ -46,7 +47,7 @@ def balance(loader: DataLoader, **options: Any) -> BalancedDataLoader:
     loader with a state (torchdata's StatefulDataLoader) is iterated, and its state kept.
     Raises ValueError for what cannot be wrapped or honoured, TypeError for what is no DataLoader.
     """
-    if not isinstance(loader, DataLoader):
+    if not isinstance(plain(loader), DataLoader):
         raise TypeError(f"balance takes a torch DataLoader, not a {type(loader).__name__}; "
                         "BalancedDataLoader takes data sets and iterables of lists of examples")
     return BalancedDataLoader(loader, **options)
@@ -219,6 +220,11 @@ def _check(trainer: Any, loss: str | None) -> type:
     if not trainer.args.average_tokens_across_devices:
         raise ValueError("average_tokens_across_devices=False: each rank would divide by its own "
                          "number of targets, which balancing makes unequal; set it to True")
+    strategy = getattr(trainer.args, "train_sampling_strategy", "random")
+    if strategy in ("group_by_length", "batch_rebalance"):
+        raise ValueError(f"train_sampling_strategy={strategy!r} draws from random numbers that "
+                         "ranks do not share while batches are fetched ahead, so they would get "
+                         "other examples: leave it out; balancing evens out the lengths")
     return base
 
 

@@ -78,8 +78,9 @@ class Trial:
                     "a mean over labels that are not -100 or over examples: no label is -100"
                     if unclear else "what was tried: a sum, or a mean over num_targets, labels "
                     "that are not -100 (with and without the first of each row) or examples") +
-                ". Give num_targets=, what a batch counts as in that mean. A loss that compares "
-                "examples with each other cannot be balanced")
+                ". Give num_targets=, what a batch counts as in that mean, and loss='mean' if its "
+                "tensors do not have a row for each example. A loss that compares examples with "
+                "each other cannot be balanced")
         return next(name for name in (SUM, *first, EXAMPLES) if name in found)
 
     def _fits(self, parts: list[dict], twice_x: float, twice_y: float, together: float, x: float,
@@ -163,8 +164,8 @@ def _parts(inputs: Mapping[str, Any], num_examples: int) -> list[dict] | None:
 @contextmanager
 def _undisturbed(trainer: Any, model: nn.Module, training: bool) -> Iterator[None]:
     """A forward without gradients, in which encoders are balanced as in training; random numbers,
-    buffers, TRL's metrics and what autocast keeps are then what they were. Not training: without
-    dropout, for batches of other shapes."""
+    buffers and TRL's metrics are then what they were. Not training: without dropout, for batches of
+    other shapes."""
     buffers = [(b, b.clone()) for b in model.buffers()]
     modes = [(module, module.training) for module in model.modules()]
     counted = {name: copy.deepcopy(value) for name, value in vars(trainer).items()
@@ -180,7 +181,6 @@ def _undisturbed(trainer: Any, model: nn.Module, training: bool) -> Iterator[Non
             yield
     finally:
         EncoderHandle.without_gradients = False
-        torch.clear_autocast_cache()  # weights cast without gradients would be used for training
         for module, mode in modes:
             module.training = mode
         for buffer, before in buffers:

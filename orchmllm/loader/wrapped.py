@@ -38,7 +38,8 @@ def plain(dataset: Any) -> Any:
 
 def wrap(known: Any, loader: DataLoader, collate_fn: Callable | None, lengths: Any) -> None:
     """Takes over a plain DataLoader: its indices are planned, its functions used. One with a
-    state, or over a stream, is iterated as it is."""
+    state, or over a stream, is iterated as it is. Raises ValueError for a BalancedDataLoader, for
+    lengths beside a state, and for a loader of single examples."""
     require(*(c.__module__ for c in type(loader).__mro__))
     if hasattr(type(loader), "scale_mean"):
         raise ValueError("the data set is a BalancedDataLoader already: iterate it as it is")

@@ -126,7 +126,8 @@ def pairs(kind: str, folder: str, size: int) -> Any:
             gradient_checkpointing=False, disable_dropout=True))
 
 
-KINDS = ("sequence", "regression", "tokens", "masked LM", "T5", "CTC", "CTC sum", "function")
+KINDS = ("sequence", "regression", "tokens", "masked LM", "T5", "CTC", "CTC sum", "function",
+         "FSDP2")
 
 
 def mean_of_logits(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any) -> torch.Tensor:
@@ -138,17 +139,31 @@ def trained(trainer: Any) -> list[float]:
     model = trainer.model
     trainer.train()
     forget_accelerate()
-    return torch.cat([p.detach().flatten() for p in model.parameters()]).tolist()
+    whole = [getattr(p, "full_tensor", lambda p=p: p)() for p in model.parameters()]
+    return torch.cat([p.detach().flatten() for p in whole]).tolist()
+
+
+def sharded_tagger(folder: str) -> nn.Module:
+    """As transformers shards a model when it loads it."""
+    from transformers import BertForTokenClassification
+    from transformers.distributed import DistributedConfig
+
+    heads("tokens").save_pretrained(folder)
+    torch.distributed.barrier()
+    return BertForTokenClassification.from_pretrained(
+        folder, distributed_config=DistributedConfig(fsdp_size=2), dtype=torch.float64)
 
 
 def weights(world, kinds: tuple[str, ...], folder: str) -> list[list[float]]:
     """After 3 steps of 8 examples; one process trains with the plain Trainer."""
     out = []
     for kind in kinds:
-        function = {"compute_loss_func": mean_of_logits} if kind == "function" else {}
+        how: dict = {"compute_loss_func": mean_of_logits} if kind == "function" else {}
         with as_torchrun(world):
-            trainer = plain(folder, 8 // world.world_size, "tokens" if function else kind,
-                            **function)
+            if kind == "FSDP2" and world.world_size > 1:
+                how["model"] = sharded_tagger(folder)
+            trainer = plain(folder, 8 // world.world_size,
+                            "tokens" if kind in ("function", "FSDP2") else kind, **how)
             if world.world_size > 1:
                 trainer = balance_trainer(trainer, lengths=LENGTHS, policy="greedy")
             out.append(trained(trainer))

@@ -90,7 +90,7 @@ def tarred(world) -> list[int]:
     def loader() -> webdataset.WebLoader:
         return webdataset.WebLoader(Stream(24 * world.rank, 24), batch_size=4)
 
-    balanced = BalancedDataLoader(loader(), collate_fn=collate_texts, length_fn=token_count)
+    balanced = balance(loader(), collate_fn=collate_texts, length_fn=token_count)
     seen = [i for batch in balanced for i in batch["ids"].tolist()]
     with pytest.raises(ValueError, match="move them into the WebDataset"):
         BalancedDataLoader(loader().unbatched().batched(4), length_fn=token_count)
