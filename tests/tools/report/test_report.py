@@ -121,8 +121,8 @@ def test_figures_are_those_of_the_rows(tmp_path):
     page = report(write(tmp_path / "run", rows))[1]
     assert "Not measured: set balance.measure_every." in page.text
     assert page.text.count("4 steps are done, and the loss went from 2 to 2; the log shows no "
-                           "problem; balancing saved an estimated 55.0% of the phases' time; most "
-                           "of a step's time was waiting for a core: 49.9%.") == 1
+                           "problem; balancing saved an estimated 55.0% of the phases' time; the "
+                           "largest part of a step is waiting for a core, 49.9%.") == 1
     for part in ("vision 50 ms", "exchange 10 ms", "data wait 5 ms", "update 20 ms",
                  "waiting for a core 250 ms", "waiting for ranks 50 ms", "rest 15 ms",
                  "logging 1 ms"):
@@ -169,6 +169,9 @@ def test_nothing_is_shown_that_was_not_logged(tmp_path):
     assert "no step was measured yet" in page.text
     empty = report(write(tmp_path / "empty", []))[1]
     assert "0 steps" in empty.text and "nothing logged yet" in empty.text
+    assert "No step is logged yet." in empty.text
+    diverged = report(write(tmp_path / "nan", [measured_row(s, loss=None) for s in range(3)]))[1]
+    assert "None of the 3 steps has a loss that is a finite number." in diverged.text
 
 
 def test_what_a_branch_or_rollback_gave_up_is_not_the_state_of_the_run(tmp_path):
