@@ -114,17 +114,22 @@ class StepPlan:
 
     def items_of(self, phase: str, rank: int) -> tuple[np.ndarray, np.ndarray]:
         """(length, dataset index of the example) of each item that a rank processes."""
-        items, ids = self.rearrangement(phase).items_on(rank), self.layout.example_id
-        if phase != "llm":
-            ids = ids[self.layout.example_of_segment[self.layout.segments[ENCODERS[phase]]]]
-        return self.layout.item_lengths(phase)[items], ids[items]
+        items, layout = self.rearrangement(phase).items_on(rank), self.layout
+        if phase == "llm":
+            return layout.tokens_per_example[items], layout.example_id[items]
+        segments = layout.segments[ENCODERS[phase]][items]
+        return (layout.attn_len[segments],
+                layout.example_id[layout.example_of_segment[segments]])
 
     def phase_cost(self, phase: str) -> tuple[np.ndarray, np.ndarray]:
         """(d,) predicted cost per rank, as sampled and as planned, in kFLOP."""
-        move = self.rearrangement(phase)
-        lengths, cost = self.layout.item_lengths(phase), self.spec.costs[phase]
-        return (cost.of_ranks(lengths, move.source_rank, self.layout.num_ranks),
-                cost.of_ranks(lengths[move.order], move.target_rank, self.layout.num_ranks))
+        move, model = self.rearrangement(phase), self.spec.costs[phase]
+        lengths = self.layout.item_lengths(phase)
+        if model.padded:
+            return (model.of_ranks(lengths, move.source_rank, self.layout.num_ranks),
+                    model.of_ranks(lengths[move.order], move.target_rank, self.layout.num_ranks))
+        cost = model(lengths)
+        return sums_of(cost, move.source_sizes), sums_of(cost[move.order], move.target_sizes)
 
     def positions(self, phase: str) -> np.ndarray:
         """(d,) positions that each rank processes."""
