@@ -63,6 +63,11 @@ class Rearrangement:
         """(k,) target slots of the items that change rank."""
         return np.flatnonzero(self.source_rank[self.order] != self.target_rank)
 
+    def items_of(self, rank: int) -> slice:
+        """Source items that a rank has before the move."""
+        first = int(self.source_sizes[:rank].sum())
+        return slice(first, first + int(self.source_sizes[rank]))
+
     def items_on(self, rank: int) -> np.ndarray:
         """Source items at the slots of a target rank."""
         first = self.target_sizes[:rank].sum()
@@ -104,8 +109,7 @@ class Rearrangement:
         d = len(self.source_sizes)
         if not len(self.order):
             return no_exchange(d)
-        first = self.source_sizes[:rank].sum()
-        own = slice(first, first + self.source_sizes[rank])
+        own = self.items_of(rank)
         slot_of, mine = self.inverse.order[own], rows[own]
         send = np.argsort(slot_of, kind="stable")  # by target slot: grouped by target rank
         sent = mine[send]

@@ -56,10 +56,9 @@ def build_plan(
     llm_move = Rearrangement.from_rank_of(llm, layout.examples_per_rank)
     encode_moves, feature_moves = {}, {}
     for phase, modality in spec.encoders.items():
-        seg = layout.segments[modality]
-        counts = np.bincount(layout.example_of_segment[seg], minlength=layout.num_examples)
-        sizes = np.bincount(layout.rank_of_example[layout.example_of_segment[seg]],
-                            minlength=layout.num_ranks).astype(np.int64)
+        is_item = (layout.modality == modality).astype(np.int64)
+        counts = sums_of(is_item, layout.segments_per_example)
+        sizes = sums_of(counts, layout.examples_per_rank)
         encode_moves[phase] = Rearrangement.from_rank_of(encode[phase], sizes)
         feature_moves[phase] = encode_moves[phase].inverse.then(llm_move.expand(counts))
     return StepPlan(layout, spec, encode_moves, feature_moves, llm_move)

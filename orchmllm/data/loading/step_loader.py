@@ -160,16 +160,16 @@ class _Request:
 
     def __init__(self, micro: Microbatch, rank: int, dispatch: str, dataset: Any, workers: Workers
                  ) -> None:
-        layout, mine = micro.plan.layout, micro.rank_plan
-        sampled = layout.rank_of_example == rank
+        plan, layout, mine = micro.plan, micro.plan.layout, micro.rank_plan
         self.micro, self.media = micro, {}
-        self.texts = (mine.examples if dispatch == "load" else np.flatnonzero(sampled)).tolist()
+        sampled = np.arange(layout.num_examples)[plan.llm.items_of(rank)]
+        self.texts = (mine.examples if dispatch == "load" else sampled).tolist()
         wanted: dict[int, dict] = {e: {"text": True, "segments": []} for e in self.texts}
         for phase, code in ENCODERS.items():
             self.media[phase] = here = list(map(tuple, mine.media[phase].tolist()))
             if dispatch != "load":
-                at = layout.places(layout.segments[code])
-                self.media[phase] = list(map(tuple, at[sampled[at[:, 0]]].tolist()))
+                at = layout.places(layout.segments[code][plan.encode[phase].items_of(rank)])
+                self.media[phase] = list(map(tuple, at.tolist()))
             leaving = set(self.media[phase]).difference(here) if dispatch == "bytes" else ()
             for example, segment in self.media[phase]:
                 keys = wanted.setdefault(example, {"text": False, "segments": []})
