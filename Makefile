@@ -18,7 +18,7 @@ WORKERS ?= 3
 .PHONY: demo test test-slow bench gpu lint sanitize clean setup setup-test
 
 demo: setup demo_data/data.jsonl
-	$(RUN) -m orchmllm compare --recipe recipes/demo.yaml $(ARGS)
+	$(RUN) -m orchmllm compare recipes/demo.yaml $(ARGS)
 
 test: setup-test
 	$(RUN) -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder --session-timeout 3600 $(ARGS)

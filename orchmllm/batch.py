@@ -16,7 +16,7 @@ from orchmllm.plan.layout import TEXT, BatchLayout
 from orchmllm.plan.step import RankPlan, StepPlan
 
 IGNORE_INDEX = -100
-UNKNOWN = -1  # number of targets that a rank cannot count
+UNKNOWN = -1  # a number that a rank does not know
 UNCOUNTED = (UNKNOWN, UNKNOWN)
 PACKED, PADDED = 1, 2  # what a collated batch costs: the sum of its lengths, or n times the longest
 
@@ -168,6 +168,10 @@ class Step:
     figures of the plans (orchmllm.plan.step.phase_figures), of the trainer's steps. useful_flop: of
     the global batch, where the loader counts it (models.flops.step_flops). geometry: of
     the batches of all ranks: PADDED if one of them is, else PACKED if one is that, else 0.
+    as_sampled: whether it is not balanced, to be compared with steps that are
+    (balance.measure_every); kept_balanced: why it is balanced although it should not have been.
+    loop: (index of an earlier step, microseconds that the slowest rank's loop took for it, or
+    UNKNOWN as for the first ones).
     """
 
     index: int
@@ -182,6 +186,9 @@ class Step:
     state: Any = None
     error: Exception | None = None
     preprocessed: Preprocessed = Preprocessed()
+    as_sampled: bool = False
+    kept_balanced: str = ""
+    loop: tuple[int, int] = (0, UNKNOWN)
     phases: dict[str, dict[str, float]] = field(default_factory=dict)
     useful_flop: float = 0.0
 

@@ -38,10 +38,11 @@ from orchmllm.plan.assign import PlanSpec, assign_microbatches, digest_of_arrays
 from orchmllm.plan.layout import ENCODERS, NO_EXAMPLES, BatchLayout
 from orchmllm.plan.step import StepPlan, plan_step
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 _LAYOUT_FIELDS = ("version", "step", "num_examples", "num_segments", "exhausted", "error_bytes",
                   "spec_digest")
-_COMMIT_FIELDS = ("step", "digest", "detail_bytes", "geometry", "num_targets", "num_shifted")
+_COMMIT_FIELDS = ("step", "digest", "detail_bytes", "geometry", "num_targets", "num_shifted",
+                  "loop_us")
 
 
 class Orchestrator:
@@ -67,6 +68,7 @@ class Orchestrator:
         device_group: dist.ProcessGroup | None = None,
     ) -> None:
         self.spec, self.device, self.planner = spec, torch.device(device), planner
+        self.refuses: Callable[[StepPlan], str] = lambda plan: ""  # why one as sampled cannot run
         self.group, self._device_group = group, device_group
         self.rank, self.world_size = gather.rank, gather.world_size
         self._gather = gather
@@ -114,30 +116,53 @@ class Orchestrator:
         """The step's microbatches, each planned as a global batch of its own; positions ascend.
         Collective only where the spec has integer programs."""
         if self.programs is None:
-            planned = self._plan_all(layout, num_microbatches, self.planner)
+            planned = self._plan_all(layout, num_microbatches, self.planner, self.spec)
         else:
             planned = self.programs.plan(lambda solve: self._plan_all(
-                layout, num_microbatches, partial(self.planner, solve=solve)))
+                layout, num_microbatches, partial(self.planner, solve=solve), self.spec))
+        return self._microbatches(planned)
+
+    def plan_as_sampled(
+        self, layout: BatchLayout, num_microbatches: int = 1
+    ) -> tuple[list[Microbatch], str]:
+        """The same step unbalanced: every example stays on the rank that drew it, the loss and the
+        gradients are the same. And why it must not run so, "" if it may."""
+        micro = self._microbatches(self._plan_all(
+            layout, num_microbatches, self.planner, self.spec.as_sampled))
+        return micro, next(filter(None, (self._misfit(m.plan) for m in micro)), "")
+
+    def _misfit(self, plan: StepPlan) -> str:
+        """Why a plan as sampled must not run, "" if it may."""
+        if not plan.is_within_caps:
+            return "a rank would hold more than its max_rank_tokens"
+        if self.spec.fills and not plan.llm.target_sizes.all():
+            return "a rank would have no example"
+        return self.refuses(plan)
+
+    def _microbatches(self, planned: list[tuple[np.ndarray, StepPlan]]) -> list[Microbatch]:
         return [Microbatch(plan, plan.for_rank(self.rank), positions=at) for at, plan in planned]
 
+    @staticmethod
     def _plan_all(
-        self, layout: BatchLayout, num_microbatches: int, planner: Callable[..., StepPlan]
+        layout: BatchLayout, num_microbatches: int, planner: Callable[..., StepPlan],
+        spec: PlanSpec,
     ) -> list[tuple[np.ndarray, StepPlan]]:
         if num_microbatches == 1:
-            return [(np.arange(layout.num_examples), planner(layout, self.spec))]
-        micro = assign_microbatches(layout, self.spec, num_microbatches)
-        return [(np.flatnonzero(micro == k), planner(layout.select(micro == k), self.spec))
+            return [(np.arange(layout.num_examples), planner(layout, spec))]
+        micro = assign_microbatches(layout, spec, num_microbatches)
+        return [(np.flatnonzero(micro == k), planner(layout.select(micro == k), spec))
                 for k in range(num_microbatches)]
 
     def commit(
         self, step: int, plans: Sequence[StepPlan], *, error: Exception | None = None,
         failed: Sequence[FailedSegment] = (), num_targets: tuple[int, int] = UNCOUNTED,
-        geometry: int = 0,
-    ) -> tuple[list[FailedSegment], list[int | None], int]:
+        geometry: int = 0, loop_us: int = UNKNOWN,
+    ) -> tuple[list[FailedSegment], list[int | None], int, int]:
         """COMMIT: agrees that this step is sound. num_targets: labels of this rank's batches, and
-        those that a model which shifts labels itself predicts. geometry: of them, see Step. Returns
-        (what all ranks could not decode; both counts of all ranks, None if some rank could not
-        count its own; the geometry of the step).
+        those that a model which shifts labels itself predicts. geometry: of them, see Step.
+        loop_us: of this rank for an earlier step, see Step.loop. Returns (what all ranks could not
+        decode; both counts of all ranks, None if some rank could not count its own; the geometry
+        of the step; loop_us of the slowest rank of this shard, UNKNOWN if it is of some rank).
 
         Raises RemoteError if any rank passed an `error`, its cause on that rank, and
         PlanMismatchError if plans differ."""
@@ -147,17 +172,19 @@ class Orchestrator:
             detail = json.dumps([describe(error), [astuple(f) for f in failed]])
         everyone = self._commit_gather
         rows = everyone(np.array(
-            [step, digest, len(detail.encode()), geometry, *num_targets], np.int64))
+            [step, digest, len(detail.encode()), geometry, *num_targets, loop_us], np.int64))
         head = dict(zip(_COMMIT_FIELDS, rows.T, strict=True))
         details = [json.loads(t) if t else [None, []]
                    for t in gather_texts(everyone, detail, head["detail_bytes"])]
         raise_first(step, [d[0] for d in details], error)
         first = everyone.rank - self.rank  # of this shard
         require_agreement(step, "plan", head["digest"][first: first + self.world_size], first)
+        loops = head["loop_us"][first: first + self.world_size]
         return ([FailedSegment(*f) for _, items in details for f in items],
                 [None if (head[name] == UNKNOWN).any() else int(head[name].sum())
                  for name in ("num_targets", "num_shifted")],
-                int(head["geometry"].max()))
+                int(head["geometry"].max()),
+                UNKNOWN if (loops == UNKNOWN).any() else int(loops.max()))
 
     def dispatch(self, micro: Microbatch, num_global_targets: int) -> Batch:
         """Moves one of the trainer's microbatches to the ranks that process it (training thread).

@@ -1,4 +1,5 @@
-"""Trains from a recipe: `python -m orchmllm.train --recipe R.yaml [section.key=value ...]`.
+"""Trains from a recipe: `orchmllm train RECIPE [section.key=value ...]`, also as
+`python -m orchmllm.train`.
 
 Started plainly it launches local ranks (launch.nproc_per_node; all GPUs by default); under torchrun
 or srun it joins the ranks that are there.
@@ -20,6 +21,7 @@ from orchmllm import launch
 if __name__ == "__main__":
     launch.interrupt_quietly()
 
+from orchmllm.cli.options import recipe_parser
 from orchmllm.comm.errors import AgreedError
 from orchmllm.config.recipe import Recipe, RecipeError, explain, read_recipe
 from orchmllm.runtime import preflight
@@ -35,9 +37,9 @@ PREVIOUS_S = 30.0  # that the ranks of the attempt before get to end, after an e
 
 EPILOG = """\
 examples:
-  python -m orchmllm.train --recipe recipes/demo.yaml
-  python -m orchmllm.train --recipe recipes/demo.yaml train.num_steps=50 balance.enabled=false
-  python -m orchmllm.train --recipe recipes/demo.yaml --print-config
+  orchmllm train recipes/demo.yaml
+  orchmllm train recipes/demo.yaml train.num_steps=50 balance.enabled=false
+  orchmllm train recipes/demo.yaml --print-config
 
 exit codes: 0 done; 1 an error, told once; 2 a recipe or command line that cannot be used, or a run
 folder that another run writes; 128 + n stopped by signal n, after saving.
@@ -45,22 +47,16 @@ folder that another run writes; 128 + n stopped by signal n, after saving.
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m orchmllm.train", description=__doc__,
-                                     epilog=EPILOG,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--recipe", required=True, metavar="R.yaml",
-                        help="every key of it is in docs/recipe.md")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value",
-                        help="replaces a value of the recipe, e.g. train.lr=1e-4")
+    parser = recipe_parser("train", __doc__, (
+        ("--ranks --world-size", 0, "the number of ranks that has to be there; 0: any"),))
+    parser.epilog = EPILOG
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--validate", action="store_true",
                       help="check the recipe and what it needs of this machine (data, tokenizer, "
                       "packages, run folder, disk), list every problem, start nothing")
     what.add_argument("--print-config", action="store_true",
                       help="print every key, its value and where it comes from, start nothing")
-    parser.add_argument("--world-size", type=int, default=0, metavar="N",
-                        help="the number of ranks that has to be there")
-    return parser.parse_intermixed_args(argv)
+    return parser.parse_recipe(argv)
 
 
 def run_rank(recipe: Recipe, world: launch.World, work: Callable[[HangWatchdog], None],
@@ -143,7 +139,7 @@ def _check_ranks(recipe: Recipe, world: launch.World | None, expected: int, star
     ranks = world.world_size if world else (
         not starts and expected or recipe.launch.nproc_per_node or expected)
     if ranks and expected and expected != ranks:
-        raise ValueError(f"--world-size {expected}, but there are {ranks} ranks: start {expected} "
+        raise ValueError(f"--ranks {expected}, but there are {ranks} ranks: start {expected} "
                          "or drop the flag")
     if ranks:
         check_world(resolve(recipe, ranks, world.local_world_size if world else 1))
@@ -167,7 +163,7 @@ def main(argv: list[str]) -> int:
         return 2
     recipe = loaded.recipe
     problems = _start_problems(
-        recipe, world, args.world_size, starts=not (args.validate or args.print_config),
+        recipe, world, args.ranks, starts=not (args.validate or args.print_config),
         machine=not (args.print_config or (world is not None and world.checked)))
     if problems:
         launch.report_failure("\n".join(f"error: {p}" for p in problems))

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -25,14 +25,14 @@ from orchmllm.models.flops import mfu, peak_flops, plan_spec, step_flops
 from orchmllm.runtime.build import build_dataset, build_orchestrator
 from orchmllm.runtime.display import RunDisplay
 from orchmllm.runtime.health import HangWatchdog
-from orchmllm.runtime.measured import StepTimer
+from orchmllm.runtime.measured import StepTimer, thread_times
 from orchmllm.runtime.metrics import JsonLines, as_logged, open_log
 from orchmllm.runtime.profile import StepProfiler
 from orchmllm.runtime.resumable import describe_end
 from orchmllm.runtime.run_checkpoints import RunCheckpoints, kept_batch
 from orchmllm.runtime.run_state import Incidents, MediaCount, Progress
 from orchmllm.runtime.stop import FOLDER_TAKEN, Stopped, StopSignal
-from orchmllm.sharding.fits import for_run
+from orchmllm.sharding.fits import for_run, memory_check
 from orchmllm.sharding.fsdp import build_model, compute_dtype, reshard, state_tensors
 from orchmllm.sharding.optimizer import (
     clip_gradients,
@@ -66,13 +66,15 @@ class Trainer:
         spec = plan_spec(job)
         group = exchange_group(self.device, recipe.launch.timeout_s)
         self.orchestrator, self._validation = (
-            build_orchestrator(recipe, spec, world.world_size, self.device, group)
-            for _ in range(2))
+            build_orchestrator(recipe, one, world.world_size, self.device, group)
+            for one in (spec, replace(spec, balance=replace(spec.balance, measure_every=0))))
         gpu = torch.cuda.get_device_properties(self.device) if self.device.type == "cuda" else None
         self._peak_flops = peak_flops(gpu.name) if gpu else None
+        device_bytes = gpu.total_memory if gpu else 0
         checkpointing = for_run(
             recipe, self.dataset, self.train_rows, spec, world.world_size,
-            gpu.total_memory if gpu else 0, partial(kept_batch, recipe, self._gather))
+            device_bytes, partial(kept_batch, recipe, self._gather))
+        self.orchestrator.refuses = memory_check(job, checkpointing, device_bytes, self._gather)
         self.attention = describe_attention(recipe.model, self.device.type, compute_dtype(
             recipe.fsdp))  # chosen before the first step; a kernel that fails is found here
         for source in sources:
@@ -144,8 +146,11 @@ class Trainer:
         """To the last step, or back to a checkpoint before a step that is not finite."""
         for step in self.loader():
             with self.profiler.around(step):
-                row = self._emit(self.train_step(step))
+                row = self.train_step(step)
+                self.model.clock.switch("logging")
+                self._emit(row)
             self.display.step(row)
+            self.model.clock.switch("data")
             if self.on_step is not None:
                 self.on_step(step, row)
             if (row["nonfinite"] and self.recipe.train.nonfinite == "rollback"
@@ -181,11 +186,14 @@ class Trainer:
 
     def train_step(self, step: Step) -> dict:
         """One optimizer step (all ranks) -> its row of metrics."""
-        started = time.perf_counter()
+        started = thread_times()
         clock, train = self.model.clock, self.recipe.train
+        logging_s = clock.wall_s["logging"]  # of the step before
         if self.watch is not None:
             self.watch.enter_step(step.index, step.example_ids_of_rank)
         self.incidents.media(step, self.progress.media, self.dataset.describe)
+        if step.kept_balanced:
+            self._log(f"step {step.index} is not measured as sampled: {step.kept_balanced}")
         clock.reset()
         lr = learning_rate(step.index, train)
         for group in self.optimizer.param_groups:
@@ -193,16 +201,18 @@ class Trainer:
         loss_sum = self._accumulate(step)
         clock.switch("update")
         norms = clip_gradients(self.parts, train.max_grad_norm, self.device)
+        clock.switch("gather")
         facts = self.timer.gather(self._gather, step, loss_sum, norms,
                                   signal=self.stop.asked or self.display.stop_signal)
         if self.servers:
             self.incidents.preprocessed(step, int(facts.local.sum()))
-        measured = self.timer.measured(step.index, step.plans, facts.measured_s)
+        measured = self.timer.measured(step, facts.measured_s)
         loss = float(facts.loss_sum.sum()) / max(step.num_global_targets, 1)
         norm = float(facts.norms[0, 0])
         nonfinite = not (math.isfinite(loss) and math.isfinite(norm))
         if nonfinite:
             self.incidents.nonfinite(step, loss, norm, self.progress, self.checkpointer.newest)
+        clock.switch("update")
         # From here on every rank decides alike: loss, norm and targets are global.
         if nonfinite or not step.num_global_targets or step.index in self.progress.skip:
             self.progress.skipped_steps += 1
@@ -213,9 +223,12 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         self.progress.step = step.index + 1
         clock.switch("data")
-        step_s = time.perf_counter() - started + step.wait_s
+        wall_s, cpu_s, core_wait_s = (thread_times() - started).tolist()
+        step_s = wall_s + step.wait_s
         return {
             "lr": lr, "step_s": step_s, "mfu": self._mfu(step, step_s), "nonfinite": nonfinite,
+            "waiting_s": max(wall_s - cpu_s, 0.0), "core_wait_s": core_wait_s,
+            "logging_s": logging_s,
             "skipped_steps": self.progress.skipped_steps,
             **({"preprocessed": facts.preprocessed()} if self.servers else {}),
             **facts.row(step, loss, step_s, list(self.parts)), "measured": measured}
@@ -233,9 +246,8 @@ class Trainer:
         clock.switch("exchange")
         for micro in step.micro:
             batch = self.orchestrator.dispatch(micro, step.num_global_targets)
-            clock.switch(None)
+            clock.switch("forward")
             out = self.model(batch)
-            clock.switch("llm")
             (out / max(step.num_global_targets, 1)).backward()
             clock.switch("exchange")
             loss_sum += out.detach()
@@ -257,6 +269,7 @@ class Trainer:
             for micro in step.micro:
                 batch = self._validation.dispatch(micro, step.num_global_targets)
                 total[0] += self.model(batch)
+                self.model.clock.switch("data")
             total[1] += step.num_global_targets / self.world.world_size
         reshard(self.model)
         self.model.train()

@@ -61,7 +61,8 @@ def measure(trainer, folder: Path, num_steps: int, num_ranks: int) -> dict[str, 
     run, log = RunConfig(dir=str(folder)), metrics_log(folder)
     displays = {"plain lines": RunDisplay(run), "bar": RunDisplay(run)}
     if importlib.util.find_spec("tensorboard"):
-        displays["TensorBoard"] = RunDisplay(dataclasses.replace(run, tensorboard=True))
+        displays["TensorBoard"] = RunDisplay(dataclasses.replace(
+            run, trackers=("tensorboard",)))
     streams = {name: Terminal() if name == "bar" else io.StringIO() for name in displays}
     for name, display in displays.items():
         with contextlib.redirect_stderr(streams[name]):

@@ -31,7 +31,7 @@ PARTS = {
     "doctor": (["-m", "orchmllm", "doctor", "recipes/mllm_1gpu.yaml", *PROFILED], 60),
     "self-test": (["-m", "orchmllm", "doctor", "--self-test"], 120),
     "tests": (["-m", "pytest", "-q", "-m", "gpu", *GPU_TESTS], 150),
-    "profiled run": (["-m", "orchmllm", "train", "--recipe", "recipes/mllm_1gpu.yaml", *PROFILED],
+    "profiled run": (["-m", "orchmllm", "train", "recipes/mllm_1gpu.yaml", *PROFILED],
                      150),
     "report": (["-m", "orchmllm", "report", RUN_DIR], 30),
     "benchmark": (["scripts/bench_gpu.py", "--json", "benchmarks/gpu.json", "--out",

@@ -1,5 +1,5 @@
-"""Writes the tables of docs/schemes.md and docs/scale.md that `orchmllm reproduce` makes, between
-their markers; times of this machine are left out.
+"""Writes the tables of docs/schemes.md and docs/scale.md that `orchmllm papers reproduce` makes,
+between their markers; times of this machine are left out.
 
     python scripts/make_paper_tables.py [--check] [--picture]
 

@@ -73,7 +73,8 @@ class Rank:
         self.loader = StepLoader(None, None, self.orchestrator, num_steps=1,
                                  flops_of=partial(step_flops, model))
         self.loader.feed.load = lambda step: UNCOUNTED  # reading and decoding are not counted
-        self.timer = StepTimer(PhaseClock(), torch.device("cpu"))
+        self.clock = PhaseClock()
+        self.timer = StepTimer(self.clock, torch.device("cpu"))
 
     def lengths(self) -> BatchLayout:
         return self.orchestrator.gather_layout(0, self.part)[0]
@@ -90,10 +91,11 @@ class Rank:
 
     def row(self, step: Step) -> str:
         """The step's line of metrics.jsonl."""
+        self.clock.cpu_s["update"] = 0.0
         facts = self.timer.gather(
             lambda numbers: np.tile(np.array(numbers, float), (step.layout.num_ranks, 1)), step,
             torch.zeros(()), torch.zeros(1), signal=0)
-        measured = self.timer.measured(step.index, step.plans, facts.measured_s)
+        measured = self.timer.measured(step, facts.measured_s)
         return json.dumps(as_logged({**facts.row(step, 1.0, 1.0, []), "measured": measured}))
 
 

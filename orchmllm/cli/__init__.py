@@ -6,7 +6,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from importlib.metadata import version
 
+from orchmllm.cli.options import did_you_mean
 from orchmllm.launch import exit_with
 
 # Name -> (module, what it does).
@@ -17,35 +19,64 @@ COMMANDS = {
                    "read and decode for runs on other machines"),
     "dry-run": ("orchmllm.tools.predict.dry_run_command",
                 "predict memory, time and balance without GPUs"),
+    "plan job": ("orchmllm.tools.predict.plan_job",
+                 "search the batch size and sharding for a number of GPUs"),
     "compare": ("orchmllm.tools.compare", "train with balancing off and on, and compare"),
-    "simulate": ("orchmllm.papers.simulate", "try a scheme of the papers on a recipe's lengths"),
-    "ablations": ("orchmllm.papers.ablations", "compare the paper's balancing schemes, predicted"),
-    "plan": ("orchmllm.papers.plan", "decide on units, splits or recomputation before a run"),
     "profile": ("orchmllm.tools.predict.profile_command",
                 "measure a recipe's phases on the device at hand"),
     "doctor": ("orchmllm.tools.doctor.command", "check this machine, or all machines of a job"),
     "report": ("orchmllm.tools.report.command", "show a run, or two, as one HTML page"),
-    "reproduce": ("orchmllm.papers.reproduce", "print the papers' tables beside ours"),
     "export": ("orchmllm.tools.export.command", "write a checkpoint as Hugging Face folders"),
+    "papers reproduce": ("orchmllm.papers.reproduce", "print the papers' tables beside ours"),
+    "papers simulate": ("orchmllm.papers.simulate",
+                        "try a scheme of the papers on a recipe's lengths"),
+    "papers ablations": ("orchmllm.papers.ablations",
+                         "compare the paper's balancing schemes, predicted"),
+    "papers plan": ("orchmllm.papers.plan", "place units, split layers or choose recomputation"),
 }
+# Names of before, which go on working.
+OLDER = {"reproduce": "papers reproduce", "simulate": "papers simulate",
+         "ablations": "papers ablations", "plan units": "papers plan units",
+         "plan split": "papers plan split", "plan recompute": "papers plan recompute"}
 
 
 def usage() -> str:
     """The help text of `orchmllm`."""
-    lines = [f"  {name:<10} {text}" for name, (_, text) in COMMANDS.items()]
+    lines = [f"  {name:<16} {text}" for name, (_, text) in COMMANDS.items()]
     return "\n".join(["usage: orchmllm COMMAND ...", "", "commands:", *lines, "",
-                      "`orchmllm COMMAND --help` says what a command takes."])
+                      "`orchmllm COMMAND --help` says what a command takes, and",
+                      "`orchmllm --version` which versions are installed."])
+
+
+def versions() -> str:
+    """The versions of orchmllm and of what decides how a model trains."""
+    return ", ".join(f"{name} {version(name)}" for name in ("orchmllm", "torch", "transformers"))
 
 
 def dispatch(argv: Sequence[str]) -> int:
     """Runs the command that `argv` names; 2 for one that does not exist."""
-    if not argv or argv[0] in ("-h", "--help", "help"):
+    words = list(argv)
+    if not words or words[-1] in ("-h", "--help", "help") and not _command(words):
         print(usage())
-        return 0 if argv else 2
-    if argv[0] not in COMMANDS:
-        print(f"error: {argv[0]!r} is no command of orchmllm\n{usage()}", file=sys.stderr)
+        return 0 if words else 2
+    if words[0] == "--version":
+        print(versions())
+        return 0
+    for n in (2, 1):
+        older = OLDER.get(" ".join(words[:n]), "").split()
+        words = [*older, *words[n:]] if older else words
+    name = _command(words)
+    if not name:
+        wrong = " ".join(words[:1 + any(name.startswith(f"{words[0]} ") for name in COMMANDS)])
+        print(f"error: {wrong!r} is no command of orchmllm{did_you_mean(wrong, COMMANDS)}\n"
+              f"{usage()}", file=sys.stderr)
         return 2
-    return import_module(COMMANDS[argv[0]][0]).main(list(argv[1:]))
+    return import_module(COMMANDS[name][0]).main(words[len(name.split()):])
+
+
+def _command(words: Sequence[str]) -> str:
+    """The command that the first one or two words name, or ""."""
+    return next((name for n in (2, 1) if (name := " ".join(words[:n])) in COMMANDS), "")
 
 
 def main() -> None:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import functools
+import re
 import sys
-from collections.abc import Callable, Sequence
+import textwrap
+from collections.abc import Callable, Iterable, Sequence
+from typing import NoReturn
 
 from orchmllm.data.storage.clients import StorageError
 
@@ -36,37 +40,84 @@ def at_least(least: int) -> Callable[[str], int]:
 def add_options(to: argparse._ActionsContainer, options: Sequence[tuple]) -> None:
     """Adds (flag, default, help) each. A default of False makes a switch, a tuple holds the
     choices, the default first, and a type or another callable reads what has no default. A whole
-    number with a default above 0 has to be above 0 itself, others at least 0."""
-    for flag, default, text in options:
+    number with a default above 0 has to be above 0 itself, others at least 0. A second name in
+    `flag` is an older one, which the help does not show."""
+    for names, default, text in options:
+        flag, *older = names.split()
         if default is False:
-            to.add_argument(flag, action="store_true", help=text)
+            how = {"action": "store_true"}
         elif callable(default):
-            to.add_argument(flag, type=default, help=text)
+            how = {"type": default}
         elif isinstance(default, tuple):
-            first = default[0]
-            to.add_argument(flag, choices=default, default=first, help=f"{text} ({first})")
+            how = {"choices": default, "default": default[0]}
         else:
             kind = at_least(1 if default else 0) if isinstance(default, int) else type(default)
-            to.add_argument(flag, type=kind, default=default, help=f"{text} ({default})")
+            how = {"type": kind, "default": default}
+        if "default" in how:
+            text += f" ({how['default']})"
+        action = to.add_argument(flag, help=text, **how)
+        for old in older:
+            to.add_argument(old, dest=action.dest, help=argparse.SUPPRESS,
+                            **{**how, "default": argparse.SUPPRESS})
 
 
-def command_parser(name: str, text: str, options: Sequence[tuple] = ()) -> argparse.ArgumentParser:
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """The end of a message about a word that is not known: the nearest one that is."""
+    near = difflib.get_close_matches(word, known, 1)
+    return f"; did you mean {near[0]}?" if near else ""
+
+
+class Formatter(argparse.RawDescriptionHelpFormatter):
+    """Fills the paragraphs of a help text, and leaves those with indented lines as they are."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        return "\n\n".join(
+            part if re.search("^ ", part, re.M) else textwrap.fill(part, width)
+            for part in text.strip().split("\n\n"))
+
+
+class Parser(argparse.ArgumentParser):
+    """The parser of a command, which knows what a recipe on the command line looks like."""
+
+    def error(self, message: str) -> NoReturn:
+        """Names the nearest option where one is not known."""
+        unknown = re.match("unrecognized arguments: (-[^ =]*)", message)
+        if unknown:
+            message += did_you_mean(unknown[1], re.findall("--[a-z-]+", self.format_help()))
+        super().error(message)
+
+    def add_recipe(self, text: str = "every key of it is in docs/recipe.md",
+                   before: str = "") -> None:
+        """Adds RECIPE and the overrides that follow it. `--recipe R` is the older form. before: the
+        usage's words for the arguments that come before it."""
+        self.usage = f"%(prog)s [options] {before}RECIPE [section.key=value ...]"
+        self.add_argument("recipe", nargs="?", default="", metavar="RECIPE", help=text)
+        self.add_argument("overrides", nargs="*", metavar="section.key=value",
+                          help="replaces a value of the recipe, e.g. train.lr=1e-4")
+        self.add_argument("--recipe", dest="named", help=argparse.SUPPRESS)
+
+    def parse_recipe(self, argv: Sequence[str], optional: bool = False) -> argparse.Namespace:
+        """The arguments, with overrides before and after options. optional: RECIPE may be left
+        out, and is "" then."""
+        args = self.parse_intermixed_args(argv)
+        if args.named is not None:
+            args.overrides = [word for word in (args.recipe, *args.overrides) if word]
+            args.recipe = args.named
+        if not args.recipe and not optional:
+            self.error("RECIPE is missing: name a YAML file, e.g. recipes/demo.yaml")
+        return args
+
+
+def command_parser(name: str, text: str, options: Sequence[tuple] = ()) -> Parser:
     """A parser of `orchmllm NAME`. options: see add_options."""
-    made = argparse.ArgumentParser(prog=f"orchmllm {name}", description=text,
-                                   formatter_class=argparse.RawDescriptionHelpFormatter)
+    made = Parser(prog=f"orchmllm {name}", description=text,
+                  formatter_class=Formatter)
     add_options(made, options)
     return made
 
 
-def add_overrides(parser: argparse.ArgumentParser) -> None:
-    """Adds what follows a recipe; such a parser is asked by parse_intermixed_args."""
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value",
-                        help="replaces a value of the recipe")
-
-
-def recipe_parser(name: str, text: str, options: Sequence[tuple] = ()) -> argparse.ArgumentParser:
+def recipe_parser(name: str, text: str, options: Sequence[tuple] = ()) -> Parser:
     """A parser of `orchmllm NAME RECIPE [section.key=value ...]`. options: see add_options."""
     made = command_parser(name, text, options)
-    made.add_argument("recipe", metavar="RECIPE", help="every key of it is in docs/recipe.md")
-    add_overrides(made)
+    made.add_recipe()
     return made

@@ -18,7 +18,7 @@ from orchmllm.config.data import DataConfig, RemoteConfig, RemoteRoot, SourceCon
 from orchmllm.config.fsdp import FsdpConfig
 from orchmllm.config.model import ModelConfig
 from orchmllm.config.parse import Loaded, RecipeError, explain, read, to_yaml
-from orchmllm.config.schema import Conflict, key, section
+from orchmllm.config.schema import Conflict, did_you_mean, key, section
 from orchmllm.config.train import TRAIN_PARTS, TrainConfig
 from orchmllm.plan.assign import PHASES
 from orchmllm.plan.balance import POLICIES
@@ -26,6 +26,8 @@ from orchmllm.plan.balance import POLICIES
 __all__ = ["TRAIN_PARTS", "DataConfig", "FsdpConfig", "Recipe", "RecipeError", "RemoteConfig",
            "RemoteRoot", "SourceConfig", "TrainConfig", "explain", "load_recipe", "read_recipe",
            "to_yaml"]
+
+TRACKERS = ("tensorboard", "wandb")  # names of packages
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,10 @@ class RunConfig:
                       aliases=("resume_from_checkpoint",))
     allow_data_change: bool = key(
         False, "Resume although the data is not what the checkpoint saw.")
-    tensorboard: bool = key(False, "Also write scalars for TensorBoard to run.dir/tensorboard.")
+    trackers: tuple[str, ...] = key(
+        (), "Programs that also get the scalars of every step: `tensorboard` (run.dir/tensorboard) "
+        "and `wandb` (W&B, which reads WANDB_PROJECT, WANDB_MODE=offline and so on).",
+        aliases=("tensorboard", "wandb", "report_to", "logger"))
 
     @property
     def folder(self) -> Path:
@@ -51,11 +56,15 @@ class RunConfig:
         return Path(self.dir)
 
     def conflicts(self) -> Iterator[Conflict]:
-        """run.resume: a path has to exist; run.dir cannot be empty; run.tensorboard: its package is
-        installed."""
-        if self.tensorboard and importlib.util.find_spec("tensorboard") is None:
-            yield Conflict(("tensorboard",), "the package tensorboard is not installed: "
-                           "pip install tensorboard, or set it to false")
+        """run.resume: a path has to exist; run.dir cannot be empty; run.trackers: known ones, whose
+        packages are installed."""
+        for name in self.trackers:
+            if name not in TRACKERS:
+                yield Conflict(("trackers",), did_you_mean(name, TRACKERS)
+                               + f"choose of {', '.join(TRACKERS)}")
+            elif importlib.util.find_spec(name) is None:
+                yield Conflict(("trackers",), f"the package {name} is not installed: pip install "
+                               f"{name}, or leave it out")
         if not self.dir.strip():
             yield Conflict(("dir",), "give a folder")
         if self.resume not in ("auto", "never") and not Path(self.resume).exists():
@@ -199,7 +208,8 @@ def read_recipe(path: str | Path, overrides: Sequence[str] | None = None) -> Loa
 
 
 def _from_checkpoints(tree: Mapping) -> Iterator[tuple[tuple, Any]]:
-    """Shapes that the recipe leaves out, from the config.json of its pretrained parts."""
+    """What the recipe leaves out and its pretrained parts have: shapes, from their config.json, and
+    the tokenizer."""
     model = tree.get("model")
     for part in PHASES if isinstance(model, Mapping) else ():
         given = model.get(part)
@@ -210,6 +220,15 @@ def _from_checkpoints(tree: Mapping) -> Iterator[tuple[tuple, Any]]:
                     yield ("model", part, key_), value
             except ValueError as error:
                 yield ("model", part, "pretrained"), error
+    try:
+        data, folder = tree["data"], Path(tree["model"]["llm"]["pretrained"])
+        first = Path(data.get("path") or data["sources"][0]["path"])
+    except (AttributeError, LookupError, TypeError):  # not named, or told below
+        return
+    beside = first if first.is_dir() else first.parent
+    if (not data.get("tokenizer") and not (beside / "tokenizer.json").is_file()
+            and (folder / "tokenizer.json").is_file()):
+        yield ("data", "tokenizer"), str(folder)
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] | None = None) -> Recipe:

@@ -54,15 +54,15 @@ class BalancedDataLoader(DataLoader):
     policy, tolerance: see orchmllm.plan.balance.balance. `auto` plans by `padded` until the first
     step was collated, then by what all ranks see: `padded` where collate_fn pads, else `least_move`
     (always with a tolerance or max_rank_tokens, which `padded` has not). group: ranks that share
-    the data (default: all), one per replica.
-    max_rank_tokens: cap of a rank's tokens in a microbatch. accumulation_steps: batches per
-    optimizer step. num_targets: collated batch -> its labels (default: entries of "labels" that are
-    not -100). prefetch: steps prepared ahead. seed: of the shuffling, equal on all ranks. min_gain:
-    steps predicted to gain less (0.02: 2%) run as sampled. enabled: false runs every step as
-    sampled, for comparisons. shard_size: balance within groups of so many consecutive ranks (0:
-    all). ranks_per_node: default from the launcher. timeout_s: of an agreement that a rank never
-    joins. log_every: steps between lines of the logger orchmllm.loader on rank 0 (0: none).
-    check_loss: warn if the loop never asks how to scale its loss.
+    the data (default: all), one per replica. max_rank_tokens: cap of a rank's tokens in a
+    microbatch. accumulation_steps: batches per optimizer step. num_targets: collated batch -> its
+    labels (default: entries of "labels" that are not -100). prefetch: steps prepared ahead. seed:
+    of the shuffling, equal on all ranks. min_gain: steps predicted to gain less (0.02: 2%) run as
+    sampled. measure_every: every Nth step does, to measure the gain (docs/loader.md). enabled:
+    false runs every step as sampled, for comparisons. shard_size: balance within groups of so many
+    consecutive ranks (0: all). ranks_per_node: default from the launcher. timeout_s: of an
+    agreement that a rank never joins. log_every: steps between lines of the logger orchmllm.loader
+    on rank 0 (0: none). check_loss: warn if the loop never asks how to scale its loss.
 
     The user's batch is passed on untouched: what a loop needs to know of the batch last yielded is
     `loader.step`, and `loader.scale_sum` or `loader.scale_mean` scales its loss. Errors of any
@@ -83,7 +83,7 @@ class BalancedDataLoader(DataLoader):
         tolerance: float | None = None, group: dist.ProcessGroup | None = None,
         max_rank_tokens: int = 0, prefetch: int = 2,
         num_targets: Callable[[Any], int] | None = None, accumulation_steps: int = 1, seed: int = 0,
-        min_gain: float = 0.0, enabled: bool = True, shard_size: int = 0,
+        min_gain: float = 0.0, measure_every: int = 0, enabled: bool = True, shard_size: int = 0,
         ranks_per_node: int = 0, timeout_s: float = 600.0, log_every: int = 100,
         check_loss: bool = True, **workers: Any,
     ) -> None:
@@ -100,8 +100,8 @@ class BalancedDataLoader(DataLoader):
         links = connect(self, ranks, shard_size, ranks_per_node, timeout_s, cpu=lengths is None)
         self.rank, self.num_ranks = links.rank, len(ranks)
         self._planning = Planning(
-            policy, tolerance, max_rank_tokens, cost=phases, min_gain=min_gain, dispatch=dispatch,
-            ranks_per_node=links.gather.per_node, says=self.rank == 0)
+            policy, tolerance, max_rank_tokens, cost=phases, dispatch=dispatch, min_gain=min_gain,
+            measure_every=measure_every, ranks_per_node=links.gather.per_node, says=self.rank == 0)
         self._orchestrator = Orchestrator(
             self._planning.spec(enabled), links.gather, group=links.cpu,
             commit_gather=links.everyone)
@@ -203,7 +203,7 @@ class BalancedDataLoader(DataLoader):
                         self._done = epoch, step.index + 1, step.state
                     self._step = StepInfo.of(step, k, epoch, self.num_ranks, self._watch)
                     if k == 0 and self._log_every and not step.index % self._log_every:
-                        log_step(step, self._step)
+                        log_step(step, self._step, self._planning.loop)
                     yielded += 1
                     yield micro.content
                     self._watch.fetched(self._step)

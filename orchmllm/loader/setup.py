@@ -8,12 +8,14 @@ from dataclasses import replace
 from typing import Any
 
 from orchmllm.batch import PACKED, PADDED, Step
+from orchmllm.loader.gain import LoopGain, costs_of
 from orchmllm.loader.loss import StepInfo
 from orchmllm.loader.source import Source
 from orchmllm.orchestrator import Orchestrator
 from orchmllm.plan.assign import BalancePolicy, PhasePolicy, PlanSpec
 from orchmllm.plan.balance import DEFAULT_TOLERANCE, POLICIES, check_policy
 from orchmllm.plan.cost import CostModel, in_fine_unit
+from orchmllm.plan.gain import describe
 
 log = logging.getLogger("orchmllm.loader")
 BY_LENGTH = CostModel(linear=1000, quadratic=0)
@@ -64,13 +66,14 @@ class Planning:
     fits the batches that all ranks saw.
 
     policy, tolerance, max_rank_tokens: as of the loader. says: whether this rank writes to the log.
-    known: the other arguments of make_spec, which raises. geometry: PADDED once a batch of any rank
-    was, PACKED where no batch of a whole step showed padding, 0 before the first step."""
+    known: the other arguments of make_spec, which raises. geometry: PADDED
+    once a batch of any rank was, PACKED where no batch of a whole step showed padding, 0 before the
+    first step. loop: what balancing gained so far, with measure_every."""
 
     def __init__(self, policy: str, tolerance: float | None, max_rank_tokens: int, *, says: bool,
                  **known: Any) -> None:
         self._chooses = policy == "auto" and tolerance is None and not max_rank_tokens
-        self._says, self.geometry = says, 0
+        self._says, self.geometry, self.loop = says, 0, LoopGain()
         otherwise = "least_move" if policy == "auto" else policy
         first = "padded" if self._chooses else otherwise
         self._specs = {geometry: make_spec(name, tolerance, max_rank_tokens, **known)
@@ -78,12 +81,16 @@ class Planning:
 
     def spec(self, enabled: bool) -> PlanSpec:
         """Of the steps that are planned next; not enabled: they stay as sampled."""
-        spec = self._specs[self.geometry]
-        return replace(spec, fills=enabled, balance=replace(spec.balance, enabled=enabled))
+        spec = replace(self._specs[self.geometry], fills=True)
+        return spec if enabled else spec.as_sampled
 
     def look(self, orchestrator: Orchestrator, step: Step) -> None:
         """After COMMIT of a step, on all ranks alike: chooses for the steps that follow. A policy
         that was given and does not fit is said once."""
+        if orchestrator.spec.balance.measure_every:
+            self.loop.committed(step)
+        if step.kept_balanced and self._says:
+            log.info("step %d is not measured as sampled: %s", step.index, step.kept_balanced)
         before, self.geometry = self.geometry, max(self.geometry, step.geometry, PACKED)
         if self.geometry == before:
             return
@@ -106,7 +113,7 @@ class Planning:
 
 def make_spec(
     policy: str, tolerance: float | None, max_rank_tokens: int, *, cost: CostModel | None,
-    ranks_per_node: int, dispatch: str, min_gain: float,
+    ranks_per_node: int, dispatch: str, min_gain: float, measure_every: int = 0,
 ) -> PlanSpec:
     """What the planner knows. With policy `padded` a rank costs its examples times the longest.
     Raises ValueError for a cost of 0 for all examples, or a policy or tolerance that cannot be
@@ -122,21 +129,28 @@ def make_spec(
         raise ValueError(f"max_rank_tokens: policy {policy!r} has no such cap")
     if not 0.0 <= min_gain < 1.0:
         raise ValueError(f"min_gain is {min_gain}: must be in [0, 1) (0.02: 2%)")
+    if measure_every < 0 or measure_every == 1:
+        raise ValueError(f"measure_every is {measure_every}: must be 0 (never) or at least 2, so "
+                         "that there are balanced steps to compare with")
     cost = cost or BY_LENGTH
     costs = in_fine_unit({"llm": replace(cost, padded=cost.padded or policy == "padded")})
     llm = PhasePolicy(policy, DEFAULT_TOLERANCE if tolerance is None else tolerance,
                       max_rank_tokens)
     return PlanSpec(costs=costs, row_bytes={}, feature_bytes=0, ranks_per_node=ranks_per_node,
-                    balance=BalancePolicy(dispatch=dispatch, min_gain=min_gain, llm=llm))
+                    balance=BalancePolicy(dispatch=dispatch, min_gain=min_gain,
+                                          measure_every=measure_every, llm=llm))
 
 
-def log_step(step: Step, info: StepInfo) -> None:
+def log_step(step: Step, info: StepInfo, loop: LoopGain) -> None:
     """One line: imbalance as sampled and as planned, wait, and whether it pays. info: of the step's
-    first batch."""
-    gain = sum(plan.predicted_gain for plan in step.plans) / len(step.plans)
+    first batch. loop: what was measured so far."""
+    before, after = costs_of(step)
+    gain = 1 - after / before if before else 0.0
     note = "" if gain >= LITTLE or not step.plans[0].spec.balance.enabled else (
         f"; balancing gains little here (under {LITTLE:.0%}: few ranks or uniform data), min_gain "
         "skips such steps")
+    if loop.gains:
+        note += f"; {describe(loop.gains)}"
     log.info("epoch %d step %d: imbalance %.2f->%.2f; predicted gain %.1f%%; waited %.1f ms%s",
              info.epoch, info.step, *info.imbalance, 100 * gain, 1e3 * info.wait_s, note)
 

@@ -20,8 +20,8 @@ from torch import Tensor
 
 class PhaseClock:
     """Seconds per phase since the last `reset`: wall_s and cpu_s, by phase name. phase: the current
-    one. switches: how often it changed, ever (another thread sees progress by it). has_events:
-    whether a device measures, too."""
+    one, None at the beginning of a step. switches: how often it changed, ever (another thread sees
+    progress by it). has_events: whether a device measures, too."""
 
     def __init__(self) -> None:
         self.wall_s: dict[str, float] = defaultdict(float)
@@ -30,7 +30,7 @@ class PhaseClock:
         self.switches = 0
         self._since = (0.0, 0.0)
         self.has_events = False
-        self._marks: list[tuple[str | None, Any]] = []  # the phase from that event on
+        self._marks: list[tuple[str, Any]] = []  # the phase from that event on
 
     def use_events(self, new_event: Callable[[], Any]) -> None:
         """From now on every switch also records an event on the device's current stream.
@@ -42,19 +42,21 @@ class PhaseClock:
         have waited for the last switch's work before."""
         out: dict[str, float] = defaultdict(float)
         for (phase, start), (_, end) in pairwise(self._marks):
-            if phase is not None:
-                out[phase] += 1e-3 * start.elapsed_time(end)
+            out[phase] += 1e-3 * start.elapsed_time(end)
         self._marks.clear()
         return out
 
     def reset(self) -> None:
+        """Begins a step. The update that ended the step before stays: it is read with this one."""
+        update_s = self.cpu_s["update"]
         self.wall_s.clear()
         self.cpu_s.clear()
-        self._marks.clear()
+        self.cpu_s["update"] = update_s
+        self._marks = self._marks[:2] if self._marks and self._marks[0][0] == "update" else []
         self.phase = None
 
-    def switch(self, phase: str | None) -> None:
-        """From now on time belongs to `phase` (None: to nobody)."""
+    def switch(self, phase: str) -> None:
+        """From now on time belongs to `phase`."""
         now = (time.perf_counter(), time.thread_time())
         if self.phase is not None:
             self.wall_s[self.phase] += now[0] - self._since[0]

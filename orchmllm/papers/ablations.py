@@ -1,7 +1,7 @@
 """The paper's ablations, predicted: MFU, tokens per GPU, peak memory and bytes between nodes of
 every scheme on the same drawn steps (OrchMLLM section 8.3, Figures 8-13).
 
-    orchmllm ablations recipes/mllm84b.yaml [--world-size 2560] [section.key=value ...]
+    orchmllm papers ablations recipes/mllm84b.yaml --ranks 2560
 
 The paper pads audio, so its schemes are predicted with padded audio; `least_move` is ours, with
 packed audio. Predictions keep what the schemes differ in: loads, traffic and memory. Lengths are
@@ -172,16 +172,16 @@ def _sizes(recipe: Recipe, world_size: int) -> list[tuple[int, int, int]]:
 
 @in_one_line
 def main(argv: list[str]) -> int:
-    parser = recipe_parser("ablations", __doc__, (
-        ("--world-size", 0, "number of ranks; 0: a table at 128 and one at 2560"),
+    parser = recipe_parser("papers ablations", __doc__, (
+        ("--ranks --world-size", 0, "number of ranks; 0: a table at 128 and one at 2560"),
         ("--json", Path, "also write what was found")))
     cluster_options(parser)
-    args = parser.parse_intermixed_args(argv)
+    args = parser.parse_recipe(argv)
     loaded, hardware = read_recipe(args.recipe, args.overrides), cluster_of(args)
     examples = examples_of(loaded.recipe, args.mix or "natural", args.lengths,
                            unnamed_encoders(loaded))
     found = {"tables": [ablate(loaded.recipe, ranks, batch, hardware, steps, examples)
-                        for ranks, batch, steps in _sizes(loaded.recipe, args.world_size)],
+                        for ranks, batch, steps in _sizes(loaded.recipe, args.ranks)],
              "lengths": examples.what}
     if args.json:
         args.json.write_text(json.dumps(found, indent=1), encoding="utf-8")

@@ -1,10 +1,10 @@
-"""The verdict of a row of `orchmllm reproduce`. It `agrees` if ours is at most a tenth off the
-paper's value or the nearest end of its range, or rounds to it; of several values the one that is
-furthest off counts. The error of a gain is relative to the gain: 1.2x where the paper has 1.5x is
-60% off. A gain of another size is `sign only` if ours is above its spread over seeds (one standard
-deviation) and above a tenth of the paper's, and so is a claim in words that names no size;
-`significant` and `substantial` mean 10% or more. All else is `off`. Counted apart: `calibrated` to
-this very value, `other machine` (times) and `not modelled`."""
+"""The verdict of a row of `orchmllm papers reproduce`. It `agrees` if ours is at most a tenth
+off the paper's value or the nearest end of its range, or rounds to it; of several values the one
+that is furthest off counts. The error of a gain is relative to the gain: 1.2x where the paper
+has 1.5x is 60% off. A gain of another size is `sign only` if ours is above its spread over seeds
+(one standard deviation) and above a tenth of the paper's, and so is a claim in words that names
+no size; `significant` and `substantial` mean 10% or more. All else is `off`. Counted apart:
+`calibrated` to this very value, `other machine` (times) and `not modelled`."""
 
 from __future__ import annotations
 

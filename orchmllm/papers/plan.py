@@ -1,7 +1,9 @@
-"""orchmllm plan units|split|recompute: decisions before a run, modelled from a recipe's model, its
-lengths and a device's data sheet, or from measured times (orchmllm profile).
+"""Decisions before a run, modelled from a recipe's model, its lengths and a device's data sheet, or
+from measured times (orchmllm profile).
 
-`orchmllm plan job RECIPE --gpus N`: batch size, sharding and checkpointing of a run; see --help.
+    orchmllm papers plan units|split|recompute RECIPE [section.key=value ...]
+
+`orchmllm plan job` searches the batch size, sharding and checkpointing of a run.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ DEVICE = (("--profile", Path, "JSON of `orchmllm profile`: measured times"),
           ("--gpu", "h100-sxm", f"one of {', '.join(GPUS)}"))
 NETWORK = ("--network", 400.0, "Gbit/s of each GPU between nodes")
 OPTIONS = {
-    "units": (*DEVICE, NETWORK, ("--num-gpus", 64, "of the job"),
+    "units": (*DEVICE, NETWORK, ("--ranks --num-gpus", 64, "GPUs of the job"),
               ("--gpu-gb", 74.0, "memory to use of a GPU"),
               ("--global-batch", 0, "samples of an iteration; 0: train.global_batch_size, or "
                "train.batch_size a GPU")),
@@ -47,13 +49,13 @@ def units(recipe: Recipe, profiles_of, args: argparse.Namespace, hardware: Hardw
     """Both placements, and how the verdict depends on the link and on images per sample. Raises
     ValueError if neither fits."""
     batch = (args.global_batch or recipe.train.global_batch_size
-             or args.num_gpus * recipe.train.batch_size)
-    common = {"num_gpus": args.num_gpus, "global_batch": batch, "gpu_bytes": 1e9 * args.gpu_gb}
+             or args.ranks * recipe.train.batch_size)
+    common = {"num_gpus": args.ranks, "global_batch": batch, "gpu_bytes": 1e9 * args.gpu_gb}
     found = rows(profiles_of(1), **common, hardware=hardware)
     if not found:
-        raise ValueError(f"neither placement fits {args.num_gpus} GPUs of {args.gpu_gb} GB: give "
+        raise ValueError(f"neither placement fits {args.ranks} GPUs of {args.gpu_gb} GB: give "
                          "more GPUs or a smaller model")
-    print(f"{args.num_gpus} GPUs, {batch} samples an iteration; modelled, fastest first. Units are "
+    print(f"{args.ranks} GPUs, {batch} samples an iteration; modelled, fastest first. Units are "
           "taken to run\nmicrobatches of one mean sample each: what varies makes them slower")
     for r in found:
         print(f"{r.kind:<10} {r.ms:>10.1f} ms  {r.bytes / 1e9:>6.1f} GB  "
@@ -115,15 +117,11 @@ def with_times(profiles: dict[str, ModuleProfile], path: Path) -> dict[str, Modu
 @in_one_line
 def main(argv: list[str]) -> int:
     """Exit code. Raises ValueError for GB that cannot be."""
-    parser = command_parser("plan", __doc__)
-    parser.add_argument("what", choices=(*OPTIONS, "job"), metavar="WHAT",
-                        help="`orchmllm plan WHAT --help` says what it takes")
+    parser = command_parser("papers plan", __doc__)
+    parser.add_argument("what", choices=OPTIONS, metavar="WHAT",
+                        help="`orchmllm papers plan WHAT --help` says what it takes")
     what = parser.parse_args(argv[:1]).what
-    if what == "job":
-        from orchmllm.tools.predict.plan_job import main as job
-
-        return job(argv[1:])
-    args = lengths_parser(f"plan {what}", __doc__, OPTIONS[what]).parse_intermixed_args(argv[1:])
+    args = lengths_parser(f"papers plan {what}", __doc__, OPTIONS[what]).parse_recipe(argv[1:])
     for flag, gb in (("--free-gb", vars(args).get("free_gb", 0)),
                      ("--gpu-gb", vars(args).get("gpu_gb", 0))):
         if not 0 <= gb < math.inf:

@@ -1,5 +1,5 @@
-"""orchmllm reproduce: every table and figure of OrchMLLM, DistTrain, MMScale and OmniBal beside
-ours, or all schemes at equal data (compare)."""
+"""Every table and figure of OrchMLLM, DistTrain, MMScale and OmniBal beside ours, or all schemes at
+equal data (compare)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ RANKS = (32, 64, 128, 512, 2560)
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    made = argparse.ArgumentParser(prog="orchmllm reproduce", description=__doc__)
+    made = argparse.ArgumentParser(prog="orchmllm papers reproduce", description=__doc__)
     kinds = made.add_subparsers(dest="what", required=True, metavar="WHAT")
     for name in ("orchmllm", "disttrain", "mmscale", "omnibal"):
         paper = kinds.add_parser(name, help="the paper's tables and figures")
@@ -68,9 +68,10 @@ def compare(args: argparse.Namespace) -> None:
 @in_one_line
 def main(argv: list[str]) -> int:
     args = parse(argv)
-    print(f"orchmllm reproduce {' '.join(argv)}\n{platform.processor() or platform.machine()}, "
-          f"{os.cpu_count()} cores, Python {platform.python_version()}; times are CPU seconds of "
-          "one thread; seeds are fixed\n")
+    print(f"orchmllm papers reproduce {' '.join(argv)}\n"
+          f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, "
+          f"Python {platform.python_version()}; times are CPU seconds of one thread; seeds are "
+          "fixed\n")
     if args.what == "compare":
         compare(args)
         return 0

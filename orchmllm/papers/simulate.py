@@ -1,4 +1,7 @@
-"""orchmllm simulate SCHEME: what a scheme of the papers would give on a recipe's own lengths."""
+"""What a scheme of the papers would give on a recipe's own lengths.
+
+    orchmllm papers simulate SCHEME RECIPE [section.key=value ...]
+"""
 
 from __future__ import annotations
 
@@ -29,9 +32,9 @@ def lengths(recipe: Recipe, count: int, mix: str | None) -> BatchLayout:
 @in_one_line
 def main(argv: list[str]) -> int:
     schemes = "\n".join(f"  {n:<18} {s.paper}" for n, s in SCHEMES.items())
-    args = lengths_parser("simulate", f"{__doc__}\n\n{schemes}", (
+    args = lengths_parser("papers simulate", f"{__doc__}\n\n{schemes}", (
         ("--ranks", 64, "data-parallel ranks"), ("--steps", 5, "global batches that are drawn")),
-        ("all", *SCHEMES)).parse_intermixed_args(argv)
+        ("all", *SCHEMES)).parse_recipe(argv)
     recipe = with_real_batch(load_recipe(args.recipe, args.overrides), args.ranks)
     batch = recipe.train.batch_size
     pool = lengths(recipe, args.ranks * batch * args.steps, args.mix)

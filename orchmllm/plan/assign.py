@@ -55,6 +55,7 @@ class BalancePolicy:
     dispatch: str = "tensors"
     group: str = "world"
     min_gain: float = 0.0
+    measure_every: int = 0
     ranks_per_node: int = 0
     whole_examples: bool = False
     nodewise_solver: str = "search"
@@ -70,6 +71,10 @@ class BalancePolicy:
             return 0
         phases = (self.llm,) if self.whole_examples else (self.vision, self.audio, self.llm)
         return sum(phase.nodewise for phase in phases)
+
+    def measures(self, step: int) -> bool:
+        """Whether a step is one that runs as sampled, to measure what balancing gains."""
+        return self.enabled and self.measure_every > 0 and (step + 1) % self.measure_every == 0
 
 
 @dataclass(frozen=True)
@@ -101,6 +106,11 @@ class PlanSpec:
     def phases(self) -> tuple[str, ...]:
         """All phases that are planned, in their fixed order."""
         return (*self.encoders, "llm")
+
+    @cached_property
+    def as_sampled(self) -> PlanSpec:
+        """That of the same steps unbalanced: every example stays on the rank that drew it."""
+        return replace(self, fills=False, balance=replace(self.balance, enabled=False))
 
     @cached_property
     def digest(self) -> int:

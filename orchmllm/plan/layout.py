@@ -124,6 +124,12 @@ class BatchLayout:
         """By modality, the indices of its segments, in source order."""
         return [np.flatnonzero(self.modality == m) for m in MODALITIES.values()]
 
+    @cached_property
+    def items_per_example(self) -> list[np.ndarray]:
+        """By modality, (n,) segments of it in each example."""
+        return [sums_of((self.modality == m).astype(np.int64), self.segments_per_example)
+                for m in MODALITIES.values()]
+
     def places(self, segments: np.ndarray) -> np.ndarray:
         """(k, 2) [position of the example in the batch, segment within it] of k segments."""
         example = self.example_of_segment[segments]

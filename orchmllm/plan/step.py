@@ -20,10 +20,12 @@ from orchmllm.plan.assign import (
     TEXT_BYTES,
     NodeSolver,
     PlanSpec,
+    assign_microbatches,
     assign_phases,
     at_least,
     digest_of_arrays,
 )
+from orchmllm.plan.cost import CostModel
 from orchmllm.plan.layout import ENCODERS, BatchLayout
 from orchmllm.plan.nodewise import assign_nodes
 from orchmllm.plan.rearrange import Exchange, Rearrangement, ranges, sums_of
@@ -38,7 +40,7 @@ def plan_step(
     cannot be honoured."""
     plan = build_plan(layout, *assign_phases(layout, spec, solve), spec)
     if spec.balance.min_gain and plan.predicted_gain < spec.balance.min_gain:
-        unmoved = replace(spec, balance=replace(spec.balance, enabled=False))
+        unmoved = replace(spec.as_sampled, fills=spec.fills)
         sampled = build_plan(layout, *assign_phases(layout, unmoved, solve), unmoved)
         if sampled.is_within_caps:
             return sampled
@@ -56,8 +58,7 @@ def build_plan(
     llm_move = Rearrangement.from_rank_of(llm, layout.examples_per_rank)
     encode_moves, feature_moves = {}, {}
     for phase, modality in spec.encoders.items():
-        is_item = (layout.modality == modality).astype(np.int64)
-        counts = sums_of(is_item, layout.segments_per_example)
+        counts = layout.items_per_example[modality]
         sizes = sums_of(counts, layout.examples_per_rank)
         encode_moves[phase] = Rearrangement.from_rank_of(encode[phase], sizes)
         feature_moves[phase] = encode_moves[phase].inverse.then(llm_move.expand(counts))
@@ -71,6 +72,29 @@ def imbalance(costs: np.ndarray) -> float:
     costs = np.atleast_2d(np.asarray(costs, float))
     mean = costs.mean(axis=1).sum()
     return float(costs.max(axis=1).sum() / mean) if mean else 1.0
+
+
+def sampled_costs(
+    layout: BatchLayout, spec: PlanSpec, phase: str, num_microbatches: int = 1
+) -> np.ndarray:
+    """(num_microbatches, d) predicted cost per rank of a step as it was sampled, in kFLOP: each
+    rank's share is cut in order."""
+    sizes = layout.examples_per_rank
+    if num_microbatches > 1:  # a rank's share is cut in order: its microbatches are runs, too
+        micro = assign_microbatches(layout, spec.as_sampled, num_microbatches)
+        sizes = np.bincount(layout.rank_of_example * num_microbatches + micro,
+                            minlength=layout.num_ranks * num_microbatches)
+    if phase != "llm":
+        sizes = sums_of(layout.items_per_example[ENCODERS[phase]], sizes)
+    costs = run_costs(spec.costs[phase], layout.item_lengths(phase), sizes)
+    return costs.reshape(layout.num_ranks, num_microbatches).T
+
+
+def run_costs(model: CostModel, lengths: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+    """(d,) cost of ranks that have consecutive runs of items of `lengths` (n,), sizes (d,) each."""
+    if model.padded:
+        return model.of_ranks(lengths, np.repeat(np.arange(len(sizes)), sizes), len(sizes))
+    return sums_of(model(lengths), sizes)
 
 
 @dataclass(frozen=True)
@@ -122,13 +146,13 @@ class StepPlan:
 
     def phase_cost(self, phase: str) -> tuple[np.ndarray, np.ndarray]:
         """(d,) predicted cost per rank, as sampled and as planned, in kFLOP."""
-        move, model = self.rearrangement(phase), self.spec.costs[phase]
-        lengths = self.layout.item_lengths(phase)
-        if model.padded:
-            return (model.of_ranks(lengths, move.source_rank, self.layout.num_ranks),
-                    model.of_ranks(lengths[move.order], move.target_rank, self.layout.num_ranks))
-        cost = model(lengths)
-        return sums_of(cost, move.source_sizes), sums_of(cost[move.order], move.target_sizes)
+        return sampled_costs(self.layout, self.spec, phase)[0], self.planned_cost(phase)
+
+    def planned_cost(self, phase: str) -> np.ndarray:
+        """(d,) predicted cost per rank as planned, in kFLOP."""
+        move = self.rearrangement(phase)
+        return run_costs(self.spec.costs[phase], self.layout.item_lengths(phase)[move.order],
+                         move.target_sizes)
 
     def positions(self, phase: str) -> np.ndarray:
         """(d,) positions that each rank processes."""
@@ -221,12 +245,16 @@ class RankPlan:
         return ranges(np.zeros(len(tokens), np.int64), tokens)
 
 
-def phase_figures(plans: Sequence[StepPlan]) -> dict[str, dict[str, float]]:
+def phase_figures(
+    layout: BatchLayout, plans: Sequence[StepPlan]
+) -> dict[str, dict[str, float]]:
     """Per phase, over a step's microbatches: imbalance before and after (sum of the slowest rank's
-    cost / sum of the mean), that mean in kFLOP, and bytes moved between ranks and between nodes."""
+    cost / sum of the mean), that mean in kFLOP, and bytes moved between ranks and between nodes.
+    layout: of the whole step."""
     out = {}
     for phase in PHASES:
-        before, after = np.array([plan.phase_cost(phase) for plan in plans], float).swapaxes(0, 1)
+        before = sampled_costs(layout, plans[0].spec, phase, len(plans))
+        after = np.array([plan.planned_cost(phase) for plan in plans])
         stats = [plan.stats[phase] for plan in plans]
         out[phase] = {
             "imbalance_before": imbalance(before),

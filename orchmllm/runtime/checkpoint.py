@@ -232,8 +232,8 @@ class Checkpointer:
     def _list(self, where: str, own: bool) -> list[list[str]]:
         """[folders of all checkpoints, those that `find` tries]."""
         saved = list_saved(self.root)
-        tried = [s for s in saved if self._line.holds(s)] if own else candidates(
-            saved, None if where == "auto" else read_saved(Path(where)))
+        tried = candidates(saved, None if where == "auto" else read_saved(Path(where)),
+                           self._line if own else None)
         return [[str(s.path) for s in group] for group in (saved, tried)]
 
     def load(self, path: Path, tensors: Mapping[str, Tensor]) -> None:

@@ -1,5 +1,5 @@
 """What a user sees of a run: one line that changes on a terminal, plain lines elsewhere,
-TensorBoard if asked, and a summary at the end. One rank shows; costs are measured by
+trackers if asked, and a summary at the end. One rank shows; costs are measured by
 scripts/bench_logging.py.
 """
 
@@ -19,7 +19,9 @@ from tqdm import tqdm
 from orchmllm.config.recipe import RunConfig
 from orchmllm.launch import drop_output
 from orchmllm.plan.assign import PHASES
+from orchmllm.plan.gain import Gain, describe
 from orchmllm.runtime.log_schema import METRICS, NUMBERS
+from orchmllm.runtime.trackers import Trackers
 
 MAX_LINES = 100  # plain lines of a run whose steps are fast ...
 LINE_EVERY_S = 30.0  # ... and the longest silence of one whose steps are slow
@@ -42,7 +44,7 @@ class RunDisplay:
         self._totals = Totals()
         self._draws = False
         self._line = ""  # what is drawn, of any width
-        self._writer = None
+        self._trackers: Trackers | None = None
         self._total = self._done = 0
         self._step_s: float | None = None  # smoothed
         self._shown_at = self._stepped_at = self._started_at = time.perf_counter()
@@ -54,10 +56,7 @@ class RunDisplay:
         self._started_at = self._stepped_at = time.perf_counter()
         if not self._shows:
             return
-        if self._run.tensorboard:
-            from torch.utils.tensorboard import SummaryWriter
-
-            self._writer = SummaryWriter(str(self._run.folder / "tensorboard"))
+        self._trackers = Trackers(self._run, self.note)
         self._draws = _width() > 0
 
     def step(self, row: dict) -> None:
@@ -70,9 +69,7 @@ class RunDisplay:
         self._step_s = seconds if self._step_s is None else 0.9 * self._step_s + 0.1 * seconds
         self._done = row["step"] + 1
         self._totals.add(row)
-        if self._writer is not None:
-            for name, value in scalars(row):
-                self._writer.add_scalar(name, value, row["step"])
+        self._trackers.log(dict(scalars(row)), row["step"])
         if self._draws or self._line_is_due(now):
             left = tqdm.format_interval(self._step_s * (self._total - self._done))
             line = (f"step {self._done}/{self._total} "
@@ -93,8 +90,8 @@ class RunDisplay:
 
     def validation(self, row: dict) -> None:
         """row: of a validation."""
-        if self._writer is not None:
-            self._writer.add_scalar("validation_loss", row["validation_loss"], row["step"])
+        if self._trackers is not None:
+            self._trackers.log({"validation_loss": row["validation_loss"]}, row["step"])
         loss = row["validation_loss"]
         shown = f"{loss:.4f}" if math.isfinite(loss) else f"{loss} (no targets, or not finite)"
         self.note(f"validation loss {shown} after {row['step']} steps")
@@ -138,11 +135,10 @@ class RunDisplay:
                         + (f"\n  checkpoint  {saved}" if saved else ""))
 
     def close(self) -> None:
-        """Leaves the terminal in order and writes out what TensorBoard was told."""
+        """Leaves the terminal in order and ends the trackers."""
         self._end_line()
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None
+        if self._trackers is not None:
+            self._trackers.close()
 
     def _end_line(self) -> None:
         """What was drawn last stays, and the cursor leaves it."""
@@ -164,7 +160,7 @@ def _width() -> int:
 
 
 class Totals:
-    """Sums over the steps of a run, in constant memory."""
+    """Sums over the steps of a run, and every gain that was measured."""
 
     def __init__(self) -> None:
         self.num_steps = self.num_failed_media = self.skipped_steps = 0
@@ -175,6 +171,7 @@ class Totals:
         self.bytes = {"moved_bytes": 0, "internode_bytes": 0}
         # phase -> cost of the slowest rank before, after, and of the mean rank
         self.cost = {phase: np.zeros(3) for phase in PHASES}
+        self.gains: list[Gain] = []
 
     def add(self, row: dict) -> None:
         if row["num_global_targets"]:
@@ -185,6 +182,8 @@ class Totals:
         self.wait_s += row["data_wait_s"]
         self.skipped_steps = row["skipped_steps"]
         self.num_failed_media += row["num_failed_media"]
+        if gain := (row["measured"] or {}).get("gain"):
+            self.gains.append(Gain(**gain))
         phases = row["phases"]
         self.num_unbalanced += any(p["imbalance_before"] > 1.05 for p in phases.values())
         for phase, stats in phases.items():
@@ -203,6 +202,8 @@ class Totals:
         wait = f"data wait {100 * self.wait_s / max(self.step_s, 1e-9):.1f}%"
         if not self.saved():  # one rank, or balancing is off
             return f"balancing moved nothing; {wait}"
+        if self.gains:
+            return f"{describe(self.gains)}; {wait}"
         return f"balancing saved {100 * self.saved():.1f}% of the step (predicted); {wait}"
 
     def warning(self) -> str:
@@ -248,13 +249,13 @@ def facts(row: dict, left: str, saved: float) -> list[str]:
              if metric.line and row[name] is not None}
     if not row["num_global_targets"]:
         shown["loss"] = "no targets"
-    return [*shown.values(), f"{left} left", f"saved {100 * saved:.0f}%",
+    return [*shown.values(), f"{left} left", f"saved {100 * saved:.0f}% (predicted)",
             *(f"{p} {s['imbalance_before']:.2f}->{s['imbalance_after']:.2f}"
               for p, s in row["phases"].items())]
 
 
 def scalars(row: dict) -> Iterator[tuple[str, float]]:
-    """(TensorBoard tag, value) of a step."""
+    """(name in a tracker, value) of a step."""
     for name in NUMBERS:
         if row[name] is not None and (name != "loss" or row["num_global_targets"]):
             yield name, row[name]

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import math
 import os
 import sys
 import sysconfig
@@ -36,6 +37,7 @@ from orchmllm.runtime.stall_report import (
 )
 
 _LIBRARIES = (sysconfig.get_path("stdlib"), "<frozen")
+LATE_S = 30.0  # that the other ranks may take to start before one is named
 GRACE_S = 4.0  # for a rank to end by itself after another one failed
 CURABLE = (OSError, ValueError)  # the message says what to do; other errors need a traceback
 # Of torch.compile, in the forward pass and where the backward pass is compiled.
@@ -63,6 +65,9 @@ class HangWatchdog:
         self._store, self.rank, self.world_size = store, rank, world_size
         self._folder, self._stall_timeout_s, self._poll_s = folder, stall_timeout_s, poll_s
         self._exit_now = exit_now
+        self._next = (rank + 1) % world_size  # the rank that this one looks after
+        self._late_at = time.monotonic() + LATE_S
+        store.set(f"process{rank}", f"{_machine()} {os.getpid()}")
         self._main = threading.get_ident()
         self._done = threading.Event()
         self.clock: PhaseClock | None = None
@@ -77,6 +82,8 @@ class HangWatchdog:
     def close(self) -> None:
         self._done.set()
         self._thread.join(5.0)
+        with contextlib.suppress(RuntimeError):  # the rank that hosts the store may be gone
+            self._store.set(f"process{self.rank}", "")
 
     def settle(self, error: BaseException) -> str:
         """The text under which all ranks end: the first error posted by any rank, else this one's.
@@ -88,9 +95,12 @@ class HangWatchdog:
             return self.post(str(error))
         text = f"{type(error).__name__}: {error}"
         if lost:
-            return wait_until(self._error, GRACE_S) or (
-                f"rank {self.rank} lost its connection to another rank at step {self.step}, phase "
-                f"{self._phase()}; that rank died without a message ({text.splitlines()[0]})")
+            with contextlib.suppress(RuntimeError):  # the store may be what was lost
+                if posted := wait_until(self._error, GRACE_S):
+                    return posted
+            return (f"rank {self.rank} lost its connection to another rank at step {self.step}, "
+                    f"phase {self._phase()}; that rank died without a message "
+                    f"({text.splitlines()[0]})")
         text = self.post(f"rank {self.rank} failed at step {self.step}, phase {self._phase()}: "
                          f"{text}")
         others = [f"read{r}" for r in range(self.world_size) if r != self.rank]
@@ -112,6 +122,23 @@ class HangWatchdog:
         posted = self._posted()
         return "" if posted.startswith(_ASKED) else posted
 
+    def _dead(self) -> str:
+        """The error of all ranks if the process of the next rank has ended on this machine without
+        telling; until that rank has started, '' and one warning."""
+        key = f"process{self._next}"
+        if not self._store.check([key]):
+            if time.monotonic() > self._late_at:
+                self._late_at = math.inf
+                print(f"warning: rank {self.rank} has waited {LATE_S:g} s for rank {self._next} to "
+                      "start", file=sys.stderr, flush=True)
+            return ""
+        process = self._store.get(key).decode()
+        machine, _, pid = process.rpartition(" ")
+        if not machine or machine != _machine() or os.path.exists(f"/proc/{pid}") or (
+                self._store.get(key).decode() != process):  # it said meanwhile that it was done
+            return ""
+        return self.post(f"rank {self._next} (process {pid}) died without a message")
+
     def _phase(self) -> str:
         return (self.clock.phase if self.clock is not None else None) or "data"
 
@@ -128,7 +155,7 @@ class HangWatchdog:
                         or "orchmllm-checkpoint" in {t.name for t in threading.enumerate()}):
                     seen, since = now, time.monotonic()
                 still_s = time.monotonic() - since
-                error = self._posted()
+                error = self._posted() or self._dead()
                 if still_s > self._stall_timeout_s and self.clock is not None and not error:
                     if self._store.add(_COMPILING, 0) > 0:  # the others wait for a rank that does
                         since = time.monotonic()
@@ -192,6 +219,15 @@ class HangWatchdog:
                 (self._folder / f"flight_recorder_rank{self.rank}.json").write_bytes(dump())
         except OSError as e:  # must not keep this rank from ending
             print(f"warning: no stacks in {self._folder}: {e}", file=sys.stderr)
+
+
+def _machine() -> str:
+    """Of all running machines and containers this one; '' where the system does not tell."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8")
+        return boot.strip() + os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return ""
 
 
 def _stack(frame: FrameType | None) -> Iterator[FrameType]:

@@ -75,19 +75,20 @@ def list_saved(root: Path) -> list[Saved]:
                   key=lambda s: (s.sequence, s.path.name), reverse=True)
 
 
-def candidates(saved: Sequence[Saved], start: Saved | None = None) -> list[Saved]:
+def candidates(saved: Sequence[Saved], start: Saved | None = None,
+               line: Lineage | None = None) -> list[Saved]:
     """What `run.resume=auto` tries, in this order: folders whose manifest cannot be read, so that
     they are told, then the newest checkpoint and those that led to it. start: the checkpoint that
     run.resume names; then those saved since a run branched off there, if the newest is one, and
-    `start` itself. saved: as `list_saved` gives them."""
+    `start` itself. line: of this run, in place of that of the newest. saved: as `list_saved` gives
+    them."""
     if start is not None:
         point = (start.run, start.sequence)
         return [s for s in candidates(saved) if point in s.ancestors] + [start]
     unreadable = [s for s in saved if s.sequence < 0 and not s.is_aside]
-    if not saved or saved[0].sequence < 0:
-        return unreadable
-    newest = Lineage(saved[0].run, saved[0].ancestors)
-    return unreadable + [s for s in saved if newest.holds(s)]
+    if saved and line is None:
+        line = Lineage(saved[0].run, saved[0].ancestors)
+    return unreadable + [s for s in saved if line.holds(s)]
 
 
 def line_after(start: Saved, saved: Sequence[Saved], *, branch: bool = False) -> Lineage:

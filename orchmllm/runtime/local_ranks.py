@@ -40,8 +40,7 @@ class _StopRequests:
             os.write(2, b"all ranks were killed\n")
             os._exit(128 + number)
         self.signal, self._at = number, time.monotonic()
-        os.write(2, f"{signal.Signals(number).name}: ranks that train finish their step and save; "
-                    "a second one ends them at once\n".encode())
+        os.write(2, b"Stopping after this step and saving; press Ctrl-C again to stop now\n")
         raise self._error("stop", signal.SIGTERM)
 
 
@@ -71,6 +70,10 @@ def run_local(module: str, args: list[str], num_ranks: int, *, cpu_only: bool = 
 
     log(describe_devices())
     num_ranks = num_ranks or max(torch.cuda.device_count(), 1)
+    cores = os.cpu_count() or num_ranks
+    if num_ranks > cores and not torch.cuda.is_available():
+        log(f"{num_ranks} ranks share {cores} cores: steps are slow, and their times say little of "
+            "a machine with a core for each rank")
     _set_environment(num_ranks, num_threads)
     config = LaunchConfig(
         min_nodes=1, max_nodes=1, nproc_per_node=num_ranks, rdzv_backend="c10d",

@@ -80,10 +80,19 @@ _MEASURED = {
         "ranks": Metric(COUNTS, "which ones, at most eight, the slowest one first"),
         "s": Metric({"type": "array", "items": SIZE}, "their times", "s"),
     }), "The slowest ranks of a phase."))), "the ranks that took longest, as slowest_s"),
+    "gain": Metric(_keys({
+        "predicted": Metric(NUMBER, "by the cost model"),
+        "measured": Metric(NUMBER, "by the times of the slowest ranks (slowest_s), each divided by "
+                           "its predicted cost as sampled"),
+    }) | {"type": ["object", "null"]}, "where the step that was measured is as_sampled: share of "
+        "their time that balancing saved in the balanced steps since the last such step; else "
+        "null"),
 }
 _SCHEMA = {"schema": Metric({"type": "integer", "const": SCHEMA_VERSION}, "version of this format")}
 METRICS = {
     "step": Metric(COUNT, "index of the step, from 0"),
+    "as_sampled": Metric(FLAG, "the step ran unbalanced to measure what balancing gains "
+                         "(balance.measure_every)"),
     "loss": Metric(MEASURED, "cross entropy per target, over the whole step; null where the step "
                    "has no target (num_global_targets is 0) or the loss is not finite",
                    line="loss {:.4f}"),
@@ -97,6 +106,15 @@ METRICS = {
     "mfu": Metric(MEASURED, "share of the GPUs' dense bf16 peak spent on useful FLOPs (no padding, "
                   "nothing recomputed); null where the peak is unknown, as on a CPU"),
     "step_s": Metric(SIZE, "duration of the step on rank 0, waiting for data included", "s"),
+    "update_s": Metric(SIZE, "CPU time of the slowest rank's thread to clip the gradients, and to "
+                       "update the parameters in the step before; on a GPU the device's time, "
+                       "told a step later", "s"),
+    "waiting_s": Metric(SIZE, "how long rank 0's thread was on no core in the step: it waited for "
+                        "a core, for other ranks or its GPU; waiting for data is left out", "s"),
+    "core_wait_s": Metric(MEASURED, "how much of waiting_s it was ready to run and waited for a "
+                          "core; null where the system does not count that", "s"),
+    "logging_s": Metric(SIZE, "duration of writing and showing the row of the step before, on rank "
+                        "0; it comes on top of step_s", "s"),
     "data_wait_s": Metric(SIZE, "how long the slowest rank waited for its data", "s",
                           line="wait {:.3f} s"),
     "plan_ms": Metric(SIZE, "time to plan the step; hidden behind the step before when "

@@ -8,8 +8,10 @@ the other ranks in that of the next step; waiting for parameters on their way co
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -17,19 +19,32 @@ import torch
 
 from orchmllm.batch import Step
 from orchmllm.models.phase_clock import PhaseClock
+from orchmllm.plan.gain import GainMeter, slowest_costs
 from orchmllm.plan.step import PHASES, StepPlan, imbalance
 
 CLOCK_PHASES = (*PHASES, "exchange")
 NAMED_ITEMS = 3  # of the slowest rank, the longest ones
 NAMED_RANKS = 8  # of each phase, the slowest ones
+SCHEDSTAT = Path("/proc/thread-self/schedstat")
+
+
+def thread_times() -> np.ndarray:
+    """Seconds of this thread so far: by the wall clock, on a core, and ready to run while it waited
+    for a core (nan where the system does not count that)."""
+    try:
+        core_wait_s = int(SCHEDSTAT.read_text().split()[1]) / 1e9
+    except (OSError, LookupError):
+        core_wait_s = math.nan
+    return np.array([time.perf_counter(), time.thread_time(), core_wait_s])
 
 
 class StepFacts(NamedTuple):
-    """What all d ranks reported at the end of a step (StepTimer.gather). loss_sum, exchange_s,
-    wait_s, remote, local, signal: (d, 1); cpu_s, measured_s: (d, CLOCK_PHASES); norms (d, 1 +
-    parts): of the gradient and of its parts, the same on all ranks."""
+    """What all d ranks reported at the end of a step (StepTimer.gather). loss_sum, update_s,
+    exchange_s, wait_s, remote, local, signal: (d, 1); cpu_s, measured_s: (d, CLOCK_PHASES); norms
+    (d, 1 + parts): of the gradient and of its parts, the same on all ranks."""
 
     loss_sum: np.ndarray
+    update_s: np.ndarray
     exchange_s: np.ndarray
     wait_s: np.ndarray
     remote: np.ndarray
@@ -47,9 +62,11 @@ class StepFacts(NamedTuple):
         """Its part of the step's row of metrics. parts: those of the gradient."""
         norm, *part_norms = self.norms[0].tolist()
         return {
-            "step": step.index, "loss": loss if step.num_global_targets else math.nan,
+            "step": step.index, "as_sampled": step.as_sampled,
+            "loss": loss if step.num_global_targets else math.nan,
             "grad_norm": norm, "grad_norms": dict(zip(parts, part_norms, strict=True)),
             "tokens_per_s": sum(int(p.layout.num_tokens.sum()) for p in step.plans) / step_s,
+            "update_s": float(self.update_s.max()),
             "data_wait_s": float(self.wait_s.max()), "plan_ms": 1e3 * step.plan_s,
             "exchange_ms": 1e3 * float(self.exchange_s.max()),
             "num_global_targets": step.num_global_targets,
@@ -72,8 +89,9 @@ class StepTimer:
 
     def restart(self) -> None:
         """The next step does not follow the last one."""
-        self._before: tuple[int, Sequence[StepPlan]] | None = None
-        self._seconds = [0.0] * len(CLOCK_PHASES)
+        self._before: tuple | None = None  # of the step whose times are not known yet
+        self._gain = GainMeter()
+        self._seconds, self._update_s = [0.0] * len(CLOCK_PHASES), 0.0
 
     def gather(self, gather: Callable[[list], np.ndarray], step: Step, loss_sum: torch.Tensor,
                norms: torch.Tensor, signal: int) -> StepFacts:
@@ -81,33 +99,40 @@ class StepTimer:
         of all ranks. norms: (1 + parts,). signal: that asked this rank to stop."""
         clock = self._clock
         cpu_s = [clock.cpu_s[p] for p in CLOCK_PHASES]
+        update_s = clock.cpu_s.pop("update")  # what follows is reported with the next step
         mine = StepFacts(  # lists of this rank's numbers
             loss_sum=[loss_sum], wait_s=[step.wait_s], remote=[step.preprocessed.remote],
             local=[step.preprocessed.local], signal=[signal], cpu_s=cpu_s,
+            update_s=[self._update_s if clock.has_events else update_s],
             exchange_s=self._seconds[-1:] if clock.has_events else [clock.wall_s["exchange"]],
             measured_s=self._seconds if clock.has_events else cpu_s, norms=list(norms))
         rows = gather([number for numbers in mine for number in numbers])
         return StepFacts(*np.split(rows, np.cumsum([len(n) for n in mine])[:-1], axis=1))
 
-    def measured(self, index: int, plans: Sequence[StepPlan], seconds: np.ndarray) -> dict | None:
+    def measured(self, step: Step, seconds: np.ndarray) -> dict | None:
         """What metrics.jsonl says of the step that was measured: this one, or with events the one
-        before. seconds: (d, CLOCK_PHASES), what all ranks reported in the synchronisation of step
-        `index`."""
+        before. seconds: (d, CLOCK_PHASES), what all ranks reported in the synchronisation of
+        `step`."""
+        timed = step.index, step.plans, slowest_costs(step.phases), step.as_sampled
         if self._clock.has_events:
             device_s = self._clock.device_s()
             self._seconds = [device_s.get(p, 0.0) for p in CLOCK_PHASES]
-            before, self._before = self._before, (index, plans)
-            if before is None:
+            self._update_s = device_s.get("update", 0.0)
+            timed, self._before = self._before, timed
+            if timed is None:
                 return None
-            index, plans = before
+        index, plans, costs, as_sampled = timed
         slow = np.argsort(-seconds, axis=0, kind="stable")[:NAMED_RANKS]  # (8, CLOCK_PHASES) ranks
+        slowest_s = seconds.max(axis=0)
+        gain = self._gain.add(*costs, float(slowest_s.sum()), as_sampled)
         return {"step": index,
                 "imbalance": {p: imbalance(seconds[:, i]) for i, p in enumerate(PHASES)},
-                "slowest_s": dict(zip(CLOCK_PHASES, seconds.max(axis=0).tolist(), strict=True)),
+                "slowest_s": dict(zip(CLOCK_PHASES, slowest_s.tolist(), strict=True)),
                 "slowest": {p: _had_to_do(plans, p, int(slow[0, i])) for i, p in enumerate(PHASES)},
                 "slow_ranks": {
                     p: {"ranks": slow[:, i].tolist(), "s": seconds[slow[:, i], i].tolist()}
-                    for i, p in enumerate(CLOCK_PHASES)}}
+                    for i, p in enumerate(CLOCK_PHASES)},
+                "gain": gain and gain._asdict()}
 
 
 def _had_to_do(plans: Sequence[StepPlan], phase: str, rank: int) -> dict:

@@ -8,6 +8,8 @@ import shutil
 from collections.abc import Callable, Iterable
 from functools import partial
 
+from tqdm import tqdm
+
 from orchmllm.config.model import LLMConfig
 from orchmllm.config.recipe import Recipe
 from orchmllm.data.formats.open import check_source, open_tokenizer, sources_of
@@ -65,6 +67,7 @@ def check_run_folder(recipe: Recipe, state_bytes: int) -> None:
     free, needed = shutil.disk_usage(there).free, more * state_bytes + SPARE_BYTES
     if free < needed:
         raise ValueError(
-            f"run.dir: {recipe.run.dir} has {free / 1e9:.1f} GB free, but {more} more checkpoint"
-            f"{'s' if more > 1 else ''} of {state_bytes / 1e9:.1f} GB need {needed / 1e9:.1f} GB: "
-            "choose another disk, or lower checkpoint.keep_last")
+            f"run.dir: {recipe.run.dir} has {tqdm.format_sizeof(free, 'B')} free, but {more} more "
+            f"checkpoint{'s' * (more > 1)} of {tqdm.format_sizeof(state_bytes, 'B')} and logs need "
+            f"{tqdm.format_sizeof(needed, 'B')}: choose another disk, or lower "
+            "checkpoint.keep_last")

@@ -20,7 +20,7 @@ class Stopped(Exception):
 
     def __init__(self, number: int, step: int) -> None:
         self.exit_code = 128 + number
-        super().__init__(f"stopped by {signal.Signals(number).name} after step {step}")
+        super().__init__(f"stopped on request after step {step}")
 
 
 class StopSignal:

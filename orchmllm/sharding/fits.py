@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
 
-from orchmllm.config.job import resolve
+from orchmllm.config.job import Job, resolve
 from orchmllm.config.recipe import Recipe
 from orchmllm.data.sampler import make_sampler
 from orchmllm.models.flops import Lengths, padded_phases
 from orchmllm.plan.assign import PHASES, PlanSpec
 from orchmllm.plan.layout import ENCODERS, BatchLayout
-from orchmllm.plan.step import plan_step
+from orchmllm.plan.step import StepPlan, plan_step
 from orchmllm.sharding.memory import Loads, MemoryModel, choose_checkpointing, loads_of
 
 DEVICE_SHARE = 0.92  # of a GPU's memory; the rest is CUDA's context, NCCL and fragments
@@ -113,6 +113,27 @@ def scaled(loads: Loads, factor: float) -> Loads:
 def largest_fitting(peak: Callable[[int], float], budget_bytes: float, high: int) -> int:
     """Largest b in 1 .. high with peak(b) <= budget_bytes, by bisection; 0 if there is none."""
     return bisect_right(range(1, high + 1), budget_bytes, key=peak)
+
+
+def memory_check(
+    job: Job, choice: Mapping[str, str], device_bytes: float,
+    gather: Callable[[list[float]], np.ndarray],
+) -> Callable[[StepPlan], str]:
+    """Plan of a microbatch -> why it does not fit the memory of a rank, by the prediction, "" if it
+    does, or where no budget is known. choice: phase -> checkpointing. device_bytes: of this rank's
+    GPU, 0 on a CPU. gather: (n,) numbers of this rank -> (d, n) of all; the smallest GPU decides.
+    """
+    memory = MemoryModel.of(job, on_cpu=not device_bytes)
+    budget = float(gather([budget_of(job.recipe, device_bytes)[0]]).min())
+
+    def check(plan: StepPlan) -> str:
+        if not budget:
+            return ""
+        peak = memory.peak(loads_of(plan, padded_phases(job.recipe.model)), choice)
+        return "" if peak <= budget else (
+            f"a rank is predicted to need {peak / 1e9:.3g} GB of {budget / 1e9:.3g}")
+
+    return check
 
 
 def for_run(recipe: Recipe, dataset, rows: Sequence[int], spec: PlanSpec, num_ranks: int,

@@ -1,7 +1,7 @@
 """Trains with balancing off and on, from the same seed, and shows that the losses are the same
 while the waiting is gone.
 
-    orchmllm compare --recipe recipes/demo.yaml [section.key=value ...]
+    orchmllm compare recipes/demo.yaml [section.key=value ...]
 
 Two models train in the same processes, one without and one with balancing, on the same batches and
 step by step in turn, so that whatever else the machine does meets both alike.
@@ -25,9 +25,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from orchmllm import launch
-from orchmllm.cli.options import add_overrides, command_parser, in_one_line
+from orchmllm.cli.options import in_one_line, recipe_parser
 from orchmllm.config.job import check_world, resolve
-from orchmllm.config.recipe import Recipe, load_recipe
+from orchmllm.config.recipe import Recipe, load_recipe, to_yaml
 from orchmllm.runtime.local_ranks import run_local
 from orchmllm.runtime.metrics import metrics_log
 from orchmllm.train import run_rank
@@ -38,19 +38,17 @@ MAX_LOSS_DIFFERENCE = 1e-5  # relative, at any step: float32 sums in another ord
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    parser = command_parser("compare", __doc__)
-    parser.add_argument("--recipe", required=True, help="YAML file; every key has a default")
+    parser = recipe_parser("compare", __doc__)
     parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
-    add_overrides(parser)
-    return parser.parse_intermixed_args(argv)  # overrides before and after options
+    return parser.parse_recipe(argv)
 
 
 def variant(recipe: Recipe, enabled: bool) -> Recipe:
-    """The recipe with balancing on or off, from scratch and without checkpoints."""
+    """The recipe with balancing on or off in all steps, from scratch and without checkpoints."""
     return replace(
         recipe, run=replace(recipe.run, resume="never"),
         checkpoint=replace(recipe.checkpoint, every_steps=-1),
-        balance=replace(recipe.balance, enabled=enabled))
+        balance=replace(recipe.balance, enabled=enabled, measure_every=0))
 
 
 def train_in_turn(recipe: Recipe, world: launch.World) -> dict[str, list[dict]]:
@@ -128,11 +126,12 @@ def main(argv: list[str]) -> int:
     return run_all(recipe, argv)
 
 
-def log_of(rows: list[dict], folder: Path) -> Path:
+def log_of(rows: list[dict], recipe: Recipe, folder: Path) -> Path:
     """Writes rows, without their wall_s, as the log of a run in `folder`, in place of what is
-    there."""
+    there, with its recipe."""
     (folder / "metrics.jsonl").unlink(missing_ok=True)
     log = metrics_log(folder)
+    (folder / "recipe.yaml").write_text(to_yaml(recipe), encoding="utf-8")
     for row in rows:
         log.write({key: value for key, value in row.items() if key != "wall_s"})
     log.close()
@@ -161,8 +160,10 @@ def run_all(recipe: Recipe, argv: list[str]) -> int:
     result["vocab_size"] = recipe.model.llm.vocab_size
     result["loss_difference"] = largest_difference(result["loss_off"], result["loss_on"])
     (run_dir / "comparison.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    (run_dir / "comparison.html").write_text(page(*(
-        read_run(log_of(rows[name], run_dir / name)) for name in ("on", "off"))),
+    (run_dir / "comparison.html").write_text(page(
+        *(read_run(log_of(rows[name], variant(recipe, name == "on"), run_dir / name))
+          for name in ("on", "off")),
+        title=f"Balancing on and off: {run_dir.resolve().name}"),
         encoding="utf-8")
     print(report.comparison_table(result, recipe))
     print(f"\nwritten: {run_dir / 'comparison.json'} and {run_dir / 'comparison.html'}")

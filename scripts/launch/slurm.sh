@@ -30,12 +30,12 @@ MASTER_ADDR=${hosts%%$'\n'*}
 MASTER_PORT=$((20000 + SLURM_JOB_ID % 20000))
 export MASTER_ADDR MASTER_PORT
 export_network_defaults "$MASTER_ADDR"
-python -m orchmllm.train --recipe "$recipe" --validate --world-size "$SLURM_NTASKS" "$@"
+python -m orchmllm.train "$recipe" --validate --ranks "$SLURM_NTASKS" "$@"
 
 code=0
 # Ranks read SLURM_PROCID, SLURM_LOCALID and SLURM_NTASKS themselves (orchmllm.launch.world_from).
 srun --kill-on-bad-exit=1 --cpu-bind=none \
-  python -m orchmllm.train --recipe "$recipe" --world-size "$SLURM_NTASKS" "$@" || code=$?
+  python -m orchmllm.train "$recipe" --ranks "$SLURM_NTASKS" "$@" || code=$?
 if [ "$code" -eq 143 ]; then  # 128 + SIGTERM: all ranks have saved
   echo "stopped before the time limit; queueing the job again"
   scontrol requeue "$SLURM_JOB_ID"

@@ -19,9 +19,9 @@ ranks=${NPROC:-$(gpus_here)}
 address=${MASTER_ADDR:-localhost}
 export_network_defaults "$address"
 # A wrong number of ranks is answered here, once, before anything starts.
-python -m orchmllm.train --recipe "$recipe" --validate --world-size "$((nodes * ranks))" "$@"
+python -m orchmllm.train "$recipe" --validate --ranks "$((nodes * ranks))" "$@"
 # After SIGTERM the ranks finish their step and save; torchrun would kill them after 30 s.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT="${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-600}"
 exec torchrun --nnodes "$nodes" --node-rank "${NODE_RANK:-0}" --nproc-per-node "$ranks" \
   --master-addr "$address" --master-port "${MASTER_PORT:-29500}" \
-  -m orchmllm.train --recipe "$recipe" --world-size "$((nodes * ranks))" "$@"
+  -m orchmllm.train "$recipe" --ranks "$((nodes * ranks))" "$@"

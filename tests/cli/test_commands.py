@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
-from importlib.metadata import entry_points
+from importlib.metadata import entry_points, version
 
 import pytest
 
@@ -18,20 +19,67 @@ def orchmllm(*argv: str) -> subprocess.CompletedProcess:
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_every_command_explains_itself(command, capsys):
+def test_every_command_explains_itself(command, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
     with pytest.raises(SystemExit) as stop:
-        dispatch([command, "--help"])
+        dispatch([*command.split(), "--help"])
     said = capsys.readouterr().out
-    assert stop.value.code == 0 and said.startswith("usage: ")
-    assert command in said.splitlines()[0]
+    assert stop.value.code == 0 and said.startswith(f"usage: orchmllm {command} ")
+    assert len(said.splitlines()) <= 40 and max(map(len, said.splitlines())) <= 80
 
 
-def test_without_a_command_or_with_a_wrong_one_the_commands_are_listed():
-    asked, none, wrong = orchmllm("--help"), orchmllm(), orchmllm("trian")
-    assert (asked.returncode, none.returncode, wrong.returncode) == (0, 2, 2)
-    assert wrong.stderr.startswith("error: 'trian' is no command of orchmllm\n")
-    for text in (asked.stdout, none.stdout, wrong.stderr):
+def said_by(argv: list[str], capsys) -> tuple[object, str]:
+    """(exit code, output) of a command."""
+    try:
+        code = dispatch(argv)
+    except SystemExit as stop:
+        code = stop.code
+    return code, "".join(capsys.readouterr())
+
+
+def test_without_a_command_or_with_a_wrong_one_the_commands_are_listed(capsys):
+    wrong = orchmllm("trian")
+    assert wrong.returncode == 2 and wrong.stderr.startswith(
+        "error: 'trian' is no command of orchmllm; did you mean train?\n")
+    asked = [said_by(argv, capsys) for argv in (
+        ["--help"], [], ["papers"], ["papers", "--help"], ["papers", "plam"])]
+    assert [code for code, _ in asked] == [0, 2, 2, 0, 2]
+    assert "'papers plam' is no command of orchmllm; did you mean papers plan?" in asked[-1][1]
+    for text in (wrong.stderr, *(text for _, text in asked)):
         assert all(f"  {name} " in text for name in COMMANDS)
+
+
+def test_versions(capsys):
+    assert said_by(["--version"], capsys) == (0, ", ".join(
+        f"{name} {version(name)}" for name in ("orchmllm", "torch", "transformers")) + "\n")
+
+
+@pytest.mark.parametrize("argv, text", [
+    (["train", "r.yaml", "--valdate"], "arguments: --valdate; did you mean --validate?"),
+    (["dry-run", "r.yaml", "--netwrok", "4"], "arguments: --netwrok 4; did you mean --network?"),
+    (["compare", "--recpie", "r.yaml"], "arguments: --recpie"),
+    (["train"], "RECIPE is missing"), (["plan", "job", "r.yaml"], "--ranks is missing")])
+def test_a_wrong_command_line_names_the_cure(argv, text, capsys):
+    code, said = said_by(argv, capsys)
+    assert code == 2 and text in said
+
+
+def test_older_spellings_are_the_same_command(tmp_path, capsys):
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text("data: {path: none}\n", encoding="utf-8")
+    for older, now in (
+            (["train", "--recipe", str(recipe), "train.lr=0.5", "--print-config"],
+             ["train", str(recipe), "--print-config", "train.lr=0.5"]),
+            (["dry-run", str(recipe), "--world-size", "4", "--mix", "natural"],
+             ["dry-run", str(recipe), "--ranks", "4", "--mix", "natural"]),
+            (["simulate", "all", "--recipe", str(recipe), "--mix", "natural", "--ranks", "4"],
+             ["papers", "simulate", "all", str(recipe), "--mix", "natural", "--ranks", "4"]),
+            (["plan", "recompute", "--recipe", str(recipe), "--mix", "natural"],
+             ["papers", "plan", "recompute", str(recipe), "--mix", "natural"])):
+        want, got = said_by(now, capsys), said_by(older, capsys)
+        assert [re.sub(r"[\d.]+", "", text) for _, text in (got, want)] == 2 * [
+            re.sub(r"[\d.]+", "", want[1])]  # figures of time differ
+        assert got[0] == want[0] == 0 and len(want[1]) > 100
 
 
 def test_the_console_script_is_this_command():

@@ -165,8 +165,10 @@ def labels_of_a_run(world, dispatch: str, accumulation: int) -> list[tuple]:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("dispatch", ["tensors", "load", "bytes"])
-@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("dispatch, accumulation", [
+    ("tensors", 1), ("load", 2), ("bytes", 2),
+    *(pytest.param(*case, marks=pytest.mark.slow)
+      for case in (("tensors", 2), ("load", 1), ("bytes", 1)))])
 def test_nothing_is_learnt_of_examples_that_failed_and_all_of_the_others(dispatch, accumulation):
     """Of all ranks and microbatches, label by label."""
     data = EveryThirdFails(kinds=["TVT", "TAT", "VAT", "TVTAT"])

@@ -47,8 +47,8 @@ def test_terminal(recipe, capsys):
     assert main(["preview", str(recipe), "--row", "6"]) == 0
     out = capsys.readouterr().out
     assert out.count("--- ") == 3 and "[[no.<|im_end|>]]" in out and "\x1b" not in out
-    assert re.search(r"<image 2.webp: \d+x\d+ pixels -> \d+ rows, \d+ tokens>", out)
-    assert re.search(r"<clip 0.wav: [\d.]+ s at \d+ Hz -> \d+ rows, \d+ tokens>", out)
+    assert re.search(r"<image 2.webp: \d+x\d+ pixels -> \d+ patches, \d+ tokens>", out)
+    assert re.search(r"<clip 0.wav: [\d.]+ s at \d+ Hz -> \d+ mel frames, \d+ tokens>", out)
 
 
 def test_what_cannot_be_read_is_said(recipe, capsys):

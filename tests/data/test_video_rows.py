@@ -109,7 +109,7 @@ def test_preview_shows_frames(videos, capsys):
                       f"index_dir: {videos}/ix}}\n")
     assert main(["preview", str(recipe)]) == 0
     out = capsys.readouterr().out
-    assert "<frame sound.mp4: at 1.50 s, 112x56 pixels -> 32 rows, 8 tokens>" in out
+    assert "<frame sound.mp4: at 1.50 s, 112x56 pixels -> 32 patches, 8 tokens>" in out
     assert re.search(r"<clip sound.mp4: 3\.\d\d s at 48000 Hz", out)
 
 

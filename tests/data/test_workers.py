@@ -66,7 +66,8 @@ def drawn(world, num_workers: int, dispatch: str) -> tuple[list, list, int]:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("dispatch", ["load", "bytes", "tensors"])
+@pytest.mark.parametrize("dispatch", [
+    "load", pytest.param("bytes", marks=pytest.mark.slow), "tensors"])
 def test_same_batches_with_any_number_of_workers(dispatch):
     alone, *others = (run_ranks(drawn, 2, n, dispatch) for n in (0, 1, 3))
     assert dispatch == "bytes" or all(failed for _, failed, _ in alone)
@@ -110,7 +111,8 @@ def unlucky(world, how: str) -> None:
 
 @pytest.mark.dist
 @pytest.mark.parametrize("how, text", [
-    ("killed", "a data worker exited unexpectedly"), ("raises", "KeyError: 'no such thing'"),
+    pytest.param("killed", "a data worker exited unexpectedly", marks=pytest.mark.slow),
+    ("raises", "KeyError: 'no such thing'"),
     ("killed while idle", "a data worker exited unexpectedly")])
 def test_what_happens_in_a_worker_is_raised_on_all_ranks(how, text):
     with pytest.raises(RankFailure) as failure:

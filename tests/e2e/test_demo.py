@@ -36,7 +36,8 @@ def test_comparison_of_a_tiny_run(tmp_path, demo_corpus, monkeypatch, capsys):
     assert result["predicted_ratio"] > 1
     assert len(result["wall_s"]["on"]) == 3
     page = (tmp_path / "run" / "comparison.html").read_text()
-    assert "<h2>Comparison</h2>" in page and "dashed, and in the second column: off" in page
+    assert "<h1>Balancing on and off: run</h1>" in page and "<h2>Comparison</h2>" in page
+    assert "<td>balance.enabled</td><td>True</td><td>False</td>" in page
     assert "critical path, off / on" in stdout
     for name in ("on", "off"):
         rows = read_rows(tmp_path / "run" / name / "metrics.jsonl")

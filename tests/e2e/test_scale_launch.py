@@ -89,7 +89,7 @@ def sbatch(folder: Path, data: Path, **env: str) -> subprocess.CompletedProcess:
 def test_slurm_takes_the_first_of_many_hosts(tmp_path, demo_corpus):
     run = sbatch(tmp_path, demo_corpus)
     assert run.returncode == 0 and "end\n" in run.stderr, run.stderr
-    assert "MASTER_ADDR=node-of-13-00\npython -m orchmllm.train --recipe" in run.stdout
+    assert "MASTER_ADDR=node-of-13-00\npython -m orchmllm.train recipes" in run.stdout
 
 
 @pytest.mark.parametrize("code", [1, 143])

@@ -38,10 +38,12 @@ def targets_of(ids: list[int]) -> int:
 @pytest.mark.parametrize("how", [
     dict(lengths=LENGTHS, shuffle=True), dict(lengths=length_of, num_workers=2, shuffle=True,
          multiprocessing_context="fork"),
-    dict(length_fn=token_count), dict(length_fn=token_count, num_workers=1, shuffle=True),
-    dict(length_fn=token_count, shuffle=True, prefetch=0),
-    dict(lengths=LENGTHS, accumulation_steps=2), dict(length_fn=token_count, accumulation_steps=3),
+    dict(length_fn=token_count, num_workers=1, shuffle=True),
+    dict(length_fn=token_count, accumulation_steps=3),
     dict(lengths=LENGTHS, policy="greedy"), dict(lengths=LENGTHS, max_rank_tokens=400),
+    *(pytest.param(how, marks=pytest.mark.slow) for how in (
+        dict(length_fn=token_count), dict(length_fn=token_count, shuffle=True, prefetch=0),
+        dict(lengths=LENGTHS, accumulation_steps=2))),
 ], ids=lambda how: "-".join(how))
 def test_every_example_once_with_global_targets(how):
     ranks = run_ranks(epoch, 3, how)
@@ -90,8 +92,9 @@ def uneven(world, drop_last: bool, wrapped: bool) -> tuple[list[int], int, int]:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("drop_last", [False, True])
-@pytest.mark.parametrize("wrapped", [False, True])
+@pytest.mark.parametrize("drop_last, wrapped", [
+    (False, False), (True, True),
+    *(pytest.param(*case, marks=pytest.mark.slow) for case in ((False, True), (True, False)))])
 def test_uneven_streams_end_together(drop_last, wrapped):
     ranks = run_ranks(uneven, 3, drop_last, wrapped)
     seen = sorted(i for ids, *_ in ranks for i in ids)
@@ -127,7 +130,9 @@ def whole_and_first() -> list[list]:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("num_ranks, workers", [(1, 0), (2, 2), (3, 0), (4, 1), (6, 0)])
+@pytest.mark.parametrize("num_ranks, workers", [
+    (1, 0), (4, 1), *(pytest.param(*case, marks=pytest.mark.slow)
+                      for case in ((2, 2), (3, 0), (6, 0)))])
 def test_resume_on_other_ranks_and_workers(whole_and_first, num_ranks, workers):
     whole, first = whole_and_first
     states = [state for _, state in first]
@@ -193,9 +198,10 @@ def fails_with(world, where: str, kind: type, how: dict) -> tuple[str, str, int]
 
 @pytest.mark.dist
 @pytest.mark.parametrize("where, how", [
-    ("length_fn", {}), ("dataset", {}), ("collate_fn", {}), ("dataset", {"bytes": True}),
-    ("collate_fn", {"bytes": True}), ("dataset", {"num_workers": 1}),
-    ("length_fn", {"num_workers": 1, "prefetch": 0}),
+    ("length_fn", {}), ("collate_fn", {"bytes": True}), ("dataset", {"num_workers": 1}),
+    *(pytest.param(where, how, marks=pytest.mark.slow) for where, how in (
+        ("dataset", {}), ("collate_fn", {}), ("dataset", {"bytes": True}),
+        ("length_fn", {"num_workers": 1, "prefetch": 0}))),
 ], ids=str)
 def test_an_error_is_raised_on_all_ranks_with_the_same_text(where, how):
     for ranks in zip(*run_ranks(failing, 2, where, how), strict=True):
@@ -219,8 +225,9 @@ def killed_worker(world, how: dict) -> tuple[str, int, list[str]]:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("how", [dict(lengths=length_of), dict(length_fn=token_count)],
-                         ids=lambda how: "-".join(how))
+@pytest.mark.parametrize("how", [
+    dict(lengths=length_of), pytest.param(dict(length_fn=token_count), marks=pytest.mark.slow)],
+    ids=lambda how: "-".join(how))
 def test_a_killed_worker_is_told_by_all_ranks(how):
     ranks = run_ranks(killed_worker, 2, how)
     assert ranks[0][0] == ranks[1][0] and "worker" in ranks[0][0], ranks

@@ -31,7 +31,7 @@ def yielded(world, how: dict) -> list[list[int]]:
     return [[loader.step.num_global_targets, *loader.step.example_ids] for _ in loader]
 
 
-@pytest.mark.parametrize("dispatch", ["load", "bytes"])
+@pytest.mark.parametrize("dispatch", [pytest.param("load", marks=pytest.mark.slow), "bytes"])
 def test_shards_keep_their_examples_and_share_targets(dispatch):
     shards = run_ranks(yielded, 4, dict(shard_size=2, **LENGTHS_FOR[dispatch]))
     plain = run_ranks(yielded, 4, dict(enabled=False))
@@ -169,7 +169,7 @@ def one_after_the_other(world, dispatch: str) -> list[int]:
     return held
 
 
-@pytest.mark.parametrize("dispatch", ["load", "bytes"])
+@pytest.mark.parametrize("dispatch", [pytest.param("load", marks=pytest.mark.slow), "bytes"])
 def test_a_loader_takes_the_groups_of_one_that_is_no_more(dispatch):
     for held in run_ranks(one_after_the_other, 2, dispatch):
         assert held[-1] == held[-2] == held[-3], held
@@ -284,7 +284,7 @@ def equivalence(world, wrong: bool, accumulation_steps: int = 1) -> tuple[float,
         return 1.0, str(e)
 
 
-@pytest.mark.parametrize("accumulation_steps", [1, 3])
+@pytest.mark.parametrize("accumulation_steps", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_check_equivalence_passes_a_sum_and_finds_a_mean_per_rank(accumulation_steps):
     right, wrong = (run_ranks(equivalence, 2, w, accumulation_steps) for w in (False, True))
     assert all(worst < 1e-12 and not text for worst, text in right), right

@@ -310,7 +310,7 @@ def microbatches(world, prefetch: int) -> list[tuple]:
     return out
 
 
-@pytest.mark.parametrize("prefetch", [0, 3])
+@pytest.mark.parametrize("prefetch", [pytest.param(0, marks=pytest.mark.slow), 3])
 def test_facts_are_those_of_the_microbatch_last_yielded(prefetch):
     ranks = run_ranks(microbatches, 2, prefetch)
     assert [f[:3] for f in ranks[0]] == [(s, k, k == 2) for s in range(4) for k in range(3)]

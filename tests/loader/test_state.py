@@ -107,7 +107,8 @@ def of_another_size(world, kind: str) -> None:
         assert [b["ids"].tolist() for b in loader] == [[i, i + 1] for i in range(6, 24, 2)]
 
 
-@pytest.mark.parametrize("kind", ["sampler", "batch sampler", "stream"])
+@pytest.mark.parametrize("kind", [
+    "sampler", pytest.param("batch sampler", marks=pytest.mark.slow), "stream"])
 def test_the_state_of_a_sampler_or_stream_refuses_another_batch_size(kind):
     run_ranks(of_another_size, 1, kind)
 
@@ -157,8 +158,11 @@ def resumed_within_a_step(world, kind: str) -> np.ndarray:
         loader.load_state_dict(state)
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3])
-@pytest.mark.parametrize("kind", ["load", "bytes", "stream", "sampler"])
+@pytest.mark.parametrize("kind, num_ranks", [
+    ("load", 2), ("bytes", 3), ("stream", 2), ("sampler", 3),
+    *(pytest.param(kind, n, marks=pytest.mark.slow) for kind, n in (
+        ("load", 1), ("load", 3), ("bytes", 1), ("bytes", 2), ("stream", 1), ("stream", 3),
+        ("sampler", 1), ("sampler", 2)))])
 def test_weights_of_a_loop_that_ended_within_a_step_are_those_of_one_that_did_not(kind, num_ranks):
     want = Learner()
     for step in range(3):

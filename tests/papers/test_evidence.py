@@ -1,5 +1,5 @@
-"""The rows of `orchmllm reproduce`: the paper's values are those of its text, and every row has a
-verdict by one rule."""
+"""The rows of `orchmllm papers reproduce`: the paper's values are those of its text, and every row
+has a verdict by one rule."""
 
 from __future__ import annotations
 

@@ -24,21 +24,29 @@ def test_events_have_the_time_between_switches(monkeypatch):
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
     clock = PhaseClock()
     clock.use_events(QueuedEvent)
-    for k, phase in enumerate(("vision", None, "vision", "llm", "update")):
+    for k, phase in enumerate(("vision", "forward", "vision", "llm", "update")):
         clock.switch(phase)
         now[0] += 1 << k
     with pytest.raises(RuntimeError, match="not ready"):
         clock.device_s()
     QueuedEvent.wait()
     seconds = clock.device_s()
-    assert dict(seconds) == dict(clock.wall_s) == {"vision": 1 + 4, "llm": 8}
+    assert dict(seconds) == dict(clock.wall_s) == {"vision": 1 + 4, "forward": 2, "llm": 8}
     assert not clock.device_s()
+    for k, phase in enumerate(("update", "data", "vision", "llm")):  # after what the step reported
+        clock.switch(phase)
+        now[0] += 1 << k
+    clock.reset()
+    clock.switch("exchange")
+    QueuedEvent.wait()
+    assert clock.device_s() == {"update": 1, "data": 2 + 4 + 8}  # no phase of another step
 
 
 def run(world, folder: str) -> tuple[list[dict], int]:
     """Five steps with events, of which the step's own gather is the only wait; rank 1 is slow."""
     one = recipe(model=SHALLOW)
     one = replace(one, run=replace(one.run, dir=folder),
+                  balance=replace(one.balance, measure_every=3),
                   train=replace(one.train, num_steps=6, lr=1e-2),
                   data=replace(one.data, prefetch=1))
     trainer = Trainer(one, world, dataset=SyntheticDataset())
@@ -71,6 +79,10 @@ def test_rows_use_the_step_before(tmp_path):
             assert measured["step"] == i - 1 and measured == others[i]["measured"]
             assert measured["slowest_s"]["llm"] > SLEEP_S
             assert 1.0 < measured["imbalance"]["llm"] < 2.0 + 1e-9
+            assert bool(measured["gain"]) == (i == 3) == rows[i - 1]["as_sampled"]
+            assert others[i]["waiting_s"] > SLEEP_S and others[i]["logging_s"] > 0
+            assert others[i]["core_wait_s"] < others[i]["waiting_s"]
+            assert row["update_s"] > 0
             assert row["exchange_ms"] == pytest.approx(1e3 * measured["slowest_s"]["exchange"])
 
 
@@ -86,7 +98,7 @@ def test_events_agree_with_a_synchronised_measurement():
         clock.switch("llm")
         for _ in range(40):
             x = (x @ x).clamp(-1, 1)
-        clock.switch(None)
+        clock.switch("update")
         torch.cuda.synchronize()
         seconds = time.perf_counter() - started
         found = clock.device_s()["llm"]

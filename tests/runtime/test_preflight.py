@@ -25,7 +25,9 @@ PROBLEMS = {
     "run.dir=FOLDER/file/run": "file/run cannot be written",
     "model.llm.hidden_size=1048576 checkpoint.every_steps=1": "but 3 more checkpoints of ",
     "data.path=FOLDER/shard-{0..2}.tar": "shard-0.tar is missing",
-    "run.tensorboard=true": "the package tensorboard is not installed",
+    "run.trackers=[tensorboard]": "run.trackers = ('tensorboard',): the package tensorboard is "
+                                  "not installed: pip install tensorboard, or leave it out",
+    "run.trackers=[wand]": "run.trackers = ('wand',): did you mean 'wandb'? choose of tensorboard",
 }
 
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 import copy
 import fcntl
 import gc
-import importlib.util
 import json
 import os
 import pty
@@ -17,10 +16,13 @@ import signal
 import struct
 import sys
 import termios
+import time
+import types
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from jsonschema import Draft202012Validator
@@ -61,7 +63,7 @@ def test_plain_lines(display, capsys):
     assert out.err == ""
     lines = out.out.splitlines()
     assert lines[0] == ("step 2/4 loss 2.0000 | 1234 tok/s | wait 0.005 s | 00:00 left | saved 55% "
-                        "| vision 1.50->1.00 | audio 2.50->1.12 | llm 3.50->1.25")
+                        "(predicted) | vision 1.50->1.00 | audio 2.50->1.12 | llm 3.50->1.25")
     assert [x.split()[1] for x in lines] == ["2/4", "3/4", "4/4"]
 
 
@@ -142,11 +144,11 @@ def test_the_line_of_a_terminal_fits_and_resizing_leaves_nothing_behind(display,
 
 
 def check_resizing(display: RunDisplay, screen: Screen) -> None:
-    facts = ["step 51/1000 loss 2.0000", "1234 tok/s", "wait 0.005 s", "saved 55%",
+    facts = ["step 51/1000 loss 2.0000", "1234 tok/s", "wait 0.005 s", "saved 55% (predicted)",
              "vision 1.50->1.00", "audio 2.50->1.12", "llm 3.50->1.25"]
     display.start(1000, first_step=48)
     display.step(a_row(48))
-    for columns, shown in ((80, 4), (200, 7), (120, 6), (30, 1), (80, 4), (12, 0), (80, 4)):
+    for columns, shown in ((80, 3), (200, 7), (120, 5), (30, 1), (80, 3), (12, 0), (80, 3)):
         os.kill(os.getpid(), signal.SIGWINCH)
         screen.resize(columns)
         display.step(a_row(50))
@@ -216,27 +218,73 @@ def test_summary_of_nothing(display, capsys):
         "finished: no step was left to do: raise train.num_steps to go on, or ")
 
 
-def test_tensorboard_that_is_not_installed(monkeypatch):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    (conflict,) = RunConfig(tensorboard=True).conflicts()
-    assert "pip install tensorboard, or set it to false" in conflict.cure
-    assert not [*RunConfig().conflicts()]
+def show_three_steps(folder: Path, *trackers: str) -> None:
+    """A run that went back after its second step."""
+    (folder / "recipe.yaml").write_text("train: {lr: 0.5}\n")
+    display = RunDisplay(RunConfig(dir=str(folder), trackers=trackers))
+    display.start(3)
+    for step in (0, 1, 1, 2):
+        display.step(a_row(step, loss=3.0 - step))
+    display.validation({"step": 3, "validation_loss": 1.0})
+    display.close()
 
 
 def test_tensorboard(tmp_path):
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    display = RunDisplay(RunConfig(dir=str(tmp_path), tensorboard=True))
-    display.start(3)
-    for step in range(3):
-        display.step(a_row(step, loss=3.0 - step))
-    display.validation({"step": 3, "validation_loss": 1.0})
-    display.close()
+    show_three_steps(tmp_path, "tensorboard")
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
-    assert [(e.step, e.value) for e in events.Scalars("loss")] == [(0, 3.0), (1, 2.0), (2, 1.0)]
+    assert [(e.step, e.value) for e in events.Scalars("loss")] == [
+        (0, 3.0), (1, 2.0), (1, 2.0), (2, 1.0)]
     assert {"llm/imbalance_after", "vision/moved_bytes", "validation_loss", "data_wait_s"} <= set(
         events.Tags()["scalars"])
+
+
+def wandb_rows(file: Path) -> list[dict]:
+    """What a run's file of W&B holds so far: after a checksum the size of a record, whether it is
+    whole (1), and the record."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    data, at, rows = file.read_bytes(), 7, []
+    while at < len(data):
+        size, whole = struct.unpack("<HB", data[at + 4: at + 7])
+        assert whole == 1
+        items = Record.FromString(data[at + 7: at + 7 + size]).history.item
+        rows.append({i.nested_key[0]: json.loads(i.value_json) for i in items})
+        at += 7 + size
+    return [row for row in rows if row]
+
+
+def test_wandb_offline(tmp_path, monkeypatch):
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    show_three_steps(tmp_path, "wandb")
+    (file,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
+    while len(rows := wandb_rows(file)) < 5:  # its own process writes it
+        time.sleep(0.05)
+    assert [(x["step"], x["loss"]) for x in rows[:4]] == [(0, 3.0), (1, 2.0), (1, 2.0), (2, 1.0)]
+    assert rows[4]["step"] == 3 and rows[4]["validation_loss"] == 1.0
+
+
+def test_a_tracker_that_fails_is_named_once_and_dropped(tmp_path, monkeypatch, capsys):
+    """Here one that cannot begin, and one that breaks in its second step."""
+    module = types.ModuleType("wandb")  # as where nobody has logged in
+    module.Settings = dict
+    module.init = raises = Mock(side_effect=RuntimeError("no API key"))
+    monkeypatch.setitem(sys.modules, "wandb", module)
+    writer = Mock()
+    writer.add_scalar.side_effect = lambda name, value, step: 1 / (1 - step)
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", Mock(
+        SummaryWriter=lambda folder: writer))
+    show_three_steps(tmp_path, "wandb", "tensorboard")
+    out = capsys.readouterr().out
+    assert raises.call_count == 1 and writer.add_scalar.call_args.args[2] == 1
+    assert not writer.close.called
+    warnings = [line for line in out.splitlines() if line.startswith("warning")]
+    assert [w.partition(" failed")[0].rpartition(" ")[2] for w in warnings] == [
+        "wandb", "tensorboard"]
+    assert "(RuntimeError: no API key)" in warnings[0] and "step 3/3" in out
 
 
 @pytest.mark.dist

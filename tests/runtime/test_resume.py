@@ -327,5 +327,5 @@ def test_sigterm_after_the_last_step_does_not_lose_the_run(tmp_path):
 
 def test_sigterm_to_one_rank_stops_all_with_a_checkpoint(tmp_path, whole):
     run = run_recipe(tmp_path, every_steps=0)
-    assert run_ranks(stopped, 2, run, 1, 3) == [("stopped by SIGTERM after step 5", 143)] * 2
+    assert run_ranks(stopped, 2, run, 1, 3) == [("stopped on request after step 5", 143)] * 2
     assert run_ranks(train_recorded, 2, run)[0] == whole()[5:]

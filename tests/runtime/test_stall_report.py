@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import threading
 import time
 from collections import Counter
@@ -10,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from orchmllm.runtime import stall_report
+from orchmllm.runtime import health, stall_report
 from orchmllm.runtime.health import HangWatchdog
 from orchmllm.runtime.stall_report import (
     Report,
@@ -105,6 +106,41 @@ def counted(world) -> tuple[tuple[int, int], tuple[int, int]]:
 def test_collectives_are_counted():
     for rank, (before, after) in enumerate(run_ranks(counted, 2)):
         assert after[0] - before[0] == (2 if rank else 3), (before, after)
+
+
+def test_a_rank_that_was_killed_while_it_started_ends_the_others(tmp_path, monkeypatch, capsys):
+    """No collective has connected the ranks yet."""
+    monkeypatch.setattr(health, "GRACE_S", 0.0)
+    monkeypatch.setattr(health, "LATE_S", 0.0)
+    store, told, told_at = dist.HashStore(), [], threading.Event()
+
+    def exit_now(code: int, text: str) -> None:
+        told.append((code, text))
+        told_at.set()
+
+    watch = HangWatchdog(store, 1, 2, folder=tmp_path, stall_timeout_s=600, poll_s=0.01,
+                         exit_now=exit_now)
+    said = ""
+    while "has waited 0 s for rank 0 to start" not in said:  # until the test's time is up
+        said += capsys.readouterr().err
+    rank = subprocess.Popen(["sleep", "600"])
+    mine = store.get("process1").decode()
+    store.set("process0", f"{mine.rpartition(' ')[0]} {rank.pid}")
+    assert not told_at.wait(0.1)
+    rank.kill()
+    rank.wait()
+    assert told_at.wait() and told == [
+        (1, f"error: rank 0 (process {rank.pid}) died without a message")]
+    watch.close()
+    assert store.get("process1") == b""  # a rank that ends says so
+    other = HangWatchdog(dist.PrefixStore("other", store), 1, 2, folder=tmp_path, poll_s=0.01,
+                         stall_timeout_s=600, exit_now=exit_now)
+    store.set("other/process0", f"another machine {rank.pid}")
+    time.sleep(0.1)
+    store.set("other/process0", "")
+    time.sleep(0.1)
+    other.close()
+    assert len(told) == 1
 
 
 @pytest.mark.parametrize("backend", ["nccl", "gloo"])

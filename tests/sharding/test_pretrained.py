@@ -72,7 +72,8 @@ def _loaded(world, model: ModelConfig, fsdp: FsdpConfig) -> dict[str, np.ndarray
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("ranks, shards", [(3, 0), (4, 2)], ids=["uneven", "hybrid"])
+@pytest.mark.parametrize("ranks, shards", [
+    pytest.param(3, 0, marks=pytest.mark.slow), (4, 2)], ids=["uneven", "hybrid"])
 def test_every_rank_gets_its_rows(folders, ranks, shards):
     """40 and 24 rows over 3 ranks, and a 2 x 2 mesh; connectors are those of fsdp.meta_init."""
     model = from_folders(HF_MODEL, folders)

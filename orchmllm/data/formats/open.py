@@ -103,8 +103,8 @@ def beside(path: str) -> Path:
     folder = Path(path) if Path(path).is_dir() else Path(path).parent
     if not (folder / "tokenizer.json").is_file():
         missing = "" if os.path.exists(path) else f"{path}: no such file or folder, and "
-        raise ValueError(f"{missing}{folder / 'tokenizer.json'}: no such file; give data.path and "
-                         "data.tokenizer (scripts/make_demo_data.py writes both)")
+        raise ValueError(f"{missing}{folder / 'tokenizer.json'}: no such file; give "
+                         "data.tokenizer, or a model.llm.pretrained that holds one")
     return folder / "tokenizer.json"
 
 

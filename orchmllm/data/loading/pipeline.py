@@ -16,7 +16,9 @@ from collections.abc import Callable, Generator, Iterator
 from queue import SimpleQueue
 from typing import Any, Generic, Protocol, TypeVar
 
-from orchmllm.batch import UNCOUNTED, Step, on_this_device
+import torch
+
+from orchmllm.batch import UNCOUNTED, UNKNOWN, Step, on_this_device
 from orchmllm.comm.errors import AgreedError
 from orchmllm.orchestrator import Orchestrator
 from orchmllm.plan.layout import BatchLayout
@@ -74,11 +76,14 @@ class Pipeline:
         self.feed, self.orchestrator, self.first_step = feed, orchestrator, first_step
         self.accumulation_steps, self.prefetch = accumulation_steps, prefetch
         self.committed, self.num_dropped = committed, 0
+        self._loop_us: dict[int, int] = {}  # by step: what the caller took from it to the next
 
     def __iter__(self) -> Iterator[Step]:
         steps = self._steps()
         self.orchestrator.settle()
         ready = Prefetcher(steps, self.prefetch) if self.prefetch else steps
+        # Waiting for other ranks takes no CPU time; of a GPU's work the host sees its wall time.
+        clock = time.perf_counter if torch.cuda.is_initialized() else time.thread_time
         try:
             while True:
                 started = time.perf_counter()
@@ -86,7 +91,9 @@ class Pipeline:
                 if step is None:
                     return
                 step.wait_s = time.perf_counter() - started
+                taken = clock()
                 yield step
+                self._loop_us[step.index] = int(1e6 * (clock() - taken))
         finally:
             if self.prefetch:
                 self.orchestrator.closed_thread = ready.thread
@@ -133,7 +140,12 @@ class Pipeline:
             return None
         step = Step(index, drawn if self.feed.knows_all else layout)
         try:
-            step.micro = orch.plan(step.layout, self.accumulation_steps)
+            if orch.spec.balance.measures(index):
+                step.micro, step.kept_balanced = orch.plan_as_sampled(
+                    step.layout, self.accumulation_steps)
+                step.as_sampled = not step.kept_balanced
+            if not step.as_sampled:
+                step.micro = orch.plan(step.layout, self.accumulation_steps)
             step.plan_s = time.perf_counter() - started
             self.feed.announce(step)
         except Exception as e:  # shared in COMMIT
@@ -149,9 +161,14 @@ class Pipeline:
             except Exception as e:  # shared in COMMIT, so that every rank raises it
                 step.error = e
         started = time.perf_counter()
-        step.failed, counts, step.geometry = self.orchestrator.commit(
+        # This step became wanted when the one `prefetch` before it was taken, on every rank: the
+        # caller had ended the one before that.
+        earlier = step.index - self.prefetch - 1
+        step.failed, counts, step.geometry, loop_us = self.orchestrator.commit(
             step.index, step.plans, error=step.error, failed=step.failed, num_targets=num_targets,
-            geometry=max((micro.geometry for micro in step.micro), default=0))
+            geometry=max((micro.geometry for micro in step.micro), default=0),
+            loop_us=self._loop_us.pop(earlier, UNKNOWN))
+        step.loop = earlier, loop_us
         step.num_global_targets, step.num_shifted_targets = counts
         step.plan_s += time.perf_counter() - started
         self.committed(step)

@@ -222,7 +222,7 @@ class StepLoader(Pipeline):
         """With the figures of its plans, and labels as the lengths tell them, without those of
         examples that failed."""
         super()._load(step)
-        step.phases = phase_figures(step.plans)
+        step.phases = phase_figures(step.layout, step.plans)
         if self._flops_of is not None:
             step.useful_flop = sum(sum(self._flops_of(p.layout).values()) for p in step.plans)
         lost = np.zeros(step.layout.num_examples, bool)

@@ -1,11 +1,11 @@
 """Looks at a recipe's data before training on it.
 
-    orchmllm data index RECIPE   lengths of every row, for fast starts (dispatch: load)
-    orchmllm data lint RECIPE    every row and medium that cannot be used, and why; and, by 2,000
-                                 rows of each source, what is never learnt
-    orchmllm data stats RECIPE   lengths, what balancing gives, a plot of the composition
-    orchmllm data stats DATA --ranks 64    the same of a data file or folder, without a recipe
-    orchmllm data preview RECIPE           examples as training sees them, with what is learnt
+    orchmllm data index RECIPE     lengths of every row, for fast starts
+    orchmllm data lint RECIPE      rows and media that cannot be used, and why;
+                                   what is never learnt, by 2,000 rows a source
+    orchmllm data stats RECIPE     lengths, what balancing gives, a plot of them
+    orchmllm data stats DATA       the same of a data file or folder
+    orchmllm data preview RECIPE   examples as training sees them
 
 Every command but preview builds the length index first. Where there is one, only the rows that were
 unusable are read again; lint reads all. Exit code: 0 fine, 1 problems found, 2 the recipe or a
@@ -22,7 +22,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from orchmllm.cli.options import add_overrides, command_parser, in_one_line
+from orchmllm.cli.options import command_parser, in_one_line
 from orchmllm.config.recipe import Recipe, load_recipe
 from orchmllm.data.formats.open import DataSource, index_path
 from orchmllm.data.index import LengthIndex
@@ -48,13 +48,12 @@ OPTIONS = (
 
 def parse(argv: list[str]) -> argparse.Namespace:
     parser = command_parser("data", __doc__, OPTIONS)
-    parser.add_argument("command", choices=("index", "lint", "stats", "preview"))
-    parser.add_argument("recipe", nargs="?", default="", metavar="RECIPE",
-                        help="YAML file; only data, model, balance and train are used. stats also "
-                        "takes a data file or folder instead, or nothing: a mix drawn from "
-                        "published length statistics")
-    add_overrides(parser)
-    args = parser.parse_intermixed_args(argv)
+    parser.add_argument("command", choices=("index", "lint", "stats", "preview"), metavar="WHAT",
+                        help="index, lint, stats or preview")
+    parser.add_recipe("YAML file; only data, model, balance and train are used. stats also takes a "
+                      "data file or folder instead, or nothing: a mix drawn from published length "
+                      "statistics", before="WHAT ")
+    args = parser.parse_recipe(argv, optional=True)
     if not is_recipe(args.recipe) and (args.command != "stats" or args.overrides):
         parser.error(f"{args.recipe or 'nothing'} is no recipe: index, lint and overrides need a "
                      "YAML file")

@@ -59,7 +59,7 @@ def _text(dataset: ConversationDataset, ids: np.ndarray, learnt: np.ndarray) -> 
 
 
 def _medium(medium: Medium, num_rows: int, num_tokens: int, error: MediaError | None) -> Shown:
-    kind = "image" if medium.modality == VISION else "clip"
+    kind, rows = ("image", "patches") if medium.modality == VISION else ("clip", "mel frames")
     if error is not None:
         return Shown(medium.modality, f"{kind} {medium.name}: zeros are trained: {error.reason}")
     if medium.modality == VISION:
@@ -70,8 +70,8 @@ def _medium(medium: Medium, num_rows: int, num_tokens: int, error: MediaError | 
     else:
         samples, rate = audio_header(medium)
         what = f"{samples / rate:.2f} s at {rate} Hz"
-    return Shown(medium.modality, f"{kind} {medium.name}: {what} -> {num_rows} rows, {num_tokens} "
-                 "tokens")
+    return Shown(medium.modality, f"{kind} {medium.name}: {what} -> {num_rows} {rows}, "
+                 f"{num_tokens} tokens")
 
 
 def on_terminal(shown: Sequence[Shown], color: bool) -> str:

@@ -31,6 +31,7 @@ def of_data(path: str, model: str, batch_size: int) -> Recipe:
                      train=TrainConfig(batch_size=batch_size))
     if not path or not Path(path).exists():
         return recipe  # opening it says what is wrong
+    print(f"Model: {model} of OrchMLLM Table 1; --model names another, a recipe your own.")
     try:
         beside(path)
     except ValueError:
@@ -90,5 +91,5 @@ def _gain(predicted: dict[str, tuple[float, float]], ranks: int, share: str) -> 
     for phase, (before, after) in predicted.items():
         if phase != "step":
             print(f"{phase:<8} {before:>8.2f} {after:>9.2f}")
-    print(f"As sampled, a step takes {1 / predicted['step'][1]:.2f}x as long as balanced "
+    print(f"Without balancing, a step takes {1 / predicted['step'][1]:.2f}x as long "
           "(communication is not counted).")

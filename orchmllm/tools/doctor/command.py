@@ -19,7 +19,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from orchmllm import launch
-from orchmllm.cli.options import add_overrides, command_parser, in_one_line
+from orchmllm.cli.options import command_parser, in_one_line
 from orchmllm.runtime.local_ranks import run_local
 
 if TYPE_CHECKING:
@@ -35,10 +35,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
         ("--network", 1.0, "what a link between nodes has to reach each way, in Gbit/s"),
         ("--timeout", 30.0, "seconds after which a rank counts as late or dead"),
         ("--json", False, "print JSON instead of a table")))
-    parser.add_argument("recipe", nargs="?", default="", metavar="RECIPE",
-                        help="check also that it can run here")
-    add_overrides(parser)
-    args = parser.parse_intermixed_args(argv)
+    parser.add_recipe("check also that it can run here")
+    args = parser.parse_recipe(argv, optional=True)
     if args.self_test and any(getattr(args, name) != parser.get_default(name)
                               for name in ("recipe", "network", "timeout", "json")):
         parser.error("--self-test takes neither a recipe nor another option: the model is its own")

@@ -252,18 +252,21 @@ def disk(folder: Path, state_bytes: int) -> Iterator[Check]:
 
 def recipe_checks(recipe: Recipe, world: World | None, state_bytes: int) -> Iterator[Check]:
     """What a start of the recipe would refuse."""
+    import torch
+
     from orchmllm.config.job import check_world, default_world, resolve
     from orchmllm.hf.sources import find_sources
 
-    ranks, per_node = ((world.world_size, world.local_world_size) if world
-                       else (default_world(recipe, 8)[0], 8))
+    per_node = world.local_world_size if world else torch.cuda.device_count() or (
+        8 if recipe.fsdp.shard_size else 1)  # a cluster's recipe may be looked at from elsewhere
+    ranks, why = (world.world_size, "there are") if world else default_world(recipe, per_node)
     checks = [*preflight.checks(recipe, state_bytes),
               ("pretrained", lambda: find_sources(recipe.model)),
               ("ranks", lambda: check_world(resolve(recipe, ranks, per_node)))]
     for name in dict.fromkeys(name for name, _ in checks):
         found = preflight.problems([check for n, check in checks if n == name])
         yield Check(name, not found, "; ".join(found) or (
-            f"{ranks} ranks" if name == "ranks" else "fine"), "see the message")
+            f"{ranks} ({why})" if name == "ranks" else "fine"), "see the message")
 
 
 def examine(recipe_path: str, overrides: list[str], world: World | None) -> list[Check]:

@@ -1,6 +1,6 @@
 """A recipe tried without its GPUs, on any number of ranks, by real plans of a drawn workload.
 
-    orchmllm dry-run recipes/mllm84b.yaml --world-size 2560
+    orchmllm dry-run recipes/mllm84b.yaml --ranks 2560
 
 Real: plans and their times, loads, bytes. Counted by the shapes that tests compare with the built
 and sharded model: parameters and their shards. Predicted: memory (orchmllm.sharding.memory) and
@@ -47,6 +47,8 @@ def not_modelled(recipe: Recipe, examples: Examples) -> list[str]:
                     "only the recipe's own index has its mini-batches)")
     if recipe.fsdp.compile:
         left.append("fsdp.compile, which makes blocks faster than the assumed share of the peak")
+    if recipe.balance.measure_every:
+        left.append("steps as sampled (balance.measure_every)")
     if recipe.balance.enabled and recipe.balance.dispatch == "bytes":
         left.append("the exchange of stored media in the background (balance.dispatch: bytes)")
     return left

@@ -6,22 +6,21 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from orchmllm.cli.options import add_options, add_overrides, command_parser
+from orchmllm.cli.options import Parser, add_options, command_parser
 from orchmllm.models.gpus import GPUS
 from orchmllm.tools.predict.hardware import Hardware, cluster
 from orchmllm.tools.predict.workload import MIXES
 
 
 def lengths_parser(name: str, text: str, options: Sequence[tuple],
-                   what: Sequence[str] = ()) -> argparse.ArgumentParser:
-    """A parser of `orchmllm NAME [WHAT] --recipe R [--mix MIX] [section.key=value ...]`. options:
-    see add_options."""
+                   what: Sequence[str] = ()) -> Parser:
+    """A parser of `orchmllm NAME [WHAT] RECIPE [--mix MIX] [section.key=value ...]`. options: see
+    add_options."""
     made = command_parser(name, text, options)
     if what:
         made.add_argument("what", choices=what, metavar="WHAT", help=", ".join(what))
-    made.add_argument("--recipe", required=True, help="YAML file; data, model and train are used")
+    made.add_recipe("YAML file; data, model and train are used", before="WHAT " if what else "")
     made.add_argument("--mix", choices=MIXES, help="drawn lengths instead of the recipe's data")
-    add_overrides(made)
     return made
 
 

@@ -1,9 +1,9 @@
 """Searches batch size, microbatches, shard group, what stays gathered and what is recomputed for
 the best throughput that fits, by the predictions of the dry run.
 
-    orchmllm plan job recipes/mllm84b.yaml --gpus 2560 [section.key=value ...]
+    orchmllm plan job recipes/mllm84b.yaml --ranks 2560 [section.key=value ...]
         [--out job.txt]
-    orchmllm train --recipe recipes/mllm84b.yaml $(cat job.txt)
+    orchmllm train recipes/mllm84b.yaml $(cat job.txt)
 
 All other keys stay as the recipe has them, the examples of a step too, unless --global-batch says
 otherwise. Exit code: 0, or 2 if nothing fits.
@@ -31,10 +31,13 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser = recipe_parser("plan job", __doc__, (
         ("--global-batch", at_least(0), "examples a step; 0: any (as the recipe says)"),
         ("--steps", 2, "planned for each batch size"),
-        ("--out", Path, "writes the overrides, one a line")))
-    parser.add_argument("--gpus", type=at_least(1), required=True, help="ranks of the job")
+        ("--out", Path, "writes the overrides, one a line"),
+        ("--ranks --gpus", at_least(1), "GPUs of the job; has to be given")))
     cluster_options(parser)
-    return parser.parse_intermixed_args(argv)
+    args = parser.parse_recipe(argv)
+    if args.ranks is None:
+        parser.error("--ranks is missing: the number of GPUs of the job")
+    return args
 
 
 def settings_table(best: list[Found], search: Search) -> str:
@@ -61,7 +64,7 @@ def main(argv: list[str]) -> int:
     """Exit code. Raises ValueError for what the search cannot take or write."""
     args, started = parse(argv), time.process_time()
     loaded = read_recipe(args.recipe, args.overrides)
-    recipe, gpus = loaded.recipe, args.gpus
+    recipe, gpus = loaded.recipe, args.ranks
     if args.out and not args.out.parent.is_dir():  # before the search
         raise ValueError(f"--out {args.out}: {args.out.parent} is no folder; make it, or name "
                          "another")

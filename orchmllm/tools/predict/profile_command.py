@@ -57,8 +57,13 @@ def measure(recipe, phase: str, args: Namespace) -> dict[str, list[float]]:
 @in_one_line
 def main(argv: list[str]) -> int:
     """Exit code. Raises ValueError for a device that cannot measure."""
-    args = lengths_parser("profile", __doc__, OPTIONS).parse_intermixed_args(argv)
+    args = lengths_parser("profile", __doc__, OPTIONS).parse_recipe(argv)
     recipe, out = load_recipe(args.recipe, args.overrides), {}
+    import torch
+
+    if (args.device or "").startswith("cuda") and not torch.cuda.is_available():
+        raise ValueError(f"--device {args.device}: torch {torch.__version__} finds no GPU; use "
+                         "--device cpu")
     try:
         for phase in PHASES:
             out[phase] = measure(recipe, phase, args)

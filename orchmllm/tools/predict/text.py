@@ -29,10 +29,10 @@ def run(loaded: Loaded[Recipe], world_size: int, *, json_path: Path | None, hard
             raise ValueError(f"--json {json_path}: {json_path.parent} is no folder")
         without = unnamed_encoders(loaded)
         examples = examples_of(recipe, mix, lengths, without)
-        ranks, why = world_size, "--world-size"
+        ranks, why = world_size, "--ranks"
         if not ranks:
             ranks, why = default_world(recipe, hardware.ranks_per_node)
-            why += "; --world-size N for others"
+            why += "; --ranks N for others"
         found = dry_run(recipe, ranks, hardware, without=without, examples=examples)
         if json_path:
             json_path.write_text(json.dumps(found, indent=1), encoding="utf-8")

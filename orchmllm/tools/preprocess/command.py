@@ -26,7 +26,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--workers", type=at_least(0), default=os.cpu_count() or 1, metavar="N",
                         help="processes that read and decode, up to 1024; 0: threads (default: the "
                         "cores)")
-    args = parser.parse_intermixed_args(argv)
+    args = parser.parse_recipe(argv)
     if args.workers > 1024:
         parser.error("--workers must be from 0 to 1024")
     address = split_address(args.listen)

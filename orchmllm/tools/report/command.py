@@ -4,6 +4,7 @@ the run goes on.
 
     orchmllm report runs/mine
     orchmllm report runs/mine --compare runs/plain --out comparison.html
+    orchmllm report runs/mine --score           # what was predicted beside what it measured
 """
 
 from __future__ import annotations
@@ -12,26 +13,37 @@ import time
 from pathlib import Path
 
 from orchmllm.cli.options import command_parser, in_one_line
+from orchmllm.tools.predict.options import cluster_options
 
 
 @in_one_line
 def main(argv: list[str]) -> int:
     """Exit code. Raises ValueError for a page that cannot be written."""
     from orchmllm.tools.report.log import read_run
-    from orchmllm.tools.report.page import page
+    from orchmllm.tools.report.page import figures, page
+    from orchmllm.tools.report.verdict import compared, verdict
 
     parser = command_parser("report", __doc__, (
         ("--compare", Path, "run.dir of another run"),
+        ("--score", False, "also print what the cost model, the dry run and `plan job` predict for "
+         "the run beside what it measured; the options below say for which GPUs"),
         ("--out", Path, "default: RUN_DIR/report.html")))
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="run.dir of a run")
+    cluster_options(parser)
     args, started = parser.parse_args(argv), time.perf_counter()
     out = args.out or args.run_dir / "report.html"
     run = read_run(args.run_dir)
-    text = page(run, read_run(args.compare) if args.compare else None)
+    other = read_run(args.compare) if args.compare else None
+    text = page(run, other)
     try:
         out.write_text(text, encoding="utf-8")
     except OSError as e:
         raise ValueError(f"{out}: {e.strerror}; choose another file with --out") from e
+    print(compared(run, other) if other else verdict(run, figures(run)))
     print(f"written: {out} ({run.num_steps} steps, {out.stat().st_size / 1e3:.0f} kB, "
           f"{time.perf_counter() - started:.1f} s)")
+    if args.score:
+        from orchmllm.tools.report.score import score
+
+        print(score(run, args))
     return 0

@@ -9,7 +9,7 @@ import numpy as np
 
 from orchmllm.config.recipe import Recipe
 from orchmllm.plan.assign import PHASES
-from orchmllm.tools.report.log import predicted
+from orchmllm.plan.gain import slowest_costs
 
 # The exchange is what balancing costs, so it counts in the critical path.
 PATH_PHASES = (*PHASES, "exchange")
@@ -28,8 +28,8 @@ def summarize(rows: dict[str, list[dict]]) -> dict:
     cpu_s = {name: np.array([[r["cpu_s"][p] for p in PATH_PHASES] for r in found])
              for name, found in steps.items()}  # (steps, phases, ranks)
     path = {name: float(x.max(axis=2).sum()) for name, x in cpu_s.items()}
-    cost = {"off": sum(predicted(r["phases"])[0] for r in steps["off"]),
-            "on": sum(predicted(r["phases"])[1] for r in steps["on"])}
+    cost = {"off": sum(slowest_costs(r["phases"])[0] for r in steps["off"]),
+            "on": sum(slowest_costs(r["phases"])[1] for r in steps["on"])}
     return {
         "loss_off": [r["loss"] for r in steps["off"]], "loss_on": [r["loss"] for r in steps["on"]],
         "critical_path_ratio": path["off"] / path["on"],

@@ -4,7 +4,7 @@ lines need to be parsed."""
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,24 +14,16 @@ import yaml
 from pydantic_core import from_json
 
 from orchmllm.plan.assign import PHASES
+from orchmllm.plan.gain import Gain
 from orchmllm.runtime.log_schema import NUMBERS, PHASE_METRICS, SCHEMA_VERSION
 
 MEASURED = ("imbalance", "slowest_s", "rank")
 COLUMNS = (
     "offset", "step", *NUMBERS,
     *(f"{phase}.{name}" for phase in PHASES for name in PHASE_METRICS),
-    "measured.step", "exchange.slowest_s",
+    "measured.step", "exchange.slowest_s", *(f"measured.gain.{name}" for name in Gain._fields),
     *(f"{phase}.measured.{name}" for phase in PHASES for name in MEASURED))
-NOTHING_MEASURED = (np.nan,) * (2 + len(PHASES) * len(MEASURED))
-
-
-def predicted(phases: Mapping[str, Mapping[str, Any]]) -> tuple[Any, Any]:
-    """`phases` of a row of metrics -> cost as sampled and as processed, in kFLOP: phases run one
-    after the other, and all ranks wait for the slowest one in each; moving rows costs nothing here.
-    Numbers, or arrays with one number for each row."""
-    before, after = (sum(p[f"imbalance_{when}"] * p["mean_cost_kflop"] for p in phases.values())
-                     for when in ("before", "after"))
-    return before, after
+NOTHING_MEASURED = (np.nan,) * (2 + len(Gain._fields) + len(PHASES) * len(MEASURED))
 
 
 class NotALog(ValueError):
@@ -43,7 +35,7 @@ class RunLog:
     """steps: column (see COLUMNS) -> (n,) float64, one for each step that counts, by step; nan
     where nothing was logged. measured.* belong to the step of their place. validations: (m, 2) of
     steps done and loss. restarts: (step where it went on, steps done again). quarantine: lines of
-    quarantine.jsonl. total_steps: train.num_steps of recipe.yaml, None where there is none. cut:
+    quarantine.jsonl. settings: dotted key -> value of all that the run was started with last. cut:
     the last line is still being written."""
 
     folder: Path
@@ -51,7 +43,7 @@ class RunLog:
     validations: np.ndarray
     restarts: list[tuple[int, int]]
     quarantine: list[dict]
-    total_steps: int | None
+    settings: dict[str, Any]
     cut: bool
     written_at: float
 
@@ -65,6 +57,16 @@ class RunLog:
     @property
     def name(self) -> str:
         return self.folder.resolve().name
+
+    def median(self, column: str) -> float:
+        """Over the steps where it is known; nan if it is of none."""
+        known = self[column][np.isfinite(self[column])]
+        return float(np.median(known)) if len(known) else np.nan
+
+    @property
+    def total_steps(self) -> int | None:
+        """Steps of the whole run, where it is known."""
+        return self.settings.get("train.num_steps")
 
     def row(self, index: int) -> dict:
         """The whole row of a step by its place in the columns."""
@@ -87,8 +89,8 @@ def read_run(folder: Path) -> RunLog:
     return RunLog(
         folder, _measured_in_place(columns),
         np.array(sorted(validations.items()), float).reshape(-1, 2), restarts,
-        _quarantine(folder / "quarantine.jsonl"), _total_steps(folder / "recipe.yaml"),
-        cut, written_at=path.stat().st_mtime)
+        _lines(folder / "quarantine.jsonl"), _settings(folder), cut,
+        written_at=path.stat().st_mtime)
 
 
 def _read(path: Path) -> tuple[np.ndarray, dict[int, float | None], bool]:
@@ -130,7 +132,8 @@ def _numbers(offset: int, row: dict) -> tuple[float | None, ...]:
 
 def _measured_numbers(times: dict) -> list[float]:
     imbalance, slowest, who = times["imbalance"], times["slowest_s"], times.get("slowest", {})
-    out = [times["step"], slowest["exchange"]]
+    gain = times.get("gain") or {}
+    out = [times["step"], slowest["exchange"], *(gain.get(name, np.nan) for name in Gain._fields)]
     for p in PHASES:
         out += [imbalance[p], slowest[p], who[p]["rank"] if p in who else np.nan]
     return out
@@ -165,7 +168,7 @@ def _measured_in_place(columns: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     return out
 
 
-def _quarantine(path: Path) -> list[dict]:
+def _lines(path: Path) -> list[dict]:
     """Its whole lines."""
     if not path.is_file():
         return []
@@ -176,10 +179,22 @@ def _quarantine(path: Path) -> list[dict]:
         raise NotALog(f"{path}: {e}; delete that line") from None
 
 
-def _total_steps(path: Path) -> int | None:
-    if not path.is_file():
-        return None
+def _settings(folder: Path) -> dict[str, Any]:
+    """By attempts.jsonl, which also has versions, host and data, or else by recipe.yaml."""
+    attempts = [row for row in _lines(folder / "attempts.jsonl") if "settings" in row]
+    path = folder / "recipe.yaml"
+    if attempts or not path.is_file():
+        return attempts[-1]["settings"] if attempts else {}
     try:
-        return int(yaml.safe_load(path.read_text(encoding="utf-8"))["train"]["num_steps"])
-    except (yaml.YAMLError, ValueError, LookupError, TypeError) as e:
+        return dict(_flat(yaml.safe_load(path.read_text(encoding="utf-8"))))
+    except (yaml.YAMLError, ValueError) as e:
         raise NotALog(f"{path}: no recipe of a run ({type(e).__name__}); delete it") from None
+
+
+def _flat(value: object, where: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted key, value) of sections within sections."""
+    if not isinstance(value, Mapping):
+        yield where, value
+        return
+    for name, part in value.items():
+        yield from _flat(part, f"{where}.{name}" if where else name)

@@ -11,18 +11,28 @@ from html import escape
 import numpy as np
 
 from orchmllm.plan.assign import PHASES
+from orchmllm.plan.gain import Gain, slowest_costs, spread
 from orchmllm.runtime.log_schema import METRICS, PHASE_METRICS
-from orchmllm.tools.report.log import RunLog, predicted
+from orchmllm.tools.report.log import RunLog
 from orchmllm.tools.report.svg import Series, chart, figure, number
+from orchmllm.tools.report.verdict import (
+    PARTS,
+    compared,
+    differences,
+    shared_losses,
+    step_parts,
+    verdict,
+)
 
 SLOW_STEPS = 10  # rows of a table
 CSS = """
 :root{color-scheme:light dark;--bg:#fff;--ink:#1c1c1e;--muted:#6b6b70;--line:#dcdce0;--card:#f6f6f8;
 --vision:#d1781a;--audio:#5f8f1e;--llm:#3b62b8;--exchange:#a03b8f;--wait:#c0392b;--rest:#a0a0a8;
+--update:#8a6d3b;--core:#c2a500;--ranks:#5b8f8f;--logging:#2b2b30;
 --run:#2f6f8f;--sampled:#c8553d;--processed:#2f6f8f;--measured:#7a5cc0}
 @media(prefers-color-scheme:dark){:root{--bg:#17171a;--ink:#ececf0;--muted:#a0a0a8;--line:#38383f;
 --card:#212126;--vision:#f0a04b;--audio:#9ccc4f;--llm:#7f9ff0;--exchange:#dd7fce;--wait:#ff7b6b;
---rest:#6f6f78;--run:#6fb7d8;--sampled:#f08a72;--processed:#6fb7d8;--measured:#b39bf0}}
+--rest:#6f6f78;--update:#c9a66b;--core:#e6d04a;--ranks:#8fc7c7;--logging:#e8e8f0;--run:#6fb7d8;--sampled:#f08a72;--processed:#6fb7d8;--measured:#b39bf0}}
 *{box-sizing:border-box}body{margin:0 auto;max-width:1240px;padding:16px;background:var(--bg);
 color:var(--ink);font:15px/1.45 system-ui,sans-serif}
 h1{font-size:22px;margin:0;overflow-wrap:anywhere}
@@ -43,21 +53,31 @@ vertical-align:top}td.n,th.n{text-align:right;font-variant-numeric:tabular-nums}
 """
 
 
-def page(run: RunLog, other: RunLog | None = None) -> str:
-    """The whole HTML. other: a run to compare with, dashed in the charts."""
+def page(run: RunLog, other: RunLog | None = None, title: str = "") -> str:
+    """The whole HTML. other: a run to compare with, dashed in the charts. title: else the run's
+    name."""
     runs = [run] if other is None else [run, other]
-    body = [f"<h1>{escape(run.name)}</h1>", f"<p class=muted>{escape(_state(run))}</p>"]
+    title = title or run.name
+    body = [f"<h1>{escape(title)}</h1>"]
     if other is not None:
-        body.append(f"<p class=muted>dashed, and in the second column: {escape(other.name)}, "
-                    f"{escape(_state(other))}</p>")
-    body += [_tiles(run), "<div class=charts style='margin-top:16px'>", *_charts(runs), "</div>"]
+        body.append(f"<p><b>{escape(compared(run, other))}</b></p>")
+    body += [f"<p>{escape(verdict(run, figures(run)))}</p>",
+             f"<p class=muted>{escape(_state(run))}</p>"]
     if other is not None:
-        body += ["<h2>Comparison</h2>", _comparison(run, other)]
+        body.append(f"<p>Dashed, and in the second column, {escape(other.name)}: "
+                    f"{escape(verdict(other, figures(other)))}</p>"
+                    f"<p class=muted>{escape(_state(other))}</p>")
+    body += [_tiles(run), "<div class=charts style='margin-top:16px'>", *_charts(runs), "</div>",
+             "<h2>Gain of balancing</h2>", *_gain(runs)]
+    if other is not None:
+        body += ["<h2>Comparison</h2>", _comparison(run, other), "<h2>Settings, versions and host "
+                 "that differ</h2>", _table(("", run.name, other.name), differences(
+                     run.settings, other.settings), numbers=0)]
     body += ["<h2>Slowest ranks, and what they had to do</h2>", *_slowest(run),
              "<h2>Media that could not be used, by source</h2>", _quarantine(run),
              "<h2>Restarts</h2>", _restarts(run)]
     return ("<!doctype html><html lang=en><head><meta charset=utf-8><meta name=viewport "
-            f'content="width=device-width,initial-scale=1"><title>{escape(run.name)}</title>'
+            f'content="width=device-width,initial-scale=1"><title>{escape(title)}</title>'
             f"<style>{CSS}</style></head><body>" + "\n".join(body) + "</body></html>\n")
 
 
@@ -74,10 +94,6 @@ def figures(run: RunLog) -> dict[str, tuple[float, str]]:
     """What is compared: name -> (value, unit)."""
     before, after = _costs(run)
     steps = run.num_steps
-
-    def median(column: str) -> float:
-        return float(np.median(run[column])) if steps else np.nan
-
     loss = run["loss"][np.isfinite(run["loss"])]
     waited, total = run["data_wait_s"].sum(), run["step_s"].sum()
     moved, between = _bytes(run)
@@ -86,8 +102,8 @@ def figures(run: RunLog) -> dict[str, tuple[float, str]]:
             float(loss[-max(1, len(loss) // 20):].mean()) if len(loss) else np.nan, ""),
         "validation loss, last": (
             float(run.validations[-1, 1]) if len(run.validations) else np.nan, ""),
-        "tokens/s, median": (median("tokens_per_s"), ""),
-        "seconds a step, median": (median("step_s"), "s"),
+        "tokens/s, median": (run.median("tokens_per_s"), ""),
+        "seconds a step, median": (run.median("step_s"), "s"),
         "saved by balancing, predicted": (
             float(1 - after.sum() / before.sum()) if before.sum() else 0.0, "%"),
         "data wait": (float(waited / total) if total else np.nan, "%"),
@@ -105,9 +121,26 @@ def _tiles(run: RunLog) -> str:
         for name, (value, unit) in figures(run).items()) + "</div>"
 
 
+def _gain(runs: Sequence[RunLog]) -> list[str]:
+    """What was measured beside what was predicted of the same steps."""
+    rows = []
+    for run in runs:
+        for name in Gain._fields:
+            gains = run[f"measured.gain.{name}"]
+            known = gains[np.isfinite(gains)]
+            if len(known):
+                rows.append((run.name, name, *(number(x, "%") for x in spread(known)), len(known)))
+    if not rows:
+        return ["<p class=none>Not measured: set balance.measure_every.</p>"]
+    return [_table(("run", "", "lower quartile", "median", "upper quartile", "comparisons"), rows,
+                   numbers=4),
+            "<p class=muted>Each comparison is of the balanced steps between two that ran as "
+            "sampled: the share of time that balancing saved in them.</p>"]
+
+
 def _costs(run: RunLog) -> tuple[np.ndarray, np.ndarray]:
     """Of every step: cost of the slowest ranks as sampled and as processed."""
-    return predicted({p: {name: run[f"{p}.{name}"] for name in PHASE_METRICS} for p in PHASES})
+    return slowest_costs({p: {name: run[f"{p}.{name}"] for name in PHASE_METRICS} for p in PHASES})
 
 
 def _bytes(run: RunLog) -> tuple[np.ndarray, np.ndarray]:
@@ -160,18 +193,15 @@ def _charts(runs: Sequence[RunLog]) -> list[str]:
 
 
 def _step_time(run: RunLog) -> str:
-    places = np.flatnonzero(np.isfinite(run["exchange.slowest_s"]))
+    steps, parts = step_parts(run)
     title = "Where a step's time goes"
-    if not len(places):
+    if not len(steps):
         return figure(title, "", '<p class="none">no step was measured yet</p>', "")
-    parts = {p: run[f"{p}.measured.slowest_s"][places] for p in PHASES}
-    parts["exchange"] = run["exchange.slowest_s"][places]
-    parts["data wait"] = run["data_wait_s"][places]
-    parts["rest"] = np.maximum(run["step_s"][places] - sum(parts.values()), 0.0)
-    return chart(title, [Series(name, name.removeprefix("data "), run["step"][places], values)
-                         for name, values in parts.items()], unit="s", stacked=True,
-                 note="Phases: the slowest rank's CPU time, on a GPU the device's time. Rest: the "
-                 "optimizer, waiting for parameters and for other ranks.")
+    return chart(title, [Series(name, colour, steps, parts[name])
+                         for name, colour in PARTS.items()], unit="s", stacked=True,
+                 note="Phases, exchange and update: the slowest rank's CPU time, on a GPU the "
+                 "device's. Waiting for a core and for ranks: of rank 0, beyond the slowest rank's "
+                 "work; on a GPU for the device as well. Logging comes on top of step_s.")
 
 
 def _comparison(run: RunLog, other: RunLog) -> str:
@@ -180,13 +210,11 @@ def _comparison(run: RunLog, other: RunLog) -> str:
     for (name, (x, unit)), (y, _) in zip(a.items(), b.values(), strict=True):
         change = number(x / y - 1, "%") if unit != "%" and y and np.isfinite(x / y) else ""
         rows.append((name, number(x, unit), number(y, unit), change))
-    both = np.intersect1d(run["step"], other["step"])
+    both, losses, worst = shared_losses(run, other)
     if len(both):
-        at = [r["loss"][np.searchsorted(r["step"], both)] for r in (run, other)]
-        rows.append((f"loss of step {int(both[-1])}, the last of both", number(at[0][-1]),
-                     number(at[1][-1]), number(at[0][-1] / at[1][-1] - 1, "%")))
-        difference = np.abs(at[0] - at[1]) / np.maximum(np.abs(at[1]), 1e-12)
-        worst = float(np.nanmax(difference)) if np.isfinite(difference).any() else np.nan
+        a, b = losses[:, -1]
+        rows.append((f"loss of step {int(both[-1])}, the last of both", number(a), number(b),
+                     number(a / b - 1, "%")))
         rows.append((f"largest relative difference of a loss, {len(both)} steps", "", "",
                      f"{worst:.1e}"))
     return _table(("", run.name, other.name, "difference"), rows, numbers=3)
@@ -220,14 +248,15 @@ def _slowest(run: RunLog) -> list[str]:
         worst.append((
             int(run["step"][at]), phase, slow["rank"], number(stacked.flat[place], "s"),
             f"{run[f'{phase}.measured.imbalance'][at]:.2f}", slow["positions"],
-            ", ".join(f"{e} ({n})" for e, n in zip(slow["example_ids"], slow["lengths"],
+            ", ".join(f"{e + 1} ({n})" for e, n in zip(slow["example_ids"], slow["lengths"],
                                                    strict=True))))
     return [
         "<p class=muted>How long the mean rank waited for the slowest one.</p>",
         _table(("phase", "rank", "steps as the slowest", "others waited", "of all such waiting"),
                rows, numbers=4),
-        "<p class=muted style='margin-top:12px'>The steps with the longest waits. Examples are row "
-        "numbers of the data set, from 0, with the positions of their longest items.</p>",
+        "<p class=muted style='margin-top:12px'>The steps with the longest waits. Examples are "
+        "rows of all sources, counted from 1 as by <code>orchmllm data preview --row</code>, with "
+        "the positions of their longest items.</p>",
         _table(("step", "phase", "rank", "others waited", "slowest / mean", "positions",
                 "longest examples"), worst, numbers=0)]
 

@@ -91,7 +91,7 @@ def test_what_is_wrong_with_a_machine(capsys, monkeypatch, tmp_path):
     ("model.llm.vocab_size=20", "tokenizer", "model.llm.vocab_size is 20, but the tokenizer has "),
     ("data.path=FOLDER/nowhere", "data FOLDER/nowhere", "no such file or folder"),
     ("run.dir=FOLDER/file/run", "run folder", "cannot be written"),
-    ("model.llm.hidden_size=1048576", "run folder", "GB free, but 1 more checkpoint of"),
+    ("model.llm.hidden_size=1048576", "run folder", "free, but 1 more checkpoint of"),
     ("fsdp.shard_size=3", "ranks", "fsdp.shard_size is 3, which does not divide the 4 ranks"),
     ("train.lr=-1", "recipe", "train.lr = -1: must be greater than 0"),
 ])

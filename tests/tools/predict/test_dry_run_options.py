@@ -166,7 +166,7 @@ def own(tmp_path, capsys):
     path.write_text("data: {path: nowhere}\ntrain: {batch_size: 2}\n", encoding="utf-8")
 
     def run(*args: str) -> tuple[int, str, str]:
-        code = main([str(path), "--world-size", "2", *args])
+        code = main([str(path), "--ranks", "2", *args])
         return code, *capsys.readouterr()
 
     return run
@@ -225,10 +225,10 @@ def test_the_recipes_own_lengths_once_they_are_indexed(tmp_path, capsys):
     path = tmp_path / "r.yaml"
     path.write_text(f"data: {{path: {data}, tokenizer: {tmp_path / 'llava'}, index_dir: "
                     f"{tmp_path / 'i'}}}\ntrain: {{batch_size: 2}}\n", encoding="utf-8")
-    assert main([str(path), "--world-size", "2"]) == 0
+    assert main([str(path), "--ranks", "2"]) == 0
     assert "orchmllm data index" in " ".join(capsys.readouterr().out.split())
     assert data_command(["index", str(path), "--workers", "1"]) == 0
-    assert main([str(path), "--world-size", "2"]) == 0
+    assert main([str(path), "--ranks", "2"]) == 0
     said = capsys.readouterr().out
     assert "the recipe's own" in said and "an epoch of" in said
     examples, fewer = (of_recipe(load_recipe(path, x)) for x in ((), ["data.num_validation=1"]))

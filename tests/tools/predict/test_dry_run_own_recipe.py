@@ -61,13 +61,13 @@ def test_a_recipe_without_a_number_of_ranks(tmp_path):
 
 
 def test_one_example_draws_steps_without_audio(dry_run):
-    text = dry_run(TINY, "--world-size", "1", "train.batch_size=1")
-    assert text.startswith("1 rank (--world-size)\n1 example a rank")
+    text = dry_run(TINY, "--ranks", "1", "train.batch_size=1")
+    assert text.startswith("1 rank (--ranks)\n1 example a rank")
     assert re.search(r"^  audio +1\.000 +1\.000 +1\.000$", text, re.MULTILINE)
 
 
 def test_the_global_batch_decides_what_a_rank_holds(dry_run):
-    text = dry_run(TINY, "--world-size", "2", "train.global_batch_size=34",
+    text = dry_run(TINY, "--ranks", "2", "train.global_batch_size=34",
                    "train.accumulation_steps=3")
     assert "6 examples a rank and microbatch" in text  # 34 / (2 * 3), rounded up
 

@@ -13,7 +13,6 @@ from orchmllm.config.recipe import DataConfig, FsdpConfig, SourceConfig, TrainCo
 from orchmllm.data.formats.open import index_path
 from orchmllm.data.stream import open_dataset
 from orchmllm.models.flops import padded_phases, plan_spec
-from orchmllm.papers.plan import main
 from orchmllm.plan.assign import PHASES
 from orchmllm.plan.step import plan_step
 from orchmllm.sharding.fits import for_run, joined
@@ -24,6 +23,7 @@ from orchmllm.tools.data.composition import global_batches
 from orchmllm.tools.predict.dry_run import dry_run
 from orchmllm.tools.predict.examples import of_recipe, open_recipe
 from orchmllm.tools.predict.hardware import Hardware
+from orchmllm.tools.predict.plan_job import main
 from orchmllm.tools.predict.text import dry_run_text
 from tests.lib.formats import write_jsonl
 from tests.lib.synthetic import recipe
@@ -138,7 +138,7 @@ def test_a_dry_run_of_capped_mini_batches_says_so(folder, capsys):
     path = folder / "r.yaml"
     path.write_text(f"data: {{path: {folder / 'mixed.jsonl'}, batching: capped, "
                     "max_batch_tokens: 4000}\n", encoding="utf-8")
-    assert main(["job", str(path), "--gpus", "4"]) == 2  # it searches what has no effect
+    assert main([str(path), "--ranks", "4"]) == 2  # it searches what has no effect
     assert "data.batching is capped" in capsys.readouterr().err
 
 

@@ -8,12 +8,12 @@ from itertools import product
 import pytest
 
 from orchmllm.config.recipe import load_recipe
-from orchmllm.papers.plan import main
 from orchmllm.sharding.memory import CHOICES
 from orchmllm.tools.predict.dry_run_command import main as dry_run_command
 from orchmllm.tools.predict.examples import of_mix
 from orchmllm.tools.predict.hardware import cluster
 from orchmllm.tools.predict.phase_runner import shortened
+from orchmllm.tools.predict.plan_job import main
 from orchmllm.tools.predict.search import KEEPS, Search, Setting
 from tests.lib.recipes import RECIPES, read
 
@@ -96,7 +96,7 @@ def test_any_batch_is_at_least_as_good():
 
 def test_the_command(tmp_path, capsys):
     path, out = RECIPES / "mllm_1gpu.yaml", tmp_path / "job.txt"
-    code = main(["job", str(path), "--gpus", "8", "--steps", "1", "--gpu", "a100", "--mix",
+    code = main([str(path), "--ranks", "8", "--steps", "1", "--gpu", "a100", "--mix",
                  "natural", "--out", str(out)])
     said = capsys.readouterr()
     assert code == 0, said.err
@@ -110,21 +110,21 @@ def test_the_command(tmp_path, capsys):
 def test_one_shard_of_all_ranks_is_named_where_shards_balance(tmp_path):
     path, out = RECIPES / "mllm_1gpu.yaml", tmp_path / "job.txt"
     shard = ["balance.group=shard", "fsdp.shard_size=4"]
-    assert main(["job", str(path), "--gpus", "8", "--steps", "1", "--mix", "natural", "--out",
+    assert main([str(path), "--ranks", "8", "--steps", "1", "--mix", "natural", "--out",
                  str(out), "fsdp.memory_gb=8", *shard]) == 0
     assert load_recipe(path, [*shard, *out.read_text().split()]).fsdp.shard_size == 8
 
 
 @pytest.mark.parametrize("args, says", [
-    (["--gpus", "8", "--global-batch", "12"], "say 8"),
-    (["--gpus", "1", "fsdp.memory_gb=5"], "nothing fits 1 GPUs of 5.0 GB (fsdp.memory_gb)"),
-    (["--gpus", "8", "--gpu", "h1"], "choose one of h100-sxm"),
-    (["--gpus", "8", "--network", "nan"], "--network nan"),
-    (["--gpus", "1", "--out", "/no/x", "fsdp.memory_gb=5"], "--out /no/x: /no is no folder"),
+    (["--ranks", "8", "--global-batch", "12"], "say 8"),
+    (["--ranks", "1", "fsdp.memory_gb=5"], "nothing fits 1 GPUs of 5.0 GB (fsdp.memory_gb)"),
+    (["--ranks", "8", "--gpu", "h1"], "choose one of h100-sxm"),
+    (["--ranks", "8", "--network", "nan"], "--network nan"),
+    (["--ranks", "1", "--out", "/no/x", "fsdp.memory_gb=5"], "--out /no/x: /no is no folder"),
 ])
 def test_what_cannot_be_is_one_line(args, says, capsys):
     """Where nothing fits either, what is wrong with the options comes first."""
-    assert main(["job", str(RECIPES / "mllm_1gpu.yaml"), "--steps", "1", *args]) == 2
+    assert main([str(RECIPES / "mllm_1gpu.yaml"), "--steps", "1", *args]) == 2
     told = capsys.readouterr().err
     assert told.startswith("error: ") and says in told and told.count("\n") == 1
 
@@ -149,9 +149,9 @@ def test_the_chosen_setting_fits_by_tracking(name, ranks):
 def test_a_batch_that_breaks_a_cap_does_not_fit(capsys):
     """Its own batch is within the cap of the dry run, and breaks that of the search."""
     demo, cap = str(RECIPES / "demo.yaml"), "balance.llm.max_rank_tokens"
-    assert dry_run_command([demo, "--world-size", "4", f"{cap}=4000"]) == 0
+    assert dry_run_command([demo, "--ranks", "4", f"{cap}=4000"]) == 0
     capsys.readouterr()
-    job = ["job", demo, "--gpus", "4", "--global-batch", "0"]
+    job = [demo, "--ranks", "4", "--global-batch", "0"]
     assert main([*job, f"{cap}=2000"]) == 0
     out = capsys.readouterr().out
     assert "Overrides: train.batch_size=4 " in out and "as the recipe says" not in out

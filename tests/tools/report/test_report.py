@@ -14,13 +14,14 @@ import pytest
 
 from orchmllm.cli import dispatch
 from orchmllm.config.balance import BalanceConfig
-from orchmllm.config.recipe import RunConfig
+from orchmllm.config.recipe import RunConfig, load_recipe, to_yaml
 from orchmllm.plan.assign import PHASES
 from orchmllm.runtime import metrics
 from orchmllm.runtime.display import Totals
 from orchmllm.tools.report.log import read_run
 from orchmllm.tools.report.svg import MAX_POINTS, number, thin
 from tests.lib.ranks import run_ranks
+from tests.lib.recipes import RECIPES
 from tests.lib.rows import a_row, row_problems
 from tests.lib.synthetic import SyntheticDataset, recipe
 from tests.lib.training import train
@@ -102,8 +103,8 @@ def test_a_run_that_was_killed_and_is_still_written(tmp_path):
     assert [["web", "2", "truncated <i> (2)", "a.png (row 5, step 1)"]] == [
         r for r in page.rows if r[0] == "web"]
     # Step 4 took longest: a fifth of 0.5 s is what the mean rank waited.
-    worst = next(r for r in page.rows if r[-1] == "1004 (50), 7 (3)")
-    assert worst == ["4", "vision", "0", "100 ms", "1.25", "94", "1004 (50), 7 (3)"]
+    worst = next(r for r in page.rows if r[-1] == "1005 (50), 8 (3)")
+    assert worst == ["4", "vision", "0", "100 ms", "1.25", "94", "1005 (50), 8 (3)"]
     assert "Validation is not logged" not in page.text
 
 
@@ -115,9 +116,31 @@ def test_figures_are_those_of_the_rows(tmp_path):
     # Imbalance 1.5, 2.5, 3.5 -> 1, 1.125, 1.25 of equal means.
     assert totals.saved() == pytest.approx(1 - 3.375 / 7.5)
     assert totals.gain() == "balancing saved 55.0% of the step (predicted); data wait 1.0%"
+    for row in rows:  # of 0.5 s, in which the phases take 0.3 s and more
+        row["measured"]["slowest_s"] |= dict.fromkeys(PHASES, 0.05)
+        row.update(update_s=0.02, waiting_s=0.3, core_wait_s=0.25, logging_s=0.001)
     page = report(write(tmp_path / "run", rows))[1]
+    assert "Not measured: set balance.measure_every." in page.text
+    assert page.text.count("4 steps are done, and the loss went from 2 to 2; the log shows no "
+                           "problem; balancing saved an estimated 55.0% of the phases' time; most "
+                           "of a step's time was waiting for a core: 49.9%.") == 1
+    for part in ("vision 50 ms", "exchange 10 ms", "data wait 5 ms", "update 20 ms",
+                 "waiting for a core 250 ms", "waiting for ranks 50 ms", "rest 15 ms",
+                 "logging 1 ms"):
+        assert part in page.text
     assert "55.0%saved by balancing, predicted" in page.text and "1.0%data wait" in page.text
     assert "4.5 kBbytes moved a step" in page.text
+    for step, measured in ((1, 0.4), (3, 0.5)):
+        rows[step]["measured"]["gain"] = {"predicted": 0.25, "measured": measured}
+        totals.add(rows[step])
+    assert totals.gain() == (
+        "balancing saved 25.0% (25.0 to 25.0%) as predicted, 45.0% (42.5 to 47.5%) as measured "
+        "(medians and quartiles; compared with steps as sampled: 2); data wait 1.0%")
+    page = report(write(tmp_path / "run", rows), "--compare", str(tmp_path / "run"))[1]
+    for name, *shares in (("predicted", "25.0%", "25.0%", "25.0%"),
+                          ("measured", "42.5%", "45.0%", "47.5%")):
+        assert page.rows.count(["run", name, *shares, "2"]) == 2
+    assert "balancing saved 45.0% of the phases' time, measured (estimated: 25.0%);" in page.text
 
 
 def test_what_is_said_where_nothing_is_balanced(tmp_path):
@@ -137,7 +160,7 @@ def test_times_of_the_step_before_are_put_there(tmp_path):
     run = read_run(write(tmp_path / "run", rows))
     np.testing.assert_allclose(run["llm.measured.slowest_s"], [0.1, 0.2, 0.3, np.nan])
     page = report(tmp_path / "run")[1]
-    assert ["2", "vision", "0", "60 ms", "1.25", "92", "1002 (50), 7 (3)"] in page.rows
+    assert ["2", "vision", "0", "60 ms", "1.25", "92", "1003 (50), 8 (3)"] in page.rows
 
 
 def test_nothing_is_shown_that_was_not_logged(tmp_path):
@@ -197,13 +220,69 @@ def test_the_file_that_cannot_be_read_is_named(tmp_path, capsys):
     assert "File name too long" in error and "report.html" not in error
 
 
+def test_predictions_are_scored_by_what_a_run_measured(tmp_path, capsys):
+    rows = [measured_row(s, step_s=0.1 * s, tokens_per_s=50.0, mfu=0.4) for s in range(5)]
+    folder = write(tmp_path / "run", rows)
+    (folder / "recipe.yaml").write_text(to_yaml(load_recipe(RECIPES / "demo.yaml")))
+
+    def scored() -> dict[str, list[str]]:
+        assert dispatch(["report", str(folder), "--score", "--mix", "natural"]) == 0
+        lines = capsys.readouterr().out.partition("error\n")[2].splitlines()
+        return {line[:30].strip(): [line[30:40].strip(), line[40:51].strip(), line[51:].strip()]
+                for line in lines}
+
+    unmeasured = scored()
+    assert unmeasured["gain of balancing, cost model"] == ["-", "-", ""]
+    for step, measured in ((2, 0.2), (3, 0.4), (4, 0.1)):
+        rows[step]["measured"]["gain"] = {"predicted": 0.25, "measured": measured}
+    write(folder, rows)
+    found = scored()
+    assert found["gain of balancing, cost model"] == ["20.0%", "25.0%", "+5.0 points"]
+    dispatch(["dry-run", str(folder / "recipe.yaml"), "--world-size", "2", "--mix", "natural",
+              "--json", str(tmp_path / "tried.json")])
+    tried = json.loads((tmp_path / "tried.json").read_text())
+    gain = 1 - 1 / tried["ratio"]["none / balanced"]
+    step_s = tried["predicted"]["balanced"]["step_s"]
+    assert found["gain of balancing, dry run"] == [
+        "20.0%", number(gain, "%"), f"{100 * (gain - 0.2):+.1f} points"]
+    assert found["seconds a step, dry run"] == [
+        "200 ms", number(step_s, "s"), f"{100 * (step_s / 0.2 - 1):+.1f}%"]
+    for name in ("dry run", "plan job"):
+        assert found[f"tokens/s, {name}"][0] == "50"
+    assert found["seconds a step, plan job"][0] == "200 ms"
+    write(folder, [row | {"mfu": None} for row in rows])  # as on a CPU
+    assert list(scored()) == ["gain of balancing, cost model", "gain of balancing, dry run"]
+
+
 def test_two_runs(tmp_path):
     a = write(tmp_path / "a", [measured_row(s, loss=3.0) for s in range(6)])
     b = write(tmp_path / "b", [measured_row(s, loss=2.0) for s in range(4)])
+    (a / "recipe.yaml").write_text("{run: {dir: a}, train: {lr: 0.1}, balance: {enabled: true}}")
+    (b / "recipe.yaml").write_text("{run: {dir: b}, train: {lr: 0.2}, balance: {enabled: true}}")
     html, page = report(a, "--compare", str(b))
+    assert page.text.count(
+        "A step of a takes 100.0% of the time of one of b (medians 500 ms and 500 ms); in 4 steps "
+        "that both did their losses differ by at most 5.0e-01 relative; settings that "
+        "differ: 1, versions and facts of the machine: not recorded.") == 1
+    assert [r for r in page.rows if "train.lr" in r] == [["train.lr", "0.1", "0.2"]]
+    assert not any("balance.enabled" in r or "run.dir" in r for r in page.rows)
     assert ["loss of step 3, the last of both", "3", "2", "50.0%"] in page.rows
     assert ["largest relative difference of a loss, 4 steps", "", "", "5.0e-01"] in page.rows
     assert "stroke-dasharray" in html and "training, b" in html
+
+
+def test_versions_and_hosts_are_those_of_the_last_attempt(tmp_path, capsys):
+    a, b = (write(tmp_path / name, [measured_row(0)]) for name in "ab")
+    for folder, *hosts in ((a, "old", "n1"), (b, "n2")):
+        starts = [{"attempt": i, "settings": {"train.lr": 0.1, "versions.torch": "2.13",
+                                              "world.host": host}} for i, host in enumerate(hosts)]
+        ends = [{"attempt": i, "ended": "finished"} for i in range(len(hosts))]
+        (folder / "attempts.jsonl").write_text(
+            "".join(json.dumps(line) + "\n" for line in starts + ends) + '{"attempt"')
+    page = report(a, "--compare", str(b))[1]
+    assert [r for r in page.rows if "world" in r[0] or "versions" in r[0]] == [
+        ["world.host", "n1", "n2"]]
+    assert "differ: 0, versions and facts of the machine: 1." in capsys.readouterr().out
 
 
 def test_what_is_no_log_is_refused(tmp_path, capsys):
@@ -290,4 +369,5 @@ def test_the_log_of_a_real_run(tmp_path):
     for step, phase, rank, *_, examples in shown:
         slow = found.row(int(step))["measured"]["slowest"][phase]
         assert rank == str(slow["rank"])
-        assert re.findall(r"(\d+) \(", examples) == [str(i) for i in slow["example_ids"]]
+        assert re.findall(r"(\d+) \(", examples) == [
+            str(i + 1) for i in slow["example_ids"]]

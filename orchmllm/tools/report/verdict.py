@@ -1,0 +1,99 @@
+"""A run in one sentence, where the time of its steps went, and what two runs differ in."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from orchmllm.plan.assign import PHASES
+from orchmllm.tools.report.log import RunLog
+from orchmllm.tools.report.svg import number
+
+# Of a step, with the colours of their chart.
+PARTS = {**{p: p for p in PHASES}, "exchange": "exchange", "data wait": "wait", "update": "update",
+         "waiting for a core": "core", "waiting for ranks": "ranks", "rest": "rest",
+         "logging": "logging"}
+PROBLEMS = ("steps without an update", "media not decoded", "restarts")  # of the figures
+Figures = Mapping[str, tuple[float, str]]  # see orchmllm.tools.report.page.figures
+
+
+def step_parts(run: RunLog) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+    """(n,) the steps that were measured, and (n,) seconds of each of PARTS in them. What a run of
+    an older version did not log is part of the rest. Waiting is of rank 0; the time in which it
+    waited for the slowest rank's work counts as that work."""
+    places = np.flatnonzero(np.isfinite(run["exchange.slowest_s"]))
+
+    def logged(column: str) -> np.ndarray:
+        return np.nan_to_num(run[column][places])
+
+    parts = {p: logged(f"{p}.measured.slowest_s") for p in PHASES} | {
+        "exchange": logged("exchange.slowest_s"), "data wait": logged("data_wait_s"),
+        "update": logged("update_s")}
+    left = np.maximum(logged("step_s") - sum(parts.values()), 0.0)
+    for_core = np.minimum(logged("core_wait_s"), left)
+    for_ranks = np.clip(logged("waiting_s") - for_core, 0.0, left - for_core)
+    return run["step"][places], parts | {
+        "waiting for a core": for_core, "waiting for ranks": for_ranks,
+        "rest": left - for_core - for_ranks, "logging": logged("logging_s")}
+
+
+def verdict(run: RunLog, figures: Figures) -> str:
+    """What the run did, whether the log shows a problem, what balancing gave, what costs most."""
+    known = run["loss"][np.isfinite(run["loss"])]
+    if not len(known):
+        return "No step with a loss is logged yet."
+    few = max(1, len(known) // 20)
+    first, last = known[:few].mean(), known[-few:].mean()
+    total = f" of {run.total_steps}" if run.total_steps else ""
+    problems = ["the loss rose"] * bool(last > first) + [
+        f"{name}: {figures[name][0]:g}" for name in PROBLEMS if figures[name][0]]
+    measured, estimated = (number(run.median(f"measured.gain.{name}"), "%")
+                           for name in ("measured", "predicted"))
+    saved = f"{measured} of the phases' time, measured (estimated: {estimated})"
+    if not np.isfinite(run["measured.gain.measured"]).any():
+        estimated = number(figures["saved by balancing, predicted"][0], "%")
+        saved = f"an estimated {estimated} of the phases' time"
+    seconds = {name: part.sum() for name, part in step_parts(run)[1].items()}
+    most = max(seconds, key=seconds.get)
+    return "; ".join((
+        f"{int(run['step'][-1]) + 1}{total} steps are done, and the loss went from {number(first)} "
+        f"to {number(last)}",
+        ", ".join(problems) or "the log shows no problem",
+        f"balancing saved {saved}",
+        f"most of a step's time was {most}: {number(seconds[most] / sum(seconds.values()), '%')}."
+        if seconds[most] else "no step was measured yet."))
+
+
+def shared_losses(run: RunLog, other: RunLog) -> tuple[np.ndarray, np.ndarray, float]:
+    """(n,) the steps that both did, (2, n) their losses, and the largest relative difference of
+    two."""
+    both = np.intersect1d(run["step"], other["step"])
+    losses = np.array([r["loss"][np.searchsorted(r["step"], both)] for r in (run, other)])
+    difference = np.abs(losses[0] - losses[1]) / np.maximum(np.abs(losses[1]), 1e-12)
+    known = difference[np.isfinite(difference)]
+    return both, losses, float(known.max()) if len(known) else np.nan
+
+
+def compared(run: RunLog, other: RunLog) -> str:
+    """How two runs compare, and in how much of what they are they differ."""
+    both, _, worst = shared_losses(run, other)
+    if not len(both):
+        return f"{run.name} and {other.name} have no step in common."
+    a, b = (float(np.median(r["step_s"])) for r in (run, other))
+    keys = [key for key, *_ in differences(run.settings, other.settings)]
+    machine = [key for key in keys if key.startswith(("versions.", "world."))]
+    recorded = all(any(key.startswith("versions.") for key in r.settings) for r in (run, other))
+    return (f"A step of {run.name} takes {number(a / b, '%')} of the time of one of {other.name} "
+            f"(medians {number(a, 's')} and {number(b, 's')}); in {len(both)} steps that both did "
+            f"their losses differ by at most {worst:.1e} relative; settings that "
+            f"differ: {len(keys) - len(machine)}, versions and facts of the machine: "
+            f"{len(machine) if recorded else 'not recorded'}.")
+
+
+def differences(a: Mapping[str, object], b: Mapping[str, object]) -> list[tuple[str, str, str]]:
+    """(key, value in a, value in b) of what differs in two mappings; `-` where there is none. The
+    folder of a run is left out."""
+    keys = sorted((a.keys() | b.keys()) - {"run.dir"})
+    return [(key, str(a.get(key, "-")), str(b.get(key, "-")))
+            for key in keys if a.get(key, "-") != b.get(key, "-")]
