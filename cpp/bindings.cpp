@@ -1,85 +1,29 @@
-// Python bindings of the planning core: the only file that knows Python. It checks shapes, dtypes
-// and ranges (orchmllm/plan/balance.py gives the friendlier messages) and releases the GIL, so that
-// a plan made in the prefetch thread does not hold up the training thread.
-#include <pybind11/numpy.h>
+// Python bindings of the planning core. They check shapes, dtypes and ranges (arrays.hpp) and
+// release the GIL, so that a plan made in the prefetch thread does not hold up the training thread.
 #include <pybind11/pybind11.h>
 
-#include <string>
-
-#include "common.hpp"
+#include "arrays.hpp"
 #include "conv_transformer.hpp"
 #include "greedy.hpp"
 #include "least_move.hpp"
+#include "lengths.hpp"
 #include "maps.hpp"
 #include "microbatches.hpp"
 #include "nodewise.hpp"
 #include "padded.hpp"
 #include "pipeline.hpp"
 
-namespace py = pybind11;
-using orchmllm::i64;
-using orchmllm::View;
-
-namespace {
-
-// No forcecast: a float or int32 array is an error, not a silent copy.
-using Array = py::array_t<i64, py::array::c_style>;
-
-View<i64> view(const Array& array, const char* name) {
-  if (array.ndim() != 1) throw std::invalid_argument(std::string(name) + " must be 1-D");
-  return {array.data(), static_cast<std::size_t>(array.size())};
-}
-
-[[noreturn]] void bad_entry(const char* name, std::size_t i, i64 value, const std::string& why) {
-  throw std::invalid_argument(std::string(name) + "[" + std::to_string(i) +
-                              "] = " + std::to_string(value) + why);
-}
-
-void check_size(const char* name, std::size_t size, std::size_t expected) {
-  if (size == expected) return;
-  throw std::invalid_argument(std::string(name) + " has " + std::to_string(size) +
-                              " entries, expected " + std::to_string(expected));
-}
-
-View<i64> weights(const Array& array, const char* name) {
-  const View<i64> values = view(array, name);
-  if (values.size > static_cast<std::size_t>(std::numeric_limits<orchmllm::i32>::max())) {
-    throw std::invalid_argument(std::string(name) + " has too many items");
-  }
-  i64 room = std::numeric_limits<i64>::max() / 2;
-  for (std::size_t i = 0; i < values.size; ++i) {
-    if (values[i] < 0) bad_entry(name, i, values[i], " is negative");
-    if (values[i] > room) bad_entry(name, i, values[i], ": the sum overflows int64");
-    room -= values[i];
-  }
-  return values;
-}
-
-void check_count(const char* name, i64 value) {
-  if (value >= 1 && value <= std::numeric_limits<orchmllm::i32>::max()) return;
-  throw std::invalid_argument(std::string(name) + " = " + std::to_string(value) + " must be >= 1");
-}
-
-View<i64> homes(const Array& array, std::size_t size, i64 num_ranks) {
-  const View<i64> values = view(array, "home");
-  check_size("home", values.size, size);
-  for (std::size_t i = 0; i < size; ++i) {
-    if (values[i] >= 0 && values[i] < num_ranks) continue;
-    bad_entry("home", i, values[i], " is not a rank of " + std::to_string(num_ranks));
-  }
-  return values;
-}
+namespace orchmllm::python {
 
 // Checks what all policies share, runs `fill(weight, home, rank_of)` without the GIL.
 template <class Fill>
 Array assign(const Array& weight, const Array& home, i64 num_ranks, const Fill& fill) {
-  check_count("num_ranks", num_ranks);
-  const View<i64> w = weights(weight, "weight");
-  const View<i64> h = homes(home, w.size, num_ranks);
-  Array rank_of(static_cast<py::ssize_t>(w.size));
+  Array rank_of(weight.size());
   i64* out = rank_of.mutable_data();
   py::gil_scoped_release release;
-  fill(w, h, out);
+  check_count("num_ranks", num_ranks);
+  const View<i64> w = weights(weight, "weight");
+  fill(w, homes(home, w.size, num_ranks), out);
   return rank_of;
 }
 
@@ -141,11 +85,11 @@ Array assign_microbatches(const Array& share, i64 num_microbatches) {
 // (order (n,), sizes (num_ranks,)): items grouped by rank, in ascending order inside each.
 py::tuple group_by_rank(const Array& rank_of, i64 num_ranks) {
   check_count("num_ranks", num_ranks);
-  const View<i64> ranks = homes(rank_of, static_cast<std::size_t>(rank_of.size()), num_ranks);
   Array order(rank_of.size()), sizes(num_ranks);
   i64 *order_out = order.mutable_data(), *sizes_out = sizes.mutable_data();
   {
     py::gil_scoped_release release;
+    const View<i64> ranks = homes(rank_of, static_cast<std::size_t>(rank_of.size()), num_ranks);
     orchmllm::group_by_rank(ranks, num_ranks, order_out, sizes_out);
   }
   return py::make_tuple(order, sizes);
@@ -154,7 +98,7 @@ py::tuple group_by_rank(const Array& rank_of, i64 num_ranks) {
 Array expand_order(const Array& order, const Array& counts) {
   const View<i64> c = weights(counts, "counts");
   const View<i64> o = homes(order, c.size, static_cast<i64>(c.size));
-  Array result(std::accumulate(c.begin(), c.end(), i64{0}));
+  Array result(total(c));
   i64* out = result.mutable_data();
   py::gil_scoped_release release;
   orchmllm::expand_order(o, c, out);
@@ -162,17 +106,57 @@ Array expand_order(const Array& order, const Array& counts) {
 }
 
 Array heaviest_holder(const Array& example, const Array& rank, const Array& bytes,
-                      const Array& home) {
-  const View<i64> held = weights(bytes, "bytes");
-  const View<i64> e = homes(example, held.size, static_cast<i64>(home.size()));
-  const View<i64> r = view(rank, "rank"), own = view(home, "home");
-  check_size("rank", r.size, held.size);
+                      const Array& home, i64 num_ranks) {
   Array result(home.size());
   i64* out = result.mutable_data();
   py::gil_scoped_release release;
+  const View<i64> held = weights(bytes, "bytes"), own = view(home, "home");
+  const View<i64> e = homes(example, held.size, static_cast<i64>(own.size));
+  const View<i64> r = homes(rank, held.size, num_ranks);
+  if (!std::is_sorted(e.begin(), e.end())) throw std::invalid_argument("example must ascend");
   std::copy(own.begin(), own.end(), out);
-  orchmllm::heaviest_holder(e, r, held, own.size, out);
+  orchmllm::heaviest_holder(e, r, held, num_ranks, own.size, out);
   return result;
+}
+
+Array sums_of(const Array& values, const Array& sizes) {
+  Array result(sizes.size());
+  i64* out = result.mutable_data();
+  py::gil_scoped_release release;
+  const View<i64> v = view(values, "values"), s = weights(sizes, "sizes");
+  check_size("values", v.size, static_cast<std::size_t>(total(s)));
+  orchmllm::sums_of(v, s, out);
+  return result;
+}
+
+// What d ranks sent, see BatchLayout.to_payload: payloads (d, words) -> example_id (n,), num_targets
+// (n,), segments_per_example (n,), columns (4, s), grid (s, 3).
+py::tuple read_payloads(const py::array_t<i64, 0>& payloads, const Array& num_words,
+                        const Array& num_examples, const Array& num_segments) {
+  if (payloads.ndim() != 2 || payloads.strides(1) != sizeof(i64)) {
+    throw std::invalid_argument("payloads must be 2-D with contiguous rows");
+  }
+  const View<i64> words = weights(num_words, "num_words");
+  const View<i64> n = weights(num_examples, "num_examples");
+  const View<i64> s = weights(num_segments, "num_segments");
+  for (const View<i64>& counts : {words, n, s}) {
+    check_size("payloads", static_cast<std::size_t>(payloads.shape(0)), counts.size);
+  }
+  Array ids(total(n)), targets(total(n)), per_example(total(n)), columns({i64{4}, total(s)}),
+      grid({total(s), i64{3}});
+  orchmllm::Lengths out{ids.mutable_data(), targets.mutable_data(), per_example.mutable_data(),
+                        columns.mutable_data(), grid.mutable_data(),
+                        static_cast<std::size_t>(total(s))};
+  const i64* row = payloads.data();
+  const i64 stride = payloads.strides(0) / static_cast<i64>(sizeof(i64));
+  {
+    py::gil_scoped_release release;
+    for (std::size_t r = 0; r < words.size; ++r, row += stride) {
+      if (words[r] > payloads.shape(1)) bad_entry("num_words", r, words[r], " is more than a row");
+      out.append(row, words[r], n[r], s[r]);
+    }
+  }
+  return py::make_tuple(ids, targets, per_example, columns, grid);
 }
 
 Array nodewise(const Array& source, const Array& batch, const Array& volume, i64 num_ranks,
@@ -269,9 +253,11 @@ Array inter_reorder(const Array& ops, const Times& duration, const Times& comm,
   return order;
 }
 
-}  // namespace
+}  // namespace orchmllm::python
 
 PYBIND11_MODULE(_core, m) {
+  using namespace orchmllm::python;
+  namespace py = pybind11;
   m.doc() = "Balancing core of orchmllm; see orchmllm/plan/balance.py.";
   const auto array = [](const char* name) { return py::arg(name).noconvert(); };
   const auto weight = array("weight"), home = array("home"), move_cost = array("move_cost");
@@ -285,7 +271,11 @@ PYBIND11_MODULE(_core, m) {
   m.def("assign_microbatches", &assign_microbatches, array("share"), py::arg("num_microbatches"));
   m.def("group_by_rank", &group_by_rank, array("rank_of"), num_ranks);
   m.def("expand_order", &expand_order, array("order"), array("counts"));
-  m.def("heaviest_holder", &heaviest_holder, array("example"), array("rank"), array("bytes"), home);
+  m.def("heaviest_holder", &heaviest_holder, array("example"), array("rank"), array("bytes"), home,
+        num_ranks);
+  m.def("sums_of", &sums_of, array("values"), array("sizes"));
+  m.def("read_payloads", &read_payloads, array("payloads"), array("num_words"),
+        array("num_examples"), array("num_segments"));
   m.def("nodewise", &nodewise, array("source"), array("batch"), array("volume"), num_ranks,
         ranks_per_node, py::arg("steps"));
   const auto ops = array("ops"), duration = array("duration"), comm = array("comm"),

@@ -1,6 +1,8 @@
-// Index maps of a step plan: the loops of orchmllm/plan/rearrange.py and step.py that numpy would
-// do in several passes over the global batch.
+// Index maps and sums of a step plan: the loops of orchmllm/plan/ that numpy would do in several
+// passes over the global batch.
 #pragma once
+
+#include <utility>
 
 #include "common.hpp"
 
@@ -28,31 +30,32 @@ inline void expand_order(View<i64> order, View<i64> counts, i64* out) {
 }
 
 // home (n,): the rank that holds most bytes of each example; ties go to its own rank `home` comes
-// with, then to the lowest. The pieces (example, rank, bytes) may come in any order.
-inline void heaviest_holder(View<i64> example, View<i64> rank, View<i64> bytes, std::size_t n,
-                            i64* home) {
-  std::vector<i64> first(n + 1), piece(example.size);
-  for (const i64 e : example) ++first[static_cast<std::size_t>(e) + 1];
-  std::partial_sum(first.begin(), first.end(), first.begin());
-  std::vector<i64> next(first.begin(), first.end());
-  for (std::size_t k = 0; k < example.size; ++k) {
-    piece[static_cast<std::size_t>(next[static_cast<std::size_t>(example[k])]++)] =
-        static_cast<i64>(k);
-  }
+// with, then to the lowest. The pieces (example, rank, bytes) are in order of their example.
+inline void heaviest_holder(View<i64> example, View<i64> rank, View<i64> bytes, i64 num_ranks,
+                            std::size_t n, i64* home) {
+  std::vector<i64> held(static_cast<std::size_t>(num_ranks));
+  std::size_t piece = 0, end = 0;
   for (std::size_t e = 0; e < n; ++e) {
-    const auto begin = piece.begin() + first[e], end = piece.begin() + first[e + 1];
+    for (; end < example.size && example[end] == static_cast<i64>(e); ++end) {
+      held[static_cast<std::size_t>(rank[end])] += bytes[end];
+    }
     const i64 own = home[e];
     i64 most = 0;
-    for (auto a = begin; a != end; ++a) {
-      const i64 candidate = rank[static_cast<std::size_t>(*a)];
-      i64 held = 0;
-      for (auto b = begin; b != end; ++b) {
-        if (rank[static_cast<std::size_t>(*b)] == candidate) held += bytes[static_cast<std::size_t>(*b)];
-      }
-      const bool better = held > most || (held == most && held > 0 && home[e] != own &&
-                                          (candidate == own || candidate < home[e]));
-      if (better) most = held, home[e] = candidate;
+    for (; piece < end; ++piece) {
+      const i64 candidate = rank[piece];  // counts once: its next piece finds nothing
+      const i64 sum = std::exchange(held[static_cast<std::size_t>(candidate)], 0);
+      const bool better = sum > most || (sum == most && sum > 0 && home[e] != own &&
+                                         (candidate == own || candidate < home[e]));
+      if (better) most = sum, home[e] = candidate;
     }
+  }
+}
+
+// sums (d,) over consecutive runs of values, sizes[r] values each.
+inline void sums_of(View<i64> values, View<i64> sizes, i64* sums) {
+  const i64* value = values.begin();
+  for (std::size_t r = 0; r < sizes.size; value += sizes[r++]) {
+    sums[r] = std::accumulate(value, value + sizes[r], i64{0});
   }
 }
 

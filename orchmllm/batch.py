@@ -166,7 +166,8 @@ class Step:
     be decoded, of this rank until COMMIT, then of all. plan_s: seconds spent in agreements and
     planning. wait_s: seconds the caller waited. state: of a stream of examples after the step.
     error: why it cannot be loaded. preprocessed: where servers read (data.preprocess). phases:
-    figures of the plans (orchmllm.plan.step.phase_figures), of the trainer's steps. geometry: of
+    figures of the plans (orchmllm.plan.step.phase_figures), of the trainer's steps. useful_flop: of
+    the global batch, where the loader counts it (models.flops.step_flops). geometry: of
     the batches of all ranks: PADDED if one of them is, else PACKED if one is that, else 0.
     as_sampled: whether it is not balanced, to be compared with steps that are
     (balance.measure_every); kept_balanced: why it is balanced although it should not have been.
@@ -190,6 +191,7 @@ class Step:
     kept_balanced: str = ""
     loop: tuple[int, int] = (0, UNKNOWN)
     phases: dict[str, dict[str, float]] = field(default_factory=dict)
+    useful_flop: float = 0.0
 
     @cached_property
     def plans(self) -> list[StepPlan]:

@@ -26,7 +26,7 @@ from orchmllm.runtime.build import build_dataset, build_orchestrator
 from orchmllm.runtime.display import RunDisplay
 from orchmllm.runtime.health import HangWatchdog
 from orchmllm.runtime.measured import StepTimer, thread_times
-from orchmllm.runtime.metrics import JsonLines, open_log
+from orchmllm.runtime.metrics import JsonLines, as_logged, open_log
 from orchmllm.runtime.profile import StepProfiler
 from orchmllm.runtime.resumable import describe_end
 from orchmllm.runtime.run_checkpoints import RunCheckpoints
@@ -111,7 +111,8 @@ class Trainer:
             self.dataset, sampler, self.orchestrator, num_steps=train.num_steps,
             first_step=self.progress.step, accumulation_steps=train.accumulation_steps,
             prefetch=self.recipe.data.prefetch, num_workers=self.recipe.data.num_workers,
-            servers=self.servers)
+            servers=self.servers,
+            flops_of=partial(step_flops, self.recipe.model) if self._peak_flops else None)
 
     def run(self, rows: list[dict] | None = None) -> None:
         """Trains to the last step. A run that was finished before does nothing. rows: takes every
@@ -243,8 +244,7 @@ class Trainer:
         """Share of the GPUs' bf16 peak that was useful; None on a device without a known peak."""
         if self._peak_flops is None:
             return None
-        useful = sum(sum(step_flops(self.recipe.model, p.layout).values()) for p in step.plans)
-        return mfu(useful, step_s, self.world.world_size, self._peak_flops)
+        return mfu(step.useful_flop, step_s, self.world.world_size, self._peak_flops)
 
     def _accumulate(self, step: Step) -> torch.Tensor:
         """Forward and backward of all microbatches -> this rank's loss sum."""
@@ -285,7 +285,7 @@ class Trainer:
 
     def _emit(self, row: dict) -> dict:
         if self._metrics is not None:
-            self._metrics.write(row)
+            self._metrics.write(as_logged(row))
         if self._rows is not None:
             self._rows.append(row)
         return row

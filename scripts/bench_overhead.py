@@ -1,19 +1,24 @@
 """What planning a step costs and what the plan moves, by number of ranks and scheme.
 
     python scripts/bench_overhead.py [--ranks 64,...] [--batch-size 60] [--policies paper,...]
-        [--model 84b] [--mix natural] [--recipe FILE [--own-lengths]] [--tolerance 0.005]
-        [--repeats 20] [--link-gbps 400] [--latency-us 5] [--json FILE] [--plot FILE.png]
+        [--model 84b] [--mixes natural,video] [--recipe FILE [--own-lengths]] [--tolerance 0.005]
+        [--repeats 20] [--gil] [--link-gbps 400] [--latency-us 5] [--json FILE] [--plot FILE.png]
 
 --recipe: model, costs and bytes of a recipe instead of --model, and its own balance section as the
 scheme `recipe`. --own-lengths: lengths of its data (drawn with replacement, from its index where
-there is one) instead of the natural mix.
+there is one) instead of those of --mixes.
 
-Columns, milliseconds a step. lengths: of all ranks, read from what LAYOUT gathered. planning: which
-rank computes what. node-wise: what its search adds. composition: plan and index maps of one rank.
-agreement: the plan's digest, COMMIT, and the figures of the step's log. Together they are what one
-rank's CPU does between drawing its examples and training on them, but for reading and decoding
-them: the orchestrator runs over a gather that answers at once. CPU times of one thread; all of it
-runs in the prefetch thread, beside training.
+Columns, milliseconds a step, medians. lengths: of all ranks, read from what LAYOUT gathered.
+planning: which rank computes what. node-wise: what its search adds. composition: plan and index
+maps of one rank, and what it has to read. agreement: the plan's digest, COMMIT, the step's targets,
+useful FLOPs and figures. row: its line of metrics.jsonl, in the training thread. Together they are
+what one rank's CPU does for a step, but for drawing, reading, decoding, moving and training:
+rank_step.py drives the trainer's parts over gathers that answer at once. CPU times of one thread;
+all but `row` runs in the prefetch thread, beside training.
+GIL: how much of these holds Python's interpreter lock, for which the training thread waits; with
+--gil, see gil_clock.py. The core gives the lock back, and so do numpy's arithmetic, sums,
+comparisons, sorts, copies and indexing of more than 500 values; np.repeat, np.tile and tolist hold
+it, np.bincount and np.add.at for half of their time or more.
 link: of every exchange of a step, forward and back, one after the other, the busiest rank's bytes
 to or from other nodes over --link-gbps. latency: its peers there times --latency-us. The paper's
 column (section 8.4, per iteration) contains both computation and communication, its all-to-alls
@@ -25,23 +30,26 @@ from __future__ import annotations
 import argparse
 import json
 import resource
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
+import gil_clock
 import numpy as np
+from rank_step import PARTS, measure_time
 
 from orchmllm.config import recipe as config
 from orchmllm.config.balance import BalanceConfig
 from orchmllm.config.job import resolve
+from orchmllm.config.model import ModelConfig
 from orchmllm.models.flops import cost_model, plan_spec
-from orchmllm.orchestrator import Orchestrator
-from orchmllm.plan.assign import PHASES, PhasePolicy, PlanSpec, assign_phases
+from orchmllm.papers.mixes import MIXES, headers_of
+from orchmllm.plan.assign import PHASES, PhasePolicy, PlanSpec
 from orchmllm.plan.balance import core
 from orchmllm.plan.layout import BatchLayout
-from orchmllm.plan.step import StepPlan, build_plan, phase_figures
-from orchmllm.tools.predict.workload import MIXES, MODELS, batch_layout, sample_headers
+from orchmllm.plan.step import StepPlan
+from orchmllm.tools.predict.workload import MODELS, batch_layout
 
 PAPER_MS = {64: 16.7, 128: 18.5, 256: 21.3, 512: 24.6, 1024: 31.4, 2560: 53.9}
 SCHEMES = ("recipe", "none", "llm-only", "whole", "greedy", "padded", "paper", "least_move")
@@ -73,78 +81,6 @@ def table_spec(model: str, balance: BalanceConfig) -> PlanSpec:
         row_bytes={"vision": config.vision.geometry.row_size,
                    "audio": 4 * config.audio.geometry.row_size},
         feature_bytes=2 * config.llm.hidden_size, ranks_per_node=8, balance=balance)
-
-
-def timed(times: list[float], call: Callable):
-    start = time.process_time()
-    result = call()
-    times.append(1e3 * (time.process_time() - start))
-    return result
-
-
-class AnsweringGather:
-    """In place of the CPU groups: the answer is there at once. rows: what each of all ranks sends
-    in LAYOUT, of any length; without, all send what this one does."""
-
-    rank = 0
-
-    def __init__(self, num_ranks: int, rows: Sequence[np.ndarray] = ()) -> None:
-        self.world_size, self.rows, self.sent = num_ranks, rows, np.zeros(0, np.int64)
-        self._padded: dict[int, np.ndarray] = {}
-
-    def __call__(self, row: np.ndarray) -> np.ndarray:
-        self.sent = row
-        if not len(self.rows):
-            return np.tile(row, (self.world_size, 1))
-        if len(row) not in self._padded:
-            answer = self._padded[len(row)] = np.zeros((self.world_size, len(row)), np.int64)
-            for out, sent in zip(answer, self.rows, strict=True):
-                out[0] = len(sent)
-                out[1: 1 + len(sent)] = sent[: len(row) - 1]
-        return self._padded[len(row)]
-
-
-def layout_rows(layout: BatchLayout, spec: PlanSpec) -> list[np.ndarray]:
-    """What each rank sends in LAYOUT."""
-    alone, rows = AnsweringGather(1), []
-    orchestrator = Orchestrator(spec, alone, group=alone)
-    for part in layout.split_ranks(1):
-        orchestrator.gather_layout(0, part)
-        rows.append(alone.sent[1: 1 + alone.sent[0]])
-    return rows
-
-
-def measure_time(layout: BatchLayout, spec: PlanSpec, repeats: int) -> tuple[dict, StepPlan]:
-    """Median and p99 in ms of each part; every repeat starts from what was gathered."""
-    without = replace(spec, balance=replace(spec.balance, **{
-        phase: replace(getattr(spec.balance, phase), nodewise=False) for phase in PHASES}))
-    parts: dict[str, list[float]] = {name: [] for name in (*CPU_COLUMNS, "total")}
-    rows, part = layout_rows(layout, spec), next(layout.split_ranks(1))
-    layouts, outcomes = AnsweringGather(len(rows), rows), AnsweringGather(len(rows))
-    orchestrator = Orchestrator(spec, layouts, commit_gather=outcomes, group=layouts)
-
-    def compose(*assigned) -> StepPlan:
-        plan = build_plan(*assigned, spec)
-        plan.for_rank(0)
-        return plan
-
-    def agree(plan: StepPlan) -> None:
-        orchestrator.commit(0, [plan], num_targets=(1, 1))
-        phase_figures(plan.layout, [plan])
-
-    for _ in range(repeats):
-        fresh, _ = timed(parts["lengths"], lambda: orchestrator.gather_layout(0, part))
-        encode, llm = timed(parts["planning"], lambda: assign_phases(fresh, without))  # noqa: B023
-        with_nodewise = [parts["planning"][-1]]
-        if without != spec:
-            again = replace(layout)
-            encode, llm = timed(with_nodewise, lambda: assign_phases(again, spec))  # noqa: B023
-        parts["node-wise"].append(with_nodewise[-1] - parts["planning"][-1])
-        plan = timed(parts["composition"], lambda: compose(fresh, encode, llm))  # noqa: B023
-        timed(parts["agreement"], lambda: agree(plan))  # noqa: B023
-        parts["total"].append(sum(parts[name][-1] for name in CPU_COLUMNS))
-    return {name: {"median_ms": float(np.median(t)), "p99_ms": float(np.percentile(t, 99))}
-            for name, t in parts.items()}, plan
 
 
 def exchanges(plan: StepPlan) -> Iterator[tuple[str, np.ndarray, np.ndarray, np.ndarray]]:
@@ -191,11 +127,12 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=60, help="examples per rank")
     parser.add_argument("--policies", default="greedy,paper,least_move", help=", ".join(SCHEMES))
     parser.add_argument("--model", default="84b", choices=MODELS)
-    parser.add_argument("--mix", default="natural", choices=MIXES)
+    parser.add_argument("--mixes", default="natural", help=", ".join(MIXES))
     parser.add_argument("--recipe", help="a recipe's model, costs and balance section")
     parser.add_argument("--own-lengths", action="store_true", help="lengths of the recipe's data")
     parser.add_argument("--tolerance", type=float, default=.005, help="of `least_move`")
     parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--gil", action="store_true", help="measure what holds the GIL")
     parser.add_argument("--link-gbps", type=float, default=400, help="network per rank, Gbit/s")
     parser.add_argument("--latency-us", type=float, default=5, help="of a message to a peer")
     parser.add_argument("--json", type=Path)
@@ -206,30 +143,34 @@ def main() -> None:
         parser.error(f"unknown policies {sorted(unknown)}; choose from {', '.join(SCHEMES)}")
     if (args.own_lengths or "recipe" in policies) and not args.recipe:
         parser.error("--own-lengths and the scheme `recipe` need --recipe")
+    if args.gil:
+        gil_clock.preload()
+    released_s = gil_clock.clock() if args.gil else lambda: np.nan
     recipe = config.load_recipe(args.recipe) if args.recipe else None
-    draw = drawing(args, recipe)
+    model = recipe.model if recipe else MODELS[args.model]
+    mixes = ["own"] if args.own_lengths else args.mixes.split(",")
 
-    print(f"{args.recipe or args.model}, {'own' if args.own_lengths else args.mix} lengths, "
-          f"{args.batch_size} examples per rank; CPU ms of one thread, median of {args.repeats}; "
-          f"link of {args.link_gbps:g} Gbit/s, {args.latency_us:g} us a peer\n\n| ranks | scheme "
-          f"| {' | '.join(COLUMNS)} | sum | paper | between nodes, MB a rank | largest / bound |\n"
-          f"{'|---' * (len(COLUMNS) + 6)}|")
+    print(f"{args.recipe or args.model}, {' and '.join(mixes)} lengths, {args.batch_size} examples "
+          f"per rank; CPU ms of one thread, median of {args.repeats}; link of {args.link_gbps:g} "
+          f"Gbit/s, {args.latency_us:g} us a peer\n\n| {' | '.join(HEAD)} |\n{'|---' * len(HEAD)}|")
     results = []
-    for ranks in map(int, args.ranks.split(",")):
-        layout = draw(ranks)
+    for ranks, mix in product(map(int, args.ranks.split(",")), mixes):
+        layout = drawn(args, recipe, model, mix, ranks)
         for name in policies:
             balance = recipe.balance if name == "recipe" else scheme(name, args.tolerance)
             spec = (replace(plan_spec(resolve(recipe, 8, 8)), balance=balance) if recipe
                     else table_spec(args.model, balance))
-            times, plan = measure_time(layout, spec, args.repeats)
-            row = {"ranks": ranks, "scheme": name, "gather_bytes": layout.to_payload().nbytes,
-                   "paper_ms": PAPER_MS.get(ranks), "times": times, **measure_plan(plan),
+            times, step, row_bytes = measure_time(layout, spec, model, args.repeats, released_s)
+            row = {"ranks": ranks, "scheme": name, "mix": mix, "segments": len(layout.modality),
+                   "gather_bytes": layout.to_payload().nbytes, "row_bytes": row_bytes,
+                   "paper_ms": PAPER_MS.get(ranks), "times": times, **measure_plan(step.plans[0]),
                    "peak_rss_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024}
             results.append(row | {"columns": columns(row, args.link_gbps, args.latency_us)})
             print_row(results[-1])
     for row in results:
-        print(f"\n{row['ranks']} {row['scheme']}: busiest rank of each exchange, MB: " + ", ".join(
-            f"{name} {size / 1e6:.1f}" for name, size in row["busiest_bytes"].items()))
+        print(f"\n{row['ranks']} {row['scheme']} {row['mix']}: {row['row_bytes'] / 1e3:.1f} kB of "
+              "metrics.jsonl; busiest rank of each exchange, MB: " + ", ".join(
+                  f"{name} {size / 1e6:.1f}" for name, size in row["busiest_bytes"].items()))
     if args.json:
         args.json.write_text(json.dumps({"arguments": vars(args), "results": results}, indent=1,
                                         default=str))
@@ -237,34 +178,37 @@ def main() -> None:
         plot(results, args.plot)
 
 
-def drawing(args: argparse.Namespace, recipe: config.Recipe | None) -> Callable[[int], BatchLayout]:
-    """Number of ranks -> a global batch."""
+def drawn(args: argparse.Namespace, recipe: config.Recipe | None, model: ModelConfig, mix: str,
+          ranks: int) -> BatchLayout:
+    """A global batch."""
+    count = ranks * args.batch_size
     if not args.own_lengths:
-        model = recipe.model if recipe else MODELS[args.model]
-        return lambda ranks: batch_layout(
-            sample_headers(args.mix, ranks * args.batch_size, 0), model, ranks)
-    from orchmllm.runtime.build import build_dataset  # needs torch
+        return batch_layout(headers_of(mix, count, 0), model, ranks)
+    from orchmllm.runtime.build import build_dataset
     dataset = build_dataset(recipe)
-    return lambda ranks: BatchLayout.concat(
-        [dataset.layout(i) for i in np.random.default_rng(0).choice(
-            len(dataset), ranks * args.batch_size).tolist()], [args.batch_size] * ranks)
+    return BatchLayout.concat(
+        [dataset.layout(i) for i in np.random.default_rng(0).choice(len(dataset), count).tolist()],
+        [args.batch_size] * ranks)
 
 
-CPU_COLUMNS = ("lengths", "planning", "node-wise", "composition", "agreement")
-COLUMNS = (*CPU_COLUMNS, "link", "latency")
+COLUMNS = (*PARTS, "link", "latency")
+HEAD = ("ranks", "scheme", "lengths of", "segments, 1000", *COLUMNS, "sum", "CPU, median (least)",
+        "GIL", "paper", "between nodes, MB a rank", "largest / bound")
 
 
 def columns(row: dict, link_gbps: float, latency_us: float) -> dict[str, float]:
     """COLUMNS of one row, ms."""
-    return {**{name: row["times"][name]["median_ms"] for name in CPU_COLUMNS},
+    return {**{name: row["times"][name]["median_ms"] for name in PARTS},
             "link": sum(row["busiest_bytes"].values()) * 8e-6 / link_gbps,
             "latency": sum(row["busiest_peers"].values()) * latency_us * 1e-3}
 
 
 def print_row(row: dict) -> None:
-    parts = row["columns"].values()
-    print(f"| {row['ranks']} | {row['scheme']} | {' | '.join(f'{ms:.1f}' for ms in parts)} "
-          f"| {sum(parts):.1f} | {row['paper_ms'] or '-'} "
+    parts, cpu = row["columns"].values(), row["times"]["total"]
+    print(f"| {row['ranks']} | {row['scheme']} | {row['mix']} | {row['segments'] / 1e3:.0f} "
+          f"| {' | '.join(f'{ms:.1f}' for ms in parts)} | {sum(parts):.1f} "
+          f"| {cpu['median_ms']:.1f} ({cpu['least_ms']:.1f}) "
+          f"| {row['times']['GIL']['median_ms']:.1f} | {row['paper_ms'] or '-'} "
           f"| {row['internode_bytes'] / row['ranks'] / 1e6:.2f} | "
           + " ".join(f"{phase} {value:.4f}" for phase, value in row["max_over_bound"].items())
           + " |", flush=True)
@@ -276,7 +220,7 @@ def plot(results: list[dict], path: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
     figure, axes = plt.subplots(figsize=(1.5 + .5 * len(results), 4), constrained_layout=True)
-    names = [f"{row['scheme']}\n{row['ranks']}" for row in results]
+    names = [f"{row['scheme']}\n{row['mix']}\n{row['ranks']}" for row in results]
     bottom = np.zeros(len(results))
     for part in COLUMNS:
         heights = np.array([row["columns"][part] for row in results])

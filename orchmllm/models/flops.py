@@ -169,9 +169,18 @@ def _llm_work(config: LLMConfig, tokens: np.ndarray, checkpointing: str) -> Work
 
 
 def step_flops(model: ModelConfig, layout: BatchLayout) -> dict[str, float]:
-    """phase -> useful FLOP of a global batch."""
-    return {phase: float(phase_work(phase, model, phase_lengths(layout, phase)).useful.sum())
-            for phase in PHASES}
+    """phase -> useful FLOP of a global batch. That of an item is linear in its rows, and quadratic
+    in its positions and tokens, so that sums over the items tell it."""
+    out, one_each = {}, Lengths(*np.array([[1, 0, 0, 0, 0], [0, 1, 2, 0, 0], [0, 0, 0, 1, 2]]))
+    for phase in PHASES:
+        lengths = phase_lengths(layout, phase)
+        row, position, two_positions, token, two_tokens = phase_work(phase, model, one_each).useful
+        out[phase] = float(row * lengths.rows.sum())
+        for values, one, two in ((lengths.positions, position, two_positions),
+                                 (lengths.tokens, token, two_tokens)):
+            square = two / 2 - one
+            out[phase] += float((one - square) * values.sum() + square * np.dot(values, values))
+    return out
 
 
 def cost_model(phase: str, model: ModelConfig) -> CostModel:

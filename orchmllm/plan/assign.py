@@ -188,9 +188,10 @@ def feature_home(
     """(n,) rank from which each example's LLM input is cheapest: the one that holds most of its
     feature bytes; ties go to the sampling rank, then to the lowest. Text-only: the sampling rank.
     """
-    media = layout.modality != TEXT
-    rank, example, num_bytes = [x[media] for x in example_pieces(layout, encode, feature_bytes)]
-    return core().heaviest_holder(example, rank, num_bytes, layout.rank_of_example)
+    rank, example, num_bytes = example_pieces(layout, encode, feature_bytes)
+    num_bytes[layout.segments[TEXT]] = 0
+    return core().heaviest_holder(example, rank, num_bytes, layout.rank_of_example,
+                                  layout.num_ranks)
 
 
 def example_costs(layout: BatchLayout, spec: PlanSpec) -> np.ndarray:
@@ -282,10 +283,12 @@ def digest_of_arrays(arrays: Iterable[np.ndarray]) -> int:
     sums = []
     for array in arrays:
         words = np.ascontiguousarray(array).reshape(-1).view(np.uint64)
-        for first in range(0, len(words), len(_FACTORS)):
-            block = words[first: first + len(_FACTORS)]
-            sums.append((block * _FACTORS[: len(block)]).sum())
-    return digest64(np.array(sums, np.uint64).tobytes())
+        whole = len(words) - len(words) % len(_FACTORS)
+        rest = words[whole:]
+        sums.append(np.dot(words[:whole].reshape(-1, len(_FACTORS)), _FACTORS))
+        if len(rest):
+            sums.append(np.dot(rest[None], _FACTORS[:len(rest)]))
+    return digest64(np.concatenate(sums).tobytes())
 
 
 def digest64(data: bytes) -> int:

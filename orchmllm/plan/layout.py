@@ -8,12 +8,13 @@ Flow: media header -> SegmentLengths -> BatchLayout of an example -> of a rank -
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 
 import numpy as np
 
+from orchmllm.plan.balance import core
 from orchmllm.plan.geometry import SegmentLengths
 from orchmllm.plan.rearrange import ranges, sums_of
 
@@ -123,6 +124,12 @@ class BatchLayout:
         """By modality, the indices of its segments, in source order."""
         return [np.flatnonzero(self.modality == m) for m in MODALITIES.values()]
 
+    @cached_property
+    def items_per_example(self) -> list[np.ndarray]:
+        """By modality, (n,) segments of it in each example."""
+        return [sums_of((self.modality == m).astype(np.int64), self.segments_per_example)
+                for m in MODALITIES.values()]
+
     def places(self, segments: np.ndarray) -> np.ndarray:
         """(k, 2) [position of the example in the batch, segment within it] of k segments."""
         example = self.example_of_segment[segments]
@@ -167,21 +174,10 @@ class BatchLayout:
     ) -> BatchLayout:
         """Inverse of `to_payload` for those of d ranks. payloads: (d, at least as many) int64;
         num_words, num_examples, num_segments: (d,)."""
-        counts = list(zip(num_examples.tolist(), num_segments.tolist(), strict=True))
-        lengths = [
-            row[n:] if words == 3 * n + 7 * s else row[n:].view(np.int32)
-            for row, words, (n, s) in zip(payloads, num_words.tolist(), counts, strict=True)]
-
-        def joined(parts: Iterable[np.ndarray]) -> np.ndarray:
-            return np.concatenate(list(parts)).astype(np.int64, copy=False)
-
-        each = list(zip(payloads, lengths, counts, strict=True))
-        return cls.from_table(
-            joined(row[:n] for row, _, (n, _) in each),
-            joined(values[:n] for _, values, (n, _) in each),
-            joined(values[n: 2 * n] for _, values, (n, _) in each),
-            joined(values[2 * n: 2 * n + 7 * s] for _, values, (n, s) in each).reshape(-1, 7),
-            num_examples.copy())
+        counts = np.stack([num_words, num_examples, num_segments])
+        example_id, num_targets, segments_per_example, columns, grid = core().read_payloads(
+            payloads, *counts)
+        return cls(example_id, counts[1], num_targets, segments_per_example, *columns, grid)
 
 
 NO_EXAMPLES = BatchLayout(*np.zeros((8, 0), np.int64), np.zeros((0, 3), np.int64))  # and no ranks

@@ -17,7 +17,12 @@ from orchmllm.plan.balance import core
 
 def sums_of(values: np.ndarray, sizes: np.ndarray) -> np.ndarray:
     """(d,) int64: sums over consecutive runs of values (n,), of sizes (d,) values each."""
-    return np.diff(np.append(0, np.cumsum(values))[np.append(0, np.cumsum(sizes))])
+    return core().sums_of(values, sizes)
+
+
+def rank_at(slots: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+    """(k,) rank of each of k slots, where ranks have sizes (d,) slots each."""
+    return np.searchsorted(np.cumsum(sizes), slots, side="right")
 
 
 def ranges(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
@@ -53,6 +58,16 @@ class Rearrangement:
         """(n,) rank of each target slot."""
         return np.repeat(np.arange(len(self.target_sizes)), self.target_sizes)
 
+    @cached_property
+    def moved(self) -> np.ndarray:
+        """(k,) target slots of the items that change rank."""
+        return np.flatnonzero(self.source_rank[self.order] != self.target_rank)
+
+    def items_of(self, rank: int) -> slice:
+        """Source items that a rank has before the move."""
+        first = int(self.source_sizes[:rank].sum())
+        return slice(first, first + int(self.source_sizes[rank]))
+
     def items_on(self, rank: int) -> np.ndarray:
         """Source items at the slots of a target rank."""
         first = self.target_sizes[:rank].sum()
@@ -85,37 +100,34 @@ class Rearrangement:
     def volume(self, weight: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """(source rank, target rank, weight) of every item that changes rank; weight (n,) in source
         order, e.g. bytes. Sparse: never a (d, d) matrix."""
-        source, target = self.source_rank[self.order], self.target_rank
-        moved = (source != target) & (weight[self.order] > 0)
-        return source[moved], target[moved], weight[self.order][moved]
+        slots = self.moved[weight[self.order[self.moved]] > 0]
+        items = self.order[slots]
+        return self.source_rank[items], self.target_rank[slots], weight[items]
 
     def exchange(self, rows: np.ndarray, rank: int) -> Exchange:
         """`rank`'s view when source item i consists of rows[i] rows."""
         d = len(self.source_sizes)
         if not len(self.order):
             return no_exchange(d)
-        source_rank, target_rank = self.source_rank, self.target_rank
-        moves = bool(np.any((source_rank[self.order] != target_rank) & (rows[self.order] > 0)))
-
-        first = self.source_sizes[:rank].sum()
-        own = slice(first, first + self.source_sizes[rank])
+        own = self.items_of(rank)
         slot_of, mine = self.inverse.order[own], rows[own]
         send = np.argsort(slot_of, kind="stable")  # by target slot: grouped by target rank
         sent = mine[send]
         input_splits, output_splits = np.zeros((2, d), np.int64)
-        np.add.at(input_splits, target_rank[slot_of], mine)
+        np.add.at(input_splits, rank_at(slot_of, self.target_sizes), mine)
 
         items = self.items_on(rank)
-        recv_rows = rows[items]
-        np.add.at(output_splits, source_rank[items], recv_rows)
-        arrival = np.argsort(source_rank[items], kind="stable")  # (source rank, slot) order
+        recv_rows, source_rank = rows[items], rank_at(items, self.source_sizes)
+        np.add.at(output_splits, source_rank, recv_rows)
+        arrival = np.argsort(source_rank, kind="stable")  # (source rank, slot) order
         buffer_start = np.empty_like(arrival)
         arriving = recv_rows[arrival]
         buffer_start[arrival] = np.cumsum(arriving) - arriving
         return Exchange(
             send_index=ranges((np.cumsum(mine) - mine)[send], sent),
             input_splits=input_splits, output_splits=output_splits,
-            recv_index=ranges(buffer_start, recv_rows), lengths=recv_rows, moves=moves,
+            recv_index=ranges(buffer_start, recv_rows), lengths=recv_rows,
+            moves=bool(rows[self.order[self.moved]].any()),
         )
 
 

@@ -25,6 +25,7 @@ from orchmllm.plan.assign import (
     at_least,
     digest_of_arrays,
 )
+from orchmllm.plan.cost import CostModel
 from orchmllm.plan.layout import ENCODERS, BatchLayout
 from orchmllm.plan.nodewise import assign_nodes
 from orchmllm.plan.rearrange import Exchange, Rearrangement, ranges, sums_of
@@ -57,10 +58,8 @@ def build_plan(
     llm_move = Rearrangement.from_rank_of(llm, layout.examples_per_rank)
     encode_moves, feature_moves = {}, {}
     for phase, modality in spec.encoders.items():
-        seg = layout.segments[modality]
-        counts = np.bincount(layout.example_of_segment[seg], minlength=layout.num_examples)
-        sizes = np.bincount(layout.rank_of_example[layout.example_of_segment[seg]],
-                            minlength=layout.num_ranks).astype(np.int64)
+        counts = layout.items_per_example[modality]
+        sizes = sums_of(counts, layout.examples_per_rank)
         encode_moves[phase] = Rearrangement.from_rank_of(encode[phase], sizes)
         feature_moves[phase] = encode_moves[phase].inverse.then(llm_move.expand(counts))
     return StepPlan(layout, spec, encode_moves, feature_moves, llm_move)
@@ -80,13 +79,22 @@ def sampled_costs(
 ) -> np.ndarray:
     """(num_microbatches, d) predicted cost per rank of a step as it was sampled, in kFLOP: each
     rank's share is cut in order."""
-    micro = assign_microbatches(layout, spec.as_sampled, num_microbatches)
-    place = micro * layout.num_ranks + layout.rank_of_example
+    sizes = layout.examples_per_rank
+    if num_microbatches > 1:  # a rank's share is cut in order: its microbatches are runs, too
+        micro = assign_microbatches(layout, spec.as_sampled, num_microbatches)
+        sizes = np.bincount(layout.rank_of_example * num_microbatches + micro,
+                            minlength=layout.num_ranks * num_microbatches)
     if phase != "llm":
-        place = place[layout.example_of_segment[layout.segments[ENCODERS[phase]]]]
-    return spec.costs[phase].of_ranks(
-        layout.item_lengths(phase), place, num_microbatches * layout.num_ranks
-    ).reshape(num_microbatches, layout.num_ranks)
+        sizes = sums_of(layout.items_per_example[ENCODERS[phase]], sizes)
+    costs = run_costs(spec.costs[phase], layout.item_lengths(phase), sizes)
+    return costs.reshape(layout.num_ranks, num_microbatches).T
+
+
+def run_costs(model: CostModel, lengths: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+    """(d,) cost of ranks that have consecutive runs of items of `lengths` (n,), sizes (d,) each."""
+    if model.padded:
+        return model.of_ranks(lengths, np.repeat(np.arange(len(sizes)), sizes), len(sizes))
+    return sums_of(model(lengths), sizes)
 
 
 @dataclass(frozen=True)
@@ -129,10 +137,12 @@ class StepPlan:
 
     def items_of(self, phase: str, rank: int) -> tuple[np.ndarray, np.ndarray]:
         """(length, dataset index of the example) of each item that a rank processes."""
-        items, ids = self.rearrangement(phase).items_on(rank), self.layout.example_id
-        if phase != "llm":
-            ids = ids[self.layout.example_of_segment[self.layout.segments[ENCODERS[phase]]]]
-        return self.layout.item_lengths(phase)[items], ids[items]
+        items, layout = self.rearrangement(phase).items_on(rank), self.layout
+        if phase == "llm":
+            return layout.tokens_per_example[items], layout.example_id[items]
+        segments = layout.segments[ENCODERS[phase]][items]
+        return (layout.attn_len[segments],
+                layout.example_id[layout.example_of_segment[segments]])
 
     def phase_cost(self, phase: str) -> tuple[np.ndarray, np.ndarray]:
         """(d,) predicted cost per rank, as sampled and as planned, in kFLOP."""
@@ -141,8 +151,8 @@ class StepPlan:
     def planned_cost(self, phase: str) -> np.ndarray:
         """(d,) predicted cost per rank as planned, in kFLOP."""
         move = self.rearrangement(phase)
-        return self.spec.costs[phase].of_ranks(
-            self.layout.item_lengths(phase)[move.order], move.target_rank, self.layout.num_ranks)
+        return run_costs(self.spec.costs[phase], self.layout.item_lengths(phase)[move.order],
+                         move.target_sizes)
 
     def positions(self, phase: str) -> np.ndarray:
         """(d,) positions that each rank processes."""

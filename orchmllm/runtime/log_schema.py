@@ -21,6 +21,8 @@ COUNT = {"type": "integer", "minimum": 0}
 COUNTS = {"type": "array", "items": COUNT}
 MEASURED = {"type": ["number", "null"]}
 FLAG = {"type": "boolean"}
+ALL_RANKS_UP_TO = 64  # ranks whose numbers every row has ...
+ALL_RANKS_EVERY = 100  # ... and the steps after which a row has those of more ranks
 
 
 class Metric(NamedTuple):
@@ -74,6 +76,10 @@ _MEASURED = {
         for p in (*PHASES, "exchange")}), "time of the slowest rank: CPU time of its thread, or "
         "time on the GPU, waiting for parameters included", "s"),
     "slowest": Metric(_keys(dict.fromkeys(PHASES, _SLOWEST)), "what the slowest rank had to do"),
+    "slow_ranks": Metric(_keys(dict.fromkeys((*PHASES, "exchange"), Metric(_keys({
+        "ranks": Metric(COUNTS, "which ones, at most eight, the slowest one first"),
+        "s": Metric({"type": "array", "items": SIZE}, "their times", "s"),
+    }), "The slowest ranks of a phase."))), "the ranks that took longest, as slowest_s"),
     "gain": Metric(_keys({
         "predicted": Metric(NUMBER, "by the cost model"),
         "measured": Metric(NUMBER, "by the times of the slowest ranks (slowest_s), each divided by "
@@ -117,12 +123,14 @@ METRICS = {
                           "device needed in the step before", "ms"),
     "num_global_targets": Metric(COUNT, "labels the loss is a mean of"),
     "skipped_steps": Metric(COUNT, "steps so far that did not update the parameters"),
+    "num_ranks": Metric(COUNT, "ranks of the run"),
     "phases": Metric(_keys(dict.fromkeys(PHASES, _PHASE)), "per phase"),
     "costs": Metric(_keys(dict.fromkeys(PHASES, _COSTS)), "per phase, what the step was planned "
                     "by, as derived from the model"),
     "cpu_s": Metric(_keys(dict.fromkeys((*PHASES, "exchange"), Metric(
         {"type": "array", "items": NUMBER}, "one number a rank"))),
-        "per phase, CPU time of each rank's thread, forward and backward", "s"),
+        "per phase, CPU time of each rank's thread, forward and backward; of a run of more than "
+        f"{ALL_RANKS_UP_TO} ranks only in the row of every {ALL_RANKS_EVERY}th step", "s"),
     "measured": Metric(_keys(_MEASURED) | {"type": ["object", "null"]}, "the phases as all ranks "
                        "measured them, forward and backward; on a GPU those of the step before, "
                        "and null where there is none"),
@@ -139,7 +147,7 @@ METRICS = {
 NUMBERS = tuple(name for name, metric in METRICS.items()
                 if metric.kind in (SIZE, COUNT, MEASURED, FLAG) and name != "step")
 STEP_ROW = {"title": "A step", "description": "One optimizer step of all ranks.",
-            **_keys(_SCHEMA | METRICS, optional=("preprocessed",))}
+            **_keys(_SCHEMA | METRICS, optional=("preprocessed", "cpu_s"))}
 VALIDATION_ROW = {
     "title": "A validation",
     "description": "The held-out rows (data.num_validation), before the first and after the last "

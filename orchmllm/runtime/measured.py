@@ -24,6 +24,7 @@ from orchmllm.plan.step import PHASES, StepPlan, imbalance
 
 CLOCK_PHASES = (*PHASES, "exchange")
 NAMED_ITEMS = 3  # of the slowest rank, the longest ones
+NAMED_RANKS = 8  # of each phase, the slowest ones
 SCHEDSTAT = Path("/proc/thread-self/schedstat")
 
 
@@ -69,7 +70,7 @@ class StepFacts(NamedTuple):
             "data_wait_s": float(self.wait_s.max()), "plan_ms": 1e3 * step.plan_s,
             "exchange_ms": 1e3 * float(self.exchange_s.max()),
             "num_global_targets": step.num_global_targets,
-            "phases": step.phases,
+            "num_ranks": len(self.cpu_s), "phases": step.phases,
             "costs": {phase: {"linear": cost.linear, "quadratic": cost.quadratic}
                       for phase, cost in step.plans[0].spec.costs.items()},
             "cpu_s": dict(zip(CLOCK_PHASES, self.cpu_s.T.tolist(), strict=True)),
@@ -121,13 +122,16 @@ class StepTimer:
             if timed is None:
                 return None
         index, plans, costs, as_sampled = timed
+        slow = np.argsort(-seconds, axis=0, kind="stable")[:NAMED_RANKS]  # (8, CLOCK_PHASES) ranks
         slowest_s = seconds.max(axis=0)
         gain = self._gain.add(*costs, float(slowest_s.sum()), as_sampled)
         return {"step": index,
                 "imbalance": {p: imbalance(seconds[:, i]) for i, p in enumerate(PHASES)},
                 "slowest_s": dict(zip(CLOCK_PHASES, slowest_s.tolist(), strict=True)),
-                "slowest": {p: _had_to_do(plans, p, int(seconds[:, i].argmax()))
-                            for i, p in enumerate(PHASES)},
+                "slowest": {p: _had_to_do(plans, p, int(slow[0, i])) for i, p in enumerate(PHASES)},
+                "slow_ranks": {
+                    p: {"ranks": slow[:, i].tolist(), "s": seconds[slow[:, i], i].tolist()}
+                    for i, p in enumerate(CLOCK_PHASES)},
                 "gain": gain and gain._asdict()}
 
 

@@ -13,10 +13,10 @@ from pathlib import Path
 
 from orchmllm.config.recipe import Recipe, to_yaml
 from orchmllm.runtime.files import fsync
-from orchmllm.runtime.log_schema import SCHEMA_VERSION
+from orchmllm.runtime.log_schema import ALL_RANKS_EVERY, ALL_RANKS_UP_TO, SCHEMA_VERSION
 
 LOGS = ("metrics.jsonl", "quarantine.jsonl", "nonfinite.jsonl")  # that a run folder may hold
-MAX_ROW_BYTES = 2**24  # of one row; rows grow with the number of ranks
+MAX_ROW_BYTES = 2**24  # of one row; those that tell of all ranks grow with their number
 
 
 class JsonLines:
@@ -70,6 +70,13 @@ class JsonLines:
 def metrics_log(folder: Path) -> JsonLines:
     """metrics.jsonl of a run in `folder` (orchmllm.runtime.log_schema)."""
     return JsonLines(folder / "metrics.jsonl", schema=SCHEMA_VERSION)
+
+
+def as_logged(row: dict) -> dict:
+    """What is written of a row: few rows of a run of many ranks have the numbers of all of them."""
+    if row.get("num_ranks", 0) <= ALL_RANKS_UP_TO or row["step"] % ALL_RANKS_EVERY == 0:
+        return row
+    return {name: value for name, value in row.items() if name != "cpu_s"}
 
 
 def open_log(recipe: Recipe, log: Callable[[str], None]) -> JsonLines:

@@ -21,7 +21,7 @@ def a_row(step: int, loss: float = 2.0) -> dict:
               for i, p in enumerate(PHASES)}
     return {**dict.fromkeys(NUMBERS, 0), "step": step, "loss": loss, "grad_norm": 1.0, "lr": 0.1,
             "tokens_per_s": 1234.5, "mfu": None, "step_s": 0.5, "data_wait_s": 0.005,
-            "core_wait_s": None, "num_global_targets": 7, "phases": phases,
+            "core_wait_s": None, "num_global_targets": 7, "num_ranks": 2, "phases": phases,
             "costs": {p: {"linear": 6, "quadratic": 1} for p in PHASES},
             "cpu_s": {p: [0.1, 0.2] for p in (*PHASES, "exchange")},
             "grad_norms": {"connector": 0.5, "llm": 0.75}, "measured": None, "nonfinite": False,

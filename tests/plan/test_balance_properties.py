@@ -194,7 +194,7 @@ def test_maps_equal_their_twins(problem) -> None:
     assert core().expand_order(order, counts).tolist() == expanded
     example = np.arange(len(weight)) // 3
     own = (np.arange(len(weight) // 3 + 1) * 3) % d
-    assert np.array_equal(core().heaviest_holder(example, home, weight % 5, own),
+    assert np.array_equal(core().heaviest_holder(example, home, weight % 5, own, d),
                           reference.heaviest_holder(example, home, weight % 5, own))
 
 

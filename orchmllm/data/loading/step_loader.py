@@ -13,6 +13,7 @@ An example is one call of the dataset on each rank that needs something of it.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -159,16 +160,16 @@ class _Request:
 
     def __init__(self, micro: Microbatch, rank: int, dispatch: str, dataset: Any, workers: Workers
                  ) -> None:
-        layout, mine = micro.plan.layout, micro.rank_plan
-        sampled = layout.rank_of_example == rank
+        plan, layout, mine = micro.plan, micro.plan.layout, micro.rank_plan
         self.micro, self.media = micro, {}
-        self.texts = (mine.examples if dispatch == "load" else np.flatnonzero(sampled)).tolist()
+        sampled = np.arange(layout.num_examples)[plan.llm.items_of(rank)]
+        self.texts = (mine.examples if dispatch == "load" else sampled).tolist()
         wanted: dict[int, dict] = {e: {"text": True, "segments": []} for e in self.texts}
         for phase, code in ENCODERS.items():
             self.media[phase] = here = list(map(tuple, mine.media[phase].tolist()))
             if dispatch != "load":
-                at = layout.places(layout.segments[code])
-                self.media[phase] = list(map(tuple, at[sampled[at[:, 0]]].tolist()))
+                at = layout.places(layout.segments[code][plan.encode[phase].items_of(rank)])
+                self.media[phase] = list(map(tuple, at.tolist()))
             leaving = set(self.media[phase]).difference(here) if dispatch == "bytes" else ()
             for example, segment in self.media[phase]:
                 keys = wanted.setdefault(example, {"text": False, "segments": []})
@@ -202,14 +203,17 @@ class StepLoader(Pipeline):
 
     dataset: see SegmentFeed. sampler: global batches.
     num_workers: processes that read and decode; 0: the prefetch thread does. servers: do it
-    instead, as long as one of them answers. Other arguments and errors: see Pipeline.
+    instead, as long as one of them answers. flops_of: useful FLOP of each phase of a layout, where
+    a step's are to be counted. Other arguments and errors: see Pipeline.
     """
 
     def __init__(
         self, dataset: Any, sampler: GlobalSampler, orchestrator: Orchestrator, *,
         num_steps: int, first_step: int = 0, accumulation_steps: int = 1, prefetch: int = 2,
         num_workers: int = 0, servers: Servers | None = None,
+        flops_of: Callable[[BatchLayout], dict[str, float]] | None = None,
     ) -> None:
+        self._flops_of = flops_of
         feed = SegmentFeed(dataset, sampler, orchestrator, num_steps, num_workers, servers)
         super().__init__(feed, orchestrator, first_step=first_step, prefetch=prefetch,
                          accumulation_steps=accumulation_steps)
@@ -219,6 +223,8 @@ class StepLoader(Pipeline):
         examples that failed."""
         super()._load(step)
         step.phases = phase_figures(step.layout, step.plans)
+        if self._flops_of is not None:
+            step.useful_flop = sum(sum(self._flops_of(p.layout).values()) for p in step.plans)
         lost = np.zeros(step.layout.num_examples, bool)
         lost[[f.example for f in step.failed]] = True
         step.num_global_targets = int(step.layout.num_targets[~lost].sum())

@@ -19,7 +19,7 @@ from orchmllm.runtime.log_schema import NUMBERS, PHASE_METRICS, SCHEMA_VERSION
 
 MEASURED = ("imbalance", "slowest_s", "rank")
 COLUMNS = (
-    "offset", "step", *NUMBERS, "num_ranks",
+    "offset", "step", *NUMBERS,
     *(f"{phase}.{name}" for phase in PHASES for name in PHASE_METRICS),
     "measured.step", "exchange.slowest_s", *(f"measured.gain.{name}" for name in Gain._fields),
     *(f"{phase}.measured.{name}" for phase in PHASES for name in MEASURED))
@@ -123,7 +123,9 @@ def _read(path: Path) -> tuple[np.ndarray, dict[int, float | None], bool]:
 def _numbers(offset: int, row: dict) -> tuple[float | None, ...]:
     """In the order of COLUMNS; None, and a number that a run did not log yet, becomes nan."""
     phases, times = row["phases"], row["measured"]
-    return (offset, row["step"], *[row.get(name) for name in NUMBERS], len(row["cpu_s"]["llm"]),
+    if "num_ranks" not in row:  # of an older version, whose rows all have cpu_s
+        row["num_ranks"] = len(row["cpu_s"]["llm"])
+    return (offset, row["step"], *[row.get(name) for name in NUMBERS],
             *[phases[p][name] for p in PHASES for name in PHASE_METRICS],
             *(_measured_numbers(times) if times else NOTHING_MEASURED))
 

@@ -16,12 +16,13 @@ from orchmllm.cli import dispatch
 from orchmllm.config.balance import BalanceConfig
 from orchmllm.config.recipe import RunConfig, load_recipe, to_yaml
 from orchmllm.plan.assign import PHASES
+from orchmllm.runtime import metrics
 from orchmllm.runtime.display import Totals
 from orchmllm.tools.report.log import read_run
 from orchmllm.tools.report.svg import MAX_POINTS, number, thin
 from tests.lib.ranks import run_ranks
 from tests.lib.recipes import RECIPES
-from tests.lib.rows import a_row
+from tests.lib.rows import a_row, row_problems
 from tests.lib.synthetic import SyntheticDataset, recipe
 from tests.lib.training import train
 
@@ -357,17 +358,30 @@ def test_100_000_steps_are_a_small_page(tmp_path):
     assert len(html) < 5e6 and "100000 steps" in page.text
 
 
+def train_as_one_of_many(world, *arguments):
+    """Two ranks whose log is that of a run of more than metrics.jsonl lists in every row."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(metrics, "ALL_RANKS_UP_TO", 1)
+        patched.setattr(metrics, "ALL_RANKS_EVERY", 2)
+        return train(world, *arguments)
+
+
 @pytest.mark.dist
 def test_the_log_of_a_real_run(tmp_path):
     base = recipe(balance=BalanceConfig(ranks_per_node=1))
     run = replace(base, run=RunConfig(dir=str(tmp_path)),
                   data=replace(base.data, num_validation=4),
                   train=replace(base.train, num_steps=4))
-    run_ranks(train, 2, run, SyntheticDataset())
+    run_ranks(train_as_one_of_many, 2, run, SyntheticDataset())
     found = read_run(tmp_path)
     assert found["num_ranks"].tolist() == [2] * 4 and len(found.validations) == 2
-    slow = found.row(2)["measured"]["slowest"]
-    cpu_s = found.row(2)["cpu_s"]
+    rows = [found.row(i) for i in range(4)]
+    assert [row_problems(row) for row in rows] == [[]] * 4
+    assert ["cpu_s" in row for row in rows] == [True, False, True, False]
+    slow, cpu_s = rows[2]["measured"]["slowest"], rows[2]["cpu_s"]
+    for phase, slowest in rows[2]["measured"]["slow_ranks"].items():
+        assert slowest["s"] == sorted(cpu_s[phase], reverse=True)
+        assert [cpu_s[phase][rank] for rank in slowest["ranks"]] == slowest["s"]
     for phase in PHASES:
         assert slow[phase]["rank"] == int(np.argmax(cpu_s[phase]))
         assert len(slow[phase]["example_ids"]) == len(slow[phase]["lengths"]) <= 3
