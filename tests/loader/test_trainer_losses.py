@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from orchmllm import balance_trainer
+from orchmllm import balance_trainer, cost_of
 from tests.lib.clients import Examples, as_torchrun, collate, forget_accelerate, tiny
 from tests.lib.ranks import run_ranks
 
@@ -90,6 +90,7 @@ def weights(world, kind: str, folder: str) -> list[float]:
         model = trainer.model
         trainer.train()
     forget_accelerate()
+    assert trainer._balance["phases"] == cost_of(model)
     assert all(trainer._balance_loader.step.imbalance)
     return torch.cat([p.detach().flatten() for p in model.parameters()]).tolist()
 
