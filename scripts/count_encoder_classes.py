@@ -24,16 +24,16 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-import torch
-from torch import nn
+import torch  # noqa: E402
+from torch import nn  # noqa: E402
 
-from orchmllm import balance_encoders
-from orchmllm.encoders.infer import infer_encoders
-from orchmllm.encoders.spec import check_encoder
-from tests.lib.encoder_runs import gradients, reference, worst, wrapped
-from tests.lib.ranks import run_ranks
-from tests.lib.tiny_inputs import batch, media_of
-from tests.lib.tiny_models import build
+from orchmllm import balance_encoders  # noqa: E402
+from orchmllm.encoders.infer import infer_encoders  # noqa: E402
+from orchmllm.encoders.spec import check_encoder  # noqa: E402
+from tests.lib.encoder_runs import gradients, reference, worst, wrapped  # noqa: E402
+from tests.lib.ranks import run_ranks  # noqa: E402
+from tests.lib.tiny_inputs import batch, media_of  # noqa: E402
+from tests.lib.tiny_models import build  # noqa: E402
 
 RESULTS = ROOT / "tests/golden/encoder_classes.json"
 DOCS = ROOT / "docs/encoders.md"

@@ -13,10 +13,10 @@ from torch._subclasses import FakeTensorMode
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.flop_counter import FlopCounterMode
 
-from orchmllm.models.flops import FORWARD_BACKWARD
 from orchmllm.plan.cost import CostModel
 
 log = logging.getLogger("orchmllm.loader")
+FORWARD_BACKWARD = 3  # the backward pass of a product is two products of the same size
 LENGTHS = (64, 128, 256)  # the cost is fitted to the last two and has to predict the first
 
 
@@ -41,6 +41,9 @@ def cost_of(model: nn.Module) -> CostModel:
         except Exception as error:  # whatever the model's own code raises
             raise ValueError(f"the FLOPs of {type(model).__name__} cannot be counted by its "
                              f"input_ids alone: {error!r}; give phases=CostModel(...)") from error
+    if not counts[-1].get("Global"):
+        raise ValueError(f"{type(model).__name__} has no product whose FLOPs can be counted; give "
+                         "phases=CostModel(...)")
     linear, quadratic = _fit(counts, "Global")
     layers = []  # (FLOP per pair of positions, pairs of a position; 0: all)
     for name, module in hollow.named_modules():

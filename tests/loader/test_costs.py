@@ -105,6 +105,11 @@ class Reads(nn.Linear):
         return super().forward(input_ids.float()) * (2 if input_ids.sum() > 0 else 3)
 
 
+class Moves(nn.Module):
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        return input_ids.flip(1)
+
+
 class Cubic(nn.Linear):
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         n = input_ids.shape[1]
@@ -114,6 +119,7 @@ class Cubic(nn.Linear):
 @pytest.mark.parametrize(("model", "reason"), [
     (lambda: nn.Linear(8, 4), "FLOPs of Linear cannot be counted by its input_ids alone"),
     (lambda: Reads(64, 4), "cannot be counted.*phases="),
+    (lambda: Moves(), "Moves has no product"),
     (lambda: Cubic(8, 4), "not linear and quadratic in the length"),
 ])
 def test_what_cannot_be_known_is_refused_with_the_reason(model, reason):

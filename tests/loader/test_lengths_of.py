@@ -76,7 +76,7 @@ def test_equals_the_processor_on_real_images(name, tmp_path, monkeypatch):
 
 
 class Patches:
-    """As the processors of transformers: one token for 10 x 10 pixels, and one a line. It records what it gets."""
+    """An image processor: one token for 10 x 10 pixels, and one a line. It records what it gets."""
 
     def __init__(self, reads: bool = False) -> None:
         self.seen, self.reads = [], reads

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from orchmllm import balance_trainer
+from orchmllm import balance_trainer, cost_of
 from tests.lib.clients import Examples, as_torchrun, forget_accelerate, tiny
 from tests.lib.ranks import run_ranks
 
@@ -166,6 +166,7 @@ def weights(world, kinds: tuple[str, ...], folder: str) -> list[list[float]]:
                             "tokens" if kind in ("function", "FSDP2") else kind, **how)
             if world.world_size > 1:
                 trainer = balance_trainer(trainer, lengths=LENGTHS, policy="greedy")
+                assert kind != "tokens" or trainer._balance["phases"] == cost_of(trainer.model)
             out.append(trained(trainer))
     return out
 
