@@ -14,7 +14,7 @@ def changes(folder: Path) -> list[tuple[int, str]]:
     went back behind it is left out. Raises ValueError naming a line that is damaged."""
     found, later = [], math.inf
     for attempt in reversed(read_attempts(folder)):
-        start = attempt["resumed_from"] or {"step": 0, "changed": {}}
+        start = attempt.get("resumed_from") or {"step": 0, "changed": {}}
         if start["changed"] and start["step"] < later:
             found.append((start["step"], describe_changes(start["changed"])))
         later = min(later, start["step"])
