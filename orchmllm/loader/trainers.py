@@ -162,7 +162,7 @@ class _Balanced:
             out = compute(model, inputs, return_outputs=return_outputs,  # None: it is not scaled
                           num_items_in_batch=num_items_in_batch if as_it_is else None)
         loss, *outputs = out if return_outputs else (out,)
-        if not as_it_is or not step.num_examples:  # the loss of a filler becomes 0
+        if not as_it_is or (self._balance_loss == SUM and not step.num_examples):  # a filler: 0
             info = step if self._balance_loss in (TARGETS, SHIFTED) else step.by_examples()
             loss = scale(loss, info, mean=True, shifted=self._balance_loss == SHIFTED,
                          divided_by=self._divides_by(num_items_in_batch))
