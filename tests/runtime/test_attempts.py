@@ -64,7 +64,7 @@ KEYS = {
             "fsdp.audio_checkpointing", "fsdp.llm_checkpointing", "fsdp.compute_dtype",
             "profile.steps"), "other"),
         **dict.fromkeys((
-            "run.tensorboard", "data.strict", "data.allow_left_out", "data.sources.video_audio",
+            "data.strict", "data.allow_left_out", "data.sources.video_audio",
             "data.remote.roots.anonymous", "balance.whole_examples", "balance.vision.nodewise",
             "balance.audio.nodewise", "balance.llm.nodewise", "fsdp.cpu_offload", "fsdp.meta_init",
             "fsdp.compile"), True),
@@ -77,7 +77,8 @@ KEYS = {
             "data.sources.weight", "data.sources.video_fps", "data.sources.video_frames",
             "data.sources.video_max_frames", "data.sources.max_row_bytes", "data.remote.cache_gib",
             "data.remote.attempts", "data.remote.stall_s", "data.remote.deadline_s",
-            "balance.min_gain", "balance.ranks_per_node", "balance.nodewise_limit_s",
+            "balance.min_gain", "balance.measure_every", "balance.ranks_per_node",
+            "balance.nodewise_limit_s",
             "balance.vision.tolerance", "balance.vision.max_rank_tokens",
             "balance.audio.tolerance", "balance.audio.max_rank_tokens", "balance.llm.tolerance",
             "balance.llm.max_rank_tokens", "train.num_steps", "train.validate_every_steps",
@@ -88,7 +89,7 @@ KEYS = {
             "train.max_grad_norm", "train.max_skipped_in_a_row", "fsdp.shard_size",
             "fsdp.memory_gb", "fsdp.loss_chunk_rows", "fsdp.prefetch", "checkpoint.every_steps",
             "checkpoint.keep_last", "profile.num_ranks"), 77),
-        "data.preprocess": ["b:2"]},
+        "data.preprocess": ["b:2"], "run.trackers": ["tensorboard"]},
 }
 CHANGES = [(key, value, means) for means, keys in KEYS.items() for key, value in keys.items()]
 
