@@ -20,8 +20,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch  # noqa: E402
@@ -35,6 +34,7 @@ from tests.lib.ranks import run_ranks  # noqa: E402
 from tests.lib.tiny_inputs import batch, media_of  # noqa: E402
 from tests.lib.tiny_models import build  # noqa: E402
 
+ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "tests/golden/encoder_classes.json"
 DOCS = ROOT / "docs/encoders.md"
 EXACT, REFUSED = "exact", "refused"
@@ -160,6 +160,10 @@ def table(results: dict[str, dict[str, str]]) -> list[str]:
         if seen["state"] == EXACT:
             difference, what = why.split("; ", 1)
             name, why = f"{name} {difference}", what
+        if seen["state"] == "not built" and "timm" not in why:
+            why = "the script's small sizes do not suit the configuration"
+        if seen["state"] == "not tried":
+            why = "the script has no inputs that the class takes"
         groups.setdefault((seen["state"], reason(why)), []).append(name)
     rows = sorted(groups.items(), key=lambda item: (_ORDER.index(item[0][0]), item[0][1]))
     return [HEAD, "|---|---|---|---|", *(
@@ -168,7 +172,7 @@ def table(results: dict[str, dict[str, str]]) -> list[str]:
 
 
 def reason(why: str) -> str:
-    """The same text for classes that are refused for the same reason."""
+    """The same text for classes with the same reason."""
     for part, text in _REASONS:
         if part in why:
             return text

@@ -23,8 +23,8 @@ from orchmllm.plan.cost import CostModel
 
 _METHODS = {kind: f"get_{kind}_features" for kind in ("image", "video", "audio")}
 # Arguments with one row for each row of the media.
-_BESIDE = ("pixel_mask", "pixel_attention_mask", "image_position_ids", "high_res_pixel_values",
-           "qformer_input_ids", "qformer_attention_mask")
+_BESIDE = ("pixel_mask", "pixel_attention_mask", "image_position_ids", "qformer_input_ids",
+           "qformer_attention_mask")
 _AFTER = re.compile("projector|projection|connector|aligner|merger|adapter")
 _LOADS = ("LOAD_ATTR", "LOAD_METHOD")
 _SIZES = ((("embed_dim", "hidden_size", "d_model"), 1024),

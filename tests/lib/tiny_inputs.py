@@ -78,8 +78,7 @@ def _rows(
               "pixel_attention_mask": torch.ones(n, 2, dtype=torch.bool),
               "pixel_mask": torch.ones(n, side, side, dtype=torch.bool),
               "qformer_input_ids": torch.randint(3, 90, (n, 4), generator=g),
-              "qformer_attention_mask": torch.ones(n, 4, dtype=torch.int64),
-              "high_res_pixel_values": _noise(g, n, 3, side, side)}
+              "qformer_attention_mask": torch.ones(n, 4, dtype=torch.int64)}
     more = {name: beside[name] for name in names[1:] if name in beside}
     several = kind == "video" or "pixel_attention_mask" in more
     shapes = ([(2, 3, side, side)] if several else []) + [

@@ -137,7 +137,6 @@ _CHANGED: dict[str, dict[str, Any]] = {
     **{name: {"out_hidden_size": 128} for name in ("muse_glimmer", "muse_spark")},
     "hunyuan_vl": {"text_config.head_dim": 16, "text_config.rope_parameters": {
         **_ROPE, "xdrope_section": [2, 2, 2, 2], "mrope_section": [2, 2, 2, 2]}},
-    "deepseek_vl_hybrid": {"high_res_vision_config.global_attn_indexes": [0]},
     "qwen3_asr": {"audio_config.n_window": 50, "audio_config.n_window_infer": 100},
     "llama4": {"vision_config.intermediate_size": 128},
     "minimax_m3_vl": {"merged_hidden_size": 128},
