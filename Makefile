@@ -26,7 +26,7 @@ test: setup-test
 # Each takes a few minutes on 2 quiet cores.
 SLOW_checkpoints := tests/runtime
 SLOW_clients := tests/loader/test_clients.py
-SLOW_trainers := tests/loader/test_trainer_clients.py
+SLOW_trainers := tests/loader/test_trainer_clients.py tests/loader/test_trainer_meshes.py
 SLOW_encoders := tests/encoders/test_encoder_families.py
 SLOW_dropin := $(filter-out $(SLOW_clients) $(SLOW_trainers) $(SLOW_encoders), \
     $(wildcard tests/loader/test_*.py tests/encoders/test_*.py))

@@ -13,7 +13,9 @@ if TYPE_CHECKING:
     from orchmllm.encoders.hook import balance_encoders
     from orchmllm.encoders.items import Masked, Packed, Rows
     from orchmllm.encoders.spec import Encoder
+    from orchmllm.loader.costs import cost_of
     from orchmllm.loader.equivalence import check_equivalence
+    from orchmllm.loader.lengths import lengths_of
     from orchmllm.loader.loader import BalancedDataLoader
     from orchmllm.loader.loss import StepInfo
     from orchmllm.loader.trainers import balance, balance_trainer
@@ -31,10 +33,13 @@ _HOME = {
     "balance_encoders": "orchmllm.encoders.hook",
     "balance_trainer": "orchmllm.loader.trainers",
     "check_equivalence": "orchmllm.loader.equivalence",
+    "cost_of": "orchmllm.loader.costs",
+    "lengths_of": "orchmllm.loader.lengths",
 }
 __all__ = [
     "BalancedDataLoader", "CostModel", "Encoder", "Masked", "Packed", "Rows", "StepInfo", "balance",
-    "balance_encoders", "balance_trainer", "check_equivalence",
+    "balance_encoders", "balance_trainer", "check_equivalence", "cost_of",
+    "lengths_of",
 ]
 
 

@@ -132,7 +132,7 @@ class Microbatch:
     order for dispatch `tensors`, in slot order for `load` and `bytes`; ignored: positions (in the
     microbatch's layout) of examples without labels. Of a loader of whole examples: content is
     what collate_fn returned, num_targets its labels (see commit), geometry whether it is padded
-    (PADDED, PACKED, or 0 where it does not show).
+    (PADDED, PACKED, or 0 where it does not show), labels_shape that of "labels".
     """
 
     plan: StepPlan
@@ -143,6 +143,7 @@ class Microbatch:
     positions: np.ndarray | None = None
     num_targets: tuple[int, int] = UNCOUNTED
     geometry: int = 0
+    labels_shape: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from orchmllm.runtime.measured import StepTimer, thread_times
 from orchmllm.runtime.metrics import JsonLines, as_logged, open_log
 from orchmllm.runtime.profile import StepProfiler
 from orchmllm.runtime.resumable import describe_end
-from orchmllm.runtime.run_checkpoints import RunCheckpoints, kept_batch
+from orchmllm.runtime.run_checkpoints import RunCheckpoints
 from orchmllm.runtime.run_state import Incidents, MediaCount, Progress
 from orchmllm.runtime.stop import FOLDER_TAKEN, Stopped, StopSignal
 from orchmllm.sharding.fits import for_run, memory_check
@@ -64,6 +64,10 @@ class Trainer:
         self.train_rows, self.validation_rows = self.dataset.split(recipe.data.num_validation)
         job = resolve(recipe, world.world_size, world.local_world_size)
         spec = plan_spec(job)
+        # Before the model is built: it says whether the run can go on where the recipe says.
+        self.checkpointer = RunCheckpoints(
+            job, RowGather(spec.ranks_per_node, recipe.launch.timeout_s), self.dataset,
+            lambda: self.optimizer, lambda: state_tensors(self.model, self.optimizer), self._log)
         group = exchange_group(self.device, recipe.launch.timeout_s)
         self.orchestrator, self._validation = (
             build_orchestrator(recipe, one, world.world_size, self.device, group)
@@ -73,7 +77,7 @@ class Trainer:
         device_bytes = gpu.total_memory if gpu else 0
         checkpointing = for_run(
             recipe, self.dataset, self.train_rows, spec, world.world_size,
-            device_bytes, partial(kept_batch, recipe, self._gather))
+            device_bytes, self.checkpointer.kept_batch)
         self.orchestrator.refuses = memory_check(job, checkpointing, device_bytes, self._gather)
         self.attention = describe_attention(recipe.model, self.device.type, compute_dtype(
             recipe.fsdp))  # chosen before the first step; a kernel that fails is found here
@@ -90,9 +94,6 @@ class Trainer:
             raise ValueError("model.*.frozen: every submodule is frozen, nothing would be trained")
         self.optimizer = make_optimizer(self.model, train)
         self.progress = Progress(global_batch_size=job.global_batch_size)
-        self.checkpointer = RunCheckpoints(
-            job, RowGather(spec.ranks_per_node, recipe.launch.timeout_s), self.dataset,
-            self.optimizer, partial(state_tensors, self.model, self.optimizer), self._log)
         self.stop = StopSignal(watch and watch.folder_taken)
         self._metrics: JsonLines | None = None
         self._rows: list[dict] | None = None
@@ -122,25 +123,31 @@ class Trainer:
         num_steps = self.recipe.train.num_steps
         self._rows = rows
         self.progress = self.checkpointer.resume() or self.progress
-        if self.progress.step < num_steps:
-            if self.world.rank == 0:
-                self._metrics = open_log(self.recipe, self._log)
-            if self.watch is not None:
-                self.watch.clock = self.model.clock
-            self._log(self.attention)
-            if self.progress.step == 0:
-                self._validate()
-            self.display.start(num_steps, first_step=self.progress.step)
-            with self.stop:
-                while self.progress.step < num_steps:  # again after a rollback
-                    self._train_steps()
-                self.checkpointer.save_run(self.progress)
-                self.checkpointer.wait()  # an error of the validation ends the process
-                self._validate()
-                if self.recipe.balance.enabled:
-                    self.display.check_gain()
-        self._finish()
-        self.progress.media.check_modalities()  # also where a launcher has started it again
+        trains = self.progress.step < num_steps
+        with self.checkpointer.attempt(trains=trains):
+            if trains:
+                self._train(num_steps)
+            self._finish()
+            self.progress.media.check_modalities()  # also where a launcher has started it again
+
+    def _train(self, num_steps: int) -> None:
+        """To the last step and its checkpoint."""
+        if self.world.rank == 0:
+            self._metrics = open_log(self.recipe, self._log)
+        if self.watch is not None:
+            self.watch.clock = self.model.clock
+        self._log(self.attention)
+        if self.progress.step == 0:
+            self._validate()
+        self.display.start(num_steps, first_step=self.progress.step)
+        with self.stop:
+            while self.progress.step < num_steps:  # again after a rollback
+                self._train_steps()
+            self.checkpointer.save_run(self.progress)
+            self.checkpointer.wait()  # an error of the validation ends the process
+            self._validate()
+            if self.recipe.balance.enabled:
+                self.display.check_gain()
 
     def _train_steps(self) -> None:
         """To the last step, or back to a checkpoint before a step that is not finite."""

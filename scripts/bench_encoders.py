@@ -5,7 +5,8 @@
 First without the network, for one rank among many simulated ones: describing its images, reading
 the table of all ranks, planning, and the indices of the exchanges. Then on 2 real gloo ranks with a
 vision tower of Qwen2-VL's kind, where rank 0 holds three of four images: the forward without
-balancing, planned only (shadow=True), and balanced.
+balancing, planned only (shadow=True), and balanced. At last the CPU time that balancing adds to a
+forward and backward on 4 ranks.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ import torch
 import torch.distributed as dist
 from torch import multiprocessing, nn
 
-from orchmllm import balance_encoders
-from orchmllm.encoders.families import FAMILIES
+from orchmllm import Encoder, Packed, balance_encoders
 from orchmllm.encoders.sharing import assign
 from orchmllm.encoders.table import Tables, describe_local
 from orchmllm.plan.cost import CostModel
 
-QWEN2_VL = FAMILIES["qwen2_vl"].encoders[0]
+QWEN2_VL = Encoder("vision", {"get_image_features": Packed(
+    "pixel_values", "image_grid_thw", frames=True)}, towers=("visual",), cast=True)
 COST = CostModel(6 * 32 * (4 * 1280**2 + 8 * 1280**2), 12 * 32 * 1280)
 ROW = 1176  # values of a patch of Qwen2-VL
 
@@ -88,15 +89,12 @@ def measure(num_ranks: int, most: int, repeat: int) -> dict[str, list[float]]:
     return out
 
 
-def real(rank: int, folder: str, repeat: int) -> None:
-    """Prints the median milliseconds of the model's forward on two ranks."""
+def qwen2_vl() -> nn.Module:
     from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration
 
-    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", 2), rank=rank,
-                            world_size=2)
     torch.manual_seed(0)
     torch.set_num_threads(1)
-    model = Qwen2VLForConditionalGeneration(Qwen2VLConfig(
+    return Qwen2VLForConditionalGeneration(Qwen2VLConfig(
         text_config=dict(vocab_size=64, hidden_size=64, intermediate_size=128, bos_token_id=0,
                          eos_token_id=0, num_hidden_layers=2, num_attention_heads=4,
                          num_key_value_heads=2,
@@ -105,33 +103,50 @@ def real(rank: int, folder: str, repeat: int) -> None:
         vision_config=dict(depth=3, embed_dim=384, hidden_size=64, num_heads=6, patch_size=14,
                            spatial_merge_size=2, temporal_patch_size=2),
         image_token_id=61, vision_start_token_id=60, vision_end_token_id=62, video_token_id=63))
-    grid = torch.tensor([[1, 24, 24]] * (6 if rank == 0 else 2))
-    patches = int(grid.prod(1).sum())
-    image = torch.cat([torch.tensor([60]), torch.full((24 * 24 // 4,), 61), torch.arange(1, 9)])
-    ids = image.repeat(len(grid))[None]
-    inputs = dict(input_ids=ids, pixel_values=torch.randn(patches, ROW), image_grid_thw=grid,
-                  mm_token_type_ids=(ids == 61).int(), use_cache=False)
 
-    def forward() -> float:
+
+def inputs_of(num_images: int, side: int) -> dict[str, torch.Tensor]:
+    """One sequence with images of side x side patches."""
+    grid = torch.tensor([[1, side, side]] * num_images)
+    image = torch.cat([torch.tensor([60]), torch.full((side**2 // 4,), 61), torch.arange(1, 9)])
+    ids = image.repeat(num_images)[None]
+    return dict(input_ids=ids, pixel_values=torch.randn(int(grid.prod(1).sum()), ROW),
+                image_grid_thw=grid, mm_token_type_ids=(ids == 61).int(), use_cache=False)
+
+
+def real(rank: int, folder: str, num_ranks: int, repeat: int) -> None:
+    """Prints the median milliseconds of the model's forward on two ranks; and the CPU time of this
+    thread that balancing adds to a forward and backward on four, where nothing has to move."""
+    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", num_ranks), rank=rank,
+                            world_size=num_ranks)
+    model, cpu = qwen2_vl(), num_ranks == 4
+    inputs = inputs_of(2, 4) if cpu else inputs_of(6 if rank == 0 else 2, 24)
+    clock = time.thread_time if cpu else time.perf_counter
+
+    def step() -> float:
         times = []
         for _ in range(repeat):
             dist.barrier()
-            started = time.perf_counter()
-            model(**inputs)
-            dist.barrier()
-            times.append(1e3 * (time.perf_counter() - started))
+            started = clock()
+            result = model(**inputs)
+            if cpu:
+                result.logits.sum().backward()
+            else:
+                dist.barrier()
+            times.append(1e3 * (clock() - started))
         return float(np.median(times))
 
-    model(**inputs)
-    out = {"without": forward()}
+    step()
+    out = {"without": step()}
     for name, options in (("planned only", {"shadow": True}), ("balanced", {})):
         handle = balance_encoders(model, **options)
         model(**inputs)
-        out[name] = forward()
+        out[name] = step()
         handle.remove()
     if rank == 0:
-        print("2 ranks, 6 and 2 images of 576 patches, forward: " + ", ".join(
-            f"{name} {ms:.0f} ms" for name, ms in out.items()))
+        what = ("4 ranks, CPU of a forward and backward" if cpu
+                else "2 ranks, 6 and 2 images of 576 patches, forward")
+        print(f"{what}: " + ", ".join(f"{name} {ms:.1f} ms" for name, ms in out.items()))
     dist.destroy_process_group()
 
 
@@ -146,8 +161,9 @@ def main() -> None:
         print(f"{num_ranks} ranks, up to {args.images} images each: " + ", ".join(
             f"{name} {np.median(ms):.2f}" for name, ms in parts.items())
             + f" ms (median of {args.repeat}; worst {max(parts['all']):.2f})")
-    with tempfile.TemporaryDirectory() as folder:
-        multiprocessing.spawn(real, (folder, args.repeat), nprocs=2)
+    for num_ranks in (2, 4):
+        with tempfile.TemporaryDirectory() as folder:
+            multiprocessing.spawn(real, (folder, num_ranks, args.repeat), nprocs=num_ranks)
 
 
 if __name__ == "__main__":

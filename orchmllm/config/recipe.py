@@ -34,7 +34,7 @@ TRACKERS = ("tensorboard", "wandb")  # names of packages
 class RunConfig:
     """What a run is called, starts from and writes."""
 
-    dir: str = key("runs/default", "Folder of metrics, checkpoints and the merged recipe; one run "
+    dir: str = key("runs/default", "Folder of logs, checkpoints and the merged recipe; one run "
                    "at a time writes it.",
                    aliases=("output_dir", "out_dir", "save_dir"))
     seed: int = key(0, "Of the weights and of the sampling.", at_least=0)
@@ -44,7 +44,8 @@ class RunConfig:
                       "from scratch, also after a failure, and what is in run.dir is set aside.",
                       aliases=("resume_from_checkpoint",))
     allow_data_change: bool = key(
-        False, "Resume although the data is not what the checkpoint saw.")
+        False, "Resume although the data, or what decides their order, is not what the checkpoint "
+        "saw (docs/design.md).")
     trackers: tuple[str, ...] = key(
         (), "Programs that also get the scalars of every step: `tensorboard` (run.dir/tensorboard) "
         "and `wandb` (W&B, which reads WANDB_PROJECT, WANDB_MODE=offline and so on).",

@@ -7,7 +7,6 @@ token (see orchmllm.data.lengths), reported by `load` through on_error as its se
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Collection, Sequence
 
@@ -19,13 +18,13 @@ from orchmllm.batch import IGNORE_INDEX, Example
 from orchmllm.config.recipe import SourceConfig
 from orchmllm.data.formats.conversation import Conversation, media_of
 from orchmllm.data.formats.open import DataSource, index_path, open_source
-from orchmllm.data.formats.scanned import sizes
+from orchmllm.data.formats.scanned import sampled
 from orchmllm.data.index import LengthIndex, joined_layouts, open_index
 from orchmllm.data.lengths import LengthReader, MeasuredExample
 from orchmllm.data.media.decode import OnError, SegmentReader, fail
 from orchmllm.data.media.medium import MediaError, Medium, printable
 from orchmllm.data.media.video import pictures
-from orchmllm.data.storage.remote import NOWHERE, RemoteFile, Storage, fetch_ahead
+from orchmllm.data.storage.remote import NOWHERE, Storage, fetch_ahead
 from orchmllm.data.text.tokenizer import ChatTokenizer
 from orchmllm.plan.geometry import AudioGeometry, VisionGeometry
 from orchmllm.plan.layout import TEXT, BatchLayout
@@ -84,22 +83,18 @@ class ConversationDataset:
         return source, int(i - self.bounds[source])
 
     def fingerprint(self) -> dict:
-        """What a checkpoint remembers of the data: rows, bytes, weight and a hash of the files'
-        heads; not their times, which a copy changes. And what turns text into token ids."""
-        out: dict = {"tokenizer": self.tokenizer.digest}
-        for k, source in enumerate(self.sources):
-            head = hashlib.sha256(source.layout.encode())
-            for path in source.store.files:
-                if isinstance(path, RemoteFile) and path.version:
-                    head.update(path.version.encode())
-                    continue
-                with path.open("rb") as f:
-                    head.update(f.read(1 << 16))
-            out[f"{k} {source.name}"] = {
-                "rows": self._num_rows(source), "weight": source.config.weight,
-                "head": head.hexdigest()[:16],
-                "bytes": sum(size for _, size, _ in sizes(source.store.files))}
-        return out
+        """What of the data decides which examples are drawn and what they hold: the tokenizer, and
+        of each source its rows, their format, its share of what is drawn, and what `sampled` says
+        of its files. Neither names nor times, which a copy changes. A source without files, a
+        stream of the hub, is known by its name alone. Raises OSError for a file that is gone."""
+        configs = [source.config for source in self.sources]
+        total = sum(config.weight for config in configs) or 1.0
+        return {"tokenizer": self.tokenizer.digest, "sources": [
+            {"rows": self._num_rows(source), "row_format": source.layout,
+             "share": round(config.weight / total, 9),
+             **(sampled(source.store.files) if source.store.files
+                else {"hub": [config.path, config.split, config.subset]})}
+            for source, config in zip(self.sources, configs, strict=True)]}
 
     def _num_rows(self, source: DataSource) -> int:
         return len(source)

@@ -206,11 +206,8 @@ class StreamDataset(ConversationDataset):
         return -1 if lazy else len(source)
 
     def fingerprint(self) -> dict:
-        out = {**super().fingerprint(), "num_shards": [d.sizes.tolist() for d in self._deals]}
-        if later := [k for k, deal in enumerate(self._deals)
-                     if len(deal.shards) > 1 and not deal.is_counted]:
-            out["rows counted as they are read"] = later
-        return out
+        """With what the shards of each source are dealt by, which is rows, or bytes."""
+        return {**super().fingerprint(), "shards": [d.sizes.tolist() for d in self._deals]}
 
     def where(self, i: int) -> tuple[int, int]:
         """(source, row from 0 in its file) of example i."""

@@ -3,6 +3,7 @@
 Before the inner model's forward runs, hook.py describes this rank's media (items.py), gathers the
 descriptions of all ranks (table.py), plans, moves the media, encodes this rank's share, and moves
 the features back (sharing.py, results.py); the model's own calls of its encoder then return these
-features (answers.py). families.py names the architectures of transformers that were tested; spec.py
-describes any other encoder, and refuses what cannot be balanced.
+features (answers.py). infer.py finds the encoders of a model of transformers, spec.py describes any
+other and refuses what cannot be balanced, and proof.py compares the first features with those that
+each rank computes itself.
 """

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from contextlib import ExitStack
+from functools import lru_cache
 from operator import attrgetter
 from typing import Any
 
@@ -12,26 +14,32 @@ import torch
 from torch import Tensor, nn
 
 from orchmllm.encoders.results import Features, rebuild
-from orchmllm.encoders.spec import Encoder
+from orchmllm.encoders.spec import HARMLESS, Encoder
 from orchmllm.encoders.table import LocalItems
 
 
 class Answer:
     """Stands for a method or a submodule; its attributes are those of the original. A call with
-    other rows than it was given raises RuntimeError. given: the argument (n, ...) of the forward
-    that was encoded; strict: whether the call has to get it as it is, and once. error: what the
-    forward did so far that makes gradients wrong."""
+    other rows than it was given raises RuntimeError. error: what the forward did so far that makes
+    its features or gradients wrong."""
 
     def __init__(
         self, encoder: Encoder, owner: nn.Module, call: str, result: Any, num_items: int,
-        given: Tensor | None, strict: bool,
+        local: LocalItems,
     ) -> None:
         self._original = attrgetter(call)(owner)
         self._what = f"encoder {encoder.name!r}: {type(owner).__name__}.forward"
-        self._call, self._result, self._called = call, result, False
-        self._given = given
-        self._strict = strict and num_items > 0 and not given.is_inference()  # has no _version
-        self._version = given._version if self._strict else 0
+        self._encoder, self._call, self._owner = encoder, call, owner
+        self._result, self._local, self._called = result, local, False
+        self._grad = torch.is_grad_enabled()
+        layout = encoder.calls[call]
+        names = layout.arguments if encoder.named else (layout.value,)
+        self._lead = len(local.inputs[layout.value]) if num_items else 0
+        # What the call has to get; a tensor of inference mode has no _version.
+        self._given = {n: value for n in names if num_items and isinstance(
+            value := local.inputs.get(n), Tensor)}
+        self._versions = {n: value._version for n, value in self._given.items()
+                          if not value.is_inference()}
         self.error = RuntimeError(
             f"{self._what} was given {num_items} items but never called {call}: their features "
             "were not used") if num_items else None
@@ -42,21 +50,61 @@ class Answer:
     @torch.compiler.disable
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         tensors = [v for v in (*args, *kwargs.values()) if isinstance(v, Tensor)]
-        lead = 0 if self._given is None else len(self._given)
-        if tensors and len(tensors[0]) != lead:
+        if tensors and len(tensors[0]) != self._lead:
             raise RuntimeError(
                 f"{self._what} called {self._call} with {len(tensors[0])} rows, but was given "
-                f"{lead}: it encodes its media in parts, which cannot be balanced")
+                f"{self._lead}: it encodes its media in parts, which cannot be balanced")
         if not self._called:
             self.error = None
-        if self._strict and (self._called or self._given._version != self._version or not any(
-                t is self._given for t in tensors)):
+        if self._given and (wrong := self._differs(tensors, args, kwargs)):
             self.error = RuntimeError(
-                f"{self._what} called {self._call} twice, or with another tensor than its argument,"
-                " whose features it would get: what happens to media in the forward belongs into "
-                "the encoder or the data set")
+                f"{self._what} called {self._call} {wrong}, but gets the features of its argument: "
+                "what happens to media in the forward belongs into the encoder or the data set")
         self._called = True
         return self._result
+
+    def _differs(self, tensors: list[Tensor], args: tuple, kwargs: dict) -> str:
+        """How this call is another than the one that was answered before the forward; "" if it
+        is the same."""
+        if self._called:
+            return "twice"
+        if torch.is_grad_enabled() != self._grad:
+            return "without gradients"
+        for name, value in self._given.items():
+            if name in self._versions and value._version != self._versions[name]:
+                return f"with {name} changed in place"
+            if not any(_is(t, value) for t in tensors):
+                return f"with another tensor than its argument {name}"
+        return self._other_option(args, kwargs) if self._encoder.named else ""
+
+    def _other_option(self, args: tuple, kwargs: dict) -> str:
+        """An option of the call that is not the one that was encoded with."""
+        signature = _signature(self._original.__func__)
+        used = self._encoder.keywords | self._local.options
+        for name, value in signature.bind(self._owner, *args, **kwargs).arguments.items():
+            parameter = signature.parameters[name]
+            if (name in self._given or name in HARMLESS or value is None or value is self._owner
+                    or parameter.kind == parameter.VAR_KEYWORD):
+                continue
+            default = getattr(self._owner.config, name, parameter.default)
+            if isinstance(value, Tensor) or value != used.get(name, default):
+                return f"with {name}={_short(value)}"
+        return ""
+
+
+_signature = lru_cache(inspect.signature)
+
+
+def _is(tensor: Tensor, given: Tensor) -> bool:
+    """Whether it is the same tensor, or the same in another dtype."""
+    if tensor is given:
+        return True
+    return (tensor.dtype != given.dtype and tensor.shape == given.shape
+            and torch.equal(tensor, given.to(tensor.dtype)))
+
+
+def _short(value: Any) -> str:
+    return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
 
 
 class Answers:
@@ -71,18 +119,17 @@ class Answers:
 
     def add(
         self, encoder: Encoder, local: LocalItems, features: Features, rows: Tensor,
-        counts: np.ndarray, strict: bool,
+        counts: np.ndarray,
     ) -> None:
         """Lets the calls of an encoder return the features of this rank's own items: rows (R, W),
-        counts (n,) of each. features: what the encoder returned here, for some items. strict: see
-        Answer."""
+        counts (n,) of each. features: what the encoder returned here, for some items."""
         start, first = 0, 0
-        for call, n, given in zip(encoder.calls, local.counts, local.given, strict=True):
+        for call, n in zip(encoder.calls, local.counts, strict=True):
             sizes = counts[start: start + n].tolist()
             part = rows[first: first + sum(sizes)]
             start, first = start + n, first + sum(sizes)
             result = rebuild(encoder, features, part, sizes)
-            answer = Answer(encoder, self._owner, call, result, n, given, strict)
+            answer = Answer(encoder, self._owner, call, result, n, local)
             self._answers.append(answer)
             self._replace(call, answer)
         for name in encoder.passes:

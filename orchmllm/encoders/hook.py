@@ -16,16 +16,21 @@ import sys
 from collections import ChainMap
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary, ref
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_module_registration_hook
 
 from orchmllm.comm.exchange import RowGather, node_size, rank_list
-from orchmllm.encoders import families, sharing, table
+from orchmllm.encoders import proof as proofs
+from orchmllm.encoders import sharing, table
 from orchmllm.encoders.answers import Answers
+from orchmllm.encoders.infer import infer_encoders
 from orchmllm.encoders.spec import (
     Encoder,
     check_encoder,
@@ -33,6 +38,7 @@ from orchmllm.encoders.spec import (
     known_arguments,
     refuse_unknown,
     resolve,
+    watched,
 )
 from orchmllm.plan.cost import in_fine_unit
 
@@ -47,18 +53,20 @@ class EncoderHandle:
     without_gradients = False  # whether a trainer looks at its loss, on all ranks
 
     def __init__(
-        self, owner: nn.Module, encoders: Sequence[Encoder], family: families.Family | None, *,
+        self, owner: nn.Module, encoders: Sequence[Encoder], inferred: bool, *,
         group: dist.ProcessGroup | None, when: str, shadow: bool, min_gain: float, join: str,
-        timeout_s: float,
+        proof: bool, timeout_s: float,
     ) -> None:
         ranks = rank_list(group)
         self.encoders, self.group, self.shadow = tuple(encoders), group, shadow
         self.last: dict[str, sharing.EncoderStep] = {}
-        self._family, self._when, self._join = family, when, join
+        self._inferred, self._when, self._join = inferred, when, join
         self._min_gain = min_gain
+        self._unproved = {e.name for e in encoders} if proof else set()
         self.gather = RowGather(node_size(ranks, 0), timeout_s, ranks)
         self.rank = self.gather.rank
         table.same_on_all_ranks(self.gather, self.encoders)
+        self._owner_name = type(owner).__name__
         self._parameters = list(inspect.signature(owner.forward).parameters)
         self._known = known_arguments(self.encoders)
         self._tables = table.Tables(self.encoders, self.gather)
@@ -68,9 +76,15 @@ class EncoderHandle:
         self._count, self._checked = 0, False  # forwards; whether one ended well on all ranks
         self._error: Exception | None = None  # of the forward before
         self._answers: dict[int, Answers] = {}  # of forwards that run, by module
+        self._balanced = self._inside = False  # whether a forward was, or one runs
+        # By model, since copies of it are hooked, too: of each encoder, what check_towers looks at.
+        self._watched: WeakKeyDictionary = WeakKeyDictionary()
         self._hooks = [
             owner.register_forward_pre_hook(self._before, with_kwargs=True),
-            owner.register_forward_hook(self._after, with_kwargs=True, always_call=True)]
+            owner.register_forward_hook(self._after, with_kwargs=True, always_call=True),
+            register_module_module_registration_hook(partial(_forget, ref(self._watched)))]
+        self._hooks += [tower.register_forward_pre_hook(self._outside) for tower in {
+            t for e in self.encoders for _, t in e.tower_modules(owner)}]
 
     def __deepcopy__(self, memo: dict) -> EncoderHandle:
         return self  # a copy of the model uses the groups and the plan of the original
@@ -81,12 +95,27 @@ class EncoderHandle:
             hook.remove()
         self._hooks = []
 
+    def _trains(self, module: nn.Module) -> bool:
+        return module.training and (torch.is_grad_enabled() or EncoderHandle.without_gradients)
+
+    @torch.compiler.disable
+    def _outside(self, tower: nn.Module, args: tuple) -> None:
+        """A tower that runs although no forward was balanced: the model does not give its media to
+        the forward that is hooked. Other ranks may have no media, so the next forward tells."""
+        if self._hooks and not (self._inside or self._balanced or self._error or self.shadow) and (
+                self._trains(tower)):
+            self._error = RuntimeError(
+                f"a {type(tower).__name__} ran outside of the forward of {self._owner_name}, which "
+                "was not given the media: balance_encoders has no effect on this model. Describe "
+                "the encoders of the model that calls it with orchmllm.Encoder "
+                "(docs/encoders.md)")
+            log.warning("%s", self._error)
+
     @torch.compiler.disable
     def _before(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         """Before the model's own forward: describe, gather, plan, move and encode, agree, return,
         answer."""
-        trains = module.training and (torch.is_grad_enabled() or EncoderHandle.without_gradients)
-        if not self._hooks or not (trains or self._when == "always"):
+        if not self._hooks or not (self._trains(module) or self._when == "always"):
             return None
         self._count += 1
         given = dict(zip(self._parameters, args, strict=False)) | kwargs
@@ -105,13 +134,21 @@ class EncoderHandle:
         # That of the inputs: FSDP may keep parameters on the CPU.
         device = next((v.device for v in inputs.values() if isinstance(v, Tensor)),
                       next(module.parameters()).device)
+        self._inside = self._balanced = True
+        proof = proofs.Proof([s for s in shares if s.encoder.name in self._unproved])
+        if proof.shares:
+            proof.encode(module, self.rank, device)
+            sharing.agree(self.gather, self._count, np.zeros(1, np.int64), proof.error)
         features, error = sharing.encode_all(shares, module, self.rank, device, self.group)
         returned = sharing.return_features(self.gather, self._count, shares, features, error,
                                            self.group)
         answers = self._answers[id(module)] = Answers(module, self._join)
         for share, encoded, (rows, sizes) in zip(shares, features, returned, strict=True):
-            answers.add(share.encoder, share.local, encoded, rows, sizes,
-                        strict=self._family is None)
+            proof.compare(share, rows, sizes)
+            answers.add(share.encoder, share.local, encoded, rows, sizes)
+        if proof.shares:
+            sharing.agree(self.gather, self._count, np.zeros(1, np.int64), proof.error)
+            self._unproved -= {s.encoder.name for s in proof.shares}
         return answers.join_zero(args, kwargs, inputs, self._parameters)
 
     def _describe(
@@ -119,10 +156,12 @@ class EncoderHandle:
     ) -> tuple[list[table.LocalItems], Exception | None]:
         """This rank's items by encoder, or why there are none: all ranks learn of it."""
         try:
-            if self._family:
+            if self._inferred:
                 refuse_unknown(self._known, inputs)
-            for encoder in self.encoders:
-                check_towers(encoder, module, self._family is not None and self._family.captures)
+            if module not in self._watched:
+                self._watched[module] = [watched(e, module) for e in self.encoders]
+            for encoder, modules in zip(self.encoders, self._watched[module], strict=True):
+                check_towers(encoder, modules)
             return [table.describe_local(e, module, inputs) for e in self.encoders], None
         except Exception as error:
             return [], error
@@ -134,6 +173,7 @@ class EncoderHandle:
         answers = self._answers.pop(id(module), None)
         if answers is None:
             return
+        self._inside = False
         raised = sys.exc_info()[1] if result is None else None
         error = answers.close()
         if not self._checked:
@@ -153,6 +193,13 @@ class EncoderHandle:
                                f"{s.moved} moved" for name, s in self.last.items()))
 
 
+def _forget(watched: ref, module: nn.Module, name: str, submodule: nn.Module | None) -> None:
+    """A module was added somewhere, such as an adapter: what was looked up in models may be
+    old."""
+    if (cache := watched()) is not None:
+        cache.clear()
+
+
 def _check_owner(owner: nn.Module, join: str) -> None:
     """Raises ValueError if the model is balanced already, or has nothing that features join."""
     hooks = (getattr(hook, "__self__", None) for hook in owner._forward_pre_hooks.values())
@@ -169,38 +216,40 @@ def _check_owner(owner: nn.Module, join: str) -> None:
 def balance_encoders(
     model: nn.Module, encoders: Sequence[Encoder] | None = None, *,
     group: dist.ProcessGroup | None = None, when: str = "training", shadow: bool = False,
-    min_gain: float = 0.0, join: str = "", timeout_s: float = 600.0,
+    min_gain: float = 0.0, join: str = "", proof: bool = True, timeout_s: float = 600.0,
 ) -> EncoderHandle:
     """Balances the encoders of `model` over the ranks in every forward; its code, its data and the
     loop around it stay as they are. Every rank of the group calls it at the same place, before or
     after fully_shard, DDP or PEFT wrap the model, and makes the same number of forwards.
 
-    encoders: None for a family of transformers that was tested (docs/encoders.md), else one Encoder
-    for each encoder of `model`, which is then the module whose forward calls them. group: ranks
+    encoders: None for a model of transformers, whose encoders are inferred from its methods
+    get_image_features, get_video_features and get_audio_features, else one Encoder for each encoder
+    of `model`, which is then the module whose forward calls them. group: ranks
     that share the media (default: all); those that shard the encoder must all be in it. when:
     "training" (train mode with gradients) or "always" (also evaluation; all ranks must then make
     the same forwards). shadow: plan, log and record the gain, move nothing. min_gain: move only if
     the slowest rank's cost falls by this share (0.02: 2%; 0: whenever it falls). join: submodule
-    whose output the features join (default: the input embeddings). timeout_s: of a gather that a
-    rank never joins.
+    whose output the features join (default: the input embeddings). proof: in the first forward that
+    has items of an encoder, each rank also encodes its own without gradients, and compares.
+    timeout_s: of a gather that a rank never joins.
 
     Raises ValueError for a model that it cannot balance exactly: an unknown architecture, dropout
     or batch normalisation in the encoder, a tower whose hidden states fully_shard hides. In a
-    forward, before media move: RemoteError or PlanMismatchError with the same text on all ranks.
+    forward: RemoteError or PlanMismatchError with the same text on all ranks, also for features
+    that are not those of the items as sampled.
     """
     if when not in ("training", "always"):
         raise ValueError(f"when is {when!r}: use 'training' or 'always'")
     if min_gain is None or not 0.0 <= min_gain < 1.0:
         raise ValueError(f"min_gain is {min_gain}: must be in [0, 1) (0.02: 2%)")
-    owner, family = model, None
-    if encoders is None:
-        owner, family = families.find_family(model)
-        encoders = family.encoders
+    owner, inferred = model, encoders is None
+    if inferred:
+        owner, encoders = infer_encoders(model)
     if not encoders or len({e.name for e in encoders}) < len(encoders):
         raise ValueError("encoders: give at least one Encoder, each with a name of its own")
     for encoder in encoders:
-        check_encoder(owner, encoder, family is not None and family.captures)
+        check_encoder(owner, encoder)
     _check_owner(owner, join)
     return EncoderHandle(
-        owner, encoders, family, group=group, when=when, shadow=shadow, min_gain=min_gain,
-        join=join, timeout_s=timeout_s)
+        owner, encoders, inferred, group=group, when=when, shadow=shadow, min_gain=min_gain,
+        join=join, proof=proof, timeout_s=timeout_s)

@@ -50,6 +50,11 @@ def table_of(name: str, value: Any, num_items: int | None = None) -> np.ndarray:
     return array
 
 
+def _packed_rows(value: Tensor, counts: np.ndarray, items: slice) -> Tensor:
+    ends = counts.cumsum()
+    return value[ends[items.start] - counts[items.start]: ends[items.stop - 1]]
+
+
 class Layout(ABC):
     """How the arguments of a forward divide into items. value: the argument that holds them."""
 
@@ -73,6 +78,12 @@ class Layout(ABC):
     def arguments(self) -> tuple[str, ...]:
         """Those that the encoder gets: the layout's texts, in their order."""
         return tuple(v for f in fields(self) if isinstance(v := getattr(self, f.name), str))
+
+    def part(self, inputs: Mapping[str, Any], meta: np.ndarray, items: slice) -> tuple[Any, ...]:
+        """The arguments of a forward, cut to some of its items; meta: of all of them. For a proof
+        it must not go through `describe` and `build`."""
+        return tuple(None if inputs.get(name) is None else inputs[name][items]
+                     for name in self.arguments)
 
     def lengths(self, meta: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
         """(n,) lengths for the cost model; (n,) frames inside which attention stays, or None."""
@@ -137,6 +148,10 @@ class Packed(Layout):
     def rows(self, meta: np.ndarray) -> list[np.ndarray]:
         return [meta.prod(1)]
 
+    def part(self, inputs: Mapping[str, Any], meta: np.ndarray, items: slice) -> tuple[Any, ...]:
+        return _packed_rows(inputs[self.value], self.rows(meta)[0], items), inputs[
+            self.counts][items]
+
     def lengths(self, meta: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
         return meta.prod(1), meta[:, 0] if self.frames else None
 
@@ -200,6 +215,11 @@ class Tiles(Layout):
     def rows(self, meta: np.ndarray) -> list[np.ndarray]:
         return [meta[:, 2]]
 
+    def part(self, inputs: Mapping[str, Any], meta: np.ndarray, items: slice) -> tuple[Any, ...]:
+        if inputs[self.value].dim() == 5:
+            return super().part(inputs, meta, items)
+        return _packed_rows(inputs[self.value], meta[:, 2], items), inputs[self.sizes][items]
+
     def lengths(self, meta: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
         return meta[:, 2], meta[:, 2]  # a tile is a frame: attention stays inside
 
@@ -261,6 +281,11 @@ class Slots(Layout):
 
     def rows(self, meta: np.ndarray) -> list[np.ndarray]:
         return [np.ones(len(meta), np.int64)] * 2
+
+    def part(self, inputs: Mapping[str, Any], meta: np.ndarray, items: slice) -> tuple[Any, ...]:
+        filled = (inputs[self.value] != 0).flatten(2).any(2)
+        return tuple(None if inputs.get(name) is None else inputs[name][filled][items][:, None]
+                     for name in self.arguments)
 
     def build(self, meta: np.ndarray, values: tuple[Tensor | None, ...]) -> tuple[Any, ...]:
         return tuple(None if v is None else v[:, None] for v in values)  # one slot per example

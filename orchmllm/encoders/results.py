@@ -95,6 +95,8 @@ def _fields(
             value = result.get(field)
         else:
             value = getattr(result, field, None)
+        if value is None and field in encoder.optional:
+            continue
         if value is None:
             raise ValueError(f"encoder {encoder.name!r}: its {type(result).__name__} has no {name}")
         if field in encoder.layers:
@@ -119,12 +121,15 @@ def _rows_of(
         raise ValueError(f"encoder {encoder.name!r}: {name} is a {type(value).__name__}"
                          f"{tuple(getattr(value, 'shape', ()))}, not features of items")
     if encoder.rows is not None:
-        counts = (np.full(n, len(value) // n) if encoder.rows == EQUAL or placeholder
+        inner = tuple(value.shape[1:-1])
+        counts = (np.full(n, len(value) // n * int(np.prod(inner, dtype=np.int64)))
+                  if encoder.rows == EQUAL or placeholder
                   else np.asarray(encoder.rows(owner, meta), np.int64))
-        if value.dim() != 2 or counts.sum() != len(value):
+        rows = value.reshape(-1, value.shape[-1])
+        if counts.sum() != len(rows):
             raise ValueError(f"encoder {encoder.name!r}: {name} has shape {tuple(value.shape)}, "
                              f"expected {int(counts.sum())} rows for {n} items")
-        return value, _FLAT, counts, ()
+        return rows, _FLAT, counts, inner
     if len(value) != n:
         raise ValueError(f"encoder {encoder.name!r}: {name} has {len(value)} rows for {n} items: "
                          "give `rows`, the number of rows of each item")
@@ -146,6 +151,7 @@ def rebuild(encoder: Encoder, like: Features, rows: Tensor, counts: Sequence[int
             value = part.reshape(len(counts), *leaf.inner, leaf.width)
         else:
             value = part if len(leaves) == 1 else part.contiguous()
+            value = value.reshape(-1, *leaf.inner, leaf.width) if leaf.inner else value
         if leaf.layer is None:
             values[leaf.field] = value
         else:

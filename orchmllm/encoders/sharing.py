@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
+from typing import Any
 
 import numpy as np
 import torch
@@ -127,16 +128,30 @@ def _encode(
     meta = world.meta[share.move.items_on(rank)]
     is_placeholder = not len(meta)
     if is_placeholder:
-        cheapest = int(share.cost.argmin())
-        meta = world.meta[[cheapest]]
-        values = [None if tensor is None else torch.ones(
-            (int(rows[cheapest]), *tensor[1]), dtype=tensor[0], device=device)
-            for tensor, rows in zip(world.tensors, share.rows, strict=True)]
-    call = next(iter(encoder.calls))
-    run = partial(encoder.run, owner) if encoder.run else attrgetter(call)(owner)
-    result = run(*encoder.layout.build(meta, tuple(values)), **encoder.keywords,
-                 **share.local.options)
+        meta, values = placeholder(share, device)
+    arguments = encoder.layout.build(meta, tuple(values))
+    result = run_call(share, owner, next(iter(encoder.calls)), arguments)
     return flatten(encoder, owner, result, meta, is_placeholder)
+
+
+def placeholder(
+    share: Share, device: torch.device
+) -> tuple[np.ndarray, list[Tensor | None]]:
+    """meta and packed tensors of one item like the cheapest, for a rank that has none."""
+    cheapest = int(share.cost.argmin())
+    return share.world.meta[[cheapest]], [None if tensor is None else torch.ones(
+        (int(rows[cheapest]), *tensor[1]), dtype=tensor[0], device=device)
+        for tensor, rows in zip(share.world.tensors, share.rows, strict=True)]
+
+
+def run_call(share: Share, owner: nn.Module, call: str, arguments: Sequence[Any]) -> Any:
+    """What a call of an encoder returns for these arguments, in the order of its layout."""
+    encoder = share.encoder
+    run = partial(encoder.run, owner) if encoder.run else attrgetter(call)(owner)
+    options = {**encoder.keywords, **share.local.options}
+    if encoder.named:
+        return run(**dict(zip(encoder.calls[call].arguments, arguments, strict=True)), **options)
+    return run(*arguments, **options)
 
 
 def return_features(

@@ -16,11 +16,12 @@ from orchmllm.encoders.items import Layout
 from orchmllm.plan.cost import CostModel
 
 EQUAL = "equal"  # Encoder.rows: every item has as many rows of features
+_WATCHED = (nn.modules.dropout._DropoutNd, nn.modules.batchnorm._BatchNorm)
 _RANDOM = ("dropout", "attention_dropout", "activation_dropout", "hidden_dropout",
            "hidden_dropout_prob", "attention_probs_dropout_prob", "layerdrop", "encoder_layerdrop",
            "drop_path_rate", "attn_dropout", "proj_dropout")
 # Arguments about media that only the LLM reads; others that no encoder names are refused.
-_HARMLESS = {"mm_token_type_ids", "video_second_per_grid", "use_audio_in_video",
+HARMLESS = {"mm_token_type_ids", "video_second_per_grid", "use_audio_in_video",
              "audio_feature_lengths", "vision_aspect_ratio"}
 _MEDIA = ("pixel_", "image", "video", "audio", "vision_", "input_features", "feature_", "mm_",
           "batch_num_images")
@@ -36,20 +37,24 @@ class Encoder:
     video of one tower) are encoded together, by the first of them.
     outputs: the fields of the result that the model reads (attributes, keys or places of a tuple);
     (): the result itself. The others become None. layers: of these, fields that hold a list with
-    one entry per layer. A field is a tensor with one row per item, (n, ..., D), a list with a
-    tensor (rows of the item, D) per item, or, where `rows` is given, a flat tensor (R, D).
+    one entry per layer; optional: those that may be missing. A field is a tensor with one row per
+    item, (n, ..., D), a list with a tensor (rows of the item, D) per item, or, where `rows` is
+    given, a flat tensor (R, D).
     rows: rows of features of each item, of (owner, meta (n, columns)); EQUAL: all items have as
     many. cost: of an item, given its length in the layout (default: the length).
     towers: submodules that encode, to be checked for dropout and batch normalisation (default:
     the calls that are submodules). options, keywords: arguments of forward, and fixed ones, that
     the call gets by keyword. passes: submodules called on the result, which `run` has applied.
     run: (owner, *arguments, **keywords) -> result, where the call itself does not encode.
-    cast: media may be moved in the tower's dtype, because the encoder casts to it first."""
+    cast: media may be moved in the tower's dtype, because the encoder casts to it first. named: the
+    call gets its arguments by the names of the layout. captures: the call reads hidden states that
+    transformers records."""
 
     name: str
     calls: Mapping[str, Layout]
     outputs: tuple[str | int, ...] = ()
     layers: tuple[str | int, ...] = ()
+    optional: tuple[str | int, ...] = ()
     rows: Callable[[nn.Module, np.ndarray], np.ndarray] | str | None = None
     cost: CostModel | Callable[[nn.Module], CostModel] = CostModel(linear=1000, quadratic=0)
     towers: tuple[str, ...] = ()
@@ -58,6 +63,8 @@ class Encoder:
     passes: tuple[str, ...] = ()
     run: Callable[..., Any] | None = None
     cast: bool = False
+    named: bool = False
+    captures: bool = False
 
     def __post_init__(self) -> None:
         kinds = {type(layout) for layout in self.calls.values()}
@@ -89,38 +96,43 @@ def resolve(owner: nn.Module, name: str) -> Any:
         raise ValueError(f"{type(owner).__name__} has no {name!r}") from None
 
 
-def check_encoder(owner: nn.Module, encoder: Encoder, captures: bool) -> None:
+def check_encoder(owner: nn.Module, encoder: Encoder) -> None:
     """Raises ValueError naming the encoder, the module and the cure, if the result for an item
-    depends on the items beside it or on the rank's random numbers. captures: the model reads
-    hidden states that transformers records."""
+    depends on the items beside it or on the rank's random numbers."""
     for name in (*encoder.calls, *encoder.passes):
         if not callable(resolve(owner, name)):
             raise ValueError(f"encoder {encoder.name!r}: {type(owner).__name__}.{name} is no "
                              "method or submodule")
-    check_towers(encoder, owner, captures)
+    check_towers(encoder, watched(encoder, owner))
     for path, tower in encoder.tower_modules(owner):
-        for name, module in tower.named_modules():
-            if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
-                at = ".".join(p for p in (path, name) if p)
-                raise ValueError(f"encoder {encoder.name!r}: {at} has dropout {module.p}: its "
-                                 "masks would depend on where an item is encoded; set it to 0")
         _check_config(encoder, path, getattr(tower, "config", None))
 
 
-def check_towers(encoder: Encoder, owner: nn.Module, captures: bool) -> None:
-    """What may change after the call. Raises ValueError for batch normalisation over the items that
-    a rank encodes, which model.train() switches on where it was in eval mode. transformers finds
-    the hidden states to record by the name of the tower's class, which fully_shard changes: then
-    the model fails with or without balancing, and ValueError says so."""
+def watched(encoder: Encoder, owner: nn.Module) -> list[tuple[str, nn.Module]]:
+    """(path, module) of the towers, and of what in them check_towers looks at."""
+    found = []
     for path, tower in encoder.tower_modules(owner):
-        for name, module in tower.named_modules():
-            if isinstance(module, nn.modules.batchnorm._BatchNorm) and not _frozen(module):
-                raise ValueError(
-                    f"encoder {encoder.name!r}: {'.'.join(p for p in (path, name) if p)} is a "
-                    f"{type(module).__name__}, whose result depends on the other items of the "
-                    "rank: use another normalisation, or freeze its parameters and put it in eval "
-                    "mode after each model.train()")
-        if captures and isinstance(tower, FSDPModule):
+        found.append((path, tower))
+        found += [(f"{path}.{name}", module) for name, module in tower.named_modules()
+                  if name and isinstance(module, _WATCHED)]
+    return found
+
+
+def check_towers(encoder: Encoder, modules: Sequence[tuple[str, nn.Module]]) -> None:
+    """What may change after the call. Raises ValueError for dropout, and for batch normalisation
+    over the items that a rank encodes, which model.train() switches on where it was in eval mode.
+    transformers finds the hidden states to record by the name of the tower's class, which
+    fully_shard changes: then the model fails with or without balancing, and ValueError says so."""
+    for path, module in modules:
+        if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
+            raise ValueError(f"encoder {encoder.name!r}: {path} has dropout {module.p}: its masks "
+                             "would depend on where an item is encoded; set it to 0")
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and not _frozen(module):
+            raise ValueError(
+                f"encoder {encoder.name!r}: {path} is a {type(module).__name__}, whose result "
+                "depends on the other items of the rank: use another normalisation, or freeze its "
+                "parameters and put it in eval mode after each model.train()")
+        if encoder.captures and path in encoder.towers and isinstance(module, FSDPModule):
             raise ValueError(
                 f"encoder {encoder.name!r}: {path} was given to fully_shard, which renames its "
                 "class, and transformers then records no hidden states, which this model reads: "
@@ -142,7 +154,7 @@ def _check_config(encoder: Encoder, path: str, config: Any) -> None:
 
 def known_arguments(encoders: Sequence[Encoder]) -> set[str]:
     """Names of the arguments about media that a forward may have."""
-    return _HARMLESS.union(*(e.options for e in encoders), *(
+    return HARMLESS.union(*(e.options for e in encoders), *(
         layout.arguments for e in encoders for layout in e.calls.values()))
 
 

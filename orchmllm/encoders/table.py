@@ -32,11 +32,10 @@ PAD = "; pad to the same size and use the same dtype on all ranks"
 @dataclass(frozen=True)
 class LocalItems(Items):
     """This rank's items of one encoder: those of its first call, then of its second. counts: items
-    per call; given: first argument (n, ...) of each call, to know it again; options: keyword
-    arguments of the call."""
+    per call; inputs: the arguments of the forward; options: keyword arguments of the call."""
 
     counts: list[int]
-    given: list[Tensor | None]
+    inputs: Mapping[str, Any]
     options: dict[str, Any]
 
 
@@ -59,12 +58,17 @@ def describe_local(
     parts = [None if value is None else layout.describe(owner, inputs)
              for layout, value in zip(encoder.calls.values(), given, strict=True)]
     held = [part for part in parts if part is not None]
+    options = {k: inputs[k] for k in encoder.options if inputs.get(k) is not None}
+    if tensors := [k for k, value in options.items() if isinstance(value, Tensor)]:
+        raise ValueError(f"encoder {encoder.name!r}: the argument {tensors[0]} is a tensor, and "
+                         "what it says of each item is not known: describe the encoder with "
+                         "orchmllm.Encoder (docs/encoders.md)")
     return LocalItems(
         np.concatenate([part.meta for part in held]) if held else np.zeros((0, 0), np.int64),
         tuple(_joined(encoder, owner, tensors)
               for tensors in zip(*(part.values for part in held), strict=True)),
-        counts=[0 if part is None else len(part.meta) for part in parts], given=given,
-        options={k: inputs[k] for k in encoder.options if inputs.get(k) is not None})
+        counts=[0 if part is None else len(part.meta) for part in parts], inputs=inputs,
+        options=options)
 
 
 def _joined(

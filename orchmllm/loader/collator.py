@@ -35,7 +35,8 @@ class Collator:
             raise TypeError("collate_fn returned None: it has to return the batch")
         counts, is_filler = self.num_targets, not len(micro.rank_plan.examples)
         micro.geometry = 0 if is_filler else geometry_of(micro, batch)
-        labels = labels_of(batch) if counts is None or is_filler else None
+        labels = labels_of(batch)
+        micro.labels_shape = None if labels is None else tuple(labels.shape)
         # It fails at the first batch of an epoch that ends with fillers, not at the last.
         if (is_filler or self._tail_is_filled) and counts is None and labels is None:
             raise ValueError(

@@ -15,11 +15,11 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, IterableDataset, Sampler
 
-from orchmllm.comm.exchange import rank_list
 from orchmllm.data.loading.pipeline import Pipeline
 from orchmllm.loader.collator import Collator
+from orchmllm.loader.groups import data_ranks
 from orchmllm.loader.links import connect
-from orchmllm.loader.loss import LossWatch, StepInfo, check_labels, scale
+from orchmllm.loader.loss import LossWatch, StepInfo
 from orchmllm.loader.setup import Planning, check_arguments, check_state, log_step
 from orchmllm.loader.source import (
     PlannedSampler,
@@ -54,12 +54,13 @@ class BalancedDataLoader(DataLoader):
     policy, tolerance: see orchmllm.plan.balance.balance. `auto` plans by `padded` until the first
     step was collated, then by what all ranks see: `padded` where collate_fn pads, else `least_move`
     (always with a tolerance or max_rank_tokens, which `padded` has not). group: ranks that share
-    the data (default: all), one per replica. max_rank_tokens: cap of a rank's tokens in a
-    microbatch. accumulation_steps: batches per optimizer step. num_targets: collated batch -> its
-    labels (default: entries of "labels" that are not -100). prefetch: steps prepared ahead. seed:
-    of the shuffling, equal on all ranks. min_gain: steps predicted to gain less (0.02: 2%) run as
-    sampled. measure_every: every Nth step does, to measure the gain (docs/loader.md). enabled:
-    false runs every step as sampled, for comparisons. shard_size: balance within groups of so many
+    the data, one per replica, or a device mesh that names its dimensions (default: accelerate's
+    mesh, else all ranks). max_rank_tokens: cap of a rank's tokens in a microbatch.
+    accumulation_steps: batches per optimizer step. num_targets: collated batch -> its labels
+    (default: entries of "labels" that are not -100). prefetch: steps prepared ahead. seed: of the
+    shuffling, equal on all ranks. min_gain: steps predicted to gain less (0.02: 2%) run as sampled.
+    measure_every: every Nth step does, to measure the gain (docs/loader.md). enabled: false runs
+    every step as sampled, for comparisons. shard_size: balance within groups of so many
     consecutive ranks (0: all). ranks_per_node: default from the launcher. timeout_s: of an
     agreement that a rank never joins. log_every: steps between lines of the logger orchmllm.loader
     on rank 0 (0: none). check_loss: warn if the loop never asks how to scale its loss.
@@ -80,7 +81,7 @@ class BalancedDataLoader(DataLoader):
         lengths: Sequence | Callable[[int], Any] | None = None,
         length_fn: Callable[[Any], Any] | None = None,
         phases: CostModel | None = None, policy: str = "auto",
-        tolerance: float | None = None, group: dist.ProcessGroup | None = None,
+        tolerance: float | None = None, group: dist.ProcessGroup | dist.DeviceMesh | None = None,
         max_rank_tokens: int = 0, prefetch: int = 2,
         num_targets: Callable[[Any], int] | None = None, accumulation_steps: int = 1, seed: int = 0,
         min_gain: float = 0.0, measure_every: int = 0, enabled: bool = True, shard_size: int = 0,
@@ -93,7 +94,7 @@ class BalancedDataLoader(DataLoader):
             {"num_workers": num_workers, **workers}, collate_fn, pin_memory, lengths)
         self.accumulation_steps, self.prefetch, self.seed = accumulation_steps, prefetch, seed
         self.enabled = enabled  # whether steps are balanced, from the next pass on
-        ranks = rank_list(group)
+        ranks = data_ranks(group)
         check_arguments(source, lengths, length_fn, shard_size, len(ranks), accumulation_steps,
                         prefetch)
         dispatch = "bytes" if lengths is None else "load"
@@ -111,13 +112,14 @@ class BalancedDataLoader(DataLoader):
         collator = Collator(source.collate, self.rank, num_targets, source.pin_memory,
                             tail_is_filled(source, batches))
         self._reader = Reader(source, lengths, length_fn, collator, links)
-        self._counts = num_targets
+        self.num_targets = num_targets
         self._log_every = log_every if self.rank == 0 else 0
         self._watch = LossWatch(done=not check_loss or self.rank != 0)
         self.num_dropped = 0
         # (epoch, steps done in it, state of a foreign loader): where the next pass begins, and
         # where the loop is.
         self._next = self._done = (0, 0, None)
+        self._own_key = f"inner_{self.rank}"  # in the state of a sampler or a stream
         self._step: StepInfo | None = None  # of the batch last yielded
         self._live = False  # whether an iterator has begun and not ended
         self._show()
@@ -201,7 +203,8 @@ class BalancedDataLoader(DataLoader):
                 for k, micro in enumerate(step.micro):
                     if k == self.accumulation_steps - 1:
                         self._done = epoch, step.index + 1, step.state
-                    self._step = StepInfo.of(step, k, epoch, self.num_ranks, self._watch)
+                    self._step = StepInfo.of(
+                        step, k, epoch, self.num_ranks, self.num_targets is None, self._watch)
                     if k == 0 and self._log_every and not step.index % self._log_every:
                         log_step(step, self._step, self._planning.loop)
                     yielded += 1
@@ -239,62 +242,48 @@ class BalancedDataLoader(DataLoader):
             raise RuntimeError("loader.step: no batch was yielded yet; read it inside the loop")
         return self._step
 
-    def scale_sum(
-        self, loss_sum: torch.Tensor, *, shifted: bool = False, gradients: str = "mean",
-        num_ranks: int | None = None, divided_by: int | None = None,
-    ) -> torch.Tensor:
-        """The loss to call backward on, for the batch last yielded: loss_sum * num_ranks /
-        loader.step.num_global_targets; 0 for a filler.
+    @property
+    def scale_sum(self) -> Callable[..., torch.Tensor]:
+        """StepInfo.scale_sum of the batch last yielded. Raises RuntimeError before the first."""
+        return self.step.scale_sum
 
-        loss_sum: (), the sum of the loss over this rank's targets in the batch. shifted: whether
-        the model shifts the labels itself, as those of transformers do, so that the first of each
-        row is no target. FSDP and DDP average gradients over their ranks: the factor num_ranks
-        undoes that, so the gradient is that of the mean over the targets of all ranks.
-        gradients="sum" leaves the factor out, for a reduction that sums (FSDP2's
-        set_gradient_divide_factor(1.0)). num_ranks: over which gradients are averaged (default: the
-        ranks of the loader's group). With accumulation_steps the denominator is that of all
-        microbatches of the step: do not divide by their number. divided_by: by what the caller's
-        backward does (accelerator.gradient_accumulation_steps, or accumulate_grad_batches of
-        Lightning's Trainer; default 1).
-        Raises RuntimeError before the first batch, ValueError if the number of targets is not
-        known, `gradients` is neither, or accelerate or Lightning may divide and divided_by is
-        not given."""
-        return scale(loss_sum, self.step, mean=False, shifted=shifted, gradients=gradients,
-                     num_ranks=num_ranks, divided_by=divided_by)
-
-    def scale_mean(
-        self, loss: torch.Tensor, labels: torch.Tensor | None = None, *, shifted: bool,
-        gradients: str = "mean", num_ranks: int | None = None, divided_by: int | None = None,
-    ) -> torch.Tensor:
-        """As scale_sum, of a loss that is the mean over this rank's targets in the batch, such as
-        `model(**batch).loss`: it is weighed by their number. labels: of the batch, for a check that
-        it is the one last yielded (on the CPU alone). Raises ValueError if it is not."""
-        if self._counts is None:
-            check_labels(labels, self.step, shifted=shifted)
-        return scale(loss, self.step, mean=True, shifted=shifted, gradients=gradients,
-                     num_ranks=num_ranks, divided_by=divided_by)
+    @property
+    def scale_mean(self) -> Callable[..., torch.Tensor]:
+        """StepInfo.scale_mean of the batch last yielded. Raises RuntimeError before the first."""
+        return self.step.scale_mean
 
     # State.
 
     def state_dict(self) -> dict[str, Any]:
         """Where the loop is: after the last step whose batches were all yielded. JSON-able and the
         same on all ranks for a map-style dataset without a sampler (under 4 kB); else of this rank,
-        with the wrapped loader's own state if it has one."""
+        with the wrapped loader's own state if it has one, in a tuple under a name that no other
+        rank uses: torch's distributed checkpoints take it as one value, and keep that of each rank.
+        """
         epoch, step, inner = self._done
         state = {"version": STATE_VERSION, **self._order(), "epoch": epoch, "step": step,
                  "geometry": self._planning.geometry}
         if self._source.kind == "indices":
-            return state
-        return {**state, "rank": self.rank, "num_ranks": self.num_ranks, "inner": inner,
-                **self._source.counted()}
+            return {**state, "batch_size": self._source.batch_size}
+        return {**state, **self._source.counted(), "num_ranks": self.num_ranks,
+                self._own_key: (inner,)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on where `state` was taken, on any number of ranks and workers for a map-style
-        dataset without a sampler: the global batches stay what they were. Raises ValueError for
-        another version, kind, dataset, order or accumulation, and for a per-rank state of another
-        rank or number of ranks, or within an epoch of another batch size."""
-        check_state(state, self.state_dict())
+        dataset without a sampler: the global batches stay what they were, and batch_size becomes a
+        rank's share of them, rounded up. Raises ValueError for another version, kind, dataset,
+        order or accumulation, within an epoch for another batch_size argument (unless the global
+        batches are equal), and for a per-rank state of another rank or number of ranks."""
+        if "rank" in state:  # of before
+            state = {**state, f"inner_{state['rank']}": (state.get("inner"),)}
+        check_state(state, self.state_dict(), self._own_key)
         self._planning.geometry = state.get("geometry", 0)  # states of before do not have it
-        if self._source.kind == "indices":
+        size = self._source.batch_size
+        if self._source.kind == "indices" and (
+                state["step"] or state.get("batch_size", size) == size):
             self.global_batch_size = state["global_batch_size"]
-        self._next = self._done = state["epoch"], state["step"], state.get("inner")
+            batches = self.num_ranks * self.accumulation_steps
+            # torch's DataLoader refuses it from an ordinary assignment.
+            object.__setattr__(self, "batch_size", math.ceil(self.global_batch_size / batches))
+        [inner] = state.get(self._own_key, (None,))
+        self._next = self._done = state["epoch"], state["step"], inner

@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import logging
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
-from orchmllm.batch import IGNORE_INDEX, Step
+from orchmllm.batch import IGNORE_INDEX, UNKNOWN, Step
 from orchmllm.plan.step import imbalance
 
 log = logging.getLogger("orchmllm.loader")
@@ -30,7 +30,12 @@ class StepInfo:
     num_ranks: ranks that share the step. num_targets: labels of the step on all ranks and
     microbatches, None if unknown; num_shifted_targets: those that a model predicts which shifts the
     labels itself (all but the first of each row). local_targets: both counts for this batch alone,
-    -1 if unknown.
+    -1 if unknown. num_global_examples: of the step on all ranks and microbatches, None with
+    shard_size. labels_shape: of the batch's "labels", None without; counts_labels: whether they
+    were counted, and not num_targets asked.
+
+    A loop that fetches several batches before it trains on the first keeps the StepInfo of each,
+    and scales the loss of a batch by its own: `info.scale_mean`, `info.scale_sum`.
     """
 
     num_examples: int
@@ -45,12 +50,18 @@ class StepInfo:
     num_targets: int | None
     num_shifted_targets: int | None
     local_targets: tuple[int, int]
+    num_global_examples: int | None = None
+    labels_shape: tuple[int, ...] | None = None
+    counts_labels: bool = True
     _watch: LossWatch | None = field(default=None, repr=False, compare=False)
 
     @classmethod
-    def of(cls, step: Step, k: int, epoch: int, num_ranks: int, watch: LossWatch) -> StepInfo:
+    def of(
+        cls, step: Step, k: int, epoch: int, num_ranks: int, counts_labels: bool, watch: LossWatch,
+    ) -> StepInfo:
         """Of the k-th microbatch of a step. watch: ends when somebody asks for the targets."""
-        micro, mine = step.micro[k], step.micro[k].rank_plan
+        micro, mine, layout = step.micro[k], step.micro[k].rank_plan, step.layout
+        sees_all = len(layout.examples_per_rank) == num_ranks
         return cls(
             num_examples=len(mine.examples), example_ids=mine.example_ids.tolist(),
             step=step.index, epoch=epoch, microbatch=k, num_microbatches=len(step.micro),
@@ -58,7 +69,8 @@ class StepInfo:
             wait_s=step.wait_s if k == 0 else 0.0,
             num_ranks=num_ranks, num_targets=step.num_global_targets,
             num_shifted_targets=step.num_shifted_targets, local_targets=micro.num_targets,
-            _watch=watch)
+            num_global_examples=layout.num_examples if sees_all else None,
+            labels_shape=micro.labels_shape, counts_labels=counts_labels, _watch=watch)
 
     @property
     def is_last_microbatch(self) -> bool:
@@ -83,13 +95,52 @@ class StepInfo:
                 "-> int)")
         return count
 
+    def by_examples(self) -> StepInfo:
+        """The same with each example as one target."""
+        return replace(
+            self, num_targets=self.num_global_examples, num_shifted_targets=None,
+            local_targets=(self.num_examples, UNKNOWN))
+
+    def scale_sum(
+        self, loss_sum: Tensor, *, shifted: bool = False, gradients: str = "mean",
+        num_ranks: int | None = None, divided_by: int | None = None,
+    ) -> Tensor:
+        """The loss to call backward on, for this batch: loss_sum * num_ranks / num_global_targets;
+        0 for a filler.
+
+        loss_sum: (), the sum of the loss over this rank's targets in the batch. shifted: whether
+        the model shifts the labels itself, as those of transformers do, so that the first of each
+        row is no target. FSDP and DDP average gradients over their ranks: the factor num_ranks
+        undoes that, so the gradient is that of the mean over the targets of all ranks.
+        gradients="sum" leaves the factor out, for a reduction that sums (FSDP2's
+        set_gradient_divide_factor(1.0)). num_ranks: over which gradients are averaged (default: the
+        ranks of the loader's group). With accumulation_steps the denominator is that of all
+        microbatches of the step: do not divide by their number. divided_by: by what the caller's
+        backward does (accelerator.gradient_accumulation_steps, or accumulate_grad_batches of
+        Lightning's Trainer; default 1).
+        Raises ValueError if the number of targets is not known, `gradients` is neither, or
+        accelerate or Lightning may divide and divided_by is not given."""
+        return scale(loss_sum, self, mean=False, shifted=shifted, gradients=gradients,
+                     num_ranks=num_ranks, divided_by=divided_by)
+
+    def scale_mean(
+        self, loss: Tensor, labels: Tensor | None = None, *, shifted: bool, gradients: str = "mean",
+        num_ranks: int | None = None, divided_by: int | None = None,
+    ) -> Tensor:
+        """As scale_sum, of a loss that is the mean over this rank's targets in the batch, such as
+        `model(**batch).loss`: it is weighed by their number. labels: of the batch, for a check that
+        it is this one: by their shape, and on the CPU by their number. Raises ValueError if it is
+        not."""
+        check_labels(labels, self, shifted=shifted)
+        return scale(loss, self, mean=True, shifted=shifted, gradients=gradients,
+                     num_ranks=num_ranks, divided_by=divided_by)
+
 
 def scale(
     loss: Tensor, info: StepInfo, *, mean: bool, shifted: bool, gradients: str = "mean",
     num_ranks: int | None = None, divided_by: int | None = None,
 ) -> Tensor:
-    """See BalancedDataLoader.scale_sum and scale_mean, which call it. loss: (). Raises what they
-    say."""
+    """See StepInfo.scale_sum and scale_mean, which call it. loss: (). Raises what they say."""
     if gradients not in ("mean", "sum"):
         raise ValueError(f"gradients is {gradients!r}: use 'mean' or 'sum'")
     if divided_by not in (None, 1, info.num_microbatches):
@@ -122,16 +173,24 @@ def _drop_nan(loss: Tensor) -> None:
 
 
 def check_labels(labels: Tensor | None, info: StepInfo, *, shifted: bool) -> None:
-    """Raises ValueError if these are not the labels of the batch that `info` is of. On a device
-    nothing is read: the loop would wait for it. labels: (...), of any shape."""
-    if labels is None or labels.device.type != "cpu" or not info.num_examples:
+    """Raises ValueError if these are not the labels of the batch that `info` is of, or if its
+    targets are not known. On a device shapes alone are compared: the loop would wait for the
+    labels. labels: (...), of any shape."""
+    info.denominator(shifted=shifted)
+    if labels is None:
+        return
+    cure = ("pass the labels of that batch as collate_fn returned them. A loop that fetches "
+            "batches ahead keeps loader.step of each and calls its scale_mean")
+    if info.labels_shape not in (None, tuple(labels.shape)):
+        raise ValueError(f"scale_mean: these labels have the shape {tuple(labels.shape)}, those "
+                         f"of the batch {info.labels_shape}: {cure}")
+    if labels.device.type != "cpu" or not info.num_examples or not info.counts_labels:
         return
     held = int(((labels[..., 1:] if shifted else labels) != IGNORE_INDEX).sum())
     if held != info.local_targets[shifted]:
         raise ValueError(
-            f"scale_mean: these labels have {held} targets, the batch last yielded has "
-            f"{info.local_targets[shifted]}: pass the labels of that batch as collate_fn returned "
-            "them. A loop that fetches batches ahead cannot use loader.scale_mean")
+            f"scale_mean: these labels have {held} targets, those of the batch "
+            f"{info.local_targets[shifted]}: {cure}")
 
 
 def _divisor(info: StepInfo) -> int:

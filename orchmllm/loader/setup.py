@@ -66,9 +66,9 @@ class Planning:
     fits the batches that all ranks saw.
 
     policy, tolerance, max_rank_tokens: as of the loader. says: whether this rank writes to the log.
-    known: the other arguments of make_spec, which raises. geometry: PADDED
-    once a batch of any rank was, PACKED where no batch of a whole step showed padding, 0 before the
-    first step. loop: what balancing gained so far, with measure_every."""
+    known: the other arguments of make_spec, which raises. geometry: PADDED once a batch of any rank
+    was, PACKED where no batch of a whole step showed padding, 0 before the first step. loop: what
+    balancing gained so far, with measure_every."""
 
     def __init__(self, policy: str, tolerance: float | None, max_rank_tokens: int, *, says: bool,
                  **known: Any) -> None:
@@ -85,8 +85,8 @@ class Planning:
         return spec if enabled else spec.as_sampled
 
     def look(self, orchestrator: Orchestrator, step: Step) -> None:
-        """After COMMIT of a step, on all ranks alike: chooses for the steps that follow. A policy
-        that was given and does not fit is said once."""
+        """After COMMIT of a step, on all ranks alike: measures the gain, and chooses for the steps
+        that follow. A policy that was given and does not fit is said once."""
         if orchestrator.spec.balance.measure_every:
             self.loop.committed(step)
         if step.kept_balanced and self._says:
@@ -155,22 +155,26 @@ def log_step(step: Step, info: StepInfo, loop: LoopGain) -> None:
              info.epoch, info.step, *info.imbalance, 100 * gain, 1e3 * info.wait_s, note)
 
 
-def check_state(state: Mapping[str, Any], mine: Mapping[str, Any]) -> None:
-    """Raises ValueError if `state` cannot be loaded into a loader whose state is `mine`."""
+def check_state(state: Mapping[str, Any], mine: Mapping[str, Any], own_key: str) -> None:
+    """Raises ValueError if `state` cannot be loaded into a loader whose state is `mine`. own_key:
+    under which a state per rank has this rank's part."""
+    indices = mine["kind"] == "indices"
     fixed = ["version", "kind", "accumulation_steps"]
-    fixed += (["seed", "shuffle", "num_examples"] if mine["kind"] == "indices"
-              else ["num_ranks", "rank"])
+    fixed += ["seed", "shuffle", "num_examples"] if indices else ["num_ranks"]
+    why = ("; the state of a sampler or a foreign loader is per rank: use as many ranks as before, "
+           "and the state of the same rank, or a map-style dataset without a sampler")
     for name in fixed:
         if state.get(name) != mine[name]:
-            why = ("; the state of a sampler or a foreign loader is per rank: use as many ranks as "
-                   "before, or a map-style dataset without a sampler"
-                   if name in ("num_ranks", "rank") else "")
             raise ValueError(f"loader state: {name} was {state.get(name)!r}, now it is "
-                             f"{mine[name]!r}{why}")
-    if state["step"] and state.get("inner") is None and mine["kind"] != "indices":
-        for name in ("batch_size", "num_examples"):  # states of before do not have them
-            if state.get(name, mine[name]) != mine[name]:
-                raise ValueError(
-                    f"loader state: {name} was {state[name]}, now it is {mine[name]}, so the "
-                    f"{state['step']} steps that were done had other examples: go on with "
-                    f"{name} {state[name]}, or begin an epoch")
+                             f"{mine[name]!r}{why if name == 'num_ranks' else ''}")
+    if not indices and own_key not in state:
+        raise ValueError(f"loader state: it has no {own_key!r}, so it is of another rank{why}")
+    if not state["step"] or (state["global_batch_size"] == mine["global_batch_size"] if indices
+                             else state[own_key][0] is not None):
+        return
+    for name in ("batch_size", "num_examples"):  # states of before do not have them
+        if state.get(name, mine[name]) != mine[name]:
+            raise ValueError(
+                f"loader state: {name} was {state[name]}, now it is {mine[name]}, so the "
+                f"{state['step']} steps that were done had other examples: go on with "
+                f"{name} {state[name]}, or begin an epoch")

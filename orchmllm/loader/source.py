@@ -40,6 +40,7 @@ from orchmllm.loader.streams import (
     measured,
 )
 from orchmllm.loader.versions import require
+from orchmllm.loader.wrapped import plain, plan_indices, wrap
 from orchmllm.plan.assign import digest64
 
 # Arguments that a wrapped DataLoader has itself, as they are where they were not given.
@@ -103,18 +104,18 @@ def open_source(
     ValueError for a loader that cannot be wrapped, or with arguments that are its own."""
     for name in workers.keys() - _WORKERS.keys():
         raise TypeError(f"BalancedDataLoader has no argument {name!r}")
-    workers = _WORKERS | workers
+    workers, dataset = _WORKERS | workers, plain(dataset)
     known = Source("stream", dataset, **drawing, collate=collate_fn or default_collate,
                    pin_memory=pin_memory, workers=workers)
     if isinstance(dataset, DataLoader):
         _refuse_beside(drawing | workers, (),
                        "the wrapped DataLoader decides that, so give it that argument")
-        _wrap(known, dataset, collate_fn, lengths)
+        wrap(known, dataset, collate_fn, lengths)
     elif isinstance(dataset, IterableDataset) or hasattr(dataset, "__getitem__"):
         loader = DataLoader(dataset, **drawing, **workers)  # refuses what excludes each other
         if not isinstance(dataset, IterableDataset):
             has_sampler = drawing["sampler"] is not None or drawing["batch_sampler"] is not None
-            _plan_indices(known, loader, shared=not has_sampler)
+            plan_indices(known, loader, shared=not has_sampler)
     else:
         used = {"shuffle", "drop_last"}
         if drawing["drop_last"]:
@@ -131,48 +132,6 @@ def _refuse_beside(arguments: Mapping[str, Any], used: Collection[str], cure: st
     for name, value in arguments.items():
         if name not in used and value != (_DRAWING | _WORKERS)[name]:
             raise ValueError(f"{name} is {value!r}: {cure}")
-
-
-def _wrap(known: Source, loader: DataLoader, collate_fn: Callable | None, lengths: Any) -> None:
-    """Takes over a plain DataLoader: its indices are planned, its functions used. One with a
-    state, or over a stream, is iterated as it is."""
-    require(*(c.__module__ for c in type(loader).__mro__))
-    if hasattr(loader, "scale_mean"):
-        raise ValueError("the data set is a BalancedDataLoader already: iterate it as it is")
-    known.collate = collate_fn or loader.collate_fn
-    known.pin_memory = known.pin_memory or loader.pin_memory
-    known.batch_size, known.drop_last = loader.batch_size, loader.drop_last
-    known.workers = {name: getattr(loader, name) for name in _WORKERS}
-    keeps_state = hasattr(loader, "state_dict")
-    if keeps_state and lengths is not None:
-        raise ValueError("a loader with a state of its own takes length_fn, not lengths")
-    if keeps_state or isinstance(loader.dataset, IterableDataset):
-        return
-    _plan_indices(known, loader, shared=_takes_all(loader))
-
-
-def _plan_indices(known: Source, loader: DataLoader, shared: bool) -> None:
-    """Plans what the loader would draw. shared: by indices that are shared out over the ranks, in
-    place of samplers that torch made. Raises ValueError for a loader of single examples."""
-    known.dataset, drawn = loader.dataset, loader.batch_sampler
-    if drawn is None:
-        raise ValueError("batch_size is None: give the DataLoader a batch size")
-    if shared:
-        # accelerate's loader of one process has these there alone.
-        known.kind, known.shuffle = "indices", isinstance(drawn.sampler, RandomSampler)
-        known.batch_size, known.drop_last = drawn.batch_size, drawn.drop_last
-    else:
-        known.kind, known.batch_sampler = "sampler", drawn
-        known.sampler = getattr(drawn, "sampler", loader.sampler)
-
-
-def _takes_all(loader: DataLoader) -> bool:
-    """Whether torch made the samplers: every rank would draw the whole dataset, so the loader
-    shares it out instead, as accelerate does."""
-    sampler = getattr(loader.batch_sampler, "sampler", None)
-    return type(loader.batch_sampler) is BatchSampler and (
-        type(sampler) is SequentialSampler or type(sampler) is RandomSampler
-        and not sampler.replacement and sampler._num_samples is None and sampler.generator is None)
 
 
 def tail_is_filled(source: Source, batches: int) -> bool:

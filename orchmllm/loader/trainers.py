@@ -6,24 +6,35 @@ from __future__ import annotations
 import inspect
 import math
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager
+from operator import length_hint
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
-from orchmllm.encoders.hook import EncoderHandle
+from orchmllm.loader.costs import known_cost
+from orchmllm.loader.groups import check_group, trainer_group
 from orchmllm.loader.loader import BalancedDataLoader
 from orchmllm.loader.loss import StepInfo, scale
+from orchmllm.loader.trial import SCALED, SHIFTED, SUM, TARGETS, Trial
 from orchmllm.loader.versions import require
+from orchmllm.loader.wrapped import plain
 
 _STATE = "balanced_loader_{rank}.pt"
 _LIBRARIES = ("transformers", "trl")
 _PAIRS = ("DPOTrainer", "RewardTrainer")  # whose loss is a mean over pairs of answers
 _KNOWN = ("Trainer", "Seq2SeqTrainer", "SFTTrainer", *_PAIRS)
+_GROUPS = ("it compares the answers to one prompt with each other, and balancing would take them "
+           'apart: make the group the example ("What varies per rank" in docs/loader.md)')
+_REFUSED = {
+    "GRPOTrainer": _GROUPS, "RLOOTrainer": _GROUPS,
+    "KTOTrainer": "it estimates the divergence from the other examples of the batch",
+    "DistillationTrainer": "its batches are generated within the step"}
+_OF_A_BATCH = {"aot", "aot_unpaired", "sft"}  # losses of DPO that are no mean over pairs
 
 
 def balance(loader: DataLoader, **options: Any) -> BalancedDataLoader:
@@ -36,7 +47,7 @@ def balance(loader: DataLoader, **options: Any) -> BalancedDataLoader:
     loader with a state (torchdata's StatefulDataLoader) is iterated, and its state kept.
     Raises ValueError for what cannot be wrapped or honoured, TypeError for what is no DataLoader.
     """
-    if not isinstance(loader, DataLoader):
+    if not isinstance(plain(loader), DataLoader):
         raise TypeError(f"balance takes a torch DataLoader, not a {type(loader).__name__}; "
                         "BalancedDataLoader takes data sets and iterables of lists of examples")
     return BalancedDataLoader(loader, **options)
@@ -53,27 +64,47 @@ def balance_trainer(
     or of a subclass. Its data set, sampler, collator, worker processes and accumulation stay; if
     its get_train_dataloader returns a BalancedDataLoader, that is used as it is. lengths,
     length_fn, options: see BalancedDataLoader; without the first two the lengths of the column
-    "input_ids" are taken. loss: what
-    a compute_loss or compute_loss_func that is not of transformers or TRL, or a model that ignores
-    num_items_in_batch, returns: `mean` over the rank's targets of the batch, or `scaled` if it
-    divides by the targets of all ranks and microbatches. The first step computes the loss once
-    more, without gradients, to see that it depends on num_items_in_batch.
+    "input_ids", or of TRL's pairs, are taken. Lengths count tokens: the cost of an example is
+    cost_of(trainer.model), or its length where that cannot be known, unless phases is given. The
+    ranks that share the data are those that the mesh of the model or of accelerate names, unless
+    group is given. loss: says what the loss is, instead of the try: `mean` over the rank's targets
+    of the batch, or `scaled` if it divides by num_items_in_batch.
+
+    What the loss is, is tried in the first step: it is computed for num_items_in_batch and for
+    twice as many; if that changes nothing, for parts of the batch, to find the sum or the mean over
+    targets or examples that it is. A mean is weighed, so that its gradient is that of one process
+    (the Trainer alone multiplies it by the number of ranks where a model accepts
+    num_items_in_batch and ignores it). The try needs up to 7 forwards without gradients, which
+    leave random numbers, buffers and parameters as they were; a model or a compute_loss that
+    changes anything else when it is called needs `loss`.
 
     Checkpoints hold the loader's state, and train(resume_from_checkpoint=...) goes on after the
-    batch where the checkpoint was saved. Raises ValueError for a Trainer whose loss would be wrong
-    or whose batches cannot be balanced (in the first step, on all ranks, for a model that ignores
-    num_items_in_batch), RuntimeError for an older version than was tested."""
+    batch where the checkpoint was saved. Raises ValueError for a Trainer whose loss would be wrong,
+    whose ranks that share examples are not known, or whose batches cannot be balanced (in the first
+    step, on all ranks, for what the try finds), RuntimeError for an older version than was
+    tested."""
     require(*(c.__module__ for c in type(trainer).__mro__))
-    base = _check(trainer, loss, options.get("group"))
+    base = _check(trainer, loss)
+    if options.get("group") is None:
+        options["group"] = trainer_group(trainer, loss)
+    if "phases" not in options:
+        options["phases"] = known_cost(trainer.model)
     kind = type(trainer)
     trainer.__class__ = type(f"Balanced{kind.__name__}", (_Balanced, kind), {})
-    columns = getattr(trainer.train_dataset, "column_names", None) or ()
-    if lengths is None and length_fn is None and "input_ids" in columns:
-        lengths = [len(ids) for ids in trainer.train_dataset["input_ids"]]
+    if lengths is None and length_fn is None:
+        lengths = _known_lengths(trainer)
     if base.__name__ in _PAIRS:  # chosen answers, then rejected ones
         options.setdefault("num_targets", lambda batch: len(batch["input_ids"]) // 2)
+        if not {"tolerance", "max_rank_tokens"} & options.keys() and not getattr(
+                trainer.args, "padding_free", False):
+            options.setdefault("policy", "padded")  # a pair has two rows, which hides the padding
+        owner = next(c for c in kind.__mro__ if "compute_loss" in vars(c))
+        if loss is None and _library(owner) in _LIBRARIES:
+            loss = "mean"
     trainer._balance = dict(options, lengths=lengths, length_fn=length_fn)
-    trainer._balance_loss, trainer._balance_steps = loss, deque()
+    of = SHIFTED if trainer._loss_shifts_labels else TARGETS
+    trainer._balance_loss = {None: None, "scaled": SCALED, "mean": of}[loss]
+    trainer._balance_steps = deque()
     return trainer
 
 
@@ -81,22 +112,21 @@ class _Balanced:
     """What balance_trainer puts before the class of a Trainer."""
 
     _balance: dict[str, Any]
-    _balance_loss: str | None
+    _balance_loss: str | None  # what the loss is (see Trial), None until a batch has shown it
     _balance_steps: deque[StepInfo]  # of batches that were fetched and not trained on
     _balance_step: StepInfo | None = None  # of the batch that is trained on
-    _balance_proven = False  # whether the loss is known to depend on num_items_in_batch
     _balance_loader: BalancedDataLoader
 
     def get_train_dataloader(self) -> BalancedDataLoader:
         loader = super().get_train_dataloader()
         if not isinstance(loader, BalancedDataLoader):
-            plain = getattr(loader, "base_dataloader", loader)  # accelerate's holds torch's
-            loader = BalancedDataLoader(plain, check_loss=False, **{
+            loader = BalancedDataLoader(loader, check_loss=False, **{
                 "accumulation_steps": self.args.gradient_accumulation_steps, **self._balance})
         if loader.accumulation_steps != self.args.gradient_accumulation_steps:
             raise ValueError(
                 f"the BalancedDataLoader has accumulation_steps={loader.accumulation_steps}, the "
                 f"Trainer {self.args.gradient_accumulation_steps}: they have to be equal")
+        check_group(loader, self._balance["group"])
         self._balance_loader = loader
         return loader
 
@@ -121,24 +151,21 @@ class _Balanced:
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
         compute, step = super().compute_loss, self._balance_step
-        scaled = num_items_in_batch is not None if self._balance_loss is None else (
-            self._balance_loss == "scaled")
-        of_twice = None
-        owner = next(c for c in type(self).__mro__[2:] if "compute_loss" in vars(c))
-        if step and scaled and not self._balance_proven and _library(owner) == "transformers":
-            of_twice = _undisturbed(model, lambda: compute(
-                model, {**inputs}, num_items_in_batch=2 * num_items_in_batch))
-        mean = step is not None and not scaled  # a Trainer multiplies what it believes is scaled
-        with _unequal_lengths(self.accelerator) if step else nullcontext():
-            out = compute(model, inputs, return_outputs=return_outputs,
-                          num_items_in_batch=None if mean else num_items_in_batch)
+        if step is None:  # an evaluation
+            return compute(model, inputs, return_outputs, num_items_in_batch)
+        with _unequal_lengths(self.accelerator):
+            if self._balance_loss is None:
+                trial = Trial(self, model, lambda some, count: compute(
+                    model, some, num_items_in_batch=count), self._balance_loader.num_targets)
+                self._balance_loss = trial.meaning(inputs, step.num_examples, num_items_in_batch)
+            as_it_is = self._balance_loss in (None, SCALED, SUM)  # None: no rank has a target
+            out = compute(model, inputs, return_outputs=return_outputs,  # None: it is not scaled
+                          num_items_in_batch=num_items_in_batch if as_it_is else None)
         loss, *outputs = out if return_outputs else (out,)
-        if of_twice is not None:
-            self._balance_proven = _depends(self, loss, of_twice)
-        if step is None or scaled:  # None: an evaluation
-            return out
-        loss = scale(loss, step, mean=True, shifted=self._loss_shifts_labels,
-                     divided_by=self._divides_by(num_items_in_batch))
+        if not as_it_is or (self._balance_loss == SUM and not step.num_examples):  # a filler: 0
+            info = step if self._balance_loss in (TARGETS, SHIFTED) else step.by_examples()
+            loss = scale(loss, info, mean=True, shifted=self._balance_loss == SHIFTED,
+                         divided_by=self._divides_by(num_items_in_batch))
         return (loss, *outputs) if return_outputs else loss
 
     def _divides_by(self, num_items_in_batch: Tensor | int | None) -> int:
@@ -153,13 +180,14 @@ class _Balanced:
         super()._save_rng_state(output_dir)
         Path(output_dir).mkdir(parents=True, exist_ok=True)
         torch.save(self._balance_loader.state_dict(),
-                   Path(output_dir) / _STATE.format(rank=self._balance_loader.rank))
+                   Path(output_dir) / _STATE.format(rank=self.args.process_index))
 
     def _run_epoch(self, **how: Any) -> Any:
         loader, folder, epoch = (how[name] for name in (
             "train_dataloader", "resume_from_checkpoint", "epoch"))
         if folder is not None and epoch == how["epochs_trained"] and not self.args.ignore_data_skip:
-            _go_on(loader, Path(folder), epoch, how["steps_trained_in_current_epoch"])
+            _go_on(loader, Path(folder), self.args.process_index, epoch,
+                   how["steps_trained_in_current_epoch"])
         with _nothing_skipped():
             return super()._run_epoch(**how)
 
@@ -168,75 +196,60 @@ def _library(kind: type) -> str:
     return kind.__module__.split(".")[0]
 
 
-def _check(trainer: Any, loss: str | None, group: Any) -> type:
+def _check(trainer: Any, loss: str | None) -> type:
     """The class of transformers or TRL that the Trainer is of. Raises ValueError, with the cure,
-    for one whose loss would change with the ranks that hold the examples, and where ranks that
-    share a replica would get different ones."""
+    for one whose loss would change with the ranks that hold the examples."""
     kinds = type(trainer).__mro__
     base = next((c for c in kinds if _library(c) in _LIBRARIES), kinds[0])
     if base.__name__ not in _KNOWN:
-        raise ValueError(f"{base.__name__} is none of {', '.join(_KNOWN)}: its loss may compare "
-                         "the examples of a rank with each other, and balancing changes these")
+        reason = _REFUSED.get(base.__name__, "its loss may compare the examples of a rank with "
+                              "each other, and balancing changes these")
+        raise ValueError(f"{base.__name__} is none of {', '.join(_KNOWN)}: {reason}")
     model = getattr(trainer.model, "get_base_model", lambda: trainer.model)()  # of an adapter
     if "return_loss" in inspect.signature(model.forward).parameters:
         raise ValueError(f"{type(model).__name__} has a contrastive loss, which compares the "
-                         "examples of a rank with each other, and balancing changes these")
-    owner = next(c for c in kinds if "compute_loss" in vars(c))
+                         "examples of a rank with each other, and balancing changes these: in a "
+                         "loop of your own compute it over all ranks (\"What varies per rank\" in "
+                         "docs/loader.md)")
     if loss not in (None, "mean", "scaled"):
         raise ValueError(f"loss is {loss!r}: use 'mean' or 'scaled'")
-    own = "compute_loss_func" if trainer.compute_loss_func else f"{owner.__name__}.compute_loss"
-    if loss is None and (trainer.compute_loss_func or _library(owner) not in _LIBRARIES):
-        raise ValueError(
-            f"{own} is not of transformers: say loss='mean' if it returns the mean over the rank's "
-            "targets of the batch, or loss='scaled' if it divides by num_items_in_batch as "
-            "transformers does. A loss that compares examples with each other cannot be balanced")
+    of_batch = sorted(_OF_A_BATCH & {*getattr(trainer, "loss_types", ())})
+    if base.__name__ in _PAIRS and (of_batch or getattr(trainer, "aux_loss_enabled", False)):
+        raise ValueError(f"{base.__name__}: {', '.join(of_batch) or 'the auxiliary loss'} is no "
+                         "mean over pairs; balancing changes which pairs a rank has")
     if not trainer.args.average_tokens_across_devices:
         raise ValueError("average_tokens_across_devices=False: each rank would divide by its own "
                          "number of targets, which balancing makes unequal; set it to True")
-    if isinstance(trainer.train_dataset, IterableDataset):
-        raise ValueError("the train_dataset is iterable: return a BalancedDataLoader with "
-                         "length_fn from get_train_dataloader of your Trainer instead")
-    sizes = {f"{n}_size": getattr(trainer, f"get_{n}_size")() for n in ("tp", "cp", "sp")}
-    if group is None and math.prod(sizes.values()) > 1:
-        raise ValueError(f"{sizes}: the ranks of a replica need the same examples. Give group=, "
-                         "the data-parallel group of this rank, such as mesh['fsdp'].get_group()")
+    strategy = getattr(trainer.args, "train_sampling_strategy", "random")
+    if strategy in ("group_by_length", "batch_rebalance"):
+        raise ValueError(f"train_sampling_strategy={strategy!r} draws from random numbers that "
+                         "ranks do not share while batches are fetched ahead, so they would get "
+                         "other examples: leave it out; balancing evens out the lengths")
     return base
 
 
-def _undisturbed(model: nn.Module, compute: Callable[[], Tensor]) -> Tensor:
-    """compute() in a forward without gradients, in which encoders are balanced as in training;
-    random numbers and buffers are then what they were."""
-    buffers = [(b, b.clone()) for b in model.buffers()]
-    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
-    EncoderHandle.without_gradients = True
-    try:
-        with torch.no_grad(), torch.random.fork_rng(devices):
-            return compute()
-    finally:
-        EncoderHandle.without_gradients = False
-        for buffer, before in buffers:
-            buffer.data.copy_(before)
+def _known_lengths(trainer: Any) -> list[int] | None:
+    """Of the examples of a data set that is tokenised: input_ids, or TRL's pairs, of which the
+    longer answer is what both are padded to. None for any other."""
+    data = trainer.train_dataset
+    columns = getattr(data, "column_names", None) or ()
+    if isinstance(data, IterableDataset):
+        return None
+    if "input_ids" in columns:
+        return [len(ids) for ids in data["input_ids"]]
+    if not {"chosen_ids", "rejected_ids"} <= set(columns):
+        return None
+    prompts = data["prompt_ids"] if "prompt_ids" in columns else [()] * len(data)
+    longest = getattr(trainer.args, "max_length", None) or math.inf
+    return [min(len(prompt) + max(len(chosen), len(rejected)), longest) for prompt, chosen, rejected
+            in zip(prompts, data["chosen_ids"], data["rejected_ids"], strict=True)]
 
 
-def _depends(trainer: Any, loss: Tensor, of_twice: Tensor) -> bool:
-    """Whether the loss depends on num_items_in_batch; False if no rank can tell, because its batch
-    has no targets. of_twice: for twice the number. Raises ValueError, on all ranks alike, if it
-    does not."""
-    a, b = float(loss.detach()), float(of_twice)
-    told = 0 if not a or not math.isfinite(a) else 1 if abs(a - b) > 0.01 * abs(a) else -1
-    told = trainer.accelerator.gather(torch.tensor([told], device=trainer.args.device)).tolist()
-    if set(told) <= {0, -1} and -1 in told:
-        raise ValueError(
-            f"the loss of {type(trainer.model).__name__} is the same for twice the "
-            "num_items_in_batch: it is a mean over the rank's own targets, whose number balancing "
-            "makes unequal. Say loss='mean', so that it is weighed by their number")
-    return 1 in told
-
-
-def _go_on(loader: BalancedDataLoader, folder: Path, epoch: int, batches: int) -> None:
-    """Puts the loader where the checkpoint was saved: after `batches` of the epoch. Raises
-    ValueError if its state says otherwise. A checkpoint without one was saved before balancing."""
-    files = [folder / _STATE.format(rank=rank) for rank in (loader.rank, 0)]  # 0: more ranks now
+def _go_on(loader: BalancedDataLoader, folder: Path, rank: int, epoch: int, batches: int) -> None:
+    """Puts the loader where the checkpoint was saved: after `batches` of the epoch. rank: of this
+    process. Raises ValueError if its state says otherwise. A checkpoint without one was saved
+    before balancing."""
+    files = [folder / _STATE.format(rank=r) for r in (rank, 0)]  # 0: more ranks now
     path = next((file for file in files if file.exists()), None)
     if path is not None:
         state = torch.load(path, weights_only=True)
@@ -246,7 +259,7 @@ def _go_on(loader: BalancedDataLoader, folder: Path, epoch: int, batches: int) -
     batch_size = getattr(loader, "global_batch_size", None)
     loader.load_state_dict(state)
     done = state["step"] * loader.accumulation_steps
-    at_end = (state["epoch"], done) == (epoch - 1, len(loader)) and not batches
+    at_end = (state["epoch"], done) == (epoch - 1, length_hint(loader, -1)) and not batches
     if getattr(loader, "global_batch_size", None) != batch_size or not (
             at_end or (state["epoch"], done) == (epoch, batches)):
         raise ValueError(

@@ -217,7 +217,7 @@ class Checkpointer:
         for path in map(Path, paths):
             problem = self._verify(path)
             if not problem:
-                state = json.loads((path / "state.json").read_text(encoding="utf-8"))
+                state = json.loads(self._from_first(where, (path / "state.json").read_text))
                 for line in rejected:
                     self._log(f"warning: {line}; using the one before")
                 return path, state

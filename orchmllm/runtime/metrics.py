@@ -12,6 +12,7 @@ from itertools import count
 from pathlib import Path
 
 from orchmllm.config.recipe import Recipe, to_yaml
+from orchmllm.runtime.files import fsync
 from orchmllm.runtime.log_schema import ALL_RANKS_EVERY, ALL_RANKS_UP_TO, SCHEMA_VERSION
 
 LOGS = ("metrics.jsonl", "quarantine.jsonl", "nonfinite.jsonl")  # that a run folder may hold
@@ -19,15 +20,15 @@ MAX_ROW_BYTES = 2**24  # of one row; those that tell of all ranks grow with thei
 
 
 class JsonLines:
-    """A file of JSON objects, one a line; written by one rank, appended to what is there. first:
-    what every row begins with.
+    """A file of JSON objects, one a line; written by one rank, appended to what is there. synced: a
+    row is on disk when it was written. first: what every row begins with.
 
     Raises ValueError at construction if the file cannot be written. Later on a write that fails
     (the disk is full) costs the row and not the run: `lost` counts them. A file that was deleted
     is made again, with a warning."""
 
-    def __init__(self, path: Path, **first: object) -> None:
-        self.path, self.lost, self._first = path, 0, first
+    def __init__(self, path: Path, *, synced: bool = False, **first: object) -> None:
+        self.path, self.lost, self._synced, self._first = path, 0, synced, first
         try:
             self._open()
         except OSError as e:
@@ -51,6 +52,9 @@ class JsonLines:
             start = self._file.seek(0, os.SEEK_END)
             if self._file.write(data) != len(data):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            if self._synced:
+                os.fsync(self._file.fileno())
+                fsync(self.path.parent)
         except OSError as e:
             if start is not None:
                 self._file.truncate(start)
@@ -100,8 +104,17 @@ def set_logs_aside(folder: Path) -> list[str]:
 
 
 def read_rows(path: Path) -> list[dict]:
-    """Rows of a file of whole lines."""
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    """Rows of a file, which may not be there. A last line without its end is left out: a run is
+    writing it, or was killed meanwhile. Raises ValueError naming a line that is no JSON object."""
+    rows = []
+    data = path.read_bytes() if path.is_file() else b""
+    for number, line in enumerate(data.split(b"\n")[:-1], 1):
+        try:
+            rows.append(dict(json.loads(line)))
+        except (ValueError, TypeError) as e:
+            raise ValueError(f"{path}: line {number} is damaged ({e}); delete that line, or move "
+                             "the file away") from None
+    return rows
 
 
 def _finite(value: object) -> object:

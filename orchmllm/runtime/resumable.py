@@ -1,42 +1,104 @@
-"""Whether a run may go on from a checkpoint, and with which recipe."""
+"""Whether a run may go on from a checkpoint: decided from the settings of the attempt that wrote it
+and those of the attempt that starts (orchmllm.runtime.attempts), and from nothing else.
+
+A setting that differs is refused where it would change the order of examples or what they hold, or
+make the checkpoint's tensors those of another model. Any other one is said, in one line.
+"""
 
 from __future__ import annotations
 
-from dataclasses import asdict
+import re
+from collections.abc import Mapping
+from dataclasses import MISSING
 from pathlib import Path
 
-from orchmllm.config.model import ModelConfig
+from orchmllm.config.parse import show
 from orchmllm.config.recipe import Recipe
-from orchmllm.plan.assign import PHASES
-from orchmllm.runtime.run_state import VERSION
+from orchmllm.config.schema import leaves
+
+# What a difference in a setting means, or in any setting of a section: it is refused for one of
+# CURES, or nothing is said (`start`), because it is of this start alone or another line says it. A
+# setting that is not named here is said.
+CLASSES = {
+    "run.dir": "start", "run.resume": "start", "run.allow_data_change": "start",
+    "launch.nproc_per_node": "start", "world.ranks": "start", "world.host": "start",
+    "run.seed": "order", "data.num_validation": "order", "data.streaming": "order",
+    "data.shuffle_window": "order", "data.batching": "order", "data.max_batch_tokens": "order",
+    "data.max_batch_images": "order", "data.sources.repeats": "order", "content": "content",
+    "train.batch_size": "batch", "train.accumulation_steps": "batch",
+    "train.global_batch_size": "batch",
+    "model": "model", "fsdp.param_dtype": "model",
+    "model.connectors": "said", "model.vision.pretrained": "said",
+    "model.audio.pretrained": "said", "model.llm.pretrained": "said",
+}
+CURES = {
+    "model": "the checkpoint's tensors are those of another model: use its values (recipe.yaml in "
+             "run.dir has them all, also those that were read from a config.json), or start anew "
+             "with another run.dir or run.resume=never",
+    "order": "the order of all examples would change: use the checkpoint's values, or set "
+             "run.allow_data_change=true to go on at the same step of the new order",
+    "content": "what is trained on is not what the checkpoint saw (the files or weights of "
+               "data.sources; the tokenizer or its chat template, so that the same text would mean "
+               "something else; or capped_*, what data.batching=capped forms mini-batches by): "
+               "restore it, or set run.allow_data_change=true to go on at the same step of the "
+               "new data",
+    "batch": "a resumed run keeps its {kept} examples a step, or examples would repeat or be left "
+             "out: restore it, set train.global_batch_size={kept}, or choose another run.dir",
+}
+DEFAULTS = {leaf.path: list(leaf.default) if leaf.kind is tuple else leaf.default
+            for leaf in leaves(Recipe) if leaf.default is not MISSING}
 
 
-def check_resumable(state: dict, recipe: Recipe, data: dict) -> None:
-    """Raises ValueError naming what differs between a checkpoint and the recipe."""
-    if state.get("version") != VERSION:
-        raise ValueError(f"the checkpoint's state has version {state.get('version')}, this code "
-                         f"reads {VERSION}")
-    _check_model(state["model"], recipe.model)
-    if state["seed"] != recipe.run.seed:
-        raise ValueError(f"run.seed is {recipe.run.seed}, the checkpoint was sampled with "
-                         f"{state['seed']}: the data would repeat; use that seed")
-    was = state.get("param_dtype", recipe.fsdp.param_dtype)  # not recorded at first
-    if was != recipe.fsdp.param_dtype:
-        raise ValueError(
-            f"fsdp.param_dtype is {recipe.fsdp.param_dtype}, the checkpoint's parameters and "
-            f"moments are {was}: use {was}, or export the checkpoint and start a new run from it")
-    _check_batch(state, recipe)
-    held_out = recipe.data.num_validation
-    order = {"num_validation": state.get("num_validation", held_out), **state.get("order", {})}
-    for name, now in {"num_validation": held_out, **_order_keys(recipe)}.items():
-        was = order[name] if name in order else _order_keys(Recipe())[name]
-        if was != now and not recipe.run.allow_data_change:
-            raise ValueError(
-                f"data.{name} is {now}, the checkpoint was trained with {was}: the order of all "
-                "examples would change; use that, or set run.allow_data_change=true to go on at "
-                "the same step of the new order")
-    if not recipe.run.allow_data_change:
-        _check_data(dict(state["data"]), dict(data))
+def class_of(key: str) -> str:
+    """The class of a setting, that of its section where it has none of its own."""
+    path = _in_any_list(key)
+    while path and path not in CLASSES:
+        path = path.rpartition(".")[0]
+    return CLASSES.get(path, "said")
+
+
+def differences(was: Mapping, now: Mapping) -> dict[str, list]:
+    """key -> [value in `was`, value in `now`] of the settings that differ. A key that one of them
+    lacks, because it came later or is of one more source, has its default there, else null."""
+    pairs = {key: [settings.get(key, DEFAULTS.get(_in_any_list(key))) for settings in (was, now)]
+             for key in {**was, **now}}
+    return {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
+
+
+def check_resumable(was: Mapping, now: Mapping, kept: int) -> dict[str, list]:
+    """The differences that have to be said. was, now: settings of the attempt that wrote the
+    checkpoint, and of this one. kept: examples a step of the checkpoint. Raises ValueError naming
+    every setting because of which the run cannot go on, and what allows it."""
+    changed = differences(was, now)
+    passing = {"said", "start"}
+    if now["run.allow_data_change"]:
+        passing |= {"order", "content"}
+    if _examples_a_step(now) in (_examples_a_step(was), (kept, 0)):
+        passing.add("batch")
+    refused = [key for key in changed if class_of(key) not in passing]
+    if refused:
+        values = "; ".join(f"{key} is {show(changed[key][1])}, the checkpoint has "
+                           f"{show(changed[key][0])}" for key in refused)
+        cures = dict.fromkeys(CURES[class_of(key)].format(kept=kept) for key in refused)
+        raise ValueError(f"{values}: {'; '.join(cures)}")
+    return {key: pair for key, pair in changed.items() if class_of(key) != "start"}
+
+
+def _in_any_list(key: str) -> str:
+    """data.sources[0].path -> data.sources.path"""
+    return re.sub(r"\[\d+\]", "", key)
+
+
+def _examples_a_step(settings: Mapping) -> tuple[int, int]:
+    """(those of all ranks, those of each rank) that a recipe asks for; one of them is 0."""
+    whole = settings["train.global_batch_size"]
+    per_rank = settings["train.batch_size"] * settings["train.accumulation_steps"]
+    return (whole, 0) if whole else (0, per_rank)
+
+
+def describe_changes(changed: Mapping[str, list]) -> str:
+    """`train.lr 0.001 -> 0.0005, train.num_steps 10 -> 20`"""
+    return ", ".join(f"{key} {show(was)} -> {show(now)}" for key, (was, now) in changed.items())
 
 
 def describe_end(saved: Path | None, resume: str) -> str:
@@ -46,86 +108,3 @@ def describe_end(saved: Path | None, resume: str) -> str:
     return f"{saved}; " + (
         "run.resume=auto goes on from it, the same command starts anew" if resume == "never"
         else "the same command goes on from it")
-
-
-def resume_keys(recipe: Recipe) -> dict:
-    """What of the recipe a checkpoint records, to be compared when the run is resumed."""
-    train = recipe.train
-    return {"seed": recipe.run.seed, "model": asdict(recipe.model),
-            "num_validation": recipe.data.num_validation, "param_dtype": recipe.fsdp.param_dtype,
-            "order": _order_keys(recipe),
-            "batch_size": train.batch_size, "accumulation_steps": train.accumulation_steps,
-            "chosen_global_batch_size": train.global_batch_size}
-
-
-def _order_keys(recipe: Recipe) -> dict:
-    """What the order of examples depends on, beside the data, the seed and the batch."""
-    data = recipe.data
-    repeats = [source.repeats for source in data.sources]
-    return {"shuffle_window": data.shuffle_window, "batching": data.batching,
-            "max_batch_tokens": data.max_batch_tokens, "max_batch_images": data.max_batch_images,
-            "sources.repeats": repeats if any(k > 1 for k in repeats) else [],
-            "batching with train.batch_size": (data.batching == "capped"
-                                               and recipe.train.batch_size)}
-
-
-def _check_batch(state: dict, recipe: Recipe) -> None:
-    """Raises ValueError if the recipe asks for another number of examples a step than the
-    checkpoint's, which a resumed run keeps on any number of ranks."""
-    train, kept = recipe.train, state["global_batch_size"]
-    wanted = train.global_batch_size
-    if wanted and wanted != kept:
-        raise ValueError(f"train.global_batch_size is {wanted}, the checkpoint has {kept}: "
-                         "examples would repeat or be left out")
-    if wanted or "batch_size" not in state:  # saved before it was recorded
-        return
-    cure = (f"a resumed run keeps its {kept} examples a step, or examples would repeat or be left "
-            f"out: restore it, set train.global_batch_size={kept}, or choose another run.dir")
-    if state["chosen_global_batch_size"]:
-        raise ValueError(f"train.global_batch_size is not set, the checkpoint has {kept}; {cure}")
-    keys = [k for k in ("batch_size", "accumulation_steps") if getattr(train, k) != state[k]]
-    per_rank = state["batch_size"] * state["accumulation_steps"]
-    if keys and train.batch_size * train.accumulation_steps != per_rank:
-        named = " and ".join(f"train.{k} is {getattr(train, k)}, the checkpoint has {state[k]}"
-                             for k in keys)
-        raise ValueError(f"{named}; {cure}")
-
-
-def _check_model(saved: dict, model: ModelConfig) -> None:
-    """Raises ValueError naming a key of another value than that of the checkpoint."""
-    default = asdict(ModelConfig())
-    for part in PHASES:
-        start = saved[part].get("pretrained", "")
-        for key, value in asdict(getattr(model, part)).items():
-            was = saved[part].get(key, default[part][key])  # a key that came later
-            if was == value or key == "pretrained":  # where it started does not matter any more
-                continue
-            cure = "use the same model, or another run.dir, or run.resume=never"
-            if start and not getattr(model, part).pretrained and value == default[part][key]:
-                cure = (f"that was read in {start}/config.json perhaps, and is not while "
-                        f"model.{part}.pretrained is empty: start from recipe.yaml in run.dir, "
-                        "which holds every value")
-            raise ValueError(f"model.{part}.{key} is {value}, the checkpoint has {was}: {cure}")
-
-
-def _check_data(was: dict, now: dict) -> None:
-    """Raises ValueError naming what differs between the data of a checkpoint and the data of now.
-    What older checkpoints do not record is not compared."""
-    tokenizer, lengths = ([x.pop(key, None) for x in (was, now)] for key in (
-        "tokenizer", "lengths"))
-    go_on = "set run.allow_data_change=true to go on"
-    if tokenizer[0] not in (None, tokenizer[1]):
-        raise ValueError(
-            "data.tokenizer gives other token ids than the one of the checkpoint: the same text "
-            "would mean something else to the model; restore that tokenizer and chat template, or "
-            f"{go_on} with the new one")
-    if was != now:
-        raise ValueError(f"the data changed since the checkpoint: was {was}, is {now}; restore it, "
-                         f"or {go_on} at the same step of the new data")
-    if lengths[0] not in (None, lengths[1]):
-        raise ValueError(
-            "the examples have other lengths than at the checkpoint, so data.batching=capped would "
-            "form other mini-batches, and examples would repeat or be left out. "
-            "data.max_example_tokens or a key of a source (prompt, video_fps, ...) was changed, or "
-            "the index was built again after media files were; restore them and build it again "
-            f"(orchmllm data index RECIPE), or {go_on} at the same step of the new order")

@@ -3,81 +3,65 @@ on from one of them."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict
 from pathlib import Path
 from typing import NoReturn
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from orchmllm.comm.errors import AgreedError
 from orchmllm.comm.exchange import RowGather
 from orchmllm.config.job import Job
-from orchmllm.config.recipe import Recipe
 from orchmllm.data.dataset import ConversationDataset
-from orchmllm.data.sampler import lengths_digest
 from orchmllm.plan.assign import PHASES
+from orchmllm.runtime.attempts import read_attempts, recorded, settings_of
 from orchmllm.runtime.checkpoint import Checkpointer, CheckpointError
-from orchmllm.runtime.lineage import candidates, list_saved, read_saved
-from orchmllm.runtime.resumable import check_resumable, resume_keys
-from orchmllm.runtime.run_state import NonFiniteError, Progress
-
-
-def kept_batch(recipe: Recipe, gather: Callable) -> int:
-    """Examples a step of the run that will be resumed, 0 where there is none. Collective: rank 0
-    looks, and what is wrong with a checkpoint is said when it is resumed. gather: values of every
-    rank."""
-    if recipe.run.resume == "never":
-        return 0
-    return int(gather([_kept_batch(recipe) if dist.get_rank() == 0 else 0])[0, 0])
-
-
-def _kept_batch(recipe: Recipe) -> int:
-    """By the newest checkpoint whose state can be read; those that led to it have the same."""
-    start = recipe.run.resume
-    with suppress(OSError):
-        saved = list_saved(recipe.run.folder / "checkpoints")
-        for one in candidates(saved, None if start == "auto" else read_saved(Path(start))):
-            with suppress(OSError, ValueError, LookupError, TypeError):
-                state = json.loads((one.path / "state.json").read_text(encoding="utf-8"))
-                return int(state["global_batch_size"])
-    return 0
-
-
-def _describe_data(recipe: Recipe, dataset: ConversationDataset) -> dict:
-    """What is recorded of the data, with the lengths that capped mini-batches follow from."""
-    capped = recipe.data.batching == "capped"
-    return dataset.fingerprint() | ({"lengths": lengths_digest(dataset)} if capped else {})
+from orchmllm.runtime.resumable import check_resumable, describe_changes, differences
+from orchmllm.runtime.run_state import VERSION, NonFiniteError, Progress
 
 
 class RunCheckpoints(Checkpointer):
-    """The checkpoints of one run. tensors: returns what is saved, and filled from a checkpoint, of
-    any shapes; optimizer: its count of steps becomes that of the run. Construction and every method
-    are collective; see Checkpointer."""
+    """The checkpoints of one run, and which of them this attempt goes on from. tensors: gives what
+    is saved, and filled from a checkpoint, of any shapes; optimizer: gives the one whose count of
+    steps becomes that of the run; neither is asked by the construction. Construction and every
+    method are collective; see Checkpointer. Raises CheckpointError or ValueError on all ranks if
+    the run cannot go on where the recipe says.
+
+    kept_batch: examples a step of the checkpoint, 0 without one."""
 
     def __init__(self, job: Job, gather: RowGather, dataset: ConversationDataset,
-                 optimizer: torch.optim.Optimizer, tensors: Callable[[], Mapping[str, Tensor]],
-                 log: Callable[[str], None]) -> None:
+                 optimizer: Callable[[], torch.optim.Optimizer],
+                 tensors: Callable[[], Mapping[str, Tensor]], log: Callable[[str], None]) -> None:
         recipe = job.recipe
         super().__init__(
             recipe.run.folder / "checkpoints", recipe.checkpoint, gather, log=log,
             timeout_s=recipe.launch.timeout_s,
             writers=list(range(job.shard_size)))
         self._recipe, self._optimizer, self._tensors = recipe, optimizer, tensors
-        self._model = resume_keys(recipe)["model"]
-        # The data that the run has opened, whatever becomes of the files until a save.
-        self._data = self._from_first("of the data", lambda: _describe_data(recipe, dataset))
+        self._model = asdict(recipe.model)
+        # Of the data as the run has opened it, whatever becomes of the files until a save.
+        settings = self._from_first("of the data", lambda: settings_of(job, dataset))
+        last = self._from_first("of the attempts", lambda: read_attempts(recipe.run.folder)[-1:])
+        self._attempt = {
+            "attempt": 1 + max((a["attempt"] for a in last), default=0), "resumed_from": None,
+            "changed": differences(last[0]["settings"], settings) if last else {},
+            "settings": settings}
+        self._start, self._state = (None, {}) if recipe.run.resume == "never" else (
+            self.find(recipe.run.resume))
+        self.kept_batch = self._state.get("global_batch_size", 0)
+        if self._start is not None:
+            self._attempt |= self._going_on(self._start, self._state)
 
     def save_run(self, progress: Progress) -> None:
         """A checkpoint of the steps done so far; none with checkpoint.every_steps=-1."""
         if self.config.every_steps < 0:
             return
         self.save(progress.step, self._tensors(), {
-            **progress.to_json(), **resume_keys(self._recipe), "model": self._model,
-            "world_size": self._gather.world_size, "data": self._data,
+            **progress.to_json(), "model": self._model, "attempt": self._attempt,
+            "world_size": self._gather.world_size,
             "rng": torch.get_rng_state().tolist()})  # of the CPU: nothing draws per rank
 
     def newest(self) -> Path | None:
@@ -103,16 +87,35 @@ class RunCheckpoints(Checkpointer):
                 "nothing was saved (checkpoint.every_steps=-1)" if self.config.every_steps < 0 else
                 f"its state is in {folder}: run.dir={folder} run.resume=auto goes on from there"))
 
+    def attempt(self, *, trains: bool) -> AbstractContextManager[None]:
+        """Within it the attempt runs: its start and its end are recorded in the run folder, unless
+        it has nothing to do. trains: whether a step is left."""
+        writes = trains and self.rank == 0
+        return recorded(self._recipe.run.folder, self._attempt) if writes else nullcontext()
+
+    def _going_on(self, path: Path, state: dict) -> dict:
+        """What the attempt records of the checkpoint that it goes on from. Raises ValueError if it
+        may not."""
+        if state.get("version") != VERSION:
+            raise ValueError(f"the checkpoint's state has version {state.get('version')}, this "
+                             f"code reads {VERSION}")
+        before, changed = state.get("attempt", {"attempt": 0}), {}
+        if "settings" in before:
+            changed = check_resumable(before["settings"], self._attempt["settings"],
+                                      state["global_batch_size"])
+        else:
+            self._log(f"warning: {path} was saved by a version that recorded no attempts, so its "
+                      "recipe and data cannot be compared with those of this start: see to it that "
+                      "they are the same")
+        return {"attempt": max(self._attempt["attempt"], 1 + before["attempt"]), "resumed_from": {
+            "checkpoint": str(path), "step": state["step"], "attempt": before["attempt"],
+            "changed": changed}}
+
     def resume(self) -> Progress | None:
-        """Starts where the recipe says; None from scratch. Raises CheckpointError or ValueError on
-        all ranks."""
-        start = self._recipe.run.resume
-        if start == "never":
-            return None
-        path, state = self.find(start)
+        """Starts where the recipe says; None from scratch. Raises CheckpointError on all ranks."""
+        start, path, state = self._recipe.run.resume, self._start, self._state
         if path is None:
             return None
-        check_resumable(state, self._recipe, self._data)
         for part in PHASES:  # `pretrained` may be left empty now, but an export asks for it
             started = state["model"][part].get("pretrained", "")
             self._model[part]["pretrained"] = self._model[part]["pretrained"] or started
@@ -121,6 +124,8 @@ class RunCheckpoints(Checkpointer):
             f" (saved on {was} ranks, now {self._gather.world_size}; still "
             f"{progress.global_batch_size} examples a step)")
         self._log(f"resuming at step {progress.step} from {path}{ranks}")
+        if changed := self._attempt["resumed_from"]["changed"]:
+            self._log(f"changed since the checkpoint: {describe_changes(changed)}")
         if start != "auto" and Path(start) != path:
             self._log(f"this run branched off at {start} before, so it goes on with what it saved "
                       "since; to branch there once more, choose another run.dir")
@@ -143,7 +148,7 @@ class RunCheckpoints(Checkpointer):
     def _load_run(self, path: Path, state: dict) -> Progress:
         self.load(path, self._tensors())
         progress = Progress.from_json(state)
-        for of_parameter in self._optimizer.state.values():
+        for of_parameter in self._optimizer().state.values():
             of_parameter["step"].fill_(progress.optimizer_steps)
         torch.set_rng_state(torch.tensor(state["rng"], dtype=torch.uint8))
         return progress

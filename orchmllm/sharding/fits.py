@@ -137,11 +137,11 @@ def memory_check(
 
 
 def for_run(recipe: Recipe, dataset, rows: Sequence[int], spec: PlanSpec, num_ranks: int,
-            device_bytes: float, kept_batch: Callable[[], int] = lambda: 0) -> dict[str, str]:
+            device_bytes: float, kept: int = 0) -> dict[str, str]:
     """phase -> checkpointing of a run, from planned batches of its own data: the same on all
-    ranks. dataset, rows: of the run. device_bytes: of the GPU, 0 on a CPU. kept_batch: gives the
-    examples a step of the checkpoint that the run goes on from, 0 without one; it is asked where
-    something has to be decided. Raises ValueError if the recipe cannot fit.
+    ranks. dataset, rows: of the run. device_bytes: of the GPU, 0 on a CPU. kept: examples a step of
+    the checkpoint that the run goes on from, 0 without one. Raises ValueError if the recipe cannot
+    fit.
 
     The run's own sampler draws two global batches of at most 32 ranks: enough for the load of the
     fullest rank."""
@@ -152,7 +152,6 @@ def for_run(recipe: Recipe, dataset, rows: Sequence[int], spec: PlanSpec, num_ra
     if "auto" not in asked.values() and not recipe.fsdp.memory_gb:
         return asked
     per_rank = recipe.train.batch_size  # of one mini-batch, with data.batching=capped
-    kept = kept_batch()
     recipe = with_real_batch(recipe, num_ranks, kept)
     memory = MemoryModel.of(resolve(recipe, num_ranks, spec.ranks_per_node),
                             on_cpu=not device_bytes)

@@ -112,6 +112,22 @@ def test_values_say_where_they_come_from(tmp_path):
     assert sum("  # " in x for x in text.splitlines()) == keys
 
 
+def test_the_tokenizer_of_the_pretrained_llm_is_used_where_the_data_has_none(tmp_path):
+    from transformers import Qwen2Config
+
+    config = Qwen2Config(hidden_size=40, num_attention_heads=4, num_key_value_heads=4)
+    config.save_pretrained(tmp_path / "llm")
+    path = write(tmp_path, f"data: {{sources: [{{path: {tmp_path}/data}}]}}\n"
+                           f"model: {{llm: {{pretrained: {tmp_path}/llm}}}}\n")
+    assert load_recipe(path).data.tokenizer == ""
+    (tmp_path / "llm" / "tokenizer.json").touch()
+    assert load_recipe(path).data.tokenizer == f"{tmp_path}/llm"
+    assert load_recipe(path, ["data.tokenizer=own"]).data.tokenizer == "own"
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "tokenizer.json").touch()
+    assert load_recipe(path).data.tokenizer == ""
+
+
 def test_missing_recipe(tmp_path):
     with pytest.raises(RecipeError, match=f"recipe {tmp_path}: Is a directory$"):
         load_recipe(tmp_path)

@@ -39,7 +39,7 @@ def test_it_shows_the_tokens_and_labels_that_are_trained(recipe):
         assert text == dataset.tokenizer.decode(learnt) == f"{answer}<|im_end|>"
         assert facts.startswith(f"{len(example.token_ids)} tokens: ")
         assert facts.endswith(f"{len(learnt)} are learnt")
-        assert [int(re.search(r"-> (\d+) rows", s.text)[1]) for s in shown
+        assert [int(re.search(r"-> (\d+) (?:patches|mel frames)", s.text)[1]) for s in shown
                 if s.modality != TEXT] == [len(rows) for rows in example.media.values()]
 
 

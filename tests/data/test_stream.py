@@ -57,7 +57,7 @@ def answer(dataset, i) -> str:
 @pytest.mark.parametrize("name", PATHS)
 def test_every_row_once_an_epoch_in_another_order(name, folder):
     dataset = stream(folder, name)
-    assert len(dataset.fingerprint()["num_shards"][0]) == 4
+    assert len(dataset.fingerprint()["shards"][0]) == 4
     said = [answer(dataset, i) for i in range(4 * ROWS)]
     epochs = [said[start: start + ROWS] for start in range(0, 4 * ROWS, ROWS)]
     every = sorted(f"{QUESTIONS[k % 12][1]} {k}" for k in range(ROWS))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 
 import pytest
@@ -92,16 +91,18 @@ def test_ids_with_gaps_are_refused(tmp_path):
         ChatTokenizer(tmp_path)
 
 
-def test_runs_with_a_template_do_not_go_on_with_other_ids(tmp_path):
-    """A conversation was encoded piece by piece before: the digest of a checkpoint of then, and the
-    key of an index, are others. The ids of ChatML are as they were."""
-    def before(template) -> str:
-        content = (tmp_path / "tokenizer.json").read_bytes() + json.dumps(template).encode()
-        return hashlib.sha256(content).hexdigest()[:16]
-
+def test_the_digest_changes_with_the_ids_and_not_with_how_the_files_are_written(tmp_path):
     write(tmp_path, ENDED, tokenizer_config=MAP)
-    tokens = {"bos_token": "<s>", "eos_token": "</s>"}
-    assert ChatTokenizer(tmp_path).template == (ENDED, tokens)
-    assert ChatTokenizer(tmp_path).digest != before((ENDED, tokens))
-    (tmp_path / "chat_template.jinja").unlink()
-    assert ChatTokenizer(tmp_path).digest == before(None)
+    first, path = ChatTokenizer(tmp_path), tmp_path / "tokenizer.json"
+    assert first.template == (ENDED, {"bos_token": "<s>", "eos_token": "</s>"})
+    content = json.loads(path.read_text())
+    path.write_text(json.dumps(content, indent=3, sort_keys=True))
+    assert ChatTokenizer(tmp_path).digest == first.digest
+    (tmp_path / "chat_template.jinja").write_text(ENDED + " ")
+    assert ChatTokenizer(tmp_path).digest != first.digest
+    (tmp_path / "chat_template.jinja").write_text(ENDED)
+    vocab = content["model"]["vocab"]
+    last, before = sorted(vocab, key=vocab.get)[-2:]
+    vocab[last], vocab[before] = vocab[before], vocab[last]
+    path.write_text(json.dumps(content))
+    assert ChatTokenizer(tmp_path).digest != first.digest

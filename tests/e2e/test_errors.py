@@ -79,6 +79,7 @@ def test_a_killed_rank_ends_all(tmp_path):
 @pytest.mark.parametrize("launcher", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("fault, phase", [
     ("stall in vision", "phase vision"),
+    pytest.param("stall after the forward", "phase llm", marks=pytest.mark.slow),
     pytest.param("stall in data", "phase data", marks=pytest.mark.slow)])
 def test_a_late_rank_is_named(tmp_path, fault, phase, launcher, capsys):
     stderr, code = told(tmp_path, fault, 3, launcher, capsys)

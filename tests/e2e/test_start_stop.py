@@ -9,10 +9,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import psutil
 import pytest
+import torch
 
+from orchmllm.runtime import local_ranks
 from tests.lib.commands import ROOT, train_args
 
 pytestmark = pytest.mark.dist
@@ -32,6 +35,21 @@ def test_ranks_data_and_folder_are_said_before_torch_is_imported(tmp_path, demo_
         capture_output=True, text=True)
     assert out.stdout == f"2 ranks; data {demo_corpus}; run folder {tmp_path / 'run'}\n", out.stderr
     assert "torch" in out.stderr.splitlines()[-1]
+
+
+def test_that_ranks_share_cores_is_said_before_they_start(monkeypatch):
+    class Enough(Exception):
+        pass
+
+    said: list[str] = []
+    monkeypatch.setattr(local_ranks, "interrupt_quietly", lambda: None)
+    monkeypatch.setattr(local_ranks, "_set_environment", Mock(side_effect=Enough))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for num_ranks in (1, 500_000):
+        with pytest.raises(Enough):
+            local_ranks.run_local("none", [], num_ranks, log=said.append)
+    assert [line.split(" cores")[0] for line in said if "cores" in line] == [
+        f"500000 ranks share {os.cpu_count()}"]
 
 
 @pytest.mark.parametrize("lines", [1, pytest.param(6, marks=pytest.mark.slow)])

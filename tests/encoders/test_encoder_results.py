@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections import namedtuple
 
 import pytest
@@ -108,6 +109,8 @@ class Broken(OneTower):
         features = super().encode(photos)
         if self.how == "other width" and self.rank == 1:
             return features[..., :16]
+        if self.how == "mixes items":  # the items of a rank see each other
+            return features + features.mean(0)
         if self.how == "not by item":
             return features.flatten(0, 1)
         if self.how == "an object":
@@ -126,6 +129,13 @@ class Broken(OneTower):
             return self.head(self.embed(ids) + torch.cat(parts).mean())
         if self.how == "another tensor" and photos is not None:
             photos = (photos - 0.5) / 0.5
+        if self.how == "sorted" and photos is not None:
+            photos = photos[photos.flatten(1).norm(dim=1).argsort()]
+        if self.how == "without gradients" and torch.is_grad_enabled():
+            with torch.no_grad():
+                return self.forward(ids, photos)
+        if self.how == "another input" and photos is not None:
+            self.encode(photos.clone())
         if self.how == "changed in place" and photos is not None:
             photos.clamp_(0, 1)
         if self.how == "called twice" and photos is not None:
@@ -136,6 +146,7 @@ class Broken(OneTower):
 
 
 BROKEN = {
+    "mixes items": "of their norm from those of the same item encoded where it was sampled",
     "encoder raises": "rank 1 failed: KeyError: \"the user's bug\"",
     "other width": "ranks disagree on what encoder 'photo' returns",
     "not by item": "has 8 rows for 2 items: give `rows`",
@@ -190,11 +201,21 @@ def test_errors_reach_all_ranks():
     assert one["encoder raises"][1] == "KeyError" and zero["encoder raises"][1] == "NoneType"
 
 
-def misused(world, how: str) -> list[str]:
+MISUSED = {
+    "another tensor": "called encode with another tensor than its argument photos",
+    "sorted": "called encode with another tensor than its argument photos",
+    "changed in place": "called encode with photos changed in place",
+    "called twice": "called encode twice", "another input": "called encode twice",
+    "without gradients": "called encode without gradients",
+    "never called": "never called encode",
+}
+
+
+def misused(world) -> dict[str, list[str]]:
     """What each forward raises, of which the first or the second is wrong; on rank 0, which alone
     has media."""
-    out = []
-    for wrong in (0, 1):
+    out: dict[str, list[str]] = {how: [] for how in MISUSED}
+    for how, wrong in itertools.product(MISUSED, (0, 1)):
         model = Broken("", world.rank).double()
         balance_encoders(model, [Encoder("photo", {"encode": Rows("photos")}, towers=("tower",))],
                          join="embed")
@@ -203,19 +224,78 @@ def misused(world, how: str) -> list[str]:
             try:
                 model(**photo_inputs(world.rank))
             except RuntimeError as error:
-                out.append(f"{wrong} {k} {error}")
+                out[how].append(f"{wrong} {k} {error}")
     return out
 
 
-@pytest.mark.parametrize("how, part", [
-    *((how, "called encode twice, or with another tensor than its argument")
-      for how in ("another tensor", "changed in place", "called twice")),
-    ("never called", "never called encode")])
-def test_features_of_other_calls_are_an_error_of_all_ranks(how, part):
+def test_features_of_other_calls_are_an_error_of_all_ranks():
     """At once in the first forward, later at the begin of the next one."""
-    zero, one = run_ranks(misused, 2, how)
-    assert zero == one and [text[:3] for text in zero] == ["0 0", "1 2"]
-    assert all("rank 0 failed: RuntimeError: encoder 'photo'" in t and part in t for t in zero)
+    zero, one = run_ranks(misused, 2)
+    for how, part in MISUSED.items():
+        assert zero[how] == one[how] and [text[:3] for text in zero[how]] == ["0 0", "1 2"], how
+        assert all("rank 0 failed: RuntimeError: encoder 'photo'" in t and part in t
+                   for t in zero[how]), how
+
+
+class Around(nn.Module):
+    """A model that calls the tower itself and gives the embeddings to the inner model, as the
+    retrieval models of transformers do."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, ids, photos=None):
+        if photos is not None:
+            self.inner.tower(photos)
+        return self.inner(ids)
+
+
+def without_effect(world) -> list[str]:
+    """What two forwards raise, of which only rank 0 has media."""
+    model = Around(Broken("", world.rank).double())
+    balance_encoders(model.inner, [Encoder("photo", {"encode": Rows("photos")}, towers=("tower",))],
+                     join="embed")
+    out = []
+    for _ in range(2):
+        try:
+            model(**photo_inputs(world.rank))
+            out.append("")
+        except RuntimeError as error:
+            out.append(str(error))
+    return out
+
+
+def test_a_tower_that_runs_outside_of_the_forward_is_told_on_all_ranks():
+    zero, one = run_ranks(without_effect, 2)
+    assert zero == one and len(zero) == 2
+    assert all("a PhotoTower ran outside of the forward of Broken" in text for text in zero)
+
+
+def adapted(world) -> tuple[list[str], bool]:
+    """What a forward before and one after an adapter with dropout raise; and whether the random
+    numbers go on as without the proof."""
+    e = load("own_model")
+    out, model = [], Broken("", world.rank).double()
+    balance_encoders(model, [Encoder("photo", {"encode": Rows("photos")}, towers=("tower",))],
+                     join="embed")
+    torch.manual_seed(5)
+    state = torch.get_rng_state()
+    for _ in range(2):
+        try:
+            e.loss_of(model, photo_inputs(world.rank))
+            out.append("")
+        except RuntimeError as error:
+            out.append(str(error))
+        same = torch.equal(state, torch.get_rng_state())
+        model.tower.block.linear1 = nn.Sequential(model.tower.block.linear1, nn.Dropout(0.1))
+    return out, same
+
+
+def test_dropout_that_is_added_later_is_refused():
+    for (first, second), same in run_ranks(adapted, 2):
+        assert first == "" and same
+        assert "tower.block.linear1.1 has dropout 0.1" in second
 
 
 def unjoined(world) -> str:

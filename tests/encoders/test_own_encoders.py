@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from orchmllm import CostModel, Encoder, Packed, balance_encoders
-from orchmllm.encoders import families
+from orchmllm.encoders.infer import infer_encoders
 from orchmllm.encoders.sharing import assign
 from orchmllm.encoders.table import GatheredItems
 from orchmllm.loader.trainers import _undisturbed
@@ -190,7 +190,8 @@ def test_what_is_even_does_not_move():
 def test_attention_of_a_video_costs_what_one_of_its_frames_has(name):
     """An image of 64 patches, and a video of 16 frames of 4."""
     items = GatheredItems(np.ones(2, np.int64), np.array([[1, 8, 8], [16, 2, 2]]), [None])
-    made = assign(families.FAMILIES[name].encoders[0], None, items, CostModel(1000, 3000),
+    encoder = infer_encoders(FAMILIES[name].build())[1][0]
+    made = assign(encoder, None, items, CostModel(1000, 3000),
                   min_gain=0.0, ranks_per_node=8)
     assert made.cost.tolist() == [64 + 3 * 64 * 64, 64 + 3 * 64 * 4]
 

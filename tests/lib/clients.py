@@ -8,6 +8,7 @@ independent loop over these examples in one process has to end with the same wei
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
 import re
 import tempfile
@@ -21,7 +22,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
@@ -30,6 +31,7 @@ from tests.lib.commands import ROOT
 
 VOCAB, RATE, EPOCHS, BATCH = 64, 0.5, 2, 2
 FEATURES = ("moved", "resumed", "accumulation", "tail", "evaluation", "workers")
+IN_SHARDS = ("trainer_fsdp2", "sft_fsdp2")  # transformers refuses to resume these
 
 
 @dataclass(frozen=True)
@@ -108,6 +110,11 @@ def tiny(weights: dict[str, Tensor] | None = None) -> nn.Module:
     model.config.dtype = torch.float64
     if weights is not None:
         model.load_state_dict(weights)
+    return recording(model)
+
+
+def recording(model: nn.Module) -> nn.Module:
+    """With what it is trained on in `seen`."""
     model.seen = []
 
     def record(module: nn.Module, args: tuple, kwargs: dict) -> None:
@@ -228,7 +235,7 @@ def sharded(model: nn.Module) -> nn.Module:
 
 
 def gathered(model: nn.Module) -> dict[str, Tensor]:
-    for unit in (*model.model.layers, model):
+    for unit in (m for m in model.modules() if isinstance(m, FSDPModule)):
         unit.reshard()  # a forward pass without gradients leaves them unsharded
     return {n: p.full_tensor().detach() for n, p in model.named_parameters()}
 
@@ -301,11 +308,24 @@ def accelerate(cell: Cell, folder: Path) -> Result:
     return weights, seen
 
 
+def loaded_in_shards(folder: Path) -> nn.Module:
+    """`tiny` under FSDP2 as transformers shards a model that it loads."""
+    from transformers import AutoModelForCausalLM
+    from transformers.distributed import DistributedConfig
+
+    if dist.get_rank() == 0:
+        tiny().save_pretrained(folder)
+    dist.barrier()
+    return recording(AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float64,
+        distributed_config=DistributedConfig(fsdp_size=dist.get_world_size())))
+
+
 def trainers_run(cell: Cell, folder: Path, make: Callable[..., Any]) -> Result:
     """transformers' Trainer or a subclass. make: (model, stop) -> the trainer."""
     seen: list = []
     for stop in cell.stops:
-        inner = tiny()
+        inner = loaded_in_shards(folder) if cell.client in IN_SHARDS else tiny()
         trainer = make(inner, dict(
             output_dir=str(folder), max_steps=cell.stops[-1], per_device_train_batch_size=BATCH,
             gradient_accumulation_steps=cell.accumulate, learning_rate=RATE, optim="sgd",
@@ -317,7 +337,8 @@ def trainers_run(cell: Cell, folder: Path, make: Callable[..., Any]) -> Result:
             stop_at(trainer, stop)
         trainer.train(resume_from_checkpoint=bool(seen))
         seen += inner.seen
-        weights = {n: p.detach().clone() for n, p in inner.named_parameters()}
+        weights = gathered(inner) if cell.client in IN_SHARDS else {
+            n: p.detach().clone() for n, p in inner.named_parameters()}
         forget_accelerate()
     return weights, seen
 
@@ -362,6 +383,11 @@ def trainer(cell: Cell, folder: Path) -> Result:
     return trainers_run(cell, folder, make)
 
 
+@client
+def trainer_fsdp2(cell: Cell, folder: Path) -> Result:
+    return trainer(cell, folder)
+
+
 def sft_trainer(cell: Cell, folder: Path, packed: bool) -> Result:
     import datasets
     from tokenizers import Tokenizer
@@ -395,12 +421,29 @@ def sft(cell: Cell, folder: Path) -> Result:
 
 
 @client
+def sft_fsdp2(cell: Cell, folder: Path) -> Result:
+    return sft_trainer(cell, folder, packed=False)
+
+
+@client
 def sft_packed(cell: Cell, folder: Path) -> Result:
     return sft_trainer(cell, folder, packed=True)
 
 
 @client
 def lightning(cell: Cell, folder: Path) -> Result:
+    return lightnings(cell, folder, "ddp")
+
+
+@client
+def lightning_fsdp2(cell: Cell, folder: Path) -> Result:
+    from lightning.pytorch.strategies import ModelParallelStrategy
+
+    return lightnings(cell, folder, ModelParallelStrategy(
+        data_parallel_size=dist.get_world_size(), tensor_parallel_size=1))
+
+
+def lightnings(cell: Cell, folder: Path, strategy: Any) -> Result:
     import lightning as L
     from lightning.pytorch.plugins.environments import TorchElasticEnvironment
 
@@ -408,6 +451,10 @@ def lightning(cell: Cell, folder: Path) -> Result:
         def __init__(self, model: nn.Module, loader: BalancedDataLoader) -> None:
             super().__init__()
             self.model, self.loader = model, loader
+
+        def configure_model(self) -> None:
+            if strategy != "ddp":
+                sharded(self.model)
 
         def training_step(self, batch: dict, index: int) -> Tensor:
             loss = loss_of(self.model(input_ids=batch["input_ids"]).logits, batch["labels"])
@@ -442,7 +489,8 @@ def lightning(cell: Cell, folder: Path) -> Result:
 
     def trainer_of(stop: int) -> L.Trainer:
         return L.Trainer(
-            accelerator="cpu", devices=dist.get_world_size(), strategy="ddp", max_epochs=EPOCHS,
+            accelerator="cpu", devices=dist.get_world_size(), strategy=copy.deepcopy(strategy),
+            max_epochs=EPOCHS,
             accumulate_grad_batches=cell.accumulate, logger=False, callbacks=[Save(stop)],
             enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
             default_root_dir=folder, plugins=[TorchElasticEnvironment()],
@@ -462,7 +510,8 @@ def lightning(cell: Cell, folder: Path) -> Result:
                     if cell.evaluation else None, ckpt_path=path)
         path = str(folder / f"{stop}.ckpt")
         seen += inner.seen
-    return {n: p.detach().clone() for n, p in inner.named_parameters()}, seen
+    return gathered(inner) if strategy != "ddp" else {
+        n: p.detach().clone() for n, p in inner.named_parameters()}, seen
 
 
 @client
@@ -522,13 +571,15 @@ def client_table() -> str:
         "fsdp1": "FSDP1", "fsdp2": "FSDP2", "ddp": "DDP",
         "stateful": "torchdata's StatefulDataLoader, wrapped, FSDP2",
         "accelerate": "accelerate: prepare, save_state, DDP",
-        "trainer": "transformers' Trainer, DDP",
+        "trainer": "transformers' Trainer, DDP", "trainer_fsdp2": "transformers' Trainer, FSDP2",
+        "sft_fsdp2": "TRL's SFTTrainer, FSDP2", "lightning_fsdp2": "Lightning's Trainer, FSDP2",
         "sft": "TRL's SFTTrainer, DDP", "sft_packed": "TRL's SFTTrainer, packing, DDP",
         "lightning": "Lightning's Trainer, DDP", "fabric": "Lightning Fabric, DDP"}
     package = {"stateful": "torchdata", "trainer": "transformers", "sft": "trl",
                "sft_packed": "trl", "fabric": "lightning", "accelerate": "accelerate",
-               "lightning": "lightning"}
+               "lightning": "lightning", "trainer_fsdp2": "transformers", "sft_fsdp2": "trl",
+               "lightning_fsdp2": "lightning"}
     rows = [("client", "version", "cells"), ("---",) * 3]
-    rows += [(names[name], pinned[package.get(name, "torch")], f"{2 ** len(FEATURES)} right")
-             for name in CLIENTS]
+    rows += [(names[name], pinned[package.get(name, "torch")],
+              f"{2 ** (len(FEATURES) - (name in IN_SHARDS))} right") for name in CLIENTS]
     return "\n".join("| " + " | ".join(row) + " |" for row in rows)

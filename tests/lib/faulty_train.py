@@ -86,6 +86,11 @@ def install(trainer, fault: str) -> None:
         trainer.model.vision.forward = forward
 
 
+    if fault == "stall after the forward":
+        trainer.model.register_forward_hook(
+            lambda *_: time.sleep(600 if trainer.progress.step == AT else 0))
+
+
 def fail(_grad):
     raise ArithmeticError("hook broke in backward")
 

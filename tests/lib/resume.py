@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from dataclasses import replace
 from pathlib import Path
 
 from orchmllm.config.balance import BalanceConfig
+from orchmllm.config.job import resolve
 from orchmllm.config.recipe import CheckpointConfig, Recipe
+from orchmllm.runtime.attempts import settings_of
 from orchmllm.trainer import Trainer
 from tests.lib.synthetic import SHALLOW, SyntheticDataset, recipe
 from tests.lib.training import listened
@@ -47,6 +50,12 @@ def train_recorded(world, run: Recipe, kill_at: int | None = None) -> list[tuple
     finally:
         trainer.close()
     return seen
+
+
+def settings(run: Recipe, dataset=None) -> dict:
+    """What an attempt on one rank is compared by. dataset: instead of examples without files."""
+    found = settings_of(resolve(run, 1, 1), SyntheticDataset() if dataset is None else dataset)
+    return json.loads(json.dumps(found))
 
 
 def find(world, run: Recipe) -> tuple[str, str]:

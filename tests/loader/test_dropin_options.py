@@ -327,28 +327,46 @@ class Attention(nn.Module):
             self.queries(x), self.keys(x), self.values(x), is_causal=True))
 
 
-def rounding_alone(world, wrong: float) -> tuple[float, str]:
-    """wrong: relative error of one rank's gradient of a bias while steps are balanced."""
+def said(how: str, dtype: torch.dtype) -> str:
+    """What check_equivalence says of a loop; "" where it passes."""
     torch.manual_seed(0)
-    model = DistributedDataParallel(Attention())
+    model = DistributedDataParallel(Attention().to(dtype))
     bias, keys = model.module.values.bias, model.module.keys.bias
-    loader = loader_of(Texts(), 4, collate_fn=collate, lengths=LENGTHS, shuffle=True,
+    loader = loader_of(Texts(), 8, collate_fn=collate, lengths=LENGTHS, shuffle=True,
                        policy="greedy")
 
     def step(batch) -> None:
-        loss = nn.functional.cross_entropy(model(batch["input_ids"]).flatten(0, 1),
-                                           batch["labels"].flatten())
-        loader.scale_mean(loss, batch["labels"], shifted=False).backward()
-        bias.grad += wrong * bias.grad.norm() * loader.enabled
+        logits = model(batch["input_ids"]).flatten(0, 1)
+        if how == "dropout":
+            logits = nn.functional.dropout(logits, 0.1)
+        loss = nn.functional.cross_entropy(logits, batch["labels"].flatten())
+        if how != "a mean per rank":
+            loss = loader.scale_mean(loss, batch["labels"], shifted=False)
+        loss.backward()
+        if how == "one bias":
+            bias.grad += 1e-3 * bias.grad.norm() * loader.enabled
 
     try:
         worst = check_equivalence(step, model.named_parameters, loader)
     except AssertionError as e:
-        return 1.0, str(e)
-    assert 0 < keys.grad.norm() < 1e-5 * bias.grad.norm() and loader.epoch == 0 and loader.enabled
-    return worst, ""
+        return str(e)
+    assert worst < 1e-5 and loader.epoch == 0 and loader.enabled
+    assert dtype == torch.bfloat16 or 0 < keys.grad.norm() < 1e-5 * bias.grad.norm()
+    return ""
 
 
-def test_check_equivalence_does_not_take_rounding_for_an_error():
-    assert all(worst < 1e-5 for worst, _ in run_ranks(rounding_alone, 2, 0.0))
-    assert all("values.bias differs" in text for _, text in run_ranks(rounding_alone, 2, 1e-3))
+SAID = {("right", torch.float32): "", ("right", torch.bfloat16): "",
+        ("a mean per rank", torch.bfloat16): "loader.scale_mean",
+        ("dropout", torch.float32): "switch off dropout",
+        ("dropout", torch.bfloat16): "switch off dropout",
+        ("one bias", torch.float32): "values.bias differs"}
+
+
+def all_said(world) -> list[str]:
+    return [said(*case) for case in SAID]
+
+
+def test_check_equivalence_tells_an_error_from_rounding_and_from_dropout():
+    for texts in run_ranks(all_said, 2):
+        for case, text in zip(SAID, texts, strict=True):
+            assert SAID[case] in text and bool(text) == bool(SAID[case]), (case, text)

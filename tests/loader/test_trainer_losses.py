@@ -3,15 +3,17 @@ on all ranks before the first step."""
 
 from __future__ import annotations
 
+import random
 import sys
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from orchmllm import balance_trainer
-from tests.lib.clients import Examples, as_torchrun, collate, forget_accelerate, tiny
+from orchmllm import balance_trainer, cost_of
+from tests.lib.clients import Examples, as_torchrun, forget_accelerate, tiny
 from tests.lib.ranks import run_ranks
 
 pytestmark = pytest.mark.dist
@@ -20,34 +22,80 @@ LENGTHS = [4 + i * i * 7 % 23 for i in range(24)]
 
 
 def settings(folder: str, **how: Any) -> dict[str, Any]:
-    return dict(output_dir=folder, max_steps=3, learning_rate=0.1, optim="sgd", max_grad_norm=0.0,
-                lr_scheduler_type="constant", use_cpu=True, report_to=[], disable_tqdm=True,
-                save_strategy="no", **how)
+    return {**dict(
+        output_dir=folder, max_steps=3, learning_rate=0.1, optim="sgd", max_grad_norm=0.0,
+        lr_scheduler_type="constant", use_cpu=True, report_to=[], disable_tqdm=True,
+        save_strategy="no"), **how}
 
 
-def tagger() -> nn.Module:
-    """As many models of transformers: forward takes **kwargs and ignores num_items_in_batch."""
-    from transformers import BertConfig, BertForTokenClassification
+BERT = dict(vocab_size=64, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
+            num_attention_heads=2, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+            num_labels=3)
+
+
+def heads(kind: str) -> nn.Module:
+    """Models of transformers whose loss is a mean that ignores num_items_in_batch, or a sum."""
+    import transformers as t
 
     torch.manual_seed(0)
-    return BertForTokenClassification(BertConfig(
-        vocab_size=64, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
-        num_attention_heads=2, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)).double()
+    if kind == "T5":
+        model = t.T5ForConditionalGeneration(t.T5Config(
+            vocab_size=64, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2,
+            dropout_rate=0.0, decoder_start_token_id=0))
+    elif kind.startswith("CTC"):
+        model = t.Wav2Vec2ForCTC(t.Wav2Vec2Config(
+            **BERT, feat_extract_norm="layer", conv_dim=(8,), conv_kernel=(4,), conv_stride=(2,),
+            num_feat_extract_layers=1, num_conv_pos_embeddings=4, num_conv_pos_embedding_groups=1,
+            hidden_dropout=0.0, attention_dropout=0.0, feat_proj_dropout=0.0, layerdrop=0.0,
+            activation_dropout=0.0, final_dropout=0.0, apply_spec_augment=False,
+            ctc_loss_reduction="sum" if "sum" in kind else "mean"))
+    else:
+        name = {"masked LM": "MaskedLM", "tokens": "TokenClassification"}.get(
+            kind, "SequenceClassification")
+        config = t.BertConfig(**{**BERT, "num_labels": 1 if kind == "regression" else 3})
+        model = getattr(t, f"BertFor{name}")(config)
+    return model.double()
 
 
-def labelled(examples: list[dict]) -> dict:
-    batch = collate(examples)
-    longest, sizes = batch["labels"].shape[1], torch.tensor([len(e["labels"]) for e in examples])
-    return {**batch, "attention_mask": (torch.arange(longest) < sizes[:, None]).long(),
-            "labels": batch["labels"].where(batch["labels"] < 0, batch["labels"] % 2)}
+class Rows(Examples):
+    """As a head of this kind takes them."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__(24)
+        self.kind = kind
+
+    def __getitem__(self, i: int) -> dict:
+        row, kind = super().__getitem__(i), self.kind
+        if kind in ("sequence", "regression"):
+            return {**row, "labels": torch.tensor(i % 3 if kind == "sequence" else i / 7)}
+        if kind == "tokens":
+            return {**row, "labels": row["labels"].where(row["labels"] < 0, row["labels"] % 3)}
+        if kind.startswith("CTC"):
+            sound = torch.randn(16 * self.lengths[i], generator=torch.Generator().manual_seed(i))
+            return {"input_values": sound.double() / 10,
+                    "labels": 1 + row["labels"][row["labels"] > 0] % 60}
+        return row
 
 
-def plain(folder: str, size: int, model: nn.Module | None = None, **how: Any) -> Any:
+def padded(rows: list[dict]) -> dict:
+    key = next(iter(rows[0]))
+    batch = {name: nn.utils.rnn.pad_sequence(
+        [row[name] for row in rows], batch_first=True, padding_value=fill) for name, fill in (
+            (key, 0), ("labels", -100)) if rows[0][name].dim()}
+    sizes = torch.tensor([len(row[key]) for row in rows])
+    mask = (torch.arange(batch[key].shape[1]) < sizes[:, None]).long()
+    return {"labels": torch.stack([row["labels"] for row in rows])
+            if not rows[0]["labels"].dim() else None, **batch, "attention_mask": mask}
+
+
+def plain(folder: str, size: int, kind: str = "tokens", model: nn.Module | None = None,
+          **how: Any) -> Any:
     from transformers import Trainer, TrainingArguments
 
-    return Trainer(model=model or tagger(), train_dataset=Examples(24), data_collator=labelled,
-                   args=TrainingArguments(**settings(folder), per_device_train_batch_size=size),
-                   **how)
+    return Trainer(model=model or heads(kind), train_dataset=Rows(kind), data_collator=padded,
+                   args=TrainingArguments(**settings(
+                       folder, learning_rate=1e-4 if kind == "CTC sum" else 0.1),
+                       per_device_train_batch_size=size), **how)
 
 
 def pairs(kind: str, folder: str, size: int) -> Any:
@@ -78,47 +126,86 @@ def pairs(kind: str, folder: str, size: int) -> Any:
             gradient_checkpointing=False, disable_dropout=True))
 
 
-def weights(world, kind: str, folder: str) -> list[float]:
-    """After 3 steps of 8 examples."""
-    size = 8 // world.world_size
-    with as_torchrun(world):
-        if kind == "mean":
-            trainer = balance_trainer(plain(folder, size), lengths=LENGTHS, policy="greedy",
-                                      loss="mean")
-        else:
-            trainer = balance_trainer(pairs(kind, folder, size), lengths=LENGTHS)
-        model = trainer.model
-        trainer.train()
+KINDS = ("sequence", "regression", "tokens", "masked LM", "T5", "CTC", "CTC sum", "function",
+         "FSDP2")
+
+
+def mean_of_logits(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any) -> torch.Tensor:
+    return nn.functional.cross_entropy(outputs.logits.flatten(0, 1), labels.flatten())
+
+
+def trained(trainer: Any) -> list[float]:
+    """The weights at the end."""
+    model = trainer.model
+    trainer.train()
     forget_accelerate()
-    assert all(trainer._balance_loader.step.imbalance)
-    return torch.cat([p.detach().flatten() for p in model.parameters()]).tolist()
+    whole = [getattr(p, "full_tensor", lambda p=p: p)() for p in model.parameters()]
+    return torch.cat([p.detach().flatten() for p in whole]).tolist()
 
 
-@pytest.mark.parametrize("kind", [
-    "mean", *(pytest.param(k, marks=[NEW_PYTHON, pytest.mark.slow]) for k in ("DPO", "Reward"))])
-def test_a_mean_over_targets_or_pairs_is_that_of_one_process(tmp_path, kind):
-    [want], ranks = (run_ranks(weights, d, kind, str(tmp_path)) for d in (1, 2))
+def sharded_tagger(folder: str) -> nn.Module:
+    """As transformers shards a model when it loads it."""
+    from transformers import BertForTokenClassification
+    from transformers.distributed import DistributedConfig
+
+    heads("tokens").save_pretrained(folder)
+    torch.distributed.barrier()
+    return BertForTokenClassification.from_pretrained(
+        folder, distributed_config=DistributedConfig(fsdp_size=2), dtype=torch.float64)
+
+
+def weights(world, kinds: tuple[str, ...], folder: str) -> list[list[float]]:
+    """After 3 steps of 8 examples; one process trains with the plain Trainer."""
+    out = []
+    for kind in kinds:
+        how: dict = {"compute_loss_func": mean_of_logits} if kind == "function" else {}
+        with as_torchrun(world):
+            if kind == "FSDP2" and world.world_size > 1:
+                how["model"] = sharded_tagger(folder)
+            trainer = plain(folder, 8 // world.world_size,
+                            "tokens" if kind in ("function", "FSDP2") else kind, **how)
+            if world.world_size > 1:
+                trainer = balance_trainer(trainer, lengths=LENGTHS, policy="greedy")
+                assert kind != "tokens" or trainer._balance["phases"] == cost_of(trainer.model)
+            out.append(trained(trainer))
+    return out
+
+
+def test_a_mean_that_ignores_num_items_in_batch_is_that_of_one_process(tmp_path):
+    """CTC is computed in float32 by transformers."""
+    [want], ranks = (run_ranks(weights, d, KINDS, str(tmp_path)) for d in (1, 2))
+    for got in ranks:
+        for kind, mine, others in zip(KINDS, got, want, strict=True):
+            assert mine == pytest.approx(others, abs=1e-6 if "CTC" in kind else 1e-10), kind
+
+
+def of_pairs(world, kind: str, folder: str) -> list[float]:
+    with as_torchrun(world):
+        return trained(balance_trainer(pairs(kind, folder, 8 // world.world_size)))
+
+
+@NEW_PYTHON
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["DPO", "Reward"])
+def test_a_mean_over_pairs_is_that_of_one_process(tmp_path, kind):
+    [want], ranks = (run_ranks(of_pairs, d, kind, str(tmp_path)) for d in (1, 2))
     for got in ranks:
         assert got == pytest.approx(want, abs=1e-9)
 
 
 def refusals(world, folder: str) -> list[str]:
     """What the checks say, one of them in the first step."""
-    from transformers import CLIPConfig, CLIPModel, Qwen2ForCausalLM
-    from transformers.distributed import DistributedConfig
+    from transformers import CLIPConfig, CLIPModel
 
-    tiny().save_pretrained(folder)
-    torch.distributed.barrier()
     part = dict(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2)
     out = []
     with as_torchrun(world):
-        in_parts = plain(folder, 2)  # accelerate refuses tensor parallelism of CPUs
-        in_parts.model = Qwen2ForCausalLM.from_pretrained(
-            folder, distributed_config=DistributedConfig(tp_size=2))
+        in_parts = plain(folder, 2)
+        in_parts.get_tp_size = lambda: 2  # as with DeepSpeed, which has no device mesh
         for make in (
-                lambda: plain(folder, 2),
-                lambda: plain(folder, 2, compute_loss_func=lambda *a, **k: 0),
-                lambda: plain(folder, 2, CLIPModel(CLIPConfig(
+                lambda: plain(folder, 2, compute_loss_func=comparing),
+                lambda: plain(folder, 2, compute_loss_func=in_part),
+                lambda: plain(folder, 2, model=CLIPModel(CLIPConfig(
                     text_config=part, vision_config={**part, "image_size": 8, "patch_size": 8}))),
                 lambda: in_parts, lambda: GroupTrainer.__new__(GroupTrainer)):
             try:
@@ -131,6 +218,18 @@ def refusals(world, folder: str) -> list[str]:
     return out
 
 
+def comparing(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any) -> torch.Tensor:
+    """Each example of the batch against the others."""
+    one = outputs.logits.mean(1)
+    return nn.functional.cross_entropy(one @ one.T, torch.arange(len(one)))
+
+
+def in_part(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any) -> torch.Tensor:
+    """As the auxiliary loss of routed experts."""
+    summed = mean_of_logits(outputs, labels, None) * (labels != -100).sum()
+    return summed / num_items_in_batch + 0.01 * outputs.logits.square().mean()
+
+
 class GroupTrainer:
     """Stands in the place of TRL's trainers over groups of answers."""
 
@@ -140,32 +239,50 @@ class GroupTrainer:
 def test_losses_that_balancing_changes_are_refused_with_the_cure(tmp_path):
     ranks = run_ranks(refusals, 2, str(tmp_path))
     for text, part in zip(ranks[0], (
-            "the same for twice the num_items_in_batch",
-            "compute_loss_func is not of transformers: say loss=",
+            "do not show it to be what was tried: a sum, or a mean",
+            "divided by num_items_in_batch only in part",
             "CLIPModel has a contrastive loss",
-            "the ranks of a replica need",
+            "the ranks of a replica need the same examples",
             "GroupTrainer is none of Trainer, Seq2SeqTrainer, SFTTrainer"), strict=True):
         assert part in text, (text, part)
     assert ranks[0] == ranks[1]
 
 
-def dropped(world, folder: str) -> list[list[float]]:
-    """Weights after 3 steps with dropout, with and without a look at the loss of the first."""
+class Counting(nn.Module):
+    """A model with all that a try could change: dropout, BatchNorm, generators of Python and numpy.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.norm = nn.Embedding(64, 8), nn.BatchNorm1d(8)
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor,
+                labels: torch.Tensor, **kwargs: Any) -> dict:
+        x = self.embed(input_ids) * (1 + random.random() + np.random.rand())
+        x = nn.functional.dropout(self.norm(x.transpose(1, 2)).transpose(1, 2), 0.5, self.training)
+        loss = nn.functional.cross_entropy(
+            self.head(x).flatten(0, 1), labels.flatten(), reduction="sum")
+        return {"loss": loss / kwargs["num_items_in_batch"]}
+
+
+def undisturbed(world, folder: str) -> list[list[float]]:
+    """Weights and buffers after 3 steps, with and without the try."""
     out = []
-    for known in (False, True):
-        model = tiny()
-        model.config.attention_dropout = 0.5
-        model.model.layers[0].self_attn.attention_dropout = 0.5
+    for loss in (None, "scaled"):
+        torch.manual_seed(0)
+        random.seed(0)
+        np.random.seed(0)
+        model = Counting().double()
         with as_torchrun(world):
-            trainer = balance_trainer(plain(folder, 2, model), lengths=LENGTHS, policy="greedy")
-            trainer._balance_proven = known
-            trainer.train()
-        forget_accelerate()
-        assert trainer._balance_proven
-        out.append(torch.cat([p.detach().flatten() for p in model.parameters()]).tolist())
+            trainer = balance_trainer(plain(folder, 2, model=model), lengths=LENGTHS,
+                                      policy="greedy", loss=loss)
+            weights = trained(trainer)
+        out.append([*weights, *model.norm.running_mean.tolist(),
+                    int(model.norm.num_batches_tracked)])
     return out
 
 
-def test_the_look_at_the_loss_changes_no_random_number(tmp_path):
-    for looked, known in run_ranks(dropped, 2, str(tmp_path)):
-        assert looked == known
+def test_the_try_of_the_loss_changes_no_random_number_and_no_buffer(tmp_path):
+    for tried, said in run_ranks(undisturbed, 2, str(tmp_path)):
+        assert tried == said and tried[-1] == 3

@@ -115,9 +115,8 @@ def mean_losses(world, folder: str, how: str) -> float:
             args=arguments(folder, max_steps=4, save_strategy="no", learning_rate=0.5, optim="sgd",
                            gradient_accumulation_steps=2, lr_scheduler_type="constant",
                            max_grad_norm=0.0)),
-            lengths=data.lengths, policy="greedy", loss="mean" if how == "override" else None)
-        trainer._loss_shifts_labels = True  # this model shifts, and the Trainer cannot know
-        trainer.train()
+            lengths=data.lengths, policy="greedy")
+        trainer.train()  # this model shifts its labels, which the Trainer cannot know
     everyone: list = [None] * world.world_size
     torch.distributed.all_gather_object(everyone, model.inner.seen)
     steps = [sorted({i for seen in everyone for batch in seen[t: t + 2] for i in batch})
@@ -133,10 +132,6 @@ def test_a_mean_loss_is_scaled(tmp_path, how):
 
 def refusals(world, folder: str) -> list[str]:
     from transformers import Trainer
-
-    class Odd(Trainer):
-        def compute_loss(self, *args, **kwargs):
-            return super().compute_loss(*args, **kwargs)
 
     class Unbalanced(Trainer):
         """As people hand the Trainer a loader, without balance_trainer."""
@@ -158,7 +153,7 @@ def refusals(world, folder: str) -> list[str]:
 
     with as_torchrun(world):
         for trainer, options in (
-                (make(Odd), {}), (make(average_tokens_across_devices=False), {}),
+                (make(average_tokens_across_devices=False), {}),
                 (make(train_dataset=Stream()), {}), (make(), dict(loss="sum")), (make(), {})):
             try:
                 balance_trainer(trainer, **options).train()
@@ -185,6 +180,7 @@ def refusals(world, folder: str) -> list[str]:
 def test_what_would_be_wrong_is_refused(tmp_path):
     ranks = run_ranks(refusals, 2, str(tmp_path))
     for text, part in zip(ranks[0], (
-            "loss='mean' if it returns", "set it to True", "is iterable", "loss is 'sum'",
-            "give either lengths or length_fn", "balance_trainer", "9", "batch size"), strict=True):
+            "set it to True", '"dispatch_batches": False', "loss is 'sum'",
+            "give either lengths or length_fn", "balance_trainer", "9", "batch_size was 2"),
+            strict=True):
         assert part in text, (text, part)

@@ -7,6 +7,7 @@ import re
 from itertools import islice
 
 import pytest
+import torch
 
 from orchmllm.papers import disttrain, omnibal
 from orchmllm.papers.advice import ratio, rows
@@ -72,6 +73,9 @@ def test_profile_measures_and_plan_reads_it(recipe, tmp_path, capsys):
                     "16", "--repeat", "2"]) == 0
     table = json.loads(out.read_text(encoding="utf-8"))
     assert set(table) == {"vision", "audio", "llm"}
+    if not torch.cuda.is_available():
+        assert profile([*recipe[:2], "--device", "cuda:3"]) == 2
+        assert "--device cuda:3: torch" in capsys.readouterr().err
     for t in table.values():
         assert t["rows"] == [16, 32, 64, 128] and all(ms > 0 for ms in t["ms"])
     capsys.readouterr()

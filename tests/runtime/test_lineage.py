@@ -199,17 +199,17 @@ def other_batches(world, run) -> None:
                        data=replace(run.data, num_validation=num_validation))
 
     for other, text in [
-        (changed(batch_size=3), "train.batch_size is 3, the checkpoint has 4; a resumed run keeps "
+        (changed(batch_size=3), "train.batch_size is 3, the checkpoint has 4: a resumed run keeps "
                                 "its 4 examples a step"),
         (changed(accumulation_steps=2), "train.accumulation_steps is 2, the checkpoint has 1"),
-        (changed(num_validation=2), "data.num_validation is 2, the checkpoint was trained with 0"),
+        (changed(num_validation=2), "data.num_validation is 2, the checkpoint has 0"),
     ]:
         with pytest.raises(ValueError, match=text):
             train_recorded(world, other)
     ((step, _, examples),) = train_recorded(world, changed(batch_size=2, accumulation_steps=2))
     assert step == 2 and len(examples) == 4
     assert not {*examples} & {i for _, _, ids in first for i in ids}
-    with pytest.raises(ValueError, match="batch_size is 4, the checkpoint has 2; .*batch_size=4, "):
+    with pytest.raises(ValueError, match="batch_size is 4, the checkpoint has 2: .*batch_size=4, "):
         train_recorded(world, changed(batch_size=4, accumulation_steps=2, num_steps=4))
     ((step, _, examples),) = train_recorded(
         world, changed(batch_size=3, global_batch_size=4, num_steps=4))

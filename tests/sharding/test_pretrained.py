@@ -9,7 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -32,6 +32,7 @@ from tests.lib.commands import ROOT
 from tests.lib.hf_models import HF_MODEL, edit_config, from_folders, write_models
 from tests.lib.process import memory_kb
 from tests.lib.ranks import RankFailure, run_ranks
+from tests.lib.resume import settings
 from tests.lib.synthetic import MODEL, SyntheticDataset, recipe
 
 CPU = torch.device("cpu")
@@ -311,19 +312,19 @@ def test_a_plan_without_the_folder_needs_the_shapes(tmp_path):
 def test_a_run_goes_on_without_the_folder_and_from_older_checkpoints(folders):
     """Where the weights started does not matter to a checkpoint; keys that came later have their
     defaults in one."""
-    def state(model: ModelConfig) -> dict:
-        return {"version": 1, "model": asdict(model), "seed": 0, "global_batch_size": 2,
-                "data": {}}
+    def of(model: ModelConfig) -> dict:
+        return settings(recipe(model=model))
 
-    check_resumable(state(from_folders(HF_MODEL, folders)), recipe(model=HF_MODEL), {})
-    older = state(MODEL)
-    for part in PARTS:
-        del older["model"][part]["pretrained"]
-    del older["model"]["vision"]["family"], older["model"]["connectors"]
-    check_resumable(older, recipe(), {})
+    started = of(from_folders(HF_MODEL, folders))
+    changed = check_resumable(started, of(HF_MODEL), 2)
+    assert changed == {f"model.{part}.pretrained": [started[f"model.{part}.pretrained"], ""]
+                       for part in PARTS}
+    later = ("model.vision.family", "model.connectors", *changed)
+    older = {key: value for key, value in of(MODEL).items() if key not in later}
+    assert check_resumable(older, of(MODEL), 2) == {}
     tower = replace(MODEL, vision=replace(MODEL.vision, family="qwen2_vl"))
-    with pytest.raises(ValueError, match="model.vision.family is qwen2_vl, the checkpoint has vit"):
-        check_resumable(older, recipe(model=tower), {})
+    with pytest.raises(ValueError, match="model.vision.family is 'qwen2_vl', the checkpoint has "):
+        check_resumable(older, of(tower), 2)
 
 
 def test_the_ready_recipe_fits_the_published_configurations(tmp_path):

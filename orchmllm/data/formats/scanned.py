@@ -19,6 +19,8 @@ from orchmllm.data.storage.remote import RemoteFile
 
 File = Path | RemoteFile
 MAPPED_BYTES = 1 << 20  # of an array that is read from the disk when it is needed
+# Of what is read of the files of a source to tell whether they are still the same.
+SAMPLED_FILES, SAMPLED_BLOCKS, BLOCK_BYTES = 64, 16, 1 << 16
 
 
 @dataclass(frozen=True)
@@ -86,6 +88,34 @@ def sizes(files: Sequence[File]) -> Iterator[tuple[str, int, int | str]]:
             continue
         info = os.stat(path)
         yield os.path.realpath(path), info.st_size, info.st_mtime_ns
+
+
+def sampled(files: Sequence[File]) -> dict:
+    """What tells the contents of files, in their order, from others, whatever the files are called:
+    their number, their bytes, and a digest. It covers the size of every file, the version of every
+    remote one that has one, and of SAMPLED_FILES of the others the first, the last and
+    SAMPLED_BLOCKS more blocks; files that are no longer than that are read whole. Which files and
+    blocks are read follows from their numbers alone."""
+    found, lengths = hashlib.sha256(), [size for _, size, _ in sizes(files)]
+    versions = [getattr(file, "version", "") for file in files]
+    found.update(digest([lengths, versions]).encode())
+    to_read = [k for k, version in enumerate(versions) if not version]
+    for k in sorted(sorted(to_read, key=digest)[:SAMPLED_FILES]):
+        with files[k].open("rb") as file:
+            for start, size in _blocks(lengths[k]):
+                file.seek(start)
+                found.update(file.read(size))
+    return {"files": len(files), "bytes": sum(lengths), "content": found.hexdigest()[:16]}
+
+
+def _blocks(length: int) -> list[tuple[int, int]]:
+    """(first byte, bytes) of the parts of a file of that length that are read."""
+    if length <= (SAMPLED_BLOCKS + 2) * BLOCK_BYTES:
+        return [(0, length)]
+    last = length - BLOCK_BYTES
+    width = last // SAMPLED_BLOCKS
+    starts = [k * width + int(digest([length, k]), 16) % width for k in range(SAMPLED_BLOCKS)]
+    return [(start, BLOCK_BYTES) for start in (0, *starts, last)]
 
 
 def cached(cache_dir: Path, kind: str, file: File, build: Callable) -> tuple[np.ndarray, ...]:

@@ -12,7 +12,7 @@ import json
 import os
 import re
 from collections.abc import Iterable, Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -119,12 +119,11 @@ class ChatTokenizer:
         added = self.tokenizer.get_added_tokens_decoder()
         return next((i for i in reversed(ids[learnt].tolist()) if i in added), None)
 
-    @property
+    @cached_property
     def digest(self) -> str:
-        """Changes with anything that changes token ids."""
-        content = self.path.read_bytes() + json.dumps(self.template).encode()
-        content += b"encoded as one text" * bool(self.template)  # and not piece by piece
-        return hashlib.sha256(content).hexdigest()[:16]
+        """Changes with anything that changes token ids, and not with how the JSON is written."""
+        content = json.dumps([_read_json(self.path), self.template], sort_keys=True)
+        return hashlib.sha256(content.encode()).hexdigest()[:16]
 
     def coverage(self, turns: Sequence[Turn]) -> tuple[int, int, int]:
         """Of a conversation: characters of what the assistant says that are not learnt because the

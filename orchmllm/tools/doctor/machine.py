@@ -257,16 +257,19 @@ def recipe_checks(recipe: Recipe, world: World | None, state_bytes: int) -> Iter
     from orchmllm.config.job import check_world, default_world, resolve
     from orchmllm.hf.sources import find_sources
 
-    per_node = world.local_world_size if world else torch.cuda.device_count() or (
-        8 if recipe.fsdp.shard_size else 1)  # a cluster's recipe may be looked at from elsewhere
-    ranks, why = (world.world_size, "there are") if world else default_world(recipe, per_node)
+    if world:
+        ranks, per_node = world.world_size, world.local_world_size
+    elif recipe.fsdp.shard_size:  # of a cluster, which may be looked at from elsewhere
+        ranks, per_node = default_world(recipe, 8)[0], 8
+    else:  # what a start here makes
+        ranks = per_node = recipe.launch.nproc_per_node or max(torch.cuda.device_count(), 1)
     checks = [*preflight.checks(recipe, state_bytes),
               ("pretrained", lambda: find_sources(recipe.model)),
               ("ranks", lambda: check_world(resolve(recipe, ranks, per_node)))]
     for name in dict.fromkeys(name for name, _ in checks):
         found = preflight.problems([check for n, check in checks if n == name])
         yield Check(name, not found, "; ".join(found) or (
-            f"{ranks} ({why})" if name == "ranks" else "fine"), "see the message")
+            f"{ranks} rank{'s' * (ranks > 1)}" if name == "ranks" else "fine"), "see the message")
 
 
 def examine(recipe_path: str, overrides: list[str], world: World | None) -> list[Check]:

@@ -12,7 +12,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 from orchmllm.config.model import ModelConfig
-from orchmllm.config.recipe import RecipeError, load_recipe
 from orchmllm.data.formats.open import beside
 from orchmllm.hf import tensors as hf_tensors
 from orchmllm.hf.folder import read_json
@@ -49,7 +48,7 @@ def export(checkpoint: Path, out: Path, *, dtype: str = "", max_file_bytes: int 
     staged.mkdir(parents=True)
     try:
         note = _write(model, state, tensors, max_file_bytes, staged, log)
-        note["tokenizer"] = _write_tokenizer(checkpoint, state, tokenizer, staged / "llm", log)
+        note["tokenizer"] = _write_tokenizer(state, tokenizer, staged / "llm", log)
         (staged / NOTE).write_text(json.dumps(note, indent=1), encoding="utf-8")
         if out.exists():
             out.rename(old)
@@ -132,24 +131,25 @@ def _model_of(state: dict) -> ModelConfig:
                          f"of orchmllm: {e}") from None
 
 
-def _write_tokenizer(checkpoint: Path, state: dict, given: Path | None, folder: Path,
+def _write_tokenizer(state: dict, given: Path | None, folder: Path,
                      log: Callable[[str], None]) -> str | None:
     """Copies the tokenizer; returns where it is from, None if it is not known. state: of the
-    checkpoint, which records the tokenizer that it was trained with."""
+    checkpoint, which says where its run read the tokenizer, and its digest."""
     from orchmllm.hf.tokenizer import copy_tokenizer, write_ends
 
-    path, trained = given, state.get("data", {}).get("tokenizer")
+    run = state.get("attempt", {}).get("settings", {})
+    path, trained = given, run.get("content.tokenizer")
     try:
         if path is None:
-            data = load_recipe(checkpoint.parent.parent / "recipe.yaml").data
-            path = Path(data.tokenizer or beside(
-                data.sources[0].path if data.sources else data.path))
-            # The recipe is that of the last run in the folder, which may have had another one.
-            if path.exists() and _is_other(path, trained):
-                raise ValueError(f"{path}, which run.dir/recipe.yaml names, is not the tokenizer "
-                                 "that the checkpoint was trained with")
+            if not run:
+                raise ValueError("state.json does not say with which one it was trained")
+            path = Path(run["data.tokenizer"] or beside(
+                run["data.path"] or run["data.sources[0].path"]))
+            if path.exists() and _is_other(path, trained):  # by now
+                raise ValueError(f"{path}, from where the run read it, is not the tokenizer that "
+                                 "the checkpoint was trained with")
         names = copy_tokenizer(path, folder)
-    except (RecipeError, ValueError) as e:
+    except ValueError as e:
         if given is not None:
             raise
         log(f"warning: llm/ has no tokenizer: {str(e).splitlines()[-1].strip()}; name it with "

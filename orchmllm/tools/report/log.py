@@ -4,7 +4,6 @@ lines need to be parsed."""
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from pydantic_core import from_json
 
 from orchmllm.plan.assign import PHASES
 from orchmllm.plan.gain import Gain
+from orchmllm.runtime.attempts import flat, read_attempts
 from orchmllm.runtime.log_schema import NUMBERS, PHASE_METRICS, SCHEMA_VERSION
 
 MEASURED = ("imbalance", "slowest_s", "rank")
@@ -181,20 +181,10 @@ def _lines(path: Path) -> list[dict]:
 
 def _settings(folder: Path) -> dict[str, Any]:
     """By attempts.jsonl, which also has versions, host and data, or else by recipe.yaml."""
-    attempts = [row for row in _lines(folder / "attempts.jsonl") if "settings" in row]
-    path = folder / "recipe.yaml"
+    attempts, path = read_attempts(folder), folder / "recipe.yaml"
     if attempts or not path.is_file():
         return attempts[-1]["settings"] if attempts else {}
     try:
-        return dict(_flat(yaml.safe_load(path.read_text(encoding="utf-8"))))
+        return flat(yaml.safe_load(path.read_text(encoding="utf-8")))
     except (yaml.YAMLError, ValueError) as e:
         raise NotALog(f"{path}: no recipe of a run ({type(e).__name__}); delete it") from None
-
-
-def _flat(value: object, where: str = "") -> Iterator[tuple[str, Any]]:
-    """(dotted key, value) of sections within sections."""
-    if not isinstance(value, Mapping):
-        yield where, value
-        return
-    for name, part in value.items():
-        yield from _flat(part, f"{where}.{name}" if where else name)

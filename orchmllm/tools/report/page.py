@@ -13,6 +13,7 @@ import numpy as np
 from orchmllm.plan.assign import PHASES
 from orchmllm.plan.gain import Gain, slowest_costs, spread
 from orchmllm.runtime.log_schema import METRICS, PHASE_METRICS
+from orchmllm.tools.report.changes import changes
 from orchmllm.tools.report.log import RunLog
 from orchmllm.tools.report.svg import Series, chart, figure, number
 from orchmllm.tools.report.verdict import (
@@ -43,7 +44,8 @@ h2{font-size:17px;margin:28px 0 8px}h3{font-size:14px;margin:0}p{margin:4px 0}
 .tiles b{display:block;font-size:19px}.tiles span{color:var(--muted);font-size:13px}
 .charts{grid-template-columns:repeat(auto-fill,minmax(min(340px,100%),1fr))}
 svg{display:block;width:100%;height:auto}svg text{fill:var(--muted);font-size:11px}
-svg .grid{stroke:var(--line)}polyline{fill:none;stroke-width:1.6;stroke-linejoin:round}
+svg .grid{stroke:var(--line)}svg .mark{stroke:var(--wait);stroke-width:2;opacity:.6}
+polyline{fill:none;stroke-width:1.6;stroke-linejoin:round}
 .legend{font-size:12px;color:var(--muted);min-height:18px}.legend span{margin-right:10px;
 white-space:nowrap}.legend b{color:var(--ink)}.legend i{display:inline-block;width:10px;height:10px;
 border-radius:2px;margin-right:4px}.legend i.other{height:3px;margin-bottom:3px}
@@ -75,7 +77,9 @@ def page(run: RunLog, other: RunLog | None = None, title: str = "") -> str:
                      run.settings, other.settings), numbers=0)]
     body += ["<h2>Slowest ranks, and what they had to do</h2>", *_slowest(run),
              "<h2>Media that could not be used, by source</h2>", _quarantine(run),
-             "<h2>Restarts</h2>", _restarts(run)]
+             "<h2>Restarts</h2>", _restarts(run),
+             "<h2>Settings that changed on the way, marked on the loss</h2>",
+             _table(("from step", "was -> is"), changes(run.folder), numbers=0)]
     return ("<!doctype html><html lang=en><head><meta charset=utf-8><meta name=viewport "
             f'content="width=device-width,initial-scale=1"><title>{escape(title)}</title>'
             f"<style>{CSS}</style></head><body>" + "\n".join(body) + "</body></html>\n")
@@ -160,7 +164,8 @@ def _charts(runs: Sequence[RunLog]) -> list[str]:
                   for i, run in enumerate(runs) if len(run.validations)]
     out = [
         chart("Loss", lines("training", "run", lambda r: r["loss"]) + validation, least=None,
-              note="" if validation else "Validation is not logged: set data.num_validation."),
+              note="" if validation else "Validation is not logged: set data.num_validation.",
+              marks=changes(runs[0].folder)),
         *(chart(metric.chart, lines(metric.unit, "run", lambda r, name=name: r[name]))
           for name, metric in METRICS.items() if metric.chart),
         _step_time(runs[0]),

@@ -70,9 +70,11 @@ def ticks(low: float, high: float) -> list[float]:
 
 
 def chart(title: str, lines: Sequence[Series], *, unit: str = "", least: float | None = 0.0,
-          stacked: bool = False, note: str = "") -> str:
+          stacked: bool = False, note: str = "",
+          marks: Sequence[tuple[float, str]] = ()) -> str:
     """An HTML figure. least: the axis begins there at most; None: near the lowest value. stacked:
-    the lines, with the same x, lie on each other as areas."""
+    the lines, with the same x, lie on each other as areas. marks: (x, text) of upright lines, whose
+    texts a pointer shows."""
     shown = [(line, thin(line.x, line.y)) for line in lines]
     shown = [(line, points) for line, points in shown if len(points[0])]
     if not shown:
@@ -110,6 +112,7 @@ def chart(title: str, lines: Sequence[Series], *, unit: str = "", least: float |
         if line.dots or len(points) == 1:
             parts += [f'<circle cx="{a:.1f}" cy="{b:.1f}" r="2.5" style="fill:var(--{line.colour})"'
                       '/>' for a, b in points]
+    parts += [_mark(float(to_x(np.float64(x))), text) for x, text in marks if first <= x <= last]
     legend = " ".join(
         f'<span><i style="background:var(--{line.colour})"{" class=other" * line.other}></i>'
         f"{escape(line.name)} <b>{number(latest(line), unit)}</b></span>" for line, _ in shown)
@@ -137,6 +140,11 @@ def _axes(low: float, high: float, first: float, last: float, unit: str, to_x, t
             out.append(f'<text x={x:.1f} y={HEIGHT - 6} text-anchor={where}>'
                        f"{number(value)}</text>")
     return "".join(out)
+
+
+def _mark(x: float, text: str) -> str:
+    return (f"<line class=mark x1={x:.1f} x2={x:.1f} y1={TOP} y2={HEIGHT - BOTTOM}>"
+            f"<title>{escape(text)}</title></line>")
 
 
 def _area(x: np.ndarray, low: np.ndarray, high: np.ndarray, colour: str, opacity: float) -> str:

@@ -42,7 +42,8 @@ def verdict(run: RunLog, figures: Figures) -> str:
     """What the run did, whether the log shows a problem, what balancing gave, what costs most."""
     known = run["loss"][np.isfinite(run["loss"])]
     if not len(known):
-        return "No step with a loss is logged yet."
+        return (f"None of the {run.num_steps} steps has a loss that is a finite number."
+                if run.num_steps else "No step is logged yet.")
     few = max(1, len(known) // 20)
     first, last = known[:few].mean(), known[-few:].mean()
     total = f" of {run.total_steps}" if run.total_steps else ""
@@ -56,12 +57,13 @@ def verdict(run: RunLog, figures: Figures) -> str:
         saved = f"an estimated {estimated} of the phases' time"
     seconds = {name: part.sum() for name, part in step_parts(run)[1].items()}
     most = max(seconds, key=seconds.get)
+    share = seconds[most] / (sum(seconds.values()) or 1.0)
     return "; ".join((
         f"{int(run['step'][-1]) + 1}{total} steps are done, and the loss went from {number(first)} "
         f"to {number(last)}",
         ", ".join(problems) or "the log shows no problem",
         f"balancing saved {saved}",
-        f"most of a step's time was {most}: {number(seconds[most] / sum(seconds.values()), '%')}."
+        f"the largest part of a step is {most}, {number(share, '%')}."
         if seconds[most] else "no step was measured yet."))
 
 

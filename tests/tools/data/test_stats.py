@@ -30,6 +30,7 @@ def folder(tmp_path, monkeypatch):
 def test_a_data_file_without_a_tokenizer_counts_words(folder, capsys):
     assert main(["stats", "data.jsonl", "--ranks", "2", "--batch-size", "3"]) == 0
     words = capsys.readouterr().out
+    assert words.startswith("Model: 10b of OrchMLLM Table 1; --model names another")
     assert "every word counts as one token" in words and "2 ranks x 3 examples" in words
     assert float(GAIN.search(words)[1]) >= 1
     write_tokenizer(folder)

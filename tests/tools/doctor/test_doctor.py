@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 
 from orchmllm.cli import dispatch
 from orchmllm.launch import World
@@ -47,6 +48,10 @@ def test_a_healthy_machine(capsys, demo_corpus, tmp_path, monkeypatch):
     assert wrong.keys() <= {"shared memory", "disk"}, wrong  # what a small container lacks
     assert {"Python", "packages", "compiler", "core", "torch", "GPU", "attention", "recipe",
             "tokenizer", "ranks", "file descriptors", "disk", "disk speed"} <= found.keys()
+    assert found["ranks"]["what"] == "4 ranks"
+    own = examined(capsys, DEMO, f"data.path={demo_corpus}", f"run.dir={tmp_path / 'run'}",
+                   "launch.nproc_per_node=0")[1]
+    assert int(own["ranks"]["what"].split(" rank")[0]) == max(torch.cuda.device_count(), 1)
     assert "MB/s written; a checkpoint of" in found["disk speed"]["what"]
     assert not list(tmp_path.iterdir())  # nothing stays
 

@@ -14,10 +14,11 @@ from orchmllm.config.model import ModelConfig
 from orchmllm.config.recipe import RunConfig, load_recipe, to_yaml
 from orchmllm.data.text.tokenizer import ChatTokenizer
 from orchmllm.hf.tokenizer import SAMPLE
-from orchmllm.runtime.resumable import check_resumable, resume_keys
+from orchmllm.runtime.resumable import check_resumable
 from orchmllm.tools.export import export
 from tests.lib.hf_models import HF_MODEL, write_checkpoint, write_models
 from tests.lib.ranks import run_ranks
+from tests.lib.resume import settings
 from tests.lib.synthetic import SyntheticDataset, recipe
 from tests.lib.tokenizers import SPECIAL, write_tokenizer
 from tests.lib.training import train
@@ -43,20 +44,21 @@ def tokenizers(tmp_path) -> list[Path]:
     return folders
 
 
-def trained_with(tokenizer: Path, recipe_names: Path, root: Path) -> Path:
-    """A checkpoint in root/run, whose recipe.yaml names another run's tokenizer perhaps."""
+def trained_with(tokenizer: Path, there: Path, root: Path) -> Path:
+    """A checkpoint, at whose tokenizer's path there is another one by now perhaps."""
     checkpoint = root / "run" / "checkpoints" / "aside_step_00000001_save_1"
-    write_checkpoint(checkpoint, HF_MODEL, 1, data={"tokenizer": ChatTokenizer(tokenizer).digest})
-    (root / "run" / "recipe.yaml").write_text(f"data: {{path: x, tokenizer: {recipe_names}}}\n")
+    write_checkpoint(checkpoint, HF_MODEL, 1, attempt={"settings": {
+        "content.tokenizer": ChatTokenizer(tokenizer).digest,
+        "data.tokenizer": str(there), "data.path": "x"}})
     return checkpoint
 
 
-def test_the_tokenizer_of_a_later_run_is_not_taken(tokenizers, tmp_path):
+def test_a_tokenizer_that_changed_since_is_not_taken(tokenizers, tmp_path):
     a, b = tokenizers
     checkpoint = trained_with(a, b, tmp_path)
     assert warnings(checkpoint) == [
-        f"warning: llm/ has no tokenizer: {b}, which run.dir/recipe.yaml names, is "
-        "not the tokenizer that the checkpoint was trained with; name it with --tokenizer"]
+        f"warning: llm/ has no tokenizer: {b}, from where the run read it, is not the "
+        "tokenizer that the checkpoint was trained with; name it with --tokenizer"]
     assert not (tmp_path / "out" / "llm" / "tokenizer.json").exists()
     assert warnings(checkpoint, a) == []
     assert warnings(checkpoint, b) == [
@@ -154,11 +156,12 @@ def test_shapes_of_a_folder_that_is_left_out_on_resume(tmp_path):
     write_models(tmp_path / "start")
     (tmp_path / "r.yaml").write_text(
         f"data: {{path: x}}\nmodel: {{llm: {{pretrained: {tmp_path}/start/llm}}}}\n")
-    run = load_recipe(tmp_path / "r.yaml")
-    state = {"version": 1, "data": {}, "global_batch_size": 4, **resume_keys(run)}
-    with pytest.raises(ValueError, match="model.llm.vocab_size is .*, the checkpoint has 64: that "
-                       "was read in .*/llm/config.json perhaps, .* start from recipe.yaml in run"):
-        check_resumable(state, load_recipe(tmp_path / "r.yaml", ["model.llm.pretrained="]), {})
+    run, left = load_recipe(tmp_path / "r.yaml"), ["model.llm.pretrained="]
+    with pytest.raises(ValueError, match="model.llm.vocab_size is .*, the checkpoint has 64;.*"
+                       "recipe.yaml in run.dir has them all, also those that were read from a con"):
+        check_resumable(settings(run), settings(load_recipe(tmp_path / "r.yaml", left)), 4)
     (tmp_path / "recipe.yaml").write_text(to_yaml(run))  # as a run writes it
     (tmp_path / "start").rename(tmp_path / "away")
-    check_resumable(state, load_recipe(tmp_path / "recipe.yaml", ["model.llm.pretrained="]), {})
+    now = settings(load_recipe(tmp_path / "recipe.yaml", left))
+    assert check_resumable(settings(run), now, 4) == {
+        "model.llm.pretrained": [f"{tmp_path}/start/llm", ""]}

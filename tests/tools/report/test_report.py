@@ -122,8 +122,8 @@ def test_figures_are_those_of_the_rows(tmp_path):
     page = report(write(tmp_path / "run", rows))[1]
     assert "Not measured: set balance.measure_every." in page.text
     assert page.text.count("4 steps are done, and the loss went from 2 to 2; the log shows no "
-                           "problem; balancing saved an estimated 55.0% of the phases' time; most "
-                           "of a step's time was waiting for a core: 49.9%.") == 1
+                           "problem; balancing saved an estimated 55.0% of the phases' time; the "
+                           "largest part of a step is waiting for a core, 49.9%.") == 1
     for part in ("vision 50 ms", "exchange 10 ms", "data wait 5 ms", "update 20 ms",
                  "waiting for a core 250 ms", "waiting for ranks 50 ms", "rest 15 ms",
                  "logging 1 ms"):
@@ -170,6 +170,9 @@ def test_nothing_is_shown_that_was_not_logged(tmp_path):
     assert "no step was measured yet" in page.text
     empty = report(write(tmp_path / "empty", []))[1]
     assert "0 steps" in empty.text and "nothing logged yet" in empty.text
+    assert "No step is logged yet." in empty.text
+    diverged = report(write(tmp_path / "nan", [measured_row(s, loss=None) for s in range(3)]))[1]
+    assert "None of the 3 steps has a loss that is a finite number." in diverged.text
 
 
 def test_what_a_branch_or_rollback_gave_up_is_not_the_state_of_the_run(tmp_path):
@@ -185,6 +188,27 @@ def test_what_a_branch_or_rollback_gave_up_is_not_the_state_of_the_run(tmp_path)
     assert run.validations.tolist() == [[40, 1.9]] and run.restarts == [(50, 50)]
     text = report(folder)[1].text
     assert "61 of 100 steps" in text and "900" not in text
+
+
+def test_a_changed_setting_is_marked_on_the_loss(tmp_path, capsys):
+    """Not one that was given up when the run went back behind it, nor one beyond the log."""
+    def start(number: int, step: int, lr: float) -> dict:
+        return {"attempt": number, "settings": {}, "resumed_from": {
+            "step": step, "changed": {"train.lr": [0.1, lr]}}}
+
+    starts = [{"attempt": 1, "settings": {}, "resumed_from": None}, start(2, 2, 0.2),
+              start(3, 7, 0.3), start(4, 5, 0.4), start(5, 99, 0.5)]
+    folder = write(tmp_path / "run", [measured_row(s, loss=1.0 + s) for s in range(9)])
+    (folder / "attempts.jsonl").write_text("".join(json.dumps(a) + "\n" for a in starts) + '{"a')
+    html, page = report(folder)
+    marks = re.findall(r"<line class=mark x1=([\d.]+) .*?<title>(.*?)</title>", html)
+    assert [text for _, text in marks] == [f"train.lr 0.1 -&gt; {lr}" for lr in (0.2, 0.4)]
+    assert [float(x) for x, _ in marks] == pytest.approx([46 + 306 * s / 8 for s in (2, 5)], abs=1)
+    assert [r for r in page.rows if "train.lr" in r[-1]] == [
+        [step, f"train.lr 0.1 -> {lr}"] for step, lr in (("2", 0.2), ("5", 0.4), ("99", 0.5))]
+    (folder / "attempts.jsonl").write_text('{"attempt": 1\n{}\n')
+    assert dispatch(["report", str(folder)]) == 2
+    assert "attempts.jsonl: line 1 is damaged" in capsys.readouterr().err
 
 
 def test_lost_rows_are_no_restart(tmp_path):
@@ -274,8 +298,9 @@ def test_two_runs(tmp_path):
 def test_versions_and_hosts_are_those_of_the_last_attempt(tmp_path, capsys):
     a, b = (write(tmp_path / name, [measured_row(0)]) for name in "ab")
     for folder, *hosts in ((a, "old", "n1"), (b, "n2")):
-        starts = [{"attempt": i, "settings": {"train.lr": 0.1, "versions.torch": "2.13",
-                                              "world.host": host}} for i, host in enumerate(hosts)]
+        starts = [{"attempt": i, "resumed_from": None, "settings": {
+            "train.lr": 0.1, "versions.torch": "2.13", "world.host": host}}
+            for i, host in enumerate(hosts)]
         ends = [{"attempt": i, "ended": "finished"} for i in range(len(hosts))]
         (folder / "attempts.jsonl").write_text(
             "".join(json.dumps(line) + "\n" for line in starts + ends) + '{"attempt"')

@@ -1,0 +1,148 @@
+"""The features that a rank gets back, compared with those that it would have computed itself.
+
+In the first forward that has items of an encoder, every rank also encodes its own items as they
+were sampled, from slices of the arguments of its forward, without gradients. One item is encoded
+once more, beside itself: how far its features differ then is the rounding of the model's own
+dtypes. All ranks make the same number of calls, so that the gathers of FSDP2 meet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from orchmllm.encoders.results import Features, flatten
+from orchmllm.encoders.sharing import Share, placeholder, run_call
+
+_TIMES = 4  # the difference that is allowed, in differences between two chunkings
+
+
+class Proof:
+    """Of the encoders in `shares`, in one forward. error: the first one of this rank, which all
+    ranks have to learn of."""
+
+    def __init__(self, shares: Sequence[Share]) -> None:
+        self.shares, self.error = list(shares), None
+        self._own: dict[str, tuple[list[Features], Features | None]] = {}
+
+    def encode(self, owner: nn.Module, rank: int, device: torch.device) -> None:
+        """This rank's own items in chunks that cost no more than what the plan gives a rank, and
+        its first item beside itself. The state of the random numbers is restored."""
+        devices = [device] if device.type != "cpu" else []
+        with torch.no_grad(), torch.random.fork_rng(devices, device_type=device.type):
+            for share in self.shares:
+                try:
+                    self._own[share.encoder.name] = _reference(share, owner, rank, device)
+                except Exception as error:
+                    self.error = self.error or error
+
+    def compare(self, share: Share, rows: Tensor, counts: np.ndarray) -> None:
+        """The features (R, W) that came back, counts (n,) of each item, with the own ones."""
+        own, beside = self._own.get(share.encoder.name, ([], None))
+        if self.error is None and beside is not None:
+            self.error = _difference(share.encoder.name, own, beside, rows, counts)
+
+
+def _reference(
+    share: Share, owner: nn.Module, rank: int, device: torch.device
+) -> tuple[list[Features], Features | None]:
+    encoder, local = share.encoder, share.local
+    sizes = share.move.target_sizes
+    limit = int(np.bincount(np.repeat(np.arange(len(sizes)), sizes),
+                            weights=share.cost[share.move.order]).max())
+    cost_of = np.split(share.cost, np.cumsum(share.world.sizes)[:-1])
+    # Chunks end with a call, which only this rank knows: each call but one may add a chunk.
+    num_calls = max(len(_chunks(c, limit)) for c in cost_of) + len(encoder.calls) - 1
+    held = []
+    for call, layout, meta, cost in _own_items(share, cost_of[rank]):
+        for items in _chunks(cost, limit):
+            arguments = layout.part(local.inputs, meta, items)
+            result = run_call(share, owner, call, arguments)
+            held.append(flatten(encoder, owner, result, meta[items], False))
+    first = next(iter(encoder.calls))
+    meta, values = placeholder(share, device)
+    for _ in range(num_calls + 1 - len(held)):  # once everywhere, as later ranks may have none
+        run_call(share, owner, first, encoder.layout.build(meta, tuple(values)))
+    if len(local.meta):
+        meta = local.meta[:1]
+        values = [None if v is None else v[: int(rows[0])].to(device) for v, rows in zip(
+            local.values, encoder.layout.rows(local.meta), strict=True)]
+    twice = [None if v is None else torch.cat([v, v]) for v in values]
+    meta = np.concatenate([meta, meta])
+    result = run_call(share, owner, first, encoder.layout.build(meta, tuple(twice)))
+    return held, flatten(encoder, owner, result, meta, False) if held else None
+
+
+def _own_items(
+    share: Share, cost: np.ndarray
+) -> Iterator[tuple[str, Any, np.ndarray, np.ndarray]]:
+    """(call, layout, meta, cost) of this rank's items of each call that has any."""
+    start = 0
+    for (call, layout), n in zip(share.encoder.calls.items(), share.local.counts, strict=True):
+        if n:
+            items = slice(start, start + n)
+            yield call, layout, share.local.meta[items], cost[items]
+        start += n
+
+
+def _chunks(cost: np.ndarray, limit: int) -> list[slice]:
+    """Items one after the other, in as few parts as cost at most `limit`."""
+    ends, load = [], 0
+    for i, c in enumerate(cost.tolist()):
+        if load and load + c > limit:
+            ends.append(i)
+            load = 0
+        load += c
+    bounds = [0, *ends, len(cost)]
+    return [slice(a, b) for a, b in zip(bounds, bounds[1:], strict=False) if b > a]
+
+
+def _difference(
+    name: str, own: list[Features], beside: Features, rows: Tensor, counts: np.ndarray
+) -> ValueError | None:
+    """What is wrong with features (R, W), up to the rounding that the first item shows."""
+    want_counts = np.concatenate([f.counts for f in own])
+    if not np.array_equal(counts, want_counts):
+        return ValueError(f"encoder {name!r}: its items have {want_counts.tolist()} rows of "
+                          f"features where they were sampled, and {counts.tolist()} balanced")
+    want = torch.cat([f.rows for f in own])
+    first = int(counts[0])
+    noise = float(_distances(beside.rows, want[:first].repeat(2, 1), [first, first]).max())
+    allowed, most = _tolerance(want, noise)
+    distances = _distances(rows.detach(), want, counts.tolist())
+    worst = int(distances.argmax())
+    if noise <= most and float(distances[worst]) <= allowed:
+        return None
+    return ValueError(
+        f"encoder {name!r}: features of item {worst} differ by {float(distances[worst]):.1e} of "
+        "their norm from those of the same item encoded where it was sampled, and those of item 0 "
+        f"by {noise:.1e} with itself beside it; {allowed:.1e} is allowed. The encoder's result "
+        "depends on the items beside it, or was divided wrongly: describe it with orchmllm.Encoder "
+        "(docs/encoders.md) or do not balance it; proof=False skips this comparison")
+
+
+def _distances(got: Tensor, want: Tensor, counts: list[int]) -> Tensor:
+    """(n,) norms of the differences by item, as shares of the items' norms."""
+    difference, norm = ((torch.stack([part.double().norm() for part in value.split(counts)]))
+                        for value in (got - want, want))
+    return difference / norm.clamp(min=torch.finfo(torch.float32).tiny)
+
+
+def _tolerance(rows: Tensor, noise: float) -> tuple[float, float]:
+    """(allowed difference, the most that rounding can explain). The floor stands for a noise that
+    the first item does not show by chance: parts of many models compute in float32 whatever
+    their dtype, and autocast or TF32 in less."""
+    eps = max(torch.finfo(rows.dtype).eps, torch.finfo(torch.float32).eps)
+    device = rows.device.type
+    if torch.is_autocast_enabled(device):
+        eps = max(eps, torch.finfo(torch.get_autocast_dtype(device)).eps)
+    if device == "cuda" and torch.backends.cuda.matmul.allow_tf32:
+        eps = max(eps, torch.finfo(torch.float16).eps)  # TF32 has as many bits
+    floor, most = max(4 * eps, eps**0.5 / 16), eps**0.5
+    return min(_TIMES * noise + floor, most), most
+
+

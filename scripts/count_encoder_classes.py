@@ -1,0 +1,207 @@
+"""Which classes of transformers balance_encoders balances exactly, and which it refuses.
+
+    python scripts/count_encoder_classes.py --write
+
+Every entry of transformers' table of multimodal language models is built tiny in float64. Two gloo
+ranks run it with balanced encoders under FSDP2 and under DDP; rank 0 holds three items of each
+medium, and rank 1 text only, where the class takes text without media. The gradients are compared
+with those of a plain copy of the model that runs both batches. --write puts the result into
+tests/golden/encoder_classes.json and the table into docs/encoders.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import torch  # noqa: E402
+from torch import nn  # noqa: E402
+
+from orchmllm import balance_encoders  # noqa: E402
+from orchmllm.encoders.infer import infer_encoders  # noqa: E402
+from orchmllm.encoders.spec import check_encoder  # noqa: E402
+from tests.lib.encoder_runs import gradients, reference, worst, wrapped  # noqa: E402
+from tests.lib.ranks import run_ranks  # noqa: E402
+from tests.lib.tiny_inputs import batch, media_of  # noqa: E402
+from tests.lib.tiny_models import build  # noqa: E402
+
+RESULTS = ROOT / "tests/golden/encoder_classes.json"
+DOCS = ROOT / "docs/encoders.md"
+EXACT, REFUSED = "exact", "refused"
+BOUND = 1e-9  # of a gradient's largest difference
+HEAD = "| result | classes | what moved, or why | model types |"
+_ORDER = (EXACT, REFUSED, "not tried", "not built", "wrong", "no effect", "fails")
+_REASONS = (
+    ("takes no media that a method", "at the call: no get_*_features method takes media that "
+     "forward is given"),
+    ("and what this says of each item", "at the call: the method needs an argument that is not "
+     "understood"),
+    ("itself applies", "at the call: the forward applies a module to the features itself"),
+    ("BatchNorm", "at the call: batch normalisation in the encoder"),
+    ("TimmWrapper", "needs timm, which is not installed"))
+AT_ONCE = 4  # classes in one world of ranks
+
+
+def classes() -> dict[str, str]:
+    """model type -> class, of all multimodal language models of transformers."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
+
+    return dict(MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES)
+
+
+def prepared(model_type: str) -> tuple[nn.Module, list[dict[str, Any]], str]:
+    """The model, the arguments of each of two ranks, and what is in them."""
+    torch.manual_seed(0)
+    model = build(model_type, classes()[model_type])
+    owner, encoders = infer_encoders(model)
+    media = media_of(owner, encoders, 1, [1, 2, 3])
+    problem = ""
+    for kinds in (list(media), list(media)[:1]):
+        full = batch(model, {k: media[k] for k in kinds}, 2)
+        for other, name in ((batch(model, {}, 3), "a rank with text only"),
+                            (batch(model, {kinds[0]: media_of(
+                                owner, encoders, 4, [2])[kinds[0]]}, 3), "media on both ranks")):
+            try:
+                for inputs in (full, other):
+                    model(**inputs, use_cache=False).loss.backward()
+                model.zero_grad()
+                return model, [full, other], f"{', '.join(kinds)}; {name}"
+            except Exception as error:
+                problem = f"{type(error).__name__}: {error}"
+    raise NotImplementedError(problem)
+
+
+def cells(world, names: list[str]) -> list[dict[str, Any]]:
+    """One step of each class under FSDP2 and one under DDP."""
+    return [cell(world, name, wrap) for name in names for wrap in ("fsdp2", "ddp")]
+
+
+def cell(world, model_type: str, wrap: str) -> dict[str, Any]:
+    try:
+        model, batches, scenario = prepared(model_type)
+    except Exception as error:  # alike on all ranks: the class is not tried
+        return {"not tried": f"{type(error).__name__}: {error}"}
+    inputs = batches[world.rank]
+    _, want = reference(model, inputs)
+    model = wrapped(model, wrap, "none")
+    out = {"scenario": scenario}
+    try:
+        handle = balance_encoders(model)
+        model(**inputs, use_cache=False).loss.backward()
+    except (RuntimeError, ValueError) as error:
+        return out | {"error": f"{type(error).__name__}: {error}"}
+    return out | {"difference": worst(gradients(model), want),
+                  "size": max(float(g.abs().max()) for g in want.values()),
+                  "moved": sum(step.moved for step in handle.last.values())}
+
+
+def at_call(model_type: str) -> dict[str, str] | None:
+    """The result of a class that never runs."""
+    try:
+        model = build(model_type, classes()[model_type])
+    except Exception as error:
+        return {"state": "not built", "why": short(f"{type(error).__name__}: {error}")}
+    try:
+        owner, encoders = infer_encoders(model)
+        for encoder in encoders:
+            check_encoder(owner, encoder)
+    except ValueError as error:
+        return {"state": REFUSED, "why": f"at the call: {short(str(error))}"}
+    return None
+
+
+def verdicts(names: list[str]) -> dict[str, dict[str, str]]:
+    """By class. A world that breaks is tried again with each class alone."""
+    try:
+        ranks = run_ranks(cells, 2, names, timeout_s=30 + 15 * len(names))
+    except AssertionError as error:
+        if len(names) > 1:
+            return {k: v for name in names for k, v in verdicts([name]).items()}
+        return {names[0]: {"state": "fails", "why": short(str(error).strip()[-150:])}}
+    return {name: verdict([rank[2 * i + k] for rank in ranks for k in (0, 1)])
+            for i, name in enumerate(names)}
+
+
+def verdict(seen: list[dict[str, Any]]) -> dict[str, str]:
+    """state: exact, refused, wrong, no effect, fails, or not tried; why."""
+    if any("not tried" in s for s in seen):
+        return {"state": "not tried", "why": short(next(
+            s["not tried"] for s in seen if "not tried" in s))}
+    if errors := sorted({s["error"] for s in seen if "error" in s}):
+        alike = all("error" in s for s in seen) and all(" failed: " in e for e in errors)
+        return {"state": REFUSED if alike else "fails",
+                "why": f"in the first forward: {short(' / '.join(errors))}"}
+    difference = max(s["difference"] for s in seen)
+    right = difference <= BOUND and seen[0]["size"] > 1e-3
+    state = EXACT if right and seen[0]["moved"] else "wrong" if not right else "no effect"
+    return {"state": state, "why": f"{difference:.0e}; {seen[0]['scenario']}"}
+
+
+def short(text: str) -> str:
+    text = re.sub(r"\s+", " ", text.replace("|", "/"))
+    return text if len(text) <= 200 else text[:197] + "..."
+
+
+def table(results: dict[str, dict[str, str]]) -> list[str]:
+    """A row for each result and reason, with the model types of transformers' table."""
+    groups: dict[tuple[str, str], list[str]] = {}
+    for name, seen in sorted(results.items()):
+        why = seen["why"]
+        if seen["state"] == EXACT:
+            difference, what = why.split("; ", 1)
+            name, why = f"{name} {difference}", what
+        groups.setdefault((seen["state"], reason(why)), []).append(name)
+    rows = sorted(groups.items(), key=lambda item: (_ORDER.index(item[0][0]), item[0][1]))
+    return [HEAD, "|---|---|---|---|", *(
+        f"| {state} | {len(names)} | {why} | {', '.join(names)} |"
+        for (state, why), names in rows)]
+
+
+def reason(why: str) -> str:
+    """The same text for classes that are refused for the same reason."""
+    for part, text in _REASONS:
+        if part in why:
+            return text
+    return why
+
+
+def write_table(results: dict[str, dict[str, str]]) -> None:
+    lines = DOCS.read_text().splitlines()
+    start = lines.index(HEAD)
+    end = next(i for i in range(start, len(lines)) if not lines[i].startswith("|"))
+    lines[start:end] = table(results)
+    DOCS.write_text("\n".join(lines) + "\n")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("names", nargs="*", help="model types (default: all)")
+    parser.add_argument("--write", action="store_true")
+    args = parser.parse_args()
+    results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    names = args.names or list(classes())
+    early = {name: at_call(name) for name in names}
+    runs = [name for name in names if early[name] is None]
+    parts = [{n: e for n, e in early.items() if e}]
+    for some in [[], *(runs[i: i + AT_ONCE] for i in range(0, len(runs), AT_ONCE))]:
+        for name, seen in (verdicts(some) if some else parts[0]).items():
+            results[name] = seen
+            print(name, seen["state"], seen["why"], flush=True)
+        if args.write:
+            RESULTS.write_text(json.dumps(results, indent=1) + "\n")
+            write_table(results)
+    print(dict(Counter(seen["state"] for seen in results.values())))
+
+
+if __name__ == "__main__":
+    main()

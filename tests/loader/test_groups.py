@@ -1,0 +1,97 @@
+"""Which ranks share the data, by the names of a device mesh: the ranks of a replica get the same
+examples, and those of all replicas are every example once."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from orchmllm.loader.groups import check_group, data_ranks, trainer_group
+from tests.lib.dropin import Texts, collate, length_of, loader_of
+from tests.lib.ranks import run_ranks
+
+pytestmark = pytest.mark.dist
+STEPS = 30
+
+
+def batches(mesh) -> list:
+    """(examples, tokens) of each batch."""
+    loader = loader_of(Texts(4 * STEPS), 2, shuffle=True, collate_fn=collate, lengths=length_of,
+                       group=mesh)
+    return [(loader.step.example_ids, batch["input_ids"].tolist(), loader.step.imbalance)
+            for batch in loader]
+
+
+@contextmanager
+def accelerates(mesh) -> Iterator[None]:
+    """Where accelerate keeps its mesh, which it refuses to make without a GPU."""
+    state = SimpleNamespace(AcceleratorState=SimpleNamespace(_shared_state={"device_mesh": mesh}))
+    with mock.patch.dict(sys.modules, {"accelerate.state": state}):
+        yield
+
+
+def on_two_by_two(world) -> tuple:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "tp"))
+    given = batches(mesh)
+    with accelerates(mesh):  # with it nothing needs to be given
+        return given, batches(None) == given
+
+
+@pytest.mark.slow
+def test_the_ranks_of_a_replica_get_the_same_batches():
+    ranks = [given for given, same in run_ranks(on_two_by_two, 4) if same]
+    assert len(ranks) == 4 and {len(r) for r in ranks} == {STEPS}
+    differ = [t for t in range(STEPS) if ranks[0][t] != ranks[1][t] or ranks[2][t] != ranks[3][t]]
+    assert differ == []
+    assert sorted(i for r in (0, 2) for ids, *_ in ranks[r] for i in ids) == list(range(4 * STEPS))
+    assert any(after < before for _, _, (before, after) in ranks[0])  # something was balanced
+
+
+def refused(call) -> str:
+    with pytest.raises(ValueError) as caught:
+        call()
+    return str(caught.value)
+
+
+def by_name(world) -> tuple:
+    def ranks(shape, *names):
+        return data_ranks(init_device_mesh("cpu", shape, mesh_dim_names=names or None))
+
+    whole = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "dp_shard"))
+    out = [ranks((2, 2), "dp_replicate", "dp_shard"), ranks((2, 2), "pp", "dp"),
+           ranks((2, 2), "data_parallel", "tensor_parallel"), ranks((2, 1, 2), "cp", "odd", "fsdp"),
+           ranks((4,), "odd"), ranks((4,)), data_ranks(whole["dp_shard"]), ranks((4,), "tp")]
+    says = [refused(lambda: ranks((2, 2), "odd", "fsdp")), refused(lambda: ranks((2, 2)))]
+    # Trainers: sizes without a mesh that explains them, a mean of parts of sequences.
+    trainer = SimpleNamespace(
+        model=torch.nn.Linear(1, 1), get_tp_size=lambda: 1,
+        get_cp_size=lambda: 2, get_sp_size=lambda: 1)
+    says.append(refused(lambda: trainer_group(trainer, None)))
+    with accelerates(init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "cp"))):
+        assert trainer_group(trainer, "scaled") is None and len(data_ranks(None)) == 2
+        says.append(refused(lambda: trainer_group(trainer, "mean")))
+        says.append(refused(lambda: check_group(SimpleNamespace(num_ranks=4), None)))
+    assert data_ranks(dist.group.WORLD) == data_ranks(None) == [0, 1, 2, 3]
+    return out, says
+
+
+def test_dimensions_by_their_names():
+    ranks = run_ranks(by_name, 4)
+    for rank, (out, says) in enumerate(ranks):
+        pipeline, pair = [[0, 1], [2, 3]][rank // 2], [rank % 2, rank % 2 + 2]
+        assert out == [[0, 1, 2, 3], pipeline, pair, pipeline, [0, 1, 2, 3], [0, 1, 2, 3], pipeline,
+                       [rank]]
+        for text, part in zip(says, (
+                "the name 'odd' of a dimension", "the name '' of a dimension",
+                "by the device mesh ranks [0, 1, 2, 3] of 4 share", "loss='mean' with",
+                "is over 4 ranks, but ranks"),
+                strict=True):
+            assert part in text, text

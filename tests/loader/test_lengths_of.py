@@ -1,0 +1,139 @@
+"""lengths_of: the tokens of a row as the model's processor makes them of the real images."""
+
+from __future__ import annotations
+
+import io
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from orchmllm import lengths_of
+from tests.data.test_image_templates import MODELS, TEMPLATES, TRL, processor
+from tests.lib.tokenizers import write_merged_tokenizer
+
+SPLITS = ("smolvlm", "idefics3")
+
+
+def image(generator: np.random.Generator) -> Image.Image:
+    """Of any shape, with any colours."""
+    sides = generator.integers(30, 500, 2)
+    return Image.fromarray(generator.integers(0, 255, (*sides, 3), dtype=np.uint8))
+
+
+def rows() -> list[dict]:
+    """With none to three images, between texts."""
+    generator, out = np.random.default_rng(0), []
+    for k in range(8):
+        images = [image(generator) for _ in range(k % 4)]
+        content = [{"type": "text", "text": "See "}]
+        for _ in images:
+            content += [{"type": "image"}, {"type": "text", "text": "\n and"}]
+        out.append({"images": images, "messages": [
+            {"role": "user", "content": content},
+            {"role": "assistant", "content": [{"type": "text", "text": "the red one"}]}]})
+    return out
+
+
+def internvl(tokenizer, template: str, monkeypatch):
+    import transformers as hf
+
+    built = processor("qwen2_5_vl", tokenizer, template, monkeypatch)  # lifts the check of videos
+    return hf.InternVLProcessor(
+        hf.GotOcr2ImageProcessor(crop_to_patches=True, max_patches=6,
+                                 size={"height": 112, "width": 112}),
+        tokenizer=tokenizer, video_processor=built.video_processor, image_seq_length=16,
+        chat_template=template.replace("<|vision_start|><|image_pad|><|vision_end|>",
+                                       "<IMG_CONTEXT>\n"))
+
+
+@pytest.mark.slow  # the processors take seconds to import
+@pytest.mark.skipif(TRL is None, reason="TRL ships the templates, and needs Python 3.11")
+@pytest.mark.parametrize("name", [*MODELS, "internvl"])
+def test_equals_the_processor_on_real_images(name, tmp_path, monkeypatch):
+    import transformers as hf
+
+    special = (*MODELS.get(name, MODELS["qwen2_5_vl"])[0], "<img>", "</img>", "<IMG_CONTEXT>")
+    named = {"gemma3": dict(boi_token="<start_of_image>", eoi_token="<end_of_image>",
+                            image_token="<image_soft_token>"),
+             "internvl": dict(start_image_token="<img>", end_image_token="</img>",
+                              context_image_token="<IMG_CONTEXT>", video_token="<|video_pad|>")}
+    tokenizer = hf.PreTrainedTokenizerFast(
+        tokenizer_file=str(write_merged_tokenizer(tmp_path, special)),
+        extra_special_tokens=named.get(name, {}))
+    template = (TEMPLATES / f"{'qwen2_5_vl' if name == 'internvl' else name}.jinja").read_text()
+    made = internvl(tokenizer, template, monkeypatch) if name == "internvl" else processor(
+        name, tokenizer, template, monkeypatch)
+    if name in SPLITS:
+        made.image_processor.do_image_splitting = True
+    data = rows()
+    want = [len(made(text=[made.apply_chat_template(row["messages"], tokenize=False)],
+                     images=row["images"] or None, add_special_tokens=False)["input_ids"][0])
+            for row in data]
+    assert lengths_of(made, data) == want
+    assert name == "gemma3" or len(set(want)) > 4  # whose images have one length
+
+
+class Patches:
+    """An image processor: one token for 10 x 10 pixels, and one a line. It records what it gets."""
+
+    def __init__(self, reads: bool = False) -> None:
+        self.seen, self.reads = [], reads
+
+    def __call__(self, images):
+        for shape, device in [(i.shape, getattr(i, "device", "cpu")) for i in images]:
+            self.seen.append((tuple(shape), str(device)))
+        if self.reads:
+            images = [torch.from_numpy(np.ascontiguousarray(i)) for i in images]
+        return {"pixel_values": torch.zeros(1000, 10),
+                "tokens": [i.shape[1] // 10 * (i.shape[2] // 10 + 1) for i in images]}
+
+
+class Processor:
+    def __init__(self, reads: bool = False) -> None:
+        self.image_processor = Patches(reads)
+
+    def apply_chat_template(self, messages, tokenize):
+        return "".join("I" if part["type"] == "image" else part["text"]
+                       for m in messages for part in m["content"])
+
+    def __call__(self, text, images=None, **how):
+        tokens = iter(self.image_processor(images)["tokens"] if images else ())
+        return {"input_ids": [[0 for c in text[0] for _ in range(next(tokens) if c == "I" else 1)]]}
+
+
+def encoded(**how) -> bytes:
+    file = io.BytesIO()
+    Image.new("RGB", (60, 30)).save(file, "JPEG", **how)
+    return file.getvalue()
+
+
+def test_images_have_a_size_alone_and_each_size_is_computed_once(tmp_path):
+    (tmp_path / "a.jpg").write_bytes(encoded())
+    turned = Image.Exif()
+    turned[0x0112] = 6
+    user = [{"role": "user", "content": "hi"}]
+    shown = [{"type": "image", "image": Image.new("RGB", (60, 30))}, {"type": "text", "text": "hi"}]
+    kinds = [
+        {"text": "hi", "image": None}, {"text": "Ihi", "image": Image.new("RGB", (60, 30))},
+        {"messages": user, "images": [np.zeros((30, 60, 3)), torch.zeros(3, 30, 60)]},
+        {"messages": user, "images": [str(tmp_path / "a.jpg")]},
+        {"messages": user, "images": [{"bytes": encoded(exif=turned.tobytes()), "path": None}]},
+        {"messages": [{"role": "user", "content": shown}]}]
+    for reads in (False, True):
+        made = Processor(reads)
+        assert lengths_of(made, kinds) == [2, 23, 44, 23, 26, 23]
+        known, where = made.image_processor.seen, "cpu" if reads else "meta"
+        assert [shape for shape, at in known if at == where] == [
+            (3, 30, 60), (3, 30, 60), (3, 30, 60), (3, 60, 30)]  # alone, twice, turned
+    rendered = lengths_of(Processor(), [("x", 3)], render=lambda row: (row[0] * row[1], []))
+    assert rendered == [3]
+
+
+def test_a_row_that_cannot_be_known_is_named():
+    good = {"text": "hi"}
+    with pytest.raises(ValueError, match="row 1: its length is not known: KeyError"):
+        lengths_of(Processor(), [good, {"words": "hi"}])
+    with pytest.raises(ValueError, match="row 1.*no decoder knows its format"):
+        lengths_of(Processor(), [good, {"text": "I", "image": {"bytes": b"nothing"}}])

@@ -1,0 +1,93 @@
+"""balance_trainer with a model that transformers shards by a DistributedConfig: FSDP2 with tensor
+parallelism and with expert parallelism, against one process."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from orchmllm import balance_trainer
+from tests.lib.clients import (
+    Examples,
+    as_torchrun,
+    collate,
+    forget_accelerate,
+    gathered,
+    recording,
+    trainers_loss,
+)
+from tests.lib.ranks import run_ranks
+
+pytestmark = [pytest.mark.dist, pytest.mark.slow]
+DATA, STEPS = Examples(24), 3
+SIZES = dict(vocab_size=64, hidden_size=16, intermediate_size=16, num_hidden_layers=2,
+             num_attention_heads=2, num_key_value_heads=2, head_dim=8, eos_token_id=0,
+             pad_token_id=0, bos_token_id=0, tie_word_embeddings=False)
+
+
+def write_model(folder: str, kind: str) -> None:
+    import transformers as hf
+
+    torch.manual_seed(0)
+    if kind == "Qwen3":
+        return hf.Qwen3ForCausalLM(hf.Qwen3Config(**SIZES)).double().save_pretrained(folder)
+    hf.Qwen3MoeForCausalLM(hf.Qwen3MoeConfig(
+        **SIZES, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=8)
+    ).save_pretrained(folder)
+
+
+def weights(world, folder: str, parts: dict[str, int], loss: str, dtype: str) -> tuple[Any, Any]:
+    """(weights after the steps, what this rank was trained on)."""
+    from accelerate import ParallelismConfig
+    from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+    from transformers.distributed import DistributedConfig
+
+    how: dict = {"distributed_config": DistributedConfig(**parts)} if parts else {}
+    replicas = world.world_size // parts.get("tp_size", 1)
+    # Which refuses processes without a GPU, and does nothing else.
+    checked = mock.patch.object(ParallelismConfig, "_validate_accelerator", lambda *_: None)
+    with as_torchrun(world), checked:
+        model = recording(AutoModelForCausalLM.from_pretrained(
+            folder, dtype=getattr(torch, dtype), **how))
+        trainer = balance_trainer(Trainer(
+            model=model, train_dataset=DATA, data_collator=collate,
+            compute_loss_func=trainers_loss if loss == "scaled" else mean_loss,
+            args=TrainingArguments(
+                output_dir=folder, max_steps=STEPS, per_device_train_batch_size=8 // replicas,
+                learning_rate=0.1, optim="sgd", lr_scheduler_type="constant", max_grad_norm=0.0,
+                use_cpu=True, report_to=[], disable_tqdm=True, save_strategy="no")),
+            lengths=DATA.lengths, policy="greedy", loss=loss)
+        trainer.train()
+    assert trainer._balance_loader.num_ranks == replicas
+    moved = trainer._balance_loader.step.imbalance
+    forget_accelerate()
+    found = gathered(model) if parts else dict(model.named_parameters())
+    return torch.cat([found[n].detach().flatten() for n in sorted(found)]).tolist(), (
+        model.seen, moved)
+
+
+def mean_loss(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
+    return trainers_loss(outputs, labels, (labels[:, 1:] != -100).sum())
+
+
+@pytest.mark.parametrize("loss", ["scaled", "mean"])
+def test_fsdp_with_tensor_parallelism(tmp_path, loss):
+    write_model(str(tmp_path), "Qwen3")
+    [(want, _)] = run_ranks(weights, 1, str(tmp_path), {}, loss, "float64")
+    ranks = run_ranks(weights, 4, str(tmp_path), dict(fsdp_size=2, tp_size=2), loss, "float64")
+    for got, _ in ranks:
+        assert max(abs(a - b) for a, b in zip(got, want, strict=True)) <= 1e-10
+    seen = [of for _, of in ranks]
+    assert seen[0] == seen[1] and seen[2] == seen[3] and seen[0] != seen[2]
+
+
+def test_fsdp_with_expert_parallelism(tmp_path):
+    write_model(str(tmp_path), "Qwen3Moe")
+    [(want, _)] = run_ranks(weights, 1, str(tmp_path), {}, "scaled", "float32")
+    ranks = run_ranks(weights, 2, str(tmp_path), dict(fsdp_size=2, ep_size=2), "scaled", "float32")
+    for got, _ in ranks:
+        assert max(abs(a - b) for a, b in zip(got, want, strict=True)) <= 1e-6
+    assert ranks[0][1][0] != ranks[1][1][0]

@@ -1,0 +1,371 @@
+"""attempts.jsonl: what is recorded of a start, and how a resume decides by it."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from orchmllm.config.recipe import Recipe, RemoteConfig, RemoteRoot, SourceConfig, load_recipe
+from orchmllm.config.schema import leaves
+from orchmllm.data.formats.scanned import BLOCK_BYTES, SAMPLED_BLOCKS, SAMPLED_FILES, sampled
+from orchmllm.runtime.attempts import read_attempts, recorded
+from orchmllm.runtime.build import build_dataset
+from orchmllm.runtime.checkpoint import CheckpointError
+from orchmllm.runtime.files import identify
+from orchmllm.runtime.resumable import check_resumable
+from tests.lib.commands import TINY
+from tests.lib.ranks import run_ranks
+from tests.lib.resume import run_recipe, settings, train_recorded
+from tests.lib.synthetic import recipe
+from tests.lib.training import listened
+
+RUN = recipe()
+RUN = replace(RUN, data=replace(
+    RUN.data, path="", sources=(SourceConfig(path="a.jsonl"),), preprocess=("a:1",),
+    remote=RemoteConfig(roots=(RemoteRoot(url="s3://a"),))))
+ALLOW = {"model": "another run.dir or run.resume=never",
+         "order": "run.allow_data_change=true", "batch": "train.global_batch_size=4"}
+# Another value of every key of a recipe, by what it means for a run that goes on.
+KEYS = {
+    "start": {"run.dir": "b", "run.resume": "never", "run.allow_data_change": True,
+              "launch.nproc_per_node": 7},
+    "order": {"run.seed": 5, "data.num_validation": 3, "data.streaming": True,
+              "data.shuffle_window": 9, "data.batching": "capped", "data.max_batch_tokens": 9,
+              "data.max_batch_images": 9, "data.sources.repeats": 2},
+    "batch": {"train.batch_size": 9, "train.accumulation_steps": 9, "train.global_batch_size": 9},
+    "model": {
+        **{f"model.{part}.{key}": 999 for part, keys in {
+            "vision": "num_layers hidden_size intermediate_size num_heads patch_size merge_size "
+                      "max_side",
+            "audio": "num_layers hidden_size intermediate_size num_heads num_mels stack",
+            "llm": "vocab_size num_layers hidden_size intermediate_size num_heads num_kv_heads "
+                   "rope_theta rms_norm_eps"}.items() for key in keys.split()},
+        "model.vision.family": "qwen2_vl", "model.audio.mode": "padded",
+        "model.vision.frozen": True, "model.audio.frozen": True, "model.llm.frozen": True,
+        "fsdp.param_dtype": "bfloat16"},
+    "said": {
+        **dict.fromkeys((
+            "model.connectors", "model.vision.pretrained", "model.audio.pretrained",
+            "model.llm.pretrained", "data.path", "data.tokenizer", "data.index_dir",
+            "data.preprocess_secret_file", "data.sources.path", "data.sources.row_format",
+            "data.sources.media_root", "data.sources.split", "data.sources.subset",
+            "data.sources.prompt", "data.sources.name", "data.remote.cache",
+            "data.remote.roots.url", "data.remote.roots.endpoint", "balance.dispatch",
+            "balance.group", "balance.nodewise_solver", "balance.vision.policy",
+            "balance.audio.policy", "balance.llm.policy", "train.schedule", "train.nonfinite",
+            "fsdp.vision_reshard", "fsdp.audio_reshard", "fsdp.llm_reshard",
+            "fsdp.activation_checkpointing", "fsdp.vision_checkpointing",
+            "fsdp.audio_checkpointing", "fsdp.llm_checkpointing", "fsdp.compute_dtype",
+            "profile.steps"), "other"),
+        **dict.fromkeys((
+            "run.tensorboard", "data.strict", "data.allow_left_out", "data.sources.video_audio",
+            "data.remote.roots.anonymous", "balance.whole_examples", "balance.vision.nodewise",
+            "balance.audio.nodewise", "balance.llm.nodewise", "fsdp.cpu_offload", "fsdp.meta_init",
+            "fsdp.compile"), True),
+        **dict.fromkeys(("balance.enabled", "fsdp.reshard_after_forward",
+                         "checkpoint.asynchronous"), False),
+        **dict.fromkeys((
+            "launch.timeout_s", "launch.stall_timeout_s", "data.num_shards",
+            "data.max_example_tokens", "data.prefetch", "data.num_workers",
+            "data.preprocess_timeout_s", "data.max_failed_in_a_row", "data.max_failed_percent",
+            "data.sources.weight", "data.sources.video_fps", "data.sources.video_frames",
+            "data.sources.video_max_frames", "data.sources.max_row_bytes", "data.remote.cache_gib",
+            "data.remote.attempts", "data.remote.stall_s", "data.remote.deadline_s",
+            "balance.min_gain", "balance.ranks_per_node", "balance.nodewise_limit_s",
+            "balance.vision.tolerance", "balance.vision.max_rank_tokens",
+            "balance.audio.tolerance", "balance.audio.max_rank_tokens", "balance.llm.tolerance",
+            "balance.llm.max_rank_tokens", "train.num_steps", "train.validate_every_steps",
+            "train.lr", "train.vision_lr", "train.audio_lr", "train.connector_lr", "train.llm_lr",
+            "train.warmup_steps", "train.decay_ratio", "train.min_lr_ratio", "train.weight_decay",
+            "train.vision_weight_decay", "train.audio_weight_decay",
+            "train.connector_weight_decay", "train.llm_weight_decay", "train.beta1", "train.beta2",
+            "train.max_grad_norm", "train.max_skipped_in_a_row", "fsdp.shard_size",
+            "fsdp.memory_gb", "fsdp.loss_chunk_rows", "fsdp.prefetch", "checkpoint.every_steps",
+            "checkpoint.keep_last", "profile.num_ranks"), 77),
+        "data.preprocess": ["b:2"]},
+}
+CHANGES = [(key, value, means) for means, keys in KEYS.items() for key, value in keys.items()]
+
+
+@pytest.fixture(scope="module")
+def was() -> dict:
+    return settings(RUN)
+
+
+@pytest.mark.parametrize("key, value, means", CHANGES, ids=[key for key, _, _ in CHANGES])
+def test_a_changed_key_is_refused_with_what_allows_it_or_is_said(was, key, value, means):
+    key = key.replace("data.sources.", "data.sources[0].").replace("roots.", "roots[0].")
+    assert was[key] != value  # and the key is recorded
+    now = {**was, key: value}
+    if means not in ALLOW:
+        said = check_resumable(was, now, kept=4)
+        assert said == ({key: [was[key], value]} if means == "said" else {})
+        return
+    with pytest.raises(ValueError, match=f"^{key.replace('[0]', '.0.')} is ") as refused:
+        check_resumable(was, now, kept=4)
+    assert ALLOW[means] in str(refused.value)
+    if means == "order":
+        allowed = {**now, "run.allow_data_change": True}
+        assert check_resumable(was, allowed, kept=4) == {key: [was[key], value]}
+
+
+def test_every_key_of_a_recipe_has_a_meaning():
+    """A new key has to be put among KEYS, and among CLASSES where its section's does not fit."""
+    lists = {"data.sources", "data.remote.roots"}  # of sections, whose keys are there
+    assert sorted(key for key, _, _ in CHANGES) == sorted(
+        leaf.path for leaf in leaves(Recipe) if leaf.path not in lists)
+
+
+def test_the_examples_a_step_may_be_written_in_other_ways(was):
+    """4 ranks of one example, then 2 with two microbatches, or the number itself."""
+    for now in ({"train.batch_size": 1, "train.accumulation_steps": 2},
+                {"train.global_batch_size": 8, "train.batch_size": 5}):
+        assert check_resumable(was, {**was, **now}, kept=8).keys() == now.keys()
+    with pytest.raises(ValueError, match="train.global_batch_size is 0, the checkpoint has 8"):
+        check_resumable({**was, "train.global_batch_size": 8}, was, kept=8)
+
+
+def opened(folder: Path, *overrides: str) -> dict:
+    """The settings of a run on the data in `folder`."""
+    run = load_recipe("recipes/demo.yaml", [*TINY, f"data.path={folder}", *overrides])
+    return settings(run, build_dataset(run))
+
+
+def mixture(folder: Path, *weights: float, names=("data", "more")) -> dict:
+    """Of two sources with weights."""
+    run = load_recipe("recipes/demo.yaml", TINY)
+    sources = tuple(SourceConfig(path=str(folder / f"{name}.jsonl"), weight=weight)
+                    for name, weight in zip(names, weights, strict=True))
+    run = replace(run, data=replace(run.data, path="", sources=sources))
+    return settings(run, build_dataset(run))
+
+
+def rewritten(path: Path, **how) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()), **how))
+
+
+def renamed(path: Path, name: str) -> None:
+    path.rename(path.with_name(name))
+
+
+def test_what_changes_nothing_is_accepted(demo_corpus, tmp_path):
+    """And what is said of it."""
+    folder = tmp_path / "data"
+    shutil.copytree(demo_corpus, folder)
+    rows = (folder / "data.jsonl").read_text().splitlines(True)
+    (folder / "more.jsonl").write_text("".join(rows[:9]))
+    was, mixed = opened(folder), mixture(folder, 1, 3)
+    same = {"weights times 10": check_resumable(mixed, mixture(folder, 10, 30), 4)}
+    changes = {
+        "tokenizer indented": lambda: rewritten(folder / "tokenizer.json", indent=3),
+        "tokenizer sorted": lambda: rewritten(folder / "tokenizer.json", sort_keys=True),
+        "tokenizer in ASCII": lambda: rewritten(folder / "tokenizer.json", ensure_ascii=True),
+        "times": lambda: os.utime(folder / "data.jsonl", (1, 1)),
+        "copied": lambda: shutil.copytree(folder, tmp_path / "copy"),
+    }
+    for name, change in changes.items():
+        change()
+        same[name] = check_resumable(was, opened(
+            tmp_path / "copy" if name == "copied" else folder), 4)
+    (tmp_path / "link").symlink_to(folder)
+    same["linked"] = check_resumable(was, opened(tmp_path / "link"), 4)
+    same["as a source"] = check_resumable(was, settings_of_source(folder / "data.jsonl"), 4)
+    same["tokenizer named"] = check_resumable(
+        was, opened(folder, f"data.tokenizer={folder / 'tokenizer.json'}"), 4)
+    renamed(folder / "data.jsonl", "rows.jsonl")
+    same["file renamed"] = check_resumable(was, opened(folder / "rows.jsonl"), 4)
+    renamed(folder / "more.jsonl", "others.jsonl")
+    same["sources renamed"] = check_resumable(
+        mixed, mixture(folder, 1, 3, names=("rows", "others")), 4)
+    folder.rename(tmp_path / "elsewhere")
+    same["folder renamed"] = check_resumable(
+        was, opened(tmp_path / "elsewhere" / "rows.jsonl"), 4)
+    other_shards = opened(tmp_path / "elsewhere" / "rows.jsonl", "data.num_shards=9")
+    same["shards of no stream"] = check_resumable(was, other_shards, 4)
+    assert len(same) == 13
+    assert {name: list(said) for name, said in same.items()} == {
+        **dict.fromkeys(same, ["data.path"]), **dict.fromkeys(
+            [name for name in changes if name != "copied"], []),
+        "weights times 10": ["data.sources[0].weight", "data.sources[1].weight"],
+        "as a source": ["data.path", "data.sources[0].path"],
+        "tokenizer named": ["data.tokenizer"],
+        "sources renamed": ["data.sources[0].path", "data.sources[1].path"],
+        "shards of no stream": ["data.path", "data.num_shards"]}
+    with pytest.raises(ValueError, match=r"^content.sources\[0\].share is 0.4, the checkpoint has"):
+        check_resumable(mixed, {**mixed, "content.sources[0].share": 0.4}, 4)
+
+
+def settings_of_source(path: Path) -> dict:
+    run = load_recipe("recipes/demo.yaml", TINY)
+    run = replace(run, data=replace(run.data, path="", sources=(SourceConfig(path=str(path)),)))
+    return settings(run, build_dataset(run))
+
+
+def test_a_shuffled_or_edited_file_is_refused(demo_corpus, tmp_path):
+    """At the same size; the 20 files are too short for anything to be left unread."""
+    rng = random.Random(0)
+    rows = (demo_corpus / "data.jsonl").read_text().splitlines(True)
+    folder = tmp_path / "data"
+    shutil.copytree(demo_corpus, folder)
+    for k in range(20):
+        (folder / f"part-{k:02d}.jsonl").write_text("".join(rows[k % (len(rows) - 1):][:2]))
+    tokenizer = f"data.tokenizer={folder}"
+    run = load_recipe("recipes/demo.yaml", [
+        *TINY, f"data.path={folder}/part-{{00..19}}.jsonl", tokenizer])
+    dataset = build_dataset(run)  # reads the files anew for each of its fingerprints
+    was = settings(run, dataset)
+    for path in sorted(folder.glob("part-*")):
+        data = path.read_text()
+        lines = data.splitlines(True)
+        at = rng.choice([k for k, c in enumerate(data) if c in "aeiou"])
+        path.write_text(rng.choice(["".join(reversed(lines)), data[:at] + "x" + data[at + 1:]]))
+        with pytest.raises(ValueError, match=r"^content.sources\[0\].content is .*allow_data_chan"):
+            check_resumable(was, settings(run, dataset), 4)
+        path.write_text(data)
+    assert check_resumable(was, settings(run, dataset), 4) == {}
+    renamed(folder / "part-00.jsonl", "part-20.jsonl")  # now it is the last
+    with pytest.raises(ValueError, match=r"^content.sources\[0\].content is "):
+        check_resumable(was, opened(folder / "part-{01..20}.jsonl", tokenizer), 4)
+
+
+def test_what_is_read_of_large_and_of_many_files(tmp_path, monkeypatch):
+    """The head, the tail and a block in each of 16 parts of a large file; 64 of many files."""
+    path, length = tmp_path / "large", (SAMPLED_BLOCKS + 2) * BLOCK_BYTES * 2
+    data = bytearray(random.Random(0).randbytes(length))
+    path.write_bytes(data)
+    was, seen = sampled([path]), []
+    for start in range(0, length, BLOCK_BYTES // 4):
+        path.write_bytes(data[:start] + bytes(16) + data[start + 16:])
+        seen.append(sampled([path]) != was)
+    assert seen[0] and seen[-1] and sum(seen) > 3 * (SAMPLED_BLOCKS + 2)
+    assert all(any(seen[k: k + 15]) for k in range(len(seen) - 15))
+    many = [tmp_path / f"{k:04d}" for k in range(300)]
+    for k, file in enumerate(many):
+        file.write_bytes(b"x" * (k + 1))
+    was, opens, real = sampled(many), [], Path.open
+    monkeypatch.setattr(Path, "open", lambda *args, **how: [
+        opens.append(1), real(*args, **how)][1])
+    assert sampled(many) == was and len(opens) == SAMPLED_FILES
+    for k in range(20):  # whichever are read: the sizes of all are compared, in their order
+        assert sampled([*many[:k], many[k + 1], many[k], *many[k + 2:]]) != was
+
+
+FIRST = {"attempt": 1, "resumed_from": None, "changed": {}, "settings": {"train.lr": 1.0}}
+
+
+def test_a_write_that_is_cut_off_anywhere_loses_its_line_alone(tmp_path, monkeypatch):
+    synced: list[int] = []
+    monkeypatch.setattr(os, "fsync", synced.append)
+    with recorded(tmp_path, FIRST):
+        pass
+    with pytest.raises(KeyboardInterrupt), recorded(tmp_path, {**FIRST, "attempt": 2}):
+        raise KeyboardInterrupt
+    assert len(synced) == 8  # the file and its folder, for each line
+    path = tmp_path / "attempts.jsonl"
+    whole = path.read_bytes()
+    lines = whole.splitlines(True)
+    assert [a["ended"] for a in read_attempts(tmp_path)] == ["finished", "KeyboardInterrupt: "]
+    for cut in range(len(whole) + 1):
+        path.write_bytes(whole[:cut])
+        kept = whole[:cut].count(b"\n")
+        assert len(read_attempts(tmp_path)) == (kept + 1) // 2
+        with recorded(tmp_path, {**FIRST, "attempt": 3}):
+            assert path.read_bytes().startswith(b"".join(lines[:kept]) + b'{"attempt": 3, ')
+            assert read_attempts(tmp_path)[-1]["attempt"] == 3
+    path.write_bytes(lines[0] + lines[1][:9] + b"\n" + lines[2])
+    with pytest.raises(ValueError, match="attempts.jsonl: line 2 is damaged .* delete that line"):
+        read_attempts(tmp_path)
+
+
+def resumed_with_changes(world, folder: Path) -> dict[str, str]:
+    """What is said of runs that go on with a key changed, each by its key; the last is from an
+    older checkpoint."""
+    said, out = listened(), {}
+    run = run_recipe(folder / "run", keep_last=9, train={"num_steps": 3})
+    train_recorded(world, run)
+    older = folder / "run" / "checkpoints" / "step_00000002"
+
+    def start(name: str, changed) -> None:
+        said.clear()
+        try:
+            train_recorded(world, changed)
+            out[name] = "".join(x for x in said if "changed since" in x or "recorded no" in x)
+        except (ValueError, CheckpointError) as error:
+            out[name] = str(error)
+
+    start("seed", replace(run, run=replace(run.run, seed=5)))
+    start("batch", replace(run, train=replace(run.train, global_batch_size=12)))
+    start("model", replace(run, model=replace(run.model, llm=replace(
+        run.model.llm, num_layers=3))))
+    start("dtype", replace(run, fsdp=replace(run.fsdp, param_dtype="bfloat16")))
+    start("folder", replace(run, run=replace(run.run, resume="no/such/folder")))
+    more = replace(run, train=replace(run.train, num_steps=4, lr=5e-3))
+    start("lr", more)
+    more = replace(more, train=replace(more.train, num_steps=5))
+    start("again", more)
+    # Of what the newest checkpoint was trained with nothing changes, but of the older one.
+    start("older", replace(more, run=replace(run.run, resume=str(older))))
+    if world.rank == 0:
+        (folder / "run" / "attempts.jsonl").rename(folder / "moved.jsonl")
+        shutil.copytree(folder / "run" / "checkpoints" / "step_00000003", folder / "copy")
+    start("copied", replace(run, run=replace(
+        run.run, dir=str(folder / "other"), seed=5, resume=str(folder / "copy"))))
+    if world.rank == 0:
+        state = json.loads((folder / "copy" / "state.json").read_text())
+        del state["attempt"]
+        (folder / "copy" / "state.json").write_text(json.dumps(state))
+        manifest = json.loads((folder / "copy" / "manifest.json").read_text())
+        manifest["files"]["state.json"] = identify(folder / "copy" / "state.json")
+        (folder / "copy" / "manifest.json").write_text(json.dumps(manifest))
+    start("before", replace(run, run=replace(
+        run.run, dir=str(folder / "other"), resume=str(folder / "copy"))))
+    if world.rank == 0:
+        with (folder / "run" / "attempts.jsonl").open("w") as file:
+            file.write('{"attempt": 1\n{"attempt": 2}\n')
+    start("damaged", more)
+    return out
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+def test_runs_that_go_on_with_a_key_changed(tmp_path):
+    first, second = run_ranks(resumed_with_changes, 2, tmp_path)
+    refused = {
+        "seed": "run.seed is 5, the checkpoint has 0: the order of all examples would change",
+        "batch": "train.global_batch_size is 12, the checkpoint has 6: a resumed run keeps its 6",
+        "model": "model.llm.num_layers is 3, the checkpoint has 1: the checkpoint's tensors are",
+        "dtype": "fsdp.param_dtype is 'bfloat16', the checkpoint has 'float32': ",
+        "folder": "manifest.json", "copied": "run.seed is 5, the checkpoint has 0",
+        "damaged": "attempts.jsonl: line 1 is damaged"}
+    for key, text in refused.items():
+        assert text in first[key] and first[key] == second[key], key
+    changed = "changed since the checkpoint: train.lr 0.01 -> 0.005, train.num_steps 3 -> 4"
+    assert {key: text for key, text in first.items() if key not in refused} == {
+        "lr": changed, "again": "changed since the checkpoint: train.num_steps 4 -> 5",
+        "older": changed.replace("4", "5"),
+        "before": f"warning: {tmp_path}/copy was saved by a version that recorded no attempts, so "
+                  "its recipe and data cannot be compared with those of this start: see to it that "
+                  "they are the same"}
+    attempts = {a["attempt"]: a for a in map(json.loads, (
+        tmp_path / "moved.jsonl").read_text().splitlines()) if "settings" in a}
+    checkpoints = tmp_path / "run" / "checkpoints"
+    lr = {"train.num_steps": [3, 4], "train.lr": [0.01, 0.005]}
+    assert [(a["changed"].keys() - {"run.resume"}, a["resumed_from"]) for a in attempts.values()
+            ] == [
+        (set(), None),
+        (lr.keys(), {"checkpoint": str(checkpoints / "step_00000003"), "step": 3, "attempt": 1,
+                     "changed": lr}),
+        ({"train.num_steps"}, {"checkpoint": str(checkpoints / "step_00000004"), "step": 4,
+                               "attempt": 2, "changed": {"train.num_steps": [4, 5]}}),
+        (set(), {"checkpoint": str(checkpoints / "step_00000002"), "step": 2, "attempt": 1,
+                 "changed": {**lr, "train.num_steps": [3, 5]}})]
+    assert attempts[1]["settings"]["content.rows"] == 24
+    state = json.loads((checkpoints / "step_00000004" / "state.json").read_text())
+    assert state["attempt"] == {key: value for key, value in attempts[4].items()
+                                if key != "started"}
