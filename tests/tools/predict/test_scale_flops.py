@@ -147,7 +147,11 @@ def test_checkpointing_adds_the_blocks_forward_once():
 
 def test_mfu():
     layout = sample_layout("84b", num_ranks=8, batch_size=2, seed=0)
-    flops = step_flops(replace(MODEL, vision=replace(MODEL.vision, merge_size=2)), layout)
+    model = replace(MODEL, vision=replace(MODEL.vision, merge_size=2))
+    flops = step_flops(model, layout)
     assert set(flops) == {"vision", "audio", "llm"}
+    for phase, flop in flops.items():
+        items = phase_work(phase, model, phase_lengths(layout, phase)).useful
+        assert flop == pytest.approx(items.sum(), rel=1e-12)
     assert mfu(8 * 989e12, 2.0, 8, 989e12) == 0.5
     assert peak_flops("NVIDIA H100 80GB HBM3") == 989e12 and peak_flops("cpu") is None
