@@ -80,8 +80,8 @@ class Layout(ABC):
         return tuple(v for f in fields(self) if isinstance(v := getattr(self, f.name), str))
 
     def part(self, inputs: Mapping[str, Any], meta: np.ndarray, items: slice) -> tuple[Any, ...]:
-        """The arguments of a forward, cut to some of its items; meta: of all of them. For a proof
-        it must not go through `describe` and `build`."""
+        """The arguments of a forward, cut to some of its items. meta: (n, k) of all of them, as
+        `describe` gives it. For a proof this must not go through `describe` and `build`."""
         return tuple(None if inputs.get(name) is None else inputs[name][items]
                      for name in self.arguments)
 
