@@ -69,8 +69,9 @@ lint: setup-test
 	$(RUN) -m ruff check .
 
 # The native core under AddressSanitizer and UndefinedBehaviorSanitizer, in a copy of the package.
+# Python's own flags have -fwrapv, with which no overflow would be found.
 # libstdc++ is loaded first too: Python does not link it, and the sanitizer has to find its throw.
-SANITIZE := -fsanitize=address,undefined -fno-sanitize-recover=all -O1 -g
+SANITIZE := -fno-wrapv -fsanitize=address,undefined -fno-sanitize-recover=all -O1 -g
 sanitize: setup-test
 	rm -rf build/sanitize
 	CFLAGS="$(SANITIZE)" CXXFLAGS="$(SANITIZE)" LDFLAGS="$(SANITIZE)" $(RUN) setup.py -q build \

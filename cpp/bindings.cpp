@@ -285,4 +285,5 @@ PYBIND11_MODULE(_core, m) {
         py::arg("max_evaluations"), py::arg("seed"));
   m.def("inter_reorder", &inter_reorder, ops, duration, comm, array("size"));
   m.def("lower_bound", &lower_bound, weight, num_ranks);
+  m.attr("TOLERANCES") = Times(std::size(orchmllm::kTolerances), orchmllm::kTolerances);
 }

@@ -18,4 +18,19 @@ inline i64 lower_bound_load(View<i64> weight, i64 num_ranks) {
   return std::max(longest, (units / num_ranks + (units % num_ranks != 0)) * divisor);
 }
 
+// Of the q * num_ranks + 1 heaviest items some rank gets q + 1: no largest load is below the sum of
+// the q + 1 lightest of these. order: ascending by weight.
+inline i64 crowding_bound(View<i64> weight, const std::vector<i32>& order, i64 num_ranks) {
+  i64 bound = 0;
+  const i64 n = static_cast<i64>(order.size());
+  for (i64 q = 1; q * num_ranks < n; ++q) {
+    i64 sum = 0;
+    for (i64 k = n - q * num_ranks - 1; k < n - q * num_ranks + q; ++k) {
+      sum += weight[static_cast<std::size_t>(order[static_cast<std::size_t>(k)])];
+    }
+    bound = std::max(bound, sum);
+  }
+  return bound;
+}
+
 }  // namespace orchmllm

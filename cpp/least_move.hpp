@@ -1,12 +1,19 @@
-// `least_move`: minimal movement. Items start where they were sampled (their home); only the surplus of
-// overfull nodes travels between nodes, the rest is evened out inside each node.
+// `least_move`: minimal movement. Items start where they were sampled (their home); only the
+// surplus of overfull nodes travels between nodes, the rest is evened out inside each node.
 //
+// A plan from home under a cap (`attempt`):
 // 1. Nodes above their target trade with nodes below it (trading.hpp): items that are cheap to move
 //    first, and no rank sends or receives much more than an even share of the largest surplus.
-// 2. Inside each node, ranks above the cap trade with ranks below it; then with those of any node.
-// 3. A miss: the same from a `greedy` assignment near the homes. The best assignment of all is the
-//    result, so that `least_move` is never worse than `greedy`.
-// 4. A cap that is less than 0.1% above the bound: the same under lower and lower caps.
+// 2. Inside each node, ranks above the cap trade with ranks below it. A node that stays crowded
+//    sends a little more to other nodes and tries again.
+// 3. What is left trades with ranks of any node.
+//
+// A looser tolerance never moves more. Each of kTolerances has one plan from home, or none. The
+// result is the plan that moves least of those of the accepted tolerance and of all tighter ones;
+// those that cannot move less, by the surplus of the nodes, are not made. Where there is none, it
+// is the plan of the next tolerance that has one, taken further until no load is above the largest of
+// `greedy`: what goes on from a plan brings no item back to its node, so that it moves no less.
+// Where that fails, the result is `greedy`.
 #pragma once
 
 #include "bound.hpp"
@@ -17,105 +24,168 @@
 
 namespace orchmllm {
 
+// The tolerances that have plans from home. One in between counts as the next below, one below the
+// first as 0 (load_cap of orchmllm/plan/balance.py), which goes on from the plan of the first.
+constexpr double kTolerances[] = {.001, .002, .005, .01, .02, .05, .1, .2, .5, 1};
+
 class LocalSearch {
  public:
   LocalSearch(const LocalProblem& problem, i64* rank_of)
-      : p_(problem), best_(rank_of), trial_(problem.weight.size) {
-    if (p_.ranks_per_node == 1) p_.ranks_per_node = p_.num_ranks;  // every move is between nodes
+      : p_(problem),
+        width_(problem.ranks_per_node),
+        best_(rank_of),
+        trial_(problem.weight.size),
+        node_load_(at((problem.num_ranks + width_ - 1) / width_)) {
+    if (width_ == 1) p_.ranks_per_node = p_.num_ranks;  // every move is between nodes
   }
 
   // Returns the operations that it took.
   i64 run() {
     std::copy(p_.home.begin(), p_.home.end(), best_);
-    high_ = max_load(best_);
-    if (high_ <= p_.cap) return 0;
+    if (max_load(best_) <= p_.cap) return 0;
+    for (std::size_t i = 0; i < p_.weight.size; ++i) {
+      node_load_[at(p_.home[i] / width_)] += p_.weight[i];
+      num_items_ += p_.weight[i] > 0;
+    }
     order_ = order_ascending(p_.weight);
+    operations_ = std::min<i64>(32000000, 4000 * num_items_) + 80 * num_items_;
     const i64 bound = lower_bound_load(p_.weight, p_.num_ranks);
-    const i64 loose = std::max(p_.cap, bound + bound / 1000);
-    num_items_ = std::count_if(p_.weight.begin(), p_.weight.end(), [](i64 w) { return w > 0; });
-    const i64 operations = std::min<i64>(32000000, 4000 * num_items_) + 80 * num_items_;
-    const bool home_is_near = !nearly_all_moves();
-    if (home_is_near) {
-      const i64 left = attempt_from_home(loose, operations);
-      tighten(loose, left + operations / 2);  // where the cap is out of reach, lower loads are not
+    std::vector<i64> caps;
+    for (const double tolerance : kTolerances) {
+      caps.push_back(bound + static_cast<i64>(static_cast<double>(bound) * tolerance));
     }
-    if (high_ > loose) {
-      start_from_greedy();
-      if (high_ > loose) {
-        // Where that one is not kept, nothing but the cap is worth all that it moves.
-        if (max_load(trial_.data()) > high_) high_ = loose + 1;
-        tighten(loose, attempt(loose, operations / 4, false));
-        high_ = max_load(best_);
-      }
+    const i64 cap = std::max(p_.cap, caps[0]);
+    plan_for(cap);
+    for (auto c = caps.rbegin(); c != caps.rend(); ++c) {
+      if (*c < cap && has_to_move(*c) < moved_) plan_for(*c);
     }
-    if (high_ > p_.cap && high_ <= loose) {
-      tighten(p_.cap, operations);
-      if (high_ > p_.cap) start_from_greedy();
+    for (const i64 c : caps) {
+      if (c > cap && moved_ == kNoPlan) plan_for(c);
     }
+    if (num_items_ <= kFew && greedy_load() <= cap) offer(greedy_);
+    if (high_ > cap) match_greedy();
+    // Of few items a rank, load is worth more than what moves.
+    const bool tightest = p_.cap < caps[0] || num_items_ < 12 * p_.num_ranks;
+    if (high_ > p_.cap && tightest) tighten(std::max(p_.cap < caps[0] ? p_.cap : bound, crowding_));
+    if (high_ > p_.cap) match_greedy();
     return spent_;
   }
 
  private:
+  static constexpr i128 kNoPlan = i128{1} << 100;
+  static constexpr i64 kFew = 4096;  // items, for which `greedy` takes no time
+  static constexpr int kRounds = 8;
+
   i64 max_load(const i64* rank_of) const {
     std::vector<i64> load(at(p_.num_ranks));
     for (std::size_t i = 0; i < p_.weight.size; ++i) load[at(rank_of[i])] += p_.weight[i];
     return *std::max_element(load.begin(), load.end());
   }
 
-  // Whether more than 15 of 16 parts of the load are too much for the nodes it is on: a `greedy`
-  // assignment moves no more than that.
-  bool nearly_all_moves() const {
-    const i64 width = p_.ranks_per_node;
-    std::vector<i128> node(at((p_.num_ranks + width - 1) / width));
-    i128 total = 0, over = 0;
-    for (std::size_t i = 0; i < p_.weight.size; ++i) {
-      node[at(p_.home[i] / width)] += p_.weight[i];
-      total += p_.weight[i];
+  // Whether an item has left its node.
+  bool away(std::size_t item, i64 rank) const {
+    return p_.home[item] != rank && p_.home[item] / width_ != rank / width_;
+  }
+
+  // The weight that has to leave its node at least, under a cap.
+  i128 has_to_move(i64 cap) const {
+    i128 sum = 0;
+    for (std::size_t k = 0; k < node_load_.size(); ++k) {
+      const i64 ranks = std::min(width_, p_.num_ranks - static_cast<i64>(k) * width_);
+      sum += std::max<i128>(0, node_load_[k] - static_cast<i128>(cap) * ranks);
     }
-    for (const i128 load : node) over += std::max<i128>(0, load - static_cast<i128>(p_.cap) * width);
-    return 16 * over > 15 * total;
+    return sum;
   }
 
-  i64 attempt_from_home(i64 cap, i64 operations) {
+  // Offers the plan from home without loads above `cap`; if there is none, `greedy` if it is one.
+  void plan_for(i64 cap) {
     std::copy(p_.home.begin(), p_.home.end(), trial_.begin());
-    return attempt(cap, operations, true);
+    if (cap >= crowding_) attempt(cap, operations_, true);
+    if (max_load(trial_.data()) > cap) {
+      if (crowding_ == 0) crowding_ = crowding_bound(p_.weight, order_, p_.num_ranks);
+      if (greedy_load() <= cap) offer(greedy_);
+    } else {
+      offer(trial_);
+    }
   }
 
-  // Goes on from trial_; returns the operations left.
+  // Takes a plan that moves less than the best.
+  void offer(const std::vector<i64>& rank_of) {
+    i64 moved = 0;
+    for (std::size_t i = 0; i < rank_of.size(); ++i) {
+      if (away(i, rank_of[i])) moved += p_.weight[i];
+    }
+    if (moved >= moved_) return;
+    moved_ = moved;
+    take(rank_of);
+  }
+
+  void take(const std::vector<i64>& rank_of) {
+    std::copy(rank_of.begin(), rank_of.end(), best_);
+    high_ = max_load(best_);
+  }
+
+  // Goes on from trial_; returns the operations left. Unless it starts from home, what has left its
+  // node stays away.
   i64 attempt(i64 cap, i64 operations, bool from_home) {
     LocalProblem problem = p_;
     problem.cap = cap;
-    Placement placement(problem, trial_.data(), operations - 4 * num_items_);
-    if (placement.num_nodes > 1) {
-      const i64 target = cap - free_room(placement);
-      if (from_home) limit_moves(placement, target);
-      Trading(placement, order_, p_.ranks_per_node, target, [](i32) { return true; })
-          .even(range(0, placement.num_nodes));
-    }
-    if (placement.budget.left >= 0) even_ranks(placement);
-    keep_if_lower();
-    spent_ += operations - placement.budget.left;
-    return placement.budget.left;
-  }
-
-  // Inside each node, then between any ranks.
-  void even_ranks(Placement& s) const {
-    s.send_limit = Placement::kNoLimit;
-    Trading ranks(s, order_, 1, s.problem.cap, [](i32) { return true; });
-    bool done = true;
-    for (i64 node = 0; node < s.num_nodes; ++node) {
-      done = ranks.even(range(s.first_rank(node), s.end_rank(node))) && done;
+    Placement s(problem, trial_.data(), operations - 4 * num_items_);
+    const auto free = [&](i32 id) { return from_home || !away(at(id), trial_[at(id)]); };
+    const i64 target = cap - free_room(s);
+    if (from_home && s.num_nodes > 1) limit_moves(s, target);
+    Trading nodes(s, order_, p_.ranks_per_node, target, free);
+    std::vector<i64> crowded = even(s, nodes, free);
+    i128 left = all_room(s) / 4;
+    for (int k = 0; k < kRounds && make_room(s, nodes, crowded, left); ++k) {
+      crowded = even(s, nodes, free);
     }
     s.receive_limit = Placement::kNoLimit;  // a fuller rank costs more than that
-    if (!done) ranks.even(range(0, p_.num_ranks));
+    if (!crowded.empty()) {
+      Trading(s, order_, 1, cap, free).even(range(0, p_.num_ranks), Trading::kSingle, true);
+    }
+    spent_ += operations - s.budget.left;
+    return s.budget.left;
+  }
+
+  // Nodes trade, then the ranks of each. Returns the nodes of which a rank stays above the cap.
+  template <class Filter>
+  std::vector<i64> even(Placement& s, Trading& nodes, const Filter& free) const {
+    nodes.even(range(0, s.num_nodes));
+    Trading ranks(s, order_, 1, s.problem.cap, [&](i32 id) { return width_ > 1 || free(id); });
+    std::vector<i64> crowded;
+    for (i64 node = 0; node < s.num_nodes; ++node) {
+      if (!ranks.even(range(s.first_rank(node), s.end_rank(node)))) crowded.push_back(node);
+    }
+    return crowded;
+  }
+
+  // Keeps room free in crowded nodes, by what their ranks are above the cap and a little more,
+  // while `left` of the room of all nodes is enough for that. False if it made none.
+  bool make_room(const Placement& s, Trading& nodes, const std::vector<i64>& crowded,
+                 i128& left) const {
+    bool made = false;
+    for (const i64 node : crowded) {
+      i64 room = 8 * free_room(s);
+      for (i64 r = s.first_rank(node); r < s.end_rank(node); ++r) {
+        room += std::max<i64>(0, s.load[at(r)] - s.problem.cap);
+      }
+      if (s.num_nodes == 1 || room > left) continue;
+      left -= room;
+      nodes.keep_free(node, room);
+      made = true;
+    }
+    return made;
+  }
+
+  i128 all_room(const Placement& s) const {
+    return std::max<i128>(0, static_cast<i128>(s.problem.cap) * p_.num_ranks - s.total);
   }
 
   // Of a rank, in the mean of its node, without which its ranks could not be evened out: half of
   // what there is, at most a 64th of an item.
   i64 free_room(const Placement& s) const {
-    const i128 slack = static_cast<i128>(s.problem.cap) * p_.num_ranks - s.total;
-    return static_cast<i64>(std::min<i128>(
-        std::max<i128>(0, slack) / 2 / p_.num_ranks, s.typical / 64));
+    return static_cast<i64>(std::min<i128>(all_room(s) / 2 / p_.num_ranks, s.typical / 64));
   }
 
   // The least that no rank of a node has to send more than, for the node to be rid of `surplus`:
@@ -140,7 +210,7 @@ class LocalSearch {
       i64 mean = 0;
       for (i64 r = s.first_rank(node); r < s.end_rank(node); ++r) mean += s.load[at(r)] / width;
       most = std::max(most, mean - target);
-      share = std::max(share, even_share(s, node, (mean - target) * width));
+      share = std::max(share, even_share(s, node, std::max<i64>(0, mean - target) * width));
       room = std::max(room, target - mean);
       surplus += std::max<i64>(0, mean - target) * width;
     }
@@ -155,48 +225,62 @@ class LocalSearch {
                                                                  Trading::kWhatFits);
   }
 
-  void keep_if_lower() {
-    const i64 reached = max_load(trial_.data());
-    if (reached >= high_) return;
-    high_ = reached;
-    std::copy(trial_.begin(), trial_.end(), best_);
+  // From the best plan under a lower cap; returns the operations left.
+  i64 go_on(i64 cap, i64 operations) {
+    std::copy(best_, best_ + trial_.size(), trial_.begin());
+    const i64 left = attempt(cap, operations, false);
+    if (max_load(trial_.data()) < high_) take(trial_);
+    return left;
   }
 
-  // Goes on from the best assignment, under caps halfway between what is reached and what is not,
-  // and when they are near, under the cap itself.
-  void tighten(i64 cap, i64 operations) {
+  // Goes on under caps halfway between what is reached and what is not, and when they are near,
+  // under the cap itself.
+  void tighten(i64 cap) {
+    i64 operations = operations_;
     const i64 fine = 1 + cap / 65536;  // nearer is not worth an attempt
     for (i64 low = cap; high_ > cap && operations > 0;) {
       const bool near = high_ - low <= fine;
       if (near && low > cap) return;
       const i64 next = near ? cap : low + (high_ - low) / 2;
-      std::copy(best_, best_ + trial_.size(), trial_.begin());
       const i64 part = operations / 4;  // one that does not end is not to use up all of them
-      operations -= part - attempt(next, part, false);
+      operations -= part - go_on(next, part);
       if (near) return;
       if (high_ > next) low = next;
     }
   }
 
-  void start_from_greedy() {
+  // Until no load is above the largest of `greedy`, which is taken where that fails.
+  void match_greedy() {
+    if (high_ > greedy_load()) go_on(greedy_load(), operations_);
+    if (high_ > greedy_load()) take(greedy_);
+  }
+
+  // The largest load of `greedy`, which is placed near the homes.
+  i64 greedy_load() {
+    if (!greedy_.empty()) return greedy_load_;
     spent_ += 60 * num_items_;
-    greedy(p_.weight, p_.home, p_.num_ranks, trial_.data());
+    greedy_.resize(trial_.size());
+    greedy(p_.weight, p_.home, p_.num_ranks, greedy_.data());
     const std::vector<i64> rank_of_batch =
-        near_home(p_.home, {trial_.data(), trial_.size()}, p_.weight, p_.num_ranks,
+        near_home(p_.home, {greedy_.data(), greedy_.size()}, p_.weight, p_.num_ranks,
                   p_.ranks_per_node);
-    for (std::size_t i = 0; i < trial_.size(); ++i) {
-      if (p_.weight[i] > 0) trial_[i] = rank_of_batch[at(trial_[i])];
+    for (std::size_t i = 0; i < greedy_.size(); ++i) {
+      if (p_.weight[i] > 0) greedy_[i] = rank_of_batch[at(greedy_[i])];
     }
-    keep_if_lower();
+    return greedy_load_ = max_load(greedy_.data());
   }
 
   LocalProblem p_;
+  i64 width_;  // ranks of a node
   i64* best_;
+  std::vector<i64> trial_, greedy_;
   std::vector<i32> order_;
-  std::vector<i64> trial_;
-  i64 num_items_ = 0;  // of positive weight
-  i64 spent_ = 0;
-  i64 high_ = std::numeric_limits<i64>::max();  // largest load of the best assignment so far
+  std::vector<i128> node_load_;  // at home
+  i64 num_items_ = 0;            // of positive weight
+  i64 operations_ = 0, spent_ = 0;
+  i64 high_ = 0, greedy_load_ = 0;  // largest load of the best plan, and of greedy_
+  i64 crowding_ = 0;  // no largest load is below this
+  i128 moved_ = kNoPlan;
 };
 
 }  // namespace orchmllm

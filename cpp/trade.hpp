@@ -33,7 +33,8 @@ class Bundles {
   }
 
  private:
-  static constexpr std::size_t kItems = 24;  // that bundles are made of, evenly spaced
+  // That bundles are made of, evenly spaced; of those of two, half as many.
+  static constexpr std::size_t kItems = 24;
   static constexpr std::size_t kMany = 512;  // bundles, to which no item is added any more
 
   // Of bundles of two, two items of each weight are enough.
@@ -44,7 +45,7 @@ class Bundles {
         chosen_.push_back(static_cast<u32>(k));
       }
     }
-    const std::size_t all = chosen_.size(), count = std::min(kItems, all);
+    const std::size_t all = chosen_.size(), count = std::min(most > 2 ? kItems : kItems / 2, all);
     for (std::size_t k = 0; k < count; ++k) chosen_[k] = chosen_[k * all / count];
     chosen_.resize(count);
   }

@@ -41,9 +41,9 @@ class Trading {
   }
 
   // The units trade until none is above its cap, the one furthest above first; one that nothing
-  // helps is passed over. False if there was one. Every trade lowers the sum of what is above the
-  // caps.
-  bool even(const std::vector<i64>& units, How first_how = kSingle) {
+  // helps is passed over, or is the end with `at_once`. False if there was one. Every trade lowers
+  // the sum of what is above the caps.
+  bool even(const std::vector<i64>& units, How first_how = kSingle, bool at_once = false) {
     if (!s_.budget.spend(64 * units.size())) return false;
     std::set<Excess> ranked;
     i128 slack = 0;
@@ -60,6 +60,7 @@ class Trading {
       const i64 a = fullest->second, b = relieve(a, ranked, first_how);
       ranked.erase(fullest);
       if (b == kNobody) {
+        if (at_once) return false;
         helped = false;
         continue;
       }
@@ -68,6 +69,9 @@ class Trading {
     }
     return helped;
   }
+
+  // So much room of the unit stays free: it counts as load.
+  void keep_free(i64 unit, i64 room) { load_[at(unit)] += room; }
 
  private:
   using Excess = std::pair<i64, i64>;  // (load above the cap, unit)

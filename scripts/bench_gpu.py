@@ -106,7 +106,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 
 def make_spec(model: ModelConfig, balanced: bool) -> PlanSpec:
-    phase = PhasePolicy("least_move", tolerance=0.005)
+    phase = PhasePolicy("least_move")
     balance = BalanceConfig(balanced, "load", **dict.fromkeys(PHASES, phase))
     return PlanSpec(costs={p: cost_model(p, model) for p in PHASES},
                     row_bytes={p: getattr(model, p).geometry.row_bytes for p in ENCODERS},

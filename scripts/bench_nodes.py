@@ -37,7 +37,7 @@ WORLD = NODES * PER_NODE
 SCHEMES = {
     "none": PhasePolicy("none"), "greedy": PhasePolicy("greedy"),
     "greedy+nodewise": PhasePolicy("greedy", nodewise=True),
-    "least_move": PhasePolicy("least_move", tolerance=0.005),
+    "least_move": PhasePolicy("least_move"),
 }
 PREFIX, SUBNET = "orchmllm", "10.77.0"
 

@@ -21,8 +21,9 @@ class PhaseConfig(PhasePolicy):
     policy: str = key("least_move", "Which algorithm chooses the ranks; docs/balancing.md says "
                       "what cost of a rank each keeps low.", choices=tuple(POLICIES))
     tolerance: float = key(
-        DEFAULT_TOLERANCE, "Allowed excess of the largest load over its lower bound (0.005: half a "
-        "percent), for policies that trade balance for movement; others ignore the default.",
+        DEFAULT_TOLERANCE, "Allowed excess of the largest load over its lower bound (0.001: a "
+        "tenth of a percent; one between 0.001, 0.002, 0.005, 0.01, ... counts as the lower), for "
+        "policies that trade balance for movement; others ignore the default.",
         at_least=0, at_most=1)
     max_rank_tokens: int = key(
         0, "Hard cap of a rank's positions (activation memory); 0: none.", at_least=0)

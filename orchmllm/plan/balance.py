@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-DEFAULT_TOLERANCE = 0.005  # smaller ones cost far more movement and planning time than they gain
+DEFAULT_TOLERANCE = 0.001  # smaller ones cost far more planning time than they gain
 MAX_SUM = 2**62  # room for the sum of two loads in int64
 NOTHING = np.zeros(0, np.int64)
 
@@ -178,7 +178,8 @@ def balance(
     policy: what the cost of a rank is and how it is kept low; see POLICIES.
     home: (n,) rank where each item is now; default: equal contiguous shares.
     ranks_per_node: ranks [k * ranks_per_node, ...) are node k; the last node may be smaller.
-    tolerance: accepted excess of the largest load over its lower bound; default 0.005.
+    tolerance: accepted excess of the largest load over its lower bound; default 0.001. One between
+        two of 0.001, 0.002, 0.005, 0.01, ... (1, 2 and 5 times a power of 10) counts as the lower.
     cost: (n,) integers to balance instead of lengths, e.g. CostModel(lengths).
     move_cost: (n,) bytes of moving an item to another node; default lengths.
     max_rank_tokens: hard cap of the sum of lengths on a rank (activation memory).
@@ -206,12 +207,14 @@ def balance(
 
 
 def load_cap(weight: np.ndarray, num_ranks: int, tolerance: float) -> int:
-    """The largest load that `least_move` accepts: (1 + tolerance) times the lower bound. weight:
-    (n,). Raises ValueError for a tolerance outside [0, 1]."""
+    """The largest load that `least_move` accepts: (1 + tolerance) times the lower bound, where a
+    tolerance counts as the largest of TOLERANCES (cpp/least_move.hpp) that is not above it, and as
+    0 below them. weight: (n,). Raises ValueError for a tolerance outside [0, 1]."""
     if not 0.0 <= tolerance <= 1.0:
         raise ValueError(f"tolerance must be in [0, 1], got {tolerance!r}")
     bound = core().lower_bound(weight, num_ranks)
-    return bound + int(bound * tolerance)
+    levels = core().TOLERANCES
+    return bound + int(bound * levels[levels <= tolerance].max(initial=0))
 
 
 def check_policy(policy: str) -> None:

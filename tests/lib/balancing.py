@@ -47,3 +47,34 @@ def brute_force(weight: np.ndarray, d: int, cost) -> int:
     """Least maximum over ranks of cost((m, n) mask of a rank's items in each assignment)."""
     ranks = assignments(len(weight), d)
     return int(np.max([cost(ranks == r) for r in range(d)], axis=0).min())
+
+
+def least_moved(weight: np.ndarray, home: np.ndarray, num_ranks: int, cap: int) -> int:
+    """The weight that has to leave its node at least, of nodes of 8 ranks, if no load may be above
+    the cap: the sum over nodes of the larger of what is too much in the mean, and what is too much
+    of indivisible items."""
+    return sum(_node_least(weight[home // 8 == node], 8, cap) for node in range(num_ranks // 8))
+
+
+def _node_least(weight: np.ndarray, ranks: int, cap: int) -> int:
+    """For some numbers of heaviest items: how many of them the ranks can keep, and the weight of
+    as many of the lightest as are left over."""
+    heaviest = np.sort(weight)[::-1]
+    least = max(0, int(weight.sum()) - ranks * cap)
+    steps = np.flatnonzero(heaviest[:-1] >= 2 * heaviest[1:]) + 1
+    for count in steps:
+        held = np.concatenate([[0], np.cumsum(heaviest[:count][::-1])])
+        keep = next(k for k in range(count, -1, -1) if _may_hold(held, k, ranks, cap))
+        least = max(least, int(held[count - keep]))
+    return least
+
+
+def _may_hold(held: np.ndarray, count: int, ranks: int, cap: int) -> bool:
+    """Whether ranks may be able to hold so many items; held[k]: what the lightest k weigh. With
+    count = q * ranks + r (0 < r <= ranks), some x of 1..r ranks hold q * x + r items or more: where
+    none does, fewer than `count` are held."""
+    if count == 0:
+        return True
+    q, r = divmod(count - 1, ranks)
+    x = np.arange(1, r + 2)
+    return bool(held[count] <= ranks * cap and (held[q * x + r + 1] <= x * cap).any())

@@ -35,16 +35,16 @@ def test_none_returns_home() -> None:
     assert np.array_equal(balance([5, 6, 7], num_ranks=3, policy="none", home=home), home)
 
 
-def test_default_tolerance_is_half_a_percent() -> None:
+def test_default_tolerance_is_a_thousandth() -> None:
     """Everywhere: balance(), recipes and the drop-in loader. Policies without one ignore it."""
     weight = np.random.default_rng(0).integers(1, 1000, 2000)
-    default, half, none = (balance(weight, num_ranks=32, policy="least_move", **given)
-                           for given in ({}, {"tolerance": .005}, {"tolerance": 0.}))
-    assert np.array_equal(default, half) and not np.array_equal(default, none)
-    assert PhaseConfig().tolerance == DEFAULT_TOLERANCE == .005
+    default, same, half = (balance(weight, num_ranks=32, policy="least_move", **given)
+                           for given in ({}, {"tolerance": .001}, {"tolerance": .005}))
+    assert np.array_equal(default, same) and not np.array_equal(default, half)
+    assert PhaseConfig().tolerance == DEFAULT_TOLERANCE == .001
     spec = make_spec("least_move", None, 0, cost=None, ranks_per_node=8, dispatch="load",
                      min_gain=0.0)
-    assert spec.balance.llm.tolerance == .005
+    assert spec.balance.llm.tolerance == .001
     assert list(PhaseConfig("greedy").conflicts()) == []
     assert len(list(PhaseConfig("greedy", tolerance=.1).conflicts())) == 1
 

@@ -74,6 +74,20 @@ def test_least_move_is_never_worse_than_greedy(num_cases) -> None:
         assert got <= max(cap, lpt), (case, got, cap, lpt)
 
 
+@pytest.mark.parametrize("num_cases", [200, pytest.param(2000, marks=pytest.mark.slow)])
+def test_a_looser_tolerance_never_moves_more(num_cases) -> None:
+    """In the cost that changes its node, with and without costs of moving."""
+    rng = np.random.default_rng(0)
+    tolerances = (0, .0003, .001, .002, .003, .005, .01, .02, .05, .07, .1, .2, .5, 1)
+    for case in range(num_cases):
+        weight, home, price, d, c = random_case(rng)
+        moved = []
+        for tolerance in tolerances:
+            got = core().least_move(weight, home, price, d, c, load_cap(weight, d, tolerance))
+            moved.append(int(weight[got // c != home // c].sum()))
+        assert moved == sorted(moved, reverse=True), (case, moved)
+
+
 def test_least_move_is_not_far_above_greedy_where_nearly_nothing_fits() -> None:
     """A few items of 1000 among light ones: no surplus has a partner, though n/d is 16."""
     rng = np.random.default_rng(4)

@@ -14,6 +14,8 @@ import numpy as np
 from tests.twins.core import greedy, lower_bound, near_home
 
 NO_LIMIT = 2**63 - 1
+TOLERANCES = (.001, .002, .005, .01, .02, .05, .1, .2, .5, 1)
+ROUNDS, FEW = 8, 4096
 PARTNERS, REFUSALS = 24, 16
 BUNDLED = 24  # items of a unit that bundles are made of
 MANY = 512  # bundles, to which no item is added any more
@@ -88,6 +90,7 @@ class Trading:
     def __init__(self, s: Placement, width: int, cap: int,
                  takes_part: Callable[[int], bool] = lambda _: True):
         self.s, self.width, self.cap, self.takes_part = s, width, cap, takes_part
+        self.kept_free: dict[int, int] = {}  # by unit: room that counts as load
         self.first_pass = [0 if width > 1 else 2] * -(-s.num_ranks // width)  # of give(), by unit
 
     def ranks(self, unit: int) -> range:
@@ -98,12 +101,12 @@ class Trading:
                 and self.s.rank_of[item[1]] // self.width == unit]
 
     def excess(self, unit: int) -> int:
-        load = sum(self.s.load[rank] for rank in self.ranks(unit))
+        load = self.kept_free.get(unit, 0) + sum(self.s.load[rank] for rank in self.ranks(unit))
         return max(load - self.cap * len(self.ranks(unit)), -self.s.total)
 
     def even(self, units: Sequence[int],
-             ways: Sequence[int] = (SINGLE, PAIRS, HEAVY, BUNDLES)) -> bool:
-        """The fullest trades first; False if nothing helped one."""
+             ways: Sequence[int] = (SINGLE, PAIRS, HEAVY, BUNDLES), at_once: bool = False) -> bool:
+        """The fullest trades first; False if nothing helped one, with `at_once` then and there."""
         if not self.s.spend(64 * len(units)):
             return False
         slack = -sum(self.excess(u) for u in units)
@@ -116,6 +119,8 @@ class Trading:
             if not self.s.spend(64):
                 return False
             if not self.relieve(ranked, ways):
+                if at_once:
+                    return False
                 helpless.add(ranked[-1][1])
 
     def relieve(self, ranked: list[tuple[int, int]], ways: Sequence[int]) -> bool:
@@ -211,10 +216,10 @@ class Trading:
         """Of up to two items, or of any number; one of each weight, ascending. None where
         operations ran out."""
         if way == PAIRS:
-            items_of, most = [i for k, i in enumerate(items) if k < 2 or items[k - 2][0] != i[0]], 2
+            items_of = [i for k, i in enumerate(items) if k < 2 or items[k - 2][0] != i[0]]
+            most, count = 2, min(BUNDLED // 2, len(items_of))
         else:
-            items_of, most = items, BUNDLED
-        count = min(BUNDLED, len(items_of))
+            items_of, most, count = items, BUNDLED, min(BUNDLED, len(items))
         found: dict[int, tuple[Item, ...]] = {0: ()}
         for k in range(count):
             if len(found) >= MANY:
@@ -304,33 +309,36 @@ class Search:
     def __init__(self, weight, home, price, num_ranks: int, ranks_per_node: int, cap: int):
         self.weight, self.home = [int(w) for w in weight], [int(h) for h in home]
         self.price = [int(p) for p in price]
-        self.num_ranks, self.cap = num_ranks, cap
-        self.width = num_ranks if ranks_per_node == 1 else min(ranks_per_node, num_ranks)
+        self.num_ranks, self.cap, self.node_width = num_ranks, cap, min(ranks_per_node, num_ranks)
+        self.width = num_ranks if ranks_per_node == 1 else self.node_width
         self.num_nodes = -(-num_ranks // self.width)
+        self.n = sum(w > 0 for w in self.weight)
+        self.operations = min(32000000, 4000 * self.n) + 80 * self.n
         self.best, self.high, self.spent = self.home, self.max_load(self.home), 0
+        self.moved, self.crowding = NO_LIMIT, 0
+        self.greedy: list[int] = []
 
     def run(self) -> list[int]:
         if self.high <= self.cap:
             return self.best
-        n = sum(w > 0 for w in self.weight)
         bound = lower_bound(np.array(self.weight), self.num_ranks)
-        loose = max(self.cap, bound + bound // 1000)
-        operations = min(32000000, 4000 * n) + 80 * n
-        home_is_near = not self.nearly_all_moves()
-        if home_is_near:
-            left = self.attempt(list(self.home), loose, operations, from_home=True)
-            self.tighten(loose, left + operations // 2)
-        if self.high > loose:
-            start = self.start_from_greedy()
-            if self.high > loose:
-                if self.max_load(start) > self.high:
-                    self.high = loose + 1
-                self.tighten(loose, self.attempt(start, loose, operations // 4))
-                self.high = self.max_load(self.best)
-        if self.cap < self.high <= loose:
-            self.tighten(self.cap, operations)
-            if self.high > self.cap:
-                self.start_from_greedy()
+        caps = [bound + int(bound * tolerance) for tolerance in TOLERANCES]
+        cap = max(self.cap, caps[0])
+        self.plan_for(cap)
+        for c in reversed(caps):
+            if c < cap and self.has_to_move(c) < self.moved:
+                self.plan_for(c)
+        for c in caps:
+            if c > cap and self.moved == NO_LIMIT:
+                self.plan_for(c)
+        if self.n <= FEW and self.greedy_load() <= cap:
+            self.offer(self.greedy)
+        if self.high > cap:
+            self.match_greedy()
+        if self.high > self.cap and (self.cap < caps[0] or self.n < 12 * self.num_ranks):
+            self.tighten(max(self.cap if self.cap < caps[0] else bound, self.crowding))
+        if self.high > self.cap:
+            self.match_greedy()
         return self.best
 
     def max_load(self, rank_of: list[int]) -> int:
@@ -339,42 +347,78 @@ class Search:
             load[rank] += weight
         return max(load)
 
-    def nearly_all_moves(self) -> bool:
-        nodes = [0] * self.num_nodes
-        for weight, home in zip(self.weight, self.home, strict=True):
-            nodes[home // self.width] += weight
-        over = sum(max(0, load - self.cap * self.width) for load in nodes)
-        return 16 * over > 15 * sum(nodes)
+    def away(self, item: int, rank: int) -> bool:
+        return self.home[item] // self.node_width != rank // self.node_width
 
-    def keep_if_lower(self, rank_of: list[int]) -> None:
-        if self.max_load(rank_of) < self.high:
-            self.best, self.high = list(rank_of), self.max_load(rank_of)
+    def has_to_move(self, cap: int) -> int:
+        width, nodes = self.node_width, [0] * -(-self.num_ranks // self.node_width)
+        for weight, home in zip(self.weight, self.home, strict=True):
+            nodes[home // width] += weight
+        return sum(max(0, load - cap * min(width, self.num_ranks - k * width))
+                   for k, load in enumerate(nodes))
+
+    def plan_for(self, cap: int) -> None:
+        trial = list(self.home)
+        if cap >= self.crowding:
+            self.attempt(trial, cap, self.operations, from_home=True)
+        if self.max_load(trial) <= cap:
+            self.offer(trial)
+            return
+        self.crowding = crowding_bound(self.weight, self.num_ranks)
+        if self.greedy_load() <= cap:
+            self.offer(self.greedy)
+
+    def offer(self, rank_of: list[int]) -> None:
+        moved = sum(w for i, w in enumerate(self.weight) if self.away(i, rank_of[i]))
+        if moved < self.moved:
+            self.moved = moved
+            self.take(rank_of)
+
+    def take(self, rank_of: list[int]) -> None:
+        self.best, self.high = list(rank_of), self.max_load(rank_of)
 
     def attempt(self, start: list[int], cap: int, operations: int, from_home: bool = False) -> int:
         """Operations that are left."""
         s = Placement(self.weight, self.home, self.price, self.num_ranks, self.width, start, cap,
-                      operations - 4 * sum(w > 0 for w in self.weight))
-        nodes = range(self.num_nodes)
-        if self.num_nodes > 1:
-            slack = cap * self.num_ranks - s.total
-            target = cap - min(max(0, slack) // 2 // self.num_ranks, s.typical // 64)
-            if from_home:
-                self.limit_moves(s, target)
-            Trading(s, self.width, target).even(nodes)
-        if s.operations >= 0:
-            self.even_ranks(s)
-        self.keep_if_lower(s.rank_of)
+                      operations - 4 * self.n)
+        slack = max(0, cap * self.num_ranks - s.total)
+        room = min(slack // 2 // self.num_ranks, s.typical // 64)
+
+        # What may move is settled when a Trading begins.
+        def trading(width: int, target: int, always: bool = False) -> Trading:
+            stays = set() if from_home or always else {
+                i for i, rank in enumerate(s.rank_of) if self.away(i, rank)}
+            return Trading(s, width, target, lambda i: i not in stays)
+
+        if from_home and self.num_nodes > 1:
+            self.limit_moves(s, cap - room)
+        nodes = trading(self.width, cap - room)
+
+        def even() -> list[int]:
+            nodes.even(range(self.num_nodes))
+            ranks = trading(1, cap, always=self.node_width > 1)
+            return [k for k in range(self.num_nodes) if not ranks.even(self.ranks(k))]
+
+        crowded, left = even(), slack // 4
+        for _ in range(ROUNDS):
+            made = False
+            for k in crowded:
+                more = 8 * room + sum(max(0, s.load[r] - cap) for r in self.ranks(k))
+                if self.num_nodes > 1 and more <= left:
+                    left -= more
+                    nodes.kept_free[k] = nodes.kept_free.get(k, 0) + more
+                    made = True
+            if not made:
+                break
+            crowded = even()
+        s.receive_limit = NO_LIMIT
+        if crowded:
+            trading(1, cap).even(range(self.num_ranks), at_once=True)
         self.spent += operations - s.operations
         return s.operations
 
-    def even_ranks(self, s: Placement) -> None:
-        s.send_limit = NO_LIMIT
-        ranks = Trading(s, 1, s.cap)
-        done = [ranks.even(range(k * self.width, min(self.num_ranks, (k + 1) * self.width)))
-                for k in range(self.num_nodes)]
-        s.receive_limit = NO_LIMIT
-        if not all(done):
-            ranks.even(range(self.num_ranks))
+    def ranks(self, node: int) -> range:
+        return range(node * self.width, min(self.num_ranks, (node + 1) * self.width))
 
     def limit_moves(self, s: Placement, target: int) -> None:
         """To an even share of the largest surplus; what is cheap to move goes at once."""
@@ -399,29 +443,50 @@ class Search:
             cheap = PriceLimit(self.weight, self.price, surplus)
             Trading(s, self.width, target, cheap.covers).even(range(self.num_nodes), (WHAT_FITS,))
 
-    def tighten(self, cap: int, operations: int) -> None:
-        low, fine = cap, 1 + cap // 65536
+    def go_on(self, cap: int, operations: int) -> int:
+        trial = list(self.best)
+        left = self.attempt(trial, cap, operations)
+        if self.max_load(trial) < self.high:
+            self.take(trial)
+        return left
+
+    def tighten(self, cap: int) -> None:
+        low, fine, operations = cap, 1 + cap // 65536, self.operations
         while self.high > cap and operations > 0:
             near = self.high - low <= fine
             if near and low > cap:
                 return
             following = cap if near else low + (self.high - low) // 2
             part = operations // 4
-            operations -= part - self.attempt(list(self.best), following, part)
+            operations -= part - self.go_on(following, part)
             if near:
                 return
             if self.high > following:
                 low = following
 
-    def start_from_greedy(self) -> list[int]:
-        self.spent += 60 * sum(w > 0 for w in self.weight)
-        home = np.array(self.home, np.int64)
-        batch = greedy(np.array(self.weight), home, self.num_ranks)
-        rank_of_batch = near_home(home, batch, np.array(self.weight), self.num_ranks, self.width)
-        start = [int(rank_of_batch[b]) if w else h
-                 for b, w, h in zip(batch, self.weight, self.home, strict=True)]
-        self.keep_if_lower(start)
-        return start
+    def match_greedy(self) -> None:
+        if self.high > self.greedy_load():
+            self.go_on(self.greedy_load(), self.operations)
+        if self.high > self.greedy_load():
+            self.take(self.greedy)
+
+    def greedy_load(self) -> int:
+        if not self.greedy:
+            self.spent += 60 * self.n
+            home, weight = np.array(self.home, np.int64), np.array(self.weight)
+            batch = greedy(weight, home, self.num_ranks)
+            rank_of_batch = near_home(home, batch, weight, self.num_ranks, self.width)
+            self.greedy = [int(rank_of_batch[b]) if w else h
+                           for b, w, h in zip(batch, self.weight, self.home, strict=True)]
+        return self.max_load(self.greedy)
+
+
+def crowding_bound(weight: list[int], num_ranks: int) -> int:
+    """Of q * num_ranks + 1 items some rank gets q + 1."""
+    heaviest = sorted(weight, reverse=True)
+    return max((sum(heaviest[: q * num_ranks + 1][-q - 1:])
+                for q in range(1, -(-len(weight) // num_ranks)) if q * num_ranks < len(weight)),
+               default=0)
 
 
 def least_move_counted(
