@@ -230,7 +230,8 @@ def plot(results: list[dict], path: Path) -> None:
     axes.plot(range(len(results)), paper, "k_", markersize=14,
               label="the paper's, with communication")
     axes.set_xticks(range(len(results)), names, fontsize=7)
-    axes.set(ylabel="ms a step", title="link and latency are exposed, the rest is CPU in prefetch")
+    axes.set(ylabel="ms a step",
+             title="row, link and latency are exposed, the rest is CPU in prefetch")
     axes.legend(fontsize=7)
     figure.savefig(path, dpi=110)
 
