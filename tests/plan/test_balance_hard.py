@@ -107,11 +107,11 @@ def test_weights_near_the_end_of_int64(policy: str) -> None:
     weight = rng.integers(1, 2**56, 40) + (np.arange(40) == 3) * (2**61 - 2**58)
     options = {"padded_cost": np.zeros(40, np.int64)} if policy == "conv_transformer" else {}
     for tolerance in (0., .001, 1.) if policy == "least_move" else (None,):
-        for home in (np.zeros(40, np.int64), np.arange(40) % 6):
-            rank_of = balance(weight, num_ranks=6, policy=policy, home=home, ranks_per_node=2,
+        for home in (np.zeros(40, np.int64), np.arange(40) % 24):
+            rank_of = balance(weight, num_ranks=24, policy=policy, home=home, ranks_per_node=8,
                               tolerance=tolerance, **options)
-            most = load_cap(weight, 6, tolerance) if tolerance else weight.max()
-            assert loads(weight, rank_of, 6).max() <= most
+            most = load_cap(weight, 24, tolerance) if tolerance else weight.max()
+            assert loads(weight, rank_of, 24).max() <= most
 
 
 def images_of_few_sizes(ranks: int, batch_size: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
