@@ -13,7 +13,7 @@ from itertools import combinations, product
 import pytest
 
 from tests.lib.client_cells import FAST, LOOPS, PARTS, cells_of_part, check, fast_cells
-from tests.lib.clients import CLIENTS, FEATURES, Cell, client_table, run_cells
+from tests.lib.clients import CLIENTS, FEATURES, IN_SHARDS, Cell, client_table, run_cells
 from tests.lib.commands import ROOT
 from tests.lib.ranks import run_ranks
 
@@ -24,7 +24,8 @@ def test_the_fast_cells_cover_all_pairs():
     cells = fast_cells(FAST)
     assert set(FAST) == set(CLIENTS)
     for client, feature, on in product(CLIENTS, FEATURES, (False, True)):
-        assert any(c.client == client and (feature in c.features) == on for c in cells)
+        if not (on and feature == "resumed" and client in IN_SHARDS):  # refused by transformers
+            assert any(c.client == client and (feature in c.features) == on for c in cells)
     for (f, g), on, also in product(combinations(FEATURES, 2), (False, True), (False, True)):
         assert any(((f in c.features), (g in c.features)) == (on, also) for c in cells), (f, g)
 

@@ -4,7 +4,7 @@ the run goes on.
 
     orchmllm report runs/mine
     orchmllm report runs/mine --compare runs/plain --out comparison.html
-    orchmllm report runs/mine --score           # what was predicted beside what it measured
+    orchmllm report runs/mine --score    # predictions beside measurements
 """
 
 from __future__ import annotations
