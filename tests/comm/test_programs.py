@@ -75,7 +75,7 @@ def digests_and_losses(world, run, solver: str = "") -> tuple[list, str]:
 @needs_solvers
 @pytest.mark.slow
 @pytest.mark.parametrize("solver, num_ranks, accumulation_steps", [
-    ("highs", 4, 1), ("cbc", 3, 2)])
+    pytest.param("highs", 4, 1, marks=pytest.mark.slow), ("cbc", 3, 2)])
 def test_one_rank_solves_for_all(solver, num_ranks, accumulation_steps):
     results = run_ranks(digests_and_losses, num_ranks, run_of(
         permuted(solver, nodewise_limit_s=20.0), accumulation_steps))
@@ -87,7 +87,8 @@ def test_one_rank_solves_for_all(solver, num_ranks, accumulation_steps):
 
 @pytest.mark.dist
 @pytest.mark.parametrize("solver, text", [
-    ("raises", "rank 0 (also ranks [1, 2]) failed: RuntimeError: no licence"),
+    pytest.param("raises", "rank 0 (also ranks [1, 2]) failed: RuntimeError: no licence",
+                 marks=pytest.mark.slow),
     ("killed", "the process of solver 'highs' died (exit code -9"),
 ])
 def test_a_solver_that_fails_fails_on_all_ranks(solver, text):

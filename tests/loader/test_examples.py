@@ -39,8 +39,9 @@ def test_balanced_losses_are_the_plain_ones(num_ranks):
 
 @pytest.mark.dist
 @pytest.mark.parametrize("name", [
-    "fsdp1", "with_accelerate", pytest.param("with_lightning", marks=pytest.mark.slow),
-    pytest.param("hf_trainer", marks=pytest.mark.slow), "stateful"])
+    "with_accelerate", "stateful",
+    *(pytest.param(name, marks=pytest.mark.slow) for name in (
+        "fsdp1", "with_lightning", "hf_trainer"))])
 def test_off_equals_on(name):
     """Each example's main(balance) returns its losses (or what it compares)."""
     off = run_ranks(run, 2, name, False)

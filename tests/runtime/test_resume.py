@@ -113,6 +113,7 @@ def on_fewer_ranks(world, run) -> list[str]:
     return said
 
 
+@pytest.mark.slow
 def test_memory_on_fewer_ranks_is_that_of_the_checkpoints_batch(tmp_path):
     """A step of 4 ranks with 2 examples each is one of 8 examples on 1 rank."""
     run = run_recipe(tmp_path, train={"num_steps": 1, "global_batch_size": 0})
