@@ -96,7 +96,7 @@ class EncoderHandle:
         self._hooks = []
 
     def _trains(self, module: nn.Module) -> bool:
-        return module.training and (torch.is_grad_enabled() or EncoderHandle.without_gradients)
+        return EncoderHandle.without_gradients or module.training and torch.is_grad_enabled()
 
     @torch.compiler.disable
     def _outside(self, tower: nn.Module, args: tuple) -> None:

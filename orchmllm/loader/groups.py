@@ -43,10 +43,9 @@ def _of_mesh(mesh: dist.DeviceMesh) -> list[int]:
     return mesh.mesh[tuple(place)].flatten().tolist()
 
 
-def trainer_group(trainer: Any, loss: str | None) -> dist.DeviceMesh | None:
+def trainer_group(trainer: Any) -> dist.DeviceMesh | None:
     """The mesh of a model that transformers loaded by a DistributedConfig; None: see data_ranks.
-    loss: as of balance_trainer. Raises ValueError where ranks of the Trainer have to share examples
-    and no mesh says which."""
+    Raises ValueError where ranks of the Trainer have to share examples and no mesh says which."""
     manager = getattr(trainer.model, "_mesh_manager", None)
     mesh = manager and manager.get_mesh(("pp", "dp_replicate", "fsdp", "tp"))
     sizes = {f"{n}_size": getattr(trainer, f"get_{n}_size")() for n in ("tp", "cp", "sp")}
@@ -56,10 +55,16 @@ def trainer_group(trainer: Any, loss: str | None) -> dist.DeviceMesh | None:
             f"{sizes}, and by the device mesh ranks {ranks} of {dist.get_world_size()} share the "
             f"data: the ranks of a replica need the same examples, and which these are is not "
             f"known. Give group=: {_CURE}")
-    if loss == "mean" and sizes["cp_size"] * sizes["sp_size"] > 1:
-        raise ValueError(f"loss='mean' with {sizes}: each rank has the mean over a part of its "
-                         "sequences, whose targets are not counted; divide by num_items_in_batch")
     return mesh
+
+
+def refuse_parts(trainer: Any) -> None:
+    """Raises ValueError where a rank of the Trainer has the mean over a part of its sequences."""
+    sizes = {f"{n}_size": getattr(trainer, f"get_{n}_size")() for n in ("cp", "sp")}
+    if math.prod(sizes.values()) > 1:
+        raise ValueError(f"a loss that is a mean, with {sizes}: each rank has that of a part of "
+                         "its sequences, whose targets are not counted; divide the loss by "
+                         "num_items_in_batch")
 
 
 def check_group(loader: Any, group: dist.ProcessGroup | dist.DeviceMesh | None) -> None:

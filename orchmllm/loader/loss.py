@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import logging
 import sys
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from orchmllm.batch import IGNORE_INDEX, UNKNOWN, Step
+from orchmllm.batch import Step
+from orchmllm.loader.collator import count_labels
 from orchmllm.plan.step import imbalance
 
 log = logging.getLogger("orchmllm.loader")
@@ -95,12 +96,6 @@ class StepInfo:
                 "-> int)")
         return count
 
-    def by_examples(self) -> StepInfo:
-        """The same with each example as one target."""
-        return replace(
-            self, num_targets=self.num_global_examples, num_shifted_targets=None,
-            local_targets=(self.num_examples, UNKNOWN))
-
     def scale_sum(
         self, loss_sum: Tensor, *, shifted: bool = False, gradients: str = "mean",
         num_ranks: int | None = None, divided_by: int | None = None,
@@ -152,15 +147,15 @@ def scale(
     denominator = max(info.denominator(shifted=shifted), 1)
     weight = info.local_targets[shifted] if mean else 1
     if not info.num_examples or not weight:
-        _drop_nan(loss)
-        return loss.nan_to_num(posinf=0.0, neginf=0.0) * 0  # a mean of nothing is nan
+        return nothing_of(loss)
     return loss * (factor * weight / denominator)
 
 
-def _drop_nan(loss: Tensor) -> None:
-    """Makes 0 of every nan in the backward pass of a loss of nothing: behind (ce * mask).sum() /
-    mask.sum() the gradient is 0 / 0, whatever the loss is multiplied by. Where a nan is born it
-    becomes 0, so gradients of other losses that come through the same nodes stay what they are."""
+def nothing_of(loss: Tensor) -> Tensor:
+    """0, whose gradients are 0, in place of a loss of nothing, which may be nan. Every nan in its
+    backward pass becomes 0: behind (ce * mask).sum() / mask.sum() the gradient is 0 / 0, whatever
+    the loss is multiplied by. Where a nan is born it becomes 0, so gradients of other losses that
+    come through the same nodes stay what they are."""
     nodes, seen = [loss.grad_fn], set()
     while nodes:
         node = nodes.pop()
@@ -170,6 +165,7 @@ def _drop_nan(loss: Tensor) -> None:
         node.register_hook(lambda into, _: tuple(
             g if g is None else g.nan_to_num(0.0, torch.inf, -torch.inf) for g in into))
         nodes += [following for following, _ in node.next_functions]
+    return loss.nan_to_num(posinf=0.0, neginf=0.0) * 0
 
 
 def check_labels(labels: Tensor | None, info: StepInfo, *, shifted: bool) -> None:
@@ -186,7 +182,7 @@ def check_labels(labels: Tensor | None, info: StepInfo, *, shifted: bool) -> Non
                          f"of the batch {info.labels_shape}: {cure}")
     if labels.device.type != "cpu" or not info.num_examples or not info.counts_labels:
         return
-    held = int(((labels[..., 1:] if shifted else labels) != IGNORE_INDEX).sum())
+    held = count_labels(labels)[shifted]
     if held != info.local_targets[shifted]:
         raise ValueError(
             f"scale_mean: these labels have {held} targets, those of the batch "

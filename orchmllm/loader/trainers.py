@@ -3,38 +3,28 @@ SFTTrainer, DPOTrainer and RewardTrainer."""
 
 from __future__ import annotations
 
-import inspect
-import math
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from operator import length_hint
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 from orchmllm.loader.costs import known_cost
-from orchmllm.loader.groups import check_group, trainer_group
+from orchmllm.loader.groups import check_group, refuse_parts, trainer_group
+from orchmllm.loader.known import PAIRS, check_trainer, known_lengths, loss_of_pairs, of_pairs
 from orchmllm.loader.loader import BalancedDataLoader
-from orchmllm.loader.loss import StepInfo, scale
-from orchmllm.loader.trial import SCALED, SHIFTED, SUM, TARGETS, Trial
+from orchmllm.loader.loss import StepInfo, nothing_of, scale
+from orchmllm.loader.trial import EXAMPLES, SCALED, SHIFTED, SUM, TARGETS, Trial
 from orchmllm.loader.versions import require
 from orchmllm.loader.wrapped import plain
 
 _STATE = "balanced_loader_{rank}.pt"
-_LIBRARIES = ("transformers", "trl")
-_PAIRS = ("DPOTrainer", "RewardTrainer")  # whose loss is a mean over pairs of answers
-_KNOWN = ("Trainer", "Seq2SeqTrainer", "SFTTrainer", *_PAIRS)
-_GROUPS = ("it compares the answers to one prompt with each other, and balancing would take them "
-           'apart: make the group the example ("What varies per rank" in docs/loader.md)')
-_REFUSED = {
-    "GRPOTrainer": _GROUPS, "RLOOTrainer": _GROUPS,
-    "KTOTrainer": "it estimates the divergence from the other examples of the batch",
-    "DistillationTrainer": "its batches are generated within the step"}
-_OF_A_BATCH = {"aot", "aot_unpaired", "sft"}  # losses of DPO that are no mean over pairs
 
 
 def balance(loader: DataLoader, **options: Any) -> BalancedDataLoader:
@@ -70,13 +60,10 @@ def balance_trainer(
     group is given. loss: says what the loss is, instead of the try: `mean` over the rank's targets
     of the batch, or `scaled` if it divides by num_items_in_batch.
 
-    What the loss is, is tried in the first step: it is computed for num_items_in_batch and for
-    twice as many; if that changes nothing, for parts of the batch, to find the sum or the mean over
-    targets or examples that it is. A mean is weighed, so that its gradient is that of one process
-    (the Trainer alone multiplies it by the number of ranks where a model accepts
-    num_items_in_batch and ignores it). The try needs up to 7 forwards without gradients, which
-    leave random numbers, buffers and parameters as they were; a model or a compute_loss that
-    changes anything else when it is called needs `loss`.
+    What the loss is, is tried in the first step, by up to 7 forwards without gradients, which leave
+    random numbers, buffers and parameters as they were; a model or a compute_loss that changes
+    anything else when it is called needs `loss`. A mean is weighed, so that its gradient is that of
+    one process.
 
     Checkpoints hold the loader's state, and train(resume_from_checkpoint=...) goes on after the
     batch where the checkpoint was saved. Raises ValueError for a Trainer whose loss would be wrong,
@@ -84,23 +71,19 @@ def balance_trainer(
     step, on all ranks, for what the try finds), RuntimeError for an older version than was
     tested."""
     require(*(c.__module__ for c in type(trainer).__mro__))
-    base = _check(trainer, loss)
+    base = check_trainer(trainer, loss)
     if options.get("group") is None:
-        options["group"] = trainer_group(trainer, loss)
+        options["group"] = trainer_group(trainer)
     if "phases" not in options:
         options["phases"] = known_cost(trainer.model)
     kind = type(trainer)
     trainer.__class__ = type(f"Balanced{kind.__name__}", (_Balanced, kind), {})
     if lengths is None and length_fn is None:
-        lengths = _known_lengths(trainer)
-    if base.__name__ in _PAIRS:  # chosen answers, then rejected ones
-        options.setdefault("num_targets", lambda batch: len(batch["input_ids"]) // 2)
-        if not {"tolerance", "max_rank_tokens"} & options.keys() and not getattr(
-                trainer.args, "padding_free", False):
-            options.setdefault("policy", "padded")  # a pair has two rows, which hides the padding
-        owner = next(c for c in kind.__mro__ if "compute_loss" in vars(c))
-        if loss is None and _library(owner) in _LIBRARIES:
-            loss = "mean"
+        lengths = known_lengths(trainer)
+    if base.__name__ in PAIRS:
+        options, loss = of_pairs(trainer, options), loss or loss_of_pairs(kind)
+    if loss == "mean":
+        refuse_parts(trainer)
     trainer._balance = dict(options, lengths=lengths, length_fn=length_fn)
     of = SHIFTED if trainer._loss_shifts_labels else TARGETS
     trainer._balance_loss = {None: None, "scaled": SCALED, "mean": of}[loss]
@@ -162,10 +145,13 @@ class _Balanced:
             out = compute(model, inputs, return_outputs=return_outputs,  # None: it is not scaled
                           num_items_in_batch=num_items_in_batch if as_it_is else None)
         loss, *outputs = out if return_outputs else (out,)
-        if not as_it_is or (self._balance_loss == SUM and not step.num_examples):  # a filler: 0
-            info = step if self._balance_loss in (TARGETS, SHIFTED) else step.by_examples()
+        if not as_it_is:
+            info = step if self._balance_loss != EXAMPLES else replace(
+                step, num_targets=step.num_global_examples, local_targets=(step.num_examples,) * 2)
             loss = scale(loss, info, mean=True, shifted=self._balance_loss == SHIFTED,
                          divided_by=self._divides_by(num_items_in_batch))
+        elif not step.num_examples:  # a filler
+            loss = nothing_of(loss)
         return (loss, *outputs) if return_outputs else loss
 
     def _divides_by(self, num_items_in_batch: Tensor | int | None) -> int:
@@ -190,59 +176,6 @@ class _Balanced:
                    how["steps_trained_in_current_epoch"])
         with _nothing_skipped():
             return super()._run_epoch(**how)
-
-
-def _library(kind: type) -> str:
-    return kind.__module__.split(".")[0]
-
-
-def _check(trainer: Any, loss: str | None) -> type:
-    """The class of transformers or TRL that the Trainer is of. Raises ValueError, with the cure,
-    for one whose loss would change with the ranks that hold the examples."""
-    kinds = type(trainer).__mro__
-    base = next((c for c in kinds if _library(c) in _LIBRARIES), kinds[0])
-    if base.__name__ not in _KNOWN:
-        reason = _REFUSED.get(base.__name__, "its loss may compare the examples of a rank with "
-                              "each other, and balancing changes these")
-        raise ValueError(f"{base.__name__} is none of {', '.join(_KNOWN)}: {reason}")
-    model = getattr(trainer.model, "get_base_model", lambda: trainer.model)()  # of an adapter
-    if "return_loss" in inspect.signature(model.forward).parameters:
-        raise ValueError(f"{type(model).__name__} has a contrastive loss, which compares the "
-                         "examples of a rank with each other, and balancing changes these: in a "
-                         "loop of your own compute it over all ranks (\"What varies per rank\" in "
-                         "docs/loader.md)")
-    if loss not in (None, "mean", "scaled"):
-        raise ValueError(f"loss is {loss!r}: use 'mean' or 'scaled'")
-    of_batch = sorted(_OF_A_BATCH & {*getattr(trainer, "loss_types", ())})
-    if base.__name__ in _PAIRS and (of_batch or getattr(trainer, "aux_loss_enabled", False)):
-        raise ValueError(f"{base.__name__}: {', '.join(of_batch) or 'the auxiliary loss'} is no "
-                         "mean over pairs; balancing changes which pairs a rank has")
-    if not trainer.args.average_tokens_across_devices:
-        raise ValueError("average_tokens_across_devices=False: each rank would divide by its own "
-                         "number of targets, which balancing makes unequal; set it to True")
-    strategy = getattr(trainer.args, "train_sampling_strategy", "random")
-    if strategy in ("group_by_length", "batch_rebalance"):
-        raise ValueError(f"train_sampling_strategy={strategy!r} draws from random numbers that "
-                         "ranks do not share while batches are fetched ahead, so they would get "
-                         "other examples: leave it out; balancing evens out the lengths")
-    return base
-
-
-def _known_lengths(trainer: Any) -> list[int] | None:
-    """Of the examples of a data set that is tokenised: input_ids, or TRL's pairs, of which the
-    longer answer is what both are padded to. None for any other."""
-    data = trainer.train_dataset
-    columns = getattr(data, "column_names", None) or ()
-    if isinstance(data, IterableDataset):
-        return None
-    if "input_ids" in columns:
-        return [len(ids) for ids in data["input_ids"]]
-    if not {"chosen_ids", "rejected_ids"} <= set(columns):
-        return None
-    prompts = data["prompt_ids"] if "prompt_ids" in columns else [()] * len(data)
-    longest = getattr(trainer.args, "max_length", None) or math.inf
-    return [min(len(prompt) + max(len(chosen), len(rejected)), longest) for prompt, chosen, rejected
-            in zip(prompts, data["chosen_ids"], data["rejected_ids"], strict=True)]
 
 
 def _go_on(loader: BalancedDataLoader, folder: Path, rank: int, epoch: int, batches: int) -> None:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from orchmllm.batch import IGNORE_INDEX
 from orchmllm.encoders.hook import EncoderHandle
 from orchmllm.loader.collator import count_labels, labels_of
+from orchmllm.loader.groups import refuse_parts
 
 SCALED, SUM, TARGETS, SHIFTED, EXAMPLES = "scaled", "sum", "targets", "shifted", "examples"
 
@@ -41,11 +42,16 @@ class Trial:
         over: TARGETS, SHIFTED (without the first label of each row) or EXAMPLES. None if it is 0
         or not finite on all ranks. Raises ValueError, on all ranks alike, for any other loss;
         RuntimeError where computing it failed on a rank."""
-        if num_items is not None:
+        def respond() -> tuple[list[float], list[bool]]:
+            if num_items is None:
+                return self._losses([(inputs, None)])[0], []
             losses, eps = self._losses([(inputs, n) for n in (num_items, num_items, 2 * num_items)])
-            told = self._where_told(losses, _response(*losses, eps))
-            if not len(told):
-                return None
+            return losses, _response(*losses, eps)
+
+        told = self._told(respond)
+        if not len(told):
+            return None
+        if num_items is not None:
             if told[:, 0].all() and not told[:, 1].any():
                 return SCALED
             if told[:, 0].any() or not told[:, 1].all():
@@ -60,11 +66,16 @@ class Trial:
 
     def _count(self, inputs: Mapping[str, Any], num_examples: int) -> str:
         """Of a loss that is not divided by num_items_in_batch: SUM, or what it is a mean over."""
-        parts, fits = _parts(inputs, num_examples), [0.0] * 4
-        losses, eps = self._losses([(part, None) for part in parts or [inputs] * 4], training=False)
-        if parts is not None:
-            fits = self._fits(parts, *losses, max(1e-5, 4 * eps))
-        told = self._where_told(losses if parts else [0.0], fits)
+        def fit() -> tuple[list[float], list[bool]]:
+            parts = _parts(inputs, num_examples)
+            losses, eps = self._losses([(part, None) for part in parts or [inputs] * 4],
+                                       training=False)
+            if parts is None:
+                return [0.0], [False] * 4
+            return losses, self._fits(parts, *losses, max(1e-5, 4 * eps))
+
+        refuse_parts(self._trainer)
+        told = self._told(fit)
         names = (SUM, TARGETS, SHIFTED, EXAMPLES)
         found = {name for k, name in enumerate(names) if len(told) and told[:, k].all()}
         first = [SHIFTED, TARGETS] if self._trainer._loss_shifts_labels else [TARGETS, SHIFTED]
@@ -84,7 +95,7 @@ class Trial:
         return next(name for name in (SUM, *first, EXAMPLES) if name in found)
 
     def _fits(self, parts: list[dict], twice_x: float, twice_y: float, together: float, x: float,
-              tolerance: float) -> list[float]:
+              tolerance: float) -> list[bool]:
         """Whether the losses of `parts` are those of a SUM, or of a mean over TARGETS, SHIFTED or
         EXAMPLES."""
         size = tolerance * max(abs(twice_x), abs(twice_y), abs(together))
@@ -106,13 +117,20 @@ class Trial:
 
     def _losses(self, calls: list[tuple], training: bool = True) -> tuple[list[float], float]:
         """(the loss of each call of compute, with the same random numbers; the rounding of its
-        type). Raises RuntimeError on all ranks if one of them failed. They meet after the calls:
+        type)."""
+        losses = []
+        for inputs, num_items in calls:
+            with _undisturbed(self._trainer, self._model, training):
+                losses.append(self._compute({**inputs}, num_items).detach())
+        return [float(loss) for loss in losses], torch.finfo(losses[0].dtype).eps
+
+    def _told(self, look: Callable[[], tuple[list[float], list[bool]]]) -> Tensor:
+        """What look found, (losses, findings), on the ranks whose losses are finite and not 0: a
+        row each. Raises RuntimeError on all ranks if it failed on one of them. They meet after it:
         under FSDP2 a rank that fails within a forward stops the others there, as in training."""
-        losses, error = [], None
+        error = None
         try:
-            for inputs, num_items in calls:
-                with _undisturbed(self._trainer, self._model, training):
-                    losses.append(self._compute({**inputs}, num_items).detach())
+            losses, found = look()
         except Exception as e:  # raised below, on all ranks
             error = e
         failed = self._gathered([error is not None])[:, 0].nonzero().flatten().tolist()
@@ -120,12 +138,8 @@ class Trial:
             raise RuntimeError(f"computing the loss of the first batch without gradients failed on "
                                f"rank {failed[0]}; say loss='mean' or loss='scaled' if it cannot "
                                "be tried") from error
-        return [float(loss) for loss in losses], torch.finfo(losses[0].dtype).eps
-
-    def _where_told(self, losses: list[float], row: list[float]) -> Tensor:
-        """The rows of the ranks whose losses are finite and not 0."""
         tells = all(map(math.isfinite, losses)) and any(losses)
-        table = self._gathered([tells, *row])
+        table = self._gathered([tells, *found])
         return table[table[:, 0] == 1, 1:] == 1
 
     def _gathered(self, row: list[float]) -> Tensor:

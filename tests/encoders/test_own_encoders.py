@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from orchmllm import CostModel, Encoder, Packed, balance_encoders
 from orchmllm.encoders.infer import infer_encoders
 from orchmllm.encoders.sharing import assign
 from orchmllm.encoders.table import GatheredItems
-from orchmllm.loader.trainers import _undisturbed
+from orchmllm.loader.trial import _undisturbed
 from tests.lib.encoder_models import FAMILIES, Item, batch
 from tests.lib.encoder_runs import (
     gradients,
@@ -228,7 +229,7 @@ def many(world) -> tuple[float, int]:
     return worst(got, want), handle.last["clip"].moved
 
 
-def looked_at(world) -> tuple[bool, dict]:
+def looked_at(world) -> list[tuple[bool, dict]]:
     """The loss as balance_trainer looks at it, in a forward without gradients on all ranks."""
     e = load("own_model")
     torch.manual_seed(0)
@@ -237,13 +238,20 @@ def looked_at(world) -> tuple[bool, dict]:
     want = e.loss_of(model, inputs).detach()
     handle = e.balanced(model)
     sharded(model)
-    got = _undisturbed(model, lambda: e.loss_of(model, inputs))
-    return torch.allclose(got, want, atol=EXACT), handle.last
+    trainer = SimpleNamespace(args=SimpleNamespace(device=torch.device("cpu")))
+    out = []
+    for training in (True, False):
+        handle.last = {}
+        with _undisturbed(trainer, model, training):
+            got = e.loss_of(model, inputs)
+        out.append((torch.allclose(got, want, atol=EXACT), handle.last))
+    return out
 
 
 def test_encoders_are_balanced_where_a_trainer_looks_at_its_loss():
-    for same, last in run_ranks(looked_at, 2):
-        assert same and last["photo"].moved > 0
+    for looks in run_ranks(looked_at, 2):
+        for same, last in looks:
+            assert same and last["photo"].moved > 0
 
 
 def cheap(world) -> int:

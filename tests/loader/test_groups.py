@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from orchmllm.loader.groups import check_group, data_ranks, trainer_group
+from orchmllm.loader.groups import check_group, data_ranks, refuse_parts, trainer_group
 from tests.lib.dropin import Texts, collate, length_of, loader_of
 from tests.lib.ranks import run_ranks
 
@@ -74,10 +74,10 @@ def by_name(world) -> tuple:
     trainer = SimpleNamespace(
         model=torch.nn.Linear(1, 1), get_tp_size=lambda: 1,
         get_cp_size=lambda: 2, get_sp_size=lambda: 1)
-    says.append(refused(lambda: trainer_group(trainer, None)))
+    says.append(refused(lambda: trainer_group(trainer)))
     with accelerates(init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "cp"))):
-        assert trainer_group(trainer, "scaled") is None and len(data_ranks(None)) == 2
-        says.append(refused(lambda: trainer_group(trainer, "mean")))
+        assert trainer_group(trainer) is None and len(data_ranks(None)) == 2
+        says.append(refused(lambda: refuse_parts(trainer)))
         says.append(refused(lambda: check_group(SimpleNamespace(num_ranks=4), None)))
     assert data_ranks(dist.group.WORLD) == data_ranks(None) == [0, 1, 2, 3]
     return out, says
@@ -91,7 +91,7 @@ def test_dimensions_by_their_names():
                        [rank]]
         for text, part in zip(says, (
                 "the name 'odd' of a dimension", "the name '' of a dimension",
-                "by the device mesh ranks [0, 1, 2, 3] of 4 share", "loss='mean' with",
+                "by the device mesh ranks [0, 1, 2, 3] of 4 share", "a loss that is a mean, with",
                 "is over 4 ranks, but ranks"),
                 strict=True):
             assert part in text, text

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 import sys
+import threading
 from typing import Any
 
 import numpy as np
@@ -92,10 +93,10 @@ def plain(folder: str, size: int, kind: str = "tokens", model: nn.Module | None 
           **how: Any) -> Any:
     from transformers import Trainer, TrainingArguments
 
-    return Trainer(model=model or heads(kind), train_dataset=Rows(kind), data_collator=padded,
-                   args=TrainingArguments(**settings(
+    return Trainer(model=model or heads(kind), train_dataset=Rows(kind),
+                   **{"data_collator": padded, **how}, args=TrainingArguments(**settings(
                        folder, learning_rate=1e-4 if kind == "CTC sum" else 0.1),
-                       per_device_train_batch_size=size), **how)
+                       per_device_train_batch_size=size))
 
 
 def pairs(kind: str, folder: str, size: int) -> Any:
@@ -214,8 +215,24 @@ def refusals(world, folder: str) -> list[str]:
             except ValueError as error:
                 out.append(str(error))
             forget_accelerate()
-        balance_trainer(in_parts, lengths=LENGTHS, group=torch.distributed.group.WORLD)
+        everyone = dict(lengths=LENGTHS, group=torch.distributed.group.WORLD)
+        balance_trainer(in_parts, **everyone)
+        forget_accelerate()
+        for cp_size, how in ((2, {}), (1, dict(num_targets=failing))):
+            trainer = plain(folder, 2)
+            trainer.get_cp_size = lambda size=cp_size: size
+            with pytest.raises((ValueError, RuntimeError)) as caught:
+                balance_trainer(trainer, **everyone, **how).train()
+            out.append(str(caught.value))
+            forget_accelerate()
     return out
+
+
+def failing(batch: dict) -> int:
+    """On one rank, in the try alone: the loader counts in its prefetch thread."""
+    if torch.distributed.get_rank() and threading.current_thread() is threading.main_thread():
+        raise KeyError("name")
+    return int((batch["labels"] != -100).sum())
 
 
 def comparing(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any) -> torch.Tensor:
@@ -243,9 +260,32 @@ def test_losses_that_balancing_changes_are_refused_with_the_cure(tmp_path):
             "divided by num_items_in_batch only in part",
             "CLIPModel has a contrastive loss",
             "the ranks of a replica need the same examples",
-            "GroupTrainer is none of Trainer, Seq2SeqTrainer, SFTTrainer"), strict=True):
+            "GroupTrainer is none of Trainer, Seq2SeqTrainer, SFTTrainer",
+            "each rank has that of a part of its sequences",
+            "without gradients failed on rank 1"), strict=True):
         assert part in text, (text, part)
     assert ranks[0] == ranks[1]
+
+
+def without_targets_first(world, folder: str) -> tuple[str, bool]:
+    """The first step has none, and the Trainer does not count them."""
+    batches = []
+
+    def collate(rows: list[dict]) -> dict:
+        batches.append(padded(rows))
+        if len(batches) == 1:
+            batches[0]["labels"][:] = -100
+        return batches[-1]
+
+    with as_torchrun(world):
+        trainer = plain(folder, 2, data_collator=collate)
+        trainer.model_accepts_loss_kwargs = False
+        weights = trained(balance_trainer(trainer, lengths=LENGTHS, policy="greedy"))
+    return trainer._balance_loss, bool(np.isfinite(weights).all())
+
+
+def test_a_first_step_without_targets_is_not_tried(tmp_path):
+    assert run_ranks(without_targets_first, 2, str(tmp_path)) == [("targets", True)] * 2
 
 
 class Counting(nn.Module):

@@ -1,0 +1,88 @@
+"""Which Trainers balance_trainer takes, and the lengths and options that their data has."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from typing import Any
+
+from torch.utils.data import IterableDataset
+
+_LIBRARIES = ("transformers", "trl")
+PAIRS = ("DPOTrainer", "RewardTrainer")  # whose loss is a mean over pairs of answers
+_KNOWN = ("Trainer", "Seq2SeqTrainer", "SFTTrainer", *PAIRS)
+_GROUPS = ("it compares the answers to one prompt with each other, and balancing would take them "
+           'apart: make the group the example ("What varies per rank" in docs/loader.md)')
+_REFUSED = {
+    "GRPOTrainer": _GROUPS, "RLOOTrainer": _GROUPS,
+    "KTOTrainer": "it estimates the divergence from the other examples of the batch",
+    "DistillationTrainer": "its batches are generated within the step"}
+_OF_A_BATCH = {"aot", "aot_unpaired", "sft"}  # losses of DPO that are no mean over pairs
+
+
+def _library(kind: type) -> str:
+    return kind.__module__.split(".")[0]
+
+
+def check_trainer(trainer: Any, loss: str | None) -> type:
+    """The class of transformers or TRL that the Trainer is of. Raises ValueError, with the cure,
+    for one whose loss would change with the ranks that hold the examples."""
+    kinds = type(trainer).__mro__
+    base = next((c for c in kinds if _library(c) in _LIBRARIES), kinds[0])
+    if base.__name__ not in _KNOWN:
+        reason = _REFUSED.get(base.__name__, "its loss may compare the examples of a rank with "
+                              "each other, and balancing changes these")
+        raise ValueError(f"{base.__name__} is none of {', '.join(_KNOWN)}: {reason}")
+    model = getattr(trainer.model, "get_base_model", lambda: trainer.model)()  # of an adapter
+    if "return_loss" in inspect.signature(model.forward).parameters:
+        raise ValueError(f"{type(model).__name__} has a contrastive loss, which compares the "
+                         "examples of a rank with each other, and balancing changes these: in a "
+                         "loop of your own compute it over all ranks (\"What varies per rank\" in "
+                         "docs/loader.md)")
+    if loss not in (None, "mean", "scaled"):
+        raise ValueError(f"loss is {loss!r}: use 'mean' or 'scaled'")
+    of_batch = sorted(_OF_A_BATCH & {*getattr(trainer, "loss_types", ())})
+    if base.__name__ in PAIRS and (of_batch or getattr(trainer, "aux_loss_enabled", False)):
+        raise ValueError(f"{base.__name__}: {', '.join(of_batch) or 'the auxiliary loss'} is no "
+                         "mean over pairs; balancing changes which pairs a rank has")
+    if not trainer.args.average_tokens_across_devices:
+        raise ValueError("average_tokens_across_devices=False: each rank would divide by its own "
+                         "number of targets, which balancing makes unequal; set it to True")
+    strategy = getattr(trainer.args, "train_sampling_strategy", "random")
+    if strategy in ("group_by_length", "batch_rebalance"):
+        raise ValueError(f"train_sampling_strategy={strategy!r} draws from random numbers that "
+                         "ranks do not share while batches are fetched ahead, so they would get "
+                         "other examples: leave it out; balancing evens out the lengths")
+    return base
+
+
+def loss_of_pairs(kind: type) -> str | None:
+    """The loss of a Trainer of pairs is a mean, unless compute_loss is not TRL's own."""
+    owner = next(c for c in kind.__mro__ if "compute_loss" in vars(c))
+    return "mean" if _library(owner) in _LIBRARIES else None
+
+
+def of_pairs(trainer: Any, given: dict[str, Any]) -> dict[str, Any]:
+    """The options for batches of chosen answers, then rejected ones."""
+    options = {"num_targets": lambda batch: len(batch["input_ids"]) // 2, **given}
+    if not {"tolerance", "max_rank_tokens"} & given.keys() and not getattr(
+            trainer.args, "padding_free", False):
+        options.setdefault("policy", "padded")  # a pair has two rows, which hides the padding
+    return options
+
+
+def known_lengths(trainer: Any) -> list[int] | None:
+    """Of the examples of a data set that is tokenised: input_ids, or TRL's pairs, of which the
+    longer answer is what both are padded to. None for any other."""
+    data = trainer.train_dataset
+    columns = getattr(data, "column_names", None) or ()
+    if isinstance(data, IterableDataset):
+        return None
+    if "input_ids" in columns:
+        return [len(ids) for ids in data["input_ids"]]
+    if not {"chosen_ids", "rejected_ids"} <= set(columns):
+        return None
+    prompts = data["prompt_ids"] if "prompt_ids" in columns else [()] * len(data)
+    longest = getattr(trainer.args, "max_length", None) or math.inf
+    return [min(len(prompt) + max(len(chosen), len(rejected)), longest) for prompt, chosen, rejected
+            in zip(prompts, data["chosen_ids"], data["rejected_ids"], strict=True)]
