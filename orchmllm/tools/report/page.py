@@ -10,16 +10,16 @@ from html import escape
 
 import numpy as np
 
+from orchmllm.config.parse import show
 from orchmllm.plan.assign import PHASES
 from orchmllm.plan.gain import Gain, slowest_costs, spread
 from orchmllm.runtime.log_schema import METRICS, PHASE_METRICS
-from orchmllm.tools.report.changes import changes
 from orchmllm.tools.report.log import RunLog
-from orchmllm.tools.report.svg import Series, chart, figure, number
+from orchmllm.tools.report.svg import Series, chart, figure, latest, number
 from orchmllm.tools.report.verdict import (
     PARTS,
     compared,
-    differences,
+    different_settings,
     shared_losses,
     step_parts,
     verdict,
@@ -73,13 +73,14 @@ def page(run: RunLog, other: RunLog | None = None, title: str = "") -> str:
              "<h2>Gain of balancing</h2>", *_gain(runs)]
     if other is not None:
         body += ["<h2>Comparison</h2>", _comparison(run, other), "<h2>Settings, versions and host "
-                 "that differ</h2>", _table(("", run.name, other.name), differences(
-                     run.settings, other.settings), numbers=0)]
+                 "that differ</h2>", _table(("", run.name, other.name), [
+                     (key, show(a), show(b))
+                     for key, (a, b) in different_settings(run, other).items()], numbers=0)]
     body += ["<h2>Slowest ranks, and what they had to do</h2>", *_slowest(run),
              "<h2>Media that could not be used, by source</h2>", _quarantine(run),
              "<h2>Restarts</h2>", _restarts(run),
              "<h2>Settings that changed on the way, marked on the loss</h2>",
-             _table(("from step", "was -> is"), changes(run.folder), numbers=0)]
+             _table(("from step", "was -> is"), run.changes, numbers=0)]
     return ("<!doctype html><html lang=en><head><meta charset=utf-8><meta name=viewport "
             f'content="width=device-width,initial-scale=1"><title>{escape(title)}</title>'
             f"<style>{CSS}</style></head><body>" + "\n".join(body) + "</body></html>\n")
@@ -98,12 +99,10 @@ def figures(run: RunLog) -> dict[str, tuple[float, str]]:
     """What is compared: name -> (value, unit)."""
     before, after = _costs(run)
     steps = run.num_steps
-    loss = run["loss"][np.isfinite(run["loss"])]
     waited, total = run["data_wait_s"].sum(), run["step_s"].sum()
     moved, between = _bytes(run)
     return {
-        "loss, mean of the last 5% of the steps": (
-            float(loss[-max(1, len(loss) // 20):].mean()) if len(loss) else np.nan, ""),
+        "loss, mean of the last 5% of the steps": (latest(run["loss"]), ""),
         "validation loss, last": (
             float(run.validations[-1, 1]) if len(run.validations) else np.nan, ""),
         "tokens/s, median": (run.median("tokens_per_s"), ""),
@@ -165,7 +164,7 @@ def _charts(runs: Sequence[RunLog]) -> list[str]:
     out = [
         chart("Loss", lines("training", "run", lambda r: r["loss"]) + validation, least=None,
               note="" if validation else "Validation is not logged: set data.num_validation.",
-              marks=changes(runs[0].folder)),
+              marks=runs[0].changes),
         *(chart(metric.chart, lines(metric.unit, "run", lambda r, name=name: r[name]))
           for name, metric in METRICS.items() if metric.chart),
         _step_time(runs[0]),

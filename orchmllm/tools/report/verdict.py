@@ -7,8 +7,9 @@ from collections.abc import Mapping
 import numpy as np
 
 from orchmllm.plan.assign import PHASES
+from orchmllm.runtime.resumable import differences
 from orchmllm.tools.report.log import RunLog
-from orchmllm.tools.report.svg import number
+from orchmllm.tools.report.svg import latest, number
 
 # Of a step, with the colours of their chart.
 PARTS = {**{p: p for p in PHASES}, "exchange": "exchange", "data wait": "wait", "update": "update",
@@ -44,8 +45,7 @@ def verdict(run: RunLog, figures: Figures) -> str:
     if not len(known):
         return (f"None of the {run.num_steps} steps has a loss that is a finite number."
                 if run.num_steps else "No step is logged yet.")
-    few = max(1, len(known) // 20)
-    first, last = known[:few].mean(), known[-few:].mean()
+    first, last = latest(known[::-1]), latest(known)
     total = f" of {run.total_steps}" if run.total_steps else ""
     problems = ["the loss rose"] * bool(last > first) + [
         f"{name}: {figures[name][0]:g}" for name in PROBLEMS if figures[name][0]]
@@ -82,8 +82,8 @@ def compared(run: RunLog, other: RunLog) -> str:
     both, _, worst = shared_losses(run, other)
     if not len(both):
         return f"{run.name} and {other.name} have no step in common."
-    a, b = (float(np.median(r["step_s"])) for r in (run, other))
-    keys = [key for key, *_ in differences(run.settings, other.settings)]
+    a, b = (r.median("step_s") for r in (run, other))
+    keys = different_settings(run, other)
     machine = [key for key in keys if key.startswith(("versions.", "world."))]
     recorded = all(any(key.startswith("versions.") for key in r.settings) for r in (run, other))
     return (f"A step of {run.name} takes {number(a / b, '%')} of the time of one of {other.name} "
@@ -93,9 +93,8 @@ def compared(run: RunLog, other: RunLog) -> str:
             f"{len(machine) if recorded else 'not recorded'}.")
 
 
-def differences(a: Mapping[str, object], b: Mapping[str, object]) -> list[tuple[str, str, str]]:
-    """(key, value in a, value in b) of what differs in two mappings; `-` where there is none. The
-    folder of a run is left out."""
-    keys = sorted((a.keys() | b.keys()) - {"run.dir"})
-    return [(key, str(a.get(key, "-")), str(b.get(key, "-")))
-            for key in keys if a.get(key, "-") != b.get(key, "-")]
+def different_settings(run: RunLog, other: RunLog) -> dict[str, list]:
+    """key -> [value in one run, value in the other] of the settings that differ, but for the
+    folders of the runs."""
+    found = differences(run.settings, other.settings)
+    return {key: values for key, values in found.items() if key != "run.dir"}

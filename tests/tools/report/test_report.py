@@ -235,6 +235,10 @@ def test_runs_of_other_lengths_are_compared_by_the_same_figures(tmp_path):
 
 def test_the_file_that_cannot_be_read_is_named(tmp_path, capsys):
     folder = write(tmp_path / "run", [measured_row(0)])
+    (folder / "quarantine.jsonl").write_text("{}\n{\n")
+    assert dispatch(["report", str(folder)]) == 2
+    assert f"{folder / 'quarantine.jsonl'}: line 2 is damaged" in capsys.readouterr().err
+    (folder / "quarantine.jsonl").unlink()
     (folder / "recipe.yaml").write_text("train: {num_steps: [")
     assert dispatch(["report", str(folder)]) == 2
     error = capsys.readouterr().err
@@ -282,7 +286,8 @@ def test_two_runs(tmp_path):
     a = write(tmp_path / "a", [measured_row(s, loss=3.0) for s in range(6)])
     b = write(tmp_path / "b", [measured_row(s, loss=2.0) for s in range(4)])
     (a / "recipe.yaml").write_text("{run: {dir: a}, train: {lr: 0.1}, balance: {enabled: true}}")
-    (b / "recipe.yaml").write_text("{run: {dir: b}, train: {lr: 0.2}, balance: {enabled: true}}")
+    (b / "recipe.yaml").write_text(  # of a version that wrote a key more
+        "{run: {dir: b}, train: {lr: 0.2}, balance: {enabled: true, measure_every: 0}}")
     html, page = report(a, "--compare", str(b))
     assert page.text.count(
         "A step of a takes 100.0% of the time of one of b (medians 500 ms and 500 ms); in 4 steps "
@@ -306,7 +311,7 @@ def test_versions_and_hosts_are_those_of_the_last_attempt(tmp_path, capsys):
             "".join(json.dumps(line) + "\n" for line in starts + ends) + '{"attempt"')
     page = report(a, "--compare", str(b))[1]
     assert [r for r in page.rows if "world" in r[0] or "versions" in r[0]] == [
-        ["world.host", "n1", "n2"]]
+        ["world.host", "'n1'", "'n2'"]]
     assert "differ: 0, versions and facts of the machine: 1." in capsys.readouterr().out
 
 
