@@ -63,11 +63,6 @@ class RunLog:
         known = self[column][np.isfinite(self[column])]
         return float(np.median(known)) if len(known) else np.nan
 
-    @property
-    def total_steps(self) -> int | None:
-        """Steps of the whole run, where it is known."""
-        return self.settings.get("train.num_steps")
-
     def row(self, index: int) -> dict:
         """The whole row of a step by its place in the columns."""
         with (self.folder / "metrics.jsonl").open("rb") as f:

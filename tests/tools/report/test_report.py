@@ -98,7 +98,8 @@ def test_a_run_that_was_killed_and_is_still_written(tmp_path):
     assert run["loss"].tolist() == [2, 2, 1, 2, 2] and run.restarts == [(2, 2)] and run.cut
     html, page = report(folder)
     assert "<i>run" not in html and "&lt;b&gt;run" in html and "truncated &lt;i&gt;" in html
-    assert "5 of 10 steps, 2 ranks" in page.text and "still being written" in page.text
+    assert "5 of 10 steps are done" in page.text and "2 ranks; last written" in page.text
+    assert "still being written" in page.text
     assert ["2", "2"] in page.rows
     assert [["web", "2", "truncated <i> (2)", "a.png (row 5, step 1)"]] == [
         r for r in page.rows if r[0] == "web"]
@@ -169,8 +170,7 @@ def test_nothing_is_shown_that_was_not_logged(tmp_path):
     assert "Validation is not logged: set data.num_validation." in page.text
     assert "no step was measured yet" in page.text
     empty = report(write(tmp_path / "empty", []))[1]
-    assert "0 steps" in empty.text and "nothing logged yet" in empty.text
-    assert "No step is logged yet." in empty.text
+    assert "nothing logged yet" in empty.text and "No step is logged yet." in empty.text
     diverged = report(write(tmp_path / "nan", [measured_row(s, loss=None) for s in range(3)]))[1]
     assert "None of the 3 steps has a loss that is a finite number." in diverged.text
 
@@ -296,7 +296,6 @@ def test_two_runs(tmp_path):
     assert [r for r in page.rows if "train.lr" in r] == [["train.lr", "0.1", "0.2"]]
     assert not any("balance.enabled" in r or "run.dir" in r for r in page.rows)
     assert ["loss of step 3, the last of both", "3", "2", "50.0%"] in page.rows
-    assert ["largest relative difference of a loss, 4 steps", "", "", "5.0e-01"] in page.rows
     assert "stroke-dasharray" in html and "training, b" in html
 
 
