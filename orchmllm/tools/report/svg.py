@@ -55,7 +55,7 @@ def thin(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarr
 
 
 def latest(values: np.ndarray) -> float:
-    """Mean of the last twentieth of those that are finite; nan if none is."""
+    """Mean of the last twentieth of the finite ones of (n,) values; nan if none is."""
     known = values[np.isfinite(values)]
     return float(known[-max(1, len(known) // 20):].mean()) if len(known) else math.nan
 
