@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -83,9 +84,11 @@ def read_run(folder: Path) -> RunLog:
     rows, validations, cut = _read(path)
     attempts = read_attempts(folder)  # they also have versions, host and data
     columns, restarts = _that_count(dict(zip(COLUMNS, rows.T, strict=True)))
+    shown = {step for step, _ in restarts}
+    restarts += [(step, 0) for step in _restarts(attempts) if step not in shown]
     return RunLog(
         folder, _measured_in_place(columns),
-        np.array(sorted(validations.items()), float).reshape(-1, 2), restarts,
+        np.array(sorted(validations.items()), float).reshape(-1, 2), sorted(restarts),
         read_rows(folder / "quarantine.jsonl"),
         attempts[-1]["settings"] if attempts else _recipe(folder / "recipe.yaml"),
         _changes(attempts), cut, written_at=path.stat().st_mtime)
@@ -144,11 +147,9 @@ def _that_count(columns: dict[str, np.ndarray]
     step = columns["step"]
     back = np.flatnonzero(np.diff(step) < 1) + 1  # a gap: rows that were lost on a full disk
     restarts = [(int(step[i]), int(step[i - 1] - step[i] + 1)) for i in back]
-    stopped = np.flatnonzero(columns["stop_signal"][:-1] > 0)
-    restarts += [(int(step[i]) + 1, 0) for i in stopped if step[i + 1] == step[i] + 1]
     lowest_later = np.append(np.minimum.accumulate(step[::-1])[-2::-1], np.inf)
     keep = np.flatnonzero(step < lowest_later)
-    return {name: values[keep] for name, values in columns.items()}, sorted(restarts)
+    return {name: values[keep] for name, values in columns.items()}, restarts
 
 
 def _measured_in_place(columns: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -164,6 +165,12 @@ def _measured_in_place(columns: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     out["measured.at"] = np.full(len(step), np.nan)  # place of the row that has them
     out["measured.at"][place] = known
     return out
+
+
+def _restarts(attempts: list[dict]) -> list[int]:
+    """The steps at which attempts went on from one that had not finished."""
+    return [now["resumed_from"]["step"] for before, now in pairwise(attempts)
+            if now.get("resumed_from") and before.get("ended") != "finished"]
 
 
 def _changes(attempts: list[dict]) -> list[tuple[int, str]]:

@@ -81,7 +81,8 @@ def page(run: RunLog, other: RunLog | None = None, title: str = "") -> str:
                      for key, (a, b) in different_settings(run, other).items()], numbers=0)]
     body += ["<h2>Slowest ranks, and what they had to do</h2>", *_slowest(run),
              "<h2>Media that could not be used, by source</h2>", _quarantine(run),
-             "<h2>Restarts</h2>", _restarts(run),
+             "<h2>Restarts</h2>",
+             _table(("went on at step", "steps done again"), run.restarts, numbers=2),
              "<h2>Settings that changed on the way, marked on the loss</h2>",
              _table(("from step", "was -> is"), run.changes, numbers=0)]
     return ("<!doctype html><html lang=en><head><meta charset=utf-8><meta name=viewport "
@@ -240,13 +241,6 @@ def _quarantine(run: RunLog) -> str:
         rows.append((source, count, f"{reason} ({times})",
                      f"{first['file']} (row {first['row']}, step {first['step']})"))
     return _table(("source", "media", "most common reason", "the first"), rows, numbers=0)
-
-
-def _restarts(run: RunLog) -> str:
-    if not run.restarts:
-        return ("<p class=none>none that the log shows: a run that was killed right after a "
-                "checkpoint goes on without a trace</p>")
-    return _table(("went on at step", "steps done again"), run.restarts, numbers=2)
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence], numbers: int) -> str:

@@ -211,6 +211,16 @@ def test_a_changed_setting_is_marked_on_the_loss(tmp_path, capsys):
     assert "attempts.jsonl: line 1 is damaged" in capsys.readouterr().err
 
 
+def test_a_run_that_was_killed_right_after_a_checkpoint(tmp_path):
+    """No step comes again. What went on from a finished run is no restart."""
+    folder = write(tmp_path / "run", [measured_row(s) for s in range(9)])
+    steps = {1: None, 2: {"step": 3, "changed": {}}, 3: {"step": 6, "changed": {}}}
+    lines = [{"attempt": i, "settings": {}, "resumed_from": at} for i, at in steps.items()]
+    lines.append({"attempt": 2, "ended": "finished"})
+    (folder / "attempts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert read_run(folder).restarts == [(3, 0)]
+
+
 def test_lost_rows_are_no_restart(tmp_path):
     """As where the disk was full for some steps."""
     folder = write(tmp_path / "run", [measured_row(s) for s in (0, 1, 5, 6, 6, 7)])
