@@ -137,9 +137,9 @@ class Trainer:
         if self.watch is not None:
             self.watch.clock = self.model.clock
         self._log(self.attention)
+        self.display.start(num_steps, first_step=self.progress.step)
         if self.progress.step == 0:
             self._validate()
-        self.display.start(num_steps, first_step=self.progress.step)
         with self.stop:
             while self.progress.step < num_steps:  # again after a rollback
                 self._train_steps()

@@ -90,6 +90,7 @@ class RunDisplay:
 
     def validation(self, row: dict) -> None:
         """row: of a validation."""
+        self._stepped_at = time.perf_counter()
         if self._trackers is not None:
             self._trackers.log({"validation_loss": row["validation_loss"]}, row["step"])
         loss = row["validation_loss"]

@@ -65,7 +65,8 @@ class HangWatchdog:
         self._store, self.rank, self.world_size = store, rank, world_size
         self._folder, self._stall_timeout_s, self._poll_s = folder, stall_timeout_s, poll_s
         self._exit_now = exit_now
-        self._next = (rank + 1) % world_size  # the rank that this one looks after
+        self._next = (rank + 1) % world_size  # the rank that this one looks after ...
+        self._process = ""  # ... and its machine and process, once it has told them
         self._late_at = time.monotonic() + LATE_S
         store.set(f"process{rank}", f"{_machine()} {os.getpid()}")
         self._main = threading.get_ident()
@@ -126,16 +127,16 @@ class HangWatchdog:
         """The error of all ranks if the process of the next rank has ended on this machine without
         telling; until that rank has started, '' and one warning."""
         key = f"process{self._next}"
-        if not self._store.check([key]):
+        if not self._process and not self._store.check([key]):
             if time.monotonic() > self._late_at:
                 self._late_at = math.inf
                 print(f"warning: rank {self.rank} has waited {LATE_S:g} s for rank {self._next} to "
                       "start", file=sys.stderr, flush=True)
             return ""
-        process = self._store.get(key).decode()
-        machine, _, pid = process.rpartition(" ")
-        if not machine or machine != _machine() or os.path.exists(f"/proc/{pid}") or (
-                self._store.get(key).decode() != process):  # it said meanwhile that it was done
+        self._process = self._process or self._store.get(key).decode()
+        machine, _, pid = self._process.rpartition(" ")
+        if not machine or machine != _machine() or _lives(int(pid)) or (
+                self._store.get(key).decode() != self._process):  # it said that it was done
             return ""
         return self.post(f"rank {self._next} (process {pid}) died without a message")
 
@@ -222,12 +223,25 @@ class HangWatchdog:
 
 
 def _machine() -> str:
-    """Of all running machines and containers this one; '' where the system does not tell."""
+    """Of all running machines and containers this one, also if it is the clone of another; '' where
+    the system does not tell."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8")
-        return boot.strip() + os.readlink("/proc/self/ns/pid")
+        return os.uname().nodename + boot.strip() + os.readlink("/proc/self/ns/pid")
     except OSError:
         return ""
+
+
+def _lives(pid: int) -> bool:
+    """Whether a process of this container is there. It is asked for by a signal, not in /proc,
+    which may be that of the host."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # it is another user's
+        return True
+    return True
 
 
 def _stack(frame: FrameType | None) -> Iterator[FrameType]:

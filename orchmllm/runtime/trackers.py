@@ -3,6 +3,7 @@ environment variables."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,6 +12,7 @@ import yaml
 
 from orchmllm.config.recipe import RunConfig
 
+CLOSE_S = 60.0  # that a tracker has to send what is left
 # What logs values at a step, and what ends the tracker.
 Tracker = tuple[Callable[[Mapping[str, float], int], object], Callable[[], object]]
 
@@ -59,11 +61,20 @@ class Trackers:
                 log(values, step)
 
     def close(self) -> None:
-        """Writes out what is left."""
-        for name, (_, finish) in list(self._open.items()):
-            with self._dropping(name):
-                finish()
+        """Writes out what is left. A tracker that needs longer than CLOSE_S is named, and not
+        waited for: an error of this rank may still have to reach the others."""
+        for name in list(self._open):
+            ending = threading.Thread(target=self._finish, args=(name,), daemon=True)
+            ending.start()
+            ending.join(CLOSE_S)
+            if ending.is_alive():
+                self._note(f"warning: run.trackers: {name} has not ended after {CLOSE_S:g} s and "
+                           "is not waited for; what it shows of this run may lack its end")
         self._open.clear()
+
+    def _finish(self, name: str) -> None:
+        with self._dropping(name):
+            self._open[name][1]()
 
     @contextmanager
     def _dropping(self, name: str) -> Iterator[None]:

@@ -37,7 +37,7 @@ def test_comparison_of_a_tiny_run(tmp_path, demo_corpus, monkeypatch, capsys):
     assert len(result["wall_s"]["on"]) == 3
     page = (tmp_path / "run" / "comparison.html").read_text()
     assert "<h1>Balancing on and off: run</h1>" in page and "<h2>Comparison</h2>" in page
-    assert "<td>balance.enabled</td><td>True</td><td>False</td>" in page
+    assert "<td>balance.enabled</td><td>true</td><td>false</td>" in page
     assert "critical path, off / on" in stdout
     for name in ("on", "off"):
         rows = read_rows(tmp_path / "run" / name / "metrics.jsonl")

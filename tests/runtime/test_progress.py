@@ -16,11 +16,13 @@ import signal
 import struct
 import sys
 import termios
+import threading
 import time
 import types
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -30,6 +32,7 @@ from jsonschema import Draft202012Validator
 from orchmllm.config.balance import BalanceConfig
 from orchmllm.config.recipe import RunConfig
 from orchmllm.runtime import display as progress
+from orchmllm.runtime import trackers
 from orchmllm.runtime.display import RunDisplay
 from orchmllm.runtime.log_schema import ROW_SCHEMA
 from orchmllm.runtime.metrics import metrics_log, read_rows, set_logs_aside
@@ -229,16 +232,20 @@ def show_three_steps(folder: Path, *trackers: str) -> None:
     display.close()
 
 
-def test_tensorboard(tmp_path):
-    pytest.importorskip("tensorboard")
+def scalars(folder: Path, name: str) -> list:
+    """What TensorBoard shows of a run."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+    return EventAccumulator(str(folder / "tensorboard")).Reload().Scalars(name)
+
+
+def test_tensorboard(tmp_path):
+    pytest.importorskip("tensorboard")
     show_three_steps(tmp_path, "tensorboard")
-    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
-    assert [(e.step, e.value) for e in events.Scalars("loss")] == [
+    assert [(e.step, e.value) for e in scalars(tmp_path, "loss")] == [
         (0, 3.0), (1, 2.0), (1, 2.0), (2, 1.0)]
-    assert {"llm/imbalance_after", "vision/moved_bytes", "validation_loss", "data_wait_s"} <= set(
-        events.Tags()["scalars"])
+    for name in ("llm/imbalance_after", "vision/moved_bytes", "validation_loss", "data_wait_s"):
+        assert scalars(tmp_path, name)
 
 
 def wandb_rows(file: Path) -> list[dict]:
@@ -287,6 +294,17 @@ def test_a_tracker_that_fails_is_named_once_and_dropped(tmp_path, monkeypatch, c
     assert "(RuntimeError: no API key)" in warnings[0] and "step 3/3" in out
 
 
+def test_a_tracker_that_does_not_end_is_named_and_left(tmp_path, monkeypatch, capsys):
+    """As W&B where its server is gone."""
+    monkeypatch.setattr(trackers, "CLOSE_S", 0.05)
+    server = threading.Event()
+    monkeypatch.setitem(sys.modules, "wandb", Mock(**{
+        "init.return_value.finish": lambda: server.wait(5.0)}))
+    show_three_steps(tmp_path, "wandb")
+    assert "warning: run.trackers: wandb has not ended after 0.05 s" in capsys.readouterr().out
+    server.set()
+
+
 @pytest.mark.dist
 def test_real_rows_keep_to_the_schema(tmp_path):
     base = recipe(balance=BalanceConfig(ranks_per_node=1))
@@ -297,8 +315,10 @@ def test_real_rows_keep_to_the_schema(tmp_path):
     rows = read_rows(tmp_path / "metrics.jsonl")
     assert [sum(k in r for r in rows) for k in ("loss", "validation_loss")] == [3, 2]
     assert [row_problems(r) for r in rows] == [[]] * 5
-    (alone,) = run_ranks(train, 1, replace(run, run=RunConfig(dir=str(tmp_path / "alone"))),
-                         SyntheticDataset())
+    (alone,) = run_ranks(train, 1, replace(run, run=RunConfig(
+        dir=str(tmp_path / "alone"), trackers=("tensorboard",))), SyntheticDataset())
+    if find_spec("tensorboard"):
+        assert [e.step for e in scalars(tmp_path / "alone", "validation_loss")] == [0, 3]
     assert rows[0]["validation_loss"] == pytest.approx(alone[0]["validation_loss"], rel=1e-5)
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import threading
 import time
+import types
 from collections import Counter
 
 import pytest
@@ -112,6 +114,7 @@ def test_a_rank_that_was_killed_while_it_started_ends_the_others(tmp_path, monke
     """No collective has connected the ranks yet."""
     monkeypatch.setattr(health, "GRACE_S", 0.0)
     monkeypatch.setattr(health, "LATE_S", 0.0)
+    monkeypatch.setattr(os.path, "exists", lambda path: False)  # as where /proc is the host's
     store, told, told_at = dist.HashStore(), [], threading.Event()
 
     def exit_now(code: int, text: str) -> None:
@@ -141,6 +144,22 @@ def test_a_rank_that_was_killed_while_it_started_ends_the_others(tmp_path, monke
     time.sleep(0.1)
     other.close()
     assert len(told) == 1
+    host = os.uname().nodename
+    monkeypatch.setattr(os, "uname", lambda: types.SimpleNamespace(nodename="clone"))
+    clone = HangWatchdog(store, 1, 2, folder=tmp_path, stall_timeout_s=600, exit_now=exit_now)
+    assert store.get("process1").decode() == mine.replace(host, "clone", 1)
+    clone.close()
+
+
+def test_one_request_of_a_rank_at_each_look(tmp_path):
+    store = Counted()
+    watch = HangWatchdog(store, 0, 1, folder=tmp_path, stall_timeout_s=600, poll_s=0.01,
+                         exit_now=lambda code, text: None)
+    while store.requests["check"] < 20:  # until the test's time is up
+        time.sleep(0.01)
+    watch.close()
+    assert store.requests["get"] == 1  # where the next rank is
+    assert store.requests.keys() == {"set", "check", "get"}
 
 
 @pytest.mark.parametrize("backend", ["nccl", "gloo"])

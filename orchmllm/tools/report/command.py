@@ -20,7 +20,7 @@ from orchmllm.tools.predict.options import cluster_options
 def main(argv: list[str]) -> int:
     """Exit code. Raises ValueError for a page that cannot be written."""
     from orchmllm.tools.report.log import read_run
-    from orchmllm.tools.report.page import figures, page
+    from orchmllm.tools.report.page import page
     from orchmllm.tools.report.verdict import compared, verdict
 
     parser = command_parser("report", __doc__, (
@@ -39,7 +39,7 @@ def main(argv: list[str]) -> int:
         out.write_text(text, encoding="utf-8")
     except OSError as e:
         raise ValueError(f"{out}: {e.strerror}; choose another file with --out") from e
-    print(compared(run, other) if other else verdict(run, figures(run)))
+    print(compared(run, other) if other else verdict(run))
     print(f"written: {out} ({run.num_steps} steps, {out.stat().st_size / 1e3:.0f} kB, "
           f"{time.perf_counter() - started:.1f} s)")
     if args.score:

@@ -4,7 +4,9 @@ lines need to be parsed."""
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,8 @@ from orchmllm.plan.assign import PHASES
 from orchmllm.plan.gain import Gain
 from orchmllm.runtime.attempts import flat, read_attempts
 from orchmllm.runtime.log_schema import NUMBERS, PHASE_METRICS, SCHEMA_VERSION
+from orchmllm.runtime.metrics import read_rows
+from orchmllm.runtime.resumable import describe_changes
 
 MEASURED = ("imbalance", "slowest_s", "rank")
 COLUMNS = (
@@ -26,17 +30,13 @@ COLUMNS = (
 NOTHING_MEASURED = (np.nan,) * (2 + len(Gain._fields) + len(PHASES) * len(MEASURED))
 
 
-class NotALog(ValueError):
-    """The folder has no log of a run that can be read; the text says what to do."""
-
-
 @dataclass(frozen=True)
 class RunLog:
     """steps: column (see COLUMNS) -> (n,) float64, one for each step that counts, by step; nan
     where nothing was logged. measured.* belong to the step of their place. validations: (m, 2) of
     steps done and loss. restarts: (step where it went on, steps done again). quarantine: lines of
-    quarantine.jsonl. settings: dotted key -> value of all that the run was started with last. cut:
-    the last line is still being written."""
+    quarantine.jsonl. settings: dotted key -> value of all that the run was started with last.
+    changes: (step from which on, what changed). cut: the last line is still being written."""
 
     folder: Path
     steps: dict[str, np.ndarray]
@@ -44,6 +44,7 @@ class RunLog:
     restarts: list[tuple[int, int]]
     quarantine: list[dict]
     settings: dict[str, Any]
+    changes: list[tuple[int, str]]
     cut: bool
     written_at: float
 
@@ -63,11 +64,6 @@ class RunLog:
         known = self[column][np.isfinite(self[column])]
         return float(np.median(known)) if len(known) else np.nan
 
-    @property
-    def total_steps(self) -> int | None:
-        """Steps of the whole run, where it is known."""
-        return self.settings.get("train.num_steps")
-
     def row(self, index: int) -> dict:
         """The whole row of a step by its place in the columns."""
         with (self.folder / "metrics.jsonl").open("rb") as f:
@@ -76,21 +72,26 @@ class RunLog:
 
 
 def read_run(folder: Path) -> RunLog:
-    """Raises NotALog naming what is missing or wrong, and its cure."""
+    """Raises ValueError naming what is missing or wrong, and its cure."""
     path = folder / "metrics.jsonl"
     if not folder.is_dir():
-        raise NotALog(f"{folder}: " + ("is a file; give the folder that it is in" if folder.exists()
-                                       else "no such folder; give the run.dir of a run"))
+        raise ValueError(f"{folder}: " + (
+            "is a file; give the folder that it is in" if folder.exists()
+            else "no such folder; give the run.dir of a run"))
     if not path.is_file():
-        raise NotALog(f"{folder}: no metrics.jsonl in it; give the run.dir of a run, which writes "
-                      "its first line after its first step")
+        raise ValueError(f"{folder}: no metrics.jsonl in it; give the run.dir of a run, which "
+                         "writes its first line after its first step")
     rows, validations, cut = _read(path)
+    attempts = read_attempts(folder)  # they also have versions, host and data
     columns, restarts = _that_count(dict(zip(COLUMNS, rows.T, strict=True)))
+    shown = {step for step, _ in restarts}
+    restarts += [(step, 0) for step in _restarts(attempts) if step not in shown]
     return RunLog(
         folder, _measured_in_place(columns),
-        np.array(sorted(validations.items()), float).reshape(-1, 2), restarts,
-        _lines(folder / "quarantine.jsonl"), _settings(folder), cut,
-        written_at=path.stat().st_mtime)
+        np.array(sorted(validations.items()), float).reshape(-1, 2), sorted(restarts),
+        read_rows(folder / "quarantine.jsonl"),
+        attempts[-1]["settings"] if attempts else _recipe(folder / "recipe.yaml"),
+        _changes(attempts), cut, written_at=path.stat().st_mtime)
 
 
 def _read(path: Path) -> tuple[np.ndarray, dict[int, float | None], bool]:
@@ -110,12 +111,12 @@ def _read(path: Path) -> tuple[np.ndarray, dict[int, float | None], bool]:
                         validations = {s: v for s, v in validations.items() if s <= row["step"]}
                     rows.append(_numbers(offset, row))
             except (ValueError, KeyError, TypeError) as e:
-                raise NotALog(f"{path}: what begins at byte {offset} is no line of a run's log "
-                              f"({type(e).__name__}: {e}); give the run.dir of a run, or delete "
-                              "that line") from None
+                raise ValueError(f"{path}: what begins at byte {offset} is no line of a run's log "
+                                 f"({type(e).__name__}: {e}); give the run.dir of a run, or delete "
+                                 "that line") from None
             if version != SCHEMA_VERSION:
-                raise NotALog(f"{path}: schema {version}, this version reads {SCHEMA_VERSION}; use "
-                              "the version of orchmllm that wrote the run")
+                raise ValueError(f"{path}: schema {version}, this version reads {SCHEMA_VERSION}; "
+                                 "use the version of orchmllm that wrote the run")
             offset += len(line)
     return np.array(rows, float).reshape(-1, len(COLUMNS)), validations, cut
 
@@ -146,11 +147,9 @@ def _that_count(columns: dict[str, np.ndarray]
     step = columns["step"]
     back = np.flatnonzero(np.diff(step) < 1) + 1  # a gap: rows that were lost on a full disk
     restarts = [(int(step[i]), int(step[i - 1] - step[i] + 1)) for i in back]
-    stopped = np.flatnonzero(columns["stop_signal"][:-1] > 0)
-    restarts += [(int(step[i]) + 1, 0) for i in stopped if step[i + 1] == step[i] + 1]
     lowest_later = np.append(np.minimum.accumulate(step[::-1])[-2::-1], np.inf)
     keep = np.flatnonzero(step < lowest_later)
-    return {name: values[keep] for name, values in columns.items()}, sorted(restarts)
+    return {name: values[keep] for name, values in columns.items()}, restarts
 
 
 def _measured_in_place(columns: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -168,23 +167,28 @@ def _measured_in_place(columns: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     return out
 
 
-def _lines(path: Path) -> list[dict]:
-    """Its whole lines."""
+def _restarts(attempts: list[dict]) -> list[int]:
+    """The steps at which attempts went on from one that had not finished."""
+    return [now["resumed_from"]["step"] for before, now in pairwise(attempts)
+            if now.get("resumed_from") and before.get("ended") != "finished"]
+
+
+def _changes(attempts: list[dict]) -> list[tuple[int, str]]:
+    """By step; a change that was given up when the run went back behind it is left out."""
+    found, later = [], math.inf
+    for attempt in reversed(attempts):
+        start = attempt.get("resumed_from") or {"step": 0, "changed": {}}
+        if start["changed"] and start["step"] < later:
+            found.append((start["step"], describe_changes(start["changed"])))
+        later = min(later, start["step"])
+    return found[::-1]
+
+
+def _recipe(path: Path) -> dict[str, Any]:
+    """The settings of a run by its recipe.yaml; nothing where there is none."""
     if not path.is_file():
-        return []
-    text = path.read_text(encoding="utf-8")
-    try:
-        return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
-    except ValueError as e:
-        raise NotALog(f"{path}: {e}; delete that line") from None
-
-
-def _settings(folder: Path) -> dict[str, Any]:
-    """By attempts.jsonl, which also has versions, host and data, or else by recipe.yaml."""
-    attempts, path = read_attempts(folder), folder / "recipe.yaml"
-    if attempts or not path.is_file():
-        return attempts[-1]["settings"] if attempts else {}
+        return {}
     try:
         return flat(yaml.safe_load(path.read_text(encoding="utf-8")))
     except (yaml.YAMLError, ValueError) as e:
-        raise NotALog(f"{path}: no recipe of a run ({type(e).__name__}); delete it") from None
+        raise ValueError(f"{path}: no recipe of a run ({type(e).__name__}); delete it") from None

@@ -10,16 +10,19 @@ from html import escape
 
 import numpy as np
 
+from orchmllm.config.parse import show
 from orchmllm.plan.assign import PHASES
-from orchmllm.plan.gain import Gain, slowest_costs, spread
-from orchmllm.runtime.log_schema import METRICS, PHASE_METRICS
-from orchmllm.tools.report.changes import changes
+from orchmllm.plan.gain import Gain, spread
+from orchmllm.runtime.log_schema import METRICS
 from orchmllm.tools.report.log import RunLog
 from orchmllm.tools.report.svg import Series, chart, figure, number
 from orchmllm.tools.report.verdict import (
     PARTS,
     compared,
-    differences,
+    costs,
+    different_settings,
+    figures,
+    moved_bytes,
     shared_losses,
     step_parts,
     verdict,
@@ -63,60 +66,35 @@ def page(run: RunLog, other: RunLog | None = None, title: str = "") -> str:
     body = [f"<h1>{escape(title)}</h1>"]
     if other is not None:
         body.append(f"<p><b>{escape(compared(run, other))}</b></p>")
-    body += [f"<p>{escape(verdict(run, figures(run)))}</p>",
+    body += [f"<p>{escape(verdict(run))}</p>",
              f"<p class=muted>{escape(_state(run))}</p>"]
     if other is not None:
         body.append(f"<p>Dashed, and in the second column, {escape(other.name)}: "
-                    f"{escape(verdict(other, figures(other)))}</p>"
+                    f"{escape(verdict(other))}</p>"
                     f"<p class=muted>{escape(_state(other))}</p>")
     body += [_tiles(run), "<div class=charts style='margin-top:16px'>", *_charts(runs), "</div>",
              "<h2>Gain of balancing</h2>", *_gain(runs)]
     if other is not None:
         body += ["<h2>Comparison</h2>", _comparison(run, other), "<h2>Settings, versions and host "
-                 "that differ</h2>", _table(("", run.name, other.name), differences(
-                     run.settings, other.settings), numbers=0)]
+                 "that differ</h2>", _table(("", run.name, other.name), [
+                     (key, show(a), show(b))
+                     for key, (a, b) in different_settings(run, other).items()], numbers=0)]
     body += ["<h2>Slowest ranks, and what they had to do</h2>", *_slowest(run),
              "<h2>Media that could not be used, by source</h2>", _quarantine(run),
-             "<h2>Restarts</h2>", _restarts(run),
+             "<h2>Restarts</h2>",
+             _table(("went on at step", "steps done again"), run.restarts, numbers=2),
              "<h2>Settings that changed on the way, marked on the loss</h2>",
-             _table(("from step", "was -> is"), changes(run.folder), numbers=0)]
+             _table(("from step", "was -> is"), run.changes, numbers=0)]
     return ("<!doctype html><html lang=en><head><meta charset=utf-8><meta name=viewport "
             f'content="width=device-width,initial-scale=1"><title>{escape(title)}</title>'
             f"<style>{CSS}</style></head><body>" + "\n".join(body) + "</body></html>\n")
 
 
 def _state(run: RunLog) -> str:
-    done = int(run["step"][-1]) + 1 if run.num_steps else 0
-    ranks = f", {int(run['num_ranks'][-1])} ranks" if run.num_steps else ""
+    ranks = f"{int(run['num_ranks'][-1])} ranks; " if run.num_steps else ""
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(run.written_at))
-    total = f" of {run.total_steps}" if run.total_steps else ""
-    return (f"{done}{total} steps{ranks}; last written {when}"
+    return (f"{ranks}last written {when}"
             + (" (its last line is still being written)" if run.cut else ""))
-
-
-def figures(run: RunLog) -> dict[str, tuple[float, str]]:
-    """What is compared: name -> (value, unit)."""
-    before, after = _costs(run)
-    steps = run.num_steps
-    loss = run["loss"][np.isfinite(run["loss"])]
-    waited, total = run["data_wait_s"].sum(), run["step_s"].sum()
-    moved, between = _bytes(run)
-    return {
-        "loss, mean of the last 5% of the steps": (
-            float(loss[-max(1, len(loss) // 20):].mean()) if len(loss) else np.nan, ""),
-        "validation loss, last": (
-            float(run.validations[-1, 1]) if len(run.validations) else np.nan, ""),
-        "tokens/s, median": (run.median("tokens_per_s"), ""),
-        "seconds a step, median": (run.median("step_s"), "s"),
-        "saved by balancing, predicted": (
-            float(1 - after.sum() / before.sum()) if before.sum() else 0.0, "%"),
-        "data wait": (float(waited / total) if total else np.nan, "%"),
-        "bytes moved a step": (float(moved.mean()) if steps else np.nan, "B"),
-        "of them between nodes": (float(between.mean()) if steps else np.nan, "B"),
-        "steps without an update": (float(run["skipped_steps"][-1]) if steps else 0.0, ""),
-        "media not decoded": (float(run["num_failed_media"].sum()), ""),
-        "restarts": (float(len(run.restarts)), ""),
-    }
 
 
 def _tiles(run: RunLog) -> str:
@@ -142,18 +120,6 @@ def _gain(runs: Sequence[RunLog]) -> list[str]:
             "sampled: the share of time that balancing saved in them.</p>"]
 
 
-def _costs(run: RunLog) -> tuple[np.ndarray, np.ndarray]:
-    """Of every step: cost of the slowest ranks as sampled and as processed."""
-    return slowest_costs({p: {name: run[f"{p}.{name}"] for name in PHASE_METRICS} for p in PHASES})
-
-
-def _bytes(run: RunLog) -> tuple[np.ndarray, np.ndarray]:
-    """Of every step, all phases: moved, and of them between nodes."""
-    moved, between = (sum(run[f"{p}.{name}"] for p in PHASES)
-                      for name in ("moved_bytes", "internode_bytes"))
-    return moved, between
-
-
 def _charts(runs: Sequence[RunLog]) -> list[str]:
     def lines(name: str, colour: str, values, **more) -> list[Series]:
         return [Series(name if not i else f"{name}, {run.name}", colour, run["step"], values(run),
@@ -165,7 +131,7 @@ def _charts(runs: Sequence[RunLog]) -> list[str]:
     out = [
         chart("Loss", lines("training", "run", lambda r: r["loss"]) + validation, least=None,
               note="" if validation else "Validation is not logged: set data.num_validation.",
-              marks=changes(runs[0].folder)),
+              marks=runs[0].changes),
         *(chart(metric.chart, lines(metric.unit, "run", lambda r, name=name: r[name]))
           for name, metric in METRICS.items() if metric.chart),
         _step_time(runs[0]),
@@ -181,15 +147,15 @@ def _charts(runs: Sequence[RunLog]) -> list[str]:
             "and as processed by the cost model, and as measured."))
 
     def share(run: RunLog) -> np.ndarray:
-        before, after = map(np.cumsum, _costs(run))
+        before, after = map(np.cumsum, costs(run))
         return 1 - after / np.maximum(before, 1e-12)
 
     out += [
         chart("Saved by balancing so far", lines("predicted", "processed", share), unit="%",
               note="Of what the phases would take as sampled, by the cost model."),
         chart("Bytes moved a step", [
-            *lines("all", "run", lambda r: _bytes(r)[0]),
-            *lines("between nodes", "wait", lambda r: _bytes(r)[1])], unit="B"),
+            *lines("all", "run", lambda r: moved_bytes(r)[0]),
+            *lines("between nodes", "wait", lambda r: moved_bytes(r)[1])], unit="B"),
         chart("Waiting for data", lines(
             "share of the step", "wait",
             lambda r: r["data_wait_s"] / np.maximum(r["step_s"], 1e-12)), unit="%"),
@@ -215,13 +181,11 @@ def _comparison(run: RunLog, other: RunLog) -> str:
     for (name, (x, unit)), (y, _) in zip(a.items(), b.values(), strict=True):
         change = number(x / y - 1, "%") if unit != "%" and y and np.isfinite(x / y) else ""
         rows.append((name, number(x, unit), number(y, unit), change))
-    both, losses, worst = shared_losses(run, other)
+    both, losses, _ = shared_losses(run, other)
     if len(both):
         a, b = losses[:, -1]
         rows.append((f"loss of step {int(both[-1])}, the last of both", number(a), number(b),
                      number(a / b - 1, "%")))
-        rows.append((f"largest relative difference of a loss, {len(both)} steps", "", "",
-                     f"{worst:.1e}"))
     return _table(("", run.name, other.name, "difference"), rows, numbers=3)
 
 
@@ -277,13 +241,6 @@ def _quarantine(run: RunLog) -> str:
         rows.append((source, count, f"{reason} ({times})",
                      f"{first['file']} (row {first['row']}, step {first['step']})"))
     return _table(("source", "media", "most common reason", "the first"), rows, numbers=0)
-
-
-def _restarts(run: RunLog) -> str:
-    if not run.restarts:
-        return ("<p class=none>none that the log shows: a run that was killed right after a "
-                "checkpoint goes on without a trace</p>")
-    return _table(("went on at step", "steps done again"), run.restarts, numbers=2)
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence], numbers: int) -> str:

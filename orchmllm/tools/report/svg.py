@@ -54,9 +54,9 @@ def thin(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarr
             np.minimum.reduceat(y, starts), np.maximum.reduceat(y, starts))
 
 
-def latest(line: Series) -> float:
-    """Mean of its last twentieth."""
-    known = line.y[np.isfinite(line.y)]
+def latest(values: np.ndarray) -> float:
+    """Mean of the last twentieth of the finite ones of (n,) values; nan if none is."""
+    known = values[np.isfinite(values)]
     return float(known[-max(1, len(known) // 20):].mean()) if len(known) else math.nan
 
 
@@ -115,7 +115,7 @@ def chart(title: str, lines: Sequence[Series], *, unit: str = "", least: float |
     parts += [_mark(float(to_x(np.float64(x))), text) for x, text in marks if first <= x <= last]
     legend = " ".join(
         f'<span><i style="background:var(--{line.colour})"{" class=other" * line.other}></i>'
-        f"{escape(line.name)} <b>{number(latest(line), unit)}</b></span>" for line, _ in shown)
+        f"{escape(line.name)} <b>{number(latest(line.y), unit)}</b></span>" for line, _ in shown)
     svg = (f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(title)}">'
            + "".join(parts) + "</svg>")
     return figure(title, legend, svg, note)

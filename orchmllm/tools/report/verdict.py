@@ -1,21 +1,21 @@
-"""A run in one sentence, where the time of its steps went, and what two runs differ in."""
+"""A run in figures and in one sentence, where its steps' time went, and what two runs differ in."""
 
 from __future__ import annotations
-
-from collections.abc import Mapping
 
 import numpy as np
 
 from orchmllm.plan.assign import PHASES
+from orchmllm.plan.gain import slowest_costs
+from orchmllm.runtime.log_schema import PHASE_METRICS
+from orchmllm.runtime.resumable import differences
 from orchmllm.tools.report.log import RunLog
-from orchmllm.tools.report.svg import number
+from orchmllm.tools.report.svg import latest, number
 
 # Of a step, with the colours of their chart.
 PARTS = {**{p: p for p in PHASES}, "exchange": "exchange", "data wait": "wait", "update": "update",
          "waiting for a core": "core", "waiting for ranks": "ranks", "rest": "rest",
          "logging": "logging"}
 PROBLEMS = ("steps without an update", "media not decoded", "restarts")  # of the figures
-Figures = Mapping[str, tuple[float, str]]  # see orchmllm.tools.report.page.figures
 
 
 def step_parts(run: RunLog) -> tuple[np.ndarray, dict[str, np.ndarray]]:
@@ -38,22 +38,57 @@ def step_parts(run: RunLog) -> tuple[np.ndarray, dict[str, np.ndarray]]:
         "rest": left - for_core - for_ranks, "logging": logged("logging_s")}
 
 
-def verdict(run: RunLog, figures: Figures) -> str:
+def figures(run: RunLog) -> dict[str, tuple[float, str]]:
+    """What is compared: name -> (value, unit)."""
+    before, after = costs(run)
+    steps = run.num_steps
+    waited, total = run["data_wait_s"].sum(), run["step_s"].sum()
+    moved, between = moved_bytes(run)
+    return {
+        "loss, mean of the last 5% of the steps": (latest(run["loss"]), ""),
+        "validation loss, last": (
+            float(run.validations[-1, 1]) if len(run.validations) else np.nan, ""),
+        "tokens/s, median": (run.median("tokens_per_s"), ""),
+        "seconds a step, median": (run.median("step_s"), "s"),
+        "saved by balancing, predicted": (
+            float(1 - after.sum() / before.sum()) if before.sum() else 0.0, "%"),
+        "data wait": (float(waited / total) if total else np.nan, "%"),
+        "bytes moved a step": (float(moved.mean()) if steps else np.nan, "B"),
+        "of them between nodes": (float(between.mean()) if steps else np.nan, "B"),
+        "steps without an update": (float(run["skipped_steps"][-1]) if steps else 0.0, ""),
+        "media not decoded": (float(run["num_failed_media"].sum()), ""),
+        "restarts": (float(len(run.restarts)), ""),
+    }
+
+
+def costs(run: RunLog) -> tuple[np.ndarray, np.ndarray]:
+    """Of every step: cost of the slowest ranks as sampled and as processed."""
+    return slowest_costs({p: {name: run[f"{p}.{name}"] for name in PHASE_METRICS} for p in PHASES})
+
+
+def moved_bytes(run: RunLog) -> tuple[np.ndarray, np.ndarray]:
+    """Of every step, all phases: moved, and of them between nodes."""
+    moved, between = (sum(run[f"{p}.{name}"] for p in PHASES)
+                      for name in ("moved_bytes", "internode_bytes"))
+    return moved, between
+
+
+def verdict(run: RunLog) -> str:
     """What the run did, whether the log shows a problem, what balancing gave, what costs most."""
     known = run["loss"][np.isfinite(run["loss"])]
     if not len(known):
         return (f"None of the {run.num_steps} steps has a loss that is a finite number."
                 if run.num_steps else "No step is logged yet.")
-    few = max(1, len(known) // 20)
-    first, last = known[:few].mean(), known[-few:].mean()
-    total = f" of {run.total_steps}" if run.total_steps else ""
+    first, last = latest(known[::-1]), latest(known)
+    found, num_steps = figures(run), run.settings.get("train.num_steps")
+    total = f" of {num_steps}" if num_steps else ""
     problems = ["the loss rose"] * bool(last > first) + [
-        f"{name}: {figures[name][0]:g}" for name in PROBLEMS if figures[name][0]]
+        f"{name}: {found[name][0]:g}" for name in PROBLEMS if found[name][0]]
     measured, estimated = (number(run.median(f"measured.gain.{name}"), "%")
                            for name in ("measured", "predicted"))
     saved = f"{measured} of the phases' time, measured (estimated: {estimated})"
     if not np.isfinite(run["measured.gain.measured"]).any():
-        estimated = number(figures["saved by balancing, predicted"][0], "%")
+        estimated = number(found["saved by balancing, predicted"][0], "%")
         saved = f"an estimated {estimated} of the phases' time"
     seconds = {name: part.sum() for name, part in step_parts(run)[1].items()}
     most = max(seconds, key=seconds.get)
@@ -82,8 +117,8 @@ def compared(run: RunLog, other: RunLog) -> str:
     both, _, worst = shared_losses(run, other)
     if not len(both):
         return f"{run.name} and {other.name} have no step in common."
-    a, b = (float(np.median(r["step_s"])) for r in (run, other))
-    keys = [key for key, *_ in differences(run.settings, other.settings)]
+    a, b = (r.median("step_s") for r in (run, other))
+    keys = different_settings(run, other)
     machine = [key for key in keys if key.startswith(("versions.", "world."))]
     recorded = all(any(key.startswith("versions.") for key in r.settings) for r in (run, other))
     return (f"A step of {run.name} takes {number(a / b, '%')} of the time of one of {other.name} "
@@ -93,9 +128,8 @@ def compared(run: RunLog, other: RunLog) -> str:
             f"{len(machine) if recorded else 'not recorded'}.")
 
 
-def differences(a: Mapping[str, object], b: Mapping[str, object]) -> list[tuple[str, str, str]]:
-    """(key, value in a, value in b) of what differs in two mappings; `-` where there is none. The
-    folder of a run is left out."""
-    keys = sorted((a.keys() | b.keys()) - {"run.dir"})
-    return [(key, str(a.get(key, "-")), str(b.get(key, "-")))
-            for key in keys if a.get(key, "-") != b.get(key, "-")]
+def different_settings(run: RunLog, other: RunLog) -> dict[str, list]:
+    """key -> [value in one run, value in the other] of the settings that differ, but for the
+    folders of the runs."""
+    found = differences(run.settings, other.settings)
+    return {key: values for key, values in found.items() if key != "run.dir"}
