@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from orchmllm import CostModel, Encoder, Packed, balance_encoders
 from orchmllm.encoders.infer import infer_encoders
 from orchmllm.encoders.sharing import assign
 from orchmllm.encoders.table import GatheredItems
-from orchmllm.loader.trainers import _undisturbed
+from orchmllm.loader.trial import _undisturbed
 from tests.lib.encoder_models import FAMILIES, Item, batch
 from tests.lib.encoder_runs import (
     gradients,
@@ -237,7 +238,9 @@ def looked_at(world) -> tuple[bool, dict]:
     want = e.loss_of(model, inputs).detach()
     handle = e.balanced(model)
     sharded(model)
-    got = _undisturbed(model, lambda: e.loss_of(model, inputs))
+    trainer = SimpleNamespace(args=SimpleNamespace(device=torch.device("cpu")))
+    with _undisturbed(trainer, model, training=True):
+        got = e.loss_of(model, inputs)
     return torch.allclose(got, want, atol=EXACT), handle.last
 
 
