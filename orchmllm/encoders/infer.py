@@ -87,7 +87,11 @@ def _encoder(owner: nn.Module, kind: str, method: str) -> Encoder:
     _refuse(owner, method, free, towers)
     given = inspect.signature(owner.forward).parameters
     lengths = isinstance(layout, Masked) or isinstance(layout, Rows) and layout.length
-    rows = partial(_audio_rows, main) if lengths and _output_lengths(towers[main]) else EQUAL
+    rows = None  # one entry of the result for each item
+    if lengths and _output_lengths(towers[main]):
+        rows = partial(_audio_rows, main)
+    elif layout.arguments == (layout.value,):  # items of one shape
+        rows = EQUAL
     return Encoder(
         kind, {method: layout}, outputs=_read(owner, method), rows=rows,
         layers=("deepstack_features",), optional=("deepstack_features",),

@@ -57,15 +57,14 @@ def _reference(
     cost_of = np.split(share.cost, np.cumsum(share.world.sizes)[:-1])
     # Chunks end with a call, which only this rank knows: each call but one may add a chunk.
     num_calls = max(len(_chunks(c, limit)) for c in cost_of) + len(encoder.calls) - 1
-    held = []
+    results = []  # told apart below: an error there must not keep other ranks from a call
     for call, layout, meta, cost in _own_items(share, cost_of[rank]):
         for items in _chunks(cost, limit):
             arguments = layout.part(local.inputs, meta, items)
-            result = run_call(share, owner, call, arguments)
-            held.append(flatten(encoder, owner, result, meta[items], False))
+            results.append((run_call(share, owner, call, arguments), meta[items]))
     first = next(iter(encoder.calls))
     meta, values = placeholder(share, device)
-    for _ in range(num_calls + 1 - len(held)):  # once everywhere, as later ranks may have none
+    for _ in range(num_calls + 1 - len(results)):  # once everywhere, as later ranks may have none
         run_call(share, owner, first, encoder.layout.build(meta, tuple(values)))
     if len(local.meta):
         meta = local.meta[:1]
@@ -74,6 +73,7 @@ def _reference(
     twice = [None if v is None else torch.cat([v, v]) for v in values]
     meta = np.concatenate([meta, meta])
     result = run_call(share, owner, first, encoder.layout.build(meta, tuple(twice)))
+    held = [flatten(encoder, owner, out, of_items, False) for out, of_items in results]
     return held, flatten(encoder, owner, result, meta, False) if held else None
 
 

@@ -82,8 +82,9 @@ def test_the_table_in_the_docs_is_what_was_counted():
 
 # The tests above can fail.
 
-def swapped(world) -> float:
-    """Features of two items change places."""
+def swapped(world) -> tuple[str, float]:
+    """Features of two items change places: what the proof says, and what the gradients show
+    without it."""
     right = sharing.return_features
 
     def wrong(*arguments):
@@ -91,7 +92,13 @@ def swapped(world) -> float:
 
     sharing.return_features = wrong
     items = scenarios(FAMILIES["llava"])["uneven"][world.rank]
-    return one_step(FAMILIES["llava"], "fsdp2", "none", items, world.rank)["difference"]
+    cell = FAMILIES["llava"], "fsdp2", "none", items, world.rank
+    try:
+        one_step(*cell)
+        text = ""
+    except RuntimeError as error:
+        text = str(error)
+    return text, one_step(*cell, proof=False)["difference"]
 
 
 def without_deepstack(world) -> str:
@@ -116,7 +123,9 @@ def without_zero(world) -> float:
 
 @pytest.mark.dist
 def test_swapped_features_are_seen():
-    assert max(run_ranks(swapped, 3)) > 1e-3
+    texts, differences = zip(*run_ranks(swapped, 3), strict=True)
+    assert max(differences) > 1e-3
+    assert len(set(texts)) == 1 and "of the same item encoded where it was sampled" in texts[0]
 
 
 @pytest.mark.dist

@@ -44,7 +44,8 @@ def _candidates(
         grid = torch.tensor([[t, 4, 4 + 4 * (s % 2)] for t, s in zip(frames, sizes, strict=True)])
         rows = int(grid.prod(1).sum())
         for t in (_first(configs, "temporal_patch_size", "patch_temporal", default=1), 1, 2):
-            for shape in ((3 * t * p * p,), (3, p, p), (3, t, p, p), (t, 3, p, p), (t, p, p, 3)):
+            for shape in ((3 * t * p * p,), (3, p, p), (3, t, p, p), (t, 3, p, p), (t, p, p, 3),
+                          (2 * p, 2 * p, 3)):
                 yield {names[0]: _noise(g, rows, *shape), names[1]: grid}
     elif isinstance(layout, Slots):
         # The last slot is empty: the batch's longest example has one image more.
@@ -82,7 +83,8 @@ def _rows(
     more = {name: beside[name] for name in names[1:] if name in beside}
     several = kind == "video" or "pixel_attention_mask" in more
     shapes = ([(2, 3, side, side)] if several else []) + [
-        (3, side, side), (16, 3 * p * p), (16, 12 * p * p), (16, 27 * p * p), (1, 3, side, side)]
+        (3, side, side), (16, 3 * p * p), (16, 12 * p * p), (16, 27 * p * p), (1, 3, side, side),
+        (2, p, p, 3)]
     for shape in shapes:
         yield {names[0]: _noise(g, n, *shape), **more}
 
@@ -91,7 +93,7 @@ def _audio(
     configs: list[Any], layout: Layout, sizes: list[int], g: torch.Generator
 ) -> Iterator[dict[str, Any]]:
     mels = _first(configs, "num_mel_bins", "n_mel_bins", "input_feat_size", "input_dim",
-                  "feature_size", default=8)
+                  "feature_size", default=8) * _first(configs, "num_stacked_frames", default=1)
     most = 2 * _first(configs, "max_source_positions", default=16)
     for longest in (most, 2 * most, 200, 8 * most):
         lengths = torch.tensor([longest - 4 * (s % 3) for s in sizes])
@@ -107,8 +109,13 @@ def _audio(
 
 def _tokens(encoder: Encoder, owner: nn.Module, call: str, media: dict[str, Any]) -> int:
     """Tokens that these items become, as the model itself says."""
+    if encoder.run:  # of Qwen2AudioModel, whose forward keeps what is inside the mask
+        lengths = media["feature_attention_mask"].sum(-1)
+        return int(owner.audio_tower._get_feat_extract_output_lengths(lengths)[1].sum())
     out = getattr(owner, call)(**media, **encoder.keywords)
     value = getattr(out, encoder.outputs[0])
+    if value is None:  # (layer, list of images) for each layer that features are added to
+        value = out.deepstack_features[0][1]
     values = [value] if isinstance(value, Tensor) else value
     return sum(v[..., 0].numel() for v in values)
 
@@ -122,7 +129,7 @@ def media_of(
     found, problems = {}, []
     for encoder in encoders:
         for call, layout in encoder.calls.items():
-            kind = call.split("_")[1]
+            kind = "audio" if encoder.run else call.split("_")[1]
             for attempt in range(20):
                 g = torch.Generator().manual_seed(seed)
                 made = next((m for i, m in enumerate(_candidates(owner, kind, layout, sizes, g))
@@ -154,11 +161,34 @@ def _token_id(config: Any, kind: str) -> int:
     raise ValueError(f"{type(config).__name__} names no token of {kind}")
 
 
+def _of_a_robot(
+    model: nn.Module, media: dict[str, tuple[dict[str, Any], list[int]]], g: torch.Generator
+) -> dict[str, Any]:
+    """Arguments of PI0: one example with a camera for each image."""
+    config = model.config
+    arguments, counts = media["image"]
+    ids = torch.full((1, sum(counts) + 4), config.vlm_config.image_token_id)
+    ids[:, -4:] = torch.randint(3, 90, (1, 4), generator=g)
+    actions = (1, config.chunk_size, config.max_action_dim)
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids),
+            "pixel_values": arguments["pixel_values"][None],
+            "pixel_attention_mask": torch.ones(1, len(counts), dtype=torch.bool),
+            "state": _noise(g, 1, config.max_state_dim), "actions": _noise(g, *actions),
+            "noise": _noise(g, *actions), "timestep": torch.full((1,), 0.5, dtype=torch.float64)}
+
+
 def batch(
     model: nn.Module, media: dict[str, tuple[dict[str, Any], list[int]]], seed: int
 ) -> dict[str, Any]:
     """Arguments of forward for one sequence with these media between pieces of text."""
     g = torch.Generator().manual_seed(seed)
+    kind = model.config.model_type
+    if media and kind == "pi0":
+        return _of_a_robot(model, media, g)
+    if media and kind == "voxtral_realtime":  # each clip is as long as the text that it is added to
+        arguments, counts = media["audio"]
+        ids = torch.randint(3, 90, (len(counts), counts[0]), generator=g)
+        return {"input_ids": ids, "labels": ids, **arguments}
     accepted = inspect.signature(model.forward).parameters
 
     def text(n: int) -> Tensor:

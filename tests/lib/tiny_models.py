@@ -131,6 +131,8 @@ _CHANGED: dict[str, dict[str, Any]] = {
         "paddleocr_vl")},
     **{name: {"vision_start_token_id": 110, **_GLM} for name in (
         "qwen2_5_omni_thinker", "qwen3_omni_moe_thinker")},
+    "qwen2_5_omni": {"thinker_config.vision_start_token_id": 110,
+                     "thinker_config.text_config.rope_parameters": _MROPE},
     **{name: {"text_config.head_dim": 8} for name in ("kimi_k25", "mistral_large4")},
     **{name: {"audio_config.intermediate_size": 128, "audio_token_id": 110}
        for name in ("voxtral", "glmasr")},
@@ -151,7 +153,18 @@ _CHANGED: dict[str, dict[str, Any]] = {
     "granite4_vision": {**_PINPOINTS, "downsample_rate": "1/2",
                         "deepstack_layer_map": [[-1, 0]], "spatial_target_layers": [1]},
     "janus": {"vq_config.base_channels": 32, "vq_config.channel_multiplier": [1, 1]},
-    "chameleon": {"vocabulary_map": {"<image>": 110, "IMGIMGAAZ": 111}},
+    "chameleon": {"image_token_id": 110, "vq_config.base_channels": 32,
+                  "vq_config.channel_multiplier": [1, 1], "vq_config.num_embeddings": 10,
+                  "vocabulary_map": {"<image>": 110} | {
+                      f"IMGIMG{letter}Z": 111 + i for i, letter in enumerate("ABCDEFGHIJ")}},
+    "instructblipvideo": {"video_token_index": 110},
+    "nemo_speechlm": {"text_config.n_groups": 1},
+    "unlimited_ocr": {
+        "vision_config.sam_config.output_channels": 32,
+        "vision_config.sam_config.downsample_channels": [32, 32],
+        "vision_config.sam_config.global_attn_indexes": [1],
+        "vision_config.encoder_config.image_size": 1,
+        "vision_config.encoder_config.patch_size": 1},
     "step3p7": {"text_config.sliding_window": 16},
     **{name: _PINPOINTS for name in (
         "llava_next", "llava_next_video", "llava_onevision")},
