@@ -7,7 +7,10 @@ import pytest
 from scripts.count_code import count_parts, count_rooms, read_all
 
 # Lines of code. What grows a room says here by how much, and why in its commit.
-MOST = {"base": 14_800, "tools": 3_600, "papers": 1_700, "cpp": 1_610}
+# The base grew from 14,800 with what is measured and not believed: what a loss is, costs
+# and lengths of models, meshes and clients of the loader (+500), the proof of encoders (+260), the
+# record of a run, the measured gain, trackers and clocks of a step (+360), the command line (+50).
+MOST = {"base": 16_000, "tools": 3_800, "papers": 1_700, "cpp": 1_770}
 
 
 @pytest.mark.parametrize("room", list(MOST))
