@@ -1,7 +1,7 @@
 """What planning a step costs and what the plan moves, by number of ranks and scheme.
 
     python scripts/bench_overhead.py [--ranks 64,...] [--batch-size 60] [--policies paper,...]
-        [--model 84b] [--mixes natural,video] [--recipe FILE [--own-lengths]] [--tolerance 0.005]
+        [--model 84b] [--mixes natural,video] [--recipe FILE [--own-lengths]] [--tolerance 0.001]
         [--repeats 20] [--gil] [--link-gbps 400] [--latency-us 5] [--json FILE] [--plot FILE.png]
 
 --recipe: model, costs and bytes of a recipe instead of --model, and its own balance section as the
@@ -46,7 +46,7 @@ from orchmllm.config.model import ModelConfig
 from orchmllm.models.flops import cost_model, plan_spec
 from orchmllm.papers.mixes import MIXES, headers_of
 from orchmllm.plan.assign import PHASES, PhasePolicy, PlanSpec
-from orchmllm.plan.balance import core
+from orchmllm.plan.balance import DEFAULT_TOLERANCE, core
 from orchmllm.plan.layout import BatchLayout
 from orchmllm.plan.step import StepPlan
 from orchmllm.tools.predict.workload import MODELS, batch_layout
@@ -130,7 +130,8 @@ def main() -> None:
     parser.add_argument("--mixes", default="natural", help=", ".join(MIXES))
     parser.add_argument("--recipe", help="a recipe's model, costs and balance section")
     parser.add_argument("--own-lengths", action="store_true", help="lengths of the recipe's data")
-    parser.add_argument("--tolerance", type=float, default=.005, help="of `least_move`")
+    parser.add_argument("--tolerance", type=float, default=DEFAULT_TOLERANCE,
+                        help="of `least_move`")
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--gil", action="store_true", help="measure what holds the GIL")
     parser.add_argument("--link-gbps", type=float, default=400, help="network per rank, Gbit/s")

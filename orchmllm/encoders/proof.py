@@ -44,7 +44,10 @@ class Proof:
         """The features (R, W) that came back, counts (n,) of each item, with the own ones."""
         own, beside = self._own.get(share.encoder.name, ([], None))
         if self.error is None and beside is not None:
-            self.error = _difference(share.encoder.name, own, beside, rows, counts)
+            try:
+                self.error = _difference(share.encoder.name, own, beside, rows, counts)
+            except Exception as error:  # of shapes that cannot be compared
+                self.error = error
 
 
 def _reference(
