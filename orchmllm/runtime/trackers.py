@@ -11,6 +11,7 @@ from pathlib import Path
 import yaml
 
 from orchmllm.config.recipe import RunConfig
+from orchmllm.runtime.attempts import flat
 
 CLOSE_S = 60.0  # that a tracker has to send what is left
 # What logs values at a step, and what ends the tracker.
@@ -31,11 +32,12 @@ def _tensorboard(folder: Path) -> Tracker:
 
 def _wandb(folder: Path) -> Tracker:
     """Each start of a run is a run there, and all of them are one group. Their own step only grows,
-    so `step` is a value: a rollback goes back."""
+    so `step` is a value: a rollback goes back. Queries of URLs, which may hold signatures, stay
+    here."""
     import wandb
 
     recipe = yaml.safe_load((folder / "recipe.yaml").read_text(encoding="utf-8"))
-    run = wandb.init(dir=str(folder), group=folder.resolve().name, config=recipe,
+    run = wandb.init(dir=str(folder), group=folder.resolve().name, config=flat(recipe),
                      settings=wandb.Settings(console="off"))  # the run's lines stay its own
     run.define_metric("*", step_metric="step")
     return (lambda values, step: run.log({"step": step, **values})), run.finish

@@ -223,7 +223,8 @@ def test_summary_of_nothing(display, capsys):
 
 def show_three_steps(folder: Path, *trackers: str) -> None:
     """A run that went back after its second step."""
-    (folder / "recipe.yaml").write_text("train: {lr: 0.5}\n")
+    (folder / "recipe.yaml").write_text(
+        "train: {lr: 0.5}\ndata: {path: 'https://a.org/b.jsonl?signature=1'}\n")
     display = RunDisplay(RunConfig(dir=str(folder), trackers=trackers))
     display.start(3)
     for step in (0, 1, 1, 2):
@@ -286,6 +287,8 @@ def test_a_tracker_that_fails_is_named_once_and_dropped(tmp_path, monkeypatch, c
         SummaryWriter=lambda folder: writer))
     show_three_steps(tmp_path, "wandb", "tensorboard")
     out = capsys.readouterr().out
+    assert raises.call_args.kwargs["config"] == {
+        "train.lr": 0.5, "data.path": "https://a.org/b.jsonl"}
     assert raises.call_count == 1 and writer.add_scalar.call_args.args[2] == 1
     assert not writer.close.called
     warnings = [line for line in out.splitlines() if line.startswith("warning")]
