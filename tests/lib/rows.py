@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from jsonschema import Draft202012Validator
 
 from orchmllm.plan.assign import PHASES
@@ -26,3 +28,10 @@ def a_row(step: int, loss: float = 2.0) -> dict:
             "cpu_s": {p: [0.1, 0.2] for p in (*PHASES, "exchange")},
             "grad_norms": {"connector": 0.5, "llm": 0.75}, "measured": None, "nonfinite": False,
             "as_sampled": False}
+
+
+def scalars(folder: Path, name: str) -> list:
+    """What TensorBoard shows of a run."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    return EventAccumulator(str(folder / "tensorboard")).Reload().Scalars(name)

@@ -6,81 +6,23 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import replace
-from html.parser import HTMLParser
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from orchmllm.cli import dispatch
 from orchmllm.config.balance import BalanceConfig
-from orchmllm.config.recipe import RunConfig, load_recipe, to_yaml
+from orchmllm.config.recipe import RunConfig
 from orchmllm.plan.assign import PHASES
 from orchmllm.runtime import metrics
 from orchmllm.runtime.display import Totals
 from orchmllm.tools.report.log import read_run
 from orchmllm.tools.report.svg import MAX_POINTS, number, thin
 from tests.lib.ranks import run_ranks
-from tests.lib.recipes import RECIPES
+from tests.lib.report_pages import measured_row, report, write
 from tests.lib.rows import a_row, row_problems
 from tests.lib.synthetic import SyntheticDataset, recipe
 from tests.lib.training import train
-
-
-def measured_row(step: int, of: int | None = None, **changes) -> dict:
-    """of: the step whose times it has; they grow with it."""
-    of = step if of is None else of
-    slow = {"rank": of % 2, "positions": 90 + of, "example_ids": [1000 + of, 7], "lengths": [50, 3]}
-    return {"schema": 1, **a_row(step), "measured": {
-        "step": of, "imbalance": dict.fromkeys(PHASES, 1.25),
-        "slowest_s": {**dict.fromkeys(PHASES, 0.1 * (1 + of)), "exchange": 0.01},
-        "slowest": dict.fromkeys(PHASES, slow)}, **changes}
-
-
-def write(folder: Path, rows: list[dict], tail: str = "") -> Path:
-    folder.mkdir(exist_ok=True)
-    text = "".join(json.dumps(r) + "\n" for r in rows)
-    (folder / "metrics.jsonl").write_text(text + tail, encoding="utf-8")
-    return folder
-
-
-class Page(HTMLParser):
-    """Checks that every element is closed, and keeps the cells of tables."""
-
-    def __init__(self, html: str) -> None:
-        super().__init__()
-        self.open, self.rows, self.text = [], [], ""
-        self.feed(html)
-        assert self.open == []
-
-    def handle_starttag(self, tag, attrs):
-        if tag not in ("meta",):
-            self.open.append(tag)
-        if tag == "tr":
-            self.rows.append([])
-        if tag in ("td", "th"):
-            self.rows[-1].append("")
-
-    def handle_startendtag(self, tag, attrs):
-        pass
-
-    def handle_endtag(self, tag):
-        assert self.open.pop() == tag
-
-    def handle_data(self, data):
-        self.text += data
-        if self.open and self.open[-1] in ("td", "th"):
-            self.rows[-1][-1] += data
-
-
-def report(folder: Path, *more: str) -> tuple[str, Page]:
-    assert dispatch(["report", str(folder), *more]) == 0
-    html = (folder / "report.html").read_text(encoding="utf-8")
-    assert not re.search(r"<script|https?:|src=|url\(|@import", html)  # nothing from elsewhere
-    for points in re.findall(r'points="([^"]*)"', html):
-        xy = np.array([p.split(",") for p in points.split()], float)
-        assert (xy >= 0).all() and (xy[:, 0] <= 360).all() and (xy[:, 1] <= 190).all()
-    return html, Page(html)
 
 
 def test_a_run_that_was_killed_and_is_still_written(tmp_path):
@@ -256,72 +198,6 @@ def test_the_file_that_cannot_be_read_is_named(tmp_path, capsys):
     assert dispatch(["report", str(tmp_path / ("x" * 300))]) == 2
     error = capsys.readouterr().err
     assert "File name too long" in error and "report.html" not in error
-
-
-def test_predictions_are_scored_by_what_a_run_measured(tmp_path, capsys):
-    rows = [measured_row(s, step_s=0.1 * s, tokens_per_s=50.0, mfu=0.4) for s in range(5)]
-    folder = write(tmp_path / "run", rows)
-    (folder / "recipe.yaml").write_text(to_yaml(load_recipe(RECIPES / "demo.yaml")))
-
-    def scored() -> dict[str, list[str]]:
-        assert dispatch(["report", str(folder), "--score", "--mix", "natural"]) == 0
-        lines = capsys.readouterr().out.partition("error\n")[2].splitlines()
-        return {line[:30].strip(): [line[30:40].strip(), line[40:51].strip(), line[51:].strip()]
-                for line in lines}
-
-    unmeasured = scored()
-    assert unmeasured["gain of balancing, cost model"] == ["-", "-", ""]
-    for step, measured in ((2, 0.2), (3, 0.4), (4, 0.1)):
-        rows[step]["measured"]["gain"] = {"predicted": 0.25, "measured": measured}
-    write(folder, rows)
-    found = scored()
-    assert found["gain of balancing, cost model"] == ["20.0%", "25.0%", "+5.0 points"]
-    dispatch(["dry-run", str(folder / "recipe.yaml"), "--world-size", "2", "--mix", "natural",
-              "--json", str(tmp_path / "tried.json")])
-    tried = json.loads((tmp_path / "tried.json").read_text())
-    gain = 1 - 1 / tried["ratio"]["none / balanced"]
-    step_s = tried["predicted"]["balanced"]["step_s"]
-    assert found["gain of balancing, dry run"] == [
-        "20.0%", number(gain, "%"), f"{100 * (gain - 0.2):+.1f} points"]
-    assert found["seconds a step, dry run"] == [
-        "200 ms", number(step_s, "s"), f"{100 * (step_s / 0.2 - 1):+.1f}%"]
-    for name in ("dry run", "plan job"):
-        assert found[f"tokens/s, {name}"][0] == "50"
-    assert found["seconds a step, plan job"][0] == "200 ms"
-    write(folder, [row | {"mfu": None} for row in rows])  # as on a CPU
-    assert list(scored()) == ["gain of balancing, cost model", "gain of balancing, dry run"]
-
-
-def test_two_runs(tmp_path):
-    a = write(tmp_path / "a", [measured_row(s, loss=3.0) for s in range(6)])
-    b = write(tmp_path / "b", [measured_row(s, loss=2.0) for s in range(4)])
-    (a / "recipe.yaml").write_text("{run: {dir: a}, train: {lr: 0.1}, balance: {enabled: true}}")
-    (b / "recipe.yaml").write_text(  # of a version that wrote a key more
-        "{run: {dir: b}, train: {lr: 0.2}, balance: {enabled: true, measure_every: 0}}")
-    html, page = report(a, "--compare", str(b))
-    assert page.text.count(
-        "A step of a takes 100.0% of the time of one of b (medians 500 ms and 500 ms); in 4 steps "
-        "that both did their losses differ by at most 5.0e-01 relative; settings that "
-        "differ: 1, versions and facts of the machine: not recorded.") == 1
-    assert [r for r in page.rows if "train.lr" in r] == [["train.lr", "0.1", "0.2"]]
-    assert not any("balance.enabled" in r or "run.dir" in r for r in page.rows)
-    assert ["loss of step 3, the last of both", "3", "2", "50.0%"] in page.rows
-    assert "stroke-dasharray" in html and "training, b" in html
-
-
-def test_versions_and_hosts_are_those_of_the_last_attempt(tmp_path, capsys):
-    a, b = (write(tmp_path / name, [measured_row(0)]) for name in "ab")
-    for folder, *hosts in ((a, "old", "n1"), (b, "n2")):
-        starts = [{"attempt": i, "resumed_from": None, "settings": {
-            "train.lr": 0.1, "versions.torch": "2.13", "world.host": host}}
-            for i, host in enumerate(hosts)]
-        ends = [{"attempt": i, "ended": "finished"} for i in range(len(hosts))]
-        (folder / "attempts.jsonl").write_text(
-            "".join(json.dumps(line) + "\n" for line in starts + ends) + '{"attempt"')
-    page = report(a, "--compare", str(b))[1]
-    assert [r for r in page.rows if "world" in r[0] or "versions" in r[0]] == [
-        ["world.host", "'n1'", "'n2'"]]
-    assert "differ: 0, versions and facts of the machine: 1." in capsys.readouterr().out
 
 
 def test_what_is_no_log_is_refused(tmp_path, capsys):

@@ -1,0 +1,77 @@
+"""`orchmllm report --compare` and `--score`: two runs, and a run beside its predictions."""
+
+from __future__ import annotations
+
+import json
+
+from orchmllm.cli import dispatch
+from orchmllm.config.recipe import load_recipe, to_yaml
+from orchmllm.tools.report.svg import number
+from tests.lib.recipes import RECIPES
+from tests.lib.report_pages import measured_row, report, write
+
+
+def test_predictions_are_scored_by_what_a_run_measured(tmp_path, capsys):
+    rows = [measured_row(s, step_s=0.1 * s, tokens_per_s=50.0, mfu=0.4) for s in range(5)]
+    folder = write(tmp_path / "run", rows)
+    (folder / "recipe.yaml").write_text(to_yaml(load_recipe(RECIPES / "demo.yaml")))
+
+    def scored() -> dict[str, list[str]]:
+        assert dispatch(["report", str(folder), "--score", "--mix", "natural"]) == 0
+        lines = capsys.readouterr().out.partition("error\n")[2].splitlines()
+        return {line[:30].strip(): [line[30:40].strip(), line[40:51].strip(), line[51:].strip()]
+                for line in lines}
+
+    unmeasured = scored()
+    assert unmeasured["gain of balancing, cost model"] == ["-", "-", ""]
+    for step, measured in ((2, 0.2), (3, 0.4), (4, 0.1)):
+        rows[step]["measured"]["gain"] = {"predicted": 0.25, "measured": measured}
+    write(folder, rows)
+    found = scored()
+    assert found["gain of balancing, cost model"] == ["20.0%", "25.0%", "+5.0 points"]
+    dispatch(["dry-run", str(folder / "recipe.yaml"), "--world-size", "2", "--mix", "natural",
+              "--json", str(tmp_path / "tried.json")])
+    tried = json.loads((tmp_path / "tried.json").read_text())
+    gain = 1 - 1 / tried["ratio"]["none / balanced"]
+    step_s = tried["predicted"]["balanced"]["step_s"]
+    assert found["gain of balancing, dry run"] == [
+        "20.0%", number(gain, "%"), f"{100 * (gain - 0.2):+.1f} points"]
+    assert found["seconds a step, dry run"] == [
+        "200 ms", number(step_s, "s"), f"{100 * (step_s / 0.2 - 1):+.1f}%"]
+    for name in ("dry run", "plan job"):
+        assert found[f"tokens/s, {name}"][0] == "50"
+    assert found["seconds a step, plan job"][0] == "200 ms"
+    write(folder, [row | {"mfu": None} for row in rows])  # as on a CPU
+    assert list(scored()) == ["gain of balancing, cost model", "gain of balancing, dry run"]
+
+
+def test_two_runs(tmp_path):
+    a = write(tmp_path / "a", [measured_row(s, loss=3.0) for s in range(6)])
+    b = write(tmp_path / "b", [measured_row(s, loss=2.0) for s in range(4)])
+    (a / "recipe.yaml").write_text("{run: {dir: a}, train: {lr: 0.1}, balance: {enabled: true}}")
+    (b / "recipe.yaml").write_text(  # of a version that wrote a key more
+        "{run: {dir: b}, train: {lr: 0.2}, balance: {enabled: true, measure_every: 0}}")
+    html, page = report(a, "--compare", str(b))
+    assert page.text.count(
+        "A step of a takes 100.0% of the time of one of b (medians 500 ms and 500 ms); in 4 steps "
+        "that both did their losses differ by at most 5.0e-01 relative; settings that "
+        "differ: 1, versions and facts of the machine: not recorded.") == 1
+    assert [r for r in page.rows if "train.lr" in r] == [["train.lr", "0.1", "0.2"]]
+    assert not any("balance.enabled" in r or "run.dir" in r for r in page.rows)
+    assert ["loss of step 3, the last of both", "3", "2", "50.0%"] in page.rows
+    assert "stroke-dasharray" in html and "training, b" in html
+
+
+def test_versions_and_hosts_are_those_of_the_last_attempt(tmp_path, capsys):
+    a, b = (write(tmp_path / name, [measured_row(0)]) for name in "ab")
+    for folder, *hosts in ((a, "old", "n1"), (b, "n2")):
+        starts = [{"attempt": i, "resumed_from": None, "settings": {
+            "train.lr": 0.1, "versions.torch": "2.13", "world.host": host}}
+            for i, host in enumerate(hosts)]
+        ends = [{"attempt": i, "ended": "finished"} for i in range(len(hosts))]
+        (folder / "attempts.jsonl").write_text(
+            "".join(json.dumps(line) + "\n" for line in starts + ends) + '{"attempt"')
+    page = report(a, "--compare", str(b))[1]
+    assert [r for r in page.rows if "world" in r[0] or "versions" in r[0]] == [
+        ["world.host", "'n1'", "'n2'"]]
+    assert "differ: 0, versions and facts of the machine: 1." in capsys.readouterr().out
