@@ -57,12 +57,11 @@ class _Rotate(torch.autograd.Function):
 
 
 def _turned(x: Tensor, cos: Tensor, sin: Tensor, direction: float) -> Tensor:
-    a, b = x.chunk(2, dim=-1)
-    sin, _ = sin.chunk(2, dim=-1)  # the halves are equal
-    out = x * cos
-    out_a, out_b = out.chunk(2, dim=-1)
-    out_a.addcmul_(b, sin, value=-direction)
-    out_b.addcmul_(a, sin, value=direction)
+    out, across = x * cos, x * sin
+    (out_a, out_b), (a, b) = out.chunk(2, dim=-1), across.chunk(2, dim=-1)
+    # Not addcmul_, which rounds once where transformers rounds product and sum: equal bits.
+    out_a.add_(b, alpha=-direction)
+    out_b.add_(a, alpha=direction)
     return out.to(x.dtype)
 
 
