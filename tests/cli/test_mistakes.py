@@ -37,7 +37,7 @@ COMMANDS = [
     (f"data {RECIPE}", "choose from", ""),
     (f"data stat {RECIPE}", "did you mean stats?", ""),
     ("data lint", "RECIPE is missing", f"data lint {RECIPE} data.path=DEMO"),
-    ("data stats nowhere.jsonl", "nowhere.jsonl: no such file or folder", "data stats DEMO"),
+    ("data stats nowhere.jsonl", "nowhere.jsonl: no such file or folder", "data stats DEMO --out TMP/x.png"),
     (f"data preview {RECIPE} data.path=DEMO --row 1000", "the sources have 16 rows",
      f"data preview {RECIPE} data.path=DEMO --row 16"),
     (f"data preview {RECIPE} data.path=DEMO --row 0", "--row: 0: must be at least 1", ""),
