@@ -32,7 +32,7 @@ SLOW_dropin := $(filter-out $(SLOW_clients) $(SLOW_trainers) $(SLOW_encoders), \
     $(wildcard tests/loader/test_*.py tests/encoders/test_*.py))
 SLOW_data := tests/data tests/e2e/test_paper_mix.py tests/e2e/test_nothing_read.py
 SLOW_plan := tests/plan tests/comm tests/tools/doctor
-SLOW_models := tests/models tests/sharding tests/tools/export
+SLOW_models := tests/models tests/sharding tests/tools/export tests/tools/generate
 SLOW_memory := tests/tools/predict/test_scale_memory.py tests/tools/predict/test_tracked_memory.py
 SLOW_estimate := tests/papers tests/tools/data tests/docs \
     $(filter-out $(SLOW_memory), $(wildcard tests/tools/predict/test_*.py))

@@ -47,6 +47,8 @@ ALLOWED = {
                       "tools.report"),
     "tools.preprocess": ("cli", "config", "data"),
     "tools.export": ("cli", "config", "models", "data", "runtime", "hf"),
+    "tools.generate": ("cli", "config", "plan", "batch", "models", "data", "hf", "sharding",
+                       "tools.export"),
     "tools.doctor": ("launch", "cli", "config", "plan", "batch", "comm", "models", "data",
                      "runtime", "hf", "sharding", "trainer", "train"),
     "papers": ("_core", "cli", "config", "plan", "models", "data", "sharding", "tools.pictures",

@@ -26,6 +26,8 @@ COMMANDS = {
                 "measure a recipe's phases on the device at hand"),
     "doctor": ("orchmllm.tools.doctor.command", "check this machine, or all machines of a job"),
     "report": ("orchmllm.tools.report.command", "show a run, or two, as one HTML page"),
+    "generate": ("orchmllm.tools.generate.command",
+                 "ask a trained model about images and clips"),
     "export": ("orchmllm.tools.export.command", "write a checkpoint as Hugging Face folders"),
     "papers reproduce": ("orchmllm.papers.reproduce", "print the papers' tables beside ours"),
     "papers simulate": ("orchmllm.papers.simulate",
