@@ -45,10 +45,12 @@ from orchmllm.sharding.pretrained import check_same, fingerprint
 
 
 class Trainer:
-    """One rank of a run; constructing it is collective. dataset: used instead of building the
-    recipe's. watch: is told where this rank is. on_step: is called by `run` on every rank with each
-    step and its row of metrics, before a checkpoint of that step is saved; what it raises ends the
-    run."""
+    """One rank of a run; constructing it is collective. dataset: used instead of the recipe's.
+    watch: is told where this rank is. on_step: `run` calls it on every rank with each step and its
+    row of metrics, before that step is saved; what it raises ends the run."""
+
+    _metrics: JsonLines | None = None
+    _rows: list[dict] | None = None
 
     def __init__(
         self, recipe: Recipe, world: World, *, dataset: ConversationDataset | None = None,
@@ -96,8 +98,6 @@ class Trainer:
         self.optimizer = make_optimizer(self.model, train)
         self.progress = Progress(global_batch_size=job.global_batch_size)
         self.stop = StopSignal(watch and watch.folder_taken)
-        self._metrics: JsonLines | None = None
-        self._rows: list[dict] | None = None
         self.profiler = StepProfiler(recipe, world.rank, self._log)
         self.incidents = Incidents(recipe, writes=world.rank == 0, log=self._log)
         self.samples = Samples(recipe, self.dataset, self.validation_rows, spec, self.device,

@@ -42,7 +42,7 @@ ALLOWED = {
                       "tools.pictures"),
     "tools.data": ("cli", "config", "plan", "batch", "models", "data", "sharding",
                    "tools.pictures", "tools.predict"),
-    "tools.report": ("cli", "config", "plan", "runtime", "tools.predict"),
+    "tools.report": ("cli", "config", "plan", "data", "runtime", "tools.predict"),
     "tools.compare": ("launch", "cli", "config", "runtime", "sharding", "trainer", "train",
                       "tools.report"),
     "tools.preprocess": ("cli", "config", "data"),

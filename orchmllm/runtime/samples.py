@@ -15,8 +15,7 @@ import torch
 from orchmllm.comm.exchange import RowGather, gather_texts
 from orchmllm.config.recipe import Recipe
 from orchmllm.data.dataset import ConversationDataset
-from orchmllm.data.formats.conversation import question_of
-from orchmllm.models.generate import Prompt, greedy, prompt_of
+from orchmllm.models.generate import greedy, prompt_of
 from orchmllm.models.mllm import MultimodalModel
 from orchmllm.plan.assign import PlanSpec
 from orchmllm.runtime.metrics import JsonLines
@@ -45,12 +44,12 @@ class Samples:
             line = {"step": step, "example": example}
             told.append(line)
             try:
-                prompt, more = self._read(example)
+                prompt, expected = prompt_of(self._dataset.load(example),
+                                             self._dataset.layout(example))
+                prompts.append(prompt)
+                line["expected"] = self._text(expected)
             except Exception as error:  # of this rank alone: it still takes part in what follows
                 line["error"] = f"{type(error).__name__}: {error}"
-            else:
-                prompts.append(prompt)
-                line |= more
         answers = iter(greedy(
             model, prompts, self._spec, self._device, end_id=self._end_id,
             max_tokens=self._max_tokens,
@@ -67,12 +66,6 @@ class Samples:
             self._log(f"sample of step {step}, example {line['example'] + 1}: " + (
                 f"it cannot be asked about: {line['error']}" if "error" in line else
                 f"{line['answer']!r:.200}; the data say {line['expected']!r:.200}"))
-
-    def _read(self, example: int) -> tuple[Prompt, dict]:
-        """What is asked, and what a line says of it."""
-        prompt, expected = prompt_of(self._dataset.load(example), self._dataset.layout(example))
-        return prompt, {"question": question_of(self._dataset.conversation(example)),
-                        "expected": self._text(expected)}
 
     def _text(self, ids: list[int]) -> str:
         return self._dataset.tokenizer.decode([i for i in ids if i != self._end_id])

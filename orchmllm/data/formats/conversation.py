@@ -53,13 +53,6 @@ def media_of(turns: Conversation) -> list[Medium]:
     return [p for turn in turns for p in turn.parts if isinstance(p, Medium)]
 
 
-def question_of(turns: Conversation) -> str:
-    """The text of the turn that the first answer answers, without its media."""
-    answer = next((k for k, turn in enumerate(turns) if turn.supervised), len(turns))
-    asked = [turn for turn in turns[:answer] if turn.role == "user"]
-    return "".join(p for p in asked[-1].parts if isinstance(p, str)).strip() if asked else ""
-
-
 def listed(row: Mapping, keys: tuple[str, ...]) -> list:
     """The media of a row under the one of `keys` that it has, as a list. Raises RowError where two
     of them have other media."""

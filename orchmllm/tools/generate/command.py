@@ -3,7 +3,7 @@ of transformers that takes images and text. The answer goes to the standard outp
 
     orchmllm generate runs/mine --image cat.jpg "What is this?"
     orchmllm generate exported --image cat.jpg --audio purr.wav "What is it?"
-    orchmllm generate models/Qwen2-VL-2B-Instruct --image cat.jpg "What is this?"
+    orchmllm generate models/Qwen2-VL-2B --image cat.jpg "What is this?"
 
 FOLDER is the run.dir of a run, of which the newest checkpoint is taken, one of its checkpoints, an
 export, or a folder of transformers' save_pretrained, whose code is never run. Media come before the
@@ -36,7 +36,6 @@ def main(argv: list[str]) -> int:
     for flag, modality in (("--image", VISION), ("--audio", AUDIO)):
         parser.add_argument(flag, dest="media", action="append", default=[], metavar="FILE",
                             type=partial(_medium, modality), help="any number of them")
-    parser.add_argument("--device", default="", help="cpu or cuda (default: a GPU if there is one)")
     parser.add_argument("--dtype", choices=list(DTYPES), default="", metavar="DTYPE",
                         help=f"{', '.join(DTYPES)} (default: as saved)")
     args = parser.parse_args(argv)

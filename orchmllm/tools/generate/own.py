@@ -34,7 +34,7 @@ from orchmllm.plan.layout import VISION
 from orchmllm.sharding.pretrained import load_pretrained
 from orchmllm.tools.export.checkpoints import checkpoint_in, model_of, tokenizer_of
 from orchmllm.tools.export.export import NOTE
-from orchmllm.tools.generate.sampling import device_of, sampling
+from orchmllm.tools.generate.sampling import device, sampling
 
 
 class Trained(NamedTuple):
@@ -122,20 +122,19 @@ def answer_own(args: argparse.Namespace, log: Callable[[str], None]) -> str:
     trained = open_trained(args.folder, args.tokenizer, log)
     config, end = trained.config, trained.tokenizer.end_id
     prompt = read_prompt(args.question, args.media, trained)
-    device = device_of(args.device)
     with torch.device("meta"):
         model = MultimodalModel(config)
         llm = Qwen2ForCausalLM(hf_config(config.llm))
-    model.to(getattr(torch, args.dtype or trained.dtype)).to_empty(device=device)
+    model.to(getattr(torch, args.dtype or trained.dtype)).to_empty(device=device())
     trained.fill(model)
     weights = dict(model.named_parameters())
     llm.load_state_dict({n.hf: weights[n.name] for n in named("llm", config)}, assign=True)
-    with torch.device(device):  # its table is no weight
+    with torch.device(device()):  # its table is no weight
         llm.model.rotary_emb = type(llm.model.rotary_emb)(llm.config)
     spec = plan_spec(resolve(Recipe(model=config), 1, 1))
-    x = model.embedded(batch_of(model, [prompt], [[]], spec, device)).unsqueeze(0)  # (1, L, D)
+    x = model.embedded(batch_of(model, [prompt], [[]], spec, device())).unsqueeze(0)  # (1, L, D)
     [ids] = llm.eval().generate(
-        inputs_embeds=x, attention_mask=torch.ones(x.shape[:2], dtype=torch.long, device=device),
+        inputs_embeds=x, attention_mask=torch.ones(x.shape[:2], dtype=torch.long, device=device()),
         use_cache=True, eos_token_id=end, pad_token_id=end, **sampling(args)).tolist()
     log(f"{x.shape[1]} tokens before the answer, {len(ids)} in it"
         + ("" if ids[-1:] == [end] else f": cut off at --max-tokens {args.max_tokens}"))

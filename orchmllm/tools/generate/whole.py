@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 
 from orchmllm.plan.layout import VISION
-from orchmllm.tools.generate.sampling import device_of, sampling
+from orchmllm.tools.generate.sampling import device, sampling
 
 
 @torch.no_grad()
@@ -40,13 +40,12 @@ def answer_whole(args: argparse.Namespace, log: Callable[[str], None]) -> str:
                          "template: add the chat_template.jinja of the model")
     content = [*({"type": "image", "path": str(m.path)} for m in args.media),
                {"type": "text", "text": args.question}] if takes_images else args.question
-    device = device_of(args.device)
     given = reader.apply_chat_template(
         [{"role": "user", "content": content}], add_generation_prompt=True, tokenize=True,
-        return_dict=True, return_tensors="pt").to(device)
+        return_dict=True, return_tensors="pt").to(device())
     kind = AutoModelForImageTextToText if takes_images else AutoModelForCausalLM
     model = kind.from_pretrained(args.folder, dtype=getattr(torch, args.dtype) if args.dtype
-                                 else "auto", **local).to(device).eval()
+                                 else "auto", **local).to(device()).eval()
     before = given["input_ids"].shape[1]
     ids = model.generate(**given, **sampling(args))[0, before:].tolist()
     ends = model.generation_config.eos_token_id

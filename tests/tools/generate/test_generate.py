@@ -77,7 +77,7 @@ def trained(tmp_path_factory, demo_corpus) -> Trained:
 def answered(capsys, folder: Path, *argv: str) -> tuple[str, str]:
     """(answer, what is said beside it) of `orchmllm generate`."""
     capsys.readouterr()
-    assert dispatch(["generate", str(folder), "--device", "cpu", *argv]) == 0
+    assert dispatch(["generate", str(folder), *argv]) == 0
     said = capsys.readouterr()
     return said.out.removesuffix("\n"), said.err
 
@@ -162,11 +162,8 @@ def test_drawn_tokens_depend_on_the_seed_alone(trained, capsys):
     (["--image", "none.jpg", "What?"], "none.jpg (segment 1): the file is missing"),
     (["--image", "{data}", "What?"], "data.jsonl (segment 1): "),
     (["<image> What?"], "1 <image> placeholders but 0 paths"),
-    (["--device", "cuda", "What?"], "--device cuda: torch"),
     (["--tokenizer", "none", "What?"], "none: no such tokenizer file")])
 def test_what_cannot_be_answered_is_one_line(trained, argv, text, capsys):
-    if "cuda" in argv and torch.cuda.is_available():
-        pytest.skip("there is a GPU")
     argv = [a.format(data=trained.run.parent / "data.jsonl") for a in argv]
     assert dispatch(["generate", str(trained.run), *argv]) == 2
     said = capsys.readouterr()

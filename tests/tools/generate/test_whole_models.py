@@ -66,8 +66,8 @@ def test_a_model_of_transformers_answers_as_it_does_there(tmp_path, capsys):
     answers = []
     for media in (["--image", str(path)], []):
         capsys.readouterr()
-        assert dispatch(["generate", str(tmp_path), *media, "What is drawn?", "--max-tokens", "16",
-                         "--device", "cpu"]) == 0
+        assert dispatch(["generate", str(tmp_path), *media, "What is drawn?", "--max-tokens",
+                         "16"]) == 0
         answers.append(capsys.readouterr().out.removesuffix("\n"))
     want = processor.decode(ids[0, given["input_ids"].shape[1]:], skip_special_tokens=True)
     assert answers[0] == want != answers[1]
