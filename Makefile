@@ -42,7 +42,7 @@ SLOW_soak := tests/e2e/test_soak.py
 SLOW_learning := tests/e2e/test_demo.py tests/e2e/test_media_swap.py
 SLOW_GROUPS := checkpoints dropin encoders clients trainers data plan models memory estimate e2e \
     soak learning recipes mutations
-SLOW_e2e := tests/cli tests/config tests/tools/report $(filter-out $(SLOW_data) $(SLOW_soak) $(SLOW_learning) \
+SLOW_e2e := tests/cli tests/config tests/tools/report tests/tools/init $(filter-out $(SLOW_data) $(SLOW_soak) $(SLOW_learning) \
     $(SLOW_recipes), $(wildcard tests/e2e/test_*.py))
 
 ifeq ($(GROUP),)
@@ -100,8 +100,8 @@ $(READY)-test: $(READY)
 	@sh scripts/setup_venv.sh "$(PYTHON)" $(VENV) '.[test]'
 	@touch $@
 
-# The corpus is a function of the script alone; data.jsonl is the last file that it writes.
-demo_data/data.jsonl: scripts/make_demo_data.py | setup
+# The corpus is a function of this file alone; data.jsonl is the last file that it writes.
+demo_data/data.jsonl: orchmllm/tools/init/demo.py | setup
 	$(RUN) scripts/make_demo_data.py --out demo_data --num-examples 400 --seed 0
 
 clean:  # leaves runs/, which may hold checkpoints

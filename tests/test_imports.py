@@ -47,6 +47,7 @@ ALLOWED = {
                       "tools.report"),
     "tools.preprocess": ("cli", "config", "data"),
     "tools.export": ("cli", "config", "models", "data", "runtime", "hf"),
+    "tools.init": ("cli", "config", "plan", "models", "data", "hf", "sharding"),
     "tools.generate": ("cli", "config", "plan", "batch", "models", "data", "hf", "sharding",
                        "tools.export"),
     "tools.doctor": ("launch", "cli", "config", "plan", "batch", "comm", "models", "data",

@@ -13,6 +13,7 @@ from orchmllm.launch import exit_with
 
 # Name -> (module, what it does).
 COMMANDS = {
+    "init": ("orchmllm.tools.init.command", "write a recipe for data, or the demo's"),
     "train": ("orchmllm.train", "train from a recipe"),
     "data": ("orchmllm.tools.data.command", "index, check or describe the data of a recipe"),
     "preprocess": ("orchmllm.tools.preprocess.command",
