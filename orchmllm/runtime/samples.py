@@ -34,7 +34,7 @@ class Samples:
         self._gather = RowGather(spec.ranks_per_node, recipe.launch.timeout_s)
         asked = list(rows[:recipe.train.num_samples])
         self._mine = asked[self._gather.rank::self._gather.world_size]
-        self._file = JsonLines(recipe.run.folder / NAME) if self._gather.rank == 0 else None
+        self._path, self._file = recipe.run.folder / NAME, None
 
     def write(self, model: MultimodalModel, step: int) -> None:
         """Answers with the weights as they are. An example that cannot be read has its reason in
@@ -60,6 +60,8 @@ class Samples:
                 line |= {"answer": self._text(ids), "ended": ids[-1] == self._end_id}
         lines = [line for texts in gather_texts(self._gather, json.dumps(told))
                  for line in json.loads(texts)]
+        if self._gather.rank == 0 and self._file is None:  # earlier ones may have been set aside
+            self._file = JsonLines(self._path)
         for line in sorted(lines, key=lambda line: line["example"]):
             if self._file is not None:
                 self._file.write(line)

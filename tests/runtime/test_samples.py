@@ -20,7 +20,8 @@ from tests.lib.ranks import run_ranks
 from tests.lib.training import listened
 
 SMALL = [*TINY, "data.num_validation=3", "train.num_steps=2", "train.num_samples=3",
-         "train.sample_tokens=5", "checkpoint.every_steps=-1", "fsdp.reshard_after_forward=false"]
+         "train.sample_tokens=5", "checkpoint.every_steps=-1", "run.resume=never",
+         "fsdp.reshard_after_forward=false"]
 
 
 def trained(world, recipe) -> tuple[list, dict[str, bytes], list[int], list[str]]:
@@ -49,6 +50,8 @@ def test_training_is_bit_equal_with_and_without_samples(demo_corpus, tmp_path):
     [name, *_] = rows[broken]["images"] + rows[broken]["audios"]
     (data / name).write_bytes(b"no medium")
     recipe = load_recipe("recipes/demo.yaml", [*SMALL, f"data.path={data}"])
+    (tmp_path / "1").mkdir()
+    (tmp_path / "1" / "samples.jsonl").write_text('{"step": 9, "example": 0}\n')  # of another run
     plain, sampled = (run_ranks(trained, 2, replace(
         recipe, run=replace(recipe.run, dir=str(tmp_path / f"{every}")),
         train=replace(recipe.train, sample_every=every))) for every in (0, 1))

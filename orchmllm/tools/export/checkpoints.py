@@ -37,12 +37,13 @@ def tokenizer_of(state: dict) -> Path:
     if that is not known, or another tokenizer is there by now."""
     run = state.get("attempt", {}).get("settings", {})
     if not run:
-        raise ValueError("state.json does not say with which one it was trained")
+        raise ValueError("state.json does not say with which tokenizer it was trained: name it "
+                         "with --tokenizer")
     path = Path(run["data.tokenizer"] or beside(
         run["data.path"] or run["data.sources[0].path"]))
     if path.exists() and is_other(path, state):
-        raise ValueError(f"{path}, from where the run read it, is not the tokenizer that "
-                         "the checkpoint was trained with")
+        raise ValueError(f"{path}, from where the run read it, is not the tokenizer that the "
+                         "checkpoint was trained with: name that with --tokenizer")
     return path
 
 

@@ -135,8 +135,7 @@ def _write_tokenizer(state: dict, given: Path | None, folder: Path,
     except ValueError as e:
         if given is not None:
             raise
-        log(f"warning: the export has no tokenizer: {str(e).splitlines()[-1].strip()}; name it "
-            "with --tokenizer")
+        log(f"warning: the export has no tokenizer: {str(e).splitlines()[-1].strip()}")
         return None
     log(f"tokenizer/ and llm/ have the tokenizer of {path}: {', '.join(names)}")
     try:

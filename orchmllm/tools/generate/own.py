@@ -70,7 +70,7 @@ def open_trained(folder: Path, tokenizer: Path | None, log: Callable[[str], None
         first = next(iter(sources[0].tensors.values()))
         return Trained(config, TORCH_DTYPES[first.dtype],
                        lambda model: load_pretrained(model, sources),
-                       ChatTokenizer(tokenizer or folder / "tokenizer"))
+                       _tokenizer(folder, tokenizer or folder / "tokenizer"))
     checkpoint = checkpoint_in(folder)
     log(f"checkpoint {checkpoint}")
     state, saved = read_json(checkpoint / "state.json"), read_sharded(checkpoint)
@@ -81,11 +81,15 @@ def open_trained(folder: Path, tokenizer: Path | None, log: Callable[[str], None
         for name, parameter in model.named_parameters():
             parameter.copy_(saved[f"model.{name}"].load())
 
+    return Trained(model_of(state), TORCH_DTYPES[first.dtype], fill,
+                   _tokenizer(checkpoint, tokenizer or tokenizer_of(state)))
+
+
+def _tokenizer(folder: Path, path: Path) -> ChatTokenizer:
     try:
-        path = tokenizer or tokenizer_of(state)
+        return ChatTokenizer(path)
     except ValueError as error:
-        raise ValueError(f"{checkpoint}: {error}; name the tokenizer with --tokenizer") from error
-    return Trained(model_of(state), TORCH_DTYPES[first.dtype], fill, ChatTokenizer(path))
+        raise ValueError(f"{folder}: {error}; name the tokenizer with --tokenizer") from error
 
 
 def read_prompt(question: str, media: list[Medium], trained: Trained) -> Prompt:

@@ -4,6 +4,7 @@ the trained one, and transformers' own models compute what ours do."""
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -344,6 +345,16 @@ def test_the_tokenizer_speaks_the_template_of_training(trip, tmp_path, capsys):
         assert found.apply_chat_template(messages, return_dict=False) == token_ids.tolist()
     text = "don't, 12345 \n\n caf\u00e9 e\u0301  \u4e2d"  # not normalised as Qwen2's would be
     assert exact.encode(text, add_special_tokens=False) == ChatTokenizer(tokenizer).encode(text)
+
+
+def test_the_encoders_are_loaded_as_the_docs_say(trip, monkeypatch):
+    text = (ROOT / "docs/weights.md").read_text(encoding="utf-8")
+    [code] = [c for c in re.findall(r"```python\n(.*?)```", text, re.S) if "WhisperEncoder" in c]
+    monkeypatch.chdir(trip.out.parent)
+    names: dict = {}
+    exec(code, names)
+    assert names["audio"].config.d_model == trip.model.audio.hidden_size
+    assert names["vision"].config.embed_dim == trip.model.vision.hidden_size
 
 
 def test_what_is_said_about_checkpoints_that_cannot_be_exported(trip, tmp_path, capsys):

@@ -58,7 +58,7 @@ def test_a_tokenizer_that_changed_since_is_not_taken(tokenizers, tmp_path):
     checkpoint = trained_with(a, b, tmp_path)
     assert warnings(checkpoint) == [
         f"warning: the export has no tokenizer: {b}, from where the run read it, is not the "
-        "tokenizer that the checkpoint was trained with; name it with --tokenizer"]
+        "tokenizer that the checkpoint was trained with: name that with --tokenizer"]
     assert not (tmp_path / "out" / "llm" / "tokenizer.json").exists()
     assert warnings(checkpoint, a) == []
     assert warnings(checkpoint, b) == [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +21,7 @@ from orchmllm.plan.layout import AUDIO, VISION
 from orchmllm.runtime.metrics import read_rows
 from orchmllm.sharding.init import plain_name
 from orchmllm.trainer import Trainer
-from tests.lib.commands import TINY
+from tests.lib.commands import ROOT, TINY
 from tests.lib.ranks import run_ranks
 
 pytestmark = pytest.mark.dist
@@ -104,7 +105,8 @@ def test_the_export_answers_the_same_in_transformers(trained, capsys):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     llm = AutoModelForCausalLM.from_pretrained(trained.exported / "llm")
-    tokenizer = AutoTokenizer.from_pretrained(trained.exported / "tokenizer")
+    tokenizer, of_llm = (AutoTokenizer.from_pretrained(trained.exported / name)
+                         for name in ("tokenizer", "llm"))
 
     def told(**given) -> str:
         ids = llm.generate(**given, do_sample=False, max_new_tokens=50)[0].tolist()
@@ -115,6 +117,8 @@ def test_the_export_answers_the_same_in_transformers(trained, capsys):
         messages = [{"role": "user", "content": question}]
         given = tokenizer.apply_chat_template(messages, add_generation_prompt=True,
                                               return_dict=True, return_tensors="pt")
+        assert of_llm.apply_chat_template(messages, add_generation_prompt=True)["input_ids"] == (
+            given["input_ids"][0].tolist())
         by_hand = told(inputs_embeds=llm.get_input_embeddings()(given["input_ids"]),
                        attention_mask=given["attention_mask"])
         assert answered(capsys, trained.run, question)[0] == by_hand
@@ -140,6 +144,16 @@ def test_the_export_answers_the_same_in_transformers(trained, capsys):
     argv = ["--image", image, "--audio", clip, "What is heard?"]
     assert answered(capsys, trained.run, *argv)[0] == told(
         inputs_embeds=x, attention_mask=torch.ones(x.shape[:2], dtype=torch.long))
+
+
+def test_the_llm_answers_as_the_docs_say(trained, monkeypatch):
+    text = (ROOT / "docs/weights.md").read_text(encoding="utf-8")
+    [code] = [c for c in re.findall(r"```python\n(.*?)```", text, re.S) if "AutoTokenizer" in c]
+    monkeypatch.chdir(trained.exported.parent)
+    names: dict = {}
+    exec(code, names)
+    assert TEXT in code and names["answer"] == "red red."
+    assert names["ids"][0, -1] == names["llm"].config.eos_token_id
 
 
 def upright(path: str) -> tuple[int, int]:
