@@ -23,7 +23,8 @@ def checkpoint_in(folder: Path) -> Path:
 
 
 def model_of(state: dict) -> ModelConfig:
-    """The shapes that a checkpoint was saved with; keys that came later have their defaults."""
+    """The shapes that a checkpoint was saved with; keys that came later have their defaults. Raises
+    ValueError for those of another version."""
     kinds = {part: type(getattr(ModelConfig(), part)) for part in PARTS}
     try:
         return ModelConfig(**{p: kind(**state["model"][p]) for p, kind in kinds.items()})

@@ -24,6 +24,7 @@ RECIPES = next(path for path in (Path(__file__).parents[2] / "recipes",
 
 @in_one_line
 def main(argv: list[str]) -> int:
+    """Exit code. Raises ValueError for what a recipe cannot be written of."""
     parser = command_parser("init", __doc__, (
         ("--out", Path, "the recipe (default: recipe.yaml, of the demo DIR/recipe.yaml)"),))
     parser.add_argument("data", nargs="?", metavar="DATA",
