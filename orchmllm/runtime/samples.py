@@ -46,8 +46,8 @@ class Samples:
             try:
                 prompt, expected = prompt_of(self._dataset.load(example),
                                              self._dataset.layout(example))
-                prompts.append(prompt)
                 line["expected"] = self._text(expected)
+                prompts.append(prompt)
             except Exception as error:  # of this rank alone: it still takes part in what follows
                 line["error"] = f"{type(error).__name__}: {error}"
         answers = iter(greedy(

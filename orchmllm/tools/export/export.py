@@ -26,18 +26,17 @@ def export(checkpoint: Path, out: Path, *, dtype: str = "", max_file_bytes: int 
            tokenizer: Path | None = None, verify: bool = True,
            log: Callable[[str], None] = print) -> dict:
     """Writes the folders and returns the contents of orchmllm.json. checkpoint: its folder, or that
-    of a run, whose newest one is taken. dtype: float32, bfloat16, ...;
-    empty: as saved. tokenizer: instead of the run's. Raises ValueError or OSError; `out` is then
-    what it was."""
+    of a run, whose newest one is taken. dtype: float32, bfloat16, ...; empty: as saved. tokenizer:
+    instead of the run's. Raises ValueError or OSError; `out` is then what it was."""
     from orchmllm.runtime.checkpoint import problem_of
 
     checkpoint = checkpoint_in(checkpoint)
     state = read_json(checkpoint / "state.json")
-    if verify:
-        if problem := problem_of(checkpoint):
-            raise ValueError(f"checkpoint {checkpoint}: {problem}: export an earlier one, or see "
-                             "what is left with --no-verify")
-        log(f"checkpoint {checkpoint}: every file is what was saved (SHA-256)")
+    if verify and (problem := problem_of(checkpoint)):
+        raise ValueError(f"checkpoint {checkpoint}: {problem}: export an earlier one, or see what "
+                         "is left with --no-verify")
+    log(f"checkpoint {checkpoint}: " + ("every file is what was saved (SHA-256)" if verify else
+                                        "not compared with its manifest"))
     model, saved = model_of(state), hf_tensors.read_sharded(checkpoint)
     tensors = {part: _tensors(part, model, saved, hf_tensors.DTYPES[dtype] if dtype else "")
                for part in (*PARTS, "connectors")}

@@ -110,6 +110,9 @@ def test_ids_of_autotokenizer_are_compared_with_those_of_training(same, tmp_path
         from transformers import Qwen2TokenizerFast
 
         Qwen2TokenizerFast.from_pretrained(tokenizers[0]).save_pretrained(tokenizers[0])
+    else:
+        (tokenizers[0] / "tokenizer_config.json").write_text(
+            '{"tokenizer_class": "Qwen2Tokenizer"}')
     lines: list[str] = []
     export.export(trained_with(tokenizers[0], tokenizers[0], tmp_path), tmp_path / "out",
                   verify=False, log=lines.append)

@@ -16,10 +16,13 @@ from orchmllm.cli import dispatch
 from orchmllm.config.recipe import Recipe, load_recipe
 from orchmllm.data.media.decode import decode_audio, decode_image
 from orchmllm.data.media.medium import Medium
+from orchmllm.models.generate import prompt_of
 from orchmllm.models.mllm import MultimodalModel
 from orchmllm.plan.layout import AUDIO, VISION
+from orchmllm.runtime.build import build_dataset
 from orchmllm.runtime.metrics import read_rows
 from orchmllm.sharding.init import plain_name
+from orchmllm.tools.generate.own import open_trained, read_prompt
 from orchmllm.trainer import Trainer
 from tests.lib.commands import ROOT, TINY
 from tests.lib.ranks import run_ranks
@@ -142,8 +145,26 @@ def test_the_export_answers_the_same_in_transformers(trained, capsys):
         piece, add_special_tokens=False))) for piece in text.split("@@")]
     x = torch.cat([pieces[0], features[0], pieces[1], features[1], pieces[2]]).unsqueeze(0)
     argv = ["--image", image, "--audio", clip, "What is heard?"]
-    assert answered(capsys, trained.run, *argv)[0] == told(
+    answer, said = answered(capsys, trained.run, *argv)
+    assert f"{x.shape[1]} tokens before the answer, " in said
+    assert answer == told(
         inputs_embeds=x, attention_mask=torch.ones(x.shape[:2], dtype=torch.long))
+
+
+def test_a_question_becomes_what_training_sees(trained):
+    dataset, known = build_dataset(trained.recipe), open_trained(trained.run, None, print)
+    for k, row in enumerate(trained.rows):
+        want, _ = prompt_of(dataset.load(k), dataset.layout(k))
+        media = [Medium(modality, name, str(trained.demo / name))
+                 for modality, key in ((VISION, "images"), (AUDIO, "audios")) for name in row[key]]
+        written = row["conversations"][0]["value"]
+        for question in {written, re.sub("^(<image>\n)?(<audio>\n)?", "", written)}:
+            if "<" in question and question != written:
+                continue  # its media are not before it
+            got = read_prompt(question, media, known)
+            assert torch.equal(got.token_ids, want.token_ids)
+            assert (got.segments == want.segments).all() and got.media.keys() == want.media.keys()
+            assert all(torch.equal(got.media[s], want.media[s]) for s in want.media)
 
 
 def test_the_llm_answers_as_the_docs_say(trained, monkeypatch):
