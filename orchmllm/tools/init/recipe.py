@@ -105,7 +105,7 @@ def write_recipe(path: str, models: Mapping[str, Path], out: Path) -> None:
     lengths = (f"An example has {p50:.0f} positions (median), 9 of 10 have at most {p90:.0f}; "
                + ", ".join(f"{share:.0%} are {name}" for name, share in shares.items()))
     values = {
-        "source": source, "lengths": lengths, "run": json.dumps(f"runs/{source.name}"),
+        "source": source, "lengths": lengths, "run": json.dumps(f"runs/{Path(source.name).stem}"),
         "machine": machine, "path": json.dumps(path), "rows": rows,
         "tokenizer": json.dumps(str(tokenizer.path)), "tokens": tokenizer.vocab_size,
         "held_out": min(64, rows // 10), "lr": "1e-5" if models else "1e-3",
@@ -180,7 +180,7 @@ def _section(part: str, models: Mapping[str, Path], machine: Machine, tokenizer:
 def _batch_size(recipe: Recipe, layouts: Sequence[BatchLayout], machine: Machine
                 ) -> tuple[int, str]:
     """The largest of BATCHES that fits by the prediction, and why it is the largest."""
-    why = f"more than {machine.most_tokens} positions of a rank would take long"
+    why = f"with more of them it would process over {machine.most_tokens} positions a step"
     on_cpu = machine.checkpointing == "none"
     choice = dict.fromkeys(PHASES, "none" if on_cpu else "full")
     for batch in BATCHES:
