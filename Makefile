@@ -32,7 +32,7 @@ SLOW_dropin := $(filter-out $(SLOW_clients) $(SLOW_trainers) $(SLOW_encoders), \
     $(wildcard tests/loader/test_*.py tests/encoders/test_*.py))
 SLOW_data := tests/data tests/e2e/test_paper_mix.py tests/e2e/test_nothing_read.py
 SLOW_plan := tests/plan tests/comm tests/tools/doctor
-SLOW_models := tests/models tests/sharding tests/tools/export
+SLOW_models := tests/models tests/sharding tests/tools/export tests/tools/generate
 SLOW_memory := tests/tools/predict/test_scale_memory.py tests/tools/predict/test_tracked_memory.py
 SLOW_estimate := tests/papers tests/tools/data tests/docs \
     $(filter-out $(SLOW_memory), $(wildcard tests/tools/predict/test_*.py))
@@ -42,7 +42,7 @@ SLOW_soak := tests/e2e/test_soak.py
 SLOW_learning := tests/e2e/test_demo.py tests/e2e/test_media_swap.py
 SLOW_GROUPS := checkpoints dropin encoders clients trainers data plan models memory estimate e2e \
     soak learning recipes mutations
-SLOW_e2e := tests/cli tests/config tests/tools/report $(filter-out $(SLOW_data) $(SLOW_soak) $(SLOW_learning) \
+SLOW_e2e := tests/cli tests/config tests/tools/report tests/tools/init $(filter-out $(SLOW_data) $(SLOW_soak) $(SLOW_learning) \
     $(SLOW_recipes), $(wildcard tests/e2e/test_*.py))
 
 ifeq ($(GROUP),)
@@ -100,8 +100,8 @@ $(READY)-test: $(READY)
 	@sh scripts/setup_venv.sh "$(PYTHON)" $(VENV) '.[test]'
 	@touch $@
 
-# The corpus is a function of the script alone; data.jsonl is the last file that it writes.
-demo_data/data.jsonl: scripts/make_demo_data.py | setup
+# The corpus is a function of this file alone; data.jsonl is the last file that it writes.
+demo_data/data.jsonl: orchmllm/tools/init/demo.py | setup
 	$(RUN) scripts/make_demo_data.py --out demo_data --num-examples 400 --seed 0
 
 clean:  # leaves runs/, which may hold checkpoints

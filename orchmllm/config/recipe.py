@@ -151,6 +151,9 @@ class Recipe:
         if self.train.validate_every_steps and not self.data.num_validation:
             yield Conflict(("train.validate_every_steps", "data.num_validation"),
                            "validates on the rows that data.num_validation holds out: set it")
+        if self.train.sample_every and not self.data.num_validation:
+            yield Conflict(("train.sample_every", "data.num_validation"),
+                           "answers the rows that data.num_validation holds out: set it")
         if self.profile.window and self.profile.window[0] >= self.train.num_steps:
             yield Conflict(("profile.steps", "train.num_steps"), "begins after the last step of "
                            f"the run ({self.train.num_steps - 1})")

@@ -24,6 +24,13 @@ class TrainConfig:
     validate_every_steps: int = key(0, "Steps between validations on data.num_validation rows; 0: "
                                     "only before the first and after the last step.", at_least=0,
                                     aliases=("eval_steps", "val_interval"))
+    sample_every: int = key(0, "Steps after which the model answers held-out examples "
+                            "(data.num_validation), the first time and again; the answers go to "
+                            "samples.jsonl in run.dir. 0: never.", at_least=0)
+    num_samples: int = key(4, "How many held-out examples train.sample_every asks about.",
+                           at_least=1)
+    sample_tokens: int = key(48, "Tokens of such an answer at most; each costs a forward pass.",
+                             at_least=1)
     lr: float = key(1e-3, "Peak learning rate: after warmup_steps of linear warm-up; then by "
                     "train.schedule to lr * min_lr_ratio at num_steps.", above=0,
                     aliases=("learning_rate",))

@@ -211,9 +211,10 @@ def peak_flops(device_name: str) -> float | None:
     return GPUS[kind].bfloat16 if kind else None
 
 
-def mfu(flops: float, seconds: float, num_ranks: int, peak: float) -> float:
-    """Share of the ranks' peak that was useful. flops: of all ranks (step_flops, summed)."""
-    return flops / (seconds * num_ranks * peak)
+def mfu(flops: float, seconds: float, num_ranks: int, peak: float | None) -> float | None:
+    """Share of the ranks' peak that was useful; None where the peak is not known. flops: of all
+    ranks (step_flops, summed)."""
+    return flops / (seconds * num_ranks * peak) if peak else None
 
 
 def plan_spec(job: Job) -> PlanSpec:

@@ -9,7 +9,8 @@ fully_shard -> memory and weights of this rank's shards.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -126,6 +127,17 @@ def reshard(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
+
+
+@contextmanager
+def evaluating(model: MultimodalModel) -> Iterator[None]:
+    """Within it the model computes without gradients; then it trains as before."""
+    model.eval()
+    with torch.no_grad():
+        yield
+    reshard(model)
+    model.train()
+    model.clock.switch("data")
 
 
 def state_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:

@@ -75,6 +75,9 @@ def test_what_is_released_works_elsewhere(kind, archives, tmp_path):
     assert "3 not modelled" in rows  # from a table beside the code
     assert "sampled  balanced" in run(bin_dir / "orchmllm", "data", "stats", "--ranks", "4",
                                       cwd=tmp_path)
+    run(bin_dir / "orchmllm", "init", "--demo", "demo", cwd=tmp_path)  # recipes are in it, too
+    assert "no problems" in run(bin_dir / "orchmllm", "train", "demo/recipe.yaml", "--validate",
+                                cwd=tmp_path)
     seconds, loaded = run(
         bin_dir / "python", "-c", "import sys, time; t = time.perf_counter(); import orchmllm; "
         "print(time.perf_counter() - t, {'torch', 'numpy', 'transformers'} & set(sys.modules))",

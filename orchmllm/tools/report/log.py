@@ -20,6 +20,7 @@ from orchmllm.runtime.attempts import flat, read_attempts
 from orchmllm.runtime.log_schema import NUMBERS, PHASE_METRICS, SCHEMA_VERSION
 from orchmllm.runtime.metrics import read_rows
 from orchmllm.runtime.resumable import describe_changes
+from orchmllm.tools.report.answers import SAMPLES
 
 MEASURED = ("imbalance", "slowest_s", "rank")
 COLUMNS = (
@@ -34,15 +35,17 @@ NOTHING_MEASURED = (np.nan,) * (2 + len(Gain._fields) + len(PHASES) * len(MEASUR
 class RunLog:
     """steps: column (see COLUMNS) -> (n,) float64, one for each step that counts, by step; nan
     where nothing was logged. measured.* belong to the step of their place. validations: (m, 2) of
-    steps done and loss. restarts: (step where it went on, steps done again). quarantine: lines of
-    quarantine.jsonl. settings: dotted key -> value of all that the run was started with last.
-    changes: (step from which on, what changed). cut: the last line is still being written."""
+    steps done and loss. restarts: (step where it went on, steps done again). quarantine,
+    samples: lines of quarantine.jsonl and samples.jsonl. settings: dotted key -> value of all that
+    the run was started with last. changes: (step from which on, what changed). cut: the last line
+    is still being written."""
 
     folder: Path
     steps: dict[str, np.ndarray]
     validations: np.ndarray
     restarts: list[tuple[int, int]]
     quarantine: list[dict]
+    samples: list[dict]
     settings: dict[str, Any]
     changes: list[tuple[int, str]]
     cut: bool
@@ -88,7 +91,7 @@ def read_run(folder: Path) -> RunLog:
     return RunLog(
         folder, _measured_in_place(columns),
         np.array(sorted(validations.items()), float).reshape(-1, 2), sorted(restarts),
-        read_rows(folder / "quarantine.jsonl"),
+        read_rows(folder / "quarantine.jsonl"), read_rows(folder / SAMPLES),
         attempts[-1]["settings"] if attempts else _recipe(folder / "recipe.yaml"),
         _changes(attempts), cut, written_at=path.stat().st_mtime)
 
