@@ -32,7 +32,7 @@ def local_parts(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 class HostCopies:
     """Copies of tensors in one block of the host's memory, of their size. The block stays for the
     next save, because to make and to pin it takes longer than to copy, and goes with this object.
-    Tensors that torch pins each have a power of two of bytes, and stay to the end of the process.
+    torch would pin a power of two of bytes for each tensor, and keep it until the process ends.
     """
 
     def __init__(self) -> None:
@@ -42,9 +42,9 @@ class HostCopies:
     def make(
         self, tensors: Mapping[str, Tensor]
     ) -> tuple[dict[str, Tensor], torch.cuda.Event | None]:
-        """(copies, the event after which they are complete), or None where they are already. From a
-        GPU they are made in the order of the other work of its stream. They are overwritten by the
-        next call. Raises RuntimeError if the memory cannot be pinned."""
+        """(copies; the event after which they are complete, None if they are). From a GPU they are
+        made in the order of the other work of its stream. The next call overwrites them. Raises
+        RuntimeError if the memory cannot be pinned."""
         gpu = next((x.device for x in tensors.values() if x.is_cuda), None)
         sizes = [-(-x.nbytes // ALIGNMENT) * ALIGNMENT for x in tensors.values()]
         if sum(sizes) > len(self._block):

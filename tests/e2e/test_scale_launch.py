@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from orchmllm.launch import World, device_of, world_from
+from orchmllm.launch import World, device_of, process_group, world_from
 from tests.lib.commands import ROOT
 
 FOLDER = ROOT / "scripts" / "launch"
@@ -162,6 +163,20 @@ def test_the_device_of_a_rank(monkeypatch, gpus, local_rank, device):
     else:
         with pytest.raises(ValueError, match="4 ranks on this node, which shows 2 GPUs"):
             device_of(world)
+
+
+@pytest.mark.parametrize("asked", ["", "backend:native"])
+def test_every_start_sets_how_a_gpu_allocates(monkeypatch, asked):
+    """Not the launch scripts alone; what the user says stays."""
+    name = "PYTORCH_CUDA_ALLOC_CONF"
+    monkeypatch.setenv(name, asked)
+    if not asked:
+        monkeypatch.delenv(name)
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    with process_group(World(0, 1, 0, 1, "127.0.0.1", port), 60.0):
+        assert os.environ[name] == (asked or "expandable_segments:True")
 
 
 def srun(rank: int, **changes: str) -> dict[str, str]:
