@@ -24,7 +24,7 @@ SAFETENSORS = {
 
 
 def local_parts(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """This rank's part of each tensor, which shares its memory."""
+    """This rank's part of each tensor (of any shape), which shares its memory."""
     return {name: (x.to_local() if isinstance(x, DTensor) else x).detach()
             for name, x in tensors.items()}
 
@@ -43,8 +43,8 @@ class HostCopies:
         self, tensors: Mapping[str, Tensor]
     ) -> tuple[dict[str, Tensor], torch.cuda.Event | None]:
         """(copies; the event after which they are complete, None if they are). From a GPU they are
-        made in the order of the other work of its stream. The next call overwrites them. Raises
-        RuntimeError if the memory cannot be pinned."""
+        made in the order of the other work of its stream. The next call overwrites them. Tensors
+        may have any shape. Raises RuntimeError if the memory cannot be pinned."""
         gpu = next((x.device for x in tensors.values() if x.is_cuda), None)
         sizes = [-(-x.nbytes // ALIGNMENT) * ALIGNMENT for x in tensors.values()]
         if sum(sizes) > len(self._block):
@@ -77,6 +77,7 @@ class ShardWriter(HuggingFaceStorageWriter):
     writer makes the whole file in memory before. parts: as `local_parts` gives them."""
 
     def __init__(self, folder: Path, parts: Mapping[str, Tensor]) -> None:
+        """parts: of any shape."""
         super().__init__(str(folder), save_distributed=True)
         self._parts = parts
 
@@ -94,8 +95,8 @@ class ShardWriter(HuggingFaceStorageWriter):
 
 
 def write_safetensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> None:
-    """A file in the safetensors format; at most one tensor is copied at a time. Raises KeyError for
-    a dtype that no checkpoint has."""
+    """A file in the safetensors format of tensors of any shape; at most one is copied at a time.
+    Raises KeyError for a dtype that no checkpoint has."""
     ordered = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
     header, end = {"__metadata__": metadata}, 0
     for name, x in ordered:  # the larger elements first, so that all are aligned
