@@ -106,7 +106,7 @@ def shard(model: MultimodalModel, config: FsdpConfig, device: torch.device,
         "mesh": make_mesh(config.shard_size, device.type),
         "mp_policy": MixedPrecisionPolicy(
             param_dtype=getattr(torch, config.compute_dtype) if config.compute_dtype else None,
-            reduce_dtype=getattr(torch, config.param_dtype) if config.compute_dtype else None,
+            reduce_dtype=getattr(torch, config.sum_dtype),
             # The default would cast fp32 positions and mel frames to bf16 on the way in.
             cast_forward_inputs=False,
         ),

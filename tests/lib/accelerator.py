@@ -43,7 +43,8 @@ def accelerator(num_ranks: int, rank: int = 1) -> Iterator[torch.device]:
     """The device, in a fake default group of num_ranks, which replaces the process's and stays;
     tensors made inside have no memory."""
     dist.destroy_process_group()
-    _setup_privateuseone_for_python_backend(NAME, _Module())
+    if not hasattr(torch, NAME):
+        _setup_privateuseone_for_python_backend(NAME, _Module())
     dist.init_process_group(f"cpu:fake,{NAME}:fake", store=FakeStore(), rank=rank,
                             world_size=num_ranks)
     with (_real(fsdp, "make_mesh"), _real(_fully_shard, "_get_post_forward_mesh_info"),
