@@ -1,7 +1,8 @@
 # make demo: install, build, write the demo corpus, train with balancing off and on, compare.
 # make test: the same set-up and the test tools, then the fast tests. Installs into .venv, only once.
 # make test-slow: lists the groups of slow tests; make test-slow GROUP=data runs one.
-# make gpu: on one GPU, correctness, events, the benchmark and a profile; results in benchmarks/.
+# make gpu: on one GPU, what cannot be done without one, in parts; PARTS="tests bench" runs these.
+# make gpu-carry: what a machine without a package registry needs for it, for FOR=3.12.
 # PYTHON=python3.12 picks the interpreter; ARGS=... is passed on, e.g. ARGS=train.num_steps=40 to the
 # demo and ARGS=--durations=20 to the tests.
 
@@ -15,7 +16,7 @@ ARGS ?=
 WORKERS ?= 3
 
 .NOTPARALLEL:
-.PHONY: demo test test-slow bench gpu lint sanitize clean setup setup-test
+.PHONY: demo test test-slow bench gpu gpu-carry lint sanitize clean setup setup-test
 
 demo: setup demo_data/data.jsonl
 	$(RUN) -m orchmllm compare recipes/demo.yaml $(ARGS)
@@ -61,9 +62,14 @@ bench: setup
 	    test -e "$$script" || { echo "no scripts/bench_*.py here"; exit 1; }; \
 	    echo "== $$script"; $(RUN) "$$script" $(ARGS) || exit 1; done
 
-# On one GPU, in less than 9 minutes; says so and ends with 2 where there is none.
-gpu: setup-test demo_data/data.jsonl
-	@$(RUN) scripts/gpu.py
+# With the environment of the other targets if there is one, else with the Python that is there:
+# it installs nothing. TINY=1 runs all of it on a CPU.
+gpu:
+	@$(if $(wildcard $(READY)),$(RUN),$(PYTHON)) -m scripts.gpu $(PARTS) $(if $(TINY),--tiny) $(ARGS)
+
+FOR ?= 3.12
+gpu-carry: setup
+	$(RUN) scripts/gpu/carry.py --python $(FOR) $(ARGS)
 
 lint: setup-test
 	$(RUN) -m ruff check .
