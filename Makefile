@@ -33,6 +33,8 @@ SLOW_dropin := $(filter-out $(SLOW_clients) $(SLOW_trainers) $(SLOW_encoders), \
     $(wildcard tests/loader/test_*.py tests/encoders/test_*.py))
 SLOW_data := tests/data tests/e2e/test_paper_mix.py tests/e2e/test_nothing_read.py
 SLOW_plan := tests/plan tests/comm tests/tools/doctor
+# The whole kit of `make gpu` at tiny sizes, in a Python without pip and network.
+SLOW_kit := tests/gpu_kit
 SLOW_models := tests/models tests/sharding tests/tools/export
 SLOW_memory := tests/tools/predict/test_scale_memory.py tests/tools/predict/test_tracked_memory.py
 SLOW_estimate := tests/papers tests/tools/data tests/docs \
@@ -42,7 +44,7 @@ SLOW_recipes := tests/e2e/test_any_recipe.py
 SLOW_soak := tests/e2e/test_soak.py
 SLOW_learning := tests/e2e/test_demo.py tests/e2e/test_media_swap.py
 SLOW_GROUPS := checkpoints dropin encoders clients trainers data plan models memory estimate e2e \
-    soak learning recipes mutations
+    kit soak learning recipes mutations
 SLOW_e2e := tests/cli tests/config tests/tools/report $(filter-out $(SLOW_data) $(SLOW_soak) $(SLOW_learning) \
     $(SLOW_recipes), $(wildcard tests/e2e/test_*.py))
 

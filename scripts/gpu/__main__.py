@@ -16,12 +16,12 @@ Exit code: 0 all parts that ran are ok, 1 one is not, 2 no GPU and no --tiny.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -56,35 +56,38 @@ def commit() -> str | None:
 
 def execute(command: list[str], limit_s: float, log: Path) -> tuple[int | None, float, str]:
     """(exit code, None if it took too long; seconds; the output) of a command, whose output goes to
-    the log as it comes. It runs in a session of its own, which is ended with it."""
+    the log as it comes. All processes that it has started end with it."""
     started = time.perf_counter()
     with log.open("ab") as file:
         start = file.tell()
         process = subprocess.Popen(command, cwd=ROOT, env=environment(), stdout=file,
-                                   stderr=subprocess.STDOUT, start_new_session=True)
-        code = None
+                                   stderr=subprocess.STDOUT)
+        code, left = None, []
         try:
             code = process.wait(limit_s)
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGTERM)  # a run ends its ranks
-            try:
+            left = descendants(process.pid)
+            process.terminate()  # a run ends its ranks
+            with suppress(subprocess.TimeoutExpired):
                 process.wait(GRACE_S)
-            except subprocess.TimeoutExpired:
-                pass
         finally:
-            if process.poll() is None or code is None:
-                _kill_session(process.pid)
-                process.wait()
+            if process.poll() is None:  # also where the kit itself is ended
+                left += [*descendants(process.pid), process.pid]
+            for pid in left:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            process.wait()
     with log.open("rb") as file:
         file.seek(start)
         return code, time.perf_counter() - started, file.read().decode(errors="replace")
 
 
-def _kill_session(pid: int) -> None:
-    try:
-        os.killpg(pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
+def descendants(pid: int) -> list[int]:
+    """The processes that a process and those that it started have started. Ranks have sessions of
+    their own, so a process group does not hold them."""
+    path = Path(f"/proc/{pid}/task/{pid}/children")
+    children = [int(child) for child in path.read_text().split()] if path.exists() else []
+    return [*children, *(one for child in children for one in descendants(child))]
 
 
 def figures_of(name: str, part: Part, place: Place, output: str) -> tuple[dict, list[str]]:
@@ -119,9 +122,10 @@ def run_part(name: str, place: Place, limit_s: float, device: str | None) -> dic
     if status in ("failed", "timeout"):
         print("\n".join(f"    {text}" for text in output.splitlines()[-TAIL:]), flush=True)
     return {"part": name, "status": status, "started": started, "seconds": round(seconds, 2),
-            "limit_s": float(limit_s), "command": ["python", *command], "exit_code": code,
-            "tiny": place.tiny, "commit": commit(), "device": device or figures.get("device"),
-            "problems": problems, "figures": figures}
+            "limit_s": float(limit_s), "command": ["python", *map(place.short, command)],
+            "exit_code": code, "tiny": place.tiny, "commit": commit(),
+            "device": device or figures.get("device"),
+            "problems": [*map(place.short, problems)], "figures": figures}
 
 
 def parse(argv: list[str]) -> argparse.Namespace:

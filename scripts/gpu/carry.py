@@ -17,12 +17,15 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.append(str(ROOT))
+
+from scripts.gpu.setup import CARRIED, EXAMPLES  # noqa: E402
+
 # pip resolves what these need. jsonschema, hypothesis and pytest: for the tests.
 WANTED = ("pydantic", "soundfile", "soxr", "pillow", "packaging", "setuptools", "pybind11",
           "pytest", "pytest-timeout", "hypothesis", "jsonschema", "psutil")
 THERE = ("numpy",)  # comes with transformers, and is large
 PLATFORMS = ("manylinux_2_28", "manylinux_2_27", "manylinux_2_17", "manylinux2014")
-EXAMPLES = 120  # rows of the demo corpus
 
 
 def wheels(python: str, machine: str, out: Path) -> list[str]:
@@ -60,7 +63,7 @@ def main(argv: list[str]) -> int:
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--python", default="3.12", help="version of the Python there (3.12)")
     parser.add_argument("--machine", default="x86_64", help="its processor (x86_64)")
-    parser.add_argument("--out", type=Path, default=ROOT / "gpu_carried")
+    parser.add_argument("--out", type=Path, default=CARRIED)
     parser.add_argument("--max-mib", type=float, default=30.0)
     args = parser.parse_args(argv)
     names = wheels(args.python, args.machine, args.out / "wheels")

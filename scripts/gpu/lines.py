@@ -27,8 +27,9 @@ STEPS = {
 GRADIENTS = ("float32", "bfloat16", "bfloat16 compiled")
 # What a part that is ok has to tell; of the others any of it. Names end in their unit.
 FIGURES = {
-    "setup": {"python": TEXT, "torch": TEXT, "cuda": SOME_TEXT, "transformers": TEXT, "gpus": COUNT,
-              "device": TEXT, "memory_bytes": COUNT, "unpacked": LIST, "missing": LIST, "built": FLAG},
+    "setup": {"python": TEXT, "torch": TEXT, "cuda": SOME_TEXT, "transformers": TEXT,
+              "gpus": COUNT, "device": TEXT, "memory_bytes": COUNT, "unpacked": LIST,
+              "missing": LIST, "built": FLAG},
     "tests": {"passed": COUNT, "failed": COUNT, "skipped": COUNT},
     # Of each dtype the largest error of a submodule's gradient beside float64 on the CPU.
     "gradients": {"errors": {kind: NUMBER for kind in GRADIENTS}},

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from scripts.gpu.setup import CARRIED, ROOT
+from scripts.gpu.setup import ROOT, demo_data
 
 GPU_TESTS = ["tests/models/test_attention.py", "tests/runtime/test_measured.py",
              "tests/e2e/test_no_sync.py"]
@@ -28,7 +28,7 @@ TINY = [  # of recipes/mllm_1gpu.yaml
     *(f"model.{phase}.{key}" for phase in ("vision", "audio", "llm")
       for key in ("num_layers=2", "hidden_size=64", "intermediate_size=128", "num_heads=4")),
     "model.llm.num_kv_heads=2", "model.llm.vocab_size=512", "model.vision.max_side=112",
-    "fsdp.loss_chunk_rows=64", "data.num_workers=0"]
+    "fsdp.loss_chunk_rows=64", "data.num_workers=1"]
 TINY_BENCH = ["--ranks", "3", "--batch-size", "4", "--repeat", "1", "--chunk-rows", "32"]
 
 
@@ -43,6 +43,10 @@ class Place:
     def work(self) -> Path:
         """For what is not kept: run folders, checkpoints."""
         return ROOT / "build" / "gpu_work"
+
+    def short(self, text: str) -> str:
+        """The text without where the kit lies on this machine: a line may be published."""
+        return text.replace(str(self.out), "OUT").replace(f"{ROOT}/", "")
 
     def result(self, name: str) -> Path:
         """Where the figures of a part are."""
@@ -89,12 +93,6 @@ def _resume(place: Place, part: str) -> list[str]:
     return ["-m", "scripts.gpu.resume", "--result", str(place.result(part)),
             f"--work={place.work / part}", f"--tokens={TINY_TOKENS if place.tiny else TOKENS}",
             *_overrides(place, HALF_B), "fsdp.activation_checkpointing=full"]
-
-
-def demo_data() -> Path:
-    """The corpus that was carried, else the one of `make demo`."""
-    carried = CARRIED / "demo_data"
-    return carried if (carried / "data.jsonl").exists() else ROOT / "demo_data"
 
 
 def _corpus(place: Place, part: str) -> list[str]:

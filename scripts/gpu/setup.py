@@ -1,6 +1,6 @@
 """Makes the working tree run with the Python that is there, without pip and without a network:
-unpacks carried wheels of packages that are missing or too old, builds the core in place, and says
-in a line each what is still missing.
+unpacks carried wheels of packages that are missing or too old, builds the core in place, writes the
+demo corpus where there is none, and says in a line each what is still missing.
 
     python -m scripts.gpu.setup --result FILE [--carried gpu_carried]
 
@@ -25,6 +25,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 CARRIED = ROOT / "gpu_carried"
+EXAMPLES = 120  # rows of the demo corpus
+# The corpus that was carried, the one of `make demo`, or one that is made here.
+CORPORA = [folder / "demo_data" for folder in (CARRIED, ROOT, ROOT / "build" / "gpu_work")]
 TO_BUILD = ("setuptools>=77", "pybind11>=2.12")  # as pyproject.toml's build-system
 
 
@@ -134,6 +137,18 @@ def build() -> bool:
     return not fresh
 
 
+def demo_data() -> Path:
+    """The first of CORPORA that is whole, else the last."""
+    return next((path for path in CORPORA if (path / "data.jsonl").exists()), CORPORA[-1])
+
+
+def make_demo_data() -> None:
+    """Writes a small corpus where there is none. Raises CalledProcessError if that fails."""
+    if not (demo_data() / "data.jsonl").exists():
+        subprocess.run([sys.executable, str(ROOT / "scripts" / "make_demo_data.py"), "--out",
+                        str(demo_data()), "--num-examples", str(EXAMPLES)], check=True)
+
+
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -163,6 +178,7 @@ def main(argv: list[str]) -> int:
 
     from orchmllm.plan.balance import balance
 
+    make_demo_data()
     assert balance([5, 1, 4], num_ranks=2, policy="greedy").tolist() == [0, 1, 1]
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     memory = torch.cuda.get_device_properties(0).total_memory if gpus else 0

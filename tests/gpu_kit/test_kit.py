@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 import zipfile
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,6 +20,9 @@ from scripts.gpu import lines, setup
 from scripts.gpu.parts import GPU_TESTS, PARTS, Part, Place
 from tests.lib.commands import ROOT
 
+SETUP = {"python": "3", "torch": "2", "cuda": None, "transformers": "5", "gpus": 0,
+         "device": "CPU", "memory_bytes": 0, "unpacked": [], "missing": ["soxr>=0.5"],
+         "built": False}
 LINE = {"part": "tests", "status": "ok", "started": "2026-01-01T00:00:00+00:00", "seconds": 1.0,
         "limit_s": 60.0, "command": ["python"], "exit_code": 0, "tiny": True, "commit": None,
         "device": "CPU", "problems": [], "figures": {"passed": 3, "failed": 0, "skipped": 1}}
@@ -60,15 +64,13 @@ def told(folder, name: str) -> list[dict]:
 def parts(monkeypatch, tmp_path):
     """Some short parts in place of the kit's; the folder that it writes."""
     def write(figures: dict, then: str = "") -> object:
-        return lambda place, name: ["-c", f"import pathlib; pathlib.Path({str(place.result(name))!r}"
-                                    f").write_text({json.dumps(figures)!r}); print('done'); {then}"]
+        return lambda place, name: [
+            "-c", f"import pathlib; pathlib.Path({str(place.result(name))!r}).write_text("
+                  f"{json.dumps(figures)!r}); print('done'); {then}"]
 
     ok = {"saved_bytes": 1, "save_s": 1.0, "stall_s": 0.0, "step_s": 1.0, "resumed_at_step": 4,
           "loss_difference": 0.0, "rss_before_bytes": 1, "rss_saving_bytes": 2, "resume_s": 1.0}
-    gpu = {"python": "3", "torch": "2", "cuda": None, "transformers": "5", "gpus": 0,
-           "device": "CPU", "memory_bytes": 0, "unpacked": [], "missing": ["soxr>=0.5"],
-           "built": False}
-    short = {"setup": Part("", 10, write(gpu)), "resume": Part("", 60, write(ok)),
+    short = {"setup": Part("", 10, write(SETUP)), "resume": Part("", 60, write(ok)),
              "gradients": Part("", 0.5, write({"errors": {"float32": 1e-6}},
                                             "import time; time.sleep(600)")),
              "drop-in": Part("", 60, write({"loss_difference": "x"})),
@@ -110,29 +112,46 @@ def test_without_a_gpu_it_says_so_and_unknown_parts_are_refused(parts, capsys):
     assert stop.value.code == 2 and "resum: no such part" in capsys.readouterr().err
 
 
-def test_a_kit_that_is_killed_keeps_its_lines_and_ends_its_part(tmp_path):
-    """Killed while its second part runs, by a signal that it can answer."""
-    code = (
-        "import pathlib, sys; sys.path.insert(0, {root!r}); import scripts.gpu.parts as parts; "
-        "from scripts.gpu.parts import Part, PARTS; from scripts.gpu import lines; "
-        "PARTS['doctor'] = Part('', 60, lambda *a: ['-c', 'import time; time.sleep(77)'], "
-        "lambda *a: {{}}); PARTS['setup'] = Part('', 60, lambda *a: ['-c', ''], "
-        "lambda *a: {figures}); import runpy; sys.argv = ['kit', '--tiny', '--out', {out!r}, "
-        "'doctor']; runpy.run_module('scripts.gpu', run_name='__main__')")
-    figures = {"python": "3", "torch": "2", "cuda": None, "transformers": "5", "gpus": 0,
-               "device": "CPU", "memory_bytes": 0, "unpacked": [], "missing": [], "built": False}
-    process = subprocess.Popen([sys.executable, "-c", code.format(
-        root=str(ROOT), out=str(tmp_path), figures=figures)], cwd=ROOT)
-    children = f"/proc/{process.pid}/task/{process.pid}/children"
-    while not (tmp_path / "results.jsonl").exists() or not open(children).read().split():
+KILLED = """
+import subprocess, sys
+from scripts.gpu import __main__ as kit
+from scripts.gpu.parts import PARTS, Part
+
+if sys.argv[1:] == ["part"]:
+    subprocess.run(["setsid", "sleep", "77"])
+else:
+    PARTS["setup"] = Part("", 60, lambda *_: ["-c", ""], lambda *_: {setup})
+    PARTS["doctor"] = Part("", 60, lambda *_: [{script!r}, "part"], lambda *_: {{}})
+    kit.signal.signal(kit.signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    sys.exit(kit.main(["doctor", "--tiny", "--out", {out!r}]))
+"""
+
+
+def runs(pid: int) -> bool:
+    """Whether a process is there and is not just waiting for its parent to read how it ended."""
+    stat = Path(f"/proc/{pid}/stat")
+    return stat.exists() and stat.read_text().rsplit(")", 1)[1].split()[0] not in "ZX"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_kit_that_is_killed_keeps_its_lines(tmp_path, number):
+    """While its second part runs, which has started a process in a session of its own; where it can
+    answer the signal, it ends both."""
+    script = tmp_path / "killed.py"
+    script.write_text(KILLED.format(setup=SETUP, script=str(script), out=str(tmp_path)))
+    process = subprocess.Popen([sys.executable, script], cwd=ROOT,
+                               env=os.environ | {"PYTHONPATH": str(ROOT)})
+    while len(started := kit.descendants(process.pid)) < 2:
         assert process.poll() is None
         time.sleep(0.05)
-    (child,) = open(children).read().split()
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(30) == 128 + signal.SIGTERM
-    assert told(tmp_path, "setup")[0]["status"] == "ok"
-    with pytest.raises(ProcessLookupError):
-        os.kill(int(child), 0)
+    process.send_signal(number)
+    assert process.wait(30) == (128 + number if number == signal.SIGTERM else -number)
+    assert told(tmp_path, "setup")[0]["status"] == "ok" and not told(tmp_path, "doctor")
+    assert "| setup | ok |" in (tmp_path / "summary.md").read_text()
+    while number == signal.SIGTERM and any(map(runs, started)):  # pytest's limit ends it
+        time.sleep(0.05)
+    for child in filter(runs, started):
+        os.kill(child, signal.SIGKILL)
 
 
 def wheel(folder, name: str, version: str, *needs: str, tag: str = "py3-none-any") -> None:
@@ -157,6 +176,17 @@ def test_wheels_of_what_lacks_are_unpacked_with_what_they_need(tmp_path, monkeyp
     assert setup.lacking(["kitone", "kitfive"]) == ["kitfive", "kitthree==3"]
     assert setup.lacking(["kitone>=3"]) == ["kitone>=3"]
     assert sorted(p.name for p in site.glob("*.py")) == ["kitone.py", "kittwo.py"]
+
+
+def test_a_corpus_is_made_where_none_was_carried(tmp_path, monkeypatch):
+    carried, made = tmp_path / "carried", tmp_path / "made"
+    monkeypatch.setattr(setup, "CORPORA", [carried, made])
+    monkeypatch.setattr(setup, "EXAMPLES", 3)
+    setup.make_demo_data()
+    assert setup.demo_data() == made and (made / "tokenizer.json").exists()
+    carried.mkdir()
+    (carried / "data.jsonl").touch()
+    assert setup.demo_data() == carried
 
 
 def test_the_table_compares_runs_and_shows_the_last_line_of_a_part():
