@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -23,7 +24,8 @@ from scripts.gpu.parts import PARTS
 from tests.lib.commands import ROOT
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
-THERE = ("torch", "transformers")  # and what they need
+THERE = ("torch", "transformers")  # and what they need, without some that older versions do not
+LEFT_OUT = {"pydantic", "pydantic-core", "annotated-types", "typing-inspection", "setuptools"}
 CARRIED = ("pydantic", "soundfile", "soxr", "pillow", "pybind11", "pytest", "pytest-timeout",
            "hypothesis", "jsonschema", "psutil")
 
@@ -53,10 +55,12 @@ def files_of(name: str) -> Iterator[tuple[str, Path]]:
 def repack(name: str, folder: Path) -> None:
     """The installed package as a wheel, which pip could have downloaded."""
     found = metadata.distribution(name)
-    tag = next(line.split(": ")[1] for line in found.read_text("WHEEL").splitlines()
-               if line.startswith("Tag: "))
+    tags = [line.split(": ")[1].split("-") for line in found.read_text("WHEEL").splitlines()
+            if line.startswith("Tag: ")]
+    tag = "-".join(".".join(dict.fromkeys(part)) for part in zip(*tags, strict=True))
     stem = found.metadata["Name"].replace("-", "_").replace(".", "_")
-    with zipfile.ZipFile(folder / f"{stem}-{found.version}-{tag}.whl", "w") as file:
+    with zipfile.ZipFile(folder / f"{stem}-{found.version}-{tag}.whl", "w",
+                         zipfile.ZIP_DEFLATED) as file:
         for path, source in files_of(name):
             if source.exists():
                 file.write(source, path)
@@ -78,9 +82,9 @@ def tree(tmp_path_factory) -> Path:
         repack(name, wheels)
     done = subprocess.run(
         [sys.executable, "scripts/gpu/carry.py", "--out", str(copy / "gpu_carried"), "--python",
-         f"{sys.version_info.major}.{sys.version_info.minor}"], cwd=ROOT, capture_output=True,
-        text=True, env=os.environ | {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(wheels),
-                                     "PIP_CONFIG_FILE": os.devnull})
+         f"{sys.version_info.major}.{sys.version_info.minor}", "--machine", platform.machine()],
+        cwd=ROOT, capture_output=True, text=True, env=os.environ | {
+            "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(wheels), "PIP_CONFIG_FILE": os.devnull})
     assert done.returncode == 0, done.stderr
     return copy
 
@@ -91,7 +95,7 @@ def bare(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("bare")
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
     site = Path(sysconfig.get_path("purelib", vars={"base": str(folder), "platbase": str(folder)}))
-    for name in closure(*THERE) - {"setuptools"}:
+    for name in closure(*THERE) - LEFT_OUT:
         for top in {path.split("/")[0] for path, _ in files_of(name)}:
             link = site / top
             if not link.exists():
