@@ -34,12 +34,13 @@ TAIL = 12  # lines of the output of a part that failed, which are shown
 GRACE_S = 10.0  # that a part gets to end after its time
 
 
-def environment() -> dict[str, str]:
-    """Of the parts: the working tree and what was unpacked come first."""
+def environment(tiny: bool) -> dict[str, str]:
+    """Of the parts: the working tree and what was unpacked come first. Small operators are not
+    divided over cores, which others may use."""
     path = [str(ROOT), str(setup.site_folder()), *filter(None, [os.environ.get("PYTHONPATH")])]
     return os.environ | {
         "PYTHONPATH": os.pathsep.join(path), "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1",
-        "TOKENIZERS_PARALLELISM": "false",
+        "TOKENIZERS_PARALLELISM": "false", **({"OMP_NUM_THREADS": "1"} if tiny else {}),
         "PYTORCH_CUDA_ALLOC_CONF": os.environ.get("PYTORCH_CUDA_ALLOC_CONF",
                                                   "expandable_segments:True")}
 
@@ -54,13 +55,14 @@ def commit() -> str | None:
     return noted.read_text(encoding="utf-8").strip() if noted.exists() else None
 
 
-def execute(command: list[str], limit_s: float, log: Path) -> tuple[int | None, float, str]:
-    """(exit code, None if it took too long; seconds; the output) of a command, whose output goes to
-    the log as it comes. All processes that it has started end with it."""
-    started = time.perf_counter()
+def execute(command: list[str], limit_s: float, place: Place) -> tuple[int | None, dict, str]:
+    """(exit code, None if it took too long; its seconds; the output) of a command, whose output
+    goes to the log as it comes. All processes that it has started end with it."""
+    started, before, log = time.perf_counter(), os.times(), place.out / "log.txt"
     with log.open("ab") as file:
         start = file.tell()
-        process = subprocess.Popen(command, cwd=ROOT, env=environment(), stdout=file,
+        process = subprocess.Popen(command, cwd=ROOT, stdout=file,
+                                   env=environment(place.tiny),
                                    stderr=subprocess.STDOUT)
         code, left = None, []
         try:
@@ -77,9 +79,12 @@ def execute(command: list[str], limit_s: float, log: Path) -> tuple[int | None, 
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             process.wait()
+    seconds, after = time.perf_counter() - started, os.times()
+    cpu_s = sum(after[2:4]) - sum(before[2:4])  # of children that have ended
     with log.open("rb") as file:
         file.seek(start)
-        return code, time.perf_counter() - started, file.read().decode(errors="replace")
+        return (code, {"seconds": round(seconds, 2), "cpu_s": round(cpu_s, 2)},
+                file.read().decode(errors="replace"))
 
 
 def descendants(pid: int) -> list[int]:
@@ -105,7 +110,7 @@ def run_part(name: str, place: Place, limit_s: float, device: str | None) -> dic
     part, started = PARTS[name], datetime.now(timezone.utc).isoformat(timespec="seconds")
     place.result(name).unlink(missing_ok=True)
     command = part.command(place, name)
-    code, seconds, output = execute([sys.executable, *command], limit_s, place.out / "log.txt")
+    code, seconds, output = execute([sys.executable, *command], limit_s, place)
     figures, problems = figures_of(name, part, place, output)
     status = "ok" if code == 0 else "timeout" if code is None else "failed"
     if code is None:
@@ -121,7 +126,7 @@ def run_part(name: str, place: Place, limit_s: float, device: str | None) -> dic
         status = "nothing to do"
     if status in ("failed", "timeout"):
         print("\n".join(f"    {text}" for text in output.splitlines()[-TAIL:]), flush=True)
-    return {"part": name, "status": status, "started": started, "seconds": round(seconds, 2),
+    return {"part": name, "status": status, "started": started, **seconds,
             "limit_s": float(limit_s), "command": ["python", *map(place.short, command)],
             "exit_code": code, "tiny": place.tiny, "commit": commit(),
             "device": device or figures.get("device"),
@@ -186,6 +191,6 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    # An interrupt or SIGTERM ends the part that runs, too.
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    for asked in (signal.SIGINT, signal.SIGTERM):  # they end the part that runs, too
+        signal.signal(asked, lambda number, _: sys.exit(128 + number))
     sys.exit(main(sys.argv[1:]))

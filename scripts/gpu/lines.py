@@ -15,9 +15,9 @@ from pathlib import Path
 NUMBER, TEXT, COUNT, FLAG, LIST, SOME = "number", "text", "count", "flag", "list", "number or null"
 SOME_TEXT = "text or null"
 STATUS = ("ok", "failed", "timeout", "nothing to do")  # the last: no test runs on a CPU
-LINE = {"part": TEXT, "status": TEXT, "started": TEXT, "seconds": NUMBER, "limit_s": NUMBER,
-        "command": LIST, "exit_code": "count or null", "tiny": FLAG, "commit": SOME_TEXT,
-        "device": SOME_TEXT, "problems": LIST, "figures": "figures"}
+LINE = {"part": TEXT, "status": TEXT, "started": TEXT, "seconds": NUMBER, "cpu_s": NUMBER,
+        "limit_s": NUMBER, "command": LIST, "exit_code": "count or null", "tiny": FLAG,
+        "commit": SOME_TEXT, "device": SOME_TEXT, "problems": LIST, "figures": "figures"}
 STEPS = {
     "tokens_min": COUNT, "tokens_mean": NUMBER,  # LLM tokens of a step
     "steps": COUNT,  # that the medians are of

@@ -24,8 +24,9 @@ SETUP = {"python": "3", "torch": "2", "cuda": None, "transformers": "5", "gpus":
          "device": "CPU", "memory_bytes": 0, "unpacked": [], "missing": ["soxr>=0.5"],
          "built": False}
 LINE = {"part": "tests", "status": "ok", "started": "2026-01-01T00:00:00+00:00", "seconds": 1.0,
-        "limit_s": 60.0, "command": ["python"], "exit_code": 0, "tiny": True, "commit": None,
-        "device": "CPU", "problems": [], "figures": {"passed": 3, "failed": 0, "skipped": 1}}
+        "cpu_s": 2.0, "limit_s": 60.0, "command": ["python"], "exit_code": 0, "tiny": True,
+        "commit": None, "device": "CPU", "problems": [],
+        "figures": {"passed": 3, "failed": 0, "skipped": 1}}
 
 
 def test_a_line_that_is_not_of_the_schema_is_told():
