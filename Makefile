@@ -113,4 +113,4 @@ demo_data/data.jsonl: scripts/make_demo_data.py | setup
 	$(RUN) scripts/make_demo_data.py --out demo_data --num-examples 400 --seed 0
 
 clean:  # leaves runs/, which may hold checkpoints
-	rm -rf $(VENV) build demo_data *.egg-info orchmllm/*.so .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build demo_data gpu_carried *.egg-info orchmllm/*.so .pytest_cache .ruff_cache .hypothesis

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -61,8 +62,7 @@ def execute(command: list[str], limit_s: float, place: Place) -> tuple[int | Non
     started, before, log = time.perf_counter(), os.times(), place.out / "log.txt"
     with log.open("ab") as file:
         start = file.tell()
-        process = subprocess.Popen(command, cwd=ROOT, stdout=file,
-                                   env=environment(place.tiny),
+        process = subprocess.Popen(command, cwd=ROOT, env=environment(place.tiny), stdout=file,
                                    stderr=subprocess.STDOUT)
         code, left = None, []
         try:
@@ -99,7 +99,7 @@ def figures_of(name: str, part: Part, place: Place, output: str) -> tuple[dict, 
     """(the figures of a part, why they cannot be used)."""
     try:
         found = part.figures(place.result(name), output)
-    except (OSError, ValueError, KeyError, TypeError) as e:
+    except (OSError, ValueError, LookupError, TypeError) as e:
         return {}, [f"no figures: {type(e).__name__}: {e}"]
     wrong = lines.figure_problems(name, found, whole=False)
     return ({}, wrong) if wrong else (found, [])
@@ -109,6 +109,7 @@ def run_part(name: str, place: Place, limit_s: float, device: str | None) -> dic
     """Runs a part and returns its line."""
     part, started = PARTS[name], datetime.now(timezone.utc).isoformat(timespec="seconds")
     place.result(name).unlink(missing_ok=True)
+    shutil.rmtree(place.work / name, ignore_errors=True)  # an earlier run of the part
     command = part.command(place, name)
     code, seconds, output = execute([sys.executable, *command], limit_s, place)
     figures, problems = figures_of(name, part, place, output)

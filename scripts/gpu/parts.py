@@ -56,7 +56,7 @@ class Place:
 @dataclass(frozen=True)
 class Part:
     """command: arguments of Python. figures: (file of the part, its output) -> its figures; raises
-    ValueError, KeyError or OSError where there are none."""
+    ValueError, LookupError or OSError where there are none."""
 
     what: str
     limit_s: float
@@ -70,11 +70,11 @@ def _overrides(place: Place, large: list[str]) -> list[str]:
     return [*(TINY if place.tiny else large), "fsdp.memory_gb=0"]
 
 
-def _script(name: str, *arguments: str) -> Callable[[Place, str], list[str]]:
+def _script(name: str) -> Callable[[Place, str], list[str]]:
     """A module of the kit, which writes its figures itself."""
     return lambda place, part: [
         "-m", f"scripts.gpu.{name}", "--result", str(place.result(part)),
-        *["--tiny"] * place.tiny, *arguments]
+        *["--tiny"] * place.tiny]
 
 
 def _train(choice: str, compiled: bool) -> Callable[[Place, str], list[str]]:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import shutil
 import subprocess
 import sys
 import time
@@ -88,7 +87,6 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--tokens", type=int, required=True)
     parser.add_argument("overrides", nargs="*")
     args = parser.parse_args(argv)
-    shutil.rmtree(args.work, ignore_errors=True)
     args.work.mkdir(parents=True)
     first = Run(args, "killed")
     try:

@@ -17,13 +17,12 @@ import resource
 import shutil
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
 import torch
 
-from orchmllm.config.recipe import ProfileConfig, Recipe, load_recipe
+from orchmllm.config.recipe import Recipe, load_recipe
 from orchmllm.launch import device_of, process_group
 from orchmllm.trainer import Trainer
 from scripts.gpu.drawn import DrawnDataset, layouts_of, one_rank, predicted, sized
@@ -33,10 +32,9 @@ WARM_UP = 3  # steps, in which kernels are loaded and graphs are made
 
 
 def recipe_of(overrides: list[str], steps: int, trace: bool) -> Recipe:
-    recipe = load_recipe(ROOT / "recipes" / "mllm_1gpu.yaml", [
-        "data.path=drawn", f"train.num_steps={steps}", "train.warmup_steps=2", *overrides])
-    return replace(recipe, profile=ProfileConfig(steps=f"{steps - 1}-{steps - 1}")
-                   ) if trace else recipe
+    return load_recipe(ROOT / "recipes" / "mllm_1gpu.yaml", [
+        "data.path=drawn", f"train.num_steps={steps}", "train.warmup_steps=2",
+        *[f"profile.steps={steps - 1}-{steps - 1}"] * trace, *overrides])
 
 
 def reset_peak(device: torch.device) -> None:
@@ -62,12 +60,12 @@ def train(recipe: Recipe, dataset: DrawnDataset, args: argparse.Namespace, figur
         rows.append(row)
         timed = [r for r in rows[WARM_UP:] if r["step"] not in recipe.profile.window]
         if timed:
+            shares = [r["mfu"] for r in timed if r["mfu"] is not None]  # none on a CPU
             figures.update(
-                steps=len(timed), first_step_s=rows[0]["step_s"], mfu=timed[-1]["mfu"],
+                steps=len(timed), first_step_s=rows[0]["step_s"],
+                mfu=median(shares) if shares else None,
                 step_s=median(r["step_s"] for r in timed),
                 tokens_per_s=median(r["tokens_per_s"] for r in timed), **peak_of(device))
-            if figures["mfu"] is not None:
-                figures["mfu"] = median(r["mfu"] for r in timed)
         args.result.write_text(json.dumps(figures), encoding="utf-8")
         if args.log:
             with args.log.open("a", encoding="utf-8") as file:
