@@ -1,7 +1,8 @@
 # make demo: install, build, write the demo corpus, train with balancing off and on, compare.
 # make test: the same set-up and the test tools, then the fast tests. Installs into .venv, only once.
 # make test-slow: lists the groups of slow tests; make test-slow GROUP=data runs one.
-# make gpu: on one GPU, correctness, events, the benchmark and a profile; results in benchmarks/.
+# make gpu: on one GPU, what cannot be done without one, in parts; PARTS="tests bench" runs these.
+# make gpu-carry: what a machine without a package registry needs for it, for FOR=3.12.
 # PYTHON=python3.12 picks the interpreter; ARGS=... is passed on, e.g. ARGS=train.num_steps=40 to the
 # demo and ARGS=--durations=20 to the tests.
 
@@ -15,7 +16,7 @@ ARGS ?=
 WORKERS ?= 3
 
 .NOTPARALLEL:
-.PHONY: demo test test-slow bench gpu lint sanitize clean setup setup-test
+.PHONY: demo test test-slow bench gpu gpu-carry lint sanitize clean setup setup-test
 
 demo: setup demo_data/data.jsonl
 	$(RUN) -m orchmllm compare recipes/demo.yaml $(ARGS)
@@ -32,6 +33,8 @@ SLOW_dropin := $(filter-out $(SLOW_clients) $(SLOW_trainers) $(SLOW_encoders), \
     $(wildcard tests/loader/test_*.py tests/encoders/test_*.py))
 SLOW_data := tests/data tests/e2e/test_paper_mix.py tests/e2e/test_nothing_read.py
 SLOW_plan := tests/plan tests/comm tests/tools/doctor
+# The whole kit of `make gpu` at tiny sizes, in a Python without pip and network.
+SLOW_kit := tests/gpu_kit
 SLOW_models := tests/models tests/sharding tests/tools/export tests/tools/generate
 SLOW_memory := tests/tools/predict/test_scale_memory.py tests/tools/predict/test_tracked_memory.py
 SLOW_estimate := tests/papers tests/tools/data tests/docs \
@@ -41,7 +44,7 @@ SLOW_recipes := tests/e2e/test_any_recipe.py
 SLOW_soak := tests/e2e/test_soak.py
 SLOW_learning := tests/e2e/test_demo.py tests/e2e/test_media_swap.py
 SLOW_GROUPS := checkpoints dropin encoders clients trainers data plan models memory estimate e2e \
-    soak learning recipes mutations
+    kit soak learning recipes mutations
 SLOW_e2e := tests/cli tests/config tests/tools/report tests/tools/init $(filter-out $(SLOW_data) $(SLOW_soak) $(SLOW_learning) \
     $(SLOW_recipes), $(wildcard tests/e2e/test_*.py))
 
@@ -61,9 +64,14 @@ bench: setup
 	    test -e "$$script" || { echo "no scripts/bench_*.py here"; exit 1; }; \
 	    echo "== $$script"; $(RUN) "$$script" $(ARGS) || exit 1; done
 
-# On one GPU, in less than 9 minutes; says so and ends with 2 where there is none.
-gpu: setup-test demo_data/data.jsonl
-	@$(RUN) scripts/gpu.py
+# With the environment of the other targets if there is one, else with the Python that is there:
+# it installs nothing. TINY=1 runs all of it on a CPU.
+gpu:
+	@$(if $(wildcard $(READY)),$(RUN),$(PYTHON)) -m scripts.gpu $(PARTS) $(if $(TINY),--tiny) $(ARGS)
+
+FOR ?= 3.12
+gpu-carry: setup
+	$(RUN) scripts/gpu/carry.py --python $(FOR) $(ARGS)
 
 lint: setup-test
 	$(RUN) -m ruff check .
@@ -105,4 +113,4 @@ demo_data/data.jsonl: orchmllm/tools/init/demo.py | setup
 	$(RUN) scripts/make_demo_data.py --out demo_data --num-examples 400 --seed 0
 
 clean:  # leaves runs/, which may hold checkpoints
-	rm -rf $(VENV) build demo_data *.egg-info orchmllm/*.so .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build demo_data gpu_carried *.egg-info orchmllm/*.so .pytest_cache .ruff_cache .hypothesis
