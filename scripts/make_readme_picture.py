@@ -38,7 +38,8 @@ def costs_of_step(num_ranks: int, seed: int) -> dict[str, np.ndarray]:
 
 
 def ends_of_phases(costs: dict[str, np.ndarray], side: int) -> np.ndarray:
-    """(phases + 1,) when each phase begins and the last one ends: all ranks wait for the slowest."""
+    """(phases + 1,) when each phase begins and the last one ends. All ranks wait for the
+    slowest."""
     return np.cumsum([0, *(costs[phase][side].max() for phase in PHASES)])
 
 

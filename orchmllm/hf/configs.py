@@ -17,9 +17,9 @@ FIXED: dict[str, dict[str, Any]] = {
     "audio": {"activation_function": "gelu", "scale_embedding": False},
     "llm": {"hidden_act": "silu", "use_sliding_window": False, "rope_type": "default"},
 }
-OTHER_MODELS = ('; other models train in a loop of your own or in a Trainer, with BalancedDataLoader '
-                'or balance_trainer, and balance_encoders ("Which model, which way" in '
-                "docs/loader.md)")
+OTHER_MODELS = ("; other models train in a loop of your own or in a Trainer, with "
+                'BalancedDataLoader or balance_trainer, and balance_encoders ("Which model, which '
+                'way" in docs/loader.md)')
 
 
 def mismatches(part: str, model: ModelConfig, folder: Folder) -> Iterator[str]:
