@@ -52,9 +52,9 @@ class FsdpConfig:
         "row: the same on any number of ranks, and nowhere a full copy.")
     compile: bool = key(False, "torch.compile every block: one graph a phase, made in the first "
                         "steps; blocks with fewer than two rows run without.")
-    param_dtype: str = key("float32", "Of parameters, gradients and optimizer.",
+    param_dtype: str = key("float32", "Dtype of parameters, gradients and optimizer state.",
                            choices=tuple(DTYPE_BYTES))
-    compute_dtype: str = key("", "Of forward and backward; empty: param_dtype.",
+    compute_dtype: str = key("", "Dtype of the forward and backward pass; empty: param_dtype.",
                              choices=("", *DTYPE_BYTES),
                              aliases=("dtype", "bf16", "mixed_precision"))
 
