@@ -70,7 +70,7 @@ gpu: setup-test demo_data/data.jsonl
 	@$(RUN) scripts/gpu.py
 
 docs: $(READY)-docs
-	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --quiet
+	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build  # --quiet would hide warnings
 	@echo "open site/index.html, or: $(RUN) -m http.server -d site"
 
 # auditwheel says which systems the wheel works on: those with this machine's glibc and newer ones.

@@ -29,7 +29,9 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """The links to them."""
+    """The links to them, and theirs to pages."""
+    if page.file.src_uri.startswith("repository/"):
+        return markdown.replace("](docs/", "](../")
     return markdown if "/" in page.file.src_uri else OUTSIDE.sub(r"](repository/\1", markdown)
 
 
