@@ -1,5 +1,5 @@
-"""Every command that the pages show runs here, or in the test that is named, or is marked as
-needing GPUs; and what a page shows below a command is what it prints."""
+"""Every command that pages and help texts show runs here, or in the test that is named, or is marked
+as needing GPUs; and what a page shows below a command is what it prints."""
 
 from __future__ import annotations
 
@@ -8,8 +8,17 @@ import shutil
 
 import pytest
 
+from orchmllm.cli import COMMANDS
 from tests.lib.commands import ROOT
-from tests.lib.shown_commands import PAGES, Shown, make_folder, shown, to_type, typed
+from tests.lib.shown_commands import (
+    PAGES,
+    Shown,
+    examples,
+    make_folder,
+    shown,
+    to_type,
+    typed,
+)
 
 # What begins so -> what runs it.
 ELSEWHERE = {
@@ -60,7 +69,8 @@ def break_data(folder) -> None:
 @pytest.mark.timeout(3600)
 def test_commands_run_and_print_what_is_shown(tmp_path):
     folder, done = make_folder(tmp_path), set()
-    for one in HERE:
+    helps = [one for command in COMMANDS for one in examples(command) if not runs_elsewhere(one)]
+    for one in (*HERE, *helps):
         text = to_type(one.command)
         lints = one.output and text.startswith("orchmllm data lint")
         if lints:  # the last command on the page that reads these data as they are

@@ -6,12 +6,15 @@ import os
 import re
 import subprocess
 import sys
+from contextlib import redirect_stdout, suppress
 from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 from typing import NamedTuple
 
 import yaml
 
+from orchmllm.cli import dispatch
 from tests.lib.commands import ROOT, TINY, make_demo_data
 from tests.lib.hf_models import HF_MODEL, write_models
 
@@ -20,13 +23,15 @@ PROGRAMS = ("orchmllm", "python", "torchrun", "make", "sbatch", "diff", "pip", "
 # What the pages leave open, and what is made small.
 INSTEAD = (
     (r"\b(RECIPE|R\.yaml|R)(?=\s|$)", "small.yaml"), (r"YOUR\.jsonl", "demo_data/data.jsonl"),
-    (r"train recipes/demo\.yaml|(?<=doctor )recipes/demo\.yaml|data\.path=\S+",
-     lambda m: {"t": "train small.yaml", "r": "small.yaml", "d": "data.path=demo_data"}[m[0][0]]),
-    (r"--nproc-per-node 8", "--nproc-per-node 2"), (r"train\.num_steps=1000", "train.num_steps=4"),
+    (r"^(?!orchmllm data)(.*)recipes/demo\.yaml", r"\1small.yaml"),  # docs/data.md shows its data
+    (r"data\.path=\S+", "data.path=demo_data"), (r"stats DATA", "stats demo_data/data.jsonl"),
+    (r"--nproc-per-node 8", "--nproc-per-node 2"), (r"num_steps=\d+", "num_steps=4"),
     (r"recipes/pretrained_7b\.yaml", "tiny.yaml"), (r"\[--ranks 64\]", "--ranks 64"),
-    (r"runs/pretrained_7b/checkpoints/step_00002000", "runs/mine/checkpoints/step_00000002"),
+    (r"runs/(pretrained_7b|x)/checkpoints/step_\d+", "runs/mine/checkpoints/step_00000002"),
     (r"runs/plain", "runs/mine"),
-    (r"plan units\|split\|recompute small\.yaml", "plan recompute small.yaml --mix natural"),
+    (r"mllm84b\.yaml --validate",  # on a machine that has no data for it, and no disk
+     "mllm84b.yaml --validate data.path=demo_data checkpoint.every_steps=-1"),
+    (r"plan (units\|)?split\|recompute small\.yaml", "plan recompute small.yaml --mix natural"),
 )
 
 
@@ -61,6 +66,15 @@ def shown(page: Path) -> list[Shown]:
                       if re.match(r"([A-Z_]+=\S+ )*(" + "|".join(map(re.escape, PROGRAMS))
                                   + r")", line) and " " in line]
     return found
+
+
+def examples(command: str) -> list[Shown]:
+    """Those of the help text of a command."""
+    with redirect_stdout(StringIO()) as said, suppress(SystemExit):
+        dispatch([*command.split(), "--help"])
+    lines = re.findall(r"^ +(orchmllm .*?)(?: \[section.*| {2,}.*)?$", said.getvalue(), re.M)
+    return [Shown(Path(f"{command} --help"), line, "") for line in lines
+            if line.startswith(f"orchmllm {command} ")]
 
 
 def to_type(command: str) -> str:
