@@ -77,7 +77,7 @@ docs: $(READY)-docs
 wheel: $(READY)-release
 	rm -rf build/wheel
 	$(RUN) -m pip wheel -q --no-deps --no-build-isolation -w build/wheel .
-	PATH="$(CURDIR)/$(VENV)/bin:$$PATH" $(RUN) -m auditwheel repair -w dist build/wheel/*.whl
+	PATH="$(abspath $(VENV))/bin:$$PATH" $(RUN) -m auditwheel repair -w dist build/wheel/*.whl
 
 test-versions:
 	@sh scripts/test_versions.sh "$(PYTHON)" "$(END)" $(ARGS)
