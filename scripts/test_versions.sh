@@ -30,8 +30,9 @@ said() {
 print("== torch", torch.__version__, "transformers", transformers.__version__, flush=True)'
 }
 trainer() {
-    run tests/models tests/sharding tests/comm --ignore tests/comm/test_programs.py tests/loader/test_dropin.py tests/loader/test_loss.py \
-        tests/e2e/test_trainer.py tests/e2e/test_missing_modality.py tests/runtime/test_resume.py "$@"
+    run tests/models tests/sharding tests/comm --ignore tests/comm/test_programs.py \
+        tests/loader/test_dropin.py tests/loader/test_loss.py tests/e2e/test_trainer.py \
+        tests/e2e/test_missing_modality.py tests/runtime/test_resume.py "$@"
     run -m slow tests/e2e/test_two_nodes.py
 }
 clients() {  # without what needs TRL or torchvision, or reads a class that is newer than 5.17

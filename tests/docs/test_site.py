@@ -9,6 +9,7 @@ import sys
 import pytest
 import yaml
 
+from scripts.make_readme_picture import main as draw
 from tests.lib.commands import ROOT
 
 
@@ -31,6 +32,13 @@ def test_every_page_is_in_the_navigation():
     named = [p for p in pages(config["nav"]) if not p.startswith("repository/")]
     there = [p.relative_to(ROOT / "docs").as_posix() for p in (ROOT / "docs").rglob("*.md")]
     assert sorted(named) == sorted(there)
+
+
+@pytest.mark.slow
+def test_the_picture_of_the_readme_is_drawn(tmp_path, capsys):
+    assert draw(["--out", str(tmp_path / "step.png")]) == 0
+    assert "64 ranks, as sampled 1.25x a balanced step" in capsys.readouterr().out
+    assert (tmp_path / "step.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.slow
