@@ -3,6 +3,10 @@
 # make test-slow: lists the groups of slow tests; make test-slow GROUP=data runs one.
 # make gpu: on one GPU, what cannot be done without one, in parts; PARTS="tests bench" runs these.
 # make gpu-carry: what a machine without a package registry needs for it, for FOR=3.12.
+# make docs: the site of docs/, into site/; a warning is an error.
+# make wheel: a wheel of this machine's Python and architecture for other machines, into dist/.
+# make test-versions END=oldest: the tests of what touches torch and transformers, and a launch on two
+# nodes, with the oldest versions that are supported; END=newest: with the newest there are.
 # PYTHON=python3.12 picks the interpreter; ARGS=... is passed on, e.g. ARGS=train.num_steps=40 to the
 # demo and ARGS=--durations=20 to the tests.
 
@@ -16,7 +20,7 @@ ARGS ?=
 WORKERS ?= 3
 
 .NOTPARALLEL:
-.PHONY: demo test test-slow bench gpu gpu-carry lint sanitize clean setup setup-test
+.PHONY: demo test test-slow test-versions bench gpu gpu-carry docs wheel lint sanitize clean setup setup-test
 
 demo: setup demo_data/data.jsonl
 	$(RUN) -m orchmllm compare recipes/demo.yaml $(ARGS)
@@ -73,6 +77,19 @@ FOR ?= 3.12
 gpu-carry: setup
 	$(RUN) scripts/gpu/carry.py --python $(FOR) $(ARGS)
 
+docs: $(READY)-docs
+	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build  # --quiet would hide warnings
+	@echo "open site/index.html, or: $(RUN) -m http.server -d site"
+
+# auditwheel says which systems the wheel works on: those with this machine's glibc and newer ones.
+wheel: $(READY)-release
+	rm -rf build/wheel
+	$(RUN) -m pip wheel -q --no-deps --no-build-isolation -w build/wheel .
+	PATH="$(abspath $(VENV))/bin:$$PATH" $(RUN) -m auditwheel repair -w dist build/wheel/*.whl
+
+test-versions:
+	@sh scripts/test_versions.sh "$(PYTHON)" "$(END)" $(ARGS)
+
 lint: setup-test
 	$(RUN) -m ruff check .
 
@@ -104,8 +121,8 @@ $(READY): $(SETUP_FILES)
 	@sh scripts/setup_venv.sh "$(PYTHON)" $(VENV) '.[tools]'
 	@touch $@
 
-$(READY)-test: $(READY)
-	@sh scripts/setup_venv.sh "$(PYTHON)" $(VENV) '.[test]'
+$(READY)-test $(READY)-docs $(READY)-release: $(READY)-%: $(READY)
+	@sh scripts/setup_venv.sh "$(PYTHON)" $(VENV) '.[$*]'
 	@touch $@
 
 # The corpus is a function of this file alone; data.jsonl is the last file that it writes.
@@ -113,4 +130,4 @@ demo_data/data.jsonl: orchmllm/tools/init/demo.py | setup
 	$(RUN) scripts/make_demo_data.py --out demo_data --num-examples 400 --seed 0
 
 clean:  # leaves runs/, which may hold checkpoints
-	rm -rf $(VENV) build demo_data gpu_carried *.egg-info orchmllm/*.so .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist site demo_data gpu_carried *.egg-info orchmllm/*.so .pytest_cache .ruff_cache .hypothesis

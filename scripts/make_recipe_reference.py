@@ -43,8 +43,8 @@ command line (`train.lr=1e-4`) replaces one of the file. Unknown keys are errors
 duplicate ones. All problems of a recipe are listed at once, each with its line, key, value and
 cure; the exit code is then 2.
 
-    python -m orchmllm.train R.yaml --validate       # check it, start nothing
-    python -m orchmllm.train R.yaml --print-config   # every key and where it comes from
+    orchmllm train R.yaml --validate       # check it, start nothing
+    orchmllm train R.yaml --print-config   # every key and where it comes from
 
 Numbers are those of YAML 1.2: `1e-4` is a number, while `010`, `1:30` and `2024-01-01` are text.
 The merged recipe of a run is saved as `recipe.yaml` in `run.dir` and can be used as a recipe.

@@ -32,7 +32,7 @@ class SourceConfig:
     video_max_frames: int = key(64, "At most so many frames of a video.", at_least=1)
     video_audio: bool = key(False, "The sound of a video follows its frames as a clip, where it "
                             "has any.")
-    name: str = key("", "In errors and statistics; empty: the last part of path.")
+    name: str = key("", "Name in errors and statistics; empty: the last part of path.")
     max_row_bytes: int = key(8 << 20, "A longer row of text is refused unread.", at_least=1)
 
 
@@ -102,8 +102,9 @@ class DataConfig:
                                 "one of its own.", at_least=0)
     max_batch_images: int = key(0, "Images of a mini-batch with `capped`; 0: no limit.",
                                 at_least=0)
-    max_example_tokens: int = key(0, "An example ends there; text is cut, a medium never; 0: no "
-                                  "limit.", at_least=0, aliases=("max_seq_length", "max_length"))
+    max_example_tokens: int = key(0, "Text of an example is cut there, and an image or clip that "
+                                  "would cross it is left out; 0: no limit.", at_least=0,
+                                  aliases=("max_seq_length", "max_length"))
     index_dir: str = key("", "Folder of length indexes (`orchmllm data index`); empty: "
                          "~/.cache/orchmllm/index.")
     prefetch: int = key(2, "Steps prepared ahead.", at_least=0, aliases=("prefetch_factor",))

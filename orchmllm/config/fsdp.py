@@ -52,12 +52,12 @@ class FsdpConfig:
         "row: the same on any number of ranks, and nowhere a full copy.")
     compile: bool = key(False, "torch.compile every block: one graph a phase, made in the first "
                         "steps; blocks with fewer than two rows run without.")
-    param_dtype: str = key("float32", "Of parameters, gradients and optimizer.",
+    param_dtype: str = key("float32", "Dtype of parameters, gradients and optimizer state.",
                            choices=tuple(DTYPE_BYTES))
-    reduce_dtype: str = key("", "Of gradients while ranks add them up; empty: param_dtype. With "
-                            "bfloat16 half as much is sent, and every sum is rounded to 8 bits.",
+    reduce_dtype: str = key("", "Dtype of gradients while ranks add them up; empty: param_dtype. "
+                            "With bfloat16 half as much is sent, and every sum is rounded to 8 bits.",
                             choices=("", *DTYPE_BYTES))
-    compute_dtype: str = key("", "Of forward and backward; empty: param_dtype.",
+    compute_dtype: str = key("", "Dtype of the forward and backward pass; empty: param_dtype.",
                              choices=("", *DTYPE_BYTES),
                              aliases=("dtype", "bf16", "mixed_precision"))
 

@@ -37,7 +37,7 @@ class RunConfig:
     dir: str = key("runs/default", "Folder of logs, checkpoints and the merged recipe; one run "
                    "at a time writes it.",
                    aliases=("output_dir", "out_dir", "save_dir"))
-    seed: int = key(0, "Of the weights and of the sampling.", at_least=0)
+    seed: int = key(0, "Seed of the initial weights and of the sampling.", at_least=0)
     resume: str = key("auto", "`auto` (the sound checkpoint of run.dir that was saved last, else "
                       "from scratch), `never`, or the path of a checkpoint to branch off from; "
                       "later starts go on with what was saved since. With `never` every start is "

@@ -257,7 +257,7 @@ class ConversationDataset:
 
     def _keep(self, i: int, row: MeasuredExample) -> None:
         """A row's media may be its own bytes, so what is kept is bounded in bytes, too. Threads of
-        a validation may call this, too: nothing is read that another changes midway."""
+        a validation may call this: row.num_bytes is computed before _cached_bytes is read."""
         self._drop(i)
         self._cache[i] = row
         self._cached_bytes = row.num_bytes + self._cached_bytes

@@ -90,7 +90,7 @@ class LengthReader:
 
     def _cut(self, segments: list[tuple[int, int]]) -> tuple[list[tuple[int, int]], int]:
         """(Those of (modality, LLM positions) that fit into max_example_tokens, tokens of text
-        among them); text is cut, a medium never."""
+        among them); text is cut, media are kept whole or left out."""
         kept, left = segments, self.max_example_tokens
         if left:
             kept = []

@@ -55,7 +55,7 @@ def opened(file: BinaryIO, demuxer: str, kind: str):
 
 
 def check_whole(file: BinaryIO, demuxer: str) -> None:
-    """Raises BadFile for a file that says itself that its end is missing."""
+    """Raises BadFile for a file whose own structure shows that its end is missing."""
     num_bytes = file.seek(0, os.SEEK_END)
     file.seek(0)
     head = file.read(256)

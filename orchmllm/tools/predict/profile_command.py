@@ -1,4 +1,7 @@
-"""orchmllm profile: forward times of a recipe's phases on the device at hand, for `orchmllm plan`.
+"""Measures how long the phases of a recipe take on the device at hand, for the option --profile of
+`orchmllm papers plan`.
+
+    orchmllm profile recipes/demo.yaml --device cpu --repeat 1
 
 Two depths are measured and the difference scaled to the recipe's layers, so that a model fits that
 would not as a whole. Forward is taken as a third of forward and backward."""

@@ -85,7 +85,7 @@ def read_run(folder: Path) -> RunLog:
                          "writes its first line after its first step")
     rows, validations, cut = _read(path)
     attempts = read_attempts(folder)  # they also have versions, host and data
-    columns, restarts = _that_count(dict(zip(COLUMNS, rows.T, strict=True)))
+    columns, restarts = _rows_that_count(dict(zip(COLUMNS, rows.T, strict=True)))
     shown = {step for step, _ in restarts}
     restarts += [(step, 0) for step in _restarts(attempts) if step not in shown]
     return RunLog(
@@ -109,7 +109,7 @@ def _read(path: Path) -> tuple[np.ndarray, dict[int, float | None], bool]:
                 if version == SCHEMA_VERSION and "validation_loss" in row:
                     validations[row["step"]] = row["validation_loss"]  # a later one counts
                 elif version == SCHEMA_VERSION:
-                    if rows and row["step"] <= rows[-1][1]:  # it went back: see _that_count
+                    if rows and row["step"] <= rows[-1][1]:  # it went back: see _rows_that_count
                         validations = {s: v for s, v in validations.items() if s <= row["step"]}
                     rows.append(_numbers(offset, row))
             except (ValueError, KeyError, TypeError) as e:
@@ -142,7 +142,7 @@ def _measured_numbers(times: dict) -> list[float]:
     return out
 
 
-def _that_count(columns: dict[str, np.ndarray]
+def _rows_that_count(columns: dict[str, np.ndarray]
                 ) -> tuple[dict[str, np.ndarray], list[tuple[int, int]]]:
     """The rows that count, and where the run went back: it gave up all that it had done from there
     on, also what it has not done again yet."""
