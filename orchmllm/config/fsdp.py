@@ -54,7 +54,7 @@ class FsdpConfig:
                         "steps; blocks with fewer than two rows run without.")
     param_dtype: str = key("float32", "Dtype of parameters, gradients and optimizer state.",
                            choices=tuple(DTYPE_BYTES))
-    reduce_dtype: str = key("", "Dtype of gradients while ranks add them up; empty: param_dtype. "
+    reduce_dtype: str = key("", "Dtype of gradients while ranks add them; empty: param_dtype. "
                             "With bfloat16 half as much is sent, and every sum is rounded to 8 bits.",
                             choices=("", *DTYPE_BYTES))
     compute_dtype: str = key("", "Dtype of the forward and backward pass; empty: param_dtype.",
