@@ -134,6 +134,12 @@ CHAT = {"messages": said("q", "a")}
 LOOK = {"images": ["0.png", "3.png"]}
 
 
+def test_pairs_of_answers_are_refused_when_they_are_opened(tokenizer, tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", [CHAT | {"chosen": "a", "rejected": "b"}])
+    with pytest.raises(ValueError, match="is for preference tuning"):
+        opened(path, tokenizer, tmp_path)
+
+
 def parts(*images: dict) -> dict:
     return {"messages": [{"role": "user", "content": [{"type": "image", **i} for i in images]},
                          {"role": "assistant", "content": "a"}]}
@@ -157,6 +163,7 @@ IGNORED = {  # file -> rows, each with what is said of it (nothing: it is read)
         (IMAGE | {"answers": ["red"]}, '"answers" is [\'red\'], and is not read'),
         (IMAGE | {"question": "", "answers": None, "objects": {"bbox": [[1, 2, 3, 4]]}}, "")],
     "turns": [
+        (CHAT | {"rejected_response": "b"}, "is for preference tuning"),
         (CHAT | {"label": False}, "the answer is marked as a bad one; leave the row out"),
         (CHAT | {"objects": {"bbox": [[1, 2, 3, 4]]}, "messages": said("q", "<bbox>")},
          "write the names and boxes into the text"),

@@ -83,8 +83,8 @@ def test_a_part_of_a_video_is_read(videos):
             for s, medium in enumerate(frames, 1):
                 rows = dataset.load(0).media[s]
                 assert abs(rows[0].float().mean() - picture(int(8 * medium.frame.second)).max()) < 6
-    told = "a start alone does not say whether"
-    assert told in str(opened(videos, {"video": "plain.mp4", "caption": "x", "start": 1}).problem(0))
+    alone = opened(videos, {"video": "plain.mp4", "caption": "x", "start": 1})
+    assert "a start alone does not say whether" in str(alone.problem(0))
 
 
 def test_members_of_a_tar_are_videos(videos):

@@ -39,7 +39,7 @@ class Spec(NamedTuple):
         one column have other values."""
         for names in self.choices:
             found = {name: value for name in names if not is_empty(value := _get(row, name))}
-            values = list(found.values())
+            values = [value if type(value) is list else [value] for value in found.values()]
             if values and values.count(values[0]) < len(values):
                 raise RowError(f"{' and '.join(map(repr, found))} have other values: keep one of "
                                "them")

@@ -80,6 +80,8 @@ def check_whole(file: BinaryIO, demuxer: str) -> None:
             at += max(size, 8)
         if at > num_bytes:
             raise BadFile(f"truncated: {num_bytes} of {at} bytes")
+        if bytes(4) in kinds:
+            raise BadFile(ZEROS_AT_END)
         if b"moov" not in kinds:
             raise BadFile("truncated: its index (moov) is missing, so the recording was not ended")
     elif demuxer == "gif":
