@@ -124,6 +124,8 @@ CASES = {  # keys of the source of a CommonVoice folder -> what is said
                  "split is 'valid', but no file's name begins so: dev.tsv, test.tsv, train.tsv"),
     "several": ({}, "it holds several splits, and all of them would be trained on; set split of "
                     "the source to one of dev, test, train"),
+    "no list": ({"split": "train", "columns": {"rows": "audios"}},
+                "columns.rows is 'audios', which is not read of .tsv files: leave it out"),
     "no such value": ({"split": "5", "columns": {"split": "up_votes"}},
                       "split is '5', which no row has; set split of the source to one of 2"),
 }

@@ -12,9 +12,9 @@ from pathlib import Path
 
 from orchmllm.config.recipe import SourceConfig
 from orchmllm.data.formats import arrow, energon
-from orchmllm.data.formats.rows import JoinedRows, JsonRows, LaterRows, RowStore, TranscriptRows
+from orchmllm.data.formats.rows import JoinedRows, JsonRows, LaterRows, RowStore
 from orchmllm.data.formats.scanned import File
-from orchmllm.data.formats.tables import PickedRows, TableRows
+from orchmllm.data.formats.tables import PickedRows, TableRows, TranscriptRows
 from orchmllm.data.formats.tars import TarRows
 from orchmllm.data.media.root import refuse_kind
 from orchmllm.data.storage.remote import RemoteFile, Storage, is_url
@@ -38,6 +38,7 @@ def find_store(config: SourceConfig, cache_dir: Path, storage: Storage,
     if is_url(config.path):
         return _find_remote(config, cache_dir, storage)
     if config.path.startswith("hf:"):
+        check_places(config, "a dataset of the hub")
         check_installed(config.path, *ARROW_PACKAGES)
         return lambda: (arrow.open_stream(config, []) if streaming
                         else arrow.open_hub(config, cache_dir), None)
@@ -50,6 +51,7 @@ def find_store(config: SourceConfig, cache_dir: Path, storage: Storage,
         raise ValueError(f"{config.path}: no such file or folder; give a JSON, JSONL, CSV, TSV, "
                          "parquet, arrow or tar file, a pattern of them, a folder, or hf:org/name")
     if streaming and all(f.suffix == ".parquet" for f in files):
+        check_places(config, "a stream of parquet files")
         check_installed(config.path, *ARROW_PACKAGES)
         return lambda: (arrow.open_stream(config, files), None)
     return _opener(files, files[0].parent, config, cache_dir)
@@ -70,6 +72,14 @@ def check_parts(config: SourceConfig, what: str, *known: str) -> None:
         if getattr(config, key) and key not in known:
             raise ValueError(f"{config.path}: {key} is {getattr(config, key)!r}, but {what} has no "
                              f"{key}: leave it out, or give the path of the files that are meant")
+
+
+def check_places(config: SourceConfig, what: str, *known: str) -> None:
+    """Raises ValueError if columns say which rows there are in a way that `what` does not have."""
+    for key in ("rows", "segments", "split"):
+        if getattr(config.columns, key) and key not in known:
+            raise ValueError(f"{config.path}: columns.{key} is {getattr(config.columns, key)!r}, "
+                             f"which is not read of {what}: leave it out, or give other files")
 
 
 def _numbered(pattern: str) -> list[str]:
@@ -99,6 +109,7 @@ def expand(pattern: str) -> list[Path]:
 def _find_in_folder(path: Path, config: SourceConfig, cache_dir: Path) -> Found:
     has_splits = (path / SPLITS).is_file()
     if has_splits or (path / ONE_SPLIT).is_file():
+        check_places(config, "a saved folder")
         check_parts(config, "a saved folder" if has_splits else f"a saved folder without {SPLITS}",
                     *["split"] * has_splits)
         check_installed(config.path, *ARROW_PACKAGES)
@@ -109,6 +120,7 @@ def _find_in_folder(path: Path, config: SourceConfig, cache_dir: Path) -> Found:
         return _opener(metas, path, config, cache_dir, "air_bench")
     check_parts(config, "a folder of files", "split")
     if next(path.rglob("*.trans.txt"), None) is not None:
+        check_places(config, "LibriSpeech's folders")
         _check_one_split(config, sorted(p.name for p in path.iterdir() if p.is_dir()))
         return lambda: (TranscriptRows(path, config.split), "asr")
     if (path / energon.META / "split.yaml").is_file():
@@ -218,6 +230,8 @@ def _opener(files: Sequence[File], root: Path | str, config: SourceConfig, cache
     if len(kinds) > 1:
         raise ValueError(f"{config.path}: files of several kinds ({', '.join(sorted(kinds))}); "
                          "give a source for each")
+    check_places(config, f"{next(iter(kinds))} files", "segments", "split",
+                 *["rows"] * (kinds == {"JSON"}))
     if files[0].suffix not in ARROW_SUFFIXES:
         return lambda: (_open_files(config, files, root, cache_dir), layout)
     check_installed(config.path, *ARROW_PACKAGES)

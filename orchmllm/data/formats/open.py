@@ -278,4 +278,5 @@ def _detected(store: RowStore, path: str) -> str:
     seen = f"keys {', '.join(sorted(map(str, keys)))}" if keys else (
         f"no row that can be read{''.join(f' ({error.reason})' for error in unread[:1])}")
     raise ValueError(f"{path}: {store.kind} of unknown layout: its first {NUM_PEEKED} rows have "
-                     f"{seen}; looked for{looked}\nname the columns (columns: in the source), or the format")
+                     f"{seen}; looked for{looked}\nname the columns (columns: in the source), or "
+                     "the format")

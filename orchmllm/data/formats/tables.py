@@ -1,5 +1,5 @@
-"""CSV and TSV files, and the rows that stand in the rows of a file: segments, and those of a split.
-"""
+"""CSV and TSV files, LibriSpeech's folders, and the rows that stand in the rows of a file:
+segments, and those of a split."""
 
 from __future__ import annotations
 
@@ -92,6 +92,39 @@ def scan_table(path: File, quoted: bool) -> tuple[np.ndarray, np.ndarray]:
         for k in np.flatnonzero(np.diff(spans, axis=1)[:, 0] <= 2).tolist():
             kept[k] = os.pread(file.fileno(), 2, int(spans[k, 0])).strip() != b""
     return spans[kept], np.concatenate([[1], last[:-1] + 1])[kept]
+
+
+class TranscriptRows(RowStore):
+    """LibriSpeech's folders: <speaker>/<chapter>/<speaker>-<chapter>.trans.txt, a line per clip,
+    beside <id>.flac. split: how the names of the folders that are read begin. Raises ValueError for
+    one that is not there."""
+
+    kind = "LibriSpeech folder"
+
+    def __init__(self, folder: Path, split: str) -> None:
+        self.root = folder
+        there = sorted(p for p in folder.iterdir() if p.is_dir())
+        chosen = [p for p in there if p.name.startswith(split)] if split else [folder]
+        if not chosen:
+            raise ValueError(f"{folder}: no folder's name begins with {split!r} (split); there "
+                             f"are: {', '.join(p.name for p in there)}")
+        self.files = sorted(file for base in chosen for file in base.rglob("*.trans.txt"))
+        self._rows: list[tuple[Path, int, str]] = []  # file, line, text
+        for path in self.files:
+            for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+                if line.strip():
+                    self._rows.append((path, number, line))
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def row(self, i: int) -> dict:
+        path, _, line = self._rows[i]
+        name, _, text = line.partition(" ")
+        return {"audio": str((path.parent / f"{name}.flac").relative_to(self.root)), "text": text}
+
+    def place(self, i: int) -> tuple[File, int]:
+        return self._rows[i][:2]
 
 
 class PickedRows(RowStore):
