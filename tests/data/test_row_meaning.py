@@ -175,6 +175,7 @@ IGNORED = {  # file -> rows, each with what is said of it (nothing: it is read)
          "an image has no start and no end"),
         (LOOK | parts({"index": 1}, {"index": 0}), '"index" of a content part is 1'),
         (LOOK | parts({"index": 0}, {"index": 1}), ""),
+        (CHAT | {"start": "2020-01-01", "end": "2020-01-02"}, ""),
         (CHAT | {"label": True, "objects": {"bbox": [1]}, "system_prompt": " ", "start": 3}, ""),
         (CHAT | {"system_prompt": "Be brief.", "system": "Be brief.", "question": "q"}, "")],
 }

@@ -242,3 +242,10 @@ def test_what_a_killed_build_left_does_not_stop_the_next(tokenizer, tmp_path):
     index.folder.rename(index.folder.with_name(f"{index.folder.name}.{os.getpid()}.part"))
     again, count = build_index(source, reader, tmp_path / "index", num_workers=1)
     assert count == 1 and np.array_equal(again.table, index.table)
+
+
+def test_a_tar_of_a_split_that_is_not_there_is_an_error(tmp_path):
+    (tmp_path / ".nv-meta").mkdir()
+    (tmp_path / ".nv-meta" / "split.yaml").write_text("split_parts: {train: [shards/a.tar]}\n")
+    with pytest.raises(ValueError, match="shards/a.tar of .nv-meta/split.yaml is not there"):
+        open_source(SourceConfig(path=str(tmp_path)), tmp_path)

@@ -124,7 +124,11 @@ def _find_in_folder(path: Path, config: SourceConfig, cache_dir: Path) -> Found:
         _check_one_split(config, sorted(p.name for p in path.iterdir() if p.is_dir()))
         return lambda: (TranscriptRows(path, config.split), "asr")
     if (path / energon.META / "split.yaml").is_file():
-        tars = [file for name in energon.files_of(config) for file in expand(name)]
+        found = {name: expand(name) for name in energon.files_of(config)}
+        missing = [name for name, files in found.items() if not files]
+        if missing:
+            raise ValueError(f"{missing[0]} of {energon.META}/split.yaml is not there")
+        tars = [file for files in found.values() for file in files]
         return _opener(tars, path, config, cache_dir)
     folders = [path, path / energon.META, *(f for f in path.iterdir() if f.is_dir() and (
         f.name == "data" or SPLIT.match(f.name)))]

@@ -109,9 +109,15 @@ class DataSource:
         """A row as its format reads it, with the part that the row names. Raises RowError."""
         row_format = self.row_format
         fields = row_format.columns.pick(row)
-        part = part_of(row_format.times(row, fields))
+        part = problem = None
+        try:
+            part = part_of(row_format.times(row, fields))
+        except RowError as error:  # such keys may mean something else in a row without media
+            problem = error
         conversation = row_format.reader.read(fields, replace(root, part=part), self.config.prompt)
         media = media_of(conversation)
+        if media and problem:
+            raise problem
         timed = {m._replace(frame=None, modality=AUDIO, part=None) for m in media
                  if m.modality == AUDIO or m.frame is not None}
         if part is not None and media and len(timed) != 1:
