@@ -19,6 +19,7 @@ MEDIA = ("images", "audios", "videos")
 LISTS = ("messages", "history", "texts", "segments", *MEDIA)  # a text cell holds them as JSON
 PLACES = {"rows", "segments", "split"}  # say which rows a store has
 NONE = "-"  # the field of a preset is not read
+_JSON = re.compile(r"\s*(\[.*\]|\{.*\})\s*", re.DOTALL)
 _STEP = re.compile(r"[^.\[\]]+|\[[^\]]*\]")
 _IN_TEXT = re.compile(r"\{([^{}:]+)(?::0(\d+))?\}")
 
@@ -84,14 +85,15 @@ class Columns:
         """Field -> value; of media a list, which may be empty. Raises RowError for a column that
         the row lacks."""
         fields = {}
-        for field in self.specs.keys() - PLACES:
-            spec = self.specs[field]
+        for field, spec in self.specs.items():
+            if field in PLACES:
+                continue
             name, value = spec.find(row)
             if not name and not spec.optional:
                 raise RowError(f"there is no {spec.text!r} ({field}) among "
                                f"{', '.join(map(str, row)):.300}; in columns write "
                                f"'{spec.text} | -' if rows may lack it")
-            if field in LISTS and isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
+            if field in LISTS and isinstance(value, str) and _JSON.fullmatch(value):
                 value = from_json(value)
             if field in MEDIA:
                 value = _media(name, value)
@@ -143,8 +145,9 @@ def _walk(value: object, steps: list[str]) -> object:
             return None if all(one is None for one in found) else found
         if isinstance(value, Mapping):
             value = value.get(key)
-        elif isinstance(value, list) and re.fullmatch(r"-?\d+", key):
-            value = next(iter(value[int(key):][:1]), None)
+        elif (isinstance(value, list) and re.fullmatch(r"-?\d+", key)
+              and -len(value) <= int(key) < len(value)):
+            value = value[int(key)]
         else:
             return None
     return value
