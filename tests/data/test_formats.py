@@ -140,7 +140,7 @@ def test_named_format_is_taken(folder, tokenizer):
     path = write_jsonl(folder / "words.jsonl", [{"image": "0.png", "text": "words"}])
     said = opened(path, tokenizer, folder, row_format="asr").problem(0)
     # and not read as a caption
-    assert "there is no 'audios, audio, sound | file' (audios) among image, text" in str(said)
+    assert "there is nothing in 'audios, audio, sound | file' (audios) of image, text" in str(said)
 
 
 @pytest.mark.parametrize("check", [check_source, lambda c: open_source(c, Path(c.path).parent)])

@@ -90,7 +90,7 @@ class Columns:
                 continue
             name, value = spec.find(row)
             if not name and not spec.optional:
-                raise RowError(f"there is no {spec.text!r} ({field}) among "
+                raise RowError(f"there is nothing in {spec.text!r} ({field}) of "
                                f"{', '.join(map(str, row)):.300}; in columns write "
                                f"'{spec.text} | -' if rows may lack it")
             if field in LISTS and isinstance(value, str) and _JSON.fullmatch(value):

@@ -84,7 +84,9 @@ def _lazily(file: BinaryIO, name: str):
     try:
         return Image.open(file, formats=IMAGE_FORMATS)
     except Image.DecompressionBombError as error:
-        raise MediaError(name, f"more than the limit of {MAX_IMAGE_PIXELS} pixels") from error
+        size = re.search(r"\d+ pixels", str(error))
+        raise MediaError(name, f"{size[0] + ': ' if size else ''}more than the limit of "
+                               f"{MAX_IMAGE_PIXELS} pixels") from error
 
 
 def audio_header(medium: Medium) -> tuple[int, int]:

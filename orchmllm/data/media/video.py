@@ -43,7 +43,7 @@ def expand(medium: Medium, sampling: VideoSampling, options: Mapping, part: Part
         header = av_process.video_header(medium, demuxer)
         span = part and seconds_in(part, header.duration_s, medium.name)
         begin, end = span or (0.0, header.duration_s)
-        seconds = chosen(header, end - begin, sampling, options)
+        seconds = chosen(header, sampling, options, end - begin)
     except RowError:
         raise
     except (MediaError, ValueError) as error:
@@ -55,10 +55,13 @@ def expand(medium: Medium, sampling: VideoSampling, options: Mapping, part: Part
     return out
 
 
-def chosen(header: VideoHeader, length_s: float, sampling: VideoSampling, options: Mapping
-           ) -> list[float]:
-    """Seconds after the start of what is read, which has length_s, at which a frame is read: each
-    in the middle of an equal part of it, or as `timestamps` say. Raises ValueError."""
+def chosen(header: VideoHeader, sampling: VideoSampling, options: Mapping,
+           length_s: float | None = None) -> list[float]:
+    """Seconds after the start of what is read, which has length_s (None: all of it), at which a
+    frame is read: each in the middle of an equal part of it, or as `timestamps` say. Raises
+    ValueError."""
+    length_s = header.duration_s if length_s is None else length_s
+
     def number(key: str, default: float, kind=(int, float)) -> float:
         value = options.get(key, default)
         if value is None:
