@@ -90,7 +90,7 @@ class ConversationDataset:
         configs = [source.config for source in self.sources]
         total = sum(config.weight for config in configs) or 1.0
         return {"tokenizer": self.tokenizer.digest, "sources": [
-            {"rows": self._num_rows(source), "row_format": source.layout,
+            {"rows": self._num_rows(source), "row_format": source.layout, **source.chosen,
              "share": round(config.weight / total, 9),
              **(sampled(source.store.files) if source.store.files
                 else {"hub": [config.path, config.split, config.subset]})}

@@ -82,6 +82,8 @@ def check_whole(file: BinaryIO, demuxer: str) -> None:
             raise BadFile(f"truncated: {num_bytes} of {at} bytes")
         if b"moov" not in kinds:
             raise BadFile("truncated: its index (moov) is missing, so the recording was not ended")
+        if bytes(4) in kinds:
+            raise BadFile(ZEROS_AT_END)
     elif demuxer == "gif":
         file.seek(max(0, num_bytes - 64))
         if not file.read().rstrip(b"\0\r\n").endswith(b";"):
