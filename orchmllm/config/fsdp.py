@@ -55,7 +55,7 @@ class FsdpConfig:
     param_dtype: str = key("float32", "Dtype of parameters, gradients and optimizer state.",
                            choices=tuple(DTYPE_BYTES))
     reduce_dtype: str = key("", "Dtype of gradients while ranks add them; empty: param_dtype. "
-                            "With bfloat16 half as much is sent, and every sum is rounded to 8 bits.",
+                            "bfloat16 sends half as much and rounds every sum to 8 bits.",
                             choices=("", *DTYPE_BYTES))
     compute_dtype: str = key("", "Dtype of the forward and backward pass; empty: param_dtype.",
                              choices=("", *DTYPE_BYTES),
