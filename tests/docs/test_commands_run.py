@@ -27,7 +27,7 @@ ELSEWHERE = {
     "orchmllm papers reproduce orchmllm|": "tests/papers/test_made_tables.py",
     "orchmllm preprocess": "tests/data/test_preprocess.py",
     "make demo": "tests/e2e/test_demo.py",
-    "make gpu": "scripts/gpu.py",  # without a GPU it ends with 2
+    "make gpu": "tests/gpu_kit/test_bare.py",
     "make setup": ".ci/run", "make test": ".ci/run", ". .venv/bin/activate": ".ci/run",
     "python scripts/bench_balance.py": "tests/plan/test_balance_hard.py",
     "python scripts/bench_gpu.py": "tests/tools/predict/test_bench_gpu.py",

@@ -7,7 +7,7 @@ import contextlib
 import json
 import pickle
 import shutil
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -123,4 +123,4 @@ def test_worker_processes_can_take_the_dataset(root):
 def test_recipes_data_section_round_trips(root):
     said = load_recipe(RECIPE)
     assert [s.name for s in said.data.sources] == ["llava", "librispeech", "air_bench"]
-    assert json.dumps([s.__dict__ for s in said.data.sources])
+    assert json.dumps([asdict(s) for s in said.data.sources])

@@ -64,7 +64,7 @@ def test_plan_errors(recipe, capsys):
     for command, message in (
             (["units", *recipe, "--num-gpus", "0"], "--num-gpus: 0: must be at least 1"),
             (["units", *recipe, "--global-batch", "-1"], "--global-batch: -1"),
-            (["split", *recipe, "--num-gpus", "8"], "unrecognized arguments: --num-gpus"),
+            (["split", *recipe, "--num-gpus", "8"], "unrecognized option --num-gpus"),
             (["layers", *recipe], "invalid choice: 'layers'")):
         with pytest.raises(SystemExit) as stop:
             plan(command)
@@ -196,8 +196,8 @@ def test_reproduce_one_table(capsys):
     assert "no such table" in capsys.readouterr().err
     for command, message in (
             (["omnibal", "--table", "3", "--figure", "4"], "not allowed with argument --table"),
-            (["mmscale", "--ranks", "8"], "unrecognized arguments: --ranks 8"),
-            (["compare", "--table", "3"], "unrecognized arguments: --table 3"),
+            (["mmscale", "--ranks", "8"], "unrecognized option --ranks"),
+            (["compare", "--table", "3"], "unrecognized option --table"),
             (["compare", "--ranks", "0"], "--ranks: 0: must be at least 1")):
         with pytest.raises(SystemExit) as stop:
             reproduce(command)

@@ -62,7 +62,8 @@ KEYS = {
             "balance.audio.policy", "balance.llm.policy", "train.schedule", "train.nonfinite",
             "fsdp.vision_reshard", "fsdp.audio_reshard", "fsdp.llm_reshard",
             "fsdp.activation_checkpointing", "fsdp.vision_checkpointing",
-            "fsdp.audio_checkpointing", "fsdp.llm_checkpointing", "fsdp.compute_dtype",
+            "fsdp.audio_checkpointing", "fsdp.llm_checkpointing", "fsdp.reduce_dtype",
+            "fsdp.compute_dtype",
             "profile.steps", *(f"data.sources.columns.{field}" for field in vars(
                 ColumnsConfig()))), "other"),
         **dict.fromkeys((
@@ -84,6 +85,7 @@ KEYS = {
             "balance.vision.tolerance", "balance.vision.max_rank_tokens",
             "balance.audio.tolerance", "balance.audio.max_rank_tokens", "balance.llm.tolerance",
             "balance.llm.max_rank_tokens", "train.num_steps", "train.validate_every_steps",
+            "train.sample_every", "train.num_samples", "train.sample_tokens",
             "train.lr", "train.vision_lr", "train.audio_lr", "train.connector_lr", "train.llm_lr",
             "train.warmup_steps", "train.decay_ratio", "train.min_lr_ratio", "train.weight_decay",
             "train.vision_weight_decay", "train.audio_weight_decay",

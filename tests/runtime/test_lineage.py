@@ -148,7 +148,7 @@ def test_a_run_in_another_runs_folder_and_a_finished_run(tmp_path):
 def validated(world, runs: dict) -> tuple[dict[str, list], str]:
     """(what each run trained, stopped after two steps and resumed; the error of a save while
     parameters are gathered, which gives the optimizer no state)."""
-    import orchmllm.trainer as module
+    import orchmllm.sharding.fsdp as module
 
     done = {}
     for name, run in runs.items():
