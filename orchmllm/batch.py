@@ -53,13 +53,14 @@ class Example:
     asked for. token_ids is 0 at media positions; labels are already shifted (labels[t] is the
     token at t + 1) and IGNORE_INDEX where nothing is learnt.
     media: segment index (within the example) -> rows: images (rows, 3 * patch^2) uint8, audio
-    (rows, num_mels) float32.
+    (rows, num_mels) float32. For a model of transformers token_ids are those of its processor, and
+    media are its tensors by the names of the model's arguments.
     """
 
     example_id: int
     token_ids: Tensor | None
     labels: Tensor | None
-    media: dict[int, Tensor] = field(default_factory=dict)
+    media: dict[int | str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -112,6 +113,28 @@ class Batch:
 
 
 @dataclass(frozen=True)
+class PackedExamples:
+    """A rank's whole examples of one microbatch, for a model of transformers.
+
+    inputs: arguments of its forward by name: input_ids (1, R), position_ids and the media, one
+    example after the other. kept (k,) int64: positions of the row whose next token is learnt,
+    ascending; targets (k,) int64: those tokens. seqlens: lengths of the examples in the row.
+    """
+
+    inputs: dict[str, Tensor]
+    kept: Tensor
+    targets: Tensor
+    seqlens: SequenceLengths
+
+    def to(self, device: torch.device) -> PackedExamples:
+        """The same on the training device."""
+        return PackedExamples(
+            {name: on_device(value, device) for name, value in self.inputs.items()},
+            on_device(self.kept, device), on_device(self.targets, device),
+            SequenceLengths.from_lengths(np.array(self.seqlens.lengths), device))
+
+
+@dataclass(frozen=True)
 class FailedSegment:
     """A segment whose medium could not be decoded; its rows are zeros, its example's labels are
     ignored. example: position in the global batch of the step. modality: the medium's; TEXT
@@ -129,7 +152,8 @@ class Microbatch:
     positions (n,): of its examples in the step's batch.
 
     inputs[m] (R_in, row_size) and content (T, 2) int32 [token id, label] on the CPU, in source
-    order for dispatch `tensors`, in slot order for `load` and `bytes`; ignored: positions (in the
+    order for dispatch `tensors`, in slot order for `load` and `bytes` (of a model of transformers:
+    PackedExamples); ignored: positions (in the
     microbatch's layout) of examples without labels. Of a loader of whole examples: content is
     what collate_fn returned, num_targets its labels (see commit), geometry whether it is padded
     (PADDED, PACKED, or 0 where it does not show), labels_shape that of "labels".

@@ -1,0 +1,171 @@
+"""A multimodal model of transformers as it is: whole examples in one packed row, and the sum of the
+loss over the positions that are learnt.
+
+Encoders run inside of its forward, for the media of this rank's examples;
+orchmllm.balance_encoders moves them.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from orchmllm.batch import IGNORE_INDEX, Example, PackedExamples, SequenceLengths
+from orchmllm.models import packing
+from orchmllm.models.families import part_of, read_config
+from orchmllm.models.phase_clock import PhaseClock
+from orchmllm.plan.cost import CostModel
+
+TYPES = ("mm_token_type_ids", "token_type_ids")  # arguments that say which tokens are media
+SLOTTED = ("idefics3", "smolvlm")  # the media of a sequence are one row of pixel_values
+FORWARD_BACKWARD = 3
+
+
+class WholeModel(nn.Module):
+    """hf: a model of orchmllm.models.families, in train mode, whose configuration nobody else has.
+    dtype: of forward and backward. The phases' times are in `clock`: vision is everything before
+    the text model's first layer."""
+
+    def __init__(self, hf: nn.Module, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.hf, self.clock, self.dtype = hf, PhaseClock(), dtype
+        text = hf.config.get_text_config(decoder=True)
+        text._attn_implementation = packing.NAME
+        self._num_layers = text.num_hidden_layers
+        accepted = inspect.signature(hf.forward).parameters
+        self._types = [name for name in TYPES if name in accepted]
+        index = getattr(hf.model, "get_rope_index", None)
+        self._rope_arguments = None if index is None else set(inspect.signature(index).parameters)
+        hf.model.get_decoder().register_forward_pre_hook(self._at_text, with_kwargs=True)
+
+    @property
+    def token_embedding(self) -> nn.Parameter:
+        return self.hf.get_input_embeddings().weight
+
+    def freeze(self, parts: Sequence[str]) -> None:
+        """Fixes the parameters of `vision` or `llm`; the connector still learns."""
+        for name, parameter in self.hf.named_parameters():
+            if part_of(name) in parts:
+                parameter.requires_grad_(False)
+
+    def blocks(self) -> dict[str, nn.ModuleList]:
+        """The stack of transformer blocks of vision and llm: in each the list of modules that has
+        most parameters."""
+        stacks: dict[str, nn.ModuleList] = {}
+        for name, module in self.hf.named_modules():
+            part = part_of(f"{name}.")
+            if isinstance(module, nn.ModuleList) and part != "connector":
+                stacks[part] = max(stacks.get(part, module), module, key=num_parameters)
+        return stacks
+
+    def join(self, examples: Sequence[Example]) -> PackedExamples:
+        """One packed row of at least one example; on the CPU. Raises ValueError for an example
+        whose media and placeholders do not fit each other."""
+        ids = torch.cat([e.token_ids for e in examples]).long()
+        labels = torch.cat([e.labels for e in examples]).long()
+        kept = (labels != IGNORE_INDEX).nonzero()[:, 0]
+        inputs = {
+            "input_ids": ids[None],
+            "position_ids": torch.cat([self._positions(e) for e in examples], -1),
+            **dict.fromkeys(self._types, self._type_ids(ids)[None])}
+        for name in dict.fromkeys(name for e in examples for name in e.media):
+            parts = [e.media[name] for e in examples if name in e.media]
+            slotted = self.hf.config.model_type in SLOTTED and name.startswith("pixel_")
+            inputs[name] = joined(parts, 1 if slotted else 0)
+        lengths = [len(e.token_ids) for e in examples]
+        return PackedExamples(inputs, kept, labels[kept], SequenceLengths.from_lengths(lengths))
+
+    def forward(self, batch: PackedExamples) -> Tensor:
+        """Sum of the cross entropy over this rank's targets, a scalar. The caller divides by the
+        targets of all ranks."""
+        self.clock.switch("vision")
+        inputs: dict[str, Any] = {
+            name: value.to(self.dtype) if value.is_floating_point() else value
+            for name, value in batch.inputs.items()}
+        ones = torch.ones_like(inputs["input_ids"])  # without it some models look for examples
+        with packing.packed(batch.seqlens, self._num_layers):
+            logits = self.hf(**inputs, attention_mask=ones, use_cache=False,
+                             logits_to_keep=batch.kept).logits[0]
+        if len(logits) != len(batch.kept):
+            raise RuntimeError(f"{type(self.hf).__name__} returned {len(logits)} rows of logits "
+                               f"for {len(batch.kept)} positions")
+        return F.cross_entropy(logits.to(torch.promote_types(torch.float32, logits.dtype)),
+                               batch.targets, reduction="sum")
+
+    def _at_text(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        embedded = self.clock.mark(kwargs["inputs_embeds"], before="vision", after="llm")
+        return args, {**kwargs, "inputs_embeds": embedded}
+
+    def _type_ids(self, ids: Tensor) -> Tensor:
+        """1 at tokens of images, 2 at those of videos."""
+        config = self.hf.config
+        return ((ids == config.image_token_id).int()
+                + 2 * (ids == getattr(config, "video_token_id", None)))
+
+    def _positions(self, example: Example) -> Tensor:
+        """(1, n), or (4, 1, n) for a model with rotary positions of three axes: the first row is
+        the place in the example."""
+        flat = torch.arange(len(example.token_ids))[None]
+        if self._rope_arguments is None:
+            return flat
+        ids = example.token_ids.long()
+        given = {name: value for name, value in example.media.items() if name.endswith("grid_thw")}
+        if not given:
+            return flat[None].repeat(4, 1, 1)
+        given |= {"input_ids": ids[None], "mm_token_type_ids": self._type_ids(ids)[None]}
+        try:
+            axes, _ = self.hf.model.get_rope_index(
+                **{name: value for name, value in given.items() if name in self._rope_arguments})
+        except (RuntimeError, StopIteration, IndexError) as error:
+            raise ValueError(f"example {example.example_id}: its media and their tokens do not fit "
+                             f"each other ({type(error).__name__}: {error})") from error
+        return torch.cat([flat[None], axes.long()])
+
+
+def joined(parts: Sequence[Tensor], dim: int) -> Tensor:
+    """The tensors of several examples one after the other along `dim`; the other dimensions are
+    filled with zeros to the largest, which models cut away by the sizes that they are given."""
+    sizes = [max(sizes) for sizes in zip(*(part.shape for part in parts), strict=True)]
+    padded = []
+    for part in parts:
+        missing = [0 if d == dim else sizes[d] - part.shape[d] for d in range(part.dim())]
+        padded.append(F.pad(part, [n for m in reversed(missing) for n in (0, m)]))
+    return torch.cat(padded, dim)
+
+
+def num_parameters(module: nn.Module) -> int:
+    return sum(p.numel() for p in module.parameters())
+
+
+@lru_cache(maxsize=4)
+def meta_model(folder: str) -> WholeModel:
+    """The model of a folder without memory, to count and to ask for positions. Raises
+    ValueError."""
+    from transformers import AutoModelForImageTextToText
+
+    with torch.device("meta"):
+        return WholeModel(AutoModelForImageTextToText.from_config(read_config(Path(folder))),
+                          torch.float32)
+
+
+def costs_of(model: WholeModel) -> Mapping[str, CostModel]:
+    """phase -> cost of an item: an image by its patches, an example by its tokens; both from the
+    weights of the blocks and the width of their attention, forward and backward."""
+    stacks, config = model.blocks(), model.hf.config
+    text, vision = config.get_text_config(decoder=True), config.vision_config
+    width = text.num_attention_heads * (getattr(text, "head_dim", None)
+                                        or text.hidden_size // text.num_attention_heads)
+    across = getattr(vision, "embed_dim", None) or vision.hidden_size
+    # For each pair of positions 2 products of 2 FLOP; half of the pairs where it is causal.
+    return {"vision": CostModel(2 * FORWARD_BACKWARD * num_parameters(stacks["vision"]),
+                                FORWARD_BACKWARD * 4 * len(stacks["vision"]) * across),
+            "audio": CostModel(1, 0),  # no family here has any
+            "llm": CostModel(2 * FORWARD_BACKWARD * num_parameters(stacks["llm"]),
+                             FORWARD_BACKWARD * 2 * len(stacks["llm"]) * width)}

@@ -1,0 +1,126 @@
+"""Models of transformers on a packed row against stock transformers, example by example: losses and
+the gradients of all parameters, in float64."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+
+from orchmllm.batch import SequenceLengths
+from orchmllm.models.families import refusals
+from orchmllm.models.hf import WholeModel
+from tests.lib import whole_models as models
+from tests.lib.encoder_models import IMAGE
+from tests.lib.whole_models import Item
+
+FAST = ("qwen3_vl", "internvl")
+
+
+def difference(name: str, model, examples: list[dict], lengths: list[int] | None = None) -> float:
+    """Of the gradients, over the largest; the losses are compared, too. lengths: of the examples,
+    as packing is told."""
+    loss, wanted = models.stock(model, examples)
+    whole = WholeModel(copy.deepcopy(model), torch.float64)
+    packed = whole.join([models.as_example(i, inputs) for i, inputs in enumerate(examples)])
+    if lengths is not None:
+        packed = replace(packed, seqlens=SequenceLengths.from_lengths(lengths))
+    got = whole(packed)
+    got.backward()
+    if lengths is None:
+        assert float(got.detach()) == pytest.approx(loss, rel=1e-8)
+    return models.difference(models.gradients(whole.hf), wanted)
+
+
+def several(name: str, model) -> list[dict]:
+    """Images of several sizes, no media, one image and one other, one token."""
+    kind = next(iter(models.family_of(name).make))
+    sets = [[Item(kind, 5), Item(kind, 2)], [], [Item(kind, 1), Item(kind, 3)], []]
+    examples = [models.sample(name, model, items, 7 + i) for i, items in enumerate(sets)]
+    examples[-1] = {k: v[:, :1] for k, v in examples[-1].items()}
+    return examples
+
+
+@pytest.mark.parametrize("name", [
+    name if name in FAST else pytest.param(name, marks=pytest.mark.slow)
+    for name in models.ADMITTED])
+def test_a_packed_row_is_its_examples_and_would_not_be_if_they_saw_each_other(name):
+    model = models.build(name)
+    examples = several(name, model)
+    exact = models.LOOSE.get(name, models.EXACT)
+    assert difference(name, model, examples) <= exact
+    whole_row = sum(inputs["input_ids"].shape[1] for inputs in examples)
+    assert difference(name, model, examples, [whole_row]) > 1000 * exact
+
+
+@pytest.mark.parametrize("name", [
+    "mistral3", *(pytest.param(name, marks=pytest.mark.slow)
+                  for name in ("gemma3", "aya_vision", "cohere2_vision"))])
+def test_sliding_windows_stay_inside_of_an_example(name):
+    model = models.build(name)
+    text = model.config.get_text_config()
+    text.sliding_window = 4
+    for module in model.modules():
+        if getattr(module, "sliding_window", None) is not None:
+            module.sliding_window = 4
+    examples = several(name, model)[:2]
+    narrow = models.stock(model, examples)[0]
+    assert abs(narrow - models.stock(models.build(name), examples)[0]) > 1e-3  # it has an effect
+    assert difference(name, model, examples) <= models.LOOSE.get(name, models.EXACT)
+
+
+def touching(model) -> list[dict]:
+    """One example ends with its image, the next one begins with one."""
+    first, second = (models.sample("gemma3", model, [Item("image", n)], n) for n in (1, 2))
+    at = [(inputs["input_ids"][0] == IMAGE).nonzero()[:, 0] for inputs in (first, second)]
+    return [{k: v if k == "pixel_values" else v[:, cut] for k, v in inputs.items()}
+            for inputs, cut in ((first, slice(int(at[0].max()) + 1)),
+                                (second, slice(int(at[1].min()), None)))]
+
+
+def test_images_at_the_border_of_two_examples_stay_two():
+    """Gemma 3's images see themselves in both directions."""
+    model = models.build("gemma3")
+    assert difference("gemma3", model, touching(model)) <= models.LOOSE["gemma3"]
+
+
+def test_a_forward_without_our_masks_is_an_error():
+    """The name of the attention is in a configuration that other code can reach."""
+    model = models.build("internvl")
+    examples = [models.as_example(i, inputs)
+                for i, inputs in enumerate(several("internvl", model)[1:3])]
+    whole = WholeModel(model, torch.float64)
+    whole(whole.join(examples))
+    model.config.get_text_config()._attn_implementation = "sdpa"
+    with pytest.raises(RuntimeError, match="0 of 2 layers kept the examples of the row apart"):
+        whole(whole.join(examples))
+
+
+def test_a_row_without_targets_gives_every_parameter_of_the_text_a_gradient():
+    model = models.build("internvl")
+    example = models.as_example(0, several("internvl", model)[1])
+    whole = WholeModel(model, torch.float64)
+    loss = whole(whole.join([replace(example, labels=torch.full_like(example.labels, -100))]))
+    loss.backward()
+    assert float(loss.detach()) == 0.0
+    assert model.lm_head.weight.grad is not None
+
+
+@pytest.mark.parametrize("changed, told", [
+    ({"model_type": "mllama"}, "'mllama', which was not tested"),
+    ({"attention_dropout": 0.1}, "attention_dropout of the text model is 0.1"),
+    ({"quantization_config": {"quant_method": "fp8"}}, "the weights are quantised"),
+    ({"attn_logit_softcapping": 30.0}, "attn_logit_softcapping"),
+    ({"output_router_logits": True}, "output_router_logits is true"),
+    ({"text": "jamba"}, "text model 'jamba' was not tested"),
+])
+def test_what_packing_cannot_compute_is_refused(changed, told):
+    config = models.family_of("internvl").build().config
+    assert refusals(config) == []
+    text = config.get_text_config()
+    for name, value in changed.items():
+        target = config if name in ("model_type", "quantization_config") else text
+        setattr(target, "model_type" if name == "text" else name, value)
+    assert any(told in why for why in refusals(config)), refusals(config)
