@@ -53,14 +53,30 @@ class Example:
     asked for. token_ids is 0 at media positions; labels are already shifted (labels[t] is the
     token at t + 1) and IGNORE_INDEX where nothing is learnt.
     media: segment index (within the example) -> rows: images (rows, 3 * patch^2) uint8, audio
-    (rows, num_mels) float32. For a model of transformers token_ids are those of its processor, and
-    media are its tensors by the names of the model's arguments.
+    (rows, num_mels) float32.
     """
 
     example_id: int
     token_ids: Tensor | None
     labels: Tensor | None
-    media: dict[int | str, Tensor] = field(default_factory=dict)
+    media: dict[int, Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ProcessedExample:
+    """An example as a processor of transformers makes it.
+
+    input_ids: (n,) int64. labels: (n,) int64, IGNORE_INDEX where nothing is learnt, not shifted.
+    media: the processor's other tensors by the name of the model's argument, with the shapes that
+    it gives a batch of this one example (pixel_values, image_grid_thw, mm_token_type_ids (1, n),
+    ...). lengths: as planned.
+    """
+
+    example_id: int
+    input_ids: Tensor
+    labels: Tensor
+    media: dict[str, Tensor]
+    lengths: BatchLayout
 
 
 @dataclass(frozen=True)

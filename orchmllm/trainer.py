@@ -16,7 +16,8 @@ from orchmllm.config.job import resolve
 from orchmllm.config.recipe import Recipe
 from orchmllm.data.dataset import ConversationDataset
 from orchmllm.data.loading.preprocess_handshake import servers_of
-from orchmllm.data.loading.step_loader import StepLoader
+from orchmllm.data.loading.step_loader import SegmentFeed, StepLoader
+from orchmllm.data.loading.whole_examples import WholeFeed
 from orchmllm.data.sampler import GlobalSampler, make_sampler
 from orchmllm.hf.sources import find_sources
 from orchmllm.launch import World, device_of
@@ -32,8 +33,9 @@ from orchmllm.runtime.resumable import describe_end
 from orchmllm.runtime.run_checkpoints import RunCheckpoints
 from orchmllm.runtime.run_state import Incidents, MediaCount, Progress
 from orchmllm.runtime.stop import FOLDER_TAKEN, Stopped, StopSignal
+from orchmllm.sharding.build import build
 from orchmllm.sharding.fits import for_run, memory_check
-from orchmllm.sharding.fsdp import build_model, compute_dtype, reshard, state_tensors
+from orchmllm.sharding.fsdp import compute_dtype, reshard, state_tensors
 from orchmllm.sharding.optimizer import (
     clip_gradients,
     learning_parts,
@@ -64,30 +66,30 @@ class Trainer:
         self.train_rows, self.validation_rows = self.dataset.split(recipe.data.num_validation)
         job = resolve(recipe, world.world_size, world.local_world_size)
         spec = plan_spec(job)
+        on_cpu = RowGather(spec.ranks_per_node, recipe.launch.timeout_s)
         # Before the model is built: it says whether the run can go on where the recipe says.
         self.checkpointer = RunCheckpoints(
-            job, RowGather(spec.ranks_per_node, recipe.launch.timeout_s), self.dataset,
+            job, on_cpu, self.dataset,
             lambda: self.optimizer, lambda: state_tensors(self.model, self.optimizer), self._log)
         group = exchange_group(self.device, recipe.launch.timeout_s)
         self.orchestrator, self._validation = (
             build_orchestrator(recipe, one, world.world_size, self.device, group)
             for one in (spec, replace(spec, balance=replace(spec.balance, measure_every=0))))
         gpu = torch.cuda.get_device_properties(self.device) if self.device.type == "cuda" else None
-        self._peak_flops = peak_flops(gpu.name) if gpu else None
+        self._peak_flops = peak_flops(gpu.name) if gpu and not recipe.model.folder else None
         device_bytes = gpu.total_memory if gpu else 0
-        checkpointing = for_run(
-            recipe, self.dataset, self.train_rows, spec, world.world_size,
-            device_bytes, self.checkpointer.kept_batch)
+        checkpointing = for_run(recipe, self.dataset, self.train_rows, spec, world.world_size,
+                                device_bytes, self.checkpointer.kept_batch)
         self.orchestrator.refuses = memory_check(job, checkpointing, device_bytes, self._gather)
         self.attention = describe_attention(recipe.model, self.device.type, compute_dtype(
             recipe.fsdp))  # chosen before the first step; a kernel that fails is found here
         for source in sources:
             self._log(source.describe())
-        if sources:
-            check_same(self._gather([fingerprint(sources)])[:, 0])
-        self.model = build_model(recipe.model, recipe.fsdp, self.device, recipe.run.seed,
-                                 checkpointing, sources, ranks_per_node=spec.ranks_per_node,
-                                 group=group)
+        check_same(self._gather([fingerprint(sources)])[:, 0])
+        self.model, self._encoding = build(recipe, self.device, checkpointing, sources, on_cpu,
+                                           spec.ranks_per_node, group)
+        self._feed = partial(WholeFeed, join=self.model.join) if recipe.model.folder else (
+            SegmentFeed)
         self.timer = StepTimer(self.model.clock, self.device)
         train, self.parts = recipe.train, learning_parts(self.model)
         if not self.parts:
@@ -111,7 +113,7 @@ class Trainer:
             self.dataset, sampler, self.orchestrator, num_steps=train.num_steps,
             first_step=self.progress.step, accumulation_steps=train.accumulation_steps,
             prefetch=self.recipe.data.prefetch, num_workers=self.recipe.data.num_workers,
-            servers=self.servers,
+            servers=self.servers, feed=self._feed,
             flops_of=partial(step_flops, self.recipe.model) if self._peak_flops else None)
 
     def run(self, rows: list[dict] | None = None) -> None:
@@ -205,7 +207,8 @@ class Trainer:
         lr = learning_rate(step.index, train)
         for group in self.optimizer.param_groups:
             group["lr"] = lr * group["lr_share"]
-        loss_sum = self._accumulate(step)
+        with self._encoding(step):
+            loss_sum = self._accumulate(step)
         clock.switch("update")
         norms = clip_gradients(self.parts, train.max_grad_norm, self.device)
         clock.switch("gather")
@@ -233,18 +236,13 @@ class Trainer:
         wall_s, cpu_s, core_wait_s = (thread_times() - started).tolist()
         step_s = wall_s + step.wait_s
         return {
-            "lr": lr, "step_s": step_s, "mfu": self._mfu(step, step_s), "nonfinite": nonfinite,
+            "lr": lr, "step_s": step_s, "nonfinite": nonfinite,
+            "mfu": mfu(step.useful_flop, step_s, self.world.world_size, self._peak_flops),
             "waiting_s": max(wall_s - cpu_s, 0.0), "core_wait_s": core_wait_s,
             "logging_s": logging_s,
             "skipped_steps": self.progress.skipped_steps,
             **({"preprocessed": facts.preprocessed()} if self.servers else {}),
             **facts.row(step, loss, step_s, list(self.parts)), "measured": measured}
-
-    def _mfu(self, step: Step, step_s: float) -> float | None:
-        """Share of the GPUs' bf16 peak that was useful; None on a device without a known peak."""
-        if self._peak_flops is None:
-            return None
-        return mfu(step.useful_flop, step_s, self.world.world_size, self._peak_flops)
 
     def _accumulate(self, step: Step) -> torch.Tensor:
         """Forward and backward of all microbatches -> this rank's loss sum."""
@@ -267,7 +265,7 @@ class Trainer:
         sampler = GlobalSampler(self.validation_rows, count, shuffle=False)
         loader = StepLoader(self.dataset, sampler, self._validation, num_steps=len(sampler),
                             prefetch=data.prefetch, num_workers=data.num_workers,
-                            servers=self.servers)
+                            servers=self.servers, feed=self._feed)
         media = MediaCount()  # of this pass alone
         total = torch.zeros(2, dtype=torch.float64, device=self.device)
         self.model.eval()

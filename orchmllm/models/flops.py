@@ -211,14 +211,19 @@ def peak_flops(device_name: str) -> float | None:
     return GPUS[kind].bfloat16 if kind else None
 
 
-def mfu(flops: float, seconds: float, num_ranks: int, peak: float) -> float:
-    """Share of the ranks' peak that was useful. flops: of all ranks (step_flops, summed)."""
-    return flops / (seconds * num_ranks * peak)
+def mfu(flops: float, seconds: float, num_ranks: int, peak: float | None) -> float | None:
+    """Share of the ranks' peak that was useful; None where no peak is known. flops: of all ranks
+    (step_flops, summed)."""
+    return None if peak is None else flops / (seconds * num_ranks * peak)
 
 
 def plan_spec(job: Job) -> PlanSpec:
     """What the planner has to know of the recipe and the cluster."""
     recipe, model = job.recipe, job.recipe.model
+    if model.folder:
+        from orchmllm.models.hf import plan_whole  # with torch
+
+        return plan_whole(job)
     return PlanSpec(
         costs={phase: cost_model(phase, model) for phase in PHASES},
         row_bytes={phase: getattr(model, phase).geometry.row_bytes for phase in ENCODERS},

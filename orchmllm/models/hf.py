@@ -8,7 +8,8 @@ orchmllm.balance_encoders moves them.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -17,15 +18,24 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from orchmllm.batch import IGNORE_INDEX, Example, PackedExamples, SequenceLengths
+from orchmllm.batch import (
+    IGNORE_INDEX,
+    PackedExamples,
+    ProcessedExample,
+    SequenceLengths,
+)
+from orchmllm.config.fsdp import DTYPE_BYTES
+from orchmllm.config.job import Job
 from orchmllm.models import packing
+from orchmllm.models.attention import attention_backend
 from orchmllm.models.families import part_of, read_config
 from orchmllm.models.phase_clock import PhaseClock
+from orchmllm.plan.assign import PhasePolicy, PlanSpec
 from orchmllm.plan.cost import CostModel
+from orchmllm.plan.layout import ENCODERS
 
 TYPES = ("mm_token_type_ids", "token_type_ids")  # arguments that say which tokens are media
 SLOTTED = ("idefics3", "smolvlm")  # the media of a sequence are one row of pixel_values
-FORWARD_BACKWARD = 3
 
 
 class WholeModel(nn.Module):
@@ -65,26 +75,39 @@ class WholeModel(nn.Module):
                 stacks[part] = max(stacks.get(part, module), module, key=num_parameters)
         return stacks
 
-    def join(self, examples: Sequence[Example]) -> PackedExamples:
-        """One packed row of at least one example; on the CPU. Raises ValueError for an example
-        whose media and placeholders do not fit each other."""
-        ids = torch.cat([e.token_ids for e in examples]).long()
-        labels = torch.cat([e.labels for e in examples]).long()
+    def join(self, examples: Sequence[ProcessedExample], on_error: Callable[[int, str], None]
+             ) -> PackedExamples:
+        """One packed row of at least one example; on the CPU. on_error: is called with the place of
+        an example whose media and their tokens do not fit each other, and why; of that one a single
+        token is left, and nothing is learnt."""
+        examples, positions = list(examples), []
+        for k, example in enumerate(examples):
+            try:
+                positions.append(self._positions(example))
+            except (RuntimeError, StopIteration, IndexError) as error:
+                on_error(k, "its media and their tokens do not fit each other: "
+                         f"{type(error).__name__}: {error}")
+                examples[k] = replace(example, input_ids=example.input_ids[:1], media={},
+                                      labels=torch.full((1,), IGNORE_INDEX))
+                positions.append(self._positions(examples[k]))
+        ids = torch.cat([e.input_ids for e in examples])
+        labels = torch.cat([F.pad(e.labels[1:], (0, 1), value=IGNORE_INDEX) for e in examples])
         kept = (labels != IGNORE_INDEX).nonzero()[:, 0]
         inputs = {
             "input_ids": ids[None],
-            "position_ids": torch.cat([self._positions(e) for e in examples], -1),
+            "position_ids": torch.cat(positions, -1),
             **dict.fromkeys(self._types, self._type_ids(ids)[None])}
-        for name in dict.fromkeys(name for e in examples for name in e.media):
+        for name in dict.fromkeys(name for e in examples for name in e.media if name not in TYPES):
             parts = [e.media[name] for e in examples if name in e.media]
             slotted = self.hf.config.model_type in SLOTTED and name.startswith("pixel_")
             inputs[name] = joined(parts, 1 if slotted else 0)
-        lengths = [len(e.token_ids) for e in examples]
+        lengths = [len(e.input_ids) for e in examples]
         return PackedExamples(inputs, kept, labels[kept], SequenceLengths.from_lengths(lengths))
 
     def forward(self, batch: PackedExamples) -> Tensor:
         """Sum of the cross entropy over this rank's targets, a scalar. The caller divides by the
-        targets of all ranks."""
+        targets of all ranks. Raises RuntimeError where packing or the model's head did not do what
+        the loss relies on."""
         self.clock.switch("vision")
         inputs: dict[str, Any] = {
             name: value.to(self.dtype) if value.is_floating_point() else value
@@ -109,29 +132,26 @@ class WholeModel(nn.Module):
         return ((ids == config.image_token_id).int()
                 + 2 * (ids == getattr(config, "video_token_id", None)))
 
-    def _positions(self, example: Example) -> Tensor:
+    def _positions(self, example: ProcessedExample) -> Tensor:
         """(1, n), or (4, 1, n) for a model with rotary positions of three axes: the first row is
         the place in the example."""
-        flat = torch.arange(len(example.token_ids))[None]
+        flat = torch.arange(len(example.input_ids))[None]
         if self._rope_arguments is None:
             return flat
-        ids = example.token_ids.long()
+        ids = example.input_ids
         given = {name: value for name, value in example.media.items() if name.endswith("grid_thw")}
         if not given:
             return flat[None].repeat(4, 1, 1)
         given |= {"input_ids": ids[None], "mm_token_type_ids": self._type_ids(ids)[None]}
-        try:
-            axes, _ = self.hf.model.get_rope_index(
-                **{name: value for name, value in given.items() if name in self._rope_arguments})
-        except (RuntimeError, StopIteration, IndexError) as error:
-            raise ValueError(f"example {example.example_id}: its media and their tokens do not fit "
-                             f"each other ({type(error).__name__}: {error})") from error
+        axes, _ = self.hf.model.get_rope_index(
+            **{name: value for name, value in given.items() if name in self._rope_arguments})
         return torch.cat([flat[None], axes.long()])
 
 
 def joined(parts: Sequence[Tensor], dim: int) -> Tensor:
-    """The tensors of several examples one after the other along `dim`; the other dimensions are
-    filled with zeros to the largest, which models cut away by the sizes that they are given."""
+    """The tensors of several examples, (n, ...) each, one after the other along `dim`; the other
+    dimensions are filled with zeros to the largest, which models cut away by the sizes that they
+    are given."""
     sizes = [max(sizes) for sizes in zip(*(part.shape for part in parts), strict=True)]
     padded = []
     for part in parts:
@@ -155,17 +175,37 @@ def meta_model(folder: str) -> WholeModel:
                           torch.float32)
 
 
-def costs_of(model: WholeModel) -> Mapping[str, CostModel]:
-    """phase -> cost of an item: an image by its patches, an example by its tokens; both from the
-    weights of the blocks and the width of their attention, forward and backward."""
-    stacks, config = model.blocks(), model.hf.config
-    text, vision = config.get_text_config(decoder=True), config.vision_config
+def plan_whole(job: Job) -> PlanSpec:
+    """What the planner has to know. The LLM phase alone decides where an example goes, and its rank
+    reads it; orchmllm.balance_encoders moves images from there. An image costs by its patches, an
+    example by its tokens, both from the weights of the blocks and the width of their attention."""
+    recipe, whole = job.recipe, meta_model(job.recipe.model.folder)
+    stacks, config, model = whole.blocks(), whole.hf.config, recipe.model
+    text, tower = config.get_text_config(decoder=True), config.vision_config
     width = text.num_attention_heads * (getattr(text, "head_dim", None)
                                         or text.hidden_size // text.num_attention_heads)
-    across = getattr(vision, "embed_dim", None) or vision.hidden_size
-    # For each pair of positions 2 products of 2 FLOP; half of the pairs where it is causal.
-    return {"vision": CostModel(2 * FORWARD_BACKWARD * num_parameters(stacks["vision"]),
-                                FORWARD_BACKWARD * 4 * len(stacks["vision"]) * across),
+    across = getattr(tower, "embed_dim", None) or tower.hidden_size
+    # Forward, towards the input, towards the weights.
+    passes = {"vision": 1 if model.vision.frozen else 3, "llm": 2 if model.llm.frozen else 3}
+    linear = {part: 2 * passes[part] * num_parameters(stack) for part, stack in stacks.items()}
+    stays = PhasePolicy("none")
+    return PlanSpec(
+        costs={
+            # A pair of positions: 2 products of 2 FLOP; half of the pairs where it is causal.
+            "vision": CostModel(linear["vision"], passes["vision"] * 4 * len(stacks["vision"])
+                                * across),
             "audio": CostModel(1, 0),  # no family here has any
-            "llm": CostModel(2 * FORWARD_BACKWARD * num_parameters(stacks["llm"]),
-                             FORWARD_BACKWARD * 2 * len(stacks["llm"]) * width)}
+            "llm": CostModel(linear["llm"], 3 * 2 * len(stacks["llm"]) * width)},
+        row_bytes=dict.fromkeys(ENCODERS, 0),  # nothing moves before the forward
+        feature_bytes=text.hidden_size * DTYPE_BYTES[recipe.fsdp.forward_dtype],
+        ranks_per_node=job.ranks_per_node, fills=True,
+        balance=replace(recipe.balance, dispatch="load", vision=stays, audio=stays))
+
+
+def describe_attention(folder: str, device_type: str, dtype: torch.dtype) -> str:
+    """One line for the log: what computes attention, and why."""
+    text = meta_model(folder).hf.config.get_text_config(decoder=True)
+    size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    return ("attention: llm, where it is causal: "
+            f"{attention_backend(device_type, dtype, size).description}, with windows or images: "
+            "scaled_dot_product_attention per example; vision: as transformers chooses")

@@ -11,9 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from orchmllm.batch import IGNORE_INDEX, Example
+from orchmllm.batch import IGNORE_INDEX, ProcessedExample
 from orchmllm.models.families import FAMILIES as ADMITTED
-from tests.lib.encoder_models import FAMILIES, Family, Item, batch
+from orchmllm.plan.geometry import SegmentLengths, text_lengths
+from orchmllm.plan.layout import TEXT as TEXT_SEGMENT
+from orchmllm.plan.layout import VISION, BatchLayout
+from tests.lib.encoder_models import FAMILIES, IMAGE, Family, Item, batch
 
 TEXT = ("input_ids", "attention_mask", "labels", "mm_token_type_ids", "token_type_ids")
 EXACT = 1e-10  # of the largest gradient; float64
@@ -35,10 +38,16 @@ def sample(name: str, model: nn.Module, items: Sequence[Item], seed: int) -> dic
     return batch(FAMILIES[name], model, list(items), seed)
 
 
-def as_example(i: int, inputs: dict[str, Any]) -> Example:
+def as_example(i: int, inputs: dict[str, Any]) -> ProcessedExample:
     """The same for the trainer."""
-    return Example(i, inputs["input_ids"][0], shifted(inputs),
-                   {k: v for k, v in inputs.items() if k not in TEXT})
+    count = inputs["input_ids"].shape[1]
+    media = {k: v for k, v in inputs.items() if k not in TEXT}
+    images = int((inputs["input_ids"] == IMAGE).sum())
+    lengths = BatchLayout.from_segments(i, int((shifted(inputs) != IGNORE_INDEX).sum()), [
+        (TEXT_SEGMENT, text_lengths(count - images)),
+        *[(VISION, SegmentLengths(4 * images, 4 * images, images, (1, 2, 2 * images)))] * (
+            images > 0)])
+    return ProcessedExample(i, inputs["input_ids"][0], inputs["labels"][0], media, lengths)
 
 
 def shifted(inputs: dict[str, Any]) -> Tensor:
@@ -73,5 +82,37 @@ def difference(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
     return max(float((found[n] - wanted[n]).abs().max()) for n in wanted) / size
 
 
-__all__ = ["ADMITTED", "EXACT", "LOOSE", "Item", "as_example", "build", "difference", "family_of",
+__all__ = ["ADMITTED", "EXACT", "LOOSE", "Item", "WholeDataset", "as_example", "build", "difference", "family_of",
            "gradients", "sample", "shifted", "stock", "stock_loss"]
+
+
+class WholeDataset:
+    """Example i of a family, with media or without."""
+
+    def __init__(self, name: str, model: nn.Module, size: int) -> None:
+        kind = next(iter(FAMILIES[name].make))
+        g = torch.Generator().manual_seed(1)
+        self.inputs = []
+        for i in range(size):
+            count = int(torch.randint(0, 4, (), generator=g)) if i % 4 else 0
+            items = [Item(kind, int(n)) for n in torch.randint(0, 6, (count,), generator=g)]
+            self.inputs.append(sample(name, model, items, 50 + i))
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+    def split(self, num_validation: int) -> tuple[range, range]:
+        kept = len(self) - num_validation
+        return range(kept), range(kept, len(self))
+
+    def fingerprint(self) -> dict:
+        return {"rows": len(self)}
+
+    def describe(self, i: int, segment: int) -> dict:
+        return {"source": "made", "row": i + 1, "data_file": "made", "file": f"{i}"}
+
+    def layout(self, i: int) -> BatchLayout:
+        return self.load(i).lengths
+
+    def load(self, i: int, on_error=None) -> ProcessedExample:
+        return as_example(i, self.inputs[i])
