@@ -1,0 +1,129 @@
+"""Models of transformers under our sharding: what is loaded, and what real ranks train, against
+stock transformers in one process."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from orchmllm.config.model import ModelConfig, VisionConfig
+from orchmllm.config.recipe import (
+    CheckpointConfig,
+    DataConfig,
+    FsdpConfig,
+    Recipe,
+    RunConfig,
+    TrainConfig,
+)
+from orchmllm.sharding.hf import load_whole
+from tests.lib import whole_models as models
+from tests.lib.ranks import run_ranks
+from tests.lib.training import train
+from tests.lib.whole_models import Item
+
+pytestmark = pytest.mark.dist
+OTHERS = [pytest.param(name, marks=pytest.mark.slow) for name in models.ADMITTED
+          if name != "qwen3_vl"]
+
+
+def saved(name: str, folder: Path, tied: bool = False) -> torch.nn.Module:
+    """The model, whose weights are in `folder`, too."""
+    model = models.build(name)
+    if tied:
+        for config in (model.config, model.config.get_text_config()):
+            config.tie_word_embeddings = True
+        torch.manual_seed(0)
+        model = type(model)(model.config).double().train()
+    model.save_pretrained(folder)
+    return model
+
+
+def loaded(world, folder: Path, name: str, tied: bool, shard_size: int, choice: str) -> None:
+    """Parameters, buffers and ties are those of one process, and so are the gradients."""
+    torch.manual_seed(0)
+    stock = type(models.build(name)).from_pretrained(folder, dtype=torch.float64).train()
+    config = FsdpConfig(param_dtype="float64", shard_size=shard_size)
+    whole = load_whole(folder, ModelConfig(), config, torch.device("cpu"),
+                       {"vision": choice, "llm": choice})
+    wanted, found = dict(stock.named_parameters()), dict(whole.hf.named_parameters())
+    assert found.keys() == wanted.keys()
+    assert all(isinstance(p, DTensor) and torch.equal(p.full_tensor(), wanted[n])
+               for n, p in found.items())
+    buffers = dict(whole.hf.named_buffers())
+    assert all(torch.equal(b, buffers[n]) for n, b in stock.named_buffers())
+    assert (whole.hf.lm_head.weight is whole.token_embedding) is tied
+    size = sum(p.numel() for p in wanted.values())
+    shards = shard_size or world.world_size
+    assert sum(p.to_local().numel() for p in found.values()) <= 1.2 * size / shards
+    inputs = [[models.sample(name, stock, [Item("image", r + 1)], r), models.sample(
+        name, stock, [Item("image", 2), Item("image", 5)], 9 + r)] for r in range(world.world_size)]
+    mine = [models.as_example(i, one) for i, one in enumerate(inputs[world.rank])]
+    whole(whole.join(mine, lambda k, reason: pytest.fail(reason))).backward()
+    _, gradients = models.stock(stock, [one for each in inputs for one in each])
+    got = {n: torch.zeros_like(wanted[n]) if p.grad is None else p.grad.full_tensor()
+           for n, p in found.items()}
+    assert models.difference(got, gradients) <= models.LOOSE.get(name, models.EXACT)
+
+
+@pytest.mark.parametrize("name", ["qwen3_vl", *OTHERS])
+def test_loaded_shards_are_the_model_and_compute_its_gradients(name, tmp_path):
+    saved(name, tmp_path, tied=True)
+    run_ranks(loaded, 2, tmp_path, name, True, 0, "full")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks, shard_size, choice", [(1, 0, "none"), (4, 2, "selective")])
+def test_the_same_on_one_rank_and_on_two_groups_of_two(ranks, shard_size, choice, tmp_path):
+    saved("llava_next", tmp_path)
+    run_ranks(loaded, ranks, tmp_path, "llava_next", False, shard_size, choice)
+
+
+def recipe(folder: Path, model: ModelConfig, steps: int, **train_keys) -> Recipe:
+    return Recipe(
+        run=RunConfig(dir=str(folder)), data=DataConfig(path="unused"), model=model,
+        train=TrainConfig(**{"num_steps": steps, "global_batch_size": 8, "lr": 1e-2,
+                             "warmup_steps": 0, "schedule": "wsd", **train_keys}),
+        fsdp=FsdpConfig(param_dtype="float64"), checkpoint=CheckpointConfig(every_steps=2))
+
+
+def trained(world, run: Recipe, name: str) -> tuple[list[dict], float]:
+    """Rows of metrics, and the loss of the first step by stock transformers."""
+    stock, first = models.build(name), []
+    data = models.WholeDataset(name, stock, 24)
+    rows = train(world, run, data, lambda step, row: first.append(step.example_ids.tolist()))
+    inputs = [data.inputs[i] for i in first[0]]
+    with torch.no_grad():
+        loss = sum(float(models.stock_loss(stock, one)) for one in inputs)
+    return ([row for row in rows if "loss" in row],
+            loss / sum(int((models.shifted(one) != -100).sum()) for one in inputs))
+
+
+def losses(rows: list[dict]) -> list[float]:
+    return [row["loss"] for row in rows]
+
+
+@pytest.mark.parametrize("name", ["qwen3_vl", *OTHERS])
+def test_a_run_is_the_same_balanced_unbalanced_and_resumed_on_other_ranks(name, tmp_path):
+    saved(name, tmp_path / "model")
+    run = recipe(tmp_path / "two", ModelConfig(pretrained=str(tmp_path / "model")), 4)
+    off = replace(run, run=RunConfig(dir=str(tmp_path / "off")),
+                  balance=replace(run.balance, enabled=False))
+    start = replace(run, run=RunConfig(dir=str(tmp_path / "one")),
+                    train=replace(run.train, num_steps=2))
+    rest = replace(start, train=run.train)
+    balanced, by_stock = run_ranks(trained, 2, run, name)[0]
+    unbalanced, _ = run_ranks(trained, 2, off, name)[0]
+    resumed = [row for ranks, part in ((1, start), (3, rest))
+               for row in run_ranks(trained, ranks, part, name)[0][0]]
+    exact = models.LOOSE.get(name, models.EXACT)
+    assert balanced[0]["loss"] == pytest.approx(by_stock, rel=exact)
+    assert losses(balanced) == pytest.approx(losses(unbalanced), rel=exact)
+    assert losses(balanced) == pytest.approx(losses(resumed), rel=exact)
+    after = [sum(row["phases"]["vision"]["imbalance_after"] for row in rows)
+             for rows in (balanced, unbalanced)]
+    assert after[0] < after[1]  # images moved
