@@ -63,6 +63,23 @@ class Example:
 
 
 @dataclass(frozen=True)
+class ProcessedExample:
+    """An example as a processor of transformers makes it.
+
+    input_ids: (n,) int64. labels: (n,) int64, IGNORE_INDEX where nothing is learnt, not shifted.
+    media: the processor's other tensors by the name of the model's argument, with the shapes that
+    it gives a batch of this one example (pixel_values, image_grid_thw, mm_token_type_ids (1, n),
+    ...). lengths: as planned.
+    """
+
+    example_id: int
+    input_ids: Tensor
+    labels: Tensor
+    media: dict[str, Tensor]
+    lengths: BatchLayout
+
+
+@dataclass(frozen=True)
 class SequenceLengths:
     """Lengths of packed sequences, on both sides of the bus so that no step needs a sync.
 
