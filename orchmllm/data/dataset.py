@@ -55,6 +55,7 @@ class ConversationDataset:
         max_example_tokens: int = 0,
         index_dir: str | os.PathLike | None = None,
         storage: Storage = NOWHERE,
+        reader: LengthReader | None = None,
     ):
         if isinstance(sources, str | os.PathLike):
             sources = [SourceConfig(path=os.fspath(sources))]
@@ -62,7 +63,7 @@ class ConversationDataset:
         self.sources = [open_source(config, folder, storage, streaming=self.streaming)
                         for config in sources]
         self.tokenizer, self.vision, self.audio = tokenizer, vision, audio
-        self.reader = LengthReader(tokenizer, vision, audio, max_example_tokens)
+        self.reader = reader or LengthReader(tokenizer, vision, audio, max_example_tokens)
         self._rows = SegmentReader(vision, audio)
         self.indexes: list[LengthIndex | None] = [
             None if self.streaming else open_index(source, self.reader, folder)
