@@ -193,6 +193,9 @@ class Recipe:
                 ("balance.whole_examples", self.balance.whole_examples, (False,),
                  "set it to false"),
                 ("data.preprocess", self.data.preprocess, ((), ""), "leave it out"),
+                ("data.streaming", self.data.streaming, (False,), "set it to false"),
+                ("data.tokenizer", self.data.tokenizer, ("",), "the model brings its own, leave it "
+                 "out"),
                 ("data.batching", self.data.batching, (DataConfig.batching,), "leave it out"),
                 ("fsdp.compile", self.fsdp.compile, (False,), "set it to false"),
                 ("fsdp.loss_chunk_rows", self.fsdp.loss_chunk_rows, (0,), "leave it out"),
@@ -243,8 +246,7 @@ def _from_checkpoints(tree: Mapping) -> Iterator[tuple[tuple, Any]]:
             except ValueError as error:
                 yield ("model", part, "pretrained"), error
     try:
-        data, named = tree["data"], tree["model"]
-        folder = Path(named.get("pretrained") or named.get("config") or named["llm"]["pretrained"])
+        data, folder = tree["data"], Path(tree["model"]["llm"]["pretrained"])
         first = Path(data.get("path") or data["sources"][0]["path"])
     except (AttributeError, LookupError, TypeError):  # not named, or told below
         return

@@ -13,9 +13,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 TESTED = ("5.23.",)  # versions of transformers, by how they begin
-FAMILIES = ("aya_vision", "cohere2_vision", "gemma3", "glm4v", "idefics3", "internvl", "llava",
-            "llava_next", "llava_onevision", "mistral3", "qwen2_5_vl", "qwen2_vl", "qwen3_vl",
-            "smolvlm")
+FAMILIES = ("aya_vision", "gemma3", "glm4v", "idefics3", "internvl", "llava", "llava_next",
+            "llava_onevision", "mistral3", "qwen2_5_vl", "qwen2_vl", "qwen3_vl")
 TEXT_MODELS = ("cohere2", "gemma3_text", "glm4v_text", "llama", "mistral", "qwen2",
                "qwen2_5_vl_text", "qwen2_vl_text", "qwen3", "qwen3_vl_text")
 TOWERS = ("visual", "vision_tower", "vision_model")

@@ -8,7 +8,7 @@ orchmllm.balance_encoders moves them.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -35,7 +35,7 @@ from orchmllm.plan.cost import CostModel
 from orchmllm.plan.layout import ENCODERS
 
 TYPES = ("mm_token_type_ids", "token_type_ids")  # arguments that say which tokens are media
-SLOTTED = ("idefics3", "smolvlm")  # the media of a sequence are one row of pixel_values
+SLOTTED = ("idefics3",)  # the media of a sequence are one row of pixel_values
 
 
 class WholeModel(nn.Module):
@@ -75,27 +75,14 @@ class WholeModel(nn.Module):
                 stacks[part] = max(stacks.get(part, module), module, key=num_parameters)
         return stacks
 
-    def join(self, examples: Sequence[ProcessedExample], on_error: Callable[[int, str], None]
-             ) -> PackedExamples:
-        """One packed row of at least one example; on the CPU. on_error: is called with the place of
-        an example whose media and their tokens do not fit each other, and why; of that one a single
-        token is left, and nothing is learnt."""
-        examples, positions = list(examples), []
-        for k, example in enumerate(examples):
-            try:
-                positions.append(self._positions(example))
-            except (RuntimeError, StopIteration, IndexError) as error:
-                on_error(k, "its media and their tokens do not fit each other: "
-                         f"{type(error).__name__}: {error}")
-                examples[k] = replace(example, input_ids=example.input_ids[:1], media={},
-                                      labels=torch.full((1,), IGNORE_INDEX))
-                positions.append(self._positions(examples[k]))
+    def join(self, examples: Sequence[ProcessedExample]) -> PackedExamples:
+        """One packed row of at least one example; on the CPU."""
         ids = torch.cat([e.input_ids for e in examples])
         labels = torch.cat([F.pad(e.labels[1:], (0, 1), value=IGNORE_INDEX) for e in examples])
         kept = (labels != IGNORE_INDEX).nonzero()[:, 0]
         inputs = {
             "input_ids": ids[None],
-            "position_ids": torch.cat(positions, -1),
+            "position_ids": torch.cat([self._positions(e) for e in examples], -1),
             **dict.fromkeys(self._types, self._type_ids(ids)[None])}
         for name in dict.fromkeys(name for e in examples for name in e.media if name not in TYPES):
             parts = [e.media[name] for e in examples if name in e.media]

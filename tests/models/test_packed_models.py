@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from orchmllm.batch import PackedExamples, ProcessedExample, SequenceLengths
+from orchmllm.batch import SequenceLengths
 from orchmllm.models.families import refusals
 from orchmllm.models.hf import WholeModel
 from tests.lib import whole_models as models
@@ -19,16 +19,12 @@ from tests.lib.whole_models import Item
 FAST = ("qwen3_vl", "internvl")
 
 
-def join(whole: WholeModel, examples: list[ProcessedExample]) -> PackedExamples:
-    return whole.join(examples, lambda k, reason: pytest.fail(reason))
-
-
 def difference(name: str, model, examples: list[dict], lengths: list[int] | None = None) -> float:
     """Of the gradients, over the largest; the losses are compared, too. lengths: of the examples,
     as packing is told."""
     loss, wanted = models.stock(model, examples)
     whole = WholeModel(copy.deepcopy(model), torch.float64)
-    packed = join(whole, [models.as_example(i, inputs) for i, inputs in enumerate(examples)])
+    packed = whole.join([models.as_example(i, inputs) for i, inputs in enumerate(examples)])
     if lengths is not None:
         packed = replace(packed, seqlens=SequenceLengths.from_lengths(lengths))
     got = whole(packed)
@@ -61,7 +57,7 @@ def test_a_packed_row_is_its_examples_and_would_not_be_if_they_saw_each_other(na
 
 @pytest.mark.parametrize("name", [
     "mistral3", *(pytest.param(name, marks=pytest.mark.slow)
-                  for name in ("gemma3", "aya_vision", "cohere2_vision"))])
+                  for name in ("gemma3", "aya_vision"))])
 def test_sliding_windows_stay_inside_of_an_example(name):
     model = models.build(name)
     text = model.config.get_text_config()
@@ -96,17 +92,17 @@ def test_a_forward_without_our_masks_is_an_error():
     examples = [models.as_example(i, inputs)
                 for i, inputs in enumerate(several("internvl", model)[1:3])]
     whole = WholeModel(model, torch.float64)
-    whole(join(whole, examples))
+    whole(whole.join(examples))
     model.config.get_text_config()._attn_implementation = "sdpa"
     with pytest.raises(RuntimeError, match="0 of 2 layers kept the examples of the row apart"):
-        whole(join(whole, examples))
+        whole(whole.join(examples))
 
 
 def test_a_row_without_targets_gives_every_parameter_of_the_text_a_gradient():
     model = models.build("internvl")
     example = models.as_example(0, several("internvl", model)[1])
     whole = WholeModel(model, torch.float64)
-    loss = whole(join(whole, [replace(example, labels=torch.full_like(example.labels, -100))]))
+    loss = whole(whole.join([replace(example, labels=torch.full_like(example.labels, -100))]))
     loss.backward()
     assert float(loss.detach()) == 0.0
     assert model.lm_head.weight.grad is not None

@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -21,9 +20,6 @@ from orchmllm.batch import (
     Step,
 )
 from orchmllm.data.loading.step_loader import SegmentFeed
-from orchmllm.plan.layout import TEXT
-
-Join = Callable[[Sequence[ProcessedExample], Callable[[int, str], None]], PackedExamples]
 
 
 class WholeFeed(SegmentFeed):
@@ -31,7 +27,8 @@ class WholeFeed(SegmentFeed):
     the shortest one, of which it learns nothing: the model needs a row. Other arguments: see
     SegmentFeed, whose dataset's `load` returns ProcessedExamples here."""
 
-    def __init__(self, *args: Any, join: Join, **keys: Any) -> None:
+    def __init__(self, *args: Any, join: Callable[[Sequence[ProcessedExample]], PackedExamples],
+                 **keys: Any) -> None:
         super().__init__(*args, **keys)
         self._join = join
         self._asked: deque[list[Callable]] = deque()
@@ -47,9 +44,8 @@ class WholeFeed(SegmentFeed):
 
     def load(self, step: Step) -> tuple[int, int]:
         for micro, results in zip(step.micro, self._asked.popleft(), strict=True):
-            examples = [self._usable(k, *result, micro, step)
-                        for k, result in enumerate(results())]
-            micro.content = self._join(examples, partial(self._fails, micro, step))
+            micro.content = self._join([
+                self._usable(k, *result, micro, step) for k, result in enumerate(results())])
         return UNCOUNTED  # the lengths tell it
 
     def close(self) -> None:
@@ -66,12 +62,6 @@ class WholeFeed(SegmentFeed):
         if is_filler or failures:
             return replace(example, labels=torch.full_like(example.labels, IGNORE_INDEX))
         return example
-
-    @staticmethod
-    def _fails(micro: Microbatch, step: Step, k: int, reason: str) -> None:
-        if len(micro.rank_plan.examples):
-            position = int(micro.positions[micro.rank_plan.examples[k]])
-            step.failed.append(FailedSegment(position, 0, reason, TEXT))
 
     @staticmethod
     def _filler(step: Step) -> int:

@@ -35,8 +35,7 @@ def main(argv: Sequence[str]) -> int:
     from orchmllm.data.stream import open_dataset
     from orchmllm.tools.preprocess.server import Server
 
-    dataset = open_dataset(recipe.data, recipe.model.vision.geometry, recipe.model.audio.geometry,
-                           seed=recipe.run.seed)
+    dataset = open_dataset(recipe.data, recipe.model, seed=recipe.run.seed)
     try:
         server = Server(dataset, address, secret, args.workers)
     except OSError as error:
