@@ -5,7 +5,8 @@
 exported/llm is a Qwen2 model with its tokenizer, exported/audio a Whisper encoder, exported/vision
 the vision tower of Qwen2-VL (or our own encoder, which has no class in transformers);
 connectors.safetensors has the layers between, orchmllm.json says what is what. A run starts from
-them with model.llm.pretrained=exported/llm and so on: docs/weights.md.
+them with model.llm.pretrained=exported/llm and so on: docs/weights.md. Of a run with
+model.pretrained or model.config, exported is the model and its processor, for from_pretrained.
 """
 
 from __future__ import annotations
