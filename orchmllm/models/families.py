@@ -45,8 +45,9 @@ def read_config(folder: Path) -> PreTrainedConfig:
     try:
         config = transformers.AutoConfig.from_pretrained(
             folder, local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{folder}/config.json cannot be read: {error}") from error
+    except Exception as error:  # of many types: each configuration checks its own values
+        raise ValueError(f"{folder}/config.json cannot be read: {' '.join(str(error).split())}"
+                         ) from error
     for why in refusals(config):
         raise ValueError(f"{folder}/config.json: {why}")
     return config

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
 
 from orchmllm.config.model import ModelConfig
@@ -19,7 +20,10 @@ from orchmllm.config.recipe import (
     RunConfig,
     TrainConfig,
 )
+from orchmllm.models.families import part_of
 from orchmllm.sharding.hf import load_whole
+from orchmllm.tools.export.export import export
+from orchmllm.trainer import Trainer
 from tests.lib import whole_models as models
 from tests.lib.ranks import run_ranks
 from tests.lib.training import train
@@ -126,3 +130,55 @@ def test_a_run_is_the_same_balanced_unbalanced_and_resumed_on_other_ranks(name, 
     after = [sum(row["phases"]["vision"]["imbalance_after"] for row in rows)
              for rows in (balanced, unbalanced)]
     assert after[0] < after[1]  # images moved
+
+
+@pytest.mark.parametrize("key", ["pretrained", pytest.param("config", marks=pytest.mark.slow)])
+def test_an_export_before_learning_is_the_folder_it_started_from(key, tmp_path):
+    """Name by name, tied weights too; weights drawn from run.seed are the same on other numbers of
+    ranks."""
+    saved("qwen3_vl", tmp_path / "model", tied=True)
+    first = load_file(tmp_path / "model" / "model.safetensors")
+    exported = []
+    for ranks in (2, 1)[: 1 + (key == "config")]:
+        run = recipe(tmp_path / f"run{ranks}", ModelConfig(**{key: str(tmp_path / "model")}), 1,
+                     lr=1e-300)
+        run_ranks(trained, ranks, run, "qwen3_vl")
+        assert not (tmp_path / f"run{ranks}" / "initial_weights").exists()
+        export(tmp_path / f"run{ranks}" / "checkpoints" / "step_00000001", tmp_path / f"{ranks}")
+        exported.append(load_file(tmp_path / f"{ranks}" / "model.safetensors"))
+    for tensors in exported:
+        assert tensors.keys() == first.keys()
+        assert unlike(tensors, exported[0]) == []
+    assert bool(unlike(first, exported[0])) is (key == "config")
+
+
+def unlike(some: dict, others: dict) -> list[str]:
+    """Names of tensors that differ by more than a learning rate of next to nothing makes of 0."""
+    return [n for n in some if float((some[n] - others[n]).abs().max()) > 1e-200]
+
+
+def frozen(world, run: Recipe, name: str) -> list[str]:
+    """Names of the parameters that two steps changed."""
+    stock = models.build(name)
+    trainer = Trainer(run, world, dataset=models.WholeDataset(name, stock, 24))
+    try:
+        trainer.run()
+        before = dict(stock.named_parameters())
+        return [n for n, p in trainer.model.hf.named_parameters()
+                if not torch.equal(p.full_tensor(), before[n])]
+    finally:
+        trainer.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part, rates", [("vision", {"llm_lr": 1e-300}), ("llm", {})])
+def test_a_frozen_part_stays_and_its_connector_learns(part, rates, tmp_path):
+    """With a learning rate of next to nothing for the text, the connector alone changes."""
+    saved("qwen3_vl", tmp_path / "model")
+    model = replace(ModelConfig(pretrained=str(tmp_path / "model")),
+                    **{part: replace(getattr(ModelConfig(), part), frozen=True)})
+    run = recipe(tmp_path / "run", model, 2, **rates)
+    run = replace(run, fsdp=replace(run.fsdp, activation_checkpointing="full"))
+    changed = run_ranks(frozen, 2, run, "qwen3_vl")[0]
+    parts = {part_of(name) for name in changed}
+    assert parts == ({"connector"} if part == "vision" else {"vision", "connector"})

@@ -22,7 +22,9 @@ def write_whole(source: Path, saved: dict[str, FileTensor], dtype: str, max_file
     ValueError where the source is gone, or the checkpoint is of another model."""
     import torch
     from transformers import AutoModelForImageTextToText
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
     with torch.device("meta"):
         model = AutoModelForImageTextToText.from_config(read_config(source))
     tensors = {}
