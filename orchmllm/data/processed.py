@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from PIL import Image
 
 from orchmllm.batch import IGNORE_INDEX, ProcessedExample
 from orchmllm.config.recipe import DataConfig
@@ -25,8 +26,7 @@ from orchmllm.data.media.headers import image_header
 from orchmllm.data.media.medium import MediaError, Medium, RowError
 from orchmllm.data.media.video import pictures
 from orchmllm.data.storage.remote import Storage
-from orchmllm.data.text.processor import NO_OPTIONS, Processor, Size, Tokens, before
-from orchmllm.data.text.spans import Span
+from orchmllm.data.text.processor import NO_OPTIONS, Processor, Size, Tokens, before, black
 from orchmllm.plan.layout import TEXT, VISION, BatchLayout
 
 
@@ -44,31 +44,23 @@ class ProcessedReader(LengthReader):
     def identity(self) -> list:
         return ["processor", self.processor.digest, self.max_example_tokens]
 
-    def _texts(self, conversations: Sequence[Conversation]) -> list[list[Span] | RowError]:
-        return [self._rendered(turns) for turns in conversations]
+    def _texts(self, conversations: Sequence[Conversation]) -> Sequence[Conversation]:
+        return conversations
 
-    def _rendered(self, turns: Conversation) -> list[Span] | RowError:
-        try:
-            return self.processor.rendered(turns)
-        except RowError as error:
-            return error
-
-    def _measure(self, media: list[Medium], spans: list[Span] | RowError, example_id: int
+    def _measure(self, media: list[Medium], turns: Conversation, example_id: int
                  ) -> MeasuredExample:
         try:
-            if isinstance(spans, RowError):
-                raise spans
+            spans = self.processor.rendered(turns)
             sizes = [image_header(medium)[::-1] for medium in media]
             tokens = self.processor.tokens(spans, sizes, self.max_example_tokens)
             layout = layout_of(example_id, tokens)
         except RowError as error:
-            problem = MediaError(error.file, error.reason, modality=error.modality)
-            return self.stand_in(problem, example_id)
+            return self.stand_in(MediaError(error.file, error.reason), example_id)
         except MediaError as error:
             error.segment, error.modality = 0, VISION
             return self.stand_in(error, example_id)
-        return MeasuredExample(layout, tokens.ids, tokens.learnt, media, None,
-                               sizes[: tokens.num_images])
+        num_images = len(layout.segments[VISION])
+        return MeasuredExample(layout, tokens.ids, tokens.learnt, media, None, sizes[:num_images])
 
 
 def layout_of(example_id: int, tokens: Tokens) -> BatchLayout:
@@ -158,7 +150,7 @@ class ProcessedRows(ConversationDataset):
             if isinstance(image, MediaError):
                 failed, image.modality = True, VISION
                 fail(segment, image, on_error)
-                image = np.zeros((*size, 3), np.uint8)
+                image = black(size)
             images.append(image)
         tokens, arguments = self.processor.load(spans, images, self.reader.max_example_tokens)
         found = layout_of(int(layout.example_id[0]), tokens)
@@ -180,14 +172,16 @@ class ProcessedRows(ConversationDataset):
                                 torch.full_like(ids, IGNORE_INDEX), arguments, layout)
 
 
-def _image(medium: Medium, size: Size, picture: np.ndarray | MediaError | None):
-    """The decoded image (Pillow's, or (H, W, 3) uint8), or why it cannot be used. picture: where
-    it is a frame of a video."""
+def _image(medium: Medium, size: Size, picture: np.ndarray | MediaError | None
+           ) -> Image.Image | MediaError:
+    """The decoded image, or why it cannot be used. picture: where it is a frame of a video."""
+    if isinstance(picture, MediaError):
+        return picture
     try:
-        image = upright_image(medium) if picture is None else picture
+        image = upright_image(medium) if picture is None else Image.fromarray(picture)
     except MediaError as error:
         return error
-    if isinstance(image, np.ndarray | MediaError) or image.size[::-1] == size:
+    if image.size[::-1] == size:
         return image
     return MediaError(medium.name, f"has {image.size[0]}x{image.size[1]} pixels, where "
                       f"{size[1]}x{size[0]} were planned: the file has changed; orchmllm data lint "

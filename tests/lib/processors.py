@@ -46,9 +46,9 @@ def tokenizer(named: dict[str, str], more: tuple[str, ...] = ()):
 
 def _of_images(kind: type, *parts: Any, **options: Any):
     """A processor without the part for videos, which needs torchvision."""
-    from orchmllm.data.text.processor import _of_images
+    from orchmllm.data.text.processor import of_images
 
-    return _of_images(kind)(*parts, **options)
+    return of_images(kind)(*parts, **options)
 
 
 def _qwen(config: str, processor: str, patch: int) -> Callable:
@@ -78,7 +78,7 @@ def _internvl(t):
              "context_image_token": "<IMG_CONTEXT>", "video_token": "<video>"}
     return ("InternVLConfig", {"vision_config": {"patch_size": [7, 7], "image_size": [28, 28]}},
             named, (), lambda tok: _of_images(t.InternVLProcessor, images, tok,
-                                              image_seq_length=4), "<IMG_CONTEXT>\\n")
+                                              image_seq_length=4), "<IMG_CONTEXT>\n")
 
 
 def _llava_onevision(t):
@@ -89,7 +89,7 @@ def _llava_onevision(t):
             {"vision_config": {"model_type": "siglip_vision_model", "patch_size": 7}},
             {"image_token": "<image>", "video_token": "<video>"}, (),
             lambda tok: _of_images(t.LlavaOnevisionProcessor, images, tok, num_image_tokens=16,
-                                   vision_feature_select_strategy="full"), "<image>\\n")
+                                   vision_feature_select_strategy="full"), "<image>\n")
 
 
 def _llava_next(t):
@@ -101,7 +101,7 @@ def _llava_next(t):
                                                   "patch_size": 7}},
             {"image_token": "<image>"}, (), lambda tok: t.LlavaNextProcessor(
                 images, tok, patch_size=7, vision_feature_select_strategy="default",
-                num_additional_image_tokens=1), "<image>\\n")
+                num_additional_image_tokens=1), "<image>\n")
 
 
 def _llava(t):
@@ -110,7 +110,7 @@ def _llava(t):
     return ("LlavaConfig", {"vision_config": {"model_type": "clip_vision_model", "patch_size": 7}},
             {"image_token": "<image>"}, (), lambda tok: t.LlavaProcessor(
                 images, tok, patch_size=7, vision_feature_select_strategy="default",
-                num_additional_image_tokens=1), "<image>\\n")
+                num_additional_image_tokens=1), "<image>\n")
 
 
 def _import_pixtral(transformers) -> None:
