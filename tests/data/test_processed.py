@@ -110,7 +110,7 @@ def drawn(count: int, most: int, seed: int) -> list[list[tuple[int, int]]]:
              for _ in range(int(rng.integers(min(most, 2), most + 1)))] for _ in range(count)]
 
 
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "gemma3_pan_and_scan"])
+@pytest.mark.parametrize("family", ["llava_onevision", "gemma3_pan_and_scan"])
 def test_headers_pixels_and_transformers_agree(tmp_path, family):
     sizes = [*drawn(5, 1, 0), *drawn(3, 3, 1), []]
     talks = write_rows(tmp_path, family, sizes)
@@ -189,6 +189,12 @@ def test_rows_that_cannot_be_used_are_told_of(tmp_path):
         [(segment, reason)], example = failing(rows, i)
         assert segment == 0 and len(example.input_ids) == 1
         assert example.media["mm_token_type_ids"].tolist() == [[0]]
+    path = tmp_path / "tokenizer.json"
+    content = json.loads(path.read_text())
+    for token in content["added_tokens"]:
+        token["special"] &= token["content"] != "<|image_pad|>"
+    path.write_text(json.dumps(content))
+    assert "<|image_pad|>, which stands for images" in str(opened(tmp_path).problem(1))
 
 
 def test_images_that_touch_are_refused_where_the_model_cannot_tell_them_apart(tmp_path):
@@ -244,25 +250,24 @@ def test_a_row_that_has_changed_keeps_its_planned_length(tmp_path):
 
 
 def test_an_example_ends_at_max_example_tokens(tmp_path):
-    write_rows(tmp_path, "internvl", [[(60, 60)], [(90, 30), (50, 50)]])
+    write_rows(tmp_path, "qwen2_5_vl", [[(60, 60)], [(90, 30), (50, 50)]])
+    images = [{"type": "image", "image": f"1_{k}.png"} for k in range(2)]
+    edited(tmp_path, 1, messages=talk(images[:1], "a", "the red row")[:3] + talk(images[1:], "a"))
     whole = opened(tmp_path)
-    for i in range(2):
-        full = whole.load(i)
-        at = np.flatnonzero(full.input_ids == whole.processor.image_token_id)
-        for limit in (at[-1] + 2, len(full.input_ids), at[-1] + 1, at[-1]):
-            rows = opened(tmp_path, max_example_tokens=int(limit))
-            cut = rows.measure(i)
-            assert rows.digest == whole.digest and rows.reader.identity != whole.reader.identity
-            if rows.problem(i):
-                assert "nothing to learn" in str(rows.problem(i))
-                continue
-            example = rows.load(i)
-            assert cut.num_tokens.sum() == len(example.input_ids) <= limit
-            kept = int((cut.modality == 1).sum())
-            assert kept == (i + 1 if limit > at[-1] else i)
-            if kept == i + 1:
-                assert torch.equal(example.input_ids, full.input_ids[:limit])
-                assert torch.equal(example.labels, full.labels[:limit])
+    full = [whole.load(i) for i in range(2)]
+    at = [np.flatnonzero(f.input_ids == whole.processor.image_token_id)[-1] for f in full]
+    rows = opened(tmp_path, max_example_tokens=int(at[0]))
+    assert "nothing to learn" in str(rows.problem(0))
+    for limit in (len(full[1].input_ids), at[1] + 3, at[1] + 1, at[1], at[1] - 3):
+        rows = opened(tmp_path, max_example_tokens=int(limit))
+        assert rows.digest == whole.digest and rows.reader.identity != whole.reader.identity
+        lengths, example, fits = rows.measure(1), rows.load(1), bool(limit > at[1])
+        n = len(example.input_ids)
+        assert lengths.num_tokens.sum() == n and (n == limit if fits else n < at[1])
+        assert (lengths.modality == 1).sum() == 1 + fits
+        assert torch.equal(example.input_ids, full[1].input_ids[:n])
+        assert torch.equal(example.labels, full[1].labels[:n])
+        assert example.media["mm_token_type_ids"].shape == (1, n)
 
 
 def test_another_processor_has_another_digest_and_index(tmp_path):

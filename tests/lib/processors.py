@@ -20,9 +20,18 @@ _TEMPLATE = ("{{% for m in messages %}}{{{{ '<turn>' + m['role'] + '\\n' }}}}"
              "{{% if add_generation_prompt %}}{{{{ '<turn>assistant\\n' }}}}{{% endif %}}")
 
 
-def tokenizer(named: dict[str, str], more: tuple[str, ...] = ()):
-    """A byte-level tokenizer with these special tokens by name, and `more` of them."""
-    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+def tokenizer(named: dict[str, str], more: tuple[str, ...] = (), adds_bos: bool = False):
+    """A byte-level tokenizer with these special tokens by name, and `more` of them. adds_bos:
+    <bos> before texts."""
+    from tokenizers import (
+        AddedToken,
+        Regex,
+        Tokenizer,
+        decoders,
+        models,
+        pre_tokenizers,
+        processors,
+    )
     from transformers import PreTrainedTokenizerFast
 
     symbols = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -40,6 +49,9 @@ def tokenizer(named: dict[str, str], more: tuple[str, ...] = ()):
     made.decoder = decoders.ByteLevel()
     made.add_special_tokens([AddedToken(s, special=True, normalized=False) for s in
                              dict.fromkeys([*_PAD, *named.values(), *more])])
+    if adds_bos:
+        made.post_processor = processors.TemplateProcessing(
+            single="<bos> $A", special_tokens=[("<bos>", made.token_to_id("<bos>"))])
     return PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>", bos_token="<bos>",
                                    eos_token="<eos>", extra_special_tokens=named)
 
@@ -173,6 +185,7 @@ FAMILIES: dict[str, Callable] = {
 }
 
 
+WITH_BOS = ("gemma3", "gemma3_pan_and_scan", "llava", "mistral3")  # gemma3's template writes it
 OPTIONS = {"gemma3_pan_and_scan": {
     "do_pan_and_scan": True, "pan_and_scan_min_crop_size": 40, "pan_and_scan_max_num_crops": 4,
     "pan_and_scan_min_ratio_to_activate": 1.2}}
@@ -183,9 +196,10 @@ def write_processor(family: str, folder: Path) -> Path:
     import transformers
 
     config, keys, named, more, build, image = FAMILIES[family](transformers)
-    tok = tokenizer(named, more)
+    tok = tokenizer(named, more, adds_bos=family in WITH_BOS)
     processor = build(tok)
-    processor.chat_template = _TEMPLATE.format(image=image)
+    processor.chat_template = "{{ bos_token }}" * (family == "gemma3") + _TEMPLATE.format(
+        image=image)
     processor.save_pretrained(folder)
     feature = named.get("image_token", named.get("context_image_token"))
     if family == "aya_vision":

@@ -147,8 +147,9 @@ class Processor:
         try:
             # Nested as apply_chat_template does it: some processors tell examples by the lists.
             out = processor(text=[text], images=[images] if images else None,
-                            images_kwargs=self.options, add_special_tokens=False,
-                            return_text_replacement_offsets=True, return_tensors=tensors)
+                            images_kwargs=self.options, return_tensors=tensors,
+                            add_special_tokens=self._adds_special_tokens(text),
+                            return_text_replacement_offsets=True)
         except MemoryError:
             raise
         except Exception as error:  # processors check little themselves
@@ -185,10 +186,7 @@ class Processor:
         RowError where features cannot be told from text, and for other ids than the processor's."""
         texts = iter(expanded.texts)
         spans = [Text(next(texts), False) if isinstance(s, Medium) else s for s in spans]
-        ids, learnt = self.tokenizer.encode_spans(spans)
-        whole = "".join(span.text for span in spans)
-        if ids.tolist() != self._processor.tokenizer(whole, add_special_tokens=False)["input_ids"]:
-            raise RowError(self._other_ids(spans))
+        ids, learnt = self._encoded(spans)
         features = np.array([text.count(self._feature) for text in expanded.texts], np.int64)
         at = np.flatnonzero(ids == self.image_token_id)
         if len(at) != features.sum():
@@ -211,12 +209,27 @@ class Processor:
                          (TEXT, text_lengths(int(count)))]
         return Tokens(ids, learnt, [s for s in segments if s[1].num_tokens]), fit
 
-    def _other_ids(self, spans: Sequence[Text]) -> str:
+    def _adds_special_tokens(self, text: str) -> bool:
+        """As apply_chat_template decides it."""
+        begin = self._processor.tokenizer.bos_token
+        return begin is None or not text.startswith(begin)
+
+    def _encoded(self, spans: Sequence[Text]) -> tuple[np.ndarray, np.ndarray]:
+        """(ids, learnt) of a conversation whose images are text, with the special tokens that the
+        processor's tokenizer adds around it. Raises RowError where it has other ids between."""
+        ids, learnt = self.tokenizer.encode_spans(spans)
+        text = "".join(span.text for span in spans)
+        theirs = np.array(self._processor.tokenizer(
+            text, add_special_tokens=self._adds_special_tokens(text))["input_ids"], np.int32)
+        for start in range(len(theirs) - len(ids) + 1):
+            if np.array_equal(theirs[start: start + len(ids)], ids):
+                end = len(theirs) - len(ids) - start
+                return theirs, np.pad(learnt, (start, end))
         for token in self.tokenizer.special:
             if any(span.of_data and token in span.text for span in spans):
-                return (f"its text contains the special token {token}, which the model would read "
-                        "as that token: leave it out or write it in another way")
-        return "the processor's tokenizer has other ids for it than tokenizer.json"
+                raise RowError(f"its text contains the special token {token}, which the model "
+                               "would read as that: leave it out or write it in another way")
+        raise RowError("the processor's tokenizer has other ids for it than tokenizer.json")
 
 
 def black(size: Size) -> Image.Image:
