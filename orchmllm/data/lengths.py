@@ -28,14 +28,15 @@ _TOO_LONG = 1 << 30  # of a medium after the cut, whatever its length
 class MeasuredExample(NamedTuple):
     """One example as planned. token_ids (T,) int32, supervised (T,) bool: of its text. media: in
     reading order, those after the cut too. problem: why it is a stand-in, or how its row differs
-    from the index, or None. sizes: height and width of the images before the cut, where a processor
-    of transformers made its lengths of them."""
+    from the index, or None. turns, sizes: where a processor of transformers made the lengths, the
+    conversation, and height and width of the images before the cut."""
 
     layout: BatchLayout
     token_ids: np.ndarray
     supervised: np.ndarray
     media: list[Medium]
     problem: MediaError | None
+    turns: Conversation = ()
     sizes: Sequence[tuple[int, int]] = ()
 
     @property

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from PIL import Image
 
 from orchmllm.batch import IGNORE_INDEX, ProcessedExample
 from orchmllm.config.recipe import DataConfig
@@ -25,8 +26,7 @@ from orchmllm.data.media.headers import image_header
 from orchmllm.data.media.medium import MediaError, Medium, RowError
 from orchmllm.data.media.video import pictures
 from orchmllm.data.storage.remote import Storage
-from orchmllm.data.text.processor import NO_OPTIONS, Processor, Size, Tokens, before
-from orchmllm.data.text.spans import Span
+from orchmllm.data.text.processor import NO_OPTIONS, Processor, Size, Tokens, before, black
 from orchmllm.plan.layout import TEXT, VISION, BatchLayout
 
 
@@ -44,31 +44,24 @@ class ProcessedReader(LengthReader):
     def identity(self) -> list:
         return ["processor", self.processor.digest, self.max_example_tokens]
 
-    def _texts(self, conversations: Sequence[Conversation]) -> list[list[Span] | RowError]:
-        return [self._rendered(turns) for turns in conversations]
+    def _texts(self, conversations: Sequence[Conversation]) -> Sequence[Conversation]:
+        return conversations
 
-    def _rendered(self, turns: Conversation) -> list[Span] | RowError:
-        try:
-            return self.processor.rendered(turns)
-        except RowError as error:
-            return error
-
-    def _measure(self, media: list[Medium], spans: list[Span] | RowError, example_id: int
+    def _measure(self, media: list[Medium], turns: Conversation, example_id: int
                  ) -> MeasuredExample:
         try:
-            if isinstance(spans, RowError):
-                raise spans
+            spans = self.processor.rendered(turns)
             sizes = [image_header(medium)[::-1] for medium in media]
             tokens = self.processor.tokens(spans, sizes, self.max_example_tokens)
             layout = layout_of(example_id, tokens)
         except RowError as error:
-            problem = MediaError(error.file, error.reason, modality=error.modality)
-            return self.stand_in(problem, example_id)
+            return self.stand_in(MediaError(error.file, error.reason), example_id)
         except MediaError as error:
             error.segment, error.modality = 0, VISION
             return self.stand_in(error, example_id)
-        return MeasuredExample(layout, tokens.ids, tokens.learnt, media, None,
-                               sizes[: tokens.num_images])
+        num_images = len(layout.segments[VISION])
+        return MeasuredExample(layout, tokens.ids, tokens.learnt, media, None, turns,
+                               sizes[:num_images])
 
 
 def layout_of(example_id: int, tokens: Tokens) -> BatchLayout:
@@ -121,44 +114,44 @@ class ProcessedRows(ConversationDataset):
         `on_error`, it is called with (segment, error) instead, the image is black, and nothing is
         learnt. A row that cannot be used, or has changed since it was measured, is told of as
         segment 0 and has the planned lengths."""
-        planned, problem = self._planned(i, row)
+        row = row or self._row(i)
+        problem = row.problem
         if problem is None:
             try:
-                return self._example(i, planned, on_error)
-            except (RowError, OSError) as error:
+                return self._example(row, on_error)
+            except RowError as error:
                 problem = MediaError(self._name(i), f"cannot be used as it was planned: {error}")
         fail(0, problem, on_error)
-        return self._filler(planned)
+        return self._filler(row)
 
-    def _planned(self, i: int, row: MeasuredExample | None
-                 ) -> tuple[MeasuredExample, MediaError | None]:
-        """(The example with its lengths and sizes, why it is a stand-in)."""
+    def _row(self, i: int, text: bool = True) -> MeasuredExample:
         source, number = self.where(i)
         index = self.indexes[source]
-        if row is None and index is None:
-            row = self._measured([i])[0]
-        if row is not None:
-            return row, row.problem
-        nothing = np.zeros(0, np.int32)
-        return MeasuredExample(self.layout(i), nothing, nothing, [], None,
-                               index.sizes(number)), index.problems.get(number)
+        if index is None:
+            return self._measured([i])[0]
+        problem, nothing = index.problems.get(number), np.zeros(0, np.int32)
+        row = MeasuredExample(self.layout(i), nothing, nothing, [], problem, (),
+                              index.sizes(number))
+        try:
+            turns = () if problem else self.conversation(i)
+        except RowError as error:
+            return row._replace(problem=MediaError(self._name(i), "the row has changed since it "
+                                                   f"was indexed: {error}"))
+        return row._replace(turns=turns, media=media_of(turns))
 
-    def _example(self, i: int, planned: MeasuredExample, on_error: OnError) -> ProcessedExample:
+    def _example(self, row: MeasuredExample, on_error: OnError) -> ProcessedExample:
         """Raises RowError where the row is not as planned."""
-        turns, sizes, layout = self.conversation(i), planned.sizes, planned.layout
-        spans = before(self.processor.rendered(turns), len(sizes))
-        media = media_of(turns)[: len(sizes)]
-        if len(media) < len(sizes):
-            raise RowError("it has fewer images than it had")
+        layout, sizes = row.layout, row.sizes
+        spans = before(self.processor.rendered(row.turns), len(sizes))
         segments = np.flatnonzero(layout.modality == VISION).tolist()
         images, failed = [], False
-        shown = pictures(media, self.processor)
-        for medium, size, segment in zip(media, sizes, segments, strict=True):
+        shown = pictures(row.media[: len(sizes)], self.processor)
+        for medium, size, segment in zip(row.media, sizes, segments, strict=False):
             image = _image(medium, size, shown.get(medium))
             if isinstance(image, MediaError):
                 failed, image.modality = True, VISION
                 fail(segment, image, on_error)
-                image = np.zeros((*size, 3), np.uint8)
+                image = black(size)
             images.append(image)
         tokens, arguments = self.processor.load(spans, images, self.reader.max_example_tokens)
         found = layout_of(int(layout.example_id[0]), tokens)
@@ -169,25 +162,27 @@ class ProcessedRows(ConversationDataset):
         return ProcessedExample(int(layout.example_id[0]), ids,
                                 ids.where(learnt, torch.tensor(IGNORE_INDEX)), arguments, layout)
 
-    def _filler(self, planned: MeasuredExample) -> ProcessedExample:
+    def _filler(self, row: MeasuredExample) -> ProcessedExample:
         """An example of the planned lengths that nothing is learnt of: images are black."""
-        layout = planned.layout
+        layout = row.layout
         token = np.where(layout.modality == TEXT, self.tokenizer.end_id or 0,
                          self.processor.image_token_id)
         ids = torch.from_numpy(np.repeat(token, layout.num_tokens))
-        arguments = self.processor.arguments_like(ids, planned.sizes)
+        arguments = self.processor.arguments_like(ids, row.sizes)
         return ProcessedExample(int(layout.example_id[0]), ids,
                                 torch.full_like(ids, IGNORE_INDEX), arguments, layout)
 
 
-def _image(medium: Medium, size: Size, picture: np.ndarray | MediaError | None):
-    """The decoded image (Pillow's, or (H, W, 3) uint8), or why it cannot be used. picture: where
-    it is a frame of a video."""
+def _image(medium: Medium, size: Size, picture: np.ndarray | MediaError | None
+           ) -> Image.Image | MediaError:
+    """The decoded image, or why it cannot be used. picture: where it is a frame of a video."""
+    if isinstance(picture, MediaError):
+        return picture
     try:
-        image = upright_image(medium) if picture is None else picture
+        image = upright_image(medium) if picture is None else Image.fromarray(picture)
     except MediaError as error:
         return error
-    if isinstance(image, np.ndarray | MediaError) or image.size[::-1] == size:
+    if image.size[::-1] == size:
         return image
     return MediaError(medium.name, f"has {image.size[0]}x{image.size[1]} pixels, where "
                       f"{size[1]}x{size[0]} were planned: the file has changed; orchmllm data lint "

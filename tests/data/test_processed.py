@@ -4,6 +4,7 @@ of transformers alone, and labels those of an independent reading of the ids."""
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -13,10 +14,20 @@ from PIL import Image
 
 from orchmllm.batch import IGNORE_INDEX
 from orchmllm.config.recipe import DataConfig
+from orchmllm.data.loading.workers import Workers
+from orchmllm.data.media.medium import MediaError
 from orchmllm.data.processed import ProcessedRows
+from orchmllm.tools.data.build_index import build_index
 from tests.lib.processors import FAMILIES, OPTIONS, write_processor
 
 TOLD = ("the red row", "What\n\n", "user assistant", "a", "1 of 2\n", "Grüße, 世界 ")
+
+
+def talk(parts: list[dict], *answers: str) -> list[dict]:
+    asked = [parts, *([{"type": "text", "text": "the row"}] for _ in answers[1:])]
+    return [turn for parts, answer in zip(asked, answers, strict=True) for turn in (
+        {"role": "user", "content": parts},
+        {"role": "assistant", "content": [{"type": "text", "text": answer}]})]
 
 
 def write_rows(folder: Path, family: str, sizes: list[list[tuple[int, int]]], seed: int = 0
@@ -39,16 +50,8 @@ def write_rows(folder: Path, family: str, sizes: list[list[tuple[int, int]]], se
                     shown.append(parts[-1])
             say = [str(rng.choice(TOLD)) for _ in range(3)]
             first = [{"type": "text", "text": say[0]}] * (not parts or rng.random() < 0.5)
-
-            def talk(parts):
-                return [{"role": "user", "content": first + parts},
-                        {"role": "assistant", "content": say[1]},
-                        {"role": "user", "content": "the row"},
-                        {"role": "assistant", "content": say[2]}]
-            file.write(json.dumps({"messages": talk(parts)}) + "\n")
-            talks.append([{"role": t["role"], "content": t["content"] if isinstance(
-                t["content"], list) else [{"type": "text", "text": t["content"]}]}
-                for t in talk(shown)])
+            file.write(json.dumps({"messages": talk(first + parts, *say[1:])}) + "\n")
+            talks.append(talk(first + shown, *say[1:]))
     return talks
 
 
@@ -96,9 +99,9 @@ def check(rows: ProcessedRows, processor, talks: list[list[dict]], options: dict
 
 
 def stock(folder: Path):
-    from orchmllm.data.text.processor import _load
+    from orchmllm.data.text.processor import load_processor
 
-    return _load(folder)[0]
+    return load_processor(folder)[0]
 
 
 def drawn(count: int, most: int, seed: int) -> list[list[tuple[int, int]]]:
@@ -107,7 +110,7 @@ def drawn(count: int, most: int, seed: int) -> list[list[tuple[int, int]]]:
              for _ in range(int(rng.integers(min(most, 2), most + 1)))] for _ in range(count)]
 
 
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "gemma3_pan_and_scan"])
+@pytest.mark.parametrize("family", ["llava_onevision", "gemma3_pan_and_scan"])
 def test_headers_pixels_and_transformers_agree(tmp_path, family):
     sizes = [*drawn(5, 1, 0), *drawn(3, 3, 1), []]
     talks = write_rows(tmp_path, family, sizes)
@@ -122,3 +125,203 @@ def test_every_family_agrees_at_many_sizes(tmp_path, family):
     talks = write_rows(tmp_path, family, sizes)
     rows = opened(tmp_path, family)
     assert check(rows, stock(tmp_path), talks, OPTIONS.get(family, {})) == sum(map(len, sizes))
+
+
+SIZES = [[(40, 60)], [(90, 30), (50, 50)], [(33, 64)], []]
+
+
+def edited(folder: Path, row: int, **keys) -> None:
+    """Changes keys of a row of data.jsonl."""
+    path = folder / "data.jsonl"
+    lines = path.read_text(encoding="utf-8").splitlines()
+    lines[row] = json.dumps(json.loads(lines[row]) | keys)
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def indexed(folder: Path) -> ProcessedRows:
+    rows = opened(folder)
+    build_index(rows.sources[0], rows.reader, folder / "index", num_workers=1)
+    return opened(folder)
+
+
+def payload(rows: ProcessedRows, i: int) -> list[int]:
+    return rows.measure(i).to_payload().tolist()
+
+
+def failing(rows: ProcessedRows, i: int) -> tuple[list[tuple[int, str]], object]:
+    """(segments that failed and why, the example that is loaded all the same)."""
+    found = []
+    example = rows.load(i, on_error=lambda segment, error: found.append((segment, str(error))))
+    assert example.lengths.to_payload().tolist() == payload(rows, i)
+    assert len(example.input_ids) == example.lengths.num_tokens.sum()
+    assert (example.labels == IGNORE_INDEX).all() and len(example.labels) == len(example.input_ids)
+    features = (example.input_ids == rows.processor.image_token_id).sum()
+    assert features == example.lengths.num_tokens[example.lengths.modality == 1].sum()
+    with pytest.raises(MediaError):
+        rows.load(i)
+    return found, example
+
+
+def test_rows_that_cannot_be_used_are_told_of(tmp_path):
+    write_rows(tmp_path, "qwen2_5_vl", [[(40, 60)], *[[]] * 6])
+
+    def asked(*parts, answer="a"):
+        return talk(list(parts), answer)
+
+    image = {"type": "image", "image": "0_0.png"}
+    text = {"type": "text", "text": "see <|image_pad|>"}
+    edited(tmp_path, 1, messages=asked(text, image))
+    edited(tmp_path, 2, messages=asked(image, answer="<end> red"))
+    edited(tmp_path, 3, messages=asked({"type": "image", "image": "broken.png"}))
+    edited(tmp_path, 4, messages=asked({"type": "image", "image": "wide.png"}))
+    edited(tmp_path, 5, messages=asked({"type": "audio", "audio": "clip.wav"}))
+    edited(tmp_path, 6, messages=asked(image)[:1])
+    (tmp_path / "broken.png").write_bytes((tmp_path / "0_0.png").read_bytes()[:20])
+    Image.new("RGB", (16 * 201, 16)).save(tmp_path / "wide.png")
+    rows = indexed(tmp_path)
+    reasons = [str(rows.problem(i)) for i in range(1, 7)]
+    for reason, wanted in zip(reasons, (
+            "special token <|image_pad|>", "special token <end>", "broken.png",
+            "sides differ", "images alone", "nothing to learn"), strict=True):
+        assert wanted in reason
+    assert rows.problem(0) is None
+    for i in range(1, 7):
+        [(segment, reason)], example = failing(rows, i)
+        assert segment == 0 and len(example.input_ids) == 1
+        assert example.media["mm_token_type_ids"].tolist() == [[0]]
+    path = tmp_path / "tokenizer.json"
+    content = json.loads(path.read_text())
+    for token in content["added_tokens"]:
+        token["special"] &= token["content"] != "<|image_pad|>"
+    path.write_text(json.dumps(content))
+    assert "<|image_pad|>, which stands for images" in str(opened(tmp_path).problem(1))
+
+
+def test_images_that_touch_are_refused_where_the_model_cannot_tell_them_apart(tmp_path):
+    for family in ("qwen2_5_vl", "llava"):
+        folder = tmp_path / family
+        folder.mkdir()
+        write_rows(folder, family, [[(40, 60), (50, 50)]])
+        path = folder / "chat_template.jinja"
+        text = path.read_text()
+        path.write_text(text.replace("<|vision_start|>", "").replace("<|vision_end|>", "")
+                        .replace("<image>\n", "<image>"))
+        assert path.read_text() != text
+        edited(folder, 0, messages=[
+            {"role": "user", "content": [{"type": "image", "image": f"0_{k}.png"}
+                                         for k in range(2)]},
+            {"role": "assistant", "content": "a"}])
+        problem = opened(folder).problem(0)
+        assert ("no token between them" in str(problem)) == (family == "qwen2_5_vl"), problem
+    assert problem is None
+
+
+@pytest.mark.parametrize("has_index", [False, True])
+def test_an_image_that_fails_keeps_its_planned_length(tmp_path, has_index):
+    write_rows(tmp_path, "qwen2_5_vl", SIZES)
+    rows = indexed(tmp_path) if has_index else opened(tmp_path)
+    assert (rows.indexes[0] is not None) == has_index
+    good = [rows.load(i) for i in range(len(SIZES))]
+    path = tmp_path / "1_0.png"
+    path.write_bytes(path.read_bytes()[:3000])  # its header is whole
+    (tmp_path / "2_0.png").unlink()
+    Image.new("RGB", (61, 40)).save(tmp_path / "0_0.png")
+    for i, reason in enumerate(("61x40 pixels, where 60x40 were planned", "1_0.png", "is missing")):
+        [(segment, told)], example = failing(rows, i)
+        assert reason in told and rows.measure(i).modality[segment] == 1
+        assert torch.equal(example.input_ids, good[i].input_ids)
+        assert {n: v.shape for n, v in example.media.items()} == {
+            n: v.shape for n, v in good[i].media.items()}
+    second = example.lengths.rows[example.lengths.modality == 1]
+    assert len(second) == 1 and torch.equal(rows.load(3).labels, good[3].labels)
+
+
+def test_a_row_that_has_changed_keeps_its_planned_length(tmp_path):
+    write_rows(tmp_path, "mistral3", SIZES)
+    rows = indexed(tmp_path)
+    good = rows.load(1)
+    path = tmp_path / "data.jsonl"
+    stamp = path.stat().st_mtime_ns
+    path.write_bytes(path.read_bytes().replace(b"the row", b"the ROW"))
+    os.utime(path, ns=(stamp, stamp))  # as a file system with coarse times may have it
+    [(segment, reason)], example = failing(rows, 1)
+    assert segment == 0 and "cannot be used as it was planned" in reason
+    assert example.media["pixel_values"].shape == good.media["pixel_values"].shape
+
+
+def test_an_example_ends_at_max_example_tokens(tmp_path):
+    write_rows(tmp_path, "qwen2_5_vl", [[(60, 60)], [(90, 30), (50, 50)]])
+    images = [{"type": "image", "image": f"1_{k}.png"} for k in range(2)]
+    edited(tmp_path, 1, messages=talk(images[:1], "a", "the red row")[:3] + talk(images[1:], "a"))
+    whole = opened(tmp_path)
+    full = [whole.load(i) for i in range(2)]
+    at = [np.flatnonzero(f.input_ids == whole.processor.image_token_id)[-1] for f in full]
+    rows = opened(tmp_path, max_example_tokens=int(at[0]))
+    assert "nothing to learn" in str(rows.problem(0))
+    for limit in (len(full[1].input_ids), at[1] + 3, at[1] + 1, at[1], at[1] - 3):
+        rows = opened(tmp_path, max_example_tokens=int(limit))
+        assert rows.digest == whole.digest and rows.reader.identity != whole.reader.identity
+        lengths, example, fits = rows.measure(1), rows.load(1), bool(limit > at[1])
+        n = len(example.input_ids)
+        assert lengths.num_tokens.sum() == n and (n == limit if fits else n < at[1])
+        assert (lengths.modality == 1).sum() == 1 + fits
+        assert torch.equal(example.input_ids, full[1].input_ids[:n])
+        assert torch.equal(example.labels, full[1].labels[:n])
+        assert example.media["mm_token_type_ids"].shape == (1, n)
+
+
+def test_another_processor_has_another_digest_and_index(tmp_path):
+    write_rows(tmp_path, "qwen2_5_vl", SIZES[:1])
+    rows = indexed(tmp_path)
+    assert rows.indexes[0] is not None and rows.fingerprint()["processor"] == rows.digest
+    path = tmp_path / "processor_config.json"
+    content = json.loads(path.read_text())
+    path.write_text(json.dumps(dict(reversed(content.items())), indent=7))
+    same = opened(tmp_path)
+    assert same.digest == rows.digest and same.indexes[0] is not None
+    content["image_processor"]["size"]["longest_edge"] //= 2
+    path.write_text(json.dumps(content))
+    other = opened(tmp_path)
+    assert other.digest != rows.digest and other.indexes == [None]
+    options = ProcessedRows(tmp_path, same_config(tmp_path),
+                            {"size": {"shortest_edge": 784, "longest_edge": 7840}})
+    assert len({options.digest, other.digest, rows.digest}) == 3
+
+
+def same_config(folder: Path) -> DataConfig:
+    return DataConfig(path=str(folder / "data.jsonl"), index_dir=str(folder / "index"))
+
+
+def test_worker_processes_load_the_same(tmp_path):
+    write_rows(tmp_path, "gemma3", SIZES)
+    for rows in (opened(tmp_path), indexed(tmp_path)):
+        workers = Workers(rows, 2)
+        calls = [((i,), {"row": rows.kept(i)}) for i in range(len(SIZES))]
+        here = [rows.load(i) for i in range(len(SIZES))]
+        try:
+            there = workers.request("load", calls)()
+        finally:
+            workers.close()
+        for mine, (theirs, failed) in zip(here, there, strict=True):
+            assert not failed and torch.equal(mine.input_ids, theirs.input_ids)
+            assert torch.equal(mine.labels, theirs.labels)
+            assert mine.media.keys() == theirs.media.keys()
+            assert all(torch.equal(mine.media[n], theirs.media[n]) for n in mine.media)
+
+
+def test_a_folder_that_cannot_be_used_says_why(tmp_path):
+    write_rows(tmp_path, "llava", SIZES[:1])
+    path = tmp_path / "chat_template.jinja"
+    template = path.read_text()
+    path.write_text(template.replace("<image>", ""))
+    with pytest.raises(ValueError, match="does not write <image> for an image"):
+        opened(tmp_path)
+    path.unlink()
+    with pytest.raises(ValueError, match="has no chat template"):
+        opened(tmp_path)
+    path.write_text(template)
+    with pytest.raises(ValueError, match="leave it out"):
+        opened(tmp_path, tokenizer="there")
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(ValueError, match="llama have no processor"):
+        opened(tmp_path)

@@ -20,9 +20,18 @@ _TEMPLATE = ("{{% for m in messages %}}{{{{ '<turn>' + m['role'] + '\\n' }}}}"
              "{{% if add_generation_prompt %}}{{{{ '<turn>assistant\\n' }}}}{{% endif %}}")
 
 
-def tokenizer(named: dict[str, str], more: tuple[str, ...] = ()):
-    """A byte-level tokenizer with these special tokens by name, and `more` of them."""
-    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+def tokenizer(named: dict[str, str], more: tuple[str, ...] = (), adds_bos: bool = False):
+    """A byte-level tokenizer with these special tokens by name, and `more` of them. adds_bos:
+    <bos> before texts."""
+    from tokenizers import (
+        AddedToken,
+        Regex,
+        Tokenizer,
+        decoders,
+        models,
+        pre_tokenizers,
+        processors,
+    )
     from transformers import PreTrainedTokenizerFast
 
     symbols = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -40,15 +49,18 @@ def tokenizer(named: dict[str, str], more: tuple[str, ...] = ()):
     made.decoder = decoders.ByteLevel()
     made.add_special_tokens([AddedToken(s, special=True, normalized=False) for s in
                              dict.fromkeys([*_PAD, *named.values(), *more])])
+    if adds_bos:
+        made.post_processor = processors.TemplateProcessing(
+            single="<bos> $A", special_tokens=[("<bos>", made.token_to_id("<bos>"))])
     return PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>", bos_token="<bos>",
                                    eos_token="<eos>", extra_special_tokens=named)
 
 
 def _of_images(kind: type, *parts: Any, **options: Any):
     """A processor without the part for videos, which needs torchvision."""
-    from orchmllm.data.text.processor import _of_images
+    from orchmllm.data.text.processor import of_images
 
-    return _of_images(kind)(*parts, **options)
+    return of_images(kind)(*parts, **options)
 
 
 def _qwen(config: str, processor: str, patch: int) -> Callable:
@@ -78,7 +90,7 @@ def _internvl(t):
              "context_image_token": "<IMG_CONTEXT>", "video_token": "<video>"}
     return ("InternVLConfig", {"vision_config": {"patch_size": [7, 7], "image_size": [28, 28]}},
             named, (), lambda tok: _of_images(t.InternVLProcessor, images, tok,
-                                              image_seq_length=4), "<IMG_CONTEXT>\\n")
+                                              image_seq_length=4), "<IMG_CONTEXT>\n")
 
 
 def _llava_onevision(t):
@@ -89,7 +101,7 @@ def _llava_onevision(t):
             {"vision_config": {"model_type": "siglip_vision_model", "patch_size": 7}},
             {"image_token": "<image>", "video_token": "<video>"}, (),
             lambda tok: _of_images(t.LlavaOnevisionProcessor, images, tok, num_image_tokens=16,
-                                   vision_feature_select_strategy="full"), "<image>\\n")
+                                   vision_feature_select_strategy="full"), "<image>\n")
 
 
 def _llava_next(t):
@@ -101,7 +113,7 @@ def _llava_next(t):
                                                   "patch_size": 7}},
             {"image_token": "<image>"}, (), lambda tok: t.LlavaNextProcessor(
                 images, tok, patch_size=7, vision_feature_select_strategy="default",
-                num_additional_image_tokens=1), "<image>\\n")
+                num_additional_image_tokens=1), "<image>\n")
 
 
 def _llava(t):
@@ -110,7 +122,7 @@ def _llava(t):
     return ("LlavaConfig", {"vision_config": {"model_type": "clip_vision_model", "patch_size": 7}},
             {"image_token": "<image>"}, (), lambda tok: t.LlavaProcessor(
                 images, tok, patch_size=7, vision_feature_select_strategy="default",
-                num_additional_image_tokens=1), "<image>\\n")
+                num_additional_image_tokens=1), "<image>\n")
 
 
 def _import_pixtral(transformers) -> None:
@@ -173,6 +185,7 @@ FAMILIES: dict[str, Callable] = {
 }
 
 
+WITH_BOS = ("gemma3", "gemma3_pan_and_scan", "llava", "mistral3")  # gemma3's template writes it
 OPTIONS = {"gemma3_pan_and_scan": {
     "do_pan_and_scan": True, "pan_and_scan_min_crop_size": 40, "pan_and_scan_max_num_crops": 4,
     "pan_and_scan_min_ratio_to_activate": 1.2}}
@@ -183,9 +196,10 @@ def write_processor(family: str, folder: Path) -> Path:
     import transformers
 
     config, keys, named, more, build, image = FAMILIES[family](transformers)
-    tok = tokenizer(named, more)
+    tok = tokenizer(named, more, adds_bos=family in WITH_BOS)
     processor = build(tok)
-    processor.chat_template = _TEMPLATE.format(image=image)
+    processor.chat_template = "{{ bos_token }}" * (family == "gemma3") + _TEMPLATE.format(
+        image=image)
     processor.save_pretrained(folder)
     feature = named.get("image_token", named.get("context_image_token"))
     if family == "aya_vision":

@@ -85,6 +85,8 @@ class ChatTokenizer:
         self._chat = self.template and ChatTemplate(
             *self.template, special, [t.content for t in added.values()], str(path),
             {VISION: (Placeholder(image_token),)} if image_token else PLACEHOLDERS)
+        if image_token and not self._chat.placeholders.get(VISION):
+            raise ValueError(f"{path}: the chat template does not write {image_token} for an image")
         self._stand_ins, self._ids = self._add_stand_ins(added)
         self._of_template = lru_cache(maxsize=4096)(
             lambda text: self._special.sub(lambda m: self._stand_ins[m[0]], text))
@@ -114,11 +116,6 @@ class ChatTokenizer:
 
     def __reduce__(self):
         return ChatTokenizer, self._arguments  # worker processes open the file themselves
-
-    @property
-    def placeholders(self) -> dict[int, Placeholder | None]:
-        """What the template writes for a medium in a list of content parts, by modality."""
-        return self._chat.placeholders if self._chat else {}
 
     @property
     def end_id(self) -> int | None:
@@ -196,7 +193,9 @@ class ChatTokenizer:
             if isinstance(span, Medium):
                 text = self._stand_ins[span.modality]
             elif not span.of_data:
-                text = self._of_template(span.text)
+                # What images become is long, and would fill the cache.
+                write = self._of_template
+                text = (write if len(span.text) < 1000 else write.__wrapped__)(span.text)
             elif _MARK in span.text:
                 raise RowError(f"a text contains {_MARK!r}, which stands for no character")
             else:
