@@ -18,6 +18,7 @@ from orchmllm.comm.exchange import RowGather, gather_texts
 from orchmllm.config.model import ModelConfig
 from orchmllm.config.recipe import Recipe
 from orchmllm.encoders.hook import balance_encoders
+from orchmllm.encoders.sharing import EncoderStep
 from orchmllm.hf.sources import WeightSource
 from orchmllm.models.families import read_config
 from orchmllm.models.hf import WholeModel
@@ -53,20 +54,22 @@ class MovedEncoders:
             timeout_s=recipe.launch.timeout_s)
         self._balances = recipe.balance.enabled and recipe.balance.vision.policy != "none"
         self.handle.moves = self._balances
-        self._seen: list[float] = []
-        model.register_forward_hook(lambda *_: self._seen.extend(
-            step.imbalance[1] for step in self.handle.last.values()))
+        self._seen: list[EncoderStep] = []
+        model.register_forward_hook(lambda *_: self._seen.extend(self.handle.last.values()))
 
     @contextmanager
     def __call__(self, step: Step) -> Iterator[None]:
-        """Around the microbatches of a training step, whose figures then get the imbalance of what
-        was encoded: its plan has that of the examples' ranks, from which items moved."""
+        """Around the microbatches of a training step, whose figures then get the imbalance and the
+        movement of what was encoded: its plan has that of the examples' ranks, from which items
+        moved."""
         self.handle.moves = self._balances and not step.as_sampled
         self._seen.clear()
         yield
         self.handle.moves = self._balances
         if self._seen:
-            step.phases["vision"]["imbalance_after"] = sum(self._seen) / len(self._seen)
+            step.phases["vision"]["imbalance_after"] = sum(
+                encoded.imbalance[1] for encoded in self._seen) / len(self._seen)
+            step.phases["vision"]["moved_bytes"] = sum(e.moved_bytes for e in self._seen)
 
 
 @contextmanager
