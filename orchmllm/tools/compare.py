@@ -157,7 +157,8 @@ def run_all(recipe: Recipe, argv: list[str]) -> int:
 
     result = report.summarize(rows)
     result["training_s"] = time.perf_counter() - started
-    result["vocab_size"] = recipe.model.llm.vocab_size
+    if not recipe.model.folder:
+        result["vocab_size"] = recipe.model.llm.vocab_size
     result["loss_difference"] = largest_difference(result["loss_off"], result["loss_on"])
     (run_dir / "comparison.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     (run_dir / "comparison.html").write_text(page(

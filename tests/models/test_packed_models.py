@@ -16,7 +16,7 @@ from tests.lib import whole_models as models
 from tests.lib.encoder_models import IMAGE
 from tests.lib.whole_models import Item
 
-FAST = ("qwen3_vl", "internvl")
+FAST = ("internvl", "mistral3", "qwen3_vl")
 
 
 def difference(name: str, model, examples: list[dict], lengths: list[int] | None = None) -> float:
