@@ -243,6 +243,7 @@ class ConversationDataset:
         if problem is not None:
             return self.reader.stand_in(problem, i, layout)
         media: list[Medium] = []
+        turns: Conversation = ()
         count = layout.num_tokens[layout.modality == TEXT].sum()
         token_ids, supervised = np.zeros(count, np.int32), np.zeros(count, bool)
         try:
@@ -253,7 +254,7 @@ class ConversationDataset:
         except ValueError as error:
             problem = MediaError(self._name(i), "the row has changed since it was indexed (`data "
                                  f"lint` reads all rows again): {error}")
-        return MeasuredExample(layout, token_ids, supervised, media, problem)
+        return MeasuredExample(layout, token_ids, supervised, media, problem, turns)
 
     def _keep(self, i: int, row: MeasuredExample) -> None:
         """A row's media may be its own bytes, so what is kept is bounded in bytes, too. Threads of

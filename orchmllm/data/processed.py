@@ -18,7 +18,7 @@ from PIL import Image
 from orchmllm.batch import IGNORE_INDEX, ProcessedExample
 from orchmllm.config.recipe import DataConfig
 from orchmllm.data.dataset import ConversationDataset
-from orchmllm.data.formats.conversation import Conversation, media_of
+from orchmllm.data.formats.conversation import Conversation
 from orchmllm.data.formats.open import sources_of
 from orchmllm.data.lengths import LengthReader, MeasuredExample
 from orchmllm.data.media.decode import OnError, fail, upright_image
@@ -26,7 +26,7 @@ from orchmllm.data.media.headers import image_header
 from orchmllm.data.media.medium import MediaError, Medium, RowError
 from orchmllm.data.media.video import pictures
 from orchmllm.data.storage.remote import Storage
-from orchmllm.data.text.processor import NO_OPTIONS, Processor, Size, Tokens, before, black
+from orchmllm.data.text.processor import Processor, Size, Tokens, before, black
 from orchmllm.plan.layout import TEXT, VISION, BatchLayout
 
 
@@ -81,7 +81,7 @@ class ProcessedRows(ConversationDataset):
     """
 
     def __init__(self, folder: str | os.PathLike, data: DataConfig,
-                 options: Mapping[str, Any] = NO_OPTIONS) -> None:
+                 options: Mapping[str, Any] | None = None) -> None:
         if data.tokenizer:
             raise ValueError(f"data.tokenizer is {data.tokenizer!r}, but the model brings its own "
                              "tokenizer: leave it out")
@@ -97,7 +97,6 @@ class ProcessedRows(ConversationDataset):
         return self.processor.digest
 
     def fingerprint(self) -> dict:
-        """With the processor's digest."""
         return {**super().fingerprint(), "processor": self.digest}
 
     def measure(self, i: int) -> BatchLayout:
@@ -125,19 +124,10 @@ class ProcessedRows(ConversationDataset):
         return self._filler(row)
 
     def _row(self, i: int, text: bool = True) -> MeasuredExample:
+        row = super()._row(i, text=False)
         source, number = self.where(i)
         index = self.indexes[source]
-        if index is None:
-            return self._measured([i])[0]
-        problem, nothing = index.problems.get(number), np.zeros(0, np.int32)
-        row = MeasuredExample(self.layout(i), nothing, nothing, [], problem, (),
-                              index.sizes(number))
-        try:
-            turns = () if problem else self.conversation(i)
-        except RowError as error:
-            return row._replace(problem=MediaError(self._name(i), "the row has changed since it "
-                                                   f"was indexed: {error}"))
-        return row._replace(turns=turns, media=media_of(turns))
+        return row if index is None else row._replace(sizes=index.sizes(number))
 
     def _example(self, row: MeasuredExample, on_error: OnError) -> ProcessedExample:
         """Raises RowError where the row is not as planned."""
@@ -147,12 +137,12 @@ class ProcessedRows(ConversationDataset):
         images, failed = [], False
         shown = pictures(row.media[: len(sizes)], self.processor)
         for medium, size, segment in zip(row.media, sizes, segments, strict=False):
-            image = _image(medium, size, shown.get(medium))
-            if isinstance(image, MediaError):
-                failed, image.modality = True, VISION
-                fail(segment, image, on_error)
-                image = black(size)
-            images.append(image)
+            try:
+                images.append(_decoded(medium, size, shown.get(medium)))
+            except MediaError as error:
+                failed, error.modality = True, VISION
+                fail(segment, error, on_error)
+                images.append(black(size))
         tokens, arguments = self.processor.load(spans, images, self.reader.max_example_tokens)
         found = layout_of(int(layout.example_id[0]), tokens)
         if found.to_payload().tolist() != layout.to_payload().tolist():
@@ -173,17 +163,14 @@ class ProcessedRows(ConversationDataset):
                                 torch.full_like(ids, IGNORE_INDEX), arguments, layout)
 
 
-def _image(medium: Medium, size: Size, picture: np.ndarray | MediaError | None
-           ) -> Image.Image | MediaError:
-    """The decoded image, or why it cannot be used. picture: where it is a frame of a video."""
+def _decoded(medium: Medium, size: Size, picture: np.ndarray | MediaError | None) -> Image.Image:
+    """An image. picture: where it is a frame of a video. Raises MediaError, also for another size
+    than planned."""
     if isinstance(picture, MediaError):
-        return picture
-    try:
-        image = upright_image(medium) if picture is None else Image.fromarray(picture)
-    except MediaError as error:
-        return error
-    if image.size[::-1] == size:
-        return image
-    return MediaError(medium.name, f"has {image.size[0]}x{image.size[1]} pixels, where "
-                      f"{size[1]}x{size[0]} were planned: the file has changed; orchmllm data lint "
-                      "reads all headers of an index again")
+        raise picture
+    image = upright_image(medium) if picture is None else Image.fromarray(picture)
+    if image.size[::-1] != size:
+        there, planned = (f"{width}x{height}" for width, height in (image.size, size[::-1]))
+        raise MediaError(medium.name, f"has {there} pixels, where {planned} were planned: the file "
+                         "has changed; orchmllm data lint reads all headers of an index again")
+    return image

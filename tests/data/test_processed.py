@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -279,6 +281,9 @@ def test_another_processor_has_another_digest_and_index(tmp_path):
     path.write_text(json.dumps(dict(reversed(content.items())), indent=7))
     same = opened(tmp_path)
     assert same.digest == rows.digest and same.indexes[0] is not None
+    shutil.copytree(tmp_path, tmp_path / "moved")
+    assert opened(tmp_path / "moved").digest == rows.digest
+    assert pickle.loads(pickle.dumps(rows.reader)).identity == rows.reader.identity
     content["image_processor"]["size"]["longest_edge"] //= 2
     path.write_text(json.dumps(content))
     other = opened(tmp_path)

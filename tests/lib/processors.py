@@ -185,7 +185,9 @@ FAMILIES: dict[str, Callable] = {
 }
 
 
-WITH_BOS = ("gemma3", "gemma3_pan_and_scan", "llava", "mistral3")  # gemma3's template writes it
+# Whose tokenizer puts <bos> before texts, and whose template writes it, too.
+ADD_BOS = ("gemma3", "gemma3_pan_and_scan", "llava", "mistral3", "llava_onevision")
+WRITE_BOS = ("gemma3", "llava_onevision")
 OPTIONS = {"gemma3_pan_and_scan": {
     "do_pan_and_scan": True, "pan_and_scan_min_crop_size": 40, "pan_and_scan_max_num_crops": 4,
     "pan_and_scan_min_ratio_to_activate": 1.2}}
@@ -196,10 +198,10 @@ def write_processor(family: str, folder: Path) -> Path:
     import transformers
 
     config, keys, named, more, build, image = FAMILIES[family](transformers)
-    tok = tokenizer(named, more, adds_bos=family in WITH_BOS)
+    tok = tokenizer(named, more, adds_bos=family in ADD_BOS)
     processor = build(tok)
-    processor.chat_template = "{{ bos_token }}" * (family == "gemma3") + _TEMPLATE.format(
-        image=image)
+    begin = "{{ bos_token }}" if family in WRITE_BOS else ""
+    processor.chat_template = begin + _TEMPLATE.format(image=image)
     processor.save_pretrained(folder)
     feature = named.get("image_token", named.get("context_image_token"))
     if family == "aya_vision":

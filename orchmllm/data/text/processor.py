@@ -11,7 +11,6 @@ import os
 from collections.abc import Mapping, Sequence
 from functools import cached_property, lru_cache
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,7 +26,6 @@ from orchmllm.data.text.tokenizer import ChatTokenizer
 from orchmllm.plan.geometry import SegmentLengths, text_lengths
 from orchmllm.plan.layout import TEXT, VISION
 
-NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
 Size = tuple[int, int]  # height and width in pixels as displayed
 
 
@@ -54,8 +52,9 @@ class Processor:
     read as images. options: of the call of the processor for images (size, do_pan_and_scan, ...),
     instead of its own. Raises ValueError naming the folder if it cannot be used."""
 
-    def __init__(self, folder: str | os.PathLike, options: Mapping[str, Any] = NO_OPTIONS) -> None:
-        self.folder, self.options = Path(folder), dict(options)
+    def __init__(self, folder: str | os.PathLike, options: Mapping[str, Any] | None = None
+                 ) -> None:
+        self.folder, self.options = Path(folder), dict(options or {})
         self._processor, config = load_processor(self.folder)
         self._shapes = copy.copy(self._processor)
         self._shapes.image_processor = of_shapes(self._processor.image_processor)
