@@ -174,7 +174,8 @@ def plan_whole(job: Job) -> PlanSpec:
     across = getattr(tower, "embed_dim", None) or tower.hidden_size
     # Forward, towards the input, towards the weights.
     passes = {"vision": 1 if model.vision.frozen else 3, "llm": 2 if model.llm.frozen else 3}
-    linear = {part: 2 * passes[part] * num_parameters(stack) for part, stack in stacks.items()}
+    linear = {part: 2 * passes[part] * sum(p.numel() for p in stack.parameters() if p.dim() > 1)
+              for part, stack in stacks.items()}
     stays = PhasePolicy("none")
     return PlanSpec(
         costs={

@@ -52,13 +52,18 @@ def _tokenizer(recipe: Recipe) -> ChatTokenizer:
     return Processor(recipe.model.folder).tokenizer
 
 
+def vocab_size(model: ModelConfig) -> int:
+    """Tokens of the model's text. Raises ValueError for a folder that cannot be used."""
+    if not model.folder:
+        return model.llm.vocab_size
+    return read_config(Path(model.folder)).get_text_config(decoder=True).vocab_size
+
+
 def check_vocabulary(tokenizer: ChatTokenizer, model: ModelConfig) -> None:
     """Raises ValueError if the model has no row for some token."""
-    key, size = "model.llm.vocab_size", model.llm.vocab_size
-    if model.folder:
-        text = read_config(Path(model.folder)).get_text_config(decoder=True)
-        key, size = f"{model.folder}/config.json: vocab_size", text.vocab_size
+    size = vocab_size(model)
     if tokenizer.vocab_size > size:
+        key = f"{model.folder}/config.json: vocab_size" if model.folder else "model.llm.vocab_size"
         raise ValueError(f"{key} is {size}, but the tokenizer has "
                          f"{tokenizer.vocab_size} tokens: raise it")
 

@@ -8,9 +8,14 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from orchmllm.batch import SequenceLengths
+from orchmllm.config.job import resolve
+from orchmllm.config.model import ModelConfig
+from orchmllm.config.recipe import Recipe
 from orchmllm.models.families import refusals
+from orchmllm.models.flops import plan_spec
 from orchmllm.models.hf import WholeModel
 from tests.lib import whole_models as models
 from tests.lib.encoder_models import IMAGE
@@ -124,3 +129,31 @@ def test_what_packing_cannot_compute_is_refused(changed, told):
         target = config if name in ("model_type", "quantization_config") else text
         setattr(target, "model_type" if name == "text" else name, value)
     assert any(told in why for why in refusals(config)), refusals(config)
+
+
+@pytest.mark.parametrize("name", ["internvl", pytest.param("qwen3_vl", marks=pytest.mark.slow),
+                                  pytest.param("gemma3", marks=pytest.mark.slow)])
+def test_the_cost_of_an_item_is_the_flop_of_the_blocks(name, tmp_path):
+    """Of the forward pass, as torch counts it; eager attention computes the whole square, of which
+    a causal kernel needs half."""
+    model = models.build(name)
+    model.save_pretrained(tmp_path)
+    costs = plan_spec(resolve(Recipe(model=ModelConfig(pretrained=str(tmp_path))), 1, 1)).costs
+    model.set_attn_implementation("eager")
+    stacks = WholeModel(model, torch.float64).blocks()
+    model.config.get_text_config()._attn_implementation = "eager"
+    lengths = {}
+    for part, stack in stacks.items():
+        stack[0].register_forward_pre_hook(
+            lambda _, args, keys, part=part: lengths.update({
+                part: (args[0] if args else keys["hidden_states"]).shape[-2]}), with_kwargs=True)
+    inputs = models.sample(name, model, [Item("image", 5)], 3)
+    with FlopCounterMode(display=False, depth=None) as counter:
+        models.stock_loss(model, inputs)
+    counted, paths = counter.get_flop_counts(), {id(m): n for n, m in model.named_modules()}
+    for part, stack in stacks.items():
+        flop = sum(sum(counted[f"{type(model).__name__}.{paths[id(block)]}"].values())
+                   for block in stack)
+        n, cost = lengths[part], costs[part]
+        square = cost.quadratic * n * n * (2 if part == "llm" else 1)
+        assert flop == (cost.linear * n + square) // 3, part
