@@ -20,6 +20,7 @@ from orchmllm.data.loading.workers import Workers
 from orchmllm.data.media.medium import MediaError
 from orchmllm.data.processed import ProcessedRows
 from orchmllm.tools.data.build_index import build_index
+from orchmllm.tools.data.preview import preview
 from tests.lib.processors import FAMILIES, OPTIONS, write_processor
 
 TOLD = ("the red row", "What\n\n", "user assistant", "a", "1 of 2\n", "Grüße, 世界 ")
@@ -295,6 +296,17 @@ def test_another_processor_has_another_digest_and_index(tmp_path):
 
 def same_config(folder: Path) -> DataConfig:
     return DataConfig(path=str(folder / "data.jsonl"), index_dir=str(folder / "index"))
+
+
+def test_preview_shows_what_is_learnt(tmp_path, capsys):
+    write_rows(tmp_path, "mistral3", [[(40, 60), (20, 30)]])
+    image = {"type": "image", "image": "0_0.png"}
+    edited(tmp_path, 0, messages=talk([image, {"type": "text", "text": "What"}], "the red row"))
+    preview(opened(tmp_path), 0, 1)
+    shown = capsys.readouterr().out.split("\n")
+    assert "<image 0_0.png: 60x40 pixels -> 60 patches, 15 tokens>" in shown
+    assert "[[the red row<end>]]" in shown
+    assert any(line.endswith("learnt") and " 15 of 1 media" in line for line in shown), shown
 
 
 def test_worker_processes_load_the_same(tmp_path):
