@@ -77,7 +77,11 @@ def _whole(model: ModelConfig) -> list[WeightSource]:
     path = Path(model.folder).expanduser()
     try:
         read_config(path)
-        return [WeightSource("model", path, open_folder(path).tensors)] if model.pretrained else []
+        if not model.pretrained:
+            return []
+        return [WeightSource("model", path, {  # buffers may be integers, which nobody reads
+            name: stored for name, stored in open_folder(path).tensors.items()
+            if stored.dtype in ELEMENT_BYTES and stored.shape})]
     except ValueError as e:
         key = "model.pretrained" if model.pretrained else "model.config"
         raise PretrainedError(f"{key}: {e}") from e

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
 
 from orchmllm.config.model import ModelConfig
@@ -77,6 +77,21 @@ def loaded(world, folder: Path, name: str, tied: bool, shard_size: int, choice: 
 def test_loaded_shards_are_the_model_and_compute_its_gradients(name, tmp_path):
     saved(name, tmp_path, tied=True)
     run_ranks(loaded, 2, tmp_path, name, True, 0, "full")
+
+
+def refused(world, folder: Path, told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        load_whole(folder, ModelConfig(), FsdpConfig(), torch.device("cpu"),
+                   {"vision": "none", "llm": "none"})
+
+
+def test_weights_that_are_missing_are_an_error(tmp_path):
+    saved("internvl", tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    gone = next(name for name in tensors if "down_proj" in name)
+    save_file({n: t for n, t in tensors.items() if n != gone}, tmp_path / "model.safetensors",
+              metadata={"format": "pt"})
+    run_ranks(refused, 1, tmp_path, "1 weights are missing or have another shape .*down_proj")
 
 
 @pytest.mark.slow

@@ -98,6 +98,11 @@ class Processor:
             raise RowError("the model takes images alone: leave rows with clips out")
         return self.tokenizer.spans(turns)
 
+    @staticmethod
+    def resized(width: int, height: int) -> tuple[int, int]:
+        """Size in which frames of videos are read: their own, as the processor resizes them."""
+        return width, height
+
     def tokens(self, spans: Sequence[Span], sizes: Sequence[Size], limit: int = 0) -> Tokens:
         """The sequence of a rendered conversation with images of these sizes. limit: ids after
         which it ends (0: none); an image that would cross it is left out whole. Raises RowError."""
