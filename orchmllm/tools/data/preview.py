@@ -12,12 +12,7 @@ from orchmllm.batch import IGNORE_INDEX, Example, ProcessedExample
 from orchmllm.data.dataset import ConversationDataset
 from orchmllm.data.media.headers import audio_header, image_header
 from orchmllm.data.media.medium import MediaError, Medium
-<<<<<<< HEAD
-from orchmllm.data.processed import ProcessedRows
-from orchmllm.plan.layout import TEXT, VISION
-=======
 from orchmllm.plan.layout import TEXT, VISION, BatchLayout
->>>>>>> hfdata30
 
 GREEN, DIM, RESET = "\x1b[32m", "\x1b[2m", "\x1b[0m"
 
@@ -32,11 +27,7 @@ class Shown(NamedTuple):
 
 
 def stretches(dataset: ConversationDataset, i: int) -> tuple[list[Shown], str]:
-    """Example i as `load` gives it to training, and its numbers in words. Raises ValueError for
-    rows of a model of transformers."""
-    if isinstance(dataset, ProcessedRows):
-        raise ValueError("rows of a whole model of transformers cannot be shown yet: data lint "
-                         "says which of them cannot be used")
+    """Example i as `load` gives it to training, and its numbers in words."""
     failed: dict[int, MediaError] = {}
     layout = dataset.layout(i)
     example = dataset.load(i, on_error=lambda segment, error: failed.setdefault(segment, error))
