@@ -1,19 +1,20 @@
 // `least_move`: minimal movement. Items start where they were sampled (their home); only the
 // surplus of overfull nodes travels between nodes, the rest is evened out inside each node.
-//
 // A plan from home under a cap (`attempt`):
 // 1. Nodes above their target trade with nodes below it (trading.hpp): items that are cheap to move
 //    first, and no rank sends or receives much more than an even share of the largest surplus.
 // 2. Inside each node, ranks above the cap trade with ranks below it. A node that stays crowded
 //    sends a little more to other nodes and tries again.
 // 3. What is left trades with ranks of any node.
+// Where there is none, or it moves much, there is one from the plan of `greedy` (`near_greedy`),
+// which knows how many heavy items each rank can hold.
 //
-// A looser tolerance never moves more. Each of kTolerances has one plan from home, or none. The
-// result is the plan that moves least of those of the accepted tolerance and of all tighter ones;
-// those that cannot move less, by the surplus of the nodes, are not made. Where there is none, it
-// is the plan of the next tolerance that has one, taken further until no load is above the largest of
-// `greedy`: what goes on from a plan brings no item back to its node, so that it moves no less.
-// Where that fails, the result is `greedy`.
+// A looser tolerance never moves more. Each of kTolerances has its plan, or none. The result is the
+// plan that moves least of those of the accepted tolerance and of all tighter ones; those that cannot
+// move less, by the surplus of the nodes, are not made. Where there is none, it is the plan of the
+// next tolerance that has one, taken further until no load is above the largest of `greedy`: what
+// goes on from a plan brings no item back to its node, so that it moves no less. Where that fails,
+// the result is `greedy`.
 #pragma once
 
 #include "bound.hpp"
@@ -65,8 +66,8 @@ class LocalSearch {
     if (num_items_ <= kFew && greedy_load() <= cap) offer(greedy_);
     if (high_ > cap) match_greedy();
     // Of few items a rank, load is worth more than what moves.
-    const bool tightest = p_.cap < caps[0] || num_items_ < 12 * p_.num_ranks;
-    if (high_ > p_.cap && tightest) tighten(std::max(p_.cap < caps[0] ? p_.cap : bound, crowding_));
+    const bool exact = p_.cap < caps[0], tightest = exact || num_items_ < 12 * p_.num_ranks;
+    if (high_ > p_.cap && tightest) tighten(std::max(exact ? p_.cap : bound, crowding_));
     if (high_ > p_.cap) match_greedy();
     return spent_;
   }
@@ -75,6 +76,7 @@ class LocalSearch {
   static constexpr i128 kNoPlan = i128{1} << 100;
   static constexpr i64 kFew = 4096;  // items, for which `greedy` takes no time
   static constexpr int kRounds = 8;
+  enum Start { kHome, kPlan, kGreedy };  // what an attempt starts from
 
   i64 max_load(const i64* rank_of) const {
     std::vector<i64> load(at(p_.num_ranks));
@@ -97,27 +99,39 @@ class LocalSearch {
     return sum;
   }
 
-  // Offers the plan from home without loads above `cap`; if there is none, `greedy` if it is one.
+  // Offers the plan from home without loads above `cap`; where it moves much, also that from `greedy`.
   void plan_for(i64 cap) {
     std::copy(p_.home.begin(), p_.home.end(), trial_.begin());
-    if (cap >= crowding_) attempt(cap, operations_, true);
-    if (max_load(trial_.data()) > cap) {
-      if (crowding_ == 0) crowding_ = crowding_bound(p_.weight, order_, p_.num_ranks);
-      if (greedy_load() <= cap) offer(greedy_);
-    } else {
-      offer(trial_);
+    if (cap >= crowding_) attempt(cap, operations_, kHome);
+    if (max_load(trial_.data()) <= cap) {
+      if (2 * i128{offer(trial_)} <= 3 * has_to_move(cap)) return;
+    } else if (crowding_ == 0) {
+      crowding_ = crowding_bound(p_.weight, order_, p_.num_ranks);
     }
+    if (cap < crowding_ || greedy_load() > cap + cap / 1024) return;
+    if (near_greedy(cap)) offer(trial_);
   }
 
-  // Takes a plan that moves less than the best.
-  void offer(const std::vector<i64>& rank_of) {
+  // trial_ becomes the plan of `greedy` with more items on the node of their home, and its loads are
+  // brought under the cap. False where they are not.
+  bool near_greedy(i64 cap) {
+    trial_ = nearer_home(greedy_, p_.weight, p_.home, order_, p_.num_ranks, width_);
+    spent_ += 8 * num_items_;
+    if (max_load(trial_.data()) > cap) attempt(cap, operations_, kGreedy);
+    return max_load(trial_.data()) <= cap;
+  }
+
+  // Takes a plan that moves less than the best. Returns the weight that it moves.
+  i64 offer(const std::vector<i64>& rank_of) {
     i64 moved = 0;
     for (std::size_t i = 0; i < rank_of.size(); ++i) {
       if (away(i, rank_of[i])) moved += p_.weight[i];
     }
-    if (moved >= moved_) return;
-    moved_ = moved;
-    take(rank_of);
+    if (moved < moved_) {
+      moved_ = moved;
+      take(rank_of);
+    }
+    return moved;
   }
 
   void take(const std::vector<i64>& rank_of) {
@@ -127,13 +141,13 @@ class LocalSearch {
 
   // Goes on from trial_; returns the operations left. Unless it starts from home, what has left its
   // node stays away.
-  i64 attempt(i64 cap, i64 operations, bool from_home) {
+  i64 attempt(i64 cap, i64 operations, Start start) {
     LocalProblem problem = p_;
     problem.cap = cap;
     Placement s(problem, trial_.data(), operations - 4 * num_items_);
-    const auto free = [&](i32 id) { return from_home || !away(at(id), trial_[at(id)]); };
-    const i64 target = cap - free_room(s);
-    if (from_home && s.num_nodes > 1) limit_moves(s, target);
+    const auto free = [&](i32 id) { return start == kHome || !away(at(id), trial_[at(id)]); };
+    const i64 target = start == kGreedy ? cap : cap - free_room(s);
+    if (start == kHome && s.num_nodes > 1) limit_moves(s, target);
     Trading nodes(s, order_, p_.ranks_per_node, target, free);
     std::vector<i64> crowded = even(s, nodes, free);
     i128 left = all_room(s) / 4;
@@ -228,7 +242,7 @@ class LocalSearch {
   // From the best plan under a lower cap; returns the operations left.
   i64 go_on(i64 cap, i64 operations) {
     std::copy(best_, best_ + trial_.size(), trial_.begin());
-    const i64 left = attempt(cap, operations, false);
+    const i64 left = attempt(cap, operations, kPlan);
     if (max_load(trial_.data()) < high_) take(trial_);
     return left;
   }

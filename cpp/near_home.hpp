@@ -94,4 +94,41 @@ inline std::vector<i64> near_home(View<i64> source, View<i64> batch, View<i64> v
   return ranks_inside(source, batch, volume, num_ranks, ranks_per_node, node_of);
 }
 
+// A plan whose items exchange places, so that more of them are on the node of their home. In each
+// node the items of its ranks and those that `plan` puts there meet, the heaviest first: one takes
+// the place of one of nearly its weight. What is left fills the places that are left, by weight.
+// ascending: the items by weight.
+inline std::vector<i64> nearer_home(const std::vector<i64>& plan, View<i64> weight, View<i64> home,
+                                    const std::vector<i32>& ascending, i64 num_ranks,
+                                    i64 ranks_per_node) {
+  const auto index = [](i64 i) { return static_cast<std::size_t>(i); };
+  const std::size_t num_nodes = index((num_ranks - 1) / ranks_per_node + 1);
+  std::vector<std::vector<std::size_t>> own(num_nodes), held(num_nodes);
+  for (auto i = ascending.rbegin(); i != ascending.rend(); ++i) {
+    own[index(home[index(*i)] / ranks_per_node)].push_back(index(*i));
+    held[index(plan[index(*i)] / ranks_per_node)].push_back(index(*i));
+  }
+  std::vector<i64> rank_of(plan.size(), -1);
+  std::vector<char> taken(plan.size());
+  for (std::size_t k = 0; k < num_nodes; ++k) {
+    for (std::size_t i = 0, j = 0; i < own[k].size() && j < held[k].size();) {
+      const std::size_t item = own[k][i], place = held[k][j];
+      const i64 above = weight[item] - weight[place], near = weight[place] / 8;
+      if (std::abs(above) <= near) {
+        rank_of[item] = plan[place];
+        taken[place] = 1;
+      }
+      i += above >= -near;
+      j += above <= near;
+    }
+  }
+  auto place = ascending.begin();
+  for (const i32 item : ascending) {
+    if (rank_of[index(item)] >= 0) continue;
+    while (taken[index(*place)]) ++place;
+    rank_of[index(item)] = plan[index(*place++)];
+  }
+  return rank_of;
+}
+
 }  // namespace orchmllm

@@ -10,7 +10,8 @@ from scripts.count_code import count_parts, count_rooms, read_all
 # The base grew from 14,800 with what is measured and not believed: what a loss is, costs
 # and lengths of models, meshes and clients of the loader (+500), the proof of encoders (+260), the
 # record of a run, the measured gain, trackers and clocks of a step (+360), the command line (+50).
-MOST = {"base": 16_000, "tools": 3_800, "papers": 1_700, "cpp": 1_770}
+# The core grew by the plan that starts from greedy's (+42).
+MOST = {"base": 16_000, "tools": 3_800, "papers": 1_700, "cpp": 1_810}
 
 
 @pytest.mark.parametrize("room", list(MOST))

@@ -67,9 +67,10 @@ def dispatch(argv: Sequence[str]) -> int:
         words = [*older, *words[n:]] if older else words
     name = _command(words)
     if not name:
-        wrong = " ".join(words[:1 + any(name.startswith(f"{words[0]} ") for name in COMMANDS)])
-        print(f"error: {wrong!r} is no command of orchmllm{did_you_mean(wrong, COMMANDS)}\n"
-              f"{usage()}", file=sys.stderr)
+        group = [name for name in COMMANDS if name.startswith(f"{words[0]} ")]
+        wrong = " ".join(words[:2] if group else words[:1])
+        near = did_you_mean(wrong, [*COMMANDS, "--version"]) or did_you_mean(words[0], group)
+        print(f"error: {wrong!r} is no command of orchmllm{near}\n{usage()}", file=sys.stderr)
         return 2
     return import_module(COMMANDS[name][0]).main(words[len(name.split()):])
 

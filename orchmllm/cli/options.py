@@ -80,10 +80,14 @@ class Parser(argparse.ArgumentParser):
     """The parser of a command, which knows what a recipe on the command line looks like."""
 
     def error(self, message: str) -> NoReturn:
-        """Names the nearest option where one is not known."""
+        """Names the nearest option, or the nearest value of one, where it is not known."""
         unknown = re.match("unrecognized arguments: (-[^ =]*)", message)
         if unknown:
-            message += did_you_mean(unknown[1], re.findall("--[a-z-]+", self.format_help()))
+            message = f"unrecognized option {unknown[1]}" + did_you_mean(
+                unknown[1], re.findall("--[a-z-]+", self.format_help()))
+        chosen = re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message)
+        if chosen:
+            message += did_you_mean(chosen[1], chosen[2].replace("'", "").split(", "))
         super().error(message)
 
     def add_recipe(self, text: str = "every key of it is in docs/recipe.md",

@@ -260,13 +260,15 @@ def _describe(value: Any) -> str:
 
 def _cure(leaf: Leaf, kind: str, value: Any, said: str) -> str:
     """What the value has to be. kind, said: of pydantic's error."""
+    # What YAML reads as true or false was perhaps one of the choices.
+    choices = ", ".join(c or "'' (empty)" for c in leaf.key.choices)
     if kind == "string_type" and type(value) in (bool, int, float):
-        return "YAML does not read this as text: quote it"
+        quoted = not choices or {"no", "yes", "on", "off"} & set(leaf.key.choices)
+        return "YAML does not read this as text: quote it" if quoted else f"choose one of {choices}"
     if kind == "tuple_type":
         return "must be a list of texts"
     if kind != "string_pattern_mismatch":
         return said.replace("Input should", "must")
-    if not leaf.key.choices:
+    if not choices:
         return "must be one line of printable characters"
-    allowed = ", ".join(c or "'' (empty)" for c in leaf.key.choices)
-    return f"{did_you_mean(value, leaf.key.choices)}choose one of {allowed}"
+    return f"{did_you_mean(value, leaf.key.choices)}choose one of {choices}"

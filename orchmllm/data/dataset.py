@@ -224,7 +224,8 @@ class ConversationDataset:
         total = len(self)
         if num_validation < 0 or total - num_validation < 1:
             raise ValueError(
-                f"{num_validation} rows to hold out of {total}; must be between 0 and {total - 1}")
+                f"data.num_validation = {num_validation}: the data have {total} rows, of which at "
+                f"most {total - 1} can be held out")
         if len(self.sources) == 1:  # ranges take no memory
             return range(total - num_validation), range(total - num_validation, total)
         held = np.diff(np.floor(self.bounds * (num_validation / total) + 0.5).astype(int))

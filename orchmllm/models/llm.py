@@ -12,17 +12,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import Qwen2Config, Qwen2ForCausalLM
-from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention, apply_rotary_pos_emb
+from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention
 
 from orchmllm.batch import IGNORE_INDEX, SequenceLengths
 from orchmllm.config.model import LLMConfig
 from orchmllm.models.attention import packed_attention
-from orchmllm.models.parts import check_sizes, init_parameters
+from orchmllm.models.parts import check_sizes, init_parameters, rotate
 
 
 class RMSNorm(nn.Module):
     """Qwen2RMSNorm that computes in max(float32, input dtype) where the original always casts to
-    float32; bit-equal to it for float32, bfloat16 and float16 inputs."""
+    float32; on a CPU bit-equal to it for float32, bfloat16 and float16 inputs. torch's own kernel
+    normalises (on a GPU it is one), and the weight comes after the rounding to the input's dtype,
+    as in the original: multiplied inside the kernel, it would be rounded in another place."""
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
@@ -34,9 +36,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x: (..., size) -> (..., size)."""
-        h = x.to(torch.promote_types(torch.float32, x.dtype))
-        h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + self.eps)
-        return self.weight * h.to(x.dtype)
+        return self.weight * F.rms_norm(x, self.weight.shape, eps=self.eps)
 
 
 class RotaryEmbedding(nn.Module):
@@ -70,12 +70,12 @@ class PackedQwen2Attention(Qwen2Attention):
         packed_seqlens: positions per example; what else the model was called with is ignored."""
         q, k, v = [
             proj(hidden_states)
+            .squeeze(0)
             .unflatten(-1, (proj.out_features // self.head_dim, self.head_dim))
-            .transpose(1, 2)
             for proj in (self.q_proj, self.k_proj, self.v_proj)
-        ]  # (1, H, R, Dh)
-        q, k = apply_rotary_pos_emb(q, k, *position_embeddings)
-        q, k, v = [x.squeeze(0).transpose(0, 1) for x in (q, k, v)]  # (R, H, Dh)
+        ]  # (R, H, Dh)
+        cos, sin = [table.transpose(0, 1) for table in position_embeddings]  # (R, 1, Dh)
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         out = packed_attention(q, k, v, packed_seqlens, causal=True)
         return self.o_proj(out.flatten(1).unsqueeze(0)), None
 
@@ -94,26 +94,30 @@ class _ChunkedLoss(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden) if need_hidden else None
         grad_weight = torch.zeros_like(weight, dtype=dtype) if need_weight else None
         total = torch.zeros((), dtype=dtype, device=hidden.device)
+        ignored = (labels == IGNORE_INDEX).unsqueeze(1)  # (R, 1)
         for at in range(0, len(hidden), rows):
-            h, target = hidden[at: at + rows], labels[at: at + rows].unsqueeze(1)
-            learnt = target != IGNORE_INDEX  # (r, 1)
-            target = target.clamp(min=0)
+            part = slice(at, at + rows)
+            target = labels[part].clamp(min=0).unsqueeze(1)  # (r, 1)
+            # Zeros: an ignored row then adds nothing to the weight's gradient.
+            h = hidden[part].masked_fill(ignored[part], 0.0)
             logits = F.linear(h, weight).to(dtype)  # (r, V)
-            top, picked = logits.amax(1, keepdim=True), logits.gather(1, target)
-            z = logits.sub_(top).exp_().sum(1, keepdim=True)  # in place: one such tensor exists
-            total += torch.where(learnt, z.log() + top - picked, 0.0).sum()
+            # In place, like all that follows: a pass reads and writes the only tensor of this size.
+            torch.log_softmax(logits, 1, out=logits)
+            total -= logits.gather(1, target).masked_fill_(ignored[part], 0.0).sum()
             if not (need_hidden or need_weight):
                 del logits
                 continue
-            # d loss / d logits: softmax - one-hot, nothing where nothing is learnt
-            logits.div_(z).scatter_add_(1, target, torch.full_like(z, -1.0))
-            grad = logits.masked_fill_(~learnt, 0.0).to(hidden.dtype)
+            # d loss / d logits: softmax - one-hot
+            logits.exp_().scatter_add_(1, target, logits.new_full(target.shape, -1.0))
+            grad = logits.to(hidden.dtype)
             del logits
             if need_hidden:
-                torch.mm(grad, weight, out=grad_hidden[at: at + rows])
+                torch.mm(grad, weight, out=grad_hidden[part])
             if need_weight:
                 grad_weight += grad.T @ h
             del grad  # or it would stay beside the logits of the next chunk
+        if need_hidden:
+            grad_hidden.masked_fill_(ignored, 0.0)
         ctx.save_for_backward(grad_hidden, None if grad_weight is None
                               else grad_weight.to(weight.dtype))
         return total

@@ -1,4 +1,5 @@
-"""What encoders and LLM share: the connector between them, checks of sizes, and initial weights.
+"""What encoders and LLM share: the connector between them, rotary positions, checks of sizes, and
+initial weights.
 
 Weights are set in place and after construction, so that a model built on the meta device can be
 sharded, given memory (`to_empty`) and only then initialised (FSDP2 at scale). No module of this
@@ -40,6 +41,34 @@ class Connector(nn.Module):
         """x: (N * group, in_size), the positions of a group next to each other -> (N, out_size)."""
         x = x.reshape(-1, self.in_features)  # (N, group * in_size)
         return self.fc2(F.gelu(self.fc1(self.norm(x))))
+
+
+class _Rotate(torch.autograd.Function):
+    """The backward pass turns the gradient back by the same angles, and keeps the tables alone."""
+
+    @staticmethod
+    def forward(ctx, x, cos, sin):
+        ctx.save_for_backward(cos, sin)
+        return _turned(x, cos, sin, 1.0)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return _turned(grad, *ctx.saved_tensors, -1.0), None, None
+
+
+def _turned(x: Tensor, cos: Tensor, sin: Tensor, direction: float) -> Tensor:
+    out, across = x * cos, x * sin
+    (out_a, out_b), (a, b) = out.chunk(2, dim=-1), across.chunk(2, dim=-1)
+    # Not addcmul_, which rounds once where transformers rounds product and sum: equal bits.
+    out_a.add_(b, alpha=-direction)
+    out_b.add_(a, alpha=direction)
+    return out.to(x.dtype)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary embedding of x (R, H, Dh), computed in the wider dtype of x and tables; value i pairs
+    with value i + Dh / 2. cos, sin: (R, 1, Dh), whose halves are equal. Returns x's dtype."""
+    return _Rotate.apply(x, cos, sin)
 
 
 def check_sizes(config: VisionConfig | AudioConfig | LLMConfig) -> None:

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from orchmllm.batch import SequenceLengths, on_device
 from orchmllm.config.model import CLIP_MEAN, CLIP_STD, VisionConfig
 from orchmllm.models.attention import packed_attention
-from orchmllm.models.parts import Connector, check_sizes, init_parameters
+from orchmllm.models.parts import Connector, check_sizes, init_parameters, rotate
 
 ROPE_THETA = 10_000.0
 
@@ -57,13 +57,6 @@ def rotary_2d(positions: Tensor, head_dim: int, dtype: torch.dtype) -> tuple[Ten
     angle = (positions.to(compute).unsqueeze(-1) * inv_freq).flatten(1)  # (R, head_dim / 2)
     angle = torch.cat([angle, angle], dim=-1).unsqueeze(1)
     return angle.cos().to(dtype), angle.sin().to(dtype)
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding of x (R, H, Dh) in the wider dtype of x and tables; value i pairs with
-    value i + Dh / 2. Returns x's dtype."""
-    a, b = x.chunk(2, dim=-1)
-    return (x * cos + torch.cat([-b, a], dim=-1) * sin).to(x.dtype)
 
 
 def quick_gelu(x: Tensor) -> Tensor:

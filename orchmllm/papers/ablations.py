@@ -50,7 +50,7 @@ class Variant:
     figure: str = ""
 
 
-def variants(tolerance: float) -> dict[str, Variant]:
+def variants() -> dict[str, Variant]:
     """The paper's schemes and ours. Rows travel by all-to-all, as in the paper, except that
     `least_move` also loads every item where it is processed."""
     def scheme(vision: str, audio: str, llm: str, nodewise: bool = True, **options):
@@ -59,7 +59,6 @@ def variants(tolerance: float) -> dict[str, Variant]:
             for p, policy in zip(PHASES, (vision, audio, llm), strict=True)})
 
     paper = scheme("greedy", "padded", "greedy")
-    local = PhasePolicy("least_move", tolerance=tolerance)
     return {
         "none": Variant(NONE, figure="8, 9"),
         "LLM only": Variant(scheme("none", "none", "greedy"), figure="10"),
@@ -70,8 +69,7 @@ def variants(tolerance: float) -> dict[str, Variant]:
         "no node-wise": Variant(scheme("greedy", "padded", "greedy", nodewise=False),
                                 figure="13"),
         "paper": Variant(paper, figure="8-13"),
-        "least_move": Variant(BalanceConfig(dispatch="load", **dict.fromkeys(PHASES, local)),
-                         pad=frozenset()),
+        "least_move": Variant(BalanceConfig(dispatch="load"), pad=frozenset()),
     }
 
 
@@ -119,7 +117,7 @@ def ablate(recipe: Recipe, num_ranks: int, batch_size: int, hardware: Hardware, 
     check_world(job)
     budget, _ = budget_of(recipe, hardware.sheet.memory_bytes)
     layouts = [examples.draw(num_ranks, batch_size, recipe.run.seed + s) for s in range(steps)]
-    schemes = variants(0.005)
+    schemes = variants()
     made = {name: Predicted(recipe, v, layouts, hardware) for name, v in schemes.items()}
     # One choice for all schemes, made for the paper's: what differs is the schemes alone.
     choice = decide(recipe, made["paper"].memory, joined(made["paper"].loads), budget)

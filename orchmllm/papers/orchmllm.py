@@ -35,7 +35,7 @@ def predicted(model: str, ranks: int, batch: int, scheme: str, seeds: int = SEED
                       prefetch=1)
     recipe = Recipe(model=MODELS[model.lower()], fsdp=fsdp, train=TrainConfig(batch_size=batch))
     layouts = [of_mix(recipe).draw(ranks, batch, s) for s in range(seeds)]
-    return Predicted(recipe, variants(0.005)[scheme], layouts, CLUSTER)
+    return Predicted(recipe, variants()[scheme], layouts, CLUSTER)
 
 
 def recomputed(made: Predicted) -> Choice:

@@ -25,7 +25,7 @@ from orchmllm.plan.layout import ENCODERS, BatchLayout
 from orchmllm.plan.rearrange import ranges, sums_of
 from orchmllm.plan.step import StepPlan, build_plan, plan_step
 
-PER_PHASE = BalanceConfig(**{p: PhasePolicy(tolerance=0.005) for p in PHASES})
+PER_PHASE = BalanceConfig()
 GREEDY = BalanceConfig(**{p: PhasePolicy("greedy", nodewise=True) for p in PHASES})
 
 

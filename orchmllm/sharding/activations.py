@@ -1,8 +1,8 @@
 """Bytes that autograd keeps for the backward pass, by tensor, from the code of the models.
 
-Everything here is per position of one phase; e is the element size of the compute dtype, f that of
-norms (at least 4). `none` keeps every tensor that some backward formula reads, `selective` the
-block's input and the outputs of products and attention, `full` the block's input alone.
+Everything here is per position of one phase; e is the element size of the compute dtype. `none`
+keeps every tensor that some backward formula reads, `selective` the block's input and the outputs
+of products and attention, `full` the block's input alone.
 A frozen layer keeps what its input's gradient needs, and no inputs of products.
 """
 
@@ -33,17 +33,17 @@ class BlockBytes:
 
 
 def block_bytes(phase: str, config: VisionConfig | AudioConfig | LLMConfig, e: int,
-                copies: int = 0) -> BlockBytes:
-    """Of one block of a phase. copies: further copies of the attention output (CPU joins the
-    sequences' outputs)."""
+                on_cpu: bool = False) -> BlockBytes:
+    """Of one block of a phase. on_cpu: attention keeps a copy of its output (the sequences'
+    outputs are joined), and RMSNorm what rms_norm_bytes says."""
     if phase == "llm":
-        return _llm_block(config, e, copies)
+        return _llm_block(config, e, on_cpu)
     size, ffn, stats = config.hidden_size, config.intermediate_size, 4 * config.num_heads + 16
     if config.frozen:  # nothing has a gradient
         return BlockBytes(dict.fromkeys(("none", "selective", "full"), 0.0),
                           e * (2 * ffn + size), 0.0)
     # Input, norm, qkv (v is a view of it), attention; second residual, norm.
-    none = (8 + copies) * size + 2 * ffn
+    none = (8 + on_cpu) * size + 2 * ffn
     if phase == "vision":  # rotated q and k; quick GELU's gate
         none += 2 * size + (config.family != "vit") * ffn
     kept = {"none": e * none + stats, "selective": e * (7 * size + ffn) + stats - 16,
@@ -51,12 +51,19 @@ def block_bytes(phase: str, config: VisionConfig | AudioConfig | LLMConfig, e: i
     return BlockBytes(kept, e * (2 * ffn + 2 * size), e * (ffn + size))
 
 
-def _llm_block(config: LLMConfig, e: int, copies: int) -> BlockBytes:
-    size, ffn, f = config.hidden_size, config.intermediate_size, max(4, e)
+def rms_norm_bytes(config: LLMConfig, e: int, on_cpu: bool) -> int:
+    """Of one RMSNorm and the input of what follows it: the norm's input, on a CPU as a copy in at
+    least float32; if the weights learn, the values before and after they are multiplied."""
+    source = max(4, e) if on_cpu else e
+    return (source + 2 * e * (not config.frozen)) * config.hidden_size
+
+
+def _llm_block(config: LLMConfig, e: int, on_cpu: bool) -> BlockBytes:
+    size, ffn = config.hidden_size, config.intermediate_size
     kv = size // config.num_heads * config.num_kv_heads
     learns = not config.frozen
-    norms = 2 * (f + 2 * e * learns) * size
-    attention = e * ((2 + copies) * size + 2 * kv) + 4 * config.num_heads
+    norms = 2 * rms_norm_bytes(config, e, on_cpu)
+    attention = e * ((2 + on_cpu) * size + 2 * kv) + 4 * config.num_heads
     mlp = e * (4 if learns else 3) * ffn
     kept = {"none": norms + attention + mlp,
             "selective": e * (5 * size + 2 * kv + 2 * ffn) + 4 * config.num_heads,

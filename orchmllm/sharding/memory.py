@@ -154,14 +154,14 @@ class MemoryModel:
 
     def _block(self, phase: str) -> activations.BlockBytes:
         return activations.block_bytes(phase, getattr(self.model, phase), self.element,
-                                       int(self.on_cpu))
+                                       self.on_cpu)
 
     def _kept(self, phase: str, loads: Loads, choice: str) -> np.ndarray:
         lengths, e = loads.phases[phase], self.element
         config = getattr(self.model, phase)
         blocks = config.num_layers * self._block(phase).kept[choice] * lengths.positions
         if phase == "llm":
-            last = (max(4, e) + 2 * e * (not config.frozen)) * config.hidden_size
+            last = activations.rms_norm_bytes(config, e, self.on_cpu)
             rotary = 2 * e * config.hidden_size // config.num_heads
             return blocks + (last + rotary) * lengths.tokens
         make = getattr(activations, f"{phase}_root")
@@ -187,7 +187,7 @@ class MemoryModel:
 
     def loss_bytes(self, loads: Loads) -> np.ndarray:
         """(d,) bytes of the loss at its worst: logits, their log-softmax and gradient, or a chunk's
-        logits with the gradients that are made at once."""
+        logits with its rows of the input and the gradients that are made at once."""
         config, e = self.model.llm, self.element
         f, tokens, chunk = max(4, e), loads.phases["llm"].tokens, self.fsdp.loss_chunk_rows
         plain = 3.0 * f * config.vocab_size * tokens
@@ -197,7 +197,8 @@ class MemoryModel:
         rows = np.minimum(tokens, chunk)
         # A chunk's logits as computed and in float32, or their gradient and the product made of it.
         moment = np.maximum((f + e * (e < f)) * rows, e * (rows + learnt))
-        chunked = e * config.hidden_size * tokens + (moment + f * learnt) * config.vocab_size
+        chunked = (e * config.hidden_size * (tokens + rows)
+                   + (moment + f * learnt) * config.vocab_size)
         return np.where(tokens > chunk, chunked, plain)
 
     def _units(self, phase: str) -> dict[str, Unit]:

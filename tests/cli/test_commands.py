@@ -55,9 +55,9 @@ def test_versions(capsys):
 
 
 @pytest.mark.parametrize("argv, text", [
-    (["train", "r.yaml", "--valdate"], "arguments: --valdate; did you mean --validate?"),
-    (["dry-run", "r.yaml", "--netwrok", "4"], "arguments: --netwrok 4; did you mean --network?"),
-    (["compare", "--recpie", "r.yaml"], "arguments: --recpie"),
+    (["train", "r.yaml", "--valdate"], "option --valdate; did you mean --validate?"),
+    (["dry-run", "r.yaml", "--netwrok", "4"], "option --netwrok; did you mean --network?"),
+    (["compare", "--recpie", "r.yaml"], "option --recpie"),
     (["train"], "RECIPE is missing"), (["plan", "job", "r.yaml"], "--ranks is missing")])
 def test_a_wrong_command_line_names_the_cure(argv, text, capsys):
     code, said = said_by(argv, capsys)

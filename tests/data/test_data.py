@@ -249,5 +249,5 @@ def test_split(dataset):
     assert dataset.split(8) == (range(32), range(32, 40))
     assert dataset.split(0) == (range(40), range(40, 40))
     for count in (-1, 40):
-        with pytest.raises(ValueError, match=f"{count} rows to hold out of 40"):
+        with pytest.raises(ValueError, match=f"data.num_validation = {count}: the data have 40"):
             dataset.split(count)

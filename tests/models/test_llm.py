@@ -12,19 +12,55 @@ from transformers import Qwen2ForCausalLM
 from orchmllm.batch import IGNORE_INDEX, SequenceLengths
 from orchmllm.config.model import LLMConfig
 from orchmllm.models.llm import PackedQwen2, RMSNorm, RotaryEmbedding
+from orchmllm.models.parts import rotate
 from tests.lib.submodules import LLM, TOKENS, build, inputs, logits, positions, relative, run
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def with_gradients(function, *inputs: torch.Tensor) -> list[torch.Tensor]:
+    """The result of a function of tensors and their gradients for a drawn one of the result."""
+    inputs = [x.clone().requires_grad_() for x in inputs]
+    out = function(*inputs)
+    generator = torch.Generator().manual_seed(1)
+    out.backward(torch.randn(out.shape, generator=generator).to(out.dtype))
+    return [out.detach(), *(x.grad for x in inputs)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_rms_norm_is_bit_equal_to_hf(dtype):
+    """With its gradients. In float64 the reference is the formula: transformers rounds to float32.
+    """
     from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 
     torch.manual_seed(0)
-    ours, stock = RMSNorm(64, 1e-6).to(dtype), Qwen2RMSNorm(64, 1e-6).to(dtype)
-    with torch.no_grad():
-        ours.weight.copy_(stock.weight.normal_())
-    x = torch.randn(50, 64, dtype=dtype)
-    assert torch.equal(ours(x), stock(x))
+    ours, stock = RMSNorm(64, 1e-6), Qwen2RMSNorm(64, 1e-6)
+
+    def formula(x, weight):
+        return weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6))
+
+    def of(module):
+        return lambda x, weight: torch.func.functional_call(module, {"weight": weight}, x)
+
+    x, weight = torch.randn(50, 64, dtype=dtype), torch.randn(64, dtype=dtype)
+    want = formula if dtype == torch.float64 else of(stock)
+    for a, b in zip(with_gradients(of(ours), x, weight), with_gradients(want, x, weight),
+                    strict=True):
+        assert torch.equal(a, b)
+
+
+def test_rotation_equals_hf():
+    """In float64, with its gradient, from the tables that the LLM and the vision encoder share."""
+    from transformers.models.qwen2.modeling_qwen2 import apply_rotary_pos_emb
+
+    x = torch.randn(30, 4, 16, dtype=torch.float64)
+    cos, sin = RotaryEmbedding(16, 1e4)(x, torch.arange(30)[None])  # (1, 30, 16)
+
+    def stock(x):
+        heads_first = x.transpose(0, 1)[None]
+        return apply_rotary_pos_emb(heads_first, heads_first, cos, sin)[0][0].transpose(0, 1)
+
+    ours = with_gradients(lambda x: rotate(x, cos[0, :, None], sin[0, :, None]), x)
+    for a, b in zip(ours, with_gradients(stock, x), strict=True):
+        assert relative(a, b) < 1e-15
 
 
 def test_llm_equals_stock_transformers_on_one_sequence():

@@ -48,19 +48,23 @@ def test_no_input_takes_much_longer_than_others() -> None:
     assert {name: row["volume"] for name, row in rows.items() if row["volume"] > most[name]} == {}
 
 
-@pytest.mark.parametrize(("ranks", "seed", "most"), [(512, 0, 1.5), *(
+@pytest.mark.parametrize(("ranks", "clips", "seed", "most"), [(512, 12, 0, 1.5), *(
     pytest.param(*case, marks=pytest.mark.slow) for case in (
-        (512, 1, 1.5), (512, 2, 1.5), (512, 3, 1.8), (1024, 0, 1.5), (2560, 0, 1.5),
-        (2560, 1, 1.5)))])
-def test_clips_of_two_lengths_are_not_all_shipped(ranks: int, seed: int, most: float) -> None:
-    """Clips of about 1 s and 29 s, 21 a rank: where the search gave up early, `greedy` took its
-    place, which changes the node of 86% of the load. most: of the least volume; one draw of seven
-    is above 1.5."""
+        (512, 12, 2, 1.5), (512, 12, 3, 1.5), (512, 12, 4, 1.5), (512, 12, 5, 2.4),
+        (512, 21, 0, 1.5), (512, 21, 1, 1.5), (512, 21, 2, 1.5), (512, 21, 3, 1.8),
+        (512, 30, 1, 1.5), (512, 30, 2, 1.5), (512, 30, 3, 1.5), (512, 30, 5, 3.5),
+        (1024, 21, 0, 1.5), (2560, 12, 0, 1.5), (2560, 12, 1, 1.5), (2560, 21, 0, 1.5),
+        (2560, 21, 1, 1.5), (2560, 30, 0, 1.5), (2560, 30, 1, 1.5)))])
+def test_clips_of_two_lengths_are_not_all_shipped(ranks: int, clips: int, seed: int,
+                                                  most: float) -> None:
+    """Clips of about 1 s and 29 s. With 12 or 30 a rank, 99.9% of the places for long ones are
+    taken: without the way from `greedy`, its plan was the result, which changes the node of 80% to
+    90% of the load. most: of the least volume; three draws of twenty are above 1.5."""
     rng = np.random.default_rng(seed)
-    n = 21 * ranks
+    n = clips * ranks
     seconds = np.where(rng.random(n) < .5, rng.normal(1, .1, n), rng.normal(29, .3, n))
     weight = cost_model("audio", MODELS["84b"])((50 * seconds.clip(.3, 30)).astype(np.int64))
-    home = np.arange(n) // 21
+    home = np.arange(n) // clips
     shipped = loads(weight, core().greedy(weight, home, ranks), ranks).max()
     before = None
     for tolerance in (.001, .002, .005, .01, .02, .05):

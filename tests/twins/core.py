@@ -109,6 +109,30 @@ def near_home(
     return ranks_inside(source, batch, volume, num_ranks, ranks_per_node, nodes)
 
 
+def nearer_home(plan: list[int], weight: list[int], home: list[int], width: int) -> list[int]:
+    """A plan whose items exchange places: in each node of `width` ranks, the heaviest first, items
+    take places of nearly their weight; what is left fills the places that are left, by weight."""
+    heaviest = sorted(range(len(weight)), key=lambda i: (weight[i], i), reverse=True)
+    rank_of: dict[int, int] = {}
+    taken = set()
+    for node in {rank // width for rank in plan}:
+        own = [i for i in heaviest if home[i] // width == node]
+        held = [i for i in heaviest if plan[i] // width == node]
+        while own and held:
+            above, near = weight[own[0]] - weight[held[0]], weight[held[0]] // 8
+            if abs(above) <= near:
+                rank_of[own.pop(0)] = plan[held[0]]
+                taken.add(held.pop(0))
+            elif above > 0:
+                own.pop(0)
+            else:
+                held.pop(0)
+    left = [i for i in heaviest if i not in rank_of]
+    places = [i for i in heaviest if i not in taken]
+    rank_of |= {i: plan[j] for i, j in zip(left, places, strict=True)}
+    return [rank_of[i] for i in range(len(weight))]
+
+
 def ranks_inside(
     source: np.ndarray, batch: np.ndarray, volume: np.ndarray, num_ranks: int,
     ranks_per_node: int, node_of: list[int],

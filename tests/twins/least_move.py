@@ -11,7 +11,7 @@ from fractions import Fraction
 
 import numpy as np
 
-from tests.twins.core import greedy, lower_bound, near_home
+from tests.twins.core import greedy, lower_bound, near_home, nearer_home
 
 NO_LIMIT = 2**63 - 1
 TOLERANCES = (.001, .002, .005, .01, .02, .05, .1, .2, .5, 1)
@@ -20,6 +20,7 @@ PARTNERS, REFUSALS = 24, 16
 BUNDLED = 24  # items of a unit that bundles are made of
 MANY = 512  # bundles, to which no item is added any more
 SINGLE, PAIRS, HEAVY, BUNDLES, WHAT_FITS = range(5)
+HOME, PLAN, GREEDY = range(3)  # what an attempt starts from
 Item = tuple[int, int]  # (weight, id)
 
 
@@ -360,39 +361,52 @@ class Search:
     def plan_for(self, cap: int) -> None:
         trial = list(self.home)
         if cap >= self.crowding:
-            self.attempt(trial, cap, self.operations, from_home=True)
+            self.attempt(trial, cap, self.operations, HOME)
         if self.max_load(trial) <= cap:
-            self.offer(trial)
+            if 2 * self.offer(trial) <= 3 * self.has_to_move(cap):
+                return
+        elif self.crowding == 0:
+            self.crowding = crowding_bound(self.weight, self.num_ranks)
+        if cap < self.crowding or self.greedy_load() > cap + cap // 1024:
             return
-        self.crowding = crowding_bound(self.weight, self.num_ranks)
-        if self.greedy_load() <= cap:
-            self.offer(self.greedy)
+        plan = self.near_greedy(cap)
+        if self.max_load(plan) <= cap:
+            self.offer(plan)
 
-    def offer(self, rank_of: list[int]) -> None:
+    def near_greedy(self, cap: int) -> list[int]:
+        trial = nearer_home(self.greedy, self.weight, self.home, self.node_width)
+        self.spent += 8 * self.n
+        if self.max_load(trial) > cap:
+            self.attempt(trial, cap, self.operations, GREEDY)
+        return trial
+
+    def offer(self, rank_of: list[int]) -> int:
         moved = sum(w for i, w in enumerate(self.weight) if self.away(i, rank_of[i]))
         if moved < self.moved:
             self.moved = moved
             self.take(rank_of)
+        return moved
 
     def take(self, rank_of: list[int]) -> None:
         self.best, self.high = list(rank_of), self.max_load(rank_of)
 
-    def attempt(self, start: list[int], cap: int, operations: int, from_home: bool = False) -> int:
+    def attempt(self, trial: list[int], cap: int, operations: int, start: int = PLAN) -> int:
         """Operations that are left."""
-        s = Placement(self.weight, self.home, self.price, self.num_ranks, self.width, start, cap,
+        s = Placement(self.weight, self.home, self.price, self.num_ranks, self.width, trial, cap,
                       operations - 4 * self.n)
         slack = max(0, cap * self.num_ranks - s.total)
         room = min(slack // 2 // self.num_ranks, s.typical // 64)
 
         # What may move is settled when a Trading begins.
         def trading(width: int, target: int, always: bool = False) -> Trading:
-            stays = set() if from_home or always else {
+            stays = set() if start == HOME or always else {
                 i for i, rank in enumerate(s.rank_of) if self.away(i, rank)}
             return Trading(s, width, target, lambda i: i not in stays)
 
-        if from_home and self.num_nodes > 1:
-            self.limit_moves(s, cap - room)
-        nodes = trading(self.width, cap - room)
+        target = cap if start == GREEDY else cap - room
+        if start == HOME and self.num_nodes > 1:
+            self.limit_moves(s, target)
+        nodes = trading(self.width, target)
 
         def even() -> list[int]:
             nodes.even(range(self.num_nodes))

@@ -55,8 +55,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
                       "statistics", before="WHAT ")
     args = parser.parse_recipe(argv, optional=True)
     if not is_recipe(args.recipe) and (args.command != "stats" or args.overrides):
-        parser.error(f"{args.recipe or 'nothing'} is no recipe: index, lint and overrides need a "
-                     "YAML file")
+        parser.error(f"{args.recipe} is no recipe: index, lint, preview and overrides need a YAML "
+                     "file" if args.recipe else "RECIPE is missing: name a YAML file")
     command = args.command + " without a recipe" * (not is_recipe(args.recipe))
     for flag, _, text in OPTIONS:
         only, colon, _ = text.partition(": ")

@@ -65,10 +65,12 @@ def cluster(gpu: str = "h100-sxm", *, gbit: float = 400, per_node: int = 8,
     efficiency: share of the peak that products reach (attention two thirds of it), 0: as assumed.
     measured: a file that `scripts/bench_gpu.py --out` wrote. Raises ValueError, naming the option,
     for what cannot be."""
-    if not 0 < gbit < float("inf") or per_node < 1 or not 0 <= efficiency <= 1:
-        raise ValueError(f"--network {gbit:g}, --gpus-per-node {per_node} and --efficiency "
-                         f"{efficiency:g}: needs more than 0, at least 1, and a share of the peak "
-                         "from 0 (as assumed) to 1")
+    for right, option in ((0 < gbit < float("inf"), f"--network {gbit:g}: must be above 0"),
+                          (per_node >= 1, f"--gpus-per-node {per_node}: must be at least 1"),
+                          (0 <= efficiency <= 1, f"--efficiency {efficiency:g}: must be a share of "
+                           "the peak, from 0 (as assumed) to 1")):
+        if not right:
+            raise ValueError(option)
     if gpu.lower() not in GPUS:
         raise ValueError(f"--gpu {gpu}: choose one of {', '.join(GPUS)}")
     hardware = Hardware(gpu.lower(), GPUS[gpu.lower()], per_node, gbit * 1e9 / 8)

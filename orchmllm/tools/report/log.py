@@ -75,9 +75,8 @@ def read_run(folder: Path) -> RunLog:
     """Raises ValueError naming what is missing or wrong, and its cure."""
     path = folder / "metrics.jsonl"
     if not folder.is_dir():
-        raise ValueError(f"{folder}: " + (
-            "is a file; give the folder that it is in" if folder.exists()
-            else "no such folder; give the run.dir of a run"))
+        raise ValueError(f"{folder}: {'a file' if folder.exists() else 'no such folder'}; give the "
+                         "run.dir of a run")
     if not path.is_file():
         raise ValueError(f"{folder}: no metrics.jsonl in it; give the run.dir of a run, which "
                          "writes its first line after its first step")

@@ -172,7 +172,7 @@ def test_every_variant_is_a_plan():
     spec = small_spec(MODELS["18b"])
     for ranks in (4, 16):  # less than a node, and two nodes
         layout = sample_layout("18b", num_ranks=ranks, batch_size=4, seed=0)
-        for variant in variants(0.005).values():
+        for variant in variants().values():
             plan = plan_step(layout, replace(spec, balance=variant.balance))
             moves = moves_of(plan, variant.all_gather)
             assert all(move.seconds(Hardware()) > 0 for move in moves)

@@ -208,7 +208,7 @@ def test_what_is_no_log_is_refused(tmp_path, capsys):
     write(tmp_path / "newer", [measured_row(0, schema=9)])
     good = write(tmp_path / "good", [measured_row(0)])
     for name, said in (("nowhere", "no such folder; give the run.dir of a run"),
-                       ("file", "is a file; give the folder"),
+                       ("file", "a file; give the run.dir"),
                        ("no_log", "no metrics.jsonl in it; give the run.dir"),
                        ("other", "what begins at byte 0 is no line of a run's log"),
                        ("text", "is no line of a run's log (ValueError"),

@@ -1,0 +1,168 @@
+"""Counts the kernels of one block of each phase and of the chunked loss, and the bytes that they
+read and write, on tensors without memory.
+
+    python scripts/count_kernels.py [--recipe recipes/pretrained_7b.yaml] [--rows 16384]
+
+Every operator that torch runs on `meta` counts as one kernel; views and allocations do not count.
+Two operators are those of a GPU in half precision, which `meta` would replace: attention for packed
+sequences, and the fused RMSNorm. A kernel reads its tensor arguments once and writes its results
+once, so the bytes are the least that it moves. Nothing is timed. PYTHONPATH can name the package of
+another revision.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from unittest.mock import patch
+
+if not os.environ.get("PYTHONPATH"):
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch  # noqa: E402
+from torch import Tensor, nn  # noqa: E402
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
+from torch.utils._pytree import tree_leaves  # noqa: E402
+
+from orchmllm.batch import SequenceLengths  # noqa: E402
+from orchmllm.config.model import ModelConfig  # noqa: E402
+from orchmllm.config.recipe import load_recipe  # noqa: E402
+from orchmllm.models import attention  # noqa: E402
+from orchmllm.models.audio import AudioEncoder  # noqa: E402
+from orchmllm.models.llm import LossHead, PackedQwen2  # noqa: E402
+from orchmllm.models.vision import VisionEncoder  # noqa: E402
+
+PRODUCTS = ("mm", "addmm", "bmm")
+NO_KERNELS = ("empty", "new_empty", "detach", "_unsafe_view")
+ELEMENTS = ("gather", "scatter_add_", "new_full")  # of the logits at most one element a row
+LENGTH = 1024  # rows of a sequence
+
+
+class Kernels(TorchDispatchMode):
+    """count: operator -> how often it ran. moved: operator -> bytes of its arguments and results.
+    passes: how often an operator took or gave all float32 logits of `chunk` rows."""
+
+    def __init__(self, chunk: tuple[int, int] = (0, 0)) -> None:
+        super().__init__()
+        self.chunk, self.passes = chunk, 0
+        self.count: Counter[str] = Counter()
+        self.moved: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        out = operator(*args, **kwargs)
+        read = [kwargs[k] for k in kwargs if k != "out"]
+        tensors = [x for x in tree_leaves((args, read, out)) if isinstance(x, Tensor) and x.is_meta]
+        name = operator.__name__.split(".")[0]
+        if not tensors or operator.is_view or name.startswith(NO_KERNELS):
+            return out
+        if name in ELEMENTS:
+            tensors = tensors[1:-1]
+        self.count[name] += 1
+        self.moved[name] += sum(x.numel() * x.element_size() for x in tensors)
+        self.passes += name not in PRODUCTS and any(
+            x.dtype == torch.float32 and tuple(x.shape) == self.chunk for x in tensors)
+        return out
+
+    def others(self) -> list[str]:
+        """Operators that are neither matrix products nor attention."""
+        return [name for name in self.count if name not in PRODUCTS and "attn" not in name]
+
+
+def _fused_rms_norm(x: Tensor, shape: list[int], weight: Tensor | None, eps: float | None):
+    wide = torch.promote_types(torch.float32, x.dtype)
+    return torch.empty_like(x), x.new_empty(x.shape[:-1], dtype=wide)
+
+
+@contextmanager
+def as_on_a_gpu() -> Iterator[None]:
+    """`meta` tensors run through the operators that a GPU in half precision would run."""
+    backend = attention._varlen_backend()
+    library = torch._C._dispatch_library("IMPL", "aten", "Meta", __file__, 0)
+    library.impl("_fused_rms_norm", "Meta", _fused_rms_norm)
+    try:
+        with patch.object(attention, "attention_backend", lambda *_: backend):
+            yield
+    finally:
+        library.reset()
+
+
+def block_of(model: ModelConfig, phase: str, rows: int
+             ) -> tuple[Tensor, nn.Module, Callable[[], Tensor]]:
+    """One block of a phase in bfloat16 on `meta`: its input, the block, and what runs it."""
+    config = replace(getattr(model, phase), num_layers=1, pretrained="")
+    head_dim = config.hidden_size // config.num_heads
+    lengths = SequenceLengths.from_lengths([LENGTH] * (rows // LENGTH), "meta")
+
+    def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    if phase == "llm":
+        with torch.device("meta"):
+            block = PackedQwen2(config).to(torch.bfloat16).layers[0]
+        x, tables = empty(1, rows, config.hidden_size), (empty(1, rows, head_dim),) * 2
+        return x.requires_grad_(), block, lambda: block(
+            x, position_embeddings=tables, attention_mask=None, packed_seqlens=lengths)
+    with torch.device("meta"):
+        encoder = (VisionEncoder if phase == "vision" else AudioEncoder)(config, 64)
+    block, x = encoder.to(torch.bfloat16).blocks[0], empty(rows, config.hidden_size)
+    if phase == "audio":
+        return x.requires_grad_(), block, lambda: block(x, lengths)
+    dtype = torch.bfloat16 if config.family == "vit" else torch.float32
+    tables = (empty(rows, 1, head_dim, dtype=dtype),) * 2
+    return x.requires_grad_(), block, lambda: block(x, tables, lengths)
+
+
+def count_block(model: ModelConfig, phase: str, rows: int) -> tuple[Kernels, Kernels]:
+    """Of the forward and of the backward pass."""
+    *_, run = block_of(model, phase, rows)
+    with as_on_a_gpu():
+        with Kernels() as forward:
+            out = run()
+        grad = torch.empty_like(out)
+        with Kernels() as backward:
+            out.backward(grad)
+    return forward, backward
+
+
+def count_loss(model: ModelConfig, rows: int, chunk: int) -> Kernels:
+    """Of the loss of bfloat16 rows in chunks, with its gradients."""
+    size, vocab = model.llm.hidden_size, model.llm.vocab_size
+    with torch.device("meta"):
+        head = LossHead(size, vocab).to(torch.bfloat16)
+        x = torch.empty(rows, size, dtype=torch.bfloat16, requires_grad=True)
+        labels = torch.zeros(rows, dtype=torch.int64)
+    with Kernels((chunk, vocab)) as kernels:
+        head(x, labels, chunk).backward()
+    return kernels
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--recipe", default="recipes/pretrained_7b.yaml")
+    parser.add_argument("--rows", type=int, default=16384, help="a multiple of 4096")
+    args = parser.parse_args()
+    model = load_recipe(args.recipe).model
+    print("block   pass      kernels  other than products and attention  kB a row that these move")
+    for phase in ("vision", "audio", "llm"):
+        both = zip(("forward", "backward"), count_block(model, phase, args.rows), strict=True)
+        for name, k in both:
+            others = k.others()
+            moved = sum(k.moved[o] for o in others) / args.rows / 1e3
+            print(f"{phase:<8}{name:<10}{sum(k.count.values()):>7}"
+                  f"{sum(k.count[o] for o in others):>35}{moved:>26.1f}")
+    k, chunk = count_loss(model, args.rows, 4096), 4096
+    moved = sum(k.moved[o] for o in k.others()) / args.rows / 1e6
+    print(f"loss in chunks of {chunk} rows, vocabulary of {model.llm.vocab_size}: "
+          f"{k.passes * chunk // args.rows} passes over the float32 logits of a chunk, "
+          f"{moved:.2f} MB a row moved by other kernels than products")
+
+
+if __name__ == "__main__":
+    main()

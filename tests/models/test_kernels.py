@@ -1,0 +1,45 @@
+"""What scripts/count_kernels.py counts: kernels, passes over logits, and what autograd keeps."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from orchmllm.plan.assign import PHASES
+from orchmllm.sharding.activations import block_bytes
+from scripts.count_kernels import as_on_a_gpu, block_of, count_block, count_loss
+from tests.lib.recipes import read
+
+MODEL = read("pretrained_7b").model
+ROWS = 4096
+
+
+def test_a_block_of_qwen2_and_its_loss_run_few_kernels():
+    forward, backward = count_block(MODEL, "llm", ROWS)
+    assert forward.count["_fused_rms_norm"] == 2 and sum(forward.count.values()) <= 24
+    assert sum(backward.count.values()) <= 44
+    kernels = count_loss(MODEL, ROWS, 1024)
+    assert kernels.count["log_softmax"] == ROWS // 1024
+    assert kernels.passes <= 4 * ROWS // 1024
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("phase", PHASES)
+def test_autograd_keeps_what_the_memory_model_says_on_a_gpu(phase, frozen):
+    config = replace(getattr(MODEL, phase), frozen=frozen)
+    x, block, run = block_of(replace(MODEL, **{phase: config}), phase, ROWS)
+    block.requires_grad_(not frozen)
+    x.requires_grad_(phase == "llm" or not frozen)  # only the LLM's input then has a gradient
+    kept, weights = {}, {p.untyped_storage()._cdata for p in block.parameters()}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        if (storage := tensor.untyped_storage())._cdata not in weights:
+            kept[storage._cdata] = storage
+        return tensor
+
+    with as_on_a_gpu(), torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        run()
+    total = sum(storage.nbytes() for storage in kept.values())
+    assert total / ROWS == pytest.approx(block_bytes(phase, config, 2).kept["none"], rel=0.01)
