@@ -204,10 +204,7 @@ MUTATIONS = [Mutation(*row) for row in (
     ("images padded at their beginning", "orchmllm/models/hf.py", "for n in (0, m)",
      "for n in (m, 0)", "tests/models/test_packed_models.py",
      "Images of several sizes on a rank are cut at the wrong side."),
-    ("a tied head as a unit of its own", "orchmllm/sharding/hf.py",
-     "ends = ([], []) if head.weight is table.weight else (", "ends = (",
-     "tests/sharding/test_whole_models.py",
-     "The weight that embedding and head share is sharded twice."),
+
 )]
 
 

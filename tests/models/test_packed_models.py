@@ -13,12 +13,15 @@ from torch.utils.flop_counter import FlopCounterMode
 from orchmllm.batch import SequenceLengths
 from orchmllm.config.job import resolve
 from orchmllm.config.model import ModelConfig
-from orchmllm.config.recipe import Recipe
+from orchmllm.config.recipe import DataConfig, Recipe
+from orchmllm.data.processed import ProcessedRows
+from orchmllm.models import packing
 from orchmllm.models.families import refusals
 from orchmllm.models.flops import plan_spec
 from orchmllm.models.hf import WholeModel
 from tests.lib import whole_models as models
 from tests.lib.encoder_models import IMAGE
+from tests.lib.whole_folders import write_model, write_rows
 from tests.lib.whole_models import Item
 
 FAST = ("internvl", "mistral3", "qwen3_vl")
@@ -58,6 +61,29 @@ def test_a_packed_row_is_its_examples_and_would_not_be_if_they_saw_each_other(na
     assert difference(name, model, examples) <= exact
     whole_row = sum(inputs["input_ids"].shape[1] for inputs in examples)
     assert difference(name, model, examples, [whole_row]) > 1000 * exact
+
+
+@pytest.mark.parametrize("name", [
+    name if name == "llava_onevision" else pytest.param(name, marks=pytest.mark.slow)
+    for name in models.ADMITTED])
+def test_rows_of_the_model_s_own_processor_are_packed_exactly(name, tmp_path):
+    """What the processor makes of conversations, against stock transformers with the same
+    tensors."""
+    model = write_model(name, tmp_path, torch.float64).train()
+    data = write_rows(tmp_path, 9)
+    rows = ProcessedRows(tmp_path, DataConfig(path=str(data), index_dir=str(tmp_path / "index")))
+    examples = [rows.load(i) for i in range(9)]
+    loss, wanted = models.stock(model, [
+        {"input_ids": e.input_ids[None], "labels": e.labels[None],
+         "attention_mask": torch.ones_like(e.input_ids)[None],
+         **{k: v.double() if v.is_floating_point() else v for k, v in e.media.items()}}
+        for e in examples])
+    whole = WholeModel(copy.deepcopy(model), torch.float64)
+    got = whole(whole.join(examples))
+    got.backward()
+    exact = models.LOOSE.get(name, models.EXACT)
+    assert float(got.detach()) == pytest.approx(loss, rel=exact)
+    assert models.difference(models.gradients(whole.hf), wanted) <= exact
 
 
 @pytest.mark.parametrize("name", [
@@ -101,6 +127,20 @@ def test_a_forward_without_our_masks_is_an_error():
     model.config.get_text_config()._attn_implementation = "sdpa"
     with pytest.raises(RuntimeError, match="0 of 2 layers kept the examples of the row apart"):
         whole(whole.join(examples))
+
+
+@pytest.mark.parametrize("keys, told", [
+    ({}, "was given another mask"), ({"softcap": 30.0}, "with softcap, which packing"),
+    ({"dropout": 0.1}, "with dropout or sinks, which packing")])
+def test_attention_that_cannot_be_packed_is_an_error(keys, told):
+    """Some models make a mask of their own in place of the one that they are given."""
+    x = torch.zeros(1, 2, 3, 4)
+    mask = torch.ones(1, 1, 3, 3, dtype=torch.bool)
+    if keys:
+        with packing.packed(SequenceLengths.from_lengths([1, 2]), 0):
+            mask = packing.mask_of_row(1, 3, 3)
+    with pytest.raises(RuntimeError, match=told):
+        packing.attention_of_row(torch.nn.Linear(1, 1), x, x, x, mask, **keys)
 
 
 def test_a_row_without_targets_gives_every_parameter_of_the_text_a_gradient():

@@ -73,7 +73,8 @@ def loaded(world, folder: Path, name: str, tied: bool, shard_size: int, choice: 
     assert models.difference(got, gradients) <= models.LOOSE.get(name, models.EXACT)
 
 
-@pytest.mark.parametrize("name", ["qwen3_vl", *OTHERS])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", models.ADMITTED)
 def test_loaded_shards_are_the_model_and_compute_its_gradients(name, tmp_path):
     saved(name, tmp_path, tied=True)
     run_ranks(loaded, 2, tmp_path, name, True, 0, "full")
@@ -153,7 +154,8 @@ def test_a_run_is_the_same_balanced_unbalanced_and_resumed_on_other_ranks(name, 
     assert not any(moved[1])
 
 
-@pytest.mark.parametrize("key", ["pretrained", pytest.param("config", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("key", ["pretrained", "config"])
 def test_an_export_before_learning_is_the_folder_it_started_from(key, tmp_path):
     """Name by name, tied weights too; weights drawn from run.seed are the same on other numbers of
     ranks."""
