@@ -74,7 +74,7 @@ def find_sources(model: ModelConfig) -> list[WeightSource]:
 
 def _whole(model: ModelConfig) -> list[WeightSource]:
     """A whole model of transformers, which transformers reads itself."""
-    path = Path(model.folder).expanduser()
+    path = Path(model.folder)
     try:
         read_config(path)
         if not model.pretrained:

@@ -30,7 +30,7 @@ from orchmllm.models import packing
 from orchmllm.models.attention import attention_backend
 from orchmllm.models.families import part_of, read_config
 from orchmllm.models.phase_clock import PhaseClock
-from orchmllm.plan.assign import PhasePolicy, PlanSpec
+from orchmllm.plan.assign import PlanSpec
 from orchmllm.plan.cost import CostModel
 from orchmllm.plan.layout import ENCODERS
 
@@ -164,8 +164,9 @@ def meta_model(folder: str) -> WholeModel:
 
 def plan_whole(job: Job) -> PlanSpec:
     """What the planner has to know. The LLM phase alone decides where an example goes, and its rank
-    reads it; orchmllm.balance_encoders moves images from there. An image costs by its patches, an
-    example by its tokens, both from the weights of the blocks and the width of their attention."""
+    reads it; that encoders are balanced from there is predicted by the plan, and done by
+    orchmllm.balance_encoders. An image costs by its patches, an example by its tokens, both from
+    the weights of the blocks and the width of their attention."""
     recipe, whole = job.recipe, meta_model(job.recipe.model.folder)
     stacks, config, model = whole.blocks(), whole.hf.config, recipe.model
     text, tower = config.get_text_config(decoder=True), config.vision_config
@@ -176,7 +177,6 @@ def plan_whole(job: Job) -> PlanSpec:
     passes = {"vision": 1 if model.vision.frozen else 3, "llm": 2 if model.llm.frozen else 3}
     linear = {part: 2 * passes[part] * sum(p.numel() for p in stack.parameters() if p.dim() > 1)
               for part, stack in stacks.items()}
-    stays = PhasePolicy("none")
     return PlanSpec(
         costs={
             # A pair of positions: 2 products of 2 FLOP; half of the pairs where it is causal.
@@ -187,7 +187,7 @@ def plan_whole(job: Job) -> PlanSpec:
         row_bytes=dict.fromkeys(ENCODERS, 0),  # nothing moves before the forward
         feature_bytes=text.hidden_size * DTYPE_BYTES[recipe.fsdp.forward_dtype],
         ranks_per_node=job.ranks_per_node, fills=True,
-        balance=replace(recipe.balance, dispatch="load", vision=stays, audio=stays))
+        balance=replace(recipe.balance, dispatch="load"))
 
 
 def describe_attention(folder: str, device_type: str, dtype: torch.dtype) -> str:

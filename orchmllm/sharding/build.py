@@ -60,8 +60,7 @@ class MovedEncoders:
     @contextmanager
     def __call__(self, step: Step) -> Iterator[None]:
         """Around the microbatches of a training step, whose figures then get the imbalance and the
-        movement of what was encoded: its plan has that of the examples' ranks, from which items
-        moved."""
+        movement of what was encoded in place of those that its plan predicts."""
         self.handle.moves = self._balances and not step.as_sampled
         self._seen.clear()
         yield
@@ -80,12 +79,12 @@ def starting_weights(
     lasts as long as this context, with weights that one rank draws from `seed`. Collective. Raises
     RemoteError on all ranks if they cannot be written."""
     if model.pretrained:
-        yield Path(model.pretrained).expanduser()
+        yield Path(model.folder)
         return
     folder, error = run / "initial_weights", None
     if gather.rank == 0:
         try:
-            _draw(Path(model.config).expanduser(), seed, folder)
+            _draw(Path(model.folder), seed, folder)
         except Exception as e:  # the others wait
             error = e
     agreed(gather, error)

@@ -74,9 +74,7 @@ def shard_sizes(model: ModelConfig, shards: int) -> dict[str, tuple[int, int]]:
 @lru_cache(maxsize=8)
 def units(model: ModelConfig) -> list[Unit]:
     """All units in the order of the forward pass. Raises ValueError for a model of transformers."""
-    if model.folder:
-        raise ValueError(f"{model.folder}: the memory and the time of a whole model of transformers"
-                         " are not predicted yet; orchmllm train and orchmllm compare measure them")
+    model.require_parts()
     out = []
     for phase in PARTS:
         frozen = getattr(model, phase).frozen

@@ -52,7 +52,7 @@ def export(checkpoint: Path, out: Path, *, dtype: str = "", max_file_bytes: int 
         note = {"version": VERSION, "step": state["step"], "model": state["model"]}
         if model.folder:
             note["parts"] = {"model": write_whole(
-                Path(model.folder).expanduser(), saved, short, max_file_bytes, staged, log)}
+                Path(model.folder), saved, short, max_file_bytes, staged, log)}
         else:
             note["parts"] = _write(model, tensors, max_file_bytes, staged, log)
             note["tokenizer"] = _write_tokenizer(state, tokenizer, staged / "llm", log)
