@@ -224,7 +224,7 @@ def test_images_that_touch_are_refused_where_the_model_cannot_tell_them_apart(tm
     assert problem is None
 
 
-@pytest.mark.parametrize("has_index", [False, True])
+@pytest.mark.parametrize("has_index", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_an_image_that_fails_keeps_its_planned_length(tmp_path, has_index):
     write_rows(tmp_path, "qwen2_5_vl", SIZES)
     rows = indexed(tmp_path) if has_index else opened(tmp_path)
@@ -340,6 +340,7 @@ def test_preview_shows_what_is_learnt(tmp_path, capsys):
     assert any(line.endswith("learnt") and " 15 of 1 media" in line for line in shown), shown
 
 
+@pytest.mark.slow
 def test_worker_processes_load_the_same(tmp_path):
     write_rows(tmp_path, "gemma3", SIZES)
     for rows in (opened(tmp_path), indexed(tmp_path)):
