@@ -50,8 +50,9 @@ class LengthIndex:
         """Height and width of the images of a row, where a processor of transformers made the
         lengths."""
         start, end = self._images[self.start[row: row + 2]].tolist()
-        sizes = np.memmap(self.folder / "sizes.i64", np.int64, "r").reshape(-1, 2)[start:end]
-        return list(map(tuple, sizes.tolist()))
+        sizes = np.fromfile(self.folder / "sizes.i64", np.int64, 2 * (end - start),
+                            offset=16 * start)
+        return list(map(tuple, sizes.reshape(-1, 2).tolist()))
 
     @cached_property
     def _images(self) -> np.ndarray:

@@ -115,10 +115,14 @@ def drawn(count: int, most: int, seed: int) -> list[list[tuple[int, int]]]:
 
 
 @pytest.mark.parametrize("family", ["llava_onevision", "gemma3_pan_and_scan"])
-def test_headers_pixels_and_transformers_agree(tmp_path, family):
+def test_headers_pixels_and_transformers_agree(tmp_path, family, monkeypatch):
     sizes = [*drawn(5, 1, 0), *drawn(3, 3, 1), []]
     talks = write_rows(tmp_path, family, sizes)
     rows = opened(tmp_path, family)
+    with monkeypatch.context() as patch:
+        patch.delattr(Image.Image, "resize")  # lengths read no pixels
+        patch.delattr(Image.Image, "load")
+        assert all(rows.problem(i) is None for i in range(len(sizes)))
     assert check(rows, stock(tmp_path), talks, OPTIONS.get(family, {})) == sum(map(len, sizes))
 
 
@@ -220,7 +224,7 @@ def test_images_that_touch_are_refused_where_the_model_cannot_tell_them_apart(tm
     assert problem is None
 
 
-@pytest.mark.parametrize("has_index", [False, True])
+@pytest.mark.parametrize("has_index", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_an_image_that_fails_keeps_its_planned_length(tmp_path, has_index):
     write_rows(tmp_path, "qwen2_5_vl", SIZES)
     rows = indexed(tmp_path) if has_index else opened(tmp_path)
@@ -336,6 +340,7 @@ def test_preview_shows_what_is_learnt(tmp_path, capsys):
     assert any(line.endswith("learnt") and " 15 of 1 media" in line for line in shown), shown
 
 
+@pytest.mark.slow
 def test_worker_processes_load_the_same(tmp_path):
     write_rows(tmp_path, "gemma3", SIZES)
     for rows in (opened(tmp_path), indexed(tmp_path)):
@@ -354,6 +359,8 @@ def test_worker_processes_load_the_same(tmp_path):
 
 
 def test_a_folder_that_cannot_be_used_says_why(tmp_path):
+    from transformers import WhisperFeatureExtractor
+
     write_rows(tmp_path, "llava", SIZES[:1])
     path = tmp_path / "chat_template.jinja"
     template = path.read_text()
@@ -366,6 +373,20 @@ def test_a_folder_that_cannot_be_used_says_why(tmp_path):
     path.write_text(template)
     with pytest.raises(ValueError, match="leave it out"):
         opened(tmp_path, tokenizer="there")
-    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
-    with pytest.raises(ValueError, match="llama have no processor"):
-        opened(tmp_path)
+    for kind, reason in (("llama", "llama have no processor"),
+                         ("qwen2_audio", "Qwen2AudioProcessor has no image processor"),
+                         ("chameleon", "does not say vision_config")):
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
+        if kind == "qwen2_audio":
+            WhisperFeatureExtractor(feature_size=8).save_pretrained(tmp_path)
+        else:
+            (tmp_path / "preprocessor_config.json").unlink(missing_ok=True)
+        with pytest.raises(ValueError, match=reason):
+            opened(tmp_path)
+
+
+def test_a_source_without_images_has_an_index(tmp_path):
+    write_rows(tmp_path, "llava", [[], []])
+    rows = indexed(tmp_path)
+    assert rows.indexes[0] is not None
+    assert len(rows.load(1).input_ids) == rows.measure(1).num_tokens.sum()

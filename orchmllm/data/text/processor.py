@@ -58,8 +58,12 @@ class Processor:
         self._processor, config = load_processor(self.folder)
         self._shapes = copy.copy(self._processor)
         self._shapes.image_processor = of_shapes(self._processor.image_processor)
-        self._patch = int(np.max(config.vision_config.patch_size))
-        self.image_token_id = int(config.image_token_id)
+        try:
+            self._patch = int(np.max(config.vision_config.patch_size))
+            self.image_token_id = int(config.image_token_id)
+        except AttributeError as error:
+            raise ValueError(f"{folder}: its config.json does not say {error.name}, so it is no "
+                             "model of images that is known here") from error
         self._feature = self._processor.tokenizer.convert_ids_to_tokens(self.image_token_id)
         template = self._processor.chat_template
         if isinstance(template, dict):
@@ -261,9 +265,9 @@ def load_processor(folder: Path) -> tuple[Any, Any]:
             folder, backend="pil", **keys)
     except (OSError, ValueError, TypeError, ImportError) as error:
         raise ValueError(f"{folder}: its processor cannot be read: {error}") from error
-    if not isinstance(processor.image_processor, PilBackend):
-        raise ValueError(f"{folder}: {type(processor.image_processor).__name__} cannot resize "
-                         "images by Pillow, which has the same pixels everywhere")
+    if not isinstance(getattr(processor, "image_processor", None), PilBackend):
+        raise ValueError(f"{folder}: {type(processor).__name__} has no image processor that "
+                         "resizes by Pillow, which has the same pixels everywhere")
     return processor, config
 
 
