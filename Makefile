@@ -1,7 +1,12 @@
 # make demo: install, build, write the demo corpus, train with balancing off and on, compare.
 # make test: the same set-up and the test tools, then the fast tests. Installs into .venv, only once.
 # make test-slow: lists the groups of slow tests; make test-slow GROUP=data runs one.
-# make gpu: on one GPU, correctness, events, the benchmark and a profile; results in benchmarks/.
+# make gpu: on one GPU, what cannot be done without one, in parts; PARTS="tests bench" runs these.
+# make gpu-carry: what a machine without a package registry needs for it, for FOR=3.12.
+# make docs: the site of docs/, into site/; a warning is an error.
+# make wheel: a wheel of this machine's Python and architecture for other machines, into dist/.
+# make test-versions END=oldest: the tests of what touches torch and transformers, and a launch on two
+# nodes, with the oldest versions that are supported; END=newest: with the newest there are.
 # PYTHON=python3.12 picks the interpreter; ARGS=... is passed on, e.g. ARGS=train.num_steps=40 to the
 # demo and ARGS=--durations=20 to the tests.
 
@@ -15,7 +20,7 @@ ARGS ?=
 WORKERS ?= 3
 
 .NOTPARALLEL:
-.PHONY: demo test test-slow bench gpu lint sanitize clean setup setup-test
+.PHONY: demo test test-slow test-versions bench gpu gpu-carry docs wheel lint sanitize clean setup setup-test
 
 demo: setup demo_data/data.jsonl
 	$(RUN) -m orchmllm compare recipes/demo.yaml $(ARGS)
@@ -32,7 +37,9 @@ SLOW_dropin := $(filter-out $(SLOW_clients) $(SLOW_trainers) $(SLOW_encoders), \
     $(wildcard tests/loader/test_*.py tests/encoders/test_*.py))
 SLOW_data := tests/data tests/e2e/test_paper_mix.py tests/e2e/test_nothing_read.py
 SLOW_plan := tests/plan tests/comm tests/tools/doctor
-SLOW_models := tests/models tests/sharding tests/tools/export
+# The whole kit of `make gpu` at tiny sizes, in a Python without pip and network.
+SLOW_kit := tests/gpu_kit
+SLOW_models := tests/models tests/sharding tests/tools/export tests/tools/generate
 SLOW_memory := tests/tools/predict/test_scale_memory.py tests/tools/predict/test_tracked_memory.py
 SLOW_estimate := tests/papers tests/tools/data tests/docs \
     $(filter-out $(SLOW_memory), $(wildcard tests/tools/predict/test_*.py))
@@ -41,8 +48,8 @@ SLOW_recipes := tests/e2e/test_any_recipe.py
 SLOW_soak := tests/e2e/test_soak.py
 SLOW_learning := tests/e2e/test_demo.py tests/e2e/test_media_swap.py
 SLOW_GROUPS := checkpoints dropin encoders clients trainers data plan models memory estimate e2e \
-    soak learning recipes mutations
-SLOW_e2e := tests/cli tests/config tests/tools/report $(filter-out $(SLOW_data) $(SLOW_soak) $(SLOW_learning) \
+    kit soak learning recipes mutations
+SLOW_e2e := tests/cli tests/config tests/tools/report tests/tools/init $(filter-out $(SLOW_data) $(SLOW_soak) $(SLOW_learning) \
     $(SLOW_recipes), $(wildcard tests/e2e/test_*.py))
 
 ifeq ($(GROUP),)
@@ -61,9 +68,27 @@ bench: setup
 	    test -e "$$script" || { echo "no scripts/bench_*.py here"; exit 1; }; \
 	    echo "== $$script"; $(RUN) "$$script" $(ARGS) || exit 1; done
 
-# On one GPU, in less than 9 minutes; says so and ends with 2 where there is none.
-gpu: setup-test demo_data/data.jsonl
-	@$(RUN) scripts/gpu.py
+# With the environment of the other targets if there is one, else with the Python that is there:
+# it installs nothing. TINY=1 runs all of it on a CPU.
+gpu:
+	@$(if $(wildcard $(READY)),$(RUN),$(PYTHON)) -m scripts.gpu $(PARTS) $(if $(TINY),--tiny) $(ARGS)
+
+FOR ?= 3.12
+gpu-carry: setup
+	$(RUN) scripts/gpu/carry.py --python $(FOR) $(ARGS)
+
+docs: $(READY)-docs
+	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build  # --quiet would hide warnings
+	@echo "open site/index.html, or: $(RUN) -m http.server -d site"
+
+# auditwheel says which systems the wheel works on: those with this machine's glibc and newer ones.
+wheel: $(READY)-release
+	rm -rf build/wheel
+	$(RUN) -m pip wheel -q --no-deps --no-build-isolation -w build/wheel .
+	PATH="$(abspath $(VENV))/bin:$$PATH" $(RUN) -m auditwheel repair -w dist build/wheel/*.whl
+
+test-versions:
+	@sh scripts/test_versions.sh "$(PYTHON)" "$(END)" $(ARGS)
 
 lint: setup-test
 	$(RUN) -m ruff check .
@@ -96,13 +121,13 @@ $(READY): $(SETUP_FILES)
 	@sh scripts/setup_venv.sh "$(PYTHON)" $(VENV) '.[tools]'
 	@touch $@
 
-$(READY)-test: $(READY)
-	@sh scripts/setup_venv.sh "$(PYTHON)" $(VENV) '.[test]'
+$(READY)-test $(READY)-docs $(READY)-release: $(READY)-%: $(READY)
+	@sh scripts/setup_venv.sh "$(PYTHON)" $(VENV) '.[$*]'
 	@touch $@
 
-# The corpus is a function of the script alone; data.jsonl is the last file that it writes.
-demo_data/data.jsonl: scripts/make_demo_data.py | setup
+# The corpus is a function of this file alone; data.jsonl is the last file that it writes.
+demo_data/data.jsonl: orchmllm/tools/init/demo.py | setup
 	$(RUN) scripts/make_demo_data.py --out demo_data --num-examples 400 --seed 0
 
 clean:  # leaves runs/, which may hold checkpoints
-	rm -rf $(VENV) build demo_data *.egg-info orchmllm/*.so .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist site demo_data gpu_carried *.egg-info orchmllm/*.so .pytest_cache .ruff_cache .hypothesis

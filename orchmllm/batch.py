@@ -112,8 +112,9 @@ class Batch:
 
     inputs[m] (R_m, row_size): rows of the segments this rank encodes, in slot order; images uint8,
     audio float32. input_lengths[m]: their packing in rows. token_ids, labels (R_llm,) int64: the
-    packed sequences of its LLM phase; text_lengths: their packing. position_ids (R_llm,) restart
-    per example. scatter[m] (R_f,): where feature rows go.
+    packed sequences of its LLM phase, without labels where answers are generated; text_lengths:
+    their packing. position_ids (R_llm,) restart per example. scatter[m] (R_f,): where feature rows
+    go.
     num_global_targets: labels of all ranks and microbatches of the step, the loss's denominator.
     """
 
@@ -121,7 +122,7 @@ class Batch:
     inputs: dict[str, Tensor]
     input_lengths: dict[str, SequenceLengths]
     token_ids: Tensor
-    labels: Tensor
+    labels: Tensor | None
     text_lengths: SequenceLengths
     position_ids: Tensor
     scatter: dict[str, Tensor]

@@ -153,6 +153,8 @@ def process_group(world: World, timeout_s: float) -> Iterator[dist.Store]:
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
     # A gloo group connects the ranks that talk to each other, not each to all others at once.
     os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
+    # Lengths differ from step to step, which leaves fewer fragments of the GPU's memory so.
+    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     timeout = timedelta(seconds=timeout_s)
     device = device_of(world)
     cuda = device.type == "cuda"

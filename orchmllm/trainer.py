@@ -32,10 +32,11 @@ from orchmllm.runtime.profile import StepProfiler
 from orchmllm.runtime.resumable import describe_end
 from orchmllm.runtime.run_checkpoints import RunCheckpoints
 from orchmllm.runtime.run_state import Incidents, MediaCount, Progress
+from orchmllm.runtime.samples import Samples
 from orchmllm.runtime.stop import FOLDER_TAKEN, Stopped, StopSignal
 from orchmllm.sharding.build import build
 from orchmllm.sharding.fits import for_run, memory_check
-from orchmllm.sharding.fsdp import compute_dtype, reshard, state_tensors
+from orchmllm.sharding.fsdp import compute_dtype, evaluating, state_tensors
 from orchmllm.sharding.optimizer import (
     clip_gradients,
     learning_parts,
@@ -46,10 +47,12 @@ from orchmllm.sharding.pretrained import check_same, fingerprint
 
 
 class Trainer:
-    """One rank of a run; constructing it is collective. dataset: used instead of building the
-    recipe's. watch: is told where this rank is. on_step: is called by `run` on every rank with each
-    step and its row of metrics, before a checkpoint of that step is saved; what it raises ends the
-    run."""
+    """One rank of a run; constructing it is collective. dataset: used instead of the recipe's.
+    watch: is told where this rank is. on_step: `run` calls it on every rank with each step and its
+    row of metrics, before that step is saved; what it raises ends the run."""
+
+    _metrics: JsonLines | None = None
+    _rows: list[dict] | None = None
 
     def __init__(
         self, recipe: Recipe, world: World, *, dataset: ConversationDataset | None = None,
@@ -97,10 +100,10 @@ class Trainer:
         self.optimizer = make_optimizer(self.model, train)
         self.progress = Progress(global_batch_size=job.global_batch_size)
         self.stop = StopSignal(watch and watch.folder_taken)
-        self._metrics: JsonLines | None = None
-        self._rows: list[dict] | None = None
         self.profiler = StepProfiler(recipe, world.rank, self._log)
         self.incidents = Incidents(recipe, writes=world.rank == 0, log=self._log)
+        self.samples = Samples(recipe, self.dataset, self.validation_rows, spec, self.device,
+                               self._log) if train.sample_every else None
 
     def loader(self) -> StepLoader:
         """The recipe's training steps that are still to come."""
@@ -148,6 +151,7 @@ class Trainer:
             self.checkpointer.save_run(self.progress)
             self.checkpointer.wait()  # an error of the validation ends the process
             self._validate()
+            self._sample()
             if self.recipe.balance.enabled:
                 self.display.check_gain()
 
@@ -174,21 +178,28 @@ class Trainer:
             self.display.validation(self._emit(
                 {"step": self.progress.step, "validation_loss": self.validate()}))
 
+    def _sample(self) -> None:
+        """Logs what the weights as they are answer; nothing without train.sample_every."""
+        if self.samples is not None:
+            with evaluating(self.model):
+                self.samples.write(self.model, self.progress.step)
+
     def _after_step(self, stop: int) -> None:
-        """Validates and saves where it is due; leaves if any rank was told to stop."""
-        every, done = self.recipe.checkpoint.every_steps, self.progress.step
-        often, last = self.recipe.train.validate_every_steps, done == self.recipe.train.num_steps
-        if often and done % often == 0 and not last and not stop:
+        """Validates, saves and samples where it is due; leaves if any rank was told to stop."""
+        due = partial(self.progress.is_due, num_steps=self.recipe.train.num_steps)
+        if due(self.recipe.train.validate_every_steps) and not stop:
             self._validate()
         if stop == FOLDER_TAKEN:
             self.checkpointer.rescue(self.progress)
-        if stop or (every > 0 and done % every == 0 and not last):
+        if stop or due(self.recipe.checkpoint.every_steps):
             self.checkpointer.save_run(self.progress)
         if stop:
             self.checkpointer.wait()
-            stopped = Stopped(stop, done)
+            stopped = Stopped(stop, self.progress.step)
             self._finish(str(stopped))
             raise stopped
+        if due(self.recipe.train.sample_every):
+            self._sample()
 
     def _finish(self, how: str = "finished") -> None:
         self.display.finish(how, describe_end(self.checkpointer.saved, self.recipe.run.resume))
@@ -239,8 +250,7 @@ class Trainer:
             "lr": lr, "step_s": step_s, "nonfinite": nonfinite,
             "mfu": mfu(step.useful_flop, step_s, self.world.world_size, self._peak_flops),
             "waiting_s": max(wall_s - cpu_s, 0.0), "core_wait_s": core_wait_s,
-            "logging_s": logging_s,
-            "skipped_steps": self.progress.skipped_steps,
+            "logging_s": logging_s, "skipped_steps": self.progress.skipped_steps,
             **({"preprocessed": facts.preprocessed()} if self.servers else {}),
             **facts.row(step, loss, step_s, list(self.parts)), "measured": measured}
 
@@ -258,7 +268,6 @@ class Trainer:
             loss_sum += out.detach()
         return loss_sum
 
-    @torch.no_grad()
     def validate(self) -> float:
         """Mean loss per target over the held-out rows; nan without targets."""
         data, count = self.recipe.data, self.recipe.train.batch_size * self.world.world_size
@@ -268,16 +277,14 @@ class Trainer:
                             servers=self.servers, feed=self._feed)
         media = MediaCount()  # of this pass alone
         total = torch.zeros(2, dtype=torch.float64, device=self.device)
-        self.model.eval()
-        for step in loader:
-            self.incidents.media(step, media, self.dataset.describe)
-            for micro in step.micro:
-                batch = self._validation.dispatch(micro, step.num_global_targets)
-                total[0] += self.model(batch)
-                self.model.clock.switch("data")
-            total[1] += step.num_global_targets / self.world.world_size
-        reshard(self.model)
-        self.model.train()
+        with evaluating(self.model):
+            for step in loader:
+                self.incidents.media(step, media, self.dataset.describe)
+                for micro in step.micro:
+                    batch = self._validation.dispatch(micro, step.num_global_targets)
+                    total[0] += self.model(batch)
+                    self.model.clock.switch("data")
+                total[1] += step.num_global_targets / self.world.world_size
         dist.all_reduce(total)
         return float(total[0] / total[1])
 

@@ -39,8 +39,7 @@ SMALL = ["model.vision.num_layers=1", "model.audio.num_layers=1", "model.llm.num
 def recipe_on(folder: Path, dispatch: str) -> Recipe:
     """The demo's recipe on a file with the row three times: steps before the counted one fill
     caches."""
-    sys.path.insert(0, str(ROOT / "scripts"))
-    from make_demo_data import train_tokenizer
+    from orchmllm.tools.init.tokenizer import train_tokenizer
 
     Image.fromarray(np.full((56, 56, 3), 128, np.uint8)).save(folder / "a.png")
     soundfile.write(folder / "a.wav", np.zeros(8000, np.float32), 16000)

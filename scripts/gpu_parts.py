@@ -193,10 +193,10 @@ def step_memory(model: ModelConfig, fsdp: FsdpConfig, spec: PlanSpec, layout: Ba
     tokens = np.bincount(layout.rank_of_example, layout.tokens_per_example, layout.num_ranks)
     part = list(layout.split_ranks(1))[int(tokens.argmax())]
     plan = plan_step(part, spec)
-    with _one_rank(device):
+    with one_rank(device):
         built = build_model(model, fsdp, device, seed)
         batch = Orchestrator(spec, SimpleNamespace(rank=0, world_size=1), device=device).dispatch(
-            _random_inputs(model, plan, seed), 1)
+            random_inputs(model, plan, seed), 1)
         built(batch).backward()  # FSDP's buffers are made in the first pass
         built.zero_grad(set_to_none=True)
         with peak_memory(device) as peak:
@@ -211,7 +211,8 @@ def step_memory(model: ModelConfig, fsdp: FsdpConfig, spec: PlanSpec, layout: Ba
             "predicted_bytes": predicted - state["parameters"] - state["optimizer"]}
 
 
-def _random_inputs(model: ModelConfig, plan, seed: int) -> Microbatch:
+def random_inputs(model: ModelConfig, plan: StepPlan, seed: int) -> Microbatch:
+    """Rank 0's microbatch of the plan, with random media, tokens and labels, on the host."""
     mine = plan.for_rank(0)
     generator = torch.Generator().manual_seed(seed)
     shapes = {m: (int(mine.encode[m].lengths.sum()), getattr(model, m).geometry.row_size)
@@ -225,7 +226,8 @@ def _random_inputs(model: ModelConfig, plan, seed: int) -> Microbatch:
 
 
 @contextmanager
-def _one_rank(device: torch.device) -> Iterator[None]:
+def one_rank(device: torch.device) -> Iterator[None]:
+    """A default process group of this process alone."""
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     try:

@@ -30,6 +30,7 @@ from orchmllm.data.media.headers import (
 )
 from orchmllm.data.media.kinds import CONTAINERS, KINDS, REFUSED, VIDEO
 from orchmllm.data.media.medium import MAX_MEMBER_BYTES
+from orchmllm.data.media.parts import KEYS
 from orchmllm.plan.balance import POLICIES
 from orchmllm.plan.layout import AUDIO, VISION
 from orchmllm.runtime.log_schema import ROW_SCHEMA, SCHEMA_VERSION
@@ -43,8 +44,8 @@ command line (`train.lr=1e-4`) replaces one of the file. Unknown keys are errors
 duplicate ones. All problems of a recipe are listed at once, each with its line, key, value and
 cure; the exit code is then 2.
 
-    python -m orchmllm.train R.yaml --validate       # check it, start nothing
-    python -m orchmllm.train R.yaml --print-config   # every key and where it comes from
+    orchmllm train R.yaml --validate       # check it, start nothing
+    orchmllm train R.yaml --print-config   # every key and where it comes from
 
 Numbers are those of YAML 1.2: `1e-4` is a number, while `010`, `1:30` and `2024-01-01` are text.
 The merged recipe of a run is saved as `recipe.yaml` in `run.dir` and can be used as a recipe.
@@ -127,10 +128,18 @@ def _type(value: dict) -> str:
 
 
 def formats_page() -> str:
-    parts = [MADE, FORMATS_HEAD, ROWS_HEAD, "| `row_format` | what a row has |", "|---|---|"]
+    parts = [MADE, FORMATS_HEAD, ROWS_HEAD,
+             "| `row_format` | of | columns | found by `auto` |", "|---|---|---|---|"]
     for name, known in FORMATS.items():
-        holds = known.holds.replace('"', "`")
-        parts.append(f"| `{name}` | {holds} |")
+        columns = "<br>".join(f"{field}: `{spec.text}`".replace("|", "\\|")
+                              for field, spec in known.columns.specs.items())
+        if known.media:
+            columns += "<br>(one medium at least)"
+        parts.append(f"| `{name}` | {known.of} | {columns} | {'yes' if known.auto else 'no'} |")
+    parts += ["", KEYS_HEAD, "| keys | of | what is done |", "|---|---|---|"]
+    parts += [f"| {', '.join(f'`{key}`' for key in meaning.keys)} | {_escaped(meaning.of)} | "
+              f"{'the row is refused: ' * bool(meaning.refused)}{_escaped(meaning.done)} |"
+              for meaning in KEYS.values()]
     parts.append("")
     for title, modality in (("Images", VISION), ("Clips", AUDIO)):
         parts += [f"## {title}\n", "| format | suffixes | notes |", "|---|---|---|"]
@@ -145,6 +154,10 @@ def formats_page() -> str:
     parts += [f"| {name} | {_suffixes(suffixes)} | {cure} |"
               for name, _, _, _, suffixes, cure in REFUSED]
     return "\n".join(parts).rstrip() + "\n"
+
+
+def _escaped(text: str) -> str:
+    return text.replace("<", "&lt;").replace("|", "\\|")
 
 
 def _suffixes(suffixes: tuple[str, ...]) -> str:
@@ -189,8 +202,14 @@ ROWS_HEAD = """\
 ## Rows
 
 A row has the first of these formats that it fits, and a source has the one that most of its first
-rows have, unless `row_format` names another. [CONTRIBUTING.md](../CONTRIBUTING.md) shows how a
-format is added.
+rows have, unless `row_format` names another. `columns` of a source puts other columns in the place
+of those of the format, or stands alone ([data.md](data.md#columns)).
+[CONTRIBUTING.md](../CONTRIBUTING.md) shows how a format is added.
+"""
+KEYS_HEAD = """\
+### Keys that change what is learnt
+
+All other keys that no column names are not read; a run lists them when it starts.
 """
 CONTAINERS_HEAD = f"""\
 With PyAV (`pip install '.[video]'` in the clone). FFmpeg runs in a process of its own: what it

@@ -13,6 +13,7 @@ from orchmllm.launch import exit_with
 
 # Name -> (module, what it does).
 COMMANDS = {
+    "init": ("orchmllm.tools.init.command", "write a recipe for data, or the demo's"),
     "train": ("orchmllm.train", "train from a recipe"),
     "data": ("orchmllm.tools.data.command", "index, check or describe the data of a recipe"),
     "preprocess": ("orchmllm.tools.preprocess.command",
@@ -26,6 +27,8 @@ COMMANDS = {
                 "measure a recipe's phases on the device at hand"),
     "doctor": ("orchmllm.tools.doctor.command", "check this machine, or all machines of a job"),
     "report": ("orchmllm.tools.report.command", "show a run, or two, as one HTML page"),
+    "generate": ("orchmllm.tools.generate.command",
+                 "ask a trained model about images and clips"),
     "export": ("orchmllm.tools.export.command", "write a checkpoint as Hugging Face folders"),
     "papers reproduce": ("orchmllm.papers.reproduce", "print the papers' tables beside ours"),
     "papers simulate": ("orchmllm.papers.simulate",

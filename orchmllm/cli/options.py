@@ -20,7 +20,7 @@ def in_one_line(command: Callable[[list[str]], int]) -> Callable[[list[str]], in
     def answered(argv: list[str]) -> int:
         try:
             return command(argv)
-        except BrokenPipeError:  # the reader of the output left: no mistake
+        except BrokenPipeError:  # as under `| head`, which is no error
             raise
         except (ValueError, OSError, StorageError) as error:
             print(f"error: {error}", file=sys.stderr)

@@ -22,6 +22,8 @@ from orchmllm.batch import on_device
 from orchmllm.launch import current_world
 from orchmllm.plan.rearrange import Exchange
 
+# torch 2.13 renamed it, and warns of the name before.
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _groups_made = itertools.count()
 _groups: list[dist.ProcessGroupGloo] = []
 atexit.register(_groups.clear)
@@ -115,9 +117,9 @@ def gather_scalars(values: Sequence[float | Tensor], device: torch.device) -> np
     for i, value in enumerate(values):
         if isinstance(value, Tensor):
             mine[i].copy_(value)
-    rows = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(rows, mine)
-    return torch.stack(rows).cpu().numpy()
+    rows = mine.new_empty(dist.get_world_size() * len(mine))
+    all_gather_single(rows, mine)
+    return rows.reshape(-1, len(mine)).cpu().numpy()
 
 
 def gather_texts(

@@ -10,21 +10,61 @@ from orchmllm.config.schema import Conflict, key, section
 
 
 @dataclass(frozen=True)
+class ColumnsConfig:
+    """Which columns of a row are its fields, in place of those of row_format. A column is `name`;
+    `a.b`, `a[0]`, `a[-1]` or `a[].b` inside one; `{a}_{b:05}.wav`, a text made of columns; `a, b`,
+    two names of one; `a | b`, the first of them; `a | -`, where rows may lack it; `-`, none."""
+
+    messages: str = key("", "Turns of {role, content} or {from, value}.",
+                        aliases=("conversations",))
+    question: str = key("", "What is asked, or a list of questions.", aliases=("query", "input"))
+    context: str = key("", "Text after the question, in a new line.")
+    answer: str = key("", "What is learnt as the answer; of several texts the first, or a list as "
+                      "long as the questions.", aliases=("response", "output", "answers"))
+    history: str = key("", "Earlier [question, answer] pairs.")
+    system: str = key("", "System prompt.", aliases=("system_prompt",))
+    tools: str = key("", "Definitions of tools.")
+    prompt: str = key("", "Text before a completion, or turns; not learnt.")
+    completion: str = key("", "Text after a prompt, or turns; learnt.")
+    text: str = key("", "What is said or shown by the one medium of the row; of rows without "
+                    "columns for media, a plain text.", aliases=("caption", "transcript"))
+    texts: str = key("", "Texts of a document, between which images stand.")
+    places: str = key("", "For each image, the number from 0 of the text that it stands before.")
+    images: str = key("", "Images.", aliases=("image",))
+    audios: str = key("", "Clips.", aliases=("audio",))
+    videos: str = key("", "Videos, or lists of their frames.", aliases=("video",))
+    start: str = key("", "First second that is read of the row's clip or video.",
+                     aliases=("offset", "begin"))
+    end: str = key("", "Last second that is read of it.")
+    duration: str = key("", "Seconds from its start that are read.")
+    segments: str = key("", "A list whose elements are rows of their own, with the columns of the "
+                        "row around them.")
+    rows: str = key("", "Of a JSON file that is one object: the key of the list of its rows.")
+    split: str = key("", "Split of a row, or a list of them: rows that are not of the source's "
+                     "split are left out.", aliases=("subset",))
+    id: str = key("", "Name of a row in errors.", aliases=("ids",))
+
+
+@dataclass(frozen=True)
 class SourceConfig:
     """One source of examples: a file, several shards, a folder, or a dataset of the hub."""
 
-    path: str = key(MISSING, "A JSON, JSONL, parquet, arrow or tar file, a pattern of them "
-                    "(`shards/*.tar`, `shard-{000..099}.tar`), a folder, or `hf:org/name`.")
+    path: str = key(MISSING, "A JSON, JSONL, CSV, TSV, parquet, arrow or tar file, a pattern "
+                    "of them (`shards/*.tar`, `shard-{000..099}.tar`), a folder, or `hf:org/name`.")
     row_format: str = key("auto", "How its rows are written: a name in [formats.md](formats.md); "
                           "`auto` tells it from the first ones.", aliases=("format",))
+    columns: ColumnsConfig = section(ColumnsConfig)
     weight: float = key(0.0, "Share of what is drawn, in proportion to the other weights; 0 for "
                         "all sources: every example once per epoch.", at_least=0)
     repeats: int = key(1, "How often each of its rows comes in an epoch.", at_least=1)
     media_root: str = key("", "Folder that media paths are relative to and must stay in; empty: "
                           "where the data file is.")
-    split: str = key("", "Split of a Hugging Face dataset, or how the names of the files of a "
-                     "folder, or of LibriSpeech's folders, begin.")
+    split: str = key("", "Split of a Hugging Face dataset, of Energon's split.yaml or of rows "
+                     "(columns.split), or how the names of the files of a folder, or of the "
+                     "folders in it, begin.")
     subset: str = key("", "Configuration of a Hugging Face dataset.")
+    learn_documents: bool = key(True, "Texts that are no turns (`texts`, `text` without media, "
+                                "`completion`) are learnt; otherwise they are only read.")
     prompt: str = key("", "Question put before a transcript or caption; empty: a default.")
     video_fps: float = key(1.0, "Frames that are read of a second of video.", above=0, at_most=240)
     video_frames: int = key(0, "Frames that are read of a video, at equal distances; 0: by "
@@ -32,7 +72,7 @@ class SourceConfig:
     video_max_frames: int = key(64, "At most so many frames of a video.", at_least=1)
     video_audio: bool = key(False, "The sound of a video follows its frames as a clip, where it "
                             "has any.")
-    name: str = key("", "In errors and statistics; empty: the last part of path.")
+    name: str = key("", "Name in errors and statistics; empty: the last part of path.")
     max_row_bytes: int = key(8 << 20, "A longer row of text is refused unread.", at_least=1)
 
 
@@ -102,8 +142,9 @@ class DataConfig:
                                 "one of its own.", at_least=0)
     max_batch_images: int = key(0, "Images of a mini-batch with `capped`; 0: no limit.",
                                 at_least=0)
-    max_example_tokens: int = key(0, "An example ends there; text is cut, a medium never; 0: no "
-                                  "limit.", at_least=0, aliases=("max_seq_length", "max_length"))
+    max_example_tokens: int = key(0, "Text of an example is cut there, and an image or clip that "
+                                  "would cross it is left out; 0: no limit.", at_least=0,
+                                  aliases=("max_seq_length", "max_length"))
     index_dir: str = key("", "Folder of length indexes (`orchmllm data index`); empty: "
                          "~/.cache/orchmllm/index.")
     prefetch: int = key(2, "Steps prepared ahead.", at_least=0, aliases=("prefetch_factor",))

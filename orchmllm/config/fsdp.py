@@ -41,7 +41,7 @@ class FsdpConfig:
     llm_checkpointing: str = key("", "The same for the LLM; empty: as all phases.",
                                  choices=("", *CHECKPOINTING))
     memory_gb: float = key(0.0, "Memory of a rank, in 1e9 bytes, that tensors may take: for "
-                           "`auto` and the dry run; 0: 92% of the GPU's.", at_least=0)
+                           "`auto` and the dry run; 0: 87% of the GPU's.", at_least=0)
     loss_chunk_rows: int = key(
         0, "Rows whose logits exist at the same time (with their gradient, 12 bytes times the "
         "vocabulary each); 0: all.", at_least=0)
@@ -52,9 +52,12 @@ class FsdpConfig:
         "row: the same on any number of ranks, and nowhere a full copy.")
     compile: bool = key(False, "torch.compile every block: one graph a phase, made in the first "
                         "steps; blocks with fewer than two rows run without.")
-    param_dtype: str = key("float32", "Of parameters, gradients and optimizer.",
+    param_dtype: str = key("float32", "Dtype of parameters, gradients and optimizer state.",
                            choices=tuple(DTYPE_BYTES))
-    compute_dtype: str = key("", "Of forward and backward; empty: param_dtype.",
+    reduce_dtype: str = key("", "Dtype of gradients while ranks add them; empty: param_dtype. "
+                            "With bfloat16 half as much is sent, and every sum is rounded to 8 bits.",
+                            choices=("", *DTYPE_BYTES))
+    compute_dtype: str = key("", "Dtype of the forward and backward pass; empty: param_dtype.",
                              choices=("", *DTYPE_BYTES),
                              aliases=("dtype", "bf16", "mixed_precision"))
 
@@ -62,6 +65,11 @@ class FsdpConfig:
     def forward_dtype(self) -> str:
         """Name of the dtype of forward and backward."""
         return self.compute_dtype or self.param_dtype
+
+    @property
+    def sum_dtype(self) -> str:
+        """Name of the dtype in which ranks add up gradients."""
+        return self.reduce_dtype or self.param_dtype
 
     def reshard(self, phase: str) -> str:
         """What is freed between forward and backward in `vision`, `audio` or `llm`: full, node or

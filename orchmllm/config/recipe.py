@@ -37,7 +37,7 @@ class RunConfig:
     dir: str = key("runs/default", "Folder of logs, checkpoints and the merged recipe; one run "
                    "at a time writes it.",
                    aliases=("output_dir", "out_dir", "save_dir"))
-    seed: int = key(0, "Of the weights and of the sampling.", at_least=0)
+    seed: int = key(0, "Seed of the initial weights and of the sampling.", at_least=0)
     resume: str = key("auto", "`auto` (the sound checkpoint of run.dir that was saved last, else "
                       "from scratch), `never`, or the path of a checkpoint to branch off from; "
                       "later starts go on with what was saved since. With `never` every start is "
@@ -151,6 +151,9 @@ class Recipe:
         if self.train.validate_every_steps and not self.data.num_validation:
             yield Conflict(("train.validate_every_steps", "data.num_validation"),
                            "validates on the rows that data.num_validation holds out: set it")
+        if self.train.sample_every and not self.data.num_validation:
+            yield Conflict(("train.sample_every", "data.num_validation"),
+                           "answers the rows that data.num_validation holds out: set it")
         if self.profile.window and self.profile.window[0] >= self.train.num_steps:
             yield Conflict(("profile.steps", "train.num_steps"), "begins after the last step of "
                            f"the run ({self.train.num_steps - 1})")
@@ -197,6 +200,7 @@ class Recipe:
                 ("data.tokenizer", self.data.tokenizer, ("",), "the model brings its own, leave it "
                  "out"),
                 ("data.batching", self.data.batching, (DataConfig.batching,), "leave it out"),
+                ("train.sample_every", self.train.sample_every, (0,), "set it to 0"),
                 ("fsdp.compile", self.fsdp.compile, (False,), "set it to false"),
                 ("fsdp.loss_chunk_rows", self.fsdp.loss_chunk_rows, (0,), "leave it out"),
                 ("fsdp.memory_gb", self.fsdp.memory_gb, (0,), "leave it out")):

@@ -24,14 +24,21 @@ class TrainConfig:
     validate_every_steps: int = key(0, "Steps between validations on data.num_validation rows; 0: "
                                     "only before the first and after the last step.", at_least=0,
                                     aliases=("eval_steps", "val_interval"))
+    sample_every: int = key(0, "Steps after which the model answers held-out examples "
+                            "(data.num_validation), the first time and again; the answers go to "
+                            "samples.jsonl in run.dir. 0: never.", at_least=0)
+    num_samples: int = key(4, "How many held-out examples train.sample_every asks about.",
+                           at_least=1)
+    sample_tokens: int = key(48, "Tokens of such an answer at most; each costs a forward pass.",
+                             at_least=1)
     lr: float = key(1e-3, "Peak learning rate: after warmup_steps of linear warm-up; then by "
                     "train.schedule to lr * min_lr_ratio at num_steps.", above=0,
                     aliases=("learning_rate",))
-    vision_lr: float = key(0.0, "Of the vision encoder, with the same schedule; 0: train.lr.",
+    vision_lr: float = key(0.0, "For the vision encoder, with the same schedule; 0: train.lr.",
                            at_least=0)
-    audio_lr: float = key(0.0, "Of the audio encoder; 0: train.lr.", at_least=0)
-    connector_lr: float = key(0.0, "Of both connectors; 0: train.lr.", at_least=0)
-    llm_lr: float = key(0.0, "Of the LLM; 0: train.lr.", at_least=0)
+    audio_lr: float = key(0.0, "For the audio encoder; 0: train.lr.", at_least=0)
+    connector_lr: float = key(0.0, "For both connectors; 0: train.lr.", at_least=0)
+    llm_lr: float = key(0.0, "For the LLM; 0: train.lr.", at_least=0)
     warmup_steps: int = key(10, "Steps until lr is reached.", at_least=0)
     schedule: str = key("cosine", "`cosine`, or `wsd`: lr stays, and falls linearly over the last "
                         "train.decay_ratio of the steps.", choices=("cosine", "wsd"),
@@ -42,13 +49,13 @@ class TrainConfig:
                               at_most=1)
     weight_decay: float = key(0.01, "AdamW's decoupled weight decay; norms, biases and the token "
                               "embedding have none.", at_least=0)
-    vision_weight_decay: float = key(-1.0, "Of the vision encoder; below 0: train.weight_decay.",
+    vision_weight_decay: float = key(-1.0, "For the vision encoder; below 0: train.weight_decay.",
                                      at_least=-1)
-    audio_weight_decay: float = key(-1.0, "Of the audio encoder; below 0: train.weight_decay.",
+    audio_weight_decay: float = key(-1.0, "For the audio encoder; below 0: train.weight_decay.",
                                     at_least=-1)
-    connector_weight_decay: float = key(-1.0, "Of both connectors; below 0: train.weight_decay.",
+    connector_weight_decay: float = key(-1.0, "For both connectors; below 0: train.weight_decay.",
                                         at_least=-1)
-    llm_weight_decay: float = key(-1.0, "Of the LLM; below 0: train.weight_decay.", at_least=-1)
+    llm_weight_decay: float = key(-1.0, "For the LLM; below 0: train.weight_decay.", at_least=-1)
     beta1: float = key(0.9, "Decay of the mean of the gradients.", at_least=0, below=1,
                        aliases=("adam_beta1", "betas"))
     beta2: float = key(0.95, "Decay of the mean of their squares.", at_least=0, below=1,

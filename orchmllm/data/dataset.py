@@ -91,7 +91,7 @@ class ConversationDataset:
         configs = [source.config for source in self.sources]
         total = sum(config.weight for config in configs) or 1.0
         return {"tokenizer": self.tokenizer.digest, "sources": [
-            {"rows": self._num_rows(source), "row_format": source.layout,
+            {"rows": self._num_rows(source), "row_format": source.layout, **source.chosen,
              "share": round(config.weight / total, 9),
              **(sampled(source.store.files) if source.store.files
                 else {"hub": [config.path, config.split, config.subset]})}
@@ -259,7 +259,7 @@ class ConversationDataset:
 
     def _keep(self, i: int, row: MeasuredExample) -> None:
         """A row's media may be its own bytes, so what is kept is bounded in bytes, too. Threads of
-        a validation may call this, too: nothing is read that another changes midway."""
+        a validation may call this: row.num_bytes is computed before _cached_bytes is read."""
         self._drop(i)
         self._cache[i] = row
         self._cached_bytes = row.num_bytes + self._cached_bytes

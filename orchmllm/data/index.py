@@ -25,7 +25,7 @@ from orchmllm.data.media.medium import MediaError
 from orchmllm.plan.layout import VISION, BatchLayout
 from orchmllm.plan.rearrange import ranges
 
-VERSION = 6
+VERSION = 7
 
 
 class LengthIndex:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from orchmllm.data.formats.conversation import Conversation, media_of
+from orchmllm.data.formats.conversation import DOCUMENT, Conversation, media_of
 from orchmllm.data.media.headers import audio_header, audio_lengths, image_header
 from orchmllm.data.media.medium import OUT_OF, MediaError, Medium, RowError
 from orchmllm.data.storage.remote import fetch_ahead
@@ -87,7 +87,7 @@ class LengthReader:
         fetch_ahead([medium.path for turns in usable for medium in media_of(turns)])
         texts = iter(self._texts(usable))
         return [self.stand_in(found, i) if isinstance(found, MediaError)
-                else self._measure(media_of(found), next(texts), i)
+                else self._measure(found, next(texts), i)
                 for found, i in zip(read, rows, strict=True)]
 
     def _texts(self, conversations: Sequence[Conversation]) -> Sequence:
@@ -107,7 +107,7 @@ class LengthReader:
 
     def _cut(self, segments: list[tuple[int, int]]) -> tuple[list[tuple[int, int]], int]:
         """(Those of (modality, LLM positions) that fit into max_example_tokens, tokens of text
-        among them); text is cut, a medium never."""
+        among them); text is cut, media are kept whole or left out."""
         kept, left = segments, self.max_example_tokens
         if left:
             kept = []
@@ -128,11 +128,12 @@ class LengthReader:
             np.array([self.tokenizer.end_id or 0], np.int32), np.zeros(1, bool), [], problem)
 
     def _measure(
-        self, media: list[Medium], tokenized: Tokenized | RowError, example_id: int
+        self, turns: Conversation, tokenized: Tokenized | RowError, example_id: int
     ) -> MeasuredExample:
         if isinstance(tokenized, RowError):
             return self.stand_in(MediaError("", tokenized.reason), example_id)
         token_ids, learnt, segments = tokenized
+        media, is_read_only = media_of(turns), turns[0].role == DOCUMENT and not learnt.any()
         lengths: list[SegmentLengths] = []
         left = iter(media)
         try:
@@ -153,7 +154,7 @@ class LengthReader:
         targets = int(learnt.sum())
         if targets and kept[0][0] == TEXT and learnt[0]:
             targets -= 1  # no position comes before the first token that could predict it
-        if targets == 0:
+        if targets == 0 and not is_read_only:
             limit = (f" in the first max_example_tokens={self.max_example_tokens} tokens"
                      if kept != every else "")
             return self.stand_in(

@@ -18,7 +18,7 @@ from PIL import Image
 from orchmllm.batch import IGNORE_INDEX, ProcessedExample
 from orchmllm.config.recipe import DataConfig
 from orchmllm.data.dataset import ConversationDataset
-from orchmllm.data.formats.conversation import Conversation
+from orchmllm.data.formats.conversation import Conversation, media_of
 from orchmllm.data.formats.open import sources_of
 from orchmllm.data.lengths import LengthReader, MeasuredExample
 from orchmllm.data.media.decode import OnError, fail, upright_image
@@ -47,8 +47,8 @@ class ProcessedReader(LengthReader):
     def _texts(self, conversations: Sequence[Conversation]) -> Sequence[Conversation]:
         return conversations
 
-    def _measure(self, media: list[Medium], turns: Conversation, example_id: int
-                 ) -> MeasuredExample:
+    def _measure(self, turns: Conversation, _: Conversation, example_id: int) -> MeasuredExample:
+        media = media_of(turns)
         try:
             spans = self.processor.rendered(turns)
             sizes = [image_header(medium)[::-1] for medium in media]

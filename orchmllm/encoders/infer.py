@@ -49,7 +49,8 @@ def infer_encoders(model: nn.Module) -> tuple[nn.Module, tuple[Encoder, ...]]:
         raise ValueError(
             f"balance_encoders does not know {kind}: its forward takes no media that a method "
             f"{' or '.join(_METHODS.values())} encodes. Describe its encoders with "
-            "orchmllm.Encoder (docs/encoders.md)")
+            "orchmllm.Encoder (docs/encoders.md); a model without encoders needs "
+            "BalancedDataLoader or balance_trainer alone (docs/loader.md)")
     (owner,) = owners
     # A method of a medium that this configuration has no encoder for reads no submodule.
     found = {k: _encoder(owner, k, n) for k, n in _methods(owner) if any(_towers(owner, n, set()))}

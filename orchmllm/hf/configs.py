@@ -17,6 +17,9 @@ FIXED: dict[str, dict[str, Any]] = {
     "audio": {"activation_function": "gelu", "scale_embedding": False},
     "llm": {"hidden_act": "silu", "use_sliding_window": False, "rope_type": "default"},
 }
+OTHER_MODELS = ("; other models train in a loop of your own or in a Trainer, with "
+                'BalancedDataLoader or balance_trainer, and balance_encoders ("Which model, which '
+                'way" in docs/loader.md)')
 
 
 def mismatches(part: str, model: ModelConfig, folder: Folder) -> Iterator[str]:
@@ -25,10 +28,10 @@ def mismatches(part: str, model: ModelConfig, folder: Folder) -> Iterator[str]:
     given = f"{where}.pretrained = {str(folder.path)!r}"
     model_type = folder.config.get("model_type")
     if model_type not in MODEL_TYPES[kind]:
-        hint = "".join(f": set model.vision.family={family}" for family in ("vit", "qwen2_vl")
-                       if model_type in MODEL_TYPES[family])
+        cure = "".join(f": set model.vision.family={family}" for family in ("vit", "qwen2_vl")
+                       if part == "vision" and model_type in MODEL_TYPES[family])
         yield (f"{given}: config.json has model_type {model_type!r}, expected "
-               f"{' or '.join(map(repr, MODEL_TYPES[kind]))}{hint}")
+               f"{' or '.join(map(repr, MODEL_TYPES[kind]))}{cure or OTHER_MODELS}")
         return
     config = part_config(kind, folder.config)
     section = getattr(model, part)
@@ -41,7 +44,8 @@ def mismatches(part: str, model: ModelConfig, folder: Folder) -> Iterator[str]:
     for key, needed in FIXED[kind].items():
         value = config.get(key, needed)
         if value != needed:
-            yield f"{given}: config.json has {key} {value!r}; only {needed!r} can be computed"
+            yield (f"{given}: config.json has {key} {value!r}; only {needed!r} can be computed"
+                   f"{OTHER_MODELS}")
     if kind == "qwen2_vl":
         yield from _normalisation(given, folder)
 

@@ -23,10 +23,11 @@ COPIED = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
 SAMPLE = "don't, 12345  \n\n caf\u00e9 e\u0301 \u00bd \u4e2d\u6587"
 
 
-def copy_tokenizer(path: Path, folder: Path) -> list[str]:
+def copy_tokenizer(path: Path, folder: Path, *, plain: bool = False) -> list[str]:
     """Copies a tokenizer.json and what lies beside it; returns the names of the files. A
-    configuration and ChatML's template are written where there are none. Raises ValueError if
-    `path` is no tokenizer.json nor a folder with one."""
+    configuration and ChatML's template are written where there are none. plain: AutoTokenizer is to
+    read tokenizer.json as it is, in a folder without a config.json. Raises ValueError if `path` is
+    no tokenizer.json nor a folder with one."""
     source = path / "tokenizer.json" if path.is_dir() else path
     if not source.is_file():
         raise ValueError(f"{source}: no such file: give --tokenizer a tokenizer.json or its folder")
@@ -36,17 +37,19 @@ def copy_tokenizer(path: Path, folder: Path) -> list[str]:
     if source.name not in names:
         shutil.copyfile(source, folder / "tokenizer.json")
         names.append("tokenizer.json")
-    _complete_configuration(folder)
+    _complete_configuration(folder, plain)
     return sorted({*names, "tokenizer_config.json"})
 
 
-def _complete_configuration(folder: Path) -> None:
-    """Adds to tokenizer_config.json what it lacks: class, special tokens of ChatML, template."""
+def _complete_configuration(folder: Path, plain: bool) -> None:
+    """Adds to tokenizer_config.json what it lacks: class, special tokens of ChatML, template.
+    plain: the class is the one that has no rules of its own."""
     path = folder / "tokenizer_config.json"
     config = read_json(path) if path.is_file() else {}
     tokens = {t["content"] for t in read_json(folder / "tokenizer.json").get("added_tokens", [])}
-    if not path.is_file():
+    if plain or not path.is_file():
         config["tokenizer_class"] = "PreTrainedTokenizerFast"
+    if not path.is_file():
         for key, token in (("eos_token", "<|im_end|>"), ("pad_token", "<|endoftext|>")):
             config |= {key: token} if token in tokens else {}
     if not config.get("chat_template") and not (folder / "chat_template.jinja").is_file():
@@ -70,11 +73,9 @@ def write_ends(path: Path, folder: Path) -> str:
         kept = read_json(file) if file.is_file() else {}
         kept |= {"eos_token_id": end, "pad_token_id": end if pad is None else pad}
         file.write_text(json.dumps(kept, indent=1), encoding="utf-8")
-    want, got, same = (t.encode(SAMPLE, add_special_tokens=False) for t in (
-        ours.tokenizer, auto, plain))
+    want, got = (t.encode(SAMPLE, add_special_tokens=False) for t in (ours.tokenizer, auto))
     if got == want.ids:
         return ""
-    cure = "PreTrainedTokenizerFast" if same == want.ids else "tokenizers.Tokenizer.from_file"
     return (f"AutoTokenizer gives other ids than training (for {SAMPLE!r}), because it applies the "
-            f"rules of {type(auto).__name__} instead of those in tokenizer.json: load it with "
-            f"{cure}, which gives the ids of training")
+            f"rules of {type(auto).__name__} instead of those in tokenizer.json: load the "
+            "tokenizer from tokenizer/, where it gives the ids of training")

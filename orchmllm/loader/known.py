@@ -13,10 +13,14 @@ PAIRS = ("DPOTrainer", "RewardTrainer")  # whose loss is a mean over pairs of an
 _KNOWN = ("Trainer", "Seq2SeqTrainer", "SFTTrainer", *PAIRS)
 _GROUPS = ("it compares the answers to one prompt with each other, and balancing would take them "
            'apart: make the group the example ("What varies per rank" in docs/loader.md)')
+_OWN_LOOP = ('; BalancedDataLoader balances it in a loop of your own, if its loss is a sum over '
+             'examples or targets ("Which model, which way" in docs/loader.md)')
 _REFUSED = {
     "GRPOTrainer": _GROUPS, "RLOOTrainer": _GROUPS,
-    "KTOTrainer": "it estimates the divergence from the other examples of the batch",
-    "DistillationTrainer": "its batches are generated within the step"}
+    "KTOTrainer": "it estimates the divergence from the other examples of the batch; "
+                  "balance_encoders(model) still balances the encoders of a model that has some",
+    "DistillationTrainer": "its batches are generated within the step; balance_encoders(model) "
+                           "still balances the encoders of a model that has some"}
 _OF_A_BATCH = {"aot", "aot_unpaired", "sft"}  # losses of DPO that are no mean over pairs
 
 
@@ -31,7 +35,7 @@ def check_trainer(trainer: Any, loss: str | None) -> type:
     base = next((c for c in kinds if _library(c) in _LIBRARIES), kinds[0])
     if base.__name__ not in _KNOWN:
         reason = _REFUSED.get(base.__name__, "its loss may compare the examples of a rank with "
-                              "each other, and balancing changes these")
+                              f"each other, and balancing changes these{_OWN_LOOP}")
         raise ValueError(f"{base.__name__} is none of {', '.join(_KNOWN)}: {reason}")
     model = getattr(trainer.model, "get_base_model", lambda: trainer.model)()  # of an adapter
     if "return_loss" in inspect.signature(model.forward).parameters:

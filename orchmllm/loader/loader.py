@@ -68,7 +68,7 @@ class BalancedDataLoader(DataLoader):
     The user's batch is passed on untouched: what a loop needs to know of the batch last yielded is
     `loader.step`, and `loader.scale_sum` or `loader.scale_mean` scales its loss. Errors of any
     rank's dataset, length_fn, collate_fn or worker are raised on all ranks as RemoteError with the
-    same text; on the rank that failed its __cause__ is the exception itself.
+    same text; on the rank that failed its `__cause__` is the exception itself.
     Raises ValueError for options that cannot be honoured.
     """
 

@@ -212,9 +212,9 @@ def peak_flops(device_name: str) -> float | None:
 
 
 def mfu(flops: float, seconds: float, num_ranks: int, peak: float | None) -> float | None:
-    """Share of the ranks' peak that was useful; None where no peak is known. flops: of all ranks
-    (step_flops, summed)."""
-    return None if peak is None else flops / (seconds * num_ranks * peak)
+    """Share of the ranks' peak that was useful; None where the peak is not known. flops: of all
+    ranks (step_flops, summed)."""
+    return flops / (seconds * num_ranks * peak) if peak else None
 
 
 def plan_spec(job: Job) -> PlanSpec:

@@ -146,9 +146,12 @@ class LossHead(nn.Linear):
     def __init__(self, hidden_size: int, vocab_size: int) -> None:
         super().__init__(hidden_size, vocab_size, bias=False)
 
-    def forward(self, x: Tensor, labels: Tensor, chunk_rows: int = 0) -> Tensor:
-        """x: (R, D), labels (R,) -> a scalar in max(float32, x's dtype). chunk_rows: rows whose
-        logits exist at a time; 0 or at least R: all at once."""
+    def forward(self, x: Tensor, labels: Tensor | None, chunk_rows: int = 0) -> Tensor:
+        """x: (R, D), labels (R,) -> a scalar in max(float32, x's dtype); without labels the logits
+        (R, V) in x's dtype. chunk_rows: rows whose logits exist at a time; 0 or at least R: all at
+        once."""
+        if labels is None:
+            return super().forward(x)
         if 0 < chunk_rows < len(x):
             return _ChunkedLoss.apply(x, self.weight, labels, chunk_rows, torch.is_grad_enabled())
         logits = super().forward(x)
@@ -217,16 +220,19 @@ class PackedQwen2(nn.Module):
         return hidden.squeeze(0)
 
     def forward(
-        self, x: Tensor, position_ids: Tensor, seqlens: SequenceLengths, labels: Tensor
+        self, x: Tensor, position_ids: Tensor, seqlens: SequenceLengths, labels: Tensor | None
     ) -> Tensor:
         """Cross entropy summed over the labels that are not IGNORE_INDEX.
 
         x, position_ids, seqlens: as in `hidden`. labels: (R,) integers, already shifted
         (labels[t] is the token after t). Returns a scalar in max(float32, x's dtype): 0, attached
-        to every parameter, if there is no row or no target.
+        to every parameter, if there is no row or no target. Without labels the logits (n, V) of
+        the token after each of the n sequences.
         """
-        return self.lm_head(self.hidden(x, position_ids, seqlens), labels.long(),
-                            self.loss_chunk_rows)
+        hidden = self.hidden(x, position_ids, seqlens)
+        if labels is None:
+            return self.lm_head(hidden[seqlens.cu_seqlens[1:].long() - 1], None)
+        return self.lm_head(hidden, labels.long(), self.loss_chunk_rows)
 
 
 def hf_config(config: LLMConfig) -> Qwen2Config:

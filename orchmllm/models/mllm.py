@@ -41,7 +41,13 @@ class MultimodalModel(nn.Module):
 
     def forward(self, batch: Batch) -> Tensor:
         """Sum of the cross entropy over this rank's labels, a scalar. The caller divides by
-        batch.num_global_targets: a mean per rank would depend on the rearrangement."""
+        batch.num_global_targets: a mean per rank would depend on the rearrangement. Of a batch
+        without labels the logits (n, V) of the token after each example."""
+        return self.llm(self.embedded(batch), batch.position_ids, batch.text_lengths, batch.labels)
+
+    def embedded(self, batch: Batch) -> Tensor:
+        """What the LLM reads of a batch, (R_llm, D): its text's embeddings, with the features of
+        the media in their places."""
         clock = self.clock
         features = {}
         for phase in ENCODERS:  # one order on all ranks: each step is a collective
@@ -57,7 +63,7 @@ class MultimodalModel(nn.Module):
         x = self.llm.embed_tokens(batch.token_ids)  # what media positions hold is replaced
         for phase, rows in features.items():
             x = x.index_copy(0, batch.scatter[phase], rows)
-        return self.llm(x, batch.position_ids, batch.text_lengths, batch.labels)
+        return x
 
 
 def _freeze(part: nn.Module) -> None:

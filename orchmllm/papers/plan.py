@@ -1,7 +1,8 @@
 """Decisions before a run, modelled from a recipe's model, its lengths and a device's data sheet, or
 from measured times (orchmllm profile).
 
-    orchmllm papers plan units|split|recompute RECIPE [section.key=value ...]
+    orchmllm papers plan units recipes/mllm10b.yaml --ranks 96 --mix natural
+    orchmllm papers plan split|recompute RECIPE [section.key=value ...]
 
 `orchmllm plan job` searches the batch size, sharding and checkpointing of a run.
 """

@@ -1,5 +1,8 @@
 """Every table and figure of OrchMLLM, DistTrain, MMScale and OmniBal beside ours, or all schemes at
-equal data (compare)."""
+equal data (compare).
+
+    orchmllm papers reproduce omnibal --table 7 --samples 1000
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ import os
 import platform
 from collections.abc import Iterable
 
-from orchmllm.cli.options import add_options, at_least, in_one_line
+from orchmllm.cli.options import add_options, at_least, command_parser, in_one_line
 from orchmllm.papers import fact
 from orchmllm.papers.mixes import MIXES, headers_of
 from orchmllm.papers.schemes import SCHEMES, Result, run, scheme_table
@@ -18,7 +21,7 @@ RANKS = (32, 64, 128, 512, 2560)
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    made = argparse.ArgumentParser(prog="orchmllm papers reproduce", description=__doc__)
+    made = command_parser("papers reproduce", __doc__)
     kinds = made.add_subparsers(dest="what", required=True, metavar="WHAT")
     for name in ("orchmllm", "disttrain", "mmscale", "omnibal"):
         paper = kinds.add_parser(name, help="the paper's tables and figures")

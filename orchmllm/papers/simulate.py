@@ -1,6 +1,6 @@
 """What a scheme of the papers would give on a recipe's own lengths.
 
-    orchmllm papers simulate SCHEME RECIPE [section.key=value ...]
+    orchmllm papers simulate length-group recipes/mllm10b.yaml --mix natural
 """
 
 from __future__ import annotations

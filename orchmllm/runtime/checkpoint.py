@@ -25,16 +25,14 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.hf_storage import (
-    HuggingFaceStorageReader,
-    HuggingFaceStorageWriter,
-)
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
 from orchmllm.batch import on_this_device
 from orchmllm.comm.errors import AgreedError
 from orchmllm.comm.exchange import RowGather, gather_texts
 from orchmllm.config.recipe import CheckpointConfig
 from orchmllm.runtime.files import fsync, identify, write_text
+from orchmllm.runtime.host_copies import HostCopies, ShardWriter, local_parts
 from orchmllm.runtime.lineage import (
     candidates,
     clear_leftovers,
@@ -83,6 +81,7 @@ class Checkpointer:
         self._group = dist.new_group(
             self._writers if self.rank in self._writers else [self.rank], backend="gloo",
             timeout=timedelta(seconds=timeout_s), use_local_synchronization=True)
+        self._copies = HostCopies()
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
 
@@ -91,14 +90,12 @@ class Checkpointer:
         copies are made if the configuration says so. Raises CheckpointError for a failed earlier
         save, or for this one where it is not asynchronous. The tensors may have any shapes."""
         self.wait()
-        # From a GPU the copies are made in pinned memory, in the order of the stream's other work.
-        copies = {k: t.detach().to("cpu", copy=True, non_blocking=True) for k, t in tensors.items()}
-        copied = torch.cuda.Event() if any(t.is_cuda for t in tensors.values()) else None
-        if copied is not None:
-            copied.record()
+        parts, copied = local_parts(tensors) if self.rank in self._writers else {}, None
+        if self.config.asynchronous:
+            parts, copied = self._copies.make(parts)
         self._thread = threading.Thread(
             target=on_this_device(self._run), name="orchmllm-checkpoint", daemon=True,
-            args=(step, copies, copied, json.dumps(state, sort_keys=True)))
+            args=(step, tensors, parts, copied, json.dumps(state, sort_keys=True)))
         self._thread.start()
         if not self.config.asynchronous:
             self.wait()
@@ -112,23 +109,25 @@ class Checkpointer:
             error, self._error = self._error, None
             raise error
 
-    def _run(self, step: int, tensors: dict[str, Tensor], copied: torch.cuda.Event | None,
-             state: str) -> None:
+    def _run(self, step: int, tensors: Mapping[str, Tensor], parts: dict[str, Tensor],
+             copied: torch.cuda.Event | None, state: str) -> None:
         try:
             if copied is not None:
                 copied.synchronize()
-            self._save(step, tensors, state)
+            self._save(step, tensors, parts, state)
         except BaseException as e:  # raised by the next wait(), in the training thread
             self._error = e
 
-    def _save(self, step: int, tensors: dict[str, Tensor], state: str) -> None:
+    def _save(self, step: int, tensors: Mapping[str, Tensor], parts: dict[str, Tensor],
+              state: str) -> None:
+        """tensors: as they train, for their shapes alone. parts: what is written of them."""
         final, staged = (self.root / f"{prefix}step_{step:08d}" for prefix in ("", ".staged_"))
         if self._from_first(step, lambda: self._line.holds(read_saved(final))) and (
                 not self._verify(final)):
             self.saved = final
             return self._log(f"checkpoint {final} is there already and sound: not saved again")
         self._together(step, lambda: self._stage(staged))
-        files = self._together(step, lambda: self._write(staged, tensors))
+        files = self._together(step, lambda: self._write(staged, tensors, parts))
         hashes = [json.loads(f) for f in gather_texts(self._gather, json.dumps(files))]
         self._together(step, lambda: self._publish(
             step, staged, final, {k: v for h in hashes for k, v in h.items()}, state))
@@ -141,12 +140,13 @@ class Checkpointer:
             clear_leftovers(self.root)
             staged.mkdir(parents=True)
 
-    def _write(self, staged: Path, tensors: dict[str, Tensor]) -> dict[str, dict]:
+    def _write(self, staged: Path, tensors: Mapping[str, Tensor],
+               parts: dict[str, Tensor]) -> dict[str, dict]:
         """Writes this rank's shards -> {file: size and hash} of them."""
         if self.rank not in self._writers:
             return {}
-        dcp.save(tensors, process_group=self._group, no_dist=False,
-                 storage_writer=HuggingFaceStorageWriter(str(staged), save_distributed=True))
+        dcp.save(dict(tensors), process_group=self._group, no_dist=False,
+                 storage_writer=ShardWriter(staged, parts))
         mine = sorted(staged.glob(f"shard-{self._writers.index(self.rank) + 1:05d}-*"))
         for path in mine:
             fsync(path)

@@ -94,8 +94,8 @@ def run_local(module: str, args: list[str], num_ranks: int, *, cpu_only: bool = 
     except SignalException as e:
         _kill_ranks()  # one that was being started is not known to the elastic launcher
         number = requests.signal or e.sigval
-        print(f"interrupted ({signal.Signals(number).name}): all ranks have ended", file=sys.stderr,
-              flush=True)
+        name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
+        print(f"interrupted ({name}): all ranks have ended", file=sys.stderr, flush=True)
         return 128 + number
     finally:  # the elastic launcher leaves its own behind
         for number, handler in handlers.items():

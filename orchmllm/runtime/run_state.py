@@ -121,6 +121,11 @@ class Progress:
     def optimizer_steps(self) -> int:
         return self.step - self.skipped_steps
 
+    def is_due(self, every: int, num_steps: int) -> bool:
+        """Whether what comes `every` steps, and at the end anyway, comes after the last one; 0 and
+        less: never."""
+        return every > 0 and self.step % every == 0 and self.step < num_steps
+
     def to_json(self) -> dict:
         return {"version": VERSION, **asdict(self)}
 

@@ -9,7 +9,8 @@ fully_shard -> memory and weights of this rank's shards.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -114,7 +115,7 @@ def shard_all(model: nn.Module, orders: tuple[list[Unit], list[Unit]], config: F
         "mesh": make_mesh(config.shard_size, device.type),
         "mp_policy": MixedPrecisionPolicy(
             param_dtype=getattr(torch, config.compute_dtype) if config.compute_dtype else None,
-            reduce_dtype=getattr(torch, config.param_dtype) if config.compute_dtype else None,
+            reduce_dtype=getattr(torch, config.sum_dtype),
             # The default would cast fp32 positions and mel frames to bf16 on the way in.
             cast_forward_inputs=False,
         ),
@@ -134,6 +135,17 @@ def reshard(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
+
+
+@contextmanager
+def evaluating(model: MultimodalModel) -> Iterator[None]:
+    """Within it the model computes without gradients; then it trains as before."""
+    model.eval()
+    with torch.no_grad():
+        yield
+    reshard(model)
+    model.train()
+    model.clock.switch("data")
 
 
 def state_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:

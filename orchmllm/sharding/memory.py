@@ -11,6 +11,7 @@ for them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import product
@@ -20,7 +21,7 @@ import numpy as np
 from orchmllm.config.fsdp import DTYPE_BYTES
 from orchmllm.config.job import Job
 from orchmllm.config.model import ModelConfig
-from orchmllm.config.recipe import FsdpConfig
+from orchmllm.config.recipe import CheckpointConfig, FsdpConfig
 from orchmllm.config.train import OPTIMIZER_STATE
 from orchmllm.models.flops import Lengths, item_rank, padded_lengths, phase_lengths, phase_work
 from orchmllm.plan.assign import PHASES
@@ -96,6 +97,18 @@ class MemoryModel:
         held, trained = map(sum, zip(*shard_sizes(self.model, self.shards).values(), strict=True))
         return {"parameters": size * held, "gradients": size * trained,
                 "optimizer": len(OPTIMIZER_STATE) * size * trained}
+
+    def save_bytes(self, config: CheckpointConfig) -> int:
+        """Of the host's memory that a save takes for a rank that writes: copies of its shards, or
+        one of the largest where training waits for the save."""
+        if config.every_steps < 0:
+            return 0
+        if config.asynchronous:
+            state = self.state_bytes()
+            return state["parameters"] + state["optimizer"]
+        return DTYPE_BYTES[self.fsdp.param_dtype] * max(
+            -(-shape[0] // self.shards) * math.prod(shape[1:])
+            for unit in units(self.model) for shape in unit.trained + unit.frozen)
 
     def peaks(self, loads: Loads, choice: Choice) -> dict[str, np.ndarray]:
         """moment -> (d,) bytes. choice: phase -> none, selective or full."""
@@ -224,7 +237,7 @@ class MemoryModel:
     @property
     def _reduced(self) -> int:
         """Bytes of a number as gradients are added up between ranks."""
-        return DTYPE_BYTES[self.fsdp.param_dtype] if self.fsdp.compute_dtype else self.element
+        return DTYPE_BYTES[self.fsdp.sum_dtype]
 
     def _late(self) -> list[Unit]:
         """Units whose input has no gradient: FSDP2 reduces theirs at the end of the backward

@@ -35,7 +35,7 @@ python -m orchmllm.train "$recipe" --validate --ranks "$SLURM_NTASKS" "$@"
 code=0
 # Ranks read SLURM_PROCID, SLURM_LOCALID and SLURM_NTASKS themselves (orchmllm.launch.world_from).
 srun --kill-on-bad-exit=1 --cpu-bind=none \
-  python -m orchmllm.train "$recipe" --ranks "$SLURM_NTASKS" "$@" || code=$?
+  scripts/launch/on_gpu_cores.sh python -m orchmllm.train "$recipe" --ranks "$SLURM_NTASKS" "$@" || code=$?
 if [ "$code" -eq 143 ]; then  # 128 + SIGTERM: all ranks have saved
   echo "stopped before the time limit; queueing the job again"
   scontrol requeue "$SLURM_JOB_ID"

@@ -24,4 +24,5 @@ python -m orchmllm.train "$recipe" --validate --ranks "$((nodes * ranks))" "$@"
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT="${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-600}"
 exec torchrun --nnodes "$nodes" --node-rank "${NODE_RANK:-0}" --nproc-per-node "$ranks" \
   --master-addr "$address" --master-port "${MASTER_PORT:-29500}" \
-  -m orchmllm.train "$recipe" --ranks "$((nodes * ranks))" "$@"
+  --no-python "$here/on_gpu_cores.sh" python -m orchmllm.train "$recipe" \
+  --ranks "$((nodes * ranks))" "$@"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import random
 
-from orchmllm.data.formats.conversation import chat, instruction
+from orchmllm.data.formats.row_formats import FORMATS
 from orchmllm.data.media.root import MediaRoot
 from orchmllm.data.text.tokenizer import ChatTokenizer
 from tests.lib.tokenizers import SPECIAL, write_merged_tokenizer
@@ -29,27 +29,29 @@ def rows(count: int):
         turns = [{"from": who, "value": text()} for _ in range(draw.randint(1, 4))
                  for who in ("human", "gpt")]
         if k % 4 == 0:
-            yield chat, {"conversations": turns}
+            yield "sharegpt", {"conversations": turns}
         elif k % 4 == 1:
             turns[0]["value"] = "<image>\n" + turns[0]["value"] + "<audio>"
             turns[-1]["value"] += "<image>"
-            yield chat, {"conversations": turns, "images": ["a.png", "b.png"], "audios": "a.wav"}
+            yield "llava", {"conversations": turns, "images": ["a.png", "b.png"], "audios": "a.wav"}
         elif k % 4 == 2:
             parts = [{"type": "text", "text": text()}, {"type": "image", "image": "a.png"},
                      {"type": "text", "text": text()}]
-            yield chat, {"messages": [
+            yield "openai", {"messages": [
                 {"role": "system", "content": text()}, {"role": "user", "content": parts},
                 {"role": "assistant", "content": text(), "weight": k % 3 // 2},
                 {"role": "user", "content": text()}, {"role": "assistant", "content": ""}]}
         else:
-            yield instruction, {"instruction": text(), "input": draw.choice(["", text()]),
-                                "output": text(), "system": draw.choice(["", text()])}
+            yield "llama_factory (alpaca)", {
+                "instruction": text(), "input": draw.choice(["", text()]), "output": text(),
+                "system": draw.choice(["", text()])}
 
 
 def test_the_ids_of_chatml_corpora_are_those_of_all_versions(tmp_path):
     write_merged_tokenizer(tmp_path, SPECIAL)
     tokenizer = ChatTokenizer(tmp_path)
-    conversations = [read(row, MediaRoot("")) for read, row in rows(400)]
+    conversations = [FORMATS[name].reader.read(FORMATS[name].columns.pick(row), MediaRoot(""), "")
+                     for name, row in rows(400)]
     found = hashlib.sha256()
     for token_ids, learnt, segments in tokenizer.tokenize_batch(conversations):
         found.update(repr((token_ids.tolist(), learnt.tolist(), segments)).encode())

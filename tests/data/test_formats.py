@@ -82,7 +82,7 @@ def test_unknown_layout_lists_what_was_looked_for(tmp_path, tokenizer):
 
 
 @pytest.mark.parametrize("name, text", [
-    ("none.jsonl", "no such file or folder"), ("a.csv", "convert .csv"),
+    ("none.jsonl", "no such file or folder"), ("a.csv", "the last line has no end"),
     ("a.tar.gz", "gzip is not read; decompress it"), ("a.jsonl.zst", "decompress it .unzstd"),
     ("clip.mp4", ".mp4 is not read"), ("bad.parquet", "not parquet that can be read"),
     ("bad.arrow", "not arrow that can be read"), ("bad.tar", "not an uncompressed tar"),
@@ -139,7 +139,8 @@ def test_named_format_is_taken(folder, tokenizer):
     assert question.parts[1] == "\nSay it." and answer.parts == ("words",)
     path = write_jsonl(folder / "words.jsonl", [{"image": "0.png", "text": "words"}])
     said = opened(path, tokenizer, folder, row_format="asr").problem(0)
-    assert 'needs one clip in "audio", got 0' in str(said)  # and not read as a caption
+    # and not read as a caption
+    assert "there is nothing in 'audios, audio, sound | file' (audios) of image, text" in str(said)
 
 
 @pytest.mark.parametrize("check", [check_source, lambda c: open_source(c, Path(c.path).parent)])

@@ -18,6 +18,7 @@ from orchmllm.data.media.medium import RowError
 from orchmllm.data.media.root import MediaRoot
 from orchmllm.data.text.tokenizer import ChatTokenizer
 from orchmllm.plan.layout import AUDIO, TEXT, VISION
+from tests.lib.sources import read_row
 from tests.lib.tokenizers import write_merged_tokenizer
 
 TRL = importlib.util.find_spec("trl")
@@ -136,9 +137,9 @@ def test_placeholders_are_known_or_named(tmp_path, written, config, segments):
     (tmp_path / "chat_template.jinja").write_text(PARTS.replace("IMAGE", written))
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     tokenizer = ChatTokenizer(tmp_path)
-    turns = chat({"conversations": [{"from": "human", "value": "<image>a<audio>b"},
-                                    {"from": "gpt", "value": "<|image_pad|> <eos>"}],
-                  "image": "a.png", "audio": "a.wav"}, MediaRoot(""))
+    turns = read_row({"conversations": [{"from": "human", "value": "<image>a<audio>b"},
+                                        {"from": "gpt", "value": "<|image_pad|> <eos>"}],
+                      "image": "a.png", "audio": "a.wav"})
     if segments is None:
         with pytest.raises(RowError, match='name it as "image_token" in tokenizer_config.json'):
             tokenizer.tokenize(turns)

@@ -21,7 +21,7 @@ from orchmllm.data.media import av_process
 from orchmllm.data.media.decode import decode_audio, decode_image
 from orchmllm.data.media.headers import audio_header, image_header
 from orchmllm.data.media.kinds import KINDS, MODALITY_OF, VIDEO
-from orchmllm.data.media.medium import MediaError, Medium, RowError, VideoSampling
+from orchmllm.data.media.medium import ZEROS, MediaError, Medium, RowError, VideoSampling
 from orchmllm.data.media.video import expand, pictures
 from orchmllm.plan.geometry import AudioGeometry, VisionGeometry
 from orchmllm.plan.layout import AUDIO, VISION
@@ -56,24 +56,32 @@ def modality_of(path: Path) -> int:
 
 def check(medium: Medium) -> str:
     """"read" if decoding yields what the header promised, else why the file was refused."""
-    modality = medium.modality
     try:
-        if modality == VIDEO:
-            frames = expand(medium, VideoSampling(frames=4), {})
-            for picture in pictures(frames, GEOMETRY[VISION]).values():
-                if isinstance(picture, MediaError):
-                    raise picture
-            return "read"
-        promised = GEOMETRY[modality].segment_lengths(*HEADER[modality](medium)).rows
-        rows = DECODE[modality](medium, GEOMETRY[modality])
+        length(medium)
     except (MediaError, RowError) as error:
         assert getattr(error, "path", None) or error.file == medium.name
         assert error.reason
         assert " object at 0x" not in error.reason
         return error.reason
+    return "read"
+
+
+def length(medium: Medium) -> tuple:
+    """What decoding yields, in the header's units: samples, pixels, or frames and seconds. Raises
+    MediaError and RowError."""
+    modality = medium.modality
+    if modality == VIDEO:
+        frames = expand(medium, VideoSampling(frames=4), {})
+        for picture in pictures(frames, GEOMETRY[VISION]).values():
+            if isinstance(picture, MediaError):
+                raise picture
+        return tuple(frames[0].frame.video)
+    header = HEADER[modality](medium)
+    promised = GEOMETRY[modality].segment_lengths(*header).rows
+    rows = DECODE[modality](medium, GEOMETRY[modality])
     assert len(rows) == promised > 0
     assert bool(rows.isfinite().all())
-    return "read"
+    return header
 
 
 def test_every_file_in_installed_packages(tmp_path):
@@ -162,6 +170,22 @@ def damaged(data: bytes, rng: np.random.Generator) -> bytes:
     return bytes(data)
 
 
+def has_no_end(data: bytes) -> bool:
+    """Whether nothing in a file says where it ends: frames alone (ADTS, MP3 without a tag), and the
+    fragments of an MP4."""
+    return data[:1] == b"\xff" or b"moof" in data
+
+
+def cut_off(data: bytes, rng: np.random.Generator) -> bytes:
+    """The end is missing, at a page or anywhere, or a KiB or more of it was never written and is
+    zeros."""
+    pages = [at for at in range(1, len(data)) if data[at: at + 4] == b"OggS" or at % 512 == 0]
+    how, at = rng.integers(0, 3), int(rng.integers(1, len(data)))
+    if how == 0 and pages:
+        at = int(rng.choice(pages))
+    return data[:at] + bytes(len(data) - at) * int(how == 2 and len(data) - at >= ZEROS)
+
+
 def spent(process: psutil.Process) -> float:
     """CPU seconds of this process and of the one that runs FFmpeg."""
     times = process.cpu_times()
@@ -172,16 +196,26 @@ def fuzz(folder: Path, count: int, seed: int) -> Counter:
     """How many damaged files were read and refused. None takes a second of CPU time, nor much
     memory, nor ends the process that runs FFmpeg."""
     rng, originals, said = np.random.default_rng(seed), seeds(folder), Counter()
+    lengths = []
     for modality, data in originals:
-        assert "PyAV" not in check(Medium(modality, "whole", data=data))
+        whole = Medium(modality, "whole", data=data)
+        assert "PyAV" not in (answer := check(whole))
+        lengths.append(length(whole) if answer == "read" else None)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     ffmpeg = psutil.Process(av_process._child.process.pid)
     held = ffmpeg.memory_info().rss
     for k in range(count):
         modality, data = originals[k % len(originals)]
+        is_cut = k // len(originals) % 3 == 0
+        medium = Medium(modality, f"damaged {k}", data=(cut_off if is_cut else damaged)(data, rng))
         start = spent(ffmpeg)
-        answer = check(Medium(modality, f"damaged {k}", data=damaged(data, rng)))
+        answer = check(medium)
         taken = spent(ffmpeg) - start
+        if answer == "read" and is_cut:
+            whole = lengths[k % len(originals)]
+            assert length(medium) == whole or has_no_end(data), (seed, k, "read in part")
+        if modality == AUDIO and k % 2:
+            check(medium._replace(part=(0.05, 0.2)))
         assert taken < 1.0, (seed, k, taken, answer)
         assert ffmpeg.memory_info().rss - held < 200 << 20, (seed, k, answer)
         said["read" if answer == "read" else "refused"] += 1

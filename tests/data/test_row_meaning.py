@@ -134,6 +134,12 @@ CHAT = {"messages": said("q", "a")}
 LOOK = {"images": ["0.png", "3.png"]}
 
 
+def test_pairs_of_answers_are_refused_when_they_are_opened(tokenizer, tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", [CHAT | {"chosen": "a", "rejected": "b"}])
+    with pytest.raises(ValueError, match="is for preference tuning"):
+        opened(path, tokenizer, tmp_path)
+
+
 def parts(*images: dict) -> dict:
     return {"messages": [{"role": "user", "content": [{"type": "image", **i} for i in images]},
                          {"role": "assistant", "content": "a"}]}
@@ -141,13 +147,11 @@ def parts(*images: dict) -> dict:
 
 IGNORED = {  # file -> rows, each with what is said of it (nothing: it is read)
     "clips": [
-        (AUDIO | {"start": 0.1, "end": 0.3}, "'start': 0.1, 'end': 0.3: a medium is read whole"),
-        (AUDIO | {"start_time": "0:01", "end_time": "0:02"}, "'start_time': '0:01', 'end_time': "),
-        (AUDIO | {"offset": 0.1, "duration": 0.2}, "'offset': 0.1, 'duration': 0.2"),
-        (AUDIO | {"offset": 0, "duration": 0.2}, "'offset': 0, 'duration': 0.2"),
-        (AUDIO | {"start": 0.1}, "'start': 0.1: a medium is read whole"),
-        ({"audio": {"path": "0.wav", "start_time": 0.0, "end_time": 0.25}, "text": "low"},
-         "0.wav: 'start_time': 0.0, 'end_time': 0.25: a medium"),
+        (AUDIO | {"start_time": "0:01", "end_time": "0:02"}, "they must be numbers of seconds"),
+        (AUDIO | {"start": 0.4, "end": 0.3}, "the start must be from 0 to below the end"),
+        (AUDIO | {"start": 0.4, "end": 3}, "'start': 0.4, 'end': 3.0: the file has 0.5625 s"),
+        (AUDIO | {"start": 0.1}, "'start': 0.1: a start alone does not say whether"),
+        (AUDIO | {"start": 0.1, "end": 0.3}, ""), (AUDIO | {"offset": 0.1, "duration": 0.2}, ""),
         ({"audio": {"path": "0.wav", "start_time": 3.0, "end_time": 3.5625}, "text": "low"}, ""),
         (AUDIO | {"begin_time": 12.25, "end_time": 12.81}, ""),  # cut out, as in GigaSpeech
         (AUDIO | {"start": 12250, "end": 12810}, ""), (AUDIO | {"start_time": 30}, ""),
@@ -155,17 +159,23 @@ IGNORED = {  # file -> rows, each with what is said of it (nothing: it is read)
         (AUDIO | {"label": 0, "offset": 0.0, "duration": 0.56}, ""),
         (AUDIO | {"question": "Who?", "answer": "she"}, '"question" is \'Who?\', and is not read')],
     "pictures": [
-        (IMAGE | {"question": "Which?", "answer": "red"}, "is not read beside a text: write"),
+        (IMAGE | {"question": "Which?", "answer": "red"}, "is not read: name the columns that are"),
         (IMAGE | {"answers": ["red"]}, '"answers" is [\'red\'], and is not read'),
         (IMAGE | {"question": "", "answers": None, "objects": {"bbox": [[1, 2, 3, 4]]}}, "")],
     "turns": [
+        (CHAT | {"rejected_response": "b"}, "is for preference tuning"),
         (CHAT | {"label": False}, "the answer is marked as a bad one; leave the row out"),
         (CHAT | {"objects": {"bbox": [[1, 2, 3, 4]]}, "messages": said("q", "<bbox>")},
          "write the names and boxes into the text"),
         (CHAT | {"system_prompt": "Be brief."}, "is 'Be brief.', and is not read"),
         (CHAT | {"images": ["0.png"]} | parts({"resized_height": 28}), '"resized_height" is 28'),
+        ({"images": ["0.png"], "audios": ["0.wav", "1.flac"], "start": 0.1, "end": 0.2,
+          "messages": said("<image><audio><audio>", "low")}, "of 2 clips and videos: give"),
+        ({"messages": said("<image>", "a"), "images": [{"path": "0.png", "start": 1, "end": 2}]},
+         "an image has no start and no end"),
         (LOOK | parts({"index": 1}, {"index": 0}), '"index" of a content part is 1'),
         (LOOK | parts({"index": 0}, {"index": 1}), ""),
+        (CHAT | {"start": "2020-01-01", "end": "2020-01-02"}, ""),
         (CHAT | {"label": True, "objects": {"bbox": [1]}, "system_prompt": " ", "start": 3}, ""),
         (CHAT | {"system_prompt": "Be brief.", "system": "Be brief.", "question": "q"}, "")],
 }
@@ -189,5 +199,6 @@ def test_keys_that_would_change_what_is_learnt_are_not_ignored(folder, tokenizer
     {"messages": [], "conversations": said("q", "a")},
     {"messages": None, "conversations": said("q", "a")},
     {"messages": said("q", "a"), "conversations": []}])
-def test_the_list_of_turns_that_is_not_empty_is_read(row):
-    assert [turn.parts for turn in chat(row, MediaRoot(""))] == [("q",), ("a",)]
+def test_the_list_of_turns_that_is_not_empty_is_read(row, tokenizer, tmp_path):
+    dataset = opened(write_jsonl(tmp_path / "a.jsonl", [row]), tokenizer, tmp_path)
+    assert [turn.parts for turn in dataset.conversation(0)] == [("q",), ("a",)]

@@ -107,7 +107,7 @@ def test_a_key_that_a_source_does_not_have_is_an_error(folder, tmp_path):
     (("my_train.jsonl", "my_val.jsonl", "more.jsonl"), "set split .* one of my_train, my_val$"),
     (("train-clean-100/1/1-1.trans.txt", "dev-clean/1/1-1.trans.txt"),
      "several splits, .* one of dev, train$"),
-    (("s-0.tar", ".nv-meta/split.yaml"), "Megatron Energon .* give the tars of one split"),
+    (("s-0.tar", ".nv-meta/split.yaml"), r"split.yaml: split is ''; set split of the source"),
     (("a.jsonl", "b.jsonl", "dataset_info.json"), "LLaMA-Factory is not read; give the file of"),
     (("train-0.jsonl", "train-1.jsonl", "latest.jsonl", "protest.jsonl"), "")])
 def test_a_folder_of_several_splits_is_not_trained_on_as_one(names, choices, tmp_path):
@@ -242,3 +242,10 @@ def test_what_a_killed_build_left_does_not_stop_the_next(tokenizer, tmp_path):
     index.folder.rename(index.folder.with_name(f"{index.folder.name}.{os.getpid()}.part"))
     again, count = build_index(source, reader, tmp_path / "index", num_workers=1)
     assert count == 1 and np.array_equal(again.table, index.table)
+
+
+def test_a_tar_of_a_split_that_is_not_there_is_an_error(tmp_path):
+    (tmp_path / ".nv-meta").mkdir()
+    (tmp_path / ".nv-meta" / "split.yaml").write_text("split_parts: {train: [shards/a.tar]}\n")
+    with pytest.raises(ValueError, match="shards/a.tar of .nv-meta/split.yaml is not there"):
+        open_source(SourceConfig(path=str(tmp_path)), tmp_path)

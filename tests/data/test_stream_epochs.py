@@ -137,8 +137,8 @@ def test_what_is_kept_in_memory(tokenizer, web, tmp_path, monkeypatch):
     """Of shards behind URLs, where the rows of those are that are read at the time."""
     name = write_rows(web.folder, "jsonl", [5] * 40, "a")
     there, start, most = weakref.WeakSet(), JsonRows.__init__, 0
-    monkeypatch.setattr(JsonRows, "__init__", lambda self, *args: [
-        start(self, *args), there.add(self)] and None)
+    monkeypatch.setattr(JsonRows, "__init__", lambda self, *args, **keys: [
+        start(self, *args, **keys), there.add(self)] and None)
     dataset = opened([SourceConfig(path=f"{web.url}/{name}", row_format="llava")], tokenizer,
                      tmp_path, web, num_shards=2, window=4)
     for i in range(2 * 200):

@@ -18,7 +18,7 @@ from orchmllm.data.text.tokenizer import ChatTokenizer
 from orchmllm.plan.layout import TEXT, VISION
 from orchmllm.tools.data.command import main
 from tests.lib.formats import write_jsonl
-from tests.lib.sources import opened
+from tests.lib.sources import opened, read_row
 from tests.lib.tokenizers import SPECIAL, write_tokenizer
 
 # Reasoning in an answer is split off; only that after the last question is written again, and
@@ -288,7 +288,7 @@ def test_tools_their_calls_and_answers_are_those_of_transformers(both):
     assert ours.decode(token_ids) == expected and expected.count(CALLED) == 3
     assert ours.decode(token_ids[mask]).split("<|im_end|>") == [
         f"{CALLED}\n{CALLED}", "red one", f"I look.\n{CALLED}", "no", ""]
-    token_ids, mask, [_] = ours.tokenize(chat(SHAREGPT, MediaRoot("")))
+    token_ids, mask, [_] = ours.tokenize(read_row(SHAREGPT))
     text = ours.decode(token_ids)
     assert expected.startswith(text) and text.endswith("red one<|im_end|>\n")
 
@@ -300,7 +300,6 @@ def test_tools_their_calls_and_answers_are_those_of_transformers(both):
     (lambda row: row.update(tools="{look"), "not JSON"),
     (lambda row: row.update(tools={"a": 1}), '"tools" must be a list'),
     (lambda row: row.update(tools=[{"name": "<|im_end|>"}]), "contain the special token"),
-    (lambda row: row.update(chosen="a", rejected="b"), "preference tuning"),
 ])
 def test_tools_that_cannot_be_used_are_refused_by_name(both, change, reason):
     ours, _ = both(TOOLS)
@@ -319,10 +318,10 @@ def test_media_of_two_columns_are_one_list_or_refused(row, names):
     turns = [{"role": "user", "content": "<image>" if "image" in row else "<audio>"},
              {"role": "assistant", "content": "b"}]
     if names:
-        with pytest.raises(RowError, match=f"{names} have other media: keep one"):
-            chat({**row, "messages": turns}, MediaRoot(""))
+        with pytest.raises(RowError, match=f"{names} have other values: keep one"):
+            read_row({**row, "messages": turns})
     else:
-        (medium,) = media_of(chat({**row, "messages": turns}, MediaRoot("")))
+        (medium,) = media_of(read_row({**row, "messages": turns}))
         assert medium.name == "a.png"
 
 

@@ -65,14 +65,26 @@ def test_rows(videos, row, media):
             dataset.load(0, segments=[s]).media[s])
 
 
-def test_a_part_of_a_video_is_refused(videos):
-    part = {"type": "video", "video": "plain.mp4"}
-    for keys, told in (({"video_start": 1}, '"video_start" is 1, and is not read: .* timestamps'),
-                       ({"start": 1.0, "end": 2.0}, "'start': 1.0, 'end': 2.0: a medium is read")):
-        for row in ({"messages": [{"role": "user", "content": [part | keys]},
-                                  {"role": "assistant", "content": "x"}]},
-                    {"video": {"path": "plain.mp4"} | keys, "caption": "x"})[: 1 + ("end" in keys)]:
-            assert re.search(told, str(opened(videos, row).problem(0)))
+def test_a_part_of_a_video_is_read(videos):
+    """Of 3 s at 8 frames a second. The sound is cut as the frames are."""
+    part = {"type": "video", "video": "sound.mp4"}
+    for keys, seconds in (({"video_start": 1, "video_end": 3}, [1.5, 2.5]),
+                          ({"start": 1.0, "end": 2.0}, [1.5]),
+                          ({"start": 0.5, "end": 2.5, "timestamps": [0, 1]}, [0.5, 1.5])):
+        rows = [{"messages": [{"role": "user", "content": [part | keys]},
+                              {"role": "assistant", "content": "x"}]},
+                {"video": {"path": "sound.mp4"} | keys, "caption": "x"}]
+        for row in rows[: 1 + ("timestamps" not in keys)]:
+            dataset = opened(videos, row)
+            assert dataset.problem(0) is None
+            *frames, clip = [medium for _, _, medium in dataset.media_of(0)]
+            assert [frame.frame.second for frame in frames] == seconds
+            assert clip.part == tuple(keys.values())[:2]
+            for s, medium in enumerate(frames, 1):
+                rows = dataset.load(0).media[s]
+                assert abs(rows[0].float().mean() - picture(int(8 * medium.frame.second)).max()) < 6
+    alone = opened(videos, {"video": "plain.mp4", "caption": "x", "start": 1})
+    assert "a start alone does not say whether" in str(alone.problem(0))
 
 
 def test_members_of_a_tar_are_videos(videos):

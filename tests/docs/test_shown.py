@@ -83,8 +83,8 @@ def test_commands_that_are_shown_exist(page):
         if words[:2] == ["python", "-m"]:
             words = [*words[2].replace("orchmllm.train", "orchmllm train").split(), *words[3:]]
         if words[0] == "orchmllm":
-            if len(words) == 1 or not re.fullmatch(r"[a-z-]+", words[1]):
-                continue  # a word of a sentence, or COMMAND
+            if len(words) == 1 or not re.fullmatch(r"[a-z][a-z-]*", words[1]):
+                continue  # a word of a sentence, COMMAND, or --version
             names = [name for name in (" ".join(words[1:3]), words[1]) if name in COMMANDS]
             assert names, line
             source = told_by(names[0])

@@ -4,11 +4,13 @@ this checkout. The packages that orchmllm needs are those of the environment of 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
 import sysconfig
 import tarfile
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -75,12 +77,55 @@ def test_what_is_released_works_elsewhere(kind, archives, tmp_path):
     assert "3 not modelled" in rows  # from a table beside the code
     assert "sampled  balanced" in run(bin_dir / "orchmllm", "data", "stats", "--ranks", "4",
                                       cwd=tmp_path)
+    run(bin_dir / "orchmllm", "init", "--demo", "demo", cwd=tmp_path)  # recipes are in it, too
+    assert "no problems" in run(bin_dir / "orchmllm", "train", "demo/recipe.yaml", "--validate",
+                                cwd=tmp_path)
     seconds, loaded = run(
         bin_dir / "python", "-c", "import sys, time; t = time.perf_counter(); import orchmllm; "
         "print(time.perf_counter() - t, {'torch', 'numpy', 'transformers'} & set(sys.modules))",
         cwd=tmp_path).split(maxsplit=1)
     assert loaded.strip() == "set()"
     print(f"import orchmllm: {float(seconds):.3f} s")
+
+
+LOADER = """
+import sys
+for extra in {extras}:
+    sys.modules[extra] = None  # as if it were not installed
+import torch.distributed as dist
+from orchmllm import BalancedDataLoader
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+loader = BalancedDataLoader(["a", "bb", "ccc"], batch_size=2, lengths=[1, 2, 3])
+print(sorted(sum((list(batch) for batch in loader), [])))
+dist.destroy_process_group()
+"""
+
+
+def test_the_loader_needs_no_extra(archives, tmp_path):
+    with zipfile.ZipFile(archives["wheel"]) as wheel:
+        names = wheel.namelist()
+        [metadata] = [name for name in names if name.endswith("METADATA")]
+        needs = re.findall(r"^Requires-Dist: ([\w-]+)[^;\n]*(;.*)?$", wheel.read(metadata).decode(),
+                           re.M)
+    assert "orchmllm/py.typed" in names
+    always = {name for name, extra in needs if "extra" not in extra}
+    extras = sorted({name for name, extra in needs if "extra" in extra} - always - {"orchmllm"})
+    assert {"matplotlib", "datasets", "pyarrow", "av"} <= set(extras)
+    bin_dir = installed(archives["wheel"], tmp_path)
+    assert run(bin_dir / "python", "-c", LOADER.format(extras=extras),
+               cwd=tmp_path) == "['a', 'bb', 'ccc']\n"
+
+
+def test_a_build_without_a_compiler_says_so_in_one_line(archives, tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w",
+         tmp_path, archives["source"]], cwd=tmp_path, env=ENV | {"CXX": "/nowhere/g++"},
+        capture_output=True, text=True)
+    said = [line.strip() for line in (done.stdout + done.stderr).splitlines()
+            if line.strip().startswith("error:") and "subprocess" not in line]
+    assert done.returncode and said == [
+        "error: the C++ compiler /nowhere/g++ is missing: apt install g++, dnf install gcc-c++, or "
+        "name one by CXX; a wheel of orchmllm needs none"]
 
 
 def test_the_source_archive_has_what_a_build_needs(archives):

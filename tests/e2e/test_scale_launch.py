@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from orchmllm.launch import World, device_of, world_from
+from orchmllm.launch import World, device_of, process_group, world_from
 from tests.lib.commands import ROOT
 
 FOLDER = ROOT / "scripts" / "launch"
@@ -34,7 +35,8 @@ def test_scripts_parse_and_say_how_they_are_used(script):
 
 
 def test_jobset_is_yaml_with_a_pod_per_node():
-    env = os.environ | {"IMAGE": "registry/image", "NODES": "320", "NAME": "mllm", "GPUS": "4"}
+    env = os.environ | {"IMAGE": "registry/image", "NODES": "320", "NAME": "mllm", "GPUS": "4",
+                        "RDMA": "rdma/ib=8"}
     odd = [r"data.path=a\d'\"b: #c", "train.lr=1e-5"]
     run = subprocess.run(["bash", FOLDER / "jobset.sh", "recipes/mllm84b.yaml", *odd],
                          env=env, capture_output=True, text=True, check=True)
@@ -50,9 +52,51 @@ def test_jobset_is_yaml_with_a_pod_per_node():
     policy = jobset["spec"]["failurePolicy"]
     assert policy["maxRestarts"] == 20 and policy["rules"] == [
         {"name": "refused", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}]
-    assert container["resources"]["limits"]["nvidia.com/gpu"] == 4
+    assert container["resources"]["limits"] == {"nvidia.com/gpu": 4, "rdma/ib": 8}
+    assert container["securityContext"] == {"capabilities": {"add": ["IPC_LOCK"]}}
     variables = {v["name"]: v.get("value") for v in container["env"]}
     assert variables["MASTER_ADDR"] == "mllm-node-0-0.mllm" and variables["NNODES"] == "320"
+
+
+@pytest.mark.parametrize("nodes, rdma, code", [
+    ("2", "", 2), ("1", "rdma/ib", 2), ("2", "none", 0), ("1", "", 0)])
+def test_jobset_of_several_nodes_asks_for_their_network(nodes, rdma, code):
+    env = os.environ | {"IMAGE": "registry/image", "NODES": nodes, "RDMA": rdma}
+    run = subprocess.run(["bash", FOLDER / "jobset.sh", "recipes/demo.yaml"], env=env,
+                         capture_output=True, text=True)
+    assert run.returncode == code and (f"RDMA is '{rdma}'" in run.stderr) == bool(code)
+    if not code:
+        job = yaml.safe_load(run.stdout)["spec"]["replicatedJobs"][0]["template"]["spec"]
+        (container,) = job["template"]["spec"]["containers"]
+        assert container["resources"]["limits"] == {"nvidia.com/gpu": 8}
+        assert "securityContext" not in container
+
+
+@pytest.mark.parametrize("env, gpu", [
+    ({"LOCAL_RANK": "3"}, "3"), ({"SLURM_LOCALID": "2"}, "2"), ({}, "0"),
+    ({"LOCAL_RANK": "1", "CUDA_VISIBLE_DEVICES": "6,GPU-7"}, "GPU-7"),
+    ({"SLURM_LOCALID": "5", "CUDA_VISIBLE_DEVICES": "4"}, "4")])
+def test_a_rank_runs_on_the_cores_of_its_gpu(tmp_path, env, gpu):
+    """The kernel's list of cores that are next to the GPU of this rank."""
+    path = programs(
+        tmp_path, **{"nvidia-smi": '#!/bin/sh\necho "00000000:A$4:00.0"\n'},
+        cat='#!/bin/sh\necho "$1"\n',  # in place of what the file holds
+        taskset='#!/bin/sh\n[ "$3" = true ] || echo "$@"\n')
+    for name in ("LOCAL_RANK", "SLURM_LOCALID", "CUDA_VISIBLE_DEVICES"):
+        env.setdefault(name, "")
+    run = subprocess.run(["bash", FOLDER / "on_gpu_cores.sh", "python", "-m", "x"], text=True,
+                         capture_output=True, env=os.environ | env | {"PATH": path}, check=True)
+    cores = f"/sys/bus/pci/devices/0000:a{gpu.lower()}:00.0/local_cpulist"
+    assert run.stdout == f"-c {cores} python -m x\n"
+
+
+@pytest.mark.parametrize("taskset", ["exit 1", ""])
+def test_a_rank_without_known_cores_runs_all_the_same(tmp_path, taskset):
+    path = programs(tmp_path, **{"nvidia-smi": "#!/bin/sh\nexit 9\n"},
+                    taskset=f"#!/bin/sh\n{taskset}\n")
+    run = subprocess.run(["bash", FOLDER / "on_gpu_cores.sh", "echo", "here"], text=True,
+                         capture_output=True, env=os.environ | {"PATH": path}, check=True)
+    assert run.stdout == "here\n"
 
 
 SCONTROL = '''#!/bin/sh
@@ -89,7 +133,8 @@ def sbatch(folder: Path, data: Path, **env: str) -> subprocess.CompletedProcess:
 def test_slurm_takes_the_first_of_many_hosts(tmp_path, demo_corpus):
     run = sbatch(tmp_path, demo_corpus)
     assert run.returncode == 0 and "end\n" in run.stderr, run.stderr
-    assert "MASTER_ADDR=node-of-13-00\npython -m orchmllm.train recipes" in run.stdout
+    assert ("MASTER_ADDR=node-of-13-00\nscripts/launch/on_gpu_cores.sh python -m orchmllm.train "
+            in run.stdout)
 
 
 @pytest.mark.parametrize("code", [1, 143])
@@ -118,6 +163,20 @@ def test_the_device_of_a_rank(monkeypatch, gpus, local_rank, device):
     else:
         with pytest.raises(ValueError, match="4 ranks on this node, which shows 2 GPUs"):
             device_of(world)
+
+
+@pytest.mark.parametrize("asked", ["", "backend:native"])
+def test_every_start_sets_how_a_gpu_allocates(monkeypatch, asked):
+    """Not the launch scripts alone; what the user says stays."""
+    name = "PYTORCH_CUDA_ALLOC_CONF"
+    monkeypatch.setenv(name, asked)
+    if not asked:
+        monkeypatch.delenv(name)
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    with process_group(World(0, 1, 0, 1, "127.0.0.1", port), 60.0):
+        assert os.environ[name] == (asked or "expandable_segments:True")
 
 
 def srun(rank: int, **changes: str) -> dict[str, str]:

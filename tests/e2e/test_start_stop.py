@@ -82,7 +82,7 @@ def ranks_starting(process: subprocess.Popen) -> str:
     while not psutil.Process(process.pid).children():
         assert process.poll() is None
         time.sleep(0.01)
-    return "interrupted (SIGINT): all ranks have ended\n"
+    return "interrupted (Ctrl-C): all ranks have ended\n"
 
 
 @pytest.mark.parametrize("until", [importing, before_torch, ranks_starting])

@@ -43,16 +43,18 @@ def accelerator(num_ranks: int, rank: int = 1) -> Iterator[torch.device]:
     """The device, in a fake default group of num_ranks, which replaces the process's and stays;
     tensors made inside have no memory."""
     dist.destroy_process_group()
-    _setup_privateuseone_for_python_backend(NAME, _Module())
+    if not hasattr(torch, NAME):
+        _setup_privateuseone_for_python_backend(NAME, _Module())
     dist.init_process_group(f"cpu:fake,{NAME}:fake", store=FakeStore(), rank=rank,
                             world_size=num_ranks)
     with (_real(fsdp, "make_mesh"), _real(_fully_shard, "_get_post_forward_mesh_info"),
-          FakeTensorMode(allow_non_fake_inputs=True)):
+          _real(fsdp, "MultimodalModel"), FakeTensorMode(allow_non_fake_inputs=True)):
         yield torch.device(NAME, 0)
 
 
 def _real(module: ModuleType, name: str) -> AbstractContextManager:
-    """A function that makes a mesh runs on real tensors: a mesh reads its ranks."""
+    """A function that makes a mesh or a model on `meta` runs on real tensors: a mesh reads its
+    ranks, and the dtype of a fake model cannot be changed."""
     make = getattr(module, name)
 
     def run(*args):

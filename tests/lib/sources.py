@@ -6,7 +6,10 @@ from pathlib import Path
 
 from orchmllm.config.recipe import SourceConfig
 from orchmllm.data.dataset import ConversationDataset
+from orchmllm.data.formats.conversation import Conversation
+from orchmllm.data.formats.row_formats import FORMATS
 from orchmllm.data.media.medium import Medium
+from orchmllm.data.media.root import MediaRoot
 from orchmllm.data.storage.remote import NOWHERE, Storage
 from orchmllm.data.text.tokenizer import ChatTokenizer
 from orchmllm.plan.geometry import AudioGeometry, VisionGeometry
@@ -19,6 +22,12 @@ def opened(path: Path | str, tokenizer: ChatTokenizer, folder: Path, storage: St
     return ConversationDataset(
         [SourceConfig(path=str(path), **keys)], tokenizer=tokenizer, index_dir=folder / "index",
         storage=storage, vision=VisionGeometry(max_side=224), audio=AudioGeometry())
+
+
+def read_row(row: dict) -> Conversation:
+    """A row as the first format that it fits reads it."""
+    known = next(known for known in FORMATS.values() if known.fits(row))
+    return known.reader.read(known.columns.pick(row), MediaRoot(""), "")
 
 
 def medium_at(path: Path | str, modality: int = VISION) -> Medium:

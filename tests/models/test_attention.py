@@ -82,6 +82,7 @@ def test_the_kernel_is_chosen_where_it_runs(hopper, monkeypatch):
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("causal", [True, False])
 def test_cuda_attention_is_close_to_the_cpu(causal):
     torch.manual_seed(0)

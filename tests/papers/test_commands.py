@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 import re
+import time
+from argparse import Namespace
+from functools import partial
 from itertools import islice
 
 import pytest
 import torch
 
+from orchmllm.config.recipe import load_recipe
 from orchmllm.papers import disttrain, omnibal
 from orchmllm.papers.advice import ratio, rows
 from orchmllm.papers.fact import Printed
@@ -16,7 +20,9 @@ from orchmllm.papers.plan import main as plan
 from orchmllm.papers.profiles import with_frozen
 from orchmllm.papers.reproduce import main as reproduce
 from orchmllm.papers.units import plan_units
+from orchmllm.tools.predict import phase_runner
 from orchmllm.tools.predict.profile_command import main as profile
+from orchmllm.tools.predict.profile_command import measure
 from scripts import bench_schemes
 from tests.papers.modules import plan_bytes
 
@@ -88,6 +94,41 @@ def test_profile_measures_and_plan_reads_it(recipe, tmp_path, capsys):
         out.write_text(wrong, encoding="utf-8")
         assert plan(["units", *recipe, "--profile", str(out)]) == 2
         assert f"--profile {out}: not what `orchmllm profile` writes" in capsys.readouterr().err
+
+
+def test_profile_on_a_gpu_measures_what_training_has(recipe, monkeypatch):
+    """Sizes of a rank's batch, timed behind work that fills the queue: torch.cuda is a stand-in."""
+    did, measured = [], []
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            self.record, self.synchronize = (partial(did.append, n) for n in ("record", "wait"))
+
+        def elapsed_time(self, end: object) -> float:
+            return 1.0
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: did.append(cycles))
+    clock = phase_runner.Clock(torch.device("cuda", 0))
+    assert clock.best(lambda: time.sleep(0.01), 2) == 1e-3
+    first, *fills = did[::4]
+    assert first == 0 and len(fills) == 2 and all(n >= 0.01 * 1.5e9 for n in fills)
+    assert [did[k:k + 3] for k in (1, 5, 9)] == [["record", "record", "wait"]] * 3
+
+    class Runner:
+        def __init__(self, model, phase, device, dtype, seed, chunk_rows) -> None:
+            assert chunk_rows and dtype == torch.bfloat16
+
+        def seconds(self, work: phase_runner.Work, repeat: int) -> float:
+            measured.append(int(work.lengths.positions.sum()))
+            return 1.0
+
+    monkeypatch.setattr(phase_runner, "PhaseRunner", Runner)
+    for phase in ("vision", "llm"):
+        found = measure(load_recipe(recipe[1]), phase, Namespace(
+            device="cuda", rows=None, repeat=1))
+        assert found["rows"] == [4096, 8192, 16384, 32768, 65536]
+        assert measured[-5:] == found["rows"]
 
 
 @pytest.mark.parametrize("gpus, batch", [(1296, 1920), (112, 240)])

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from orchmllm.config.data import ColumnsConfig
 from orchmllm.config.recipe import Recipe, RemoteConfig, RemoteRoot, SourceConfig, load_recipe
 from orchmllm.config.schema import leaves
 from orchmllm.data.formats.scanned import BLOCK_BYTES, SAMPLED_BLOCKS, SAMPLED_FILES, sampled
@@ -62,14 +63,15 @@ KEYS = {
             "fsdp.vision_reshard", "fsdp.audio_reshard", "fsdp.llm_reshard",
             "fsdp.activation_checkpointing", "fsdp.vision_checkpointing",
             "fsdp.audio_checkpointing", "fsdp.llm_checkpointing", "fsdp.compute_dtype",
-            "profile.steps"), "other"),
+            "profile.steps", *(f"data.sources.columns.{field}" for field in vars(
+                ColumnsConfig()))), "other"),
         **dict.fromkeys((
             "data.strict", "data.allow_left_out", "data.sources.video_audio",
             "data.remote.roots.anonymous", "balance.whole_examples", "balance.vision.nodewise",
             "balance.audio.nodewise", "balance.llm.nodewise", "fsdp.cpu_offload", "fsdp.meta_init",
             "fsdp.compile"), True),
-        **dict.fromkeys(("balance.enabled", "fsdp.reshard_after_forward",
-                         "checkpoint.asynchronous"), False),
+        **dict.fromkeys(("balance.enabled", "data.sources.learn_documents",
+                         "fsdp.reshard_after_forward", "checkpoint.asynchronous"), False),
         **dict.fromkeys((
             "launch.timeout_s", "launch.stall_timeout_s", "data.num_shards",
             "data.max_example_tokens", "data.prefetch", "data.num_workers",

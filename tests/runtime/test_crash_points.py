@@ -14,11 +14,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
 
-from orchmllm.comm.exchange import RowGather
-from orchmllm.config.recipe import CheckpointConfig
-from orchmllm.runtime.checkpoint import Checkpointer, CheckpointError
+from orchmllm.runtime.checkpoint import CheckpointError
 from orchmllm.trainer import Trainer
 from tests.lib.ranks import RankFailure, run_ranks
 from tests.lib.resume import run_recipe, train_recorded
@@ -223,38 +220,6 @@ def test_a_save_cut_off_at_any_file_operation(tmp_path, stories, keep_last, powe
         assert did["write"] >= 4 and did["fsync"] >= 8 and did["mkdir"] >= 1, (story, did)
         assert did["rename"] >= (2 if story == "with_a_damaged_one_among_those_kept" else 3) - (
             keep_last == 2 and story == "before_runs_had_names"), (story, did)
-
-
-class Held(RowGather):
-    """The thread that saves waits at its first agreement until it is let go."""
-
-    def __init__(self) -> None:
-        super().__init__(8)
-        self.go = threading.Event()
-
-    def __call__(self, row):
-        if threading.current_thread().name == "orchmllm-checkpoint":
-            self.go.wait()
-        return super().__call__(row)
-
-
-def saved_while_learning(world, folder: Path) -> list[float]:
-    """What a checkpoint holds of weights that learn on while it is written."""
-    gather = Held()
-    keeper = Checkpointer(folder, CheckpointConfig(asynchronous=True), gather)
-    weights = {"whole": torch.zeros(1000), "part": torch.zeros(1000)[100:200]}
-    keeper.save(1, weights, {})
-    for weight in weights.values():
-        weight += 1
-    gather.go.set()
-    keeper.wait()
-    keeper.load(keeper.saved, weights)
-    return [float(weight.abs().max()) for weight in weights.values()]
-
-
-def test_an_asynchronous_save_is_of_the_moment_of_its_call(tmp_path):
-    """Of tensors on the CPU too, where a copy to the CPU could be the tensor itself."""
-    assert run_ranks(saved_while_learning, 1, tmp_path) == [[0.0, 0.0]]
 
 
 POINTS = 10

@@ -18,7 +18,7 @@ from orchmllm.sharding.optimizer import (
     make_optimizer,
     part_of,
 )
-from tests.lib.gradients import Case, step_gradients
+from tests.lib.gradients import Case, all_gradients, step_gradients
 from tests.lib.ranks import run_ranks
 from tests.lib.recipes import frozen
 from tests.lib.synthetic import MODEL, SHALLOW, SyntheticDataset, recipe
@@ -128,3 +128,17 @@ def test_validation_while_training(tmp_path):
     row = plain[1]
     assert set(row["grad_norms"]) == {"vision", "audio", "connector", "llm"}
     assert row["grad_norm"] == pytest.approx(np.linalg.norm(list(row["grad_norms"].values())))
+
+
+def test_gradients_are_added_up_in_reduce_dtype():
+    """Every number of a sum is one that bfloat16 has; by default they are those of param_dtype."""
+    cases = {dtype: Case(recipe(model=SHALLOW, fsdp=FsdpConfig(
+        param_dtype="float32", reduce_dtype=dtype))) for dtype in ("", "bfloat16")}
+    found = run_ranks(all_gradients, 2, cases)[0]
+    for name, whole in found[""][1].items():
+        rounded = found["bfloat16"][1][name]
+        assert rounded.dtype == np.float32
+        assert np.array_equal(rounded, torch.from_numpy(rounded).bfloat16().float().numpy()), name
+        np.testing.assert_allclose(rounded, whole, atol=0.02 * np.abs(whole).max())
+    assert any((torch.from_numpy(g).bfloat16().float().numpy() != g).any()
+               for g in found[""][1].values())

@@ -215,7 +215,9 @@ BROKEN = {
                    "model.llm.rms_norm_eps: recipe 1e-06, checkpoint 1e-05",
                    "(set the recipe's values to the checkpoint's, or give another folder)"],
     break_class: ["model.llm.pretrained = 'ROOT/llm': config.json has model_type 'llama', expected "
-                  "'qwen2'", "config.json has model_type 'qwen2_5_vl', expected 'qwen2_vl' or "
+                  "'qwen2'; other models train in a loop of your own or in a Trainer, with "
+                  "BalancedDataLoader or balance_trainer, and balance_encoders ",
+                  "config.json has model_type 'qwen2_5_vl', expected 'qwen2_vl' or "
                   "'qwen2_vl_vision'"],
     break_unsupported: ["config.json has use_sliding_window True; only False can be computed",
                         "config.json has rope_type 'yarn'; only 'default' can be computed",
@@ -252,6 +254,15 @@ def test_the_other_family_of_vision_encoders_is_named(folders):
     model = from_folders(MODEL, folders, "vision")
     with pytest.raises(PretrainedError, match="set model.vision.family=qwen2_vl"):
         find_sources(model)
+
+
+def test_a_whole_model_of_another_kind_as_llm_is_not_cured_by_a_family(folders, tmp_path):
+    root = tmp_path / "hf"
+    shutil.copytree(folders, root)
+    edit_config(root / "llm", model_type="qwen2_vl")
+    with pytest.raises(PretrainedError, match="expected 'qwen2'; other models train in") as error:
+        find_sources(from_folders(HF_MODEL, root))
+    assert "model.vision.family" not in str(error.value)
 
 
 def test_the_command_line_says_it_before_ranks_are_started(folders, tmp_path):

@@ -9,10 +9,10 @@ from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import NamedTuple
 
-from orchmllm.data.media.kinds import MODALITY_OF
-from orchmllm.data.media.medium import Medium, RowError
+from orchmllm.data.formats.columns import MEDIA, from_json
+from orchmllm.data.media.medium import Medium, RowError, is_image
+from orchmllm.data.media.parts import KEYS, refuse_unread
 from orchmllm.data.media.root import MediaRoot, from_base64
-from orchmllm.data.media.unread import refuse_unread
 from orchmllm.data.media.video import expand
 from orchmllm.plan.layout import AUDIO, VISION
 
@@ -20,18 +20,17 @@ ROLES = {"system": "system", "developer": "system", "human": "user", "user": "us
          "gpt": "assistant", "assistant": "assistant", "chatgpt": "assistant", "bing": "assistant",
          "bard": "assistant", "model": "assistant", "function_call": "assistant", "tool": "tool",
          "function": "tool", "observation": "tool", "ipython": "tool"}
-IMAGE_KEYS = ("images", "image")
-AUDIO_KEYS = ("audios", "audio", "sound")
-VIDEO_KEYS = ("videos", "video")
+DOCUMENT = "document"  # a role: its text is no turn, and not written by a chat template
 _PLACEHOLDER = re.compile("(<image>|<audio>|<video>)")
 
 
 class Turn(NamedTuple):
     """role: system | user | assistant | tool | tools (the definitions of a row's tools, as JSON,
-    before all others). parts: text and media in reading order. supervised: whether its text is
-    learnt. calls: {"function": {"name", "arguments"}} of the tools that it calls, after its text,
-    with "id" where the row has it. reasoning: before its text. named: (key, value) of what else
-    templates read of a tool's turn: its name, and the id of the call."""
+    before all others) | document (a text that is no turn; all of a row's are). parts: text and
+    media in reading order. supervised: whether its text is learnt. calls: {"function": {"name",
+    "arguments"}} of the tools that it calls, after its text, with "id" where the row has it.
+    reasoning: before its text. named: (key, value) of what else templates read of a tool's turn:
+    its name, and the id of the call."""
 
     role: str
     parts: tuple[str | Medium, ...]
@@ -44,38 +43,9 @@ class Turn(NamedTuple):
 Conversation = tuple[Turn, ...]  # the canonical example
 
 
-PREFERENCES = ('a pair of answers ("chosen", "rejected") is for preference tuning (DPO), which is '
-               "not done here; for fine-tuning write the chosen answer as the last turn")
-
-
 def media_of(turns: Conversation) -> list[Medium]:
     """In reading order, which is that of the example's media segments."""
     return [p for turn in turns for p in turn.parts if isinstance(p, Medium)]
-
-
-def listed(row: Mapping, keys: tuple[str, ...]) -> list:
-    """The media of a row under the one of `keys` that it has, as a list. Raises RowError where two
-    of them have other media."""
-    found = {}
-    for key in keys:
-        value = row.get(key)
-        if value is None or isinstance(value, str | list | tuple) and not value:
-            continue
-        many = isinstance(value, list | tuple) and not isinstance(value, Medium)
-        found[key] = list(value) if many else [value]
-    values = list(found.values())
-    if values and values.count(values[0]) < len(values):
-        raise RowError(f"{' and '.join(map(repr, found))} have other media: keep one of them")
-    return values[0] if values else []
-
-
-def _is_image(value: object) -> bool:
-    """Whether a video's entry is an image, a frame, by its name. A GIF is a video."""
-    if isinstance(value, Mapping):
-        value = value.get("path", value.get("url"))
-    name = value.name if isinstance(value, Medium) else value
-    suffix = name.rpartition(".")[2].lower() if isinstance(name, str) else ""
-    return MODALITY_OF.get(suffix) == VISION and suffix != "gif"
 
 
 def video_of(value: object, root: MediaRoot,
@@ -83,8 +53,10 @@ def video_of(value: object, root: MediaRoot,
     """The frames of a video (and its sound, if that is asked for): a list of images, or a file."""
     if isinstance(value, list | tuple) and not isinstance(value, Medium):
         return [root.medium(VISION, frame) for frame in value]
-    medium = root.medium(VISION, value)
-    return [medium] if _is_image(value) else expand(medium, root.video, options)
+    medium = root.file(VISION, value)
+    if is_image(value):
+        return [medium]
+    return expand(medium, root.video, options, root.of(value).of(options).part)
 
 
 class _RowMedia:
@@ -92,14 +64,12 @@ class _RowMedia:
 
     def __init__(self, row: Mapping, root: MediaRoot) -> None:
         self.root = root
-        videos = listed(row, VIDEO_KEYS)
-        if videos and isinstance(row.get("video"), list) and all(map(_is_image, videos)):
-            videos = [videos]  # one video given as its list of frames
-        self.given = {"<image>": listed(row, IMAGE_KEYS), "<audio>": listed(row, AUDIO_KEYS),
-                      "<video>": videos}
+        self.given = {f"<{field[:-1]}>": row.get(field) or [] for field in MEDIA}
         self.asked = dict.fromkeys(self.given, 0)
 
     def take(self, mark: str) -> list[Medium]:
+        if mark == "<image>" and not self.given[mark] and self.given["<video>"]:
+            mark = "<video>"  # LLaVA's mixes have one placeholder for both
         at = self.asked[mark]
         self.asked[mark] += 1
         if at >= len(self.given[mark]):
@@ -110,7 +80,7 @@ class _RowMedia:
               ) -> list[Medium]:
         if mark == "<video>":
             return video_of(value, self.root, options)
-        return [self.root.medium(VISION if mark == "<image>" else AUDIO, value)]
+        return [self.root.of(options).medium(VISION if mark == "<image>" else AUDIO, value)]
 
     def check(self) -> None:
         for mark, given in self.given.items():
@@ -136,15 +106,15 @@ def _content_parts(content: list, media: _RowMedia) -> Iterator[str | Medium]:
             yield part["text"]
         elif kind in ("image", "image_url", "audio", "audio_url", "video", "video_url"):
             what = kind.removesuffix("_url")
-            value = next((part[k] for k in (kind, what, "url", "path") if part.get(k)), None)
+            value = next((part[k] for k in (kind, what, f"{what}_url", "url", "path")
+                          if part.get(k)), None)
             # {"type": "image"}: the next of the row's list
             if value is None and part.get("index") not in (None, media.asked[f"<{what}>"]):
                 raise RowError(f'"index" of a content part is {part["index"]!r:.80}, and is not '
                                'read: list the media of the row in the order of the parts')
-            found = (media.take(f"<{what}>") if value is None
-                     else media.media(f"<{what}>", value, part))
-            refuse_unread(part, found)
-            yield from found
+            refuse_unread(part)
+            yield from (media.take(f"<{what}>") if value is None
+                        else media.media(f"<{what}>", value, part))
         elif kind == "input_audio" and isinstance(part.get(kind), Mapping):
             data = part[kind].get("data")
             yield (media.root.medium(AUDIO, part[kind]) if data is None
@@ -156,11 +126,9 @@ def _content_parts(content: list, media: _RowMedia) -> Iterator[str | Medium]:
 
 def chat(row: Mapping, root: MediaRoot, prompt: str = "") -> Conversation:
     """LLaVA, ShareGPT, OpenAI messages and LLaMA-Factory's conversations: turns with from/value or
-    role/content; media in the text as placeholders or as content parts. Raises RowError for a row
-    that cannot be used."""
-    if "chosen" in row and "rejected" in row:
-        raise RowError(PREFERENCES)
-    turns = row.get("messages") or row.get("conversations")
+    role/content; media in the text as placeholders or as content parts. row: its fields. Raises
+    RowError for a row that cannot be used."""
+    turns = row.get("messages")
     if not isinstance(turns, list) or not turns:
         raise RowError('needs a non-empty list "conversations" or "messages"')
     media = _RowMedia(row, root)
@@ -199,7 +167,7 @@ def _turn(turn: Mapping, media: _RowMedia) -> Turn:
         named = [(key, turn[key]) for key in ("name", "tool_call_id")
                  if isinstance(turn.get(key), str)]
         return Turn(role, parts, False, named=tuple(named))
-    reasoning = turn.get("reasoning_content") or turn.get("thinking") or turn.get("reasoning") or ""
+    reasoning = next((turn[key] for key in KEYS["reasoning"].keys if turn.get(key)), "")
     if not isinstance(reasoning, str):
         raise RowError("the reasoning of a turn must be a text, got "
                        f"{str(reasoning)[:200]}")
@@ -209,7 +177,7 @@ def _turn(turn: Mapping, media: _RowMedia) -> Turn:
 def _learnt(turn: Mapping) -> bool:
     """Whether a turn of the assistant is to be learnt. Raises RowError."""
     learnt = True
-    for key in ("weight", "train", "loss", "training", "trainable", "train_on_turn"):
+    for key in KEYS["learnt"].keys:
         if (value := turn.get(key)) is None:
             continue
         if value not in (0, 1):
@@ -221,7 +189,7 @@ def _learnt(turn: Mapping) -> bool:
 
 def _calls(given: object) -> tuple[dict, ...]:
     """OpenAI's tool_calls and function_call, and ShareGPT's turns of the role function_call."""
-    given = _from_json(given)
+    given = from_json(given)
     out = []
     for call in given if isinstance(given, list) else [given] if given else []:
         known = {"id": call["id"]} if isinstance(call, Mapping) and call.get("id") else {}
@@ -230,39 +198,14 @@ def _calls(given: object) -> tuple[dict, ...]:
             raise RowError('a tool call needs a "name" and "arguments", got '
                            f"{str(call)[:200]!r}")
         out.append({**known, "function": {
-            "name": call["name"], "arguments": _from_json(call.get("arguments") or {})}})
+            "name": call["name"], "arguments": from_json(call.get("arguments") or {})}})
     return tuple(out)
 
 
 def _tools(row: Mapping) -> list[Turn]:
-    tools = _from_json(row.get("tools"))
+    tools = from_json(row.get("tools"))
     if not tools:
         return []
     if not isinstance(tools, list) or not all(isinstance(t, Mapping) for t in tools):
         raise RowError(f'"tools" must be a list of objects, got {str(tools)[:200]!r}')
     return [Turn("tools", (json.dumps(tools, ensure_ascii=False),), False)]
-
-
-def _from_json(value: object) -> object:
-    if not isinstance(value, str) or not value.strip():
-        return value or None
-    try:
-        return json.loads(value)
-    except (ValueError, RecursionError) as error:
-        raise RowError(f"a tool or its call is not JSON ({error}): {value[:200]!r}") from error
-
-
-def instruction(row: Mapping, root: MediaRoot, prompt: str = "") -> Conversation:
-    """LLaMA-Factory's alpaca rows: instruction, input, output, system, history. Raises RowError for
-    a row that cannot be used."""
-    rounds = [*(row.get("history") or []),
-              ["\n".join(t for t in (row.get("instruction"), row.get("input")) if t),
-               row.get("output")]]
-    turns = []
-    for pair in rounds:
-        if not (isinstance(pair, list | tuple) and len(pair) == 2
-                and all(isinstance(t, str) for t in pair)):
-            raise RowError('needs strings "instruction" and "output"; "history" is a list of '
-                           "[question, answer]")
-        turns += [{"role": "user", "content": pair[0]}, {"role": "assistant", "content": pair[1]}]
-    return chat(row | {"messages": turns}, root)

@@ -11,24 +11,24 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from orchmllm.config.recipe import SourceConfig
-from orchmllm.data.formats import arrow
-from orchmllm.data.formats.rows import JoinedRows, JsonRows, LaterRows, RowStore, TranscriptRows
+from orchmllm.data.formats import arrow, energon
+from orchmllm.data.formats.rows import JoinedRows, JsonRows, LaterRows, RowStore
 from orchmllm.data.formats.scanned import File
+from orchmllm.data.formats.tables import PickedRows, TableRows, TranscriptRows
 from orchmllm.data.formats.tars import TarRows
 from orchmllm.data.media.root import refuse_kind
 from orchmllm.data.storage.remote import RemoteFile, Storage, is_url
 
 JSON_SUFFIXES, ARROW_SUFFIXES = (".jsonl", ".json", ".ndjson"), (".parquet", ".arrow")
+TABLE_SUFFIXES = (".csv", ".tsv")
 ARROW_PACKAGES = ("datasets", "pyarrow")
-READABLE = (*JSON_SUFFIXES, *ARROW_SUFFIXES, ".tar")
+READABLE = (*JSON_SUFFIXES, *TABLE_SUFFIXES, *ARROW_SUFFIXES, ".tar")
 NOT_DATA = {"tokenizer.json", "tokenizer_config.json", "dataset_infos.json", "dataset_info.json",
             "config.json"}
 SPLIT = re.compile("(?<![a-z])(train(ing)?|val(id(ation)?)?|dev|test(ing)?|eval)(?![a-z])", re.I)
 LLAMA_FACTORY = "dataset_info.json"
 SPLITS, ONE_SPLIT = SAVED = ("dataset_dict.json", "state.json")  # of what save_to_disk wrote
-ENERGON = ".nv-meta"
 Found = Callable[[], tuple[RowStore, str | None]]  # opens the rows; their layout if the place tells
-
 
 
 def find_store(config: SourceConfig, cache_dir: Path, storage: Storage,
@@ -38,18 +38,20 @@ def find_store(config: SourceConfig, cache_dir: Path, storage: Storage,
     if is_url(config.path):
         return _find_remote(config, cache_dir, storage)
     if config.path.startswith("hf:"):
+        check_places(config, "a dataset of the hub")
         check_installed(config.path, *ARROW_PACKAGES)
         return lambda: (arrow.open_stream(config, []) if streaming
                         else arrow.open_hub(config, cache_dir), None)
     path = Path(config.path)
     if path.is_dir():
         return _find_in_folder(path, config, cache_dir)
-    check_parts(config, "a data file")
+    check_parts(config, "a data file", *["split"] * bool(config.columns.split))
     files = expand(config.path)
     if not files:
-        raise ValueError(f"{config.path}: no such file or folder; give a JSON, JSONL, parquet, "
-                         "arrow or tar file, a pattern of them, a folder, or hf:org/name")
+        raise ValueError(f"{config.path}: no such file or folder; give a JSON, JSONL, CSV, TSV, "
+                         "parquet, arrow or tar file, a pattern of them, a folder, or hf:org/name")
     if streaming and all(f.suffix == ".parquet" for f in files):
+        check_places(config, "a stream of parquet files")
         check_installed(config.path, *ARROW_PACKAGES)
         return lambda: (arrow.open_stream(config, files), None)
     return _opener(files, files[0].parent, config, cache_dir)
@@ -70,6 +72,14 @@ def check_parts(config: SourceConfig, what: str, *known: str) -> None:
         if getattr(config, key) and key not in known:
             raise ValueError(f"{config.path}: {key} is {getattr(config, key)!r}, but {what} has no "
                              f"{key}: leave it out, or give the path of the files that are meant")
+
+
+def check_places(config: SourceConfig, what: str, *known: str) -> None:
+    """Raises ValueError if columns say which rows there are in a way that `what` does not have."""
+    for key in ("rows", "segments", "split"):
+        if getattr(config.columns, key) and key not in known:
+            raise ValueError(f"{config.path}: columns.{key} is {getattr(config.columns, key)!r}, "
+                             f"which is not read of {what}: leave it out, or give other files")
 
 
 def _numbered(pattern: str) -> list[str]:
@@ -99,6 +109,7 @@ def expand(pattern: str) -> list[Path]:
 def _find_in_folder(path: Path, config: SourceConfig, cache_dir: Path) -> Found:
     has_splits = (path / SPLITS).is_file()
     if has_splits or (path / ONE_SPLIT).is_file():
+        check_places(config, "a saved folder")
         check_parts(config, "a saved folder" if has_splits else f"a saved folder without {SPLITS}",
                     *["split"] * has_splits)
         check_installed(config.path, *ARROW_PACKAGES)
@@ -109,16 +120,27 @@ def _find_in_folder(path: Path, config: SourceConfig, cache_dir: Path) -> Found:
         return _opener(metas, path, config, cache_dir, "air_bench")
     check_parts(config, "a folder of files", "split")
     if next(path.rglob("*.trans.txt"), None) is not None:
+        check_places(config, "LibriSpeech's folders")
         _check_one_split(config, sorted(p.name for p in path.iterdir() if p.is_dir()))
         return lambda: (TranscriptRows(path, config.split), "asr")
-    there = [f for below in ("*", "data/*", f"{ENERGON}/*") for f in path.glob(below)]
+    if (path / energon.META / "split.yaml").is_file():
+        found = {name: expand(name) for name in energon.files_of(config)}
+        missing = [name for name, files in found.items() if not files]
+        if missing:
+            raise ValueError(f"{missing[0]} of {energon.META}/split.yaml is not there")
+        tars = [file for files in found.values() for file in files]
+        return _opener(tars, path, config, cache_dir)
+    folders = [path, path / energon.META, *(f for f in path.iterdir() if f.is_dir() and (
+        f.name == "data" or SPLIT.match(f.name)))]
+    there = [f for folder in folders if folder.is_dir() for f in folder.iterdir()]
     files = _data_files(there, config)
     if files:
         return _opener(files, path, config, cache_dir)
     raise ValueError(
         f"{config.path}: nothing to read; looked for a saved `datasets` folder (state.json), "
         "*_meta.json (AIR-Bench), *.trans.txt (LibriSpeech), "
-        "data.jsonl, *.parquet, *.arrow, *.tar, *.json and *.jsonl (decompress .gz and .zst)")
+        "data.jsonl, *.parquet, *.arrow, *.tar, *.csv, *.tsv, *.json and *.jsonl (decompress .gz "
+        "and .zst)")
 
 
 def _is_of_datasets(info: File) -> bool:
@@ -136,22 +158,40 @@ def _data_files(there: Sequence[File], config: SourceConfig) -> list[File]:
                          "file of one dataset as the path, and write its columns and roles as "
                          "docs/formats.md lists them")
     there = sorted((f for f in there if f.name not in NOT_DATA), key=str)
-    if any(Path(f.parent).name == ENERGON for f in there):
-        raise ValueError(f"{config.path}: the folder is a dataset of Megatron Energon ({ENERGON}), "
-                         "whose split.yaml and dataset.yaml are not read; give the tars of one "
-                         "split as the path, for example shard-{000..099}.tar in that folder")
-    for names in ("data.jsonl", *(ARROW_SUFFIXES, (".tar",), JSON_SUFFIXES)):
+    if any(Path(f.parent).name == energon.META for f in there):
+        raise ValueError(f"{config.path}: the folder is a dataset of Megatron Energon without "
+                         f"{energon.META}/split.yaml on this disk; give the tars of one split as "
+                         "the path, for example shard-{000..099}.tar in that folder")
+    tars = {Path(f.name).stem for f in there if f.suffix == ".tar"}
+    there = [f for f in there if f.suffix == ".tar" or Path(f.name).stem not in tars]
+    for names in ("data.jsonl", *(ARROW_SUFFIXES, (".tar",), JSON_SUFFIXES, TABLE_SUFFIXES)):
         files = [f for f in there if (f.name == names if isinstance(names, str)
                                       else f.suffix in names)]
         if not files:
             continue
-        chosen = [f for f in files if f.name.startswith(config.split)]
+        if config.columns.split:
+            return files
+        below = [_below(f, config) for f in files]
+        chosen = [f for f, name in zip(files, below, strict=True) if _is_of(config.split, name)]
         if not chosen:
             raise ValueError(f"{config.path}: split is {config.split!r}, but no file's name begins "
-                             f"so: {', '.join(f.name for f in files[:5])}")
-        _check_one_split(config, [f.name for f in files])
+                             f"so: {', '.join(below[:5])}")
+        _check_one_split(config, below)
         return chosen
     return []
+
+
+def _below(file: File, config: SourceConfig) -> str:
+    """The name of a file, with the folder in the source's that it is in."""
+    folder = Path(file.parent).name
+    return f"{folder}/{file.name}" if SPLIT.match(folder) and folder != Path(
+        config.path).name else file.name
+
+
+def _is_of(split: str, name: str) -> bool:
+    """Whether the name of a file, or of the folder that it is in, begins with a split."""
+    return not split or any(part.startswith(split) and not part[len(split):][:1].isalpha()
+                            for part in name.split("/"))
 
 
 def _check_one_split(config: SourceConfig, names: Iterable[str]) -> None:
@@ -189,23 +229,34 @@ def _opener(files: Sequence[File], root: Path | str, config: SourceConfig, cache
         refuse_kind(str(path))
         if path.suffix not in READABLE:
             raise ValueError(f"{path}: {path.suffix or 'no suffix'} is not read; it must be one of "
-                             f"{', '.join(READABLE)} (convert .csv to .jsonl)")
+                             f"{', '.join(READABLE)}")
     kinds = {"JSON" if path.suffix in JSON_SUFFIXES else path.suffix for path in files}
     if len(kinds) > 1:
         raise ValueError(f"{config.path}: files of several kinds ({', '.join(sorted(kinds))}); "
                          "give a source for each")
+    check_places(config, f"{next(iter(kinds))} files", "segments", "split",
+                 *["rows"] * (kinds == {"JSON"}))
     if files[0].suffix not in ARROW_SUFFIXES:
         return lambda: (_open_files(config, files, root, cache_dir), layout)
     check_installed(config.path, *ARROW_PACKAGES)
-    return lambda: (arrow.open_files(files, root, cache_dir), layout)
+    return lambda: (picked(arrow.open_files(files, root, cache_dir), config, cache_dir), layout)
+
+
+def picked(store: RowStore, config: SourceConfig, cache_dir: Path) -> RowStore:
+    """The rows of a store that columns.segments and columns.split choose. Raises ValueError."""
+    columns = config.columns
+    if not columns.segments and not columns.split:
+        return store
+    return PickedRows(store, columns.segments, (columns.split, config.split), cache_dir)
 
 
 def _open_files(config: SourceConfig, files: Sequence[File], root: Path | str, cache_dir: Path
                 ) -> RowStore:
-    opened = TarRows if files[0].suffix == ".tar" else JsonRows
+    opened = (TarRows if files[0].suffix == ".tar" else TableRows
+              if files[0].suffix in TABLE_SUFFIXES else partial(JsonRows, rows=config.columns.rows))
 
     def open_file(path: File) -> RowStore:
-        return opened(path, config.max_row_bytes, cache_dir)
+        return picked(opened(path, config.max_row_bytes, cache_dir), config, cache_dir)
 
     stores = [LaterRows(partial(open_file, path), path) if isinstance(path, RemoteFile)
               else open_file(path) for path in files]

@@ -16,13 +16,15 @@ from pathlib import Path
 
 from orchmllm.config.recipe import DataConfig, SourceConfig
 from orchmllm.config.schema import did_you_mean
-from orchmllm.data.formats.conversation import PREFERENCES, Conversation, media_of
+from orchmllm.data.formats import energon
+from orchmllm.data.formats.columns import absent, changed
+from orchmllm.data.formats.conversation import DOCUMENT, Conversation, media_of
 from orchmllm.data.formats.find import find_store
-from orchmllm.data.formats.row_formats import FORMATS
+from orchmllm.data.formats.row_formats import FORMATS, RowFormat
 from orchmllm.data.formats.rows import RowStore
 from orchmllm.data.media.medium import RowError, VideoSampling
+from orchmllm.data.media.parts import KEYS, part_of, refuse_unread
 from orchmllm.data.media.root import MediaRoot
-from orchmllm.data.media.unread import refuse_unread
 from orchmllm.data.storage.clients import StorageError, without_query
 from orchmllm.data.storage.remote import NOWHERE, Storage, is_url
 from orchmllm.data.text.tokenizer import ChatTokenizer
@@ -35,12 +37,14 @@ MAX_ROW_CHARS = 1 << 20  # of all turns: about 250,000 tokens
 
 @dataclass
 class DataSource:
-    """Rows of one source of a recipe. layout: a key of FORMATS. root: where its media may be."""
+    """Rows of one source of a recipe. layout: a key of FORMATS, or "columns". row_format: how they
+    are read. root: where its media may be."""
 
     config: SourceConfig
     name: str
     store: RowStore
     layout: str
+    row_format: RowFormat
     root: MediaRoot
 
     def __len__(self) -> int:
@@ -55,7 +59,15 @@ class DataSource:
         """What decides, beside the files, which rows there are and what they become."""
         config = self.config
         return [self.layout, config.split, config.subset, self.root.declared, config.prompt,
-                config.max_row_bytes, self.root.video]
+                config.max_row_bytes, self.root.video, self.row_format.given,
+                config.learn_documents]
+
+    @property
+    def chosen(self) -> dict:
+        """What the recipe says of how rows are read, where that is not what it is by default."""
+        columns = changed(self.config.columns)
+        return ({"columns": columns} if columns else {}) | (
+            {} if self.config.learn_documents else {"learn_documents": False})
 
     def conversation(self, i: int) -> Conversation:
         """Row i as the canonical example. Raises RowError."""
@@ -63,19 +75,21 @@ class DataSource:
 
     def parse(self, row: dict, file: Path) -> Conversation:
         """A row of `file` as the canonical example. Raises RowError."""
-        row_format, root = FORMATS[self.layout], self.root
+        row_format, root = self.row_format, self.root
         if row_format.beside_file:
             folder = os.path.relpath(file.parent, self.store.root)
             root = replace(root, prefix="" if folder[0] == "." else folder)
         try:
-            conversation = row_format.read(row, root, self.config.prompt)
+            conversation = self._read(row, root)
             texts = [p for t in conversation for p in t.parts if isinstance(p, str)]
-            clips = [m for m in media_of(conversation) if m.modality == AUDIO]
-            refuse_unread(row, clips, "\n".join(texts))
+            refuse_unread(row, "\n".join(texts), row_format.skips)
             texts += [text for t in conversation for text in (t.reasoning, *dict(t.named).values())]
             calls = [json.dumps(t.calls, ensure_ascii=False) for t in conversation if t.calls]
             "\n".join([*texts, *calls]).encode()
-        except RowError:
+        except RowError as error:
+            name = self._row_name(row)
+            if name:
+                error.reason = f"{name}: {error.reason}"
             raise
         except UnicodeEncodeError as error:
             raise RowError(f"text cannot be written as UTF-8 ({error}); remove the lone surrogate"
@@ -89,6 +103,33 @@ class DataSource:
             raise RowError(f"{num_chars} characters of text: more than the limit of "
                            f"{MAX_ROW_CHARS}")
         return conversation
+
+
+    def _read(self, row: dict, root: MediaRoot) -> Conversation:
+        """A row as its format reads it, with the part that the row names. Raises RowError."""
+        row_format = self.row_format
+        fields = row_format.columns.pick(row)
+        part = problem = None
+        try:
+            part = part_of(row_format.times(row, fields))
+        except RowError as error:  # such keys may mean something else in a row without media
+            problem = error
+        conversation = row_format.reader.read(fields, replace(root, part=part), self.config.prompt)
+        media = media_of(conversation)
+        if media and problem:
+            raise problem
+        timed = {m._replace(frame=None, modality=AUDIO, part=None) for m in media
+                 if m.modality == AUDIO or m.frame is not None}
+        if part is not None and media and len(timed) != 1:
+            raise RowError(f"the row names {part.start} s to {part.end} s, of {len(timed)} clips "
+                           "and videos: give such times in the medium ({path, start, end})")
+        if not self.config.learn_documents and conversation[0].role == DOCUMENT:
+            return tuple(turn._replace(supervised=False) for turn in conversation)
+        return conversation
+
+    def _row_name(self, row: dict) -> str:
+        spec = self.row_format.columns.specs.get("id")
+        return str(spec.find(row)[1] or "") if spec else ""
 
 
 def index_path(index_dir: str | os.PathLike | None) -> Path:
@@ -127,7 +168,8 @@ def open_source(config: SourceConfig, cache_dir: Path, storage: Storage = NOWHER
         raise ValueError("data.sources: a source needs a path")
     _check_keys(config, storage)
     with _explained(config):
-        return _as_source(config, *find_store(config, cache_dir, storage, streaming)(),
+        config = energon.with_columns(config)
+        return _as_source(config, *find_store(_with_rows(config), cache_dir, storage, streaming)(),
                           storage)
 
 
@@ -135,8 +177,16 @@ def check_source(config: SourceConfig, storage: Storage = NOWHERE) -> None:
     """Raises ValueError if a source's files or its media_root are not there, or its row_format is
     unknown; opens nothing."""
     with _explained(config):
-        find_store(config, Path(), storage)
+        find_store(_with_rows(energon.with_columns(config)), Path(), storage)
     _check_keys(config, storage)
+
+
+def _with_rows(config: SourceConfig) -> SourceConfig:
+    """With what its row_format says of where rows are, where the recipe does not."""
+    known = FORMATS[config.row_format].given if config.row_format in FORMATS else {}
+    where = {field: known[field] for field in ("rows", "segments", "split")
+             if field in known and not getattr(config.columns, field)}
+    return replace(config, columns=replace(config.columns, **where))
 
 
 @contextmanager
@@ -170,15 +220,28 @@ def _as_source(config: SourceConfig, store: RowStore, layout: str | None,
     root = config.media_root or store.root
     root = root if is_url(root) else os.path.realpath(root)
     name = config.name or _short_name(config.path)
+    columns = changed(config.columns)
     if config.row_format != "auto":
         layout = _chosen(config.row_format, store)
+    elif columns.keys() - {"split", "segments", "rows", "id"}:
+        layout = "columns"
     layout = layout or _detected(store, config.path)
-    if config.prompt and not FORMATS[layout].takes_prompt:
+    try:
+        row_format = (RowFormat(columns) if layout == "columns"
+                      else FORMATS[layout].with_columns(columns))
+    except ValueError as error:
+        raise ValueError(f"{config.path}: {error}") from error
+    rows = list(_peek(store, [])) if columns else []
+    for field in absent(columns, rows) if rows else ():
+        raise ValueError(f"{config.path}: columns.{field} is {columns[field]!r}, which none of the "
+                         f"first {len(rows)} rows has; their columns are "
+                         f"{', '.join(dict.fromkeys(str(key) for row in rows for key in row))}")
+    if config.prompt and not row_format.takes_prompt:
         raise ValueError(f"{config.path}: prompt is {config.prompt!r:.80}, but rows of {layout} "
                          "hold their questions: leave it out")
     video = VideoSampling(config.video_fps, config.video_frames, config.video_max_frames,
                           config.video_audio)
-    return DataSource(config, name, store, layout, MediaRoot(
+    return DataSource(config, name, store, layout, row_format, MediaRoot(
         root, bool(config.media_root), storage=storage, video=video))
 
 
@@ -208,7 +271,7 @@ def _detected(store: RowStore, path: str) -> str:
     unread: list[RowError] = []
     rows = list(_peek(store, unread))
     if any("chosen" in row and "rejected" in row for row in rows):
-        raise ValueError(f"{path}: {PREFERENCES}")
+        raise ValueError(f"{path}: {KEYS['preferences'].done}")
     fits = [next((name for name, known in FORMATS.items() if known.fits(row)), None)
             for row in rows]
     votes = Counter(filter(None, fits))
@@ -221,4 +284,5 @@ def _detected(store: RowStore, path: str) -> str:
     seen = f"keys {', '.join(sorted(map(str, keys)))}" if keys else (
         f"no row that can be read{''.join(f' ({error.reason})' for error in unread[:1])}")
     raise ValueError(f"{path}: {store.kind} of unknown layout: its first {NUM_PEEKED} rows have "
-                     f"{seen}; looked for{looked}\nrename the columns, or name the format")
+                     f"{seen}; looked for{looked}\nname the columns (columns: in the source), or "
+                     "the format")

@@ -5,26 +5,23 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import NamedTuple
 
+from orchmllm.config.strict_yaml import parse
+from orchmllm.data.formats.columns import MEDIA, Columns
 from orchmllm.data.formats.conversation import (
-    AUDIO_KEYS,
-    IMAGE_KEYS,
-    VIDEO_KEYS,
+    DOCUMENT,
     Conversation,
     Turn,
     chat,
-    instruction,
-    listed,
     video_of,
 )
 from orchmllm.data.media.medium import RowError
+from orchmllm.data.media.parts import DURATION, END, KEYS, START
 from orchmllm.data.media.root import MediaRoot
 from orchmllm.plan.layout import AUDIO, VISION
 
-TRANSCRIPT_KEYS = ("text", "sentence", "transcript", "transcription")
-CAPTION_KEYS = ("caption", "text")
-AIR_BENCH_KEYS = ("path", "question", "answer_gt", "task_name", "dataset_name")
 TRANSCRIBE, DESCRIBE = "Transcribe the speech.", "Describe the image."
 DESCRIBE_VIDEO = "Describe the video."
 CHOOSE = ("Choose the most suitable answer from options A, B, C, and D to respond the question in "
@@ -35,47 +32,97 @@ def _pair(question: tuple, answer: str) -> Conversation:
     return Turn("user", question, False), Turn("assistant", (answer,), True)
 
 
-def _text_of(row: Mapping, keys: tuple[str, ...]) -> str:
-    for key in ("question", "answer", "answers"):
-        if row.get(key):
-            raise RowError(f'"{key}" is {row[key]!r:.80}, and is not read beside a text'
-                           ': write "conversations", or leave it out if that text is meant')
-    for key in keys:
-        value = row.get(key)
-        if isinstance(value, list) and value:
-            value = value[0]
-        if isinstance(value, str) and value.strip():
-            return value.strip()
-    raise RowError(f"needs a text in one of {', '.join(keys)}")
-
-
-def transcript(row: Mapping, root: MediaRoot, prompt: str = "") -> Conversation:
-    """A clip and what is said in it: LibriSpeech and other corpora of the `datasets` layout. Raises
+def described(row: Mapping, root: MediaRoot, prompt: str = "") -> Conversation:
+    """A clip and what is said in it, an image or a video and its caption, or a plain text. Raises
     RowError for a row that cannot be used."""
-    clips = listed(row, AUDIO_KEYS) or listed(row, ("file",)) or listed(row, ("path",))
-    if len(clips) != 1:
-        raise RowError(f'needs one clip in "audio", got {len(clips)}')
-    clip = root.medium(AUDIO, clips[0])
-    return _pair((clip, f"\n{prompt or TRANSCRIBE}"), _text_of(row, TRANSCRIPT_KEYS))
+    text = _first(row["text"])
+    if not isinstance(text, str) or not text.strip():
+        raise RowError(f"a text is {text!r:.80}: must have letters")
+    given = [(field, value) for field in MEDIA for value in row.get(field, ())]
+    if row.keys().isdisjoint(MEDIA):
+        return (Turn(DOCUMENT, (text,), True),)
+    if len(given) != 1:
+        raise RowError(f"a text is learnt of one image, clip or video, and the row has "
+                       f"{len(given)}")
+    [(field, value)] = given
+    question = {"images": DESCRIBE, "audios": TRANSCRIBE, "videos": DESCRIBE_VIDEO}[field]
+    media = (video_of(value, root) if field == "videos"
+             else [root.medium(AUDIO if field == "audios" else VISION, value)])
+    return _pair((*media, f"\n{prompt or question}"), text.strip())
 
 
-def caption(row: Mapping, root: MediaRoot, prompt: str = "") -> Conversation:
-    """An image or a video and its caption. Raises RowError for a row that cannot be used."""
-    videos = listed(row, VIDEO_KEYS)
-    images = listed(row, IMAGE_KEYS)
-    if len(images) + len(videos) != 1:
-        raise RowError(f'needs one image in "image" or one video in "video", got {len(images)} and '
-                       f"{len(videos)}")
-    media = video_of(videos[0], root) if videos else [root.medium(VISION, images[0])]
-    what = DESCRIBE_VIDEO if videos else DESCRIBE
-    return _pair((*media, f"\n{prompt or what}"), _text_of(row, CAPTION_KEYS))
+def _first(value: object) -> object:
+    """Of several texts in a list the first."""
+    return value[0] if isinstance(value, list) and value else value
+
+
+def answered(row: Mapping, root: MediaRoot, prompt: str = "") -> Conversation:
+    """Questions and answers. Media stand before the first question where no text has their
+    placeholders. Raises RowError for a row that cannot be used."""
+    questions, answers = row.get("question", ""), row["answer"]
+    if not isinstance(questions, list):
+        questions = ["\n".join(t for t in (questions, row.get("context")) if t)]
+        answers = [_first(answers)]
+    rounds = [*row.get("history", ()), *zip(questions, answers, strict=True)]
+    turns = []
+    for pair in rounds:
+        if not (isinstance(pair, list | tuple) and len(pair) == 2
+                and all(isinstance(t, str) for t in pair)):
+            raise RowError("a question and its answer must be two texts (earlier ones in a list "
+                           f"of [question, answer]), got {str(pair):.200}")
+        turns += [{"role": "user", "content": pair[0]}, {"role": "assistant", "content": pair[1]}]
+    marks = "".join(f"<{field[:-1]}>" * len(row.get(field, ())) for field in MEDIA)
+    if marks and not any(f"<{field[:-1]}>" in str(rounds) for field in MEDIA):
+        turns[0]["content"] = f"{marks}\n{turns[0]['content']}"
+    return chat({**row, "messages": turns}, root)
+
+
+def completion(row: Mapping, root: MediaRoot, prompt: str = "") -> Conversation:
+    """A completion of a prompt, of which alone is learnt: two plain texts, or two lists of turns.
+    Raises RowError for a row that cannot be used."""
+    texts = row["prompt"], row["completion"]
+    if all(isinstance(text, list) for text in texts):
+        return chat({**row, "messages": [*({**turn, "train": False} for turn in texts[0]),
+                                         *texts[1]]}, root)
+    if row.get("images") or not all(isinstance(text, str) for text in texts):
+        raise RowError('"prompt" and "completion" must be two texts without media, or two lists '
+                       "of turns")
+    return Turn(DOCUMENT, texts[:1], False), Turn(DOCUMENT, texts[1:], True)
+
+
+def document(row: Mapping, root: MediaRoot, prompt: str = "") -> Conversation:
+    """Texts with images between them: in two lists that go together, each with nulls where the
+    other has something, or images before the texts that `places` numbers from 0. Raises RowError
+    for a row that cannot be used."""
+    texts, images, places = row["texts"], row.get("images", []), row.get("places")
+    between = "\n\n"
+    if places is not None or not images:
+        between, places = " ", places or []
+        if len(places) != len(images) or not set(places) <= set(range(len(texts))):
+            raise RowError(f'"places" are {places!r:.80}: must be a number from 0 to '
+                           f"{len(texts) - 1} for each of {len(images)} images")
+        images = [[i for i, at in zip(images, places, strict=True) if at == k]
+                  for k in range(len(texts))]
+    elif len(images) != len(texts):
+        raise RowError(f"{len(images)} images and {len(texts)} texts: the two lists must be of "
+                       "one length, with null where the other has something")
+    else:
+        images = [[] if image is None else [image] for image in images]
+    parts: list = []
+    for text, here in zip(texts, images, strict=True):
+        parts += [root.medium(VISION, image) for image in here]
+        if not isinstance(text, str | None):
+            raise RowError(f"a text of a document is {text!r:.80}: must be a text or null")
+        if text:
+            parts.append(between + text if parts and isinstance(parts[-1], str) else text)
+    return (Turn(DOCUMENT, tuple(parts), True),)
 
 
 def air_bench(row: Mapping, root: MediaRoot, prompt: str = "") -> Conversation:
     """AIR-Bench's Foundation (four choices) and Chat rows; the clip of a row is
     <task_name>_<dataset_name>/<path> beside the meta file. Raises RowError for a row that cannot be
     used."""
-    for key in AIR_BENCH_KEYS:
+    for key in ("path", "question", "answer_gt", "task_name", "dataset_name"):
         if not isinstance(row.get(key), str):
             raise RowError(f'needs a string "{key}"')
     name = row["path"]
@@ -96,53 +143,84 @@ def air_bench(row: Mapping, root: MediaRoot, prompt: str = "") -> Conversation:
     return _pair((clip, f"\n{question}"), answer)
 
 
-def has(*groups: tuple[str, ...], turns: str = "") -> Callable[[Mapping], bool]:
-    """A test of rows: whether a row has a value under at least one key of each group, and, where
-    `turns` is given, a list under that key."""
-    def fits(row: Mapping) -> bool:
-        if turns and not isinstance(row.get(turns), list):
-            return False
-        return all(any(row.get(key) is not None for key in group) for group in groups)
-
-    return fits
-
-
-class RowFormat(NamedTuple):
-    """One way in which rows are written. read(row, root, prompt): the row (a dict, as its file
-    holds it) as a Conversation; raises RowError with the cure for a row that cannot be used. holds:
-    what such a row has, for errors and docs/formats.md. fits: whether a row is written so, which
-    `row_format: auto` asks. takes_prompt: whether rows lack a question, so that `prompt` of the
-    source may give it. beside_file: media are in the folder of the row's file, and not in that of
-    the source."""
+class Reader(NamedTuple):
+    """read(fields, root, prompt): the fields of a row as a Conversation; raises RowError with the
+    cure for a row that cannot be used. fields: that it reads beside its own."""
 
     read: Callable[[Mapping, MediaRoot, str], Conversation]
-    holds: str
-    fits: Callable[[Mapping], bool]
-    takes_prompt: bool = False
-    beside_file: bool = False
+    fields: tuple[str, ...]
 
 
-# The values that `row_format` of a source may have. A row has the first format that it fits.
-FORMATS: dict[str, RowFormat] = {
-    "air_bench": RowFormat(
-        air_bench, ", ".join(f'"{key}"' for key in AIR_BENCH_KEYS),
-        has(*((key,) for key in AIR_BENCH_KEYS)), takes_prompt=True, beside_file=True),
-    "llama_factory": RowFormat(
-        chat, '"messages" with "images", "audios" or "videos"',
-        has(("images", "audios", "videos"), turns="messages")),
-    "openai": RowFormat(chat, '"messages" of {role, content}', has(turns="messages")),
-    "llava": RowFormat(
-        chat, '"conversations" of {from, value} with "image", "images", "audio", "audios", '
-        '"video" or "videos"',
-        has((*IMAGE_KEYS, *AUDIO_KEYS, *VIDEO_KEYS), turns="conversations")),
-    "sharegpt": RowFormat(
-        chat, '"conversations" of {from, value} without media', has(turns="conversations")),
-    "llama_factory (alpaca)": RowFormat(
-        instruction, '"instruction" and "output"', has(("instruction",), ("output",))),
-    "asr": RowFormat(
-        transcript, '"audio" with ' + ", ".join(f'"{key}"' for key in TRANSCRIPT_KEYS),
-        has(("audio", "file"), TRANSCRIPT_KEYS), takes_prompt=True),
-    "caption": RowFormat(
-        caption, '"image" or "video" with "caption" or "text"',
-        has(("image", "video"), CAPTION_KEYS), takes_prompt=True),
+# By the field that makes a row be read so; rows of several are read as the first of them.
+READERS = {
+    "answer_gt": Reader(air_bench, ("path", "question", "task_name", "dataset_name", "choice_a",
+                                    "choice_b", "choice_c", "choice_d")),
+    "messages": Reader(chat, ("system", "tools", *MEDIA)),
+    "texts": Reader(document, ("images", "places")),
+    "completion": Reader(completion, ("prompt", "images")),
+    "answer": Reader(answered, ("question", "context", "history", "system", "tools", *MEDIA)),
+    "text": Reader(described, MEDIA),
 }
+TIMES = {"start": START, "end": END, "duration": DURATION}
+OF_ALL = ("id", "split", "rows", "segments", *TIMES)  # fields of all rows
+
+
+class RowFormat:
+    """One way in which rows are written. columns: its fields. of: what is written so. media:
+    whether a row needs a medium. beside_file: media are in the folder of the row's file, and not in
+    that of the source. auto: whether `row_format: auto` may find it. Raises ValueError for fields
+    that are not read together."""
+
+    def __init__(self, columns: Mapping[str, str], of: str = "", *, media: bool = False,
+                 beside_file: bool = False, auto: bool = True) -> None:
+        self.columns, self.given, self.of = Columns(columns), dict(columns), of
+        self.media, self.beside_file, self.auto = media, beside_file, auto
+        fields = self.columns.specs
+        key = next((key for key in READERS if key in fields), None)
+        if key is None:
+            raise ValueError(f"columns has no {', '.join(list(READERS)[1:-1])} or text, so there "
+                             f"is nothing to read; it has {', '.join(fields) or 'nothing'}")
+        self.reader = READERS[key]
+        known = (key, *self.reader.fields, *OF_ALL)
+        for field, spec in fields.items():
+            if field not in known:
+                raise ValueError(f"columns.{field} is {spec.text!r}, which rows with {key!r} do "
+                                 f"not read; they read {', '.join(known)}")
+
+    def times(self, row: Mapping, fields: Mapping) -> dict:
+        """What a row says of the part of its clip or video: keys of KEYS, but for the columns that
+        are named for it, or for nothing."""
+        named = {field: fields.get(field) for field in TIMES if field in self.given}
+        return {key: row.get(key) for field, keys in TIMES.items() if field not in named
+                for key in keys} | named
+
+    @property
+    def holds(self) -> str:
+        """What such a row has, for errors."""
+        return f"{self.columns}{' (with a medium)' * self.media}"
+
+    @property
+    def skips(self) -> set[str]:
+        """Keys that need not be refused: those that are read, and questions where turns are."""
+        is_text = self.reader.read is described
+        return self.columns.names | (set() if is_text else {*KEYS["question"].keys})
+
+    @property
+    def takes_prompt(self) -> bool:
+        """Whether rows lack a question, so that `prompt` of the source may give it."""
+        return self.reader.read is air_bench or (
+            self.reader.read is described and not self.columns.specs.keys().isdisjoint(MEDIA))
+
+    def fits(self, row: Mapping) -> bool:
+        """Whether a row is written so, which `row_format: auto` asks."""
+        return self.auto and self.columns.fits(row, media=self.media)
+
+    def with_columns(self, columns: Mapping[str, str]) -> RowFormat:
+        """With columns of the recipe in place of its own. Raises ValueError."""
+        return RowFormat(self.given | columns, self.of, media=self.media,
+                         beside_file=self.beside_file, auto=self.auto)
+
+
+PRESETS = Path(__file__).with_name("presets.yaml")
+# The values that `row_format` of a source may have. A row has the first format that it fits.
+FORMATS = {name: RowFormat(**preset) for name, preset in parse(PRESETS.read_bytes()).items()}

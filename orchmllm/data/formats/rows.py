@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from orchmllm.data.formats.scanned import File, cached, read_bytes, scanned
+from orchmllm.data.formats.scanned import File, cached, digest, read_bytes, scanned
 from orchmllm.data.media.medium import RowError
 
 _BLOCK = 8 << 20  # bytes that are scanned at a time
@@ -119,14 +119,15 @@ def parse_json(data: bytes) -> dict:
 
 
 class JsonRows(RowStore):
-    """JSONL, or a JSON array of objects. spans: (n, 2) int64 first and last byte of each row in
-    it."""
+    """JSONL, or a JSON array of objects. rows: the key of the array where the file is an object.
+    spans: (n, 2) int64 first and last byte of each row in it."""
 
-    def __init__(self, path: File, max_row_bytes: int, cache_dir: Path) -> None:
+    def __init__(self, path: File, max_row_bytes: int, cache_dir: Path, rows: str = "") -> None:
         self.data, self.max_row_bytes = scanned(path), max_row_bytes
         self.files, self.root = [path], path.parent
-        self.spans, self.numbers = cached(cache_dir, "spans", path, lambda: (
-            scan_array if _is_array(path) else scan_lines)(path))
+        kind = f"spans-{digest(rows)}" if rows else "spans"
+        self.spans, self.numbers = cached(cache_dir, kind, path, lambda: (
+            scan_array(path, rows) if rows or _is_array(path) else scan_lines(path)))
 
     @property
     def kind(self) -> str:
@@ -135,12 +136,15 @@ class JsonRows(RowStore):
     def __len__(self) -> int:
         return len(self.spans)
 
-    def row(self, i: int) -> dict:
+    def _bytes(self, i: int) -> bytes:
         start, end = self.spans[i].tolist()
         if end - start > self.max_row_bytes:
             raise RowError(f"{end - start} bytes: more than max_row_bytes={self.max_row_bytes}; "
                            "raise it in the recipe's source if such rows are meant")
-        return parse_json(read_bytes(self.data, start, end - start))
+        return read_bytes(self.data, start, end - start)
+
+    def row(self, i: int) -> dict:
+        return parse_json(self._bytes(i))
 
     def place(self, i: int) -> tuple[File, int]:
         return self.files[0], int(self.numbers[i])
@@ -169,9 +173,10 @@ def scan_lines(path: File) -> tuple[np.ndarray, np.ndarray]:
             np.flatnonzero(kept).astype(np.int64) + 1)
 
 
-def scan_array(path: File) -> tuple[np.ndarray, np.ndarray]:
+def scan_array(path: File, key: str = "") -> tuple[np.ndarray, np.ndarray]:
     """(n, 2) byte spans and (n,) positions, from 1, of the elements of a JSON array, read in
-    blocks: the file may be larger than memory. Raises ValueError where it is not one."""
+    blocks: the file may be larger than memory. key: of an object in whose first block the array
+    begins. Raises ValueError where it is not one."""
     decoder, spans = json.JSONDecoder(), []
     between = re.compile(r"[ \t\r\n,]*")
     with path.open("rb") as file:
@@ -179,11 +184,20 @@ def scan_array(path: File) -> tuple[np.ndarray, np.ndarray]:
             return file.read(size).decode("latin-1")  # a character for each byte
 
         text, begin = read(_BLOCK), 0  # begin: the place of `text` in the file
-        at = text.index("[") + 1
+        head = re.search(rf'"{re.escape(key)}"\s*:\s*\[' if key else r"\[", text)
+        if head is None:
+            raise ValueError(f"{path}: no list {key!r} (rows of columns) in its first {_BLOCK} "
+                             f"bytes; its keys begin {text[:80]!r}")
+        at = head.end()
         while True:
             at = between.match(text, at).end()
             if text[at: at + 1] == "]":
-                if (text[at + 1:] + read(_BLOCK)).strip():
+                if key:
+                    file.seek(-64, os.SEEK_END)
+                    if not read(64).rstrip().endswith("}"):
+                        raise ValueError(f"{path}: truncated: the object that holds {key!r} does "
+                                         "not end")
+                elif (text[at + 1:] + read(_BLOCK)).strip():
                     raise ValueError(f"{path}: more follows the JSON array that ends at byte "
                                      f"{begin + at}; write one array, or one object a line "
                                      "(.jsonl)")
@@ -204,39 +218,6 @@ def scan_array(path: File) -> tuple[np.ndarray, np.ndarray]:
             if at > _BLOCK:
                 text, begin, at = text[at:], begin + at, 0
     return np.array(spans, np.int64).reshape(-1, 2), np.arange(1, len(spans) + 1)
-
-
-class TranscriptRows(RowStore):
-    """LibriSpeech's folders: <speaker>/<chapter>/<speaker>-<chapter>.trans.txt, a line per clip,
-    beside <id>.flac. split: how the names of the folders that are read begin. Raises ValueError for
-    one that is not there."""
-
-    kind = "LibriSpeech folder"
-
-    def __init__(self, folder: Path, split: str) -> None:
-        self.root = folder
-        there = sorted(p for p in folder.iterdir() if p.is_dir())
-        chosen = [p for p in there if p.name.startswith(split)] if split else [folder]
-        if not chosen:
-            raise ValueError(f"{folder}: no folder's name begins with {split!r} (split); there "
-                             f"are: {', '.join(p.name for p in there)}")
-        self.files = sorted(file for base in chosen for file in base.rglob("*.trans.txt"))
-        self._rows: list[tuple[Path, int, str]] = []  # file, line, text
-        for path in self.files:
-            for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-                if line.strip():
-                    self._rows.append((path, number, line))
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def row(self, i: int) -> dict:
-        path, _, line = self._rows[i]
-        name, _, text = line.partition(" ")
-        return {"audio": str((path.parent / f"{name}.flac").relative_to(self.root)), "text": text}
-
-    def place(self, i: int) -> tuple[File, int]:
-        return self._rows[i][:2]
 
 
 class LaterRows(RowStore):

@@ -11,7 +11,6 @@ from typing import BinaryIO
 
 import numpy as np
 
-from orchmllm.data.formats.conversation import AUDIO_KEYS, IMAGE_KEYS, VIDEO_KEYS
 from orchmllm.data.formats.rows import RowStore, parse_json
 from orchmllm.data.formats.scanned import File, cached, read_bytes, scanned
 from orchmllm.data.media.kinds import MODALITY_OF, VIDEO
@@ -19,6 +18,8 @@ from orchmllm.data.media.medium import MAX_MEMBER_BYTES, Medium, RowError
 from orchmllm.data.media.root import refuse_kind
 from orchmllm.plan.layout import AUDIO, VISION
 
+IMAGE_KEYS, AUDIO_KEYS, VIDEO_KEYS = (("images", "image"), ("audios", "audio", "sound"),
+                                      ("videos", "video"))
 TEXTS = ("txt", "text", "caption", "transcript")
 PICKLED = ("pyd", "pkl", "pickle", "pth", "pt", "npy", "npz", "ten", "joblib")
 
@@ -152,6 +153,6 @@ def _check_end(file: BinaryIO, end: int, path: File) -> None:
 
 
 def _key(name: str) -> str:
-    """Webdataset's: everything up to the first dot of the last part."""
-    folder, _, base = name.rpartition("/")
+    """Webdataset's: everything up to the first dot of the last part; ./ in front is no folder."""
+    folder, _, base = name.removeprefix("./").rpartition("/")
     return f"{folder}/{base.split('.', 1)[0]}"

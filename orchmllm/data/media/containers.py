@@ -55,7 +55,7 @@ def opened(file: BinaryIO, demuxer: str, kind: str):
 
 
 def check_whole(file: BinaryIO, demuxer: str) -> None:
-    """Raises BadFile for a file that says itself that its end is missing."""
+    """Raises BadFile for a file whose own structure shows that its end is missing."""
     num_bytes = file.seek(0, os.SEEK_END)
     file.seek(0)
     head = file.read(256)
@@ -82,6 +82,8 @@ def check_whole(file: BinaryIO, demuxer: str) -> None:
             raise BadFile(f"truncated: {num_bytes} of {at} bytes")
         if b"moov" not in kinds:
             raise BadFile("truncated: its index (moov) is missing, so the recording was not ended")
+        if bytes(4) in kinds:
+            raise BadFile(ZEROS_AT_END)
     elif demuxer == "gif":
         file.seek(max(0, num_bytes - 64))
         if not file.read().rstrip(b"\0\r\n").endswith(b";"):

@@ -7,6 +7,7 @@ caller.
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable
 from functools import lru_cache
 
@@ -23,6 +24,7 @@ from orchmllm.data.media.medium import MediaError, Medium, reading
 from orchmllm.plan.geometry import AudioGeometry, VisionGeometry
 from orchmllm.plan.layout import AUDIO, VISION
 
+MEL_FRAMES = 4096
 OnError = Callable[[int, MediaError], None] | None
 
 
@@ -102,16 +104,35 @@ def log_mel(samples: np.ndarray, geometry: AudioGeometry) -> np.ndarray:
     the first frames of what Whisper's front end gives for the clip padded with zeros to any
     length. Three hops of zeros are enough: no window (400 samples) that reaches into the clip
     meets the reflection at the end, so neither those frames nor the maximum depend on it.
-    With geometry.window_frames (all of them): just what it gives for the padded clip."""
-    hop = geometry.hop_length
+    With geometry.window_frames (all of them): just what it gives for the padded clip. Frames are
+    computed MEL_FRAMES at a time, so that a long clip takes little more memory than its result."""
+    hop, extractor = geometry.hop_length, _mel_extractor(geometry)
+    size, filters = extractor.n_fft, torch.from_numpy(extractor.mel_filters).float().T
     frames = geometry.window_frames or -(-len(samples) // hop)
     total = frames if geometry.window_frames else frames + 3
-    padded = np.pad(samples, (0, total * hop - len(samples)))
-    features = _mel_extractor(geometry)(
-        padded, sampling_rate=geometry.sample_rate, padding=False, truncation=False,
-        return_tensors="np",
-    )["input_features"][0]  # (num_mels, total)
-    return np.ascontiguousarray(features[:, :frames].T, dtype=np.float32)
+    window, half = torch.hann_window(size), size // 2
+    out = np.empty((total, geometry.num_mels), np.float32)
+    for first in range(0, total, MEL_FRAMES):
+        last = min(first + MEL_FRAMES, total)
+        piece = _reflected(samples, first * hop - half, (last - 1) * hop + half, total * hop)
+        spectrum = torch.stft(torch.from_numpy(piece), size, hop, window=window, center=False,
+                              return_complex=True)
+        mels = filters @ spectrum.abs() ** 2  # (num_mels, last - first)
+        out[first:last] = mels.clamp(min=1e-10).log10().T.numpy()
+    np.maximum(out, out.max() - np.float32(8), out=out)
+    out += np.float32(4)
+    out /= np.float32(4)
+    return out[:frames]
+
+
+def _reflected(samples: np.ndarray, first: int, end: int, length: int) -> np.ndarray:
+    """Samples first to end, of a clip that is filled with zeros to `length` and reflected at both
+    ends."""
+    at = np.abs(np.arange(first, end))
+    at = np.where(at < length, at, 2 * (length - 1) - at)
+    piece = samples.take(at, mode="clip")
+    piece[at >= len(samples)] = 0
+    return piece
 
 
 def decode_audio(medium: Medium, geometry: AudioGeometry) -> Tensor:
@@ -120,17 +141,21 @@ def decode_audio(medium: Medium, geometry: AudioGeometry) -> Tensor:
     import soxr
 
     with open_clip(medium) as (num_samples, rate, read):
-        samples = read()
-    if len(samples) != num_samples:
-        raise MediaError(medium.name, f"truncated: {len(samples)} of {num_samples} samples")
-    audio_lengths(medium, len(samples), rate, geometry)  # refuses one beyond the window
-    if not np.isfinite(samples).all():
-        raise MediaError(medium.name, "NaN or infinite samples")
-    mono = samples.mean(axis=1)
-    if rate != geometry.sample_rate:
-        mono = soxr.resample(mono, rate, geometry.sample_rate)
-    length = geometry.resampled(len(samples), rate)  # the resampler may be a sample off
-    mono = np.pad(mono[:length], (0, max(0, length - len(mono))))
+        audio_lengths(medium, num_samples, rate, geometry)  # refuses one beyond the window
+        resampler = soxr.ResampleStream(rate, geometry.sample_rate, 1, dtype="float32")
+        mono = np.zeros(geometry.resampled(num_samples, rate), np.float32)
+        done = at = 0
+        for block in read():
+            if not np.isfinite(block).all():
+                raise MediaError(medium.name, "NaN or infinite samples")
+            done, part = done + len(block), block.mean(axis=1)
+            if rate != geometry.sample_rate:
+                part = resampler.resample_chunk(part, last=done == num_samples)
+            part = part[: len(mono) - at]  # the resampler may be a sample off
+            mono[at: at + len(part)] = part
+            at += len(part)
+    if done != num_samples:
+        raise MediaError(medium.name, f"truncated: {done} of {num_samples} samples")
     return torch.from_numpy(log_mel(mono, geometry))
 
 
@@ -174,10 +199,18 @@ class SegmentReader:
 
 
 def _bytes_of(medium: Medium, picture: np.ndarray | None) -> Tensor:
-    """Of the file; of a frame of a video (H, W, 3) as a PPM file, as it is cut into patches."""
+    """Of the file; of a frame of a video (H, W, 3) as a PPM file, as it is cut into patches; of a
+    part of a clip as a WAV file."""
+    import soundfile
+
     if picture is not None:
         height, width, _ = picture.shape
         data = b"P6 %d %d 255\n" % (width, height) + picture.tobytes()
+    elif medium.part is not None:
+        with open_clip(medium) as (_, rate, read):
+            file = io.BytesIO()
+            soundfile.write(file, np.concatenate(list(read())), rate, "FLOAT", format="WAV")
+            data = file.getvalue()
     else:
         with reading(medium) as file:
             data = file.read()

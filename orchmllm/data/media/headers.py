@@ -32,6 +32,7 @@ MAX_IMAGE_PIXELS = 64_000_000  # 192 MB as RGB; below Pillow's own warning (89 M
 MAX_ASPECT = 200  # of the sides; beyond it resizing to whole patches is no picture any more
 MAX_AUDIO_VALUES = 2**28  # samples x channels: 1 GiB as float32
 MAX_AUDIO_S = 3600
+BLOCK_SAMPLES = 1 << 20  # per channel that are decoded at a time
 MIN_AUDIO_HZ = 1000  # resampling would turn a small file of a lower rate into a very long clip
 MAX_EXPANSION = 400  # 16-bit bytes decoded per byte of file; speech in any codec stays below 100
 EXPANSION_FROM_BYTES = 8 << 20  # decoded; below it a silent clip may compress as it likes
@@ -57,7 +58,7 @@ def open_image(medium: Medium) -> Iterator[tuple]:
     Raises MediaError, also for what decoding it raises."""
     from PIL import Image
 
-    with reading(medium) as file, Image.open(file, formats=IMAGE_FORMATS) as image:
+    with reading(medium) as file, _lazily(file, medium.name) as image:
         width, height = image.size
         problem = ""
         if image.format in ("WEBP", "AVIF") and ends_in_zeros(file):  # other decoders notice it
@@ -75,6 +76,19 @@ def open_image(medium: Medium) -> Iterator[tuple]:
         yield image, orientation if orientation in range(1, 9) else 1
 
 
+def _lazily(file: BinaryIO, name: str):
+    """Pillow's image of a file. Raises MediaError for one of which Pillow itself says that it is
+    too large, and what Pillow raises."""
+    from PIL import Image
+
+    try:
+        return Image.open(file, formats=IMAGE_FORMATS)
+    except Image.DecompressionBombError as error:
+        size = re.search(r"\d+ pixels", str(error))
+        raise MediaError(name, f"{size[0] + ': ' if size else ''}more than the limit of "
+                               f"{MAX_IMAGE_PIXELS} pixels") from error
+
+
 def audio_header(medium: Medium) -> tuple[int, int]:
     """(samples per channel, rate in Hz), read from the file's header, or counted where the format
     has none. Raises MediaError."""
@@ -83,20 +97,31 @@ def audio_header(medium: Medium) -> tuple[int, int]:
 
 
 @contextmanager
-def open_clip(medium: Medium) -> Iterator[tuple[int, int, Callable[[], np.ndarray]]]:
-    """(samples per channel, rate in Hz, a function that decodes them into (n, channels) float32),
-    the header checked. Raises MediaError, also for what the function raises."""
+def open_clip(medium: Medium) -> Iterator[tuple[int, int, Callable[[], Iterator[np.ndarray]]]]:
+    """(samples per channel, rate in Hz, a function that decodes them into blocks of (n, channels)
+    float32), of the medium's part where it has one, the header checked. Raises MediaError, also for
+    what the function raises."""
     with reading(medium) as file, ExitStack() as opened:
         demuxer, num_bytes = container(file.read(32)), file.seek(0, os.SEEK_END)
         if demuxer:
             frames, rate, channels = av_process.audio_header(medium, demuxer)
-            read = partial(av_process.audio_samples, medium, demuxer)
+            first, count = _samples_of(medium, frames, rate)
+            read = partial(_of_container, medium, demuxer, frames, first, count)
         else:
             sound = _open_sound(medium, file, num_bytes, opened)
             frames, rate, channels = sound.frames, sound.samplerate, sound.channels
-            read = partial(_all_of, sound, file, medium.name)
-        _check_clip(medium.name, frames, rate, channels, num_bytes)
-        yield frames, rate, read
+            first, count = _samples_of(medium, frames, rate)
+            read = partial(_of_file, sound, file, medium.name, first, count)
+        _check_clip(medium.name, count, rate, channels, num_bytes, frames)
+        yield count, rate, read
+
+
+def _samples_of(medium: Medium, frames: int, rate: int) -> tuple[int, int]:
+    """The first sample of a clip that is read, and how many are."""
+    if medium.part is None:
+        return 0, frames
+    first, end = (min(frames, int(second * rate + 0.5)) for second in medium.part)
+    return first, end - first
 
 
 def _open_sound(medium: Medium, file: BinaryIO, num_bytes: int, opened: ExitStack):
@@ -123,21 +148,49 @@ def _open_sound(medium: Medium, file: BinaryIO, num_bytes: int, opened: ExitStac
     return sound
 
 
-def _all_of(sound, file: BinaryIO, name: str) -> np.ndarray:
+def _of_container(medium: Medium, demuxer: str, frames: int, first: int, count: int
+                  ) -> Iterator[np.ndarray]:
+    """Decodes a clip in a container. Raises MediaError where it has other than `frames`."""
+    samples = av_process.audio_samples(medium, demuxer)
+    if len(samples) != frames:
+        raise MediaError(medium.name, f"truncated: {len(samples)} of {frames} samples")
+    yield samples[first: first + count]
+
+
+def _of_file(sound, file: BinaryIO, name: str, first: int, count: int) -> Iterator[np.ndarray]:
     """Decodes a clip. Raises MediaError for a FLAC file that another one follows, of which only the
     first would be read (libsndfile refuses the same of WAV)."""
     if sound.format == "FLAC":
-        file.seek(0)
-        data = file.read()
-        first = data[:4] + bytes([data[4] & 127]) + data[5:8]  # and the head of its first block
-        at = max(data.find(first, 8), data.find(first[:4] + b"\x80" + first[5:], 8))
-        if at >= 0:
-            raise MediaError(name, f"several files in one: the second begins at byte {at}; {JOIN}")
+        _check_one_flac(file, name)
     sound.seek(0)  # as soundfile.read does: without it the last bits of an MP3 differ
-    return sound.read(dtype="float32", always_2d=True)
+    at = 0
+    if sound.format != "MP3":  # its bits depend on what is decoded before
+        at = sound.seek(first)
+    while at < first + count:
+        block = sound.read(min(BLOCK_SAMPLES, first + count - at), dtype="float32", always_2d=True)
+        if not len(block):
+            raise MediaError(name, f"truncated: {at} of {sound.frames} samples")
+        at += len(block)
+        yield block[max(0, len(block) - at + first):]
 
 
-def _check_clip(name: str, frames: int, rate: int, channels: int, num_bytes: int) -> None:
+def _check_one_flac(file: BinaryIO, name: str) -> None:
+    file.seek(0)
+    head = file.read(8)
+    heads = [head[:4] + bytes([last | head[4] & 127]) + head[5:] for last in (0, 128)]
+    begin, kept = 8, b""
+    while block := file.read(BLOCK_SAMPLES):
+        data = kept + block
+        at = max(map(data.find, heads))
+        if at >= 0:
+            raise MediaError(name, "several files in one: the second begins at byte "
+                                   f"{begin - len(kept) + at}; {JOIN}")
+        begin, kept = begin + len(block), data[-7:]
+
+
+def _check_clip(name: str, frames: int, rate: int, channels: int, num_bytes: int, of_file: int
+                ) -> None:
+    """frames: that are read. of_file: that the file has."""
     if frames < 1 or rate < MIN_AUDIO_HZ:
         what = "the clip is empty" if frames < 1 else (
             f"less than {MIN_AUDIO_HZ} Hz is no sound; mend the rate in its header")
@@ -146,7 +199,7 @@ def _check_clip(name: str, frames: int, rate: int, channels: int, num_bytes: int
     if frames > MAX_AUDIO_S * rate or frames * channels > MAX_AUDIO_VALUES:
         raise MediaError(
             name, size + f"more than the limit of {MAX_AUDIO_S} s or {MAX_AUDIO_VALUES} values")
-    decoded = 2 * frames * channels
+    decoded = 2 * of_file * channels
     if decoded > EXPANSION_FROM_BYTES and decoded > MAX_EXPANSION * num_bytes:
         raise MediaError(name, size + f"a file of {num_bytes} bytes expands more than "
                                f"{MAX_EXPANSION} times")

@@ -36,20 +36,23 @@ KINDS = {
     "AU": Kind(AUDIO, "AU", ("au", "snd")),
     "CAF": Kind(AUDIO, "CAF", ("caf",), "PCM and ALAC"),
     "FLAC": Kind(AUDIO, "FLAC", ("flac",), "one stream in a file"),
-    "MP3": Kind(AUDIO, "MP3", ("mp3",), "one stream in a file; with and without a Xing tag"),
+    "MP3": Kind(AUDIO, "MP3", ("mp3",), "one stream in a file; where no Xing tag counts its "
+                "frames, one that is cut between two of them is read as far as it goes"),
     "Ogg": Kind(AUDIO, "OGG", ("ogg", "oga", "opus"), "Vorbis, Opus, FLAC; one stream in a file"),
 }
 VIDEO = 3  # of a file that becomes frames, which are VISION, and perhaps a clip
 # Read with PyAV. reader: FFmpeg's name of the demuxer; the codecs are those of
 # orchmllm.data.media.containers.
 CONTAINERS = {
-    "MP4, QuickTime": Kind(VIDEO, "mov", ("mp4", "m4v", "mov"), "also fragmented, and with the "
-                           "index at the end"),
+    "MP4, QuickTime": Kind(VIDEO, "mov", ("mp4", "m4v", "mov"), "also with the index at the end, "
+                           "and fragmented; one that is cut between two fragments is read as far "
+                           "as it goes"),
     "WebM, Matroska": Kind(VIDEO, "matroska", ("webm", "mkv"), "also without a duration"),
     "animated GIF": Kind(VIDEO, "gif", ("gif",), "every frame; in \"images\" the first one"),
     "M4A": Kind(AUDIO, "mov", ("m4a", "m4b"), "the sound of a video, too"),
     "WebM, Matroska with sound": Kind(AUDIO, "matroska", ("weba", "mka"), "AAC, MP3, Opus"),
-    "AAC": Kind(AUDIO, "aac", ("aac",), "ADTS"),
+    "AAC": Kind(AUDIO, "aac", ("aac",), "ADTS; one that is cut between two frames is read as far "
+                "as it goes"),
 }
 _STARTS = (("mov", 4, (b"ftyp", b"moov", b"mdat", b"wide", b"free", b"skip", b"pnot")),
            ("matroska", 0, (b"\x1a\x45\xdf\xa3",)), ("gif", 0, (b"GIF87a", b"GIF89a")),

@@ -10,14 +10,14 @@ import os
 import re
 import stat
 import unicodedata
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import BinaryIO, NamedTuple
 
-from orchmllm.data.media.kinds import container, listed, refusal
+from orchmllm.data.media.kinds import MODALITY_OF, container, listed, refusal
 from orchmllm.data.storage.clients import StorageError
 from orchmllm.data.storage.remote import RemoteFile
-from orchmllm.plan.layout import TEXT
+from orchmllm.plan.layout import TEXT, VISION
 
 MAX_MEMBER_BYTES = 512 << 20  # a medium's encoded bytes
 ZEROS = 1024  # at the end of a file
@@ -87,9 +87,17 @@ class VideoSampling(NamedTuple):
     audio: bool = False
 
 
+class Part(NamedTuple):
+    """Seconds of a clip or a video that are read. end: None where it is not known."""
+
+    start: float
+    end: float | None
+
+
 class Medium(NamedTuple):
     """modality: VISION or AUDIO. name: for people. The bytes are `data`, or `size` bytes at
-    `offset` of the file `path` (size -1: the whole file). frame: which picture of a video."""
+    `offset` of the file `path` (size -1: the whole file). frame: which picture of a video. part:
+    first and last second of a clip that are read; None: all of it."""
 
     modality: int
     name: str
@@ -98,12 +106,22 @@ class Medium(NamedTuple):
     size: int = -1
     data: bytes | None = None
     frame: Frame | None = None
+    part: tuple[float, float] | None = None
 
     @property
     def whole_file(self) -> str | os.PathLike | None:
         """Path of the file of this machine that it is all of, or None."""
         is_part = self.data is not None or self.size >= 0 or isinstance(self.path, RemoteFile)
         return None if is_part else self.path
+
+
+def is_image(value: object) -> bool:
+    """Whether a video's entry is an image, a frame, by its name. A GIF is a video."""
+    if isinstance(value, Mapping):
+        value = value.get("path", value.get("url"))
+    name = value.name if isinstance(value, Medium) else value
+    suffix = name.rpartition(".")[2].lower() if isinstance(name, str) else ""
+    return MODALITY_OF.get(suffix) == VISION and suffix != "gif"
 
 
 class _Slice(io.RawIOBase):

@@ -7,7 +7,7 @@ import base64
 import binascii
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path, PurePosixPath
 from urllib.parse import unquote
@@ -16,14 +16,15 @@ from orchmllm.data.media.kinds import REFUSED_SUFFIXES
 from orchmllm.data.media.medium import (
     MAX_MEMBER_BYTES,
     Medium,
+    Part,
     RowError,
     VideoSampling,
     printable,
 )
-from orchmllm.data.media.unread import refuse_unread
+from orchmllm.data.media.parts import cut, part_of, refuse_unread
 from orchmllm.data.storage.clients import without_query
 from orchmllm.data.storage.remote import NOWHERE, RemoteFile, Storage, is_url
-from orchmllm.plan.layout import VISION
+from orchmllm.plan.layout import AUDIO, VISION
 
 
 @lru_cache(maxsize=65536)
@@ -95,22 +96,41 @@ def refuse_kind(name: str, suffix: str = "") -> None:
 class MediaRoot:
     """Where a source's media may be. path: a real path, or the URL of a folder. declared: the
     recipe named it, so absolute paths that lead there are allowed. prefix: put before relative
-    names. storage: what may be read of other machines. video: what is read of videos."""
+    names. storage: what may be read of other machines. video: what is read of videos. part: of the
+    row's clip or video."""
 
     path: str
     declared: bool = False
     prefix: str = ""
     storage: Storage = NOWHERE
     video: VideoSampling = VideoSampling()
+    part: Part | None = None
+
+    def of(self, keys: object) -> MediaRoot:
+        """With the part that keys of a medium or a content part name. Raises RowError."""
+        if not isinstance(keys, Mapping):
+            return self
+        refuse_unread(keys)
+        part = part_of(keys)
+        return self if part is None else replace(self, part=part)
 
     def medium(self, modality: int, value: object) -> Medium:
+        """An image, or a clip or its part. value: see `file`. Raises RowError."""
+        medium = self.file(modality, value)
+        if modality == AUDIO:
+            return cut(medium, self.of(value).part)
+        if isinstance(value, Mapping) and part_of(value):
+            raise RowError("an image has no start and no end: leave the keys out", medium.name,
+                           VISION)
+        return medium
+
+    def file(self, modality: int, value: object) -> Medium:
         """What a row holds for one medium: a path, a data: URL, bytes, or Hugging Face's
-        {"bytes", "path"}. Raises RowError."""
+        {"bytes", "path"}; all of it. Raises RowError."""
         try:
-            medium = self._medium(modality, value)
             if isinstance(value, Mapping):
-                refuse_unread(value, [medium])
-            return medium
+                refuse_unread(value)
+            return self._medium(modality, value)
         except RowError as error:
             error.modality = modality
             raise

@@ -16,19 +16,22 @@ from orchmllm.data.media.medium import (
     Frame,
     MediaError,
     Medium,
+    Part,
     RowError,
     VideoHeader,
     VideoSampling,
     reading,
 )
+from orchmllm.data.media.parts import cut, seconds_in
 from orchmllm.plan.geometry import VisionGeometry
 from orchmllm.plan.layout import AUDIO, VISION
 
 
-def expand(medium: Medium, sampling: VideoSampling, options: Mapping) -> list[Medium]:
-    """The frames of a video that are read, and its sound if that is asked for. options: keys of a
-    row's content part that go before `sampling`: fps, nframes, max_frames, timestamps (seconds).
-    Raises RowError."""
+def expand(medium: Medium, sampling: VideoSampling, options: Mapping, part: Part | None = None
+           ) -> list[Medium]:
+    """The frames of a video, or its part, that are read, and its sound if that is asked for.
+    options: keys of a row's content part that go before `sampling`: fps, nframes, max_frames,
+    timestamps (seconds from the start of what is read). Raises RowError."""
     try:
         with reading(medium) as file:
             head = file.read(32)
@@ -38,19 +41,27 @@ def expand(medium: Medium, sampling: VideoSampling, options: Mapping) -> list[Me
                 f"no video that is read: its first bytes are {head[:8]!r}; a video is "
                 f"{listed(VIDEO)}, or a list of images"))
         header = av_process.video_header(medium, demuxer)
-        seconds = chosen(header, sampling, options)
+        span = part and seconds_in(part, header.duration_s, medium.name)
+        begin, end = span or (0.0, header.duration_s)
+        seconds = chosen(header, sampling, options, end - begin)
+    except RowError:
+        raise
     except (MediaError, ValueError) as error:
         raise RowError(getattr(error, "reason", str(error)), medium.name, VISION) from error
-    out = [medium._replace(modality=VISION, frame=Frame(second, header, demuxer))
+    out = [medium._replace(modality=VISION, frame=Frame(begin + second, header, demuxer))
            for second in seconds]
     if sampling.audio and header.has_audio:
-        out.append(medium._replace(modality=AUDIO))
+        out.append(cut(medium._replace(modality=AUDIO), span and Part(*span)))
     return out
 
 
-def chosen(header: VideoHeader, sampling: VideoSampling, options: Mapping) -> list[float]:
-    """Seconds after the first frame at which a frame is read: each in the middle of an equal part
-    of the video, or as `timestamps` say. Raises ValueError."""
+def chosen(header: VideoHeader, sampling: VideoSampling, options: Mapping,
+           length_s: float | None = None) -> list[float]:
+    """Seconds after the start of what is read, which has length_s (None: all of it), at which a
+    frame is read: each in the middle of an equal part of it, or as `timestamps` say. Raises
+    ValueError."""
+    length_s = header.duration_s if length_s is None else length_s
+
     def number(key: str, default: float, kind=(int, float)) -> float:
         value = options.get(key, default)
         if value is None:
@@ -67,14 +78,15 @@ def chosen(header: VideoHeader, sampling: VideoSampling, options: Mapping) -> li
                              f"{most} seconds (video_max_frames)")
         for t in times:
             if isinstance(t, bool) or not isinstance(t, int | float) or not (
-                    0 <= t < max(header.duration_s, 1e-3)):
+                    0 <= t < max(length_s, 1e-3)):
                 raise ValueError(f"a timestamp of a video is {t!r:.80}: must be from 0 to below "
-                                 f"its {header.duration_s:.6g} s")
+                                 f"its {length_s:.6g} s")
         return [float(t) for t in times]
     wanted = number("nframes", 0 if options.get("fps") else sampling.frames, int) or (
-        header.duration_s * number("fps", sampling.fps))
-    count = max(1, min(int(wanted + 0.5), most, header.num_frames))
-    return [(k + 0.5) * header.duration_s / count for k in range(count)]
+        length_s * number("fps", sampling.fps))
+    there = int(header.num_frames * length_s / max(header.duration_s, 1e-3)) + 1
+    count = max(1, min(int(wanted + 0.5), most, header.num_frames, there))
+    return [(k + 0.5) * length_s / count for k in range(count)]
 
 
 def pictures(media: Collection[Medium], geometry: VisionGeometry

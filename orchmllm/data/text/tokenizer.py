@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from orchmllm.data.formats.conversation import Turn
+from orchmllm.data.formats.conversation import DOCUMENT, Turn
 from orchmllm.data.media.medium import Medium, RowError
 from orchmllm.data.text.spans import PART, PLACEHOLDERS, Placeholder, Span, Text
 from orchmllm.data.text.template_engine import undeclared
@@ -144,7 +144,9 @@ class ChatTokenizer:
         return max(0, num_said - num_written), num_said, num_special
 
     def spans(self, turns: Sequence[Turn]) -> list[Span]:
-        """A conversation as the template writes it. Raises RowError."""
+        """A conversation, or a document, as the template writes it. Raises RowError."""
+        if turns and turns[0].role == DOCUMENT:
+            return self._document(turns)
         return _chatml(turns) if self._chat is None else self._chat.spans(turns)
 
     def encode_spans(self, spans: Sequence[Span]) -> tuple[np.ndarray, np.ndarray]:
@@ -152,6 +154,26 @@ class ChatTokenizer:
         marked = self._marked(spans)
         return self._tokenized(marked, self.tokenizer.encode(marked.text, add_special_tokens=False)
                                )[:2]
+
+    def _document(self, turns: Sequence[Turn]) -> list[Span]:
+        """Texts and media as they are, between the tokens that begin and end a text. Raises
+        RowError where no token ends one."""
+        named = self.template[1] if self.template else {}
+        known = self.tokenizer.token_to_id(END_OF_TEXT) is not None
+        begin, end = named.get("bos_token", ""), END_OF_TEXT if known else named.get("eos_token")
+        if not end:
+            raise RowError(f"a plain text needs a token that ends it: {END_OF_TEXT}, or eos_token "
+                           "in tokenizer_config.json")
+        spans: list[Span] = [Text(begin if begin != end else "", False)]
+        for turn in turns:
+            for part in turn.parts:
+                if isinstance(part, Medium):
+                    around = self._chat and self._chat.placeholders.get(part.modality)
+                    around = around or Placeholder("")
+                    spans += [Text(around.before, False), part, Text(around.after, False)]
+                else:
+                    spans.append(Text(part, turn.supervised, True))
+        return [*spans, Text(end, turns[-1].supervised)]
 
     def encode(self, text: str) -> list[int]:
         """Ids of plain text; special tokens in it are read as text."""

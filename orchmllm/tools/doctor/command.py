@@ -103,7 +103,7 @@ def examine_together(meeting: Meeting, args: argparse.Namespace, started: float)
     pairs = network.meet_in_pairs(meeting)
     if torch.cuda.is_available() and not missing and world.world_size > 1:
         meeting.report(checks, pairs, "NCCL")
-        checks.append(network.nccl(meeting, launch.device_of(world)))
+        checks += network.nccl(meeting, launch.device_of(world), pairs)
     meeting.report(checks, pairs, "")
     if world.rank == 0:
         found, pairs, late = meeting.gather()

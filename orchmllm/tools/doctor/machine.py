@@ -252,24 +252,18 @@ def disk(folder: Path, state_bytes: int) -> Iterator[Check]:
 
 def recipe_checks(recipe: Recipe, world: World | None, state_bytes: int) -> Iterator[Check]:
     """What a start of the recipe would refuse."""
-    import torch
-
-    from orchmllm.config.job import check_world, default_world, resolve
+    from orchmllm.config.job import check_world
     from orchmllm.hf.sources import find_sources
+    from orchmllm.tools.doctor.host_memory import job_of
 
-    if world:
-        ranks, per_node = world.world_size, world.local_world_size
-    elif recipe.fsdp.shard_size:  # of a cluster, which may be looked at from elsewhere
-        ranks, per_node = default_world(recipe, 8)[0], 8
-    else:  # what a start here makes
-        ranks = per_node = recipe.launch.nproc_per_node or max(torch.cuda.device_count(), 1)
+    job = job_of(recipe, world)
     checks = [*preflight.checks(recipe, state_bytes),
               ("pretrained", lambda: find_sources(recipe.model)),
-              ("ranks", lambda: check_world(resolve(recipe, ranks, per_node)))]
+              ("ranks", lambda: check_world(job))]
     for name in dict.fromkeys(name for name, _ in checks):
         found = preflight.problems([check for n, check in checks if n == name])
-        yield Check(name, not found, "; ".join(found) or (
-            f"{ranks} rank{'s' * (ranks > 1)}" if name == "ranks" else "fine"), "see the message")
+        fine = f"{job.num_ranks} rank{'s' * (job.num_ranks > 1)}" if name == "ranks" else "fine"
+        yield Check(name, not found, "; ".join(found) or fine, "see the message")
 
 
 def examine(recipe_path: str, overrides: list[str], world: World | None) -> list[Check]:
@@ -283,6 +277,7 @@ def examine(recipe_path: str, overrides: list[str], world: World | None) -> list
             found.append(Check("recipe", False, str(e), "correct what it names"))
     if recipe:
         from orchmllm.sharding.units import checkpoint_bytes
+        from orchmllm.tools.doctor.host_memory import host_memory
 
         state_bytes = checkpoint_bytes(recipe)
         found += guarded("recipe", recipe_checks, recipe, world, state_bytes)
@@ -291,5 +286,7 @@ def examine(recipe_path: str, overrides: list[str], world: World | None) -> list
     if world is not None:
         found += guarded("name server", names, world)
     if world is None or world.local_rank == 0:
+        if recipe:
+            found += guarded("host memory", host_memory, recipe, world)
         found += guarded("disk", disk, Path(recipe.run.dir if recipe else "."), state_bytes)
     return found

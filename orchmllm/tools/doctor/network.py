@@ -19,13 +19,24 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
+from orchmllm.comm.exchange import all_gather_single
 from orchmllm.launch import World, hosts_store
+from orchmllm.models.gpus import GPUS, kind_of
 from orchmllm.tools.doctor.machine import BOUNDED_THREAD, Check, bounded
 
 FIRST_BYTES, MOST_BYTES = 1 << 20, 16 << 20  # that a pair sends each way
 FAST_S = 0.05  # for the first bytes: then the most are sent, too
+MOST_GATHERED = 1 << 28  # bytes of all ranks together
+FAST_NODE = 100e9  # bytes/s that NVLink passes in an all-gather
 NCCL_CURE = ("set NCCL_DEBUG=INFO and, between nodes, NCCL_SOCKET_IFNAME to the interface "
              "towards the others")
+NCCL_SLOW = {
+    "NCCL in a node": "NCCL_DEBUG=INFO names the path of each pair: with P2P over NVLink it is "
+                      "several times faster; nvidia-smi topo -m and nvlink -s show the links, and "
+                      "a container needs --ipc=host or a larger /dev/shm",
+    "NCCL between nodes": "NCCL sends by TCP, which is no faster than gloo: NCCL_DEBUG=INFO names "
+                          "the network (NET/IB or a plugin); give the container its RDMA devices, "
+                          "and set NCCL_IB_HCA"}
 
 
 @dataclass
@@ -135,32 +146,62 @@ def is_left_behind() -> bool:
     return any(t.name == BOUNDED_THREAD for t in threading.enumerate())
 
 
-def nccl(meeting: Meeting, device: torch.device) -> Check:
-    """An all-gather of all ranks' GPUs."""
-    def work() -> Check:
-        world = meeting.world
-        torch.cuda.set_device(device)
-        dist.init_process_group(
-            "nccl", store=dist.PrefixStore("nccl", meeting.store), rank=world.rank,
-            world_size=world.world_size, timeout=timedelta(seconds=meeting.timeout_s),
-            device_id=device)
-        part = torch.ones(16 << 20, dtype=torch.bfloat16, device=device)
-        out = part.new_empty(len(part) * world.world_size)
-        for _ in range(2):  # the first one connects
-            torch.cuda.synchronize(device)
-            started = time.perf_counter()
-            dist.all_gather_into_tensor(out, part)
-            torch.cuda.synchronize(device)
-        received = 2 * len(part) * (world.world_size - 1) / (time.perf_counter() - started)
-        right = bool((out == 1).all())
-        dist.destroy_process_group()
-        return Check("NCCL", right, f"all-gather at {received / 1e9:.1f} GB/s", NCCL_CURE,
-                     value=received)
+def nccl(meeting: Meeting, device: torch.device, pairs: list[dict]) -> list[Check]:
+    """All-gathers of the GPUs of this node, and of those of all nodes. pairs: of this rank, with
+    which the latter is compared."""
+    world, size = meeting.world, meeting.world.local_world_size
+    node = world.rank // size
+    groups = [("NCCL in a node", f"node{node}", world.local_rank, size, least_in_a_node(device))]
+    if world.world_size > size:
+        gloo = max((p["bytes_per_s"] for p in pairs if "error" not in p), default=0.0)
+        groups.append(("NCCL between nodes", "all", world.rank, world.world_size, gloo))
+    checks = []
+    for name, part, rank, count, least in groups:
+        if count == 1:
+            continue
+        try:
+            got = bounded(partial(
+                _gathered_per_s, dist.PrefixStore(f"nccl/{part}", meeting.store), rank, count,
+                device, meeting.timeout_s), 2 * meeting.timeout_s)
+        except Exception as e:
+            return [*checks, Check(name, False, _first_line(e), NCCL_CURE)]
+        slow = f", expected are more than {least / 1e9:.1f} GB/s" * (got <= least)
+        checks.append(Check(name, got > least, f"all-gather at {got / 1e9:.1f} GB/s{slow}",
+                            NCCL_SLOW[name], value=got))
+    return checks
 
+
+def least_in_a_node(device: torch.device) -> float:
+    """Bytes/s of an all-gather below which a link is not used as it could be; 0 of a GPU that is
+    not in the table."""
+    kind = kind_of(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+    return min(FAST_NODE, GPUS[kind].node / 4) if kind else 0.0
+
+
+def _gathered_per_s(store: dist.Store, rank: int, count: int, device: torch.device,
+                    timeout_s: float) -> float:
+    """Bytes that each of `count` ranks receives in a second of an all-gather. Raises RuntimeError
+    for wrong ones."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        "nccl" if device.type == "cuda" else "gloo", store=store, rank=rank, world_size=count,
+        timeout=timedelta(seconds=timeout_s), device_id=device if device.type == "cuda" else None)
     try:
-        return bounded(work, 2 * meeting.timeout_s)
-    except Exception as e:
-        return Check("NCCL", False, _first_line(e), NCCL_CURE)
+        part = torch.ones(max(MOST_GATHERED // count, 1), dtype=torch.uint8, device=device)
+        out = part.new_zeros(len(part) * count)
+        seconds = []
+        for _ in range(4):  # the first one connects
+            started = time.perf_counter()
+            all_gather_single(out, part)
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            seconds.append(time.perf_counter() - started)
+        if not bool((out == 1).all()):
+            raise RuntimeError("an all-gather gave wrong numbers")
+    finally:
+        dist.destroy_process_group()
+    return len(part) * (count - 1) / min(seconds[1:])
 
 
 def _first_line(error: Exception) -> str:

@@ -129,7 +129,7 @@ def trainer_of(world: World, how: Recipe, dataset: SyntheticDataset | None = Non
                ) -> Iterator[Trainer]:
     size = max(24, 2 * BATCH * world.world_size)
     torch.manual_seed(0)
-    with redirect_stdout(None):  # what a run says of itself is not for who reads the list of tests
+    with redirect_stdout(None):  # the output of a run would hide the list of tests
         trainer = Trainer(how, world, dataset=dataset or SyntheticDataset(size=size))
         try:
             yield trainer

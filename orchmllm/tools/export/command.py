@@ -1,16 +1,19 @@
 """Writes a checkpoint as Hugging Face folders.
 
-    orchmllm export --checkpoint runs/x/checkpoints/step_00001000 --out exported
+    orchmllm export runs/x --out exported
+    orchmllm export runs/x/checkpoints/step_00001000 --out exported
 
-exported/llm is a Qwen2 model with its tokenizer, exported/audio a Whisper encoder, exported/vision
-the vision tower of Qwen2-VL (or our own encoder, which has no class in transformers);
-connectors.safetensors has the layers between, orchmllm.json says what is what. A run starts from
-them with model.llm.pretrained=exported/llm and so on: docs/weights.md. Of a run with
-model.pretrained or model.config, exported is the model and its processor, for from_pretrained.
+exported/llm is a Qwen2 model, exported/tokenizer its tokenizer, exported/audio a Whisper encoder,
+exported/vision the vision tower of Qwen2-VL (or our own encoder, which has no class in
+transformers); connectors.safetensors has the layers between, orchmllm.json says what is what.
+`orchmllm generate exported` answers with all of it. A run starts from it with
+model.llm.pretrained=exported/llm and so on: docs/weights.md. Of a run with model.pretrained or
+model.config, exported is the model and its processor, for transformers' from_pretrained.
 """
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
 
 from orchmllm.cli.options import command_parser, in_one_line
@@ -35,8 +38,9 @@ def main(argv: list[str]) -> int:
         ("--max-file-gb", 5.0, "larger models are split into files of at most so many 1e9 bytes"),
         ("--tokenizer", Path, "tokenizer.json or its folder (default: that of the run)"),
         ("--no-verify", False, "do not compare the checkpoint's files with its manifest")))
-    parser.add_argument("--checkpoint", required=True, type=Path, metavar="FOLDER",
-                        help="run.dir/checkpoints/step_...")
+    parser.add_argument("checkpoint", nargs="?", type=Path, metavar="FOLDER",
+                        help="run.dir, whose newest checkpoint is taken, or one of its checkpoints")
+    parser.add_argument("--checkpoint", type=Path, dest="named", help=argparse.SUPPRESS)
     parser.add_argument("--out", required=True, type=Path, metavar="FOLDER",
                         help="folder to write; it appears when it is complete")
     parser.add_argument("--dtype", choices=list(DTYPES), default="",
@@ -44,7 +48,9 @@ def main(argv: list[str]) -> int:
     args = parser.parse_args(argv)
     if not args.max_file_gb > 0:
         parser.error(f"--max-file-gb {args.max_file_gb}: must be above 0")
+    if not (args.named or args.checkpoint):
+        parser.error("FOLDER is missing: name the run.dir of a run, or a checkpoint")
     check_out(args.out, args.overwrite)
-    export(args.checkpoint, args.out, dtype=args.dtype, tokenizer=args.tokenizer,
+    export(args.named or args.checkpoint, args.out, dtype=args.dtype, tokenizer=args.tokenizer,
            max_file_bytes=int(args.max_file_gb * 1e9), verify=not args.no_verify)
     return 0

@@ -12,11 +12,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 from orchmllm.config.model import ModelConfig
-from orchmllm.data.formats.open import beside
 from orchmllm.hf import tensors as hf_tensors
 from orchmllm.hf.folder import read_json
 from orchmllm.hf.sources import POSITIONS
 from orchmllm.models.names import PARTS, named
+from orchmllm.tools.export.checkpoints import checkpoint_in, is_other, model_of, tokenizer_of
 from orchmllm.tools.export.whole import write_whole
 
 VERSION = 1  # of orchmllm.json
@@ -26,21 +26,19 @@ NOTE = "orchmllm.json"
 def export(checkpoint: Path, out: Path, *, dtype: str = "", max_file_bytes: int = 5 * 10**9,
            tokenizer: Path | None = None, verify: bool = True,
            log: Callable[[str], None] = print) -> dict:
-    """Writes the folders and returns the contents of orchmllm.json. dtype: float32, bfloat16, ...;
-    empty: as saved. tokenizer: instead of the run's. Raises ValueError or OSError; `out` is then
-    what it was."""
+    """Writes the folders and returns the contents of orchmllm.json. checkpoint: its folder, or that
+    of a run, whose newest one is taken. dtype: float32, bfloat16, ...; empty: as saved. tokenizer:
+    instead of the run's. Raises ValueError or OSError; `out` is then what it was."""
     from orchmllm.runtime.checkpoint import problem_of
 
-    if not (checkpoint / "state.json").is_file():
-        raise ValueError(f"--checkpoint {checkpoint} is no checkpoint: give one of the folders "
-                         "run.dir/checkpoints/step_...")
+    checkpoint = checkpoint_in(checkpoint)
     state = read_json(checkpoint / "state.json")
-    if verify:
-        if problem := problem_of(checkpoint):
-            raise ValueError(f"checkpoint {checkpoint}: {problem}: export an earlier one, or see "
-                             "what is left with --no-verify")
-        log(f"checkpoint {checkpoint}: every file is what was saved (SHA-256)")
-    model, saved = _model_of(state), hf_tensors.read_sharded(checkpoint)
+    if verify and (problem := problem_of(checkpoint)):
+        raise ValueError(f"checkpoint {checkpoint}: {problem}: export an earlier one, or see what "
+                         "is left with --no-verify")
+    log(f"checkpoint {checkpoint}: " + ("every file is what was saved (SHA-256)" if verify else
+                                        "not compared with its manifest"))
+    model, saved = model_of(state), hf_tensors.read_sharded(checkpoint)
     short = hf_tensors.DTYPES[dtype] if dtype else ""
     if not model.folder:
         tensors = {part: _tensors(part, model, saved, short) for part in (*PARTS, "connectors")}
@@ -55,7 +53,7 @@ def export(checkpoint: Path, out: Path, *, dtype: str = "", max_file_bytes: int 
                 Path(model.folder), saved, short, max_file_bytes, staged, log)}
         else:
             note["parts"] = _write(model, tensors, max_file_bytes, staged, log)
-            note["tokenizer"] = _write_tokenizer(state, tokenizer, staged / "llm", log)
+            note["tokenizer"] = _write_tokenizer(state, tokenizer, staged, log)
         (staged / NOTE).write_text(json.dumps(note, indent=1), encoding="utf-8")
         if out.exists():
             out.rename(old)
@@ -129,62 +127,31 @@ def _positions(model: ModelConfig, dtype: str) -> hf_tensors.FileTensor:
     return hf_tensors.FileTensor(POSITIONS, dtype, tuple(table.shape), lambda: table)
 
 
-def _model_of(state: dict) -> ModelConfig:
-    """The shapes that a checkpoint was saved with; keys that came later have their defaults."""
-    kinds = {part: type(getattr(ModelConfig(), part)) for part in PARTS}
-    try:
-        model = state["model"]
-        return ModelConfig(
-            **{p: kind(**model[p]) for p, kind in kinds.items()},
-            **{name: model[name] for name in ("pretrained", "config") if name in model})
-    except (KeyError, TypeError) as e:
-        raise ValueError("state.json is not that of a checkpoint of a run, or of a newer version "
-                         f"of orchmllm: {e}") from None
-
-
 def _write_tokenizer(state: dict, given: Path | None, folder: Path,
                      log: Callable[[str], None]) -> str | None:
-    """Copies the tokenizer; returns where it is from, None if it is not known. state: of the
-    checkpoint, which says where its run read the tokenizer, and its digest."""
+    """Copies the tokenizer to `folder`/llm, and to a folder of its own; returns where it is from,
+    None if it is not known. state: of the checkpoint, which says where its run read the tokenizer,
+    and its digest."""
     from orchmllm.hf.tokenizer import copy_tokenizer, write_ends
 
-    run = state.get("attempt", {}).get("settings", {})
-    path, trained = given, run.get("content.tokenizer")
     try:
-        if path is None:
-            if not run:
-                raise ValueError("state.json does not say with which one it was trained")
-            path = Path(run["data.tokenizer"] or beside(
-                run["data.path"] or run["data.sources[0].path"]))
-            if path.exists() and _is_other(path, trained):  # by now
-                raise ValueError(f"{path}, from where the run read it, is not the tokenizer that "
-                                 "the checkpoint was trained with")
-        names = copy_tokenizer(path, folder)
+        path = given or tokenizer_of(state)
+        names = copy_tokenizer(path, folder / "llm")
+        (folder / "tokenizer").mkdir()
+        copy_tokenizer(path, folder / "tokenizer", plain=True)
     except ValueError as e:
         if given is not None:
             raise
-        log(f"warning: llm/ has no tokenizer: {str(e).splitlines()[-1].strip()}; name it with "
-            "--tokenizer")
+        log(f"warning: the export has no tokenizer: {str(e).splitlines()[-1].strip()}")
         return None
-    log(f"llm/ tokenizer from {path}: {', '.join(names)}")
+    log(f"tokenizer/ and llm/ have the tokenizer of {path}: {', '.join(names)}")
     try:
-        if told := write_ends(path, folder):
+        if told := write_ends(path, folder / "llm"):
             log(f"warning: llm/: {told}")
     except Exception as error:  # transformers raises many types on a tokenizer that it cannot load
         log(f"warning: llm/: eos_token_id and pad_token_id are not written: {error}")
-    if given is not None and _is_other(given, trained):
+    if given is not None and is_other(given, state):
         log(f"warning: --tokenizer {given} differs from the one that the checkpoint was trained "
             "with (tokenizer.json, chat template or special tokens): the same text may be other "
             "token ids")
     return str(path)
-
-
-def _is_other(path: Path, trained: str | None) -> bool:
-    """Whether a tokenizer is not the one whose digest a checkpoint records; one of before that was
-    recorded is not known."""
-    from orchmllm.data.text.tokenizer import ChatTokenizer
-
-    try:
-        return trained is not None and ChatTokenizer(path).digest != trained
-    except ValueError:  # not one that a run can be trained with
-        return True

@@ -90,6 +90,8 @@ def dry_run(recipe: Recipe, num_ranks: int, hardware: Hardware, steps: int = 20,
         "without": sorted(without), "balanced": recipe.balance.enabled,
         "checkpointing": choice, "memory_budget_bytes": budget, "allowed_by": allowed_by,
         "parameters": parameters(recipe.model), "state_bytes": memory.state_bytes(),
+        "save_bytes": memory.save_bytes(recipe.checkpoint),
+        "writers_per_node": min(job.ranks_per_node, job.shard_size),
     }
     report |= _workload(recipe, drawn, spec, memory, choice, hardware, steps,
                         job.global_batch_size / count)

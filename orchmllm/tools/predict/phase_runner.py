@@ -21,6 +21,9 @@ from orchmllm.models.parts import init_parameters
 from orchmllm.models.vision import VisionEncoder
 from orchmllm.plan.assign import PHASES
 
+CYCLES_PER_S = 2e9  # of a GPU's clock, at most
+MOST_LAUNCH_S = 0.2  # that a GPU is kept busy before a call
+
 
 def shortened(model: ModelConfig, layers: int) -> ModelConfig:
     """The same widths with at most `layers` layers in each submodule."""
@@ -44,10 +47,13 @@ class Work:
 
 class Clock:
     """Seconds of a call: on CUDA between two events of the stream, on a CPU the calling thread's
-    CPU time (backward runs in it), which other processes on the machine change little."""
+    CPU time (backward runs in it), which other processes on the machine change little.
+
+    A GPU is kept busy until the call's kernels are in its queue, as the step before does it in
+    training: else kernels that are shorter than their launch would be timed by their launch."""
 
     def __init__(self, device: torch.device) -> None:
-        self.on_gpu = device.type == "cuda"
+        self.on_gpu, self._launch_s = device.type == "cuda", 0.0
         self.unit = "seconds on the GPU" if self.on_gpu else "CPU seconds of one thread"
 
     def seconds(self, call: Callable[[], object]) -> float:
@@ -56,14 +62,21 @@ class Clock:
             call()
             return time.thread_time() - started
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(int(CYCLES_PER_S * self._launch_s))
         start.record()
+        started = time.perf_counter()
         call()
+        self._launch_s = min(time.perf_counter() - started, MOST_LAUNCH_S)
         end.record()
         end.synchronize()
         return start.elapsed_time(end) / 1e3
 
     def best(self, call: Callable[[], object], repeat: int) -> float:
-        """The shortest of `repeat` calls: what disturbs one only makes it longer."""
+        """The shortest of `repeat` calls: what disturbs one only makes it longer. On a GPU after
+        one that does not count, in which memory is allocated and the time of the launch is found.
+        """
+        if self.on_gpu:
+            self.seconds(call)
         return min(self.seconds(call) for _ in range(repeat))
 
 

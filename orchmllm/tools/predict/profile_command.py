@@ -1,4 +1,7 @@
-"""orchmllm profile: forward times of a recipe's phases on the device at hand, for `orchmllm plan`.
+"""Measures how long the phases of a recipe take on the device at hand, for the option --profile of
+`orchmllm papers plan`.
+
+    orchmllm profile recipes/demo.yaml --device cpu --repeat 1
 
 Two depths are measured and the difference scaled to the recipe's layers, so that a model fits that
 would not as a whole. Forward is taken as a third of forward and backward."""
@@ -15,12 +18,17 @@ from orchmllm.config.recipe import load_recipe
 from orchmllm.plan.assign import PHASES
 from orchmllm.tools.predict.options import lengths_parser
 
-SIZES = (1, 2, 4, 8)  # items of a measurement, each of --rows positions
+SIZES = (1, 2, 4, 8)  # items of a measurement on a CPU
+# Positions of one on a GPU, as many as a rank has in training: with fewer, kernels are shorter than
+# their launch.
+GPU_ROWS = (4096, 8192, 16384, 32768, 65536)
+CHUNK_ROWS = 4096  # of the loss there, if the recipe makes it in one piece
 
 
 OPTIONS = (("--out", Path("profile.json"), "where the times go"),
            ("--device", str, "cuda or cpu (cuda if there is a GPU)"),
-           ("--rows", 256, "positions of an item"),
+           ("--rows", int, "positions of an item (256; on a GPU 1024, and items for 4k to 64k "
+            "positions)"),
            ("--repeat", 3, "runs of which the quickest counts"))
 
 
@@ -37,21 +45,23 @@ def measure(recipe, phase: str, args: Namespace) -> dict[str, list[float]]:
     config = getattr(recipe.model, phase)
     side = config.merge_size if phase == "vision" else 1  # an image is a strip of whole tokens
     group = side**2 if phase != "audio" else config.stack
-    length = max(args.rows // group, 1) * group
+    on_gpu = device.type == "cuda"
+    length = max((args.rows or (1024 if on_gpu else 256)) // group, 1) * group
+    sizes = sorted({max(rows // length, 1) for rows in GPU_ROWS}) if on_gpu else SIZES
     grid = [1, side, (2 if phase == "audio" else 1) * length // side]
     totals = []
     for depth in (1, 2):
         model = shortened(recipe.model, depth)
         model = replace(model, **{phase: replace(getattr(model, phase), pretrained="")})
         runner = PhaseRunner(model, phase, device, dtype, recipe.run.seed,
-                             recipe.fsdp.loss_chunk_rows)
+                             recipe.fsdp.loss_chunk_rows or CHUNK_ROWS * on_gpu)
         totals.append([runner.seconds(Work(
             phase, lengths_of(phase, config, np.full(n, length)), np.tile(grid, (n, 1))),
-            args.repeat) for n in SIZES])
+            args.repeat) for n in sizes])
     first, second = np.array(totals)
     layers = max(config.num_layers - 1, 0)
     ms = 1e3 / 3 * (first + layers * np.maximum(second - first, 1e-9))
-    return {"rows": [n * length for n in SIZES], "ms": ms.tolist()}
+    return {"rows": [n * length for n in sizes], "ms": ms.tolist()}
 
 
 @in_one_line

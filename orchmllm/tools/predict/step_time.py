@@ -159,8 +159,7 @@ def unit_traffic(unit: Unit, memory: MemoryModel, hardware: Hardware, num_ranks:
 
     over = shards if reshard == "full" else min(hardware.ranks_per_node, shards)
     again = gather(over) if unit.gathers(reshard) > 1 else 0.0
-    reduce, size = 0.0, unit.trained_size * (param if memory.fsdp.compute_dtype
-                                             else memory.element)
+    reduce, size = 0.0, unit.trained_size * DTYPE_BYTES[memory.fsdp.sum_dtype]
     if size:
         reduce = size / gather_bandwidth(shards, hardware, num_ranks) + ring_seconds(
             shards, hardware) + unit.trained_size * host

@@ -112,6 +112,8 @@ def _memory_lines(r: dict) -> list[str]:
         f"{sum(r['state_bytes'].values()) / scale:.2f} {unit}",
         "Activation checkpointing: " + ", ".join(
             f"{p} {c}" for p, c in r["checkpointing"].items()),
+        f"Memory of the host for a save: {r['save_bytes'] / scale:.2f} {unit} a rank, "
+        f"{r['save_bytes'] * r['writers_per_node'] / scale:.2f} {unit} a node",
         "", _table(f"Predicted peak memory of a rank, {unit}", *SCHEMES.values()),
         *(_table(f"  {moment}", *(f"{memory[n]['moments'][moment] / scale:.1f}" for n in SCHEMES))
           for moment in memory["balanced"]["moments"] if moment.split()[0] not in r["without"])]

@@ -20,6 +20,7 @@ from orchmllm.runtime.attempts import flat, read_attempts
 from orchmllm.runtime.log_schema import NUMBERS, PHASE_METRICS, SCHEMA_VERSION
 from orchmllm.runtime.metrics import read_rows
 from orchmllm.runtime.resumable import describe_changes
+from orchmllm.tools.report.answers import SAMPLES
 
 MEASURED = ("imbalance", "slowest_s", "rank")
 COLUMNS = (
@@ -34,15 +35,17 @@ NOTHING_MEASURED = (np.nan,) * (2 + len(Gain._fields) + len(PHASES) * len(MEASUR
 class RunLog:
     """steps: column (see COLUMNS) -> (n,) float64, one for each step that counts, by step; nan
     where nothing was logged. measured.* belong to the step of their place. validations: (m, 2) of
-    steps done and loss. restarts: (step where it went on, steps done again). quarantine: lines of
-    quarantine.jsonl. settings: dotted key -> value of all that the run was started with last.
-    changes: (step from which on, what changed). cut: the last line is still being written."""
+    steps done and loss. restarts: (step where it went on, steps done again). quarantine,
+    samples: lines of quarantine.jsonl and samples.jsonl. settings: dotted key -> value of all that
+    the run was started with last. changes: (step from which on, what changed). cut: the last line
+    is still being written."""
 
     folder: Path
     steps: dict[str, np.ndarray]
     validations: np.ndarray
     restarts: list[tuple[int, int]]
     quarantine: list[dict]
+    samples: list[dict]
     settings: dict[str, Any]
     changes: list[tuple[int, str]]
     cut: bool
@@ -82,13 +85,13 @@ def read_run(folder: Path) -> RunLog:
                          "writes its first line after its first step")
     rows, validations, cut = _read(path)
     attempts = read_attempts(folder)  # they also have versions, host and data
-    columns, restarts = _that_count(dict(zip(COLUMNS, rows.T, strict=True)))
+    columns, restarts = _rows_that_count(dict(zip(COLUMNS, rows.T, strict=True)))
     shown = {step for step, _ in restarts}
     restarts += [(step, 0) for step in _restarts(attempts) if step not in shown]
     return RunLog(
         folder, _measured_in_place(columns),
         np.array(sorted(validations.items()), float).reshape(-1, 2), sorted(restarts),
-        read_rows(folder / "quarantine.jsonl"),
+        read_rows(folder / "quarantine.jsonl"), read_rows(folder / SAMPLES),
         attempts[-1]["settings"] if attempts else _recipe(folder / "recipe.yaml"),
         _changes(attempts), cut, written_at=path.stat().st_mtime)
 
@@ -106,7 +109,7 @@ def _read(path: Path) -> tuple[np.ndarray, dict[int, float | None], bool]:
                 if version == SCHEMA_VERSION and "validation_loss" in row:
                     validations[row["step"]] = row["validation_loss"]  # a later one counts
                 elif version == SCHEMA_VERSION:
-                    if rows and row["step"] <= rows[-1][1]:  # it went back: see _that_count
+                    if rows and row["step"] <= rows[-1][1]:  # it went back: see _rows_that_count
                         validations = {s: v for s, v in validations.items() if s <= row["step"]}
                     rows.append(_numbers(offset, row))
             except (ValueError, KeyError, TypeError) as e:
@@ -139,7 +142,7 @@ def _measured_numbers(times: dict) -> list[float]:
     return out
 
 
-def _that_count(columns: dict[str, np.ndarray]
+def _rows_that_count(columns: dict[str, np.ndarray]
                 ) -> tuple[dict[str, np.ndarray], list[tuple[int, int]]]:
     """The rows that count, and where the run went back: it gave up all that it had done from there
     on, also what it has not done again yet."""

@@ -14,6 +14,7 @@ from orchmllm.config.parse import show
 from orchmllm.plan.assign import PHASES
 from orchmllm.plan.gain import Gain, spread
 from orchmllm.runtime.log_schema import METRICS
+from orchmllm.tools.report.answers import answers
 from orchmllm.tools.report.log import RunLog
 from orchmllm.tools.report.svg import Series, chart, figure, number
 from orchmllm.tools.report.verdict import (
@@ -54,7 +55,9 @@ white-space:nowrap}.legend b{color:var(--ink)}.legend i{display:inline-block;wid
 border-radius:2px;margin-right:4px}.legend i.other{height:3px;margin-bottom:3px}
 .scroll{overflow-x:auto}table{border-collapse:collapse;font-size:13px}
 td,th{padding:4px 12px 4px 0;text-align:left;border-bottom:1px solid var(--line);
-vertical-align:top}td.n,th.n{text-align:right;font-variant-numeric:tabular-nums}
+vertical-align:top}
+td img,td audio{display:block;max-width:240px;margin-bottom:4px}
+td.n,th.n{text-align:right;font-variant-numeric:tabular-nums}
 """
 
 
@@ -79,6 +82,7 @@ def page(run: RunLog, other: RunLog | None = None, title: str = "") -> str:
                  "that differ</h2>", _table(("", run.name, other.name), [
                      (key, show(a), show(b))
                      for key, (a, b) in different_settings(run, other).items()], numbers=0)]
+    body += ["<h2>Answers to held-out examples</h2>", answers(run.folder, run.samples)]
     body += ["<h2>Slowest ranks, and what they had to do</h2>", *_slowest(run),
              "<h2>Media that could not be used, by source</h2>", _quarantine(run),
              "<h2>Restarts</h2>",

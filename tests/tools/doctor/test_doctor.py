@@ -18,11 +18,12 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from orchmllm.cli import dispatch
 from orchmllm.launch import World
 from orchmllm.tools.doctor import command as doctor
-from orchmllm.tools.doctor import machine, network
+from orchmllm.tools.doctor import host_memory, machine, network
 from orchmllm.tools.doctor.machine import Check
 from orchmllm.tools.doctor.table import merged, text
 from orchmllm.tools.doctor.table import network as judged
@@ -170,6 +171,63 @@ def test_pairs_connect_all_in_few_rounds():
         assert reached == set(members)
         assert all((k, r) in pairs[p] for r in members for k, p in pairs[r])
         assert network.pairs_of(members, 3) == []
+
+
+NCCL_CASES = [  # least in a node, bytes/s of gloo's pairs, what fails
+    (0.0, 0.0, []), (1e15, 0.0, [(rank, "NCCL in a node") for rank in range(4)]),
+    (0.0, 1e15, [(rank, "NCCL between nodes") for rank in (0, 2)])]
+
+
+def nccl_of(world) -> list[list[Check]]:
+    """By case, what a rank of two nodes of two finds; gloo takes the place of NCCL."""
+    whole, found = dist.distributed_c10d._get_default_store(), []
+    place = replace(world, local_rank=world.rank % 2, local_world_size=2)
+    dist.destroy_process_group()
+    network.MOST_GATHERED = 1 << 12
+    for case, (least, gloo, _) in enumerate(NCCL_CASES):
+        network.least_in_a_node = lambda device, least=least: least
+        meeting = network.Meeting(dist.PrefixStore(f"case{case}", whole), place, {}, 60.0)
+        pairs = [{"ranks": [world.rank, 9], "bytes_per_s": gloo}] * (world.rank % 2 == 0)
+        found.append(network.nccl(meeting, torch.device("cpu"), pairs))
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    return found
+
+
+@pytest.mark.dist
+def test_slow_nccl_fails():
+    ranks = run_ranks(nccl_of, 4)
+    for case, (*_, wrong) in enumerate(NCCL_CASES):
+        found = [checks[case] for checks in ranks]
+        assert [c.name for c in found[0]] == ["NCCL in a node", "NCCL between nodes"]
+        failed = [(rank, c) for rank, checks in enumerate(found) for c in checks if not c.ok]
+        assert [(rank, c.name) for rank, c in failed] == wrong, failed
+        for _, check in failed:
+            assert "expected are more than 1000000.0 GB/s" in check.what
+            assert "NCCL_DEBUG" in check.cure
+
+
+@pytest.mark.parametrize("name, gigabytes", [
+    ("NVIDIA H100 80GB HBM3", 100), ("NVIDIA A100-SXM4-80GB", 75), ("NVIDIA L40S", 8),
+    ("Radeon", 0)])
+def test_what_nccl_has_to_reach_in_a_node(monkeypatch, name, gigabytes):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    assert network.least_in_a_node(torch.device("cuda", 0)) == 1e9 * gigabytes
+
+
+def test_the_memory_of_a_save_is_compared_with_the_hosts(capsys, monkeypatch, tmp_path):
+    """By the limit of a container."""
+    limit = tmp_path / "memory.max"
+    monkeypatch.setattr(host_memory, "LIMIT", limit)
+    changes = [DEMO, "data.path=nowhere", f"run.dir={tmp_path}", "model.llm.vocab_size=100000"]
+    found = {}
+    for most in ("max", "1000000"):
+        limit.write_text(f"{most}\n")
+        found[most] = examined(capsys, *changes)[1]["host memory"]
+    assert found["max"]["ok"] and not found["1000000"]["ok"]
+    assert "0.0 GB that are free" in found["1000000"]["what"]
+    assert "checkpoint.asynchronous=false" in found["1000000"]["cure"]
+    never = examined(capsys, *changes, "checkpoint.every_steps=-1")[1]["host memory"]
+    assert never["ok"] and never["what"].startswith("a save takes 0.0 GB")
 
 
 def pair(a: int, b: int, gbit: float) -> list[dict]:

@@ -4,6 +4,7 @@ the trained one, and transformers' own models compute what ours do."""
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -296,7 +297,7 @@ def test_the_note_and_the_lines(trip):
     assert note["parts"]["llm"]["class"] == "transformers.Qwen2ForCausalLM"
     assert trip.lines[0].endswith("every file is what was saved (SHA-256)")
     assert trip.lines[-1] == f"written: {trip.out}"
-    assert any(x.startswith("warning: llm/ has no tokenizer") for x in trip.lines)
+    assert any(x.startswith("warning: the export has no tokenizer") for x in trip.lines)
 
 
 def run(capsys, *argv: object) -> tuple[int, str, str]:
@@ -311,7 +312,7 @@ def test_the_command_line(trip, tmp_path, capsys):
     argv = ["--checkpoint", trip.checkpoint, "--out", tmp_path / "a", "--dtype", "bfloat16",
             "--tokenizer", tokenizer]
     code, out, _ = run(capsys, *argv)
-    assert code == 0 and "llm/ tokenizer from" in out
+    assert code == 0 and "tokenizer/ and llm/ have the tokenizer of" in out
     got = load_file(tmp_path / "a" / "llm" / "model.safetensors")["lm_head.weight"]
     want = torch.from_numpy(trip.parameters["llm.hf.lm_head.weight"])
     assert got.dtype == torch.bfloat16 and torch.equal(got, want.bfloat16())
@@ -328,7 +329,7 @@ def test_the_command_line(trip, tmp_path, capsys):
 
 
 def test_the_tokenizer_speaks_the_template_of_training(trip, tmp_path, capsys):
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+    from transformers import AutoTokenizer
 
     from orchmllm.data.formats.conversation import Turn
 
@@ -336,7 +337,7 @@ def test_the_tokenizer_speaks_the_template_of_training(trip, tmp_path, capsys):
     tokenizer = write_tokenizer(tmp_path / "tok")
     run(capsys, "--checkpoint", trip.checkpoint, "--out", tmp_path / "a", "--tokenizer", tokenizer)
     hf = AutoTokenizer.from_pretrained(tmp_path / "a" / "llm")
-    exact = PreTrainedTokenizerFast.from_pretrained(tmp_path / "a" / "llm")
+    exact = AutoTokenizer.from_pretrained(tmp_path / "a" / "tokenizer")
     turns = [Turn("user", ("What is it?",), False), Turn("assistant", ("A circle.",), True)]
     token_ids, _, [_] = ChatTokenizer(tokenizer).tokenize(turns)
     messages = [{"role": t.role, "content": t.parts[0]} for t in turns]
@@ -344,6 +345,16 @@ def test_the_tokenizer_speaks_the_template_of_training(trip, tmp_path, capsys):
         assert found.apply_chat_template(messages, return_dict=False) == token_ids.tolist()
     text = "don't, 12345 \n\n caf\u00e9 e\u0301  \u4e2d"  # not normalised as Qwen2's would be
     assert exact.encode(text, add_special_tokens=False) == ChatTokenizer(tokenizer).encode(text)
+
+
+def test_the_encoders_are_loaded_as_the_docs_say(trip, monkeypatch):
+    text = (ROOT / "docs/weights.md").read_text(encoding="utf-8")
+    [code] = [c for c in re.findall(r"```python\n(.*?)```", text, re.S) if "WhisperEncoder" in c]
+    monkeypatch.chdir(trip.out.parent)
+    names: dict = {}
+    exec(code, names)
+    assert names["audio"].config.d_model == trip.model.audio.hidden_size
+    assert names["vision"].config.embed_dim == trip.model.vision.hidden_size
 
 
 def test_what_is_said_about_checkpoints_that_cannot_be_exported(trip, tmp_path, capsys):
@@ -354,7 +365,7 @@ def test_what_is_said_about_checkpoints_that_cannot_be_exported(trip, tmp_path, 
         assert code == 2 and not out.exists() and not (tmp_path / ".staged_out").exists()
         return error
 
-    assert "give one of the folders run.dir/checkpoints/step_..." in said(trip.checkpoint.parent)
+    assert "or a folder run.dir/checkpoints/step_..." in said(trip.checkpoint.parent)
     broken = tmp_path / "step_00000002"
     shutil.copytree(trip.checkpoint, broken)
     shard = next(broken.glob("shard-00002*"))

@@ -68,6 +68,25 @@ def test_every_rank_was_measured(report):
     assert all(0 < x["share_of_mean"] < 1 for x in report["no_rows"].values())
 
 
+def test_the_defaults_for_a_gpu_are_what_the_docs_say(monkeypatch):
+    """38 PFLOP, counted from the batches that are run."""
+    module = script()
+    monkeypatch.setattr(module.torch.cuda, "is_available", lambda: True)
+    args = module.parse([])
+    model, flop = module.MODELS[args.model], 0.0
+    plans = module.plans_of(args, model).values()
+    for phase in PHASES:
+        work = [module.rank_work(plan, phase, rank) for plan in plans for rank in range(args.ranks)]
+        largest = max(work, key=lambda w: w.lengths.positions.sum())
+        for depth in module.depths(args.layers, getattr(model, phase).num_layers):
+            short = module.shortened(model, depth)
+            flop += args.repeat * sum(w.useful_flop(short) for w in work) + largest.useful_flop(
+                short)
+    assert f"{flop / 1e15:.0f} PFLOP" in (ROOT / "docs" / "gpu.md").read_text()
+    assert f"{flop / 1e15:.0f} PFLOP, 2 minutes at 35%" in module.__doc__
+    assert 90 < flop / (0.35 * 989e12) < 150  # seconds
+
+
 def test_padding_costs_time(report):
     """Windows of 30 s around shorter clips take several times as long: far more than noise."""
     modes = report["audio_modes"]

@@ -66,6 +66,7 @@ def figure(r: dict, key: str) -> float:
     ({"train__accumulation_steps": 2}, [], ["step_s", "memory", "llm_s", "tokens_per_gpu"]),
     ({"train__batch_size": 8}, [], ["step_s", "memory"]),
     ({"train__global_batch_size": 40}, ["step_s", "memory"], []),
+    ({"fsdp__reduce_dtype": "bfloat16"}, ["llm backward", "traffic_s"], []),
     ({"fsdp__prefetch": 2}, [], ["llm forward"]),
     ({"fsdp__shard_size": 8}, [], ["memory", "update_s"]),
     ({"fsdp__activation_checkpointing": "full"}, ["memory"], ["llm_s"]),
@@ -151,9 +152,13 @@ def test_what_is_not_modelled_is_named():
     assert "fsdp.compile" not in " ".join(report()["not_modelled"])
 
 
-def test_memory_of_a_smaller_gpu_is_what_counts():
-    """fsdp.memory_gb is 74 in the recipe; an L40S has 48."""
-    assert report(gpu={"gpu": "l40s"})["memory_budget_bytes"] == pytest.approx(0.92 * 48e9)
+@pytest.mark.parametrize("gpu, gigabytes", [("l40s", 48), ("h100-sxm", 85), ("h200", 150)])
+def test_memory_of_the_gpu_is_what_counts(gpu, gigabytes):
+    """No shipped recipe names a number that would leave a part of a larger GPU unused."""
+    budget = report(gpu={"gpu": gpu})["memory_budget_bytes"]
+    assert budget == pytest.approx(0.87e9 * gigabytes)
+    smaller = report(gpu={"gpu": gpu}, fsdp__memory_gb=90.0)["memory_budget_bytes"]
+    assert smaller == (90e9 if gigabytes > 90 else budget)
 
 
 @pytest.mark.parametrize("name, kind", [

@@ -54,7 +54,7 @@ def test_a_recipe_without_a_number_of_ranks(tmp_path):
     run = python("-m", "orchmllm", "dry-run", path)
     text = checked(run.returncode, run.stdout, run.stderr)
     assert text.startswith("8 ranks (one node")
-    assert re.search(r"It fits: the fullest rank needs \d+\.\d GB; tensors may take 78\.2 GB", text)
+    assert re.search(r"It fits: the fullest rank needs \d+\.\d GB; tensors may take 74\.0 GB", text)
     assert re.search(r"fsdp.memory_gb is not set\)\. \d+\.\d GB are left", text)
     assert "h100-sxm, 85 GB; 8 a node" in text
     assert "of 7." in text and "Between nodes" not in text

@@ -1,0 +1,63 @@
+"""What a checkpoint is of: its run's newest one, its model's shapes, its tokenizer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from orchmllm.config.model import ModelConfig
+from orchmllm.data.formats.open import beside
+from orchmllm.models.names import PARTS
+
+
+def checkpoint_in(folder: Path) -> Path:
+    """The checkpoint that a folder is, or the newest one of a run folder. Raises ValueError."""
+    from orchmllm.runtime.lineage import list_saved
+
+    if (folder / "state.json").is_file():
+        return folder
+    saved = [s.path for s in list_saved(folder / "checkpoints") if s.sequence >= 0]
+    if not saved:
+        raise ValueError(f"{folder} is no checkpoint and no run folder with one: give the run.dir "
+                         "of a run, or a folder run.dir/checkpoints/step_...")
+    return saved[0]
+
+
+def model_of(state: dict) -> ModelConfig:
+    """The shapes that a checkpoint was saved with; keys that came later have their defaults. Raises
+    ValueError for those of another version."""
+    kinds = {part: type(getattr(ModelConfig(), part)) for part in PARTS}
+    try:
+        model = state["model"]
+        return ModelConfig(
+            **{p: kind(**model[p]) for p, kind in kinds.items()},
+            **{name: model[name] for name in ("pretrained", "config") if name in model})
+    except (KeyError, TypeError) as e:
+        raise ValueError("state.json is not that of a checkpoint of a run, or of a newer version "
+                         f"of orchmllm: {e}") from None
+
+
+def tokenizer_of(state: dict) -> Path:
+    """Where the run of a checkpoint read its tokenizer. state: of the checkpoint. Raises ValueError
+    if that is not known, or another tokenizer is there by now."""
+    run = state.get("attempt", {}).get("settings", {})
+    if not run:
+        raise ValueError("state.json does not say with which tokenizer it was trained: name it "
+                         "with --tokenizer")
+    path = Path(run["data.tokenizer"] or beside(
+        run["data.path"] or run["data.sources[0].path"]))
+    if path.exists() and is_other(path, state):
+        raise ValueError(f"{path}, from where the run read it, is not the tokenizer that the "
+                         "checkpoint was trained with: name that with --tokenizer")
+    return path
+
+
+def is_other(path: Path, state: dict) -> bool:
+    """Whether a tokenizer is not the one whose digest a checkpoint records; one of before that was
+    recorded is not known."""
+    from orchmllm.data.text.tokenizer import ChatTokenizer
+
+    trained = state.get("attempt", {}).get("settings", {}).get("content.tokenizer")
+    try:
+        return trained is not None and ChatTokenizer(path).digest != trained
+    except ValueError:  # not one that a run can be trained with
+        return True

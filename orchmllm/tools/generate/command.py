@@ -1,0 +1,56 @@
+"""Answers a question about images and clips with a model that was trained here, or with any model
+of transformers that takes images and text. The answer goes to the standard output.
+
+    orchmllm generate runs/mine --image cat.jpg "What is this?"
+    orchmllm generate exported --image cat.jpg --audio purr.wav "What is it?"
+    orchmllm generate models/Qwen2-VL-2B --image cat.jpg "What is this?"
+
+FOLDER is the run.dir of a run, of which the newest checkpoint is taken, one of its checkpoints, an
+export, or a folder of transformers' save_pretrained, whose code is never run. Media come before the
+question, in their order; `<image>` and `<audio>` in the question put them elsewhere.
+"""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+from pathlib import Path
+
+from orchmllm.cli.options import command_parser, in_one_line
+from orchmllm.data.media.medium import Medium
+from orchmllm.hf.tensors import DTYPES
+from orchmllm.plan.layout import AUDIO, VISION
+
+
+@in_one_line
+def main(argv: list[str]) -> int:
+    parser = command_parser("generate", __doc__, (
+        ("--max-tokens", 256, "tokens of the answer at most"),
+        ("--temperature", 0.0, "tokens are drawn; 0: the most likely one is taken"),
+        ("--top-p", 1.0, "tokens are drawn from those of so much probability"),
+        ("--seed", 0, "of what is drawn"),
+        ("--tokenizer", Path, "tokenizer.json or its folder (default: that of the training)")))
+    parser.usage = "%(prog)s [options] FOLDER QUESTION"
+    parser.add_argument("folder", type=Path, metavar="FOLDER")
+    parser.add_argument("question", metavar="QUESTION")
+    for flag, modality in (("--image", VISION), ("--audio", AUDIO)):
+        parser.add_argument(flag, dest="media", action="append", default=[], metavar="FILE",
+                            type=partial(_medium, modality), help="any number of them")
+    parser.add_argument("--dtype", choices=list(DTYPES), default="", metavar="DTYPE",
+                        help=f"{', '.join(DTYPES)} (default: as saved)")
+    args = parser.parse_args(argv)
+    if not args.temperature >= 0 or not 0 < args.top_p <= 1:
+        parser.error(f"--temperature {args.temperature} --top-p {args.top_p}: must be at least 0, "
+                     "and above 0 and at most 1")
+    if args.top_p < 1 and not args.temperature:
+        parser.error("--top-p needs --temperature above 0: at 0 nothing is drawn")
+    from orchmllm.tools.generate.own import answer_own, is_own
+    from orchmllm.tools.generate.whole import answer_whole
+
+    answer = answer_own if is_own(args.folder) else answer_whole
+    print(answer(args, lambda text: print(text, file=sys.stderr, flush=True)))
+    return 0
+
+
+def _medium(modality: int, path: str) -> Medium:
+    return Medium(modality, path, path)

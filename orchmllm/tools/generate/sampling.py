@@ -1,0 +1,20 @@
+"""What both ways to an answer share: how tokens are chosen, and where."""
+
+from __future__ import annotations
+
+import argparse
+
+import torch
+
+
+def sampling(args: argparse.Namespace) -> dict:
+    """Arguments of transformers' generate, and the seed is set. args: of the command."""
+    torch.manual_seed(args.seed)
+    drawn = {"temperature": args.temperature, "top_p": args.top_p, "top_k": 0}
+    return {"max_new_tokens": args.max_tokens, "do_sample": args.temperature > 0,
+            **(drawn if args.temperature else {})}
+
+
+def device() -> torch.device:
+    """A GPU if there is one, else the CPU."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")

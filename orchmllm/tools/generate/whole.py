@@ -1,0 +1,55 @@
+"""Answers of a model of transformers, from a folder of save_pretrained with its processor."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+
+import torch
+
+from orchmllm.plan.layout import VISION
+from orchmllm.tools.generate.sampling import device, sampling
+
+
+@torch.no_grad()
+def answer_whole(args: argparse.Namespace, log: Callable[[str], None]) -> str:
+    """The answer. args: of the command. log: is told how it ended. Raises ValueError or OSError."""
+    from transformers import (
+        AutoConfig,
+        AutoModelForCausalLM,
+        AutoModelForImageTextToText,
+        AutoProcessor,
+        AutoTokenizer,
+    )
+    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+
+    local = {"local_files_only": True, "trust_remote_code": False}
+    config = AutoConfig.from_pretrained(args.folder, **local)
+    takes_images = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    if any(m.modality != VISION for m in args.media) or (args.media and not takes_images):
+        raise ValueError(f"{args.folder} is a {config.model_type}: only "
+                         + ("images and text are" if takes_images else "text is")
+                         + " given to it; leave the other media out, or give the folder of a run")
+    try:
+        reader = (AutoProcessor if takes_images else AutoTokenizer).from_pretrained(
+            args.tokenizer or args.folder, **local)
+    except ImportError as error:  # of a package that the processor needs
+        raise ValueError(f"{args.folder}: {' '.join(str(error).split())}") from error
+    if not reader.chat_template:
+        raise ValueError(f"{args.tokenizer or args.folder}: its processor or tokenizer has no chat "
+                         "template: add the chat_template.jinja of the model")
+    content = [*({"type": "image", "path": str(m.path)} for m in args.media),
+               {"type": "text", "text": args.question}] if takes_images else args.question
+    given = reader.apply_chat_template(
+        [{"role": "user", "content": content}], add_generation_prompt=True, tokenize=True,
+        return_dict=True, return_tensors="pt").to(device())
+    kind = AutoModelForImageTextToText if takes_images else AutoModelForCausalLM
+    model = kind.from_pretrained(args.folder, dtype=getattr(torch, args.dtype) if args.dtype
+                                 else "auto", **local).to(device()).eval()
+    before = given["input_ids"].shape[1]
+    ids = model.generate(**given, **sampling(args))[0, before:].tolist()
+    ends = model.generation_config.eos_token_id
+    ended = ids[-1:] == [ends] if isinstance(ends, int) else ids and ids[-1] in (ends or ())
+    log(f"{before} tokens before the answer, {len(ids)} in it"
+        + ("" if ended else f": cut off at --max-tokens {args.max_tokens}"))
+    return reader.decode(ids, skip_special_tokens=True)

@@ -1,0 +1,80 @@
+"""Writes a recipe for a data file or folder, from what its rows are and what this machine has.
+
+    orchmllm init my/data.jsonl
+    orchmllm init my/data --model models/Qwen2-0.5B --model models/whisper-tiny
+    orchmllm init --demo demo    # makes a small corpus, too
+
+Every --model is a folder of transformers' save_pretrained that a part of the model starts from;
+parts without one start from random weights. Where neither the data nor a model has a tokenizer, one
+is trained on the texts of the data.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from orchmllm.cli.options import command_parser, in_one_line
+from orchmllm.config.checkpoint_shapes import MODEL_TYPES
+from orchmllm.hf.folder import read_json
+
+RECIPES = next(path for path in (Path(__file__).parents[2] / "recipes",
+                                 Path(__file__).parents[3] / "recipes") if path.is_dir())
+
+
+@in_one_line
+def main(argv: list[str]) -> int:
+    """Exit code. Raises ValueError for what a recipe cannot be written of."""
+    parser = command_parser("init", __doc__, (
+        ("--out", Path, "the recipe (default: recipe.yaml, of the demo DIR/recipe.yaml)"),))
+    parser.add_argument("data", nargs="?", metavar="DATA",
+                        help="what data.path of a recipe names: a file, a pattern or a folder")
+    parser.add_argument("--model", type=Path, action="append", default=[], metavar="FOLDER",
+                        help="pretrained weights of one part")
+    parser.add_argument("--demo", type=Path, metavar="DIR", help="folder of a new demo corpus")
+    args = parser.parse_args(argv)
+    if bool(args.data) == bool(args.demo) or (args.demo and args.model):
+        parser.error("name DATA, or --demo DIR without --model")
+    out = args.out or (args.demo / "recipe.yaml" if args.demo else Path("recipe.yaml"))
+    if out.exists():
+        raise ValueError(f"{out} exists already: name another file with --out, or remove it")
+    if args.demo:
+        write_demo(args.demo, out)
+    else:
+        from orchmllm.tools.init.recipe import write_recipe
+
+        write_recipe(args.data, parts_of(args.model), out)
+    print(f"written: {out}; other recipes to start from are in {RECIPES}\nnext:\n"
+          f"  orchmllm data stats {out}\n  orchmllm train {out}")
+    return 0
+
+
+def write_demo(folder: Path, out: Path) -> None:
+    """The demo corpus and its recipe. Raises OSError."""
+    from orchmllm.tools.init.demo import make_corpus
+
+    print(make_corpus(folder))
+    text = (RECIPES / "demo.yaml").read_text(encoding="utf-8")
+    for key, value, own in (("dir", "runs/demo", folder / "run"), ("path", "demo_data", folder)):
+        text = text.replace(f"  {key}: {value}\n", f"  {key}: {json.dumps(str(own))}\n")
+    out.write_text(text, encoding="utf-8")
+
+
+def parts_of(models: list[Path]) -> dict[str, Path]:
+    """part of the model -> folder. Raises ValueError for one that no part can start from."""
+    parts = {kind: "vision" if kind in ("vit", "qwen2_vl") else kind for kind in MODEL_TYPES}
+    found: dict[str, Path] = {}
+    for folder in models:
+        try:
+            type_ = read_json(folder / "config.json").get("model_type")
+        except ValueError as error:
+            raise ValueError(f"--model {folder}: {error}") from error
+        part = next((parts[kind] for kind, types in MODEL_TYPES.items() if type_ in types), None)
+        if part is None or part in found:
+            known = "; ".join(f"{parts[kind]}: {', '.join(types)}"
+                              for kind, types in MODEL_TYPES.items())
+            raise ValueError(f"--model {folder}: its model_type {type_!r} " + (
+                f"is of model.{part} again" if part else "is of no part of the model")
+                + f"; there are {known}. A loop of your own takes any model: docs/loader.md")
+        found[part] = folder
+    return found

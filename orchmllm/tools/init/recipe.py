@@ -1,0 +1,199 @@
+"""The recipe of `orchmllm init`: what the data are, and a size that fits this machine."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from orchmllm.config.job import resolve
+from orchmllm.config.recipe import Recipe, SourceConfig, load_recipe
+from orchmllm.data.formats.open import DataSource, beside, index_path, open_source
+from orchmllm.data.lengths import LengthReader
+from orchmllm.data.text.tokenizer import ChatTokenizer
+from orchmllm.models.flops import padded_phases, plan_spec
+from orchmllm.plan.assign import PHASES
+from orchmllm.plan.geometry import AudioGeometry, VisionGeometry
+from orchmllm.plan.layout import MODALITIES, BatchLayout
+from orchmllm.plan.step import plan_step
+from orchmllm.sharding.fits import DEVICE_SHARE
+from orchmllm.sharding.memory import MemoryModel, loads_of
+from orchmllm.tools.init.tokenizer import train_tokenizer
+
+NUM_ROWS = 500  # that are looked at
+VOCAB_SIZE = 8192  # of a tokenizer that is trained here, at most
+BATCHES = (32, 16, 8, 4, 2, 1)
+# layers, width, width of the MLP, heads, of parts that start from random weights
+UNUSED = (1, 64, 64, 4)  # an encoder that the data have nothing for
+TEXT = """\
+# Written by `orchmllm init` for {source}.
+# {lengths}
+# docs/recipe.md has all keys; any of them can be given to a command: train.lr=1e-4
+run:
+  dir: {run}
+launch:
+  nproc_per_node: {machine.num_ranks}  # {machine.text}
+data:
+  path: {path}
+  tokenizer: {tokenizer}  # {tokens} tokens
+  num_validation: {held_out}  # rows at the end that are not learnt
+model:  # `pretrained` starts from a folder, anything else from random weights
+  vision: {vision}
+  audio: {audio}
+  llm: {llm}
+train:
+  num_steps: {steps}  # of {examples} examples; the data have {rows}
+  batch_size: {batch}  # examples of a rank; {why}
+  lr: {lr}
+  sample_every: {sample}  # steps after which held-out examples are answered
+fsdp:
+  compute_dtype: {machine.dtype}
+  activation_checkpointing: {machine.checkpointing}
+checkpoint:
+  every_steps: {save}
+"""
+
+
+class Machine(NamedTuple):
+    """budget: bytes that a rank may take. most_tokens: of the LLM in a microbatch of a rank, so
+    that a step takes seconds. max_side, encoder, llm: sizes of a model that starts from nothing."""
+
+    num_ranks: int
+    budget: float
+    text: str
+    dtype: str = "float32"
+    checkpointing: str = "none"
+    most_tokens: int = 2048
+    max_side: int = 224
+    encoder: tuple[int, ...] = (2, 128, 512, 4)
+    llm: tuple[int, ...] = (4, 256, 704, 4)
+
+
+def this_machine() -> Machine:
+    import torch
+
+    if torch.cuda.is_available():
+        gpu, count = torch.cuda.get_device_properties(0), torch.cuda.device_count()
+        return Machine(count, DEVICE_SHARE * gpu.total_memory,
+                       f"{count} x {gpu.name} of {gpu.total_memory / 1e9:.0f} GB", "bfloat16",
+                       "auto", 16384, 448, (12, 768, 3072, 12), (12, 1024, 2816, 16))
+    cores = os.cpu_count() or 1
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    ranks = min(2, cores)
+    return Machine(ranks, memory / 2 / ranks,
+                   f"no GPU, {cores} cores, {memory / 1e9:.0f} GB of memory")
+
+
+def write_recipe(path: str, models: Mapping[str, Path], out: Path) -> None:
+    """Writes the recipe for data at `path`, and says what it is made from. models: part -> folder
+    that it starts from. Raises ValueError if the data cannot be read."""
+    source, machine = open_source(SourceConfig(path=path), index_path(None)), this_machine()
+    rows = len(source)
+    some = sorted(set(np.linspace(0, rows - 1, NUM_ROWS).astype(int).tolist()))
+    tokenizer, told = _tokenizer(source, some, models, out)
+    print(f"{source}\n{told}", flush=True)
+    layouts = _layouts(source, some, tokenizer, machine)
+    every = BatchLayout.concat(layouts, [len(layouts)])
+    shares = {name: every.num_tokens[every.modality == code].sum() / every.num_tokens.sum()
+              for name, code in MODALITIES.items()}
+    p50, p90 = np.percentile(every.tokens_per_example, [50, 90])
+    lengths = (f"An example has {p50:.0f} positions (median), 9 of 10 have at most {p90:.0f}; "
+               + ", ".join(f"{share:.0%} are {name}" for name, share in shares.items()))
+    values = {
+        "source": source, "lengths": lengths, "run": json.dumps(f"runs/{Path(source.name).stem}"),
+        "machine": machine, "path": json.dumps(path), "rows": rows,
+        "tokenizer": json.dumps(str(tokenizer.path)), "tokens": tokenizer.vocab_size,
+        "held_out": min(64, rows // 10), "lr": "1e-5" if models else "1e-3",
+        **{part: _section(part, models, machine, tokenizer, part == "llm" or shares[part] > 0)
+           for part in PHASES}}
+    out.write_text(TEXT.format(**values, batch=1, why="", steps=1, examples=1, sample=0, save=0),
+                   encoding="utf-8")
+    batch, why = _batch_size(load_recipe(out), layouts, machine)  # with the shapes of the models
+    examples = batch * machine.num_ranks
+    steps = max(20, -(-3 * rows // examples))
+    out.write_text(TEXT.format(
+        **values, batch=batch, why=why, steps=steps, examples=examples, save=-(-steps // 4),
+        sample=-(-steps // 4) if values["held_out"] else 0), encoding="utf-8")
+    print(f"{lengths}\n{machine.text}: {machine.num_ranks} ranks x {batch} examples; {why}")
+
+
+def _tokenizer(source: DataSource, some: Sequence[int], models: Mapping[str, Path], out: Path
+               ) -> tuple[ChatTokenizer, str]:
+    """That of the LLM, or the one beside the data, else one that is trained on the texts of some
+    rows; and where it is from. Raises ValueError for an LLM without one."""
+    if "llm" in models:
+        return ChatTokenizer(models["llm"]), f"tokenizer of {models['llm']}"
+    try:
+        file = beside(source.config.path)
+    except ValueError:  # none lies there
+        pass
+    else:
+        return ChatTokenizer(file), f"tokenizer {file}"
+    texts = []
+    for row in some:
+        try:
+            texts += [p for turn in source.conversation(row) for p in turn.parts
+                      if isinstance(p, str)]
+        except ValueError:  # _layouts says what is wrong with it
+            continue
+    path = out.with_name(f"{out.stem}.tokenizer.json")
+    size = train_tokenizer(texts, path, VOCAB_SIZE)
+    return ChatTokenizer(path), (f"no tokenizer lies beside the data: {path} was trained on their "
+                                 f"texts ({size} tokens)")
+
+
+def _layouts(source: DataSource, some: Sequence[int], tokenizer: ChatTokenizer, machine: Machine
+             ) -> list[BatchLayout]:
+    """Of some rows; says how many cannot be used. Raises ValueError if none can."""
+    reader = LengthReader(tokenizer, VisionGeometry(max_side=machine.max_side), AudioGeometry())
+    measured = reader.plan(source.conversation, some)
+    problems = [row.problem for row in measured if row.problem is not None]
+    if problems:
+        print(f"{len(problems)} of {len(some)} rows that were looked at cannot be used; the first: "
+              f"{problems[0]}", flush=True)
+    if len(problems) == len(some):
+        raise ValueError(f"{source.config.path}: no row of it can be used")
+    return [row.layout for row in measured if row.problem is None]
+
+
+def _section(part: str, models: Mapping[str, Path], machine: Machine, tokenizer: ChatTokenizer,
+             is_used: bool) -> str:
+    """A part of the model, as YAML."""
+    sizes = (machine.llm if part == "llm" else machine.encoder) if is_used else UNUSED
+    section = dict(zip(("num_layers", "hidden_size", "intermediate_size", "num_heads"), sizes,
+                       strict=True))
+    if part == "llm":
+        section["vocab_size"] = -(-tokenizer.vocab_size // 64) * 64
+    if part in models:
+        section = {"pretrained": str(models[part])}
+    if part == "vision":
+        section["max_side"] = machine.max_side
+    text = ", ".join(f"{key}: {json.dumps(value)}" for key, value in section.items())
+    return f"{{{text}}}" + ("" if is_used else "  # the data have none: as small as can be")
+
+
+def _batch_size(recipe: Recipe, layouts: Sequence[BatchLayout], machine: Machine
+                ) -> tuple[int, str]:
+    """The largest of BATCHES that fits by the prediction, and why it is the largest."""
+    why = f"with more of them it would process over {machine.most_tokens} positions a step"
+    on_cpu = machine.checkpointing == "none"
+    choice = dict.fromkeys(PHASES, "none" if on_cpu else "full")
+    for batch in BATCHES:
+        job = resolve(replace(recipe, train=replace(recipe.train, batch_size=batch)),
+                      machine.num_ranks, machine.num_ranks)
+        drawn = np.random.default_rng(0).integers(0, len(layouts), batch * machine.num_ranks)
+        plan = plan_step(BatchLayout.concat([layouts[i] for i in drawn],
+                                            [batch] * machine.num_ranks), plan_spec(job))
+        peak = MemoryModel.of(job, on_cpu=on_cpu).peak(
+            loads_of(plan, padded_phases(recipe.model)), choice)
+        if peak > machine.budget:
+            why = (f"predicted {peak / 1e9:.3g} GB for {batch}, and a rank has "
+                   f"{machine.budget / 1e9:.3g}")
+        elif plan.positions("llm").max() <= machine.most_tokens or batch == 1:
+            return batch, why if batch < BATCHES[0] else "more are seldom of use"
+    return 1, f"{why}: it does not fit; see orchmllm plan job"

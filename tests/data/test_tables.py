@@ -1,0 +1,128 @@
+"""Tables, and rows in the rows of a file: every row is read whole or not at all; long clips and the
+limits that are ours."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import resource
+import struct
+import subprocess
+import sys
+import zlib
+from contextlib import suppress
+
+import numpy as np
+import pytest
+import soundfile
+from PIL import Image
+
+from orchmllm.config.recipe import SourceConfig
+from orchmllm.data.formats.find import find_store
+from orchmllm.data.formats.tars import TarRows
+from orchmllm.data.media.headers import MAX_IMAGE_PIXELS, image_header
+from orchmllm.data.media.medium import MediaError, RowError
+from orchmllm.data.storage.remote import NOWHERE
+from tests.lib.commands import ROOT
+from tests.lib.sources import medium_at
+
+ROWS = [{"name": f"n{k}", "text": text} for k, text in enumerate(
+    ("one, two", 'say "no"', "first\nsecond\r\nthird", "größer 🙂", "0", "the last of them"))]
+
+
+def rows_of(path, **columns) -> list[dict]:
+    """The rows of a file that can be read."""
+    config = SourceConfig(path=str(path))
+    for name, value in columns.items():
+        object.__setattr__(config.columns, name, value)
+    out = []
+    with suppress(ValueError):
+        store, _ = find_store(config, path.parent / "ix", NOWHERE)()
+        for i in range(len(store)):
+            with suppress(RowError):
+                out.append(store.row(i))
+    return out
+
+
+def written(kind: str) -> tuple[bytes, list[dict]]:
+    file = io.StringIO(newline="")
+    rows = [{**row, "text": " ".join(row["text"].split())} for row in ROWS]
+    if kind in ("csv", "tsv"):
+        how = {} if kind == "csv" else {"delimiter": "\t", "quoting": csv.QUOTE_NONE,
+                                        "quotechar": None}
+        rows = ROWS if kind == "csv" else rows
+        writer = csv.DictWriter(file, ["name", "text"], lineterminator="\r\n", **how)
+        writer.writeheader()
+        writer.writerows(rows)
+    elif kind == "jsonl":
+        file.write("".join(json.dumps(row) + "\n" for row in rows))
+    else:
+        file.write(json.dumps({"of": "x", "rows": [{"name": "n", "parts": rows}]}))
+        rows = [{"name": "n"} | row for row in rows]
+    return file.getvalue().encode(), rows
+
+
+@pytest.mark.parametrize("kind", ["csv", "tsv", "jsonl", "json"])
+def test_no_row_of_a_cut_file_is_read_in_part(kind, tmp_path):
+    data, rows = written(kind)
+    path = tmp_path / f"a.{kind}"
+    columns = {"rows": "rows", "segments": "parts"} if kind == "json" else {}
+    path.write_bytes(data)
+    assert rows_of(path, **columns) == rows
+    for at in range(len(data)):
+        for tail in (b"", bytes(len(data) - at)):
+            path.write_bytes(data[:at] + tail)
+            assert all(row in rows for row in rows_of(path, **columns)), (at, tail)
+
+
+@pytest.mark.parametrize("text, said", [
+    ("a,a\n1,2\n", "must name its columns, each once"), ("\n", "no line names its columns"),
+    ("", "no line names its columns"), ("a,,b\n", "must name its columns")])
+def test_a_table_has_to_name_its_columns(text, said, tmp_path):
+    (tmp_path / "a.csv").write_text(text)
+    with pytest.raises(ValueError, match=said):
+        find_store(SourceConfig(path=str(tmp_path / "a.csv")), tmp_path, NOWHERE)()
+
+
+def test_an_image_that_pillow_refuses_names_our_limit(tmp_path):
+    file = io.BytesIO()
+    Image.new("1", (8, 8)).save(file, "PNG")
+    data = file.getvalue()
+    header = b"IHDR" + struct.pack(">II", 30_000, 30_000) + data[24:29]
+    (tmp_path / "a.png").write_bytes(
+        data[:12] + header + struct.pack(">I", zlib.crc32(header)) + data[33:])
+    with pytest.raises(MediaError, match=f"more than the limit of {MAX_IMAGE_PIXELS} pixels"):
+        image_header(medium_at(tmp_path / "a.png"))
+
+
+def test_members_of_one_row_may_begin_with_the_folder(tmp_path):
+    from tests.data.test_safety import write_tar
+
+    path = write_tar(tmp_path / "a.tar", [("./000.txt", b"words"), ("000.json", b'{"id": 1}')])
+    assert TarRows(path, 1 << 20, tmp_path).row(0) == {"text": "words", "id": 1}
+
+
+def decoded(path: str) -> None:
+    from orchmllm.data.media.decode import decode_audio
+    from orchmllm.data.media.medium import Medium
+    from orchmllm.plan.geometry import AudioGeometry
+    from orchmllm.plan.layout import AUDIO
+
+    print(len(decode_audio(Medium(AUDIO, path, path), AudioGeometry())),
+          resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10)
+
+
+@pytest.mark.slow
+def test_a_clip_of_59_minutes_takes_no_more_than_700_mb(tmp_path):
+    rng = np.random.default_rng(0)
+    with soundfile.SoundFile(tmp_path / "a.flac", "w", 24000, 2) as file:
+        minute = rng.normal(0, 0.05, (24000 * 60, 2)).astype("float32")
+        for _ in range(59):
+            file.write(minute)
+    done = subprocess.run(
+        [sys.executable, "-c", "from tests.data.test_tables import decoded; import sys; "
+         "decoded(sys.argv[1])", str(tmp_path / "a.flac")], cwd=ROOT, check=True,
+        capture_output=True, text=True)
+    rows, peak = map(int, done.stdout.split())
+    assert rows == 59 * 6000 and peak <= 700, peak

@@ -1,0 +1,121 @@
+"""What docs/*.md show to type, and a folder in which it can be typed."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from contextlib import redirect_stdout, suppress
+from dataclasses import replace
+from io import StringIO
+from pathlib import Path
+from typing import NamedTuple
+
+import yaml
+
+from orchmllm.cli import dispatch
+from tests.lib.commands import ROOT, TINY, make_demo_data
+from tests.lib.hf_models import HF_MODEL, write_models
+
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PROGRAMS = ("orchmllm", "python", "torchrun", "make", "sbatch", "diff", "pip", "scripts/", ". ")
+# What the pages leave open, and what is made small.
+INSTEAD = (
+    (r"\b(RECIPE|R\.yaml|R)(?=\s|$)", "small.yaml"), (r"YOUR\.jsonl", "demo_data/data.jsonl"),
+    (r"^(?!orchmllm data)(.*)recipes/demo\.yaml", r"\1small.yaml"),  # docs/data.md shows its data
+    (r"data\.path=\S+", "data.path=demo_data"), (r"stats DATA", "stats demo_data/data.jsonl"),
+    (r"--nproc-per-node 8", "--nproc-per-node 2"), (r"num_steps=\d+", "num_steps=4"),
+    (r"recipes/pretrained_7b\.yaml", "tiny.yaml"), (r"\[--ranks 64\]", "--ranks 64"),
+    (r"runs/(pretrained_7b|x)/checkpoints/step_\d+", "runs/mine/checkpoints/step_00000002"),
+    (r"runs/plain", "runs/mine"),
+    (r"mllm84b\.yaml --validate",  # on a machine that has no data for it, and no disk
+     "mllm84b.yaml --validate data.path=demo_data checkpoint.every_steps=-1"),
+    (r"plan (units\|)?split\|recompute small\.yaml", "plan recompute small.yaml --mix natural"),
+)
+
+
+class Shown(NamedTuple):
+    """A line that a page shows. output: what it shows below, "" for nothing."""
+
+    page: Path
+    line: str
+    output: str
+
+    @property
+    def command(self) -> str:
+        """Without its comment."""
+        return re.sub(r"\s+#.*", "", self.line)
+
+    @property
+    def needs_gpus(self) -> bool:
+        return bool(re.search(r"#.*\bneeds (a GPU|GPUs)\b", self.line))
+
+
+def shown(page: Path) -> list[Shown]:
+    """All commands in the blocks of a page, in their order."""
+    found = []
+    text = page.read_text(encoding="utf-8").replace("\\\n", " ")
+    for block in re.findall(r"^```\w*\n(.*?)^```", text, re.S | re.M):
+        if "$ " in block:
+            for part in re.split(r"^\$ ", block, flags=re.M)[1:]:
+                line, _, output = part.partition("\n")
+                found.append(Shown(page, line, output.rstrip()))
+        else:
+            found += [Shown(page, line.strip(), "") for line in block.splitlines()
+                      if re.match(r"([A-Z_]+=\S+ )*(" + "|".join(map(re.escape, PROGRAMS))
+                                  + r")", line) and " " in line]
+    return found
+
+
+def examples(command: str) -> list[Shown]:
+    """Those of the help text of a command."""
+    with redirect_stdout(StringIO()) as said, suppress(SystemExit):
+        dispatch([*command.split(), "--help"])
+    lines = re.findall(r"^ +(orchmllm .*?)(?: \[section.*| {2,}.*)?$", said.getvalue(), re.M)
+    return [Shown(Path(f"{command} --help"), line, "") for line in lines
+            if line.startswith(f"orchmllm {command} ")]
+
+
+def to_type(command: str) -> str:
+    """The command as it can be typed in the folder of `make_folder`."""
+    for pattern, text in INSTEAD:
+        command = re.sub(pattern, text, command)
+    return command
+
+
+def make_folder(folder: Path) -> Path:
+    """The demo's corpus, a small recipe of it, a recipe of tiny Hugging Face folders, and what the
+    repository has."""
+    for name in ("recipes", "examples", "scripts"):
+        (folder / name).symlink_to(ROOT / name)
+    (folder / "docs").mkdir()
+    make_demo_data(folder / "demo_data", 400)
+    small = yaml.safe_load((ROOT / "recipes/demo.yaml").read_text(encoding="utf-8"))
+    for override in (*TINY, "checkpoint.every_steps=2", "data.index_dir=small_index"):
+        key, _, value = override.partition("=")
+        section = small
+        *path, last = key.split(".")
+        for name in path:
+            section = section.setdefault(name, {})
+        section[last] = yaml.safe_load(value)
+    (folder / "small.yaml").write_text(yaml.safe_dump(small), encoding="utf-8")
+    write_models(folder / "models", replace(HF_MODEL, llm=replace(
+        HF_MODEL.llm, vocab_size=512, rope_theta=1e6)))
+    parts = {part: {"pretrained": f"models/{part}"} for part in ("vision", "audio", "llm")}
+    parts["vision"]["max_side"] = 112
+    parts["audio"] |= {key: getattr(HF_MODEL.audio, key) for key in (
+        "num_layers", "hidden_size", "intermediate_size", "num_heads", "num_mels")}
+    (folder / "tiny.yaml").write_text(yaml.safe_dump({
+        "run": {"dir": "runs/tiny"}, "data": {"path": "demo_data"}, "model": parts,
+        "train": {"num_steps": 2, "batch_size": 2}}), encoding="utf-8")
+    return folder
+
+
+def typed(command: str, folder: Path) -> subprocess.CompletedProcess:
+    """A shell's result of the command in the folder; its output and errors are one text."""
+    return subprocess.run(
+        ["bash", "-c", to_type(command)], cwd=folder, text=True, stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT, env=os.environ | {
+            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+            "PYTHONPATH": str(ROOT), "COLUMNS": "80", "PIP_NO_INDEX": "1"})

@@ -1,0 +1,86 @@
+"""train.sample_every: what the model answers to held-out examples while it trains."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from orchmllm.config.recipe import load_recipe
+from orchmllm.models.generate import prompt_of
+from orchmllm.runtime.build import build_dataset
+from orchmllm.runtime.metrics import read_rows
+from orchmllm.trainer import Trainer
+from tests.lib.commands import TINY
+from tests.lib.ranks import run_ranks
+from tests.lib.training import listened
+
+SMALL = [*TINY, "data.num_validation=3", "train.num_steps=2", "train.num_samples=3",
+         "train.sample_tokens=5", "checkpoint.every_steps=-1", "run.resume=never",
+         "fsdp.reshard_after_forward=false"]
+
+
+def trained(world, recipe) -> tuple[list, dict[str, bytes], list[int], list[str]]:
+    """(losses, norms and plans of the steps, this rank's weights, state of torch's generator,
+    what was said)."""
+    said = listened()
+    trainer = Trainer(recipe, world)
+    try:
+        rows: list[dict] = []
+        trainer.run(rows)
+        weights = {n: p.detach().to_local().numpy().tobytes()
+                   for n, p in trainer.model.named_parameters()}
+        return ([[row.get(key) for key in ("loss", "grad_norm", "phases", "validation_loss")]
+                 for row in rows], weights, torch.get_rng_state().tolist(), said)
+    finally:
+        trainer.close()
+
+
+@pytest.mark.dist
+def test_training_is_bit_equal_with_and_without_samples(demo_corpus, tmp_path):
+    """The one example that a rank is to ask about cannot be read: both ranks go on all the same."""
+    data = tmp_path / "data"
+    shutil.copytree(demo_corpus, data)
+    rows = [json.loads(line) for line in (data / "data.jsonl").read_text().splitlines()]
+    broken = len(rows) - 2  # of rank 1, which then has no example
+    [name, *_] = rows[broken]["images"] + rows[broken]["audios"]
+    (data / name).write_bytes(b"no medium")
+    recipe = load_recipe("recipes/demo.yaml", [*SMALL, f"data.path={data}"])
+    (tmp_path / "1").mkdir()
+    (tmp_path / "1" / "samples.jsonl").write_text('{"step": 9, "example": 0}\n')  # of another run
+    plain, sampled = (run_ranks(trained, 2, replace(
+        recipe, run=replace(recipe.run, dir=str(tmp_path / f"{every}")),
+        train=replace(recipe.train, sample_every=every))) for every in (0, 1))
+    assert [rank[:3] for rank in sampled] == [rank[:3] for rank in plain]
+    assert not (tmp_path / "0" / "samples.jsonl").exists()
+    lines = read_rows(tmp_path / "1" / "samples.jsonl")
+    assert [(line["step"], line["example"]) for line in lines] == [
+        (step, len(rows) - 3 + k) for step in (1, 2) for k in range(3)]
+    for line in lines:
+        if line["example"] == broken:
+            assert "MediaError" in line["error"] and name in line["error"]
+        else:
+            assert line["expected"] == rows[line["example"]]["conversations"][1]["value"]
+            assert line["answer"] and isinstance(line["ended"], bool)
+    said = [line for line in sampled[0][3] if line.startswith("sample of step 2")]
+    assert len(said) == 3 and any("it cannot be asked about: MediaError" in line for line in said)
+
+
+def test_a_prompt_is_what_training_sees_before_the_first_answer(demo_corpus):
+    recipe = load_recipe("recipes/demo.yaml", [*TINY, f"data.path={demo_corpus}"])
+    dataset = build_dataset(recipe)
+    rows = [json.loads(line) for line in
+            Path(demo_corpus, "data.jsonl").read_text().splitlines()]
+    for k, row in enumerate(rows):
+        example = dataset.load(k)
+        prompt, answer = prompt_of(example, dataset.layout(k))
+        text = dataset.tokenizer.decode([i for i in prompt.token_ids.tolist() if i])
+        assert text.endswith("<|im_start|>assistant\n") and text.count("assistant\n") == 1
+        assert dataset.tokenizer.decode(answer) == row["conversations"][1]["value"] + "<|im_end|>"
+        assert prompt.segments[:, 3].sum() == len(prompt.token_ids)
+        marks = row["conversations"][0]["value"]
+        assert (prompt.segments[:, 0] > 0).sum() == marks.count("<image>") + marks.count("<audio>")

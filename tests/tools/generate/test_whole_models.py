@@ -1,0 +1,75 @@
+"""`orchmllm generate` of a folder of transformers: a model of images and text, its processor."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from orchmllm.cli import dispatch
+from tests.lib.tiny_models import shrink
+from tests.lib.tokenizers import SPECIAL, write_tokenizer
+
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% for p in m.content %}"
+    "{% if p.type == 'image' %}<image>{% else %}{{ p.text }}{% endif %}{% endfor %}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
+
+
+def write_model(folder: Path) -> None:
+    """A tiny random LLaVA with its processor."""
+    from transformers import (
+        CLIPImageProcessor,
+        LlavaConfig,
+        LlavaForConditionalGeneration,
+        LlavaProcessor,
+        PreTrainedTokenizerFast,
+    )
+
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_file=str(write_tokenizer(folder, (*SPECIAL, "<image>"))),
+        eos_token="<|im_end|>", pad_token="<|endoftext|>")
+    side = {"height": 16, "width": 16}
+    LlavaProcessor(
+        CLIPImageProcessor(size={"shortest_edge": 16}, crop_size=side), tokenizer, patch_size=4,
+        vision_feature_select_strategy="default", num_additional_image_tokens=1,
+        image_token="<image>", chat_template=TEMPLATE).save_pretrained(folder)
+    config = shrink(LlavaConfig(), {"text_config.vocab_size": 400})
+    config.image_token_id = tokenizer.convert_tokens_to_ids("<image>")
+    torch.manual_seed(0)
+    model = LlavaForConditionalGeneration(config)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(torch.randn(p.shape) * 0.5)
+    model.generation_config.eos_token_id = tokenizer.eos_token_id
+    model.save_pretrained(folder)
+
+
+@pytest.mark.slow
+@torch.no_grad()
+def test_a_model_of_transformers_answers_as_it_does_there(tmp_path, capsys):
+    from transformers import AutoModelForImageTextToText, AutoProcessor
+
+    write_model(tmp_path)
+    path = tmp_path / "image.png"
+    pixels = np.random.default_rng(0).integers(0, 255, (40, 60, 3), np.uint8)
+    Image.fromarray(pixels).save(path)
+    processor = AutoProcessor.from_pretrained(tmp_path)
+    model = AutoModelForImageTextToText.from_pretrained(tmp_path)
+    given = processor.apply_chat_template([{"role": "user", "content": [
+        {"type": "image", "image": Image.open(path)}, {"type": "text", "text": "What is drawn?"}]}],
+        add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt")
+    ids = model.generate(**given, do_sample=False, max_new_tokens=16)
+    answers = []
+    for media in (["--image", str(path)], []):
+        capsys.readouterr()
+        assert dispatch(["generate", str(tmp_path), *media, "What is drawn?", "--max-tokens",
+                         "16"]) == 0
+        answers.append(capsys.readouterr().out.removesuffix("\n"))
+    want = processor.decode(ids[0, given["input_ids"].shape[1]:], skip_special_tokens=True)
+    assert answers[0] == want != answers[1]
+    assert dispatch(["generate", str(tmp_path), "--audio", "a.wav", "What is heard?"]) == 2
+    assert "is a llava: only images and text are given to it" in capsys.readouterr().err

@@ -1,0 +1,108 @@
+"""`orchmllm init`: a recipe for what the data are, which trains."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from orchmllm.cli import dispatch
+from orchmllm.config.recipe import load_recipe
+from tests.lib.commands import TINY, make_demo_data, python
+from tests.lib.hf_models import HF_MODEL, write_models
+from tests.lib.tokenizers import write_tokenizer
+
+
+@pytest.fixture
+def data(demo_corpus, tmp_path) -> Path:
+    """Rows and media without a tokenizer, in a folder of their own; a row cannot be used."""
+    folder = tmp_path / "my data"
+    shutil.copytree(demo_corpus, folder, ignore=lambda *_: ["tokenizer.json", "README.txt"])
+    with (folder / "data.jsonl").open("a") as file:
+        file.write('{"conversations": [{"from": "nobody", "value": "?"}]}\n')
+    return folder / "data.jsonl"
+
+
+def init(capsys, *argv: object) -> tuple[int, str]:
+    code = dispatch(["init", *map(str, argv)])
+    return code, "".join(capsys.readouterr())
+
+
+def test_a_recipe_for_rows_of_ones_own_can_be_trained(data, tmp_path, capsys):
+    out = tmp_path / "mine.yaml"
+    code, said = init(capsys, data, "--out", out)
+    assert code == 0 and "17 rows of llava in JSONL" in said
+    assert "1 of 17 rows that were looked at cannot be used; the first: " in said
+    assert f"{tmp_path}/mine.tokenizer.json was trained on their texts (" in said
+    assert said.endswith(f"next:\n  orchmllm data stats {out}\n  orchmllm train {out}\n")
+    recipe = load_recipe(out)
+    assert (recipe.data.path, recipe.data.tokenizer) == (
+        str(data), f"{tmp_path}/mine.tokenizer.json")
+    assert recipe.model.vision.num_layers > 1 and recipe.train.sample_every
+    assert dispatch(["train", str(out), "--validate", f"run.dir={tmp_path}/run"]) == 0
+    capsys.readouterr()
+    before = out.read_bytes()
+    code, said = init(capsys, data, "--out", out)
+    assert code == 2 and said.startswith(f"error: {out} exists already: name another file")
+    assert out.read_bytes() == before
+
+
+@pytest.mark.slow
+def test_parts_start_from_the_models_that_are_named(data, tmp_path, capsys):
+    """Text alone needs no encoder of a size; the tokenizer is that of the LLM."""
+    model = replace(HF_MODEL, llm=replace(HF_MODEL.llm, vocab_size=512))
+    write_models(tmp_path / "m", model)
+    rows = [json.loads(line) for line in data.read_text().splitlines()[:-1]]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows if not row["audios"]))
+    out, llm, vision = tmp_path / "r.yaml", tmp_path / "m" / "llm", tmp_path / "m" / "vision"
+    argv = [data, "--out", out, "--model", llm, "--model", vision]
+    code, said = init(capsys, *argv)
+    assert code == 2 and f"{llm}/tokenizer.json: no such tokenizer file" in said
+    write_tokenizer(llm)
+    assert init(capsys, *argv)[0] == 0
+    recipe = load_recipe(out)
+    assert recipe.model.llm.pretrained == str(llm) and recipe.model.llm.vocab_size == 512
+    assert recipe.model.vision.family == "qwen2_vl" and recipe.train.lr == 1e-5
+    assert recipe.model.audio.num_layers == 1 and "the data have none" in out.read_text()
+    assert recipe.data.tokenizer == str(llm / "tokenizer.json")
+    code, said = init(capsys, *argv[:2], tmp_path / "x.yaml", "--model", llm, "--model", llm)
+    assert code == 2 and "its model_type 'qwen2' is of model.llm again; there are vision:" in said
+
+
+@pytest.mark.parametrize("argv, text", [
+    (["none.jsonl"], "none.jsonl: "), (["--demo", "x", "--model", "y"], "name DATA, or --demo DIR"),
+    (["a.jsonl", "--model", "none"], "--model none: config.json: No such file")])
+def test_what_cannot_be_used_is_one_line_and_leaves_nothing(argv, text, tmp_path, capsys,
+                                                            monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    try:
+        code, said = init(capsys, *argv)
+    except SystemExit as stop:
+        code, said = stop.code, "".join(capsys.readouterr())
+    assert code == 2 and text in said.splitlines()[-1] and not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+def test_the_demo_is_trained_asked_and_exported(tmp_path):
+    """From nothing to an answer, by the commands that are shown."""
+    def run(*argv: object) -> str:
+        done = python("-m", "orchmllm", *argv, cwd=tmp_path)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    assert "next:\n  orchmllm data stats demo/recipe.yaml\n" in run("init", "--demo", "demo")
+    same = make_demo_data(tmp_path / "same", 400)
+    assert (same / "data.jsonl").read_bytes() == (tmp_path / "demo/data.jsonl").read_bytes()
+    assert "Without balancing, a step takes" in run("data", "stats", "demo/recipe.yaml")
+    run("train", "demo/recipe.yaml", *TINY, "data.num_validation=4", "train.sample_every=2")
+    image = sorted((tmp_path / "demo/images").iterdir())[0]
+    answer = run("generate", "demo/run", "--image", image, "What is drawn?", "--max-tokens", "5")
+    exported = run("export", "demo/run", "--out", "exported")
+    assert "AutoTokenizer gives other ids" not in exported
+    assert run("generate", "exported", "--image", image, "What is drawn?", "--max-tokens",
+               "5") == answer
+    run("report", "demo/run")
+    assert "data:image/jpeg" in (tmp_path / "demo/run/report.html").read_text()
