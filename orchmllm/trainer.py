@@ -91,12 +91,9 @@ class Trainer:
         check_same(self._gather([fingerprint(sources)])[:, 0])
         self.model, self._encoding = build(recipe, self.device, checkpointing, sources, on_cpu,
                                            spec.ranks_per_node, group)
-        self._feed = partial(WholeFeed, join=self.model.join) if recipe.model.folder else (
-            SegmentFeed)
+        self._feed = partial(WholeFeed, join=self.model.join) if spec.fills else SegmentFeed
         self.timer = StepTimer(self.model.clock, self.device)
         train, self.parts = recipe.train, learning_parts(self.model)
-        if not self.parts:
-            raise ValueError("model.*.frozen: every submodule is frozen, nothing would be trained")
         self.optimizer = make_optimizer(self.model, train)
         self.progress = Progress(global_batch_size=job.global_batch_size)
         self.stop = StopSignal(watch and watch.folder_taken)

@@ -26,12 +26,16 @@ def part_of(name: str) -> str:
 
 
 def learning_parts(model: MultimodalModel | WholeModel) -> dict[str, list[nn.Parameter]]:
-    """part -> its parameters that learn, without parts that have none."""
+    """part -> its parameters that learn, without parts that have none. Raises ValueError if nothing
+    learns."""
     parts: dict[str, list[nn.Parameter]] = {part: [] for part in TRAIN_PARTS}
     for name, p in model.named_parameters():
         if p.requires_grad:
             parts[part_of(plain_name(name))].append(p)
-    return {part: found for part, found in parts.items() if found}
+    learning = {part: found for part, found in parts.items() if found}
+    if not learning:
+        raise ValueError("model.*.frozen: every submodule is frozen, nothing would be trained")
+    return learning
 
 
 class _ShardAdamW(torch.optim.AdamW):
