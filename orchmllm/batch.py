@@ -63,6 +63,23 @@ class Example:
 
 
 @dataclass(frozen=True)
+class ProcessedExample:
+    """An example as a processor of transformers makes it.
+
+    input_ids: (n,) int64. labels: (n,) int64, IGNORE_INDEX where nothing is learnt, not shifted.
+    media: the processor's other tensors by the name of the model's argument, with the shapes that
+    it gives a batch of this one example (pixel_values, image_grid_thw, mm_token_type_ids (1, n),
+    ...). lengths: as planned.
+    """
+
+    example_id: int
+    input_ids: Tensor
+    labels: Tensor
+    media: dict[str, Tensor]
+    lengths: BatchLayout
+
+
+@dataclass(frozen=True)
 class SequenceLengths:
     """Lengths of packed sequences, on both sides of the bus so that no step needs a sync.
 
@@ -113,6 +130,28 @@ class Batch:
 
 
 @dataclass(frozen=True)
+class PackedExamples:
+    """A rank's whole examples of one microbatch, for a model of transformers.
+
+    inputs: arguments of its forward by name: input_ids (1, R), position_ids and the media, one
+    example after the other. kept (k,) int64: positions of the row whose next token is learnt,
+    ascending; targets (k,) int64: those tokens. seqlens: lengths of the examples in the row.
+    """
+
+    inputs: dict[str, Tensor]
+    kept: Tensor
+    targets: Tensor
+    seqlens: SequenceLengths
+
+    def to(self, device: torch.device) -> PackedExamples:
+        """The same on the training device."""
+        return PackedExamples(
+            {name: on_device(value, device) for name, value in self.inputs.items()},
+            on_device(self.kept, device), on_device(self.targets, device),
+            SequenceLengths.from_lengths(np.array(self.seqlens.lengths), device))
+
+
+@dataclass(frozen=True)
 class FailedSegment:
     """A segment whose medium could not be decoded; its rows are zeros, its example's labels are
     ignored. example: position in the global batch of the step. modality: the medium's; TEXT
@@ -130,7 +169,8 @@ class Microbatch:
     positions (n,): of its examples in the step's batch.
 
     inputs[m] (R_in, row_size) and content (T, 2) int32 [token id, label] on the CPU, in source
-    order for dispatch `tensors`, in slot order for `load` and `bytes`; ignored: positions (in the
+    order for dispatch `tensors`, in slot order for `load` and `bytes` (of a model of transformers:
+    PackedExamples); ignored: positions (in the
     microbatch's layout) of examples without labels. Of a loader of whole examples: content is
     what collate_fn returned, num_targets its labels (see commit), geometry whether it is padded
     (PADDED, PACKED, or 0 where it does not show), labels_shape that of "labels".

@@ -28,6 +28,7 @@ from orchmllm.batch import (
     Batch,
     FailedSegment,
     Microbatch,
+    PackedExamples,
     SequenceLengths,
     on_device,
 )
@@ -186,9 +187,12 @@ class Orchestrator:
                 int(head["geometry"].max()),
                 UNKNOWN if (loops == UNKNOWN).any() else int(loops.max()))
 
-    def dispatch(self, micro: Microbatch, num_global_targets: int) -> Batch:
+    def dispatch(self, micro: Microbatch, num_global_targets: int) -> Batch | PackedExamples:
         """Moves one of the trainer's microbatches to the ranks that process it (training thread).
-        Collective: every rank dispatches all microbatches of a step, in their order."""
+        Collective: every rank dispatches all microbatches of a step, in their order. Whole examples
+        are there already."""
+        if isinstance(micro.content, PackedExamples):
+            return micro.content.to(self.device)
         plan, group = micro.rank_plan, self._device_group
         moves = self.spec.balance.dispatch == "tensors"
         inputs, input_lengths, scatter = {}, {}, {}

@@ -123,13 +123,15 @@ def _start_problems(
     from orchmllm.hf.sources import find_sources
     from orchmllm.sharding.units import checkpoint_bytes
 
-    checks = [lambda: find_sources(recipe.model),
-              lambda: _check_ranks(recipe, world, expected, starts)]
+    wrong = preflight.problems([lambda: find_sources(recipe.model)])
+    if wrong and recipe.model.folder:
+        return wrong  # the other checks read the folder, too
+    checks = [lambda: _check_ranks(recipe, world, expected, starts)]
     if machine:
         checks += [check for _, check in preflight.checks(recipe, checkpoint_bytes(recipe))]
     if machine and world is None:
         checks.insert(0, lambda: check_folder(recipe.run.folder))
-    return preflight.problems(checks)
+    return [*wrong, *preflight.problems(checks)]
 
 
 def _check_ranks(recipe: Recipe, world: launch.World | None, expected: int, starts: bool) -> None:

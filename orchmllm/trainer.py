@@ -16,7 +16,8 @@ from orchmllm.config.job import resolve
 from orchmllm.config.recipe import Recipe
 from orchmllm.data.dataset import ConversationDataset
 from orchmllm.data.loading.preprocess_handshake import servers_of
-from orchmllm.data.loading.step_loader import StepLoader
+from orchmllm.data.loading.step_loader import SegmentFeed, StepLoader
+from orchmllm.data.loading.whole_examples import WholeFeed
 from orchmllm.data.sampler import GlobalSampler, make_sampler
 from orchmllm.hf.sources import find_sources
 from orchmllm.launch import World, device_of
@@ -33,8 +34,9 @@ from orchmllm.runtime.run_checkpoints import RunCheckpoints
 from orchmllm.runtime.run_state import Incidents, MediaCount, Progress
 from orchmllm.runtime.samples import Samples
 from orchmllm.runtime.stop import FOLDER_TAKEN, Stopped, StopSignal
+from orchmllm.sharding.build import build
 from orchmllm.sharding.fits import for_run, memory_check
-from orchmllm.sharding.fsdp import build_model, compute_dtype, evaluating, state_tensors
+from orchmllm.sharding.fsdp import compute_dtype, evaluating, state_tensors
 from orchmllm.sharding.optimizer import (
     clip_gradients,
     learning_parts,
@@ -67,34 +69,31 @@ class Trainer:
         self.train_rows, self.validation_rows = self.dataset.split(recipe.data.num_validation)
         job = resolve(recipe, world.world_size, world.local_world_size)
         spec = plan_spec(job)
+        on_cpu = RowGather(spec.ranks_per_node, recipe.launch.timeout_s)
         # Before the model is built: it says whether the run can go on where the recipe says.
         self.checkpointer = RunCheckpoints(
-            job, RowGather(spec.ranks_per_node, recipe.launch.timeout_s), self.dataset,
+            job, on_cpu, self.dataset,
             lambda: self.optimizer, lambda: state_tensors(self.model, self.optimizer), self._log)
         group = exchange_group(self.device, recipe.launch.timeout_s)
         self.orchestrator, self._validation = (
             build_orchestrator(recipe, one, world.world_size, self.device, group)
             for one in (spec, replace(spec, balance=replace(spec.balance, measure_every=0))))
         gpu = torch.cuda.get_device_properties(self.device) if self.device.type == "cuda" else None
-        self._peak_flops = peak_flops(gpu.name) if gpu else None
+        self._peak_flops = peak_flops(gpu.name) if gpu and not recipe.model.folder else None
         device_bytes = gpu.total_memory if gpu else 0
-        checkpointing = for_run(
-            recipe, self.dataset, self.train_rows, spec, world.world_size,
-            device_bytes, self.checkpointer.kept_batch)
+        checkpointing = for_run(recipe, self.dataset, self.train_rows, spec, world.world_size,
+                                device_bytes, self.checkpointer.kept_batch)
         self.orchestrator.refuses = memory_check(job, checkpointing, device_bytes, self._gather)
         self.attention = describe_attention(recipe.model, self.device.type, compute_dtype(
             recipe.fsdp))  # chosen before the first step; a kernel that fails is found here
         for source in sources:
             self._log(source.describe())
-        if sources:
-            check_same(self._gather([fingerprint(sources)])[:, 0])
-        self.model = build_model(recipe.model, recipe.fsdp, self.device, recipe.run.seed,
-                                 checkpointing, sources, ranks_per_node=spec.ranks_per_node,
-                                 group=group)
+        check_same(self._gather([fingerprint(sources)])[:, 0])
+        self.model, self._encoding = build(recipe, self.device, checkpointing, sources, on_cpu,
+                                           spec.ranks_per_node, group)
+        self._feed = partial(WholeFeed, join=self.model.join) if spec.fills else SegmentFeed
         self.timer = StepTimer(self.model.clock, self.device)
         train, self.parts = recipe.train, learning_parts(self.model)
-        if not self.parts:
-            raise ValueError("model.*.frozen: every submodule is frozen, nothing would be trained")
         self.optimizer = make_optimizer(self.model, train)
         self.progress = Progress(global_batch_size=job.global_batch_size)
         self.stop = StopSignal(watch and watch.folder_taken)
@@ -114,7 +113,7 @@ class Trainer:
             self.dataset, sampler, self.orchestrator, num_steps=train.num_steps,
             first_step=self.progress.step, accumulation_steps=train.accumulation_steps,
             prefetch=self.recipe.data.prefetch, num_workers=self.recipe.data.num_workers,
-            servers=self.servers,
+            servers=self.servers, feed=self._feed,
             flops_of=partial(step_flops, self.recipe.model) if self._peak_flops else None)
 
     def run(self, rows: list[dict] | None = None) -> None:
@@ -216,7 +215,8 @@ class Trainer:
         lr = learning_rate(step.index, train)
         for group in self.optimizer.param_groups:
             group["lr"] = lr * group["lr_share"]
-        loss_sum = self._accumulate(step)
+        with self._encoding(step):
+            loss_sum = self._accumulate(step)
         clock.switch("update")
         norms = clip_gradients(self.parts, train.max_grad_norm, self.device)
         clock.switch("gather")
@@ -271,7 +271,7 @@ class Trainer:
         sampler = GlobalSampler(self.validation_rows, count, shuffle=False)
         loader = StepLoader(self.dataset, sampler, self._validation, num_steps=len(sampler),
                             prefetch=data.prefetch, num_workers=data.num_workers,
-                            servers=self.servers)
+                            servers=self.servers, feed=self._feed)
         media = MediaCount()  # of this pass alone
         total = torch.zeros(2, dtype=torch.float64, device=self.device)
         with evaluating(self.model):

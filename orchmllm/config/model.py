@@ -3,8 +3,9 @@ imported). Names follow Hugging Face's configurations where one exists."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from orchmllm.config.schema import Conflict, key, section
 from orchmllm.plan.geometry import AudioGeometry, VisionGeometry
@@ -161,3 +162,38 @@ class ModelConfig:
     llm: LLMConfig = section(LLMConfig)
     connectors: str = key("", "connectors.safetensors of an export (docs/weights.md) to start the "
                           "connectors from; empty: start them from run.seed.")
+    pretrained: str = key("", "Folder with a whole multimodal model of transformers, in place of "
+                          "these three parts, and with its processor: docs/models.md. Of the keys "
+                          "of the parts only vision.frozen and llm.frozen count then.",
+                          aliases=("model_name_or_path", "pretrained_model_name_or_path"))
+    config: str = key("", "The same without weights: they start from run.seed.")
+
+    @property
+    def folder(self) -> str:
+        """Of a whole model of transformers; empty: the model has the three parts."""
+        return os.path.expanduser(self.pretrained or self.config)
+
+    def require_parts(self) -> None:
+        """Raises ValueError for a model of transformers: of one whose parts are not described here
+        nothing is predicted."""
+        if self.folder:
+            raise ValueError(f"{self.folder}: memory and time of a whole model of transformers are "
+                             "not predicted yet; orchmllm train and orchmllm compare measure them")
+
+    def conflicts(self) -> Iterator[Conflict]:
+        """pretrained and config exclude each other and what the parts say."""
+        if self.pretrained and self.config:
+            yield Conflict(("config", "pretrained"), "starts from run.seed, and model.pretrained "
+                           "names weights: leave one of them out")
+        if not self.folder:
+            return
+        named = "pretrained" if self.pretrained else "config"
+        if self.connectors:
+            yield Conflict(("connectors", named), f"has no effect with model.{named}: leave it out")
+        for part in ("vision", "audio", "llm"):
+            given = getattr(self, part)
+            for f in fields(given):
+                frozen = f.name == "frozen" and part != "audio"
+                if getattr(given, f.name) != f.default and not frozen:
+                    yield Conflict((f"{part}.{f.name}", named), "has no effect with "
+                                   f"model.{named}, whose config.json says it: leave it out")

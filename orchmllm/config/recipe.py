@@ -176,6 +176,7 @@ class Recipe:
             yield Conflict(("balance.group", "fsdp.shard_size"),
                            "one shard holds all ranks: set balance.group to world, or "
                            "fsdp.shard_size to the ranks of a shard")
+        yield from self._of_whole_model()
         policy = self.balance.audio.policy
         balances = self.balance.enabled and not self.balance.whole_examples
         if balances and self.model.audio.mode == "padded" and policy != "none" and not (
@@ -184,6 +185,30 @@ class Recipe:
                 ("balance.audio.policy", "model.audio.mode"),
                 "evens out sums of lengths, but with model.audio.mode=padded a rank takes as long "
                 "as its clips times the longest: set balance.audio.policy=padded")
+
+    def _of_whole_model(self) -> Iterator[Conflict]:
+        """What a model of transformers (model.pretrained, model.config) does not know."""
+        if not self.model.folder:
+            return
+        key_ = "model.pretrained" if self.model.pretrained else "model.config"
+        for name, value, fits, cure in (
+                ("balance.group", self.balance.group, ("world",), "set it to world"),
+                ("balance.whole_examples", self.balance.whole_examples, (False,),
+                 "set it to false"),
+                ("data.preprocess", self.data.preprocess, ((), ""), "leave it out"),
+                ("data.streaming", self.data.streaming, (False,), "set it to false"),
+                ("data.tokenizer", self.data.tokenizer, ("",), "the model brings its own, leave it "
+                 "out"),
+                ("data.batching", self.data.batching, (DataConfig.batching,), "leave it out"),
+                ("train.sample_every", self.train.sample_every, (0,), "set it to 0"),
+                ("fsdp.compile", self.fsdp.compile, (False,), "set it to false"),
+                ("fsdp.loss_chunk_rows", self.fsdp.loss_chunk_rows, (0,), "leave it out"),
+                ("fsdp.memory_gb", self.fsdp.memory_gb, (0,), "leave it out")):
+            if value not in fits:
+                yield Conflict((name, key_), f"is not available with {key_}: {cure}")
+        if "auto" in map(self.fsdp.checkpointing, PHASES):
+            yield Conflict(("fsdp.activation_checkpointing", key_), "auto is not available with "
+                           f"{key_}: choose none, selective or full")
 
     def _of_train(self) -> Iterator[Conflict]:
         """Keys of train.* that do not fit those of other sections."""

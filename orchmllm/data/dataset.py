@@ -55,6 +55,7 @@ class ConversationDataset:
         max_example_tokens: int = 0,
         index_dir: str | os.PathLike | None = None,
         storage: Storage = NOWHERE,
+        reader: LengthReader | None = None,
     ):
         if isinstance(sources, str | os.PathLike):
             sources = [SourceConfig(path=os.fspath(sources))]
@@ -62,7 +63,7 @@ class ConversationDataset:
         self.sources = [open_source(config, folder, storage, streaming=self.streaming)
                         for config in sources]
         self.tokenizer, self.vision, self.audio = tokenizer, vision, audio
-        self.reader = LengthReader(tokenizer, vision, audio, max_example_tokens)
+        self.reader = reader or LengthReader(tokenizer, vision, audio, max_example_tokens)
         self._rows = SegmentReader(vision, audio)
         self.indexes: list[LengthIndex | None] = [
             None if self.streaming else open_index(source, self.reader, folder)
@@ -243,6 +244,7 @@ class ConversationDataset:
         if problem is not None:
             return self.reader.stand_in(problem, i, layout)
         media: list[Medium] = []
+        turns: Conversation = ()
         count = layout.num_tokens[layout.modality == TEXT].sum()
         token_ids, supervised = np.zeros(count, np.int32), np.zeros(count, bool)
         try:
@@ -253,7 +255,7 @@ class ConversationDataset:
         except ValueError as error:
             problem = MediaError(self._name(i), "the row has changed since it was indexed (`data "
                                  f"lint` reads all rows again): {error}")
-        return MeasuredExample(layout, token_ids, supervised, media, problem)
+        return MeasuredExample(layout, token_ids, supervised, media, problem, turns)
 
     def _keep(self, i: int, row: MeasuredExample) -> None:
         """A row's media may be its own bytes, so what is kept is bounded in bytes, too. Threads of

@@ -5,14 +5,15 @@
 The key is the size and time of the source's files, the tokenizer, the geometry of the media and
 what the recipe says of the source: whatever changes lengths, changes the key. The arrays are int64
 without a header: table (s, 7) [modality, rows, attn_len, num_tokens, t, h, w]; start (n + 1,) first
-segments of the rows; targets (n,). orchmllm.tools.data.build_index writes it.
+segments of the rows; targets (n,). For a processor of transformers there is sizes, too: (k, 2)
+height and width of the images. orchmllm.tools.data.build_index writes it.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +22,7 @@ from orchmllm.data.formats.open import DataSource
 from orchmllm.data.formats.scanned import digest, sizes
 from orchmllm.data.lengths import LengthReader
 from orchmllm.data.media.medium import MediaError
-from orchmllm.plan.layout import BatchLayout
+from orchmllm.plan.layout import VISION, BatchLayout
 from orchmllm.plan.rearrange import ranges
 
 VERSION = 7
@@ -44,6 +45,19 @@ class LengthIndex:
 
     def __len__(self) -> int:
         return len(self.targets)
+
+    def sizes(self, row: int) -> list[tuple[int, int]]:
+        """Height and width of the images of a row, where a processor of transformers made the
+        lengths."""
+        start, end = self._images[self.start[row: row + 2]].tolist()
+        sizes = np.fromfile(self.folder / "sizes.i64", np.int64, 2 * (end - start),
+                            offset=16 * start)
+        return list(map(tuple, sizes.reshape(-1, 2).tolist()))
+
+    @cached_property
+    def _images(self) -> np.ndarray:
+        """(s + 1,) images before each segment."""
+        return np.append(0, np.cumsum(self.table[:, 0] == VISION))
 
     def layout(self, rows: np.ndarray, example_ids: np.ndarray) -> BatchLayout:
         """Lengths of rows of the source. rows, example_ids: (n,) int64."""
@@ -77,8 +91,7 @@ def joined_layouts(
 def index_folder(source: DataSource, reader: LengthReader, index_dir: Path) -> Path:
     """Where the source's index is or would be."""
     key = digest([VERSION, list(sizes(source.store.files)), len(source), source.root.path,
-                  source.settings, reader.tokenizer.digest, asdict(reader.vision),
-                  asdict(reader.audio), reader.max_example_tokens])
+                  source.settings, *reader.identity])
     safe = "".join(c if c.isalnum() or c in "-_." else "_" for c in source.name)
     return index_dir / f"{safe}-{key}"
 

@@ -9,6 +9,7 @@ same on every rank, with or without an index, and after somebody mends a file.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from typing import NamedTuple
 
 import numpy as np
@@ -27,13 +28,16 @@ _TOO_LONG = 1 << 30  # of a medium after the cut, whatever its length
 class MeasuredExample(NamedTuple):
     """One example as planned. token_ids (T,) int32, supervised (T,) bool: of its text. media: in
     reading order, those after the cut too. problem: why it is a stand-in, or how its row differs
-    from the index, or None."""
+    from the index, or None. turns, sizes: where a processor of transformers made the lengths, the
+    conversation, and height and width of the images before the cut."""
 
     layout: BatchLayout
     token_ids: np.ndarray
     supervised: np.ndarray
     media: list[Medium]
     problem: MediaError | None
+    turns: Conversation = ()
+    sizes: Sequence[tuple[int, int]] = ()
 
     @property
     def media_at(self) -> dict[int, Medium]:
@@ -49,12 +53,21 @@ class MeasuredExample(NamedTuple):
 
 class LengthReader:
     """tokenizer, vision, audio: as the model has them. max_example_tokens: LLM positions after
-    which an example ends (0: no limit); a medium that would cross it is left out whole."""
+    which an example ends (0: no limit); a medium that would cross it is left out whole.
+    has_sizes: whether its examples have sizes."""
+
+    has_sizes = False
 
     def __init__(self, tokenizer: ChatTokenizer, vision: VisionGeometry, audio: AudioGeometry,
                  max_example_tokens: int = 0) -> None:
         self.tokenizer, self.vision, self.audio = tokenizer, vision, audio
         self.max_example_tokens = max_example_tokens
+
+    @property
+    def identity(self) -> list:
+        """What decides, beside the rows, which lengths they have."""
+        return [self.tokenizer.digest, asdict(self.vision), asdict(self.audio),
+                self.max_example_tokens]
 
     def plan(self, read_row: Callable[[int], Conversation], rows: Sequence[int]
              ) -> list[MeasuredExample]:
@@ -72,10 +85,14 @@ class LengthReader:
                 read.append(MediaError(str(error.filename or ""), f"cannot be read: {error}"))
         usable = [turns for turns in read if not isinstance(turns, MediaError)]
         fetch_ahead([medium.path for turns in usable for medium in media_of(turns)])
-        texts = iter(self.tokenizer.tokenize_batch(usable))
+        texts = iter(self._texts(usable))
         return [self.stand_in(found, i) if isinstance(found, MediaError)
                 else self._measure(found, next(texts), i)
                 for found, i in zip(read, rows, strict=True)]
+
+    def _texts(self, conversations: Sequence[Conversation]) -> Sequence:
+        """What `_measure` gets of each conversation."""
+        return self.tokenizer.tokenize_batch(conversations)
 
     def text_like(self, layout: BatchLayout, turns: Conversation) -> tuple[np.ndarray, np.ndarray]:
         """(token ids, learnt) of a conversation, cut as it was when `layout` was measured. Raises

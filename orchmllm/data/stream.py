@@ -17,13 +17,13 @@ from itertools import islice
 
 import numpy as np
 
+from orchmllm.config.model import ModelConfig
 from orchmllm.config.recipe import DataConfig, SourceConfig
 from orchmllm.data.dataset import ConversationDataset
 from orchmllm.data.formats.open import DataSource, open_tokenizer, sources_of
 from orchmllm.data.formats.rows import LaterRows, StoreUnit, StreamRow
 from orchmllm.data.sampler import Mixture
 from orchmllm.data.storage.remote import RemoteFile, Storage, fetch_ahead
-from orchmllm.plan.geometry import AudioGeometry, VisionGeometry
 from orchmllm.plan.layout import ranges
 
 WINDOW = 256  # rows that are shuffled together
@@ -233,14 +233,16 @@ class StreamDataset(ConversationDataset):
         return str(found.file), found.number
 
 
-def open_dataset(
-    data: DataConfig, vision: VisionGeometry, audio: AudioGeometry, *, seed: int
-) -> ConversationDataset:
-    """The dataset of a recipe's data section: map-style or, with data.streaming, a stream whose
-    order `seed` decides. Raises ValueError."""
+def open_dataset(data: DataConfig, model: ModelConfig, *, seed: int) -> ConversationDataset:
+    """The dataset of a recipe's data section for its model: map-style or, with data.streaming, a
+    stream whose order `seed` decides. Raises ValueError."""
+    if model.folder:
+        from orchmllm.data.processed import ProcessedRows  # with transformers
+
+        return ProcessedRows(model.folder, data)
     configs = sources_of(data)
-    keys = dict(tokenizer=open_tokenizer(data), vision=vision, audio=audio,
-                max_example_tokens=data.max_example_tokens,
+    keys = dict(tokenizer=open_tokenizer(data), vision=model.vision.geometry,
+                audio=model.audio.geometry, max_example_tokens=data.max_example_tokens,
                 index_dir=data.index_dir or None, storage=Storage(data.remote))
     if data.streaming:
         return StreamDataset(configs, num_shards=data.num_shards, seed=seed,

@@ -34,12 +34,14 @@ _PATIENCE_S = 5.0  # for ranks that an error keeps from the agreement
 class EncoderStep:
     """One encoder in the forward last balanced. num_items: in the world; imbalance: cost of the
     slowest rank / mean, as sampled and as planned; moved: items that changed rank; gain: share by
-    which the slowest rank's encoder time falls, by the plan."""
+    which the slowest rank's encoder time falls, by the plan; moved_bytes: of the media that changed
+    rank."""
 
     num_items: int
     imbalance: tuple[float, float]
     moved: int
     gain: float
+    moved_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -81,8 +83,9 @@ def assign(
     gain = 1 - int(after.max()) / max(int(before.max()), 1)
     if gain <= 0 or gain < min_gain:
         rank_of, after, gain = home, before, 0.0
-    step = EncoderStep(len(cost), (imbalance(before), imbalance(after)),
-                       int((rank_of != home).sum()), gain)
+    moves = rank_of != home
+    step = EncoderStep(len(cost), (imbalance(before), imbalance(after)), int(moves.sum()), gain,
+                       int(num_bytes[moves].sum()))
     move = Rearrangement.from_rank_of(rank_of, world.sizes)
     return Share(encoder, local, world, move, cost, rows, step)
 

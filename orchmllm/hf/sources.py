@@ -19,6 +19,7 @@ from orchmllm.hf.folder import (
     read_float64,
     read_headers,
 )
+from orchmllm.models.families import read_config
 from orchmllm.models.names import PARTS, Named, named
 
 # Where a larger model's folder keeps an encoder; the first that has it counts.
@@ -44,7 +45,8 @@ class WeightSource:
     def describe(self) -> str:
         count = len({t.file for t in self.tensors.values()})
         files = "1 file" if count == 1 else f"{count} files"
-        key = "model.connectors" if self.part == "connectors" else f"model.{self.part}.pretrained"
+        key = {"connectors": "model.connectors", "model": "model.pretrained"}.get(
+            self.part, f"model.{self.part}.pretrained")
         head = f"{key}: {len(self.tensors)} tensors from {self.path} ({files})"
         return "; ".join((head, *self.notes))
 
@@ -53,6 +55,8 @@ def find_sources(model: ModelConfig) -> list[WeightSource]:
     """All that the recipe names. Raises PretrainedError listing every problem: a folder that is
     missing or holds pickles, a configuration that is not the recipe's, tensors that are missing or
     have another shape."""
+    if model.folder:
+        return _whole(model)
     sources, problems = [], []
     for part in (*PARTS, "connectors"):
         path = model.connectors if part == "connectors" else getattr(model, part).pretrained
@@ -66,6 +70,21 @@ def find_sources(model: ModelConfig) -> list[WeightSource]:
             f"{'s' if len(problems) > 1 else ''}\n  " + "\n  ".join(problems)
             + "\n  (set the recipe's values to the checkpoint's, or give another folder)")
     return sources
+
+
+def _whole(model: ModelConfig) -> list[WeightSource]:
+    """A whole model of transformers, which transformers reads itself."""
+    path = Path(model.folder)
+    try:
+        read_config(path)
+        if not model.pretrained:
+            return []
+        return [WeightSource("model", path, {  # buffers may be integers, which nobody reads
+            name: stored for name, stored in open_folder(path).tensors.items()
+            if stored.dtype in ELEMENT_BYTES and stored.shape})]
+    except ValueError as e:
+        key = "model.pretrained" if model.pretrained else "model.config"
+        raise PretrainedError(f"{key}: {e}") from e
 
 
 def _part(part: str, model: ModelConfig, path: Path) -> WeightSource | list[str]:

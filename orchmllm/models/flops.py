@@ -220,6 +220,10 @@ def mfu(flops: float, seconds: float, num_ranks: int, peak: float | None) -> flo
 def plan_spec(job: Job) -> PlanSpec:
     """What the planner has to know of the recipe and the cluster."""
     recipe, model = job.recipe, job.recipe.model
+    if model.folder:
+        from orchmllm.models.hf import plan_whole  # with torch
+
+        return plan_whole(job)
     return PlanSpec(
         costs={phase: cost_model(phase, model) for phase in PHASES},
         row_bytes={phase: getattr(model, phase).geometry.row_bytes for phase in ENCODERS},

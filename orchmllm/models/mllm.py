@@ -35,6 +35,10 @@ class MultimodalModel(nn.Module):
             if getattr(config, name).frozen:
                 _freeze(part)
 
+    @property
+    def token_embedding(self) -> nn.Parameter:
+        return self.llm.embed_tokens.weight
+
     def forward(self, batch: Batch) -> Tensor:
         """Sum of the cross entropy over this rank's labels, a scalar. The caller divides by
         batch.num_global_targets: a mean per rank would depend on the rearrangement. Of a batch

@@ -21,9 +21,8 @@ def build_dataset(recipe: Recipe, log: Callable[[str], object] = lambda line: No
                   ) -> ConversationDataset:
     """log: is told what of the data is never learnt. Raises ValueError naming the file if data or
     tokenizer cannot be used with the model."""
-    dataset = open_dataset(recipe.data, recipe.model.vision.geometry, recipe.model.audio.geometry,
-                           seed=recipe.run.seed)
-    check_vocabulary(dataset.tokenizer, recipe.model.llm)
+    dataset = open_dataset(recipe.data, recipe.model, seed=recipe.run.seed)
+    check_vocabulary(dataset.tokenizer, recipe.model)
     survey(dataset.sources, dataset.tokenizer, recipe.data, log)
     return dataset
 

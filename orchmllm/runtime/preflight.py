@@ -7,15 +7,17 @@ import os
 import shutil
 from collections.abc import Callable, Iterable
 from functools import partial
+from pathlib import Path
 
 from tqdm import tqdm
 
-from orchmllm.config.model import LLMConfig
+from orchmllm.config.model import ModelConfig
 from orchmllm.config.recipe import Recipe
 from orchmllm.data.formats.open import check_source, open_tokenizer, sources_of
 from orchmllm.data.loading.preprocess_handshake import servers_of
 from orchmllm.data.storage.remote import Storage
 from orchmllm.data.text.tokenizer import ChatTokenizer
+from orchmllm.models.families import read_config
 
 SPARE_BYTES = 64 << 20  # for logs and the state of a checkpoint
 
@@ -39,13 +41,30 @@ def checks(recipe: Recipe, state_bytes: int) -> list[tuple[str, Callable[[], obj
             ("preprocessing", partial(servers_of, recipe.data)),
             *((f"data {source.path}", partial(check_source, source, storage))
               for source in sources_of(recipe.data)),
-            ("tokenizer", lambda: check_vocabulary(open_tokenizer(recipe.data), recipe.model.llm))]
+            ("tokenizer", lambda: check_vocabulary(_tokenizer(recipe), recipe.model))]
 
 
-def check_vocabulary(tokenizer: ChatTokenizer, llm: LLMConfig) -> None:
+def _tokenizer(recipe: Recipe) -> ChatTokenizer:
+    if not recipe.model.folder:
+        return open_tokenizer(recipe.data)
+    from orchmllm.data.text.processor import Processor  # with transformers
+
+    return Processor(recipe.model.folder).tokenizer
+
+
+def vocab_size(model: ModelConfig) -> int:
+    """Tokens of the model's text. Raises ValueError for a folder that cannot be used."""
+    if not model.folder:
+        return model.llm.vocab_size
+    return read_config(Path(model.folder)).get_text_config(decoder=True).vocab_size
+
+
+def check_vocabulary(tokenizer: ChatTokenizer, model: ModelConfig) -> None:
     """Raises ValueError if the model has no row for some token."""
-    if tokenizer.vocab_size > llm.vocab_size:
-        raise ValueError(f"model.llm.vocab_size is {llm.vocab_size}, but the tokenizer has "
+    size = vocab_size(model)
+    if tokenizer.vocab_size > size:
+        key = f"{model.folder}/config.json: vocab_size" if model.folder else "model.llm.vocab_size"
+        raise ValueError(f"{key} is {size}, but the tokenizer has "
                          f"{tokenizer.vocab_size} tokens: raise it")
 
 

@@ -125,6 +125,8 @@ def memory_check(
     does, or where no budget is known. choice: phase -> checkpointing. device_bytes: of this rank's
     GPU, 0 on a CPU. gather: (n,) numbers of this rank -> (d, n) of all; the smallest GPU decides.
     """
+    if job.recipe.model.folder:  # its memory is not predicted
+        return lambda plan: ""
     memory = MemoryModel.of(job, on_cpu=not device_bytes)
     budget = float(gather([budget_of(job.recipe, device_bytes)[0]]).min())
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -36,7 +37,7 @@ from orchmllm.config.train import OPTIMIZER_STATE
 from orchmllm.hf.sources import WeightSource
 from orchmllm.models.mllm import MultimodalModel
 from orchmllm.sharding.compiled import check_compiles, compile_block
-from orchmllm.sharding.gathers import shard_units
+from orchmllm.sharding.gathers import Unit, ordered, shard_units
 from orchmllm.sharding.init import plain_name, seed_weights
 from orchmllm.sharding.pretrained import load_pretrained
 
@@ -102,7 +103,15 @@ def shard(model: MultimodalModel, config: FsdpConfig, device: torch.device,
             stack[index] = _checkpointed(stack[index], choice)
             if config.compile:
                 compile_block(stack[index])
-    shard_units(model, config, ranks_per_node, {
+    shard_all(model, ordered(model, config), config, device, ranks_per_node)
+    return model
+
+
+def shard_all(model: nn.Module, orders: tuple[list[Unit], list[Unit]], config: FsdpConfig,
+              device: torch.device, ranks_per_node: int) -> None:
+    """fully_shard on all units of a model, with gradients that are summed. orders: see
+    shard_units."""
+    shard_units(orders, config, ranks_per_node, {
         "mesh": make_mesh(config.shard_size, device.type),
         "mp_policy": MixedPrecisionPolicy(
             param_dtype=getattr(torch, config.compute_dtype) if config.compute_dtype else None,
@@ -117,7 +126,6 @@ def shard(model: MultimodalModel, config: FsdpConfig, device: torch.device,
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-    return model
 
 
 def reshard(model: nn.Module) -> None:
@@ -173,12 +181,17 @@ def state_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[st
 def _checkpointed(block: nn.Module, choice: str) -> nn.Module:
     if choice == "none":
         return block
+    return checkpoint_wrapper(block, checkpoint_impl=CheckpointImpl.NO_REENTRANT,
+                              **checkpoint_options(choice))
+
+
+def checkpoint_options(choice: str) -> dict[str, Any]:
+    """Of torch's checkpoint, for `selective` or `full`. Raises ValueError for `auto`."""
     if choice not in ("selective", "full"):
         raise ValueError(f"fsdp.activation_checkpointing {choice!r}: decide before sharding")
     context = {"context_fn": partial(create_selective_checkpoint_contexts, _keep_products)} if (
         choice == "selective") else {}
-    return checkpoint_wrapper(block, checkpoint_impl=CheckpointImpl.NO_REENTRANT,
-                              preserve_rng_state=False, **context)
+    return {"preserve_rng_state": False, **context}
 
 
 def _keep_products(ctx, op, *args, **kwargs) -> CheckpointPolicy:

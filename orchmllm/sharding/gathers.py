@@ -20,7 +20,7 @@ from orchmllm.config.recipe import FsdpConfig
 from orchmllm.models.mllm import MultimodalModel
 
 
-class _Unit(NamedTuple):
+class Unit(NamedTuple):
     """reshard: full, node or none, what is freed after the forward pass. backward: the backward
     pass reads the parameters."""
 
@@ -29,12 +29,13 @@ class _Unit(NamedTuple):
     backward: bool = True
 
 
-def shard_units(model: MultimodalModel, config: FsdpConfig, ranks_per_node: int,
+def shard_units(orders: tuple[list[Unit], list[Unit]], config: FsdpConfig, ranks_per_node: int,
                 options: dict[str, Any]) -> None:
-    """fully_shard on every unit, in place; collective over all ranks. ranks_per_node: consecutive
+    """fully_shard on every unit, in place; collective over all ranks. orders: the units in the
+    order of the forward pass and in that of the backward pass. ranks_per_node: consecutive
     ranks that a unit is sharded over between forward and backward where its choice is `node`; where
     that is no part of a shard group, `node` is the same as `full`. options: of fully_shard."""
-    forward, backward = _ordered(model, config)
+    forward, backward = orders
     mesh = options["mesh"]
     group = mesh.size(mesh.ndim - 1)
     part = 1 < ranks_per_node < group and group % ranks_per_node == 0
@@ -53,17 +54,17 @@ def shard_units(model: MultimodalModel, config: FsdpConfig, ranks_per_node: int,
         _set_prefetch(forward, backward, config.prefetch)
 
 
-def _ordered(model: MultimodalModel, config: FsdpConfig) -> tuple[list[_Unit], list[_Unit]]:
+def ordered(model: MultimodalModel, config: FsdpConfig) -> tuple[list[Unit], list[Unit]]:
     """The units in the order of the forward pass and in that of the backward pass, in which an
     encoder's own unit (it holds the connector) comes before its blocks."""
     towers = []
     for phase, encoder in (("vision", model.vision), ("audio", model.audio)):
         reshard, learns = config.reshard(phase), not encoder.config.frozen
-        towers.append([_Unit(encoder, reshard)] + [
-            _Unit(block, reshard if learns else "full", learns) for block in encoder.blocks])
-    root, head = _Unit(model, "none"), _Unit(model.llm.lm_head, "none")
-    embed = _Unit(model.llm.embed_tokens, "full", backward=False)
-    layers = [_Unit(layer, config.reshard("llm")) for layer in model.llm.layers]
+        towers.append([Unit(encoder, reshard)] + [
+            Unit(block, reshard if learns else "full", learns) for block in encoder.blocks])
+    root, head = Unit(model, "none"), Unit(model.llm.lm_head, "none")
+    embed = Unit(model.llm.embed_tokens, "full", backward=False)
+    layers = [Unit(layer, config.reshard("llm")) for layer in model.llm.layers]
     forward = [root, *chain(*towers), embed, *layers, head]
     backward = [head, root, *reversed(layers), embed]
     for own, *blocks in reversed(towers):
@@ -86,7 +87,7 @@ def _share_mesh(unit: FSDPModule, mesh: Any) -> None:
             owner.post_forward_mesh_info = mesh
 
 
-def _set_prefetch(forward: Sequence[_Unit], backward: Sequence[_Unit], ahead: int) -> None:
+def _set_prefetch(forward: Sequence[Unit], backward: Sequence[Unit], ahead: int) -> None:
     """Every unit gathers the next `ahead` units while it computes, across the phases' borders too:
     the first LLM layers arrive while the last audio block runs."""
     for order, choose in ((forward, FSDPModule.set_modules_to_forward_prefetch),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from itertools import chain
 
 import torch
 import torch.distributed as dist
@@ -11,22 +12,30 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from orchmllm.config.recipe import TRAIN_PARTS, TrainConfig
+from orchmllm.models import families
+from orchmllm.models.hf import WholeModel
 from orchmllm.models.mllm import MultimodalModel
 from orchmllm.sharding.init import plain_name
 
 
 def part_of(name: str) -> str:
     """The submodule that a parameter belongs to: vision, audio, llm or connector."""
+    if name.startswith("hf."):
+        return families.part_of(name.removeprefix("hf."))
     return "connector" if ".connector." in name else name.split(".")[0]
 
 
-def learning_parts(model: MultimodalModel) -> dict[str, list[nn.Parameter]]:
-    """part -> its parameters that learn, without parts that have none."""
+def learning_parts(model: MultimodalModel | WholeModel) -> dict[str, list[nn.Parameter]]:
+    """part -> its parameters that learn, without parts that have none. Raises ValueError if nothing
+    learns."""
     parts: dict[str, list[nn.Parameter]] = {part: [] for part in TRAIN_PARTS}
     for name, p in model.named_parameters():
         if p.requires_grad:
             parts[part_of(plain_name(name))].append(p)
-    return {part: found for part, found in parts.items() if found}
+    learning = {part: found for part, found in parts.items() if found}
+    if not learning:
+        raise ValueError("model.*.frozen: every submodule is frozen, nothing would be trained")
+    return learning
 
 
 class _ShardAdamW(torch.optim.AdamW):
@@ -46,10 +55,11 @@ def _local(tensors: Sequence[Tensor]) -> list[Tensor]:
     return [x.to_local() if isinstance(x, DTensor) else x for x in tensors]
 
 
-def make_optimizer(model: MultimodalModel, config: TrainConfig) -> torch.optim.AdamW:
+def make_optimizer(model: MultimodalModel | WholeModel, config: TrainConfig
+                   ) -> torch.optim.AdamW:
     """AdamW over learning_parts; with a GPU its fused kernel. Each group has `lr_share`, its
     learning rate over train.lr. Norms, biases and the token embedding are not decayed."""
-    embedding = model.llm.embed_tokens.weight
+    embedding = model.token_embedding
     groups = []
     for part, parameters in learning_parts(model).items():
         lr, decay = config.lr_of(part), config.weight_decay_of(part)
@@ -65,9 +75,13 @@ def make_optimizer(model: MultimodalModel, config: TrainConfig) -> torch.optim.A
 def clip_gradients(parts: Mapping[str, Sequence[nn.Parameter]], max_norm: float,
                    device: torch.device) -> Tensor:
     """Scales all gradients, in place, so that their norm is at most max_norm (0: leaves them).
+    What no rank computed in the step, such as an encoder without media, gets zeros.
 
     Returns (1 + number of parts,) on `device`: the norm before, and that of each part, the same on
     all ranks. Collective, one all-reduce of a few numbers; nothing waits for the device."""
+    for p in chain(*parts.values()):
+        if p.grad is None:
+            p.grad = torch.zeros_like(p)
     grads = [_local([p.grad for p in parameters]) for parameters in parts.values()]
     squares = [torch.stack(torch._foreach_norm(g, 2, torch.promote_types(
         torch.float32, g[0].dtype))).square().sum() for g in grads]

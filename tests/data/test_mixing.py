@@ -243,8 +243,7 @@ def resumed_with_other_lengths(world, run) -> None:
 def test_other_lengths_of_capped_mini_batches_are_refused_on_resume(indexed, tmp_path):
     run = recipe_of(indexed, tmp_path / "run")
     run = replace(run, train=replace(run.train, num_steps=1))
-    cut = open_dataset(replace(run.data, max_example_tokens=120), MODEL.vision.geometry,
-                       MODEL.audio.geometry, seed=0)
+    cut = open_dataset(replace(run.data, max_example_tokens=120), MODEL, seed=0)
     for source in cut.sources:
         build_index(source, cut.reader, indexed / "index", num_workers=1)
     run_ranks(resumed_with_other_lengths, 1, run)

@@ -111,7 +111,7 @@ def test_trained_together_and_resumed_on_other_ranks(root, tmp_path, streaming, 
 def test_worker_processes_can_take_the_dataset(root):
     """What travels to a worker is where things are, not what is open."""
     data = absolute(root, False, indexed=False)
-    dataset = open_dataset(data, TINY.vision.geometry, TINY.audio.geometry, seed=0)
+    dataset = open_dataset(data, TINY, seed=0)
     copy = pickle.loads(pickle.dumps(dataset))
     for i in range(len(dataset)):
         a, b = dataset.load(i), copy.load(i)

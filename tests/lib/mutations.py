@@ -201,6 +201,21 @@ MUTATIONS = [Mutation(*row) for row in (
      "if out.isinf().any() and not values.isinf().any():", "if False:",
      "tests/tools/export/test_export.py::test_values_that_a_dtype_does_not_have_are_refused",
      "Weights beyond float16 become infinite in an export."),
+    ("a rule evaluated at the first example's positions", "orchmllm/models/packing.py",
+     "q_offset=first, kv_offset=first", "q_offset=0, kv_offset=0",
+     "tests/models/test_packed_models.py",
+     "Images of a later example are masked like the text of the first one."),
+    ("a forward without our masks passes", "orchmllm/models/packing.py",
+     "if row.num_calls != num_layers:", "if False:", "tests/models/test_packed_models.py",
+     "Another attention is chosen, and examples of a row see each other."),
+    ("positions go on across examples", "orchmllm/models/hf.py",
+     '"position_ids": torch.cat([self._positions(e) for e in examples], -1),',
+     '"position_ids": torch.arange(len(ids))[None],', "tests/models/test_packed_models.py",
+     "Every example but the first has other rotary positions than alone."),
+    ("images padded at their beginning", "orchmllm/models/hf.py", "for n in (0, m)",
+     "for n in (m, 0)", "tests/models/test_packed_models.py",
+     "Images of several sizes on a rank are cut at the wrong side."),
+
 )]
 
 

@@ -57,8 +57,7 @@ class Process:
 
 def opened(recipe: Path, *overrides: str):
     loaded = load_recipe(recipe, overrides)
-    return open_dataset(loaded.data, loaded.model.vision.geometry, loaded.model.audio.geometry,
-                        seed=loaded.run.seed)
+    return open_dataset(loaded.data, loaded.model, seed=loaded.run.seed)
 
 
 def calls_of(dataset, examples) -> list:

@@ -204,7 +204,8 @@ class StepLoader(Pipeline):
     dataset: see SegmentFeed. sampler: global batches.
     num_workers: processes that read and decode; 0: the prefetch thread does. servers: do it
     instead, as long as one of them answers. flops_of: useful FLOP of each phase of a layout, where
-    a step's are to be counted. Other arguments and errors: see Pipeline.
+    a step's are to be counted. feed: of whole examples, in place of SegmentFeed. Other arguments
+    and errors: see Pipeline.
     """
 
     def __init__(
@@ -212,10 +213,11 @@ class StepLoader(Pipeline):
         num_steps: int, first_step: int = 0, accumulation_steps: int = 1, prefetch: int = 2,
         num_workers: int = 0, servers: Servers | None = None,
         flops_of: Callable[[BatchLayout], dict[str, float]] | None = None,
+        feed: Callable[..., SegmentFeed] = SegmentFeed,
     ) -> None:
         self._flops_of = flops_of
-        feed = SegmentFeed(dataset, sampler, orchestrator, num_steps, num_workers, servers)
-        super().__init__(feed, orchestrator, first_step=first_step, prefetch=prefetch,
+        super().__init__(feed(dataset, sampler, orchestrator, num_steps, num_workers, servers),
+                         orchestrator, first_step=first_step, prefetch=prefetch,
                          accumulation_steps=accumulation_steps)
 
     def _load(self, step: Step) -> Step:

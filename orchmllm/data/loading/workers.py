@@ -16,6 +16,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from multiprocessing.pool import RemoteTraceback
@@ -28,7 +29,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from orchmllm.batch import Example
+from orchmllm.batch import Example, ProcessedExample
 from orchmllm.comm.agree import describe
 from orchmllm.data.loading.forks import SureFork
 from orchmllm.plan.layout import TEXT
@@ -203,4 +204,7 @@ def _convert(value: Any, kind: type, to: Callable) -> Any:
         parts = (value.token_ids, value.labels)
         return Example(value.example_id, *(p if p is None else to(p) for p in parts),
                        {s: to(m) for s, m in value.media.items()})
+    if isinstance(value, ProcessedExample):
+        return replace(value, input_ids=to(value.input_ids), labels=to(value.labels),
+                       media={name: to(m) for name, m in value.media.items()})
     return to(value) if isinstance(value, kind) else value

@@ -75,14 +75,18 @@ def decode_image(medium: Medium, geometry: VisionGeometry) -> Tensor:
     (bicubic) to `geometry.resized`. Raises MediaError."""
     from PIL import Image
 
+    upright = upright_image(medium)
+    size = geometry.resized(*upright.size)
+    if size != upright.size:
+        upright = upright.resize(size, Image.Resampling.BICUBIC)
+    return patchify(np.asarray(upright), geometry)
+
+
+def upright_image(medium: Medium):
+    """A decoded image as Pillow's, RGB and as displayed. Raises MediaError."""
     with open_image(medium) as (image, orientation):
         image.load()
-        upright = _upright(_to_rgb(image), orientation)
-        size = geometry.resized(*upright.size)
-        if size != upright.size:
-            upright = upright.resize(size, Image.Resampling.BICUBIC)
-        pixels = np.asarray(upright)
-    return patchify(pixels, geometry)
+        return _upright(_to_rgb(image), orientation)
 
 
 @lru_cache(maxsize=8)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 
 import numpy as np
@@ -28,11 +28,11 @@ _TALK = [Turn("user", ("Who is it?",), False), Turn("assistant", ("It is I, Anna
 
 class ChatTemplate:
     """source: in Jinja. variables: its special tokens by name. special: tokens that data must not
-    be able to write; added: all that the tokenizer looks for in texts. Raises RowError, naming
-    `path`, for a template that cannot be used."""
+    be able to write; added: all that the tokenizer looks for in texts; known: what a template may
+    write for media. Raises RowError, naming `path`, for a template that cannot be used."""
 
     def __init__(self, source: str, variables: dict[str, str], special: Sequence[str],
-                 added: Sequence[str], path: str):
+                 added: Sequence[str], path: str, known: Mapping = PLACEHOLDERS):
         self.variables, self.special = variables, list(special)
         self._has_blocks = re.search(r"\{%[-+]?\s*generation\s*[-+]?%\}", source) is not None
         either = "|".join(map(re.escape, sorted(special, key=len, reverse=True))) or "(?!)"
@@ -47,7 +47,7 @@ class ChatTemplate:
         # Of media that it writes in lists of content parts; None: which is not known.
         self.placeholders: dict[int, Placeholder | None] = {}
         self._probe(path)
-        self.placeholders = self._placeholders(added)
+        self.placeholders = self._placeholders(added, known)
 
     def spans(self, turns: Sequence[Turn]) -> list[Span]:
         """The conversation as rendered. Raises RowError for turns that the template refuses, and
@@ -76,10 +76,11 @@ class ChatTemplate:
         raise RowError(f"{path}: its chat template cannot write a question and an answer: "
                        f"{reasons[0]}")
 
-    def _placeholders(self, added: Sequence[str]) -> dict[int, Placeholder | None]:
+    def _placeholders(self, added: Sequence[str], every: Mapping
+                      ) -> dict[int, Placeholder | None]:
         """What it writes for a medium in a list of content parts, if it reads such lists."""
         lists_only, out = self._lists, {}
-        for modality, known in PLACEHOLDERS.items():
+        for modality, known in every.items():
             self.placeholders = {modality: None}
             shown = _TALK[0]._replace(parts=(Medium(modality, ""), *_TALK[0].parts))
             try:

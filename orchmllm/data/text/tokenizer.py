@@ -20,10 +20,10 @@ import numpy as np
 
 from orchmllm.data.formats.conversation import DOCUMENT, Turn
 from orchmllm.data.media.medium import Medium, RowError
-from orchmllm.data.text.spans import PART, Placeholder, Span, Text
+from orchmllm.data.text.spans import PART, PLACEHOLDERS, Placeholder, Span, Text
 from orchmllm.data.text.template_engine import undeclared
 from orchmllm.data.text.templates import ChatTemplate
-from orchmllm.plan.layout import TEXT
+from orchmllm.plan.layout import TEXT, VISION
 
 IM_START, IM_END, END_OF_TEXT = "<|im_start|>", "<|im_end|>", "<|endoftext|>"
 _MARK = "\ufdd0"  # begins and ends what stands for another token; a noncharacter
@@ -46,12 +46,15 @@ class ChatTokenizer:
     """A `tokenizers` file, with the chat template beside it if there is one.
 
     path: tokenizer.json, or a folder that holds it (with chat_template.jinja or a
-    tokenizer_config.json with "chat_template"). Raises ValueError if it cannot be read, or lacks
-    ChatML's special tokens and has no template.
+    tokenizer_config.json with "chat_template"). template: instead of the one beside it.
+    image_token: what the template writes for an image; empty: see PLACEHOLDERS. Raises ValueError
+    if it cannot be read, or lacks ChatML's special tokens and has no template.
     """
 
-    def __init__(self, path: str | os.PathLike):
+    def __init__(self, path: str | os.PathLike, template: str = "", image_token: str = ""):
         from tokenizers import Tokenizer
+
+        self._arguments = path, template, image_token
 
         path = Path(path)
         path = path / "tokenizer.json" if path.is_dir() else path
@@ -61,7 +64,7 @@ class ChatTokenizer:
             self.tokenizer = Tokenizer.from_file(str(path))
         except Exception as error:  # the bindings raise bare Exception
             raise ValueError(f"{path}: not a tokenizer.json of `tokenizers`: {error}") from error
-        self.path, self.template = path, _read_template(path.parent)
+        self.path, self.template = path, _read_template(path.parent, template)
         for token in () if self.template else (IM_START, IM_END, END_OF_TEXT):
             if self.tokenizer.token_to_id(token) is None:
                 raise ValueError(
@@ -76,11 +79,14 @@ class ChatTokenizer:
         self.tokenizer.encode_special_tokens = True  # special tokens in data are read as text
         self.tokenizer.post_processor = None  # it would cut space off the offsets
         added = self.tokenizer.get_added_tokens_decoder()
-        special = [t.content for t in added.values() if t.special]
+        self.special = special = [t.content for t in added.values() if t.special]
         either = "|".join(map(re.escape, sorted(special, key=len, reverse=True)))
         self._special = re.compile(either or "(?!)")
         self._chat = self.template and ChatTemplate(
-            *self.template, special, [t.content for t in added.values()], str(path))
+            *self.template, special, [t.content for t in added.values()], str(path),
+            {VISION: (Placeholder(image_token),)} if image_token else PLACEHOLDERS)
+        if image_token and not self._chat.placeholders.get(VISION):
+            raise ValueError(f"{path}: the chat template does not write {image_token} for an image")
         self._stand_ins, self._ids = self._add_stand_ins(added)
         self._of_template = lru_cache(maxsize=4096)(
             lambda text: self._special.sub(lambda m: self._stand_ins[m[0]], text))
@@ -109,7 +115,7 @@ class ChatTokenizer:
         return out, ids
 
     def __reduce__(self):
-        return ChatTokenizer, (self.path,)  # worker processes open the file themselves
+        return ChatTokenizer, self._arguments  # worker processes open the file themselves
 
     @property
     def end_id(self) -> int | None:
@@ -131,16 +137,23 @@ class ChatTokenizer:
         calls of tools do not count. Raises RowError."""
         said = [text for turn in turns if turn.supervised for text in (*turn.parts, turn.reasoning)
                 if isinstance(text, str)]
-        learnt = [span for span in self._spans(turns) if isinstance(span, Text) and span.learnt]
+        learnt = [span for span in self.spans(turns) if isinstance(span, Text) and span.learnt]
         written = [s.text if s.of_data else self._special.sub("", s.text) for s in learnt]
         num_said, num_written = (len("".join("".join(t).split())) for t in (said, written))
         num_special = sum(len(self._special.findall(s.text)) for s in learnt if not s.of_data)
         return max(0, num_said - num_written), num_said, num_special
 
-    def _spans(self, turns: Sequence[Turn]) -> list[Span]:
+    def spans(self, turns: Sequence[Turn]) -> list[Span]:
+        """A conversation, or a document, as the template writes it. Raises RowError."""
         if turns and turns[0].role == DOCUMENT:
             return self._document(turns)
         return _chatml(turns) if self._chat is None else self._chat.spans(turns)
+
+    def encode_spans(self, spans: Sequence[Span]) -> tuple[np.ndarray, np.ndarray]:
+        """(ids (n,) int32, which of them are learnt (n,) bool) of text without media."""
+        marked = self._marked(spans)
+        return self._tokenized(marked, self.tokenizer.encode(marked.text, add_special_tokens=False)
+                               )[:2]
 
     def _document(self, turns: Sequence[Turn]) -> list[Span]:
         """Texts and media as they are, between the tokens that begin and end a text. Raises
@@ -186,7 +199,7 @@ class ChatTokenizer:
         rendered: list[_Marked | RowError] = []
         for turns in conversations:
             try:
-                rendered.append(self._marked(self._spans(turns)))
+                rendered.append(self._marked(self.spans(turns)))
             except RowError as error:
                 rendered.append(error)
         encoded = iter(self.tokenizer.encode_batch(
@@ -202,7 +215,9 @@ class ChatTokenizer:
             if isinstance(span, Medium):
                 text = self._stand_ins[span.modality]
             elif not span.of_data:
-                text = self._of_template(span.text)
+                # What images become is long, and would fill the cache.
+                write = self._of_template
+                text = (write if len(span.text) < 1000 else write.__wrapped__)(span.text)
             elif _MARK in span.text:
                 raise RowError(f"a text contains {_MARK!r}, which stands for no character")
             else:
@@ -256,14 +271,14 @@ def _chatml(turns: Sequence[Turn]) -> list[Span]:
     return spans
 
 
-def _read_template(folder: Path) -> tuple[str, dict[str, str]] | None:
-    """(template, special tokens by name) of the model beside tokenizer.json. Raises ValueError for
-    a template that writes a token that no file names."""
+def _read_template(folder: Path, given: str) -> tuple[str, dict[str, str]] | None:
+    """(template, special tokens by name) of the model beside tokenizer.json. given: the template,
+    where it is known. Raises ValueError for a template that writes a token that no file names."""
     config = _read_json(folder / "tokenizer_config.json")
     if "added_tokens_decoder" not in config:  # as transformers does
         config |= _read_json(folder / "special_tokens_map.json")
-    template = config.get("chat_template")
-    if (folder / "chat_template.jinja").is_file():
+    template = given or config.get("chat_template")
+    if not given and (folder / "chat_template.jinja").is_file():
         template = (folder / "chat_template.jinja").read_text(encoding="utf-8")
     if isinstance(template, list):  # several by name
         template = next((t["template"] for t in template if t.get("name") == "default"), None)

@@ -27,12 +27,13 @@ ALONE_BELOW = 2000  # rows that are indexed faster than worker processes start
 class Part(NamedTuple):
     """Rows of a chunk. table: (s, 7) int64 [modality, rows, attn_len, num_tokens, t, h, w];
     counts, targets: (n,) segments and labels of each row; problems: row, file, reason, segment,
-    modality."""
+    modality; sizes: of the images, where a processor of transformers made the lengths."""
 
     table: np.ndarray
     counts: np.ndarray
     targets: np.ndarray
     problems: list[dict]
+    sizes: list[tuple[int, int]]
 
 
 def build_index(
@@ -56,10 +57,12 @@ def build_index(
     counts, num_read = [np.zeros(1, np.int64)], 0
     try:
         with (open(new / "table.i64", "wb") as table, open(new / "targets.i64", "wb") as targets,
-              open(new / "problems.jsonl", "w", encoding="utf-8") as problems):
+              open(new / "problems.jsonl", "w", encoding="utf-8") as problems,
+              open(new / "sizes.i64", "wb") as sizes):
             for part, count in _parts(source, reader, index_dir, old, num_workers):
                 part.table.tofile(table)
                 part.targets.tofile(targets)
+                np.array(part.sizes, np.int64).tofile(sizes)
                 problems.writelines(json.dumps(problem) + "\n" for problem in part.problems)
                 counts.append(part.counts)
                 num_read += count
@@ -115,4 +118,6 @@ def _index_chunk(
                 for row, p in ((row, found.problem) for row, found in planned.items()) if p]
     table = np.column_stack(
         [every.modality, every.rows, every.attn_len, every.num_tokens, every.grid])
-    return Part(table, every.segments_per_example, every.num_targets, problems), len(planned)
+    sizes = [size for row in rows if reader.has_sizes
+             for size in (planned[row].sizes if row in planned else old.sizes(row))]
+    return Part(table, every.segments_per_example, every.num_targets, problems, sizes), len(planned)

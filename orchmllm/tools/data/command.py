@@ -108,8 +108,7 @@ def dataset_of(recipe: Recipe):
     """The map-style dataset of a recipe's sources. Raises ValueError naming what cannot be read."""
     from orchmllm.data.stream import open_dataset
 
-    return open_dataset(replace(recipe.data, streaming=False), recipe.model.vision.geometry,
-                        recipe.model.audio.geometry, seed=recipe.run.seed)
+    return open_dataset(replace(recipe.data, streaming=False), recipe.model, seed=recipe.run.seed)
 
 
 def lint_decoding(recipe: Recipe) -> int:

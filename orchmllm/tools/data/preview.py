@@ -8,11 +8,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from orchmllm.batch import IGNORE_INDEX
+from orchmllm.batch import IGNORE_INDEX, Example, ProcessedExample
 from orchmllm.data.dataset import ConversationDataset
 from orchmllm.data.media.headers import audio_header, image_header
 from orchmllm.data.media.medium import MediaError, Medium
-from orchmllm.plan.layout import TEXT, VISION
+from orchmllm.plan.layout import TEXT, VISION, BatchLayout
 
 GREEN, DIM, RESET = "\x1b[32m", "\x1b[2m", "\x1b[0m"
 
@@ -35,21 +35,32 @@ def stretches(dataset: ConversationDataset, i: int) -> tuple[list[Shown], str]:
     if problem is not None:
         return [Shown(TEXT, f"cannot be used: {problem}")], "a stand-in without labels is trained"
     media = {segment: medium for segment, _, medium in dataset.media_of(i)}
-    ids, labels = example.token_ids.numpy(), example.labels.numpy()
-    learnt = np.concatenate([[False], labels[:-1] != IGNORE_INDEX])
+    ids, learnt = _of_text(dataset, example, layout)
     out, end = [], 0
     for segment, (modality, count) in enumerate(zip(
             layout.modality.tolist(), layout.num_tokens.tolist(), strict=True)):
-        start, end = end, end + count
         if modality == TEXT:
+            start, end = end, end + count
             out += _text(dataset, ids[start:end], learnt[start:end])
         else:
-            out.append(_medium(media[segment], len(example.media[segment]), count,
+            out.append(_medium(media[segment], int(layout.rows[segment]), count,
                                failed.get(segment)))
-    facts = (f"{len(ids)} tokens: {int((layout.num_tokens[layout.modality == TEXT]).sum())} of "
+    facts = (f"{layout.num_tokens.sum()} tokens: {len(ids)} of "
              f"text, {int((layout.num_tokens[layout.modality != TEXT]).sum())} of "
              f"{len(media)} media; {layout.num_targets.sum()} are learnt")
     return out, facts
+
+
+def _of_text(dataset: ConversationDataset, example: Example | ProcessedExample,
+             layout: BatchLayout) -> tuple[np.ndarray, np.ndarray]:
+    """(ids, which are learnt) of the tokens of text of an example."""
+    labels = example.labels.numpy() != IGNORE_INDEX
+    if isinstance(example, ProcessedExample):
+        ids = example.input_ids.numpy()
+        is_text = ids != dataset.processor.image_token_id
+        return ids[is_text], labels[is_text]
+    is_text = np.repeat(layout.modality == TEXT, layout.num_tokens)
+    return example.token_ids.numpy()[is_text], np.append(False, labels[:-1])[is_text]
 
 
 def _text(dataset: ConversationDataset, ids: np.ndarray, learnt: np.ndarray) -> Iterator[Shown]:

@@ -27,7 +27,10 @@ def model_of(state: dict) -> ModelConfig:
     ValueError for those of another version."""
     kinds = {part: type(getattr(ModelConfig(), part)) for part in PARTS}
     try:
-        return ModelConfig(**{p: kind(**state["model"][p]) for p, kind in kinds.items()})
+        model = state["model"]
+        return ModelConfig(
+            **{p: kind(**model[p]) for p, kind in kinds.items()},
+            **{name: model[name] for name in ("pretrained", "config") if name in model})
     except (KeyError, TypeError) as e:
         raise ValueError("state.json is not that of a checkpoint of a run, or of a newer version "
                          f"of orchmllm: {e}") from None

@@ -17,6 +17,7 @@ from orchmllm.hf.folder import read_json
 from orchmllm.hf.sources import POSITIONS
 from orchmllm.models.names import PARTS, named
 from orchmllm.tools.export.checkpoints import checkpoint_in, is_other, model_of, tokenizer_of
+from orchmllm.tools.export.whole import write_whole
 
 VERSION = 1  # of orchmllm.json
 NOTE = "orchmllm.json"
@@ -38,15 +39,21 @@ def export(checkpoint: Path, out: Path, *, dtype: str = "", max_file_bytes: int 
     log(f"checkpoint {checkpoint}: " + ("every file is what was saved (SHA-256)" if verify else
                                         "not compared with its manifest"))
     model, saved = model_of(state), hf_tensors.read_sharded(checkpoint)
-    tensors = {part: _tensors(part, model, saved, hf_tensors.DTYPES[dtype] if dtype else "")
-               for part in (*PARTS, "connectors")}
+    short = hf_tensors.DTYPES[dtype] if dtype else ""
+    if not model.folder:
+        tensors = {part: _tensors(part, model, saved, short) for part in (*PARTS, "connectors")}
     staged, old = (out.parent / f".{what}_{out.name}" for what in ("staged", "old"))
     for folder in (staged, old):  # left by an export that was cut off
         shutil.rmtree(folder, ignore_errors=True)
     staged.mkdir(parents=True)
     try:
-        note = _write(model, state, tensors, max_file_bytes, staged, log)
-        note["tokenizer"] = _write_tokenizer(state, tokenizer, staged, log)
+        note = {"version": VERSION, "step": state["step"], "model": state["model"]}
+        if model.folder:
+            note["parts"] = {"model": write_whole(
+                Path(model.folder), saved, short, max_file_bytes, staged, log)}
+        else:
+            note["parts"] = _write(model, tensors, max_file_bytes, staged, log)
+            note["tokenizer"] = _write_tokenizer(state, tokenizer, staged, log)
         (staged / NOTE).write_text(json.dumps(note, indent=1), encoding="utf-8")
         if out.exists():
             out.rename(old)
@@ -76,11 +83,12 @@ def _tensors(part: str, model: ModelConfig, saved: dict[str, hf_tensors.FileTens
     return [*out, _positions(model, out[0].dtype)] if part == "audio" else out
 
 
-def _write(model: ModelConfig, state: dict, tensors: dict[str, list[hf_tensors.FileTensor]],
+def _write(model: ModelConfig, tensors: dict[str, list[hf_tensors.FileTensor]],
            max_file_bytes: int, folder: Path, log: Callable[[str], None]) -> dict:
+    """Writes the three parts and the connectors; returns what orchmllm.json says of the parts."""
     from orchmllm.hf.describe import CLASSES, part_json, started_from
 
-    note: dict = {"version": VERSION, "step": state["step"], "model": state["model"], "parts": {}}
+    note: dict = {}
     for part in PARTS:
         _, problem = started_from(part, model)
         if problem:
@@ -91,8 +99,8 @@ def _write(model: ModelConfig, state: dict, tensors: dict[str, list[hf_tensors.F
             (folder / part / name).write_text(json.dumps(contents, indent=1), encoding="utf-8")
         files = hf_tensors.write_folder(folder / part, tensors[part], max_file_bytes)
         name = CLASSES[model.vision.family if part == "vision" else part]
-        note["parts"][part] = {"class": f"transformers.{name}" if name else None,
-                               "tensors": len(tensors[part]), "files": files}
+        note[part] = {"class": f"transformers.{name}" if name else None,
+                      "tensors": len(tensors[part]), "files": files}
         what = name or ("orchmllm.models.vision.VisionEncoder (model.vision.family vit has no "
                         "class in transformers)")
         log(_line(f"{part}/", tensors[part], files, what))

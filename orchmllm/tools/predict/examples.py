@@ -67,6 +67,11 @@ def of_mix(recipe: Recipe, mix: str = "natural", without: Collection[str] = (),
 
 def open_recipe(recipe: Recipe) -> tuple[list[DataSource], LengthReader]:
     """The recipe's sources. Raises ValueError naming what cannot be read."""
+    if recipe.model.folder:
+        from orchmllm.data.processed import ProcessedRows  # with transformers
+
+        rows = ProcessedRows(recipe.model.folder, recipe.data)
+        return rows.sources, rows.reader
     folder = index_path(recipe.data.index_dir)
     storage = Storage(recipe.data.remote)
     sources = [open_source(config, folder, storage) for config in sources_of(recipe.data)]

@@ -66,9 +66,10 @@ def measure(recipe, phase: str, args: Namespace) -> dict[str, list[float]]:
 
 @in_one_line
 def main(argv: list[str]) -> int:
-    """Exit code. Raises ValueError for a device that cannot measure."""
+    """Exit code. Raises ValueError for a device that cannot measure, or a model that cannot be."""
     args = lengths_parser("profile", __doc__, OPTIONS).parse_recipe(argv)
     recipe, out = load_recipe(args.recipe, args.overrides), {}
+    recipe.model.require_parts()
     import torch
 
     if (args.device or "").startswith("cuda") and not torch.cuda.is_available():

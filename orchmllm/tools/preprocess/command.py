@@ -32,11 +32,13 @@ def main(argv: Sequence[str]) -> int:
     address = split_address(args.listen)
     secret = read_secret(args.secret_file)
     recipe = load_recipe(args.recipe, args.overrides)
+    if recipe.model.folder:
+        parser.error("servers cannot run the processor of a whole model of transformers: its ranks "
+                     "do (data.num_workers)")
     from orchmllm.data.stream import open_dataset
     from orchmllm.tools.preprocess.server import Server
 
-    dataset = open_dataset(recipe.data, recipe.model.vision.geometry, recipe.model.audio.geometry,
-                           seed=recipe.run.seed)
+    dataset = open_dataset(recipe.data, recipe.model, seed=recipe.run.seed)
     try:
         server = Server(dataset, address, secret, args.workers)
     except OSError as error:

@@ -70,8 +70,7 @@ def opened(asked):
     """(dataset, global batches as training draws them) of a recipe whose index is made."""
     sources, reader = open_recipe(asked)
     indexes = index_all(sources, reader, index_path(asked.data.index_dir), 1)
-    dataset = open_dataset(asked.data, asked.model.vision.geometry, asked.model.audio.geometry,
-                           seed=asked.run.seed)
+    dataset = open_dataset(asked.data, asked.model, seed=asked.run.seed)
     return dataset, list(global_batches(sources, indexes, asked, RANKS))
 
 
@@ -97,8 +96,7 @@ def test_a_run_decides_by_the_batches_that_it_draws(folder, case):
 
 def test_a_run_on_a_stream_decides_by_its_first_examples(folder):
     asked = own(folder, "mixed.jsonl", streaming=True)
-    dataset = open_dataset(asked.data, asked.model.vision.geometry, asked.model.audio.geometry,
-                           seed=0)
+    dataset = open_dataset(asked.data, asked.model, seed=0)
     rows, _ = dataset.split(0)
     assert for_run(asked, dataset, rows, plan_spec(resolve(asked, RANKS, 8)), RANKS,
                    0) == dict.fromkeys(

@@ -1,0 +1,282 @@
+"""The processor of a model of transformers: what it makes of a conversation's text and images.
+
+It expands the placeholder of every image itself and makes the tensors. Which tokens are learnt is
+told by the project's own rendering of the chat template: the ids of both have to be the same.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Mapping, Sequence
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from PIL import Image
+from torch import Tensor
+
+from orchmllm.data.formats.conversation import Turn, media_of
+from orchmllm.data.formats.scanned import digest
+from orchmllm.data.media.medium import Medium, RowError
+from orchmllm.data.media.shapes import of_shapes, sized
+from orchmllm.data.text.spans import Span, Text
+from orchmllm.data.text.tokenizer import ChatTokenizer
+from orchmllm.plan.geometry import SegmentLengths, text_lengths
+from orchmllm.plan.layout import TEXT, VISION
+
+Size = tuple[int, int]  # height and width in pixels as displayed
+
+
+class Expanded(NamedTuple):
+    """What the images of an example become. texts: in place of the placeholder of each; grids:
+    (t, h, w) of each: t tiles of h x w patches."""
+
+    texts: tuple[str, ...]
+    grids: tuple[tuple[int, int, int], ...]
+
+
+class Tokens(NamedTuple):
+    """An example's sequence. ids (n,) int32, learnt (n,) bool; segments: (modality, lengths) in
+    reading order."""
+
+    ids: np.ndarray
+    learnt: np.ndarray
+    segments: list[tuple[int, SegmentLengths]]
+
+
+class Processor:
+    """folder: of a model of transformers, with config.json, its processor, tokenizer.json and a
+    chat template. Code of the folder is never run, images are resized by Pillow, and videos are
+    read as images. options: of the call of the processor for images (size, do_pan_and_scan, ...),
+    instead of its own. Raises ValueError naming the folder if it cannot be used."""
+
+    def __init__(self, folder: str | os.PathLike, options: Mapping[str, Any] | None = None
+                 ) -> None:
+        self.folder, self.options = Path(folder), dict(options or {})
+        self._processor, config = load_processor(self.folder)
+        self._shapes = copy.copy(self._processor)
+        self._shapes.image_processor = of_shapes(self._processor.image_processor)
+        try:
+            self._patch = int(np.max(config.vision_config.patch_size))
+            self.image_token_id = int(config.image_token_id)
+        except AttributeError as error:
+            raise ValueError(f"{folder}: its config.json does not say {error.name}, so it is no "
+                             "model of images that is known here") from error
+        self._feature = self._processor.tokenizer.convert_ids_to_tokens(self.image_token_id)
+        template = self._processor.chat_template
+        if isinstance(template, dict):
+            template = template.get("default")
+        if not template:
+            raise ValueError(f"{folder}: it has no chat template: put the chat_template.jinja of "
+                             "the model's instruct version into it")
+        self.tokenizer = ChatTokenizer(self.folder, template, self._processor.image_token)
+        self.expanded = lru_cache(maxsize=1024)(self._expanded)
+        talk = [Turn("user", (Medium(VISION, ""), "Who is it?"), False),
+                Turn("assistant", ("Anna.",), True)]
+        try:
+            self.tokens(self.rendered(talk), [(224, 336)])
+        except RowError as error:
+            raise ValueError(f"{folder}: its processor cannot be used for an image, a question and "
+                             f"an answer: {error}") from error
+
+    def __reduce__(self):
+        return Processor, (self.folder, self.options)  # worker processes open the files themselves
+
+    @cached_property
+    def digest(self) -> str:
+        """Changes with anything that changes what the processor makes of a row, and not with how
+        the files of the folder are written: their settings, and the packages that run it."""
+        import PIL
+        import tokenizers
+        import transformers
+
+        return digest([self._processor.to_dict(), self.tokenizer.digest, self.options, self._patch,
+                       self.image_token_id,
+                       *(package.__version__ for package in (transformers, tokenizers, PIL))])
+
+    def rendered(self, turns: Sequence[Turn]) -> list[Span]:
+        """A conversation as the template writes it. Raises RowError."""
+        if any(medium.modality != VISION for medium in media_of(turns)):
+            raise RowError("the model takes images alone: leave rows with clips out")
+        return self.tokenizer.spans(turns)
+
+    @staticmethod
+    def resized(width: int, height: int) -> tuple[int, int]:
+        """Size in which frames of videos are read: their own, as the processor resizes them."""
+        return width, height
+
+    def tokens(self, spans: Sequence[Span], sizes: Sequence[Size], limit: int = 0) -> Tokens:
+        """The sequence of a rendered conversation with images of these sizes. limit: ids after
+        which it ends (0: none); an image that would cross it is left out whole. Raises RowError."""
+        while True:
+            expanded = self.expanded(tuple(sizes))
+            tokens, fit = self._tokens(spans, expanded, limit)
+            if fit == len(sizes):
+                return tokens
+            spans, sizes = before(spans, fit), sizes[:fit]
+
+    def load(self, spans: Sequence[Span], images: list, limit: int
+             ) -> tuple[Tokens, dict[str, Tensor]]:
+        """(The sequence of a rendered conversation and its images, the processor's other tensors by
+        argument name). images: Pillow's, as arrays small ones can be read with another side for the
+        channels. limit: see `tokens`; no image crosses it. Raises RowError."""
+        mark = self._processor.image_token
+        text = "".join(mark if isinstance(span, Medium) else span.text for span in spans)
+        out, expanded = self._run(self._processor, text, images, "pt")
+        tokens, _ = self._tokens(spans, expanded, limit)
+        ids = out.pop("input_ids")
+        if ids[0, : len(tokens.ids)].tolist() != tokens.ids.tolist():
+            raise RowError("the processor makes other tokens of its images than of their sizes")
+        return tokens, {name: value[:, : len(tokens.ids)] if value.shape == ids.shape else value
+                        for name, value in out.items()}
+
+    def arguments_like(self, ids: Tensor, sizes: Sequence[Size]) -> dict[str, Tensor]:
+        """The processor's tensors for an example with these ids (n,), and black images."""
+        text = "\n".join([self._processor.image_token] * len(sizes)) or "no image"
+        out, _ = self._run(self._processor, text, [black(size) for size in sizes], "pt")
+        shape = out.pop("input_ids").shape
+        kinds = (ids == self.image_token_id).long()[None]
+        return {name: kinds if value.shape == shape else value for name, value in out.items()}
+
+    def _expanded(self, sizes: tuple[Size, ...]) -> Expanded:
+        """What images of these sizes become, which are all images of an example: processors treat
+        several in another way than one. Raises RowError."""
+        if not sizes:
+            return Expanded((), ())
+        text = "\n".join([self._processor.image_token] * len(sizes))
+        return self._run(self._shapes, text, [sized(*size) for size in sizes], "np")[1]
+
+    def _run(self, processor: Any, text: str, images: list, tensors: str
+             ) -> tuple[dict[str, Any], Expanded]:
+        """(The arguments that a processor makes of one text and its images, what the images
+        become). Raises RowError."""
+        try:
+            # Nested as apply_chat_template does it: some processors tell examples by the lists.
+            out = processor(text=[text], images=[images] if images else None,
+                            images_kwargs=self.options, return_tensors=tensors,
+                            add_special_tokens=self._adds_special_tokens(text),
+                            return_text_replacement_offsets=True)
+        except MemoryError:
+            raise
+        except Exception as error:  # processors check little themselves
+            raise RowError(f"the processor of the model refuses it: {type(error).__name__}: {error}"
+                           ) from error
+        out.pop("attention_mask", None)
+        offsets = out.pop("text_replacement_offsets", [])
+        texts = tuple(o["replacement"] for row in offsets for o in row)
+        return dict(out), Expanded(texts, self._grids(out, texts) if images else ())
+
+    def _grids(self, out: Mapping[str, Any], texts: Sequence[str]
+               ) -> tuple[tuple[int, int, int], ...]:
+        """(t, h, w) of each image of an example. out: the processor's tensors; texts: what it
+        writes for the images."""
+        if "image_grid_thw" in out:
+            return tuple(map(tuple, out["image_grid_thw"].tolist()))
+        shape, sizes = out["pixel_values"].shape, out.get("image_sizes")
+        h, w = shape[-2] // self._patch, shape[-1] // self._patch
+        if sizes is not None and len(shape) == 4:  # padded to the largest image of the example
+            return tuple((1, int(h) // self._patch, int(w) // self._patch) for h, w in sizes)
+        features = [text.count(self._feature) for text in texts]
+        if sizes is None or len(sizes) == 1 or shape[1] == 1:
+            total = int(np.prod(shape[:-3]))
+            return tuple((total * count // sum(features), h, w) for count in features)
+        from transformers.models.llava_next.modeling_llava_next import image_size_to_num_patches
+
+        pinpoints = self._processor.image_processor.image_grid_pinpoints
+        return tuple((image_size_to_num_patches(size, pinpoints, shape[-1]), h, w)
+                     for size in sizes.tolist())  # padded to the most tiles of the example
+
+    def _tokens(self, spans: Sequence[Span], expanded: Expanded, limit: int
+                ) -> tuple[Tokens | None, int]:
+        """(The sequence, how many images fit into `limit`); None where not all of them do. Raises
+        RowError where features cannot be told from text, and for other ids than the processor's."""
+        texts = iter(expanded.texts)
+        spans = [Text(next(texts), False) if isinstance(s, Medium) else s for s in spans]
+        ids, learnt = self._encoded(spans)
+        features = np.array([text.count(self._feature) for text in expanded.texts], np.int64)
+        at = np.flatnonzero(ids == self.image_token_id)
+        if len(at) != features.sum():
+            raise RowError(f"its text contains the token {self._feature}, which stands for images")
+        ends = np.cumsum(features)
+        first, last = at[ends - features], at[ends - 1]
+        fit = int((last < (limit or len(ids))).sum())
+        if fit < len(features):
+            return None, fit
+        if "image_grid_thw" in self._processor.model_input_names and (
+                first[1:] == last[:-1] + 1).any():
+            raise RowError("two images have no token between them, so the model cannot tell them "
+                           "apart: write text between them")
+        ids, learnt = ids[: limit or None], learnt[: limit or None]
+        starts = np.append(first, len(ids))  # text runs from the end of an image's features
+        counts = np.diff(starts, prepend=0) - np.append(0, features)
+        segments = [(TEXT, text_lengths(int(counts[0])))]
+        for (t, h, w), tokens, count in zip(expanded.grids, features, counts[1:], strict=True):
+            segments += [(VISION, SegmentLengths(t * h * w, t * h * w, int(tokens), (t, h, w))),
+                         (TEXT, text_lengths(int(count)))]
+        return Tokens(ids, learnt, [s for s in segments if s[1].num_tokens]), fit
+
+    def _adds_special_tokens(self, text: str) -> bool:
+        """As apply_chat_template decides it."""
+        begin = self._processor.tokenizer.bos_token
+        return begin is None or not text.startswith(begin)
+
+    def _encoded(self, spans: Sequence[Text]) -> tuple[np.ndarray, np.ndarray]:
+        """(ids, learnt) of a conversation whose images are text, with the special tokens that the
+        processor's tokenizer adds around it. Raises RowError where it has other ids between."""
+        ids, learnt = self.tokenizer.encode_spans(spans)
+        text = "".join(span.text for span in spans)
+        theirs = np.array(self._processor.tokenizer(
+            text, add_special_tokens=self._adds_special_tokens(text))["input_ids"], np.int32)
+        for start in range(len(theirs) - len(ids) + 1):
+            if np.array_equal(theirs[start: start + len(ids)], ids):
+                end = len(theirs) - len(ids) - start
+                return theirs, np.pad(learnt, (start, end))
+        for token in self.tokenizer.special:
+            if any(span.of_data and token in span.text for span in spans):
+                raise RowError(f"its text contains the special token {token}, which the model "
+                               "would read as that: leave it out or write it in another way")
+        raise RowError("the processor's tokenizer has other ids for it than tokenizer.json")
+
+
+def black(size: Size) -> Image.Image:
+    return Image.new("RGB", size[::-1])
+
+
+def before(spans: Sequence[Span], medium: int) -> Sequence[Span]:
+    """The spans before a medium, by its number."""
+    at = [k for k, span in enumerate(spans) if isinstance(span, Medium)]
+    return spans[: at[medium]] if medium < len(at) else spans
+
+
+def load_processor(folder: Path) -> tuple[Any, Any]:
+    """(The processor of a folder, without its part for videos, which would need torchvision; the
+    model's configuration). Raises ValueError."""
+    from transformers import PROCESSOR_MAPPING, AutoConfig
+    from transformers.image_processing_backends import PilBackend
+
+    keys = dict(trust_remote_code=False, local_files_only=True)
+    try:
+        config = AutoConfig.from_pretrained(folder, **keys)
+        if type(config) not in PROCESSOR_MAPPING:
+            raise ValueError(f"models of the type {config.model_type} have no processor")
+        processor = of_images(PROCESSOR_MAPPING[type(config)]).from_pretrained(
+            folder, backend="pil", **keys)
+    except (OSError, ValueError, TypeError, ImportError) as error:
+        raise ValueError(f"{folder}: its processor cannot be read: {error}") from error
+    if not isinstance(getattr(processor, "image_processor", None), PilBackend):
+        raise ValueError(f"{folder}: {type(processor).__name__} has no image processor that "
+                         "resizes by Pillow, which has the same pixels everywhere")
+    return processor, config
+
+
+def of_images(kind: type) -> type:
+    """A class of processors without its part for videos."""
+    class OfImages(kind):
+        @classmethod
+        def get_attributes(cls) -> list[str]:
+            return [name for name in super().get_attributes() if name != "video_processor"]
+
+    OfImages.__name__ = kind.__name__  # which transformers compares
+    return OfImages

@@ -1,0 +1,79 @@
+"""Which models of transformers are trained as they are, and what their parameters are called.
+
+Every family here has been compared with stock transformers, example by example. What is not here,
+or is configured to compute something that a packed row would change, is refused.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+TESTED = ("5.23.",)  # versions of transformers, by how they begin
+FAMILIES = ("aya_vision", "gemma3", "glm4v", "idefics3", "internvl", "llava", "llava_next",
+            "llava_onevision", "mistral3", "qwen2_5_vl", "qwen2_vl", "qwen3_vl")
+TEXT_MODELS = ("cohere2", "gemma3_text", "glm4v_text", "llama", "mistral", "qwen2",
+               "qwen2_5_vl_text", "qwen2_vl_text", "qwen3", "qwen3_vl_text")
+TOWERS = ("visual", "vision_tower", "vision_model")
+MERGERS = ("merger", "deepstack_merger_list")  # connectors that are inside of a tower
+LANGUAGE = ("language_model", "text_model", "lm_head")
+
+
+def part_of(name: str) -> str:
+    """The part that a parameter of a model of FAMILIES belongs to: vision, connector or llm. name:
+    in the model, such as model.visual.merger.norm.weight."""
+    first, second, *_ = name.removeprefix("model.").split(".") + [""]
+    if first in LANGUAGE:
+        return "llm"
+    return "vision" if first in TOWERS and second not in MERGERS else "connector"
+
+
+def read_config(folder: Path) -> PreTrainedConfig:
+    """The configuration in a folder. Raises ValueError naming what of it cannot be trained exactly,
+    and the cure."""
+    import transformers
+
+    if not transformers.__version__.startswith(TESTED):
+        raise ValueError(f"transformers {transformers.__version__} is installed, but whole models "
+                         f"were tested with {TESTED[0]}*: pip install 'transformers=={TESTED[0]}*'")
+    if not (folder / "config.json").is_file():
+        raise ValueError(f"{folder} has no config.json: give a local copy of the model (nothing is "
+                         "downloaded)")
+    try:
+        config = transformers.AutoConfig.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # of many types: each configuration checks its own values
+        raise ValueError(f"{folder}/config.json cannot be read: {' '.join(str(error).split())}"
+                         ) from error
+    for why in refusals(config):
+        raise ValueError(f"{folder}/config.json: {why}")
+    return config
+
+
+def refusals(config: PreTrainedConfig) -> list[str]:
+    """Why a model of this configuration cannot be trained exactly; empty if it can."""
+    found = []
+    if config.model_type not in FAMILIES:
+        return [f"model_type is {config.model_type!r}, which was not tested: choose a model of "
+                f"{', '.join(FAMILIES)}, or train it with orchmllm.balance_encoders and "
+                "BalancedDataLoader (docs/encoders.md, docs/loader.md)"]
+    text = config.get_text_config(decoder=True)
+    if text.model_type not in TEXT_MODELS:
+        found.append(f"its text model {text.model_type!r} was not tested: choose one of "
+                     f"{', '.join(TEXT_MODELS)}")
+    if getattr(config, "quantization_config", None) is not None:
+        found.append("the weights are quantised: give a folder with weights that are not")
+    if getattr(text, "attn_logit_softcapping", None):
+        found.append("attn_logit_softcapping limits attention, which packing does not know: give "
+                     "another model")
+    if getattr(text, "output_router_logits", False):
+        found.append("output_router_logits is true, and that loss depends on which examples share "
+                     "a rank: set it to false")
+    for name, value in vars(text).items():
+        if "dropout" in name and isinstance(value, float | int) and value > 0:
+            found.append(f"{name} of the text model is {value}, and its random masks depend on "
+                         "where an example is: set it to 0")
+    return found

@@ -1,0 +1,199 @@
+"""A multimodal model of transformers as it is: whole examples in one packed row, and the sum of the
+loss over the positions that are learnt.
+
+Encoders run inside of its forward, for the media of this rank's examples;
+orchmllm.balance_encoders moves them.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from orchmllm.batch import (
+    IGNORE_INDEX,
+    PackedExamples,
+    ProcessedExample,
+    SequenceLengths,
+)
+from orchmllm.config.fsdp import DTYPE_BYTES
+from orchmllm.config.job import Job
+from orchmllm.models import packing
+from orchmllm.models.attention import attention_backend
+from orchmllm.models.families import part_of, read_config
+from orchmllm.models.phase_clock import PhaseClock
+from orchmllm.plan.assign import PlanSpec
+from orchmllm.plan.cost import CostModel
+from orchmllm.plan.layout import ENCODERS
+
+TYPES = ("mm_token_type_ids", "token_type_ids")  # arguments that say which tokens are media
+SLOTTED = ("idefics3",)  # the media of a sequence are one row of pixel_values
+
+
+class WholeModel(nn.Module):
+    """hf: a model of orchmllm.models.families, in train mode, whose configuration nobody else has.
+    dtype: of forward and backward. The phases' times are in `clock`: vision is everything before
+    the text model's first layer."""
+
+    def __init__(self, hf: nn.Module, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.hf, self.clock, self.dtype = hf, PhaseClock(), dtype
+        text = hf.config.get_text_config(decoder=True)
+        text._attn_implementation = packing.NAME
+        self._num_layers = text.num_hidden_layers
+        accepted = inspect.signature(hf.forward).parameters
+        self._types = [name for name in TYPES if name in accepted]
+        index = getattr(hf.model, "get_rope_index", None)
+        self._rope_arguments = None if index is None else set(inspect.signature(index).parameters)
+        hf.model.get_decoder().register_forward_pre_hook(self._at_text, with_kwargs=True)
+
+    @property
+    def token_embedding(self) -> nn.Parameter:
+        return self.hf.get_input_embeddings().weight
+
+    def freeze(self, parts: Sequence[str]) -> None:
+        """Fixes the parameters of `vision` or `llm`; the connector still learns."""
+        for name, parameter in self.hf.named_parameters():
+            if part_of(name) in parts:
+                parameter.requires_grad_(False)
+
+    def blocks(self) -> dict[str, nn.ModuleList]:
+        """The stack of transformer blocks of vision and llm: in each the list of modules that has
+        most parameters."""
+        stacks: dict[str, nn.ModuleList] = {}
+        for name, module in self.hf.named_modules():
+            part = part_of(f"{name}.")
+            if isinstance(module, nn.ModuleList) and part != "connector":
+                stacks[part] = max(stacks.get(part, module), module, key=num_parameters)
+        return stacks
+
+    def join(self, examples: Sequence[ProcessedExample]) -> PackedExamples:
+        """One packed row of at least one example; on the CPU."""
+        ids = torch.cat([e.input_ids for e in examples])
+        labels = torch.cat([F.pad(e.labels[1:], (0, 1), value=IGNORE_INDEX) for e in examples])
+        kept = (labels != IGNORE_INDEX).nonzero()[:, 0]
+        inputs = {
+            "input_ids": ids[None],
+            "position_ids": torch.cat([self._positions(e) for e in examples], -1),
+            **dict.fromkeys(self._types, self._type_ids(ids)[None])}
+        for name in dict.fromkeys(name for e in examples for name in e.media if name not in TYPES):
+            parts = [e.media[name] for e in examples if name in e.media]
+            slotted = self.hf.config.model_type in SLOTTED and name.startswith("pixel_")
+            inputs[name] = joined(parts, 1 if slotted else 0)
+        lengths = [len(e.input_ids) for e in examples]
+        return PackedExamples(inputs, kept, labels[kept], SequenceLengths.from_lengths(lengths))
+
+    def forward(self, batch: PackedExamples) -> Tensor:
+        """Sum of the cross entropy over this rank's targets, a scalar. The caller divides by the
+        targets of all ranks. Raises RuntimeError where packing or the model's head did not do what
+        the loss relies on."""
+        self.clock.switch("vision")
+        inputs: dict[str, Any] = {
+            name: value.to(self.dtype) if value.is_floating_point() else value
+            for name, value in batch.inputs.items()}
+        ones = torch.ones_like(inputs["input_ids"])  # without it some models look for examples
+        with packing.packed(batch.seqlens, self._num_layers):
+            logits = self.hf(**inputs, attention_mask=ones, use_cache=False,
+                             logits_to_keep=batch.kept).logits[0]
+        if len(logits) != len(batch.kept):
+            raise RuntimeError(f"{type(self.hf).__name__} returned {len(logits)} rows of logits "
+                               f"for {len(batch.kept)} positions")
+        return F.cross_entropy(logits.to(torch.promote_types(torch.float32, logits.dtype)),
+                               batch.targets, reduction="sum")
+
+    def _at_text(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        embedded = self.clock.mark(kwargs["inputs_embeds"], before="vision", after="llm")
+        return args, {**kwargs, "inputs_embeds": embedded}
+
+    def _type_ids(self, ids: Tensor) -> Tensor:
+        """1 at tokens of images, 2 at those of videos."""
+        config = self.hf.config
+        return ((ids == config.image_token_id).int()
+                + 2 * (ids == getattr(config, "video_token_id", None)))
+
+    def _positions(self, example: ProcessedExample) -> Tensor:
+        """(1, n), or (4, 1, n) for a model with rotary positions of three axes: the first row is
+        the place in the example."""
+        flat = torch.arange(len(example.input_ids))[None]
+        if self._rope_arguments is None:
+            return flat
+        ids = example.input_ids
+        given = {name: value for name, value in example.media.items() if name.endswith("grid_thw")}
+        if not given:
+            return flat[None].repeat(4, 1, 1)
+        given |= {"input_ids": ids[None], "mm_token_type_ids": self._type_ids(ids)[None]}
+        axes, _ = self.hf.model.get_rope_index(
+            **{name: value for name, value in given.items() if name in self._rope_arguments})
+        return torch.cat([flat[None], axes.long()])
+
+
+def joined(parts: Sequence[Tensor], dim: int) -> Tensor:
+    """The tensors of several examples, (n, ...) each, one after the other along `dim`; the other
+    dimensions are filled with zeros to the largest, which models cut away by the sizes that they
+    are given."""
+    sizes = [max(sizes) for sizes in zip(*(part.shape for part in parts), strict=True)]
+    padded = []
+    for part in parts:
+        missing = [0 if d == dim else sizes[d] - part.shape[d] for d in range(part.dim())]
+        padded.append(F.pad(part, [n for m in reversed(missing) for n in (0, m)]))
+    return torch.cat(padded, dim)
+
+
+def num_parameters(module: nn.Module) -> int:
+    return sum(p.numel() for p in module.parameters())
+
+
+@lru_cache(maxsize=4)
+def meta_model(folder: str) -> WholeModel:
+    """The model of a folder without memory, to count and to ask for positions. Raises
+    ValueError."""
+    from transformers import AutoModelForImageTextToText
+
+    with torch.device("meta"):
+        return WholeModel(AutoModelForImageTextToText.from_config(read_config(Path(folder))),
+                          torch.float32)
+
+
+def plan_whole(job: Job) -> PlanSpec:
+    """What the planner has to know. The LLM phase alone decides where an example goes, and its rank
+    reads it; that encoders are balanced from there is predicted by the plan, and done by
+    orchmllm.balance_encoders. An image costs by its patches, an example by its tokens, both from
+    the weights of the blocks and the width of their attention."""
+    recipe, whole = job.recipe, meta_model(job.recipe.model.folder)
+    stacks, config, model = whole.blocks(), whole.hf.config, recipe.model
+    text, tower = config.get_text_config(decoder=True), config.vision_config
+    width = text.num_attention_heads * (getattr(text, "head_dim", None)
+                                        or text.hidden_size // text.num_attention_heads)
+    across = getattr(tower, "embed_dim", None) or tower.hidden_size
+    # Forward, towards the input, towards the weights.
+    passes = {"vision": 1 if model.vision.frozen else 3, "llm": 2 if model.llm.frozen else 3}
+    linear = {part: 2 * passes[part] * sum(p.numel() for p in stack.parameters() if p.dim() > 1)
+              for part, stack in stacks.items()}
+    return PlanSpec(
+        costs={
+            # A pair of positions: 2 products of 2 FLOP; half of the pairs where it is causal.
+            "vision": CostModel(linear["vision"], passes["vision"] * 4 * len(stacks["vision"])
+                                * across),
+            "audio": CostModel(1, 0),  # no family here has any
+            "llm": CostModel(linear["llm"], 3 * 2 * len(stacks["llm"]) * width)},
+        row_bytes=dict.fromkeys(ENCODERS, 0),  # nothing moves before the forward
+        feature_bytes=text.hidden_size * DTYPE_BYTES[recipe.fsdp.forward_dtype],
+        ranks_per_node=job.ranks_per_node, fills=True,
+        balance=replace(recipe.balance, dispatch="load"))
+
+
+def describe_attention(folder: str, device_type: str, dtype: torch.dtype) -> str:
+    """One line for the log: what computes attention, and why."""
+    text = meta_model(folder).hf.config.get_text_config(decoder=True)
+    size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    return ("attention: llm, where it is causal: "
+            f"{attention_backend(device_type, dtype, size).description}, with windows or images: "
+            "scaled_dot_product_attention per example; vision: as transformers chooses")

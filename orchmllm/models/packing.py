@@ -1,0 +1,125 @@
+"""Several examples in one row of a model of transformers, each of which attends to itself alone.
+
+transformers looks up two functions by a name in the configuration: one that makes a mask from a
+rule, and one that computes attention. The pair here evaluates the model's own rule (causal, a
+sliding window, images that see themselves in both directions) inside each example, and nowhere
+else. Nothing is padded, and no mask has an entry for a pair of positions of two examples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import causal_mask_function, sdpa_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from orchmllm.batch import SequenceLengths
+from orchmllm.models.attention import packed_attention
+
+NAME = "orchmllm_packed"
+
+
+@dataclass
+class _Row:
+    """The row of the forward that runs. num_calls: of attention to it, so far."""
+
+    seqlens: SequenceLengths
+    num_calls: int = 0
+
+
+@dataclass(frozen=True)
+class _Masks:
+    """What every layer gets. of_examples: (1, 1, n, n) bool for each example, True where a position
+    attends; None: all of them are causal."""
+
+    seqlens: SequenceLengths
+    of_examples: list[Tensor] | None
+
+
+_running: ContextVar[_Row | None] = ContextVar("row", default=None)
+
+
+@contextmanager
+def packed(seqlens: SequenceLengths, num_layers: int) -> Iterator[None]:
+    """Within it a forward of the model has one row, of the examples of these lengths. num_layers:
+    of the text model.
+
+    Raises RuntimeError if not every layer computed its attention by the functions here: the
+    examples would have seen each other."""
+    row = _Row(seqlens)
+    token = _running.set(row)
+    try:
+        yield
+    finally:
+        _running.reset(token)
+    if row.num_calls != num_layers:
+        raise RuntimeError(
+            f"{row.num_calls} of {num_layers} layers kept the examples of the row apart: another "
+            "attention was chosen for the text model while it trained (its configuration has to "
+            f"keep _attn_implementation = {NAME!r})")
+
+
+def mask_of_row(
+    batch_size: int, q_length: int, kv_length: int,
+    mask_function: Callable = causal_mask_function, use_vmap: bool = False,
+    device: torch.device | str = "cpu", **_: Any,
+) -> Tensor:
+    """What transformers hands to every layer: a tensor, because models look at its shape, with the
+    masks of the examples as its attribute. Raises RuntimeError outside of `packed`, or for another
+    row than its own."""
+    row = _running.get()
+    if row is None or not (batch_size == 1 and q_length == kv_length == row.seqlens.total):
+        raise RuntimeError(f"a mask of {batch_size} x {q_length} x {kv_length} positions was asked "
+                           "for, which is not that of the packed row")
+    masks = None
+    if mask_function is not causal_mask_function:
+        masks, first = [], 0
+        for n in row.seqlens.lengths:
+            masks.append(sdpa_mask(
+                batch_size=1, q_length=n, kv_length=n, q_offset=first, kv_offset=first,
+                mask_function=mask_function, allow_is_causal_skip=False,
+                allow_is_bidirectional_skip=False, use_vmap=use_vmap, device=device))
+            first += n
+    # Of booleans: FSDP2 casts, and so copies, floating tensors.
+    carrier = torch.ones(1, 1, q_length, 1, dtype=torch.bool, device=device)
+    carrier.masks = _Masks(row.seqlens, masks)
+    return carrier
+
+
+def attention_of_row(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
+    scaling: float | None = None, dropout: float = 0.0, **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """query: (1, H, R, D); key, value: (1, Hkv, R, D). Returns (1, R, H, D). Raises RuntimeError
+    for a mask that `mask_of_row` did not make, and for what it cannot compute exactly."""
+    masks = getattr(attention_mask, "masks", None)
+    if masks is None:
+        raise RuntimeError(f"{type(module).__name__} was given another mask than that of the "
+                           "packed row: its examples would see each other")
+    given = [k for k in ("softcap", "s_aux", "sinks", "position_bias") if kwargs.get(k) is not None]
+    if dropout or given or getattr(module, "sinks", None) is not None:
+        raise RuntimeError(f"{type(module).__name__} computes attention with "
+                           f"{', '.join(given) or 'dropout or sinks'}, which packing does not know")
+    if (row := _running.get()) is not None:  # not where a block is computed again
+        row.num_calls += 1
+    if masks.of_examples is None:
+        if scaling is not None and scaling != query.shape[-1] ** -0.5:
+            query = query * (scaling * query.shape[-1] ** 0.5)
+        q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+        return packed_attention(q, k, v, masks.seqlens, causal=True)[None], None
+    lengths, out = masks.seqlens.lengths, []
+    for q, k, v, mask in zip(query.split(lengths, 2), key.split(lengths, 2),
+                             value.split(lengths, 2), masks.of_examples, strict=True):
+        out.append(ALL_ATTENTION_FUNCTIONS["sdpa"](module, q, k, v, mask, scaling=scaling)[0])
+    return torch.cat(out, 1), None
+
+
+AttentionInterface.register(NAME, attention_of_row)
+AttentionMaskInterface.register(NAME, mask_of_row)

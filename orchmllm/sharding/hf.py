@@ -1,0 +1,110 @@
+"""A model of transformers with our units, mesh and precision, read by transformers' own loader.
+
+from_pretrained can load into a sharded model: it builds the model without memory, hands it to
+`maybe_distribute_model`, and reads this rank's rows of what comes back, with its conversions of
+names, its ties and its buffers. That method is answered here. It is no public interface, so only
+versions of transformers that were tested are used (orchmllm.models.families).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from orchmllm.config.model import ModelConfig
+from orchmllm.config.recipe import FsdpConfig
+from orchmllm.models.families import read_config
+from orchmllm.models.hf import WholeModel
+from orchmllm.sharding.fsdp import checkpoint_options, compute_dtype, shard_all
+from orchmllm.sharding.gathers import Unit
+
+
+def load_whole(
+    folder: Path, model: ModelConfig, config: FsdpConfig, device: torch.device,
+    checkpointing: Mapping[str, str], ranks_per_node: int = 1,
+) -> WholeModel:
+    """The sharded model of a folder with its weights, in train mode; collective over all ranks.
+    Raises ValueError if weights are missing or have another shape. checkpointing: phase -> none,
+    selective or full. ranks_per_node: see orchmllm.sharding.gathers."""
+    from transformers import AutoModelForImageTextToText
+    from transformers.distributed import DistributedConfig
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()  # one of each rank
+    made: list[WholeModel] = []
+
+    def distribute(hf: nn.Module) -> None:
+        whole = WholeModel(hf, compute_dtype(config))
+        frozen = freeze(whole, model)
+        for phase, stack in whole.blocks().items():
+            if checkpointing[phase] != "none":
+                for block in stack:
+                    block.forward = partial(checkpoint, block.forward, use_reentrant=False,
+                                            **checkpoint_options(checkpointing[phase]))
+        shard_all(whole, ordered(whole, config, frozen), config, device, ranks_per_node)
+        made.append(whole)
+
+    settings = read_config(folder)
+    cls = AutoModelForImageTextToText._model_mapping[type(settings)]
+    with _distributed_by(cls, distribute, None if config.cpu_offload else device):
+        _, told = cls.from_pretrained(
+            folder, config=settings, dtype=getattr(torch, config.param_dtype),
+            distributed_config=DistributedConfig(fsdp_size=1), local_files_only=True,
+            use_safetensors=True, output_loading_info=True)
+    wrong = [name for kind in ("missing_keys", "mismatched_keys") for name in told[kind]]
+    if wrong:
+        raise ValueError(f"{folder}: {len(wrong)} weights are missing or have another shape "
+                         f"({', '.join(map(str, sorted(wrong)[:3]))}): copy the folder completely")
+    whole = made[0].train()
+    freeze(whole, model)  # what was loaded is made anew
+    return whole
+
+
+def freeze(whole: WholeModel, model: ModelConfig) -> set[str]:
+    """Fixes the parts that the recipe says, and returns their names."""
+    frozen = {part for part in ("vision", "llm") if getattr(model, part).frozen}
+    whole.freeze(frozen)
+    return frozen
+
+
+def ordered(whole: WholeModel, config: FsdpConfig, frozen: set[str]
+            ) -> tuple[list[Unit], list[Unit]]:
+    """The units in the order of the forward pass and in that of the backward pass: the blocks,
+    and the embedding and the head where they are not one. The root has the rest of the model, a
+    tower's own weights too: transformers finds what it records by the names of classes, which
+    fully_shard changes."""
+    stacks = whole.blocks()
+    learns = "vision" not in frozen
+    tower = [Unit(block, config.reshard("vision") if learns else "full", learns)
+             for block in stacks["vision"]]
+    layers = [Unit(layer, config.reshard("llm")) for layer in stacks["llm"]]
+    root = Unit(whole, "none")
+    table, head = whole.hf.get_input_embeddings(), whole.hf.get_output_embeddings()
+    ends = ([], []) if head.weight is table.weight else (
+        [Unit(table, "full", backward=False)], [Unit(head, "none")])
+    return ([root, *tower, *ends[0], *layers, *ends[1]],
+            [*ends[1], root, *reversed(layers), *ends[0], *reversed(tower)])
+
+
+@contextmanager
+def _distributed_by(cls: type, distribute: Callable[[nn.Module], None],
+                    device: torch.device | None) -> Iterator[None]:
+    """Within it cls.from_pretrained gives its model without memory to `distribute`, and puts what
+    it reads on `device`."""
+    def handed(cls: type, model: nn.Module, *_: object) -> nn.Module:
+        distribute(model)
+        return model
+
+    cls.maybe_distribute_model = classmethod(handed)
+    cls.prepare_distribute_model = classmethod(lambda cls, config, device_map: (
+        config, device, None))
+    try:
+        yield
+    finally:
+        del cls.maybe_distribute_model, cls.prepare_distribute_model

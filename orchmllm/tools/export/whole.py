@@ -1,0 +1,49 @@
+"""A checkpoint of a model of transformers as the folder that transformers writes, with the
+processor of the folder that the run started from."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+from orchmllm.hf.folder import INDEX
+from orchmllm.hf.tensors import TORCH_DTYPES, FileTensor, renamed
+from orchmllm.models.families import read_config
+
+PROCESSOR_FILES = ("*.json", "*.jinja", "*.txt", "*.model")  # tokenizer and templates, too
+OWN = ("config.json", INDEX)  # that transformers writes anew
+
+
+def write_whole(source: Path, saved: dict[str, FileTensor], dtype: str, max_file_bytes: int,
+                folder: Path, log: Callable[[str], None]) -> dict:
+    """Writes the model and returns its part of orchmllm.json. source: the folder that the run
+    started from. dtype: as safetensors names it, "" as saved. The whole model is in memory. Raises
+    ValueError where the source is gone, or the checkpoint is of another model."""
+    import torch
+    from transformers import AutoModelForImageTextToText
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    with torch.device("meta"):
+        model = AutoModelForImageTextToText.from_config(read_config(source))
+    tensors = {}
+    for name, parameter in model.named_parameters():
+        if f"model.hf.{name}" not in saved:
+            raise ValueError(f"the checkpoint lacks {name}: it is of another model than that of "
+                             f"{source}")
+        stored = saved[f"model.hf.{name}"]
+        tensors[name] = renamed(stored, name, tuple(parameter.shape), dtype).load()
+        written = TORCH_DTYPES[dtype or stored.dtype]
+    model.load_state_dict(tensors, strict=False, assign=True)
+    model.tie_weights()
+    model.config.dtype = written
+    model.save_pretrained(folder, max_shard_size=max_file_bytes)
+    names = {path.name for pattern in PROCESSOR_FILES for path in source.glob(pattern)}
+    for name in sorted(names.difference(OWN)):
+        shutil.copyfile(source / name, folder / name)
+    files = len(list(folder.glob("*.safetensors")))
+    log(f"{type(model).__name__}: {len(tensors)} tensors in {files} file{'s' * (files > 1)}, with "
+        f"the processor of {source}")
+    return {"class": f"transformers.{type(model).__name__}", "tensors": len(tensors),
+            "files": files}

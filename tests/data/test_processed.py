@@ -1,0 +1,392 @@
+"""Rows for models of transformers: lengths from headers are those of pixels, ids and tensors those
+of transformers alone, and labels those of an independent reading of the ids."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from orchmllm.batch import IGNORE_INDEX
+from orchmllm.config.recipe import DataConfig
+from orchmllm.data.loading.workers import Workers
+from orchmllm.data.media.medium import MediaError
+from orchmllm.data.processed import ProcessedRows
+from orchmllm.tools.data.build_index import build_index
+from orchmllm.tools.data.preview import preview
+from tests.lib.processors import FAMILIES, OPTIONS, write_processor
+from tests.lib.videos import picture, write_video
+
+TOLD = ("the red row", "What\n\n", "user assistant", "a", "1 of 2\n", "Grüße, 世界 ")
+
+
+def talk(parts: list[dict], *answers: str) -> list[dict]:
+    asked = [parts, *([{"type": "text", "text": "the row"}] for _ in answers[1:])]
+    return [turn for parts, answer in zip(asked, answers, strict=True) for turn in (
+        {"role": "user", "content": parts},
+        {"role": "assistant", "content": [{"type": "text", "text": answer}]})]
+
+
+def write_rows(folder: Path, family: str, sizes: list[list[tuple[int, int]]], seed: int = 0
+               ) -> list[list[dict]]:
+    """A model folder and data.jsonl of one row for each list of (height, width); returns the
+    messages of the rows, with images in place of their names."""
+    rng = np.random.default_rng(seed)
+    write_processor(family, folder)
+    talks = []
+    with open(folder / "data.jsonl", "w", encoding="utf-8") as file:
+        for k, images in enumerate(sizes):
+            parts, shown = [], []
+            for m, size in enumerate(images):
+                pixels = Image.fromarray(rng.integers(0, 256, (*size, 3), np.uint8))
+                pixels.save(folder / f"{k}_{m}.png", compress_level=0)
+                parts.append({"type": "image", "image": f"{k}_{m}.png"})
+                shown.append({"type": "image", "image": pixels})
+                if rng.random() < 0.7:
+                    parts.append({"type": "text", "text": rng.choice(TOLD)})
+                    shown.append(parts[-1])
+            say = [str(rng.choice(TOLD)) for _ in range(3)]
+            first = [{"type": "text", "text": say[0]}] * (not parts or rng.random() < 0.5)
+            file.write(json.dumps({"messages": talk(first + parts, *say[1:])}) + "\n")
+            talks.append(talk(first + shown, *say[1:]))
+    return talks
+
+
+def opened(folder: Path, family: str = "", **keys) -> ProcessedRows:
+    return ProcessedRows(folder, DataConfig(
+        path=str(folder / "data.jsonl"), index_dir=str(folder / "index"), **keys),
+        OPTIONS.get(family, {}))
+
+
+def learnt(ids: list[int], tokenizer) -> list[int]:
+    """Labels by a reading of the ids alone: after <turn>, the role and a line's end, all tokens of
+    an assistant's turn up to its <end>."""
+    turn, end = tokenizer.convert_tokens_to_ids(["<turn>", "<end>"])
+    opening = [turn, *tokenizer("assistant\n", add_special_tokens=False)["input_ids"]]
+    out, said = [], False
+    for k, token in enumerate(ids):
+        out.append(token if said else IGNORE_INDEX)
+        said = said and token != end or ids[k + 1 - len(opening): k + 1] == opening
+    return out
+
+
+def check(rows: ProcessedRows, processor, talks: list[list[dict]], options: dict) -> int:
+    """Compares every row with what transformers makes of it; returns the images of all rows."""
+    num_images = 0
+    for i, talk in enumerate(talks):
+        measured, example = rows.measure(i), rows.load(i)
+        assert rows.problem(i) is None
+        theirs = processor.apply_chat_template(
+            talk, tokenize=True, return_dict=True, return_tensors="pt",
+            processor_kwargs={"images_kwargs": options} if options else None)
+        ids = theirs.pop("input_ids")[0]
+        theirs.pop("attention_mask", None)
+        assert torch.equal(example.input_ids, ids)
+        assert example.labels.tolist() == learnt(ids.tolist(), processor.tokenizer)
+        assert example.media.keys() == theirs.keys()
+        for name, value in example.media.items():
+            assert value.dtype == theirs[name].dtype and torch.equal(value, theirs[name]), name
+        assert example.lengths.to_payload().tolist() == measured.to_payload().tolist()
+        shown = measured.modality == 1
+        assert measured.num_tokens.sum() == len(ids)
+        assert measured.num_tokens[shown].sum() == (ids == rows.processor.image_token_id).sum()
+        assert measured.num_targets.tolist() == [(example.labels[1:] != IGNORE_INDEX).sum()]
+        num_images += int(shown.sum())
+    return num_images
+
+
+def stock(folder: Path):
+    from orchmllm.data.text.processor import load_processor
+
+    return load_processor(folder)[0]
+
+
+def drawn(count: int, most: int, seed: int) -> list[list[tuple[int, int]]]:
+    rng = np.random.default_rng(seed)
+    return [[tuple(np.exp(rng.uniform(np.log(16), np.log(200), 2)).astype(int).tolist())
+             for _ in range(int(rng.integers(min(most, 2), most + 1)))] for _ in range(count)]
+
+
+@pytest.mark.parametrize("family", ["llava_onevision", "gemma3_pan_and_scan"])
+def test_headers_pixels_and_transformers_agree(tmp_path, family, monkeypatch):
+    sizes = [*drawn(5, 1, 0), *drawn(3, 3, 1), []]
+    talks = write_rows(tmp_path, family, sizes)
+    rows = opened(tmp_path, family)
+    with monkeypatch.context() as patch:
+        patch.delattr(Image.Image, "resize")  # lengths read no pixels
+        patch.delattr(Image.Image, "load")
+        assert all(rows.problem(i) is None for i in range(len(sizes)))
+    assert check(rows, stock(tmp_path), talks, OPTIONS.get(family, {})) == sum(map(len, sizes))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_agrees_at_many_sizes(tmp_path, family):
+    sizes = [*drawn(220, 1, 2), *drawn(40, 4, 3), [], []]
+    talks = write_rows(tmp_path, family, sizes)
+    rows = opened(tmp_path, family)
+    assert check(rows, stock(tmp_path), talks, OPTIONS.get(family, {})) == sum(map(len, sizes))
+
+
+SIZES = [[(40, 60)], [(90, 30), (50, 50)], [(33, 64)], []]
+
+
+def edited(folder: Path, row: int, **keys) -> None:
+    """Changes keys of a row of data.jsonl."""
+    path = folder / "data.jsonl"
+    lines = path.read_text(encoding="utf-8").splitlines()
+    lines[row] = json.dumps(json.loads(lines[row]) | keys)
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def indexed(folder: Path) -> ProcessedRows:
+    rows = opened(folder)
+    build_index(rows.sources[0], rows.reader, folder / "index", num_workers=1)
+    return opened(folder)
+
+
+def payload(rows: ProcessedRows, i: int) -> list[int]:
+    return rows.measure(i).to_payload().tolist()
+
+
+def failing(rows: ProcessedRows, i: int) -> tuple[list[tuple[int, str]], object]:
+    """(segments that failed and why, the example that is loaded all the same)."""
+    found = []
+    example = rows.load(i, on_error=lambda segment, error: found.append((segment, str(error))))
+    assert example.lengths.to_payload().tolist() == payload(rows, i)
+    assert len(example.input_ids) == example.lengths.num_tokens.sum()
+    assert (example.labels == IGNORE_INDEX).all() and len(example.labels) == len(example.input_ids)
+    features = (example.input_ids == rows.processor.image_token_id).sum()
+    assert features == example.lengths.num_tokens[example.lengths.modality == 1].sum()
+    with pytest.raises(MediaError):
+        rows.load(i)
+    return found, example
+
+
+def test_rows_that_cannot_be_used_are_told_of(tmp_path):
+    write_rows(tmp_path, "qwen2_5_vl", [[(40, 60)], *[[]] * 6])
+
+    def asked(*parts, answer="a"):
+        return talk(list(parts), answer)
+
+    image = {"type": "image", "image": "0_0.png"}
+    text = {"type": "text", "text": "see <|image_pad|>"}
+    edited(tmp_path, 1, messages=asked(text, image))
+    edited(tmp_path, 2, messages=asked(image, answer="<end> red"))
+    edited(tmp_path, 3, messages=asked({"type": "image", "image": "broken.png"}))
+    edited(tmp_path, 4, messages=asked({"type": "image", "image": "wide.png"}))
+    edited(tmp_path, 5, messages=asked({"type": "audio", "audio": "clip.wav"}))
+    edited(tmp_path, 6, messages=asked(image)[:1])
+    (tmp_path / "broken.png").write_bytes((tmp_path / "0_0.png").read_bytes()[:20])
+    Image.new("RGB", (16 * 201, 16)).save(tmp_path / "wide.png")
+    rows = indexed(tmp_path)
+    reasons = [str(rows.problem(i)) for i in range(1, 7)]
+    for reason, wanted in zip(reasons, (
+            "special token <|image_pad|>", "special token <end>", "broken.png",
+            "sides differ", "images alone", "nothing to learn"), strict=True):
+        assert wanted in reason
+    assert rows.problem(0) is None
+    for i in range(1, 7):
+        [(segment, reason)], example = failing(rows, i)
+        assert segment == 0 and len(example.input_ids) == 1
+        assert example.media["mm_token_type_ids"].tolist() == [[0]]
+    path = tmp_path / "tokenizer.json"
+    content = json.loads(path.read_text())
+    for token in content["added_tokens"]:
+        token["special"] &= token["content"] != "<|image_pad|>"
+    path.write_text(json.dumps(content))
+    assert "<|image_pad|>, which stands for images" in str(opened(tmp_path).problem(1))
+
+
+def test_images_that_touch_are_refused_where_the_model_cannot_tell_them_apart(tmp_path):
+    for family in ("qwen2_5_vl", "llava"):
+        folder = tmp_path / family
+        folder.mkdir()
+        write_rows(folder, family, [[(40, 60), (50, 50)]])
+        path = folder / "chat_template.jinja"
+        text = path.read_text()
+        path.write_text(text.replace("<|vision_start|>", "").replace("<|vision_end|>", "")
+                        .replace("<image>\n", "<image>"))
+        assert path.read_text() != text
+        edited(folder, 0, messages=[
+            {"role": "user", "content": [{"type": "image", "image": f"0_{k}.png"}
+                                         for k in range(2)]},
+            {"role": "assistant", "content": "a"}])
+        problem = opened(folder).problem(0)
+        assert ("no token between them" in str(problem)) == (family == "qwen2_5_vl"), problem
+    assert problem is None
+
+
+@pytest.mark.parametrize("has_index", [pytest.param(False, marks=pytest.mark.slow), True])
+def test_an_image_that_fails_keeps_its_planned_length(tmp_path, has_index):
+    write_rows(tmp_path, "qwen2_5_vl", SIZES)
+    rows = indexed(tmp_path) if has_index else opened(tmp_path)
+    assert (rows.indexes[0] is not None) == has_index
+    good = [rows.load(i) for i in range(len(SIZES))]
+    path = tmp_path / "1_0.png"
+    path.write_bytes(path.read_bytes()[:3000])  # its header is whole
+    (tmp_path / "2_0.png").unlink()
+    Image.new("RGB", (61, 40)).save(tmp_path / "0_0.png")
+    for i, reason in enumerate(("61x40 pixels, where 60x40 were planned", "1_0.png", "is missing")):
+        [(segment, told)], example = failing(rows, i)
+        assert reason in told and rows.measure(i).modality[segment] == 1
+        assert torch.equal(example.input_ids, good[i].input_ids)
+        assert {n: v.shape for n, v in example.media.items()} == {
+            n: v.shape for n, v in good[i].media.items()}
+    second = example.lengths.rows[example.lengths.modality == 1]
+    assert len(second) == 1 and torch.equal(rows.load(3).labels, good[3].labels)
+
+
+def test_a_row_that_has_changed_keeps_its_planned_length(tmp_path):
+    write_rows(tmp_path, "mistral3", SIZES)
+    rows = indexed(tmp_path)
+    good = rows.load(1)
+    path = tmp_path / "data.jsonl"
+    stamp = path.stat().st_mtime_ns
+    path.write_bytes(path.read_bytes().replace(b"the row", b"the ROW"))
+    os.utime(path, ns=(stamp, stamp))  # as a file system with coarse times may have it
+    [(segment, reason)], example = failing(rows, 1)
+    assert segment == 0 and "cannot be used as it was planned" in reason
+    assert example.media["pixel_values"].shape == good.media["pixel_values"].shape
+
+
+def test_an_example_ends_at_max_example_tokens(tmp_path):
+    write_rows(tmp_path, "qwen2_5_vl", [[(60, 60)], [(90, 30), (50, 50)]])
+    images = [{"type": "image", "image": f"1_{k}.png"} for k in range(2)]
+    edited(tmp_path, 1, messages=talk(images[:1], "a", "the red row")[:3] + talk(images[1:], "a"))
+    whole = opened(tmp_path)
+    full = [whole.load(i) for i in range(2)]
+    at = [np.flatnonzero(f.input_ids == whole.processor.image_token_id)[-1] for f in full]
+    rows = opened(tmp_path, max_example_tokens=int(at[0]))
+    assert "nothing to learn" in str(rows.problem(0))
+    for limit in (len(full[1].input_ids), at[1] + 3, at[1] + 1, at[1], at[1] - 3):
+        rows = opened(tmp_path, max_example_tokens=int(limit))
+        assert rows.digest == whole.digest and rows.reader.identity != whole.reader.identity
+        lengths, example, fits = rows.measure(1), rows.load(1), bool(limit > at[1])
+        n = len(example.input_ids)
+        assert lengths.num_tokens.sum() == n and (n == limit if fits else n < at[1])
+        assert (lengths.modality == 1).sum() == 1 + fits
+        assert torch.equal(example.input_ids, full[1].input_ids[:n])
+        assert torch.equal(example.labels, full[1].labels[:n])
+        assert example.media["mm_token_type_ids"].shape == (1, n)
+
+
+def test_another_processor_has_another_digest_and_index(tmp_path):
+    write_rows(tmp_path, "qwen2_5_vl", SIZES[:1])
+    rows = indexed(tmp_path)
+    assert rows.indexes[0] is not None and rows.fingerprint()["processor"] == rows.digest
+    path = tmp_path / "processor_config.json"
+    content = json.loads(path.read_text())
+    path.write_text(json.dumps(dict(reversed(content.items())), indent=7))
+    same = opened(tmp_path)
+    assert same.digest == rows.digest and same.indexes[0] is not None
+    shutil.copytree(tmp_path, tmp_path / "moved")
+    assert opened(tmp_path / "moved").digest == rows.digest
+    assert pickle.loads(pickle.dumps(rows.reader)).identity == rows.reader.identity
+    content["image_processor"]["size"]["longest_edge"] //= 2
+    path.write_text(json.dumps(content))
+    other = opened(tmp_path)
+    assert other.digest != rows.digest and other.indexes == [None]
+    options = ProcessedRows(tmp_path, same_config(tmp_path),
+                            {"size": {"shortest_edge": 784, "longest_edge": 7840}})
+    assert len({options.digest, other.digest, rows.digest}) == 3
+
+
+def same_config(folder: Path) -> DataConfig:
+    return DataConfig(path=str(folder / "data.jsonl"), index_dir=str(folder / "index"))
+
+
+@pytest.mark.slow
+def test_a_video_is_read_as_images(tmp_path):
+    write_rows(tmp_path, "qwen3_vl", [[]])
+    write_video(tmp_path / "v.mp4", count=24, rate=8, size=(112, 56))
+    asked = [{"type": "video", "video": "v.mp4"}, {"type": "text", "text": "What"}]
+    edited(tmp_path, 0, messages=talk(asked, "red"))
+    rows = opened(tmp_path)
+    example = rows.load(0)
+    assert example.media["image_grid_thw"].tolist() == [[1, 4, 8]] * 3
+    processor = stock(tmp_path)
+    frames = [Image.fromarray(picture(k)) for k in (4, 12, 20)]
+    theirs = processor.apply_chat_template(
+        talk([*({"type": "image", "image": f} for f in frames), asked[1]], "red"), tokenize=True,
+        return_dict=True, return_tensors="pt")
+    assert torch.equal(example.input_ids, theirs["input_ids"][0])
+    change = (example.media["pixel_values"] - theirs["pixel_values"]).abs()
+    assert change.max() < 0.2  # the codec loses some
+    path = tmp_path / "v.mp4"
+    path.write_bytes(path.read_bytes()[:2000].ljust(path.stat().st_size, b"x"))
+    found = []
+    black = rows.load(0, on_error=lambda segment, error: found.append((segment, str(error))))
+    assert len(found) == 1 and "v.mp4" in found[0][1]
+    assert torch.equal(black.input_ids, example.input_ids)
+    assert (black.labels == IGNORE_INDEX).all() and len(black.media["pixel_values"].unique()) == 3
+
+
+def test_preview_shows_what_is_learnt(tmp_path, capsys):
+    write_rows(tmp_path, "mistral3", [[(40, 60), (20, 30)]])
+    image = {"type": "image", "image": "0_0.png"}
+    edited(tmp_path, 0, messages=talk([image, {"type": "text", "text": "What"}], "the red row"))
+    preview(opened(tmp_path), 0, 1)
+    shown = capsys.readouterr().out.split("\n")
+    assert "<image 0_0.png: 60x40 pixels -> 60 patches, 15 tokens>" in shown
+    assert "[[the red row<end>]]" in shown
+    assert any(line.endswith("learnt") and " 15 of 1 media" in line for line in shown), shown
+
+
+@pytest.mark.slow
+def test_worker_processes_load_the_same(tmp_path):
+    write_rows(tmp_path, "gemma3", SIZES)
+    for rows in (opened(tmp_path), indexed(tmp_path)):
+        workers = Workers(rows, 2)
+        calls = [((i,), {"row": rows.kept(i)}) for i in range(len(SIZES))]
+        here = [rows.load(i) for i in range(len(SIZES))]
+        try:
+            there = workers.request("load", calls)()
+        finally:
+            workers.close()
+        for mine, (theirs, failed) in zip(here, there, strict=True):
+            assert not failed and torch.equal(mine.input_ids, theirs.input_ids)
+            assert torch.equal(mine.labels, theirs.labels)
+            assert mine.media.keys() == theirs.media.keys()
+            assert all(torch.equal(mine.media[n], theirs.media[n]) for n in mine.media)
+
+
+def test_a_folder_that_cannot_be_used_says_why(tmp_path):
+    from transformers import WhisperFeatureExtractor
+
+    write_rows(tmp_path, "llava", SIZES[:1])
+    path = tmp_path / "chat_template.jinja"
+    template = path.read_text()
+    path.write_text(template.replace("<image>", ""))
+    with pytest.raises(ValueError, match="does not write <image> for an image"):
+        opened(tmp_path)
+    path.unlink()
+    with pytest.raises(ValueError, match="has no chat template"):
+        opened(tmp_path)
+    path.write_text(template)
+    with pytest.raises(ValueError, match="leave it out"):
+        opened(tmp_path, tokenizer="there")
+    for kind, reason in (("llama", "llama have no processor"),
+                         ("qwen2_audio", "Qwen2AudioProcessor has no image processor"),
+                         ("chameleon", "does not say vision_config")):
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
+        if kind == "qwen2_audio":
+            WhisperFeatureExtractor(feature_size=8).save_pretrained(tmp_path)
+        else:
+            (tmp_path / "preprocessor_config.json").unlink(missing_ok=True)
+        with pytest.raises(ValueError, match=reason):
+            opened(tmp_path)
+
+
+def test_a_source_without_images_has_an_index(tmp_path):
+    write_rows(tmp_path, "llava", [[], []])
+    rows = indexed(tmp_path)
+    assert rows.indexes[0] is not None
+    assert len(rows.load(1).input_ids) == rows.measure(1).num_tokens.sum()

@@ -1,0 +1,212 @@
+"""Tiny model folders of multimodal families, with processor and tokenizer, made with transformers
+and no weights; and what their processors make of conversations, by transformers alone."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+_PAD = ["<pad>", "<bos>", "<eos>", "<turn>", "<end>"]
+# As published templates do it: a turn is its role, its parts and an end.
+_TEMPLATE = ("{{% for m in messages %}}{{{{ '<turn>' + m['role'] + '\\n' }}}}"
+             "{{% if m['content'] is string %}}{{{{ m['content'] }}}}{{% else %}}"
+             "{{% for p in m['content'] %}}{{% if p['type'] == 'image' %}}{image}"
+             "{{% else %}}{{{{ p['text'] }}}}{{% endif %}}{{% endfor %}}{{% endif %}}"
+             "{{{{ '<end>\\n' }}}}{{% endfor %}}"
+             "{{% if add_generation_prompt %}}{{{{ '<turn>assistant\\n' }}}}{{% endif %}}")
+
+
+def tokenizer(named: dict[str, str], more: tuple[str, ...] = (), adds_bos: bool = False):
+    """A byte-level tokenizer with these special tokens by name, and `more` of them. adds_bos:
+    <bos> before texts."""
+    from tokenizers import (
+        AddedToken,
+        Regex,
+        Tokenizer,
+        decoders,
+        models,
+        pre_tokenizers,
+        processors,
+    )
+    from transformers import PreTrainedTokenizerFast
+
+    symbols = sorted(pre_tokenizers.ByteLevel.alphabet())
+    merges = []
+    for word in ("\u010a\u010a", "\u0120the", "\u0120red", "user", "assistant", "What", "row"):
+        for end in range(2, len(word) + 1):
+            if word[:end] not in symbols:
+                merges.append((word[: end - 1], word[end - 1]))
+                symbols.append(word[:end])
+    made = Tokenizer(models.BPE({s: k for k, s in enumerate(symbols)}, merges))
+    made.pre_tokenizer = pre_tokenizers.Sequence([
+        pre_tokenizers.Split(Regex(r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+                                   r"|\s*[\r\n]+|\s+(?!\S)|\s+"), "isolated"),
+        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    made.decoder = decoders.ByteLevel()
+    made.add_special_tokens([AddedToken(s, special=True, normalized=False) for s in
+                             dict.fromkeys([*_PAD, *named.values(), *more])])
+    if adds_bos:
+        made.post_processor = processors.TemplateProcessing(
+            single="<bos> $A", special_tokens=[("<bos>", made.token_to_id("<bos>"))])
+    return PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>", bos_token="<bos>",
+                                   eos_token="<eos>", extra_special_tokens=named)
+
+
+def _of_images(kind: type, *parts: Any, **options: Any):
+    """A processor without the part for videos, which needs torchvision."""
+    from orchmllm.data.text.processor import of_images
+
+    return of_images(kind)(*parts, **options)
+
+
+def _qwen(config: str, processor: str, patch: int) -> Callable:
+    def make(t):
+        named = {"image_token": "<|image_pad|>", "video_token": "<|video_pad|>",
+                 "vision_start_token": "<|vision_start|>", "vision_end_token": "<|vision_end|>"}
+        images = t.Qwen2VLImageProcessorPil(
+            patch_size=patch, size={"shortest_edge": 4 * patch**2, "longest_edge": 256 * patch**2})
+        return (config, {"vision_config": {"patch_size": patch}}, named, (),
+                lambda tok: _of_images(getattr(t, processor), images, tok),
+                "<|vision_start|><|image_pad|><|vision_end|>")
+    return make
+
+
+def _glm4v(t):
+    images = t.Glm4vImageProcessorPil(size={"shortest_edge": 28**2, "longest_edge": 256 * 14**2})
+    return ("Glm4vConfig", {}, {"image_token": "<|image|>", "video_token": "<|video|>"},
+            ("<|begin_of_image|>", "<|end_of_image|>"),
+            lambda tok: _of_images(t.Glm4vProcessor, images, tok),
+            "<|begin_of_image|><|image|><|end_of_image|>")
+
+
+def _internvl(t):
+    images = t.GotOcr2ImageProcessorPil(crop_to_patches=True, max_patches=6,
+                                        size={"height": 28, "width": 28})
+    named = {"start_image_token": "<img>", "end_image_token": "</img>",
+             "context_image_token": "<IMG_CONTEXT>", "video_token": "<video>"}
+    return ("InternVLConfig", {"vision_config": {"patch_size": [7, 7], "image_size": [28, 28]}},
+            named, (), lambda tok: _of_images(t.InternVLProcessor, images, tok,
+                                              image_seq_length=4), "<IMG_CONTEXT>\n")
+
+
+def _llava_onevision(t):
+    grids = [[a * 28, b * 28] for a in range(1, 4) for b in range(1, 4)]
+    images = t.LlavaOnevisionImageProcessorPil(size={"height": 28, "width": 28},
+                                               image_grid_pinpoints=grids)
+    return ("LlavaOnevisionConfig",
+            {"vision_config": {"model_type": "siglip_vision_model", "patch_size": 7}},
+            {"image_token": "<image>", "video_token": "<video>"}, (),
+            lambda tok: _of_images(t.LlavaOnevisionProcessor, images, tok, num_image_tokens=16,
+                                   vision_feature_select_strategy="full"), "<image>\n")
+
+
+def _llava_next(t):
+    grids = [[a * 28, b * 28] for a in range(1, 4) for b in range(1, 4)]
+    images = t.LlavaNextImageProcessorPil(
+        size={"shortest_edge": 28}, crop_size={"height": 28, "width": 28},
+        image_grid_pinpoints=grids)
+    return ("LlavaNextConfig", {"vision_config": {"model_type": "clip_vision_model",
+                                                  "patch_size": 7}},
+            {"image_token": "<image>"}, (), lambda tok: t.LlavaNextProcessor(
+                images, tok, patch_size=7, vision_feature_select_strategy="default",
+                num_additional_image_tokens=1), "<image>\n")
+
+
+def _llava(t):
+    images = t.CLIPImageProcessorPil(size={"shortest_edge": 28},
+                                     crop_size={"height": 28, "width": 28})
+    return ("LlavaConfig", {"vision_config": {"model_type": "clip_vision_model", "patch_size": 7}},
+            {"image_token": "<image>"}, (), lambda tok: t.LlavaProcessor(
+                images, tok, patch_size=7, vision_feature_select_strategy="default",
+                num_additional_image_tokens=1), "<image>\n")
+
+
+def _import_pixtral(transformers) -> None:
+    """transformers imports PixtralProcessor with torchvision alone, of which it needs nothing."""
+    if importlib.util.find_spec("torchvision"):
+        return
+    names = ["torchvision", *(f"torchvision.{n}" for n in (
+        "transforms", "transforms.v2", "transforms.v2.functional"))]
+    with mock.patch.dict(sys.modules, {name: mock.MagicMock() for name in names}):
+        module = importlib.import_module("transformers.models.pixtral.processing_pixtral")
+    transformers.PixtralProcessor = module.PixtralProcessor
+
+
+def _mistral3(t):
+    _import_pixtral(t)
+    images = t.PixtralImageProcessorPil(size={"longest_edge": 112}, patch_size=7)
+    named = {"image_token": "[IMG]", "image_break_token": "[IMG_BREAK]",
+             "image_end_token": "[IMG_END]"}
+    return ("Mistral3Config", {"vision_config": {"model_type": "pixtral", "patch_size": 7}}, named,
+            (), lambda tok: t.PixtralProcessor(images, tok, patch_size=7, spatial_merge_size=2),
+            "[IMG]")
+
+
+def _gemma3(t):
+    images = t.Gemma3ImageProcessorPil(size={"height": 28, "width": 28})
+    named = {"image_token": "<image_soft_token>", "boi_token": "<start_of_image>",
+             "eoi_token": "<end_of_image>"}
+    return ("Gemma3Config", {"vision_config": {"patch_size": 7}}, named, (),
+            lambda tok: t.Gemma3Processor(images, tok, image_seq_length=4), "<start_of_image>")
+
+
+def _idefics3(t):
+    images = t.Idefics3ImageProcessorPil(size={"longest_edge": 112},
+                                         max_image_size={"longest_edge": 28})
+    named = {"image_token": "<image>", "fake_image_token": "<fake_token_around_image>",
+             "global_image_token": "<global-img>"}
+    rows = tuple(f"<row_{a}_col_{b}>" for a in range(1, 7) for b in range(1, 7))
+    return ("Idefics3Config", {"vision_config": {"patch_size": 7}}, named, rows,
+            lambda tok: t.Idefics3Processor(images, tok, image_seq_len=4), "<image>")
+
+
+def _aya_vision(t):
+    images = t.GotOcr2ImageProcessorPil(crop_to_patches=True, max_patches=6,
+                                        size={"height": 28, "width": 28})
+    tiles = ("<|START_OF_IMG|>", "<|END_OF_IMG|>", "<|IMG_PATCH|>", "TILE_GLOBAL",
+             *(f"TILE_{k}" for k in range(1, 8)))
+    return ("AyaVisionConfig", {"vision_config": {"model_type": "siglip_vision_model",
+                                                  "patch_size": 7}},
+            {"image_token": "<image>"}, tiles,
+            lambda tok: t.AyaVisionProcessor(images, tok, patch_size=14, img_size=28), "<image>")
+
+
+FAMILIES: dict[str, Callable] = {
+    "qwen2_vl": _qwen("Qwen2VLConfig", "Qwen2VLProcessor", 14),
+    "qwen2_5_vl": _qwen("Qwen2_5_VLConfig", "Qwen2_5_VLProcessor", 14),
+    "qwen3_vl": _qwen("Qwen3VLConfig", "Qwen3VLProcessor", 16),
+    "glm4v": _glm4v, "internvl": _internvl, "llava_onevision": _llava_onevision,
+    "llava_next": _llava_next, "llava": _llava, "mistral3": _mistral3, "gemma3": _gemma3,
+    "gemma3_pan_and_scan": _gemma3, "idefics3": _idefics3, "aya_vision": _aya_vision,
+}
+
+
+# Whose tokenizer puts <bos> before texts, and whose template writes it, too.
+ADD_BOS = ("gemma3", "gemma3_pan_and_scan", "llava", "mistral3", "llava_onevision")
+WRITE_BOS = ("gemma3", "llava_onevision")
+OPTIONS = {"gemma3_pan_and_scan": {
+    "do_pan_and_scan": True, "pan_and_scan_min_crop_size": 40, "pan_and_scan_max_num_crops": 4,
+    "pan_and_scan_min_ratio_to_activate": 1.2}}
+
+
+def write_processor(family: str, folder: Path) -> Path:
+    """Writes config.json, the processor and its tokenizer; returns the folder."""
+    import transformers
+
+    config, keys, named, more, build, image = FAMILIES[family](transformers)
+    tok = tokenizer(named, more, adds_bos=family in ADD_BOS)
+    processor = build(tok)
+    begin = "{{ bos_token }}" if family in WRITE_BOS else ""
+    processor.chat_template = begin + _TEMPLATE.format(image=image)
+    processor.save_pretrained(folder)
+    feature = named.get("image_token", named.get("context_image_token"))
+    if family == "aya_vision":
+        feature = "<|IMG_PATCH|>"
+    made = getattr(transformers, config)(
+        **keys, image_token_id=tok.convert_tokens_to_ids(feature))
+    made.save_pretrained(folder)
+    return folder

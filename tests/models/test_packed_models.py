@@ -1,0 +1,199 @@
+"""Models of transformers on a packed row against stock transformers, example by example: losses and
+the gradients of all parameters, in float64."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from orchmllm.batch import SequenceLengths
+from orchmllm.config.job import resolve
+from orchmllm.config.model import ModelConfig
+from orchmllm.config.recipe import DataConfig, Recipe
+from orchmllm.data.processed import ProcessedRows
+from orchmllm.models import packing
+from orchmllm.models.families import refusals
+from orchmllm.models.flops import plan_spec
+from orchmllm.models.hf import WholeModel
+from tests.lib import whole_models as models
+from tests.lib.encoder_models import IMAGE
+from tests.lib.whole_folders import write_model, write_rows
+from tests.lib.whole_models import Item
+
+FAST = ("internvl", "mistral3", "qwen3_vl")
+
+
+def difference(name: str, model, examples: list[dict], lengths: list[int] | None = None) -> float:
+    """Of the gradients, over the largest; the losses are compared, too. lengths: of the examples,
+    as packing is told."""
+    loss, wanted = models.stock(model, examples)
+    whole = WholeModel(copy.deepcopy(model), torch.float64)
+    packed = whole.join([models.as_example(i, inputs) for i, inputs in enumerate(examples)])
+    if lengths is not None:
+        packed = replace(packed, seqlens=SequenceLengths.from_lengths(lengths))
+    got = whole(packed)
+    got.backward()
+    if lengths is None:
+        assert float(got.detach()) == pytest.approx(loss, rel=1e-8)
+    return models.difference(models.gradients(whole.hf), wanted)
+
+
+def several(name: str, model) -> list[dict]:
+    """Images of several sizes, no media, one image and one other, one token."""
+    kind = next(iter(models.family_of(name).make))
+    sets = [[Item(kind, 5), Item(kind, 2)], [], [Item(kind, 1), Item(kind, 3)], []]
+    examples = [models.sample(name, model, items, 7 + i) for i, items in enumerate(sets)]
+    examples[-1] = {k: v[:, :1] for k, v in examples[-1].items()}
+    return examples
+
+
+@pytest.mark.parametrize("name", [
+    name if name in FAST else pytest.param(name, marks=pytest.mark.slow)
+    for name in models.ADMITTED])
+def test_a_packed_row_is_its_examples_and_would_not_be_if_they_saw_each_other(name):
+    model = models.build(name)
+    examples = several(name, model)
+    exact = models.LOOSE.get(name, models.EXACT)
+    assert difference(name, model, examples) <= exact
+    whole_row = sum(inputs["input_ids"].shape[1] for inputs in examples)
+    assert difference(name, model, examples, [whole_row]) > 1000 * exact
+
+
+@pytest.mark.parametrize("name", [
+    name if name == "llava_onevision" else pytest.param(name, marks=pytest.mark.slow)
+    for name in models.ADMITTED])
+def test_rows_of_the_model_s_own_processor_are_packed_exactly(name, tmp_path):
+    """What the processor makes of conversations, against stock transformers with the same
+    tensors."""
+    model = write_model(name, tmp_path, torch.float64).train()
+    data = write_rows(tmp_path, 9)
+    rows = ProcessedRows(tmp_path, DataConfig(path=str(data), index_dir=str(tmp_path / "index")))
+    examples = [rows.load(i) for i in range(9)]
+    loss, wanted = models.stock(model, [
+        {"input_ids": e.input_ids[None], "labels": e.labels[None],
+         "attention_mask": torch.ones_like(e.input_ids)[None],
+         **{k: v.double() if v.is_floating_point() else v for k, v in e.media.items()}}
+        for e in examples])
+    whole = WholeModel(copy.deepcopy(model), torch.float64)
+    got = whole(whole.join(examples))
+    got.backward()
+    exact = models.LOOSE.get(name, models.EXACT)
+    assert float(got.detach()) == pytest.approx(loss, rel=exact)
+    assert models.difference(models.gradients(whole.hf), wanted) <= exact
+
+
+@pytest.mark.parametrize("name", [
+    "mistral3", *(pytest.param(name, marks=pytest.mark.slow)
+                  for name in ("gemma3", "aya_vision"))])
+def test_sliding_windows_stay_inside_of_an_example(name):
+    model = models.build(name)
+    text = model.config.get_text_config()
+    text.sliding_window = 4
+    for module in model.modules():
+        if getattr(module, "sliding_window", None) is not None:
+            module.sliding_window = 4
+    examples = several(name, model)[:2]
+    narrow = models.stock(model, examples)[0]
+    assert abs(narrow - models.stock(models.build(name), examples)[0]) > 1e-3  # it has an effect
+    assert difference(name, model, examples) <= models.LOOSE.get(name, models.EXACT)
+
+
+def touching(model) -> list[dict]:
+    """One example ends with its image, the next one begins with one."""
+    first, second = (models.sample("gemma3", model, [Item("image", n)], n) for n in (1, 2))
+    at = [(inputs["input_ids"][0] == IMAGE).nonzero()[:, 0] for inputs in (first, second)]
+    return [{k: v if k == "pixel_values" else v[:, cut] for k, v in inputs.items()}
+            for inputs, cut in ((first, slice(int(at[0].max()) + 1)),
+                                (second, slice(int(at[1].min()), None)))]
+
+
+def test_images_at_the_border_of_two_examples_stay_two():
+    """Gemma 3's images see themselves in both directions."""
+    model = models.build("gemma3")
+    assert difference("gemma3", model, touching(model)) <= models.LOOSE["gemma3"]
+
+
+def test_a_forward_without_our_masks_is_an_error():
+    """The name of the attention is in a configuration that other code can reach."""
+    model = models.build("internvl")
+    examples = [models.as_example(i, inputs)
+                for i, inputs in enumerate(several("internvl", model)[1:3])]
+    whole = WholeModel(model, torch.float64)
+    whole(whole.join(examples))
+    model.config.get_text_config()._attn_implementation = "sdpa"
+    with pytest.raises(RuntimeError, match="0 of 2 layers kept the examples of the row apart"):
+        whole(whole.join(examples))
+
+
+@pytest.mark.parametrize("keys, told", [
+    ({}, "was given another mask"), ({"softcap": 30.0}, "with softcap, which packing"),
+    ({"dropout": 0.1}, "with dropout or sinks, which packing")])
+def test_attention_that_cannot_be_packed_is_an_error(keys, told):
+    """Some models make a mask of their own in place of the one that they are given."""
+    x = torch.zeros(1, 2, 3, 4)
+    mask = torch.ones(1, 1, 3, 3, dtype=torch.bool)
+    if keys:
+        with packing.packed(SequenceLengths.from_lengths([1, 2]), 0):
+            mask = packing.mask_of_row(1, 3, 3)
+    with pytest.raises(RuntimeError, match=told):
+        packing.attention_of_row(torch.nn.Linear(1, 1), x, x, x, mask, **keys)
+
+
+def test_a_row_without_targets_gives_every_parameter_of_the_text_a_gradient():
+    model = models.build("internvl")
+    example = models.as_example(0, several("internvl", model)[1])
+    whole = WholeModel(model, torch.float64)
+    loss = whole(whole.join([replace(example, labels=torch.full_like(example.labels, -100))]))
+    loss.backward()
+    assert float(loss.detach()) == 0.0
+    assert model.lm_head.weight.grad is not None
+
+
+@pytest.mark.parametrize("changed, told", [
+    ({"model_type": "mllama"}, "'mllama', which was not tested"),
+    ({"attention_dropout": 0.1}, "attention_dropout of the text model is 0.1"),
+    ({"quantization_config": {"quant_method": "fp8"}}, "the weights are quantised"),
+    ({"attn_logit_softcapping": 30.0}, "attn_logit_softcapping"),
+    ({"output_router_logits": True}, "output_router_logits is true"),
+    ({"text": "jamba"}, "text model 'jamba' was not tested"),
+])
+def test_what_packing_cannot_compute_is_refused(changed, told):
+    config = models.family_of("internvl").build().config
+    assert refusals(config) == []
+    text = config.get_text_config()
+    for name, value in changed.items():
+        target = config if name in ("model_type", "quantization_config") else text
+        setattr(target, "model_type" if name == "text" else name, value)
+    assert any(told in why for why in refusals(config)), refusals(config)
+
+
+@pytest.mark.parametrize("name", ["internvl", pytest.param("qwen3_vl", marks=pytest.mark.slow),
+                                  pytest.param("gemma3", marks=pytest.mark.slow)])
+def test_the_cost_of_an_item_is_the_flop_of_the_blocks(name, tmp_path):
+    """Of the forward pass, as torch counts it; eager attention computes the whole square, of which
+    a causal kernel needs half."""
+    model = models.build(name)
+    model.save_pretrained(tmp_path)
+    costs = plan_spec(resolve(Recipe(model=ModelConfig(pretrained=str(tmp_path))), 1, 1)).costs
+    model.set_attn_implementation("eager")
+    stacks = WholeModel(model, torch.float64).blocks()
+    model.config.get_text_config()._attn_implementation = "eager"
+    lengths = {}
+    for part, stack in stacks.items():
+        stack[0].register_forward_pre_hook(
+            lambda _, args, keys, part=part: lengths.update({
+                part: (args[0] if args else keys["hidden_states"]).shape[-2]}), with_kwargs=True)
+    inputs = models.sample(name, model, [Item("image", 5)], 3)
+    with FlopCounterMode(display=False, depth=None) as counter:
+        models.stock_loss(model, inputs)
+    counted, paths = counter.get_flop_counts(), {id(m): n for n, m in model.named_modules()}
+    for part, stack in stacks.items():
+        flop = sum(sum(counted[f"{type(model).__name__}.{paths[id(block)]}"].values())
+                   for block in stack)
+        n, cost = lengths[part], costs[part]
+        square = cost.quadratic * n * n * (2 if part == "llm" else 1)
+        assert flop == (cost.linear * n + square) // 3, part

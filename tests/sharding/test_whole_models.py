@@ -1,0 +1,207 @@
+"""Models of transformers under our sharding: what is loaded, and what real ranks train, against
+stock transformers in one process."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch.distributed.tensor import DTensor
+
+from orchmllm.config.model import ModelConfig
+from orchmllm.config.recipe import (
+    CheckpointConfig,
+    DataConfig,
+    FsdpConfig,
+    Recipe,
+    RunConfig,
+    TrainConfig,
+)
+from orchmllm.models.families import part_of
+from orchmllm.sharding.hf import load_whole
+from orchmllm.tools.export.export import export
+from orchmllm.trainer import Trainer
+from tests.lib import whole_models as models
+from tests.lib.ranks import run_ranks
+from tests.lib.training import train
+from tests.lib.whole_models import Item
+
+pytestmark = pytest.mark.dist
+OTHERS = [pytest.param(name, marks=pytest.mark.slow) for name in models.ADMITTED
+          if name != "qwen3_vl"]
+
+
+def saved(name: str, folder: Path, tied: bool = False) -> torch.nn.Module:
+    """The model, whose weights are in `folder`, too."""
+    model = models.build(name)
+    if tied:
+        for config in (model.config, model.config.get_text_config()):
+            config.tie_word_embeddings = True
+        torch.manual_seed(0)
+        model = type(model)(model.config).double().train()
+    model.save_pretrained(folder)
+    return model
+
+
+def loaded(world, folder: Path, name: str, tied: bool, shard_size: int, choice: str) -> None:
+    """Parameters, buffers and ties are those of one process, and so are the gradients."""
+    torch.manual_seed(0)
+    stock = type(models.build(name)).from_pretrained(folder, dtype=torch.float64).train()
+    config = FsdpConfig(param_dtype="float64", shard_size=shard_size)
+    whole = load_whole(folder, ModelConfig(), config, torch.device("cpu"),
+                       {"vision": choice, "llm": choice})
+    wanted, found = dict(stock.named_parameters()), dict(whole.hf.named_parameters())
+    assert found.keys() == wanted.keys()
+    assert all(isinstance(p, DTensor) and torch.equal(p.full_tensor(), wanted[n])
+               for n, p in found.items())
+    buffers = dict(whole.hf.named_buffers())
+    assert all(torch.equal(b, buffers[n]) for n, b in stock.named_buffers())
+    assert (whole.hf.lm_head.weight is whole.token_embedding) is tied
+    size = sum(p.numel() for p in wanted.values())
+    shards = shard_size or world.world_size
+    assert sum(p.to_local().numel() for p in found.values()) <= 1.2 * size / shards
+    inputs = [[models.sample(name, stock, [Item("image", r + 1)], r), models.sample(
+        name, stock, [Item("image", 2), Item("image", 5)], 9 + r)] for r in range(world.world_size)]
+    mine = [models.as_example(i, one) for i, one in enumerate(inputs[world.rank])]
+    whole(whole.join(mine)).backward()
+    _, gradients = models.stock(stock, [one for each in inputs for one in each])
+    got = {n: torch.zeros_like(wanted[n]) if p.grad is None else p.grad.full_tensor()
+           for n, p in found.items()}
+    assert models.difference(got, gradients) <= models.LOOSE.get(name, models.EXACT)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", models.ADMITTED)
+def test_loaded_shards_are_the_model_and_compute_its_gradients(name, tmp_path):
+    saved(name, tmp_path, tied=True)
+    run_ranks(loaded, 2, tmp_path, name, True, 0, "full")
+
+
+def refused(world, folder: Path, told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        load_whole(folder, ModelConfig(), FsdpConfig(), torch.device("cpu"),
+                   {"vision": "none", "llm": "none"})
+
+
+def test_weights_that_are_missing_are_an_error(tmp_path):
+    saved("internvl", tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    gone = next(name for name in tensors if "down_proj" in name)
+    save_file({n: t for n, t in tensors.items() if n != gone}, tmp_path / "model.safetensors",
+              metadata={"format": "pt"})
+    run_ranks(refused, 1, tmp_path, "1 weights are missing or have another shape .*down_proj")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks, shard_size, choice", [(1, 0, "none"), (4, 2, "selective")])
+def test_the_same_on_one_rank_and_on_two_groups_of_two(ranks, shard_size, choice, tmp_path):
+    saved("llava_next", tmp_path)
+    run_ranks(loaded, ranks, tmp_path, "llava_next", False, shard_size, choice)
+
+
+def recipe(folder: Path, model: ModelConfig, steps: int, **train_keys) -> Recipe:
+    return Recipe(
+        run=RunConfig(dir=str(folder)), data=DataConfig(path="unused", num_validation=2),
+        model=model,
+        train=TrainConfig(**{"num_steps": steps, "global_batch_size": 8, "lr": 1e-2,
+                             "warmup_steps": 0, "schedule": "wsd", **train_keys}),
+        fsdp=FsdpConfig(param_dtype="float64"), checkpoint=CheckpointConfig(every_steps=2))
+
+
+def trained(world, run: Recipe, name: str) -> tuple[list[dict], float]:
+    """Rows of metrics, and the loss of the first step by stock transformers."""
+    stock, first = models.build(name), []
+    data = models.WholeDataset(name, stock, 24)
+    rows = train(world, run, data, lambda step, row: first.append(step.example_ids.tolist()))
+    inputs = [data.inputs[i] for i in first[0]]
+    with torch.no_grad():
+        loss = sum(float(models.stock_loss(stock, one)) for one in inputs)
+    return ([row for row in rows if "loss" in row or "validation_loss" in row],
+            loss / sum(int((models.shifted(one) != -100).sum()) for one in inputs))
+
+
+def losses(rows: list[dict]) -> dict[tuple[int, str], float]:
+    """Of steps and of validations, of which three ranks share two examples."""
+    return {(row["step"], name): row[name] for row in rows for name in ("loss", "validation_loss")
+            if name in row and (name, row["step"]) != ("validation_loss", 2)}
+
+
+@pytest.mark.parametrize("name", ["qwen3_vl", *OTHERS])
+def test_a_run_is_the_same_balanced_unbalanced_and_resumed_on_other_ranks(name, tmp_path):
+    saved(name, tmp_path / "model")
+    run = recipe(tmp_path / "two", ModelConfig(pretrained=str(tmp_path / "model")), 4)
+    run = replace(run, balance=replace(run.balance, measure_every=3))
+    off = replace(run, run=RunConfig(dir=str(tmp_path / "off")),
+                  balance=replace(run.balance, enabled=False),
+                  train=replace(run.train, accumulation_steps=2))
+    start = replace(run, run=RunConfig(dir=str(tmp_path / "one")),
+                    train=replace(run.train, num_steps=2))
+    rest = replace(start, train=run.train)
+    balanced, by_stock = run_ranks(trained, 2, run, name)[0]
+    unbalanced, _ = run_ranks(trained, 2, off, name)[0]
+    resumed = [row for ranks, part in ((1, start), (3, rest))
+               for row in run_ranks(trained, ranks, part, name)[0][0]]
+    exact = models.LOOSE.get(name, models.EXACT)
+    assert losses(balanced)[0, "loss"] == pytest.approx(by_stock, rel=exact)
+    assert losses(balanced) == pytest.approx(losses(unbalanced), rel=exact)
+    assert losses(balanced) == pytest.approx(losses(resumed), rel=exact)
+    moved = [[row["phases"]["vision"]["moved_bytes"] for row in rows if "phases" in row]
+             for rows in (balanced, unbalanced)]
+    assert moved[0][2] == 0 < sum(moved[0])  # the third step is measured as it was sampled
+    assert not any(moved[1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("key", ["pretrained", "config"])
+def test_an_export_before_learning_is_the_folder_it_started_from(key, tmp_path):
+    """Name by name, tied weights too; weights drawn from run.seed are the same on other numbers of
+    ranks."""
+    saved("qwen3_vl", tmp_path / "model", tied=True)
+    first = load_file(tmp_path / "model" / "model.safetensors")
+    exported = []
+    for ranks in (2, 1)[: 1 + (key == "config")]:
+        run = recipe(tmp_path / f"run{ranks}", ModelConfig(**{key: str(tmp_path / "model")}), 1,
+                     lr=1e-300)
+        run_ranks(trained, ranks, run, "qwen3_vl")
+        assert not (tmp_path / f"run{ranks}" / "initial_weights").exists()
+        export(tmp_path / f"run{ranks}" / "checkpoints" / "step_00000001", tmp_path / f"{ranks}")
+        exported.append(load_file(tmp_path / f"{ranks}" / "model.safetensors"))
+    for tensors in exported:
+        assert tensors.keys() == first.keys()
+        assert unlike(tensors, exported[0]) == []
+    assert bool(unlike(first, exported[0])) is (key == "config")
+
+
+def unlike(some: dict, others: dict) -> list[str]:
+    """Names of tensors that differ by more than a learning rate of next to nothing makes of 0."""
+    return [n for n in some if float((some[n] - others[n]).abs().max()) > 1e-200]
+
+
+def frozen(world, run: Recipe, name: str) -> list[str]:
+    """Names of the parameters that two steps changed."""
+    stock = models.build(name)
+    trainer = Trainer(run, world, dataset=models.WholeDataset(name, stock, 24))
+    try:
+        trainer.run()
+        before = dict(stock.named_parameters())
+        return [n for n, p in trainer.model.hf.named_parameters()
+                if not torch.equal(p.full_tensor(), before[n])]
+    finally:
+        trainer.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part, rates", [("vision", {"llm_lr": 1e-300}), ("llm", {})])
+def test_a_frozen_part_stays_and_its_connector_learns(part, rates, tmp_path):
+    """With a learning rate of next to nothing for the text, the connector alone changes."""
+    saved("qwen3_vl", tmp_path / "model")
+    model = replace(ModelConfig(pretrained=str(tmp_path / "model")),
+                    **{part: replace(getattr(ModelConfig(), part), frozen=True)})
+    run = recipe(tmp_path / "run", model, 2, **rates)
+    run = replace(run, fsdp=replace(run.fsdp, activation_checkpointing="full"))
+    changed = run_ranks(frozen, 2, run, "qwen3_vl")[0]
+    parts = {part_of(name) for name in changed}
+    assert parts == ({"connector"} if part == "vision" else {"vision", "connector"})
