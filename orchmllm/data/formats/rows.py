@@ -100,6 +100,7 @@ def _unique(pairs: list[tuple[str, object]]) -> dict:
     return out
 
 
+_KEY = re.compile(r'[\s,]*("(?:[^"\\]|\\.)*")\s*:\s*')
 _DECODER = json.JSONDecoder(object_pairs_hook=_unique)
 
 
@@ -156,21 +157,29 @@ def _is_array(path: File) -> bool:
     return head.removeprefix(b"\xef\xbb\xbf").lstrip()[:1] == b"["
 
 
-def scan_lines(path: File) -> tuple[np.ndarray, np.ndarray]:
-    """(n, 2) byte spans and (n,) line numbers of the lines that are not blank."""
-    found, size, last = [np.zeros(0, np.int64)], 0, b"\n"
-    with path.open("rb") as f:
-        while block := f.read(_BLOCK):
-            found.append(np.flatnonzero(np.frombuffer(block, np.uint8) == ord("\n")) + size)
-            size, last = size + len(block), block[-1:]
-        ends = np.concatenate([*found, [size]] if last != b"\n" else found)
-        starts = np.concatenate([[0], ends[:-1] + 1])[: len(ends)]
-        for k in np.flatnonzero(ends - starts <= 64).tolist():
-            if not os.pread(f.fileno(), int(ends[k] - starts[k]), int(starts[k])).strip():
-                ends[k] = -1
-    kept = ends >= 0
-    return (np.stack([starts, ends], axis=1)[kept],
-            np.flatnonzero(kept).astype(np.int64) + 1)
+def scan_lines(path: File, quoted: bool = False) -> tuple[np.ndarray, np.ndarray]:
+    """(n, 2) byte spans, with the line break, and (n,) numbers of the lines that are not blank.
+    quoted: line breaks between quotes end no line, which has the number of its first one."""
+    ends, lines, size, open_quotes, line = [np.zeros(1, np.int64)], [], 0, 0, 1
+    with path.open("rb") as file:
+        while block := file.read(_BLOCK):
+            data = np.frombuffer(block, np.uint8)
+            breaks = np.flatnonzero(data == ord("\n"))
+            is_end = np.ones(len(breaks), bool)
+            if quoted:
+                quotes = open_quotes + np.cumsum(data == ord('"'))
+                is_end, open_quotes = quotes[breaks] % 2 == 0, int(quotes[-1])
+            ends.append(breaks[is_end] + size + 1)
+            lines.append((line + np.arange(len(breaks)))[is_end])
+            size, line = size + len(block), line + len(breaks)
+        bounds = np.concatenate([*ends, [size]])
+        spans = np.stack([bounds[:-1], bounds[1:]], axis=1)
+        last = np.concatenate([*lines, [line]])[: len(spans)]
+        lengths = np.diff(spans, axis=1)[:, 0]
+        kept = lengths > 0
+        for k in np.flatnonzero(lengths <= 64).tolist():
+            kept[k] = os.pread(file.fileno(), 64, int(spans[k, 0]))[: lengths[k]].strip() != b""
+    return spans[kept], np.concatenate([[1], last[:-1] + 1])[kept]
 
 
 def scan_array(path: File, key: str = "") -> tuple[np.ndarray, np.ndarray]:
@@ -184,11 +193,10 @@ def scan_array(path: File, key: str = "") -> tuple[np.ndarray, np.ndarray]:
             return file.read(size).decode("latin-1")  # a character for each byte
 
         text, begin = read(_BLOCK), 0  # begin: the place of `text` in the file
-        head = re.search(rf'"{re.escape(key)}"\s*:\s*\[' if key else r"\[", text)
-        if head is None:
+        at = _begin_of(text, key) if key else text.index("[") + 1
+        if not at:
             raise ValueError(f"{path}: no list {key!r} (rows of columns) in its first {_BLOCK} "
                              f"bytes; its keys begin {text[:80]!r}")
-        at = head.end()
         while True:
             at = between.match(text, at).end()
             if text[at: at + 1] == "]":
@@ -218,6 +226,21 @@ def scan_array(path: File, key: str = "") -> tuple[np.ndarray, np.ndarray]:
             if at > _BLOCK:
                 text, begin, at = text[at:], begin + at, 0
     return np.array(spans, np.int64).reshape(-1, 2), np.arange(1, len(spans) + 1)
+
+
+def _begin_of(text: str, key: str) -> int:
+    """Where the elements of the list begin that an object has under `key`; 0 where it has none. A
+    key of an object inside it does not count. text: its bytes as latin-1."""
+    decoder, at = json.JSONDecoder(), text.find("{") + 1
+    while match := _KEY.match(text, at):
+        at = match.end()
+        if json.loads(match[1]) == key.encode().decode("latin-1"):
+            return at + 1 if text[at: at + 1] == "[" else 0
+        try:
+            _, at = decoder.raw_decode(text, at)
+        except (ValueError, RecursionError):
+            return 0
+    return 0
 
 
 class LaterRows(RowStore):
