@@ -103,6 +103,14 @@ def test_a_part_of_a_clip_in_base64_is_cut(read, folder):
     assert len(whole) == 57 and len(part) == 20
 
 
+def test_a_video_of_a_list_says_how_many_frames_are_read(read, videos):
+    row = {"messages": [{"role": "user", "content": "<video>"},
+                        {"role": "assistant", "content": "grey"}]}
+    path = write_jsonl(videos / "a.jsonl", [row | {"videos": [{"path": "plain.mp4", "fps": n}]}
+                                            for n in (1, 2)])
+    assert [len(read(path, {}).load(i).media) for i in range(2)] == [3, 6]
+
+
 TABLES = {  # file -> what is said of its first row, or its texts
     "quoted.tsv": ('q\ta\n"say ""no"" to it"\tb\n', "with the quotes of CSV, which a TSV has not"),
     "spoken.tsv": ('q\ta\n"Yes," he said, "I do."\tb\n', '"Yes," he said, "I do."'),
