@@ -41,6 +41,10 @@ def test_rows_and_segments_of_a_file_are_those_that_the_recipe_names(read, tmp_p
                           ({"rows": "of"}, "no list 'of' .rows of columns. in its first")):
         with pytest.raises(ValueError, match=said):
             read(path, ASKED | columns)
+    lines = write_jsonl(tmp_path / "b.jsonl", [{"path": "0.wav", "text_tn": "low", **{
+        time: 0.1 * k for k, time in enumerate(("begin_time", "end_time"), 1)}}])
+    none = {"rows": "-", "segments": "-", "split": "-"}
+    assert len(read(lines, none, row_format="gigaspeech")) == 1
     with pytest.raises(ValueError, match="columns.rows is 'räws', which is not read of JSON files"):
         read(write_jsonl(tmp_path / "a.jsonl", rows), ASKED | {"rows": "räws"})
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from orchmllm.config.recipe import DataConfig, SourceConfig
 from orchmllm.config.schema import did_you_mean
 from orchmllm.data.formats import energon
-from orchmllm.data.formats.columns import absent, changed
+from orchmllm.data.formats.columns import NONE, PLACES, absent, changed
 from orchmllm.data.formats.conversation import DOCUMENT, Conversation, media_of
 from orchmllm.data.formats.find import find_store
 from orchmllm.data.formats.row_formats import FORMATS, RowFormat
@@ -185,8 +185,8 @@ def check_source(config: SourceConfig, storage: Storage = NOWHERE) -> None:
 def _with_rows(config: SourceConfig) -> SourceConfig:
     """With what its row_format says of where rows are, where the recipe does not."""
     known = FORMATS[config.row_format].given if config.row_format in FORMATS else {}
-    where = {field: known[field] for field in ("rows", "segments", "split")
-             if field in known and not getattr(config.columns, field)}
+    where = {field: "" if spec == NONE else spec
+             for field, spec in (known | changed(config.columns)).items() if field in PLACES}
     return replace(config, columns=replace(config.columns, **where))
 
 

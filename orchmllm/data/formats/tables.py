@@ -13,8 +13,9 @@ import numpy as np
 
 from orchmllm.config.recipe import SourceConfig
 from orchmllm.data.formats.columns import nothing_in, parse_spec
-from orchmllm.data.formats.rows import JsonRows, RowStore, scan_lines
+from orchmllm.data.formats.rows import JsonRows, RowStore
 from orchmllm.data.formats.scanned import File, cached, digest, scanned
+from orchmllm.data.formats.scans import scan_lines
 from orchmllm.data.media.medium import RowError
 
 
