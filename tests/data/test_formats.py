@@ -102,9 +102,9 @@ def test_places_that_cannot_be_read(name, text, tmp_path, tokenizer):
 
 
 def test_json_array_spans_blocks(tmp_path, monkeypatch):
-    from orchmllm.data.formats import rows
+    from orchmllm.data.formats import rows, scans
 
-    monkeypatch.setattr(rows, "_BLOCK", 50)
+    monkeypatch.setattr(scans, "_BLOCK", 50)
     items = [{"k": "ü" * n, "n": [n, {"x": "]},{"}]} for n in range(40)]
     for indent, bom in ((None, ""), (2, "\ufeff")):
         path = tmp_path / "a.json"

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+from contextlib import closing
 
 import av
 import numpy as np
@@ -13,7 +14,7 @@ import pytest
 
 from orchmllm.data.media import av_process
 from orchmllm.data.media.decode import decode_audio
-from orchmllm.data.media.headers import audio_header
+from orchmllm.data.media.headers import audio_header, open_clip
 from orchmllm.data.media.medium import (
     MediaError,
     Medium,
@@ -118,6 +119,24 @@ def test_clips_have_the_samples_of_decoding(videos, name):
         header = audio_header(source)
         assert header[0] == want
         assert len(decode_audio(source, geometry)) == geometry.segment_lengths(*header).rows
+
+
+def test_a_clip_in_a_container_comes_in_blocks(videos):
+    """A process that dies in between begins anew, and one that is not asked further is free."""
+    medium = medium_at(write_clip(videos / "long.m4a", "aac", count=1_200_000), AUDIO)
+    with open_clip(medium) as (num_samples, rate, read):
+        blocks = list(read())
+    whole = np.concatenate(blocks)
+    assert len(blocks) > 1 and whole.shape == (num_samples, 1)
+    with open_clip(medium._replace(part=(10.0, 20.0))) as (_, _, read):
+        assert np.array_equal(np.concatenate(list(read())), whole[10 * rate: 20 * rate])
+    begun = av_process.audio_samples(medium, "mov")
+    first = next(begun)
+    os.kill(av_process._child.process.pid, signal.SIGKILL)
+    assert np.array_equal(np.concatenate([first, *begun]), whole)
+    with closing(av_process.audio_samples(medium, "mov")) as begun:
+        next(begun)
+    assert audio_header(medium) == (num_samples, rate)
 
 
 def test_a_clip_that_is_cut_off_is_refused(videos):

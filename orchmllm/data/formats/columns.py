@@ -16,8 +16,10 @@ from typing import NamedTuple
 from orchmllm.data.media.medium import Medium, RowError, is_image
 
 MEDIA = ("images", "audios", "videos")
-LISTS = ("messages", "history", "texts", "segments", *MEDIA)  # a text cell holds them as JSON
-PLACES = {"rows", "segments", "split"}  # say which rows a store has
+# A cell that is a text holds them as JSON.
+LISTS = ("messages", "history", "texts", "places", "segments", *MEDIA)
+AROUND = {"rows", "segments"}  # hold the rows
+PLACES = AROUND | {"split"}  # say which rows a store has
 NONE = "-"  # the field of a preset is not read
 _JSON = re.compile(r"\s*(\[.*\]|\{.*\})\s*", re.DOTALL)
 _STEP = re.compile(r"[^.\[\]]+|\[[^\]]*\]")
@@ -56,6 +58,12 @@ def parse_spec(text: str) -> Spec:
                             for choice in choices if choice != NONE), NONE in choices)
 
 
+def nothing_in(spec: Spec, field: str, row: Mapping) -> RowError:
+    return RowError(f"there is nothing in {spec.text!r} ({field}) of "
+                    f"{', '.join(map(str, row)):.300}; in columns write '{spec.text} | -' if rows "
+                    "may lack it")
+
+
 class Columns:
     """specs: field -> spec. Without those that are NONE."""
 
@@ -90,9 +98,7 @@ class Columns:
                 continue
             name, value = spec.find(row)
             if not name and not spec.optional:
-                raise RowError(f"there is nothing in {spec.text!r} ({field}) of "
-                               f"{', '.join(map(str, row)):.300}; in columns write "
-                               f"'{spec.text} | -' if rows may lack it")
+                raise nothing_in(spec, field, row)
             if field in LISTS and isinstance(value, str) and _JSON.fullmatch(value):
                 value = from_json(value)
             if field in MEDIA:
@@ -162,5 +168,5 @@ def absent(columns: Mapping[str, str], rows: list[Mapping]) -> Iterator[str]:
     """Fields whose column none of the rows has."""
     for field, text in columns.items():
         spec = parse_spec(text)
-        if not spec.optional and not any(map(spec.is_in, rows)):
+        if field not in AROUND and not spec.optional and not any(map(spec.is_in, rows)):
             yield field

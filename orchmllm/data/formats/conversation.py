@@ -56,7 +56,8 @@ def video_of(value: object, root: MediaRoot,
     medium = root.file(VISION, value)
     if is_image(value):
         return [medium]
-    return expand(medium, root.video, options, root.of(value).of(options).part)
+    own = value if isinstance(value, Mapping) else {}
+    return expand(medium, root.video, {**own, **options}, root.of(own).of(options).part)
 
 
 class _RowMedia:
@@ -116,9 +117,11 @@ def _content_parts(content: list, media: _RowMedia) -> Iterator[str | Medium]:
             yield from (media.take(f"<{what}>") if value is None
                         else media.media(f"<{what}>", value, part))
         elif kind == "input_audio" and isinstance(part.get(kind), Mapping):
-            data = part[kind].get("data")
-            yield (media.root.medium(AUDIO, part[kind]) if data is None
-                   else from_base64(str(data), AUDIO, "audio in input_audio"))
+            value, data = part[kind], part[kind].get("data")
+            root = media.root.of(part).of(value)
+            if data is not None:
+                value = from_base64(str(data), AUDIO, "audio in input_audio")
+            yield root.medium(AUDIO, value)
         else:
             raise RowError(f"content part {str(part)[:200]!r}: type must be text, image_url, "
                            "image, input_audio, audio or video, with its value")

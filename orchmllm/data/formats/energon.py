@@ -69,6 +69,9 @@ def files_of(config: SourceConfig) -> list[str]:
     left_out = set(tree.get("exclude") or ())
     if any(".tar/" in name for name in left_out):
         raise ValueError(f"{path}: exclude names samples, which are not left out alone; name tars")
+    outside = [name for name in parts[split] if name.startswith("/") or ".." in name.split("/")]
+    if outside:
+        raise ValueError(f"{path}: {outside[0]!r} leaves the folder of the dataset")
     return [str(Path(config.path) / name) for name in parts[split] if name not in left_out]
 
 

@@ -207,12 +207,15 @@ def _check_one_split(config: SourceConfig, names: Iterable[str]) -> None:
 
 def _find_remote(config: SourceConfig, cache_dir: Path, storage: Storage) -> Found:
     """Data files are opened where they are, one after the other."""
+    if config.columns.split and not config.split:
+        raise ValueError("columns.split is set, and split is not: which splits there are is not "
+                         "known before every file is fetched; name one")
     numbered, url = _numbered(config.path), config.path.rstrip("/")
     files = storage.each(numbered) if numbered else storage.listed(url)
     if not files:
         raise ValueError("no such file or folder")
     if numbered or set("*?[") & set(url) or files[0].url == url:
-        check_parts(config, "a data file")
+        check_parts(config, "a data file", *["split"] * bool(config.columns.split))
         return _opener(files, files[0].parent, config, cache_dir)
     data = _data_files(files, config)
     if not data or any(f.name in SAVED for f in files):
@@ -235,19 +238,36 @@ def _opener(files: Sequence[File], root: Path | str, config: SourceConfig, cache
         raise ValueError(f"{config.path}: files of several kinds ({', '.join(sorted(kinds))}); "
                          "give a source for each")
     check_places(config, f"{next(iter(kinds))} files", "segments", "split",
-                 *["rows"] * (kinds == {"JSON"}))
+                 *["rows"] * all(path.suffix == ".json" for path in files))
     if files[0].suffix not in ARROW_SUFFIXES:
         return lambda: (_open_files(config, files, root, cache_dir), layout)
     check_installed(config.path, *ARROW_PACKAGES)
-    return lambda: (picked(arrow.open_files(files, root, cache_dir), config, cache_dir), layout)
+
+    def open_arrow() -> tuple[RowStore, str | None]:
+        store = picked(arrow.open_files(files, root, cache_dir), config, cache_dir)
+        _check_splits(config, [store])
+        return store, layout
+
+    return open_arrow
 
 
 def picked(store: RowStore, config: SourceConfig, cache_dir: Path) -> RowStore:
-    """The rows of a store that columns.segments and columns.split choose. Raises ValueError."""
+    """The rows of a store that columns.segments and columns.split choose."""
     columns = config.columns
-    if not columns.segments and not columns.split:
-        return store
-    return PickedRows(store, columns.segments, (columns.split, config.split), cache_dir)
+    return PickedRows(store, config, cache_dir) if columns.segments or columns.split else store
+
+
+def _check_splits(config: SourceConfig, stores: Sequence[RowStore]) -> None:
+    """Raises ValueError for a split that no row of the stores has, and where they have several and
+    the source names none."""
+    if not config.columns.split:
+        return
+    found = dict.fromkeys(split for store in stores for split in store.splits)
+    if config.split not in found if config.split else len(found) > 1:
+        said = (f"split is {config.split!r}, which no row has" if config.split
+                else "it holds several splits")
+        raise ValueError(f"{config.path}: {said}; set split of the source to one of "
+                         f"{', '.join(found)}")
 
 
 def _open_files(config: SourceConfig, files: Sequence[File], root: Path | str, cache_dir: Path
@@ -260,4 +280,6 @@ def _open_files(config: SourceConfig, files: Sequence[File], root: Path | str, c
 
     stores = [LaterRows(partial(open_file, path), path) if isinstance(path, RemoteFile)
               else open_file(path) for path in files]
+    if not isinstance(files[0], RemoteFile):
+        _check_splits(config, stores)
     return stores[0] if len(stores) == 1 and root == stores[0].root else JoinedRows(stores, root)

@@ -17,7 +17,7 @@ from pathlib import Path
 from orchmllm.config.recipe import DataConfig, SourceConfig
 from orchmllm.config.schema import did_you_mean
 from orchmllm.data.formats import energon
-from orchmllm.data.formats.columns import absent, changed
+from orchmllm.data.formats.columns import NONE, PLACES, absent, changed
 from orchmllm.data.formats.conversation import DOCUMENT, Conversation, media_of
 from orchmllm.data.formats.find import find_store
 from orchmllm.data.formats.row_formats import FORMATS, RowFormat
@@ -65,9 +65,11 @@ class DataSource:
     @property
     def chosen(self) -> dict:
         """What the recipe says of how rows are read, where that is not what it is by default."""
-        columns = changed(self.config.columns)
+        config, columns = self.config, changed(self.config.columns)
+        of_rows = bool(config.split) and "split" in self.row_format.given
         return ({"columns": columns} if columns else {}) | (
-            {} if self.config.learn_documents else {"learn_documents": False})
+            {"split": config.split} if of_rows else {}) | (
+            {} if config.learn_documents else {"learn_documents": False})
 
     def conversation(self, i: int) -> Conversation:
         """Row i as the canonical example. Raises RowError."""
@@ -103,7 +105,6 @@ class DataSource:
             raise RowError(f"{num_chars} characters of text: more than the limit of "
                            f"{MAX_ROW_CHARS}")
         return conversation
-
 
     def _read(self, row: dict, root: MediaRoot) -> Conversation:
         """A row as its format reads it, with the part that the row names. Raises RowError."""
@@ -184,8 +185,8 @@ def check_source(config: SourceConfig, storage: Storage = NOWHERE) -> None:
 def _with_rows(config: SourceConfig) -> SourceConfig:
     """With what its row_format says of where rows are, where the recipe does not."""
     known = FORMATS[config.row_format].given if config.row_format in FORMATS else {}
-    where = {field: known[field] for field in ("rows", "segments", "split")
-             if field in known and not getattr(config.columns, field)}
+    where = {field: "" if spec == NONE else spec
+             for field, spec in (known | changed(config.columns)).items() if field in PLACES}
     return replace(config, columns=replace(config.columns, **where))
 
 
@@ -231,7 +232,10 @@ def _as_source(config: SourceConfig, store: RowStore, layout: str | None,
                       else FORMATS[layout].with_columns(columns))
     except ValueError as error:
         raise ValueError(f"{config.path}: {error}") from error
-    rows = list(_peek(store, [])) if columns else []
+    unread: list[RowError] = []
+    rows = list(_peek(store, unread)) if columns else []
+    if unread and not rows:
+        raise ValueError(f"{config.path}: none of its first rows can be read: {unread[0].reason}")
     for field in absent(columns, rows) if rows else ():
         raise ValueError(f"{config.path}: columns.{field} is {columns[field]!r}, which none of the "
                          f"first {len(rows)} rows has; their columns are "

@@ -60,7 +60,11 @@ def answered(row: Mapping, root: MediaRoot, prompt: str = "") -> Conversation:
     """Questions and answers. Media stand before the first question where no text has their
     placeholders. Raises RowError for a row that cannot be used."""
     questions, answers = row.get("question", ""), row["answer"]
-    if not isinstance(questions, list):
+    if isinstance(questions, list):
+        if not isinstance(answers, list) or row.get("context"):
+            raise RowError("a list of questions needs a list of answers, and no context: "
+                           f"{str(answers)[:200]!r}, {str(row.get('context'))[:200]!r}")
+    else:
         questions = ["\n".join(t for t in (questions, row.get("context")) if t)]
         answers = [_first(answers)]
     rounds = [*row.get("history", ()), *zip(questions, answers, strict=True)]
@@ -186,6 +190,9 @@ class RowFormat:
             if field not in known:
                 raise ValueError(f"columns.{field} is {spec.text!r}, which rows with {key!r} do "
                                  f"not read; they read {', '.join(known)}")
+        if "duration" in fields and "start" not in columns:
+            raise ValueError(f"columns.duration is {fields['duration'].text!r}, which is read "
+                             "together with a start: name columns.start, too")
 
     def times(self, row: Mapping, fields: Mapping) -> dict:
         """What a row says of the part of its clip or video: keys of KEYS, but for the columns that

@@ -7,8 +7,6 @@ paths, bytes, or slices of a tar. Rows are read when asked for; opening costs on
 from __future__ import annotations
 
 import json
-import os
-import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -19,9 +17,8 @@ from typing import NamedTuple
 import numpy as np
 
 from orchmllm.data.formats.scanned import File, cached, digest, read_bytes, scanned
+from orchmllm.data.formats.scans import scan_array, scan_lines
 from orchmllm.data.media.medium import RowError
-
-_BLOCK = 8 << 20  # bytes that are scanned at a time
 
 
 class RowStore(ABC):
@@ -154,70 +151,6 @@ def _is_array(path: File) -> bool:
     with path.open("rb") as f:
         head = f.read(4096)
     return head.removeprefix(b"\xef\xbb\xbf").lstrip()[:1] == b"["
-
-
-def scan_lines(path: File) -> tuple[np.ndarray, np.ndarray]:
-    """(n, 2) byte spans and (n,) line numbers of the lines that are not blank."""
-    found, size, last = [np.zeros(0, np.int64)], 0, b"\n"
-    with path.open("rb") as f:
-        while block := f.read(_BLOCK):
-            found.append(np.flatnonzero(np.frombuffer(block, np.uint8) == ord("\n")) + size)
-            size, last = size + len(block), block[-1:]
-        ends = np.concatenate([*found, [size]] if last != b"\n" else found)
-        starts = np.concatenate([[0], ends[:-1] + 1])[: len(ends)]
-        for k in np.flatnonzero(ends - starts <= 64).tolist():
-            if not os.pread(f.fileno(), int(ends[k] - starts[k]), int(starts[k])).strip():
-                ends[k] = -1
-    kept = ends >= 0
-    return (np.stack([starts, ends], axis=1)[kept],
-            np.flatnonzero(kept).astype(np.int64) + 1)
-
-
-def scan_array(path: File, key: str = "") -> tuple[np.ndarray, np.ndarray]:
-    """(n, 2) byte spans and (n,) positions, from 1, of the elements of a JSON array, read in
-    blocks: the file may be larger than memory. key: of an object in whose first block the array
-    begins. Raises ValueError where it is not one."""
-    decoder, spans = json.JSONDecoder(), []
-    between = re.compile(r"[ \t\r\n,]*")
-    with path.open("rb") as file:
-        def read(size: int) -> str:
-            return file.read(size).decode("latin-1")  # a character for each byte
-
-        text, begin = read(_BLOCK), 0  # begin: the place of `text` in the file
-        head = re.search(rf'"{re.escape(key)}"\s*:\s*\[' if key else r"\[", text)
-        if head is None:
-            raise ValueError(f"{path}: no list {key!r} (rows of columns) in its first {_BLOCK} "
-                             f"bytes; its keys begin {text[:80]!r}")
-        at = head.end()
-        while True:
-            at = between.match(text, at).end()
-            if text[at: at + 1] == "]":
-                if key:
-                    file.seek(-64, os.SEEK_END)
-                    if not read(64).rstrip().endswith("}"):
-                        raise ValueError(f"{path}: truncated: the object that holds {key!r} does "
-                                         "not end")
-                elif (text[at + 1:] + read(_BLOCK)).strip():
-                    raise ValueError(f"{path}: more follows the JSON array that ends at byte "
-                                     f"{begin + at}; write one array, or one object a line "
-                                     "(.jsonl)")
-                break
-            try:
-                _, end = decoder.raw_decode(text, at)
-            except (ValueError, RecursionError) as error:
-                more = read(max(_BLOCK, len(text) - at))
-                if not more:
-                    raise ValueError(
-                        f"{path}: element {len(spans) + 1} (byte {begin + at}) of the JSON array "
-                        f"is not JSON ({error}); mend it, or write one object a line (.jsonl), "
-                        "where a bad line costs only itself") from error
-                text, begin, at = text[at:] + more, begin + at, 0
-                continue
-            spans.append((begin + at, begin + end))
-            at = end
-            if at > _BLOCK:
-                text, begin, at = text[at:], begin + at, 0
-    return np.array(spans, np.int64).reshape(-1, 2), np.arange(1, len(spans) + 1)
 
 
 class LaterRows(RowStore):

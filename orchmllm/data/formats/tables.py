@@ -4,18 +4,19 @@ segments, and those of a split."""
 from __future__ import annotations
 
 import csv
-import os
+import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
-from orchmllm.data.formats.columns import parse_spec
+from orchmllm.config.recipe import SourceConfig
+from orchmllm.data.formats.columns import nothing_in, parse_spec
 from orchmllm.data.formats.rows import JsonRows, RowStore
 from orchmllm.data.formats.scanned import File, cached, digest, scanned
+from orchmllm.data.formats.scans import scan_lines
 from orchmllm.data.media.medium import RowError
-
-_BLOCK = 8 << 20  # bytes that are scanned at a time
 
 
 class TableRows(JsonRows):
@@ -26,7 +27,7 @@ class TableRows(JsonRows):
         self.data, self.max_row_bytes = scanned(path), max_row_bytes
         self.files, self.root, self.is_csv = [path], path.parent, path.suffix == ".csv"
         self.spans, self.numbers = cached(
-            cache_dir, "lines", path, lambda: scan_table(path, self.is_csv))
+            cache_dir, "lines", path, lambda: scan_lines(path, self.is_csv))
         if not len(self.spans):
             raise ValueError(f"{path}: no line names its columns")
         self.names = self._cells(0)
@@ -60,38 +61,23 @@ class TableRows(JsonRows):
             if "\0" in text:
                 raise RowError("a line holds NUL bytes: it is damaged, or the file is not UTF-8")
             if not self.is_csv:
-                return text.split("\t")
+                return _unquoted(text.split("\t"))
+            csv.field_size_limit(max(csv.field_size_limit(), self.max_row_bytes))
             [cells] = csv.reader([text], strict=True)
         except (UnicodeDecodeError, csv.Error) as error:
-            raise RowError(f"not {self.kind}: {error}") from error
+            raise RowError(f"not {self.kind}: {error}; a cell that holds a quote or a line break "
+                           'must stand in quotes, with each of its quotes written twice ("")'
+                           ) from error
         return cells
 
 
-def scan_table(path: File, quoted: bool) -> tuple[np.ndarray, np.ndarray]:
-    """(n, 2) byte spans, with the line break, and (n,) line numbers of the rows of a table that are
-    not blank. quoted: line breaks between quotes end no row."""
-    ends, lines, size, open_quotes, line = [np.zeros(1, np.int64)], [], 0, 0, 1
-    with path.open("rb") as file:
-        while block := file.read(_BLOCK):
-            data = np.frombuffer(block, np.uint8)
-            breaks = np.flatnonzero(data == ord("\n"))
-            lines.append(line + np.arange(len(breaks)))
-            if quoted:
-                quotes = open_quotes + np.cumsum(data == ord('"'))
-                is_end = quotes[breaks] % 2 == 0
-                lines[-1], open_quotes = lines[-1][is_end], int(quotes[-1])
-                ends.append(breaks[is_end] + size + 1)
-            else:
-                ends.append(breaks + size + 1)
-            size, line = size + len(block), line + len(breaks)
-    bounds = np.concatenate([*ends, [size]])
-    spans = np.stack([bounds[:-1], bounds[1:]], axis=1)
-    last = np.concatenate([*lines, [line]])[: len(spans)]
-    kept = np.diff(spans, axis=1)[:, 0] > 0
-    with path.open("rb") as file:
-        for k in np.flatnonzero(np.diff(spans, axis=1)[:, 0] <= 2).tolist():
-            kept[k] = os.pread(file.fileno(), 2, int(spans[k, 0])).strip() != b""
-    return spans[kept], np.concatenate([[1], last[:-1] + 1])[kept]
+def _unquoted(cells: list[str]) -> list[str]:
+    """Raises RowError for a cell that was written with the quotes of CSV."""
+    for cell in cells:
+        if '""' in cell and re.fullmatch('"([^"]|"")*"', cell):
+            raise RowError(f"a cell is {cell!r:.80}, with the quotes of CSV, which a TSV has not: "
+                           "write the table as .csv, with commas")
+    return cells
 
 
 class TranscriptRows(RowStore):
@@ -129,45 +115,45 @@ class TranscriptRows(RowStore):
 
 class PickedRows(RowStore):
     """Rows in the rows of a store: the elements of the list `segments` of each, with what is around
-    them; of these, and of the rows, those of a split. split: its column, and which one is read.
-    Rows that cannot be read stay, so that they are told of. Raises ValueError for a split that is
-    not there, and where there are several and none is named."""
+    them; of these, and of the rows, those of the source's split. Rows that cannot be read stay, so
+    that they are told of. splits: that the rows have."""
 
-    def __init__(self, store: RowStore, segments: str, split: tuple[str, str], cache_dir: Path
-                 ) -> None:
-        self.store, self.segments, self.split = store, segments, split
+    def __init__(self, store: RowStore, config: SourceConfig, cache_dir: Path) -> None:
+        columns = config.columns
+        self.store, self.wanted = store, config.split
+        self.segments, self.split = parse_spec(columns.segments), parse_spec(columns.split)
         self.kind, self.files, self.root = store.kind, store.files, store.root
-        kind = f"picked-{digest([segments, split])}"
-        self.places, _ = cached(cache_dir, kind, store.files[0], self._scan) if (
+        chosen = digest([columns.rows, columns.segments, columns.split, config.split,
+                         config.max_row_bytes])
+        self.places, splits = cached(cache_dir, f"picked-{chosen}", store.files[0], self._scan) if (
             len(store.files) == 1) else self._scan()
+        self.splits: list[str] = json.loads(splits.tobytes())
 
     def _scan(self) -> tuple[np.ndarray, np.ndarray]:
-        """(n, 2) [row, element or -1], and nothing."""
-        column, wanted = self.split
+        """(n, 2) [row, element or -1], and the splits as JSON bytes."""
         places, seen = [], {}
         for i in range(len(self.store)):
             try:
                 for k, row in self._elements(i):
-                    splits = _splits(parse_spec(column).find(row)[1]) if column else [wanted]
+                    splits = _splits(self.split.find(row)[1]) if self.split.text else [self.wanted]
                     seen |= dict.fromkeys(splits)
-                    if not wanted or wanted in splits:
+                    if not self.wanted or self.wanted in splits:
                         places.append((i, k))
             except RowError:
                 places.append((i, -1))
-        if column and (wanted not in seen if wanted else len(seen) > 1):
-            said = f"split is {wanted!r}, which no row has" if wanted else "it holds several splits"
-            raise ValueError(f"{self.files[0]}: {said}; set split of the source to one of "
-                             f"{', '.join(map(str, seen))}")
-        return np.array(places, np.int64).reshape(-1, 2), np.zeros(0)
+        return (np.array(places, np.int64).reshape(-1, 2),
+                np.frombuffer(json.dumps(list(seen)).encode(), np.uint8))
 
     def _elements(self, i: int) -> Sequence[tuple[int, dict]]:
-        row = self.store.row(i)
-        if not self.segments:
+        row, spec = self.store.row(i), self.segments
+        if not spec.text:
             return [(-1, row)]
-        around = {key: value for key, value in row.items() if key != self.segments}
-        found = parse_spec(self.segments).find(row)[1] or []
+        if not spec.optional and not spec.is_in(row):
+            raise nothing_in(spec, "segments", row)
+        around = {key: value for key, value in row.items() if key != spec.text}
+        found = spec.find(row)[1] or []
         if not isinstance(found, list) or not all(isinstance(one, dict) for one in found):
-            raise RowError(f"{self.segments!r} (segments) must be a list of objects")
+            raise RowError(f"{spec.text!r} (segments) must be a list of objects")
         return [(k, around | one) for k, one in enumerate(found)]
 
     def __len__(self) -> int:

@@ -18,6 +18,8 @@ import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
+from itertools import count
 from typing import BinaryIO
 
 import numpy as np
@@ -50,9 +52,11 @@ def audio_header(medium: Medium, demuxer: str) -> tuple[int, int, int]:
     return tuple(_ask(medium, demuxer, "audio_header")[0])
 
 
-def audio_samples(medium: Medium, demuxer: str) -> np.ndarray:
-    """(samples, channels) float32. Raises MediaError."""
-    return _ask(medium, demuxer, "read_audio")[1][0]
+def audio_samples(medium: Medium, demuxer: str) -> Iterator[np.ndarray]:
+    """Blocks of (samples, channels) float32. No other request is answered before the last block is
+    taken, or the iterator is closed. Raises MediaError."""
+    for _, blocks in _answers(medium, demuxer, "read_audio"):
+        yield from blocks
 
 
 class Child:
@@ -81,6 +85,13 @@ _child: Child | None = None
 
 def _ask(medium: Medium, demuxer: str, what: str, *args) -> tuple[list, list[np.ndarray]]:
     """What a function of containers returns: (values, arrays)."""
+    [answer] = _answers(medium, demuxer, what, *args)
+    return answer
+
+
+def _answers(medium: Medium, demuxer: str, what: str, *args
+             ) -> Iterator[tuple[list, list[np.ndarray]]]:
+    """(values, arrays) of each message of an answer. Raises MediaError."""
     if importlib.util.find_spec("av") is None:
         raise MediaError(medium.name, INSTALL)
     request = {"what": what, "demuxer": demuxer, "args": args, "path": str(medium.path),
@@ -88,16 +99,18 @@ def _ask(medium: Medium, demuxer: str, what: str, *args) -> tuple[list, list[np.
     with reading(medium) as file:
         is_local = medium.data is None and isinstance(medium.path, str | os.PathLike)
         data = [] if is_local else [np.frombuffer(file.read(), np.uint8)]
-        answer, arrays = _answered(request, data, medium.name)
-    if "refused" in answer:
-        raise MediaError(medium.name, answer["refused"])
-    return answer["values"], arrays
+    for answer, arrays in _answered(request, data, medium.name):
+        if "refused" in answer:
+            raise MediaError(medium.name, answer["refused"])
+        yield answer["values"], arrays
 
 
-def _answered(request: dict, data: list[np.ndarray], name: str) -> tuple[dict, list[np.ndarray]]:
-    """Asks again where the process had answered others before: what ended it may be no fault of
-    this file."""
+def _answered(request: dict, data: list[np.ndarray], name: str
+              ) -> Iterator[tuple[dict, list[np.ndarray]]]:
+    """The messages of an answer, of which the last is not followed by `more`. Asks again where the
+    process had answered others before: what ended it may be no fault of this file."""
     global _child
+    num_given = 0
     with _lock:
         while True:
             fresh = _child is None
@@ -105,7 +118,14 @@ def _answered(request: dict, data: list[np.ndarray], name: str) -> tuple[dict, l
                 if _child is None:
                     _child = Child()
                 _child.channel.send(request, data)
-                return _child.channel.receive(MAX_BYTES)
+                for k in count():
+                    answer = _child.channel.receive(MAX_BYTES)
+                    if not answer[0].get("more"):
+                        break
+                    if k == num_given:
+                        num_given += 1
+                        yield answer
+                break
             except (OSError, EOFError) as error:
                 how = str(error) if _child is None else _ended(error)
                 if fresh:
@@ -115,6 +135,7 @@ def _answered(request: dict, data: list[np.ndarray], name: str) -> tuple[dict, l
             except BaseException:  # its answer may be under way
                 close()
                 raise
+    yield answer
 
 
 def _ended(error: Exception) -> str:
@@ -163,9 +184,9 @@ def serve(fd: int) -> None:
             request, data = channel.receive(MAX_BYTES, idle=True)
         except (EOFError, OSError):
             return
-        answer = _answer(request, data)
         try:
-            channel.send(*answer)
+            for answer in _answer(request, data):
+                channel.send(*answer)
         except OSError:
             return
 
@@ -175,18 +196,24 @@ _FUNCTIONS = {function.__name__: function for function in (
     containers.read_audio)}
 
 
-def _answer(request: dict, data: list[np.ndarray]) -> tuple[dict, list[np.ndarray]]:
+def _answer(request: dict, data: list[np.ndarray]) -> Iterator[tuple[dict, list[np.ndarray]]]:
     used = resource.getrusage(resource.RUSAGE_SELF)
     limit = int(used.ru_utime + used.ru_stime) + 1 + request["cpu_s"]
     resource.setrlimit(resource.RLIMIT_CPU, (limit, resource.getrlimit(resource.RLIMIT_CPU)[1]))
     try:
         with _file(request, data) as file:
             out = _FUNCTIONS[request["what"]](file, request["demuxer"], *request["args"])
+            if request["what"] == "read_audio":
+                for block in out:
+                    yield {"values": [], "more": True}, [block]
+                out = []
     except containers.BadFile as error:
-        return {"refused": str(error)}, []
+        yield {"refused": str(error)}, []
     except (MemoryError, OSError, ArithmeticError, LookupError, TypeError) as error:
-        return {"refused": f"{type(error).__name__}: {error}"}, []
-    return ({"values": []}, out) if request["what"].startswith("read") else ({"values": out}, [])
+        yield {"refused": f"{type(error).__name__}: {error}"}, []
+    else:
+        is_read = request["what"].startswith("read")
+        yield ({"values": []}, out) if is_read else ({"values": out}, [])
 
 
 def _file(request: dict, data: list[np.ndarray]) -> BinaryIO:

@@ -9,7 +9,9 @@ nothing in it can make FFmpeg open another file or an address.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import chain
 from typing import BinaryIO
 
 import numpy as np
@@ -23,6 +25,7 @@ VIDEO_NAMES = {"H.264": ("h264",), "H.265": ("hevc",), "AV1": ("libdav1d", "av1"
 AUDIO_NAMES = {"AAC": ("aac",), "Opus": ("opus",), "MP3": ("mp3float", "mp3"), "ALAC": ("alac",),
                "FLAC": ("flac",), "PCM": ("pcm_s16le", "pcm_s16be", "pcm_s24le", "pcm_f32le")}
 _OPUS_MS = (10, 20, 40, 60) * 3 + (10, 20) * 2 + (2.5, 5, 10, 20) * 4  # by the first 5 bits
+FRAMES = 512  # of sound that are sent at a time; each has about 1,000 samples
 
 
 class BadFile(Exception):
@@ -129,15 +132,16 @@ def _skipped(packet) -> int:
     return int.from_bytes(data[:4], "little") + int.from_bytes(data[4:8], "little")
 
 
-def read_audio(file: BinaryIO, demuxer: str) -> list[np.ndarray]:
-    """[(samples, channels) float32] of the first audio track. Raises BadFile."""
+def read_audio(file: BinaryIO, demuxer: str) -> Iterator[np.ndarray]:
+    """The first audio track in blocks of (samples, channels) float32. Raises BadFile."""
     import av
 
     with opened(file, demuxer, "audio") as (container, stream):
         parts, resampler = [], av.AudioResampler(format="fltp")
-        for frame in container.decode(stream):
+        for frame in chain(container.decode(stream), [None]):
             parts += [f.to_ndarray() for f in resampler.resample(frame)]
-        parts += [f.to_ndarray() for f in resampler.resample(None)]
-    if not parts:
-        raise BadFile("no sound of it can be decoded")
-    return [np.concatenate(parts, axis=1).T]
+            if len(parts) >= FRAMES:
+                yield np.concatenate(parts, axis=1).T
+                parts = []
+    if parts:
+        yield np.concatenate(parts, axis=1).T

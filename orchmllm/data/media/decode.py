@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable
+from contextlib import closing
 from functools import lru_cache
 
 import numpy as np
@@ -145,15 +146,16 @@ def decode_audio(medium: Medium, geometry: AudioGeometry) -> Tensor:
         resampler = soxr.ResampleStream(rate, geometry.sample_rate, 1, dtype="float32")
         mono = np.zeros(geometry.resampled(num_samples, rate), np.float32)
         done = at = 0
-        for block in read():
-            if not np.isfinite(block).all():
-                raise MediaError(medium.name, "NaN or infinite samples")
-            done, part = done + len(block), block.mean(axis=1)
-            if rate != geometry.sample_rate:
-                part = resampler.resample_chunk(part, last=done == num_samples)
-            part = part[: len(mono) - at]  # the resampler may be a sample off
-            mono[at: at + len(part)] = part
-            at += len(part)
+        with closing(read()) as blocks:
+            for block in blocks:
+                if not np.isfinite(block).all():
+                    raise MediaError(medium.name, "NaN or infinite samples")
+                done, part = done + len(block), block.mean(axis=1)
+                if rate != geometry.sample_rate:
+                    part = resampler.resample_chunk(part, last=done == num_samples)
+                part = part[: len(mono) - at]  # the resampler may be a sample off
+                mono[at: at + len(part)] = part
+                at += len(part)
     if done != num_samples:
         raise MediaError(medium.name, f"truncated: {done} of {num_samples} samples")
     return torch.from_numpy(log_mel(mono, geometry))

@@ -10,7 +10,7 @@ import io
 import os
 import re
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from typing import BinaryIO
 
@@ -151,10 +151,15 @@ def _open_sound(medium: Medium, file: BinaryIO, num_bytes: int, opened: ExitStac
 def _of_container(medium: Medium, demuxer: str, frames: int, first: int, count: int
                   ) -> Iterator[np.ndarray]:
     """Decodes a clip in a container. Raises MediaError where it has other than `frames`."""
-    samples = av_process.audio_samples(medium, demuxer)
-    if len(samples) != frames:
-        raise MediaError(medium.name, f"truncated: {len(samples)} of {frames} samples")
-    yield samples[first: first + count]
+    at = 0
+    with closing(av_process.audio_samples(medium, demuxer)) as blocks:
+        for block in blocks:
+            part = block[max(0, first - at): max(0, first + count - at)]
+            at += len(block)
+            if len(part):
+                yield part
+    if at != frames:
+        raise MediaError(medium.name, f"truncated: {at} of {frames} samples")
 
 
 def _of_file(sound, file: BinaryIO, name: str, first: int, count: int) -> Iterator[np.ndarray]:

@@ -11,6 +11,7 @@ from typing import NamedTuple
 from orchmllm.config.strict_yaml import parse
 from orchmllm.data.media.headers import audio_header
 from orchmllm.data.media.medium import MediaError, Medium, Part, RowError
+from orchmllm.plan.layout import AUDIO
 
 _CUT_S = 0.2  # by which a clip that has been cut out may differ from the part that its row names
 
@@ -25,7 +26,7 @@ class Meaning(NamedTuple):
 
     def refuses(self, value: object, text: str) -> bool:
         """Whether a row with such a value is refused, where its texts are `text`."""
-        return {"always": bool(value), "false": value is False,
+        return {"always": bool(value), "false": str(value).lower() == "false",
                 "marked": bool(value and re.search("<(bbox|ref-object)>", text)),
                 "unsaid": str(value).strip() not in text}[self.refused]
 
@@ -52,10 +53,13 @@ def part_of(keys: Mapping) -> Part | None:
     if told.keys() <= {*DURATION}:
         return None
     try:
-        start, end, duration = (next((float(told[key]) for key in names if key in told), None)
-                                for names in (START, END, DURATION))
+        times = [{float(told[key]) for key in names if key in told}
+                 for names in (START, END, DURATION)]
     except (TypeError, ValueError):
         raise _no_part(told, "they must be numbers of seconds") from None
+    if any(len(named) > 1 for named in times):
+        raise _no_part(told, "keys of one meaning have other values")
+    start, end, duration = (next(iter(named), None) for named in times)
     start = start or 0.0
     end = start + duration if end is None and duration is not None else end
     if end is None and start == 0:
@@ -88,11 +92,11 @@ def seconds_in(part: Part, length: float, name: str) -> tuple[float, float] | No
 
 
 def cut(clip: Medium, part: Part | None) -> Medium:
-    """A clip of which a part is read. Raises RowError."""
+    """A clip of which a part is read. Raises RowError, also where its header cannot be read."""
     if part is None:
         return clip
     try:
         samples, rate = audio_header(clip)
-    except MediaError:
-        return clip  # where lengths are read, it is raised again
+    except MediaError as error:
+        raise RowError(error.reason, clip.name, AUDIO) from error
     return clip._replace(part=seconds_in(part, samples / rate, clip.name))

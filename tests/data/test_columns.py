@@ -1,0 +1,148 @@
+"""Columns of a recipe, and what decides which rows a file has: what is named is read, and what
+could be read in two ways is refused."""
+
+from __future__ import annotations
+
+import base64
+import json
+
+import pytest
+
+from orchmllm.config.data import ColumnsConfig
+from tests.lib.formats import write_jsonl
+from tests.lib.sources import opened
+
+ASKED = {"question": "q", "answer": "a"}
+PAIRS = [{"q": "one", "a": "1", "s": "train"}, {"q": "two", "a": "2", "s": "test"}]
+
+
+@pytest.fixture
+def read(tokenizer, tmp_path):
+    """read(path, columns, **keys): the dataset of one source."""
+    return lambda path, columns=ASKED, **keys: opened(
+        path, tokenizer, tmp_path, columns=ColumnsConfig(**columns), **keys)
+
+
+def parts(dataset) -> list:
+    return [[turn.parts for turn in dataset.conversation(i)] for i in range(len(dataset))
+            if dataset.problem(i) is None]
+
+
+def test_rows_and_segments_of_a_file_are_those_that_the_recipe_names(read, tmp_path):
+    """Not a list of the same name inside another object."""
+    rows = [{"q": "all", "parts": PAIRS}, {"q": "none", "parts": []}, {"q": "lacks them"}]
+    path = tmp_path / "a.json"
+    path.write_text(json.dumps({"of": {"räws": [{"q": "wrong", "a": "wrong"}]}, "räws": rows},
+                               ensure_ascii=False))
+    dataset = read(path, ASKED | {"rows": "räws", "segments": "parts"})
+    assert parts(dataset) == [[("one",), ("1",)], [("two",), ("2",)]] and len(dataset) == 3
+    assert "there is nothing in 'parts' (segments) of q; in columns" in str(dataset.problem(2))
+    for columns, said in (({"rows": "räws", "segments": "prts"}, "there is nothing in 'prts'"),
+                          ({"rows": "of"}, "no list 'of' .rows of columns. in its first")):
+        with pytest.raises(ValueError, match=said):
+            read(path, ASKED | columns)
+    lines = write_jsonl(tmp_path / "b.jsonl", [{"path": "0.wav", "text_tn": "low", **{
+        time: 0.1 * k for k, time in enumerate(("begin_time", "end_time"), 1)}}])
+    none = {"rows": "-", "segments": "-", "split": "-"}
+    assert len(read(lines, none, row_format="gigaspeech")) == 1
+    with pytest.raises(ValueError, match="columns.rows is 'räws', which is not read of JSON files"):
+        read(write_jsonl(tmp_path / "a.jsonl", rows), ASKED | {"rows": "räws"})
+
+
+def test_a_split_of_rows_is_that_of_all_files(read, tmp_path):
+    (tmp_path / "d").mkdir()
+    for k, row in enumerate(PAIRS):
+        write_jsonl(tmp_path / "d" / f"{k}.jsonl", [row])
+    columns = ASKED | {"split": "s"}
+    with pytest.raises(ValueError, match="it holds several splits; set split of the source to one "
+                                         "of train, test"):
+        read(tmp_path / "d", columns)
+    train, test = (read(tmp_path / "d", columns, split=split) for split in ("train", "test"))
+    assert parts(train) == [[("one",), ("1",)]] and parts(test) == [[("two",), ("2",)]]
+    assert train.fingerprint() != test.fingerprint()
+
+
+def test_what_was_kept_of_a_file_is_of_its_rows_and_limits(read, tmp_path):
+    """A large file is scanned once."""
+    path = tmp_path / "a.json"
+    path.write_text(json.dumps({"x": [{"p": PAIRS}],
+                                "y": [{"p": PAIRS[:1], "pad": "." * (4 << 20)}]}))
+    keys = {"segments": "p"}
+    assert len(read(path, ASKED | keys | {"rows": "x"})) == 2
+    assert len(read(path, ASKED | keys | {"rows": "y"})) == 1
+
+
+REFUSED = {  # row -> columns, what is said
+    "an answer for each letter": ({"q": ["a", "b", "c"], "a": "yes"}, ASKED,
+                                  "a list of questions needs a list of answers"),
+    "no place for the context": ({"q": ["a"], "a": ["b"], "c": "Once."}, ASKED | {"context": "c"},
+                                 "a list of questions needs a list of answers, and no context"),
+    "a bad answer": ({"q": "a", "a": "b", "label": "False"}, ASKED, '"label" is \'False\''),
+    "two starts": ({"q": "<audio>", "a": "b", "audio": "0.wav", "start": 0.1, "offset": 0.2,
+                    "end": 0.3}, ASKED | {"audios": "audio"}, "keys of one meaning have other"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_could_be_read_in_two_ways_is_refused(name, read, folder):
+    row, columns, said = REFUSED[name]
+    dataset = read(write_jsonl(folder / "a.jsonl", [row]), columns)
+    assert said in str(dataset.problem(0)), dataset.problem(0)
+
+
+def test_a_duration_needs_a_start(read, folder):
+    path = write_jsonl(folder / "a.jsonl", [{"audio": "0.wav", "text": "low", "seconds": 0.2}])
+    with pytest.raises(ValueError, match="columns.duration is 'seconds', which is read together"):
+        read(path, {"audios": "audio", "text": "text", "duration": "seconds"})
+
+
+def test_a_part_of_a_clip_in_base64_is_cut(read, folder):
+    clip = {"type": "input_audio", "input_audio": {
+        "data": base64.b64encode((folder / "0.wav").read_bytes()).decode(), "format": "wav"}}
+    row = {"messages": [{"role": "user", "content": [clip]},
+                        {"role": "assistant", "content": "low"}]}
+    clip_alone = {"start": 0.1, "end": 0.3}
+    path = write_jsonl(folder / "a.jsonl", [row, row | clip_alone])
+    [whole], [part] = (read(path, {}).load(i).media.values() for i in range(2))
+    assert len(whole) == 57 and len(part) == 20
+
+
+def test_a_video_of_a_list_says_how_many_frames_are_read(read, videos):
+    row = {"messages": [{"role": "user", "content": "<video>"},
+                        {"role": "assistant", "content": "grey"}]}
+    path = write_jsonl(videos / "a.jsonl", [row | {"videos": [{"path": "plain.mp4", "fps": n}]}
+                                            for n in (1, 2)])
+    assert [len(read(path, {}).load(i).media) for i in range(2)] == [3, 6]
+
+
+TABLES = {  # file -> what is said of its first row, or its texts
+    "quoted.tsv": ('q\ta\n"say ""no"" to it"\tb\n', "with the quotes of CSV, which a TSV has not"),
+    "spoken.tsv": ('q\ta\n"Yes," he said, "I do."\tb\n', '"Yes," he said, "I do."'),
+    "inch.csv": ('q,a\n5" wide,b\nx,y\n', "must stand in quotes, with each of its quotes"),
+    "long.csv": ("q,a\n" + "x" * 200_000 + ",b\n", "x" * 200_000),
+}
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_quotes_and_long_cells_of_tables(name, read, tmp_path):
+    text, said = TABLES[name]
+    (tmp_path / name).write_text(text)
+    try:
+        dataset = read(tmp_path / name)
+        assert dataset.problem(0) is None and dataset.conversation(0)[0].parts == (said,)
+    except ValueError as error:
+        assert said in str(error)
+
+
+def test_images_of_a_table_stand_before_the_texts_that_it_numbers(read, folder):
+    (folder / "p.csv").write_text('t,p,i\n"[""a"", ""b""]","[1]","[""0.png""]"\n')
+    dataset = read(folder / "p.csv", {"texts": "t", "places": "p", "images": "i"})
+    assert [part if isinstance(part, str) else "image" for part in dataset.conversation(0)[0].parts
+            ] == ["a", "image", "b"]
+
+
+def test_tars_of_energon_are_in_its_folder(read, tmp_path):
+    (tmp_path / ".nv-meta").mkdir()
+    (tmp_path / ".nv-meta" / "split.yaml").write_text("split_parts: {train: [../other/a.tar]}\n")
+    with pytest.raises(ValueError, match="'../other/a.tar' leaves the folder of the dataset"):
+        read(tmp_path)
