@@ -223,4 +223,4 @@ def test_package_never_unpickles():
         text = path.read_text(encoding="utf-8")
         for word in ("pickle.load", "import pickle", "allow_pickle=True", "eval(", "exec(",
                      "trust_remote_code", "os.system", "extractall", "weights_only=False"):
-            assert word not in text, (path, word)
+            assert word not in text.replace("trust_remote_code=False", ""), (path, word)
