@@ -1,4 +1,4 @@
-"""The loop of fsdp_plain.py with the ranks' work balanced: the same losses, no waiting.
+"""The loop of fsdp_plain.py with the ranks' work balanced: the same losses, less waiting.
 
     torchrun --nproc_per_node 2 examples/fsdp_balanced.py
 """

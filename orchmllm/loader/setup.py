@@ -147,8 +147,8 @@ def log_step(step: Step, info: StepInfo, loop: LoopGain) -> None:
     before, after = costs_of(step)
     gain = 1 - after / before if before else 0.0
     note = "" if gain >= LITTLE or not step.plans[0].spec.balance.enabled else (
-        f"; balancing gains little here (under {LITTLE:.0%}: few ranks or uniform data), min_gain "
-        "skips such steps")
+        f"; this step gains little (under {LITTLE:.0%}: few ranks or uniform data), min_gain "
+        "leaves such steps as sampled")
     if loop.gains:
         note += f"; {describe(loop.gains)}"
     log.info("epoch %d step %d: imbalance %.2f->%.2f; predicted gain %.1f%%; waited %.1f ms%s",

@@ -18,7 +18,9 @@ from orchmllm.cli import dispatch
 from tests.lib.commands import ROOT, TINY, make_demo_data
 from tests.lib.hf_models import HF_MODEL, write_models
 
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+# In a reader's order: the tasks make the runs that other pages name.
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"),
+                                     key=lambda page: (page.name != "tasks.md", page))]
 PROGRAMS = ("orchmllm", "python", "torchrun", "make", "sbatch", "diff", "pip", "scripts/", ". ")
 # What the pages leave open, and what is made small.
 INSTEAD = (
@@ -28,7 +30,10 @@ INSTEAD = (
     (r"--nproc-per-node 8", "--nproc-per-node 2"), (r"num_steps=\d+", "num_steps=4"),
     (r"recipes/pretrained_7b\.yaml", "tiny.yaml"), (r"\[--ranks 64\]", "--ranks 64"),
     (r"runs/(pretrained_7b|x)/checkpoints/step_\d+", "runs/mine/checkpoints/step_00000002"),
-    (r"runs/plain", "runs/mine"),
+    (r"runs/pretrained_7b(?=\s|$)", "runs/mine"),
+    (r"runs/default/checkpoints/step_\d+", "runs/mine/checkpoints/step_00000002"),
+    (r"runs/plain", "runs/mine"), (r"train recipe\.yaml$", "train recipe.yaml train.num_steps=4"),
+    (r"\w+\.jpg", "demo_data/images/000003.jpg"), (r"\w+\.wav", "demo_data/audio/000002.wav"),
     (r"mllm84b\.yaml --validate",  # on a machine that has no data for it, and no disk
      "mllm84b.yaml --validate data.path=demo_data checkpoint.every_steps=-1"),
     (r"plan (units\|)?split\|recompute small\.yaml", "plan recompute small.yaml --mix natural"),
