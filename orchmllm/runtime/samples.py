@@ -65,7 +65,7 @@ class Samples:
         for line in sorted(lines, key=lambda line: line["example"]):
             if self._file is not None:
                 self._file.write(line)
-            self._log(f"sample of step {step}, example {line['example'] + 1}: " + (
+            self._log(f"sample of step {step}, example {line['example']}: " + (
                 f"it cannot be asked about: {line['error']}" if "error" in line else
                 f"{line['answer']!r:.200}; the data say {line['expected']!r:.200}"))
 

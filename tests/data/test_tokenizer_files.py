@@ -77,6 +77,7 @@ def test_generation_tags_of_every_kind(tmp_path, tag):
     assert tokenizer.decode(token_ids) == (
         "<|im_start|>What is drawn?<|im_end|><|im_start|>a red square<|im_end|>")
     assert tokenizer.decode(token_ids[mask]) == "a red square"
+    assert tokenizer.decode([tokenizer.vocab_size]) == ""  # of a padded embedding
 
 
 

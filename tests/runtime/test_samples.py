@@ -67,7 +67,8 @@ def test_training_is_bit_equal_with_and_without_samples(demo_corpus, tmp_path):
             assert line["expected"] == rows[line["example"]]["conversations"][1]["value"]
             assert line["answer"] and isinstance(line["ended"], bool)
     said = [line for line in sampled[0][3] if line.startswith("sample of step 2")]
-    assert len(said) == 3 and any("it cannot be asked about: MediaError" in line for line in said)
+    assert len(said) == 3 and any(
+        f"example {broken}: it cannot be asked about: MediaError" in line for line in said)
 
 
 def test_a_prompt_is_what_training_sees_before_the_first_answer(demo_corpus):

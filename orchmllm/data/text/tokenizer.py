@@ -180,8 +180,10 @@ class ChatTokenizer:
         return self.tokenizer.encode(text, add_special_tokens=False).ids
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Text of ids, special tokens included."""
-        return self.tokenizer.decode([int(t) for t in token_ids], skip_special_tokens=False)
+        """Text of ids, special tokens included. An id that only the model's padded vocabulary has
+        is no text."""
+        known = [int(t) for t in token_ids if t < self.vocab_size]
+        return self.tokenizer.decode(known, skip_special_tokens=False)
 
     def tokenize(self, turns: Sequence[Turn]) -> Tokenized:
         """(token ids, learnt, segments) of a conversation; text is one segment between media, empty

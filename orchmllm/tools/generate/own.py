@@ -32,7 +32,7 @@ from orchmllm.models.mllm import MultimodalModel
 from orchmllm.models.names import PARTS, named
 from orchmllm.plan.layout import VISION
 from orchmllm.sharding.pretrained import load_pretrained
-from orchmllm.tools.export.checkpoints import checkpoint_in, model_of, tokenizer_of
+from orchmllm.tools.export.checkpoints import checkpoint_in, is_other, model_of, tokenizer_of
 from orchmllm.tools.export.export import NOTE
 from orchmllm.tools.generate.sampling import device, sampling
 
@@ -75,6 +75,9 @@ def open_trained(folder: Path, tokenizer: Path | None, log: Callable[[str], None
     log(f"checkpoint {checkpoint}")
     state, saved = read_json(checkpoint / "state.json"), read_sharded(checkpoint)
     first = next(t for key, t in saved.items() if key.startswith("model."))
+    if tokenizer is not None and is_other(tokenizer, state):
+        log(f"warning: --tokenizer {tokenizer} differs from the one of the training: the same text "
+            "may be other token ids")
 
     @torch.no_grad()
     def fill(model: MultimodalModel) -> None:

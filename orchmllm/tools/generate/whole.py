@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 
@@ -30,6 +31,9 @@ def answer_whole(args: argparse.Namespace, log: Callable[[str], None]) -> str:
         raise ValueError(f"{args.folder} is a {config.model_type}: only "
                          + ("images and text are" if takes_images else "text is")
                          + " given to it; leave the other media out, or give the folder of a run")
+    for medium in args.media:
+        if not Path(medium.path).is_file():
+            raise ValueError(f"--image {medium.path}: no such file")
     try:
         reader = (AutoProcessor if takes_images else AutoTokenizer).from_pretrained(
             args.tokenizer or args.folder, **local)

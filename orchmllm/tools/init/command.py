@@ -36,23 +36,34 @@ def main(argv: list[str]) -> int:
     if bool(args.data) == bool(args.demo) or (args.demo and args.model):
         parser.error("name DATA, or --demo DIR without --model")
     out = args.out or (args.demo / "recipe.yaml" if args.demo else Path("recipe.yaml"))
-    if out.exists():
-        raise ValueError(f"{out} exists already: name another file with --out, or remove it")
+    tokenizer = out.with_name(f"{out.stem}.tokenizer.json")
+    for path in (out, tokenizer):
+        if path.exists():  # a run may need it
+            raise ValueError(f"{path} exists already: name another recipe with --out, or remove it")
     if args.demo:
         write_demo(args.demo, out)
     else:
         from orchmllm.tools.init.recipe import write_recipe
 
-        write_recipe(args.data, parts_of(args.model), out)
+        out.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            write_recipe(args.data, parts_of(args.model), out, tokenizer)
+        except BaseException:  # also a Ctrl-C: what is there is not whole
+            for path in (out, tokenizer):
+                path.unlink(missing_ok=True)
+            raise
     print(f"written: {out}; other recipes to start from are in {RECIPES}\nnext:\n"
           f"  orchmllm data stats {out}\n  orchmllm train {out}")
     return 0
 
 
 def write_demo(folder: Path, out: Path) -> None:
-    """The demo corpus and its recipe. Raises OSError."""
+    """The demo corpus and its recipe. Raises OSError, and ValueError for a folder that holds
+    something."""
     from orchmllm.tools.init.demo import make_corpus
 
+    if folder.exists() and any(folder.iterdir()):
+        raise ValueError(f"--demo {folder} is not empty: name a new folder")
     print(make_corpus(folder))
     text = (RECIPES / "demo.yaml").read_text(encoding="utf-8")
     for key, value, own in (("dir", "runs/demo", folder / "run"), ("path", "demo_data", folder)):

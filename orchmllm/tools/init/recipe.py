@@ -89,13 +89,14 @@ def this_machine() -> Machine:
                    f"no GPU, {cores} cores, {memory / 1e9:.0f} GB of memory")
 
 
-def write_recipe(path: str, models: Mapping[str, Path], out: Path) -> None:
+def write_recipe(path: str, models: Mapping[str, Path], out: Path, trained: Path) -> None:
     """Writes the recipe for data at `path`, and says what it is made from. models: part -> folder
-    that it starts from. Raises ValueError if the data cannot be read."""
+    that it starts from. trained: where a tokenizer is written if none is there. Raises ValueError
+    if the data cannot be read, or the models do not fit together."""
     source, machine = open_source(SourceConfig(path=path), index_path(None)), this_machine()
     rows = len(source)
     some = sorted(set(np.linspace(0, rows - 1, NUM_ROWS).astype(int).tolist()))
-    tokenizer, told = _tokenizer(source, some, models, out)
+    tokenizer, told = _tokenizer(source, some, models, trained)
     print(f"{source}\n{told}", flush=True)
     layouts = _layouts(source, some, tokenizer, machine)
     every = BatchLayout.concat(layouts, [len(layouts)])
@@ -122,7 +123,7 @@ def write_recipe(path: str, models: Mapping[str, Path], out: Path) -> None:
     print(f"{lengths}\n{machine.text}: {machine.num_ranks} ranks x {batch} examples; {why}")
 
 
-def _tokenizer(source: DataSource, some: Sequence[int], models: Mapping[str, Path], out: Path
+def _tokenizer(source: DataSource, some: Sequence[int], models: Mapping[str, Path], path: Path
                ) -> tuple[ChatTokenizer, str]:
     """That of the LLM, or the one beside the data, else one that is trained on the texts of some
     rows; and where it is from. Raises ValueError for an LLM without one."""
@@ -141,7 +142,6 @@ def _tokenizer(source: DataSource, some: Sequence[int], models: Mapping[str, Pat
                       if isinstance(p, str)]
         except ValueError:  # _layouts says what is wrong with it
             continue
-    path = out.with_name(f"{out.stem}.tokenizer.json")
     size = train_tokenizer(texts, path, VOCAB_SIZE)
     return ChatTokenizer(path), (f"no tokenizer lies beside the data: {path} was trained on their "
                                  f"texts ({size} tokens)")

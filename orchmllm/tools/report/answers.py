@@ -40,7 +40,7 @@ def answers(folder: Path, samples: Sequence[dict]) -> str:
     except (ValueError, OSError, StorageError) as error:
         asked = dict.fromkeys(found, f"the data cannot be read: {escape(str(error))}")
     body = "".join(
-        f"<tr><td>{example + 1}</td><td>{asked[example]}</td><td>"
+        f"<tr><td>{example}</td><td>{asked[example]}</td><td>"
         f"{escape(next((s['expected'] for s in steps.values() if 'expected' in s), ''))}</td><td>"
         + "<br />".join(f"step {k}: {_told(steps[k])}" for k in sorted(steps)[-LAST_STEPS:])
         + "</td></tr>" for example, steps in sorted(found.items()))

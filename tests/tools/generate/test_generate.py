@@ -26,6 +26,7 @@ from orchmllm.tools.generate.own import open_trained, read_prompt
 from orchmllm.trainer import Trainer
 from tests.lib.commands import ROOT, TINY
 from tests.lib.ranks import run_ranks
+from tests.lib.tokenizers import write_tokenizer
 
 pytestmark = pytest.mark.dist
 TEXT = "Say red."
@@ -204,6 +205,12 @@ def test_what_cannot_be_answered_is_one_line(trained, argv, text, capsys):
     said = capsys.readouterr()
     assert said.out == "" and text in said.err.splitlines()[-1]
     assert said.err.splitlines()[-1].startswith("error: ")
+
+
+def test_another_tokenizer_than_that_of_the_training_is_warned_of(trained, tmp_path, capsys):
+    given = write_tokenizer(tmp_path)
+    said = answered(capsys, trained.run, TEXT, "--tokenizer", str(given), "--max-tokens", "1")[1]
+    assert f"warning: --tokenizer {given} differs from the one of the training" in said
 
 
 def test_a_folder_without_a_model_names_what_can_be_given(tmp_path, capsys):

@@ -71,5 +71,7 @@ def test_a_model_of_transformers_answers_as_it_does_there(tmp_path, capsys):
         answers.append(capsys.readouterr().out.removesuffix("\n"))
     want = processor.decode(ids[0, given["input_ids"].shape[1]:], skip_special_tokens=True)
     assert answers[0] == want != answers[1]
+    assert dispatch(["generate", str(tmp_path), "--image", "none.png", "What is drawn?"]) == 2
+    assert capsys.readouterr().err.endswith("error: --image none.png: no such file\n")
     assert dispatch(["generate", str(tmp_path), "--audio", "a.wav", "What is heard?"]) == 2
     assert "is a llava: only images and text are given to it" in capsys.readouterr().err

@@ -46,8 +46,24 @@ def test_a_recipe_for_rows_of_ones_own_can_be_trained(data, tmp_path, capsys):
     capsys.readouterr()
     before = out.read_bytes()
     code, said = init(capsys, data, "--out", out)
-    assert code == 2 and said.startswith(f"error: {out} exists already: name another file")
+    assert code == 2 and said.startswith(f"error: {out} exists already: name another recipe")
     assert out.read_bytes() == before
+    out.unlink()  # a run may need the tokenizer
+    assert init(capsys, data, "--out", out) == (
+        2, f"error: {tmp_path}/mine.tokenizer.json exists already: name another recipe with --out, "
+        "or remove it\n")
+
+
+def test_what_is_there_stays_and_what_fails_leaves_nothing(data, tmp_path, capsys):
+    before = data.read_bytes()
+    code, said = init(capsys, "--demo", data.parent)
+    assert code == 2 and f"error: --demo {data.parent} is not empty: name a new folder" in said
+    assert data.read_bytes() == before
+    data.write_text('{"messages": [{"role": "user", "content": "No answer."}]}\n')
+    out = tmp_path / "new" / "mine.yaml"
+    code, said = init(capsys, data, "--out", out)
+    assert code == 2 and said.splitlines()[-1].startswith(f"error: {data}: no row of it can be")
+    assert not list(out.parent.iterdir())
 
 
 @pytest.mark.slow

@@ -42,6 +42,9 @@ def test_answers_are_shown_beside_their_media(demo_corpus, tmp_path):
     assert b64decode(sound) == (demo_corpus / rows[clip]["audios"][0]).read_bytes()
     question = rows[image]["conversations"][0]["value"].removeprefix("<image>\n")
     assert question in html and "red &lt;b&gt;." in html and "MediaError: gone" in html
+    table = html.split("<th>the model says</th></tr>")[1].split("</table>")[0]
+    assert sorted([image, clip]) == [  # as the log and samples.jsonl number them
+        int(k) for k in re.findall(r"<tr><td>(\d+)</td>", table)]
     assert "step 8: &lt;i&gt; red ... (cut off)" in html and "step 2:" not in html
     recipe.write_text("data: {path: gone.jsonl}\n")
     assert "the data cannot be read: gone.jsonl" in shown(tmp_path)
