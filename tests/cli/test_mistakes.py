@@ -46,7 +46,7 @@ COMMANDS = [
     ("report TMP", "no metrics.jsonl in it", ""),
     (f"report {RECIPE}", "a file; give the run.dir", ""),
     ("report TMP --gpu h1000 --score", "TMP", ""),
-    ("export --checkpoint nowhere --out TMP/x", "--checkpoint nowhere is no checkpoint", ""),
+    ("export nowhere --out TMP/x", "nowhere is no checkpoint and no run folder with one", ""),
     (f"doctor {RECIPE} --self-tst", "did you mean --self-test?", ""),
     (f"profile {RECIPE} --device cuda", "use --device cpu", ""),
     (f"compare {RECIPE} train.num_steps=0", "must be greater than or equal to 1", ""),
@@ -95,8 +95,8 @@ RECIPES = [  # (what the file holds, what the answer contains)
     ("\0", "character U+0000 is not allowed in YAML"),
 ]
 ROWS = [  # (a data file, what the answer contains)
-    ("", "rename the columns, or name the format"),
-    ('{"conversations": [\n', "rename the columns, or name the format"),
+    ("", "name the columns (columns: in the source)"),
+    ('{"conversations": [\n', "name the columns (columns: in the source)"),
     ("[1, 2]\n3\n", "more follows the JSON array that ends at byte 5"),
     ('{"foo": 1}\n', "foo"),
 ]
