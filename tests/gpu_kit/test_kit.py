@@ -15,8 +15,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from orchmllm.config.recipe import load_recipe
 from scripts.gpu import __main__ as kit
-from scripts.gpu import lines, setup
+from scripts.gpu import gradients, lines, setup
 from scripts.gpu.parts import GPU_TESTS, PARTS, Part, Place
 from tests.lib.commands import ROOT
 
@@ -51,6 +52,8 @@ def test_every_part_has_figures_and_its_tests_and_files():
     marked = {p.relative_to(ROOT).as_posix() for p in (ROOT / "tests").rglob("test_*.py")
               if re.search(r"^@pytest\.mark\.gpu|^pytestmark.*gpu", p.read_text(), re.M)}
     assert marked == set(GPU_TESTS)
+    vocabulary = load_recipe(ROOT / "recipes" / "mllm_1gpu.yaml").model.llm.vocab_size
+    assert gradients.MODEL.llm.vocab_size == vocabulary  # the kernels of the loss that runs use
     needed = re.search(r"requires = \[(.*)\]", (ROOT / "pyproject.toml").read_text())[1]
     assert tuple(re.findall(r'"(.*?)"', needed)) == setup.TO_BUILD
 
@@ -115,6 +118,7 @@ def test_without_a_gpu_it_says_so_and_unknown_parts_are_refused(parts, capsys):
 
 KILLED = """
 import subprocess, sys
+from orchmllm.config.recipe import load_recipe
 from scripts.gpu import __main__ as kit
 from scripts.gpu.parts import PARTS, Part
 
