@@ -88,11 +88,11 @@ class Checkpointer:
     def save(self, step: int, tensors: Mapping[str, Tensor], state: dict) -> None:
         """Saves `tensors` (DTensors or equal on all ranks) and the JSON-able `state`; returns when
         copies are made if the configuration says so. Raises CheckpointError for a failed earlier
-        save, or for this one where it is not asynchronous. The tensors may have any shapes."""
+        save, or where this one fails before it returns. The tensors may have any shapes."""
         self.wait()
         parts, copied = local_parts(tensors) if self.rank in self._writers else {}, None
         if self.config.asynchronous:
-            parts, copied = self._copies.make(parts)
+            parts, copied = self._together(step, lambda: self._copies.make(parts))
         self._thread = threading.Thread(
             target=on_this_device(self._run), name="orchmllm-checkpoint", daemon=True,
             args=(step, tensors, parts, copied, json.dumps(state, sort_keys=True)))

@@ -44,7 +44,8 @@ class HostCopies:
     ) -> tuple[dict[str, Tensor], torch.cuda.Event | None]:
         """(copies; the event after which they are complete, None if they are). From a GPU they are
         made in the order of the other work of its stream. The next call overwrites them. Tensors
-        may have any shape. Raises RuntimeError if the memory cannot be pinned."""
+        may have any shape. Raises RuntimeError if there is not enough memory, or it cannot be
+        pinned."""
         gpu = next((x.device for x in tensors.values() if x.is_cuda), None)
         sizes = [-(-x.nbytes // ALIGNMENT) * ALIGNMENT for x in tensors.values()]
         if sum(sizes) > len(self._block):
@@ -61,15 +62,23 @@ class HostCopies:
 
     def _reserve(self, num_bytes: int, pinned: bool) -> None:
         self._unpin()  # what is freed while it is pinned stays with the driver
-        self._block = torch.empty(num_bytes, dtype=torch.uint8)
+        self._block = torch.empty(0, dtype=torch.uint8)  # the old one goes before the new one comes
+        try:
+            block = torch.empty(num_bytes, dtype=torch.uint8)
+        except RuntimeError as e:
+            raise RuntimeError(_no_room("lacks", num_bytes, str(e).splitlines()[0])) from e
         if pinned:
-            start, cudart = self._block.data_ptr(), torch.cuda.cudart()
+            start, cudart = block.data_ptr(), torch.cuda.cudart()
             if error := int(cudart.cudaHostRegister(start, num_bytes, PORTABLE)):
-                raise RuntimeError(
-                    f"the host cannot pin {num_bytes / 1e9:.1f} GB for the copies of a save (CUDA "
-                    f"error {error}): checkpoint.asynchronous=false saves without them")
+                raise RuntimeError(_no_room("cannot pin", num_bytes, f"CUDA error {error}"))
             self._unpin = weakref.finalize(self, cudart.cudaHostUnregister, start)
             self._unpin.atexit = False  # CUDA is gone by then
+        self._block = block
+
+
+def _no_room(problem: str, num_bytes: int, cause: str) -> str:
+    return (f"the host {problem} the {num_bytes / 1e9:.1f} GB for the copies of a save ({cause}): "
+            "checkpoint.asynchronous=false saves without them")
 
 
 class ShardWriter(HuggingFaceStorageWriter):

@@ -165,10 +165,9 @@ def main(argv: list[str]) -> int:
         left = 60 * args.minutes - (time.monotonic() - started)
         wanted = PARTS[name].limit_s * (SLOWER if args.tiny else 1)
         limit_s = min(wanted, left)
-        if limit_s < PARTS[name].limit_s / 2:
-            rest = todo[todo.index(name):] if name in todo else todo
+        if name != "setup" and limit_s < PARTS[name].limit_s / 2:
             print(f"{left:.0f} s are left, too few for {name}. To go on: python -m scripts.gpu "
-                  f"{' '.join(rest)}")
+                  f"{' '.join(todo[todo.index(name):])}")
             break
         line = run_part(name, place, limit_s, device)
         lines.append(results, line)

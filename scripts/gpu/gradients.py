@@ -33,10 +33,11 @@ from orchmllm.sharding.init import plain_name
 from orchmllm.tools.doctor.synthetic import SyntheticDataset, recipe
 from scripts.gpu_parts import one_rank, random_inputs
 
-# Head sizes that flash attention has.
+# Head sizes that flash attention has, and the vocabulary of recipes/mllm_1gpu.yaml: the loss works
+# in place, and torch has another kernel for rows of at most 1,024 logits.
 MODEL = ModelConfig(
     VisionConfig(2, 256, 512, 4, max_side=224), AudioConfig(2, 256, 512, 4, num_mels=80),
-    LLMConfig(1024, 2, 256, 512, 4, 2))
+    LLMConfig(151_936, 2, 256, 512, 4, 2))
 TINY = ModelConfig(
     VisionConfig(2, 64, 128, 4, max_side=112), AudioConfig(2, 64, 128, 4, num_mels=80),
     LLMConfig(512, 2, 64, 128, 4, 2))

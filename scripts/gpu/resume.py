@@ -93,8 +93,8 @@ def main(argv: list[str]) -> int:
         figures = kill(first)
     finally:
         first.process.kill()
-    folder = args.work / "run" / "checkpoints"
-    figures["saved_bytes"] = sum(p.stat().st_size for p in folder.rglob("*") if p.is_file())
+    folder = args.work / "run" / "checkpoints" / f"step_{SAVED_AT:08d}"  # the next may be half done
+    figures["saved_bytes"] = sum(p.stat().st_size for p in folder.iterdir())
     args.result.write_text(json.dumps(figures), encoding="utf-8")
     second = Run(args, "resumed")
     try:

@@ -168,7 +168,8 @@ def main(argv: list[str]) -> int:
         return 1
     tell(unpacked=unpack(list(TO_BUILD), args.carried / "wheels"))
     tell(built=build())
-    needed = [*_needs("orchmllm"), "pytest", "hypothesis", "jsonschema", "psutil"]
+    needed = [*_needs("orchmllm"), "pytest", "pytest-timeout", "hypothesis", "jsonschema",
+              "psutil"]
     tell(unpacked=found["unpacked"] + unpack(needed, args.carried / "wheels"))
     tell(missing=lacking(needed))
     for text in found["missing"]:

@@ -132,7 +132,8 @@ def test_every_part_runs_with_what_is_carried(tree, bare, tmp_path):
     assert not any(lines.problems_of(line) for line in found.values())
     setup, plain = found["setup"]["figures"], found["train-none"]["figures"]
     assert setup["built"] and not setup["missing"]
-    assert {"pydantic", "soundfile"} <= {name.split("-")[0] for name in setup["unpacked"]}
+    names = {name.split("-")[0] for name in setup["unpacked"]}
+    assert {"pydantic", "soundfile", "pytest_timeout"} <= names
     assert plain["tokens_min"] >= 512 and (out / plain["trace"]).stat().st_size > 1000
     assert json.loads((out / "measured.json").read_text())["phases"]
     kept = [path for path in out.rglob("*") if path.is_file()]

@@ -15,8 +15,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from orchmllm.config.recipe import load_recipe
 from scripts.gpu import __main__ as kit
-from scripts.gpu import lines, setup
+from scripts.gpu import gradients, lines, setup
 from scripts.gpu.parts import GPU_TESTS, PARTS, Part, Place
 from tests.lib.commands import ROOT
 
@@ -51,6 +52,8 @@ def test_every_part_has_figures_and_its_tests_and_files():
     marked = {p.relative_to(ROOT).as_posix() for p in (ROOT / "tests").rglob("test_*.py")
               if re.search(r"^@pytest\.mark\.gpu|^pytestmark.*gpu", p.read_text(), re.M)}
     assert marked == set(GPU_TESTS)
+    vocabulary = load_recipe(ROOT / "recipes" / "mllm_1gpu.yaml").model.llm.vocab_size
+    assert gradients.MODEL.llm.vocab_size == vocabulary  # the kernels of the loss that runs use
     needed = re.search(r"requires = \[(.*)\]", (ROOT / "pyproject.toml").read_text())[1]
     assert tuple(re.findall(r'"(.*?)"', needed)) == setup.TO_BUILD
 
@@ -99,9 +102,10 @@ def test_what_fails_hangs_or_tells_nonsense_has_its_line(parts, capsys):
 
 
 def test_what_no_time_is_left_for_is_named(parts, capsys):
-    assert kit.main(["--tiny", "--minutes", "0.4", "--out", str(parts)]) == 0
-    assert "python -m scripts.gpu resume gradients drop-in doctor" in capsys.readouterr().out
-    assert len(lines.read(parts / "results.jsonl")) == 1
+    for minutes in ("0.05", "0.4"):  # less than half of what setup may take, too
+        assert kit.main(["--tiny", "--minutes", minutes, "--out", str(parts)]) == 0
+        assert "python -m scripts.gpu resume gradients drop-in doctor" in capsys.readouterr().out
+        assert {line["part"] for line in lines.read(parts / "results.jsonl")} == {"setup"}
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -115,6 +119,7 @@ def test_without_a_gpu_it_says_so_and_unknown_parts_are_refused(parts, capsys):
 
 KILLED = """
 import subprocess, sys
+from orchmllm.config.recipe import load_recipe
 from scripts.gpu import __main__ as kit
 from scripts.gpu.parts import PARTS, Part
 

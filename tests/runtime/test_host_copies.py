@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from safetensors.torch import load_file, save
 
 from orchmllm.comm.exchange import RowGather
 from orchmllm.config.recipe import CheckpointConfig
-from orchmllm.runtime.checkpoint import Checkpointer
+from orchmllm.runtime.checkpoint import Checkpointer, CheckpointError
 from orchmllm.runtime.host_copies import write_safetensors
 from tests.lib.late_copies import OnGpu, install, pinned, pinnings
 from tests.lib.process import memory_kb
@@ -82,6 +83,36 @@ def test_a_save_from_a_gpu_has_one_pinned_block(tmp_path):
     ((errors, pinnings, pinned),) = run_ranks(saved_from_a_gpu, 1, tmp_path)
     assert errors == [0.0] * 4  # nan where a block was given back too early
     assert pinnings == [4032 + 64] and not pinned  # 999 and 3 numbers, each from a multiple of 64
+
+
+def without_room(world, folder: Path, gpu: bool) -> tuple[str, float]:
+    """(what a rank is told of a save for which the last rank has no room, what is in the checkpoint
+    of the next one)."""
+    keeper = Checkpointer(folder, CheckpointConfig(), RowGather(8))
+    fitting = torch.full((3,), 7.0)
+    weight = fitting
+    if world.rank == world.world_size - 1 and gpu:
+        install()
+        torch.cuda.cudart = lambda: SimpleNamespace(cudaHostRegister=lambda *_: 2)
+        weight = fitting.as_subclass(OnGpu)
+    elif world.rank == world.world_size - 1:
+        weight = fitting[:1].expand(1 << 50)  # a copy of it would be 4.5 million GB
+    with pytest.raises(CheckpointError) as told:
+        keeper.save(1, {"x": weight}, {})
+    keeper.save(2, {"x": fitting}, {})
+    keeper.wait()
+    loaded = {"x": torch.zeros(3)}
+    keeper.load(keeper.saved, loaded)
+    return str(told.value), float(loaded["x"].sum())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("gpu, said", [(False, "the host lacks the 4503599.6 GB"),
+                                       (True, "the host cannot pin the 0.0 GB")])
+def test_copies_that_one_rank_cannot_make_fail_the_save_on_all(tmp_path, gpu, said):
+    for told, loaded in run_ranks(without_room, 2, tmp_path, gpu):
+        assert "rank 1 failed" in told and said in told and "asynchronous=false" in told
+        assert loaded == 21.0
 
 
 def growth(world, folder: Path, asynchronous: bool) -> float:
