@@ -173,13 +173,6 @@ class ModelConfig:
         """Of a whole model of transformers; empty: the model has the three parts."""
         return os.path.expanduser(self.pretrained or self.config)
 
-    def require_parts(self) -> None:
-        """Raises ValueError for a model of transformers: of one whose parts are not described here
-        nothing is predicted."""
-        if self.folder:
-            raise ValueError(f"{self.folder}: memory and time of a whole model of transformers are "
-                             "not predicted yet; orchmllm train and orchmllm compare measure them")
-
     def conflicts(self) -> Iterator[Conflict]:
         """pretrained and config exclude each other and what the parts say."""
         if self.pretrained and self.config:

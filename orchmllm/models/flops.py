@@ -27,9 +27,9 @@ FORWARD_BACKWARD = 3  # the backward pass of a product is two products of the sa
 
 @dataclass(frozen=True)
 class Lengths:
-    """A phase's items, (n,) int64 each: rows that arrive (patches, mel frames; in the LLM: targets),
-    positions that attention sees (patches, frames after the convolutions, tokens), LLM tokens they
-    become."""
+    """A phase's items, (n,) int64 each: rows that arrive (patches, mel frames) or, in the LLM, its
+    targets; positions that attention sees (patches, frames after the convolutions, tokens); LLM
+    tokens they become."""
 
     rows: np.ndarray
     positions: np.ndarray

@@ -146,12 +146,6 @@ def _unit_name(parameter: str) -> str:
 
 def checkpoint_bytes(recipe: Recipe) -> int:
     """Size of a checkpoint: parameters, and the optimizer's state of those that learn."""
-    if recipe.model.folder:
-        from orchmllm.models.hf import meta_model  # with torch
-
-        whole = meta_model(recipe.model.folder)
-        return DTYPE_BYTES[recipe.fsdp.param_dtype] * sum(
-            p.numel() * (1 + len(OPTIMIZER_STATE) * p.requires_grad) for p in whole.parameters())
     state = sum(u.copies * (u.size + len(OPTIMIZER_STATE) * u.trained_size)
                 for u in units(recipe.model))
     return state * DTYPE_BYTES[recipe.fsdp.param_dtype]

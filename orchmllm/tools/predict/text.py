@@ -113,7 +113,8 @@ def _memory_lines(r: dict) -> list[str]:
         f"Parameters, gradients and AdamW's moments of a rank: "
         f"{sum(r['state_bytes'].values()) / scale:.2f} {unit}",
         "Activation checkpointing: " + ", ".join(
-            f"{p} {c}" for p, c in r["checkpointing"].items()),
+            f"{p} {c}" for p, c in r["checkpointing"].items() if not (
+                r["folder"] and p in r["without"])),
         f"Memory of the host for a save: {r['save_bytes'] / scale:.2f} {unit} a rank, "
         f"{r['save_bytes'] * r['writers_per_node'] / scale:.2f} {unit} a node",
         "", _table(f"Predicted peak memory of a rank, {unit}", *SCHEMES.values()),
