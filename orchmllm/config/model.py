@@ -173,6 +173,14 @@ class ModelConfig:
         """Of a whole model of transformers; empty: the model has the three parts."""
         return os.path.expanduser(self.pretrained or self.config)
 
+    def require_parts(self) -> None:
+        """Raises ValueError for a whole model of transformers, in commands that know only the three
+        parts."""
+        if self.folder:
+            raise ValueError(f"{self.folder} is a whole model of transformers, and this command knows "
+                             "only models of this project's own parts: use orchmllm dry-run, plan "
+                             "job or compare")
+
     def conflicts(self) -> Iterator[Conflict]:
         """pretrained and config exclude each other and what the parts say."""
         if self.pretrained and self.config:

@@ -69,10 +69,7 @@ def main(argv: list[str]) -> int:
     """Exit code. Raises ValueError for a device that cannot measure, or a model that cannot be."""
     args = lengths_parser("profile", __doc__, OPTIONS).parse_recipe(argv)
     recipe, out = load_recipe(args.recipe, args.overrides), {}
-    if recipe.model.folder:
-        raise ValueError(f"{recipe.model.folder} is a whole model of transformers, and only the "
-                         "layers of this project's own parts are measured: orchmllm compare "
-                         "measures its steps")
+    recipe.model.require_parts()
     import torch
 
     if (args.device or "").startswith("cuda") and not torch.cuda.is_available():
