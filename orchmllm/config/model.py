@@ -177,9 +177,9 @@ class ModelConfig:
         """Raises ValueError for a whole model of transformers, in commands that know only the three
         parts."""
         if self.folder:
-            raise ValueError(f"{self.folder} is a whole model of transformers, and this command knows "
-                             "only models of this project's own parts: use orchmllm dry-run, plan "
-                             "job or compare")
+            raise ValueError(f"{self.folder} is a whole model of transformers, and this command "
+                             "knows only models of this project's own parts: use orchmllm "
+                             "dry-run, plan job or compare")
 
     def conflicts(self) -> Iterator[Conflict]:
         """pretrained and config exclude each other and what the parts say."""
