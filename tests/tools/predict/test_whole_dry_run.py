@@ -63,11 +63,16 @@ def test_dry_run_and_plan_of_a_tiny_model(tmp_path, capsys):
 @pytest.mark.parametrize("frozen", [(), ("vision",), ("llm",)])
 def test_units_are_those_that_are_sharded(frozen, tmp_path):
     """Also of a model whose head is its embedding."""
-    for name in ("qwen3_vl", "gemma3"):
-        models.build(name).config.save_pretrained(tmp_path / name)
+    for name, tied in (("qwen3_vl", False), ("internvl", True)):
+        made = models.build(name).config
+        made.tie_word_embeddings = made.get_text_config().tie_word_embeddings = tied
+        made.save_pretrained(tmp_path / name)
         config = replace(ModelConfig(config=str(tmp_path / name)), **{
             part: replace(getattr(ModelConfig(), part), frozen=True) for part in frozen})
-        whole = WholeModel(models.build(name), torch.float32)
+        with torch.device("meta"):
+            built = transformers.AutoModelForImageTextToText.from_config(made)
+        assert (built.get_output_embeddings().weight is built.get_input_embeddings().weight) == tied
+        whole = WholeModel(built, torch.float32)
         whole.freeze(frozen)
         forward, _ = ordered(whole, FsdpConfig(), set(frozen))
         sizes, inside = {}, set()
@@ -178,6 +183,14 @@ def test_a_published_model(name, billions, tmp_path):
     one = Lengths(*np.array([[0], [n], [n]]))
     work = phase_work("llm", ModelConfig(config=folder), one)
     assert work.forward[0, 0] == flops.position * n
+
+
+@pytest.mark.parametrize("name, grid, tokens", [
+    ("qwen3_vl_8b", (1, 30, 40), 300),
+    ("internvl3_8b", (13, 32, 32), 13 * 256)])  # 4 x 3 tiles, and the image as one
+def test_an_image_in_a_published_model(name, grid, tokens):
+    got = pictures(str(ROOT / "recipes/configs" / name)).segment_lengths(640, 480)
+    assert got.grid == grid and got.num_tokens == tokens and got.rows == np.prod(grid)
 
 
 @pytest.mark.parametrize("name", ["qwen3_vl", "internvl"])
