@@ -189,8 +189,13 @@ def test_a_published_model(name, billions, tmp_path):
     ("qwen3_vl_8b", (1, 30, 40), 300),
     ("internvl3_8b", (13, 32, 32), 13 * 256)])  # 4 x 3 tiles, and the image as one
 def test_an_image_in_a_published_model(name, grid, tokens):
-    got = pictures(str(ROOT / "recipes/configs" / name)).segment_lengths(640, 480)
+    folder = str(ROOT / "recipes/configs" / name)
+    got = pictures(folder).segment_lengths(640, 480)
     assert got.grid == grid and got.num_tokens == tokens and got.rows == np.prod(grid)
+    several = np.array([1024, 2048])  # patches; tiles do not see each other
+    one, two = phase_work("vision", ModelConfig(config=folder), Lengths(
+        several, several, several // 4)).forward.sum(0)
+    assert (two == 2 * one) == (grid[0] > 1)
 
 
 @pytest.mark.parametrize("name", ["qwen3_vl", "internvl"])
