@@ -174,11 +174,12 @@ class ModelConfig:
         return os.path.expanduser(self.pretrained or self.config)
 
     def require_parts(self) -> None:
-        """Raises ValueError for a model of transformers: of one whose parts are not described here
-        nothing is predicted."""
+        """Raises ValueError for a whole model of transformers, in commands that know only the three
+        parts."""
         if self.folder:
-            raise ValueError(f"{self.folder}: memory and time of a whole model of transformers are "
-                             "not predicted yet; orchmllm train and orchmllm compare measure them")
+            raise ValueError(f"{self.folder} is a whole model of transformers, and this command "
+                             "knows only models of this project's own parts: use orchmllm "
+                             "dry-run, plan job or compare")
 
     def conflicts(self) -> Iterator[Conflict]:
         """pretrained and config exclude each other and what the parts say."""

@@ -27,8 +27,9 @@ FORWARD_BACKWARD = 3  # the backward pass of a product is two products of the sa
 
 @dataclass(frozen=True)
 class Lengths:
-    """A phase's items, (n,) int64 each: rows that arrive (patches, mel frames), positions that
-    attention sees (patches, frames after the convolutions, tokens), LLM tokens they become."""
+    """A phase's items, (n,) int64 each: rows that arrive (patches, mel frames) or, in the LLM, its
+    targets; positions that attention sees (patches, frames after the convolutions, tokens); LLM
+    tokens they become."""
 
     rows: np.ndarray
     positions: np.ndarray
@@ -54,7 +55,7 @@ def phase_lengths(layout: BatchLayout, phase: str) -> Lengths:
     """The items of a phase in source order."""
     if phase == "llm":
         tokens = layout.tokens_per_example
-        return Lengths(tokens, tokens, tokens)
+        return Lengths(layout.num_targets, tokens, tokens)
     seg = layout.segments[ENCODERS[phase]]
     return Lengths(layout.rows[seg], layout.attn_len[seg], layout.num_tokens[seg])
 
@@ -94,6 +95,10 @@ def lengths_of(phase: str, config: VisionConfig | AudioConfig | LLMConfig,
 def phase_work(phase: str, model: ModelConfig, lengths: Lengths,
                checkpointing: str = "none") -> Work:
     """Work of each item. checkpointing: none, selective (no product is repeated) or full."""
+    if model.folder:
+        from orchmllm.models.hf import whole_work  # with torch
+
+        return whole_work(model, phase, lengths, checkpointing)
     if phase == "llm":
         return _llm_work(model.llm, lengths.tokens, checkpointing)
     config = getattr(model, phase)

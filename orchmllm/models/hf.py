@@ -12,8 +12,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -26,15 +27,19 @@ from orchmllm.batch import (
 )
 from orchmllm.config.fsdp import DTYPE_BYTES
 from orchmllm.config.job import Job
+from orchmllm.config.model import ModelConfig
 from orchmllm.models import packing
 from orchmllm.models.attention import attention_backend
 from orchmllm.models.families import part_of, read_config
+from orchmllm.models.flops import Lengths, Work
 from orchmllm.models.phase_clock import PhaseClock
 from orchmllm.plan.assign import PlanSpec
 from orchmllm.plan.cost import CostModel
 from orchmllm.plan.layout import ENCODERS
 
 TYPES = ("mm_token_type_ids", "token_type_ids")  # arguments that say which tokens are media
+TILED = ("aya_vision", "gemma3", "idefics3", "internvl", "llava", "llava_next",
+         "llava_onevision")  # images are cut into tiles of one size, each of which is encoded alone
 SLOTTED = ("idefics3",)  # the media of a sequence are one row of pixel_values
 
 
@@ -162,30 +167,91 @@ def meta_model(folder: str) -> WholeModel:
                           torch.float32)
 
 
+class PartFlops(NamedTuple):
+    """FLOP of the forward pass of a part. position, pair: of its blocks, of a position and of two
+    that attend to each other; row: of a patch before the blocks, or of a target's logits; token: of
+    the connector."""
+
+    position: int
+    pair: int
+    row: int
+    token: int = 0
+
+
+@lru_cache(maxsize=4)
+def part_flops(folder: str) -> dict[str, PartFlops]:
+    """vision, llm -> their FLOP. Attention in windows counts as if it had none."""
+    whole, sizes = meta_model(folder), {}
+    stacks, config = whole.blocks(), whole.hf.config
+    text, tower = config.get_text_config(decoder=True), config.vision_config
+    width = text.num_attention_heads * (getattr(text, "head_dim", None)
+                                        or text.hidden_size // text.num_attention_heads)
+    across = getattr(tower, "embed_dim", None) or tower.hidden_size
+    for part, stack in stacks.items():
+        sizes[part] = sum(p.numel() for p in stack.parameters() if p.dim() > 1)
+    # A pair of positions: 2 products of 2 FLOP; half of the pairs where it is causal.
+    position, pair = 2 * sizes["vision"], 4 * len(stacks["vision"]) * across
+    if config.model_type in TILED:  # a position attends to those of its tile
+        first = any(n.endswith(("cls_token", "class_embedding")) for n, _ in
+                    whole.named_parameters())
+        side = int(np.max(tower.image_size)) // int(np.max(tower.patch_size))
+        position, pair = position + pair * (side**2 + first), 0
+    front, connector = (sum(m.weight.numel() for m in found) for found in around(whole))
+    return {"vision": PartFlops(position, pair, 2 * front, 2 * connector),
+            "llm": PartFlops(2 * sizes["llm"], 2 * len(stacks["llm"]) * width,
+                             2 * whole.hf.get_output_embeddings().weight.numel())}
+
+
+def around(whole: WholeModel) -> tuple[list[nn.Module], list[nn.Module]]:
+    """(What cuts pixels into patches, the linear layers behind the blocks of the encoder)."""
+    inside = {id(m) for stack in whole.blocks().values() for m in stack.modules()}
+    inside.add(id(whole.hf.get_output_embeddings()))
+    found = [m for m in whole.hf.modules() if id(m) not in inside
+             and isinstance(m, nn.Linear | nn.Conv2d | nn.Conv3d)]
+    front = [m for m in found if m.weight.dim() > 2 and m.weight.shape[1] == 3]
+    return front, [m for m in found if m not in front]
+
+
+def feature_width(folder: str) -> int:
+    """Numbers that the LLM gets for a token of an image, deepstack's too."""
+    config = meta_model(folder).hf.config
+    deep = getattr(config.vision_config, "deepstack_visual_indexes", None) or ()
+    return config.get_text_config(decoder=True).hidden_size * (1 + len(deep))
+
+
+def whole_work(model: ModelConfig, phase: str, lengths: Lengths, checkpointing: str) -> Work:
+    """See orchmllm.models.flops.phase_work."""
+    flops = part_flops(model.folder).get(phase, PartFlops(0, 0, 0))  # no family has audio
+    frozen, causal = getattr(model, phase).frozen, phase == "llm"
+    passes = (1 if causal else 0) if frozen else 2  # towards the input, towards the weights
+    blocks, front = flops.position * lengths.positions, flops.row * lengths.rows
+    attention, connector = flops.pair * lengths.positions.astype(float)**2, (
+        flops.token * lengths.tokens)
+    again = float(checkpointing == "full" and passes > 0)
+    return Work(
+        forward=np.stack([front + blocks + connector, attention]),
+        # Pixels need no gradient.
+        backward=np.stack([passes * (front if causal else front / 2) + passes * blocks
+                           + 2 * connector, 2 * min(passes, 1) * attention]),
+        recompute=again * np.stack([blocks, attention]))
+
+
 def plan_whole(job: Job) -> PlanSpec:
     """What the planner has to know. The LLM phase alone decides where an example goes, and its rank
     reads it; that encoders are balanced from there is predicted by the plan, and done by
     orchmllm.balance_encoders. An image costs by its patches, an example by its tokens, both from
     the weights of the blocks and the width of their attention."""
-    recipe, whole = job.recipe, meta_model(job.recipe.model.folder)
-    stacks, config, model = whole.blocks(), whole.hf.config, recipe.model
-    text, tower = config.get_text_config(decoder=True), config.vision_config
-    width = text.num_attention_heads * (getattr(text, "head_dim", None)
-                                        or text.hidden_size // text.num_attention_heads)
-    across = getattr(tower, "embed_dim", None) or tower.hidden_size
+    recipe, model = job.recipe, job.recipe.model
+    vision, llm = (part_flops(model.folder)[part] for part in ("vision", "llm"))
     # Forward, towards the input, towards the weights.
     passes = {"vision": 1 if model.vision.frozen else 3, "llm": 2 if model.llm.frozen else 3}
-    linear = {part: 2 * passes[part] * sum(p.numel() for p in stack.parameters() if p.dim() > 1)
-              for part, stack in stacks.items()}
     return PlanSpec(
         costs={
-            # A pair of positions: 2 products of 2 FLOP; half of the pairs where it is causal.
-            "vision": CostModel(linear["vision"], passes["vision"] * 4 * len(stacks["vision"])
-                                * across),
+            "vision": CostModel(passes["vision"] * vision.position, passes["vision"] * vision.pair),
             "audio": CostModel(1, 0),  # no family here has any
-            "llm": CostModel(linear["llm"], 3 * 2 * len(stacks["llm"]) * width)},
+            "llm": CostModel(passes["llm"] * llm.position, 3 * llm.pair)},
         row_bytes=dict.fromkeys(ENCODERS, 0),  # nothing moves before the forward
-        feature_bytes=text.hidden_size * DTYPE_BYTES[recipe.fsdp.forward_dtype],
+        feature_bytes=feature_width(model.folder) * DTYPE_BYTES[recipe.fsdp.forward_dtype],
         ranks_per_node=job.ranks_per_node, fills=True,
         balance=replace(recipe.balance, dispatch="load"))
 

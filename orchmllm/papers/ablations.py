@@ -176,6 +176,7 @@ def main(argv: list[str]) -> int:
     cluster_options(parser)
     args = parser.parse_recipe(argv)
     loaded, hardware = read_recipe(args.recipe, args.overrides), cluster_of(args)
+    loaded.recipe.model.require_parts()
     examples = examples_of(loaded.recipe, args.mix or "natural", args.lengths,
                            unnamed_encoders(loaded))
     found = {"tables": [ablate(loaded.recipe, ranks, batch, hardware, steps, examples)

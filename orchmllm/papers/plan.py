@@ -128,6 +128,7 @@ def main(argv: list[str]) -> int:
         if not 0 <= gb < math.inf:
             raise ValueError(f"{flag} {gb:g}: must be a number of GB from 0 on")
     recipe = load_recipe(args.recipe, args.overrides)
+    recipe.model.require_parts()
     hardware = cluster(args.gpu, gbit=getattr(args, "network", 400.0))
     drawn = lengths(recipe, EXAMPLES, args.mix)
 

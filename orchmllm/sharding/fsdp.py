@@ -189,12 +189,12 @@ def checkpoint_options(choice: str) -> dict[str, Any]:
     """Of torch's checkpoint, for `selective` or `full`. Raises ValueError for `auto`."""
     if choice not in ("selective", "full"):
         raise ValueError(f"fsdp.activation_checkpointing {choice!r}: decide before sharding")
-    context = {"context_fn": partial(create_selective_checkpoint_contexts, _keep_products)} if (
+    context = {"context_fn": partial(create_selective_checkpoint_contexts, keep_products)} if (
         choice == "selective") else {}
     return {"preserve_rng_state": False, **context}
 
 
-def _keep_products(ctx, op, *args, **kwargs) -> CheckpointPolicy:
+def keep_products(ctx, op, *args, **kwargs) -> CheckpointPolicy:
     """Keeps what costs FLOPs: outputs of matrix products and of attention kernels."""
     name = str(op)
     product = name.startswith(("aten.mm", "aten.addmm", "aten.bmm")) or (

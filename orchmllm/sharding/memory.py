@@ -202,7 +202,8 @@ class MemoryModel:
         """(d,) bytes of the loss at its worst: logits, their log-softmax and gradient, or a chunk's
         logits with its rows of the input and the gradients that are made at once."""
         config, e = self.model.llm, self.element
-        f, tokens, chunk = max(4, e), loads.phases["llm"].tokens, self.fsdp.loss_chunk_rows
+        f, llm, chunk = max(4, e), loads.phases["llm"], self.fsdp.loss_chunk_rows
+        tokens = llm.rows if self.model.folder else llm.tokens  # a whole model's: of targets alone
         plain = 3.0 * f * config.vocab_size * tokens
         if not chunk:
             return plain
@@ -226,7 +227,8 @@ class MemoryModel:
         e, own = self.element, self._units(phase)
         block = own["block"]
         ahead = min(max(self.fsdp.prefetch, 1), max(block.copies - 1, 1))
-        current = e * (block.size * (1 + ahead) + own["root"].size)
+        root = sum(u.size for u in own.values() if u.role == "root" and not u.stays)
+        current = e * (block.size * (1 + ahead) + root)
         if self.fsdp.reshard(phase) == "none" and block.read_in_backward:
             current = 0 if backward else block.size * e * ahead
         if backward:
@@ -256,8 +258,9 @@ class MemoryModel:
         phase's forward pass or at the start of its backward pass."""
         share = {"full": 0.0, "node": 1.0 / min(self.ranks_per_node, self.shards), "none": 1.0}
         return self.element * sum(
-            share[self.fsdp.reshard(u.phase)] * u.copies * u.size for u in units(self.model)
-            if u.phase in PHASES[:PHASES.index(phase) + 1] and u.read_in_backward)
+            (1.0 if u.stays else share[self.fsdp.reshard(u.phase)]) * u.copies * u.size
+            for u in units(self.model) if u.phase in PHASES[:PHASES.index(phase) + 1]
+            and (u.stays or u.read_in_backward))
 
     def extra_time(self, loads: Loads, choice: Choice) -> float:
         """FLOP that the slowest rank of each phase repeats: what `auto` keeps low."""

@@ -27,13 +27,15 @@ class Unit:
     """Parameters that are gathered together; `copies` units are alike (a stack of blocks).
 
     phase: vision, audio or llm. role: `block`, `root` (gathered for the whole phase), `embed` or
-    `head`. trained, frozen: shapes of the parameters with and without a gradient."""
+    `head`. trained, frozen: shapes of the parameters with and without a gradient. stays: gathered
+    for the whole step."""
 
     phase: str
     role: str
     copies: int
     trained: tuple[Shape, ...]
     frozen: tuple[Shape, ...] = ()
+    stays: bool = False
 
     @cached_property
     def size(self) -> int:
@@ -52,6 +54,8 @@ class Unit:
     @property
     def read_in_backward(self) -> bool:
         """And freed before: the head and the LLM's norm come last and first, so they stay."""
+        if self.stays:
+            return False
         if self.phase == "llm":
             return self.role == "block"
         return self.role == "root" or self.trained_size > 0
@@ -73,8 +77,9 @@ def shard_sizes(model: ModelConfig, shards: int) -> dict[str, tuple[int, int]]:
 
 @lru_cache(maxsize=8)
 def units(model: ModelConfig) -> list[Unit]:
-    """All units in the order of the forward pass. Raises ValueError for a model of transformers."""
-    model.require_parts()
+    """All units in the order of the forward pass."""
+    if model.folder:
+        return _of_whole(model)
     out = []
     for phase in PARTS:
         frozen = getattr(model, phase).frozen
@@ -89,6 +94,36 @@ def units(model: ModelConfig) -> list[Unit]:
                 out.append(Unit(phase, "block" if name == "0" else name,
                                 copies if name == "0" else 1, tuple(learnt), tuple(kept)))
     return out
+
+
+def _of_whole(model: ModelConfig) -> list[Unit]:
+    """The units of orchmllm.sharding.hf.ordered. What its model has not, audio or a head of its
+    own, has no parameters."""
+    from orchmllm.models.families import part_of
+    from orchmllm.models.hf import meta_model  # with torch
+
+    whole = meta_model(model.folder)
+    stacks, places = whole.blocks(), {}
+    table, head = whole.hf.get_input_embeddings().weight, whole.hf.get_output_embeddings().weight
+    if table is not head:
+        places |= {id(table): "embed", id(head): "head"}
+    for phase, stack in stacks.items():
+        places |= {id(p): "" for p in stack.parameters()}
+        places |= {id(p): phase for p in stack[0].parameters()}
+    found: dict[str, tuple[list[Shape], list[Shape]]] = {}
+    for name, p in whole.hf.named_parameters():
+        part = part_of(name)
+        frozen = part != "connector" and getattr(model, part).frozen
+        place = places.get(id(p), "root")
+        found.setdefault(place, ([], []))[frozen].append(tuple(p.shape))
+
+    def unit(phase: str, role: str, copies: int = 1, place: str = "none", **options) -> Unit:
+        return Unit(phase, role, copies, *map(tuple, found.get(place, ((), ()))), **options)
+
+    return [unit("vision", "root", place="root", stays=True),
+            unit("vision", "block", len(stacks["vision"]), "vision"),
+            unit("audio", "root"), unit("audio", "block"), unit("llm", "embed", place="embed"),
+            unit("llm", "block", len(stacks["llm"]), "llm"), unit("llm", "head", place="head")]
 
 
 def _parameters(phase: str, model: ModelConfig) -> Iterator[Named]:
@@ -111,12 +146,6 @@ def _unit_name(parameter: str) -> str:
 
 def checkpoint_bytes(recipe: Recipe) -> int:
     """Size of a checkpoint: parameters, and the optimizer's state of those that learn."""
-    if recipe.model.folder:
-        from orchmllm.models.hf import meta_model  # with torch
-
-        whole = meta_model(recipe.model.folder)
-        return DTYPE_BYTES[recipe.fsdp.param_dtype] * sum(
-            p.numel() * (1 + len(OPTIMIZER_STATE) * p.requires_grad) for p in whole.parameters())
     state = sum(u.copies * (u.size + len(OPTIMIZER_STATE) * u.trained_size)
                 for u in units(recipe.model))
     return state * DTYPE_BYTES[recipe.fsdp.param_dtype]

@@ -263,7 +263,7 @@ def load_processor(folder: Path) -> tuple[Any, Any]:
             raise ValueError(f"models of the type {config.model_type} have no processor")
         processor = of_images(PROCESSOR_MAPPING[type(config)]).from_pretrained(
             folder, backend="pil", **keys)
-    except (OSError, ValueError, TypeError, ImportError) as error:
+    except (OSError, ValueError, TypeError, ImportError, AttributeError) as error:
         raise ValueError(f"{folder}: its processor cannot be read: {error}") from error
     if not isinstance(getattr(processor, "image_processor", None), PilBackend):
         raise ValueError(f"{folder}: {type(processor).__name__} has no image processor that "

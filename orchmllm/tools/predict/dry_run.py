@@ -33,7 +33,13 @@ from orchmllm.sharding.memory import Loads, MemoryModel, loads_of
 from orchmllm.sharding.units import units
 from orchmllm.tools.predict.examples import Examples, of_mix
 from orchmllm.tools.predict.hardware import Hardware
-from orchmllm.tools.predict.step_time import StepTime, rank_seconds, timed, work_of
+from orchmllm.tools.predict.step_time import (
+    StepTime,
+    memory_of,
+    rank_seconds,
+    timed,
+    work_of,
+)
 
 NONE = BalanceConfig(enabled=False)
 PARTS = {"root": "front and norms", "block": "layers", "embed": "embedding", "head": "lm_head"}
@@ -51,6 +57,9 @@ def not_modelled(recipe: Recipe, examples: Examples) -> list[str]:
         left.append("steps as sampled (balance.measure_every)")
     if recipe.balance.enabled and recipe.balance.dispatch == "bytes":
         left.append("the exchange of stored media in the background (balance.dispatch: bytes)")
+    if recipe.model.folder:
+        left += ["images that orchmllm.balance_encoders moves to the rank that encodes them",
+                 "windows of attention, which count as if there were none"]
     return left
 
 
@@ -62,7 +71,7 @@ def dry_run(recipe: Recipe, num_ranks: int, hardware: Hardware, steps: int = 20,
     started = time.perf_counter()
     job, hardware = hardware.job(recipe, num_ranks)
     check_world(job)
-    spec, memory = plan_spec(job), MemoryModel.of(job)
+    spec, memory = plan_spec(job), memory_of(job, hardware)
     recipe = with_real_batch(recipe, num_ranks)
     budget, allowed_by = budget_of(recipe, hardware.sheet.memory_bytes)
     train = recipe.train
@@ -87,7 +96,8 @@ def dry_run(recipe: Recipe, num_ranks: int, hardware: Hardware, steps: int = 20,
         "lengths": examples.what, "epoch": examples.epoch,
         "not_modelled": not_modelled(recipe, examples),
         "hardware": asdict(hardware), "dtype": memory.fsdp.forward_dtype,
-        "without": sorted(without), "balanced": recipe.balance.enabled,
+        "without": sorted(without), "folder": recipe.model.folder,
+        "balanced": recipe.balance.enabled,
         "checkpointing": choice, "memory_budget_bytes": budget, "allowed_by": allowed_by,
         "parameters": parameters(recipe.model), "state_bytes": memory.state_bytes(),
         "save_bytes": memory.save_bytes(recipe.checkpoint),
@@ -104,6 +114,10 @@ def dry_run(recipe: Recipe, num_ranks: int, hardware: Hardware, steps: int = 20,
 
 def parameters(model: ModelConfig) -> dict[str, int]:
     """Part of the model -> its parameters, connectors apart from the rest of their encoder."""
+    if model.folder:
+        from orchmllm.tools.predict import whole  # with torch
+
+        return whole.parameters(model.folder)
     counts = {}
     for phase in PHASES:
         own = {u.role: u.copies * u.size for u in units(model) if u.phase == phase}

@@ -55,6 +55,8 @@ def _cut(layout: BatchLayout, limit: int) -> BatchLayout:
 def of_mix(recipe: Recipe, mix: str = "natural", without: Collection[str] = (),
            why: str = "") -> Examples:
     """A mix of orchmllm.tools.predict.workload. why: said behind its name."""
+    if recipe.model.folder:
+        without = {"audio"}  # no family has any
     media = [name for p, name in (("vision", "images"), ("audio", "audio")) if p not in without]
     kinds = f"{', '.join(media)} and text" if media else "text"
 

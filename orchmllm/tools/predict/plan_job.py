@@ -87,6 +87,8 @@ def main(argv: list[str]) -> int:
           f"{settings_table(best, search)}")
     # With balance.group: shard a shard size of 0 is refused, also for one shard of all ranks.
     lines = best[0].setting.overrides(gpus if recipe.balance.group == "world" else 0)
+    if recipe.model.folder:
+        lines = [line for line in lines if not line.startswith("fsdp.audio_")]
     if train.global_batch_size:  # or it would go on deciding the batch
         lines.append(f"train.global_batch_size={whole or 0}")
     print("\nOverrides: " + " ".join(lines))

@@ -28,6 +28,7 @@ from orchmllm.tools.predict.hardware import Hardware
 from orchmllm.tools.predict.step_time import (
     PlanWork,
     StepTime,
+    memory_of,
     phase_seconds,
     timed,
     update_seconds,
@@ -134,13 +135,14 @@ class Search:
         key = batch_size, group if self.recipe.balance.group == "shard" else 0
         if key not in self._drawn:
             recipe = replace(self.recipe, fsdp=replace(self.recipe.fsdp, shard_size=group))
-            spec = plan_spec(resolve(recipe, self.num_ranks, self.hardware.ranks_per_node))
+            job = resolve(recipe, self.num_ranks, self.hardware.ranks_per_node)
+            spec, model = plan_spec(job), memory_of(job, self.hardware).model
             pad, works, loads = padded_phases(recipe.model), [], []
             try:
                 for step in range(self.steps):
                     plan = plan_step(self.examples.draw(self.num_ranks, batch_size,
                                                         recipe.run.seed + step), spec)
-                    works.append(work_of(plan, recipe.model, pad))
+                    works.append(work_of(plan, model, pad))
                     loads.append(loads_of(plan, pad))
                 self._drawn[key] = works, joined(loads)
             except CapError:
@@ -148,8 +150,8 @@ class Search:
         return self._drawn[key]
 
     def memory(self, setting: Setting) -> MemoryModel:
-        return MemoryModel.of(resolve(setting.of(self.recipe), self.num_ranks,
-                                      self.hardware.ranks_per_node))
+        return memory_of(resolve(setting.of(self.recipe), self.num_ranks,
+                                 self.hardware.ranks_per_node), self.hardware)
 
     def peak(self, setting: Setting) -> float:
         """Bytes of the fullest rank in the worst of the steps."""
@@ -192,12 +194,14 @@ class Search:
                 continue
             works, _ = self.drawn(batch, group)
             kinds = [k for k in KEEPS if k != "node" or 1 < self.hardware.ranks_per_node < group]
-            choices = list(product(kinds, CHOICES))
+            choices = {p: list(product(kinds, CHOICES)) for p in PHASES}
+            if self.recipe.model.folder:
+                choices["audio"] = choices["audio"][:1]  # there is none
             tables = []
             for phase in PHASES:
                 tables.append(np.array([np.mean([phase_seconds(
                     w, phase, self.memory(Setting(batch, count, group, (k,) * 3, (c,) * 3)), c,
-                    self.hardware) for w in works]) for k, c in choices]))
+                    self.hardware) for w in works]) for k, c in choices[phase]]))
             exchange = sum(m.seconds(self.hardware) for w in works for m in w.moves) / len(works)
             memory = self.memory(Setting(batch, count, group, ("full",) * 3, ("full",) * 3))
             rest = update_seconds(memory, self.hardware) + count * exchange
@@ -208,7 +212,8 @@ class Search:
             speed.append((tokens / total).ravel())
         for i in np.argsort(-np.concatenate([[], *speed]), kind="stable"):
             batch, count, group, *index, choices = rows[i]
-            reshard, checkpointing = zip(*(choices[k] for k in index), strict=True)
+            reshard, checkpointing = zip(*(
+                choices[p][k] for p, k in zip(PHASES, index, strict=True)), strict=True)
             yield Setting(batch, count, group, reshard, checkpointing)
 
     def best(self) -> list[Found]:

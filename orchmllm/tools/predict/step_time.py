@@ -15,6 +15,7 @@ from math import gcd, log2
 import numpy as np
 
 from orchmllm.config.fsdp import DTYPE_BYTES
+from orchmllm.config.job import Job
 from orchmllm.config.model import ModelConfig
 from orchmllm.models.flops import (
     Lengths,
@@ -31,6 +32,19 @@ from orchmllm.tools.predict.hardware import Hardware
 from orchmllm.tools.predict.transfers import Move, moves_of
 
 UPDATE_PASSES = 10  # reads and writes of a parameter's size: norm, clipping and AdamW's kernel
+
+
+def memory_of(job: Job, hardware: Hardware) -> MemoryModel:
+    """The memory of a job's ranks. Raises ValueError for a whole model with measured shares."""
+    model = job.recipe.model
+    if not model.folder:
+        return MemoryModel.of(job)
+    if hardware.measured:
+        raise ValueError(f"--measured: the shares are those of this project's own blocks, and "
+                         f"{model.folder} is a model of transformers: say --efficiency")
+    from orchmllm.tools.predict.whole import WholeMemory  # with torch
+
+    return WholeMemory.of(job)
 
 
 @dataclass(frozen=True)
@@ -93,10 +107,12 @@ def work_of(plan: StepPlan, model: ModelConfig, pad: frozenset[str] = frozenset(
         for name, into in parts.items():
             into[phase] = np.stack([np.bincount(rank, x, d) for x in getattr(work, name)])
         useful += float(phase_work(phase, model, real).useful.sum())
-    tokens = np.bincount(item_rank(plan, "llm"), plan.layout.tokens_per_example, d)
+    rank, llm = item_rank(plan, "llm"), phase_lengths(plan.layout, "llm")
+    tokens = np.bincount(rank, llm.tokens, d)
+    with_logits = np.bincount(rank, llm.rows, d) if model.folder else tokens
     return PlanWork(
         parts["forward"], parts["backward"], parts["recompute"],
-        head=2.0 * model.llm.hidden_size * model.llm.vocab_size * tokens, useful=useful,
+        head=2.0 * model.llm.hidden_size * model.llm.vocab_size * with_logits, useful=useful,
         layers={p: getattr(model, p).num_layers for p in PHASES}, tokens=float(tokens.sum()),
         num_ranks=d, moves=tuple(moves_of(plan, all_gather)))
 
@@ -148,6 +164,8 @@ class Traffic:
 def unit_traffic(unit: Unit, memory: MemoryModel, hardware: Hardware, num_ranks: int) -> Traffic:
     """How long one unit occupies the link. Hybrid sharding all-reduces the shards between groups;
     with CPU offload shards come from the host before they are gathered, and gradients go there."""
+    if not unit.size:
+        return Traffic(0.0, 0.0, 0.0)
     shards, reshard = memory.shards, memory.fsdp.reshard(unit.phase)
     param = DTYPE_BYTES[memory.fsdp.param_dtype]
     host = memory.fsdp.cpu_offload * param / shards / hardware.sheet.host

@@ -46,6 +46,8 @@ def run(loaded: Loaded[Recipe], world_size: int, *, json_path: Path | None, hard
 def unnamed_encoders(loaded: Loaded[Recipe]) -> frozenset[str]:
     """Encoders without a single key in a recipe that describes other parts of its model: it has no
     data for them, and they stay as small as the defaults are."""
+    if loaded.recipe.model.folder:
+        return frozenset({"audio"})
     named = {path.split(".")[1] for path in loaded.places if path.startswith("model.")}
     return frozenset(p for p in ENCODERS if named and p not in named)
 
@@ -64,7 +66,7 @@ def dry_run_text(r: dict) -> str:
              *wrap(f"Lengths: {r['lengths']}.", 79, subsequent_indent="  "),
              "LLM only: the LLM phase alone is balanced."]
     lines += [f"The recipe has no model.{p}: a small encoder is built that has nothing to do."
-              for p in r["without"]]
+              for p in r["without"] if not r["folder"]]
     if not r["balanced"]:
         lines.append("balance.enabled is false: the recipe runs unbalanced, in all columns below.")
     return "\n".join([
@@ -111,7 +113,8 @@ def _memory_lines(r: dict) -> list[str]:
         f"Parameters, gradients and AdamW's moments of a rank: "
         f"{sum(r['state_bytes'].values()) / scale:.2f} {unit}",
         "Activation checkpointing: " + ", ".join(
-            f"{p} {c}" for p, c in r["checkpointing"].items()),
+            f"{p} {c}" for p, c in r["checkpointing"].items() if not (
+                r["folder"] and p in r["without"])),
         f"Memory of the host for a save: {r['save_bytes'] / scale:.2f} {unit} a rank, "
         f"{r['save_bytes'] * r['writers_per_node'] / scale:.2f} {unit} a node",
         "", _table(f"Predicted peak memory of a rank, {unit}", *SCHEMES.values()),

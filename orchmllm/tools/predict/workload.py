@@ -233,6 +233,13 @@ def _media_lengths(headers: Headers, model: ModelConfig) -> np.ndarray:
         at = np.flatnonzero(headers.is_image == is_image)
         distinct, which = np.unique(headers.size[at], axis=0, return_inverse=True)
         geometry = model.vision.geometry if is_image else model.audio.geometry
+        if model.folder and is_image:
+            from orchmllm.tools.predict.whole import pictures  # with torch
+
+            geometry = pictures(model.folder)
+        elif model.folder and len(at):
+            raise ValueError(f"{model.folder}: the model takes images alone: choose --mix natural, "
+                             "or leave audio_s out")
         lengths = np.zeros((len(distinct), 6), np.int64)
         for k, (a, b) in enumerate(distinct.tolist()):
             s = geometry.segment_lengths(a, b)
