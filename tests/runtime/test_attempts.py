@@ -53,7 +53,8 @@ KEYS = {
         "fsdp.param_dtype": "bfloat16"},
     "said": {
         **dict.fromkeys((
-            "model.connectors", "model.vision.pretrained", "model.audio.pretrained",
+            "model.connectors", "model.pretrained", "model.config",
+            "model.vision.pretrained", "model.audio.pretrained",
             "model.llm.pretrained", "data.path", "data.tokenizer", "data.index_dir",
             "data.preprocess_secret_file", "data.sources.path", "data.sources.row_format",
             "data.sources.media_root", "data.sources.split", "data.sources.subset",
