@@ -72,8 +72,10 @@ def refusals(config: PreTrainedConfig) -> list[str]:
     if getattr(text, "output_router_logits", False):
         found.append("output_router_logits is true, and that loss depends on which examples share "
                      "a rank: set it to false")
-    for name, value in vars(text).items():
-        if "dropout" in name and isinstance(value, float | int) and value > 0:
-            found.append(f"{name} of the text model is {value}, and its random masks depend on "
-                         "where an example is: set it to 0")
+    for model, part in (("text", text), ("vision", getattr(config, "vision_config", None))):
+        for name, value in vars(part).items() if part is not None else ():
+            if ("dropout" in name or "drop_path" in name) and isinstance(value, float | int) and (
+                    value > 0):
+                found.append(f"{name} of the {model} model is {value}, and its random masks depend "
+                             "on where an example is: set it to 0")
     return found

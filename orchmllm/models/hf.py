@@ -111,8 +111,15 @@ class WholeModel(nn.Module):
         if len(logits) != len(batch.kept):
             raise RuntimeError(f"{type(self.hf).__name__} returned {len(logits)} rows of logits "
                                f"for {len(batch.kept)} positions")
-        return F.cross_entropy(logits.to(torch.promote_types(torch.float32, logits.dtype)),
+        loss = F.cross_entropy(logits.to(torch.promote_types(torch.float32, logits.dtype)),
                                batch.targets, reduction="sum")
+        if torch.is_grad_enabled() and not loss.requires_grad:
+            # The text model is frozen and no rank has media: nothing was computed that learns.
+            loss = loss + 0 * sum(p.sum() for p in self._connector())
+        return loss
+
+    def _connector(self) -> list[nn.Parameter]:
+        return [p for name, p in self.hf.named_parameters() if part_of(name) == "connector"]
 
     def _at_text(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         embedded = self.clock.mark(kwargs["inputs_embeds"], before="vision", after="llm")

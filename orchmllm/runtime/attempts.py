@@ -16,6 +16,7 @@ copied to another folder, and the file may be gone.
 
 from __future__ import annotations
 
+import json
 import platform
 import socket
 from collections.abc import Iterator, Mapping
@@ -26,6 +27,7 @@ from importlib.metadata import distributions
 from pathlib import Path
 
 from orchmllm.config.job import Job
+from orchmllm.data.formats.scanned import digest
 from orchmllm.data.sampler import lengths_digest
 from orchmllm.data.storage.clients import without_query
 from orchmllm.runtime.metrics import JsonLines, read_rows
@@ -54,11 +56,23 @@ def settings_of(job: Job, dataset) -> dict:
         content |= {"capped_lengths": lengths_digest(dataset),
                     "capped_batch_size": recipe.train.batch_size}
     versions = {d.name: d.version for d in distributions() if d.name in PACKAGES}
+    model = asdict(recipe.model)
+    if recipe.model.folder:
+        model["config_json"] = _architecture(Path(recipe.model.folder))
     return flat({
-        **asdict(recipe), "content": content,
+        **asdict(recipe), "model": model, "content": content,
         "versions": {"python": platform.python_version(), **versions},
         "world": {"ranks": job.num_ranks, "ranks_per_node": job.ranks_per_node,
                   "host": socket.gethostname()}})
+
+
+def _architecture(folder: Path) -> str:
+    """Digest of the config.json of a model of transformers, without what says nothing of the
+    model."""
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    for name in ("_name_or_path", "dtype", "torch_dtype", "transformers_version"):
+        config.pop(name, None)
+    return digest([config])
 
 
 def read_attempts(folder: Path) -> list[dict]:

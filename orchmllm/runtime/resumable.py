@@ -40,7 +40,9 @@ CURES = {
              "run.allow_data_change=true to go on at the same step of the new order",
     "content": "what is trained on is not what the checkpoint saw (the files or weights of "
                "data.sources; the tokenizer or its chat template, so that the same text would mean "
-               "something else; or capped_*, what data.batching=capped forms mini-batches by): "
+               "something else; the model's processor, of which the versions of transformers, "
+               "tokenizers and Pillow are a part; or capped_*, what data.batching=capped forms "
+               "mini-batches by): "
                "restore it, or set run.allow_data_change=true to go on at the same step of the "
                "new data",
     "batch": "a resumed run keeps its {kept} examples a step, or examples would repeat or be left "

@@ -103,7 +103,7 @@ def check(rows: ProcessedRows, processor, talks: list[list[dict]], options: dict
 
 
 def stock(folder: Path):
-    from orchmllm.data.text.processor import load_processor
+    from orchmllm.data.text.model_folder import load_processor
 
     return load_processor(folder)[0]
 
@@ -255,6 +255,28 @@ def test_a_row_that_has_changed_keeps_its_planned_length(tmp_path):
     [(segment, reason)], example = failing(rows, 1)
     assert segment == 0 and "cannot be used as it was planned" in reason
     assert example.media["pixel_values"].shape == good.media["pixel_values"].shape
+
+
+@pytest.mark.parametrize("rope", [{"rope_type": "dynamic", "factor": 2.0}, {
+    "rope_type": "longrope", "original_max_position_embeddings": 64, "factor": 2.0,
+    "short_factor": [1.0] * 64, "long_factor": [2.0] * 64}])
+def test_positions_that_neighbours_would_change_make_a_row_unusable(rope, tmp_path):
+    """Such a model chooses its frequencies by the longest example of a batch."""
+    write_rows(tmp_path, "llava", [[], []])
+    edited(tmp_path, 0, messages=talk([{"type": "text", "text": "a"}], "the red row " * 30))
+    free = opened(tmp_path)
+    assert free.measure(0).num_tokens.sum() > 64 >= free.measure(1).num_tokens.sum()
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text())
+    config["text_config"] |= {
+        "max_position_embeddings": 64 if rope["rope_type"] == "dynamic" else 512,
+        "rope_parameters": {"rope_theta": 1e4, **rope}}
+    path.write_text(json.dumps(config))
+    rows = opened(tmp_path)
+    assert rows.digest != free.digest and rows.problem(1) is None
+    assert "set data.max_example_tokens to 64 or less" in str(rows.problem(0))
+    cut = opened(tmp_path, max_example_tokens=64)
+    assert cut.problem(0) is None and cut.measure(0).num_tokens.sum() == 64
 
 
 def test_an_example_ends_at_max_example_tokens(tmp_path):

@@ -58,7 +58,7 @@ def tokenizer(named: dict[str, str], more: tuple[str, ...] = (), adds_bos: bool 
 
 def _of_images(kind: type, *parts: Any, **options: Any):
     """A processor without the part for videos, which needs torchvision."""
-    from orchmllm.data.text.processor import of_images
+    from orchmllm.data.text.model_folder import of_images
 
     return of_images(kind)(*parts, **options)
 

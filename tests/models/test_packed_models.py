@@ -16,7 +16,7 @@ from orchmllm.config.model import ModelConfig
 from orchmllm.config.recipe import DataConfig, Recipe
 from orchmllm.data.processed import ProcessedRows
 from orchmllm.models import packing
-from orchmllm.models.families import refusals
+from orchmllm.models.families import part_of, refusals
 from orchmllm.models.flops import plan_spec
 from orchmllm.models.hf import WholeModel
 from tests.lib import whole_models as models
@@ -153,6 +153,17 @@ def test_a_row_without_targets_gives_every_parameter_of_the_text_a_gradient():
     assert model.lm_head.weight.grad is not None
 
 
+def test_a_row_without_media_has_a_backward_pass_where_the_text_model_is_frozen():
+    """No rank has media, so nothing that learns was computed; FSDP2 relies on a backward pass."""
+    model = models.build("internvl")
+    whole = WholeModel(model, torch.float64)
+    whole.freeze(["llm"])
+    whole(whole.join([models.as_example(0, several("internvl", model)[1])])).backward()
+    found = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    assert found and {part_of(n) for n in found} == {"connector"}
+    assert not any(gradient.any() for gradient in found.values())
+
+
 @pytest.mark.parametrize("changed, told", [
     ({"model_type": "mllama"}, "'mllama', which was not tested"),
     ({"attention_dropout": 0.1}, "attention_dropout of the text model is 0.1"),
@@ -160,6 +171,7 @@ def test_a_row_without_targets_gives_every_parameter_of_the_text_a_gradient():
     ({"attn_logit_softcapping": 30.0}, "attn_logit_softcapping"),
     ({"output_router_logits": True}, "output_router_logits is true"),
     ({"text": "jamba"}, "text model 'jamba' was not tested"),
+    ({"hidden_dropout_prob": 0.1}, "hidden_dropout_prob of the vision model is 0.1"),
 ])
 def test_what_packing_cannot_compute_is_refused(changed, told):
     config = models.family_of("internvl").build().config
@@ -167,6 +179,7 @@ def test_what_packing_cannot_compute_is_refused(changed, told):
     text = config.get_text_config()
     for name, value in changed.items():
         target = config if name in ("model_type", "quantization_config") else text
+        target = config.vision_config if name == "hidden_dropout_prob" else target
         setattr(target, "model_type" if name == "text" else name, value)
     assert any(told in why for why in refusals(config)), refusals(config)
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from orchmllm.config.data import ColumnsConfig
+from orchmllm.config.model import ModelConfig
 from orchmllm.config.recipe import Recipe, RemoteConfig, RemoteRoot, SourceConfig, load_recipe
 from orchmllm.config.schema import leaves
 from orchmllm.data.formats.scanned import BLOCK_BYTES, SAMPLED_BLOCKS, SAMPLED_FILES, sampled
@@ -205,6 +206,22 @@ def test_what_changes_nothing_is_accepted(demo_corpus, tmp_path):
         "shards of no stream": ["data.path", "data.num_shards"]}
     with pytest.raises(ValueError, match=r"^content.sources\[0\].share is 0.4, the checkpoint has"):
         check_resumable(mixed, {**mixed, "content.sources[0].share": 0.4}, 4)
+
+
+def test_a_model_of_transformers_with_another_configuration_is_refused(tmp_path):
+    """Its folder may move; what its config.json says of the model may not change."""
+    def now(folder: Path, **keys) -> dict:
+        folder.mkdir(exist_ok=True)
+        (folder / "config.json").write_text(json.dumps({
+            "model_type": "llava", "text_config": {"rope_theta": 1e4}, "dtype": "float32"} | keys))
+        return settings(replace(load_recipe("recipes/demo.yaml", TINY),
+                                model=ModelConfig(pretrained=str(folder))))
+
+    was = now(tmp_path / "model")
+    moved = check_resumable(was, now(tmp_path / "moved", dtype="bfloat16"), 4)
+    assert list(moved) == ["model.pretrained"]
+    with pytest.raises(ValueError, match="^model.config_json is .* those of another model"):
+        check_resumable(was, now(tmp_path / "model", text_config={"rope_theta": 1e6}), 4)
 
 
 def settings_of_source(path: Path) -> dict:

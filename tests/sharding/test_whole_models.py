@@ -205,3 +205,23 @@ def test_a_frozen_part_stays_and_its_connector_learns(part, rates, tmp_path):
     changed = run_ranks(frozen, 2, run, "qwen3_vl")[0]
     parts = {part_of(name) for name in changed}
     assert parts == ({"connector"} if part == "vision" else {"vision", "connector"})
+
+
+class TextAlone(models.WholeDataset):
+    """No example has media."""
+
+    def __init__(self, name: str, model: torch.nn.Module, size: int) -> None:
+        self.inputs = [models.sample(name, model, [], i) for i in range(size)]
+
+
+def without_media(world, run: Recipe, name: str) -> list[float]:
+    rows = train(world, run, TextAlone(name, models.build(name), 24), lambda step, row: None)
+    return [row["grad_norm"] for row in rows if "loss" in row]
+
+
+@pytest.mark.slow
+def test_steps_without_media_pass_where_the_text_model_is_frozen(tmp_path):
+    saved("qwen3_vl", tmp_path / "model")
+    model = ModelConfig(pretrained=str(tmp_path / "model"))
+    run = recipe(tmp_path / "run", replace(model, llm=replace(model.llm, frozen=True)), 2)
+    assert run_ranks(without_media, 2, run, "qwen3_vl")[0] == [0.0, 0.0]

@@ -21,6 +21,7 @@ from orchmllm.data.formats.conversation import Turn, media_of
 from orchmllm.data.formats.scanned import digest
 from orchmllm.data.media.medium import Medium, RowError
 from orchmllm.data.media.shapes import of_shapes, sized
+from orchmllm.data.text.model_folder import load_processor, most_tokens
 from orchmllm.data.text.spans import Span, Text
 from orchmllm.data.text.tokenizer import ChatTokenizer
 from orchmllm.plan.geometry import SegmentLengths, text_lengths
@@ -65,6 +66,7 @@ class Processor:
             raise ValueError(f"{folder}: its config.json does not say {error.name}, so it is no "
                              "model of images that is known here") from error
         self._feature = self._processor.tokenizer.convert_ids_to_tokens(self.image_token_id)
+        self._most_tokens = most_tokens(config)
         template = self._processor.chat_template
         if isinstance(template, dict):
             template = template.get("default")
@@ -93,7 +95,7 @@ class Processor:
         import transformers
 
         return digest([self._processor.to_dict(), self.tokenizer.digest, self.options, self._patch,
-                       self.image_token_id,
+                       self.image_token_id, self._most_tokens,
                        *(package.__version__ for package in (transformers, tokenizers, PIL))])
 
     def rendered(self, turns: Sequence[Turn]) -> list[Span]:
@@ -209,6 +211,10 @@ class Processor:
             raise RowError("two images have no token between them, so the model cannot tell them "
                            "apart: write text between them")
         ids, learnt = ids[: limit or None], learnt[: limit or None]
+        if self._most_tokens and len(ids) > self._most_tokens:
+            raise RowError(f"it has {len(ids)} tokens, but after {self._most_tokens} this model's "
+                           "rotary positions change for other examples of the batch, too: set "
+                           f"data.max_example_tokens to {self._most_tokens} or less")
         starts = np.append(first, len(ids))  # text runs from the end of an image's features
         counts = np.diff(starts, prepend=0) - np.append(0, features)
         segments = [(TEXT, text_lengths(int(counts[0])))]
@@ -248,35 +254,3 @@ def before(spans: Sequence[Span], medium: int) -> Sequence[Span]:
     """The spans before a medium, by its number."""
     at = [k for k, span in enumerate(spans) if isinstance(span, Medium)]
     return spans[: at[medium]] if medium < len(at) else spans
-
-
-def load_processor(folder: Path) -> tuple[Any, Any]:
-    """(The processor of a folder, without its part for videos, which would need torchvision; the
-    model's configuration). Raises ValueError."""
-    from transformers import PROCESSOR_MAPPING, AutoConfig
-    from transformers.image_processing_backends import PilBackend
-
-    keys = dict(trust_remote_code=False, local_files_only=True)
-    try:
-        config = AutoConfig.from_pretrained(folder, **keys)
-        if type(config) not in PROCESSOR_MAPPING:
-            raise ValueError(f"models of the type {config.model_type} have no processor")
-        processor = of_images(PROCESSOR_MAPPING[type(config)]).from_pretrained(
-            folder, backend="pil", **keys)
-    except (OSError, ValueError, TypeError, ImportError, AttributeError) as error:
-        raise ValueError(f"{folder}: its processor cannot be read: {error}") from error
-    if not isinstance(getattr(processor, "image_processor", None), PilBackend):
-        raise ValueError(f"{folder}: {type(processor).__name__} has no image processor that "
-                         "resizes by Pillow, which has the same pixels everywhere")
-    return processor, config
-
-
-def of_images(kind: type) -> type:
-    """A class of processors without its part for videos."""
-    class OfImages(kind):
-        @classmethod
-        def get_attributes(cls) -> list[str]:
-            return [name for name in super().get_attributes() if name != "video_processor"]
-
-    OfImages.__name__ = kind.__name__  # which transformers compares
-    return OfImages

@@ -12,6 +12,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
+from pathlib import Path
 
 import numpy as np
 
@@ -19,7 +20,12 @@ from orchmllm.data.formats.conversation import Turn
 from orchmllm.data.media.medium import Medium, RowError
 from orchmllm.data.text.page import ARGUMENT, CHANGED, CONTENT, NAME, REASONING, Page, Source
 from orchmllm.data.text.spans import PART, PLACEHOLDERS, Placeholder, Span
-from orchmllm.data.text.template_engine import Environment, Message, TracingEnvironment
+from orchmllm.data.text.template_engine import (
+    Environment,
+    Message,
+    TracingEnvironment,
+    undeclared,
+)
 from orchmllm.data.text.traced import as_json, joined, traced
 
 _MEDIUM = "\ufffc"  # stands for a medium in a text
@@ -198,3 +204,34 @@ class ChatTemplate:
         there = np.flatnonzero(page.turn == 1)
         return page.text[there[0]: page.said.tolist().index(1)] if len(there) else None
 
+
+def read_template(folder: Path, given: str) -> tuple[str, dict[str, str]] | None:
+    """(template, special tokens by name) of the model beside tokenizer.json. given: the template,
+    where it is known. Raises ValueError for a template that writes a token that no file names."""
+    config = read_json(folder / "tokenizer_config.json")
+    if "added_tokens_decoder" not in config:  # as transformers does
+        config |= read_json(folder / "special_tokens_map.json")
+    template = given or config.get("chat_template")
+    if not given and (folder / "chat_template.jinja").is_file():
+        template = (folder / "chat_template.jinja").read_text(encoding="utf-8")
+    if isinstance(template, list):  # several by name
+        template = next((t["template"] for t in template if t.get("name") == "default"), None)
+    if not template:
+        return None
+    for name in ("bos_token", "eos_token"):
+        if name not in config and name in undeclared(template):
+            raise ValueError(
+                f"{folder}: the chat template writes {name}, which neither tokenizer_config.json "
+                f'nor special_tokens_map.json names: copy them from the model, or put "{name}" '
+                "(null if it has none) into tokenizer_config.json")
+    tokens = {k: v["content"] if isinstance(v, dict) else v for k, v in config.items()
+              if k.endswith("_token") and isinstance(v, str | dict)}
+    return template, tokens
+
+
+def read_json(path: Path) -> dict:
+    """What a file holds; nothing where there is none. Raises ValueError."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    except ValueError as error:
+        raise ValueError(f"{path}: not JSON: {error}") from error

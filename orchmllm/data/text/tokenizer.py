@@ -21,8 +21,7 @@ import numpy as np
 from orchmllm.data.formats.conversation import DOCUMENT, Turn
 from orchmllm.data.media.medium import Medium, RowError
 from orchmllm.data.text.spans import PART, PLACEHOLDERS, Placeholder, Span, Text
-from orchmllm.data.text.template_engine import undeclared
-from orchmllm.data.text.templates import ChatTemplate
+from orchmllm.data.text.templates import ChatTemplate, read_json, read_template
 from orchmllm.plan.layout import TEXT, VISION
 
 IM_START, IM_END, END_OF_TEXT = "<|im_start|>", "<|im_end|>", "<|endoftext|>"
@@ -64,7 +63,7 @@ class ChatTokenizer:
             self.tokenizer = Tokenizer.from_file(str(path))
         except Exception as error:  # the bindings raise bare Exception
             raise ValueError(f"{path}: not a tokenizer.json of `tokenizers`: {error}") from error
-        self.path, self.template = path, _read_template(path.parent, template)
+        self.path, self.template = path, read_template(path.parent, template)
         for token in () if self.template else (IM_START, IM_END, END_OF_TEXT):
             if self.tokenizer.token_to_id(token) is None:
                 raise ValueError(
@@ -128,7 +127,7 @@ class ChatTokenizer:
     @cached_property
     def digest(self) -> str:
         """Changes with anything that changes token ids, and not with how the JSON is written."""
-        content = json.dumps([_read_json(self.path), self.template], sort_keys=True)
+        content = json.dumps([read_json(self.path), self.template], sort_keys=True)
         return hashlib.sha256(content.encode()).hexdigest()[:16]
 
     def coverage(self, turns: Sequence[Turn]) -> tuple[int, int, int]:
@@ -271,35 +270,3 @@ def _chatml(turns: Sequence[Turn]) -> list[Span]:
                   for p in turn.parts]
         spans += [Text(IM_END, turn.supervised), Text("\n", False)]
     return spans
-
-
-def _read_template(folder: Path, given: str) -> tuple[str, dict[str, str]] | None:
-    """(template, special tokens by name) of the model beside tokenizer.json. given: the template,
-    where it is known. Raises ValueError for a template that writes a token that no file names."""
-    config = _read_json(folder / "tokenizer_config.json")
-    if "added_tokens_decoder" not in config:  # as transformers does
-        config |= _read_json(folder / "special_tokens_map.json")
-    template = given or config.get("chat_template")
-    if not given and (folder / "chat_template.jinja").is_file():
-        template = (folder / "chat_template.jinja").read_text(encoding="utf-8")
-    if isinstance(template, list):  # several by name
-        template = next((t["template"] for t in template if t.get("name") == "default"), None)
-    if not template:
-        return None
-    for name in ("bos_token", "eos_token"):
-        if name not in config and name in undeclared(template):
-            raise ValueError(
-                f"{folder}: the chat template writes {name}, which neither tokenizer_config.json "
-                f'nor special_tokens_map.json names: copy them from the model, or put "{name}" '
-                "(null if it has none) into tokenizer_config.json")
-    tokens = {k: v["content"] if isinstance(v, dict) else v for k, v in config.items()
-              if k.endswith("_token") and isinstance(v, str | dict)}
-    return template, tokens
-
-
-def _read_json(path: Path) -> dict:
-    """What a file holds; nothing where there is none. Raises ValueError."""
-    try:
-        return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    except ValueError as error:
-        raise ValueError(f"{path}: not JSON: {error}") from error

@@ -1,0 +1,54 @@
+"""What the folder of a model of transformers says to those who make its examples."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+
+def load_processor(folder: Path) -> tuple[Any, Any]:
+    """(The processor of a folder, without its part for videos, which would need torchvision; the
+    model's configuration). Raises ValueError."""
+    from transformers import PROCESSOR_MAPPING, AutoConfig
+    from transformers.image_processing_backends import PilBackend
+
+    keys = dict(trust_remote_code=False, local_files_only=True)
+    try:
+        config = AutoConfig.from_pretrained(folder, **keys)
+        if type(config) not in PROCESSOR_MAPPING:
+            raise ValueError(f"models of the type {config.model_type} have no processor")
+        processor = of_images(PROCESSOR_MAPPING[type(config)]).from_pretrained(
+            folder, backend="pil", **keys)
+    except (OSError, ValueError, TypeError, ImportError, AttributeError) as error:
+        raise ValueError(f"{folder}: its processor cannot be read: {error}") from error
+    if not isinstance(getattr(processor, "image_processor", None), PilBackend):
+        raise ValueError(f"{folder}: {type(processor).__name__} has no image processor that "
+                         "resizes by Pillow, which has the same pixels everywhere")
+    return processor, config
+
+
+def of_images(kind: type) -> type:
+    """A class of processors without its part for videos."""
+    class OfImages(kind):
+        @classmethod
+        def get_attributes(cls) -> list[str]:
+            return [name for name in super().get_attributes() if name != "video_processor"]
+
+    OfImages.__name__ = kind.__name__  # which transformers compares
+    return OfImages
+
+
+def most_tokens(config: Any) -> int:
+    """Of an example whose rotary positions do not depend on its neighbours: `dynamic` and
+    `longrope` choose frequencies by the longest example of a batch. 0: of any."""
+    text = config.get_text_config(decoder=True)
+    rope = getattr(text, "rope_parameters", None) or {}
+    limits = []
+    for parameters in (rope, *(v for v in rope.values() if isinstance(v, Mapping))):  # of layers
+        kind = parameters.get("rope_type", "")
+        if kind == "longrope":
+            limits.append(parameters["original_max_position_embeddings"])
+        elif "dynamic" in kind:
+            limits.append(text.max_position_embeddings)
+    return min(limits, default=0)
