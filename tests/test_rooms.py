@@ -10,11 +10,12 @@ from scripts.count_code import count_parts, count_rooms, read_all
 # The base grew from 14,800 with what is measured and not believed: what a loss is, costs
 # and lengths of models, meshes and clients of the loader (+500), the proof of encoders (+260), the
 # record of a run, the measured gain, trackers and clocks of a step (+360), the command line (+50);
-# with whole models of transformers, their rows and their packing (+1,000), columns, splits, parts
-# and documents (+600), answers while training (+150), the host's memory of a save (+100).
+# with whole models of transformers, their rows and their packing (+1,100), columns, splits, parts
+# and documents (+680), answers while training (+150), the host's memory of a save (+100).
 # The core grew by the plan that starts from greedy's (+42). The tools grew with init, whose
-# maker of the demo's corpus came from scripts, generate and answers in the report (+760).
-MOST = {"base": 18_000, "tools": 4_700, "papers": 1_700, "cpp": 1_810}
+# maker of the demo's corpus came from scripts, generate and answers in the report (+760),
+# with slow networks and host memory in the doctor (+75), and the dry run of whole models (+210).
+MOST = {"base": 18_100, "tools": 4_900, "papers": 1_700, "cpp": 1_810}
 
 
 @pytest.mark.parametrize("room", list(MOST))
