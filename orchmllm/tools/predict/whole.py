@@ -35,7 +35,8 @@ NAME, SHORT, LONG = "orchmllm_measured", 64, 128
 
 def fused(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *_: Any, **options: Any
           ) -> tuple[Tensor, None]:
-    """What a kernel of a GPU keeps: its inputs, its output, and a number of each row and head."""
+    """What a kernel of a GPU keeps: its inputs, its output, and a number of each row and head.
+    query: (1, H, R, D); key, value: (1, Hkv, R, D). Returns (1, R, H, D)."""
     out = torch.ops.aten._scaled_dot_product_flash_attention(query, key, value)[0]
     return out.transpose(1, 2), None
 
