@@ -65,8 +65,10 @@ def lose_folder(fault: str, folder: Path, taken: threading.Event) -> None:
         while not lock.exists():
             time.sleep(0.01)
     else:
-        lock.unlink()
-        lock.write_text('{"host": "another", "pid": 7}')
+        # In one step: where the file is gone for a moment, the thread makes it again.
+        other = folder / "other.lock"
+        other.write_text('{"host": "another", "pid": 7}')
+        other.replace(lock)
         assert taken.wait(60)
 
 
