@@ -89,6 +89,8 @@ def run(one: Shown, folder, code: int | None = None) -> None:
     `diff`."""
     if one.command.startswith("orchmllm export"):  # several pages export there
         shutil.rmtree(folder / "exported", ignore_errors=True)
+    if one.command.startswith("orchmllm init") and "--out" not in one.command:  # so do they
+        (folder / "recipe.yaml").unlink(missing_ok=True)
     done = typed(one.command, folder)
     if code is None:
         code = 2 * one.output.startswith("error:") + one.command.startswith("diff ")
