@@ -1,6 +1,8 @@
 // Which rank processes which batch, when the batches are given: next to where its items are.
 #pragma once
 
+#include <cstdlib>
+
 #include "common.hpp"
 
 namespace orchmllm {

@@ -141,8 +141,20 @@ def test_images_of_a_table_stand_before_the_texts_that_it_numbers(read, folder):
             ] == ["a", "image", "b"]
 
 
-def test_tars_of_energon_are_in_its_folder(read, tmp_path):
+@pytest.mark.parametrize("split, dataset, said", [
+    ("{train: [../other/a.tar]}", "", "'../other/a.tar' leaves the folder of the dataset"),
+    ("[a.tar]", "", "split_parts is .*: must have a list of tars for each split"),
+    ("{train: a.tar, val: null}", "", "split_parts is .*: must have a list of tars"),
+    ("{train: [a.tar]}", "sample_type: CaptioningSample", "samples of no class")])
+def test_files_of_energon_name_tars_in_its_folder(split, dataset, said, read, tmp_path):
     (tmp_path / ".nv-meta").mkdir()
-    (tmp_path / ".nv-meta" / "split.yaml").write_text("split_parts: {train: [../other/a.tar]}\n")
-    with pytest.raises(ValueError, match="'../other/a.tar' leaves the folder of the dataset"):
-        read(tmp_path)
+    (tmp_path / ".nv-meta" / "split.yaml").write_text(f"split_parts: {split}\n")
+    if dataset:
+        (tmp_path / ".nv-meta" / "dataset.yaml").write_text(f"{dataset}\n")
+    with pytest.raises(ValueError, match=said):
+        read(tmp_path, {})
+
+
+def test_a_small_file_may_hold_its_rows_under_a_key(read, tmp_path):
+    (tmp_path / "a.json").write_text('{"r": [{"q": "x", "a": "y"}]}')
+    assert parts(read(tmp_path / "a.json", ASKED | {"rows": "r"})) == [[("x",), ("y",)]]

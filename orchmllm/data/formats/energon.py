@@ -28,7 +28,8 @@ def with_columns(config: SourceConfig) -> SourceConfig:
     if not path.is_file() or config.row_format != "auto" or any(vars(config.columns).values()):
         return config
     tree = _read(path)
-    kind = (tree.get("sample_type") or tree).get("__class__", "")
+    named = tree.get("sample_type")
+    kind = str((named if isinstance(named, dict) else tree).get("__class__", ""))
     if kind.startswith("Crude"):
         return config  # its samples are rows as the tars hold them
     fields = SAMPLES.get(kind.replace("Webdataset", "Sample"))
@@ -61,7 +62,13 @@ def files_of(config: SourceConfig) -> list[str]:
     """Patterns of the tars of the source's split. Raises ValueError."""
     path = Path(config.path) / META / "split.yaml"
     tree = _read(path)
-    parts = {name: files for name, files in (tree.get("split_parts") or {}).items() if files}
+    parts = tree.get("split_parts")
+    if not isinstance(parts, dict) or not all(
+            isinstance(files, list | None) and all(isinstance(file, str) for file in files or ())
+            for files in parts.values()):
+        raise ValueError(f"{path}: split_parts is {parts!r:.200}: must have a list of tars for "
+                         "each split")
+    parts = {name: files for name, files in parts.items() if files}
     split = config.split or (next(iter(parts)) if len(parts) == 1 else "")
     if split not in parts:
         raise ValueError(f"{path}: split is {config.split!r}; set split of the source to one of "

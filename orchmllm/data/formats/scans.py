@@ -58,7 +58,7 @@ def scan_array(path: File, key: str = "") -> tuple[np.ndarray, np.ndarray]:
             at = between.match(text, at).end()
             if text[at: at + 1] == "]":
                 if key:
-                    file.seek(-64, os.SEEK_END)
+                    file.seek(max(0, file.seek(0, os.SEEK_END) - 64))
                     if not read(64).rstrip().endswith("}"):
                         raise ValueError(f"{path}: truncated: the object that holds {key!r} does "
                                          "not end")
