@@ -9,6 +9,7 @@ import importlib.util
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +23,21 @@ from orchmllm.config.schema import Conflict, did_you_mean, key, section
 from orchmllm.config.train import TRAIN_PARTS, TrainConfig
 from orchmllm.plan.assign import PHASES
 from orchmllm.plan.balance import POLICIES
+from orchmllm.plan.layout import ENCODERS
 
 __all__ = ["TRAIN_PARTS", "DataConfig", "FsdpConfig", "Recipe", "RecipeError", "RemoteConfig",
            "RemoteRoot", "SourceConfig", "TrainConfig", "explain", "load_recipe", "read_recipe",
            "to_yaml"]
 
 TRACKERS = ("tensorboard", "wandb")  # names of packages
+# Keys that keep their default with a whole model of transformers, and what else they may be.
+OF_PARTS_ALONE = (
+    ("balance.group",), ("balance.whole_examples",), ("balance.dispatch", "load"),
+    ("balance.vision.policy", "none"), ("balance.audio.policy",),
+    *((f"balance.{phase}.{name}",) for phase in ENCODERS
+      for name in ("tolerance", "max_rank_tokens", "nodewise")),
+    ("data.preprocess",), ("data.streaming",), ("data.tokenizer",), ("data.batching",),
+    ("train.sample_every",), ("fsdp.compile",), ("fsdp.loss_chunk_rows",), ("fsdp.memory_gb",))
 
 
 @dataclass(frozen=True)
@@ -191,21 +201,12 @@ class Recipe:
         if not self.model.folder:
             return
         key_ = "model.pretrained" if self.model.pretrained else "model.config"
-        for name, value, fits, cure in (
-                ("balance.group", self.balance.group, ("world",), "set it to world"),
-                ("balance.whole_examples", self.balance.whole_examples, (False,),
-                 "set it to false"),
-                ("data.preprocess", self.data.preprocess, ((), ""), "leave it out"),
-                ("data.streaming", self.data.streaming, (False,), "set it to false"),
-                ("data.tokenizer", self.data.tokenizer, ("",), "the model brings its own, leave it "
-                 "out"),
-                ("data.batching", self.data.batching, (DataConfig.batching,), "leave it out"),
-                ("train.sample_every", self.train.sample_every, (0,), "set it to 0"),
-                ("fsdp.compile", self.fsdp.compile, (False,), "set it to false"),
-                ("fsdp.loss_chunk_rows", self.fsdp.loss_chunk_rows, (0,), "leave it out"),
-                ("fsdp.memory_gb", self.fsdp.memory_gb, (0,), "leave it out")):
-            if value not in fits:
-                yield Conflict((name, key_), f"is not available with {key_}: {cure}")
+        for name, *others in OF_PARTS_ALONE:
+            value, default = attrgetter(name)(self), attrgetter(name)(Recipe())
+            if value not in (default, *others):
+                choices = " or ".join(map(repr, (default, *others)))
+                yield Conflict((name, key_), f"is not available with {key_}: " + (
+                    f"set it to {choices}" if others else "leave it out"))
         if "auto" in map(self.fsdp.checkpointing, PHASES):
             yield Conflict(("fsdp.activation_checkpointing", key_), "auto is not available with "
                            f"{key_}: choose none, selective or full")
