@@ -23,6 +23,7 @@ from tests.lib.shown_commands import (
 # What begins so -> what runs it.
 ELSEWHERE = {
     "orchmllm dry-run recipes/mllm84b.yaml": "tests/docs/test_shown.py",
+    "orchmllm generate models/": "tests/tools/generate/test_whole_models.py",
     "orchmllm papers reproduce compare": "tests/papers/test_made_tables.py",
     "orchmllm papers reproduce orchmllm|": "tests/papers/test_made_tables.py",
     "orchmllm preprocess": "tests/data/test_preprocess.py",
@@ -43,15 +44,17 @@ def runs_elsewhere(one: Shown) -> str:
     return next((test for begin, test in ELSEWHERE.items() if one.command.startswith(begin)), "")
 
 
-HERE = [one for page in PAGES for one in shown(page)
-        if not one.needs_gpus and not runs_elsewhere(one)]
+SHOWN = [one for page in PAGES for one in shown(page)]
+HELP = [one for command in COMMANDS for one in examples(command)]
+HERE, HELP_HERE = ([one for one in lines if not one.needs_gpus and not runs_elsewhere(one)]
+                   for lines in (SHOWN, HELP))
 
 
 def test_what_is_run_elsewhere_is():
     for test in {*ELSEWHERE.values()}:
         assert (ROOT / test).is_file(), test
     begins = {begin for begin in ELSEWHERE
-              if not any(one.command.startswith(begin) for page in PAGES for one in shown(page))}
+              if not any(one.command.startswith(begin) for one in (*SHOWN, *HELP))}
     assert not begins, f"no page shows {begins}"
     assert len(HERE) > 40
 
@@ -70,8 +73,7 @@ def break_data(folder) -> None:
 @pytest.mark.timeout(3600)
 def test_commands_run_and_print_what_is_shown(tmp_path):
     folder, done = make_folder(tmp_path), set()
-    helps = [one for command in COMMANDS for one in examples(command) if not runs_elsewhere(one)]
-    for one in (*HERE, *helps):
+    for one in (*HERE, *HELP_HERE):
         text = to_type(one.command)
         lints = one.output and text.startswith("orchmllm data lint")
         if lints:  # the last command on the page that reads these data as they are

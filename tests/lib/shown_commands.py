@@ -26,6 +26,8 @@ PROGRAMS = ("orchmllm", "python", "torchrun", "make", "sbatch", "diff", "pip", "
 INSTEAD = (
     (r"\b(RECIPE|R\.yaml|R)(?=\s|$)", "small.yaml"), (r"YOUR\.jsonl", "demo_data/data.jsonl"),
     (r"^(?!orchmllm data)(.*)recipes/demo\.yaml", r"\1small.yaml"),  # docs/data.md shows its data
+    (r"my/data\.jsonl", "demo_data/data.jsonl"), (r"my/data(?=\s)", "demo_data"),
+    (r"models/Qwen2-0\.5B", "models/llm"), (r"models/whisper-tiny", "models/audio"),
     (r"data\.path=\S+", "data.path=demo_data"), (r"stats DATA", "stats demo_data/data.jsonl"),
     (r"--nproc-per-node 8", "--nproc-per-node 2"), (r"num_steps=\d+", "num_steps=4"),
     (r"recipes/pretrained_7b\.yaml", "tiny.yaml"), (r"\[--ranks 64\]", "--ranks 64"),
