@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from contextlib import redirect_stdout, suppress
@@ -32,7 +33,7 @@ INSTEAD = (
     (r"--nproc-per-node 8", "--nproc-per-node 2"), (r"num_steps=\d+", "num_steps=4"),
     (r"recipes/pretrained_7b\.yaml", "tiny.yaml"), (r"\[--ranks 64\]", "--ranks 64"),
     (r"runs/(pretrained_7b|x)/checkpoints/step_\d+", "runs/mine/checkpoints/step_00000002"),
-    (r"runs/pretrained_7b(?=\s|$)", "runs/mine"),
+    (r"runs/(pretrained_7b|x)(?=\s|$)", "runs/mine"),
     (r"runs/default/checkpoints/step_\d+", "runs/mine/checkpoints/step_00000002"),
     (r"runs/plain", "runs/mine"), (r"train recipe\.yaml$", "train recipe.yaml train.num_steps=4"),
     (r"\w+\.jpg", "demo_data/images/000003.jpg"), (r"\w+\.wav", "demo_data/audio/000002.wav"),
@@ -109,6 +110,7 @@ def make_folder(folder: Path) -> Path:
     (folder / "small.yaml").write_text(yaml.safe_dump(small), encoding="utf-8")
     write_models(folder / "models", replace(HF_MODEL, llm=replace(
         HF_MODEL.llm, vocab_size=512, rope_theta=1e6)))
+    shutil.copy(folder / "demo_data/tokenizer.json", folder / "models/llm")
     parts = {part: {"pretrained": f"models/{part}"} for part in ("vision", "audio", "llm")}
     parts["vision"]["max_side"] = 112
     parts["audio"] |= {key: getattr(HF_MODEL.audio, key) for key in (
