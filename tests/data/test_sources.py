@@ -107,7 +107,7 @@ def test_a_key_that_a_source_does_not_have_is_an_error(folder, tmp_path):
     (("my_train.jsonl", "my_val.jsonl", "more.jsonl"), "set split .* one of my_train, my_val$"),
     (("train-clean-100/1/1-1.trans.txt", "dev-clean/1/1-1.trans.txt"),
      "several splits, .* one of dev, train$"),
-    (("s-0.tar", ".nv-meta/split.yaml"), r"split.yaml: split is ''; set split of the source"),
+    (("s-0.tar", ".nv-meta/split.yaml"), "split.yaml: split_parts is None: must have a list"),
     (("a.jsonl", "b.jsonl", "dataset_info.json"), "LLaMA-Factory is not read; give the file of"),
     (("train-0.jsonl", "train-1.jsonl", "latest.jsonl", "protest.jsonl"), "")])
 def test_a_folder_of_several_splits_is_not_trained_on_as_one(names, choices, tmp_path):
