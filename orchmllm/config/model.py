@@ -10,9 +10,6 @@ from dataclasses import dataclass, fields
 from orchmllm.config.schema import Conflict, key, section
 from orchmllm.plan.geometry import AudioGeometry, VisionGeometry
 
-# Of CLIP: mean and standard deviation of red, green and blue, of pixels scaled to [0, 1].
-CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
-CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 AUDIO_MODES = ("packed", "padded", "fixed")
 WHISPER_FRAMES = 3000  # 30 s
 
@@ -55,20 +52,12 @@ class VisionConfig:
                           aliases=("spatial_merge_size",))
     max_side: int = key(448, "Longest side of an image in pixels; only larger images are resized.",
                         at_least=1, aliases=("image_size",))
-    family: str = key("vit", "`vit`: ours; `qwen2_vl`: exactly the vision tower of Qwen2-VL, its "
-                      "merger being the connector (docs/weights.md).", choices=("vit", "qwen2_vl"))
     frozen: bool = key(False, "The encoder does not learn; its connector still does.")
-    pretrained: str = _pretrained("a Qwen2-VL model or its vision tower (family qwen2_vl), or an "
-                                  "exported encoder of ours")
+    pretrained: str = _pretrained("an exported encoder of ours")
 
     def conflicts(self) -> Iterator[Conflict]:
         """hidden_size is a multiple of 4 * num_heads; max_side is at least one token's side,
-        patch_size * merge_size; family qwen2_vl: intermediate_size is a multiple of
-        hidden_size."""
-        if self.family == "qwen2_vl" and self.intermediate_size % self.hidden_size:
-            yield Conflict(("intermediate_size", "hidden_size", "family"),
-                           f"must be a multiple of hidden_size ({self.hidden_size}) in family "
-                           "qwen2_vl: its configuration has an integer mlp_ratio")
+        patch_size * merge_size."""
         if self.hidden_size % (4 * self.num_heads):
             yield Conflict(("hidden_size", "num_heads"),
                            f"must be a multiple of 4 * num_heads ({4 * self.num_heads}): two "
@@ -77,15 +66,6 @@ class VisionConfig:
         if self.max_side < unit:
             yield Conflict(("max_side", "patch_size", "merge_size"),
                            f"must be at least patch_size * merge_size ({unit}), one LLM token")
-
-    @property
-    def temporal_patch_size(self) -> int:
-        """Frames of a patch; an image repeats its one frame."""
-        return 2 if self.family == "qwen2_vl" else 1
-
-    def connector_hidden(self, out_size: int) -> int:
-        """Width between the connector's two layers. out_size: the LLM's width."""
-        return self.merge_size**2 * self.hidden_size if self.family == "qwen2_vl" else out_size
 
     @property
     def geometry(self) -> VisionGeometry:

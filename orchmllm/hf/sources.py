@@ -23,7 +23,7 @@ from orchmllm.models.families import read_config
 from orchmllm.models.names import PARTS, Named, named
 
 # Where a larger model's folder keeps an encoder; the first that has it counts.
-PREFIXES = {"vision": ("", "visual.", "model.visual."), "audio": ("", "encoder.", "model.encoder.")}
+PREFIXES = {"vision": ("",), "audio": ("", "encoder.", "model.encoder.")}
 POSITIONS = "embed_positions.weight"  # Whisper's, computed here instead of stored
 MAX_POSITION_ERROR = 0.01  # sinusoids rounded to bfloat16 are within 0.004
 
@@ -97,7 +97,7 @@ def _part(part: str, model: ModelConfig, path: Path) -> WeightSource | list[str]
     try:
         wrong = list(mismatches(part, model, folder))
     except (TypeError, ValueError, AttributeError) as e:
-        return [f"{given}: config.json or preprocessor_config.json is malformed: {e}"]
+        return [f"{given}: config.json is malformed: {e}"]
     if wrong:
         return wrong
     key_of = _layout(part, model, folder)
@@ -128,13 +128,6 @@ def _wanted(part: str, model: ModelConfig, folder: Folder,
         table = key_of("model.embed_tokens.weight")
         wanted = [n._replace(hf=table) if n.name == "llm.hf.lm_head.weight" else n for n in wanted]
         notes = ("tied embeddings: lm_head starts as a copy of embed_tokens and learns apart",)
-    if part == "vision" and model.vision.family == "qwen2_vl":
-        last = folder.tensors.get(key_of("merger.mlp.2.weight"))
-        width = model.llm.hidden_size
-        if last is not None and len(last.shape) == 2 and last.shape[0] != width:
-            wanted = [n for n in wanted if not n.name.startswith("vision.connector.fc2.")]
-            notes = (f"merger.mlp.2 is for an LLM of width {last.shape[0]}, not "
-                     f"model.llm.hidden_size {width}: that layer starts from run.seed",)
     unused = len(set(folder.tensors) - {n.hf for n in wanted})
     return wanted, (*notes, *([f"{unused} of its tensors belong to other parts"] if unused else []))
 
@@ -180,5 +173,5 @@ def _connectors(part: str, model: ModelConfig, path: Path) -> WeightSource | lis
         return [f"model.connectors: {e}"]
     wanted = named(part, model)
     wrong = list(_tensor_problems(given, wanted, tensors,
-                                  "that of an export with the same model.vision.family"))
+                                  "that of an export of the same model"))
     return wrong or WeightSource(part, path, {n.name: tensors[n.hf] for n in wanted})

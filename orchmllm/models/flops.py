@@ -107,13 +107,9 @@ def phase_work(phase: str, model: ModelConfig, lengths: Lengths,
     else:
         size = config.hidden_size
         front = 6.0 * size * (config.num_mels * lengths.rows + size * lengths.positions)
-    layers = _connector_flops(phase, model)
-    passes = [2, 2]  # towards weights and input; a frozen tower's last norm needs no gradient
-    if config.frozen and getattr(config, "family", "") == "qwen2_vl":
-        passes = [1, 2]
+    connector = _connector_flops(phase, model) * lengths.tokens
     return _encoder_work(config, lengths, front, _front_backward(phase, config, lengths),
-                         layers.sum() * lengths.tokens, layers @ passes * lengths.tokens,
-                         checkpointing)
+                         connector, checkpointing)
 
 
 def _group(phase: str, config: VisionConfig | AudioConfig) -> int:
@@ -121,16 +117,15 @@ def _group(phase: str, config: VisionConfig | AudioConfig) -> int:
     return config.merge_size**2 if phase == "vision" else config.stack
 
 
-def _connector_flops(phase: str, model: ModelConfig) -> np.ndarray:
-    """(2,) forward FLOP of the connector's two layers for one LLM token."""
+def _connector_flops(phase: str, model: ModelConfig) -> float:
+    """Forward FLOP of the connector for one LLM token."""
     config, width = getattr(model, phase), model.llm.hidden_size
-    hidden = config.connector_hidden(width) if phase == "vision" else width
-    return 2.0 * hidden * np.array([_group(phase, config) * config.hidden_size, width])
+    return 2.0 * width * (_group(phase, config) * config.hidden_size + width)
 
 
 def _patch_flops(config: VisionConfig) -> float:
     """Forward FLOP of one patch's embedding."""
-    return 2.0 * config.geometry.row_size * config.temporal_patch_size * config.hidden_size
+    return 2.0 * config.geometry.row_size * config.hidden_size
 
 
 def _front_backward(phase: str, config: VisionConfig | AudioConfig, lengths: Lengths):
@@ -144,7 +139,7 @@ def _front_backward(phase: str, config: VisionConfig | AudioConfig, lengths: Len
 
 
 def _encoder_work(config, lengths: Lengths, front, front_backward, connector,
-                  connector_backward, checkpointing: str) -> Work:
+                  checkpointing: str) -> Work:
     size = config.hidden_size
     blocks = config.num_layers * 4.0 * size * (2 * size + config.intermediate_size)
     blocks = blocks * lengths.positions
@@ -153,7 +148,7 @@ def _encoder_work(config, lengths: Lengths, front, front_backward, connector,
     again = learns if checkpointing == "full" else 0.0
     return Work(
         forward=np.stack([front + blocks + connector, attention]),
-        backward=np.stack([front_backward + 2 * learns * blocks + connector_backward,
+        backward=np.stack([front_backward + 2 * learns * blocks + 2 * connector,
                            2 * learns * attention]),
         recompute=again * np.stack([blocks, attention]))
 
@@ -203,7 +198,7 @@ def cost_model(phase: str, model: ModelConfig) -> CostModel:
     if config.frozen and phase == "llm":  # forward and towards the input; attention stays whole
         linear = linear * 2 // 3
     elif config.frozen:  # forward alone, but for the connector
-        one = int(_connector_flops(phase, model).sum()) // _group(phase, config)
+        one = int(_connector_flops(phase, model)) // _group(phase, config)
         linear = (linear - FORWARD_BACKWARD * one) // FORWARD_BACKWARD + FORWARD_BACKWARD * one
         quadratic //= FORWARD_BACKWARD
     return CostModel(linear, quadratic,

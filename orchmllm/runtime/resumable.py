@@ -50,6 +50,7 @@ CURES = {
 }
 DEFAULTS = {leaf.path: list(leaf.default) if leaf.kind is tuple else leaf.default
             for leaf in leaves(Recipe) if leaf.default is not MISSING}
+DEFAULTS["model.vision.family"] = "vit"  # of checkpoints that say it: there was another one once
 
 
 def class_of(key: str) -> str:

@@ -44,8 +44,8 @@ def block_bytes(phase: str, config: VisionConfig | AudioConfig | LLMConfig, e: i
                           e * (2 * ffn + size), 0.0)
     # Input, norm, qkv (v is a view of it), attention; second residual, norm.
     none = (8 + on_cpu) * size + 2 * ffn
-    if phase == "vision":  # rotated q and k; quick GELU's gate
-        none += 2 * size + (config.family != "vit") * ffn
+    if phase == "vision":  # rotated q and k
+        none += 2 * size
     kept = {"none": e * none + stats, "selective": e * (7 * size + ffn) + stats - 16,
             "full": e * size}
     return BlockBytes(kept, e * (2 * ffn + 2 * size), e * (ffn + size))
@@ -73,13 +73,11 @@ def _llm_block(config: LLMConfig, e: int, on_cpu: bool) -> BlockBytes:
 
 def vision_root(config: VisionConfig, width: int, e: int) -> tuple[float, float, float]:
     """What is kept around the blocks: (bytes per patch, 0, per token)."""
-    own = config.family == "vit"
-    # The connector's norm: input and output; of Qwen2-VL the output of the norm before it.
-    group = e * (2 if own else 1) * config.hidden_size
     learns = not config.frozen
-    root = learns * e * (config.geometry.row_size * config.temporal_patch_size
+    root = learns * e * (config.geometry.row_size
                          + config.hidden_size + 2 * config.hidden_size // config.num_heads)
-    return root + group, 0.0, e * 2 * config.connector_hidden(width)
+    # The connector's norm: input and output.
+    return root + e * 2 * config.hidden_size, 0.0, e * 2 * width
 
 
 def audio_root(config: AudioConfig, width: int, e: int) -> tuple[float, float, float]:

@@ -39,8 +39,6 @@ CASES = {
     "frozen encoders": case(frozen("vision", "audio"), activation_checkpointing="full"),
     "frozen LLM": case(frozen("llm"), activation_checkpointing="selective", loss_chunk_rows=7),
     "frozen vision": case(frozen("vision")),
-    "tower of Qwen2-VL": case(replace(MODEL, vision=replace(MODEL.vision, family="qwen2_vl")),
-                              vision_checkpointing="selective"),
     "connectors alone": case(frozen("vision", "audio", "llm"), prefetch=2),
 }
 

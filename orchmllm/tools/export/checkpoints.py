@@ -28,6 +28,10 @@ def model_of(state: dict) -> ModelConfig:
     kinds = {part: type(getattr(ModelConfig(), part)) for part in PARTS}
     try:
         model = state["model"]
+        if model["vision"].pop("family", "vit") != "vit":
+            raise ValueError("the checkpoint has the vision tower of Qwen2-VL as model.vision, "
+                             "which only versions before knew: export it with the version that "
+                             "trained it")
         return ModelConfig(
             **{p: kind(**model[p]) for p, kind in kinds.items()},
             **{name: model[name] for name in ("pretrained", "config") if name in model})

@@ -4,11 +4,11 @@
     orchmllm export runs/x/checkpoints/step_00001000 --out exported
 
 exported/llm is a Qwen2 model, exported/tokenizer its tokenizer, exported/audio a Whisper encoder,
-exported/vision the vision tower of Qwen2-VL (or our own encoder, which has no class in
-transformers); connectors.safetensors has the layers between, orchmllm.json says what is what.
-`orchmllm generate exported` answers with all of it. A run starts from it with
-model.llm.pretrained=exported/llm and so on: docs/weights.md. Of a run with model.pretrained or
-model.config, exported is the model and its processor, for transformers' from_pretrained.
+exported/vision our own encoder, which has no class in transformers; connectors.safetensors has the
+layers between, orchmllm.json says what is what. `orchmllm generate exported` answers with all of
+it. A run starts from it with model.llm.pretrained=exported/llm and so on: docs/weights.md. Of a run
+with model.pretrained or model.config, exported is the model and its processor, for transformers'
+from_pretrained.
 """
 
 from __future__ import annotations

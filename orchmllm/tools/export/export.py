@@ -98,11 +98,10 @@ def _write(model: ModelConfig, tensors: dict[str, list[hf_tensors.FileTensor]],
         for name, contents in part_json(part, model, dtype).items():
             (folder / part / name).write_text(json.dumps(contents, indent=1), encoding="utf-8")
         files = hf_tensors.write_folder(folder / part, tensors[part], max_file_bytes)
-        name = CLASSES[model.vision.family if part == "vision" else part]
+        name = CLASSES[part]
         note[part] = {"class": f"transformers.{name}" if name else None,
                       "tensors": len(tensors[part]), "files": files}
-        what = name or ("orchmllm.models.vision.VisionEncoder (model.vision.family vit has no "
-                        "class in transformers)")
+        what = name or "orchmllm.models.vision.VisionEncoder (no class in transformers)"
         log(_line(f"{part}/", tensors[part], files, what))
     hf_tensors.write_file(folder / "connectors.safetensors", tensors["connectors"])
     log(_line("connectors.safetensors", tensors["connectors"], 1, "names of orchmllm"))

@@ -88,16 +88,6 @@ def test_flops_equal_what_is_counted(phase, case):
     assert got == pytest.approx(want, rel=1e-9)  # and in fact exactly
 
 
-@pytest.mark.parametrize("frozen", [False, True])
-def test_flops_of_the_tower_of_qwen2_vl(frozen):
-    """Two frames a patch, and a connector as wide as a group."""
-    config = replace(MODEL, vision=replace(MODEL.vision, family="qwen2_vl", frozen=frozen))
-    lengths = lengths_of("vision")
-    want = counted(lambda: run_phase(MultimodalModel(config), "vision")) + attention_flops(
-        config.vision, lengths.positions, False, 0 if frozen else 2)
-    assert phase_work("vision", config, lengths).useful.sum() == pytest.approx(want, rel=1e-9)
-
-
 @pytest.mark.parametrize("chunk_rows", [0, 40])
 def test_a_chunked_loss_computes_no_product_twice(chunk_rows):
     model = MultimodalModel(MODEL)

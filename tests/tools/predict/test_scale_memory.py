@@ -21,7 +21,7 @@ from orchmllm.sharding.memory import CHOICES, MemoryModel, choose_checkpointing,
 from orchmllm.sharding.units import units
 from orchmllm.tools.predict.dry_run import parameters
 from orchmllm.tools.predict.workload import sample_layout
-from tests.lib.memory import TOWER, WIDE, measured
+from tests.lib.memory import WIDE, measured
 from tests.lib.ranks import run_ranks
 from tests.lib.recipes import frozen, small_spec
 from tests.lib.synthetic import MODEL, SyntheticDataset, recipe
@@ -46,16 +46,6 @@ def test_predicted_peak_is_the_measured_one(choice):
 @pytest.mark.slow
 @pytest.mark.dist
 @pytest.mark.parametrize("choice", CHOICES)
-@pytest.mark.parametrize("compute", ["", "bfloat16"])
-def test_predicted_peak_of_the_tower_of_qwen2_vl(choice, compute):
-    fsdp = FsdpConfig(activation_checkpointing=choice, compute_dtype=compute)
-    for peak, predicted in run_ranks(measured, 2, fsdp, ("TVT",), TOWER):
-        assert predicted == pytest.approx(peak, rel=0.10)
-
-
-@pytest.mark.slow
-@pytest.mark.dist
-@pytest.mark.parametrize("choice", CHOICES)
 @pytest.mark.parametrize("parts", [("llm",), ("vision", "audio")])
 def test_predicted_peak_with_frozen_parts(choice, parts):
     model = replace(WIDE, **{p: replace(getattr(WIDE, p), frozen=True) for p in parts})
@@ -64,7 +54,7 @@ def test_predicted_peak_with_frozen_parts(choice, parts):
         assert predicted == pytest.approx(peak, rel=0.05)
 
 
-@pytest.mark.parametrize("model", [MODEL, WIDE, TOWER, frozen("vision", "audio"), frozen("llm")])
+@pytest.mark.parametrize("model", [MODEL, WIDE, frozen("vision", "audio"), frozen("llm")])
 def test_shapes_are_those_of_the_built_model(model):
     built = MultimodalModel(model)
     want = {True: [], False: []}

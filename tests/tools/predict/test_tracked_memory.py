@@ -60,7 +60,7 @@ CASES = {  # (ranks, recipe)
     "18B, mixed": (256, thin("mllm18b", shard_size=64, batch_size=10, llm_checkpointing="selective",
                              audio_checkpointing="none")),
     "1 rank, none": (1, thin("mllm_1gpu", batch_size=8, activation_checkpointing="none")),
-    "Qwen2-VL": (8, thin("pretrained_7b", batch_size=8)),
+    "7B, pretrained": (8, thin("pretrained_7b", batch_size=8)),
     "padded audio": (8, thin("mllm10b", batch_size=10, audio="padded",
                              activation_checkpointing="none")),
 }
