@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -34,6 +35,13 @@ def family_of(name: str) -> Family:
 def build(name: str) -> nn.Module:
     torch.manual_seed(0)
     return FAMILIES[name].build()
+
+
+def stock_of(folder: Path) -> nn.Module:
+    """The model of a folder in one process."""
+    from transformers import AutoModelForImageTextToText
+
+    return AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float64).train()
 
 
 def sample(name: str, model: nn.Module, items: Sequence[Item], seed: int) -> dict[str, Any]:

@@ -129,7 +129,9 @@ class Processor:
         image crosses it. Raises RowError."""
         mark = self._processor.image_token
         text = "".join(mark if isinstance(span, Medium) else span.text for span in spans)
-        out, expanded = self._run(self._some, text, images, "pt")
+        has_pixels = any(isinstance(image, Image.Image) for image in images)
+        processor = self._some if has_pixels else self._shapes
+        out, expanded = self._run(processor, text, images, "pt")
         tokens, _ = self._tokens(spans, expanded, limit)
         ids = out.pop("input_ids")
         if ids[0, : len(tokens.ids)].tolist() != tokens.ids.tolist():
