@@ -11,9 +11,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import transformers
 from PIL import Image
 
 from orchmllm.batch import IGNORE_INDEX
+from orchmllm.config.balance import PhaseConfig
 from orchmllm.config.model import ModelConfig
 from orchmllm.config.recipe import DataConfig, FsdpConfig, Recipe, RunConfig, TrainConfig
 from orchmllm.data.loading.step_loader import StepLoader
@@ -21,6 +23,7 @@ from orchmllm.data.processed import ProcessedRows
 from orchmllm.data.sampler import GlobalSampler
 from orchmllm.trainer import Trainer
 from tests.lib import whole_models as models
+from tests.lib.processors import FAMILIES
 from tests.lib.ranks import run_ranks
 from tests.lib.whole_folders import write_model
 
@@ -101,6 +104,7 @@ def reference(folder: Path, stock, rows: ProcessedRows, ids: list[int], lost: li
 def compared(world, folder: Path, name: str, runs: list[Recipe]) -> list[dict]:
     """The plans of all steps of the first of the runs; every run is compared with stock
     transformers."""
+    FAMILIES[name](transformers)  # imports a processor that would need torchvision
     stock = models.stock_of(folder)
     rows = ProcessedRows(folder, runs[0].data)
     exact = models.LOOSE.get(name, models.EXACT)
@@ -135,7 +139,8 @@ def test_gradients_are_those_of_stock_transformers(name, ranks, shard_size, tmp_
     write_model(name, tmp_path, torch.float64)
     write_rows(tmp_path)
     run = recipe(tmp_path)
-    run = replace(run, fsdp=replace(run.fsdp, shard_size=shard_size))
+    run = replace(run, fsdp=replace(run.fsdp, shard_size=shard_size), balance=replace(
+        run.balance, vision=PhaseConfig(policy="greedy")))  # moves media of one size, too
     off = replace(run, balance=replace(run.balance, enabled=False),
                   train=replace(run.train, accumulation_steps=2))
     first, second, third, last = run_ranks(compared, ranks, tmp_path, name, [run, off])[0]
