@@ -50,14 +50,14 @@ class WholeExamples(WholeFeed):
     """Each rank decodes whole examples of its own, which it gives to the model's forward."""
 
     def load(self, step):
-        for micro, request in zip(step.micro, self._requested.popleft(), strict=True):
+        for micro in self._requested.popleft():
             calls = [((i,), {}) for i in micro.rank_plan.example_ids.tolist()]
             micro.content = self._join([
                 example for example, _ in self._workers.request("load", calls)()])
         return -1, -1
 
     def announce(self, step):
-        self._requested.append([None] * len(step.micro))
+        self._requested.append(step.micro)
 
 
 class Traffic:
