@@ -10,8 +10,9 @@ moves pixels and returns features in the training thread).
 
 Counted are bytes between ranks apart from those of FSDP: agreements, media and features, forward
 and backward. The critical path is CPU time of training threads: what the slowest rank takes up to
-the text model's first layer, from there to the loss, and for the backward pass, summed. Waiting is
-the share of a step that the training thread waits for data.
+the text model's first layer, from there to the loss, and for the backward pass, summed; shown are
+the median step and the median of the ratios of the same step in both ways. Waiting is the share of
+the steps that the training thread waits for data.
 """
 
 from __future__ import annotations
@@ -168,19 +169,20 @@ def report(ranks: int, found: list[dict[str, dict]], steps: int) -> None:
     table = {}
     for way in WAYS:
         mine = [rank[way] for rank in found]
-        slowest = np.array([rank["parts"] for rank in mine]).max(0).sum(0)  # by part
+        slowest = 1e3 * np.array([rank["parts"] for rank in mine]).max(0)  # (steps, parts)
         table[way] = {
             "KB moved": sum(rank["rows"] for rank in mine) / steps / 1e3,
             "KB of agreements": sum(rank["agreements"] for rank in mine) / steps / 1e3,
-            "critical path, ms": 1e3 * slowest.sum() / steps,
-            "of it before the text model": 1e3 * slowest[0] / steps,
+            "critical path, ms": slowest.sum(1),
+            "of it before the text model": slowest[:, 0],
             "step, ms": 1e3 * max(rank["step_s"] for rank in mine) / steps,
             "waiting, %": 100 * max(r["wait_s"] / r["step_s"] for r in mine)}
     print(f"{ranks} ranks, {steps} steps of each way, a step:")
     for name, planned in table["planned"].items():
         hook = table["hook"][name]
-        ratio = f"{planned / hook:.3f}" if hook else "-"
-        print(f"  {name:28} planned {planned:9.2f}   hook {hook:9.2f}   ratio {ratio}")
+        ratio = np.median(planned / np.maximum(hook, 1e-9))
+        print(f"  {name:28} planned {np.median(planned):9.2f}   hook {np.median(hook):9.2f}"
+              f"   ratio {ratio:.3f}")
 
 
 if __name__ == "__main__":

@@ -92,8 +92,8 @@ class PlannedEncoders:
         media: Mapping[str, Sequence[dict[str, Tensor]]], micro: Microbatch,
     ) -> dict[str, EncodedItems]:
         """The phases of which any rank has media. examples: those of this rank's LLM; media[phase]:
-        tensors of each segment that this rank encodes, in slot order, or of any one if it encodes
-        none. On the CPU. Raises ValueError for tensors that the encoder does not understand."""
+        tensors (rows, ...) of each segment that this rank encodes, in slot order, or of any one if
+        it encodes none. On the CPU. Raises ValueError for tensors that the encoder does not understand."""
         return {phase: self._packed(phase, examples, media[phase], micro)
                 for phase in ENCODERS if len(micro.plan.encode[phase].order)}
 
