@@ -20,7 +20,7 @@ from torch import Tensor
 from orchmllm.data.formats.conversation import Turn, media_of
 from orchmllm.data.formats.scanned import digest
 from orchmllm.data.media.medium import Medium, RowError
-from orchmllm.data.media.shapes import of_shapes, sized
+from orchmllm.data.media.shapes import of_shapes, of_some, sized
 from orchmllm.data.text.model_folder import load_processor, most_tokens
 from orchmllm.data.text.spans import Span, Text
 from orchmllm.data.text.tokenizer import ChatTokenizer
@@ -59,6 +59,8 @@ class Processor:
         self._processor, config = load_processor(self.folder)
         self._shapes = copy.copy(self._processor)
         self._shapes.image_processor = of_shapes(self._processor.image_processor)
+        self._some = copy.copy(self._processor)
+        self._some.image_processor = of_some(self._processor.image_processor)
         try:
             self._patch = int(np.max(config.vision_config.patch_size))
             self.image_token_id = int(config.image_token_id)
@@ -123,10 +125,13 @@ class Processor:
              ) -> tuple[Tokens, dict[str, Tensor]]:
         """(The sequence of a rendered conversation and its images, the processor's other tensors by
         argument name). images: Pillow's, as arrays small ones can be read with another side for the
-        channels. limit: see `tokens`; no image crosses it. Raises RowError."""
+        channels; or as `sized` makes them, whose pixels are not wanted. limit: see `tokens`; no
+        image crosses it. Raises RowError."""
         mark = self._processor.image_token
         text = "".join(mark if isinstance(span, Medium) else span.text for span in spans)
-        out, expanded = self._run(self._processor, text, images, "pt")
+        has_pixels = any(isinstance(image, Image.Image) for image in images)
+        processor = self._some if has_pixels else self._shapes
+        out, expanded = self._run(processor, text, images, "pt")
         tokens, _ = self._tokens(spans, expanded, limit)
         ids = out.pop("input_ids")
         if ids[0, : len(tokens.ids)].tolist() != tokens.ids.tolist():
