@@ -4,6 +4,7 @@ transformers."""
 from __future__ import annotations
 
 import shutil
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -20,7 +21,7 @@ from orchmllm.config.recipe import Recipe
 from orchmllm.encoders.hook import balance_encoders
 from orchmllm.encoders.sharing import EncoderStep
 from orchmllm.hf.sources import WeightSource
-from orchmllm.models.families import read_config
+from orchmllm.models.families import model_class, read_config
 from orchmllm.models.hf import WholeModel
 from orchmllm.models.mllm import MultimodalModel
 from orchmllm.sharding.fsdp import build_model
@@ -54,8 +55,8 @@ class MovedEncoders:
             timeout_s=recipe.launch.timeout_s)
         self._balances = recipe.balance.enabled and recipe.balance.vision.policy != "none"
         self.handle.moves = self._balances
-        self._seen: list[EncoderStep] = []
-        model.register_forward_hook(lambda *_: self._seen.extend(self.handle.last.values()))
+        self._seen: dict[str, list[EncoderStep]] = defaultdict(list)
+        model.register_forward_hook(self._see)
 
     @contextmanager
     def __call__(self, step: Step) -> Iterator[None]:
@@ -65,10 +66,14 @@ class MovedEncoders:
         self._seen.clear()
         yield
         self.handle.moves = self._balances
-        if self._seen:
-            step.phases["vision"]["imbalance_after"] = sum(
-                encoded.imbalance[1] for encoded in self._seen) / len(self._seen)
-            step.phases["vision"]["moved_bytes"] = sum(e.moved_bytes for e in self._seen)
+        for phase, seen in self._seen.items():
+            step.phases[phase]["imbalance_after"] = sum(
+                encoded.imbalance[1] for encoded in seen) / len(seen)
+            step.phases[phase]["moved_bytes"] = sum(e.moved_bytes for e in seen)
+
+    def _see(self, *_: object) -> None:
+        for name, encoded in self.handle.last.items():
+            self._seen["audio" if name == "audio" else "vision"].append(encoded)
 
 
 @contextmanager
@@ -95,11 +100,10 @@ def starting_weights(
 
 
 def _draw(config: Path, seed: int, folder: Path) -> None:
-    from transformers import AutoModelForImageTextToText
-
+    settings = read_config(config)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        AutoModelForImageTextToText.from_config(read_config(config)).save_pretrained(folder)
+        model_class(settings)._from_config(settings).save_pretrained(folder)
 
 
 def agreed(gather: RowGather, error: Exception | None) -> None:

@@ -1,5 +1,5 @@
-"""Image processors of transformers that are told the sizes of images and read no pixels: which
-shapes their results have is decided by their own code."""
+"""Processors of transformers that are told the sizes of images and clips and read neither pixels
+nor samples: which shapes their results have is decided by their own code."""
 
 from __future__ import annotations
 
@@ -7,8 +7,20 @@ import copy
 from types import FunctionType
 
 import numpy as np
+from PIL import Image
+from transformers import WhisperFeatureExtractor
 from transformers import image_processing_backends as backends
 from transformers.image_processing_backends import PilBackend
+
+# Of an image height and width in pixels as displayed; of a clip 0 and its samples, at the rate of
+# the processor.
+Size = tuple[int, int]
+
+
+def blank(size: Size) -> Image.Image | np.ndarray:
+    """A black image, or a silent clip."""
+    height, width = size
+    return Image.new("RGB", (width, height)) if height else np.zeros(width, np.float32)
 
 
 def sized(height: int, width: int) -> np.ndarray:
@@ -47,4 +59,19 @@ def of_shapes(image_processor: PilBackend) -> PilBackend:
     out = copy.copy(image_processor)
     family = type(image_processor)
     out.__class__ = type(family.__name__, (family, _Shapes), {})
+    return out
+
+
+class _Silent(WhisperFeatureExtractor):
+    def _torch_extract_fbank_features(self, waveform: np.ndarray, device: str = "cpu"
+                                      ) -> np.ndarray:
+        count, samples = waveform.shape
+        return np.zeros((count, self.feature_size, samples // self.hop_length), np.float32)
+
+
+def of_lengths(extractor: WhisperFeatureExtractor) -> WhisperFeatureExtractor:
+    """A copy of the part for clips whose results have the shapes of clips of these lengths, and
+    say nothing of the samples."""
+    out = copy.copy(extractor)
+    out.__class__ = _Silent
     return out
