@@ -9,7 +9,8 @@ that failed.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -25,8 +26,9 @@ from orchmllm.data.lengths import LengthReader, MeasuredExample
 from orchmllm.data.media.decode import OnError, decode_samples, fail, upright_image
 from orchmllm.data.media.headers import audio_header, image_header
 from orchmllm.data.media.medium import MediaError, Medium, RowError
-from orchmllm.data.media.shapes import Size, blank
+from orchmllm.data.media.shapes import Size, blank, sized
 from orchmllm.data.media.video import pictures
+from orchmllm.data.segments import KINDS, is_content
 from orchmllm.data.storage.remote import Storage
 from orchmllm.data.text.processor import Processor, Tokens
 from orchmllm.data.text.spans import before
@@ -119,22 +121,32 @@ class ProcessedRows(ConversationDataset):
         their product; of a clip, rows are the frames that are encoded, padding of a window too."""
         return self.layout(i)
 
-    def load(self, i: int, *, row: MeasuredExample | None = None, on_error: OnError = None
-             ) -> ProcessedExample:
-        """Example i with the lengths that `measure` gives. row: what `kept` returned in the process
-        that planned it. A medium that cannot be decoded raises MediaError with `segment` set; with
-        `on_error`, it is called with (segment, error) instead, the image is black or the clip
-        silent, and nothing is learnt. A row that cannot be used, or has changed since it was
-        measured, is told of as segment 0 and has the planned lengths."""
+    def load(self, i: int, *, text: bool = True, segments: Collection[int] | None = None,
+             row: MeasuredExample | None = None, on_error: OnError = None) -> ProcessedExample:
+        """Example i with the lengths that `measure` gives, or parts of it.
+
+        text: False leaves ids and labels None. segments: None for the whole example; else the
+        positions in the segment list of the media to decode, whose tensors are in `parts`, as the
+        processor makes them beside the others of the example. row: what `kept` returned in the
+        process that planned it. A medium that cannot be decoded raises MediaError with `segment`
+        set; with `on_error`, it is called with (segment, error) instead, the image is black or the
+        clip silent, and nothing is learnt. A row that cannot be used, or has changed since it was
+        measured, is told of as segment 0 (the first where its text is loaded) and has the planned
+        lengths."""
         row = row or self._row(i)
-        problem = row.problem
+        problem, example = row.problem, None
         if problem is None:
             try:
-                return self._example(row, on_error)
+                example = self._example(row, segments, on_error)
             except RowError as error:
                 problem = MediaError(self._name(i), f"cannot be used as it was planned: {error}")
-        fail(0, problem, on_error)
-        return self._filler(row)
+        if problem is not None:
+            if text or row.problem is None:
+                fail(0, problem, on_error)
+            example = self._filler(row)
+        if segments is not None:
+            example = _parted(example, segments)
+        return example if text else replace(example, input_ids=None, labels=None)
 
     def _row(self, i: int, text: bool = True) -> MeasuredExample:
         row = super()._row(i, text=False)
@@ -142,14 +154,21 @@ class ProcessedRows(ConversationDataset):
         index = self.indexes[source]
         return row if index is None else row._replace(sizes=index.sizes(number))
 
-    def _example(self, row: MeasuredExample, on_error: OnError) -> ProcessedExample:
-        """Raises RowError where the row is not as planned."""
+    def _example(self, row: MeasuredExample, wanted: Collection[int] | None, on_error: OnError
+                 ) -> ProcessedExample:
+        """wanted: segments that are decoded (None: all). Raises RowError where the row is not as
+        planned."""
         layout, sizes = row.layout, row.sizes
         spans = before(self.processor.rendered(row.turns), len(sizes))
         segments = np.flatnonzero(layout.modality != TEXT).tolist()
         media, failed = [], False
-        shown = pictures(row.media[: len(sizes)], self.processor)
-        for medium, size, segment in zip(row.media, sizes, segments, strict=False):
+        reads = [wanted is None or segment in wanted for segment in segments]
+        shown = pictures([m for m, read in zip(row.media, reads, strict=False) if read],
+                         self.processor)
+        for medium, size, segment, read in zip(row.media, sizes, segments, reads, strict=False):
+            if not read:
+                media.append(sized(*size))
+                continue
             try:
                 media.append(_decoded(medium, size, shown.get(medium), self.processor.audio))
             except MediaError as error:
@@ -175,6 +194,18 @@ class ProcessedRows(ConversationDataset):
         arguments = self.processor.arguments_like(ids, row.sizes)
         return ProcessedExample(int(layout.example_id[0]), ids,
                                 torch.full_like(ids, IGNORE_INDEX), arguments, layout)
+
+
+def _parted(example: ProcessedExample, segments: Collection[int]) -> ProcessedExample:
+    """Of a whole example the tensors of these media, and those that the text model reads."""
+    lengths, cut, arguments = example.lengths, {}, {}
+    for modality, kind in KINDS.items():
+        media = np.flatnonzero(lengths.modality == modality).tolist()
+        cut |= zip(media, kind.parts(example.media, lengths.grid[media]), strict=True)
+        arguments |= dict.fromkeys(media, kind.content)
+    return replace(
+        example, media={n: v for n, v in example.media.items() if not is_content(n)},
+        parts={s: cut[s] for s in segments}, arguments=arguments)
 
 
 def _decoded(medium: Medium, size: Size, picture: np.ndarray | MediaError | None,

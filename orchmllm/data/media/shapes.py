@@ -1,5 +1,5 @@
-"""Processors of transformers that are told the sizes of images and clips and read neither pixels
-nor samples: which shapes their results have is decided by their own code."""
+"""Processors of transformers that are told the sizes of images and clips and read no pixels and
+samples, or only those of some: which shapes their results have is decided by their own code."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ def blank(size: Size) -> Image.Image | np.ndarray:
 
 
 def sized(height: int, width: int) -> np.ndarray:
-    """(height, width, 3) uint8: an image of this size that takes no memory."""
+    """(height, width, 3) uint8: an image of this size that takes no memory. Without a height a
+    clip (width,) of samples that are not known, NaN."""
+    if not height:
+        return np.broadcast_to(np.float32(np.nan), width)
     return np.broadcast_to(np.zeros((), np.uint8), (height, width, 3))
 
 
@@ -53,25 +56,56 @@ class _Shapes(PilBackend):
         return np.broadcast_to(np.zeros((), np.float32), image.shape)
 
 
+class _Some(_Shapes):
+    """Steps that read the pixels of an image, unless `sized` made it."""
+
+
+def _step(name: str) -> FunctionType:
+    def run(self, image, *args, **options):
+        made_up = isinstance(image, np.ndarray) and not any(image.strides)
+        return getattr(_Shapes if made_up else PilBackend, name)(self, image, *args, **options)
+
+    return run
+
+
+for _name in ("process_image", "resize", "center_crop", "rescale", "normalize"):
+    setattr(_Some, _name, _step(_name))
+
+
 def of_shapes(image_processor: PilBackend) -> PilBackend:
     """A copy of an image processor that takes what `sized` gives, and whose results have the shapes
     of images of these sizes."""
+    return _with_steps(image_processor, _Shapes)
+
+
+def of_some(image_processor: PilBackend) -> PilBackend:
+    """A copy of an image processor that also takes what `sized` gives, among other images, which
+    become what they become beside images of these sizes."""
+    return _with_steps(image_processor, _Some)
+
+
+def _with_steps(image_processor: PilBackend, steps: type) -> PilBackend:
     out = copy.copy(image_processor)
     family = type(image_processor)
-    out.__class__ = type(family.__name__, (family, _Shapes), {})
+    out.__class__ = type(family.__name__, (family, steps), {})
     return out
 
 
-class _Silent(WhisperFeatureExtractor):
+class _Heard(WhisperFeatureExtractor):
+    """One clip after the other, so that what becomes of a clip does not depend on the others."""
+
     def _torch_extract_fbank_features(self, waveform: np.ndarray, device: str = "cpu"
                                       ) -> np.ndarray:
         count, samples = waveform.shape
-        return np.zeros((count, self.feature_size, samples // self.hop_length), np.float32)
+        out = np.zeros((count, self.feature_size, samples // self.hop_length), np.float32)
+        for k in np.flatnonzero(~np.isnan(waveform[:, 0])):
+            out[k] = super()._torch_extract_fbank_features(waveform[k], device)
+        return out
 
 
-def of_lengths(extractor: WhisperFeatureExtractor) -> WhisperFeatureExtractor:
-    """A copy of the part for clips whose results have the shapes of clips of these lengths, and
-    say nothing of the samples."""
+def of_clips(extractor: WhisperFeatureExtractor) -> WhisperFeatureExtractor:
+    """A copy of the part for clips that also takes what `sized` gives, of which it makes zeros of
+    the shape that a clip of this length has."""
     out = copy.copy(extractor)
-    out.__class__ = _Silent
+    out.__class__ = _Heard
     return out

@@ -20,7 +20,7 @@ from torch import Tensor
 from orchmllm.data.formats.conversation import Turn, media_of
 from orchmllm.data.formats.scanned import digest
 from orchmllm.data.media.medium import Medium, RowError
-from orchmllm.data.media.shapes import Size, blank, of_lengths, of_shapes, sized
+from orchmllm.data.media.shapes import Size, blank, of_clips, of_shapes, of_some, sized
 from orchmllm.data.text.clips import Clips
 from orchmllm.data.text.model_folder import load_processor, most_tokens
 from orchmllm.data.text.spans import Span, Text, before
@@ -60,6 +60,7 @@ class Processor:
         self.folder, self.options = Path(folder), dict(options or {})
         self._processor, config = load_processor(self.folder)
         self._shapes = copy.copy(self._processor)
+        self._some = copy.copy(self._processor)
         self._marks: dict[int, str] = {}
         self.token_ids: dict[int, int] = {}
         self._clips: Clips | None = None
@@ -68,12 +69,14 @@ class Processor:
             if hasattr(self._processor, "image_processor"):
                 images = self._processor.image_processor
                 self._shapes.image_processor = of_shapes(images)
+                self._some.image_processor = of_some(images)
                 self._have_grids = "image_grid_thw" in images.model_input_names
                 self._patch = int(np.max(config.vision_config.patch_size))
                 self._marks[VISION] = self._processor.image_token
                 self.token_ids[VISION] = int(config.image_token_id)
             if hasattr(self._processor, "feature_extractor"):
-                self._shapes.feature_extractor = of_lengths(self._processor.feature_extractor)
+                clips = of_clips(self._processor.feature_extractor)
+                self._shapes.feature_extractor = self._some.feature_extractor = clips
                 self._clips = Clips(self._processor, config)
                 self._marks[AUDIO] = self._processor.audio_token
                 self.token_ids[AUDIO] = int(config.audio_token_id)
@@ -148,11 +151,11 @@ class Processor:
              ) -> tuple[Tokens, dict[str, Tensor]]:
         """(The sequence of a rendered conversation and its media, the processor's other tensors by
         argument name). media: images of Pillow, as arrays small ones can be read with another side
-        for the channels; clips (n,) float32. limit: see `tokens`; no medium crosses it. Raises
-        RowError."""
+        for the channels; clips (n,) float32; or as `sized` makes them, whose content is not wanted.
+        limit: see `tokens`; no medium crosses it. Raises RowError."""
         text = "".join(self._marks[span.modality] if isinstance(span, Medium) else span.text
                        for span in spans)
-        out, expanded = self._run(self._processor, text, media, "pt")
+        out, expanded = self._run(self._some, text, media, "pt")
         tokens, _ = self._tokens(spans, expanded, limit)
         ids = out.pop("input_ids")
         if ids[0, : len(tokens.ids)].tolist() != tokens.ids.tolist():
@@ -178,7 +181,7 @@ class Processor:
         several in another way than one. Raises RowError."""
         if not sizes:
             return Expanded((), ())
-        media = [sized(*size) if size[0] else blank(size) for size in sizes]
+        media = [sized(*size) for size in sizes]
         tensors = "np" if VISION in self._marks else "pt"  # audioflamingo3's knows no other
         return self._run(self._shapes, self._written(sizes), media, tensors)[1]
 
