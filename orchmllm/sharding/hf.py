@@ -39,10 +39,12 @@ def load_whole(
 
     logging.disable_progress_bar()  # one of each rank
     made: list[WholeModel] = []
+    fixed: set[str] = set()
 
     def distribute(hf: nn.Module) -> None:
         whole = WholeModel(hf, compute_dtype(config))
         frozen = freeze(whole, model)
+        fixed.update(name for name, p in hf.named_parameters() if not p.requires_grad)
         for phase, stack in whole.blocks().items():
             if checkpointing[phase] != "none":
                 for block in stack:
@@ -63,7 +65,8 @@ def load_whole(
         raise ValueError(f"{folder}: {len(wrong)} weights are missing or have another shape "
                          f"({', '.join(map(str, sorted(wrong)[:3]))}): copy the folder completely")
     whole = made[0].train()
-    freeze(whole, model)  # what was loaded is made anew
+    for name, parameter in whole.hf.named_parameters():  # what was loaded is made anew
+        parameter.requires_grad_(name not in fixed)
     return whole
 
 
