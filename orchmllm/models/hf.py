@@ -205,7 +205,7 @@ def part_flops(folder: str) -> dict[str, PartFlops]:
              for part, stack in stacks.items()}
     out = {"llm": PartFlops(2 * sizes["llm"], 2 * len(stacks["llm"]) * width,
                             2 * whole.hf.get_output_embeddings().weight.numel())}
-    for part in stacks.keys() - out.keys():
+    for part in [part for part in ENCODERS if part in stacks]:
         tower, inside = getattr(config, f"{part}_config"), 0
         # A pair of positions: 2 products of 2 FLOP; half of the pairs where it is causal.
         position = 2 * sizes[part]

@@ -85,7 +85,7 @@ def ordered(whole: WholeModel, config: FsdpConfig, frozen: set[str]
     fully_shard changes."""
     stacks = whole.blocks()
     tower = []
-    for part in stacks.keys() & ENCODERS.keys():
+    for part in [part for part in ENCODERS if part in stacks]:
         learns = part not in frozen
         tower += [Unit(block, config.reshard(part) if learns else "full", learns)
                   for block in stacks[part]]

@@ -382,7 +382,10 @@ def test_worker_processes_load_the_same(tmp_path):
 
 
 def test_a_folder_that_cannot_be_used_says_why(tmp_path):
-    from transformers import WhisperFeatureExtractor
+    from transformers import ClapFeatureExtractor, WhisperFeatureExtractor
+
+    extractors = {"qwen2_audio": WhisperFeatureExtractor(feature_size=8),
+                  "clap": ClapFeatureExtractor()}
 
     write_rows(tmp_path, "llava", SIZES[:1])
     path = tmp_path / "chat_template.jinja"
@@ -397,11 +400,12 @@ def test_a_folder_that_cannot_be_used_says_why(tmp_path):
     with pytest.raises(ValueError, match="leave it out"):
         opened(tmp_path, tokenizer="there")
     for kind, reason in (("llama", "llama have no processor"),
-                         ("qwen2_audio", "Qwen2AudioProcessor has no image processor"),
+                         ("qwen2_audio", "does not write <|AUDIO|> for a clip"),
+                         ("clap", "the ClapFeatureExtractor of its processor was not tested"),
                          ("chameleon", "does not say vision_config")):
         (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
-        if kind == "qwen2_audio":
-            WhisperFeatureExtractor(feature_size=8).save_pretrained(tmp_path)
+        if kind in extractors:
+            extractors[kind].save_pretrained(tmp_path)
         else:
             (tmp_path / "preprocessor_config.json").unlink(missing_ok=True)
         with pytest.raises(ValueError, match=reason):
