@@ -212,7 +212,7 @@ MUTATIONS = [Mutation(*row) for row in (
      '"position_ids": torch.cat([self._positions(e) for e in examples], -1),',
      '"position_ids": torch.arange(len(ids))[None],', "tests/models/test_packed_models.py",
      "Every example but the first has other rotary positions than alone."),
-    ("images padded at their beginning", "orchmllm/models/hf.py", "for n in (0, m)",
+    ("images padded at their beginning", "orchmllm/batch.py", "for n in (0, m)",
      "for n in (m, 0)", "tests/models/test_packed_models.py",
      "Images of several sizes on a rank are cut at the wrong side."),
 

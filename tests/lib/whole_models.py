@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from orchmllm.batch import IGNORE_INDEX, ProcessedExample
 from orchmllm.data.segments import KINDS, is_content
 from orchmllm.models.families import FAMILIES as ADMITTED  # noqa: F401
+from orchmllm.models.families import model_class, read_config
 from orchmllm.plan.geometry import SegmentLengths, text_lengths
 from orchmllm.plan.layout import AUDIO as AUDIO_SEGMENT
 from orchmllm.plan.layout import TEXT as TEXT_SEGMENT
@@ -40,6 +42,18 @@ def kinds_of(name: str) -> list[str]:
 def build(name: str) -> nn.Module:
     torch.manual_seed(0)
     return FAMILIES[name].build()
+
+
+def stock_of(folder: Path) -> nn.Module:
+    """The model of a folder in one process; what its class fixes does not learn, as
+    from_pretrained would have it."""
+    config = read_config(folder)
+    kind = model_class(config)
+    model = kind.from_pretrained(folder, dtype=torch.float64).train()
+    learns = {name: p.requires_grad for name, p in kind._from_config(config).named_parameters()}
+    for name, p in model.named_parameters():
+        p.requires_grad_(learns[name])
+    return model
 
 
 def sample(name: str, model: nn.Module, items: Sequence[Item], seed: int) -> dict[str, Any]:

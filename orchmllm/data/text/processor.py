@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from PIL import Image
 from torch import Tensor
 
 from orchmllm.data.formats.conversation import Turn, media_of
@@ -155,7 +156,8 @@ class Processor:
         limit: see `tokens`; no medium crosses it. Raises RowError."""
         text = "".join(self._marks[span.modality] if isinstance(span, Medium) else span.text
                        for span in spans)
-        out, expanded = self._run(self._some, text, media, "pt")
+        has_pixels = any(isinstance(medium, Image.Image) for medium in media)
+        out, expanded = self._run(self._some if has_pixels else self._shapes, text, media, "pt")
         tokens, _ = self._tokens(spans, expanded, limit)
         ids = out.pop("input_ids")
         if ids[0, : len(tokens.ids)].tolist() != tokens.ids.tolist():
@@ -164,16 +166,14 @@ class Processor:
                         for name, value in out.items()}
 
     def arguments_like(self, ids: Tensor, sizes: Sequence[Size]) -> dict[str, Tensor]:
-        """The processor's tensors for an example with these ids (n,), black images and silent
-        clips."""
-        text = self._written(sizes) or "no media"
-        out, _ = self._run(self._processor, text, [blank(size) for size in sizes], "pt")
+        """The processor's tensors for an example with these ids (n,) and blank media."""
+        out, _ = self._run(self._processor, self._written(sizes) or "no media",
+                           [blank(size) for size in sizes], "pt")
         del out["input_ids"]
         kinds = (ids == self.token_ids.get(VISION, -1)).long()[None]
         return {name: kinds if name.endswith("type_ids") else value for name, value in out.items()}
 
     def _written(self, sizes: Sequence[Size]) -> str:
-        """What a template would write for media of these sizes alone."""
         return "\n".join(self._marks[VISION if height else AUDIO] for height, _ in sizes)
 
     def _expanded(self, sizes: tuple[Size, ...]) -> Expanded:
