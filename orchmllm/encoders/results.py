@@ -130,7 +130,7 @@ def _rows_of(
             rows = torch.cat([item[:count] for item, count in zip(value, counts, strict=True)])
             return rows, _PADDED, counts, ()
         rows = value.reshape(-1, value.shape[-1])
-        if counts.sum() != len(rows):
+        if counts.sum() != len(rows) and not placeholder:
             raise ValueError(f"encoder {encoder.name!r}: {name} has shape {tuple(value.shape)}, "
                              f"expected {int(counts.sum())} rows for {n} items")
         return rows, _FLAT, counts, inner

@@ -120,7 +120,7 @@ def _of_whole(model: ModelConfig) -> list[Unit]:
     def unit(phase: str, role: str, copies: int = 1, place: str = "none", **options) -> Unit:
         return Unit(phase, role, copies, *map(tuple, found.get(place, ((), ()))), **options)
 
-    blocks = {part: unit(part, "block", len(stacks.get(part, ())), part) for part in PARTS}
+    blocks = {part: unit(part, "block", len(stacks.get(part, ())) or 1, part) for part in PARTS}
     return [unit("vision", "root", place="root", stays=True), blocks["vision"],
             unit("audio", "root"), blocks["audio"], unit("llm", "embed", place="embed"),
             blocks["llm"], unit("llm", "head", place="head")]

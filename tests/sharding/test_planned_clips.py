@@ -19,8 +19,8 @@ from tests.lib.whole_folders import write_clip, write_model
 from tests.sharding.test_planned_phases import compared, recipe
 
 pytestmark = pytest.mark.dist
-# Clips of each example. Of the steps of 8 examples the second has one clip, so that ranks encode
-# nothing and have no clip, the third has none; the last has 2 examples for up to 4 ranks.
+# Clips of each example. Of the steps of 8 examples the second has one clip (of three windows, where
+# a clip may have several), so that ranks encode nothing and have no clip, the third has none; the last has 2 examples for up to 4 ranks.
 COUNTS = [3, 1, 0, 2, 0, 1, 2, 0, *[0, 1, *[0] * 6], *[0] * 8, 1, 2]
 
 
@@ -33,7 +33,8 @@ def write_rows(folder: Path, name: str) -> None:
         for i, count in enumerate(COUNTS):
             parts = []
             for k in range(min(count, most)):
-                write_clip(folder / f"{i}_{k}.wav", rng.uniform(0.1, longest), rng)
+                seconds = rng.uniform(0.1, longest) if i != 9 else 0.83 * longest
+                write_clip(folder / f"{i}_{k}.wav", seconds, rng)
                 parts.append({"type": "audio", "audio": f"{i}_{k}.wav"})
             if "omni" in name and i % 2 == 0:
                 size = (*rng.integers(20, 120, 2).tolist(), 3)
