@@ -144,7 +144,8 @@ class ModelConfig:
                           "connectors from; empty: start them from run.seed.")
     pretrained: str = key("", "Folder with a whole multimodal model of transformers, in place of "
                           "these three parts, and with its processor: docs/models.md. Of the keys "
-                          "of the parts only vision.frozen and llm.frozen count then.",
+                          "of the parts only vision.frozen, audio.frozen and llm.frozen count "
+                          "then.",
                           aliases=("model_name_or_path", "pretrained_model_name_or_path"))
     config: str = key("", "The same without weights: they start from run.seed.")
 
@@ -174,7 +175,6 @@ class ModelConfig:
         for part in ("vision", "audio", "llm"):
             given = getattr(self, part)
             for f in fields(given):
-                frozen = f.name == "frozen" and part != "audio"
-                if getattr(given, f.name) != f.default and not frozen:
+                if f.name != "frozen" and getattr(given, f.name) != f.default:
                     yield Conflict((f"{part}.{f.name}", named), "has no effect with "
                                    f"model.{named}, whose config.json says it: leave it out")

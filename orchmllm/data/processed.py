@@ -1,8 +1,9 @@
 """Rows for a whole model of transformers: its own processor decides lengths and makes tensors.
 
-Lengths are read from the headers of images: the processor runs on their sizes, on all images of an
-example together. Loading decodes, runs the processor on pixels and compares: an example has the ids
-and lengths that were planned, or its row or image counts as one that failed.
+Lengths are read from the headers of images and clips: the processor runs on their sizes, on all
+media of an example together. Loading decodes, runs the processor on pixels and samples and
+compares: an example has the ids and lengths that were planned, or its row or medium counts as one
+that failed.
 """
 
 from __future__ import annotations
@@ -22,14 +23,16 @@ from orchmllm.data.dataset import ConversationDataset
 from orchmllm.data.formats.conversation import Conversation, media_of
 from orchmllm.data.formats.open import sources_of
 from orchmllm.data.lengths import LengthReader, MeasuredExample
-from orchmllm.data.media.decode import OnError, fail, upright_image
-from orchmllm.data.media.headers import image_header
+from orchmllm.data.media.decode import OnError, decode_samples, fail, upright_image
+from orchmllm.data.media.headers import audio_header, image_header
 from orchmllm.data.media.medium import MediaError, Medium, RowError
-from orchmllm.data.media.shapes import sized
+from orchmllm.data.media.shapes import Size, blank, sized
 from orchmllm.data.media.video import pictures
-from orchmllm.data.segments import is_content, parts
+from orchmllm.data.segments import KINDS, is_content
 from orchmllm.data.storage.remote import Storage
-from orchmllm.data.text.processor import Processor, Size, Tokens, before, black
+from orchmllm.data.text.processor import Processor, Tokens
+from orchmllm.data.text.spans import before
+from orchmllm.plan.geometry import AudioGeometry
 from orchmllm.plan.layout import TEXT, VISION, BatchLayout
 
 
@@ -40,7 +43,7 @@ class ProcessedReader(LengthReader):
     has_sizes = True
 
     def __init__(self, processor: Processor, max_example_tokens: int = 0) -> None:
-        super().__init__(processor.tokenizer, None, None, max_example_tokens)
+        super().__init__(processor.tokenizer, None, processor.audio, max_example_tokens)
         self.processor = processor
 
     @property
@@ -54,17 +57,26 @@ class ProcessedReader(LengthReader):
         media = media_of(turns)
         try:
             spans = self.processor.rendered(turns)
-            sizes = [image_header(medium)[::-1] for medium in media]
+            sizes = [self._size(medium) for medium in media]
             tokens = self.processor.tokens(spans, sizes, self.max_example_tokens)
             layout = layout_of(example_id, tokens)
         except RowError as error:
             return self.stand_in(MediaError(error.file, error.reason), example_id)
         except MediaError as error:
-            error.segment, error.modality = 0, VISION
             return self.stand_in(error, example_id)
-        num_images = len(layout.segments[VISION])
+        num_media = int((layout.modality != TEXT).sum())
         return MeasuredExample(layout, tokens.ids, tokens.learnt, media, None, turns,
-                               sizes[:num_images])
+                               sizes[:num_media])
+
+    def _size(self, medium: Medium) -> Size:
+        """Raises MediaError."""
+        try:
+            if medium.modality == VISION:
+                return image_header(medium)[::-1]
+            return 0, self.audio.resampled(*audio_header(medium))
+        except MediaError as error:
+            error.segment, error.modality = 0, medium.modality
+            raise
 
 
 def layout_of(example_id: int, tokens: Tokens) -> BatchLayout:
@@ -103,10 +115,10 @@ class ProcessedRows(ConversationDataset):
         return {**super().fingerprint(), "processor": self.digest}
 
     def measure(self, i: int) -> BatchLayout:
-        """Lengths of example i, from the index or from headers: `layout`. Of an image, num_tokens
+        """Lengths of example i, from the index or from headers: `layout`. Of a medium, num_tokens
         counts its features alone, and tokens that the processor writes between them belong to the
-        text after them; grid is (t, h, w), t tiles of h x w patches, rows and attn_len their
-        product."""
+        text after them. Of an image, grid is (t, h, w), t tiles of h x w patches, rows and attn_len
+        their product; of a clip, rows are the frames that are encoded, padding of a window too."""
         return self.layout(i)
 
     def load(self, i: int, *, text: bool = True, segments: Collection[int] | None = None,
@@ -116,10 +128,11 @@ class ProcessedRows(ConversationDataset):
         text: False leaves ids and labels None. segments: None for the whole example; else the
         positions in the segment list of the media to decode, whose tensors are in `parts`, as the
         processor makes them beside the others of the example. row: what `kept` returned in the
-        process that planned it. An image that cannot be decoded raises MediaError with `segment`
-        set; with `on_error`, it is called with (segment, error) instead, the image is black, and
-        nothing is learnt. A row that cannot be used, or has changed since it was measured, is told
-        of as segment 0 (the first where its text is loaded) and has the planned lengths."""
+        process that planned it. A medium that cannot be decoded raises MediaError with `segment`
+        set; with `on_error`, it is called with (segment, error) instead, the image is black or the
+        clip silent, and nothing is learnt. A row that cannot be used, or has changed since it was
+        measured, is told of as segment 0 (the first where its text is loaded) and has the planned
+        lengths."""
         row = row or self._row(i)
         problem, example = row.problem, None
         if problem is None:
@@ -147,22 +160,22 @@ class ProcessedRows(ConversationDataset):
         planned."""
         layout, sizes = row.layout, row.sizes
         spans = before(self.processor.rendered(row.turns), len(sizes))
-        segments = np.flatnonzero(layout.modality == VISION).tolist()
-        images, failed = [], False
+        segments = np.flatnonzero(layout.modality != TEXT).tolist()
+        media, failed = [], False
         reads = [wanted is None or segment in wanted for segment in segments]
         shown = pictures([m for m, read in zip(row.media, reads, strict=False) if read],
                          self.processor)
         for medium, size, segment, read in zip(row.media, sizes, segments, reads, strict=False):
             if not read:
-                images.append(sized(*size))
+                media.append(sized(*size))
                 continue
             try:
-                images.append(_decoded(medium, size, shown.get(medium)))
+                media.append(_decoded(medium, size, shown.get(medium), self.processor.audio))
             except MediaError as error:
-                failed, error.modality = True, VISION
+                failed, error.modality = True, medium.modality
                 fail(segment, error, on_error)
-                images.append(black(size))
-        tokens, arguments = self.processor.load(spans, images, self.reader.max_example_tokens)
+                media.append(blank(size))
+        tokens, arguments = self.processor.load(spans, media, self.reader.max_example_tokens)
         found = layout_of(int(layout.example_id[0]), tokens)
         if found.to_payload().tolist() != layout.to_payload().tolist():
             raise RowError("the processor makes other lengths of it")
@@ -172,11 +185,12 @@ class ProcessedRows(ConversationDataset):
                                 ids.where(learnt, torch.tensor(IGNORE_INDEX)), arguments, layout)
 
     def _filler(self, row: MeasuredExample) -> ProcessedExample:
-        """An example of the planned lengths that nothing is learnt of: images are black."""
+        """An example of the planned lengths that nothing is learnt of: media are black or
+        silent."""
         layout = row.layout
-        token = np.where(layout.modality == TEXT, self.tokenizer.end_id or 0,
-                         self.processor.image_token_id)
-        ids = torch.from_numpy(np.repeat(token, layout.num_tokens))
+        token = {TEXT: self.tokenizer.end_id or 0, **self.processor.token_ids}
+        ids = torch.from_numpy(np.repeat([token[m] for m in layout.modality.tolist()],
+                                         layout.num_tokens))
         arguments = self.processor.arguments_like(ids, row.sizes)
         return ProcessedExample(int(layout.example_id[0]), ids,
                                 torch.full_like(ids, IGNORE_INDEX), arguments, layout)
@@ -184,21 +198,34 @@ class ProcessedRows(ConversationDataset):
 
 def _parted(example: ProcessedExample, segments: Collection[int]) -> ProcessedExample:
     """Of a whole example the tensors of these media, and those that the text model reads."""
-    media = np.flatnonzero(example.lengths.modality == VISION).tolist()
-    cut = dict(zip(media, parts(example.media, example.lengths.grid[media]), strict=True))
+    lengths, cut, arguments = example.lengths, {}, {}
+    for modality, kind in KINDS.items():
+        media = np.flatnonzero(lengths.modality == modality).tolist()
+        cut |= zip(media, kind.parts(example.media, lengths.grid[media]), strict=True)
+        arguments |= dict.fromkeys(media, kind.content)
     return replace(
         example, media={n: v for n, v in example.media.items() if not is_content(n)},
-        parts={s: cut[s] for s in segments}, arguments=dict.fromkeys(media, "pixel_values"))
+        parts={s: cut[s] for s in segments}, arguments=arguments)
 
 
-def _decoded(medium: Medium, size: Size, picture: np.ndarray | MediaError | None) -> Image.Image:
-    """An image. picture: where it is a frame of a video. Raises MediaError, also for another size
-    than planned."""
+def _decoded(medium: Medium, size: Size, picture: np.ndarray | MediaError | None,
+             audio: AudioGeometry | None) -> Image.Image | np.ndarray:
+    """An image, or a clip (n,) float32 at the rate of `audio`. picture: where it is a frame of a
+    video. Raises MediaError, also for another size than planned."""
     if isinstance(picture, MediaError):
         raise picture
+    if medium.modality != VISION:
+        samples = decode_samples(medium, audio)
+        if (0, len(samples)) != size:
+            raise _changed(medium, f"{len(samples)} samples at {audio.sample_rate} Hz", size[1])
+        return samples
     image = upright_image(medium) if picture is None else Image.fromarray(picture)
     if image.size[::-1] != size:
         there, planned = (f"{width}x{height}" for width, height in (image.size, size[::-1]))
-        raise MediaError(medium.name, f"has {there} pixels, where {planned} were planned: the file "
-                         "has changed; orchmllm data lint reads all headers of an index again")
+        raise _changed(medium, f"{there} pixels", planned)
     return image
+
+
+def _changed(medium: Medium, there: str, planned: object) -> MediaError:
+    return MediaError(medium.name, f"has {there}, where {planned} were planned: the file has "
+                      "changed; orchmllm data lint reads all headers of an index again")

@@ -76,7 +76,11 @@ def _whole(model: ModelConfig) -> list[WeightSource]:
     """A whole model of transformers, which transformers reads itself."""
     path = Path(model.folder)
     try:
-        read_config(path)
+        config = read_config(path)
+        for part in ("vision", "audio"):
+            if getattr(model, part).frozen and not hasattr(config, f"{part}_config"):
+                raise ValueError(f"model.{part}.frozen has no effect with a {config.model_type}, "
+                                 "which has no such part: leave it out")
         if not model.pretrained:
             return []
         return [WeightSource("model", path, {  # buffers may be integers, which nobody reads

@@ -66,6 +66,17 @@ def packed(seqlens: SequenceLengths, num_layers: int) -> Iterator[None]:
             f"keep _attn_implementation = {NAME!r})")
 
 
+@contextmanager
+def positions(head: nn.Module, kept: Tensor) -> Iterator[None]:
+    """Within it the head of a model whose forward takes no logits_to_keep computes logits of the
+    positions `kept` (k,) of the row alone."""
+    hook = head.register_forward_pre_hook(lambda head, args: (args[0][:, kept],))
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
 def mask_of_row(
     batch_size: int, q_length: int, kv_length: int,
     mask_function: Callable = causal_mask_function, use_vmap: bool = False,

@@ -18,7 +18,7 @@ from orchmllm.config.model import ModelConfig
 from orchmllm.config.recipe import Recipe
 from orchmllm.encoders.planned import PlannedEncoders
 from orchmllm.hf.sources import WeightSource
-from orchmllm.models.families import read_config
+from orchmllm.models.families import model_class, read_config
 from orchmllm.models.hf import WholeModel
 from orchmllm.models.mllm import MultimodalModel
 from orchmllm.sharding.fsdp import build_model
@@ -66,11 +66,10 @@ def starting_weights(
 
 
 def _draw(config: Path, seed: int, folder: Path) -> None:
-    from transformers import AutoModelForImageTextToText
-
+    settings = read_config(config)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        AutoModelForImageTextToText.from_config(read_config(config)).save_pretrained(folder)
+        model_class(settings)._from_config(settings).save_pretrained(folder)
 
 
 def agreed(gather: RowGather, error: Exception | None) -> None:

@@ -19,8 +19,10 @@ from torch.utils.checkpoint import checkpoint
 
 from orchmllm.config.model import ModelConfig
 from orchmllm.config.recipe import FsdpConfig
-from orchmllm.models.families import read_config
+from orchmllm.models.families import model_class, read_config
 from orchmllm.models.hf import WholeModel
+from orchmllm.plan.assign import PHASES
+from orchmllm.plan.layout import ENCODERS
 from orchmllm.sharding.fsdp import checkpoint_options, compute_dtype, shard_all
 from orchmllm.sharding.gathers import Unit
 
@@ -32,16 +34,17 @@ def load_whole(
     """The sharded model of a folder with its weights, in train mode; collective over all ranks.
     Raises ValueError if weights are missing or have another shape. checkpointing: phase -> none,
     selective or full. ranks_per_node: see orchmllm.sharding.gathers."""
-    from transformers import AutoModelForImageTextToText
     from transformers.distributed import DistributedConfig
     from transformers.utils import logging
 
     logging.disable_progress_bar()  # one of each rank
     made: list[WholeModel] = []
+    fixed: set[str] = set()
 
     def distribute(hf: nn.Module) -> None:
         whole = WholeModel(hf, compute_dtype(config))
         frozen = freeze(whole, model)
+        fixed.update(name for name, p in hf.named_parameters() if not p.requires_grad)
         for phase, stack in whole.blocks().items():
             if checkpointing[phase] != "none":
                 for block in stack:
@@ -51,7 +54,7 @@ def load_whole(
         made.append(whole)
 
     settings = read_config(folder)
-    cls = AutoModelForImageTextToText._model_mapping[type(settings)]
+    cls = model_class(settings)
     with _distributed_by(cls, distribute, None if config.cpu_offload else device):
         _, told = cls.from_pretrained(
             folder, config=settings, dtype=getattr(torch, config.param_dtype),
@@ -62,13 +65,14 @@ def load_whole(
         raise ValueError(f"{folder}: {len(wrong)} weights are missing or have another shape "
                          f"({', '.join(map(str, sorted(wrong)[:3]))}): copy the folder completely")
     whole = made[0].train()
-    freeze(whole, model)  # what was loaded is made anew
+    for name, parameter in whole.hf.named_parameters():  # what was loaded is made anew
+        parameter.requires_grad_(name not in fixed)
     return whole
 
 
 def freeze(whole: WholeModel, model: ModelConfig) -> set[str]:
     """Fixes the parts that the recipe says, and returns their names."""
-    frozen = {part for part in ("vision", "llm") if getattr(model, part).frozen}
+    frozen = {part for part in PHASES if getattr(model, part).frozen}
     whole.freeze(frozen)
     return frozen
 
@@ -80,9 +84,11 @@ def ordered(whole: WholeModel, config: FsdpConfig, frozen: set[str]
     tower's own weights too: transformers finds what it records by the names of classes, which
     fully_shard changes."""
     stacks = whole.blocks()
-    learns = "vision" not in frozen
-    tower = [Unit(block, config.reshard("vision") if learns else "full", learns)
-             for block in stacks["vision"]]
+    tower = []
+    for part in [part for part in ENCODERS if part in stacks]:
+        learns = part not in frozen
+        tower += [Unit(block, config.reshard(part) if learns else "full", learns)
+                  for block in stacks[part]]
     layers = [Unit(layer, config.reshard("llm")) for layer in stacks["llm"]]
     root = Unit(whole, "none")
     table, head = whole.hf.get_input_embeddings(), whole.hf.get_output_embeddings()

@@ -120,10 +120,10 @@ def _of_whole(model: ModelConfig) -> list[Unit]:
     def unit(phase: str, role: str, copies: int = 1, place: str = "none", **options) -> Unit:
         return Unit(phase, role, copies, *map(tuple, found.get(place, ((), ()))), **options)
 
-    return [unit("vision", "root", place="root", stays=True),
-            unit("vision", "block", len(stacks["vision"]), "vision"),
-            unit("audio", "root"), unit("audio", "block"), unit("llm", "embed", place="embed"),
-            unit("llm", "block", len(stacks["llm"]), "llm"), unit("llm", "head", place="head")]
+    blocks = {part: unit(part, "block", len(stacks.get(part, ())) or 1, part) for part in PARTS}
+    return [unit("vision", "root", place="root", stays=True), blocks["vision"],
+            unit("audio", "root"), blocks["audio"], unit("llm", "embed", place="embed"),
+            blocks["llm"], unit("llm", "head", place="head")]
 
 
 def _parameters(phase: str, model: ModelConfig) -> Iterator[Named]:

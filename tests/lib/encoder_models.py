@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 
 VOCAB, IMAGE, VIDEO, AUDIO, START = 64, 61, 62, 63, 60
+AUDIO_START = 58
+WINDOW = 32  # frames that models encode which fill clips up
 _TEXT = dict(vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
              num_attention_heads=4, num_key_value_heads=2, pad_token_id=0, bos_token_id=1,
              eos_token_id=2, max_position_embeddings=512, tie_word_embeddings=False)
@@ -158,7 +160,7 @@ ALL = [
     Family("qwen2_5_omni", _model(
         "Qwen2_5OmniThinkerConfig", "Qwen2_5OmniThinkerForConditionalGeneration",
         audio_token_id=AUDIO, audio_token_index=AUDIO, image_token_index=IMAGE,
-        video_token_index=VIDEO, audio_start_token_id=58, audio_end_token_id=57,
+        video_token_index=VIDEO, audio_start_token_id=AUDIO_START, audio_end_token_id=57,
         text_config=_mrope([1, 1, 2]), **_IDS, vision_config=dict(
             _GRID, hidden_size=32, intermediate_size=48, out_hidden_size=32, window_size=16,
             fullatt_block_indexes=[1]),
@@ -209,10 +211,10 @@ ALL = [
            "AudioFlamingo3ForConditionalGeneration", audio_token_id=AUDIO, text_config=_QWEN2,
            audio_config=dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2,
                              num_attention_heads=2, num_mel_bins=8, max_source_positions=16)),
-           {"audio": _padded_audio("input_features_mask", 32)}, "audio_tower"),
+           {"audio": _padded_audio("input_features_mask", WINDOW)}, "audio_tower"),
     Family("qwen2_audio", _model("Qwen2AudioConfig", "Qwen2AudioForConditionalGeneration",
            audio_token_index=AUDIO, audio_token_id=AUDIO, text_config=_QWEN2,
-           audio_config=_AUDIO_TOWER), {"audio": _padded_audio("feature_attention_mask", 32)},
+           audio_config=_AUDIO_TOWER), {"audio": _padded_audio("feature_attention_mask", WINDOW)},
            "audio_tower"),
 ]
 FAMILIES = {family.name: family for family in ALL}
@@ -267,7 +269,8 @@ def batch(family: Family, model: nn.Module, items: list[Item], seed: int) -> dic
             apart = kind == "video" and family.name.startswith(("qwen3", "glm4v"))
             frames = int(one["video_grid_thw"][0, 0]) if apart else 1
             token = torch.tensor([IMAGE if family.name == "glm4v" else _TOKENS[kind]])
-            part = [torch.tensor([START]), token.repeat(n // frames), text(3)]
+            start = AUDIO_START if kind == "audio" else START
+            part = [torch.tensor([start]), token.repeat(n // frames), text(3)]
             ids += part * frames
             types += [torch.zeros(1), torch.full((n // frames,), _TYPES[kind]),
                       torch.zeros(3)] * frames

@@ -15,6 +15,7 @@ _PAD = ["<pad>", "<bos>", "<eos>", "<turn>", "<end>"]
 _TEMPLATE = ("{{% for m in messages %}}{{{{ '<turn>' + m['role'] + '\\n' }}}}"
              "{{% if m['content'] is string %}}{{{{ m['content'] }}}}{{% else %}}"
              "{{% for p in m['content'] %}}{{% if p['type'] == 'image' %}}{image}"
+             "{{% elif p['type'] == 'audio' %}}{audio}"
              "{{% else %}}{{{{ p['text'] }}}}{{% endif %}}{{% endfor %}}{{% endif %}}"
              "{{{{ '<end>\\n' }}}}{{% endfor %}}"
              "{{% if add_generation_prompt %}}{{{{ '<turn>assistant\\n' }}}}{{% endif %}}")
@@ -175,7 +176,45 @@ def _aya_vision(t):
             lambda tok: t.AyaVisionProcessor(images, tok, patch_size=14, img_size=28), "<image>")
 
 
+_AUDIO = {"audio_token": "<|AUDIO|>", "audio_bos_token": "<|audio_bos|>",
+          "audio_eos_token": "<|audio_eos|>"}
+_CLIP = "<|audio_bos|><|AUDIO|><|audio_eos|>"
+
+
+def _hears(t, seconds: int):
+    """A feature extractor with windows of so many seconds."""
+    return t.WhisperFeatureExtractor(feature_size=8, chunk_length=seconds,
+                                     return_attention_mask=True)
+
+
+def _qwen2_audio(seconds: int) -> Callable:
+    return lambda t: ("Qwen2AudioConfig", {}, _AUDIO, (), lambda tok: t.Qwen2AudioProcessor(
+        _hears(t, seconds), tok, chat_template="x"), "", f"Audio: {_CLIP}\n")
+
+
+def _audioflamingo3(seconds: int) -> Callable:
+    return lambda t: ("AudioFlamingo3Config", {}, {"audio_token": "<sound>"}, (),
+                      lambda tok: t.AudioFlamingo3Processor(
+                          _hears(t, seconds), tok, max_audio_len=4 * seconds), "", "<sound>")
+
+
+def _qwen2_5_omni(seconds: int) -> Callable:
+    def make(t):
+        named = {**_AUDIO, "image_token": "<|IMAGE|>", "video_token": "<|VIDEO|>",
+                 "vision_bos_token": "<|vision_bos|>", "vision_eos_token": "<|vision_eos|>"}
+        images = t.Qwen2VLImageProcessorPil(
+            patch_size=14, size={"shortest_edge": 4 * 14**2, "longest_edge": 256 * 14**2})
+        return ("Qwen2_5OmniThinkerConfig", {"vision_config": {"patch_size": 14}}, named, (),
+                lambda tok: _of_images(t.Qwen2_5OmniProcessor, images, _hears(t, seconds), tok),
+                "<|vision_bos|><|IMAGE|><|vision_eos|>", _CLIP)
+    return make
+
+
 FAMILIES: dict[str, Callable] = {
+    "audioflamingo3": _audioflamingo3(1), "qwen2_audio": _qwen2_audio(1),
+    "qwen2_5_omni": _qwen2_5_omni(1),
+    "audioflamingo3_30s": _audioflamingo3(30), "qwen2_audio_30s": _qwen2_audio(30),
+    "qwen2_5_omni_300s": _qwen2_5_omni(300),
     "qwen2_vl": _qwen("Qwen2VLConfig", "Qwen2VLProcessor", 14),
     "qwen2_5_vl": _qwen("Qwen2_5_VLConfig", "Qwen2_5_VLProcessor", 14),
     "qwen3_vl": _qwen("Qwen3VLConfig", "Qwen3VLProcessor", 16),
@@ -185,6 +224,9 @@ FAMILIES: dict[str, Callable] = {
 }
 
 
+_STARTS = {"audio_start_token_id": "<|audio_bos|>", "audio_end_token_id": "<|audio_eos|>",
+           "vision_start_token_id": "<|vision_bos|>", "vision_end_token_id": "<|vision_eos|>"}
+CLIPS = ("audioflamingo3", "qwen2_5_omni", "qwen2_audio")  # families that take them
 # Whose tokenizer puts <bos> before texts, and whose template writes it, too.
 ADD_BOS = ("gemma3", "gemma3_pan_and_scan", "llava", "mistral3", "llava_onevision")
 WRITE_BOS = ("gemma3", "llava_onevision")
@@ -197,16 +239,20 @@ def write_processor(family: str, folder: Path) -> Path:
     """Writes config.json, the processor and its tokenizer; returns the folder."""
     import transformers
 
-    config, keys, named, more, build, image = FAMILIES[family](transformers)
+    config, keys, named, more, build, image, *audio = FAMILIES[family](transformers)
     tok = tokenizer(named, more, adds_bos=family in ADD_BOS)
     processor = build(tok)
     begin = "{{ bos_token }}" if family in WRITE_BOS else ""
-    processor.chat_template = begin + _TEMPLATE.format(image=image)
+    processor.chat_template = begin + _TEMPLATE.format(image=image, audio=(audio or [""])[0])
     processor.save_pretrained(folder)
     feature = named.get("image_token", named.get("context_image_token"))
     if family == "aya_vision":
         feature = "<|IMG_PATCH|>"
-    made = getattr(transformers, config)(
-        **keys, image_token_id=tok.convert_tokens_to_ids(feature))
-    made.save_pretrained(folder)
+    ids = {f"{name}_id": tok.convert_tokens_to_ids(token) for name, token in named.items()
+           if name == "audio_token"}
+    if feature:
+        ids["image_token_id"] = tok.convert_tokens_to_ids(feature)
+    for name, token in _STARTS.items() if family.startswith("qwen2_5_omni") else ():
+        ids[name] = tok.convert_tokens_to_ids(token)
+    getattr(transformers, config)(**keys, **ids).save_pretrained(folder)
     return folder

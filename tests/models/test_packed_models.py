@@ -44,8 +44,9 @@ def difference(name: str, model, examples: list[dict], lengths: list[int] | None
 
 def several(name: str, model) -> list[dict]:
     """Images of several sizes, no media, one image and one other, one token."""
-    kind = next(iter(models.family_of(name).make))
-    sets = [[Item(kind, 5), Item(kind, 2)], [], [Item(kind, 1), Item(kind, 3)], []]
+    kinds = models.kinds_of(name)
+    first, last = kinds[0], kinds[-1]
+    sets = [[Item(first, 5), Item(last, 2)], [], [Item(last, 1), Item(first, 3)], []]
     examples = [models.sample(name, model, items, 7 + i) for i, items in enumerate(sets)]
     examples[-1] = {k: v[:, :1] for k, v in examples[-1].items()}
     return examples
@@ -70,7 +71,7 @@ def test_rows_of_the_model_s_own_processor_are_packed_exactly(name, tmp_path):
     """What the processor makes of conversations, against stock transformers with the same
     tensors."""
     model = write_model(name, tmp_path, torch.float64).train()
-    data = write_rows(tmp_path, 9)
+    data = write_rows(tmp_path, 9, name)
     rows = ProcessedRows(tmp_path, DataConfig(path=str(data), index_dir=str(tmp_path / "index")))
     examples = [rows.load(i) for i in range(9)]
     loss, wanted = models.stock(model, [

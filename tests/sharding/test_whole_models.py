@@ -21,6 +21,8 @@ from orchmllm.config.recipe import (
     TrainConfig,
 )
 from orchmllm.models.families import part_of
+from orchmllm.plan.assign import PHASES
+from orchmllm.plan.layout import ENCODERS
 from orchmllm.sharding.hf import load_whole
 from orchmllm.tools.export.export import export
 from orchmllm.trainer import Trainer
@@ -52,19 +54,27 @@ def loaded(world, folder: Path, name: str, tied: bool, shard_size: int, choice: 
     stock = type(models.build(name)).from_pretrained(folder, dtype=torch.float64).train()
     config = FsdpConfig(param_dtype="float64", shard_size=shard_size)
     whole = load_whole(folder, ModelConfig(), config, torch.device("cpu"),
-                       {"vision": choice, "llm": choice})
+                       dict.fromkeys(PHASES, choice))
     wanted, found = dict(stock.named_parameters()), dict(whole.hf.named_parameters())
     assert found.keys() == wanted.keys()
     assert all(isinstance(p, DTensor) and torch.equal(p.full_tensor(), wanted[n])
                for n, p in found.items())
     buffers = dict(whole.hf.named_buffers())
     assert all(torch.equal(b, buffers[n]) for n, b in stock.named_buffers())
-    assert (whole.hf.lm_head.weight is whole.token_embedding) is tied
+    is_tied = stock.lm_head.weight is stock.get_input_embeddings().weight  # where the class can be
+    assert (whole.hf.lm_head.weight is whole.token_embedding) is is_tied
+    assert not is_tied or tied
+    built = dict(models.build(name).named_parameters())
+    for n in wanted.keys() & built.keys():  # from_pretrained lets fixed positions learn
+        assert found[n].requires_grad == built[n].requires_grad
+        wanted[n].requires_grad_(built[n].requires_grad)
     size = sum(p.numel() for p in wanted.values())
     shards = shard_size or world.world_size
     assert sum(p.to_local().numel() for p in found.values()) <= 1.2 * size / shards
-    inputs = [[models.sample(name, stock, [Item("image", r + 1)], r), models.sample(
-        name, stock, [Item("image", 2), Item("image", 5)], 9 + r)] for r in range(world.world_size)]
+    kinds = models.kinds_of(name)
+    inputs = [[models.sample(name, stock, [Item(kinds[0], r + 1)], r), models.sample(
+        name, stock, [Item(kinds[-1], 2), Item(kinds[0], 5)], 9 + r)]
+        for r in range(world.world_size)]
     mine = [models.as_example(i, one) for i, one in enumerate(inputs[world.rank])]
     whole(whole.join(mine)).backward()
     _, gradients = models.stock(stock, [one for each in inputs for one in each])
@@ -83,7 +93,7 @@ def test_loaded_shards_are_the_model_and_compute_its_gradients(name, tmp_path):
 def refused(world, folder: Path, told: str) -> None:
     with pytest.raises(ValueError, match=told):
         load_whole(folder, ModelConfig(), FsdpConfig(), torch.device("cpu"),
-                   {"vision": "none", "llm": "none"})
+                   dict.fromkeys(PHASES, "none"))
 
 
 def test_weights_that_are_missing_are_an_error(tmp_path):
@@ -148,8 +158,8 @@ def test_a_run_is_the_same_balanced_unbalanced_and_resumed_on_other_ranks(name, 
     assert losses(balanced)[0, "loss"] == pytest.approx(by_stock, rel=exact)
     assert losses(balanced) == pytest.approx(losses(unbalanced), rel=exact)
     assert losses(balanced) == pytest.approx(losses(resumed), rel=exact)
-    moved = [[row["phases"]["vision"]["moved_bytes"] for row in rows if "phases" in row]
-             for rows in (balanced, unbalanced)]
+    moved = [[sum(row["phases"][phase]["moved_bytes"] for phase in ENCODERS)
+              for row in rows if "phases" in row] for rows in (balanced, unbalanced)]
     assert moved[0][2] == 0 < sum(moved[0])  # the third step is measured as it was sampled
     assert not any(moved[1])
 

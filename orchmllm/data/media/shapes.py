@@ -1,5 +1,5 @@
-"""Image processors of transformers that are told the sizes of images and read no pixels, or only
-those of some: which shapes their results have is decided by their own code."""
+"""Processors of transformers that are told the sizes of images and clips and read no pixels and
+samples, or only those of some: which shapes their results have is decided by their own code."""
 
 from __future__ import annotations
 
@@ -7,12 +7,27 @@ import copy
 from types import FunctionType
 
 import numpy as np
+from PIL import Image
+from transformers import WhisperFeatureExtractor
 from transformers import image_processing_backends as backends
 from transformers.image_processing_backends import PilBackend
 
+# Of an image height and width in pixels as displayed; of a clip 0 and its samples, at the rate of
+# the processor.
+Size = tuple[int, int]
+
+
+def blank(size: Size) -> Image.Image | np.ndarray:
+    """A black image, or a silent clip."""
+    height, width = size
+    return Image.new("RGB", (width, height)) if height else np.zeros(width, np.float32)
+
 
 def sized(height: int, width: int) -> np.ndarray:
-    """(height, width, 3) uint8: an image of this size that takes no memory."""
+    """(height, width, 3) uint8: an image of this size that takes no memory. Without a height a
+    clip (width,) of samples that are not known, NaN."""
+    if not height:
+        return np.broadcast_to(np.float32(np.nan), width)
     return np.broadcast_to(np.zeros((), np.uint8), (height, width, 3))
 
 
@@ -73,4 +88,24 @@ def _with_steps(image_processor: PilBackend, steps: type) -> PilBackend:
     out = copy.copy(image_processor)
     family = type(image_processor)
     out.__class__ = type(family.__name__, (family, steps), {})
+    return out
+
+
+class _Heard(WhisperFeatureExtractor):
+    """One clip after the other, so that what becomes of a clip does not depend on the others."""
+
+    def _torch_extract_fbank_features(self, waveform: np.ndarray, device: str = "cpu"
+                                      ) -> np.ndarray:
+        count, samples = waveform.shape
+        out = np.zeros((count, self.feature_size, samples // self.hop_length), np.float32)
+        for k in np.flatnonzero(~np.isnan(waveform[:, 0])):
+            out[k] = super()._torch_extract_fbank_features(waveform[k], device)
+        return out
+
+
+def of_clips(extractor: WhisperFeatureExtractor) -> WhisperFeatureExtractor:
+    """A copy of the part for clips that also takes what `sized` gives, of which it makes zeros of
+    the shape that a clip of this length has."""
+    out = copy.copy(extractor)
+    out.__class__ = _Heard
     return out

@@ -1,6 +1,7 @@
-"""The processor of a model of transformers: what it makes of a conversation's text and images.
+"""The processor of a model of transformers: what it makes of a conversation's text, images and
+clips.
 
-It expands the placeholder of every image itself and makes the tensors. Which tokens are learnt is
+It expands the placeholder of every medium itself and makes the tensors. Which tokens are learnt is
 told by the project's own rendering of the chat template: the ids of both have to be the same.
 """
 
@@ -20,19 +21,20 @@ from torch import Tensor
 from orchmllm.data.formats.conversation import Turn, media_of
 from orchmllm.data.formats.scanned import digest
 from orchmllm.data.media.medium import Medium, RowError
-from orchmllm.data.media.shapes import of_shapes, of_some, sized
+from orchmllm.data.media.shapes import Size, blank, of_clips, of_shapes, of_some, sized
+from orchmllm.data.text.clips import Clips
 from orchmllm.data.text.model_folder import load_processor, most_tokens
-from orchmllm.data.text.spans import Span, Text
+from orchmllm.data.text.spans import Span, Text, before
 from orchmllm.data.text.tokenizer import ChatTokenizer
-from orchmllm.plan.geometry import SegmentLengths, text_lengths
-from orchmllm.plan.layout import TEXT, VISION
+from orchmllm.plan.geometry import AudioGeometry, SegmentLengths, text_lengths
+from orchmllm.plan.layout import AUDIO, TEXT, VISION
 
-Size = tuple[int, int]  # height and width in pixels as displayed
+_KINDS = {VISION: "images", AUDIO: "clips"}
 
 
 class Expanded(NamedTuple):
-    """What the images of an example become. texts: in place of the placeholder of each; grids:
-    (t, h, w) of each: t tiles of h x w patches."""
+    """What the media of an example become. texts: in place of the placeholder of each; grids:
+    (t, h, w) of each: t tiles of h x w patches, or 1, 1 and the frames of a clip."""
 
     texts: tuple[str, ...]
     grids: tuple[tuple[int, int, int], ...]
@@ -50,24 +52,41 @@ class Tokens(NamedTuple):
 class Processor:
     """folder: of a model of transformers, with config.json, its processor, tokenizer.json and a
     chat template. Code of the folder is never run, images are resized by Pillow, and videos are
-    read as images. options: of the call of the processor for images (size, do_pan_and_scan, ...),
-    instead of its own. Raises ValueError naming the folder if it cannot be used."""
+    read as images. token_ids: modality -> the token that stands for a row of features. options: of
+    the call of the processor for images (size, do_pan_and_scan, ...), instead of its own. Raises
+    ValueError naming the folder if it cannot be used."""
 
     def __init__(self, folder: str | os.PathLike, options: Mapping[str, Any] | None = None
                  ) -> None:
         self.folder, self.options = Path(folder), dict(options or {})
         self._processor, config = load_processor(self.folder)
         self._shapes = copy.copy(self._processor)
-        self._shapes.image_processor = of_shapes(self._processor.image_processor)
         self._some = copy.copy(self._processor)
-        self._some.image_processor = of_some(self._processor.image_processor)
+        self._marks: dict[int, str] = {}
+        self.token_ids: dict[int, int] = {}
+        self._clips: Clips | None = None
+        self._have_grids = False
         try:
-            self._patch = int(np.max(config.vision_config.patch_size))
-            self.image_token_id = int(config.image_token_id)
+            if hasattr(self._processor, "image_processor"):
+                images = self._processor.image_processor
+                self._shapes.image_processor = of_shapes(images)
+                self._some.image_processor = of_some(images)
+                self._have_grids = "image_grid_thw" in images.model_input_names
+                self._patch = int(np.max(config.vision_config.patch_size))
+                self._marks[VISION] = self._processor.image_token
+                self.token_ids[VISION] = int(config.image_token_id)
+            if hasattr(self._processor, "feature_extractor"):
+                clips = of_clips(self._processor.feature_extractor)
+                self._shapes.feature_extractor = self._some.feature_extractor = clips
+                self._clips = Clips(self._processor, config)
+                self._marks[AUDIO] = self._processor.audio_token
+                self.token_ids[AUDIO] = int(config.audio_token_id)
         except AttributeError as error:
             raise ValueError(f"{folder}: its config.json does not say {error.name}, so it is no "
-                             "model of images that is known here") from error
-        self._feature = self._processor.tokenizer.convert_ids_to_tokens(self.image_token_id)
+                             "model of images or clips that is known here") from error
+        self._features = {modality: self._processor.tokenizer.convert_ids_to_tokens(token)
+                          for modality, token in self.token_ids.items()}
+        self._is_omni = len(self._marks) > 1
         self._most_tokens = most_tokens(config)
         template = self._processor.chat_template
         if isinstance(template, dict):
@@ -75,15 +94,21 @@ class Processor:
         if not template:
             raise ValueError(f"{folder}: it has no chat template: put the chat_template.jinja of "
                              "the model's instruct version into it")
-        self.tokenizer = ChatTokenizer(self.folder, template, self._processor.image_token)
+        self.tokenizer = ChatTokenizer(self.folder, template, self._marks)
         self.expanded = lru_cache(maxsize=1024)(self._expanded)
-        talk = [Turn("user", (Medium(VISION, ""), "Who is it?"), False),
-                Turn("assistant", ("Anna.",), True)]
+        media = tuple(Medium(modality, "") for modality in self._marks)
+        talk = [Turn("user", (*media, "Who is it?"), False), Turn("assistant", ("Anna.",), True)]
+        sizes = {VISION: (224, 336), AUDIO: (0, self.audio and self.audio.sample_rate)}
         try:
-            self.tokens(self.rendered(talk), [(224, 336)])
+            self.tokens(self.rendered(talk), [sizes[m.modality] for m in media])
         except RowError as error:
-            raise ValueError(f"{folder}: its processor cannot be used for an image, a question and "
+            raise ValueError(f"{folder}: its processor cannot be used for a medium, a question and "
                              f"an answer: {error}") from error
+
+    @property
+    def audio(self) -> AudioGeometry | None:
+        """The rate at which clips are read; None where the model takes none."""
+        return self._clips and self._clips.geometry
 
     def __reduce__(self):
         return Processor, (self.folder, self.options)  # worker processes open the files themselves
@@ -96,14 +121,16 @@ class Processor:
         import tokenizers
         import transformers
 
-        return digest([self._processor.to_dict(), self.tokenizer.digest, self.options, self._patch,
-                       self.image_token_id, self._most_tokens,
+        return digest([self._processor.to_dict(), self.tokenizer.digest, self.options,
+                       getattr(self, "_patch", 0), self._clips and self._clips.identity,
+                       sorted(self.token_ids.items()), self._most_tokens,
                        *(package.__version__ for package in (transformers, tokenizers, PIL))])
 
     def rendered(self, turns: Sequence[Turn]) -> list[Span]:
         """A conversation as the template writes it. Raises RowError."""
-        if any(medium.modality != VISION for medium in media_of(turns)):
-            raise RowError("the model takes images alone: leave rows with clips out")
+        for other in {medium.modality for medium in media_of(turns)} - self._marks.keys():
+            (kind,) = (_KINDS[modality] for modality in self._marks)
+            raise RowError(f"the model takes {kind} alone: leave rows with {_KINDS[other]} out")
         return self.tokenizer.spans(turns)
 
     @staticmethod
@@ -112,8 +139,8 @@ class Processor:
         return width, height
 
     def tokens(self, spans: Sequence[Span], sizes: Sequence[Size], limit: int = 0) -> Tokens:
-        """The sequence of a rendered conversation with images of these sizes. limit: ids after
-        which it ends (0: none); an image that would cross it is left out whole. Raises RowError."""
+        """The sequence of a rendered conversation with media of these sizes. limit: ids after
+        which it ends (0: none); a medium that would cross it is left out whole. Raises RowError."""
         while True:
             expanded = self.expanded(tuple(sizes))
             tokens, fit = self._tokens(spans, expanded, limit)
@@ -121,50 +148,58 @@ class Processor:
                 return tokens
             spans, sizes = before(spans, fit), sizes[:fit]
 
-    def load(self, spans: Sequence[Span], images: list, limit: int
+    def load(self, spans: Sequence[Span], media: list, limit: int
              ) -> tuple[Tokens, dict[str, Tensor]]:
-        """(The sequence of a rendered conversation and its images, the processor's other tensors by
-        argument name). images: Pillow's, as arrays small ones can be read with another side for the
-        channels; or as `sized` makes them, whose pixels are not wanted. limit: see `tokens`; no
-        image crosses it. Raises RowError."""
-        mark = self._processor.image_token
-        text = "".join(mark if isinstance(span, Medium) else span.text for span in spans)
-        has_pixels = any(isinstance(image, Image.Image) for image in images)
-        processor = self._some if has_pixels else self._shapes
-        out, expanded = self._run(processor, text, images, "pt")
+        """(The sequence of a rendered conversation and its media, the processor's other tensors by
+        argument name). media: images of Pillow, as arrays small ones can be read with another side
+        for the channels; clips (n,) float32; or as `sized` makes them, whose content is not wanted.
+        limit: see `tokens`; no medium crosses it. Raises RowError."""
+        text = "".join(self._marks[span.modality] if isinstance(span, Medium) else span.text
+                       for span in spans)
+        has_pixels = any(isinstance(medium, Image.Image) for medium in media)
+        out, expanded = self._run(self._some if has_pixels else self._shapes, text, media, "pt")
         tokens, _ = self._tokens(spans, expanded, limit)
         ids = out.pop("input_ids")
         if ids[0, : len(tokens.ids)].tolist() != tokens.ids.tolist():
-            raise RowError("the processor makes other tokens of its images than of their sizes")
-        return tokens, {name: value[:, : len(tokens.ids)] if value.shape == ids.shape else value
+            raise RowError("the processor makes other tokens of its media than of their sizes")
+        return tokens, {name: value[:, : len(tokens.ids)] if name.endswith("type_ids") else value
                         for name, value in out.items()}
 
     def arguments_like(self, ids: Tensor, sizes: Sequence[Size]) -> dict[str, Tensor]:
-        """The processor's tensors for an example with these ids (n,), and black images."""
-        text = "\n".join([self._processor.image_token] * len(sizes)) or "no image"
-        out, _ = self._run(self._processor, text, [black(size) for size in sizes], "pt")
-        shape = out.pop("input_ids").shape
-        kinds = (ids == self.image_token_id).long()[None]
-        return {name: kinds if value.shape == shape else value for name, value in out.items()}
+        """The processor's tensors for an example with these ids (n,) and blank media."""
+        out, _ = self._run(self._processor, self._written(sizes) or "no media",
+                           [blank(size) for size in sizes], "pt")
+        del out["input_ids"]
+        kinds = (ids == self.token_ids.get(VISION, -1)).long()[None]
+        return {name: kinds if name.endswith("type_ids") else value for name, value in out.items()}
+
+    def _written(self, sizes: Sequence[Size]) -> str:
+        return "\n".join(self._marks[VISION if height else AUDIO] for height, _ in sizes)
 
     def _expanded(self, sizes: tuple[Size, ...]) -> Expanded:
-        """What images of these sizes become, which are all images of an example: processors treat
+        """What media of these sizes become, which are all media of an example: processors treat
         several in another way than one. Raises RowError."""
         if not sizes:
             return Expanded((), ())
-        text = "\n".join([self._processor.image_token] * len(sizes))
-        return self._run(self._shapes, text, [sized(*size) for size in sizes], "np")[1]
+        media = [sized(*size) for size in sizes]
+        tensors = "np" if VISION in self._marks else "pt"  # audioflamingo3's knows no other
+        return self._run(self._shapes, self._written(sizes), media, tensors)[1]
 
-    def _run(self, processor: Any, text: str, images: list, tensors: str
+    def _run(self, processor: Any, text: str, media: list, tensors: str
              ) -> tuple[dict[str, Any], Expanded]:
-        """(The arguments that a processor makes of one text and its images, what the images
+        """(The arguments that a processor makes of one text and its media, what the media
         become). Raises RowError."""
+        is_clip = [getattr(medium, "ndim", 0) == 1 for medium in media]
+        images, clips = ([m for m, clip in zip(media, is_clip, strict=True) if clip == wanted]
+                         for wanted in (False, True))
+        given = {"audio": clips, "audio_kwargs": {"sampling_rate": self.audio.sample_rate}
+                 } if clips else {}
         try:
             # Nested as apply_chat_template does it: some processors tell examples by the lists.
             out = processor(text=[text], images=[images] if images else None,
                             images_kwargs=self.options, return_tensors=tensors,
                             add_special_tokens=self._adds_special_tokens(text),
-                            return_text_replacement_offsets=True)
+                            return_text_replacement_offsets=True, **given)
         except MemoryError:
             raise
         except Exception as error:  # processors check little themselves
@@ -173,7 +208,11 @@ class Processor:
         out.pop("attention_mask", None)
         offsets = out.pop("text_replacement_offsets", [])
         texts = tuple(o["replacement"] for row in offsets for o in row)
-        return dict(out), Expanded(texts, self._grids(out, texts) if images else ())
+        shown, heard = ([t for t, clip in zip(texts, is_clip, strict=True) if clip == wanted]
+                        for wanted in (False, True))
+        grids = [iter(self._grids(out, shown)) if images else iter(()),
+                 iter(self._clips.grids(out, clips, heard)) if clips else iter(())]
+        return dict(out), Expanded(texts, tuple(next(grids[clip]) for clip in is_clip))
 
     def _grids(self, out: Mapping[str, Any], texts: Sequence[str]
                ) -> tuple[tuple[int, int, int], ...]:
@@ -185,7 +224,7 @@ class Processor:
         h, w = shape[-2] // self._patch, shape[-1] // self._patch
         if sizes is not None and len(shape) == 4:  # padded to the largest image of the example
             return tuple((1, int(h) // self._patch, int(w) // self._patch) for h, w in sizes)
-        features = [text.count(self._feature) for text in texts]
+        features = [text.count(self._features[VISION]) for text in texts]
         if sizes is None or len(sizes) == 1 or shape[1] == 1:
             total = int(np.prod(shape[:-3]))
             return tuple((total * count // sum(features), h, w) for count in features)
@@ -197,25 +236,31 @@ class Processor:
 
     def _tokens(self, spans: Sequence[Span], expanded: Expanded, limit: int
                 ) -> tuple[Tokens | None, int]:
-        """(The sequence, how many images fit into `limit`); None where not all of them do. Raises
+        """(The sequence, how many media fit into `limit`); None where not all of them do. Raises
         RowError where features cannot be told from text, and for other ids than the processor's."""
         texts = iter(expanded.texts)
         spans = [Text(next(texts), False) if isinstance(s, Medium) else s for s in spans]
         ids, learnt = self._encoded(spans)
-        features = np.array([text.count(self._feature) for text in expanded.texts], np.int64)
-        at = np.flatnonzero(ids == self.image_token_id)
-        if len(at) != features.sum():
-            raise RowError(f"its text contains the token {self._feature}, which stands for images")
+        counted = {modality: np.array([text.count(token) for text in expanded.texts], np.int64)
+                   for modality, token in self._features.items()}
+        for modality, count in counted.items():
+            if (ids == self.token_ids[modality]).sum() != count.sum():
+                raise RowError(f"its text contains the token {self._features[modality]}, which "
+                               f"stands for {_KINDS[modality]}")
+        features = sum(counted.values())
+        at = np.flatnonzero(np.isin(ids, [*self.token_ids.values()]))
         ends = np.cumsum(features)
         first, last = at[ends - features], at[ends - 1]
-        fit = int((last < (limit or len(ids))).sum())
+        # The token behind a medium belongs to it where the model looks for it.
+        fit = int((last + self._is_omni < (limit or len(ids))).sum())
         if fit < len(features):
             return None, fit
-        if "image_grid_thw" in self._processor.model_input_names and (
-                first[1:] == last[:-1] + 1).any():
-            raise RowError("two images have no token between them, so the model cannot tell them "
+        if self._have_grids and (first[1:] == last[:-1] + 1).any():
+            raise RowError("two media have no token between them, so the model cannot tell them "
                            "apart: write text between them")
         ids, learnt = ids[: limit or None], learnt[: limit or None]
+        if self._is_omni:
+            ids, learnt = self._clips.bracketed(ids, learnt, first)
         if self._most_tokens and len(ids) > self._most_tokens:
             raise RowError(f"it has {len(ids)} tokens, but after {self._most_tokens} this model's "
                            "rotary positions change for other examples of the batch, too: set "
@@ -223,8 +268,12 @@ class Processor:
         starts = np.append(first, len(ids))  # text runs from the end of an image's features
         counts = np.diff(starts, prepend=0) - np.append(0, features)
         segments = [(TEXT, text_lengths(int(counts[0])))]
-        for (t, h, w), tokens, count in zip(expanded.grids, features, counts[1:], strict=True):
-            segments += [(VISION, SegmentLengths(t * h * w, t * h * w, int(tokens), (t, h, w))),
+        for k, ((t, h, w), tokens, count) in enumerate(
+                zip(expanded.grids, features, counts[1:], strict=True)):
+            rows = t * h * w
+            modality = next(m for m in counted if counted[m][k])
+            positions = (rows + 1) // 2 if modality == AUDIO else rows  # a convolution of stride 2
+            segments += [(modality, SegmentLengths(rows, positions, int(tokens), (t, h, w))),
                          (TEXT, text_lengths(int(count)))]
         return Tokens(ids, learnt, [s for s in segments if s[1].num_tokens]), fit
 
@@ -234,7 +283,7 @@ class Processor:
         return begin is None or not text.startswith(begin)
 
     def _encoded(self, spans: Sequence[Text]) -> tuple[np.ndarray, np.ndarray]:
-        """(ids, learnt) of a conversation whose images are text, with the special tokens that the
+        """(ids, learnt) of a conversation whose media are text, with the special tokens that the
         processor's tokenizer adds around it. Raises RowError where it has other ids between."""
         ids, learnt = self.tokenizer.encode_spans(spans)
         text = "".join(span.text for span in spans)
@@ -249,13 +298,3 @@ class Processor:
                 raise RowError(f"its text contains the special token {token}, which the model "
                                "would read as that: leave it out or write it in another way")
         raise RowError("the processor's tokenizer has other ids for it than tokenizer.json")
-
-
-def black(size: Size) -> Image.Image:
-    return Image.new("RGB", size[::-1])
-
-
-def before(spans: Sequence[Span], medium: int) -> Sequence[Span]:
-    """The spans before a medium, by its number."""
-    at = [k for k, span in enumerate(spans) if isinstance(span, Medium)]
-    return spans[: at[medium]] if medium < len(at) else spans

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from orchmllm.data.media.medium import Medium
@@ -18,6 +19,12 @@ class Text(NamedTuple):
 
 
 Span = Text | Medium
+
+
+def before(spans: Sequence[Span], medium: int) -> Sequence[Span]:
+    """The spans before a medium, by its number."""
+    at = [k for k, span in enumerate(spans) if isinstance(span, Medium)]
+    return spans[: at[medium]] if medium < len(at) else spans
 
 
 class Placeholder(NamedTuple):

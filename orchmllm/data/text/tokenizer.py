@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import NamedTuple
@@ -22,7 +22,7 @@ from orchmllm.data.formats.conversation import DOCUMENT, Turn
 from orchmllm.data.media.medium import Medium, RowError
 from orchmllm.data.text.spans import PART, PLACEHOLDERS, Placeholder, Span, Text
 from orchmllm.data.text.templates import ChatTemplate, read_json, read_template
-from orchmllm.plan.layout import TEXT, VISION
+from orchmllm.plan.layout import AUDIO, TEXT, VISION
 
 IM_START, IM_END, END_OF_TEXT = "<|im_start|>", "<|im_end|>", "<|endoftext|>"
 _MARK = "\ufdd0"  # begins and ends what stands for another token; a noncharacter
@@ -46,14 +46,15 @@ class ChatTokenizer:
 
     path: tokenizer.json, or a folder that holds it (with chat_template.jinja or a
     tokenizer_config.json with "chat_template"). template: instead of the one beside it.
-    image_token: what the template writes for an image; empty: see PLACEHOLDERS. Raises ValueError
-    if it cannot be read, or lacks ChatML's special tokens and has no template.
+    media: modality -> what the template writes for a medium; empty: see PLACEHOLDERS. Raises
+    ValueError if it cannot be read, or lacks ChatML's special tokens and has no template.
     """
 
-    def __init__(self, path: str | os.PathLike, template: str = "", image_token: str = ""):
+    def __init__(self, path: str | os.PathLike, template: str = "",
+                 media: Mapping[int, str] | None = None):
         from tokenizers import Tokenizer
 
-        self._arguments = path, template, image_token
+        self._arguments = path, template, media
 
         path = Path(path)
         path = path / "tokenizer.json" if path.is_dir() else path
@@ -83,9 +84,11 @@ class ChatTokenizer:
         self._special = re.compile(either or "(?!)")
         self._chat = self.template and ChatTemplate(
             *self.template, special, [t.content for t in added.values()], str(path),
-            {VISION: (Placeholder(image_token),)} if image_token else PLACEHOLDERS)
-        if image_token and not self._chat.placeholders.get(VISION):
-            raise ValueError(f"{path}: the chat template does not write {image_token} for an image")
+            {m: (Placeholder(t),) for m, t in media.items()} if media else PLACEHOLDERS)
+        for modality, token in (media or {}).items():
+            if not self._chat.placeholders.get(modality):
+                kind = {VISION: "an image", AUDIO: "a clip"}[modality]
+                raise ValueError(f"{path}: the chat template does not write {token} for {kind}")
         self._stand_ins, self._ids = self._add_stand_ins(added)
         self._of_template = lru_cache(maxsize=4096)(
             lambda text: self._special.sub(lambda m: self._stand_ins[m[0]], text))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from orchmllm.hf.folder import INDEX
 from orchmllm.hf.tensors import TORCH_DTYPES, FileTensor, renamed
-from orchmllm.models.families import read_config
+from orchmllm.models.families import model_class, read_config
 
 PROCESSOR_FILES = ("*.json", "*.jinja", "*.txt", "*.model")  # tokenizer and templates, too
 OWN = ("config.json", INDEX)  # that transformers writes anew
@@ -21,12 +21,12 @@ def write_whole(source: Path, saved: dict[str, FileTensor], dtype: str, max_file
     started from. dtype: as safetensors names it, "" as saved. The whole model is in memory. Raises
     ValueError where the source is gone, or the checkpoint is of another model."""
     import torch
-    from transformers import AutoModelForImageTextToText
     from transformers.utils import logging
 
     logging.disable_progress_bar()
+    config = read_config(source)
     with torch.device("meta"):
-        model = AutoModelForImageTextToText.from_config(read_config(source))
+        model = model_class(config)._from_config(config)
     tensors = {}
     for name, parameter in model.named_parameters():
         if f"model.hf.{name}" not in saved:

@@ -56,7 +56,7 @@ def of_mix(recipe: Recipe, mix: str = "natural", without: Collection[str] = (),
            why: str = "") -> Examples:
     """A mix of orchmllm.tools.predict.workload. why: said behind its name."""
     if recipe.model.folder:
-        without = {"audio"}  # no family has any
+        without = {"audio"}  # those of whole models are never drawn
     media = [name for p, name in (("vision", "images"), ("audio", "audio")) if p not in without]
     kinds = f"{', '.join(media)} and text" if media else "text"
 

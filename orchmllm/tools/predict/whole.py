@@ -26,6 +26,7 @@ from orchmllm.data.media.shapes import of_shapes, sized
 from orchmllm.models.families import part_of, read_config
 from orchmllm.models.hf import around, feature_width, meta_model
 from orchmllm.plan.geometry import SegmentLengths
+from orchmllm.plan.layout import ENCODERS
 from orchmllm.sharding.activations import BlockBytes
 from orchmllm.sharding.fsdp import keep_products
 from orchmllm.sharding.memory import Loads, MemoryModel
@@ -61,8 +62,9 @@ class _Products(TorchDispatchMode):
 
 @lru_cache(maxsize=8)
 def block_bytes(folder: str, phase: str, frozen: bool, dtype: str) -> BlockBytes:
-    """Of one block of vision or llm. Two lengths are measured, so that what does not grow with
-    them is left out. A block that does not learn and whose input has no gradient keeps nothing."""
+    """Of one block of vision, audio or llm. Two lengths are measured, so that what does not grow
+    with them is left out. A block that does not learn and whose input has no gradient keeps
+    nothing."""
     found = meta_model(folder)
     block = copy.deepcopy(found.blocks()[phase][0]).to(getattr(torch, dtype))
     for module in block.modules():
@@ -70,7 +72,8 @@ def block_bytes(folder: str, phase: str, frozen: bool, dtype: str) -> BlockBytes
             module.config._attn_implementation = NAME
     block.requires_grad_(not frozen)
     config = found.hf.config
-    config = config.get_text_config(decoder=True) if phase == "llm" else config.vision_config
+    config = config.get_text_config(decoder=True) if phase == "llm" else getattr(
+        config, f"{phase}_config")
     short, long = (_measured(block, config, n, learns=phase == "llm" or not frozen)
                    for n in (SHORT, LONG))
     each = {name: (long[name] - short[name]) / (LONG - SHORT) for name in long}
@@ -118,7 +121,8 @@ def parameters(folder: str) -> dict[str, int]:
     """Part of the model -> its parameters."""
     whole, counts = meta_model(folder), {}
     layers = {id(p) for stack in whole.blocks().values() for p in stack.parameters()}
-    rest = {"vision": "vision front", "llm": "llm embedding and head", "connector": "connector"}
+    rest = {"vision": "vision front", "audio": "audio front", "llm": "llm embedding and head",
+            "connector": "connector"}
     for name, p in whole.hf.named_parameters():
         part = part_of(name)
         place = f"{part} layers" if id(p) in layers else rest[part]
@@ -135,24 +139,28 @@ class WholeMemory(MemoryModel):
         whole = meta_model(model.folder)
         stacks, text = whole.blocks(), whole.hf.config.get_text_config(decoder=True)
         # The folder still says that it is a whole model; widths and depths are read from the parts.
-        described = replace(
-            model, vision=replace(model.vision, num_layers=len(stacks["vision"])),
-            llm=replace(model.llm, num_layers=len(stacks["llm"]), hidden_size=text.hidden_size,
-                        vocab_size=text.vocab_size))
+        parts = {part: replace(getattr(model, part), num_layers=len(stack))
+                 for part, stack in stacks.items()}
+        parts["llm"] = replace(parts["llm"], hidden_size=text.hidden_size,
+                               vocab_size=text.vocab_size)
+        described = replace(model, **parts)
         return super().of(replace(job, recipe=replace(job.recipe, model=described)), on_cpu)
 
     def _block(self, phase: str) -> BlockBytes:
-        if phase == "audio":
+        if phase not in meta_model(self.model.folder).blocks():
             return super()._block(phase)
         return block_bytes(self.model.folder, phase, getattr(self.model, phase).frozen,
                            self.fsdp.forward_dtype)
 
     def _batch(self, loads: Loads) -> np.ndarray:
-        """Pixels in float32, and as the forward pass casts them."""
-        front, _ = around(meta_model(self.model.folder))
-        values = sum(m.weight[0].numel() for m in front)
-        return (loads.phases["vision"].rows * float(values * (4 + self.element))
-                + loads.phases["llm"].tokens * 32.0)
+        """Pixels and frames in float32, and as the forward pass casts them."""
+        out, whole = loads.phases["llm"].tokens * 32.0, meta_model(self.model.folder)
+        for part in whole.blocks().keys() & ENCODERS.keys():
+            front, _ = around(whole, part)
+            values = front[0].in_channels if part == "audio" else sum(
+                m.weight[0].numel() for m in front)
+            out = out + loads.phases[part].rows * float(values * (4 + self.element))
+        return out
 
     def _features(self, phase: str, loads: Loads) -> np.ndarray:
         return loads.received[phase] * float(self.element * feature_width(self.model.folder))
@@ -165,18 +173,25 @@ class WholeMemory(MemoryModel):
     def _kept(self, phase: str, loads: Loads, choice: str) -> np.ndarray:
         """Blocks as measured; of the rest the inputs and outputs of its products."""
         lengths, e = loads.phases[phase], self.element
-        layers = getattr(self.model, phase).num_layers
+        layers, whole = getattr(self.model, phase).num_layers, meta_model(self.model.folder)
         blocks = layers * self._block(phase).kept[choice] * lengths.positions
-        if phase == "audio":
+        if phase not in whole.blocks():
             return blocks
         if phase == "llm":  # what the layers get, and the last norm: its input in float32
             return blocks + lengths.tokens * float(
                 e * feature_width(self.model.folder) + (4 + 2 * e) * self.model.llm.hidden_size)
-        front, connector = around(meta_model(self.model.folder))
-        learns = not self.model.vision.frozen
-        patch = learns * sum(m.weight[0].numel() + len(m.weight) for m in front)
+        front, connector = around(whole, phase)
+        learns = not getattr(self.model, phase).frozen
+        patch = learns * sum(_front_values(m) for m in front)
         token = sum(sum(m.weight.shape[:2]) for m in connector)
         return blocks + float(e * patch) * lengths.rows + float(e * token) * lengths.tokens
+
+
+def _front_values(module: nn.Module) -> int:
+    """Inputs and outputs for a patch or a frame of what is before the blocks."""
+    if isinstance(module, nn.Conv1d):
+        return module.in_channels + module.out_channels // module.stride[0]
+    return module.weight[0].numel() + len(module.weight)
 
 
 class Pictures:
@@ -186,11 +201,12 @@ class Pictures:
 
     def __init__(self, folder: str) -> None:
         config = read_config(Path(folder))
-        merge = getattr(config.vision_config, "spatial_merge_size", None)
+        merge = getattr(getattr(config, "vision_config", None), "spatial_merge_size", None)
         ratio = getattr(config, "downsample_ratio", None)
         cure = "run `orchmllm data index RECIPE` first, so that lengths are those of its own rows"
-        if merge is None and ratio is None or config.model_type == "mistral3":
-            raise ValueError(f"{folder}: sizes of images cannot be drawn for {config.model_type}, "
+        if hasattr(config, "audio_config") or merge is None and ratio is None or (
+                config.model_type == "mistral3"):
+            raise ValueError(f"{folder}: sizes of media cannot be drawn for {config.model_type}, "
                              f"whose tokens its whole processor decides: {cure}")
         try:
             processor = AutoImageProcessor.from_pretrained(folder, backend="pil",

@@ -17,8 +17,10 @@ from orchmllm.config.job import resolve
 from orchmllm.config.model import ModelConfig
 from orchmllm.config.recipe import Recipe, read_recipe
 from orchmllm.data.text.processor import Processor
+from orchmllm.models.families import model_class
 from orchmllm.models.flops import Lengths, phase_work
 from orchmllm.models.hf import WholeModel, around, meta_model, part_flops
+from orchmllm.plan.layout import ENCODERS
 from orchmllm.sharding.hf import ordered
 from orchmllm.sharding.memory import Loads
 from orchmllm.sharding.units import checkpoint_bytes, units
@@ -60,17 +62,17 @@ def test_dry_run_and_plan_of_a_tiny_model(tmp_path, capsys):
     assert read_recipe(recipe, changes) and not [c for c in changes if "audio" in c]
 
 
-@pytest.mark.parametrize("frozen", [(), ("vision",), ("llm",)])
+@pytest.mark.parametrize("frozen", [(), ("vision",), ("llm",), ("audio",)])
 def test_units_are_those_that_are_sharded(frozen, tmp_path):
-    """Also of a model whose head is its embedding."""
-    for name, tied in (("qwen3_vl", False), ("internvl", True)):
+    """Also of a model whose head is its embedding, and of one with two encoders."""
+    for name, tied in (("qwen3_vl", False), ("internvl", True), ("qwen2_5_omni", False)):
         made = models.build(name).config
         made.tie_word_embeddings = made.get_text_config().tie_word_embeddings = tied
         made.save_pretrained(tmp_path / name)
         config = replace(ModelConfig(config=str(tmp_path / name)), **{
             part: replace(getattr(ModelConfig(), part), frozen=True) for part in frozen})
         with torch.device("meta"):
-            built = transformers.AutoModelForImageTextToText.from_config(made)
+            built = model_class(made)._from_config(made)
         assert (built.get_output_embeddings().weight is built.get_input_embeddings().weight) == tied
         whole = WholeModel(built, torch.float32)
         whole.freeze(frozen)
@@ -88,16 +90,23 @@ def test_units_are_those_that_are_sharded(frozen, tmp_path):
             p.numel() * (1 + 2 * p.requires_grad) for p in whole.parameters())
 
 
-@pytest.mark.parametrize("name", ["internvl", "qwen3_vl"])
-def test_what_a_forward_pass_keeps_is_predicted(name, tmp_path):
+@pytest.mark.parametrize("name, phase", [
+    ("internvl", "vision"), ("qwen3_vl", "vision"),
+    *(pytest.param(name, "audio", marks=pytest.mark.slow)
+      for name in ("audioflamingo3", "qwen2_audio", "qwen2_5_omni"))])
+def test_what_a_forward_pass_keeps_is_predicted(name, phase, tmp_path):
     """Of real tensors, on a CPU, by autograd's own hooks. And FLOP around the blocks are those that
     torch counts."""
-    model = models.build(name).float()
+    model = models.build(name)
+    item, rel = (models.Item("image", 5), 0.03) if phase == "vision" else (
+        models.Item("audio", 2), 0.07)  # the norm behind two blocks is not counted
+    examples = [models.as_example(k, models.sample(name, model, items, 7 + k))
+                for k, items in enumerate([[item], []])]
+    model = model.float()
     model.config.save_pretrained(tmp_path)
     whole, seen = WholeModel(model, torch.float32), {}
-    row = whole.join([models.as_example(k, models.sample(name, model, items, 7 + k))
-                      for k, items in enumerate([[models.Item("image", 5)], []])])
-    whole.blocks()["vision"][0].register_forward_pre_hook(
+    row = whole.join(examples)
+    whole.blocks()[phase][0].register_forward_pre_hook(
         lambda _, args, keys: seen.update(shape=(args or [*keys.values()])[0].shape),
         with_kwargs=True)
     kept, weights = {}, {p.untyped_storage()._cdata for p in model.parameters()}
@@ -111,28 +120,33 @@ def test_what_a_forward_pass_keeps_is_predicted(name, tmp_path):
         whole(row)
     saved = sum(t.untyped_storage().nbytes() for k, t in kept.items() if k not in weights)
     patches, tokens = np.prod(seen["shape"][:-1]), row.inputs["input_ids"].numel()
-    features = int((row.inputs["input_ids"] == model.config.image_token_id).sum())
-    lengths = {"vision": Lengths(*np.array([[patches], [patches], [features]])),
-               "llm": Lengths(*np.array([[len(row.kept)], [tokens], [tokens]])),
-               "audio": Lengths(*np.zeros((3, 1)))}
+    token = getattr(model.config, f"{item.kind}_token_id")
+    features = int((row.inputs["input_ids"] == token).sum())
+    if phase == "audio":  # the connector computes those of the padding, too
+        features = patches // 2
+    rows = patches * (2 if phase == "audio" else 1)
+    lengths = {**dict.fromkeys(ENCODERS, Lengths(*np.zeros((3, 1)))),
+               phase: Lengths(*np.array([[rows], [patches], [features]])),
+               "llm": Lengths(*np.array([[len(row.kept)], [tokens], [tokens]]))}
     recipe = Recipe(model=ModelConfig(config=str(tmp_path)))
     memory = WholeMemory.of(resolve(recipe, 1, 1))
-    loads = Loads(lengths, {"vision": np.array([features]), "audio": np.zeros(1)})
+    loads = Loads(lengths, {p: np.array([features]) * (p == phase) for p in ENCODERS})
     logits = 4.0 * len(row.kept) * memory.model.llm.vocab_size
-    predicted = sum(memory._kept(p, loads, "none") for p in ("vision", "llm")) + logits
-    assert predicted == pytest.approx(saved, rel=0.03)
-    least = sum(memory._kept(p, loads, "full") for p in ("vision", "llm"))
-    middle = sum(memory._kept(p, loads, "selective") for p in ("vision", "llm"))
+    predicted = sum(memory._kept(p, loads, "none") for p in (phase, "llm")) + logits
+    assert predicted == pytest.approx(saved, rel=rel)
+    least = sum(memory._kept(p, loads, "full") for p in (phase, "llm"))
+    middle = sum(memory._kept(p, loads, "selective") for p in (phase, "llm"))
     assert least < middle < predicted
 
     counted, paths = counter.get_flop_counts(), {id(m): n for n, m in whole.named_modules()}
     def flop(modules) -> int:
         return sum(sum(counted.get(f"WholeModel.{paths[id(m)]}", {}).values()) for m in modules)
-    front, connector = around(whole)
+    front, connector = around(whole, phase)
     flops = part_flops(str(tmp_path))
-    tiles = len(seen["shape"]) > 2 and seen["shape"][0]  # of which each has a position more
-    assert flop(front) == flops["vision"].row * (patches - tiles)
-    assert flop(connector) == flops["vision"].token * features
+    if phase == "vision":  # each tile has a position more
+        rows -= len(seen["shape"]) > 2 and seen["shape"][0]
+    assert flop(front) == flops[phase].row * rows
+    assert flop(connector) == flops[phase].token * features
     assert flop([model.get_output_embeddings()]) == flops["llm"].row * len(row.kept)
 
 
