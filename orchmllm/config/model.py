@@ -162,6 +162,9 @@ class ModelConfig:
     llm: LLMConfig = section(LLMConfig)
     connectors: str = key("", "connectors.safetensors of an export (docs/weights.md) to start the "
                           "connectors from; empty: start them from run.seed.")
+    connectors_frozen: bool = key(False, "No connector learns. The features of an encoder that is "
+                                  "frozen, too, then have no gradient, and nothing of it is "
+                                  "gathered or exchanged in the backward pass.")
     pretrained: str = key("", "Folder with a whole multimodal model of transformers, in place of "
                           "these three parts, and with its processor: docs/models.md. Of the keys "
                           "of the parts only vision.frozen and llm.frozen count then.",
@@ -173,6 +176,14 @@ class ModelConfig:
         """Of a whole model of transformers; empty: the model has the three parts."""
         return os.path.expanduser(self.pretrained or self.config)
 
+    def learns(self, part: str) -> bool:
+        """Whether vision, audio, connector or llm does."""
+        return not (self.connectors_frozen if part == "connector" else getattr(self, part).frozen)
+
+    def features_learn(self, phase: str) -> bool:
+        """Whether the features of an encoder have a gradient: something that makes them learns."""
+        return self.learns(phase) or self.learns("connector")
+
     def require_parts(self) -> None:
         """Raises ValueError for a whole model of transformers, in commands that know only the three
         parts."""
@@ -182,7 +193,11 @@ class ModelConfig:
                              "dry-run, plan job or compare")
 
     def conflicts(self) -> Iterator[Conflict]:
-        """pretrained and config exclude each other and what the parts say."""
+        """pretrained and config exclude each other and what the parts say; some part learns."""
+        parts = ("vision", "llm", *(() if self.folder else ("audio",)))
+        if not any(map(self.learns, ("connector", *parts))):
+            yield Conflict(("connectors_frozen", *(f"{part}.frozen" for part in parts)),
+                           "leaves nothing that would learn: set one of them to false")
         if self.pretrained and self.config:
             yield Conflict(("config", "pretrained"), "starts from run.seed, and model.pretrained "
                            "names weights: leave one of them out")

@@ -214,12 +214,14 @@ class Recipe:
     def _of_train(self) -> Iterator[Conflict]:
         """Keys of train.* that do not fit those of other sections."""
         train = self.train
-        for part in PHASES:
-            if getattr(self.model, part).frozen:
+        for part in TRAIN_PARTS:
+            if not self.model.learns(part):
+                frozen = "model." + ("connectors_frozen" if part == "connector" else
+                                     f"{part}.frozen")
                 for name, unset in ((f"{part}_lr", 0), (f"{part}_weight_decay", -1)):
                     if getattr(train, name) != unset:
-                        yield Conflict((f"train.{name}", f"model.{part}.frozen"),
-                                       f"has no effect while model.{part}.frozen is true: leave it "
+                        yield Conflict((f"train.{name}", frozen),
+                                       f"has no effect while {frozen} is true: leave it "
                                        "out, or set that to false")
         if self.data.batching == "capped" and train.global_batch_size % train.batch_size:
             yield Conflict(("train.global_batch_size", "train.batch_size"),

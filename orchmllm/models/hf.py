@@ -65,7 +65,7 @@ class WholeModel(nn.Module):
         return self.hf.get_input_embeddings().weight
 
     def freeze(self, parts: Sequence[str]) -> None:
-        """Fixes the parameters of `vision` or `llm`; the connector still learns."""
+        """Fixes the parameters of `vision`, `connector` or `llm`."""
         for name, parameter in self.hf.named_parameters():
             if part_of(name) in parts:
                 parameter.requires_grad_(False)
@@ -114,12 +114,8 @@ class WholeModel(nn.Module):
         loss = F.cross_entropy(logits.to(torch.promote_types(torch.float32, logits.dtype)),
                                batch.targets, reduction="sum")
         if torch.is_grad_enabled() and not loss.requires_grad:
-            # The text model is frozen and no rank has media: nothing was computed that learns.
-            loss = loss + 0 * sum(p.sum() for p in self._connector())
+            loss.requires_grad_()  # the text model is frozen, and no rank has media
         return loss
-
-    def _connector(self) -> list[nn.Parameter]:
-        return [p for name, p in self.hf.named_parameters() if part_of(name) == "connector"]
 
     def _at_text(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         embedded = self.clock.mark(kwargs["inputs_embeds"], before="vision", after="llm")

@@ -22,7 +22,7 @@ from orchmllm.config.recipe import FsdpConfig
 from orchmllm.models.families import read_config
 from orchmllm.models.hf import WholeModel
 from orchmllm.sharding.fsdp import checkpoint_options, compute_dtype, shard_all
-from orchmllm.sharding.gathers import Unit
+from orchmllm.sharding.gathers import Unit, of_encoder
 
 
 def load_whole(
@@ -41,13 +41,13 @@ def load_whole(
 
     def distribute(hf: nn.Module) -> None:
         whole = WholeModel(hf, compute_dtype(config))
-        frozen = freeze(whole, model)
+        freeze(whole, model)
         for phase, stack in whole.blocks().items():
             if checkpointing[phase] != "none":
                 for block in stack:
                     block.forward = partial(checkpoint, block.forward, use_reentrant=False,
                                             **checkpoint_options(checkpointing[phase]))
-        shard_all(whole, ordered(whole, config, frozen), config, device, ranks_per_node)
+        shard_all(whole, ordered(whole, config), config, device, ranks_per_node)
         made.append(whole)
 
     settings = read_config(folder)
@@ -66,23 +66,18 @@ def load_whole(
     return whole
 
 
-def freeze(whole: WholeModel, model: ModelConfig) -> set[str]:
-    """Fixes the parts that the recipe says, and returns their names."""
-    frozen = {part for part in ("vision", "llm") if getattr(model, part).frozen}
-    whole.freeze(frozen)
-    return frozen
+def freeze(whole: WholeModel, model: ModelConfig) -> None:
+    """Fixes the parts that the recipe says."""
+    whole.freeze([part for part in ("vision", "connector", "llm") if not model.learns(part)])
 
 
-def ordered(whole: WholeModel, config: FsdpConfig, frozen: set[str]
-            ) -> tuple[list[Unit], list[Unit]]:
+def ordered(whole: WholeModel, config: FsdpConfig) -> tuple[list[Unit], list[Unit]]:
     """The units in the order of the forward pass and in that of the backward pass: the blocks,
     and the embedding and the head where they are not one. The root has the rest of the model, a
     tower's own weights too: transformers finds what it records by the names of classes, which
     fully_shard changes."""
     stacks = whole.blocks()
-    learns = "vision" not in frozen
-    tower = [Unit(block, config.reshard("vision") if learns else "full", learns)
-             for block in stacks["vision"]]
+    tower = [of_encoder(block, config.reshard("vision")) for block in stacks["vision"]]
     layers = [Unit(layer, config.reshard("llm")) for layer in stacks["llm"]]
     root = Unit(whole, "none")
     table, head = whole.hf.get_input_embeddings(), whole.hf.get_output_embeddings()

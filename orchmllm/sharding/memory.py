@@ -177,6 +177,8 @@ class MemoryModel:
             last = activations.rms_norm_bytes(config, e, self.on_cpu)
             rotary = 2 * e * config.hidden_size // config.num_heads
             return blocks + (last + rotary) * lengths.tokens
+        if not self.model.features_learn(phase):
+            return np.zeros(len(lengths.rows))
         make = getattr(activations, f"{phase}_root")
         row, position, token = make(config, self.model.llm.hidden_size, e)
         return (blocks + row * lengths.rows + position * lengths.positions
@@ -229,7 +231,9 @@ class MemoryModel:
         ahead = min(max(self.fsdp.prefetch, 1), max(block.copies - 1, 1))
         root = sum(u.size for u in own.values() if u.role == "root" and not u.stays)
         current = e * (block.size * (1 + ahead) + root)
-        if self.fsdp.reshard(phase) == "none" and block.read_in_backward:
+        if backward and not block.read_in_backward:
+            current = e * root * own["root"].read_in_backward
+        elif self.fsdp.reshard(phase) == "none" and block.read_in_backward:
             current = 0 if backward else block.size * e * ahead
         if backward:
             current += self._reduced * max(

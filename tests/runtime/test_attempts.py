@@ -49,7 +49,7 @@ KEYS = {
             "llm": "vocab_size num_layers hidden_size intermediate_size num_heads num_kv_heads "
                    "rope_theta rms_norm_eps"}.items() for key in keys.split()},
         "model.vision.family": "qwen2_vl", "model.audio.mode": "padded",
-        "model.vision.frozen": True, "model.audio.frozen": True, "model.llm.frozen": True,
+        "model.connectors_frozen": True, "model.vision.frozen": True, "model.audio.frozen": True, "model.llm.frozen": True,
         "fsdp.param_dtype": "bfloat16"},
     "said": {
         **dict.fromkeys((

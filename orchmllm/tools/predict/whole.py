@@ -173,9 +173,10 @@ class WholeMemory(MemoryModel):
             return blocks + lengths.tokens * float(
                 e * feature_width(self.model.folder) + (4 + 2 * e) * self.model.llm.hidden_size)
         front, connector = around(meta_model(self.model.folder))
-        learns = not self.model.vision.frozen
-        patch = learns * sum(m.weight[0].numel() + len(m.weight) for m in front)
-        token = sum(sum(m.weight.shape[:2]) for m in connector)
+        patch = self.model.learns("vision") * sum(
+            m.weight[0].numel() + len(m.weight) for m in front)
+        token = self.model.features_learn("vision") * sum(
+            sum(m.weight.shape[:2]) for m in connector)
         return blocks + float(e * patch) * lengths.rows + float(e * token) * lengths.tokens
 
 

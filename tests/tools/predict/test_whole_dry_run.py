@@ -74,7 +74,7 @@ def test_units_are_those_that_are_sharded(frozen, tmp_path):
         assert (built.get_output_embeddings().weight is built.get_input_embeddings().weight) == tied
         whole = WholeModel(built, torch.float32)
         whole.freeze(frozen)
-        forward, _ = ordered(whole, FsdpConfig(), set(frozen))
+        forward, _ = ordered(whole, FsdpConfig())
         sizes, inside = {}, set()
         for unit in reversed(forward):  # the root is the first, and has what no other has
             own = [p for p in unit.module.parameters() if id(p) not in inside]
