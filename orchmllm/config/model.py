@@ -57,7 +57,8 @@ class VisionConfig:
                         at_least=1, aliases=("image_size",))
     family: str = key("vit", "`vit`: ours; `qwen2_vl`: exactly the vision tower of Qwen2-VL, its "
                       "merger being the connector (docs/weights.md).", choices=("vit", "qwen2_vl"))
-    frozen: bool = key(False, "The encoder does not learn; its connector still does.")
+    frozen: bool = key(False, "The encoder does not learn; its connector does, unless "
+                       "model.connectors_frozen is true.")
     pretrained: str = _pretrained("a Qwen2-VL model or its vision tower (family qwen2_vl), or an "
                                   "exported encoder of ours")
 
@@ -103,7 +104,8 @@ class AudioConfig:
     num_heads: int = _heads(4)
     num_mels: int = key(80, "Mel bands of a frame.", at_least=1, aliases=("num_mel_bins",))
     stack: int = key(2, "Encoder positions that become one LLM token.", at_least=1)
-    frozen: bool = key(False, "The encoder does not learn; its connector still does.")
+    frozen: bool = key(False, "The encoder does not learn; its connector does, unless "
+                       "model.connectors_frozen is true.")
     pretrained: str = _pretrained("a Whisper model or its encoder")
     mode: str = key(
         "packed", "How clips of unequal length are computed: `packed`: one after the other, no "

@@ -53,6 +53,12 @@ class RunConfig:
                       "later starts go on with what was saved since. With `never` every start is "
                       "from scratch, also after a failure, and what is in run.dir is set aside.",
                       aliases=("resume_from_checkpoint",))
+    init_from: str = key("", "Run folder (its newest checkpoint) or checkpoint folder whose "
+                         "weights a new run starts from, as the next stage of training: docs/"
+                         "stages.md. Optimizer, steps and the order of the data start anew. A run "
+                         "that goes on from a checkpoint of its own reads nothing there. An "
+                         "export is named by model.pretrained instead.",
+                         aliases=("load_from", "init_checkpoint"))
     allow_data_change: bool = key(
         False, "Resume although the data, or what decides their order, is not what the checkpoint "
         "saw (docs/design.md).")

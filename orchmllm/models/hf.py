@@ -8,6 +8,7 @@ orchmllm.balance_encoders moves them.
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -31,7 +32,7 @@ from orchmllm.config.model import ModelConfig
 from orchmllm.models import packing
 from orchmllm.models.attention import attention_backend
 from orchmllm.models.families import part_of, read_config
-from orchmllm.models.flops import Lengths, Work
+from orchmllm.models.flops import Lengths, Work, terms
 from orchmllm.models.phase_clock import PhaseClock
 from orchmllm.plan.assign import PlanSpec
 from orchmllm.plan.cost import CostModel
@@ -40,6 +41,7 @@ from orchmllm.plan.layout import ENCODERS
 TYPES = ("mm_token_type_ids", "token_type_ids")  # arguments that say which tokens are media
 TILED = ("aya_vision", "gemma3", "idefics3", "internvl", "llava", "llava_next",
          "llava_onevision")  # images are cut into tiles of one size, each of which is encoded alone
+CONNECTOR = re.compile(r".*?(?:merger|projector|connector)[^.]*(?:\.\d+)?\.")
 SLOTTED = ("idefics3",)  # the media of a sequence are one row of pixel_values
 
 
@@ -173,12 +175,17 @@ def meta_model(folder: str) -> WholeModel:
 class PartFlops(NamedTuple):
     """FLOP of the forward pass of a part. position, pair: of its blocks, of a position and of two
     that attend to each other; row: of a patch before the blocks, or of a target's logits; token: of
-    the connector."""
+    what is behind the blocks; tower, first: of that what belongs to the tower, and what of the
+    connectors has none of their weights before it; read: the share of the blocks whose output is
+    read, which alone have a backward pass."""
 
     position: int
     pair: int
     row: int
     token: int = 0
+    tower: int = 0
+    first: int = 0
+    read: float = 1.0
 
 
 @lru_cache(maxsize=4)
@@ -199,8 +206,18 @@ def part_flops(folder: str) -> dict[str, PartFlops]:
                     whole.named_parameters())
         side = int(np.max(tower.image_size)) // int(np.max(tower.patch_size))
         position, pair = position + pair * (side**2 + first), 0
-    front, connector = (sum(m.weight.numel() for m in found) for found in around(whole))
-    return {"vision": PartFlops(position, pair, 2 * front, 2 * connector),
+    front, behind = around(whole)
+    names, begins = {id(p): name for name, p in whole.hf.named_parameters()}, {}
+    for i, name in names.items():
+        if (found := CONNECTOR.match(name)) and part_of(name) == "connector":
+            begins.setdefault(found[0], i)
+    of_tower = [m for m in behind if part_of(names[id(m.weight)]) == "vision"]
+    first = [m for m in behind if id(m.weight) in begins.values()]
+    front, behind, of_tower, first = (2 * sum(m.weight.numel() for m in found)
+                                      for found in (front, behind, of_tower, first))
+    layer = getattr(config, "vision_feature_layer", -1)  # of LLaVA the last but one
+    read = 1 + (layer + 1) / len(stacks["vision"]) if isinstance(layer, int) and layer < 0 else 1.0
+    return {"vision": PartFlops(position, pair, front, behind, of_tower, first, read),
             "llm": PartFlops(2 * sizes["llm"], 2 * len(stacks["llm"]) * width,
                              2 * whole.hf.get_output_embeddings().weight.numel())}
 
@@ -215,6 +232,17 @@ def around(whole: WholeModel) -> tuple[list[nn.Module], list[nn.Module]]:
     return front, [m for m in found if m not in front]
 
 
+def patches_of_token(config: Any) -> float:
+    """How many patches of an image become one token."""
+    tower = config.vision_config
+    if tokens := getattr(config, "mm_tokens_per_image", None):
+        return (int(np.max(tower.image_size)) // int(np.max(tower.patch_size)))**2 / tokens
+    sides = (getattr(owner, name, None) for owner in (tower, config) for name in (
+        "spatial_merge_size", "scale_factor", "downsample_factor", "downsample_ratio"))
+    side = next(filter(None, sides), 1)
+    return max(side, 1 / side)**2
+
+
 def feature_width(folder: str) -> int:
     """Numbers that the LLM gets for a token of an image, deepstack's too."""
     config = meta_model(folder).hf.config
@@ -225,8 +253,11 @@ def feature_width(folder: str) -> int:
 def whole_work(model: ModelConfig, phase: str, lengths: Lengths, checkpointing: str) -> Work:
     """See orchmllm.models.flops.phase_work."""
     flops = part_flops(model.folder).get(phase, PartFlops(0, 0, 0))  # no family has audio
-    frozen, causal = getattr(model, phase).frozen, phase == "llm"
-    passes = (1 if causal else 0) if frozen else 2  # towards the input, towards the weights
+    learns, causal = model.learns(phase), phase == "llm"
+    passes = 2 * learns or int(causal)  # towards the input, towards the weights
+    connectors = int(model.learns("connector"))
+    behind = flops.first * (connectors + learns) + 2 * flops.tower * learns + (
+        flops.token - flops.first - flops.tower) * (connectors + model.features_learn("vision"))
     blocks, front = flops.position * lengths.positions, flops.row * lengths.rows
     attention, connector = flops.pair * lengths.positions.astype(float)**2, (
         flops.token * lengths.tokens)
@@ -234,25 +265,24 @@ def whole_work(model: ModelConfig, phase: str, lengths: Lengths, checkpointing: 
     return Work(
         forward=np.stack([front + blocks + connector, attention]),
         # Pixels need no gradient.
-        backward=np.stack([passes * (front if causal else front / 2) + passes * blocks
-                           + 2 * connector, 2 * min(passes, 1) * attention]),
+        backward=np.stack([passes * (front if causal else front / 2)
+                           + passes * flops.read * blocks + behind * lengths.tokens,
+                           2 * min(passes, 1) * flops.read * attention]),
         recompute=again * np.stack([blocks, attention]))
 
 
 def plan_whole(job: Job) -> PlanSpec:
     """What the planner has to know. The LLM phase alone decides where an example goes, and its rank
     reads it; that encoders are balanced from there is predicted by the plan, and done by
-    orchmllm.balance_encoders. An image costs by its patches, an example by its tokens, both from
-    the weights of the blocks and the width of their attention."""
-    recipe, model = job.recipe, job.recipe.model
-    vision, llm = (part_flops(model.folder)[part] for part in ("vision", "llm"))
-    # Forward, towards the input, towards the weights.
-    passes = {"vision": 1 if model.vision.frozen else 3, "llm": 2 if model.llm.frozen else 3}
+    orchmllm.balance_encoders. An image costs by its patches and an example by its tokens what they
+    compute, without the logits of what is learnt."""
+    recipe, model, count = job.recipe, job.recipe.model, np.array([1, 2])
+    tokens = count / patches_of_token(meta_model(model.folder).hf.config)
     return PlanSpec(
         costs={
-            "vision": CostModel(passes["vision"] * vision.position, passes["vision"] * vision.pair),
+            "vision": CostModel(*terms("vision", model, Lengths(count, count, tokens))),
             "audio": CostModel(1, 0),  # no family here has any
-            "llm": CostModel(passes["llm"] * llm.position, 3 * llm.pair)},
+            "llm": CostModel(*terms("llm", model, Lengths(0 * count, count, count)))},
         row_bytes=dict.fromkeys(ENCODERS, 0),  # nothing moves before the forward
         feature_bytes=feature_width(model.folder) * DTYPE_BYTES[recipe.fsdp.forward_dtype],
         ranks_per_node=job.ranks_per_node, fills=True,

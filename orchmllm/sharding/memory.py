@@ -177,12 +177,10 @@ class MemoryModel:
             last = activations.rms_norm_bytes(config, e, self.on_cpu)
             rotary = 2 * e * config.hidden_size // config.num_heads
             return blocks + (last + rotary) * lengths.tokens
-        if not self.model.features_learn(phase):
-            return np.zeros(len(lengths.rows))
         make = getattr(activations, f"{phase}_root")
         row, position, token = make(config, self.model.llm.hidden_size, e)
-        return (blocks + row * lengths.rows + position * lengths.positions
-                + token * lengths.tokens)
+        return blocks + self.model.features_learn(phase) * (
+            row * lengths.rows + position * lengths.positions + token * lengths.tokens)
 
     def _forward_work(self, phase: str, loads: Loads, choice: str) -> np.ndarray:
         return self._block(phase).forward_work(choice) * loads.phases[phase].positions
