@@ -24,7 +24,7 @@ def other_kind(path: Path, saved: Mapping, model: ModelConfig) -> str:
 
 def mismatch(path: Path, parameters: Mapping[str, Tensor]) -> str:
     """The first parameter that has another shape in a checkpoint, or that one of both lacks; "" if
-    there is none. parameters: by their names there."""
+    there is none. parameters: by their names there, of any shapes."""
     metadata = HuggingFaceStorageReader(str(path)).read_metadata().state_dict_metadata
     there = {name: tuple(x.size) for name, x in metadata.items() if name.startswith("model.")}
     here = {name: tuple(x.shape) for name, x in parameters.items()}
@@ -37,5 +37,6 @@ def mismatch(path: Path, parameters: Mapping[str, Tensor]) -> str:
 
 
 def fill(path: Path, parameters: Mapping[str, Tensor]) -> None:
-    """Fills parameters, in place, whatever the number of ranks they were saved on. Collective."""
+    """Fills parameters (of any shapes, by their names there), in place, whatever the number of
+    ranks that saved them. Collective."""
     dcp.load(dict(parameters), storage_reader=HuggingFaceStorageReader(str(path)))
