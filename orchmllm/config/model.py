@@ -52,7 +52,8 @@ class VisionConfig:
                           aliases=("spatial_merge_size",))
     max_side: int = key(448, "Longest side of an image in pixels; only larger images are resized.",
                         at_least=1, aliases=("image_size",))
-    frozen: bool = key(False, "The encoder does not learn; its connector still does.")
+    frozen: bool = key(False, "The encoder does not learn; its connector does, unless "
+                       "model.connectors_frozen is true.")
     pretrained: str = _pretrained("an exported encoder of ours")
 
     def conflicts(self) -> Iterator[Conflict]:
@@ -83,7 +84,8 @@ class AudioConfig:
     num_heads: int = _heads(4)
     num_mels: int = key(80, "Mel bands of a frame.", at_least=1, aliases=("num_mel_bins",))
     stack: int = key(2, "Encoder positions that become one LLM token.", at_least=1)
-    frozen: bool = key(False, "The encoder does not learn; its connector still does.")
+    frozen: bool = key(False, "The encoder does not learn; its connector does, unless "
+                       "model.connectors_frozen is true.")
     pretrained: str = _pretrained("a Whisper model or its encoder")
     mode: str = key(
         "packed", "How clips of unequal length are computed: `packed`: one after the other, no "
@@ -142,6 +144,9 @@ class ModelConfig:
     llm: LLMConfig = section(LLMConfig)
     connectors: str = key("", "connectors.safetensors of an export (docs/weights.md) to start the "
                           "connectors from; empty: start them from run.seed.")
+    connectors_frozen: bool = key(False, "No connector learns. The features of an encoder that is "
+                                  "frozen, too, then have no gradient, and nothing of it is "
+                                  "gathered or exchanged in the backward pass.")
     pretrained: str = key("", "Folder with a whole multimodal model of transformers, in place of "
                           "these three parts, and with its processor: docs/models.md. Of the keys "
                           "of the parts only vision.frozen, audio.frozen and llm.frozen count "
@@ -154,6 +159,14 @@ class ModelConfig:
         """Of a whole model of transformers; empty: the model has the three parts."""
         return os.path.expanduser(self.pretrained or self.config)
 
+    def learns(self, part: str) -> bool:
+        """Whether vision, audio, connector or llm does."""
+        return not (self.connectors_frozen if part == "connector" else getattr(self, part).frozen)
+
+    def features_learn(self, phase: str) -> bool:
+        """Whether the features of an encoder have a gradient: something that makes them learns."""
+        return self.learns(phase) or self.learns("connector")
+
     def require_parts(self) -> None:
         """Raises ValueError for a whole model of transformers, in commands that know only the three
         parts."""
@@ -163,7 +176,11 @@ class ModelConfig:
                              "dry-run, plan job or compare")
 
     def conflicts(self) -> Iterator[Conflict]:
-        """pretrained and config exclude each other and what the parts say."""
+        """pretrained and config exclude each other and what the parts say; some part learns."""
+        parts = ("vision", "audio", "llm")
+        if not any(map(self.learns, ("connector", *parts))):
+            yield Conflict(("connectors_frozen", *(f"{part}.frozen" for part in parts)),
+                           "leaves nothing that would learn: set one of them to false")
         if self.pretrained and self.config:
             yield Conflict(("config", "pretrained"), "starts from run.seed, and model.pretrained "
                            "names weights: leave one of them out")

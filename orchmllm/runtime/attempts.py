@@ -9,6 +9,9 @@ keys, `content.` what the data and the tokenizer are, `versions.` and `world.`. 
 differs from the attempt before in the folder, `resumed_from.changed` what differs from the attempt
 that wrote the checkpoint. An attempt without a second line was killed, or ended by another rank.
 
+`init_from`, with the fields of `resumed_from`, is there where the weights of another run's
+checkpoint were read (run.init_from).
+
 A checkpoint holds the first line of the attempt that wrote it (`attempt` in its state.json), and
 that line alone decides whether a run goes on from it (orchmllm.runtime.resumable): so it can be
 copied to another folder, and the file may be gone.

@@ -24,7 +24,7 @@ from orchmllm.models.hf import WholeModel
 from orchmllm.plan.assign import PHASES
 from orchmllm.plan.layout import ENCODERS
 from orchmllm.sharding.fsdp import checkpoint_options, compute_dtype, shard_all
-from orchmllm.sharding.gathers import Unit
+from orchmllm.sharding.gathers import Unit, of_encoder
 
 
 def load_whole(
@@ -43,14 +43,14 @@ def load_whole(
 
     def distribute(hf: nn.Module) -> None:
         whole = WholeModel(hf, compute_dtype(config))
-        frozen = freeze(whole, model)
+        freeze(whole, model)
         fixed.update(name for name, p in hf.named_parameters() if not p.requires_grad)
         for phase, stack in whole.blocks().items():
             if checkpointing[phase] != "none":
                 for block in stack:
                     block.forward = partial(checkpoint, block.forward, use_reentrant=False,
                                             **checkpoint_options(checkpointing[phase]))
-        shard_all(whole, ordered(whole, config, frozen), config, device, ranks_per_node)
+        shard_all(whole, ordered(whole, config), config, device, ranks_per_node)
         made.append(whole)
 
     settings = read_config(folder)
@@ -70,25 +70,19 @@ def load_whole(
     return whole
 
 
-def freeze(whole: WholeModel, model: ModelConfig) -> set[str]:
-    """Fixes the parts that the recipe says, and returns their names."""
-    frozen = {part for part in PHASES if getattr(model, part).frozen}
-    whole.freeze(frozen)
-    return frozen
+def freeze(whole: WholeModel, model: ModelConfig) -> None:
+    """Fixes the parts that the recipe says."""
+    whole.freeze([part for part in (*PHASES, "connector") if not model.learns(part)])
 
 
-def ordered(whole: WholeModel, config: FsdpConfig, frozen: set[str]
-            ) -> tuple[list[Unit], list[Unit]]:
+def ordered(whole: WholeModel, config: FsdpConfig) -> tuple[list[Unit], list[Unit]]:
     """The units in the order of the forward pass and in that of the backward pass: the blocks,
     and the embedding and the head where they are not one. The root has the rest of the model, a
     tower's own weights too: transformers finds what it records by the names of classes, which
     fully_shard changes."""
     stacks = whole.blocks()
-    tower = []
-    for part in [part for part in ENCODERS if part in stacks]:
-        learns = part not in frozen
-        tower += [Unit(block, config.reshard(part) if learns else "full", learns)
-                  for block in stacks[part]]
+    tower = [of_encoder(block, config.reshard(part)) for part in ENCODERS if part in stacks
+             for block in stacks[part]]
     layers = [Unit(layer, config.reshard("llm")) for layer in stacks["llm"]]
     root = Unit(whole, "none")
     table, head = whole.hf.get_input_embeddings(), whole.hf.get_output_embeddings()

@@ -56,9 +56,7 @@ class Unit:
         """And freed before: the head and the LLM's norm come last and first, so they stay."""
         if self.stays:
             return False
-        if self.phase == "llm":
-            return self.role == "block"
-        return self.role == "root" or self.trained_size > 0
+        return self.role == "block" if self.phase == "llm" else self.trained_size > 0
 
     def shard_size(self, shards: int, trained_only: bool = False) -> int:
         """Parameters that the fullest rank holds of one copy: FSDP2 cuts dimension 0, rounded up
@@ -82,17 +80,18 @@ def units(model: ModelConfig) -> list[Unit]:
         return _of_whole(model)
     out = []
     for phase in PARTS:
-        frozen = getattr(model, phase).frozen
         found: dict[str, list[Named]] = {}
         for n in _parameters(phase, model):
             found.setdefault(_unit_name(n.name), []).append(n)
         copies = sum(name.isdigit() for name in found)
         for name, members in found.items():
             if name in ("0", *ROLES):
-                learnt = [_shape(n) for n in members if not frozen or ".connector." in n.name]
-                kept = [_shape(n) for n in members if frozen and ".connector." not in n.name]
+                shapes = {True: [], False: []}  # of those that learn, and of the others
+                for n in members:
+                    part = "connector" if ".connector." in n.name else phase
+                    shapes[model.learns(part)].append(_shape(n))
                 out.append(Unit(phase, "block" if name == "0" else name,
-                                copies if name == "0" else 1, tuple(learnt), tuple(kept)))
+                                copies if name == "0" else 1, *map(tuple, shapes.values())))
     return out
 
 
@@ -113,9 +112,8 @@ def _of_whole(model: ModelConfig) -> list[Unit]:
     found: dict[str, tuple[list[Shape], list[Shape]]] = {}
     for name, p in whole.hf.named_parameters():
         part = part_of(name)
-        frozen = part != "connector" and getattr(model, part).frozen
         place = places.get(id(p), "root")
-        found.setdefault(place, ([], []))[frozen].append(tuple(p.shape))
+        found.setdefault(place, ([], []))[not model.learns(part)].append(tuple(p.shape))
 
     def unit(phase: str, role: str, copies: int = 1, place: str = "none", **options) -> Unit:
         return Unit(phase, role, copies, *map(tuple, found.get(place, ((), ()))), **options)
