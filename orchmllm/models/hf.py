@@ -230,7 +230,10 @@ def whole_work(model: ModelConfig, phase: str, lengths: Lengths, checkpointing: 
     """See orchmllm.models.flops.phase_work."""
     flops = part_flops(model.folder).get(phase, PartFlops(0, 0, 0))  # no family has audio
     frozen, causal = getattr(model, phase).frozen, phase == "llm"
-    passes = (1 if causal else 0) if frozen else 2  # towards the input, towards the weights
+    lora = model.lora
+    # Towards the input, towards the weights; what adapters compute themselves is not counted.
+    passes = (1 if causal else 0) if frozen else 1 if lora.rank else 2
+    behind = 2 if lora.connector or not lora.rank else 1 - model.vision.frozen
     blocks, front = flops.position * lengths.positions, flops.row * lengths.rows
     attention, connector = flops.pair * lengths.positions.astype(float)**2, (
         flops.token * lengths.tokens)
@@ -238,8 +241,8 @@ def whole_work(model: ModelConfig, phase: str, lengths: Lengths, checkpointing: 
     return Work(
         forward=np.stack([front + blocks + connector, attention]),
         # Pixels need no gradient.
-        backward=np.stack([passes * (front if causal else front / 2) + passes * blocks
-                           + 2 * connector, 2 * min(passes, 1) * attention]),
+        backward=np.stack([(passes if causal else max(passes - 1, 0)) * front + passes * blocks
+                           + behind * connector, 2 * min(passes, 1) * attention]),
         recompute=again * np.stack([blocks, attention]))
 
 
@@ -251,7 +254,9 @@ def plan_whole(job: Job) -> PlanSpec:
     recipe, model = job.recipe, job.recipe.model
     vision, llm = (part_flops(model.folder)[part] for part in ("vision", "llm"))
     # Forward, towards the input, towards the weights.
-    passes = {"vision": 1 if model.vision.frozen else 3, "llm": 2 if model.llm.frozen else 3}
+    learnt = 2 if model.lora.rank else 3
+    passes = {"vision": 1 if model.vision.frozen else learnt,
+              "llm": 2 if model.llm.frozen else learnt}
     return PlanSpec(
         costs={
             "vision": CostModel(passes["vision"] * vision.position, passes["vision"] * vision.pair),

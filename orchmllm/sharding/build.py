@@ -25,12 +25,13 @@ from orchmllm.models.hf import WholeModel
 from orchmllm.models.mllm import MultimodalModel
 from orchmllm.sharding.fsdp import build_model
 from orchmllm.sharding.hf import load_whole
+from orchmllm.sharding.optimizer import describe_learning
 
 
 def build(
     recipe: Recipe, device: torch.device, checkpointing: Mapping[str, str],
     sources: Sequence[WeightSource], gather: RowGather, ranks_per_node: int,
-    group: dist.ProcessGroup | None,
+    group: dist.ProcessGroup | None, log: Callable[[str], None],
 ) -> tuple[MultimodalModel | WholeModel, Callable[[Step], AbstractContextManager]]:
     """The model, and what has to be around the microbatches of each of its training steps.
     Collective; gather: of all ranks. group: for what moves in a forward (default: the default
@@ -40,7 +41,9 @@ def build(
                            sources, ranks_per_node=ranks_per_node, group=group), nullcontext
     with starting_weights(recipe.model, recipe.run.seed, recipe.run.folder, gather) as folder:
         model = load_whole(folder, recipe.model, recipe.fsdp, device, checkpointing,
-                           ranks_per_node)
+                           ranks_per_node, recipe.run.seed)
+    if recipe.model.lora.rank:
+        log(describe_learning(model))
     return model, MovedEncoders(model, recipe, group)
 
 

@@ -19,28 +19,33 @@ from torch.utils.checkpoint import checkpoint
 
 from orchmllm.config.model import ModelConfig
 from orchmllm.config.recipe import FsdpConfig
+from orchmllm.models import adapters
 from orchmllm.models.families import read_config
 from orchmllm.models.hf import WholeModel
 from orchmllm.sharding.fsdp import checkpoint_options, compute_dtype, shard_all
 from orchmllm.sharding.gathers import Unit
+from orchmllm.sharding.init import seed_adapters
 
 
 def load_whole(
     folder: Path, model: ModelConfig, config: FsdpConfig, device: torch.device,
-    checkpointing: Mapping[str, str], ranks_per_node: int = 1,
+    checkpointing: Mapping[str, str], ranks_per_node: int = 1, seed: int = 0,
 ) -> WholeModel:
     """The sharded model of a folder with its weights, in train mode; collective over all ranks.
     Raises ValueError if weights are missing or have another shape. checkpointing: phase -> none,
-    selective or full. ranks_per_node: see orchmllm.sharding.gathers."""
+    selective or full. ranks_per_node: see orchmllm.sharding.gathers. seed: of adapters."""
     from transformers import AutoModelForImageTextToText
     from transformers.distributed import DistributedConfig
     from transformers.utils import logging
 
     logging.disable_progress_bar()  # one of each rank
     made: list[WholeModel] = []
+    layers: dict[str, nn.Module] = {}
 
     def distribute(hf: nn.Module) -> None:
         whole = WholeModel(hf, compute_dtype(config))
+        if model.lora.rank:
+            adapters.inject(whole, model)
         frozen = freeze(whole, model)
         for phase, stack in whole.blocks().items():
             if checkpointing[phase] != "none":
@@ -48,6 +53,8 @@ def load_whole(
                     block.forward = partial(checkpoint, block.forward, use_reentrant=False,
                                             **checkpoint_options(checkpointing[phase]))
         shard_all(whole, ordered(whole, config, frozen), config, device, ranks_per_node)
+        if model.lora.rank:
+            layers.update(adapters.take_out(hf))
         made.append(whole)
 
     settings = read_config(folder)
@@ -61,15 +68,20 @@ def load_whole(
     if wrong:
         raise ValueError(f"{folder}: {len(wrong)} weights are missing or have another shape "
                          f"({', '.join(map(str, sorted(wrong)[:3]))}): copy the folder completely")
+    adapters.put_back(made[0].hf, layers, torch.device("cpu") if config.cpu_offload else device)
+    seed_adapters(made[0].hf, seed)
     whole = made[0].train()
     freeze(whole, model)  # what was loaded is made anew
     return whole
 
 
 def freeze(whole: WholeModel, model: ModelConfig) -> set[str]:
-    """Fixes the parts that the recipe says, and returns their names."""
+    """Fixes the parts that the recipe says, and returns their names; with adapters, all that they
+    are beside."""
     frozen = {part for part in ("vision", "llm") if getattr(model, part).frozen}
     whole.freeze(frozen)
+    for name, parameter in whole.hf.named_parameters() if model.lora.rank else ():
+        parameter.requires_grad_(adapters.learns(name, model))
     return frozen
 
 

@@ -50,6 +50,9 @@ KEYS = {
                    "rope_theta rms_norm_eps"}.items() for key in keys.split()},
         "model.vision.family": "qwen2_vl", "model.audio.mode": "padded",
         "model.vision.frozen": True, "model.audio.frozen": True, "model.llm.frozen": True,
+        "model.lora.rank": 4, "model.lora.alpha": 32, "model.lora.use_rslora": True,
+        "model.lora.target_modules": ["q_proj"], "model.lora.dropout": 0.5,
+        "model.lora.connector": True,
         "fsdp.param_dtype": "bfloat16"},
     "said": {
         **dict.fromkeys((

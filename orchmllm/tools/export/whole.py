@@ -15,6 +15,13 @@ PROCESSOR_FILES = ("*.json", "*.jinja", "*.txt", "*.model")  # tokenizer and tem
 OWN = ("config.json", INDEX)  # that transformers writes anew
 
 
+def copy_processor(source: Path, folder: Path) -> None:
+    """Everything of a model's folder but weights and configuration."""
+    names = {path.name for pattern in PROCESSOR_FILES for path in source.glob(pattern)}
+    for name in sorted(names.difference(OWN)):
+        shutil.copyfile(source / name, folder / name)
+
+
 def write_whole(source: Path, saved: dict[str, FileTensor], dtype: str, max_file_bytes: int,
                 folder: Path, log: Callable[[str], None]) -> dict:
     """Writes the model and returns its part of orchmllm.json. source: the folder that the run
@@ -39,9 +46,7 @@ def write_whole(source: Path, saved: dict[str, FileTensor], dtype: str, max_file
     model.tie_weights()
     model.config.dtype = written
     model.save_pretrained(folder, max_shard_size=max_file_bytes)
-    names = {path.name for pattern in PROCESSOR_FILES for path in source.glob(pattern)}
-    for name in sorted(names.difference(OWN)):
-        shutil.copyfile(source / name, folder / name)
+    copy_processor(source, folder)
     files = len(list(folder.glob("*.safetensors")))
     log(f"{type(model).__name__}: {len(tensors)} tensors in {files} file{'s' * (files > 1)}, with "
         f"the processor of {source}")
