@@ -13,15 +13,18 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from orchmllm.config.model import LoraConfig, ModelConfig
 from orchmllm.config.recipe import FsdpConfig, Recipe
 from orchmllm.hf.sources import PretrainedError, find_sources
+from orchmllm.models import adapters
 from orchmllm.models.families import part_of
-from orchmllm.models.hf import meta_model
+from orchmllm.models.flops import Lengths
+from orchmllm.models.hf import WholeModel, meta_model, whole_work
 from orchmllm.runtime.checkpoint import CheckpointError
-from orchmllm.sharding.hf import load_whole, ordered
-from orchmllm.sharding.init import local_rows
+from orchmllm.sharding.hf import freeze, load_whole, ordered
+from orchmllm.sharding.init import local_rows, seed_adapters
 from orchmllm.sharding.units import checkpoint_bytes, units
 from orchmllm.tools.export.export import export
 from orchmllm.trainer import Trainer
@@ -81,16 +84,18 @@ def computed(world, model: ModelConfig, name: str, shard_size: int, choice: str)
         loss.backward()
     found = {n: p for n, p in whole.hf.named_parameters() if p.requires_grad}
     assert all(p.grad is None for n, p in whole.hf.named_parameters() if n not in found)
+    read = {n: p for n, p in found.items() if p.grad is not None}  # llava skips its last block
     weights = {n: p.full_tensor().detach() for n, p in found.items()}
     reference = by_peft(stock, model, weights)
     for one in (one for each in inputs for one in each):
         models.stock_loss(reference, one).backward()
     wanted = {n: g for n, g in models.gradients(reference).items() if n in found}
-    got = {n: p.grad.full_tensor() for n, p in found.items()}
+    got = {n: p.grad.full_tensor() if n in read else torch.zeros_like(weights[n])
+           for n, p in found.items()}
     assert models.difference(got, wanted) <= models.LOOSE.get(name, models.EXACT)
     if world.world_size > 1:
         shards = shard_size or world.world_size
-        learnt = sum(-(-p.shape[0] // shards) * shards * prod(p.shape[1:]) for p in found.values())
+        learnt = sum(-(-p.shape[0] // shards) * shards * prod(p.shape[1:]) for p in read.values())
         sent = sum(max(c.sizes[1:]) for c in log.found if c.name == "_reduce_scatter_base_")
         assert sent == learnt
         again = sum(c.sizes[1] for c in log.found if c.name == "allreduce_")
@@ -274,9 +279,6 @@ def test_what_adapters_cannot_be_on_is_refused_before_ranks_start(tmp_path, monk
 @pytest.mark.slow
 @pytest.mark.parametrize("frozen, connector", [((), False), (("vision",), True)])
 def test_units_are_those_that_are_sharded(frozen, connector, tmp_path):
-    from orchmllm.models import adapters
-    from orchmllm.sharding.hf import freeze
-
     saved("qwen3_vl", tmp_path)
     model = lora_model(tmp_path, *frozen, connector=connector)
     wanted = [(u.size, u.trained_size) for u in units(model) for _ in range(u.copies) if u.size]
@@ -293,3 +295,31 @@ def test_units_are_those_that_are_sharded(frozen, connector, tmp_path):
             p.numel() for p in own if p.requires_grad))
     meta_model.cache_clear()
     assert [sizes[unit] for unit in forward] == wanted
+
+
+@pytest.mark.slow
+def test_flop_of_what_is_beside_adapters_are_those_that_torch_counts(tmp_path):
+    """Forward, and backward towards the inputs alone; nothing in front of the first adapter."""
+    hf = models.build("qwen3_vl").float()
+    hf.save_pretrained(tmp_path)
+    whole, model = WholeModel(hf, torch.float32), lora_model(tmp_path)
+    row = whole.join([models.as_example(0, models.sample("qwen3_vl", hf, [Item("image", 5)], 7))])
+    adapters.inject(whole, model)
+    adapters.put_back(hf, adapters.take_out(hf), torch.device("cpu"))
+    seed_adapters(hf, 0)
+    freeze(whole, model)
+    with FlopCounterMode(display=False) as counter:
+        whole(row).backward()
+    counted = sum(n for op, n in counter.get_flop_counts()["Global"].items()
+                  if "attention" not in str(op) and "bmm" not in str(op))
+    n, patches = row.inputs["input_ids"].numel(), len(row.inputs["pixel_values"])
+    features = int((row.inputs["input_ids"] == hf.config.image_token_id).sum())
+    predicted = 0
+    for phase, sizes in (("vision", (patches, patches, features)), ("llm", (len(row.kept), n, n))):
+        work = whole_work(model, phase, Lengths(*np.array(sizes)[:, None]), "none")
+        predicted += work.forward[0, 0] + work.backward[0, 0]
+    added = sum(3 * 2 * p.numel() * (patches if part_of(name) == "vision" else n)
+                for name, p in hf.named_parameters() if p.requires_grad)
+    first = whole.blocks()["vision"][0].attn.qkv  # passes no gradient on, which counts as if it did
+    saved_there = 2 * patches * (first.base_layer.weight.numel() + 3 * first.in_features)
+    assert counted == predicted + added - saved_there

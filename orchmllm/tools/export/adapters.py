@@ -60,7 +60,7 @@ def write_merged(model: ModelConfig, trained_from: str, saved: dict[str, FileTen
         raise ValueError(f"{source}: its weights are not those that the adapters were trained with "
                          f"(fingerprint {found}, the checkpoint has {trained_from}): restore them")
     with TemporaryDirectory(dir=folder.parent) as adapters:
-        note = write_adapters(model, saved, "", Path(adapters), log)
+        note = write_adapters(model, saved, "", Path(adapters), lambda text: None)
         kept = next(t.dtype for name, t in saved.items() if name.startswith("model."))
         hf = AutoModelForImageTextToText.from_pretrained(
             source, dtype=getattr(torch, TORCH_DTYPES[kept]), local_files_only=True)

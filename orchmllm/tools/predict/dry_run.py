@@ -60,6 +60,8 @@ def not_modelled(recipe: Recipe, examples: Examples) -> list[str]:
     if recipe.model.folder:
         left += ["images that orchmllm.balance_encoders moves to the rank that encodes them",
                  "windows of attention, which count as if there were none"]
+    if recipe.model.lora.rank:
+        left.append("what adapters (model.lora) compute and keep themselves")
     return left
 
 
