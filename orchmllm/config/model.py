@@ -164,7 +164,7 @@ class LoraConfig:
                      aliases=("lora_alpha",))
     use_rslora: bool = key(False, "By alpha / sqrt(rank) instead.")
     target_modules: tuple[str, ...] = key(
-        (), "Names of linear layers, or how these end, such as `q_proj`; empty: all of the blocks.",
+        (), "Names of linear layers in a block, or how these end, such as `q_proj`; empty: all.",
         aliases=("lora_target", "lora_target_modules"))
     dropout: float = key(0.0, "Has to be 0: random masks depend on where an example is.",
                          at_least=0, aliases=("lora_dropout",))

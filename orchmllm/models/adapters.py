@@ -33,35 +33,37 @@ def check_adapters(model: ModelConfig) -> None:
     not installed."""
     from orchmllm.models.hf import meta_model
 
-    if importlib.util.find_spec("peft") is None:
-        raise ValueError("model.lora needs the package peft, which is not installed: pip install "
-                         "'.[lora]'")
+    need_peft()
     whole = meta_model(model.folder)
     targets(whole, model)
-    if model.lora.connector:
-        inside = tuple(f"{name}." for name in connectors(whole))
-        for name, _ in whole.hf.named_parameters():
-            if part_of(name) == "connector" and not name.startswith(inside):
-                raise ValueError(f"model.lora.connector: {name} is no weight of a layer of the "
-                                 "connector, so an adapter folder cannot hold it: set it to false")
+    for name in connectors(whole) if model.lora.connector else ():
+        if any(whole.hf.get_submodule(name).children()):
+            raise ValueError(f"model.lora.connector: {name} has a weight of the connector beside "
+                             "its layers, which an adapter folder cannot hold: set it to false")
+
+
+def need_peft() -> None:
+    """Raises ValueError where it is not installed."""
+    if importlib.util.find_spec("peft") is None:
+        raise ValueError("adapters need the package peft, which is not installed: pip install "
+                         "'.[lora]'")
 
 
 def targets(whole: WholeModel, model: ModelConfig) -> dict[str, nn.Linear]:
     """Name in whole.hf -> linear layer that gets an adapter, in the blocks of the parts that are
     not frozen. Raises ValueError for one of model.lora.target_modules that none is called."""
-    names, found = {m: name for name, m in whole.hf.named_modules()}, {}
-    parts = [part for part in whole.blocks() if not getattr(model, part).frozen]
-    for part in parts:
-        found |= {names[m]: m for m in whole.blocks()[part].modules() if isinstance(m, nn.Linear)}
-    wanted = model.lora.target_modules
+    stacks = {p: s for p, s in whole.blocks().items() if not getattr(model, p).frozen}
+    layers = [(name, m) for stack in stacks.values() for block in stack
+              for name, m in block.named_modules() if isinstance(m, nn.Linear)]
+    wanted, inner = model.lora.target_modules, sorted({name for name, _ in layers})
     for end in wanted:
-        if not any(_ends(name, end) for name in found):
-            last = sorted({name.rpartition(".")[2] for name in found})
+        if not any(_ends(name, end) for name in inner):
+            last = sorted({name.rpartition(".")[2] for name in inner})
             raise ValueError(
-                f"model.lora.target_modules: no linear layer in the blocks of {', '.join(parts)} "
-                f"is called {end!r}: {did_you_mean(end, (*last, *found))}choose of "
-                f"{', '.join(last)}")
-    return {name: m for name, m in found.items()
+                f"model.lora.target_modules: no linear layer in a block of {', '.join(stacks)} is "
+                f"called {end!r}: {did_you_mean(end, (*last, *inner))}choose of {', '.join(last)}")
+    names = {m: name for name, m in whole.hf.named_modules()}
+    return {names[m]: m for name, m in layers
             if not wanted or any(_ends(name, end) for end in wanted)}
 
 
@@ -70,15 +72,9 @@ def _ends(name: str, end: str) -> bool:
 
 
 def connectors(whole: WholeModel) -> list[str]:
-    """Names in whole.hf of the layers of the connector, as few as there can be."""
-    found: list[str] = []
-    for name, module in whole.hf.named_modules():
-        inner = [f"{name}.{p}".removeprefix(".") for p, _ in module.named_parameters()]
-        inside = name.startswith(tuple(f"{above}." for above in found))
-        if inner and not inside and not isinstance(module, nn.ModuleList) and (
-                {part_of(p) for p in inner} == {"connector"}):
-            found.append(name)
-    return found
+    """Names in whole.hf of the layers of the connector that have weights."""
+    return sorted({name.rpartition(".")[0] for name, _ in whole.hf.named_parameters()
+                   if part_of(name) == "connector"})
 
 
 def peft_config(whole: WholeModel, model: ModelConfig, **options: Any) -> peft.LoraConfig:
@@ -90,30 +86,22 @@ def peft_config(whole: WholeModel, model: ModelConfig, **options: Any) -> peft.L
                       target_modules=list(targets(whole, model)), **options)
 
 
-def inject(whole: WholeModel, model: ModelConfig) -> None:
+def inject(whole: WholeModel, model: ModelConfig) -> dict[str, nn.Module]:
     """Puts the adapters into the model, in place; without memory, in the dtype of the weights that
-    they are beside."""
+    they are beside. Returns peft's layers by name."""
     from peft import inject_adapter_in_model
 
+    found = targets(whole, model)
     inject_adapter_in_model(peft_config(whole, model), whole.hf, ADAPTER, low_cpu_mem_usage=True)
-    for layer in _adapted(whole.hf).values():
-        layer.to(layer.base_layer.weight.dtype)
+    return {name: whole.hf.get_submodule(name).to(layer.weight.dtype)
+            for name, layer in found.items()}
 
 
-def _adapted(hf: nn.Module) -> dict[str, nn.Module]:
-    """Name -> peft's layer."""
-    from peft.tuners.lora import LoraLayer
-
-    return {name: m for name, m in hf.named_modules() if isinstance(m, LoraLayer)}
-
-
-def take_out(hf: nn.Module) -> dict[str, nn.Module]:
+def take_out(hf: nn.Module, layers: Mapping[str, nn.Module]) -> None:
     """Puts the layers that adapters are beside back in their places, in place, so that their
-    weights have the names that they have in a folder. Returns what put_back takes."""
-    layers = _adapted(hf)
+    weights have the names that they have in a folder."""
     for name, layer in layers.items():
         hf.set_submodule(name, layer.base_layer)
-    return layers
 
 
 def put_back(hf: nn.Module, layers: Mapping[str, nn.Module], device: torch.device) -> None:

@@ -45,7 +45,7 @@ def load_whole(
     def distribute(hf: nn.Module) -> None:
         whole = WholeModel(hf, compute_dtype(config))
         if model.lora.rank:
-            adapters.inject(whole, model)
+            layers.update(adapters.inject(whole, model))
         frozen = freeze(whole, model)
         for phase, stack in whole.blocks().items():
             if checkpointing[phase] != "none":
@@ -53,8 +53,7 @@ def load_whole(
                     block.forward = partial(checkpoint, block.forward, use_reentrant=False,
                                             **checkpoint_options(checkpointing[phase]))
         shard_all(whole, ordered(whole, config, frozen), config, device, ranks_per_node)
-        if model.lora.rank:
-            layers.update(adapters.take_out(hf))
+        adapters.take_out(hf, layers)
         made.append(whole)
 
     settings = read_config(folder)

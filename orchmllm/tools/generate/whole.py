@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from orchmllm.hf.folder import read_json
+from orchmllm.models.adapters import need_peft
 from orchmllm.plan.layout import VISION
 from orchmllm.tools.generate.sampling import device, sampling
 
@@ -58,7 +59,9 @@ def answer_whole(args: argparse.Namespace, log: Callable[[str], None]) -> str:
     kind = AutoModelForImageTextToText if takes_images else AutoModelForCausalLM
     model = kind.from_pretrained(folder, dtype=getattr(torch, args.dtype) if args.dtype
                                  else "auto", **local)
-    model = (with_adapters(model, args.folder) if adapters.is_file() else model).to(device()).eval()
+    if adapters.is_file():
+        model = with_adapters(model, args.folder)
+    model.to(device()).eval()
     before = given["input_ids"].shape[1]
     ids = model.generate(**given, **sampling(args))[0, before:].tolist()
     ends = model.generation_config.eos_token_id
@@ -70,9 +73,7 @@ def answer_whole(args: argparse.Namespace, log: Callable[[str], None]) -> str:
 
 def with_adapters(model: nn.Module, folder: Path) -> nn.Module:
     """By peft. Raises ValueError without it."""
-    try:
-        from peft import PeftModel
-    except ImportError as error:
-        raise ValueError(f"{folder} has adapters, which need the package peft: pip install "
-                         "'.[lora]'") from error
+    need_peft()
+    from peft import PeftModel
+
     return PeftModel.from_pretrained(model, folder)

@@ -85,7 +85,7 @@ def test_a_model_of_transformers_answers_as_it_does_there(tmp_path, capsys, monk
         ids[0, given["input_ids"].shape[1]:], skip_special_tokens=True) != want
     monkeypatch.setitem(sys.modules, "peft", None)
     assert dispatch(["generate", str(tmp_path / "adapters"), "What is drawn?"]) == 2
-    assert "has adapters, which need the package peft: pip install" in capsys.readouterr().err
+    assert "need the package peft, which is not installed: pip" in capsys.readouterr().err
     assert dispatch(["generate", str(tmp_path), "--image", "none.png", "What is drawn?"]) == 2
     assert capsys.readouterr().err.endswith("error: --image none.png: no such file\n")
     assert dispatch(["generate", str(tmp_path), "--audio", "a.wav", "What is heard?"]) == 2
