@@ -136,6 +136,35 @@ class LLMConfig:
 
 
 @dataclass(frozen=True)
+class LoraConfig:
+    """Adapters of low rank (LoRA, by peft) on linear layers of model.pretrained: in the blocks of
+    each part that is not frozen. They alone learn, all weights of the folder stay as they are."""
+
+    rank: int = key(0, "Rank of the adapters; 0: there are none.", at_least=0,
+                    aliases=("r", "lora_r", "lora_rank"))
+    alpha: int = key(8, "What an adapter computes is multiplied by alpha / rank.", at_least=1,
+                     aliases=("lora_alpha",))
+    use_rslora: bool = key(False, "By alpha / sqrt(rank) instead.")
+    target_modules: tuple[str, ...] = key(
+        (), "Names of linear layers in a block, or how these end, such as `q_proj`; empty: all.",
+        aliases=("lora_target", "lora_target_modules"))
+    dropout: float = key(0.0, "Has to be 0: random masks depend on where an example is.",
+                         at_least=0, aliases=("lora_dropout",))
+    connector: bool = key(False, "The connector learns as well, all of it (peft's "
+                          "modules_to_save).", aliases=("modules_to_save",))
+
+    def conflicts(self) -> Iterator[Conflict]:
+        """lora.dropout is 0; without a rank no other key counts."""
+        if self.dropout:
+            yield Conflict(("dropout",), "its random masks depend on where an example is: set it "
+                           "to 0")
+        for f in fields(self):
+            if not self.rank and getattr(self, f.name) != f.default:
+                yield Conflict((f.name, "rank"), "has no effect without a rank: set "
+                               "model.lora.rank, or leave it out")
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """The whole model."""
 
@@ -153,6 +182,7 @@ class ModelConfig:
                           "then.",
                           aliases=("model_name_or_path", "pretrained_model_name_or_path"))
     config: str = key("", "The same without weights: they start from run.seed.")
+    lora: LoraConfig = section(LoraConfig)
 
     @property
     def folder(self) -> str:
@@ -160,8 +190,10 @@ class ModelConfig:
         return os.path.expanduser(self.pretrained or self.config)
 
     def learns(self, part: str) -> bool:
-        """Whether vision, audio, connector or llm does."""
-        return not (self.connectors_frozen if part == "connector" else getattr(self, part).frozen)
+        """Whether anything in vision, audio, connector or llm does."""
+        if part == "connector":
+            return not self.connectors_frozen and (not self.lora.rank or self.lora.connector)
+        return not getattr(self, part).frozen
 
     def features_learn(self, phase: str) -> bool:
         """Whether the features of an encoder have a gradient: something that makes them learns."""
@@ -176,11 +208,21 @@ class ModelConfig:
                              "dry-run, plan job or compare")
 
     def conflicts(self) -> Iterator[Conflict]:
-        """pretrained and config exclude each other and what the parts say; some part learns."""
+        """pretrained and config exclude each other and what the parts say; some part learns; lora
+        is for pretrained alone, where the LLM learns."""
         parts = ("vision", "audio", "llm")
         if not any(map(self.learns, ("connector", *parts))):
             yield Conflict(("connectors_frozen", *(f"{part}.frozen" for part in parts)),
                            "leaves nothing that would learn: set one of them to false")
+        if self.lora.rank and not self.pretrained:
+            yield Conflict(("lora.rank", "pretrained"), "adapters are for the weights of a whole "
+                           "model of transformers: name it in model.pretrained (docs/models.md)")
+        if self.lora.rank and self.llm.frozen:
+            yield Conflict(("llm.frozen", "lora.rank"), "the LLM learns by adapters alone where "
+                           "model.lora has a rank: leave it out")
+        if self.lora.connector and self.connectors_frozen:
+            yield Conflict(("connectors_frozen", "lora.connector"), "lora.connector says that the "
+                           "connector learns: leave one of them out")
         if self.pretrained and self.config:
             yield Conflict(("config", "pretrained"), "starts from run.seed, and model.pretrained "
                            "names weights: leave one of them out")

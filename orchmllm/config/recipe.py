@@ -227,6 +227,12 @@ class Recipe:
                         yield Conflict((f"train.{name}", frozen),
                                        f"has no effect while {frozen} is true: leave it "
                                        "out, or set that to false")
+        if self.model.lora.rank and not self.model.lora.connector:
+            for name, unset in (("connector_lr", 0), ("connector_weight_decay", -1)):
+                if getattr(train, name) != unset:
+                    yield Conflict((f"train.{name}", "model.lora.connector"), "has no effect while "
+                                   "model.lora.connector is false: leave it out, or set that to "
+                                   "true")
         if self.data.batching == "capped" and train.global_batch_size % train.batch_size:
             yield Conflict(("train.global_batch_size", "train.batch_size"),
                            f"has to be a multiple of train.batch_size ({train.batch_size}): with "

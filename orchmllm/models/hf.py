@@ -281,9 +281,10 @@ def whole_work(model: ModelConfig, phase: str, lengths: Lengths, checkpointing: 
     """See orchmllm.models.flops.phase_work."""
     flops = part_flops(model.folder).get(phase, PartFlops(0, 0, 0))
     learns, causal = model.learns(phase), phase == "llm"
-    passes = 2 * learns or int(causal)  # towards the input, towards the weights
+    # Towards the input, towards the weights; what adapters compute themselves is not counted.
+    passes = learns + (learns and not model.lora.rank) or int(causal)
     connectors = int(model.learns("connector"))
-    behind = flops.first * (connectors + learns) + 2 * flops.tower * learns + (
+    behind = flops.first * (connectors + learns) + flops.tower * passes + (
         flops.token - flops.first - flops.tower) * (connectors + model.features_learn(phase))
     blocks, front = flops.position * lengths.positions, flops.row * lengths.rows
     attention, connector = flops.pair * lengths.positions.astype(float)**2, (
@@ -292,7 +293,7 @@ def whole_work(model: ModelConfig, phase: str, lengths: Lengths, checkpointing: 
     return Work(
         forward=np.stack([front + blocks + connector, attention]),
         # Pixels and frames need no gradient.
-        backward=np.stack([passes * (front if causal else front / 2)
+        backward=np.stack([(passes if causal else max(passes - 1, 0)) * front
                            + passes * flops.read * blocks + behind * lengths.tokens,
                            2 * min(passes, 1) * flops.read * attention]),
         recompute=again * np.stack([blocks, attention]))

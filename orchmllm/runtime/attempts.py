@@ -51,9 +51,9 @@ def flat(value: object, where: str = "") -> dict:
     return {key: leaf for name, part in inner.items() for key, leaf in flat(part, name).items()}
 
 
-def settings_of(job: Job, dataset) -> dict:
-    """Everything that an attempt is compared by, for JSON. Raises OSError for a data file that is
-    gone."""
+def settings_of(job: Job, dataset, weights: int = 0) -> dict:
+    """Everything that an attempt is compared by, for JSON. weights: fingerprint of those that the
+    run starts from. Raises OSError for a data file that is gone."""
     recipe, content = job.recipe, dataset.fingerprint()
     if recipe.data.batching == "capped":
         content |= {"capped_lengths": lengths_digest(dataset),
@@ -62,6 +62,8 @@ def settings_of(job: Job, dataset) -> dict:
     model = asdict(recipe.model)
     if recipe.model.folder:
         model["config_json"] = _architecture(Path(recipe.model.folder))
+    if recipe.model.lora.rank:  # the checkpoint does not hold them
+        model["weights"] = f"{weights:012x}"
     return flat({
         **asdict(recipe), "model": model, "content": content,
         "versions": {"python": platform.python_version(), **versions},

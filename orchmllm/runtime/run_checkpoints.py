@@ -34,15 +34,16 @@ from orchmllm.runtime.run_state import VERSION, NonFiniteError, Progress
 class RunCheckpoints(Checkpointer):
     """The checkpoints of one run, and which of them this attempt goes on from. tensors: gives what
     is saved, and filled from a checkpoint, of any shapes; optimizer: gives the one whose count of
-    steps becomes that of the run; neither is asked by the construction. Construction and every
-    method are collective; see Checkpointer. Raises CheckpointError or ValueError on all ranks if
-    the run cannot go on where the recipe says.
+    steps becomes that of the run; neither is asked by the construction. weights: fingerprint of
+    those that the run starts from. Construction and every method are collective; see Checkpointer.
+    Raises CheckpointError or ValueError on all ranks if the run cannot go on where the recipe says.
 
     kept_batch: examples a step of the checkpoint, 0 without one."""
 
     def __init__(self, job: Job, gather: RowGather, dataset: ConversationDataset,
                  optimizer: Callable[[], torch.optim.Optimizer],
-                 tensors: Callable[[], Mapping[str, Tensor]], log: Callable[[str], None]) -> None:
+                 tensors: Callable[[], Mapping[str, Tensor]], log: Callable[[str], None],
+                 weights: int = 0) -> None:
         recipe = job.recipe
         super().__init__(
             recipe.run.folder / "checkpoints", recipe.checkpoint, gather, log=log,
@@ -51,7 +52,8 @@ class RunCheckpoints(Checkpointer):
         self._recipe, self._optimizer, self._tensors = recipe, optimizer, tensors
         self._model = asdict(recipe.model)
         # Of the data as the run has opened it, whatever becomes of the files until a save.
-        settings = self._from_first("of the data", lambda: settings_of(job, dataset))
+        settings = self._from_first("of the data", lambda: settings_of(
+            job, dataset, weights))
         last = self._from_first("of the attempts", lambda: read_attempts(recipe.run.folder)[-1:])
         self._attempt = {
             "attempt": 1 + max((a["attempt"] for a in last), default=0), "resumed_from": None,

@@ -98,8 +98,9 @@ def units(model: ModelConfig) -> list[Unit]:
 def _of_whole(model: ModelConfig) -> list[Unit]:
     """The units of orchmllm.sharding.hf.ordered. What its model has not, audio or a head of its
     own, has no parameters."""
+    from orchmllm.models import adapters  # with torch
     from orchmllm.models.families import part_of
-    from orchmllm.models.hf import meta_model  # with torch
+    from orchmllm.models.hf import meta_model
 
     whole = meta_model(model.folder)
     stacks, places = whole.blocks(), {}
@@ -110,10 +111,17 @@ def _of_whole(model: ModelConfig) -> list[Unit]:
         places |= {id(p): "" for p in stack.parameters()}
         places |= {id(p): phase for p in stack[0].parameters()}
     found: dict[str, tuple[list[Shape], list[Shape]]] = {}
-    for name, p in whole.hf.named_parameters():
+    parameters = dict(whole.hf.named_parameters())
+    learnt = dict(adapters.learnt(whole, model)) if model.lora.rank else {}
+    for name, p in parameters.items():
         part = part_of(name)
+        frozen = name not in learnt if learnt else not model.learns(part)
         place = places.get(id(p), "root")
-        found.setdefault(place, ([], []))[not model.learns(part)].append(tuple(p.shape))
+        found.setdefault(place, ([], []))[frozen].append(tuple(p.shape))
+    for name, shape in learnt.items():
+        beside, adapter, _ = name.partition(".lora_")
+        if adapter and (place := places[id(parameters[f"{beside}.weight"])]):
+            found[place][0].append(shape)
 
     def unit(phase: str, role: str, copies: int = 1, place: str = "none", **options) -> Unit:
         return Unit(phase, role, copies, *map(tuple, found.get(place, ((), ()))), **options)
@@ -143,7 +151,10 @@ def _unit_name(parameter: str) -> str:
 
 
 def checkpoint_bytes(recipe: Recipe) -> int:
-    """Size of a checkpoint: parameters, and the optimizer's state of those that learn."""
-    state = sum(u.copies * (u.size + len(OPTIMIZER_STATE) * u.trained_size)
+    """Size of a checkpoint: parameters, and the optimizer's state of those that learn; with
+    adapters, nothing of the rest."""
+    alone = bool(recipe.model.lora.rank)
+    state = sum(u.copies * ((u.trained_size if alone else u.size)
+                            + len(OPTIMIZER_STATE) * u.trained_size)
                 for u in units(recipe.model))
     return state * DTYPE_BYTES[recipe.fsdp.param_dtype]

@@ -52,7 +52,10 @@ KEYS = {
                    "rope_theta rms_norm_eps"}.items() for key in keys.split()},
         "model.audio.mode": "padded",
         **dict.fromkeys(("model.connectors_frozen", "model.vision.frozen", "model.audio.frozen",
-                         "model.llm.frozen"), True),
+                         "model.llm.frozen", "model.lora.use_rslora", "model.lora.connector"),
+                        True),
+        "model.lora.rank": 4, "model.lora.alpha": 32, "model.lora.target_modules": ["q_proj"],
+        "model.lora.dropout": 0.5,
         "fsdp.param_dtype": "bfloat16"},
     "said": {
         **dict.fromkeys((

@@ -226,7 +226,7 @@ def slowest_compute(work: PlanWork, phase: str, memory: MemoryModel, choice: str
     slowest, head = int(total.argmax()), (0.0, 0.0)
     if phase == "llm":
         rate = hardware.peak(memory.fsdp.forward_dtype) * hardware.efficiencies(phase)[0]
-        passes = (1, 1 if memory.model.llm.frozen else 2)
+        passes = (1, 1 if memory.model.llm.frozen or memory.model.lora.rank else 2)
         head = tuple(n * float(work.head[slowest]) / rate for n in passes)
     return (tuple(float(x[slowest]) for x in seconds), head), float(
         total[slowest] - total.mean())
