@@ -19,6 +19,7 @@ from orchmllm.data.dataset import ConversationDataset
 from orchmllm.plan.assign import PHASES
 from orchmllm.runtime.attempts import read_attempts, recorded, settings_of
 from orchmllm.runtime.checkpoint import Checkpointer, CheckpointError
+from orchmllm.runtime.profile import exhausted_before
 from orchmllm.runtime.resumable import check_resumable, describe_changes, differences
 from orchmllm.runtime.run_state import VERSION, NonFiniteError, Progress
 
@@ -30,7 +31,8 @@ class RunCheckpoints(Checkpointer):
     method are collective; see Checkpointer. Raises CheckpointError or ValueError on all ranks if
     the run cannot go on where the recipe says.
 
-    kept_batch: examples a step of the checkpoint, 0 without one."""
+    kept_batch: examples a step of the checkpoint, 0 without one. memory: what the run knows of its
+    memory, at first what the checkpoint says; it is saved as it is then."""
 
     def __init__(self, job: Job, gather: RowGather, dataset: ConversationDataset,
                  optimizer: Callable[[], torch.optim.Optimizer],
@@ -52,6 +54,8 @@ class RunCheckpoints(Checkpointer):
         self._start, self._state = (None, {}) if recipe.run.resume == "never" else (
             self.find(recipe.run.resume))
         self.kept_batch = self._state.get("global_batch_size", 0)
+        self.memory = self._state.get("memory", {}) | self._from_first(
+            "of its memory", lambda: exhausted_before(recipe.run.folder))
         if self._start is not None:
             self._attempt |= self._going_on(self._start, self._state)
 
@@ -60,8 +64,8 @@ class RunCheckpoints(Checkpointer):
         if self.config.every_steps < 0:
             return
         self.save(progress.step, self._tensors(), {
-            **progress.to_json(), "model": self._model, "attempt": self._attempt,
-            "world_size": self._gather.world_size,
+            **progress.to_json(), "model": self._model, "memory": self.memory,
+            "attempt": self._attempt, "world_size": self._gather.world_size,
             "rng": torch.get_rng_state().tolist()})  # of the CPU: nothing draws per rank
 
     def newest(self) -> Path | None:

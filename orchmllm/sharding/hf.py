@@ -10,18 +10,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from orchmllm.config.model import ModelConfig
 from orchmllm.config.recipe import FsdpConfig
 from orchmllm.models.families import read_config
 from orchmllm.models.hf import WholeModel
-from orchmllm.sharding.fsdp import checkpoint_options, compute_dtype, shard_all
+from orchmllm.sharding.blocks import recompute
+from orchmllm.sharding.fsdp import compute_dtype, shard_all
 from orchmllm.sharding.gathers import Unit
 
 
@@ -30,8 +29,8 @@ def load_whole(
     checkpointing: Mapping[str, str], ranks_per_node: int = 1,
 ) -> WholeModel:
     """The sharded model of a folder with its weights, in train mode; collective over all ranks.
-    Raises ValueError if weights are missing or have another shape. checkpointing: phase -> none,
-    selective or full. ranks_per_node: see orchmllm.sharding.gathers."""
+    Raises ValueError if weights are missing or have another shape. checkpointing: see
+    orchmllm.sharding.blocks.recompute. ranks_per_node: see orchmllm.sharding.gathers."""
     from transformers import AutoModelForImageTextToText
     from transformers.distributed import DistributedConfig
     from transformers.utils import logging
@@ -42,11 +41,7 @@ def load_whole(
     def distribute(hf: nn.Module) -> None:
         whole = WholeModel(hf, compute_dtype(config))
         frozen = freeze(whole, model)
-        for phase, stack in whole.blocks().items():
-            if checkpointing[phase] != "none":
-                for block in stack:
-                    block.forward = partial(checkpoint, block.forward, use_reentrant=False,
-                                            **checkpoint_options(checkpointing[phase]))
+        recompute(whole, checkpointing)
         shard_all(whole, ordered(whole, config, frozen), config, device, ranks_per_node)
         made.append(whole)
 

@@ -23,8 +23,8 @@ from orchmllm.models.mllm import MultimodalModel
 from orchmllm.models.phase_clock import PhaseClock
 from orchmllm.plan.assign import PhasePolicy
 from orchmllm.runtime.health import HangWatchdog
+from orchmllm.sharding.blocks import stacks
 from orchmllm.sharding.compiled import check_compiles, compile_block
-from orchmllm.sharding.fsdp import stacks
 from orchmllm.trainer import Trainer
 from tests.lib.ranks import run_ranks
 from tests.lib.synthetic import MODEL, SHALLOW, SyntheticDataset, recipe
