@@ -19,11 +19,10 @@ EXHAUSTED = "recompute.json"
 
 
 def exhausted_before(folder: Path) -> dict:
-    """What a run folder says of memory that ran out: `exhausted`, what the memory of a rank is of
-    the prediction at least; {} if it did not."""
+    """What a run folder says of memory that ran out (see orchmllm.sharding.run_memory); {} if it
+    did not."""
     path = folder / EXHAUSTED
-    found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    return {key: found[key] for key in found if key == "exhausted"}
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
 
 
 class StepProfiler:

@@ -3,6 +3,7 @@ what its first steps took, and with one layer more for the start after memory ra
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -39,7 +40,8 @@ class RunMemory:
     dataset, rows: of the run. device_bytes: of this rank's GPU, 0 on a CPU. kept: examples a step
     of the checkpoint that the run goes on from, 0 without one. known: what the run knows of its
     memory, for its checkpoints: `measured`, what steps took of the prediction at most;
-    `exhausted`, what they would have taken when memory ran out; `choice`. gather: (n,) numbers of
+    `exhausted`, what they have to be taken for after memory ran out, and `next`, the choice that
+    fits then; `choice`. gather: (n,) numbers of
     this rank -> (d, n) of all. log: shows a line. Raises ValueError if the recipe cannot fit."""
 
     def __init__(
@@ -96,6 +98,8 @@ class RunMemory:
         before, taken = self.known.get("choice"), self._taken
         self.choice = decide(self._recipe, self.memory, self.loads, self.budget, self._why,
                              self._kept, taken)
+        if "next" in self.known and self._fills(self.known["next"]):
+            self.choice = self.known["next"]
         if len(self._fixed) == len(PHASES):
             return
         peak = taken * self.memory.peak(self.loads, self.choice)
@@ -104,6 +108,15 @@ class RunMemory:
                   + (f"; before: {self._described(before)}" if before not in (None, self.choice)
                      else ""))
         self.known["choice"] = self.choice
+
+    def _fills(self, choice: Mapping[str, str]) -> bool:
+        """Whether a choice takes exactly what is there: then it is that of `exhausted`, and nothing
+        has changed since."""
+        try:
+            needs = self._taken * self.memory.peak(self.loads, choice)
+        except ValueError:  # of another model
+            return False
+        return choice.items() >= self._fixed.items() and math.isclose(needs, self.budget)
 
     def _described(self, choice: Mapping[str, str]) -> str:
         model = self.memory.model
@@ -139,14 +152,12 @@ class RunMemory:
             recompute(model, self.choice)
 
     def exhausted(self) -> tuple[str, dict]:
-        """When memory has run out: what to do, in words, and `exhausted` and `choice` for the next
+        """When memory has run out: what to do, in words, and `exhausted` and `next` for the next
         start, {} where the recipe has to be changed."""
         more = one_layer_more(self.memory, self.loads, self.choice, self._fixed)
         if more is not None:
-            least = self.memory.peak(self.loads, more)
-            choice = decide(self._recipe, self.memory, self.loads, least, taken=1.0)
-            return f"the next start recomputes more: {self._described(choice)}", {
-                "exhausted": self.budget / least, "choice": choice}
+            return f"the next start recomputes one layer more: {self._described(more)}", {
+                "exhausted": self.budget / self.memory.peak(self.loads, more), "next": more}
         more = one_layer_more(self.memory, self.loads, self.choice)
         if more is None:
             return "everything is recomputed: lower train.batch_size", {}
