@@ -10,7 +10,9 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
+from orchmllm.batch import SequenceLengths
 from orchmllm.config.fsdp import CHOICES, as_choice, layer_counts
 from orchmllm.config.job import resolve
 from orchmllm.config.recipe import FsdpConfig, RecipeError, load_recipe
@@ -21,11 +23,12 @@ from orchmllm.plan.layout import BatchLayout
 from orchmllm.plan.step import plan_step
 from orchmllm.runtime import measured
 from orchmllm.runtime.metrics import read_rows
-from orchmllm.sharding.blocks import stacks
+from orchmllm.sharding.blocks import recompute, stacks
 from orchmllm.sharding.choice import choose_checkpointing
 from orchmllm.sharding.memory import MemoryModel, loads_of
 from orchmllm.sharding.run_memory import RunMemory
 from orchmllm.trainer import Trainer
+from scripts import bench_recompute as bench
 from tests.lib.gradients import Case, all_gradients, reference_gradients, worst_difference
 from tests.lib.launched import run_local
 from tests.lib.ranks import run_ranks
@@ -225,3 +228,23 @@ def test_gradients_are_those_of_one_process_without_recomputation(ranks):
         assert found[0][name][0] == pytest.approx(loss, rel=1e-12)
         error, where = worst_difference(found[0][name][1], wanted)
         assert error <= 1e-9, f"{name}: {where} differs by {error:.1e}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("phase", PHASES)
+def test_a_layer_saves_what_is_predicted(phase):
+    """Bytes of a forward pass, by the allocator's own events; the first of four layers alone, too.
+    """
+    config, lengths = bench.model_of(4, 128), [70, 25, 5, 40]
+    found = bench.measured(config, phase, lengths, 1)
+    for choice, (size, _) in bench.predicted(config, phase, sum(lengths), 0.0).items():
+        assert found[choice][0] == pytest.approx(size, rel=0.1), choice
+    model = MultimodalModel(config)
+    stack, seqlens = stacks(model)[phase], SequenceLengths.from_lengths(lengths)
+    x = torch.randn(sum(lengths), 128, requires_grad=True)
+    kept = {}
+    for choice in ("none", "full:1", "selective:1"):
+        recompute(model, dict.fromkeys(PHASES, choice))
+        kept[choice.partition(":")[0]] = bench.kept_bytes(stack, phase, x, seqlens)
+    for choice in ("full", "selective"):
+        assert kept["none"] - kept[choice] == pytest.approx(found[choice][0], rel=0.02), choice
