@@ -10,12 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from orchmllm.config.model import ModelConfig
 from orchmllm.config.recipe import FsdpConfig
@@ -24,7 +22,8 @@ from orchmllm.models.families import model_class, read_config
 from orchmllm.models.hf import WholeModel
 from orchmllm.plan.assign import PHASES
 from orchmllm.plan.layout import ENCODERS
-from orchmllm.sharding.fsdp import checkpoint_options, compute_dtype, shard_all
+from orchmllm.sharding.blocks import recompute
+from orchmllm.sharding.fsdp import compute_dtype, shard_all
 from orchmllm.sharding.gathers import Unit, of_encoder
 from orchmllm.sharding.init import seed_adapters
 
@@ -34,8 +33,9 @@ def load_whole(
     checkpointing: Mapping[str, str], ranks_per_node: int = 1, seed: int = 0,
 ) -> WholeModel:
     """The sharded model of a folder with its weights, in train mode; collective over all ranks.
-    Raises ValueError if weights are missing or have another shape. checkpointing: phase -> none,
-    selective or full. ranks_per_node: see orchmllm.sharding.gathers. seed: of adapters."""
+    Raises ValueError if weights are missing or have another shape. checkpointing: see
+    orchmllm.sharding.blocks.recompute. ranks_per_node: see orchmllm.sharding.gathers. seed: of
+    adapters."""
     from transformers.distributed import DistributedConfig
     from transformers.utils import logging
 
@@ -50,11 +50,7 @@ def load_whole(
             layers.update(adapters.inject(whole, model))
         freeze(whole, model)
         fixed.update(name for name, p in hf.named_parameters() if not p.requires_grad)
-        for phase, stack in whole.blocks().items():
-            if checkpointing[phase] != "none":
-                for block in stack:
-                    block.forward = partial(checkpoint, block.forward, use_reentrant=False,
-                                            **checkpoint_options(checkpointing[phase]))
+        recompute(whole, checkpointing)
         shard_all(whole, ordered(whole, config), config, device, ranks_per_node)
         adapters.take_out(hf, layers)
         made.append(whole)

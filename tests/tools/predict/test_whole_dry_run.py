@@ -12,7 +12,7 @@ import torch
 import transformers
 from torch.utils.flop_counter import FlopCounterMode
 
-from orchmllm.config.fsdp import FsdpConfig
+from orchmllm.config.fsdp import CHOICES, FsdpConfig
 from orchmllm.config.job import resolve
 from orchmllm.config.model import ModelConfig
 from orchmllm.config.recipe import Recipe, read_recipe
@@ -30,9 +30,10 @@ from orchmllm.plan.layout import ENCODERS
 from orchmllm.sharding.hf import freeze, ordered
 from orchmllm.sharding.memory import Loads
 from orchmllm.sharding.units import checkpoint_bytes, units
+from orchmllm.sharding.whole_memory import WholeMemory
 from orchmllm.tools.data.command import main as data_command
 from orchmllm.tools.predict import dry_run_command, plan_job
-from orchmllm.tools.predict.whole import WholeMemory, pictures
+from orchmllm.tools.predict.whole import pictures
 from tests.lib import whole_models as models
 from tests.lib.commands import ROOT, python
 from tests.lib.recipes import frozen
@@ -138,10 +139,10 @@ def test_what_a_forward_pass_keeps_is_predicted(name, phase, tmp_path):
     memory = WholeMemory.of(resolve(recipe, 1, 1))
     loads = Loads(lengths, {p: np.array([features]) * (p == phase) for p in ENCODERS})
     logits = 4.0 * len(row.kept) * memory.model.llm.vocab_size
-    predicted = sum(memory._kept(p, loads, "none") for p in (phase, "llm")) + logits
+    least, middle, predicted = (logits + sum(
+        memory._around(p, loads) + memory.stack(p, memory.counts(p, choice)).kept
+        * lengths[p].positions for p in (phase, "llm")) for choice in reversed(CHOICES))
     assert predicted == pytest.approx(saved, rel=rel)
-    least = sum(memory._kept(p, loads, "full") for p in (phase, "llm"))
-    middle = sum(memory._kept(p, loads, "selective") for p in (phase, "llm"))
     assert least < middle < predicted
 
     counted, paths = counter.get_flop_counts(), {id(m): n for n, m in whole.named_modules()}
@@ -207,7 +208,7 @@ def test_a_folder_that_lacks_something_is_told_what(tmp_path, capsys):
             assert command.main([str(recipe), "--ranks", "2"]) == 2
             told = capsys.readouterr().err
             assert why in told and "orchmllm data index" in told and told.count("\n") == 1
-    for change in ("fsdp.memory_gb=40", "fsdp.activation_checkpointing=auto"):
+    for change in ("fsdp.loss_chunk_rows=40", "fsdp.compile=true"):
         assert dry_run_command.main([str(recipe), change]) == 2
         assert "is not available with model.config" in capsys.readouterr().err
 
