@@ -40,7 +40,8 @@ SLOW_plan := tests/plan tests/comm tests/tools/doctor
 # The whole kit of `make gpu` at tiny sizes, in a Python without pip and network.
 SLOW_kit := tests/gpu_kit
 SLOW_models := tests/models tests/sharding tests/tools/export tests/tools/generate
-SLOW_memory := tests/tools/predict/test_scale_memory.py tests/tools/predict/test_tracked_memory.py
+SLOW_memory := tests/tools/predict/test_scale_memory.py tests/tools/predict/test_tracked_memory.py \
+    tests/tools/predict/test_longest.py
 SLOW_estimate := tests/papers tests/tools/data tests/docs \
     $(filter-out $(SLOW_memory), $(wildcard tests/tools/predict/test_*.py))
 SLOW_mutations := tests/test_mutations.py

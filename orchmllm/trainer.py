@@ -20,7 +20,7 @@ from orchmllm.data.loading.step_loader import SegmentFeed, StepLoader
 from orchmllm.data.loading.whole_examples import WholeFeed
 from orchmllm.data.sampler import GlobalSampler, make_sampler
 from orchmllm.hf.sources import find_sources
-from orchmllm.launch import World, device_of
+from orchmllm.launch import World, device_of, gpu_of
 from orchmllm.models.attention import describe_attention
 from orchmllm.models.flops import mfu, peak_flops, plan_spec, step_flops
 from orchmllm.runtime.build import build_dataset, build_orchestrator
@@ -37,11 +37,12 @@ from orchmllm.runtime.stop import FOLDER_TAKEN, Stopped, StopSignal
 from orchmllm.sharding.build import build
 from orchmllm.sharding.fits import for_run, memory_check
 from orchmllm.sharding.fsdp import compute_dtype, evaluating, state_tensors
+from orchmllm.sharding.longest import LongExamples
 from orchmllm.sharding.optimizer import (
     clip_gradients,
     learning_parts,
-    learning_rate,
     make_optimizer,
+    set_learning_rate,
 )
 from orchmllm.sharding.pretrained import check_same, fingerprint
 
@@ -78,11 +79,12 @@ class Trainer:
         self.orchestrator, self._validation = (
             build_orchestrator(recipe, one, world.world_size, self.device, group)
             for one in (spec, replace(spec, balance=replace(spec.balance, measure_every=0))))
-        gpu = torch.cuda.get_device_properties(self.device) if self.device.type == "cuda" else None
-        self._peak_flops = peak_flops(gpu.name) if gpu and not recipe.model.folder else None
-        device_bytes = gpu.total_memory if gpu else 0
-        checkpointing = for_run(recipe, self.dataset, self.train_rows, spec, world.world_size,
-                                device_bytes, self.checkpointer.kept_batch)
+        gpu, device_bytes = gpu_of(self.device)
+        self._peak_flops = None if recipe.model.folder else peak_flops(gpu)
+        self.long = LongExamples(job, spec, self.dataset, device_bytes, self._log, world.rank == 0)
+        checkpointing = self.long.choice = for_run(
+            recipe, self.dataset, self.train_rows, spec, world.world_size, device_bytes,
+            self.checkpointer.kept_batch)
         self.orchestrator.refuses = memory_check(job, checkpointing, device_bytes, self._gather)
         self.attention = describe_attention(recipe.model, self.device.type, compute_dtype(
             recipe.fsdp))  # chosen before the first step; a kernel that fails is found here
@@ -155,6 +157,7 @@ class Trainer:
     def _train_steps(self) -> None:
         """To the last step, or back to a checkpoint before a step that is not finite."""
         for step in self.loader():
+            self.long.tell(step)
             with self.profiler.around(step):
                 row = self.train_step(step)
                 self.model.clock.switch("logging")
@@ -212,9 +215,7 @@ class Trainer:
         if step.kept_balanced:
             self._log(f"step {step.index} is not measured as sampled: {step.kept_balanced}")
         clock.reset()
-        lr = learning_rate(step.index, train)
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr * group["lr_share"]
+        lr = set_learning_rate(self.optimizer, step.index, train)
         with self._encoding(step):
             loss_sum = self._accumulate(step)
         clock.switch("update")
@@ -293,8 +294,7 @@ class Trainer:
         return row
 
     def close(self) -> None:
-        self.display.close()
-        self.profiler.close()
-        self.incidents.close()
+        for part in (self.display, self.profiler, self.incidents):
+            part.close()
         if self._metrics is not None:
             self._metrics.close()

@@ -119,7 +119,7 @@ class ProcessedRows(ConversationDataset):
             try:
                 return self._example(row, on_error)
             except RowError as error:
-                problem = MediaError(self._name(i), f"cannot be used as it was planned: {error}")
+                problem = MediaError(self.name(i), f"cannot be used as it was planned: {error}")
         fail(0, problem, on_error)
         return self._filler(row)
 
