@@ -40,9 +40,10 @@ TOLD_FROM = 1.1  # times the mean load, and times what was told before
 @dataclass(frozen=True)
 class LongItem:
     """The heaviest item of a phase. positions: its length; where: the example that it is of; ratio:
-    its cost over the mean load of a rank, which has mean_positions. even_at: the length at which
-    attention costs as much as all else (0: there is no attention). fits: positions of the longest
-    that fits alone, as the recipe recomputes and with everything recomputed; () if not known."""
+    its cost over the mean load of a rank in the step that holds it, where a rank has mean_positions
+    on average. even_at: the length at which attention costs as much as all else (0: there is no
+    attention). fits: positions of the longest that fits alone, as the recipe recomputes and with
+    everything recomputed; () if not known."""
 
     phase: str
     positions: int
@@ -68,24 +69,25 @@ def heaviest(
     rows: BatchLayout | None = None,
     fits: Callable[[str, BatchLayout], Sequence[int]] = lambda phase, alone: (),
 ) -> list[LongItem]:
-    """Of the phases that the global batches have something for. rows: all that may be drawn, of
-    which the heaviest is looked for, if they are known. place: dataset index -> where it is. fits:
-    (phase, the item as an example of its own) -> LongItem.fits."""
+    """Of the phases that have items, in a step that holds the heaviest one. rows: all that may be
+    drawn, if they are known: the heaviest of them then takes the place of that of the batches.
+    place: dataset index -> where it is. fits: (phase, the item as an example of its own) ->
+    LongItem.fits."""
     found = []
     for phase, cost in costs.items():
-        lengths = [batch.item_lengths(phase) for batch in batches]
-        ranks = sum(batch.num_ranks for batch in batches)
-        mean = sum(int(cost(each).sum()) for each in lengths) / ranks
-        if not mean:
+        batch = max(batches, key=lambda b: b.item_lengths(phase).max(initial=0))
+        every = batch if rows is None else rows
+        if not len(every.item_lengths(phase)):
             continue
-        every = batches[int(np.argmax([each.max(initial=0) for each in lengths]))]
-        every = every if rows is None else rows
         item = int(every.item_lengths(phase).argmax())
         example, alone = _alone(every, phase, item)
         length = int(every.item_lengths(phase)[item])
+        lengths = np.append(np.sort(batch.item_lengths(phase))[:-1], length)
+        loads = cost(lengths)
         found.append(LongItem(
             phase, length, place(int(every.example_id[example])),
-            float(cost(np.array([length]))[0] / mean), sum(map(np.sum, lengths)) / ranks,
+            float(loads[-1] * batch.num_ranks / loads.sum()),
+            float(lengths.sum() / batch.num_ranks),
             cost.linear / cost.quadratic if cost.quadratic else 0.0, fits(phase, alone)))
     return found
 

@@ -74,9 +74,10 @@ def show(recipe: Recipe, args: argparse.Namespace, sources: Sequence[DataSource]
           f"{count} mini-batches" if count > 1 else "1 mini-batch")
     job, hardware = cluster().job(recipe, ranks)
     room = Room.of(job, hardware.sheet.memory_bytes, memory_of(job, hardware))
+    room = replace(room, why=f"{room.why}; assumed GPU: {hardware.name}")
     examples = of_indexes(recipe, sources, indexes)
     print("", *told(batches, plan_spec(job).costs, room, examples.place, examples.rows()),
-          f"  (assumed: {hardware.name}; `orchmllm dry-run --gpu` takes others)", sep="\n")
+          sep="\n")
     if not can_draw():
         print(f"no plot: {CURE}")
         return

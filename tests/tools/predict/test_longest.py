@@ -18,8 +18,8 @@ from orchmllm.plan.cost import CostModel
 from orchmllm.plan.geometry import SegmentLengths, text_lengths
 from orchmllm.plan.layout import ENCODERS, TEXT, BatchLayout
 from orchmllm.plan.step import imbalance, phase_figures, plan_step
-from orchmllm.sharding.longest import LongExamples, Room, heaviest
-from orchmllm.sharding.memory import MemoryModel
+from orchmllm.sharding.longest import LongExamples, Room, heaviest, loads_alone
+from orchmllm.sharding.memory import MemoryModel, loads_of
 from orchmllm.tools.data.command import main as data_command
 from orchmllm.tools.predict.dry_run import NONE
 from orchmllm.tools.predict.dry_run_command import main as dry_run
@@ -82,6 +82,40 @@ def test_the_longest_that_fits_takes_the_budget(name):
     peak = tracked_peak(recipe, plan.for_rank(0), ranks) + memory.state_bytes()["optimizer"]
     print(f"{name}: {positions:,} positions, {peak / 1e9:.2f} of {GB:g} GB")
     assert peak == pytest.approx(1e9 * GB, rel=0.05)
+
+
+def test_each_example_alone_is_a_plan_of_as_many_ranks():
+    layout = sample_layout("10b", num_ranks=40, batch_size=1, seed=3, mix="omni")
+    job = resolve(read("mllm10b"), 40, 8)
+    planned = loads_of(plan_step(layout, replace(plan_spec(job), balance=NONE)))
+    for encodes in (True, False):
+        alone = loads_alone(layout, encodes)
+        for phase, lengths in planned.phases.items():
+            share = 1 if encodes or phase == "llm" else 0
+            for name, values in vars(lengths).items():
+                assert (getattr(alone.phases[phase], name) == share * values).all()
+        for phase, received in planned.received.items():
+            assert (alone.received[phase] == received).all()
+
+
+def test_a_row_that_fits_where_its_images_are_encoded_elsewhere():
+    """But not where one rank does everything, nor a medium that is too long by itself."""
+    recipe = thin(audio_checkpointing="none")
+    images = [item(recipe, "vision", 1024)] * 64
+    rows = BatchLayout.concat([
+        replace(BatchLayout.concat(images), example_id=np.array([0]), num_targets=np.array([9]),
+                examples_per_rank=np.array([1]), segments_per_example=np.array([64])),
+        item(recipe, "audio", 60_000), item(recipe, "llm", 100)])
+    job = resolve(recipe, 64, 8)
+
+    def named(job, gigabytes: float) -> list[str]:
+        room = replace(Room.of(job, 0, MemoryModel.of(job)), budget=gigabytes * 1e9)
+        return re.findall(r"^  row (\d): [\d,]+ tokens, predicted", "\n".join(
+            room.misfits(replace(rows, example_id=np.arange(3)), lambda i: f"row {i}")), re.M)
+
+    whole = replace(job, recipe=replace(recipe, balance=NONE))
+    assert named(job, 21) == ["1"] and named(whole, 21) == ["1", "0"]
+    assert named(job, 500) == named(whole, 500) == []
 
 
 @dataclass(frozen=True)
@@ -191,9 +225,10 @@ def test_a_dry_run_tells_of_the_longest_line(folder, capsys):
     assert "cannot fit a rank" in "".join(capsys.readouterr())
 
 
-def test_statistics_and_the_log_of_a_run_name_the_row(folder, capsys):
+def test_statistics_and_the_log_of_a_run_name_the_row(folder, capsys, monkeypatch):
     """Of all rows where they are indexed, of the first step where they are not; a step is told of
     where it waits longer than those before."""
+    monkeypatch.setattr("orchmllm.tools.data.stats.can_draw", lambda: False)
     loaded = load_recipe("own.yaml")
     job, spec = resolve(loaded, 2, 8), plan_spec(resolve(loaded, 2, 8))
 
