@@ -79,30 +79,29 @@ def heaviest(
         every = batch if rows is None else rows
         if not len(every.item_lengths(phase)):
             continue
-        item = int(every.item_lengths(phase).argmax())
-        example, alone = _alone(every, phase, item)
-        length = int(every.item_lengths(phase)[item])
-        lengths = np.append(np.sort(batch.item_lengths(phase))[:-1], length)
+        alone = _alone(every, phase, int(every.item_lengths(phase).argmax()))
+        length = alone.item_lengths(phase)
+        lengths = np.concatenate([np.sort(batch.item_lengths(phase))[:-1], length])
         loads = cost(lengths)
         found.append(LongItem(
-            phase, length, place(int(every.example_id[example])),
+            phase, int(length[0]), place(int(alone.example_id[0])),
             float(loads[-1] * batch.num_ranks / loads.sum()),
             float(lengths.sum() / batch.num_ranks),
             cost.linear / cost.quadratic if cost.quadratic else 0.0, fits(phase, alone)))
     return found
 
 
-def _alone(layout: BatchLayout, phase: str, item: int) -> tuple[int, BatchLayout]:
-    """The position of an item's example in the batch, and the item as an example of its own: a text
-    that is all learnt, or one medium."""
+def _alone(layout: BatchLayout, phase: str, item: int) -> BatchLayout:
+    """An item as an example of its own: a text that is all learnt, or one medium."""
     if phase == "llm":
-        length = int(layout.tokens_per_example[item])
-        return item, BatchLayout.from_segments(0, length, [(TEXT, text_lengths(length))])
-    at = int(layout.segments[ENCODERS[phase]][item])
-    lengths = SegmentLengths(*(int(x[at]) for x in (
-        layout.rows, layout.attn_len, layout.num_tokens)), tuple(layout.grid[at].tolist()))
-    return int(layout.example_of_segment[at]), BatchLayout.from_segments(
-        0, 0, [(ENCODERS[phase], lengths)])
+        tokens = int(layout.tokens_per_example[item])
+        return BatchLayout.from_segments(
+            int(layout.example_id[item]), tokens, [(TEXT, text_lengths(tokens))])
+    at = layout.segments[ENCODERS[phase]][item]
+    lengths = SegmentLengths(layout.rows[at], layout.attn_len[at], layout.num_tokens[at],
+                             tuple(layout.grid[at]))
+    example = layout.example_id[layout.example_of_segment[at]]
+    return BatchLayout.from_segments(int(example), 0, [(ENCODERS[phase], lengths)])
 
 
 def loads_alone(layout: BatchLayout, encodes: bool = True) -> Loads:
@@ -119,9 +118,9 @@ def loads_alone(layout: BatchLayout, encodes: bool = True) -> Loads:
 
 @dataclass(frozen=True)
 class Room:
-    """The memory of a rank. choice: phase -> checkpointing. budget: bytes that tensors may take.
-    0 where it is not known. why: where the budget comes from, or why it is not known. spreads:
-    whether other ranks may encode an example's media."""
+    """The memory of a rank. choice: phase -> checkpointing. budget: bytes that tensors may take,
+    0 where that or the memory is not known. why: where the budget comes from, or why it is not
+    known. spreads: whether other ranks may encode an example's media."""
 
     memory: MemoryModel | None
     choice: Choice
@@ -143,14 +142,6 @@ class Room:
                    budget, why,
                    job.num_ranks > 1 and balance.enabled and not balance.whole_examples)
 
-    @property
-    def lines(self) -> list[str]:
-        """What the longest that fits is said of."""
-        if not self.budget:
-            return [f"  longest that fits: not known: {self.why}"]
-        return [f"  longest that fits: a text or medium alone on a rank, in "
-                f"{self.budget / 1e9:.3g} GB", f"  ({self.why})"]
-
     def fits(self, phase: str, alone: BatchLayout) -> Sequence[int]:
         """LongItem.fits of items like the one that an example consists of."""
         if not self.budget:
@@ -163,28 +154,40 @@ class Room:
         the memory are not known."""
         if not self.budget or rows is None:
             return []
-        needed = self._peaks(loads_alone(rows, encodes=not self.spreads))
-        for phase, modality in ENCODERS.items():
-            media = phase_lengths(rows, phase)
-            nothing = Lengths(*np.zeros((3, len(media.rows)), np.int64))
-            owner = rows.example_of_segment[rows.segments[modality]]
-            np.maximum.at(needed, owner, self._peaks(Loads(
-                {**dict.fromkeys(PHASES, nothing), phase: media},
-                dict.fromkeys(ENCODERS, nothing.rows))))
+        needed = self._needed(rows, self.choice)
         wrong = np.flatnonzero(needed > self.budget)
         wrong = wrong[np.argsort(-needed[wrong], kind="stable")]
         if not len(wrong):
             return []
-        one, tokens = rows.taken(wrong[:1], [1]), int(rows.tokens_per_example[wrong[0]])
-        loads = loads_alone(one, encodes=not self.spreads)
-        cut, full = (self._longest(loads, tokens, choice) for choice in (self.choice, FULL))
-        cures = [f"  data.max_example_tokens={cut} cuts such rows"] * (0 < cut < tokens)
-        cures += [f"  fsdp.activation_checkpointing=full: up to {full:,} tokens"] * (full > cut)
-        return [f"warning: {len(wrong)} row{'s' * (len(wrong) > 1)} of the data cannot fit a rank "
-                f"({self.budget / 1e9:.3g} GB), even alone:",
+        unfit = rows.taken(wrong, [len(wrong)])
+        tokens = int(unfit.tokens_per_example[0])
+        cut = self._longest(loads_alone(unfit.taken([0], [1]), not self.spreads), tokens,
+                            self.choice)
+        full = int((self._needed(unfit, FULL) <= self.budget).sum())
+        cures = [f"  data.max_example_tokens={cut}"] * (0 < cut < tokens)
+        cures += [f"  fsdp.activation_checkpointing=full, with which {full:,} of them fit"] * (
+            full > 0)
+        return [f"warning: rows that cannot fit a rank ({self.budget / 1e9:.3g} GB), even alone: "
+                f"{len(wrong):,}",
                 *(f"  {place(int(rows.example_id[i]))}: {rows.tokens_per_example[i]:,} tokens, "
                   f"predicted {needed[i] / 1e9:.3g} GB" for i in wrong[:MOST_NAMED].tolist()),
                 "what helps:", *cures, "  shorter media, more ranks, or larger GPUs"]
+
+    def _needed(self, rows: BatchLayout, choice: Choice) -> np.ndarray:
+        """(n,) bytes that a rank needs for each example, or for its largest medium."""
+        needed = self._peaks(loads_alone(rows, not self.spreads), choice)
+        for phase, modality in ENCODERS.items():
+            media = phase_lengths(rows, phase)
+            nothing = Lengths(*np.zeros((3, len(media.rows)), np.int64))
+            loads = Loads({**dict.fromkeys(PHASES, nothing), phase: media},
+                          dict.fromkeys(ENCODERS, nothing.rows))
+            np.maximum.at(needed, rows.example_of_segment[rows.segments[modality]],
+                          self._peaks(loads, choice))
+        return needed
+
+    def _peaks(self, loads: Loads, choice: Choice) -> np.ndarray:
+        """(n,) bytes at the highest moment."""
+        return reduce(np.maximum, self.memory.peaks(loads, choice).values())
 
     def _longest(self, loads: Loads, positions: int, choice: Choice) -> int:
         """Positions of the longest item that fits, where one of `positions` makes these `loads` of
@@ -192,15 +195,9 @@ class Room:
         return largest_fitting(lambda n: self.memory.peak(scaled(loads, n / positions), choice),
                                self.budget, LONGEST)
 
-    def _peaks(self, loads: Loads) -> np.ndarray:
-        """(n,) bytes at the highest moment."""
-        return reduce(np.maximum, self.memory.peaks(loads, self.choice).values())
 
-
-def told(batches: Sequence[BatchLayout], costs: Mapping[str, CostModel], room: Room,
-         place: Callable[[int], str], rows: BatchLayout | None = None) -> list[str]:
-    """The heaviest items as a table, for 80 columns, and what it means; see `heaviest`."""
-    found = heaviest(batches, costs, place, rows, room.fits)
+def table(found: Sequence[LongItem], room: Room) -> list[str]:
+    """The long items for 80 columns, and what is said of them."""
     lines = [f"{'Longest items':29}{'load / mean load, on ranks':>28}{'longest that fits':>23}",
              f"{'length':>29}" + "".join(f"{n:>7}" for n in (1, *SHARED))
              + f"{'as it is':>11}{'all full':>12}"]
@@ -218,15 +215,16 @@ def told(batches: Sequence[BatchLayout], costs: Mapping[str, CostModel], room: R
     lines += [f"  llm: (L/T)(1 + L/L*) = {x.rule_of_thumb:.2f}; L {x.positions:,}, T "
               f"{x.mean_positions:,.0f} a rank, L* {x.even_at:,.0f}"
               for x in found if x.phase == "llm"]
-    return [*lines, *room.lines, *room.misfits(rows, place)]
+    fits = f"alone on a rank, in {room.budget / 1e9:.3g} GB" if room.budget else "not known"
+    return [*lines, f"  longest that fits: {fits}", f"  ({room.why})"]
 
 
 class LongExamples:
     """What a run is told of its long examples, by one of its ranks (shows).
 
-    When it is made: rows of an index that cannot fit. `tell`, before each step: at first the table
-    of lines_of, from all rows if they are indexed, and later a line where a phase waits for one
-    example, and longer than before. choice: what `auto` chose."""
+    When it is made: rows of an index that cannot fit. `tell`, before each step: at first the table,
+    of all rows if they are indexed, and later a line where a phase waits for one example, and
+    longer than before. choice: what `auto` chose."""
 
     def __init__(self, job: Job, spec: PlanSpec, dataset, device_bytes: float,
                  log: Callable[[str], object], shows: bool = True) -> None:
@@ -239,8 +237,11 @@ class LongExamples:
         indexes = getattr(dataset, "indexes", ())
         if shows and indexes and None not in indexes:
             self._rows = usable_rows(indexes)
-            if lines := self._room.misfits(self._rows, self._place):
-                log("\n".join(lines))
+        self._warn()
+
+    def _warn(self) -> None:
+        if lines := self._room.misfits(self._rows, self._place):
+            self._log("\n".join(lines))
 
     def tell(self, step: Step) -> None:
         """step: as it is loaded, before it is trained."""
@@ -248,8 +249,11 @@ class LongExamples:
             return
         batches = [plan.layout for plan in step.plans]
         if not self._told:
-            room = replace(self._room, choice=self.choice)
-            self._log("\n".join(told(batches, self._costs, room, self._place, self._rows)))
+            if self.choice != self._room.choice:
+                self._room = replace(self._room, choice=self.choice)
+                self._warn()
+            found = heaviest(batches, self._costs, self._place, self._rows, self._room.fits)
+            self._log("\n".join(table(found, self._room)))
             self._told = dict.fromkeys(PHASES, 1.0)
         late = {p: self._costs[p] for p, figures in step.phases.items()
                 if figures["imbalance_after"] > TOLD_FROM * self._told[p]}

@@ -13,7 +13,7 @@ from orchmllm.data.formats.open import DataSource, beside, index_path
 from orchmllm.data.index import LengthIndex
 from orchmllm.models.flops import plan_spec
 from orchmllm.sharding.fits import with_real_batch
-from orchmllm.sharding.longest import Room, told
+from orchmllm.sharding.longest import Room, heaviest, table
 from orchmllm.tools.data.composition import (
     NUM_BATCHES,
     global_batches,
@@ -75,9 +75,9 @@ def show(recipe: Recipe, args: argparse.Namespace, sources: Sequence[DataSource]
     job, hardware = cluster().job(recipe, ranks)
     room = Room.of(job, hardware.sheet.memory_bytes, memory_of(job, hardware))
     room = replace(room, why=f"{room.why}; assumed GPU: {hardware.name}")
-    examples = of_indexes(recipe, sources, indexes)
-    print("", *told(batches, plan_spec(job).costs, room, examples.place, examples.rows()),
-          sep="\n")
+    own = of_indexes(recipe, sources, indexes)
+    found = heaviest(batches, plan_spec(job).costs, own.place, own.rows(), room.fits)
+    print("", *table(found, room), *room.misfits(own.rows(), own.place), sep="\n")
     if not can_draw():
         print(f"no plot: {CURE}")
         return

@@ -29,7 +29,7 @@ from orchmllm.plan.assign import PHASES, PhasePolicy, PlanSpec
 from orchmllm.plan.layout import ENCODERS, BatchLayout
 from orchmllm.plan.step import StepPlan, imbalance, plan_step
 from orchmllm.sharding.fits import decide, joined, with_real_batch
-from orchmllm.sharding.longest import Room, told
+from orchmllm.sharding.longest import Room, heaviest, table
 from orchmllm.sharding.memory import Loads, MemoryModel, loads_of
 from orchmllm.sharding.units import units
 from orchmllm.tools.predict.examples import Examples, of_mix
@@ -103,7 +103,9 @@ def dry_run(recipe: Recipe, num_ranks: int, hardware: Hardware, steps: int = 20,
     report |= _workload(recipe, drawn, spec, memory, choice, hardware, steps,
                         job.global_batch_size / count)
     batches = [drawn(train.batch_size, recipe.run.seed + k) for k in range(min(steps, 4))]
-    report["long_examples"] = told(batches, spec.costs, room, examples.place, examples.rows())
+    found = heaviest(batches, spec.costs, examples.place, examples.rows(), room.fits)
+    report["long_examples"] = [asdict(item) for item in found]
+    report["long_lines"] = table(found, room) + room.misfits(examples.rows(), examples.place)
     report["exchange"] = exchange_report(first, job.shard_size)
     report["fits"] = report["memory"]["balanced"]["peak_bytes"] <= room.budget
     report["elapsed_s"] = time.perf_counter() - started
