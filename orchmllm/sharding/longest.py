@@ -39,15 +39,15 @@ TOLD_FROM = 1.1  # times the mean load, and times what was told before
 
 @dataclass(frozen=True)
 class LongItem:
-    """The heaviest item of a phase. positions: its length; where: the example that it is of; ratio:
-    its cost over the mean load of a rank in the step that holds it, where a rank has mean_positions
-    on average. even_at: the length at which attention costs as much as all else (0: there is no
-    attention). fits: positions of the longest that fits alone, as the recipe recomputes and with
-    everything recomputed; () if not known."""
+    """The heaviest item of a phase. positions: its length; example: dataset index of its example;
+    ratio: its cost over the mean load of a rank in a step that holds it, where a rank has
+    mean_positions on average. even_at: the length at which attention costs as much as all else (0:
+    there is no attention). fits: positions of the longest that fits alone, as the recipe recomputes
+    and with everything recomputed; () if not known."""
 
     phase: str
     positions: int
-    where: str
+    example: int
     ratio: float
     mean_positions: float
     even_at: float
@@ -65,14 +65,13 @@ class LongItem:
 
 
 def heaviest(
-    batches: Sequence[BatchLayout], costs: Mapping[str, CostModel], place: Callable[[int], str],
+    batches: Sequence[BatchLayout], costs: Mapping[str, CostModel],
     rows: BatchLayout | None = None,
     fits: Callable[[str, BatchLayout], Sequence[int]] = lambda phase, alone: (),
 ) -> list[LongItem]:
     """Of the phases that have items, in a step that holds the heaviest one. rows: all that may be
     drawn, if they are known: the heaviest of them then takes the place of that of the batches.
-    place: dataset index -> where it is. fits: (phase, the item as an example of its own) ->
-    LongItem.fits."""
+    fits: (phase, the item as an example of its own) -> LongItem.fits."""
     found = []
     for phase, cost in costs.items():
         batch = max(batches, key=lambda b: b.item_lengths(phase).max(initial=0))
@@ -84,7 +83,7 @@ def heaviest(
         lengths = np.concatenate([np.sort(batch.item_lengths(phase))[:-1], length])
         loads = cost(lengths)
         found.append(LongItem(
-            phase, int(length[0]), place(int(alone.example_id[0])),
+            phase, int(length[0]), int(alone.example_id[0]),
             float(loads[-1] * batch.num_ranks / loads.sum()),
             float(lengths.sum() / batch.num_ranks),
             cost.linear / cost.quadratic if cost.quadratic else 0.0, fits(phase, alone)))
@@ -196,8 +195,9 @@ class Room:
                                self.budget, LONGEST)
 
 
-def table(found: Sequence[LongItem], room: Room) -> list[str]:
-    """The long items for 80 columns, and what is said of them."""
+def table(found: Sequence[LongItem], room: Room, place: Callable[[int], str]) -> list[str]:
+    """The long items for 80 columns, and what is said of them. place: dataset index -> where it
+    is, "" if that is not known."""
     lines = [f"{'Longest items':29}{'load / mean load, on ranks':>28}{'longest that fits':>23}",
              f"{'length':>29}" + "".join(f"{n:>7}" for n in (1, *SHARED))
              + f"{'as it is':>11}{'all full':>12}"]
@@ -207,7 +207,7 @@ def table(found: Sequence[LongItem], room: Room) -> list[str]:
         here, full = [f"{n:,}" if n else "none" for n in item.fits] or "--"
         lines.append(f"  {f'{item.phase}, {UNITS[item.phase]}':16}{item.positions:>11,}"
                      + "".join(f"{x:>7}" for x in loads) + f"{here:>11}{full:>12}")
-    lines += [f"  {item.phase}: {item.where}" for item in found if item.where]
+    lines += [f"  {item.phase}: {where}" for item in found if (where := place(item.example))]
     if any(item.ratio > 1 for item in found):
         lines += [
             "  on 1 rank: the item alone; no plan makes the slowest rank faster than that",
@@ -252,16 +252,17 @@ class LongExamples:
             if self.choice != self._room.choice:
                 self._room = replace(self._room, choice=self.choice)
                 self._warn()
-            found = heaviest(batches, self._costs, self._place, self._rows, self._room.fits)
-            self._log("\n".join(table(found, self._room)))
+            found = heaviest(batches, self._costs, self._rows, self._room.fits)
+            self._log("\n".join(table(found, self._room, self._place)))
+            self._rows = None  # which may be large
             self._told = dict.fromkeys(PHASES, 1.0)
         late = {p: self._costs[p] for p, figures in step.phases.items()
                 if figures["imbalance_after"] > TOLD_FROM * self._told[p]}
-        for item in heaviest(batches, late, self._place):
+        for item in heaviest(batches, late):
             if item.ratio > TOLD_FROM * self._told[item.phase]:
                 self._told[item.phase] = item.ratio
                 self._log(
-                    f"step {step.index}: {item.phase} waits for one example, {item.where}: its "
-                    f"{item.positions:,} {UNITS[item.phase]} alone are {item.ratio:.2f} times the "
-                    f"mean load of a rank (shared by 2 ranks, which is not built: "
-                    f"{item.shared(2):.2f})")
+                    f"step {step.index}: {item.phase} waits for one example, "
+                    f"{self._place(item.example)}: its {item.positions:,} {UNITS[item.phase]} "
+                    f"alone are {item.ratio:.2f} times the mean load of a rank (shared by 2 ranks, "
+                    f"which is not built: {item.shared(2):.2f})")

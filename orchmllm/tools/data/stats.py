@@ -76,8 +76,8 @@ def show(recipe: Recipe, args: argparse.Namespace, sources: Sequence[DataSource]
     room = Room.of(job, hardware.sheet.memory_bytes, memory_of(job, hardware))
     room = replace(room, why=f"{room.why}; assumed GPU: {hardware.name}")
     own = of_indexes(recipe, sources, indexes)
-    found = heaviest(batches, plan_spec(job).costs, own.place, own.rows(), room.fits)
-    print("", *table(found, room), *room.misfits(own.rows(), own.place), sep="\n")
+    found = heaviest(batches, plan_spec(job).costs, own.rows(), room.fits)
+    print("", *table(found, room, own.place), *room.misfits(own.rows(), own.place), sep="\n")
     if not can_draw():
         print(f"no plot: {CURE}")
         return

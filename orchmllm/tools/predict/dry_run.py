@@ -103,9 +103,10 @@ def dry_run(recipe: Recipe, num_ranks: int, hardware: Hardware, steps: int = 20,
     report |= _workload(recipe, drawn, spec, memory, choice, hardware, steps,
                         job.global_batch_size / count)
     batches = [drawn(train.batch_size, recipe.run.seed + k) for k in range(min(steps, 4))]
-    found = heaviest(batches, spec.costs, examples.place, examples.rows(), room.fits)
+    found = heaviest(batches, spec.costs, examples.rows(), room.fits)
     report["long_examples"] = [asdict(item) for item in found]
-    report["long_lines"] = table(found, room) + room.misfits(examples.rows(), examples.place)
+    report["long_lines"] = table(found, room, examples.place) + room.misfits(
+        examples.rows(), examples.place)
     report["exchange"] = exchange_report(first, job.shard_size)
     report["fits"] = report["memory"]["balanced"]["peak_bytes"] <= room.budget
     report["elapsed_s"] = time.perf_counter() - started

@@ -148,7 +148,7 @@ def imbalance_of(long: int, parts: int, ranks: int, batch: int) -> tuple[float, 
     assert piece not in base.tokens_per_example
     cost = Shared(llm.linear, llm.quadratic, piece=piece, parts=parts)
     plan = plan_step(batch_with(parts, piece), replace(spec, costs=spec.costs | {"llm": cost}))
-    [found] = heaviest([batch_with(1, long)], {"llm": llm}, str)
+    [found] = heaviest([batch_with(1, long)], {"llm": llm})
     return imbalance(plan.planned_cost("llm")), found
 
 
