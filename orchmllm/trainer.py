@@ -20,7 +20,7 @@ from orchmllm.data.loading.step_loader import SegmentFeed, StepLoader
 from orchmllm.data.loading.whole_examples import WholeFeed
 from orchmllm.data.sampler import GlobalSampler, make_sampler
 from orchmllm.hf.sources import find_sources
-from orchmllm.launch import World, device_of
+from orchmllm.launch import World, device_of, gpu_of
 from orchmllm.models.attention import describe_attention
 from orchmllm.models.flops import mfu, peak_flops, plan_spec, step_flops
 from orchmllm.runtime.build import build_dataset, build_orchestrator
@@ -36,6 +36,7 @@ from orchmllm.runtime.samples import Samples
 from orchmllm.runtime.stop import FOLDER_TAKEN, Stopped, StopSignal
 from orchmllm.sharding.build import build
 from orchmllm.sharding.fsdp import compute_dtype, evaluating, state_tensors
+from orchmllm.sharding.longest import LongExamples
 from orchmllm.sharding.optimizer import (
     clip_gradients,
     learning_parts,
@@ -79,12 +80,14 @@ class Trainer:
         self.orchestrator, self._validation = (
             build_orchestrator(recipe, one, world.world_size, self.device, group)
             for one in (spec, replace(spec, balance=replace(spec.balance, measure_every=0))))
-        gpu = torch.cuda.get_device_properties(self.device) if self.device.type == "cuda" else None
-        self._peak_flops = peak_flops(gpu.name) if gpu and not recipe.model.folder else None
+        gpu, device_bytes = gpu_of(self.device)
+        self._peak_flops = None if recipe.model.folder else peak_flops(gpu)
+        self.long = LongExamples(job, spec, self.dataset, device_bytes, self._log, world.rank == 0)
         self.memory = RunMemory(
-            recipe, self.dataset, self.train_rows, spec, world.world_size,
-            gpu.total_memory if gpu else 0, self.checkpointer.kept_batch, gather=self._gather,
-            known=self.checkpointer.memory, log=self._log)
+            recipe, self.dataset, self.train_rows, spec, world.world_size, device_bytes,
+            self.checkpointer.kept_batch, gather=self._gather, known=self.checkpointer.memory,
+            log=self._log)
+        self.long.choice = self.memory.choice
         self.orchestrator.refuses = self.memory.refuses
         self.attention = describe_attention(recipe.model, self.device.type, compute_dtype(
             recipe.fsdp))  # chosen before the first step; a kernel that fails is found here
@@ -156,6 +159,7 @@ class Trainer:
     def _train_steps(self) -> None:
         """To the last step, or back to a checkpoint before a step that is not finite."""
         for step in self.loader():
+            self.long.tell(step)
             with self.profiler.around(step):
                 row = self.train_step(step)
                 self.model.clock.switch("logging")
@@ -292,8 +296,7 @@ class Trainer:
         return row
 
     def close(self) -> None:
-        self.display.close()
-        self.profiler.close()
-        self.incidents.close()
+        for part in (self.display, self.profiler, self.incidents):
+            part.close()
         if self._metrics is not None:
             self._metrics.close()

@@ -64,6 +64,8 @@ def test_dry_run_and_plan_of_a_tiny_model(tmp_path, capsys):
     found, text = told("train.batch_size=4")
     assert found["lengths"].startswith("the recipe's own, 12 rows")
     assert "windows of attention, which count" in " ".join(text.split())
+    assert [(x["phase"], min(x["fits"]) > 0) for x in found["long_examples"]] == [
+        ("vision", True), ("llm", True)] and "data.jsonl, row " in text
     assert found["phases"]["llm"]["balanced"] < found["phases"]["llm"]["none"]
     assert plan_job.main([str(recipe), "--ranks", "2", "--out", str(tmp_path / "job.txt")]) == 0
     changes = (tmp_path / "job.txt").read_text().split()
