@@ -38,9 +38,10 @@ from orchmllm.plan.cost import CostModel
 from orchmllm.plan.layout import ENCODERS
 
 TYPES = ("mm_token_type_ids", "token_type_ids")  # arguments that say which tokens are media
-TILED = ("aya_vision", "gemma3", "idefics3", "internvl", "llava", "llava_next",
-         "llava_onevision")  # images are cut into tiles of one size, each of which is encoded alone
-SLOTTED = ("idefics3",)  # the media of a sequence are one row of pixel_values
+# Images are cut into tiles of one size, each of which is encoded alone.
+TILED = ("aya_vision", "gemma3", "idefics3", "internvl", "llava", "llava_next", "llava_onevision",
+         "smolvlm", "vipllava")
+SLOTTED = ("idefics3", "smolvlm")  # the media of a sequence are one row of pixel_values
 
 
 class WholeModel(nn.Module):
@@ -195,7 +196,7 @@ def part_flops(folder: str) -> dict[str, PartFlops]:
                                         or text.hidden_size // text.num_attention_heads)
     across = getattr(tower, "embed_dim", None) or tower.hidden_size
     for part, stack in stacks.items():
-        sizes[part] = sum(p.numel() for p in stack.parameters() if p.dim() > 1)
+        sizes[part] = multiplied(stack, getattr(text, "num_experts_per_tok", 0))
     # A pair of positions: 2 products of 2 FLOP; half of the pairs where it is causal.
     position, pair = 2 * sizes["vision"], 4 * len(stacks["vision"]) * across
     if config.model_type in TILED:  # a position attends to those of its tile
@@ -207,6 +208,19 @@ def part_flops(folder: str) -> dict[str, PartFlops]:
     return {"vision": PartFlops(position, pair, 2 * front, 2 * connector),
             "llm": PartFlops(2 * sizes["llm"], 2 * len(stacks["llm"]) * width,
                              2 * whole.hf.get_output_embeddings().weight.numel())}
+
+
+def multiplied(stack: nn.ModuleList, experts: int) -> int:
+    """Weights that a position is multiplied with. experts: of a layer's, those that it is sent
+    to."""
+    total = 0
+    for module in stack.modules():
+        for p in module.parameters(recurse=False):
+            if p.dim() == 3 and hasattr(module, "num_experts"):
+                total += p.numel() // module.num_experts * experts
+            elif p.dim() > 1:
+                total += p.numel()
+    return total
 
 
 def around(whole: WholeModel) -> tuple[list[nn.Module], list[nn.Module]]:

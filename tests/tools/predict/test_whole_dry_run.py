@@ -62,8 +62,8 @@ def test_dry_run_and_plan_of_a_tiny_model(tmp_path, capsys):
 
 @pytest.mark.parametrize("frozen", [(), ("vision",), ("llm",)])
 def test_units_are_those_that_are_sharded(frozen, tmp_path):
-    """Also of a model whose head is its embedding."""
-    for name, tied in (("qwen3_vl", False), ("internvl", True)):
+    """Also of a model whose head is its embedding, and where some layers have experts."""
+    for name, tied in (("qwen3_vl", False), ("internvl", True), ("glm4v_moe", False)):
         made = models.build(name).config
         made.tie_word_embeddings = made.get_text_config().tie_word_embeddings = tied
         made.save_pretrained(tmp_path / name)
@@ -88,11 +88,14 @@ def test_units_are_those_that_are_sharded(frozen, tmp_path):
             p.numel() * (1 + 2 * p.requires_grad) for p in whole.parameters())
 
 
-@pytest.mark.parametrize("name", ["internvl", "qwen3_vl"])
+@pytest.mark.parametrize("name", [
+    "internvl", "qwen3_vl", pytest.param("qwen3_vl_moe", marks=pytest.mark.slow)])
 def test_what_a_forward_pass_keeps_is_predicted(name, tmp_path):
     """Of real tensors, on a CPU, by autograd's own hooks. And FLOP around the blocks are those that
     torch counts."""
     model = models.build(name).float()
+    if name == "qwen3_vl_moe":
+        model.set_experts_implementation("grouped_mm")
     model.config.save_pretrained(tmp_path)
     whole, seen = WholeModel(model, torch.float32), {}
     row = whole.join([models.as_example(k, models.sample(name, model, items, 7 + k))
