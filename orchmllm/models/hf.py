@@ -43,10 +43,11 @@ from orchmllm.plan.cost import CostModel
 from orchmllm.plan.layout import ENCODERS, NO_EXAMPLES
 
 TYPES = ("mm_token_type_ids", "token_type_ids")  # arguments that say which tokens are media
-TILED = ("aya_vision", "gemma3", "idefics3", "internvl", "llava", "llava_next",
-         "llava_onevision")  # images are cut into tiles of one size, each of which is encoded alone
+# Images are cut into tiles of one size, each of which is encoded alone.
+TILED = ("aya_vision", "gemma3", "idefics3", "internvl", "llava", "llava_next", "llava_onevision",
+         "smolvlm", "vipllava")
 CONNECTOR = re.compile(r".*?(?:merger|projector|connector)[^.]*(?:\.\d+)?\.")
-SLOTTED = ("idefics3",)  # the media of a sequence are one row of pixel_values
+SLOTTED = ("idefics3", "smolvlm")  # the media of a sequence are one row of pixel_values
 
 
 class WholeModel(nn.Module):
@@ -205,7 +206,7 @@ def part_flops(folder: str) -> dict[str, PartFlops]:
     text = config.get_text_config(decoder=True)
     width = text.num_attention_heads * (getattr(text, "head_dim", None)
                                         or text.hidden_size // text.num_attention_heads)
-    sizes = {part: sum(p.numel() for p in stack.parameters() if p.dim() > 1)
+    sizes = {part: multiplied(stack, getattr(text, "num_experts_per_tok", 0))
              for part, stack in stacks.items()}
     out = {"llm": PartFlops(2 * sizes["llm"], 2 * len(stacks["llm"]) * width,
                             2 * whole.hf.get_output_embeddings().weight.numel())}
@@ -242,6 +243,19 @@ def _row_flops(module: nn.Module) -> int:
     """Of what is before the blocks, for a patch or a frame."""
     flop = 2 * module.weight.numel()
     return flop // module.stride[0] if isinstance(module, nn.Conv1d) else flop
+
+
+def multiplied(stack: nn.ModuleList, experts: int) -> int:
+    """Weights that a position is multiplied with. experts: of a layer's, those that it is sent
+    to."""
+    total = 0
+    for module in stack.modules():
+        for p in module.parameters(recurse=False):
+            if p.dim() == 3 and hasattr(module, "num_experts"):
+                total += p.numel() // module.num_experts * experts
+            elif p.dim() > 1:
+                total += p.numel()
+    return total
 
 
 def around(whole: WholeModel, part: str = "vision") -> tuple[list[nn.Module], list[nn.Module]]:

@@ -20,7 +20,8 @@ from orchmllm.models.mllm import MultimodalModel
 def keep_products(ctx, op, *args, **kwargs) -> CheckpointPolicy:
     """Keeps what costs FLOPs: outputs of matrix products and of attention kernels."""
     name = str(op)
-    product = name.startswith(("aten.mm", "aten.addmm", "aten.bmm")) or (
+    product = name.startswith(("aten.mm", "aten.addmm", "aten.bmm", "aten._grouped_mm",
+                               "transformers.grouped_mm")) or (
         "attention" in name or "varlen" in name)
     backward = "backward" in name
     return (CheckpointPolicy.MUST_SAVE if product and not backward

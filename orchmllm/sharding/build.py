@@ -36,9 +36,14 @@ def build(
     if not recipe.model.folder:
         return build_model(recipe.model, recipe.fsdp, device, recipe.run.seed, checkpointing,
                            sources, ranks_per_node=ranks_per_node, group=group)
+    error = None
     with starting_weights(recipe.model, recipe.run.seed, recipe.run.folder, gather) as folder:
-        model = load_whole(folder, recipe.model, recipe.fsdp, device, checkpointing,
-                           ranks_per_node, recipe.run.seed)
+        try:
+            model = load_whole(folder, recipe.model, recipe.fsdp, device, checkpointing,
+                               ranks_per_node, recipe.run.seed)
+        except Exception as e:  # the others wait
+            error = e
+        agreed(gather, error)
     if recipe.model.lora.rank:
         log(describe_learning(model))
     model.encoders = PlannedEncoders(model.hf, group)

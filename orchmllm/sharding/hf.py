@@ -11,9 +11,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
+from transformers.core_model_loading import MergeModulelist, WeightConverter
 
 from orchmllm.config.model import ModelConfig
 from orchmllm.config.recipe import FsdpConfig
@@ -56,8 +58,10 @@ def load_whole(
         made.append(whole)
 
     settings = read_config(folder)
+    settings._experts_implementation = experts_by(compute_dtype(config))
     cls = model_class(settings)
-    with _distributed_by(cls, distribute, None if config.cpu_offload else device):
+    place = None if config.cpu_offload else device
+    with _distributed_by(cls, distribute, place), _converted_by_rows(place):
         _, told = cls.from_pretrained(
             folder, config=settings, dtype=getattr(torch, config.param_dtype),
             distributed_config=DistributedConfig(fsdp_size=1), local_files_only=True,
@@ -72,6 +76,12 @@ def load_whole(
     for name, parameter in whole.hf.named_parameters():  # what was loaded is made anew
         parameter.requires_grad_(name not in fixed)
     return whole
+
+
+def experts_by(dtype: torch.dtype) -> str | None:
+    """What computes the experts of a layer, by transformers' names: one product of the tokens of
+    all experts, which has no float64, or one expert after the other."""
+    return "eager" if dtype == torch.float64 else None
 
 
 def freeze(whole: WholeModel, model: ModelConfig) -> None:
@@ -114,3 +124,37 @@ def _distributed_by(cls: type, distribute: Callable[[nn.Module], None],
         yield
     finally:
         del cls.maybe_distribute_model, cls.prepare_distribute_model
+
+
+class _Rows:
+    """A sharded model, the parameters of which are their rows on this rank."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.model, name)
+
+    def get_parameter(self, name: str) -> torch.Tensor:
+        return self.model.get_parameter(name).to_local()
+
+
+@contextmanager
+def _converted_by_rows(device: torch.device | None) -> Iterator[None]:
+    """Within it from_pretrained converts weights by the sizes of this rank's rows. By itself it
+    compares what it has read with all rows, and so transposes what `save_pretrained` wrote of
+    Qwen3-VL-MoE; and it cannot stack the experts of a rank that has none of them."""
+    convert = WeightConverter.convert
+
+    def by_rows(self: WeightConverter, name: str, model: nn.Module, **keys: Any) -> dict:
+        rows = _Rows(model)
+        if any(isinstance(operation, MergeModulelist) for operation in self.operations) and (
+                not len(own := rows.get_parameter(name))):
+            return {name: torch.empty_like(own, device=device or "cpu")}
+        return convert(self, name, model=rows, **keys)
+
+    WeightConverter.convert = by_rows
+    try:
+        yield
+    finally:
+        WeightConverter.convert = convert

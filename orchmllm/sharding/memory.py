@@ -28,7 +28,7 @@ from orchmllm.plan.layout import ENCODERS
 from orchmllm.plan.step import StepPlan
 from orchmllm.sharding import activations
 from orchmllm.sharding.activations import Counts, Stack
-from orchmllm.sharding.units import Unit, shard_sizes, units
+from orchmllm.sharding.units import Unit, by_role, shard_sizes, units
 
 Choice = Mapping[str, str]  # phase -> one of CHOICES, or numbers of layers
 
@@ -228,8 +228,7 @@ class MemoryModel:
         return np.where(tokens > chunk, chunked, plain)
 
     def _units(self, phase: str) -> dict[str, Unit]:
-        """By role."""
-        return {u.role: u for u in units(self.model) if u.phase == phase}
+        return by_role(self.model, phase)
 
     def _gather(self, phase: str, backward: bool) -> float:
         """Gathered parameters, at their worst: the encoder's root unit for the whole phase, the

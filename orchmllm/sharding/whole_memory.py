@@ -8,6 +8,7 @@ import copy
 import inspect
 from dataclasses import replace
 from functools import lru_cache
+from types import FunctionType
 from typing import Any
 
 import numpy as np
@@ -16,9 +17,11 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy
 from transformers import AttentionInterface
+from transformers.integrations import moe
+from transformers.integrations.moe import ExpertsInterface
 
 from orchmllm.config.job import Job
-from orchmllm.models.hf import around, feature_width, meta_model
+from orchmllm.models.hf import around, feature_width, meta_model, num_parameters
 from orchmllm.plan.layout import ENCODERS
 from orchmllm.sharding.activations import BlockBytes
 from orchmllm.sharding.blocks import keep_products
@@ -38,6 +41,17 @@ def fused(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *_: Any,
 AttentionInterface.register(NAME, fused)
 
 
+def _grouped(x: Tensor, weight: Tensor, offs: Tensor, *, is_transposed: bool, **_: Any) -> Tensor:
+    """The product of all experts, by an operator that any dtype has without memory."""
+    return torch.ops.transformers.grouped_mm_fallback(
+        x, weight if is_transposed else weight.transpose(-2, -1), offs)
+
+
+# transformers' own order of steps, with this product.
+ExpertsInterface.register(NAME, FunctionType(
+    moe.grouped_mm_experts_forward.__code__, {**vars(moe), "_grouped_linear": _grouped}))
+
+
 class _Products(TorchDispatchMode):
     """Collects the outputs that selective checkpointing keeps."""
 
@@ -55,25 +69,32 @@ class _Products(TorchDispatchMode):
 
 @lru_cache(maxsize=8)
 def block_bytes(folder: str, phase: str, frozen: bool, dtype: str) -> BlockBytes:
-    """Of one block of vision, audio or llm. Two lengths are measured, so that what does not grow
-    with them is left out. A block that does not learn and whose input has no gradient keeps
-    nothing."""
+    """Of one block of vision, audio or llm, on average where some have experts. Two lengths are
+    measured, so that what does not grow with them is left out. A block that does not learn and
+    whose input has no gradient keeps nothing."""
     found = meta_model(folder)
-    block = copy.deepcopy(found.blocks()[phase][0]).to(getattr(torch, dtype))
-    for module in block.modules():
-        if hasattr(module, "config"):
-            module.config._attn_implementation = NAME
-    block.requires_grad_(not frozen)
     config = found.hf.config
     config = config.get_text_config(decoder=True) if phase == "llm" else getattr(
         config, f"{phase}_config")
-    short, long = (_measured(block, config, n, learns=phase == "llm" or not frozen)
-                   for n in (SHORT, LONG))
-    each = {name: (long[name] - short[name]) / (LONG - SHORT) for name in long}
-    largest = each.pop("largest")
+    kinds: dict[int, list[nn.Module]] = {}
+    for block in found.blocks()[phase]:
+        kinds.setdefault(num_parameters(block), []).append(block)
+    sizes, largest = [], 0.0
+    for alike in kinds.values():
+        block = copy.deepcopy(alike[0]).to(getattr(torch, dtype))
+        for module in block.modules():
+            if hasattr(module, "config"):
+                module.config._attn_implementation = module.config._experts_implementation = NAME
+        block.requires_grad_(not frozen)
+        short, long = (_measured(block, config, n, learns=phase == "llm" or not frozen)
+                       for n in (SHORT, LONG))
+        each = {name: (long[name] - short[name]) / (LONG - SHORT) for name in long}
+        largest = max(largest, each["largest"])
+        sizes += [each] * len(alike)
+    mean = {name: sum(each[name] for each in sizes) / len(sizes) for name in sizes[0]}
     # The gradients of the largest tensor and of what it was made of; without a backward pass
     # nothing is there but for a moment.
-    return BlockBytes({c: each[c] for c in ("none", "selective", "full")}, each["made"],
+    return BlockBytes({c: mean[c] for c in ("none", "selective", "full")}, mean["made"],
                       2 * largest)
 
 

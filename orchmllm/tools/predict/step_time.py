@@ -29,7 +29,7 @@ from orchmllm.plan.layout import ENCODERS
 from orchmllm.plan.step import StepPlan
 from orchmllm.sharding import fits
 from orchmllm.sharding.memory import SELECTIVE_SHARE, MemoryModel
-from orchmllm.sharding.units import Unit, units
+from orchmllm.sharding.units import Unit, by_role
 from orchmllm.tools.predict.hardware import Hardware
 from orchmllm.tools.predict.transfers import Move, moves_of
 
@@ -235,7 +235,7 @@ def _passes(phase: str, memory: MemoryModel, hardware: Hardware, num_ranks: int,
             compute: Compute) -> tuple[list, list]:
     """The units of a phase in its forward and in its backward pass, each (gather, compute,
     reduce) seconds."""
-    own = {u.role: u for u in units(memory.model) if u.phase == phase}
+    own = by_role(memory.model, phase)
     link = {role: unit_traffic(u, memory, hardware, num_ranks) for role, u in own.items()}
     block = own["block"]
     (forward, backward), head = compute

@@ -74,8 +74,10 @@ def test_dry_run_and_plan_of_a_tiny_model(tmp_path, capsys):
 
 @pytest.mark.parametrize("parts", [(), ("vision", "connector"), ("llm",), ("audio",)])
 def test_units_are_those_that_are_sharded(parts, tmp_path):
-    """Also of a model whose head is its embedding, and of one with two encoders."""
-    for name, tied in (("qwen3_vl", False), ("internvl", True), ("qwen2_5_omni", False)):
+    """Also of a model whose head is its embedding, of one with two encoders, and where some layers
+    have experts."""
+    for name, tied in (("qwen3_vl", False), ("internvl", True), ("qwen2_5_omni", False),
+                       ("glm4v_moe", False)):
         made = models.build(name).config
         made.tie_word_embeddings = made.get_text_config().tie_word_embeddings = tied
         made.save_pretrained(tmp_path / name)
@@ -101,6 +103,7 @@ def test_units_are_those_that_are_sharded(parts, tmp_path):
 
 @pytest.mark.parametrize("name, phase", [
     ("internvl", "vision"), ("qwen3_vl", "vision"),
+    pytest.param("qwen3_vl_moe", "vision", marks=pytest.mark.slow),
     *(pytest.param(name, "audio", marks=pytest.mark.slow)
       for name in ("audioflamingo3", "qwen2_audio", "qwen2_5_omni"))])
 def test_what_a_forward_pass_keeps_is_predicted(name, phase, tmp_path):
@@ -112,6 +115,8 @@ def test_what_a_forward_pass_keeps_is_predicted(name, phase, tmp_path):
     examples = [models.as_example(k, models.sample(name, model, items, 7 + k))
                 for k, items in enumerate([[item], []])]
     model = model.float()
+    if name == "qwen3_vl_moe":
+        model.set_experts_implementation("grouped_mm")
     model.config.save_pretrained(tmp_path)
     whole, seen = WholeModel(model, torch.float32), {}
     row = whole.join(examples)
