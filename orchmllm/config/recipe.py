@@ -228,20 +228,16 @@ class Recipe:
         """Keys of train.* that do not fit those of other sections."""
         train = self.train
         for part in TRAIN_PARTS:
-            if not self.model.learns(part):
-                frozen = "model." + ("connectors_frozen" if part == "connector" else
-                                     f"{part}.frozen")
-                for name, unset in ((f"{part}_lr", 0), (f"{part}_weight_decay", -1)):
-                    if getattr(train, name) != unset:
-                        yield Conflict((f"train.{name}", frozen),
-                                       f"has no effect while {frozen} is true: leave it "
-                                       "out, or set that to false")
-        if self.model.lora.rank and not self.model.lora.connector:
-            for name, unset in (("connector_lr", 0), ("connector_weight_decay", -1)):
+            if self.model.learns(part):
+                continue
+            fixed, value, cure = f"model.{part}.frozen", "true", "false"
+            if part == "connector":
+                fixed, value, cure = ("model.lora.connector", "false", "true") if (
+                    self.model.lora.rank) else ("model.connectors_frozen", "true", "false")
+            for name, unset in ((f"{part}_lr", 0), (f"{part}_weight_decay", -1)):
                 if getattr(train, name) != unset:
-                    yield Conflict((f"train.{name}", "model.lora.connector"), "has no effect while "
-                                   "model.lora.connector is false: leave it out, or set that to "
-                                   "true")
+                    yield Conflict((f"train.{name}", fixed), f"has no effect while {fixed} is "
+                                   f"{value}: leave it out, or set that to {cure}")
         if self.data.batching == "capped" and train.global_batch_size % train.batch_size:
             yield Conflict(("train.global_batch_size", "train.batch_size"),
                            f"has to be a multiple of train.batch_size ({train.batch_size}): with "

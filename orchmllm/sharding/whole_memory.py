@@ -21,7 +21,8 @@ from transformers.integrations import moe
 from transformers.integrations.moe import ExpertsInterface
 
 from orchmllm.config.job import Job
-from orchmllm.models.hf import around, feature_width, meta_model, num_parameters
+from orchmllm.models.hf import meta_model, num_parameters
+from orchmllm.models.whole_flops import around, feature_width
 from orchmllm.plan.layout import ENCODERS
 from orchmllm.sharding.activations import BlockBytes
 from orchmllm.sharding.blocks import keep_products

@@ -15,7 +15,8 @@ from orchmllm.config.recipe import DataConfig
 from orchmllm.data.processed import ProcessedRows
 from orchmllm.models import packing
 from orchmllm.models.families import refusals
-from orchmllm.models.hf import WholeModel, part_flops
+from orchmllm.models.hf import WholeModel
+from orchmllm.models.whole_flops import part_flops
 from tests.lib import whole_models as models
 from tests.lib.encoder_models import IMAGE
 from tests.lib.whole_folders import write_model, write_rows

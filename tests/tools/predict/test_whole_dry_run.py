@@ -19,13 +19,8 @@ from orchmllm.config.recipe import Recipe, read_recipe
 from orchmllm.data.text.processor import Processor
 from orchmllm.models.families import model_class
 from orchmllm.models.flops import Lengths, phase_work
-from orchmllm.models.hf import (
-    WholeModel,
-    around,
-    meta_model,
-    part_flops,
-    patches_of_token,
-)
+from orchmllm.models.hf import WholeModel, meta_model
+from orchmllm.models.whole_flops import around, part_flops, patches_of_token
 from orchmllm.plan.layout import ENCODERS
 from orchmllm.sharding.hf import freeze, ordered
 from orchmllm.sharding.memory import Loads
