@@ -258,6 +258,13 @@ def test_a_row_that_has_changed_keeps_its_planned_length(tmp_path):
     [(segment, reason)], example = failing(rows, 1)
     assert segment == 0 and "cannot be used as it was planned" in reason
     assert example.media["pixel_values"].shape == good.media["pixel_values"].shape
+    for wanted in (good.lengths.modality == 1).nonzero()[0].tolist():
+        told = []
+        parts = [rows.load(1, text=False, segments=[wanted], on_error=lambda *error: told.append(
+            error)).parts[wanted]]
+        assert [str(error) for _, error in told] == [reason]  # as on the rank that has the text
+        assert parts[0]["image_sizes"].tolist() == good.media["image_sizes"].tolist()[
+            wanted // 2: wanted // 2 + 1]
 
 
 @pytest.mark.parametrize("rope", [{"rope_type": "dynamic", "factor": 2.0}, {
