@@ -50,13 +50,13 @@ class Trained(NamedTuple):
 def is_own(folder: Path) -> bool:
     """Whether a folder is a run, a checkpoint or an export. Raises ValueError for one that is
     neither that nor a model of transformers."""
+    if (folder / "config.json").is_file():  # also in the export of a model of transformers
+        return False
     if (folder / NOTE).is_file() or (folder / "state.json").is_file() or (
             folder / "checkpoints").is_dir():
         return True
-    if not (folder / "config.json").is_file():
-        raise ValueError(f"{folder} is no run.dir with checkpoints, no checkpoint, no export and "
-                         "no model of transformers (config.json): give one of these folders")
-    return False
+    raise ValueError(f"{folder} is no run.dir with checkpoints, no checkpoint, no export and "
+                     "no model of transformers (config.json): give one of these folders")
 
 
 def open_trained(folder: Path, tokenizer: Path | None, log: Callable[[str], None]) -> Trained:
