@@ -43,7 +43,7 @@ from orchmllm.sharding.optimizer import (
     learning_rate,
     make_optimizer,
 )
-from orchmllm.sharding.pretrained import check_same, fingerprint
+from orchmllm.sharding.pretrained import agreed_fingerprint
 
 
 class Trainer:
@@ -68,12 +68,13 @@ class Trainer:
         self.servers = servers_of(recipe.data)
         self.train_rows, self.validation_rows = self.dataset.split(recipe.data.num_validation)
         job = resolve(recipe, world.world_size, world.local_world_size)
+        weights = agreed_fingerprint(sources, self._gather)
         spec = plan_spec(job)
         on_cpu = RowGather(spec.ranks_per_node, recipe.launch.timeout_s)
         # Before the model is built: it says whether the run can go on where the recipe says.
         self.checkpointer = RunCheckpoints(
-            job, on_cpu, self.dataset,
-            lambda: self.optimizer, lambda: state_tensors(self.model, self.optimizer), self._log)
+            job, on_cpu, self.dataset, lambda: self.optimizer, lambda: state_tensors(
+                self.model, self.optimizer, fixed=not recipe.model.lora.rank), self._log, weights)
         group = exchange_group(self.device, recipe.launch.timeout_s)
         self.orchestrator, self._validation = (
             build_orchestrator(recipe, one, world.world_size, self.device, group)
@@ -88,9 +89,8 @@ class Trainer:
             recipe.fsdp))  # chosen before the first step; a kernel that fails is found here
         for source in sources:
             self._log(source.describe())
-        check_same(self._gather([fingerprint(sources)])[:, 0])
         self.model = build(recipe, self.device, checkpointing, sources, on_cpu,
-                           spec.ranks_per_node, group)
+                           spec.ranks_per_node, group, self._log)
         self._feed = partial(WholeFeed, join=self.model.join) if spec.fills else SegmentFeed
         self.timer = StepTimer(self.model.clock, self.device)
         train, self.parts = recipe.train, learning_parts(self.model)

@@ -51,6 +51,12 @@ class RunConfig:
                       "later starts go on with what was saved since. With `never` every start is "
                       "from scratch, also after a failure, and what is in run.dir is set aside.",
                       aliases=("resume_from_checkpoint",))
+    init_from: str = key("", "Run folder (its newest checkpoint) or checkpoint folder whose "
+                         "weights a new run starts from, as the next stage of training: docs/"
+                         "stages.md. Optimizer, steps and the order of the data start anew. A run "
+                         "that goes on from a checkpoint of its own reads nothing there. An "
+                         "export is named by model.pretrained instead.",
+                         aliases=("load_from", "init_checkpoint"))
     allow_data_change: bool = key(
         False, "Resume although the data, or what decides their order, is not what the checkpoint "
         "saw (docs/design.md).")
@@ -212,13 +218,21 @@ class Recipe:
     def _of_train(self) -> Iterator[Conflict]:
         """Keys of train.* that do not fit those of other sections."""
         train = self.train
-        for part in PHASES:
-            if getattr(self.model, part).frozen:
+        for part in TRAIN_PARTS:
+            if not self.model.learns(part):
+                frozen = "model." + ("connectors_frozen" if part == "connector" else
+                                     f"{part}.frozen")
                 for name, unset in ((f"{part}_lr", 0), (f"{part}_weight_decay", -1)):
                     if getattr(train, name) != unset:
-                        yield Conflict((f"train.{name}", f"model.{part}.frozen"),
-                                       f"has no effect while model.{part}.frozen is true: leave it "
+                        yield Conflict((f"train.{name}", frozen),
+                                       f"has no effect while {frozen} is true: leave it "
                                        "out, or set that to false")
+        if self.model.lora.rank and not self.model.lora.connector:
+            for name, unset in (("connector_lr", 0), ("connector_weight_decay", -1)):
+                if getattr(train, name) != unset:
+                    yield Conflict((f"train.{name}", "model.lora.connector"), "has no effect while "
+                                   "model.lora.connector is false: leave it out, or set that to "
+                                   "true")
         if self.data.batching == "capped" and train.global_batch_size % train.batch_size:
             yield Conflict(("train.global_batch_size", "train.batch_size"),
                            f"has to be a multiple of train.batch_size ({train.batch_size}): with "

@@ -3,7 +3,8 @@ checks are made here, on headers alone: before ranks are started and before any 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from orchmllm.models.names import PARTS, Named, named
 # Where a larger model's folder keeps an encoder; the first that has it counts.
 PREFIXES = {"vision": ("",), "audio": ("", "encoder.", "model.encoder.")}
 POSITIONS = "embed_positions.weight"  # Whisper's, computed here instead of stored
+SAMPLE_BYTES = 4096  # of a tensor, in its fingerprint
 MAX_POSITION_ERROR = 0.01  # sinusoids rounded to bfloat16 are within 0.004
 
 
@@ -72,6 +74,24 @@ def find_sources(model: ModelConfig) -> list[WeightSource]:
     return sources
 
 
+def fingerprint(sources: Sequence[WeightSource]) -> int:
+    """48 bits that differ for other tensors, and for other revisions of a model: of each tensor a
+    sample of its bytes counts."""
+    import torch
+    from safetensors import safe_open
+
+    digest = hashlib.blake2b(digest_size=6)
+    for source in sources:
+        for name, stored in sorted(source.tensors.items()):
+            digest.update(f"{name} {stored.dtype} {stored.shape}".encode())
+            rows = stored.shape[0]
+            count = max(1, SAMPLE_BYTES * rows // max(stored.num_bytes, 1))
+            with safe_open(stored.file, framework="pt") as f:
+                sample = f.get_slice(stored.key)[max(0, rows - count) // 2: (rows + count + 1) // 2]
+            digest.update(sample.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return int.from_bytes(digest.digest(), "little")
+
+
 def _whole(model: ModelConfig) -> list[WeightSource]:
     """A whole model of transformers, which transformers reads itself."""
     path = Path(model.folder)
@@ -83,6 +103,10 @@ def _whole(model: ModelConfig) -> list[WeightSource]:
                                  "which has no such part: leave it out")
         if not model.pretrained:
             return []
+        if model.lora.rank:
+            from orchmllm.models.adapters import check_adapters  # with torch
+
+            check_adapters(model)
         return [WeightSource("model", path, {  # buffers may be integers, which nobody reads
             name: stored for name, stored in open_folder(path).tensors.items()
             if stored.dtype in ELEMENT_BYTES and stored.shape})]

@@ -2,9 +2,10 @@
 
 OrchMLLM section 8: "we universally calculate effective GPU FLOPs without paddings". Counted are
 matrix products and attention (causal: half of the square, what a kernel that skips masked blocks
-computes), forward and backward; recomputation is work but never counts as useful. A frozen
-submodule has no gradients of weights; an encoder that is frozen has no backward pass at all, a
-frozen LLM still passes gradients on to the connectors.
+computes), forward and backward; recomputation is work but never counts as useful. The backward
+pass of a product is one towards its weights, if they learn, and one towards its input, if something
+before it learns: a frozen encoder has none, its connector that of its weights, and a frozen LLM
+still passes gradients on to what is before it.
 """
 
 from __future__ import annotations
@@ -21,8 +22,6 @@ from orchmllm.plan.assign import PHASES, PlanSpec
 from orchmllm.plan.cost import CostModel
 from orchmllm.plan.layout import ENCODERS, BatchLayout
 from orchmllm.plan.step import StepPlan
-
-FORWARD_BACKWARD = 3  # the backward pass of a product is two products of the same size
 
 
 @dataclass(frozen=True)
@@ -108,8 +107,9 @@ def phase_work(phase: str, model: ModelConfig, lengths: Lengths,
         size = config.hidden_size
         front = 6.0 * size * (config.num_mels * lengths.rows + size * lengths.positions)
     connector = _connector_flops(phase, model) * lengths.tokens
+    passes = model.learns("connector") + model.features_learn(phase)
     return _encoder_work(config, lengths, front, _front_backward(phase, config, lengths),
-                         connector, checkpointing)
+                         connector, passes * connector, checkpointing)
 
 
 def _group(phase: str, config: VisionConfig | AudioConfig) -> int:
@@ -139,7 +139,7 @@ def _front_backward(phase: str, config: VisionConfig | AudioConfig, lengths: Len
 
 
 def _encoder_work(config, lengths: Lengths, front, front_backward, connector,
-                  checkpointing: str) -> Work:
+                  connector_backward, checkpointing: str) -> Work:
     size = config.hidden_size
     blocks = config.num_layers * 4.0 * size * (2 * size + config.intermediate_size)
     blocks = blocks * lengths.positions
@@ -148,7 +148,7 @@ def _encoder_work(config, lengths: Lengths, front, front_backward, connector,
     again = learns if checkpointing == "full" else 0.0
     return Work(
         forward=np.stack([front + blocks + connector, attention]),
-        backward=np.stack([front_backward + 2 * learns * blocks + 2 * connector,
+        backward=np.stack([front_backward + 2 * learns * blocks + connector_backward,
                            2 * learns * attention]),
         recompute=again * np.stack([blocks, attention]))
 
@@ -184,25 +184,22 @@ def step_flops(model: ModelConfig, layout: BatchLayout) -> dict[str, float]:
 
 
 def cost_model(phase: str, model: ModelConfig) -> CostModel:
-    """The cost by which a phase is balanced, of an item by its positions (tokens in the LLM),
-    derived from the forward FLOPs of items of one and two positions. Every product counts three
-    times, for forward and backward, so that activation checkpointing scales all terms alike; a
-    frozen submodule counts the passes that it really makes. Raises ValueError for an unknown
-    phase."""
+    """The cost by which a phase is balanced, of an item by its positions (tokens in the LLM): the
+    FLOP of its forward and backward pass. Raises ValueError for an unknown phase."""
     if phase not in PHASES:
         raise ValueError(f"unknown phase {phase!r}; choose one of {', '.join(PHASES)}")
     config = getattr(model, phase)
-    (first, _), (one, two) = phase_work(
-        phase, model, lengths_of(phase, config, np.array([1, 2]))).forward
-    linear, quadratic = round(FORWARD_BACKWARD * first), round(FORWARD_BACKWARD * (two / 2 - one))
-    if config.frozen and phase == "llm":  # forward and towards the input; attention stays whole
-        linear = linear * 2 // 3
-    elif config.frozen:  # forward alone, but for the connector
-        one = int(_connector_flops(phase, model)) // _group(phase, config)
-        linear = (linear - FORWARD_BACKWARD * one) // FORWARD_BACKWARD + FORWARD_BACKWARD * one
-        quadratic //= FORWARD_BACKWARD
+    linear, quadratic = terms(phase, model, lengths_of(phase, config, np.array([1, 2])))
     return CostModel(linear, quadratic,
                      padded=phase == "audio" and config.mode == "padded")
+
+
+def terms(phase: str, model: ModelConfig, lengths: Lengths) -> tuple[int, int]:
+    """FLOP of a position and of two that attend to each other, forward and backward. lengths: of an
+    item of one position, and of one of two."""
+    one, two = phase_work(phase, model, lengths).useful
+    square = two / 2 - one
+    return round(one - square), round(square)
 
 
 def peak_flops(device_name: str) -> float | None:

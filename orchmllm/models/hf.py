@@ -8,6 +8,7 @@ calls of its encoders; else they run inside of its forward, for the media of thi
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -35,15 +36,16 @@ from orchmllm.config.model import ModelConfig
 from orchmllm.models import packing
 from orchmllm.models.attention import attention_backend
 from orchmllm.models.families import model_class, part_of, read_config
-from orchmllm.models.flops import Lengths, Work
+from orchmllm.models.flops import Lengths, Work, terms
 from orchmllm.models.phase_clock import PhaseClock
-from orchmllm.plan.assign import PlanSpec
+from orchmllm.plan.assign import PHASES, PlanSpec
 from orchmllm.plan.cost import CostModel
 from orchmllm.plan.layout import ENCODERS, NO_EXAMPLES
 
 TYPES = ("mm_token_type_ids", "token_type_ids")  # arguments that say which tokens are media
 TILED = ("aya_vision", "gemma3", "idefics3", "internvl", "llava", "llava_next",
          "llava_onevision")  # images are cut into tiles of one size, each of which is encoded alone
+CONNECTOR = re.compile(r".*?(?:merger|projector|connector)[^.]*(?:\.\d+)?\.")
 SLOTTED = ("idefics3",)  # the media of a sequence are one row of pixel_values
 
 
@@ -71,7 +73,7 @@ class WholeModel(nn.Module):
         return self.hf.get_input_embeddings().weight
 
     def freeze(self, parts: Sequence[str]) -> None:
-        """Fixes the parameters of `vision`, `audio` or `llm`; the connector still learns."""
+        """Fixes the parameters of `vision`, `audio`, `connector` or `llm`."""
         for name, parameter in self.hf.named_parameters():
             if part_of(name) in parts:
                 parameter.requires_grad_(False)
@@ -133,12 +135,9 @@ class WholeModel(nn.Module):
         loss = F.cross_entropy(logits.to(torch.promote_types(torch.float32, logits.dtype)),
                                batch.targets, reduction="sum")
         if torch.is_grad_enabled() and not loss.requires_grad:
-            # The text model is frozen and no rank has media: nothing was computed that learns.
-            loss = loss + 0 * sum(p.sum() for p in self._connector())
+            loss.requires_grad_()  # the text model is frozen, and no rank has media
         return loss
 
-    def _connector(self) -> list[nn.Parameter]:
-        return [p for name, p in self.hf.named_parameters() if part_of(name) == "connector"]
 
     def _type_ids(self, ids: Tensor) -> Tensor:
         """1 at tokens of images, 2 at those of videos."""
@@ -184,12 +183,17 @@ def meta_model(folder: str) -> WholeModel:
 class PartFlops(NamedTuple):
     """FLOP of the forward pass of a part. position, pair: of its blocks, of a position and of two
     that attend to each other; row: of a patch or frame before the blocks, or of a target's logits;
-    token: of the connector."""
+    token: of what is behind the blocks; tower, first: of that what belongs to the tower, and what
+    of the connectors has none of their weights before it; read: the share of the blocks whose
+    output is read, which alone have a backward pass."""
 
     position: int
     pair: int
     row: int
     token: int = 0
+    tower: int = 0
+    first: int = 0
+    read: float = 1.0
 
 
 @lru_cache(maxsize=4)
@@ -205,6 +209,10 @@ def part_flops(folder: str) -> dict[str, PartFlops]:
              for part, stack in stacks.items()}
     out = {"llm": PartFlops(2 * sizes["llm"], 2 * len(stacks["llm"]) * width,
                             2 * whole.hf.get_output_embeddings().weight.numel())}
+    names, begins = {id(p): name for name, p in whole.hf.named_parameters()}, {}
+    for i, name in names.items():
+        if (found := CONNECTOR.match(name)) and part_of(name) == "connector":
+            begins.setdefault(found[0], i)
     for part in [part for part in ENCODERS if part in stacks]:
         tower, inside = getattr(config, f"{part}_config"), 0
         # A pair of positions: 2 products of 2 FLOP; half of the pairs where it is causal.
@@ -218,9 +226,15 @@ def part_flops(folder: str) -> dict[str, PartFlops]:
             inside = (int(np.max(tower.image_size)) // int(np.max(tower.patch_size)))**2 + first
         if inside:
             position, pair = position + pair * inside, 0
-        front, connector = around(whole, part)
-        out[part] = PartFlops(position, pair, sum(map(_row_flops, front)),
-                              2 * sum(m.weight.numel() for m in connector))
+        front, behind = around(whole, part)
+        of_tower = [m for m in behind if part_of(names[id(m.weight)]) == part]
+        firsts = [m for m in behind if id(m.weight) in begins.values()]
+        token, tower, first = (2 * sum(m.weight.numel() for m in found)
+                               for found in (behind, of_tower, firsts))
+        layer = getattr(config, f"{part}_feature_layer", -1)  # of LLaVA the last but one
+        read = 1 + (layer + 1) / len(stacks[part]) if isinstance(layer, int) and layer < 0 else 1.0
+        out[part] = PartFlops(position, pair, sum(map(_row_flops, front)), token, tower, first,
+                              read)
     return out
 
 
@@ -244,6 +258,17 @@ def around(whole: WholeModel, part: str = "vision") -> tuple[list[nn.Module], li
     return front, [m for m in found if m not in front]
 
 
+def patches_of_token(config: Any) -> float:
+    """How many patches of an image become one token."""
+    tower = config.vision_config
+    if tokens := getattr(config, "mm_tokens_per_image", None):
+        return (int(np.max(tower.image_size)) // int(np.max(tower.patch_size)))**2 / tokens
+    sides = (getattr(owner, name, None) for owner in (tower, config) for name in (
+        "spatial_merge_size", "scale_factor", "downsample_factor", "downsample_ratio"))
+    side = next(filter(None, sides), 1)
+    return max(side, 1 / side)**2
+
+
 def feature_width(folder: str) -> int:
     """Numbers that the LLM gets for a token of a medium, an image's deepstack, too."""
     config = meta_model(folder).hf.config
@@ -255,8 +280,12 @@ def feature_width(folder: str) -> int:
 def whole_work(model: ModelConfig, phase: str, lengths: Lengths, checkpointing: str) -> Work:
     """See orchmllm.models.flops.phase_work."""
     flops = part_flops(model.folder).get(phase, PartFlops(0, 0, 0))
-    frozen, causal = getattr(model, phase).frozen, phase == "llm"
-    passes = (1 if causal else 0) if frozen else 2  # towards the input, towards the weights
+    learns, causal = model.learns(phase), phase == "llm"
+    # Towards the input, towards the weights; what adapters compute themselves is not counted.
+    passes = learns + (learns and not model.lora.rank) or int(causal)
+    connectors = int(model.learns("connector"))
+    behind = flops.first * (connectors + learns) + flops.tower * passes + (
+        flops.token - flops.first - flops.tower) * (connectors + model.features_learn(phase))
     blocks, front = flops.position * lengths.positions, flops.row * lengths.rows
     attention, connector = flops.pair * lengths.positions.astype(float)**2, (
         flops.token * lengths.tokens)
@@ -264,25 +293,26 @@ def whole_work(model: ModelConfig, phase: str, lengths: Lengths, checkpointing: 
     return Work(
         forward=np.stack([front + blocks + connector, attention]),
         # Pixels and frames need no gradient.
-        backward=np.stack([passes * (front if causal else front / 2) + passes * blocks
-                           + 2 * connector, 2 * min(passes, 1) * attention]),
+        backward=np.stack([(passes if causal else max(passes - 1, 0)) * front
+                           + passes * flops.read * blocks + behind * lengths.tokens,
+                           2 * min(passes, 1) * flops.read * attention]),
         recompute=again * np.stack([blocks, attention]))
 
 
 def plan_whole(job: Job) -> PlanSpec:
     """What the planner has to know. Each rank reads the text that its LLM takes and the media that
-    it encodes. A medium costs by its positions, an example by its tokens, both from the weights of
-    the blocks and the width of their attention."""
-    recipe, model = job.recipe, job.recipe.model
+    it encodes. A medium costs by its positions and an example by its tokens what they compute,
+    without the logits of what is learnt."""
+    recipe, model, count = job.recipe, job.recipe.model, np.array([1, 2])
+    lengths = {"llm": Lengths(0 * count, count, count),
+               "audio": Lengths(2 * count, count, count / 2)}  # two frames, half a token
+    parts = part_flops(model.folder)
+    if "vision" in parts:
+        tokens = count / patches_of_token(meta_model(model.folder).hf.config)
+        lengths["vision"] = Lengths(count, count, tokens)
     # What the model has not has no items.
-    costs = dict.fromkeys(ENCODERS, CostModel(1, 0))
-    for part, flops in part_flops(model.folder).items():
-        frozen = getattr(model, part).frozen
-        if part == "llm":  # forward, towards the input, towards the weights
-            costs[part] = CostModel((2 if frozen else 3) * flops.position, 3 * flops.pair)
-        else:
-            passes = 1 if frozen else 3
-            costs[part] = CostModel(passes * flops.position, passes * flops.pair)
+    costs = {part: CostModel(*terms(part, model, lengths[part])) if part in parts
+             else CostModel(1, 0) for part in PHASES}
     return PlanSpec(
         costs=costs,
         row_bytes=dict.fromkeys(ENCODERS, 0),  # media are read where they are encoded

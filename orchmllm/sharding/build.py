@@ -4,7 +4,7 @@ transformers."""
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -23,12 +23,13 @@ from orchmllm.models.hf import WholeModel
 from orchmllm.models.mllm import MultimodalModel
 from orchmllm.sharding.fsdp import build_model
 from orchmllm.sharding.hf import load_whole
+from orchmllm.sharding.optimizer import describe_learning
 
 
 def build(
     recipe: Recipe, device: torch.device, checkpointing: Mapping[str, str],
     sources: Sequence[WeightSource], gather: RowGather, ranks_per_node: int,
-    group: dist.ProcessGroup | None,
+    group: dist.ProcessGroup | None, log: Callable[[str], None],
 ) -> MultimodalModel | WholeModel:
     """Collective; gather: of all ranks. group: for what moves in a forward (default: the default
     group). The rest as in orchmllm.sharding.fsdp.build_model."""
@@ -37,7 +38,9 @@ def build(
                            sources, ranks_per_node=ranks_per_node, group=group)
     with starting_weights(recipe.model, recipe.run.seed, recipe.run.folder, gather) as folder:
         model = load_whole(folder, recipe.model, recipe.fsdp, device, checkpointing,
-                           ranks_per_node)
+                           ranks_per_node, recipe.run.seed)
+    if recipe.model.lora.rank:
+        log(describe_learning(model))
     model.encoders = PlannedEncoders(model.hf, group)
     return model
 

@@ -148,9 +148,11 @@ def evaluating(model: MultimodalModel) -> Iterator[None]:
     model.clock.switch("data")
 
 
-def state_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+def state_tensors(model: nn.Module, optimizer: torch.optim.Optimizer, *, fixed: bool = True
+                  ) -> dict[str, Tensor]:
     """What has to be saved: parameters as model.NAME, the optimizer's state as exp_avg.NAME
-    and so on (zeros where it has not run yet). The tensors are the live ones.
+    and so on (zeros where it has not run yet). The tensors are the live ones. fixed: also
+    parameters that do not learn.
 
     Raises ValueError for a parameter that is gathered, or that learns and is not the optimizer's.
     """
@@ -165,7 +167,8 @@ def state_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[st
                 f"parameter {name} ({p.dtype}, {tuple(p.shape)}) is not the one that the optimizer "
                 "updates: its unit is still gathered after a forward pass; call "
                 "orchmllm.sharding.fsdp.reshard(model) before saving")
-        out[f"model.{name}"] = p.detach()
+        if fixed or p.requires_grad:
+            out[f"model.{name}"] = p.detach()
         if not p.requires_grad:
             continue
         if not optimizer.state.get(p):

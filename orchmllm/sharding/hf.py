@@ -19,38 +19,44 @@ from torch.utils.checkpoint import checkpoint
 
 from orchmllm.config.model import ModelConfig
 from orchmllm.config.recipe import FsdpConfig
+from orchmllm.models import adapters
 from orchmllm.models.families import model_class, read_config
 from orchmllm.models.hf import WholeModel
 from orchmllm.plan.assign import PHASES
 from orchmllm.plan.layout import ENCODERS
 from orchmllm.sharding.fsdp import checkpoint_options, compute_dtype, shard_all
-from orchmllm.sharding.gathers import Unit
+from orchmllm.sharding.gathers import Unit, of_encoder
+from orchmllm.sharding.init import seed_adapters
 
 
 def load_whole(
     folder: Path, model: ModelConfig, config: FsdpConfig, device: torch.device,
-    checkpointing: Mapping[str, str], ranks_per_node: int = 1,
+    checkpointing: Mapping[str, str], ranks_per_node: int = 1, seed: int = 0,
 ) -> WholeModel:
     """The sharded model of a folder with its weights, in train mode; collective over all ranks.
     Raises ValueError if weights are missing or have another shape. checkpointing: phase -> none,
-    selective or full. ranks_per_node: see orchmllm.sharding.gathers."""
+    selective or full. ranks_per_node: see orchmllm.sharding.gathers. seed: of adapters."""
     from transformers.distributed import DistributedConfig
     from transformers.utils import logging
 
     logging.disable_progress_bar()  # one of each rank
     made: list[WholeModel] = []
     fixed: set[str] = set()
+    layers: dict[str, nn.Module] = {}
 
     def distribute(hf: nn.Module) -> None:
         whole = WholeModel(hf, compute_dtype(config))
-        frozen = freeze(whole, model)
+        if model.lora.rank:
+            layers.update(adapters.inject(whole, model))
+        freeze(whole, model)
         fixed.update(name for name, p in hf.named_parameters() if not p.requires_grad)
         for phase, stack in whole.blocks().items():
             if checkpointing[phase] != "none":
                 for block in stack:
                     block.forward = partial(checkpoint, block.forward, use_reentrant=False,
                                             **checkpoint_options(checkpointing[phase]))
-        shard_all(whole, ordered(whole, config, frozen), config, device, ranks_per_node)
+        shard_all(whole, ordered(whole, config), config, device, ranks_per_node)
+        adapters.take_out(hf, layers)
         made.append(whole)
 
     settings = read_config(folder)
@@ -64,31 +70,29 @@ def load_whole(
     if wrong:
         raise ValueError(f"{folder}: {len(wrong)} weights are missing or have another shape "
                          f"({', '.join(map(str, sorted(wrong)[:3]))}): copy the folder completely")
+    adapters.put_back(made[0].hf, layers, torch.device("cpu") if config.cpu_offload else device)
+    seed_adapters(made[0].hf, seed)
     whole = made[0].train()
     for name, parameter in whole.hf.named_parameters():  # what was loaded is made anew
         parameter.requires_grad_(name not in fixed)
     return whole
 
 
-def freeze(whole: WholeModel, model: ModelConfig) -> set[str]:
-    """Fixes the parts that the recipe says, and returns their names."""
-    frozen = {part for part in PHASES if getattr(model, part).frozen}
-    whole.freeze(frozen)
-    return frozen
+def freeze(whole: WholeModel, model: ModelConfig) -> None:
+    """Fixes the parts that the recipe says; with adapters, all that they are beside."""
+    whole.freeze([part for part in (*PHASES, "connector") if not model.learns(part)])
+    for name, parameter in whole.hf.named_parameters() if model.lora.rank else ():
+        parameter.requires_grad_(adapters.learns(name, model))
 
 
-def ordered(whole: WholeModel, config: FsdpConfig, frozen: set[str]
-            ) -> tuple[list[Unit], list[Unit]]:
+def ordered(whole: WholeModel, config: FsdpConfig) -> tuple[list[Unit], list[Unit]]:
     """The units in the order of the forward pass and in that of the backward pass: the blocks,
     and the embedding and the head where they are not one. The root has the rest of the model, a
     tower's own weights too: transformers finds what it records by the names of classes, which
     fully_shard changes."""
     stacks = whole.blocks()
-    tower = []
-    for part in [part for part in ENCODERS if part in stacks]:
-        learns = part not in frozen
-        tower += [Unit(block, config.reshard(part) if learns else "full", learns)
-                  for block in stacks[part]]
+    tower = [of_encoder(block, config.reshard(part)) for part in ENCODERS if part in stacks
+             for block in stacks[part]]
     layers = [Unit(layer, config.reshard("llm")) for layer in stacks["llm"]]
     root = Unit(whole, "none")
     table, head = whole.hf.get_input_embeddings(), whole.hf.get_output_embeddings()

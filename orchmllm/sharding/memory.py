@@ -179,8 +179,8 @@ class MemoryModel:
             return blocks + (last + rotary) * lengths.tokens
         make = getattr(activations, f"{phase}_root")
         row, position, token = make(config, self.model.llm.hidden_size, e)
-        return (blocks + row * lengths.rows + position * lengths.positions
-                + token * lengths.tokens)
+        return blocks + self.model.features_learn(phase) * (
+            row * lengths.rows + position * lengths.positions + token * lengths.tokens)
 
     def _forward_work(self, phase: str, loads: Loads, choice: str) -> np.ndarray:
         return self._block(phase).forward_work(choice) * loads.phases[phase].positions
@@ -229,7 +229,9 @@ class MemoryModel:
         ahead = min(max(self.fsdp.prefetch, 1), max(block.copies - 1, 1))
         root = sum(u.size for u in own.values() if u.role == "root" and not u.stays)
         current = e * (block.size * (1 + ahead) + root)
-        if self.fsdp.reshard(phase) == "none" and block.read_in_backward:
+        if backward and not block.read_in_backward:
+            current = e * root * own["root"].read_in_backward
+        elif self.fsdp.reshard(phase) == "none" and block.read_in_backward:
             current = 0 if backward else block.size * e * ahead
         if backward:
             current += self._reduced * max(

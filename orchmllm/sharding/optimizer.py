@@ -38,6 +38,15 @@ def learning_parts(model: MultimodalModel | WholeModel) -> dict[str, list[nn.Par
     return learning
 
 
+def describe_learning(model: MultimodalModel | WholeModel) -> str:
+    """One line for the log."""
+    counts = {part: sum(p.numel() for p in found)
+              for part, found in learning_parts(model).items()}
+    whole = sum(p.numel() for p in model.parameters())
+    return (f"{sum(counts.values()):,} of {whole:,} parameters learn: "
+            + ", ".join(f"{part} {count:,}" for part, count in counts.items()))
+
+
 class _ShardAdamW(torch.optim.AdamW):
     """AdamW that computes on this rank's shards as plain tensors: DTensor's dispatch of every
     operation would take most of a small model's step, and leaves the same bits."""

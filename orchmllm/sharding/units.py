@@ -56,9 +56,7 @@ class Unit:
         """And freed before: the head and the LLM's norm come last and first, so they stay."""
         if self.stays:
             return False
-        if self.phase == "llm":
-            return self.role == "block"
-        return self.role == "root" or self.trained_size > 0
+        return self.role == "block" if self.phase == "llm" else self.trained_size > 0
 
     def shard_size(self, shards: int, trained_only: bool = False) -> int:
         """Parameters that the fullest rank holds of one copy: FSDP2 cuts dimension 0, rounded up
@@ -82,25 +80,27 @@ def units(model: ModelConfig) -> list[Unit]:
         return _of_whole(model)
     out = []
     for phase in PARTS:
-        frozen = getattr(model, phase).frozen
         found: dict[str, list[Named]] = {}
         for n in _parameters(phase, model):
             found.setdefault(_unit_name(n.name), []).append(n)
         copies = sum(name.isdigit() for name in found)
         for name, members in found.items():
             if name in ("0", *ROLES):
-                learnt = [_shape(n) for n in members if not frozen or ".connector." in n.name]
-                kept = [_shape(n) for n in members if frozen and ".connector." not in n.name]
+                shapes = {True: [], False: []}  # of those that learn, and of the others
+                for n in members:
+                    part = "connector" if ".connector." in n.name else phase
+                    shapes[model.learns(part)].append(_shape(n))
                 out.append(Unit(phase, "block" if name == "0" else name,
-                                copies if name == "0" else 1, tuple(learnt), tuple(kept)))
+                                copies if name == "0" else 1, *map(tuple, shapes.values())))
     return out
 
 
 def _of_whole(model: ModelConfig) -> list[Unit]:
     """The units of orchmllm.sharding.hf.ordered. What its model has not, audio or a head of its
     own, has no parameters."""
+    from orchmllm.models import adapters  # with torch
     from orchmllm.models.families import part_of
-    from orchmllm.models.hf import meta_model  # with torch
+    from orchmllm.models.hf import meta_model
 
     whole = meta_model(model.folder)
     stacks, places = whole.blocks(), {}
@@ -111,11 +111,17 @@ def _of_whole(model: ModelConfig) -> list[Unit]:
         places |= {id(p): "" for p in stack.parameters()}
         places |= {id(p): phase for p in stack[0].parameters()}
     found: dict[str, tuple[list[Shape], list[Shape]]] = {}
-    for name, p in whole.hf.named_parameters():
+    parameters = dict(whole.hf.named_parameters())
+    learnt = dict(adapters.learnt(whole, model)) if model.lora.rank else {}
+    for name, p in parameters.items():
         part = part_of(name)
-        frozen = part != "connector" and getattr(model, part).frozen
+        frozen = name not in learnt if learnt else not model.learns(part)
         place = places.get(id(p), "root")
         found.setdefault(place, ([], []))[frozen].append(tuple(p.shape))
+    for name, shape in learnt.items():
+        beside, adapter, _ = name.partition(".lora_")
+        if adapter and (place := places[id(parameters[f"{beside}.weight"])]):
+            found[place][0].append(shape)
 
     def unit(phase: str, role: str, copies: int = 1, place: str = "none", **options) -> Unit:
         return Unit(phase, role, copies, *map(tuple, found.get(place, ((), ()))), **options)
@@ -145,7 +151,10 @@ def _unit_name(parameter: str) -> str:
 
 
 def checkpoint_bytes(recipe: Recipe) -> int:
-    """Size of a checkpoint: parameters, and the optimizer's state of those that learn."""
-    state = sum(u.copies * (u.size + len(OPTIMIZER_STATE) * u.trained_size)
+    """Size of a checkpoint: parameters, and the optimizer's state of those that learn; with
+    adapters, nothing of the rest."""
+    alone = bool(recipe.model.lora.rank)
+    state = sum(u.copies * ((u.trained_size if alone else u.size)
+                            + len(OPTIMIZER_STATE) * u.trained_size)
                 for u in units(recipe.model))
     return state * DTYPE_BYTES[recipe.fsdp.param_dtype]

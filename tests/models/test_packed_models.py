@@ -11,14 +11,11 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from orchmllm.batch import SequenceLengths
-from orchmllm.config.job import resolve
-from orchmllm.config.model import ModelConfig
-from orchmllm.config.recipe import DataConfig, Recipe
+from orchmllm.config.recipe import DataConfig
 from orchmllm.data.processed import ProcessedRows
 from orchmllm.models import packing
-from orchmllm.models.families import part_of, refusals
-from orchmllm.models.flops import plan_spec
-from orchmllm.models.hf import WholeModel
+from orchmllm.models.families import refusals
+from orchmllm.models.hf import WholeModel, part_flops
 from tests.lib import whole_models as models
 from tests.lib.encoder_models import IMAGE
 from tests.lib.whole_folders import write_model, write_rows
@@ -158,11 +155,10 @@ def test_a_row_without_media_has_a_backward_pass_where_the_text_model_is_frozen(
     """No rank has media, so nothing that learns was computed; FSDP2 relies on a backward pass."""
     model = models.build("internvl")
     whole = WholeModel(model, torch.float64)
-    whole.freeze(["llm"])
-    whole(whole.join([models.as_example(0, several("internvl", model)[1])])).backward()
-    found = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-    assert found and {part_of(n) for n in found} == {"connector"}
-    assert not any(gradient.any() for gradient in found.values())
+    whole.freeze(["llm", "connector"])
+    loss = whole(whole.join([models.as_example(0, several("internvl", model)[1])]))
+    loss.backward()
+    assert loss.item() > 0 and not any(p.grad is not None for p in model.parameters())
 
 
 @pytest.mark.parametrize("changed, told", [
@@ -187,12 +183,12 @@ def test_what_packing_cannot_compute_is_refused(changed, told):
 
 @pytest.mark.parametrize("name", ["internvl", pytest.param("qwen3_vl", marks=pytest.mark.slow),
                                   pytest.param("gemma3", marks=pytest.mark.slow)])
-def test_the_cost_of_an_item_is_the_flop_of_the_blocks(name, tmp_path):
+def test_the_flop_of_the_blocks_is_what_is_counted(name, tmp_path):
     """Of the forward pass, as torch counts it; eager attention computes the whole square, of which
     a causal kernel needs half."""
     model = models.build(name)
     model.save_pretrained(tmp_path)
-    costs = plan_spec(resolve(Recipe(model=ModelConfig(pretrained=str(tmp_path))), 1, 1)).costs
+    flops = part_flops(str(tmp_path))
     model.set_attn_implementation("eager")
     stacks = WholeModel(model, torch.float64).blocks()
     model.config.get_text_config()._attn_implementation = "eager"
@@ -208,6 +204,5 @@ def test_the_cost_of_an_item_is_the_flop_of_the_blocks(name, tmp_path):
     for part, stack in stacks.items():
         flop = sum(sum(counted[f"{type(model).__name__}.{paths[id(block)]}"].values())
                    for block in stack)
-        n, cost = lengths[part], costs[part]
-        square = cost.quadratic * n * n * (2 if part == "llm" else 1)
-        assert flop == (cost.linear * n + square) // 3, part
+        n, pairs = lengths[part], 2 if part == "llm" else 1
+        assert flop == flops[part].position * n + flops[part].pair * n * n * pairs, part

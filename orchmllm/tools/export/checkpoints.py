@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from orchmllm.config.model import ModelConfig
+from orchmllm.config.model import LoraConfig, ModelConfig
 from orchmllm.data.formats.open import beside
 from orchmllm.models.names import PARTS
 
@@ -34,7 +34,8 @@ def model_of(state: dict) -> ModelConfig:
                              "trained it")
         return ModelConfig(
             **{p: kind(**model[p]) for p, kind in kinds.items()},
-            **{name: model[name] for name in ("pretrained", "config") if name in model})
+            **{name: model[name] for name in ("pretrained", "config") if name in model},
+            lora=LoraConfig(**model.get("lora", {})))
     except (KeyError, TypeError) as e:
         raise ValueError("state.json is not that of a checkpoint of a run, or of a newer version "
                          f"of orchmllm: {e}") from None

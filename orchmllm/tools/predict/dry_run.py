@@ -59,6 +59,8 @@ def not_modelled(recipe: Recipe, examples: Examples) -> list[str]:
         left.append("the exchange of stored media in the background (balance.dispatch: bytes)")
     if recipe.model.folder:
         left.append("windows of attention, which count as if there were none")
+    if recipe.model.lora.rank:
+        left.append("what adapters (model.lora) compute and keep themselves")
     return left
 
 

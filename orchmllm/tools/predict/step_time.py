@@ -25,6 +25,7 @@ from orchmllm.models.flops import (
     phase_work,
 )
 from orchmllm.plan.assign import PHASES
+from orchmllm.plan.layout import ENCODERS
 from orchmllm.plan.step import StepPlan
 from orchmllm.sharding.memory import SELECTIVE_SHARE, MemoryModel
 from orchmllm.sharding.units import Unit, units
@@ -114,7 +115,8 @@ def work_of(plan: StepPlan, model: ModelConfig, pad: frozenset[str] = frozenset(
         parts["forward"], parts["backward"], parts["recompute"],
         head=2.0 * model.llm.hidden_size * model.llm.vocab_size * with_logits, useful=useful,
         layers={p: getattr(model, p).num_layers for p in PHASES}, tokens=float(tokens.sum()),
-        num_ranks=d, moves=tuple(moves_of(plan, all_gather)))
+        num_ranks=d, moves=tuple(moves_of(plan, all_gather, [
+            phase for phase in ENCODERS if model.features_learn(phase)])))
 
 
 def rank_seconds(work: PlanWork, phase: str, hardware: Hardware, choice: str,
@@ -224,7 +226,7 @@ def slowest_compute(work: PlanWork, phase: str, memory: MemoryModel, choice: str
     slowest, head = int(total.argmax()), (0.0, 0.0)
     if phase == "llm":
         rate = hardware.peak(memory.fsdp.forward_dtype) * hardware.efficiencies(phase)[0]
-        passes = (1, 1 if memory.model.llm.frozen else 2)
+        passes = (1, 1 if memory.model.llm.frozen or memory.model.lora.rank else 2)
         head = tuple(n * float(work.head[slowest]) / rate for n in passes)
     return (tuple(float(x[slowest]) for x in seconds), head), float(
         total[slowest] - total.mean())

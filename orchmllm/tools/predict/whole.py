@@ -181,9 +181,9 @@ class WholeMemory(MemoryModel):
             return blocks + lengths.tokens * float(
                 e * feature_width(self.model.folder) + (4 + 2 * e) * self.model.llm.hidden_size)
         front, connector = around(whole, phase)
-        learns = not getattr(self.model, phase).frozen
-        patch = learns * sum(_front_values(m) for m in front)
-        token = sum(sum(m.weight.shape[:2]) for m in connector)
+        patch = self.model.learns(phase) * sum(_front_values(m) for m in front)
+        token = self.model.features_learn(phase) * sum(
+            sum(m.weight.shape[:2]) for m in connector)
         return blocks + float(e * patch) * lengths.rows + float(e * token) * lengths.tokens
 
 

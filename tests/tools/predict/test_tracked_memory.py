@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 
 from orchmllm.plan.assign import PHASES
+from tests.lib.recipes import frozen as froze
 from tests.lib.recipes import read
 from tests.lib.tracked import tracked
 
@@ -18,9 +19,8 @@ ENCODERS = ("vision", "audio")
 def thin(name: str = "mllm84b", frozen: tuple[str, ...] = (), batch_size: int = 2,
          microbatches: int = 1, audio: str = "packed", **fsdp):
     recipe = read(name)
-    model = replace(recipe.model, **{p: replace(
-        getattr(recipe.model, p), num_layers=3, frozen=p in frozen, pretrained="")
-        for p in PHASES})
+    model = froze(*frozen, model=replace(recipe.model, **{p: replace(
+        getattr(recipe.model, p), num_layers=3, pretrained="") for p in PHASES}))
     options = {"shard_size": 0, "loss_chunk_rows": 1024, "activation_checkpointing": "full",
                "prefetch": 0} | fsdp
     return replace(recipe, model=replace(model, audio=replace(model.audio, mode=audio)),
@@ -47,6 +47,9 @@ CASES = {  # (ranks, recipe)
     "float32, none": (64, thin(compute_dtype="", activation_checkpointing="none")),
     "bfloat16": (64, thin(param_dtype="bfloat16", compute_dtype="")),
     "frozen encoders": (64, thin(frozen=ENCODERS)),
+    "frozen encoders and connectors": (64, thin(frozen=(*ENCODERS, "connector"))),
+    "frozen connectors, kept": (64, thin(frozen=("audio", "connector"),
+                                         reshard_after_forward=False)),
     "whole loss": (64, thin(loss_chunk_rows=0)),
     "large loss": (8, thin("mllm10b", batch_size=20)),
     "accumulated": (8, thin("mllm10b", batch_size=4, microbatches=2)),

@@ -4,7 +4,7 @@ models themselves."""
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from itertools import combinations
 
 import numpy as np
 import pytest
@@ -19,9 +19,15 @@ from orchmllm.config.recipe import Recipe, read_recipe
 from orchmllm.data.text.processor import Processor
 from orchmllm.models.families import model_class
 from orchmllm.models.flops import Lengths, phase_work
-from orchmllm.models.hf import WholeModel, around, meta_model, part_flops
+from orchmllm.models.hf import (
+    WholeModel,
+    around,
+    meta_model,
+    part_flops,
+    patches_of_token,
+)
 from orchmllm.plan.layout import ENCODERS
-from orchmllm.sharding.hf import ordered
+from orchmllm.sharding.hf import freeze, ordered
 from orchmllm.sharding.memory import Loads
 from orchmllm.sharding.units import checkpoint_bytes, units
 from orchmllm.tools.data.command import main as data_command
@@ -29,6 +35,7 @@ from orchmllm.tools.predict import dry_run_command, plan_job
 from orchmllm.tools.predict.whole import WholeMemory, pictures
 from tests.lib import whole_models as models
 from tests.lib.commands import ROOT, python
+from tests.lib.recipes import frozen
 from tests.lib.whole_folders import write_model, write_rows
 
 RECIPE = """\
@@ -62,21 +69,20 @@ def test_dry_run_and_plan_of_a_tiny_model(tmp_path, capsys):
     assert read_recipe(recipe, changes) and not [c for c in changes if "audio" in c]
 
 
-@pytest.mark.parametrize("frozen", [(), ("vision",), ("llm",), ("audio",)])
-def test_units_are_those_that_are_sharded(frozen, tmp_path):
+@pytest.mark.parametrize("parts", [(), ("vision", "connector"), ("llm",), ("audio",)])
+def test_units_are_those_that_are_sharded(parts, tmp_path):
     """Also of a model whose head is its embedding, and of one with two encoders."""
     for name, tied in (("qwen3_vl", False), ("internvl", True), ("qwen2_5_omni", False)):
         made = models.build(name).config
         made.tie_word_embeddings = made.get_text_config().tie_word_embeddings = tied
         made.save_pretrained(tmp_path / name)
-        config = replace(ModelConfig(config=str(tmp_path / name)), **{
-            part: replace(getattr(ModelConfig(), part), frozen=True) for part in frozen})
+        config = frozen(*parts, model=ModelConfig(config=str(tmp_path / name)))
         with torch.device("meta"):
             built = model_class(made)._from_config(made)
         assert (built.get_output_embeddings().weight is built.get_input_embeddings().weight) == tied
         whole = WholeModel(built, torch.float32)
-        whole.freeze(frozen)
-        forward, _ = ordered(whole, FsdpConfig(), set(frozen))
+        freeze(whole, config)
+        forward, _ = ordered(whole, FsdpConfig())
         sizes, inside = {}, set()
         for unit in reversed(forward):  # the root is the first, and has what no other has
             own = [p for p in unit.module.parameters() if id(p) not in inside]
@@ -148,6 +154,47 @@ def test_what_a_forward_pass_keeps_is_predicted(name, phase, tmp_path):
     assert flop(front) == flops[phase].row * rows
     assert flop(connector) == flops[phase].token * features
     assert flop([model.get_output_embeddings()]) == flops["llm"].row * len(row.kept)
+
+
+# Left out of the count: a product that is no module, class tokens and newlines, a cast.
+ABOUT = {"gemma3": 0.02, "internvl": 0.005, "mistral3": 0.01, "llava": 0.01, "llava_next": 0.01,
+         "llava_onevision": 0.01}
+PARTS = ("vision", "connector", "llm")
+
+
+@pytest.mark.parametrize("name", [
+    "qwen3_vl", *(pytest.param(name, marks=pytest.mark.slow) for name in models.ADMITTED
+                  if name != "qwen3_vl")])
+def test_flop_of_forward_and_backward_are_those_that_torch_counts(name, tmp_path):
+    """Whatever is frozen, without attention, which torch does not count on a CPU."""
+    model, seen = models.build(name).float(), []
+    model.config.save_pretrained(tmp_path)
+    whole = WholeModel(model, torch.float32)
+    items = [[models.Item("image", 5), models.Item("image", 2)], []]
+    row = whole.join([models.as_example(k, models.sample(name, model, some, 7 + k))
+                      for k, some in enumerate(items)])
+    stack, ids = whole.blocks()["vision"], row.inputs["input_ids"]
+    stack[0].register_forward_pre_hook(lambda _, args, keys: seen.append(
+        (args or [*keys.values()])[0].shape[:-1].numel()), with_kwargs=True)
+    features = int((ids == model.config.image_token_id).sum())
+    for parts in (p for n in range(3) for p in combinations(PARTS, n)):
+        config = frozen(*parts, model=ModelConfig(config=str(tmp_path)))
+        whole.requires_grad_(True)
+        freeze(whole, config)
+        with FlopCounterMode(display=False) as counter:
+            whole(row).backward()
+        counted = sum(flop for op, flop in counter.get_flop_counts()["Global"].items()
+                      if "attention" not in str(op))
+        got = 0.0
+        for phase, sizes in (("vision", (seen[0], seen[0], features)),
+                             ("llm", (len(row.kept), ids.numel(), ids.numel()))):
+            work = phase_work(phase, config, Lengths(*np.array(sizes)[:, None]))
+            got += (work.forward[0] + work.backward[0]).item()
+        flops = part_flops(str(tmp_path))["vision"]  # attention of tiles is among the positions'
+        pairs = flops.position - 2 * sum(p.numel() for p in stack.parameters() if p.dim() > 1)
+        got -= pairs * seen[0] * (1 + 2 * config.learns("vision") * flops.read)
+        assert got == pytest.approx(counted, rel=ABOUT.get(name, 1e-9)), parts
+    assert seen[0] / features == pytest.approx(patches_of_token(model.config), rel=0.2)
 
 
 def test_a_folder_that_lacks_something_is_told_what(tmp_path, capsys):
