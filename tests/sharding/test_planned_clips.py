@@ -20,7 +20,8 @@ from tests.sharding.test_planned_phases import compared, recipe
 
 pytestmark = pytest.mark.dist
 # Clips of each example. Of the steps of 8 examples the second has one clip (of three windows, where
-# a clip may have several), so that ranks encode nothing and have no clip, the third has none; the last has 2 examples for up to 4 ranks.
+# a clip may have several), so that ranks encode nothing and have no clip, the third has none; the
+# last has 2 examples for up to 4 ranks.
 COUNTS = [3, 1, 0, 2, 0, 1, 2, 0, *[0, 1, *[0] * 6], *[0] * 8, 1, 2]
 
 

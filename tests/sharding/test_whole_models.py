@@ -10,6 +10,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
 
@@ -95,6 +96,19 @@ def loaded(world, folder: Path, name: str, tied: bool, shard_size: int, choice: 
 def test_loaded_shards_are_the_model_and_compute_its_gradients(name, tmp_path):
     saved(name, tmp_path, tied=True)
     run_ranks(loaded, 2, tmp_path, name, True, 0, "full")
+
+
+@pytest.mark.slow
+def test_the_thinker_is_read_from_the_folder_of_an_omni_model(tmp_path):
+    """Whose weights have other names, and which has more of them."""
+    saved("qwen2_5_omni", tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    named = {f"thinker.{name.removeprefix('thinker.')}": t for name, t in tensors.items()}
+    save_file({**named, "talker.codec_head.weight": torch.zeros(2, 2)},
+              tmp_path / "model.safetensors", metadata={"format": "pt"})
+    thinker = models.build("qwen2_5_omni").config.to_dict()
+    transformers.Qwen2_5OmniConfig(thinker_config=thinker).save_pretrained(tmp_path)
+    run_ranks(loaded, 2, tmp_path, "qwen2_5_omni", False, 0, "none")
 
 
 def refused(world, folder: Path, told: str) -> None:

@@ -36,6 +36,9 @@ def answer_whole(args: argparse.Namespace, log: Callable[[str], None]) -> str:
         folder = read_json(adapters)["base_model_name_or_path"]
     config = AutoConfig.from_pretrained(folder, **local)
     takes_images = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    if hasattr(config, "audio_config") and not takes_images:
+        raise ValueError(f"{args.folder} is a {config.model_type}, to which this command gives no "
+                         "clips: use its class and its processor in transformers")
     if any(m.modality != VISION for m in args.media) or (args.media and not takes_images):
         raise ValueError(f"{args.folder} is a {config.model_type}: only "
                          + ("images and text are" if takes_images else "text is")

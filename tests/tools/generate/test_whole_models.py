@@ -54,7 +54,7 @@ def write_model(folder: Path) -> None:
 def test_a_model_of_transformers_answers_as_it_does_there(tmp_path, capsys, monkeypatch):
     """Also with the adapters of a folder of peft's."""
     import peft
-    from transformers import AutoModelForImageTextToText, AutoProcessor
+    from transformers import AutoModelForImageTextToText, AutoProcessor, Qwen2AudioConfig
 
     write_model(tmp_path)
     path = tmp_path / "image.png"
@@ -90,3 +90,7 @@ def test_a_model_of_transformers_answers_as_it_does_there(tmp_path, capsys, monk
     assert capsys.readouterr().err.endswith("error: --image none.png: no such file\n")
     assert dispatch(["generate", str(tmp_path), "--audio", "a.wav", "What is heard?"]) == 2
     assert "is a llava: only images and text are given to it" in capsys.readouterr().err
+    Qwen2AudioConfig().save_pretrained(tmp_path)
+    (tmp_path / "orchmllm.json").write_text("{}")  # as in an export
+    assert dispatch(["generate", str(tmp_path), "What is heard?"]) == 2
+    assert "is a qwen2_audio, to which this command gives no clips" in capsys.readouterr().err
