@@ -28,10 +28,11 @@ def model_of(state: dict) -> ModelConfig:
     kinds = {part: type(getattr(ModelConfig(), part)) for part in PARTS}
     try:
         model = state["model"]
+        lora = model.get("lora", {})
         return ModelConfig(
             **{p: kind(**model[p]) for p, kind in kinds.items()},
             **{name: model[name] for name in ("pretrained", "config") if name in model},
-            lora=LoraConfig(**model.get("lora", {})))
+            lora=LoraConfig(**{**lora, "target_modules": tuple(lora.get("target_modules", ()))}))
     except (KeyError, TypeError) as e:
         raise ValueError("state.json is not that of a checkpoint of a run, or of a newer version "
                          f"of orchmllm: {e}") from None
