@@ -65,6 +65,16 @@ class LengthIndex:
                                       self.table[ranges(start, counts)])
 
 
+def usable_rows(indexes: Sequence[LengthIndex]) -> BatchLayout:
+    """All usable rows of sources that follow each other, each source on a rank."""
+    parts, first = [], 0
+    for index in indexes:
+        rows = np.setdiff1d(np.arange(len(index)), list(index.problems))
+        parts.append(index.layout(rows, first + rows))
+        first += len(index)
+    return BatchLayout.concat(parts)
+
+
 def joined_layouts(
     indexes: Sequence[LengthIndex | None], bounds: np.ndarray, examples: np.ndarray,
     examples_per_rank: Sequence[int],

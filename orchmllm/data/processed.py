@@ -139,7 +139,7 @@ class ProcessedRows(ConversationDataset):
             try:
                 example = self._example(row, segments, on_error)
             except RowError as error:
-                problem = MediaError(self._name(i), f"cannot be used as it was planned: {error}")
+                problem = MediaError(self.name(i), f"cannot be used as it was planned: {error}")
         if problem is not None:
             if text or row.problem is None:
                 fail(0, problem, on_error)

@@ -50,9 +50,9 @@ class EncodedItems:
     arguments: of the encoder, in the order of its layout, for k items; meta (k, columns): of each,
     see orchmllm.encoders.items. is_placeholder: they are made for a rank that encodes nothing while
     others do. items_per_segment, num_tokens (s,): items and planned features of each segment that
-    it encodes. exchange: of features, from encoder ranks to LLM ranks. num_rows: call of the
-    encoder -> rows of features of each of its segments here; order: where the rows of the first
-    call, then those of the next, are among those that arrive (None: in this order).
+    it encodes. exchange: of features, from encoder ranks to LLM ranks. num_segments: of each call
+    of the model here; num_rows (n,): features of each of these, those of the first call, then of
+    the next; order (R,): where their rows are among those that arrive (None: in this order).
     """
 
     arguments: tuple[Tensor | None, ...]
@@ -61,7 +61,8 @@ class EncodedItems:
     items_per_segment: np.ndarray
     num_tokens: np.ndarray
     exchange: Exchange
-    num_rows: dict[str, np.ndarray]
+    num_segments: list[int]
+    num_rows: np.ndarray
     order: Tensor | None
 
     def moved(self, move: Callable[[Tensor], Tensor]) -> EncodedItems:
@@ -93,7 +94,8 @@ class PlannedEncoders:
     ) -> dict[str, EncodedItems]:
         """The phases of which any rank has media. examples: those of this rank's LLM; media[phase]:
         tensors (rows, ...) of each segment that this rank encodes, in slot order, or of any one if
-        it encodes none. On the CPU. Raises ValueError for tensors that the encoder does not understand."""
+        it encodes none. On the CPU. Raises ValueError for tensors that the encoder does not
+        understand."""
         return {phase: self._packed(phase, examples, media[phase], micro)
                 for phase in ENCODERS if len(micro.plan.encode[phase].order)}
 
@@ -130,7 +132,8 @@ class PlannedEncoders:
             encoder.layout.build(meta, tuple(values)), meta, is_placeholder=not len(mine),
             items_per_segment=np.array([len(item.meta) for item in items[: len(mine)]], np.int64),
             num_tokens=num_tokens, exchange=exchange,
-            num_rows={call: exchange.lengths[call_of == k] for k, call in enumerate(encoder.calls)},
+            num_segments=np.bincount(call_of, minlength=len(taken)).tolist(),
+            num_rows=exchange.lengths[in_order],
             order=None if stays else torch.from_numpy(order))
 
     @contextmanager
@@ -145,28 +148,26 @@ class PlannedEncoders:
         Raises RuntimeError where an encoder made other rows than planned, or the forward did not
         use its features."""
         answers = Answers(self._owner, join="")
-        for phase, items in phases.items():
-            encoder = self._encoders[phase]
-            clock.switch(phase)
-            arguments = [a.to(dtype) if a is not None and a.is_floating_point() else a
-                         for a in items.arguments]
-            features = self._encoded(encoder, items, arguments)
-            rows = clock.mark(features.rows, before=phase, after="exchange")
-            rows = exchange_rows(rows, items.exchange, self._group)
-            rows = clock.mark(rows, before="exchange", after="llm")
-            if items.order is not None:
-                rows = rows.index_select(0, items.order)
-            counts = [len(num_rows) for num_rows in items.num_rows.values()]
-            for layout, count in zip(encoder.calls.values(), counts, strict=True):
-                if count:
-                    inputs[layout.value] = arguments[0][:1].expand(
-                        count, *arguments[0].shape[1:])
-            local = LocalItems(items.meta, (), counts=counts, inputs=inputs, options={})
-            answers.add(encoder, local, features, rows, np.concatenate(
-                list(items.num_rows.values())))
-        answers.join_zero((), {}, inputs, [])
-        error = None
         try:
+            for phase, items in phases.items():
+                encoder = self._encoders[phase]
+                clock.switch(phase)
+                arguments = [a.to(dtype) if a is not None and a.is_floating_point() else a
+                             for a in items.arguments]
+                features = self._encoded(encoder, items, arguments)
+                rows = clock.mark(features.rows, before=phase, after="exchange")
+                rows = exchange_rows(rows, items.exchange, self._group)
+                rows = clock.mark(rows, before="exchange", after="llm")
+                if items.order is not None:
+                    rows = rows.index_select(0, items.order)
+                for layout, count in zip(encoder.calls.values(), items.num_segments, strict=True):
+                    if count:
+                        inputs[layout.value] = arguments[0][:1].expand(
+                            count, *arguments[0].shape[1:])
+                local = LocalItems(items.meta, (), counts=items.num_segments, inputs=inputs,
+                                   options={})
+                answers.add(encoder, local, features, rows, items.num_rows)
+            answers.join_zero((), {}, inputs, [])
             yield
         finally:
             error = answers.close()
@@ -176,6 +177,7 @@ class PlannedEncoders:
     def _encoded(
         self, encoder: Encoder, items: EncodedItems, arguments: Sequence[Tensor | None]
     ) -> Features:
+        """Raises RuntimeError for other rows than planned."""
         result = run_encoder(encoder, self._owner, next(iter(encoder.calls)), arguments)
         features = flatten(encoder, self._owner, result, items.meta, items.is_placeholder)
         found = sums_of(features.counts, items.items_per_segment)

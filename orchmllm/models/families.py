@@ -14,11 +14,17 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
 TESTED = ("5.23.",)  # versions of transformers, by how they begin
-FAMILIES = ("audioflamingo3", "aya_vision", "gemma3", "glm4v", "idefics3", "internvl", "llava",
-            "llava_next", "llava_onevision", "mistral3", "qwen2_5_omni", "qwen2_5_vl",
-            "qwen2_audio", "qwen2_vl", "qwen3_vl")
-TEXT_MODELS = ("cohere2", "gemma3_text", "glm4v_text", "llama", "mistral", "qwen2",
-               "qwen2_5_omni_text", "qwen2_5_vl_text", "qwen2_vl_text", "qwen3", "qwen3_vl_text")
+FAMILIES = ("audioflamingo3", "aya_vision", "gemma3", "glm4v", "glm4v_moe", "idefics3", "internvl",
+            "llava", "llava_next", "llava_onevision", "mistral3", "qwen2_5_omni", "qwen2_5_vl",
+            "qwen2_audio", "qwen2_vl", "qwen3_vl", "qwen3_vl_moe", "smolvlm", "vipllava")
+_NO_PIL = "has no image processor in transformers that resizes by Pillow"
+NOT_EXACT = {
+    "cohere2_vision": _NO_PIL, "kimi_k25": _NO_PIL,
+    "paligemma": "reads everything before one answer in both directions, so that the answers of a "
+                 "conversation would be seen before they are learnt"}
+TEXT_MODELS = ("cohere2", "gemma3_text", "glm4v_moe_text", "glm4v_text", "llama", "mistral",
+               "mixtral", "qwen2", "qwen2_5_omni_text", "qwen2_5_vl_text", "qwen2_moe",
+               "qwen2_vl_text", "qwen3", "qwen3_moe", "qwen3_vl_moe_text", "qwen3_vl_text")
 TOWERS = {"visual": "vision", "vision_tower": "vision", "vision_model": "vision",
           "audio_tower": "audio"}
 # Connectors that are inside of a tower.
@@ -72,7 +78,8 @@ def refusals(config: PreTrainedConfig) -> list[str]:
     """Why a model of this configuration cannot be trained exactly; empty if it can."""
     found = []
     if config.model_type.removesuffix("_thinker") not in FAMILIES:
-        return [f"model_type is {config.model_type!r}, which was not tested: choose a model of "
+        why = NOT_EXACT.get(config.model_type, "was not tested")
+        return [f"model_type is {config.model_type!r}, which {why}: choose a model of "
                 f"{', '.join(FAMILIES)}, or train it with orchmllm.balance_encoders and "
                 "BalancedDataLoader (docs/encoders.md, docs/loader.md)"]
     text = config.get_text_config(decoder=True)
@@ -85,8 +92,12 @@ def refusals(config: PreTrainedConfig) -> list[str]:
         found.append("attn_logit_softcapping limits attention, which packing does not know: give "
                      "another model")
     if getattr(text, "output_router_logits", False):
-        found.append("output_router_logits is true, and that loss depends on which examples share "
-                     "a rank: set it to false")
+        found.append("output_router_logits is true: the routers' own loss is a product of means "
+                     "over the examples of a rank, so it would depend on how they are balanced: "
+                     "set it to false")
+    if getattr(config, "distributed_config", None) is not None:
+        found.append("distributed_config asks transformers to divide the model, such as its "
+                     "experts, over ranks: take it out, because experts are sharded by FSDP2 here")
     parts = {"text": text} | {kind: getattr(config, f"{kind}_config", None)
                               for kind in ("vision", "audio")}
     for model, part in parts.items():

@@ -95,7 +95,7 @@ def phase_work(phase: str, model: ModelConfig, lengths: Lengths,
                checkpointing: str = "none") -> Work:
     """Work of each item. checkpointing: none, selective (no product is repeated) or full."""
     if model.folder:
-        from orchmllm.models.hf import whole_work  # with torch
+        from orchmllm.models.whole_flops import whole_work  # with torch
 
         return whole_work(model, phase, lengths, checkpointing)
     if phase == "llm":
@@ -218,7 +218,7 @@ def plan_spec(job: Job) -> PlanSpec:
     """What the planner has to know of the recipe and the cluster."""
     recipe, model = job.recipe, job.recipe.model
     if model.folder:
-        from orchmllm.models.hf import plan_whole  # with torch
+        from orchmllm.models.whole_flops import plan_whole  # with torch
 
         return plan_whole(job)
     return PlanSpec(

@@ -22,6 +22,7 @@ from orchmllm.runtime.attempts import read_attempts, recorded, settings_of
 from orchmllm.runtime.checkpoint import Checkpointer, CheckpointError
 from orchmllm.runtime.initial import fill, mismatch, other_kind
 from orchmllm.runtime.lineage import START_CURE, start_of
+from orchmllm.runtime.profile import exhausted_before
 from orchmllm.runtime.resumable import (
     check_resumable,
     class_of,
@@ -38,7 +39,8 @@ class RunCheckpoints(Checkpointer):
     those that the run starts from. Construction and every method are collective; see Checkpointer.
     Raises CheckpointError or ValueError on all ranks if the run cannot go on where the recipe says.
 
-    kept_batch: examples a step of the checkpoint, 0 without one."""
+    kept_batch: examples a step of the checkpoint, 0 without one. memory: what the run knows of its
+    memory, at first what the checkpoint says; it is saved as it is then."""
 
     def __init__(self, job: Job, gather: RowGather, dataset: ConversationDataset,
                  optimizer: Callable[[], torch.optim.Optimizer],
@@ -62,6 +64,8 @@ class RunCheckpoints(Checkpointer):
         self._start, self._state = (None, {}) if recipe.run.resume == "never" else (
             self.find(recipe.run.resume))
         self.kept_batch = self._state.get("global_batch_size", 0)
+        self.memory = self._state.get("memory", {}) | self._from_first(
+            "of its memory", lambda: exhausted_before(recipe.run.folder))
         if self._start is not None:
             self._attempt |= self._going_on(self._start, self._state)
         elif recipe.run.init_from:
@@ -72,8 +76,8 @@ class RunCheckpoints(Checkpointer):
         if self.config.every_steps < 0:
             return
         self.save(progress.step, self._tensors(), {
-            **progress.to_json(), "model": self._model, "attempt": self._attempt,
-            "world_size": self._gather.world_size,
+            **progress.to_json(), "model": self._model, "memory": self.memory,
+            "attempt": self._attempt, "world_size": self._gather.world_size,
             "rng": torch.get_rng_state().tolist()})  # of the CPU: nothing draws per rank
 
     def newest(self) -> Path | None:

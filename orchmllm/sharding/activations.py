@@ -8,9 +8,26 @@ A frozen layer keeps what its input's gradient needs, and no inputs of products.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
+import numpy as np
+
+from orchmllm.config.fsdp import CHOICES
 from orchmllm.config.model import AudioConfig, LLMConfig, VisionConfig
+
+Counts = Mapping[str, "int | np.ndarray"]  # of CHOICES -> layers; arrays (n, 1) for n cases at once
+
+
+class Stack(NamedTuple):
+    """Bytes per position of all blocks of a phase: what they keep, and what one needs for a moment
+    beside it, at the end of the forward pass and at the start of the backward pass. Numbers, or
+    arrays (n, 1) for n cases."""
+
+    kept: float | np.ndarray
+    forward: float | np.ndarray
+    backward: float | np.ndarray
 
 
 @dataclass(frozen=True)
@@ -23,13 +40,14 @@ class BlockBytes:
     forward: float
     backward: float
 
-    def forward_work(self, choice: str) -> float:
-        """Bytes that one block needs for a moment, beside what it keeps."""
-        return min(self.kept["none"] - self.kept[choice], self.forward)
-
-    def backward_work(self, choice: str) -> float:
-        """Bytes that one block needs for a moment: what is recomputed, and gradients."""
-        return self.kept["none"] - self.kept[choice] + self.backward
+    def stack(self, counts: Counts) -> Stack:
+        """Of so many blocks: the first ones are those of `full`, the last ones those of `none`. At
+        both moments the last block works, and it is one that computes as little as any again."""
+        again = {c: self.kept["none"] - self.kept[c] for c in CHOICES}
+        last = np.where(counts["none"] > 0, again["none"], np.where(
+            counts["selective"] > 0, again["selective"], again["full"]))
+        return Stack(sum(counts[c] * self.kept[c] for c in CHOICES),
+                     np.minimum(last, self.forward), last + self.backward)
 
 
 def block_bytes(phase: str, config: VisionConfig | AudioConfig | LLMConfig, e: int,

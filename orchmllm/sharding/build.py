@@ -31,14 +31,19 @@ def build(
     sources: Sequence[WeightSource], gather: RowGather, ranks_per_node: int,
     group: dist.ProcessGroup | None, log: Callable[[str], None],
 ) -> MultimodalModel | WholeModel:
-    """Collective; gather: of all ranks. group: for what moves in a forward (default: the default
+    """The model. Collective; gather: of all ranks. group: for what moves in a forward (default: the default
     group). The rest as in orchmllm.sharding.fsdp.build_model."""
     if not recipe.model.folder:
         return build_model(recipe.model, recipe.fsdp, device, recipe.run.seed, checkpointing,
                            sources, ranks_per_node=ranks_per_node, group=group)
+    error = None
     with starting_weights(recipe.model, recipe.run.seed, recipe.run.folder, gather) as folder:
-        model = load_whole(folder, recipe.model, recipe.fsdp, device, checkpointing,
-                           ranks_per_node, recipe.run.seed)
+        try:
+            model = load_whole(folder, recipe.model, recipe.fsdp, device, checkpointing,
+                               ranks_per_node, recipe.run.seed)
+        except Exception as e:  # the others wait
+            error = e
+        agreed(gather, error)
     if recipe.model.lora.rank:
         log(describe_learning(model))
     model.encoders = PlannedEncoders(model.hf, group)

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from transformers.core_model_loading import MergeModulelist, WeightConverter
 
 from orchmllm.config.model import ModelConfig
 from orchmllm.config.recipe import FsdpConfig
@@ -24,7 +24,8 @@ from orchmllm.models.families import model_class, read_config
 from orchmllm.models.hf import WholeModel
 from orchmllm.plan.assign import PHASES
 from orchmllm.plan.layout import ENCODERS
-from orchmllm.sharding.fsdp import checkpoint_options, compute_dtype, shard_all
+from orchmllm.sharding.blocks import recompute
+from orchmllm.sharding.fsdp import compute_dtype, shard_all
 from orchmllm.sharding.gathers import Unit, of_encoder
 from orchmllm.sharding.init import seed_adapters
 
@@ -34,8 +35,9 @@ def load_whole(
     checkpointing: Mapping[str, str], ranks_per_node: int = 1, seed: int = 0,
 ) -> WholeModel:
     """The sharded model of a folder with its weights, in train mode; collective over all ranks.
-    Raises ValueError if weights are missing or have another shape. checkpointing: phase -> none,
-    selective or full. ranks_per_node: see orchmllm.sharding.gathers. seed: of adapters."""
+    Raises ValueError if weights are missing or have another shape. checkpointing: see
+    orchmllm.sharding.blocks.recompute. ranks_per_node: see orchmllm.sharding.gathers. seed: of
+    adapters."""
     from transformers.distributed import DistributedConfig
     from transformers.utils import logging
 
@@ -50,18 +52,16 @@ def load_whole(
             layers.update(adapters.inject(whole, model))
         freeze(whole, model)
         fixed.update(name for name, p in hf.named_parameters() if not p.requires_grad)
-        for phase, stack in whole.blocks().items():
-            if checkpointing[phase] != "none":
-                for block in stack:
-                    block.forward = partial(checkpoint, block.forward, use_reentrant=False,
-                                            **checkpoint_options(checkpointing[phase]))
+        recompute(whole, checkpointing)
         shard_all(whole, ordered(whole, config), config, device, ranks_per_node)
         adapters.take_out(hf, layers)
         made.append(whole)
 
     settings = read_config(folder)
+    settings._experts_implementation = experts_by(compute_dtype(config))
     cls = model_class(settings)
-    with _distributed_by(cls, distribute, None if config.cpu_offload else device):
+    place = None if config.cpu_offload else device
+    with _distributed_by(cls, distribute, place), _converted_by_rows(place):
         _, told = cls.from_pretrained(
             folder, config=settings, dtype=getattr(torch, config.param_dtype),
             distributed_config=DistributedConfig(fsdp_size=1), local_files_only=True,
@@ -76,6 +76,12 @@ def load_whole(
     for name, parameter in whole.hf.named_parameters():  # what was loaded is made anew
         parameter.requires_grad_(name not in fixed)
     return whole
+
+
+def experts_by(dtype: torch.dtype) -> str | None:
+    """What computes the experts of a layer, by transformers' names: one product of the tokens of
+    all experts, which has no float64, or one expert after the other."""
+    return "eager" if dtype == torch.float64 else None
 
 
 def freeze(whole: WholeModel, model: ModelConfig) -> None:
@@ -118,3 +124,37 @@ def _distributed_by(cls: type, distribute: Callable[[nn.Module], None],
         yield
     finally:
         del cls.maybe_distribute_model, cls.prepare_distribute_model
+
+
+class _Rows:
+    """A sharded model, the parameters of which are their rows on this rank."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.model, name)
+
+    def get_parameter(self, name: str) -> torch.Tensor:
+        return self.model.get_parameter(name).to_local()
+
+
+@contextmanager
+def _converted_by_rows(device: torch.device | None) -> Iterator[None]:
+    """Within it from_pretrained converts weights by the sizes of this rank's rows. By itself it
+    compares what it has read with all rows, and so transposes what `save_pretrained` wrote of
+    Qwen3-VL-MoE; and it cannot stack the experts of a rank that has none of them."""
+    convert = WeightConverter.convert
+
+    def by_rows(self: WeightConverter, name: str, model: nn.Module, **keys: Any) -> dict:
+        rows = _Rows(model)
+        if any(isinstance(operation, MergeModulelist) for operation in self.operations) and (
+                not len(own := rows.get_parameter(name))):
+            return {name: torch.empty_like(own, device=device or "cpu")}
+        return convert(self, name, model=rows, **keys)
+
+    WeightConverter.convert = by_rows
+    try:
+        yield
+    finally:
+        WeightConverter.convert = convert

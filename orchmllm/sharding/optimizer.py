@@ -118,3 +118,11 @@ def learning_rate(step: int, config: TrainConfig) -> float:
     done = min(max(done, 0.0), 1.0)
     left = 1 - done if config.schedule == "wsd" else 0.5 * (1 + math.cos(math.pi * done))
     return config.lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * left)
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, step: int, config: TrainConfig) -> float:
+    """Sets that of a step, of each group its `lr_share`, and returns it."""
+    lr = learning_rate(step, config)
+    for group in optimizer.param_groups:
+        group["lr"] = lr * group["lr_share"]
+    return lr

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from itertools import groupby
 
 from orchmllm.config.fsdp import DTYPE_BYTES
 from orchmllm.config.model import ModelConfig
@@ -95,6 +96,17 @@ def units(model: ModelConfig) -> list[Unit]:
     return out
 
 
+def by_role(model: ModelConfig, phase: str) -> dict[str, Unit]:
+    """The units of a phase by role: of blocks that are not alike the largest, as if all were."""
+    found: dict[str, Unit] = {}
+    for unit in units(model):
+        if unit.phase == phase:
+            other = found.get(unit.role, unit)
+            copies = unit.copies + (other.copies if unit.role in found else 0)
+            found[unit.role] = replace(max(other, unit, key=lambda u: u.size), copies=copies)
+    return found
+
+
 def _of_whole(model: ModelConfig) -> list[Unit]:
     """The units of orchmllm.sharding.hf.ordered. What its model has not, audio or a head of its
     own, has no parameters."""
@@ -107,9 +119,14 @@ def _of_whole(model: ModelConfig) -> list[Unit]:
     table, head = whole.hf.get_input_embeddings().weight, whole.hf.get_output_embeddings().weight
     if table is not head:
         places |= {id(table): "embed", id(head): "head"}
-    for phase, stack in stacks.items():
-        places |= {id(p): "" for p in stack.parameters()}
-        places |= {id(p): phase for p in stack[0].parameters()}
+    runs: dict[str, list[tuple[str, int]]] = {phase: [] for phase in stacks}
+    for phase, stack in stacks.items():  # some layers have experts
+        for _, group in groupby(stack, lambda block: [p.shape for p in block.parameters()]):
+            alike = list(group)
+            place = f"{phase} {len(runs[phase])}"
+            places |= {id(p): "" for block in alike for p in block.parameters()}
+            places |= {id(p): place for p in alike[0].parameters()}
+            runs[phase].append((place, len(alike)))
     found: dict[str, tuple[list[Shape], list[Shape]]] = {}
     parameters = dict(whole.hf.named_parameters())
     learnt = dict(adapters.learnt(whole, model)) if model.lora.rank else {}
@@ -126,10 +143,11 @@ def _of_whole(model: ModelConfig) -> list[Unit]:
     def unit(phase: str, role: str, copies: int = 1, place: str = "none", **options) -> Unit:
         return Unit(phase, role, copies, *map(tuple, found.get(place, ((), ()))), **options)
 
-    blocks = {part: unit(part, "block", len(stacks.get(part, ())) or 1, part) for part in PARTS}
-    return [unit("vision", "root", place="root", stays=True), blocks["vision"],
-            unit("audio", "root"), blocks["audio"], unit("llm", "embed", place="embed"),
-            blocks["llm"], unit("llm", "head", place="head")]
+    blocks = {part: [unit(part, "block", copies, place) for place, copies in runs.get(
+        part, [("none", 1)])] for part in PARTS}
+    return [unit("vision", "root", place="root", stays=True), *blocks["vision"],
+            unit("audio", "root"), *blocks["audio"], unit("llm", "embed", place="embed"),
+            *blocks["llm"], unit("llm", "head", place="head")]
 
 
 def _parameters(phase: str, model: ModelConfig) -> Iterator[Named]:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -76,9 +77,9 @@ def _qwen(config: str, processor: str, patch: int) -> Callable:
     return make
 
 
-def _glm4v(t):
+def _glm4v(t, config="Glm4vConfig"):
     images = t.Glm4vImageProcessorPil(size={"shortest_edge": 28**2, "longest_edge": 256 * 14**2})
-    return ("Glm4vConfig", {}, {"image_token": "<|image|>", "video_token": "<|video|>"},
+    return (config, {}, {"image_token": "<|image|>", "video_token": "<|video|>"},
             ("<|begin_of_image|>", "<|end_of_image|>"),
             lambda tok: _of_images(t.Glm4vProcessor, images, tok),
             "<|begin_of_image|><|image|><|end_of_image|>")
@@ -117,10 +118,10 @@ def _llava_next(t):
                 num_additional_image_tokens=1), "<image>\n")
 
 
-def _llava(t):
+def _llava(t, config="LlavaConfig"):
     images = t.CLIPImageProcessorPil(size={"shortest_edge": 28},
                                      crop_size={"height": 28, "width": 28})
-    return ("LlavaConfig", {"vision_config": {"model_type": "clip_vision_model", "patch_size": 7}},
+    return (config, {"vision_config": {"model_type": "clip_vision_model", "patch_size": 7}},
             {"image_token": "<image>"}, (), lambda tok: t.LlavaProcessor(
                 images, tok, patch_size=7, vision_feature_select_strategy="default",
                 num_additional_image_tokens=1), "<image>\n")
@@ -163,6 +164,18 @@ def _idefics3(t):
     rows = tuple(f"<row_{a}_col_{b}>" for a in range(1, 7) for b in range(1, 7))
     return ("Idefics3Config", {"vision_config": {"patch_size": 7}}, named, rows,
             lambda tok: t.Idefics3Processor(images, tok, image_seq_len=4), "<image>")
+
+
+def _smolvlm(t):
+    from transformers.models.smolvlm import processing_smolvlm
+
+    if not processing_smolvlm.num2words:  # a package that videos alone need
+        processing_smolvlm.num2words = str
+    images = t.SmolVLMImageProcessorPil(size={"longest_edge": 112},
+                                        max_image_size={"longest_edge": 28})
+    _, keys, named, rows, *_ = _idefics3(t)
+    return ("SmolVLMConfig", keys, named, rows, lambda tok: _of_images(
+        t.SmolVLMProcessor, images, tok, None, image_seq_len=4), "<image>")
 
 
 def _aya_vision(t):
@@ -218,7 +231,10 @@ FAMILIES: dict[str, Callable] = {
     "qwen2_vl": _qwen("Qwen2VLConfig", "Qwen2VLProcessor", 14),
     "qwen2_5_vl": _qwen("Qwen2_5_VLConfig", "Qwen2_5_VLProcessor", 14),
     "qwen3_vl": _qwen("Qwen3VLConfig", "Qwen3VLProcessor", 16),
-    "glm4v": _glm4v, "internvl": _internvl, "llava_onevision": _llava_onevision,
+    "qwen3_vl_moe": _qwen("Qwen3VLMoeConfig", "Qwen3VLProcessor", 16),
+    "glm4v": _glm4v, "glm4v_moe": partial(_glm4v, config="Glm4vMoeConfig"),
+    "vipllava": partial(_llava, config="VipLlavaConfig"), "smolvlm": _smolvlm,
+    "internvl": _internvl, "llava_onevision": _llava_onevision,
     "llava_next": _llava_next, "llava": _llava, "mistral3": _mistral3, "gemma3": _gemma3,
     "gemma3_pan_and_scan": _gemma3, "idefics3": _idefics3, "aya_vision": _aya_vision,
 }

@@ -15,7 +15,8 @@ from orchmllm.config.recipe import DataConfig
 from orchmllm.data.processed import ProcessedRows
 from orchmllm.models import packing
 from orchmllm.models.families import refusals
-from orchmllm.models.hf import WholeModel, part_flops
+from orchmllm.models.hf import WholeModel
+from orchmllm.models.whole_flops import part_flops
 from tests.lib import whole_models as models
 from tests.lib.encoder_models import IMAGE
 from tests.lib.whole_folders import write_model, write_rows
@@ -163,6 +164,9 @@ def test_a_row_without_media_has_a_backward_pass_where_the_text_model_is_frozen(
 
 @pytest.mark.parametrize("changed, told", [
     ({"model_type": "mllama"}, "'mllama', which was not tested"),
+    ({"model_type": "paligemma"}, "in both directions"),
+    ({"model_type": "kimi_k25"}, "no image processor in transformers that resizes by Pillow"),
+    ({"distributed_config": {"ep_size": 2}}, "experts are sharded by FSDP2 here"),
     ({"attention_dropout": 0.1}, "attention_dropout of the text model is 0.1"),
     ({"quantization_config": {"quant_method": "fp8"}}, "the weights are quantised"),
     ({"attn_logit_softcapping": 30.0}, "attn_logit_softcapping"),
@@ -175,14 +179,16 @@ def test_what_packing_cannot_compute_is_refused(changed, told):
     assert refusals(config) == []
     text = config.get_text_config()
     for name, value in changed.items():
-        target = config if name in ("model_type", "quantization_config") else text
+        target = config if name in (
+            "model_type", "quantization_config", "distributed_config") else text
         target = config.vision_config if name == "hidden_dropout_prob" else target
         setattr(target, "model_type" if name == "text" else name, value)
     assert any(told in why for why in refusals(config)), refusals(config)
 
 
-@pytest.mark.parametrize("name", ["internvl", pytest.param("qwen3_vl", marks=pytest.mark.slow),
-                                  pytest.param("gemma3", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["internvl", *(
+    pytest.param(name, marks=pytest.mark.slow)
+    for name in ("qwen3_vl", "gemma3", "qwen3_vl_moe", "glm4v_moe"))])
 def test_the_flop_of_the_blocks_is_what_is_counted(name, tmp_path):
     """Of the forward pass, as torch counts it; eager attention computes the whole square, of which
     a causal kernel needs half."""

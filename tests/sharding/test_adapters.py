@@ -19,7 +19,8 @@ from orchmllm.hf.sources import PretrainedError, find_sources
 from orchmllm.models import adapters
 from orchmllm.models.families import part_of
 from orchmllm.models.flops import Lengths
-from orchmllm.models.hf import WholeModel, meta_model, whole_work
+from orchmllm.models.hf import WholeModel, meta_model
+from orchmllm.models.whole_flops import whole_work
 from orchmllm.sharding.hf import freeze, load_whole, ordered
 from orchmllm.sharding.init import local_rows, seed_adapters
 from orchmllm.sharding.units import units

@@ -35,6 +35,8 @@ CASES = {
     "none/selective/full": case(audio_checkpointing="selective", llm_checkpointing="full"),
     "selective/full/selective": case(activation_checkpointing="selective",
                                      audio_checkpointing="full", prefetch=2),
+    "layer by layer": case(vision_checkpointing="full:1", audio_checkpointing="selective:1",
+                           llm_checkpointing="full:1+selective:1", prefetch=2),
     "chunked loss": case(loss_chunk_rows=7),
     "frozen encoders": case(frozen("vision", "audio"), activation_checkpointing="full"),
     "frozen LLM": case(frozen("llm"), activation_checkpointing="selective", loss_chunk_rows=7),

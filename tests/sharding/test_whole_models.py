@@ -59,7 +59,8 @@ def saved(name: str, folder: Path, tied: bool = False) -> torch.nn.Module:
 def loaded(world, folder: Path, name: str, tied: bool, shard_size: int, choice: str) -> None:
     """Parameters, buffers and ties are those of one process, and so are the gradients."""
     torch.manual_seed(0)
-    stock = type(models.build(name)).from_pretrained(folder, dtype=torch.float64).train()
+    stock = type(models.build(name)).from_pretrained(
+        folder, dtype=torch.float64, experts_implementation="eager").train()
     config = FsdpConfig(param_dtype="float64", shard_size=shard_size)
     whole = load_whole(folder, ModelConfig(), config, torch.device("cpu"),
                        dict.fromkeys(PHASES, choice))

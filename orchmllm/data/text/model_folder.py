@@ -43,6 +43,11 @@ def of_images(kind: type) -> type:
         def get_attributes(cls) -> list[str]:
             return [name for name in super().get_attributes() if name != "video_processor"]
 
+        @classmethod
+        def from_args_and_dict(cls, args: Any, processor_dict: dict, **keys: Any) -> Any:
+            # Some classes have no default for it.
+            return super().from_args_and_dict(args, processor_dict, video_processor=None, **keys)
+
     OfImages.__name__ = kind.__name__  # which transformers compares
     return OfImages
 

@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from orchmllm.hf.folder import INDEX
-from orchmllm.hf.tensors import TORCH_DTYPES, FileTensor, renamed
+from orchmllm.hf.tensors import TORCH_DTYPES, FileTensor, read_sharded, renamed
 from orchmllm.models.families import model_class, read_config
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from transformers import PreTrainedModel
 
 PROCESSOR_FILES = ("*.json", "*.jinja", "*.txt", "*.model")  # tokenizer and templates, too
@@ -60,7 +61,7 @@ def write_whole(source: Path, saved: dict[str, FileTensor], dtype: str, max_file
     config = read_config(source)
     with torch.device("meta"):
         model = model_class(config)._from_config(config)
-    tensors = {}
+    tensors = _buffers(model, source)
     for name, parameter in model.named_parameters():
         stored = of_checkpoint(saved, name, tuple(parameter.shape), dtype, source)
         tensors[name], written = stored.load(), TORCH_DTYPES[stored.dtype]
@@ -68,3 +69,25 @@ def write_whole(source: Path, saved: dict[str, FileTensor], dtype: str, max_file
     model.tie_weights()
     model.config.dtype = written
     return save_model(model, len(tensors), source, max_file_bytes, folder, log)
+
+
+def _buffers(model: PreTrainedModel, source: Path) -> dict[str, Tensor]:
+    """What belongs to a model and is not learnt, such as what GLM-4.5V adds to the scores of its
+    experts: as the run found it, in the folder or drawn."""
+    import torch
+    from transformers import PreTrainedModel
+
+    found, part = {}, {}
+    for path, module in model.named_modules():
+        if isinstance(module, PreTrainedModel):
+            part |= dict.fromkeys(module.modules(), module)  # the innermost one comes last
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set:
+                module.register_buffer(name, torch.empty_like(buffer, device="cpu"))
+                found[f"{path}.{name}"] = module
+    for module in found.values():
+        part[module]._init_weights(module)  # of parameters nothing: they have no memory yet
+    if not found or not any(source.glob("*.safetensors")):
+        return {}
+    stored = read_sharded(source)
+    return {name: stored[name].load() for name in found if name in stored}

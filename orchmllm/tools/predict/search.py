@@ -14,7 +14,7 @@ from itertools import product
 
 import numpy as np
 
-from orchmllm.config.fsdp import RESHARD
+from orchmllm.config.fsdp import CHOICES, RESHARD
 from orchmllm.config.job import check_world, resolve
 from orchmllm.config.recipe import Recipe
 from orchmllm.models.flops import padded_phases, plan_spec
@@ -22,7 +22,7 @@ from orchmllm.plan.assign import PHASES
 from orchmllm.plan.balance import CapError
 from orchmllm.plan.step import plan_step
 from orchmllm.sharding.fits import budget_of, decide, joined, with_real_batch
-from orchmllm.sharding.memory import CHOICES, Loads, MemoryModel, loads_of
+from orchmllm.sharding.memory import Loads, MemoryModel, loads_of
 from orchmllm.tools.predict.examples import Examples
 from orchmllm.tools.predict.hardware import Hardware
 from orchmllm.tools.predict.step_time import (

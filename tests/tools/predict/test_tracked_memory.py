@@ -8,10 +8,13 @@ from dataclasses import replace
 
 import pytest
 
+from orchmllm.models.flops import Lengths, padded_phases
 from orchmllm.plan.assign import PHASES
+from orchmllm.sharding.fits import MISSED, decide, joined
+from orchmllm.sharding.memory import Loads, loads_of
 from tests.lib.recipes import frozen as froze
 from tests.lib.recipes import read
-from tests.lib.tracked import tracked
+from tests.lib.tracked import planned, tracked
 
 ENCODERS = ("vision", "audio")
 
@@ -76,3 +79,30 @@ def test_predicted_peak_is_the_tracked_one(name):
     ranks, recipe = CASES[name]
     peak, moments = tracked(recipe, ranks)
     assert max(moments.values()) == pytest.approx(peak, rel=0.05)
+
+
+AUTO = ("none", "kept", "LLM kept", "hybrid, 2,560 ranks", "float32", "large loss", "accumulated",
+        "three ahead", "Qwen2-VL", "padded audio")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("share", [0.35, 0.75])
+@pytest.mark.parametrize("name", AUTO)
+def test_what_auto_chooses_is_never_over_the_budget(name, share):
+    """Of a budget between what full recomputation and none need, for the load of the rank that is
+    tracked alone."""
+    ranks, recipe = CASES[name]
+    memory, plan = planned(recipe, ranks)
+    loads = joined([loads_of(plan, padded_phases(recipe.model))])
+    loads = Loads({p: Lengths(x.rows[:1], x.positions[:1], x.tokens[:1])
+                   for p, x in loads.phases.items()},
+                  {p: x[:1] for p, x in loads.received.items()},
+                  {p: x[:1] for p, x in loads.pairs.items()})
+    least, most = (MISSED * memory.peak(loads, dict.fromkeys(PHASES, c)) for c in ("full", "none"))
+    budget = least + share * (most - least)
+    asked = replace(recipe, fsdp=replace(recipe.fsdp, activation_checkpointing="auto"))
+    choice = decide(asked, memory, loads, budget)
+    assert len(set(choice.values()) - {"full", "none"}) > 0  # layers of a phase are not alike
+    peak, _ = tracked(replace(asked, fsdp=replace(asked.fsdp, **{
+        f"{p}_checkpointing": c for p, c in choice.items()})), ranks)
+    assert 0.85 * budget < peak + memory.state_bytes()["optimizer"] <= budget

@@ -12,27 +12,23 @@ import torch
 import transformers
 from torch.utils.flop_counter import FlopCounterMode
 
-from orchmllm.config.fsdp import FsdpConfig
+from orchmllm.config.fsdp import CHOICES, FsdpConfig
 from orchmllm.config.job import resolve
 from orchmllm.config.model import ModelConfig
 from orchmllm.config.recipe import Recipe, read_recipe
 from orchmllm.data.text.processor import Processor
 from orchmllm.models.families import model_class
 from orchmllm.models.flops import Lengths, phase_work
-from orchmllm.models.hf import (
-    WholeModel,
-    around,
-    meta_model,
-    part_flops,
-    patches_of_token,
-)
+from orchmllm.models.hf import WholeModel, meta_model
+from orchmllm.models.whole_flops import around, part_flops, patches_of_token
 from orchmllm.plan.layout import ENCODERS
 from orchmllm.sharding.hf import freeze, ordered
 from orchmllm.sharding.memory import Loads
 from orchmllm.sharding.units import checkpoint_bytes, units
+from orchmllm.sharding.whole_memory import WholeMemory
 from orchmllm.tools.data.command import main as data_command
 from orchmllm.tools.predict import dry_run_command, plan_job
-from orchmllm.tools.predict.whole import WholeMemory, pictures
+from orchmllm.tools.predict.whole import pictures
 from tests.lib import whole_models as models
 from tests.lib.commands import ROOT, python
 from tests.lib.recipes import frozen
@@ -63,6 +59,8 @@ def test_dry_run_and_plan_of_a_tiny_model(tmp_path, capsys):
     found, text = told("train.batch_size=4")
     assert found["lengths"].startswith("the recipe's own, 12 rows")
     assert "windows of attention, which count" in " ".join(text.split())
+    assert [(x["phase"], min(x["fits"]) > 0) for x in found["long_examples"]] == [
+        ("vision", True), ("llm", True)] and "data.jsonl, row " in text
     assert found["phases"]["llm"]["balanced"] < found["phases"]["llm"]["none"]
     assert plan_job.main([str(recipe), "--ranks", "2", "--out", str(tmp_path / "job.txt")]) == 0
     changes = (tmp_path / "job.txt").read_text().split()
@@ -71,8 +69,10 @@ def test_dry_run_and_plan_of_a_tiny_model(tmp_path, capsys):
 
 @pytest.mark.parametrize("parts", [(), ("vision", "connector"), ("llm",), ("audio",)])
 def test_units_are_those_that_are_sharded(parts, tmp_path):
-    """Also of a model whose head is its embedding, and of one with two encoders."""
-    for name, tied in (("qwen3_vl", False), ("internvl", True), ("qwen2_5_omni", False)):
+    """Also of a model whose head is its embedding, of one with two encoders, and where some layers
+    have experts."""
+    for name, tied in (("qwen3_vl", False), ("internvl", True), ("qwen2_5_omni", False),
+                       ("glm4v_moe", False)):
         made = models.build(name).config
         made.tie_word_embeddings = made.get_text_config().tie_word_embeddings = tied
         made.save_pretrained(tmp_path / name)
@@ -98,6 +98,7 @@ def test_units_are_those_that_are_sharded(parts, tmp_path):
 
 @pytest.mark.parametrize("name, phase", [
     ("internvl", "vision"), ("qwen3_vl", "vision"),
+    pytest.param("qwen3_vl_moe", "vision", marks=pytest.mark.slow),
     *(pytest.param(name, "audio", marks=pytest.mark.slow)
       for name in ("audioflamingo3", "qwen2_audio", "qwen2_5_omni"))])
 def test_what_a_forward_pass_keeps_is_predicted(name, phase, tmp_path):
@@ -109,6 +110,8 @@ def test_what_a_forward_pass_keeps_is_predicted(name, phase, tmp_path):
     examples = [models.as_example(k, models.sample(name, model, items, 7 + k))
                 for k, items in enumerate([[item], []])]
     model = model.float()
+    if name == "qwen3_vl_moe":
+        model.set_experts_implementation("grouped_mm")
     model.config.save_pretrained(tmp_path)
     whole, seen = WholeModel(model, torch.float32), {}
     row = whole.join(examples)
@@ -138,10 +141,10 @@ def test_what_a_forward_pass_keeps_is_predicted(name, phase, tmp_path):
     memory = WholeMemory.of(resolve(recipe, 1, 1))
     loads = Loads(lengths, {p: np.array([features]) * (p == phase) for p in ENCODERS})
     logits = 4.0 * len(row.kept) * memory.model.llm.vocab_size
-    predicted = sum(memory._kept(p, loads, "none") for p in (phase, "llm")) + logits
+    least, middle, predicted = (logits + sum(
+        memory._around(p, loads) + memory.stack(p, memory.counts(p, choice)).kept
+        * lengths[p].positions for p in (phase, "llm")) for choice in reversed(CHOICES))
     assert predicted == pytest.approx(saved, rel=rel)
-    least = sum(memory._kept(p, loads, "full") for p in (phase, "llm"))
-    middle = sum(memory._kept(p, loads, "selective") for p in (phase, "llm"))
     assert least < middle < predicted
 
     counted, paths = counter.get_flop_counts(), {id(m): n for n, m in whole.named_modules()}
@@ -207,7 +210,7 @@ def test_a_folder_that_lacks_something_is_told_what(tmp_path, capsys):
             assert command.main([str(recipe), "--ranks", "2"]) == 2
             told = capsys.readouterr().err
             assert why in told and "orchmllm data index" in told and told.count("\n") == 1
-    for change in ("fsdp.memory_gb=40", "fsdp.activation_checkpointing=auto"):
+    for change in ("fsdp.loss_chunk_rows=40", "fsdp.compile=true"):
         assert dry_run_command.main([str(recipe), change]) == 2
         assert "is not available with model.config" in capsys.readouterr().err
 
