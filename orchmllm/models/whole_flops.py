@@ -24,7 +24,7 @@ from orchmllm.plan.layout import ENCODERS
 # Images are cut into tiles of one size, each of which is encoded alone.
 TILED = ("aya_vision", "gemma3", "idefics3", "internvl", "llava", "llava_next", "llava_onevision",
          "smolvlm", "vipllava")
-CONNECTOR = re.compile(r".*?(?:merger|projector|connector)[^.]*(?:\.\d+)?\.")
+CONNECTOR = re.compile(r".*?(?:merger|projector|connector|audio_tower\.proj)[^.]*(?:\.\d+)?\.")
 
 
 class PartFlops(NamedTuple):

@@ -67,6 +67,29 @@ def test_dry_run_and_plan_of_a_tiny_model(tmp_path, capsys):
     assert read_recipe(recipe, changes) and not [c for c in changes if "audio" in c]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["qwen2_audio", "qwen2_5_omni"])
+def test_a_model_that_takes_clips_needs_the_index(name, tmp_path, capsys):
+    made = write_model(name, tmp_path / "model")
+    write_rows(tmp_path, 12, name)
+    recipe, out = tmp_path / "recipe.yaml", tmp_path / "out.json"
+    recipe.write_text(RECIPE.format(tmp_path), encoding="utf-8")
+    capsys.readouterr()
+    for command in (dry_run_command, plan_job):
+        assert command.main([str(recipe), "--ranks", "2"]) == 2
+        told = capsys.readouterr().err
+        assert f"cannot be drawn for {made.config.model_type}" in told and told.count("\n") == 1
+    assert data_command(["index", str(recipe)]) == 0
+    assert dry_run_command.main([str(recipe), "--ranks", "2", "--json", str(out),
+                                 "train.batch_size=4"]) == 0
+    found = json.loads(out.read_text())
+    assert sum(found["parameters"].values()) == sum(p.numel() for p in made.parameters())
+    assert found["lengths"].startswith("the recipe's own, 12 rows")
+    assert found["phases"]["audio"]["balanced"] < found["phases"]["audio"]["none"]
+    assert plan_job.main([str(recipe), "--ranks", "2", "--out", str(tmp_path / "job.txt")]) == 0
+    assert read_recipe(recipe, (tmp_path / "job.txt").read_text().split())
+
+
 @pytest.mark.parametrize("parts", [(), ("vision", "connector"), ("llm",), ("audio",)])
 def test_units_are_those_that_are_sharded(parts, tmp_path):
     """Also of a model whose head is its embedding, of one with two encoders, and where some layers
@@ -167,7 +190,7 @@ PARTS = ("vision", "connector", "llm")
 
 @pytest.mark.parametrize("name", [
     "qwen3_vl", *(pytest.param(name, marks=pytest.mark.slow) for name in models.ADMITTED
-                  if name != "qwen3_vl")])
+                  if name != "qwen3_vl" and "image" in models.kinds_of(name))])
 def test_flop_of_forward_and_backward_are_those_that_torch_counts(name, tmp_path):
     """Whatever is frozen, without attention, which torch does not count on a CPU."""
     model, seen = models.build(name).float(), []
