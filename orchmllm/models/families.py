@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
 TESTED = ("5.23.",)  # versions of transformers, by how they begin
 FAMILIES = ("aya_vision", "gemma3", "glm4v", "glm4v_moe", "idefics3", "internvl", "llava",
-            "llava_next", "llava_onevision", "mistral3", "qwen2_5_vl", "qwen2_vl",
-            "qwen3_vl", "qwen3_vl_moe", "smolvlm", "vipllava")
+            "llava_next", "llava_onevision", "mistral3", "qwen2_5_vl", "qwen2_vl", "qwen3_5",
+            "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe", "smolvlm", "vipllava")
 _NO_PIL = "has no image processor in transformers that resizes by Pillow"
 NOT_EXACT = {
     "cohere2_vision": _NO_PIL, "kimi_k25": _NO_PIL,
@@ -23,7 +23,8 @@ NOT_EXACT = {
                  "conversation would be seen before they are learnt"}
 TEXT_MODELS = ("cohere2", "gemma3_text", "glm4v_moe_text", "glm4v_text", "llama", "mistral",
                "mixtral", "qwen2", "qwen2_5_vl_text", "qwen2_moe", "qwen2_vl_text", "qwen3",
-               "qwen3_moe", "qwen3_vl_moe_text", "qwen3_vl_text")
+               "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe", "qwen3_vl_moe_text",
+               "qwen3_vl_text")
 TOWERS = ("visual", "vision_tower", "vision_model")
 MERGERS = ("merger", "deepstack_merger_list")  # connectors that are inside of a tower
 LANGUAGE = ("language_model", "text_model", "lm_head")

@@ -30,6 +30,7 @@ from orchmllm.config.job import Job
 from orchmllm.config.model import ModelConfig
 from orchmllm.models import packing
 from orchmllm.models.attention import attention_backend
+from orchmllm.models.block_flops import multiplied, state_flop
 from orchmllm.models.families import part_of, read_config
 from orchmllm.models.flops import Lengths, Work
 from orchmllm.models.phase_clock import PhaseClock
@@ -60,6 +61,9 @@ class WholeModel(nn.Module):
         index = getattr(hf.model, "get_rope_index", None)
         self._rope_arguments = None if index is None else set(inspect.signature(index).parameters)
         hf.model.get_decoder().register_forward_pre_hook(self._at_text, with_kwargs=True)
+        self.mixers = [m for m in hf.modules() if type(m).__name__.endswith("GatedDeltaNet")]
+        for mixer in self.mixers:
+            packing.keep_apart(mixer)
 
     @property
     def token_embedding(self) -> nn.Parameter:
@@ -107,6 +111,8 @@ class WholeModel(nn.Module):
             for name, value in batch.inputs.items()}
         ones = torch.ones_like(inputs["input_ids"])  # without it some models look for examples
         with packing.packed(batch.seqlens, self._num_layers):
+            if self.mixers:
+                inputs["seqlens"] = batch.seqlens
             logits = self.hf(**inputs, attention_mask=ones, use_cache=False,
                              logits_to_keep=batch.kept).logits[0]
         if len(logits) != len(batch.kept):
@@ -205,22 +211,11 @@ def part_flops(folder: str) -> dict[str, PartFlops]:
         side = int(np.max(tower.image_size)) // int(np.max(tower.patch_size))
         position, pair = position + pair * (side**2 + first), 0
     front, connector = (sum(m.weight.numel() for m in found) for found in around(whole))
+    states = sum(map(state_flop, whole.mixers))
     return {"vision": PartFlops(position, pair, 2 * front, 2 * connector),
-            "llm": PartFlops(2 * sizes["llm"], 2 * len(stacks["llm"]) * width,
+            "llm": PartFlops(2 * sizes["llm"] + states,
+                             2 * (len(stacks["llm"]) - len(whole.mixers)) * width,
                              2 * whole.hf.get_output_embeddings().weight.numel())}
-
-
-def multiplied(stack: nn.ModuleList, experts: int) -> int:
-    """Weights that a position is multiplied with. experts: of a layer's, those that it is sent
-    to."""
-    total = 0
-    for module in stack.modules():
-        for p in module.parameters(recurse=False):
-            if p.dim() == 3 and hasattr(module, "num_experts"):
-                total += p.numel() // module.num_experts * experts
-            elif p.dim() > 1:
-                total += p.numel()
-    return total
 
 
 def around(whole: WholeModel) -> tuple[list[nn.Module], list[nn.Module]]:

@@ -215,6 +215,14 @@ MUTATIONS = [Mutation(*row) for row in (
     ("images padded at their beginning", "orchmllm/models/hf.py", "for n in (0, m)",
      "for n in (m, 0)", "tests/models/test_packed_models.py",
      "Images of several sizes on a rank are cut at the wrong side."),
+    ("linear attention goes on across examples", "orchmllm/models/packing.py",
+     "hidden_states.split(seqlens.lengths, 1)", "[hidden_states]",
+     "tests/models/test_packed_models.py",
+     "The state of an example is where the next one of a rank begins."),
+    ("a token costs all experts", "orchmllm/models/block_flops.py",
+     "p.numel() // module.num_experts * experts", "p.numel()",
+     "tests/models/test_packed_models.py",
+     "Examples are placed, and MFU is told, as if each token were sent to all experts."),
 
 )]
 

@@ -16,6 +16,7 @@ from orchmllm.config.model import ModelConfig
 from orchmllm.config.recipe import DataConfig, Recipe
 from orchmllm.data.processed import ProcessedRows
 from orchmllm.models import packing
+from orchmllm.models.block_flops import CHUNK, multiplied, state_flop
 from orchmllm.models.families import part_of, refusals
 from orchmllm.models.flops import plan_spec
 from orchmllm.models.hf import WholeModel
@@ -24,7 +25,7 @@ from tests.lib.encoder_models import IMAGE
 from tests.lib.whole_folders import write_model, write_rows
 from tests.lib.whole_models import Item
 
-FAST = ("internvl", "mistral3", "qwen3_vl")
+FAST = ("internvl", "mistral3", "qwen3_5_moe", "qwen3_vl")
 
 
 def difference(name: str, model, examples: list[dict], lengths: list[int] | None = None) -> float:
@@ -188,9 +189,8 @@ def test_what_packing_cannot_compute_is_refused(changed, told):
     assert any(told in why for why in refusals(config)), refusals(config)
 
 
-@pytest.mark.parametrize("name", ["internvl", *(
-    pytest.param(name, marks=pytest.mark.slow)
-    for name in ("qwen3_vl", "gemma3", "qwen3_vl_moe", "glm4v_moe"))])
+@pytest.mark.parametrize("name", ["internvl", "qwen3_vl_moe", *(
+    pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3_vl", "gemma3", "glm4v_moe"))])
 def test_the_cost_of_an_item_is_the_flop_of_the_blocks(name, tmp_path):
     """Of the forward pass, as torch counts it; eager attention computes the whole square, of which
     a causal kernel needs half."""
@@ -215,3 +215,16 @@ def test_the_cost_of_an_item_is_the_flop_of_the_blocks(name, tmp_path):
         n, cost = lengths[part], costs[part]
         square = cost.quadratic * n * n * (2 if part == "llm" else 1)
         assert flop == (cost.linear * n + square) // 3, part
+
+
+@pytest.mark.slow
+def test_the_cost_of_linear_attention_is_its_flop():
+    """torch counts neither the triangular systems nor that a convolution pads."""
+    model = models.build("qwen3_5").float()
+    mixer = model.model.language_model.layers[0].linear_attn
+    with FlopCounterMode(display=False) as counter:
+        mixer(torch.randn(1, 192, model.config.text_config.hidden_size))
+    systems = mixer.num_v_heads * CHUNK * (mixer.head_k_dim + mixer.head_v_dim)
+    each = 2 * multiplied(mixer, 0) + state_flop(mixer) - systems
+    padded = 2 * mixer.conv1d.weight.numel() * (mixer.conv_kernel_size - 1)
+    assert counter.get_total_flops() == 192 * each + padded

@@ -156,17 +156,18 @@ def test_a_run_is_the_same_balanced_unbalanced_and_resumed_on_other_ranks(name, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("key", ["pretrained", "config"])
-def test_an_export_before_learning_is_the_folder_it_started_from(key, tmp_path):
+@pytest.mark.parametrize("name, key", [
+    ("qwen3_vl", "config"), *((name, "pretrained") for name in models.ADMITTED)])
+def test_an_export_before_learning_is_the_folder_it_started_from(name, key, tmp_path):
     """Name by name, tied weights too; weights drawn from run.seed are the same on other numbers of
     ranks."""
-    saved("qwen3_vl", tmp_path / "model", tied=True)
+    saved(name, tmp_path / "model", tied=True)
     first = load_file(tmp_path / "model" / "model.safetensors")
     exported = []
     for ranks in (2, 1)[: 1 + (key == "config")]:
         run = recipe(tmp_path / f"run{ranks}", ModelConfig(**{key: str(tmp_path / "model")}), 1,
                      lr=1e-300)
-        run_ranks(trained, ranks, run, "qwen3_vl")
+        run_ranks(trained, ranks, run, name)
         assert not (tmp_path / f"run{ranks}" / "initial_weights").exists()
         export(tmp_path / f"run{ranks}" / "checkpoints" / "step_00000001", tmp_path / f"{ranks}")
         exported.append(load_file(tmp_path / f"{ranks}" / "model.safetensors"))
