@@ -27,6 +27,7 @@ TEXT_MODELS = ("cohere2", "gemma3_text", "glm4v_moe_text", "glm4v_text", "llama"
                "qwen3_vl_text")
 TOWERS = ("visual", "vision_tower", "vision_model")
 MERGERS = ("merger", "deepstack_merger_list")  # connectors that are inside of a tower
+RANDOM = ("dropout", "drop_path", "jitter")  # in names of settings
 LANGUAGE = ("language_model", "text_model", "lm_head")
 
 
@@ -87,8 +88,7 @@ def refusals(config: PreTrainedConfig) -> list[str]:
                      "experts, over ranks: take it out, because experts are sharded by FSDP2 here")
     for model, part in (("text", text), ("vision", getattr(config, "vision_config", None))):
         for name, value in vars(part).items() if part is not None else ():
-            if ("dropout" in name or "drop_path" in name) and isinstance(value, float | int) and (
-                    value > 0):
-                found.append(f"{name} of the {model} model is {value}, and its random masks depend "
-                             "on where an example is: set it to 0")
+            if any(kind in name for kind in RANDOM) and isinstance(value, float | int) and value > 0:
+                found.append(f"{name} of the {model} model is {value}, and its random numbers "
+                             "depend on where an example is: set it to 0")
     return found

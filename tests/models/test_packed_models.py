@@ -174,6 +174,7 @@ def test_a_row_without_media_has_a_backward_pass_where_the_text_model_is_frozen(
     ({"quantization_config": {"quant_method": "fp8"}}, "the weights are quantised"),
     ({"attn_logit_softcapping": 30.0}, "attn_logit_softcapping"),
     ({"output_router_logits": True}, "output_router_logits is true"),
+    ({"router_jitter_noise": 0.1}, "router_jitter_noise of the text model is 0.1"),
     ({"text": "jamba"}, "text model 'jamba' was not tested"),
     ({"hidden_dropout_prob": 0.1}, "hidden_dropout_prob of the vision model is 0.1"),
 ])
