@@ -88,7 +88,8 @@ def refusals(config: PreTrainedConfig) -> list[str]:
                      "experts, over ranks: take it out, because experts are sharded by FSDP2 here")
     for model, part in (("text", text), ("vision", getattr(config, "vision_config", None))):
         for name, value in vars(part).items() if part is not None else ():
-            if any(kind in name for kind in RANDOM) and isinstance(value, float | int) and value > 0:
+            if any(kind in name for kind in RANDOM) and isinstance(value, float | int) and (
+                    value > 0):
                 found.append(f"{name} of the {model} model is {value}, and its random numbers "
                              "depend on where an example is: set it to 0")
     return found
