@@ -178,6 +178,9 @@ class WholeDataset:
     def describe(self, i: int, segment: int) -> dict:
         return {"source": "made", "row": i + 1, "data_file": "made", "file": f"{i}"}
 
+    def name(self, i: int) -> str:
+        return f"made, row {i + 1}"
+
     def layout(self, i: int) -> BatchLayout:
         return self.load(i).lengths
 

@@ -3,6 +3,7 @@ stock transformers in one process."""
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
@@ -96,7 +97,7 @@ def loaded(world, folder: Path, name: str, tied: bool, shard_size: int, choice: 
 @pytest.mark.parametrize("name", models.ADMITTED)
 def test_loaded_shards_are_the_model_and_compute_its_gradients(name, tmp_path):
     saved(name, tmp_path, tied=True)
-    run_ranks(loaded, 2, tmp_path, name, True, 0, "full")
+    run_ranks(loaded, 2, tmp_path, name, True, 0, "full:1")
 
 
 @pytest.mark.slow
@@ -128,7 +129,7 @@ def test_weights_that_are_missing_are_an_error(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks, shard_size, choice", [(1, 0, "none"), (4, 2, "selective")])
+@pytest.mark.parametrize("ranks, shard_size, choice", [(1, 0, "full"), (4, 2, "selective:1")])
 def test_the_same_on_one_rank_and_on_two_groups_of_two(ranks, shard_size, choice, tmp_path):
     saved("llava_next", tmp_path)
     run_ranks(loaded, ranks, tmp_path, "llava_next", False, shard_size, choice)
@@ -284,6 +285,23 @@ def test_what_is_frozen_sends_nothing_back_and_changes_no_other_gradient(
     for found in run_ranks(without_some, ranks, tmp_path, name, settings, shard_size):
         for parts, exchanges in found.items():
             assert exchanges and any(exchanges) == (not {"vision", "connector"} <= {*parts}), parts
+
+
+@pytest.mark.slow
+def test_a_run_recomputes_as_many_layers_as_it_has_to(tmp_path):
+    """By the memory of its blocks on meta; losses are those without recomputation."""
+    saved("llava", tmp_path / "model")
+    run = recipe(tmp_path / "none", ModelConfig(pretrained=str(tmp_path / "model")), 3)
+    wanted, _ = run_ranks(trained, 2, run, "llava")[0]
+    auto = replace(run.fsdp, activation_checkpointing="auto", memory_gb=0.004)
+    run = replace(run, run=replace(run.run, dir=str(tmp_path / "auto")), fsdp=auto)
+    rows, _ = run_ranks(trained, 2, run, "llava")[0]
+    state = json.loads((tmp_path / "auto/checkpoints/step_00000003/state.json").read_text())
+    choice = state["memory"]["choice"]
+    assert set(choice.values()) - {"none", "full"} and choice["audio"] == "none"
+    for row, want in zip(rows, wanted, strict=True):
+        assert row.get("loss") == want.get("loss")
+        assert row.get("grad_norm") == want.get("grad_norm")
 
 
 class TextAlone(models.WholeDataset):

@@ -32,10 +32,11 @@ def model_of(state: dict) -> ModelConfig:
             raise ValueError("the checkpoint has the vision tower of Qwen2-VL as model.vision, "
                              "which only versions before knew: export it with the version that "
                              "trained it")
+        lora = model.get("lora", {})
         return ModelConfig(
             **{p: kind(**model[p]) for p, kind in kinds.items()},
             **{name: model[name] for name in ("pretrained", "config") if name in model},
-            lora=LoraConfig(**model.get("lora", {})))
+            lora=LoraConfig(**{**lora, "target_modules": tuple(lora.get("target_modules", ()))}))
     except (KeyError, TypeError) as e:
         raise ValueError("state.json is not that of a checkpoint of a run, or of a newer version "
                          f"of orchmllm: {e}") from None

@@ -21,7 +21,7 @@ from orchmllm.models.families import model_class
 from orchmllm.models.flops import Lengths, phase_work
 from orchmllm.models.hf import WholeModel, meta_model
 from orchmllm.models.whole_flops import around, part_flops, patches_of_token
-from orchmllm.plan.layout import ENCODERS
+from orchmllm.plan.layout import ENCODERS, VISION
 from orchmllm.sharding.hf import freeze, ordered
 from orchmllm.sharding.memory import Loads
 from orchmllm.sharding.units import checkpoint_bytes, units
@@ -294,4 +294,4 @@ def test_sizes_of_images_are_the_whole_processors(name, tmp_path):
         expanded = processor.expanded(((height, width),))
         got = pictures(str(tmp_path)).segment_lengths(width, height)
         assert got.grid == tuple(expanded.grids[0])
-        assert got.num_tokens == expanded.texts[0].count(processor._feature)
+        assert got.num_tokens == expanded.texts[0].count(processor._features[VISION])
